@@ -1,0 +1,39 @@
+"""Where each token of a step lies: its row, its position, and whether it is there at all.
+
+Tokens come in two layouts, told apart by rank. Padded `[S, T, ...]`: row s uses the first `new[s]` of its T places.
+Packed `[N, ...]`: the rows' tokens one after another, row s from `offsets[s]` on, with a tail of padding allowed.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Tokens(NamedTuple):
+    """One entry per token place, `[S, T]` padded or `[N]` packed."""
+
+    row: jax.Array  # i32: the row the token belongs to; in range also for padding
+    position: jax.Array  # i32: its absolute position in the row; 0 for padding
+    valid: jax.Array  # bool: False for padding
+
+
+def default_offsets(new: jax.Array) -> jax.Array:
+    """`i32[S]`: where each row's tokens start when `new[s]` tokens of every row lie one after another."""
+    return jnp.cumsum(new) - new
+
+
+def locate(shape: tuple[int, ...], lengths: jax.Array, new: jax.Array, offsets: jax.Array | None = None) -> Tokens:
+    """Row, position and validity of every token of a step whose token axes have `shape` (`(S, T)` or `(N,)`)."""
+    if len(shape) == 2:
+        row, index = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    else:
+        offsets = default_offsets(new) if offsets is None else offsets
+        token = jnp.arange(shape[0], dtype=jnp.int32)
+        # Rows without tokens share their successor's offset: the last row that starts at or before a token has it.
+        row = jnp.searchsorted(offsets, token, side="right", method="compare_all").astype(jnp.int32) - 1
+        row = jnp.maximum(row, 0)
+        index = token - offsets[row]
+    valid = (index >= 0) & (index < new[row])
+    position = jnp.where(valid, lengths[row] - new[row] + index, 0)
+    return Tokens(row, position, valid)

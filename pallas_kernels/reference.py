@@ -1,0 +1,86 @@
+"""The definition of paged attention and of the cache write, in plain `jnp` and float32.
+
+Written to be checked by eye, not to be fast: every token gets its own dense copy of its row's keys and values. Every
+other backend is tested against this file.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._tokens import locate
+
+
+def dense(kv: jax.Array, tables: jax.Array, kv_scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of every row laid out densely, float32 `[S, C, K, D]` with `C = max_blocks_per_seq * block_size`.
+
+    What lies past a row's length is whatever its blocks hold.
+    """
+    blocks = kv[tables].astype(jnp.float32)  # [S, M, 2, K, block_size, D]
+    if kv_scale is not None:
+        blocks = blocks * kv_scale[tables][..., None]
+    keys, values = jnp.moveaxis(blocks, 2, 0)  # [S, M, K, block_size, D] each
+    rows, num_blocks, heads, block_size, head_dim = keys.shape
+
+    def flatten(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 2, 3).reshape(rows, num_blocks * block_size, heads, head_dim)
+
+    return flatten(keys), flatten(values)
+
+
+def paged_attention(
+    q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
+    mask=None, return_lse=False,
+):  # fmt: skip
+    """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
+    *token_axes, num_heads, head_dim = q.shape
+    scale = head_dim**-0.5 if scale is None else scale
+    token = locate(tuple(token_axes), lengths, new, offsets)
+    keys, values = (x[..., :head_dim] for x in dense(kv, tables, kv_scale))
+    context = jnp.arange(keys.shape[1])
+
+    seen = token.valid[..., None] & (context <= token.position[..., None])  # [tokens, C]
+    if window is not None:
+        seen &= context > token.position[..., None] - window
+    if mask is not None:
+        in_mask = jnp.zeros(seen.shape, bool).at[..., : mask.shape[-1]].set(mask[..., : seen.shape[-1]])
+        seen &= in_mask
+
+    def one_token(q, row, seen):  # [H, D], [], [C]
+        # What is not seen may hold anything, NaN included, and 0 * NaN is NaN: select it away on both sides.
+        k, v = (jnp.where(seen[:, None, None], x[row], 0.0) for x in (keys, values))
+        group = num_heads // k.shape[1]
+        k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))  # [C, H, D]
+        logits = jnp.einsum("hd,chd->hc", q.astype(jnp.float32), k, precision="highest") * scale
+        if soft_cap is not None:
+            logits = soft_cap * jnp.tanh(logits / soft_cap)
+        logits = jnp.where(seen, logits, -jnp.inf)
+        if sinks is not None:  # one more place to attend to, which has no value
+            sink = jnp.where(seen.any(), sinks.astype(jnp.float32), -jnp.inf)
+            logits = jnp.concatenate([logits, sink[:, None]], axis=1)
+        lse = jax.nn.logsumexp(logits, axis=1)
+        weights = jnp.where(jnp.isneginf(lse)[:, None], 0.0, jnp.exp(logits - lse[:, None]))
+        return jnp.einsum("hc,chd->hd", weights[:, : k.shape[0]], v, precision="highest"), lse
+
+    for _ in token_axes:
+        one_token = jax.vmap(one_token)
+    out, lse = one_token(q, token.row, seen)
+    out = out.astype(q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def write_kv(kv, k, v, tables, lengths, new, *, offsets=None):
+    """What [`pallas_kernels.write_kv`][] means: token by token, in a loop."""
+    token_axes = k.shape[:-2]
+    token = locate(token_axes, lengths, new, offsets)
+    block_size, head_dim = kv.shape[3], k.shape[-1]
+    k, v, row, position, valid = (
+        x.reshape(-1, *x.shape[len(token_axes) :]) for x in (k, v, token.row, token.position, token.valid)
+    )
+
+    def write(i, kv):
+        block = tables[row[i], position[i] // block_size]
+        place = (block, slice(None), slice(None), position[i] % block_size, slice(0, head_dim))
+        new_kv = jnp.stack([k[i], v[i]]).astype(kv.dtype)  # [2, K, D]
+        return kv.at[place].set(jnp.where(valid[i], new_kv, kv[place]))
+
+    return jax.lax.fori_loop(0, row.shape[0], write, kv)

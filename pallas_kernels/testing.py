@@ -1,0 +1,135 @@
+"""Inputs and comparisons for testing a paged attention kernel: the same for every backend.
+
+>>> from pallas_kernels import reference, testing
+>>> case = testing.Case(lengths=(5, 0, 17), new=(1, 0, 1), block_size=8)
+>>> inputs = testing.make_inputs(case)
+>>> testing.assert_close(reference.paged_attention(*inputs), testing.expected(case, inputs))
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import reference
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One test case. `new` tokens of each row belong to the step; `packed` chooses the token layout."""
+
+    lengths: tuple[int, ...]
+    new: tuple[int, ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: Any = "float32"
+    packed: bool = False
+    padding: int = 0  # token places that belong to no row: beyond max(new) when padded, at the end when packed
+    window: int | None = None
+    soft_cap: float | None = None
+    scale: float | None = None
+    sinks: bool = False
+    mask: bool = False
+    stored_head_dim: int | None = None  # the pool's minor dimension, when it is padded
+    max_blocks: int | None = None  # table width; default: just enough
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of this case that are not arrays."""
+        return {"window": self.window, "soft_cap": self.soft_cap, "scale": self.scale}
+
+    def __str__(self) -> str:  # a readable test id
+        changed = [
+            f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        ]  # fmt: skip
+        return ",".join(changed).replace(" ", "")
+
+
+class Inputs(NamedTuple):
+    """The positional arguments of `paged_attention`."""
+
+    q: jax.Array
+    kv: jax.Array
+    tables: jax.Array
+    lengths: jax.Array
+    new: jax.Array
+
+
+def make_inputs(case: Case, seed: int = 0, *, poison: float = np.nan) -> Inputs:
+    """Random inputs of a case. Everything that must not be read is `poison`: blocks that no row owns, and tails past
+    a row's length. Physical blocks are in random order, and unused table entries are the null block 0."""
+    rng = np.random.default_rng(seed)
+    held = [-(-length // case.block_size) for length in case.lengths]
+    width = max(1, *held) if case.max_blocks is None else case.max_blocks
+    num_blocks = sum(held) + 3
+    stored = case.stored_head_dim or case.head_dim
+    kv = np.full((num_blocks + 1, 2, case.num_kv_heads, case.block_size, stored), poison, np.float32)
+    kv[0] = 0  # the null block is never written
+    tables = np.zeros((len(held), width), np.int32)
+    ids = iter(rng.permutation(num_blocks) + 1)
+    for row, length in enumerate(case.lengths):
+        for column in range(held[row]):
+            block = tables[row, column] = next(ids)
+            used = min(case.block_size, length - column * case.block_size)
+            kv[block, :, :, :used] = 0  # the padding of the head dimension
+            kv[block, :, :, :used, : case.head_dim] = rng.standard_normal(
+                (2, case.num_kv_heads, used, case.head_dim)
+            )
+    tokens = (sum(case.new) + case.padding,) if case.packed else (len(held), max(case.new) + case.padding)
+    q = rng.standard_normal((*tokens, case.num_heads, case.head_dim))
+    dtype = jnp.dtype(case.dtype)
+    return Inputs(
+        jnp.asarray(q, dtype), jnp.asarray(kv, dtype), jnp.asarray(tables),
+        jnp.asarray(case.lengths, jnp.int32), jnp.asarray(case.new, jnp.int32),
+    )  # fmt: skip
+
+
+def make_options(case: Case, seed: int = 0) -> dict[str, Any]:
+    """The keyword arguments of a case, its `sinks` and `mask` arrays included."""
+    rng = np.random.default_rng(seed + 1)
+    options = case.options
+    if case.sinks:
+        options["sinks"] = jnp.asarray(rng.standard_normal(case.num_heads), jnp.float32)
+    if case.mask:
+        inputs = make_inputs(case, seed)
+        context = inputs.tables.shape[1] * case.block_size
+        options["mask"] = jnp.asarray(rng.random((*inputs.q.shape[:-2], context)) < 0.7)
+    return options
+
+
+def expected(case: Case, inputs: Inputs, **options: Any) -> Any:
+    """What the reference says, computed in float32 from the same (possibly rounded) inputs."""
+    q, kv, *rest = inputs
+    options = make_options(case) | options
+    return reference.paged_attention(q.astype(jnp.float32), kv.astype(jnp.float32), *rest, **options)
+
+
+# (bound for 99 % of the values, bound for all of them), relative to the magnitude of attention's output, about 1.
+TOLERANCES = {
+    "float32": (2e-6, 2e-5),
+    "float16": (2e-3, 1e-2),
+    "bfloat16": (1e-2, 5e-2),
+}
+
+
+def assert_close(actual: Any, desired: Any, *, dtype: Any = None) -> None:
+    """Compare with tiered tolerances: nearly all values within a tight bound, the rest within a wider one. A NaN, or
+    an infinity on one side only, fails. The bounds go by `actual`'s dtype unless another `dtype` is named."""
+    tight, wide = TOLERANCES[jnp.dtype(dtype or actual.dtype).name]
+    actual, desired = (np.asarray(x, np.float32) for x in (actual, desired))
+    assert actual.shape == desired.shape, f"shape {actual.shape}, expected {desired.shape}"
+    infinite = np.isinf(desired)
+    np.testing.assert_array_equal(actual[infinite], desired[infinite])
+    actual, desired = actual[~infinite], desired[~infinite]
+    if not actual.size:
+        return
+    error = np.abs(actual - desired) / (1 + np.abs(desired))
+    assert not np.isnan(error).any(), f"{np.isnan(error).sum()} of {error.size} values are NaN"
+    assert error.max() <= wide, f"largest error {error.max():.2e} is above {wide:.0e}"
+    loose = (error > tight).mean()
+    assert loose <= 0.01, f"{loose:.1%} of the values differ by more than {tight:.0e} (largest {error.max():.2e})"
