@@ -109,7 +109,9 @@ def write_and_attend(
     options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
     arguments = dict(q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, **options)
     platform = _platform()
-    fused = [n for n in IMPLEMENTATIONS if n == implementation or (implementation is None and IMPLEMENTATIONS[n] == platform)]
+    fused = [
+        n for n in IMPLEMENTATIONS if n == implementation or (implementation is None and IMPLEMENTATIONS[n] == platform)
+    ]
     if fused and _unsupported(fused[0], "write_and_attend", arguments) is None:
         return _run("write_and_attend", implementation, arguments)
     kv = write_kv(kv, k, v, tables, lengths, new, offsets=offsets, implementation=None)
@@ -117,7 +119,9 @@ def write_and_attend(
     return out, kv
 
 
-def explain(op: str = "paged_attention", *, platform: str | None = None, implementation: str | None = None, **arguments) -> Choice:
+def explain(
+    op: str = "paged_attention", *, platform: str | None = None, implementation: str | None = None, **arguments
+) -> Choice:
     """Which implementation `op` picks for these arguments, and why.
 
     Args:
@@ -156,7 +160,9 @@ def _backend(implementation: str) -> ModuleType:
 def _unsupported(implementation: str, op: str, arguments: dict[str, Any]) -> str | None:
     backend = _backend(implementation)
     if not hasattr(backend, op):
-        return f"The {implementation} backend has no kernel of its own for {op}; leave implementation=None to use XLA's."
+        return (
+            f"The {implementation} backend has no kernel of its own for {op}; leave implementation=None to use XLA's."
+        )
     check = getattr(backend, "unsupported", None)
     return check(op, arguments) if check else None
 
@@ -190,7 +196,9 @@ def _check_pool(kv, tables, lengths, new, offsets) -> None:
         raise ValueError(f"tables must be i32[rows, max_blocks_per_seq], but its shape is {tables.shape}.")
     for name, x in {"lengths": lengths, "new": new, "offsets": offsets}.items():
         if x is not None and x.shape != tables.shape[:1]:
-            raise ValueError(f"{name} must have one entry for each of the {tables.shape[0]} rows, but its shape is {x.shape}.")
+            raise ValueError(
+                f"{name} must have one entry for each of the {tables.shape[0]} rows, but its shape is {x.shape}."
+            )
     for name, x in {"tables": tables, "lengths": lengths, "new": new, "offsets": offsets}.items():
         if x is not None and x.dtype != jnp.int32:
             raise ValueError(f"{name} must be int32, not {x.dtype}: convert it with {name}.astype(jnp.int32).")
@@ -200,7 +208,9 @@ def _check_tokens(name: str, x, rows: int, inner: str) -> None:
     if x.ndim not in (3, 4):
         raise ValueError(f"{name} must be padded [S, T, {inner}] or packed [N, {inner}], but its shape is {x.shape}.")
     if x.ndim == 4 and x.shape[0] != rows:
-        raise ValueError(f"{name} has {x.shape[0]} rows, but the tables have {rows}: padded tokens need one row for each.")
+        raise ValueError(
+            f"{name} has {x.shape[0]} rows, but the tables have {rows}: padded tokens need one row for each."
+        )
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{name} must be floating point, not {x.dtype}.")
 
@@ -219,11 +229,15 @@ def _check_attention(q, kv, tables, kv_scale, scale, soft_cap, window, sinks, ma
     _check_tokens("q", q, tables.shape[0], "H, D")
     num_heads, head_dim = q.shape[-2:]
     if num_heads % kv.shape[2]:
-        raise ValueError(f"{num_heads} query heads cannot be shared among {kv.shape[2]} KV heads: H must be a multiple of K.")
+        raise ValueError(
+            f"{num_heads} query heads cannot be shared among {kv.shape[2]} KV heads: H must be a multiple of K."
+        )
     if head_dim > kv.shape[4]:
         raise ValueError(f"q has head_dim {head_dim}, but the pool stores {kv.shape[4]}.")
     if kv_scale is not None and kv_scale.shape != kv.shape[:4]:
-        raise ValueError(f"kv_scale must have the pool's shape without its last axis, {kv.shape[:4]}, not {kv_scale.shape}.")
+        raise ValueError(
+            f"kv_scale must have the pool's shape without its last axis, {kv.shape[:4]}, not {kv_scale.shape}."
+        )
     for name, x in {"scale": scale, "soft_cap": soft_cap}.items():
         if isinstance(x, jax.Array | np.ndarray):
             if x.ndim:
@@ -233,6 +247,8 @@ def _check_attention(q, kv, tables, kv_scale, scale, soft_cap, window, sinks, ma
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 (a token sees itself), not {window}: None means no window.")
     if sinks is not None and sinks.shape != (num_heads,):
-        raise ValueError(f"sinks must have one entry for each of the {num_heads} query heads, but its shape is {sinks.shape}.")
+        raise ValueError(
+            f"sinks must have one entry for each of the {num_heads} query heads, but its shape is {sinks.shape}."
+        )
     if mask is not None and (mask.dtype != jnp.bool_ or mask.shape[:-1] != q.shape[:-2]):
         raise ValueError(f"mask must be bool{[*q.shape[:-2], 'C']}, not {mask.dtype}{list(mask.shape)}.")

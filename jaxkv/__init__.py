@@ -1,0 +1,33 @@
+"""A paged KV cache for JAX: immutable, functional, with kernels for TPU and NVIDIA GPU."""
+
+from jaxkv._attention import attend as attend
+from jaxkv._attention import attention as attention
+from jaxkv._attention import explain as explain
+from jaxkv._checks import check as check
+from jaxkv._checks import check_invariants as check_invariants
+from jaxkv._checks import stats as stats
+from jaxkv._config import CacheConfig as CacheConfig
+from jaxkv._config import LayerConfig as LayerConfig
+from jaxkv._errors import CacheError as CacheError
+from jaxkv._errors import OutOfBlocks as OutOfBlocks
+from jaxkv._errors import SequenceTooLong as SequenceTooLong
+from jaxkv._pools import append as append
+from jaxkv._pools import write as write
+from jaxkv._sharing import fork as fork
+from jaxkv._sharing import reorder as reorder
+from jaxkv._sharing import truncate as truncate
+from jaxkv._state import Cache as Cache
+from jaxkv._state import init as init
+from jaxkv._tables import extend as extend
+from jaxkv._tables import free as free
+from jaxkv._tables import positions as positions
+from jaxkv._tables import reserve as reserve
+from jaxkv._views import gather as gather
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cache", "CacheConfig", "CacheError", "LayerConfig", "OutOfBlocks", "SequenceTooLong", "append", "attend",
+    "attention", "check", "check_invariants", "explain", "extend", "fork", "free", "gather", "init", "positions",
+    "reorder", "reserve", "stats", "truncate", "write",
+]  # fmt: skip

@@ -1,0 +1,96 @@
+"""Attention over a cache: where the state meets the kernels."""
+
+from typing import Any
+
+import jax
+
+import pallas_kernels
+from jaxkv._pools import check_step
+from jaxkv._state import Cache, Pool
+from jaxkv._tables import drop_unfit
+
+
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, *, layer: int, implementation: str | None = None,
+    **options: Any,
+) -> tuple[Any, Cache]:  # fmt: skip
+    """Store this step's keys and values of one layer, and attend causally to everything up to each token.
+
+    Call `extend` once before the step's first layer; it says which tokens there are.
+
+    Args:
+      q: `[S, T, H, D]` padded (row s uses its first `num_tokens[s]` places) or `[N, H, D]` packed (rows one after
+        another, as many places each as `num_tokens` asked for).
+      k, v: the same with K heads. H must be a multiple of K.
+      layer: the layer's index.
+      implementation: None picks what the platform has and falls back to "xla"; or "xla", "gpu", "tpu", "reference".
+      **options: `scale`, `soft_cap`, `sinks`, `window`, `mask` and `return_lse`, as in
+        `pallas_kernels.paged_attention`. `window` is the layer's own by default.
+
+    Returns:
+      `(out, cache)`; out has q's shape and dtype, and is 0 for padding and for rows that failed. With `return_lse`,
+      out is `(out, lse)`.
+
+    Raises:
+      ValueError, IndexError: shapes, dtypes, options or a layer that do not fit.
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> cache = jaxkv.extend(cache, [3, 1])
+    >>> q, kv = jnp.ones((2, 3, 4, 8)), jnp.ones((2, 3, 2, 8))
+    >>> out, cache = jaxkv.attention(q, kv, kv, cache, layer=0)
+    >>> out.shape
+    (2, 3, 4, 8)
+    """
+    check_step(cache, layer, q=q, k=k, v=v)
+    group = cache.config.group(layer)
+    tables = drop_unfit(cache.tables[group], q.shape[:-2])
+    out, kv = pallas_kernels.write_and_attend(
+        q, k, v, cache.pools[layer].kv, tables.tables, tables.lengths, tables.new, offsets=tables.offsets,
+        implementation=implementation, **_with_window(cache, layer, options),
+    )  # fmt: skip
+    tables = (*cache.tables[:group], tables, *cache.tables[group + 1 :])
+    return out, cache.replace(tables=tables).replace_pool(layer, Pool(kv=kv))
+
+
+def attend(q: jax.Array, cache: Cache, *, layer: int, implementation: str | None = None, **options: Any) -> Any:
+    """The reading half of `attention`: attend to what `write` or `append` has stored. Arguments as there.
+
+    Returns:
+      The output, or `(out, lse)` with `return_lse`.
+    """
+    check_step(cache, layer, q=q)
+    tables = drop_unfit(cache.tables[cache.config.group(layer)], q.shape[:-2])
+    return pallas_kernels.paged_attention(
+        q, cache.pools[layer].kv, tables.tables, tables.lengths, tables.new, offsets=tables.offsets,
+        implementation=implementation, **_with_window(cache, layer, options),
+    )  # fmt: skip
+
+
+def explain(
+    q: Any, cache: Cache, *, layer: int = 0, platform: str | None = None, implementation: str | None = None,
+    **options: Any,
+) -> pallas_kernels.Choice:  # fmt: skip
+    """Which implementation `attend` picks for such queries, and why.
+
+    Args:
+      q: the queries, or a `jax.ShapeDtypeStruct` of their shape and dtype.
+      platform: "cpu", "cuda" or "tpu"; default: the one a program traced now would be lowered for.
+
+    >>> import jax, jax.numpy as jnp, jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> print(jaxkv.explain(jax.ShapeDtypeStruct((2, 1, 4, 8), jnp.bfloat16), cache, platform="cpu").reason)
+    There are no kernels for the platform 'cpu'; XLA runs on all of them.
+    """
+    check_step(cache, layer, q=q)
+    tables = cache.tables[cache.config.group(layer)]
+    return pallas_kernels.explain(
+        q=q, kv=cache.pools[layer].kv, tables=tables.tables, platform=platform, implementation=implementation,
+        **_with_window(cache, layer, options),
+    )  # fmt: skip
+
+
+def _with_window(cache: Cache, layer: int, options: dict[str, Any]) -> dict[str, Any]:
+    return {"window": cache.layer_config(layer).window} | options

@@ -1,0 +1,260 @@
+"""What a cache is made for: static and hashable, so that it is part of a `jit` key. All validation of sizes is here."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """How a key or value element is stored: a static name that chooses the kernel, and what it costs."""
+
+    name: str
+    bytes_per_element: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        return jnp.dtype(self.name)
+
+
+KINDS = {kind.name: kind for kind in (Kind("bfloat16", 2), Kind("float16", 2), Kind("float32", 4))}
+
+
+def _kind(dtype: Any, field: str) -> Kind:
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in KINDS:
+        raise ValueError(f"{field} must be one of {', '.join(KINDS)}, not {name}.")
+    return KINDS[name]
+
+
+def _at_least(field: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{field} must be an integer, not {value!r}.")
+    if value < least:
+        raise ValueError(f"{field} must be at least {least}, not {value}.")
+    return int(value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """One attention layer: its shape, and what differs from the other layers.
+
+    Args:
+      num_kv_heads: KV heads, K in shapes.
+      head_dim: elements per head, D in shapes.
+      window: a token sees only the last `window` positions, its own included; None: all.
+      dtype: the layer's storage, when it is not the cache's.
+
+    >>> LayerConfig(num_kv_heads=2, head_dim=64).dim
+    128
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    dtype: Any = None
+
+    def __post_init__(self):
+        _at_least("LayerConfig.num_kv_heads", self.num_kv_heads, 1)
+        _at_least("LayerConfig.head_dim", self.head_dim, 1)
+        if self.window is not None:
+            _at_least("LayerConfig.window", self.window, 1)
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", _kind(self.dtype, "LayerConfig.dtype").dtype)
+
+    @property
+    def dim(self) -> int:
+        """Elements of one token's keys (and as many of its values)."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The sizes of a cache.
+
+    Args:
+      layers: one `LayerConfig` per attention layer; they may differ.
+      max_seqs: rows, the sequences held at once; S in shapes.
+      max_seq_len: the most tokens of one row; default: `max_tokens`.
+      num_blocks: blocks per layer. Or say `max_tokens`, and it is `ceil(max_tokens / block_size)`.
+      max_tokens: the most tokens of all rows together; default: `num_blocks * block_size`.
+      block_size: tokens per block. Contiguous: `max_seq_len`, set by itself.
+      dtype: the storage of keys and values: bfloat16, float16 or float32.
+      layout: "paged", or "contiguous": one block of `max_seq_len` tokens per row, always the row's own.
+      head_dim_multiple: the stored head_dim is rounded up to a multiple of this. TPUs want 128: with less, XLA copies
+        the whole pool at every step. Nobody sees the padding, but it takes memory.
+
+    Raises:
+      ValueError: naming the field, its value and what is allowed.
+
+    >>> layer = LayerConfig(num_kv_heads=2, head_dim=64)
+    >>> config = CacheConfig(layers=(layer,) * 2, max_seqs=4, max_seq_len=100, num_blocks=20)
+    >>> config.max_blocks_per_seq, config.bytes_per_block
+    (7, 16384)
+    """
+
+    layers: Sequence[LayerConfig]
+    max_seqs: int
+    max_seq_len: int | None = None
+    num_blocks: int | None = None
+    max_tokens: int | None = None
+    block_size: int | None = None
+    dtype: Any = "bfloat16"
+    layout: Literal["paged", "contiguous"] = "paged"
+    head_dim_multiple: int = 1
+
+    def __post_init__(self):
+        put = functools.partial(object.__setattr__, self)
+        put("layers", tuple(self.layers))
+        if not self.layers:
+            raise ValueError("CacheConfig.layers must name at least one LayerConfig, but it is empty.")
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, LayerConfig):
+                raise ValueError(f"CacheConfig.layers[{i}] must be a LayerConfig, not {layer!r}.")
+        put("dtype", _kind(self.dtype, "CacheConfig.dtype").dtype)
+        _at_least("CacheConfig.max_seqs", self.max_seqs, 1)
+        _at_least("CacheConfig.head_dim_multiple", self.head_dim_multiple, 1)
+        for field in ("max_seq_len", "num_blocks", "max_tokens", "block_size"):
+            if getattr(self, field) is not None:
+                _at_least(f"CacheConfig.{field}", getattr(self, field), 1)
+        if self.max_seq_len is None:
+            if self.max_tokens is None:
+                raise ValueError(
+                    "CacheConfig needs max_seq_len, the most tokens of one row (or max_tokens, of all rows)."
+                )
+            put("max_seq_len", self.max_tokens)
+        if self.layout == "contiguous":
+            self._settle_contiguous(put)
+        elif self.layout == "paged":
+            self._settle_paged(put)
+        else:
+            raise ValueError(f"CacheConfig.layout must be 'paged' or 'contiguous', not {self.layout!r}.")
+
+    def _settle_paged(self, put) -> None:
+        if self.block_size is None:
+            put("block_size", 16)
+        if self.max_tokens is None and self.num_blocks is None:
+            raise ValueError(
+                "CacheConfig needs num_blocks (blocks per layer) or max_tokens (tokens of all rows). For every row to "
+                f"reach max_seq_len at once it would be num_blocks={self.max_seqs * self.max_blocks_per_seq}."
+            )
+        if self.num_blocks is None:
+            put("num_blocks", -(-self.max_tokens // self.block_size))
+        elif self.max_tokens is None:
+            put("max_tokens", self.num_blocks * self.block_size)
+        elif self.num_blocks != -(-self.max_tokens // self.block_size):
+            raise ValueError(
+                f"CacheConfig.max_tokens={self.max_tokens} takes {-(-self.max_tokens // self.block_size)} blocks of "
+                f"{self.block_size}, but num_blocks is {self.num_blocks}: name one of the two."
+            )
+
+    def _settle_contiguous(self, put) -> None:
+        fixed = {"block_size": self.max_seq_len, "num_blocks": self.max_seqs}
+        for field, value in fixed.items():
+            if getattr(self, field) not in (None, value):
+                raise ValueError(
+                    f"CacheConfig.{field} is {value} in the contiguous layout (one block of max_seq_len tokens per row), "
+                    f"not {getattr(self, field)}: leave it out."
+                )
+            put(field, value)
+        put("max_tokens", self.max_seqs * self.max_seq_len)
+
+    @classmethod
+    def from_model(
+        cls, model: Any, *, max_seqs: int, max_seq_len: int, num_blocks: int | None = None,
+        memory_bytes: int | None = None, dtype: Any = None, **fields: Any,
+    ) -> "CacheConfig":  # fmt: skip
+        """The config for a model that has `layer_configs` (one `LayerConfig` per layer) and `dtype`.
+
+        Without `num_blocks` and `memory_bytes`, every row can reach `max_seq_len` at once. With `memory_bytes`, as many
+        blocks as fit, the null block counted.
+        """
+        dtype = model.dtype if dtype is None else dtype
+        config = cls(layers=model.layer_configs, max_seqs=max_seqs, max_seq_len=max_seq_len, num_blocks=num_blocks,
+                     max_tokens=None if num_blocks else max_seqs * max_seq_len, dtype=dtype, **fields)  # fmt: skip
+        if memory_bytes is not None:
+            if num_blocks is not None:
+                raise ValueError("CacheConfig.from_model takes num_blocks or memory_bytes, not both.")
+            config = config.with_memory(memory_bytes)
+        elif num_blocks is None and config.layout == "paged":
+            num_blocks = max_seqs * config.max_blocks_per_seq  # every row's last block may be partly used
+            config = dataclasses.replace(config, num_blocks=num_blocks, max_tokens=None)
+        return config
+
+    def with_memory(self, memory_bytes: int) -> "CacheConfig":
+        """This config with as many blocks as fit into `memory_bytes`, the null block counted."""
+        num_blocks = int(memory_bytes) // self.bytes_per_block - 1
+        if num_blocks < 1:
+            raise ValueError(
+                f"memory_bytes={memory_bytes} is too little: one block of {self.block_size} tokens takes "
+                f"{self.bytes_per_block} bytes over {self.num_layers} layers, and one more is the null block."
+            )
+        return dataclasses.replace(self, num_blocks=num_blocks, max_tokens=None)
+
+    @property
+    def contiguous(self) -> bool:
+        return self.layout == "contiguous"
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers are alike."""
+        return len(set(self.layers)) == 1
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """The width of a block table; M in shapes."""
+        return -(-self.max_seq_len // self.block_size)
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The layers that share a block table, group by group. One group holds them all."""
+        return (tuple(range(self.num_layers)),)
+
+    def group(self, layer: int) -> int:
+        """The group of a layer."""
+        self.layer_config(layer)
+        return next(g for g, layers in enumerate(self.groups) if layer in layers)
+
+    def layer_config(self, layer: int) -> LayerConfig:
+        """The config of one layer. Raises IndexError, also for a negative index."""
+        if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < self.num_layers:
+            raise IndexError(f"layer must be an integer from 0 to {self.num_layers - 1}, not {layer!r}.")
+        return self.layers[layer]
+
+    def kind(self, layer: int) -> Kind:
+        """How a layer's elements are stored."""
+        return _kind(self.layer_config(layer).dtype or self.dtype, "dtype")
+
+    def pool_shape(self, layer: int) -> tuple[int, int, int, int, int]:
+        """`[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`."""
+        config = self.layer_config(layer)
+        head_dim = -(-config.head_dim // self.head_dim_multiple) * self.head_dim_multiple
+        return (self.num_blocks + 1, 2, config.num_kv_heads, self.block_size, head_dim)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers."""
+        return sum(
+            int(np.prod(self.pool_shape(i)[1:])) * self.kind(i).bytes_per_element for i in range(self.num_layers)
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all pools, the null block included; the tables' few integers are not counted."""
+        return self.bytes_per_block * (self.num_blocks + 1)
+
+    @property
+    def dense_bytes(self) -> int:
+        """What a dense cache of the same rows would take: `max_seqs * max_seq_len` places in every layer."""
+        return self.max_seqs * self.max_seq_len * self.bytes_per_block // self.block_size

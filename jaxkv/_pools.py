@@ -1,0 +1,115 @@
+"""Keys and values into the pools: `write`, `append`, and copies of whole blocks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels
+from jaxkv._state import Cache, Pool
+from jaxkv._tables import drop_unfit, extend
+
+
+def write(cache: Cache, k: jax.Array, v: jax.Array, *, layer: int, implementation: str | None = None) -> Cache:
+    """Store this step's keys and values of one layer. `extend` must have made room for them.
+
+    Args:
+      k, v: `[S, T, K, D]` padded or `[N, K, D]` packed; cast to the pool's dtype.
+      layer: the layer's index.
+      implementation: as in `attention`.
+
+    Raises:
+      ValueError, IndexError: shapes, dtypes or a layer that do not fit the cache.
+
+    A row with more new tokens than `k` has places for is left as it was and marked in `cache.failed`.
+    """
+    check_step(cache, layer, k=k, v=v)
+    group = cache.config.group(layer)
+    tables = drop_unfit(cache.tables[group], k.shape[:-2])
+    kv = pallas_kernels.write_kv(
+        cache.pools[layer].kv, k, v, tables.tables, tables.lengths, tables.new, offsets=tables.offsets,
+        implementation=implementation,
+    )  # fmt: skip
+    tables = (*cache.tables[:group], tables, *cache.tables[group + 1 :])
+    return cache.replace(tables=tables).replace_pool(layer, Pool(kv=kv))
+
+
+def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementation: str | None = None) -> Cache:
+    """Add tokens to every row in all layers at once: `extend`, then `write` for each layer.
+
+    Args:
+      k, v: `[L, S, T, K, D]` padded or `[L, N, K, D]` packed, or a sequence of one such array per layer.
+      num_tokens: `i32[S]`, how many each row adds; default: all T places of every row (padded only).
+
+    A row whose tokens do not fit stays as it was and is marked in `cache.failed`: all or nothing.
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> kv = jnp.ones((1, 2, 5, 2, 8))
+    >>> jaxkv.append(cache, kv, kv, [5, 3]).lengths.tolist()
+    [5, 3]
+    """
+    num_layers = cache.num_layers
+    if len(k) != num_layers or len(v) != num_layers:
+        raise ValueError(
+            f"k and v must have one array for each of the {num_layers} layers, but have {len(k)} and {len(v)}."
+        )
+    for layer in range(num_layers):
+        check_step(cache, layer, k=k[layer], v=v[layer])
+    token_axes = k[0].shape[:-2]
+    for layer in range(num_layers):
+        if k[layer].shape[:-2] != token_axes:
+            raise ValueError(
+                f"All layers must add the same tokens, but layer 0 has {token_axes} and layer {layer} has {k[layer].shape[:-2]}."
+            )
+    if num_tokens is None:
+        if len(token_axes) == 1:
+            raise ValueError("Packed tokens need num_tokens, how many of them belong to each row.")
+        num_tokens = jnp.full(token_axes[0], token_axes[1], jnp.int32)
+    elif not isinstance(num_tokens, jax.Array):
+        counts = np.asarray(num_tokens)
+        places, most = ("T", counts.max(initial=0)) if len(token_axes) == 2 else ("N", counts.sum())
+        if most > token_axes[-1]:
+            raise ValueError(f"num_tokens asks for {most} tokens, but k and v have {places} = {token_axes[-1]} places.")
+    cache = extend(cache, num_tokens)
+    for layer in range(num_layers):
+        cache = write(cache, k[layer], v[layer], layer=layer, implementation=implementation)
+    return cache
+
+
+def check_step(cache: Cache, layer: int, **arrays: jax.Array) -> None:
+    """Raise unless every array is `[S, T, heads, head_dim]` or `[N, heads, head_dim]` for this layer."""
+    head_dim = cache.layer_config(layer).head_dim
+    rows = cache.lengths.shape[0]
+    token_axes = None
+    for name, x in arrays.items():
+        if x.ndim not in (3, 4):
+            raise ValueError(
+                f"{name} must be [S, T, heads, {head_dim}] or packed [N, heads, {head_dim}], but its shape is {x.shape}."
+            )
+        if x.ndim == 4 and x.shape[0] != rows:
+            raise ValueError(
+                f"{name} has {x.shape[0]} rows, but the cache has {rows}: give every row a place, used or not."
+            )
+        if x.shape[-1] != head_dim:
+            raise ValueError(f"{name} has head_dim {x.shape[-1]}, but layer {layer} of the cache has {head_dim}.")
+        token_axes = token_axes or (name, x.shape[:-2])
+        if x.shape[:-2] != token_axes[1]:
+            raise ValueError(
+                f"{name} has the token axes {x.shape[:-2]}, but {token_axes[0]} has {token_axes[1]}: they must agree."
+            )
+
+
+def copy_blocks(pools: Sequence[Pool], source: jax.Array, target: jax.Array, copied: jax.Array) -> tuple[Pool, ...]:
+    """Copy block `source[i]` over block `target[i]` wherever `copied[i]`. All are read before any is written."""
+
+    def copy(pool: Pool) -> Pool:
+        past_the_end = pool.kv.shape[0] + jnp.arange(target.shape[0], dtype=jnp.int32)
+        place = jnp.where(copied, target, past_the_end)
+        blocks = pool.kv[jnp.where(copied, source, 0)]
+        return Pool(kv=pool.kv.at[place].set(blocks, mode="drop", unique_indices=True))
+
+    return tuple(copy(pool) for pool in pools)

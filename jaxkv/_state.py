@@ -1,0 +1,166 @@
+"""The state of a cache: immutable pytrees of arrays. Fields and shapes, no algorithm.
+
+S rows, M blocks per row at the most, K KV heads, D head_dim, N = num_blocks.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._config import CacheConfig, LayerConfig
+from jaxkv._views import Views
+
+# Block 0 is never allocated and never written: unused table entries point at it, so that any fetch is in bounds.
+NULL_BLOCK = 0
+
+_pytree = functools.partial(dataclasses.dataclass, frozen=True, kw_only=True, eq=False)
+
+
+@jax.tree_util.register_dataclass
+@_pytree()
+class BlockTables:
+    """Which blocks each row holds, and which are free. Shared by the layers of a group.
+
+    The free blocks are the last `num_free` entries of `free_list`, the next one to be taken first. Whatever stands
+    before them is out of date.
+    """
+
+    tables: jax.Array  # i32[S, M]: logical block -> physical block; a row's entries come first, then null blocks
+    lengths: jax.Array  # i32[S]: tokens of each row, the current step's included
+    new: jax.Array  # i32[S]: how many of them are the current step's
+    offsets: jax.Array  # i32[S]: where each row's tokens start in a packed step
+    refcounts: jax.Array  # i32[N + 1]: rows that hold a block; a free block keeps the 1 its next owner needs
+    free_list: jax.Array  # i32[N]
+    num_free: jax.Array  # i32[]
+    peak: jax.Array  # i32[]: the most blocks ever in use at once
+    failed: jax.Array  # bool[S]: a request of the row could not be met; cleared by `free`
+    wanted: jax.Array  # i32[S]: the length that request asked for; -1: the request made no sense
+    needed: jax.Array  # i32[S]: the blocks it needed
+
+    @property
+    def held(self) -> jax.Array:
+        """`i32[S]`: blocks in each row's table, reserved ones included."""
+        return jnp.sum(self.tables != NULL_BLOCK, axis=1, dtype=jnp.int32)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.free_list.shape[0]
+
+
+@jax.tree_util.register_dataclass
+@_pytree()
+class Pool:
+    """One layer's blocks."""
+
+    kv: jax.Array  # [N + 1, 2, K, block_size, D]: keys at 0, values at 1
+
+    @property
+    def k(self) -> jax.Array:
+        return self.kv[:, 0]
+
+    @property
+    def v(self) -> jax.Array:
+        return self.kv[:, 1]
+
+
+@jax.tree_util.register_dataclass
+@_pytree()
+class Layer:
+    """One layer as a kernel sees it: its pool, and the tables of its group."""
+
+    pool: Pool
+    tables: BlockTables
+
+
+@jax.tree_util.register_dataclass
+@_pytree(repr=False)
+class Cache(Views):
+    """An immutable paged KV cache. Made by `jaxkv.init`; every function of the library returns a new one."""
+
+    tables: tuple[BlockTables, ...]  # one per group of layers
+    pools: tuple[Pool, ...]  # one per layer
+    config: CacheConfig = dataclasses.field(metadata={"static": True})
+
+    # What concerns rows is the same in every group.
+
+    @property
+    def lengths(self) -> jax.Array:
+        """`i32[S]`: tokens of each row, this step's included. Before the step it was `lengths - new`."""
+        return self.tables[0].lengths
+
+    @property
+    def new(self) -> jax.Array:
+        """`i32[S]`: how many of `lengths` are this step's."""
+        return self.tables[0].new
+
+    @property
+    def failed(self) -> jax.Array:
+        """`bool[S]`: rows with a request that could not be met; `jaxkv.check` says why."""
+        return self.tables[0].failed
+
+    def layer(self, layer: int) -> Layer:
+        """One layer's pool and tables, a pytree of its own."""
+        return Layer(pool=self.pools[layer], tables=self.tables[self.config.group(layer)])
+
+    def layer_config(self, layer: int) -> LayerConfig:
+        """The config of one layer; IndexError for an index out of range."""
+        return self.config.layer_config(layer)
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers are alike."""
+        return self.config.is_uniform
+
+    def replace(self, **changes: Any) -> "Cache":
+        """A copy with other fields."""
+        return dataclasses.replace(self, **changes)
+
+    def replace_pool(self, layer: int, pool: Pool) -> "Cache":
+        """A copy with another pool in one layer."""
+        return self.replace(pools=(*self.pools[:layer], pool, *self.pools[layer + 1 :]))
+
+    @staticmethod
+    def from_parts(**parts: Any) -> "Cache":
+        """A cache around blocks and tables that exist already; see `from_parts` in `jaxkv/_import.py`."""
+        from jaxkv._import import from_parts  # it builds on this file
+
+        return from_parts(**parts)
+
+
+def init(config: CacheConfig) -> Cache:
+    """An empty cache: every block free, every pool a zeroed buffer of its own.
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=4, max_seq_len=64, num_blocks=10))
+    Cache(0 of 10 blocks used, 0 tokens in 0 of 4 rows, 1 layer, 11.0 KiB)
+    """
+    # One array after another: the same zeros used twice could not be donated.
+    pools = tuple(Pool(kv=jnp.zeros(config.pool_shape(i), config.kind(i).dtype)) for i in range(config.num_layers))
+    return Cache(tables=tuple(_init_tables(config) for _ in config.groups), pools=pools, config=config)
+
+
+def _init_tables(config: CacheConfig) -> BlockTables:
+    rows, num_blocks = config.max_seqs, config.num_blocks
+
+    def zeros() -> jax.Array:
+        return jnp.zeros(rows, jnp.int32)
+
+    blocks = jnp.arange(1, num_blocks + 1, dtype=jnp.int32)
+    if config.contiguous:  # every row has its block from the start, and keeps it
+        tables, num_free = blocks[:, None], 0
+    else:
+        tables, num_free = jnp.full((rows, config.max_blocks_per_seq), NULL_BLOCK, jnp.int32), num_blocks
+    return BlockTables(
+        tables=tables, lengths=zeros(), new=zeros(), offsets=zeros(),
+        refcounts=jnp.ones(num_blocks + 1, jnp.int32).at[NULL_BLOCK].set(0),
+        free_list=jnp.array(blocks), num_free=jnp.array(num_free, jnp.int32), peak=jnp.array(num_blocks - num_free, jnp.int32),
+        failed=jnp.zeros(rows, bool), wanted=zeros(), needed=zeros(),
+    )  # fmt: skip

@@ -1,0 +1,221 @@
+"""Ways to look at a cache: dense copies, single tokens, sizes, and its one-line portrait.
+
+Sizes are Python numbers outside `jit` and traced arrays inside.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxkv._state import Cache
+
+
+def gather(cache: "Cache", row: Any, *, layer: int, max_len: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """The stored keys and values of one row, dense.
+
+    Args:
+      row: a row index; it may be traced when `max_len` is given.
+      layer: the layer's index.
+      max_len: give it to call this inside `jit`: the result then has this many places, 0 past the row's length.
+
+    Returns:
+      k, v: `[length, K, D]` each, or `[max_len, K, D]`.
+
+    Raises:
+      IndexError: no such row or layer. ValueError: a traced length and no `max_len`.
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> config = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(config,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> kv = jnp.ones((1, 2, 5, 2, 8))
+    >>> k, v = jaxkv.gather(jaxkv.append(cache, kv, kv, [5, 3]), 1, layer=0)
+    >>> k.shape
+    (3, 2, 8)
+    """
+    tables = cache.layer(layer).tables
+    if not isinstance(row, jax.Array):
+        _check_row(cache, row)
+    length = tables.lengths[row]
+    if max_len is None:
+        if isinstance(length, jax.core.Tracer):
+            raise ValueError("gather inside jit needs max_len=, since the row's length is not known there.")
+        max_len = int(length)
+    position = jnp.arange(max_len, dtype=jnp.int32)
+    k, v = cache.read(layer, row, position)
+    return k, v
+
+
+class Views:
+    """The part of `Cache` that reads."""
+
+    # Sizes, in the words of the systems whose contracts the cache meets.
+
+    @property
+    def num_blocks(self: "Cache") -> int:
+        """Blocks per layer, the null block not counted."""
+        return self.tables[0].num_blocks
+
+    @property
+    def blocks_in_use(self: "Cache") -> Any:
+        """Blocks that some row holds, partly used and reserved ones included."""
+        return _number(self.num_blocks - self.tables[0].num_free)
+
+    @property
+    def capacity(self: "Cache") -> int:
+        """Token places of all blocks together. One row takes at most `max_seq_length`."""
+        return self.num_blocks * self.config.block_size
+
+    @property
+    def max_tokens(self: "Cache") -> int:
+        """The most tokens of all rows, as the config says: not rounded up to whole blocks."""
+        return self.config.max_tokens
+
+    @property
+    def num_tokens(self: "Cache") -> Any:
+        """Tokens of all rows together; a token in a shared block counts in every row."""
+        return _number(jnp.sum(self.lengths))
+
+    @property
+    def is_empty(self: "Cache") -> Any:
+        """Whether no row holds a token."""
+        return _number(jnp.all(self.lengths == 0))
+
+    @property
+    def max_seq_length(self: "Cache") -> int:
+        """The most tokens of one row."""
+        return self.config.max_seq_len
+
+    @property
+    def max_prompt_length(self: "Cache") -> Any:
+        """The most tokens that this step adds to one row."""
+        return _number(jnp.max(self.new))
+
+    @property
+    def max_context_length(self: "Cache") -> Any:
+        """The most tokens that one row holds."""
+        return _number(jnp.max(self.lengths))
+
+    def cache_length(self: "Cache", row: int) -> Any:
+        """Tokens that a row held before this step."""
+        _check_row(self, row)
+        return _number(self.lengths[row] - self.new[row])
+
+    @property
+    def empty_cache(self: "Cache") -> Any:
+        """Whether every row was empty before this step."""
+        return _number(jnp.all(self.lengths == self.new))
+
+    @property
+    def bytes(self: "Cache") -> int:
+        """Bytes of all pools."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.pools))
+
+    # Contents.
+
+    def slots(self: "Cache", row: Any, position: Any, *, layer: int = 0) -> tuple[jax.Array, jax.Array]:
+        """Physical block and offset of tokens; `row` and `position` broadcast. The null block where there is none."""
+        tables = self.layer(layer).tables
+        row, position = jnp.asarray(row, jnp.int32), jnp.asarray(position, jnp.int32)
+        rows, width = tables.tables.shape
+        block_size = self.config.block_size
+        inside = (row >= 0) & (row < rows) & (position >= 0)
+        inside &= position < tables.lengths[jnp.clip(row, 0, rows - 1)]
+        column = jnp.clip(position // block_size, 0, width - 1)
+        block = tables.tables[jnp.clip(row, 0, rows - 1), column]
+        return jnp.where(inside, block, 0), jnp.where(inside, position % block_size, 0)
+
+    def read(self: "Cache", layer: int, row: Any, position: Any) -> tuple[jax.Array, jax.Array]:
+        """Keys and values `[..., K, D]` of tokens; `row` and `position` broadcast. 0 where there is none.
+
+        Only what the row holds is ever shown, never what a block's earlier owner left in it.
+        """
+        block, offset = self.slots(row, position, layer=layer)
+        kv = self.pools[layer].kv[block, :, :, offset, : self.layer_config(layer).head_dim]  # [..., 2, K, D]
+        kv = jnp.where((block != 0)[..., None, None, None], kv, jnp.zeros((), kv.dtype))
+        return kv[..., 0, :, :], kv[..., 1, :, :]
+
+    def token(self: "Cache", row: int, position: int, layer: int = 0) -> tuple[jax.Array, jax.Array]:
+        """Keys and values `[K, D]` of one token. Outside `jit`, IndexError where there is none; inside, zeros."""
+        _check_row(self, row)
+        length = self.lengths[row]
+        if not isinstance(length, jax.core.Tracer) and not 0 <= position < int(length):
+            raise IndexError(f"Row {row} holds {int(length)} tokens, so it has no token at position {position}.")
+        return self.read(layer, row, position)
+
+    def load(self: "Cache", layer: int, row: int, head: int, position: int) -> tuple[jax.Array, jax.Array]:
+        """Keys and values `[D]` of one head of one token."""
+        _check_head(self, layer, head)
+        k, v = self.token(row, position, layer)
+        return k[head], v[head]
+
+    def store(self: "Cache", layer: int, row: int, head: int, position: int, k: Any, v: Any) -> "Cache":
+        """A cache in which one head of one token is k, v `[D]`. For debugging; shared blocks change for all rows."""
+        _check_head(self, layer, head)
+        self.token(row, position, layer)  # the same errors
+        block, offset = self.slots(row, position, layer=layer)
+        pool = self.pools[layer]
+        place = jnp.where(block == 0, pool.kv.shape[0], block)  # no such token: dropped, never the null block
+        new = jnp.stack([jnp.asarray(k), jnp.asarray(v)]).astype(pool.kv.dtype)
+        kv = pool.kv.at[place, :, head, offset, : new.shape[-1]].set(new, mode="drop")
+        return self.replace_pool(layer, type(pool)(kv=kv))
+
+    def combined(self: "Cache", layer: int) -> jax.Array:
+        """A layer as one dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length."""
+        config, tables = self.layer_config(layer), self.layer(layer).tables
+        kv = self.pools[layer].kv
+        rows, width = tables.tables.shape
+        if self.config.contiguous:  # row s owns block s + 1: a slice, which moves no data inside jit
+            kv = kv[1:, ..., : config.head_dim]
+        else:
+            blocks = jnp.moveaxis(kv[tables.tables, ..., : config.head_dim], 1, 3)  # [S, 2, K, M, block_size, D]
+            kv = blocks.reshape(*blocks.shape[:3], width * self.config.block_size, config.head_dim)
+            kv = kv[..., : self.config.max_seq_len, :]
+        held = jnp.arange(kv.shape[3], dtype=jnp.int32) < tables.lengths[:, None]
+        return jnp.where(held[:, None, None, :, None], kv, jnp.zeros((), kv.dtype))
+
+    def separate(self: "Cache", layer: int) -> tuple[jax.Array, jax.Array]:
+        """A layer's keys and values as two dense arrays `[S, K, max_seq_len, D]`; 0 past each row's length."""
+        kv = self.combined(layer)
+        return kv[:, 0], kv[:, 1]
+
+    def __repr__(self: "Cache") -> str:
+        size = f"{self.num_layers} layer{'s' * (self.num_layers != 1)}, {format_bytes(self.bytes)}"
+        counts = (self.tables[0].num_free, self.lengths)
+        if any(not isinstance(x, jax.Array | np.ndarray) or isinstance(x, jax.core.Tracer) for x in counts):
+            return f"Cache(traced, {size})"
+        rows = int(jnp.sum(self.lengths > 0))
+        failed = int(jnp.sum(self.failed))
+        return (
+            f"Cache({self.blocks_in_use} of {self.num_blocks} blocks used, {self.num_tokens} tokens in {rows} of "
+            f"{self.lengths.size} rows, {f'{failed} failed, ' if failed else ''}{size})"
+        )
+
+
+def format_bytes(count: float) -> str:
+    """`12.3 MiB` and the like."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count} B"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _number(x: Any) -> Any:
+    return x if isinstance(x, jax.core.Tracer) else np.asarray(x).item()
+
+
+def _check_row(cache: "Cache", row: Any) -> None:
+    rows = cache.lengths.shape[0]
+    if isinstance(row, jax.Array):
+        return
+    if isinstance(row, bool) or not isinstance(row, int | np.integer) or not 0 <= row < rows:
+        raise IndexError(f"row must be an integer from 0 to {rows - 1}, not {row!r}.")
+
+
+def _check_head(cache: "Cache", layer: int, head: Any) -> None:
+    heads = cache.layer_config(layer).num_kv_heads
+    if not isinstance(head, int | np.integer) or not 0 <= head < heads:
+        raise IndexError(f"head must be an integer from 0 to {heads - 1} in layer {layer}, not {head!r}.")
