@@ -50,8 +50,8 @@ def attention(
         q, k, v, cache.pools[layer].kv, tables.tables, tables.lengths, tables.new, offsets=tables.offsets,
         implementation=implementation, **_with_window(cache, layer, options),
     )  # fmt: skip
-    tables = (*cache.tables[:group], tables, *cache.tables[group + 1 :])
-    return out, cache.replace(tables=tables).replace_pool(layer, Pool(kv=kv))
+    groups = (*cache.tables[:group], tables, *cache.tables[group + 1 :])
+    return out, cache.replace(tables=groups).replace_pool(layer, Pool(kv=kv))
 
 
 def attend(q: jax.Array, cache: Cache, *, layer: int, implementation: str | None = None, **options: Any) -> Any:

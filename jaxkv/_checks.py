@@ -33,9 +33,9 @@ def check(cache: Cache) -> None:
         too_long = [r for r in rows if t.wanted[r] > limit]
         senseless = [r for r in rows if t.wanted[r] < 0]
         if too_long:
-            held = _list(f"row {r} (it holds {t.lengths[r]})" for r in too_long)
+            holders = _list(f"row {r} (it holds {t.lengths[r]})" for r in too_long)
             raise SequenceTooLong(
-                f"More than max_seq_len = {limit} tokens were asked for in {held}. The row is as it was before; truncate or "
+                f"More than max_seq_len = {limit} tokens were asked for in {holders}. The row is as it was before; truncate or "
                 "free it, or give the cache a larger max_seq_len."
             )
         if senseless:
@@ -78,8 +78,8 @@ def _check_tables(t: BlockTables, block_size: int, max_seq_len: int, contiguous:
     assert (held >= -(-t.lengths // block_size)).all(), f"every row has the blocks for its tokens: {held}, {t.lengths}"
     counts = np.bincount(t.tables.ravel(), minlength=num_blocks + 1)
     counts[NULL_BLOCK] = 0
-    free = t.free_list[num_blocks - t.num_free :]
-    assert len(set(free.tolist())) == len(free) and NULL_BLOCK not in free, "a block is free at most once"
+    free = np.asarray(t.free_list)[num_blocks - t.num_free :]
+    assert len(set(free.tolist())) == len(free) and NULL_BLOCK not in free.tolist(), "a block is free at most once"
     assert (counts[free] == 0).all(), "a free block is in no table"
     assert len(free) + np.count_nonzero(counts) == num_blocks, "every block is free or in a table"
     expected = np.maximum(counts, 1)

@@ -102,10 +102,11 @@ class CacheConfig:
 
     layers: Sequence[LayerConfig]
     max_seqs: int
-    max_seq_len: int | None = None
-    num_blocks: int | None = None
-    max_tokens: int | None = None
-    block_size: int | None = None
+    # None is for the caller to leave out; once the config is made, these are integers.
+    max_seq_len: int = None  # type: ignore[assignment]
+    num_blocks: int = None  # type: ignore[assignment]
+    max_tokens: int = None  # type: ignore[assignment]
+    block_size: int = None  # type: ignore[assignment]
     dtype: Any = "bfloat16"
     layout: Literal["paged", "contiguous"] = "paged"
     head_dim_multiple: int = 1
@@ -169,7 +170,7 @@ class CacheConfig:
     @classmethod
     def from_model(
         cls, model: Any, *, max_seqs: int, max_seq_len: int, num_blocks: int | None = None,
-        memory_bytes: int | None = None, dtype: Any = None, **fields: Any,
+        memory_bytes: float | None = None, dtype: Any = None, **fields: Any,
     ) -> "CacheConfig":  # fmt: skip
         """The config for a model that has `layer_configs` (one `LayerConfig` per layer) and `dtype`.
 
@@ -177,18 +178,18 @@ class CacheConfig:
         blocks as fit, the null block counted.
         """
         dtype = model.dtype if dtype is None else dtype
-        config = cls(layers=model.layer_configs, max_seqs=max_seqs, max_seq_len=max_seq_len, num_blocks=num_blocks,
-                     max_tokens=None if num_blocks else max_seqs * max_seq_len, dtype=dtype, **fields)  # fmt: skip
+        blocks = {"max_tokens": max_seqs * max_seq_len} if num_blocks is None else {"num_blocks": num_blocks}
+        config = cls(layers=model.layer_configs, max_seqs=max_seqs, max_seq_len=max_seq_len, dtype=dtype,
+                     **blocks, **fields)  # fmt: skip
         if memory_bytes is not None:
             if num_blocks is not None:
                 raise ValueError("CacheConfig.from_model takes num_blocks or memory_bytes, not both.")
             config = config.with_memory(memory_bytes)
         elif num_blocks is None and config.layout == "paged":
-            num_blocks = max_seqs * config.max_blocks_per_seq  # every row's last block may be partly used
-            config = dataclasses.replace(config, num_blocks=num_blocks, max_tokens=None)
+            config = config._with_blocks(max_seqs * config.max_blocks_per_seq)  # a row's last block may be partly used
         return config
 
-    def with_memory(self, memory_bytes: int) -> "CacheConfig":
+    def with_memory(self, memory_bytes: float) -> "CacheConfig":
         """This config with as many blocks as fit into `memory_bytes`, the null block counted."""
         num_blocks = int(memory_bytes) // self.bytes_per_block - 1
         if num_blocks < 1:
@@ -196,7 +197,10 @@ class CacheConfig:
                 f"memory_bytes={memory_bytes} is too little: one block of {self.block_size} tokens takes "
                 f"{self.bytes_per_block} bytes over {self.num_layers} layers, and one more is the null block."
             )
-        return dataclasses.replace(self, num_blocks=num_blocks, max_tokens=None)
+        return self._with_blocks(num_blocks)
+
+    def _with_blocks(self, num_blocks: int) -> "CacheConfig":
+        return dataclasses.replace(self, num_blocks=num_blocks, max_tokens=num_blocks * self.block_size)
 
     @property
     def contiguous(self) -> bool:

@@ -32,8 +32,8 @@ def write(cache: Cache, k: jax.Array, v: jax.Array, *, layer: int, implementatio
         cache.pools[layer].kv, k, v, tables.tables, tables.lengths, tables.new, offsets=tables.offsets,
         implementation=implementation,
     )  # fmt: skip
-    tables = (*cache.tables[:group], tables, *cache.tables[group + 1 :])
-    return cache.replace(tables=tables).replace_pool(layer, Pool(kv=kv))
+    groups = (*cache.tables[:group], tables, *cache.tables[group + 1 :])
+    return cache.replace(tables=groups).replace_pool(layer, Pool(kv=kv))
 
 
 def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementation: str | None = None) -> Cache:

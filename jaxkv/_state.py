@@ -4,7 +4,6 @@ S rows, M blocks per row at the most, K KV heads, D head_dim, N = num_blocks.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -16,11 +15,9 @@ from jaxkv._views import Views
 # Block 0 is never allocated and never written: unused table entries point at it, so that any fetch is in bounds.
 NULL_BLOCK = 0
 
-_pytree = functools.partial(dataclasses.dataclass, frozen=True, kw_only=True, eq=False)
-
 
 @jax.tree_util.register_dataclass
-@_pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class BlockTables:
     """Which blocks each row holds, and which are free. Shared by the layers of a group.
 
@@ -51,7 +48,7 @@ class BlockTables:
 
 
 @jax.tree_util.register_dataclass
-@_pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Pool:
     """One layer's blocks."""
 
@@ -67,7 +64,7 @@ class Pool:
 
 
 @jax.tree_util.register_dataclass
-@_pytree()
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Layer:
     """One layer as a kernel sees it: its pool, and the tables of its group."""
 
@@ -76,7 +73,7 @@ class Layer:
 
 
 @jax.tree_util.register_dataclass
-@_pytree(repr=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Cache(Views):
     """An immutable paged KV cache. Made by `jaxkv.init`; every function of the library returns a new one."""
 

@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 if TYPE_CHECKING:
-    from jaxkv._state import Cache
+    from collections.abc import Callable
+
+    from jaxkv._config import CacheConfig, LayerConfig
+    from jaxkv._state import BlockTables, Cache, Layer, Pool
 
 
 def gather(cache: "Cache", row: Any, *, layer: int, max_len: int | None = None) -> tuple[jax.Array, jax.Array]:
@@ -51,71 +54,83 @@ def gather(cache: "Cache", row: Any, *, layer: int, max_len: int | None = None) 
 class Views:
     """The part of `Cache` that reads."""
 
+    if TYPE_CHECKING:  # what `Cache` has
+        tables: tuple[BlockTables, ...]
+        pools: tuple[Pool, ...]
+        config: CacheConfig
+        lengths: jax.Array
+        new: jax.Array
+        failed: jax.Array
+        num_layers: int
+        layer: Callable[[int], Layer]
+        layer_config: Callable[[int], LayerConfig]
+        replace_pool: Callable[[int, Pool], Cache]
+
     # Sizes, in the words of the systems whose contracts the cache meets.
 
     @property
-    def num_blocks(self: "Cache") -> int:
+    def num_blocks(self) -> int:
         """Blocks per layer, the null block not counted."""
         return self.tables[0].num_blocks
 
     @property
-    def blocks_in_use(self: "Cache") -> Any:
+    def blocks_in_use(self) -> Any:
         """Blocks that some row holds, partly used and reserved ones included."""
         return _number(self.num_blocks - self.tables[0].num_free)
 
     @property
-    def capacity(self: "Cache") -> int:
+    def capacity(self) -> int:
         """Token places of all blocks together. One row takes at most `max_seq_length`."""
         return self.num_blocks * self.config.block_size
 
     @property
-    def max_tokens(self: "Cache") -> int:
+    def max_tokens(self) -> int:
         """The most tokens of all rows, as the config says: not rounded up to whole blocks."""
         return self.config.max_tokens
 
     @property
-    def num_tokens(self: "Cache") -> Any:
+    def num_tokens(self) -> Any:
         """Tokens of all rows together; a token in a shared block counts in every row."""
         return _number(jnp.sum(self.lengths))
 
     @property
-    def is_empty(self: "Cache") -> Any:
+    def is_empty(self) -> Any:
         """Whether no row holds a token."""
         return _number(jnp.all(self.lengths == 0))
 
     @property
-    def max_seq_length(self: "Cache") -> int:
+    def max_seq_length(self) -> int:
         """The most tokens of one row."""
         return self.config.max_seq_len
 
     @property
-    def max_prompt_length(self: "Cache") -> Any:
+    def max_prompt_length(self) -> Any:
         """The most tokens that this step adds to one row."""
         return _number(jnp.max(self.new))
 
     @property
-    def max_context_length(self: "Cache") -> Any:
+    def max_context_length(self) -> Any:
         """The most tokens that one row holds."""
         return _number(jnp.max(self.lengths))
 
-    def cache_length(self: "Cache", row: int) -> Any:
+    def cache_length(self, row: int) -> Any:
         """Tokens that a row held before this step."""
         _check_row(self, row)
         return _number(self.lengths[row] - self.new[row])
 
     @property
-    def empty_cache(self: "Cache") -> Any:
+    def empty_cache(self) -> Any:
         """Whether every row was empty before this step."""
         return _number(jnp.all(self.lengths == self.new))
 
     @property
-    def bytes(self: "Cache") -> int:
+    def bytes(self) -> int:
         """Bytes of all pools."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.pools))
 
     # Contents.
 
-    def slots(self: "Cache", row: Any, position: Any, *, layer: int = 0) -> tuple[jax.Array, jax.Array]:
+    def slots(self, row: Any, position: Any, *, layer: int = 0) -> tuple[jax.Array, jax.Array]:
         """Physical block and offset of tokens; `row` and `position` broadcast. The null block where there is none."""
         tables = self.layer(layer).tables
         row, position = jnp.asarray(row, jnp.int32), jnp.asarray(position, jnp.int32)
@@ -127,7 +142,7 @@ class Views:
         block = tables.tables[jnp.clip(row, 0, rows - 1), column]
         return jnp.where(inside, block, 0), jnp.where(inside, position % block_size, 0)
 
-    def read(self: "Cache", layer: int, row: Any, position: Any) -> tuple[jax.Array, jax.Array]:
+    def read(self, layer: int, row: Any, position: Any) -> tuple[jax.Array, jax.Array]:
         """Keys and values `[..., K, D]` of tokens; `row` and `position` broadcast. 0 where there is none.
 
         Only what the row holds is ever shown, never what a block's earlier owner left in it.
@@ -137,7 +152,7 @@ class Views:
         kv = jnp.where((block != 0)[..., None, None, None], kv, jnp.zeros((), kv.dtype))
         return kv[..., 0, :, :], kv[..., 1, :, :]
 
-    def token(self: "Cache", row: int, position: int, layer: int = 0) -> tuple[jax.Array, jax.Array]:
+    def token(self, row: int, position: int, layer: int = 0) -> tuple[jax.Array, jax.Array]:
         """Keys and values `[K, D]` of one token. Outside `jit`, IndexError where there is none; inside, zeros."""
         _check_row(self, row)
         length = self.lengths[row]
@@ -145,13 +160,13 @@ class Views:
             raise IndexError(f"Row {row} holds {int(length)} tokens, so it has no token at position {position}.")
         return self.read(layer, row, position)
 
-    def load(self: "Cache", layer: int, row: int, head: int, position: int) -> tuple[jax.Array, jax.Array]:
+    def load(self, layer: int, row: int, head: int, position: int) -> tuple[jax.Array, jax.Array]:
         """Keys and values `[D]` of one head of one token."""
         _check_head(self, layer, head)
         k, v = self.token(row, position, layer)
         return k[head], v[head]
 
-    def store(self: "Cache", layer: int, row: int, head: int, position: int, k: Any, v: Any) -> "Cache":
+    def store(self, layer: int, row: int, head: int, position: int, k: Any, v: Any) -> "Cache":
         """A cache in which one head of one token is k, v `[D]`. For debugging; shared blocks change for all rows."""
         _check_head(self, layer, head)
         self.token(row, position, layer)  # the same errors
@@ -162,7 +177,7 @@ class Views:
         kv = pool.kv.at[place, :, head, offset, : new.shape[-1]].set(new, mode="drop")
         return self.replace_pool(layer, type(pool)(kv=kv))
 
-    def combined(self: "Cache", layer: int) -> jax.Array:
+    def combined(self, layer: int) -> jax.Array:
         """A layer as one dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length."""
         config, tables = self.layer_config(layer), self.layer(layer).tables
         kv = self.pools[layer].kv
@@ -176,12 +191,12 @@ class Views:
         held = jnp.arange(kv.shape[3], dtype=jnp.int32) < tables.lengths[:, None]
         return jnp.where(held[:, None, None, :, None], kv, jnp.zeros((), kv.dtype))
 
-    def separate(self: "Cache", layer: int) -> tuple[jax.Array, jax.Array]:
+    def separate(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """A layer's keys and values as two dense arrays `[S, K, max_seq_len, D]`; 0 past each row's length."""
         kv = self.combined(layer)
         return kv[:, 0], kv[:, 1]
 
-    def __repr__(self: "Cache") -> str:
+    def __repr__(self) -> str:
         size = f"{self.num_layers} layer{'s' * (self.num_layers != 1)}, {format_bytes(self.bytes)}"
         counts = (self.tables[0].num_free, self.lengths)
         if any(not isinstance(x, jax.Array | np.ndarray) or isinstance(x, jax.core.Tracer) for x in counts):
@@ -207,7 +222,7 @@ def _number(x: Any) -> Any:
     return x if isinstance(x, jax.core.Tracer) else np.asarray(x).item()
 
 
-def _check_row(cache: "Cache", row: Any) -> None:
+def _check_row(cache: Views, row: Any) -> None:
     rows = cache.lengths.shape[0]
     if isinstance(row, jax.Array):
         return
@@ -215,7 +230,7 @@ def _check_row(cache: "Cache", row: Any) -> None:
         raise IndexError(f"row must be an integer from 0 to {rows - 1}, not {row!r}.")
 
 
-def _check_head(cache: "Cache", layer: int, head: Any) -> None:
+def _check_head(cache: Views, layer: int, head: Any) -> None:
     heads = cache.layer_config(layer).num_kv_heads
     if not isinstance(head, int | np.integer) or not 0 <= head < heads:
         raise IndexError(f"head must be an integer from 0 to {heads - 1} in layer {layer}, not {head!r}.")

@@ -1,0 +1,246 @@
+"""Text generation: continuous batching of many prompts over one cache."""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._checks import check
+from jaxkv._config import CacheConfig
+from jaxkv._sampling import Sampling, greedy, sample
+from jaxkv._scheduler import Scheduler, Step
+from jaxkv._scheduler import Sequence as _Sequence
+from jaxkv._state import Cache, init
+from jaxkv._tables import extend, free
+
+
+def generate(
+    model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
+    eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
+    progress: bool = False, **engine: Any,
+) -> list[list[int]]:  # fmt: skip
+    """Continue prompts: token lists in, token lists out.
+
+    Prompts of any length share one paged cache; rows that finish are taken by waiting prompts at once. What a prompt
+    gets does not depend on the others.
+
+    Args:
+      model: called as `logits, cache = model(tokens, cache=cache)` with packed `i32[N]` tokens; for example what
+        `jaxkv.models.load` returns.
+      prompts: non-empty lists of token ids.
+      max_new_tokens: the most tokens to add, for all prompts or one number for each. A sequence also ends when it
+        reaches `max_seq_len`.
+      temperature: 0: always the likeliest token; above: sample.
+      eos: a token, or several, at which a sequence ends. It is not part of the output.
+      top_k: sample among so many likeliest tokens; 0: all.
+      top_p: sample among the likeliest tokens that together have this probability.
+      seed: of the random draws. The same seed gives the same tokens.
+      progress: show a progress bar (needs tqdm).
+      **engine: how to hold and compute them: see `Engine`.
+
+    Returns:
+      For each prompt the tokens that follow it.
+
+    Raises:
+      ValueError: an argument or a prompt that cannot be honoured; nothing has been computed then.
+
+    >>> import jaxkv
+    >>> model = jaxkv.models.small()
+    >>> outputs = jaxkv.generate(model, [list(b"import "), list(b"def main(")], max_new_tokens=8)
+    >>> [len(tokens) for tokens in outputs]
+    [8, 8]
+    """
+    engine_ = Engine(model, longest=_longest(prompts, max_new_tokens), **engine)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    tokens = engine_.stream(prompts, max_new_tokens, temperature, eos, top_k=top_k, top_p=top_p, seed=seed)
+    if progress:
+        tokens = _progress_bar(tokens, prompts, max_new_tokens)
+    for index, token in tokens:
+        outputs[index].append(token)
+    return outputs
+
+
+class Engine:
+    """A model and its cache, ready to continue prompts. It keeps its cache between calls.
+
+    Args:
+      model: as for `generate`.
+      max_seqs: rows of the cache: sequences computed at the same time.
+      max_seq_len: the most tokens of one sequence, prompt and output; default: `longest`, rounded up to a power of 2.
+      longest: tokens of the longest sequence to come, if `max_seq_len` is not given.
+      step_tokens: the most tokens of one step. Longer prompts are computed in chunks beside decoding rows.
+      **fields: `num_blocks`, `memory_bytes`, `block_size`, `dtype` and other fields of `CacheConfig.from_model`.
+
+    Attributes:
+      cache: the cache as it is now; empty when no `stream` is under way.
+      steps: steps computed so far. set_back: how often a sequence was set back because blocks ran out.
+      blocks_peak: the most blocks in use at once.
+    """
+
+    def __init__(
+        self, model: Any, *, max_seqs: int = 8, max_seq_len: int | None = None, longest: int = 1024,
+        step_tokens: int = 256, **fields: Any,
+    ):  # fmt: skip
+        if max_seq_len is None:
+            max_seq_len = max(64, 1 << (longest - 1).bit_length())
+            if (most := getattr(model, "max_seq_len", None)) is not None:
+                max_seq_len = min(max_seq_len, most)
+        self.model = model
+        self.config = CacheConfig.from_model(model, max_seqs=max_seqs, max_seq_len=max_seq_len, **fields)
+        self.cache: Cache = init(self.config)
+        self.step_tokens = max(step_tokens, max_seqs)
+        self.steps = self.set_back = 0
+
+    @property
+    def blocks_peak(self) -> int:
+        return int(self.cache.tables[0].peak)
+
+    def problem(self, prompt: Sequence[int], max_new_tokens: int) -> str | None:
+        """Why a prompt cannot be continued, or None."""
+        limit, config = self._limit(prompt, max_new_tokens), self.config
+        if not len(prompt):
+            return "it is empty: give at least one token, for example the model's beginning-of-sequence token"
+        if len(prompt) >= config.max_seq_len:
+            return f"it has {len(prompt)} tokens, and max_seq_len = {config.max_seq_len} must hold one more: raise max_seq_len"
+        if (blocks := -(-limit // config.block_size)) > config.num_blocks:
+            return (
+                f"its {limit} tokens take {blocks} blocks, but the cache has {config.num_blocks}: raise num_blocks, or "
+                "lower max_new_tokens"
+            )
+        vocab = getattr(self.model, "vocab_size", None)
+        if vocab is not None and not all(0 <= token < vocab for token in prompt):
+            return f"it has a token outside of the model's vocabulary, 0 to {vocab - 1}"
+        return None
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
+        eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
+    ) -> Iterator[tuple[int, int]]:  # fmt: skip
+        """Yield `(prompt number, token)` as tokens come. Arguments as for `generate`.
+
+        All arguments are checked before this returns. One stream at a time: leaving it early frees its rows.
+        """
+        sampling = _sampling(temperature, top_k, top_p, seed)
+        limits = _per_prompt(max_new_tokens, len(prompts))
+        problems = [
+            f"Prompt {i} cannot be continued: {why}."
+            for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+            if (why := self.problem(prompt, limit))
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
+        scheduler = Scheduler(
+            max_seqs=self.config.max_seqs, num_blocks=self.config.num_blocks, block_size=self.config.block_size,
+            step_tokens=self.step_tokens,
+        )  # fmt: skip
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            tokens = [int(token) for token in prompt]
+            scheduler.waiting.append(_Sequence(i, tokens, len(tokens), self._limit(prompt, limit)))
+        return self._run(scheduler, sampling, {eos} if isinstance(eos, int) else set(eos or ()))
+
+    def _limit(self, prompt: Sequence[int], max_new_tokens: int) -> int:
+        return min(len(prompt) + max_new_tokens, self.config.max_seq_len)
+
+    def _run(self, scheduler: Scheduler, sampling: Sampling | None, eos: set[int]) -> Iterator[tuple[int, int]]:
+        try:
+            while scheduler.waiting or scheduler.running:
+                step = scheduler.plan()
+                self._free(scheduler.to_free)
+                next_tokens = self._compute(step, sampling)
+                for sequence in scheduler.commit(step):
+                    token = int(next_tokens[sequence.row])
+                    sequence.tokens.append(token)
+                    ended = token in eos
+                    if ended or len(sequence.tokens) == sequence.limit:
+                        scheduler.finish(sequence)
+                    if not ended:
+                        yield sequence.index, token
+        finally:
+            self.set_back += scheduler.times_set_back
+            self._free([*scheduler.to_free, *(s.row for s in scheduler.running if s.row is not None)])
+
+    def _compute(self, step: Step, sampling: Sampling | None) -> np.ndarray:
+        """Compute one step; the token that follows each row's last one."""
+        rows = sorted(step.counts, key=lambda sequence: sequence.row or 0)  # packed tokens come row by row
+        tokens = np.zeros(self._bucket(step.num_tokens), np.int32)
+        counts, streams = np.zeros((2, self.config.max_seqs), np.int32)
+        start = 0
+        for sequence in rows:
+            count = step.counts[sequence]
+            tokens[start : start + count] = sequence.tokens[sequence.cached : sequence.cached + count]
+            counts[sequence.row], streams[sequence.row] = count, sequence.index
+            start += count
+        next_tokens, self.cache = _step(self.model, self.cache, tokens, counts, streams, sampling)
+        self.steps += 1
+        next_tokens = np.asarray(next_tokens)
+        if (next_tokens < 0).any():  # the scheduler counts blocks as the cache does: this would be a bug
+            check(self.cache)
+        return next_tokens
+
+    def _bucket(self, num_tokens: int) -> int:
+        """The places of a step, so that steps come in few shapes: one for decoding, then times 4 each."""
+        size = self.config.max_seqs
+        while size < num_tokens:
+            size *= 4
+        return min(size, self.step_tokens)
+
+    def _free(self, rows: list[int]) -> None:
+        if rows:
+            mask = np.isin(np.arange(self.config.max_seqs), rows)
+            self.cache = _free(self.cache, mask)
+            rows.clear()
+
+
+@jax.jit(donate_argnames="cache")
+def _step(model, cache, tokens, counts, streams, sampling):
+    """One step of every row: `i32[S]`, the token after each row's last; -1 where a row's tokens did not fit."""
+    cache = extend(cache, counts)
+    last = jnp.cumsum(counts) - 1
+    logits, cache = model(tokens, cache=cache)
+    logits = logits[jnp.maximum(last, 0)]
+    if sampling is None:
+        next_tokens = greedy(logits)
+    else:
+        next_tokens = sample(logits, sampling, streams, cache.lengths)
+    return jnp.where(cache.failed, -1, next_tokens), cache
+
+
+_free = jax.jit(free, donate_argnames="cache")
+
+
+def _sampling(temperature: float, top_k: int, top_p: float, seed: int) -> Sampling | None:
+    if not (temperature >= 0 and math.isfinite(temperature)):
+        raise ValueError(f"temperature must be 0 (always the likeliest token) or a finite number above, not {temperature}.")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}.")
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0:
+        raise ValueError(f"top_k must be 0 (all tokens) or a positive integer, not {top_k!r}.")
+    if temperature == 0:
+        return None
+    return Sampling(jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p), jax.random.key(seed))
+
+
+def _per_prompt(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
+    limits = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    if len(limits) != count:
+        raise ValueError(f"max_new_tokens must be one number or one for each of the {count} prompts, not {len(limits)}.")
+    for limit in limits:
+        if limit < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {limit}.")
+    return limits
+
+
+def _longest(prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]) -> int:
+    limits = _per_prompt(max_new_tokens, len(prompts))
+    return max((len(p) + n for p, n in zip(prompts, limits, strict=True)), default=1)
+
+
+def _progress_bar(tokens: Iterable[tuple[int, int]], prompts: Sequence[Any], max_new_tokens: Any) -> Any:
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        raise ModuleNotFoundError("progress=True needs tqdm: pip install tqdm, or 'jaxkv[hf]'.") from None
+    return tqdm(tokens, total=sum(_per_prompt(max_new_tokens, len(prompts))), unit=" tokens")
