@@ -178,7 +178,7 @@ class CacheConfig:
         blocks as fit, the null block counted.
         """
         dtype = model.dtype if dtype is None else dtype
-        blocks = {"max_tokens": max_seqs * max_seq_len} if num_blocks is None else {"num_blocks": num_blocks}
+        blocks: dict[str, Any] = {"max_tokens": max_seqs * max_seq_len} if num_blocks is None else {"num_blocks": num_blocks}
         config = cls(layers=model.layer_configs, max_seqs=max_seqs, max_seq_len=max_seq_len, dtype=dtype,
                      **blocks, **fields)  # fmt: skip
         if memory_bytes is not None:

@@ -81,23 +81,6 @@ class Cache(Views):
     pools: tuple[Pool, ...]  # one per layer
     config: CacheConfig = dataclasses.field(metadata={"static": True})
 
-    # What concerns rows is the same in every group.
-
-    @property
-    def lengths(self) -> jax.Array:
-        """`i32[S]`: tokens of each row, this step's included. Before the step it was `lengths - new`."""
-        return self.tables[0].lengths
-
-    @property
-    def new(self) -> jax.Array:
-        """`i32[S]`: how many of `lengths` are this step's."""
-        return self.tables[0].new
-
-    @property
-    def failed(self) -> jax.Array:
-        """`bool[S]`: rows with a request that could not be met; `jaxkv.check` says why."""
-        return self.tables[0].failed
-
     def layer(self, layer: int) -> Layer:
         """One layer's pool and tables, a pytree of its own."""
         return Layer(pool=self.pools[layer], tables=self.tables[self.config.group(layer)])
@@ -105,10 +88,6 @@ class Cache(Views):
     def layer_config(self, layer: int) -> LayerConfig:
         """The config of one layer; IndexError for an index out of range."""
         return self.config.layer_config(layer)
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_layers
 
     @property
     def is_uniform(self) -> bool:

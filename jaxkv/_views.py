@@ -58,13 +58,30 @@ class Views:
         tables: tuple[BlockTables, ...]
         pools: tuple[Pool, ...]
         config: CacheConfig
-        lengths: jax.Array
-        new: jax.Array
-        failed: jax.Array
-        num_layers: int
         layer: Callable[[int], Layer]
         layer_config: Callable[[int], LayerConfig]
         replace_pool: Callable[[int, Pool], Cache]
+
+    # What concerns rows is the same in every group.
+
+    @property
+    def lengths(self) -> jax.Array:
+        """`i32[S]`: tokens of each row, this step's included. Before the step it was `lengths - new`."""
+        return self.tables[0].lengths
+
+    @property
+    def new(self) -> jax.Array:
+        """`i32[S]`: how many of `lengths` are this step's."""
+        return self.tables[0].new
+
+    @property
+    def failed(self) -> jax.Array:
+        """`bool[S]`: rows with a request that could not be met; `jaxkv.check` says why."""
+        return self.tables[0].failed
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
 
     # Sizes, in the words of the systems whose contracts the cache meets.
 
