@@ -11,6 +11,8 @@ from jaxkv._config import LayerConfig as LayerConfig
 from jaxkv._errors import CacheError as CacheError
 from jaxkv._errors import OutOfBlocks as OutOfBlocks
 from jaxkv._errors import SequenceTooLong as SequenceTooLong
+from jaxkv._generate import Engine as Engine
+from jaxkv._generate import generate as generate
 from jaxkv._pools import append as append
 from jaxkv._pools import write as write
 from jaxkv._sharing import fork as fork
@@ -27,7 +29,15 @@ from jaxkv._views import gather as gather
 __version__ = "0.1.0"
 
 __all__ = [
-    "Cache", "CacheConfig", "CacheError", "LayerConfig", "OutOfBlocks", "SequenceTooLong", "append", "attend",
-    "attention", "check", "check_invariants", "explain", "extend", "fork", "free", "gather", "init", "positions",
-    "reorder", "reserve", "stats", "truncate", "write",
+    "Cache", "CacheConfig", "CacheError", "Engine", "LayerConfig", "OutOfBlocks", "SequenceTooLong", "append",
+    "attend", "attention", "check", "check_invariants", "explain", "extend", "fork", "free", "gather", "generate",
+    "init", "positions", "reorder", "reserve", "stats", "truncate", "write",
 ]  # fmt: skip
+
+
+def __getattr__(name: str):  # what needs Flax, or is for tests, is imported when it is asked for
+    if name in ("linen", "models", "nnx", "testing"):
+        import importlib
+
+        return importlib.import_module(f"jaxkv.{name}")
+    raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")

@@ -1,5 +1,6 @@
 """Text generation: continuous batching of many prompts over one cache."""
 
+import inspect
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -84,11 +85,12 @@ class Engine:
         self, model: Any, *, max_seqs: int = 8, max_seq_len: int | None = None, longest: int = 1024,
         step_tokens: int = 256, **fields: Any,
     ):  # fmt: skip
+        model_config = getattr(model, "config", None)
         if max_seq_len is None:
             max_seq_len = max(64, 1 << (longest - 1).bit_length())
-            if (most := getattr(model, "max_seq_len", None)) is not None:
-                max_seq_len = min(max_seq_len, most)
+            max_seq_len = min(max_seq_len, getattr(model_config, "max_seq_len", max_seq_len))
         self.model = model
+        self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
         self.config = CacheConfig.from_model(model, max_seqs=max_seqs, max_seq_len=max_seq_len, **fields)
         self.cache: Cache = init(self.config)
         self.step_tokens = max(step_tokens, max_seqs)
@@ -110,9 +112,8 @@ class Engine:
                 f"its {limit} tokens take {blocks} blocks, but the cache has {config.num_blocks}: raise num_blocks, or "
                 "lower max_new_tokens"
             )
-        vocab = getattr(self.model, "vocab_size", None)
-        if vocab is not None and not all(0 <= token < vocab for token in prompt):
-            return f"it has a token outside of the model's vocabulary, 0 to {vocab - 1}"
+        if self.vocab_size is not None and not all(0 <= token < self.vocab_size for token in prompt):
+            return f"it has a token outside of the model's vocabulary, 0 to {self.vocab_size - 1}"
         return None
 
     def stream(
@@ -140,6 +141,20 @@ class Engine:
             tokens = [int(token) for token in prompt]
             scheduler.waiting.append(_Sequence(i, tokens, len(tokens), self._limit(prompt, limit)))
         return self._run(scheduler, sampling, {eos} if isinstance(eos, int) else set(eos or ()))
+
+    def recompute(
+        self, prompt: Sequence[int], output: Sequence[int], *, index: int = 0, temperature: float = 0.0, top_k: int = 0,
+        top_p: float = 1.0, seed: int = 0,
+    ) -> list[int]:  # fmt: skip
+        """The tokens that the model chooses after `prompt` and after each token of `output`, without any cache.
+
+        They equal `output` if that is what `stream` yielded for prompt number `index` with the same arguments.
+        """
+        tokens = [*prompt, *output]
+        padded = np.zeros(1 << (len(tokens) - 1).bit_length(), np.int32)  # few shapes; what comes after is not seen
+        padded[: len(tokens)] = tokens
+        chosen = _recompute(self.model, padded, np.int32(index), _sampling(temperature, top_k, top_p, seed))
+        return np.asarray(chosen)[len(prompt) - 1 : len(tokens) - 1].tolist()
 
     def _limit(self, prompt: Sequence[int], max_new_tokens: int) -> int:
         return min(len(prompt) + max_new_tokens, self.config.max_seq_len)
@@ -199,13 +214,29 @@ def _step(model, cache, tokens, counts, streams, sampling):
     """One step of every row: `i32[S]`, the token after each row's last; -1 where a row's tokens did not fit."""
     cache = extend(cache, counts)
     last = jnp.cumsum(counts) - 1
-    logits, cache = model(tokens, cache=cache)
-    logits = logits[jnp.maximum(last, 0)]
-    if sampling is None:
-        next_tokens = greedy(logits)
-    else:
-        next_tokens = sample(logits, sampling, streams, cache.lengths)
+    logits, cache = _logits_at(model, tokens, cache, jnp.maximum(last, 0))
+    next_tokens = _choose(logits, sampling, streams, cache.lengths)
     return jnp.where(cache.failed, -1, next_tokens), cache
+
+
+def _logits_at(model, tokens, cache, places):
+    """The logits of some packed tokens only, if the model can spare the others: a prompt's are large."""
+    if "logits_at" in inspect.signature(model.__call__).parameters:
+        return model(tokens, cache=cache, logits_at=places)
+    logits, cache = model(tokens, cache=cache)
+    return logits[places], cache
+
+
+def _choose(logits, sampling, streams, positions):
+    return greedy(logits) if sampling is None else sample(logits, sampling, streams, positions)
+
+
+@jax.jit
+def _recompute(model, tokens, stream, sampling):
+    """The token that follows each of `i32[T]`, computed without a cache."""
+    logits, _ = model(tokens[None], cache=None)
+    positions = jnp.arange(1, tokens.shape[0] + 1, dtype=jnp.int32)
+    return _choose(logits[0], sampling, jnp.full_like(positions, stream), positions)
 
 
 _free = jax.jit(free, donate_argnames="cache")

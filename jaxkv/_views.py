@@ -3,11 +3,14 @@
 Sizes are Python numbers outside `jit` and traced arrays inside.
 """
 
+import html
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxkv._portrait import block_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -213,10 +216,16 @@ class Views:
         kv = self.combined(layer)
         return kv[:, 0], kv[:, 1]
 
+    def _repr_html_(self) -> str:
+        return html.escape(repr(self)) if self._is_traced else block_map(self)
+
+    @property
+    def _is_traced(self) -> bool:
+        return any(isinstance(x, jax.core.Tracer) or not hasattr(x, "__array__") for x in (self.tables[0].num_free, self.lengths))
+
     def __repr__(self) -> str:
         size = f"{self.num_layers} layer{'s' * (self.num_layers != 1)}, {format_bytes(self.bytes)}"
-        counts = (self.tables[0].num_free, self.lengths)
-        if any(not isinstance(x, jax.Array | np.ndarray) or isinstance(x, jax.core.Tracer) for x in counts):
+        if self._is_traced:
             return f"Cache(traced, {size})"
         rows = int(jnp.sum(self.lengths > 0))
         failed = int(jnp.sum(self.failed))

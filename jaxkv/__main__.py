@@ -1,0 +1,199 @@
+"""The command line: `python -m jaxkv generate`."""
+
+import argparse
+import pathlib
+import re
+import sys
+import time
+from typing import Any
+
+from jaxkv._text import ByteTokenizer, FileTokenizer, TextStream, Tokenizer
+
+# Long enough for a decoder of bytes to show what it has learned, and of very different length.
+DEMO_PROMPTS = (
+    "import os\nimport sys\n\ndef main(",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "for i in range(",
+    'def read_file(path):\n    """Read a file and return its contents."""\n    with open(path) as f:\n        ',
+    "try:\n    ",
+)
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jaxkv", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_generate(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:  # what a user can mend
+        print(f"jaxkv: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser("generate", help="continue prompts", description="Continue prompts, all at once.")
+    parser.set_defaults(run=generate)
+    add = parser.add_argument
+    add("--model", type=pathlib.Path, help="a Hugging Face folder; default: a small model of Python source, built in")
+    add("--prompt", action="append", default=[], help="a prompt; may be given several times")
+    add("--prompts", type=pathlib.Path, help="a text file with one prompt per line")
+    add("--max-new-tokens", type=int, default=96, help="default: %(default)s")
+    add("--temperature", type=float, default=0.0, help="0, the default: always the likeliest token")
+    add("--top-k", type=int, default=0, help="sample among so many likeliest tokens; 0, the default: all")
+    add("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this probability; default: 1")
+    add("--seed", type=int, default=0, help="of the random draws; default: %(default)s")
+    add("--max-seqs", type=int, default=8, help="sequences computed at the same time; default: %(default)s")
+    add("--max-seq-len", type=int, help="the most tokens of a sequence; default: what the prompts need")
+    add("--memory", type=_bytes, help="what the cache may take, for example 512M or 2G; default: what all rows need")
+    add("--block-size", type=int, default=16, help="tokens per block; default: %(default)s")
+    add("--dtype", help="compute and cache in this dtype; default: float32 for the built-in model, else the checkpoint's")
+    add("--no-check", action="store_true", help="do not compare the output with a recomputation without any cache")
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    """Continue prompts, stream the text, and end with a report."""
+    import jaxkv
+
+    prompts = _prompts(arguments)
+    tokenizer: Tokenizer
+    if arguments.model is None:
+        model, tokenizer = jaxkv.models.small(), ByteTokenizer()
+    else:
+        model = jaxkv.models.load(arguments.model, **({"dtype": arguments.dtype} if arguments.dtype else {}))
+        tokenizer = ByteTokenizer() if model.config.byte_tokens else FileTokenizer(arguments.model)
+    choice = {"temperature": arguments.temperature, "top_k": arguments.top_k, "top_p": arguments.top_p, "seed": arguments.seed}
+    tokens = [tokenizer.encode(prompt) for prompt in prompts]
+    engine = jaxkv.Engine(
+        model, max_seqs=arguments.max_seqs, max_seq_len=arguments.max_seq_len, memory_bytes=arguments.memory,
+        block_size=arguments.block_size, longest=max(map(len, tokens)) + arguments.max_new_tokens,
+    )  # fmt: skip
+
+    # A prompt that cannot be continued does not take the others with it.
+    problems = {i: why for i, t in enumerate(tokens) if (why := engine.problem(t, arguments.max_new_tokens))}
+    for i, why in problems.items():
+        print(f"jaxkv: prompt {i + 1} is left out: {why}.", file=sys.stderr)
+    kept = [i for i in range(len(tokens)) if i not in problems]
+    if not kept:
+        return 2
+    prompts, tokens = [prompts[i] for i in kept], [tokens[i] for i in kept]
+
+    start = time.perf_counter()
+    stream = engine.stream(tokens, arguments.max_new_tokens, eos=model.config.eos_ids, **choice)
+    outputs: list[list[int]] = [[] for _ in tokens]
+    times = []
+    printer = _Printer([i + 1 for i in kept], prompts, tokenizer)
+    for index, token in stream:
+        times.append(time.perf_counter() - start)
+        outputs[index].append(token)
+        printer.add(index, token)
+    printer.finish()
+    print(_report(engine, tokens, outputs, times, None if arguments.no_check else choice))
+    return 1 if problems else 0
+
+
+def _prompts(arguments: argparse.Namespace) -> list[str]:
+    prompts = list(arguments.prompt)
+    if arguments.prompts is not None:
+        if not arguments.prompts.is_file():
+            raise FileNotFoundError(f"{arguments.prompts} is not a file: --prompts takes a text file with one prompt per line.")
+        prompts += [line for line in arguments.prompts.read_text().splitlines() if line.strip()]
+        if not prompts:
+            raise ValueError(f"{arguments.prompts} has no prompts: write one per line.")
+    return prompts or list(DEMO_PROMPTS)
+
+
+class _Printer:
+    """Text as it comes: the one prompt's as it is, several prompts' line by line behind their numbers."""
+
+    PROGRESS_FROM = 16  # prompts; more than this would only scroll by
+
+    def __init__(self, numbers: list[int], prompts: list[str], tokenizer: Tokenizer):
+        self.numbers, self.prompts = numbers, prompts
+        self.streams = [TextStream(tokenizer) for _ in prompts]
+        self.lines = [prompt.split("\n")[-1] for prompt in prompts]
+        self.alone = len(prompts) == 1
+        self.bar: Any = None
+        if self.alone:
+            print(prompts[0], end="", flush=True)
+        elif len(prompts) >= self.PROGRESS_FROM:
+            self.bar = _progress_bar()
+        else:
+            for number, prompt in zip(numbers, prompts, strict=True):
+                for line in prompt.split("\n")[:-1]:
+                    print(f"{number}> {line}")
+
+    def add(self, index: int, token: int) -> None:
+        self._show(index, self.streams[index].add(token))
+        if self.bar is not None:
+            self.bar.update()
+
+    def finish(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        for index, stream in enumerate(self.streams):
+            rest = stream.finish()
+            if self.bar is not None:
+                text = (self.prompts[index] + stream.text).replace("\n", f"\n{self.numbers[index]}> ")
+                print(f"{self.numbers[index]}> {text}")
+            else:
+                self._show(index, rest if self.alone else f"{rest}\n")
+        if self.alone:
+            print()
+
+    def _show(self, index: int, text: str) -> None:
+        if self.bar is not None:
+            return
+        if self.alone:
+            print(text, end="", flush=True)
+            return
+        *done, self.lines[index] = (self.lines[index] + text).split("\n")
+        for line in done:
+            print(f"{self.numbers[index]}> {line}", flush=True)
+
+
+def _progress_bar() -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None  # then the text itself shows the progress
+    return tqdm(unit=" tokens")
+
+
+def _report(engine: Any, prompts: list, outputs: list, times: list[float], choice: dict | None) -> str:
+    from jaxkv._views import format_bytes
+
+    config, count = engine.config, len(times)
+    rate = (count - 1) / (times[-1] - times[0]) if count > 1 and times[-1] > times[0] else float("nan")
+    used = engine.blocks_peak
+    lines = [
+        f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, {count} new tokens in "
+        f"{times[-1] if times else 0:.1f} s: the first after {times[0] if times else 0:.1f} s, compilation included, then {rate:.0f} tokens/s.",
+        f"{engine.steps} steps; {used} of {config.num_blocks} blocks of {config.block_size} tokens used at the most, "
+        f"{config.num_blocks - used} free; {engine.set_back} sequences set back.",
+        f"Used {format_bytes(used * config.bytes_per_block)}; a dense cache of {config.max_seqs} rows of {config.max_seq_len} "
+        f"tokens takes {format_bytes(config.dense_bytes)}.",
+    ]
+    if choice is not None:
+        same = [
+            engine.recompute(prompt, output, index=i, **choice) == output
+            for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+        ]
+        verdict = "equals" if all(same) else f"DIFFERS in {same.count(False)} of {len(same)} prompts from"
+        lines.append(f"The output {verdict} a recomputation without any cache.")
+    return "\n" + "\n".join(lines)
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"([0-9.]+) *([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    try:
+        return int(float(match[1]) * UNITS[match[2].upper()])  # type: ignore[index]
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write a number and a unit, such as 512M or 2G") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

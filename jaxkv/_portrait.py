@@ -1,0 +1,64 @@
+"""A cache's picture in a notebook: a map of its blocks, coloured by row."""
+
+import html
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxkv._state import Cache
+
+MOST_BLOCKS = 2048  # more squares than this are not drawn
+PALETTE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#ff9da7", "#9c755f", "#86bcb6")
+FREE, RESERVED = "#eceff1", "#b0bec5"
+
+
+def block_map(cache: "Cache") -> str:
+    """HTML: one square per block, filled as far as its tokens reach; a shared block has a frame and its row count."""
+    t = jax.device_get(cache.tables[0])
+    block_size = cache.config.block_size
+    owners: dict[int, list[tuple[int, int]]] = {}  # block -> the rows that hold it, and the tokens they see in it
+    for row, entries in enumerate(t.tables):
+        for column, block in enumerate(entries):
+            if block:
+                tokens = int(np.clip(t.lengths[row] - column * block_size, 0, block_size))
+                owners.setdefault(int(block), []).append((row, tokens))
+    squares = [_square(block, owners.get(block, []), block_size) for block in range(1, 1 + min(cache.num_blocks, MOST_BLOCKS))]
+    hidden = cache.num_blocks - len(squares)
+    more = f"<div>… and {hidden} more blocks</div>" if hidden else ""
+    rows = [r for r in range(len(t.lengths)) if t.lengths[r] or t.failed[r]]
+    legend = "".join(
+        f'<span style="margin-right:1em;white-space:nowrap">{_swatch(_colour(r))} row {r}: {t.lengths[r]} tokens'
+        f"{', failed' if t.failed[r] else ''}</span>"
+        for r in rows[:64]
+    )
+    return (
+        f'<div style="font:12px sans-serif;max-width:46em"><div style="margin-bottom:4px">{html.escape(repr(cache))}</div>'
+        f'<div style="display:flex;flex-wrap:wrap;gap:2px">{"".join(squares)}</div>{more}'
+        f'<div style="margin-top:4px">{legend}<span>{_swatch(FREE)} free</span></div></div>'
+    )
+
+
+def _square(block: int, owners: list[tuple[int, int]], block_size: int) -> str:
+    style = "width:14px;height:14px;box-sizing:border-box;font:bold 9px/14px sans-serif;text-align:center;color:#000;"
+    if not owners:
+        return f'<div title="block {block}: free" style="{style}background:{FREE}"></div>'
+    filled = max(tokens for _, tokens in owners)
+    rows = ", ".join(str(row) for row, _ in owners)
+    share = round(100 / len(owners))
+    # One colour band per owner, from the left; what is not filled is grey, above.
+    bands = ",".join(f"{_colour(row)} {i * share}% {(i + 1) * share}%" for i, (row, _) in enumerate(owners))
+    empty = 100 - round(100 * filled / block_size)
+    background = f"linear-gradient({RESERVED} {empty}%,transparent {empty}%),linear-gradient(to right,{bands})"
+    frame, label = ("border:1.5px solid #000;line-height:11px;", len(owners)) if len(owners) > 1 else ("", "")
+    title = f"block {block}: row{'s' * (len(owners) > 1)} {rows}, {filled} of {block_size} tokens"
+    return f'<div title="{title}" style="{style}{frame}background:{background}">{label}</div>'
+
+
+def _colour(row: int) -> str:
+    return PALETTE[row % len(PALETTE)]
+
+
+def _swatch(colour: str) -> str:
+    return f'<span style="display:inline-block;width:10px;height:10px;background:{colour}"></span>'
