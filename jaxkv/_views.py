@@ -4,7 +4,7 @@ Sizes are Python numbers outside `jit` and traced arrays inside.
 """
 
 import html
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -217,7 +217,7 @@ class Views:
         return kv[:, 0], kv[:, 1]
 
     def _repr_html_(self) -> str:
-        return html.escape(repr(self)) if self._is_traced else block_map(self)
+        return html.escape(repr(self)) if self._is_traced else block_map(cast("Cache", self))
 
     @property
     def _is_traced(self) -> bool:
