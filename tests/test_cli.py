@@ -1,0 +1,59 @@
+"""The command line, run in this process."""
+
+import pytest
+
+from jaxkv.__main__ import _bytes, main
+
+
+def test_generate_streams_several_prompts_and_reports(capsys):
+    assert main(["generate", "--prompt", "import os\ndef f(", "--prompt", "class A", "--max-new-tokens", "12"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1> import os\n")
+    assert "\n2> class A" in out and "\n1> def f(" in out
+    assert "2 prompts of 7 to 16 tokens, 24 new tokens" in out
+    assert "The output equals a recomputation without any cache." in out
+
+
+def test_generate_prints_one_prompt_as_it_is(capsys):
+    assert main(["generate", "--prompt", "import ", "--max-new-tokens", "4", "--temperature", "0.7", "--seed", "1"]) == 0
+    assert capsys.readouterr().out.startswith("import ")
+
+
+def test_many_prompts_come_from_a_file(tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("".join(f"x{i} = \n" for i in range(20)))
+    assert main(["generate", "--prompts", str(file), "--max-new-tokens", "4", "--no-check"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{i + 1}> x{i} = " in out for i in range(20))
+    assert "recomputation" not in out
+
+
+def test_a_bad_prompt_does_not_take_the_others_with_it(capsys):
+    assert main(["generate", "--prompt", "x" * 100, "--prompt", "import ", "--max-seq-len", "64", "--max-new-tokens", "4"]) == 1
+    out, err = capsys.readouterr()
+    assert err == "jaxkv: prompt 1 is left out: it has 100 tokens, and max_seq_len = 64 must hold one more: raise max_seq_len.\n"
+    assert out.startswith("import ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--model", "no/such/folder"], "no/such/folder"),
+        (["--prompts", "no-such-file"], "no-such-file is not a file"),
+        (["--temperature", "-1"], "temperature must be 0"),
+        (["--top-p", "0"], "top_p must be above 0"),
+        (["--prompt", ""], "prompt 1 is left out: it is empty"),
+        (["--memory", "1K"], "memory_bytes=1024 is too little"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_sentence(arguments, sentence, capsys):
+    assert main(["generate", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("jaxkv: ") and sentence in err and "Traceback" not in err
+    assert err.count("\n") == 1
+
+
+def test_sizes_have_units():
+    assert [_bytes(text) for text in ("10", "2K", "1.5MiB", "80GB")] == [10, 2048, 3 * 2**19, 80 * 2**30]
+    with pytest.raises(Exception, match="'lots' is not a size"):
+        _bytes("lots")
