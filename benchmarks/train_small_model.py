@@ -1,0 +1,132 @@
+"""Trains the small model that ships with jaxkv, on the sources of Python's own standard library.
+
+    python benchmarks/train_small_model.py train --folder DIR --minutes 60    # a checkpoint and a loss curve, every few minutes
+    python benchmarks/train_small_model.py export --folder DIR                # from the checkpoint to jaxkv/data/small
+
+A token is a byte; byte 0, which no source holds, begins and ends a file. The learning rate follows the clock, not the step
+count, so that a slow machine gets a finished, if weaker, model in the same time.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import sysconfig
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.models.config import DecoderConfig
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.rope import Rope
+
+CONTEXT, BATCH = 256, 8
+LAYERS, WARM_UP_STEPS, PEAK_RATE = 5, 200, 3e-3
+CONFIG = DecoderConfig(
+    vocab_size=256, embed_dim=160, mlp_dim=448, num_heads=4, num_kv_heads=2, head_dim=32, max_seq_len=CONTEXT,
+    windows=(None,) * LAYERS, ropes=(Rope(theta=10_000.0),) * LAYERS, attention_scale=32**-0.5, tie_embeddings=True,
+    bos_id=0, eos_ids=(0,), byte_tokens=True,
+)  # fmt: skip
+# Tables and generated text teach nothing about how Python reads; tests would be most of the corpus.
+LEFT_OUT = {"site-packages", "dist-packages", "encodings", "pydoc_data", "test", "tests", "idle_test", "idlelib", "lib2to3",
+            "turtledemo", "__pycache__", "_sysconfigdata"}  # fmt: skip
+
+
+def corpus() -> tuple[np.ndarray, np.ndarray]:
+    """Bytes to train on and bytes to validate on (every 20th file)."""
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(p for p in root.rglob("*.py") if not LEFT_OUT & set(p.relative_to(root).parts))
+    texts = [p.read_bytes() for p in files if not p.name.startswith("_sysconfigdata")]
+    texts = [text for text in texts if b"\0" not in text and max(map(len, text.split(b"\n"))) < 400]
+
+    def join(texts: list[bytes]) -> np.ndarray:
+        return np.frombuffer(b"\0" + b"\0".join(texts) + b"\0", np.uint8)
+
+    held_out = texts[10::20]
+    return join([text for i, text in enumerate(texts) if i % 20 != 10]), join(held_out)
+
+
+def loss_of(model: Decoder, tokens: jax.Array) -> jax.Array:
+    """Mean nats per byte of `i32[B, CONTEXT + 1]`."""
+    logits, _ = model(tokens[:, :-1])
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)
+    return -jnp.mean(chosen)
+
+
+def adamw(params, grads, moments, step, rate, *, b1=0.9, b2=0.98, decay=0.1, clip=1.0):
+    """One step of AdamW (https://arxiv.org/abs/1711.05101), gradients clipped by their global norm."""
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
+    grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / norm), grads)
+    first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, moments[0], grads)
+    second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, moments[1], grads)
+
+    def update(p, m, v):
+        direction = (m / (1 - b1**step)) / (jnp.sqrt(v / (1 - b2**step)) + 1e-8)
+        return p - rate * (direction + (decay * p if p.ndim > 1 else 0.0))
+
+    return jax.tree.map(update, params, first, second), (first, second)
+
+
+def train(folder: pathlib.Path, minutes: float) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text, held_out = corpus()
+    graph, params = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+    size = sum(p.size for p in jax.tree.leaves(params))
+    print(f"{len(text) / 1e6:.1f} MB to train on, {len(held_out) / 1e6:.2f} MB held out, {size / 1e6:.2f} M parameters", flush=True)
+    moments = (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
+
+    @jax.jit
+    def evaluate(params, tokens):
+        return loss_of(nnx.merge(graph, params), tokens)
+
+    def train_step(params, moments, tokens, step, rate):
+        loss, grads = jax.value_and_grad(lambda p: loss_of(nnx.merge(graph, p), tokens))(params)
+        return *adamw(params, grads, moments, step, rate), loss
+
+    train_step = jax.jit(train_step, donate_argnums=(0, 1))
+    places = np.arange(CONTEXT + 1)
+    checks = [held_out[s + places].astype(np.int32) for s in
+              np.random.default_rng(1).integers(0, len(held_out) - CONTEXT - 1, (8, BATCH, 1))]  # fmt: skip
+    random, curve, losses = np.random.default_rng(0), [], []
+    began = saved = time.monotonic()
+    step = 0
+    while (elapsed := time.monotonic() - began) < 60 * minutes:
+        step += 1
+        progress = elapsed / (60 * minutes)
+        rate = PEAK_RATE * min(1.0, step / WARM_UP_STEPS) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+        tokens = text[random.integers(0, len(text) - CONTEXT - 1, (BATCH, 1)) + places].astype(np.int32)
+        params, moments, loss = train_step(params, moments, tokens, jnp.float32(step), jnp.float32(rate))
+        losses.append(loss)
+        if step % 100 == 0:
+            validation = float(np.mean([evaluate(params, check) for check in checks]))
+            curve.append(dict(step=step, seconds=round(elapsed, 1), bytes=step * BATCH * CONTEXT, rate=round(rate, 6),
+                              train=round(float(np.mean(losses)), 4), validation=round(validation, 4)))  # fmt: skip
+            losses = []
+            print(curve[-1], flush=True)
+        if time.monotonic() - saved > 180 or elapsed > 60 * minutes - 5:
+            saved = time.monotonic()
+            checkpoint(folder, params, curve)
+    checkpoint(folder, params, curve)
+
+
+def checkpoint(folder: pathlib.Path, params, curve: list[dict]) -> None:
+    leaves = {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(params))}
+    np.savez(folder / "new.npz", **leaves)
+    (folder / "new.npz").replace(folder / "weights.npz")
+    (folder / "loss.json").write_text(json.dumps(curve))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["train"])
+    parser.add_argument("--folder", type=pathlib.Path, required=True, help="where the checkpoint and the loss curve go")
+    parser.add_argument("--minutes", type=float, default=60.0)
+    arguments = parser.parse_args()
+    train(arguments.folder, arguments.minutes)
+
+
+if __name__ == "__main__":
+    main()

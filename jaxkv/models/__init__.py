@@ -1,0 +1,10 @@
+"""A Flax NNX decoder that reads Hugging Face checkpoints: `model = jaxkv.models.load(folder)`."""
+
+from jaxkv.models.config import DecoderConfig as DecoderConfig
+from jaxkv.models.decoder import Decoder as Decoder
+from jaxkv.models.loader import load as load
+from jaxkv.models.loader import save as save
+from jaxkv.models.loader import small as small
+from jaxkv.models.rope import Rope as Rope
+
+__all__ = ["Decoder", "DecoderConfig", "Rope", "load", "save", "small"]

@@ -1,0 +1,77 @@
+"""The shape of a decoder: everything that tells one family of models from another."""
+
+import dataclasses
+from typing import Literal
+
+from jaxkv.models.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """What `Decoder` is built from; frozen and hashable. `jaxkv.models.load` makes it from a config.json.
+
+    Fields:
+      family: the Hugging Face `model_type` that it came from; only `save` reads it.
+      embed_dim, mlp_dim: widths of the residual stream and of the gated MLP.
+      num_heads, num_kv_heads, head_dim: of every attention layer.
+      max_seq_len: how many positions the model was trained for.
+      windows: for each layer, the last so many positions that a token sees, or None for all; as many as there are layers.
+      ropes: each layer's rotary embedding.
+      attention_scale: what attention logits are multiplied by.
+      attention_soft_cap, logit_soft_cap: c in `c * tanh(x / c)`, on the attention's and on the final logits.
+      norm_eps: epsilon of every RMS norm.
+      norm_offset: what is added to a norm's weight before it scales (Gemma stores it around 0, not 1).
+      qk_norm: RMS norms on each head's queries and keys, before the rotation.
+      post_norms: norms after attention and after the MLP too, before their sums with the residual stream.
+      qkv_bias, out_bias, mlp_bias: which projections have biases.
+      activation: of the gated MLP.
+      embed_scale: what embeddings are multiplied by.
+      tie_embeddings: the output head is the embedding table.
+      bos_id, eos_ids: the tokens that begin and that end a text.
+      byte_tokens: token t below 256 is the byte t, so no tokenizer is needed.
+    """
+
+    family: str = "llama"
+    vocab_size: int
+    embed_dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_seq_len: int
+    windows: tuple[int | None, ...]
+    ropes: tuple[Rope, ...]
+    attention_scale: float
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    qk_norm: bool = False
+    post_norms: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embed_scale: float = 1.0
+    tie_embeddings: bool = False
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    byte_tokens: bool = False
+
+    def __post_init__(self):
+        for name in ("vocab_size", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads} query heads cannot be shared among {self.num_kv_heads} KV heads: "
+                "num_heads must be a multiple of num_kv_heads."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for the rotary embedding to pair its entries, not {self.head_dim}.")
+        if len(self.windows) != len(self.ropes):
+            raise ValueError(f"windows and ropes need one entry per layer, not {len(self.windows)} and {len(self.ropes)}.")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)

@@ -1,0 +1,164 @@
+"""One decoder for Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3: what tells them apart is in the config."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxkv
+from jaxkv.models.config import DecoderConfig
+from jaxkv.models.rope import Rope
+from jaxkv.nnx import Attention, project, token_positions
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
+
+
+class Decoder(nnx.Module):
+    """A causal language model that keeps its keys and values in a paged cache.
+
+    Pass it to `jax.jit` as an argument, like any pytree:
+
+    >>> import jax, jax.numpy as jnp, jaxkv, jaxkv.models
+    >>> model = jaxkv.models.small()
+    >>> @jax.jit
+    ... def step(model, tokens, num_tokens, cache):
+    ...     cache = jaxkv.extend(cache, num_tokens)
+    ...     return model(tokens, cache=cache)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig.from_model(model, max_seqs=2, max_seq_len=64, num_blocks=8))
+    >>> tokens = jnp.array([list(b"import"), list(b"class ")])
+    >>> logits, cache = step(model, tokens, jnp.array([6, 6]), cache)
+    >>> bytes(jnp.argmax(logits[:, -1], axis=-1).tolist())[:1]
+    b' '
+
+    Args:
+      config: its shape.
+      dtype: of parameters and computation; norms, rotations, softmax and logits are in float32 all the same.
+      rngs: the source of the parameters' randomness.
+    """
+
+    def __init__(self, config: DecoderConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        table = (config.vocab_size, config.embed_dim)
+        init = nnx.initializers.normal(config.embed_dim**-0.5)
+        self.embed = nnx.Param(init(rngs.params(), table, dtype))
+        self.layers = nnx.List([Block(config, i, dtype, rngs) for i in range(config.num_layers)])
+        self.norm = _norm_weight(config, config.embed_dim, dtype)
+        self.head = None if config.tie_embeddings else nnx.Param(init(rngs.params(), table, dtype))
+
+    def __call__(self, tokens: jax.Array, cache=None, *, logits_at: jax.Array | None = None):
+        """Logits of the token after each of these.
+
+        Args:
+          tokens: `i32[S, T]` padded or `i32[N]` packed. Ids out of range (padding may hold anything) read as the nearest valid one.
+          cache: a `jaxkv.Cache` that `jaxkv.extend` has made room in for these tokens; None: every row of `[S, T]`, or all
+            of `[T]`, is one whole sequence, attended densely.
+          logits_at: `i32[S]`, the one place of each padded row, or `i32[M]`, the packed tokens, whose logits are wanted. A prompt needs
+            only its last, and a large vocabulary's logits for all of its tokens are large.
+
+        Returns:
+          `(logits, cache)`, logits `f32[S, T, V]` or `f32[N, V]`, or with `logits_at` `f32[S, V]` or `f32[M, V]`.
+        """
+        config = self.config
+        positions = token_positions(tokens.shape, cache)
+        with jax.named_scope("embed"):
+            x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
+            x = x * jnp.asarray(config.embed_scale, x.dtype)
+        for i, block in enumerate(self.layers):
+            with jax.named_scope(f"layer_{i}"):
+                x, cache = block(x, positions, cache, i)
+        with jax.named_scope("logits"):
+            if logits_at is not None:
+                x = x[jnp.arange(x.shape[0]), logits_at] if tokens.ndim == 2 else x[logits_at]
+            x = rms_norm(x, self.norm, config)
+            table = self.embed if self.head is None else self.head
+            logits = jnp.einsum("...e,ve->...v", x, table[...], preferred_element_type=jnp.float32)
+            if config.logit_soft_cap is not None:
+                logits = config.logit_soft_cap * jnp.tanh(logits / config.logit_soft_cap)
+        return logits, cache
+
+    @property
+    def layer_configs(self) -> tuple["jaxkv.LayerConfig", ...]:
+        """What each layer keeps, for `CacheConfig`."""
+        shape = dict(num_kv_heads=self.config.num_kv_heads, head_dim=self.config.head_dim)
+        return tuple(jaxkv.LayerConfig(**shape, window=window) for window in self.config.windows)
+
+
+class Block(nnx.Module):
+    """Attention, then a gated MLP, each added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        rope = config.ropes[layer]
+        self.config = config
+        self.attention_norm = _norm_weight(config, config.embed_dim, dtype)
+        self.attention = Attention(
+            config.embed_dim,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            use_bias=config.qkv_bias,
+            use_out_bias=config.out_bias,
+            position_fn=NormedRope(config, rope, dtype) if config.qk_norm else rope,
+            scale=config.attention_scale,
+            soft_cap=config.attention_soft_cap,
+            window=config.windows[layer],
+            param_dtype=dtype,
+            rngs=rngs,
+        )
+        self.mlp_norm = _norm_weight(config, config.embed_dim, dtype)
+        self.mlp = GatedMLP(config, dtype, rngs)
+        self.attention_post_norm = _norm_weight(config, config.embed_dim, dtype) if config.post_norms else None
+        self.mlp_post_norm = _norm_weight(config, config.embed_dim, dtype) if config.post_norms else None
+
+    def __call__(self, x: jax.Array, positions: jax.Array, cache, layer: int):
+        with jax.named_scope("attention"):
+            y, cache = self.attention(rms_norm(x, self.attention_norm, self.config), cache, layer=layer, positions=positions)
+            x = x + (y if self.attention_post_norm is None else rms_norm(y, self.attention_post_norm, self.config))
+        with jax.named_scope("mlp"):
+            y = self.mlp(rms_norm(x, self.mlp_norm, self.config))
+            x = x + (y if self.mlp_post_norm is None else rms_norm(y, self.mlp_post_norm, self.config))
+        return x, cache
+
+
+class GatedMLP(nnx.Module):
+    """`down(activation(gate(x)) * up(x))` (Shazeer, 2020: https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, config: DecoderConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        def kernel(fan_in: int, fan_out: int) -> nnx.Param:
+            return nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (fan_in, fan_out), dtype))
+
+        def bias(size: int) -> nnx.Param | None:
+            return nnx.Param(jnp.zeros((size,), dtype)) if config.mlp_bias else None
+
+        self.gate, self.gate_bias = kernel(config.embed_dim, config.mlp_dim), bias(config.mlp_dim)
+        self.up, self.up_bias = kernel(config.embed_dim, config.mlp_dim), bias(config.mlp_dim)
+        self.down, self.down_bias = kernel(config.mlp_dim, config.embed_dim), bias(config.embed_dim)
+        self.activation = config.activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate = project("...e,ef->...f", x, self.gate, self.gate_bias)
+        up = project("...e,ef->...f", x, self.up, self.up_bias)
+        return project("...f,fe->...e", ACTIVATIONS[self.activation](gate) * up, self.down, self.down_bias)
+
+
+class NormedRope(nnx.Module):
+    """A rotation of queries and keys that are RMS-normed first, head by head."""
+
+    def __init__(self, config: DecoderConfig, rope: Rope, dtype: jnp.dtype):
+        self.config, self.rope = config, rope
+        self.query_norm = _norm_weight(config, config.head_dim, dtype)
+        self.key_norm = _norm_weight(config, config.head_dim, dtype)
+
+    def __call__(self, q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self.rope(rms_norm(q, self.query_norm, self.config), rms_norm(k, self.key_norm, self.config), positions)
+
+
+def rms_norm(x: jax.Array, weight: nnx.Param, config: DecoderConfig) -> jax.Array:
+    """`x` over its root mean square, scaled; in float32 (Zhang and Sennrich, 2019: https://arxiv.org/abs/1910.07467)."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + config.norm_eps)
+    scale = weight[...].astype(jnp.float32) + config.norm_offset
+    return (y * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))).astype(x.dtype)
+
+
+def _norm_weight(config: DecoderConfig, size: int, dtype: jnp.dtype) -> nnx.Param:
+    return nnx.Param(jnp.full((size,), 1.0 - config.norm_offset, dtype))

@@ -1,0 +1,191 @@
+"""From a Hugging Face folder to a `Decoder` and back."""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.models import hugging_face, safetensors
+from jaxkv.models.config import DecoderConfig
+from jaxkv.models.decoder import Decoder
+
+FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Our name -> the checkpoint's, for what there is once and for what each layer has.
+WHOLE = {"embed": EMBED, "norm": "model.norm.weight", "head": HEAD}
+PER_LAYER = {
+    "attention.query": "self_attn.q_proj.weight",
+    "attention.key": "self_attn.k_proj.weight",
+    "attention.value": "self_attn.v_proj.weight",
+    "attention.out": "self_attn.o_proj.weight",
+    "attention.query_bias": "self_attn.q_proj.bias",
+    "attention.key_bias": "self_attn.k_proj.bias",
+    "attention.value_bias": "self_attn.v_proj.bias",
+    "attention.out_bias": "self_attn.o_proj.bias",
+    "attention.position_fn.query_norm": "self_attn.q_norm.weight",
+    "attention.position_fn.key_norm": "self_attn.k_norm.weight",
+    "attention_norm": "input_layernorm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "mlp.gate": "mlp.gate_proj.weight",
+    "mlp.up": "mlp.up_proj.weight",
+    "mlp.down": "mlp.down_proj.weight",
+    "mlp.gate_bias": "mlp.gate_proj.bias",
+    "mlp.up_bias": "mlp.up_proj.bias",
+    "mlp.down_bias": "mlp.down_proj.bias",
+}
+# Where attention and MLP are followed by norms too, post_attention_layernorm is that norm, no longer the MLP's.
+PER_LAYER_WITH_POST_NORMS = PER_LAYER | {
+    "attention_post_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
+}
+# How many leading axes of our kernels are inputs; theirs are [all outputs, all inputs].
+INPUT_AXES = {"query": 1, "key": 1, "value": 1, "out": 2, "gate": 1, "up": 1, "down": 1}
+# Buffers in old checkpoints, which the config determines.
+IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+class Slot(NamedTuple):
+    """How a parameter is stored in a checkpoint: its name, its shape, and whether it lies there transposed."""
+
+    name: str
+    shape: tuple[int, ...]
+    transposed: bool
+
+
+def load(folder: str | os.PathLike, *, dtype: jnp.dtype | None = None) -> Decoder:
+    """The model in a Hugging Face folder: config.json, and model.safetensors or several files with their index.
+
+    Args:
+      folder: where they are.
+      dtype: float32, bfloat16 or float16, to convert to; default: what the checkpoint has.
+
+    Raises:
+      FileNotFoundError: the folder or one of its files is missing.
+      ValueError: a family or a config field that the decoder cannot honour, a truncated file, or tensors that are
+        missing, unknown or misshapen; all of them are named.
+    """
+    folder = pathlib.Path(folder)
+    config = read_config(folder)
+    tensors = {name: x for name, x in _read_tensors(folder).items() if not IGNORED.fullmatch(name)}
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    params = {path: (slot_of(path, param.shape, config), param) for path, param in nnx.to_flat_state(state)}
+    if config.tie_embeddings and HEAD in tensors and EMBED in tensors:
+        if not np.array_equal(tensors[HEAD], tensors[EMBED]):
+            raise ValueError(f"{folder} ties its embeddings, but {HEAD} differs from {EMBED}.")
+        del tensors[HEAD]
+    _check(folder, [slot for slot, _ in params.values()], tensors)
+    dtype = tensors[EMBED].dtype if dtype is None else jnp.dtype(dtype)
+    if dtype not in FLOATS:
+        raise ValueError(f"A model computes in float32, bfloat16 or float16, not {dtype}: give one of them as dtype.")
+
+    def array(slot: Slot, shape: tuple[int, ...]) -> jax.Array:
+        tensor = tensors[slot.name]
+        return jnp.array((tensor.T if slot.transposed else tensor).reshape(shape).astype(dtype))
+
+    loaded = [(path, param.replace(array(slot, param.shape))) for path, (slot, param) in params.items()]
+    model = nnx.merge(graph, nnx.from_flat_state(loaded))
+    model.dtype = dtype
+    for block in model.layers:
+        block.attention.dtype = dtype
+    return model
+
+
+def save(model: Decoder, folder: str | os.PathLike) -> None:
+    """Write a model as a Hugging Face folder that `load` and transformers read: config.json and model.safetensors."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = model.config
+    tensors = {}
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        slot = slot_of(path, param.shape, config)
+        tensor = np.asarray(param[...])
+        tensors[slot.name] = tensor.reshape(slot.shape[::-1]).T if slot.transposed else tensor.reshape(slot.shape)
+    safetensors.write(folder / "model.safetensors", tensors)
+    fields = hugging_face.render(config) | {"dtype": str(model.dtype)}
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def small() -> Decoder:
+    """The model that ships with jaxkv, in float32: a byte-level decoder that has read the standard library's sources.
+
+    >>> small().config.byte_tokens
+    True
+    """
+    return load(pathlib.Path(__file__).parent.parent / "data" / "small", dtype=jnp.float32)
+
+
+def read_config(folder: pathlib.Path) -> DecoderConfig:
+    """A folder's config.json; generation_config.json, where there is one, knows better what ends a text."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"There is no folder {folder}: give one with config.json and *.safetensors in it.")
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder} has no config.json: a Hugging Face model folder needs one.")
+    config = hugging_face.parse(_read_json(folder / "config.json"), str(folder / "config.json"))
+    if (folder / "generation_config.json").exists():
+        eos = _read_json(folder / "generation_config.json").get("eos_token_id")
+        if eos is not None:
+            config = dataclasses.replace(config, eos_ids=(eos,) if isinstance(eos, int) else tuple(eos))
+    return config
+
+
+def slot_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig) -> Slot:
+    """Where the checkpoint keeps the parameter at `path` of a decoder, of `shape` there."""
+    if path[0] != "layers":
+        return Slot(WHOLE[path[0]], shape, False)
+    table = PER_LAYER_WITH_POST_NORMS if config.post_norms else PER_LAYER
+    name = f"model.layers.{path[1]}.{table['.'.join(path[2:])]}"
+    inputs = INPUT_AXES.get(path[-1], 0)
+    if not inputs:
+        return Slot(name, (math.prod(shape),), False)
+    return Slot(name, (math.prod(shape[inputs:]), math.prod(shape[:inputs])), True)
+
+
+def _read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        if not files or any(pathlib.Path(file).name != file for file in files):
+            raise ValueError(f"{index} must have a weight_map from tensors to files in its own folder.")
+    elif (folder / "model.safetensors").exists():
+        files = ["model.safetensors"]
+    else:
+        raise FileNotFoundError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json: other formats of weights are not read."
+        )
+    if missing := [file for file in files if not (folder / file).exists()]:
+        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}, which its index names.")
+    return {name: tensor for file in files for name, tensor in safetensors.read(folder / file).items()}
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}.")
+    return content
+
+
+def _check(folder: pathlib.Path, slots: list[Slot], tensors: dict[str, np.ndarray]) -> None:
+    """Raises one error with everything that is wrong."""
+    wanted = {slot.name: slot.shape for slot in slots}
+    wrong = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.keys())]
+    wrong += [f"{name} is unknown" for name in sorted(tensors.keys() - wanted.keys())]
+    for name in sorted(wanted.keys() & tensors.keys()):
+        tensor = tensors[name]
+        if tensor.shape != wanted[name]:
+            wrong.append(f"{name} has shape {list(tensor.shape)}, not {list(wanted[name])}")
+        elif tensor.dtype not in FLOATS:
+            wrong.append(f"{name} has dtype {tensor.dtype}, not float32, bfloat16 or float16")
+    if wrong:
+        raise ValueError(f"The tensors in {folder} do not fit its config.json: {'; '.join(wrong)}.")

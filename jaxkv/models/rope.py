@@ -1,0 +1,59 @@
+"""Rotary position embedding, with the rescalings that published checkpoints use."""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Turn each pair (i, i + D/2) of a head's entries by an angle that grows with the token's position.
+
+    It fits the `position_fn` of `jaxkv.nnx.Attention` and `jaxkv.linen.Attention`. From Su et al., 2021
+    (https://arxiv.org/abs/2104.09864).
+
+    Fields:
+      theta: the base of the wavelengths.
+      scaling: "linear" divides every frequency by `factor`; "llama3" does so only for waves longer than
+        `original_max_position / low_freq_factor`, leaves those shorter than `original_max_position / high_freq_factor`
+        as they are, and blends in between.
+
+    >>> q = k = jnp.ones((3, 2, 8))
+    >>> Rope(theta=10_000.0)(q, k, jnp.arange(3))[0].shape
+    (3, 2, 8)
+    """
+
+    theta: float = 10_000.0
+    scaling: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """Radians per position of each pair, `f32[head_dim // 2]`."""
+        frequency = self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        if self.scaling == "linear":
+            frequency = frequency / self.factor
+        elif self.scaling == "llama3":
+            turns = self.original_max_position * frequency / (2 * math.pi)  # within the original context
+            kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            kept = np.clip(kept, 0.0, 1.0)
+            frequency = kept * frequency + (1 - kept) * frequency / self.factor
+        return frequency.astype(np.float32)
+
+    def __call__(self, q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Rotate `q [..., H, D]` and `k [..., K, D]` of the tokens at `positions [...]`; in float32, given back as they came."""
+        frequencies = self.frequencies(q.shape[-1])
+        angles = jnp.expand_dims(positions.astype(jnp.float32), (-1, -2)) * frequencies.reshape((1,) * positions.ndim + (1, -1))
+        cos, sin = jnp.cos(angles), jnp.sin(angles)  # [..., 1, D/2]
+
+        def rotate(x: jax.Array) -> jax.Array:
+            left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+            return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
+
+        return rotate(q), rotate(k)
