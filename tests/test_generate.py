@@ -34,17 +34,17 @@ def make_prompts(lengths, seed=0):
 
 PROMPTS = make_prompts((3, 40, 1, 17, 100, 5, 33))
 SETTINGS = {
-    "all at once": {},
+    "all at once": {"step_tokens": 256},
     "one by one": {"max_seqs": 1},
-    "in chunks": {"step_tokens": 16},
-    "set back and resumed": {"max_seqs": 4, "num_blocks": 9, "max_seq_len": 128},
+    "in chunks": {"step_tokens": 8},
+    "set back and resumed": {"max_seqs": 4, "num_blocks": 7, "max_seq_len": 112},
     "block_size 5": {"block_size": 5},
     "contiguous": {"layout": "contiguous"},
 }
 
 
 def run(model, choice, **settings):
-    engine = jaxkv.Engine(model, longest=128, **settings)
+    engine = jaxkv.Engine(model, **{"longest": 128, "step_tokens": 32} | settings)  # few step shapes to compile
     outputs = [[] for _ in PROMPTS]
     for index, token in engine.stream(PROMPTS, 12, **choice):
         outputs[index].append(token)
