@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import jaxkv
+from jaxkv._config import LayerConfig
+from jaxkv._layers import token_positions
+from jaxkv._state import Cache
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.rope import Rope
-from jaxkv.nnx import Attention, project, token_positions
+from jaxkv.nnx import Attention, project
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
 
@@ -37,7 +39,6 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         self.config = config
-        self.dtype = jnp.dtype(dtype)
         table = (config.vocab_size, config.embed_dim)
         init = nnx.initializers.normal(config.embed_dim**-0.5)
         self.embed = nnx.Param(init(rngs.params(), table, dtype))
@@ -77,10 +78,23 @@ class Decoder(nnx.Module):
         return logits, cache
 
     @property
-    def layer_configs(self) -> tuple["jaxkv.LayerConfig", ...]:
+    def dtype(self) -> jnp.dtype:
+        return self.embed.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_seq_len(self) -> int:
+        """How many positions the model was trained for."""
+        return self.config.max_seq_len
+
+    @property
+    def layer_configs(self) -> tuple[LayerConfig, ...]:
         """What each layer keeps, for `CacheConfig`."""
         shape = dict(num_kv_heads=self.config.num_kv_heads, head_dim=self.config.head_dim)
-        return tuple(jaxkv.LayerConfig(**shape, window=window) for window in self.config.windows)
+        return tuple(LayerConfig(**shape, window=window) for window in self.config.windows)
 
 
 class Block(nnx.Module):

@@ -92,11 +92,7 @@ def load(folder: str | os.PathLike, *, dtype: jnp.dtype | None = None) -> Decode
         return jnp.array((tensor.T if slot.transposed else tensor).reshape(shape).astype(dtype))
 
     loaded = [(path, param.replace(array(slot, param.shape))) for path, (slot, param) in params.items()]
-    model = nnx.merge(graph, nnx.from_flat_state(loaded))
-    model.dtype = dtype
-    for block in model.layers:
-        block.attention.dtype = dtype
-    return model
+    return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
 def save(model: Decoder, folder: str | os.PathLike) -> None:

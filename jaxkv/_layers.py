@@ -1,0 +1,81 @@
+"""What the two Flax adapters share: attention with or without a cache, and where tokens are."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._attention import attention
+from jaxkv._state import Cache
+from jaxkv._tables import positions
+
+
+def attend_or_dense(q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache | None, layer: int, **options: Any):
+    """`(out, cache)`: `jaxkv.attention`, or without a cache `dense_attention`. A window of None is the cache's own."""
+    if cache is None:
+        return dense_attention(q, k, v, **options), None
+    return attention(q, k, v, cache, layer=layer, **{name: x for name, x in options.items() if x is not None})
+
+
+def token_positions(shape: tuple[int, ...], cache: Cache | None) -> jax.Array:
+    """`i32` of `shape`: the cache's positions, or without one 0, 1, 2 ... along the last axis."""
+    if cache is None:
+        return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    return positions(cache, shape)
+
+
+def num_kv_heads_of(num_heads: int, num_kv_heads: int | None) -> int:
+    """The number of KV heads, all heads by default. Raises ValueError where they cannot be shared evenly."""
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"{num_heads} query heads cannot be shared among {num_kv_heads} KV heads: num_heads must be a multiple of "
+            "num_kv_heads."
+        )
+    return num_kv_heads
+
+
+def head_dim_of(in_features: int, num_heads: int, head_dim: int | None) -> int:
+    """The head dimension, `in_features // num_heads` by default. Raises ValueError where that is no whole number."""
+    if head_dim is None and in_features % num_heads:
+        raise ValueError(f"in_features {in_features} is not a multiple of num_heads {num_heads}: give head_dim.")
+    return in_features // num_heads if head_dim is None else head_dim
+
+
+def dense_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | None = None, soft_cap: float | None = None,
+    window: int | None = None, sinks: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """Causal attention of whole sequences, every key and value at hand: for training, and to check the cache against.
+
+    Args:
+      q: `[S, T, H, D]`, or `[T, H, D]` for one sequence.
+      k, v: `[S, T, K, D]` or `[T, K, D]`; H must be a multiple of K.
+      scale, soft_cap, window, sinks: as for `pallas_kernels.paged_attention`.
+
+    Returns:
+      The output in q's shape and dtype. Softmax and accumulation are in float32.
+    """
+    *leading, num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[-2]
+    scale = head_dim**-0.5 if scale is None else scale
+    # Heads first, and the G queries of a KV head one after another: one plain batched matrix product per KV head.
+    grouped = q.reshape(*leading, num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    grouped = jnp.moveaxis(grouped, -4, -2)  # [..., K, G, T, D]
+    shape = grouped.shape
+    grouped = grouped.reshape(*shape[:-3], -1, head_dim)
+    k, v = jnp.moveaxis(k, -2, -3), jnp.moveaxis(v, -2, -3)  # [..., K, C, D]
+    logits = jnp.einsum("...qd,...cd->...qc", grouped, k, preferred_element_type=jnp.float32) * scale
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+
+    logits = logits.reshape(*shape[:-1], num_tokens)  # [..., K, G, T, C]
+    distance = jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens)[None]  # [T, C]
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    logits = jnp.where(jnp.expand_dims(seen, tuple(range(logits.ndim - 2))), logits, -jnp.inf)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape((1,) * len(leading) + (num_kv_heads, -1, 1, 1))
+        logits = jnp.concatenate([logits, jnp.broadcast_to(sinks, (*shape[:-1], 1))], axis=-1)
+    weights = jax.nn.softmax(logits, axis=-1)[..., :num_tokens].astype(v.dtype).reshape(*grouped.shape[:-1], num_tokens)
+    out = jnp.einsum("...qc,...cd->...qd", weights, v, preferred_element_type=jnp.float32)
+    return jnp.moveaxis(out.reshape(shape), -2, -4).reshape(q.shape).astype(q.dtype)

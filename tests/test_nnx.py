@@ -1,0 +1,89 @@
+"""`jaxkv.nnx.Attention`."""
+
+import adapters
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxkv
+import jaxkv.nnx
+
+
+def make(**options):
+    model = jaxkv.nnx.Attention(adapters.WIDTH, **adapters.OPTIONS | options, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(model)
+    return nnx.merge(graph, adapters.randomise(params))
+
+
+def apply(model, x, **arguments):
+    return model(jnp.asarray(x), **arguments)
+
+
+@pytest.mark.parametrize("options", adapters.VARIANTS.values(), ids=adapters.VARIANTS.keys())
+def test_padded_steps_equal_the_dense_path(options):
+    adapters.check_padded(apply, make(**options))
+
+
+def test_padded_steps_under_nnx_jit():
+    adapters.check_padded(apply, make(), jit=nnx.jit)
+
+
+def test_packed_steps_equal_the_dense_path():
+    adapters.check_packed(apply, make(use_bias=True))
+
+
+def test_scan_over_steps():
+    adapters.check_scan(apply, make())
+
+
+def test_position_fn_may_be_a_module():
+    class Shift(nnx.Module):
+        def __init__(self):
+            self.by = nnx.Param(jnp.full((1,), 0.5))
+
+        def __call__(self, q, k, positions):
+            turn = jnp.cos(positions.astype(jnp.float32) * self.by[0])[..., None, None]
+            return q * turn, k * turn
+
+    model = make(position_fn=Shift())
+    assert len(jax.tree.leaves(nnx.state(model, nnx.Param))) == 5
+    adapters.check_padded(apply, model)
+
+
+def test_layers_of_one_cache_do_not_mix():
+    first, second = make(), make(window=3)
+    x = jnp.asarray(adapters.sequences()[0])[None].repeat(4, axis=0)
+    cache = jaxkv.extend(adapters.new_cache(num_layers=2), [x.shape[1]] * 4)
+    y, cache = first(x, cache=cache, layer=0)
+    y, cache = second(y, cache=cache, layer=1)
+    np.testing.assert_allclose(y, second(first(x)[0])[0], rtol=1e-4, atol=1e-5)
+
+
+def test_dtypes():
+    model = jaxkv.nnx.Attention(8, 2, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert model(jnp.ones((1, 3, 8)))[0].dtype == jnp.bfloat16
+    assert model.query.dtype == jnp.float32
+    model = jaxkv.nnx.Attention(8, 2, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert model(jnp.ones((1, 3, 8)))[0].dtype == jnp.bfloat16
+
+
+def test_gradients_reach_every_parameter():
+    model = make(use_bias=True, use_sinks=True)
+    x = jnp.asarray(adapters.sequences()[0])
+    grads = jax.jit(jax.grad(lambda model: jnp.sum(jnp.square(model(x)[0]))))(model)
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (dict(in_features=8, num_heads=4, num_kv_heads=3), "4 query heads cannot be shared among 3 KV heads"),
+        (dict(in_features=8, num_heads=4, num_kv_heads=0), "4 query heads cannot be shared among 0 KV heads"),
+        (dict(in_features=10, num_heads=4), "in_features 10 is not a multiple of num_heads 4"),
+    ],
+)
+def test_bad_arguments(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        jaxkv.nnx.Attention(**arguments, rngs=nnx.Rngs(0))
