@@ -39,7 +39,7 @@ def take(tables: BlockTables, count: jax.Array) -> BlockTables:
     windows = next_free + jnp.cumsum(count) - count - held + width
     free_list = jnp.pad(tables.free_list, width)
     fresh = jax.vmap(lambda start: jax.lax.dynamic_slice_in_dim(free_list, start, width))(windows)
-    column = jnp.arange(width, dtype=jnp.int32)
+    column = jnp.arange(width, dtype=jnp.int32)[None]
     is_fresh = (column >= held[:, None]) & (column < (held + count)[:, None])
     num_free = tables.num_free - jnp.sum(count, dtype=jnp.int32)
     return dataclasses.replace(
@@ -65,7 +65,7 @@ def replace_entries(tables: BlockTables, entries: jax.Array) -> BlockTables:
     return dataclasses.replace(
         tables,
         tables=entries,
-        refcounts=left + freed,  # a free block keeps the 1 its next owner needs, so that `take` writes no counts
+        refcounts=left + freed.astype(jnp.int32),  # a free block keeps the 1 its next owner needs, so that `take` writes no counts
         free_list=tables.free_list.at[place].set(block, mode="drop", unique_indices=True),
         num_free=tables.num_free + rank[-1],
     )

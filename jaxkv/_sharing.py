@@ -141,7 +141,7 @@ def _adoption(cache: Cache, tables: BlockTables, source: jax.Array, moved: jax.A
     first_taker = jnp.full_like(source, source.shape[0]).at[source].min(takers)
     inherits = moved[source] & (first_taker[source] == index)
     copied = moved & (length % block_size > 0) & ~inherits
-    keep = blocks_for(length, block_size) - copied
+    keep = blocks_for(length, block_size) - copied.astype(jnp.int32)
     entries = jnp.where(_columns(tables) < keep[:, None], tables.tables[source], NULL_BLOCK)
     column = jnp.minimum(length // block_size, entries.shape[1] - 1)
     return _Plan(jnp.where(moved[:, None], entries, tables.tables), copied, tables.tables[source, column], column)
@@ -155,7 +155,7 @@ def _truncation(cache: Cache, tables: BlockTables, target: jax.Array, shorter: j
     if cache.config.contiguous:
         return _Plan(tables.tables, jnp.zeros_like(shorter), block, column)
     copied = shorter & (target % block_size > 0) & (tables.refcounts[block] > 1)
-    keep = blocks_for(target, block_size) - copied
+    keep = blocks_for(target, block_size) - copied.astype(jnp.int32)
     dropped = shorter[:, None] & (_columns(tables) >= keep[:, None])
     return _Plan(jnp.where(dropped, NULL_BLOCK, tables.tables), copied, block, column)
 

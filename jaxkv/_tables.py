@@ -43,7 +43,8 @@ def extend(cache: Cache, num_tokens: Any) -> Cache:
     # Anything past the longest sequence is reported as just too long: the sum could overflow.
     wanted = jnp.where(requested < 0, -1, cache.lengths + jnp.minimum(requested, room + 1))
     new = jnp.where(granted, requested, 0)
-    counted = jnp.maximum(requested, 0)
+    # A request beyond this belongs to no packed array, and the sum of all must not overflow.
+    counted = jnp.clip(requested, 0, np.iinfo(np.int32).max // requested.shape[0])
     offsets = jnp.cumsum(counted) - counted
     return cache.replace(
         tables=tuple(

@@ -208,7 +208,7 @@ class Views:
             blocks = jnp.moveaxis(kv[tables.tables, ..., : config.head_dim], 1, 3)  # [S, 2, K, M, block_size, D]
             kv = blocks.reshape(*blocks.shape[:3], width * self.config.block_size, config.head_dim)
             kv = kv[..., : self.config.max_seq_len, :]
-        held = jnp.arange(kv.shape[3], dtype=jnp.int32) < tables.lengths[:, None]
+        held = jnp.arange(kv.shape[3], dtype=jnp.int32)[None] < tables.lengths[:, None]
         return jnp.where(held[:, None, None, :, None], kv, jnp.zeros((), kv.dtype))
 
     def separate(self, layer: int) -> tuple[jax.Array, jax.Array]:

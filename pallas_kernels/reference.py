@@ -36,7 +36,7 @@ def paged_attention(
     scale = head_dim**-0.5 if scale is None else scale
     token = locate(tuple(token_axes), lengths, new, offsets)
     keys, values = (x[..., :head_dim] for x in dense(kv, tables, kv_scale))
-    context = jnp.arange(keys.shape[1])
+    context = jnp.arange(keys.shape[1]).reshape(*[1] * len(token_axes), -1)
 
     seen = token.valid[..., None] & (context <= token.position[..., None])  # [tokens, C]
     if window is not None:
@@ -53,7 +53,7 @@ def paged_attention(
         logits = jnp.einsum("hd,chd->hc", q.astype(jnp.float32), k, precision="highest") * scale
         if soft_cap is not None:
             logits = soft_cap * jnp.tanh(logits / soft_cap)
-        logits = jnp.where(seen, logits, -jnp.inf)
+        logits = jnp.where(seen[None], logits, -jnp.inf)
         if sinks is not None:  # one more place to attend to, which has no value
             sink = jnp.where(seen.any(), sinks.astype(jnp.float32), -jnp.inf)
             logits = jnp.concatenate([logits, sink[:, None]], axis=1)
