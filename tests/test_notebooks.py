@@ -1,0 +1,26 @@
+"""Every notebook runs from top to bottom, keeps its outputs, and is small."""
+
+import pathlib
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat", reason="the extra 'notebooks' is not installed")
+nbclient = pytest.importorskip("nbclient", reason="the extra 'notebooks' is not installed")
+
+NOTEBOOKS = sorted((pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@pytest.mark.filterwarnings("default")  # a kernel's own sockets and threads
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_notebook(file):
+    assert file.stat().st_size < 300_000
+    notebook = nbformat.read(file, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert any(cell.outputs for cell in cells), "outputs are kept, so that the notebook can be read where it lies"
+    assert not any(output.output_type == "error" for cell in cells for output in cell.outputs)
+    assert "assert " in cells[-1].source, "a notebook ends in asserts"
+    nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(file.parent)}}).execute()
