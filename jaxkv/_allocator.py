@@ -23,11 +23,12 @@ def serve(need: jax.Array, num_free: jax.Array) -> jax.Array:
         # The rows before the first that misses are served for good; no row that needs more than they leave can be.
         first = jnp.argmax(missing(served))
         index = jnp.arange(need.shape[0])
-        left = num_free - jnp.sum(jnp.where(served & (index < first), need, 0))
+        left = num_free - jnp.sum(jnp.where(served & (index < first), need, 0), dtype=jnp.int32)
         return served & ((index < first) | (need <= left))
 
-    # No iteration at all as long as there are blocks for everyone.
-    return jax.lax.while_loop(lambda served: missing(served).any(), drop, jnp.ones(need.shape, bool))
+    # No iteration at all as long as there are blocks for everyone. (The first guess is computed from the data so that,
+    # inside `shard_map`, it varies over the same mesh axes.)
+    return jax.lax.while_loop(lambda served: missing(served).any(), drop, need <= num_free)
 
 
 def take(tables: BlockTables, count: jax.Array) -> BlockTables:

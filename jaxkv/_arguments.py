@@ -18,6 +18,8 @@ def row_counts(name: str, x: Any, rows: int) -> jax.Array:
     if not on_device and (x < 0).any():
         row = int(np.argmax(x < 0))
         raise ValueError(f"{name} must not be negative, but row {row} has {x[row]}.")
+    if not on_device:
+        x = np.minimum(x, np.iinfo(np.int32).max)  # more than any row holds; as int32 it would wrap
     return jnp.asarray(x, jnp.int32)
 
 

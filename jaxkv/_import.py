@@ -57,6 +57,10 @@ def from_parts(
 
     if layers is None:
         layers = tuple(LayerConfig(num_kv_heads=x.shape[1], head_dim=x.shape[3], dtype=x.dtype) for x in k)
+    named = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
+    given = [(x.shape[1], x.shape[3]) for x in k]
+    if named != given:
+        raise ValueError(f"layers say (num_kv_heads, head_dim) {named}, but the arrays have {given}.")
     fields = {"dtype": k[0].dtype} | fields
     config = CacheConfig(layers=layers, max_seqs=len(lengths), max_seq_len=max_seq_len, num_blocks=num_blocks,
                          block_size=block_size, **fields)  # fmt: skip

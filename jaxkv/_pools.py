@@ -86,6 +86,8 @@ def check_step(cache: Cache, layer: int, **arrays: jax.Array) -> None:
     rows = cache.lengths.shape[0]
     token_axes = None
     for name, x in arrays.items():
+        if not hasattr(x, "ndim"):
+            raise ValueError(f"{name} must be an array, not {type(x).__name__}: convert it with jnp.asarray.")
         if x.ndim not in (3, 4):
             raise ValueError(
                 f"{name} must be [S, T, heads, {head_dim}] or packed [N, heads, {head_dim}], but its shape is {x.shape}."

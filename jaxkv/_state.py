@@ -83,7 +83,8 @@ class Cache(Views):
 
     def layer(self, layer: int) -> Layer:
         """One layer's pool and tables, a pytree of its own."""
-        return Layer(pool=self.pools[layer], tables=self.tables[self.config.group(layer)])
+        tables = self.tables[self.config.group(layer)]  # raises for an index out of range, negative ones too
+        return Layer(pool=self.pools[layer], tables=tables)
 
     def layer_config(self, layer: int) -> LayerConfig:
         """The config of one layer; IndexError for an index out of range."""

@@ -42,8 +42,7 @@ def gather(cache: "Cache", row: Any, *, layer: int, max_len: int | None = None) 
     (3, 2, 8)
     """
     tables = cache.layer(layer).tables
-    if not isinstance(row, jax.Array):
-        _check_row(cache, row)
+    _check_row(cache, row)
     length = tables.lengths[row]
     if max_len is None:
         if isinstance(length, jax.core.Tracer):
@@ -191,10 +190,13 @@ class Views:
         _check_head(self, layer, head)
         self.token(row, position, layer)  # the same errors
         block, offset = self.slots(row, position, layer=layer)
+        head_dim = self.layer_config(layer).head_dim
+        if jnp.shape(k) != (head_dim,) or jnp.shape(v) != (head_dim,):
+            raise ValueError(f"k and v must be [{head_dim}] each, one head of one token, not {jnp.shape(k)} and {jnp.shape(v)}.")
         pool = self.pools[layer]
         place = jnp.where(block == 0, pool.kv.shape[0], block)  # no such token: dropped, never the null block
         new = jnp.stack([jnp.asarray(k), jnp.asarray(v)]).astype(pool.kv.dtype)
-        kv = pool.kv.at[place, :, head, offset, : new.shape[-1]].set(new, mode="drop")
+        kv = pool.kv.at[place, :, head, offset, :head_dim].set(new, mode="drop")
         return self.replace_pool(layer, type(pool)(kv=kv))
 
     def combined(self, layer: int) -> jax.Array:
@@ -250,9 +252,10 @@ def _number(x: Any) -> Any:
 
 def _check_row(cache: Views, row: Any) -> None:
     rows = cache.lengths.shape[0]
-    if isinstance(row, jax.Array):
+    if isinstance(row, jax.core.Tracer):
         return
-    if isinstance(row, bool) or not isinstance(row, int | np.integer) or not 0 <= row < rows:
+    index = row.item() if isinstance(row, jax.Array) and row.ndim == 0 else row
+    if isinstance(index, bool) or not isinstance(index, int | np.integer) or not 0 <= index < rows:
         raise IndexError(f"row must be an integer from 0 to {rows - 1}, not {row!r}.")
 
 

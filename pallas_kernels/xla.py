@@ -279,6 +279,6 @@ def write_kv(kv, k, v, tables, lengths, new, *, offsets=None):
     dropped = kv.shape[0] + jnp.arange(count, dtype=jnp.int32)
     block = jnp.where(token.valid.reshape(-1), block, dropped)
     offset = token.position.reshape(-1) % block_size
-    tokens = jnp.stack([k, v], axis=-3).reshape(count, 2, -1, head_dim).astype(kv.dtype)
+    tokens = jnp.stack([k, v], axis=-3).reshape(count, 2, k.shape[-2], head_dim).astype(kv.dtype)
     # unique_indices: no two tokens share a place, and without the promise GPUs would write with atomics.
     return kv.at[block, :, :, offset, :head_dim].set(tokens, mode="drop", unique_indices=True)

@@ -1,0 +1,136 @@
+"""For your own tests: was a pool copied, and does anything depend on what must not be read?"""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._state import NULL_BLOCK, Cache, Pool
+
+# What XLA does in place, or without touching memory at all.
+IN_PLACE = frozenset(
+    "parameter tuple get-tuple-element bitcast while conditional call fusion dynamic-update-slice scatter custom-call "
+    "optimization-barrier async-start async-update async-done".split()
+)
+INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>\S+) = \(?\w+\[(?P<dims>[\d,]+)\]\S* (?P<opcode>[\w-]+)\(")
+
+
+def assert_no_copy(jitted: Any, *args: Any, temp_fraction: float = 0.5, **kwargs: Any) -> None:
+    """Raise AssertionError if a compiled step copies a pool of its cache instead of updating it in place.
+
+    Args:
+      jitted: a function under `jax.jit` that donates its cache and returns it.
+      *args, **kwargs: its arguments, a `Cache` among them. Nothing is run, so arrays may be `jax.ShapeDtypeStruct`s:
+        `jax.eval_shape(lambda: jaxkv.init(config))` is a cache that takes no memory.
+      temp_fraction: how much scratch memory the step may take, as a share of its largest pool.
+
+    Copies hide well: a pool that is padded or transposed for a kernel, converted as a whole, carried through `scan` as
+    `xs` and `ys`, or simply not donated. Each doubles the memory, and costs time that grows with the pool.
+
+    >>> import jax, jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> config = jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=400)
+    >>> cache = jax.eval_shape(lambda: jaxkv.init(config))
+    >>> kv = jax.ShapeDtypeStruct((1, 2, 1, 2, 8), "bfloat16")
+    >>> assert_no_copy(jax.jit(jaxkv.append, donate_argnames="cache"), cache, kv, kv)
+    >>> assert_no_copy(jax.jit(jaxkv.append), cache, kv, kv)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    AssertionError: Only 0 of the 205312 bytes of the cache's pools are updated in place: ...
+    """
+    pools = [x.kv for x in jax.tree.leaves((args, kwargs), is_leaf=_is_pool) if _is_pool(x)]
+    if not pools:
+        raise ValueError("None of the arguments holds a jaxkv.Cache, so there is no pool that could be copied.")
+    compiled = jitted.lower(*args, **kwargs).compile()
+    memory = compiled.memory_analysis()
+    total = sum(_bytes(pool) for pool in pools)
+    if memory.alias_size_in_bytes < total:
+        raise AssertionError(
+            f"Only {memory.alias_size_in_bytes} of the {total} bytes of the cache's pools are updated in place: donate "
+            'the cache, jax.jit(step, donate_argnames="cache"), and return it with the shapes and dtypes it came with.'
+        )
+    for line in compiled.as_text().splitlines():
+        found = INSTRUCTION.match(line)
+        if found and found["opcode"] not in IN_PLACE and any(_as_large(found["dims"], pool) for pool in pools):
+            where = re.search(r'op_name="([^"]*)"', line)
+            raise AssertionError(
+                f"A whole pool goes through the instruction {found['opcode']} ({found['name']}, [{found['dims']}])"
+                f"{f', which comes from {where[1]}' if where else ''}. Index or slice the pool instead, and write into "
+                "it with jaxkv.write or .at[...]."
+            )
+    largest = max(_bytes(pool) for pool in pools)
+    if memory.temp_size_in_bytes > temp_fraction * largest:
+        raise AssertionError(
+            f"The step takes {memory.temp_size_in_bytes} bytes of scratch memory, more than {temp_fraction} of its largest "
+            f"pool of {largest} bytes: something in it is as large as a pool. If that is not the cache's doing (a large "
+            "model, a small pool), test with more num_blocks or a larger temp_fraction."
+        )
+
+
+def poison(cache: Cache, value: float = np.nan) -> Cache:
+    """The same cache with every place that holds no row's token set to `value`: free blocks, and what lies past the
+    last token of each row. Whatever computes with the cache must give the same, bit by bit. The null block stays 0.
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> bool(jnp.isnan(poison(cache).pools[0].kv[1:]).all())
+    True
+    """
+    pools = list(cache.pools)
+    for layers, tables in zip(cache.config.groups, cache.tables, strict=True):
+        held = np.zeros((tables.num_blocks + 1, cache.config.block_size), bool)
+        held[NULL_BLOCK] = True
+        for row, length in zip(np.asarray(tables.tables), np.asarray(tables.lengths), strict=True):
+            position = np.arange(length)
+            held[row[position // cache.config.block_size], position % cache.config.block_size] = True
+        keep = jnp.asarray(held)[:, None, None, :, None]
+        for layer in layers:
+            kv = pools[layer].kv
+            pools[layer] = Pool(kv=jnp.where(keep, kv, jnp.asarray(value, kv.dtype)))
+    return cache.replace(pools=tuple(pools))
+
+
+def permute_blocks(cache: Cache, seed: int = 0) -> Cache:
+    """The same cache with its blocks in another physical order. Whatever computes with it must give the same.
+
+    Raises:
+      ValueError: the layout is contiguous, where row s holds block s + 1 by definition.
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> permute_blocks(cache).tables[0].free_list.tolist()
+    [4, 3, 1, 2]
+    """
+    if cache.config.contiguous:
+        raise ValueError('layout="contiguous" has no blocks to permute: row s holds block s + 1.')
+    new_id = jnp.asarray(np.append(NULL_BLOCK, 1 + np.random.default_rng(seed).permutation(cache.num_blocks)), jnp.int32)
+
+    def move(per_block: jax.Array) -> jax.Array:
+        return jnp.zeros_like(per_block).at[new_id].set(per_block)
+
+    tables = tuple(
+        dataclasses.replace(
+            t, tables=new_id[t.tables], free_list=new_id[t.free_list], refcounts=move(t.refcounts)
+        )
+        for t in cache.tables
+    )
+    return cache.replace(tables=tables, pools=tuple(Pool(kv=move(pool.kv)) for pool in cache.pools))
+
+
+def _is_pool(x: Any) -> bool:
+    return isinstance(x, Pool)
+
+
+def _bytes(x: Any) -> int:
+    return math.prod(x.shape) * x.dtype.itemsize
+
+
+def _as_large(dims: str, pool: Any) -> bool:
+    """Whether an array has at least a pool's elements, and an axis that can be the pool's blocks."""
+    sizes = [int(d) for d in dims.split(",")]
+    return math.prod(sizes) >= math.prod(pool.shape) and any(d % pool.shape[0] == 0 for d in sizes)

@@ -1,0 +1,381 @@
+"""A cache under JAX's transformations, and what must not reach a result whatever it holds."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import jaxkv
+import pallas_kernels
+from jaxkv.testing import permute_blocks, poison
+
+LAYERS = (
+    jaxkv.LayerConfig(num_kv_heads=2, head_dim=16),
+    jaxkv.LayerConfig(num_kv_heads=4, head_dim=8),
+)
+ROWS, HEADS = 4, 4
+LAYOUTS = {
+    "paged": {"num_blocks": 14, "block_size": 4, "max_seq_len": 24},
+    "contiguous": {"layout": "contiguous", "max_seq_len": 24},
+}
+
+
+def make_cache(layout="paged", **fields):
+    return jaxkv.init(
+        jaxkv.CacheConfig(layers=LAYERS, max_seqs=ROWS, dtype="float32", **(LAYOUTS[layout] | fields))
+    )
+
+
+def random_step(axes, seed=0):
+    """Queries, keys and values of every layer."""
+    rng = np.random.default_rng(seed)
+
+    def arrays(heads):
+        return [jnp.asarray(rng.standard_normal((*axes, heads or c.num_kv_heads, c.head_dim)), jnp.float32) for c in LAYERS]
+
+    return arrays(HEADS), arrays(None), arrays(None)
+
+
+@jax.jit
+def step(cache, q, k, v, num_tokens):
+    cache = jaxkv.extend(cache, num_tokens)
+    outs = []
+    for layer in range(cache.num_layers):
+        out, cache = jaxkv.attention(q[layer], k[layer], v[layer], cache, layer=layer)
+        outs.append(out)
+    return outs, cache
+
+
+def counts(*numbers):
+    return jnp.array(numbers, jnp.int32)
+
+
+def filled(layout="paged", lengths=(9, 0, 4, 6)):
+    return step(make_cache(layout), *random_step((ROWS, max(lengths))), counts(*lengths))[1]
+
+
+def shapes_of(tree):
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+
+def assert_same(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+EVERY_FUNCTION = {
+    "step": lambda cache: step(cache, *random_step((ROWS, 3)), counts(1, 3, 0, 2)),
+    "append": lambda cache: jaxkv.append(cache, *random_step((ROWS, 3))[1:], counts(1, 3, 0, 2)),
+    "packed": lambda cache: step(cache, *random_step((7,)), counts(1, 3, 0, 2)),
+    "reserve": lambda cache: jaxkv.reserve(cache, counts(12, 3, 0, 0)),
+    "fork": lambda cache: jaxkv.fork(cache, jnp.array([0, 2]), jnp.array([1, 3])),
+    "truncate": lambda cache: jaxkv.truncate(cache, counts(5, 0, 4, 0)),
+    "reorder": lambda cache: jaxkv.reorder(cache, counts(1, 0, 0, 3)),
+    "free": lambda cache: jaxkv.free(cache, jnp.array([0, 3])),
+    "store": lambda cache: cache.store(0, 2, 1, 3, jnp.ones(16), jnp.ones(16)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", EVERY_FUNCTION)
+def test_old_caches_stay_as_they_were(name, layout):
+    old = filled(layout)
+    before = jax.tree.map(np.array, old)
+    EVERY_FUNCTION[name](old)
+    assert_same(old, before)
+
+
+@pytest.mark.parametrize("name", EVERY_FUNCTION)
+def test_jit_changes_nothing(name):
+    cache = filled()
+    assert_same(jax.jit(EVERY_FUNCTION[name])(cache), EVERY_FUNCTION[name](cache))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_donated_buffers_are_reused(layout):
+    cache = filled(layout)
+    donating = jax.jit(jaxkv.append, donate_argnames="cache")
+    _, k, v = random_step((ROWS, 2))
+    pointers = [pool.kv.unsafe_buffer_pointer() for pool in cache.pools]
+    old = cache
+    for _ in range(3):
+        cache = donating(cache, k, v, counts(1, 2, 0, 1))
+        assert [pool.kv.unsafe_buffer_pointer() for pool in cache.pools] == pointers
+    assert all(pool.kv.is_deleted() for pool in old.pools)
+
+
+def test_scan_over_steps():
+    steps = 12
+    q, k, v = random_step((steps, ROWS, 1))
+    num_tokens = jnp.asarray(np.random.default_rng(1).integers(0, 2, (steps, ROWS)), jnp.int32)
+
+    def one(cache, inputs):
+        outs, cache = step(cache, *inputs)
+        return cache, outs
+
+    scanned, outs = jax.jit(lambda cache: jax.lax.scan(one, cache, (q, k, v, num_tokens)))(filled())
+    cache = filled()
+    for t in range(steps):
+        expected, cache = step(cache, *jax.tree.map(lambda x: x[t], (q, k, v, num_tokens)))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[t], b, atol=1e-6), outs, expected)
+    assert_same(scanned, cache)
+
+
+def test_a_thousand_steps_compile_once_and_stay_on_the_device():
+    """Rows join and leave, some run out of blocks, and nothing moves between host and device."""
+    traces = 0
+
+    def decode(cache, q, k, v, num_tokens, leaving):
+        nonlocal traces
+        traces += 1
+        outs, cache = step.__wrapped__(jaxkv.free(cache, leaving), q, k, v, num_tokens)
+        return outs, jnp.array(cache.failed), cache
+
+    decode = jax.jit(decode, donate_argnames="cache")
+    rng = np.random.default_rng(0)
+    plan = [(counts(*rng.choice([0, 1, 1, 1, 2], ROWS)), jnp.asarray(rng.random(ROWS) < 0.06)) for _ in range(1000)]
+    q, k, v = random_step((ROWS, 2))
+    cache, failures = make_cache(), []
+    with jax.transfer_guard("disallow"):
+        for num_tokens, leaving in plan:
+            outs, failed, cache = decode(cache, q, k, v, num_tokens, leaving)
+            failures.append(failed)
+    assert traces == 1 and decode._cache_size() == 1
+    jaxkv.check_invariants(cache)
+    assert all(np.isfinite(out).all() for out in outs)
+    failures = np.array(failures)
+    assert failures.any() and not failures.all()  # the plan does run out of blocks at times
+
+
+def test_vmap_over_caches():
+    caches = [filled(), filled(lengths=(1, 2, 3, 0)), filled(lengths=(0, 0, 20, 20))]
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *caches)
+    for name, function in EVERY_FUNCTION.items():
+        if name != "store":
+            expected = [function(cache) for cache in caches]
+            actual = jax.vmap(function)(stacked)
+            for i, one in enumerate(expected):
+                jax.tree.map(lambda a, b: np.testing.assert_allclose(a[i], b, atol=1e-6), actual, one)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("axes", [(ROWS, 3), (7,)])
+def test_grad_through_attention(layout, axes):
+    cache, (q, k, v) = filled(layout), (x[0] for x in random_step(axes))
+    num_tokens = counts(1, 3, 0, 2)
+    weights = jax.random.normal(jax.random.key(0), q.shape)
+
+    def loss(q, k, v, implementation):
+        out, _ = jaxkv.attention(q, k, v, jaxkv.extend(cache, num_tokens), layer=0, implementation=implementation)
+        return jnp.sum(out * weights)
+
+    grads = jax.grad(loss, argnums=(0, 1, 2))
+    actual, expected = grads(q, k, v, "xla"), _dense_grads(cache, num_tokens, weights, q, k, v)
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+        assert np.abs(other).max() > 0.01
+
+
+def _dense_grads(cache, num_tokens, weights, q, k, v):
+    """The same loss, from gathered keys and values and softmax spelled out."""
+    packed = q.ndim == 3
+    start = np.cumsum(num_tokens) - num_tokens
+
+    def loss(q, k, v):
+        total = 0.0
+        for row, count in enumerate(num_tokens.tolist()):
+            at = (slice(start[row], start[row] + count),) if packed else (row, slice(0, count))
+            keys, values = (
+                jnp.concatenate([old, new[at]])
+                for old, new in zip(jaxkv.gather(cache, row, layer=0), (k, v), strict=True)
+            )
+            keys, values = (jnp.repeat(x, 2, axis=1) for x in (keys, values))
+            logits = jnp.einsum("thd,chd->htc", q[at], keys, precision="highest") / 4.0
+            seen = jnp.tri(count, keys.shape[0], keys.shape[0] - count, dtype=bool)
+            probabilities = jax.nn.softmax(jnp.where(seen[None], logits, -jnp.inf))
+            out = jnp.einsum("htc,chd->thd", probabilities, values, precision="highest")
+            total += jnp.sum(out * weights[at])
+        return total
+
+    return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+
+def test_eval_shape():
+    cache = make_cache()
+    shapes = jax.eval_shape(lambda: jaxkv.init(cache.config))
+    assert shapes_of(shapes) == shapes_of(cache)
+    assert repr(shapes).startswith("Cache(traced, 2 layers")
+    _, after = jax.eval_shape(step, shapes, *random_step((ROWS, 1)), counts(1, 1, 1, 1))
+    assert shapes_of(after) == shapes_of(shapes)
+
+
+def test_shard_map_over_kv_heads():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("heads",))
+    cache = filled()
+    specs = jax.tree.map(lambda x: PartitionSpec(), cache)
+    specs = specs.replace(pools=jax.tree.map(lambda x: PartitionSpec(None, None, "heads"), cache.pools))
+    heads, nothing = PartitionSpec(None, None, "heads"), PartitionSpec()
+    sharded = jax.jit(
+        jax.shard_map(
+            step.__wrapped__, mesh=mesh, in_specs=(specs, heads, heads, heads, nothing), out_specs=(heads, specs)
+        )
+    )
+    inputs = (*random_step((ROWS, 3)), counts(1, 3, 0, 2))
+    outs, after = sharded(cache, *inputs)
+    expected, expected_cache = step(cache, *inputs)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), outs, expected)
+    assert_same(after, expected_cache)
+    assert after.pools[0].kv.sharding.spec[2] == "heads"
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY_FUNCTION if name != "store"])
+def test_shard_map_over_caches(name):
+    """Data parallel: every device has a cache of its own."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    caches = [filled(lengths=(20, 20, 13, 0)), filled()]
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *caches)
+
+    def local(stacked):
+        return jax.tree.map(lambda x: x[None], EVERY_FUNCTION[name](jax.tree.map(lambda x: x[0], stacked)))
+
+    each = PartitionSpec("data")
+    actual = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=each, out_specs=each))(stacked)
+    for i, cache in enumerate(caches):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[i], b, atol=1e-6), actual, EVERY_FUNCTION[name](cache))
+
+
+def test_dtypes_do_not_depend_on_x64():
+    with jax.enable_x64(True):
+        cache = filled()
+        for function in EVERY_FUNCTION.values():
+            result = function(cache)
+            after = result[1] if isinstance(result, tuple) else result
+            assert shapes_of(after) == shapes_of(cache)
+
+
+# What must not be read.
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+@pytest.mark.parametrize("axes", [(ROWS, 3), (7,)])
+def test_what_no_row_holds_has_no_effect(layout, value, axes):
+    cache, inputs = filled(layout), (*random_step(axes), counts(1, 3, 0, 2))
+    poisoned = poison(cache, value)
+    assert not np.isfinite(np.asarray(poisoned.pools[0].kv)).all() or value == 1e30
+    expected, after = step(cache, *inputs)
+    actual, poisoned_after = step(poisoned, *inputs)
+    assert_same(actual, expected)
+    for function in (lambda cache: jaxkv.reorder(cache, counts(1, 0, 0, 2)), lambda cache: jaxkv.truncate(cache, counts(5, 1, 9, 9))):
+        for layer in range(2):
+            assert_same(function(poisoned_after).combined(layer), function(after).combined(layer))
+    for layer in range(2):
+        for row in range(ROWS):
+            assert_same(jaxkv.gather(poisoned_after, row, layer=layer), jaxkv.gather(after, row, layer=layer))
+
+
+@pytest.mark.parametrize("junk", [3, 10**6, -1])
+def test_unused_table_entries_have_no_effect(junk):
+    """Nor does the null block, for kernels used without a cache."""
+    cache = filled()
+    tables, kv = cache.tables[0], poison(cache).pools[0].kv
+    entries = jnp.where(tables.tables == 0, junk, tables.tables)
+    q = random_step((ROWS, 9))[0][0]
+    for implementation in ("reference", "xla"):
+        attend = functools.partial(pallas_kernels.paged_attention, implementation=implementation)
+        expected = attend(q, cache.pools[0].kv, tables.tables, tables.lengths, tables.new)
+        actual = attend(q, kv.at[0].set(jnp.nan), entries, tables.lengths, tables.new)
+        assert_same(actual, expected)
+    new = random_step((ROWS, 9))[1][0]
+    expected = pallas_kernels.write_kv(kv, new, new, tables.tables, tables.lengths, tables.new)
+    assert_same(pallas_kernels.write_kv(kv, new, new, entries, tables.lengths, tables.new), expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_physical_order_of_blocks_has_no_effect(seed):
+    cache = filled()
+    permuted = permute_blocks(cache, seed)
+    jaxkv.check_invariants(permuted)
+    assert permuted.tables[0].tables.tolist() != cache.tables[0].tables.tolist()
+    for _ in range(3):
+        inputs = (*random_step((ROWS, 3)), counts(1, 3, 0, 2))
+        expected, cache = step(cache, *inputs)
+        actual, permuted = step(permuted, *inputs)
+        assert_same(actual, expected)
+        cache, permuted = (jaxkv.reorder(jaxkv.free(c, [3]), [1, 0, 0, 2]) for c in (cache, permuted))
+    assert_same([permuted.combined(i) for i in range(2)], [cache.combined(i) for i in range(2)])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nan_of_one_row_never_reaches_another(layout):
+    cache = make_cache(layout)
+    q, k, v = random_step((ROWS, 14))
+    bad_k, bad_v = ([x.at[0].set(jnp.nan) for x in xs] for xs in (k, v))
+    outs, cache = step(cache, q, bad_k, bad_v, counts(14, 9, 3, 0))
+    for out in outs:
+        assert np.isnan(out[0]).all() and np.isfinite(out[1:]).all()
+    held_by_bad = set(np.asarray(cache.tables[0].tables[0]).tolist()) - {0}
+    cache = jaxkv.free(cache, [0])
+    outs, cache = step(cache, q, k, v, counts(6, 2, 8, 14))  # into the blocks that hold NaN
+    if layout == "paged":
+        assert held_by_bad & set(np.asarray(cache.tables[0].tables[1:]).ravel().tolist())
+    forked = jaxkv.truncate(jaxkv.reorder(cache, [3, 3, 1, 0]), [5, 14, 10, 3])
+    for result in (outs, [c.combined(i) for c in (cache, forked) for i in range(2)]):
+        assert all(np.isfinite(x).all() for x in result)
+    assert all(np.isfinite(out).all() for out in step(forked, q, k, v, counts(1, 1, 0, 2))[0])
+
+
+# The edges.
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("lengths", [(3, 4, 5, 0), (7, 8, 9, 1), (24, 0, 0, 0), (0, 0, 0, 0), (23, 24, 1, 4)])
+def test_block_boundaries(layout, lengths):
+    """In one go, or token by token: the same cache and the same last output; and then one token more."""
+    q, k, v = random_step((ROWS, 24))
+    blocks = {} if layout == "contiguous" else {"num_blocks": 15}
+    outs, cache = step(make_cache(layout, **blocks), q, k, v, counts(*lengths))
+    slow = make_cache(layout, **blocks)
+    for t in range(max(lengths)):
+        now = jax.tree.map(lambda x: x[:, t : t + 1], (q, k, v))
+        slow_outs, slow = step(slow, *now, counts(*(int(length > t) for length in lengths)))
+        for out, slow_out in zip(outs, slow_outs, strict=True):
+            np.testing.assert_allclose(slow_out[:, 0], out[:, t], atol=1e-5)
+    for layer in range(2):
+        assert_same(slow.combined(layer), cache.combined(layer))
+    more, after = step(cache, *jax.tree.map(lambda x: x[:, :1], (q, k, v)), counts(1, 1, 1, 1))
+    failed = [length == 24 for length in lengths]
+    assert after.failed.tolist() == failed
+    assert after.lengths.tolist() == [n if full else n + 1 for n, full in zip(lengths, failed, strict=True)]
+    for out in more:
+        assert [bool((row == 0).all()) for row in np.asarray(out)] == failed
+
+
+def test_all_rows_full():
+    cache = make_cache(num_blocks=24)
+    q, k, v = random_step((ROWS, 24))
+    _, cache = step(cache, q, k, v, counts(24, 24, 24, 24))
+    assert cache.blocks_in_use == 24 and not cache.failed.any()
+    outs, after = step(cache, *jax.tree.map(lambda x: x[:, :1], (q, k, v)), counts(1, 1, 1, 1))
+    assert after.failed.all() and all((np.asarray(out) == 0).all() for out in outs)
+    assert_same(after.pools, cache.pools)
+    with pytest.raises(jaxkv.SequenceTooLong):
+        jaxkv.check(after)
+
+
+def test_request_larger_than_the_pool():
+    cache = make_cache(num_blocks=3)
+    _, after = step(cache, *random_step((ROWS, 16)), counts(13, 12, 1, 0))
+    assert after.failed.tolist() == [True, False, True, False] and after.lengths.tolist() == [0, 12, 0, 0]
+    with pytest.raises(jaxkv.OutOfBlocks, match=r"Row 0 \(0 tokens, 0 blocks\) needs 4 more blocks for 13 tokens"):
+        jaxkv.check(after)
+
+
+@pytest.mark.parametrize("axes", [(ROWS, 0), (0,)])
+def test_no_token_places_at_all(axes):
+    cache = filled()
+    outs, after = step(cache, *random_step(axes), counts(0, 0, 0, 0))
+    assert [out.shape for out in outs] == [(*axes, HEADS, c.head_dim) for c in LAYERS]
+    assert after.lengths.tolist() == cache.lengths.tolist() and not after.failed.any()
