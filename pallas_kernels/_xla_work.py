@@ -57,7 +57,7 @@ def choose_tiling(q: jax.Array, kv: jax.Array, tables: jax.Array, queries: int) 
 
 
 class Rows(NamedTuple):
-    """Where each row's tokens are. Tokens are flat: those of row s that attend are `start[s]` to `start[s] + count[s]`."""
+    """Where each row's tokens are. Tokens are flat: `count[s]` of row s attend, and they begin at `start[s]`."""
 
     tables: jax.Array  # i32[S, M]
     before: jax.Array  # i32[S]: the position of the row's first token of this step
@@ -72,7 +72,7 @@ def find_rows(token_axes: tuple[int, ...], tables, lengths, new, offsets) -> Row
     else:
         start = default_offsets(new) if offsets is None else offsets
         room = token_axes[0] - start
-    return Rows(tables, lengths - new, start, jnp.clip(new, 0, room))
+    return Rows(tables, lengths - new, start, jnp.maximum(jnp.minimum(new, room), 0))
 
 
 class WorkList(NamedTuple):
@@ -154,7 +154,7 @@ def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, window: int | N
 
 def read_runs(pool: jax.Array, which: int, items: Items, run: int, head_dim: int | None = None) -> jax.Array:
     """Keys (`which` 0) or values (1) of items' context, `[items, K, pieces * run, head_dim]`; of the scales without the
-    last axis. One gather, which leaves them in the order that products want, and clamps blocks that are out of range."""
+    last axis. One gather, which leaves them in the order that products want and clamps blocks that are out of range."""
     num_items, pieces = items.block.shape
     num_kv_heads, minor = pool.shape[2], () if head_dim is None else (head_dim,)
     index = jnp.stack([items.block, jnp.full_like(items.block, which), items.offset], axis=-1)
@@ -163,3 +163,10 @@ def read_runs(pool: jax.Array, which: int, items: Items, run: int, head_dim: int
     )
     runs = jax.lax.gather(pool, index, dimensions, (1, 1, num_kv_heads, run, *minor), mode="clip")
     return runs.reshape(num_items, num_kv_heads, pieces * run, *minor)
+
+
+def read_queries(x: jax.Array, items: Items, num_kv_heads: int) -> jax.Array:
+    """What the items' queries have in `x [tokens, H, ...]`, as `[items, K, queries * G, ...]`."""
+    num_items, queries = items.token.shape
+    x = x.reshape(x.shape[0], num_kv_heads, -1, *x.shape[2:]).at[items.token].get(mode="clip")
+    return jnp.moveaxis(x, 2, 1).reshape(num_items, num_kv_heads, queries * x.shape[3], *x.shape[4:])

@@ -13,17 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import _xla_work as tiles
 from pallas_kernels._tokens import locate
-from pallas_kernels._xla_work import (
-    PREFILL_QUERIES,
-    Rows,
-    Tiling,
-    choose_tiling,
-    find_items,
-    find_rows,
-    plan,
-    read_runs,
-)
 
 
 @functools.partial(jax.jit, static_argnames=("window", "return_lse"))
@@ -34,14 +25,15 @@ def paged_attention(
     """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
     *token_axes, num_heads, head_dim = q.shape
     num_tokens = math.prod(token_axes)
-    rows = find_rows(tuple(token_axes), tables, lengths, new, offsets)
+    rows = tiles.find_rows(tuple(token_axes), tables, lengths, new, offsets)
     token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), lengths, new, offsets))
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = jnp.asarray(head_dim**-0.5 if scale is None else scale, jnp.float32)
+    soft_cap = None if soft_cap is None else jnp.asarray(soft_cap, jnp.float32)
     mask = None if mask is None else mask.reshape(num_tokens, mask.shape[-1])
     inputs = _Inputs(q.reshape(num_tokens, num_heads, head_dim), kv, kv_scale, scale, soft_cap, window, mask)
 
     def attend(count: jax.Array, queries: int, lanes: int) -> _Softmax:
-        tiling = choose_tiling(inputs.q, kv, tables, queries)
+        tiling = tiles.choose_tiling(inputs.q, kv, tables, queries)
         return _attend_tiles(inputs, rows._replace(count=count), token, tiling, lanes)
 
     # Rows with one token of this step gain nothing from tiles of queries: they have a loop of their own, which is all
@@ -50,14 +42,13 @@ def paged_attention(
     if longest == 1:
         softmax = attend(rows.count, 1, tables.shape[0])
     else:
-        queries = min(PREFILL_QUERIES, longest)
+        queries = min(tiles.PREFILL_QUERIES, longest)
         lone = rows.count == 1
         one = attend(jnp.where(lone, rows.count, 0), 1, tables.shape[0])
         lanes = min(tables.shape[0], num_tokens // 2) + num_tokens // queries
         more = attend(jnp.where(lone, 0, rows.count), queries, lanes)
-        softmax = jax.tree.map(
-            lambda a, b: jnp.where(jnp.expand_dims(lone[token.row], range(1, a.ndim)), a, b), one, more
-        )
+        is_lone = lone[token.row]
+        softmax = jax.tree.map(lambda a, b: jnp.where(jnp.expand_dims(is_lone, range(1, a.ndim)), a, b), one, more)
 
     top, total, values = softmax
     nothing = ~token.valid[:, None] | (total == 0)
@@ -81,8 +72,8 @@ class _Inputs(NamedTuple):
     q: jax.Array  # [tokens, H, D]
     kv: jax.Array
     kv_scale: jax.Array | None
-    scale: float | jax.Array
-    soft_cap: float | jax.Array | None
+    scale: jax.Array
+    soft_cap: jax.Array | None
     window: int | None
     mask: jax.Array | None  # bool[tokens, C]
 
@@ -95,32 +86,30 @@ class _Softmax(NamedTuple):
     values: jax.Array  # [..., H, D]: the sum of exp(logit - top) * value
 
 
-def _attend_tiles(inputs: _Inputs, rows: Rows, token, tiling: Tiling, lanes: int) -> _Softmax:
+def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling, lanes: int) -> _Softmax:
     """The softmax of every token, `[tokens, H]`, of the rows whose `count` is not 0."""
     q, kv, kv_scale, scale, soft_cap, window, mask = inputs
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, group = kv.shape[2], num_heads // kv.shape[2]
-    work = plan(tiling, lanes, rows, window)
-    # Quantised values are exact in q's dtype: their scales are applied to logits and weights, not to keys and values.
-    dtype = q.dtype if kv_scale is not None else jnp.promote_types(q.dtype, kv.dtype)
+    work = tiles.plan(tiling, lanes, rows, window)
+    # A quantised value is exact in q's dtype: scales are applied to logits and weights, not to keys and values.
+    dtype = q.dtype if kv.dtype.itemsize == 1 else jnp.promote_types(q.dtype, kv.dtype)
     product = functools.partial(
         jnp.einsum, precision="highest" if dtype == jnp.float32 else None, preferred_element_type=jnp.float32
     )
-    q = q.reshape(num_tokens, num_kv_heads, group, head_dim).astype(dtype)
+    q = q.astype(dtype)
 
     def step(i, softmax: _Softmax) -> _Softmax:
-        items = find_items(tiling, work, rows, i, window, mask)
-        keys, values = (read_runs(kv, which, items, tiling.run, head_dim).astype(dtype) for which in (0, 1))
+        items = tiles.find_items(tiling, work, rows, i, window, mask)
+        keys, values = (tiles.read_runs(kv, which, items, tiling.run, head_dim).astype(dtype) for which in (0, 1))
         seen = jnp.repeat(items.seen, group, axis=1)[:, None]  # [items, 1, queries * G, context]
-        # Places that nothing sees may hold NaN, and 0 * NaN is NaN: for keys the logits are selected, below.
+        # What is not seen may hold NaN, and 0 * NaN is NaN. For keys it is the logits that are selected, below.
         visible = seen.any(axis=2)
         values = jnp.where(visible[..., None], values, 0)
-        queries = jnp.moveaxis(q.at[items.token].get(mode="clip"), 1, 2).reshape(
-            tiling.items, num_kv_heads, -1, head_dim
-        )
+        queries = tiles.read_queries(q, items, num_kv_heads)
         logits = product("ikqd,ikcd->ikqc", queries, keys)
         if kv_scale is not None:
-            logits *= read_runs(kv_scale, 0, items, tiling.run)[:, :, None]
+            logits *= tiles.read_runs(kv_scale, 0, items, tiling.run)[:, :, None]
         logits *= scale
         if soft_cap is not None:
             logits = soft_cap * jnp.tanh(logits / soft_cap)
@@ -135,7 +124,11 @@ def _attend_tiles(inputs: _Inputs, rows: Rows, token, tiling: Tiling, lanes: int
         weights = jnp.exp(logits - reference[..., None])
         total = softmax.total.at[lane].multiply(shrink).at[lane].add(weights.sum(axis=-1))
         if kv_scale is not None:
-            weights *= jnp.where(visible, read_runs(kv_scale, 1, items, tiling.run), 0)[:, :, None]
+            weights *= jnp.where(visible, tiles.read_runs(kv_scale, 1, items, tiling.run), 0)[:, :, None]
+        if tiling.queries > 1:  # one query may see a NaN that another one must not
+            finite = jnp.isfinite(values).all(axis=-1)
+            values = jnp.where(finite[..., None], values, 0)
+            weights = jnp.where(seen & ~finite[:, :, None], jnp.nan, weights)
         weighted = product("ikqc,ikcd->ikqd", weights.astype(dtype), values)
         return _Softmax(top, total, softmax.values.at[lane].multiply(shrink[..., None]).at[lane].add(weighted))
 
