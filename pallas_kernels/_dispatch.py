@@ -5,6 +5,7 @@ A backend is a module with some of the functions `paged_attention`, `write_kv` a
 The choice is made for the platform that a program is lowered for, not for the process's default device.
 """
 
+import functools
 import importlib
 import math
 from types import ModuleType
@@ -48,12 +49,14 @@ def paged_attention(
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; after `scale`.
       window: a token sees only the last `window` positions, its own included.
       sinks: `f32[H]`, one more logit per head in the softmax's denominator, without a value.
-      mask: `bool[S, T, C]` padded or `bool[N, C]` packed, and-ed with causality: may the token see position c? Positions from C on are not seen.
+      mask: `bool[S, T, C]` padded or `bool[N, C]` packed, and-ed with causality: may the token see position c?
+        Positions from C on are not seen.
       return_lse: also return the natural logarithm of the softmax's denominator, its sink included.
       implementation: None picks the kernels of the platform, and XLA where they do not fit; a name insists.
 
     Returns:
-      The output in `q`'s shape and dtype; with `return_lse` also `f32[S, T, H]` or `f32[N, H]`, -inf where nothing is seen.
+      The output in `q`'s shape and dtype; with `return_lse` also `f32[S, T, H]` or `f32[N, H]`, -inf where nothing is
+      seen. Reverse-mode gradients go to `q`, `kv`, `kv_scale`, `sinks`, and to `scale` and `soft_cap` if arrays.
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit together.
@@ -69,16 +72,16 @@ def paged_attention(
     """
     _check_pool(kv, tables, lengths, new, offsets)
     _check_attention(q, kv, tables, kv_scale, scale, soft_cap, window, sinks, mask)
-    arguments = dict(q=q, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, kv_scale=kv_scale,
-                     scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)  # fmt: skip
-    return _run("paged_attention", implementation, arguments)
+    options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
+    arguments = dict(q=q, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, kv_scale=kv_scale, **options)
+    return _differentiable("paged_attention", implementation, arguments)
 
 
 def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, implementation=None):
     """Store a step's keys and values in the blocks of their rows.
 
     Args:
-      kv: one layer's pool, `[num_blocks + 1, 2, K, block_size, D']`. Donate it at the `jit`, and it is updated in place.
+      kv: one layer's pool, `[num_blocks + 1, 2, K, block_size, D']`. Donated at the `jit`, it is updated in place.
       k, v: `[S, T, K, D]` padded or `[N, K, D]` packed, cast to the pool's dtype.
       tables, lengths, new, offsets, implementation: as for `paged_attention`; the tables must already hold the blocks.
 
@@ -91,7 +94,7 @@ def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, implementation=Non
     _check_pool(kv, tables, lengths, new, offsets)
     _check_new(k, v, kv, tables)
     arguments = dict(kv=kv, k=k, v=v, tables=tables, lengths=lengths, new=new, offsets=offsets)
-    return _run("write_kv", implementation, arguments)
+    return _differentiable("write_kv", implementation, arguments)
 
 
 def write_and_attend(
@@ -113,10 +116,8 @@ def write_and_attend(
         n for n in IMPLEMENTATIONS if n == implementation or (implementation is None and IMPLEMENTATIONS[n] == platform)
     ]
     if fused and _unsupported(fused[0], "write_and_attend", arguments) is None:
-        return _run("write_and_attend", implementation, arguments)
-    kv = write_kv(kv, k, v, tables, lengths, new, offsets=offsets, implementation=None)
-    out = paged_attention(q, kv, tables, lengths, new, offsets=offsets, implementation=implementation, **options)
-    return out, kv
+        return _differentiable("write_and_attend", implementation, arguments)
+    return _write_then_attend(implementation, **arguments)
 
 
 def explain(
@@ -174,10 +175,51 @@ def _platform() -> str:
     return "cuda" if platform == "gpu" else platform
 
 
-def _run(op: str, implementation: str | None, arguments: dict[str, Any]) -> Any:
-    choice = explain(op, implementation=implementation, **arguments)
+def _differentiable(op: str, implementation: str | None, arguments: dict[str, Any]) -> Any:
+    """`_run` with a gradient (reverse mode) whatever the backend: kernels have none of their own."""
     arrays = {name: jnp.asarray(x) for name, x in arguments.items() if isinstance(x, jax.Array | np.ndarray)}
-    static = {name: x for name, x in arguments.items() if name not in arrays}
+    static = tuple((name, x) for name, x in arguments.items() if name not in arrays)
+    return _with_gradient(op, implementation, static, arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _with_gradient(op: str, implementation: str | None, static: tuple, arrays: dict[str, jax.Array]) -> Any:
+    return _run(op, implementation, arrays, dict(static))
+
+
+def _forward(op: str, implementation: str | None, static: tuple, arrays: dict[str, jax.Array]) -> tuple[Any, Any]:
+    """The result, and what pulls its cotangent back to the arrays'."""
+    options = dict(static)
+    if op == "paged_attention":
+        out, lse = _run(op, implementation, arrays, options | {"return_lse": True})
+        pull = jax.tree_util.Partial(functools.partial(_pull_attention, static), arrays, out, lse)
+        return ((out, lse) if options["return_lse"] else out), pull
+    from pallas_kernels import xla
+
+    plain = xla.write_kv if op == "write_kv" else functools.partial(_write_then_attend, implementation)
+    return jax.vjp(lambda arrays: plain(**arrays, **options), arrays)
+
+
+def _write_then_attend(implementation: str | None, *, q, k, v, kv, tables, lengths, new, offsets, **options) -> Any:
+    kv = write_kv(kv, k, v, tables, lengths, new, offsets=offsets)
+    out = paged_attention(q, kv, tables, lengths, new, offsets=offsets, implementation=implementation, **options)
+    return out, kv
+
+
+def _pull_attention(static: tuple, arrays: dict[str, jax.Array], out, lse, cotangent) -> tuple[dict[str, Any]]:
+    from pallas_kernels._xla_gradients import attention_gradients
+
+    options = dict(static)
+    out_bar, lse_bar = cotangent if options.pop("return_lse") else (cotangent, None)
+    gradients = attention_gradients(out_bar, lse_bar, out, lse, **arrays, **options)
+    return ({name: gradients.get(name) for name in arrays},)  # None: an integer has no gradient
+
+
+_with_gradient.defvjp(_forward, lambda op, implementation, static, pull, cotangent: pull(cotangent))
+
+
+def _run(op: str, implementation: str | None, arrays: dict[str, jax.Array], static: dict[str, Any]) -> Any:
+    choice = explain(op, implementation=implementation, **arrays, **static)
 
     def on(name: str) -> Any:
         return lambda arrays: getattr(_backend(name), op)(**arrays, **static)

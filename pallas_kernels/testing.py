@@ -77,9 +77,7 @@ def make_inputs(case: Case, seed: int = 0, *, poison: float = np.nan) -> Inputs:
             block = tables[row, column] = next(ids)
             used = min(case.block_size, length - column * case.block_size)
             kv[block, :, :, :used] = 0  # the padding of the head dimension
-            kv[block, :, :, :used, : case.head_dim] = rng.standard_normal(
-                (2, case.num_kv_heads, used, case.head_dim)
-            )
+            kv[block, :, :, :used, : case.head_dim] = rng.standard_normal((2, case.num_kv_heads, used, case.head_dim))
     tokens = (sum(case.new) + case.padding,) if case.packed else (len(held), max(case.new) + case.padding)
     q = rng.standard_normal((*tokens, case.num_heads, case.head_dim))
     dtype = jnp.dtype(case.dtype)
