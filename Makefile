@@ -27,7 +27,7 @@ endif
 demo: $(VENV)/demo.installed
 	$(BIN)/python -m jaxkv generate
 
-test: $(VENV)/test.installed $(if $(EXTRAS),,$(VENV)/compile.installed)
+test: $(VENV)/test.installed $(if $(EXTRAS)$(JAX),,$(VENV)/compile.installed)
 	JAXKV_COMPILE_SITE=$(abspath $(VENV)/compile) $(BIN)/python -m pytest $(PARALLEL) $(TESTS)
 
 lint: $(VENV)/test.installed
