@@ -85,7 +85,7 @@ def reorder(cache: Cache, order: Any) -> Cache:
     for tables in cache.tables:
         plan = _adoption(cache, tables, source, moved)
         freed = tables if cache.config.contiguous else replace_entries(tables, plan.entries)
-        enough &= jnp.sum(_blocks_taken(cache, plan.copied)) <= freed.num_free
+        enough &= jnp.sum(_blocks_taken(cache, plan.copied), dtype=jnp.int32) <= freed.num_free
     return _become(cache, source, moved & enough, moved & ~enough, sensible)
 
 

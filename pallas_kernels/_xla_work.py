@@ -5,7 +5,7 @@ of the context that it sees. Items are numbered lane by lane, and what the i-th 
 the list is never stored and its length is free to follow the data.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -163,6 +163,12 @@ def read_runs(pool: jax.Array, which: int, items: Items, run: int, head_dim: int
     )
     runs = jax.lax.gather(pool, index, dimensions, (1, 1, num_kv_heads, run, *minor), mode="clip")
     return runs.reshape(num_items, num_kv_heads, pieces * run, *minor)
+
+
+def zero_for(*trees: Any) -> jax.Array:
+    """A float32 0 that inside `shard_map` varies over the mesh axes that any of the arrays varies over, as what a loop
+    begins with must if what it computes from the arrays does."""
+    return sum((jnp.zeros_like(x, jnp.float32, ()) for x in jax.tree.leaves(trees)), jnp.float32(0))
 
 
 def read_queries(x: jax.Array, items: Items, num_kv_heads: int) -> jax.Array:

@@ -25,6 +25,8 @@ def paged_attention(
     """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
     *token_axes, num_heads, head_dim = q.shape
     num_tokens = math.prod(token_axes)
+    if num_tokens == 0:
+        return (jnp.zeros_like(q), jnp.zeros_like(q[..., 0], jnp.float32)) if return_lse else jnp.zeros_like(q)
     rows = tiles.find_rows(tuple(token_axes), tables, lengths, new, offsets)
     token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), lengths, new, offsets))
     scale = jnp.asarray(head_dim**-0.5 if scale is None else scale, jnp.float32)
@@ -133,7 +135,8 @@ def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling
         return _Softmax(top, total, softmax.values.at[lane].multiply(shrink[..., None]).at[lane].add(weighted))
 
     shape = (lanes, num_kv_heads, tiling.queries * group)
-    nothing = _Softmax(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    zeros = jnp.broadcast_to(tiles.zero_for(inputs, rows), shape)
+    nothing = _Softmax(zeros - jnp.inf, zeros, jnp.repeat(zeros[..., None], head_dim, axis=-1))
     softmax = jax.lax.fori_loop(0, -(-work.num_items // tiling.items), step, nothing)
 
     index = token.position - rows.before[token.row]
