@@ -204,10 +204,12 @@ class CacheConfig:
 
     @property
     def contiguous(self) -> bool:
+        """Whether every row has one block of its own for all its tokens."""
         return self.layout == "contiguous"
 
     @property
     def num_layers(self) -> int:
+        """Attention layers; L in shapes."""
         return len(self.layers)
 
     @property

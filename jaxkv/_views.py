@@ -83,6 +83,7 @@ class Views:
 
     @property
     def num_layers(self) -> int:
+        """Attention layers."""
         return self.config.num_layers
 
     # Sizes, in the words of the systems whose contracts the cache meets.

@@ -5,6 +5,8 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
+    """The sizes of one model's attention."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int

@@ -1,0 +1,76 @@
+"""The tables of contents, and the examples in the docs."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import jaxkv
+import pallas_kernels
+
+PACKAGES = (jaxkv, pallas_kernels)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_resolves_and_is_documented(package):
+    assert list(package.__all__) == sorted(package.__all__, key=lambda name: (not name.isupper(), name[0].islower(), name))
+    for name in package.__all__:
+        value = getattr(package, name)
+        if callable(value) or inspect.ismodule(value):
+            assert inspect.getdoc(value), f"{package.__name__}.{name} has no docstring"
+            first_line = inspect.getdoc(value).splitlines()[0]
+            assert not first_line.startswith(f"{name}("), f"{package.__name__}.{name} has only a generated docstring"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_init_is_a_table_of_contents(package):
+    assert len(inspect.getsource(package).splitlines()) < 60
+
+
+def test_lazy_modules():
+    assert jaxkv.testing.assert_no_copy.__doc__
+    assert {"testing", "nnx", "linen", "models"} <= {name for name in ("testing", "nnx", "linen", "models") if getattr(jaxkv, name)}
+    with pytest.raises(AttributeError, match="module 'jaxkv' has no attribute 'atend'"):
+        jaxkv.atend  # noqa: B018
+
+
+def test_public_methods_are_documented():
+    for cls in (jaxkv.Cache, jaxkv.CacheConfig, jaxkv.LayerConfig, jaxkv.Engine):
+        for name, member in inspect.getmembers(cls):
+            if not name.startswith("_") and (callable(member) or isinstance(member, property)):
+                assert inspect.getdoc(member), f"{cls.__name__}.{name} has no docstring"
+
+
+def modules():
+    """All modules of both packages that this machine can import: kernels and the command line are run elsewhere."""
+    for package in PACKAGES:
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not any(part in ("gpu", "tpu", "__main__") for part in info.name.split(".")):
+                yield info.name
+
+
+@pytest.mark.parametrize("name", [package.__name__ for package in PACKAGES] + sorted(modules()))
+def test_examples_in_the_docs(name):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as in a user's session
+        result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0
+
+
+def test_importing_is_cheap():
+    """No Flax, no kernel compiler, no network: what not everyone needs is imported when it is used."""
+    script = (
+        "import sys, jaxkv, pallas_kernels\n"
+        "heavy = ('flax', 'urllib.request', 'requests', 'tokenizers', 'jax.experimental.pallas')\n"
+        "print(*[name for name in heavy if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    alone = subprocess.run(
+        [sys.executable, "-c", script.replace(", jaxkv, pallas_kernels", ", jax, jax.numpy, numpy")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert set(result.stdout.split()) <= set(alone.stdout.split())
