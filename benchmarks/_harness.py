@@ -1,15 +1,39 @@
-"""What the benchmarks share: a table for people, and a JSON file for later."""
+"""What the benchmarks share: timing side by side, a table for people, and a JSON file for later."""
 
 import datetime
 import json
 import pathlib
 import platform
+import statistics
 import subprocess
+import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def time_side_by_side(contenders: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median seconds of each, with their runs interleaved: what disturbs the machine disturbs all of them alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for run in contenders.values():
+        jax.block_until_ready(run())  # compile
+    for _ in range(repeats):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def copy_contender(num_bytes: int = 2**28) -> tuple[int, Callable[[], Any]]:
+    """What reads and writes `num_bytes` in all, to measure the bandwidth of the machine beside the contenders."""
+    x = jnp.ones(num_bytes // 8, jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    return num_bytes, lambda: copy(x)
 
 
 def table(rows: list[dict[str, Any]]) -> None:
@@ -23,7 +47,9 @@ def table(rows: list[dict[str, Any]]) -> None:
 def save(name: str, rows: list[dict[str, Any]], **facts: Any) -> pathlib.Path:
     """Write rows to `results/<name>.json`, with what one needs to know to read them later."""
     about = {
-        "commit": subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip(),
+        "commit": subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
+        ).stdout.strip(),
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
         "device": f"{jax.devices()[0].device_kind} ({platform.processor() or platform.machine()})",
