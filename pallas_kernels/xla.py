@@ -95,7 +95,7 @@ def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling
     num_kv_heads, group = kv.shape[2], num_heads // kv.shape[2]
     work = tiles.plan(tiling, lanes, rows, window)
     # A quantised value is exact in q's dtype: scales are applied to logits and weights, not to keys and values.
-    dtype = q.dtype if kv.dtype.itemsize == 1 else jnp.promote_types(q.dtype, kv.dtype)
+    dtype = q.dtype if kv.dtype.itemsize == 1 or kv.dtype == q.dtype else jnp.dtype("float32")
     product = functools.partial(
         jnp.einsum, precision="highest" if dtype == jnp.float32 else None, preferred_element_type=jnp.float32
     )

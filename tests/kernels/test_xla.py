@@ -1,0 +1,217 @@
+"""The XLA path: against the reference, and that its work and memory follow the tokens held."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES
+
+import pallas_kernels
+from pallas_kernels import _xla_work, reference, testing, xla
+from pallas_kernels.testing import Case
+
+
+def attend(inputs, **options):
+    return pallas_kernels.paged_attention(*inputs, return_lse=True, implementation="xla", **options)
+
+
+def junk_tables(case, inputs):
+    """Unused entries point anywhere, also out of the pool."""
+    tables = np.array(inputs.tables)
+    junk = np.random.default_rng(2).choice([-(2**31), -1, 1, 2**20, 2**31 - 1], tables.shape)
+    held = -(-np.array(case.lengths) // case.block_size)
+    unused = np.arange(tables.shape[1])[None] >= held[:, None]
+    return inputs._replace(tables=jnp.asarray(np.where(unused, junk, tables), jnp.int32))
+
+
+def permute_blocks(inputs):
+    order = np.random.default_rng(3).permutation(inputs.kv.shape[0])
+    where = np.argsort(order).astype(np.int32)
+    return inputs._replace(kv=inputs.kv[order], tables=jnp.asarray(where)[inputs.tables])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_the_reference(case):
+    inputs, options = testing.make_inputs(case), testing.make_options(case)
+    out, lse = attend(inputs, **options)
+    expected_out, expected_lse = jax.jit(lambda *args: testing.expected(case, testing.Inputs(*args), return_lse=True))(
+        *inputs
+    )
+    assert out.dtype == inputs.q.dtype and lse.dtype == jnp.float32
+    testing.assert_close(out, expected_out)
+    testing.assert_close(lse, expected_lse)
+    # Neither what is not theirs nor where their blocks lie makes a difference, to the last bit.
+    others = testing.make_inputs(case, poison=0), junk_tables(case, inputs), permute_blocks(inputs)
+    for other in others:
+        for a, b in zip((out, lse), attend(other, **options), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "name", ["block_size", "num_kv_heads", "head_dim", "dtype", "packed", "window", "sinks", "mask"]
+)
+def test_cases_have_every_value(name):
+    from cases import DIMENSIONS
+
+    assert {getattr(case, name) for case in CASES} >= set(DIMENSIONS[name])
+
+
+def count_steps(monkeypatch, case, max_blocks=None, **options):
+    """How often the loops of a call really ran, once tables have `max_blocks` entries."""
+    steps = []
+    find_items = _xla_work.find_items
+
+    def counting(tiling, *args):
+        jax.debug.callback(lambda: steps.append(tiling.items))
+        return find_items(tiling, *args)
+
+    inputs = testing.make_inputs(case)
+    tables = jnp.pad(inputs.tables, ((0, 0), (0, max_blocks - inputs.tables.shape[1])))
+    with monkeypatch.context() as patch:
+        patch.setattr(_xla_work, "find_items", counting)
+        jax.jit(lambda *args: xla.paged_attention.__wrapped__(*args, **options))(*inputs._replace(tables=tables))
+        jax.effects_barrier()
+    return len(steps)
+
+
+def test_work_follows_the_tokens_held(monkeypatch):
+    """Twice the tokens, twice the steps; room for a hundred times more makes none."""
+    monkeypatch.setattr(_xla_work, "STEP_BYTES", 1)  # one item a step
+    tile = _xla_work.DECODE_CONTEXT
+    short = Case(lengths=(tile, 3 * tile, 0, 1), new=(1, 1, 0, 1), block_size=8)
+    assert count_steps(monkeypatch, short, max_blocks=1000) == 1 + 3 + 0 + 1
+    long = Case(lengths=(2 * tile, 6 * tile, 0, 1), new=(1, 1, 0, 1), block_size=8)
+    assert count_steps(monkeypatch, long, max_blocks=1000) == 2 + 6 + 0 + 1
+    windowed = Case(lengths=(20 * tile + 1, 1), new=(1, 1), block_size=8)
+    assert count_steps(monkeypatch, windowed, max_blocks=1000, window=tile) == 2 + 1
+
+
+def test_a_chunk_does_not_make_decode_rows_pay(monkeypatch):
+    monkeypatch.setattr(_xla_work, "STEP_BYTES", 1)
+    queries, context = _xla_work.PREFILL_QUERIES, _xla_work.PREFILL_CONTEXT
+    case = Case(lengths=(2 * queries, 1, 1, 1), new=(2 * queries, 1, 1, 1), block_size=8)
+    assert 2 * queries <= context
+    assert count_steps(monkeypatch, case, max_blocks=100) == 2 + 3
+
+
+def compile_decode(max_seq_len, block_size=16):
+    rows, heads, head_dim = 8, 8, 64
+    num_blocks = 4096 // block_size
+    arguments = (
+        jax.ShapeDtypeStruct((rows, 1, 4 * heads, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((num_blocks + 1, 2, heads, block_size, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((rows, max_seq_len // block_size), jnp.int32),
+        *[jax.ShapeDtypeStruct((rows,), jnp.int32)] * 2,
+    )
+    return jax.jit(xla.paged_attention).lower(*arguments).compile()
+
+
+def test_memory_is_one_step_of_the_loop():
+    """Not a row's dense keys and values: room for 32 times longer rows costs no memory but its tables'."""
+    short, long = (compile_decode(n).memory_analysis().temp_size_in_bytes for n in (2048, 65536))
+    assert short < 2 * _xla_work.STEP_BYTES
+    assert long < short * 1.1
+
+
+def test_one_compile_for_all_lengths():
+    case = Case(lengths=(5, 300), new=(1, 40), block_size=8)
+    inputs = testing.make_inputs(case)
+    run = jax.jit(lambda *args, **options: pallas_kernels.paged_attention(*args, **options))
+    for lengths, new in ([5, 300], [1, 40]), ([0, 1], [0, 1]), ([300, 40], [40, 40]):
+        for scale in (0.1, jnp.float32(0.2)):
+            run(*inputs[:3], jnp.array(lengths, jnp.int32), jnp.array(new, jnp.int32), scale=jnp.float32(scale))
+    assert run._cache_size() == 1
+
+
+def count_equations(jaxpr):
+    inner = [
+        j
+        for e in jaxpr.eqns
+        for j in jax.tree.leaves(e.params, is_leaf=lambda x: hasattr(x, "eqns"))
+        if hasattr(j, "eqns")
+    ]
+    return len(jaxpr.eqns) + sum(count_equations(j) for j in inner)
+
+
+def test_the_program_is_small():
+    def size(new):
+        inputs = testing.make_inputs(Case(lengths=(50, 300), new=new))
+        return count_equations(jax.make_jaxpr(xla.paged_attention)(*inputs).jaxpr)
+
+    decode, mixed = size((1, 1)), size((1, 40))
+    assert 100 < decode < 600 and mixed < 1200  # the lower bound: the count sees into the loops
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_nan_stays_in_its_row(packed):
+    """... and is not seen by the tokens before it."""
+    case = Case(lengths=(70, 90, 33), new=(1, 20, 33), packed=packed)
+    inputs = testing.make_inputs(case)
+    clean, _ = attend(inputs)
+    block, place = divmod(80, case.block_size)
+    kv = inputs.kv.at[inputs.tables[1, block], :, :, place].set(jnp.nan)
+    dirty, _ = attend(inputs._replace(kv=kv))
+    sees = np.zeros(inputs.q.shape[:-2], bool)
+    if packed:
+        sees[1 + 10 : 1 + 20] = True  # row 1's tokens are at positions 70 to 89
+    else:
+        sees[1, 10:20] = True
+    assert np.isnan(dirty)[sees].all()
+    np.testing.assert_array_equal(dirty[~sees], clean[~sees])
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("new", [(1, 1), (1, 30)])
+def test_quantised_pools(kind, new):
+    case = Case(lengths=(65, 130), new=new, mask=True)
+    inputs, options = testing.make_inputs(case), testing.make_options(case)
+    rng = np.random.default_rng(0)
+    owned = ~np.isnan(np.asarray(inputs.kv)[..., 0])
+    if kind == "int8":
+        kv = jnp.asarray(rng.integers(-127, 128, inputs.kv.shape), jnp.int8)
+    else:
+        kv = inputs.kv.astype(kind)
+    kv_scale = jnp.asarray(
+        np.where(owned, rng.uniform(0.5, 1.5, owned.shape) / (60 if kind == "int8" else 1), np.nan), jnp.float32
+    )
+    out, lse = attend(inputs._replace(kv=kv), kv_scale=kv_scale, **options)
+    expected = testing.expected(case, inputs._replace(kv=kv), kv_scale=kv_scale, return_lse=True)
+    testing.assert_close(out, expected[0])
+    testing.assert_close(lse, expected[1])
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16")])
+def test_queries_of_another_dtype(dtypes):
+    case = Case(lengths=(65, 130), new=(1, 3), dtype=dtypes[1])
+    inputs = testing.make_inputs(case)
+    inputs = inputs._replace(q=inputs.q.astype(dtypes[0]))
+    out, _ = attend(inputs)
+    assert out.dtype == dtypes[0]
+    testing.assert_close(out, testing.expected(case, inputs), dtype=min(dtypes, key=lambda d: jnp.finfo(d).bits))
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0,)])
+def test_no_tokens(shape):
+    inputs = testing.make_inputs(Case(lengths=(5, 9), new=(1, 1)))
+    out, lse = attend(inputs._replace(q=jnp.zeros((*shape, 4, 64)), new=jnp.zeros(2, jnp.int32)))
+    assert out.shape == (*shape, 4, 64) and lse.shape == (*shape, 4)
+
+
+def test_packed_rows_with_gaps():
+    """Rows that failed keep their places but have no tokens; `offsets` says where the others are."""
+    case = Case(lengths=(9, 5, 40), new=(3, 0, 20), packed=True, padding=7)
+    inputs = testing.make_inputs(case)
+    offsets = jnp.array([0, 3, 8], jnp.int32)
+    out, lse = attend(inputs, offsets=offsets)
+    expected = reference.paged_attention(*inputs, offsets=offsets, return_lse=True)
+    testing.assert_close(out, expected[0])
+    testing.assert_close(lse, expected[1])
+    assert (np.asarray(out)[3:8] == 0).all()
+
+
+def test_on_many_rows_of_one_token_and_more_lanes_than_rows():
+    """Every lane is used when each row's tokens fill their tiles badly."""
+    queries = _xla_work.PREFILL_QUERIES
+    case = Case(lengths=(queries + 1,) * 6 + (2,) * 6, new=(queries + 1,) * 6 + (2,) * 6, packed=True, head_dim=16)
+    inputs = testing.make_inputs(case)
+    testing.assert_close(attend(inputs)[0], testing.expected(case, inputs))
