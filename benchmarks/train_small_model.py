@@ -3,7 +3,8 @@
     python benchmarks/train_small_model.py train --folder DIR --minutes 66   # a checkpoint every few minutes
     python benchmarks/train_small_model.py export --folder DIR               # from there to jaxkv/data/small
 
-`export` writes the loss curve beside the other results, in `results/train_small_model.json` and `.png` (needs matplotlib).
+`export` writes the loss curve beside the other results, to `results/train_small_model.json` and `.png` (it needs
+matplotlib).
 
 A token is a byte; byte 0, which no source holds, begins and ends a file. The learning rate follows the clock, not the
 step count, so that a slow machine gets a finished, if weaker, model in the same time.

@@ -90,7 +90,11 @@ def test_config_fields(folder, fields, says):
         ("gemma3", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping = 50.0"),
         ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention = True"),
         ("gemma3", dict(rope_parameters=dict(rope_type="default")), "rope_type = 'default'"),
-        ("gemma2", dict(layer_types=["full_attention"]), "one of full_attention and sliding_attention for each of the 4"),
+        (
+            "gemma2",
+            dict(layer_types=["full_attention"]),
+            "one of full_attention and sliding_attention for each of the 4",
+        ),
         ("gemma2", dict(layer_types=["chunked_attention"] * 4), "layer_types"),
         ("qwen2", dict(use_sliding_window=False), "only with a sliding_window, and that is off"),
         ("mistral", dict(attention_bias=True), "attention_bias = True"),
@@ -132,7 +136,9 @@ def test_a_kernel_that_is_not_transposed(folder):
 
 
 def test_old_buffers_are_ignored(folder):
-    change_tensors(folder, lambda t: t.update({"model.layers.1.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32)}))
+    change_tensors(
+        folder, lambda t: t.update({"model.layers.1.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32)})
+    )
     models.load(folder)
 
 
@@ -172,7 +178,8 @@ def test_shards(tmp_path):
 
 
 def test_dtype(folder):
-    refused(folder, "not int8: give one of them as dtype", dtype=jnp.int8)
+    refused(folder, "dtype must be one of float32, bfloat16, float16, not int8", dtype="int8")
+    refused(folder, "not float12", dtype="float12")
     assert models.load(folder, dtype=jnp.float16).dtype == jnp.float16
 
 
