@@ -56,10 +56,10 @@ class Decoder(nnx.Module):
         Args:
           tokens: `i32[S, T]` padded or `i32[N]` packed. Padding may hold anything: ids out of range read as the nearest
             valid one.
-          cache: one that `jaxkv.extend` has made room in for these tokens. None: each row of `[S, T]`, or all of `[T]`, is
-            one whole sequence, attended densely.
-          logits_at: `i32[S]`, the one place of each padded row, or `i32[M]`, the packed tokens, whose logits are wanted.
-            A prompt needs only its last, and a large vocabulary's logits of all its tokens take much room.
+          cache: one that `jaxkv.extend` has made room in for these tokens. None: each row of `[S, T]`, or all of `[T]`,
+            is one whole sequence, attended densely.
+          logits_at: the tokens whose logits are wanted: `i32[S]`, one place of each padded row, or `i32[M]` of the packed
+            tokens. A prompt needs only its last, and a large vocabulary's logits of all its tokens take much room.
 
         Returns:
           `(logits, cache)`, logits `f32[S, T, V]` or `f32[N, V]`, or with `logits_at` `f32[S, V]` or `f32[M, V]`.

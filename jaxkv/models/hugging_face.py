@@ -14,7 +14,8 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Fields that change nothing in what a decoder computes.
 HARMLESS = {
-    "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout", "cache_implementation", "chunk_size_feed_forward", "dtype",
+    "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout",
+    "cache_implementation", "chunk_size_feed_forward", "dtype",
     "id2label", "initializer_range", "is_decoder", "label2id", "num_logits_to_keep", "output_attentions",
     "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "torch_dtype",
     "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",

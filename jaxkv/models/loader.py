@@ -160,7 +160,7 @@ def _read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
         files = ["model.safetensors"]
     else:
         raise FileNotFoundError(
-            f"{folder} has neither model.safetensors nor model.safetensors.index.json: no other format of weights is read."
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json: no other format is read."
         )
     if missing := [file for file in files if not (folder / file).exists()]:
         raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}, which its index names.")
