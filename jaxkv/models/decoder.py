@@ -58,7 +58,7 @@ class Decoder(nnx.Module):
             valid one.
           cache: one that `jaxkv.extend` has made room in for these tokens. None: each row of `[S, T]`, or all of `[T]`,
             is one whole sequence, attended densely.
-          logits_at: the tokens whose logits are wanted: `i32[S]`, one place of each padded row, or `i32[M]` of the packed
+          logits_at: the tokens whose logits are wanted: `i32[S]`, one place of each padded row, or `i32[M]` of packed
             tokens. A prompt needs only its last, and a large vocabulary's logits of all its tokens take much room.
 
         Returns:
