@@ -12,9 +12,10 @@ from jaxkv._state import Cache
 
 
 class Attention(linen.Module):
-    """Causal self-attention over a paged cache. The cache is an argument and a result: there is no `mutable=` collection.
+    """Causal self-attention over a paged cache.
 
-    Parameters have Flax's own names: `query`, `key`, `value` and `out`, each with a `kernel` and perhaps a `bias`.
+    The cache is an argument and a result: there is no `mutable=` collection. Parameters have Flax's own names, `query`,
+    `key`, `value` and `out`, each with a `kernel` and perhaps a `bias`.
 
     Attributes:
       num_heads: H.
@@ -79,7 +80,9 @@ class Attention(linen.Module):
             q, k = self.position_fn(q, k, token_positions(x.shape[:-1], cache) if positions is None else positions)
         sinks = None
         if self.use_sinks:
-            sinks = self.param("sinks", linen.initializers.zeros, (self.num_heads,), self.param_dtype).astype(jnp.float32)
+            sinks = self.param("sinks", linen.initializers.zeros, (self.num_heads,), self.param_dtype).astype(
+                jnp.float32
+            )
         options = dict(scale=self.scale, soft_cap=self.soft_cap, window=self.window, sinks=sinks)
         y, cache = attend_or_dense(q, k, v, cache, layer, **options)
         use_out_bias = self.use_bias if self.use_out_bias is None else self.use_out_bias

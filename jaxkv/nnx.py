@@ -64,7 +64,8 @@ class Attention(nnx.Module):
         head_dim = head_dim_of(in_features, num_heads, head_dim)
 
         def kernel(num_inputs: int, *shape: int) -> nnx.Param:
-            flat = (num_inputs, math.prod(shape) // num_inputs)  # initialisers take the last axis but one for all inputs
+            # Initialisers take all axes but the last for inputs.
+            flat = (num_inputs, math.prod(shape) // num_inputs)
             return nnx.Param(kernel_init(rngs.params(), flat, param_dtype).reshape(shape))
 
         def zeros(wanted: bool, *shape: int) -> nnx.Param | None:
@@ -93,7 +94,7 @@ class Attention(nnx.Module):
           cache: one that `jaxkv.extend` has made room in for these tokens. None: attend to x alone, each row of
             `[S, T, E]`, or all of `[T, E]`, being one whole sequence.
           layer: which of the cache's layers this one writes and reads.
-          positions: `i32[S, T]` or `i32[N]` for `position_fn`; default: the cache's. A model with many layers asks once.
+          positions: `i32[S, T]` or `i32[N]` for `position_fn`; default: the cache's. A model of many layers asks once.
 
         Returns:
           `(y, cache)`; y has x's shape.

@@ -40,7 +40,7 @@ def new_cache(num_layers=1, dtype="float32"):
 
 
 def sequences(num_more=4, seed=1):
-    """For each row, the inputs of its whole sequence `[tokens, WIDTH]`: a prompt and `num_more` steps; empty rows stay so."""
+    """Each row's inputs `[tokens, WIDTH]`: a prompt and `num_more` steps; an empty row stays empty."""
     random = np.random.default_rng(seed)
     return [random.normal(size=(n + num_more if n else 0, WIDTH)).astype(np.float32) for n in COUNTS]
 
@@ -104,7 +104,9 @@ def check_packed(apply, params):
         y, cache = step(params, packed(pieces, places=16), np.array(counts, np.int32), cache)
         start = 0
         for row, n in enumerate(counts):
-            np.testing.assert_allclose(y[start : start + n], wanted[row][done[row] : done[row] + n], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(
+                y[start : start + n], wanted[row][done[row] : done[row] + n], rtol=1e-4, atol=1e-5
+            )
             start, done[row] = start + n, done[row] + n
     jaxkv.check(cache)
     assert done == [11, 0, 5, 21]

@@ -15,7 +15,7 @@ class DecoderConfig:
       embed_dim, mlp_dim: widths of the residual stream and of the gated MLP.
       num_heads, num_kv_heads, head_dim: of every attention layer.
       max_seq_len: how many positions the model was trained for.
-      windows: for each layer, the last so many positions that a token sees, or None for all; as many as there are layers.
+      windows: for each layer, of how many last positions a token sees, or None for all; as many as there are layers.
       ropes: each layer's rotary embedding.
       attention_scale: what attention logits are multiplied by.
       attention_soft_cap, logit_soft_cap: c in `c * tanh(x / c)`, on the attention's and on the final logits.
@@ -68,9 +68,12 @@ class DecoderConfig:
                 "num_heads must be a multiple of num_kv_heads."
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for the rotary embedding to pair its entries, not {self.head_dim}.")
+            raise ValueError(
+                f"head_dim must be even, so that the rotary embedding can pair its entries, not {self.head_dim}."
+            )
         if len(self.windows) != len(self.ropes):
-            raise ValueError(f"windows and ropes need one entry per layer, not {len(self.windows)} and {len(self.ropes)}.")
+            both = f"{len(self.windows)} and {len(self.ropes)}"
+            raise ValueError(f"windows and ropes must have one entry per layer, but they have {both}.")
 
     @property
     def num_layers(self) -> int:

@@ -1,5 +1,7 @@
 """One decoder for Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3: what tells them apart is in the config."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -17,6 +19,11 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approx
 class Decoder(nnx.Module):
     """A causal language model that keeps its keys and values in a paged cache.
 
+    Args:
+      config: its shape.
+      dtype: of parameters and computation; norms, rotations, softmax and logits are in float32 all the same.
+      rngs: the source of the parameters' randomness.
+
     Pass it to `jax.jit` as an argument, like any pytree:
 
     >>> import jax, jax.numpy as jnp, jaxkv, jaxkv.models
@@ -26,18 +33,13 @@ class Decoder(nnx.Module):
     ...     cache = jaxkv.extend(cache, num_tokens)
     ...     return model(tokens, cache=cache)
     >>> cache = jaxkv.init(jaxkv.CacheConfig.from_model(model, max_seqs=2, max_seq_len=64, num_blocks=8))
-    >>> tokens = jnp.array([list(b"import"), list(b"class ")])
+    >>> tokens = jnp.array([list(b"import"), list(b"def f(")])
     >>> logits, cache = step(model, tokens, jnp.array([6, 6]), cache)
-    >>> bytes(jnp.argmax(logits[:, -1], axis=-1).tolist())[:1]
-    b' '
-
-    Args:
-      config: its shape.
-      dtype: of parameters and computation; norms, rotations, softmax and logits are in float32 all the same.
-      rngs: the source of the parameters' randomness.
+    >>> chr(jnp.argmax(logits[0, -1]))
+    ' '
     """
 
-    def __init__(self, config: DecoderConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         table = (config.vocab_size, config.embed_dim)
         init = nnx.initializers.normal(config.embed_dim**-0.5)
@@ -46,15 +48,18 @@ class Decoder(nnx.Module):
         self.norm = _norm_weight(config, config.embed_dim, dtype)
         self.head = None if config.tie_embeddings else nnx.Param(init(rngs.params(), table, dtype))
 
-    def __call__(self, tokens: jax.Array, cache=None, *, logits_at: jax.Array | None = None):
+    def __call__(
+        self, tokens: jax.Array, cache: Cache | None = None, *, logits_at: jax.Array | None = None
+    ) -> tuple[jax.Array, Cache | None]:
         """Logits of the token after each of these.
 
         Args:
-          tokens: `i32[S, T]` padded or `i32[N]` packed. Ids out of range (padding may hold anything) read as the nearest valid one.
-          cache: a `jaxkv.Cache` that `jaxkv.extend` has made room in for these tokens; None: every row of `[S, T]`, or all
-            of `[T]`, is one whole sequence, attended densely.
-          logits_at: `i32[S]`, the one place of each padded row, or `i32[M]`, the packed tokens, whose logits are wanted. A prompt needs
-            only its last, and a large vocabulary's logits for all of its tokens are large.
+          tokens: `i32[S, T]` padded or `i32[N]` packed. Padding may hold anything: ids out of range read as the nearest
+            valid one.
+          cache: one that `jaxkv.extend` has made room in for these tokens. None: each row of `[S, T]`, or all of `[T]`,
+            is one whole sequence, attended densely.
+          logits_at: the tokens whose logits are wanted: `i32[S]`, one place of each padded row, or `i32[M]` of packed
+            tokens. A prompt needs only its last, and a large vocabulary's logits of all its tokens take much room.
 
         Returns:
           `(logits, cache)`, logits `f32[S, T, V]` or `f32[N, V]`, or with `logits_at` `f32[S, V]` or `f32[M, V]`.
@@ -100,7 +105,7 @@ class Decoder(nnx.Module):
 class Block(nnx.Module):
     """Attention, then a gated MLP, each added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, layer: int, dtype: Any, rngs: nnx.Rngs):
         rope = config.ropes[layer]
         self.config = config
         self.attention_norm = _norm_weight(config, config.embed_dim, dtype)
@@ -123,9 +128,10 @@ class Block(nnx.Module):
         self.attention_post_norm = _norm_weight(config, config.embed_dim, dtype) if config.post_norms else None
         self.mlp_post_norm = _norm_weight(config, config.embed_dim, dtype) if config.post_norms else None
 
-    def __call__(self, x: jax.Array, positions: jax.Array, cache, layer: int):
+    def __call__(self, x: jax.Array, positions: jax.Array, cache: Cache | None, layer: int):
         with jax.named_scope("attention"):
-            y, cache = self.attention(rms_norm(x, self.attention_norm, self.config), cache, layer=layer, positions=positions)
+            y = rms_norm(x, self.attention_norm, self.config)
+            y, cache = self.attention(y, cache, layer=layer, positions=positions)
             x = x + (y if self.attention_post_norm is None else rms_norm(y, self.attention_post_norm, self.config))
         with jax.named_scope("mlp"):
             y = self.mlp(rms_norm(x, self.mlp_norm, self.config))
@@ -136,7 +142,7 @@ class Block(nnx.Module):
 class GatedMLP(nnx.Module):
     """`down(activation(gate(x)) * up(x))` (Shazeer, 2020: https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, config: DecoderConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs):
         def kernel(fan_in: int, fan_out: int) -> nnx.Param:
             return nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (fan_in, fan_out), dtype))
 
@@ -157,7 +163,7 @@ class GatedMLP(nnx.Module):
 class NormedRope(nnx.Module):
     """A rotation of queries and keys that are RMS-normed first, head by head."""
 
-    def __init__(self, config: DecoderConfig, rope: Rope, dtype: jnp.dtype):
+    def __init__(self, config: DecoderConfig, rope: Rope, dtype: Any):
         self.config, self.rope = config, rope
         self.query_norm = _norm_weight(config, config.head_dim, dtype)
         self.key_norm = _norm_weight(config, config.head_dim, dtype)
@@ -174,5 +180,5 @@ def rms_norm(x: jax.Array, weight: nnx.Param, config: DecoderConfig) -> jax.Arra
     return (y * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))).astype(x.dtype)
 
 
-def _norm_weight(config: DecoderConfig, size: int, dtype: jnp.dtype) -> nnx.Param:
+def _norm_weight(config: DecoderConfig, size: int, dtype: Any) -> nnx.Param:
     return nnx.Param(jnp.full((size,), 1.0 - config.norm_offset, dtype))

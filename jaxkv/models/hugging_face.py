@@ -1,18 +1,21 @@
-"""A Hugging Face config.json to a `DecoderConfig` and back: each field is honoured, known to be harmless, or refused."""
+"""A Hugging Face config.json to a `DecoderConfig` and back: a field is honoured, known to be harmless, or refused."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.rope import Rope
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 GEMMA = ("gemma2", "gemma3_text")
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+}  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Fields that change nothing in what a decoder computes.
 HARMLESS = {
-    "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout", "cache_implementation", "chunk_size_feed_forward", "dtype",
+    "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout",
+    "cache_implementation", "chunk_size_feed_forward", "dtype",
     "id2label", "initializer_range", "is_decoder", "label2id", "num_logits_to_keep", "output_attentions",
     "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "torch_dtype",
     "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
@@ -69,19 +72,24 @@ def parse(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfi
     head_dim = fields.take("head_dim", {"qwen3": 128, "gemma2": 256, "gemma3_text": 256}.get(family))
     head_dim = head_dim or embed_dim // num_heads
 
-    fields.take("hidden_act", None) if family in GEMMA else None  # they read the other one
-    activation = fields.take("hidden_activation", "gelu_pytorch_tanh") if family in GEMMA else fields.take("hidden_act", "silu")
+    activation = fields.take("hidden_act", "silu")
+    if family in GEMMA:  # they write both, and mean the other one
+        activation = fields.take("hidden_activation", "gelu_pytorch_tanh")
     if activation not in ACTIVATIONS:
-        raise fields.refuse("hidden_activation" if family in GEMMA else "hidden_act", activation, ", ".join(ACTIVATIONS))
+        name = "hidden_activation" if family in GEMMA else "hidden_act"
+        raise fields.refuse(name, activation, ", ".join(ACTIVATIONS))
     tokenizer = fields.take("jaxkv_tokenizer", None)
     if tokenizer not in (None, "bytes"):
         raise fields.refuse("jaxkv_tokenizer", tokenizer, "'bytes'")
 
     has_bias = fields.take("attention_bias", False) if family in ("llama", "qwen3", *GEMMA) else False
     scale = fields.take("query_pre_attn_scalar", 256) if family in GEMMA else head_dim
-    attention_soft_cap = fields.take("attn_logit_softcapping", 50.0) if family == "gemma2" else None
-    if family == "gemma3_text" and (cap := fields.take("attn_logit_softcapping", None)) is not None:
-        raise fields.refuse("attn_logit_softcapping", cap, "None: this family applies no cap")
+    attention_soft_cap = logit_soft_cap = None
+    if family in GEMMA:
+        attention_soft_cap = fields.take("attn_logit_softcapping", 50.0 if family == "gemma2" else None)
+        logit_soft_cap = fields.take("final_logit_softcapping", 30.0 if family == "gemma2" else None)
+    if family == "gemma3_text" and attention_soft_cap is not None:  # transformers reads it and then ignores it
+        raise fields.refuse("attn_logit_softcapping", attention_soft_cap, "None")
     types, window = _layer_types(fields, family, num_layers)
     ropes = _ropes(fields, family, max_seq_len)
     eos = fields.take("eos_token_id", None)
@@ -98,7 +106,7 @@ def parse(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfi
         ropes=tuple(ropes[kind] for kind in types),
         attention_scale=scale**-0.5,
         attention_soft_cap=attention_soft_cap,
-        logit_soft_cap=fields.take("final_logit_softcapping", 30.0 if family == "gemma2" else None) if family in GEMMA else None,
+        logit_soft_cap=logit_soft_cap,
         norm_eps=fields.take("rms_norm_eps", 1e-6),
         norm_offset=1.0 if family in GEMMA else 0.0,
         qk_norm=family in ("qwen3", "gemma3_text"),
@@ -167,7 +175,7 @@ def _rope(parameters: Mapping[str, Any], theta: float, max_seq_len: int, where: 
         raise fields.refuse("rope_type", scaling, "default, linear, llama3")
     if (partial := fields.take("partial_rotary_factor", None)) not in (None, 1.0):
         raise fields.refuse("partial_rotary_factor", partial, "1.0: all of a head's entries are rotated")
-    options = {}
+    options: dict[str, Any] = {}
     if scaling != "default":
         options["factor"] = float(fields.take("factor"))
     if scaling == "llama3":
@@ -185,7 +193,8 @@ def render(config: DecoderConfig) -> dict[str, Any]:
     window = next((window for window in config.windows if window is not None), None)
     ropes = {kind: _render_rope(rope) for kind, rope in zip(types, config.ropes, strict=True)}
     gemma = config.family in GEMMA
-    fields = {
+    activation = next(name for name, ours in ACTIVATIONS.items() if ours == config.activation)
+    fields: dict[str, Any] = {
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.embed_dim,
@@ -197,7 +206,7 @@ def render(config: DecoderConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": ropes if config.family == "gemma3_text" else _render_rope(config.ropes[0]),
-        "hidden_activation" if gemma else "hidden_act": "gelu_pytorch_tanh" if config.activation == "gelu_tanh" else "silu",
+        "hidden_activation" if gemma else "hidden_act": activation,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_id,
         "eos_token_id": list(config.eos_ids) or None,
@@ -222,7 +231,7 @@ def render(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _render_rope(rope: Rope) -> dict[str, Any]:
-    fields = {"rope_type": rope.scaling, "rope_theta": rope.theta}
+    fields: dict[str, Any] = {"rope_type": rope.scaling, "rope_theta": rope.theta}
     if rope.scaling != "default":
         fields["factor"] = rope.factor
     if rope.scaling == "llama3":

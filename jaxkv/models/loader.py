@@ -61,7 +61,7 @@ class Slot(NamedTuple):
     transposed: bool
 
 
-def load(folder: str | os.PathLike, *, dtype: jnp.dtype | None = None) -> Decoder:
+def load(folder: str | os.PathLike, *, dtype: Any = None) -> Decoder:
     """The model in a Hugging Face folder: config.json, and model.safetensors or several files with their index.
 
     Args:
@@ -74,6 +74,7 @@ def load(folder: str | os.PathLike, *, dtype: jnp.dtype | None = None) -> Decode
         missing, unknown or misshapen; all of them are named.
     """
     folder = pathlib.Path(folder)
+    wanted = _float_dtype(dtype) if dtype is not None else None
     config = read_config(folder)
     tensors = {name: x for name, x in _read_tensors(folder).items() if not IGNORED.fullmatch(name)}
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
@@ -83,13 +84,11 @@ def load(folder: str | os.PathLike, *, dtype: jnp.dtype | None = None) -> Decode
             raise ValueError(f"{folder} ties its embeddings, but {HEAD} differs from {EMBED}.")
         del tensors[HEAD]
     _check(folder, [slot for slot, _ in params.values()], tensors)
-    dtype = tensors[EMBED].dtype if dtype is None else jnp.dtype(dtype)
-    if dtype not in FLOATS:
-        raise ValueError(f"A model computes in float32, bfloat16 or float16, not {dtype}: give one of them as dtype.")
+    own = wanted or tensors[EMBED].dtype
 
     def array(slot: Slot, shape: tuple[int, ...]) -> jax.Array:
         tensor = tensors[slot.name]
-        return jnp.array((tensor.T if slot.transposed else tensor).reshape(shape).astype(dtype))
+        return jnp.array((tensor.T if slot.transposed else tensor).reshape(shape).astype(own))
 
     loaded = [(path, param.replace(array(slot, param.shape))) for path, (slot, param) in params.items()]
     return nnx.merge(graph, nnx.from_flat_state(loaded))
@@ -110,13 +109,13 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def small() -> Decoder:
-    """The model that ships with jaxkv, in float32: a byte-level decoder that has read the standard library's sources.
+def small(*, dtype: Any = jnp.float32) -> Decoder:
+    """The model that ships with jaxkv: a byte-level decoder that has read the standard library's sources.
 
     >>> small().config.byte_tokens
     True
     """
-    return load(pathlib.Path(__file__).parent.parent / "data" / "small", dtype=jnp.float32)
+    return load(pathlib.Path(__file__).parent.parent / "data" / "small", dtype=dtype)
 
 
 def read_config(folder: pathlib.Path) -> DecoderConfig:
@@ -145,6 +144,12 @@ def slot_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig) -> Slot:
     return Slot(name, (math.prod(shape[inputs:]), math.prod(shape[:inputs])), True)
 
 
+def _float_dtype(dtype: Any) -> np.dtype:
+    if str(dtype) in (names := [d.name for d in FLOATS]) or dtype in FLOATS:
+        return jnp.dtype(dtype)
+    raise ValueError(f"dtype must be one of {', '.join(names)}, not {dtype}.")
+
+
 def _read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
@@ -155,7 +160,7 @@ def _read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
         files = ["model.safetensors"]
     else:
         raise FileNotFoundError(
-            f"{folder} has neither model.safetensors nor model.safetensors.index.json: other formats of weights are not read."
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json: no other format is read."
         )
     if missing := [file for file in files if not (folder / file).exists()]:
         raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}, which its index names.")

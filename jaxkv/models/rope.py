@@ -13,7 +13,7 @@ import numpy as np
 class Rope:
     """Turn each pair (i, i + D/2) of a head's entries by an angle that grows with the token's position.
 
-    It fits the `position_fn` of `jaxkv.nnx.Attention` and `jaxkv.linen.Attention`. From Su et al., 2021
+    It fits the `position_fn` of `jaxkv.nnx.Attention` and `jaxkv.linen.Attention`. From RoFormer
     (https://arxiv.org/abs/2104.09864).
 
     Fields:
@@ -47,10 +47,10 @@ class Rope:
         return frequency.astype(np.float32)
 
     def __call__(self, q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Rotate `q [..., H, D]` and `k [..., K, D]` of the tokens at `positions [...]`; in float32, given back as they came."""
-        frequencies = self.frequencies(q.shape[-1])
-        angles = jnp.expand_dims(positions.astype(jnp.float32), (-1, -2)) * frequencies.reshape((1,) * positions.ndim + (1, -1))
-        cos, sin = jnp.cos(angles), jnp.sin(angles)  # [..., 1, D/2]
+        """`q [..., H, D]` and `k [..., K, D]` of the tokens at `positions [...]`, turned; computed in float32."""
+        frequencies = jnp.expand_dims(self.frequencies(q.shape[-1]), tuple(range(positions.ndim + 1)))
+        angles = positions.astype(jnp.float32)[..., None, None] * frequencies  # [..., 1, D/2]
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
 
         def rotate(x: jax.Array) -> jax.Array:
             left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -8,6 +8,7 @@ import json
 import math
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -78,7 +79,8 @@ def write(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
       ValueError: a dtype that the format has no name for.
     """
     names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
-    header, end = {"__metadata__": {"format": "pt"}}, 0  # what transformers asks for before it reads a file
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # what transformers asks for before it reads a file
+    end = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in names:
             raise ValueError(f"safetensors has no dtype {tensor.dtype}, which {name} has: convert it first.")

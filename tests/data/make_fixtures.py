@@ -18,7 +18,8 @@ VOCAB, NEW_TOKENS = 96, 10
 PROMPT_LENGTHS = (1, 5, 12, 23, 8)
 LLAMA3_SCALING = dict(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 TINY = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, max_position_embeddings=128, bos_token_id=1, eos_token_id=None, pad_token_id=None)  # fmt: skip
+            num_key_value_heads=2, head_dim=16, max_position_embeddings=128, bos_token_id=1, eos_token_id=None,
+            pad_token_id=None)  # fmt: skip
 SLIDING_FIRST = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 FIXTURES = {
@@ -26,7 +27,9 @@ FIXTURES = {
     "llama3": transformers.LlamaConfig(
         **TINY, tie_word_embeddings=True, rope_parameters=dict(rope_type="llama3", rope_theta=500.0, **LLAMA3_SCALING)
     ),
-    "llama_linear": transformers.LlamaConfig(**TINY, rope_parameters=dict(rope_type="linear", rope_theta=1000.0, factor=2.0)),
+    "llama_linear": transformers.LlamaConfig(
+        **TINY, rope_parameters=dict(rope_type="linear", rope_theta=1000.0, factor=2.0)
+    ),
     "mistral": transformers.MistralConfig(**TINY, sliding_window=6),
     "qwen2": transformers.Qwen2Config(
         **{k: v for k, v in TINY.items() if k != "head_dim"} | dict(num_hidden_layers=3),
@@ -38,7 +41,8 @@ FIXTURES = {
         attn_logit_softcapping=5.0, final_logit_softcapping=8.0,
     ),
     "gemma3": transformers.Gemma3TextConfig(
-        **TINY | dict(num_hidden_layers=4, hidden_size=20), sliding_window=6, query_pre_attn_scalar=20, layer_types=SLIDING_FIRST,
+        **TINY | dict(num_hidden_layers=4, hidden_size=20), sliding_window=6, query_pre_attn_scalar=20,
+        layer_types=SLIDING_FIRST,
         rope_parameters=dict(full_attention=dict(rope_type="linear", rope_theta=5000.0, factor=4.0),
                              sliding_attention=dict(rope_type="default", rope_theta=100.0)),
     ),
@@ -46,16 +50,23 @@ FIXTURES = {
 SHARDED = "qwen3"
 # The same checkpoints as transformers before version 5 described them: fields left out, fields put in.
 OLD_FORMS = {
-    "llama": (["rope_parameters", "dtype"], dict(rope_theta=10_000.0, rope_scaling=None, torch_dtype="float32", pretraining_tp=1)),
+    "llama": (
+        ["rope_parameters", "dtype"],
+        dict(rope_theta=10_000.0, rope_scaling=None, torch_dtype="float32", pretraining_tp=1),
+    ),
     "llama3": (["rope_parameters"], dict(rope_theta=500.0, rope_scaling=dict(rope_type="llama3", **LLAMA3_SCALING))),
     "llama_linear": (["rope_parameters"], dict(rope_theta=1000.0, rope_scaling=dict(type="linear", factor=2.0))),
     "mistral": (["rope_parameters"], dict(rope_theta=10_000.0)),
     "qwen2": (["rope_parameters", "layer_types"], dict(rope_theta=10_000.0)),
     "qwen3": (["rope_parameters", "layer_types"], dict(rope_theta=10_000.0, rope_scaling=None)),
-    "gemma2": (["rope_parameters", "layer_types"], dict(rope_theta=10_000.0, hidden_act="gelu_pytorch_tanh", cache_implementation="hybrid")),
+    "gemma2": (
+        ["rope_parameters", "layer_types"],
+        dict(rope_theta=10_000.0, hidden_act="gelu_pytorch_tanh", cache_implementation="hybrid"),
+    ),
     "gemma3": (
         ["rope_parameters", "layer_types", "_sliding_window_pattern"],
-        dict(rope_theta=5000.0, rope_local_base_freq=100.0, rope_scaling=dict(rope_type="linear", factor=4.0), sliding_window_pattern=2),
+        dict(rope_theta=5000.0, rope_local_base_freq=100.0, rope_scaling=dict(rope_type="linear", factor=4.0),
+             sliding_window_pattern=2),
     ),
 }  # fmt: skip
 

@@ -46,7 +46,7 @@ def test_dense(name):
 
 @pytest.mark.parametrize("name", fixtures.NAMES)
 def test_packed_and_paged(name):
-    """Five prompts together, in chunks, then token by token: rows start to decode while others still read their prompts."""
+    """Five prompts together, in chunks: some rows decode while others still read their prompts."""
     model, wanted = load(name), fixtures.expected(name)
     cache = new_cache(model)
     texts = [e.prompt.tolist() for e in wanted]
@@ -98,7 +98,7 @@ def test_the_old_form_of_a_config_means_the_same(name):
 
 @pytest.mark.parametrize("name", fixtures.NAMES)
 def test_save_and_load(name, tmp_path):
-    """What is saved is read again as the same model, weight by weight, also through the older form of the loader's input."""
+    """What is saved is read again as the same model, weight by weight."""
     model = load(name)
     models.save(model, tmp_path)
     again = models.load(tmp_path)

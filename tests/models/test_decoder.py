@@ -52,7 +52,8 @@ def test_gradients_reach_every_parameter():
 
 def test_scopes_are_named():
     """A profile shows which layer an operation belongs to."""
-    text = jax.jit(lambda model, tokens: model(tokens)[0]).lower(load("llama"), np.zeros(3, np.int32)).as_text(debug_info=True)
+    lowered = jax.jit(lambda model, tokens: model(tokens)[0]).lower(load("llama"), np.zeros(3, np.int32))
+    text = lowered.as_text(debug_info=True)
     for scope in ("embed", "layer_0/attention", "layer_1/mlp", "logits"):
         assert scope in text
 
@@ -116,7 +117,7 @@ def test_llama3_scaling_by_hand():
     [
         (dict(num_heads=3), "3 query heads cannot be shared among 2 KV heads"),
         (dict(head_dim=15), "head_dim must be even"),
-        (dict(windows=(None,)), "one entry per layer, not 1 and 2"),
+        (dict(windows=(None,)), "one entry per layer, but they have 1 and 2"),
         (dict(mlp_dim=0), "mlp_dim must be at least 1, not 0"),
     ],
 )
