@@ -1,0 +1,37 @@
+"""Lists of work for thread blocks, built on the device from the rows' true lengths; no host ever reads them.
+
+Their sizes are static, so a list may end in empty items, whose thread blocks return at once.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def decode_items(lengths: jax.Array, window: int | None, tile_tokens: int, num_items: int) -> tuple[jax.Array, jax.Array]:
+    """Cut the rows into items of about the same number of tiles, as fine as `num_items` allows.
+
+    With c tiles an item, rows of t tiles need the sum of ceil(t / c) <= total / c + S items: so c is the least with
+    total / c <= num_items - S, and one long row is spread as widely as many short ones.
+
+    Args:
+      lengths: `i32[S]`, 0 for rows without work.
+      num_items: W, more than S.
+
+    Returns:
+      items: `i32[W, 4]`: row, first tile, tile to stop before, and the row's length.
+      first_item: `i32[S + 1]`: where each row's items start.
+    """
+    num_rows = lengths.shape[0]
+    first = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // tile_tokens
+    stop = -(-lengths // tile_tokens)
+    tiles = stop - first
+    spare = num_items - num_rows
+    size = jnp.maximum(-(-tiles.sum() // spare), 1)
+    first_item = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-tiles // size)).astype(jnp.int32)])
+    item = jnp.arange(num_items, dtype=jnp.int32)
+    row = jnp.searchsorted(first_item[1:], item, side="right", method="compare_all").astype(jnp.int32)
+    used = row < num_rows
+    row = jnp.minimum(row, num_rows - 1)
+    start = first[row] + (item - first_item[row]) * size
+    end = jnp.where(used, jnp.minimum(start + size, stop[row]), start)
+    return jnp.stack([row, start, end, lengths[row]], axis=1), first_item
