@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu._tiles import (
-    LAYOUT, OPERAND, InterpretParams, Tile, fetch, logits_base2, safe_maximum, select_seen_values,
+    LAYOUT, OPERAND, InterpretParams, Tile, fetch, logits_base2, probe, safe_maximum, select_seen_values,
 )  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def split(q, kv, tables, items, scalars, *, tile: Tile, window, soft_cap: bool, 
                     plgpu.wgmma(acc_ref, k_s.at[slot], q_s.T)
                     return acc_ref[...]
 
-                tile.probe(interpret, k_s.at[slot], q_s)
+                probe(interpret, k_s.at[slot], q_s)
                 s = pl.run_scoped(keys_times_queries, plgpu.ACC((tokens, columns), jnp.float32))
                 plgpu.barrier_arrive(k_free.at[slot])
                 s = logits_base2(s, scale, cap if soft_cap else None)
@@ -96,7 +96,7 @@ def split(q, kv, tables, items, scalars, *, tile: Tile, window, soft_cap: bool, 
                     plgpu.wgmma(acc_ref, v_s.at[slot].T, p_s.T)
                     return acc_ref[...]
 
-                tile.probe(interpret, v_s.at[slot], p_s)
+                probe(interpret, v_s.at[slot], p_s)
                 product = pl.run_scoped(values_times_weights, plgpu.ACC((head_dim, columns), jnp.float32))
                 plgpu.barrier_arrive(v_free.at[slot])
                 return acc * lax.broadcast_in_dim(alpha, acc.shape, [1]) + product, m, l

@@ -34,13 +34,17 @@ class Tile:
         """Bulk copies that fill one tile of K, or of V."""
         return self.tokens // self.piece(block_size)
 
-    @staticmethod
-    def probe(interpret: InterpretParams, *operands) -> None:
-        """Show a product's operand reads to the interpreter's race detector, which does not see them by itself."""
-        if interpret is not None:
-            for operand in operands:
-                operand[...]
-            plgpu.commit_smem()
+
+def probe(interpret: InterpretParams, *operands) -> None:
+    """Show a product's operand reads to the interpreter's race detector, which does not see them by itself.
+
+    The commits tick its clock, or the reads would count as part of whatever was signalled before them.
+    """
+    if interpret is not None:
+        plgpu.commit_smem()
+        for operand in operands:
+            operand[...]
+        plgpu.commit_smem()
 
 
 def fetch(kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, tile: Tile, slots, ready, free) -> None:
@@ -74,7 +78,7 @@ def fetch(kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, t
                 plgpu.copy_gmem_to_smem(source, slots_ref.at[slot, pl.ds(j * piece, piece)], ready_ref.at[slot])
 
     @pl.loop(jnp.maximum(num_tiles - stages, 0), num_tiles)
-    def _(i):  # a thread block may not end before every barrier's phases were seen
+    def _(i):  # JAX 0.11's interpreter insists that every arrival is seen
         slot = lax.rem(i, jnp.int32(stages))
         plgpu.barrier_wait(k_free.at[slot])
         plgpu.barrier_wait(v_free.at[slot])
