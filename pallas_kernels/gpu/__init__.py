@@ -1,8 +1,7 @@
 """Paged attention on NVIDIA Hopper GPUs, in Pallas Mosaic GPU.
 
-`_attention` prepares a step and calls the kernels: `_decode` for rows with one token, `_prefill` for rows with more. Both
-take their work from lists built on the device (`_work`) and their tile sizes from `_tuning`; `_support` refuses.
-The write of the cache is XLA's in-place scatter.
+`_attention` prepares a step and calls the kernels of `_decode`. They take their work from lists built on the device
+(`_work`) and their tile sizes from `_tuning`; `_support` refuses. The write of the cache is XLA's in-place scatter.
 """
 
 from pallas_kernels.gpu._attention import paged_attention as paged_attention

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._tokens import default_offsets
 from pallas_kernels.gpu import _decode, _tuning, _work
 from pallas_kernels.gpu._support import kernel_head_dim
 from pallas_kernels.gpu._tiles import InterpretParams, logit_scalars
@@ -46,7 +45,9 @@ def decode(q, kv, tables, lengths, scalars, sinks, *, window, soft_cap, interpre
     out, lse = _decode.split(
         q, kv, tables, items, scalars, tile=plan.tile, window=window, soft_cap=soft_cap, interpret=interpret
     )
-    out, lse = _decode.merge(out, lse, first_item, _sinks(sinks, num_kv_heads, columns), dtype=q.dtype, interpret=interpret)
+    out, lse = _decode.merge(
+        out, lse, first_item, _sinks(sinks, num_kv_heads, columns), dtype=q.dtype, interpret=interpret
+    )
     out = out[:, :, :group, :head_dim].reshape(num_rows, num_heads, head_dim)
     return out, lse[:, :, :group].reshape(num_rows, num_heads)
 

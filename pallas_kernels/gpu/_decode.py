@@ -2,13 +2,13 @@
 
 Two kernels. `split` runs one thread block per (work item, KV head): a producer warpgroup streams tiles of K and V from
 the pool's blocks into a ring of shared-memory slots with bulk copies, and a consumer warpgroup keeps a running softmax
-over them (flash-decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). `merge` combines the items of a row.
+over them, as in https://crfm.stanford.edu/2023/10/12/flashdecoding.html. `merge` combines the items of a row.
 
-The operands are swapped: S^T[tile, N] = K q^T and O^T[D, N] = V^T P^T, so that the keys fill the matrix unit's 64 rows and
-the query heads of one KV head are the N of 8, 16 or 24, instead of being padded to 64.
+The operands are swapped: S^T[tile, N] = K q^T and O^T[D, N] = V^T P^T, so that the keys fill the matrix unit's 64 rows
+and the query heads of one KV head are the N of 8, 16, 24 or 32, instead of being padded to 64.
 
-What a thread block must not see is never left to a product with zero, since 0 * NaN is NaN: logits are selected, and V's
-unseen rows are overwritten with zeros in shared memory.
+What a thread block must not see is never left to a product with zero, since 0 * NaN is NaN: logits are selected, and
+V's unseen rows are overwritten with zeros in shared memory.
 """
 
 import math
@@ -20,8 +20,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu._tiles import (
-    LAYOUT, OPERAND, InterpretParams, Tile, fetch, logits_base2, probe, safe_maximum, select_seen_values,
-)  # fmt: skip
+    LAYOUT,
+    OPERAND,
+    InterpretParams,
+    Tile,
+    fetch,
+    logits_base2,
+    probe,
+    safe_maximum,
+    select_seen_values,
+)
 
 
 def split(q, kv, tables, items, scalars, *, tile: Tile, window, soft_cap: bool, interpret: InterpretParams = None):
@@ -58,7 +66,7 @@ def split(q, kv, tables, items, scalars, *, tile: Tile, window, soft_cap: bool, 
             plgpu.barrier_wait(q_ready)
 
             def step(i, carry):
-                acc, m, l = carry
+                acc, m, total = carry
                 slot = lax.rem(i, jnp.int32(stages))
                 first = (start + i) * tokens  # the position of the tile's first token
                 plgpu.barrier_wait(k_ready.at[slot])
@@ -81,7 +89,7 @@ def split(q, kv, tables, items, scalars, *, tile: Tile, window, soft_cap: bool, 
                 alpha = jnp.exp2(old - safe)
                 p = jnp.exp2(s - lax.broadcast_in_dim(safe, s.shape, [1]))
                 # Summed over the tile's tokens only at the end: a sum across warps in every step costs more.
-                l = l * lax.broadcast_in_dim(alpha, l.shape, [1]) + p
+                total = total * lax.broadcast_in_dim(alpha, total.shape, [1]) + p
                 p_s.T[...] = p.astype(q.dtype)
 
                 plgpu.barrier_wait(v_ready.at[slot])
@@ -99,16 +107,16 @@ def split(q, kv, tables, items, scalars, *, tile: Tile, window, soft_cap: bool, 
                 probe(interpret, v_s.at[slot], p_s)
                 product = pl.run_scoped(values_times_weights, plgpu.ACC((head_dim, columns), jnp.float32))
                 plgpu.barrier_arrive(v_free.at[slot])
-                return acc * lax.broadcast_in_dim(alpha, acc.shape, [1]) + product, m, l
+                return acc * lax.broadcast_in_dim(alpha, acc.shape, [1]) + product, m, total
 
             acc = _full((head_dim, columns), 0.0, LAYOUT)
             m = _full((columns,), -jnp.inf, LAYOUT.reduce(0))
-            l = _full((tokens, columns), 0.0, LAYOUT)
-            acc, m, l = lax.fori_loop(0, num_tiles, step, (acc, m, l))
-            l = l.sum(axis=0)
-            l = jnp.where(l == 0.0, 1.0, l)
-            out_s[...] = acc * lax.broadcast_in_dim(1.0 / l, acc.shape, [1])
-            lse_s[...] = m + jnp.log2(l)
+            total = _full((tokens, columns), 0.0, LAYOUT)
+            acc, m, total = lax.fori_loop(0, num_tiles, step, (acc, m, total))
+            total = total.sum(axis=0)
+            total = jnp.where(total == 0.0, 1.0, total)
+            out_s[...] = acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [1])
+            lse_s[...] = m + jnp.log2(total)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_s, out_ref.at[item, head])
             plgpu.copy_smem_to_gmem(lse_s, lse_ref.at[item, head])
@@ -121,7 +129,7 @@ def split(q, kv, tables, items, scalars, *, tile: Tile, window, soft_cap: bool, 
                 (k_s, v_s), (k_ready, v_ready), (k_free, v_free),
             )  # fmt: skip
 
-    def entry(*refs):
+    def paged_decode_split(*refs):  # the name that profiles and dumps show
         slots = plgpu.SMEM((stages, tokens, head_dim), q.dtype, transforms=OPERAND)
         buffers = (
             plgpu.SMEM((columns, head_dim), q.dtype, transforms=OPERAND), slots, slots,
@@ -134,7 +142,7 @@ def split(q, kv, tables, items, scalars, *, tile: Tile, window, soft_cap: bool, 
         pl.run_scoped(lambda *scratch: kernel(*refs, scratch), buffers, barriers, collective_axes="warpgroup")
 
     return plgpu.kernel(
-        entry,
+        paged_decode_split,
         out_type=(
             jax.ShapeDtypeStruct((num_items, num_kv_heads, head_dim, columns), jnp.float32),
             jax.ShapeDtypeStruct((num_items, num_kv_heads, columns), jnp.float32),
@@ -162,17 +170,17 @@ def merge(out, lse, first_item, sinks, *, dtype, interpret: InterpretParams = No
     part = 64  # of the head_dim, in one thread block
     ahead = 4  # items loaded at once: one after another, each would cost the memory's whole latency
 
-    def kernel(out_ref, lse_ref, first_ref, sinks_ref, merged_ref, merged_lse_ref, merged_s, merged_lse_s):
+    def paged_decode_merge(out_ref, lse_ref, first_ref, sinks_ref, merged_ref, merged_lse_ref, merged_s, merged_lse_s):
         row, head, d = (lax.axis_index(name) for name in ("row", "head", "part"))
         first, stop = first_ref[row], first_ref[row + 1]
 
         def combine(carry, x, x_lse):
-            acc, m, l = carry
+            acc, m, total = carry
             m, old = jnp.maximum(m, x_lse), m
             safe = safe_maximum(m)
             alpha, weight = jnp.exp2(old - safe), jnp.exp2(x_lse - safe)
             acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
-            return acc + x * lax.broadcast_in_dim(weight, acc.shape, [1]), m, l * alpha + weight
+            return acc + x * lax.broadcast_in_dim(weight, acc.shape, [1]), m, total * alpha + weight
 
         def step(i, carry):
             items = [first + i * ahead + j for j in range(ahead)]
@@ -188,13 +196,13 @@ def merge(out, lse, first_item, sinks, *, dtype, interpret: InterpretParams = No
             return carry
 
         carry = _full((part, columns), 0.0, LAYOUT), _full((columns,), -jnp.inf, vector), _full((columns,), 0.0, vector)
-        acc, m, l = lax.fori_loop(0, lax.div(stop - first + (ahead - 1), jnp.int32(ahead)), step, carry)
+        acc, m, total = lax.fori_loop(0, lax.div(stop - first + (ahead - 1), jnp.int32(ahead)), step, carry)
         sink = plgpu.load(sinks_ref.at[head], layout=vector, optimized=False) * math.log2(math.e)
         sink += jnp.where(stop > first, 0.0, -jnp.inf)  # a row that sees nothing has no sink either
-        acc, m, l = combine((acc, m, l), jnp.zeros_like(acc), sink)
-        l = jnp.where(l == 0.0, 1.0, l)
-        merged_s.T[...] = (acc * lax.broadcast_in_dim(1.0 / l, acc.shape, [1])).astype(dtype)
-        merged_lse_s[...] = (m + jnp.log2(l)) * math.log(2)
+        acc, m, total = combine((acc, m, total), jnp.zeros_like(acc), sink)
+        total = jnp.where(total == 0.0, 1.0, total)
+        merged_s.T[...] = (acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [1])).astype(dtype)
+        merged_lse_s[...] = (m + jnp.log2(total)) * math.log(2)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(merged_s, merged_ref.at[row, head, :, pl.ds(d * part, part)])
 
@@ -205,7 +213,7 @@ def merge(out, lse, first_item, sinks, *, dtype, interpret: InterpretParams = No
         plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
-        kernel,
+        paged_decode_merge,
         out_type=(
             jax.ShapeDtypeStruct((num_rows, num_kv_heads, columns, head_dim), dtype),
             jax.ShapeDtypeStruct((num_rows, num_kv_heads, columns), jnp.float32),

@@ -1,7 +1,7 @@
 """What the kernels share: tiles, the stream of K and V through the block table, and the softmax's small steps.
 
-A tile is a run of one row's tokens, counted from its first; it knows nothing of blocks. Tile and block meet in a piece, the
-longest run that divides both: every piece lies in one block, and is one bulk copy.
+A tile is a run of one row's tokens, counted from its first; it knows nothing of blocks. Tile and block meet in a piece,
+the longest run that divides both: every piece lies in one block, and is one bulk copy.
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ def logit_scalars(scale, soft_cap) -> jax.Array:
 
 
 def logits_base2(s, scale, cap):
-    """Products of queries and keys as logits in base 2, which the chip's exponential is in; capped unless `cap` is None.
+    """Products of queries and keys as logits in base 2, as the chip's exponential is; capped unless `cap` is None.
 
     tanh(x) is 1 - 2 / (1 + e^2x): the chip's own approximation of tanh is off by 5e-4 of it, times a cap of 50.
     """

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 
 
-def decode_items(lengths: jax.Array, window: int | None, tile_tokens: int, num_items: int) -> tuple[jax.Array, jax.Array]:
+def decode_items(
+    lengths: jax.Array, window: int | None, tile_tokens: int, num_items: int
+) -> tuple[jax.Array, jax.Array]:
     """Cut the rows into items of about the same number of tiles, as fine as `num_items` allows.
 
     With c tiles an item, rows of t tiles need the sum of ceil(t / c) <= total / c + S items: so c is the least with

@@ -55,18 +55,26 @@ DECODE_MISTAKES = {
     "K's slot released before the product": (
         {"race"},
         ("plgpu.barrier_arrive(k_free.at[slot])", "pass"),
-        ("plgpu.barrier_wait(k_ready.at[slot])", "plgpu.barrier_wait(k_ready.at[slot]); plgpu.barrier_arrive(k_free.at[slot])"),
+        (
+            "plgpu.barrier_wait(k_ready.at[slot])",
+            "plgpu.barrier_wait(k_ready.at[slot]); plgpu.barrier_arrive(k_free.at[slot])",
+        ),
     ),
     "V's slot released before the product": (
         {"race"},
         ("plgpu.barrier_arrive(v_free.at[slot])", "pass"),
-        ("plgpu.barrier_wait(v_ready.at[slot])", "plgpu.barrier_wait(v_ready.at[slot]); plgpu.barrier_arrive(v_free.at[slot])"),
+        (
+            "plgpu.barrier_wait(v_ready.at[slot])",
+            "plgpu.barrier_wait(v_ready.at[slot]); plgpu.barrier_arrive(v_free.at[slot])",
+        ),
     ),
     "one token too many": ({"wrong"}, ("seen = position < length", "seen = position < length + 1")),
     "garbage times zero": (
         {"wrong"}, ("select_seen_values(v_s.at[slot], first_seen - first, length - first)", "pass"),
     ),
-    "sum not rescaled": ({"wrong"}, ("l = l * lax.broadcast_in_dim(alpha, l.shape, [1]) + p", "l = l + p")),
+    "sum not rescaled": (
+        {"wrong"}, ("total = total * lax.broadcast_in_dim(alpha, total.shape, [1]) + p", "total = total + p"),
+    ),
 }  # fmt: skip
 
 

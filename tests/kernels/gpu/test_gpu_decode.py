@@ -10,19 +10,22 @@ from pallas_kernels.testing import Case
 
 pytestmark = pytest.mark.usefixtures("small_plans")
 
+B16, F16 = {"dtype": "bfloat16"}, {"dtype": "float16"}
 CASES = [
-    Case(lengths=(5, 0, 150, 64), new=(1, 0, 1, 1), dtype="bfloat16"),
-    Case(lengths=(700,), new=(1,), num_kv_heads=1, dtype="bfloat16"),  # cut into many items; slots used again
-    Case(lengths=(300, 1, 0), new=(1, 1, 0), window=60, sinks=True, block_size=256, dtype="bfloat16"),
-    Case(lengths=(200, 100), new=(1, 1), num_heads=5, num_kv_heads=1, window=64, soft_cap=5.0, block_size=24, dtype="float16"),
-    Case(lengths=(130, 0), new=(1, 0), num_heads=1, num_kv_heads=1, head_dim=80, stored_head_dim=128, sinks=True, dtype="float16"),
-    Case(lengths=(70,), new=(1,), num_heads=20, num_kv_heads=1, head_dim=256, block_size=8, scale=0.1, dtype="bfloat16"),
-    Case(lengths=(40, 90), new=(1, 1), num_heads=14, num_kv_heads=2, head_dim=64, stored_head_dim=128, max_blocks=9, dtype="bfloat16"),
-]  # fmt: skip
+    Case((5, 0, 150, 64), (1, 0, 1, 1), **B16),
+    Case((700,), (1,), num_kv_heads=1, **B16),  # cut into many items; slots used again
+    Case((300, 1, 0), (1, 1, 0), window=60, sinks=True, block_size=256, **B16),
+    Case((200, 100), (1, 1), num_heads=5, num_kv_heads=1, window=64, soft_cap=5.0, block_size=24, **F16),
+    Case((130, 0), (1, 0), num_heads=1, num_kv_heads=1, head_dim=80, stored_head_dim=128, sinks=True, **F16),
+    Case((70,), (1,), num_heads=20, num_kv_heads=1, head_dim=256, block_size=8, scale=0.1, **B16),
+    Case((40, 90), (1, 1), num_heads=14, stored_head_dim=128, max_blocks=9, **B16),
+]
 
 
 def attend(inputs, interpret, **options):
-    return jax.jit(lambda *inputs: gpu.paged_attention(*inputs, return_lse=True, interpret=interpret, **options))(*inputs)
+    return jax.jit(lambda *inputs: gpu.paged_attention(*inputs, return_lse=True, interpret=interpret, **options))(
+        *inputs
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
