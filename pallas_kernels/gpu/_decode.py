@@ -25,6 +25,7 @@ from pallas_kernels.gpu._tiles import (
     InterpretParams,
     Tile,
     fetch,
+    full,
     logits_base2,
     probe,
     safe_maximum,
@@ -109,9 +110,9 @@ def split(q, kv, tables, items, scalars, *, tile: Tile, window, soft_cap: bool, 
                 plgpu.barrier_arrive(v_free.at[slot])
                 return acc * lax.broadcast_in_dim(alpha, acc.shape, [1]) + product, m, total
 
-            acc = _full((head_dim, columns), 0.0, LAYOUT)
-            m = _full((columns,), -jnp.inf, LAYOUT.reduce(0))
-            total = _full((tokens, columns), 0.0, LAYOUT)
+            acc = full((head_dim, columns), 0.0, LAYOUT)
+            m = full((columns,), -jnp.inf, LAYOUT.reduce(0))
+            total = full((tokens, columns), 0.0, LAYOUT)
             acc, m, total = lax.fori_loop(0, num_tiles, step, (acc, m, total))
             total = total.sum(axis=0)
             total = jnp.where(total == 0.0, 1.0, total)
@@ -195,7 +196,7 @@ def merge(out, lse, first_item, sinks, *, dtype, interpret: InterpretParams = No
                 carry = combine(carry, x, x_lse)
             return carry
 
-        carry = _full((part, columns), 0.0, LAYOUT), _full((columns,), -jnp.inf, vector), _full((columns,), 0.0, vector)
+        carry = full((part, columns), 0.0, LAYOUT), full((columns,), -jnp.inf, vector), full((columns,), 0.0, vector)
         acc, m, total = lax.fori_loop(0, lax.div(stop - first + (ahead - 1), jnp.int32(ahead)), step, carry)
         sink = plgpu.load(sinks_ref.at[head], layout=vector, optimized=False) * math.log2(math.e)
         sink += jnp.where(stop > first, 0.0, -jnp.inf)  # a row that sees nothing has no sink either
@@ -222,7 +223,3 @@ def merge(out, lse, first_item, sinks, *, dtype, interpret: InterpretParams = No
         scratch_types=[plgpu.SMEM((columns, part), dtype, transforms=OPERAND), plgpu.SMEM((columns,), jnp.float32)],
         compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
     )(out, lse, first_item, sinks)  # fmt: skip
-
-
-def _full(shape, value, layout):
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

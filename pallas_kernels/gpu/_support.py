@@ -33,8 +33,6 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
         )
     if group > 32:
         return f"The gpu kernels share a KV head among at most 32 query heads, not {group}; {FALLBACK}."
-    if q.ndim != 4 or q.shape[1] != 1:
-        return f"The gpu kernels take one token a row so far (q [rows, 1, H, D]), not q {list(q.shape)}; {FALLBACK}."
     capability = _capability()
     if capability not in (None, CAPABILITY):
         return f"The gpu kernels need a Hopper GPU (compute capability {CAPABILITY}), not {capability}; {FALLBACK}."

@@ -5,6 +5,7 @@ the longest run that divides both: every piece lies in one block, and is one bul
 """
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -84,15 +85,21 @@ def fetch(kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, t
         plgpu.barrier_wait(v_free.at[slot])
 
 
-def select_seen_values(v_ref, first, stop) -> None:
-    """Overwrite V's rows before `first` and from `stop` on with zeros, whatever they hold."""
+def select_seen_values(v_ref, first, stop, *, share=0, shares: int = 1) -> None:
+    """Overwrite V's rows before `first` and from `stop` on with zeros, whatever they hold.
+
+    With `shares` warpgroups at it, each does the part that is its `share`.
+    """
     tokens, head_dim = v_ref.shape
-    place = plgpu.broadcasted_iota(jnp.int32, (tokens, 64), 0, layout=LAYOUT)
-    seen = (place >= first) & (place < stop)
-    for column in range(0, head_dim, 64):  # one swizzled tile at a time, for the registers' sake
-        part = v_ref.at[:, pl.ds(column, 64)]
-        v = plgpu.load(part, layout=LAYOUT)
-        part[...] = jnp.where(seen, v, jnp.zeros_like(v))
+    # One swizzled tile at a time, for the registers' sake.
+    for i, (token, column) in enumerate(itertools.product(range(0, tokens, 64), range(0, head_dim, 64))):
+
+        @pl.when(share == i % shares)
+        def _(token=token, column=column):
+            part = v_ref.at[pl.ds(token, 64), pl.ds(column, 64)]
+            v = plgpu.load(part, layout=LAYOUT)
+            place = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=LAYOUT) + token
+            part[...] = jnp.where((place >= first) & (place < stop), v, jnp.zeros_like(v))
 
 
 def logit_scalars(scale, soft_cap) -> jax.Array:
@@ -117,3 +124,8 @@ def logits_base2(s, scale, cap):
 def safe_maximum(m):
     """0 where nothing was seen yet, so that no difference is -inf - -inf."""
     return jnp.where(m == -jnp.inf, 0.0, m)
+
+
+def full(shape, value, layout):
+    """A float32 array of one value, in registers."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

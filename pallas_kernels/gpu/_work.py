@@ -37,3 +37,35 @@ def decode_items(
     start = first[row] + (item - first_item[row]) * size
     end = jnp.where(used, jnp.minimum(start + size, stop[row]), start)
     return jnp.stack([row, start, end, lengths[row]], axis=1), first_item
+
+
+def prefill_items(
+    lengths: jax.Array, new: jax.Array, window: int | None, item_tokens: int, num_items: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Cut each row's new tokens into items of `item_tokens`, the one that sees the most first.
+
+    Thread blocks start in the order of the list, so that the longest do not end it.
+
+    Args:
+      lengths, new: `i32[S]`; `new` is 0 for rows without work.
+      num_items: W, at least the number of items.
+
+    Returns:
+      items: `i32[W, 3]`: row, position of the first token, and position to stop before (the same if empty).
+      index: `i32[W]`: each item's first token, counted from its row's first new one.
+      first_item: `i32[S]`, and place: `i32[W]`: tokens i of row s are in item `place[first_item[s] + i // item_tokens]`.
+    """
+    num_rows = lengths.shape[0]
+    count = -(-new // item_tokens)
+    first_item = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count).astype(jnp.int32)])
+    item = jnp.arange(num_items, dtype=jnp.int32)
+    row = jnp.searchsorted(first_item[1:], item, side="right", method="compare_all").astype(jnp.int32)
+    used = row < num_rows
+    row = jnp.minimum(row, num_rows - 1)
+    index = jnp.where(used, (item - first_item[row]) * item_tokens, 0)
+    start = lengths[row] - new[row] + index
+    stop = jnp.where(used, jnp.minimum(start + item_tokens, lengths[row]), start)
+    seen = jnp.where(used, stop if window is None else jnp.minimum(stop, window + item_tokens), 0)
+    order = jnp.argsort(-seen)
+    place = jnp.zeros(num_items, jnp.int32).at[order].set(item, unique_indices=True)
+    return jnp.stack([row, start, stop], axis=1)[order], index[order], first_item[:-1], place
