@@ -1,6 +1,5 @@
 """A step of paged attention: prepare the operands, run the kernels, put their outputs back where the tokens lie."""
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels._tokens import Tokens, default_offsets, locate
@@ -87,7 +86,7 @@ def prefill(q, kv, tables, lengths, new, start, token, scalars, sinks, *, window
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
-    plan = _tuning.prefill_plan(kernel_head_dim(head_dim))
+    plan = _tuning.prefill_plan(kernel_head_dim(head_dim), kv.shape[3])
     item_tokens = _prefill.QUERY_ROWS // group
     rows = min(new.shape[0], num_tokens // 2)  # that can have more than one token
     num_items = (num_tokens - rows) // item_tokens + rows

@@ -1,9 +1,9 @@
 """Prefill: tiles of 128 query rows, a row being one head of one token, against the keys and values of their sequence.
 
-One thread block per (work item, KV head): a producer warpgroup streams tiles of K and V (see `_tiles.fetch`), and each of
-two consumer warpgroups keeps a running softmax for 64 of the rows, as in FlashAttention-2
-(https://arxiv.org/abs/2307.08691). The query heads of a KV head lie side by side in the tile, so that every tile of K and
-V is used for all of them, and any group size fills the matrix unit.
+One thread block per (work item, KV head): a producer warpgroup streams tiles of K and V (see `_tiles.fetch`), and each
+of two consumer warpgroups keeps a running softmax for 64 of the rows, as in FlashAttention-2
+(https://arxiv.org/abs/2307.08691). The query heads of a KV head lie side by side in the tile, so that every tile of K
+and V is used for all of them, and any group size fills the matrix unit.
 
 Only tiles that some token of the item sees are fetched. As in `_decode`, what is not seen is selected away, never
 multiplied by zero.
@@ -35,7 +35,9 @@ HALF = 64  # query rows of one consumer: the matrix unit's width
 QUERY_ROWS = CONSUMERS * HALF
 
 
-def attend(q, kv, tables, items, scalars, *, group, tile: Tile, window, soft_cap: bool, interpret: InterpretParams = None):
+def attend(
+    q, kv, tables, items, scalars, *, group, tile: Tile, window, soft_cap: bool, interpret: InterpretParams = None
+):
     """Causal attention of each work item: consecutive tokens of one row of the table.
 
     Args:
@@ -108,7 +110,9 @@ def attend(q, kv, tables, items, scalars, *, group, tile: Tile, window, soft_cap
 
                 @pl.when((first < first_seen) | (first + tokens > stop))
                 def _():  # both consumers read all of V: each cleans a share, and waits for the other's
-                    select_seen_values(v_s.at[slot], first_seen - first, stop - first, share=warpgroup, shares=CONSUMERS)
+                    select_seen_values(
+                        v_s.at[slot], first_seen - first, stop - first, share=warpgroup, shares=CONSUMERS
+                    )
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(v_selected)
                     plgpu.barrier_wait(v_selected)

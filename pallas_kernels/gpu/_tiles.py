@@ -67,7 +67,8 @@ def fetch(kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, t
         for j in range(tile.pieces(block_size)):  # before the wait for a free slot, which hides the reads' latency
             place = jnp.clip((start + i) * (tile.tokens // piece) + j, low, high) * piece
             block = tables_ref[row, lax.div(place, jnp.int32(block_size))]
-            places.append((jnp.clip(block, 0, num_blocks - 1), pl.ds(lax.rem(place, jnp.int32(block_size)), piece)))
+            offset = 0 if block_size == piece else lax.rem(place, jnp.int32(block_size))
+            places.append((jnp.clip(block, 0, num_blocks - 1), pl.ds(offset, piece)))
         for part, (slots_ref, ready_ref, free_ref) in enumerate(((k_s, k_ready, k_free), (v_s, v_ready, v_free))):
 
             @pl.when(i >= stages)

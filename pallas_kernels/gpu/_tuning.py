@@ -42,9 +42,12 @@ def decode_plan(head_dim: int, columns: int) -> DecodePlan:
     return DecodePlan(Tile(tokens=64, stages=stages), num_blocks=2 * MULTIPROCESSORS.get(chip, 132))
 
 
-def prefill_plan(head_dim: int) -> PrefillPlan:
+def prefill_plan(head_dim: int, block_size: int) -> PrefillPlan:
     """The plan for the chip at hand, or for an H200 where there is none."""
-    return TUNED_PREFILL.get((_chip(), head_dim)) or PrefillPlan(Tile(tokens=128 if head_dim <= 128 else 64, stages=2))
+    plan = TUNED_PREFILL.get((_chip(), head_dim)) or PrefillPlan(Tile(tokens=128 if head_dim <= 128 else 64, stages=2))
+    if plan.tile.pieces(block_size) > 8:  # the producer's registers hold no more block ids
+        return PrefillPlan(Tile(tokens=64, stages=plan.tile.stages))
+    return plan
 
 
 def _chip() -> str:

@@ -53,7 +53,7 @@ def prefill_items(
     Returns:
       items: `i32[W, 3]`: row, position of the first token, and position to stop before (the same if empty).
       index: `i32[W]`: each item's first token, counted from its row's first new one.
-      first_item: `i32[S]`, and place: `i32[W]`: tokens i of row s are in item `place[first_item[s] + i // item_tokens]`.
+      first_item, place: `i32[S]`, `i32[W]`: token i of row s is in item `place[first_item[s] + i // item_tokens]`.
     """
     num_rows = lengths.shape[0]
     count = -(-new // item_tokens)

@@ -30,3 +30,5 @@ def small_plans(monkeypatch):
     """Few thread blocks, which the interpreter runs one after another, and slots that are soon used again."""
     decode = _tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=6)
     monkeypatch.setattr(_tuning, "decode_plan", lambda head_dim, columns: decode)
+    prefill = _tuning.PrefillPlan(Tile(tokens=64, stages=2))
+    monkeypatch.setattr(_tuning, "prefill_plan", lambda head_dim, block_size: prefill)

@@ -19,6 +19,7 @@ AXES = {
     "window": (None, 100),
     "soft_cap": (None, 30.0),
     "sinks": (False, True),
+    "tokens": (1, 40),
 }
 
 
@@ -43,7 +44,7 @@ def sample() -> list[dict]:
     return chosen
 
 
-def lower(*, block_size, head_dim, group, dtype, window, soft_cap, sinks, tokens=1):
+def lower(*, block_size, head_dim, group, dtype, window, soft_cap, sinks, tokens):
     rows, num_kv_heads, stored = 3, 2, -(-head_dim // 64) * 64
     num_heads = group * num_kv_heads
     shape = jax.ShapeDtypeStruct
@@ -69,7 +70,9 @@ def test_matrix():
     assert not failures
 
 
-DEFAULTS = dict(block_size=16, head_dim=128, group=4, dtype=jnp.bfloat16, window=None, soft_cap=None, sinks=False)
+DEFAULTS = dict(
+    block_size=16, head_dim=128, group=4, dtype=jnp.bfloat16, window=None, soft_cap=None, sinks=False, tokens=1
+)
 
 
 def test_vmap_lowers():
