@@ -94,7 +94,7 @@ def prefill(q, kv, tables, lengths, new, start, token, scalars, sinks, *, window
     items, index, first_item, place = _work.prefill_items(lengths, new, window, item_tokens, num_items)
 
     # Gather each item's tokens, [W, tokens, K, group, D], into query rows, [W, K, tokens * group, D].
-    at = (start[items[:, 0]] + index)[:, None] + jnp.arange(item_tokens, dtype=jnp.int32)
+    at = (start[items[:, 0]] + index)[:, None] + jnp.arange(item_tokens, dtype=jnp.int32)[None]
     tiles = q.reshape(num_tokens, num_kv_heads, group, head_dim)[jnp.clip(at, 0, num_tokens - 1)]
     tiles = jnp.swapaxes(tiles, 1, 2).reshape(num_items, num_kv_heads, item_tokens * group, head_dim)
     used, padded_dim = item_tokens * group, kernel_head_dim(head_dim)
@@ -112,7 +112,7 @@ def prefill(q, kv, tables, lengths, new, start, token, scalars, sinks, *, window
     lse = lse[:, :, :used].reshape(num_items, num_kv_heads, item_tokens, group)
     lse = lse[item, :, nth % item_tokens].reshape(num_tokens, num_heads)
     if sinks is not None:
-        with_sink = jnp.logaddexp(lse, sinks.astype(jnp.float32))
+        with_sink = jnp.logaddexp(lse, sinks.astype(jnp.float32)[None])
         out = (out * jnp.exp(lse - with_sink)[..., None]).astype(out.dtype)
         lse = with_sink
     return out, lse

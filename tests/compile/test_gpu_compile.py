@@ -25,8 +25,8 @@ DECODE_BUDGETS = {
     "phi2": (96, 113_000),
     "gemma2-2b": (128, 227_000),
 }
-# Name -> the most bytes spilled. One thread block fills a multiprocessor: 384 threads start with 168 registers each, and
-# the producer hands most of its own to the consumers. At head_dim 256 the accumulator takes 128 of a consumer's 232.
+# Name -> the most bytes spilled. One thread block fills a multiprocessor: 384 threads start with 168 registers each,
+# and the producer hands most of its own to the consumers. At head_dim 256 an accumulator takes 128 of 232.
 PREFILL_BUDGETS = {"llama3-8b-prefill": 0, "llama3.2-1b-prefill": 0, "qwen2.5-14b-prefill": 0, "gemma2-2b-prefill": 160}
 
 
