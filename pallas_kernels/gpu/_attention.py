@@ -113,6 +113,6 @@ def prefill(q, kv, tables, lengths, new, start, token, scalars, sinks, *, window
     lse = lse[item, :, nth % item_tokens].reshape(num_tokens, num_heads)
     if sinks is not None:
         with_sink = jnp.logaddexp(lse, sinks.astype(jnp.float32)[None])
-        out = (out * jnp.exp(lse - with_sink)[..., None]).astype(out.dtype)
+        out = (out.astype(jnp.float32) * jnp.exp(lse - with_sink)[..., None]).astype(out.dtype)
         lse = with_sink
     return out, lse

@@ -28,8 +28,8 @@ def decode_items(
     stop = -(-lengths // tile_tokens)
     tiles = stop - first
     spare = num_items - num_rows
-    size = jnp.maximum(-(-tiles.sum() // spare), 1)
-    first_item = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-tiles // size)).astype(jnp.int32)])
+    size = jnp.maximum(-(-tiles.sum(dtype=jnp.int32) // spare), 1)
+    first_item = _starts(-(-tiles // size))
     item = jnp.arange(num_items, dtype=jnp.int32)
     row = jnp.searchsorted(first_item[1:], item, side="right", method="compare_all").astype(jnp.int32)
     used = row < num_rows
@@ -56,8 +56,7 @@ def prefill_items(
       first_item, place: `i32[S]`, `i32[W]`: token i of row s is in item `place[first_item[s] + i // item_tokens]`.
     """
     num_rows = lengths.shape[0]
-    count = -(-new // item_tokens)
-    first_item = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count).astype(jnp.int32)])
+    first_item = _starts(-(-new // item_tokens))
     item = jnp.arange(num_items, dtype=jnp.int32)
     row = jnp.searchsorted(first_item[1:], item, side="right", method="compare_all").astype(jnp.int32)
     used = row < num_rows
@@ -66,6 +65,11 @@ def prefill_items(
     start = lengths[row] - new[row] + index
     stop = jnp.where(used, jnp.minimum(start + item_tokens, lengths[row]), start)
     seen = jnp.where(used, stop if window is None else jnp.minimum(stop, window + item_tokens), 0)
-    order = jnp.argsort(-seen)
+    order = jnp.argsort(-seen).astype(jnp.int32)
     place = jnp.zeros(num_items, jnp.int32).at[order].set(item, unique_indices=True)
     return jnp.stack([row, start, stop], axis=1)[order], index[order], first_item[:-1], place
+
+
+def _starts(counts: jax.Array) -> jax.Array:
+    """`i32[S + 1]`: where each row's items start, and the end of the last."""
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])

@@ -5,7 +5,9 @@ import random
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from pallas_kernels import gpu
 from pallas_kernels.gpu import _tuning
@@ -79,6 +81,28 @@ def test_vmap_lowers():
     q, kv = jnp.zeros((2, 3, 1, 8, 64), jnp.bfloat16), jnp.zeros((2, 9, 2, 2, 16, 64), jnp.bfloat16)
     tables, row = jnp.zeros((2, 3, 4), jnp.int32), jnp.ones((2, 3), jnp.int32)
     jax.jit(jax.vmap(gpu.paged_attention)).trace(q, kv, tables, row, row).lower(lowering_platforms=("cuda",))
+
+
+def test_shard_map_lowers():
+    """Tensor parallel: each device has its share of the heads."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("heads",))
+    heads, nothing = PartitionSpec(None, None, "heads"), PartitionSpec()
+    shape, row = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((3,), jnp.int32)
+    kv, tables = shape((9, 2, 4, 16, 64), jnp.bfloat16), shape((3, 4), jnp.int32)
+    attend = jax.jit(
+        jax.shard_map(
+            gpu.paged_attention, mesh=mesh, in_specs=(heads, heads, nothing, nothing, nothing), out_specs=heads
+        )
+    )
+    for tokens in (1, 3):
+        q = shape((3, tokens, 16, 64), jnp.bfloat16)
+        attend.trace(q, kv, tables, row, row).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_x64_lowers(tokens):
+    with jax.enable_x64(True):
+        lower(**DEFAULTS | dict(sinks=True, window=100, soft_cap=30.0, tokens=tokens))
 
 
 def test_too_many_stages(monkeypatch):
