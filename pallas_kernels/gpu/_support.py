@@ -1,0 +1,51 @@
+"""What the kernels cannot do, by name and with the way out."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+FALLBACK = "leave implementation=None to use XLA's"
+CAPABILITY = "9.0"  # Hopper: the kernels use its warpgroup matrix instructions, which newer chips do not have either
+
+
+def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
+    """Why the kernels cannot run `op` on arguments of these shapes and dtypes, and the way out; None if they can."""
+    if op != "paged_attention":
+        return f"The gpu backend has no kernel of its own for {op}; {FALLBACK}."
+    q, kv, mask, kv_scale = (arguments.get(name) for name in ("q", "kv", "mask", "kv_scale"))
+    head_dim, block_size, stored = q.shape[-1], kv.shape[3], kv.shape[4]
+    group = q.shape[-2] // kv.shape[2]
+    if mask is not None:
+        return f"The gpu kernels take no mask besides causality and window; {FALLBACK}."
+    if kv_scale is not None:
+        return f"The gpu kernels read no quantised pools (kv_scale); store the pool in q's dtype, or {FALLBACK}."
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"The gpu kernels compute in bfloat16 or float16, not {q.dtype}; cast q and the pool, or {FALLBACK}."
+    if kv.dtype != q.dtype:
+        return f"The gpu kernels need q and the pool in one dtype, not {q.dtype} and {kv.dtype}; cast q, or {FALLBACK}."
+    if block_size % 8:
+        return f"The gpu kernels need a block_size in multiples of 8 tokens, not {block_size}; {FALLBACK}."
+    if kernel_head_dim(head_dim) > min(stored, 256):
+        return (
+            f"The gpu kernels read head_dim in multiples of 64 up to 256, but q has {head_dim} and the pool stores "
+            f"{stored}; store {kernel_head_dim(head_dim)}, or {FALLBACK}."
+        )
+    if group > 32:
+        return f"The gpu kernels share a KV head among at most 32 query heads, not {group}; {FALLBACK}."
+    capability = _capability()
+    if capability not in (None, CAPABILITY):
+        return f"The gpu kernels need a Hopper GPU (compute capability {CAPABILITY}), not {capability}; {FALLBACK}."
+    return None
+
+
+def kernel_head_dim(head_dim: int) -> int:
+    """Columns of K and V that the kernels read: whole swizzled tiles."""
+    return -(-head_dim // 64) * 64
+
+
+def _capability() -> str | None:
+    """The compute capability of the GPUs at hand; None where there is none, as when compiling for another machine."""
+    if jax.default_backend() != "gpu":
+        return None
+    return getattr(jax.devices()[0], "compute_capability", None)

@@ -1,0 +1,132 @@
+"""What the kernels share: tiles, the stream of K and V through the block table, and the softmax's small steps.
+
+A tile is a run of one row's tokens, counted from its first; it knows nothing of blocks. Tile and block meet in a piece,
+the longest run that divides both: every piece lies in one block, and is one bulk copy.
+"""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+InterpretParams = plgpu.InterpretGPUParams | None
+
+LAYOUT = plgpu.Layout.WGMMA  # how a product's result lies in registers
+OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # how a 16-bit operand lies in shared memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Tokens of K and V in one step of a kernel, and how many steps are in flight."""
+
+    tokens: int
+    stages: int
+
+    def piece(self, block_size: int) -> int:
+        """Tokens in one bulk copy."""
+        return math.gcd(self.tokens, block_size)
+
+    def pieces(self, block_size: int) -> int:
+        """Bulk copies that fill one tile of K, or of V."""
+        return self.tokens // self.piece(block_size)
+
+
+def probe(interpret: InterpretParams, *operands) -> None:
+    """Show a product's operand reads to the interpreter's race detector, which does not see them by itself.
+
+    The commits tick its clock, or the reads would count as part of whatever was signalled before them.
+    """
+    if interpret is not None:
+        plgpu.commit_smem()
+        for operand in operands:
+            operand[...]
+        plgpu.commit_smem()
+
+
+def fetch(kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, tile: Tile, slots, ready, free) -> None:
+    """The producer: copy tiles `start`, `start + 1`, ... of a row's K and V into a ring of slots.
+
+    Places before `first_seen` and from `length` on are not fetched: the nearest piece that is seen is fetched in their
+    stead, so that every slot gets the same number of copies. Table entries are clamped into the pool.
+    """
+    (k_s, v_s), (k_ready, v_ready), (k_free, v_free) = slots, ready, free
+    num_blocks, _, _, block_size, _ = kv_ref.shape
+    head_dim = k_s.shape[-1]
+    piece, stages = tile.piece(block_size), tile.stages
+    low, high = (lax.div(position, jnp.int32(piece)) for position in (first_seen, length - 1))
+
+    @pl.loop(0, num_tiles)
+    def _(i):
+        slot = lax.rem(i, jnp.int32(stages))
+        places = []
+        for j in range(tile.pieces(block_size)):  # before the wait for a free slot, which hides the reads' latency
+            place = jnp.clip((start + i) * (tile.tokens // piece) + j, low, high) * piece
+            block = tables_ref[row, lax.div(place, jnp.int32(block_size))]
+            offset = 0 if block_size == piece else lax.rem(place, jnp.int32(block_size))
+            places.append((jnp.clip(block, 0, num_blocks - 1), pl.ds(offset, piece)))
+        for part, (slots_ref, ready_ref, free_ref) in enumerate(((k_s, k_ready, k_free), (v_s, v_ready, v_free))):
+
+            @pl.when(i >= stages)
+            def _(free_ref=free_ref):
+                plgpu.barrier_wait(free_ref.at[slot])
+
+            for j, (block, offset) in enumerate(places):
+                source = kv_ref.at[block, part, head, offset, pl.ds(0, head_dim)]
+                plgpu.copy_gmem_to_smem(source, slots_ref.at[slot, pl.ds(j * piece, piece)], ready_ref.at[slot])
+
+    @pl.loop(jnp.maximum(num_tiles - stages, 0), num_tiles)
+    def _(i):  # JAX 0.11's interpreter insists that every arrival is seen
+        slot = lax.rem(i, jnp.int32(stages))
+        plgpu.barrier_wait(k_free.at[slot])
+        plgpu.barrier_wait(v_free.at[slot])
+
+
+def select_seen_values(v_ref, first, stop, *, share=0, shares: int = 1) -> None:
+    """Overwrite V's rows before `first` and from `stop` on with zeros, whatever they hold.
+
+    With `shares` warpgroups at it, each does the part that is its `share`.
+    """
+    tokens, head_dim = v_ref.shape
+    # One swizzled tile at a time, for the registers' sake.
+    for i, (token, column) in enumerate(itertools.product(range(0, tokens, 64), range(0, head_dim, 64))):
+
+        @pl.when(share == i % shares)
+        def _(token=token, column=column):
+            part = v_ref.at[pl.ds(token, 64), pl.ds(column, 64)]
+            v = plgpu.load(part, layout=LAYOUT)
+            place = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=LAYOUT) + token
+            part[...] = jnp.where((place >= first) & (place < stop), v, jnp.zeros_like(v))
+
+
+def logit_scalars(scale, soft_cap) -> jax.Array:
+    """`f32[2]` for `logits_base2`: what products are multiplied by, and what is left to multiply after the cap."""
+    log2e = math.log2(math.e)
+    if soft_cap is None:
+        return jnp.stack([jnp.asarray(scale, jnp.float32) * log2e, jnp.float32(1)])
+    scale, soft_cap = jnp.asarray(scale, jnp.float32), jnp.asarray(soft_cap, jnp.float32)
+    return jnp.stack([scale / soft_cap * (2 * log2e), soft_cap * log2e])
+
+
+def logits_base2(s, scale, cap):
+    """Products of queries and keys as logits in base 2, as the chip's exponential is; capped unless `cap` is None.
+
+    tanh(x) is 1 - 2 / (1 + e^2x): the chip's own approximation of tanh is off by 5e-4 of it, times a cap of 50.
+    """
+    if cap is None:
+        return s * scale
+    return cap - (2.0 * cap) / (1.0 + jnp.exp2(s * scale))
+
+
+def safe_maximum(m):
+    """0 where nothing was seen yet, so that no difference is -inf - -inf."""
+    return jnp.where(m == -jnp.inf, 0.0, m)
+
+
+def full(shape, value, layout):
+    """A float32 array of one value, in registers."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

@@ -1,0 +1,155 @@
+"""Compile the GPU kernels for an H200 on a machine without one, and print what the compiler says about them as JSON.
+
+Run in a process of its own, with the packages of the extra `compile` on PYTHONPATH and JAX_PLATFORMS=cpu:
+    python gpu_compile.py JOB ...
+"""
+
+import functools
+import json
+import os
+import pathlib
+import re
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+import pallas_kernels
+from pallas_kernels import SHAPES, gpu, xla
+
+TARGET = pathlib.Path(__file__).with_name("gpu_h200.txtpb").read_text()
+ROWS, MAX_BLOCKS, NUM_BLOCKS = 8, 128, 1024
+
+
+@functools.cache
+def sharding():
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def array(shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding())
+
+
+def compile_(f, *arguments, **options):
+    """The compiled program, and per kernel: registers, spilled bytes, shared memory, and counts of instructions."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+        try:
+            compiled = jax.jit(f, **options).lower(*arguments).compile()
+        finally:
+            del os.environ["MOSAIC_GPU_DUMP_TO"]
+        files = {path.name: path.read_text() for path in pathlib.Path(folder).iterdir()}
+    kernels = {}
+    for kind in ("paged_decode_split", "paged_decode_merge", "paged_prefill"):
+        ptx, ptxas, resources = (
+            "".join(text for name, text in files.items() if name.startswith(kind) and name.endswith(ending))
+            for ending in (".ptx", ".ptxas", ".resources.txt")
+        )
+        if not ptx:
+            continue
+        kernels[kind] = {
+            "target": re.search(r"\.target (\w+)", ptx).group(1),
+            "registers": int(re.search(r"Used (\d+) registers", ptxas).group(1)),
+            "spills": int(re.search(r"(\d+) bytes spill stores, \d+ bytes spill loads\n", ptxas).group(1)),
+            "shared_memory": int(re.search(r"smem_scratch_bytes=(\d+)", resources).group(1)),
+            "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
+            "bulk_copies": len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
+            "proxy_fences": len(re.findall(r"fence\.proxy\.async", ptx)),
+        }
+    return compiled, kernels
+
+
+def attention(name, *, tokens=1, packed=False, block_size=16):
+    """One named shape; head dims that fill no whole tile are stored padded."""
+    shape = SHAPES[name]
+    stored = -(-shape.head_dim // 64) * 64
+    heads = (shape.num_heads, shape.head_dim)
+    q = array((tokens, *heads) if packed else (ROWS, tokens, *heads))
+    kv = array((NUM_BLOCKS, 2, shape.num_kv_heads, block_size, stored))
+    row = array((ROWS,), jnp.int32)
+    options = dict(window=shape.window, soft_cap=shape.soft_cap)
+    f = functools.partial(gpu.paged_attention, **options)
+    return compile_(f, q, kv, array((ROWS, MAX_BLOCKS), jnp.int32), row, row)[1]
+
+
+def without_fence():
+    """Negative control: V's and P's writes are not published to the matrix unit."""
+    from mutants import mutant
+
+    from pallas_kernels.gpu import _attention, _decode
+
+    fence = "                plgpu.commit_smem()\n\n                def values_times_weights"
+    _attention._decode = mutant(_decode, (fence, fence.replace("plgpu.commit_smem()", "pass")))
+    try:
+        return attention("llama3-8b")
+    finally:
+        _attention._decode = _decode
+
+
+def step(*, donate=True, unique=True):
+    """A decode step of two layers: projections, write, attention. What the program does to the pools."""
+    shape = SHAPES["llama3-8b"]
+    model_dim, heads, kv_heads, head_dim = 4096, shape.num_heads, shape.num_kv_heads, shape.head_dim
+    weights = {
+        "q": array((model_dim, heads * head_dim)), "kv": array((model_dim, 2 * kv_heads * head_dim)),
+        "o": array((heads * head_dim, model_dim)),
+    }  # fmt: skip
+    pools = tuple(array((NUM_BLOCKS, 2, kv_heads, 16, head_dim)) for _ in range(2))
+
+    def decode_step(pools, weights, x, tables, lengths, new):
+        written = []
+        for pool, w in zip(pools, weights, strict=True):
+            q = (x @ w["q"]).reshape(ROWS, 1, heads, head_dim)
+            k, v = jnp.split((x @ w["kv"]).reshape(ROWS, 1, 2 * kv_heads, head_dim), 2, axis=2)
+            if unique:
+                pool = xla.write_kv(pool, k, v, tables, lengths, new)
+            else:  # negative control
+                block = jnp.take_along_axis(tables, ((lengths - 1) // 16)[:, None], axis=1)[:, 0]
+                pool = pool.at[block, :, :, (lengths - 1) % 16].add(jnp.stack([k[:, 0], v[:, 0]], axis=1))
+            out = pallas_kernels.paged_attention(q, pool, tables, lengths, new, implementation="gpu")
+            x = x + out.reshape(ROWS, heads * head_dim) @ w["o"]
+            written.append(pool)
+        return x, tuple(written)
+
+    row = array((ROWS,), jnp.int32)
+    arguments = (pools, (weights, weights), array((ROWS, model_dim)), array((ROWS, MAX_BLOCKS), jnp.int32), row, row)
+    compiled, _ = compile_(decode_step, *arguments, donate_argnums=(0,) if donate else ())
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    pool_type = re.escape("bf16[" + ",".join(map(str, pools[0].shape)) + "]")
+    return {
+        "pool_bytes": sum(pool.size * 2 for pool in pools),
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "pool_copies": len(re.findall(rf"= {pool_type}\S* copy(?:-start)?\(", text)),
+        "scatters": len(re.findall(r" scatter\(", text)),
+        "unique_scatters": len(re.findall(r" scatter\(.*unique_indices=true", text)),
+    }
+
+
+JOBS = {
+    "llama3-8b": lambda: attention("llama3-8b"),
+    "llama3-8b-contiguous": lambda: attention("llama3-8b", block_size=4096),
+    "llama3.2-1b": lambda: attention("llama3.2-1b", block_size=8),
+    "qwen2.5-14b": lambda: attention("qwen2.5-14b", block_size=64),
+    "llama2-7b": lambda: attention("llama2-7b"),
+    "phi2": lambda: attention("phi2", block_size=32),
+    "gemma2-2b": lambda: attention("gemma2-2b", block_size=128),
+    "llama3-8b-prefill": lambda: attention("llama3-8b", tokens=2048, packed=True),
+    "llama3.2-1b-prefill": lambda: attention("llama3.2-1b", tokens=256),
+    "qwen2.5-14b-prefill": lambda: attention("qwen2.5-14b", tokens=256, block_size=64),
+    "gemma2-2b-prefill": lambda: attention("gemma2-2b", tokens=256),
+    "step": step,
+    "control-no-fence": without_fence,
+    "control-not-donated": lambda: step(donate=False),
+    "control-not-unique": lambda: step(unique=False),
+}
+
+
+if __name__ == "__main__":
+    sys.path.append(str(pathlib.Path(__file__).parents[1] / "kernels" / "gpu"))  # for the mutants
+    for job in sys.argv[1:]:
+        print("JOB", json.dumps({job: JOBS[job]()}), flush=True)

@@ -1,0 +1,98 @@
+"""What the compiler makes of the GPU kernels for an H200: registers, memory, instructions, and the pools' fate.
+
+Needs the extra `compile` in the folder that JAXKV_COMPILE_SITE names, and no GPU. The compiler has its own process.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+SITE = os.environ.get("JAXKV_COMPILE_SITE")
+pytestmark = pytest.mark.skipif(not SITE, reason="JAXKV_COMPILE_SITE does not name a folder with the extra `compile`")
+
+# Name -> the most registers and bytes of shared memory, so that two thread blocks of 256 threads share a multiprocessor
+# (65,536 registers, 227 KiB); head_dim 256 has one to itself.
+DECODE_BUDGETS = {
+    "llama3-8b": (96, 113_000),
+    "llama3-8b-contiguous": (96, 113_000),
+    "llama3.2-1b": (96, 113_000),
+    "qwen2.5-14b": (96, 113_000),
+    "llama2-7b": (96, 113_000),
+    "phi2": (96, 113_000),
+    "gemma2-2b": (128, 227_000),
+}
+# Name -> the most bytes spilled. One thread block fills a multiprocessor: 384 threads start with 168 registers each,
+# and the producer hands most of its own to the consumers. At head_dim 256 an accumulator takes 128 of 232.
+PREFILL_BUDGETS = {"llama3-8b-prefill": 0, "llama3.2-1b-prefill": 0, "qwen2.5-14b-prefill": 0, "gemma2-2b-prefill": 160}
+
+
+@pytest.fixture(scope="module")
+def report():
+    """Everything that gpu_compile.py prints, by job."""
+    script = pathlib.Path(__file__).with_name("gpu_compile.py")
+    jobs = [*DECODE_BUDGETS, *PREFILL_BUDGETS, "step", "control-no-fence", "control-not-donated", "control-not-unique"]
+    path = os.pathsep.join([str(script.parents[2]), SITE, os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    run = subprocess.run([sys.executable, script, *jobs], env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = {}
+    for line in run.stdout.splitlines():
+        if line.startswith("JOB "):
+            found |= json.loads(line.removeprefix("JOB "))
+    return found
+
+
+@pytest.mark.parametrize("name", DECODE_BUDGETS)
+def test_decode_within_budget(name, report):
+    registers, shared_memory = DECODE_BUDGETS[name]
+    kernel = report[name]["paged_decode_split"]
+    assert kernel["target"] == "sm_90a"
+    assert kernel["spills"] == 0
+    assert kernel["registers"] <= registers
+    assert kernel["shared_memory"] <= shared_memory
+    assert kernel["wgmma"] > 0 and kernel["bulk_copies"] >= 3  # q, K and V
+    assert kernel["proxy_fences"] == 2  # before the product with V, and before the output leaves
+
+
+def test_merge_within_budget(report):
+    merge = report["llama3-8b"]["paged_decode_merge"]
+    assert merge["spills"] == 0 and merge["registers"] <= 96
+    assert merge["proxy_fences"] == 1
+
+
+@pytest.mark.parametrize("name", PREFILL_BUDGETS)
+def test_prefill_within_budget(name, report):
+    kernel = report[name]["paged_prefill"]
+    assert kernel["target"] == "sm_90a"
+    assert kernel["spills"] <= PREFILL_BUDGETS[name]
+    assert kernel["registers"] == 168 and kernel["shared_memory"] <= 227 * 1024
+    assert kernel["wgmma"] > 0 and kernel["bulk_copies"] >= 3
+    assert kernel["proxy_fences"] == 3  # V cleaned, before the product with V, and before the output leaves
+
+
+def test_missing_fence_shows(report):
+    """Negative control: the interpreter cannot see it, the count of fences does."""
+    assert report["control-no-fence"]["paged_decode_split"]["proxy_fences"] == 1
+
+
+def test_step_updates_the_pools_in_place(report):
+    step = report["step"]
+    assert step["alias_bytes"] == step["pool_bytes"]
+    assert step["pool_copies"] == 0
+    assert step["temp_bytes"] < step["pool_bytes"] / 20
+    assert step["unique_scatters"] == step["scatters"] == 2  # one a pool; unique: no atomics
+
+
+def test_undonated_pools_show(report):
+    """Negative control: what a step looks like that copies its pools."""
+    assert report["control-not-donated"]["alias_bytes"] == 0
+    assert report["control-not-donated"]["pool_copies"] > 0
+
+
+def test_scatter_with_atomics_shows(report):
+    """Negative control: an update without the promise of unique indices."""
+    assert report["control-not-unique"]["unique_scatters"] == 0

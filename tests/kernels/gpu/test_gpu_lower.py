@@ -1,0 +1,113 @@
+"""Lower the kernels for CUDA on any machine: layouts, swizzles and shared memory of a sample of all shapes."""
+
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from pallas_kernels import gpu
+from pallas_kernels.gpu import _tuning
+from pallas_kernels.gpu._tiles import Tile
+
+AXES = {
+    "block_size": (8, 16, 24, 32, 64, 128, 256, 4096),  # 4096: the contiguous layout
+    "head_dim": (64, 80, 96, 128, 256),
+    "group": (1, 4, 5, 7, 8, 16, 20),
+    "dtype": (jnp.bfloat16, jnp.float16),
+    "window": (None, 100),
+    "soft_cap": (None, 30.0),
+    "sinks": (False, True),
+    "tokens": (1, 40),
+}
+
+
+def sample() -> list[dict]:
+    """Combinations in which every pair of values of any two axes occurs, found greedily."""
+    random.seed(0)
+    names = list(AXES)
+    missing = {
+        frozenset([(a, x), (b, y)]) for a, b in itertools.combinations(names, 2) for x in AXES[a] for y in AXES[b]
+    }
+    chosen = []
+    while missing:
+        candidates = []
+        for _ in range(20):
+            combination = dict(sorted(next(iter(missing)), key=str))
+            combination = {name: combination.get(name, random.choice(AXES[name])) for name in names}
+            pairs = {frozenset(pair) for pair in itertools.combinations(combination.items(), 2)}
+            candidates.append((len(pairs & missing), len(candidates), combination, pairs))
+        _, _, combination, pairs = max(candidates, key=lambda c: c[:2])
+        missing -= pairs
+        chosen.append(combination)
+    return chosen
+
+
+def lower(*, block_size, head_dim, group, dtype, window, soft_cap, sinks, tokens):
+    rows, num_kv_heads, stored = 3, 2, -(-head_dim // 64) * 64
+    num_heads = group * num_kv_heads
+    shape = jax.ShapeDtypeStruct
+    q = shape((rows, tokens, num_heads, head_dim), dtype)
+    kv = shape((9, 2, num_kv_heads, block_size, stored), dtype)
+    tables, row = shape((rows, 4), jnp.int32), shape((rows,), jnp.int32)
+    sinks = shape((num_heads,), jnp.float32) if sinks else None
+    assert gpu.unsupported("paged_attention", dict(q=q, kv=kv)) is None
+
+    def attend(q, kv, tables, lengths, new, sinks):
+        return gpu.paged_attention(q, kv, tables, lengths, new, sinks=sinks, window=window, soft_cap=soft_cap)
+
+    jax.jit(attend).trace(q, kv, tables, row, row, sinks).lower(lowering_platforms=("cuda",))
+
+
+def test_matrix():
+    failures = []
+    for combination in sample():
+        try:
+            lower(**combination)
+        except Exception as e:  # collected, so that one run shows them all
+            failures.append((combination, repr(e)[:200]))
+    assert not failures
+
+
+DEFAULTS = dict(
+    block_size=16, head_dim=128, group=4, dtype=jnp.bfloat16, window=None, soft_cap=None, sinks=False, tokens=1
+)
+
+
+def test_vmap_lowers():
+    q, kv = jnp.zeros((2, 3, 1, 8, 64), jnp.bfloat16), jnp.zeros((2, 9, 2, 2, 16, 64), jnp.bfloat16)
+    tables, row = jnp.zeros((2, 3, 4), jnp.int32), jnp.ones((2, 3), jnp.int32)
+    jax.jit(jax.vmap(gpu.paged_attention)).trace(q, kv, tables, row, row).lower(lowering_platforms=("cuda",))
+
+
+def test_shard_map_lowers():
+    """Tensor parallel: each device has its share of the heads."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("heads",))
+    heads, nothing = PartitionSpec(None, None, "heads"), PartitionSpec()
+    shape, row = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((3,), jnp.int32)
+    kv, tables = shape((9, 2, 4, 16, 64), jnp.bfloat16), shape((3, 4), jnp.int32)
+    attend = jax.jit(
+        jax.shard_map(
+            gpu.paged_attention, mesh=mesh, in_specs=(heads, heads, nothing, nothing, nothing), out_specs=heads
+        )
+    )
+    for tokens in (1, 3):
+        q = shape((3, tokens, 16, 64), jnp.bfloat16)
+        attend.trace(q, kv, tables, row, row).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_x64_lowers(tokens):
+    with jax.enable_x64(True):
+        lower(**DEFAULTS | dict(sinks=True, window=100, soft_cap=30.0, tokens=tokens))
+
+
+def test_too_many_stages(monkeypatch):
+    """Negative control: more slots than shared memory holds run in the interpreter, and are caught here."""
+    plan = _tuning.DecodePlan(Tile(tokens=128, stages=4), num_blocks=8)
+    monkeypatch.setattr(_tuning, "decode_plan", lambda head_dim, columns: plan)
+    with pytest.raises(ValueError, match="shared memory"):
+        lower(**DEFAULTS | dict(head_dim=256))

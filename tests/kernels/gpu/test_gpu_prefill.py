@@ -1,0 +1,69 @@
+"""Chunked and mixed steps against the reference: interpreted with races detected, or natively on a GPU."""
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels import gpu, testing
+from pallas_kernels.gpu import _tuning, _work
+from pallas_kernels.gpu._tiles import Tile
+from pallas_kernels.testing import Case
+
+B16, F16 = {"dtype": "bfloat16"}, {"dtype": "float16"}
+CASES = [
+    Case((5, 0, 150, 64), (3, 0, 70, 1), **B16),  # mixed: the last row decodes
+    Case((5, 0, 150, 64), (3, 0, 70, 1), packed=True, padding=3, num_heads=5, num_kv_heads=1, sinks=True, **B16),
+    Case((300, 20), (130, 2), window=50, num_heads=1, num_kv_heads=1, block_size=24, packed=True, **F16),
+    Case((200, 20), (20, 2), window=50, soft_cap=4.0, num_kv_heads=1, head_dim=256, block_size=8, **B16),
+    Case((90, 7), (40, 7), num_heads=20, num_kv_heads=1, head_dim=80, stored_head_dim=128, block_size=256, **F16),
+    Case((9, 3), (1, 0), packed=True, **B16),
+]
+
+
+def check(case, interpret):
+    inputs, options = testing.make_inputs(case), testing.make_options(case)
+    assert gpu.unsupported("paged_attention", dict(q=inputs.q, kv=inputs.kv)) is None
+    attend = jax.jit(lambda *a: gpu.paged_attention(*a, **options, return_lse=True, interpret=interpret))
+    out, lse = attend(*inputs)
+    expected_out, expected_lse = testing.expected(case, inputs, return_lse=True)
+    testing.assert_close(out, expected_out)
+    testing.assert_close(lse, expected_lse, dtype=case.dtype)
+
+
+@pytest.mark.usefixtures("small_plans")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_reference(case, interpret):
+    check(case, interpret)
+
+
+def test_wide_tiles(monkeypatch, interpret):
+    """128 tokens a tile, of which the two consumers clean two swizzled tiles each."""
+    monkeypatch.setattr(_tuning, "prefill_plan", lambda *_: _tuning.PrefillPlan(Tile(tokens=128, stages=2)))
+    monkeypatch.setattr(_tuning, "decode_plan", lambda *_: _tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=1))
+    check(Case((390,), (40,), num_heads=2, num_kv_heads=1, head_dim=128, **B16), interpret)
+
+
+def test_items_cover_every_token_once():
+    lengths, new = np.array([300, 5, 0, 64, 1000], np.int32), np.array([100, 5, 0, 2, 33], np.int32)
+    items, index, first_item, place = _work.prefill_items(lengths, new, None, 16, 14)
+    covered = [(row, p) for row, start, stop in np.asarray(items) for p in range(start, stop)]
+    assert sorted(covered) == [(r, p) for r in range(5) for p in range(lengths[r] - new[r], lengths[r])]
+    seen = np.asarray(items[:, 2])[: np.count_nonzero(items[:, 2] > items[:, 1])]
+    assert (np.diff(seen) <= 0).all()  # the longest first
+    at = np.asarray(place)[np.asarray(first_item)[0] + 50 // 16]  # token 50 of row 0
+    assert items[at, 0] == 0 and index[at] == 48
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_decode_items_are_even(window):
+    """One row 100 times as long as the rest is cut as finely as they are, and every tile seen is in one item."""
+    lengths = np.array([32_000, 300, 0, 300], np.int32)
+    items, first_item = (np.asarray(x) for x in _work.decode_items(lengths, window, 64, 40))
+    for row, length in enumerate(lengths):
+        first = 0 if window is None else max(length - window, 0) // 64
+        tiles = [t for _, start, stop, _ in items[first_item[row] : first_item[row + 1]] for t in range(start, stop)]
+        assert tiles == list(range(first, -(-length // 64)))
+        assert (items[first_item[row] : first_item[row + 1], [0, 3]] == [row, length]).all()
+    sizes = items[:, 2] - items[:, 1]
+    assert (sizes[first_item[-1] :] == 0).all()
+    assert sizes.max() <= -(-sizes.sum() // 36)

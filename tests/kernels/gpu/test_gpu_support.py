@@ -1,0 +1,55 @@
+"""What the GPU backend refuses, and that it says so by name with the way out."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels
+from pallas_kernels.gpu import _support
+
+
+def arguments(*, dtype=jnp.bfloat16, pool_dtype=None, head_dim=128, stored=None, block_size=16, heads=8, **others):
+    shape = jax.ShapeDtypeStruct
+    kv = shape((9, 2, 2, block_size, stored or head_dim), pool_dtype or dtype)
+    row = shape((2,), jnp.int32)
+    q = shape((2, 1, heads, head_dim), dtype)
+    return dict(q=q, kv=kv, tables=shape((2, 4), jnp.int32), lengths=row, new=row, **others)
+
+
+REFUSED = {
+    "mask": arguments(mask=jax.ShapeDtypeStruct((2, 1, 64), jnp.bool_)),
+    "kv_scale": arguments(kv_scale=jax.ShapeDtypeStruct((9, 2, 2, 16), jnp.float32)),
+    "float32": arguments(dtype=jnp.float32),
+    "dtype": arguments(pool_dtype=jnp.float16),
+    "block_size": arguments(block_size=12),
+    "head_dim": arguments(head_dim=80),
+    "512": arguments(head_dim=512),
+    "query heads": arguments(heads=80),
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_refusals(word):
+    choice = pallas_kernels.explain(platform="cuda", **REFUSED[word])
+    assert choice.implementation == "xla"
+    assert word in choice.reason and "implementation=None" in choice.reason
+    with pytest.raises(NotImplementedError, match=word):
+        pallas_kernels.explain(implementation="gpu", **REFUSED[word])
+
+
+def test_supported():
+    assert pallas_kernels.explain(platform="cuda", **arguments()).implementation == "gpu"
+    assert pallas_kernels.explain(platform="cuda", **arguments(head_dim=80, stored=128)).implementation == "gpu"
+
+
+def test_write_is_left_to_xla():
+    choice = pallas_kernels.explain("write_kv", platform="cuda", **arguments())
+    assert choice.implementation == "xla"
+
+
+@pytest.mark.parametrize(("capability", "chosen"), [("8.0", "xla"), ("9.0", "gpu"), ("10.0", "xla")])
+def test_only_hopper(capability, chosen, monkeypatch):
+    monkeypatch.setattr(_support, "_capability", lambda: capability)
+    choice = pallas_kernels.explain(platform="cuda", **arguments())
+    assert choice.implementation == chosen
+    assert chosen == "gpu" or capability in choice.reason
