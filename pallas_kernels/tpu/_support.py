@@ -13,8 +13,6 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
     for name in ("kv_scale", "mask"):
         if arguments.get(name) is not None:
             return f"The TPU kernels do not take {name}: leave implementation=None, and XLA runs it."
-    if q is not None and (q.ndim != 4 or q.shape[1] != 1):
-        return f"The TPU kernels take one token per row, [S, 1, H, D], but q is {list(q.shape)}: XLA runs it."
     if kv is None:
         return None
     if kv.dtype not in (jnp.bfloat16, jnp.float32):
