@@ -7,7 +7,11 @@ import jax.numpy as jnp
 
 from pallas_kernels._tokens import default_offsets, locate
 from pallas_kernels.tpu.decode import decode
-from pallas_kernels.tpu.prefill import TILE_QUERIES, make_tiles, prefill
+from pallas_kernels.tpu._pages import LANES
+from pallas_kernels.tpu.prefill import make_tiles, prefill
+
+WINDOW_QUERIES = 512  # tokens x heads of a group: enough to hide the loading of keys
+WINDOW_BYTES = 4 * 2**20  # of a window's queries: they are buffered twice, and so is their output
 
 
 def attend(
@@ -25,42 +29,35 @@ def attend(
     token = locate(tuple(token_axes), lengths, new, offsets)
     options |= {"scale": head_dim**-0.5 if scale is None else scale, "return_lse": return_lse, "interpret": interpret}
 
-    if q.ndim == 4:
-        begin, most = jnp.arange(rows, dtype=jnp.int32) * q.shape[1], q.shape[1]
-    else:
-        begin, most = default_offsets(new) if offsets is None else offsets, q.shape[0]
-    flat = q.reshape(-1, num_heads, head_dim)
+    places = token_axes[-1]
+    size = window_tokens(group, places, num_kv_heads * stored * q.dtype.itemsize)
+    q = pad(pad(q, stored), -(-places // size) * size, axis=-3)
+    flat = q.reshape(-1, num_heads, stored)
+    if q.ndim == 4:  # every row has windows of its own
+        begin, shared = jnp.arange(rows, dtype=jnp.int32) * q.shape[1], 0
+    else:  # a row of two tokens or more may share the window that it starts in
+        begin, shared = default_offsets(new) if offsets is None else offsets, min(rows, places // 2)
+    num_windows = flat.shape[0] // size
+
     single = new == 1
     alone = flat[jnp.clip(begin, 0, flat.shape[0] - 1)]
-    alone_out, alone_lse, _ = decode(pad(alone, stored), kv, tables, jnp.where(single, lengths, 0), **options)
+    alone_out, alone_lse, _ = decode(alone, kv, tables, jnp.where(single, lengths, 0), **options)
+    tiles = make_tiles(
+        begin, lengths, jnp.where(single, 0, new),
+        window_tokens=size, num_windows=num_windows, max_tiles=num_windows + shared,
+    )  # fmt: skip
+    windows = flat.reshape(num_windows, size, num_kv_heads, group, stored).transpose(0, 2, 4, 3, 1)
+    out, lse = prefill(windows, kv, tables, tiles, **options)
 
-    size = tile_tokens(group, most, num_kv_heads * stored * q.dtype.itemsize)
-    if q.ndim == 4:
-        max_tiles = rows * -(-most // size)
-    else:
-        max_tiles = most // size + min(rows, most // 2)  # only rows of two tokens or more have a last, partial tile
-    tiles = make_tiles(lengths, jnp.where(single, 0, new), size, max(1, max_tiles))
-    place = begin[tiles.row, None] + tiles.index[:, None] * size + jnp.arange(size, dtype=jnp.int32)
-    tiled = pad(flat[jnp.clip(place, 0, flat.shape[0] - 1)], stored)  # [W, size, H, D']
-    tiled = tiled.reshape(-1, size, num_kv_heads, group, stored).transpose(0, 2, 4, 3, 1)
-    tiled = tiled.reshape(-1, num_kv_heads, stored, group * size)
-    out, lse = prefill(tiled, kv, tables, tiles, tile_tokens=size, **options)
+    def unite(windows, alone, nothing):  # [windows, K, width, G, size] and [S, H, width] -> [tokens, H, width]
+        together = windows.transpose(0, 4, 1, 3, 2).reshape(*q.shape[:-1], -1)[..., :places, :, :]
+        together = jnp.where(single[token.row][..., None, None], alone[token.row], together)
+        return jnp.where(token.valid[..., None, None], together, jnp.asarray(nothing, together.dtype))
 
-    since = token.position - (lengths - new)[token.row]  # the token's index in its row's part of the step
-    tile = tiles.first[token.row] + since // size
-    place = jnp.clip(tile * size + since % size, 0, tiles.row.shape[0] * size - 1)
-
-    def untile(tiled, alone, nothing):  # [W, K, width, group * size], [S, H, width] -> [tokens, H, width]
-        width = tiled.shape[2]
-        tiled = tiled.reshape(-1, num_kv_heads, width, group, size).transpose(0, 4, 1, 3, 2)
-        found = tiled.reshape(-1, num_heads, width)[place]
-        found = jnp.where(single[token.row][..., None, None], alone[token.row], found)
-        return jnp.where(token.valid[..., None, None], found, jnp.asarray(nothing, found.dtype))
-
-    out = untile(out, alone_out, 0)[..., :head_dim]
+    out = unite(out, alone_out, 0)[..., :head_dim]
     if not return_lse:
         return out
-    return out, untile(lse, alone_lse[..., None], -jnp.inf)[..., 0]
+    return out, unite(lse, alone_lse[..., None], -jnp.inf)[..., 0]
 
 
 def decode_step(
@@ -87,14 +84,16 @@ def decode_step(
     return (out, lse[:, None]) if return_lse else out, kv
 
 
-def tile_tokens(group: int, most: int, head_bytes: int) -> int:
-    """Tokens of a tile: a power of two, so that a tile's queries fill whole registers."""
-    least = 128 // math.gcd(group, 128)
-    tokens = least
-    while 2 * tokens * group <= TILE_QUERIES and 2 * tokens * group * head_bytes <= 4 * 2**20 and tokens < most:
+def window_tokens(group: int, most: int, head_bytes: int) -> int:
+    """Tokens of a window: a power of two, so that its queries fill whole registers; no more than `most` needs."""
+    tokens = LANES // math.gcd(group, LANES)
+    while 2 * tokens * group <= WINDOW_QUERIES and 2 * tokens * group * head_bytes <= WINDOW_BYTES and tokens < most:
         tokens *= 2
     return tokens
 
 
-def pad(x: jax.Array, head_dim: int) -> jax.Array:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, head_dim - x.shape[-1])])
+def pad(x: jax.Array, size: int, axis: int = -1) -> jax.Array:
+    """Zeros at the end of an axis, to make it `size` long."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths)
