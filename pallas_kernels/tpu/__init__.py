@@ -5,7 +5,7 @@ queries for the prefill kernel. A mixed step runs both, and neither pays for the
 """
 
 from pallas_kernels import xla
-from pallas_kernels.tpu._step import attend, decode_step
+from pallas_kernels.tpu._step import attend, decode_step, pad
 from pallas_kernels.tpu._support import unsupported as unsupported
 
 
@@ -15,7 +15,11 @@ def paged_attention(q, kv, tables, lengths, new, *, interpret=False, **options):
 
 
 def write_kv(kv, k, v, tables, lengths, new, *, offsets=None):
-    """What [`pallas_kernels.write_kv`][] means: XLA's scatter, which updates a donated pool in place."""
+    """What [`pallas_kernels.write_kv`][] means: XLA's scatter, which updates a donated pool in place.
+
+    In whole rows of the pool, padding included: XLA would copy the pool to write a part of its minor dimension.
+    """
+    k, v = (pad(x, kv.shape[-1]) for x in (k, v))
     return xla.write_kv(kv, k, v, tables, lengths, new, offsets=offsets)
 
 

@@ -13,7 +13,7 @@ import pallas_kernels
 from pallas_kernels import testing, tpu
 from pallas_kernels.testing import Case
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(240, method="thread")
 BF16 = {"dtype": "bfloat16", "stored_head_dim": 128}
 F32 = {"dtype": "float32", "stored_head_dim": 128}
 ONE = (1, 1, 1, 1, 1)
