@@ -1,5 +1,31 @@
-"""Paged attention on TPUs, in Pallas Mosaic TPU."""
+"""Paged attention on TPUs, in Pallas Mosaic TPU.
+
+Rows with one new token go to the decode kernel, which can write it as well; rows with more are cut into tiles of
+queries for the prefill kernel. A mixed step runs both, and neither pays for the other's rows.
+"""
+
+from pallas_kernels import xla
+from pallas_kernels.tpu._step import attend, decode_step, pad
+from pallas_kernels.tpu._support import unsupported as unsupported
 
 
-def unsupported(op, arguments):
-    return "There are no TPU kernels yet."
+def paged_attention(q, kv, tables, lengths, new, *, interpret=False, **options):
+    """What [`pallas_kernels.paged_attention`][] means. `interpret`: run on the CPU, `pltpu.InterpretParams()`."""
+    return attend(q, kv, tables, lengths, new, interpret=interpret, **options)
+
+
+def write_kv(kv, k, v, tables, lengths, new, *, offsets=None):
+    """What [`pallas_kernels.write_kv`][] means: XLA's scatter, which updates a donated pool in place.
+
+    In whole rows of the pool, padding included: XLA would copy the pool to write a part of its minor dimension.
+    """
+    k, v = (pad(x, kv.shape[-1]) for x in (k, v))
+    return xla.write_kv(kv, k, v, tables, lengths, new, offsets=offsets)
+
+
+def write_and_attend(q, k, v, kv, tables, lengths, new, *, interpret=False, **options):
+    """What [`pallas_kernels.write_and_attend`][] means: one kernel for a decode step `[S, 1, H, D]`, else two."""
+    if q.ndim == 4 and q.shape[1] == 1:
+        return decode_step(q, kv, tables, lengths, new, k=k, v=v, interpret=interpret, **options)
+    kv = write_kv(kv, k, v, tables, lengths, new, offsets=options.get("offsets"))
+    return attend(q, kv, tables, lengths, new, interpret=interpret, **options), kv

@@ -1,0 +1,125 @@
+"""How the kernels walk the blocks of a row: in pages, a step of pages at a time, two steps in flight.
+
+A page is what one DMA brings: a block, or a part of one where blocks are larger than a step. A step is what the matrix
+unit works on at once: pages enough for 512 tokens or more, in one of two buffers, while the next step's pages fly.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+SMEM_ENTRIES = 250_000  # i32 that fit the 1 MiB of scalar memory, with some room for the rest
+PAGE_BUFFER_BYTES = 16 * 2**20  # of vector memory, for both buffers
+VMEM_BYTES = 48 * 2**20  # what a kernel may use in all: v5p and tpu7x have 64 MiB
+LANES = 128
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # a logit not seen; finite, so that MASKED - MASKED is not NaN
+
+
+def sublanes(dtype) -> int:
+    """Rows of a register tile: slices of a block must be multiples of it."""
+    return 32 // jnp.dtype(dtype).itemsize
+
+
+def divide(x: jax.Array, by: int) -> jax.Array:
+    """`x // by` for `x >= 0`: a shift where it can be, for the scalar unit has no division."""
+    if by & (by - 1) == 0:
+        return lax.shift_right_logical(x, jnp.int32(by.bit_length() - 1))
+    return lax.div(x, jnp.int32(by))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """The walk over one pool's blocks: sizes in tokens, all static."""
+
+    block_size: int
+    page_size: int
+    pages_per_step: int
+    blocks_per_row: int
+    window: int | None
+
+    @classmethod
+    def plan(cls, kv, tables, window: int | None, step_tokens: int) -> "Pages":
+        """Steps of about `step_tokens` tokens, fewer where the table is short or vector memory is."""
+        _, _, num_heads, block_size, head_dim = kv.shape
+        token_bytes = 2 * num_heads * head_dim * kv.dtype.itemsize
+        step_tokens = min(step_tokens, PAGE_BUFFER_BYTES // (2 * token_bytes), tables.shape[1] * block_size)
+        tile = sublanes(kv.dtype)
+        fits = (n for n in range(block_size, 0, -tile) if block_size % n == 0 and n <= max(step_tokens, tile))
+        page_size = next(fits, tile)
+        return cls(block_size, page_size, max(1, step_tokens // page_size), tables.shape[1], window)
+
+    @property
+    def step_tokens(self) -> int:
+        return self.page_size * self.pages_per_step
+
+    def first(self, oldest: jax.Array) -> jax.Array:
+        """The page of the first key that a query at position `oldest` sees."""
+        if self.window is None:
+            return jnp.int32(0)
+        return divide(jnp.maximum(oldest - (self.window - 1), 0), self.page_size)
+
+    def stop(self, limit: jax.Array) -> jax.Array:
+        """One past the page of the last of `limit` keys."""
+        return divide(limit + (self.page_size - 1), self.page_size)
+
+    def steps(self, oldest: jax.Array, limit: jax.Array) -> jax.Array:
+        return divide(self.stop(limit) - self.first(oldest) + (self.pages_per_step - 1), self.pages_per_step)
+
+    def copies(self, do: str, kv_hbm, buffer, semaphore, tables, row, oldest, limit, step) -> None:
+        """`do` ("start" or "wait") the copies of one step's pages into `buffer [pages, 2, K, page_size, D]`."""
+        begin = self.first(oldest) + step * self.pages_per_step
+        held = self.stop(limit) - begin
+
+        def page(i, _=None):
+            block, part = self._split(begin + i)
+            source = kv_hbm.at[tables[row * self.blocks_per_row + block]]
+            if self.page_size < self.block_size:
+                source = source.at[:, :, pl.ds(pl.multiple_of(part * self.page_size, self.page_size), self.page_size)]
+            getattr(pltpu.make_async_copy(source, buffer.at[i], semaphore), do)()
+
+        @pl.when(held >= self.pages_per_step)
+        def _():  # nearly every step: without a loop's overhead, and with one wait for all
+            if do == "wait":
+                pltpu.make_async_copy(buffer, buffer, semaphore).wait()
+            else:
+                for i in range(self.pages_per_step):
+                    page(i)
+
+        @pl.when(held < self.pages_per_step)
+        def _():
+            lax.fori_loop(0, held, page, None)
+
+    def _split(self, page: jax.Array) -> tuple[jax.Array, jax.Array]:
+        parts = self.block_size // self.page_size
+        block = divide(page, parts)
+        return block, page - block * parts
+
+    def hide_values(self, buffer, oldest, limit, step, steps) -> None:
+        """Zero the values of a step that no query sees: they may be NaN, and 0 * NaN is NaN. (Logits are selected.)"""
+        begin = self.first(oldest) + step * self.pages_per_step
+
+        def keep(page, is_seen):
+            values = buffer[page, 1].astype(jnp.float32)  # [K, page_size, D]; selects want 32 bits
+            position = (begin + page) * self.page_size + lax.broadcasted_iota(jnp.int32, values.shape, 1)
+            buffer[page, 1] = jnp.where(is_seen(position), values, 0.0).astype(buffer.dtype)
+
+        if self.window is not None:
+
+            @pl.when(step == 0)
+            def _():
+                keep(0, lambda position: position > oldest - self.window)
+
+        @pl.when(step + 1 == steps)
+        def _():
+            held = self.stop(limit) - begin
+            keep(held - 1, lambda position: position < limit)
+
+            def clear(page, _):
+                buffer[page, 1] = jnp.zeros(buffer.shape[2:], buffer.dtype)
+
+            lax.fori_loop(held, self.pages_per_step, clear, None)

@@ -1,0 +1,39 @@
+"""The TPU kernels through the real compiler, with no TPU: it accepts them, and no pool is ever copied."""
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+SITE = os.environ.get("JAXKV_COMPILE_SITE")
+pytestmark = [
+    pytest.mark.skipif(not SITE, reason="JAXKV_COMPILE_SITE does not say where libtpu is (the Makefile does)"),
+    pytest.mark.timeout(280, method="thread"),
+]
+
+
+@functools.cache
+def compile_for(chip):
+    path = os.pathsep.join([str(HERE.parent.parent), SITE])
+    done = subprocess.run(
+        [sys.executable, HERE / "tpu_programs.py", chip], env=os.environ | {"PYTHONPATH": path}, capture_output=True,
+        text=True, timeout=270,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x", "four"])
+def test_nothing_is_copied(chip):
+    programs = compile_for(chip)
+    assert programs
+    for program in programs:
+        assert program["kernels"] >= (program["op"] != "write_kv"), program
+        assert program["temp"] < 0.01 * program["pool"], program
+        assert program["alias"] == (0 if program["op"] == "paged_attention" else program["pool"]), program
+        assert program["collectives"] == 0, program

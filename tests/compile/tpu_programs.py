@@ -1,0 +1,108 @@
+"""Compiles the TPU kernels for a chip that is not there, and prints what the compiler says as JSON.
+
+A script of its own, for libtpu must not be near the tests' own process: `python tpu_programs.py v6e`.
+"""
+
+import json
+import os
+import sys
+
+os.environ |= {
+    "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_LOG_DIR": "disabled", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}  # fmt: skip
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_kernels
+from pallas_kernels import SHAPES
+
+TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1"}
+ROWS, BLOCKS_PER_ROW, BLOCK_SIZE = 8, 128, 16
+
+
+def devices(topology, bounds):
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology, chips_per_host_bounds=bounds).devices
+
+
+def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16"):
+    """Compile `op` of one or more layers, one after another, on a donated pool each; bytes per chip."""
+    rows = tokens[0] if len(tokens) == 2 else ROWS
+    heads = "x" if sharded else None
+    stored = -(-shape.head_dim // 128) * 128
+
+    def array(*axes, spec=(), dtype=dtype):
+        return jax.ShapeDtypeStruct(axes, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    token_spec = (*(None for _ in tokens), heads)
+    pool = array(max(rows, ROWS) * BLOCKS_PER_ROW + 1, 2, shape.num_kv_heads, BLOCK_SIZE, stored, spec=(None, None, heads))
+    q = array(*tokens, shape.num_heads, shape.head_dim, spec=token_spec)
+    k = array(*tokens, shape.num_kv_heads, shape.head_dim, spec=token_spec)
+    tables = array(rows, BLOCKS_PER_ROW, dtype="int32")
+    counts = array(rows, dtype="int32")
+    options = {"window": shape.window, "soft_cap": shape.soft_cap, "implementation": "tpu"}
+
+    def step(q, k, pools, tables, lengths, new):
+        if op == "paged_attention":
+            return pallas_kernels.paged_attention(q, pools[0], tables, lengths, new, **options)
+        if op == "write_kv":
+            return pallas_kernels.write_kv(pools[0], k, k, tables, lengths, new, implementation="tpu")
+        written = []
+        for kv in pools:  # as a model's layers: each attends with what the last one gave
+            q, kv = pallas_kernels.write_and_attend(q, k, k, kv, tables, lengths, new, **options)
+            written.append(kv)
+        return q, written
+
+    if sharded:
+        pool_spec, tokens_spec = P(None, None, "x"), P(*token_spec)
+        step = jax.shard_map(
+            step, mesh=mesh, in_specs=(tokens_spec, tokens_spec, [pool_spec] * layers, P(), P(), P()),
+            out_specs=(tokens_spec, [pool_spec] * layers), check_vma=False,
+        )  # fmt: skip
+    arguments = (q, k, [pool] * layers, tables, counts, counts)
+    donated = () if op == "paged_attention" else 2
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(step, donate_argnums=donated).lower(*arguments).compile()
+    memory = compiled.memory_analysis()
+    chips = mesh.size if sharded else 1
+    return {
+        "pool": layers * pool.size * pool.dtype.itemsize // chips,
+        "alias": memory.alias_size_in_bytes,
+        "temp": memory.temp_size_in_bytes,
+        "collectives": compiled.as_text().count("all-"),
+        "kernels": compiled.as_text().count('custom_call_target="tpu_custom_call"'),
+    }
+
+
+def main(chip):
+    if chip == "four":
+        mesh = Mesh(np.array(devices("v6e:2x2", (2, 2, 1))), ("x",))
+        programs = {"sharded heads": ("llama3-8b", "write_and_attend", (ROWS, 1), {"sharded": True, "layers": 2})}
+    else:
+        mesh = Mesh(np.array(devices(TOPOLOGIES[chip], (1, 1, 1))), ("x",))
+        programs = {
+            "fused": ("llama3-8b", "write_and_attend", (ROWS, 1), {}),
+            "fused, head_dim 64": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {}),
+            "fused, window and soft cap": ("gemma2-2b", "write_and_attend", (ROWS, 1), {}),
+            "decode": ("llama3-8b", "paged_attention", (ROWS, 1), {}),
+            "write": ("llama3-8b", "write_kv", (64,), {}),
+            "prefill": ("gemma3-1b", "paged_attention", (1, 128), {}),
+            "mixed": ("qwen3-30b-a3b", "write_and_attend", (64,), {}),
+        }
+        if chip == "v6e":
+            programs |= {
+                "mixed, head_dim 64": ("llama3.2-1b", "write_and_attend", (64,), {}),
+                "float32": ("llama3-8b", "write_and_attend", (ROWS, 1), {"dtype": "float32"}),
+                "decode step of 16 layers": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {"layers": 16}),
+            }
+    for name, (shape, op, tokens, options) in programs.items():
+        print(json.dumps({"name": name, "op": op, **program(mesh, SHAPES[shape], op, tokens, **options)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,69 @@
+"""Runs a TPU kernel on the CPU: uninitialised memory is NaN, reads out of bounds raise, races are found."""
+
+import jax
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import testing, xla
+
+STRICT = {"uninitialized_memory": "nan", "out_of_bounds_reads": "raise"}
+# Copies happen as late as possible (at the wait), and as early as possible: each finds what the other cannot.
+PLAIN = pltpu.InterpretParams(**STRICT)
+RACES = pltpu.InterpretParams(**STRICT, detect_races=True, dma_execution_mode="eager")
+both = pytest.mark.parametrize("mode", [PLAIN, RACES], ids=["plain", "races"])
+
+
+def run(function, *arrays, mode, **options):
+    """`function` on the interpreter, compiled. Raises AssertionError where a race was found."""
+    pltpu.reset_tpu_interpret_mode_state()
+    try:
+        # Most of the time goes into compiling the interpreter's program, which runs once: compile it carelessly.
+        careless = {"xla_backend_optimization_level": 0}
+        program = jax.jit(lambda *x: function(*x, interpret=mode, **options), compiler_options=careless)
+        results = jax.block_until_ready(program(*arrays))
+        races = interpret_pallas_call.races
+        assert not (mode.detect_races and races.races_found), "there is a race"
+        return results
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+
+
+def bits(x):
+    """An array's bits: NaN equals NaN."""
+    return np.asarray(x).view(f"u{x.dtype.itemsize}")
+
+
+def check_attention(tpu, case, mode, **options):
+    inputs = testing.make_inputs(case)
+    out, lse = run(
+        tpu.paged_attention, *inputs, mode=mode, **testing.make_options(case), return_lse=True, **options
+    )
+    _check(case, inputs, out, lse)
+
+
+def check_write_and_attention(tpu, case, mode, **options):
+    inputs = testing.make_inputs(case)
+    q, kv, *rest = inputs
+    shape = (2, *q.shape[:-2], case.num_kv_heads, case.head_dim)
+    k, v = jax.random.normal(jax.random.key(0), shape, q.dtype)
+    kv = poison_new(kv, case, inputs)
+    (out, lse), written = run(
+        tpu.write_and_attend, q, k, v, kv, *rest, mode=mode, **testing.make_options(case), return_lse=True, **options
+    )
+    expected = xla.write_kv(kv, k, v, *rest)
+    np.testing.assert_array_equal(bits(written), bits(expected))
+    _check(case, inputs._replace(kv=expected), out, lse)
+
+
+def poison_new(kv, case, inputs):
+    """The places that the step will write hold NaN: what attends before it writes is caught."""
+    nan = jax.numpy.full((2, *inputs.q.shape[:-2], case.num_kv_heads, case.head_dim), np.nan, kv.dtype)
+    return xla.write_kv(kv, *nan, *inputs[2:])
+
+
+def _check(case, inputs, out, lse):
+    expected_out, expected_lse = testing.expected(case, inputs, return_lse=True)
+    testing.assert_close(out, expected_out)
+    testing.assert_close(lse, expected_lse, dtype=case.dtype)

@@ -1,0 +1,160 @@
+"""The TPU kernels against the reference, on the interpreter. NaN in everything that must not be read."""
+
+import dataclasses
+
+import interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+import pallas_kernels
+from pallas_kernels import testing, tpu
+from pallas_kernels.testing import Case
+
+pytestmark = pytest.mark.timeout(240, method="thread")
+BF16 = {"dtype": "bfloat16", "stored_head_dim": 128}
+F32 = {"dtype": "float32", "stored_head_dim": 128}
+ONE = (1, 1, 1, 1, 1)
+
+# Lengths around the borders of blocks and steps, rows that are empty or not in the step, at the ends and between.
+DECODE = [
+    (Case((0, 37, 0, 64, 1, 17, 0), (0, 1, 0, 1, 1, 1, 0), block_size=8, **F32), 32),
+    (Case((15, 16, 17, 54, 97), ONE, 10, 2, 128, 16, window=20, soft_cap=30.0, sinks=True, **BF16), 32),
+    (Case((513, 9, 1023), (1, 0, 1), 8, 1, 128, 64, window=64, **BF16), 128),
+    (Case((49, 96, 150), (1, 1, 1), 4, 4, 80, 48, sinks=True, **F32), 96),
+    (Case((255, 256, 3), (1, 1, 1), 6, 2, 256, 128, dtype="bfloat16", soft_cap=50.0), 256),
+    (Case((200, 130), (1, 1), 14, 2, 96, 256, scale=0.3, window=5, **BF16), 64),  # a block is several pages
+    (Case((0, 0), (0, 0), padding=1, **BF16), 64),
+    (Case((70, 33), (1, 1), 5, 1, 128, 16, max_blocks=9, **BF16), None),
+]
+# (new, length) pairs of PEERS' matrices and more; decode rows among them, alone, and none.
+MIXED = [
+    (Case((37, 1, 0, 64, 90, 16, 17), (20, 1, 0, 1, 64, 2, 17), block_size=8, padding=2, **F32), 32),
+    (
+        Case((0, 37, 5, 64, 140), (0, 1, 5, 3, 60), 10, 2, 128, 16, window=20, soft_cap=30.0, sinks=True, packed=True, **BF16),
+        64,
+    ),
+    (Case((1328, 18, 463, 37), (1, 5, 129, 37), 8, 1, 128, 64, packed=True, padding=7, **BF16), None),
+    (Case((3, 40, 0), (1, 1, 0), 4, 2, 128, 16, packed=True, padding=1, **BF16), None),
+    (Case((180, 70), (150, 3), 2, 1, 256, 256, dtype="float32", packed=True, window=33, sinks=True), 64),
+]
+
+
+def named(cases):
+    return pytest.mark.parametrize(("case", "step_tokens"), [pytest.param(*c, id=str(c[0])) for c in cases])
+
+
+def steps(step_tokens):
+    return {} if step_tokens is None else {"step_tokens": step_tokens}
+
+
+@interpreter.both
+@named(DECODE)
+def test_decode_with_the_write_fused(case, step_tokens, mode):
+    interpreter.check_write_and_attention(tpu, case, mode, **steps(step_tokens))
+
+
+@interpreter.both
+@named(DECODE[:2])
+def test_decode(case, step_tokens, mode):
+    interpreter.check_attention(tpu, case, mode, **steps(step_tokens))
+
+
+@interpreter.both
+@named(MIXED)
+def test_mixed(case, step_tokens, mode):
+    interpreter.check_attention(tpu, case, mode, **steps(step_tokens))
+
+
+def test_write_and_attend_of_a_mixed_step():
+    case, step_tokens = MIXED[1]
+    interpreter.check_write_and_attention(tpu, case, interpreter.PLAIN, **steps(step_tokens))
+
+
+def test_block_ids_are_not_trusted():
+    """Unused table entries may be anything, and a write to a block that is not there goes nowhere."""
+    case = Case((33, 40), (1, 1), block_size=16, max_blocks=5, **F32)
+    q, kv, tables, lengths, new = testing.make_inputs(case)
+    k, v = jax.random.normal(jax.random.key(0), (2, 2, 1, 2, 64))
+    wild = tables.at[:, 3:].set(jnp.asarray([10**9, -5])).at[1, 2].set(kv.shape[0])
+    out, written = interpreter.run(tpu.write_and_attend, q, k, v, kv, wild, lengths, new, mode=interpreter.PLAIN)
+    expected = pallas_kernels.write_kv(kv, k, v, tables, lengths, new, implementation="reference")
+    lost = tables[1, 2]  # row 1's last block, which its table lost
+    np.testing.assert_array_equal(interpreter.bits(written), interpreter.bits(expected.at[lost].set(kv[lost])))
+    testing.assert_close(out[:1], pallas_kernels.reference.paged_attention(q, expected, tables, lengths, new)[:1])
+
+
+def test_nan_stays_in_its_row():
+    case, step_tokens = DECODE[0]
+    q, kv, tables, lengths, new = testing.make_inputs(case)
+    clean = interpreter.run(tpu.paged_attention, q, kv, tables, lengths, new, mode=interpreter.PLAIN, **steps(step_tokens))
+    kv = kv.at[tables[3]].set(jnp.nan)
+    dirty = interpreter.run(tpu.paged_attention, q, kv, tables, lengths, new, mode=interpreter.PLAIN, **steps(step_tokens))
+    assert np.isnan(dirty[3]).all()
+    others = np.arange(len(case.lengths)) != 3
+    np.testing.assert_array_equal(np.asarray(clean)[others], np.asarray(dirty)[others])
+
+
+def test_a_window_reads_no_block_outside_it():
+    """Blocks that slid out of the window may be freed, and be NaN or another row's."""
+    case = Case((200, 64), (1, 20), window=20, block_size=16, packed=True, **F32)
+    inputs = testing.make_inputs(case)
+    expected = testing.expected(case, inputs)
+    tables = inputs.tables.at[0, :11].set(0).at[1, 0].set(0)
+    kv = inputs.kv.at[0].set(jnp.nan)
+    out = interpreter.run(
+        tpu.paged_attention, inputs.q, kv, tables, *inputs[3:], mode=interpreter.PLAIN, window=20, step_tokens=64
+    )
+    testing.assert_close(out, expected)
+
+
+def test_scale_and_cap_may_be_traced_and_the_front_door_agrees():
+    case = Case((20, 37), (1, 1), block_size=16, soft_cap=30.0, scale=0.2, **F32)
+    inputs = testing.make_inputs(case)
+
+    @jax.jit
+    def attend(inputs, scale, soft_cap):
+        return pallas_kernels.paged_attention(*inputs, scale=scale, soft_cap=soft_cap, implementation="tpu")
+
+    with pltpu.force_tpu_interpret_mode(interpreter.PLAIN):
+        out = attend(inputs, jnp.float32(0.2), jnp.float32(30.0))
+    testing.assert_close(out, testing.expected(case, inputs))
+
+
+def shape(*axes, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(axes, dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "way_out"),
+    [
+        ({"kv": shape(9, 2, 2, 16, 64)}, "CacheConfig(head_dim_multiple=128)"),
+        ({"kv": shape(9, 2, 2, 8, 128)}, "choose 16"),
+        ({"kv": shape(9, 2, 2, 16, 128, dtype="float16")}, "bfloat16 or float32"),
+        ({"q": shape(2, 1, 4, 64, dtype="float32")}, "cast q"),
+        ({"tables": shape(256, 8192, dtype="int32")}, "block_size=256"),
+        ({"mask": shape(2, 1, 32, dtype="bool")}, "mask"),
+        ({"kv_scale": shape(9, 2, 2, 16, dtype="float32")}, "kv_scale"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_refusals_name_the_way_out(changes, way_out):
+    arguments = {"q": shape(2, 1, 4, 64), "kv": shape(9, 2, 2, 16, 128), "tables": shape(2, 4, dtype="int32")}
+    assert tpu.unsupported("paged_attention", arguments) is None
+    assert way_out in tpu.unsupported("paged_attention", arguments | changes)
+    choice = pallas_kernels.explain(platform="tpu", **arguments | changes)
+    assert choice.implementation == "xla" and way_out in choice.reason
+    with pytest.raises(NotImplementedError, match="TPU"):
+        pallas_kernels.explain(implementation="tpu", **arguments | changes)
+
+
+def test_block_order_does_not_matter():
+    """The same tokens in other physical blocks give the same bits."""
+    case = dataclasses.replace(DECODE[1][0], window=None)
+    inputs = testing.make_inputs(case)
+    order = np.random.default_rng(5).permutation(inputs.kv.shape[0])
+    moved = inputs._replace(kv=inputs.kv[np.argsort(order)], tables=jnp.asarray(order, jnp.int32)[inputs.tables])
+    a, b = (interpreter.run(tpu.paged_attention, *x, mode=interpreter.PLAIN, step_tokens=32) for x in (inputs, moved))
+    np.testing.assert_array_equal(interpreter.bits(a), interpreter.bits(b))
