@@ -42,7 +42,7 @@ def _add_generate(commands: Any) -> None:
     add("--prompt", action="append", default=[], help="a prompt; may be given several times")
     add("--prompts", type=pathlib.Path, help="a text file with one prompt per line")
     add("--max-new-tokens", type=int, default=96, help="default: %(default)s")
-    add("--temperature", type=float, default=0.0, help="0, the default: always the likeliest token")
+    add("--temperature", type=float, default=0.7, help="0: always the likeliest token; default: %(default)s")
     add("--top-k", type=int, default=0, help="sample among so many likeliest tokens; 0, the default: all")
     add("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this probability; default: 1")
     add("--seed", type=int, default=0, help="of the random draws; default: %(default)s")
