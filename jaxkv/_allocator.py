@@ -66,7 +66,8 @@ def replace_entries(tables: BlockTables, entries: jax.Array) -> BlockTables:
     return dataclasses.replace(
         tables,
         tables=entries,
-        refcounts=left + freed.astype(jnp.int32),  # a free block keeps the 1 its next owner needs, so that `take` writes no counts
+        refcounts=left
+        + freed.astype(jnp.int32),  # a free block keeps the 1 its next owner needs, so that `take` writes no counts
         free_list=tables.free_list.at[place].set(block, mode="drop", unique_indices=True),
         num_free=tables.num_free + rank[-1],
     )

@@ -15,7 +15,7 @@ def check(cache: Cache) -> None:
     Raises:
       SequenceTooLong: a row was to hold more than `max_seq_len` tokens.
       OutOfBlocks: there were too few free blocks.
-      CacheError: a request made no sense (a negative number of tokens, more tokens than were given, a row out of range).
+      CacheError: a request made no sense: a negative number of tokens, more than were given, or a row out of range.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -35,13 +35,16 @@ def check(cache: Cache) -> None:
         if too_long:
             holders = _list(f"row {r} (it holds {t.lengths[r]})" for r in too_long)
             raise SequenceTooLong(
-                f"More than max_seq_len = {limit} tokens were asked for in {holders}. The row is as it was before; truncate or "
+                f"More than max_seq_len = {limit} tokens were asked for in {holders}. The row is as it was before; "
+                "truncate or "
                 "free it, or give the cache a larger max_seq_len."
             )
         if senseless:
             raise CacheError(
-                f"A request that makes no sense was made for {_list(f'row {r}' for r in senseless)}: a negative number of tokens, more "
-                "tokens than the step's arrays have places for, or a row out of range. The row is as it was before; free clears it."
+                f"A request that makes no sense was made for {_list(f'row {r}' for r in senseless)}: a negative "
+                "number of tokens, more "
+                "tokens than the step's arrays have places for, or a row out of range. The row is as it was before; "
+                "free clears it."
             )
         held = np.sum(t.tables != NULL_BLOCK, axis=1)
         needs = _list(
@@ -50,7 +53,8 @@ def check(cache: Cache) -> None:
         )
         free = f"{t.num_free} of {cache.num_blocks} blocks {'is' if t.num_free == 1 else 'are'} free"
         raise OutOfBlocks(
-            f"{needs[0].upper()}{needs[1:]}, but {free}. The row is as it was before; free or truncate rows, or give the cache more num_blocks."
+            f"{needs[0].upper()}{needs[1:]}, but {free}. The row is as it was before; free or truncate rows, or give "
+            "the cache more num_blocks."
         )
 
 
@@ -96,7 +100,7 @@ def stats(cache: Cache) -> dict[str, Any]:
 
     Returns:
       A dict: blocks (in all, used, free, peak, shared by several rows), tokens, bytes, rows in use, failed rows, and
-      waste: token places in held blocks that hold no token, in all and per row. (Shared blocks are full: they waste none.)
+      waste: token places in held blocks that hold no token, in all and per row. Shared blocks are full.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)

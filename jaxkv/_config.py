@@ -161,7 +161,8 @@ class CacheConfig:
         for field, value in fixed.items():
             if getattr(self, field) not in (None, value):
                 raise ValueError(
-                    f"CacheConfig.{field} is {value} in the contiguous layout (one block of max_seq_len tokens per row), "
+                    f"CacheConfig.{field} is {value} in the contiguous layout (one block of max_seq_len tokens per "
+                    "row), "
                     f"not {getattr(self, field)}: leave it out."
                 )
             put(field, value)
@@ -178,7 +179,9 @@ class CacheConfig:
         blocks as fit, the null block counted.
         """
         dtype = model.dtype if dtype is None else dtype
-        blocks: dict[str, Any] = {"max_tokens": max_seqs * max_seq_len} if num_blocks is None else {"num_blocks": num_blocks}
+        blocks: dict[str, Any] = (
+            {"max_tokens": max_seqs * max_seq_len} if num_blocks is None else {"num_blocks": num_blocks}
+        )
         config = cls(layers=model.layer_configs, max_seqs=max_seqs, max_seq_len=max_seq_len, dtype=dtype,
                      **blocks, **fields)  # fmt: skip
         if memory_bytes is not None:

@@ -98,6 +98,7 @@ class Engine:
 
     @property
     def blocks_peak(self) -> int:
+        """The most blocks that were in use at once."""
         return int(self.cache.tables[0].peak)
 
     def problem(self, prompt: Sequence[int], max_new_tokens: int) -> str | None:

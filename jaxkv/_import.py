@@ -44,14 +44,16 @@ def from_parts(
     for layer, (one_k, one_v) in enumerate(zip(k, v, strict=True)):
         if np.ndim(one_k) != 4 or np.shape(one_k) != np.shape(one_v):
             raise ValueError(
-                f"k and v of layer {layer} must be alike and have four axes, but are {np.shape(one_k)} and {np.shape(one_v)}."
+                f"k and v of layer {layer} must be alike and have four axes, but are {np.shape(one_k)} and "
+                f"{np.shape(one_v)}."
             )
     k, v = ([jnp.transpose(jnp.asarray(x), order) for x in xs] for xs in (k, v))
     num_blocks, _, block_size, _ = k[0].shape
     for layer, x in enumerate(k):
         if (x.shape[0], x.shape[2]) != (num_blocks, block_size):
             raise ValueError(
-                f"Layer {layer} has {x.shape[0]} blocks of {x.shape[2]} tokens, but layer 0 has {num_blocks} of {block_size}."
+                f"Layer {layer} has {x.shape[0]} blocks of {x.shape[2]} tokens, but layer 0 has {num_blocks} of "
+                f"{block_size}."
             )
     entries, lengths, max_seq_len = _check_tables(tables, lengths, num_blocks, block_size, max_seq_len)
 
@@ -98,7 +100,8 @@ def _check_tables(
     max_seq_len = places if max_seq_len is None else max_seq_len
     if max_seq_len > places:
         raise ValueError(
-            f"max_seq_len={max_seq_len} is beyond the table: {tables.shape[1]} blocks of {block_size} hold {places} tokens."
+            f"max_seq_len={max_seq_len} is beyond the table: {tables.shape[1]} blocks of {block_size} hold {places} "
+            "tokens."
         )
     for row, length in enumerate(lengths):
         if not 0 <= length <= max_seq_len:
@@ -114,7 +117,8 @@ def _check_tables(
     for row, column in np.argwhere(partial):
         if counts[entries[row, column]] > 1:
             raise ValueError(
-                f"Block {tables[row, column]} is the partial last block of row {row}, and stands in the tables once more: "
+                f"Block {tables[row, column]} is the partial last block of row {row}, and stands in the tables once "
+                "more: "
                 "only full blocks can be shared. Give each row a copy of its own."
             )
     return entries, lengths, max_seq_len

@@ -63,7 +63,8 @@ def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementati
     for layer in range(num_layers):
         if k[layer].shape[:-2] != token_axes:
             raise ValueError(
-                f"All layers must add the same tokens, but layer 0 has {token_axes} and layer {layer} has {k[layer].shape[:-2]}."
+                f"All layers must add the same tokens, but layer 0 has {token_axes} and layer {layer} has "
+                f"{k[layer].shape[:-2]}."
             )
     if num_tokens is None:
         if len(token_axes) == 1:
@@ -90,7 +91,8 @@ def check_step(cache: Cache, layer: int, **arrays: jax.Array) -> None:
             raise ValueError(f"{name} must be an array, not {type(x).__name__}: convert it with jnp.asarray.")
         if x.ndim not in (3, 4):
             raise ValueError(
-                f"{name} must be [S, T, heads, {head_dim}] or packed [N, heads, {head_dim}], but its shape is {x.shape}."
+                f"{name} must be [S, T, heads, {head_dim}] or packed [N, heads, {head_dim}], but its shape is "
+                f"{x.shape}."
             )
         if x.ndim == 4 and x.shape[0] != rows:
             raise ValueError(

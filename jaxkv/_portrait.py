@@ -24,7 +24,9 @@ def block_map(cache: "Cache") -> str:
             if block:
                 tokens = int(np.clip(t.lengths[row] - column * block_size, 0, block_size))
                 owners.setdefault(int(block), []).append((row, tokens))
-    squares = [_square(block, owners.get(block, []), block_size) for block in range(1, 1 + min(cache.num_blocks, MOST_BLOCKS))]
+    squares = [
+        _square(block, owners.get(block, []), block_size) for block in range(1, 1 + min(cache.num_blocks, MOST_BLOCKS))
+    ]
     hidden = cache.num_blocks - len(squares)
     more = f"<div>… and {hidden} more blocks</div>" if hidden else ""
     rows = [r for r in range(len(t.lengths)) if t.lengths[r] or t.failed[r]]
@@ -34,7 +36,8 @@ def block_map(cache: "Cache") -> str:
         for r in rows[:64]
     )
     return (
-        f'<div style="font:12px sans-serif;max-width:46em"><div style="margin-bottom:4px">{html.escape(repr(cache))}</div>'
+        f'<div style="font:12px sans-serif;max-width:46em">'
+        f'<div style="margin-bottom:4px">{html.escape(repr(cache))}</div>'
         f'<div style="display:flex;flex-wrap:wrap;gap:2px">{"".join(squares)}</div>{more}'
         f'<div style="margin-top:4px">{legend}<span>{_swatch(FREE)} free</span></div></div>'
     )

@@ -138,6 +138,7 @@ def _init_tables(config: CacheConfig) -> BlockTables:
     return BlockTables(
         tables=tables, lengths=zeros(), new=zeros(), offsets=zeros(),
         refcounts=jnp.ones(num_blocks + 1, jnp.int32).at[NULL_BLOCK].set(0),
-        free_list=jnp.array(blocks), num_free=jnp.array(num_free, jnp.int32), peak=jnp.array(num_blocks - num_free, jnp.int32),
+        free_list=jnp.array(blocks), num_free=jnp.array(num_free, jnp.int32),
+        peak=jnp.array(num_blocks - num_free, jnp.int32),
         failed=jnp.zeros(rows, bool), wanted=zeros(), needed=zeros(),
     )  # fmt: skip

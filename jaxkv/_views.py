@@ -193,7 +193,9 @@ class Views:
         block, offset = self.slots(row, position, layer=layer)
         head_dim = self.layer_config(layer).head_dim
         if jnp.shape(k) != (head_dim,) or jnp.shape(v) != (head_dim,):
-            raise ValueError(f"k and v must be [{head_dim}] each, one head of one token, not {jnp.shape(k)} and {jnp.shape(v)}.")
+            raise ValueError(
+                f"k and v must be [{head_dim}] each, one head of one token, not {jnp.shape(k)} and {jnp.shape(v)}."
+            )
         pool = self.pools[layer]
         place = jnp.where(block == 0, pool.kv.shape[0], block)  # no such token: dropped, never the null block
         new = jnp.stack([jnp.asarray(k), jnp.asarray(v)]).astype(pool.kv.dtype)
@@ -204,7 +206,7 @@ class Views:
         """A layer as one dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length."""
         config, tables = self.layer_config(layer), self.layer(layer).tables
         kv = self.pools[layer].kv
-        rows, width = tables.tables.shape
+        width = tables.tables.shape[1]
         if self.config.contiguous:  # row s owns block s + 1: a slice, which moves no data inside jit
             kv = kv[1:, ..., : config.head_dim]
         else:
@@ -224,7 +226,10 @@ class Views:
 
     @property
     def _is_traced(self) -> bool:
-        return any(isinstance(x, jax.core.Tracer) or not hasattr(x, "__array__") for x in (self.tables[0].num_free, self.lengths))
+        return any(
+            isinstance(x, jax.core.Tracer) or not hasattr(x, "__array__")
+            for x in (self.tables[0].num_free, self.lengths)
+        )
 
     def __repr__(self) -> str:
         size = f"{self.num_layers} layer{'s' * (self.num_layers != 1)}, {format_bytes(self.bytes)}"

@@ -12,10 +12,10 @@ import numpy as np
 from jaxkv._state import NULL_BLOCK, Cache, Pool
 
 # What XLA does in place, or without touching memory at all.
-IN_PLACE = frozenset(
-    "parameter tuple get-tuple-element bitcast while conditional call fusion dynamic-update-slice scatter custom-call "
-    "optimization-barrier async-start async-update async-done".split()
-)
+IN_PLACE = {
+    "parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "fusion", "custom-call",
+    "dynamic-update-slice", "scatter", "optimization-barrier", "async-start", "async-update", "async-done",
+}  # fmt: skip
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>\S+) = \(?\w+\[(?P<dims>[\d,]+)\]\S* (?P<opcode>[\w-]+)\(")
 
 
@@ -64,8 +64,10 @@ def assert_no_copy(jitted: Any, *args: Any, temp_fraction: float = 0.5, **kwargs
     largest = max(_bytes(pool) for pool in pools)
     if memory.temp_size_in_bytes > temp_fraction * largest:
         raise AssertionError(
-            f"The step takes {memory.temp_size_in_bytes} bytes of scratch memory, more than {temp_fraction} of its largest "
-            f"pool of {largest} bytes: something in it is as large as a pool. If that is not the cache's doing (a large "
+            f"The step takes {memory.temp_size_in_bytes} bytes of scratch memory, more than {temp_fraction} of its "
+            "largest "
+            f"pool of {largest} bytes: something in it is as large as a pool. If that is not the cache's doing (a "
+            "large "
             "model, a small pool), test with more num_blocks or a larger temp_fraction."
         )
 
@@ -108,15 +110,15 @@ def permute_blocks(cache: Cache, seed: int = 0) -> Cache:
     """
     if cache.config.contiguous:
         raise ValueError('layout="contiguous" has no blocks to permute: row s holds block s + 1.')
-    new_id = jnp.asarray(np.append(NULL_BLOCK, 1 + np.random.default_rng(seed).permutation(cache.num_blocks)), jnp.int32)
+    new_id = jnp.asarray(
+        np.append(NULL_BLOCK, 1 + np.random.default_rng(seed).permutation(cache.num_blocks)), jnp.int32
+    )
 
     def move(per_block: jax.Array) -> jax.Array:
         return jnp.zeros_like(per_block).at[new_id].set(per_block)
 
     tables = tuple(
-        dataclasses.replace(
-            t, tables=new_id[t.tables], free_list=new_id[t.free_list], refcounts=move(t.refcounts)
-        )
+        dataclasses.replace(t, tables=new_id[t.tables], free_list=new_id[t.free_list], refcounts=move(t.refcounts))
         for t in cache.tables
     )
     return cache.replace(tables=tables, pools=tuple(Pool(kv=move(pool.kv)) for pool in cache.pools))

@@ -38,7 +38,8 @@ def tile_index(tables: Any, row: Any, position: Any, *, which: int, head: Any, t
     """
     if block_size % tile:
         raise ValueError(
-            f"A tile of {tile} tokens crosses blocks of {block_size}: use {largest_tile(block_size, tile)} or another divisor."
+            f"A tile of {tile} tokens crosses blocks of {block_size}: use {largest_tile(block_size, tile)} or "
+            "another divisor."
         )
     return (tables[row, position // block_size], which, head, pl.ds(position % block_size, tile), slice(None))
 
@@ -58,7 +59,8 @@ def tma_transforms(head_dim: int, dtype: Any) -> tuple:
     swizzle = next((s for s in (128, 64, 32) if head_dim * itemsize % s == 0), None)
     if swizzle is None:
         raise ValueError(
-            f"A token's {head_dim} elements of {itemsize} bytes are not a multiple of 32 bytes: pad the stored head_dim "
+            f"A token's {head_dim} elements of {itemsize} bytes are not a multiple of 32 bytes: pad the stored "
+            "head_dim "
             "with CacheConfig(head_dim_multiple=...)."
         )
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)

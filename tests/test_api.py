@@ -18,7 +18,9 @@ PACKAGES = (jaxkv, pallas_kernels)
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_resolves_and_is_documented(package):
-    assert list(package.__all__) == sorted(package.__all__, key=lambda name: (not name.isupper(), name[0].islower(), name))
+    assert list(package.__all__) == sorted(
+        package.__all__, key=lambda name: (not name.isupper(), name[0].islower(), name)
+    )
     for name in package.__all__:
         value = getattr(package, name)
         if callable(value) or inspect.ismodule(value):
@@ -34,7 +36,9 @@ def test_init_is_a_table_of_contents(package):
 
 def test_lazy_modules():
     assert jaxkv.testing.assert_no_copy.__doc__
-    assert {"testing", "nnx", "linen", "models"} <= {name for name in ("testing", "nnx", "linen", "models") if getattr(jaxkv, name)}
+    assert {"testing", "nnx", "linen", "models"} <= {
+        name for name in ("testing", "nnx", "linen", "models") if getattr(jaxkv, name)
+    }
     with pytest.raises(AttributeError, match="module 'jaxkv' has no attribute 'atend'"):
         jaxkv.atend  # noqa: B018
 

@@ -207,7 +207,9 @@ def test_s1_5_the_stored_tokens_dense(layout):
     for layer, c in enumerate(LAYERS):
         assert_same(jaxkv.gather(cache, 0, layer=layer), (k[layer][0, :9], v[layer][0, :9]))
         assert jaxkv.gather(cache, 1, layer=layer)[0].shape == (0, c.num_kv_heads, c.head_dim)
-        padded = jax.jit(lambda cache, row, i=layer: jaxkv.gather(cache, row, layer=i, max_len=7)[0])(cache, counts(2)[0])
+        padded = jax.jit(lambda cache, row, i=layer: jaxkv.gather(cache, row, layer=i, max_len=7)[0])(
+            cache, counts(2)[0]
+        )
         assert_same(padded, k[layer][2, :7] * (jnp.arange(7) < 4).astype(jnp.float32)[:, None, None])
 
 
@@ -319,7 +321,9 @@ def test_s2_5_allocated_once():
         assert_no_copy(jax.jit(jaxkv.append), large, kv, kv)
 
 
-@pytest.mark.parametrize("field, value", [("block_size", 0), ("num_blocks", -1), ("dtype", "int64"), ("layout", "odd"), ("layers", ())])
+@pytest.mark.parametrize(
+    "field, value", [("block_size", 0), ("num_blocks", -1), ("dtype", "int64"), ("layout", "odd"), ("layers", ())]
+)
 def test_s2_6_invalid_configurations(field, value):
     with pytest.raises(ValueError, match=rf"CacheConfig\.{field} must .*({value}|empty)"):
         dataclasses.replace(make_config(), **{field: value})
@@ -424,7 +428,8 @@ def test_s3_7_tiles_and_bulk_copies():
     with pytest.raises(ValueError, match="A tile of 3 tokens crosses blocks of 4: use 2"):
         blocks.tile_index(None, 0, 0, which=blocks.KEYS, head=0, tile=3, block_size=4)
     for head_dim, dtype, tiling, swizzle in (
-        (128, "bfloat16", (8, 64), 128), (64, "float32", (8, 32), 128), (32, "bfloat16", (8, 32), 64), (80, "bfloat16", (8, 16), 32)
+        (128, "bfloat16", (8, 64), 128), (64, "float32", (8, 32), 128), (32, "bfloat16", (8, 32), 64),
+        (80, "bfloat16", (8, 16), 32),
     ):  # fmt: skip
         tiles, swizzled = blocks.tma_transforms(head_dim, dtype)
         assert (tiles.tiling, swizzled.swizzle) == (tiling, swizzle)

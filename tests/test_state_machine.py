@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from oracle import Oracle
 
 import jaxkv
-from oracle import Oracle
 
 ROWS = 4
 PLACES = 5  # T of padded steps
@@ -151,7 +151,11 @@ class Machine(RuleBasedStateMachine):
         self.oracle.truncate(lengths)
         self.run("truncate", np.array(lengths))
 
-    @rule(order=st.permutations(range(ROWS)) | st.tuples(*[st.integers(0, ROWS - 1)] * ROWS) | st.tuples(*[ANY_ROW] * ROWS))
+    @rule(
+        order=st.permutations(range(ROWS))
+        | st.tuples(*[st.integers(0, ROWS - 1)] * ROWS)
+        | st.tuples(*[ANY_ROW] * ROWS)
+    )
     def reorder(self, order):
         self.oracle.reorder(order)
         self.run("reorder", np.array(order))

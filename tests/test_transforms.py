@@ -24,9 +24,7 @@ LAYOUTS = {
 
 
 def make_cache(layout="paged", **fields):
-    return jaxkv.init(
-        jaxkv.CacheConfig(layers=LAYERS, max_seqs=ROWS, dtype="float32", **(LAYOUTS[layout] | fields))
-    )
+    return jaxkv.init(jaxkv.CacheConfig(layers=LAYERS, max_seqs=ROWS, dtype="float32", **(LAYOUTS[layout] | fields)))
 
 
 def random_step(axes, seed=0):
@@ -34,7 +32,9 @@ def random_step(axes, seed=0):
     rng = np.random.default_rng(seed)
 
     def arrays(heads):
-        return [jnp.asarray(rng.standard_normal((*axes, heads or c.num_kv_heads, c.head_dim)), jnp.float32) for c in LAYERS]
+        return [
+            jnp.asarray(rng.standard_normal((*axes, heads or c.num_kv_heads, c.head_dim)), jnp.float32) for c in LAYERS
+        ]
 
     return arrays(HEADS), arrays(None), arrays(None)
 
@@ -59,6 +59,14 @@ def filled(layout="paged", lengths=(9, 0, 4, 6)):
 
 def shapes_of(tree):
     return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+
+def assert_alike(actual, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), actual, expected)
+
+
+def at(tree, index):
+    return jax.tree.map(lambda x: x[index], tree)
 
 
 def assert_same(actual, expected):
@@ -118,8 +126,8 @@ def test_scan_over_steps():
     scanned, outs = jax.jit(lambda cache: jax.lax.scan(one, cache, (q, k, v, num_tokens)))(filled())
     cache = filled()
     for t in range(steps):
-        expected, cache = step(cache, *jax.tree.map(lambda x: x[t], (q, k, v, num_tokens)))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[t], b, atol=1e-6), outs, expected)
+        expected, cache = step(cache, *at((q, k, v, num_tokens), t))
+        assert_alike(at(outs, t), expected)
     assert_same(scanned, cache)
 
 
@@ -157,7 +165,7 @@ def test_vmap_over_caches():
             expected = [function(cache) for cache in caches]
             actual = jax.vmap(function)(stacked)
             for i, one in enumerate(expected):
-                jax.tree.map(lambda a, b: np.testing.assert_allclose(a[i], b, atol=1e-6), actual, one)
+                assert_alike(at(actual, i), one)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -225,7 +233,7 @@ def test_shard_map_over_kv_heads():
     inputs = (*random_step((ROWS, 3)), counts(1, 3, 0, 2))
     outs, after = sharded(cache, *inputs)
     expected, expected_cache = step(cache, *inputs)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), outs, expected)
+    assert_alike(outs, expected)
     assert_same(after, expected_cache)
     assert after.pools[0].kv.sharding.spec[2] == "heads"
 
@@ -238,12 +246,12 @@ def test_shard_map_over_caches(name):
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *caches)
 
     def local(stacked):
-        return jax.tree.map(lambda x: x[None], EVERY_FUNCTION[name](jax.tree.map(lambda x: x[0], stacked)))
+        return jax.tree.map(lambda x: x[None], EVERY_FUNCTION[name](at(stacked, 0)))
 
     each = PartitionSpec("data")
     actual = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=each, out_specs=each))(stacked)
     for i, cache in enumerate(caches):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[i], b, atol=1e-6), actual, EVERY_FUNCTION[name](cache))
+        assert_alike(at(actual, i), EVERY_FUNCTION[name](cache))
 
 
 def test_dtypes_do_not_depend_on_x64():
@@ -268,7 +276,10 @@ def test_what_no_row_holds_has_no_effect(layout, value, axes):
     expected, after = step(cache, *inputs)
     actual, poisoned_after = step(poisoned, *inputs)
     assert_same(actual, expected)
-    for function in (lambda cache: jaxkv.reorder(cache, counts(1, 0, 0, 2)), lambda cache: jaxkv.truncate(cache, counts(5, 1, 9, 9))):
+    for function in (
+        lambda cache: jaxkv.reorder(cache, counts(1, 0, 0, 2)),
+        lambda cache: jaxkv.truncate(cache, counts(5, 1, 9, 9)),
+    ):
         for layer in range(2):
             assert_same(function(poisoned_after).combined(layer), function(after).combined(layer))
     for layer in range(2):
@@ -339,13 +350,13 @@ def test_block_boundaries(layout, lengths):
     outs, cache = step(make_cache(layout, **blocks), q, k, v, counts(*lengths))
     slow = make_cache(layout, **blocks)
     for t in range(max(lengths)):
-        now = jax.tree.map(lambda x: x[:, t : t + 1], (q, k, v))
+        now = at((q, k, v), (slice(None), slice(t, t + 1)))
         slow_outs, slow = step(slow, *now, counts(*(int(length > t) for length in lengths)))
         for out, slow_out in zip(outs, slow_outs, strict=True):
             np.testing.assert_allclose(slow_out[:, 0], out[:, t], atol=1e-5)
     for layer in range(2):
         assert_same(slow.combined(layer), cache.combined(layer))
-    more, after = step(cache, *jax.tree.map(lambda x: x[:, :1], (q, k, v)), counts(1, 1, 1, 1))
+    more, after = step(cache, *at((q, k, v), (slice(None), slice(1))), counts(1, 1, 1, 1))
     failed = [length == 24 for length in lengths]
     assert after.failed.tolist() == failed
     assert after.lengths.tolist() == [n if full else n + 1 for n, full in zip(lengths, failed, strict=True)]
@@ -358,7 +369,7 @@ def test_all_rows_full():
     q, k, v = random_step((ROWS, 24))
     _, cache = step(cache, q, k, v, counts(24, 24, 24, 24))
     assert cache.blocks_in_use == 24 and not cache.failed.any()
-    outs, after = step(cache, *jax.tree.map(lambda x: x[:, :1], (q, k, v)), counts(1, 1, 1, 1))
+    outs, after = step(cache, *at((q, k, v), (slice(None), slice(1))), counts(1, 1, 1, 1))
     assert after.failed.all() and all((np.asarray(out) == 0).all() for out in outs)
     assert_same(after.pools, cache.pools)
     with pytest.raises(jaxkv.SequenceTooLong):
