@@ -53,13 +53,13 @@ def test_cases_have_every_value(name):
     assert {getattr(case, name) for case in CASES} >= set(DIMENSIONS[name])
 
 
-def count_steps(monkeypatch, case, max_blocks=None, **options):
-    """How often the loops of a call really ran, once tables have `max_blocks` entries."""
+def trace_steps(monkeypatch, case, max_blocks, **options):
+    """The queries of each tile that the loops of a call really took, when tables have `max_blocks` entries."""
     steps = []
     find_items = _xla_work.find_items
 
     def counting(tiling, *args):
-        jax.debug.callback(lambda: steps.append(tiling.items))
+        jax.debug.callback(lambda: steps.append(tiling.queries))
         return find_items(tiling, *args)
 
     inputs = testing.make_inputs(case)
@@ -68,7 +68,7 @@ def count_steps(monkeypatch, case, max_blocks=None, **options):
         patch.setattr(_xla_work, "find_items", counting)
         jax.jit(lambda *args: xla.paged_attention.__wrapped__(*args, **options))(*inputs._replace(tables=tables))
         jax.effects_barrier()
-    return len(steps)
+    return steps
 
 
 def test_work_follows_the_tokens_held(monkeypatch):
@@ -76,11 +76,11 @@ def test_work_follows_the_tokens_held(monkeypatch):
     monkeypatch.setattr(_xla_work, "STEP_BYTES", 1)  # one item a step
     tile = _xla_work.DECODE_CONTEXT
     short = Case(lengths=(tile, 3 * tile, 0, 1), new=(1, 1, 0, 1), block_size=8)
-    assert count_steps(monkeypatch, short, max_blocks=1000) == 1 + 3 + 0 + 1
+    assert trace_steps(monkeypatch, short, max_blocks=1000) == [1] * (1 + 3 + 0 + 1)
     long = Case(lengths=(2 * tile, 6 * tile, 0, 1), new=(1, 1, 0, 1), block_size=8)
-    assert count_steps(monkeypatch, long, max_blocks=1000) == 2 + 6 + 0 + 1
+    assert trace_steps(monkeypatch, long, max_blocks=1000) == [1] * (2 + 6 + 0 + 1)
     windowed = Case(lengths=(20 * tile + 1, 1), new=(1, 1), block_size=8)
-    assert count_steps(monkeypatch, windowed, max_blocks=1000, window=tile) == 2 + 1
+    assert trace_steps(monkeypatch, windowed, max_blocks=1000, window=tile) == [1] * (2 + 1)
 
 
 def test_a_chunk_does_not_make_decode_rows_pay(monkeypatch):
@@ -88,7 +88,7 @@ def test_a_chunk_does_not_make_decode_rows_pay(monkeypatch):
     queries, context = _xla_work.PREFILL_QUERIES, _xla_work.PREFILL_CONTEXT
     case = Case(lengths=(2 * queries, 1, 1, 1), new=(2 * queries, 1, 1, 1), block_size=8)
     assert 2 * queries <= context
-    assert count_steps(monkeypatch, case, max_blocks=100) == 2 + 3
+    assert trace_steps(monkeypatch, case, max_blocks=100) == [1, 1, 1, queries, queries]
 
 
 def compile_decode(max_seq_len, block_size=16):
