@@ -25,6 +25,12 @@ def attention_gradients(
       out_bar, lse_bar: the cotangents of the output and of the LSE (None: zero).
       out, lse: what `paged_attention` returned for the other arguments.
     """
+    arguments = dict(q=q, kv=kv, kv_scale=kv_scale, scale=scale, soft_cap=soft_cap, sinks=sinks)
+    differentiable = {
+        name: x for name, x in arguments.items() if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+    }
+    if q.size == 0:
+        return {name: jnp.zeros_like(x) for name, x in differentiable.items()}
     *token_axes, num_heads, head_dim = q.shape
     num_tokens, longest = math.prod(token_axes), token_axes[-1]
     num_kv_heads = kv.shape[2]
@@ -108,6 +114,4 @@ def attention_gradients(
         nothing = jnp.isneginf(lse)
         share = jnp.where(nothing, 0.0, jnp.exp(sinks.astype(jnp.float32)[None] - jnp.where(nothing, 0.0, lse)))
         bars["sinks"] = -jnp.where(nothing, 0.0, share * pull_down).sum(axis=0)
-    arguments = dict(q=q, kv=kv, kv_scale=kv_scale, scale=scale, soft_cap=soft_cap, sinks=sinks)
-    return {name: bars[name].astype(x.dtype) for name, x in arguments.items()
-            if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)}  # fmt: skip
+    return {name: bars[name].astype(x.dtype) for name, x in differentiable.items()}

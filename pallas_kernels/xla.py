@@ -25,6 +25,8 @@ def paged_attention(
     """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
     *token_axes, num_heads, head_dim = q.shape
     num_tokens = math.prod(token_axes)
+    if num_tokens == 0:
+        return (q, jnp.zeros(q.shape[:-1])) if return_lse else q
     rows = tiles.find_rows(tuple(token_axes), tables, lengths, new, offsets)
     token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), lengths, new, offsets))
     scale = jnp.asarray(head_dim**-0.5 if scale is None else scale, jnp.float32)
