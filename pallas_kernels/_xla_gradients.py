@@ -104,9 +104,13 @@ def attention_gradients(
                 add("kv_scale", (bar * stored).sum(axis=-1))
         return bars
 
-    bars = {"q": jnp.zeros_like(queries), "kv": jnp.zeros(kv.shape), "numbers": jax.tree.map(jnp.zeros_like, numbers)}
+    bars = {
+        "q": jnp.zeros_like(queries),
+        "kv": jnp.zeros(kv.shape, jnp.float32),
+        "numbers": jax.tree.map(jnp.zeros_like, numbers),
+    }
     if kv_scale is not None:
-        bars["kv_scale"] = jnp.zeros(kv_scale.shape)
+        bars["kv_scale"] = jnp.zeros(kv_scale.shape, jnp.float32)
     bars = jax.lax.fori_loop(0, -(-work.num_items // tiling.items), step, bars)
     bars |= bars.pop("numbers")
     bars["q"] = bars["q"].reshape(q.shape)

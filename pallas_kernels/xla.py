@@ -26,7 +26,7 @@ def paged_attention(
     *token_axes, num_heads, head_dim = q.shape
     num_tokens = math.prod(token_axes)
     if num_tokens == 0:
-        return (q, jnp.zeros(q.shape[:-1])) if return_lse else q
+        return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if return_lse else q
     rows = tiles.find_rows(tuple(token_axes), tables, lengths, new, offsets)
     token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), lengths, new, offsets))
     scale = jnp.asarray(head_dim**-0.5 if scale is None else scale, jnp.float32)
@@ -135,7 +135,9 @@ def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling
         return _Softmax(top, total, softmax.values.at[lane].multiply(shrink[..., None]).at[lane].add(weighted))
 
     shape = (lanes, num_kv_heads, tiling.queries * group)
-    nothing = _Softmax(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    nothing = _Softmax(
+        *(jnp.full(s, x, jnp.float32) for s, x in ((shape, -jnp.inf), (shape, 0), ((*shape, head_dim), 0)))
+    )
     softmax = jax.lax.fori_loop(0, -(-work.num_items // tiling.items), step, nothing)
 
     index = token.position - rows.before[token.row]

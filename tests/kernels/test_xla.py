@@ -219,3 +219,14 @@ def test_rows_that_fill_their_tiles_badly():
     case = Case(lengths=(queries + 1,) * 6 + (2,) * 6, new=(queries + 1,) * 6 + (2,) * 6, packed=True, head_dim=16)
     inputs = testing.make_inputs(case)
     testing.assert_close(attend(inputs)[0], testing.expected(case, inputs))
+
+
+def test_with_64_bit_types_on():
+    """What has no dtype named is then 64 bits wide, and would not fit into what has."""
+    case = Case(lengths=(5, 60), new=(1, 9), packed=True)
+    inputs = testing.make_inputs(case)
+    with jax.enable_x64(True):
+        out, lse = attend(inputs, scale=0.2)
+        q_bar = jax.grad(lambda q: pallas_kernels.paged_attention(q, *inputs[1:]).sum())(inputs.q)
+    assert out.dtype == lse.dtype == q_bar.dtype == jnp.float32
+    testing.assert_close(out, testing.expected(case, inputs, scale=0.2))
