@@ -25,6 +25,12 @@ def attention_gradients(
       out_bar, lse_bar: the cotangents of the output and of the LSE (None: zero).
       out, lse: what `paged_attention` returned for the other arguments.
     """
+    arguments = dict(q=q, kv=kv, kv_scale=kv_scale, scale=scale, soft_cap=soft_cap, sinks=sinks)
+    differentiable = {
+        name: x for name, x in arguments.items() if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+    }
+    if q.size == 0:
+        return {name: jnp.zeros_like(x) for name, x in differentiable.items()}
     *token_axes, num_heads, head_dim = q.shape
     num_tokens, longest = math.prod(token_axes), token_axes[-1]
     num_kv_heads = kv.shape[2]
@@ -98,7 +104,11 @@ def attention_gradients(
                 add("kv_scale", (bar * stored).sum(axis=-1))
         return bars
 
-    bars = {"q": jnp.zeros_like(queries), "kv": jnp.zeros(kv.shape, jnp.float32), "numbers": jax.tree.map(jnp.zeros_like, numbers)}
+    bars = {
+        "q": jnp.zeros_like(queries),
+        "kv": jnp.zeros(kv.shape, jnp.float32),
+        "numbers": jax.tree.map(jnp.zeros_like, numbers),
+    }
     if kv_scale is not None:
         bars["kv_scale"] = jnp.zeros(kv_scale.shape, jnp.float32)
     zero = tiles.zero_for(queries, kv, kv_scale, out_bar, rows)
@@ -110,6 +120,4 @@ def attention_gradients(
         nothing = jnp.isneginf(lse)
         share = jnp.where(nothing, 0.0, jnp.exp(sinks.astype(jnp.float32)[None] - jnp.where(nothing, 0.0, lse)))
         bars["sinks"] = -jnp.where(nothing, 0.0, share * pull_down).sum(axis=0)
-    arguments = dict(q=q, kv=kv, kv_scale=kv_scale, scale=scale, soft_cap=soft_cap, sinks=sinks)
-    return {name: bars[name].astype(x.dtype) for name, x in arguments.items()
-            if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)}  # fmt: skip
+    return {name: bars[name].astype(x.dtype) for name, x in differentiable.items()}

@@ -26,7 +26,7 @@ def paged_attention(
     *token_axes, num_heads, head_dim = q.shape
     num_tokens = math.prod(token_axes)
     if num_tokens == 0:
-        return (jnp.zeros_like(q), jnp.zeros_like(q[..., 0], jnp.float32)) if return_lse else jnp.zeros_like(q)
+        return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if return_lse else q
     rows = tiles.find_rows(tuple(token_axes), tables, lengths, new, offsets)
     token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), lengths, new, offsets))
     scale = jnp.asarray(head_dim**-0.5 if scale is None else scale, jnp.float32)

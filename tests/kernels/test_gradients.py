@@ -61,7 +61,7 @@ def test_against_the_reference(case):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_every_implementation(implementation):
     """Kernels have no gradients of their own: the rule is the front door's."""
-    variables, rest, loss = make_problem(Case(lengths=(5, 17), new=(1, 1), sinks=True, dtype="bfloat16", head_dim=128))
+    variables, _, loss = make_problem(Case(lengths=(5, 17), new=(1, 1), sinks=True, dtype="bfloat16", head_dim=128))
     home = IMPLEMENTATIONS[implementation]
     if home and home != pallas_kernels._dispatch._platform():
         pytest.skip(f"needs the platform {home}")
@@ -158,7 +158,7 @@ def test_through_the_write(write_and_attend):
             return jnp.sin(out[:5]).sum() + jnp.cos(kv).sum()  # the last token is padding
 
         bars = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(inputs.q[:6], k, v, kv)
-        return dict(zip("q k v kv".split(), bars, strict=True))
+        return dict(zip(["q", "k", "v", "kv"], bars, strict=True))
 
     assert_gradients_close(gradients(fused if write_and_attend else apart), gradients(plain))
 

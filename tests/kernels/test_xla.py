@@ -1,10 +1,12 @@
 """The XLA path: against the reference, and that its work and memory follow the tokens held."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES
+from cases import CASES, DIMENSIONS
 
 import pallas_kernels
 from pallas_kernels import _xla_work, reference, testing, xla
@@ -34,9 +36,8 @@ def permute_blocks(inputs):
 def test_against_the_reference(case):
     inputs, options = testing.make_inputs(case), testing.make_options(case)
     out, lse = attend(inputs, **options)
-    expected_out, expected_lse = jax.jit(lambda *args: testing.expected(case, testing.Inputs(*args), return_lse=True))(
-        *inputs
-    )
+    by_reference = jax.jit(functools.partial(testing.expected, case, return_lse=True))
+    expected_out, expected_lse = by_reference(inputs)
     assert out.dtype == inputs.q.dtype and lse.dtype == jnp.float32
     testing.assert_close(out, expected_out)
     testing.assert_close(lse, expected_lse)
@@ -47,22 +48,18 @@ def test_against_the_reference(case):
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(
-    "name", ["block_size", "num_kv_heads", "head_dim", "dtype", "packed", "window", "sinks", "mask"]
-)
+@pytest.mark.parametrize("name", sorted(DIMENSIONS.keys() - {"group", "step"}))
 def test_cases_have_every_value(name):
-    from cases import DIMENSIONS
-
     assert {getattr(case, name) for case in CASES} >= set(DIMENSIONS[name])
 
 
-def count_steps(monkeypatch, case, max_blocks=None, **options):
-    """How often the loops of a call really ran, once tables have `max_blocks` entries."""
+def trace_steps(monkeypatch, case, max_blocks, **options):
+    """The queries of each tile that the loops of a call really took, when tables have `max_blocks` entries."""
     steps = []
     find_items = _xla_work.find_items
 
     def counting(tiling, *args):
-        jax.debug.callback(lambda: steps.append(tiling.items))
+        jax.debug.callback(lambda: steps.append(tiling.queries))
         return find_items(tiling, *args)
 
     inputs = testing.make_inputs(case)
@@ -71,7 +68,7 @@ def count_steps(monkeypatch, case, max_blocks=None, **options):
         patch.setattr(_xla_work, "find_items", counting)
         jax.jit(lambda *args: xla.paged_attention.__wrapped__(*args, **options))(*inputs._replace(tables=tables))
         jax.effects_barrier()
-    return len(steps)
+    return sorted(steps)  # callbacks come in any order
 
 
 def test_work_follows_the_tokens_held(monkeypatch):
@@ -79,11 +76,11 @@ def test_work_follows_the_tokens_held(monkeypatch):
     monkeypatch.setattr(_xla_work, "STEP_BYTES", 1)  # one item a step
     tile = _xla_work.DECODE_CONTEXT
     short = Case(lengths=(tile, 3 * tile, 0, 1), new=(1, 1, 0, 1), block_size=8)
-    assert count_steps(monkeypatch, short, max_blocks=1000) == 1 + 3 + 0 + 1
+    assert trace_steps(monkeypatch, short, max_blocks=1000) == [1] * (1 + 3 + 0 + 1)
     long = Case(lengths=(2 * tile, 6 * tile, 0, 1), new=(1, 1, 0, 1), block_size=8)
-    assert count_steps(monkeypatch, long, max_blocks=1000) == 2 + 6 + 0 + 1
+    assert trace_steps(monkeypatch, long, max_blocks=1000) == [1] * (2 + 6 + 0 + 1)
     windowed = Case(lengths=(20 * tile + 1, 1), new=(1, 1), block_size=8)
-    assert count_steps(monkeypatch, windowed, max_blocks=1000, window=tile) == 2 + 1
+    assert trace_steps(monkeypatch, windowed, max_blocks=1000, window=tile) == [1] * (2 + 1)
 
 
 def test_a_chunk_does_not_make_decode_rows_pay(monkeypatch):
@@ -91,7 +88,7 @@ def test_a_chunk_does_not_make_decode_rows_pay(monkeypatch):
     queries, context = _xla_work.PREFILL_QUERIES, _xla_work.PREFILL_CONTEXT
     case = Case(lengths=(2 * queries, 1, 1, 1), new=(2 * queries, 1, 1, 1), block_size=8)
     assert 2 * queries <= context
-    assert count_steps(monkeypatch, case, max_blocks=100) == 2 + 3
+    assert trace_steps(monkeypatch, case, max_blocks=100) == [1, 1, 1, queries, queries]
 
 
 def compile_decode(max_seq_len, block_size=16):
@@ -118,8 +115,7 @@ def test_one_compile_for_all_lengths():
     inputs = testing.make_inputs(case)
     run = jax.jit(lambda *args, **options: pallas_kernels.paged_attention(*args, **options))
     for lengths, new in ([5, 300], [1, 40]), ([0, 1], [0, 1]), ([300, 40], [40, 40]):
-        for scale in (0.1, jnp.float32(0.2)):
-            run(*inputs[:3], jnp.array(lengths, jnp.int32), jnp.array(new, jnp.int32), scale=jnp.float32(scale))
+        run(*inputs[:3], jnp.array(lengths, jnp.int32), jnp.array(new, jnp.int32), scale=jnp.float32(0.1 + new[0]))
     assert run._cache_size() == 1
 
 
@@ -167,13 +163,9 @@ def test_quantised_pools(kind, new):
     inputs, options = testing.make_inputs(case), testing.make_options(case)
     rng = np.random.default_rng(0)
     owned = ~np.isnan(np.asarray(inputs.kv)[..., 0])
-    if kind == "int8":
-        kv = jnp.asarray(rng.integers(-127, 128, inputs.kv.shape), jnp.int8)
-    else:
-        kv = inputs.kv.astype(kind)
-    kv_scale = jnp.asarray(
-        np.where(owned, rng.uniform(0.5, 1.5, owned.shape) / (60 if kind == "int8" else 1), np.nan), jnp.float32
-    )
+    integers = jnp.asarray(rng.integers(-127, 128, inputs.kv.shape), jnp.int8)
+    kv, size = (integers, 1 / 60) if kind == "int8" else (inputs.kv.astype(kind), 1.0)
+    kv_scale = jnp.asarray(np.where(owned, size * rng.uniform(0.5, 1.5, owned.shape), np.nan), jnp.float32)
     out, lse = attend(inputs._replace(kv=kv), kv_scale=kv_scale, **options)
     expected = testing.expected(case, inputs._replace(kv=kv), kv_scale=kv_scale, return_lse=True)
     testing.assert_close(out, expected[0])
@@ -190,11 +182,23 @@ def test_queries_of_another_dtype(dtypes):
     testing.assert_close(out, testing.expected(case, inputs), dtype=min(dtypes, key=lambda d: jnp.finfo(d).bits))
 
 
+def test_scale_and_soft_cap_as_numbers_and_as_arrays():
+    inputs = testing.make_inputs(Case(lengths=(65, 130), new=(1, 3)))
+    numbers = attend(inputs, scale=0.3, soft_cap=2.0)
+    arrays = jax.jit(lambda scale, soft_cap: attend(inputs, scale=scale, soft_cap=soft_cap))(0.3, 2.0)
+    half = attend(inputs, scale=jnp.bfloat16(0.3), soft_cap=np.float32(2.0))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), arrays, numbers)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-2), half, numbers)
+
+
 @pytest.mark.parametrize("shape", [(2, 0), (0,)])
 def test_no_tokens(shape):
     inputs = testing.make_inputs(Case(lengths=(5, 9), new=(1, 1)))
     out, lse = attend(inputs._replace(q=jnp.zeros((*shape, 4, 64)), new=jnp.zeros(2, jnp.int32)))
     assert out.shape == (*shape, 4, 64) and lse.shape == (*shape, 4)
+    loss = lambda q, kv: pallas_kernels.paged_attention(q, kv, *inputs[2:]).sum()  # noqa: E731
+    q_bar, kv_bar = jax.grad(loss, argnums=(0, 1))(out, inputs.kv)
+    assert q_bar.shape == out.shape and (kv_bar == 0).all()
 
 
 def test_packed_rows_with_gaps():
@@ -209,9 +213,20 @@ def test_packed_rows_with_gaps():
     assert (np.asarray(out)[3:8] == 0).all()
 
 
-def test_on_many_rows_of_one_token_and_more_lanes_than_rows():
-    """Every lane is used when each row's tokens fill their tiles badly."""
+def test_rows_that_fill_their_tiles_badly():
+    """As many lanes as there can be."""
     queries = _xla_work.PREFILL_QUERIES
     case = Case(lengths=(queries + 1,) * 6 + (2,) * 6, new=(queries + 1,) * 6 + (2,) * 6, packed=True, head_dim=16)
     inputs = testing.make_inputs(case)
     testing.assert_close(attend(inputs)[0], testing.expected(case, inputs))
+
+
+def test_with_64_bit_types_on():
+    """What has no dtype named is then 64 bits wide, and would not fit into what has."""
+    case = Case(lengths=(5, 60), new=(1, 9), packed=True)
+    inputs = testing.make_inputs(case)
+    with jax.enable_x64(True):
+        out, lse = attend(inputs, scale=0.2)
+        q_bar = jax.grad(lambda q: pallas_kernels.paged_attention(q, *inputs[1:]).sum())(inputs.q)
+    assert out.dtype == lse.dtype == q_bar.dtype == jnp.float32
+    testing.assert_close(out, testing.expected(case, inputs, scale=0.2))
