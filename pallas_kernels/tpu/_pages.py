@@ -5,7 +5,6 @@ unit works on at once: pages enough for 512 tokens or more, in one of two buffer
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp

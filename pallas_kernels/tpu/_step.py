@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._tokens import default_offsets, locate
-from pallas_kernels.tpu.decode import decode
 from pallas_kernels.tpu._pages import LANES
+from pallas_kernels.tpu.decode import decode
 from pallas_kernels.tpu.prefill import make_tiles, prefill
 
 WINDOW_QUERIES = 512  # tokens x heads of a group: enough to hide the loading of keys
@@ -20,7 +20,9 @@ def attend(
 ):  # fmt: skip
     """Attention of a step whose keys and values are in the pool. Arguments as for `pallas_kernels.paged_attention`."""
     if q.ndim == 4 and q.shape[1] == 1:
-        return decode_step(q, kv, tables, lengths, new, scale=scale, return_lse=return_lse, interpret=interpret, **options)[0]
+        return decode_step(
+            q, kv, tables, lengths, new, scale=scale, return_lse=return_lse, interpret=interpret, **options
+        )[0]
     *token_axes, num_heads, head_dim = q.shape
     rows, num_kv_heads, stored = tables.shape[0], kv.shape[2], kv.shape[-1]
     group = num_heads // num_kv_heads

@@ -97,7 +97,11 @@ def prefill(
     products = q.shape[0] * num_kv_heads * queries * tables.shape[1] * pages.block_size
     results = pl.pallas_call(
         functools.partial(
-            _kernel, pages=pages, window_tokens=window_tokens, soft_cap=soft_cap is not None, sinks=sinks is not None,
+            _kernel,
+            pages=pages,
+            window_tokens=window_tokens,
+            soft_cap=soft_cap is not None,
+            sinks=sinks is not None,
             lse=return_lse,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -131,7 +135,9 @@ def prefill(
     return out, results[1].reshape(*shape[:2], 1, *shape[3:]) if return_lse else None
 
 
-def _kernel(windows, rows, starts, oldests, limits, tables, knobs, q_ref, *refs, pages, window_tokens, soft_cap, sinks, lse):
+def _kernel(
+    windows, rows, starts, oldests, limits, tables, knobs, q_ref, *refs, pages, window_tokens, soft_cap, sinks, lse
+):
     refs = list(refs)
     sinks_ref = refs.pop(0) if sinks else None
     kv_hbm, out_ref = refs.pop(0), refs.pop(0)

@@ -13,7 +13,6 @@ os.environ |= {
 }  # fmt: skip
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
@@ -23,7 +22,7 @@ import pallas_kernels
 from pallas_kernels import SHAPES
 
 TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1"}
-ROWS, BLOCKS_PER_ROW, BLOCK_SIZE = 8, 128, 16
+ROWS, BLOCKS_PER_ROW, BLOCK_SIZE = 8, 512, 16
 
 
 def devices(topology, bounds):
@@ -40,7 +39,9 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
         return jax.ShapeDtypeStruct(axes, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
     token_spec = (*(None for _ in tokens), heads)
-    pool = array(max(rows, ROWS) * BLOCKS_PER_ROW + 1, 2, shape.num_kv_heads, BLOCK_SIZE, stored, spec=(None, None, heads))
+    pool = array(
+        max(rows, ROWS) * BLOCKS_PER_ROW + 1, 2, shape.num_kv_heads, BLOCK_SIZE, stored, spec=(None, None, heads)
+    )
     q = array(*tokens, shape.num_heads, shape.head_dim, spec=token_spec)
     k = array(*tokens, shape.num_kv_heads, shape.head_dim, spec=token_spec)
     tables = array(rows, BLOCKS_PER_ROW, dtype="int32")
@@ -84,7 +85,7 @@ def main(chip):
         mesh = Mesh(np.array(devices("v6e:2x2", (2, 2, 1))), ("x",))
         programs = {"sharded heads": ("llama3-8b", "write_and_attend", (ROWS, 1), {"sharded": True, "layers": 2})}
     else:
-        mesh = Mesh(np.array(devices(TOPOLOGIES[chip], (1, 1, 1))), ("x",))
+        mesh = Mesh(np.array(devices(TOPOLOGIES[chip], (1, 1, 1))[:1]), ("x",))  # a tpu7x chip is two
         programs = {
             "fused": ("llama3-8b", "write_and_attend", (ROWS, 1), {}),
             "fused, head_dim 64": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {}),

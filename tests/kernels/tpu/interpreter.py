@@ -37,9 +37,7 @@ def bits(x):
 
 def check_attention(tpu, case, mode, **options):
     inputs = testing.make_inputs(case)
-    out, lse = run(
-        tpu.paged_attention, *inputs, mode=mode, **testing.make_options(case), return_lse=True, **options
-    )
+    out, lse = run(tpu.paged_attention, *inputs, mode=mode, **testing.make_options(case), return_lse=True, **options)
     _check(case, inputs, out, lse)
 
 

@@ -33,7 +33,19 @@ DECODE = [
 MIXED = [
     (Case((37, 1, 0, 64, 90, 16, 17), (20, 1, 0, 1, 64, 2, 17), block_size=8, padding=2, **F32), 32),
     (
-        Case((0, 37, 5, 64, 140), (0, 1, 5, 3, 60), 10, 2, 128, 16, window=20, soft_cap=30.0, sinks=True, packed=True, **BF16),
+        Case(
+            (0, 37, 5, 64, 140),
+            (0, 1, 5, 3, 60),
+            10,
+            2,
+            128,
+            16,
+            window=20,
+            soft_cap=30.0,
+            sinks=True,
+            packed=True,
+            **BF16,
+        ),
         64,
     ),
     (Case((1328, 18, 463, 37), (1, 5, 129, 37), 8, 1, 128, 64, packed=True, padding=7, **BF16), None),
@@ -89,9 +101,13 @@ def test_block_ids_are_not_trusted():
 def test_nan_stays_in_its_row():
     case, step_tokens = DECODE[0]
     q, kv, tables, lengths, new = testing.make_inputs(case)
-    clean = interpreter.run(tpu.paged_attention, q, kv, tables, lengths, new, mode=interpreter.PLAIN, **steps(step_tokens))
+    clean = interpreter.run(
+        tpu.paged_attention, q, kv, tables, lengths, new, mode=interpreter.PLAIN, **steps(step_tokens)
+    )
     kv = kv.at[tables[3]].set(jnp.nan)
-    dirty = interpreter.run(tpu.paged_attention, q, kv, tables, lengths, new, mode=interpreter.PLAIN, **steps(step_tokens))
+    dirty = interpreter.run(
+        tpu.paged_attention, q, kv, tables, lengths, new, mode=interpreter.PLAIN, **steps(step_tokens)
+    )
     assert np.isnan(dirty[3]).all()
     others = np.arange(len(case.lengths)) != 3
     np.testing.assert_array_equal(np.asarray(clean)[others], np.asarray(dirty)[others])

@@ -20,7 +20,12 @@ DECODE = {
     "slot refilled early": ("decode.py", "1 - slot", "slot", interpreter.RACES),
     "wrong block": ("_pages.py", "row * self.blocks_per_row + block]", "row * self.blocks_per_row]", interpreter.PLAIN),
     "mask one too far": ("decode.py", "seen = position < limit", "seen = position <= limit", interpreter.PLAIN),
-    "window one too far": ("decode.py", "position >= limit - pages", "position >= limit - 1 - pages", interpreter.PLAIN),
+    "window one too far": (
+        "decode.py",
+        "position >= limit - pages",
+        "position >= limit - 1 - pages",
+        interpreter.PLAIN,
+    ),
     "tail not cleared": ("_pages.py", "keep(held - 1,", "(lambda *_: None)(held - 1,", interpreter.PLAIN),
     "pages not cleared": ("_pages.py", "lax.fori_loop(held, self", "lax.fori_loop(held, 0 * self", interpreter.PLAIN),
     "write not waited for": ("decode.py", "position, pages).wait()", "position, pages)", interpreter.PLAIN),
