@@ -219,7 +219,8 @@ _with_gradient.defvjp(_forward, lambda op, implementation, static, pull, cotange
 
 
 def _run(op: str, implementation: str | None, arrays: dict[str, jax.Array], static: dict[str, Any]) -> Any:
-    choice = explain(op, implementation=implementation, **arrays, **static)
+    arguments: dict[str, Any] = {**arrays, **static}
+    choice = explain(op, implementation=implementation, **arguments)
 
     def on(name: str) -> Any:
         return lambda arrays: getattr(_backend(name), op)(**arrays, **static)

@@ -62,13 +62,14 @@ class Rows(NamedTuple):
     tables: jax.Array  # i32[S, M]
     before: jax.Array  # i32[S]: the position of the row's first token of this step
     start: jax.Array  # i32[S]
-    count: jax.Array  # i32[S]
+    count: jax.Array  # type: ignore[assignment]  # i32[S]; it hides tuple.count
 
 
 def find_rows(token_axes: tuple[int, ...], tables, lengths, new, offsets) -> Rows:
     """The rows of a step whose tokens have the axes `(S, T)` or `(N,)`."""
     if len(token_axes) == 2:
-        start, room = jnp.arange(tables.shape[0], dtype=jnp.int32) * token_axes[1], token_axes[1]
+        start = jnp.arange(tables.shape[0], dtype=jnp.int32) * token_axes[1]
+        room = jnp.full_like(start, token_axes[1])
     else:
         start = default_offsets(new) if offsets is None else offsets
         room = token_axes[0] - start
