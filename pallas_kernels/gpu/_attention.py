@@ -57,12 +57,10 @@ def decode(q, kv, tables, lengths, scalars, sinks, *, window, soft_cap, interpre
     group = num_heads // num_kv_heads
     columns, padded_dim = -(-group // 8) * 8, kernel_head_dim(head_dim)
     plan = _tuning.decode_plan(padded_dim, columns)
-    max_tiles = -(-tables.shape[1] * kv.shape[3] // plan.tile.tokens)
-    num_items = num_rows + min(-(-plan.num_blocks // num_kv_heads), num_rows * max_tiles)
 
     q = q.reshape(num_rows, num_kv_heads, group, head_dim)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, columns - group), (0, padded_dim - head_dim)))
-    items, first_item = _work.decode_items(lengths, window, plan.tile.tokens, num_items)
+    items, first_item = _work.decode_items(lengths, window, plan.tile.tokens, -(-plan.num_blocks // num_kv_heads))
     out, lse = _decode.split(
         q, kv, tables, items, scalars, tile=plan.tile, window=window, soft_cap=soft_cap, interpret=interpret
     )

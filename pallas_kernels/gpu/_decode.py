@@ -169,7 +169,7 @@ def merge(out, lse, first_item, sinks, *, dtype, interpret: InterpretParams = No
     num_rows = first_item.shape[0] - 1
     vector = LAYOUT.reduce(0)
     part = 64  # of the head_dim, in one thread block
-    ahead = 4  # items loaded at once: one after another, each would cost the memory's whole latency
+    ahead = 8 if columns <= 16 else 4  # items loaded at once: one by one, each would cost the memory's whole latency
 
     def paged_decode_merge(out_ref, lse_ref, first_ref, sinks_ref, merged_ref, merged_lse_ref, merged_s, merged_lse_s):
         row, head, d = (lax.axis_index(name) for name in ("row", "head", "part"))

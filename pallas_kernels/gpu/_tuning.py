@@ -16,7 +16,7 @@ MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114}  # of chips that do not have 132
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
     tile: Tile
-    num_blocks: int  # thread blocks to cut the rows into, over all KV heads; beside one for each row and KV head
+    num_blocks: int  # thread blocks that fill the chip once
 
 
 @dataclasses.dataclass(frozen=True)

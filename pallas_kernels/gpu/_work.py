@@ -6,36 +6,49 @@ Their sizes are static, so a list may end in empty items, whose thread blocks re
 import jax
 import jax.numpy as jnp
 
+WAVES = 4  # full loads of the chip to cut decode into, so that the last one, partly filled, costs little
+FEW_TILES = 4  # an item shorter than this spends its time on starting: only what one wave needs is cut finer
 
-def decode_items(
-    lengths: jax.Array, window: int | None, tile_tokens: int, num_items: int
-) -> tuple[jax.Array, jax.Array]:
-    """Cut the rows into items of about the same number of tiles, as fine as `num_items` allows.
 
-    With c tiles an item, rows of t tiles need the sum of ceil(t / c) <= total / c + S items: so c is the least with
-    total / c <= num_items - S, and one long row is spread as widely as many short ones.
+def decode_capacity(num_rows: int, wave: int) -> tuple[int, int]:
+    """Items that `decode_items` has room for in all, and the most of one row.
+
+    The kernel that merges a row's items goes through them one after another, so a row gets about as many as fill the
+    chip once, and no more than 64.
+    """
+    most = min(max(wave, 32), 64)
+    return min(num_rows + WAVES * wave, num_rows * most), most
+
+
+def decode_items(lengths: jax.Array, window: int | None, tile_tokens: int, wave: int) -> tuple[jax.Array, jax.Array]:
+    """Cut the rows into items of about the same number of tiles, so that one long row spreads as widely as many short.
+
+    With c tiles an item, rows of t tiles have ceil(t / c) items, in sum at most total / c and one more for each row.
 
     Args:
       lengths: `i32[S]`, 0 for rows without work.
-      num_items: W, more than S.
+      wave: the number of items that fill the chip once.
 
     Returns:
-      items: `i32[W, 4]`: row, first tile, tile to stop before, and the row's length.
+      items: `i32[W, 4]`: row, first tile, tile to stop before, and the row's length. W is of `decode_capacity`.
       first_item: `i32[S + 1]`: where each row's items start.
     """
     num_rows = lengths.shape[0]
+    num_items, most = decode_capacity(num_rows, wave)
     first = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // tile_tokens
     stop = -(-lengths // tile_tokens)
     tiles = stop - first
-    spare = num_items - num_rows
-    size = jnp.maximum(-(-tiles.sum(dtype=jnp.int32) // spare), 1)
-    first_item = _starts(-(-tiles // size))
+    total = tiles.sum(dtype=jnp.int32)
+    size = jnp.maximum(-(-total // (WAVES * wave)), jnp.minimum(-(-total // wave), FEW_TILES))
+    count = jnp.minimum(-(-tiles // jnp.maximum(size, 1)), most)
+    size = -(-tiles // jnp.maximum(count, 1))  # of each row's items, as even as can be
+    first_item = _starts(-(-tiles // jnp.maximum(size, 1)))
     item = jnp.arange(num_items, dtype=jnp.int32)
     row = jnp.searchsorted(first_item[1:], item, side="right", method="compare_all").astype(jnp.int32)
     used = row < num_rows
     row = jnp.minimum(row, num_rows - 1)
-    start = first[row] + (item - first_item[row]) * size
-    end = jnp.where(used, jnp.minimum(start + size, stop[row]), start)
+    start = first[row] + (item - first_item[row]) * size[row]
+    end = jnp.where(used, jnp.minimum(start + size[row], stop[row]), start)
     return jnp.stack([row, start, end, lengths[row]], axis=1), first_item
 
 

@@ -12,7 +12,10 @@ import sys
 import pytest
 
 SITE = os.environ.get("JAXKV_COMPILE_SITE")
-pytestmark = pytest.mark.skipif(not SITE, reason="JAXKV_COMPILE_SITE does not name a folder with the extra `compile`")
+pytestmark = [
+    pytest.mark.skipif(not SITE, reason="JAXKV_COMPILE_SITE does not name a folder with the extra `compile`"),
+    pytest.mark.timeout(600),  # the first test waits for the compiler
+]
 
 # Name -> the most registers and bytes of shared memory, so that two thread blocks of 256 threads share a multiprocessor
 # (65,536 registers, 227 KiB); head_dim 256 has one to itself.
@@ -37,7 +40,7 @@ def report():
     jobs = [*DECODE_BUDGETS, *PREFILL_BUDGETS, "step", "control-no-fence", "control-not-donated", "control-not-unique"]
     path = os.pathsep.join([str(script.parents[2]), SITE, os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
-    run = subprocess.run([sys.executable, script, *jobs], env=environment, capture_output=True, text=True, timeout=280)
+    run = subprocess.run([sys.executable, script, *jobs], env=environment, capture_output=True, text=True, timeout=580)
     assert run.returncode == 0, run.stderr[-3000:]
     found = {}
     for line in run.stdout.splitlines():

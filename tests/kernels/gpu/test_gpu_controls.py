@@ -11,16 +11,17 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from mutants import mutant
 
 from pallas_kernels import gpu, testing
-from pallas_kernels.gpu import _attention, _decode, _tiles, _tuning
+from pallas_kernels.gpu import _attention, _decode, _prefill, _tiles, _tuning
 from pallas_kernels.testing import Case
 
 CASE = Case(lengths=(300,), new=(1,), num_heads=1, num_kv_heads=1, dtype="bfloat16")
+CHUNK = Case(lengths=(190,), new=(70,), num_heads=2, num_kv_heads=1, dtype="bfloat16")
 TILE = _tiles.Tile(tokens=64, stages=2)
 
 
-def outcome() -> str:
-    """How interpreting CASE ends: "right", "wrong", "race", or the name of the exception."""
-    inputs = testing.make_inputs(CASE)
+def outcome(case: Case = CASE) -> str:
+    """How interpreting a case ends: "right", "wrong", "race", "barrier", or the exception."""
+    inputs = testing.make_inputs(case)
     interpret_pallas_call.reset_gpu_interpret_mode_state()
     interpret = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
     try:
@@ -28,7 +29,7 @@ def outcome() -> str:
         out = np.asarray(out)
         if interpret_pallas_call.get_races().races_found:
             return "race"
-        testing.assert_close(out, testing.expected(CASE, inputs))
+        testing.assert_close(out, testing.expected(case, inputs))
     except AssertionError:
         return "wrong"
     except Exception as e:  # newer interpreters raise on a race, and on a barrier left behind
@@ -44,10 +45,12 @@ def one_item(monkeypatch):
         pytest.skip("a known-bad kernel may hang a GPU")
     plan = _tuning.DecodePlan(TILE, num_blocks=1)
     monkeypatch.setattr(_tuning, "decode_plan", lambda head_dim, columns: plan)
+    monkeypatch.setattr(_tuning, "prefill_plan", lambda head_dim, block_size: _tuning.PrefillPlan(TILE))
 
 
-def test_without_a_mistake():
-    assert outcome() == "right"
+@pytest.mark.parametrize("case", [CASE, CHUNK], ids=["decode", "prefill"])
+def test_without_a_mistake(case):
+    assert outcome(case) == "right"
 
 
 DECODE_MISTAKES = {
@@ -98,3 +101,24 @@ def test_fetch_mistake(mistake, monkeypatch):
     expected, *changes = FETCH_MISTAKES[mistake]
     monkeypatch.setattr(_decode, "fetch", mutant(_tiles, *changes).fetch)
     assert outcome() in expected
+
+
+PREFILL_MISTAKES = {
+    "a token sees its successor": ({"wrong"}, ("seen = key <= query", "seen = key <= query + 1")),
+    "V read before the other consumer cleaned its share": (
+        {"race", "wrong"},
+        ("plgpu.barrier_wait(v_selected)", "pass"),
+    ),
+    "a share of V cleaned by nobody": (
+        {"wrong", "race"},
+        ("share=warpgroup, shares=CONSUMERS", "share=warpgroup + 1, shares=CONSUMERS"),
+    ),
+    "heads and tokens mixed up": ({"wrong"}, ("lax.div(query, jnp.int32(group))", "query")),
+}
+
+
+@pytest.mark.parametrize("mistake", PREFILL_MISTAKES)
+def test_prefill_mistake(mistake, monkeypatch):
+    expected, *changes = PREFILL_MISTAKES[mistake]
+    monkeypatch.setattr(_attention, "_prefill", mutant(_prefill, *changes))
+    assert outcome(CHUNK) in expected

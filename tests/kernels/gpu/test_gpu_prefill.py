@@ -54,11 +54,12 @@ def test_items_cover_every_token_once():
     assert items[at, 0] == 0 and index[at] == 48
 
 
+@pytest.mark.parametrize("wave", [1, 9, 33, 264])
 @pytest.mark.parametrize("window", [None, 100])
-def test_decode_items_are_even(window):
+def test_decode_items_are_even(window, wave):
     """One row 100 times as long as the rest is cut as finely as they are, and every tile seen is in one item."""
     lengths = np.array([32_000, 300, 0, 300], np.int32)
-    items, first_item = (np.asarray(x) for x in _work.decode_items(lengths, window, 64, 40))
+    items, first_item = (np.asarray(x) for x in _work.decode_items(lengths, window, 64, wave))
     for row, length in enumerate(lengths):
         first = 0 if window is None else max(length - window, 0) // 64
         tiles = [t for _, start, stop, _ in items[first_item[row] : first_item[row + 1]] for t in range(start, stop)]
@@ -66,4 +67,6 @@ def test_decode_items_are_even(window):
         assert (items[first_item[row] : first_item[row + 1], [0, 3]] == [row, length]).all()
     sizes = items[:, 2] - items[:, 1]
     assert (sizes[first_item[-1] :] == 0).all()
-    assert sizes.max() <= -(-sizes.sum() // 36)
+    fair = sizes.sum() / min(wave, 64)
+    assert sizes.max() <= np.ceil(fair)
+    assert len(items) <= 4 + 4 * wave
