@@ -30,6 +30,17 @@ def randomise(params, seed=0):
     return jax.tree.unflatten(tree, [jnp.asarray(random.normal(0, 0.3, x.shape), x.dtype) for x in leaves])
 
 
+def check_options_matter(make):
+    """An option that reached neither path would make both agree; `make(**options)` gives `(apply, params)`."""
+    x = sequences()[0]
+    outputs = []
+    for options in ({}, dict(window=5), dict(soft_cap=2.0), dict(scale=0.7), dict(position_fn=None)):
+        apply, params = make(**options)
+        outputs.append(np.asarray(apply(params, x)[0]))
+    for i, y in enumerate(outputs):
+        assert all(np.abs(y - other).max() > 1e-2 for other in outputs[:i])
+
+
 def new_cache(num_layers=1, dtype="float32"):
     layer = jaxkv.LayerConfig(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     return jaxkv.init(

@@ -26,6 +26,10 @@ def test_padded_steps_equal_the_dense_path(options):
     adapters.check_padded(apply, make(**options))
 
 
+def test_every_option_matters():
+    adapters.check_options_matter(lambda **options: (apply, make(**options)))
+
+
 def test_padded_steps_under_nnx_jit():
     adapters.check_padded(apply, make(), jit=nnx.jit)
 

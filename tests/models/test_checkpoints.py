@@ -73,6 +73,21 @@ def test_packed_and_paged(name):
     assert cache.lengths.tolist() == [len(e.read) for e in wanted]
 
 
+@pytest.mark.parametrize("name", fixtures.NAMES)
+def test_generate(name):
+    """Prompts in chunks, with so few blocks that rows are set back and resumed, and one by one: the same tokens."""
+    wanted = fixtures.expected(name)
+    engine = jaxkv.Engine(load(name), max_seqs=8, max_seq_len=40, block_size=4, num_blocks=11, step_tokens=8)
+    prompts, count = [e.prompt.tolist() for e in wanted], len(wanted[0].tokens)
+    outputs = [[] for _ in prompts]
+    for index, token in engine.stream(prompts, count):
+        outputs[index].append(token)
+    assert outputs == [e.tokens.tolist() for e in wanted]
+    assert engine.set_back > 0
+    for prompt, e in zip(prompts, wanted, strict=True):
+        assert [token for _, token in engine.stream([prompt], count)] == e.tokens.tolist()
+
+
 @pytest.mark.parametrize("name", ["gemma3", "llama3"])
 def test_padded_and_paged(name):
     model, wanted = load(name), fixtures.expected(name)
