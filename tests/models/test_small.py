@@ -1,0 +1,35 @@
+"""The model that ships with the package has learnt what it was trained for."""
+
+import argparse
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import models
+
+
+def test_it_is_small():
+    folder = pathlib.Path(models.__file__).parent.parent / "data" / "small"
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 4e6
+
+
+def test_it_expects_python():
+    """Nats per byte of Python source, far below what its letters' frequencies alone would give (about 3)."""
+    model = models.small()
+    source = np.frombuffer(pathlib.Path(argparse.__file__).read_bytes(), np.uint8)[: 8 * 200].astype(np.int32)
+
+    @jax.jit
+    def loss(model, tokens):
+        scores = jax.nn.log_softmax(model(tokens[:, :-1])[0])
+        return -jnp.mean(jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1))
+
+    source_loss = float(loss(model, source.reshape(8, 200)))
+    junk_loss = float(loss(model, source[::-1].reshape(8, 200)))
+    assert source_loss < 1.7 < junk_loss, (source_loss, junk_loss)
+
+
+def test_its_tokens_are_bytes():
+    config = models.small().config
+    assert (config.byte_tokens, config.vocab_size, config.eos_ids) == (True, 256, (0,))
