@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
+from jaxkv._arguments import row_counts
 from jaxkv._state import Cache, Pool
 from jaxkv._tables import drop_unfit, extend
 
@@ -75,7 +76,10 @@ def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementati
         places, most = ("T", counts.max(initial=0)) if len(token_axes) == 2 else ("N", counts.sum())
         if most > token_axes[-1]:
             raise ValueError(f"num_tokens asks for {most} tokens, but k and v have {places} = {token_axes[-1]} places.")
-    cache = extend(cache, num_tokens)
+    # On the device more tokens than places make no sense, like a negative number, and are refused like one.
+    num_tokens = row_counts("num_tokens", num_tokens, cache.lengths.shape[0])
+    end = num_tokens if len(token_axes) == 2 else jnp.cumsum(jnp.clip(num_tokens, 0, token_axes[0] + 1))
+    cache = extend(cache, jnp.where((num_tokens > 0) & (end > token_axes[-1]), -1, num_tokens))
     for layer in range(num_layers):
         cache = write(cache, k[layer], v[layer], layer=layer, implementation=implementation)
     return cache

@@ -415,6 +415,14 @@ def extended(cache, numbers, places=5):
     return jax.jit(jaxkv.append)(cache, kv, kv, jnp.array(numbers, jnp.int32))
 
 
+def test_a_row_that_appends_more_than_there_is_takes_no_blocks(cache):
+    after = extended(cache, [1, 12, 2], places=8)
+    assert after.failed.tolist() == [False, True, False] and after.tables[0].held[1] == cache.tables[0].held[1]
+    kv = [ones(9, c.num_kv_heads, c.head_dim) for c in LAYERS]
+    packed = jax.jit(jaxkv.append)(cache, kv, kv, jnp.array([3, 7, 0], jnp.int32))
+    assert packed.failed.tolist() == [False, True, False] and packed.tables[0].held[1] == cache.tables[0].held[1]
+
+
 DATA = {
     "negative count": (
         lambda c: extended(c, [1, -1, 2]),
@@ -429,7 +437,7 @@ DATA = {
         "makes no sense was made for row 1: .* more tokens than the step's arrays have places for",
     ),
     "too long": (
-        lambda c: extended(c, [2**31 - 1, 1, 1]),
+        lambda c: jax.jit(jaxkv.extend)(c, jnp.array([2**31 - 1, 1, 1], jnp.int32)),
         [0],
         jaxkv.SequenceTooLong,
         r"max_seq_len = 20 tokens were asked for in row 0 \(it holds 6\)",
