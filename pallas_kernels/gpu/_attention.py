@@ -20,6 +20,8 @@ def paged_attention(
     `interpret` runs the kernels in Pallas's GPU interpreter, on any machine.
     """
     assert kv_scale is None and mask is None, "`unsupported` refuses them"
+    if q.size == 0:
+        return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if return_lse else q
     token_axes, head_dim = q.shape[:-2], q.shape[-1]
     lengths = jnp.clip(lengths, 0, tables.shape[1] * kv.shape[3])  # so that no length reads past its row's table
     token = locate(token_axes, lengths, new, offsets)

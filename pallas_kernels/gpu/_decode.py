@@ -52,7 +52,7 @@ def split(q, kv, tables, items, scalars, *, tile: Tile, window, soft_cap: bool, 
     tokens, stages = tile.tokens, tile.stages
     pieces = tile.pieces(kv.shape[3])
 
-    def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, out_ref, lse_ref, scratch):
+    def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, out_ref, lse_ref, *, scratch):
         (q_s, k_s, v_s, p_s, out_s, lse_s), (q_ready, k_ready, v_ready, k_free, v_free) = scratch
         item, head = lax.axis_index("item"), lax.axis_index("head")
         warpgroup = lax.axis_index("warpgroup")
@@ -140,7 +140,7 @@ def split(q, kv, tables, items, scalars, *, tile: Tile, window, soft_cap: bool, 
         ready = plgpu.Barrier(num_arrivals=pieces, num_barriers=stages)
         free = plgpu.Barrier(num_barriers=stages)
         barriers = (plgpu.Barrier(), ready, ready, free, free)
-        pl.run_scoped(lambda *scratch: kernel(*refs, scratch), buffers, barriers, collective_axes="warpgroup")
+        pl.run_scoped(lambda *scratch: kernel(*refs, scratch=scratch), buffers, barriers, collective_axes="warpgroup")
 
     return plgpu.kernel(
         paged_decode_split,

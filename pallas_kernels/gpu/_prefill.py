@@ -57,7 +57,7 @@ def attend(
     # A product at a time of so many of V's columns, for the registers' sake.
     columns = head_dim if head_dim <= 128 else 64
 
-    def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, out_ref, lse_ref, scratch):
+    def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, out_ref, lse_ref, *, scratch):
         (q_s, k_s, v_s, p_s, lse_s), (q_ready, k_ready, v_ready, k_free, v_free, v_selected) = scratch
         item, head = lax.axis_index("item"), lax.axis_index("head")
         warpgroup = lax.axis_index("warpgroup")
@@ -166,7 +166,7 @@ def attend(
         free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
         selected = plgpu.Barrier(num_arrivals=CONSUMERS)
         barriers = (plgpu.Barrier(num_barriers=CONSUMERS), ready, ready, free, free, selected)
-        pl.run_scoped(lambda *scratch: kernel(*refs, scratch), buffers, barriers, collective_axes="warpgroup")
+        pl.run_scoped(lambda *scratch: kernel(*refs, scratch=scratch), buffers, barriers, collective_axes="warpgroup")
 
     return plgpu.kernel(
         paged_prefill,

@@ -13,7 +13,7 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
     """Why the kernels cannot run `op` on arguments of these shapes and dtypes, and the way out; None if they can."""
     if op != "paged_attention":
         return f"The gpu backend has no kernel of its own for {op}; {FALLBACK}."
-    q, kv, mask, kv_scale = (arguments.get(name) for name in ("q", "kv", "mask", "kv_scale"))
+    q, kv, mask, kv_scale = arguments["q"], arguments["kv"], arguments.get("mask"), arguments.get("kv_scale")
     head_dim, block_size, stored = q.shape[-1], kv.shape[3], kv.shape[4]
     group = q.shape[-2] // kv.shape[2]
     if mask is not None:

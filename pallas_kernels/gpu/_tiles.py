@@ -17,7 +17,8 @@ from jax import lax
 InterpretParams = plgpu.InterpretGPUParams | None
 
 LAYOUT = plgpu.Layout.WGMMA  # how a product's result lies in registers
-OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # how a 16-bit operand lies in shared memory
+# How a 16-bit operand lies in shared memory. (The stubs take the classes for abstract ones.)
+OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ def fetch(kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, t
     low, high = (lax.div(position, jnp.int32(piece)) for position in (first_seen, length - 1))
 
     @pl.loop(0, num_tiles)
-    def _(i):
+    def fill(i):
         slot = lax.rem(i, jnp.int32(stages))
         places = []
         for j in range(tile.pieces(block_size)):  # before the wait for a free slot, which hides the reads' latency
@@ -72,15 +73,15 @@ def fetch(kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, t
         for part, (slots_ref, ready_ref, free_ref) in enumerate(((k_s, k_ready, k_free), (v_s, v_ready, v_free))):
 
             @pl.when(i >= stages)
-            def _(free_ref=free_ref):
+            def wait_until_free(free_ref=free_ref):
                 plgpu.barrier_wait(free_ref.at[slot])
 
-            for j, (block, offset) in enumerate(places):
-                source = kv_ref.at[block, part, head, offset, pl.ds(0, head_dim)]
+            for j, (block, span) in enumerate(places):
+                source = kv_ref.at[block, part, head, span, pl.ds(0, head_dim)]
                 plgpu.copy_gmem_to_smem(source, slots_ref.at[slot, pl.ds(j * piece, piece)], ready_ref.at[slot])
 
     @pl.loop(jnp.maximum(num_tiles - stages, 0), num_tiles)
-    def _(i):  # JAX 0.11's interpreter insists that every arrival is seen
+    def drain(i):  # JAX 0.11's interpreter insists that every arrival is seen
         slot = lax.rem(i, jnp.int32(stages))
         plgpu.barrier_wait(k_free.at[slot])
         plgpu.barrier_wait(v_free.at[slot])
@@ -96,7 +97,7 @@ def select_seen_values(v_ref, first, stop, *, share=0, shares: int = 1) -> None:
     for i, (token, column) in enumerate(itertools.product(range(0, tokens, 64), range(0, head_dim, 64))):
 
         @pl.when(share == i % shares)
-        def _(token=token, column=column):
+        def select(token=token, column=column):
             part = v_ref.at[pl.ds(token, 64), pl.ds(column, 64)]
             v = plgpu.load(part, layout=LAYOUT)
             place = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=LAYOUT) + token
