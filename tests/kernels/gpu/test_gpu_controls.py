@@ -11,10 +11,10 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from mutants import mutant
 
 from pallas_kernels import gpu, testing
-from pallas_kernels.gpu import _attention, _decode, _prefill, _tiles, _tuning
+from pallas_kernels.gpu import _attention, _decode, _prefill, _tiles, _tuning, _work
 from pallas_kernels.testing import Case
 
-CASE = Case(lengths=(300,), new=(1,), num_heads=1, num_kv_heads=1, dtype="bfloat16")
+CASE = Case(lengths=(300,), new=(1,), num_heads=4, num_kv_heads=1, dtype="bfloat16")
 CHUNK = Case(lengths=(190,), new=(70,), num_heads=2, num_kv_heads=1, dtype="bfloat16")
 TILE = _tiles.Tile(tokens=64, stages=2)
 
@@ -44,6 +44,7 @@ def one_item(monkeypatch):
     if jax.default_backend() == "gpu":
         pytest.skip("a known-bad kernel may hang a GPU")
     plan = _tuning.DecodePlan(TILE, num_blocks=1)
+    monkeypatch.setattr(_work, "WAVES", 1)
     monkeypatch.setattr(_tuning, "decode_plan", lambda head_dim, columns: plan)
     monkeypatch.setattr(_tuning, "prefill_plan", lambda head_dim, block_size: _tuning.PrefillPlan(TILE))
 

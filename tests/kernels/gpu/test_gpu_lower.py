@@ -62,9 +62,10 @@ def lower(*, block_size, head_dim, group, dtype, window, soft_cap, sinks, tokens
     jax.jit(attend).trace(q, kv, tables, row, row, sinks).lower(lowering_platforms=("cuda",))
 
 
-def test_matrix():
+@pytest.mark.parametrize("part", range(6))
+def test_matrix(part):
     failures = []
-    for combination in sample():
+    for combination in sample()[part::6]:
         try:
             lower(**combination)
         except Exception as e:  # collected, so that one run shows them all
