@@ -29,8 +29,9 @@ def sample() -> list[dict]:
     """Combinations in which every pair of values of any two axes occurs, found greedily."""
     random.seed(0)
     names = list(AXES)
+    # A dictionary for its order, which is the same in every test process.
     missing = {
-        frozenset([(a, x), (b, y)]) for a, b in itertools.combinations(names, 2) for x in AXES[a] for y in AXES[b]
+        frozenset([(a, x), (b, y)]): None for a, b in itertools.combinations(names, 2) for x in AXES[a] for y in AXES[b]
     }
     chosen = []
     while missing:
@@ -39,9 +40,10 @@ def sample() -> list[dict]:
             combination = dict(sorted(next(iter(missing)), key=str))
             combination = {name: combination.get(name, random.choice(AXES[name])) for name in names}
             pairs = {frozenset(pair) for pair in itertools.combinations(combination.items(), 2)}
-            candidates.append((len(pairs & missing), len(candidates), combination, pairs))
+            candidates.append((len(pairs & missing.keys()), len(candidates), combination, pairs))
         _, _, combination, pairs = max(candidates, key=lambda c: c[:2])
-        missing -= pairs
+        for pair in pairs:
+            missing.pop(pair, None)
         chosen.append(combination)
     return chosen
 
