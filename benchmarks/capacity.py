@@ -9,9 +9,9 @@ until its pool is full. Bytes are those of a Llama 3 8B's keys and values in bfl
 import argparse
 
 import numpy as np
+from _harness import save, table
 
 import jaxkv
-from _harness import save, table
 from pallas_kernels import SHAPES
 
 MAX_SEQ_LEN = 2048
@@ -33,7 +33,11 @@ def fill(num_tokens: int, block_size: int, lengths: np.ndarray) -> dict:
     """Put sequences into a pool of `num_tokens` places until one does not fit."""
     layer = jaxkv.LayerConfig(num_kv_heads=1, head_dim=1)  # the tables do not know how large a token is
     config = jaxkv.CacheConfig(
-        layers=(layer,), max_seqs=len(lengths), max_seq_len=MAX_SEQ_LEN, num_blocks=num_tokens // block_size, block_size=block_size
+        layers=(layer,),
+        max_seqs=len(lengths),
+        max_seq_len=MAX_SEQ_LEN,
+        num_blocks=num_tokens // block_size,
+        block_size=block_size,
     )
     cache = jaxkv.extend(jaxkv.init(config), lengths)
     fits = int(np.argmax(np.asarray(cache.failed)))  # rows are served in order
@@ -54,11 +58,16 @@ def main() -> None:
 
     rows = num_tokens // MAX_SEQ_LEN  # contiguous: every sequence takes the longest one's room
     held = int(lengths[:rows].sum())
-    results = [{"block_size": "contiguous", "sequences": rows, "tokens": held, "wasted": 1 - held / (rows * MAX_SEQ_LEN)}]
+    results = [
+        {"block_size": "contiguous", "sequences": rows, "tokens": held, "wasted": 1 - held / (rows * MAX_SEQ_LEN)}
+    ]
     results += [fill(num_tokens, block_size, lengths) for block_size in BLOCK_SIZES]
     for result in results:
         result["times_contiguous"] = result["sequences"] / rows
-    print(f"{arguments.gigabytes:g} GiB = {num_tokens} tokens of {token_bytes} bytes; sequences of {lengths.mean():.0f} tokens in the mean\n")
+    print(
+        f"{arguments.gigabytes:g} GiB = {num_tokens} tokens of {token_bytes} bytes; "
+        f"sequences of {lengths.mean():.0f} tokens in the mean\n"
+    )
     table(results)
     save("capacity", results, gigabytes=arguments.gigabytes, max_seq_len=MAX_SEQ_LEN, mean_length=float(lengths.mean()))
 

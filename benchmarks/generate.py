@@ -9,14 +9,15 @@ blocks as fill the same bytes. The static batches read nothing back until a batc
 
 import argparse
 import functools
+import pathlib
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _harness import save, table
 
 import jaxkv
-from _harness import save, table
 
 MAX_SEQ_LEN = 512
 
@@ -24,7 +25,7 @@ MAX_SEQ_LEN = 512
 def trace(count: int, seed: int = 0) -> list[tuple[list[int], int]]:
     """Prompts of Python source and the numbers of tokens to add, each spread log-uniformly from 5 to 250."""
     rng = np.random.default_rng(seed)
-    source = open(argparse.__file__, "rb").read()
+    source = pathlib.Path(argparse.__file__).read_bytes()
     lengths = np.exp(rng.uniform(np.log(5), np.log(250), (count, 2))).round().astype(int)
     starts = rng.integers(0, len(source) - 250, count)
     return [(list(source[s : s + prompt]), int(new)) for s, (prompt, new) in zip(starts, lengths, strict=True)]

@@ -50,7 +50,10 @@ def _add_generate(commands: Any) -> None:
     add("--max-seq-len", type=int, help="the most tokens of a sequence; default: what the prompts need")
     add("--memory", type=_bytes, help="what the cache may take, for example 512M or 2G; default: what all rows need")
     add("--block-size", type=int, default=16, help="tokens per block; default: %(default)s")
-    add("--dtype", help="compute and cache in this dtype; default: float32 for the built-in model, else the checkpoint's")
+    add(
+        "--dtype",
+        help="compute and cache in this dtype; default: float32 for the built-in model, else the checkpoint's",
+    )
     add("--no-check", action="store_true", help="do not compare the output with a recomputation without any cache")
 
 
@@ -65,7 +68,12 @@ def generate(arguments: argparse.Namespace) -> int:
     else:
         model = jaxkv.models.load(arguments.model, **({"dtype": arguments.dtype} if arguments.dtype else {}))
         tokenizer = ByteTokenizer() if model.config.byte_tokens else FileTokenizer(arguments.model)
-    choice = {"temperature": arguments.temperature, "top_k": arguments.top_k, "top_p": arguments.top_p, "seed": arguments.seed}
+    choice = {
+        "temperature": arguments.temperature,
+        "top_k": arguments.top_k,
+        "top_p": arguments.top_p,
+        "seed": arguments.seed,
+    }
     tokens = [tokenizer.encode(prompt) for prompt in prompts]
     engine = jaxkv.Engine(
         model, max_seqs=arguments.max_seqs, max_seq_len=arguments.max_seq_len, memory_bytes=arguments.memory,
@@ -99,7 +107,9 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
     prompts = list(arguments.prompt)
     if arguments.prompts is not None:
         if not arguments.prompts.is_file():
-            raise FileNotFoundError(f"{arguments.prompts} is not a file: --prompts takes a text file with one prompt per line.")
+            raise FileNotFoundError(
+                f"{arguments.prompts} is not a file: --prompts takes a text file with one prompt per line."
+            )
         prompts += [line for line in arguments.prompts.read_text().splitlines() if line.strip()]
         if not prompts:
             raise ValueError(f"{arguments.prompts} has no prompts: write one per line.")
@@ -167,15 +177,16 @@ def _report(engine: Any, prompts: list, outputs: list, times: list[float], choic
     from jaxkv._views import format_bytes
 
     config, count = engine.config, len(times)
-    rate = (count - 1) / (times[-1] - times[0]) if count > 1 and times[-1] > times[0] else float("nan")
+    first, last = (times[0], times[-1]) if times else (0.0, 0.0)
+    rate = f", then {(count - 1) / (last - first):.0f} tokens/s" if last > first else ""
     used = engine.blocks_peak
     lines = [
         f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, {count} new tokens in "
-        f"{times[-1] if times else 0:.1f} s: the first after {times[0] if times else 0:.1f} s, compilation included, then {rate:.0f} tokens/s.",
+        f"{last:.1f} s: the first after {first:.1f} s, compilation included{rate}.",
         f"{engine.steps} steps; {used} of {config.num_blocks} blocks of {config.block_size} tokens used at the most, "
         f"{config.num_blocks - used} free; {engine.set_back} sequences set back.",
-        f"Used {format_bytes(used * config.bytes_per_block)}; a dense cache of {config.max_seqs} rows of {config.max_seq_len} "
-        f"tokens takes {format_bytes(config.dense_bytes)}.",
+        f"Used {format_bytes(used * config.bytes_per_block)}; a dense cache of {config.max_seqs} rows of "
+        f"{config.max_seq_len} tokens takes {format_bytes(config.dense_bytes)}.",
     ]
     if choice is not None:
         same = [
@@ -192,7 +203,9 @@ def _bytes(text: str) -> int:
     try:
         return int(float(match[1]) * UNITS[match[2].upper()])  # type: ignore[index]
     except (TypeError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write a number and a unit, such as 512M or 2G") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size: write a number and a unit, such as 512M or 2G"
+        ) from None
 
 
 if __name__ == "__main__":

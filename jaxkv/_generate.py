@@ -107,7 +107,8 @@ class Engine:
         if not len(prompt):
             return "it is empty: give at least one token, for example the model's beginning-of-sequence token"
         if len(prompt) >= config.max_seq_len:
-            return f"it has {len(prompt)} tokens, and max_seq_len = {config.max_seq_len} must hold one more: raise max_seq_len"
+            most = f"max_seq_len = {config.max_seq_len}"
+            return f"it has {len(prompt)} tokens, and {most} must hold one more: raise max_seq_len"
         if (blocks := -(-limit // config.block_size)) > config.num_blocks:
             return (
                 f"its {limit} tokens take {blocks} blocks, but the cache has {config.num_blocks}: raise num_blocks, or "
@@ -245,7 +246,9 @@ _free = jax.jit(free, donate_argnames="cache")
 
 def _sampling(temperature: float, top_k: int, top_p: float, seed: int) -> Sampling | None:
     if not (temperature >= 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature must be 0 (always the likeliest token) or a finite number above, not {temperature}.")
+        raise ValueError(
+            f"temperature must be 0 (always the likeliest token) or a finite number above, not {temperature}."
+        )
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}.")
     if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0:
@@ -258,7 +261,9 @@ def _sampling(temperature: float, top_k: int, top_p: float, seed: int) -> Sampli
 def _per_prompt(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
     limits = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if len(limits) != count:
-        raise ValueError(f"max_new_tokens must be one number or one for each of the {count} prompts, not {len(limits)}.")
+        raise ValueError(
+            f"max_new_tokens must be one number or one for each of the {count} prompts, not {len(limits)}."
+        )
     for limit in limits:
         if limit < 1:
             raise ValueError(f"max_new_tokens must be at least 1, not {limit}.")

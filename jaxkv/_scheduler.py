@@ -94,7 +94,7 @@ class Scheduler:
     def _admit(self, counts: dict[Sequence, int]) -> bool:
         sequence = self.waiting[0]
         room = self.step_tokens - sum(counts.values())
-        # All of its tokens must fit beside all of the others', not only the first chunk: else it would soon be set back.
+        # All of its tokens must fit beside all of the others', not only its first chunk: else it is soon set back.
         promised = sum(self.blocks(len(s.tokens)) for s in self.running)
         if room < 1 or promised + self.blocks(len(sequence.tokens)) > self.num_blocks:
             return False

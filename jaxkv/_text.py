@@ -29,7 +29,9 @@ class FileTokenizer:
         try:
             import tokenizers
         except ImportError:
-            raise ModuleNotFoundError("Reading a model's tokenizer needs the extra 'hf': pip install 'jaxkv[hf]'.") from None
+            raise ModuleNotFoundError(
+                "Reading a model's tokenizer needs the extra 'hf': pip install 'jaxkv[hf]'."
+            ) from None
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower

@@ -15,7 +15,9 @@ def test_generate_streams_several_prompts_and_reports(capsys):
 
 
 def test_generate_prints_one_prompt_as_it_is(capsys):
-    assert main(["generate", "--prompt", "import ", "--max-new-tokens", "4", "--temperature", "0.7", "--seed", "1"]) == 0
+    assert (
+        main(["generate", "--prompt", "import ", "--max-new-tokens", "4", "--temperature", "0.7", "--seed", "1"]) == 0
+    )
     assert capsys.readouterr().out.startswith("import ")
 
 
@@ -29,9 +31,15 @@ def test_many_prompts_come_from_a_file(tmp_path, capsys):
 
 
 def test_a_bad_prompt_does_not_take_the_others_with_it(capsys):
-    assert main(["generate", "--prompt", "x" * 100, "--prompt", "import ", "--max-seq-len", "64", "--max-new-tokens", "4"]) == 1
+    assert (
+        main(["generate", "--prompt", "x" * 100, "--prompt", "import ", "--max-seq-len", "64", "--max-new-tokens", "4"])
+        == 1
+    )
     out, err = capsys.readouterr()
-    assert err == "jaxkv: prompt 1 is left out: it has 100 tokens, and max_seq_len = 64 must hold one more: raise max_seq_len.\n"
+    assert (
+        err == "jaxkv: prompt 1 is left out: "
+        "it has 100 tokens, and max_seq_len = 64 must hold one more: raise max_seq_len.\n"
+    )
     assert out.startswith("import ")
 
 

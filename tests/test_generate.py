@@ -53,7 +53,9 @@ def run(model, choice, **settings):
     return outputs, engine
 
 
-@pytest.mark.parametrize("choice", [{}, {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "choice", [{}, {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 3}], ids=["greedy", "sampled"]
+)
 def test_the_same_tokens_in_every_setting_and_without_a_cache(model, choice):
     expected = None
     for name, settings in SETTINGS.items():
@@ -141,9 +143,18 @@ def test_sampling_keeps_to_top_k_and_top_p():
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
         ({"max_new_tokens": [3]}, "one number or one for each of the 2 prompts, not 1"),
         ({"prompts": [[1], []]}, "Prompt 1 cannot be continued: it is empty"),
-        ({"prompts": [[1] * 64], "max_seq_len": 64}, "Prompt 0 cannot be continued: it has 64 tokens, and max_seq_len = 64"),
-        ({"prompts": [[1], [2, VOCAB]]}, "Prompt 1 cannot be continued: it has a token outside of the model's vocabulary, 0 to 63"),
-        ({"prompts": [[1] * 50], "num_blocks": 3}, "Prompt 0 cannot be continued: its 54 tokens take 4 blocks, .* has 3"),
+        (
+            {"prompts": [[1] * 64], "max_seq_len": 64},
+            "Prompt 0 cannot be continued: it has 64 tokens, and max_seq_len = 64",
+        ),
+        (
+            {"prompts": [[1], [2, VOCAB]]},
+            "Prompt 1 cannot be continued: it has a token outside of the model's vocabulary, 0 to 63",
+        ),
+        (
+            {"prompts": [[1] * 50], "num_blocks": 3},
+            "Prompt 0 cannot be continued: its 54 tokens take 4 blocks, .* has 3",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(model, arguments, sentence):
@@ -154,7 +165,7 @@ def test_bad_input_is_one_sentence(model, arguments, sentence):
 
 def test_all_bad_prompts_are_named_at_once_before_anything_is_computed(model):
     engine = jaxkv.Engine(model, max_seq_len=64)
-    with pytest.raises(ValueError, match="Prompt 0 .* empty(.|\n)*Prompt 2 .* 70 tokens"):
+    with pytest.raises(ValueError, match=r"Prompt 0 .* empty(.|\n)*Prompt 2 .* 70 tokens"):
         engine.stream([[], [1], [1] * 70])
     assert engine.steps == 0
     assert len(list(engine.stream([[1]], 3))) == 3

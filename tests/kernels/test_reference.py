@@ -10,7 +10,17 @@ from pallas_kernels.testing import Case
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_against_numpy(packed):
-    case = Case(lengths=(5, 0, 17, 9), new=(2, 0, 1, 9), block_size=4, packed=packed, padding=2, window=6, soft_cap=3.0, sinks=True, mask=True)
+    case = Case(
+        lengths=(5, 0, 17, 9),
+        new=(2, 0, 1, 9),
+        block_size=4,
+        packed=packed,
+        padding=2,
+        window=6,
+        soft_cap=3.0,
+        sinks=True,
+        mask=True,
+    )
     inputs = testing.make_inputs(case)
     options = testing.make_options(case)
     out, lse = pallas_kernels.paged_attention(*inputs, **options, return_lse=True, implementation="reference")
