@@ -107,11 +107,9 @@ class Pages:
             position = (begin + page) * self.page_size + lax.broadcasted_iota(jnp.int32, values.shape, 1)
             buffer[page, 1] = jnp.where(is_seen(position), values, 0.0).astype(buffer.dtype)
 
-        if self.window is not None:
-
-            @pl.when(step == 0)
-            def _():
-                keep(0, lambda position: position > oldest - self.window)
+        window = self.window
+        if window is not None:
+            pl.when(step == 0)(lambda: keep(0, lambda position: position > oldest - window))
 
         @pl.when(step + 1 == steps)
         def _():

@@ -15,8 +15,8 @@ WINDOW_BYTES = 4 * 2**20  # of a window's queries: they are buffered twice, and 
 
 
 def attend(
-    q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, mask=None, return_lse=False, interpret=False,
-    **options,
+    q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, mask=None, return_lse=False,
+    interpret=False, **options,
 ):  # fmt: skip
     """Attention of a step whose keys and values are in the pool. Arguments as for `pallas_kernels.paged_attention`."""
     if q.ndim == 4 and q.shape[1] == 1:
@@ -63,8 +63,8 @@ def attend(
 
 
 def decode_step(
-    q, kv, tables, lengths, new, *, k=None, v=None, offsets=None, kv_scale=None, scale=None, mask=None, return_lse=False,
-    **options,
+    q, kv, tables, lengths, new, *, k=None, v=None, offsets=None, kv_scale=None, scale=None, mask=None,
+    return_lse=False, **options,
 ):  # fmt: skip
     """One padded token per row, `q [S, 1, H, D]`, written first where `k` and `v` are given.
 

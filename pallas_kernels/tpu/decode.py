@@ -6,6 +6,7 @@ The write changes one register tile of rows in the page that has come anyway, an
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,8 @@ _CONTRACT_INNER = (((1,), (0,)), ((), ()))
 
 
 def decode(
-    q, kv, tables, limits, *, new_kv=None, targets=None, scale, soft_cap=None, window=None, sinks=None, return_lse=False,
-    interpret=False, step_tokens=STEP_TOKENS,
+    q, kv, tables, limits, *, new_kv=None, targets=None, scale, soft_cap=None, window=None, sinks=None,
+    return_lse=False, interpret=False, step_tokens=STEP_TOKENS,
 ):  # fmt: skip
     """Attention of one token per row, the last of the row's `limits` tokens.
 
@@ -111,15 +112,15 @@ def decode(
 
 
 def _kernel(limits, successors, targets, tables, knobs, q_ref, *refs, pages, soft_cap, sinks, lse, fused):
-    refs = list(refs)
-    sinks_ref = refs.pop(0) if sinks else None
-    new_ref = refs.pop(0) if fused else None
-    kv_hbm = refs.pop(0)
-    out_ref = refs.pop(0)
-    lse_ref = refs.pop(0) if lse else None
+    given: Any = list(refs)
+    sinks_ref: Any = given.pop(0) if sinks else None
+    new_ref: Any = given.pop(0) if fused else None
+    kv_hbm = given.pop(0)
+    out_ref = given.pop(0)
+    lse_ref: Any = given.pop(0) if lse else None
     if fused:
-        kv_hbm = refs.pop(0)  # the output is the input's memory
-    buffers, arrived, next_slot, max_ref, sum_ref, out_sum_ref, *write = refs
+        kv_hbm = given.pop(0)  # the output is the input's memory
+    buffers, arrived, next_slot, max_ref, sum_ref, out_sum_ref, *write = given
 
     row, rows = pl.program_id(0), pl.num_programs(0)
     limit = limits[row]
@@ -128,6 +129,10 @@ def _kernel(limits, successors, targets, tables, knobs, q_ref, *refs, pages, sof
     def copies(do, row, step, slot):
         limit = limits[row]
         pages.copies(do, kv_hbm, buffers.at[slot], arrived.at[slot], tables, row, limit - 1, limit, step)
+
+    def write_back():
+        staged, semaphore = write
+        return _write_back(staged, semaphore, kv_hbm, targets[row], position, pages)
 
     @pl.when(row == 0)
     def _():
@@ -166,7 +171,7 @@ def _kernel(limits, successors, targets, tables, knobs, q_ref, *refs, pages, sof
                 @pl.when(writes)
                 def _():
                     _insert(new_ref, buffers.at[slot], position - start, pages, staged=write[0])
-                    _write_back(*write, kv_hbm, targets[row], position, pages).start()
+                    write_back().start()
 
             pages.hide_values(buffers.at[slot], position, limit, i, steps)
             _attend(q_ref, buffers.at[slot], start, limit, knobs, soft_cap, pages, max_ref, sum_ref, out_sum_ref)
@@ -174,7 +179,7 @@ def _kernel(limits, successors, targets, tables, knobs, q_ref, *refs, pages, sof
 
                 @pl.when(writes)
                 def _():
-                    _write_back(*write, kv_hbm, targets[row], position, pages).wait()
+                    write_back().wait()
 
             return 1 - slot
 

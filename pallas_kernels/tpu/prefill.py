@@ -5,9 +5,8 @@ Each walks its row's keys up to its own last position, with the same two page bu
 """
 
 import functools
-import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ LOG2_E = math.log2(math.e)  # the kernel's exponentials are powers of two, which
 class Tiles(NamedTuple):
     """The work list, ordered by window: which row's tokens to work on in which window of the step's tokens."""
 
-    count: jax.Array  # i32[]: how many tiles there are, at least 1
+    total: jax.Array  # i32[]: how many tiles there are, at least 1
     window: jax.Array  # i32[W]: `window_tokens` consecutive token places, from `window * window_tokens` on
     row: jax.Array  # i32[W]: whose tokens
     start: jax.Array  # i32[W]: the position of the window's first place, were it the row's; may be negative
@@ -106,7 +105,7 @@ def prefill(
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(tiles.count,),
+            grid=(tiles.total,),
             in_specs=in_specs,
             out_specs=out_specs,
             scratch_shapes=[
@@ -138,11 +137,11 @@ def prefill(
 def _kernel(
     windows, rows, starts, oldests, limits, tables, knobs, q_ref, *refs, pages, window_tokens, soft_cap, sinks, lse
 ):
-    refs = list(refs)
-    sinks_ref = refs.pop(0) if sinks else None
-    kv_hbm, out_ref = refs.pop(0), refs.pop(0)
-    lse_ref = refs.pop(0) if lse else None
-    buffers, arrived, next_slot, max_ref, sum_ref, out_sum_ref = refs
+    given: Any = list(refs)
+    sinks_ref: Any = given.pop(0) if sinks else None
+    kv_hbm, out_ref = given.pop(0), given.pop(0)
+    lse_ref: Any = given.pop(0) if lse else None
+    buffers, arrived, next_slot, max_ref, sum_ref, out_sum_ref = given
 
     del windows  # which the block specs read
     tile, tiles = pl.program_id(0), pl.num_programs(0)
@@ -177,34 +176,53 @@ def _kernel(
         all_seen = start + pages.step_tokens <= oldest + 1
         if pages.window is not None:
             all_seen &= start > limit - 1 - pages.window
-        attend = functools.partial(
-            _attend, q_ref.at[0], buffers.at[slot], start, starts[tile], knobs, soft_cap, window_tokens, pages,
-            max_ref, sum_ref, out_sum_ref,
-        )  # fmt: skip
-        pl.when(all_seen)(functools.partial(attend, masked=False))
-        pl.when(~all_seen)(functools.partial(attend, masked=True))
+        half = max(1, pages.pages_per_step // 2)
+        few = (half < pages.pages_per_step) & (limit <= start + half * pages.page_size)  # half of the last steps
+
+        def attend(count, masked):
+            buffer = buffers.at[slot, pl.ds(0, count)]
+            statistics = (max_ref, sum_ref, out_sum_ref)
+            _attend(
+                q_ref.at[0], buffer, start, starts[tile], knobs, soft_cap, window_tokens, pages, *statistics, masked
+            )
+
+        pl.when(all_seen)(lambda: attend(pages.pages_per_step, masked=False))
+        if half < pages.pages_per_step:
+            pl.when(~all_seen & few)(lambda: attend(half, masked=True))
+        pl.when(~all_seen & ~few)(lambda: attend(pages.pages_per_step, masked=True))
         return 1 - slot
 
     next_slot[0] = lax.fori_loop(0, steps, step, next_slot[0])
 
-    @pl.loop(0, q_ref.shape[1])
-    def _(head):  # the window's other tokens may be other tiles'
+    whole = (oldest == starts[tile]) & (limit == starts[tile] + window_tokens)
+
+    @pl.when(whole)
+    def _():
+        out_ref[0] = (out_sum_ref[...] / sum_ref[...]).astype(out_ref.dtype)
+        if lse:
+            lse_ref[0] = (max_ref[...] + jnp.log2(sum_ref[...])) / LOG2_E
+
+    @pl.when(~whole)
+    def _():  # the window's other tokens are other tiles' or nobody's
         lane = lax.broadcasted_iota(jnp.int32, (1, q_ref.shape[-1]), 1)
         position = starts[tile] + (lane & (window_tokens - 1))
         own = (position >= oldest) & (position < limit)
-        out = out_sum_ref[head] / sum_ref[head]
-        out_ref[0, head] = jnp.where(own, out, out_ref[0, head].astype(jnp.float32)).astype(out_ref.dtype)
-        if lse:
-            lse_ref[0, head] = jnp.where(own, (max_ref[head] + jnp.log2(sum_ref[head])) / LOG2_E, lse_ref[0, head])
+
+        @pl.loop(0, q_ref.shape[1])
+        def _(head):
+            out = out_sum_ref[head] / sum_ref[head]
+            out_ref[0, head] = jnp.where(own, out, out_ref[0, head].astype(jnp.float32)).astype(out_ref.dtype)
+            if lse:
+                lse_ref[0, head] = jnp.where(own, (max_ref[head] + jnp.log2(sum_ref[head])) / LOG2_E, lse_ref[0, head])
 
 
 def _attend(
-    q_ref, buffer, start, query_start, knobs, soft_cap, window_tokens, pages, max_ref, sum_ref, out_sum_ref, *, masked
+    q_ref, buffer, start, query_start, knobs, soft_cap, window_tokens, pages, max_ref, sum_ref, out_sum_ref, masked
 ):  # fmt: skip
     """One step of the online softmax, transposed: keys along sublanes, queries along lanes, so that maxima and sums
     are lane-dense and cost next to nothing."""
     num_kv_heads, head_dim, queries = q_ref.shape
-    tokens = pages.step_tokens
+    tokens = buffer.shape[0] * buffer.shape[3]
     precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
     matmul = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     if masked:
@@ -216,7 +234,7 @@ def _attend(
         keys = buffer[:, 0, head].reshape(tokens, head_dim)
         return matmul(keys, q_ref[head, :, pl.ds(at, LANES)], (((1,), (0,)), ((), ())))
 
-    def accumulate(head, at, logits):
+    def soften(head, at, logits):
         logits = logits * knobs[0]
         if soft_cap:
             logits = knobs[1] * jnp.tanh(logits)
@@ -233,18 +251,25 @@ def _attend(
         shrink = jnp.exp2(before - now)
         max_ref[there] = now
         sum_ref[there] = shrink * sum_ref[there] + jnp.sum(weights, axis=0, keepdims=True)
+        return weights.astype(buffer.dtype), shrink
+
+    def accumulate(head, at, weights, shrink):
+        there = (head, slice(None), pl.ds(at, LANES))
         values = buffer[:, 1, head].reshape(tokens, head_dim)
-        out = matmul(values, weights.astype(values.dtype), (((0,), (0,)), ((), ())))
-        out_sum_ref[there] = shrink * out_sum_ref[there] + out
+        out_sum_ref[there] = shrink * out_sum_ref[there] + matmul(values, weights, (((0,), (0,)), ((), ())))
 
     together = max(n for n in range(1, HEADS_TOGETHER + 1) if num_kv_heads % n == 0)
 
     @pl.loop(0, num_kv_heads // together)
     def _(some):
+        # Three stages in flight, a head and 128 queries each: the matrix unit works on the items before and after the
+        # one whose softmax the vector unit works on.
         items = [(some * together + head, at) for head in range(together) for at in range(0, queries, LANES)]
-        logits = scores(*items[0])
-        for item, following in itertools.zip_longest(items, items[1:]):
-            # The next product is issued before this one's softmax, so that the matrix unit works meanwhile.
-            ahead = scores(*following) if following else None
-            accumulate(*item, logits)
-            logits = ahead
+        logits, softened = {0: scores(*items[0])}, {}
+        for i in range(len(items) + 1):
+            if i + 1 < len(items):
+                logits[i + 1] = scores(*items[i + 1])
+            if i < len(items):
+                softened[i] = soften(*items[i], logits.pop(i))
+            if i > 0:
+                accumulate(*items[i - 1], *softened.pop(i - 1))

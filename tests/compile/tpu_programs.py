@@ -22,7 +22,7 @@ import pallas_kernels
 from pallas_kernels import SHAPES
 
 TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1"}
-ROWS, BLOCKS_PER_ROW, BLOCK_SIZE = 8, 512, 16
+ROWS, BLOCKS_PER_ROW, BLOCK_SIZE = 8, 1024, 16
 
 
 def devices(topology, bounds):

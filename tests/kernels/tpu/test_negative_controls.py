@@ -28,7 +28,7 @@ DECODE = {
     ),
     "tail not cleared": ("_pages.py", "keep(held - 1,", "(lambda *_: None)(held - 1,", interpreter.PLAIN),
     "pages not cleared": ("_pages.py", "lax.fori_loop(held, self", "lax.fori_loop(held, 0 * self", interpreter.PLAIN),
-    "write not waited for": ("decode.py", "position, pages).wait()", "position, pages)", interpreter.PLAIN),
+    "write not waited for": ("decode.py", "write_back().wait()", "write_back()", interpreter.PLAIN),
     "write of the wrong tile": ("decode.py", "staged[...] = merged", "staged[...] = buffer[there]", interpreter.PLAIN),
 }
 PREFILL = {
