@@ -79,6 +79,11 @@ class Oracle:
             elif count != 0:
                 row.failed = True
 
+    def extend_to_append(self, counts, num_places, packed):
+        """`append` knows how many places there are, and refuses what goes past them before it takes blocks."""
+        ends = [sum(max(0, c) for c in counts[: r + 1]) if packed else counts[r] for r in range(len(counts))]
+        self.extend([-1 if c > 0 and end > num_places else c for c, end in zip(counts, ends, strict=True)])
+
     def places(self, row_index, row, packed):
         """Where the tokens of a row's step stand in the step's arrays."""
         return [(row.offset + t,) if packed else (row_index, t) for t in range(row.new)]

@@ -120,7 +120,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(counts=COUNTS, packed=st.booleans())
     def append(self, counts, packed):
-        self.oracle.extend(counts)
+        self.oracle.extend_to_append(counts, PACKED_PLACES if packed else PLACES, packed)
         k, v = self.kv(packed)
         self.oracle.write(k, v)
         self.run("append", k, v, np.array(counts))
