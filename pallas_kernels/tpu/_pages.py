@@ -1,7 +1,7 @@
 """How the kernels walk the blocks of a row: in pages, a step of pages at a time, two steps in flight.
 
 A page is what one DMA brings: a block, or a part of one where blocks are larger than a step. A step is what the matrix
-unit works on at once: pages enough for 512 tokens or more, in one of two buffers, while the next step's pages fly.
+unit works on at once: pages of some hundred tokens, in one of two buffers, while the next step's pages fly.
 """
 
 import dataclasses

@@ -98,7 +98,7 @@ def decode(
             transcendentals=context * heads,
             bytes_accessed=2 * context * num_kv_heads * head_dim * kv.dtype.itemsize,
         ),
-        # Every block id was clamped by the caller, and every wait has its start: the checks cost a tenth of the time.
+        # Every block id was clamped by the caller, and the interpreter's tests have every wait with its start.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             disable_bounds_checks=True,
