@@ -93,7 +93,7 @@ def generate(arguments: argparse.Namespace) -> int:
     stream = engine.stream(tokens, arguments.max_new_tokens, eos=model.config.eos_ids, **choice)
     outputs: list[list[int]] = [[] for _ in tokens]
     times = []
-    printer = _Printer([i + 1 for i in kept], prompts, tokenizer)
+    printer = _Printer([i + 1 for i in kept], prompts, [TextStream(tokenizer, prompt) for prompt in tokens])
     for index, token in stream:
         times.append(time.perf_counter() - start)
         outputs[index].append(token)
@@ -121,20 +121,13 @@ class _Printer:
 
     PROGRESS_FROM = 16  # prompts; more than this would only scroll by
 
-    def __init__(self, numbers: list[int], prompts: list[str], tokenizer: Tokenizer):
-        self.numbers, self.prompts = numbers, prompts
-        self.streams = [TextStream(tokenizer) for _ in prompts]
-        self.lines = [prompt.split("\n")[-1] for prompt in prompts]
+    def __init__(self, numbers: list[int], prompts: list[str], streams: list[TextStream]):
+        self.numbers, self.streams = numbers, streams
+        self.unprinted = list(prompts)
         self.alone = len(prompts) == 1
-        self.bar: Any = None
-        if self.alone:
-            print(prompts[0], end="", flush=True)
-        elif len(prompts) >= self.PROGRESS_FROM:
-            self.bar = _progress_bar()
-        else:
-            for number, prompt in zip(numbers, prompts, strict=True):
-                for line in prompt.split("\n")[:-1]:
-                    print(f"{number}> {line}")
+        self.bar: Any = _progress_bar() if len(prompts) >= self.PROGRESS_FROM else None
+        for index in range(len(prompts)):
+            self._show(index, "")
 
     def add(self, index: int, token: int) -> None:
         self._show(index, self.streams[index].add(token))
@@ -144,24 +137,20 @@ class _Printer:
     def finish(self) -> None:
         if self.bar is not None:
             self.bar.close()
+            self.bar = None
         for index, stream in enumerate(self.streams):
-            rest = stream.finish()
-            if self.bar is not None:
-                text = (self.prompts[index] + stream.text).replace("\n", f"\n{self.numbers[index]}> ")
-                print(f"{self.numbers[index]}> {text}")
-            else:
-                self._show(index, rest if self.alone else f"{rest}\n")
-        if self.alone:
-            print()
+            self._show(index, f"{stream.finish()}\n")
 
     def _show(self, index: int, text: str) -> None:
-        if self.bar is not None:
+        self.unprinted[index] += text
+        if self.bar is not None:  # everything is shown at the end
             return
         if self.alone:
-            print(text, end="", flush=True)
+            print(self.unprinted[index], end="", flush=True)
+            self.unprinted[index] = ""
             return
-        *done, self.lines[index] = (self.lines[index] + text).split("\n")
-        for line in done:
+        *lines, self.unprinted[index] = self.unprinted[index].split("\n")
+        for line in lines:
             print(f"{self.numbers[index]}> {line}", flush=True)
 
 
@@ -180,9 +169,11 @@ def _report(engine: Any, prompts: list, outputs: list, times: list[float], choic
     first, last = (times[0], times[-1]) if times else (0.0, 0.0)
     rate = f", then {(count - 1) / (last - first):.0f} tokens/s" if last > first else ""
     used = engine.blocks_peak
+    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+    plural, lengths = ("s", f"{shortest} to {longest}") if longest > shortest else ("s" * (len(prompts) > 1), longest)
     lines = [
-        f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, {count} new tokens in "
-        f"{last:.1f} s: the first after {first:.1f} s, compilation included{rate}.",
+        f"{len(prompts)} prompt{plural} of {lengths} tokens, "
+        f"{count} new tokens in {last:.1f} s: the first after {first:.1f} s, compilation included{rate}.",
         f"{engine.steps} steps; {used} of {config.num_blocks} blocks of {config.block_size} tokens used at the most, "
         f"{config.num_blocks - used} free; {engine.set_back} sequences set back.",
         f"Used {format_bytes(used * config.bytes_per_block)}; a dense cache of {config.max_seqs} rows of "

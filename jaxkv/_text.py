@@ -45,12 +45,15 @@ class FileTokenizer:
 
 
 class TextStream:
-    """Text that grows token by token: what each token adds, once it is certain."""
+    """Text that grows token by token behind a prompt: what each token adds, once it is certain.
 
-    def __init__(self, tokenizer: Tokenizer):
+    The prompt's tokens are decoded with the others, for many tokenizers drop the space before a text's first word.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]):
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self.text = ""
+        self._tokens = list(prompt)
+        self.text = tokenizer.decode(self._tokens)
 
     def add(self, token: int) -> str:
         """The text that the token completes; a character may take several tokens."""

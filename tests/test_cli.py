@@ -1,8 +1,15 @@
 """The command line, run in this process."""
 
+import json
+import pathlib
+import shutil
+
 import pytest
 
 from jaxkv.__main__ import _bytes, main
+from jaxkv._text import ByteTokenizer, TextStream
+
+CHECKPOINT = pathlib.Path(__file__).parent / "data" / "llama"
 
 
 def test_generate_streams_several_prompts_and_reports(capsys):
@@ -59,6 +66,44 @@ def test_what_a_user_can_mend_is_one_sentence(arguments, sentence, capsys):
     err = capsys.readouterr().err
     assert err.startswith("jaxkv: ") and sentence in err and "Traceback" not in err
     assert err.count("\n") == 1
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A Hugging Face folder without a tokenizer."""
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(CHECKPOINT / file, tmp_path)
+    return tmp_path
+
+
+def test_a_folder_speaks_through_its_own_tokenizer(checkpoint, capsys):
+    tokenizers = pytest.importorskip("tokenizers", reason="the extra 'hf' is not installed")
+    vocab = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    assert main(["generate", "--model", str(checkpoint), "--prompt", "w3 w7 w1", "--max-new-tokens", "5"]) == 0
+    out = capsys.readouterr().out
+    text = out.split("\n\n")[0]
+    assert text.startswith("w3 w7 w1 w") and text.count(" w") == 7
+    assert "1 prompt of 3 tokens, 5 new tokens" in out and "The output equals" in out
+
+
+def test_a_missing_or_broken_tokenizer_is_one_sentence(checkpoint, capsys):
+    assert main(["generate", "--model", str(checkpoint), "--prompt", "a"]) == 2
+    assert "has no tokenizer.json" in capsys.readouterr().err
+    pytest.importorskip("tokenizers", reason="the extra 'hf' is not installed")
+    (checkpoint / "tokenizer.json").write_text("{")
+    assert main(["generate", "--model", str(checkpoint), "--prompt", "a"]) == 2
+    assert "is not a tokenizer that the tokenizers library can read" in capsys.readouterr().err
+
+
+def test_a_character_is_shown_when_its_last_byte_has_come():
+    stream = TextStream(ByteTokenizer(), list(b"prompt: "))
+    assert [stream.add(byte) for byte in "aé€".encode()] == ["a", "", "é", "", "", "€"]
+    stream.add("é".encode()[0])
+    assert stream.finish() == "\ufffd" and stream.text == "prompt: aé€\ufffd"
 
 
 def test_sizes_have_units():
