@@ -73,6 +73,12 @@ def test_generate_takes_a_limit_for_each_prompt(model):
     assert [len(output) for output in outputs] == [1, 7, 3]
 
 
+def test_a_progress_bar_counts_tokens(model, capsys):
+    pytest.importorskip("tqdm", reason="the extra 'hf' is not installed")
+    jaxkv.generate(model, PROMPTS[:2], max_new_tokens=6, progress=True)
+    assert "12/12" in capsys.readouterr().err
+
+
 def test_a_stop_token_ends_a_sequence_and_is_not_part_of_it(model):
     (free,) = jaxkv.generate(model, PROMPTS[:1], max_new_tokens=12)
     stop = free[5]
