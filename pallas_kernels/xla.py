@@ -163,3 +163,9 @@ def write_kv(kv, k, v, tables, lengths, new, *, offsets=None):
     tokens = jnp.stack([k, v], axis=-3).reshape(count, 2, k.shape[-2], head_dim).astype(kv.dtype)
     # unique_indices: no two tokens share a place, and without the promise GPUs would write with atomics.
     return kv.at[block, :, :, offset, :head_dim].set(tokens, mode="drop", unique_indices=True)
+
+
+def write_and_attend(q, k, v, kv, tables, lengths, new, *, offsets=None, **options):
+    """What [`pallas_kernels.write_and_attend`][] means: one after the other."""
+    kv = write_kv(kv, k, v, tables, lengths, new, offsets=offsets)
+    return paged_attention(q, kv, tables, lengths, new, offsets=offsets, **options), kv
