@@ -29,7 +29,7 @@ def devices(topology, bounds):
     return topologies.get_topology_desc(platform="tpu", topology_name=topology, chips_per_host_bounds=bounds).devices
 
 
-def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16"):
+def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16", implementation="tpu"):
     """Compile `op` of one or more layers, one after another, on a donated pool each; bytes per chip."""
     rows = tokens[0] if len(tokens) == 2 else ROWS
     heads = "x" if sharded else None
@@ -46,7 +46,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     k = array(*tokens, shape.num_kv_heads, shape.head_dim, spec=token_spec)
     tables = array(rows, BLOCKS_PER_ROW, dtype="int32")
     counts = array(rows, dtype="int32")
-    options = {"window": shape.window, "soft_cap": shape.soft_cap, "implementation": "tpu"}
+    options = {"window": shape.window, "soft_cap": shape.soft_cap, "implementation": implementation}
 
     def step(q, k, pools, tables, lengths, new):
         if op == "paged_attention":
@@ -91,7 +91,9 @@ def main(chip):
             "fused, head_dim 64": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {}),
             "fused, window and soft cap": ("gemma2-2b", "write_and_attend", (ROWS, 1), {}),
             "decode": ("llama3-8b", "paged_attention", (ROWS, 1), {}),
+            "fused, chosen by the platform": ("llama3-8b", "write_and_attend", (ROWS, 1), {"implementation": None}),
             "write": ("llama3-8b", "write_kv", (64,), {}),
+            "write of many tokens": ("llama3-8b", "write_kv", (ROWS, 256), {}),
             "prefill": ("gemma3-1b", "paged_attention", (1, 128), {}),
             "mixed": ("qwen3-30b-a3b", "write_and_attend", (64,), {}),
         }
