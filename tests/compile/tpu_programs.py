@@ -5,6 +5,7 @@ A script of its own, for libtpu must not be near the tests' own process: `python
 
 import json
 import os
+import re
 import sys
 
 os.environ |= {
@@ -75,7 +76,9 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
         "pool": layers * pool.size * pool.dtype.itemsize // chips,
         "alias": memory.alias_size_in_bytes,
         "temp": memory.temp_size_in_bytes,
-        "collectives": compiled.as_text().count("all-"),
+        "collectives": len(
+            re.findall(r"\b(?:all|reduce|collective)-(?:gather|reduce|to-all|scatter|permute)", compiled.as_text())
+        ),
         "kernels": compiled.as_text().count('custom_call_target="tpu_custom_call"'),
     }
 
