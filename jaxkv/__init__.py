@@ -10,6 +10,7 @@ from jaxkv._config import CacheConfig as CacheConfig
 from jaxkv._config import LayerConfig as LayerConfig
 from jaxkv._errors import CacheError as CacheError
 from jaxkv._errors import OutOfBlocks as OutOfBlocks
+from jaxkv._errors import OutOfWindow as OutOfWindow
 from jaxkv._errors import SequenceTooLong as SequenceTooLong
 from jaxkv._generate import Engine as Engine
 from jaxkv._generate import generate as generate
@@ -29,9 +30,9 @@ from jaxkv._views import gather as gather
 __version__ = "0.1.0"
 
 __all__ = [
-    "Cache", "CacheConfig", "CacheError", "Engine", "LayerConfig", "OutOfBlocks", "SequenceTooLong", "append",
-    "attend", "attention", "check", "check_invariants", "explain", "extend", "fork", "free", "gather", "generate",
-    "init", "positions", "reorder", "reserve", "stats", "truncate", "write",
+    "Cache", "CacheConfig", "CacheError", "Engine", "LayerConfig", "OutOfBlocks", "OutOfWindow", "SequenceTooLong",
+    "append", "attend", "attention", "check", "check_invariants", "explain", "extend", "fork", "free", "gather",
+    "generate", "init", "positions", "reorder", "reserve", "stats", "truncate", "write",
 ]  # fmt: skip
 
 

@@ -33,15 +33,15 @@ def serve(need: jax.Array, num_free: jax.Array) -> jax.Array:
 
 def take(tables: BlockTables, count: jax.Array) -> BlockTables:
     """Append `count[s]` free blocks to the table of each row. There must be as many."""
-    width, held = tables.tables.shape[1], tables.held
+    width, end = tables.tables.shape[1], tables.end
     next_free = tables.num_blocks - tables.num_free
     # The blocks of one row stand one after another in the free list: fetch a whole window of it for each row, laid so
     # that the first of them falls on the row's first unused column.
-    windows = next_free + jnp.cumsum(count) - count - held + width
+    windows = next_free + jnp.cumsum(count) - count - end + width
     free_list = jnp.pad(tables.free_list, width)
     fresh = jax.vmap(lambda start: jax.lax.dynamic_slice_in_dim(free_list, start, width))(windows)
     column = jnp.arange(width, dtype=jnp.int32)[None]
-    is_fresh = (column >= held[:, None]) & (column < (held + count)[:, None])
+    is_fresh = (column >= end[:, None]) & (column < (end + count)[:, None])
     num_free = tables.num_free - jnp.sum(count, dtype=jnp.int32)
     return dataclasses.replace(
         tables,
@@ -51,13 +51,16 @@ def take(tables: BlockTables, count: jax.Array) -> BlockTables:
     )
 
 
-def replace_entries(tables: BlockTables, entries: jax.Array) -> BlockTables:
+def replace_entries(tables: BlockTables, entries: jax.Array, kept: jax.Array | None = None) -> BlockTables:
     """Put `entries` i32[S, M] in the place of the table, and free the blocks that nothing refers to any more.
 
-    New entries must be blocks that some row holds. Blocks freed last are taken first.
+    New entries, and blocks newly in `kept` bool[N + 1], must be blocks that are held already. Blocks freed last are
+    taken first.
     """
     old, changed = tables.tables, entries != tables.tables
     left = tables.refcounts + _references(tables, entries, changed) - _references(tables, old, changed)
+    if kept is not None:
+        left += kept.astype(jnp.int32) - tables.kept.astype(jnp.int32)
     freed = (left == 0).at[NULL_BLOCK].set(False)
     rank = jnp.cumsum(freed, dtype=jnp.int32)
     next_free = tables.num_blocks - tables.num_free
@@ -66,11 +69,22 @@ def replace_entries(tables: BlockTables, entries: jax.Array) -> BlockTables:
     return dataclasses.replace(
         tables,
         tables=entries,
-        refcounts=left
-        + freed.astype(jnp.int32),  # a free block keeps the 1 its next owner needs, so that `take` writes no counts
+        # A free block keeps the 1 its next owner needs, so that `take` writes no counts.
+        refcounts=left + freed.astype(jnp.int32),
+        kept=tables.kept if kept is None else kept,
         free_list=tables.free_list.at[place].set(block, mode="drop", unique_indices=True),
         num_free=tables.num_free + rank[-1],
     )
+
+
+def give_back(tables: BlockTables, window: int | None, block_size: int) -> BlockTables:
+    """Free the blocks of a group that lie wholly outside of the window of every row's next token."""
+    if window is None:
+        return tables
+    # The last block stays even where the next token sees none of it: it tells where the row's next block goes.
+    first = jnp.maximum(tables.lengths - max(window, 2) + 1, 0) // block_size
+    column = jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None]
+    return replace_entries(tables, jnp.where(column < first[:, None], NULL_BLOCK, tables.tables))
 
 
 def _references(tables: BlockTables, entries: jax.Array, counted: jax.Array) -> jax.Array:

@@ -5,14 +5,14 @@ from typing import Any
 import jax
 
 import pallas_kernels
-from jaxkv._pools import check_step
+from jaxkv._pools import check_step, check_stores
 from jaxkv._state import Cache, Pool
 from jaxkv._tables import drop_unfit
 
 
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, *, layer: int, implementation: str | None = None,
-    **options: Any,
+    q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: Cache, *, layer: int,
+    implementation: str | None = None, **options: Any,
 ) -> tuple[Any, Cache]:  # fmt: skip
     """Store this step's keys and values of one layer, and attend causally to everything up to each token.
 
@@ -21,11 +21,11 @@ def attention(
     Args:
       q: `[S, T, H, D]` padded (row s uses its first `num_tokens[s]` places) or `[N, H, D]` packed (rows one after
         another, as many places each as `num_tokens` asked for).
-      k, v: the same with K heads. H must be a multiple of K.
+      k, v: the same with K heads. H must be a multiple of K. None for a layer that shares another's (`shares_with`).
       layer: the layer's index.
       implementation: None picks what the platform has and falls back to "xla"; or "xla", "gpu", "tpu", "reference".
       **options: `scale`, `soft_cap`, `sinks`, `window`, `mask` and `return_lse`, as in
-        `pallas_kernels.paged_attention`. `window` is the layer's own by default.
+        `pallas_kernels.paged_attention`. `window` is the layer's own by default, and cannot be wider.
 
     Returns:
       `(out, cache)`; out has q's shape and dtype, and is 0 for padding and for rows that failed. With `return_lse`,
@@ -43,15 +43,17 @@ def attention(
     >>> out.shape
     (2, 3, 4, 8)
     """
+    if (k is None and v is None) and cache.config.owner(layer) != layer:
+        return attend(q, cache, layer=layer, implementation=implementation, **options), cache
     check_step(cache, layer, q=q, k=k, v=v)
-    group = cache.config.group(layer)
-    tables = drop_unfit(cache.tables[group], q.shape[:-2])
+    check_stores(cache, layer)
+    cache = drop_unfit(cache, q.shape[:-2])
+    tables = cache.layer(layer).tables
     out, kv = pallas_kernels.write_and_attend(
-        q, k, v, cache.pools[layer].kv, tables.tables, tables.lengths, tables.new, offsets=tables.offsets,
+        q, k, v, cache.pool(layer).kv, tables.tables, tables.lengths, tables.new, offsets=tables.offsets,
         implementation=implementation, **_with_window(cache, layer, options),
     )  # fmt: skip
-    groups = (*cache.tables[:group], tables, *cache.tables[group + 1 :])
-    return out, cache.replace(tables=groups).replace_pool(layer, Pool(kv=kv))
+    return out, cache.replace_pool(layer, Pool(kv=kv))
 
 
 def attend(q: jax.Array, cache: Cache, *, layer: int, implementation: str | None = None, **options: Any) -> Any:
@@ -61,9 +63,9 @@ def attend(q: jax.Array, cache: Cache, *, layer: int, implementation: str | None
       The output, or `(out, lse)` with `return_lse`.
     """
     check_step(cache, layer, q=q)
-    tables = drop_unfit(cache.tables[cache.config.group(layer)], q.shape[:-2])
+    tables = drop_unfit(cache, q.shape[:-2]).layer(layer).tables
     return pallas_kernels.paged_attention(
-        q, cache.pools[layer].kv, tables.tables, tables.lengths, tables.new, offsets=tables.offsets,
+        q, cache.pool(layer).kv, tables.tables, tables.lengths, tables.new, offsets=tables.offsets,
         implementation=implementation, **_with_window(cache, layer, options),
     )  # fmt: skip
 
@@ -85,12 +87,20 @@ def explain(
     There are no kernels for the platform 'cpu'; XLA runs on all of them.
     """
     check_step(cache, layer, q=q)
-    tables = cache.tables[cache.config.group(layer)]
+    tables = cache.layer(layer).tables
     return pallas_kernels.explain(
-        q=q, kv=cache.pools[layer].kv, tables=tables.tables, platform=platform, implementation=implementation,
+        q=q, kv=cache.pool(layer).kv, tables=tables.tables, platform=platform, implementation=implementation,
         **_with_window(cache, layer, options),
     )  # fmt: skip
 
 
 def _with_window(cache: Cache, layer: int, options: dict[str, Any]) -> dict[str, Any]:
-    return {"window": cache.layer_config(layer).window} | options
+    own, asked = cache.layer_config(layer).window, options.get("window")
+    if asked is None:
+        return options | {"window": own}
+    if own is not None and asked > own:
+        raise ValueError(
+            f"window={asked} is wider than what layer {layer} keeps, a window of {own} tokens: give its "
+            "LayerConfig the wider one."
+        )
+    return options

@@ -49,8 +49,10 @@ class LayerConfig:
     Args:
       num_kv_heads: KV heads, K in shapes.
       head_dim: elements per head, D in shapes.
-      window: a token sees only the last `window` positions, its own included; None: all.
+      window: a token sees only the last `window` positions, its own included; None: all. What no later token can see
+        is given back to the pool.
       dtype: the layer's storage, when it is not the cache's.
+      shares_with: an earlier layer whose keys and values this one reads. It stores none of its own.
 
     >>> LayerConfig(num_kv_heads=2, head_dim=64).dim
     128
@@ -60,12 +62,15 @@ class LayerConfig:
     head_dim: int
     window: int | None = None
     dtype: Any = None
+    shares_with: int | None = None
 
     def __post_init__(self):
         _at_least("LayerConfig.num_kv_heads", self.num_kv_heads, 1)
         _at_least("LayerConfig.head_dim", self.head_dim, 1)
         if self.window is not None:
             _at_least("LayerConfig.window", self.window, 1)
+        if self.shares_with is not None:
+            _at_least("LayerConfig.shares_with", self.shares_with, 0)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _kind(self.dtype, "LayerConfig.dtype").dtype)
 
@@ -84,6 +89,7 @@ class CacheConfig:
       max_seqs: rows, the sequences held at once; S in shapes.
       max_seq_len: the most tokens of one row; default: `max_tokens`.
       num_blocks: blocks per layer. Or say `max_tokens`, and it is `ceil(max_tokens / block_size)`.
+      group_blocks: blocks per layer for each of `groups`, where they differ; then `num_blocks` is the largest.
       max_tokens: the most tokens of all rows together; default: `num_blocks * block_size`.
       block_size: tokens per block. Contiguous: `max_seq_len`, set by itself.
       dtype: the storage of keys and values: bfloat16, float16 or float32.
@@ -98,6 +104,13 @@ class CacheConfig:
     >>> config = CacheConfig(layers=(layer,) * 2, max_seqs=4, max_seq_len=100, num_blocks=20)
     >>> config.max_blocks_per_seq, config.bytes_per_block
     (7, 16384)
+
+    Layers with the same window form a group, which has block tables of its own:
+
+    >>> local = LayerConfig(num_kv_heads=2, head_dim=64, window=32)
+    >>> config = CacheConfig(layers=(local, layer, local), max_seqs=4, max_seq_len=100, group_blocks=(12, 28))
+    >>> config.groups, config.group_windows
+    (((0, 2), (1,)), (32, None))
     """
 
     layers: Sequence[LayerConfig]
@@ -105,6 +118,7 @@ class CacheConfig:
     # None is for the caller to leave out; once the config is made, these are integers.
     max_seq_len: int = None  # type: ignore[assignment]
     num_blocks: int = None  # type: ignore[assignment]
+    group_blocks: Sequence[int] = None  # type: ignore[assignment]
     max_tokens: int = None  # type: ignore[assignment]
     block_size: int = None  # type: ignore[assignment]
     dtype: Any = "bfloat16"
@@ -119,6 +133,7 @@ class CacheConfig:
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, LayerConfig):
                 raise ValueError(f"CacheConfig.layers[{i}] must be a LayerConfig, not {layer!r}.")
+            self._check_shared(i, layer)
         put("dtype", _kind(self.dtype, "CacheConfig.dtype").dtype)
         _at_least("CacheConfig.max_seqs", self.max_seqs, 1)
         _at_least("CacheConfig.head_dim_multiple", self.head_dim_multiple, 1)
@@ -138,9 +153,31 @@ class CacheConfig:
         else:
             raise ValueError(f"CacheConfig.layout must be 'paged' or 'contiguous', not {self.layout!r}.")
 
+    def _check_shared(self, i: int, layer: LayerConfig) -> None:
+        if layer.shares_with is None:
+            return
+        if layer.shares_with >= i or self.layers[layer.shares_with].shares_with is not None:
+            raise ValueError(
+                f"CacheConfig.layers[{i}].shares_with must be an earlier layer that stores keys and values of its own, "
+                f"not {layer.shares_with}."
+            )
+        owner = self.layers[layer.shares_with]
+        if (layer.num_kv_heads, layer.head_dim) != (owner.num_kv_heads, owner.head_dim) or layer.dtype is not None:
+            raise ValueError(
+                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, so it must have the same num_kv_heads "
+                "and head_dim, and no dtype of its own."
+            )
+        if owner.window is not None and (layer.window is None or layer.window > owner.window):
+            raise ValueError(
+                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, which keeps a window of "
+                f"{owner.window} tokens: its own window cannot be {layer.window}."
+            )
+
     def _settle_paged(self, put) -> None:
         if self.block_size is None:
             put("block_size", 16)
+        if self.group_blocks is not None:
+            self._settle_group_blocks(put)
         if self.max_tokens is None and self.num_blocks is None:
             raise ValueError(
                 "CacheConfig needs num_blocks (blocks per layer) or max_tokens (tokens of all rows). For every row to "
@@ -155,6 +192,23 @@ class CacheConfig:
                 f"CacheConfig.max_tokens={self.max_tokens} takes {-(-self.max_tokens // self.block_size)} blocks of "
                 f"{self.block_size}, but num_blocks is {self.num_blocks}: name one of the two."
             )
+        if self.group_blocks is None:
+            put("group_blocks", (self.num_blocks,) * len(self.groups))
+
+    def _settle_group_blocks(self, put) -> None:
+        blocks = tuple(_at_least("CacheConfig.group_blocks", n, 1) for n in self.group_blocks)
+        if len(blocks) != len(self.groups):
+            raise ValueError(
+                f"CacheConfig.group_blocks must have one number for each of the {len(self.groups)} groups of layers "
+                f"(windows {self.group_windows}), not {len(blocks)}."
+            )
+        if self.num_blocks not in (None, max(blocks)):
+            raise ValueError(
+                f"CacheConfig.num_blocks is the largest of group_blocks, {max(blocks)}, not {self.num_blocks}: leave "
+                "it out."
+            )
+        put("group_blocks", blocks)
+        put("num_blocks", max(blocks))
 
     def _settle_contiguous(self, put) -> None:
         fixed = {"block_size": self.max_seq_len, "num_blocks": self.max_seqs}
@@ -167,43 +221,103 @@ class CacheConfig:
                 )
             put(field, value)
         put("max_tokens", self.max_seqs * self.max_seq_len)
+        put("group_blocks", (self.max_seqs,))
 
     @classmethod
     def from_model(
         cls, model: Any, *, max_seqs: int, max_seq_len: int, num_blocks: int | None = None,
-        memory_bytes: float | None = None, dtype: Any = None, **fields: Any,
+        memory_bytes: float | None = None, step_tokens: int | None = None, dtype: Any = None, **fields: Any,
     ) -> "CacheConfig":  # fmt: skip
         """The config for a model that has `layer_configs` (one `LayerConfig` per layer) and `dtype`.
 
-        Without `num_blocks` and `memory_bytes`, every row can reach `max_seq_len` at once. With `memory_bytes`, as many
-        blocks as fit, the null block counted.
+        Args:
+          num_blocks: blocks per layer. Without it and `memory_bytes`, every row can reach `max_seq_len` at once.
+          memory_bytes: as many blocks as fit, the null blocks counted; see `with_memory`.
+          step_tokens: the most tokens of one step, all rows together. Then layers with a window get no more blocks than
+            their windows and one step can fill.
         """
-        dtype = model.dtype if dtype is None else dtype
-        blocks: dict[str, Any] = (
-            {"max_tokens": max_seqs * max_seq_len} if num_blocks is None else {"num_blocks": num_blocks}
-        )
-        config = cls(layers=model.layer_configs, max_seqs=max_seqs, max_seq_len=max_seq_len, dtype=dtype,
-                     **blocks, **fields)  # fmt: skip
+        if num_blocks is not None:
+            fields["num_blocks"] = num_blocks
+        elif "group_blocks" not in fields:
+            fields["max_tokens"] = max_seqs * max_seq_len
+        config = cls(layers=model.layer_configs, max_seqs=max_seqs, max_seq_len=max_seq_len,
+                     dtype=model.dtype if dtype is None else dtype, **fields)  # fmt: skip
         if memory_bytes is not None:
             if num_blocks is not None:
                 raise ValueError("CacheConfig.from_model takes num_blocks or memory_bytes, not both.")
-            config = config.with_memory(memory_bytes)
-        elif num_blocks is None and config.layout == "paged":
-            config = config._with_blocks(max_seqs * config.max_blocks_per_seq)  # a row's last block may be partly used
-        return config
+            return config.with_memory(memory_bytes, step_tokens=step_tokens)
+        if config.contiguous or "group_blocks" in fields:
+            return config
+        if num_blocks is None:
+            num_blocks = max_seqs * config.max_blocks_per_seq  # a row's last block may be partly used
+        return config._with_blocks(num_blocks, step_tokens)
 
-    def with_memory(self, memory_bytes: float) -> "CacheConfig":
-        """This config with as many blocks as fit into `memory_bytes`, the null block counted."""
-        num_blocks = int(memory_bytes) // self.bytes_per_block - 1
-        if num_blocks < 1:
+    def with_memory(self, memory_bytes: float, *, step_tokens: int | None = None) -> "CacheConfig":
+        """This config with as many blocks as fit into `memory_bytes`, the null block of every layer counted.
+
+        Layers with a window get as many as they can use (see `from_model`), the others share what is left.
+        """
+        if self.contiguous:
+            raise ValueError(
+                f'memory_bytes cannot size a cache with layout="contiguous": it takes {self.bytes} bytes for max_seqs='
+                f"{self.max_seqs} rows of {self.max_seq_len} tokens. Choose those, or the paged layout."
+            )
+        least = self._with_blocks(1, step_tokens).bytes
+        if memory_bytes < least:
             raise ValueError(
                 f"memory_bytes={memory_bytes} is too little: one block of {self.block_size} tokens takes "
                 f"{self.bytes_per_block} bytes over {self.num_layers} layers, and one more is the null block."
             )
-        return self._with_blocks(num_blocks)
+        num_blocks, step = 1, 1 << (int(memory_bytes) // self.bytes_per_group_block(self._widest)).bit_length()
+        while step := step // 2:
+            if self._with_blocks(num_blocks + step, step_tokens).bytes <= memory_bytes:
+                num_blocks += step
+        return self._with_blocks(num_blocks, step_tokens)
 
-    def _with_blocks(self, num_blocks: int) -> "CacheConfig":
-        return dataclasses.replace(self, num_blocks=num_blocks, max_tokens=num_blocks * self.block_size)
+    def replace(self, **changes: Any) -> "CacheConfig":
+        """This config with other fields; what follows from them follows anew.
+
+        >>> config = CacheConfig(layers=(LayerConfig(num_kv_heads=1, head_dim=8),), max_seqs=2, max_tokens=100)
+        >>> config.replace(num_blocks=3).max_tokens
+        48
+        """
+        sizes = {"num_blocks", "max_tokens", "group_blocks"}
+        if self.contiguous or "layout" in changes:
+            stale = sizes | {"block_size"}
+        elif sizes & changes.keys():
+            stale = sizes
+        else:
+            follows = {"layers": "group_blocks", "block_size": "max_tokens"}
+            stale = {follows[field] for field in follows.keys() & changes.keys()}
+        fields: Any = dict.fromkeys(stale) | changes
+        return dataclasses.replace(self, **fields)
+
+    def window_blocks(self, window: int, step_tokens: int | None = None) -> int:
+        """Blocks per layer that all rows together can ever hold of a window, `step_tokens` being added to them at once.
+
+        A row has at most `window - 1` tokens that its next one sees, `block_size - 1` more in the first of their
+        blocks, and as many places left in the last.
+        """
+        most = self.max_seqs * self.max_blocks_per_seq
+        if step_tokens is None:
+            return most
+        at_rest = max(window, 2) + 2 * self.block_size - 3
+        return min(most, (self.max_seqs * at_rest + step_tokens) // self.block_size)
+
+    @property
+    def _widest(self) -> int:
+        """The group that sees furthest."""
+        return max(range(len(self.groups)), key=lambda g: self.group_windows[g] or float("inf"))
+
+    def _with_blocks(self, num_blocks: int, step_tokens: int | None) -> "CacheConfig":
+        """`num_blocks` for the group that sees furthest, and no more than they can use for the others."""
+        blocks = (
+            num_blocks
+            if g == self._widest or window is None
+            else min(num_blocks, self.window_blocks(window, step_tokens))
+            for g, window in enumerate(self.group_windows)
+        )
+        return self.replace(group_blocks=tuple(blocks))
 
     @property
     def contiguous(self) -> bool:
@@ -225,15 +339,29 @@ class CacheConfig:
         """The width of a block table; M in shapes."""
         return -(-self.max_seq_len // self.block_size)
 
-    @property
+    @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The layers that share a block table, group by group. One group holds them all."""
-        return (tuple(range(self.num_layers)),)
+        """The layers that share a block table, group by group: those that store, and have the same window."""
+        stored = [i for i, layer in enumerate(self.layers) if layer.shares_with is None]
+        if self.contiguous:  # nothing is ever given back
+            return (tuple(stored),)
+        windows = dict.fromkeys(self.layers[i].window for i in stored)
+        return tuple(tuple(i for i in stored if self.layers[i].window == window) for window in windows)
+
+    @functools.cached_property
+    def group_windows(self) -> tuple[int | None, ...]:
+        """For each group the window of its layers; None: they keep everything."""
+        return tuple(None if self.contiguous else self.layers[layers[0]].window for layers in self.groups)
+
+    def owner(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: itself, but for `shares_with`."""
+        shared = self.layer_config(layer).shares_with
+        return layer if shared is None else shared
 
     def group(self, layer: int) -> int:
         """The group of a layer."""
-        self.layer_config(layer)
-        return next(g for g, layers in enumerate(self.groups) if layer in layers)
+        owner = self.owner(layer)
+        return next(g for g, layers in enumerate(self.groups) if owner in layers)
 
     def layer_config(self, layer: int) -> LayerConfig:
         """The config of one layer. Raises IndexError, also for a negative index."""
@@ -243,25 +371,27 @@ class CacheConfig:
 
     def kind(self, layer: int) -> Kind:
         """How a layer's elements are stored."""
-        return _kind(self.layer_config(layer).dtype or self.dtype, "dtype")
+        return _kind(self.layer_config(self.owner(layer)).dtype or self.dtype, "dtype")
 
     def pool_shape(self, layer: int) -> tuple[int, int, int, int, int]:
         """`[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`."""
         config = self.layer_config(layer)
         head_dim = -(-config.head_dim // self.head_dim_multiple) * self.head_dim_multiple
-        return (self.num_blocks + 1, 2, config.num_kv_heads, self.block_size, head_dim)
+        return (self.group_blocks[self.group(layer)] + 1, 2, config.num_kv_heads, self.block_size, head_dim)
+
+    def bytes_per_group_block(self, group: int) -> int:
+        """Bytes of one block over the layers of a group."""
+        return sum(int(np.prod(self.pool_shape(i)[1:])) * self.kind(i).bytes_per_element for i in self.groups[group])
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers."""
-        return sum(
-            int(np.prod(self.pool_shape(i)[1:])) * self.kind(i).bytes_per_element for i in range(self.num_layers)
-        )
+        return sum(map(self.bytes_per_group_block, range(len(self.groups))))
 
     @property
     def bytes(self) -> int:
-        """Bytes of all pools, the null block included; the tables' few integers are not counted."""
-        return self.bytes_per_block * (self.num_blocks + 1)
+        """Bytes of all pools, the null blocks included; the tables' few integers are not counted."""
+        return sum((n + 1) * self.bytes_per_group_block(g) for g, n in enumerate(self.group_blocks))
 
     @property
     def dense_bytes(self) -> int:

@@ -13,5 +13,9 @@ class SequenceTooLong(CacheError):
     """A row's request went past `max_seq_len`."""
 
 
-for _error in (CacheError, OutOfBlocks, SequenceTooLong):
+class OutOfWindow(CacheError):
+    """A row was to go back to tokens that layers with a sliding window have given back."""
+
+
+for _error in (CacheError, OutOfBlocks, OutOfWindow, SequenceTooLong):
     _error.__module__ = "jaxkv"  # the name that users know, in tracebacks too

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._config import CacheConfig, LayerConfig
-from jaxkv._state import NULL_BLOCK, Cache, Pool, init
+from jaxkv._state import NULL_BLOCK, BlockTables, Cache, Pool, init
 
 
 def from_parts(
@@ -61,6 +61,8 @@ def from_parts(
         layers = tuple(LayerConfig(num_kv_heads=x.shape[1], head_dim=x.shape[3], dtype=x.dtype) for x in k)
     named = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
     given = [(x.shape[1], x.shape[3]) for x in k]
+    if any(layer.shares_with is not None for layer in layers):
+        raise ValueError("from_parts takes layers that store keys and values of their own, so none with shares_with.")
     if named != given:
         raise ValueError(f"layers say (num_kv_heads, head_dim) {named}, but the arrays have {given}.")
     fields = {"dtype": k[0].dtype} | fields
@@ -78,11 +80,13 @@ def from_parts(
     def i32(x: Any) -> Any:
         return jnp.asarray(x, jnp.int32)
 
-    state = dataclasses.replace(
-        cache.tables[0], tables=i32(entries[:, :columns]), lengths=i32(lengths), refcounts=i32(refcounts),
-        free_list=i32(free_list), num_free=i32(len(free)), peak=i32(num_blocks - len(free)),
-    )  # fmt: skip
-    return cache.replace(tables=(state,), pools=pools)
+    def fill(empty: BlockTables) -> BlockTables:
+        return dataclasses.replace(
+            empty, tables=i32(entries[:, :columns]), lengths=i32(lengths), refcounts=i32(refcounts),
+            free_list=i32(free_list), num_free=i32(len(free)), peak=i32(num_blocks - len(free)),
+        )  # fmt: skip
+
+    return cache.replace(tables=tuple(fill(t) for t in cache.tables), pools=pools)
 
 
 def _check_tables(
@@ -124,6 +128,6 @@ def _check_tables(
     return entries, lengths, max_seq_len
 
 
-def _fill(pool: Pool, k: Any, v: Any) -> Pool:
+def _fill(pool: Any, k: Any, v: Any) -> Pool:
     blocks = jnp.stack([k, v], axis=1).astype(pool.kv.dtype)
     return Pool(kv=pool.kv.at[1:, ..., : k.shape[-1]].set(blocks))

@@ -1,6 +1,5 @@
 """Keys and values into the pools: `write`, `append`, and copies of whole blocks."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,21 +26,22 @@ def write(cache: Cache, k: jax.Array, v: jax.Array, *, layer: int, implementatio
     A row with more new tokens than `k` has places for is left as it was and marked in `cache.failed`.
     """
     check_step(cache, layer, k=k, v=v)
-    group = cache.config.group(layer)
-    tables = drop_unfit(cache.tables[group], k.shape[:-2])
+    check_stores(cache, layer)
+    cache = drop_unfit(cache, k.shape[:-2])
+    tables = cache.layer(layer).tables
     kv = pallas_kernels.write_kv(
-        cache.pools[layer].kv, k, v, tables.tables, tables.lengths, tables.new, offsets=tables.offsets,
+        cache.pool(layer).kv, k, v, tables.tables, tables.lengths, tables.new, offsets=tables.offsets,
         implementation=implementation,
     )  # fmt: skip
-    groups = (*cache.tables[:group], tables, *cache.tables[group + 1 :])
-    return cache.replace(tables=groups).replace_pool(layer, Pool(kv=kv))
+    return cache.replace_pool(layer, Pool(kv=kv))
 
 
 def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementation: str | None = None) -> Cache:
     """Add tokens to every row in all layers at once: `extend`, then `write` for each layer.
 
     Args:
-      k, v: `[L, S, T, K, D]` padded or `[L, N, K, D]` packed, or a sequence of one such array per layer.
+      k, v: `[L, S, T, K, D]` padded or `[L, N, K, D]` packed, or a sequence of one such array per layer, with None for
+        layers that share another's.
       num_tokens: `i32[S]`, how many each row adds; default: all T places of every row (padded only).
 
     A row whose tokens do not fit stays as it was and is marked in `cache.failed`: all or nothing.
@@ -58,10 +58,12 @@ def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementati
         raise ValueError(
             f"k and v must have one array for each of the {num_layers} layers, but have {len(k)} and {len(v)}."
         )
-    for layer in range(num_layers):
+    stored = [i for i in range(num_layers) if cache.config.owner(i) == i or k[i] is not None or v[i] is not None]
+    for layer in stored:
         check_step(cache, layer, k=k[layer], v=v[layer])
+        check_stores(cache, layer)
     token_axes = k[0].shape[:-2]
-    for layer in range(num_layers):
+    for layer in stored:
         if k[layer].shape[:-2] != token_axes:
             raise ValueError(
                 f"All layers must add the same tokens, but layer 0 has {token_axes} and layer {layer} has "
@@ -80,12 +82,12 @@ def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementati
     num_tokens = row_counts("num_tokens", num_tokens, cache.lengths.shape[0])
     end = num_tokens if len(token_axes) == 2 else jnp.cumsum(jnp.clip(num_tokens, 0, token_axes[0] + 1))
     cache = extend(cache, jnp.where((num_tokens > 0) & (end > token_axes[-1]), -1, num_tokens))
-    for layer in range(num_layers):
+    for layer in stored:
         cache = write(cache, k[layer], v[layer], layer=layer, implementation=implementation)
     return cache
 
 
-def check_step(cache: Cache, layer: int, **arrays: jax.Array) -> None:
+def check_step(cache: Cache, layer: int, **arrays: Any) -> None:
     """Raise unless every array is `[S, T, heads, head_dim]` or `[N, heads, head_dim]` for this layer."""
     head_dim = cache.layer_config(layer).head_dim
     rows = cache.lengths.shape[0]
@@ -111,13 +113,22 @@ def check_step(cache: Cache, layer: int, **arrays: jax.Array) -> None:
             )
 
 
-def copy_blocks(pools: Sequence[Pool], source: jax.Array, target: jax.Array, copied: jax.Array) -> tuple[Pool, ...]:
+def check_stores(cache: Cache, layer: int) -> None:
+    """Raise if a layer has no keys and values of its own."""
+    if cache.config.owner(layer) != layer:
+        raise ValueError(
+            f"Layer {layer} reads the keys and values of layer {cache.config.owner(layer)} and stores none: give it "
+            "None in their place."
+        )
+
+
+def copy_blocks(pool: Pool, source: jax.Array, target: jax.Array, copied: jax.Array) -> Pool:
     """Copy block `source[i]` over block `target[i]` wherever `copied[i]`. All are read before any is written."""
+    return put_blocks(pool, pool.kv[jnp.where(copied, source, 0)], jnp.where(copied, target, 0))
 
-    def copy(pool: Pool) -> Pool:
-        past_the_end = pool.kv.shape[0] + jnp.arange(target.shape[0], dtype=jnp.int32)
-        place = jnp.where(copied, target, past_the_end)
-        blocks = pool.kv[jnp.where(copied, source, 0)]
-        return Pool(kv=pool.kv.at[place].set(blocks, mode="drop", unique_indices=True))
 
-    return tuple(copy(pool) for pool in pools)
+def put_blocks(pool: Pool, blocks: jax.Array, target: jax.Array) -> Pool:
+    """`blocks[i]` in the place of block `target[i]`; where that is the null block, nothing happens."""
+    past_the_end = pool.kv.shape[0] + jnp.arange(target.shape[0], dtype=jnp.int32)
+    place = jnp.where(target == 0, past_the_end, target)
+    return Pool(kv=pool.kv.at[place].set(blocks, mode="drop", unique_indices=True))

@@ -7,46 +7,61 @@ import jax
 import numpy as np
 
 if TYPE_CHECKING:
-    from jaxkv._state import Cache
+    from jaxkv._state import BlockTables, Cache
 
 MOST_BLOCKS = 2048  # more squares than this are not drawn
 PALETTE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#ff9da7", "#9c755f", "#86bcb6")
-FREE, RESERVED = "#eceff1", "#b0bec5"
+FREE, RESERVED, KEPT = "#eceff1", "#b0bec5", "#cfb53b"
 
 
 def block_map(cache: "Cache") -> str:
     """HTML: one square per block, filled as far as its tokens reach; a shared block has a frame and its row count."""
-    t = jax.device_get(cache.tables[0])
-    block_size = cache.config.block_size
-    owners: dict[int, list[tuple[int, int]]] = {}  # block -> the rows that hold it, and the tokens they see in it
-    for row, entries in enumerate(t.tables):
-        for column, block in enumerate(entries):
-            if block:
-                tokens = int(np.clip(t.lengths[row] - column * block_size, 0, block_size))
-                owners.setdefault(int(block), []).append((row, tokens))
-    squares = [
-        _square(block, owners.get(block, []), block_size) for block in range(1, 1 + min(cache.num_blocks, MOST_BLOCKS))
-    ]
-    hidden = cache.num_blocks - len(squares)
-    more = f"<div>… and {hidden} more blocks</div>" if hidden else ""
+    groups = jax.device_get(cache.tables)
+    maps = [_group_map(t, cache.config.block_size) for t in groups]
+    if len(groups) > 1:
+        maps = [
+            f'<div style="margin:4px 0 2px">{len(layers)} layer{"s" * (len(layers) > 1)} '
+            f"{'without a window' if window is None else f'with a window of {window}'}</div>{squares}"
+            for squares, layers, window in zip(maps, cache.config.groups, cache.config.group_windows, strict=True)
+        ]
+    t = groups[0]
     rows = [r for r in range(len(t.lengths)) if t.lengths[r] or t.failed[r]]
     legend = "".join(
         f'<span style="margin-right:1em;white-space:nowrap">{_swatch(_colour(r))} row {r}: {t.lengths[r]} tokens'
         f"{', failed' if t.failed[r] else ''}</span>"
         for r in rows[:64]
     )
+    if any(t.kept.any() for t in groups):
+        legend += f'<span style="margin-right:1em">{_swatch(KEPT)} kept for reuse</span>'
     return (
         f'<div style="font:12px sans-serif;max-width:46em">'
-        f'<div style="margin-bottom:4px">{html.escape(repr(cache))}</div>'
-        f'<div style="display:flex;flex-wrap:wrap;gap:2px">{"".join(squares)}</div>{more}'
+        f'<div style="margin-bottom:4px">{html.escape(repr(cache))}</div>{"".join(maps)}'
         f'<div style="margin-top:4px">{legend}<span>{_swatch(FREE)} free</span></div></div>'
     )
 
 
-def _square(block: int, owners: list[tuple[int, int]], block_size: int) -> str:
+def _group_map(t: "BlockTables", block_size: int) -> str:
+    owners: dict[int, list[tuple[int, int]]] = {}  # block -> the rows that hold it, and the tokens they see in it
+    for row, entries in enumerate(t.tables):
+        for column, block in enumerate(entries):
+            if block:
+                tokens = int(np.clip(t.lengths[row] - column * block_size, 0, block_size))
+                owners.setdefault(int(block), []).append((row, tokens))
+    num_blocks = t.free_list.shape[0]
+    squares = [
+        _square(block, owners.get(block, []), bool(t.kept[block]), block_size)
+        for block in range(1, 1 + min(num_blocks, MOST_BLOCKS))
+    ]
+    hidden = num_blocks - len(squares)
+    more = f"<div>… and {hidden} more blocks</div>" if hidden else ""
+    return f'<div style="display:flex;flex-wrap:wrap;gap:2px">{"".join(squares)}</div>{more}'
+
+
+def _square(block: int, owners: list[tuple[int, int]], kept: bool, block_size: int) -> str:
     style = "width:14px;height:14px;box-sizing:border-box;font:bold 9px/14px sans-serif;text-align:center;color:#000;"
     if not owners:
-        return f'<div title="block {block}: free" style="{style}background:{FREE}"></div>'
+        state, colour = ("kept for reuse", KEPT) if kept else ("free", FREE)
+        return f'<div title="block {block}: {state}" style="{style}background:{colour}"></div>'
     filled = max(tokens for _, tokens in owners)
     rows = ", ".join(str(row) for row, _ in owners)
     share = round(100 / len(owners))
@@ -55,7 +70,7 @@ def _square(block: int, owners: list[tuple[int, int]], block_size: int) -> str:
     empty = 100 - round(100 * filled / block_size)
     background = f"linear-gradient({RESERVED} {empty}%,transparent {empty}%),linear-gradient(to right,{bands})"
     frame, label = ("border:1.5px solid #000;line-height:11px;", len(owners)) if len(owners) > 1 else ("", "")
-    title = f"block {block}: row{'s' * (len(owners) > 1)} {rows}, {filled} of {block_size} tokens"
+    title = f"block {block}: row{'s' * (len(owners) > 1)} {rows}, {filled} of {block_size} tokens{', kept' * kept}"
     return f'<div title="{title}" style="{style}{frame}background:{background}">{label}</div>'
 
 

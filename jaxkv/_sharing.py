@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv._allocator import blocks_for, replace_entries, serve, take
 from jaxkv._arguments import row_counts, row_indices, scatter_rows
 from jaxkv._pools import copy_blocks
-from jaxkv._state import NULL_BLOCK, BlockTables, Cache
+from jaxkv._state import GONE, NULL_BLOCK, BlockTables, Cache
 from jaxkv._tables import mark_failed
 
 
@@ -93,7 +93,9 @@ def truncate(cache: Cache, lengths: Any) -> Cache:
     """Roll rows back to their first `lengths[s]` tokens; blocks no longer needed are freed, reserved ones too.
 
     A row that is not longer than that stays as it is. A row whose new last block is partial and shared with another
-    gets a copy of it; if there is no free block for that, the row stays as it was and is marked in `cache.failed`.
+    gets a copy of it; if there is no free block for that, the row stays as it was and is marked in `cache.failed`. So
+    is a row of which layers with a window have given back what the next token would see. Going back to where the last
+    `extend` started is always possible.
 
     Args:
       lengths: `i32[S]`.
@@ -106,18 +108,31 @@ def truncate(cache: Cache, lengths: Any) -> Cache:
     """
     target = row_counts("lengths", lengths, cache.lengths.shape[0])
     shorter = (target >= 0) & (target < cache.lengths)
-    granted = shorter
+    gone = jnp.zeros_like(shorter)
+    for tables, window in zip(cache.tables, cache.config.group_windows, strict=True):
+        gone |= shorter & _out_of_window(tables, target, window, cache.config.block_size)
+    granted = shorter & ~gone
     for tables in cache.tables:
         copied = _truncation(cache, tables, target, granted).copied
         granted &= serve(_blocks_taken(cache, copied), tables.num_free)
 
     def shorten(tables: BlockTables) -> BlockTables:
-        tables = mark_failed(tables, (shorter & ~granted) | (target < 0), jnp.where(target < 0, -1, target), 1)
+        refused, needed = (shorter & ~granted) | (target < 0), jnp.where(gone, GONE, 1)
+        tables = mark_failed(tables, refused, jnp.where(target < 0, -1, target), needed)
         return dataclasses.replace(
             tables, lengths=jnp.where(granted, target, tables.lengths), new=jnp.where(granted, 0, tables.new)
         )
 
     return _carry_out(cache, lambda tables: _truncation(cache, tables, target, granted), shorten)
+
+
+def _out_of_window(tables: BlockTables, target: jax.Array, window: int | None, block_size: int) -> jax.Array:
+    """`bool[S]`: rows that no longer hold what a token at position `target[s]` would see."""
+    if window is None:
+        return jnp.zeros(target.shape, bool)
+    first = jnp.maximum(target - max(window, 2) + 1, 0) // block_size  # as in `give_back`
+    column = jnp.minimum(first, tables.tables.shape[1] - 1)
+    return (target > 0) & (tables.tables[jnp.arange(target.shape[0]), column] == NULL_BLOCK)
 
 
 class _Plan(NamedTuple):
@@ -195,9 +210,8 @@ def _carry_out(
         if not cache.config.contiguous:
             changed = take(replace_entries(tables, plan.entries), _blocks_taken(cache, plan.copied))
         target = changed.tables[jnp.arange(plan.column.shape[0]), plan.column]
-        copies = copy_blocks([pools[layer] for layer in layers], plan.block, target, plan.copied)
-        for layer, pool in zip(layers, copies, strict=True):
-            pools[layer] = pool
+        for layer in layers:
+            pools[layer] = copy_blocks(cache.pool(layer), plan.block, target, plan.copied)
         groups.append(update_rows(changed))
     return cache.replace(tables=tuple(groups), pools=tuple(pools))
 

@@ -15,6 +15,9 @@ from jaxkv._views import Views
 # Block 0 is never allocated and never written: unused table entries point at it, so that any fetch is in bounds.
 NULL_BLOCK = 0
 
+# In `BlockTables.needed`: no block would help, the tokens that a row was to go back to have been given back.
+GONE = -1
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,22 +28,31 @@ class BlockTables:
     before them is out of date.
     """
 
-    tables: jax.Array  # i32[S, M]: logical block -> physical block; a row's entries come first, then null blocks
+    # Logical block -> physical block. A row's entries stand one after another, with null blocks behind them, and before
+    # them for what has fallen out of a window.
+    tables: jax.Array  # i32[S, M]
     lengths: jax.Array  # i32[S]: tokens of each row, the current step's included
     new: jax.Array  # i32[S]: how many of them are the current step's
     offsets: jax.Array  # i32[S]: where each row's tokens start in a packed step
-    refcounts: jax.Array  # i32[N + 1]: rows that hold a block; a free block keeps the 1 its next owner needs
+    refcounts: jax.Array  # i32[N + 1]: who holds a block, rows and index; a free one keeps the 1 its next owner needs
+    kept: jax.Array  # bool[N + 1]: a `PrefixCache` holds the block, whether or not a row does
     free_list: jax.Array  # i32[N]
     num_free: jax.Array  # i32[]
     peak: jax.Array  # i32[]: the most blocks ever in use at once
     failed: jax.Array  # bool[S]: a request of the row could not be met; cleared by `free`
     wanted: jax.Array  # i32[S]: the length that request asked for; -1: the request made no sense
-    needed: jax.Array  # i32[S]: the blocks it needed
+    needed: jax.Array  # i32[S]: the blocks it needed, or GONE
 
     @property
     def held(self) -> jax.Array:
         """`i32[S]`: blocks in each row's table, reserved ones included."""
         return jnp.sum(self.tables != NULL_BLOCK, axis=1, dtype=jnp.int32)
+
+    @property
+    def end(self) -> jax.Array:
+        """`i32[S]`: the column after the last block in each row's table."""
+        column = jnp.arange(1, self.tables.shape[1] + 1, dtype=jnp.int32)
+        return jnp.max(jnp.where(self.tables != NULL_BLOCK, column, 0), axis=1, initial=0)
 
     @property
     def num_blocks(self) -> int:
@@ -78,13 +90,19 @@ class Cache(Views):
     """An immutable paged KV cache. Made by `jaxkv.init`; every function of the library returns a new one."""
 
     tables: tuple[BlockTables, ...]  # one per group of layers
-    pools: tuple[Pool, ...]  # one per layer
+    pools: tuple[Pool | None, ...]  # one per layer; None for a layer that shares another's
     config: CacheConfig = dataclasses.field(metadata={"static": True})
 
     def layer(self, layer: int) -> Layer:
         """One layer's pool and tables, a pytree of its own."""
         tables = self.tables[self.config.group(layer)]  # raises for an index out of range, negative ones too
-        return Layer(pool=self.pools[layer], tables=tables)
+        return Layer(pool=self.pool(layer), tables=tables)
+
+    def pool(self, layer: int) -> Pool:
+        """The pool that a layer reads: its own, or the one of the layer it shares with."""
+        pool = self.pools[self.config.owner(layer)]
+        assert pool is not None
+        return pool
 
     def layer_config(self, layer: int) -> LayerConfig:
         """The config of one layer; IndexError for an index out of range."""
@@ -120,12 +138,16 @@ def init(config: CacheConfig) -> Cache:
     Cache(0 of 10 blocks used, 0 tokens in 0 of 4 rows, 1 layer, 11.0 KiB)
     """
     # One array after another: the same zeros used twice could not be donated.
-    pools = tuple(Pool(kv=jnp.zeros(config.pool_shape(i), config.kind(i).dtype)) for i in range(config.num_layers))
-    return Cache(tables=tuple(_init_tables(config) for _ in config.groups), pools=pools, config=config)
+    pools = tuple(
+        Pool(kv=jnp.zeros(config.pool_shape(i), config.kind(i).dtype)) if config.owner(i) == i else None
+        for i in range(config.num_layers)
+    )
+    tables = tuple(_init_tables(config, num_blocks) for num_blocks in config.group_blocks)
+    return Cache(tables=tables, pools=pools, config=config)
 
 
-def _init_tables(config: CacheConfig) -> BlockTables:
-    rows, num_blocks = config.max_seqs, config.num_blocks
+def _init_tables(config: CacheConfig, num_blocks: int) -> BlockTables:
+    rows = config.max_seqs
 
     def zeros() -> jax.Array:
         return jnp.zeros(rows, jnp.int32)
@@ -137,7 +159,7 @@ def _init_tables(config: CacheConfig) -> BlockTables:
         tables, num_free = jnp.full((rows, config.max_blocks_per_seq), NULL_BLOCK, jnp.int32), num_blocks
     return BlockTables(
         tables=tables, lengths=zeros(), new=zeros(), offsets=zeros(),
-        refcounts=jnp.ones(num_blocks + 1, jnp.int32).at[NULL_BLOCK].set(0),
+        refcounts=jnp.ones(num_blocks + 1, jnp.int32).at[NULL_BLOCK].set(0), kept=jnp.zeros(num_blocks + 1, bool),
         free_list=jnp.array(blocks), num_free=jnp.array(num_free, jnp.int32),
         peak=jnp.array(num_blocks - num_free, jnp.int32),
         failed=jnp.zeros(rows, bool), wanted=zeros(), needed=zeros(),

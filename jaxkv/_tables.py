@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from jaxkv._allocator import blocks_for, replace_entries, serve, take
+from jaxkv._allocator import blocks_for, give_back, replace_entries, serve, take
 from jaxkv._arguments import row_counts, row_mask
 from jaxkv._state import NULL_BLOCK, BlockTables, Cache
 
@@ -20,6 +20,8 @@ def extend(cache: Cache, num_tokens: Any) -> Cache:
     A row whose request cannot be met (too few free blocks, or past `max_seq_len`) stays as it was and is marked in
     `cache.failed`; its tokens of this step are dropped, and the other rows go on. Rows are served in order, each all or
     nothing.
+
+    Before that, layers with a window give back the blocks that no next token of their rows can see any more.
 
     Args:
       num_tokens: `i32[S]`, tokens of each row in this step; 0: the row is not in this step.
@@ -37,21 +39,22 @@ def extend(cache: Cache, num_tokens: Any) -> Cache:
     requested = row_counts("num_tokens", num_tokens, cache.lengths.shape[0])
     room = cache.config.max_seq_len - cache.lengths
     fits = (requested > 0) & (requested <= room)
+    cache = leave_windows(cache)
     granted, needs, tables = _make_room(cache, jnp.where(fits, cache.lengths + requested, 0))
     granted &= fits
     refused = (requested != 0) & ~granted
     # Anything past the longest sequence is reported as just too long: the sum could overflow.
     wanted = jnp.where(requested < 0, -1, cache.lengths + jnp.minimum(requested, room + 1))
-    new = jnp.where(granted, requested, 0)
     # A request beyond this belongs to no packed array, and the sum of all must not overflow.
     counted = jnp.clip(requested, 0, np.iinfo(np.int32).max // requested.shape[0])
-    offsets = jnp.cumsum(counted) - counted
-    return cache.replace(
-        tables=tuple(
-            dataclasses.replace(mark_failed(t, refused, wanted, n), lengths=t.lengths + new, new=new, offsets=offsets)
-            for t, n in zip(tables, needs, strict=True)
-        )
-    )
+
+    def begin(tables: BlockTables, needed: jax.Array) -> BlockTables:  # every group with arrays of its own, to donate
+        new = jnp.where(granted, requested, 0)
+        tables = mark_failed(tables, refused, wanted, needed)
+        offsets = jnp.cumsum(counted) - counted
+        return dataclasses.replace(tables, lengths=tables.lengths + new, new=new, offsets=offsets)
+
+    return cache.replace(tables=tuple(begin(t, n) for t, n in zip(tables, needs, strict=True)))
 
 
 def reserve(cache: Cache, target_lengths: Any) -> Cache:
@@ -125,7 +128,7 @@ def positions(cache: Cache, shape: Sequence[int]) -> jax.Array:
         raise ValueError(
             f"shape must be (N,) or ({cache.lengths.shape[0]}, T), the token axes of this step, not {shape}."
         )
-    tables = drop_unfit(cache.tables[0], shape)
+    tables = drop_unfit(cache, shape).tables[0]
     return pallas_kernels.locate(shape, tables.lengths, tables.new, tables.offsets).position
 
 
@@ -133,7 +136,7 @@ def _make_room(cache: Cache, target: jax.Array) -> tuple[jax.Array, list[jax.Arr
     """Which rows can have blocks for `target` tokens; the blocks each group needs for it; tables that have them."""
     block_size = cache.config.block_size
     granted = jnp.ones(target.shape, bool)
-    needs = [jnp.maximum(blocks_for(target, block_size) - t.held, 0) for t in cache.tables]
+    needs = [jnp.maximum(blocks_for(target, block_size) - t.end, 0) for t in cache.tables]
     for tables, need in zip(cache.tables, needs, strict=True):
         granted &= serve(jnp.where(granted, need, 0), tables.num_free)
     rooms = [take(t, jnp.where(granted, need, 0)) for t, need in zip(cache.tables, needs, strict=True)]
@@ -150,13 +153,24 @@ def mark_failed(tables: BlockTables, refused: jax.Array, wanted: jax.Array, need
     )
 
 
-def drop_unfit(tables: BlockTables, token_axes: tuple[int, ...]) -> BlockTables:
+def drop_unfit(cache: Cache, token_axes: tuple[int, ...]) -> Cache:
     """Take back the step of rows that were extended by more tokens than the step's arrays have places for.
 
     Otherwise the places left unwritten, which may hold another row's old tokens, would count as theirs.
     """
-    end = tables.new if len(token_axes) == 2 else tables.offsets + tables.new
-    unfit = (tables.new > 0) & (end > np.int32(token_axes[-1]))
-    tables = mark_failed(tables, unfit, jnp.full_like(tables.wanted, -1), 0)
-    step = jnp.where(unfit, tables.new, 0)
-    return dataclasses.replace(tables, lengths=tables.lengths - step, new=tables.new - step)
+
+    def drop(tables: BlockTables) -> BlockTables:
+        end = tables.new if len(token_axes) == 2 else tables.offsets + tables.new
+        unfit = (tables.new > 0) & (end > np.int32(token_axes[-1]))
+        tables = mark_failed(tables, unfit, jnp.full_like(tables.wanted, -1), 0)
+        step = jnp.where(unfit, tables.new, 0)
+        return dataclasses.replace(tables, lengths=tables.lengths - step, new=tables.new - step)
+
+    return cache.replace(tables=tuple(drop(t) for t in cache.tables))
+
+
+def leave_windows(cache: Cache) -> Cache:
+    """Give back the blocks that have fallen out of the windows of their layers."""
+    block_size = cache.config.block_size
+    windows = cache.config.group_windows
+    return cache.replace(tables=tuple(give_back(t, w, block_size) for t, w in zip(cache.tables, windows, strict=True)))

@@ -28,7 +28,7 @@ def gather(cache: "Cache", row: Any, *, layer: int, max_len: int | None = None) 
       max_len: give it to call this inside `jit`: the result then has this many places, 0 past the row's length.
 
     Returns:
-      k, v: `[length, K, D]` each, or `[max_len, K, D]`.
+      k, v: `[length, K, D]` each, or `[max_len, K, D]`; 0 for tokens that a layer with a window has given back.
 
     Raises:
       IndexError: no such row or layer. ValueError: a traced length and no `max_len`.
@@ -58,9 +58,10 @@ class Views:
 
     if TYPE_CHECKING:  # what `Cache` has
         tables: tuple[BlockTables, ...]
-        pools: tuple[Pool, ...]
+        pools: tuple[Pool | None, ...]
         config: CacheConfig
         layer: Callable[[int], Layer]
+        pool: Callable[[int], Pool]
         layer_config: Callable[[int], LayerConfig]
         replace_pool: Callable[[int, Pool], Cache]
 
@@ -86,22 +87,22 @@ class Views:
         """Attention layers."""
         return self.config.num_layers
 
-    # Sizes, in the words of the systems whose contracts the cache meets.
+    # Sizes, in the words of the systems whose contracts the cache meets. Layers of a group count as one.
 
     @property
     def num_blocks(self) -> int:
-        """Blocks per layer, the null block not counted."""
-        return self.tables[0].num_blocks
+        """Blocks of all groups together, null blocks not counted."""
+        return sum(t.num_blocks for t in self.tables)
 
     @property
     def blocks_in_use(self) -> Any:
-        """Blocks that some row holds, partly used and reserved ones included."""
-        return _number(self.num_blocks - self.tables[0].num_free)
+        """Blocks that some row or a `PrefixCache` holds, partly used and reserved ones included, in all groups."""
+        return _number(sum(t.num_blocks - t.num_free for t in self.tables))
 
     @property
     def capacity(self) -> int:
-        """Token places of all blocks together. One row takes at most `max_seq_length`."""
-        return self.num_blocks * self.config.block_size
+        """Token places of the group that has most. One row takes at most `max_seq_length`."""
+        return max(t.num_blocks for t in self.tables) * self.config.block_size
 
     @property
     def max_tokens(self) -> int:
@@ -168,7 +169,7 @@ class Views:
         Only what the row holds is ever shown, never what a block's earlier owner left in it.
         """
         block, offset = self.slots(row, position, layer=layer)
-        kv = self.pools[layer].kv[block, :, :, offset, : self.layer_config(layer).head_dim]  # [..., 2, K, D]
+        kv = self.pool(layer).kv[block, :, :, offset, : self.layer_config(layer).head_dim]  # [..., 2, K, D]
         kv = jnp.where((block != 0)[..., None, None, None], kv, jnp.zeros((), kv.dtype))
         return kv[..., 0, :, :], kv[..., 1, :, :]
 
@@ -178,6 +179,13 @@ class Views:
         length = self.lengths[row]
         if not isinstance(length, jax.core.Tracer) and not 0 <= position < int(length):
             raise IndexError(f"Row {row} holds {int(length)} tokens, so it has no token at position {position}.")
+        block, _ = self.slots(row, position, layer=layer)
+        if not isinstance(block, jax.core.Tracer) and int(block) == 0:
+            window = self.layer_config(self.config.owner(layer)).window
+            raise IndexError(
+                f"Layer {layer} has a window of {window} tokens and has given back the token of row {row} at position "
+                f"{position}."
+            )
         return self.read(layer, row, position)
 
     def load(self, layer: int, row: int, head: int, position: int) -> tuple[jax.Array, jax.Array]:
@@ -196,16 +204,16 @@ class Views:
             raise ValueError(
                 f"k and v must be [{head_dim}] each, one head of one token, not {jnp.shape(k)} and {jnp.shape(v)}."
             )
-        pool = self.pools[layer]
+        pool = self.pool(layer)
         place = jnp.where(block == 0, pool.kv.shape[0], block)  # no such token: dropped, never the null block
         new = jnp.stack([jnp.asarray(k), jnp.asarray(v)]).astype(pool.kv.dtype)
         kv = pool.kv.at[place, :, head, offset, :head_dim].set(new, mode="drop")
-        return self.replace_pool(layer, type(pool)(kv=kv))
+        return self.replace_pool(self.config.owner(layer), type(pool)(kv=kv))
 
     def combined(self, layer: int) -> jax.Array:
-        """A layer as one dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length."""
+        """A layer as one dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window."""
         config, tables = self.layer_config(layer), self.layer(layer).tables
-        kv = self.pools[layer].kv
+        kv = self.pool(layer).kv
         width = tables.tables.shape[1]
         if self.config.contiguous:  # row s owns block s + 1: a slice, which moves no data inside jit
             kv = kv[1:, ..., : config.head_dim]

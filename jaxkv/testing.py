@@ -91,7 +91,7 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
             held[row[position // cache.config.block_size], position % cache.config.block_size] = True
         keep = jnp.asarray(held)[:, None, None, :, None]
         for layer in layers:
-            kv = pools[layer].kv
+            kv = cache.pool(layer).kv
             pools[layer] = Pool(kv=jnp.where(keep, kv, jnp.asarray(value, kv.dtype)))
     return cache.replace(pools=tuple(pools))
 
@@ -110,18 +110,20 @@ def permute_blocks(cache: Cache, seed: int = 0) -> Cache:
     """
     if cache.config.contiguous:
         raise ValueError('layout="contiguous" has no blocks to permute: row s holds block s + 1.')
-    new_id = jnp.asarray(
-        np.append(NULL_BLOCK, 1 + np.random.default_rng(seed).permutation(cache.num_blocks)), jnp.int32
-    )
+    rng = np.random.default_rng(seed)
+    pools, groups = list(cache.pools), []
+    for layers, t in zip(cache.config.groups, cache.tables, strict=True):
+        new_id = jnp.asarray(np.append(NULL_BLOCK, 1 + rng.permutation(t.num_blocks)), jnp.int32)
 
-    def move(per_block: jax.Array) -> jax.Array:
-        return jnp.zeros_like(per_block).at[new_id].set(per_block)
+        def move(per_block: jax.Array, new_id: jax.Array = new_id) -> jax.Array:
+            return jnp.zeros_like(per_block).at[new_id].set(per_block)
 
-    tables = tuple(
-        dataclasses.replace(t, tables=new_id[t.tables], free_list=new_id[t.free_list], refcounts=move(t.refcounts))
-        for t in cache.tables
-    )
-    return cache.replace(tables=tables, pools=tuple(Pool(kv=move(pool.kv)) for pool in cache.pools))
+        entries, free_list = new_id[t.tables], new_id[t.free_list]
+        refcounts, kept = move(t.refcounts), move(t.kept)
+        groups.append(dataclasses.replace(t, tables=entries, free_list=free_list, refcounts=refcounts, kept=kept))
+        for layer in layers:
+            pools[layer] = Pool(kv=move(cache.pool(layer).kv))
+    return cache.replace(tables=tuple(groups), pools=tuple(pools))
 
 
 def _is_pool(x: Any) -> bool:
