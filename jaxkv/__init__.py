@@ -14,6 +14,9 @@ from jaxkv._errors import OutOfWindow as OutOfWindow
 from jaxkv._errors import SequenceTooLong as SequenceTooLong
 from jaxkv._generate import Engine as Engine
 from jaxkv._generate import generate as generate
+from jaxkv._host import HostBlocks as HostBlocks
+from jaxkv._host import swap_in as swap_in
+from jaxkv._host import swap_out as swap_out
 from jaxkv._pools import append as append
 from jaxkv._pools import write as write
 from jaxkv._sharing import fork as fork
@@ -30,9 +33,10 @@ from jaxkv._views import gather as gather
 __version__ = "0.1.0"
 
 __all__ = [
-    "Cache", "CacheConfig", "CacheError", "Engine", "LayerConfig", "OutOfBlocks", "OutOfWindow", "SequenceTooLong",
-    "append", "attend", "attention", "check", "check_invariants", "explain", "extend", "fork", "free", "gather",
-    "generate", "init", "positions", "reorder", "reserve", "stats", "truncate", "write",
+    "Cache", "CacheConfig", "CacheError", "Engine", "HostBlocks", "LayerConfig", "OutOfBlocks", "OutOfWindow",
+    "SequenceTooLong", "append", "attend", "attention", "check", "check_invariants", "explain", "extend", "fork",
+    "free", "gather", "generate", "init", "positions", "reorder", "reserve", "stats", "swap_in", "swap_out", "truncate",
+    "write",
 ]  # fmt: skip
 
 

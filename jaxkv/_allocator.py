@@ -31,9 +31,12 @@ def serve(need: jax.Array, num_free: jax.Array) -> jax.Array:
     return jax.lax.while_loop(lambda served: missing(served).any(), drop, need <= num_free)
 
 
-def take(tables: BlockTables, count: jax.Array) -> BlockTables:
-    """Append `count[s]` free blocks to the table of each row. There must be as many."""
-    width, end = tables.tables.shape[1], tables.end
+def take(tables: BlockTables, count: jax.Array, at: jax.Array | None = None) -> BlockTables:
+    """Put `count[s]` free blocks into the table of each row, at column `at[s]`: by default behind those it has.
+
+    There must be as many.
+    """
+    width, end = tables.tables.shape[1], tables.end if at is None else at
     next_free = tables.num_blocks - tables.num_free
     # The blocks of one row stand one after another in the free list: fetch a whole window of it for each row, laid so
     # that the first of them falls on the row's first unused column.
