@@ -19,6 +19,8 @@ from jaxkv._host import swap_in as swap_in
 from jaxkv._host import swap_out as swap_out
 from jaxkv._pools import append as append
 from jaxkv._pools import write as write
+from jaxkv._prefix import Match as Match
+from jaxkv._prefix import PrefixCache as PrefixCache
 from jaxkv._sharing import fork as fork
 from jaxkv._sharing import reorder as reorder
 from jaxkv._sharing import truncate as truncate
@@ -33,9 +35,9 @@ from jaxkv._views import gather as gather
 __version__ = "0.1.0"
 
 __all__ = [
-    "Cache", "CacheConfig", "CacheError", "Engine", "HostBlocks", "LayerConfig", "OutOfBlocks", "OutOfWindow",
-    "SequenceTooLong", "append", "attend", "attention", "check", "check_invariants", "explain", "extend", "fork",
-    "free", "gather", "generate", "init", "positions", "reorder", "reserve", "stats", "swap_in", "swap_out", "truncate",
+    "Cache", "CacheConfig", "CacheError", "Engine", "HostBlocks", "LayerConfig", "Match", "OutOfBlocks", "OutOfWindow",
+    "PrefixCache", "SequenceTooLong", "append", "attend", "attention", "check", "check_invariants", "explain", "extend",
+    "fork", "free", "gather", "generate", "init", "positions", "reorder", "reserve", "stats", "swap_in", "swap_out", "truncate",
     "write",
 ]  # fmt: skip
 

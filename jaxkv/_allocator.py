@@ -80,12 +80,8 @@ def replace_entries(tables: BlockTables, entries: jax.Array, kept: jax.Array | N
     )
 
 
-def give_back(tables: BlockTables, window: int | None, block_size: int) -> BlockTables:
-    """Free the blocks of a group that lie wholly outside of the window of every row's next token."""
-    if window is None:
-        return tables
-    # The last block stays even where the next token sees none of it: it tells where the row's next block goes.
-    first = jnp.maximum(tables.lengths - max(window, 2) + 1, 0) // block_size
+def give_back(tables: BlockTables, first: jax.Array) -> BlockTables:
+    """Free the blocks before column `first[s]` of each row."""
     column = jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None]
     return replace_entries(tables, jnp.where(column < first[:, None], NULL_BLOCK, tables.tables))
 

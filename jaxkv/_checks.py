@@ -88,13 +88,13 @@ def check_invariants(cache: Cache) -> None:
         assert pool.kv.shape[3] == block_size, f"layer {layer}: the pool's block_size"
         assert not np.asarray(pool.kv[NULL_BLOCK]).any(), f"layer {layer}: the null block was written"
     groups = jax.device_get(cache.tables)
-    for t, window in zip(groups, config.group_windows, strict=True):
-        _check_tables(t, config, window)
+    for group, t in enumerate(groups):
+        _check_tables(t, config, group)
         for field in ("lengths", "new", "offsets", "failed", "wanted"):
             assert (getattr(t, field) == getattr(groups[0], field)).all(), f"every group says the same of rows: {field}"
 
 
-def _check_tables(t: BlockTables, config: CacheConfig, window: int | None) -> None:
+def _check_tables(t: BlockTables, config: CacheConfig, group: int) -> None:
     block_size, num_blocks = config.block_size, t.free_list.shape[0]
     assert ((t.lengths >= 0) & (t.lengths <= config.max_seq_len)).all(), f"lengths fit: {t.lengths}"
     assert ((t.new >= 0) & (t.new <= t.lengths)).all(), f"new within [0, lengths]: {t.new} of {t.lengths}"
@@ -106,7 +106,7 @@ def _check_tables(t: BlockTables, config: CacheConfig, window: int | None) -> No
     first = np.min(np.where(used, column, end[:, None]), axis=1)
     assert (used == ((column >= first[:, None]) & (column < end[:, None]))).all(), "a row's entries stand together"
     assert (end >= -(-t.lengths // block_size)).all(), f"every row has the blocks for its tokens: {end}, {t.lengths}"
-    seen = 0 if window is None else np.maximum(t.lengths - t.new - max(window, 2) + 1, 0) // block_size
+    seen = config.first_seen(group, t.lengths - t.new)
     assert (first <= np.where(t.lengths > 0, seen, 0)).all(), f"what this step's tokens see is held: {first}, {seen}"
     counts = np.bincount(t.tables.ravel(), minlength=num_blocks + 1)
     counts[NULL_BLOCK] = 0

@@ -292,6 +292,15 @@ class CacheConfig:
         fields: Any = dict.fromkeys(stale) | changes
         return dataclasses.replace(self, **fields)
 
+    def first_seen(self, group: int, length: Any) -> Any:
+        """The first block that a row's next token sees in a group's layers, for `length` tokens: an int or an array.
+
+        The row's last block counts as seen even where it is not: it tells where the next one goes.
+        """
+        window = self.group_windows[group]
+        before = length * 0 if window is None else length - max(window, 2) + 1
+        return before * (before > 0) // self.block_size
+
     def window_blocks(self, window: int, step_tokens: int | None = None) -> int:
         """Blocks per layer that all rows together can ever hold of a window, `step_tokens` being added to them at once.
 

@@ -38,7 +38,7 @@ class HostBlocks:
         blocks = list(self.blocks)
         for layers, count in zip(self.groups, self.count, strict=True):
             start = int(count[:i].sum())
-            places = np.zeros(_padded(int(count[i])), np.int32)
+            places = np.zeros(padded_size(int(count[i])), np.int32)
             places[: count[i]] = start + np.arange(count[i])
             for layer in layers:
                 blocks[layer] = jax.device_put(np.asarray(blocks[layer])[places], blocks[layer].sharding)
@@ -98,10 +98,10 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
         count.append(used.sum(axis=1, dtype=np.int32))
         first.append(np.argmax(used, axis=1).astype(np.int32))
         ids = held[used]
-        padded = np.full(_padded(len(ids)), NULL_BLOCK, np.int32)
+        padded = np.full(padded_size(len(ids)), NULL_BLOCK, np.int32)
         padded[: len(ids)] = ids
         for layer in layers:
-            blocks[layer] = _to_host(_read(cache.pool(layer).kv, padded))
+            blocks[layer] = _to_host(read_blocks(cache.pool(layer).kv, padded))
     host = HostBlocks(
         lengths=tables[0].lengths[moved], first=tuple(first), count=tuple(count), blocks=tuple(blocks),
         groups=cache.config.groups,
@@ -207,13 +207,14 @@ def _are_empty(cache: Cache, rows: jax.Array) -> jax.Array:
     return inside & (cache.lengths[at] == 0) & ~held & ~named_before
 
 
-def _padded(count: int) -> int:
+def padded_size(count: int) -> int:
     """So many places for `count` blocks that there are few different ones."""
     return 1 << max(count - 1, 0).bit_length()
 
 
 @jax.jit
-def _read(kv: jax.Array, blocks: jax.Array) -> jax.Array:
+def read_blocks(kv: jax.Array, blocks: jax.Array) -> jax.Array:
+    """`[n, 2, K, block_size, D]`: some blocks of a pool."""
     return kv[blocks]
 
 

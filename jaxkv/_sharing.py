@@ -109,8 +109,9 @@ def truncate(cache: Cache, lengths: Any) -> Cache:
     target = row_counts("lengths", lengths, cache.lengths.shape[0])
     shorter = (target >= 0) & (target < cache.lengths)
     gone = jnp.zeros_like(shorter)
-    for tables, window in zip(cache.tables, cache.config.group_windows, strict=True):
-        gone |= shorter & _out_of_window(tables, target, window, cache.config.block_size)
+    for group, tables in enumerate(cache.tables):
+        first = jnp.minimum(cache.config.first_seen(group, target), tables.tables.shape[1] - 1)
+        gone |= shorter & (target > 0) & (tables.tables[jnp.arange(target.shape[0]), first] == NULL_BLOCK)
     granted = shorter & ~gone
     for tables in cache.tables:
         copied = _truncation(cache, tables, target, granted).copied
@@ -124,15 +125,6 @@ def truncate(cache: Cache, lengths: Any) -> Cache:
         )
 
     return _carry_out(cache, lambda tables: _truncation(cache, tables, target, granted), shorten)
-
-
-def _out_of_window(tables: BlockTables, target: jax.Array, window: int | None, block_size: int) -> jax.Array:
-    """`bool[S]`: rows that no longer hold what a token at position `target[s]` would see."""
-    if window is None:
-        return jnp.zeros(target.shape, bool)
-    first = jnp.maximum(target - max(window, 2) + 1, 0) // block_size  # as in `give_back`
-    column = jnp.minimum(first, tables.tables.shape[1] - 1)
-    return (target > 0) & (tables.tables[jnp.arange(target.shape[0]), column] == NULL_BLOCK)
 
 
 class _Plan(NamedTuple):

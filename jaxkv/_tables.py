@@ -170,7 +170,11 @@ def drop_unfit(cache: Cache, token_axes: tuple[int, ...]) -> Cache:
 
 
 def leave_windows(cache: Cache) -> Cache:
-    """Give back the blocks that have fallen out of the windows of their layers."""
-    block_size = cache.config.block_size
-    windows = cache.config.group_windows
-    return cache.replace(tables=tuple(give_back(t, w, block_size) for t, w in zip(cache.tables, windows, strict=True)))
+    """Give back the blocks that no row's next token sees, in layers with a window."""
+    config = cache.config
+    return cache.replace(
+        tables=tuple(
+            t if window is None else give_back(t, config.first_seen(group, t.lengths))
+            for group, (t, window) in enumerate(zip(cache.tables, config.group_windows, strict=True))
+        )
+    )

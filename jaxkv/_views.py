@@ -42,7 +42,7 @@ def gather(cache: "Cache", row: Any, *, layer: int, max_len: int | None = None) 
     (3, 2, 8)
     """
     tables = cache.layer(layer).tables
-    _check_row(cache, row)
+    check_row(cache, row)
     length = tables.lengths[row]
     if max_len is None:
         if isinstance(length, jax.core.Tracer):
@@ -136,7 +136,7 @@ class Views:
 
     def cache_length(self, row: int) -> Any:
         """Tokens that a row held before this step."""
-        _check_row(self, row)
+        check_row(self, row)
         return _number(self.lengths[row] - self.new[row])
 
     @property
@@ -175,7 +175,7 @@ class Views:
 
     def token(self, row: int, position: int, layer: int = 0) -> tuple[jax.Array, jax.Array]:
         """Keys and values `[K, D]` of one token. Outside `jit`, IndexError where there is none; inside, zeros."""
-        _check_row(self, row)
+        check_row(self, row)
         length = self.lengths[row]
         if not isinstance(length, jax.core.Tracer) and not 0 <= position < int(length):
             raise IndexError(f"Row {row} holds {int(length)} tokens, so it has no token at position {position}.")
@@ -264,7 +264,8 @@ def _number(x: Any) -> Any:
     return x if isinstance(x, jax.core.Tracer) else np.asarray(x).item()
 
 
-def _check_row(cache: Views, row: Any) -> None:
+def check_row(cache: Views, row: Any) -> None:
+    """Raise IndexError unless `row` is one of the cache's, or traced."""
     rows = cache.lengths.shape[0]
     if isinstance(row, jax.core.Tracer):
         return
