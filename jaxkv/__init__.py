@@ -37,8 +37,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Cache", "CacheConfig", "CacheError", "Engine", "HostBlocks", "LayerConfig", "Match", "OutOfBlocks", "OutOfWindow",
     "PrefixCache", "SequenceTooLong", "append", "attend", "attention", "check", "check_invariants", "explain", "extend",
-    "fork", "free", "gather", "generate", "init", "positions", "reorder", "reserve", "stats", "swap_in", "swap_out", "truncate",
-    "write",
+    "fork", "free", "gather", "generate", "init", "positions", "reorder", "reserve", "stats", "swap_in", "swap_out",
+    "truncate", "write",
 ]  # fmt: skip
 
 

@@ -82,14 +82,15 @@ class PrefixTree:
         for node in reversed(list(chain)):
             self.nodes.move_to_end(node)
 
-    def prune(self, node: Node | None) -> None:
+    def prune(self, node: Node) -> None:
         """Forget a hollow node that no chain goes through, and those before it that nothing needs any more."""
-        while node is not None and node.parent is not None and node.is_hollow and not (node.num_children or node.pins):
+        while node in self.nodes and node.is_hollow and not (node.num_children or node.pins):
             bucket = self.buckets[node.hash]
             bucket.remove(node)
             if not bucket:
                 del self.buckets[node.hash]
             del self.nodes[node]
+            assert node.parent is not None  # roots are not among the nodes
             node.parent.num_children -= 1
             node = node.parent
 
