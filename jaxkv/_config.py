@@ -5,6 +5,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -298,20 +299,26 @@ class CacheConfig:
         The row's last block counts as seen even where it is not: it tells where the next one goes.
         """
         window = self.group_windows[group]
-        before = length * 0 if window is None else length - max(window, 2) + 1
-        return before * (before > 0) // self.block_size
+        unseen = length * 0 if window is None else length - max(window, 2) + 1
+        maximum = jnp.maximum if isinstance(length, jax.Array) else np.maximum  # the host's stay on the host
+        return maximum(unseen, 0) // self.block_size
+
+    def row_blocks(self, group: int, length: int) -> int:
+        """The most blocks that a row of up to `length` tokens holds in a group's layers, growing one by one."""
+        window, blocks = self.group_windows[group], -(-length // self.block_size)
+        return blocks if window is None else min(blocks, (self._places_of(window) + 1) // self.block_size)
 
     def window_blocks(self, window: int, step_tokens: int | None = None) -> int:
-        """Blocks per layer that all rows together can ever hold of a window, `step_tokens` being added to them at once.
-
-        A row has at most `window - 1` tokens that its next one sees, `block_size - 1` more in the first of their
-        blocks, and as many places left in the last.
-        """
+        """The most blocks that all rows together hold of a window, `step_tokens` being added to them at once."""
         most = self.max_seqs * self.max_blocks_per_seq
         if step_tokens is None:
             return most
-        at_rest = max(window, 2) + 2 * self.block_size - 3
-        return min(most, (self.max_seqs * at_rest + step_tokens) // self.block_size)
+        return min(most, (self.max_seqs * self._places_of(window) + step_tokens) // self.block_size)
+
+    def _places_of(self, window: int) -> int:
+        """The most places in the blocks of a window: `window - 1` tokens that the next one sees, `block_size - 1` more
+        in the first of their blocks, and as many left in the last."""
+        return max(window, 2) + 2 * self.block_size - 3
 
     @property
     def _widest(self) -> int:
@@ -361,6 +368,11 @@ class CacheConfig:
     def group_windows(self) -> tuple[int | None, ...]:
         """For each group the window of its layers; None: they keep everything."""
         return tuple(None if self.contiguous else self.layers[layers[0]].window for layers in self.groups)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers give back what falls out of their windows."""
+        return any(window is not None for window in self.group_windows)
 
     def owner(self, layer: int) -> int:
         """The layer whose keys and values a layer reads: itself, but for `shares_with`."""

@@ -2,8 +2,9 @@
 
 import inspect
 import math
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,14 @@ import numpy as np
 
 from jaxkv._checks import check
 from jaxkv._config import CacheConfig
+from jaxkv._errors import OutOfBlocks
+from jaxkv._prefix import PrefixCache
+from jaxkv._resident import Residents, room_of
 from jaxkv._sampling import Sampling, greedy, sample
 from jaxkv._scheduler import Scheduler, Step
 from jaxkv._scheduler import Sequence as _Sequence
-from jaxkv._state import Cache, init
-from jaxkv._tables import extend, free
+from jaxkv._state import Cache
+from jaxkv._tables import extend, leave_windows
 
 
 def generate(
@@ -73,17 +77,26 @@ class Engine:
       max_seq_len: the most tokens of one sequence, prompt and output; default: `longest`, rounded up to a power of 2.
       longest: tokens of the longest sequence to come, if `max_seq_len` is not given.
       step_tokens: the most tokens of one step. Longer prompts are computed in chunks beside decoding rows.
+      prefix_cache: keep the blocks of what was computed, and share them with prompts that begin alike; `stats` says how
+        much that saved. See `PrefixCache`.
+      spill_bytes: host memory for what the prefix cache must give up on the device.
+      swap: what happens to a sequence that is set back because blocks ran out: it is swapped to host memory ("always"),
+        computed again ("never"), or what is estimated to be faster ("auto").
+      host_bandwidth: bytes/s to and from host memory, for that estimate.
       **fields: `num_blocks`, `memory_bytes`, `block_size`, `dtype` and other fields of `CacheConfig.from_model`.
 
     Attributes:
-      cache: the cache as it is now; empty when no `stream` is under way.
-      steps: steps computed so far. set_back: how often a sequence was set back because blocks ran out.
+      cache: the cache as it is now; its rows are empty when no `stream` is under way.
+      prefix: its `PrefixCache`, or None.
+      steps: steps computed so far. tokens: tokens computed so far.
+      set_back: how often a sequence was set back because blocks ran out.
       blocks_peak: the most blocks in use at once.
     """
 
     def __init__(
         self, model: Any, *, max_seqs: int = 8, max_seq_len: int | None = None, longest: int = 1024,
-        step_tokens: int = 256, **fields: Any,
+        step_tokens: int = 256, prefix_cache: bool = False, spill_bytes: int = 0,
+        swap: Literal["auto", "always", "never"] = "auto", host_bandwidth: float = 1e10, **fields: Any,
     ):  # fmt: skip
         model_config = getattr(model, "config", None)
         if max_seq_len is None:
@@ -91,15 +104,37 @@ class Engine:
             max_seq_len = min(max_seq_len, getattr(model_config, "max_seq_len", max_seq_len))
         self.model = model
         self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
-        self.config = CacheConfig.from_model(model, max_seqs=max_seqs, max_seq_len=max_seq_len, **fields)
-        self.cache: Cache = init(self.config)
         self.step_tokens = max(step_tokens, max_seqs)
-        self.steps = self.set_back = 0
+        self.config = CacheConfig.from_model(
+            model, max_seqs=max_seqs, max_seq_len=max_seq_len,
+            # What windows give back is of use to a prefix cache, so it wants more than they need.
+            step_tokens=None if prefix_cache else self.step_tokens, **fields,
+        )  # fmt: skip
+        self.prefix = PrefixCache(self.config, spill_bytes=spill_bytes) if prefix_cache else None
+        self._residents = Residents(self.config, prefix=self.prefix, swap=swap, host_bandwidth=host_bandwidth)
+        self._step_sizes: set[int] = set()  # those compiled so far
+        self.steps = self.tokens = 0
+
+    @property
+    def cache(self) -> Cache:
+        """The cache as it is now."""
+        return self._residents.cache
+
+    @property
+    def set_back(self) -> int:
+        """How often a sequence was set back because blocks ran out."""
+        return self._residents.counts["set_back"]
 
     @property
     def blocks_peak(self) -> int:
         """The most blocks that were in use at once."""
-        return int(self.cache.tables[0].peak)
+        return sum(int(t.peak) for t in self.cache.tables)
+
+    def stats(self) -> dict[str, Any]:
+        """What has been computed so far, as plain numbers; with a prefix cache, also what it saved."""
+        counts = {name: self._residents.counts[name] for name in ("set_back", "swapped_out")}
+        own = {"steps": self.steps, "tokens": self.tokens, "blocks_peak": self.blocks_peak}
+        return own | counts | (self.prefix.stats() if self.prefix else {})
 
     def problem(self, prompt: Sequence[int], max_new_tokens: int) -> str | None:
         """Why a prompt cannot be continued, or None."""
@@ -109,11 +144,12 @@ class Engine:
         if len(prompt) >= config.max_seq_len:
             most = f"max_seq_len = {config.max_seq_len}"
             return f"it has {len(prompt)} tokens, and {most} must hold one more: raise max_seq_len"
-        if (blocks := -(-limit // config.block_size)) > config.num_blocks:
-            return (
-                f"its {limit} tokens take {blocks} blocks, but the cache has {config.num_blocks}: raise num_blocks, or "
-                "lower max_new_tokens"
-            )
+        for group, num_blocks in enumerate(config.group_blocks):
+            if (blocks := config.row_blocks(group, limit)) > num_blocks:
+                return (
+                    f"its {limit} tokens take {blocks} blocks, but the cache has {num_blocks}: raise num_blocks, or "
+                    "lower max_new_tokens"
+                )
         if self.vocab_size is not None and not all(0 <= token < self.vocab_size for token in prompt):
             return f"it has a token outside of the model's vocabulary, 0 to {self.vocab_size - 1}"
         return None
@@ -121,8 +157,11 @@ class Engine:
     def stream(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
         eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
+        salt: str | bytes | None = None,
     ) -> Iterator[tuple[int, int]]:  # fmt: skip
         """Yield `(prompt number, token)` as tokens come. Arguments as for `generate`.
+
+        With a prefix cache, prompts share blocks only with those of the same `salt`, for example a tenant's name.
 
         All arguments are checked before this returns. One stream at a time: leaving it early frees its rows.
         """
@@ -135,13 +174,10 @@ class Engine:
         ]
         if problems:
             raise ValueError("\n".join(problems))
-        scheduler = Scheduler(
-            max_seqs=self.config.max_seqs, num_blocks=self.config.num_blocks, block_size=self.config.block_size,
-            step_tokens=self.step_tokens,
-        )  # fmt: skip
+        scheduler = Scheduler(self._residents, step_tokens=self.step_tokens)
         for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
             tokens = [int(token) for token in prompt]
-            scheduler.waiting.append(_Sequence(i, tokens, len(tokens), self._limit(prompt, limit)))
+            scheduler.waiting.append(_Sequence(i, tokens, len(tokens), self._limit(prompt, limit), salt))
         return self._run(scheduler, sampling, {eos} if isinstance(eos, int) else set(eos or ()))
 
     def recompute(
@@ -165,9 +201,15 @@ class Engine:
         try:
             while scheduler.waiting or scheduler.running:
                 step = scheduler.plan()
-                self._free(scheduler.to_free)
+                if not step.counts:
+                    raise OutOfBlocks(_stuck(scheduler, self._residents))
+                self._residents.make_room(scheduler.blocks_of(step.counts))
                 next_tokens = self._compute(step, sampling)
-                for sequence in scheduler.commit(step):
+                due = scheduler.commit(step)
+                for sequence, count in step.counts.items():
+                    if count > 1:  # of a prompt: what it has computed is of use to others already
+                        self._residents.offer(sequence)
+                for sequence in due:
                     token = int(next_tokens[sequence.row])
                     sequence.tokens.append(token)
                     ended = token in eos
@@ -176,8 +218,9 @@ class Engine:
                     if not ended:
                         yield sequence.index, token
         finally:
-            self.set_back += scheduler.times_set_back
-            self._free([*scheduler.to_free, *(s.row for s in scheduler.running if s.row is not None)])
+            for sequence in list(scheduler.running):
+                scheduler.finish(sequence)
+            assert self._residents.available  # which frees their rows
 
     def _compute(self, step: Step, sampling: Sampling | None) -> np.ndarray:
         """Compute one step; the token that follows each row's last one."""
@@ -190,9 +233,15 @@ class Engine:
             tokens[start : start + count] = sequence.tokens[sequence.cached : sequence.cached + count]
             counts[sequence.row], streams[sequence.row] = count, sequence.index
             start += count
-        next_tokens, self.cache = _step(self.model, self.cache, tokens, counts, streams, sampling)
-        self.steps += 1
-        next_tokens = np.asarray(next_tokens)
+        began = time.perf_counter()
+        out, self._residents.cache = _step(
+            self.model, self.cache, tokens, counts, streams, sampling, leave=self.prefix is None
+        )
+        next_tokens, room = jax.device_get(out)
+        compiled = len(tokens) not in self._step_sizes
+        self._residents.computed(room, None if compiled else (time.perf_counter() - began) / start)
+        self._step_sizes.add(len(tokens))
+        self.steps, self.tokens = self.steps + 1, self.tokens + start
         if (next_tokens < 0).any():  # the scheduler counts blocks as the cache does: this would be a bug
             check(self.cache)
         return next_tokens
@@ -204,21 +253,18 @@ class Engine:
             size *= 4
         return min(size, self.step_tokens)
 
-    def _free(self, rows: list[int]) -> None:
-        if rows:
-            mask = np.isin(np.arange(self.config.max_seqs), rows)
-            self.cache = _free(self.cache, mask)
-            rows.clear()
 
-
-@jax.jit(donate_argnames="cache")
-def _step(model, cache, tokens, counts, streams, sampling):
-    """One step of every row: `i32[S]`, the token after each row's last; -1 where a row's tokens did not fit."""
+@jax.jit(donate_argnames="cache", static_argnames="leave")
+def _step(model, cache, tokens, counts, streams, sampling, *, leave):
+    """One step of every row: `i32[S]`, the token after each row's last, -1 where a row's tokens did not fit; and the
+    room that is left, after leaving windows or before."""
     cache = extend(cache, counts)
     last = jnp.cumsum(counts) - 1
     logits, cache = _logits_at(model, tokens, cache, jnp.maximum(last, 0))
     next_tokens = _choose(logits, sampling, streams, cache.lengths)
-    return jnp.where(cache.failed, -1, next_tokens), cache
+    if leave:
+        cache = leave_windows(cache)
+    return (jnp.where(cache.failed, -1, next_tokens), room_of(cache)), cache
 
 
 def _logits_at(model, tokens, cache, places):
@@ -241,7 +287,12 @@ def _recompute(model, tokens, stream, sampling):
     return _choose(logits[0], sampling, jnp.full_like(positions, stream), positions)
 
 
-_free = jax.jit(free, donate_argnames="cache")
+def _stuck(scheduler: Scheduler, residents: Residents) -> str:
+    waiting = scheduler.waiting[0]
+    return (
+        f"There is no room for prompt {waiting.index} with {len(waiting.tokens)} tokens: {residents.available} blocks "
+        "can be had. Unpin blocks of the prefix cache, or give the cache more num_blocks."
+    )
 
 
 def _sampling(temperature: float, top_k: int, top_p: float, seed: int) -> Sampling | None:

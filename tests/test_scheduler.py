@@ -7,25 +7,52 @@ import pytest
 from jaxkv._scheduler import Scheduler, Sequence
 
 
+class Counted:
+    """Rows of a pool that is only counted."""
+
+    def __init__(self, max_seqs, num_blocks, block_size):
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.free = list(range(max_seqs))
+        self.held = {}  # tokens in each row, as the device would have them
+
+    def blocks(self, tokens):
+        return -(-tokens // self.block_size)
+
+    @property
+    def available(self):
+        return [self.num_blocks - sum(map(self.blocks, self.held.values()))]
+
+    def has_room(self, running, sequence):
+        return bool(self.free) and sum(self.blocks(len(s.tokens)) for s in [*running, sequence]) <= self.num_blocks
+
+    def admit(self, sequence):
+        sequence.row = self.free.pop(0)
+        self.held[sequence.row] = 0
+
+    def retire(self, sequence):
+        del self.held[sequence.row]
+        self.free.insert(0, sequence.row)
+        sequence.row, sequence.cached = None, 0
+
+    set_back = retire
+
+
 def simulate(requests, *, max_seqs, num_blocks, block_size, step_tokens):
     """Run (prompt length, new tokens) requests to their end; the steps, and the order in which they ended."""
-    scheduler = Scheduler(max_seqs=max_seqs, num_blocks=num_blocks, block_size=block_size, step_tokens=step_tokens)
+    rows = Counted(max_seqs, num_blocks, block_size)
+    scheduler = Scheduler(rows, step_tokens=step_tokens)
     for i, (prompt, new) in enumerate(requests):
         scheduler.waiting.append(Sequence(i, [0] * prompt, prompt, prompt + new))
-    held = dict.fromkeys(range(max_seqs), 0)  # tokens in each row, as the device would have them
     steps, ended = [], []
     while scheduler.waiting or scheduler.running:
         step = scheduler.plan()
         assert step.counts, "every step makes progress"
         assert len(steps) < 10_000
-        for row in scheduler.to_free:
-            held[row] = 0
-        scheduler.to_free.clear()
         for sequence, count in step.counts.items():
-            assert held[sequence.row] == sequence.cached, "a row holds what its sequence thinks it holds"
-            held[sequence.row] += count
+            assert rows.held[sequence.row] == sequence.cached, "a row holds what its sequence thinks it holds"
+            rows.held[sequence.row] += count
         assert len({s.row for s in step.counts}) == len(step.counts)
-        assert sum(-(-n // block_size) for n in held.values()) <= num_blocks
+        assert rows.available[0] >= 0
         assert step.num_tokens <= step_tokens
         steps.append({s.index: n for s, n in step.counts.items()})
         for sequence in scheduler.commit(step):
@@ -34,7 +61,7 @@ def simulate(requests, *, max_seqs, num_blocks, block_size, step_tokens):
                 scheduler.finish(sequence)
                 ended.append(sequence.index)
     assert sorted(ended) == list(range(len(requests)))
-    assert sorted(scheduler.rows) == list(range(max_seqs))
+    assert sorted(rows.free) == list(range(max_seqs))
     return steps, ended, scheduler
 
 
