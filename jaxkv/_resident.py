@@ -118,6 +118,7 @@ class Residents:
 
     def make_room(self, num_blocks: int) -> None:
         """Have `num_blocks` free blocks in every group, at the cost of the prefix cache."""
+        assert len(self.available)  # so that rows that were given up are really free
         if self.prefix is not None and num_blocks > min(self._num_free):
             self.cache = self.prefix.make_room(self.cache, num_blocks)
 
