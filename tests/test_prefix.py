@@ -1,0 +1,344 @@
+"""Prefix reuse: what is matched, shared, kept and given back; and never another prompt's keys and values."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+
+BLOCK = 4
+CHUNK = 8  # tokens of a step
+
+
+def make_config(window=None, **fields):
+    layers = (
+        jaxkv.LayerConfig(num_kv_heads=1, head_dim=4, window=window),
+        jaxkv.LayerConfig(num_kv_heads=2, head_dim=2),
+    )
+    fields = {"max_seqs": 4, "max_seq_len": 64, "num_blocks": 40} | fields
+    return jaxkv.CacheConfig(layers=layers, block_size=BLOCK, dtype="float32", **fields)
+
+
+def contents(tokens):
+    """What stands for the keys of tokens: like a model's, they depend on everything before."""
+    state, out = 0, []
+    for token in tokens:
+        state = (state * 31 + token + 1) % 65521
+        out.append(state)
+    return np.array(out, np.float32)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def append_chunk(cache, values, num_tokens):
+    kv = [
+        jnp.broadcast_to(values[..., None, None], (*values.shape, layer.num_kv_heads, layer.head_dim))
+        for layer in cache.config.layers
+    ]
+    return jaxkv.append(cache, kv, kv, num_tokens)
+
+
+def compute(cache, row, tokens):
+    """Add the tokens of a row's sequence that are not there yet; the cache, and how many those were."""
+    start, rows = int(cache.lengths[row]), cache.lengths.shape[0]
+    cache = jax.tree.map(jnp.copy, cache)  # it is donated
+    for at in range(start, len(tokens), CHUNK):
+        chunk = contents(tokens)[at : at + CHUNK]
+        values, counts = np.zeros((rows, CHUNK), np.float32), np.zeros(rows, np.int32)
+        values[row, : len(chunk)], counts[row] = chunk, len(chunk)
+        cache = append_chunk(cache, values, counts)
+    jaxkv.check(cache)
+    return cache, len(tokens) - start
+
+
+def assert_holds(cache, row, tokens, window=None):
+    jaxkv.check_invariants(cache)
+    assert int(cache.lengths[row]) == len(tokens)
+    for layer in range(cache.num_layers):
+        k, v = jaxkv.gather(cache, row, layer=layer)
+        seen = slice(-(window or 64) + 1, None) if layer == 0 and window else slice(None)
+        expected = np.broadcast_to(contents(tokens)[:, None, None], k.shape)[seen]
+        np.testing.assert_array_equal(np.asarray(k)[seen], expected)
+        np.testing.assert_array_equal(np.asarray(v)[seen], expected)
+
+
+def start(window=None, *, prompts=(), config=None, **options):
+    """A cache and an index into which prompts have been inserted, row by row, and their rows freed."""
+    config = config or make_config(window)
+    cache, prefix = jaxkv.init(config), jaxkv.PrefixCache(config, **options)
+    for prompt in prompts:
+        cache, _ = compute(cache, 0, prompt)
+        cache = jaxkv.free(prefix.insert(cache, 0, prompt), 0)
+    prefix.check_invariants(cache)
+    jaxkv.check_invariants(cache)
+    return cache, prefix
+
+
+A, B = list(range(20)), list(range(100, 130))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "matched"),
+    [(A, 16), (A[:17], 16), (A[:16], 12), (A[:4], 0), (A[:5], 4), ([*A, 7, 7, 7], 20), ([*A[:10], 0, *A[11:]], 8),
+     ([0], 0), ([], 0), (B, 0), ([1, *A[1:]], 0)],
+)  # fmt: skip
+def test_a_match_is_whole_blocks_and_leaves_a_token_to_compute(tokens, matched):
+    _, prefix = start(prompts=[A])
+    assert prefix.match(tokens).num_tokens == matched
+    assert prefix.match(np.array(tokens, np.int32)).num_tokens == matched
+
+
+def test_adopting_shares_blocks_without_a_copy():
+    cache, prefix = start(prompts=[A])
+    used = cache.blocks_in_use
+    prompt = [*A[:18], 55, 56, 57]
+    adopted = prefix.adopt(cache, 2, prefix.match(prompt))
+    assert adopted.blocks_in_use == used == 5
+    assert all(a.kv is b.kv for a, b in zip(adopted.pools, cache.pools, strict=True))
+    assert_holds(adopted, 2, prompt[:16])
+    both = prefix.adopt(adopted, 3, prefix.match(prompt))
+    both, computed = compute(both, 2, prompt)
+    assert computed == 5
+    both, _ = compute(both, 3, A)
+    assert_holds(both, 2, prompt)
+    assert_holds(both, 3, A)
+    assert (np.asarray(both.tables[0].tables)[2, :4] == np.asarray(both.tables[0].tables)[3, :4]).all()
+    assert int(both.tables[0].refcounts[int(both.tables[0].tables[2, 0])]) == 3  # two rows and the index
+    prefix.check_invariants(both)
+    stats = prefix.stats()
+    assert (stats["lookups"], stats["hits"], stats["tokens_asked"], stats["tokens_saved"]) == (2, 2, 42, 32)
+    assert stats["hit_rate"] == 32 / 42
+
+
+def test_a_row_that_is_cut_back_into_a_kept_block_gets_a_copy():
+    cache, prefix = start(prompts=[A])
+    cache = prefix.adopt(cache, 1, prefix.match([*A, 1]))
+    cache = jaxkv.truncate(cache, [64, 10, 64, 64])
+    other = [*A[:10], 77, 78]
+    cache, _ = compute(cache, 1, other)
+    assert_holds(cache, 1, other)
+    cache = prefix.adopt(cache, 2, prefix.match([*A, 1]))
+    assert_holds(cache, 2, A)
+
+
+def test_salts_and_adapters_share_nothing():
+    cache, prefix = start()
+    identities = [{}, {"salt": "a"}, {"salt": "b"}, {"salt": b"a"}, {"adapter": "a"}, {"salt": "a", "adapter": "a"}]
+    held = []
+    for identity in identities:
+        assert prefix.match(A, **identity).num_tokens == 0
+        cache, _ = compute(cache, 0, A)
+        held.append(set(np.asarray(cache.tables[0].tables)[0, :5].tolist()))
+        cache = jaxkv.free(prefix.insert(cache, 0, A, **identity), 0)
+    assert len(set.union(*held)) == 5 * len(identities), "no block is in two tenants' hands"
+    for identity, blocks in zip(identities, held, strict=True):
+        adopted = prefix.adopt(cache, 1, prefix.match(A, **identity))
+        assert set(np.asarray(adopted.tables[0].tables)[1, :4].tolist()) < blocks
+
+
+@pytest.mark.parametrize("hash_function", [lambda key: 0, lambda key: hash(key) % 2])
+def test_a_hash_collision_costs_a_comparison_and_nothing_else(hash_function):
+    cache, prefix = start(prompts=[A, B, [*A[:8], *B[:8]]], hash_function=hash_function)
+    for tokens, matched in [(A, 16), (B, 28), ([*A[:8], *B], 16), ([*B[:8], *A], 8), (A[::-1], 0)]:
+        match = prefix.match(tokens)
+        assert match.num_tokens == matched
+        assert_holds(prefix.adopt(cache, 1, match), 1, tokens[:matched])
+    cache = prefix.make_room(cache, 40)
+    prefix.check_invariants(cache)
+    assert cache.blocks_in_use == 0
+
+
+def test_blocks_that_were_computed_twice_are_indexed_once():
+    cache, prefix = start()
+    cache, _ = compute(cache, 0, A)
+    cache, _ = compute(cache, 1, A)
+    cache = prefix.insert(prefix.insert(cache, 0, A), 1, A)
+    assert prefix.stats()["blocks"] == [5]
+    cache = jaxkv.free(cache, [0, 1])
+    assert cache.blocks_in_use == 5
+    prefix.check_invariants(cache)
+
+
+def test_only_what_the_row_holds_is_indexed():
+    cache, prefix = start()
+    cache, _ = compute(cache, 0, A[:11])
+    cache = prefix.insert(cache, 0, A)  # the row holds 11 of these 20
+    assert prefix.match(A).num_tokens == 8
+    cache = prefix.insert(cache, 0, A[:6])
+    assert prefix.match(A).num_tokens == 8
+    cache = prefix.insert(cache, 3, A)  # an empty row
+    assert prefix.stats()["blocks"] == [2]
+
+
+def test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_beginning():
+    cache, prefix = start(prompts=[A, B])  # 5 and 7 blocks; A is older
+    cache = prefix.make_room(cache, 30)
+    assert cache.blocks_in_use == 10 and prefix.match(A).num_tokens == 12  # two blocks fewer, from its end
+    cache = prefix.make_room(cache, 32)  # A was just used, so B goes
+    assert (prefix.match(A).num_tokens, prefix.match([*B, 1]).num_tokens) == (12, 20)
+    cache = prefix.make_room(cache, 32)
+    assert cache.blocks_in_use == 8, "nothing goes where there is room already"
+    prefix.check_invariants(cache)
+
+
+def test_what_a_row_uses_or_what_is_pinned_stays():
+    cache, prefix = start(prompts=[A, B])
+    cache = prefix.adopt(cache, 1, prefix.match(A))  # 4 of its 5 blocks
+    assert prefix.pin(B[:8]) == 8
+    assert prefix.available(cache) == [28 + 8 - 2]
+    cache = prefix.make_room(cache, 40)
+    assert cache.blocks_in_use == 4 + 2
+    assert_holds(cache, 1, A[:16])
+    assert (prefix.match(A).num_tokens, prefix.match(B).num_tokens) == (16, 8)
+    prefix.unpin(B[:8])
+    cache = prefix.make_room(jaxkv.free(cache, 1), 40)
+    assert cache.blocks_in_use == 0 and prefix.available(cache) == [40]
+    prefix.check_invariants(cache)
+
+
+def test_free_blocks_are_taken_before_indexed_ones():
+    cache, prefix = start(prompts=[A])
+    cache, _ = compute(cache, 1, list(range(200, 264)))
+    cache, _ = compute(cache, 2, list(range(300, 364)))
+    assert cache.blocks_in_use == 37 and prefix.match(A).num_tokens == 16
+    cache = prefix.make_room(cache, 4)
+    assert cache.tables[0].num_free == 4 and prefix.match([*A, 1]).num_tokens == 16
+
+
+def test_reset_forgets_everything():
+    cache, prefix = start(prompts=[A, B], spill_bytes=100)
+    prefix.pin(A)
+    cache = prefix.reset(prefix.make_room(cache, 30))
+    assert cache.blocks_in_use == 0 and prefix.match(A).num_tokens == 0
+    prefix.check_invariants(cache)
+    jaxkv.check_invariants(cache)
+
+
+def test_with_a_window_only_what_is_seen_must_be_there():
+    window = 6
+    cache, prefix = start(window)
+    long = list(range(40))
+    cache, _ = compute(cache, 0, long)  # the windowed layer holds its last blocks only
+    cache = jaxkv.free(prefix.insert(cache, 0, long), 0)
+    assert prefix.stats()["blocks"][0] < prefix.stats()["blocks"][1] == 10
+    prompt = [*long, 1, 2, 3]
+    match = prefix.match(prompt)
+    assert match.num_tokens == 40
+    adopted = prefix.adopt(cache, 1, match)
+    assert_holds(adopted, 1, long, window)
+    adopted, computed = compute(adopted, 1, prompt)
+    assert computed == 3
+    assert_holds(adopted, 1, prompt, window)
+    assert prefix.match(long[:30]).num_tokens == 0, "in the middle the window's blocks are gone"
+    # Once they are inserted as they are computed, it is found there too: up to 20, and with what was there, up to 28.
+    cache, _ = compute(cache, 0, long[:20])
+    cache = prefix.insert(cache, 0, long[:20])
+    assert [prefix.match(long[:n]).num_tokens for n in (19, 23, 30)] == [16, 20, 20]
+    prefix.check_invariants(cache)
+    cache = prefix.make_room(jaxkv.free(cache, 0), [40, 0])
+    prefix.check_invariants(cache)
+    assert prefix.match(prompt).num_tokens == prefix.match(long[:20]).num_tokens == 0
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_what_is_evicted_comes_back_from_the_host(window):
+    cache, prefix = start(window, prompts=[B], spill_bytes=10_000)
+    cache = prefix.make_room(cache, 40)
+    assert cache.blocks_in_use == 0
+    match = prefix.match([*B, 1])
+    assert match.num_tokens == 28
+    adopted = prefix.adopt(cache, 1, match)
+    prefix.check_invariants(adopted)
+    assert_holds(adopted, 1, B[:28], window)
+    assert prefix.stats()["blocks_restored"] > 0
+    again = prefix.adopt(adopted, 2, prefix.match([*B, 1]))
+    assert again.blocks_in_use == adopted.blocks_in_use
+    assert_holds(again, 2, B[:28], window)
+
+
+def test_the_host_memory_is_bounded():
+    config = make_config()
+    per_block = config.bytes_per_block
+    cache, prefix = start(prompts=[A, B], config=config, spill_bytes=3 * per_block + 1)
+    cache = prefix.make_room(cache, 40)
+    assert prefix.stats()["host_bytes"] == 3 * per_block
+    assert prefix.stats()["blocks_spilled"] == 12
+    prefix.check_invariants(cache)
+    assert prefix.match([*B, 1]).num_tokens == 12, "the beginning of what was used last"
+
+
+def test_without_room_for_what_is_on_the_host_nothing_is_lost():
+    cache, prefix = start(prompts=[B], spill_bytes=10_000)
+    cache = prefix.make_room(cache, 40)
+    for row in (0, 1):
+        cache, _ = compute(cache, row, list(range(200 + 100 * row, 264 + 100 * row)))
+    cache, _ = compute(cache, 2, list(range(500, 510)))
+    match = prefix.match([*B, 1])
+    with pytest.raises(jaxkv.OutOfBlocks, match="7 blocks of this match are in host memory, and there is room for 5"):
+        prefix.adopt(cache, 3, match)
+    prefix.check_invariants(cache)
+    cache = jaxkv.free(cache, 1)
+    assert_holds(prefix.adopt(cache, 3, prefix.match([*B, 1])), 3, B[:28])
+
+
+def test_donation_reuses_the_pools():
+    cache, prefix = start(prompts=[B], spill_bytes=10_000)
+    cache = prefix.make_room(cache, 40)
+    pointers = [pool.kv.unsafe_buffer_pointer() for pool in cache.pools]
+    cache = prefix.adopt(cache, 1, prefix.match([*B, 1]), donate=True)
+    assert [pool.kv.unsafe_buffer_pointer() for pool in cache.pools] == pointers
+    assert_holds(cache, 1, B[:28])
+
+
+def test_another_line_of_caches_is_noticed():
+    cache, prefix = start()
+    before = cache
+    cache, _ = compute(cache, 0, A)
+    cache = prefix.insert(cache, 0, A)
+    adopted = prefix.adopt(before, 1, prefix.match(A))
+    jaxkv.check_invariants(adopted)
+    assert adopted.lengths.tolist() == [0, 0, 0, 0] and adopted.failed.tolist() == [False, True, False, False]
+    with pytest.raises(jaxkv.CacheError):
+        jaxkv.check(adopted)
+
+
+def sentence(text):
+    return re.compile(text.replace("(", r"\(").replace(")", r"\)").replace("*", ".*"))
+
+
+def test_bad_input_is_refused_and_nothing_is_lost():
+    cache, prefix = start(prompts=[A])
+    match = prefix.match([*A, 1])
+    full = prefix.adopt(cache, 1, match)
+    reserved = jaxkv.reserve(cache, [0, 0, 3, 0])
+    other = jaxkv.init(make_config(num_blocks=39))
+    half = jaxkv.PrefixCache(cache.config, max_pinned=0.1)
+    half.insert(full, 1, A)
+    for error, text, call in [
+        (ValueError, "Row 1 holds 20 tokens in 5 blocks: adopt into an empty", lambda: prefix.adopt(full, 1, match)),
+        (ValueError, "Row 2 holds 0 tokens in 1 blocks", lambda: prefix.adopt(reserved, 2, match)),
+        (IndexError, "row must be an integer from 0 to 3, not 4", lambda: prefix.adopt(cache, 4, match)),
+        (IndexError, "row must be an integer from 0 to 3, not -1", lambda: prefix.insert(cache, -1, A)),
+        (IndexError, "row must be an integer from 0 to 3, not 'a'", lambda: prefix.insert(cache, "a", A)),
+        (ValueError, "another config", lambda: prefix.insert(other, 0, A)),
+        (ValueError, "another config", lambda: prefix.make_room(other, 1)),
+        (ValueError, "tokens must be a list of integers, not float64*", lambda: prefix.match([1.5, 2.0])),
+        (ValueError, "tokens must be a list of integers, not int64*2, 2*", lambda: prefix.match([[1, 2], [3, 4]])),
+        (ValueError, "salt must be a str, bytes or None, not int", lambda: prefix.match(A, salt=7)),
+        (ValueError, "adapter must be a str or None, not bytes", lambda: prefix.insert(cache, 0, A, adapter=b"x")),
+        (ValueError, "would pin 5 of 40 blocks, more than the 4 that max_pinned=0.1", lambda: half.pin(A)),
+        (ValueError, "These tokens are not pinned", lambda: prefix.unpin(A)),
+        (ValueError, "These tokens are not pinned", lambda: prefix.unpin(B)),
+        (ValueError, "max_pinned is a share", lambda: jaxkv.PrefixCache(cache.config, max_pinned=2)),
+        (ValueError, "in the contiguous layout rows share no blocks",
+         lambda: jaxkv.PrefixCache(cache.config.replace(layout="contiguous"))),
+    ]:  # fmt: skip
+        with pytest.raises(error, match=sentence(text)):
+            call()
+        prefix.check_invariants(cache)
+    prefix.make_room(cache, 40)
+    with pytest.raises(ValueError, match="evicted since"):
+        prefix.adopt(cache, 1, match)
