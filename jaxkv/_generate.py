@@ -220,7 +220,7 @@ class Engine:
         finally:
             for sequence in list(scheduler.running):
                 scheduler.finish(sequence)
-            assert self._residents.available  # which frees their rows
+            self._residents.settle()
 
     def _compute(self, step: Step, sampling: Sampling | None) -> np.ndarray:
         """Compute one step; the token that follows each row's last one."""

@@ -37,33 +37,20 @@ class Residents:
         self.counts: collections.Counter[str] = collections.Counter()
         self._free_rows = list(range(config.max_seqs - 1, -1, -1))  # the lowest on top
         self._to_free: list[int] = []  # rows whose blocks the device still has to free
-        self._available: list[int] | None = list(config.group_blocks)  # None: ask the device
-        self._num_free = list(config.group_blocks)
+        self._room: np.ndarray | None = None  # `room_of` the cache; None: ask the device
 
     @property
     def available(self) -> list[int]:
         """For each group of layers, blocks that are free or that the prefix cache can spare."""
-        if self._available is None:
-            mask = np.isin(np.arange(self.config.max_seqs), self._to_free)
-            self._to_free.clear()
-            room, self.cache = _settle(self.cache, mask)
-            self._note(np.asarray(room))
-        assert self._available is not None
-        return self._available
-
-    def _note(self, room: np.ndarray) -> None:
         if self.config.contiguous:  # every row has its block already
-            self._available = list(self.config.group_blocks)
-            return
-        pinned = [self.prefix.pinned(g) if self.prefix else 0 for g in range(len(room))]
-        self._num_free = [int(num_free) for num_free, _ in room]
-        self._available = [int(free) + max(0, int(unused) - p) for (free, unused), p in zip(room, pinned, strict=True)]
+            return list(self.config.group_blocks)
+        pinned = [self.prefix.pinned(g) if self.prefix else 0 for g in range(len(self.config.groups))]
+        return [int(free) + max(0, int(unused) - p) for (free, unused), p in zip(self.settle(), pinned, strict=True)]
 
     def computed(self, room: np.ndarray, seconds_per_token: float | None) -> None:
         """Note that a step was computed, the room it left, and what it took, unless it was compiled meanwhile."""
-        self._note(room)
-        if self.prefix is not None and self.config.has_windows:
-            self._available = None  # what falls out of windows is first offered to the prefix cache
+        # With a prefix cache, what falls out of windows is first offered to it.
+        self._room = None if self.prefix is not None and self.config.has_windows else room
         if seconds_per_token is not None:
             self.seconds_per_token = min(seconds_per_token, self.seconds_per_token or seconds_per_token)
 
@@ -80,13 +67,13 @@ class Residents:
 
     def admit(self, sequence: Sequence) -> None:
         """Give a sequence a row, and put into it what is there of the sequence already."""
-        assert len(self.available)  # so that the row is really free
+        self.settle()
         row = sequence.row = self._free_rows.pop()
         if sequence.host is not None:
             self.make_room(max(int(count[0]) for count in sequence.host.count))
             self.cache = _swap_in(self.cache, np.array([row], np.int32), sequence.host)
             sequence.cached, sequence.host = sequence.host.num_tokens, None
-            self._available = None
+            self._room = None
         elif self.prefix is not None:
             match = self.prefix.match(sequence.tokens, salt=sequence.salt)
             try:
@@ -94,13 +81,22 @@ class Residents:
             except OutOfBlocks:  # for what would come back from the host
                 return
             sequence.cached = match.num_tokens
-            self._available = None
+            self._room = None
 
     def offer(self, sequence: Sequence) -> None:
         """Let the prefix cache have what a sequence holds."""
         if self.prefix is not None and sequence.cached >= self.block_size:
             tokens = sequence.tokens[: sequence.cached]
             self.cache = self.prefix.insert(self.cache, sequence.row, tokens, salt=sequence.salt)  # type: ignore[arg-type]
+
+    def settle(self) -> np.ndarray:
+        """`room_of` the cache, once the rows that were given up are really free."""
+        if self._room is None:
+            mask = np.isin(np.arange(self.config.max_seqs), self._to_free)
+            self._to_free.clear()
+            room, self.cache = _settle(self.cache, mask)
+            self._room = np.asarray(room)
+        return self._room
 
     def retire(self, sequence: Sequence) -> None:
         """Take a sequence's row from it for good."""
@@ -118,16 +114,16 @@ class Residents:
 
     def make_room(self, num_blocks: int) -> None:
         """Have `num_blocks` free blocks in every group, at the cost of the prefix cache."""
-        assert len(self.available)  # so that rows that were given up are really free
-        if self.prefix is not None and num_blocks > min(self._num_free):
+        if self.prefix is not None and num_blocks > self.settle()[:, 0].min():
             self.cache = self.prefix.make_room(self.cache, num_blocks)
+            self._room = None
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.row is not None
         self._to_free.append(sequence.row)
         self._free_rows.append(sequence.row)
         sequence.row, sequence.cached = None, 0
-        self._available = None
+        self._room = None
 
     def _should_swap(self, sequence: Sequence) -> bool:
         if self.swap != "auto" or not sequence.cached:
