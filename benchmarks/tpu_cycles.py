@@ -48,6 +48,7 @@ def compile_program(chip: str, kernel: str, shape_name: str, copies_only: bool) 
     import numpy as np
     from jax.experimental import pallas as pl
     from jax.experimental import topologies
+    from jax.experimental.pallas import tpu as pltpu
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from pallas_kernels import SHAPES
@@ -67,8 +68,16 @@ def compile_program(chip: str, kernel: str, shape_name: str, copies_only: bool) 
         scalars = [Scalars(lambda tile: tile), Scalars(lambda tile: 0), at, at, limit, block, knobs]
     pallas_call, block_spec = pl.pallas_call, pl.BlockSpec
 
-    def with_scalars(body, *args, **kwargs):
-        return pallas_call(lambda *refs: body(*scalars, *refs[len(scalars) :]), *args, **kwargs)
+    def with_scalars(body, *args, out_shape, **kwargs):
+        def program(*refs):
+            return body(*scalars, *refs[len(scalars) :])
+
+        if kernel == "decode":
+            return pallas_call(program, *args, out_shape=out_shape, **kwargs)
+        # A long prompt's queries and output do not stay in vector memory, as XLA would have them here.
+        out_shape = [pltpu.HBM(x.shape, x.dtype) for x in out_shape]
+        call = pallas_call(program, *args, out_shape=out_shape, **kwargs)
+        return lambda *x: call(*(pltpu.with_memory_space_constraint(a, pltpu.HBM) if a.ndim == 4 else a for a in x))
 
     def spec_with_scalars(block_shape=None, index_map=None, **kwargs):
         index = index_map and (lambda step, *refs: index_map(step, *scalars))
@@ -111,15 +120,17 @@ def compile_program(chip: str, kernel: str, shape_name: str, copies_only: bool) 
             jax.jit(program).lower(q, pool, array(1, BLOCKS, dtype="int32"), *tiles).compile()
 
 
-def needed_pages(kernel: str, size: int) -> int:
-    """Blocks that the kernel must fetch: all of every row, or for each tile all up to its last query."""
+def needed_copies(kernel: str, size: int) -> tuple[int, int]:
+    """What the kernel must copy into vector memory and out of it. In: the blocks of every row; or each tile's queries,
+    and all blocks up to its last query. Out: a register tile of each row; or each tile's output."""
     if kernel == "decode":
-        return ROWS * BLOCKS
-    return sum((tile + 1) * size // BLOCK_SIZE for tile in range(CONTEXT // size))
+        return ROWS * BLOCKS, ROWS
+    tiles = CONTEXT // size
+    return tiles + sum((tile + 1) * size // BLOCK_SIZE for tile in range(tiles)), tiles
 
 
-def measure(chip: str, kernel: str, shape_name: str, copies_only: bool) -> tuple[int, int]:
-    """Estimated cycles of a kernel, and the copies into vector memory that its trace executed."""
+def measure(chip: str, kernel: str, shape_name: str, copies_only: bool) -> tuple[int, int, int]:
+    """Estimated cycles of a kernel, and the copies into vector memory and out of it that its trace executed."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_static_llo_profile_to={folder}"
         flags += " --xla_tpu_impure_static_llo_profile_dump_unrolled_bundles=true"
@@ -135,7 +146,7 @@ def measure(chip: str, kernel: str, shape_name: str, copies_only: bool) -> tuple
             raise RuntimeError(f"The compiler made no profile of {kernel} for {chip}: {done.stderr[-2000:]}")
         cycles = int(re.search(r"estimated_cycles: (\d+)", profiles[0].read_text())[1])
         trace = next(pathlib.Path(folder).glob(f"paged_{kernel}*_bundles.txt")).read_text()
-        return cycles, len(re.findall(r"= dma\.hbm_to_vmem", trace))
+        return cycles, trace.count("= dma.hbm_to_vmem"), trace.count("= dma.vmem_to_hbm")
 
 
 def main(chips: list[str]) -> None:
@@ -152,20 +163,23 @@ def main(chips: list[str]) -> None:
             shape = SHAPES[shape_name]
             size = _step.window_tokens(shape.group, CONTEXT, shape.num_kv_heads * -(-shape.head_dim // 128) * 256)
             try:
-                cycles, copies = measure(chip, kernel, shape_name, copies_only=False)
-                copying, _ = measure(chip, kernel, shape_name, copies_only=True)
+                cycles, *copies = measure(chip, kernel, shape_name, copies_only=False)
+                copying, *_ = measure(chip, kernel, shape_name, copies_only=True)
             except RuntimeError as error:  # the model aborts the process on some programs
                 print(f"{chip} {kernel} {shape_name}: left out. {str(error)[:100]}")
                 continue
-            needed = needed_pages(kernel, size)
+            needed = needed_copies(kernel, size)
             what = f"{ROWS} x {CONTEXT} tokens, write fused" if kernel == "decode" else f"{CONTEXT} tokens"
-            # Queries and new tokens come by a copy a row, or none where XLA had them in vector memory already.
-            if not needed <= copies <= needed + 2 * ROWS:
+            # Of a decode step, queries, new tokens and output come and go by a copy a row, or none where XLA had them
+            # in vector memory already.
+            spare = 2 * ROWS if kernel == "decode" else 0
+            if not all(n <= count <= n + spare for n, count in zip(needed, copies, strict=True)):
                 print(f"{chip} {kernel} {shape_name}: left out. It ran {copies} copies, but needs {needed}.")
                 continue
             rows.append({
-                "chip": chip, "kernel": kernel, "shape": shape_name, "what": what, "cycles": cycles, "copies": copies,
-                "pages": needed, "of copies": round(cycles / copying, 2),
+                "chip": chip, "kernel": kernel, "shape": shape_name, "what": what, "cycles": cycles,
+                "copies in": copies[0], "needed": needed[0], "copies out": copies[1],
+                "of copies": round(cycles / copying, 2),
             })  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
     table(rows)

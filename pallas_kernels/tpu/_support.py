@@ -15,15 +15,17 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
             return f"The TPU kernels do not take {name}: leave implementation=None, and XLA runs it."
     if kv is None:
         return None
-    if kv.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"The TPU kernels read pools of bfloat16 or float32, not {kv.dtype}: choose one of them, or XLA."
-    if q is not None and q.dtype != kv.dtype:
-        return f"The TPU kernels multiply like with like, but q is {q.dtype} and the pool {kv.dtype}: cast q."
     if kv.shape[-1] % LANES:
         return (
             f"The pool's head_dim of {kv.shape[-1]} is not a multiple of {LANES}, and a TPU would copy the whole pool: "
             f"store it padded, with CacheConfig(head_dim_multiple={LANES})."
         )
+    if op == "write_kv":
+        return None  # a scatter, for which the rest does not matter
+    if kv.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"The TPU kernels read pools of bfloat16 or float32, not {kv.dtype}: choose one of them, or XLA."
+    if q is not None and q.dtype != kv.dtype:
+        return f"The TPU kernels multiply like with like, but q is {q.dtype} and the pool {kv.dtype}: cast q."
     tile = sublanes(kv.dtype)
     if kv.shape[3] % tile:
         return (

@@ -14,10 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu._pages import LANES, MASKED, VMEM_BYTES, Pages
+from pallas_kernels.tpu._pages import LANES, MASKED, VMEM_BYTES, Pages, sublanes
 
 STEP_TOKENS = 256
 HEADS_TOGETHER = 8  # as many heads are worked on without a loop
+AHEAD = 5  # so many products of queries and keys are under way while the weights of one meet the values
 LOG2_E = math.log2(math.e)  # the kernel's exponentials are powers of two, which the hardware has
 
 
@@ -173,23 +174,26 @@ def _kernel(
         copies("wait", tile, i, slot)
         pages.hide_values(buffers.at[slot], oldest, limit, i, steps)
         start = (pages.first(oldest) + i * pages.pages_per_step) * pages.page_size
-        all_seen = start + pages.step_tokens <= oldest + 1
-        if pages.window is not None:
-            all_seen &= start > limit - 1 - pages.window
         half = max(1, pages.pages_per_step // 2)
-        few = (half < pages.pages_per_step) & (limit <= start + half * pages.page_size)  # half of the last steps
 
-        def attend(count, masked):
-            buffer = buffers.at[slot, pl.ds(0, count)]
-            statistics = (max_ref, sum_ref, out_sum_ref)
+        def seen_by_all(count):
+            seen = start + count * pages.page_size <= oldest + 1
+            return seen if pages.window is None else seen & (start > limit - 1 - pages.window)
+
+        def attend(count, sure):
             _attend(
-                q_ref.at[0], buffer, start, starts[tile], knobs, soft_cap, window_tokens, pages, *statistics, masked
-            )
+                q_ref.at[0], buffers.at[slot, pl.ds(0, count)], start, starts[tile], knobs, soft_cap, window_tokens,
+                pages, max_ref, sum_ref, out_sum_ref, sure=sure * pages.page_size, exact=lse,
+            )  # fmt: skip
 
-        pl.when(all_seen)(lambda: attend(pages.pages_per_step, masked=False))
+        # Most steps need no mask; a row's last ones have fewer keys, or known ones before those to mask.
+        few = (half < pages.pages_per_step) & (limit <= start + half * pages.page_size)
+        all_seen, half_seen = seen_by_all(pages.pages_per_step), seen_by_all(half)
+        pl.when(all_seen)(lambda: attend(pages.pages_per_step, sure=pages.pages_per_step))
         if half < pages.pages_per_step:
-            pl.when(~all_seen & few)(lambda: attend(half, masked=True))
-        pl.when(~all_seen & ~few)(lambda: attend(pages.pages_per_step, masked=True))
+            pl.when(~all_seen & few)(lambda: attend(half, sure=0))
+            pl.when(~all_seen & ~few & half_seen)(lambda: attend(pages.pages_per_step, sure=half))
+        pl.when(~all_seen & ~few & ~half_seen)(lambda: attend(pages.pages_per_step, sure=0))
         return 1 - slot
 
     next_slot[0] = lax.fori_loop(0, steps, step, next_slot[0])
@@ -217,59 +221,72 @@ def _kernel(
 
 
 def _attend(
-    q_ref, buffer, start, query_start, knobs, soft_cap, window_tokens, pages, max_ref, sum_ref, out_sum_ref, masked
+    q_ref, buffer, start, query_start, knobs, soft_cap, window_tokens, pages, max_ref, sum_ref, out_sum_ref, sure, exact
 ):  # fmt: skip
     """One step of the online softmax, transposed: keys along sublanes, queries along lanes, so that maxima and sums
-    are lane-dense and cost next to nothing."""
+    are lane-dense and cost next to nothing. Every query sees the first `sure` keys; the others are masked. `exact` sums
+    the weights before they are rounded for the product with the values, as the LSE wants them; else after."""
     num_kv_heads, head_dim, queries = q_ref.shape
     tokens = buffer.shape[0] * buffer.shape[3]
+    width = 2 * LANES if queries % (2 * LANES) == 0 else LANES  # the matrix unit's columns from v6e on
     precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
-    matmul = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-    if masked:
-        shape = (tokens, LANES)
-        key = start + lax.broadcasted_iota(jnp.int32, shape, 0)
+    matmul = functools.partial(
+        lax.dot_general,
+        dimension_numbers=(((1,), (0,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    ones = jnp.ones((sublanes(buffer.dtype), tokens), buffer.dtype)
+    if sure < tokens:
+        shape = (tokens - sure, width)
+        key = start + sure + lax.broadcasted_iota(jnp.int32, shape, 0)
         lane = lax.broadcasted_iota(jnp.int32, shape, 1)
 
     def scores(head, at):
         keys = buffer[:, 0, head].reshape(tokens, head_dim)
-        return matmul(keys, q_ref[head, :, pl.ds(at, LANES)], (((1,), (0,)), ((), ())))
+        return matmul(keys, q_ref[head, :, pl.ds(at, width)])
 
     def soften(head, at, logits):
         logits = logits * knobs[0]
         if soft_cap:
             logits = knobs[1] * jnp.tanh(logits)
-        if masked:
+        if sure < tokens:
             query = query_start + ((at + lane) & (window_tokens - 1))
             seen = key <= query
             if pages.window is not None:
                 seen &= key > query - pages.window
-            logits = jnp.where(seen, logits, MASKED)
-        there = (head, slice(None), pl.ds(at, LANES))
+            masked = jnp.where(seen, logits[sure:], MASKED)
+            logits = jnp.concatenate([logits[:sure], masked]) if sure else masked
+        there = (head, slice(None), pl.ds(at, width))
         before = max_ref[there]
         now = jnp.maximum(before, jnp.max(logits, axis=0, keepdims=True))
         weights = jnp.exp2(logits - now)
         shrink = jnp.exp2(before - now)
         max_ref[there] = now
-        sum_ref[there] = shrink * sum_ref[there] + jnp.sum(weights, axis=0, keepdims=True)
+        if exact:
+            sum_ref[there] = shrink * sum_ref[there] + jnp.sum(weights, axis=0, keepdims=True)
         return weights.astype(buffer.dtype), shrink
 
     def accumulate(head, at, weights, shrink):
-        there = (head, slice(None), pl.ds(at, LANES))
-        values = buffer[:, 1, head].reshape(tokens, head_dim)
-        out_sum_ref[there] = shrink * out_sum_ref[there] + matmul(values, weights, (((0,), (0,)), ((), ())))
+        there = (head, slice(None), pl.ds(at, width))
+        values = buffer[:, 1, head].reshape(tokens, head_dim).T
+        if not exact:  # the matrix unit has the time to sum, and the vector unit has not
+            values = jnp.concatenate([values, ones])
+        sums = matmul(values, weights)
+        out_sum_ref[there] = shrink * out_sum_ref[there] + sums[:head_dim]
+        if not exact:
+            sum_ref[there] = shrink * sum_ref[there] + sums[head_dim : head_dim + 1]
 
     together = max(n for n in range(1, HEADS_TOGETHER + 1) if num_kv_heads % n == 0)
 
     @pl.loop(0, num_kv_heads // together)
     def _(some):
-        # Three stages in flight, a head and 128 queries each: the matrix unit works on the items before and after the
-        # one whose softmax the vector unit works on.
-        items = [(some * together + head, at) for head in range(together) for at in range(0, queries, LANES)]
-        logits, softened = {0: scores(*items[0])}, {}
-        for i in range(len(items) + 1):
-            if i + 1 < len(items):
-                logits[i + 1] = scores(*items[i + 1])
-            if i < len(items):
-                softened[i] = soften(*items[i], logits.pop(i))
-            if i > 0:
-                accumulate(*items[i - 1], *softened.pop(i - 1))
+        # Several stages in flight, each of a head and `width` queries: the matrix unit works on the items before and
+        # after the one whose softmax the vector unit works on.
+        items = [(some * together + head, at) for head in range(together) for at in range(0, queries, width)]
+        logits = {}
+        for i in range(-AHEAD, len(items)):
+            if i + AHEAD < len(items):
+                logits[i + AHEAD] = scores(*items[i + AHEAD])
+            if i >= 0:
+                accumulate(*items[i], *soften(*items[i], logits.pop(i)))

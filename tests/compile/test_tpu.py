@@ -18,10 +18,10 @@ pytestmark = [
 
 
 @functools.cache
-def compile_for(chip):
+def compile_for(chip, script="tpu_programs.py"):
     path = os.pathsep.join([str(HERE.parent.parent), SITE])
     done = subprocess.run(
-        [sys.executable, HERE / "tpu_programs.py", chip], env=os.environ | {"PYTHONPATH": path}, capture_output=True,
+        [sys.executable, HERE / script, chip], env=os.environ | {"PYTHONPATH": path}, capture_output=True,
         text=True, timeout=270,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -37,3 +37,16 @@ def test_nothing_is_copied(chip):
         assert program["temp"] < 0.01 * program["pool"], program
         assert program["alias"] == (0 if program["op"] == "paged_attention" else program["pool"]), program
         assert program["collectives"] == 0, program
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
+def test_a_whole_decode_step_of_a_real_model(chip):
+    """All layers, `extend` too: one fused kernel a layer, the cache updated in place, next to no scratch memory."""
+    programs = compile_for(chip, "tpu_model.py")
+    assert len(programs) == 2
+    for program in programs:
+        assert program["kernels"] == program["layers"], program
+        assert program["temp"] < 0.01 * program["pools"], program
+        # In bytes (small arrays are padded) and in arrays: all but two that `extend` replaces without reading them.
+        assert program["alias"] >= program["cache"] - program["unread"], program
+        assert program["aliased arrays"] == program["arrays"] - 2, program

@@ -30,7 +30,8 @@ def devices(topology, bounds):
     return topologies.get_topology_desc(platform="tpu", topology_name=topology, chips_per_host_bounds=bounds).devices
 
 
-def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16", implementation="tpu"):
+def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16", implementation="tpu",
+            block_size=BLOCK_SIZE):  # fmt: skip
     """Compile `op` of one or more layers, one after another, on a donated pool each; bytes per chip."""
     rows = tokens[0] if len(tokens) == 2 else ROWS
     heads = "x" if sharded else None
@@ -41,7 +42,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
 
     token_spec = (*(None for _ in tokens), heads)
     pool = array(
-        max(rows, ROWS) * BLOCKS_PER_ROW + 1, 2, shape.num_kv_heads, BLOCK_SIZE, stored, spec=(None, None, heads)
+        max(rows, ROWS) * BLOCKS_PER_ROW + 1, 2, shape.num_kv_heads, block_size, stored, spec=(None, None, heads)
     )
     q = array(*tokens, shape.num_heads, shape.head_dim, spec=token_spec)
     k = array(*tokens, shape.num_kv_heads, shape.head_dim, spec=token_spec)
@@ -53,7 +54,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
         if op == "paged_attention":
             return pallas_kernels.paged_attention(q, pools[0], tables, lengths, new, **options)
         if op == "write_kv":
-            return pallas_kernels.write_kv(pools[0], k, k, tables, lengths, new, implementation="tpu")
+            return pallas_kernels.write_kv(pools[0], k, k, tables, lengths, new, implementation=implementation)
         written = []
         for kv in pools:  # as a model's layers: each attends with what the last one gave
             q, kv = pallas_kernels.write_and_attend(q, k, k, kv, tables, lengths, new, **options)
@@ -103,6 +104,12 @@ def main(chip):
         if chip == "v6e":
             programs |= {
                 "mixed, head_dim 64": ("llama3.2-1b", "write_and_attend", (64,), {}),
+                "write of many tokens where attention is refused": (
+                    "llama3-8b",
+                    "write_kv",
+                    (ROWS, 256),
+                    {"implementation": None, "block_size": 8},
+                ),
                 "float32": ("llama3-8b", "write_and_attend", (ROWS, 1), {"dtype": "float32"}),
                 "decode step of 16 layers": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {"layers": 16}),
             }

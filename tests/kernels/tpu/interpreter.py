@@ -36,9 +36,11 @@ def bits(x):
 
 
 def check_attention(tpu, case, mode, **options):
+    """With the LSE in one mode and without it in the other, where the kernel sums the weights in another way."""
     inputs = testing.make_inputs(case)
-    out, lse = run(tpu.paged_attention, *inputs, mode=mode, **testing.make_options(case), return_lse=True, **options)
-    _check(case, inputs, out, lse)
+    wanted = not mode.detect_races
+    result = run(tpu.paged_attention, *inputs, mode=mode, **testing.make_options(case), return_lse=wanted, **options)
+    _check(case, inputs, *(result if wanted else (result, None)))
 
 
 def check_write_and_attention(tpu, case, mode, **options):
@@ -64,4 +66,5 @@ def poison_new(kv, case, inputs):
 def _check(case, inputs, out, lse):
     expected_out, expected_lse = testing.expected(case, inputs, return_lse=True)
     testing.assert_close(out, expected_out)
-    testing.assert_close(lse, expected_lse, dtype=case.dtype)
+    if lse is not None:
+        testing.assert_close(lse, expected_lse, dtype=case.dtype)

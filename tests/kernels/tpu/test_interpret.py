@@ -166,6 +166,13 @@ def test_refusals_name_the_way_out(changes, way_out):
         pallas_kernels.explain(implementation="tpu", **arguments | changes)
 
 
+def test_a_write_stays_in_place_where_attention_is_refused():
+    """XLA's own scatter of many tokens would copy the pool on a TPU."""
+    arguments = {"kv": shape(9, 2, 2, 8, 128, dtype="float16"), "tables": shape(256, 8192, dtype="int32")}
+    assert pallas_kernels.explain("paged_attention", platform="tpu", **arguments).implementation == "xla"
+    assert pallas_kernels.explain("write_kv", platform="tpu", **arguments).implementation == "tpu"
+
+
 def test_block_order_does_not_matter():
     """The same tokens in other physical blocks give the same bits."""
     case = dataclasses.replace(DECODE[1][0], window=None)

@@ -35,6 +35,14 @@ PREFILL = {
     "missing wait": ("prefill.py", 'copies("wait", tile, i, slot)', "pass", interpreter.PLAIN),
     "causality one too far": ("prefill.py", "seen = key <= query", "seen = key <= query + 1", interpreter.PLAIN),
     "mask left out": ("prefill.py", "<= oldest + 1", "<= limit", interpreter.PLAIN),
+    "mask left out of a half": ("prefill.py", "sure=half)", "sure=pages.pages_per_step)", interpreter.PLAIN),
+    "half a step too few": ("prefill.py", "limit <= start + half", "limit <= start + 2 * half", interpreter.PLAIN),
+    "weights not summed": (
+        "prefill.py",
+        "concatenate([values, ones])",
+        "concatenate([values, 0 * ones])",
+        interpreter.RACES,
+    ),
     "another tile's tokens": ("prefill.py", "(position >= oldest) & ", "", interpreter.PLAIN),
 }
 
