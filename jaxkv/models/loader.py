@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.models import hugging_face, safetensors
+from jaxkv import _safetensors
+from jaxkv.models import hugging_face
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.decoder import Decoder
 
@@ -104,7 +105,7 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
         slot = slot_of(path, param.shape, config)
         tensor = np.asarray(param[...])
         tensors[slot.name] = tensor.reshape(slot.shape[::-1]).T if slot.transposed else tensor.reshape(slot.shape)
-    safetensors.write(folder / "model.safetensors", tensors)
+    _safetensors.write(folder / "model.safetensors", tensors)
     fields = hugging_face.render(config) | {"dtype": str(model.dtype)}
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
@@ -164,7 +165,7 @@ def _read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
         )
     if missing := [file for file in files if not (folder / file).exists()]:
         raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}, which its index names.")
-    return {name: tensor for file in files for name, tensor in safetensors.read(folder / file).items()}
+    return {name: tensor for file in files for name, tensor in _safetensors.read(folder / file).items()}
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

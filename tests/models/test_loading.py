@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.models import hugging_face, safetensors
+from jaxkv import _safetensors as safetensors
+from jaxkv.models import hugging_face
 
 
 @pytest.fixture
