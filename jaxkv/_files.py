@@ -109,8 +109,8 @@ def load(
     Args:
       config: of the new cache; its layers and dtypes must be the file's. Default: the saved cache's.
       into: a cache to restore into, instead; it is not changed, a new one is returned.
-      rows: for each saved row the row to put it in, or None to leave it out. Default: the same numbers in a new cache,
-        if it has as many; else the first empty rows, and nothing for saved rows without tokens.
+      rows: for each saved row the row to put it in, or None to leave it out. Default, for rows with tokens: their own
+        numbers if all of those are empty, else the first empty rows.
       model: the name or fingerprint that the file must have been saved with; None: whatever it is.
 
     Raises:
@@ -196,9 +196,9 @@ def _places(
         for tables in () if config.contiguous else into.tables:
             empty &= ~np.asarray(tables.tables).any(axis=1)  # reserved blocks
     if rows is None:
-        if into is None and len(lengths) <= config.max_seqs:
-            return np.arange(len(lengths)), np.arange(len(lengths))
         source, target = np.flatnonzero(lengths > 0), np.flatnonzero(empty)
+        if np.isin(source, target).all():
+            return source, source
         if len(source) > len(target):
             raise CacheFileError(
                 f"{path} has {len(source)} rows with tokens, but only {len(target)} of the cache's {config.max_seqs} "

@@ -52,8 +52,8 @@ def _adopt(
     blocks = np.full(count + 1, NULL_BLOCK, np.int32)
     taken = 0 if contiguous else count
     if contiguous:  # every row has its block
-        used = lengths > 0
-        blocks[entries[used, 0]] = table[rows[used], 0]
+        used, column = np.nonzero(entries)
+        blocks[entries[used, column]] = table[rows[used], column]
     else:
         blocks[1:] = np.asarray(tables.free_list)[first : first + count]
         table[rows, : entries.shape[1]] = blocks[entries]
