@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxkv._state import NULL_BLOCK, BlockTables, Cache, Pool
 
 def put_rows(
     cache: Cache, rows: np.ndarray, lengths: np.ndarray, entries: Sequence[np.ndarray],
-    read: Callable[[int], np.ndarray], *, in_place: bool,
+    read: Callable[[int], Any], *, in_place: bool,
 ) -> Cache:  # fmt: skip
     """A cache in which `rows` hold `lengths` tokens.
 
