@@ -155,8 +155,10 @@ def _render(config: CacheConfig) -> dict[str, Any]:
 def _parse(fields: dict[str, Any]) -> CacheConfig:
     fields = {name: _tuples(value) for name, value in fields.items()}
     layers = []
-    for layer in fields["layers"]:  # one that names the cache's own dtype is the same as one that names none
-        layers.append(LayerConfig(**layer | {"dtype": None if layer["dtype"] == fields["dtype"] else layer["dtype"]}))
+    for layer in fields["layers"]:
+        # One that names the cache's own dtype is the same as one that names none; one that shares must name none.
+        own = layer["dtype"] != fields["dtype"] and layer["shares_with"] is None
+        layers.append(LayerConfig(**layer | {"dtype": layer["dtype"] if own else None}))
     return CacheConfig(**fields | {"layers": layers})
 
 

@@ -13,7 +13,7 @@ from jaxkv._config import CacheConfig
 from jaxkv._errors import CacheFileError
 from jaxkv._file_format import SavedCache, describe_layer, open_saved, write_saved
 from jaxkv._reblock import Blocks, TokensGone, clear_unused, read_blocks, reblock
-from jaxkv._restore import group_blocks, group_windows, pool_layers, put_rows
+from jaxkv._restore import pool_layers, put_rows
 from jaxkv._state import Cache, init
 
 CONTIGUOUS_BLOCK = 16  # tokens per block of a file from a contiguous cache, whose own blocks are mostly empty
@@ -56,7 +56,7 @@ def save(
     block_size = min(CONTIGUOUS_BLOCK, config.block_size) if config.contiguous else config.block_size
     plans = [
         reblock(tables, lengths, config.block_size, block_size, window=window)
-        for tables, window in zip(groups, group_windows(config), strict=True)
+        for tables, window in zip(groups, config.group_windows, strict=True)
     ]
 
     layers = pool_layers(config)
@@ -70,7 +70,7 @@ def save(
         yield from (plan.tables for plan in plans)
         for i in layers:
             plan = plans[config.group(i)]
-            blocks = read_blocks(cache.layer(i).pool.kv, plan.slots)[..., : config.layers[i].head_dim]
+            blocks = read_blocks(cache.pool(i).kv, plan.slots)[..., : config.layers[i].head_dim]
             yield clear_unused(np.asarray(blocks), plan.slots)
 
     saved = SavedCache(config=config, lengths=tuple(lengths.tolist()), model=model, metadata=metadata or {},
@@ -98,7 +98,7 @@ def describe(path: str | os.PathLike) -> SavedCache:
 
 def load(
     path: str | os.PathLike, config: CacheConfig | None = None, *, into: Cache | None = None,
-    rows: Sequence[int | None] | None = None, model: str | None = None,
+    rows: Sequence[int | None] | None = None, model: str | None = None, partial_windows: bool = False,
 ) -> Cache:  # fmt: skip
     """A cache with the rows of a file, or `into` with those rows in places that were empty.
 
@@ -112,6 +112,9 @@ def load(
       rows: for each saved row the row to put it in, or None to leave it out. Default, for rows with tokens: their own
         numbers if all of those are empty, else the first empty rows.
       model: the name or fingerprint that the file must have been saved with; None: whatever it is.
+      partial_windows: of a layer with a window a row holds only the last tokens. In larger blocks the first of them may
+        begin with tokens that are gone; no later token sees them, but after `truncate` to fewer tokens than were saved
+        one might. So such a row is refused, unless this says that it will not be truncated so far.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -131,22 +134,23 @@ def load(
     config = into.config if into is not None else config or saved.config
     _check_layers(path, saved.config, config)
     source, target = _places(path, np.array(saved.lengths), rows, config, into)
-    free = group_blocks(config) if into is None else [int(t.num_free) for t in into.tables]
-    plans = _fit(path, saved, tensors, source, config, free)
+    free = config.group_blocks if into is None else [int(t.num_free) for t in into.tables]
+    plans = _fit(path, saved, tensors, source, config, free, partial_windows)
 
     def read(layer: int) -> np.ndarray:
-        plan = plans[config.group(layer)]
-        return clear_unused(read_blocks(tensors[f"layer.{layer}"], plan.slots, first=1), plan.slots)
+        slots = plans[layer].slots
+        return clear_unused(read_blocks(tensors[f"layer.{layer}"], slots, first=1), slots)
 
-    return put_rows(init(config) if into is None else into, target, tensors["lengths"][source],
-                    [plan.tables for plan in plans], read, in_place=into is None)  # fmt: skip
+    entries = [plans[layers[0]].tables for layers in config.groups]  # the same for every layer of a group
+    cache = init(config) if into is None else into
+    return put_rows(cache, target, tensors["lengths"][source], entries, read, in_place=into is None)
 
 
 def _fit(
     path: pathlib.Path, saved: SavedCache, tensors: dict[str, np.ndarray], source: np.ndarray, config: CacheConfig,
-    free: Sequence[int],
-) -> list[Blocks]:  # fmt: skip
-    """The blocks that the saved rows `source` need in each group of a cache in which so many are free."""
+    free: Sequence[int], partial: bool,
+) -> dict[int, Blocks]:  # fmt: skip
+    """For each layer with a pool the blocks that the saved rows `source` need, where each group has so many free."""
     lengths = tensors["lengths"][source]
     for row, length in zip(source, lengths, strict=True):
         if length > config.max_seq_len:
@@ -154,26 +158,32 @@ def _fit(
                 f"Row {row} of {path} has {length} tokens, but max_seq_len = {config.max_seq_len}: give the cache a "
                 "larger one, or leave the row out."
             )
-    plans = []
-    for layers, window, num_free in zip(config.groups, group_windows(config), free, strict=True):
-        group = next(g for g, theirs in enumerate(saved.groups) if layers[0] in theirs)
-        tables = tensors[f"tables.{group}"][source]
-        try:
-            plan = reblock(tables, lengths, saved.block_size, config.block_size, window=window,
-                           share=not config.contiguous)  # fmt: skip
-        except TokensGone as gone:
+    plans: dict[int, Blocks] = {}
+    for layers, window, num_free in zip(config.groups, config.group_windows, free, strict=True):
+        theirs: dict[int, Blocks] = {}  # a contiguous cache's one group may be several in the file
+        for layer in layers:
+            group = next(g for g, members in enumerate(saved.groups) if layer in members)
+            if group not in theirs:
+                try:
+                    theirs[group] = reblock(
+                        tensors[f"tables.{group}"][source], lengths, saved.block_size, config.block_size,
+                        window=window, share=not config.contiguous, partial=partial,
+                    )  # fmt: skip
+                except TokensGone as gone:
+                    raise CacheFileError(
+                        f"Row {source[gone.row]} of {path} holds the tokens of layer {layer} from {gone.start} on, "
+                        f"the others fell out of its window, but its blocks of {config.block_size} begin at "
+                        f"{gone.needed}: load it with a block_size that divides {saved.block_size}, or, if it will "
+                        f"not be truncated to fewer than its {lengths[gone.row]} tokens, with partial_windows=True."
+                    ) from None
+            plans[layer] = theirs[group]
+        need = len(plans[layers[0]].slots)
+        if need > num_free and not config.contiguous:
             raise CacheFileError(
-                f"Row {source[gone.row]} of {path} holds the tokens of layer {layers[0]} from {gone.start} on, the "
-                f"others fell out of its window; blocks of {config.block_size} would begin at {gone.needed}: load it "
-                f"with a block_size that divides {saved.block_size}."
-            ) from None
-        if len(plan.slots) > num_free and not config.contiguous:
-            raise CacheFileError(
-                f"The rows of {path} need {len(plan.slots)} blocks of {config.block_size} tokens, but "
-                f"{num_free} {'is' if num_free == 1 else 'are'} free: give the cache more num_blocks, free rows of "
-                "it, or leave rows out."
+                f"The rows of {path} need {need} blocks of {config.block_size} tokens, but {num_free} "
+                f"{'is' if num_free == 1 else 'are'} free: give the cache more num_blocks, free rows of it, or leave "
+                "rows out."
             )
-        plans.append(plan)
     return plans
 
 

@@ -24,7 +24,7 @@ class TokensGone(ValueError):
 
 def reblock(
     tables: np.ndarray, lengths: np.ndarray, old_size: int, new_size: int, *, window: int | None = None,
-    share: bool = True,
+    share: bool = True, partial: bool = False,
 ) -> Blocks:  # fmt: skip
     """The same tokens in blocks of `new_size`.
 
@@ -35,9 +35,10 @@ def reblock(
       window: tokens that no later token can see get no block.
       share: rows that hold the same tokens of the same blocks have one block for them, if it is full. Sharing of whole
         blocks survives a smaller `new_size`; with a larger one, as far as whole new blocks are shared.
+      partial: where a row's first block would begin with tokens that it has given back, leave their places empty.
 
     Raises:
-      TokensGone: blocks of `new_size` would begin with tokens that the row has given back.
+      TokensGone: a row's first block would begin with tokens that it has given back.
 
     Row 1 is a fork of row 0, which holds blocks 3 and 1:
 
@@ -51,18 +52,18 @@ def reblock(
     for row, (table, length) in enumerate(zip(tables, lengths.tolist(), strict=True)):
         if not length:
             continue
-        needed = 0 if window is None else max(0, length + 1 - window)
-        column = min(needed, length - 1) // new_size  # a row with tokens holds its last block in any case
+        # As in `give_back`: the last block stays even where the next token sees none of it.
+        column = 0 if window is None else max(0, length + 1 - max(window, 2)) // new_size
         start = int(np.argmax(table != NULL_BLOCK)) * old_size
-        if start > column * new_size:
+        if start > column * new_size and not partial:
             raise TokensGone(row, start, column * new_size)
         end = -(-length // new_size)
         position = np.arange(column * new_size, end * new_size, dtype=np.int64).reshape(-1, new_size)
         block = table[np.minimum(position // old_size, len(table) - 1)].astype(np.int64)
-        places = np.where(position < length, block * old_size + position % old_size, -1)
+        places = np.where((position >= start) & (position < length), block * old_size + position % old_size, -1)
         for i, block_places in enumerate(places):
             number = len(slots) + 1
-            if share and block_places[-1] >= 0:
+            if share and block_places.min() >= 0:
                 number = shared.setdefault(block_places.tobytes(), number)
             if number > len(slots):
                 slots.append(block_places)

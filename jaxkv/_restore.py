@@ -25,15 +25,14 @@ def put_rows(
       read: gives `[n, 2, K, block_size, D]`, a layer's blocks; asked for one layer after another.
       in_place: the old cache's pools are used up.
     """
-    config = cache.config
-    groups, pools = [], {}
-    for tables, layers, group_entries in zip(cache.tables, config.groups, entries, strict=True):
-        changed, blocks = _adopt(tables, group_entries, rows, lengths, config.contiguous)
+    groups, pools = [], list(cache.pools)
+    for tables, layers, group_entries in zip(cache.tables, cache.config.groups, entries, strict=True):
+        changed, blocks = _adopt(tables, group_entries, rows, lengths, cache.config.contiguous)
         groups.append(changed)
-        for layer in set(layers) & set(pool_layers(config)):
+        for layer in layers:
             put = _put_in_place if in_place else _put
-            pools[layer] = Pool(kv=put(cache.layer(layer).pool.kv, blocks, read(layer)))
-    return cache.replace(tables=tuple(groups), pools=tuple(pools[layer] for layer in pool_layers(config)))
+            pools[layer] = Pool(kv=put(cache.pool(layer).kv, blocks, read(layer)))
+    return cache.replace(tables=tuple(groups), pools=tuple(pools))
 
 
 def _put(kv: jax.Array, blocks: np.ndarray, values: np.ndarray) -> jax.Array:
@@ -77,16 +76,6 @@ def _like(old: jax.Array, new: np.ndarray) -> jax.Array:
     return jax.device_put(new, old.sharding) if old.committed else jnp.asarray(new)
 
 
-def group_windows(config: CacheConfig) -> tuple[int | None, ...]:
-    """For each group the window out of which its rows give blocks back."""
-    return getattr(config, "group_windows", (None,) * len(config.groups))
-
-
-def group_blocks(config: CacheConfig) -> tuple[int, ...]:
-    """The blocks of each group."""
-    return getattr(config, "group_blocks", (config.num_blocks,) * len(config.groups))
-
-
 def pool_layers(config: CacheConfig) -> list[int]:
-    """The layers that have a pool, in the order of `cache.pools`."""
-    return [i for i, layer in enumerate(config.layers) if getattr(layer, "shares_with", None) is None]
+    """The layers that have a pool of their own."""
+    return [layer for layer in range(config.num_layers) if config.owner(layer) == layer]

@@ -13,11 +13,13 @@ import pytest
 
 import jaxkv
 from jaxkv import _file_format, _safetensors
+from jaxkv._tables import leave_windows
 
 LAYERS = (
     jaxkv.LayerConfig(num_kv_heads=2, head_dim=8),
     jaxkv.LayerConfig(num_kv_heads=1, head_dim=5, window=6, dtype="float32"),
     jaxkv.LayerConfig(num_kv_heads=2, head_dim=8),
+    jaxkv.LayerConfig(num_kv_heads=1, head_dim=5, window=4, shares_with=1),
 )
 
 
@@ -43,7 +45,7 @@ def append(cache, counts, seed=0):
     random = np.random.default_rng(seed)
     kv = [
         [jnp.asarray(random.normal(size=(len(counts), max(counts), c.num_kv_heads, c.head_dim)), jnp.float32)
-         for c in cache.config.layers] for _ in "kv"
+         if c.shares_with is None else None for c in cache.config.layers] for _ in "kv"
     ]  # fmt: skip
     return jax.jit(jaxkv.append)(cache, *kv, jnp.asarray(counts))
 
@@ -59,7 +61,7 @@ def filled(config):
 def contents(cache, row):
     """The bytes that a row holds in each layer, read off tables and pools: with NumPy, for that compiles nothing."""
     for i, layer in enumerate(cache.config.layers):
-        tables, kv = cache.layer(i).tables, np.asarray(cache.layer(i).pool.kv)
+        tables, kv = cache.layer(i).tables, np.asarray(cache.pool(i).kv)
         length, size = int(tables.lengths[row]), cache.config.block_size
         first = 0 if layer.window is None else max(0, length + 1 - layer.window)  # what later tokens see
         position = np.arange(first, length)
@@ -77,7 +79,8 @@ def assert_same(old, new, rows=None):
 
 
 def shared(cache):
-    return jaxkv.stats(cache)["blocks_shared"]
+    """Blocks that several rows share, in each group, of those that the next step will not give back."""
+    return [group["blocks_shared"] for group in jaxkv.stats(leave_windows(cache))["groups"]]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +99,7 @@ def test_every_layout_and_block_size_comes_back_in_every_other(caches, path, old
     cache = caches[old]
     jaxkv.save(path, cache)
     target = dataclasses.replace(CONFIGS[new], dtype=CONFIGS[old].dtype)
-    loaded = jaxkv.load(path, target)
+    loaded = jaxkv.load(path, target, partial_windows=True)
     assert loaded.config == target
     assert_same(cache, loaded)
     more = [1, 3, 0, 9, 2]  # the copy lives on like the original
@@ -118,22 +121,24 @@ def test_the_same_config_by_itself(caches, path, name):
 
 
 def test_sharing_survives_another_block_size(caches, path):
-    cache = caches["blocks of 4"]  # rows 0 and 4 share 5 blocks, 20 tokens
-    assert shared(cache) == 5
+    cache = caches["blocks of 4"]  # rows 0 and 4 share 5 blocks, 20 tokens, of which those from 20 on see none
+    assert shared(cache) == [5, 0]
     jaxkv.save(path, cache)
     for block_size, expected in ((2, 10), (1, 20), (8, 2), (5, 4), (32, 0)):
-        loaded = jaxkv.load(path, config(block_size=block_size, num_blocks=100))
-        assert shared(loaded) == expected
+        loaded = jaxkv.load(path, config(block_size=block_size, num_blocks=100), partial_windows=True)
+        assert shared(loaded) == [expected, 0]
         assert_same(cache, loaded)
 
 
 def test_a_shared_block_is_stored_once_and_nothing_but_tokens_is(caches, path):
     cache = caches["blocks of 4"]
-    assert cache.blocks_in_use == 7 + 4 + 1 + 7 - 5
+    assert cache.blocks_in_use == (7 + 4 + 1 + 7 - 5) + (3 + 4 + 1 + 3 - 1)
     cache = jaxkv.reserve(jaxkv.testing.poison(cache), [40, 0, 0, 0, 0])  # reserved blocks are not stored
     jaxkv.save(path, cache)
     tensors = _safetensors.read(path)
-    assert tensors["layer.0"].shape == (14, 2, 2, 4, 8) and tensors["layer.1"].shape == (14, 2, 1, 4, 5)
+    assert tensors["layer.0"].shape == (14, 2, 2, 4, 8)
+    assert tensors["layer.1"].shape == (2 + 2 + 1 + 2, 2, 1, 4, 5)  # what fell out of the window of 6 is not stored
+    assert "layer.3" not in tensors  # it shares layer 1's
     assert not any(np.isnan(x.astype(np.float32)).any() for x in tensors.values())
     official = pytest.importorskip("safetensors.numpy", reason="needs the safetensors package")
     assert official.load_file(path).keys() == tensors.keys()
@@ -155,15 +160,46 @@ def test_into_the_empty_rows_of_another_cache(caches, path, layout):
     target = config(max_seqs=7, block_size=3) if layout == "paged" else contiguous(max_seqs=7)
     busy = append(jaxkv.init(target), [0, 9, 0, 0, 0, 0, 2], seed=5)
     before = [np.asarray(x).tobytes() for x in jax.tree.leaves(busy)]
-    both = jaxkv.load(path, into=busy)
+    both = jaxkv.load(path, into=busy, partial_windows=True)
     assert both.lengths.tolist() == [25, 9, 13, 1, 26, 0, 2]
     assert_same(old, both, [0, None, 2, 3, 4])
     assert_same(busy, both, [None, 1, None, None, None, None, 6])
-    chosen = jaxkv.load(path, into=busy, rows=[5, None, None, 0, None])
+    chosen = jaxkv.load(path, into=busy, rows=[5, None, None, 0, None], partial_windows=True)
     assert chosen.lengths.tolist() == [1, 9, 0, 0, 0, 25, 2]
     assert_same(old, chosen, [5, None, None, 0, None])
     assert [np.asarray(x).tobytes() for x in jax.tree.leaves(busy)] == before  # a new cache, the old one as it was
     assert_same(chosen, jaxkv.free(both, [0, 2, 3, 4]), [None, 1, None, None, None, None, 6])
+
+
+def test_windows(path):
+    """Rows that have given blocks back, and a prompt of which the next step will give most back."""
+    small = config(num_blocks=None, group_blocks=(30, 12))
+    cache = append(jaxkv.init(small), [9, 0, 8, 0, 0])
+    cache = append(append(cache, [9, 0, 0, 1, 0], seed=1), [1, 0, 0, 0, 17], seed=2)
+    jaxkv.check(cache)
+    jaxkv.save(path, cache)
+    for target in (
+        small,
+        small.replace(block_size=2, group_blocks=(60, 24)),
+        small.replace(block_size=1, group_blocks=(99, 30)),
+    ):
+        loaded = jaxkv.load(path, target)
+        assert_same(cache, loaded)
+        assert_same(append(cache, [3, 1, 9, 0, 2], seed=3), append(loaded, [3, 1, 9, 0, 2], seed=3))
+    # From position 14 on row 0's window is seen: in blocks of 8 it begins at 8, but the row holds layer 1 from 12 on.
+    eights = small.replace(block_size=8, group_blocks=(20, 9))
+    says = "holds the tokens of layer 1 from 12 on, .* blocks of 8 begin at 8: load it with a block_size that divides 4"
+    with pytest.raises(jaxkv.CacheFileError, match=says):
+        jaxkv.load(path, eights)
+    with pytest.raises(jaxkv.CacheFileError, match="if it will not be truncated to fewer than its 19 tokens"):
+        jaxkv.load(path, contiguous())
+    for target in (eights, contiguous()):
+        loaded = jaxkv.load(path, target, partial_windows=True)
+        assert_same(append(cache, [3, 1, 9, 0, 2], seed=3), append(loaded, [3, 1, 9, 0, 2], seed=3))
+    # Out of a contiguous cache, which keeps all, a window's group takes only what it needs.
+    jaxkv.save(path, append(jaxkv.init(contiguous()), [40, 0, 0, 0, 40]))
+    loaded = jaxkv.load(path, small)
+    assert [g["blocks_used"] for g in jaxkv.stats(loaded)["groups"]] == [20, 4]
 
 
 def test_fewer_rows_than_were_saved(caches, path):
@@ -211,7 +247,7 @@ def test_sharded_pools_stay_sharded(caches, path):
     cache = caches["blocks of 4"]
     jaxkv.save(path, cache)
     heads = jax.sharding.Mesh(np.array(jax.devices()[:2]), "h")
-    two_heads = dataclasses.replace(CONFIGS["blocks of 4"], layers=LAYERS[:1])
+    two_heads = CONFIGS["blocks of 4"].replace(layers=LAYERS[:1])
     cache = filled(two_heads)
     jaxkv.save(path, cache)
     sharding = jax.sharding.NamedSharding(heads, jax.sharding.PartitionSpec(None, None, "h"))
@@ -236,14 +272,14 @@ def saved(caches, path):
 
 
 OTHER_HEADS = (dataclasses.replace(LAYERS[0], num_kv_heads=4), *LAYERS[1:])
-OTHER_WINDOW = (LAYERS[0], dataclasses.replace(LAYERS[1], window=None), LAYERS[2])
+OTHER_WINDOW = (LAYERS[0], dataclasses.replace(LAYERS[1], window=None), *LAYERS[2:])
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (dict(model="gemma"), "is of the model 'llama', but 'gemma' was asked for"),
-        (dict(config=config(layers=LAYERS[:2])), "has 3 layers, but the cache has 2"),
+        (dict(config=config(layers=LAYERS[:2])), "has 4 layers, but the cache has 2"),
         (dict(config=config(layers=OTHER_HEADS)), "has layer 0 with num_kv_heads = 2, but the cache has 4"),
         (dict(config=config(layers=OTHER_WINDOW)), "has layer 1 with window = 6, but the cache has None"),
         (dict(config=config(dtype="float16")), "has layer 0 in bfloat16, but the cache has float16: load it into"),

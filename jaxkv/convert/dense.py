@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv._config import CacheConfig, LayerConfig
 from jaxkv._reblock import read_blocks, reblock
-from jaxkv._restore import group_blocks, group_windows, pool_layers, put_rows
+from jaxkv._restore import pool_layers, put_rows
 from jaxkv._state import Cache, init
 
 
@@ -51,7 +51,7 @@ def from_dense(
     # Dense rows are blocks of C tokens, one for each row.
     tables = np.arange(1, rows + 1, dtype=np.int32)[:, None]
     plans = []
-    for window, blocks in zip(group_windows(config), group_blocks(config), strict=True):
+    for window, blocks in zip(config.group_windows, config.group_blocks, strict=True):
         plan = reblock(tables, lengths, places, config.block_size, window=window, share=False)
         if len(plan.slots) > blocks:
             raise ValueError(
