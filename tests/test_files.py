@@ -181,11 +181,13 @@ def test_windows(path):
     for target in (
         small,
         small.replace(block_size=2, group_blocks=(60, 24)),
-        small.replace(block_size=1, group_blocks=(99, 30)),
+        small.replace(block_size=1, group_blocks=(99, 40)),
     ):
         loaded = jaxkv.load(path, target)
         assert_same(cache, loaded)
         assert_same(append(cache, [3, 1, 9, 0, 2], seed=3), append(loaded, [3, 1, 9, 0, 2], seed=3))
+    with pytest.raises(jaxkv.OutOfWindow):  # what is gone is still gone
+        jaxkv.check(jaxkv.truncate(jaxkv.load(path), [10, 0, 0, 0, 0]))
     # From position 14 on row 0's window is seen: in blocks of 8 it begins at 8, but the row holds layer 1 from 12 on.
     eights = small.replace(block_size=8, group_blocks=(20, 9))
     says = "holds the tokens of layer 1 from 12 on, .* blocks of 8 begin at 8: load it with a block_size that divides 4"
