@@ -103,7 +103,7 @@ def _head(
     beyond = f" The model knows {config.max_seq_len} positions only." if max_seq_len > config.max_seq_len else ""
     return (
         f"{config.family}: {config.num_layers} layers ({kinds}), {config.num_kv_heads} KV heads of {config.head_dim}.\n"
-        f"{total / 1e9:.1f} GB, {format_bytes(total)}, of memory less {format_bytes(weights)} of weights ({source}) "
+        f"{total / 1e9:.3g} GB, {format_bytes(total)}, of memory less {format_bytes(weights)} of weights ({source}) "
         f"leave {format_bytes(memory)} for the cache.\n"
         f"Rows of up to {max_seq_len} tokens, {mean_len or max_seq_len / 2:g} on the average.{beyond}\n"
     )

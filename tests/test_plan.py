@@ -104,7 +104,7 @@ def test_the_table(folder, capsys):
     assert run(folder, "--memory", "3MB", "--weights", "1MB", "--max-seq-len", 64, "--mean-len", 24) == 0
     out = capsys.readouterr().out
     assert "llama: 3 layers (3 without a window), 2 KV heads of 16." in out
-    assert "0.0 GB, 2.9 MiB, of memory less 976.6 KiB of weights (as told) leave 1.9 MiB" in out
+    assert "0.003 GB, 2.9 MiB, of memory less 976.6 KiB of weights (as told) leave 1.9 MiB" in out
     lines = re.findall(r"^ *(\d+)  (.*?)  +(\S+ B) +(\S+) +(\S+) +(\S+) +(\S+)%$", out, re.MULTILINE)
     assert [int(size) for size, *_ in lines] == [8, 16, 32, 64, 128, 256] * 2
     layers = (jaxkv.LayerConfig(num_kv_heads=2, head_dim=16),) * 3
