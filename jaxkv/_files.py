@@ -12,7 +12,7 @@ from jaxkv._arguments import row_indices
 from jaxkv._config import CacheConfig
 from jaxkv._errors import CacheFileError
 from jaxkv._file_format import SavedCache, describe_layer, open_saved, write_saved
-from jaxkv._reblock import Blocks, TokensGone, clear_unused, read_blocks, reblock
+from jaxkv._reblock import Blocks, TokensGone, clear_unused, reblock, tokens_at
 from jaxkv._restore import pool_layers, put_rows
 from jaxkv._state import Cache, init
 
@@ -55,8 +55,8 @@ def save(
     lengths = np.asarray(cache.lengths)[chosen]
     block_size = min(CONTIGUOUS_BLOCK, config.block_size) if config.contiguous else config.block_size
     plans = [
-        reblock(tables, lengths, config.block_size, block_size, window=window)
-        for tables, window in zip(groups, config.group_windows, strict=True)
+        reblock(tables, lengths, config.block_size, block_size, first=config.first_seen(g, lengths))
+        for g, tables in enumerate(groups)
     ]
 
     layers = pool_layers(config)
@@ -70,8 +70,8 @@ def save(
         yield from (plan.tables for plan in plans)
         for i in layers:
             plan = plans[config.group(i)]
-            blocks = read_blocks(cache.pool(i).kv, plan.slots)[..., : config.layers[i].head_dim]
-            yield clear_unused(np.asarray(blocks), plan.slots)
+            blocks = tokens_at(cache.pool(i).kv, plan.padded)[..., : config.layers[i].head_dim]
+            yield clear_unused(np.asarray(blocks)[: len(plan.slots)], plan.slots)
 
     saved = SavedCache(config=config, lengths=tuple(lengths.tolist()), model=model, metadata=metadata or {},
                        block_size=block_size, groups=config.groups)  # fmt: skip
@@ -138,8 +138,8 @@ def load(
     plans = _fit(path, saved, tensors, source, config, free, partial_windows)
 
     def read(layer: int) -> np.ndarray:
-        slots = plans[layer].slots
-        return clear_unused(read_blocks(tensors[f"layer.{layer}"], slots, first=1), slots)
+        slots = plans[layer].padded
+        return clear_unused(tokens_at(tensors[f"layer.{layer}"], slots, first=1), slots)
 
     entries = [plans[layers[0]].tables for layers in config.groups]  # the same for every layer of a group
     cache = init(config) if into is None else into
@@ -159,7 +159,8 @@ def _fit(
                 "larger one, or leave the row out."
             )
     plans: dict[int, Blocks] = {}
-    for layers, window, num_free in zip(config.groups, config.group_windows, free, strict=True):
+    for g, (layers, num_free) in enumerate(zip(config.groups, free, strict=True)):
+        first = config.first_seen(g, lengths)
         theirs: dict[int, Blocks] = {}  # a contiguous cache's one group may be several in the file
         for layer in layers:
             group = next(g for g, members in enumerate(saved.groups) if layer in members)
@@ -167,7 +168,7 @@ def _fit(
                 try:
                     theirs[group] = reblock(
                         tensors[f"tables.{group}"][source], lengths, saved.block_size, config.block_size,
-                        window=window, share=not config.contiguous, partial=partial,
+                        first=first, share=not config.contiguous, partial=partial,
                     )  # fmt: skip
                 except TokensGone as gone:
                     raise CacheFileError(

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxkv._host import padded_size
 from jaxkv._state import NULL_BLOCK
 
 
@@ -12,6 +13,12 @@ class Blocks(NamedTuple):
 
     tables: np.ndarray  # i32[R, M]: blocks from 1 in the order of `slots`; null where a row has none
     slots: np.ndarray  # i64[n, new_size]: block * old_size + offset of each token; -1: no token
+
+    @property
+    def padded(self) -> np.ndarray:
+        """`slots` with empty blocks behind them, so that a program that takes them compiles for few shapes."""
+        count = len(self.slots)
+        return np.pad(self.slots, ((0, padded_size(count) - count), (0, 0)), constant_values=-1)
 
 
 class TokensGone(ValueError):
@@ -23,7 +30,7 @@ class TokensGone(ValueError):
 
 
 def reblock(
-    tables: np.ndarray, lengths: np.ndarray, old_size: int, new_size: int, *, window: int | None = None,
+    tables: np.ndarray, lengths: np.ndarray, old_size: int, new_size: int, *, first: np.ndarray | None = None,
     share: bool = True, partial: bool = False,
 ) -> Blocks:  # fmt: skip
     """The same tokens in blocks of `new_size`.
@@ -32,7 +39,7 @@ def reblock(
       tables: `i32[R, M]`, the blocks of `old_size` tokens that each row holds; null entries in front are blocks that
         fell out of the row's window.
       lengths: `i32[R]`, tokens of each row.
-      window: tokens that no later token can see get no block.
+      first: `i32[R]`: a row needs the tokens from this block of `new_size` on; default: all.
       share: rows that hold the same tokens of the same blocks have one block for them, if it is full. Sharing of whole
         blocks survives a smaller `new_size`; with a larger one, as far as whole new blocks are shared.
       partial: where a row's first block would begin with tokens that it has given back, leave their places empty.
@@ -52,8 +59,7 @@ def reblock(
     for row, (table, length) in enumerate(zip(tables, lengths.tolist(), strict=True)):
         if not length:
             continue
-        # As in `give_back`: the last block stays even where the next token sees none of it.
-        column = 0 if window is None else max(0, length + 1 - max(window, 2)) // new_size
+        column = 0 if first is None else int(first[row])
         start = int(np.argmax(table != NULL_BLOCK)) * old_size
         if start > column * new_size and not partial:
             raise TokensGone(row, start, column * new_size)
@@ -71,7 +77,7 @@ def reblock(
     return Blocks(entries, np.array(slots, np.int64).reshape(-1, new_size))
 
 
-def read_blocks(kv: Any, slots: np.ndarray, *, first: int = 0) -> Any:
+def tokens_at(kv: Any, slots: np.ndarray, *, first: int = 0) -> Any:
     """`[n, 2, K, new_size, D]`: the keys and values at `slots`; whatever stands where there is no token.
 
     Args:

@@ -22,21 +22,24 @@ def put_rows(
       rows: which must be empty; enough blocks must be free.
       entries: for each group `i32[R, M]`, the blocks that the rows hold: from 1, in the order of `read`; 0: none. Rows
         may share blocks.
-      read: gives `[n, 2, K, block_size, D]`, a layer's blocks; asked for one layer after another.
+      read: gives `[n, 2, K, block_size, D]`, a layer's blocks, and any behind them; asked for one layer after another.
       in_place: the old cache's pools are used up.
     """
     groups, pools = [], list(cache.pools)
     for tables, layers, group_entries in zip(cache.tables, cache.config.groups, entries, strict=True):
         changed, blocks = _adopt(tables, group_entries, rows, lengths, cache.config.contiguous)
         groups.append(changed)
-        for layer in layers:
+        for layer in layers if len(blocks) else ():
             put = _put_in_place if in_place else _put
-            pools[layer] = Pool(kv=put(cache.pool(layer).kv, blocks, read(layer)))
+            kv, values = cache.pool(layer).kv, read(layer)
+            target = kv.shape[0] + np.arange(len(values), dtype=np.int32)  # past the end: dropped
+            target[: len(blocks)] = blocks
+            pools[layer] = Pool(kv=put(kv, target, values))
     return cache.replace(tables=tuple(groups), pools=tuple(pools))
 
 
-def _put(kv: jax.Array, blocks: np.ndarray, values: np.ndarray) -> jax.Array:
-    return kv.at[blocks, :, :, :, : values.shape[-1]].set(values, unique_indices=True)
+def _put(kv: Any, blocks: Any, values: Any) -> jax.Array:
+    return kv.at[blocks, :, :, :, : values.shape[-1]].set(values, mode="drop", unique_indices=True)
 
 
 _put_in_place = jax.jit(_put, donate_argnums=0)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._config import CacheConfig, LayerConfig
-from jaxkv._reblock import read_blocks, reblock
+from jaxkv._reblock import reblock, tokens_at
 from jaxkv._restore import pool_layers, put_rows
 from jaxkv._state import Cache, init
 
@@ -51,8 +51,9 @@ def from_dense(
     # Dense rows are blocks of C tokens, one for each row.
     tables = np.arange(1, rows + 1, dtype=np.int32)[:, None]
     plans = []
-    for window, blocks in zip(config.group_windows, config.group_blocks, strict=True):
-        plan = reblock(tables, lengths, places, config.block_size, window=window, share=False)
+    for group, blocks in enumerate(config.group_blocks):
+        first = config.first_seen(group, lengths)
+        plan = reblock(tables, lengths, places, config.block_size, first=first, share=False)
         if len(plan.slots) > blocks:
             raise ValueError(
                 f"The rows need {len(plan.slots)} blocks of {config.block_size} tokens, but num_blocks = {blocks}."
@@ -60,9 +61,9 @@ def from_dense(
         plans.append(plan)
 
     def read(layer: int) -> jax.Array:
-        slots, own = plans[config.group(layer)].slots, pool_layers(config).index(layer)
+        slots, own = plans[config.group(layer)].padded, pool_layers(config).index(layer)
         kv = jnp.stack([jnp.asarray(x[own]).astype(config.kind(layer).dtype) for x in (k, v)], axis=1)
-        blocks = read_blocks(kv.transpose(0, 1, 3, 2, 4), slots, first=1)
+        blocks = tokens_at(kv.transpose(0, 1, 3, 2, 4), slots, first=1)
         return jnp.where((slots >= 0)[:, None, None, :, None], blocks, jnp.zeros((), kv.dtype))
 
     return put_rows(init(config), np.arange(rows), lengths, [plan.tables for plan in plans], read, in_place=True)
