@@ -41,10 +41,10 @@ CONFIGS = {
 
 
 def append(cache, counts, seed=0):
-    """Random tokens, different ones in every layer and row."""
-    random = np.random.default_rng(seed)
+    """Random tokens, different ones in every layer and row; of one shape, so that little is compiled."""
+    random, places = np.random.default_rng(seed), max(24, *counts)
     kv = [
-        [jnp.asarray(random.normal(size=(len(counts), max(counts), c.num_kv_heads, c.head_dim)), jnp.float32)
+        [jnp.asarray(random.normal(size=(len(counts), places, c.num_kv_heads, c.head_dim)), jnp.float32)
          if c.shares_with is None else None for c in cache.config.layers] for _ in "kv"
     ]  # fmt: skip
     return jax.jit(jaxkv.append)(cache, *kv, jnp.asarray(counts))
