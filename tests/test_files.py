@@ -204,6 +204,20 @@ def test_windows(path):
     assert [g["blocks_used"] for g in jaxkv.stats(loaded)["groups"]] == [20, 4]
 
 
+def test_blocks_that_a_prefix_cache_keeps_stay_its_own(caches, path):
+    old = caches["blocks of 4"]
+    jaxkv.save(path, old)
+    six = config(max_seqs=6)
+    prefix, busy = jaxkv.PrefixCache(six), append(jaxkv.init(six), [0, 0, 0, 0, 0, 12])
+    busy = jaxkv.free(prefix.insert(busy, 5, list(range(12))), [5])
+    both = jaxkv.load(path, into=busy)
+    assert_same(old, both)
+    assert jaxkv.stats(both)["blocks_kept"] == jaxkv.stats(busy)["blocks_kept"] > 0
+    again = prefix.adopt(both, 5, prefix.match(list(range(12))))
+    jaxkv.check_invariants(again)
+    assert int(again.lengths[5]) == 8
+
+
 def test_fewer_rows_than_were_saved(caches, path):
     jaxkv.save(path, caches["blocks of 4"])
     loaded = jaxkv.load(path, config(max_seqs=4))  # one of the five is empty
