@@ -9,9 +9,14 @@ from jaxkv._checks import stats as stats
 from jaxkv._config import CacheConfig as CacheConfig
 from jaxkv._config import LayerConfig as LayerConfig
 from jaxkv._errors import CacheError as CacheError
+from jaxkv._errors import CacheFileError as CacheFileError
+from jaxkv._errors import DamagedFile as DamagedFile
 from jaxkv._errors import OutOfBlocks as OutOfBlocks
 from jaxkv._errors import OutOfWindow as OutOfWindow
 from jaxkv._errors import SequenceTooLong as SequenceTooLong
+from jaxkv._files import describe as describe
+from jaxkv._files import load as load
+from jaxkv._files import save as save
 from jaxkv._generate import Engine as Engine
 from jaxkv._generate import generate as generate
 from jaxkv._host import HostBlocks as HostBlocks
@@ -35,15 +40,15 @@ from jaxkv._views import gather as gather
 __version__ = "0.1.0"
 
 __all__ = [
-    "Cache", "CacheConfig", "CacheError", "Engine", "HostBlocks", "LayerConfig", "Match", "OutOfBlocks", "OutOfWindow",
-    "PrefixCache", "SequenceTooLong", "append", "attend", "attention", "check", "check_invariants", "explain", "extend",
-    "fork", "free", "gather", "generate", "init", "positions", "reorder", "reserve", "stats", "swap_in", "swap_out",
-    "truncate", "write",
+    "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine", "HostBlocks", "LayerConfig",
+    "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "SequenceTooLong", "append", "attend", "attention",
+    "check", "check_invariants", "describe", "explain", "extend", "fork", "free", "gather", "generate", "init",
+    "load", "positions", "reorder", "reserve", "save", "stats", "swap_in", "swap_out", "truncate", "write",
 ]  # fmt: skip
 
 
 def __getattr__(name: str):  # what needs Flax, or is for tests, is imported when it is asked for
-    if name in ("linen", "models", "nnx", "testing"):
+    if name in ("convert", "linen", "models", "nnx", "testing"):
         import importlib
 
         return importlib.import_module(f"jaxkv.{name}")

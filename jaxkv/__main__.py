@@ -1,13 +1,14 @@
-"""The command line: `python -m jaxkv generate`."""
+"""The command line: `python -m jaxkv generate` and `python -m jaxkv plan`."""
 
 import argparse
 import pathlib
-import re
 import sys
 import time
 from typing import Any
 
+from jaxkv._plan_command import add_plan
 from jaxkv._text import ByteTokenizer, FileTokenizer, TextStream, Tokenizer
+from jaxkv._units import parse_bytes
 
 # Long enough for a decoder of bytes to show what it has learned, and of very different length.
 DEMO_PROMPTS = (
@@ -17,13 +18,13 @@ DEMO_PROMPTS = (
     'def read_file(path):\n    """Read a file and return its contents."""\n    with open(path) as f:\n        ',
     "try:\n    ",
 )
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxkv", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_generate(commands)
+    add_plan(commands)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
@@ -48,7 +49,11 @@ def _add_generate(commands: Any) -> None:
     add("--seed", type=int, default=0, help="of the random draws; default: %(default)s")
     add("--max-seqs", type=int, default=8, help="sequences computed at the same time; default: %(default)s")
     add("--max-seq-len", type=int, help="the most tokens of a sequence; default: what the prompts need")
-    add("--memory", type=_bytes, help="what the cache may take, for example 512M or 2G; default: what all rows need")
+    add(
+        "--memory",
+        type=parse_bytes,
+        help="what the cache may take, for example 512MiB or 2GB; default: what all rows need",
+    )
     add("--block-size", type=int, default=16, help="tokens per block; default: %(default)s")
     add(
         "--dtype",
@@ -187,16 +192,6 @@ def _report(engine: Any, prompts: list, outputs: list, times: list[float], choic
         verdict = "equals" if all(same) else f"DIFFERS in {same.count(False)} of {len(same)} prompts from"
         lines.append(f"The output {verdict} a recomputation without any cache.")
     return "\n" + "\n".join(lines)
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"([0-9.]+) *([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
-    try:
-        return int(float(match[1]) * UNITS[match[2].upper()])  # type: ignore[index]
-    except (TypeError, ValueError):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size: write a number and a unit, such as 512M or 2G"
-        ) from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What `check` raises. Inside `jit` a failure is data (`cache.failed`); these turn it into an exception on the host."""
+"""What `check` raises: inside `jit` a failure is data (`cache.failed`); these turn it into an exception on the host.
+And what `load` raises about files."""
 
 
 class CacheError(RuntimeError):
@@ -17,5 +18,13 @@ class OutOfWindow(CacheError):
     """A row was to go back to tokens that layers with a sliding window have given back."""
 
 
-for _error in (CacheError, OutOfBlocks, OutOfWindow, SequenceTooLong):
+class CacheFileError(ValueError):
+    """A saved cache that cannot be used here: another model, other layers, a newer version, or too little room."""
+
+
+class DamagedFile(CacheFileError):
+    """A file that is not what was written: truncated, or changed afterwards."""
+
+
+for _error in (CacheError, OutOfBlocks, OutOfWindow, SequenceTooLong, CacheFileError, DamagedFile):
     _error.__module__ = "jaxkv"  # the name that users know, in tracebacks too

@@ -1,13 +1,15 @@
 """The command line, run in this process."""
 
+import argparse
 import json
 import pathlib
 import shutil
 
 import pytest
 
-from jaxkv.__main__ import _bytes, main
+from jaxkv.__main__ import main
 from jaxkv._text import ByteTokenizer, TextStream
+from jaxkv._units import parse_bytes
 
 CHECKPOINT = pathlib.Path(__file__).parent / "data" / "llama"
 
@@ -107,6 +109,9 @@ def test_a_character_is_shown_when_its_last_byte_has_come():
 
 
 def test_sizes_have_units():
-    assert [_bytes(text) for text in ("10", "2K", "1.5MiB", "80GB")] == [10, 2048, 3 * 2**19, 80 * 2**30]
-    with pytest.raises(Exception, match="'lots' is not a size"):
-        _bytes("lots")
+    """With a B and no i they are decimal, as on the box; else binary."""
+    sizes = {"10": 10, "10B": 10, "2K": 2048, "1.5MiB": 3 * 2**19, "80GB": 80e9, "80 gib": 80 * 2**30, ".5T": 2**39}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+    for text in ("lots", "1.2.3G", "5iB", "-1G", "", "G"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a size: write a number and a unit"):
+            parse_bytes(text)

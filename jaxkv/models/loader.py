@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.models import hugging_face, safetensors
+from jaxkv import _safetensors
+from jaxkv.models import hugging_face
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.decoder import Decoder
 
@@ -104,7 +105,7 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
         slot = slot_of(path, param.shape, config)
         tensor = np.asarray(param[...])
         tensors[slot.name] = tensor.reshape(slot.shape[::-1]).T if slot.transposed else tensor.reshape(slot.shape)
-    safetensors.write(folder / "model.safetensors", tensors)
+    _safetensors.write(folder / "model.safetensors", tensors)
     fields = hugging_face.render(config) | {"dtype": str(model.dtype)}
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
@@ -150,7 +151,14 @@ def _float_dtype(dtype: Any) -> np.dtype:
     raise ValueError(f"dtype must be one of {', '.join(names)}, not {dtype}.")
 
 
-def _read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
+def count_parameters(config: DecoderConfig) -> int:
+    """The parameters of a decoder, without making any."""
+    _, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    return sum(math.prod(param.shape) for _, param in nnx.to_flat_state(state))
+
+
+def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files that a folder's tensors are in. FileNotFoundError where one is missing."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         files = sorted(set(_read_json(index).get("weight_map", {}).values()))
@@ -164,7 +172,11 @@ def _read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
         )
     if missing := [file for file in files if not (folder / file).exists()]:
         raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}, which its index names.")
-    return {name: tensor for file in files for name, tensor in safetensors.read(folder / file).items()}
+    return [folder / file for file in files]
+
+
+def _read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    return {name: tensor for file in weight_files(folder) for name, tensor in _safetensors.read(file).items()}
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxkv.models import safetensors
+from jaxkv import _safetensors as safetensors
 
 TENSORS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),

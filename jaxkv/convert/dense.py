@@ -1,0 +1,113 @@
+"""A cache around dense arrays, a row's tokens one after another from the first place."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._config import CacheConfig, LayerConfig
+from jaxkv._reblock import reblock, tokens_at
+from jaxkv._restore import pool_layers, put_rows
+from jaxkv._state import Cache, init
+
+
+def from_dense(
+    k: Sequence[Any], v: Sequence[Any], lengths: Any, *, layers: Sequence[LayerConfig] | None = None, **fields: Any
+) -> Cache:
+    """A cache that holds the tokens of dense arrays; row s becomes row s.
+
+    Args:
+      k, v: one array `[S, C, K, D]` per layer, or all in one `[L, S, C, K, D]`; layers may differ in K and D. Layers
+        that read another's have none.
+      lengths: `i32[S]`: the first so many of a row's C places hold its tokens.
+      layers: the layers' configs, if they have windows; by default read off the shapes.
+      **fields: other fields of `CacheConfig`. Defaults: max_seqs S, max_seq_len C, the arrays' dtype, and as many
+        blocks as let every row reach max_seq_len.
+
+    Raises:
+      ValueError: shapes that disagree, a length beyond C or max_seq_len, or too few blocks.
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> kv = jnp.ones((1, 2, 40, 2, 8))
+    >>> jaxkv.convert.from_dense(kv, kv, [40, 3], num_blocks=9)
+    Cache(4 of 9 blocks used, 43 tokens in 2 of 2 rows, 1 layer, 20.0 KiB)
+    """
+    if len(k) != len(v) or not len(k):
+        raise ValueError(f"k and v must have one array per layer each, but have {len(k)} and {len(v)}.")
+    k, v = ([as_array(x) for x in xs] for xs in (k, v))
+    for i, (one_k, one_v) in enumerate(zip(k, v, strict=True)):
+        if one_k.ndim != 4 or one_k.shape != one_v.shape or one_k.shape[:2] != k[0].shape[:2]:
+            raise ValueError(
+                f"k and v must be [S, C, K, D] in every layer, S and C the same, but layer {i} has {one_k.shape} and "
+                f"{one_v.shape}, and layer 0 {k[0].shape}."
+            )
+    rows, places = k[0].shape[:2]
+    config = _config(k, layers, {"max_seqs": rows, "max_seq_len": places, "dtype": k[0].dtype} | fields)
+    if rows > config.max_seqs:
+        raise ValueError(f"k and v have {rows} rows, but max_seqs = {config.max_seqs}.")
+    lengths = row_lengths(lengths, rows, min(places, config.max_seq_len))
+    # Dense rows are blocks of C tokens, one for each row.
+    tables = np.arange(1, rows + 1, dtype=np.int32)[:, None]
+    plans = []
+    for group, blocks in enumerate(config.group_blocks):
+        first = config.first_seen(group, lengths)
+        plan = reblock(tables, lengths, places, config.block_size, first=first, share=False)
+        if len(plan.slots) > blocks:
+            raise ValueError(
+                f"The rows need {len(plan.slots)} blocks of {config.block_size} tokens, but num_blocks = {blocks}."
+            )
+        plans.append(plan)
+
+    def read(layer: int) -> jax.Array:
+        slots, own = plans[config.group(layer)].padded, pool_layers(config).index(layer)
+        kv = jnp.stack([jnp.asarray(x[own]).astype(config.kind(layer).dtype) for x in (k, v)], axis=1)
+        blocks = tokens_at(kv.transpose(0, 1, 3, 2, 4), slots, first=1)
+        return jnp.where((slots >= 0)[:, None, None, :, None], blocks, jnp.zeros((), kv.dtype))
+
+    return put_rows(init(config), np.arange(rows), lengths, [plan.tables for plan in plans], read, in_place=True)
+
+
+def as_array(x: Any) -> Any:
+    """A NumPy or JAX array; a PyTorch tensor as NumPy, which has no bfloat16 of its own."""
+    if hasattr(x, "detach"):
+        x = x.detach().cpu()
+        if str(x.dtype) == "torch.bfloat16":
+            return np.asarray(x.float()).astype(jnp.bfloat16)
+    return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def _config(k: list[Any], layers: Sequence[LayerConfig] | None, fields: dict[str, Any]) -> CacheConfig:
+    given = [x.shape[2:] for x in k]
+    if layers is None:
+        layers = tuple(LayerConfig(num_kv_heads=heads, head_dim=head_dim) for heads, head_dim in given)
+    if not {"num_blocks", "max_tokens"} & fields.keys():
+        # A row's last block may be partly used: whole blocks for every row.
+        size = fields.get("block_size") or 16
+        fields = fields | {"max_tokens": fields["max_seqs"] * -(-fields["max_seq_len"] // size) * size}
+    config = CacheConfig(layers=layers, **fields)
+    named = [(config.layers[i].num_kv_heads, config.layers[i].head_dim) for i in pool_layers(config)]
+    if named != given:
+        raise ValueError(f"layers say (num_kv_heads, head_dim) {named}, but the arrays have {given}.")
+    return config
+
+
+def row_lengths(lengths: Any, rows: int, most: int) -> np.ndarray:
+    lengths = np.asarray(lengths)
+    if not np.issubdtype(lengths.dtype, np.integer) or lengths.shape not in ((), (rows,)):
+        raise ValueError(
+            f"lengths must be one integer for each of the {rows} rows, not {lengths.dtype}{list(lengths.shape)}."
+        )
+    lengths = np.broadcast_to(lengths, (rows,)).astype(np.int32)
+    if ((lengths < 0) | (lengths > most)).any():
+        raise ValueError(f"lengths must be from 0 to {most}, but are {lengths.tolist()}.")
+    return lengths
+
+
+def row_numbers(cache: Cache, rows: Sequence[int] | None) -> np.ndarray:
+    count = cache.lengths.shape[0]
+    chosen = np.arange(count) if rows is None else np.asarray(rows, np.int64).reshape(-1)
+    if ((chosen < 0) | (chosen >= count)).any():
+        raise IndexError(f"rows must be rows from 0 to {count - 1}, not {chosen.tolist()}.")
+    return chosen

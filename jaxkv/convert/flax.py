@@ -1,0 +1,133 @@
+"""To and from the collections in which Flax's own attention layers keep their dense caches."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._restore import pool_layers
+from jaxkv._state import Cache
+from jaxkv.convert.dense import from_dense, row_numbers
+
+FLAX_NAMES = ("cached_key", "cached_value", "cache_index")
+
+
+def from_flax(
+    collection: Mapping[Any, Any], lengths: Any = None, *, paths: Sequence[str] | None = None, **fields: Any
+) -> Cache:
+    """A cache from the one of a Flax model that decodes: `cached_key`, `cached_value` and `cache_index` of its layers.
+
+    Args:
+      collection: nested dicts, such as Linen's `variables["cache"]`, or for NNX
+        `nnx.to_pure_dict(nnx.state(model, nnx.Cache))`. Keys and values are `[B, T, K, D]`.
+      lengths: `i32[B]`; default: the index, which Flax keeps for the whole batch.
+      paths: the attention modules in the order of the layers, such as "decoder/layer_0/attention"; default: all,
+        sorted by name, numbers as numbers.
+      **fields: as in `from_dense`.
+
+    >>> import jaxkv, numpy as np
+    >>> layer = {"cached_key": np.ones((2, 9, 4, 8)), "cached_value": np.ones((2, 9, 4, 8)), "cache_index": 3}
+    >>> jaxkv.convert.from_flax({"layer_0": layer, "layer_1": layer}, dtype="float32").lengths.tolist()
+    [3, 3]
+    """
+    modules = _modules(collection, paths)
+    index = {path: int(module["cache_index"]) for path, module in modules.items()}
+    if len(set(index.values())) > 1:
+        raise ValueError(f"All layers must be at the same cache_index, but they are at {index}.")
+    if lengths is None:
+        lengths = next(iter(index.values()))
+    k, v = ([module[name] for module in modules.values()] for name in FLAX_NAMES[:2])
+    return from_dense(k, v, lengths, **fields)
+
+
+def to_flax(
+    cache: Cache, collection: Mapping[Any, Any], rows: Sequence[int] | None = None, *,
+    paths: Sequence[str] | None = None,
+) -> dict[Any, Any]:  # fmt: skip
+    """A Flax model's own cache with the tokens of ours in it, from where the model goes on.
+
+    Args:
+      collection: the model's cache, for its structure, sizes and dtypes; nested dicts, as for `from_flax`.
+      rows: which rows; default: all. As many as the model's batch, and of one length, for Flax has one index for all.
+      paths: as in `from_flax`.
+
+    Returns:
+      A new collection. With NNX: `nnx.update(model, ...)` takes it.
+
+    >>> import jaxkv, numpy as np
+    >>> layer = {"cached_key": np.ones((2, 9, 4, 8)), "cached_value": np.ones((2, 9, 4, 8)), "cache_index": 3}
+    >>> cache = jaxkv.convert.from_flax({"attn": layer}, dtype="float32")
+    >>> int(jaxkv.convert.to_flax(cache, {"attn": layer})["attn"]["cache_index"])
+    3
+    """
+    modules = _modules(collection, paths)
+    layers = pool_layers(cache.config)
+    if len(modules) != len(layers):
+        raise ValueError(f"The collection has {len(modules)} layers, but the cache has {len(layers)}.")
+    chosen = row_numbers(cache, rows)
+    lengths = np.asarray(cache.lengths)[chosen].tolist()
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"Flax has one index for the whole batch, but the rows have {lengths} tokens: name rows of one length."
+        )
+    length = lengths[0] if lengths else 0
+    changed: dict[str, Any] = {}
+    for layer, (path, module) in zip(layers, modules.items(), strict=True):
+        shape, config = np.shape(module["cached_key"]), cache.layer_config(layer)
+        wanted = (len(chosen), shape[1], config.num_kv_heads, config.head_dim)
+        if shape != wanted or length > shape[1]:
+            raise ValueError(
+                f"{path} is made for [B, T, K, D] = {list(shape)}, but the rows are "
+                f"{[len(chosen), length, *wanted[2:]]}."
+            )
+        k, v = cache.read(layer, chosen[:, None], np.arange(shape[1])[None])
+        arrays = (
+            x.astype(jnp.asarray(old).dtype) for x, old in ((k, module["cached_key"]), (v, module["cached_value"]))
+        )
+        index = jnp.asarray(length, jnp.asarray(module["cache_index"]).dtype)
+        changed[path] = {**module, **dict(zip(FLAX_NAMES, (*arrays, index), strict=True))}
+    return _replace(collection, changed, ())
+
+
+def _modules(collection: Mapping[Any, Any], paths: Sequence[str] | None) -> dict[str, Mapping[str, Any]]:
+    """The attention modules of a Flax collection, by path, in the order of the layers."""
+    found: dict[str, Mapping[str, Any]] = {}
+
+    def walk(node: Any, path: tuple[str, ...]) -> None:
+        if isinstance(node, Mapping):
+            if "cached_key" in node:
+                found["/".join(path)] = node
+            for name, child in node.items():
+                walk(child, (*path, str(name)))
+
+    walk(collection, ())
+    if not found:
+        raise ValueError("The collection has no cached_key: initialise the model's cache, with decode=True, first.")
+    for path, module in found.items():
+        if missing := [name for name in FLAX_NAMES if name not in module]:
+            raise ValueError(f"{path} lacks {', '.join(missing)}.")
+        if np.ndim(module["cached_key"]) != 4:
+            raise ValueError(
+                f"cached_key of {path} must be [B, T, K, D], but is {np.shape(module['cached_key'])}: take layers "
+                "that were scanned apart first."
+            )
+    if paths is None:
+        return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
+    if sorted(paths) != sorted(found):
+        raise ValueError(f"paths must name every layer once, {sorted(found, key=_natural)}, but are {list(paths)}.")
+    return {path: found[path] for path in paths}
+
+
+def _natural(path: str) -> list[Any]:
+    """A key that sorts layer_2 before layer_10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)]
+
+
+def _replace(node: Any, changed: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    if not isinstance(node, Mapping):
+        return node
+    if "cached_key" in node:
+        return changed["/".join(path)]
+    return {name: _replace(child, changed, (*path, str(name))) for name, child in node.items()}
