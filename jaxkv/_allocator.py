@@ -81,9 +81,47 @@ def replace_entries(tables: BlockTables, entries: jax.Array, kept: jax.Array | N
 
 
 def give_back(tables: BlockTables, first: jax.Array) -> BlockTables:
-    """Free the blocks before column `first[s]` of each row."""
+    """Free the blocks before column `first[s]` of each row, which are few: no work per block of the tables or pools."""
     column = jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None]
-    return replace_entries(tables, jnp.where(column < first[:, None], NULL_BLOCK, tables.tables))
+    first_held = tables.end - tables.held
+    State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+    def more(state: State) -> jax.Array:
+        dropped, *_ = state
+        return jnp.any(first_held + dropped < first)
+
+    def drop(state: State) -> State:
+        """One block of each row that has one to drop."""
+        dropped, refcounts, free_list, num_free = state
+        at = first_held + dropped
+        block = jnp.take_along_axis(tables.tables, jnp.minimum(at, column.size - 1)[:, None], axis=1)[:, 0]
+        block = jnp.where(at < first, block, tables.num_blocks + 1)  # past the end: dropped
+        left = refcounts.at[block].add(-1, mode="drop")
+        # Of several rows that let go of the same block, one hands it back.
+        row = jnp.arange(block.size, dtype=jnp.int32)
+        one = jnp.full_like(refcounts, block.size).at[block].min(row, mode="drop")
+        freed = (left.at[block].get(mode="fill", fill_value=1) == 0) & (
+            one.at[block].get(mode="fill", fill_value=-1) == row
+        )
+        rank = jnp.cumsum(freed, dtype=jnp.int32)
+        place = jnp.where(freed, tables.num_blocks - num_free - rank, tables.num_blocks + row)
+        return (
+            dropped + 1,
+            left.at[jnp.where(freed, block, tables.num_blocks + 1)].set(1, mode="drop"),  # for its next owner
+            free_list.at[place].set(block, mode="drop", unique_indices=True),
+            num_free + rank[-1],
+        )
+
+    # Like in `serve`, the counter is computed from the data.
+    state = (jnp.zeros_like(first), tables.refcounts, tables.free_list, tables.num_free)
+    _, refcounts, free_list, num_free = jax.lax.while_loop(more, drop, state)
+    return dataclasses.replace(
+        tables,
+        tables=jnp.where(column < first[:, None], NULL_BLOCK, tables.tables),
+        refcounts=refcounts,
+        free_list=free_list,
+        num_free=num_free,
+    )
 
 
 def _references(tables: BlockTables, entries: jax.Array, counted: jax.Array) -> jax.Array:
