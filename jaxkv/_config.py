@@ -96,7 +96,7 @@ class CacheConfig:
       dtype: the storage of keys and values: bfloat16, float16 or float32.
       layout: "paged", or "contiguous": one block of `max_seq_len` tokens per row, always the row's own.
       head_dim_multiple: the stored head_dim is rounded up to a multiple of this. TPUs want 128: with less, XLA copies
-        the whole pool at every step. Nobody sees the padding, but it takes memory.
+        the whole pool at every step. The GPU kernels want 64. Nobody sees the padding, but it takes memory.
 
     Raises:
       ValueError: naming the field, its value and what is allowed.

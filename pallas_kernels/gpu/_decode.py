@@ -24,6 +24,7 @@ from pallas_kernels.gpu._tiles import (
     OPERAND,
     InterpretParams,
     Tile,
+    accumulate,
     fetch,
     full,
     logits_base2,
@@ -100,15 +101,11 @@ def split(q, kv, tables, items, scalars, *, tile: Tile, window, soft_cap: bool, 
                     select_seen_values(v_s.at[slot], first_seen - first, length - first)
 
                 plgpu.commit_smem()
-
-                def values_times_weights(acc_ref):
-                    plgpu.wgmma(acc_ref, v_s.at[slot].T, p_s.T)
-                    return acc_ref[...]
-
                 probe(interpret, v_s.at[slot], p_s)
-                product = pl.run_scoped(values_times_weights, plgpu.ACC((head_dim, columns), jnp.float32))
+                acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
+                acc = accumulate(interpret, acc, v_s.at[slot].T, p_s.T)
                 plgpu.barrier_arrive(v_free.at[slot])
-                return acc * lax.broadcast_in_dim(alpha, acc.shape, [1]) + product, m, total
+                return acc, m, total
 
             acc = full((head_dim, columns), 0.0, LAYOUT)
             m = full((columns,), -jnp.inf, LAYOUT.reduce(0))

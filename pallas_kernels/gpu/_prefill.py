@@ -9,6 +9,7 @@ Only tiles that some token of the item sees are fetched. As in `_decode`, what i
 multiplied by zero.
 """
 
+import functools
 import math
 
 import jax
@@ -22,6 +23,8 @@ from pallas_kernels.gpu._tiles import (
     OPERAND,
     InterpretParams,
     Tile,
+    accumulate,
+    anew,
     fetch,
     full,
     logits_base2,
@@ -54,102 +57,106 @@ def attend(
     num_items, num_kv_heads, _, head_dim = q.shape
     tokens, stages = tile.tokens, tile.stages
     pieces = tile.pieces(kv.shape[3])
-    # A product at a time of so many of V's columns, for the registers' sake.
-    columns = head_dim if head_dim <= 128 else 64
 
     def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, out_ref, lse_ref, *, scratch):
         (q_s, k_s, v_s, p_s, lse_s), (q_ready, k_ready, v_ready, k_free, v_free, v_selected) = scratch
         item, head = lax.axis_index("item"), lax.axis_index("head")
         warpgroup = lax.axis_index("warpgroup")
-        row, first_token, stop = (items_ref[item, i] for i in range(3))
-        first_seen = jnp.int32(0) if window is None else jnp.maximum(first_token - (window - 1), 0)
-        start = lax.div(first_seen, jnp.int32(tokens))
-        num_tiles = lax.div(stop + (tokens - 1), jnp.int32(tokens)) - start
-        num_tiles = jnp.where(stop > jnp.maximum(first_token, 0), num_tiles, 0)
 
-        @pl.when((warpgroup < CONSUMERS) & (num_tiles > 0))
-        def consume():
-            plgpu.set_max_registers(232, action="increase")
-            mine = pl.ds(warpgroup * HALF, HALF)
-            q_mine, p_mine = q_s.at[warpgroup], p_s.at[warpgroup]
-            plgpu.copy_gmem_to_smem(q_ref.at[item, head, mine], q_mine, q_ready.at[warpgroup])
-            scale, cap = scalars_ref[0], scalars_ref[1]
-            plgpu.barrier_wait(q_ready.at[warpgroup])
+        def work():
+            """The item, for each role by itself: what both derive from one reading would be spilled between them."""
+            row, first_token, stop = (items_ref[anew(item), i] for i in range(3))
+            first_seen = jnp.int32(0) if window is None else jnp.maximum(first_token - (window - 1), 0)
+            start = lax.div(first_seen, jnp.int32(tokens))
+            num_tiles = lax.div(stop + (tokens - 1), jnp.int32(tokens)) - start
+            num_tiles = jnp.where(stop > jnp.maximum(first_token, 0), num_tiles, 0)
+            return row, first_token, stop, first_seen, start, num_tiles
 
-            def step(i, carry):
-                acc, m, total = carry
-                slot = lax.rem(i, jnp.int32(stages))
-                first = (start + i) * tokens  # the position of the tile's first token
-                plgpu.barrier_wait(k_ready.at[slot])
+        def consume_tile(first_token, stop, first_seen, start, scale, cap, i, carry):
+            acc, m, total = carry
+            half = anew(warpgroup)
+            q_mine, p_mine = q_s.at[half], p_s.at[half]
+            slot = lax.rem(i, jnp.int32(stages))
+            first = (start + i) * tokens  # the position of the tile's first token
+            plgpu.barrier_wait(k_ready.at[slot])
 
-                def queries_times_keys(acc_ref):
-                    plgpu.wgmma(acc_ref, q_mine, k_s.at[slot].T)
-                    return acc_ref[...]
+            def queries_times_keys(acc_ref):
+                plgpu.wgmma(acc_ref, q_mine, k_s.at[slot].T)
+                return acc_ref[...]
 
-                probe(interpret, q_mine, k_s.at[slot])
-                s = pl.run_scoped(queries_times_keys, plgpu.ACC((HALF, tokens), jnp.float32))
-                plgpu.barrier_arrive(k_free.at[slot])
-                s = logits_base2(s, scale, cap if soft_cap else None)
+            probe(interpret, q_mine, k_s.at[slot])
+            s = pl.run_scoped(queries_times_keys, plgpu.ACC((HALF, tokens), jnp.float32))
+            plgpu.barrier_arrive(k_free.at[slot])
+            s = logits_base2(s, scale, cap if soft_cap else None)
 
+            def select_seen(s):
                 query = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=LAYOUT) + warpgroup * HALF
                 query = jnp.minimum(lax.div(query, jnp.int32(group)) + first_token, stop - 1)
                 key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT) + first
                 seen = key <= query
                 if window is not None:
                     seen &= key > query - window
-                s = jnp.where(seen, s, -jnp.inf)
+                return jnp.where(seen, s, -jnp.inf)
 
-                m, old = jnp.maximum(m, s.max(axis=1)), m
-                safe = safe_maximum(m)
-                alpha = jnp.exp2(old - safe)
-                p = jnp.exp2(s - lax.broadcast_in_dim(safe, s.shape, [0]))
-                total = total * alpha + p.sum(axis=1)
-                p_mine[...] = p.astype(q.dtype)
+            # Does some token of the item not see all of the tile?
+            partly_seen = first + (tokens - 1) > first_token
+            if window is not None:
+                partly_seen |= first < stop - window
+            s = lax.cond(partly_seen, select_seen, lambda s: s, s)
+            m, old = jnp.maximum(m, s.max(axis=1)), m
+            safe = safe_maximum(m)
+            alpha = jnp.exp2(old - safe)
+            p = jnp.exp2(s - lax.broadcast_in_dim(safe, s.shape, [0]))
+            total = total * alpha + p.sum(axis=1)
+            p_mine[...] = p.astype(q.dtype)
 
-                plgpu.barrier_wait(v_ready.at[slot])
+            plgpu.barrier_wait(v_ready.at[slot])
 
-                @pl.when((first < first_seen) | (first + tokens > stop))
-                def _():  # both consumers read all of V: each cleans a share, and waits for the other's
-                    select_seen_values(
-                        v_s.at[slot], first_seen - first, stop - first, share=warpgroup, shares=CONSUMERS
-                    )
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(v_selected)
-                    plgpu.barrier_wait(v_selected)
-
+            @pl.when((first < first_seen) | (first + tokens > stop))
+            def _():  # both consumers read all of V: each cleans a share, and waits for the other's
+                select_seen_values(v_s.at[slot], first_seen - first, stop - first, share=warpgroup, shares=CONSUMERS)
                 plgpu.commit_smem()
+                plgpu.barrier_arrive(v_selected.at[slot])
+                plgpu.barrier_wait(v_selected.at[slot])
 
-                probe(interpret, p_mine, v_s.at[slot])
-                alpha = lax.broadcast_in_dim(alpha, (HALF, columns), [0])
-                products = []
-                for column in range(0, head_dim, columns):
-
-                    def weights_times_values(acc_ref, column=column):
-                        plgpu.wgmma(acc_ref, p_mine, v_s.at[slot, :, pl.ds(column, columns)])
-                        return acc_ref[...]
-
-                    product = pl.run_scoped(weights_times_values, plgpu.ACC((HALF, columns), jnp.float32))
-                    products.append(acc[column // columns] * alpha + product)
-                plgpu.barrier_arrive(v_free.at[slot])
-                return tuple(products), m, total
-
-            acc = tuple(full((HALF, columns), 0.0, LAYOUT) for _ in range(0, head_dim, columns))
-            m = full((HALF,), -jnp.inf, LAYOUT.reduce(1))
-            total = full((HALF,), 0.0, LAYOUT.reduce(1))
-            acc, m, total = lax.fori_loop(0, num_tiles, step, (acc, m, total))
-            total = jnp.where(total == 0.0, 1.0, total)
-            for i, x in enumerate(acc):  # into the place of the queries, which are done with
-                x = x * lax.broadcast_in_dim(1.0 / total, x.shape, [0])
-                q_mine.at[:, pl.ds(i * columns, columns)][...] = x.astype(q.dtype)
-            lse_s.at[warpgroup][...] = (m + jnp.log2(total)) * math.log(2)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_mine, out_ref.at[item, head, mine])
-            plgpu.copy_smem_to_gmem(lse_s.at[warpgroup], lse_ref.at[item, head, mine])
-            plgpu.wait_smem_to_gmem(0)
+            probe(interpret, p_mine, v_s.at[slot])
+            acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+            acc = accumulate(interpret, acc, p_mine, v_s.at[slot])
+            plgpu.barrier_arrive(v_free.at[slot])
+            return acc, m, total
 
-        @pl.when((warpgroup == CONSUMERS) & (num_tiles > 0))
+        @pl.when(warpgroup < CONSUMERS)
+        def consume():
+            plgpu.set_max_registers(232, action="increase")
+            _, first_token, stop, first_seen, start, num_tiles = work()
+
+            @pl.when(num_tiles > 0)
+            def _():
+                q_mine, mine = q_s.at[warpgroup], pl.ds(warpgroup * HALF, HALF)
+                plgpu.copy_gmem_to_smem(q_ref.at[item, head, mine], q_mine, q_ready.at[warpgroup])
+                scale, cap = scalars_ref[0], scalars_ref[1]
+                plgpu.barrier_wait(q_ready.at[warpgroup])
+                step = functools.partial(consume_tile, first_token, stop, first_seen, start, scale, cap)
+                acc = full((HALF, head_dim), 0.0, LAYOUT)
+                m = full((HALF,), -jnp.inf, LAYOUT.reduce(1))
+                total = full((HALF,), 0.0, LAYOUT.reduce(1))
+                acc, m, total = lax.fori_loop(0, num_tiles, step, (acc, m, total))
+                total = jnp.where(total == 0.0, 1.0, total)
+                half = anew(warpgroup)
+                q_mine, lse_mine, mine = q_s.at[half], lse_s.at[half], pl.ds(half * HALF, HALF)
+                # Into the place of the queries, which are done with.
+                q_mine[...] = (acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [0])).astype(q.dtype)
+                lse_mine[...] = (m + jnp.log2(total)) * math.log(2)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(q_mine, out_ref.at[item, head, mine])
+                plgpu.copy_smem_to_gmem(lse_mine, lse_ref.at[item, head, mine])
+                plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == CONSUMERS)
         def produce():
             plgpu.set_max_registers(40, action="decrease")
+            row, _, stop, first_seen, start, num_tiles = work()
             fetch(
                 kv_ref, tables_ref, row, head, start, num_tiles, first_seen, stop, tile,
                 (k_s, v_s), (k_ready, v_ready), (k_free, v_free),
@@ -164,8 +171,7 @@ def attend(
         )  # fmt: skip
         ready = plgpu.Barrier(num_arrivals=pieces, num_barriers=stages)
         free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
-        selected = plgpu.Barrier(num_arrivals=CONSUMERS)
-        barriers = (plgpu.Barrier(num_barriers=CONSUMERS), ready, ready, free, free, selected)
+        barriers = (plgpu.Barrier(num_barriers=CONSUMERS), ready, ready, free, free, free)
         pl.run_scoped(lambda *scratch: kernel(*refs, scratch=scratch), buffers, barriers, collective_axes="warpgroup")
 
     return plgpu.kernel(

@@ -49,6 +49,30 @@ def probe(interpret: InterpretParams, *operands) -> None:
         plgpu.commit_smem()
 
 
+def accumulate(interpret: InterpretParams, acc, a, b):
+    """`acc + a @ b`, a and b in shared memory.
+
+    The matrix unit adds to acc's own registers, which the interpreter cannot do.
+    """
+    if interpret is None:
+        return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b))(plgpu.ACC.init(acc))
+
+    def product(acc_ref):
+        plgpu.wgmma(acc_ref, a, b)
+        return acc_ref[...]
+
+    return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+
+
+def anew(x):
+    """x, such that what is derived from it is derived where this stands.
+
+    Else the compiler derives it once, ahead of the loop or of the branch, and keeps it in registers that accumulators
+    need; it would spill.
+    """
+    return lax.optimization_barrier(x)
+
+
 def fetch(kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, tile: Tile, slots, ready, free) -> None:
     """The producer: copy tiles `start`, `start + 1`, ... of a row's K and V into a ring of slots.
 

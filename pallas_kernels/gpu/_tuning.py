@@ -10,6 +10,7 @@ import jax
 from pallas_kernels.gpu._tiles import Tile
 
 SHARED_MEMORY = 232_448  # bytes that a thread block may have on Hopper
+RESERVED = 1024  # of a multiprocessor's, for each thread block on it
 MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114}  # of chips that do not have 132
 
 
@@ -35,11 +36,12 @@ def decode_plan(head_dim: int, columns: int) -> DecodePlan:
     chip = _chip()
     if plan := TUNED_DECODE.get((chip, head_dim, columns)):
         return plan
-    # Two thread blocks a multiprocessor hide each other's waits; the slots share what memory that leaves.
+    # Two thread blocks a multiprocessor, if they fit, hide each other's waits; the slots share what memory that leaves.
     stage = 2 * 64 * head_dim * 2
     rest = columns * (64 * 2 + head_dim * 6) + 4096
-    stages = min(max((SHARED_MEMORY // 2 - rest) // stage, 2), 4)
-    return DecodePlan(Tile(tokens=64, stages=stages), num_blocks=2 * MULTIPROCESSORS.get(chip, 132))
+    blocks = 2 if 2 * (2 * stage + rest + RESERVED) <= SHARED_MEMORY + RESERVED else 1
+    stages = min(((SHARED_MEMORY + RESERVED) // blocks - RESERVED - rest) // stage, 4)
+    return DecodePlan(Tile(tokens=64, stages=stages), num_blocks=blocks * MULTIPROCESSORS.get(chip, 132))
 
 
 def prefill_plan(head_dim: int, block_size: int) -> PrefillPlan:

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 import pallas_kernels
-from pallas_kernels import SHAPES, gpu, xla
+from pallas_kernels import SHAPES, AttentionShape, gpu, xla
 
 TARGET = pathlib.Path(__file__).with_name("gpu_h200.txtpb").read_text()
 ROWS, MAX_BLOCKS, NUM_BLOCKS = 8, 128, 1024
+HEAD_DIMS = (64, 96, 128, 256)
 
 
 @functools.cache
@@ -63,17 +64,30 @@ def compile_(f, *arguments, **options):
     return compiled, kernels
 
 
-def attention(name, *, tokens=1, packed=False, block_size=16):
-    """One named shape; head dims that fill no whole tile are stored padded."""
-    shape = SHAPES[name]
+def attention(shape, *, tokens=1, packed=False, block_size=16, dtype=jnp.bfloat16, sinks=False):
+    """A step of one attention shape; head dims that fill no whole tile are stored padded."""
     stored = -(-shape.head_dim // 64) * 64
     heads = (shape.num_heads, shape.head_dim)
-    q = array((tokens, *heads) if packed else (ROWS, tokens, *heads))
-    kv = array((NUM_BLOCKS, 2, shape.num_kv_heads, block_size, stored))
-    row = array((ROWS,), jnp.int32)
-    options = dict(window=shape.window, soft_cap=shape.soft_cap)
-    f = functools.partial(gpu.paged_attention, **options)
-    return compile_(f, q, kv, array((ROWS, MAX_BLOCKS), jnp.int32), row, row)[1]
+    q = array((tokens, *heads) if packed else (ROWS, tokens, *heads), dtype)
+    kv = array((NUM_BLOCKS, 2, shape.num_kv_heads, block_size, stored), dtype)
+    row, sinks = array((ROWS,), jnp.int32), array((shape.num_heads,), jnp.float32) if sinks else None
+    options = dict(window=shape.window, soft_cap=shape.soft_cap, return_lse=True)
+
+    def f(q, kv, tables, lengths, new, sinks):
+        return gpu.paged_attention(q, kv, tables, lengths, new, sinks=sinks, **options)
+
+    return compile_(f, q, kv, array((ROWS, MAX_BLOCKS), jnp.int32), row, row, sinks)[1]
+
+
+def named(name, **options):
+    return lambda: attention(SHAPES[name], **options)
+
+
+def options(head_dim, *, window=None, soft_cap=None, sinks=False):
+    """A mixed step, and so all kernels, with a combination of options."""
+    heads = {64: (8, 2), 96: (4, 4), 128: (10, 2), 256: (16, 1)}[head_dim]
+    shape = AttentionShape(*heads, head_dim, num_layers=1, window=window, soft_cap=soft_cap)
+    return lambda: attention(shape, tokens=64, sinks=sinks, dtype=jnp.float16 if head_dim == 96 else jnp.bfloat16)
 
 
 def without_fence():
@@ -82,10 +96,10 @@ def without_fence():
 
     from pallas_kernels.gpu import _attention, _decode
 
-    fence = "                plgpu.commit_smem()\n\n                def values_times_weights"
+    fence = "                plgpu.commit_smem()\n                probe(interpret, v_s"
     _attention._decode = mutant(_decode, (fence, fence.replace("plgpu.commit_smem()", "pass")))
     try:
-        return attention("llama3-8b")
+        return attention(SHAPES["llama3-8b"])
     finally:
         _attention._decode = _decode
 
@@ -131,17 +145,22 @@ def step(*, donate=True, unique=True):
 
 
 JOBS = {
-    "llama3-8b": lambda: attention("llama3-8b"),
-    "llama3-8b-contiguous": lambda: attention("llama3-8b", block_size=4096),
-    "llama3.2-1b": lambda: attention("llama3.2-1b", block_size=8),
-    "qwen2.5-14b": lambda: attention("qwen2.5-14b", block_size=64),
-    "llama2-7b": lambda: attention("llama2-7b"),
-    "phi2": lambda: attention("phi2", block_size=32),
-    "gemma2-2b": lambda: attention("gemma2-2b", block_size=128),
-    "llama3-8b-prefill": lambda: attention("llama3-8b", tokens=2048, packed=True),
-    "llama3.2-1b-prefill": lambda: attention("llama3.2-1b", tokens=256),
-    "qwen2.5-14b-prefill": lambda: attention("qwen2.5-14b", tokens=256, block_size=64),
-    "gemma2-2b-prefill": lambda: attention("gemma2-2b", tokens=256),
+    "llama3-8b": named("llama3-8b"),
+    "llama3-8b-contiguous": named("llama3-8b", block_size=4096),
+    "llama3.2-1b": named("llama3.2-1b", block_size=8),
+    "qwen2.5-14b": named("qwen2.5-14b", block_size=64),
+    "llama2-7b": named("llama2-7b"),
+    "phi2": named("phi2", block_size=32),
+    "gemma2-2b": named("gemma2-2b", block_size=128),
+    "llama3-8b-prefill": named("llama3-8b", tokens=2048, packed=True),
+    "llama3.2-1b-prefill": named("llama3.2-1b", tokens=256),
+    "qwen2.5-14b-prefill": named("qwen2.5-14b", tokens=256, block_size=64),
+    "gemma2-2b-prefill": named("gemma2-2b", tokens=256),
+    "phi2-prefill": named("phi2", tokens=256, block_size=8),
+    **{f"{head_dim}-plain": options(head_dim) for head_dim in HEAD_DIMS},
+    **{f"{head_dim}-window": options(head_dim, window=100) for head_dim in HEAD_DIMS},
+    **{f"{head_dim}-soft-cap": options(head_dim, soft_cap=30.0) for head_dim in HEAD_DIMS},
+    **{f"{head_dim}-all": options(head_dim, window=100, soft_cap=30.0, sinks=True) for head_dim in HEAD_DIMS},
     "step": step,
     "control-no-fence": without_fence,
     "control-not-donated": lambda: step(donate=False),

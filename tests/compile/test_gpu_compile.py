@@ -28,16 +28,19 @@ DECODE_BUDGETS = {
     "phi2": (96, 113_000),
     "gemma2-2b": (128, 227_000),
 }
-# Name -> the most bytes spilled. One thread block fills a multiprocessor: 384 threads start with 168 registers each,
-# and the producer hands most of its own to the consumers. At head_dim 256 an accumulator takes 128 of 232.
-PREFILL_BUDGETS = {"llama3-8b-prefill": 0, "llama3.2-1b-prefill": 0, "qwen2.5-14b-prefill": 0, "gemma2-2b-prefill": 160}
+# One thread block fills a multiprocessor: 384 threads start with 168 registers each, and the producer hands most of its
+# own to the consumers. At head_dim 256 an accumulator takes 128 of 232.
+PREFILL = [
+    *("llama3-8b-prefill", "llama3.2-1b-prefill", "qwen2.5-14b-prefill", "gemma2-2b-prefill", "phi2-prefill"),
+    *(f"{head_dim}-{what}" for head_dim in (64, 96, 128, 256) for what in ("plain", "window", "soft-cap", "all")),
+]
 
 
 @pytest.fixture(scope="module")
 def report():
     """Everything that gpu_compile.py prints, by job."""
     script = pathlib.Path(__file__).with_name("gpu_compile.py")
-    jobs = [*DECODE_BUDGETS, *PREFILL_BUDGETS, "step", "control-no-fence", "control-not-donated", "control-not-unique"]
+    jobs = [*DECODE_BUDGETS, *PREFILL, "step", "control-no-fence", "control-not-donated", "control-not-unique"]
     path = os.pathsep.join([str(script.parents[2]), SITE, os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     run = subprocess.run([sys.executable, script, *jobs], env=environment, capture_output=True, text=True, timeout=580)
@@ -67,11 +70,11 @@ def test_merge_within_budget(report):
     assert merge["proxy_fences"] == 1
 
 
-@pytest.mark.parametrize("name", PREFILL_BUDGETS)
+@pytest.mark.parametrize("name", PREFILL)
 def test_prefill_within_budget(name, report):
     kernel = report[name]["paged_prefill"]
     assert kernel["target"] == "sm_90a"
-    assert kernel["spills"] <= PREFILL_BUDGETS[name]
+    assert all(kernel["spills"] == 0 for kernel in report[name].values())  # the decode kernels of the step as well
     assert kernel["registers"] == 168 and kernel["shared_memory"] <= 227 * 1024
     assert kernel["wgmma"] > 0 and kernel["bulk_copies"] >= 3
     assert kernel["proxy_fences"] == 3  # V cleaned, before the product with V, and before the output leaves

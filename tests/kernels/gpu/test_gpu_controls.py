@@ -106,9 +106,13 @@ def test_fetch_mistake(mistake, monkeypatch):
 
 PREFILL_MISTAKES = {
     "a token sees its successor": ({"wrong"}, ("seen = key <= query", "seen = key <= query + 1")),
+    "a tile taken for wholly seen": (
+        {"wrong"},
+        ("partly_seen = first + (tokens - 1) > first_token", "partly_seen = first > first_token"),
+    ),
     "V read before the other consumer cleaned its share": (
         {"race", "wrong"},
-        ("plgpu.barrier_wait(v_selected)", "pass"),
+        ("plgpu.barrier_wait(v_selected.at[slot])", "pass"),
     ),
     "a share of V cleaned by nobody": (
         {"wrong", "race"},

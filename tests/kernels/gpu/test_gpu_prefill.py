@@ -15,7 +15,17 @@ CASES = [
     Case((5, 0, 150, 64), (3, 0, 70, 1), packed=True, padding=3, num_heads=5, num_kv_heads=1, sinks=True, **B16),
     Case((300, 20), (130, 2), window=50, num_heads=1, num_kv_heads=1, block_size=24, packed=True, **F16),
     Case((200, 20), (20, 2), window=50, soft_cap=4.0, num_kv_heads=1, head_dim=256, block_size=8, **B16),
-    Case((90, 7), (40, 7), num_heads=20, num_kv_heads=1, head_dim=80, stored_head_dim=128, block_size=256, **F16),
+    Case(  # a window that sees some tiles wholly
+        (90, 7),
+        (40, 7),
+        num_heads=20,
+        num_kv_heads=1,
+        head_dim=80,
+        stored_head_dim=128,
+        block_size=256,
+        window=80,
+        **F16,
+    ),
     Case((9, 3), (1, 0), packed=True, **B16),
 ]
 
