@@ -200,7 +200,8 @@ def _carry_out(
         plan = plan_for(tables)
         changed = tables
         if not cache.config.contiguous:
-            changed = take(replace_entries(tables, plan.entries), _blocks_taken(cache, plan.copied))
+            # At its column, since nothing may stand before it: the row's other blocks may have left the window.
+            changed = take(replace_entries(tables, plan.entries), _blocks_taken(cache, plan.copied), at=plan.column)
         target = changed.tables[jnp.arange(plan.column.shape[0]), plan.column]
         for layer in layers:
             pools[layer] = copy_blocks(cache.pool(layer), plan.block, target, plan.copied)
