@@ -129,8 +129,8 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
     granted = sensible = _are_empty(cache, dst) & (jnp.asarray(host.lengths) <= cache.config.max_seq_len)
     for t, first, count in zip(cache.tables, host.first, host.count, strict=True):
         granted &= first + count <= t.tables.shape[1]
-        if not cache.config.contiguous:
-            granted &= serve(jnp.where(granted, count, 0), t.num_free)
+    if not cache.config.contiguous:
+        granted &= serve([jnp.where(granted, count, 0) for count in host.count], cache.tables)
     wanted = jnp.where(sensible, host.lengths, jnp.where(host.lengths > cache.config.max_seq_len, host.lengths, -1))
 
     pools, groups = list(cache.pools), []
