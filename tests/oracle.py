@@ -28,10 +28,6 @@ class Row:
         """Hold what another row holds, its failure included, in `blocks`."""
         self.tokens, self.blocks, self.new, self.failed = list(other.tokens), blocks, 0, other.failed
 
-    @property
-    def is_empty(self):
-        return not self.tokens and not any(self.blocks)
-
 
 class Stored:
     """A row in host memory: its tokens, and for each group which columns of its table had a block for them."""
@@ -54,6 +50,9 @@ class Oracle:
             for row in self.rows:
                 row.blocks = [[Block()]]
         self.peak = [self.used(g) for g in self.groups]
+
+    def is_empty(self, r) -> bool:
+        return not self.rows[r].tokens and (self.contiguous or not any(self.rows[r].blocks))
 
     # Layers.
 
@@ -282,9 +281,8 @@ class Oracle:
             if not 0 <= r < len(self.rows):
                 continue
             row = self.rows[r]
-            is_empty = not row.tokens if self.contiguous else row.is_empty
             enough = self.contiguous or all(sum(one.columns[g]) <= self.free_blocks(g) for g in self.groups)
-            if not is_empty or not enough:
+            if not self.is_empty(r) or not enough:
                 row.failed = True
                 continue
             row.tokens, row.new = list(one.tokens), 0

@@ -1,7 +1,7 @@
 """Random operations on a cache, failures included, against the oracle.
 
-Every request goes in as data of a jitted function that donates the cache, as in a decode loop, and whatever no row holds
-is NaN before each. About 20,000 operations in all; 100,000 with the environment variable JAXKV_NIGHTLY=1.
+Every request goes in as data of a jitted function that donates the cache, as in a decode loop. What no row holds
+is NaN before each one. About 20,000 operations in all; 100,000 with the environment variable JAXKV_NIGHTLY=1.
 """
 
 import collections
@@ -96,9 +96,7 @@ def step(cache, q, k, v, counts):
 
 
 # Compiled once for each config and shape, without optimisation, and used in all examples.
-donating = functools.partial(
-    jax.jit, donate_argnames="cache", compiler_options={"xla_backend_optimization_level": 0}
-)
+donating = functools.partial(jax.jit, donate_argnames="cache", compiler_options={"xla_backend_optimization_level": 0})
 PROGRAMS = {
     f: donating(f)
     for f in (
@@ -119,7 +117,10 @@ def per_row(*numbers):
 
 # 0 and small numbers most of the time; else more than the arrays have places for, and nonsense.
 COUNTS = per_row(0, 0, 0, 1, 1, 1, 2, 3, 4, 5, 5, 6, 7, -1, HUGE, -HUGE)
-LENGTHS = per_row(*range(21), 41, 42, 100, 100, 100, -1, HUGE, -HUGE)
+LENGTHS = per_row(*[0] * 20, *range(21), 41, 42, 100, 100, 100, -1, HUGE, -HUGE)
+NONSENSE = (-1, HUGE, -HUGE)
+DROPPED = per_row(0, 0, 0, 0, 1, 1, 2, 3, 4, 5, 7, 10, 100, *NONSENSE)  # tokens to truncate from each row
+ROWS_IN_ANY_ORDER = st.permutations(range(ROWS))
 ANY_ROW = st.sampled_from((*range(ROWS), *range(ROWS), *range(ROWS), -1, ROWS, HUGE))
 
 
@@ -196,8 +197,10 @@ class Machine(RuleBasedStateMachine):
         self.oracle.fork(src, dst)
         self.run(jaxkv.fork, np.array(src), np.array(dst))
 
-    @rule(lengths=LENGTHS)
-    def truncate(self, lengths):
+    @rule(dropped=DROPPED)
+    def truncate(self, dropped):
+        lengths = [len(row.tokens) for row in self.oracle.rows]
+        lengths = [d if d in NONSENSE else max(0, n - d) for n, d in zip(lengths, dropped, strict=True)]
         self.oracle.truncate(lengths)
         self.run(jaxkv.truncate, np.array(lengths))
 
@@ -210,27 +213,28 @@ class Machine(RuleBasedStateMachine):
         self.oracle.reorder(order)
         self.run(jaxkv.reorder, np.array(order))
 
-    @rule(rows=st.tuples(*[st.booleans()] * ROWS))
-    def free_mask(self, rows):
-        self.oracle.free(np.flatnonzero(rows))
-        self.run(jaxkv.free, np.array(rows))
-
-    @rule(rows=st.tuples(ANY_ROW, ANY_ROW))
-    def free_indices(self, rows):
+    @rule(rows=st.tuples(ANY_ROW, st.just(-1) | ANY_ROW), as_mask=st.booleans())
+    def free(self, rows, as_mask):
         self.oracle.free(rows)
-        self.run(jaxkv.free, np.array(rows))
+        self.run(jaxkv.free, np.isin(np.arange(ROWS), rows) if as_mask else np.array(rows))
 
-    @rule(rows=st.lists(st.integers(0, ROWS - 1), min_size=2, max_size=2, unique=True))
+    def rows_that(self, hold_something, rows):
+        """The same rows, first those that hold something, or first those that do not."""
+        return sorted(rows, key=lambda r: self.oracle.is_empty(r) == hold_something)
+
+    @rule(rows=ROWS_IN_ANY_ORDER)
     def swap_out(self, rows):
+        rows = self.rows_that(True, rows)[:2]
         self.cache, host = jaxkv.swap_out(self.cache, rows)
         self.swapped.append((host, self.oracle.swap_out(rows)))
         self.compare()
 
     @precondition(lambda self: self.swapped)
-    @rule(which=st.integers(0, 2), rows=st.lists(ANY_ROW, min_size=2, max_size=2, unique=True))
+    @rule(which=st.integers(0, 2), rows=ROWS_IN_ANY_ORDER)
     def swap_in(self, which, rows):
-        """Both rows; what was swapped out once may come back often."""
+        """Both rows, into empty rows if there are any; what was swapped out once may come back often."""
         host, expected = self.swapped[which % len(self.swapped)]
+        rows = self.rows_that(False, rows)[:2]
         self.oracle.swap_in(rows, expected)
         self.run(jaxkv.swap_in, np.array(rows), widen(host, self.config))
 
