@@ -1,6 +1,7 @@
 """The allocator: index arithmetic on `BlockTables`, on the device, without a loop over blocks or tokens."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +14,24 @@ def blocks_for(lengths: jax.Array, block_size: int) -> jax.Array:
     return (lengths + block_size - 1) // block_size
 
 
-def serve(need: jax.Array, num_free: jax.Array) -> jax.Array:
-    """`bool[S]`: which rows get the `need[s]` blocks they ask for: in order, each all or nothing."""
+def serve(needs: Sequence[jax.Array], groups: Sequence[BlockTables]) -> jax.Array:
+    """`bool[S]`: which rows get the `needs[g][s]` blocks they ask for: in order, each all or nothing in all groups."""
+    need = jnp.stack(needs)  # [G, S]
+    num_free = jnp.stack([tables.num_free for tables in groups])[:, None]
 
     def missing(served: jax.Array) -> jax.Array:
-        return served & (jnp.cumsum(jnp.where(served, need, 0)) > num_free)
+        return served & (jnp.cumsum(jnp.where(served[None], need, 0), axis=1) > num_free).any(axis=0)
 
     def drop(served: jax.Array) -> jax.Array:
         # The rows before the first that misses are served for good; no row that needs more than they leave can be.
         first = jnp.argmax(missing(served))
-        index = jnp.arange(need.shape[0])
-        left = num_free - jnp.sum(jnp.where(served & (index < first), need, 0), dtype=jnp.int32)
-        return served & ((index < first) | (need <= left))
+        before = jnp.arange(served.shape[0]) < first
+        left = num_free - jnp.sum(jnp.where((served & before)[None], need, 0), axis=1, keepdims=True, dtype=jnp.int32)
+        return served & (before | (need <= left).all(axis=0))
 
     # No iteration at all as long as there are blocks for everyone. (The first guess is computed from the data so that,
     # inside `shard_map`, it varies over the same mesh axes.)
-    return jax.lax.while_loop(lambda served: missing(served).any(), drop, need <= num_free)
+    return jax.lax.while_loop(lambda served: missing(served).any(), drop, (need <= num_free).all(axis=0))
 
 
 def take(tables: BlockTables, count: jax.Array, at: jax.Array | None = None) -> BlockTables:

@@ -1,6 +1,7 @@
 """Rows in host memory: `swap_out` and `swap_in`."""
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax
@@ -28,12 +29,13 @@ class HostBlocks:
     count: tuple[np.ndarray, ...]  # for each group i32[n]: blocks of the row
     blocks: tuple[Any, ...]  # for each layer [B, 2, K, block_size, D], or None for a layer that shares another's
     groups: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
+    windows: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})  # of each group
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, i: int) -> "HostBlocks":
-        if not 0 <= i < len(self):
+        if not 0 <= operator.index(i) < len(self):
             raise IndexError(f"There are {len(self)} rows, so there is no row {i!r} among them.")
         blocks = list(self.blocks)
         for layers, count in zip(self.groups, self.count, strict=True):
@@ -41,7 +43,8 @@ class HostBlocks:
             places = np.zeros(padded_size(int(count[i])), np.int32)
             places[: count[i]] = start + np.arange(count[i])
             for layer in layers:
-                blocks[layer] = jax.device_put(np.asarray(blocks[layer])[places], blocks[layer].sharding)
+                held, picked = blocks[layer], np.asarray(blocks[layer])[places]
+                blocks[layer] = jax.device_put(picked, held.sharding) if isinstance(held, jax.Array) else picked
         return dataclasses.replace(
             self, lengths=self.lengths[i : i + 1], first=tuple(x[i : i + 1] for x in self.first),
             count=tuple(x[i : i + 1] for x in self.count), blocks=tuple(blocks),
@@ -74,7 +77,7 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
       `(cache, host)`: the rows are empty, and `host` holds what they held, in the order of `rows`.
 
     Raises:
-      IndexError: no such row.
+      IndexError: no such row. ValueError: a row named twice, or called inside `jit`.
 
     >>> import jax.numpy as jnp, jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -86,6 +89,8 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
     >>> jaxkv.swap_in(cache, 0, host).lengths.tolist()
     [20, 5]
     """
+    if isinstance(rows, jax.core.Tracer) or isinstance(cache.lengths, jax.core.Tracer):
+        raise ValueError("swap_out cannot be part of jit: how much there is to move is data. Call it between steps.")
     moved = _row_list(cache, rows)
     tables = jax.device_get(cache.tables)
     blocks: list[Any] = [None] * cache.num_layers
@@ -104,7 +109,7 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
             blocks[layer] = _to_host(read_blocks(cache.pool(layer).kv, padded))
     host = HostBlocks(
         lengths=tables[0].lengths[moved], first=tuple(first), count=tuple(count), blocks=tuple(blocks),
-        groups=cache.config.groups,
+        groups=cache.config.groups, windows=cache.config.group_windows,
     )  # fmt: skip
     return free(cache, moved), host
 
@@ -126,24 +131,29 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
     """
     dst = row_indices("rows", rows, cache.lengths.shape[0])
     _check_fits(cache, dst, host)
-    granted = sensible = _are_empty(cache, dst) & (jnp.asarray(host.lengths) <= cache.config.max_seq_len)
-    for t, first, count in zip(cache.tables, host.first, host.count, strict=True):
+    if not len(host):
+        return cache
+    lengths, firsts, counts = jax.tree.map(jnp.asarray, (host.lengths, host.first, host.count))
+    too_long = lengths > cache.config.max_seq_len
+    sensible = _are_empty(cache, dst)
+    granted = sensible & ~too_long
+    for t, first, count in zip(cache.tables, firsts, counts, strict=True):
         granted &= first + count <= t.tables.shape[1]
-        if not cache.config.contiguous:
-            granted &= serve(jnp.where(granted, count, 0), t.num_free)
-    wanted = jnp.where(sensible, host.lengths, jnp.where(host.lengths > cache.config.max_seq_len, host.lengths, -1))
+    if not cache.config.contiguous:
+        granted &= serve([jnp.where(granted, count, 0) for count in counts], cache.tables)
+    num_rows = cache.lengths.shape[0]
+    served, refused = jnp.where(granted, dst, num_rows), jnp.where(granted, num_rows, dst)
+
+    def per_row(rows: jax.Array, x: jax.Array) -> jax.Array:
+        return scatter_rows(jnp.zeros(num_rows, x.dtype), rows, x)
 
     pools, groups = list(cache.pools), []
-    for layers, t, first, count in zip(cache.config.groups, cache.tables, host.first, host.count, strict=True):
-
-        def per_row(x: Any, rows: jax.Array = dst) -> jax.Array:
-            return scatter_rows(jnp.zeros(cache.lengths.shape, jnp.asarray(x).dtype), rows, x)
-
+    for layers, t, first, count in zip(cache.config.groups, cache.tables, firsts, counts, strict=True):
         if not cache.config.contiguous:
-            t = take(t, per_row(jnp.where(granted, count, 0)), at=per_row(first))
-        filled = per_row(granted)
-        t = mark_failed(t, per_row(~granted), per_row(wanted), per_row(count))
-        t = dataclasses.replace(t, lengths=jnp.where(filled, per_row(host.lengths), t.lengths),
+            t = take(t, per_row(served, count), at=per_row(served, first))
+        filled, wanted = per_row(served, granted), jnp.where(sensible | too_long, lengths, -1)
+        t = mark_failed(t, per_row(refused, ~granted), per_row(refused, wanted), per_row(refused, count))
+        t = dataclasses.replace(t, lengths=jnp.where(filled, per_row(served, lengths), t.lengths),
                                 new=jnp.where(filled, 0, t.new))  # fmt: skip
         groups.append(t)
         for layer in layers:
@@ -171,12 +181,15 @@ def _row_list(cache: Cache, rows: Any) -> np.ndarray:
 
 
 def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:
+    if not isinstance(host, HostBlocks):
+        raise ValueError(f"host must be what swap_out returned, not {type(host).__name__}.")
     if dst.shape[0] != len(host):
         raise ValueError(f"rows must name {len(host)} rows, one for each that was swapped out, not {dst.shape[0]}.")
-    if host.groups != cache.config.groups:
+    groups, windows = cache.config.groups, cache.config.group_windows
+    if (host.groups, host.windows) != (groups, windows):
         raise ValueError(
-            f"These blocks come from a cache whose layers form the groups {host.groups}, but here they form "
-            f"{cache.config.groups}."
+            f"These blocks come from a cache whose layers form the groups {host.groups} of windows {host.windows}, but "
+            f"here they form {groups} of {windows}: swap them into a cache like the one they come from."
         )
     for layers in cache.config.groups:
         for layer in layers:

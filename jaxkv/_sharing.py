@@ -53,9 +53,8 @@ def fork(cache: Cache, src: Any, dst: Any) -> Cache:
     moved = asked != itself
     sensible = (asked == source) & ~moved[source]
     granted = moved & sensible
-    for tables in cache.tables:
-        copied = _adoption(cache, tables, source, granted).copied
-        granted &= serve(_blocks_taken(cache, copied), tables.num_free)
+    copied = [_adoption(cache, tables, source, granted).copied for tables in cache.tables]
+    granted &= serve([_blocks_taken(cache, c) for c in copied], cache.tables)
     return _become(cache, source, granted, moved & ~granted, sensible)
 
 
@@ -113,9 +112,8 @@ def truncate(cache: Cache, lengths: Any) -> Cache:
         first = jnp.minimum(cache.config.first_seen(group, target), tables.tables.shape[1] - 1)
         gone |= shorter & (target > 0) & (tables.tables[jnp.arange(target.shape[0]), first] == NULL_BLOCK)
     granted = shorter & ~gone
-    for tables in cache.tables:
-        copied = _truncation(cache, tables, target, granted).copied
-        granted &= serve(_blocks_taken(cache, copied), tables.num_free)
+    copied = [_truncation(cache, tables, target, granted).copied for tables in cache.tables]
+    granted &= serve([_blocks_taken(cache, c) for c in copied], cache.tables)
 
     def shorten(tables: BlockTables) -> BlockTables:
         refused, needed = (shorter & ~granted) | (target < 0), jnp.where(gone, GONE, 1)
@@ -200,7 +198,8 @@ def _carry_out(
         plan = plan_for(tables)
         changed = tables
         if not cache.config.contiguous:
-            changed = take(replace_entries(tables, plan.entries), _blocks_taken(cache, plan.copied))
+            # At its column, since nothing may stand before it: the row's other blocks may have left the window.
+            changed = take(replace_entries(tables, plan.entries), _blocks_taken(cache, plan.copied), at=plan.column)
         target = changed.tables[jnp.arange(plan.column.shape[0]), plan.column]
         for layer in layers:
             pools[layer] = copy_blocks(cache.pool(layer), plan.block, target, plan.copied)

@@ -135,10 +135,8 @@ def positions(cache: Cache, shape: Sequence[int]) -> jax.Array:
 def _make_room(cache: Cache, target: jax.Array) -> tuple[jax.Array, list[jax.Array], list[BlockTables]]:
     """Which rows can have blocks for `target` tokens; the blocks each group needs for it; tables that have them."""
     block_size = cache.config.block_size
-    granted = jnp.ones(target.shape, bool)
     needs = [jnp.maximum(blocks_for(target, block_size) - t.end, 0) for t in cache.tables]
-    for tables, need in zip(cache.tables, needs, strict=True):
-        granted &= serve(jnp.where(granted, need, 0), tables.num_free)
+    granted = serve(needs, cache.tables)
     rooms = [take(t, jnp.where(granted, need, 0)) for t, need in zip(cache.tables, needs, strict=True)]
     return granted, needs, rooms
 

@@ -4,6 +4,7 @@ Which physical block a row gets is not part of the contract, so the oracle has n
 cache by what the rows hold, by which places of the tables share a block, and by how many blocks are in use.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -16,9 +17,9 @@ class Block:
 
 
 class Row:
-    def __init__(self):
+    def __init__(self, num_groups):
         self.tokens = []  # one entry per token: a list over layers of (k, v), [K, D] each
-        self.blocks = []
+        self.blocks = [[] for _ in range(num_groups)]  # for each group, column by column; None: given back
         self.new = 0
         self.offset = 0
         self.failed = False
@@ -28,27 +29,55 @@ class Row:
         self.tokens, self.blocks, self.new, self.failed = list(other.tokens), blocks, 0, other.failed
 
 
+class Stored:
+    """A row in host memory: its tokens, and for each group which columns of its table had a block for them."""
+
+    def __init__(self, row, num_columns):
+        self.tokens = list(row.tokens)
+        self.columns = [[block is not None for block in held[:num_columns]] for held in row.blocks]
+
+
 class Oracle:
     def __init__(self, config: jaxkv.CacheConfig):
         self.config = config
-        self.rows = [Row() for _ in range(config.max_seqs)]
         self.contiguous = config.layout == "contiguous"
-        for row in self.rows:
-            row.blocks = [Block()] if self.contiguous else []
-        self.peak = self.used
+        # Layers that store and have the same window share tables, in the order in which the windows first appear.
+        stored = [layer.window for layer in config.layers if layer.shares_with is None]
+        self.windows = [None] if self.contiguous else list(dict.fromkeys(stored))
+        self.groups = range(len(self.windows))
+        self.rows = [Row(len(self.windows)) for _ in range(config.max_seqs)]
+        if self.contiguous:
+            for row in self.rows:
+                row.blocks = [[Block()]]
+        self.peak = [self.used(g) for g in self.groups]
+
+    def is_empty(self, r) -> bool:
+        return not self.rows[r].tokens and (self.contiguous or not any(self.rows[r].blocks))
+
+    # Layers.
+
+    def owner(self, layer):
+        """The layer whose keys and values a layer reads."""
+        shared = self.config.layers[layer].shares_with
+        return layer if shared is None else shared
+
+    def group(self, layer):
+        return 0 if self.contiguous else self.windows.index(self.config.layers[self.owner(layer)].window)
 
     # Blocks.
 
-    @property
-    def used(self) -> int:
-        return len({id(block) for row in self.rows for block in row.blocks})
+    def held(self, g):
+        """The blocks of a group, once for every holder. (An index over blocks is one more holder beside the rows.)"""
+        return [block for row in self.rows for block in row.blocks[g] if block is not None]
 
-    @property
-    def free_blocks(self) -> int:
-        return self.config.num_blocks - self.used
+    def used(self, g) -> int:
+        return len({id(block) for block in self.held(g)})
 
-    def owners(self, block) -> int:
-        return sum(block is b for row in self.rows for b in row.blocks)
+    def free_blocks(self, g) -> int:
+        return self.config.group_blocks[g] - self.used(g)
+
+    def note_peak(self):
+        self.peak = [max(peak, self.used(g)) for g, peak in enumerate(self.peak)]
 
     def blocks_for(self, length) -> int:
         return math.ceil(length / self.config.block_size)
@@ -57,18 +86,31 @@ class Oracle:
         """Whether the last block of so many tokens can still be written, so that it cannot be shared."""
         return length % self.config.block_size > 0 and not self.contiguous
 
+    def out_of_window(self, g, column, length) -> bool:
+        """Whether the token that follows `length` tokens sees nothing of a block, which is not their last either."""
+        window, end = self.windows[g], (column + 1) * self.config.block_size
+        return window is not None and end <= length - window + 1 and end < length
+
+    def give_back(self):
+        for row, g in itertools.product(self.rows, self.groups):
+            for column in range(len(row.blocks[g])):
+                if self.out_of_window(g, column, len(row.tokens)):
+                    row.blocks[g][column] = None
+
     def grow(self, row, length) -> bool:
-        """Give a row the blocks for `length` tokens, or leave it alone and say no."""
-        more = max(0, self.blocks_for(length) - len(row.blocks))
-        if length > self.config.max_seq_len or more > self.free_blocks:
+        """Give a row the blocks for `length` tokens in every group, or leave it alone and say no."""
+        more = [max(0, self.blocks_for(length) - len(held)) for held in row.blocks]
+        if length > self.config.max_seq_len or any(more[g] > self.free_blocks(g) for g in self.groups):
             return False
-        row.blocks += [Block() for _ in range(more)]
-        self.peak = max(self.peak, self.used)
+        for held, count in zip(row.blocks, more, strict=True):
+            held += [Block() for _ in range(count)]
+        self.note_peak()
         return True
 
     # The functions of the library.
 
     def extend(self, counts):
+        self.give_back()
         offset = 0
         for row, count in zip(self.rows, counts, strict=True):
             row.new, row.offset = 0, offset
@@ -95,13 +137,14 @@ class Oracle:
                 row.new, row.failed = 0, True
 
     def write(self, k, v):
-        """`k[layer]` is `[S, T, K, D]` padded or `[N, K, D]` packed."""
+        """`k[layer]` is `[S, T, K, D]` padded or `[N, K, D]` packed; None for layers that share another's."""
         packed = k[0].ndim == 3
         self.drop_unfit(k[0].shape[-3], packed)
         for i, row in enumerate(self.rows):
             for t, place in enumerate(self.places(i, row, packed)):
                 row.tokens[len(row.tokens) - row.new + t] = [
-                    (k[layer][place].copy(), v[layer][place].copy()) for layer in range(self.config.num_layers)
+                    None if one_k is None else (one_k[place].copy(), one_v[place].copy())
+                    for one_k, one_v in zip(k, v, strict=True)
                 ]
 
     def positions(self, shape):
@@ -114,17 +157,20 @@ class Oracle:
     def attend(self, q, layer):
         out = np.zeros(q.shape, np.float64)
         num_heads, head_dim = q.shape[-2:]
+        window = self.config.layers[layer].window
         for i, row in enumerate(self.rows):
             if not row.new:
                 continue
-            k, v = (np.stack([token[layer][half] for token in row.tokens]).astype(np.float64) for half in (0, 1))
+            stored = [token[self.owner(layer)] for token in row.tokens]
+            k, v = (np.stack([token[half] for token in stored]).astype(np.float64) for half in (0, 1))
             k, v = (np.repeat(x, num_heads // x.shape[1], axis=1) for x in (k, v))  # [C, H, D]
             for t, place in enumerate(self.places(i, row, q.ndim == 3)):
-                seen = len(row.tokens) - row.new + t + 1
-                logits = np.einsum("hd,chd->hc", q[place], k[:seen]) * head_dim**-0.5
+                end = len(row.tokens) - row.new + t + 1
+                seen = slice(0 if window is None else max(0, end - window), end)
+                logits = np.einsum("hd,chd->hc", q[place], k[seen]) * head_dim**-0.5
                 weights = np.exp(logits - logits.max(axis=1, keepdims=True))
                 weights /= weights.sum(axis=1, keepdims=True)
-                out[place] = np.einsum("hc,chd->hd", weights, v[:seen])
+                out[place] = np.einsum("hc,chd->hd", weights, v[seen])
         return out
 
     def reserve(self, targets):
@@ -139,7 +185,7 @@ class Oracle:
             if 0 <= d < count:
                 source[d] = s
         moved = [source[r] != r for r in range(count)]
-        free = self.free_blocks  # what the dst rows held is not counted on
+        free = [self.free_blocks(g) for g in self.groups]  # what the dst rows held is not counted on
         before = [(row.blocks, len(row.tokens)) for row in self.rows]
         for r, row in enumerate(self.rows):
             if not moved[r]:
@@ -149,25 +195,25 @@ class Oracle:
                 continue
             blocks, length = before[source[r]]
             copies = int(self.partial(length))
-            if copies > free:
+            if copies > min(free):
                 row.failed = True
                 continue
-            free -= copies
+            free = [n - copies for n in free]
             row.become(self.rows[source[r]], self.share(row, blocks, length))
-        self.peak = max(self.peak, self.used)
+        self.note_peak()
 
     def share(self, row, blocks, length):
         """The blocks of a row that becomes a fork of one with `blocks` and `length`."""
         if self.contiguous:
             return row.blocks
         full = length // self.config.block_size
-        return blocks[:full] + [Block() for _ in range(self.partial(length))]
+        return [held[:full] + [Block() for _ in range(self.partial(length))] for held in blocks]
 
     def reorder(self, order):
         count = len(self.rows)
         moved = [order[r] != r for r in range(count)]
         before = [(row.blocks, len(row.tokens)) for row in self.rows]
-        old = [Row() for _ in self.rows]
+        old = [Row(len(self.groups)) for _ in self.rows]
         for copy, row in zip(old, self.rows, strict=True):
             copy.become(row, row.blocks)
         sensible = all(0 <= s < count for s in order)
@@ -180,66 +226,95 @@ class Oracle:
                     # The partial block of a row that moves on itself goes to the first row that takes its place.
                     if self.partial(length) and moved[order[r]] and order[r] not in inherited:
                         inherited.add(order[r])
-                        blocks[r][-1] = source[len(blocks[r]) - 1]
-            sensible = len({id(b) for held in blocks for b in held}) <= self.config.num_blocks
+                        for held, before_held in zip(blocks[r], source, strict=True):
+                            held[-1] = before_held[len(held) - 1]
+            needed = [{id(b) for held in blocks for b in held[g] if b is not None} for g in self.groups]
+            sensible = all(len(needed[g]) <= self.config.group_blocks[g] for g in self.groups)
         for r, row in enumerate(self.rows):
             if moved[r] and sensible:
                 row.become(old[order[r]], blocks[r])
             elif moved[r]:
                 row.failed = True
-        self.peak = max(self.peak, self.used)
+        self.note_peak()
 
     def truncate(self, targets):
-        free = self.free_blocks  # what the rows give back is not counted on
-        shared = {id(b) for row in self.rows for b in row.blocks if self.owners(b) > 1}
+        free = [self.free_blocks(g) for g in self.groups]  # what the rows give back is not counted on
+        held = [[id(block) for block in self.held(g)] for g in self.groups]
         for row, target in zip(self.rows, targets, strict=True):
             if target < 0:
                 row.failed = True
             if not 0 <= target < len(row.tokens):
                 continue
             keep = self.blocks_for(target)
-            copies = int(self.partial(target) and id(row.blocks[keep - 1]) in shared)
-            if copies > free:
+            if any(
+                row.blocks[g][column] is None and not self.out_of_window(g, column, target)
+                for g, column in itertools.product(self.groups, range(keep))
+            ):
                 row.failed = True
                 continue
-            free -= copies
+            copies = [int(self.partial(target) and held[g].count(id(row.blocks[g][keep - 1])) > 1) for g in self.groups]
+            if any(copies[g] > free[g] for g in self.groups):
+                row.failed = True
+                continue
+            free = [n - c for n, c in zip(free, copies, strict=True)]
             del row.tokens[target:]
             row.new = 0
             if not self.contiguous:
-                row.blocks = row.blocks[: keep - copies] + [Block() for _ in range(copies)]
-        self.peak = max(self.peak, self.used)
+                row.blocks = [
+                    row.blocks[g][: keep - copies[g]] + [Block() for _ in range(copies[g])] for g in self.groups
+                ]
+        self.note_peak()
 
     def free(self, rows):
         for r in set(rows):
             if 0 <= r < len(self.rows):
-                row, kept = self.rows[r], self.rows[r].blocks if self.contiguous else []
-                row.become(Row(), kept)
+                row, kept = self.rows[r], self.rows[r].blocks if self.contiguous else [[] for _ in self.groups]
+                row.become(Row(len(self.groups)), kept)
+
+    def swap_out(self, rows):
+        stored = [Stored(self.rows[r], self.blocks_for(len(self.rows[r].tokens))) for r in rows]
+        self.free(rows)
+        return stored
+
+    def swap_in(self, rows, stored):
+        for r, one in zip(rows, stored, strict=True):
+            if not 0 <= r < len(self.rows):
+                continue
+            row = self.rows[r]
+            enough = self.contiguous or all(sum(one.columns[g]) <= self.free_blocks(g) for g in self.groups)
+            if not self.is_empty(r) or not enough:
+                row.failed = True
+                continue
+            row.tokens, row.new = list(one.tokens), 0
+            if not self.contiguous:
+                row.blocks = [[Block() if had else None for had in columns] for columns in one.columns]
+            self.note_peak()
 
     # Comparison.
 
     def assert_matches(self, cache: jaxkv.Cache, dense) -> None:
         """`dense[layer]` is `cache.combined(layer)`."""
-        tables = cache.tables[0]
-        lengths, new, failed, entries, free, peak = (
-            np.asarray(x)
-            for x in (tables.lengths, tables.new, tables.failed, tables.tables, tables.num_free, tables.peak)
-        )
-        assert lengths.tolist() == [len(row.tokens) for row in self.rows]
-        assert new.tolist() == [row.new for row in self.rows]
-        assert failed.tolist() == [row.failed for row in self.rows]
-        assert free == self.free_blocks
-        assert peak == self.peak
-        held = [entries[r][entries[r] != 0].tolist() for r in range(len(self.rows))]
-        assert pattern(held) == pattern([[id(b) for b in row.blocks] for row in self.rows])
+        assert len(cache.tables) == len(self.groups)
+        for g, tables in enumerate(cache.tables):
+            assert np.asarray(tables.lengths).tolist() == [len(row.tokens) for row in self.rows]
+            assert np.asarray(tables.new).tolist() == [row.new for row in self.rows]
+            assert np.asarray(tables.failed).tolist() == [row.failed for row in self.rows]
+            assert tables.num_free == self.free_blocks(g)
+            assert tables.peak == self.peak[g]
+            entries = np.asarray(tables.tables)
+            held = [row.blocks[g] + [None] * (entries.shape[1] - len(row.blocks[g])) for row in self.rows]
+            assert pattern(entries.tolist(), 0) == pattern([[b and id(b) for b in row] for row in held], None)
         for layer, actual in enumerate(dense):
             expected = np.zeros(actual.shape, actual.dtype)
             for r, row in enumerate(self.rows):
+                held = row.blocks[self.group(layer)]
                 for position, token in enumerate(row.tokens):
-                    expected[r, 0, :, position], expected[r, 1, :, position] = token[layer]
+                    if held[position // self.config.block_size] is not None:
+                        expected[r, 0, :, position], expected[r, 1, :, position] = token[self.owner(layer)]
             np.testing.assert_array_equal(actual, expected)
 
 
-def pattern(held):
-    """The same lists with every block replaced by the order in which it first appears."""
+def pattern(held, nothing):
+    """The same lists with every block replaced by the order in which it first appears, and `nothing` by None."""
     seen = {}
-    return [[seen.setdefault(block, len(seen)) for block in row] for row in held]
+    return [[None if b == nothing else seen.setdefault(b, len(seen)) for b in row] for row in held]
