@@ -203,7 +203,7 @@ class Engine:
                 step = scheduler.plan()
                 if not step.counts:
                     raise OutOfBlocks(_stuck(scheduler, self._residents))
-                self._residents.make_room(scheduler.blocks_of(step.counts))
+                self._residents.make_room(step.num_blocks)
                 next_tokens = self._compute(step, sampling)
                 due = scheduler.commit(step)
                 for sequence, count in step.counts.items():

@@ -30,15 +30,29 @@ class Sequence:
         return len(self.tokens) - self.cached
 
 
-@dataclasses.dataclass(frozen=True)
 class Step:
     """What to compute next: so many tokens of each of these sequences, from `cached` on."""
 
-    counts: dict[Sequence, int]
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+        self.counts: dict[Sequence, int] = {}
+        self.num_tokens = 0
+        self.num_blocks = 0  # taken beyond those that the sequences have; the same in every group of layers
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.counts.values())
+    def add(self, sequence: Sequence, count: int) -> None:
+        """Compute `count` tokens of a sequence that is not part of the step yet."""
+        self.counts[sequence] = count
+        self._total(sequence, count)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Leave a sequence out again, if it is part of the step."""
+        self._total(sequence, -self.counts.pop(sequence, 0))
+
+    def _total(self, sequence: Sequence, change: int) -> None:
+        held = -(-sequence.cached // self.block_size)
+        blocks = -(-(sequence.cached + abs(change)) // self.block_size) - held
+        self.num_tokens += change
+        self.num_blocks += blocks if change > 0 else -blocks
 
 
 class Rows(Protocol):
@@ -74,25 +88,20 @@ class Scheduler:
 
     def plan(self) -> Step:
         """The next step. Decoding rows come first; what is left of the step goes to prompts, oldest first."""
-        counts: dict[Sequence, int] = {}
+        step = Step(self.rows.block_size)
         times_set_back = self.times_set_back
         for sequence in sorted(self.running, key=lambda s: s.pending > 1):  # stable: oldest first among equals
             if sequence.row is not None:  # it may have been set back by an older one just now
-                self._schedule(sequence, counts)
+                self._schedule(sequence, step)
         # Right after one was set back there is no room for another.
-        while self.waiting and self.times_set_back == times_set_back and sum(counts.values()) < self.step_tokens:
+        while self.waiting and self.times_set_back == times_set_back and step.num_tokens < self.step_tokens:
             if not self.rows.has_room(self.running, self.waiting[0]):
                 break
             sequence = self.waiting.popleft()
             self.rows.admit(sequence)
             self.running.append(sequence)
-            self._schedule(sequence, counts)
-        return Step({s: n for s, n in counts.items() if n})
-
-    def blocks_of(self, counts: dict[Sequence, int]) -> int:
-        """Blocks that so many tokens take beyond those that their sequences have; the same in every group."""
-        size = self.rows.block_size
-        return sum(-(-(s.cached + n) // size) - -(-s.cached // size) for s, n in counts.items())
+            self._schedule(sequence, step)
+        return step
 
     def commit(self, step: Step) -> list[Sequence]:
         """Note that a step was computed; the sequences that are due a new token now."""
@@ -105,23 +114,23 @@ class Scheduler:
         self.running.remove(sequence)
         self.rows.retire(sequence)
 
-    def _schedule(self, sequence: Sequence, counts: dict[Sequence, int]) -> None:
-        while (count := self._affordable(sequence, counts)) < min(1, sequence.pending):
-            if sum(counts.values()) >= self.step_tokens:
+    def _schedule(self, sequence: Sequence, step: Step) -> None:
+        while step.num_tokens < self.step_tokens:
+            if count := self._affordable(sequence, step):
+                step.add(sequence, count)
                 return
             newest = self.running[-1]
-            counts.pop(newest, None)
+            step.remove(newest)
             self.running.remove(newest)
             self.rows.set_back(newest)
             self.waiting.appendleft(newest)
             self.times_set_back += 1
             if newest is sequence:
                 return
-        counts[sequence] = count
 
-    def _affordable(self, sequence: Sequence, counts: dict[Sequence, int]) -> int:
+    def _affordable(self, sequence: Sequence, step: Step) -> int:
         """How many of its tokens the step and the blocks that are left have room for."""
         size = self.rows.block_size
-        blocks = min(self.rows.available) - self.blocks_of(counts)
+        blocks = min(self.rows.available) - step.num_blocks
         places = (-(-sequence.cached // size) + blocks) * size - sequence.cached
-        return max(0, min(sequence.pending, self.step_tokens - sum(counts.values()), places))
+        return max(0, min(sequence.pending, self.step_tokens - step.num_tokens, places))
