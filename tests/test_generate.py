@@ -179,73 +179,66 @@ def test_all_bad_prompts_are_named_at_once_before_anything_is_computed(model):
 
 SHARED = make_prompts((60,), seed=7)[0]
 CHATS = [SHARED[:n] + more for n, more in zip((60, 50, 60, 37, 60, 8), make_prompts((5, 9, 1, 20, 30, 2)), strict=True)]
+# Few enough blocks that sequences are set back.
+TIGHT = {"max_seqs": 4, "max_seq_len": 128, "step_tokens": 32, "block_size": 4, "num_blocks": 28}
 REUSE = {
+    "computed again": {"swap": "never"},
+    "swapped": {"swap": "always"},
     "prefix cache": {"prefix_cache": True},
-    "prefix cache, few blocks": {"prefix_cache": True, "num_blocks": 30, "expect": "set back"},
-    "prefix cache, few blocks, spilled": {"prefix_cache": True, "num_blocks": 30, "spill_bytes": 10**6},
-    "swapped": {"num_blocks": 28, "swap": "always", "expect": "swapped"},
-    "computed again": {"num_blocks": 28, "swap": "never", "expect": "set back"},
+    "prefix cache, spilled": {"prefix_cache": True, "spill_bytes": 10**6},
 }
 
 
-@pytest.mark.parametrize("choice", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
-def test_reuse_swapping_and_recomputing_change_no_token(model, choice):
-    settings = {"max_seqs": 4, "max_seq_len": 128, "step_tokens": 32, "block_size": 4}
-
-    def chat(**options):
-        """Two rounds of the same prompts: in the second everything has been there before."""
-        engine = jaxkv.Engine(model, **settings | options)
-        rounds = []
-        for _ in range(2):
+@pytest.mark.parametrize(
+    ("choice", "ways"), [({}, REUSE), ({"temperature": 0.9, "seed": 3}, ("swapped", "prefix cache, spilled"))],
+    ids=["greedy", "sampled"],
+)  # fmt: skip
+def test_reuse_swapping_and_recomputing_change_no_token(model, choice, ways):
+    for way in ways:
+        engine = jaxkv.Engine(model, **TIGHT, **REUSE[way])
+        for _ in range(2):  # in the second round everything has been there before
             outputs = [[] for _ in CHATS]
             for index, token in engine.stream(CHATS, 12, **choice):
                 outputs[index].append(token)
-            rounds.append(outputs)
             jaxkv.check_invariants(engine.cache)
+            assert not engine.cache.lengths.any()
             if engine.prefix:
                 engine.prefix.check_invariants(engine.cache)
-                assert not engine.cache.lengths.any()
             else:
                 assert engine.cache.blocks_in_use == 0
-        return rounds, engine.stats()
-
-    expected, plain = chat()
-    assert expected[0] == expected[1]
-    for name, options in REUSE.items():
-        expect = options.get("expect")
-        rounds, stats = chat(**{key: value for key, value in options.items() if key != "expect"})
-        assert rounds == expected, name
-        if "prefix_cache" in options:
-            assert stats["tokens_saved"] > 0 and stats["tokens"] < 0.75 * plain["tokens"], name
-        if expect:
-            assert stats["set_back"] > 0, name
-        assert (stats["swapped_out"] > 0) == (expect == "swapped"), name
+            for i, (prompt, output) in enumerate(zip(CHATS, outputs, strict=True)):
+                assert engine.recompute(prompt, output, index=i, **choice) == output, way
+        stats = engine.stats()
+        assert stats["set_back"] > 0 and (stats["swapped_out"] > 0) == (way == "swapped"), way
+        if engine.prefix:
+            prompts_and_outputs = 2 * sum(len(prompt) + 11 for prompt in CHATS)
+            assert stats["tokens_saved"] > 0 and stats["tokens"] < 0.75 * prompts_and_outputs, way
+        if "spill_bytes" in REUSE[way]:
+            assert stats["blocks_spilled"] > 0 and stats["blocks_restored"] > 0
 
 
 def test_tenants_with_equal_prompts_share_nothing(model):
-    engine = jaxkv.Engine(model, max_seqs=4, max_seq_len=128, step_tokens=32, block_size=4, prefix_cache=True)
-    outputs = [[token for _, token in engine.stream([SHARED], 8, salt=salt)] for salt in ("a", "b", "a")]
+    engine = jaxkv.Engine(model, **TIGHT, prefix_cache=True)
+    outputs = [[token for _, token in engine.stream([SHARED[:24]], 8, salt=salt)] for salt in ("a", "b", "a")]
     assert outputs[0] == outputs[1] == outputs[2]
     stats = engine.stats()
-    assert stats["hits"] == 1 and stats["tokens_saved"] == 56
-    assert stats["blocks"][0] == 2 * 16  # of 67 tokens, twice
+    assert stats["hits"] == 1 and stats["tokens_saved"] == 20
+    assert stats["blocks"][0] == 2 * 7  # of 31 tokens, twice
 
 
 def test_pins_that_leave_no_room_are_named(model):
-    engine = jaxkv.Engine(model, max_seqs=2, max_seq_len=64, step_tokens=32, block_size=4, num_blocks=16,
-                          prefix_cache=True)  # fmt: skip
+    engine = jaxkv.Engine(model, **TIGHT, prefix_cache=True)
     list(engine.stream([SHARED[:36]], 4))
     engine.prefix.pin(SHARED[:32])
-    with pytest.raises(jaxkv.OutOfBlocks, match=r"There is no room for prompt 0 with 50 tokens: .* Unpin"):
-        list(engine.stream([[1] * 50], 4))
+    with pytest.raises(jaxkv.OutOfBlocks, match=r"There is no room for prompt 0 with 100 tokens: .* Unpin"):
+        list(engine.stream([[1] * 100], 4))
     engine.prefix.unpin(SHARED[:32])
-    assert len(list(engine.stream([[1] * 50], 4))) == 4
+    assert len(list(engine.stream([[1] * 100], 4))) == 4
 
 
 def test_the_cheaper_of_swapping_and_recomputing_is_chosen(model):
     def swapped(host_bandwidth):
-        engine = jaxkv.Engine(model, max_seqs=4, max_seq_len=128, step_tokens=32, block_size=4, num_blocks=28,
-                              host_bandwidth=host_bandwidth)  # fmt: skip
+        engine = jaxkv.Engine(model, **TIGHT, host_bandwidth=host_bandwidth)
         list(engine.stream(CHATS, 12))
         assert engine.set_back > 0
         return engine.stats()["swapped_out"]
