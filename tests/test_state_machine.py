@@ -239,9 +239,15 @@ class Machine(RuleBasedStateMachine):
         self.run(jaxkv.swap_in, np.array(rows), widen(host, self.config))
 
     @precondition(lambda self: self.swapped)
-    @rule(which=st.integers(0, 2), i=st.integers(0, 1), row=ANY_ROW)
-    def swap_in_one_of_several(self, which, i, row):
+    @rule(
+        which=st.integers(0, 2),
+        i=st.integers(0, 1),
+        rows=ROWS_IN_ANY_ORDER,
+        other_row=st.sampled_from((None, None, None, 0, -1, ROWS, HUGE)),
+    )
+    def swap_in_one_of_several(self, which, i, rows, other_row):
         host, expected = self.swapped[which % len(self.swapped)]
+        row = self.rows_that(False, rows)[0] if other_row is None else other_row
         self.oracle.swap_in([row], expected[i : i + 1])
         self.run(jaxkv.swap_in, np.array([row]), widen(host[i], self.config))
 
