@@ -166,7 +166,9 @@ def merge(out, lse, first_item, sinks, *, dtype, interpret: InterpretParams = No
     num_rows = first_item.shape[0] - 1
     vector = LAYOUT.reduce(0)
     part = 64  # of the head_dim, in one thread block
-    ahead = 8 if columns <= 16 else 4  # items loaded at once: one by one, each would cost the memory's whole latency
+    # Items loaded at once: one by one, each would cost the memory's whole latency. More where rows are few, and so cut
+    # into many, while thread blocks that each need many registers still fit on the chip all at once.
+    ahead = (128 if num_rows * num_kv_heads <= 64 else 64) // columns
 
     def paged_decode_merge(out_ref, lse_ref, first_ref, sinks_ref, merged_ref, merged_lse_ref, merged_s, merged_lse_s):
         row, head, d = (lax.axis_index(name) for name in ("row", "head", "part"))

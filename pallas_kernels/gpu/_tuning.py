@@ -39,7 +39,8 @@ def decode_plan(head_dim: int, columns: int) -> DecodePlan:
     # Two thread blocks a multiprocessor, if they fit, hide each other's waits; the slots share what memory that leaves.
     stage = 2 * 64 * head_dim * 2
     rest = columns * (64 * 2 + head_dim * 6) + 4096
-    blocks = 2 if 2 * (2 * stage + rest + RESERVED) <= SHARED_MEMORY + RESERVED else 1
+    # 32 columns take too many registers.
+    blocks = 2 if columns < 32 and 2 * (2 * stage + rest + RESERVED) <= SHARED_MEMORY + RESERVED else 1
     stages = min(((SHARED_MEMORY + RESERVED) // blocks - RESERVED - rest) // stage, 4)
     return DecodePlan(Tile(tokens=64, stages=stages), num_blocks=blocks * MULTIPROCESSORS.get(chip, 132))
 

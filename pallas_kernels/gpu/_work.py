@@ -8,15 +8,16 @@ import jax.numpy as jnp
 
 WAVES = 4  # full loads of the chip to cut decode into, so that the last one, partly filled, costs little
 FEW_TILES = 4  # an item shorter than this spends its time on starting: only what one wave needs is cut finer
+MOST_ITEMS = 132  # of one row
 
 
 def decode_capacity(num_rows: int, wave: int) -> tuple[int, int]:
     """Items that `decode_items` has room for in all, and the most of one row.
 
-    The kernel that merges a row's items goes through them one after another, so a row gets about as many as fill the
-    chip once, and no more than 64.
+    The kernel that merges a row's items goes through them a few at a time, so a row gets about as many as fill the chip
+    twice, and no more than one for each multiprocessor.
     """
-    most = min(max(wave, 32), 64)
+    most = min(max(2 * wave, 64), MOST_ITEMS)
     return min(num_rows + WAVES * wave, num_rows * most), most
 
 

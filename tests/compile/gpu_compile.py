@@ -152,6 +152,8 @@ JOBS = {
     "llama2-7b": named("llama2-7b"),
     "phi2": named("phi2", block_size=32),
     "gemma2-2b": named("gemma2-2b", block_size=128),
+    "one-kv-head": lambda: attention(AttentionShape(32, 1, 128, num_layers=1)),
+    "two-kv-heads": lambda: attention(AttentionShape(48, 2, 128, num_layers=1)),
     "llama3-8b-prefill": named("llama3-8b", tokens=2048, packed=True),
     "llama3.2-1b-prefill": named("llama3.2-1b", tokens=256),
     "qwen2.5-14b-prefill": named("qwen2.5-14b", tokens=256, block_size=64),

@@ -1,11 +1,15 @@
 """The decode kernels against the reference: interpreted with races detected, or natively on a GPU."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import gpu, testing
+from pallas_kernels.gpu import _tuning, _work
+from pallas_kernels.gpu._tiles import Tile
 from pallas_kernels.testing import Case
 
 pytestmark = pytest.mark.usefixtures("small_plans")
@@ -36,6 +40,47 @@ def test_against_reference(case, interpret):
     expected_out, expected_lse = testing.expected(case, inputs, return_lse=True)
     testing.assert_close(out, expected_out)
     testing.assert_close(lse, expected_lse, dtype=case.dtype)
+
+
+def test_a_row_cut_into_many_items(monkeypatch, interpret):
+    """One KV head: only cuts of its single row fill the chip."""
+    plan = _tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=70)
+    monkeypatch.setattr(_tuning, "decode_plan", lambda head_dim, columns: plan)
+    case = Case((64 * 69 + 5,), (1,), num_kv_heads=1, block_size=128, sinks=True, **B16)
+    inputs = testing.make_inputs(case)
+    _, first_item = _work.decode_items(inputs.lengths, None, 64, 70)
+    assert first_item[1] == 70
+    out, lse = attend(inputs, interpret, **testing.make_options(case))
+    expected_out, expected_lse = testing.expected(case, inputs, return_lse=True)
+    testing.assert_close(out, expected_out)
+    testing.assert_close(lse, expected_lse, dtype=case.dtype)
+
+
+POISONED = {
+    "decode": Case((300, 70), (1, 1), num_kv_heads=1, window=60, **B16),
+    "prefill": Case((300, 70), (20, 5), num_kv_heads=1, window=60, **B16),
+}
+
+
+@pytest.mark.parametrize("name", POISONED)
+def test_what_no_token_sees_is_not_read(name, interpret):
+    """Blocks wholly before the window hold NaN, and their table entries, like those past the length, are anything."""
+    case = dataclasses.replace(POISONED[name], max_blocks=25)
+    inputs, options = testing.make_inputs(case), testing.make_options(case)
+    expected = testing.expected(case, inputs)
+    kv, tables = np.array(inputs.kv), np.array(inputs.tables)
+    wild = np.resize(np.array([-(2**31), -1, 10**6, 2**31 - 1], np.int32), tables.shape)
+    for row, (length, new) in enumerate(zip(case.lengths, case.new, strict=True)):
+        before = max(length - new - case.window + 1, 0) // case.block_size
+        assert row > 0 or before > 10
+        kv[tables[row, :before]] = np.nan
+        held = -(-length // case.block_size)
+        tables[row, :before], tables[row, held:] = wild[row, :before], wild[row, held:]
+    kv[0] = np.nan
+    out, lse = attend(inputs._replace(kv=jnp.asarray(kv), tables=jnp.asarray(tables)), interpret, **options)
+    for row, new in enumerate(case.new):
+        testing.assert_close(out[row, :new], expected[row, :new])
+    assert np.isfinite(np.asarray(lse[0])).all()
 
 
 def test_traced_scale_and_cap(interpret):

@@ -62,21 +62,3 @@ def test_items_cover_every_token_once():
     assert (np.diff(seen) <= 0).all()  # the longest first
     at = np.asarray(place)[np.asarray(first_item)[0] + 50 // 16]  # token 50 of row 0
     assert items[at, 0] == 0 and index[at] == 48
-
-
-@pytest.mark.parametrize("wave", [1, 9, 33, 264])
-@pytest.mark.parametrize("window", [None, 100])
-def test_decode_items_are_even(window, wave):
-    """One row 100 times as long as the rest is cut as finely as they are, and every tile seen is in one item."""
-    lengths = np.array([32_000, 300, 0, 300], np.int32)
-    items, first_item = (np.asarray(x) for x in _work.decode_items(lengths, window, 64, wave))
-    for row, length in enumerate(lengths):
-        first = 0 if window is None else max(length - window, 0) // 64
-        tiles = [t for _, start, stop, _ in items[first_item[row] : first_item[row + 1]] for t in range(start, stop)]
-        assert tiles == list(range(first, -(-length // 64)))
-        assert (items[first_item[row] : first_item[row + 1], [0, 3]] == [row, length]).all()
-    sizes = items[:, 2] - items[:, 1]
-    assert (sizes[first_item[-1] :] == 0).all()
-    fair = sizes.sum() / min(wave, 64)
-    assert sizes.max() <= np.ceil(fair)
-    assert len(items) <= 4 + 4 * wave

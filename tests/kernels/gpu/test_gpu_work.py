@@ -1,0 +1,74 @@
+"""How the work is spread over the chip: arithmetic on the work lists, no kernel runs."""
+
+import heapq
+
+import numpy as np
+import pytest
+
+from pallas_kernels.gpu import _tuning, _work
+
+
+def test_items_cover_every_token_once():
+    lengths, new = np.array([300, 5, 0, 64, 1000], np.int32), np.array([100, 5, 0, 2, 33], np.int32)
+    items, index, first_item, place = _work.prefill_items(lengths, new, None, 16, 14)
+    covered = [(row, p) for row, start, stop in np.asarray(items) for p in range(start, stop)]
+    assert sorted(covered) == [(r, p) for r in range(5) for p in range(lengths[r] - new[r], lengths[r])]
+    seen = np.asarray(items[:, 2])[: np.count_nonzero(items[:, 2] > items[:, 1])]
+    assert (np.diff(seen) <= 0).all()  # the longest first
+    at = np.asarray(place)[np.asarray(first_item)[0] + 50 // 16]  # token 50 of row 0
+    assert items[at, 0] == 0 and index[at] == 48
+
+
+@pytest.mark.parametrize("wave", [1, 9, 33, 264])
+@pytest.mark.parametrize("window", [None, 100])
+def test_decode_items_are_even(window, wave):
+    """One row 100 times as long as the rest is cut as finely as they are, and every tile seen is in one item."""
+    lengths = np.array([32_000, 300, 0, 300], np.int32)
+    items, first_item = (np.asarray(x) for x in _work.decode_items(lengths, window, 64, wave))
+    for row, length in enumerate(lengths):
+        first = 0 if window is None else max(length - window, 0) // 64
+        tiles = [t for _, start, stop, _ in items[first_item[row] : first_item[row + 1]] for t in range(start, stop)]
+        assert tiles == list(range(first, -(-length // 64)))
+        assert (items[first_item[row] : first_item[row + 1], [0, 3]] == [row, length]).all()
+    sizes = items[:, 2] - items[:, 1]
+    assert (sizes[first_item[-1] :] == 0).all()
+    fair = sizes.sum() / min(wave, _work.MOST_ITEMS)
+    assert sizes.max() <= np.ceil(fair)
+    assert len(items) <= 4 + 4 * wave
+
+
+MULTIPROCESSORS = 132
+# Lengths of the rows, and KV heads.
+STEPS = {
+    "one row of 32k": ([32_768], 8),
+    "one row of 128k, one KV head": ([131_072], 1),
+    "256 rows of 512": ([512] * 256, 8),
+    "64 rows of 8k": ([8192] * 64, 8),
+    "one row 100 times as long": ([32_000] + [320] * 15, 8),
+    "one row 100 times as long, one KV head": ([32_000] + [320] * 15, 1),
+    "some rows 100 times as long": ([32_000] * 4 + [320] * 60, 8),
+    "all lengths": (list(range(100, 20_000, 300)), 8),
+    "less work than places": ([512], 8),
+}
+
+
+def last_to_end(sizes):
+    """When the last multiprocessor ends, if each takes the next thread block as soon as it is free."""
+    ends = [0] * MULTIPROCESSORS
+    for size in sizes:
+        heapq.heappush(ends, heapq.heappop(ends) + size)
+    return max(ends)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_decode_fills_the_chip(name):
+    """As many thread blocks as multiprocessors, or as tiles; none with much more than its share of the tiles."""
+    lengths, num_kv_heads = STEPS[name]
+    plan = _tuning.decode_plan(128, 8)
+    wave = -(-plan.num_blocks // num_kv_heads)
+    items, _ = _work.decode_items(np.array(lengths, np.int32), None, plan.tile.tokens, wave)
+    sizes = np.asarray(items[:, 2] - items[:, 1])
+    sizes = np.tile(sizes[sizes > 0], num_kv_heads)
+    assert len(sizes) >= min(0.95 * MULTIPROCESSORS, sizes.sum())
+    even = sizes.max() <= 1.2 * sizes.mean()
+    assert even or last_to_end(sizes) <= 1.2 * sizes.sum() / MULTIPROCESSORS  # small ones fill what large ones leave
