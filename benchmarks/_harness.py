@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+Rows = list[dict[str, Any]]
 
 
 def time_side_by_side(contenders: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -36,7 +37,7 @@ def copy_contender(num_bytes: int = 2**28) -> tuple[int, Callable[[], Any]]:
     return num_bytes, lambda: copy(x)
 
 
-def table(rows: list[dict[str, Any]]) -> None:
+def table(rows: Rows) -> None:
     """Print rows of equal keys."""
     cells = [[*rows[0]], *([_cell(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -44,8 +45,8 @@ def table(rows: list[dict[str, Any]]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
 
 
-def save(name: str, rows: list[dict[str, Any]], **facts: Any) -> pathlib.Path:
-    """Write rows to `results/<name>.json`, with what one needs to know to read them later."""
+def save(name: str, rows: Rows | dict[str, Rows], **facts: Any) -> pathlib.Path:
+    """Write rows, or several tables by name, to `results/<name>.json`, with what one needs to know to read them later."""
     about = {
         "commit": subprocess.run(
             ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
