@@ -46,7 +46,7 @@ def table(rows: Rows) -> None:
 
 
 def save(name: str, rows: Rows | dict[str, Rows], **facts: Any) -> pathlib.Path:
-    """Write rows, or several tables by name, to `results/<name>.json`, with what one needs to know to read them later."""
+    """Write rows, or several tables by name, to `results/<name>.json`, with what one needs to read them later."""
     about = {
         "commit": subprocess.run(
             ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
