@@ -84,7 +84,7 @@ def replace_entries(tables: BlockTables, entries: jax.Array, kept: jax.Array | N
 
 
 def give_back(tables: BlockTables, first: jax.Array) -> BlockTables:
-    """Free the blocks before column `first[s]` of each row, which are few: no work per block of the tables or pools."""
+    """Free the blocks before column `first[s]` of each row: nothing is done where there are none, as in most steps."""
     column = jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None]
     first_held = tables.end - tables.held
     State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]

@@ -136,7 +136,8 @@ class PrefixCache:
 
         Args:
           tokens: what the row holds, from its first token on. If there are fewer than in the row, only those are
-            indexed; tokens that the row does not hold yet are ignored.
+            indexed; tokens that the row does not hold yet are ignored. Blocks that are indexed with another salt or
+            adapter already are left out.
 
         Returns:
           The cache, in which these blocks stay when the row is freed.
@@ -146,13 +147,15 @@ class PrefixCache:
         """
         self._check(cache, row)
         tokens = _as_tokens(tokens)
-        columns, lengths = jax.device_get(([t.tables[row] for t in cache.tables], cache.lengths))
+        held = [(t.tables[row], t.kept[t.tables[row]]) for t in cache.tables]
+        columns, lengths = jax.device_get((held, cache.lengths))
         chain = self._tree.extend(self._root(salt, adapter), tokens[: lengths[row]])
         groups = []
-        for group, (t, blocks) in enumerate(zip(cache.tables, columns, strict=True)):
+        for group, (t, (blocks, kept)) in enumerate(zip(cache.tables, columns, strict=True)):
             new = np.full(self.config.max_blocks_per_seq, NULL_BLOCK, np.int32)
             for column, node in enumerate(chain):
-                if node.blocks[group] == NULL_BLOCK and blocks[column] != NULL_BLOCK:
+                # A block that is kept already is another node's, of another salt: it stays that one's alone.
+                if node.blocks[group] == NULL_BLOCK and blocks[column] != NULL_BLOCK and not kept[column]:
                     new[column] = node.blocks[group] = int(blocks[column])
                     self._drop_host(node, group)
             groups.append(_keep(t, new) if new.any() else t)

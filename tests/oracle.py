@@ -29,6 +29,24 @@ class Row:
         self.tokens, self.blocks, self.new, self.failed = list(other.tokens), blocks, 0, other.failed
 
 
+class Token(list):
+    """A list over layers of (k, v), [K, D] each. Its id stands for it and for whatever was before it."""
+
+    ids = itertools.count()
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.id = next(self.ids)
+
+
+class Indexed:
+    """A full block that a prefix cache knows: for each group the block, or whether it is in host memory."""
+
+    def __init__(self, num_groups):
+        self.blocks = [None] * num_groups
+        self.on_host = [False] * num_groups
+
+
 class Stored:
     """A row in host memory: its tokens, and for each group which columns of its table had a block for them."""
 
@@ -49,6 +67,7 @@ class Oracle:
         if self.contiguous:
             for row in self.rows:
                 row.blocks = [[Block()]]
+        self.index = {}  # (salt, ids of all tokens up to its last) -> Indexed, the least recently used first
         self.peak = [self.used(g) for g in self.groups]
 
     def is_empty(self, r) -> bool:
@@ -67,8 +86,9 @@ class Oracle:
     # Blocks.
 
     def held(self, g):
-        """The blocks of a group, once for every holder. (An index over blocks is one more holder beside the rows.)"""
-        return [block for row in self.rows for block in row.blocks[g] if block is not None]
+        """The blocks of a group, once for every holder: rows and the index."""
+        indexed = [one.blocks[g] for one in self.index.values()]
+        return [block for blocks in (*(row.blocks[g] for row in self.rows), indexed) for block in blocks if block]
 
     def used(self, g) -> int:
         return len({id(block) for block in self.held(g)})
@@ -142,10 +162,10 @@ class Oracle:
         self.drop_unfit(k[0].shape[-3], packed)
         for i, row in enumerate(self.rows):
             for t, place in enumerate(self.places(i, row, packed)):
-                row.tokens[len(row.tokens) - row.new + t] = [
+                row.tokens[len(row.tokens) - row.new + t] = Token(
                     None if one_k is None else (one_k[place].copy(), one_v[place].copy())
                     for one_k, one_v in zip(k, v, strict=True)
-                ]
+                )
 
     def positions(self, shape):
         out = np.zeros(shape, np.int32)
@@ -289,6 +309,83 @@ class Oracle:
             if not self.contiguous:
                 row.blocks = [[Block() if had else None for had in columns] for columns in one.columns]
             self.note_peak()
+
+    # Prefix reuse.
+
+    def keys(self, salt, tokens):
+        """The names of the full blocks of tokens."""
+        size, ids = self.config.block_size, [token.id for token in tokens]
+        return [(salt, tuple(ids[:end])) for end in range(size, len(ids) + 1, size)]
+
+    def touch(self, keys):
+        for key in reversed(keys):
+            self.index[key] = self.index.pop(key)
+
+    def insert(self, r, salt):
+        row = self.rows[r]
+        keys = self.keys(salt, row.tokens)
+        for column, key in enumerate(keys):
+            one = self.index.setdefault(key, Indexed(len(self.groups)))
+            for g in self.groups:
+                block = row.blocks[g][column]
+                if (
+                    one.blocks[g] is None
+                    and block is not None
+                    and all(o.blocks[g] is not block for o in self.index.values())
+                ):
+                    one.blocks[g], one.on_host[g] = row.blocks[g][column], False
+        self.touch(keys)
+
+    def needed(self, g, count):
+        """The columns that the token behind `count` full blocks sees, or would write behind."""
+        length = count * self.config.block_size
+        return [column for column in range(count) if not self.out_of_window(g, column, length)]
+
+    def match(self, salt, tokens):
+        """The names of the most blocks of a prompt that are there; one more token is to follow."""
+        keys = self.keys(salt, tokens)
+        for count in range(len(keys), 0, -1):
+            found = [self.index.get(key) for key in keys[:count]]
+            if all(
+                found[c] is not None and (found[c].blocks[g] is not None or found[c].on_host[g])
+                for g in self.groups
+                for c in self.needed(g, count)
+            ):
+                self.touch([key for key in keys[:count] if key in self.index])
+                return keys[:count]
+        return []
+
+    def unused(self, g):
+        """The names of indexed blocks that no row holds."""
+        in_rows = {id(block) for row in self.rows for block in row.blocks[g]}
+        return [key for key, one in self.index.items() if one.blocks[g] and id(one.blocks[g]) not in in_rows]
+
+    def make_room(self, wanted, spared=()):
+        for g in self.groups:
+            missing = wanted[g] - self.free_blocks(g)
+            for key in [key for key in self.unused(g) if key not in spared][: max(0, missing)]:
+                self.index[key].blocks[g], self.index[key].on_host[g] = None, True
+
+    def adopt(self, r, keys, tokens) -> bool:
+        """Whether there was room for what is on the host."""
+        count = len(keys)
+        absent = [[c for c in self.needed(g, count) if not self.index[keys[c]].blocks[g]] for g in self.groups]
+        for g in self.groups:
+            spared = sum(1 for key in keys if key in self.index and self.index[key].blocks[g])
+            if any(absent) and len(absent[g]) > self.free_blocks(g) + max(0, len(self.unused(g)) - spared):
+                return False
+        self.make_room([len(columns) for columns in absent], keys)
+        row = self.rows[r]
+        for g in self.groups:
+            for c in absent[g]:
+                one = self.index[keys[c]]
+                one.blocks[g], one.on_host[g] = Block(), False
+            needed = self.needed(g, count)
+            row.blocks[g] = [self.index[keys[c]].blocks[g] if c in needed else None for c in range(count)]
+        row.tokens, row.new = list(tokens[: count * self.config.block_size]), 0
+        self.touch([key for key in keys if key in self.index])
+        self.note_peak()
+        return True
 
     # Comparison.
 

@@ -139,6 +139,18 @@ def test_salts_and_adapters_share_nothing():
         assert set(np.asarray(adopted.tables[0].tables)[1, :4].tolist()) < blocks
 
 
+def test_a_block_has_one_salt():
+    cache, prefix = start()
+    cache, _ = compute(cache, 0, A[:8])
+    cache = prefix.insert(prefix.insert(cache, 0, A, salt="a"), 0, A, salt="b")
+    cache, _ = compute(cache, 0, A)
+    cache = prefix.insert(cache, 0, A, salt="b")
+    prefix.check_invariants(cache)
+    assert prefix.match(A, salt="a").num_tokens == 8 and prefix.match(A, salt="b").num_tokens == 0
+    cache = prefix.make_room(jaxkv.free(cache, 0), 40)
+    assert cache.blocks_in_use == 0
+
+
 @pytest.mark.parametrize("hash_function", [lambda key: 0, lambda key: hash(key) % 2])
 def test_a_hash_collision_costs_a_comparison_and_nothing_else(hash_function):
     cache, prefix = start(prompts=[A, B, [*A[:8], *B[:8]]], hash_function=hash_function)

@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import functools
 import os
+import tempfile
 
 import hypothesis.strategies as st
 import jax
@@ -75,12 +76,12 @@ CONFIGS = {
 
 
 def poison(cache):
-    """NaN wherever no row holds a token, but in the null block."""
+    """NaN wherever no row holds a token, but in the null block and in those that an index keeps."""
     pools = list(cache.pools)
     row, position = jnp.arange(ROWS)[:, None], jnp.arange(cache.config.max_seq_len)[None]
     for layer, pool in enumerate(cache.pools):
         if pool is not None:
-            held = jnp.zeros((pool.kv.shape[0], cache.config.block_size), bool).at[0].set(True)
+            held = jnp.repeat(cache.layer(layer).tables.kept.at[0].set(True)[:, None], cache.config.block_size, axis=1)
             held = held.at[cache.slots(row, position, layer=layer)].set(True)
             pools[layer] = dataclasses.replace(pool, kv=jnp.where(held[:, None, None, :, None], pool.kv, jnp.nan))
     return cache.replace(pools=tuple(pools))
@@ -120,6 +121,7 @@ COUNTS = per_row(0, 0, 0, 1, 1, 1, 2, 3, 4, 5, 5, 6, 7, -1, HUGE, -HUGE)
 LENGTHS = per_row(*[0] * 20, *range(21), 41, 42, 100, 100, 100, -1, HUGE, -HUGE)
 NONSENSE = (-1, HUGE, -HUGE)
 DROPPED = per_row(0, 0, 0, 0, 1, 1, 2, 3, 4, 5, 7, 10, 100, *NONSENSE)  # tokens to truncate from each row
+SALTS = st.sampled_from(("a", "b"))
 ROWS_IN_ANY_ORDER = st.permutations(range(ROWS))
 ANY_ROW = st.sampled_from((*range(ROWS), *range(ROWS), *range(ROWS), -1, ROWS, HUGE))
 
@@ -134,6 +136,9 @@ class Machine(RuleBasedStateMachine):
         self.oracle = Oracle(self.config)
         self.rng = np.random.default_rng(0)
         self.swapped = collections.deque(maxlen=3)  # what swap_out gave, and what it should hold
+        if not self.oracle.contiguous:
+            self.prefix = jaxkv.PrefixCache(self.config, spill_bytes=2**20)
+        self.inserted = collections.deque(maxlen=4)  # salts and tokens of what the index may have
 
     def run(self, function, *args):
         args = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32 if np.asarray(x).dtype.kind == "i" else None), args)
@@ -146,6 +151,8 @@ class Machine(RuleBasedStateMachine):
         dense, self.cache = look(self.cache)
         self.oracle.assert_matches(*jax.device_get((self.cache, dense)))
         jaxkv.check_invariants(self.cache)
+        if not self.oracle.contiguous:
+            self.prefix.check_invariants(self.cache)
 
     def random(self, packed, heads):
         """For each layer random numbers `[..., heads(layer), head_dim]`."""
@@ -250,6 +257,79 @@ class Machine(RuleBasedStateMachine):
         row = self.rows_that(False, rows)[0] if other_row is None else other_row
         self.oracle.swap_in([row], expected[i : i + 1])
         self.run(jaxkv.swap_in, np.array([row]), widen(host[i], self.config))
+
+    # A block that the index has stays when its rows go, and is found by what its tokens are.
+
+    def is_paged(self):
+        return not self.oracle.contiguous
+
+    @precondition(is_paged)
+    @rule(rows=ROWS_IN_ANY_ORDER, salt=SALTS)
+    def insert(self, rows, salt):
+        row = self.rows_that(True, rows)[0]
+        tokens = self.oracle.rows[row].tokens
+        self.cache = self.prefix.insert(self.cache, row, ids(tokens), salt=salt)
+        self.oracle.insert(row, salt)
+        self.inserted.append((salt, list(tokens)))
+        self.compare()
+
+    @precondition(lambda self: self.inserted)
+    @rule(which=st.integers(0, 3), rows=ROWS_IN_ANY_ORDER, cut=st.integers(0, 4), salt=st.none() | SALTS)
+    def adopt(self, which, rows, cut, salt):
+        """What begins like something that was inserted; into an empty row, if there is one."""
+        own_salt, tokens = self.inserted[which % len(self.inserted)]
+        salt = own_salt if salt is None else salt
+        tokens = tokens[: max(0, len(tokens) - cut)]
+        match = self.prefix.match([*ids(tokens), -1], salt=salt)
+        keys = self.oracle.match(salt, tokens)
+        assert match.num_tokens == len(keys) * self.config.block_size
+        row = self.rows_that(False, rows)[0]
+        if not self.oracle.is_empty(row):
+            with pytest.raises(ValueError, match="adopt into an empty row"):
+                self.prefix.adopt(self.cache, row, match)
+        elif self.oracle.adopt(row, keys, tokens):
+            self.cache = self.prefix.adopt(self.cache, row, match, donate=True)
+        else:
+            with pytest.raises(jaxkv.OutOfBlocks, match="are in host memory"):
+                self.prefix.adopt(self.cache, row, match)
+        self.compare()
+
+    @precondition(lambda self: self.inserted)
+    @rule(wanted=st.integers(1, 9))
+    def make_room(self, wanted):
+        self.cache = self.prefix.make_room(self.cache, wanted)
+        self.oracle.make_room([wanted] * len(self.oracle.groups))
+        self.compare()
+
+    @precondition(lambda self: len(self.inserted) > 3)
+    @rule()
+    def reset(self):
+        self.cache = self.prefix.reset(self.cache)
+        self.oracle.index.clear()
+        self.inserted.clear()
+        self.compare()
+
+    @rule()
+    def save_and_load(self):
+        """What the next tokens see is in the file, row by row; the cache itself goes on."""
+        with tempfile.TemporaryDirectory() as folder:
+            jaxkv.save(f"{folder}/cache.safetensors", self.cache)
+            loaded = jaxkv.load(f"{folder}/cache.safetensors")
+        jaxkv.check_invariants(loaded)
+        dense, _ = look(loaded)
+        for layer, actual in enumerate(dense):
+            for r, row in enumerate(self.oracle.rows):
+                held = row.blocks[self.oracle.group(layer)]
+                for position, token in enumerate(row.tokens):
+                    column = position // self.config.block_size
+                    if not self.oracle.out_of_window(self.oracle.group(layer), column, len(row.tokens)):
+                        assert held[column] is not None
+                        k, v = token[self.oracle.owner(layer)]
+                        np.testing.assert_array_equal(actual[r, :, :, position], np.stack([k, v]))
+
+
+def ids(tokens):
+    return [token.id for token in tokens]
 
 
 def widen(host, config):
