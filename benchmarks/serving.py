@@ -206,7 +206,6 @@ def windows(requests: int, facts: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-
 def swapping(requests: int, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """Too few blocks for all rows to reach their ends at once, so that sequences are set back."""
     model = jaxkv.models.small()
