@@ -32,11 +32,11 @@ def block_map(cache: "Cache") -> str:
         for r in rows[:64]
     )
     if any(t.kept.any() for t in groups):
-        legend += f'<span style="margin-right:1em">{_swatch(KEPT)} kept for reuse</span>'
+        legend += f'<span style="margin-right:1em;white-space:nowrap">{_swatch(KEPT)} kept for reuse</span>'
     return (
         f'<div style="font:12px sans-serif;max-width:46em">'
         f'<div style="margin-bottom:4px">{html.escape(repr(cache))}</div>{"".join(maps)}'
-        f'<div style="margin-top:4px">{legend}<span>{_swatch(FREE)} free</span></div></div>'
+        f'<div style="margin-top:4px">{legend}<span style="white-space:nowrap">{_swatch(FREE)} free</span></div></div>'
     )
 
 
