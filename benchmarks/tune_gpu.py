@@ -53,7 +53,7 @@ def jobs(head_dims: tuple[int, ...]) -> Iterator[Job]:
         yield "prefill_plan", (head_dim, 16), list(prefill_plans()), points
 
 
-def seconds(name: str, arguments: tuple[int, int], plan: Any, points: list[benchmark.Point]) -> float:
+def seconds(name: str, arguments: tuple[int, int], plan: Any, steps: list[tuple[benchmark.Point, dict]]) -> float:
     """Time of all steps with one plan, each in units of what its K and V or its products should take."""
     planned = getattr(_tuning, name)
 
@@ -62,27 +62,31 @@ def seconds(name: str, arguments: tuple[int, int], plan: Any, points: list[bench
 
     total = 0.0
     with mock.patch.object(_tuning, name, patched):
-        for point in points:
-            arrays = benchmark.inputs(point, copies=point.copies)
+        for point, arrays in steps:
             floor = max(point.kv_bytes / 4e12, point.flops / 6e14)
             total += benchmark.seconds_per_call(benchmark.ours(None), *arrays.values(), count=point.count) / floor
     return total
 
 
 def tune(job: Job, end: float, rows: list[dict[str, Any]]) -> Any:
-    """The fastest plan, today's among the first tried; None if none ran. What was measured is added to `rows`."""
+    """The fastest plan, or None if none ran. What was measured is added to `rows`."""
     name, arguments, plans, points = job
     random.Random(0).shuffle(plans)  # so that whatever the time allows is a fair sample
     today = getattr(_tuning, name)(*arguments)
-    times = {}
+    times: dict[Any, float] = {}
+    try:
+        steps = [(point, benchmark.inputs(point, copies=point.copies)) for point in points]
+    except Exception as e:  # no memory for them: another tenant of the chip, say
+        print(f"  # {name}{arguments}: {e!r:.200}", flush=True)
+        return None
     for plan in [today, *(plan for plan in plans if plan != today)]:
         if time.perf_counter() > end:
             print(f"  # The time is up after {len(times)} of {len(plans)} plans.")
             break
         row = {"what": name, "arguments": arguments, "plan": repr(plan)}
         try:
-            times[plan] = seconds(name, arguments, plan, points)
-            row["times_the_floor"] = times[plan] / len(points)
+            times[plan] = seconds(name, arguments, plan, steps)
+            row["times_the_floor"] = times[plan] / len(steps)
         except Exception as e:  # too much shared memory, say
             row["error"] = repr(e)[:200]
         print("  #", *row.values(), flush=True)

@@ -63,7 +63,7 @@ POISONED = {
 
 
 @pytest.mark.parametrize("name", POISONED)
-def test_what_no_token_sees_is_not_read(name, interpret):
+def test_what_no_token_sees_never_reaches_the_output(name, interpret):
     """Blocks wholly before the window hold NaN, and their table entries, like those past the length, are anything."""
     case = dataclasses.replace(POISONED[name], max_blocks=25)
     inputs, options = testing.make_inputs(case), testing.make_options(case)
