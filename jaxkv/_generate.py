@@ -247,10 +247,10 @@ class Engine:
         return next_tokens
 
     def _bucket(self, num_tokens: int) -> int:
-        """The places of a step, so that steps come in few shapes: one for decoding, then times 4 each."""
+        """The places of a step, so that steps come in few shapes: one for decoding, then twice as many each."""
         size = self.config.max_seqs
         while size < num_tokens:
-            size *= 4
+            size *= 2
         return min(size, self.step_tokens)
 
 
