@@ -212,7 +212,8 @@ class PrefixCache:
     def unpin(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> None:
         """Take back one `pin` of the same tokens. Raises ValueError if they are not pinned."""
         chain = self._tree.walk(self._root(salt, adapter), _as_tokens(tokens))
-        if not chain or not all(node.pins for node in chain):
+        chain = [node for node in chain if node.pins]  # what has been inserted since is not pinned
+        if not chain:
             raise ValueError("These tokens are not pinned: unpin takes what pin was given, once for each pin.")
         for node in chain:
             self._unpin(node)
@@ -315,6 +316,8 @@ class PrefixCache:
 
     def _trim_host(self) -> None:
         for node in list(self._tree.nodes) if self._host_bytes > self.spill_bytes else ():
+            if node.pins:
+                continue
             for group in range(len(node.host)):
                 self._drop_host(node, group)
             self._tree.prune(node)

@@ -211,6 +211,24 @@ def test_what_a_row_uses_or_what_is_pinned_stays():
     prefix.check_invariants(cache)
 
 
+def test_pins_hold_on_the_host_too_and_while_the_index_grows():
+    config = make_config()
+    cache, prefix = start(prompts=[A[:8], B], config=config, spill_bytes=3 * config.bytes_per_block)
+    cache = prefix.make_room(cache, 32)  # what is older goes first: A is on the host now
+    assert prefix.pin(A) == 8
+    cache = prefix.make_room(cache, 40)
+    prefix.check_invariants(cache)
+    assert prefix.match(A).num_tokens == 8, "B was dropped from the host, not A"
+    cache, _ = compute(cache, 0, A)
+    cache = jaxkv.free(prefix.insert(cache, 0, A), 0)
+    cache = prefix.make_room(cache, 40)
+    assert cache.blocks_in_use == 2
+    prefix.unpin(A)
+    with pytest.raises(ValueError, match="not pinned"):
+        prefix.unpin(A)
+    assert prefix.make_room(cache, 40).blocks_in_use == 0
+
+
 def test_free_blocks_are_taken_before_indexed_ones():
     cache, prefix = start(prompts=[A])
     cache, _ = compute(cache, 1, list(range(200, 264)))
@@ -328,7 +346,7 @@ def test_bad_input_is_refused_and_nothing_is_lost():
     reserved = jaxkv.reserve(cache, [0, 0, 3, 0])
     other = jaxkv.init(make_config(num_blocks=39))
     half = jaxkv.PrefixCache(cache.config, max_pinned=0.1)
-    half.insert(full, 1, A)
+    half.insert(compute(jaxkv.init(cache.config), 1, A)[0], 1, A)
     for error, text, call in [
         (ValueError, "Row 1 holds 20 tokens in 5 blocks: adopt into an empty", lambda: prefix.adopt(full, 1, match)),
         (ValueError, "Row 2 holds 0 tokens in 1 blocks", lambda: prefix.adopt(reserved, 2, match)),
