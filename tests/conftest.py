@@ -8,3 +8,10 @@ import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Let go of compiled programs after each file. Each takes some thirty memory maps, of which Linux allows a process
+    65,530: without this, XLA crashes in a worker that has run most of the tests."""
+    if nextitem is None or nextitem.path != item.path:
+        jax.clear_caches()
