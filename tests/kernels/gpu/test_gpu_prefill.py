@@ -1,11 +1,10 @@
 """Chunked and mixed steps against the reference: interpreted with races detected, or natively on a GPU."""
 
 import jax
-import numpy as np
 import pytest
 
 from pallas_kernels import gpu, testing
-from pallas_kernels.gpu import _tuning, _work
+from pallas_kernels.gpu import _tuning
 from pallas_kernels.gpu._tiles import Tile
 from pallas_kernels.testing import Case
 
@@ -51,14 +50,3 @@ def test_wide_tiles(monkeypatch, interpret):
     monkeypatch.setattr(_tuning, "prefill_plan", lambda *_: _tuning.PrefillPlan(Tile(tokens=128, stages=2)))
     monkeypatch.setattr(_tuning, "decode_plan", lambda *_: _tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=1))
     check(Case((390,), (40,), num_heads=2, num_kv_heads=1, head_dim=128, **B16), interpret)
-
-
-def test_items_cover_every_token_once():
-    lengths, new = np.array([300, 5, 0, 64, 1000], np.int32), np.array([100, 5, 0, 2, 33], np.int32)
-    items, index, first_item, place = _work.prefill_items(lengths, new, None, 16, 14)
-    covered = [(row, p) for row, start, stop in np.asarray(items) for p in range(start, stop)]
-    assert sorted(covered) == [(r, p) for r in range(5) for p in range(lengths[r] - new[r], lengths[r])]
-    seen = np.asarray(items[:, 2])[: np.count_nonzero(items[:, 2] > items[:, 1])]
-    assert (np.diff(seen) <= 0).all()  # the longest first
-    at = np.asarray(place)[np.asarray(first_item)[0] + 50 // 16]  # token 50 of row 0
-    assert items[at, 0] == 0 and index[at] == 48
