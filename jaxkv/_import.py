@@ -78,7 +78,7 @@ def from_parts(
     columns = -(-config.max_seq_len // block_size)
 
     def i32(x: Any) -> Any:
-        return jnp.asarray(x, jnp.int32)
+        return jnp.array(x, jnp.int32)  # a copy: asarray may share the caller's memory, which is not immutable
 
     def fill(empty: BlockTables) -> BlockTables:
         return dataclasses.replace(

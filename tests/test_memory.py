@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxkv
@@ -164,3 +165,24 @@ def test_catches_scratch_memory():
 def test_needs_a_cache():
     with pytest.raises(ValueError, match=r"holds a jaxkv\.Cache"):
         assert_no_copy(jax.jit(lambda x: x), jnp.ones(3))
+
+
+def test_a_state_shares_no_memory_with_what_it_was_made_from():
+    """NumPy arrays are not immutable. JAX takes them as they lie, without a copy, where they happen to be aligned."""
+
+    def aligned(array):
+        store = np.zeros(array.nbytes + 64, np.uint8)
+        start = -store.ctypes.data % 64
+        copy = store[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        copy[...] = array
+        return copy
+
+    blocks, rows = np.ones((ROWS, 2, 4, 8), np.float32), np.arange(ROWS, dtype=np.int32)
+    k, v, tables, lengths, counts = map(aligned, (blocks, blocks, rows[:, None], np.full(ROWS, 3, np.int32), rows))
+    made = [jaxkv.Cache.from_parts(k=[k], v=[v], tables=tables, lengths=lengths, max_seq_len=4)]
+    made += [jaxkv.extend(made[0], counts), jaxkv.truncate(made[0], counts), jaxkv.reorder(made[0], counts)]
+    before = [np.array(x) for x in jax.tree.leaves(made)]
+    for array in (k, v, tables, lengths, counts):
+        array[...] = 99
+    for x, then in zip(jax.tree.leaves(made), before, strict=True):
+        np.testing.assert_array_equal(x, then)
