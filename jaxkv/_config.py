@@ -217,8 +217,7 @@ class CacheConfig:
             if getattr(self, field) not in (None, value):
                 raise ValueError(
                     f"CacheConfig.{field} is {value} in the contiguous layout (one block of max_seq_len tokens per "
-                    "row), "
-                    f"not {getattr(self, field)}: leave it out."
+                    f"row), not {getattr(self, field)}: leave it out."
                 )
             put(field, value)
         put("max_tokens", self.max_seqs * self.max_seq_len)

@@ -122,8 +122,7 @@ def _check_tables(
         if counts[entries[row, column]] > 1:
             raise ValueError(
                 f"Block {tables[row, column]} is the partial last block of row {row}, and stands in the tables once "
-                "more: "
-                "only full blocks can be shared. Give each row a copy of its own."
+                "more: only full blocks can be shared. Give each row a copy of its own."
             )
     return entries, lengths, max_seq_len
 

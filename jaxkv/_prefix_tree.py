@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -38,16 +39,18 @@ class PrefixTree:
 
     def __init__(self, block_size: int, num_groups: int, hash_function: Callable[[Any], Hashable] = hash):
         self.block_size, self.num_groups, self.hash_function = block_size, num_groups, hash_function
-        self.roots: dict[Any, Node] = {}
+        # Held by their chains alone, so that a salt used once leaves nothing behind.
+        self.roots: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
         self.buckets: dict[Hashable, list[Node]] = {}
         # The least recently used first; of those used together, the ends of chains first.
         self.nodes: collections.OrderedDict[Node, None] = collections.OrderedDict()
 
     def root(self, identity: Hashable) -> Node:
         """Where the chains of one identity start; chains of different identities never meet."""
-        if identity not in self.roots:
-            self.roots[identity] = Node(None, (), self.hash_function(identity), [], [])
-        return self.roots[identity]
+        root = self.roots.get(identity)
+        if root is None:
+            root = self.roots[identity] = Node(None, (), self.hash_function(identity), [], [])
+        return root
 
     def walk(self, root: Node, tokens: Sequence[int]) -> list[Node]:
         """The longest known chain of full blocks that `tokens` begins with."""

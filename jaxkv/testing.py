@@ -65,16 +65,15 @@ def assert_no_copy(jitted: Any, *args: Any, temp_fraction: float = 0.5, **kwargs
     if memory.temp_size_in_bytes > temp_fraction * largest:
         raise AssertionError(
             f"The step takes {memory.temp_size_in_bytes} bytes of scratch memory, more than {temp_fraction} of its "
-            "largest "
-            f"pool of {largest} bytes: something in it is as large as a pool. If that is not the cache's doing (a "
-            "large "
-            "model, a small pool), test with more num_blocks or a larger temp_fraction."
+            f"largest pool of {largest} bytes: something in it is as large as a pool. If that is not the cache's "
+            "doing (a large model, a small pool), test with more num_blocks or a larger temp_fraction."
         )
 
 
 def poison(cache: Cache, value: float = np.nan) -> Cache:
     """The same cache with every place that holds no row's token set to `value`: free blocks, and what lies past the
-    last token of each row. Whatever computes with the cache must give the same, bit by bit. The null block stays 0.
+    last token of each row. Whatever computes with the cache must give the same, bit by bit. The null block stays 0, and
+    blocks that a `PrefixCache` keeps stay as they are.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -83,13 +82,10 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
     True
     """
     pools = list(cache.pools)
+    row, position = jnp.arange(cache.config.max_seqs)[:, None], jnp.arange(cache.config.max_seq_len)[None]
     for layers, tables in zip(cache.config.groups, cache.tables, strict=True):
-        held = np.zeros((tables.num_blocks + 1, cache.config.block_size), bool)
-        held[NULL_BLOCK] = True
-        for row, length in zip(np.asarray(tables.tables), np.asarray(tables.lengths), strict=True):
-            position = np.arange(length)
-            held[row[position // cache.config.block_size], position % cache.config.block_size] = True
-        keep = jnp.asarray(held)[:, None, None, :, None]
+        keep = jnp.repeat(tables.kept.at[NULL_BLOCK].set(True)[:, None], cache.config.block_size, axis=1)
+        keep = keep.at[cache.slots(row, position, layer=layers[0])].set(True)[:, None, None, :, None]
         for layer in layers:
             kv = cache.pool(layer).kv
             pools[layer] = Pool(kv=jnp.where(keep, kv, jnp.asarray(value, kv.dtype)))

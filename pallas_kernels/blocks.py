@@ -60,7 +60,6 @@ def tma_transforms(head_dim: int, dtype: Any) -> tuple:
     if swizzle is None:
         raise ValueError(
             f"A token's {head_dim} elements of {itemsize} bytes are not a multiple of 32 bytes: pad the stored "
-            "head_dim "
-            "with CacheConfig(head_dim_multiple=...)."
+            "head_dim with CacheConfig(head_dim_multiple=...)."
         )
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)

@@ -248,8 +248,10 @@ class Oracle:
                         inherited.add(order[r])
                         for held, before_held in zip(blocks[r], source, strict=True):
                             held[-1] = before_held[len(held) - 1]
-            needed = [{id(b) for held in blocks for b in held[g] if b is not None} for g in self.groups]
-            sensible = all(len(needed[g]) <= self.config.group_blocks[g] for g in self.groups)
+            for g in self.groups:  # what the index keeps stays in use
+                indexed = [one.blocks[g] for one in self.index.values()]
+                needed = {id(block) for held in (*(b[g] for b in blocks), indexed) for block in held if block}
+                sensible &= len(needed) <= self.config.group_blocks[g]
         for r, row in enumerate(self.rows):
             if moved[r] and sensible:
                 row.become(old[order[r]], blocks[r])

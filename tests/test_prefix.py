@@ -151,6 +151,16 @@ def test_a_block_has_one_salt():
     assert cache.blocks_in_use == 0
 
 
+def test_salts_that_are_gone_leave_nothing_behind():
+    cache, prefix = start()
+    for number in range(100):
+        assert prefix.match(A, salt=f"asked {number}").num_tokens == 0
+        cache, _ = compute(cache, 0, A)
+        cache = jaxkv.free(prefix.insert(cache, 0, A, salt=f"tenant {number}"), 0)
+        cache = prefix.make_room(cache, 37)
+    assert prefix.match(A, salt="tenant 99").num_tokens == 12 and len(prefix._tree.roots) == 1
+
+
 @pytest.mark.parametrize("hash_function", [lambda key: 0, lambda key: hash(key) % 2])
 def test_a_hash_collision_costs_a_comparison_and_nothing_else(hash_function):
     cache, prefix = start(prompts=[A, B, [*A[:8], *B[:8]]], hash_function=hash_function)

@@ -1,7 +1,8 @@
 """Random operations on a cache, failures included, against the oracle.
 
 Every request goes in as data of a jitted function that donates the cache, as in a decode loop. What no row holds
-is NaN before each one. About 20,000 operations in all; 100,000 with the environment variable JAXKV_NIGHTLY=1.
+and no index keeps is NaN before each one. About 20,000 operations in all; 100,000 with the environment variable
+JAXKV_NIGHTLY=1.
 """
 
 import collections
@@ -20,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from oracle import Oracle
 
 import jaxkv
+from jaxkv.testing import poison
 
 NIGHTLY = os.environ.get("JAXKV_NIGHTLY") == "1"
 EXAMPLES, STEPS = (165 if NIGHTLY else 33), 80  # of each config
@@ -73,18 +75,6 @@ CONFIGS = {
         wide(), narrow(6), wide(3, shares_with=0), layout="contiguous", max_seq_len=13
     ),
 }  # fmt: skip
-
-
-def poison(cache):
-    """NaN wherever no row holds a token, but in the null block and in those that an index keeps."""
-    pools = list(cache.pools)
-    row, position = jnp.arange(ROWS)[:, None], jnp.arange(cache.config.max_seq_len)[None]
-    for layer, pool in enumerate(cache.pools):
-        if pool is not None:
-            held = jnp.repeat(cache.layer(layer).tables.kept.at[0].set(True)[:, None], cache.config.block_size, axis=1)
-            held = held.at[cache.slots(row, position, layer=layer)].set(True)
-            pools[layer] = dataclasses.replace(pool, kv=jnp.where(held[:, None, None, :, None], pool.kv, jnp.nan))
-    return cache.replace(pools=tuple(pools))
 
 
 def step(cache, q, k, v, counts):

@@ -27,15 +27,10 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
     if block_size % 8:
         return f"The gpu kernels need a block_size in multiples of 8 tokens, not {block_size}; {FALLBACK}."
     if kernel_head_dim(head_dim) > min(stored, 256):
+        wider = f"store {kernel_head_dim(head_dim)} with CacheConfig(head_dim_multiple=64), or "
         return (
             f"The gpu kernels read head_dim in multiples of 64 up to 256, but q has {head_dim} and the pool stores "
-            f"{stored}; "
-            + (
-                f"store {kernel_head_dim(head_dim)} with CacheConfig(head_dim_multiple=64), or "
-                if head_dim <= 256
-                else ""
-            )
-            + f"{FALLBACK}."
+            f"{stored}; {wider if head_dim <= 256 else ''}{FALLBACK}."
         )
     if group > 32:
         return f"The gpu kernels share a KV head among at most 32 query heads, not {group}; {FALLBACK}."
