@@ -91,7 +91,7 @@ class Residents:
 
     def settle(self) -> np.ndarray:
         """`room_of` the cache, once the rows that were given up are really free."""
-        if self._room is None:
+        if self._to_free or self._room is None:
             mask = np.isin(np.arange(self.config.max_seqs), self._to_free)
             self._to_free.clear()
             room, self.cache = _settle(self.cache, mask)
@@ -123,7 +123,6 @@ class Residents:
         self._to_free.append(sequence.row)
         self._free_rows.append(sequence.row)
         sequence.row, sequence.cached = None, 0
-        self._room = None
 
     def _should_swap(self, sequence: Sequence) -> bool:
         if self.swap != "auto" or not sequence.cached:

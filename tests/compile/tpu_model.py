@@ -1,11 +1,13 @@
 """Compiles whole decode steps of models of real size for a TPU that is not there, and prints what the compiler says.
 
-A script of its own, like tpu_programs.py: `python tpu_model.py v6e`.
+A script of its own, like tpu_programs.py: `python tpu_model.py v6e`, or `python tpu_model.py v6e 4` for the first four
+layers only.
 """
 
 from tpu_programs import TOPOLOGIES, devices  # first of all, for it sets the environment up
 
 # isort: split
+import dataclasses
 import json
 import re
 import sys
@@ -79,12 +81,14 @@ def compile_step(mesh, config):
     }
 
 
-def main(chip):
+def main(chip, num_layers=None):
     mesh = Mesh(np.array(devices(TOPOLOGIES[chip], (1, 1, 1))[:1]), ("x",))
     names = list(MODELS)
     for name in [names[0], names[1 if chip == "v5e" else 2]]:  # 16 GB of parameters are all that a v5e holds
-        print(json.dumps({"name": name, **compile_step(mesh, MODELS[name])}), flush=True)
+        config = MODELS[name]
+        config = dataclasses.replace(config, windows=config.windows[:num_layers], ropes=config.ropes[:num_layers])
+        print(json.dumps({"name": name, **compile_step(mesh, config)}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *map(int, sys.argv[2:]))
