@@ -1,0 +1,120 @@
+"""The engine under random work, with a model that can be checked by hand: it says what its rows hold.
+
+Each next token is a checksum of everything that the row stores, so one stale, missing or foreign token shows, at once
+and without a tolerance. An engine serves many streams one after another, and some of them are left early.
+"""
+
+import dataclasses
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+
+VOCAB, LONGEST, WINDOW = 97, 48, 7
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Checksum:
+    """Stores tokens as keys and their positions as values. The next token depends on all that its layers see."""
+
+    windows: tuple[int | None, ...] = (None, WINDOW)
+    dtype: Any = "float32"
+
+    @property
+    def layer_configs(self):
+        return tuple(jaxkv.LayerConfig(num_kv_heads=1, head_dim=1, window=window) for window in self.windows)
+
+    def __call__(self, tokens, *, cache, logits_at):
+        """One place for each row is asked for: its last."""
+        values = jaxkv.positions(cache, tokens.shape)
+        rows, position = jnp.arange(cache.config.max_seqs)[:, None], jnp.arange(LONGEST)[None]
+        total = jnp.zeros(cache.config.max_seqs, jnp.int32)
+        for layer, window in enumerate(self.windows):
+            k, v = (x.astype(jnp.float32)[:, None, None] for x in (tokens, values))
+            cache = jaxkv.write(cache, k, v, layer=layer)
+            k, v = (x[..., 0, 0].astype(jnp.int32) for x in cache.read(layer, rows, position))
+            end = cache.lengths[:, None]
+            seen = (position < end) & (position >= end - (window or LONGEST))
+            total += jnp.sum(jnp.where(seen, (k + 1) * weight(layer, v), 0), axis=1, dtype=jnp.int32)
+        return jax.nn.one_hot(total % VOCAB, VOCAB)[: logits_at.shape[0]], cache
+
+
+def weight(layer, position):
+    """What no two places of a row have in common, nearly."""
+    return (position * position * 31 + position * (17 + layer) + 5) % 89
+
+
+def continuation(windows, prompt, count, eos):
+    """What the model adds to a prompt, computed from a list."""
+    tokens = list(prompt)
+    while len(tokens) < min(len(prompt) + count, LONGEST):
+        end = len(tokens)
+        total = sum(
+            (tokens[p] + 1) * int(weight(layer, p))
+            for layer, window in enumerate(windows)
+            for p in range(max(0, end - (window or LONGEST)), end)
+        )
+        tokens.append(total % VOCAB)
+        if tokens[-1] == eos:
+            return tokens[len(prompt) : -1]
+    return tokens[len(prompt) :]
+
+
+TIGHT = {"max_seqs": 3, "max_seq_len": LONGEST, "block_size": 3, "num_blocks": 18, "step_tokens": 7}
+ENGINES = {
+    "computed again": TIGHT | {"swap": "never"},
+    "swapped": TIGHT | {"swap": "always"},
+    "chosen by cost": TIGHT | {"max_seqs": 4, "step_tokens": 4},
+    "contiguous": {"max_seqs": 3, "max_seq_len": LONGEST, "layout": "contiguous", "step_tokens": 4},
+    "prefix cache": TIGHT | {"prefix_cache": True},
+    "spilled": TIGHT | {"prefix_cache": True, "spill_bytes": 1000, "step_tokens": 3},
+    "one row": TIGHT | {"max_seqs": 1, "prefix_cache": True, "step_tokens": 2},
+    "block_size 1": TIGHT | {"block_size": 1, "num_blocks": 60, "prefix_cache": True, "step_tokens": 3},
+}
+
+
+MIXED, LOCAL, GLOBAL = (None, WINDOW), (WINDOW, 2), (None,)
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [*((name, MIXED) for name in ENGINES), *((name, w) for name in ("swapped", "spilled") for w in (LOCAL, GLOBAL))],
+)
+def test_every_sequence_gets_what_it_would_alone(name, windows):
+    draw = random.Random(f"{name} {windows}")
+    engine = jaxkv.Engine(Checksum(windows), **ENGINES[name])
+    known = [[draw.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
+    for _ in range(25):
+        prompts = []
+        for _ in range(draw.randint(1, 9)):
+            begin = draw.choice(known)[: draw.randint(0, 36)]
+            prompts.append(begin + [draw.randrange(VOCAB) for _ in range(draw.randint(not begin, 8))])
+        counts = [draw.randint(1, 14) for _ in prompts]
+        eos, salt = draw.choice([None, draw.randrange(VOCAB)]), draw.choice([None, "tenant"])
+        expected = [continuation(windows, *one, eos) for one in zip(prompts, counts, strict=True)]
+        outputs = [[] for _ in prompts]
+        leave_after = draw.choice([None, None, draw.randint(1, 20)])
+        stream = engine.stream(prompts, counts, eos=eos, salt=salt)
+        for index, token in stream:
+            outputs[index].append(token)
+            if sum(map(len, outputs)) == leave_after:
+                stream.close()
+                expected = [e[: len(output)] for e, output in zip(expected, outputs, strict=True)]
+        assert outputs == expected
+        jaxkv.check_invariants(engine.cache)
+        assert engine.cache.is_empty
+        if engine.prefix:
+            engine.prefix.check_invariants(engine.cache)
+        else:
+            assert engine.cache.config.contiguous or engine.cache.blocks_in_use == 0
+    stats = engine.stats()
+    assert "hits" not in stats or stats["hits"] > 0
+    assert (stats["swapped_out"] > 0) >= (name == "swapped" and windows == MIXED)
+    assert (stats["set_back"] > 0) >= (name == "computed again")
+    np.testing.assert_array_equal(engine.cache.failed, False)
