@@ -3,6 +3,7 @@
 #   make test EXTRAS=cuda13     on a machine with an NVIDIA GPU (EXTRAS=tpu: with a TPU)
 #   make test JAX=0.11.2        with that version of JAX
 #   make test TESTS=tests/kernels
+#   make test JAXKV_NIGHTLY=1   more of what takes long: random operations, whole models compiled
 
 PYTHON ?= python3
 EXTRAS ?=

@@ -1,8 +1,8 @@
 """Random operations on a cache, failures included, against the oracle.
 
 Every request goes in as data of a jitted function that donates the cache, as in a decode loop. What no row holds
-and no index keeps is NaN before each one. About 20,000 operations in all; 100,000 with the environment variable
-JAXKV_NIGHTLY=1.
+and no index keeps is NaN before each one. About 20,000 operations in all; 100,000 with the environment
+variable JAXKV_NIGHTLY=1.
 """
 
 import collections
