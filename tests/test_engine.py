@@ -114,7 +114,10 @@ def test_every_sequence_gets_what_it_would_alone(name, windows):
         else:
             assert engine.cache.config.contiguous or engine.cache.blocks_in_use == 0
     stats = engine.stats()
-    assert "hits" not in stats or stats["hits"] > 0
-    assert (stats["swapped_out"] > 0) >= (name == "swapped" and windows == MIXED)
-    assert (stats["set_back"] > 0) >= (name == "computed again")
+    if engine.prefix:
+        assert stats["hits"] > 0
+    if name == "computed again":
+        assert stats["set_back"] > 0
+    if name == "swapped" and windows == MIXED:
+        assert stats["swapped_out"] > 0
     np.testing.assert_array_equal(engine.cache.failed, False)

@@ -1,7 +1,5 @@
 """Every wrong argument gets one sentence: what was expected, what came, and the way out. And nothing is lost."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -506,7 +504,3 @@ def test_several_failures_are_all_named(cache):
     after = jaxkv.extend(jaxkv.extend(cache, [20, 0, 0]), [0, 0, 100])
     with pytest.raises(jaxkv.SequenceTooLong, match=r"row 0 \(it holds 6\) and row 2 \(it holds 3\)"):
         jaxkv.check(after)
-
-
-def test_configs_are_equal_by_value():
-    assert dataclasses.replace(CONFIG) == CONFIG and hash(dataclasses.replace(CONFIG)) == hash(CONFIG)

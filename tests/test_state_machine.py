@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from nightly import NIGHTLY
 from oracle import Oracle
 
 import jaxkv
 from jaxkv.testing import poison
 
-NIGHTLY = os.environ.get("JAXKV_NIGHTLY") == "1"
 EXAMPLES, STEPS = (165 if NIGHTLY else 33), 80  # of each config
 
 ROWS = 4

@@ -1,5 +1,7 @@
 """The arithmetic of a config with groups: what fits into a number of bytes, and what follows from what."""
 
+import dataclasses
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
@@ -154,3 +156,8 @@ def test_replace_keeps_the_groups_own_blocks():
 def test_bad_input_is_one_sentence(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         make_config(**fields)
+
+
+def test_configs_are_equal_by_value():
+    config = make_config()
+    assert dataclasses.replace(config) == config and hash(dataclasses.replace(config)) == hash(config)

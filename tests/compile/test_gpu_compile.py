@@ -10,9 +10,9 @@ import subprocess
 import sys
 
 import pytest
+from nightly import NIGHTLY
 
 SITE = os.environ.get("JAXKV_COMPILE_SITE")
-NIGHTLY = os.environ.get("JAXKV_NIGHTLY") == "1"
 pytestmark = [
     pytest.mark.skipif(not SITE, reason="JAXKV_COMPILE_SITE does not name a folder with the extra `compile`"),
     pytest.mark.timeout(600),  # the first test waits for the compiler
@@ -31,14 +31,13 @@ DECODE_BUDGETS = {
     "two-kv-heads": (128, 113_000),
     "one-kv-head": (152, 227_000),
 }
+OPTIONS = ("plain", "window", "soft-cap", "all") if NIGHTLY else ("plain", "all")
 # One thread block fills a multiprocessor: 384 threads start with 168 registers each, and the producer hands most of its
 # own to the consumers. At head_dim 256 an accumulator takes 128 of 232.
 PREFILL = [
     *("llama3-8b-prefill", "llama3.2-1b-prefill", "qwen2.5-14b-prefill", "gemma2-2b-prefill", "phi2-prefill"),
-    *(f"{head_dim}-{what}" for head_dim in (64, 96, 128, 256) for what in ("plain", "all")),
+    *(f"{head_dim}-{what}" for head_dim in (64, 96, 128, 256) for what in OPTIONS),
 ]
-if NIGHTLY:
-    PREFILL += [f"{head_dim}-{what}" for head_dim in (64, 96, 128, 256) for what in ("window", "soft-cap")]
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from nightly import NIGHTLY
 
 HERE = pathlib.Path(__file__).parent
 SITE = os.environ.get("JAXKV_COMPILE_SITE")
-NIGHTLY = os.environ.get("JAXKV_NIGHTLY") == "1"
 pytestmark = [
     pytest.mark.skipif(not SITE, reason="JAXKV_COMPILE_SITE does not say where libtpu is (the Makefile does)"),
     pytest.mark.timeout(280, method="thread"),
