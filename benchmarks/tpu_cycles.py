@@ -52,11 +52,11 @@ def compile_program(chip: str, kernel: str, shape_name: str, copies_only: bool) 
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from pallas_kernels import SHAPES
-    from pallas_kernels.tpu import _step
+    from pallas_kernels.tpu import step
 
     shape = SHAPES[shape_name]
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, -(-shape.head_dim // 128) * 128
-    size = _step.window_tokens(shape.group, CONTEXT, kv_heads * head_dim * 2)
+    size = step.window_tokens(shape.group, CONTEXT, kv_heads * head_dim * 2)
     knobs = Scalars(lambda i: 0.1, "float32")
     block = Scalars(lambda i: i + 1)
     if kernel == "decode":  # limits, successors, targets, tables, knobs
@@ -154,14 +154,14 @@ def main(chips: list[str]) -> None:
     from _harness import save, table
 
     from pallas_kernels import SHAPES
-    from pallas_kernels.tpu import _step
+    from pallas_kernels.tpu import step
 
     libtpu = next(importlib.metadata.distributions(name="libtpu", path=[os.environ["JAXKV_COMPILE_SITE"]])).version
     rows = []
     for chip in chips:
         for kernel, shape_name in [("decode", name) for name in DECODE] + [("prefill", name) for name in PREFILL]:
             shape = SHAPES[shape_name]
-            size = _step.window_tokens(shape.group, CONTEXT, shape.num_kv_heads * -(-shape.head_dim // 128) * 256)
+            size = step.window_tokens(shape.group, CONTEXT, shape.num_kv_heads * -(-shape.head_dim // 128) * 256)
             try:
                 cycles, *copies = measure(chip, kernel, shape_name, copies_only=False)
                 copying, *_ = measure(chip, kernel, shape_name, copies_only=True)

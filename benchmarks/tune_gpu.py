@@ -1,11 +1,11 @@
-"""Find the best tile, stages and number of thread blocks on the chip at hand, and print them as entries of `_tuning`.
+"""Find the best tile, stages and number of thread blocks on the chip at hand, and print them as entries of `tuning`.
 
     python benchmarks/tune_gpu.py                 all head dims and groups, in at most 9 minutes
     python benchmarks/tune_gpu.py --head-dim 128  one of them
     python benchmarks/tune_gpu.py --dry-run       what would be tried, without a GPU
 
 Every measurement goes to `results/tune_gpu.json` as it is made. Copy the printed entries into
-`pallas_kernels/gpu/_tuning.py`.
+`pallas_kernels/gpu/tuning.py`.
 """
 
 import argparse
@@ -20,8 +20,8 @@ import gpu as benchmark
 import jax
 from _harness import save
 
-from pallas_kernels.gpu import _tuning
-from pallas_kernels.gpu._tiles import Tile
+from pallas_kernels.gpu import tuning
+from pallas_kernels.gpu.tiles import Tile
 
 # One long row, many short ones, and the usual: a plan must do well on all of them.
 DECODE_STEPS = ((1, 32768), (128, 1024), (32, 8192))
@@ -29,18 +29,18 @@ PREFILL_STEPS = ((1, 4096), (8, 1024))
 LONGEST_PLAN = 30  # seconds for all steps with one plan, their compilation included
 
 
-# What is tuned: a function of `_tuning`, its arguments, the plans to try, and the steps to try them on.
+# What is tuned: a function of `tuning`, its arguments, the plans to try, and the steps to try them on.
 type Job = tuple[str, tuple[int, int], list[Any], list[benchmark.Point]]
 
 
-def decode_plans() -> Iterator[_tuning.DecodePlan]:
+def decode_plans() -> Iterator[tuning.DecodePlan]:
     for tokens, stages, blocks in itertools.product((64, 128), (2, 3, 4), (1, 2, 3, 4)):
-        yield _tuning.DecodePlan(Tile(tokens, stages), num_blocks=132 * blocks)
+        yield tuning.DecodePlan(Tile(tokens, stages), num_blocks=132 * blocks)
 
 
-def prefill_plans() -> Iterator[_tuning.PrefillPlan]:
+def prefill_plans() -> Iterator[tuning.PrefillPlan]:
     for tokens, stages in itertools.product((64, 128), (2, 3, 4)):
-        yield _tuning.PrefillPlan(Tile(tokens, stages))
+        yield tuning.PrefillPlan(Tile(tokens, stages))
 
 
 def jobs(head_dims: tuple[int, ...]) -> Iterator[Job]:
@@ -55,13 +55,13 @@ def jobs(head_dims: tuple[int, ...]) -> Iterator[Job]:
 
 def seconds(name: str, arguments: tuple[int, int], plan: Any, steps: list[tuple[benchmark.Point, dict]]) -> float:
     """Time of all steps with one plan, each in units of what its K and V or its products should take."""
-    planned = getattr(_tuning, name)
+    planned = getattr(tuning, name)
 
     def patched(*asked: int) -> Any:
         return plan if asked == arguments else planned(*asked)
 
     total = 0.0
-    with mock.patch.object(_tuning, name, patched):
+    with mock.patch.object(tuning, name, patched):
         for point, arrays in steps:
             floor = max(point.kv_bytes / 4e12, point.flops / 6e14)
             total += benchmark.seconds_per_call(benchmark.ours(None), *arrays.values(), count=point.count) / floor
@@ -72,7 +72,7 @@ def tune(job: Job, end: float, rows: list[dict[str, Any]]) -> Any:
     """The fastest plan, or None if none ran. What was measured is added to `rows`."""
     name, arguments, plans, points = job
     random.Random(0).shuffle(plans)  # so that whatever the time allows is a fair sample
-    today = getattr(_tuning, name)(*arguments)
+    today = getattr(tuning, name)(*arguments)
     times: dict[Any, float] = {}
     try:
         steps = [(point, benchmark.inputs(point, copies=point.copies)) for point in points]

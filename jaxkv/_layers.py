@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv._attention import attention
-from jaxkv._state import Cache
-from jaxkv._tables import positions
+from jaxkv._core.attention import attention
+from jaxkv._core.cache import Cache
+from jaxkv._core.tables import positions
 
 
 def attend_or_dense(q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache | None, layer: int, **options: Any):

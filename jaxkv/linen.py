@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
+from jaxkv._core.cache import Cache
 from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, token_positions
-from jaxkv._state import Cache
 
 
 class Attention(linen.Module):

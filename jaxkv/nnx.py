@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxkv._core.cache import Cache
 from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, token_positions
-from jaxkv._state import Cache
 
 PositionFn = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 

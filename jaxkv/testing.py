@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._state import NULL_BLOCK, Cache, Pool
+from jaxkv._core.cache import Cache
+from jaxkv._core.state import NULL_BLOCK, Pool
 
 # What XLA does in place, or without touching memory at all.
 IN_PLACE = {

@@ -7,7 +7,7 @@ other backend is tested against this file.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._tokens import locate
+from pallas_kernels.tokens import locate
 
 
 def dense(kv: jax.Array, tables: jax.Array, kv_scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:

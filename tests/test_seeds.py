@@ -349,11 +349,11 @@ def test_s3_1_one_layer_is_a_pytree():
 
 
 @pytest.mark.parametrize("layout", ["head_major", "token_major"])
-def test_s3_2_built_from_parts(layout):
+def test_s3_2_built_from_blocks(layout):
     rng = np.random.default_rng(0)
     k, v = rng.standard_normal((2, 5, 2, 4, 8)).astype(np.float32)
     parts = [x.swapaxes(1, 2) if layout == "token_major" else x for x in (k, v)]
-    cache = jaxkv.Cache.from_parts(
+    cache = jaxkv.convert.from_blocks(
         k=parts[:1], v=parts[1:], tables=[[4, 1, -7], [4, 0, 2], [99, 99, 99]], lengths=[6, 12, 0], layout=layout
     )
     jaxkv.check_invariants(cache)

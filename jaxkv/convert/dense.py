@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._config import CacheConfig, LayerConfig
-from jaxkv._reblock import reblock, tokens_at
-from jaxkv._restore import pool_layers, put_rows
-from jaxkv._state import Cache, init
+from jaxkv._core.cache import Cache, init
+from jaxkv._core.config import CacheConfig, LayerConfig
+from jaxkv._files.reblock import reblock, tokens_at
+from jaxkv._tiers.restore import pool_layers, put_rows
 
 
 def from_dense(

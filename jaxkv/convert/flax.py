@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._restore import pool_layers
-from jaxkv._state import Cache
+from jaxkv._core.cache import Cache
+from jaxkv._tiers.restore import pool_layers
 from jaxkv.convert.dense import from_dense, row_numbers
 
 FLAX_NAMES = ("cached_key", "cached_value", "cache_index")

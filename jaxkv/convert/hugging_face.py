@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._restore import pool_layers
-from jaxkv._state import Cache
+from jaxkv._core.cache import Cache
+from jaxkv._tiers.restore import pool_layers
 from jaxkv.convert.dense import as_array, from_dense, row_lengths, row_numbers
 
 Padding = Literal["left", "right"]

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxkv._config import LayerConfig
+from jaxkv._core.cache import Cache
+from jaxkv._core.config import LayerConfig
 from jaxkv._layers import token_positions
-from jaxkv._state import Cache
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.rope import Rope
 from jaxkv.nnx import Attention, project

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv import _safetensors
+from jaxkv._files import safetensors
 from jaxkv.models import hugging_face
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.decoder import Decoder
@@ -105,7 +105,7 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
         slot = slot_of(path, param.shape, config)
         tensor = np.asarray(param[...])
         tensors[slot.name] = tensor.reshape(slot.shape[::-1]).T if slot.transposed else tensor.reshape(slot.shape)
-    _safetensors.write(folder / "model.safetensors", tensors)
+    safetensors.write(folder / "model.safetensors", tensors)
     fields = hugging_face.render(config) | {"dtype": str(model.dtype)}
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
@@ -176,7 +176,7 @@ def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    return {name: tensor for file in weight_files(folder) for name, tensor in _safetensors.read(file).items()}
+    return {name: tensor for file in weight_files(folder) for name, tensor in safetensors.read(file).items()}
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -7,9 +7,9 @@ queries for the prefill kernel. A mixed step runs both, and neither pays for the
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._tokens import locate
-from pallas_kernels.tpu._step import attend, decode_step, pad
-from pallas_kernels.tpu._support import unsupported as unsupported
+from pallas_kernels.tokens import locate
+from pallas_kernels.tpu.step import attend, decode_step, pad
+from pallas_kernels.tpu.support import unsupported as unsupported
 
 
 def paged_attention(q, kv, tables, lengths, new, *, interpret=False, **options):

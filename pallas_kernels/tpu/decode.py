@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu._pages import LANES, MASKED, VMEM_BYTES, Pages, divide, sublanes
+from pallas_kernels.tpu.pages import LANES, MASKED, VMEM_BYTES, Pages, divide, sublanes
 
 STEP_TOKENS = 1024
 _CONTRACT_MINOR = (((1,), (1,)), ((), ()))

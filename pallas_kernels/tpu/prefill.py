@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu._pages import LANES, MASKED, VMEM_BYTES, Pages, sublanes
+from pallas_kernels.tpu.pages import LANES, MASKED, VMEM_BYTES, Pages, sublanes
 
 STEP_TOKENS = 256
 HEADS_TOGETHER = 8  # as many heads are worked on without a loop

@@ -94,14 +94,14 @@ def without_fence():
     """Negative control: V's and P's writes are not published to the matrix unit."""
     from mutants import mutant
 
-    from pallas_kernels.gpu import _attention, _decode
+    from pallas_kernels.gpu import decode, step
 
     fence = "                plgpu.commit_smem()\n                probe(interpret, v_s"
-    _attention._decode = mutant(_decode, (fence, fence.replace("plgpu.commit_smem()", "pass")))
+    step.decode = mutant(decode, (fence, fence.replace("plgpu.commit_smem()", "pass")))
     try:
         return attention(SHAPES["llama3-8b"])
     finally:
-        _attention._decode = _decode
+        step.decode = decode
 
 
 def step(*, donate=True, unique=True):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import IMPLEMENTATIONS, _xla_work, reference, testing
+from pallas_kernels import IMPLEMENTATIONS, reference, testing
 from pallas_kernels.testing import Case
+from pallas_kernels.xla import work
 
 
 def make_problem(case, seed=0):
@@ -63,7 +64,7 @@ def test_every_implementation(implementation):
     """Kernels have no gradients of their own: the rule is the front door's."""
     variables, _, loss = make_problem(Case(lengths=(5, 17), new=(1, 1), sinks=True, dtype="bfloat16", head_dim=128))
     home = IMPLEMENTATIONS[implementation]
-    if home and home != pallas_kernels._dispatch._platform():
+    if home and home != pallas_kernels.dispatch._platform():
         pytest.skip(f"needs the platform {home}")
     attend = functools.partial(pallas_kernels.paged_attention, implementation=implementation)
     actual = jax.jit(jax.grad(functools.partial(loss, attend)))(variables)
@@ -197,4 +198,4 @@ def test_memory_of_the_backward_pass():
     where = jax.ShapeDtypeStruct((rows, length // 16), jnp.int32), *[jax.ShapeDtypeStruct((rows,), jnp.int32)] * 2
     gradient = jax.grad(lambda q, kv, *where: pallas_kernels.paged_attention(q, kv, *where).sum(), argnums=(0, 1))
     temp = jax.jit(gradient).lower(q, kv, *where).compile().memory_analysis().temp_size_in_bytes
-    assert temp < 6 * _xla_work.STEP_BYTES < dense / 2
+    assert temp < 6 * work.STEP_BYTES < dense / 2

@@ -9,8 +9,9 @@ import pytest
 from cases import CASES, DIMENSIONS
 
 import pallas_kernels
-from pallas_kernels import _xla_work, reference, testing, xla
+from pallas_kernels import reference, testing, xla
 from pallas_kernels.testing import Case
+from pallas_kernels.xla import work
 
 
 def attend(inputs, **options):
@@ -56,7 +57,7 @@ def test_cases_have_every_value(name):
 def trace_steps(monkeypatch, case, max_blocks, **options):
     """The queries of each tile that the loops of a call really took, when tables have `max_blocks` entries."""
     steps = []
-    find_items = _xla_work.find_items
+    find_items = work.find_items
 
     def counting(tiling, *args):
         jax.debug.callback(lambda: steps.append(tiling.queries))
@@ -65,7 +66,7 @@ def trace_steps(monkeypatch, case, max_blocks, **options):
     inputs = testing.make_inputs(case)
     tables = jnp.pad(inputs.tables, ((0, 0), (0, max_blocks - inputs.tables.shape[1])))
     with monkeypatch.context() as patch:
-        patch.setattr(_xla_work, "find_items", counting)
+        patch.setattr(work, "find_items", counting)
         jax.jit(lambda *args: xla.paged_attention.__wrapped__(*args, **options))(*inputs._replace(tables=tables))
         jax.effects_barrier()
     return sorted(steps)  # callbacks come in any order
@@ -73,8 +74,8 @@ def trace_steps(monkeypatch, case, max_blocks, **options):
 
 def test_work_follows_the_tokens_held(monkeypatch):
     """Twice the tokens, twice the steps; room for a hundred times more makes none."""
-    monkeypatch.setattr(_xla_work, "STEP_BYTES", 1)  # one item a step
-    tile = _xla_work.DECODE_CONTEXT
+    monkeypatch.setattr(work, "STEP_BYTES", 1)  # one item a step
+    tile = work.DECODE_CONTEXT
     short = Case(lengths=(tile, 3 * tile, 0, 1), new=(1, 1, 0, 1), block_size=8)
     assert trace_steps(monkeypatch, short, max_blocks=1000) == [1] * (1 + 3 + 0 + 1)
     long = Case(lengths=(2 * tile, 6 * tile, 0, 1), new=(1, 1, 0, 1), block_size=8)
@@ -84,8 +85,8 @@ def test_work_follows_the_tokens_held(monkeypatch):
 
 
 def test_a_chunk_does_not_make_decode_rows_pay(monkeypatch):
-    monkeypatch.setattr(_xla_work, "STEP_BYTES", 1)
-    queries, context = _xla_work.PREFILL_QUERIES, _xla_work.PREFILL_CONTEXT
+    monkeypatch.setattr(work, "STEP_BYTES", 1)
+    queries, context = work.PREFILL_QUERIES, work.PREFILL_CONTEXT
     case = Case(lengths=(2 * queries, 1, 1, 1), new=(2 * queries, 1, 1, 1), block_size=8)
     assert 2 * queries <= context
     assert trace_steps(monkeypatch, case, max_blocks=100) == [1, 1, 1, queries, queries]
@@ -106,7 +107,7 @@ def compile_decode(max_seq_len, block_size=16):
 def test_memory_is_one_step_of_the_loop():
     """Not a row's dense keys and values: room for 32 times longer rows costs no memory but its tables'."""
     short, long = (compile_decode(n).memory_analysis().temp_size_in_bytes for n in (2048, 65536))
-    assert short < 2 * _xla_work.STEP_BYTES
+    assert short < 2 * work.STEP_BYTES
     assert long < short * 1.1
 
 
@@ -215,7 +216,7 @@ def test_packed_rows_with_gaps():
 
 def test_rows_that_fill_their_tiles_badly():
     """As many lanes as there can be."""
-    queries = _xla_work.PREFILL_QUERIES
+    queries = work.PREFILL_QUERIES
     case = Case(lengths=(queries + 1,) * 6 + (2,) * 6, new=(queries + 1,) * 6 + (2,) * 6, packed=True, head_dim=16)
     inputs = testing.make_inputs(case)
     testing.assert_close(attend(inputs)[0], testing.expected(case, inputs))

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import _safetensors as safetensors
 from jaxkv import models
+from jaxkv._files import safetensors
 from jaxkv.models import hugging_face
 
 

@@ -5,8 +5,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-from pallas_kernels.gpu import _tuning
-from pallas_kernels.gpu._tiles import Tile
+from pallas_kernels.gpu import tuning
+from pallas_kernels.gpu.tiles import Tile
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def interpret():
 @pytest.fixture
 def small_plans(monkeypatch):
     """Few thread blocks, which the interpreter runs one after another, and slots that are soon used again."""
-    decode = _tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=6)
-    monkeypatch.setattr(_tuning, "decode_plan", lambda head_dim, columns: decode)
-    prefill = _tuning.PrefillPlan(Tile(tokens=64, stages=2))
-    monkeypatch.setattr(_tuning, "prefill_plan", lambda head_dim, block_size: prefill)
+    decode = tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=6)
+    monkeypatch.setattr(tuning, "decode_plan", lambda head_dim, columns: decode)
+    prefill = tuning.PrefillPlan(Tile(tokens=64, stages=2))
+    monkeypatch.setattr(tuning, "prefill_plan", lambda head_dim, block_size: prefill)

@@ -11,12 +11,12 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from mutants import mutant
 
 from pallas_kernels import gpu, testing
-from pallas_kernels.gpu import _attention, _decode, _prefill, _tiles, _tuning, _work
+from pallas_kernels.gpu import decode, prefill, step, tiles, tuning, work
 from pallas_kernels.testing import Case
 
 CASE = Case(lengths=(300,), new=(1,), num_heads=4, num_kv_heads=1, dtype="bfloat16")
 CHUNK = Case(lengths=(190,), new=(70,), num_heads=2, num_kv_heads=1, dtype="bfloat16")
-TILE = _tiles.Tile(tokens=64, stages=2)
+TILE = tiles.Tile(tokens=64, stages=2)
 
 
 def outcome(case: Case = CASE) -> str:
@@ -43,10 +43,10 @@ def outcome(case: Case = CASE) -> str:
 def one_item(monkeypatch):
     if jax.default_backend() == "gpu":
         pytest.skip("a known-bad kernel may hang a GPU")
-    plan = _tuning.DecodePlan(TILE, num_blocks=1)
-    monkeypatch.setattr(_work, "WAVES", 1)
-    monkeypatch.setattr(_tuning, "decode_plan", lambda head_dim, columns: plan)
-    monkeypatch.setattr(_tuning, "prefill_plan", lambda head_dim, block_size: _tuning.PrefillPlan(TILE))
+    plan = tuning.DecodePlan(TILE, num_blocks=1)
+    monkeypatch.setattr(work, "WAVES", 1)
+    monkeypatch.setattr(tuning, "decode_plan", lambda head_dim, columns: plan)
+    monkeypatch.setattr(tuning, "prefill_plan", lambda head_dim, block_size: tuning.PrefillPlan(TILE))
 
 
 @pytest.mark.parametrize("case", [CASE, CHUNK], ids=["decode", "prefill"])
@@ -87,7 +87,7 @@ def test_decode_mistake(mistake, monkeypatch):
     if "released" in mistake and jax.__version_info__ < (0, 12):
         pytest.skip("JAX 0.11's interpreter does not see this race")
     expected, *changes = DECODE_MISTAKES[mistake]
-    monkeypatch.setattr(_attention, "_decode", mutant(_decode, *changes))
+    monkeypatch.setattr(step, "decode", mutant(decode, *changes))
     assert outcome() in expected
 
 
@@ -100,7 +100,7 @@ FETCH_MISTAKES = {
 @pytest.mark.parametrize("mistake", FETCH_MISTAKES)
 def test_fetch_mistake(mistake, monkeypatch):
     expected, *changes = FETCH_MISTAKES[mistake]
-    monkeypatch.setattr(_decode, "fetch", mutant(_tiles, *changes).fetch)
+    monkeypatch.setattr(decode, "fetch", mutant(tiles, *changes).fetch)
     assert outcome() in expected
 
 
@@ -125,5 +125,5 @@ PREFILL_MISTAKES = {
 @pytest.mark.parametrize("mistake", PREFILL_MISTAKES)
 def test_prefill_mistake(mistake, monkeypatch):
     expected, *changes = PREFILL_MISTAKES[mistake]
-    monkeypatch.setattr(_attention, "_prefill", mutant(_prefill, *changes))
+    monkeypatch.setattr(step, "prefill", mutant(prefill, *changes))
     assert outcome(CHUNK) in expected

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gpu, testing
-from pallas_kernels.gpu import _tuning, _work
-from pallas_kernels.gpu._tiles import Tile
+from pallas_kernels.gpu import tuning, work
+from pallas_kernels.gpu.tiles import Tile
 from pallas_kernels.testing import Case
 
 pytestmark = pytest.mark.usefixtures("small_plans")
@@ -44,11 +44,11 @@ def test_against_reference(case, interpret):
 
 def test_a_row_cut_into_many_items(monkeypatch, interpret):
     """One KV head: only cuts of its single row fill the chip."""
-    plan = _tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=70)
-    monkeypatch.setattr(_tuning, "decode_plan", lambda head_dim, columns: plan)
+    plan = tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=70)
+    monkeypatch.setattr(tuning, "decode_plan", lambda head_dim, columns: plan)
     case = Case((64 * 69 + 5,), (1,), num_kv_heads=1, block_size=128, sinks=True, **B16)
     inputs = testing.make_inputs(case)
-    _, first_item = _work.decode_items(inputs.lengths, None, 64, 70)
+    _, first_item = work.decode_items(inputs.lengths, None, 64, 70)
     assert first_item[1] == 70
     out, lse = attend(inputs, interpret, **testing.make_options(case))
     expected_out, expected_lse = testing.expected(case, inputs, return_lse=True)

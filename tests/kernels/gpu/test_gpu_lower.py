@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import gpu
-from pallas_kernels.gpu import _tuning
-from pallas_kernels.gpu._tiles import Tile
+from pallas_kernels.gpu import tuning
+from pallas_kernels.gpu.tiles import Tile
 
 AXES = {
     "block_size": (8, 16, 24, 32, 64, 128, 256, 4096),  # 4096: the contiguous layout
@@ -110,7 +110,7 @@ def test_x64_lowers(tokens):
 
 def test_too_many_stages(monkeypatch):
     """Negative control: more slots than shared memory holds run in the interpreter, and are caught here."""
-    plan = _tuning.DecodePlan(Tile(tokens=128, stages=4), num_blocks=8)
-    monkeypatch.setattr(_tuning, "decode_plan", lambda head_dim, columns: plan)
+    plan = tuning.DecodePlan(Tile(tokens=128, stages=4), num_blocks=8)
+    monkeypatch.setattr(tuning, "decode_plan", lambda head_dim, columns: plan)
     with pytest.raises(ValueError, match="shared memory"):
         lower(**DEFAULTS | dict(head_dim=256))

@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from pallas_kernels import gpu, testing
-from pallas_kernels.gpu import _tuning
-from pallas_kernels.gpu._tiles import Tile
+from pallas_kernels.gpu import tuning
+from pallas_kernels.gpu.tiles import Tile
 from pallas_kernels.testing import Case
 
 B16, F16 = {"dtype": "bfloat16"}, {"dtype": "float16"}
@@ -47,6 +47,6 @@ def test_against_reference(case, interpret):
 
 def test_wide_tiles(monkeypatch, interpret):
     """128 tokens a tile, of which the two consumers clean two swizzled tiles each."""
-    monkeypatch.setattr(_tuning, "prefill_plan", lambda *_: _tuning.PrefillPlan(Tile(tokens=128, stages=2)))
-    monkeypatch.setattr(_tuning, "decode_plan", lambda *_: _tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=1))
+    monkeypatch.setattr(tuning, "prefill_plan", lambda *_: tuning.PrefillPlan(Tile(tokens=128, stages=2)))
+    monkeypatch.setattr(tuning, "decode_plan", lambda *_: tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=1))
     check(Case((390,), (40,), num_heads=2, num_kv_heads=1, head_dim=128, **B16), interpret)

@@ -8,7 +8,7 @@ import pytest
 
 import jaxkv
 import pallas_kernels
-from pallas_kernels.gpu import _support
+from pallas_kernels.gpu import support
 
 
 def arguments(*, dtype=jnp.bfloat16, pool_dtype=None, head_dim=128, stored=None, block_size=16, heads=8, **others):
@@ -65,7 +65,7 @@ def test_write_is_left_to_xla():
 
 @pytest.mark.parametrize(("capability", "chosen"), [("8.0", "xla"), ("9.0", "gpu"), ("10.0", "xla")])
 def test_only_hopper(capability, chosen, monkeypatch):
-    monkeypatch.setattr(_support, "_capability", lambda: capability)
+    monkeypatch.setattr(support, "_capability", lambda: capability)
     choice = pallas_kernels.explain(platform="cuda", **arguments())
     assert choice.implementation == chosen
     assert chosen == "gpu" or capability in choice.reason

@@ -5,12 +5,12 @@ import heapq
 import numpy as np
 import pytest
 
-from pallas_kernels.gpu import _tuning, _work
+from pallas_kernels.gpu import tuning, work
 
 
 def test_items_cover_every_token_once():
     lengths, new = np.array([300, 5, 0, 64, 1000], np.int32), np.array([100, 5, 0, 2, 33], np.int32)
-    items, index, first_item, place = _work.prefill_items(lengths, new, None, 16, 14)
+    items, index, first_item, place = work.prefill_items(lengths, new, None, 16, 14)
     covered = [(row, p) for row, start, stop in np.asarray(items) for p in range(start, stop)]
     assert sorted(covered) == [(r, p) for r in range(5) for p in range(lengths[r] - new[r], lengths[r])]
     seen = np.asarray(items[:, 2])[: np.count_nonzero(items[:, 2] > items[:, 1])]
@@ -24,7 +24,7 @@ def test_items_cover_every_token_once():
 def test_decode_items_are_even(window, wave):
     """One row 100 times as long as the rest is cut as finely as they are, and every tile seen is in one item."""
     lengths = np.array([32_000, 300, 0, 300], np.int32)
-    items, first_item = (np.asarray(x) for x in _work.decode_items(lengths, window, 64, wave))
+    items, first_item = (np.asarray(x) for x in work.decode_items(lengths, window, 64, wave))
     for row, length in enumerate(lengths):
         first = 0 if window is None else max(length - window, 0) // 64
         tiles = [t for _, start, stop, _ in items[first_item[row] : first_item[row + 1]] for t in range(start, stop)]
@@ -32,7 +32,7 @@ def test_decode_items_are_even(window, wave):
         assert (items[first_item[row] : first_item[row + 1], [0, 3]] == [row, length]).all()
     sizes = items[:, 2] - items[:, 1]
     assert (sizes[first_item[-1] :] == 0).all()
-    fair = sizes.sum() / min(wave, _work.MOST_ITEMS)
+    fair = sizes.sum() / min(wave, work.MOST_ITEMS)
     assert sizes.max() <= np.ceil(fair)
     assert len(items) <= 4 + 4 * wave
 
@@ -64,9 +64,9 @@ def last_to_end(sizes):
 def test_decode_fills_the_chip(name):
     """As many thread blocks as multiprocessors, or as tiles; none with much more than its share of the tiles."""
     lengths, num_kv_heads = STEPS[name]
-    plan = _tuning.decode_plan(128, 8)
+    plan = tuning.decode_plan(128, 8)
     wave = -(-plan.num_blocks // num_kv_heads)
-    items, _ = _work.decode_items(np.array(lengths, np.int32), None, plan.tile.tokens, wave)
+    items, _ = work.decode_items(np.array(lengths, np.int32), None, plan.tile.tokens, wave)
     sizes = np.asarray(items[:, 2] - items[:, 1])
     sizes = np.tile(sizes[sizes > 0], num_kv_heads)
     assert len(sizes) >= min(0.95 * MULTIPROCESSORS, sizes.sum())

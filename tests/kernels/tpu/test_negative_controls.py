@@ -18,7 +18,7 @@ names = (f"broken_tpu_{i}" for i in itertools.count())
 DECODE = {
     "missing wait": ("decode.py", 'copies("wait", row, i, slot)', "pass", interpreter.PLAIN),
     "slot refilled early": ("decode.py", "1 - slot", "slot", interpreter.RACES),
-    "wrong block": ("_pages.py", "row * self.blocks_per_row + block]", "row * self.blocks_per_row]", interpreter.PLAIN),
+    "wrong block": ("pages.py", "row * self.blocks_per_row + block]", "row * self.blocks_per_row]", interpreter.PLAIN),
     "mask one too far": ("decode.py", "seen = position < limit", "seen = position <= limit", interpreter.PLAIN),
     "window one too far": (
         "decode.py",
@@ -26,8 +26,8 @@ DECODE = {
         "position >= limit - 1 - pages",
         interpreter.PLAIN,
     ),
-    "tail not cleared": ("_pages.py", "keep(held - 1,", "(lambda *_: None)(held - 1,", interpreter.PLAIN),
-    "pages not cleared": ("_pages.py", "lax.fori_loop(held, self", "lax.fori_loop(held, 0 * self", interpreter.PLAIN),
+    "tail not cleared": ("pages.py", "keep(held - 1,", "(lambda *_: None)(held - 1,", interpreter.PLAIN),
+    "pages not cleared": ("pages.py", "lax.fori_loop(held, self", "lax.fori_loop(held, 0 * self", interpreter.PLAIN),
     "write not waited for": ("decode.py", "write_back().wait()", "write_back()", interpreter.PLAIN),
     "write of the wrong tile": ("decode.py", "staged[...] = merged", "staged[...] = buffer[there]", interpreter.PLAIN),
 }

@@ -1,0 +1,178 @@
+"""`python -m jaxkv generate`: continue prompts, stream the text, and end with a report."""
+
+import argparse
+import pathlib
+import sys
+import time
+from typing import Any
+
+from jaxkv._cli.text import ByteTokenizer, FileTokenizer, TextStream, Tokenizer
+from jaxkv._cli.units import parse_bytes
+
+# Long enough for a decoder of bytes to show what it has learned, and of very different length.
+DEMO_PROMPTS = (
+    "import os\nimport sys\n\ndef main(",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "for i in range(",
+    'def read_file(path):\n    """Read a file and return its contents."""\n    with open(path) as f:\n        ',
+    "try:\n    ",
+)
+
+
+def add_generate(commands: Any) -> None:
+    parser = commands.add_parser("generate", help="continue prompts", description="Continue prompts, all at once.")
+    parser.set_defaults(run=generate)
+    add = parser.add_argument
+    add("--model", type=pathlib.Path, help="a Hugging Face folder; default: a small model of Python source, built in")
+    add("--prompt", action="append", default=[], help="a prompt; may be given several times")
+    add("--prompts", type=pathlib.Path, help="a text file with one prompt per line")
+    add("--max-new-tokens", type=int, default=96, help="default: %(default)s")
+    add("--temperature", type=float, default=0.7, help="0: always the likeliest token; default: %(default)s")
+    add("--top-k", type=int, default=0, help="sample among so many likeliest tokens; 0, the default: all")
+    add("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this probability; default: 1")
+    add("--seed", type=int, default=0, help="of the random draws; default: %(default)s")
+    add("--max-seqs", type=int, default=8, help="sequences computed at the same time; default: %(default)s")
+    add("--max-seq-len", type=int, help="the most tokens of a sequence; default: what the prompts need")
+    add(
+        "--memory",
+        type=parse_bytes,
+        help="what the cache may take, for example 512MiB or 2GB; default: what all rows need",
+    )
+    add("--block-size", type=int, default=16, help="tokens per block; default: %(default)s")
+    add(
+        "--dtype",
+        help="compute and cache in this dtype; default: float32 for the built-in model, else the checkpoint's",
+    )
+    add("--no-check", action="store_true", help="do not compare the output with a recomputation without any cache")
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    """Continue prompts, stream the text, and end with a report."""
+    import jaxkv
+
+    prompts = _prompts(arguments)
+    tokenizer: Tokenizer
+    if arguments.model is None:
+        model, tokenizer = jaxkv.models.small(), ByteTokenizer()
+    else:
+        model = jaxkv.models.load(arguments.model, **({"dtype": arguments.dtype} if arguments.dtype else {}))
+        tokenizer = ByteTokenizer() if model.config.byte_tokens else FileTokenizer(arguments.model)
+    choice = {
+        "temperature": arguments.temperature,
+        "top_k": arguments.top_k,
+        "top_p": arguments.top_p,
+        "seed": arguments.seed,
+    }
+    tokens = [tokenizer.encode(prompt) for prompt in prompts]
+    engine = jaxkv.Engine(
+        model, max_seqs=arguments.max_seqs, max_seq_len=arguments.max_seq_len, memory_bytes=arguments.memory,
+        block_size=arguments.block_size, longest=max(map(len, tokens)) + arguments.max_new_tokens,
+    )  # fmt: skip
+
+    # A prompt that cannot be continued does not take the others with it.
+    problems = {i: why for i, t in enumerate(tokens) if (why := engine.problem(t, arguments.max_new_tokens))}
+    for i, why in problems.items():
+        print(f"jaxkv: prompt {i + 1} is left out: {why}.", file=sys.stderr)
+    kept = [i for i in range(len(tokens)) if i not in problems]
+    if not kept:
+        return 2
+    prompts, tokens = [prompts[i] for i in kept], [tokens[i] for i in kept]
+
+    start = time.perf_counter()
+    stream = engine.stream(tokens, arguments.max_new_tokens, eos=model.config.eos_ids, **choice)
+    outputs: list[list[int]] = [[] for _ in tokens]
+    times = []
+    printer = _Printer([i + 1 for i in kept], prompts, [TextStream(tokenizer, prompt) for prompt in tokens])
+    for index, token in stream:
+        times.append(time.perf_counter() - start)
+        outputs[index].append(token)
+        printer.add(index, token)
+    printer.finish()
+    print(_report(engine, tokens, outputs, times, None if arguments.no_check else choice))
+    return 1 if problems else 0
+
+
+def _prompts(arguments: argparse.Namespace) -> list[str]:
+    prompts = list(arguments.prompt)
+    if arguments.prompts is not None:
+        if not arguments.prompts.is_file():
+            raise FileNotFoundError(
+                f"{arguments.prompts} is not a file: --prompts takes a text file with one prompt per line."
+            )
+        prompts += [line for line in arguments.prompts.read_text().splitlines() if line.strip()]
+        if not prompts:
+            raise ValueError(f"{arguments.prompts} has no prompts: write one per line.")
+    return prompts or list(DEMO_PROMPTS)
+
+
+class _Printer:
+    """Text as it comes: the one prompt's as it is, several prompts' line by line behind their numbers."""
+
+    PROGRESS_FROM = 16  # prompts; more than this would only scroll by
+
+    def __init__(self, numbers: list[int], prompts: list[str], streams: list[TextStream]):
+        self.numbers, self.streams = numbers, streams
+        self.unprinted = list(prompts)
+        self.alone = len(prompts) == 1
+        self.bar: Any = _progress_bar() if len(prompts) >= self.PROGRESS_FROM else None
+        for index in range(len(prompts)):
+            self._show(index, "")
+
+    def add(self, index: int, token: int) -> None:
+        self._show(index, self.streams[index].add(token))
+        if self.bar is not None:
+            self.bar.update()
+
+    def finish(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+        for index, stream in enumerate(self.streams):
+            self._show(index, f"{stream.finish()}\n")
+
+    def _show(self, index: int, text: str) -> None:
+        self.unprinted[index] += text
+        if self.bar is not None:  # everything is shown at the end
+            return
+        if self.alone:
+            print(self.unprinted[index], end="", flush=True)
+            self.unprinted[index] = ""
+            return
+        *lines, self.unprinted[index] = self.unprinted[index].split("\n")
+        for line in lines:
+            print(f"{self.numbers[index]}> {line}", flush=True)
+
+
+def _progress_bar() -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None  # then the text itself shows the progress
+    return tqdm(unit=" tokens")
+
+
+def _report(engine: Any, prompts: list, outputs: list, times: list[float], choice: dict | None) -> str:
+    from jaxkv._core.views import format_bytes
+
+    config, count = engine.config, len(times)
+    first, last = (times[0], times[-1]) if times else (0.0, 0.0)
+    rate = f", then {(count - 1) / (last - first):.0f} tokens/s" if last > first else ""
+    used = engine.blocks_peak
+    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+    plural, lengths = ("s", f"{shortest} to {longest}") if longest > shortest else ("s" * (len(prompts) > 1), longest)
+    lines = [
+        f"{len(prompts)} prompt{plural} of {lengths} tokens, "
+        f"{count} new tokens in {last:.1f} s: the first after {first:.1f} s, compilation included{rate}.",
+        f"{engine.steps} steps; {used} of {config.num_blocks} blocks of {config.block_size} tokens used at the most, "
+        f"{config.num_blocks - used} free; {engine.set_back} sequences set back.",
+        f"Used {format_bytes(used * config.bytes_per_block)}; a dense cache of {config.max_seqs} rows of "
+        f"{config.max_seq_len} tokens takes {format_bytes(config.dense_bytes)}.",
+    ]
+    if choice is not None:
+        same = [
+            engine.recompute(prompt, output, index=i, **choice) == output
+            for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+        ]
+        verdict = "equals" if all(same) else f"DIFFERS in {same.count(False)} of {len(same)} prompts from"
+        lines.append(f"The output {verdict} a recomputation without any cache.")
+    return "\n" + "\n".join(lines)

@@ -1,0 +1,195 @@
+"""Questions to a cache on the host: did a row fail, is the state sound, what is in use. They read the device back."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv._core.cache import Cache
+from jaxkv._core.config import CacheConfig
+from jaxkv._core.errors import CacheError, OutOfBlocks, OutOfWindow, SequenceTooLong
+from jaxkv._core.state import GONE, NULL_BLOCK, BlockTables
+
+
+def check(cache: Cache) -> None:
+    """Raise if a request of any row could not be met, in one sentence that names rows, needs and what is free.
+
+    Raises:
+      SequenceTooLong: a row was to hold more than `max_seq_len` tokens.
+      OutOfBlocks: there were too few free blocks.
+      OutOfWindow: a row was truncated to where layers with a window no longer hold what it would see.
+      CacheError: a request made no sense: a negative number of tokens, more than were given, or a row out of range.
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=2))
+    >>> jaxkv.check(jaxkv.extend(cache, [10, 40]))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    jaxkv.OutOfBlocks: Row 1 (0 tokens, 0 blocks) needs 3 more blocks for 40 tokens, but 1 of 2 blocks is free. ...
+    """
+    groups = jax.device_get(cache.tables)
+    t = groups[0]  # the same rows fail in every group
+    rows = np.flatnonzero(t.failed)
+    if not rows.size:
+        return
+    limit = cache.config.max_seq_len
+    too_long = [r for r in rows if t.wanted[r] > limit]
+    senseless = [r for r in rows if t.wanted[r] < 0]
+    gone = [r for r in rows if t.needed[r] == GONE]
+    if too_long:
+        holders = _list(f"row {r} (it holds {t.lengths[r]})" for r in too_long)
+        raise SequenceTooLong(
+            f"More than max_seq_len = {limit} tokens were asked for in {holders}. The row is as it was before; "
+            "truncate or free it, or give the cache a larger max_seq_len."
+        )
+    if senseless:
+        raise CacheError(
+            f"A request that makes no sense was made for {_list(f'row {r}' for r in senseless)}: a negative number of "
+            "tokens, more tokens than the step's arrays have places for, or a row out of range. The row is as it was "
+            "before; free clears it."
+        )
+    if gone:
+        asked = _list(f"row {r} ({t.lengths[r]} tokens) to {t.wanted[r]} tokens" for r in gone)
+        windows = _list(str(w) for w in cache.config.group_windows if w is not None)
+        raise OutOfWindow(
+            f"Truncating {asked} goes back to what layers with a window of {windows} tokens have given back. The row "
+            "is as it was before; free it and compute its tokens again, or fork it before it goes on."
+        )
+    # The group that lacks most is what stood in the way.
+    group = max(range(len(groups)), key=lambda g: int(groups[g].needed[rows].max()) - int(groups[g].num_free))
+    t, window = groups[group], cache.config.group_windows[group]
+    held = np.sum(t.tables != NULL_BLOCK, axis=1)
+    needs = _list(
+        f"row {r} ({t.lengths[r]} tokens, {held[r]} blocks) needs {_more(t.needed[r])} for {t.wanted[r]} tokens"
+        for r in rows
+    )
+    free = f"{t.num_free} of {t.num_blocks} blocks {'is' if t.num_free == 1 else 'are'} free"
+    where = (
+        ""
+        if len(groups) == 1
+        else " in the layers " + ("without a window" if window is None else f"of window {window}")
+    )
+    kept = int(t.kept.sum())
+    index = f" (a PrefixCache keeps {kept}: its make_room gives some back)" if kept else ""
+    raise OutOfBlocks(
+        f"{needs[0].upper()}{needs[1:]}, but {free}{where}{index}. The row is as it was before; free or truncate rows, "
+        "or give the cache more num_blocks."
+    )
+
+
+def check_invariants(cache: Cache) -> None:
+    """Raise AssertionError unless the whole state is consistent. For tests and debugging; it reads everything back."""
+    block_size, config = cache.config.block_size, cache.config
+    assert len(cache.tables) == len(config.groups), "one BlockTables for each group"
+    assert len(cache.pools) == config.num_layers, "one pool for each layer"
+    for layer, pool in enumerate(cache.pools):
+        if pool is None:
+            assert config.owner(layer) != layer, f"layer {layer} has a pool, or shares another's"
+            continue
+        assert pool.kv.shape[3] == block_size, f"layer {layer}: the pool's block_size"
+        assert not np.asarray(pool.kv[NULL_BLOCK]).any(), f"layer {layer}: the null block was written"
+    groups = jax.device_get(cache.tables)
+    for group, t in enumerate(groups):
+        _check_tables(t, config, group)
+        for field in ("lengths", "new", "offsets", "failed", "wanted"):
+            assert (getattr(t, field) == getattr(groups[0], field)).all(), f"every group says the same of rows: {field}"
+
+
+def _check_tables(t: BlockTables, config: CacheConfig, group: int) -> None:
+    block_size, num_blocks = config.block_size, t.free_list.shape[0]
+    assert ((t.lengths >= 0) & (t.lengths <= config.max_seq_len)).all(), f"lengths fit: {t.lengths}"
+    assert ((t.new >= 0) & (t.new <= t.lengths)).all(), f"new within [0, lengths]: {t.new} of {t.lengths}"
+    assert 0 <= t.num_free <= num_blocks, f"num_free within [0, {num_blocks}]: {t.num_free}"
+    assert ((t.tables >= 0) & (t.tables <= num_blocks)).all(), "table entries name blocks"
+    used = t.tables != NULL_BLOCK
+    column = np.arange(t.tables.shape[1])
+    end = np.max(np.where(used, column + 1, 0), axis=1)
+    first = np.min(np.where(used, column, end[:, None]), axis=1)
+    assert (used == ((column >= first[:, None]) & (column < end[:, None]))).all(), "a row's entries stand together"
+    assert (end >= -(-t.lengths // block_size)).all(), f"every row has the blocks for its tokens: {end}, {t.lengths}"
+    seen = config.first_seen(group, t.lengths - t.new)
+    assert (first <= np.where(t.lengths > 0, seen, 0)).all(), f"what this step's tokens see is held: {first}, {seen}"
+    counts = np.bincount(t.tables.ravel(), minlength=num_blocks + 1)
+    counts[NULL_BLOCK] = 0
+    assert not t.kept[NULL_BLOCK], "the null block is nobody's"
+    holders = counts + t.kept
+    free = np.asarray(t.free_list)[num_blocks - t.num_free :]
+    assert len(set(free.tolist())) == len(free) and NULL_BLOCK not in free.tolist(), "a block is free at most once"
+    assert (holders[free] == 0).all(), "a free block is in no table and not kept"
+    assert len(free) + np.count_nonzero(holders) == num_blocks, "every block is free, in a table or kept"
+    expected = np.maximum(holders, 1)
+    expected[NULL_BLOCK] = 0
+    assert (t.refcounts == expected).all(), f"refcounts {t.refcounts}, but there are {expected}"
+    full = column < (t.lengths // block_size)[:, None]
+    assert config.contiguous or (holders[t.tables[used & ~full]] == 1).all(), (
+        "a block that can still be written has one owner"
+    )
+    assert num_blocks - t.num_free <= t.peak <= num_blocks, "peak is the most ever in use"
+    assert (t.failed | (t.wanted == 0)).all(), "wanted only where failed"
+
+
+def stats(cache: Cache) -> dict[str, Any]:
+    """What is in use, as plain numbers.
+
+    Returns:
+      A dict: blocks (in all, used, free, peak, shared by several rows, kept by a `PrefixCache`), tokens, bytes, rows in
+      use, failed rows, and waste: token places in rows' blocks that hold no token, in all and per row. Shared blocks
+      are full. With several groups of layers, blocks and waste are their sums; `groups` has each group's own.
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=8))
+    >>> jaxkv.stats(jaxkv.extend(cache, [20, 0]))["waste"]
+    12
+    """
+    config, tables = cache.config, jax.device_get(cache.tables)
+    groups = [_group_stats(t, config, g) for g, t in enumerate(tables)]
+    t = tables[0]
+    waste_per_row = np.sum([group["waste_per_row"] for group in groups], axis=0)
+    summed = {
+        field: sum(group[field] for group in groups) for field in groups[0] if field.startswith(("num", "blocks"))
+    }
+    return summed | {
+        "block_size": config.block_size,
+        "rows": t.lengths.shape[0],
+        "rows_used": int((t.lengths > 0).sum()),
+        "rows_failed": int(t.failed.sum()),
+        "tokens": int(t.lengths.sum()),
+        "tokens_per_row": t.lengths.tolist(),
+        "waste": int(waste_per_row.sum()),
+        "waste_per_row": waste_per_row.tolist(),
+        "bytes": cache.bytes,
+        "bytes_used": sum(group["bytes_used"] for group in groups),
+        "dense_bytes": config.dense_bytes,
+        "groups": groups,
+    }
+
+
+def _group_stats(t: BlockTables, config: CacheConfig, group: int) -> dict[str, Any]:
+    num_blocks = t.free_list.shape[0]
+    used = num_blocks - int(t.num_free)
+    entries = t.tables != NULL_BLOCK
+    end = np.max(np.where(entries, np.arange(1, t.tables.shape[1] + 1), 0), axis=1)
+    counts = np.bincount(t.tables.ravel(), minlength=num_blocks + 1)[1:]
+    return {
+        "window": config.group_windows[group],
+        "layers": config.groups[group],
+        "num_blocks": num_blocks,
+        "blocks_used": used,
+        "blocks_free": int(t.num_free),
+        "blocks_shared": int((counts > 1).sum()),
+        "blocks_kept": int(t.kept.sum()),
+        "blocks_peak": int(t.peak),
+        # Only behind its last token has a row empty places: what fell out of a window is in front.
+        "waste_per_row": (end * config.block_size - t.lengths).tolist(),
+        "bytes_used": used * config.bytes_per_group_block(group),
+    }
+
+
+def _list(parts: Any) -> str:
+    parts = list(parts)
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _more(blocks: int) -> str:
+    return f"{blocks} more block{'' if blocks == 1 else 's'}"

@@ -1,0 +1,80 @@
+"""The state of a cache: immutable pytrees of arrays. Fields and shapes, no algorithm.
+
+S rows, M blocks per row at the most, K KV heads, D head_dim, N = num_blocks.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+# Block 0 is never allocated and never written: unused table entries point at it, so that any fetch is in bounds.
+NULL_BLOCK = 0
+
+# In `BlockTables.needed`: no block would help, the tokens that a row was to go back to have been given back.
+GONE = -1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class BlockTables:
+    """Which blocks each row holds, and which are free. Shared by the layers of a group.
+
+    The free blocks are the last `num_free` entries of `free_list`, the next one to be taken first. Whatever stands
+    before them is out of date.
+    """
+
+    # Logical block -> physical block. A row's entries stand one after another, with null blocks behind them, and before
+    # them for what has fallen out of a window.
+    tables: jax.Array  # i32[S, M]
+    lengths: jax.Array  # i32[S]: tokens of each row, the current step's included
+    new: jax.Array  # i32[S]: how many of them are the current step's
+    offsets: jax.Array  # i32[S]: where each row's tokens start in a packed step
+    refcounts: jax.Array  # i32[N + 1]: who holds a block, rows and index; a free one keeps the 1 its next owner needs
+    kept: jax.Array  # bool[N + 1]: a `PrefixCache` holds the block, whether or not a row does
+    free_list: jax.Array  # i32[N]
+    num_free: jax.Array  # i32[]
+    peak: jax.Array  # i32[]: the most blocks ever in use at once
+    failed: jax.Array  # bool[S]: a request of the row could not be met; cleared by `free`
+    wanted: jax.Array  # i32[S]: the length that request asked for; -1: the request made no sense
+    needed: jax.Array  # i32[S]: the blocks it needed, or GONE
+
+    @property
+    def held(self) -> jax.Array:
+        """`i32[S]`: blocks in each row's table, reserved ones included."""
+        return jnp.sum(self.tables != NULL_BLOCK, axis=1, dtype=jnp.int32)
+
+    @property
+    def end(self) -> jax.Array:
+        """`i32[S]`: the column after the last block in each row's table."""
+        column = jnp.arange(1, self.tables.shape[1] + 1, dtype=jnp.int32)
+        return jnp.max(jnp.where(self.tables != NULL_BLOCK, column, 0), axis=1, initial=0)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.free_list.shape[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Pool:
+    """One layer's blocks."""
+
+    kv: jax.Array  # [N + 1, 2, K, block_size, D]: keys at 0, values at 1
+
+    @property
+    def k(self) -> jax.Array:
+        return self.kv[:, 0]
+
+    @property
+    def v(self) -> jax.Array:
+        return self.kv[:, 1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Layer:
+    """One layer as a kernel sees it: its pool, and the tables of its group."""
+
+    pool: Pool
+    tables: BlockTables

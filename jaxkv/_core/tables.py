@@ -1,0 +1,179 @@
+"""Room for tokens: `extend`, `reserve` and `free`. Index arithmetic only; keys and values are not touched."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels
+from jaxkv._core.allocator import blocks_for, give_back, replace_entries, serve, take
+from jaxkv._core.arguments import row_counts, row_mask
+from jaxkv._core.cache import Cache
+from jaxkv._core.state import NULL_BLOCK, BlockTables
+
+
+def extend(cache: Cache, num_tokens: Any) -> Cache:
+    """Make room for this step's tokens of every row.
+
+    A row whose request cannot be met (too few free blocks, or past `max_seq_len`) stays as it was and is marked in
+    `cache.failed`; its tokens of this step are dropped, and the other rows go on. Rows are served in order, each all or
+    nothing.
+
+    Before that, layers with a window give back the blocks that no next token of their rows can see any more.
+
+    Args:
+      num_tokens: `i32[S]`, tokens of each row in this step; 0: the row is not in this step.
+
+    Raises:
+      ValueError: the wrong shape or dtype; a negative number known on the host (on the device it marks the row).
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=3, max_seq_len=64, num_blocks=4))
+    >>> cache = jaxkv.extend(cache, [20, 0, 60])
+    >>> cache.lengths.tolist(), cache.failed.tolist()
+    ([20, 0, 0], [False, False, True])
+    """
+    requested = row_counts("num_tokens", num_tokens, cache.lengths.shape[0])
+    room = cache.config.max_seq_len - cache.lengths
+    fits = (requested > 0) & (requested <= room)
+    cache = leave_windows(cache)
+    granted, needs, tables = _make_room(cache, jnp.where(fits, cache.lengths + requested, 0))
+    granted &= fits
+    refused = (requested != 0) & ~granted
+    # Anything past the longest sequence is reported as just too long: the sum could overflow.
+    wanted = jnp.where(requested < 0, -1, cache.lengths + jnp.minimum(requested, room + 1))
+    # A request beyond this belongs to no packed array, and the sum of all must not overflow.
+    counted = jnp.clip(requested, 0, np.iinfo(np.int32).max // requested.shape[0])
+
+    def begin(tables: BlockTables, needed: jax.Array) -> BlockTables:  # every group with arrays of its own, to donate
+        new = jnp.where(granted, requested, 0)
+        tables = mark_failed(tables, refused, wanted, needed)
+        offsets = jnp.cumsum(counted) - counted
+        return dataclasses.replace(tables, lengths=tables.lengths + new, new=new, offsets=offsets)
+
+    return cache.replace(tables=tuple(begin(t, n) for t, n in zip(tables, needs, strict=True)))
+
+
+def reserve(cache: Cache, target_lengths: Any) -> Cache:
+    """Give every row the blocks for `target_lengths` tokens, without adding tokens. Doing it again changes nothing.
+
+    Args:
+      target_lengths: `i32[S]`; a row that has enough blocks already keeps them.
+
+    A row whose request cannot be met stays as it was and is marked in `cache.failed`, as in `extend`.
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> jaxkv.reserve(cache, [33, 0]).blocks_in_use
+    3
+    """
+    target = row_counts("target_lengths", target_lengths, cache.lengths.shape[0])
+    fits = (target >= 0) & (target <= cache.config.max_seq_len)
+    granted, needs, tables = _make_room(cache, jnp.where(fits, target, 0))
+    refused, wanted = ~(granted & fits), jnp.where(target < 0, -1, target)
+    return cache.replace(tables=tuple(mark_failed(t, refused, wanted, n) for t, n in zip(tables, needs, strict=True)))
+
+
+def free(cache: Cache, rows: Any) -> Cache:
+    """Empty rows: length 0, no failure, and their blocks back to the pool. Freeing an empty row does nothing.
+
+    Args:
+      rows: `bool[S]`, or row indices.
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> jaxkv.free(jaxkv.extend(cache, [30, 30]), [0])
+    Cache(2 of 4 blocks used, 30 tokens in 1 of 2 rows, 1 layer, 5.0 KiB)
+    """
+    mask = row_mask("rows", rows, cache.lengths.shape[0])
+
+    def empty(tables: BlockTables) -> BlockTables:
+        if not cache.config.contiguous:
+            tables = replace_entries(tables, jnp.where(mask[:, None], NULL_BLOCK, tables.tables))
+        return dataclasses.replace(
+            tables,
+            lengths=jnp.where(mask, 0, tables.lengths),
+            new=jnp.where(mask, 0, tables.new),
+            failed=tables.failed & ~mask,
+            wanted=jnp.where(mask, 0, tables.wanted),
+            needed=jnp.where(mask, 0, tables.needed),
+        )
+
+    return cache.replace(tables=tuple(empty(t) for t in cache.tables))
+
+
+def positions(cache: Cache, shape: Sequence[int]) -> jax.Array:
+    """The absolute position of every token of this step, as rotary embeddings want it; 0 for padding.
+
+    Args:
+      shape: `(S, T)` for padded tokens, `(N,)` for packed ones.
+
+    Returns:
+      i32 of that shape.
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> cache = jaxkv.extend(jaxkv.extend(cache, [3, 0]), [2, 4])
+    >>> jaxkv.positions(cache, (2, 4)).tolist()
+    [[3, 4, 0, 0], [0, 1, 2, 3]]
+    """
+    shape = tuple(shape)
+    if len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] != cache.lengths.shape[0]):
+        raise ValueError(
+            f"shape must be (N,) or ({cache.lengths.shape[0]}, T), the token axes of this step, not {shape}."
+        )
+    tables = drop_unfit(cache, shape).tables[0]
+    return pallas_kernels.locate(shape, tables.lengths, tables.new, tables.offsets).position
+
+
+def _make_room(cache: Cache, target: jax.Array) -> tuple[jax.Array, list[jax.Array], list[BlockTables]]:
+    """Which rows can have blocks for `target` tokens; the blocks each group needs for it; tables that have them."""
+    block_size = cache.config.block_size
+    needs = [jnp.maximum(blocks_for(target, block_size) - t.end, 0) for t in cache.tables]
+    granted = serve(needs, cache.tables)
+    rooms = [take(t, jnp.where(granted, need, 0)) for t, need in zip(cache.tables, needs, strict=True)]
+    return granted, needs, rooms
+
+
+def mark_failed(tables: BlockTables, refused: jax.Array, wanted: jax.Array, needed: Any) -> BlockTables:
+    """Note the rows whose request was refused, the length they asked for (-1: it made no sense) and the blocks."""
+    return dataclasses.replace(
+        tables,
+        failed=tables.failed | refused,
+        wanted=jnp.where(refused, wanted, tables.wanted),
+        needed=jnp.where(refused, needed, tables.needed),
+    )
+
+
+def drop_unfit(cache: Cache, token_axes: tuple[int, ...]) -> Cache:
+    """Take back the step of rows that were extended by more tokens than the step's arrays have places for.
+
+    Otherwise the places left unwritten, which may hold another row's old tokens, would count as theirs.
+    """
+
+    def drop(tables: BlockTables) -> BlockTables:
+        end = tables.new if len(token_axes) == 2 else tables.offsets + tables.new
+        unfit = (tables.new > 0) & (end > np.int32(token_axes[-1]))
+        tables = mark_failed(tables, unfit, jnp.full_like(tables.wanted, -1), 0)
+        step = jnp.where(unfit, tables.new, 0)
+        return dataclasses.replace(tables, lengths=tables.lengths - step, new=tables.new - step)
+
+    return cache.replace(tables=tuple(drop(t) for t in cache.tables))
+
+
+def leave_windows(cache: Cache) -> Cache:
+    """Give back the blocks that no row's next token sees, in layers with a window."""
+    config = cache.config
+    return cache.replace(
+        tables=tuple(
+            t if window is None else give_back(t, config.first_seen(group, t.lengths))
+            for group, (t, window) in enumerate(zip(cache.tables, config.group_windows, strict=True))
+        )
+    )

@@ -1,0 +1,276 @@
+"""Ways to look at a cache: dense copies, single tokens, sizes, and its one-line portrait.
+
+Sizes are Python numbers outside `jit` and traced arrays inside.
+"""
+
+import html
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.config import CacheConfig, LayerConfig
+from jaxkv._core.portrait import block_map
+from jaxkv._core.state import BlockTables, Layer, Pool
+
+
+def gather(cache: "Views", row: Any, *, layer: int, max_len: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """The stored keys and values of one row, dense.
+
+    Args:
+      row: a row index; it may be traced when `max_len` is given.
+      layer: the layer's index.
+      max_len: give it to call this inside `jit`: the result then has this many places, 0 past the row's length.
+
+    Returns:
+      k, v: `[length, K, D]` each, or `[max_len, K, D]`; 0 for tokens that a layer with a window has given back.
+
+    Raises:
+      IndexError: no such row or layer. ValueError: a traced length and no `max_len`.
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> config = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(config,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> kv = jnp.ones((1, 2, 5, 2, 8))
+    >>> k, v = jaxkv.gather(jaxkv.append(cache, kv, kv, [5, 3]), 1, layer=0)
+    >>> k.shape
+    (3, 2, 8)
+    """
+    tables = cache.layer(layer).tables
+    check_row(cache, row)
+    length = tables.lengths[row]
+    if max_len is None:
+        if isinstance(length, jax.core.Tracer):
+            raise ValueError("gather inside jit needs max_len=, since the row's length is not known there.")
+        max_len = int(length)
+    position = jnp.arange(max_len, dtype=jnp.int32)
+    k, v = cache.read(layer, row, position)
+    return k, v
+
+
+class Views:
+    """The part of `Cache` that reads."""
+
+    # Of `Cache`, which is built on this class.
+    tables: tuple[BlockTables, ...]
+    pools: tuple[Pool | None, ...]
+    config: CacheConfig
+
+    def layer(self, layer: int) -> Layer:
+        """One layer's pool and tables, a pytree of its own."""
+        tables = self.tables[self.config.group(layer)]  # raises for an index out of range, negative ones too
+        return Layer(pool=self.pool(layer), tables=tables)
+
+    def pool(self, layer: int) -> Pool:
+        """The pool that a layer reads: its own, or the one of the layer it shares with."""
+        pool = self.pools[self.config.owner(layer)]
+        assert pool is not None
+        return pool
+
+    def layer_config(self, layer: int) -> LayerConfig:
+        """The config of one layer; IndexError for an index out of range."""
+        return self.config.layer_config(layer)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers are alike."""
+        return self.config.is_uniform
+
+    # What concerns rows is the same in every group.
+
+    @property
+    def lengths(self) -> jax.Array:
+        """`i32[S]`: tokens of each row, this step's included. Before the step it was `lengths - new`."""
+        return self.tables[0].lengths
+
+    @property
+    def new(self) -> jax.Array:
+        """`i32[S]`: how many of `lengths` are this step's."""
+        return self.tables[0].new
+
+    @property
+    def failed(self) -> jax.Array:
+        """`bool[S]`: rows with a request that could not be met; `jaxkv.check` says why."""
+        return self.tables[0].failed
+
+    @property
+    def num_layers(self) -> int:
+        """Attention layers."""
+        return self.config.num_layers
+
+    # Sizes, in the words of the systems whose contracts the cache meets. Layers of a group count as one.
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all groups together, null blocks not counted."""
+        return sum(t.num_blocks for t in self.tables)
+
+    @property
+    def blocks_in_use(self) -> Any:
+        """Blocks that some row or a `PrefixCache` holds, partly used and reserved ones included, in all groups."""
+        return _number(sum(t.num_blocks - t.num_free for t in self.tables))
+
+    @property
+    def capacity(self) -> int:
+        """Token places of the group that has most. One row takes at most `max_seq_length`."""
+        return max(t.num_blocks for t in self.tables) * self.config.block_size
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of all rows, as the config says: not rounded up to whole blocks."""
+        return self.config.max_tokens
+
+    @property
+    def num_tokens(self) -> Any:
+        """Tokens of all rows together; a token in a shared block counts in every row."""
+        return _number(jnp.sum(self.lengths))
+
+    @property
+    def is_empty(self) -> Any:
+        """Whether no row holds a token."""
+        return _number(jnp.all(self.lengths == 0))
+
+    @property
+    def max_seq_length(self) -> int:
+        """The most tokens of one row."""
+        return self.config.max_seq_len
+
+    @property
+    def max_prompt_length(self) -> Any:
+        """The most tokens that this step adds to one row."""
+        return _number(jnp.max(self.new))
+
+    @property
+    def max_context_length(self) -> Any:
+        """The most tokens that one row holds."""
+        return _number(jnp.max(self.lengths))
+
+    def cache_length(self, row: int) -> Any:
+        """Tokens that a row held before this step."""
+        check_row(self, row)
+        return _number(self.lengths[row] - self.new[row])
+
+    @property
+    def empty_cache(self) -> Any:
+        """Whether every row was empty before this step."""
+        return _number(jnp.all(self.lengths == self.new))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all pools."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.pools))
+
+    # Contents.
+
+    def slots(self, row: Any, position: Any, *, layer: int = 0) -> tuple[jax.Array, jax.Array]:
+        """Physical block and offset of tokens; `row` and `position` broadcast. The null block where there is none."""
+        tables = self.layer(layer).tables
+        row, position = jnp.asarray(row, jnp.int32), jnp.asarray(position, jnp.int32)
+        rows, width = tables.tables.shape
+        block_size = self.config.block_size
+        inside = (row >= 0) & (row < rows) & (position >= 0)
+        inside &= position < tables.lengths[jnp.clip(row, 0, rows - 1)]
+        column = jnp.clip(position // block_size, 0, width - 1)
+        block = tables.tables[jnp.clip(row, 0, rows - 1), column]
+        return jnp.where(inside, block, 0), jnp.where(inside, position % block_size, 0)
+
+    def read(self, layer: int, row: Any, position: Any) -> tuple[jax.Array, jax.Array]:
+        """Keys and values `[..., K, D]` of tokens; `row` and `position` broadcast. 0 where there is none.
+
+        Only what the row holds is ever shown, never what a block's earlier owner left in it.
+        """
+        block, offset = self.slots(row, position, layer=layer)
+        kv = self.pool(layer).kv[block, :, :, offset, : self.layer_config(layer).head_dim]  # [..., 2, K, D]
+        kv = jnp.where((block != 0)[..., None, None, None], kv, jnp.zeros((), kv.dtype))
+        return kv[..., 0, :, :], kv[..., 1, :, :]
+
+    def token(self, row: int, position: int, layer: int = 0) -> tuple[jax.Array, jax.Array]:
+        """Keys and values `[K, D]` of one token. Outside `jit`, IndexError where there is none; inside, zeros."""
+        check_row(self, row)
+        length = self.lengths[row]
+        if not isinstance(length, jax.core.Tracer) and not 0 <= position < int(length):
+            raise IndexError(f"Row {row} holds {int(length)} tokens, so it has no token at position {position}.")
+        block, _ = self.slots(row, position, layer=layer)
+        if not isinstance(block, jax.core.Tracer) and int(block) == 0:
+            window = self.layer_config(self.config.owner(layer)).window
+            raise IndexError(
+                f"Layer {layer} has a window of {window} tokens and has given back the token of row {row} at position "
+                f"{position}."
+            )
+        return self.read(layer, row, position)
+
+    def load(self, layer: int, row: int, head: int, position: int) -> tuple[jax.Array, jax.Array]:
+        """Keys and values `[D]` of one head of one token."""
+        check_head(self, layer, head)
+        k, v = self.token(row, position, layer)
+        return k[head], v[head]
+
+    def combined(self, layer: int) -> jax.Array:
+        """A layer as one dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window."""
+        config, tables = self.layer_config(layer), self.layer(layer).tables
+        kv = self.pool(layer).kv
+        width = tables.tables.shape[1]
+        if self.config.contiguous:  # row s owns block s + 1: a slice, which moves no data inside jit
+            kv = kv[1:, ..., : config.head_dim]
+        else:
+            blocks = jnp.moveaxis(kv[tables.tables, ..., : config.head_dim], 1, 3)  # [S, 2, K, M, block_size, D]
+            kv = blocks.reshape(*blocks.shape[:3], width * self.config.block_size, config.head_dim)
+            kv = kv[..., : self.config.max_seq_len, :]
+        held = jnp.arange(kv.shape[3], dtype=jnp.int32)[None] < tables.lengths[:, None]
+        return jnp.where(held[:, None, None, :, None], kv, jnp.zeros((), kv.dtype))
+
+    def separate(self, layer: int) -> tuple[jax.Array, jax.Array]:
+        """A layer's keys and values as two dense arrays `[S, K, max_seq_len, D]`; 0 past each row's length."""
+        kv = self.combined(layer)
+        return kv[:, 0], kv[:, 1]
+
+    def _repr_html_(self) -> str:
+        return html.escape(repr(self)) if self._is_traced else block_map(repr(self), self.tables, self.config)
+
+    @property
+    def _is_traced(self) -> bool:
+        return any(
+            isinstance(x, jax.core.Tracer) or not hasattr(x, "__array__")
+            for x in (self.tables[0].num_free, self.lengths)
+        )
+
+    def __repr__(self) -> str:
+        size = f"{self.num_layers} layer{'s' * (self.num_layers != 1)}, {format_bytes(self.bytes)}"
+        if self._is_traced:
+            return f"Cache(traced, {size})"
+        rows = int(jnp.sum(self.lengths > 0))
+        failed = int(jnp.sum(self.failed))
+        return (
+            f"Cache({self.blocks_in_use} of {self.num_blocks} blocks used, {self.num_tokens} tokens in {rows} of "
+            f"{self.lengths.size} rows, {f'{failed} failed, ' if failed else ''}{size})"
+        )
+
+
+def format_bytes(count: float) -> str:
+    """`12.3 MiB` and the like."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count} B"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _number(x: Any) -> Any:
+    return x if isinstance(x, jax.core.Tracer) else np.asarray(x).item()
+
+
+def check_row(cache: Views, row: Any) -> None:
+    """Raise IndexError unless `row` is one of the cache's, or traced."""
+    rows = cache.lengths.shape[0]
+    if isinstance(row, jax.core.Tracer):
+        return
+    index = row.item() if isinstance(row, jax.Array) and row.ndim == 0 else row
+    if isinstance(index, bool) or not isinstance(index, int | np.integer) or not 0 <= index < rows:
+        raise IndexError(f"row must be an integer from 0 to {rows - 1}, not {row!r}.")
+
+
+def check_head(cache: Views, layer: int, head: Any) -> None:
+    heads = cache.layer_config(layer).num_kv_heads
+    if not isinstance(head, int | np.integer) or not 0 <= head < heads:
+        raise IndexError(f"head must be an integer from 0 to {heads - 1} in layer {layer}, not {head!r}.")

@@ -1,0 +1,166 @@
+"""The file of a saved cache: one safetensors file, which any reader of that format opens.
+
+    lengths      i32[R]                        tokens of each saved row
+    tables.g     i32[R, M]                     for each group of layers: blocks from 1; 0: none
+    layer.i      [n, 2, K, block_size, D]      for each layer with a pool: block b at b - 1, keys at 0, values at 1
+    checksums    u32[...]                      of the header, then of every tensor before this one
+
+The metadata in the header names the format, its version, the cache's config and, if it was given, the model.
+
+The checksums come last, so that a cache goes to the disk layer by layer, with one layer in host memory. They are
+CRC-32: they find damage, and are quick. They are no signature, but neither would a longer hash be: who can change the
+file can change its hash as well.
+"""
+
+import dataclasses
+import json
+import pathlib
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxkv._core.config import CacheConfig, LayerConfig
+from jaxkv._core.errors import CacheFileError, DamagedFile
+from jaxkv._files import safetensors
+from jaxkv._files.atomic import replacing
+
+FORMAT, VERSION = "jaxkv cache", "1"
+CHECKSUMS = "checksums"
+CHUNK = 1 << 24  # bytes read at a time while a file is verified
+AGAIN = "Get a whole copy of it, or save the cache again."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedCache:
+    """What `describe` says of a file.
+
+    Fields:
+      config: the config of the cache that was saved.
+      lengths: tokens of each saved row.
+      model, metadata: as given to `save`.
+      block_size: tokens per block in the file.
+      groups: the layers that share a table in the file.
+    """
+
+    config: CacheConfig
+    lengths: tuple[int, ...]
+    model: str | None
+    metadata: Mapping[str, Any]
+    block_size: int
+    groups: tuple[tuple[int, ...], ...]
+
+
+def write_saved(
+    path: pathlib.Path, saved: SavedCache, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[np.ndarray]
+) -> None:
+    """Write a file.
+
+    Args:
+      shapes: of all tensors, by name, in the order of the file.
+      tensors: themselves; each is written before the next is asked for.
+    """
+    fields = {"format": FORMAT, "version": VERSION}
+    fields["cache"] = json.dumps({"config": _render(saved.config), "groups": saved.groups, "size": saved.block_size})
+    if saved.model is not None:
+        fields["model"] = saved.model
+    try:
+        fields["metadata"] = json.dumps(dict(saved.metadata), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metadata must be a dict of what JSON can hold, but {error}: convert it first.") from error
+    specs = {name: (_dtype(saved.config, name), shape) for name, shape in shapes.items()}
+    specs[CHECKSUMS] = (np.dtype(np.uint32), (len(shapes) + 1,))
+    header = safetensors.header(specs, fields)
+    checksums = [zlib.crc32(header)]
+    with replacing(path) as file:
+        file.write(safetensors.preamble(header))
+        for tensor in tensors:
+            data = safetensors.as_bytes(tensor)
+            checksums.append(zlib.crc32(data))
+            file.write(data)
+        file.write(np.array(checksums, "<u4").tobytes())
+
+
+def open_saved(path: pathlib.Path) -> tuple[SavedCache, dict[str, np.ndarray]]:
+    """What a file says, and its tensors: mapped, verified, and as the config has them."""
+    tensors, fields, header = safetensors.read_all(path)
+    if fields.get("format") != FORMAT:
+        raise CacheFileError(f"{path} is a safetensors file, but not of a cache: jaxkv.save writes those.")
+    if fields.get("version") != VERSION:
+        raise CacheFileError(
+            f"{path} is in version {fields.get('version')} of the format, but this jaxkv knows version {VERSION}: "
+            "install a newer one."
+        )
+    expected = tensors.pop(CHECKSUMS, np.zeros(0, np.uint32)).tolist()
+    if len(expected) != len(tensors) + 1:
+        raise DamagedFile(f"{path} is damaged: it has {len(expected)} checksums for {len(tensors)} tensors. {AGAIN}")
+    if expected[0] != zlib.crc32(header):
+        raise DamagedFile(f"{path} is damaged: its header is not what its checksum says. {AGAIN}")
+    for (name, tensor), checksum in zip(tensors.items(), expected[1:], strict=True):
+        if _checksum(tensor) != checksum:
+            raise DamagedFile(f"{path} is damaged: tensor {name} is not what its checksum says. {AGAIN}")
+    try:
+        cache = json.loads(fields["cache"])
+        saved = SavedCache(
+            config=_parse(cache["config"]), lengths=tuple(tensors["lengths"].tolist()), model=fields.get("model"),
+            metadata=json.loads(fields["metadata"]), block_size=cache["size"], groups=_tuples(cache["groups"]),
+        )  # fmt: skip
+        _check_tensors(saved, tensors)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise CacheFileError(
+            f"{path} holds a cache that this version of jaxkv cannot make ({error}): load it with the version that "
+            "saved it."
+        ) from error
+    return saved, tensors
+
+
+def describe_layer(config: CacheConfig, layer: int) -> dict[str, Any]:
+    """What one layer keeps, in plain values; two layers of which this is equal can hold each other's tokens."""
+    return dataclasses.asdict(config.layers[layer]) | {"dtype": config.kind(layer).dtype.name}
+
+
+def _checksum(tensor: np.ndarray) -> int:
+    data = safetensors.as_bytes(tensor)
+    checksum = 0
+    for begin in range(0, len(data), CHUNK):  # a mapped file's pages can go again as soon as they are read
+        checksum = zlib.crc32(data[begin : begin + CHUNK], checksum)
+    return checksum
+
+
+def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype != _dtype(saved.config, name):
+            raise ValueError(f"{name} is in {tensor.dtype}")
+    for g, layers in enumerate(saved.groups):
+        tables, lengths = tensors[f"tables.{g}"], tensors["lengths"]
+        blocks = {len(tensors[f"layer.{i}"]) for i in layers if f"layer.{i}" in tensors}
+        if tables.shape[0] != len(lengths) or (lengths > tables.shape[1] * saved.block_size).any():
+            raise ValueError(f"tables.{g} {tables.shape} does not hold the rows")
+        if tables.min(initial=0) < 0 or any(tables.max(initial=0) > n for n in blocks):
+            raise ValueError(f"tables.{g} names blocks that are not there")
+
+
+def _dtype(config: CacheConfig, name: str) -> np.dtype:
+    kind, _, index = name.partition(".")
+    return config.kind(int(index)).dtype if kind == "layer" else np.dtype(np.int32)
+
+
+def _render(config: CacheConfig) -> dict[str, Any]:
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    layers = [describe_layer(config, i) for i in range(config.num_layers)]
+    return fields | {"layers": layers, "dtype": np.dtype(config.dtype).name}
+
+
+def _parse(fields: dict[str, Any]) -> CacheConfig:
+    fields = {name: _tuples(value) for name, value in fields.items()}
+    layers = []
+    for layer in fields["layers"]:
+        # One that names the cache's own dtype is the same as one that names none; one that shares must name none.
+        own = layer["dtype"] != fields["dtype"] and layer["shares_with"] is None
+        layers.append(LayerConfig(**layer | {"dtype": layer["dtype"] if own else None}))
+    return CacheConfig(**fields | {"layers": layers})
+
+
+def _tuples(x: Any) -> Any:
+    return tuple(map(_tuples, x)) if isinstance(x, list) else x

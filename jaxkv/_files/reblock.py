@@ -1,0 +1,100 @@
+"""Tokens in blocks of one size, seen as blocks of another. On the host: index arithmetic of NumPy, for files."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxkv._core.state import NULL_BLOCK
+from jaxkv._tiers.host import padded_size
+
+
+class Blocks(NamedTuple):
+    """The blocks that rows need: which, and where each of their tokens is now."""
+
+    tables: np.ndarray  # i32[R, M]: blocks from 1 in the order of `slots`; null where a row has none
+    slots: np.ndarray  # i64[n, new_size]: block * old_size + offset of each token; -1: no token
+
+    @property
+    def padded(self) -> np.ndarray:
+        """`slots` with empty blocks behind them, so that a program that takes them compiles for few shapes."""
+        count = len(self.slots)
+        return np.pad(self.slots, ((0, padded_size(count) - count), (0, 0)), constant_values=-1)
+
+
+class TokensGone(ValueError):
+    """A row has given tokens back that its blocks would need."""
+
+    def __init__(self, row: int, start: int, needed: int):
+        super().__init__(f"row {row} holds tokens from {start} on, not from {needed}")
+        self.row, self.start, self.needed = row, start, needed
+
+
+def reblock(
+    tables: np.ndarray, lengths: np.ndarray, old_size: int, new_size: int, *, first: np.ndarray | None = None,
+    share: bool = True, partial: bool = False,
+) -> Blocks:  # fmt: skip
+    """The same tokens in blocks of `new_size`.
+
+    Args:
+      tables: `i32[R, M]`, the blocks of `old_size` tokens that each row holds; null entries in front are blocks that
+        fell out of the row's window.
+      lengths: `i32[R]`, tokens of each row.
+      first: `i32[R]`: a row needs the tokens from this block of `new_size` on; default: all.
+      share: rows that hold the same tokens of the same blocks have one block for them, if it is full. Sharing of whole
+        blocks survives a smaller `new_size`; with a larger one, as far as whole new blocks are shared.
+      partial: where a row's first block would begin with tokens that it has given back, leave their places empty.
+
+    Raises:
+      TokensGone: a row's first block would begin with tokens that it has given back.
+
+    Row 1 is a fork of row 0, which holds blocks 3 and 1:
+
+    >>> reblock(np.array([[3, 1], [3, 2]]), np.array([6, 5]), 4, 2)[0].tolist()
+    [[1, 2, 3], [1, 2, 4]]
+    """
+    shared: dict[bytes, int] = {}
+    slots: list[np.ndarray] = []
+    width = int(-(-lengths.max(initial=0) // new_size))
+    entries = np.full((len(tables), width), NULL_BLOCK, np.int32)
+    for row, (table, length) in enumerate(zip(tables, lengths.tolist(), strict=True)):
+        if not length:
+            continue
+        column = 0 if first is None else int(first[row])
+        start = int(np.argmax(table != NULL_BLOCK)) * old_size
+        if start > column * new_size and not partial:
+            raise TokensGone(row, start, column * new_size)
+        end = -(-length // new_size)
+        position = np.arange(column * new_size, end * new_size, dtype=np.int64).reshape(-1, new_size)
+        block = table[np.minimum(position // old_size, len(table) - 1)].astype(np.int64)
+        places = np.where((position >= start) & (position < length), block * old_size + position % old_size, -1)
+        for i, block_places in enumerate(places):
+            number = len(slots) + 1
+            if share and block_places.min() >= 0:
+                number = shared.setdefault(block_places.tobytes(), number)
+            if number > len(slots):
+                slots.append(block_places)
+            entries[row, column + i] = number
+    return Blocks(entries, np.array(slots, np.int64).reshape(-1, new_size))
+
+
+def tokens_at(kv: Any, slots: np.ndarray, *, first: int = 0) -> Any:
+    """`[n, 2, K, new_size, D]`: the keys and values at `slots`; whatever stands where there is no token.
+
+    Args:
+      kv: `[N, 2, K, old_size, D]`, a pool's array or one in a file.
+      slots: as in `Blocks`.
+      first: the number of kv's first block.
+    """
+    old_size = kv.shape[3]
+    block = np.maximum(slots // old_size - first, 0)
+    if slots.shape[1] == old_size:  # whole blocks
+        return kv[block.max(axis=1)]
+    tokens = kv[block, :, :, np.maximum(slots, 0) % old_size]  # [n, new_size, 2, K, D]
+    return tokens.transpose(0, 2, 3, 1, 4)
+
+
+def clear_unused(blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """`blocks` with zeros where there is no token, in place where that is possible."""
+    blocks = blocks if blocks.flags.writeable else blocks.copy()
+    blocks.transpose(0, 3, 1, 2, 4)[slots < 0] = 0
+    return blocks

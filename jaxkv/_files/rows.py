@@ -1,0 +1,248 @@
+"""Rows of a cache to a file and back: `save`, `load` and `describe`. The file is described in `file_format.py`."""
+
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv._core.arguments import row_indices
+from jaxkv._core.cache import Cache, init
+from jaxkv._core.config import CacheConfig
+from jaxkv._core.errors import CacheFileError
+from jaxkv._files.format import SavedCache, describe_layer, open_saved, write_saved
+from jaxkv._files.reblock import Blocks, TokensGone, clear_unused, reblock, tokens_at
+from jaxkv._tiers.restore import pool_layers, put_rows
+
+CONTIGUOUS_BLOCK = 16  # tokens per block of a file from a contiguous cache, whose own blocks are mostly empty
+
+
+def save(
+    path: str | os.PathLike, cache: Cache, rows: Sequence[int] | None = None, *, model: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Write rows of a cache to a file, which is replaced at once: a crash on the way leaves the old one.
+
+    Blocks that several rows share are stored once. A step's bookkeeping, reserved blocks, failures and tokens that
+    have fallen out of a window are not stored.
+
+    Args:
+      path: the file, by custom `*.safetensors`.
+      rows: which; default: all, empty ones too.
+      model: the name of the model that computed the keys and values, or a fingerprint; `load` compares it.
+      metadata: what else to keep, anything that JSON can hold.
+
+    Raises:
+      ValueError, IndexError: rows that are not there or named twice, a model or metadata that cannot be stored.
+
+    >>> import jax.numpy as jnp, jaxkv, tempfile
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> kv = jnp.ones((1, 2, 20, 2, 8))
+    >>> cache = jaxkv.append(cache, kv, kv, [20, 3])
+    >>> path = f"{tempfile.mkdtemp()}/chat.safetensors"
+    >>> jaxkv.save(path, cache, model="llama")
+    >>> jaxkv.load(path, model="llama")
+    Cache(3 of 4 blocks used, 23 tokens in 2 of 2 rows, 1 layer, 5.0 KiB)
+    """
+    if not (model is None or isinstance(model, str)):
+        raise ValueError(f"model must be a name or a fingerprint, a string, not {model!r}.")
+    config = cache.config
+    chosen = _chosen(rows, config.max_seqs)
+    groups = [np.asarray(t.tables)[chosen] for t in jax.device_get(cache.tables)]
+    lengths = np.asarray(cache.lengths)[chosen]
+    block_size = min(CONTIGUOUS_BLOCK, config.block_size) if config.contiguous else config.block_size
+    plans = [
+        reblock(tables, lengths, config.block_size, block_size, first=config.first_seen(g, lengths))
+        for g, tables in enumerate(groups)
+    ]
+
+    layers = pool_layers(config)
+    shapes = {"lengths": lengths.shape} | {f"tables.{g}": plan.tables.shape for g, plan in enumerate(plans)}
+    for i in layers:
+        layer, blocks = config.layers[i], len(plans[config.group(i)].slots)
+        shapes[f"layer.{i}"] = (blocks, 2, layer.num_kv_heads, block_size, layer.head_dim)
+
+    def tensors() -> Iterator[np.ndarray]:
+        yield lengths.astype(np.int32)
+        yield from (plan.tables for plan in plans)
+        for i in layers:
+            plan = plans[config.group(i)]
+            blocks = tokens_at(cache.pool(i).kv, plan.padded)[..., : config.layers[i].head_dim]
+            yield clear_unused(np.asarray(blocks)[: len(plan.slots)], plan.slots)
+
+    saved = SavedCache(config=config, lengths=tuple(lengths.tolist()), model=model, metadata=metadata or {},
+                       block_size=block_size, groups=config.groups)  # fmt: skip
+    write_saved(pathlib.Path(path), saved, shapes, tensors())
+
+
+def describe(path: str | os.PathLike) -> SavedCache:
+    """What is in a saved cache: its config, lengths, model and metadata. The file is verified as a whole.
+
+    Raises:
+      FileNotFoundError; CacheFileError, a ValueError: as `load`.
+
+    >>> import jaxkv, tempfile
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> path = f"{tempfile.mkdtemp()}/chat.safetensors"
+    >>> jaxkv.save(path, cache, rows=[1], metadata={"user": 7})
+    >>> saved = jaxkv.describe(path)
+    >>> saved.lengths, saved.metadata, saved.config == cache.config
+    ((0,), {'user': 7}, True)
+    """
+    return open_saved(pathlib.Path(path))[0]
+
+
+def load(
+    path: str | os.PathLike, config: CacheConfig | None = None, *, into: Cache | None = None,
+    rows: Sequence[int | None] | None = None, model: str | None = None, partial_windows: bool = False,
+) -> Cache:  # fmt: skip
+    """A cache with the rows of a file, or `into` with those rows in places that were empty.
+
+    The file is mapped, verified, and copied layer by layer. Blocks are allocated anew: block_size, num_blocks,
+    max_seqs, max_seq_len, layout and head_dim_multiple may differ from the saved cache's. Shared blocks stay shared,
+    with a larger block_size as far as whole blocks are.
+
+    Args:
+      config: of the new cache; its layers and dtypes must be the file's. Default: the saved cache's.
+      into: a cache to restore into, instead; it is not changed, a new one is returned.
+      rows: for each saved row the row to put it in, or None to leave it out. Default, for rows with tokens: their own
+        numbers if all of those are empty, else the first empty rows.
+      model: the name or fingerprint that the file must have been saved with; None: whatever it is.
+      partial_windows: of a layer with a window a row holds only the last tokens. In larger blocks the first of them may
+        begin with tokens that are gone; no later token sees them, but after `truncate` to fewer tokens than were saved
+        one might. So such a row is refused, unless this says that it will not be truncated so far.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      DamagedFile: it was truncated or changed. CacheFileError: it is whole, but of another model, of other layers or
+        dtypes, from a newer version of the format, or its rows do not fit. Both are ValueErrors.
+    """
+    path = pathlib.Path(path)
+    if config is not None and into is not None:
+        raise ValueError("load takes config, for a new cache, or into, an existing one, not both.")
+    saved, tensors = open_saved(path)
+    if model is not None and model != saved.model:
+        whose = "does not say of which model" if saved.model is None else f"is of the model {saved.model!r}"
+        raise CacheFileError(
+            f"{path} {whose}, but {model!r} was asked for: keys and values of one model mean nothing to another. "
+            "Compute them anew, or load without model= if you know better."
+        )
+    config = into.config if into is not None else config or saved.config
+    _check_layers(path, saved.config, config)
+    source, target = _places(path, np.array(saved.lengths), rows, config, into)
+    free = config.group_blocks if into is None else [int(t.num_free) for t in into.tables]
+    plans = _fit(path, saved, tensors, source, config, free, partial_windows)
+
+    def read(layer: int) -> np.ndarray:
+        slots = plans[layer].padded
+        return clear_unused(tokens_at(tensors[f"layer.{layer}"], slots, first=1), slots)
+
+    entries = [plans[layers[0]].tables for layers in config.groups]  # the same for every layer of a group
+    cache = init(config) if into is None else into
+    return put_rows(cache, target, tensors["lengths"][source], entries, read, in_place=into is None)
+
+
+def _fit(
+    path: pathlib.Path, saved: SavedCache, tensors: dict[str, np.ndarray], source: np.ndarray, config: CacheConfig,
+    free: Sequence[int], partial: bool,
+) -> dict[int, Blocks]:  # fmt: skip
+    """For each layer with a pool the blocks that the saved rows `source` need, where each group has so many free."""
+    lengths = tensors["lengths"][source]
+    for row, length in zip(source, lengths, strict=True):
+        if length > config.max_seq_len:
+            raise CacheFileError(
+                f"Row {row} of {path} has {length} tokens, but max_seq_len = {config.max_seq_len}: give the cache a "
+                "larger one, or leave the row out."
+            )
+    plans: dict[int, Blocks] = {}
+    for g, (layers, num_free) in enumerate(zip(config.groups, free, strict=True)):
+        first = config.first_seen(g, lengths)
+        theirs: dict[int, Blocks] = {}  # a contiguous cache's one group may be several in the file
+        for layer in layers:
+            group = next(g for g, members in enumerate(saved.groups) if layer in members)
+            if group not in theirs:
+                try:
+                    theirs[group] = reblock(
+                        tensors[f"tables.{group}"][source], lengths, saved.block_size, config.block_size,
+                        first=first, share=not config.contiguous, partial=partial,
+                    )  # fmt: skip
+                except TokensGone as gone:
+                    raise CacheFileError(
+                        f"Row {source[gone.row]} of {path} holds the tokens of layer {layer} from {gone.start} on, "
+                        f"the others fell out of its window, but its blocks of {config.block_size} begin at "
+                        f"{gone.needed}: load it with a block_size that divides {saved.block_size}, or, if it will "
+                        f"not be truncated to fewer than its {lengths[gone.row]} tokens, with partial_windows=True."
+                    ) from None
+            plans[layer] = theirs[group]
+        need = len(plans[layers[0]].slots)
+        if need > num_free and not config.contiguous:
+            raise CacheFileError(
+                f"The rows of {path} need {need} blocks of {config.block_size} tokens, but {num_free} "
+                f"{'is' if num_free == 1 else 'are'} free: give the cache more num_blocks, free rows of it, or leave "
+                "rows out."
+            )
+    return plans
+
+
+def _chosen(rows: Sequence[int] | None, max_seqs: int) -> np.ndarray:
+    if rows is None:
+        return np.arange(max_seqs)
+    chosen = np.asarray(row_indices("rows", rows, max_seqs))
+    if len(set(chosen.tolist())) < len(chosen) or ((chosen < 0) | (chosen >= max_seqs)).any():
+        raise ValueError(f"rows must be different rows from 0 to {max_seqs - 1}, not {chosen.tolist()}.")
+    return chosen
+
+
+def _places(
+    path: pathlib.Path, lengths: np.ndarray, rows: Sequence[int | None] | None, config: CacheConfig, into: Cache | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which saved rows go to which rows."""
+    empty = np.ones(config.max_seqs, bool)
+    if into is not None:
+        empty = ~np.asarray(into.failed) & (np.asarray(into.lengths) == 0)
+        for tables in () if config.contiguous else into.tables:
+            empty &= ~np.asarray(tables.tables).any(axis=1)  # reserved blocks
+    if rows is None:
+        source, target = np.flatnonzero(lengths > 0), np.flatnonzero(empty)
+        if np.isin(source, target).all():
+            return source, source
+        if len(source) > len(target):
+            raise CacheFileError(
+                f"{path} has {len(source)} rows with tokens, but only {len(target)} of the cache's {config.max_seqs} "
+                "rows are empty: free some, or say in rows= which to load and where to."
+            )
+        return source, target[: len(source)]
+    if len(rows) != len(lengths):
+        raise ValueError(
+            f"{path} has {len(lengths)} rows, but rows names {len(rows)}: give each its row, or None to leave it out."
+        )
+    source = np.array([i for i, row in enumerate(rows) if row is not None], int)
+    target = _chosen([row for row in rows if row is not None], config.max_seqs)
+    if not empty[target].all():
+        row = target[~empty[target]][0]
+        raise ValueError(f"Row {row} of the cache is not empty: free it first, or load into another.")
+    return source, target
+
+
+def _check_layers(path: pathlib.Path, saved: CacheConfig, config: CacheConfig) -> None:
+    if saved.num_layers != config.num_layers:
+        raise CacheFileError(
+            f"{path} has {saved.num_layers} layers, but the cache has {config.num_layers}: it is of another model."
+        )
+    for i in range(config.num_layers):
+        theirs, ours = (describe_layer(c, i) for c in (saved, config))
+        wrong = [name for name in ours if theirs[name] != ours[name]]
+        if wrong == ["dtype"]:
+            raise CacheFileError(
+                f"{path} has layer {i} in {theirs['dtype']}, but the cache has {ours['dtype']}: load it into a cache "
+                f"of {theirs['dtype']}; keys and values are not converted."
+            )
+        if wrong:
+            raise CacheFileError(
+                f"{path} has layer {i} with {', '.join(f'{name} = {theirs[name]}' for name in wrong)}, but the cache "
+                f"has {', '.join(str(ours[name]) for name in wrong)}: it is of another model."
+            )

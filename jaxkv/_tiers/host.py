@@ -1,0 +1,239 @@
+"""Rows in host memory: `swap_out` and `swap_in`."""
+
+import dataclasses
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.allocator import serve, take
+from jaxkv._core.arguments import row_indices, row_mask, scatter_rows
+from jaxkv._core.cache import Cache
+from jaxkv._core.pools import put_blocks
+from jaxkv._core.state import NULL_BLOCK
+from jaxkv._core.tables import free, mark_failed
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class HostBlocks:
+    """What rows held, in host memory. Made by `swap_out`; `host[i]` is one of the rows.
+
+    Blocks stand row by row, in the order of the row's table. Arrays are padded to a power of two, so that a program
+    that takes them compiles for few shapes.
+    """
+
+    lengths: np.ndarray  # i32[n]: tokens of each row
+    first: tuple[np.ndarray, ...]  # for each group i32[n]: the column of the row's first block in its table
+    count: tuple[np.ndarray, ...]  # for each group i32[n]: blocks of the row
+    blocks: tuple[Any, ...]  # for each layer [B, 2, K, block_size, D], or None for a layer that shares another's
+    groups: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
+    windows: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})  # of each group
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> "HostBlocks":
+        if not 0 <= operator.index(i) < len(self):
+            raise IndexError(f"There are {len(self)} rows, so there is no row {i!r} among them.")
+        blocks = list(self.blocks)
+        for layers, count in zip(self.groups, self.count, strict=True):
+            start = int(count[:i].sum())
+            places = np.zeros(padded_size(int(count[i])), np.int32)
+            places[: count[i]] = start + np.arange(count[i])
+            for layer in layers:
+                held, picked = blocks[layer], np.asarray(blocks[layer])[places]
+                blocks[layer] = jax.device_put(picked, held.sharding) if isinstance(held, jax.Array) else picked
+        return dataclasses.replace(
+            self, lengths=self.lengths[i : i + 1], first=tuple(x[i : i + 1] for x in self.first),
+            count=tuple(x[i : i + 1] for x in self.count), blocks=tuple(blocks),
+        )  # fmt: skip
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return int(self.lengths.sum())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.blocks))
+
+    def __repr__(self) -> str:
+        return f"HostBlocks({self.num_tokens} tokens of {len(self)} rows, {self.bytes} bytes)"
+
+
+def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
+    """Move rows to host memory and free them. Not for use inside `jit`: how much there is to move is data.
+
+    The blocks of all rows go in one transfer per layer, to pinned memory where the platform has it. A block that
+    several rows share is moved with each of them.
+
+    Args:
+      rows: `bool[S]`, a row index or a list of them.
+
+    Returns:
+      `(cache, host)`: the rows are empty, and `host` holds what they held, in the order of `rows`.
+
+    Raises:
+      IndexError: no such row. ValueError: a row named twice, or called inside `jit`.
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> kv = jnp.ones((1, 2, 20, 2, 8))
+    >>> cache, host = jaxkv.swap_out(jaxkv.append(cache, kv, kv, [20, 5]), 0)
+    >>> host, cache.lengths.tolist()
+    (HostBlocks(20 tokens of 1 rows, 2048 bytes), [0, 5])
+    >>> jaxkv.swap_in(cache, 0, host).lengths.tolist()
+    [20, 5]
+    """
+    if isinstance(rows, jax.core.Tracer) or isinstance(cache.lengths, jax.core.Tracer):
+        raise ValueError("swap_out cannot be part of jit: how much there is to move is data. Call it between steps.")
+    moved = _row_list(cache, rows)
+    tables = jax.device_get(cache.tables)
+    blocks: list[Any] = [None] * cache.num_layers
+    first, count = [], []
+    for layers, t in zip(cache.config.groups, tables, strict=True):
+        held = t.tables[moved]
+        used = held != NULL_BLOCK
+        # A reserved block holds nothing to move.
+        used &= np.arange(held.shape[1]) < -(-t.lengths[moved] // cache.config.block_size)[:, None]
+        count.append(used.sum(axis=1, dtype=np.int32))
+        first.append(np.argmax(used, axis=1).astype(np.int32))
+        ids = held[used]
+        padded = np.full(padded_size(len(ids)), NULL_BLOCK, np.int32)
+        padded[: len(ids)] = ids
+        for layer in layers:
+            blocks[layer] = _to_host(read_blocks(cache.pool(layer).kv, padded))
+    host = HostBlocks(
+        lengths=tables[0].lengths[moved], first=tuple(first), count=tuple(count), blocks=tuple(blocks),
+        groups=cache.config.groups, windows=cache.config.group_windows,
+    )  # fmt: skip
+    return free(cache, moved), host
+
+
+def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
+    """Bring rows back from host memory, equal to the bit, into empty rows of this cache or of another like it.
+
+    Under `jax.jit(jaxkv.swap_in, donate_argnames="cache")` the pools are updated in place.
+
+    Args:
+      rows: a row index, or as many as `host` has rows.
+      host: what `swap_out` returned.
+
+    Raises:
+      ValueError: a row that is not empty (outside `jit`), or blocks of another shape or dtype than the cache's.
+
+    Rows for which there are too few free blocks stay empty and are marked in `cache.failed`, as are rows that are not
+    empty inside `jit`.
+    """
+    dst = row_indices("rows", rows, cache.lengths.shape[0])
+    _check_fits(cache, dst, host)
+    if not len(host):
+        return cache
+    lengths, firsts, counts = jax.tree.map(jnp.asarray, (host.lengths, host.first, host.count))
+    too_long = lengths > cache.config.max_seq_len
+    sensible = _are_empty(cache, dst)
+    granted = sensible & ~too_long
+    for t, first, count in zip(cache.tables, firsts, counts, strict=True):
+        granted &= first + count <= t.tables.shape[1]
+    if not cache.config.contiguous:
+        granted &= serve([jnp.where(granted, count, 0) for count in counts], cache.tables)
+    num_rows = cache.lengths.shape[0]
+    served, refused = jnp.where(granted, dst, num_rows), jnp.where(granted, num_rows, dst)
+
+    def per_row(rows: jax.Array, x: jax.Array) -> jax.Array:
+        return scatter_rows(jnp.zeros(num_rows, x.dtype), rows, x)
+
+    pools, groups = list(cache.pools), []
+    for layers, t, first, count in zip(cache.config.groups, cache.tables, firsts, counts, strict=True):
+        if not cache.config.contiguous:
+            t = take(t, per_row(served, count), at=per_row(served, first))
+        filled, wanted = per_row(served, granted), jnp.where(sensible | too_long, lengths, -1)
+        t = mark_failed(t, per_row(refused, ~granted), per_row(refused, wanted), per_row(refused, count))
+        t = dataclasses.replace(t, lengths=jnp.where(filled, per_row(served, lengths), t.lengths),
+                                new=jnp.where(filled, 0, t.new))  # fmt: skip
+        groups.append(t)
+        for layer in layers:
+            blocks = host.blocks[layer]
+            # Block i is the (i - start)-th of the row in whose range it lies.
+            i, end = jnp.arange(blocks.shape[0], dtype=jnp.int32), jnp.cumsum(count)
+            of = jnp.searchsorted(end, i, side="right", method="compare_all")
+            row = jnp.minimum(of, len(host) - 1)
+            column = first[row] + i - (end - count)[row]
+            target = t.tables[dst[row], jnp.clip(column, 0, t.tables.shape[1] - 1)]
+            target = jnp.where((of < len(host)) & granted[row], target, NULL_BLOCK)
+            pools[layer] = put_blocks(cache.pool(layer), jax.device_put(blocks, jax.memory.Space.Device), target)
+    return cache.replace(tables=tuple(groups), pools=tuple(pools))
+
+
+def _row_list(cache: Cache, rows: Any) -> np.ndarray:
+    """The indices of `rows`, a mask or indices known on the host."""
+    count = cache.lengths.shape[0]
+    if np.asarray(rows).dtype == bool:
+        return np.flatnonzero(row_mask("rows", rows, count))
+    indices = np.asarray(row_indices("rows", np.asarray(rows), count))
+    if len(set(indices.tolist())) != len(indices):
+        raise ValueError(f"rows names a row twice: {indices.tolist()}.")
+    return indices
+
+
+def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:
+    if not isinstance(host, HostBlocks):
+        raise ValueError(f"host must be what swap_out returned, not {type(host).__name__}.")
+    if dst.shape[0] != len(host):
+        raise ValueError(f"rows must name {len(host)} rows, one for each that was swapped out, not {dst.shape[0]}.")
+    groups, windows = cache.config.groups, cache.config.group_windows
+    if (host.groups, host.windows) != (groups, windows):
+        raise ValueError(
+            f"These blocks come from a cache whose layers form the groups {host.groups} of windows {host.windows}, but "
+            f"here they form {groups} of {windows}: swap them into a cache like the one they come from."
+        )
+    for layers in cache.config.groups:
+        for layer in layers:
+            kv, blocks = cache.pool(layer).kv, host.blocks[layer]
+            if blocks.shape[1:] != kv.shape[1:] or blocks.dtype != kv.dtype:
+                raise ValueError(
+                    f"The blocks of layer {layer} are {blocks.dtype}{list(blocks.shape[1:])}, but the cache's are "
+                    f"{kv.dtype}{list(kv.shape[1:])}: swap them into a cache like the one they come from."
+                )
+    if isinstance(dst, jax.core.Tracer) or isinstance(cache.lengths, jax.core.Tracer):
+        return
+    indices = np.asarray(dst).tolist()
+    if len(set(indices)) != len(indices):
+        raise ValueError(f"rows names a row twice: {indices}.")
+    taken = [row for row, is_empty in zip(indices, np.asarray(_are_empty(cache, dst)), strict=True) if not is_empty]
+    if taken:
+        raise ValueError(
+            f"Rows can only be swapped into empty rows, but {taken} hold tokens or blocks: free them first."
+        )
+
+
+def _are_empty(cache: Cache, rows: jax.Array) -> jax.Array:
+    """`bool[n]`: which of the rows exist, hold nothing, and are named for the first time."""
+    inside = (rows >= 0) & (rows < cache.lengths.shape[0])
+    at = jnp.where(inside, rows, 0)
+    held = jnp.zeros(rows.shape, bool) if cache.config.contiguous else (cache.tables[0].held[at] > 0)
+    named_before = jnp.any(jnp.tril(rows[:, None] == rows[None], -1), axis=1)
+    return inside & (cache.lengths[at] == 0) & ~held & ~named_before
+
+
+def padded_size(count: int) -> int:
+    """So many places for `count` blocks that there are few different ones."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+@jax.jit
+def read_blocks(kv: jax.Array, blocks: jax.Array) -> jax.Array:
+    """`[n, 2, K, block_size, D]`: some blocks of a pool."""
+    return kv[blocks]
+
+
+def _to_host(x: jax.Array) -> jax.Array:
+    """In pinned host memory where the platform has it, for which transfers are fastest."""
+    kinds = {memory.kind for device in x.devices() for memory in device.addressable_memories()}
+    kind = "pinned_host" if "pinned_host" in kinds else None
+    return x if kind is None else jax.device_put(x, x.sharding.with_memory_kind(kind))

@@ -1,0 +1,85 @@
+"""Blocks from the host into empty rows of a cache."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.cache import Cache
+from jaxkv._core.config import CacheConfig
+from jaxkv._core.state import NULL_BLOCK, BlockTables, Pool
+
+
+def put_rows(
+    cache: Cache, rows: np.ndarray, lengths: np.ndarray, entries: Sequence[np.ndarray],
+    read: Callable[[int], Any], *, in_place: bool,
+) -> Cache:  # fmt: skip
+    """A cache in which `rows` hold `lengths` tokens.
+
+    Args:
+      rows: which must be empty; enough blocks must be free.
+      entries: for each group `i32[R, M]`, the blocks that the rows hold: from 1, in the order of `read`; 0: none. Rows
+        may share blocks.
+      read: gives `[n, 2, K, block_size, D]`, a layer's blocks, and any behind them; asked for one layer after another.
+      in_place: the old cache's pools are used up.
+    """
+    groups, pools = [], list(cache.pools)
+    for tables, layers, group_entries in zip(cache.tables, cache.config.groups, entries, strict=True):
+        changed, blocks = _adopt(tables, group_entries, rows, lengths, cache.config.contiguous)
+        groups.append(changed)
+        for layer in layers if len(blocks) else ():
+            put = _put_in_place if in_place else _put
+            kv, values = cache.pool(layer).kv, read(layer)
+            target = kv.shape[0] + np.arange(len(values), dtype=np.int32)  # past the end: dropped
+            target[: len(blocks)] = blocks
+            pools[layer] = Pool(kv=put(kv, target, values))
+    return cache.replace(tables=tuple(groups), pools=tuple(pools))
+
+
+def _put(kv: Any, blocks: Any, values: Any) -> jax.Array:
+    return kv.at[blocks, :, :, :, : values.shape[-1]].set(values, mode="drop", unique_indices=True)
+
+
+_put_in_place = jax.jit(_put, donate_argnums=0)
+
+
+def _adopt(
+    tables: BlockTables, entries: np.ndarray, rows: np.ndarray, lengths: np.ndarray, contiguous: bool
+) -> tuple[BlockTables, np.ndarray]:
+    """Tables in which `rows` hold blocks, and `i32[n]`: the numbers that those got."""
+    count = int(entries.max(initial=0))
+    first = tables.num_blocks - int(tables.num_free)
+    table, refcounts, all_lengths = (np.array(x) for x in (tables.tables, tables.refcounts, tables.lengths))
+    blocks = np.full(count + 1, NULL_BLOCK, np.int32)
+    taken = 0 if contiguous else count
+    if contiguous:  # every row has its block
+        used, column = np.nonzero(entries)
+        blocks[entries[used, column]] = table[rows[used], column]
+    else:
+        blocks[1:] = np.asarray(tables.free_list)[first : first + count]
+        table[rows, : entries.shape[1]] = blocks[entries]
+        refcounts[blocks[1:]] = np.bincount(entries.ravel(), minlength=count + 1)[1:]
+    all_lengths[rows] = lengths
+    changes = {
+        "tables": table,
+        "refcounts": refcounts,
+        "lengths": all_lengths,
+        "num_free": np.asarray(tables.num_free) - taken,
+        "peak": np.maximum(np.asarray(tables.peak), first + taken),
+    }
+    like = {name: _like(getattr(tables, name), value) for name, value in changes.items()}
+    return dataclasses.replace(tables, **like), blocks[1:]
+
+
+def _like(old: jax.Array, new: np.ndarray) -> jax.Array:
+    """`new` where `old` is, so that a compiled step takes one as it takes the other."""
+    new = np.asarray(new, old.dtype)
+    return jax.device_put(new, old.sharding) if old.committed else jnp.asarray(new)
+
+
+def pool_layers(config: CacheConfig) -> list[int]:
+    """The layers that have a pool of their own."""
+    return [layer for layer in range(config.num_layers) if config.owner(layer) == layer]

@@ -1,0 +1,133 @@
+"""A cache around keys, values and tables that exist already, from another system or a file."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.cache import Cache, init
+from jaxkv._core.config import CacheConfig, LayerConfig
+from jaxkv._core.state import NULL_BLOCK, BlockTables, Pool
+
+
+def from_blocks(
+    *, k: Sequence[Any], v: Sequence[Any], tables: Any, lengths: Any, layout: str = "head_major",
+    max_seq_len: int | None = None, layers: Sequence[LayerConfig] | None = None, **fields: Any,
+) -> Cache:  # fmt: skip
+    """A cache around existing blocks. They are copied; everything is validated.
+
+    Args:
+      k, v: one array per layer, `[n, K, block_size, D]`, or `[n, block_size, K, D]` with `layout="token_major"`.
+        Blocks are numbered from 0; there is no null block among them.
+      tables: `i32[S, M]`, the block of each logical block. Entries past a row's length are ignored.
+      lengths: `i32[S]`, the tokens of each row.
+      max_seq_len: default `M * block_size`.
+      layers: the layers' configs, if they have windows; by default read off the shapes.
+      **fields: other fields of `CacheConfig`.
+
+    Raises:
+      ValueError: shapes that disagree, a length beyond the table, a block id out of range, or a block that a row can
+        still write into and that another row holds too.
+
+    >>> import numpy as np, jaxkv
+    >>> blocks = np.ones((3, 2, 4, 8), np.float32)
+    >>> cache = jaxkv.convert.from_blocks(k=[blocks], v=[blocks], tables=[[2, 0], [1, 0]], lengths=[6, 3])
+    >>> cache.blocks_in_use
+    3
+    """
+    order = {"head_major": (0, 1, 2, 3), "token_major": (0, 2, 1, 3)}.get(layout)
+    if order is None:
+        raise ValueError(f"layout must be 'head_major' or 'token_major', not {layout!r}.")
+    if len(k) != len(v) or not len(k):
+        raise ValueError(f"k and v must have one array per layer each, but have {len(k)} and {len(v)}.")
+    for layer, (one_k, one_v) in enumerate(zip(k, v, strict=True)):
+        if np.ndim(one_k) != 4 or np.shape(one_k) != np.shape(one_v):
+            raise ValueError(
+                f"k and v of layer {layer} must be alike and have four axes, but are {np.shape(one_k)} and "
+                f"{np.shape(one_v)}."
+            )
+    k, v = ([jnp.transpose(jnp.asarray(x), order) for x in xs] for xs in (k, v))
+    num_blocks, _, block_size, _ = k[0].shape
+    for layer, x in enumerate(k):
+        if (x.shape[0], x.shape[2]) != (num_blocks, block_size):
+            raise ValueError(
+                f"Layer {layer} has {x.shape[0]} blocks of {x.shape[2]} tokens, but layer 0 has {num_blocks} of "
+                f"{block_size}."
+            )
+    entries, lengths, max_seq_len = _check_tables(tables, lengths, num_blocks, block_size, max_seq_len)
+
+    if layers is None:
+        layers = tuple(LayerConfig(num_kv_heads=x.shape[1], head_dim=x.shape[3], dtype=x.dtype) for x in k)
+    named = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
+    given = [(x.shape[1], x.shape[3]) for x in k]
+    if any(layer.shares_with is not None for layer in layers):
+        raise ValueError("from_blocks takes layers that store keys and values of their own, so none with shares_with.")
+    if named != given:
+        raise ValueError(f"layers say (num_kv_heads, head_dim) {named}, but the arrays have {given}.")
+    fields = {"dtype": k[0].dtype} | fields
+    config = CacheConfig(layers=layers, max_seqs=len(lengths), max_seq_len=max_seq_len, num_blocks=num_blocks,
+                         block_size=block_size, **fields)  # fmt: skip
+    cache = init(config)
+    pools = tuple(_fill(pool, *kv) for pool, *kv in zip(cache.pools, k, v, strict=True))
+    counts = np.bincount(entries.ravel(), minlength=num_blocks + 1)
+    free = 1 + np.flatnonzero(counts[1:] == 0)
+    free_list = np.concatenate([np.zeros(num_blocks - len(free)), free])
+    refcounts = np.maximum(counts, 1)
+    refcounts[NULL_BLOCK] = 0
+    columns = -(-config.max_seq_len // block_size)
+
+    def i32(x: Any) -> Any:
+        return jnp.array(x, jnp.int32)  # a copy: asarray may share the caller's memory, which is not immutable
+
+    def fill(empty: BlockTables) -> BlockTables:
+        return dataclasses.replace(
+            empty, tables=i32(entries[:, :columns]), lengths=i32(lengths), refcounts=i32(refcounts),
+            free_list=i32(free_list), num_free=i32(len(free)), peak=i32(num_blocks - len(free)),
+        )  # fmt: skip
+
+    return cache.replace(tables=tuple(fill(t) for t in cache.tables), pools=pools)
+
+
+def _check_tables(
+    tables: Any, lengths: Any, num_blocks: int, block_size: int, max_seq_len: int | None
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """The table in this library's numbers (blocks from 1, unused entries 0), the lengths, and the longest row."""
+    tables, lengths = np.asarray(tables), np.asarray(lengths)
+    if tables.ndim != 2 or lengths.shape != tables.shape[:1]:
+        raise ValueError(
+            f"tables must be [S, M] and lengths [S], but their shapes are {tables.shape} and {lengths.shape}."
+        )
+    if not (np.issubdtype(tables.dtype, np.integer) and np.issubdtype(lengths.dtype, np.integer)):
+        raise ValueError(f"tables and lengths must be integers, not {tables.dtype} and {lengths.dtype}.")
+    places = tables.shape[1] * block_size
+    max_seq_len = places if max_seq_len is None else max_seq_len
+    if max_seq_len > places:
+        raise ValueError(
+            f"max_seq_len={max_seq_len} is beyond the table: {tables.shape[1]} blocks of {block_size} hold {places} "
+            "tokens."
+        )
+    for row, length in enumerate(lengths):
+        if not 0 <= length <= max_seq_len:
+            raise ValueError(f"lengths must be from 0 to max_seq_len = {max_seq_len}, but row {row} has {length}.")
+    used = np.arange(tables.shape[1]) < -(-lengths // block_size)[:, None]
+    bad = np.argwhere(used & ((tables < 0) | (tables >= num_blocks)))
+    if len(bad):
+        row, column = bad[0]
+        raise ValueError(f"tables[{row}, {column}] is {tables[row, column]}, but the blocks are 0 to {num_blocks - 1}.")
+    entries = np.where(used, tables + 1, NULL_BLOCK)
+    counts = np.bincount(entries.ravel(), minlength=num_blocks + 1)
+    partial = used & (np.arange(tables.shape[1]) >= (lengths // block_size)[:, None])
+    for row, column in np.argwhere(partial):
+        if counts[entries[row, column]] > 1:
+            raise ValueError(
+                f"Block {tables[row, column]} is the partial last block of row {row}, and stands in the tables once "
+                "more: only full blocks can be shared. Give each row a copy of its own."
+            )
+    return entries, lengths, max_seq_len
+
+
+def _fill(pool: Any, k: Any, v: Any) -> Pool:
+    blocks = jnp.stack([k, v], axis=1).astype(pool.kv.dtype)
+    return Pool(kv=pool.kv.at[1:, ..., : k.shape[-1]].set(blocks))

@@ -1,0 +1,72 @@
+"""What the front door checks of shapes, dtypes and options: each refusal says what was expected and what came."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def check_pool(kv, tables, lengths, new, offsets) -> None:
+    if kv.ndim != 5 or kv.shape[1] != 2:
+        raise ValueError(f"kv must be a pool [num_blocks + 1, 2, K, block_size, D], but its shape is {kv.shape}.")
+    if tables.ndim != 2:
+        raise ValueError(f"tables must be i32[rows, max_blocks_per_seq], but its shape is {tables.shape}.")
+    for name, x in {"lengths": lengths, "new": new, "offsets": offsets}.items():
+        if x is not None and x.shape != tables.shape[:1]:
+            raise ValueError(
+                f"{name} must have one entry for each of the {tables.shape[0]} rows, but its shape is {x.shape}."
+            )
+    for name, x in {"tables": tables, "lengths": lengths, "new": new, "offsets": offsets}.items():
+        if x is not None and x.dtype != jnp.int32:
+            raise ValueError(f"{name} must be int32, not {x.dtype}: convert it with {name}.astype(jnp.int32).")
+
+
+def _check_tokens(name: str, x, rows: int, inner: str) -> None:
+    if x.ndim not in (3, 4):
+        raise ValueError(f"{name} must be padded [S, T, {inner}] or packed [N, {inner}], but its shape is {x.shape}.")
+    if x.ndim == 4 and x.shape[0] != rows:
+        raise ValueError(
+            f"{name} has {x.shape[0]} rows, but the tables have {rows}: padded tokens need one row for each."
+        )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{name} must be floating point, not {x.dtype}.")
+
+
+def check_new(k, v, kv, tables) -> None:
+    _check_tokens("k", k, tables.shape[0], "K, D")
+    if k.shape != v.shape or k.dtype != v.dtype:
+        raise ValueError(f"k and v must be alike, but k is {k.dtype}{list(k.shape)} and v is {v.dtype}{list(v.shape)}.")
+    if k.shape[-2] != kv.shape[2]:
+        raise ValueError(f"k has {k.shape[-2]} heads, but the pool has {kv.shape[2]} KV heads.")
+    if k.shape[-1] > kv.shape[4]:
+        raise ValueError(f"k has head_dim {k.shape[-1]}, but the pool stores {kv.shape[4]}.")
+
+
+def check_attention(q, kv, tables, kv_scale, scale, soft_cap, window, sinks, mask) -> None:
+    _check_tokens("q", q, tables.shape[0], "H, D")
+    num_heads, head_dim = q.shape[-2:]
+    if num_heads % kv.shape[2]:
+        raise ValueError(
+            f"{num_heads} query heads cannot be shared among {kv.shape[2]} KV heads: H must be a multiple of K."
+        )
+    if head_dim > kv.shape[4]:
+        raise ValueError(f"q has head_dim {head_dim}, but the pool stores {kv.shape[4]}.")
+    if kv_scale is not None and kv_scale.shape != kv.shape[:4]:
+        raise ValueError(
+            f"kv_scale must have the pool's shape without its last axis, {kv.shape[:4]}, not {kv_scale.shape}."
+        )
+    for name, x in {"scale": scale, "soft_cap": soft_cap}.items():
+        if isinstance(x, jax.Array | np.ndarray):
+            if x.ndim:
+                raise ValueError(f"{name} must be a number or a scalar array, but its shape is {x.shape}.")
+        elif x is not None and not (math.isfinite(x) and x > 0):
+            raise ValueError(f"{name} must be a finite number above 0, not {x}: leave it out for the default.")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 (a token sees itself), not {window}: None means no window.")
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(
+            f"sinks must have one entry for each of the {num_heads} query heads, but its shape is {sinks.shape}."
+        )
+    if mask is not None and (mask.dtype != jnp.bool_ or mask.shape[:-1] != q.shape[:-2]):
+        raise ValueError(f"mask must be bool{[*q.shape[:-2], 'C']}, not {mask.dtype}{list(mask.shape)}.")

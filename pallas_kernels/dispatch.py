@@ -1,0 +1,233 @@
+"""The front door: check the arguments, choose a backend, and give the reason.
+
+A backend is a module with some of the functions `paged_attention`, `write_kv` and `write_and_attend`, and
+`unsupported(op, arguments) -> str | None`: why it cannot run `op` on arguments of these shapes, and the way out.
+The choice is made for the platform that a program is lowered for, not for the process's default device.
+"""
+
+import functools
+import importlib
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.arguments import check_attention, check_new, check_pool
+
+# Implementation -> the platform that it runs on; None: any.
+IMPLEMENTATIONS = {"xla": None, "reference": None, "gpu": "cuda", "tpu": "tpu"}
+
+
+class Choice(NamedTuple):
+    """What runs, and why nothing faster does."""
+
+    implementation: str
+    reason: str
+
+
+def paged_attention(
+    q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
+    mask=None, return_lse=False, implementation=None,
+):  # fmt: skip
+    """Causal attention of a step's tokens over the blocks of their rows.
+
+    Query t of row s sits at position `lengths[s] - new[s] + t` and sees the keys at positions 0 to its own. Softmax and
+    accumulation are in float32. Blocks that a row does not own, places past its length and unused table entries
+    are never seen, whatever they hold. Padding gives output 0, and so does a token that sees nothing.
+
+    Args:
+      q: queries, `[S, T, H, D]` padded or `[N, H, D]` packed (see `offsets`).
+      kv: one layer's pool, `[num_blocks + 1, 2, K, block_size, D']`: keys at 0, values at 1; D' may be padded beyond D.
+        `H` must be a multiple of `K`: query heads `h * H // K` and on share KV head `h`.
+      tables: `i32[S, M]`, the physical block of each logical block.
+      lengths: `i32[S]`, tokens of each row, this step's included.
+      new: `i32[S]`, how many of them are this step's.
+      offsets: `i32[S]`, non-decreasing, where each row's packed tokens start; default: `cumsum(new) - new`.
+      kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, what the stored values are multiplied by (quantised pools).
+      scale: what the logits are multiplied by, a float or a scalar array; default `D ** -0.5`.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; after `scale`.
+      window: a token sees only the last `window` positions, its own included.
+      sinks: `f32[H]`, one more logit per head in the softmax's denominator, without a value.
+      mask: `bool[S, T, C]` padded or `bool[N, C]` packed, and-ed with causality: may the token see position c?
+        Positions from C on are not seen.
+      return_lse: also return the natural logarithm of the softmax's denominator, its sink included.
+      implementation: None picks the kernels of the platform, and XLA where they do not fit; a name insists.
+
+    Returns:
+      The output in `q`'s shape and dtype; with `return_lse` also `f32[S, T, H]` or `f32[N, H]`, -inf where nothing is
+      seen. Reverse-mode gradients go to `q`, `kv`, `kv_scale`, `sinks`, and to `scale` and `soft_cap` if arrays.
+
+    Raises:
+      ValueError: shapes, dtypes or options that do not fit together.
+      NotImplementedError: the named implementation does not support the arguments; the sentence says why.
+
+    The layout of blocks follows vLLM's PagedAttention (https://arxiv.org/abs/2309.06180).
+
+    >>> from pallas_kernels import testing
+    >>> case = testing.Case(lengths=(5, 17), new=(1, 1))
+    >>> out, lse = paged_attention(*testing.make_inputs(case), return_lse=True)
+    >>> out.shape, lse.shape
+    ((2, 1, 4, 64), (2, 1, 4))
+    """
+    check_pool(kv, tables, lengths, new, offsets)
+    check_attention(q, kv, tables, kv_scale, scale, soft_cap, window, sinks, mask)
+    options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
+    arguments = dict(q=q, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, kv_scale=kv_scale, **options)
+    return _differentiable("paged_attention", implementation, arguments)
+
+
+def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, implementation=None):
+    """Store a step's keys and values in the blocks of their rows.
+
+    Args:
+      kv: one layer's pool, `[num_blocks + 1, 2, K, block_size, D']`. Donated at the `jit`, it is updated in place.
+      k, v: `[S, T, K, D]` padded or `[N, K, D]` packed, cast to the pool's dtype.
+      tables, lengths, new, offsets, implementation: as for `paged_attention`; the tables must already hold the blocks.
+
+    Returns:
+      The pool. Padding is not written.
+
+    Raises:
+      ValueError, NotImplementedError: as `paged_attention`.
+    """
+    check_pool(kv, tables, lengths, new, offsets)
+    check_new(k, v, kv, tables)
+    arguments = dict(kv=kv, k=k, v=v, tables=tables, lengths=lengths, new=new, offsets=offsets)
+    return _differentiable("write_kv", implementation, arguments)
+
+
+def write_and_attend(
+    q, k, v, kv, tables, lengths, new, *, offsets=None, scale=None, soft_cap=None, window=None, sinks=None, mask=None,
+    return_lse=False, implementation=None,
+):  # fmt: skip
+    """`write_kv`, then `paged_attention` over the result; in one kernel where a backend has one.
+
+    Returns:
+      `(out, kv)`, where out is what `paged_attention` returns.
+    """
+    check_pool(kv, tables, lengths, new, offsets)
+    check_new(k, v, kv, tables)
+    check_attention(q, kv, tables, None, scale, soft_cap, window, sinks, mask)
+    options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
+    arguments = dict(q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, **options)
+    platform = _platform()
+    fused = [
+        n for n in IMPLEMENTATIONS if n == implementation or (implementation is None and IMPLEMENTATIONS[n] == platform)
+    ]
+    if fused and _unsupported(fused[0], "write_and_attend", arguments) is None:
+        return _differentiable("write_and_attend", implementation, arguments)
+    return _write_then_attend(implementation, **arguments)
+
+
+def explain(
+    op: str = "paged_attention", *, platform: str | None = None, implementation: str | None = None, **arguments
+) -> Choice:
+    """Which implementation `op` picks for these arguments, and why.
+
+    Args:
+      op: "paged_attention", "write_kv" or "write_and_attend".
+      platform: "cpu", "cuda" or "tpu"; default: the one a program traced now would be lowered for.
+      implementation: as for `paged_attention`.
+      **arguments: the op's arguments, by name; of arrays only shapes and dtypes are read.
+
+    Raises:
+      NotImplementedError: the named implementation cannot run these arguments.
+
+    >>> import jax, jax.numpy as jnp
+    >>> q, kv = jax.ShapeDtypeStruct((2, 1, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct((9, 2, 2, 16, 64), jnp.bfloat16)
+    >>> explain(q=q, kv=kv, tables=jax.ShapeDtypeStruct((2, 4), jnp.int32), platform="cpu").implementation
+    'xla'
+    """
+    if implementation is not None:
+        if why_not := _unsupported(implementation, op, arguments):
+            raise NotImplementedError(why_not)
+        return Choice(implementation, "It was asked for by name.")
+    platform = platform or _platform()
+    for name, home in IMPLEMENTATIONS.items():
+        if home == platform:
+            if why_not := _unsupported(name, op, arguments):
+                return Choice("xla", why_not)
+            return Choice(name, f"The {name} kernel supports these shapes and options.")
+    return Choice("xla", f"There are no kernels for the platform {platform!r}; XLA runs on all of them.")
+
+
+def _backend(implementation: str) -> ModuleType:
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, not {implementation!r}.")
+    return importlib.import_module(f"pallas_kernels.{implementation}")  # when needed: a kernel's imports are not cheap
+
+
+def _unsupported(implementation: str, op: str, arguments: dict[str, Any]) -> str | None:
+    backend = _backend(implementation)
+    if not hasattr(backend, op):
+        return (
+            f"The {implementation} backend has no kernel of its own for {op}; leave implementation=None to use XLA's."
+        )
+    check = getattr(backend, "unsupported", None)
+    return check(op, arguments) if check else None
+
+
+def _platform() -> str:
+    """What a program traced now is lowered for, if it does not say: the mesh's platform, else the default backend's."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    platform = device.platform if device is not None else jax.default_backend()
+    return "cuda" if platform == "gpu" else platform
+
+
+def _differentiable(op: str, implementation: str | None, arguments: dict[str, Any]) -> Any:
+    """`_run` with a gradient (reverse mode) whatever the backend: kernels have none of their own."""
+    arrays = {name: jnp.asarray(x) for name, x in arguments.items() if isinstance(x, jax.Array | np.ndarray)}
+    static = tuple((name, x) for name, x in arguments.items() if name not in arrays)
+    return _with_gradient(op, implementation, static, arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _with_gradient(op: str, implementation: str | None, static: tuple, arrays: dict[str, jax.Array]) -> Any:
+    return _run(op, implementation, arrays, dict(static))
+
+
+def _forward(op: str, implementation: str | None, static: tuple, arrays: dict[str, jax.Array]) -> tuple[Any, Any]:
+    """The result, and what pulls its cotangent back to the arrays'."""
+    options = dict(static)
+    if op == "paged_attention":
+        out, lse = _run(op, implementation, arrays, options | {"return_lse": True})
+        pull = jax.tree_util.Partial(functools.partial(_pull_attention, static), arrays, out, lse)
+        return ((out, lse) if options["return_lse"] else out), pull
+    from pallas_kernels import xla
+
+    plain = xla.write_kv if op == "write_kv" else functools.partial(_write_then_attend, implementation)
+    return jax.vjp(lambda arrays: plain(**arrays, **options), arrays)
+
+
+def _write_then_attend(implementation: str | None, *, q, k, v, kv, tables, lengths, new, offsets, **options) -> Any:
+    kv = write_kv(kv, k, v, tables, lengths, new, offsets=offsets)
+    out = paged_attention(q, kv, tables, lengths, new, offsets=offsets, implementation=implementation, **options)
+    return out, kv
+
+
+def _pull_attention(static: tuple, arrays: dict[str, jax.Array], out, lse, cotangent) -> tuple[dict[str, Any]]:
+    from pallas_kernels.xla.gradients import attention_gradients
+
+    options = dict(static)
+    out_bar, lse_bar = cotangent if options.pop("return_lse") else (cotangent, None)
+    gradients = attention_gradients(out_bar, lse_bar, out, lse, **arrays, **options)
+    return ({name: gradients.get(name) for name in arrays},)  # None: an integer has no gradient
+
+
+_with_gradient.defvjp(_forward, lambda op, implementation, static, pull, cotangent: pull(cotangent))
+
+
+def _run(op: str, implementation: str | None, arrays: dict[str, jax.Array], static: dict[str, Any]) -> Any:
+    arguments: dict[str, Any] = {**arrays, **static}
+    choice = explain(op, implementation=implementation, **arguments)
+
+    def on(name: str) -> Any:
+        return lambda arrays: getattr(_backend(name), op)(**arrays, **static)
+
+    platform = IMPLEMENTATIONS[choice.implementation]
+    if implementation is not None or platform is None:
+        return on(choice.implementation)(arrays)
+    # The program may still be lowered for another platform than the one guessed: decide there.
+    return jax.lax.platform_dependent(arrays, default=on("xla"), **{platform: on(choice.implementation)})

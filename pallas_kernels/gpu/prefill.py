@@ -1,0 +1,186 @@
+"""Prefill: tiles of 128 query rows, a row being one head of one token, against the keys and values of their sequence.
+
+One thread block per (work item, KV head): a producer warpgroup streams tiles of K and V (see `tiles.fetch`), and each
+of two consumer warpgroups keeps a running softmax for 64 of the rows, as in FlashAttention-2
+(https://arxiv.org/abs/2307.08691). The query heads of a KV head lie side by side in the tile, so that every tile of K
+and V is used for all of them, and any group size fills the matrix unit.
+
+Only tiles that some token of the item sees are fetched. As in `decode`, what is not seen is selected away, never
+multiplied by zero.
+"""
+
+import functools
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gpu.tiles import (
+    LAYOUT,
+    OPERAND,
+    InterpretParams,
+    Tile,
+    accumulate,
+    anew,
+    fetch,
+    full,
+    logits_base2,
+    probe,
+    safe_maximum,
+    select_seen_values,
+)
+
+CONSUMERS = 2
+HALF = 64  # query rows of one consumer: the matrix unit's width
+QUERY_ROWS = CONSUMERS * HALF
+
+
+def attend(
+    q, kv, tables, items, scalars, *, group, tile: Tile, window, soft_cap: bool, interpret: InterpretParams = None
+):
+    """Causal attention of each work item: consecutive tokens of one row of the table.
+
+    Args:
+      q: `[W, K, 128, D]`: query row r of an item is head `r % group` of its token `r // group`.
+      kv: the pool, `[num_blocks + 1, 2, K, block_size, D']` with `D' >= D`, D a multiple of 64.
+      tables: `i32[S, M]`.
+      items: `i32[W, 3]`: row of the table, position of the first token, and position to stop before.
+      scalars: `f32[2]`, see `logits_base2`.
+
+    Returns:
+      `[W, K, 128, D]` in q's dtype, and the natural logarithm of the softmax's denominator, `f32[W, K, 128]`. Not
+      written for an empty item; rows past an item's tokens hold anything.
+    """
+    num_items, num_kv_heads, _, head_dim = q.shape
+    tokens, stages = tile.tokens, tile.stages
+    pieces = tile.pieces(kv.shape[3])
+
+    def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, out_ref, lse_ref, *, scratch):
+        (q_s, k_s, v_s, p_s, lse_s), (q_ready, k_ready, v_ready, k_free, v_free, v_selected) = scratch
+        item, head = lax.axis_index("item"), lax.axis_index("head")
+        warpgroup = lax.axis_index("warpgroup")
+
+        def work():
+            """The item, for each role by itself: what both derive from one reading would be spilled between them."""
+            row, first_token, stop = (items_ref[anew(item), i] for i in range(3))
+            first_seen = jnp.int32(0) if window is None else jnp.maximum(first_token - (window - 1), 0)
+            start = lax.div(first_seen, jnp.int32(tokens))
+            num_tiles = lax.div(stop + (tokens - 1), jnp.int32(tokens)) - start
+            num_tiles = jnp.where(stop > jnp.maximum(first_token, 0), num_tiles, 0)
+            return row, first_token, stop, first_seen, start, num_tiles
+
+        def consume_tile(first_token, stop, first_seen, start, scale, cap, i, carry):
+            acc, m, total = carry
+            half = anew(warpgroup)
+            q_mine, p_mine = q_s.at[half], p_s.at[half]
+            slot = lax.rem(i, jnp.int32(stages))
+            first = (start + i) * tokens  # the position of the tile's first token
+            plgpu.barrier_wait(k_ready.at[slot])
+
+            def queries_times_keys(acc_ref):
+                plgpu.wgmma(acc_ref, q_mine, k_s.at[slot].T)
+                return acc_ref[...]
+
+            probe(interpret, q_mine, k_s.at[slot])
+            s = pl.run_scoped(queries_times_keys, plgpu.ACC((HALF, tokens), jnp.float32))
+            plgpu.barrier_arrive(k_free.at[slot])
+            s = logits_base2(s, scale, cap if soft_cap else None)
+
+            def select_seen(s):
+                query = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=LAYOUT) + warpgroup * HALF
+                query = jnp.minimum(lax.div(query, jnp.int32(group)) + first_token, stop - 1)
+                key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT) + first
+                seen = key <= query
+                if window is not None:
+                    seen &= key > query - window
+                return jnp.where(seen, s, -jnp.inf)
+
+            # Does some token of the item not see all of the tile?
+            partly_seen = first + (tokens - 1) > first_token
+            if window is not None:
+                partly_seen |= first < stop - window
+            s = lax.cond(partly_seen, select_seen, lambda s: s, s)
+            m, old = jnp.maximum(m, s.max(axis=1)), m
+            safe = safe_maximum(m)
+            alpha = jnp.exp2(old - safe)
+            p = jnp.exp2(s - lax.broadcast_in_dim(safe, s.shape, [0]))
+            total = total * alpha + p.sum(axis=1)
+            p_mine[...] = p.astype(q.dtype)
+
+            plgpu.barrier_wait(v_ready.at[slot])
+
+            @pl.when((first < first_seen) | (first + tokens > stop))
+            def _():  # both consumers read all of V: each cleans a share, and waits for the other's
+                select_seen_values(v_s.at[slot], first_seen - first, stop - first, share=warpgroup, shares=CONSUMERS)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(v_selected.at[slot])
+                plgpu.barrier_wait(v_selected.at[slot])
+
+            plgpu.commit_smem()
+            probe(interpret, p_mine, v_s.at[slot])
+            acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+            acc = accumulate(interpret, acc, p_mine, v_s.at[slot])
+            plgpu.barrier_arrive(v_free.at[slot])
+            return acc, m, total
+
+        @pl.when(warpgroup < CONSUMERS)
+        def consume():
+            plgpu.set_max_registers(232, action="increase")
+            _, first_token, stop, first_seen, start, num_tiles = work()
+
+            @pl.when(num_tiles > 0)
+            def _():
+                q_mine, mine = q_s.at[warpgroup], pl.ds(warpgroup * HALF, HALF)
+                plgpu.copy_gmem_to_smem(q_ref.at[item, head, mine], q_mine, q_ready.at[warpgroup])
+                scale, cap = scalars_ref[0], scalars_ref[1]
+                plgpu.barrier_wait(q_ready.at[warpgroup])
+                step = functools.partial(consume_tile, first_token, stop, first_seen, start, scale, cap)
+                acc = full((HALF, head_dim), 0.0, LAYOUT)
+                m = full((HALF,), -jnp.inf, LAYOUT.reduce(1))
+                total = full((HALF,), 0.0, LAYOUT.reduce(1))
+                acc, m, total = lax.fori_loop(0, num_tiles, step, (acc, m, total))
+                total = jnp.where(total == 0.0, 1.0, total)
+                half = anew(warpgroup)
+                q_mine, lse_mine, mine = q_s.at[half], lse_s.at[half], pl.ds(half * HALF, HALF)
+                # Into the place of the queries, which are done with.
+                q_mine[...] = (acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [0])).astype(q.dtype)
+                lse_mine[...] = (m + jnp.log2(total)) * math.log(2)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(q_mine, out_ref.at[item, head, mine])
+                plgpu.copy_smem_to_gmem(lse_mine, lse_ref.at[item, head, mine])
+                plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == CONSUMERS)
+        def produce():
+            plgpu.set_max_registers(40, action="decrease")
+            row, _, stop, first_seen, start, num_tiles = work()
+            fetch(
+                kv_ref, tables_ref, row, head, start, num_tiles, first_seen, stop, tile,
+                (k_s, v_s), (k_ready, v_ready), (k_free, v_free),
+            )  # fmt: skip
+
+    def paged_prefill(*refs):  # the name that profiles and dumps show
+        slots = plgpu.SMEM((stages, tokens, head_dim), q.dtype, transforms=OPERAND)
+        buffers = (
+            plgpu.SMEM((CONSUMERS, HALF, head_dim), q.dtype, transforms=OPERAND), slots, slots,
+            plgpu.SMEM((CONSUMERS, HALF, tokens), q.dtype, transforms=OPERAND),
+            plgpu.SMEM((CONSUMERS, HALF), jnp.float32),
+        )  # fmt: skip
+        ready = plgpu.Barrier(num_arrivals=pieces, num_barriers=stages)
+        free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
+        barriers = (plgpu.Barrier(num_barriers=CONSUMERS), ready, ready, free, free, free)
+        pl.run_scoped(lambda *scratch: kernel(*refs, scratch=scratch), buffers, barriers, collective_axes="warpgroup")
+
+    return plgpu.kernel(
+        paged_prefill,
+        out_type=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((num_items, num_kv_heads, QUERY_ROWS), jnp.float32),
+        ),
+        grid=(num_items, num_kv_heads), grid_names=("item", "head"),
+        num_threads=CONSUMERS + 1, thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
+    )(q, kv, tables, items, scalars)  # fmt: skip

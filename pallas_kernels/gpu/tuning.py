@@ -1,0 +1,57 @@
+"""Tile sizes and the number of thread blocks, by chip and shape: a table of what was tuned, and a default for the rest.
+
+`benchmarks/tune_gpu.py` measures the candidates on a chip and prints entries for `TUNED`.
+"""
+
+import dataclasses
+
+import jax
+
+from pallas_kernels.gpu.tiles import Tile
+
+SHARED_MEMORY = 232_448  # bytes that a thread block may have on Hopper
+RESERVED = 1024  # of a multiprocessor's, for each thread block on it
+MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114}  # of chips that do not have 132
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodePlan:
+    tile: Tile
+    num_blocks: int  # thread blocks that fill the chip once
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillPlan:
+    tile: Tile
+
+
+# (chip, head_dim, query heads of a KV head padded to 8) -> plan; an entry wins over the default.
+TUNED_DECODE: dict[tuple[str, int, int], DecodePlan] = {}
+# (chip, head_dim) -> plan.
+TUNED_PREFILL: dict[tuple[str, int], PrefillPlan] = {}
+
+
+def decode_plan(head_dim: int, columns: int) -> DecodePlan:
+    """The plan for the chip at hand, or for an H200 where there is none."""
+    chip = _chip()
+    if plan := TUNED_DECODE.get((chip, head_dim, columns)):
+        return plan
+    # Two thread blocks a multiprocessor, if they fit, hide each other's waits; the slots share what memory that leaves.
+    stage = 2 * 64 * head_dim * 2
+    rest = columns * (64 * 2 + head_dim * 6) + 4096
+    # 32 columns take too many registers.
+    blocks = 2 if columns < 32 and 2 * (2 * stage + rest + RESERVED) <= SHARED_MEMORY + RESERVED else 1
+    stages = min(((SHARED_MEMORY + RESERVED) // blocks - RESERVED - rest) // stage, 4)
+    return DecodePlan(Tile(tokens=64, stages=stages), num_blocks=blocks * MULTIPROCESSORS.get(chip, 132))
+
+
+def prefill_plan(head_dim: int, block_size: int) -> PrefillPlan:
+    """The plan for the chip at hand, or for an H200 where there is none."""
+    plan = TUNED_PREFILL.get((_chip(), head_dim)) or PrefillPlan(Tile(tokens=128 if head_dim <= 128 else 64, stages=2))
+    if plan.tile.pieces(block_size) > 8:  # the producer's registers hold no more block ids
+        return PrefillPlan(Tile(tokens=64, stages=plan.tile.stages))
+    return plan
+
+
+def _chip() -> str:
+    return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else "NVIDIA H200"

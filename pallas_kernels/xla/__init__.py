@@ -1,0 +1,8 @@
+"""Paged attention and the cache write in plain XLA, for every platform.
+
+`attention` runs the tiles of a work list (`work`), which is index arithmetic on the device; `gradients` pulls
+cotangents back through it, for every backend.
+"""
+
+from pallas_kernels.xla.attention import paged_attention as paged_attention
+from pallas_kernels.xla.attention import write_kv as write_kv

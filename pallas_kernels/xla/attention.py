@@ -1,0 +1,171 @@
+"""Paged attention and the cache write in plain XLA, for every platform.
+
+A loop takes the tiles of a work list a few at a time, reads their blocks, and merges their softmax online
+(https://arxiv.org/abs/2205.14135). The list has only what some token sees: work grows with the tokens that rows hold,
+one compile serves all lengths, and besides the result memory holds one step of the loop, never a row's dense keys and
+values. Nothing is specific to a platform.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.tokens import locate
+from pallas_kernels.xla import work as tiles
+
+
+@functools.partial(jax.jit, static_argnames=("window", "return_lse"))
+def paged_attention(
+    q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
+    mask=None, return_lse=False,
+):  # fmt: skip
+    """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
+    *token_axes, num_heads, head_dim = q.shape
+    num_tokens = math.prod(token_axes)
+    if num_tokens == 0:
+        return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if return_lse else q
+    rows = tiles.find_rows(tuple(token_axes), tables, lengths, new, offsets)
+    token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), lengths, new, offsets))
+    scale = jnp.asarray(head_dim**-0.5 if scale is None else scale, jnp.float32)
+    soft_cap = None if soft_cap is None else jnp.asarray(soft_cap, jnp.float32)
+    mask = None if mask is None else mask.reshape(num_tokens, mask.shape[-1])
+    inputs = _Inputs(q.reshape(num_tokens, num_heads, head_dim), kv, kv_scale, scale, soft_cap, window, mask)
+
+    def attend(count: jax.Array, queries: int, lanes: int) -> _Softmax:
+        tiling = tiles.choose_tiling(inputs.q, kv, tables, queries)
+        return _attend_tiles(inputs, rows._replace(count=count), token, tiling, lanes)
+
+    # Rows with one token of this step gain nothing from tiles of queries: they have a loop of their own, which is all
+    # there is in a decode step.
+    longest = token_axes[-1]
+    if longest == 1:
+        softmax = attend(rows.count, 1, tables.shape[0])
+    else:
+        queries = min(tiles.PREFILL_QUERIES, longest)
+        lone = rows.count == 1
+        one = attend(jnp.where(lone, rows.count, 0), 1, tables.shape[0])
+        lanes = min(tables.shape[0], num_tokens // 2) + num_tokens // queries
+        more = attend(jnp.where(lone, 0, rows.count), queries, lanes)
+        is_lone = lone[token.row]
+        softmax = jax.tree.map(lambda a, b: jnp.where(jnp.expand_dims(is_lone, range(1, a.ndim)), a, b), one, more)
+
+    top, total, values = softmax
+    nothing = ~token.valid[:, None] | (total == 0)
+    if sinks is not None:  # one more place to attend to, which has no value
+        sink = sinks.astype(jnp.float32)[None]
+        higher = jnp.maximum(top, sink)
+        shrink = jnp.exp(top - higher)
+        total = jnp.where(jnp.isneginf(top), 0.0, total * shrink + jnp.exp(sink - higher))
+        top, values = higher, values * shrink[..., None]
+    out = jnp.where(nothing[..., None], 0.0, values / jnp.where(nothing, 1.0, total)[..., None])
+    out = out.astype(q.dtype).reshape(q.shape)
+    if not return_lse:
+        return out
+    lse = jnp.where(nothing, -jnp.inf, top + jnp.log(jnp.where(nothing, 1.0, total)))
+    return out, lse.reshape(q.shape[:-1])
+
+
+class _Inputs(NamedTuple):
+    """What the tiles of a step share; tokens are flat."""
+
+    q: jax.Array  # [tokens, H, D]
+    kv: jax.Array
+    kv_scale: jax.Array | None
+    scale: jax.Array
+    soft_cap: jax.Array | None
+    window: int | None
+    mask: jax.Array | None  # bool[tokens, C]
+
+
+class _Softmax(NamedTuple):
+    """A softmax in the making, in float32: its value is `values / total`."""
+
+    top: jax.Array  # [..., H]: the largest logit so far, -inf before the first
+    total: jax.Array  # [..., H]: the sum of exp(logit - top)
+    values: jax.Array  # [..., H, D]: the sum of exp(logit - top) * value
+
+
+def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling, lanes: int) -> _Softmax:
+    """The softmax of every token, `[tokens, H]`, of the rows whose `count` is not 0."""
+    q, kv, kv_scale, scale, soft_cap, window, mask = inputs
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, group = kv.shape[2], num_heads // kv.shape[2]
+    work = tiles.plan(tiling, lanes, rows, window)
+    # A quantised value is exact in q's dtype: scales are applied to logits and weights, not to keys and values.
+    dtype = q.dtype if kv.dtype.itemsize == 1 or kv.dtype == q.dtype else jnp.dtype("float32")
+    product = functools.partial(
+        jnp.einsum, precision="highest" if dtype == jnp.float32 else None, preferred_element_type=jnp.float32
+    )
+    q = q.astype(dtype)
+
+    def step(i, softmax: _Softmax) -> _Softmax:
+        items = tiles.find_items(tiling, work, rows, i, window, mask)
+        keys, values = (tiles.read_runs(kv, which, items, tiling.run, head_dim).astype(dtype) for which in (0, 1))
+        seen = jnp.repeat(items.seen, group, axis=1)[:, None]  # [items, 1, queries * G, context]
+        # What is not seen may hold NaN, and 0 * NaN is NaN. For keys it is the logits that are selected, below.
+        visible = seen.any(axis=2)
+        values = jnp.where(visible[..., None], values, 0)
+        queries = tiles.read_queries(q, items, num_kv_heads)
+        logits = product("ikqd,ikcd->ikqc", queries, keys)
+        if kv_scale is not None:
+            logits *= tiles.read_runs(kv_scale, 0, items, tiling.run)[:, :, None]
+        logits *= scale
+        if soft_cap is not None:
+            logits = soft_cap * jnp.tanh(logits / soft_cap)
+        logits = jnp.where(seen, logits, -jnp.inf)
+
+        # Items of a lane are neighbours, often in the same step: what the lane has is rescaled once, at the first one.
+        lane = items.lane
+        top = softmax.top.at[lane].max(logits.max(axis=-1))
+        reference = jnp.where(jnp.isneginf(top[lane]), 0.0, top[lane])
+        first = jnp.append(True, lane[1:] != lane[:-1])[:, None, None]
+        shrink = jnp.where(first, jnp.exp(softmax.top[lane] - reference), 1.0)
+        weights = jnp.exp(logits - reference[..., None])
+        total = softmax.total.at[lane].multiply(shrink).at[lane].add(weights.sum(axis=-1))
+        if kv_scale is not None:
+            weights *= jnp.where(visible, tiles.read_runs(kv_scale, 1, items, tiling.run), 0)[:, :, None]
+        if tiling.queries > 1:  # one query may see a NaN that another one must not
+            finite = jnp.isfinite(values).all(axis=-1)
+            values = jnp.where(finite[..., None], values, 0)
+            weights = jnp.where(seen & ~finite[:, :, None], jnp.nan, weights)
+        weighted = product("ikqc,ikcd->ikqd", weights.astype(dtype), values)
+        return _Softmax(top, total, softmax.values.at[lane].multiply(shrink[..., None]).at[lane].add(weighted))
+
+    shape = (lanes, num_kv_heads, tiling.queries * group)
+    zeros = jnp.broadcast_to(tiles.zero_for(inputs, rows), shape)
+    nothing = _Softmax(zeros - jnp.inf, zeros, jnp.repeat(zeros[..., None], head_dim, axis=-1))
+    softmax = jax.lax.fori_loop(0, -(-work.num_items // tiling.items), step, nothing)
+
+    index = token.position - rows.before[token.row]
+    lane = jnp.clip(work.row_lane[token.row] + index // tiling.queries, 0, lanes - 1)
+
+    def of_tokens(x: jax.Array) -> jax.Array:
+        x = x.reshape(lanes, num_kv_heads, tiling.queries, group, *x.shape[3:])
+        return x[lane, :, index % tiling.queries].reshape(num_tokens, num_heads, *x.shape[4:])
+
+    return jax.tree.map(of_tokens, softmax)
+
+
+def write_kv(kv, k, v, tables, lengths, new, *, offsets=None):
+    """What [`pallas_kernels.write_kv`][] means, as one in-place scatter."""
+    token_axes, head_dim = k.shape[:-2], k.shape[-1]
+    token = locate(token_axes, lengths, new, offsets)
+    block_size = kv.shape[3]
+    block = tables[token.row, token.position // block_size].reshape(-1)
+    count = block.shape[0]
+    # Padding goes to places of its own past the pool's end, where mode="drop" drops it. Not to -1, which would wrap.
+    dropped = kv.shape[0] + jnp.arange(count, dtype=jnp.int32)
+    block = jnp.where(token.valid.reshape(-1), block, dropped)
+    offset = token.position.reshape(-1) % block_size
+    tokens = jnp.stack([k, v], axis=-3).reshape(count, 2, k.shape[-2], head_dim).astype(kv.dtype)
+    # unique_indices: no two tokens share a place, and without the promise GPUs would write with atomics.
+    return kv.at[block, :, :, offset, :head_dim].set(tokens, mode="drop", unique_indices=True)
+
+
+def write_and_attend(q, k, v, kv, tables, lengths, new, *, offsets=None, **options):
+    """What [`pallas_kernels.write_and_attend`][] means: one after the other."""
+    kv = write_kv(kv, k, v, tables, lengths, new, offsets=offsets)
+    return paged_attention(q, kv, tables, lengths, new, offsets=offsets, **options), kv

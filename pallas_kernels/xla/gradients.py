@@ -1,0 +1,123 @@
+"""The gradient of paged attention, in plain XLA, for every backend.
+
+As in FlashAttention (https://arxiv.org/abs/2205.14135) weights are not kept but computed again, tile by tile of the
+same work list as in the forward pass, from the logarithm of the softmax's denominator.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.xla import work as tiles
+
+_product = functools.partial(jnp.einsum, precision="highest")
+
+
+def attention_gradients(
+    out_bar, lse_bar, out, lse, *, q, kv, tables, lengths, new, offsets=None, kv_scale=None, scale=None, soft_cap=None,
+    window=None, sinks=None, mask=None,
+):  # fmt: skip
+    """Cotangents of `paged_attention`'s floating-point arguments, by name, in their shapes and dtypes.
+
+    Args:
+      out_bar, lse_bar: the cotangents of the output and of the LSE (None: zero).
+      out, lse: what `paged_attention` returned for the other arguments.
+    """
+    arguments = dict(q=q, kv=kv, kv_scale=kv_scale, scale=scale, soft_cap=soft_cap, sinks=sinks)
+    differentiable = {
+        name: x for name, x in arguments.items() if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+    }
+    if q.size == 0:
+        return {name: jnp.zeros_like(x) for name, x in differentiable.items()}
+    *token_axes, num_heads, head_dim = q.shape
+    num_tokens, longest = math.prod(token_axes), token_axes[-1]
+    num_kv_heads = kv.shape[2]
+    group = num_heads // num_kv_heads
+    rows = tiles.find_rows(tuple(token_axes), tables, lengths, new, offsets)
+    mask = None if mask is None else mask.reshape(num_tokens, mask.shape[-1])
+
+    def flat(x: jax.Array) -> jax.Array:
+        return x.reshape(num_tokens, *x.shape[len(token_axes) :]).astype(jnp.float32)
+
+    queries, out_bar, out, lse = flat(q), flat(out_bar), flat(out), flat(lse)
+    pull_down = (out_bar * out).sum(axis=-1)  # [tokens, H]: how a larger denominator changes the loss
+    if lse_bar is not None:
+        pull_down -= flat(lse_bar)
+
+    tile_queries = min(tiles.PREFILL_QUERIES, longest)
+    tiling = tiles.choose_tiling(queries, kv, tables, tile_queries)
+    lanes = min(tables.shape[0], num_tokens) + num_tokens // tile_queries
+    work = tiles.plan(tiling, lanes, rows, window)
+
+    def compute_logits(q, keys, numbers):
+        logits = _product("ikqd,ikcd->ikqc", q, keys) * numbers["scale"]
+        if soft_cap is not None:
+            logits = numbers["soft_cap"] * jnp.tanh(logits / numbers["soft_cap"])
+        return logits
+
+    numbers = {"scale": jnp.float32(head_dim**-0.5 if scale is None else scale)}
+    if soft_cap is not None:
+        numbers["soft_cap"] = jnp.float32(soft_cap)
+
+    def step(i, bars):
+        items = tiles.find_items(tiling, work, rows, i, window, mask)
+        seen = jnp.repeat(items.seen, group, axis=1)[:, None]  # [items, 1, queries * G, context]
+        sees, visible = seen.any(axis=3), seen.any(axis=2)
+
+        def read(x):  # of queries
+            x = tiles.read_queries(x, items, num_kv_heads)
+            return jnp.where(jnp.expand_dims(sees, range(3, x.ndim)), x, 0.0)
+
+        def read_stored(which):  # the keys or values as stored, and their scales
+            stored = tiles.read_runs(kv, which, items, tiling.run, head_dim).astype(jnp.float32)
+            scales = jnp.ones_like(stored[..., 0])
+            if kv_scale is not None:
+                scales = tiles.read_runs(kv_scale, which, items, tiling.run)
+            return jnp.where(visible[..., None], stored, 0.0), jnp.where(visible, scales, 0.0)[..., None]
+
+        (keys, key_scales), (values, value_scales) = read_stored(0), read_stored(1)
+        logits, pull = jax.vjp(compute_logits, read(queries), keys * key_scales, numbers)
+        weights = jnp.where(seen, jnp.exp(logits - read(lse)[..., None]), 0.0)
+        weights_bar = _product("ikqd,ikcd->ikqc", read(out_bar), values * value_scales)
+        queries_bar, keys_bar, numbers_bar = pull(weights * (weights_bar - read(pull_down)[..., None]))
+        values_bar = _product("ikqc,ikqd->ikcd", weights, read(out_bar))
+
+        # Tokens that a lane does not have, and places that no query sees, receive zeros.
+        split = queries_bar.reshape(tiling.items, num_kv_heads, tiling.queries, group, head_dim)
+        tokens_bar = jnp.moveaxis(split, 1, 2).reshape(tiling.items, tiling.queries, num_heads, head_dim)
+        bars["q"] = bars["q"].at[items.token].add(tokens_bar, mode="drop")
+        bars["numbers"] = jax.tree.map(jnp.add, bars["numbers"], numbers_bar)
+        block = jnp.clip(items.block, 0, kv.shape[0] - 1)[:, :, None]
+        place = items.offset[:, :, None] + jnp.arange(tiling.run, dtype=jnp.int32)[None, None]
+        both = (keys, key_scales, keys_bar), (values, value_scales, values_bar)
+        for which, (stored, scales, bar) in enumerate(both):
+
+            def add(name, update, which=which):  # [items, K, pieces * run, ...] into the pool's places
+                runs = update.reshape(*update.shape[:2], tiling.pieces, tiling.run, *update.shape[3:])
+                at = (block, which, slice(None), place) + (slice(0, head_dim),) * (update.ndim - 3)
+                bars[name] = bars[name].at[at].add(jnp.moveaxis(runs, 1, 3))
+
+            add("kv", bar * scales)
+            if kv_scale is not None:
+                add("kv_scale", (bar * stored).sum(axis=-1))
+        return bars
+
+    bars = {
+        "q": jnp.zeros_like(queries),
+        "kv": jnp.zeros(kv.shape, jnp.float32),
+        "numbers": jax.tree.map(jnp.zeros_like, numbers),
+    }
+    if kv_scale is not None:
+        bars["kv_scale"] = jnp.zeros(kv_scale.shape, jnp.float32)
+    zero = tiles.zero_for(queries, kv, kv_scale, out_bar, rows)
+    bars = jax.tree.map(lambda x: x + zero, bars)
+    bars = jax.lax.fori_loop(0, -(-work.num_items // tiling.items), step, bars)
+    bars |= bars.pop("numbers")
+    bars["q"] = bars["q"].reshape(q.shape)
+    if sinks is not None:
+        nothing = jnp.isneginf(lse)
+        share = jnp.where(nothing, 0.0, jnp.exp(sinks.astype(jnp.float32)[None] - jnp.where(nothing, 0.0, lse)))
+        bars["sinks"] = -jnp.where(nothing, 0.0, share * pull_down).sum(axis=0)
+    return {name: bars[name].astype(x.dtype) for name, x in differentiable.items()}

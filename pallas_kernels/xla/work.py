@@ -1,0 +1,179 @@
+"""The work list of the XLA path: which tiles of queries meet which tiles of context, as index arithmetic on the device.
+
+Nothing here touches keys, values or queries. A *lane* is a tile of one row's queries; an *item* is a lane and one tile
+of the context that it sees. Items are numbered lane by lane, and what the i-th item is follows from cumulative sums, so
+the list is never stored and its length is free to follow the data.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.tokens import default_offsets
+
+# Found by experiment on two CPU cores, see benchmarks/NOTES.md. A step of the loop should be long enough that its fixed
+# costs do not show, and small enough to stay in cache. Many queries share one reading of their context; one alone gains
+# nothing from a long tile, and loses what its row does not fill.
+STEP_BYTES = 4 * 2**20
+DECODE_CONTEXT = 64
+PREFILL_QUERIES, PREFILL_CONTEXT = 32, 256
+
+
+class Tiling(NamedTuple):
+    """One step of the loop: `items` tiles of `queries` tokens by `pieces` runs of `run` context tokens.
+
+    A run lies in one block. A block is one run, or several when it is longer than a tile.
+    """
+
+    items: int
+    queries: int
+    pieces: int
+    run: int
+    block_size: int
+    capacity: int  # tokens that a row's table can hold
+
+    @property
+    def runs_per_block(self) -> int:
+        return -(-self.block_size // self.run)
+
+    def runs(self, tokens: jax.Array) -> jax.Array:
+        """The runs, the last one perhaps partly filled, that hold the first `tokens` tokens of a row."""
+        return tokens // self.block_size * self.runs_per_block - (-(tokens % self.block_size) // self.run)
+
+
+def choose_tiling(q: jax.Array, kv: jax.Array, tables: jax.Array, queries: int) -> Tiling:
+    """Tile sizes for queries `[tokens, H, D]`, `queries` of them to a tile."""
+    num_kv_heads, block_size = kv.shape[2:4]
+    num_heads, head_dim = q.shape[1:]
+    context = DECODE_CONTEXT if queries == 1 else PREFILL_CONTEXT
+    run = min(block_size, context)
+    pieces = max(1, min(context // run, tables.shape[1] * -(-block_size // run)))
+    context = pieces * run
+    item_bytes = 2 * num_kv_heads * context * head_dim * kv.dtype.itemsize + 4 * num_heads * queries * context
+    most = -(-tables.size * block_size // context)  # all that rows could hold
+    items = max(1, min(STEP_BYTES // item_bytes, most))
+    return Tiling(items, queries, pieces, run, block_size, tables.shape[1] * block_size)
+
+
+class Rows(NamedTuple):
+    """Where each row's tokens are. Tokens are flat: `count[s]` of row s attend, and they begin at `start[s]`."""
+
+    tables: jax.Array  # i32[S, M]
+    before: jax.Array  # i32[S]: the position of the row's first token of this step
+    start: jax.Array  # i32[S]
+    count: jax.Array  # type: ignore[assignment]  # i32[S]; it hides tuple.count
+
+
+def find_rows(token_axes: tuple[int, ...], tables, lengths, new, offsets) -> Rows:
+    """The rows of a step whose tokens have the axes `(S, T)` or `(N,)`."""
+    if len(token_axes) == 2:
+        start = jnp.arange(tables.shape[0], dtype=jnp.int32) * token_axes[1]
+        room = jnp.full_like(start, token_axes[1])
+    else:
+        start = default_offsets(new) if offsets is None else offsets
+        room = token_axes[0] - start
+    return Rows(tables, lengths - new, start, jnp.maximum(jnp.minimum(new, room), 0))
+
+
+class WorkList(NamedTuple):
+    """Lanes, row by row, and how many items there are up to and including each."""
+
+    row: jax.Array  # i32[lanes]
+    first: jax.Array  # i32[lanes]: the lane's first token, counted from the row's
+    first_tile: jax.Array  # i32[lanes]: the first context tile that the lane sees
+    ends: jax.Array  # i32[lanes]
+    row_lane: jax.Array  # i32[S]: each row's first lane
+
+    @property
+    def num_items(self) -> jax.Array:
+        """i32[]: the work there is to do. It follows the tokens that rows hold, not what their tables could hold."""
+        return self.ends[-1]
+
+
+def plan(tiling: Tiling, lanes: int, rows: Rows, window: int | None) -> WorkList:
+    """The work list of a step that needs no more than `lanes` lanes."""
+    row_lanes = -(-rows.count // tiling.queries)
+    row_ends = jnp.cumsum(row_lanes)
+    lane = jnp.arange(lanes, dtype=jnp.int32)
+    row = jnp.searchsorted(row_ends, lane, side="right", method="compare_all").astype(jnp.int32)
+    row = jnp.minimum(row, rows.count.shape[0] - 1)
+    first = (lane - (row_ends - row_lanes)[row]) * tiling.queries
+    last = jnp.minimum(first + tiling.queries, rows.count[row]) - 1
+    before = rows.before[row]
+
+    stop = jnp.clip(before + last + 1, 0, tiling.capacity)
+    last_tile = -(-tiling.runs(stop) // tiling.pieces)
+    first_tile = jnp.zeros_like(last_tile)
+    if window is not None:
+        oldest = jnp.clip(before + first - window + 1, 0, tiling.capacity)
+        first_tile = (tiling.runs(oldest + 1) - 1) // tiling.pieces
+    num_tiles = jnp.where(lane < row_ends[-1], jnp.maximum(last_tile - first_tile, 0), 0)
+    return WorkList(row, first, first_tile, jnp.cumsum(num_tiles), row_ends - row_lanes)
+
+
+class Items(NamedTuple):
+    """The items of one step of the loop."""
+
+    lane: jax.Array  # i32[items]
+    token: jax.Array  # i32[items, queries]: in range also for padding
+    block: jax.Array  # i32[items, pieces]: physical; may be out of range, as the table may be
+    offset: jax.Array  # i32[items, pieces]: of the run in its block
+    seen: jax.Array  # bool[items, queries, pieces * run]: may the query see the place?
+
+
+def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, window: int | None, mask: jax.Array | None) -> Items:
+    """The items number `step * tiling.items` and on. Those beyond the end of the list see nothing."""
+    item = step * tiling.items + jnp.arange(tiling.items, dtype=jnp.int32)
+    lane = jnp.searchsorted(work.ends, item, side="right", method="compare_all").astype(jnp.int32)
+    lane = jnp.minimum(lane, work.ends.shape[0] - 1)
+    row = work.row[lane]
+    tile = work.first_tile[lane] + item - jnp.where(lane > 0, work.ends[lane - 1], 0)
+
+    run = (tile * tiling.pieces)[:, None] + jnp.arange(tiling.pieces, dtype=jnp.int32)[None]
+    logical, cut = run // tiling.runs_per_block, run % tiling.runs_per_block
+    # The last run of a block may have to begin inside the one before it, whose tokens are then not its own.
+    offset = jnp.minimum(cut * tiling.run, tiling.block_size - tiling.run)
+    place = offset[:, :, None] + jnp.arange(tiling.run, dtype=jnp.int32)[None, None]
+    position = logical[:, :, None] * tiling.block_size + place
+    own = (place >= (cut * tiling.run)[:, :, None]) & (position < tiling.capacity)
+    own &= (item < work.num_items)[:, None, None]
+    own, position = (x.reshape(tiling.items, 1, tiling.pieces * tiling.run) for x in (own, position))
+
+    index = work.first[lane][:, None] + jnp.arange(tiling.queries, dtype=jnp.int32)[None]
+    token = rows.start[row][:, None] + index
+    query = (rows.before[row][:, None] + index)[:, :, None]
+    seen = own & (index < rows.count[row][:, None])[:, :, None] & (position <= query)
+    if window is not None:
+        seen &= position > query - window
+    if mask is not None:
+        allowed = mask.at[token[:, :, None], position].get(mode="fill", fill_value=False)
+        seen &= allowed
+    block = rows.tables.at[row[:, None], logical].get(mode="clip")
+    return Items(lane, token, block, offset, seen)
+
+
+def read_runs(pool: jax.Array, which: int, items: Items, run: int, head_dim: int | None = None) -> jax.Array:
+    """Keys (`which` 0) or values (1) of items' context, `[items, K, pieces * run, head_dim]`; of the scales without the
+    last axis. One gather, which leaves them in the order that products want and clamps blocks that are out of range."""
+    num_items, pieces = items.block.shape
+    num_kv_heads, minor = pool.shape[2], () if head_dim is None else (head_dim,)
+    index = jnp.stack([items.block, jnp.full_like(items.block, which), items.offset], axis=-1)
+    dimensions = jax.lax.GatherDimensionNumbers(
+        offset_dims=(1, 3, 4)[: 2 + len(minor)], collapsed_slice_dims=(0, 1), start_index_map=(0, 1, 3)
+    )
+    runs = jax.lax.gather(pool, index, dimensions, (1, 1, num_kv_heads, run, *minor), mode="clip")
+    return runs.reshape(num_items, num_kv_heads, pieces * run, *minor)
+
+
+def zero_for(*trees: Any) -> jax.Array:
+    """A float32 0 that inside `shard_map` varies over the mesh axes that any of the arrays varies over, as what a loop
+    begins with must if what it computes from the arrays does."""
+    return sum((jnp.zeros_like(x, jnp.float32, ()) for x in jax.tree.leaves(trees)), jnp.float32(0))
+
+
+def read_queries(x: jax.Array, items: Items, num_kv_heads: int) -> jax.Array:
+    """What the items' queries have in `x [tokens, H, ...]`, as `[items, K, queries * G, ...]`."""
+    num_items, queries = items.token.shape
+    x = x.reshape(x.shape[0], num_kv_heads, -1, *x.shape[2:]).at[items.token].get(mode="clip")
+    return jnp.moveaxis(x, 2, 1).reshape(num_items, num_kv_heads, queries * x.shape[3], *x.shape[4:])

@@ -1,0 +1,117 @@
+"""The command line, run in this process."""
+
+import argparse
+import json
+import pathlib
+import shutil
+
+import pytest
+
+from jaxkv._cli.main import main
+from jaxkv._cli.text import ByteTokenizer, TextStream
+from jaxkv._cli.units import parse_bytes
+
+CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "llama"
+
+
+def test_generate_streams_several_prompts_and_reports(capsys):
+    assert main(["generate", "--prompt", "import os\ndef f(", "--prompt", "class A", "--max-new-tokens", "12"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1> import os\n")
+    assert "\n2> class A" in out and "\n1> def f(" in out
+    assert "2 prompts of 7 to 16 tokens, 24 new tokens" in out
+    assert "The output equals a recomputation without any cache." in out
+
+
+def test_generate_prints_one_prompt_as_it_is(capsys):
+    assert (
+        main(["generate", "--prompt", "import ", "--max-new-tokens", "4", "--temperature", "0.7", "--seed", "1"]) == 0
+    )
+    assert capsys.readouterr().out.startswith("import ")
+
+
+def test_many_prompts_come_from_a_file(tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("".join(f"x{i} = \n" for i in range(20)))
+    assert main(["generate", "--prompts", str(file), "--max-new-tokens", "4", "--no-check"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{i + 1}> x{i} = " in out for i in range(20))
+    assert "recomputation" not in out
+
+
+def test_a_bad_prompt_does_not_take_the_others_with_it(capsys):
+    assert (
+        main(["generate", "--prompt", "x" * 100, "--prompt", "import ", "--max-seq-len", "64", "--max-new-tokens", "4"])
+        == 1
+    )
+    out, err = capsys.readouterr()
+    assert (
+        err == "jaxkv: prompt 1 is left out: "
+        "it has 100 tokens, and max_seq_len = 64 must hold one more: raise max_seq_len.\n"
+    )
+    assert out.startswith("import ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--model", "no/such/folder"], "no/such/folder"),
+        (["--prompts", "no-such-file"], "no-such-file is not a file"),
+        (["--temperature", "-1"], "temperature must be 0"),
+        (["--top-p", "0"], "top_p must be above 0"),
+        (["--prompt", ""], "prompt 1 is left out: it is empty"),
+        (["--memory", "1K"], "memory_bytes=1024 is too little"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_sentence(arguments, sentence, capsys):
+    assert main(["generate", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("jaxkv: ") and sentence in err and "Traceback" not in err
+    assert err.count("\n") == 1
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A Hugging Face folder without a tokenizer."""
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(CHECKPOINT / file, tmp_path)
+    return tmp_path
+
+
+def test_a_folder_speaks_through_its_own_tokenizer(checkpoint, capsys):
+    tokenizers = pytest.importorskip("tokenizers", reason="the extra 'hf' is not installed")
+    vocab = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    assert main(["generate", "--model", str(checkpoint), "--prompt", "w3 w7 w1", "--max-new-tokens", "5"]) == 0
+    out = capsys.readouterr().out
+    text = out.split("\n\n")[0]
+    assert text.startswith("w3 w7 w1 w") and text.count(" w") == 7
+    assert "1 prompt of 3 tokens, 5 new tokens" in out and "The output equals" in out
+
+
+def test_a_missing_or_broken_tokenizer_is_one_sentence(checkpoint, capsys):
+    assert main(["generate", "--model", str(checkpoint), "--prompt", "a"]) == 2
+    assert "has no tokenizer.json" in capsys.readouterr().err
+    pytest.importorskip("tokenizers", reason="the extra 'hf' is not installed")
+    (checkpoint / "tokenizer.json").write_text("{")
+    assert main(["generate", "--model", str(checkpoint), "--prompt", "a"]) == 2
+    assert "is not a tokenizer that the tokenizers library can read" in capsys.readouterr().err
+
+
+def test_a_character_is_shown_when_its_last_byte_has_come():
+    stream = TextStream(ByteTokenizer(), list(b"prompt: "))
+    assert [stream.add(byte) for byte in "aé€".encode()] == ["a", "", "é", "", "", "€"]
+    stream.add("é".encode()[0])
+    assert stream.finish() == "\ufffd" and stream.text == "prompt: aé€\ufffd"
+
+
+def test_sizes_have_units():
+    """With a B and no i they are decimal, as on the box; else binary."""
+    sizes = {"10": 10, "10B": 10, "2K": 2048, "1.5MiB": 3 * 2**19, "80GB": 80e9, "80 gib": 80 * 2**30, ".5T": 2**39}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+    for text in ("lots", "1.2.3G", "5iB", "-1G", "", "G"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a size: write a number and a unit"):
+            parse_bytes(text)

@@ -1,0 +1,49 @@
+"""A cache's picture: every block once, in its row's colour, shared ones marked."""
+
+import re
+
+import jax
+
+import jaxkv
+from jaxkv._core.portrait import FREE, MOST_BLOCKS, PALETTE
+
+LAYER = jaxkv.LayerConfig(num_kv_heads=1, head_dim=4)
+
+
+def make(num_blocks=12, **fields):
+    return jaxkv.init(
+        jaxkv.CacheConfig(layers=(LAYER,), max_seqs=3, max_seq_len=64, num_blocks=num_blocks, block_size=8, **fields)
+    )
+
+
+def squares(cache):
+    return dict(re.findall(r'<div title="block (\d+): ([^"]*)"', cache._repr_html_()))
+
+
+def test_every_block_says_who_holds_it_and_how_full_it_is():
+    cache = jaxkv.fork(jaxkv.extend(make(), [19, 0, 8]), 0, 1)
+    shown = squares(cache)
+    assert len(shown) == 12
+    assert sorted(shown.values()) == [
+        *["free"] * 7,
+        "row 0, 3 of 8 tokens",
+        "row 1, 3 of 8 tokens",
+        "row 2, 8 of 8 tokens",
+        *["rows 0, 1, 8 of 8 tokens"] * 2,
+    ]
+
+
+def test_shared_blocks_have_all_colours_and_a_count():
+    html = jaxkv.fork(jaxkv.extend(make(), [16, 0, 0]), 0, [1, 2])._repr_html_()
+    (first, *_) = re.findall(r'<div title="block \d+: rows[^>]*>(\d*)</div>', html)
+    assert first == "3"
+    assert all(colour in html for colour in PALETTE[:3]) and FREE in html
+
+
+def test_a_large_cache_is_not_drawn_in_full():
+    html = make(num_blocks=MOST_BLOCKS + 10)._repr_html_()
+    assert len(squares(make(num_blocks=MOST_BLOCKS + 10))) == MOST_BLOCKS and "and 10 more blocks" in html
+
+
+def test_a_traced_cache_is_its_name():
+    assert "traced" in jax.eval_shape(make)._repr_html_()

@@ -1,0 +1,248 @@
+"""Continuous batching: the same tokens however prompts are batched, cut, set back or resumed."""
+
+import resource
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxkv
+from jaxkv._engine.sampling import Sampling, sample
+from jaxkv.models.config import DecoderConfig
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.rope import Rope
+
+VOCAB = 64
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = DecoderConfig(
+        vocab_size=VOCAB, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, max_seq_len=4096,
+        windows=(None, 8), ropes=(Rope(), Rope()), attention_scale=0.25,
+    )  # fmt: skip
+    return Decoder(config, rngs=nnx.Rngs(0))
+
+
+def make_prompts(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, length).tolist() for length in lengths]
+
+
+PROMPTS = make_prompts((3, 40, 1, 17, 100, 5, 33))
+SETTINGS = {  # with few step shapes, for each is a compile; tests/test_engine.py has more
+    "in chunks": {"step_tokens": 8},
+    "all at once": {"step_tokens": 256},
+    "one by one": {"max_seqs": 1, "step_tokens": 1},
+    "set back and resumed": {"max_seqs": 4, "num_blocks": 7, "max_seq_len": 112, "step_tokens": 32},
+    "block_size 5": {"block_size": 5},
+    "contiguous": {"layout": "contiguous"},
+}
+
+
+def run(model, choice, **settings):
+    engine = jaxkv.Engine(model, **{"longest": 128, "step_tokens": 8} | settings)  # few step shapes to compile
+    outputs = [[] for _ in PROMPTS]
+    for index, token in engine.stream(PROMPTS, 12, **choice):
+        outputs[index].append(token)
+    jaxkv.check_invariants(engine.cache)
+    assert engine.cache.is_empty
+    return outputs, engine
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [({}, SETTINGS), ({"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 3}, ("in chunks", "one by one"))],
+    ids=["greedy", "sampled"],
+)
+def test_the_same_tokens_in_every_setting_and_without_a_cache(model, choice, names):
+    expected = None
+    for name in names:
+        outputs, engine = run(model, choice, **SETTINGS[name])
+        expected = expected or outputs
+        assert outputs == expected, name
+        assert (engine.set_back > 0) == (name == "set back and resumed"), name
+    assert len({tuple(output) for output in expected}) == len(PROMPTS), "the prompts make a difference"
+    for i, (prompt, output) in enumerate(zip(PROMPTS, expected, strict=True)):
+        assert engine.recompute(prompt, output, index=i, **choice) == output
+
+
+def test_generate_takes_a_limit_for_each_prompt(model):
+    outputs = jaxkv.generate(model, PROMPTS[:3], max_new_tokens=[1, 7, 3])
+    assert [len(output) for output in outputs] == [1, 7, 3]
+
+
+def test_a_progress_bar_counts_tokens(model, capsys):
+    pytest.importorskip("tqdm", reason="the extra 'hf' is not installed")
+    jaxkv.generate(model, PROMPTS[:2], max_new_tokens=6, progress=True)
+    assert "12/12" in capsys.readouterr().err
+
+
+def test_a_stop_token_ends_a_sequence_and_is_not_part_of_it(model):
+    (free,) = jaxkv.generate(model, PROMPTS[:1], max_new_tokens=12)
+    stop = free[5]
+    first = free.index(stop)
+    for eos in (stop, [stop, 999]):
+        assert jaxkv.generate(model, PROMPTS[:1], max_new_tokens=12, eos=eos) == [free[:first]]
+
+
+def test_a_sequence_ends_at_max_seq_len(model):
+    outputs = jaxkv.generate(model, PROMPTS[:2], max_new_tokens=1000, max_seq_len=50)
+    assert [len(output) for output in outputs] == [47, 10]
+
+
+def test_leaving_a_stream_early_frees_its_rows(model):
+    engine = jaxkv.Engine(model, longest=128)
+    stream = engine.stream(PROMPTS, 12)
+    for _ in range(10):
+        next(stream)
+    assert not engine.cache.is_empty
+    stream.close()
+    assert engine.cache.is_empty and engine.cache.blocks_in_use == 0
+    assert len(list(engine.stream(PROMPTS[:1], 12))) == 12
+
+
+def test_thousands_of_steps_compile_once_per_shape_and_keep_no_memory(model):
+    engine = jaxkv.Engine(model, max_seqs=4, max_seq_len=128, step_tokens=64)
+    prompts = make_prompts([1 + i % 60 for i in range(160)], seed=1)
+    before = engine._step._cache_size()
+
+    def held_after(steps):
+        while engine.steps < steps:
+            for _ in engine.stream(prompts, 50):
+                if engine.steps >= steps:
+                    break
+        return len(jax.live_arrays()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    arrays, memory = held_after(1500)  # by then it has compiled every shape
+    later_arrays, later_memory = held_after(6000)
+    assert engine._step._cache_size() - before <= 6
+    assert later_arrays <= arrays
+    assert later_memory - memory < 5_000, f"{later_memory - memory} KiB more than after 1500 steps"
+
+
+def test_sampling_keeps_to_top_k_and_top_p():
+    logits = jnp.log(jnp.array([[0.1, 0.4, 0.3, 0.2]] * 400))
+    streams = positions = jnp.arange(400, dtype=jnp.int32)
+
+    def drawn(temperature=1.0, top_k=0, top_p=1.0):
+        sampling = Sampling(jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p), jax.random.key(0))
+        return np.bincount(sample(logits, sampling, streams, positions), minlength=4) / 400
+
+    np.testing.assert_allclose(drawn(), [0.1, 0.4, 0.3, 0.2], atol=0.07)
+    np.testing.assert_allclose(drawn(top_k=2), [0, 4 / 7, 3 / 7, 0], atol=0.07)
+    np.testing.assert_allclose(drawn(top_p=0.69), [0, 4 / 7, 3 / 7, 0], atol=0.07)
+    np.testing.assert_allclose(drawn(top_p=0.71), [0, 4 / 9, 3 / 9, 2 / 9], atol=0.07)
+    np.testing.assert_allclose(drawn(top_p=1e-6), [0, 1, 0, 0])
+    np.testing.assert_allclose(drawn(temperature=0.01), [0, 1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"temperature": -1}, "temperature must be 0 .* not -1"),
+        ({"temperature": float("nan")}, "temperature must be 0 .* not nan"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, not 0.0"),
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, not 1.5"),
+        ({"top_k": -1}, "top_k must be 0 .* not -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
+        ({"max_new_tokens": [3]}, "one number or one for each of the 2 prompts, not 1"),
+        ({"prompts": [[1], []]}, "Prompt 1 cannot be continued: it is empty"),
+        (
+            {"prompts": [[1] * 64], "max_seq_len": 64},
+            "Prompt 0 cannot be continued: it has 64 tokens, and max_seq_len = 64",
+        ),
+        (
+            {"prompts": [[1], [2, VOCAB]]},
+            "Prompt 1 cannot be continued: it has a token outside of the model's vocabulary, 0 to 63",
+        ),
+        (
+            {"prompts": [[1] * 50], "num_blocks": 3},
+            "Prompt 0 cannot be continued: its 54 tokens take 4 blocks, .* has 3",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence(model, arguments, sentence):
+    arguments = {"prompts": PROMPTS[:2], "max_new_tokens": 4} | arguments
+    with pytest.raises(ValueError, match=sentence):
+        jaxkv.generate(model, arguments.pop("prompts"), **arguments)
+
+
+def test_all_bad_prompts_are_named_at_once_before_anything_is_computed(model):
+    engine = jaxkv.Engine(model, max_seq_len=64)
+    with pytest.raises(ValueError, match=r"Prompt 0 .* empty(.|\n)*Prompt 2 .* 70 tokens"):
+        engine.stream([[], [1], [1] * 70])
+    assert engine.steps == 0
+    assert len(list(engine.stream([[1]], 3))) == 3
+
+
+SHARED = make_prompts((60,), seed=7)[0]
+CHATS = [SHARED[:n] + more for n, more in zip((60, 50, 60, 37, 60, 8), make_prompts((5, 9, 1, 20, 30, 2)), strict=True)]
+# Few enough blocks that sequences are set back.
+TIGHT = {"max_seqs": 4, "max_seq_len": 128, "step_tokens": 16, "block_size": 4, "num_blocks": 28}
+REUSE = {
+    "computed again": {"swap": "never"},
+    "swapped": {"swap": "always"},
+    "prefix cache": {"prefix_cache": True},
+    "prefix cache, spilled": {"prefix_cache": True, "spill_bytes": 10**6},
+}
+
+
+@pytest.mark.parametrize(
+    ("choice", "ways"), [({}, REUSE), ({"temperature": 0.9, "seed": 3}, ("swapped",))], ids=["greedy", "sampled"]
+)
+def test_reuse_swapping_and_recomputing_change_no_token(model, choice, ways):
+    for way in ways:
+        engine = jaxkv.Engine(model, **TIGHT, **REUSE[way])
+        for _ in range(2):  # in the second round everything has been there before
+            outputs = [[] for _ in CHATS]
+            for index, token in engine.stream(CHATS, 12, **choice):
+                outputs[index].append(token)
+            jaxkv.check_invariants(engine.cache)
+            assert not engine.cache.lengths.any()
+            if engine.prefix:
+                engine.prefix.check_invariants(engine.cache)
+            else:
+                assert engine.cache.blocks_in_use == 0
+            for i, (prompt, output) in enumerate(zip(CHATS, outputs, strict=True)):
+                assert engine.recompute(prompt, output, index=i, **choice) == output, way
+        stats = engine.stats()
+        assert stats["set_back"] > 0 and (stats["swapped_out"] > 0) == (way == "swapped"), way
+        if engine.prefix:
+            prompts_and_outputs = 2 * sum(len(prompt) + 11 for prompt in CHATS)
+            assert stats["tokens_saved"] > 0 and stats["tokens"] < 0.75 * prompts_and_outputs, way
+        if "spill_bytes" in REUSE[way]:
+            assert stats["blocks_spilled"] > 0 and stats["blocks_restored"] > 0
+
+
+def test_tenants_with_equal_prompts_share_nothing(model):
+    engine = jaxkv.Engine(model, **TIGHT, prefix_cache=True)
+    outputs = [[token for _, token in engine.stream([SHARED[:24]], 8, salt=salt)] for salt in ("a", "b", "a")]
+    assert outputs[0] == outputs[1] == outputs[2]
+    stats = engine.stats()
+    assert stats["hits"] == 1 and stats["tokens_saved"] == 20
+    assert stats["blocks"][0] == 2 * 7  # of 31 tokens, twice
+
+
+def test_pins_that_leave_no_room_are_named(model):
+    engine = jaxkv.Engine(model, **TIGHT, prefix_cache=True)
+    list(engine.stream([SHARED[:36]], 4))
+    engine.prefix.pin(SHARED[:32])
+    with pytest.raises(jaxkv.OutOfBlocks, match=r"There is no room for prompt 0 with 100 tokens: .* Unpin"):
+        list(engine.stream([[1] * 100], 4))
+    engine.prefix.unpin(SHARED[:32])
+    assert len(list(engine.stream([[1] * 100], 4))) == 4
+
+
+def test_the_cheaper_of_swapping_and_recomputing_is_chosen(model):
+    def swapped(host_bandwidth):
+        engine = jaxkv.Engine(model, **TIGHT, host_bandwidth=host_bandwidth)
+        list(engine.stream(CHATS, 12))
+        assert engine.set_back > 0
+        return engine.stats()["swapped_out"]
+
+    assert swapped(1e15) > 0 and swapped(1.0) == 0
+    with pytest.raises(ValueError, match="swap must be 'auto', 'always' or 'never', not 'often'"):
+        jaxkv.Engine(model, swap="often")

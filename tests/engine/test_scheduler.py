@@ -1,0 +1,95 @@
+"""The scheduler alone, against a pool that is only counted."""
+
+import random
+
+import pytest
+
+from jaxkv._engine.scheduler import Scheduler, Sequence
+
+
+class Counted:
+    """Rows of a pool that is only counted."""
+
+    def __init__(self, max_seqs, num_blocks, block_size):
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.free = list(range(max_seqs))
+        self.held = {}  # tokens in each row, as the device would have them
+
+    def blocks(self, tokens):
+        return -(-tokens // self.block_size)
+
+    @property
+    def available(self):
+        return [self.num_blocks - sum(map(self.blocks, self.held.values()))]
+
+    def has_room(self, running, sequence):
+        return bool(self.free) and sum(self.blocks(len(s.tokens)) for s in [*running, sequence]) <= self.num_blocks
+
+    def admit(self, sequence):
+        sequence.row = self.free.pop(0)
+        self.held[sequence.row] = 0
+
+    def retire(self, sequence):
+        del self.held[sequence.row]
+        self.free.insert(0, sequence.row)
+        sequence.row, sequence.cached = None, 0
+
+    set_back = retire
+
+
+def simulate(requests, *, max_seqs, num_blocks, block_size, step_tokens):
+    """Run (prompt length, new tokens) requests to their end; the steps, and the order in which they ended."""
+    rows = Counted(max_seqs, num_blocks, block_size)
+    scheduler = Scheduler(rows, step_tokens=step_tokens)
+    for i, (prompt, new) in enumerate(requests):
+        scheduler.waiting.append(Sequence(i, [0] * prompt, prompt, prompt + new))
+    steps, ended = [], []
+    while scheduler.waiting or scheduler.running:
+        step = scheduler.plan()
+        assert step.counts, "every step makes progress"
+        assert len(steps) < 10_000
+        for sequence, count in step.counts.items():
+            assert rows.held[sequence.row] == sequence.cached, "a row holds what its sequence thinks it holds"
+            rows.held[sequence.row] += count
+        assert len({s.row for s in step.counts}) == len(step.counts)
+        assert rows.available[0] >= 0
+        assert step.num_tokens <= step_tokens
+        steps.append({s.index: n for s, n in step.counts.items()})
+        for sequence in scheduler.commit(step):
+            sequence.tokens.append(0)
+            if len(sequence.tokens) == sequence.limit:
+                scheduler.finish(sequence)
+                ended.append(sequence.index)
+    assert sorted(ended) == list(range(len(requests)))
+    assert sorted(rows.free) == list(range(max_seqs))
+    return steps, ended, scheduler
+
+
+def test_prompts_are_cut_into_chunks_beside_decoding_rows():
+    steps, _, _ = simulate([(3, 5), (25, 2)], max_seqs=2, num_blocks=100, block_size=4, step_tokens=10)
+    assert steps[:4] == [{0: 3, 1: 7}, {0: 1, 1: 9}, {0: 1, 1: 9}, {0: 1, 1: 1}]
+
+
+def test_a_row_is_taken_as_soon_as_it_is_free():
+    steps, ended, _ = simulate([(1, 10), (1, 2), (1, 3)], max_seqs=2, num_blocks=100, block_size=4, step_tokens=8)
+    assert [2 in step for step in steps[:4]] == [False, False, True, True]
+    assert ended == [1, 2, 0] and len(steps) == 10
+
+
+def test_the_newest_is_set_back_and_resumed():
+    # 4 blocks of 4: two sequences of 12 cannot both grow to their end.
+    steps, ended, scheduler = simulate([(6, 6), (6, 6)], max_seqs=2, num_blocks=4, block_size=4, step_tokens=16)
+    assert ended == [0, 1] and scheduler.times_set_back == 1
+    resumed = next(i for i in range(1, len(steps)) if steps[i].get(1, 0) > 1)
+    assert steps[resumed][1] > 6, "its prompt and what it had generated are computed again, at once"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_traces_come_to_their_end(seed):
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 3, 16])
+    requests = [(rng.randint(1, 60), rng.randint(1, 30)) for _ in range(rng.randint(1, 40))]
+    least = max(-(-(p + n) // block_size) for p, n in requests)
+    max_seqs = rng.randint(1, 6)
+    simulate(requests, max_seqs=max_seqs, num_blocks=least + rng.randint(0, least), block_size=block_size,
+             step_tokens=max(max_seqs, rng.choice([4, 16, 64])))  # fmt: skip
