@@ -9,13 +9,13 @@ from jaxkv._core.checks import check as check
 from jaxkv._core.checks import check_invariants as check_invariants
 from jaxkv._core.checks import stats as stats
 from jaxkv._core.config import CacheConfig as CacheConfig
-from jaxkv._core.config import LayerConfig as LayerConfig
 from jaxkv._core.errors import CacheError as CacheError
 from jaxkv._core.errors import CacheFileError as CacheFileError
 from jaxkv._core.errors import DamagedFile as DamagedFile
 from jaxkv._core.errors import OutOfBlocks as OutOfBlocks
 from jaxkv._core.errors import OutOfWindow as OutOfWindow
 from jaxkv._core.errors import SequenceTooLong as SequenceTooLong
+from jaxkv._core.layer import LayerConfig as LayerConfig
 from jaxkv._core.pools import append as append
 from jaxkv._core.pools import write as write
 from jaxkv._core.sharing import fork as fork

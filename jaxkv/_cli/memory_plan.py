@@ -5,7 +5,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkv._core.config import CacheConfig, LayerConfig
+from jaxkv._core.config import CacheConfig
+from jaxkv._core.layer import LayerConfig
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MOST_ROWS = 1 << 20

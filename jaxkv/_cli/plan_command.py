@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxkv._cli.memory_plan import BLOCK_SIZES, Plan, plan
 from jaxkv._cli.units import parse_bytes
-from jaxkv._core.config import KINDS, LayerConfig
+from jaxkv._core.layer import KINDS, LayerConfig
 from jaxkv._core.views import format_bytes
 
 

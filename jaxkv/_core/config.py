@@ -5,84 +5,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """How a key or value element is stored: a static name that chooses the kernel, and what it costs."""
-
-    name: str
-    bytes_per_element: int
-
-    @property
-    def dtype(self) -> np.dtype:
-        return jnp.dtype(self.name)
-
-
-KINDS = {kind.name: kind for kind in (Kind("bfloat16", 2), Kind("float16", 2), Kind("float32", 4))}
-
-
-def _kind(dtype: Any, field: str) -> Kind:
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = str(dtype)
-    if name not in KINDS:
-        raise ValueError(f"{field} must be one of {', '.join(KINDS)}, not {name}.")
-    return KINDS[name]
-
-
-def _at_least(field: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{field} must be an integer, not {value!r}.")
-    if value < least:
-        raise ValueError(f"{field} must be at least {least}, not {value}.")
-    return int(value)
+from jaxkv._core.layer import LayerConfig, at_least, kind_of
+from jaxkv._core.memory import Memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerConfig:
-    """One attention layer: its shape, and what differs from the other layers.
-
-    Args:
-      num_kv_heads: KV heads, K in shapes.
-      head_dim: elements per head, D in shapes.
-      window: a token sees only the last `window` positions, its own included; None: all. What no later token can see
-        is given back to the pool.
-      dtype: the layer's storage, when it is not the cache's.
-      shares_with: an earlier layer whose keys and values this one reads. It stores none of its own.
-
-    >>> LayerConfig(num_kv_heads=2, head_dim=64).dim
-    128
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    window: int | None = None
-    dtype: Any = None
-    shares_with: int | None = None
-
-    def __post_init__(self):
-        _at_least("LayerConfig.num_kv_heads", self.num_kv_heads, 1)
-        _at_least("LayerConfig.head_dim", self.head_dim, 1)
-        if self.window is not None:
-            _at_least("LayerConfig.window", self.window, 1)
-        if self.shares_with is not None:
-            _at_least("LayerConfig.shares_with", self.shares_with, 0)
-        if self.dtype is not None:
-            object.__setattr__(self, "dtype", _kind(self.dtype, "LayerConfig.dtype").dtype)
-
-    @property
-    def dim(self) -> int:
-        """Elements of one token's keys (and as many of its values)."""
-        return self.num_kv_heads * self.head_dim
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheConfig:
+class CacheConfig(Memory):
     """The sizes of a cache.
 
     Args:
@@ -114,7 +42,7 @@ class CacheConfig:
     (((0, 2), (1,)), (32, None))
     """
 
-    layers: Sequence[LayerConfig]
+    layers: Sequence[LayerConfig]  # type: ignore[assignment]
     max_seqs: int
     # None is for the caller to leave out; once the config is made, these are integers.
     max_seq_len: int = None  # type: ignore[assignment]
@@ -135,12 +63,12 @@ class CacheConfig:
             if not isinstance(layer, LayerConfig):
                 raise ValueError(f"CacheConfig.layers[{i}] must be a LayerConfig, not {layer!r}.")
             self._check_shared(i, layer)
-        put("dtype", _kind(self.dtype, "CacheConfig.dtype").dtype)
-        _at_least("CacheConfig.max_seqs", self.max_seqs, 1)
-        _at_least("CacheConfig.head_dim_multiple", self.head_dim_multiple, 1)
+        put("dtype", kind_of(self.dtype, "CacheConfig.dtype").dtype)
+        at_least("CacheConfig.max_seqs", self.max_seqs, 1)
+        at_least("CacheConfig.head_dim_multiple", self.head_dim_multiple, 1)
         for field in ("max_seq_len", "num_blocks", "max_tokens", "block_size"):
             if getattr(self, field) is not None:
-                _at_least(f"CacheConfig.{field}", getattr(self, field), 1)
+                at_least(f"CacheConfig.{field}", getattr(self, field), 1)
         if self.max_seq_len is None:
             if self.max_tokens is None:
                 raise ValueError(
@@ -197,7 +125,7 @@ class CacheConfig:
             put("group_blocks", (self.num_blocks,) * len(self.groups))
 
     def _settle_group_blocks(self, put) -> None:
-        blocks = tuple(_at_least("CacheConfig.group_blocks", n, 1) for n in self.group_blocks)
+        blocks = tuple(at_least("CacheConfig.group_blocks", n, 1) for n in self.group_blocks)
         if len(blocks) != len(self.groups):
             raise ValueError(
                 f"CacheConfig.group_blocks must have one number for each of the {len(self.groups)} groups of layers "
@@ -274,6 +202,16 @@ class CacheConfig:
                 num_blocks += step
         return self._with_blocks(num_blocks, step_tokens)
 
+    def _with_blocks(self, num_blocks: int, step_tokens: int | None) -> "CacheConfig":
+        """`num_blocks` for the group that sees furthest, and no more than they can use for the others."""
+        blocks = (
+            num_blocks
+            if g == self._widest or window is None
+            else min(num_blocks, self.window_blocks(window, step_tokens))
+            for g, window in enumerate(self.group_windows)
+        )
+        return self.replace(group_blocks=tuple(blocks))
+
     def replace(self, **changes: Any) -> "CacheConfig":
         """This config with other fields; what follows from them follows anew.
 
@@ -291,129 +229,3 @@ class CacheConfig:
             stale = {follows[field] for field in follows.keys() & changes.keys()}
         fields: Any = dict.fromkeys(stale) | changes
         return dataclasses.replace(self, **fields)
-
-    def first_seen(self, group: int, length: Any) -> Any:
-        """The first block that a row's next token sees in a group's layers, for `length` tokens: an int or an array.
-
-        The row's last block counts as seen even where it is not: it tells where the next one goes.
-        """
-        window = self.group_windows[group]
-        unseen = length * 0 if window is None else length - max(window, 2) + 1
-        maximum = jnp.maximum if isinstance(length, jax.Array) else np.maximum  # the host's stay on the host
-        return maximum(unseen, 0) // self.block_size
-
-    def row_blocks(self, group: int, length: int) -> int:
-        """The most blocks that a row of up to `length` tokens holds in a group's layers, growing one by one."""
-        window, blocks = self.group_windows[group], -(-length // self.block_size)
-        return blocks if window is None else min(blocks, (self._places_of(window) + 1) // self.block_size)
-
-    def window_blocks(self, window: int, step_tokens: int | None = None) -> int:
-        """The most blocks that all rows together hold of a window, `step_tokens` being added to them at once."""
-        most = self.max_seqs * self.max_blocks_per_seq
-        if step_tokens is None:
-            return most
-        return min(most, (self.max_seqs * self._places_of(window) + step_tokens) // self.block_size)
-
-    def _places_of(self, window: int) -> int:
-        """The most places in the blocks of a window: `window - 1` tokens that the next one sees, `block_size - 1` more
-        in the first of their blocks, and as many left in the last."""
-        return max(window, 2) + 2 * self.block_size - 3
-
-    @property
-    def _widest(self) -> int:
-        """The group that sees furthest."""
-        return max(range(len(self.groups)), key=lambda g: self.group_windows[g] or float("inf"))
-
-    def _with_blocks(self, num_blocks: int, step_tokens: int | None) -> "CacheConfig":
-        """`num_blocks` for the group that sees furthest, and no more than they can use for the others."""
-        blocks = (
-            num_blocks
-            if g == self._widest or window is None
-            else min(num_blocks, self.window_blocks(window, step_tokens))
-            for g, window in enumerate(self.group_windows)
-        )
-        return self.replace(group_blocks=tuple(blocks))
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether every row has one block of its own for all its tokens."""
-        return self.layout == "contiguous"
-
-    @property
-    def num_layers(self) -> int:
-        """Attention layers; L in shapes."""
-        return len(self.layers)
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all layers are alike."""
-        return len(set(self.layers)) == 1
-
-    @property
-    def max_blocks_per_seq(self) -> int:
-        """The width of a block table; M in shapes."""
-        return -(-self.max_seq_len // self.block_size)
-
-    @functools.cached_property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The layers that share a block table, group by group: those that store, and have the same window."""
-        stored = [i for i, layer in enumerate(self.layers) if layer.shares_with is None]
-        if self.contiguous:  # nothing is ever given back
-            return (tuple(stored),)
-        windows = dict.fromkeys(self.layers[i].window for i in stored)
-        return tuple(tuple(i for i in stored if self.layers[i].window == window) for window in windows)
-
-    @functools.cached_property
-    def group_windows(self) -> tuple[int | None, ...]:
-        """For each group the window of its layers; None: they keep everything."""
-        return tuple(None if self.contiguous else self.layers[layers[0]].window for layers in self.groups)
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether some layers give back what falls out of their windows."""
-        return any(window is not None for window in self.group_windows)
-
-    def owner(self, layer: int) -> int:
-        """The layer whose keys and values a layer reads: itself, but for `shares_with`."""
-        shared = self.layer_config(layer).shares_with
-        return layer if shared is None else shared
-
-    def group(self, layer: int) -> int:
-        """The group of a layer."""
-        owner = self.owner(layer)
-        return next(g for g, layers in enumerate(self.groups) if owner in layers)
-
-    def layer_config(self, layer: int) -> LayerConfig:
-        """The config of one layer. Raises IndexError, also for a negative index."""
-        if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < self.num_layers:
-            raise IndexError(f"layer must be an integer from 0 to {self.num_layers - 1}, not {layer!r}.")
-        return self.layers[layer]
-
-    def kind(self, layer: int) -> Kind:
-        """How a layer's elements are stored."""
-        return _kind(self.layer_config(self.owner(layer)).dtype or self.dtype, "dtype")
-
-    def pool_shape(self, layer: int) -> tuple[int, int, int, int, int]:
-        """`[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`."""
-        config = self.layer_config(layer)
-        head_dim = -(-config.head_dim // self.head_dim_multiple) * self.head_dim_multiple
-        return (self.group_blocks[self.group(layer)] + 1, 2, config.num_kv_heads, self.block_size, head_dim)
-
-    def bytes_per_group_block(self, group: int) -> int:
-        """Bytes of one block over the layers of a group."""
-        return sum(int(np.prod(self.pool_shape(i)[1:])) * self.kind(i).bytes_per_element for i in self.groups[group])
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers."""
-        return sum(map(self.bytes_per_group_block, range(len(self.groups))))
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all pools, the null blocks included; the tables' few integers are not counted."""
-        return sum((n + 1) * self.bytes_per_group_block(g) for g, n in enumerate(self.group_blocks))
-
-    @property
-    def dense_bytes(self) -> int:
-        """What a dense cache of the same rows would take: `max_seqs * max_seq_len` places in every layer."""
-        return self.max_seqs * self.max_seq_len * self.bytes_per_block // self.block_size

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.config import CacheConfig, LayerConfig
+from jaxkv._core.config import CacheConfig
+from jaxkv._core.layer import LayerConfig
 from jaxkv._core.portrait import block_map
 from jaxkv._core.state import BlockTables, Layer, Pool
 

@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._core.config import CacheConfig, LayerConfig
+from jaxkv._core.config import CacheConfig
 from jaxkv._core.errors import CacheFileError, DamagedFile
+from jaxkv._core.layer import LayerConfig
 from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.cache import Cache, init
-from jaxkv._core.config import CacheConfig, LayerConfig
+from jaxkv._core.config import CacheConfig
+from jaxkv._core.layer import LayerConfig
 from jaxkv._files.reblock import reblock, tokens_at
 from jaxkv._tiers.restore import pool_layers, put_rows
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxkv._core.cache import Cache
-from jaxkv._core.config import LayerConfig
+from jaxkv._core.layer import LayerConfig
 from jaxkv._layers import token_positions
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.rope import Rope

@@ -1,0 +1,108 @@
+"""Which layers share a block table, what of a row they keep, and how many blocks that takes."""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.layer import LayerConfig
+
+
+class Groups:
+    """The part of `CacheConfig` that knows groups: layers with the same window, which share a table."""
+
+    # Of `CacheConfig`, which is built on this class.
+    layers: tuple[LayerConfig, ...]
+    max_seqs: int
+    max_seq_len: int
+    block_size: int
+    layout: Literal["paged", "contiguous"]
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether every row has one block of its own for all its tokens."""
+        return self.layout == "contiguous"
+
+    @property
+    def num_layers(self) -> int:
+        """Attention layers; L in shapes."""
+        return len(self.layers)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers are alike."""
+        return len(set(self.layers)) == 1
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """The width of a block table; M in shapes."""
+        return -(-self.max_seq_len // self.block_size)
+
+    @functools.cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The layers that share a block table, group by group: those that store, and have the same window."""
+        stored = [i for i, layer in enumerate(self.layers) if layer.shares_with is None]
+        if self.contiguous:  # nothing is ever given back
+            return (tuple(stored),)
+        windows = dict.fromkeys(self.layers[i].window for i in stored)
+        return tuple(tuple(i for i in stored if self.layers[i].window == window) for window in windows)
+
+    @functools.cached_property
+    def group_windows(self) -> tuple[int | None, ...]:
+        """For each group the window of its layers; None: they keep everything."""
+        return tuple(None if self.contiguous else self.layers[layers[0]].window for layers in self.groups)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers give back what falls out of their windows."""
+        return any(window is not None for window in self.group_windows)
+
+    def owner(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: itself, but for `shares_with`."""
+        shared = self.layer_config(layer).shares_with
+        return layer if shared is None else shared
+
+    def group(self, layer: int) -> int:
+        """The group of a layer."""
+        owner = self.owner(layer)
+        return next(g for g, layers in enumerate(self.groups) if owner in layers)
+
+    def layer_config(self, layer: int) -> LayerConfig:
+        """The config of one layer. Raises IndexError, also for a negative index."""
+        if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < self.num_layers:
+            raise IndexError(f"layer must be an integer from 0 to {self.num_layers - 1}, not {layer!r}.")
+        return self.layers[layer]
+
+    def first_seen(self, group: int, length: Any) -> Any:
+        """The first block that a row's next token sees in a group's layers, for `length` tokens: an int or an array.
+
+        The row's last block counts as seen even where it is not: it tells where the next one goes.
+        """
+        window = self.group_windows[group]
+        unseen = length * 0 if window is None else length - max(window, 2) + 1
+        maximum = jnp.maximum if isinstance(length, jax.Array) else np.maximum  # the host's stay on the host
+        return maximum(unseen, 0) // self.block_size
+
+    def row_blocks(self, group: int, length: int) -> int:
+        """The most blocks that a row of up to `length` tokens holds in a group's layers, growing one by one."""
+        window, blocks = self.group_windows[group], -(-length // self.block_size)
+        return blocks if window is None else min(blocks, (self._places_of(window) + 1) // self.block_size)
+
+    def window_blocks(self, window: int, step_tokens: int | None = None) -> int:
+        """The most blocks that all rows together hold of a window, `step_tokens` being added to them at once."""
+        most = self.max_seqs * self.max_blocks_per_seq
+        if step_tokens is None:
+            return most
+        return min(most, (self.max_seqs * self._places_of(window) + step_tokens) // self.block_size)
+
+    def _places_of(self, window: int) -> int:
+        """The most places in the blocks of a window: `window - 1` tokens that the next one sees, `block_size - 1` more
+        in the first of their blocks, and as many left in the last."""
+        return max(window, 2) + 2 * self.block_size - 3
+
+    @property
+    def _widest(self) -> int:
+        """The group that sees furthest."""
+        return max(range(len(self.groups)), key=lambda g: self.group_windows[g] or float("inf"))

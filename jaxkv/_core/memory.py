@@ -1,0 +1,44 @@
+"""What a cache takes."""
+
+import numpy as np
+
+from jaxkv._core.groups import Groups
+from jaxkv._core.layer import Kind, kind_of
+
+
+class Memory(Groups):
+    """The part of `CacheConfig` that counts bytes."""
+
+    # Of `CacheConfig`, which is built on this class.
+    group_blocks: tuple[int, ...]
+    dtype: np.dtype
+    head_dim_multiple: int
+
+    def kind(self, layer: int) -> Kind:
+        """How a layer's elements are stored."""
+        return kind_of(self.layer_config(self.owner(layer)).dtype or self.dtype, "dtype")
+
+    def pool_shape(self, layer: int) -> tuple[int, int, int, int, int]:
+        """`[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`."""
+        config = self.layer_config(layer)
+        head_dim = -(-config.head_dim // self.head_dim_multiple) * self.head_dim_multiple
+        return (self.group_blocks[self.group(layer)] + 1, 2, config.num_kv_heads, self.block_size, head_dim)
+
+    def bytes_per_group_block(self, group: int) -> int:
+        """Bytes of one block over the layers of a group."""
+        return sum(int(np.prod(self.pool_shape(i)[1:])) * self.kind(i).bytes_per_element for i in self.groups[group])
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers."""
+        return sum(map(self.bytes_per_group_block, range(len(self.groups))))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all pools, the null blocks included; the tables' few integers are not counted."""
+        return sum((n + 1) * self.bytes_per_group_block(g) for g, n in enumerate(self.group_blocks))
+
+    @property
+    def dense_bytes(self) -> int:
+        """What a dense cache of the same rows would take: `max_seqs * max_seq_len` places in every layer."""
+        return self.max_seqs * self.max_seq_len * self.bytes_per_block // self.block_size
