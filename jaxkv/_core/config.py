@@ -5,8 +5,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from jaxkv._core.layer import LayerConfig, at_least, kind_of
+from jaxkv._core.layer import LayerConfig, kind_of
 from jaxkv._core.memory import Memory
+from jaxkv._core.numbers import integer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,11 +65,11 @@ class CacheConfig(Memory):
                 raise ValueError(f"CacheConfig.layers[{i}] must be a LayerConfig, not {layer!r}.")
             self._check_shared(i, layer)
         put("dtype", kind_of(self.dtype, "CacheConfig.dtype").dtype)
-        at_least("CacheConfig.max_seqs", self.max_seqs, 1)
-        at_least("CacheConfig.head_dim_multiple", self.head_dim_multiple, 1)
+        integer("CacheConfig.max_seqs", self.max_seqs, least=1)
+        integer("CacheConfig.head_dim_multiple", self.head_dim_multiple, least=1)
         for field in ("max_seq_len", "num_blocks", "max_tokens", "block_size"):
             if getattr(self, field) is not None:
-                at_least(f"CacheConfig.{field}", getattr(self, field), 1)
+                integer(f"CacheConfig.{field}", getattr(self, field), least=1)
         if self.max_seq_len is None:
             if self.max_tokens is None:
                 raise ValueError(
@@ -125,7 +126,7 @@ class CacheConfig(Memory):
             put("group_blocks", (self.num_blocks,) * len(self.groups))
 
     def _settle_group_blocks(self, put) -> None:
-        blocks = tuple(at_least("CacheConfig.group_blocks", n, 1) for n in self.group_blocks)
+        blocks = tuple(integer("CacheConfig.group_blocks", n, least=1) for n in self.group_blocks)
         if len(blocks) != len(self.groups):
             raise ValueError(
                 f"CacheConfig.group_blocks must have one number for each of the {len(self.groups)} groups of layers "

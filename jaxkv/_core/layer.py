@@ -6,6 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._core.numbers import integer
+
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
@@ -32,14 +34,6 @@ def kind_of(dtype: Any, field: str) -> Kind:
     return KINDS[name]
 
 
-def at_least(field: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{field} must be an integer, not {value!r}.")
-    if value < least:
-        raise ValueError(f"{field} must be at least {least}, not {value}.")
-    return int(value)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """One attention layer: its shape, and what differs from the other layers.
@@ -63,12 +57,12 @@ class LayerConfig:
     shares_with: int | None = None
 
     def __post_init__(self):
-        at_least("LayerConfig.num_kv_heads", self.num_kv_heads, 1)
-        at_least("LayerConfig.head_dim", self.head_dim, 1)
+        integer("LayerConfig.num_kv_heads", self.num_kv_heads, least=1)
+        integer("LayerConfig.head_dim", self.head_dim, least=1)
         if self.window is not None:
-            at_least("LayerConfig.window", self.window, 1)
+            integer("LayerConfig.window", self.window, least=1)
         if self.shares_with is not None:
-            at_least("LayerConfig.shares_with", self.shares_with, 0)
+            integer("LayerConfig.shares_with", self.shares_with, least=0)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", kind_of(self.dtype, "LayerConfig.dtype").dtype)
 
