@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxkv._core.attention import attention
 from jaxkv._core.cache import Cache
-from jaxkv._core.tables import positions
+from jaxkv._core.plan import positions
 
 
 def attend_or_dense(q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache | None, layer: int, **options: Any):
