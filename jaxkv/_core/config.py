@@ -163,7 +163,8 @@ class CacheConfig(Memory):
         cls, model: Any, *, max_seqs: int, max_seq_len: int, num_blocks: int | None = None,
         memory_bytes: float | None = None, step_tokens: int | None = None, dtype: Any = None, **fields: Any,
     ) -> "CacheConfig":  # fmt: skip
-        """The config for a model that has `layer_configs` (one `LayerConfig` per layer) and `dtype`.
+        """The config for a model that has `layer_configs` (one `LayerConfig` per layer) and `dtype`; and `scan`, if it
+        scans over its layers, for which they are stacked.
 
         Args:
           num_blocks: blocks per layer. Without it and `memory_bytes`, every row can reach `max_seq_len` at once.
@@ -171,6 +172,7 @@ class CacheConfig(Memory):
           step_tokens: the most tokens of one step, all rows together. Then layers with a window get no more blocks than
             their windows and one step can fill.
         """
+        fields.setdefault("stacked", getattr(model, "scan", False))
         if num_blocks is not None:
             fields["num_blocks"] = num_blocks
         elif "group_blocks" not in fields:

@@ -1,6 +1,7 @@
 """Which layers share a block table, what of a row they keep, and how many blocks that takes."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -8,6 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.layer import LayerConfig
+
+
+def period_of(kinds: Sequence[Any]) -> int:
+    """After how many entries a sequence repeats itself; the last time may end early.
+
+    >>> period_of("aabaaba")
+    3
+    """
+    return next((n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n]), len(kinds))
 
 
 class Groups:
@@ -81,8 +91,7 @@ class Groups:
     @functools.cached_property
     def period(self) -> int:
         """After how many layers their sequence repeats itself; the last time it may end early."""
-        repeats = (n for n in range(1, len(self.layers)) if self.layers[n:] == self.layers[:-n])
-        return next(repeats, len(self.layers))
+        return period_of(self.layers)
 
     def owner(self, layer: int) -> int:
         """The layer whose keys and values a layer reads: itself, but for `shares_with`."""

@@ -123,6 +123,12 @@ def settle(tables: BlockTables, group: int, token_axes: tuple[int, ...], step: S
     return settled
 
 
+def settled(cache: Cache, step: Step) -> Cache:
+    """A cache with the tables that all layers of a step read: what `attention` would return, but for the pools."""
+    tables = tuple(settle(t, group, step.token_axes, step) for group, t in enumerate(cache.tables))
+    return cache.replace(tables=tables)
+
+
 def check_plan(step: Any, config: CacheConfig, name: str, token_axes: tuple[int, ...]) -> None:
     """Raise unless a plan is one, of a cache like this, for the tokens of the array `name`."""
     if step is None:

@@ -1,6 +1,7 @@
 """A step's plan: the same bits with it and without, and refused where it is another step's."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -35,10 +36,15 @@ STEPS = {
 }
 
 
+quickly_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.cache
 def filled(lengths=(7, 4, 0, 11), config=CONFIG):
     """A cache with some tokens, and NaN wherever none is."""
     keys = [normal((ROWS, max(lengths), layer.num_kv_heads, 8), i) for i, layer in enumerate(config.layers)]
-    return poison(jaxkv.append(jaxkv.init(config), keys, keys, list(lengths)))
+    fill = quickly_compiled(lambda counts: poison(jaxkv.append(jaxkv.init(config), keys, keys, counts)))
+    return fill(jnp.array(lengths, jnp.int32))
 
 
 def normal(shape, seed):
@@ -70,11 +76,14 @@ def equal(a, b):
 @pytest.mark.parametrize("name", STEPS)
 def test_same_bits_with_and_without_a_plan(name):
     axes, counts = STEPS[name]
-    cache, counts = filled(), jnp.array(counts, jnp.int32)
-    compiled = jax.jit(run, static_argnums=(1, 3, 4))
-    outs, after = compiled(cache, axes, counts, False)
-    for planned, layered in ((True, False), (False, True), (True, True)):
-        equal(compiled(cache, axes, counts, planned, layered), (outs, after))
+
+    @quickly_compiled
+    def all_ways(cache, counts):
+        return [run(cache, axes, counts, *way) for way in ((False, False), (True, False), (False, True), (True, True))]
+
+    (outs, after), *others = all_ways(filled(), jnp.array(counts, jnp.int32))
+    for other in others:
+        equal(other, (outs, after))
     jaxkv.check_invariants(after)
     assert not any(np.isnan(out).any() for out, _ in outs)
 
@@ -86,8 +95,12 @@ def test_packed_tokens_of_a_decode_step_get_what_padded_ones_get(name):
     cache, counts = filled(), np.array(counts, np.int32)
     step = jaxkv.plan_step(jaxkv.extend(cache, counts), axes)
     assert step.decode  # counted, outside of jit
-    known, after = jax.jit(lambda cache: run(cache, axes, jnp.asarray(counts), True, longest=1))(cache)
-    mixed, after_mixed = jax.jit(lambda cache: run(cache, axes, jnp.asarray(counts), False))(cache)
+
+    @quickly_compiled
+    def both_ways(cache):
+        return run(cache, axes, jnp.asarray(counts), True, longest=1), run(cache, axes, jnp.asarray(counts), False)
+
+    (known, after), (mixed, after_mixed) = both_ways(cache)
     for a, b in zip(jax.tree.leaves(known), jax.tree.leaves(mixed), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
     equal(after, after_mixed)
@@ -142,7 +155,7 @@ def test_a_plan_of_other_tables_stores_nothing(name, jitted):
     def attend(q, kv, cache, step):
         return jaxkv.attention(q, kv, kv, cache, layer=0, step=step)
 
-    out, after = (jax.jit(attend) if jitted else attend)(q, kv, cache, step)
+    out, after = (quickly_compiled(attend) if jitted else attend)(q, kv, cache, step)
     assert after.failed[0] and after.tables[0].wanted[0] == STALE
     np.testing.assert_array_equal(out[0], 0)
     equal(after.pools[0], cache.pools[0])
