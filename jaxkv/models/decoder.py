@@ -113,6 +113,7 @@ class Decoder(nnx.Module):
                     x, cache = block(x, positions, cache, i, step)
             return x, cache
         if cache is not None:
+            assert step is not None
             cache = settled(cache, step)
 
         def period(carry: tuple, blocks_and_number: tuple) -> tuple[tuple, None]:
