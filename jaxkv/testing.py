@@ -85,7 +85,7 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
     pools = list(cache.pools)
     row, position = jnp.arange(cache.config.max_seqs)[:, None], jnp.arange(cache.config.max_seq_len)[None]
     for layers, tables in zip(cache.config.groups, cache.tables, strict=True):
-        keep = jnp.repeat(tables.kept.at[NULL_BLOCK].set(True)[:, None], cache.config.block_size, axis=1)
+        keep = jnp.repeat((tables.kept != 0).at[NULL_BLOCK].set(True)[:, None], cache.config.block_size, axis=1)
         keep = keep.at[cache.slots(row, position, layer=layers[0])].set(True)[:, None, None, :, None]
         for layer in layers:
             kv = cache.pool(layer).kv
