@@ -85,10 +85,9 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
     pools = list(cache.pools)
     row, position = jnp.arange(cache.config.max_seqs)[:, None], jnp.arange(cache.config.max_seq_len)[None]
     for group, tables in enumerate(cache.tables):
-        keep = jnp.repeat(tables.kept.at[NULL_BLOCK].set(True)[:, None], cache.config.block_size, axis=1)
-        keep = keep.at[cache.slots(row, position, layer=cache.config.groups[group][0])].set(True)[
-            :, None, None, :, None
-        ]
+        keep = jnp.repeat((tables.kept != 0).at[NULL_BLOCK].set(True)[:, None], cache.config.block_size, axis=1)
+        held = cache.slots(row, position, layer=cache.config.groups[group][0])
+        keep = keep.at[held].set(True)[:, None, None, :, None]
         for stack in cache.config.group_stacks(group):
             kv = cache.layer(stack[0]).pool.kv
             kept = jnp.tile(keep, (len(stack), 1, 1, 1, 1))

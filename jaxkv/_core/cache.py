@@ -161,7 +161,7 @@ def _init_tables(config: CacheConfig, num_blocks: int) -> BlockTables:
         tables, num_free = jnp.full((rows, config.max_blocks_per_seq), NULL_BLOCK, jnp.int32), num_blocks
     return BlockTables(
         tables=tables, lengths=zeros(), new=zeros(), offsets=zeros(),
-        refcounts=jnp.ones(num_blocks + 1, jnp.int32).at[NULL_BLOCK].set(0), kept=jnp.zeros(num_blocks + 1, bool),
+        refcounts=jnp.ones(num_blocks + 1, jnp.int32).at[NULL_BLOCK].set(0), kept=jnp.zeros(num_blocks + 1, jnp.int32),
         free_list=jnp.array(blocks), num_free=jnp.array(num_free, jnp.int32),
         peak=jnp.array(num_blocks - num_free, jnp.int32),
         failed=jnp.zeros(rows, bool), wanted=zeros(), needed=zeros(),

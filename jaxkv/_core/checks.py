@@ -77,7 +77,7 @@ def check(cache: Cache) -> None:
         if len(groups) == 1
         else " in the layers " + ("without a window" if window is None else f"of window {window}")
     )
-    kept = int(t.kept.sum())
+    kept = np.count_nonzero(t.kept)
     index = f" (a PrefixCache keeps {kept}: its make_room gives some back)" if kept else ""
     raise OutOfBlocks(
         f"{needs[0].upper()}{needs[1:]}, but {free}{where}{index}. The row is as it was before; free or truncate rows, "
@@ -122,7 +122,7 @@ def _check_tables(t: BlockTables, config: CacheConfig, group: int) -> None:
     counts = np.bincount(t.tables.ravel(), minlength=num_blocks + 1)
     counts[NULL_BLOCK] = 0
     assert not t.kept[NULL_BLOCK], "the null block is nobody's"
-    holders = counts + t.kept
+    holders = counts + (t.kept != 0)
     free = np.asarray(t.free_list)[num_blocks - t.num_free :]
     assert len(set(free.tolist())) == len(free) and NULL_BLOCK not in free.tolist(), "a block is free at most once"
     assert (holders[free] == 0).all(), "a free block is in no table and not kept"
@@ -188,7 +188,7 @@ def _group_stats(t: BlockTables, config: CacheConfig, group: int) -> dict[str, A
         "blocks_used": used,
         "blocks_free": int(t.num_free),
         "blocks_shared": int((counts > 1).sum()),
-        "blocks_kept": int(t.kept.sum()),
+        "blocks_kept": int(np.count_nonzero(t.kept)),
         "blocks_peak": int(t.peak),
         # Only behind its last token has a row empty places: what fell out of a window is in front.
         "waste_per_row": (end * config.block_size - t.lengths).tolist(),

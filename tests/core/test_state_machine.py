@@ -143,6 +143,7 @@ class Machine(RuleBasedStateMachine):
         jaxkv.check_invariants(self.cache)
         if not self.oracle.contiguous:
             self.prefix.check_invariants(self.cache)
+            assert self.prefix.stats()["blocks"] == [g["blocks_kept"] for g in jaxkv.stats(self.cache)["groups"]]
 
     def random(self, packed, heads):
         """For each layer random numbers `[..., heads(layer), head_dim]`."""
