@@ -27,7 +27,7 @@ from jaxkv._core.tables import positions as positions
 from jaxkv._core.tables import reserve as reserve
 from jaxkv._core.views import gather as gather
 from jaxkv._engine.engine import Engine as Engine
-from jaxkv._engine.engine import generate as generate
+from jaxkv._engine.generate import generate as generate
 from jaxkv._files.rows import describe as describe
 from jaxkv._files.rows import load as load
 from jaxkv._files.rows import save as save
