@@ -29,7 +29,7 @@ from jaxkv._core.views import gather as gather
 from jaxkv._core.write import append as append
 from jaxkv._core.write import write as write
 from jaxkv._engine.engine import Engine as Engine
-from jaxkv._engine.engine import generate as generate
+from jaxkv._engine.generate import generate as generate
 from jaxkv._files.rows import describe as describe
 from jaxkv._files.rows import load as load
 from jaxkv._files.rows import save as save
