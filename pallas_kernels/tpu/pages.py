@@ -67,7 +67,9 @@ class Pages:
         return divide(limit + (self.page_size - 1), self.page_size)
 
     def steps(self, oldest: jax.Array, limit: jax.Array) -> jax.Array:
-        return divide(self.stop(limit) - self.first(oldest) + (self.pages_per_step - 1), self.pages_per_step)
+        """How many steps a walk takes; none where the limit lies before the oldest key."""
+        held = jnp.maximum(self.stop(limit) - self.first(oldest), 0)  # for the division shifts, and logically
+        return divide(held + (self.pages_per_step - 1), self.pages_per_step)
 
     def copies(self, do: str, kv_hbm, buffer, semaphore, tables, row, oldest, limit, step) -> None:
         """`do` ("start" or "wait") the copies of one step's pages into `buffer [pages, 2, K, page_size, D]`."""

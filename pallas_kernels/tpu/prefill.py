@@ -48,7 +48,7 @@ def make_tiles(begin, lengths, new, *, window_tokens: int, num_windows: int, max
     window = jnp.where(there, last[row] + 1 - (stop[row] - tile), 0)
     before = (lengths - new)[row]
     start = before + window * window_tokens - begin[row]
-    oldest = jnp.maximum(start, before)
+    oldest = jnp.where(there, jnp.maximum(start, before), 0)  # of nothing to do, no position of some row
     limit = jnp.where(there, jnp.minimum(start + window_tokens, lengths[row]), 0)
     return Tiles(jnp.clip(stop[-1], 1, max_tiles), window, row, start, oldest, limit)
 
