@@ -31,6 +31,13 @@ def divide(x: jax.Array, by: int) -> jax.Array:
     return lax.div(x, jnp.int32(by))
 
 
+def pad(x: jax.Array, size: int, axis: int = -1) -> jax.Array:
+    """Zeros at the end of an axis, to make it `size` long."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths)
+
+
 @dataclasses.dataclass(frozen=True)
 class Pages:
     """The walk over one pool's blocks: sizes in tokens, all static."""

@@ -2,12 +2,11 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.tokens import default_offsets, locate
 from pallas_kernels.tpu.decode import decode
-from pallas_kernels.tpu.pages import LANES
+from pallas_kernels.tpu.pages import LANES, pad
 from pallas_kernels.tpu.prefill import make_tiles, prefill
 
 WINDOW_QUERIES = 512  # tokens x heads of a group: enough to hide the loading of keys
@@ -92,10 +91,3 @@ def window_tokens(group: int, most: int, head_bytes: int) -> int:
     while 2 * tokens * group <= WINDOW_QUERIES and 2 * tokens * group * head_bytes <= WINDOW_BYTES and tokens < most:
         tokens *= 2
     return tokens
-
-
-def pad(x: jax.Array, size: int, axis: int = -1) -> jax.Array:
-    """Zeros at the end of an axis, to make it `size` long."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths)

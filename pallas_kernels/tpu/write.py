@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tokens import default_offsets, locate
-from pallas_kernels.tpu.pages import VMEM_BYTES, divide, sublanes
+from pallas_kernels.tpu.pages import VMEM_BYTES, pad, sublanes
 
 PAGE_TOKENS = 32  # at most, for a page is fetched and sent whole even if one token of it is new
 RING_BYTES = 24 * 2**20  # of vector memory
@@ -33,8 +33,21 @@ class Runs(NamedTuple):
     total: jax.Array  # i32[1]: how many entries there are
 
 
+def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, interpret=False):
+    """What [`pallas_kernels.write_kv`][] means, in place if kv is donated; tokens without a block go nowhere."""
+    k, v = (pad(x, kv.shape[-1]).astype(kv.dtype) for x in (k, v))
+    page_size = page_tokens(kv)
+    if page_size is None or k.size == 0:
+        return scatter(kv, k, v, tables, lengths, new, offsets)
+    runs = find_runs(kv, k.shape[:-2], tables, lengths, new, offsets, page_size)
+    flat = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
+    return write(kv, *flat, runs, page_size=page_size, interpret=interpret)
+
+
 def page_tokens(kv) -> int | None:
     """Tokens of a page of this pool, or None if no page fits the ring: then `scatter` writes."""
+    if kv.dtype not in (jnp.bfloat16, jnp.float32):
+        return None
     block_size, tile = kv.shape[3], sublanes(kv.dtype)
     pages = [n for n in range(tile, PAGE_TOKENS + 1, tile) if block_size % n == 0] or [block_size]
     return next((n for n in reversed(pages) if slots(kv, n) >= 2), None)
