@@ -78,10 +78,14 @@ class Pages:
         held = jnp.maximum(self.stop(limit) - self.first(oldest), 0)  # for the division shifts, and logically
         return divide(held + (self.pages_per_step - 1), self.pages_per_step)
 
+    def held(self, oldest: jax.Array, limit: jax.Array, step: jax.Array) -> jax.Array:
+        """How many pages there are from a step's first on."""
+        return self.stop(limit) - (self.first(oldest) + step * self.pages_per_step)
+
     def copies(self, do: str, kv_hbm, buffer, semaphore, tables, row, oldest, limit, step) -> None:
         """`do` ("start" or "wait") the copies of one step's pages into `buffer [pages, 2, K, page_size, D]`."""
         begin = self.first(oldest) + step * self.pages_per_step
-        held = self.stop(limit) - begin
+        held = self.held(oldest, limit, step)
 
         def page(i, _=None):
             block, part = self._split(begin + i)

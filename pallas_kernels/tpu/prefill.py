@@ -244,9 +244,9 @@ def _kernel(
 
     @pl.when(limit > 0)
     def _():
-        @pl.loop(0, by_head.shape[0])
+        @pl.loop(0, by_head.shape[0], unroll=unrolled(by_head.shape[0]))
         def _(head):
-            by_head[head] = (out_sum_ref[head] / sum_ref[head]).T.astype(by_head.dtype)
+            by_head[head] = (out_sum_ref[head] / sum_ref[head]).astype(by_head.dtype).T
 
         _turn(by_head, out_buffers.at[mine], tile_tokens, to_heads=False)
 
@@ -264,13 +264,18 @@ def _kernel(
         send("wait", tile)
 
 
+def unrolled(count: int) -> int:
+    """How many of a loop's turns to work on at once, that one's waiting hides behind another's work."""
+    return max(n for n in range(1, 9) if count % n == 0)
+
+
 def _turn(by_head, by_token, tile_tokens, to_heads):
     """From `[tokens, H, D]` to `[K, G * tokens, D]`, or back."""
     num_heads = by_token.shape[1]
     group = num_heads // by_head.shape[0]
     some = sublanes(by_token.dtype)
 
-    @pl.loop(0, tile_tokens // some)
+    @pl.loop(0, tile_tokens // some, unroll=unrolled(tile_tokens // some))
     def _(i):
         tokens = pl.ds(pl.multiple_of(i * some, some), some)
 

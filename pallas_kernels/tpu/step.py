@@ -72,7 +72,7 @@ def decode_step(
     position = jnp.clip(lengths - new, 0, tables.shape[1] * block_size - 1)
     if k is not None:
         block = jnp.take_along_axis(tables, position[:, None] // block_size, axis=1)[:, 0]
-        options["targets"] = jnp.where((block >= 0) & (block < kv.shape[0]), block, -1)
+        options["targets"] = jnp.where((block > 0) & (block < kv.shape[0]), block, 0)
         options["new_kv"] = pad(jnp.stack([k[:, 0], v[:, 0]], axis=1), stored).astype(kv.dtype)
     out, lse, kv = decode(
         pad(q[:, 0], stored), kv, jnp.clip(tables, 0, kv.shape[0] - 1), jnp.where(new > 0, position + 1, 0),
