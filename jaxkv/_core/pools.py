@@ -1,8 +1,12 @@
 """Whole blocks of keys and values, in and out of pools: in a stack, the same blocks of every layer at once."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from jaxkv._core.cache import Cache
 from jaxkv._core.state import NULL_BLOCK, Pool
 
 
@@ -16,10 +20,50 @@ def put_blocks(pool: Pool, blocks: jax.Array, target: jax.Array) -> Pool:
     """`blocks[i]` in the place of block `target[i]`; where that is the null block, nothing happens."""
     past_the_end = pool.kv.shape[0] + jnp.arange(target.shape[0], dtype=jnp.int32)
     place = jnp.where(target == NULL_BLOCK, past_the_end, target)
-    return Pool(kv=pool.kv.at[place].set(blocks, mode="drop", unique_indices=True))
+    return Pool(kv=pool.kv.at[place, :, :, :, : blocks.shape[-1]].set(blocks, mode="drop", unique_indices=True))
 
 
-def in_stack(blocks: jax.Array, count: int, size: int) -> jax.Array:
+put = jax.jit(put_blocks)
+put_in_place = jax.jit(put_blocks, donate_argnums=0)
+
+
+@jax.jit
+def read_blocks(pool: Pool, blocks: jax.Array) -> Pool:
+    """`[n, ...]`: some blocks of a pool."""
+    return jax.tree.map(lambda x: x[blocks], pool)
+
+
+def read_group(cache: Cache, group: int, blocks: Any) -> dict[int, jax.Array]:
+    """For each layer of a group `[n, 2, K, block_size, D]`: the blocks `i32[n]`, with anything for null blocks."""
+    found = {}
+    for stack in cache.config.group_stacks(group):
+        pool = cache.layer(stack[0]).pool
+        kv = read_blocks(pool, in_stack(blocks, len(stack), pool.kv.shape[0] // len(stack))).kv
+        for i, layer in enumerate(stack):
+            found[layer] = kv if len(stack) == 1 else kv[i * len(blocks) : (i + 1) * len(blocks)]
+    return found
+
+
+def put_group(
+    cache: Cache, group: int, read: Callable[[int], Any], target: Any, put: Callable[..., Pool]
+) -> Cache:  # fmt: skip
+    """A cache with other blocks in a group's layers.
+
+    Args:
+      read: gives `[n, 2, K, block_size, D]`, a layer's new blocks; D may be less than what is stored.
+      target: `i32[m]`, where the first m go; those that go to the null block are left out, and so are the others.
+      put: `put_blocks`, or what has been compiled of it.
+    """
+    pools = list(cache.pools)
+    for stack in cache.config.group_stacks(group):
+        pool, blocks = cache.layer(stack[0]).pool, [read(layer) for layer in stack]
+        joined = blocks[0] if len(stack) == 1 else jnp.concatenate(blocks)
+        places = jnp.pad(target, (0, blocks[0].shape[0] - target.shape[0]), constant_values=NULL_BLOCK)
+        pools[stack[0]] = put(pool, joined, in_stack(places, len(stack), pool.kv.shape[0] // len(stack)))
+    return cache.replace(pools=tuple(pools))
+
+
+def in_stack(blocks: Any, count: int, size: int) -> Any:
     """`i32[count * n]`: where blocks `i32[n]` lie in a pool of `count` layers of `size` blocks. The null block stays 0,
     which says that nothing is meant."""
     if count == 1:

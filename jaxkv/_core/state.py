@@ -37,8 +37,8 @@ class BlockTables:
     new: jax.Array  # i32[S]: how many of them are the current step's
     offsets: jax.Array  # i32[S]: where each row's tokens start in a packed step
     refcounts: jax.Array  # i32[N + 1]: who holds a block, rows and index; a free one keeps the 1 its next owner needs
-    # i32[N + 1]: the label of what a `PrefixCache` keeps in the block, whether or not a row holds it too; 0: nothing. So
-    # a cache says itself what its kept blocks hold, and an index never takes one for what it was or will be.
+    # i32[N + 1]: the label of what a `PrefixCache` keeps in the block, whether or not a row holds it too; 0: nothing.
+    # So a cache says itself what its kept blocks hold, and an index never takes one for what it was or will be.
     kept: jax.Array
     free_list: jax.Array  # i32[N]
     num_free: jax.Array  # i32[]
