@@ -43,12 +43,11 @@ def counts(
     >>> jaxkv.counts(positions=[[-1, 7, 8, 9], [0, 1, 0, 0]]).tolist()
     [3, 2]
     """
-    given = {
-        name: x for name, x in dict(mask=mask, segment_ids=segment_ids, positions=positions).items() if x is not None
-    }
+    named = {"mask": mask, "segment_ids": segment_ids, "positions": positions}
+    given = {name: x for name, x in named.items() if x is not None}
     if len(given) != 1:
-        named = f"{', '.join(given)} were given" if given else "none was"
-        raise ValueError(f"counts takes one of mask, segment_ids and positions, but {named}.")
+        what = f"{', '.join(given)} were given" if given else "none was"
+        raise ValueError(f"counts takes one of mask, segment_ids and positions, but {what}.")
     ((name, x),) = given.items()
     x = _integers(name, x)
     if x.ndim == 1 and name != "mask":
@@ -61,7 +60,7 @@ def counts(
     elif max_seqs is not None:
         raise ValueError(f"max_seqs is for packed tokens; {name} of {x.shape[0]} rows need none.")
     row = _rows_of(name, x)  # of each token, from 1, 0 for none; in a padded row of each run
-    if x.ndim == 1:
+    if max_seqs is not None:
         found = jnp.sum(row[None] == jnp.arange(1, max_seqs + 1, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
     elif name == "positions":
         runs = jnp.arange(1, x.shape[1] + 1, dtype=jnp.int32)

@@ -44,7 +44,7 @@ def test_padded_on_any_side(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_packed(seed):
-    n, _, first = batches(seed)
+    n, _, _ = batches(seed)
     ids = np.repeat(np.arange(6), n) + 1
     ids = np.pad(ids, (0, 3))
     assert jaxkv.counts(segment_ids=ids, max_seqs=6, check=True).tolist() == n.tolist()

@@ -1,12 +1,14 @@
 """Attention over parts of a context merges to attention over all of it."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import merge_attention
+from pallas_kernels import merge_attention, testing
 
 HEADS, DIM = 3, 4
 
@@ -14,7 +16,7 @@ HEADS, DIM = 3, 4
 def parts(logits, values, edges):
     """Dense attention of one query over each part of the context, `[P, H, D]` and `[P, H]`."""
     outs, lses = [], []
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in itertools.pairwise(edges):
         some = logits[:, start:stop]
         if start == stop:
             outs.append(jnp.full((HEADS, DIM), jnp.nan))  # must not be read
@@ -70,8 +72,8 @@ def test_gradients():
 
 
 def test_what_the_reference_gives_merges():
-    case = pallas_kernels.testing.Case(lengths=(9, 16), new=(1, 1))
-    q, kv, tables, lengths, new = pallas_kernels.testing.make_inputs(case)
+    case = testing.Case(lengths=(9, 16), new=(1, 1))
+    q, kv, tables, lengths, new = testing.make_inputs(case)
     places = jnp.arange(tables.shape[1] * kv.shape[3])
     masks = [jnp.broadcast_to(half, (2, 1, *half.shape)) for half in (places < 7, places >= 7)]
     both = [pallas_kernels.paged_attention(q, kv, tables, lengths, new, mask=m, return_lse=True) for m in masks]
