@@ -16,18 +16,20 @@ from jaxkv._core.errors import OutOfBlocks as OutOfBlocks
 from jaxkv._core.errors import OutOfWindow as OutOfWindow
 from jaxkv._core.errors import SequenceTooLong as SequenceTooLong
 from jaxkv._core.layer import LayerConfig as LayerConfig
-from jaxkv._core.pools import append as append
-from jaxkv._core.pools import write as write
+from jaxkv._core.plan import Step as Step
+from jaxkv._core.plan import plan_step as plan_step
+from jaxkv._core.plan import positions as positions
 from jaxkv._core.sharing import fork as fork
 from jaxkv._core.sharing import reorder as reorder
 from jaxkv._core.sharing import truncate as truncate
 from jaxkv._core.tables import extend as extend
 from jaxkv._core.tables import free as free
-from jaxkv._core.tables import positions as positions
 from jaxkv._core.tables import reserve as reserve
 from jaxkv._core.views import gather as gather
+from jaxkv._core.write import append as append
+from jaxkv._core.write import write as write
 from jaxkv._engine.engine import Engine as Engine
-from jaxkv._engine.engine import generate as generate
+from jaxkv._engine.generate import generate as generate
 from jaxkv._files.rows import describe as describe
 from jaxkv._files.rows import load as load
 from jaxkv._files.rows import save as save
@@ -41,9 +43,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine", "HostBlocks", "LayerConfig",
-    "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "SequenceTooLong", "append", "attend", "attention",
+    "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "SequenceTooLong", "Step", "append", "attend", "attention",
     "check", "check_invariants", "describe", "explain", "extend", "fork", "free", "gather", "generate", "init",
-    "load", "positions", "reorder", "reserve", "save", "stats", "swap_in", "swap_out", "truncate", "write",
+    "load", "plan_step", "positions", "reorder", "reserve", "save", "stats", "swap_in", "swap_out", "truncate", "write",
 ]  # fmt: skip
 
 

@@ -26,6 +26,9 @@ class CacheConfig(Memory):
       layout: "paged", or "contiguous": one block of `max_seq_len` tokens per row, always the row's own.
       head_dim_multiple: the stored head_dim is rounded up to a multiple of this. TPUs want 128: with less, XLA copies
         the whole pool at every step. The GPU kernels want 64. Nobody sees the padding, but it takes memory.
+      stacked: layers that are alike lie in one array, one after another, so that a `jax.lax.scan` over layers carries
+        it in place; `layer` may be traced then. For layers that are not scanned a pool for each is better: XLA on a CPU
+        copies a stacked one.
 
     Raises:
       ValueError: naming the field, its value and what is allowed.
@@ -54,6 +57,7 @@ class CacheConfig(Memory):
     dtype: Any = "bfloat16"
     layout: Literal["paged", "contiguous"] = "paged"
     head_dim_multiple: int = 1
+    stacked: bool = False
 
     def __post_init__(self):
         put = functools.partial(object.__setattr__, self)
@@ -64,6 +68,8 @@ class CacheConfig(Memory):
             if not isinstance(layer, LayerConfig):
                 raise ValueError(f"CacheConfig.layers[{i}] must be a LayerConfig, not {layer!r}.")
             self._check_shared(i, layer)
+        if not isinstance(self.stacked, bool):
+            raise ValueError(f"CacheConfig.stacked must be True or False, not {self.stacked!r}.")
         put("dtype", kind_of(self.dtype, "CacheConfig.dtype").dtype)
         integer("CacheConfig.max_seqs", self.max_seqs, least=1)
         integer("CacheConfig.head_dim_multiple", self.head_dim_multiple, least=1)
@@ -157,7 +163,8 @@ class CacheConfig(Memory):
         cls, model: Any, *, max_seqs: int, max_seq_len: int, num_blocks: int | None = None,
         memory_bytes: float | None = None, step_tokens: int | None = None, dtype: Any = None, **fields: Any,
     ) -> "CacheConfig":  # fmt: skip
-        """The config for a model that has `layer_configs` (one `LayerConfig` per layer) and `dtype`.
+        """The config for a model that has `layer_configs` (one `LayerConfig` per layer) and `dtype`; and `scan`, if it
+        scans over its layers, for which they are stacked.
 
         Args:
           num_blocks: blocks per layer. Without it and `memory_bytes`, every row can reach `max_seq_len` at once.
@@ -165,6 +172,7 @@ class CacheConfig(Memory):
           step_tokens: the most tokens of one step, all rows together. Then layers with a window get no more blocks than
             their windows and one step can fill.
         """
+        fields.setdefault("stacked", getattr(model, "scan", False))
         if num_blocks is not None:
             fields["num_blocks"] = num_blocks
         elif "group_blocks" not in fields:

@@ -24,6 +24,11 @@ class Memory(Groups):
         head_dim = -(-config.head_dim // self.head_dim_multiple) * self.head_dim_multiple
         return (self.group_blocks[self.group(layer)] + 1, 2, config.num_kv_heads, self.block_size, head_dim)
 
+    def stack_shape(self, layer: int) -> tuple[int, int, int, int, int]:
+        """The shape of the pool that a layer lies in: `pool_shape`, as many times as there are layers in it."""
+        num_blocks, *block = self.pool_shape(layer)
+        return (len(self.stack(layer)) * num_blocks, *block)  # type: ignore[return-value]
+
     def bytes_per_group_block(self, group: int) -> int:
         """Bytes of one block over the layers of a group."""
         return sum(int(np.prod(self.pool_shape(i)[1:])) * self.kind(i).bytes_per_element for i in self.groups[group])

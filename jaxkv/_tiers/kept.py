@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.allocator import replace_entries
-from jaxkv._core.pools import put_blocks
 from jaxkv._core.state import BlockTables
 
 
@@ -48,7 +47,3 @@ def attach(tables: BlockTables, row: jax.Array, entries: jax.Array, length: jax.
 def count_unused(tables: BlockTables) -> jax.Array:
     """`i32[]`: kept blocks that no row holds."""
     return jnp.sum((tables.kept != 0) & (tables.refcounts == 1), dtype=jnp.int32)
-
-
-put = jax.jit(put_blocks)
-put_donated = jax.jit(put_blocks, donate_argnums=0)

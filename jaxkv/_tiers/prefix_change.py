@@ -8,9 +8,10 @@ import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.errors import OutOfBlocks
+from jaxkv._core.pools import put, put_group, put_in_place, read_group
 from jaxkv._core.state import NULL_BLOCK
-from jaxkv._tiers.host import padded_size, read_blocks
-from jaxkv._tiers.kept import attach, claim, keep, put, put_donated
+from jaxkv._tiers.host import padded_size
+from jaxkv._tiers.kept import attach, claim, keep
 from jaxkv._tiers.prefix_index import Node, PrefixIndex
 
 
@@ -68,7 +69,7 @@ class Change:
         if not any(missing):
             return
         self.evict([len(nodes) for nodes in missing], spared=set(chain))
-        pools, groups = list(self.cache.pools), list(self.cache.tables)
+        cache, groups = self.cache, list(self.cache.tables)
         for nodes, tables in zip(missing, groups, strict=True):
             if len(nodes) > (num_free := int(tables.num_free)):
                 raise OutOfBlocks(
@@ -81,14 +82,16 @@ class Change:
             padding = padded_size(len(nodes)) - len(nodes)
             labels = np.array([node.label for node in nodes] + [0] * padding, np.int32)
             groups[group], target = claim(groups[group], labels)
-            for i, layer in enumerate(self.config.groups[group]):
-                kv = np.stack([node.host[group][i] for node in nodes])
-                kv = np.pad(kv, [(0, padding)] + [(0, 0)] * (kv.ndim - 1))
-                pools[layer] = (put_donated if donate else put)(self.cache.pool(layer), kv, target)
+
+            def read(layer: int, group: int = group, nodes: list[Node] = nodes) -> np.ndarray:
+                index = self.config.groups[group].index(layer)
+                return np.stack([node.host[group][index] for node in nodes])
+
+            cache = put_group(cache, group, read, target, put_in_place if donate else put)
             for node, block in zip(nodes, np.asarray(target).tolist(), strict=False):
                 self.kept[group][block], self.restored[node, group] = node.label, block
             self.counts["blocks_restored"] += len(nodes)
-        self.cache = self.cache.replace(tables=tuple(groups), pools=tuple(pools))
+        self.cache = cache.replace(tables=tuple(groups))
 
     def attach(self, row: int, chain: Sequence[Node], firsts: Sequence[int]) -> None:
         """Put what a chain holds, from node `firsts[g]` on, into an empty row."""
@@ -106,8 +109,8 @@ class Change:
         self.kept[group][blocks] = 0
         self.counts["blocks_evicted"] += len(victims)
         if self.index.spill_bytes >= self.index.block_bytes[group]:
-            pools = [self.cache.pool(layer) for layer in self.config.groups[group]]
-            kv = [np.asarray(read_blocks(pool.kv, blocks)) for pool in pools]
+            found = read_group(self.cache, group, blocks)
+            kv = [np.asarray(found[layer]) for layer in self.config.groups[group]]
             self.spilled += [(node, group, [x[i].copy() for x in kv]) for i, node in enumerate(victims)]
             self.counts["blocks_spilled"] += len(victims)
 

@@ -31,6 +31,13 @@ def divide(x: jax.Array, by: int) -> jax.Array:
     return lax.div(x, jnp.int32(by))
 
 
+def pad(x: jax.Array, size: int, axis: int = -1) -> jax.Array:
+    """Zeros at the end of an axis, to make it `size` long."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths)
+
+
 @dataclasses.dataclass(frozen=True)
 class Pages:
     """The walk over one pool's blocks: sizes in tokens, all static."""
@@ -67,12 +74,18 @@ class Pages:
         return divide(limit + (self.page_size - 1), self.page_size)
 
     def steps(self, oldest: jax.Array, limit: jax.Array) -> jax.Array:
-        return divide(self.stop(limit) - self.first(oldest) + (self.pages_per_step - 1), self.pages_per_step)
+        """How many steps a walk takes; none where the limit lies before the oldest key."""
+        held = jnp.maximum(self.stop(limit) - self.first(oldest), 0)  # for the division shifts, and logically
+        return divide(held + (self.pages_per_step - 1), self.pages_per_step)
+
+    def held(self, oldest: jax.Array, limit: jax.Array, step: jax.Array) -> jax.Array:
+        """How many pages there are from a step's first on."""
+        return self.stop(limit) - (self.first(oldest) + step * self.pages_per_step)
 
     def copies(self, do: str, kv_hbm, buffer, semaphore, tables, row, oldest, limit, step) -> None:
         """`do` ("start" or "wait") the copies of one step's pages into `buffer [pages, 2, K, page_size, D]`."""
         begin = self.first(oldest) + step * self.pages_per_step
-        held = self.stop(limit) - begin
+        held = self.held(oldest, limit, step)
 
         def page(i, _=None):
             block, part = self._split(begin + i)

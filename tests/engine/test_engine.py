@@ -36,7 +36,7 @@ class Checksum:
         rows, position = jnp.arange(cache.config.max_seqs)[:, None], jnp.arange(LONGEST)[None]
         total = jnp.zeros(cache.config.max_seqs, jnp.int32)
         for layer, window in enumerate(self.windows):
-            k, v = (x.astype(jnp.float32)[:, None, None] for x in (tokens, values))
+            k, v = (x.astype(jnp.float32)[..., None, None] for x in (tokens, values))
             cache = jaxkv.write(cache, k, v, layer=layer)
             k, v = (x[..., 0, 0].astype(jnp.int32) for x in cache.read(layer, rows, position))
             end = cache.lengths[:, None]

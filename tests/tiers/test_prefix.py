@@ -404,7 +404,8 @@ def test_bad_input_is_refused_and_nothing_is_lost():
         (ValueError, "would pin 5 of 40 blocks, more than the 4 that max_pinned=0.1", lambda: half.pin(A)),
         (ValueError, "These tokens are not pinned", lambda: prefix.unpin(A)),
         (ValueError, "These tokens are not pinned", lambda: prefix.unpin(B)),
-        (ValueError, "max_pinned, a share of the blocks, must be at most 1", lambda: jaxkv.PrefixCache(cache.config, max_pinned=2)),
+        (ValueError, "max_pinned, a share of the blocks, must be at most 1",
+         lambda: jaxkv.PrefixCache(cache.config, max_pinned=2)),
         (ValueError, "in the contiguous layout rows share no blocks",
          lambda: jaxkv.PrefixCache(cache.config.replace(layout="contiguous"))),
     ]:  # fmt: skip
