@@ -19,6 +19,10 @@ from jaxkv._core.layer import LayerConfig as LayerConfig
 from jaxkv._core.plan import Step as Step
 from jaxkv._core.plan import plan_step as plan_step
 from jaxkv._core.plan import positions as positions
+from jaxkv._core.ragged import counts as counts
+from jaxkv._core.ragged import last as last
+from jaxkv._core.ragged import left_align as left_align
+from jaxkv._core.ragged import right_align as right_align
 from jaxkv._core.sharing import fork as fork
 from jaxkv._core.sharing import reorder as reorder
 from jaxkv._core.sharing import truncate as truncate
@@ -38,14 +42,16 @@ from jaxkv._tiers.host import swap_in as swap_in
 from jaxkv._tiers.host import swap_out as swap_out
 from jaxkv._tiers.prefix import Match as Match
 from jaxkv._tiers.prefix import PrefixCache as PrefixCache
+from pallas_kernels import merge_attention as merge_attention
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine", "HostBlocks", "LayerConfig",
     "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "SequenceTooLong", "Step", "append", "attend", "attention",
-    "check", "check_invariants", "describe", "explain", "extend", "fork", "free", "gather", "generate", "init",
-    "load", "plan_step", "positions", "reorder", "reserve", "save", "stats", "swap_in", "swap_out", "truncate", "write",
+    "check", "check_invariants", "counts", "describe", "explain", "extend", "fork", "free", "gather", "generate",
+    "init", "last", "left_align", "load", "merge_attention", "plan_step", "positions", "reorder", "reserve",
+    "right_align", "save", "stats", "swap_in", "swap_out", "truncate", "write",
 ]  # fmt: skip
 
 

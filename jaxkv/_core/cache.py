@@ -134,11 +134,15 @@ def _described(layer: Any) -> str:
 def init(config: CacheConfig) -> Cache:
     """An empty cache: every block free, every pool a zeroed buffer of its own.
 
+    Raises:
+      ValueError: it would take more than the device has, where the device says what that is.
+
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
     >>> jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=4, max_seq_len=64, num_blocks=10))
     Cache(0 of 10 blocks used, 0 tokens in 0 of 4 rows, 1 layer, 11.0 KiB)
     """
+    config.check_memory()
     # One array after another: the same zeros used twice could not be donated.
     pools = tuple(
         Pool(kv=jnp.zeros(config.stack_shape(i), config.kind(i).dtype)) if config.stack(i)[0] == i else None

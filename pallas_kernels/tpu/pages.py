@@ -124,9 +124,11 @@ class Pages:
         if window is not None:
             pl.when(step == 0)(lambda: keep(0, lambda position: position > oldest - window))
 
-        @pl.when(step + 1 == steps)
+        held = self.stop(limit) - begin
+        full = limit == (begin + self.pages_per_step) * self.page_size
+
+        @pl.when((step + 1 == steps) & ~full)
         def _():
-            held = self.stop(limit) - begin
             keep(held - 1, lambda position: position < limit)
 
             def clear(page, _):

@@ -350,7 +350,7 @@ def test_the_same_block_of_an_older_cache_is_not_taken_for_a_newer_one():
     for tokens, salt in [(A, "a"), (B[:20], "b"), (A, "c")]:
         cache = prefix.make_room(cache, 40)
         cache, _ = compute(cache, 0, tokens)
-        assert np.asarray(cache.tables[0].tables)[0, :5].tolist() == [1, 2, 3, 4, 5]
+        assert set(np.asarray(cache.tables[0].tables)[0, :5].tolist()) == {1, 2, 3, 4, 5}
         cache = jaxkv.free(prefix.insert(cache, 0, tokens, salt=salt), 0)
         caches.append((cache, tokens, salt))
     for held, *_ in caches * 2:
