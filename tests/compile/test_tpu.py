@@ -22,8 +22,8 @@ pytestmark = [
 def compile_for(chip, *options, script="tpu_programs.py"):
     path = os.pathsep.join([str(HERE.parent.parent), SITE])
     done = subprocess.run(
-        [sys.executable, HERE / script, chip, *options], env=os.environ | {"PYTHONPATH": path}, capture_output=True,
-        text=True, timeout=270,
+        [sys.executable, HERE / script, chip, *options], env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""},
+        capture_output=True, text=True, timeout=270,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

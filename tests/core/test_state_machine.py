@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from nightly import NIGHTLY
 from oracle import Oracle
+from steps import model_step
 
 import jaxkv
 from jaxkv.testing import poison
@@ -78,11 +79,7 @@ CONFIGS = {
 
 
 def step(cache, q, k, v, counts):
-    cache = jaxkv.extend(cache, counts)
-    outs = []
-    for layer in range(cache.num_layers):
-        out, cache = jaxkv.attention(q[layer], k[layer], v[layer], cache, layer=layer)
-        outs.append(out)
+    outs, cache = model_step(cache, q, k, v, counts)
     return outs, jaxkv.positions(cache, q[0].shape[:-2]), cache
 
 
