@@ -13,8 +13,7 @@ import pytest
 
 import jaxkv
 from jaxkv._core.tables import leave_windows
-from jaxkv._files import format as file_format
-from jaxkv._files import safetensors
+from jaxkv._files import format as file_format, safetensors
 
 LAYERS = (
     jaxkv.LayerConfig(num_kv_heads=2, head_dim=8),
