@@ -69,8 +69,8 @@ def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementati
         )
     stored = [i for i in range(num_layers) if cache.config.owner(i) == i or k[i] is not None or v[i] is not None]
     for layer in stored:
-        _check_stores(cache.layer(layer))
         check_tokens(cache.layer(layer), {"k": k[layer], "v": v[layer]})
+        _check_stores(cache.layer(layer))
     token_axes = k[0].shape[:-2]
     for layer in stored:
         if k[layer].shape[:-2] != token_axes:
@@ -108,9 +108,9 @@ def open_layer(
       **arrays: the step's arrays, `[S, T, heads, head_dim]` or `[N, heads, head_dim]`.
     """
     one = layer_of(cache, layer)
+    token_axes = check_tokens(one, arrays)
     if stores:
         _check_stores(one)
-    token_axes = check_tokens(one, arrays)
     check_plan(step, one.config, next(iter(arrays)), token_axes)
     if isinstance(cache, Layer):
         one = dataclasses.replace(one, tables=settle(one.tables, one.group, token_axes, step))

@@ -12,7 +12,6 @@ import zlib
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from nightly import NIGHTLY
 
 import jaxkv
