@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu.pages import LANES, MASKED, PAGE_BUFFER_BYTES, VMEM_BYTES, Pages, divide, sublanes
+from pallas_kernels.tpu.pages import LANES, MASKED, PAGE_BUFFER_BYTES, VMEM_BYTES, Pages, divide, sublanes, vector_bytes
 
 SEGMENT_TOKENS = 128
 SEGMENTS = 8
@@ -131,6 +131,28 @@ def segments_per_step(kv, rows: int, pages: Pages) -> int:
     segment_bytes = 2 * num_kv_heads * head_dim * kv.dtype.itemsize * pages.step_tokens
     most = rows * -(-pages.blocks_per_row * pages.block_size // pages.step_tokens)
     return max(1, min(SEGMENTS, PAGE_BUFFER_BYTES // (2 * segment_bytes), most))
+
+
+def decode_bytes(rows: int, heads: int, kv, tables, step_tokens: int = SEGMENT_TOKENS) -> int:
+    """Vector memory that the kernel takes, at most: all that it can be asked for."""
+    _, _, num_kv_heads, _, head_dim = kv.shape
+    pages = Pages.plan(kv, tables, None, step_tokens)
+    segments = segments_per_step(kv, rows, pages)
+    block = block_rows(rows, heads, num_kv_heads, head_dim, kv.dtype.itemsize)
+    twice = [
+        ((segments * pages.pages_per_step, 2, num_kv_heads, pages.page_size, head_dim), kv.dtype),
+        ((block, heads, head_dim), kv.dtype),
+        ((block, heads, head_dim), kv.dtype),
+        ((block, 2, num_kv_heads, head_dim), kv.dtype),
+        ((block, heads, LANES), jnp.float32),
+        ((heads, LANES), jnp.float32),
+    ]
+    once = [
+        ((2, heads, LANES), jnp.float32),
+        ((heads, head_dim), jnp.float32),
+        ((segments, 2, num_kv_heads, sublanes(kv.dtype), head_dim), kv.dtype),
+    ]
+    return 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
 
 
 def block_rows(rows: int, heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> int:
