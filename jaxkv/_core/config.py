@@ -115,8 +115,8 @@ class CacheConfig(Memory):
         most = max(self.stack_shape(i)[0] for i in range(self.num_layers))
         if most > MOST_INDEX:
             raise ValueError(
-                f"A pool would have {most} blocks, null blocks included, but indices are int32 and end at {MOST_INDEX}: choose "
-                "fewer, or a larger block_size."
+                f"A pool would have {most} blocks, null blocks included, but indices are int32 and end at "
+                f"{MOST_INDEX}: choose fewer, or a larger block_size."
             )
         if (entries := self.max_seqs * self.max_blocks_per_seq) > MOST_INDEX:
             raise ValueError(
@@ -250,8 +250,8 @@ class CacheConfig(Memory):
         most = int(memory_bytes) // self.bytes_per_group_block(self._widest)
         if most > MOST_INDEX // 2:
             raise ValueError(
-                f"memory_bytes={memory_bytes:g} would hold {most} blocks, more than the {MOST_INDEX // 2} that it can be "
-                "shared out among: give less, or a larger block_size."
+                f"memory_bytes={memory_bytes:g} would hold {most} blocks, more than the {MOST_INDEX // 2} that it can "
+                "be shared out among: give less, or a larger block_size."
             )
         num_blocks, step = 1, 1 << most.bit_length()
         while step := step // 2:
