@@ -12,6 +12,7 @@ from checksum_model import LONGEST, VOCAB, Checksum, continuation, weight
 from nightly import NIGHTLY
 
 import jaxkv
+from jaxkv._engine.sampling import KINDS
 
 WINDOWS = (None, 7)
 ROOM = {"max_seqs": 3, "max_seq_len": LONGEST, "block_size": 3, "num_blocks": 18, "step_tokens": 7}
@@ -248,7 +249,7 @@ def by_row(logits, rows):
     return jax.nn.one_hot(total % VOCAB, VOCAB)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS if NIGHTLY else ["swapped", "prefix cache"])
 def test_a_hook_sees_what_its_row_holds(way):
     engine, draw = new_engine(way, logits_hook=by_row), random.Random(11)
     for _ in range(2):
@@ -336,8 +337,8 @@ def compiled(call):
     return count
 
 
-@pytest.mark.parametrize("logprobs", [0, 3])
-def test_after_warmup_nothing_compiles(logprobs):
+@pytest.mark.parametrize(("logprobs", "kinds"), [(0, KINDS), (3, ("sampled",))])
+def test_after_warmup_nothing_compiles(logprobs, kinds):
     """With shapes that no other test has."""
     engine = jaxkv.Engine(
         Checksum((None, 5)), max_seqs=5 + logprobs, max_seq_len=41, block_size=3, num_blocks=61, step_tokens=70,
@@ -348,14 +349,19 @@ def test_after_warmup_nothing_compiles(logprobs):
     def serve():
         requests = []
         for i in range(16):
-            choice = [{}, {"temperature": 0.8}, {"temperature": 0.5, "top_k": 3, "n": 2}][i % 3]
+            asked = {
+                "greedy": {},
+                "sampled": {"temperature": 0.8},
+                "filtered": {"temperature": 0.5, "top_k": 3, "n": 2},
+            }
+            choice = asked[kinds[i % len(kinds)]]
             requests.append(engine.submit([i] * draw.randint(1, 20), draw.randint(1, 15), logprobs=logprobs, **choice))
             engine.step()
         requests[3].cancel()
         list(engine.run())
-        list(engine.stream([[1, 2], [3]], 4))
+        list(engine.stream([[1, 2], [3]], 4, **choice))
 
-    assert compiled(lambda: engine.warmup(logprobs=(0, logprobs), progress=False)) > 5
+    assert compiled(lambda: engine.warmup(kinds=kinds, logprobs={0, logprobs}, progress=False)) > 5
     assert compiled(serve) == 0
     assert_empty(engine)
     with pytest.raises(ValueError, match="kinds must be among 'greedy', 'sampled' and 'filtered', not 'best'"):
