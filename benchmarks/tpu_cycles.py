@@ -46,8 +46,7 @@ def compile_program(chip: str, kernel: str, shape_name: str, copies_only: bool) 
     """In a process of its own: compile one kernel, for the compiler to estimate."""
     import jax
     import numpy as np
-    from jax.experimental import pallas as pl
-    from jax.experimental import topologies
+    from jax.experimental import pallas as pl, topologies
     from jax.experimental.pallas import tpu as pltpu
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 

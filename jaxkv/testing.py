@@ -84,12 +84,14 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
     """
     pools = list(cache.pools)
     row, position = jnp.arange(cache.config.max_seqs)[:, None], jnp.arange(cache.config.max_seq_len)[None]
-    for layers, tables in zip(cache.config.groups, cache.tables, strict=True):
-        keep = jnp.repeat(tables.kept.at[NULL_BLOCK].set(True)[:, None], cache.config.block_size, axis=1)
-        keep = keep.at[cache.slots(row, position, layer=layers[0])].set(True)[:, None, None, :, None]
-        for layer in layers:
-            kv = cache.pool(layer).kv
-            pools[layer] = Pool(kv=jnp.where(keep, kv, jnp.asarray(value, kv.dtype)))
+    for group, tables in enumerate(cache.tables):
+        keep = jnp.repeat((tables.kept != 0).at[NULL_BLOCK].set(True)[:, None], cache.config.block_size, axis=1)
+        held = cache.slots(row, position, layer=cache.config.groups[group][0])
+        keep = keep.at[held].set(True)[:, None, None, :, None]
+        for stack in cache.config.group_stacks(group):
+            kv = cache.layer(stack[0]).pool.kv
+            kept = jnp.tile(keep, (len(stack), 1, 1, 1, 1))
+            pools[stack[0]] = Pool(kv=jnp.where(kept, kv, jnp.asarray(value, kv.dtype)))
     return cache.replace(pools=tuple(pools))
 
 
@@ -109,7 +111,7 @@ def permute_blocks(cache: Cache, seed: int = 0) -> Cache:
         raise ValueError('layout="contiguous" has no blocks to permute: row s holds block s + 1.')
     rng = np.random.default_rng(seed)
     pools, groups = list(cache.pools), []
-    for layers, t in zip(cache.config.groups, cache.tables, strict=True):
+    for group, t in enumerate(cache.tables):
         new_id = jnp.asarray(np.append(NULL_BLOCK, 1 + rng.permutation(t.num_blocks)), jnp.int32)
 
         def move(per_block: jax.Array, new_id: jax.Array = new_id) -> jax.Array:
@@ -118,8 +120,10 @@ def permute_blocks(cache: Cache, seed: int = 0) -> Cache:
         entries, free_list = new_id[t.tables], new_id[t.free_list]
         refcounts, kept = move(t.refcounts), move(t.kept)
         groups.append(dataclasses.replace(t, tables=entries, free_list=free_list, refcounts=refcounts, kept=kept))
-        for layer in layers:
-            pools[layer] = Pool(kv=move(cache.pool(layer).kv))
+        for stack in cache.config.group_stacks(group):
+            kv = cache.layer(stack[0]).pool.kv
+            moved = jax.vmap(move)(kv.reshape(len(stack), -1, *kv.shape[1:]))
+            pools[stack[0]] = Pool(kv=moved.reshape(kv.shape))
     return cache.replace(tables=tuple(groups), pools=tuple(pools))
 
 

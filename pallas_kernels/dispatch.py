@@ -224,7 +224,9 @@ def _run(op: str, implementation: str | None, arrays: dict[str, jax.Array], stat
     choice = explain(op, implementation=implementation, **arguments)
 
     def on(name: str) -> Any:
-        return lambda arrays: getattr(_backend(name), op)(**arrays, **static)
+        backend = _backend(name)
+        run = getattr(backend, op) if hasattr(backend, op) else functools.partial(_write_then_attend, name)
+        return lambda arrays: run(**arrays, **static)
 
     platform = IMPLEMENTATIONS[choice.implementation]
     if implementation is not None or platform is None:

@@ -3,12 +3,14 @@
 import argparse
 import sys
 
+from jaxkv import __version__
 from jaxkv._cli.generate import add_generate
 from jaxkv._cli.plan_command import add_plan
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxkv", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"jaxkv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     add_generate(commands)
     add_plan(commands)

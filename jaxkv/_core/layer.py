@@ -57,12 +57,10 @@ class LayerConfig:
     shares_with: int | None = None
 
     def __post_init__(self):
-        integer("LayerConfig.num_kv_heads", self.num_kv_heads, least=1)
-        integer("LayerConfig.head_dim", self.head_dim, least=1)
-        if self.window is not None:
-            integer("LayerConfig.window", self.window, least=1)
-        if self.shares_with is not None:
-            integer("LayerConfig.shares_with", self.shares_with, least=0)
+        for field, least in {"num_kv_heads": 1, "head_dim": 1, "window": 1, "shares_with": 0}.items():
+            value, optional = getattr(self, field), field in ("window", "shares_with")
+            if not (optional and value is None):
+                object.__setattr__(self, field, integer(f"LayerConfig.{field}", value, least=least))
         if self.dtype is not None:
             object.__setattr__(self, "dtype", kind_of(self.dtype, "LayerConfig.dtype").dtype)
 

@@ -1,5 +1,10 @@
-"""What a cache takes."""
+"""What a cache takes, and whether a device has it."""
 
+import math
+import os
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.groups import Groups
@@ -24,9 +29,14 @@ class Memory(Groups):
         head_dim = -(-config.head_dim // self.head_dim_multiple) * self.head_dim_multiple
         return (self.group_blocks[self.group(layer)] + 1, 2, config.num_kv_heads, self.block_size, head_dim)
 
+    def stack_shape(self, layer: int) -> tuple[int, int, int, int, int]:
+        """The shape of the pool that a layer lies in: `pool_shape`, as many times as there are layers in it."""
+        num_blocks, *block = self.pool_shape(layer)
+        return (len(self.stack(layer)) * num_blocks, *block)  # type: ignore[return-value]
+
     def bytes_per_group_block(self, group: int) -> int:
         """Bytes of one block over the layers of a group."""
-        return sum(int(np.prod(self.pool_shape(i)[1:])) * self.kind(i).bytes_per_element for i in self.groups[group])
+        return sum(math.prod(self.pool_shape(i)[1:]) * self.kind(i).bytes_per_element for i in self.groups[group])
 
     @property
     def bytes_per_block(self) -> int:
@@ -42,3 +52,20 @@ class Memory(Groups):
     def dense_bytes(self) -> int:
         """What a dense cache of the same rows would take: `max_seqs * max_seq_len` places in every layer."""
         return self.max_seqs * self.max_seq_len * self.bytes_per_block // self.block_size
+
+    def check_memory(self) -> None:
+        """Raise ValueError if a cache takes more than the memory of the device that arrays are made on now."""
+        probe = jnp.zeros(())
+        if isinstance(probe, jax.core.Tracer):  # nothing is allocated here
+            return
+        device = next(iter(probe.devices()))
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+        if device.platform == "cpu" and hasattr(os, "sysconf"):
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        entries = len(self.group_blocks) * self.max_seqs * self.max_blocks_per_seq
+        needed = self.bytes + entries * np.dtype(np.int32).itemsize
+        if memory and needed > memory:
+            raise ValueError(
+                f"The cache would take {needed} bytes, but {device} has {memory} bytes of memory: give it fewer "
+                "num_blocks, a smaller max_seqs or max_seq_len, or say memory_bytes and have them chosen."
+            )

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.layer import LayerConfig
+from jaxkv._core.numbers import integer, shown
 from jaxkv._core.portrait import block_map
 from jaxkv._core.state import BlockTables, Layer, Pool
 
@@ -58,16 +59,48 @@ class Views:
     pools: tuple[Pool | None, ...]
     config: CacheConfig
 
-    def layer(self, layer: int) -> Layer:
-        """One layer's pool and tables, a pytree of its own."""
-        tables = self.tables[self.config.group(layer)]  # raises for an index out of range, negative ones too
-        return Layer(pool=self.pool(layer), tables=tables)
+    def layer(self, layer: Any) -> Layer:
+        """One layer's pool and tables, a pytree of its own. See `layers`."""
+        number, place = self._place(layer)
+        tables = self.tables[self.config.group(number)]
+        pool = self.pools[self.config.stack(number)[0]]
+        assert pool is not None
+        return Layer(pool=pool, tables=tables, place=place, number=number, config=self.config)
 
     def pool(self, layer: int) -> Pool:
-        """The pool that a layer reads: its own, or the one of the layer it shares with."""
-        pool = self.pools[self.config.owner(layer)]
-        assert pool is not None
-        return pool
+        """The pool that a layer reads: its own, or the one of the layer it shares with; of a stack, its part."""
+        one, stack = self.layer(layer), self.config.stack(layer)
+        if one.place is None:
+            return one.pool
+        size = one.pool.kv.shape[0] // len(stack)
+        start = stack.index(self.config.owner(layer)) * size
+        return jax.tree.map(lambda x: x[start : start + size], one.pool)
+
+    def _place(self, layer: Any) -> tuple[int, Any]:
+        """A layer of the same kind, by its number, and which one of its stack is meant; None: it has its pool alone."""
+        config = self.config
+        if not isinstance(layer, tuple | jax.Array):
+            owner = config.owner(layer)  # raises for an index out of range, negative ones too
+            return int(layer), jnp.int32(config.stack(owner).index(owner)) if config.stacked else None
+        if not config.stacked:
+            raise ValueError(
+                f"layer must be an integer for this cache, not {shown(layer)}: each layer has a pool of its own. To "
+                "scan over layers make it with CacheConfig(stacked=True)."
+            )
+        if not isinstance(layer, tuple):
+            if config.period != 1:
+                raise ValueError(
+                    f"A traced layer needs layers that are all alike, but these repeat after {config.period}: give "
+                    "layer=(place in the period, period), the first of them a number."
+                )
+            layer = (0, layer)
+        number = integer("layer's first number, a place in the period,", layer[0], least=0, most=config.period - 1)
+        if config.owner(number) != number:
+            raise ValueError(f"Layer {number} shares another's keys and values: its index must be a number.")
+        stack = config.stack(number)
+        index = jnp.asarray(layer[1], jnp.int32) * config.period + number
+        places = np.array([stack.index(i) if i in stack else 0 for i in range(config.num_layers)], np.int32)
+        return number, jnp.asarray(places).at[index].get(mode="clip", wrap_negative_indices=False)
 
     def layer_config(self, layer: int) -> LayerConfig:
         """The config of one layer; IndexError for an index out of range."""

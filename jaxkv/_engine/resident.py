@@ -16,7 +16,8 @@ from jaxkv._core.tables import free, leave_windows
 from jaxkv._engine.program import cache_program
 from jaxkv._engine.scheduler import Sequence
 from jaxkv._tiers.host import swap_in, swap_out
-from jaxkv._tiers.prefix import PrefixCache, count_unused
+from jaxkv._tiers.kept import count_unused
+from jaxkv._tiers.prefix import PrefixCache
 
 Swap = Literal["auto", "always", "never"]
 

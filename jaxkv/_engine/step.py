@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.numbers import MOST_INDEX
-from jaxkv._core.tables import extend, leave_windows, positions
+from jaxkv._core.plan import positions
+from jaxkv._core.tables import extend, leave_windows
 from jaxkv._engine.program import cache_program
 from jaxkv._engine.resident import room_of
 from jaxkv._engine.sampling import Kind, Sampling, choose, likeliest

@@ -142,7 +142,10 @@ def load(
         return clear_unused(tokens_at(tensors[f"layer.{layer}"], slots, first=1), slots)
 
     entries = [plans[layers[0]].tables for layers in config.groups]  # the same for every layer of a group
-    cache = init(config) if into is None else into
+    try:
+        cache = init(config) if into is None else into
+    except ValueError as error:
+        raise CacheFileError(f"{path} cannot be loaded here: {error} Or load it with a smaller config=.") from error
     return put_rows(cache, target, tensors["lengths"][source], entries, read, in_place=into is None)
 
 

@@ -71,7 +71,8 @@ def from_blocks(
     config = CacheConfig(layers=layers, max_seqs=len(lengths), max_seq_len=max_seq_len, num_blocks=num_blocks,
                          block_size=block_size, **fields)  # fmt: skip
     cache = init(config)
-    pools = tuple(_fill(pool, *kv) for pool, *kv in zip(cache.pools, k, v, strict=True))
+    for i, (one_k, one_v) in enumerate(zip(k, v, strict=True)):
+        cache = cache.replace_pool(i, _fill(cache.pool(i), one_k, one_v))
     counts = np.bincount(entries.ravel(), minlength=num_blocks + 1)
     free = 1 + np.flatnonzero(counts[1:] == 0)
     free_list = np.concatenate([np.zeros(num_blocks - len(free)), free])
@@ -88,7 +89,7 @@ def from_blocks(
             free_list=i32(free_list), num_free=i32(len(free)), peak=i32(num_blocks - len(free)),
         )  # fmt: skip
 
-    return cache.replace(tables=tuple(fill(t) for t in cache.tables), pools=pools)
+    return cache.replace(tables=tuple(fill(t) for t in cache.tables))
 
 
 def _check_tables(

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from jaxkv._core.groups import period_of
 from jaxkv.models.rope import Rope
 
 
@@ -78,3 +79,8 @@ class DecoderConfig:
     @property
     def num_layers(self) -> int:
         return len(self.windows)
+
+    @property
+    def period(self) -> int:
+        """After how many layers their kinds repeat themselves; the last time may end early."""
+        return period_of(list(zip(self.windows, self.ropes, strict=True)))

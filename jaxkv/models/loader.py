@@ -62,12 +62,13 @@ class Slot(NamedTuple):
     transposed: bool
 
 
-def load(folder: str | os.PathLike, *, dtype: Any = None) -> Decoder:
+def load(folder: str | os.PathLike, *, dtype: Any = None, scan: bool = False) -> Decoder:
     """The model in a Hugging Face folder: config.json, and model.safetensors or several files with their index.
 
     Args:
       folder: where they are.
       dtype: float32, bfloat16 or float16, to convert to; default: what the checkpoint has.
+      scan: scan over the layers, so that a deep model compiles as fast as a shallow one: see `Decoder`.
 
     Raises:
       FileNotFoundError: the folder or one of its files is missing.
@@ -78,20 +79,24 @@ def load(folder: str | os.PathLike, *, dtype: Any = None) -> Decoder:
     wanted = _float_dtype(dtype) if dtype is not None else None
     config = read_config(folder)
     tensors = {name: x for name, x in _read_tensors(folder).items() if not IGNORED.fullmatch(name)}
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    params = {path: (slot_of(path, param.shape, config), param) for path, param in nnx.to_flat_state(state)}
+    model = nnx.eval_shape(lambda: Decoder(config, scan=scan, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    params = {
+        path: (slots_of(path, param.shape, config, model.num_scanned), param)
+        for path, param in nnx.to_flat_state(state)
+    }
     if config.tie_embeddings and HEAD in tensors and EMBED in tensors:
         if not np.array_equal(tensors[HEAD], tensors[EMBED]):
             raise ValueError(f"{folder} ties its embeddings, but {HEAD} differs from {EMBED}.")
         del tensors[HEAD]
-    _check(folder, [slot for slot, _ in params.values()], tensors)
+    _check(folder, [slot for slots, _ in params.values() for slot in slots], tensors)
     own = wanted or tensors[EMBED].dtype
 
-    def array(slot: Slot, shape: tuple[int, ...]) -> jax.Array:
-        tensor = tensors[slot.name]
-        return jnp.array((tensor.T if slot.transposed else tensor).reshape(shape).astype(own))
+    def array(slots: list[Slot], shape: tuple[int, ...]) -> jax.Array:
+        found = ((tensors[slot.name], slot.transposed) for slot in slots)
+        return jnp.array(np.stack([(x.T if transposed else x).astype(own) for x, transposed in found]).reshape(shape))
 
-    loaded = [(path, param.replace(array(slot, param.shape))) for path, (slot, param) in params.items()]
+    loaded = [(path, param.replace(array(slots, param.shape))) for path, (slots, param) in params.items()]
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
@@ -102,9 +107,9 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
     config = model.config
     tensors = {}
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        slot = slot_of(path, param.shape, config)
-        tensor = np.asarray(param[...])
-        tensors[slot.name] = tensor.reshape(slot.shape[::-1]).T if slot.transposed else tensor.reshape(slot.shape)
+        slots = slots_of(path, param.shape, config, model.num_scanned)
+        for slot, tensor in zip(slots, np.asarray(param[...]).reshape(len(slots), -1), strict=True):
+            tensors[slot.name] = tensor.reshape(slot.shape[::-1]).T if slot.transposed else tensor.reshape(slot.shape)
     safetensors.write(folder / "model.safetensors", tensors)
     fields = hugging_face.render(config) | {"dtype": str(model.dtype)}
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
@@ -133,16 +138,21 @@ def read_config(folder: pathlib.Path) -> DecoderConfig:
     return config
 
 
-def slot_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig) -> Slot:
-    """Where the checkpoint keeps the parameter at `path` of a decoder, of `shape` there."""
-    if path[0] != "layers":
-        return Slot(WHOLE[path[0]], shape, False)
-    table = PER_LAYER_WITH_POST_NORMS if config.post_norms else PER_LAYER
-    name = f"model.layers.{path[1]}.{table['.'.join(path[2:])]}"
-    inputs = INPUT_AXES.get(path[-1], 0)
-    if not inputs:
-        return Slot(name, (math.prod(shape),), False)
-    return Slot(name, (math.prod(shape[inputs:]), math.prod(shape[:inputs])), True)
+def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_scanned: int) -> list[Slot]:
+    """Where the checkpoint keeps the parameter at `path` of a decoder, of `shape` there: one slot, or one for each of
+    the layers that it is stacked of. The first `num_scanned` layers are stacked."""
+    first, *rest = path
+    if first == "stacks":
+        (place, *rest), (count, *shape_of_one) = rest, shape
+        layers, shape = range(place, count * config.period, config.period), tuple(shape_of_one)
+    elif first == "layers":
+        place, *rest = rest
+        layers = range(num_scanned + place, num_scanned + place + 1)
+    else:
+        return [Slot(WHOLE[first], shape, False)]
+    table, inputs = PER_LAYER_WITH_POST_NORMS if config.post_norms else PER_LAYER, INPUT_AXES.get(rest[-1], 0)
+    matrix = (math.prod(shape[inputs:]), math.prod(shape[:inputs])) if inputs else (math.prod(shape),)
+    return [Slot(f"model.layers.{i}.{table['.'.join(rest)]}", matrix, bool(inputs)) for i in layers]
 
 
 def _float_dtype(dtype: Any) -> np.dtype:

@@ -6,9 +6,12 @@
 import dataclasses
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.tiles import Tile
 
+# The kernel that merges is started while the one that splits still runs, and waits for its end on the chip.
+EARLY_LAUNCH = hasattr(plgpu, "griddepcontrol_wait")
 SHARED_MEMORY = 232_448  # bytes that a thread block may have on Hopper
 RESERVED = 1024  # of a multiprocessor's, for each thread block on it
 MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114}  # of chips that do not have 132
@@ -38,11 +41,16 @@ def decode_plan(head_dim: int, columns: int) -> DecodePlan:
         return plan
     # Two thread blocks a multiprocessor, if they fit, hide each other's waits; the slots share what memory that leaves.
     stage = 2 * 64 * head_dim * 2
-    rest = columns * (64 * 2 + head_dim * 6) + 4096
+    rest = columns * (64 + head_dim * 2) * 2 + 4096
     # 32 columns take too many registers.
     blocks = 2 if columns < 32 and 2 * (2 * stage + rest + RESERVED) <= SHARED_MEMORY + RESERVED else 1
     stages = min(((SHARED_MEMORY + RESERVED) // blocks - RESERVED - rest) // stage, 4)
     return DecodePlan(Tile(tokens=64, stages=stages), num_blocks=blocks * MULTIPROCESSORS.get(chip, 132))
+
+
+def merge_blocks() -> int:
+    """Thread blocks of the kernel that merges: as many as the chip holds at once."""
+    return 4 * MULTIPROCESSORS.get(_chip(), 132)
 
 
 def prefill_plan(head_dim: int, block_size: int) -> PrefillPlan:

@@ -19,22 +19,47 @@ def test_items_cover_every_token_once():
     assert items[at, 0] == 0 and index[at] == 48
 
 
+def decode_items(lengths, new=None, taken=None, window=None, wave=33, most_tiles=10**6):
+    lengths = np.array(lengths, np.int32)
+    new = np.minimum(lengths, 1) if new is None else np.array(new, np.int32)
+    taken = np.ones(len(lengths), bool) if taken is None else np.array(taken)
+    place = 10 * np.arange(len(lengths), dtype=np.int32)
+    items, most_cut = work.decode_items(lengths, new, place, taken, window, 64, wave, most_tiles)
+    return np.asarray(items), most_cut
+
+
 @pytest.mark.parametrize("wave", [1, 9, 33, 264])
 @pytest.mark.parametrize("window", [None, 100])
-def test_decode_items_are_even(window, wave):
+@pytest.mark.parametrize("new", [1, 4])
+def test_decode_items_are_even(new, window, wave):
     """One row 100 times as long as the rest is cut as finely as they are, and every tile seen is in one item."""
-    lengths = np.array([32_000, 300, 0, 300], np.int32)
-    items, first_item = (np.asarray(x) for x in work.decode_items(lengths, window, 64, wave))
+    lengths, taken = [32_000, 300, 0, 64, 300], [True, True, True, False, True]
+    items, most_cut = decode_items(lengths, [new, new, 0, new, new], taken, window, wave)
+    used = items[items[:, 6] != work.UNUSED]
+    assert (items[len(used) :, 6] == work.UNUSED).all() and (items[len(used) :, :3] == 0).all()
+    cut = []
     for row, length in enumerate(lengths):
-        first = 0 if window is None else max(length - window, 0) // 64
-        tiles = [t for _, start, stop, _ in items[first_item[row] : first_item[row + 1]] for t in range(start, stop)]
-        assert tiles == list(range(first, -(-length // 64)))
-        assert (items[first_item[row] : first_item[row + 1], [0, 3]] == [row, length]).all()
-    sizes = items[:, 2] - items[:, 1]
-    assert (sizes[first_item[-1] :] == 0).all()
+        own = np.flatnonzero((items[:, 0] == row) & (items[:, 6] != work.UNUSED))
+        first = 0 if window is None else max(length - new - window + 1, 0) // 64
+        tiles = [t for start, stop in items[own, 1:3] for t in range(start, stop)]
+        assert tiles == (list(range(first, -(-length // 64))) if taken[row] else [])
+        assert (items[own, 3:6] == [length, new if length else 0, 10 * row]).all()
+        assert len(own) == 0 or (np.diff(own) == 1).all()
+        assert (items[own, 6] == (work.PART if len(own) > 1 else work.WHOLE)).all()
+        assert len(own) == (1 if row == 2 else 0) or tiles  # one item for a row that has no token in the step
+        if len(own) > 1:
+            cut.append([own[0], own[-1] + 1, row, 10 * row])
+    assert len(cut) <= most_cut and items[: len(cut), 7:11].tolist() == cut and (items[:, 11] == len(cut)).all()
+    sizes = used[:, 2] - used[:, 1]
     fair = sizes.sum() / min(wave, work.MOST_ITEMS)
     assert sizes.max() <= np.ceil(fair)
-    assert len(items) <= 4 + 4 * wave
+    assert len(items) <= 5 + 4 * wave
+
+
+def test_short_tables_are_never_cut():
+    items, most_cut = decode_items([256, 1, 200], most_tiles=4)
+    assert most_cut == 0 and len(items) == 3 and (items[:, 6] == work.WHOLE).all()
+    assert decode_items([320, 1, 200], most_tiles=5)[1] > 0
 
 
 MULTIPROCESSORS = 132
@@ -66,8 +91,8 @@ def test_decode_fills_the_chip(name):
     lengths, num_kv_heads = STEPS[name]
     plan = tuning.decode_plan(128, 8)
     wave = -(-plan.num_blocks // num_kv_heads)
-    items, _ = work.decode_items(np.array(lengths, np.int32), None, plan.tile.tokens, wave)
-    sizes = np.asarray(items[:, 2] - items[:, 1])
+    items, _ = decode_items(lengths, wave=wave)
+    sizes = items[:, 2] - items[:, 1]
     sizes = np.tile(sizes[sizes > 0], num_kv_heads)
     assert len(sizes) >= min(0.95 * MULTIPROCESSORS, sizes.sum())
     even = sizes.max() <= 1.2 * sizes.mean()
