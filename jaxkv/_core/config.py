@@ -112,7 +112,8 @@ class CacheConfig(Memory):
 
     def _check_indices(self) -> None:
         """Raise where an int32 cannot count blocks, or the entries of a table."""
-        most = max(self.stack_shape(i)[0] for i in range(self.num_layers))
+        pairs = zip(self.groups, self.group_blocks, strict=True)
+        most = max((blocks + 1) * (len(layers) if self.stacked else 1) for layers, blocks in pairs)
         if most > MOST_INDEX:
             raise ValueError(
                 f"A pool would have {most} blocks, null blocks included, but indices are int32 and end at {MOST_INDEX}: choose "
