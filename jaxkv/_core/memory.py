@@ -25,9 +25,12 @@ class Memory(Groups):
 
     def pool_shape(self, layer: int) -> tuple[int, int, int, int, int]:
         """`[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`."""
+        return (self.group_blocks[self.group(layer)] + 1, *self._block_shape(layer))
+
+    def _block_shape(self, layer: int) -> tuple[int, int, int, int]:
         config = self.layer_config(layer)
         head_dim = -(-config.head_dim // self.head_dim_multiple) * self.head_dim_multiple
-        return (self.group_blocks[self.group(layer)] + 1, 2, config.num_kv_heads, self.block_size, head_dim)
+        return (2, config.num_kv_heads, self.block_size, head_dim)
 
     def stack_shape(self, layer: int) -> tuple[int, int, int, int, int]:
         """The shape of the pool that a layer lies in: `pool_shape`, as many times as there are layers in it."""
@@ -36,7 +39,7 @@ class Memory(Groups):
 
     def bytes_per_group_block(self, group: int) -> int:
         """Bytes of one block over the layers of a group."""
-        return sum(math.prod(self.pool_shape(i)[1:]) * self.kind(i).bytes_per_element for i in self.groups[group])
+        return sum(math.prod(self._block_shape(i)) * self.kind(i).bytes_per_element for i in self.groups[group])
 
     @property
     def bytes_per_block(self) -> int:

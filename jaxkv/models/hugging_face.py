@@ -13,7 +13,7 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
 }  # fmt: skip
 # Far above any model; what is larger is a mistake, or meant to fill the memory.
-MOST_LAYERS, MOST_HEADS, MOST_DIM = 2048, 2**16, 2**24
+MOST_LAYERS, MOST_HEADS, MOST_DIM = 512, 2**16, 2**24
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Fields that change nothing in what a decoder computes.
 HARMLESS = {
