@@ -123,11 +123,12 @@ class CacheConfig(Memory):
 
     def _check_indices(self) -> None:
         """Raise where an int32 cannot count blocks, or the entries of a table."""
-        most = max(self.stack_shapes(i)[0][0] for i in range(self.num_layers))
+        pairs = zip(self.groups, self.group_blocks, strict=True)
+        most = max((blocks + 1) * (len(layers) if self.stacked else 1) for layers, blocks in pairs)
         if most > MOST_INDEX:
             raise ValueError(
-                f"A pool would have {most} blocks, null blocks included, but indices are int32 and end at {MOST_INDEX}: choose "
-                "fewer, or a larger block_size."
+                f"A pool would have {most} blocks, null blocks included, but indices are int32 and end at "
+                f"{MOST_INDEX}: choose fewer, or a larger block_size."
             )
         if (entries := self.max_seqs * self.max_blocks_per_seq) > MOST_INDEX:
             raise ValueError(
@@ -261,8 +262,8 @@ class CacheConfig(Memory):
         most = int(memory_bytes) // self.bytes_per_group_block(self._widest)
         if most > MOST_INDEX // 2:
             raise ValueError(
-                f"memory_bytes={memory_bytes:g} would hold {most} blocks, more than the {MOST_INDEX // 2} that it can be "
-                "shared out among: give less, or a larger block_size."
+                f"memory_bytes={memory_bytes:g} would hold {most} blocks, more than the {MOST_INDEX // 2} that it can "
+                "be shared out among: give less, or a larger block_size."
             )
         num_blocks, step = 1, 1 << most.bit_length()
         while step := step // 2:

@@ -26,9 +26,7 @@ class Memory(Groups):
 
     def pool_shape(self, layer: int) -> tuple[int, int, int, int, int]:
         """`[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`; half in int4."""
-        config, kind = self.layer_config(layer), self.kind(layer).quantised
-        head_dim = kinds.stored_dim(kind, self.padded_head_dim(layer))
-        return (self.group_blocks[self.group(layer)] + 1, 2, config.num_kv_heads, self.block_size, head_dim)
+        return (self.group_blocks[self.group(layer)] + 1, *self._block_shape(layer))
 
     def padded_head_dim(self, layer: int) -> int:
         """A layer's head_dim, rounded up to a multiple of `head_dim_multiple`."""
@@ -36,10 +34,8 @@ class Memory(Groups):
 
     def scale_shape(self, layer: int) -> tuple[int, ...] | None:
         """The shape of a quantised layer's scales: `[num_blocks + 1, 2, K, block_size]`, in int4 with one more axis."""
-        kind = self.kind(layer).quantised
-        if kind is None:
-            return None
-        return (*self.pool_shape(layer)[:4], *kinds.scale_axes(kind, self.layer_config(layer).head_dim))
+        block = self._block_scales(layer)
+        return None if block is None else (self.group_blocks[self.group(layer)] + 1, *block)
 
     def stack_shapes(self, layer: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """The shapes of the pool that a layer lies in, and of its scales: as many layers as there are in it."""
@@ -49,14 +45,21 @@ class Memory(Groups):
 
     def bytes_per_group_block(self, group: int) -> int:
         """Bytes of one block over the layers of a group, scales included."""
-        return sum(
-            math.prod(shape[1:]) * dtype.itemsize
-            for layer in self.groups[group]
-            for shape, dtype in (
-                (self.pool_shape(layer), self.kind(layer).dtype),
-                (self.scale_shape(layer) or (0, 0), self.kind(layer).scale_dtype),
-            )
-        )
+        total = 0
+        for layer in self.groups[group]:
+            kind, scales = self.kind(layer), self._block_scales(layer)
+            total += math.prod(self._block_shape(layer)) * kind.dtype.itemsize
+            total += 0 if scales is None else math.prod(scales) * kind.scale_dtype.itemsize
+        return total
+
+    def _block_shape(self, layer: int) -> tuple[int, int, int, int]:
+        head_dim = kinds.stored_dim(self.kind(layer).quantised, self.padded_head_dim(layer))
+        return (2, self.layer_config(layer).num_kv_heads, self.block_size, head_dim)
+
+    def _block_scales(self, layer: int) -> tuple[int, ...] | None:
+        kind = self.kind(layer).quantised
+        axes = None if kind is None else kinds.scale_axes(kind, self.layer_config(layer).head_dim)
+        return None if axes is None else (*self._block_shape(layer)[:3], *axes)
 
     @property
     def bytes_per_block(self) -> int:
