@@ -35,7 +35,7 @@ type Job = tuple[str, tuple[int, int], list[Any], list[benchmark.Point]]
 
 def decode_plans() -> Iterator[tuning.DecodePlan]:
     for tokens, stages, blocks in itertools.product((64, 128), (2, 3, 4), (1, 2, 3, 4)):
-        yield tuning.DecodePlan(Tile(tokens, stages), num_blocks=132 * blocks)
+        yield tuning.DecodePlan(Tile(tokens, stages), num_blocks=tuning.chip()[1] * blocks)
 
 
 def prefill_plans() -> Iterator[tuning.PrefillPlan]:
@@ -111,7 +111,7 @@ def main() -> None:
             continue
         now = time.perf_counter()
         best = tune(job, now + (end - now) / (len(todo) - i), rows)  # what one does not use is for the others
-        key = (jax.devices()[0].device_kind, *(arguments if name == "decode_plan" else arguments[:1]))
+        key = (tuning.chip(), *(arguments if name == "decode_plan" else arguments[:1]))
         entry = f"TUNED_{name.removesuffix('_plan').upper()}[{key}]"
         print(f"{entry} = {best}" if best else f"# {entry}: no plan ran", flush=True)
 
