@@ -63,7 +63,7 @@ def test_what_is_gathered(kind):
     width = 8 if kind == "int4" else 16
     assert k.shape[2] == width and k.dtype == cache.pools[0].kv.dtype and v.shape == k.shape
     if kind == "int8":
-        equal(k * k_scale[..., None], dense)
+        equal(np.asarray(k, np.float32) * np.asarray(k_scale)[..., None], dense)
     traced = jax.jit(lambda cache: jaxkv.gather(cache, 1, layer=0, raw=True, max_len=6))(cache)
     for whole, part in zip(traced, (k, v, k_scale, v_scale), strict=True):
         equal(whole[:4], part)
