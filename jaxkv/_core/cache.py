@@ -83,7 +83,7 @@ class Cache(Views):
         pool = self.pool(layer)
         place = jnp.where(block == 0, pool.kv.shape[0], block)  # no such token: dropped, never the null block
         new = jnp.stack([jnp.asarray(k), jnp.asarray(v)]).astype(pool.kv.dtype)
-        kv = pool.kv.at[place, :, head, offset, :head_dim].set(new, mode="drop")
+        kv = jnp.asarray(pool.kv).at[place, :, head, offset, :head_dim].set(new, mode="drop")
         return self.replace_pool(self.config.owner(layer), Pool(kv=kv))
 
 

@@ -20,7 +20,7 @@ def put_blocks(pool: Pool, blocks: jax.Array, target: jax.Array) -> Pool:
     """`blocks[i]` in the place of block `target[i]`; where that is the null block, nothing happens."""
     past_the_end = pool.kv.shape[0] + jnp.arange(target.shape[0], dtype=jnp.int32)
     place = jnp.where(target == NULL_BLOCK, past_the_end, target)
-    return Pool(kv=pool.kv.at[place, :, :, :, : blocks.shape[-1]].set(blocks, mode="drop", unique_indices=True))
+    return Pool(kv=jnp.asarray(pool.kv).at[place, :, :, :, : blocks.shape[-1]].set(blocks, mode="drop", unique_indices=True))
 
 
 put = jax.jit(put_blocks)
