@@ -89,3 +89,12 @@ def test_a_cache_larger_than_the_memory_is_refused_with_both_figures():
     with pytest.raises(ValueError, match=rf"would take {config.bytes + 32} bytes, but .* has \d+ bytes of memory"):
         jaxkv.init(config)
     assert jax.eval_shape(lambda: jaxkv.init(config)).pools[0].kv.shape[0] == config.num_blocks + 1
+
+
+def test_a_failed_row_is_no_place_to_load_into(tmp_path):
+    jaxkv.save(tmp_path / "rows", jaxkv.free(filled(), 1))
+    failed = jaxkv.extend(jaxkv.init(CONFIG), [100, 0])
+    loaded = jaxkv.load(tmp_path / "rows", into=failed)
+    assert (loaded.lengths.tolist(), loaded.failed.tolist()) == ([0, 20], [True, False])
+    with pytest.raises(ValueError, match="Row 0 of the cache is not empty"):
+        jaxkv.load(tmp_path / "rows", into=failed, rows=[0, None])
