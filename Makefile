@@ -24,10 +24,11 @@ PROVED := $(if $(LATEST),,$(wildcard $(CONSTRAINTS)))
 PIP := $(BIN)/python -m pip install --quiet $(PROVED:%=--constraint %)
 
 # Without an accelerator of its own a process must not go looking for one: what compiles for TPUs and GPUs is near.
-# With one, it must not be shared among several test processes.
+# With one, it must not be shared among several test processes. worksteal keeps neighbours in one process, which then
+# compiles once what they share.
 ifeq ($(EXTRAS),)
 export JAX_PLATFORMS := cpu
-PARALLEL := -n auto
+PARALLEL := -n auto --dist worksteal
 endif
 
 .PHONY: demo test lint constraints clean

@@ -49,7 +49,10 @@ CALLS = {
     "max_seqs": (lambda c, p, x: config(max_seqs=x), NO_SIZES),
     "max_seq_len": (lambda c, p, x: config(max_seq_len=x), without(NO_SIZES, None)),
     "num_blocks": (lambda c, p, x: config(num_blocks=x), NO_SIZES),
-    "max_tokens": (lambda c, p, x: config(num_blocks=None, max_tokens=x), [*NO_NUMBERS, 1.5, 0, -1, 10**30, float("inf"), 10**5000]),
+    "max_tokens": (
+        lambda c, p, x: config(num_blocks=None, max_tokens=x),
+        [*NO_NUMBERS, 1.5, 0, -1, 10**30, float("inf"), 10**5000],
+    ),
     "block_size": (lambda c, p, x: config(block_size=x), without(NO_SIZES, None)),
     "group_blocks": (lambda c, p, x: config(num_blocks=None, group_blocks=x), without_ones(without(NO_SIZES, None))),
     "head_dim_multiple": (lambda c, p, x: config(head_dim_multiple=x), NO_SIZES),
@@ -82,7 +85,10 @@ CALLS = {
     "adapter": (lambda c, p, x: p.match([1], adapter=x), [1, b"a", [], {}, object(), True, ("a",)]),
     "insert row": (lambda c, p, x: p.insert(c, x, [1]), NO_ROWS),
     "adopt row": (lambda c, p, x: p.adopt(c, x, p.match([1])), NO_ROWS),
-    "make_room num_blocks": (lambda c, p, x: p.make_room(c, x), [*without_ones(NO_NUMBERS), 1.5, [1, 1], [1.5], ["a"], 2**31, 10**30]),
+    "make_room num_blocks": (
+        lambda c, p, x: p.make_room(c, x),
+        [*without_ones(NO_NUMBERS), 1.5, [1, 1], [1.5], ["a"], 2**31, 10**30],
+    ),
     "match": (lambda c, p, x: p.adopt(c, 1, x), [None, 1, "a", [], {}, object()]),
     "save rows": (lambda c, p, x: jaxkv.save("/nonexistent/a", c, rows=x), without(NO_ROWS, None)),
     "model": (lambda c, p, x: jaxkv.save("/nonexistent/a", c, model=x), [1, 1.5, b"a", [], {}, object(), True]),

@@ -97,7 +97,8 @@ def check_invariants(cache: Cache) -> None:
             stands_alone = config.owner(layer) == layer and config.stack(layer)[0] == layer
             assert not stands_alone, f"layer {layer} has a pool, shares another's, or is stacked behind another"
             continue
-        assert pool.kv.shape == config.stack_shape(layer), f"layer {layer}: the pool's shape"
+        shapes = (pool.kv.shape, None if pool.scale is None else pool.scale.shape)
+        assert shapes == config.stack_shapes(layer), f"layer {layer}: the pool's shape"
         null_blocks = pool.kv[:: pool.kv.shape[0] // len(config.stack(layer))]
         assert not np.asarray(null_blocks).any(), f"layer {layer}: the null block was written"
     groups = jax.device_get(cache.tables)

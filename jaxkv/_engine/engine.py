@@ -297,8 +297,7 @@ class Engine:
                 left = set(requests)
                 while left:
                     self._loop.advance()
-                    left -= {request for request in news if request.done}
-                    for request, token in _handed_out(news):
+                    for request, token in _handed_out(news, left):
                         yield request.number, token
             finally:
                 self._withdraw(requests)
@@ -323,13 +322,15 @@ class Engine:
                 self._turn.give()
 
 
-def _handed_out(news: dict[Request, None]) -> Iterator[tuple[Request, int]]:
-    """The tokens of requests that have not been handed out yet."""
+def _handed_out(news: dict[Request, None], left: set[Request] | None = None) -> Iterator[tuple[Request, int]]:
+    """The tokens of requests that have not been handed out yet. Of those that are left, drop what is done then."""
     for request in list(news):
         while request.given < len(request.tokens):
             request.given += 1
             yield request, request.tokens[request.given - 1]
         news.pop(request, None)
+        if left and request.done:
+            left.discard(request)
 
 
 def _progress_bar(calls: Sequence[Any], wanted: bool) -> Iterable[Any]:

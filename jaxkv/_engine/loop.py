@@ -35,7 +35,7 @@ class Loop:
     @property
     def is_busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.open or self.submitted or self.cancelled)
+        return bool(self.open or self.submitted or self.cancelled or not self._is_sound)
 
     def advance(self) -> None:
         """Send a step, and read the one before. Raises OutOfBlocks if there is no room for the only ones to wait."""

@@ -8,21 +8,11 @@ import jax
 import numpy as np
 
 from jaxkv._core.checks import check
+from jaxkv._engine import step as on_device
 from jaxkv._engine.resident import Residents
 from jaxkv._engine.sampling import KINDS, Kind
 from jaxkv._engine.scheduler import Sequence, Step
-from jaxkv._engine.step import (
-    COLUMN,
-    DUE,
-    FROM_DEVICE,
-    NUM_FIELDS,
-    TOKEN,
-    Hook,
-    Result,
-    new_memory,
-    note_tokens,
-    step_program,
-)  # fmt: skip
+from jaxkv._engine.step import COLUMN, DUE, FROM_DEVICE, NUM_FIELDS, TOKEN, Hook, Memory, Result
 
 SMALLEST_STEP = 32  # places; smaller ones would be more programs to compile, and hardly faster
 
@@ -47,7 +37,9 @@ class Pipeline:
         self.residents, self.hook = residents, hook
         # Flattening a model takes longer than a step.
         self.leaves, self.structure = jax.tree.flatten(model)
-        self._program = step_program(self.structure, hook, residents.prefix is None)
+        self._program = on_device.step_program(
+            jax.tree.structure(residents.cache), self.structure, hook, residents.prefix is None
+        )
         self.sizes = [step_tokens]  # places of packed steps, so that they come in few shapes
         while self.sizes[0] // 2 >= max(SMALLEST_STEP, residents.config.max_seqs):
             self.sizes.insert(0, self.sizes[0] // 2)
@@ -59,7 +51,7 @@ class Pipeline:
         """Forget what is under way."""
         config = self.residents.config
         self.flights: collections.deque[Flight] = collections.deque()
-        self._memory = new_memory(config.max_seqs, config.max_seq_len, self.hook)
+        self._memory = on_device.new_memory(config.max_seqs, config.max_seq_len, self.hook)
         self._noted: dict[int, Sequence] = {}  # whose tokens the memory has, row by row
         self._idle_since = 0.0  # when the device was seen to finish
 
@@ -146,12 +138,14 @@ class Pipeline:
         ]  # fmt: skip
 
     def _call(self, rows: np.ndarray, tokens: np.ndarray | None, kind: Kind, count: int, steps: int) -> Result:
-        result, self._memory = self.residents.call(
+        numbers, *out = self.residents.call(
             self._program, self.leaves, self._memory, rows, tokens, kind=kind, count=count, steps=steps
         )
-        for x in jax.tree.leaves(result):
+        memory, likely = out[: 1 + (self.hook is not None)], out[1 + (self.hook is not None) :]
+        self._memory = Memory(memory[0], memory[1] if self.hook else None)
+        for x in (numbers, *likely):
             x.copy_to_host_async()
-        return result
+        return Result(numbers, self._memory, (likely[0], likely[1]) if likely else None)
 
     def _rows(self) -> np.ndarray:
         """What the step's program is told of each row if it has nothing to do; a new array, for JAX may keep it."""
@@ -162,7 +156,7 @@ class Pipeline:
     def _note(self, sequence: Sequence, row: int) -> None:
         tokens = np.zeros(self.residents.config.max_seq_len, np.int32)
         tokens[: len(sequence.tokens)] = sequence.tokens
-        self._memory = note_tokens(self._memory, np.int32(row), tokens)
+        self._memory = on_device.note_tokens(self._memory, np.int32(row), tokens)
         self._noted[row] = sequence
 
 

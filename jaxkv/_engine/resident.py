@@ -13,6 +13,7 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.errors import CacheError, OutOfBlocks
 from jaxkv._core.sharing import fork
 from jaxkv._core.tables import free, leave_windows
+from jaxkv._engine.program import cache_program
 from jaxkv._engine.scheduler import Sequence
 from jaxkv._tiers.host import swap_in, swap_out
 from jaxkv._tiers.kept import count_unused
@@ -35,10 +36,13 @@ class Residents:
     def __init__(self, config: CacheConfig, *, prefix: PrefixCache | None, swap: Swap, host_bandwidth: float):
         self.config, self.prefix, self.swap, self.host_bandwidth = config, prefix, swap, host_bandwidth
         self.block_size = config.block_size
-        self.cache: Cache = init(config)
+        self._landed: collections.deque[tuple[list[jax.Array], list[jax.Array]]] = collections.deque()
+        self._cache: Cache | None = None  # of `_leaves`, when it was asked for
+        self.cache = init(config)
+        self._structure = jax.tree.structure(self.cache)
+        self._settle, self._swap_in, self._fork = _programs(self._structure)
         self.seconds_per_token: float | None = None  # of the fastest step so far
         self.counts: collections.Counter[str] = collections.Counter()
-        self._landed: collections.deque[tuple[Any, Cache]] = collections.deque()
         self._empty([])
 
     def _empty(self, to_free: list[int]) -> None:
@@ -51,24 +55,40 @@ class Residents:
 
     # The device.
 
-    def call(self, program: Any, *arguments: Any, **static: Any) -> Any:
-        """What a compiled program returns that is given the cache to use up, as its first argument, and returns
-        `(out, cache)`.
+    @property
+    def cache(self) -> Cache:
+        """The cache as it is now."""
+        self._take_landed()
+        if self._cache is None:
+            self._cache = jax.tree.unflatten(self._structure, self._leaves)
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: Cache) -> None:
+        self._cache, self._leaves = cache, jax.tree.leaves(cache)
+
+    def call(self, program: Any, *arguments: Any, **options: Any) -> list[jax.Array]:
+        """What a `cache_program` returns that is given the cache to use up.
 
         An interrupt finds either cache whole: `map` and `extend` run to their end before Python can raise it.
         """
         self._landed.clear()
-        program = functools.partial(program, **static)
-        self._landed.extend(map(program, [self.cache], *([argument] for argument in arguments)))
-        out, self.cache = self._landed[0]
-        self._landed.clear()
+        program = functools.partial(program, **options)
+        self._landed.extend(map(program, [self._leaves], *([argument] for argument in arguments)))
+        out, _ = self._landed[0]
+        self._take_landed()
         self.clock += 1
         return out
+
+    def _take_landed(self) -> None:
+        if self._landed:
+            self._cache, self._leaves = None, self._landed[0][1]
+            self._landed.clear()
 
     def flush(self) -> Any:
         """Have the device free the rows that were given up; `room_of` the cache, on the device."""
         mask = np.isin(np.arange(self.config.max_seqs), self._to_free)
-        room = self.call(_settle, mask)
+        (room,) = self.call(self._settle, mask)
         self._to_free = []
         return room
 
@@ -81,7 +101,7 @@ class Residents:
     def warm(self) -> list[Any]:
         """What to call, one after another, to compile what is needed between steps."""
         rows = np.array([[0], [self.config.max_seqs]], np.int32)  # no such row: ignored
-        return [self.flush, lambda: self.call(_fork, *rows)]
+        return [self.flush, lambda: self.call(self._fork, *rows)]
 
     def measured(self, room: np.ndarray, taken: int, clock: int) -> None:
         """Note what room there was, so many blocks and changes ago."""
@@ -97,9 +117,7 @@ class Residents:
 
     def recover(self) -> None:
         """After an interrupt: every row is empty, whatever was under way. Raises CacheError if the cache is lost."""
-        if self._landed:
-            self.cache = self._landed[0][1]
-            self._landed.clear()
+        self._take_landed()
         if self.is_lost:
             raise CacheError(
                 "The engine's cache was lost when a step was interrupted in the middle: engine.reset() starts anew "
@@ -109,9 +127,7 @@ class Residents:
 
     def reset(self) -> None:
         """An empty cache, and an empty prefix cache."""
-        if self._landed:
-            self.cache = self._landed[0][1]
-            self._landed.clear()
+        self._take_landed()
         if self.is_lost:
             self.cache = init(self.config)
         if self.prefix is not None:
@@ -121,7 +137,7 @@ class Residents:
     @property
     def is_lost(self) -> bool:
         """Whether the cache was used up by a program that did not come to its end."""
-        return any(x.is_deleted() for x in jax.tree.leaves(self.cache))
+        return any(x.is_deleted() for x in self._leaves)
 
     # Room.
 
@@ -186,7 +202,7 @@ class Residents:
         sequence.row = row
         if sequence.host is not None:
             self.make_room(max(int(count[0]) for count in sequence.host.count))
-            self.call(_swap_in, np.array([row], np.int32), sequence.host)
+            self.call(self._swap_in, np.array([row], np.int32), sequence.host)
             sequence.cached, sequence.host = sequence.host.num_tokens, None
         elif self.prefix is not None and match is not None and match.num_tokens:
             try:
@@ -201,7 +217,7 @@ class Residents:
         """Give a sequence a row that goes on from what `source` holds."""
         row = self._take_row(must_be_empty=True)
         self.make_room(1)
-        self.call(_fork, np.array([source.row], np.int32), np.array([row], np.int32))
+        self.call(self._fork, np.array([source.row], np.int32), np.array([row], np.int32))
         sequence.row, sequence.cached = row, source.cached
 
     def offer(self, sequence: Sequence) -> None:
@@ -282,18 +298,19 @@ def room_of(cache: Cache) -> jax.Array:
     return jnp.stack([jnp.stack([t.num_free, count_unused(t)]) for t in cache.tables])
 
 
-@jax.jit(donate_argnums=0)
-def _settle(cache: Cache, rows: jax.Array) -> tuple[jax.Array, Cache]:
-    """Free rows, and give back what fell out of windows."""
-    cache = leave_windows(free(cache, rows))
-    return room_of(cache), cache
+@functools.lru_cache(maxsize=16)
+def _programs(structure: Any) -> tuple[Any, Any, Any]:
+    """What is computed between steps: free rows and give back what fell out of windows, `swap_in` and `fork`."""
 
+    def settle(cache: Cache, rows: jax.Array) -> tuple[jax.Array, Cache]:
+        cache = leave_windows(free(cache, rows))
+        return room_of(cache), cache
 
-@jax.jit(donate_argnums=0)
-def _swap_in(cache: Cache, rows: jax.Array, host: Any) -> tuple[None, Cache]:
-    return None, swap_in(cache, rows, host)
+    def swap_one_in(cache: Cache, rows: jax.Array, host: Any) -> tuple[None, Cache]:
+        return None, swap_in(cache, rows, host)
 
+    def fork_one(cache: Cache, src: jax.Array, dst: jax.Array) -> tuple[None, Cache]:
+        return None, fork(cache, src, dst)
 
-@jax.jit(donate_argnums=0)
-def _fork(cache: Cache, src: jax.Array, dst: jax.Array) -> tuple[None, Cache]:
-    return None, fork(cache, src, dst)
+    settle_, swap_, fork_ = (cache_program(structure, f) for f in (settle, swap_one_in, fork_one))
+    return settle_, swap_, fork_

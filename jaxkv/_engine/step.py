@@ -13,6 +13,7 @@ from jaxkv._core.cache import Cache
 from jaxkv._core.numbers import MOST_INDEX
 from jaxkv._core.plan import positions
 from jaxkv._core.tables import extend, leave_windows
+from jaxkv._engine.program import cache_program
 from jaxkv._engine.resident import room_of
 from jaxkv._engine.sampling import Kind, Sampling, choose, likeliest
 
@@ -45,22 +46,22 @@ class Memory(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What the host reads of n steps."""
+    """What n steps return beside the cache."""
 
     numbers: Any  # i32[n * S + 2 * groups]: the tokens chosen, -1 where a row's tokens did not fit; the room left
+    memory: Memory
     likeliest: tuple[jax.Array, jax.Array] | None  # f32 and i32 [n, S, 1 + count]: see `likeliest`
 
 
 @functools.lru_cache(maxsize=16)
-def step_program(model: Any, hook: Hook | None, leave: bool) -> Any:
-    """The compiled step of a model given as the structure of its pytree: engines with equal models share it.
+def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool) -> Any:
+    """The compiled step of a model and a cache given as structures of pytrees: engines with equal ones share it.
 
-    It is called as `program(cache, leaves, memory, rows, tokens, kind=, count=, steps=)`: the model's leaves, `rows`
-    i32[NUM_FIELDS, S], packed `tokens` i32[N] or None for a step of one token per row, of which there can be several;
-    `count` likeliest tokens are returned. It uses up the cache and the memory.
+    A `cache_program` with the arguments `leaves, memory, rows, tokens, kind=, count=, steps=`: the model's leaves,
+    `rows` i32[NUM_FIELDS, S], packed `tokens` i32[N] or None for a step of one token per row, of which there can be
+    several; `count` likeliest tokens are returned. It uses up the memory too, and returns a `Result`.
     """
 
-    @functools.partial(jax.jit, donate_argnums=(0, 2), static_argnames=("kind", "count", "steps"))
     def program(cache, leaves, memory, rows, tokens, *, kind: Kind, count: int, steps: int):
         step = functools.partial(
             _step, jax.tree.unflatten(model, leaves), hook, Sampling.unpack(rows[COLUMN]), kind, count, leave
@@ -85,9 +86,9 @@ def step_program(model: Any, hook: Hook | None, leave: bool) -> Any:
             out, cache, memory = step(cache, memory, tokens, counts, due)
         chosen, likely = out
         numbers = jnp.concatenate([chosen.ravel(), room_of(cache).ravel()])
-        return (Result(numbers, likely), memory), cache
+        return Result(numbers, memory, likely), cache
 
-    return program
+    return cache_program(structure, program, donate=(2,), static=("kind", "count", "steps"))
 
 
 def _step(model, hook, sampling, kind, count, leave, cache, memory, tokens, counts, due):

@@ -66,7 +66,9 @@ class _Fields:
         return value
 
     def refuse(self, name: str, value: Any, honoured: Any) -> ValueError:
-        return ValueError(f"{self.where} has {name} = {shown(value)}, which the decoder cannot honour; it knows {honoured}.")
+        return ValueError(
+            f"{self.where} has {name} = {shown(value)}, which the decoder cannot honour; it knows {honoured}."
+        )
 
     def finish(self) -> None:
         for name, allowed in MUST_BE.items():
@@ -92,9 +94,14 @@ def parse(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfi
     fields = _Fields(config, where)
     family = fields.take("model_type", None)
     if family not in FAMILIES:
-        raise ValueError(f"{where} is of the family (model_type) {shown(family)}, but the decoder knows {', '.join(FAMILIES)}.")
+        raise ValueError(
+            f"{where} is of the family (model_type) {shown(family)}, but the decoder knows {', '.join(FAMILIES)}."
+        )
     num_layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
-    num_heads, embed_dim = fields.size("num_attention_heads", most=MOST_HEADS), fields.size("hidden_size", most=MOST_DIM)
+    num_heads, embed_dim = (
+        fields.size("num_attention_heads", most=MOST_HEADS),
+        fields.size("hidden_size", most=MOST_DIM),
+    )
     max_seq_len = fields.size("max_position_embeddings")
     kv_default = [None] if family == "llama" else []
     num_kv_heads = fields.size("num_key_value_heads", *kv_default, most=MOST_HEADS) or num_heads
@@ -115,7 +122,9 @@ def parse(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfi
     scale = fields.number("query_pre_attn_scalar", 256, above=0) if family in GEMMA else head_dim
     attention_soft_cap = logit_soft_cap = None
     if family in GEMMA:
-        attention_soft_cap = fields.number("attn_logit_softcapping", 50.0 if family == "gemma2" else None, None, above=0)
+        attention_soft_cap = fields.number(
+            "attn_logit_softcapping", 50.0 if family == "gemma2" else None, None, above=0
+        )
         logit_soft_cap = fields.number("final_logit_softcapping", 30.0 if family == "gemma2" else None, None, above=0)
     if family == "gemma3_text" and attention_soft_cap is not None:  # transformers reads it and then ignores it
         raise fields.refuse("attn_logit_softcapping", attention_soft_cap, "None")
@@ -209,7 +218,7 @@ def _first(*values: Any) -> Any:
 def _rope(parameters: Any, theta: float, max_seq_len: int, where: str) -> Rope:
     fields = _Fields(parameters, f"The rotary embedding in {where}")
     old_name = fields.take("type", "default")
-    scaling = fields.take("rope_type", old_name)
+    scaling: Any = fields.take("rope_type", old_name)
     if not isinstance(scaling, str) or scaling not in ("default", "linear", "llama3"):
         raise fields.refuse("rope_type", scaling, "default, linear, llama3")
     if (partial := fields.number("partial_rotary_factor", None)) not in (None, 1.0):

@@ -156,6 +156,14 @@ def safe_maximum(m):
     return jnp.where(m == -jnp.inf, 0.0, m)
 
 
+def store(ref, x) -> None:
+    """Store what lies in registers as `LAYOUT` says, in whatever small pieces that takes."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:  # JAX 0.11
+        ref[...] = x
+
+
 def full(shape, value, layout):
     """A float32 array of one value, in registers."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

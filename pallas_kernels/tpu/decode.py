@@ -15,12 +15,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu.pages import LANES, MASKED, PAGE_BUFFER_BYTES, VMEM_BYTES, Pages, divide, sublanes
+from pallas_kernels.tpu.pages import LANES, MASKED, PAGE_BUFFER_BYTES, VMEM_BYTES, Pages, divide, sublanes, vector_bytes
 
 SEGMENT_TOKENS = 128
 SEGMENTS = 8
+AHEAD = 6  # so many segments' products with their keys are under way before the first's with its values
 BLOCK_ROWS = 64  # at most, a power of two: rows whose queries and output are in vector memory together
-BLOCK_BYTES = 2 * 2**20  # of them; they are buffered twice
+BLOCK_BYTES = 4 * 2**20  # of them; they are buffered twice
+STATE = 7  # scalars that go from one grid step to the next
 _CONTRACT_MINOR = (((1,), (1,)), ((), ()))
 _CONTRACT_INNER = (((1,), (0,)), ((), ()))
 
@@ -69,7 +71,7 @@ def decode(
     scratch = [
         pltpu.VMEM((2, segments * pages.pages_per_step, 2, num_kv_heads, pages.page_size, head_dim), kv.dtype),
         pltpu.SemaphoreType.DMA((2,)),
-        pltpu.SMEM((6,), jnp.int32),
+        pltpu.SMEM((STATE,), jnp.int32),
         pltpu.VMEM((heads, LANES), jnp.float32),
         pltpu.VMEM((heads, LANES), jnp.float32),
         pltpu.VMEM((heads, head_dim), jnp.float32),
@@ -85,7 +87,7 @@ def decode(
         aliases = {len(scalars) + len(inputs): len(outputs)}
         outputs.append((jax.ShapeDtypeStruct(kv.shape, kv.dtype), pool))
         tile = (segments, 2, num_kv_heads, sublanes(kv.dtype), head_dim)
-        scratch += [pltpu.VMEM(tile, kv.dtype), pltpu.SemaphoreType.DMA((segments,))]
+        scratch += [pltpu.VMEM(tile, kv.dtype), pltpu.SemaphoreType.DMA(())]
     inputs.append((kv, pool))
 
     arrays, in_specs = zip(*inputs, strict=True)
@@ -129,6 +131,28 @@ def segments_per_step(kv, rows: int, pages: Pages) -> int:
     segment_bytes = 2 * num_kv_heads * head_dim * kv.dtype.itemsize * pages.step_tokens
     most = rows * -(-pages.blocks_per_row * pages.block_size // pages.step_tokens)
     return max(1, min(SEGMENTS, PAGE_BUFFER_BYTES // (2 * segment_bytes), most))
+
+
+def decode_bytes(rows: int, heads: int, kv, tables, step_tokens: int = SEGMENT_TOKENS) -> int:
+    """Vector memory that the kernel takes, at most: all that it can be asked for."""
+    _, _, num_kv_heads, _, head_dim = kv.shape
+    pages = Pages.plan(kv, tables, None, step_tokens)
+    segments = segments_per_step(kv, rows, pages)
+    block = block_rows(rows, heads, num_kv_heads, head_dim, kv.dtype.itemsize)
+    twice = [
+        ((segments * pages.pages_per_step, 2, num_kv_heads, pages.page_size, head_dim), kv.dtype),
+        ((block, heads, head_dim), kv.dtype),
+        ((block, heads, head_dim), kv.dtype),
+        ((block, 2, num_kv_heads, head_dim), kv.dtype),
+        ((block, heads, LANES), jnp.float32),
+        ((heads, LANES), jnp.float32),
+    ]
+    once = [
+        ((2, heads, LANES), jnp.float32),
+        ((heads, head_dim), jnp.float32),
+        ((segments, 2, num_kv_heads, sublanes(kv.dtype), head_dim), kv.dtype),
+    ]
+    return 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
 
 
 def block_rows(rows: int, heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> int:
@@ -177,15 +201,6 @@ def _kernel(
         moved = after(jnp.where(there, row, 0), part)
         return tuple(jnp.where(there, new, old) for new, old in zip(moved, (row, part), strict=True))
 
-    def each_segment(row, part, do):
-        end = end_of_block(row)
-
-        def body(segment, at):
-            pl.when(at[0] < end)(lambda: do(segment, *at))
-            return segment_after(*at, end)
-
-        lax.fori_loop(0, segments, body, (row, part))
-
     def start(row, part, slot):
         """Start the copies of the step that begins there. Returns where the next begins, and how many pages come."""
         end = end_of_block(row)
@@ -210,17 +225,41 @@ def _kernel(
         these = buffers.at[slot, pl.ds(0, count)]  # as many as are coming, wherever they lie
         pl.when(count > 0)(lambda: pltpu.make_async_copy(these, these, arrived.at[slot]).wait())
 
-    def write_back(segment, row):
-        staged, semaphore = write
-        return _write_back(staged.at[segment], semaphore.at[segment], kv_hbm, targets[row], limits[row] - 1, pages)
+    def prepare(row, part, slot):
+        """Write the new tokens that a step's segments end with, and hide what no query sees. Returns how many."""
+        end = end_of_block(row)
 
-    def writes(row, part):
-        return (part + 1 == parts(row)) & (targets[row] > 0)
+        def body(segment, at):
+            row, part, written = at
+            safe = jnp.where(row < end, row, 0)
+            limit, here = limits[safe], buffer(slot, segment)
+            last = (row < end) & (part + 1 == parts(safe))
+            writes = last & (targets[safe] > 0)
+            if fused:
+
+                @pl.when(writes)
+                def _():
+                    staged, semaphore = write
+                    tile = staged.at[written]
+                    begin = (pages.first(limit - 1) + part * pages.pages_per_step) * pages.page_size
+                    _insert(new_ref.at[row - block * block_rows], here, limit - 1 - begin, pages, tile)
+                    _write_back(tile, semaphore, kv_hbm, targets[row], limit - 1, pages).start()
+
+            pl.when(row < end)(lambda: pages.hide_values(here, limit - 1, limit, part, parts(row)))
+            return *segment_after(row, part, end), written + jnp.where(writes, 1, 0)
+
+        return lax.fori_loop(0, segments, body, (row, part, jnp.int32(0)))[-1]
+
+    def await_writes(count):
+        if fused:
+            staged, semaphore = write
+            these = staged.at[pl.ds(0, count)]
+            pl.when(count > 0)(lambda: pltpu.make_async_copy(these, these, semaphore).wait())
 
     @pl.when(block == 0)
     def _():
         first = successors[0], jnp.int32(0)
-        for i, x in enumerate((*first, *start(*first, 0), 0)):
+        for i, x in enumerate((*first, *start(*first, 0), 0, 0)):
             state[i] = x
 
     out_ref[...] = jnp.zeros_like(out_ref)
@@ -228,23 +267,11 @@ def _kernel(
         lse_ref[...] = jnp.full_like(lse_ref, -jnp.inf)
 
     def step(_, at):
-        row, part, next_row, next_part, count, slot = at
+        row, part, next_row, next_part, count, slot, written = at
         beyond = start(next_row, next_part, 1 - slot)
         await_pages(slot, count)
-
-        def prepare(segment, row, part):
-            limit, here = limits[row], buffer(slot, segment)
-            if fused:
-
-                @pl.when(writes(row, part))
-                def _():
-                    begin = (pages.first(limit - 1) + part * pages.pages_per_step) * pages.page_size
-                    _insert(new_ref.at[row - block * block_rows], here, limit - 1 - begin, pages, write[0].at[segment])
-                    write_back(segment, row).start()
-
-            pages.hide_values(here, limit - 1, limit, part, parts(row))
-
-        each_segment(row, part, prepare)
+        await_writes(written)  # of the step before; they have left by now
+        written = prepare(row, part, slot)
         end, shown = end_of_block(row), row
         work, at = [], (row, part)
         for segment in range(segments):
@@ -252,46 +279,35 @@ def _kernel(
             shown = jnp.where(there, at[0], shown)  # a step's row, again where there is none
             work.append((there, shown, at[1], limits[shown], buffer(slot, segment)))
             at = segment_after(*at, end)
+
         _attend(
             work, q_ref, block * block_rows, knobs, soft_cap, pages, sinks_ref, out_ref, lse_ref, max_ref, sum_ref,
             out_sum_ref,
         )  # fmt: skip
-        if fused:
-            each_segment(
-                row,
-                part,
-                lambda segment, row, part: pl.when(writes(row, part))(lambda: write_back(segment, row).wait()),
-            )
-        return next_row, next_part, *beyond, 1 - slot
+        return next_row, next_part, *beyond, 1 - slot, written
 
-    at = lax.fori_loop(0, counts[block], step, tuple(state[i] for i in range(6)))
-    for i in range(6):
+    at = lax.fori_loop(0, counts[block], step, tuple(state[i] for i in range(STATE)))
+    for i in range(STATE):
         state[i] = at[i]
+    pl.when(block == blocks - 1)(lambda: await_writes(at[-1]))
 
 
 def _attend(work, q_ref, first_row, knobs, soft_cap, pages, sinks_ref, out_ref, lse_ref, max_ref, sum_ref, out_sum_ref):
     """One step: each segment's softmax by itself, all heads at once, so that one's products run beside another's
     exponentials; then they are put together, row by row. There is no branch in it, for none may part them."""
-    _, heads, head_dim = q_ref.shape
     precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
     matmul = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-    before = max_ref[...], sum_ref[...], out_sum_ref[...]
     nothing = (
         jnp.full_like(max_ref, MASKED) if sinks_ref is None else sinks_ref[...],
         jnp.zeros_like(sum_ref) if sinks_ref is None else jnp.ones_like(sum_ref),
         jnp.zeros_like(out_sum_ref),
     )
-    for there, row, part, limit, buffer in work:
-        _, _, num_kv_heads, _, _ = buffer.shape
-        group = heads // num_kv_heads
-        q = q_ref[row - first_row]
 
-        def per_head(x, which, contract, buffer=buffer, num_kv_heads=num_kv_heads, group=group):
-            dense = (buffer[:, which, head].reshape(pages.step_tokens, head_dim) for head in range(num_kv_heads))
-            mine = (x[head * group : (head + 1) * group] for head in range(num_kv_heads))
-            return jnp.concatenate([matmul(a, b, contract) for a, b in zip(mine, dense, strict=True)])
+    def scores(_, row, part, limit, buffer):
+        return _per_head(q_ref[row - first_row], buffer, 0, matmul)
 
-        logits = per_head(q, 0, _CONTRACT_MINOR) * knobs[0]
+    def soften(logits, _, row, part, limit, buffer):
+        logits = logits * knobs[0]
         if soft_cap:
             logits = knobs[1] * jnp.tanh(logits / knobs[1])
         start = (pages.first(limit - 1) + part * pages.pages_per_step) * pages.page_size
@@ -300,25 +316,64 @@ def _attend(work, q_ref, first_row, knobs, soft_cap, pages, sinks_ref, out_ref, 
         if pages.window is not None:
             seen &= position >= limit - pages.window
         logits = jnp.where(seen, logits, MASKED)
-        its_max = jnp.broadcast_to(jnp.max(logits, axis=1, keepdims=True), max_ref.shape)
-        weights = jnp.exp(logits - its_max[:, :1])
-        its_sum = jnp.sum(weights, axis=1, keepdims=True)
-        its_out = per_head(weights.astype(q.dtype), 1, _CONTRACT_INNER)
+        highest = jnp.broadcast_to(jnp.max(logits, axis=1, keepdims=True), max_ref.shape)
+        weights = jnp.exp(logits - _as_wide(highest, logits))
+        return highest, jnp.broadcast_to(jnp.sum(weights, axis=1, keepdims=True), sum_ref.shape), weights
 
+    def accumulate(so_far, highest, weights_sum, weights, there, row, part, limit, buffer):
+        out = _per_head(weights.astype(q_ref.dtype), buffer, 1, matmul)
         begins = there & (part == 0)
-        so_far = [lax.select(begins, new, old) for new, old in zip(nothing, before, strict=True)]
-        now = jnp.maximum(so_far[0], its_max)
-        shrink, mine = jnp.exp(so_far[0] - now), jnp.exp(its_max - now)
-        after = (
-            now,
-            shrink * so_far[1] + mine * its_sum,
-            shrink[:, :1] * so_far[2] + mine[:, :1] * its_out,
-        )
-        before = tuple(lax.select(there, new, old) for new, old in zip(after, before, strict=True))
-        out_ref[row - first_row] = (before[2] / before[1][:, :1]).astype(out_ref.dtype)  # the row's last one stays
+        high, total, out_sum = (lax.select(begins, new, old) for new, old in zip(nothing, so_far, strict=True))
+        now = jnp.maximum(high, highest)
+        shrink, mine = jnp.exp(high - now), jnp.exp(highest - now)
+        total = shrink * total + mine * weights_sum
+        out_sum = _as_wide(shrink, out) * out_sum + _as_wide(mine, out) * out
+        so_far = tuple(lax.select(there, new, old) for new, old in zip((now, total, out_sum), so_far, strict=True))
+        # Every segment gives its row's output, and the row's last one stays.
+        out_ref[row - first_row] = (so_far[2] / _as_wide(so_far[1], out)).astype(out_ref.dtype)
         if lse_ref is not None:
-            lse_ref[row - first_row] = before[0] + jnp.log(before[1])
-    max_ref[...], sum_ref[...], out_sum_ref[...] = before
+            lse_ref[row - first_row] = so_far[0] + jnp.log(so_far[1])
+        return so_far
+
+    # The matrix unit keeps its order: unless the products with the keys run ahead of those with the values, each
+    # segment waits for the one before.
+    so_far, logits, softmaxes = (max_ref[...], sum_ref[...], out_sum_ref[...]), {}, {}
+    for i in range(-AHEAD, len(work) + 1):
+        if i + AHEAD < len(work):
+            logits[i + AHEAD] = scores(*work[i + AHEAD])
+        if 0 <= i < len(work):
+            softmaxes[i] = soften(logits.pop(i), *work[i])
+        if i >= 1:
+            so_far = accumulate(so_far, *softmaxes.pop(i - 1), *work[i - 1])
+    max_ref[...], sum_ref[...], out_sum_ref[...] = so_far
+
+
+def _as_wide(x, like):
+    """`x [H, LANES]`, the same in all lanes, as wide as `like`: no lane needs to be moved for it."""
+    lanes = like.shape[1]
+    return jnp.concatenate([x] * -(-lanes // LANES), axis=1)[:, :lanes]
+
+
+def _per_head(x, buffer, which, matmul):
+    """The products of each head's rows of `x` and its keys (0) or values (1), one below the other.
+
+    Two heads meet in one product, side by side, where that fills the matrix unit's columns; of the four parts of its
+    result two are kept. What comes of one head's NaN stays in its own columns.
+    """
+    num_pages, _, num_kv_heads, page_size, head_dim = buffer.shape
+    tokens, group = num_pages * page_size, x.shape[0] // num_kv_heads
+    width = tokens if which == 0 else head_dim
+    pair = 2 if num_kv_heads % 2 == 0 and width == LANES else 1
+    results = []
+    for head in range(0, num_kv_heads, pair):
+        theirs = [buffer[:, which, head + i].reshape(tokens, head_dim) for i in range(pair)]
+        contract = _CONTRACT_MINOR if which == 0 else _CONTRACT_INNER
+        result = matmul(x[head * group : (head + pair) * group], jnp.concatenate(theirs, axis=which), contract)
+        if pair == 2:
+            first = lax.broadcasted_iota(jnp.int32, (2 * group, width), 0) < group
+            result = jnp.where(first, result[:, :width], result[:, width:])
+        results.append(result)
+    return jnp.concatenate(results)
 
 
 def _insert(new_ref, buffer, offset, pages, staged):

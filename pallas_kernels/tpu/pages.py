@@ -5,6 +5,7 @@ unit works on at once: pages of some hundred tokens, in one of two buffers, whil
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 SMEM_ENTRIES = 250_000  # i32 that fit the 1 MiB of scalar memory, with some room for the rest
 PAGE_BUFFER_BYTES = 16 * 2**20  # of vector memory, for both buffers
-VMEM_BYTES = 48 * 2**20  # what a kernel may use in all: v5p and tpu7x have 64 MiB
+VMEM_BYTES = 48 * 2**20  # what a kernel may use in all: v5p and tpu7x have 64 MiB, of which XLA wants its part
 LANES = 128
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # a logit not seen; finite, so that MASKED - MASKED is not NaN
 
@@ -22,6 +23,13 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # a logit not seen; finite, s
 def sublanes(dtype) -> int:
     """Rows of a register tile: slices of a block must be multiples of it."""
     return 32 // jnp.dtype(dtype).itemsize
+
+
+def vector_bytes(shape: tuple[int, ...], dtype) -> int:
+    """Of an array in vector memory, where the last two axes come in whole register tiles."""
+    *outer, rows, lanes = shape
+    tile = sublanes(dtype)
+    return math.prod(outer) * -(-rows // tile) * tile * -(-lanes // LANES) * LANES * jnp.dtype(dtype).itemsize
 
 
 def divide(x: jax.Array, by: int) -> jax.Array:
@@ -33,6 +41,8 @@ def divide(x: jax.Array, by: int) -> jax.Array:
 
 def pad(x: jax.Array, size: int, axis: int = -1) -> jax.Array:
     """Zeros at the end of an axis, to make it `size` long."""
+    if x.shape[axis] == size:
+        return x
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, size - x.shape[axis])
     return jnp.pad(x, widths)
@@ -124,9 +134,11 @@ class Pages:
         if window is not None:
             pl.when(step == 0)(lambda: keep(0, lambda position: position > oldest - window))
 
-        @pl.when(step + 1 == steps)
+        held = self.stop(limit) - begin
+        full = limit == (begin + self.pages_per_step) * self.page_size
+
+        @pl.when((step + 1 == steps) & ~full)
         def _():
-            held = self.stop(limit) - begin
             keep(held - 1, lambda position: position < limit)
 
             def clear(page, _):

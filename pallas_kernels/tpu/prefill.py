@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu.pages import LANES, MASKED, VMEM_BYTES, Pages, sublanes
+from pallas_kernels.tpu.pages import LANES, MASKED, VMEM_BYTES, Pages, sublanes, vector_bytes
 
 STEP_TOKENS = 256
 HEADS_TOGETHER = 8  # as many heads are worked on without a loop
@@ -156,6 +156,24 @@ def prefill(
         name="paged_prefill",
     )(*scalars, *arrays)
     return results[0], results[1].reshape(-1, num_heads, tile_tokens) if return_lse else None
+
+
+def prefill_bytes(tile_tokens: int, heads: int, kv, tables, step_tokens: int = STEP_TOKENS) -> int:
+    """Vector memory that the kernel takes, at most: all that it can be asked for."""
+    _, _, num_kv_heads, _, head_dim = kv.shape
+    queries = heads // num_kv_heads * tile_tokens
+    pages = Pages.plan(kv, tables, None, step_tokens)
+    statistics = ((num_kv_heads, 1, queries), jnp.float32)
+    twice = [
+        ((pages.pages_per_step, 2, num_kv_heads, pages.page_size, head_dim), kv.dtype),
+        ((tile_tokens, heads, head_dim), kv.dtype),
+        ((tile_tokens, heads, head_dim), kv.dtype),
+        statistics,  # the LSE
+        statistics,  # the sinks
+        statistics,  # maxima and sums
+    ]
+    once = [((num_kv_heads, queries, head_dim), kv.dtype), ((num_kv_heads, head_dim, queries), jnp.float32)]
+    return 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
 
 
 def _kernel(

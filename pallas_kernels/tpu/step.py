@@ -6,11 +6,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.tokens import default_offsets
 from pallas_kernels.tpu.decode import decode
-from pallas_kernels.tpu.pages import LANES, pad
-from pallas_kernels.tpu.prefill import make_tiles, prefill
+from pallas_kernels.tpu.pages import LANES, VMEM_BYTES, pad
+from pallas_kernels.tpu.prefill import make_tiles, prefill, prefill_bytes
 
 TILE_QUERIES = 512  # tokens x heads of a group: enough to hide the loading of keys
-TILE_BYTES = 2 * 2**20  # of a tile's queries: they are buffered twice, and so is their output
 
 
 def attend(
@@ -23,8 +22,9 @@ def attend(
             q, kv, tables, lengths, new, scale=scale, return_lse=return_lse, interpret=interpret, **options
         )[0]
     *token_axes, num_heads, head_dim = q.shape
-    rows, num_kv_heads, stored = tables.shape[0], kv.shape[2], kv.shape[-1]
-    group = num_heads // num_kv_heads
+    rows, stored = tables.shape[0], kv.shape[-1]
+    if not q.size:
+        return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if return_lse else q
     lengths = jnp.clip(lengths, new, tables.shape[1] * kv.shape[3])
     tables = jnp.clip(tables, 0, kv.shape[0] - 1)
     options |= {"scale": head_dim**-0.5 if scale is None else scale, "return_lse": return_lse, "interpret": interpret}
@@ -36,7 +36,7 @@ def attend(
     else:
         begin = default_offsets(new) if offsets is None else offsets
     single = new == 1
-    size = tile_tokens(group, token_axes[-1], num_heads * stored * q.dtype.itemsize)
+    size = tile_tokens(token_axes[-1], num_heads, kv, tables)
     tiles = make_tiles(begin, lengths, new, single, places=places, tile_tokens=size)
     out, lse = prefill(flat, kv, tables, tiles, tile_tokens=size, **options)
     at = jnp.clip(begin, 0, places - 1)
@@ -82,9 +82,16 @@ def decode_step(
     return (out, lse[:, None]) if return_lse else out, kv
 
 
-def tile_tokens(group: int, most: int, token_bytes: int) -> int:
+def tile_tokens(most: int, num_heads: int, kv, tables) -> int:
     """Tokens of a tile: a power of two, so that its queries fill whole registers; no more than `most` needs."""
+    group = num_heads // kv.shape[2]
     tokens = max(LANES // math.gcd(group, LANES), 16)
-    while 2 * tokens * group <= TILE_QUERIES and 2 * tokens * token_bytes <= TILE_BYTES and tokens < most:
+    while (
+        2 * tokens * group <= TILE_QUERIES
+        and tokens < most
+        and prefill_bytes(2 * tokens, num_heads, kv, tables) <= VMEM_BYTES
+    ):
         tokens *= 2
+    while tokens > 16 and prefill_bytes(tokens, num_heads, kv, tables) > VMEM_BYTES:
+        tokens //= 2  # not all of a register's lanes are used then
     return tokens

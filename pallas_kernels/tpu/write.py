@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tokens import default_offsets, locate
-from pallas_kernels.tpu.pages import VMEM_BYTES, pad, sublanes
+from pallas_kernels.tpu.pages import SMEM_ENTRIES, VMEM_BYTES, pad, sublanes, vector_bytes
 
 PAGE_TOKENS = 32  # at most, for a page is fetched and sent whole even if one token of it is new
 RING_BYTES = 24 * 2**20  # of vector memory
@@ -37,7 +37,8 @@ def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, interpret=False):
     """What [`pallas_kernels.write_kv`][] means, in place if kv is donated; tokens without a block go nowhere."""
     k, v = (pad(x, kv.shape[-1]).astype(kv.dtype) for x in (k, v))
     page_size = page_tokens(kv)
-    if page_size is None or k.size == 0:
+    rows = tables.shape[0]
+    if page_size is None or not 0 < 5 * max_runs(k.shape[:-2], rows, page_size) <= SMEM_ENTRIES:
         return scatter(kv, k, v, tables, lengths, new, offsets)
     runs = find_runs(kv, k.shape[:-2], tables, lengths, new, offsets, page_size)
     flat = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
@@ -55,11 +56,29 @@ def page_tokens(kv) -> int | None:
 
 def slots(kv, page_size: int) -> int:
     """How many pages the ring holds: a power of two."""
-    _, _, num_kv_heads, _, head_dim = kv.shape
-    tile = sublanes(kv.dtype)
-    rows = 2 * -(-page_size // tile) * tile * num_kv_heads + page_size * -(-num_kv_heads // tile) * tile
-    count = RING_BYTES // (2 * rows * head_dim * kv.dtype.itemsize)
+    count = RING_BYTES // _slot_bytes(kv, page_size)
     return min(SLOTS, 1 << (count.bit_length() - 1)) if count else 0
+
+
+def _slot_bytes(kv, page_size: int) -> int:
+    """Of vector memory: new tokens, and the page before and after."""
+    _, _, num_kv_heads, _, head_dim = kv.shape
+    fresh = vector_bytes((2, page_size, num_kv_heads, head_dim), kv.dtype)
+    return fresh + 2 * vector_bytes((2, num_kv_heads, page_size, head_dim), kv.dtype)
+
+
+def write_bytes(kv) -> int:
+    """Vector memory that the kernel takes."""
+    page_size = page_tokens(kv)
+    return slots(kv, page_size) * _slot_bytes(kv, page_size) if page_size else 0
+
+
+def max_runs(token_axes: tuple[int, ...], rows: int, page_size: int) -> int:
+    """As many entries as a step's work list can have."""
+    places = token_axes[-1]
+    if len(token_axes) == 2:
+        return rows * min(places, (places - 1) // page_size + 2)
+    return min(places, places // page_size + 2 * rows)
 
 
 def find_runs(kv, token_axes: tuple[int, ...], tables, lengths, new, offsets, page_size: int) -> Runs:
@@ -68,13 +87,11 @@ def find_runs(kv, token_axes: tuple[int, ...], tables, lengths, new, offsets, pa
     parts = kv.shape[3] // page_size
     places = token_axes[-1]
     if len(token_axes) == 2:
-        offsets, tokens = jnp.arange(rows, dtype=jnp.int32) * places, rows * places
-        most = rows * min(places, (places - 1) // page_size + 2)
-    else:
-        offsets, tokens = default_offsets(new) if offsets is None else offsets, places
-        most = min(tokens, tokens // page_size + 2 * rows)
+        offsets = jnp.arange(rows, dtype=jnp.int32) * places
+    elif offsets is None:
+        offsets = default_offsets(new)
     before = lengths - new
-    there = jnp.clip(new, 0, places if len(token_axes) == 2 else tokens - offsets)
+    there = jnp.clip(new, 0, places if len(token_axes) == 2 else places - offsets)
     begin = jnp.maximum(before, 0)
     end = jnp.minimum(before + there, blocks_per_row * kv.shape[3])
     first = begin // page_size
@@ -82,7 +99,7 @@ def find_runs(kv, token_axes: tuple[int, ...], tables, lengths, new, offsets, pa
     stop = jnp.cumsum(count)
 
     # Each entry picks its row's numbers by comparing and adding: a few dense operations in place of as many gathers.
-    entry = jnp.arange(max(most, 1), dtype=jnp.int32)
+    entry = jnp.arange(max_runs(token_axes, rows, page_size), dtype=jnp.int32)
     mine = (entry[:, None] >= (stop - count)[None]) & (entry[:, None] < stop[None])
 
     def of_row(x):

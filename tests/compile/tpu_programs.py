@@ -16,8 +16,7 @@ os.environ |= {
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import pallas_kernels
 from pallas_kernels import SHAPES

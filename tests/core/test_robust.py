@@ -1,4 +1,4 @@
-"""Caches that callers come by in ways of their own, and rows that have failed: nothing ends in another library's words."""
+"""Caches that callers come by in ways of their own, and failed rows: nothing ends in another library's words."""
 
 import dataclasses
 
@@ -79,7 +79,9 @@ def test_what_a_config_settled_gives_way_and_what_was_said_does_not():
     contiguous = CONFIG.replace(layout="contiguous")
     assert dataclasses.replace(contiguous, max_seqs=5).num_blocks == 5
     by_tokens = jaxkv.CacheConfig(layers=(LAYER,), max_seqs=2, max_tokens=100)
-    assert jaxkv.CacheConfig(layers=(LAYER,), max_seqs=2, max_seq_len=9, num_blocks=by_tokens.num_blocks).num_blocks == 7
+    assert (
+        jaxkv.CacheConfig(layers=(LAYER,), max_seqs=2, max_seq_len=9, num_blocks=by_tokens.num_blocks).num_blocks == 7
+    )
     with pytest.raises(ValueError, match="name one of the two"):
         dataclasses.replace(CONFIG, max_tokens=99)
 

@@ -50,7 +50,9 @@ def queries(layer):
 
 
 def make():
-    config = jaxkv.CacheConfig(layers=LAYERS, max_seqs=ROWS, max_seq_len=24, num_blocks=18, block_size=4, dtype="float32")
+    config = jaxkv.CacheConfig(
+        layers=LAYERS, max_seqs=ROWS, max_seq_len=24, num_blocks=18, block_size=4, dtype="float32"
+    )
     return jaxkv.append(jaxkv.init(config), *step(), [4, 0, 3])
 
 

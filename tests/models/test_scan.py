@@ -15,8 +15,9 @@ from jaxkv.models import Decoder, DecoderConfig, Rope, load, save
 NEAR, FAR = Rope(theta=100.0), Rope(theta=10_000.0)
 CONFIG = DecoderConfig(
     family="gemma3_text", vocab_size=50, embed_dim=16, mlp_dim=24, num_heads=4, num_kv_heads=2, head_dim=8,
-    max_seq_len=64, windows=(4, 4, None) * 2 + (4,), ropes=(NEAR, NEAR, FAR) * 2 + (NEAR,),
-    attention_scale=8**-0.5, norm_offset=1.0, qk_norm=True, post_norms=True, activation="gelu_tanh", embed_scale=4.0, tie_embeddings=True,
+    max_seq_len=64, windows=(4, 4, None) * 2 + (4,), ropes=(NEAR, NEAR, FAR) * 2 + (NEAR,), norm_offset=1.0,
+    attention_scale=8**-0.5, qk_norm=True, post_norms=True, activation="gelu_tanh", embed_scale=4.0,
+    tie_embeddings=True,
 )  # fmt: skip
 
 

@@ -27,7 +27,9 @@ def test_trials_are_what_they_say(monkeypatch):
     for name, items in (("ring", [8]), ("one item for each of many tiles", [1] * 40)):
         trial = DECODE[name]
         trial.use_plans(monkeypatch)
-        rows, _ = work.decode_items(trial.inputs()[0].lengths, None, 64, trial.wave)
+        inputs = trial.inputs()[0]
+        taken = inputs.new > 0
+        rows, _ = work.decode_items(inputs.lengths, inputs.new, inputs.new, taken, None, 64, trial.wave, 100)
         sizes = rows[:, 2] - rows[:, 1]
         assert sizes[sizes > 0].tolist() == items
 

@@ -70,7 +70,9 @@ class Trial:
         prefill = tuning.PrefillPlan(Tile(tokens=self.prefill_tokens, stages=2))
         monkeypatch.setattr(tuning, "decode_plan", lambda *_: decode)
         monkeypatch.setattr(tuning, "prefill_plan", lambda *_: prefill)
+        monkeypatch.setattr(tuning, "merge_blocks", lambda: 2)
         monkeypatch.setattr(work, "WAVES", self.waves)
+        monkeypatch.setattr(work, "FEW_TILES", 1)
 
     def check(self, interpret) -> None:
         inputs, options = self.inputs()
@@ -123,14 +125,15 @@ DECODE = {
     # The window begins inside a block, a piece and a tile; before it there is NaN.
     "window": Trial(Case((300, 70, 237), (1, 1, 1), window=60, max_blocks=25, **ONE), poison_before_window=True),
     "window, cut": Trial(
-        Case((500, 70), (1, 1), window=330, block_size=32, sinks=True, max_blocks=25, **ONE),
+        Case((500, 200, 350), (1, 1, 1), window=330, block_size=32, sinks=True, max_blocks=25, **ONE),
         poison_before_window=True, **SMALL,
     ),
     "the window's first token": Trial(Case((190,), (1,), window=60, **ONE), loud=((0, 129), (0, 130))),
     "wild ids": Trial(
         Case((150, 30), (1, 1), **B16), poison=0.5, tables=((0, 1, 10**6), (0, 2, -7), (0, 3, 2**31 - 1)),
     ),
-    "beyond the table": Trial(Case((64, 40, 96), (1, 1, 1), **ONE), poison=0.5, lengths=(10**6, 40, 2**31 - 1)),
+    "beyond the table": Trial(Case((64, 40, 96), (1, 1, 1), **ONE), poison=0.5, lengths=(200, 40, 97)),
+    "far beyond the table": Trial(Case((64, 40, 96), (1, 1, 1), **ONE), poison=0.5, lengths=(10**6, 40, 2**31 - 1)),
     "extreme logits": Trial(Case((200, 20), (1, 1), scale=40.0, **ONE), **SMALL),
     "extreme logits, capped": Trial(Case((200, 20), (1, 1), scale=1e4, soft_cap=20.0, **ONE)),
     "sinks": Trial(Case((300, 1, 0), (1, 1, 0), window=60, sinks=True, block_size=256, **B16), **SMALL),
@@ -145,6 +148,16 @@ DECODE = {
     ),
     "group of 7": Trial(Case((40, 90), (1, 1), num_heads=14, stored_head_dim=128, max_blocks=9, **B16)),
     "explicit offsets": Trial(Case((90, 0, 40), (1, 0, 1), packed=True, **B16), gaps=2),
+    # A few new tokens a row, as when a draft is checked: each sees one more than the last, or has a window of its own.
+    "few tokens": Trial(Case((200, 5, 0, 64, 130), (3, 5, 0, 1, 2), **B16), **SMALL),
+    "few tokens, window": Trial(
+        Case((318, 70, 64), (5, 3, 5), window=61, block_size=32, sinks=True, max_blocks=25, **ONE),
+        poison_before_window=True, **SMALL,
+    ),
+    "few tokens, the window's first token": Trial(
+        Case((200,), (4,), num_heads=3, window=60, **ONE), loud=((0, 137), (0, 138), (0, 196)), **SMALL,
+    ),
+    "few tokens, more new than tokens": Trial(Case((64, 40), (5, 3), **ONE), poison=0.5, lengths=(3, 40)),
     "one item for each of many tiles": Trial(
         Case((64 * 39 + 5,), (1,), block_size=128, sinks=True, **ONE), wave=40,
     ),
@@ -157,7 +170,7 @@ PREFILL = {
         **SMALL,
     ),
     # Seven tiles in a ring of two, of a long context and few queries.
-    "ring": Trial(Case((440,), (5,), **ONE)),
+    "ring": Trial(Case((440,), (9,), **ONE)),
     "tails": Trial(Case((63, 191), (20, 3), **ONE)),
     "tails of wide tiles": Trial(Case((383,), (40,), num_heads=2, head_dim=128, **ONE), prefill_tokens=128),
     "wide tiles": Trial(Case((390,), (40,), num_heads=2, head_dim=128, **ONE), prefill_tokens=128),
@@ -182,10 +195,10 @@ PREFILL = {
     "tight items": Trial(Case((40, 33, 33), (33, 33, 33), packed=True, **ONE)),
     "explicit offsets": Trial(Case((90, 3, 40), (30, 1, 17), packed=True, **B16), gaps=2),
     "wild ids": Trial(
-        Case((150, 30), (9, 4), **B16), poison=0.5, tables=((0, 1, 10**6), (0, 2, -7), (0, 3, 2**31 - 1)),
+        Case((150, 30), (9, 4), packed=True, **B16), poison=0.5, tables=((0, 1, 10**6), (0, 2, -7), (0, 3, 2**31 - 1)),
     ),
-    "beyond the table": Trial(Case((64, 40), (7, 3), **ONE), poison=0.5, lengths=(10**6, 40)),
-    "more new tokens than tokens": Trial(Case((64, 40), (7, 3), **ONE), poison=0.5, lengths=(4, 40)),
+    "beyond the table": Trial(Case((64, 40), (9, 3), **ONE), poison=0.5, lengths=(10**6, 40)),
+    "more new tokens than tokens": Trial(Case((64, 40), (9, 3), **ONE), poison=0.5, lengths=(4, 40)),
     "extreme logits": Trial(Case((100, 20), (9, 2), scale=40.0, **ONE)),
     "nothing to prefill": Trial(Case((9, 3), (1, 0), packed=True, **B16)),
 }  # fmt: skip
