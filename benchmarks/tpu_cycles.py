@@ -106,8 +106,7 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
     """In a process of its own: compile one step, for the compiler to estimate."""
     import jax
     import numpy as np
-    from jax.experimental import pallas as pl
-    from jax.experimental import topologies
+    from jax.experimental import pallas as pl, topologies
     from jax.experimental.pallas import tpu as pltpu
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 

@@ -1,11 +1,13 @@
-"""Decode: one query token a row, the row's keys and values spread over as many thread blocks as fill the chip.
+"""Decode: a few query tokens a row, the row's keys and values spread over as many thread blocks as fill the chip.
 
 Two kernels. `split` runs one thread block per (work item, KV head): a producer warpgroup streams tiles of K and V from
 the pool's blocks into a ring of shared-memory slots with bulk copies, and a consumer warpgroup keeps a running softmax
-over them, as in https://crfm.stanford.edu/2023/10/12/flashdecoding.html. `merge` combines the items of a row.
+over them, as in https://crfm.stanford.edu/2023/10/12/flashdecoding.html. A row that is one item is done then. `merge`
+combines the items of the rows that were cut.
 
 The operands are swapped: S^T[tile, N] = K q^T and O^T[D, N] = V^T P^T, so that the keys fill the matrix unit's 64 rows
-and the query heads of one KV head are the N of 8, 16, 24 or 32, instead of being padded to 64.
+and the queries of one KV head are the N of 8, 16, 24 or 32, instead of being padded to 64: column c is head
+`c % group` of the row's new token `c // group`. Columns past those hold anything, and reach no other.
 
 What a thread block must not see is never left to a product with zero, since 0 * NaN is NaN: logits are selected, and
 V's unseen rows are overwritten with zeros in shared memory.
@@ -19,6 +21,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
@@ -31,41 +34,74 @@ from pallas_kernels.gpu.tiles import (
     probe,
     safe_maximum,
     select_seen_values,
+    store,
 )
+from pallas_kernels.gpu.work import UNUSED, WHOLE
+
+VECTOR = LAYOUT.reduce(0)  # how one value for each column lies in registers
 
 
-def split(q, kv, tables, items, scalars, *, tile: Tile, window, soft_cap: bool, interpret: InterpretParams = None):
+def split(
+    q, kv, tables, items, scalars, sinks, into=None, *, new_tokens, columns, tile: Tile, window, soft_cap: bool,
+    interpret: InterpretParams = None,
+):  # fmt: skip
     """Attention of each work item: a range of one row's tiles.
 
     Args:
-      q: `[S, K, N, D]`, the query heads of a KV head padded to a multiple of 8.
-      kv: the pool, `[num_blocks + 1, 2, K, block_size, D']` with `D' >= D`, D a multiple of 64.
+      q: `[N, H, D]`, D a multiple of 64: all tokens of the step.
+      kv: the pool, `[num_blocks + 1, 2, K, block_size, D']` with `D' >= D`.
       tables: `i32[S, M]`.
-      items: `i32[W, 4]`, see `decode_items`.
+      items: `i32[W, 12]`, see `decode_items`.
       scalars: `f32[2]`, see `logits_base2`.
+      sinks: `f32[K, columns]`, one more logit in each softmax's denominator, or None.
+      into: references to `[N, H, D]` and `f32[S, K, columns]`, of which only the items' own are written; None makes new
+        arrays, the rest of which holds anything.
+      new_tokens: tokens of each row, at most: `new_tokens * H // K <= columns`, a multiple of 8.
 
     Returns:
-      `f32[W, K, D, N]` and `f32[W, K, N]`: each item's output, normalised, and the base-2 logarithm of its softmax's
-      denominator. Those of an empty item are not written.
+      `f32[W, K, D, columns]` and `f32[W, K, columns]`: of each item of a row that was cut the normalised output, and
+      the base-2 logarithm of its softmax's denominator; then, if `into` is None, the output and its natural logarithm
+      for the rows that were not.
     """
-    _, num_kv_heads, columns, head_dim = q.shape
-    num_items = items.shape[0]
+    _, num_heads, head_dim = q.shape
+    num_rows, num_kv_heads, num_items = tables.shape[0], kv.shape[2], items.shape[0]
+    group = num_heads // num_kv_heads
     tokens, stages = tile.tokens, tile.stages
     pieces = tile.pieces(kv.shape[3])
 
-    def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, out_ref, lse_ref, *, scratch):
-        (q_s, k_s, v_s, p_s, out_s, lse_s), (q_ready, k_ready, v_ready, k_free, v_free) = scratch
+    def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, *others, scratch):
+        (q_s, k_s, v_s, p_s, rows_s), (q_ready, k_ready, v_ready, k_free, v_free) = scratch
+        sinks_ref, *others = (None, *others) if sinks is None else others
+        part_ref, part_lse_ref, out_ref, lse_ref = others if into is None else (*others[2:], *others[:2])
         item, head = lax.axis_index("item"), lax.axis_index("head")
         warpgroup = lax.axis_index("warpgroup")
-        row, start, stop, length = (items_ref[item, i] for i in range(4))
-        first_seen = jnp.int32(0) if window is None else jnp.maximum(length - window, 0)
+        row, start, stop, length, new, place, kind = (items_ref[item, i] for i in range(7))
+        first_seen = jnp.int32(0) if window is None else jnp.maximum(length - new - (window - 1), 0)
         num_tiles = stop - start
 
-        @pl.when((warpgroup == 0) & (num_tiles > 0))
+        def seen_by_column(shape, first):
+            """Which places of a tile each column sees."""
+            position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LAYOUT) + first
+            if new_tokens == 1:  # all see the same: fewer registers
+                seen = position < length
+                return seen if window is None else seen & (position >= first_seen)
+            token = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT), jnp.int32(group))
+            last = length - new + token
+            seen = (position <= last) & (token < new)
+            return seen if window is None else seen & (position > last - window)
+
+        @pl.when((warpgroup == 0) & (kind != UNUSED))
         def consume():
-            plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_s, q_ready)
+            for t in range(new_tokens):
+                source = q_ref.at[place + t, pl.ds(head * group, group)]
+                plgpu.copy_gmem_to_smem(source, rows_s.at[pl.ds(t * group, group)], q_ready)
+            if interpret is None and tuning.EARLY_LAUNCH:
+                plgpu.griddepcontrol_launch_dependents()
             scale, cap = scalars_ref[0], scalars_ref[1]
             plgpu.barrier_wait(q_ready)
+            # From the caller's layout, with any number of heads, into the matrix unit's.
+            q_s.T[...] = plgpu.load(rows_s.T, layout=LAYOUT, optimized=False)
+            plgpu.commit_smem()
 
             def step(i, carry):
                 acc, m, total = carry
@@ -81,11 +117,7 @@ def split(q, kv, tables, items, scalars, *, tile: Tile, window, soft_cap: bool, 
                 s = pl.run_scoped(keys_times_queries, plgpu.ACC((tokens, columns), jnp.float32))
                 plgpu.barrier_arrive(k_free.at[slot])
                 s = logits_base2(s, scale, cap if soft_cap else None)
-                position = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=LAYOUT) + first
-                seen = position < length
-                if window is not None:
-                    seen &= position >= first_seen
-                s = jnp.where(seen, s, -jnp.inf)
+                s = jnp.where(seen_by_column(s.shape, first), s, -jnp.inf)
                 m, old = jnp.maximum(m, s.max(axis=0)), m
                 safe = safe_maximum(m)
                 alpha = jnp.exp2(old - safe)
@@ -108,17 +140,25 @@ def split(q, kv, tables, items, scalars, *, tile: Tile, window, soft_cap: bool, 
                 return acc, m, total
 
             acc = full((head_dim, columns), 0.0, LAYOUT)
-            m = full((columns,), -jnp.inf, LAYOUT.reduce(0))
+            m = full((columns,), -jnp.inf, VECTOR)
             total = full((tokens, columns), 0.0, LAYOUT)
             acc, m, total = lax.fori_loop(0, num_tiles, step, (acc, m, total))
             total = total.sum(axis=0)
-            total = jnp.where(total == 0.0, 1.0, total)
-            out_s[...] = acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [1])
-            lse_s[...] = m + jnp.log2(total)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_s, out_ref.at[item, head])
-            plgpu.copy_smem_to_gmem(lse_s, lse_ref.at[item, head])
-            plgpu.wait_smem_to_gmem(0)
+
+            @pl.when(kind == WHOLE)
+            def write():
+                finish(
+                    (acc, m, total), None if sinks_ref is None else sinks_ref.at[head], rows_s,
+                    [out_ref.at[place + t, pl.ds(head * group, group)] for t in range(new_tokens)],
+                    lse_ref.at[row, head],
+                )  # fmt: skip
+
+            @pl.when(kind != WHOLE)
+            def leave_to_merge():
+                safe_total = jnp.where(total == 0.0, 1.0, total)
+                out = acc * lax.broadcast_in_dim(1.0 / safe_total, acc.shape, [1])
+                store(part_ref.at[item, head], out)
+                store(part_lse_ref.at[item, head], m + jnp.log2(safe_total))
 
         @pl.when((warpgroup == 1) & (num_tiles > 0))
         def produce():
@@ -132,47 +172,55 @@ def split(q, kv, tables, items, scalars, *, tile: Tile, window, soft_cap: bool, 
         buffers = (
             plgpu.SMEM((columns, head_dim), q.dtype, transforms=OPERAND), slots, slots,
             plgpu.SMEM((columns, tokens), q.dtype, transforms=OPERAND),
-            plgpu.SMEM((head_dim, columns), jnp.float32), plgpu.SMEM((columns,), jnp.float32),
+            plgpu.SMEM((columns, head_dim), q.dtype),  # the queries as they come, and in the end the output
         )  # fmt: skip
         ready = plgpu.Barrier(num_arrivals=pieces, num_barriers=stages)
         free = plgpu.Barrier(num_barriers=stages)
-        barriers = (plgpu.Barrier(), ready, ready, free, free)
+        barriers = (plgpu.Barrier(num_arrivals=new_tokens), ready, ready, free, free)
         pl.run_scoped(lambda *scratch: kernel(*refs, scratch=scratch), buffers, barriers, collective_axes="warpgroup")
 
+    shape = jax.ShapeDtypeStruct
+    outputs = (
+        shape((num_items, num_kv_heads, head_dim, columns), jnp.float32),
+        shape((num_items, num_kv_heads, columns), jnp.float32),
+    )
+    if into is None:
+        outputs = (*outputs, shape(q.shape, q.dtype), shape((num_rows, num_kv_heads, columns), jnp.float32))
+    operands = (q, kv, tables, items, scalars, *(() if sinks is None else (sinks,)), *(into or ()))
     return plgpu.kernel(
-        paged_decode_split,
-        out_type=(
-            jax.ShapeDtypeStruct((num_items, num_kv_heads, head_dim, columns), jnp.float32),
-            jax.ShapeDtypeStruct((num_items, num_kv_heads, columns), jnp.float32),
-        ),
+        paged_decode_split, out_type=outputs,
         grid=(num_items, num_kv_heads), grid_names=("item", "head"), num_threads=2, thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
-    )(q, kv, tables, items, scalars)  # fmt: skip
+    )(*operands)  # fmt: skip
 
 
-def merge(out, lse, first_item, sinks, *, dtype, interpret: InterpretParams = None):
-    """Combine the items of each row, and the sinks.
+def merge(
+    part, part_lse, items, sinks, into, *, new_tokens, most_cut, num_blocks, interpret: InterpretParams = None
+) -> None:
+    """Combine the items of each row that was cut.
 
     Args:
-      out, lse: what `split` returns.
-      first_item: `i32[S + 1]`: row s has the items from `first_item[s]` up to `first_item[s + 1]`.
-      sinks: `f32[K, N]`, one more logit in each softmax's denominator; -inf for none.
-
-    Returns:
-      `[S, K, N, D]` of `dtype`, and the natural logarithm of the denominators, `f32[S, K, N]`; 0 and -inf for a row
-      without items, whatever its sinks.
+      part, part_lse, items, sinks, new_tokens: as of `split`.
+      most_cut: see `decode_items`.
+      into: references to `split`'s output and its logarithm, where the rows' are written.
+      num_blocks: thread blocks to start, at most; each takes several rows if those are more.
     """
-    _, num_kv_heads, head_dim, columns = out.shape
-    num_rows = first_item.shape[0] - 1
-    vector = LAYOUT.reduce(0)
-    part = 64  # of the head_dim, in one thread block
+    _, num_kv_heads, head_dim, columns = part.shape
+    out, lse = into
+    group, dtype = out.shape[1] // num_kv_heads, out.dtype
+    width = 64  # of the head_dim, in one thread block
+    parts = head_dim // width
+    at_once = min(max(num_blocks // (num_kv_heads * parts), 1), most_cut)  # rows
     # Items loaded at once: one by one, each would cost the memory's whole latency. More where rows are few, and so cut
     # into many, while thread blocks that each need many registers still fit on the chip all at once.
-    ahead = (128 if num_rows * num_kv_heads <= 64 else 64) // columns
+    ahead = (128 if most_cut * num_kv_heads <= 64 else 64) // columns
 
-    def paged_decode_merge(out_ref, lse_ref, first_ref, sinks_ref, merged_ref, merged_lse_ref, merged_s, merged_lse_s):
-        row, head, d = (lax.axis_index(name) for name in ("row", "head", "part"))
-        first, stop = first_ref[row], first_ref[row + 1]
+    def paged_decode_merge(part_ref, part_lse_ref, items_ref, *others):
+        sinks_ref, out_ref, lse_ref, rows_s = (None, *others) if sinks is None else others
+        nth, head, d = (lax.axis_index(name) for name in ("row", "head", "part"))
+        num_cut = items_ref[nth, 11]
+        if interpret is None and tuning.EARLY_LAUNCH:
+            plgpu.griddepcontrol_wait()
 
         def combine(carry, x, x_lse):
             acc, m, total = carry
@@ -182,43 +230,63 @@ def merge(out, lse, first_item, sinks, *, dtype, interpret: InterpretParams = No
             acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
             return acc + x * lax.broadcast_in_dim(weight, acc.shape, [1]), m, total * alpha + weight
 
-        def step(i, carry):
-            items = [first + i * ahead + j for j in range(ahead)]
-            loaded = []
-            for item in items:
-                at = jnp.minimum(item, stop - 1)
-                x = plgpu.load(out_ref.at[at, head, pl.ds(d * part, part)], layout=LAYOUT, optimized=False)
-                x_lse = plgpu.load(lse_ref.at[at, head], layout=vector, optimized=False)
-                # Past the row's last item, it is loaded again, and weighs nothing.
-                loaded.append((x, x_lse + jnp.where(item < stop, 0.0, -jnp.inf)))
-            for x, x_lse in loaded:
-                carry = combine(carry, x, x_lse)
-            return carry
+        @pl.loop(0, lax.div(num_cut - nth + (at_once - 1), jnp.int32(at_once)))
+        def merge_row(i):
+            first, stop, row, place = (items_ref[nth + i * at_once, j] for j in range(7, 11))
 
-        carry = full((part, columns), 0.0, LAYOUT), full((columns,), -jnp.inf, vector), full((columns,), 0.0, vector)
-        acc, m, total = lax.fori_loop(0, lax.div(stop - first + (ahead - 1), jnp.int32(ahead)), step, carry)
-        sink = plgpu.load(sinks_ref.at[head], layout=vector, optimized=False) * math.log2(math.e)
-        sink += jnp.where(stop > first, 0.0, -jnp.inf)  # a row that sees nothing has no sink either
-        acc, m, total = combine((acc, m, total), jnp.zeros_like(acc), sink)
-        total = jnp.where(total == 0.0, 1.0, total)
-        merged_s.T[...] = (acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [1])).astype(dtype)
-        merged_lse_s[...] = (m + jnp.log2(total)) * math.log(2)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(merged_s, merged_ref.at[row, head, :, pl.ds(d * part, part)])
+            def step(i, carry):
+                items = [first + i * ahead + j for j in range(ahead)]
+                loaded = []
+                for item in items:
+                    at = jnp.minimum(item, stop - 1)
+                    x = plgpu.load(part_ref.at[at, head, pl.ds(d * width, width)], layout=LAYOUT, optimized=False)
+                    x_lse = plgpu.load(part_lse_ref.at[at, head], layout=VECTOR, optimized=False)
+                    # Past the row's last item, it is loaded again, and weighs nothing.
+                    loaded.append((x, x_lse + jnp.where(item < stop, 0.0, -jnp.inf)))
+                for x, x_lse in loaded:
+                    carry = combine(carry, x, x_lse)
+                return carry
 
-        @pl.when(d == 0)
-        def _():
-            plgpu.copy_smem_to_gmem(merged_lse_s, merged_lse_ref.at[row, head])
+            zero = (
+                full((width, columns), 0.0, LAYOUT),
+                full((columns,), -jnp.inf, VECTOR),
+                full((columns,), 0.0, VECTOR),
+            )
+            merged = lax.fori_loop(0, lax.div(stop - first + (ahead - 1), jnp.int32(ahead)), step, zero)
+            at = pl.ds(head * group, group), pl.ds(d * width, width)
+            finish(
+                merged, None if sinks is None else sinks_ref.at[head], rows_s,
+                [out_ref.at[place + t, *at] for t in range(new_tokens)], lse_ref.at[row, head],
+            )  # fmt: skip
 
-        plgpu.wait_smem_to_gmem(0)
-
-    return plgpu.kernel(
-        paged_decode_merge,
-        out_type=(
-            jax.ShapeDtypeStruct((num_rows, num_kv_heads, columns, head_dim), dtype),
-            jax.ShapeDtypeStruct((num_rows, num_kv_heads, columns), jnp.float32),
-        ),
-        grid=(num_rows, num_kv_heads, head_dim // part), grid_names=("row", "head", "part"),
-        scratch_types=[plgpu.SMEM((columns, part), dtype, transforms=OPERAND), plgpu.SMEM((columns,), jnp.float32)],
+    plgpu.kernel(
+        paged_decode_merge, out_type=(),
+        grid=(at_once, num_kv_heads, parts), grid_names=("row", "head", "part"),
+        scratch_types=[plgpu.SMEM((columns, width), dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
-    )(out, lse, first_item, sinks)  # fmt: skip
+    )(part, part_lse, items, *(() if sinks is None else (sinks,)), out, lse)  # fmt: skip
+
+
+def finish(softmax, sinks_ref, rows_s, tokens, lse_ref) -> None:
+    """Write a row's output where its tokens lie, by way of `rows_s`, and its logarithm.
+
+    Args:
+      softmax: the products with the values, their maximum and their sum, the queries as columns.
+      sinks_ref: `f32[columns]`, one more logit for each query that sees anything; or None.
+      tokens: for each of the row's tokens, where its heads' output goes.
+    """
+    acc, m, total = softmax
+    if sinks_ref is not None:
+        sink = plgpu.load(sinks_ref, layout=VECTOR, optimized=False) * math.log2(math.e)
+        m, old = jnp.maximum(m, jnp.where(m == -jnp.inf, -jnp.inf, sink)), m
+        safe = safe_maximum(m)
+        alpha = jnp.exp2(old - safe)
+        acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
+        total = total * alpha + jnp.where(m == -jnp.inf, 0.0, jnp.exp2(sink - safe))
+    total = jnp.where(total == 0.0, 1.0, total)
+    store(rows_s.T, (acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [1])).astype(rows_s.dtype))
+    store(lse_ref, (m + jnp.log2(total)) * math.log(2))
+    plgpu.commit_smem()
+    for t, token in enumerate(tokens):
+        plgpu.copy_smem_to_gmem(rows_s.at[pl.ds(t * token.shape[0], token.shape[0])], token)
+    plgpu.wait_smem_to_gmem(0)

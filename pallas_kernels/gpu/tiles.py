@@ -5,6 +5,7 @@ the longest run that divides both: every piece lies in one block, and is one bul
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -85,30 +86,33 @@ def fetch(kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, t
     piece, stages = tile.piece(block_size), tile.stages
     low, high = (lax.div(position, jnp.int32(piece)) for position in (first_seen, length - 1))
 
-    @pl.loop(0, num_tiles)
-    def fill(i):
-        slot = lax.rem(i, jnp.int32(stages))
-        places = []
-        for j in range(tile.pieces(block_size)):  # before the wait for a free slot, which hides the reads' latency
-            place = jnp.clip((start + i) * (tile.tokens // piece) + j, low, high) * piece
-            block = tables_ref[row, lax.div(place, jnp.int32(block_size))]
-            offset = 0 if block_size == piece else lax.rem(place, jnp.int32(block_size))
-            places.append((jnp.clip(block, 0, num_blocks - 1), pl.ds(offset, piece)))
-        for part, (slots_ref, ready_ref, free_ref) in enumerate(((k_s, k_ready, k_free), (v_s, v_ready, v_free))):
+    def stream(part, slots_ref, ready_ref, free_ref):
+        @pl.loop(0, num_tiles)
+        def fill(i):
+            slot = lax.rem(i, jnp.int32(stages))
+            places = []
+            for j in range(tile.pieces(block_size)):  # before the wait for a free slot, which hides the reads' latency
+                place = jnp.clip((start + i) * (tile.tokens // piece) + j, low, high) * piece
+                block = tables_ref[row, lax.div(place, jnp.int32(block_size))]
+                offset = 0 if block_size == piece else lax.rem(place, jnp.int32(block_size))
+                places.append((jnp.clip(block, 0, num_blocks - 1), pl.ds(offset, piece)))
 
             @pl.when(i >= stages)
-            def wait_until_free(free_ref=free_ref):
+            def wait_until_free():
                 plgpu.barrier_wait(free_ref.at[slot])
 
             for j, (block, span) in enumerate(places):
                 source = kv_ref.at[block, part, head, span, pl.ds(0, head_dim)]
                 plgpu.copy_gmem_to_smem(source, slots_ref.at[slot, pl.ds(j * piece, piece)], ready_ref.at[slot])
 
-    @pl.loop(jnp.maximum(num_tiles - stages, 0), num_tiles)
-    def drain(i):  # JAX 0.11's interpreter insists that every arrival is seen
-        slot = lax.rem(i, jnp.int32(stages))
-        plgpu.barrier_wait(k_free.at[slot])
-        plgpu.barrier_wait(v_free.at[slot])
+        @pl.loop(jnp.maximum(num_tiles - stages, 0), num_tiles)
+        def drain(i):  # JAX 0.11's interpreter insists that every arrival is seen
+            plgpu.barrier_wait(free_ref.at[lax.rem(i, jnp.int32(stages))])
+
+    @plgpu.warp_map  # a copy by one warp needs no barrier of all four; and K waits for no slot of V's
+    def one_warp_each(warp):
+        for part, refs in enumerate(((k_s, k_ready, k_free), (v_s, v_ready, v_free))):
+            pl.when(warp == part)(functools.partial(stream, part, *refs))
 
 
 def select_seen_values(v_ref, first, stop, *, share=0, shares: int = 1) -> None:
@@ -150,6 +154,14 @@ def logits_base2(s, scale, cap):
 def safe_maximum(m):
     """0 where nothing was seen yet, so that no difference is -inf - -inf."""
     return jnp.where(m == -jnp.inf, 0.0, m)
+
+
+def store(ref, x) -> None:
+    """Store what lies in registers as `LAYOUT` says, in whatever small pieces that takes."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:  # JAX 0.11
+        ref[...] = x
 
 
 def full(shape, value, layout):

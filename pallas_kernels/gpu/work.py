@@ -11,46 +11,70 @@ FEW_TILES = 4  # an item shorter than this spends its time on starting: only wha
 MOST_ITEMS = 132  # of one row
 
 
-def decode_capacity(num_rows: int, wave: int) -> tuple[int, int]:
-    """Items that `decode_items` has room for in all, and the most of one row.
+# What an item is: none, all of its row, or a part.
+UNUSED, WHOLE, PART = 0, 1, 2
+
+
+def decode_capacity(num_rows: int, wave: int, most_tiles: int) -> tuple[int, int]:
+    """Items that `decode_items` has room for in all, and the most of one row: 1 where rows are never cut.
 
     The kernel that merges a row's items goes through them a few at a time, so a row gets about as many as fill the chip
     twice, and no more than one for each multiprocessor.
     """
-    most = min(max(2 * wave, 64), MOST_ITEMS)
+    if most_tiles <= FEW_TILES:
+        return num_rows, 1
+    most = min(max(2 * wave, 64), MOST_ITEMS, most_tiles)
     return min(num_rows + WAVES * wave, num_rows * most), most
 
 
-def decode_items(lengths: jax.Array, window: int | None, tile_tokens: int, wave: int) -> tuple[jax.Array, jax.Array]:
+def decode_items(
+    lengths: jax.Array, new: jax.Array, place: jax.Array, taken: jax.Array, window: int | None, tile_tokens: int,
+    wave: int, most_tiles: int,
+) -> tuple[jax.Array, int]:  # fmt: skip
     """Cut the rows into items of about the same number of tiles, so that one long row spreads as widely as many short.
 
     With c tiles an item, rows of t tiles have ceil(t / c) items, in sum at most total / c and one more for each row.
 
     Args:
-      lengths: `i32[S]`, 0 for rows without work.
+      lengths, new: `i32[S]`; `new` is 0 for rows that have no token in the step, but whose places are to be written.
+      place: `i32[S]`: the row's first token among the step's.
+      taken: `bool[S]`: the rows to make items of.
       wave: the number of items that fill the chip once.
+      most_tiles: of a row, as its table allows.
 
     Returns:
-      items: `i32[W, 4]`: row, first tile, tile to stop before, and the row's length. W is of `decode_capacity`.
-      first_item: `i32[S + 1]`: where each row's items start.
+      items: `i32[W, 12]`, W of `decode_capacity`. In line w of item w: row, first tile, tile to stop before, the row's
+        length, new and place, and UNUSED, WHOLE or PART. Behind that, of the w-th row in parts: first item, item to
+        stop before, row, place; and, in every line, how many such rows there are.
+      most_cut: rows in parts, at most.
     """
     num_rows = lengths.shape[0]
-    num_items, most = decode_capacity(num_rows, wave)
-    first = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // tile_tokens
-    stop = -(-lengths // tile_tokens)
-    tiles = stop - first
+    num_items, most = decode_capacity(num_rows, wave, most_tiles)
+    most_cut = min(num_rows, num_items // 2) if most > 1 else 0
+    first = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - new - (window - 1), 0) // tile_tokens
+    tiles = jnp.where(taken & (new > 0), jnp.maximum(-(-lengths // tile_tokens) - first, 0), 0)
     total = tiles.sum(dtype=jnp.int32)
     size = jnp.maximum(-(-total // (WAVES * wave)), jnp.minimum(-(-total // wave), FEW_TILES))
     count = jnp.minimum(-(-tiles // jnp.maximum(size, 1)), most)
     size = -(-tiles // jnp.maximum(count, 1))  # of each row's items, as even as can be
-    first_item = _starts(-(-tiles // jnp.maximum(size, 1)))
-    item = jnp.arange(num_items, dtype=jnp.int32)
-    row = jnp.searchsorted(first_item[1:], item, side="right", method="compare_all").astype(jnp.int32)
-    used = row < num_rows
-    row = jnp.minimum(row, num_rows - 1)
-    start = first[row] + (item - first_item[row]) * size[row]
-    end = jnp.where(used, jnp.minimum(start + size[row], stop[row]), start)
-    return jnp.stack([row, start, end, lengths[row]], axis=1), first_item
+    count = jnp.where(taken, jnp.maximum(-(-tiles // jnp.maximum(size, 1)), 1), 0)
+
+    # [W, 12, S], summed over the rows: two kernels of XLA's in all, where gathers and a concatenation take more.
+    shape = num_items, 12, num_rows
+    item, column, row = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(3))
+    first_item, nth_cut = _starts(count), _starts((count > 1).astype(jnp.int32))
+    of_row = (first_item[:-1], first_item[1:], nth_cut[:-1], count, first, first + tiles, size, lengths, new, place)
+    start, stop, nth_cut, count, first, end, size, lengths, new, place = (
+        jax.lax.broadcast_in_dim(x, shape, [2]) for x in of_row
+    )
+    begin, is_cut = first + (item - start) * size, count > 1
+    of_item = (row, begin, jnp.minimum(begin + size, end), lengths, new, place, jnp.where(is_cut, PART, WHOLE))
+    of_cut = (start, stop, row, place)
+    its_own, its_cut = (item >= start) & (item < stop), is_cut & (item == nth_cut)
+    values = jnp.where((column == 11) & is_cut, 1, 0)
+    for i, value in enumerate((*of_item, *of_cut)):
+        values = jnp.where((column == i) & (its_own if i < len(of_item) else its_cut), value, values)
+    return values.sum(axis=2, dtype=jnp.int32), most_cut
 
 
 def prefill_items(
@@ -69,12 +93,10 @@ def prefill_items(
       index: `i32[W]`: each item's first token, counted from its row's first new one.
       first_item, place: `i32[S]`, `i32[W]`: token i of row s is in item `place[first_item[s] + i // item_tokens]`.
     """
-    num_rows = lengths.shape[0]
     first_item = _starts(-(-new // item_tokens))
     item = jnp.arange(num_items, dtype=jnp.int32)
     row = jnp.searchsorted(first_item[1:], item, side="right", method="compare_all").astype(jnp.int32)
-    used = row < num_rows
-    row = jnp.minimum(row, num_rows - 1)
+    row, used = jnp.minimum(row, len(new) - 1), item < first_item[-1]
     index = jnp.where(used, (item - first_item[row]) * item_tokens, 0)
     start = lengths[row] - new[row] + index
     stop = jnp.where(used, jnp.minimum(start + item_tokens, lengths[row]), start)
@@ -85,5 +107,7 @@ def prefill_items(
 
 
 def _starts(counts: jax.Array) -> jax.Array:
-    """`i32[S + 1]`: where each row's items start, and the end of the last."""
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+    """`i32[S + 1]`: where each row's items start, and the end of the last. Not a cumsum, which is two kernels."""
+    shape = len(counts) + 1, len(counts)
+    before = jax.lax.broadcasted_iota(jnp.int32, shape, 0) > jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return jnp.where(before, jax.lax.broadcast_in_dim(counts, shape, [1]), 0).sum(axis=1, dtype=jnp.int32)

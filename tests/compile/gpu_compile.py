@@ -60,6 +60,9 @@ def compile_(f, *arguments, **options):
             "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
             "bulk_copies": len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
             "proxy_fences": len(re.findall(r"fence\.proxy\.async", ptx)),
+            "early_launch": sorted(set(re.findall(r"griddepcontrol\.(\w+)", ptx))),
+            # Registers of a thread after the warpgroups have traded them: by those that took more, and that gave.
+            "traded": {k: int(n) for k, n in re.findall(r"setmaxnreg\.(\w+)\.sync\.aligned\.u32 (\d+)", ptx)},
         }
     return compiled, kernels
 
@@ -90,18 +93,61 @@ def options(head_dim, *, window=None, soft_cap=None, sinks=False):
     return lambda: attention(shape, tokens=64, sinks=sinks, dtype=jnp.float16 if head_dim == 96 else jnp.bfloat16)
 
 
-def without_fence():
-    """Negative control: V's and P's writes are not published to the matrix unit."""
+def changed(module, *changes, job):
+    """Negative control: a job with a line of a module changed."""
     from mutants import mutant
 
-    from pallas_kernels.gpu import decode, step
+    from pallas_kernels.gpu import step
 
-    fence = "                plgpu.commit_smem()\n                probe(interpret, v_s"
-    step.decode = mutant(decode, (fence, fence.replace("plgpu.commit_smem()", "pass")))
+    name = module.__name__.rpartition(".")[2]
+    setattr(step, name, mutant(module, *changes))
     try:
-        return attention(SHAPES["llama3-8b"])
+        return JOBS[job]()
     finally:
-        step.decode = decode
+        setattr(step, name, module)
+
+
+def without_fence():
+    """V's and P's writes are not published to the matrix unit."""
+    fence = "                plgpu.commit_smem()\n                probe(interpret, v_s"
+    return changed(gpu.decode, (fence, fence.replace("plgpu.commit_smem()", "pass")), job="llama3-8b")
+
+
+def too_many_registers():
+    """Consumers that ask for more registers than there are: they would wait for ever."""
+    return changed(gpu.prefill, ("set_max_registers(232", "set_max_registers(240"), job="llama3-8b-prefill")
+
+
+def launches():
+    """What the device is given to do, by width of the table and new tokens of a row: in a layer, and once in a step."""
+    shape, free = SHAPES["llama3-8b"], {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
+
+    def count(num_layers, blocks, tokens):
+        heads = (shape.num_kv_heads, shape.head_dim)
+        pools = tuple(array((NUM_BLOCKS, 2, shape.num_kv_heads, 16, shape.head_dim)) for _ in range(num_layers))
+        new = tuple(array((ROWS, tokens, *heads)) for _ in pools)
+        queries = tuple(array((ROWS, tokens, shape.num_heads, shape.head_dim)) for _ in pools)
+
+        def layers(pools, queries, new, tables, lengths, counts):
+            pools = [xla.write_kv(pool, kv, kv, tables, lengths, counts) for pool, kv in zip(pools, new, strict=True)]
+            attend = [
+                gpu.paged_attention(q, pool, tables, lengths, counts) for q, pool in zip(queries, pools, strict=True)
+            ]
+            return pools, attend
+
+        row = array((ROWS,), jnp.int32)
+        compiled = jax.jit(layers, donate_argnums=0).lower(
+            pools, queries, new, array((ROWS, blocks), jnp.int32), row, row
+        )
+        entry = re.search(r"^ENTRY .*?^}", compiled.compile().as_text(), re.DOTALL | re.MULTILINE).group()
+        return sum(name not in free for name in re.findall(r"^ .* = .*?[)\]}] ([\w-]+)\(", entry, re.MULTILINE))
+
+    found = {}
+    for blocks, tokens in ((128, 1), (16, 1), (128, 4)):
+        one, three = (count(n, blocks, tokens) for n in (1, 3))
+        layer = (three - one) / 2
+        found[f"{blocks}, {tokens}"] = {"layer": layer, "step": one - layer}
+    return found
 
 
 def step(*, donate=True, unique=True):
@@ -154,6 +200,9 @@ JOBS = {
     "gemma2-2b": named("gemma2-2b", block_size=128),
     "one-kv-head": lambda: attention(AttentionShape(32, 1, 128, num_layers=1)),
     "two-kv-heads": lambda: attention(AttentionShape(48, 2, 128, num_layers=1)),
+    "llama3-8b-4-tokens": named("llama3-8b", tokens=4),
+    "llama3-8b-8-tokens": named("llama3-8b", tokens=8),
+    "gemma2-2b-4-tokens": named("gemma2-2b", tokens=4, sinks=True),
     "llama3-8b-prefill": named("llama3-8b", tokens=2048, packed=True),
     "llama3.2-1b-prefill": named("llama3.2-1b", tokens=256),
     "qwen2.5-14b-prefill": named("qwen2.5-14b", tokens=256, block_size=64),
@@ -164,7 +213,9 @@ JOBS = {
     **{f"{head_dim}-soft-cap": options(head_dim, soft_cap=30.0) for head_dim in HEAD_DIMS},
     **{f"{head_dim}-all": options(head_dim, window=100, soft_cap=30.0, sinks=True) for head_dim in HEAD_DIMS},
     "step": step,
+    "launches": launches,
     "control-no-fence": without_fence,
+    "control-too-many-registers": too_many_registers,
     "control-not-donated": lambda: step(donate=False),
     "control-not-unique": lambda: step(unique=False),
 }

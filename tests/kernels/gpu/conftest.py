@@ -5,9 +5,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-from pallas_kernels.gpu import tuning
-from pallas_kernels.gpu.tiles import Tile
-
 
 @pytest.fixture
 def interpret():
@@ -23,12 +20,3 @@ def interpret():
         assert races is None or not races.races_found, "the kernels raced"
     finally:
         interpret_pallas_call.reset_gpu_interpret_mode_state()
-
-
-@pytest.fixture
-def small_plans(monkeypatch):
-    """Few thread blocks, which the interpreter runs one after another, and slots that are soon used again."""
-    decode = tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=6)
-    monkeypatch.setattr(tuning, "decode_plan", lambda head_dim, columns: decode)
-    prefill = tuning.PrefillPlan(Tile(tokens=64, stages=2))
-    monkeypatch.setattr(tuning, "prefill_plan", lambda head_dim, block_size: prefill)

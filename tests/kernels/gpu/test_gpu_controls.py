@@ -1,129 +1,229 @@
-"""Negative controls: each kernel with a known mistake must fail on the rung of the ladder that should catch it.
+"""Negative controls: the kernels with a known mistake must fail on the rung of the ladder that should catch it.
 
 The mistakes that only the compiler's output shows are in tests/compile.
 """
 
+import re
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from mutants import mutant
+from nightly import NIGHTLY
+from trials import DECODE, PREFILL, Trial
 
-from pallas_kernels import gpu, testing
-from pallas_kernels.gpu import decode, prefill, step, tiles, tuning, work
-from pallas_kernels.testing import Case
+from pallas_kernels import gpu
+from pallas_kernels.gpu import decode, prefill, step, tiles, work
 
-CASE = Case(lengths=(300,), new=(1,), num_heads=4, num_kv_heads=1, dtype="bfloat16")
-CHUNK = Case(lengths=(190,), new=(70,), num_heads=2, num_kv_heads=1, dtype="bfloat16")
-TILE = tiles.Tile(tokens=64, stages=2)
+pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="a known-bad kernel may hang a GPU")
 
 
-def outcome(case: Case = CASE) -> str:
-    """How interpreting a case ends: "right", "wrong", "race", "barrier", or the exception."""
-    inputs = testing.make_inputs(case)
+def outcome(trial: Trial) -> str:
+    """How interpreting a trial ends: "right", "wrong", "race", "barrier", "buffer has shape" (read
+    out of bounds), or the exception."""
     interpret_pallas_call.reset_gpu_interpret_mode_state()
-    interpret = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
     try:
-        out = jax.jit(lambda *inputs: gpu.paged_attention(*inputs, interpret=interpret))(*inputs)
-        out = np.asarray(out)
-        if interpret_pallas_call.get_races().races_found:
-            return "race"
-        testing.assert_close(out, testing.expected(case, inputs))
+        trial.check(plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64))
+        races = interpret_pallas_call.get_races()
+        return "race" if races is not None and races.races_found else "right"
     except AssertionError:
         return "wrong"
     except Exception as e:  # newer interpreters raise on a race, and on a barrier left behind
-        return "race" if "race" in str(e).lower() else "barrier" if "barrier" in str(e).lower() else repr(e)
+        named = re.findall(r"\brace\b|barrier|buffer has shape", str(e).lower())
+        return named[0] if named else repr(e)
     finally:
         interpret_pallas_call.reset_gpu_interpret_mode_state()
-    return "right"
 
 
-@pytest.fixture(autouse=True)
-def one_item(monkeypatch):
-    if jax.default_backend() == "gpu":
-        pytest.skip("a known-bad kernel may hang a GPU")
-    plan = tuning.DecodePlan(TILE, num_blocks=1)
-    monkeypatch.setattr(work, "WAVES", 1)
-    monkeypatch.setattr(tuning, "decode_plan", lambda head_dim, columns: plan)
-    monkeypatch.setattr(tuning, "prefill_plan", lambda head_dim, block_size: tuning.PrefillPlan(TILE))
+def put_in_place(module, changes, monkeypatch) -> None:
+    """Let the backend use `module` with these changes."""
+    copy = mutant(module, *changes)
+    if module is step:
+        monkeypatch.setattr(gpu, "paged_attention", copy.paged_attention)
+    elif module is tiles:
+        for user in (decode, prefill):
+            for name in ("fetch", "select_seen_values", "safe_maximum", "logits_base2"):
+                monkeypatch.setattr(user, name, getattr(copy, name))
+    else:
+        if module is work:
+            copy.WAVES, copy.FEW_TILES = work.WAVES, work.FEW_TILES
+        monkeypatch.setattr(step, module.__name__.rpartition(".")[2], copy)
 
 
-@pytest.mark.parametrize("case", [CASE, CHUNK], ids=["decode", "prefill"])
-def test_without_a_mistake(case):
-    assert outcome(case) == "right"
+def early(which: str) -> tuple[tuple[str, str], ...]:
+    """A slot that is released as soon as it is full."""
+    wait, free = f"plgpu.barrier_wait({which}_ready.at[slot])", f"plgpu.barrier_arrive({which}_free.at[slot])"
+    return (free, "pass"), (wait, f"{wait}; {free}")
 
 
-DECODE_MISTAKES = {
-    "V read before it arrives": ({"race", "wrong", "barrier"}, ("plgpu.barrier_wait(v_ready.at[slot])", "pass")),
-    "K's slot released before the product": (
-        {"race"},
-        ("plgpu.barrier_arrive(k_free.at[slot])", "pass"),
-        (
-            "plgpu.barrier_wait(k_ready.at[slot])",
-            "plgpu.barrier_wait(k_ready.at[slot]); plgpu.barrier_arrive(k_free.at[slot])",
-        ),
+UNSYNCHRONISED = {"race", "wrong", "barrier"}
+# By name: the module, the trial, how it may end, and what is changed. The first of each group are for every day.
+MISTAKES = {
+    "decode: V read before it arrives": (
+        decode, DECODE["ring"], UNSYNCHRONISED, ("plgpu.barrier_wait(v_ready.at[slot])", "pass"),
     ),
-    "V's slot released before the product": (
-        {"race"},
-        ("plgpu.barrier_arrive(v_free.at[slot])", "pass"),
-        (
-            "plgpu.barrier_wait(v_ready.at[slot])",
-            "plgpu.barrier_wait(v_ready.at[slot]); plgpu.barrier_arrive(v_free.at[slot])",
-        ),
+    "decode: K's slot released before the product": (decode, DECODE["ring"], {"race"}, *early("k")),
+    "decode: V's slot released before the product": (decode, DECODE["ring"], {"race"}, *early("v")),
+    "decode: queries read before they arrive": (
+        decode, DECODE["ring"], UNSYNCHRONISED, ("plgpu.barrier_wait(q_ready)", "pass"),
     ),
-    "one token too many": ({"wrong"}, ("seen = position < length", "seen = position < length + 1")),
-    "garbage times zero": (
-        {"wrong"}, ("select_seen_values(v_s.at[slot], first_seen - first, length - first)", "pass"),
+    "decode: one token too many": (
+        decode, DECODE["tails"], {"wrong"}, ("seen = position < length\n", "seen = position < length + 1\n"),
     ),
-    "sum not rescaled": (
-        {"wrong"}, ("total = total * lax.broadcast_in_dim(alpha, total.shape, [1]) + p", "total = total + p"),
+    "decode: garbage times zero": (
+        decode, DECODE["tails"], {"wrong"},
+        ("select_seen_values(v_s.at[slot], first_seen - first, length - first)", "pass"),
     ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mistake", DECODE_MISTAKES)
-def test_decode_mistake(mistake, monkeypatch):
-    if "released" in mistake and jax.__version_info__ < (0, 12):
-        pytest.skip("JAX 0.11's interpreter does not see this race")
-    expected, *changes = DECODE_MISTAKES[mistake]
-    monkeypatch.setattr(step, "decode", mutant(decode, *changes))
-    assert outcome() in expected
-
-
-FETCH_MISTAKES = {
-    "slot refilled while read": ({"race", "barrier"}, ("plgpu.barrier_wait(free_ref.at[slot])", "pass")),
-    "the wrong block": ({"wrong"}, ("(tile.tokens // piece) + j, low", "(tile.tokens // piece) + j + 1, low")),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mistake", FETCH_MISTAKES)
-def test_fetch_mistake(mistake, monkeypatch):
-    expected, *changes = FETCH_MISTAKES[mistake]
-    monkeypatch.setattr(decode, "fetch", mutant(tiles, *changes).fetch)
-    assert outcome() in expected
-
-
-PREFILL_MISTAKES = {
-    "a token sees its successor": ({"wrong"}, ("seen = key <= query", "seen = key <= query + 1")),
-    "a tile taken for wholly seen": (
-        {"wrong"},
+    "decode: V's tail off by one": (
+        decode, DECODE["tails"], {"wrong"}, ("(first + tokens > length))", "(first + tokens > length + 1))"),
+    ),
+    "decode: V before the window": (
+        decode, DECODE["window"], {"wrong"}, ("(first < first_seen) | (first + tokens", "(first + tokens"),
+    ),
+    "decode: a window one too wide": (
+        decode, DECODE["the window's first token"], {"wrong"}, ("position >= first_seen", "position >= first_seen - 1"),
+    ),
+    "decode: a window one too narrow": (
+        decode, DECODE["the window's first token"], {"wrong"}, ("position >= first_seen", "position > first_seen"),
+    ),
+    "decode: sum not rescaled": (
+        decode, DECODE["ring"], {"wrong"},
+        ("total = total * lax.broadcast_in_dim(alpha, total.shape, [1]) + p", "total = total + p"),
+    ),
+    "decode: the first KV head's queries for all": (
+        decode, DECODE["lengths"], {"wrong"},
+        ("source = q_ref.at[place + t, pl.ds(head * group, group)]", "source = q_ref.at[place + t, pl.ds(0, group)]"),
+    ),
+    "decode: rows that see nothing not written": (
+        decode, DECODE["lengths"], {"wrong"},
+        ("(warpgroup == 0) & (kind != UNUSED)", "(warpgroup == 0) & (num_tiles > 0)"),
+    ),
+    "decode: a sink for who sees nothing": (
+        decode, DECODE["sinks"], {"wrong"}, ("jnp.where(m == -jnp.inf, -jnp.inf, sink)", "sink"),
+    ),
+    "decode: a token sees its successor": (
+        decode, DECODE["few tokens"], {"wrong"}, ("last = length - new + token", "last = length - new + token + 1"),
+    ),
+    "decode: padding sees the row": (decode, DECODE["few tokens"], {"wrong"}, (" & (token < new)", "")),
+    "decode: one window for all tokens": (
+        decode, DECODE["few tokens, the window's first token"], {"wrong"},
+        ("position > last - window", "position >= first_seen"),
+    ),
+    "decode: the window of the last token": (
+        decode, DECODE["few tokens, window"], {"wrong"},
+        ("jnp.maximum(length - new - (window - 1), 0)", "jnp.maximum(length - window, 0)"),
+    ),
+    "merge: the last item counted again": (
+        decode, DECODE["window, cut"], {"wrong"}, ("jnp.where(item < stop, 0.0, -jnp.inf)", "0.0"),
+    ),
+    "merge: a row that no thread block takes": (
+        decode, DECODE["window, cut"], {"wrong"}, ("items_ref[nth + i * at_once, j]", "items_ref[nth + i, j]"),
+    ),
+    "merge: parts not weighed": (
+        decode, DECODE["window, cut"], {"wrong"}, ("jnp.exp2(x_lse - safe)", "jnp.where(x_lse == -jnp.inf, 0.0, 1.0)"),
+    ),
+    "fetch: slot refilled while read": (
+        tiles, DECODE["ring"], {"race", "barrier"}, ("plgpu.barrier_wait(free_ref.at[slot])", "pass"),
+    ),
+    "fetch: the wrong block": (
+        tiles, DECODE["ring"], {"wrong"}, ("(tile.tokens // piece) + j, low", "(tile.tokens // piece) + j + 1, low"),
+    ),
+    "fetch: ids beyond the pool": (
+        tiles, DECODE["wild ids"], {"wrong"}, ("jnp.clip(block, 0, num_blocks - 1)", "jnp.maximum(block, 0)"),
+    ),
+    "fetch: negative ids": (
+        tiles, DECODE["wild ids"], {"wrong"},
+        ("jnp.clip(block, 0, num_blocks - 1)", "jnp.minimum(block, num_blocks - 1)"),
+    ),
+    "values: one too many kept": (tiles, DECODE["tails"], {"wrong"}, ("(place < stop)", "(place <= stop)")),
+    "values: one too many kept before the window": (
+        tiles, DECODE["window"], {"wrong"}, ("(place >= first)", "(place >= first - 1)"),
+    ),
+    "softmax: no maximum yet": (
+        tiles, DECODE["few tokens"], {"wrong"}, ("return jnp.where(m == -jnp.inf, 0.0, m)", "return m"),
+    ),
+    "prefill: a token sees its successor": (
+        prefill, PREFILL["ring"], {"wrong"}, ("seen = key <= query", "seen = key <= query + 1"),
+    ),
+    "prefill: a tile taken for wholly seen": (
+        prefill, PREFILL["ring"], {"wrong"},
         ("partly_seen = first + (tokens - 1) > first_token", "partly_seen = first > first_token"),
     ),
-    "V read before the other consumer cleaned its share": (
-        {"race", "wrong"},
+    "prefill: V read before the other consumer cleaned its share": (
+        prefill, PREFILL["tails of wide tiles"], {"race", "wrong"},
         ("plgpu.barrier_wait(v_selected.at[slot])", "pass"),
     ),
-    "a share of V cleaned by nobody": (
-        {"wrong", "race"},
+    "prefill: a share of V cleaned by nobody": (
+        prefill, PREFILL["tails of wide tiles"], {"wrong", "race"},
         ("share=warpgroup, shares=CONSUMERS", "share=warpgroup + 1, shares=CONSUMERS"),
     ),
-    "heads and tokens mixed up": ({"wrong"}, ("lax.div(query, jnp.int32(group))", "query")),
-}
+    "prefill: heads and tokens mixed up": (
+        prefill, PREFILL["ring"], {"wrong"}, ("lax.div(query, jnp.int32(group))", "query"),
+    ),
+    "prefill: a tile of the window's edge taken for wholly seen": (
+        prefill, PREFILL["the window's first token"], {"wrong"},
+        ("partly_seen |= first < stop - window", "partly_seen |= first < stop - window - 1"),
+    ),
+    "prefill: a window one too wide": (
+        prefill, PREFILL["the window's first token"], {"wrong"}, ("key > query - window", "key >= query - window"),
+    ),
+    "prefill: V before the window": (
+        prefill, PREFILL["window"], {"wrong"}, ("(first < first_seen) | (first + tokens", "(first + tokens"),
+    ),
+    "prefill: V's tail off by one": (
+        prefill, PREFILL["tails of wide tiles"], {"wrong"},
+        ("(first + tokens > stop))", "(first + tokens > stop + 1))"),
+    ),
+    "prefill: K's slot released before the product": (prefill, PREFILL["ring"], {"race"}, *early("k")),
+    "prefill: V's slot released before the product": (prefill, PREFILL["ring"], {"race"}, *early("v")),
+    "prefill: V read before it arrives": (
+        prefill, PREFILL["ring"], UNSYNCHRONISED, ("plgpu.barrier_wait(v_ready.at[slot])", "pass"),
+    ),
+    "prefill: output not rescaled": (
+        prefill, PREFILL["ring"], {"wrong"}, ("acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])\n", "\n"),
+    ),
+    "step: one item too few": (
+        step, PREFILL["tight items"], {"wrong"}, ("// item_tokens + rows  #", "// item_tokens + rows - 1  #"),
+    ),
+    "step: lengths beyond the table": (
+        step, DECODE["beyond the table"], {"wrong", "buffer has shape"},
+        ("jnp.clip(lengths, 0, tables.shape[1] * kv.shape[3])", "jnp.asarray(lengths)"),
+    ),
+    "step: offsets not heeded": (
+        step, DECODE["explicit offsets"], {"wrong"},
+        ("default_offsets(new) if offsets is None else offsets", "default_offsets(new)"),
+    ),
+    "step: padding not zeroed": (
+        step, PREFILL["packed"], {"wrong"}, ("seen = token.valid & (token.position >= 0)", "seen = token.row >= 0"),
+    ),
+    "work: the last tile left out": (
+        work, DECODE["ring"], {"wrong"},
+        ("jnp.maximum(-(-lengths // tile_tokens) - first, 0)", "jnp.maximum(lengths // tile_tokens - first, 0)"),
+    ),
+    "work: the first token's window not heeded": (
+        work, DECODE["few tokens, window"], {"wrong"}, ("lengths - new - (window - 1)", "lengths - window"),
+    ),
+}  # fmt: skip
+BY_DAY = (
+    "decode: V read before it arrives", "decode: V's tail off by one", "decode: V before the window",
+    "merge: a row that no thread block takes", "fetch: slot refilled while read", "fetch: ids beyond the pool",
+    "prefill: a tile of the window's edge taken for wholly seen", "prefill: V before the window",
+    "step: one item too few",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", PREFILL_MISTAKES)
-def test_prefill_mistake(mistake, monkeypatch):
-    expected, *changes = PREFILL_MISTAKES[mistake]
-    monkeypatch.setattr(step, "prefill", mutant(prefill, *changes))
-    assert outcome(CHUNK) in expected
+@pytest.mark.parametrize("name", MISTAKES if NIGHTLY else BY_DAY)
+def test_mistake(name, monkeypatch):
+    if "released" in name and jax.__version_info__ < (0, 12):
+        pytest.skip("JAX 0.11's interpreter does not see this race")
+    module, trial, expected, *changes = MISTAKES[name]
+    trial.use_plans(monkeypatch)
+    put_in_place(module, changes, monkeypatch)
+    assert outcome(trial) in expected
+
+
+def test_every_mistake_can_be_made():
+    """By day too: the text that each changes is still there."""
+    for module, _, _, *changes in MISTAKES.values():
+        mutant(module, *changes)

@@ -1,6 +1,7 @@
 """How the work is spread over the chip: arithmetic on the work lists, no kernel runs."""
 
 import heapq
+import types
 
 import numpy as np
 import pytest
@@ -19,22 +20,47 @@ def test_items_cover_every_token_once():
     assert items[at, 0] == 0 and index[at] == 48
 
 
+def decode_items(lengths, new=None, taken=None, window=None, wave=33, most_tiles=10**6):
+    lengths = np.array(lengths, np.int32)
+    new = np.minimum(lengths, 1) if new is None else np.array(new, np.int32)
+    taken = np.ones(len(lengths), bool) if taken is None else np.array(taken)
+    place = 10 * np.arange(len(lengths), dtype=np.int32)
+    items, most_cut = work.decode_items(lengths, new, place, taken, window, 64, wave, most_tiles)
+    return np.asarray(items), most_cut
+
+
 @pytest.mark.parametrize("wave", [1, 9, 33, 264])
 @pytest.mark.parametrize("window", [None, 100])
-def test_decode_items_are_even(window, wave):
+@pytest.mark.parametrize("new", [1, 4])
+def test_decode_items_are_even(new, window, wave):
     """One row 100 times as long as the rest is cut as finely as they are, and every tile seen is in one item."""
-    lengths = np.array([32_000, 300, 0, 300], np.int32)
-    items, first_item = (np.asarray(x) for x in work.decode_items(lengths, window, 64, wave))
+    lengths, taken = [32_000, 300, 0, 64, 300], [True, True, True, False, True]
+    items, most_cut = decode_items(lengths, [new, new, 0, new, new], taken, window, wave)
+    used = items[items[:, 6] != work.UNUSED]
+    assert (items[len(used) :, 6] == work.UNUSED).all() and (items[len(used) :, :3] == 0).all()
+    cut = []
     for row, length in enumerate(lengths):
-        first = 0 if window is None else max(length - window, 0) // 64
-        tiles = [t for _, start, stop, _ in items[first_item[row] : first_item[row + 1]] for t in range(start, stop)]
-        assert tiles == list(range(first, -(-length // 64)))
-        assert (items[first_item[row] : first_item[row + 1], [0, 3]] == [row, length]).all()
-    sizes = items[:, 2] - items[:, 1]
-    assert (sizes[first_item[-1] :] == 0).all()
+        own = np.flatnonzero((items[:, 0] == row) & (items[:, 6] != work.UNUSED))
+        first = 0 if window is None else max(length - new - window + 1, 0) // 64
+        tiles = [t for start, stop in items[own, 1:3] for t in range(start, stop)]
+        assert tiles == (list(range(first, -(-length // 64))) if taken[row] else [])
+        assert (items[own, 3:6] == [length, new if length else 0, 10 * row]).all()
+        assert len(own) == 0 or (np.diff(own) == 1).all()
+        assert (items[own, 6] == (work.PART if len(own) > 1 else work.WHOLE)).all()
+        assert len(own) == (1 if row == 2 else 0) or tiles  # one item for a row that has no token in the step
+        if len(own) > 1:
+            cut.append([own[0], own[-1] + 1, row, 10 * row])
+    assert len(cut) <= most_cut and items[: len(cut), 7:11].tolist() == cut and (items[:, 11] == len(cut)).all()
+    sizes = used[:, 2] - used[:, 1]
     fair = sizes.sum() / min(wave, work.MOST_ITEMS)
     assert sizes.max() <= np.ceil(fair)
-    assert len(items) <= 4 + 4 * wave
+    assert len(items) <= 5 + 4 * wave
+
+
+def test_short_tables_are_never_cut():
+    items, most_cut = decode_items([256, 1, 200], most_tiles=4)
+    assert most_cut == 0 and len(items) == 3 and (items[:, 6] == work.WHOLE).all()
+    assert decode_items([320, 1, 200], most_tiles=5)[1] > 0
 
 
 MULTIPROCESSORS = 132
@@ -66,9 +92,30 @@ def test_decode_fills_the_chip(name):
     lengths, num_kv_heads = STEPS[name]
     plan = tuning.decode_plan(128, 8)
     wave = -(-plan.num_blocks // num_kv_heads)
-    items, _ = work.decode_items(np.array(lengths, np.int32), None, plan.tile.tokens, wave)
-    sizes = np.asarray(items[:, 2] - items[:, 1])
+    items, _ = decode_items(lengths, wave=wave)
+    sizes = items[:, 2] - items[:, 1]
     sizes = np.tile(sizes[sizes > 0], num_kv_heads)
     assert len(sizes) >= min(0.95 * MULTIPROCESSORS, sizes.sum())
     even = sizes.max() <= 1.2 * sizes.mean()
     assert even or last_to_end(sizes) <= 1.2 * sizes.sum() / MULTIPROCESSORS  # small ones fill what large ones leave
+
+
+@pytest.mark.parametrize("columns", [8, 16, 32])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_decode_keeps_enough_in_flight(head_dim, columns):
+    """At 4.8 TB/s and a latency of a microsecond a multiprocessor needs 36 KB on their way, besides what is in use."""
+    plan = tuning.decode_plan(head_dim, columns)
+    slot = 2 * plan.tile.tokens * head_dim * 2  # K and V, of two bytes
+    assert plan.num_blocks // MULTIPROCESSORS * (plan.tile.stages - 1) * slot >= 64 * 1024
+
+
+def test_plans_go_by_the_multiprocessors_of_the_chip_at_hand(monkeypatch):
+    """An H20 has 78; what was tuned for an H200 of the same name and another count is not for it."""
+    device = types.SimpleNamespace(device_kind="NVIDIA H20", core_count=78)
+    monkeypatch.setattr(tuning.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(tuning.jax, "devices", lambda: [device])
+    tuned = tuning.DecodePlan(tuning.Tile(tokens=128, stages=2), num_blocks=78)
+    monkeypatch.setitem(tuning.TUNED_DECODE, (("NVIDIA H20", 132), 128, 8), tuned)
+    assert tuning.decode_plan(128, 8).num_blocks == 2 * 78 and tuning.merge_blocks() == 4 * 78
+    monkeypatch.setitem(tuning.TUNED_DECODE, (("NVIDIA H20", 78), 128, 8), tuned)
+    assert tuning.decode_plan(128, 8) is tuned

@@ -1,0 +1,204 @@
+"""Small steps that together reach every branch of the kernels: what the tests pass and each mutant must fail.
+
+What is expected comes from NumPy, which reads only what a token may see: so everything else can be poisoned.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import gpu, testing
+from pallas_kernels.gpu import tuning, work
+from pallas_kernels.gpu.tiles import Tile
+from pallas_kernels.testing import Case, Inputs
+
+B16, F16 = {"dtype": "bfloat16"}, {"dtype": "float16"}
+WILD = np.array([-(2**31), -1, 10**6, 2**31 - 1], np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A case, the plans it runs with, and what is done to its inputs."""
+
+    case: Case
+    wave: int = 1  # thread blocks that fill the imagined chip; 1: one item for all of a row
+    waves: int = 1
+    prefill_tokens: int = 64  # in a tile
+    poison_before_window: bool = False  # NaN in every place that no token of its row sees, wild table entries
+    poison: float = np.nan  # of what no row owns and of tails
+    loud: tuple[tuple[int, int], ...] = ()  # (row, position) whose values are 100: seen or not seen is no small change
+    tables: tuple[tuple[int, int, int], ...] = ()  # (row, column, block id) to set
+    lengths: tuple[int, ...] | None = None  # to pass, in place of the case's
+    gaps: int = 0  # packed: places between one row's tokens and the next one's, with explicit offsets
+
+    def __str__(self) -> str:
+        changed = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[1:]}
+        changed = {k: v for k, v in changed.items() if v != getattr(type(self), k) and v == v}
+        return ",".join([str(self.case), *(f"{k}={v}" for k, v in changed.items())]).replace(" ", "")
+
+    def inputs(self) -> tuple[Inputs, dict[str, Any]]:
+        case = self.case
+        if self.gaps:
+            case = dataclasses.replace(case, padding=case.padding + self.gaps * len(case.new))
+        inputs, options = testing.make_inputs(case, poison=self.poison), testing.make_options(case)
+        kv, tables = np.array(inputs.kv), np.array(inputs.tables)
+        for row, position in self.loud:
+            kv[tables[row, position // case.block_size], 1, :, position % case.block_size] = 100
+        if self.poison_before_window:
+            assert case.window is not None
+            kv[0] = np.nan
+            wild = np.resize(WILD, tables.shape)
+            for row, (length, new) in enumerate(zip(case.lengths, case.new, strict=True)):
+                unseen = max(length - new - case.window + 1, 0)
+                for position in range(unseen):
+                    kv[tables[row, position // case.block_size], :, :, position % case.block_size] = np.nan
+                before, held = unseen // case.block_size, -(-length // case.block_size)
+                tables[row, :before], tables[row, held:] = wild[row, :before], wild[row, held:]
+        for row, column, block in self.tables:
+            tables[row, column] = block
+        lengths = inputs.lengths if self.lengths is None else jnp.asarray(self.lengths, jnp.int32)
+        if self.gaps:
+            starts = np.cumsum(case.new) - case.new + self.gaps * (1 + np.arange(len(case.new)))
+            options["offsets"] = jnp.asarray(starts, jnp.int32)
+        return inputs._replace(kv=jnp.asarray(kv), tables=jnp.asarray(tables), lengths=lengths), options
+
+    def use_plans(self, monkeypatch) -> None:
+        decode = tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=self.wave * self.case.num_kv_heads)
+        prefill = tuning.PrefillPlan(Tile(tokens=self.prefill_tokens, stages=2))
+        monkeypatch.setattr(tuning, "decode_plan", lambda *_: decode)
+        monkeypatch.setattr(tuning, "prefill_plan", lambda *_: prefill)
+        monkeypatch.setattr(tuning, "merge_blocks", lambda: 2)
+        monkeypatch.setattr(work, "WAVES", self.waves)
+        monkeypatch.setattr(work, "FEW_TILES", 1)
+
+    def check(self, interpret) -> None:
+        inputs, options = self.inputs()
+        assert gpu.unsupported("paged_attention", dict(q=inputs.q, kv=inputs.kv)) is None
+        attend = jax.jit(lambda *a: gpu.paged_attention(*a, **options, return_lse=True, interpret=interpret))
+        out, lse = attend(*inputs)
+        expected_out, expected_lse = attention(*inputs, **options)
+        testing.assert_close(out, expected_out)
+        testing.assert_close(lse, expected_lse, dtype=self.case.dtype)
+
+
+def attention(q, kv, tables, lengths, new, *, offsets=None, scale=None, soft_cap=None, window=None, sinks=None):
+    """Paged attention one token at a time, in float64; table entries are clamped into the pool, lengths to tables."""
+    q, kv, tables, lengths, new = (np.asarray(x) for x in (q, kv, tables, lengths, new))
+    q, block_size = q.astype(np.float64), kv.shape[3]
+    tables, lengths = np.clip(tables, 0, len(kv) - 1), np.clip(lengths, 0, tables.shape[1] * block_size)
+    starts = np.cumsum(new) - new if offsets is None else np.asarray(offsets)
+    group, head_dim = q.shape[-2] // kv.shape[2], q.shape[-1]
+    out, lse = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)
+    for row, (length, count) in enumerate(zip(lengths, new, strict=True)):
+        for t in range(count):
+            place, last = ((row, t) if q.ndim == 4 else starts[row] + t), length - count + t
+            if last < 0:
+                continue
+            seen = np.arange(0 if window is None else max(last - window + 1, 0), last + 1)
+            k, v = np.moveaxis(kv[tables[row, seen // block_size], :, :, seen % block_size], 1, 0)[..., :head_dim]
+            k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
+            logits = np.einsum("hd,nhd->hn", q[place], k) * (head_dim**-0.5 if scale is None else scale)
+            if soft_cap is not None:
+                logits = soft_cap * np.tanh(logits / soft_cap)
+            if sinks is not None:
+                logits = np.concatenate([logits, np.asarray(sinks, np.float64)[:, None]], axis=1)
+            most = logits.max(axis=1, keepdims=True)
+            weights = np.exp(logits - most)
+            total = weights.sum(axis=1, keepdims=True)
+            out[place] = np.einsum("hn,nhd->hd", (weights / total)[:, : len(seen)], v)
+            lse[place] = (most + np.log(total))[:, 0]
+    return out, lse
+
+
+ONE = dict(num_kv_heads=1, **B16)
+SMALL = dict(wave=3, waves=4)  # rows are cut
+
+DECODE = {
+    "lengths": Trial(Case((5, 0, 150, 64), (1, 0, 1, 1), **B16), **SMALL),
+    # Eight tiles in a ring of two: every slot is filled four times.
+    "ring": Trial(Case((500,), (1,), **ONE)),
+    # One place of the last tile, or of the last but one, is not seen.
+    "tails": Trial(Case((63, 127, 191, 64), (1, 1, 1, 1), **ONE)),
+    # The window begins inside a block, a piece and a tile; before it there is NaN.
+    "window": Trial(Case((300, 70, 237), (1, 1, 1), window=60, max_blocks=25, **ONE), poison_before_window=True),
+    "window, cut": Trial(
+        Case((500, 200, 350), (1, 1, 1), window=330, block_size=32, sinks=True, max_blocks=25, **ONE),
+        poison_before_window=True, **SMALL,
+    ),
+    "the window's first token": Trial(Case((190,), (1,), window=60, **ONE), loud=((0, 129), (0, 130))),
+    "wild ids": Trial(
+        Case((150, 30), (1, 1), **B16), poison=0.5, tables=((0, 1, 10**6), (0, 2, -7), (0, 3, 2**31 - 1)),
+    ),
+    "beyond the table": Trial(Case((64, 40, 96), (1, 1, 1), **ONE), poison=0.5, lengths=(200, 40, 97)),
+    "far beyond the table": Trial(Case((64, 40, 96), (1, 1, 1), **ONE), poison=0.5, lengths=(10**6, 40, 2**31 - 1)),
+    "extreme logits": Trial(Case((200, 20), (1, 1), scale=40.0, **ONE), **SMALL),
+    "extreme logits, capped": Trial(Case((200, 20), (1, 1), scale=1e4, soft_cap=20.0, **ONE)),
+    "sinks": Trial(Case((300, 1, 0), (1, 1, 0), window=60, sinks=True, block_size=256, **B16), **SMALL),
+    "group of 5": Trial(
+        Case((200, 100), (1, 1), num_heads=5, num_kv_heads=1, window=64, soft_cap=5.0, block_size=24, **F16), **SMALL,
+    ),
+    "head_dim 80": Trial(
+        Case((130, 0), (1, 0), num_heads=1, num_kv_heads=1, head_dim=80, stored_head_dim=128, sinks=True, **F16),
+    ),
+    "head_dim 256": Trial(
+        Case((70,), (1,), num_heads=20, num_kv_heads=1, head_dim=256, block_size=8, scale=0.1, **B16),
+    ),
+    "group of 7": Trial(Case((40, 90), (1, 1), num_heads=14, stored_head_dim=128, max_blocks=9, **B16)),
+    "explicit offsets": Trial(Case((90, 0, 40), (1, 0, 1), packed=True, **B16), gaps=2),
+    # A few new tokens a row, as when a draft is checked: each sees one more than the last, or has a window of its own.
+    "few tokens": Trial(Case((200, 5, 0, 64, 130), (3, 5, 0, 1, 2), **B16), **SMALL),
+    "few tokens, window": Trial(
+        Case((318, 70, 64), (5, 3, 5), window=61, block_size=32, sinks=True, max_blocks=25, **ONE),
+        poison_before_window=True, **SMALL,
+    ),
+    "few tokens, the window's first token": Trial(
+        Case((200,), (4,), num_heads=3, window=60, **ONE), loud=((0, 137), (0, 138), (0, 196)), **SMALL,
+    ),
+    "few tokens, more new than tokens": Trial(Case((64, 40), (5, 3), **ONE), poison=0.5, lengths=(3, 40)),
+    "one item for each of many tiles": Trial(
+        Case((64 * 39 + 5,), (1,), block_size=128, sinks=True, **ONE), wave=40,
+    ),
+}  # fmt: skip
+
+PREFILL = {
+    "mixed": Trial(Case((5, 0, 150, 64), (3, 0, 70, 1), **B16), **SMALL),
+    "packed": Trial(
+        Case((5, 0, 150, 64), (3, 0, 70, 1), packed=True, padding=3, num_heads=5, num_kv_heads=1, sinks=True, **B16),
+        **SMALL,
+    ),
+    # Seven tiles in a ring of two, of a long context and few queries.
+    "ring": Trial(Case((440,), (9,), **ONE)),
+    "tails": Trial(Case((63, 191), (20, 3), **ONE)),
+    "tails of wide tiles": Trial(Case((383,), (40,), num_heads=2, head_dim=128, **ONE), prefill_tokens=128),
+    "wide tiles": Trial(Case((390,), (40,), num_heads=2, head_dim=128, **ONE), prefill_tokens=128),
+    "window": Trial(
+        Case((300, 70, 237), (20, 5, 9), window=60, max_blocks=25, **ONE), poison_before_window=True,
+    ),
+    # The last token's window begins one place into a tile that causality shows wholly to all.
+    "the window's first token": Trial(Case((161,), (30,), window=96, **ONE), loud=((0, 64), (0, 65))),
+    "a window of less than a tile": Trial(
+        Case((300, 20), (130, 2), window=50, num_heads=1, num_kv_heads=1, block_size=24, packed=True, **F16), **SMALL,
+    ),
+    "a window that sees some tiles wholly": Trial(
+        Case(
+            (90, 7), (40, 7), num_heads=20, num_kv_heads=1, head_dim=80, stored_head_dim=128, block_size=256,
+            window=80, **F16,
+        ),
+    ),
+    "head_dim 256": Trial(
+        Case((200, 20), (20, 2), window=50, soft_cap=4.0, num_kv_heads=1, head_dim=256, block_size=8, **B16),
+    ),
+    # As many items as there is room for: each row's last has one token.
+    "tight items": Trial(Case((40, 33, 33), (33, 33, 33), packed=True, **ONE)),
+    "explicit offsets": Trial(Case((90, 3, 40), (30, 1, 17), packed=True, **B16), gaps=2),
+    "wild ids": Trial(
+        Case((150, 30), (9, 4), packed=True, **B16), poison=0.5, tables=((0, 1, 10**6), (0, 2, -7), (0, 3, 2**31 - 1)),
+    ),
+    "beyond the table": Trial(Case((64, 40), (9, 3), **ONE), poison=0.5, lengths=(10**6, 40)),
+    "more new tokens than tokens": Trial(Case((64, 40), (9, 3), **ONE), poison=0.5, lengths=(4, 40)),
+    "extreme logits": Trial(Case((100, 20), (9, 2), scale=40.0, **ONE)),
+    "nothing to prefill": Trial(Case((9, 3), (1, 0), packed=True, **B16)),
+}  # fmt: skip
