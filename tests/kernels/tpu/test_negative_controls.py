@@ -16,7 +16,7 @@ import pallas_kernels.tpu
 from pallas_kernels import reference, testing
 from pallas_kernels.testing import Case
 
-pytestmark = pytest.mark.timeout(120, method="thread")
+pytestmark = pytest.mark.timeout(240, method="thread")
 SOURCE = pathlib.Path(pallas_kernels.tpu.__file__).parent
 names = (f"broken_tpu_{i}" for i in itertools.count())
 ROWS = Case((5, 37), (1, 1), 2, 1, 128, 8)
@@ -336,6 +336,7 @@ def test_control(control, tmp_path, monkeypatch):
         run(tpu, case, mode)
 
 
+@pytest.mark.timeout(900, method="thread")
 def test_unbroken(tmp_path, monkeypatch):
     """The controls' own cases pass on an unchanged copy."""
     tpu = broken(tmp_path, monkeypatch)
