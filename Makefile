@@ -2,28 +2,36 @@
 #
 #   make test EXTRAS=cuda13     on a machine with an NVIDIA GPU (EXTRAS=tpu: with a TPU)
 #   make test JAX=0.11.2        with that version of JAX
+#   make test LATEST=1          with the newest of everything, not the versions in constraints/
 #   make test TESTS=tests/kernels
 #   make test JAXKV_NIGHTLY=1   more of what takes long: random operations, whole models compiled
 
 PYTHON ?= python3
 EXTRAS ?=
 JAX ?=
+LATEST ?=
 TESTS ?= tests
 
-VENV := .venv$(if $(JAX),-$(JAX))
+VENV := .venv$(if $(JAX),-$(JAX))$(if $(LATEST),-latest)
 BIN := $(VENV)/bin
 comma := ,
 with = .[$(1)$(if $(EXTRAS),$(comma)$(EXTRAS))]
-PIP := $(BIN)/python -m pip install --quiet $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
+jax := $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
+
+# The versions last proved; a version of JAX that has no file here is installed with the newest of everything else.
+CONSTRAINTS := constraints/jax$(if $(JAX),-$(JAX)).txt
+PROVED := $(if $(LATEST),,$(wildcard $(CONSTRAINTS)))
+PIP := $(BIN)/python -m pip install --quiet $(PROVED:%=--constraint %)
 
 # Without an accelerator of its own a process must not go looking for one: what compiles for TPUs and GPUs is near.
-# With one, it must not be shared among several test processes.
+# With one, it must not be shared among several test processes. worksteal keeps neighbours in one process, which then
+# compiles once what they share.
 ifeq ($(EXTRAS),)
 export JAX_PLATFORMS := cpu
-PARALLEL := -n auto
+PARALLEL := -n auto --dist worksteal
 endif
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint constraints clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/python -m jaxkv generate
@@ -42,21 +50,35 @@ $(VENV):
 	  exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/demo.installed: pyproject.toml | $(VENV)
-	$(PIP) --editable '$(if $(EXTRAS),.[$(EXTRAS)],.)'
+# setuptools first, so that what builds the package is held to its version too: pip does not hold a build of its own.
+$(VENV)/demo.installed: pyproject.toml $(PROVED) | $(VENV)
+	$(PIP) setuptools
+	$(PIP) $(jax) --no-build-isolation --editable '$(if $(EXTRAS),.[$(EXTRAS)],.)'
 	touch $@
 
-$(VENV)/test.installed: pyproject.toml | $(VENV)
-	$(PIP) --editable '$(call with,test)'
+$(VENV)/test.installed: pyproject.toml $(PROVED) | $(VENV)
+	$(PIP) setuptools
+	$(PIP) $(jax) --no-build-isolation --editable '$(call with,test)'
 	touch $@
 
 # What compiles for a TPU or a GPU where there is none lives beside the environment, not in it: libtpu would break a
 # plain `import jax`. The plugin must have jaxlib's own version.
 $(VENV)/compile.installed: $(VENV)/test.installed
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/compile $$($(BIN)/python -c "import tomllib, jaxlib; \
+	$(PIP) --no-deps --upgrade --target $(VENV)/compile $$($(BIN)/python -c "import tomllib, jaxlib; \
 	  wanted = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['compile']; \
 	  print(*(w + '==' + jaxlib.__version__ if w.startswith('jax-') else w for w in wanted))")
 	touch $@
+
+# Asks pip what it would take today, chips included (their JAX names the libtpu that it wants), and installs nothing.
+# Run `make test` with what it wrote before it is committed.
+constraints: | $(VENV)
+	$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --report $(VENV)/report.json $(jax) '.[test,cuda13,tpu]'
+	@mkdir -p constraints
+	@$(BIN)/python -c "import json, sys; \
+	  found = [p['metadata'] for p in json.load(sys.stdin)['install']]; \
+	  print('# The versions that make demo and make test install and were last proved with: make constraints renews them.'); \
+	  print(*sorted(p['name'].lower() + '==' + p['version'] for p in found if p['name'] != 'jaxkv'), sep='\n')" \
+	  < $(VENV)/report.json > $(CONSTRAINTS)
 
 clean:
 	rm -rf .venv .venv-* build *.egg-info

@@ -1,49 +1,39 @@
 """A paged KV cache for JAX: immutable, functional, with kernels for TPU and NVIDIA GPU."""
 
-from jaxkv._core.attention import attend as attend
-from jaxkv._core.attention import attention as attention
-from jaxkv._core.attention import explain as explain
-from jaxkv._core.cache import Cache as Cache
-from jaxkv._core.cache import init as init
-from jaxkv._core.checks import check as check
-from jaxkv._core.checks import check_invariants as check_invariants
-from jaxkv._core.checks import stats as stats
+from jaxkv._core.attention import attend as attend, attention as attention, explain as explain
+from jaxkv._core.cache import Cache as Cache, init as init
+from jaxkv._core.checks import check as check, check_invariants as check_invariants, stats as stats
 from jaxkv._core.config import CacheConfig as CacheConfig
-from jaxkv._core.errors import CacheError as CacheError
-from jaxkv._core.errors import CacheFileError as CacheFileError
-from jaxkv._core.errors import DamagedFile as DamagedFile
-from jaxkv._core.errors import OutOfBlocks as OutOfBlocks
-from jaxkv._core.errors import OutOfWindow as OutOfWindow
-from jaxkv._core.errors import SequenceTooLong as SequenceTooLong
+from jaxkv._core.errors import (
+    CacheError as CacheError,
+    CacheFileError as CacheFileError,
+    DamagedFile as DamagedFile,
+    OutOfBlocks as OutOfBlocks,
+    OutOfWindow as OutOfWindow,
+    SequenceTooLong as SequenceTooLong,
+)
 from jaxkv._core.layer import LayerConfig as LayerConfig
-from jaxkv._core.pools import append as append
-from jaxkv._core.pools import write as write
-from jaxkv._core.sharing import fork as fork
-from jaxkv._core.sharing import reorder as reorder
-from jaxkv._core.sharing import truncate as truncate
-from jaxkv._core.tables import extend as extend
-from jaxkv._core.tables import free as free
-from jaxkv._core.tables import positions as positions
-from jaxkv._core.tables import reserve as reserve
+from jaxkv._core.plan import Step as Step, plan_step as plan_step, positions as positions
+from jaxkv._core.ragged import counts as counts, last as last, left_align as left_align, right_align as right_align
+from jaxkv._core.sharing import fork as fork, reorder as reorder, truncate as truncate
+from jaxkv._core.tables import extend as extend, free as free, reserve as reserve
 from jaxkv._core.views import gather as gather
+from jaxkv._core.write import append as append, write as write
 from jaxkv._engine.engine import Engine as Engine
-from jaxkv._engine.engine import generate as generate
-from jaxkv._files.rows import describe as describe
-from jaxkv._files.rows import load as load
-from jaxkv._files.rows import save as save
-from jaxkv._tiers.host import HostBlocks as HostBlocks
-from jaxkv._tiers.host import swap_in as swap_in
-from jaxkv._tiers.host import swap_out as swap_out
-from jaxkv._tiers.prefix import Match as Match
-from jaxkv._tiers.prefix import PrefixCache as PrefixCache
+from jaxkv._engine.generate import generate as generate
+from jaxkv._files.rows import describe as describe, load as load, save as save
+from jaxkv._tiers.host import HostBlocks as HostBlocks, swap_in as swap_in, swap_out as swap_out
+from jaxkv._tiers.prefix import Match as Match, PrefixCache as PrefixCache
+from pallas_kernels import merge_attention as merge_attention
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine", "HostBlocks", "LayerConfig",
-    "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "SequenceTooLong", "append", "attend", "attention",
-    "check", "check_invariants", "describe", "explain", "extend", "fork", "free", "gather", "generate", "init",
-    "load", "positions", "reorder", "reserve", "save", "stats", "swap_in", "swap_out", "truncate", "write",
+    "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "SequenceTooLong", "Step", "append", "attend", "attention",
+    "check", "check_invariants", "counts", "describe", "explain", "extend", "fork", "free", "gather", "generate",
+    "init", "last", "left_align", "load", "merge_attention", "plan_step", "positions", "reorder", "reserve",
+    "right_align", "save", "stats", "swap_in", "swap_out", "truncate", "write",
 ]  # fmt: skip
 
 

@@ -6,18 +6,21 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._core.attention import attention
-from jaxkv._core.cache import Cache
-from jaxkv._core.tables import positions
+from jaxkv._core.plan import Step, positions
+from jaxkv._core.state import Layer
 
 
-def attend_or_dense(q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache | None, layer: int, **options: Any):
+def attend_or_dense(
+    q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, layer: Any, step: Step | None, **options: Any
+):  # fmt: skip
     """`(out, cache)`: `jaxkv.attention`, or without a cache `dense_attention`. A window of None is the cache's own."""
     if cache is None:
         return dense_attention(q, k, v, **options), None
-    return attention(q, k, v, cache, layer=layer, **{name: x for name, x in options.items() if x is not None})
+    options = {name: x for name, x in options.items() if x is not None}
+    return attention(q, k, v, cache, layer=None if isinstance(cache, Layer) else layer, step=step, **options)
 
 
-def token_positions(shape: tuple[int, ...], cache: Cache | None) -> jax.Array:
+def token_positions(shape: tuple[int, ...], cache: Any = None) -> jax.Array:
     """`i32` of `shape`: the cache's positions, or without one 0, 1, 2 ... along the last axis."""
     if cache is None:
         return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)

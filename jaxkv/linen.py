@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
-from jaxkv._core.cache import Cache
+from jaxkv._core.plan import Step
 from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, token_positions
 
 
@@ -61,8 +61,9 @@ class Attention(linen.Module):
 
     @linen.compact
     def __call__(
-        self, x: jax.Array, cache: Cache | None = None, *, layer: int = 0, positions: jax.Array | None = None
-    ) -> tuple[jax.Array, Cache | None]:
+        self, x: jax.Array, cache: Any = None, *, layer: Any = 0, positions: jax.Array | None = None,
+        step: Step | None = None,
+    ) -> tuple[jax.Array, Any]:  # fmt: skip
         """Attend. Arguments and results are those of [`jaxkv.nnx.Attention`][]."""
         num_kv_heads = num_kv_heads_of(self.num_heads, self.num_kv_heads)
         head_dim = head_dim_of(x.shape[-1], self.num_heads, self.head_dim)
@@ -84,6 +85,6 @@ class Attention(linen.Module):
                 jnp.float32
             )
         options = dict(scale=self.scale, soft_cap=self.soft_cap, window=self.window, sinks=sinks)
-        y, cache = attend_or_dense(q, k, v, cache, layer, **options)
+        y, cache = attend_or_dense(q, k, v, cache, layer, step, **options)
         use_out_bias = self.use_bias if self.use_out_bias is None else self.use_out_bias
         return dense("out", x.shape[-1], (-2, -1), use_out_bias)(y), cache

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxkv._core.cache import Cache
+from jaxkv._core.plan import Step
 from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, token_positions
 
 PositionFn = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -85,16 +85,18 @@ class Attention(nnx.Module):
         self.dtype = None if dtype is None else jnp.dtype(dtype)
 
     def __call__(
-        self, x: jax.Array, cache: Cache | None = None, *, layer: int = 0, positions: jax.Array | None = None
-    ) -> tuple[jax.Array, Cache | None]:
+        self, x: jax.Array, cache: Any = None, *, layer: Any = 0, positions: jax.Array | None = None,
+        step: Step | None = None,
+    ) -> tuple[jax.Array, Any]:  # fmt: skip
         """Attend.
 
         Args:
           x: `[S, T, E]` padded or `[N, E]` packed.
-          cache: one that `jaxkv.extend` has made room in for these tokens. None: attend to x alone, each row of
-            `[S, T, E]`, or all of `[T, E]`, being one whole sequence.
+          cache: one that `jaxkv.extend` has made room in for these tokens, or one of its `layers`. None: attend to x
+            alone, each row of `[S, T, E]`, or all of `[T, E]`, being one whole sequence.
           layer: which of the cache's layers this one writes and reads.
           positions: `i32[S, T]` or `i32[N]` for `position_fn`; default: the cache's. A model of many layers asks once.
+          step: what `jaxkv.plan_step` made of this step. A model of many layers makes it once.
 
         Returns:
           `(y, cache)`; y has x's shape.
@@ -107,7 +109,7 @@ class Attention(nnx.Module):
             q, k = self.position_fn(q, k, token_positions(x.shape[:-1], cache) if positions is None else positions)
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
         options = dict(scale=self.scale, soft_cap=self.soft_cap, window=self.window, sinks=sinks)
-        y, cache = attend_or_dense(q, k, v, cache, layer, **options)
+        y, cache = attend_or_dense(q, k, v, cache, layer, step, **options)
         return project("...hd,hde->...e", y, self.out, self.out_bias), cache
 
 

@@ -4,18 +4,20 @@ Usable without a cache: these functions know arrays only.
 """
 
 from pallas_kernels import reference as reference
-from pallas_kernels.dispatch import IMPLEMENTATIONS as IMPLEMENTATIONS
-from pallas_kernels.dispatch import Choice as Choice
-from pallas_kernels.dispatch import explain as explain
-from pallas_kernels.dispatch import paged_attention as paged_attention
-from pallas_kernels.dispatch import write_and_attend as write_and_attend
-from pallas_kernels.dispatch import write_kv as write_kv
-from pallas_kernels.shapes import SHAPES as SHAPES
-from pallas_kernels.shapes import AttentionShape as AttentionShape
-from pallas_kernels.tokens import Tokens as Tokens
-from pallas_kernels.tokens import locate as locate
+from pallas_kernels.dispatch import (
+    IMPLEMENTATIONS as IMPLEMENTATIONS,
+    Choice as Choice,
+    explain as explain,
+    paged_attention as paged_attention,
+    write_and_attend as write_and_attend,
+    write_kv as write_kv,
+)
+from pallas_kernels.merge import merge_attention as merge_attention
+from pallas_kernels.shapes import SHAPES as SHAPES, AttentionShape as AttentionShape
+from pallas_kernels.tokens import Tokens as Tokens, locate as locate
 
 __all__ = [
-    "IMPLEMENTATIONS", "SHAPES", "AttentionShape", "Choice", "Tokens", "explain", "locate", "paged_attention",
+    "IMPLEMENTATIONS", "SHAPES", "AttentionShape", "Choice", "Tokens", "explain", "locate", "merge_attention",
+    "paged_attention",
     "reference", "write_and_attend", "write_kv",
 ]  # fmt: skip

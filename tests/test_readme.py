@@ -4,9 +4,13 @@ import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
+
+import jaxkv
 
 ROOT = pathlib.Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
+EIGHTHS = "▁▂▃▄▅▆▇█"
 
 
 def test_the_snippet_runs():
@@ -16,6 +20,35 @@ def test_the_snippet_runs():
         exec(snippet, names)
     assert names["out"].shape == (4, 1, 32, 128)
     assert names["cache"].lengths.tolist() == [513, 71, 4, 0]
+
+
+def test_the_drawing_is_a_real_cache():
+    _, *rows = re.search(r"```text\n(.*?)\n```", TEXT, re.DOTALL).group(1).splitlines()
+    size = 16
+    layers = (jaxkv.LayerConfig(num_kv_heads=1, head_dim=8),)
+    cache = jaxkv.init(
+        jaxkv.CacheConfig(layers=layers, max_seqs=4, max_seq_len=8 * size, num_blocks=16, block_size=size)
+    )
+    cache = jaxkv.extend(cache, jnp.array([55, 70, 0, 3]))
+    cache = jaxkv.extend(jaxkv.fork(cache, 1, 2), jnp.array([0, 0, 6, 0]))
+    for row, (drawn, table, tokens) in enumerate(zip(rows, cache.tables[0].tables, cache.lengths, strict=True)):
+        assert drawn.startswith(f"row {row}, {tokens} tokens")
+        marks = {(column - 35) // 4: mark for column, mark in enumerate(drawn) if mark in EIGHTHS}
+        full = {block: min(size, int(tokens) - i * size) for i, block in enumerate(table[table > 0].tolist())}
+        assert marks == {block: EIGHTHS[-(-n * 8 // size) - 1] for block, n in full.items()}
+
+
+def test_what_it_points_at_shows_everywhere():
+    """On an index the README stands alone: no picture or link may lead into the repository."""
+    assert re.findall(r"\]\((?!https?:|#)[^)]*\)", TEXT) == []
+
+
+def test_the_versions_last_proved_are_those_of_the_constraints():
+    files = sorted((ROOT / "constraints").glob("jax*.txt"))
+    assert files
+    for file in files:
+        (jax_version,) = re.findall(r"^jax==(.+)$", file.read_text(), re.MULTILINE)
+        assert f"JAX {jax_version}" in TEXT, file
 
 
 def test_what_it_names_exists():

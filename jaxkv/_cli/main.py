@@ -1,22 +1,39 @@
 """The command line: `python -m jaxkv generate` and `python -m jaxkv plan`."""
 
 import argparse
+import os
 import sys
 
+import jax
+
+from jaxkv import __version__
 from jaxkv._cli.generate import add_generate
 from jaxkv._cli.plan_command import add_plan
+from jaxkv._core.errors import CacheError
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxkv", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"jaxkv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     add_generate(commands)
     add_plan(commands)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
-    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:  # what a user can mend
+    except BrokenPipeError:  # whoever read the output has enough of it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115: Python flushes it when it ends
+        return 141
+    except (ValueError, OSError, ModuleNotFoundError, CacheError) as error:  # what a user can mend
         print(f"jaxkv: {error}", file=sys.stderr)
+        return 2
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        print(
+            f"jaxkv: There is not enough memory ({reason}): give --memory, or less of what is large.", file=sys.stderr
+        )
         return 2
     except KeyboardInterrupt:
         return 130

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.layer import LayerConfig
+from jaxkv._core.numbers import MOST_INDEX, integer, real
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MOST_ROWS = 1 << 20
@@ -58,10 +59,12 @@ def plan(
     >>> found.config.num_blocks, found.tokens, found.rows, f"{found.waste:.2%}"
     (5119, 81904, 9, '0.18%')
     """
-    if mean_len is not None and not 0 < mean_len <= max_seq_len:
-        raise ValueError(f"mean_len must be above 0 and at most max_seq_len = {max_seq_len}, not {mean_len}.")
-    if step_tokens < 1:
-        raise ValueError(f"step_tokens must be at least 1, not {step_tokens}.")
+    max_seq_len = integer("max_seq_len", max_seq_len, least=1)
+    step_tokens = integer("step_tokens", step_tokens, least=1)
+    if mean_len is not None and real("mean_len", mean_len, above=0) > max_seq_len:
+        raise ValueError(f"mean_len must be at most max_seq_len = {max_seq_len}, not {mean_len}.")
+    if max_seqs is not None:
+        max_seqs = integer("max_seqs", max_seqs, least=1)
 
     def config(rows: int) -> CacheConfig:
         sizes = CacheConfig(layers=layers, max_seqs=rows, max_seq_len=max_seq_len, num_blocks=1, **fields)
@@ -70,7 +73,8 @@ def plan(
     def too_many(rows: int) -> bool:
         return not _hold(config(rows if max_seqs is None else max_seqs), rows, step_tokens)
 
-    most = MOST_ROWS if max_seqs is None else max_seqs
+    columns = -(-max_seq_len // config(1).block_size)
+    most = min(MOST_ROWS, MOST_INDEX // columns) if max_seqs is None else max_seqs
     rows = bisect.bisect_left(range(1, most + 1), True, key=too_many)
     chosen = config(max(rows, 1) if max_seqs is None else max_seqs)
     empty = (chosen.block_size - 1) / 2  # a row's last block is as likely to be filled up to any of its places

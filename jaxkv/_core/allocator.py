@@ -60,13 +60,13 @@ def take(tables: BlockTables, count: jax.Array, at: jax.Array | None = None) -> 
 def replace_entries(tables: BlockTables, entries: jax.Array, kept: jax.Array | None = None) -> BlockTables:
     """Put `entries` i32[S, M] in the place of the table, and free the blocks that nothing refers to any more.
 
-    New entries, and blocks newly in `kept` bool[N + 1], must be blocks that are held already. Blocks freed last are
+    New entries, and blocks newly in `kept` i32[N + 1], must be blocks that are held already. Blocks freed last are
     taken first.
     """
     old, changed = tables.tables, entries != tables.tables
     left = tables.refcounts + _references(tables, entries, changed) - _references(tables, old, changed)
     if kept is not None:
-        left += kept.astype(jnp.int32) - tables.kept.astype(jnp.int32)
+        left += (kept != 0).astype(jnp.int32) - (tables.kept != 0).astype(jnp.int32)
     freed = (left == 0).at[NULL_BLOCK].set(False)
     rank = jnp.cumsum(freed, dtype=jnp.int32)
     next_free = tables.num_blocks - tables.num_free

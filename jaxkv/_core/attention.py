@@ -5,16 +5,15 @@ from typing import Any
 import jax
 
 import pallas_kernels
-from jaxkv._core.cache import Cache
-from jaxkv._core.pools import check_step, check_stores
-from jaxkv._core.state import Pool
-from jaxkv._core.tables import drop_unfit
+from jaxkv._core.plan import Step
+from jaxkv._core.state import Layer
+from jaxkv._core.write import as_pool, check_tokens, gathered, layer_of, offsets_of, open_layer, quantised, spread
 
 
 def attention(
-    q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: Cache, *, layer: int,
-    implementation: str | None = None, **options: Any,
-) -> tuple[Any, Cache]:  # fmt: skip
+    q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: Any, *, layer: Any = None,
+    step: Step | None = None, implementation: str | None = None, **options: Any,
+) -> tuple[Any, Any]:  # fmt: skip
     """Store this step's keys and values of one layer, and attend causally to everything up to each token.
 
     Call `extend` once before the step's first layer; it says which tokens there are.
@@ -23,14 +22,16 @@ def attention(
       q: `[S, T, H, D]` padded (row s uses its first `num_tokens[s]` places) or `[N, H, D]` packed (rows one after
         another, as many places each as `num_tokens` asked for).
       k, v: the same with K heads. H must be a multiple of K. None for a layer that shares another's (`shares_with`).
-      layer: the layer's index.
+      cache: a cache, or one of its `layers`.
+      layer: the layer's index, for a cache. In a stacked one it may be traced.
+      step: what `plan_step` made of this step; without it the same is found out here.
       implementation: None picks what the platform has and falls back to "xla"; or "xla", "gpu", "tpu", "reference".
       **options: `scale`, `soft_cap`, `sinks`, `window`, `mask` and `return_lse`, as in
         `pallas_kernels.paged_attention`. `window` is the layer's own by default, and cannot be wider.
 
     Returns:
       `(out, cache)`; out has q's shape and dtype, and is 0 for padding and for rows that failed. With `return_lse`,
-      out is `(out, lse)`.
+      out is `(out, lse)`. Of a layer, `(out, layer)`.
 
     Raises:
       ValueError, IndexError: shapes, dtypes, options or a layer that do not fit.
@@ -43,42 +44,61 @@ def attention(
     >>> out, cache = jaxkv.attention(q, kv, kv, cache, layer=0)
     >>> out.shape
     (2, 3, 4, 8)
+
+    Layer by layer, for models whose blocks take a cache of their own and give it back:
+
+    >>> cache = jaxkv.extend(cache, [3, 1])
+    >>> layers = list(cache.layers)
+    >>> out, layers[0] = jaxkv.attention(q, kv, kv, layers[0])
+    >>> cache = cache.with_layers(layers)
     """
-    if (k is None and v is None) and cache.config.owner(layer) != layer:
-        return attend(q, cache, layer=layer, implementation=implementation, **options), cache
-    check_step(cache, layer, q=q, k=k, v=v)
-    check_stores(cache, layer)
-    cache = drop_unfit(cache, q.shape[:-2])
-    tables = cache.layer(layer).tables
-    out, kv = pallas_kernels.write_and_attend(
-        q, k, v, cache.pool(layer).kv, tables.tables, tables.lengths, tables.new, offsets=tables.offsets,
-        implementation=implementation, **_with_window(cache, layer, options),
-    )  # fmt: skip
-    return out, cache.replace_pool(layer, Pool(kv=kv))
+    if k is None and v is None:
+        one = layer_of(cache, layer)
+        if one.config.owner(one.number) != one.number:
+            return attend(q, cache, layer=layer, step=step, implementation=implementation, **options), cache
+    one, put_back = open_layer(cache, layer, step, stores=True, q=q, k=k, v=v)
+    t = one.tables
+    options = _for_rows(one, step, options)
+    with jax.named_scope("attention"):
+        q, k, v = (spread(step, t, x) for x in (q, k, v))
+        out, written = pallas_kernels.write_and_attend(
+            q, k, v, one.pool.kv, one.blocks, t.lengths, t.new, offsets=offsets_of(q, t),
+            implementation=implementation, **quantised(one), **options,
+        )  # fmt: skip
+        return _for_tokens(step, out), put_back(as_pool(written))
 
 
-def attend(q: jax.Array, cache: Cache, *, layer: int, implementation: str | None = None, **options: Any) -> Any:
+def attend(
+    q: jax.Array, cache: Any, *, layer: Any = None, step: Step | None = None, implementation: str | None = None,
+    **options: Any,
+) -> Any:  # fmt: skip
     """The reading half of `attention`: attend to what `write` or `append` has stored. Arguments as there.
 
     Returns:
       The output, or `(out, lse)` with `return_lse`.
     """
-    check_step(cache, layer, q=q)
-    tables = drop_unfit(cache, q.shape[:-2]).layer(layer).tables
-    return pallas_kernels.paged_attention(
-        q, cache.pool(layer).kv, tables.tables, tables.lengths, tables.new, offsets=tables.offsets,
-        implementation=implementation, **_with_window(cache, layer, options),
-    )  # fmt: skip
+    one, _ = open_layer(cache, layer, step, q=q)
+    t = one.tables
+    options = _for_rows(one, step, options)
+    with jax.named_scope("attend"):
+        q = spread(step, t, q)
+        out = pallas_kernels.paged_attention(
+            q, one.pool.kv, one.blocks, t.lengths, t.new, offsets=offsets_of(q, t), implementation=implementation,
+            **quantised(one), **options,
+        )  # fmt: skip
+        return _for_tokens(step, out)
 
 
 def explain(
-    q: Any, cache: Cache, *, layer: int = 0, platform: str | None = None, implementation: str | None = None,
+    q: Any, cache: Any, *, layer: Any = None, platform: str | None = None, implementation: str | None = None,
     **options: Any,
 ) -> pallas_kernels.Choice:  # fmt: skip
     """Which implementation `attend` picks for such queries, and why.
 
     Args:
       q: the queries, or a `jax.ShapeDtypeStruct` of their shape and dtype.
+      cache: a cache, or one of its layers.
+      layer: the layer's index; default: the first.
       platform: "cpu", "cuda" or "tpu"; default: the one a program traced now would be lowered for.
 
     >>> import jax, jax.numpy as jnp, jaxkv
@@ -87,21 +107,35 @@ def explain(
     >>> print(jaxkv.explain(jax.ShapeDtypeStruct((2, 1, 4, 8), jnp.bfloat16), cache, platform="cpu").reason)
     There are no kernels for the platform 'cpu'; XLA runs on all of them.
     """
-    check_step(cache, layer, q=q)
-    tables = cache.layer(layer).tables
+    one = layer_of(cache, 0 if layer is None and not isinstance(cache, Layer) else layer)
+    check_tokens(one, {"q": q})
     return pallas_kernels.explain(
-        q=q, kv=cache.pool(layer).kv, tables=tables.tables, platform=platform, implementation=implementation,
-        **_with_window(cache, layer, options),
+        q=q, kv=one.pool.kv, tables=one.tables.tables, platform=platform, implementation=implementation,
+        **quantised(one), **_with_window(one, options),
     )  # fmt: skip
 
 
-def _with_window(cache: Cache, layer: int, options: dict[str, Any]) -> dict[str, Any]:
-    own, asked = cache.layer_config(layer).window, options.get("window")
+def _for_rows(one: Layer, step: Step | None, options: dict[str, Any]) -> dict[str, Any]:
+    """The options as the kernels take them, those with an entry for each token spread as the tokens are."""
+    options = _with_window(one, options)
+    if "mask" in options:
+        options["mask"] = spread(step, one.tables, options["mask"])
+    return options
+
+
+def _for_tokens(step: Step | None, out: Any) -> Any:
+    if isinstance(out, tuple):
+        return gathered(step, out[0], 0.0), gathered(step, out[1], -float("inf"))
+    return gathered(step, out, 0.0)
+
+
+def _with_window(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
+    own, asked = one.layer_config.window, options.get("window")
     if asked is None:
         return options | {"window": own}
     if own is not None and asked > own:
         raise ValueError(
-            f"window={asked} is wider than what layer {layer} keeps, a window of {own} tokens: give its "
+            f"window={asked} is wider than what layer {one.number} keeps, a window of {own} tokens: give its "
             "LayerConfig the wider one."
         )
-    return options
+    return dict(options)

@@ -1,13 +1,14 @@
 """A cache: its tables, its pools and its config as one pytree."""
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.state import NULL_BLOCK, BlockTables, Pool
+from jaxkv._core.state import NULL_BLOCK, BlockTables, Layer, Pool
 from jaxkv._core.views import Views, check_head
 
 
@@ -17,7 +18,8 @@ class Cache(Views):
     """An immutable paged KV cache. Made by `jaxkv.init`; every function of the library returns a new one."""
 
     tables: tuple[BlockTables, ...]  # one per group of layers
-    pools: tuple[Pool | None, ...]  # one per layer; None for a layer that shares another's
+    # One per layer; None for a layer that shares another's, or that is stacked behind another.
+    pools: tuple[Pool | None, ...]
     config: CacheConfig = dataclasses.field(metadata={"static": True})
 
     def replace(self, **changes: Any) -> "Cache":
@@ -25,8 +27,48 @@ class Cache(Views):
         return dataclasses.replace(self, **changes)
 
     def replace_pool(self, layer: int, pool: Pool) -> "Cache":
-        """A copy with another pool in one layer."""
-        return self.replace(pools=(*self.pools[:layer], pool, *self.pools[layer + 1 :]))
+        """A copy in which what a layer reads is another pool."""
+        one, stack = self.layer(layer), self.config.stack(layer)
+        if one.place is not None:  # a part of the pool that it lies in
+            start = stack.index(self.config.owner(layer)) * pool.kv.shape[0]
+            pool = jax.tree.map(lambda x, part: x.at[start : start + part.shape[0]].set(part), one.pool, pool)
+        return self._with_stack(stack[0], pool)
+
+    def _with_stack(self, first: int, pool: Pool) -> "Cache":
+        return self.replace(pools=(*self.pools[:first], pool, *self.pools[first + 1 :]))
+
+    @property
+    def layers(self) -> "Layers":
+        """The layers, one by one: `out, layers[i] = jaxkv.attention(q, k, v, layers[i])` for a `list` of them, then
+        `cache.with_layers(layers)`.
+
+        Of a stacked cache, `cache.layers[i]` takes a traced `i` too, and `cache.with_layer(i, layer)` puts it back in
+        place: that is for a scan. A list of its layers takes the stacks apart, which copies them.
+        """
+        return Layers(self)
+
+    def with_layer(self, i: Any, layer: Layer) -> "Cache":
+        """A copy in which layer `i` is what `attention` or `write` made of it."""
+        number, place = self._place(i)
+        if not isinstance(layer, Layer) or layer.config != self.config or layer.number not in self.config.stack(number):
+            raise ValueError(f"layer must be what became of layers[{i}] of this cache, not {_described(layer)}.")
+        if (layer.place is None) != (place is None):
+            cache = self.replace_pool(number, layer.pool)
+        else:
+            cache = self._with_stack(self.config.stack(number)[0], layer.pool)
+        group = self.config.group(number)
+        tables = _with_failures(self.tables[group], layer.tables)
+        return cache.replace(tables=(*self.tables[:group], tables, *self.tables[group + 1 :]))
+
+    def with_layers(self, layers: Sequence[Layer]) -> "Cache":
+        """A copy with the layers that `list(cache.layers)` has become."""
+        if len(layers) != self.num_layers:
+            raise ValueError(f"layers must have all {self.num_layers} layers of the cache, but has {len(layers)}.")
+        cache = self
+        for i, layer in enumerate(layers):
+            if self.config.owner(i) == i:
+                cache = cache.with_layer(i, layer)
+        return cache
 
     def store(self, layer: int, row: int, head: int, position: int, k: Any, v: Any) -> "Cache":
         """A cache in which one head of one token is k, v `[D]`. For debugging; shared blocks change for all rows."""
@@ -40,26 +82,78 @@ class Cache(Views):
             )
         pool = self.pool(layer)
         place = jnp.where(block == 0, pool.kv.shape[0], block)  # no such token: dropped, never the null block
-        new = jnp.stack([jnp.asarray(k), jnp.asarray(v)]).astype(pool.kv.dtype)
-        kv = pool.kv.at[place, :, head, offset, :head_dim].set(new, mode="drop")
-        return self.replace_pool(self.config.owner(layer), Pool(kv=kv))
+        new, scale = self.config.kind(layer).encode(jnp.stack([jnp.asarray(k), jnp.asarray(v)]))
+        kv = pool.kv.at[place, :, head, offset, : new.shape[-1]].set(new, mode="drop")
+        if scale is not None:
+            scale = pool.scale.at[place, :, head, offset].set(scale, mode="drop")  # type: ignore[union-attr]
+        return self.replace_pool(self.config.owner(layer), Pool(kv=kv, scale=scale))
+
+
+@jax.tree_util.register_pytree_node_class
+class Layers(Sequence[Layer]):
+    """The layers of a cache. What a jit or a tree map makes of it is a tuple of `Layer`."""
+
+    def __init__(self, cache: Cache):
+        self._cache = cache
+
+    def __len__(self) -> int:
+        return self._cache.num_layers
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return tuple(self)[i]
+        return self._cache.layer(i)
+
+    def __iter__(self) -> Iterator[Layer]:
+        for i in range(len(self)):
+            one = self._cache.layer(i)
+            yield one if one.place is None else dataclasses.replace(one, pool=self._cache.pool(i), place=None)
+
+    def tree_flatten(self) -> tuple[tuple[Layer, ...], None]:
+        return tuple(self), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, layers: tuple[Layer, ...]) -> Any:
+        return tuple(layers)
+
+
+def _with_failures(tables: BlockTables, layer: BlockTables) -> BlockTables:
+    """A group's tables, and the rows of which a layer has taken the step back."""
+    if layer is tables:
+        return tables
+    newly = layer.failed & ~tables.failed
+    fields = ("lengths", "new", "failed", "wanted", "needed")
+    changes = {name: jnp.where(newly, getattr(layer, name), getattr(tables, name)) for name in fields}
+    return dataclasses.replace(tables, **changes)
+
+
+def _described(layer: Any) -> str:
+    if not isinstance(layer, Layer):
+        return f"a {type(layer).__name__}"
+    return f"layer {layer.number} of a cache of {layer.config.num_layers} layers"
 
 
 def init(config: CacheConfig) -> Cache:
     """An empty cache: every block free, every pool a zeroed buffer of its own.
+
+    Raises:
+      ValueError: it would take more than the device has, where the device says what that is.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
     >>> jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=4, max_seq_len=64, num_blocks=10))
     Cache(0 of 10 blocks used, 0 tokens in 0 of 4 rows, 1 layer, 11.0 KiB)
     """
+    config.check_memory()
     # One array after another: the same zeros used twice could not be donated.
-    pools = tuple(
-        Pool(kv=jnp.zeros(config.pool_shape(i), config.kind(i).dtype)) if config.owner(i) == i else None
-        for i in range(config.num_layers)
-    )
+    pools = tuple(_init_pool(config, i) if config.stack(i)[0] == i else None for i in range(config.num_layers))
     tables = tuple(_init_tables(config, num_blocks) for num_blocks in config.group_blocks)
     return Cache(tables=tables, pools=pools, config=config)
+
+
+def _init_pool(config: CacheConfig, layer: int) -> Pool:
+    (shape, scales), kind = config.stack_shapes(layer), config.kind(layer)
+    return Pool(kv=jnp.zeros(shape, kind.dtype), scale=None if scales is None else jnp.zeros(scales, kind.scale_dtype))
 
 
 def _init_tables(config: CacheConfig, num_blocks: int) -> BlockTables:
@@ -75,7 +169,7 @@ def _init_tables(config: CacheConfig, num_blocks: int) -> BlockTables:
         tables, num_free = jnp.full((rows, config.max_blocks_per_seq), NULL_BLOCK, jnp.int32), num_blocks
     return BlockTables(
         tables=tables, lengths=zeros(), new=zeros(), offsets=zeros(),
-        refcounts=jnp.ones(num_blocks + 1, jnp.int32).at[NULL_BLOCK].set(0), kept=jnp.zeros(num_blocks + 1, bool),
+        refcounts=jnp.ones(num_blocks + 1, jnp.int32).at[NULL_BLOCK].set(0), kept=jnp.zeros(num_blocks + 1, jnp.int32),
         free_list=jnp.array(blocks), num_free=jnp.array(num_free, jnp.int32),
         peak=jnp.array(num_blocks - num_free, jnp.int32),
         failed=jnp.zeros(rows, bool), wanted=zeros(), needed=zeros(),

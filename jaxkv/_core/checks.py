@@ -8,7 +8,7 @@ import numpy as np
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.errors import CacheError, OutOfBlocks, OutOfWindow, SequenceTooLong
-from jaxkv._core.state import GONE, NULL_BLOCK, BlockTables
+from jaxkv._core.state import GONE, NULL_BLOCK, STALE, BlockTables
 
 
 def check(cache: Cache) -> None:
@@ -42,6 +42,14 @@ def check(cache: Cache) -> None:
             f"More than max_seq_len = {limit} tokens were asked for in {holders}. The row is as it was before; "
             "truncate or free it, or give the cache a larger max_seq_len."
         )
+    stale = [r for r in rows if t.wanted[r] == STALE]
+    senseless = [r for r in senseless if r not in stale]
+    if stale:
+        raise CacheError(
+            f"A step was computed with a plan that was made for other tables, of {_list(f'row {r}' for r in stale)}: "
+            "no token of it was stored. Call plan_step after the last function that changes the tables; free clears "
+            "the row."
+        )
     if senseless:
         raise CacheError(
             f"A request that makes no sense was made for {_list(f'row {r}' for r in senseless)}: a negative number of "
@@ -69,7 +77,7 @@ def check(cache: Cache) -> None:
         if len(groups) == 1
         else " in the layers " + ("without a window" if window is None else f"of window {window}")
     )
-    kept = int(t.kept.sum())
+    kept = np.count_nonzero(t.kept)
     index = f" (a PrefixCache keeps {kept}: its make_room gives some back)" if kept else ""
     raise OutOfBlocks(
         f"{needs[0].upper()}{needs[1:]}, but {free}{where}{index}. The row is as it was before; free or truncate rows, "
@@ -79,15 +87,18 @@ def check(cache: Cache) -> None:
 
 def check_invariants(cache: Cache) -> None:
     """Raise AssertionError unless the whole state is consistent. For tests and debugging; it reads everything back."""
-    block_size, config = cache.config.block_size, cache.config
+    config = cache.config
     assert len(cache.tables) == len(config.groups), "one BlockTables for each group"
     assert len(cache.pools) == config.num_layers, "one pool for each layer"
     for layer, pool in enumerate(cache.pools):
         if pool is None:
-            assert config.owner(layer) != layer, f"layer {layer} has a pool, or shares another's"
+            stands_alone = config.owner(layer) == layer and config.stack(layer)[0] == layer
+            assert not stands_alone, f"layer {layer} has a pool, shares another's, or is stacked behind another"
             continue
-        assert pool.kv.shape[3] == block_size, f"layer {layer}: the pool's block_size"
-        assert not np.asarray(pool.kv[NULL_BLOCK]).any(), f"layer {layer}: the null block was written"
+        shapes = (pool.kv.shape, None if pool.scale is None else pool.scale.shape)
+        assert shapes == config.stack_shapes(layer), f"layer {layer}: the pool's shape"
+        null_blocks = pool.kv[:: pool.kv.shape[0] // len(config.stack(layer))]
+        assert not np.asarray(null_blocks).any(), f"layer {layer}: the null block was written"
     groups = jax.device_get(cache.tables)
     for group, t in enumerate(groups):
         _check_tables(t, config, group)
@@ -112,7 +123,7 @@ def _check_tables(t: BlockTables, config: CacheConfig, group: int) -> None:
     counts = np.bincount(t.tables.ravel(), minlength=num_blocks + 1)
     counts[NULL_BLOCK] = 0
     assert not t.kept[NULL_BLOCK], "the null block is nobody's"
-    holders = counts + t.kept
+    holders = counts + (t.kept != 0)
     free = np.asarray(t.free_list)[num_blocks - t.num_free :]
     assert len(set(free.tolist())) == len(free) and NULL_BLOCK not in free.tolist(), "a block is free at most once"
     assert (holders[free] == 0).all(), "a free block is in no table and not kept"
@@ -178,7 +189,7 @@ def _group_stats(t: BlockTables, config: CacheConfig, group: int) -> dict[str, A
         "blocks_used": used,
         "blocks_free": int(t.num_free),
         "blocks_shared": int((counts > 1).sum()),
-        "blocks_kept": int(t.kept.sum()),
+        "blocks_kept": int(np.count_nonzero(t.kept)),
         "blocks_peak": int(t.peak),
         # Only behind its last token has a row empty places: what fell out of a window is in front.
         "waste_per_row": (end * config.block_size - t.lengths).tolist(),

@@ -2,12 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from jaxkv._core.layer import LayerConfig, kind_of
 from jaxkv._core.memory import Memory
-from jaxkv._core.numbers import integer
+from jaxkv._core.numbers import MOST_INDEX, integer, real, shown
+
+
+class _Settled(int):
+    """A size that a config worked out itself: it gives way where `dataclasses.replace` says another."""
+
+
+class _SettledBlocks(tuple[int, ...]):
+    """The same for `group_blocks`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,10 +30,14 @@ class CacheConfig(Memory):
       group_blocks: blocks per layer for each of `groups`, where they differ; then `num_blocks` is the largest.
       max_tokens: the most tokens of all rows together; default: `num_blocks * block_size`.
       block_size: tokens per block. Contiguous: `max_seq_len`, set by itself.
-      dtype: the storage of keys and values: bfloat16, float16 or float32.
+      dtype: the storage of keys and values: bfloat16, float16 or float32; or quantised: int8, float8_e4m3fn,
+        float8_e5m2 or int4, with a scale for each token and head.
       layout: "paged", or "contiguous": one block of `max_seq_len` tokens per row, always the row's own.
       head_dim_multiple: the stored head_dim is rounded up to a multiple of this. TPUs want 128: with less, XLA copies
         the whole pool at every step. The GPU kernels want 64. Nobody sees the padding, but it takes memory.
+      stacked: layers that are alike lie in one array, one after another, so that a `jax.lax.scan` over layers carries
+        it in place; `layer` may be traced then. For layers that are not scanned a pool for each is better: XLA on a CPU
+        copies a stacked one.
 
     Raises:
       ValueError: naming the field, its value and what is allowed.
@@ -54,34 +66,75 @@ class CacheConfig(Memory):
     dtype: Any = "bfloat16"
     layout: Literal["paged", "contiguous"] = "paged"
     head_dim_multiple: int = 1
+    stacked: bool = False
 
     def __post_init__(self):
         put = functools.partial(object.__setattr__, self)
+        if isinstance(self.layers, str) or not isinstance(self.layers, Iterable):
+            raise ValueError(f"CacheConfig.layers must be a list of LayerConfigs, not {shown(self.layers)}.")
         put("layers", tuple(self.layers))
         if not self.layers:
             raise ValueError("CacheConfig.layers must name at least one LayerConfig, but it is empty.")
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, LayerConfig):
-                raise ValueError(f"CacheConfig.layers[{i}] must be a LayerConfig, not {layer!r}.")
+                raise ValueError(f"CacheConfig.layers[{i}] must be a LayerConfig, not {shown(layer)}.")
             self._check_shared(i, layer)
-        put("dtype", kind_of(self.dtype, "CacheConfig.dtype").dtype)
-        integer("CacheConfig.max_seqs", self.max_seqs, least=1)
-        integer("CacheConfig.head_dim_multiple", self.head_dim_multiple, least=1)
-        for field in ("max_seq_len", "num_blocks", "max_tokens", "block_size"):
-            if getattr(self, field) is not None:
-                integer(f"CacheConfig.{field}", getattr(self, field), least=1)
+        if not isinstance(self.stacked, bool):
+            raise ValueError(f"CacheConfig.stacked must be True or False, not {shown(self.stacked)}.")
+        put("dtype", kind_of(self.dtype, "CacheConfig.dtype").meaning)
+        self._drop_settled(put)
+        for field in ("max_seqs", "head_dim_multiple", "max_seq_len", "num_blocks", "max_tokens", "block_size"):
+            value, optional = getattr(self, field), field not in ("max_seqs", "head_dim_multiple")
+            if not (optional and value is None):
+                # Tokens of all rows together are no index of anything.
+                most = None if field == "max_tokens" else MOST_INDEX
+                put(field, integer(f"CacheConfig.{field}", value, least=1, most=most))
         if self.max_seq_len is None:
             if self.max_tokens is None:
                 raise ValueError(
                     "CacheConfig needs max_seq_len, the most tokens of one row (or max_tokens, of all rows)."
                 )
-            put("max_seq_len", self.max_tokens)
+            put("max_seq_len", integer("CacheConfig.max_seq_len (max_tokens, as it is not given)", self.max_tokens))
         if self.layout == "contiguous":
             self._settle_contiguous(put)
         elif self.layout == "paged":
             self._settle_paged(put)
         else:
-            raise ValueError(f"CacheConfig.layout must be 'paged' or 'contiguous', not {self.layout!r}.")
+            raise ValueError(f"CacheConfig.layout must be 'paged' or 'contiguous', not {shown(self.layout)}.")
+        self._check_kinds()
+        self._check_indices()
+
+    def _drop_settled(self, put) -> None:
+        sizes = [field for field in ("num_blocks", "max_tokens", "group_blocks") if getattr(self, field) is not None]
+        settled = [field for field in sizes if isinstance(getattr(self, field), _Settled | _SettledBlocks)]
+        for field in settled if len(settled) < len(sizes) or self.layout == "contiguous" else ():
+            put(field, None)
+        if self.layout == "contiguous" and isinstance(self.block_size, _Settled):
+            put("block_size", None)
+
+    def _check_kinds(self) -> None:
+        """Raise where a layer cannot be stored in its kind."""
+        for i, layer in enumerate(self.layers):
+            if self.kind(i).name == "int4" and self.padded_head_dim(i) % 2 + layer.head_dim % 2:
+                raise ValueError(
+                    f"int4 stores two numbers to a byte, so head_dim and head_dim_multiple must be even, but layer {i} "
+                    f"has {layer.head_dim} and {self.head_dim_multiple}: choose another dtype for it."
+                )
+
+    def _check_indices(self) -> None:
+        """Raise where an int32 cannot count blocks, or the entries of a table."""
+        pairs = zip(self.groups, self.group_blocks, strict=True)
+        most = max((blocks + 1) * (len(layers) if self.stacked else 1) for layers, blocks in pairs)
+        if most > MOST_INDEX:
+            raise ValueError(
+                f"A pool would have {most} blocks, null blocks included, but indices are int32 and end at "
+                f"{MOST_INDEX}: choose fewer, or a larger block_size."
+            )
+        if (entries := self.max_seqs * self.max_blocks_per_seq) > MOST_INDEX:
+            raise ValueError(
+                f"A table of max_seqs={self.max_seqs} rows of {self.max_blocks_per_seq} blocks has {entries} entries, "
+                f"but there can be {MOST_INDEX}: choose a smaller max_seqs or max_seq_len, or a larger block_size."
+            )
 
     def _check_shared(self, i: int, layer: LayerConfig) -> None:
         if layer.shares_with is None:
@@ -105,7 +158,7 @@ class CacheConfig(Memory):
 
     def _settle_paged(self, put) -> None:
         if self.block_size is None:
-            put("block_size", 16)
+            put("block_size", _Settled(16))
         if self.group_blocks is not None:
             self._settle_group_blocks(put)
         if self.max_tokens is None and self.num_blocks is None:
@@ -114,18 +167,20 @@ class CacheConfig(Memory):
                 f"reach max_seq_len at once it would be num_blocks={self.max_seqs * self.max_blocks_per_seq}."
             )
         if self.num_blocks is None:
-            put("num_blocks", -(-self.max_tokens // self.block_size))
+            put("num_blocks", _Settled(-(-self.max_tokens // self.block_size)))
         elif self.max_tokens is None:
-            put("max_tokens", self.num_blocks * self.block_size)
+            put("max_tokens", _Settled(self.num_blocks * self.block_size))
         elif self.num_blocks != -(-self.max_tokens // self.block_size):
             raise ValueError(
                 f"CacheConfig.max_tokens={self.max_tokens} takes {-(-self.max_tokens // self.block_size)} blocks of "
                 f"{self.block_size}, but num_blocks is {self.num_blocks}: name one of the two."
             )
         if self.group_blocks is None:
-            put("group_blocks", (self.num_blocks,) * len(self.groups))
+            put("group_blocks", _SettledBlocks((self.num_blocks,) * len(self.groups)))
 
     def _settle_group_blocks(self, put) -> None:
+        if isinstance(self.group_blocks, str) or not isinstance(self.group_blocks, Iterable):
+            raise ValueError(f"CacheConfig.group_blocks must be a list of integers, not {shown(self.group_blocks)}.")
         blocks = tuple(integer("CacheConfig.group_blocks", n, least=1) for n in self.group_blocks)
         if len(blocks) != len(self.groups):
             raise ValueError(
@@ -138,7 +193,7 @@ class CacheConfig(Memory):
                 "it out."
             )
         put("group_blocks", blocks)
-        put("num_blocks", max(blocks))
+        put("num_blocks", _Settled(max(blocks)))
 
     def _settle_contiguous(self, put) -> None:
         fixed = {"block_size": self.max_seq_len, "num_blocks": self.max_seqs}
@@ -148,16 +203,17 @@ class CacheConfig(Memory):
                     f"CacheConfig.{field} is {value} in the contiguous layout (one block of max_seq_len tokens per "
                     f"row), not {getattr(self, field)}: leave it out."
                 )
-            put(field, value)
-        put("max_tokens", self.max_seqs * self.max_seq_len)
-        put("group_blocks", (self.max_seqs,))
+            put(field, _Settled(value))
+        put("max_tokens", _Settled(self.max_seqs * self.max_seq_len))
+        put("group_blocks", _SettledBlocks((self.max_seqs,)))
 
     @classmethod
     def from_model(
         cls, model: Any, *, max_seqs: int, max_seq_len: int, num_blocks: int | None = None,
         memory_bytes: float | None = None, step_tokens: int | None = None, dtype: Any = None, **fields: Any,
     ) -> "CacheConfig":  # fmt: skip
-        """The config for a model that has `layer_configs` (one `LayerConfig` per layer) and `dtype`.
+        """The config for a model that has `layer_configs` (one `LayerConfig` per layer) and `dtype`; and `scan`, if it
+        scans over its layers, for which they are stacked.
 
         Args:
           num_blocks: blocks per layer. Without it and `memory_bytes`, every row can reach `max_seq_len` at once.
@@ -165,6 +221,9 @@ class CacheConfig(Memory):
           step_tokens: the most tokens of one step, all rows together. Then layers with a window get no more blocks than
             their windows and one step can fill.
         """
+        max_seqs = integer("max_seqs", max_seqs, least=1)
+        max_seq_len = integer("max_seq_len", max_seq_len, least=1)
+        fields.setdefault("stacked", getattr(model, "scan", False))
         if num_blocks is not None:
             fields["num_blocks"] = num_blocks
         elif "group_blocks" not in fields:
@@ -186,6 +245,9 @@ class CacheConfig(Memory):
 
         Layers with a window get as many as they can use (see `from_model`), the others share what is left.
         """
+        memory_bytes = real("memory_bytes", memory_bytes, least=0)
+        if step_tokens is not None:
+            step_tokens = integer("step_tokens", step_tokens, least=1)
         if self.contiguous:
             raise ValueError(
                 f'memory_bytes cannot size a cache with layout="contiguous": it takes {self.bytes} bytes for max_seqs='
@@ -194,10 +256,16 @@ class CacheConfig(Memory):
         least = self._with_blocks(1, step_tokens).bytes
         if memory_bytes < least:
             raise ValueError(
-                f"memory_bytes={memory_bytes} is too little: one block of {self.block_size} tokens takes "
+                f"memory_bytes={memory_bytes:g} is too little: one block of {self.block_size} tokens takes "
                 f"{self.bytes_per_block} bytes over {self.num_layers} layers, and one more is the null block."
             )
-        num_blocks, step = 1, 1 << (int(memory_bytes) // self.bytes_per_group_block(self._widest)).bit_length()
+        most = int(memory_bytes) // self.bytes_per_group_block(self._widest)
+        if most > MOST_INDEX // 2:
+            raise ValueError(
+                f"memory_bytes={memory_bytes:g} would hold {most} blocks, more than the {MOST_INDEX // 2} that it can "
+                "be shared out among: give less, or a larger block_size."
+            )
+        num_blocks, step = 1, 1 << most.bit_length()
         while step := step // 2:
             if self._with_blocks(num_blocks + step, step_tokens).bytes <= memory_bytes:
                 num_blocks += step

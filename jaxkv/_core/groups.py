@@ -1,6 +1,7 @@
 """Which layers share a block table, what of a row they keep, and how many blocks that takes."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -8,6 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.layer import LayerConfig
+
+
+def period_of(kinds: Sequence[Any]) -> int:
+    """After how many entries a sequence repeats itself; the last time may end early.
+
+    >>> period_of("aabaaba")
+    3
+    """
+    return next((n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n]), len(kinds))
 
 
 class Groups:
@@ -19,6 +29,7 @@ class Groups:
     max_seq_len: int
     block_size: int
     layout: Literal["paged", "contiguous"]
+    stacked: bool
 
     @property
     def contiguous(self) -> bool:
@@ -58,6 +69,29 @@ class Groups:
     def has_windows(self) -> bool:
         """Whether some layers give back what falls out of their windows."""
         return any(window is not None for window in self.group_windows)
+
+    @functools.cached_property
+    def stacks(self) -> tuple[tuple[int, ...], ...]:
+        """The layers that lie in one pool, pool by pool: all that are alike if `stacked`, else each by itself."""
+        stored = [i for i, layer in enumerate(self.layers) if layer.shares_with is None]
+        if not self.stacked:
+            return tuple((i,) for i in stored)
+        kinds = dict.fromkeys(self.layers[i] for i in stored)
+        return tuple(tuple(i for i in stored if self.layers[i] == kind) for kind in kinds)
+
+    def stack(self, layer: int) -> tuple[int, ...]:
+        """The layers that lie in one pool with the one that a layer reads. The first one's pool is that pool."""
+        owner = self.owner(layer)
+        return next(layers for layers in self.stacks if owner in layers)
+
+    def group_stacks(self, group: int) -> tuple[tuple[int, ...], ...]:
+        """The stacks of a group's layers."""
+        return tuple(layers for layers in self.stacks if layers[0] in self.groups[group])
+
+    @functools.cached_property
+    def period(self) -> int:
+        """After how many layers their sequence repeats itself; the last time it may end early."""
+        return period_of(self.layers)
 
     def owner(self, layer: int) -> int:
         """The layer whose keys and values a layer reads: itself, but for `shares_with`."""

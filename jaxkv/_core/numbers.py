@@ -24,7 +24,9 @@ def integer(name: str, value: Any, *, least: int | None = None, most: int | None
     return _bounded(name, int(number), least, most)
 
 
-def real(name: str, value: Any, *, least: float | None = None, most: float | None = None) -> float:
+def real(
+    name: str, value: Any, *, least: float | None = None, most: float | None = None, above: float | None = None
+) -> float:
     """`value` as a finite float: any real number of Python's or NumPy's, or an array without axes.
 
     Raises:
@@ -42,6 +44,8 @@ def real(name: str, value: Any, *, least: float | None = None, most: float | Non
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{name} must be a finite number, not {shown(value)}.")
+    if above is not None and number <= above:
+        raise ValueError(f"{name} must be above {above}, not {shown(value)}.")
     return _bounded(name, number, least, most)
 
 

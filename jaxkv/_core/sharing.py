@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv._core.allocator import blocks_for, replace_entries, serve, take
 from jaxkv._core.arguments import row_counts, row_indices, scatter_rows
 from jaxkv._core.cache import Cache
-from jaxkv._core.pools import copy_blocks
+from jaxkv._core.pools import copy_blocks, in_stack
 from jaxkv._core.state import GONE, NULL_BLOCK, BlockTables
 from jaxkv._core.tables import mark_failed
 
@@ -195,15 +195,17 @@ def _carry_out(
 ) -> Cache:
     """Change every group's tables as planned, copy the blocks, and update what the tables say of the rows."""
     pools, groups = list(cache.pools), []
-    for layers, tables in zip(cache.config.groups, cache.tables, strict=True):
+    for group, tables in enumerate(cache.tables):
         plan = plan_for(tables)
         changed = tables
         if not cache.config.contiguous:
             # At its column, since nothing may stand before it: the row's other blocks may have left the window.
             changed = take(replace_entries(tables, plan.entries), _blocks_taken(cache, plan.copied), at=plan.column)
         target = changed.tables[jnp.arange(plan.column.shape[0]), plan.column]
-        for layer in layers:
-            pools[layer] = copy_blocks(cache.pool(layer), plan.block, target, plan.copied)
+        target = jnp.where(plan.copied, target, NULL_BLOCK)
+        for stack in cache.config.group_stacks(group):
+            source, places = (in_stack(x, len(stack), tables.num_blocks + 1) for x in (plan.block, target))
+            pools[stack[0]] = copy_blocks(cache.layer(stack[0]).pool, source, places)
         groups.append(update_rows(changed))
     return cache.replace(tables=tuple(groups), pools=tuple(pools))
 

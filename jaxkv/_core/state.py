@@ -8,8 +8,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxkv._core.config import CacheConfig
+from jaxkv._core.layer import LayerConfig
+
 # Block 0 is never allocated and never written: unused table entries point at it, so that any fetch is in bounds.
 NULL_BLOCK = 0
+
+# In `BlockTables.wanted`: no length, for the request made no sense; or the step was planned for other tables.
+SENSELESS, STALE = -1, -2
 
 # In `BlockTables.needed`: no block would help, the tokens that a row was to go back to have been given back.
 GONE = -1
@@ -31,12 +37,14 @@ class BlockTables:
     new: jax.Array  # i32[S]: how many of them are the current step's
     offsets: jax.Array  # i32[S]: where each row's tokens start in a packed step
     refcounts: jax.Array  # i32[N + 1]: who holds a block, rows and index; a free one keeps the 1 its next owner needs
-    kept: jax.Array  # bool[N + 1]: a `PrefixCache` holds the block, whether or not a row does
+    # i32[N + 1]: the label of what a `PrefixCache` keeps in the block, whether or not a row holds it too; 0: nothing.
+    # So a cache says itself what its kept blocks hold, and an index never takes one for what it was or will be.
+    kept: jax.Array
     free_list: jax.Array  # i32[N]
     num_free: jax.Array  # i32[]
     peak: jax.Array  # i32[]: the most blocks ever in use at once
     failed: jax.Array  # bool[S]: a request of the row could not be met; cleared by `free`
-    wanted: jax.Array  # i32[S]: the length that request asked for; -1: the request made no sense
+    wanted: jax.Array  # i32[S]: the length that request asked for, or SENSELESS, or STALE
     needed: jax.Array  # i32[S]: the blocks it needed, or GONE
 
     @property
@@ -56,11 +64,12 @@ class BlockTables:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Pool:
     """One layer's blocks."""
 
     kv: jax.Array  # [N + 1, 2, K, block_size, D]: keys at 0, values at 1
+    scale: jax.Array | None = None  # of quantised kinds [N + 1, 2, K, block_size], or with an axis of ceil(D / 32)
 
     @property
     def k(self) -> jax.Array:
@@ -74,7 +83,31 @@ class Pool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Layer:
-    """One layer as a kernel sees it: its pool, and the tables of its group."""
+    """One layer as attention sees it: its pool, and the tables of its group. Made by `cache.layers`.
+
+    A model's blocks take theirs and give it back; `cache.with_layers` puts them together again. Layers share their
+    tables, so donate the cache, not its layers: no buffer can be donated twice.
+    """
 
     pool: Pool
     tables: BlockTables
+    place: jax.Array | None = None  # i32[]: which of the layers stacked in the pool it is; None: it has the pool alone
+    number: int = dataclasses.field(metadata={"static": True})  # its index; in a stack, the index of one that is alike
+    config: CacheConfig = dataclasses.field(metadata={"static": True})
+
+    @property
+    def layer_config(self) -> LayerConfig:
+        """What the layer is made for."""
+        return self.config.layers[self.number]
+
+    @property
+    def group(self) -> int:
+        """The group of layers whose tables these are."""
+        return self.config.group(self.number)
+
+    @property
+    def blocks(self) -> jax.Array:
+        """`i32[S, M]`: where the layer's blocks lie in its pool."""
+        if self.place is None:
+            return self.tables.tables
+        return self.tables.tables + self.place * (self.tables.num_blocks + 1)

@@ -1,14 +1,12 @@
 """Room for tokens: `extend`, `reserve` and `free`. Index arithmetic only; keys and values are not touched."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import pallas_kernels
 from jaxkv._core.allocator import blocks_for, give_back, replace_entries, serve, take
 from jaxkv._core.arguments import row_counts, row_mask
 from jaxkv._core.cache import Cache
@@ -108,31 +106,6 @@ def free(cache: Cache, rows: Any) -> Cache:
     return cache.replace(tables=tuple(empty(t) for t in cache.tables))
 
 
-def positions(cache: Cache, shape: Sequence[int]) -> jax.Array:
-    """The absolute position of every token of this step, as rotary embeddings want it; 0 for padding.
-
-    Args:
-      shape: `(S, T)` for padded tokens, `(N,)` for packed ones.
-
-    Returns:
-      i32 of that shape.
-
-    >>> import jaxkv
-    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
-    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
-    >>> cache = jaxkv.extend(jaxkv.extend(cache, [3, 0]), [2, 4])
-    >>> jaxkv.positions(cache, (2, 4)).tolist()
-    [[3, 4, 0, 0], [0, 1, 2, 3]]
-    """
-    shape = tuple(shape)
-    if len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] != cache.lengths.shape[0]):
-        raise ValueError(
-            f"shape must be (N,) or ({cache.lengths.shape[0]}, T), the token axes of this step, not {shape}."
-        )
-    tables = drop_unfit(cache, shape).tables[0]
-    return pallas_kernels.locate(shape, tables.lengths, tables.new, tables.offsets).position
-
-
 def _make_room(cache: Cache, target: jax.Array) -> tuple[jax.Array, list[jax.Array], list[BlockTables]]:
     """Which rows can have blocks for `target` tokens; the blocks each group needs for it; tables that have them."""
     block_size = cache.config.block_size
@@ -150,22 +123,6 @@ def mark_failed(tables: BlockTables, refused: jax.Array, wanted: jax.Array, need
         wanted=jnp.where(refused, wanted, tables.wanted),
         needed=jnp.where(refused, needed, tables.needed),
     )
-
-
-def drop_unfit(cache: Cache, token_axes: tuple[int, ...]) -> Cache:
-    """Take back the step of rows that were extended by more tokens than the step's arrays have places for.
-
-    Otherwise the places left unwritten, which may hold another row's old tokens, would count as theirs.
-    """
-
-    def drop(tables: BlockTables) -> BlockTables:
-        end = tables.new if len(token_axes) == 2 else tables.offsets + tables.new
-        unfit = (tables.new > 0) & (end > np.int32(token_axes[-1]))
-        tables = mark_failed(tables, unfit, jnp.full_like(tables.wanted, -1), 0)
-        step = jnp.where(unfit, tables.new, 0)
-        return dataclasses.replace(tables, lengths=tables.lengths - step, new=tables.new - step)
-
-    return cache.replace(tables=tuple(drop(t) for t in cache.tables))
 
 
 def leave_windows(cache: Cache) -> Cache:

@@ -12,17 +12,22 @@ import numpy as np
 
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.layer import LayerConfig
+from jaxkv._core.numbers import integer, shown
 from jaxkv._core.portrait import block_map
 from jaxkv._core.state import BlockTables, Layer, Pool
+from pallas_kernels import kinds
 
 
-def gather(cache: "Views", row: Any, *, layer: int, max_len: int | None = None) -> tuple[jax.Array, jax.Array]:
-    """The stored keys and values of one row, dense.
+def gather(
+    cache: "Views", row: Any, *, layer: int, max_len: int | None = None, raw: bool = False
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """The stored keys and values of one row, dense; those of a quantised layer as float32.
 
     Args:
       row: a row index; it may be traced when `max_len` is given.
       layer: the layer's index.
       max_len: give it to call this inside `jit`: the result then has this many places, 0 past the row's length.
+      raw: of a quantised layer `(k, v, k_scale, v_scale)` as they are stored.
 
     Returns:
       k, v: `[length, K, D]` each, or `[max_len, K, D]`; 0 for tokens that a layer with a window has given back.
@@ -46,8 +51,16 @@ def gather(cache: "Views", row: Any, *, layer: int, max_len: int | None = None) 
             raise ValueError("gather inside jit needs max_len=, since the row's length is not known there.")
         max_len = int(length)
     position = jnp.arange(max_len, dtype=jnp.int32)
-    k, v = cache.read(layer, row, position)
-    return k, v
+    if not raw:
+        return cache.read(layer, row, position)
+    kind = cache.config.kind(layer)
+    if kind.quantised is None:
+        raise ValueError(f"raw=True is for quantised layers, and layer {layer} is stored in {kind.name}.")
+    block, offset = cache.slots(row, position, layer=layer)
+    kv, scale = jax.tree.leaves(jax.tree.map(lambda x: x[block, :, :, offset], cache.pool(layer)))
+    held = block != 0
+    kv, scale = (jnp.where(jnp.expand_dims(held, range(1, x.ndim)), x, jnp.zeros((), x.dtype)) for x in (kv, scale))
+    return kv[:, 0], kv[:, 1], scale[:, 0], scale[:, 1]
 
 
 class Views:
@@ -58,16 +71,48 @@ class Views:
     pools: tuple[Pool | None, ...]
     config: CacheConfig
 
-    def layer(self, layer: int) -> Layer:
-        """One layer's pool and tables, a pytree of its own."""
-        tables = self.tables[self.config.group(layer)]  # raises for an index out of range, negative ones too
-        return Layer(pool=self.pool(layer), tables=tables)
+    def layer(self, layer: Any) -> Layer:
+        """One layer's pool and tables, a pytree of its own. See `layers`."""
+        number, place = self._place(layer)
+        tables = self.tables[self.config.group(number)]
+        pool = self.pools[self.config.stack(number)[0]]
+        assert pool is not None
+        return Layer(pool=pool, tables=tables, place=place, number=number, config=self.config)
 
     def pool(self, layer: int) -> Pool:
-        """The pool that a layer reads: its own, or the one of the layer it shares with."""
-        pool = self.pools[self.config.owner(layer)]
-        assert pool is not None
-        return pool
+        """The pool that a layer reads: its own, or the one of the layer it shares with; of a stack, its part."""
+        one, stack = self.layer(layer), self.config.stack(layer)
+        if one.place is None:
+            return one.pool
+        size = one.pool.kv.shape[0] // len(stack)
+        start = stack.index(self.config.owner(layer)) * size
+        return jax.tree.map(lambda x: x[start : start + size], one.pool)
+
+    def _place(self, layer: Any) -> tuple[int, Any]:
+        """A layer of the same kind, by its number, and which one of its stack is meant; None: it has its pool alone."""
+        config = self.config
+        if not isinstance(layer, tuple | jax.Array):
+            owner = config.owner(layer)  # raises for an index out of range, negative ones too
+            return int(layer), jnp.int32(config.stack(owner).index(owner)) if config.stacked else None
+        if not config.stacked:
+            raise ValueError(
+                f"layer must be an integer for this cache, not {shown(layer)}: each layer has a pool of its own. To "
+                "scan over layers make it with CacheConfig(stacked=True)."
+            )
+        if not isinstance(layer, tuple):
+            if config.period != 1:
+                raise ValueError(
+                    f"A traced layer needs layers that are all alike, but these repeat after {config.period}: give "
+                    "layer=(place in the period, period), the first of them a number."
+                )
+            layer = (0, layer)
+        number = integer("layer's first number, a place in the period,", layer[0], least=0, most=config.period - 1)
+        if config.owner(number) != number:
+            raise ValueError(f"Layer {number} shares another's keys and values: its index must be a number.")
+        stack = config.stack(number)
+        index = jnp.asarray(layer[1], jnp.int32) * config.period + number
+        places = np.array([stack.index(i) if i in stack else 0 for i in range(config.num_layers)], np.int32)
+        return number, jnp.asarray(places).at[index].get(mode="clip", wrap_negative_indices=False)
 
     def layer_config(self, layer: int) -> LayerConfig:
         """The config of one layer; IndexError for an index out of range."""
@@ -182,9 +227,16 @@ class Views:
         Only what the row holds is ever shown, never what a block's earlier owner left in it.
         """
         block, offset = self.slots(row, position, layer=layer)
-        kv = self.pool(layer).kv[block, :, :, offset, : self.layer_config(layer).head_dim]  # [..., 2, K, D]
+        kv = self._numbers(layer, jax.tree.map(lambda x: x[block, :, :, offset], self.pool(layer)))  # [..., 2, K, D]
         kv = jnp.where((block != 0)[..., None, None, None], kv, jnp.zeros((), kv.dtype))
         return kv[..., 0, :, :], kv[..., 1, :, :]
+
+    def _numbers(self, layer: int, part: Pool) -> jax.Array:
+        """What a part of a layer's pool means, `[..., D]`: as stored, or of a quantised layer as float32."""
+        head_dim, kind = self.layer_config(layer).head_dim, self.config.kind(layer).quantised
+        if kind is None:
+            return part.kv[..., :head_dim]
+        return kinds.decode(part.kv, part.scale, kind, head_dim)  # type: ignore[arg-type]
 
     def token(self, row: int, position: int, layer: int = 0) -> tuple[jax.Array, jax.Array]:
         """Keys and values `[K, D]` of one token. Outside `jit`, IndexError where there is none; inside, zeros."""
@@ -210,12 +262,12 @@ class Views:
     def combined(self, layer: int) -> jax.Array:
         """A layer as one dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window."""
         config, tables = self.layer_config(layer), self.layer(layer).tables
-        kv = self.pool(layer).kv
-        width = tables.tables.shape[1]
+        width, pool = tables.tables.shape[1], self.pool(layer)
         if self.config.contiguous:  # row s owns block s + 1: a slice, which moves no data inside jit
-            kv = kv[1:, ..., : config.head_dim]
+            kv = self._numbers(layer, jax.tree.map(lambda x: x[1:], pool))
         else:
-            blocks = jnp.moveaxis(kv[tables.tables, ..., : config.head_dim], 1, 3)  # [S, 2, K, M, block_size, D]
+            blocks = self._numbers(layer, jax.tree.map(lambda x: x[tables.tables], pool))
+            blocks = jnp.moveaxis(blocks, 1, 3)  # [S, 2, K, M, block_size, D]
             kv = blocks.reshape(*blocks.shape[:3], width * self.config.block_size, config.head_dim)
             kv = kv[..., : self.config.max_seq_len, :]
         held = jnp.arange(kv.shape[3], dtype=jnp.int32)[None] < tables.lengths[:, None]

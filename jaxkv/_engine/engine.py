@@ -1,82 +1,42 @@
-"""Text generation: continuous batching of many prompts over one cache."""
+"""An engine: requests come and go, their prompts are continued together, and no step waits for the one before."""
 
-import inspect
-import math
-import time
+import contextlib
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, Literal
-
-import jax
-import jax.numpy as jnp
-import numpy as np
+from typing import Any
 
 from jaxkv._core.cache import Cache
-from jaxkv._core.checks import check
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.errors import OutOfBlocks
-from jaxkv._core.tables import extend, leave_windows
-from jaxkv._engine.resident import Residents, room_of
-from jaxkv._engine.sampling import Sampling, greedy, sample
-from jaxkv._engine.scheduler import Scheduler, Step
-from jaxkv._engine.scheduler import Sequence as _Sequence
+from jaxkv._core.numbers import MOST_INDEX, integer, real
+from jaxkv._engine.loop import Loop
+from jaxkv._engine.pipeline import Pipeline
+from jaxkv._engine.request import Request, read_eos, read_limits, read_prompt, read_salt
+from jaxkv._engine.resident import Residents, Swap
+from jaxkv._engine.sampling import KINDS, Choice, Kind, read_seed
+from jaxkv._engine.step import Hook, recompute
+from jaxkv._engine.turn import Turn
 from jaxkv._tiers.prefix import PrefixCache
-
-
-def generate(
-    model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
-    eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
-    progress: bool = False, **engine: Any,
-) -> list[list[int]]:  # fmt: skip
-    """Continue prompts: token lists in, token lists out.
-
-    Prompts of any length share one paged cache; rows that finish are taken by waiting prompts at once. What a prompt
-    gets does not depend on the others.
-
-    Args:
-      model: called as `logits, cache = model(tokens, cache=cache)` with packed `i32[N]` tokens; for example what
-        `jaxkv.models.load` returns.
-      prompts: non-empty lists of token ids.
-      max_new_tokens: the most tokens to add, for all prompts or one number for each. A sequence also ends when it
-        reaches `max_seq_len`.
-      temperature: 0: always the likeliest token; above: sample.
-      eos: a token, or several, at which a sequence ends. It is not part of the output.
-      top_k: sample among so many likeliest tokens; 0: all.
-      top_p: sample among the likeliest tokens that together have this probability.
-      seed: of the random draws. The same seed gives the same tokens.
-      progress: show a progress bar (needs tqdm).
-      **engine: how to hold and compute them: see `Engine`.
-
-    Returns:
-      For each prompt the tokens that follow it.
-
-    Raises:
-      ValueError: an argument or a prompt that cannot be honoured; nothing has been computed then.
-
-    >>> import jaxkv
-    >>> model = jaxkv.models.small()
-    >>> outputs = jaxkv.generate(model, [list(b"import "), list(b"def main(")], max_new_tokens=8)
-    >>> [len(tokens) for tokens in outputs]
-    [8, 8]
-    """
-    engine_ = Engine(model, longest=_longest(prompts, max_new_tokens), **engine)
-    outputs: list[list[int]] = [[] for _ in prompts]
-    tokens = engine_.stream(prompts, max_new_tokens, temperature, eos, top_k=top_k, top_p=top_p, seed=seed)
-    if progress:
-        tokens = _progress_bar(tokens, prompts, max_new_tokens)
-    for index, token in tokens:
-        outputs[index].append(token)
-    return outputs
 
 
 class Engine:
     """A model and its cache, ready to continue prompts. It keeps its cache between calls.
 
+    `submit` takes a request at any time, from any thread; `step` or `run` computes. Everything else is one thread's at
+    a time. The next step is sent to the device before the tokens of the last one are read, so tokens come one call of
+    `step` late. Whatever interrupts a call, Ctrl-C too: the engine goes on at the next one, and no request is lost.
+
     Args:
-      model: as for `generate`.
+      model: as for `generate`. Its parameters are taken as they are now.
       max_seqs: rows of the cache: sequences computed at the same time.
       max_seq_len: the most tokens of one sequence, prompt and output; default: `longest`, rounded up to a power of 2.
       longest: tokens of the longest sequence to come, if `max_seq_len` is not given.
       step_tokens: the most tokens of one step. Longer prompts are computed in chunks beside decoding rows.
+      steps_per_dispatch: decode so many steps in one call of the device when nothing is waiting. What is submitted
+        meanwhile waits for them.
+      seed: of the random draws.
+      logits_hook: `f(logits f32[S, V], rows) -> logits`, part of the compiled step, before temperature and filters.
+        `rows` has `tokens` i32[S, max_seq_len], each row's so far with a number behind them that is no token, `lengths`
+        i32[S] and `numbers` i32[S], of the requests. Rows that no token is due for are of no account.
       prefix_cache: keep the blocks of what was computed, and share them with prompts that begin alike; `stats` says how
         much that saved. See `PrefixCache`.
       spill_bytes: host memory for what the prefix cache must give up on the device.
@@ -86,25 +46,37 @@ class Engine:
       **fields: `num_blocks`, `memory_bytes`, `block_size`, `dtype` and other fields of `CacheConfig.from_model`.
 
     Attributes:
-      cache: the cache as it is now; its rows are empty when no `stream` is under way.
       prefix: its `PrefixCache`, or None.
-      steps: steps computed so far. tokens: tokens computed so far.
-      set_back: how often a sequence was set back because blocks ran out.
-      blocks_peak: the most blocks in use at once.
+      config: of its cache.
+
+    >>> import jaxkv
+    >>> engine = jaxkv.Engine(jaxkv.models.small(), max_seqs=2, max_seq_len=64)
+    >>> request = engine.submit(list(b"import "), max_new_tokens=4)
+    >>> [token for _, token in engine.run()] == request.tokens, request.done
+    (True, True)
     """
 
     def __init__(
         self, model: Any, *, max_seqs: int = 8, max_seq_len: int | None = None, longest: int = 1024,
-        step_tokens: int = 256, prefix_cache: bool = False, spill_bytes: int = 0,
-        swap: Literal["auto", "always", "never"] = "auto", host_bandwidth: float = 1e10, **fields: Any,
+        step_tokens: int = 256, steps_per_dispatch: int = 1, seed: int = 0, logits_hook: Hook | None = None,
+        prefix_cache: bool = False, spill_bytes: int = 0, swap: Swap = "auto", host_bandwidth: float = 1e10,
+        **fields: Any,
     ):  # fmt: skip
+        if swap not in ("auto", "always", "never"):
+            raise ValueError(f"swap must be 'auto', 'always' or 'never', not {swap!r}.")
         model_config = getattr(model, "config", None)
+        max_seqs = integer("max_seqs", max_seqs, least=1)
         if max_seq_len is None:
-            max_seq_len = max(64, 1 << (longest - 1).bit_length())
+            max_seq_len = max(64, 1 << (integer("longest", longest, least=1) - 1).bit_length())
             max_seq_len = min(max_seq_len, getattr(model_config, "max_seq_len", max_seq_len))
-        self.model = model
+        if fields.get("memory_bytes") is not None:
+            fields["memory_bytes"] = real("memory_bytes", fields["memory_bytes"], least=0)
+        host_bandwidth = real("host_bandwidth", host_bandwidth, least=1)
+        self.steps_per_dispatch = integer("steps_per_dispatch", steps_per_dispatch, least=1)
+        self.seed = read_seed(seed)
         self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
-        self.step_tokens = max(step_tokens, max_seqs)
+        self.step_tokens = max(integer("step_tokens", step_tokens, least=1), max_seqs)
+        spill_bytes = integer("spill_bytes", spill_bytes, least=0, most=None)
         self.config = CacheConfig.from_model(
             model, max_seqs=max_seqs, max_seq_len=max_seq_len,
             # What windows give back is of use to a prefix cache, so it wants more than they need.
@@ -112,13 +84,28 @@ class Engine:
         )  # fmt: skip
         self.prefix = PrefixCache(self.config, spill_bytes=spill_bytes) if prefix_cache else None
         self._residents = Residents(self.config, prefix=self.prefix, swap=swap, host_bandwidth=host_bandwidth)
-        self._step_sizes: set[int] = set()  # those compiled so far
-        self.steps = self.tokens = 0
+        self._pipeline = Pipeline(model, self._residents, logits_hook, self.step_tokens)
+        self._loop = Loop(self._residents, self._pipeline, self.step_tokens, self.steps_per_dispatch)
+        self._turn = Turn()
+        self._numbers = itertools.count()
+        self._news: dict[Request, None] = {}  # who may have tokens that `step` and `run` have not handed out
+
+    # What there is.
 
     @property
     def cache(self) -> Cache:
-        """The cache as it is now."""
+        """The cache as it is now; its rows are empty when no request is under way."""
         return self._residents.cache
+
+    @property
+    def steps(self) -> int:
+        """Steps computed so far."""
+        return self._pipeline.steps
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed so far."""
+        return self._pipeline.tokens
 
     @property
     def set_back(self) -> int:
@@ -138,35 +125,123 @@ class Engine:
 
     def problem(self, prompt: Sequence[int], max_new_tokens: int) -> str | None:
         """Why a prompt cannot be continued, or None."""
-        limit, config = self._limit(prompt, max_new_tokens), self.config
-        if not len(prompt):
-            return "it is empty: give at least one token, for example the model's beginning-of-sequence token"
-        if len(prompt) >= config.max_seq_len:
+        tokens, config = read_prompt(prompt), self.config
+        if isinstance(tokens, str):
+            return tokens
+        if len(tokens) >= config.max_seq_len:
             most = f"max_seq_len = {config.max_seq_len}"
-            return f"it has {len(prompt)} tokens, and {most} must hold one more: raise max_seq_len"
+            return f"it has {len(tokens)} tokens, and {most} must hold one more: raise max_seq_len"
+        limit = min(len(tokens) + integer("max_new_tokens", max_new_tokens, least=1), config.max_seq_len)
         for group, num_blocks in enumerate(config.group_blocks):
             if (blocks := config.row_blocks(group, limit)) > num_blocks:
                 return (
                     f"its {limit} tokens take {blocks} blocks, but the cache has {num_blocks}: raise num_blocks, or "
                     "lower max_new_tokens"
                 )
-        if self.vocab_size is not None and not all(0 <= token < self.vocab_size for token in prompt):
-            return f"it has a token outside of the model's vocabulary, 0 to {self.vocab_size - 1}"
+        vocab_size = self.vocab_size or MOST_INDEX
+        if min(tokens) < 0 or max(tokens) >= vocab_size:
+            return f"it has a token outside of the model's vocabulary, 0 to {vocab_size - 1}"
         return None
+
+    # Requests.
+
+    def submit(
+        self, prompt: Sequence[int], max_new_tokens: int = 64, temperature: float = 0.0, *, top_k: int = 0,
+        top_p: float = 1.0, eos: int | Collection[int] | None = None, salt: str | bytes | None = None, n: int = 1,
+        logprobs: int = 0,
+    ) -> Request:  # fmt: skip
+        """Ask for a prompt to be continued; `step` and `run` do it. May be called from any thread, and while they run.
+
+        Args:
+          max_new_tokens, temperature, top_k, top_p, eos: as for `generate`.
+          salt: with a prefix cache, share blocks only with requests of the same one, for example a tenant's name.
+          n: so many samples, which share the prompt's blocks; see `Request.samples`.
+          logprobs: keep the log-probabilities of so many likeliest tokens and of the chosen one, from the model's own
+            logits, before temperature and hook.
+
+        Raises:
+          ValueError: an argument that cannot be honoured; nothing has changed then.
+        """
+        if why := self.problem(prompt, max_new_tokens):
+            raise ValueError(f"The prompt cannot be continued: {why}.")
+        choice = Choice.read(temperature, top_k, top_p, self.seed)
+        count = integer("n", n, least=1, most=2**16)
+        options = {"eos": read_eos(eos), "salt": read_salt(salt), "num_logprobs": self._read_logprobs(logprobs)}
+        samples = [
+            self._request(next(self._numbers), prompt, max_new_tokens, choice, self._news, **options)
+            for _ in range(count)
+        ]
+        request = samples[0] if count == 1 else Request.several(samples)
+        self._loop.submitted.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Take a request back: no more tokens come, and its row is free again. Does nothing if it is done.
+
+        May be called from any thread; the row is free when the thread that runs the engine comes to it.
+        """
+        self._withdraw(request.samples)
+
+    def step(self) -> list[tuple[Request, int]]:
+        """Send the next step to the device, and read the one before: its `(request, token)` pairs.
+
+        Raises:
+          OutOfBlocks: a request cannot begin, because pinned blocks of the prefix cache leave no room.
+          RuntimeError: another thread is at work. CacheError: the cache was lost; see `reset`.
+        """
+        with self._at_work():
+            if self._loop.is_busy:
+                self._loop.advance()
+            return list(_handed_out(self._news))
+
+    def run(self) -> Iterator[tuple[Request, int]]:
+        """Yield `(request, token)` as tokens come, until no request is left, those submitted meanwhile included.
+
+        Leaving it early leaves the requests as they are: a later `run` or `step` goes on with them.
+        """
+        with self._at_work():
+            yield from _handed_out(self._news)
+            while self._loop.is_busy:
+                self._loop.advance()
+                yield from _handed_out(self._news)
+
+    def reset(self) -> None:
+        """Begin anew with an empty cache and prefix cache. Requests that are not done go on from what they have."""
+        with self._at_work():
+            self._loop.reset()
+
+    def warmup(self, *, kinds: Iterable[Kind] = KINDS, logprobs: Iterable[int] = (0,), progress: bool = True) -> None:
+        """Compile all that steps need, so that nothing has to be compiled when requests come.
+
+        Args:
+          kinds: of requests to come: "greedy" (temperature 0), "sampled" (above), "filtered" (with top_k or top_p).
+          logprobs: numbers of log-probabilities that they want; one program serves up to the next power of 2.
+          progress: show a progress bar, if tqdm is there.
+        """
+        kinds = tuple(dict.fromkeys(kinds))
+        for kind in kinds:
+            if kind not in KINDS:
+                raise ValueError(f"kinds must be among 'greedy', 'sampled' and 'filtered', not {kind!r}.")
+        counts = tuple(n and 1 << (n - 1).bit_length() for n in map(self._read_logprobs, logprobs))
+        with self._at_work():
+            calls = self._loop.warm(kinds, counts)
+            for call in _progress_bar(calls, progress):
+                call()
 
     def stream(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
-        eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
+        eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, seed: int | None = None,
         salt: str | bytes | None = None,
     ) -> Iterator[tuple[int, int]]:  # fmt: skip
         """Yield `(prompt number, token)` as tokens come. Arguments as for `generate`.
 
         With a prefix cache, prompts share blocks only with those of the same `salt`, for example a tenant's name.
 
-        All arguments are checked before this returns. One stream at a time: leaving it early frees its rows.
+        All arguments are checked before this returns. Leaving it early frees its rows.
         """
-        sampling = _sampling(temperature, top_k, top_p, seed)
-        limits = _per_prompt(max_new_tokens, len(prompts))
+        choice = Choice.read(temperature, top_k, top_p, self.seed if seed is None else seed)
+        limits = read_limits(max_new_tokens, len(prompts))
+        options: dict[str, Any] = {"eos": read_eos(eos), "salt": read_salt(salt), "num_logprobs": 0}
         problems = [
             f"Prompt {i} cannot be continued: {why}."
             for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
@@ -174,161 +249,93 @@ class Engine:
         ]
         if problems:
             raise ValueError("\n".join(problems))
-        scheduler = Scheduler(self._residents, step_tokens=self.step_tokens)
-        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-            tokens = [int(token) for token in prompt]
-            scheduler.waiting.append(_Sequence(i, tokens, len(tokens), self._limit(prompt, limit), salt))
-        return self._run(scheduler, sampling, {eos} if isinstance(eos, int) else set(eos or ()))
+        news: dict[Request, None] = {}
+        return self._stream(news, [
+            self._request(i, prompt, limit, choice, news, **options)
+            for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        ])  # fmt: skip
 
     def recompute(
         self, prompt: Sequence[int], output: Sequence[int], *, index: int = 0, temperature: float = 0.0, top_k: int = 0,
-        top_p: float = 1.0, seed: int = 0,
+        top_p: float = 1.0, seed: int | None = None,
     ) -> list[int]:  # fmt: skip
         """The tokens that the model chooses after `prompt` and after each token of `output`, without any cache.
 
-        They equal `output` if that is what `stream` yielded for prompt number `index` with the same arguments.
+        They equal `output` if that is what `stream` yielded for prompt number `index` with the same arguments, or what
+        the request of this number got.
         """
-        tokens = [*prompt, *output]
-        padded = np.zeros(1 << (len(tokens) - 1).bit_length(), np.int32)  # few shapes; what comes after is not seen
-        padded[: len(tokens)] = tokens
-        chosen = _recompute(self.model, padded, np.int32(index), _sampling(temperature, top_k, top_p, seed))
-        return np.asarray(chosen)[len(prompt) - 1 : len(tokens) - 1].tolist()
+        choice = Choice.read(temperature, top_k, top_p, self.seed if seed is None else seed)
+        parts, tokens = self._pipeline, [*prompt, *output]
+        chosen = recompute(
+            parts.structure,
+            parts.leaves,
+            parts.hook,
+            self.config.max_seq_len,
+            tokens,
+            choice.column(index),
+            choice.kind,
+        )
+        return chosen[len(prompt) - 1 : len(tokens) - 1]
 
-    def _limit(self, prompt: Sequence[int], max_new_tokens: int) -> int:
-        return min(len(prompt) + max_new_tokens, self.config.max_seq_len)
+    # The parts.
 
-    def _run(self, scheduler: Scheduler, sampling: Sampling | None, eos: set[int]) -> Iterator[tuple[int, int]]:
+    def _request(self, number: int, prompt: Any, max_new_tokens: int, choice: Choice, news: dict, **options) -> Request:
+        tokens = read_prompt(prompt)
+        assert isinstance(tokens, list)
+        limit = min(int(max_new_tokens), self.config.max_seq_len - len(tokens))
+        return Request(
+            number=number, prompt=tokens, limit=limit, choice=choice, news=news, cancel=self.cancel, **options
+        )
+
+    def _read_logprobs(self, logprobs: Any) -> int:
+        return integer("logprobs", logprobs, least=0, most=self.vocab_size or 2**16)
+
+    def _stream(self, news: dict[Request, None], requests: list[Request]) -> Iterator[tuple[int, int]]:
+        with self._at_work():
+            try:
+                self._loop.submitted.extend(requests)
+                left = set(requests)
+                while left:
+                    self._loop.advance()
+                    for request, token in _handed_out(news, left):
+                        yield request.number, token
+            finally:
+                self._withdraw(requests)
+
+    def _withdraw(self, requests: Iterable[Request]) -> None:
+        self._loop.cancel(requests)
+        if self._loop.is_at_work:  # it will be seen to there
+            return
         try:
-            while scheduler.waiting or scheduler.running:
-                step = scheduler.plan()
-                if not step.counts:
-                    raise OutOfBlocks(_stuck(scheduler, self._residents))
-                self._residents.make_room(step.num_blocks)
-                next_tokens = self._compute(step, sampling)
-                due = scheduler.commit(step)
-                for sequence, count in step.counts.items():
-                    if count > 1:  # of a prompt: what it has computed is of use to others already
-                        self._residents.offer(sequence)
-                for sequence in due:
-                    token = int(next_tokens[sequence.row])
-                    sequence.tokens.append(token)
-                    ended = token in eos
-                    if ended or len(sequence.tokens) == sequence.limit:
-                        scheduler.finish(sequence)
-                    if not ended:
-                        yield sequence.index, token
+            with self._at_work():
+                self._loop.tidy()
+        except Exception:  # the next step meets it again; what may be on its way now must not be replaced by it
+            return
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        is_new = self._turn.take()
+        try:
+            yield
         finally:
-            for sequence in list(scheduler.running):
-                scheduler.finish(sequence)
-            self._residents.settle()
-
-    def _compute(self, step: Step, sampling: Sampling | None) -> np.ndarray:
-        """Compute one step; the token that follows each row's last one."""
-        rows = sorted(step.counts, key=lambda sequence: sequence.row or 0)  # packed tokens come row by row
-        tokens = np.zeros(self._bucket(step.num_tokens), np.int32)
-        counts, streams = np.zeros((2, self.config.max_seqs), np.int32)
-        start = 0
-        for sequence in rows:
-            count = step.counts[sequence]
-            tokens[start : start + count] = sequence.tokens[sequence.cached : sequence.cached + count]
-            counts[sequence.row], streams[sequence.row] = count, sequence.index
-            start += count
-        began = time.perf_counter()
-        out, self._residents.cache = _step(
-            self.model, self.cache, tokens, counts, streams, sampling, leave=self.prefix is None
-        )
-        next_tokens, room = jax.device_get(out)
-        compiled = len(tokens) not in self._step_sizes
-        self._residents.computed(room, None if compiled else (time.perf_counter() - began) / start)
-        self._step_sizes.add(len(tokens))
-        self.steps, self.tokens = self.steps + 1, self.tokens + start
-        if (next_tokens < 0).any():  # the scheduler counts blocks as the cache does: this would be a bug
-            check(self.cache)
-        return next_tokens
-
-    def _bucket(self, num_tokens: int) -> int:
-        """The places of a step, so that steps come in few shapes: one for decoding, then twice as many each."""
-        size = self.config.max_seqs
-        while size < num_tokens:
-            size *= 2
-        return min(size, self.step_tokens)
+            if is_new:
+                self._turn.give()
 
 
-@jax.jit(donate_argnames="cache", static_argnames="leave")
-def _step(model, cache, tokens, counts, streams, sampling, *, leave):
-    """One step of every row: `i32[S]`, the token after each row's last, -1 where a row's tokens did not fit; and the
-    room that is left, after leaving windows or before."""
-    cache = extend(cache, counts)
-    last = jnp.cumsum(counts) - 1
-    logits, cache = _logits_at(model, tokens, cache, jnp.maximum(last, 0))
-    next_tokens = _choose(logits, sampling, streams, cache.lengths)
-    if leave:
-        cache = leave_windows(cache)
-    return (jnp.where(cache.failed, -1, next_tokens), room_of(cache)), cache
+def _handed_out(news: dict[Request, None], left: set[Request] | None = None) -> Iterator[tuple[Request, int]]:
+    """The tokens of requests that have not been handed out yet. Of those that are left, drop what is done then."""
+    for request in list(news):
+        while request.given < len(request.tokens):
+            request.given += 1
+            yield request, request.tokens[request.given - 1]
+        news.pop(request, None)
+        if left and request.done:
+            left.discard(request)
 
 
-def _logits_at(model, tokens, cache, places):
-    """The logits of some packed tokens only, if the model can spare the others: a prompt's are large."""
-    if "logits_at" in inspect.signature(model.__call__).parameters:
-        return model(tokens, cache=cache, logits_at=places)
-    logits, cache = model(tokens, cache=cache)
-    return logits[places], cache
-
-
-def _choose(logits, sampling, streams, positions):
-    return greedy(logits) if sampling is None else sample(logits, sampling, streams, positions)
-
-
-@jax.jit
-def _recompute(model, tokens, stream, sampling):
-    """The token that follows each of `i32[T]`, computed without a cache."""
-    logits, _ = model(tokens[None], cache=None)
-    positions = jnp.arange(1, tokens.shape[0] + 1, dtype=jnp.int32)
-    return _choose(logits[0], sampling, jnp.full_like(positions, stream), positions)
-
-
-def _stuck(scheduler: Scheduler, residents: Residents) -> str:
-    waiting = scheduler.waiting[0]
-    return (
-        f"There is no room for prompt {waiting.index} with {len(waiting.tokens)} tokens: {residents.available} blocks "
-        "can be had. Unpin blocks of the prefix cache, or give the cache more num_blocks."
-    )
-
-
-def _sampling(temperature: float, top_k: int, top_p: float, seed: int) -> Sampling | None:
-    if not (temperature >= 0 and math.isfinite(temperature)):
-        raise ValueError(
-            f"temperature must be 0 (always the likeliest token) or a finite number above, not {temperature}."
-        )
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}.")
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0:
-        raise ValueError(f"top_k must be 0 (all tokens) or a positive integer, not {top_k!r}.")
-    if temperature == 0:
-        return None
-    return Sampling(jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p), jax.random.key(seed))
-
-
-def _per_prompt(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
-    limits = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    if len(limits) != count:
-        raise ValueError(
-            f"max_new_tokens must be one number or one for each of the {count} prompts, not {len(limits)}."
-        )
-    for limit in limits:
-        if limit < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, not {limit}.")
-    return limits
-
-
-def _longest(prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]) -> int:
-    limits = _per_prompt(max_new_tokens, len(prompts))
-    return max((len(p) + n for p, n in zip(prompts, limits, strict=True)), default=1)
-
-
-def _progress_bar(tokens: Iterable[tuple[int, int]], prompts: Sequence[Any], max_new_tokens: Any) -> Any:
+def _progress_bar(calls: Sequence[Any], wanted: bool) -> Iterable[Any]:
     try:
         from tqdm.auto import tqdm
     except ImportError:
-        raise ModuleNotFoundError("progress=True needs tqdm: pip install tqdm, or 'jaxkv[hf]'.") from None
-    return tqdm(tokens, total=sum(_per_prompt(max_new_tokens, len(prompts))), unit=" tokens")
+        return calls
+    return tqdm(calls, desc="compiling", unit=" programs", disable=not wanted)

@@ -1,7 +1,8 @@
 """Sequences in the rows of a cache: how they get in, what is kept of them, and where they go when room runs out."""
 
 import collections
-from typing import Literal
+import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,16 @@ import numpy as np
 
 from jaxkv._core.cache import Cache, init
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.errors import OutOfBlocks
+from jaxkv._core.errors import CacheError, OutOfBlocks
+from jaxkv._core.sharing import fork
 from jaxkv._core.tables import free, leave_windows
+from jaxkv._engine.program import cache_program
 from jaxkv._engine.scheduler import Sequence
 from jaxkv._tiers.host import swap_in, swap_out
-from jaxkv._tiers.prefix import PrefixCache, count_unused
+from jaxkv._tiers.kept import count_unused
+from jaxkv._tiers.prefix import PrefixCache
+
+Swap = Literal["auto", "always", "never"]
 
 
 class Residents:
@@ -22,81 +28,204 @@ class Residents:
     A sequence that is set back is either swapped out to host memory or forgotten and computed again, whichever is
     estimated to be faster: moving its bytes there and back at `host_bandwidth` bytes/s, or computing its tokens at the
     rate of the fastest step so far. With a prefix cache it is forgotten, but for what that still has of it later.
+
+    What room there is, is known from the last step that was read: since then at most `taken` more blocks were taken,
+    and what was given back is not counted. `settle` asks the device, and waits for it.
     """
 
-    def __init__(
-        self, config: CacheConfig, *, prefix: PrefixCache | None, swap: Literal["auto", "always", "never"],
-        host_bandwidth: float,
-    ):  # fmt: skip
-        if swap not in ("auto", "always", "never"):
-            raise ValueError(f"swap must be 'auto', 'always' or 'never', not {swap!r}.")
+    def __init__(self, config: CacheConfig, *, prefix: PrefixCache | None, swap: Swap, host_bandwidth: float):
         self.config, self.prefix, self.swap, self.host_bandwidth = config, prefix, swap, host_bandwidth
         self.block_size = config.block_size
-        self.cache: Cache = init(config)
+        self._landed: collections.deque[tuple[list[jax.Array], list[jax.Array]]] = collections.deque()
+        self._cache: Cache | None = None  # of `_leaves`, when it was asked for
+        self.cache = init(config)
+        self._structure = jax.tree.structure(self.cache)
+        self._settle, self._swap_in, self._fork = _programs(self._structure)
         self.seconds_per_token: float | None = None  # of the fastest step so far
         self.counts: collections.Counter[str] = collections.Counter()
-        self._free_rows = list(range(config.max_seqs - 1, -1, -1))  # the lowest on top
-        self._to_free: list[int] = []  # rows whose blocks the device still has to free
-        self._room: np.ndarray | None = None  # `room_of` the cache; None: ask the device
+        self._empty([])
+
+    def _empty(self, to_free: list[int]) -> None:
+        """No sequence lives here. Rows that the device still has to free are named."""
+        self._free_rows = list(range(self.config.max_seqs - 1, -1, -1))  # the lowest on top
+        self._to_free = to_free
+        self._room: list[list[int]] | None = None  # `room_of` the cache when it was measured; None: not known
+        self.taken = self._taken_then = 0  # blocks taken until now, and until the room was measured
+        self.clock = self._measured_at = self._given_back_at = 0  # counts what changes the room
+
+    # The device.
 
     @property
-    def available(self) -> list[int]:
-        """For each group of layers, blocks that are free or that the prefix cache can spare."""
-        if self.config.contiguous:  # every row has its block already
-            return list(self.config.group_blocks)
-        pinned = [self.prefix.pinned(g) if self.prefix else 0 for g in range(len(self.config.groups))]
-        return [int(free) + max(0, int(unused) - p) for (free, unused), p in zip(self.settle(), pinned, strict=True)]
+    def cache(self) -> Cache:
+        """The cache as it is now."""
+        self._take_landed()
+        if self._cache is None:
+            self._cache = jax.tree.unflatten(self._structure, self._leaves)
+        return self._cache
 
-    def computed(self, room: np.ndarray, seconds_per_token: float | None) -> None:
+    @cache.setter
+    def cache(self, cache: Cache) -> None:
+        self._cache, self._leaves = cache, jax.tree.leaves(cache)
+
+    def call(self, program: Any, *arguments: Any, **options: Any) -> list[jax.Array]:
+        """What a `cache_program` returns that is given the cache to use up.
+
+        An interrupt finds either cache whole: `map` and `extend` run to their end before Python can raise it.
+        """
+        self._landed.clear()
+        program = functools.partial(program, **options)
+        self._landed.extend(map(program, [self._leaves], *([argument] for argument in arguments)))
+        out, _ = self._landed[0]
+        self._take_landed()
+        self.clock += 1
+        return out
+
+    def _take_landed(self) -> None:
+        if self._landed:
+            self._cache, self._leaves = None, self._landed[0][1]
+            self._landed.clear()
+
+    def flush(self) -> Any:
+        """Have the device free the rows that were given up; `room_of` the cache, on the device."""
+        mask = np.isin(np.arange(self.config.max_seqs), self._to_free)
+        (room,) = self.call(self._settle, mask)
+        self._to_free = []
+        return room
+
+    def settle(self) -> None:
+        """Have `available` say exactly how many. Waits for the device."""
+        if self._to_free or self._room is None or self._measured_at < self.clock:
+            room = np.asarray(self.flush())
+            self.measured(room, self.taken, self.clock)
+
+    def warm(self) -> list[Any]:
+        """What to call, one after another, to compile what is needed between steps."""
+        rows = np.array([[0], [self.config.max_seqs]], np.int32)  # no such row: ignored
+        return [self.flush, lambda: self.call(self._fork, *rows)]
+
+    def measured(self, room: np.ndarray, taken: int, clock: int) -> None:
+        """Note what room there was, so many blocks and changes ago."""
+        self._room, self._taken_then, self._measured_at = room.tolist(), taken, clock
+
+    def computed(self, room: np.ndarray, taken: int, clock: int, seconds_per_token: float | None) -> None:
         """Note that a step was computed, the room it left, and what it took, unless it was compiled meanwhile."""
-        # With a prefix cache, what falls out of windows is first offered to it.
-        self._room = None if self.prefix is not None and self.config.has_windows else room
+        # With a prefix cache, what falls out of windows is first offered to it: there is more room than that.
+        leaves = self.prefix is not None and self.config.has_windows
+        self.measured(room, taken, clock - leaves)
         if seconds_per_token is not None:
             self.seconds_per_token = min(seconds_per_token, self.seconds_per_token or seconds_per_token)
 
-    def has_room(self, running: list[Sequence], sequence: Sequence) -> bool:
+    def recover(self) -> None:
+        """After an interrupt: every row is empty, whatever was under way. Raises CacheError if the cache is lost."""
+        self._take_landed()
+        if self.is_lost:
+            raise CacheError(
+                "The engine's cache was lost when a step was interrupted in the middle: engine.reset() starts anew "
+                "with an empty one, and computes the requests that are not done from what they have."
+            )
+        self._empty(list(range(self.config.max_seqs)))
+
+    def reset(self) -> None:
+        """An empty cache, and an empty prefix cache."""
+        self._take_landed()
+        if self.is_lost:
+            self.cache = init(self.config)
+        if self.prefix is not None:
+            self.cache = self.prefix.reset(self.cache)
+        self._empty(list(range(self.config.max_seqs)))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the cache was used up by a program that did not come to its end."""
+        return any(x.is_deleted() for x in self._leaves)
+
+    # Room.
+
+    @property
+    def available(self) -> list[int]:
+        """For each group of layers, blocks that are free or that the prefix cache can spare: at least so many."""
+        if self.config.contiguous:  # every row has its block already
+            return list(self.config.group_blocks)
+        if self._room is None:
+            self.settle()
+        assert self._room is not None
+        since = self.taken - self._taken_then
+        pinned = [self.prefix.pinned(g) if self.prefix else 0 for g in range(len(self._room))]
+        return [
+            max(0, free_ + max(0, unused - p) - since)
+            for (free_, unused), p in zip(self._room, pinned, strict=True)
+        ]  # fmt: skip
+
+    @property
+    def may_have_more(self) -> bool:
+        """Whether something was given back that `available` does not count yet."""
+        return bool(self._free_rows) and self._given_back_at > self._measured_at
+
+    def make_room(self, num_blocks: int) -> None:
+        """Have `num_blocks` free blocks in every group, at the cost of the prefix cache, and count them as taken."""
+        if self.prefix is not None and num_blocks and not self._are_free(num_blocks):
+            self.settle()
+            if not self._are_free(num_blocks):
+                self.cache = self.prefix.make_room(self.cache, num_blocks)
+                self.clock += 1
+                self.settle()
+        self.taken += num_blocks
+
+    def _are_free(self, num_blocks: int) -> bool:
+        """Whether so many blocks are free for certain, in every group."""
+        if self._room is None:
+            self.settle()
+        assert self._room is not None
+        return num_blocks + self.taken - self._taken_then <= min(free_ for free_, _ in self._room)
+
+    def has_room(self, running: list[Sequence], sequence: Sequence, source: Sequence | None = None) -> bool:
         """Whether there is a row for a sequence, and blocks for all its tokens beside all of the others'."""
         if not self._free_rows:
             return False
         shared = self._shared(running, sequence)
+        if source is not None:
+            shared = source.cached // self.block_size * self.block_size
         for group, available in enumerate(self.available):
-            growth = sum(self._growth(group, s.tokens, s.cached) for s in running)
-            if growth + self._growth(group, sequence.tokens, shared) > available:
+            growth = sum(self._growth(group, s.length, s.cached) for s in running)
+            if growth + self._growth(group, sequence.length, shared) > available:
                 return False
         return True
 
+    # Sequences.
+
     def admit(self, sequence: Sequence) -> None:
         """Give a sequence a row, and put into it what is there of the sequence already."""
-        self.settle()
-        row = sequence.row = self._free_rows.pop()
+        match = None
+        if sequence.host is None and self.prefix is not None:
+            match = self.prefix.match(sequence.tokens, salt=sequence.salt)
+        row = self._take_row(must_be_empty=sequence.host is not None or bool(match and match.num_tokens))
+        sequence.row = row
         if sequence.host is not None:
             self.make_room(max(int(count[0]) for count in sequence.host.count))
-            self.cache = _swap_in(self.cache, np.array([row], np.int32), sequence.host)
+            self.call(self._swap_in, np.array([row], np.int32), sequence.host)
             sequence.cached, sequence.host = sequence.host.num_tokens, None
-            self._room = None
-        elif self.prefix is not None:
-            match = self.prefix.match(sequence.tokens, salt=sequence.salt)
+        elif self.prefix is not None and match is not None and match.num_tokens:
             try:
                 self.cache = self.prefix.adopt(self.cache, row, match, donate=True)
             except OutOfBlocks:  # for what would come back from the host
                 return
             sequence.cached = match.num_tokens
-            self._room = None
+            self.taken += match.num_tokens // self.block_size
+            self.clock += 1
+
+    def fork(self, source: Sequence, sequence: Sequence) -> None:
+        """Give a sequence a row that goes on from what `source` holds."""
+        row = self._take_row(must_be_empty=True)
+        self.make_room(1)
+        self.call(self._fork, np.array([source.row], np.int32), np.array([row], np.int32))
+        sequence.row, sequence.cached = row, source.cached
 
     def offer(self, sequence: Sequence) -> None:
         """Let the prefix cache have what a sequence holds."""
-        if self.prefix is not None and sequence.cached >= self.block_size:
-            tokens = sequence.tokens[: sequence.cached]
-            self.cache = self.prefix.insert(self.cache, sequence.row, tokens, salt=sequence.salt)  # type: ignore[arg-type]
-
-    def settle(self) -> np.ndarray:
-        """`room_of` the cache, once the rows that were given up are really free."""
-        if self._to_free or self._room is None:
-            mask = np.isin(np.arange(self.config.max_seqs), self._to_free)
-            self._to_free.clear()
-            room, self.cache = _settle(self.cache, mask)
-            self._room = np.asarray(room)
-        return self._room
+        tokens = sequence.tokens[: sequence.cached]
+        if self.prefix is not None and len(tokens) >= self.block_size:
+            assert sequence.row is not None
+            self.cache = self.prefix.insert(self.cache, sequence.row, tokens, salt=sequence.salt)
 
     def retire(self, sequence: Sequence) -> None:
         """Take a sequence's row from it for good."""
@@ -104,7 +233,7 @@ class Residents:
         self._release(sequence)
 
     def set_back(self, sequence: Sequence) -> None:
-        """Take a sequence's row from it for a while."""
+        """Take a sequence's row from it for a while. All its tokens must have been read."""
         self.counts["set_back"] += 1
         self.offer(sequence)
         if self._should_swap(sequence):
@@ -112,17 +241,24 @@ class Residents:
             self.cache, sequence.host = swap_out(self.cache, sequence.row)
         self._release(sequence)
 
-    def make_room(self, num_blocks: int) -> None:
-        """Have `num_blocks` free blocks in every group, at the cost of the prefix cache."""
-        if self.prefix is not None and num_blocks > self.settle()[:, 0].min():
-            self.cache = self.prefix.make_room(self.cache, num_blocks)
-            self._room = None
+    def _take_row(self, *, must_be_empty: bool) -> int:
+        row = self._free_rows[-1]
+        if must_be_empty and row in self._to_free:
+            self.flush()
+        return self._free_rows.pop()
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.row is not None
         self._to_free.append(sequence.row)
         self._free_rows.append(sequence.row)
+        self.clock += 1
+        self._given_back_at = self.clock
         sequence.row, sequence.cached = None, 0
+
+    @property
+    def to_free(self) -> bool:
+        """Whether there are rows that the device still has to free."""
+        return bool(self._to_free)
 
     def _should_swap(self, sequence: Sequence) -> bool:
         if self.swap != "auto" or not sequence.cached:
@@ -141,7 +277,7 @@ class Residents:
             return 0
         most, size = 0, self.block_size
         for other in running:
-            end = min(other.cached, len(sequence.tokens) - 1)
+            end = min(other.cached, len(other.tokens), len(sequence.tokens) - 1)
             while other.salt == sequence.salt and most + size <= end and (
                 other.tokens[: most + size] == sequence.tokens[: most + size]
             ):  # fmt: skip
@@ -152,9 +288,9 @@ class Residents:
         """Blocks of a row of `length` tokens at rest."""
         return -(-length // self.block_size) - self.config.first_seen(group, length)
 
-    def _growth(self, group: int, tokens: list[int], cached: int) -> int:
-        """Blocks that a row with `cached` tokens takes yet until it holds all of them."""
-        return max(0, self.config.row_blocks(group, len(tokens)) - self._held(group, cached))
+    def _growth(self, group: int, length: int, cached: int) -> int:
+        """Blocks that a row with `cached` tokens takes yet until it holds `length`."""
+        return max(0, self.config.row_blocks(group, length) - self._held(group, cached))
 
 
 def room_of(cache: Cache) -> jax.Array:
@@ -162,11 +298,19 @@ def room_of(cache: Cache) -> jax.Array:
     return jnp.stack([jnp.stack([t.num_free, count_unused(t)]) for t in cache.tables])
 
 
-@jax.jit(donate_argnames="cache")
-def _settle(cache: Cache, rows: jax.Array) -> tuple[jax.Array, Cache]:
-    """Free rows, and give back what fell out of windows."""
-    cache = leave_windows(free(cache, rows))
-    return room_of(cache), cache
+@functools.lru_cache(maxsize=16)
+def _programs(structure: Any) -> tuple[Any, Any, Any]:
+    """What is computed between steps: free rows and give back what fell out of windows, `swap_in` and `fork`."""
 
+    def settle(cache: Cache, rows: jax.Array) -> tuple[jax.Array, Cache]:
+        cache = leave_windows(free(cache, rows))
+        return room_of(cache), cache
 
-_swap_in = jax.jit(swap_in, donate_argnames="cache")
+    def swap_one_in(cache: Cache, rows: jax.Array, host: Any) -> tuple[None, Cache]:
+        return None, swap_in(cache, rows, host)
+
+    def fork_one(cache: Cache, src: jax.Array, dst: jax.Array) -> tuple[None, Cache]:
+        return None, fork(cache, src, dst)
+
+    settle_, swap_, fork_ = (cache_program(structure, f) for f in (settle, swap_one_in, fork_one))
+    return settle_, swap_, fork_

@@ -4,6 +4,8 @@ Continuous batching: a row is given back as soon as its sequence ends and taken 
 into chunks that share steps with decoding rows. When blocks run out, the sequence admitted last is set back: its row is
 taken from it, and it goes on when there is room. The ideas are Orca's (iteration-level scheduling) and vLLM's
 (preemption, chunked prefill).
+
+Everything is planned with counts alone, so that a step can be planned before the tokens of the one before have come.
 """
 
 import collections
@@ -13,21 +15,27 @@ from typing import Any, Protocol
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """One prompt and what has been generated for it."""
+    """One prompt, what has been generated for it, and where it stands in the cache."""
 
-    index: int  # its number among the prompts
-    tokens: list[int]  # the prompt, then the generated tokens
-    num_prompt: int
+    tokens: list[int]  # the prompt, then the generated tokens that have been read
     limit: int  # the length at which it ends
     salt: str | bytes | None = None  # whom it may share blocks with
+    request: Any = None  # whose it is
+    unread: int = 0  # tokens that come after them, chosen on the device
     row: int | None = None
     cached: int = 0  # its first tokens, whose keys and values are in the cache
     host: Any = None  # where they are instead while it is swapped out
+    # Those of the same prompt: as soon as all of it but its last token is computed, they go on from there too.
+    followers: "list[Sequence]" = dataclasses.field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) + self.unread
 
     @property
     def pending(self) -> int:
         """Tokens yet to be computed: one when decoding, more before that."""
-        return len(self.tokens) - self.cached
+        return self.length - self.cached
 
 
 class Step:
@@ -48,11 +56,20 @@ class Step:
         """Leave a sequence out again, if it is part of the step."""
         self._total(sequence, -self.counts.pop(sequence, 0))
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has one token in it."""
+        return self.num_tokens == len(self.counts)
+
     def _total(self, sequence: Sequence, change: int) -> None:
         held = -(-sequence.cached // self.block_size)
         blocks = -(-(sequence.cached + abs(change)) // self.block_size) - held
         self.num_tokens += change
         self.num_blocks += blocks if change > 0 else -blocks
+
+
+class Unsure(Exception):
+    """Room may have run out, which cannot be said for certain before the steps under way have been read."""
 
 
 class Rows(Protocol):
@@ -62,13 +79,23 @@ class Rows(Protocol):
 
     @property
     def available(self) -> list[int]:
-        """Blocks that could be had now, in each group of layers."""
+        """Blocks that can be had now in each group of layers: at least so many."""
 
-    def has_room(self, running: list[Sequence], sequence: Sequence) -> bool:
+    @property
+    def may_have_more(self) -> bool:
+        """Whether something was given back that `available` does not count yet."""
+
+    def settle(self) -> None:
+        """Have `available` say exactly how many."""
+
+    def has_room(self, running: list[Sequence], sequence: Sequence, source: Sequence | None = None) -> bool:
         """Whether there is a row for a sequence, and blocks for all its tokens beside all of the others'."""
 
     def admit(self, sequence: Sequence) -> None:
         """Give it a row; `cached` says what is there of it already."""
+
+    def fork(self, source: Sequence, sequence: Sequence) -> None:
+        """Give it a row that goes on from what `source` holds."""
 
     def set_back(self, sequence: Sequence) -> None:
         """Take its row from it for a while."""
@@ -86,51 +113,127 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of admission
         self.times_set_back = 0
 
-    def plan(self) -> Step:
-        """The next step. Decoding rows come first; what is left of the step goes to prompts, oldest first."""
+    def plan(self, *, certain: bool = True) -> Step:
+        """The next step. Decoding rows come first; what is left of the step goes to prompts, oldest first.
+
+        Args:
+          certain: all that was computed has been read. Otherwise `available` may be too low, and nothing is decided
+            that more blocks would change.
+
+        Raises:
+          Unsure: not certain, and room may have run out. What was admitted until then stays so.
+        """
         step = Step(self.rows.block_size)
         times_set_back = self.times_set_back
+        for sequence in [s for s in self.running if s.followers]:
+            self._split(sequence, certain)
         for sequence in sorted(self.running, key=lambda s: s.pending > 1):  # stable: oldest first among equals
             if sequence.row is not None:  # it may have been set back by an older one just now
-                self._schedule(sequence, step)
+                self._schedule(sequence, step, certain)
         # Right after one was set back there is no room for another.
         while self.waiting and self.times_set_back == times_set_back and step.num_tokens < self.step_tokens:
-            if not self.rows.has_room(self.running, self.waiting[0]):
+            if not self._has_room(self.waiting[0], certain):
                 break
-            sequence = self.waiting.popleft()
+            sequence = self.waiting[0]
             self.rows.admit(sequence)
-            self.running.append(sequence)
-            self._schedule(sequence, step)
+            self.running.append(self.waiting.popleft())
+            self._schedule(sequence, step, certain)
         return step
 
+    def stretch(self, step: Step, most: int) -> int:
+        """Let a decode step go on for up to `most` tokens of each sequence, if all know what to do until then.
+
+        Returns:
+          How many steps it is then: `most`, or 1 and the step is as it was.
+        """
+        if self.waiting or not step.is_decode or any(s.pending > 1 or s.followers for s in step.counts):
+            return 1
+        longer = Step(step.block_size)
+        for sequence in step.counts:
+            longer.add(sequence, min(most, sequence.limit - sequence.length))
+        if max(longer.counts.values(), default=0) < most or longer.num_blocks > min(self.rows.available):
+            return 1
+        step.counts, step.num_tokens, step.num_blocks = longer.counts, longer.num_tokens, longer.num_blocks
+        return most
+
     def commit(self, step: Step) -> list[Sequence]:
-        """Note that a step was computed; the sequences that are due a new token now."""
+        """Note that a step was computed; the sequences that are due new tokens now, still unread."""
+        due = []
         for sequence, count in step.counts.items():
             sequence.cached += count
-        return [s for s in step.counts if s.pending == 0]
+            if sequence.cached >= sequence.length:  # its last tokens were chosen on the way
+                sequence.unread = sequence.cached + 1 - len(sequence.tokens)
+                due.append(sequence)
+        return due
 
     def finish(self, sequence: Sequence) -> None:
-        """Give a sequence's row and blocks back."""
-        self.running.remove(sequence)
-        self.rows.retire(sequence)
+        """Give a sequence's row and blocks back, or its place in the queue."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.rows.retire(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        else:
+            for leader in (*self.running, *self.waiting):
+                if sequence in leader.followers:
+                    leader.followers.remove(sequence)
+        self._hand_on(sequence)
 
-    def _schedule(self, sequence: Sequence, step: Step) -> None:
+    def _split(self, sequence: Sequence, certain: bool) -> None:
+        """Let those that follow a sequence go on from what it has computed, if that is all they share."""
+        if sequence.pending > 1 and sequence.length > 1:
+            return
+        while sequence.followers and sequence.cached and self._has_room(sequence.followers[0], certain, sequence):
+            follower = sequence.followers[0]
+            self.rows.fork(sequence, follower)
+            self.running.append(sequence.followers.pop(0))
+        self._hand_on(sequence)  # there is no room: they compute the prompt again
+
+    def _hand_on(self, sequence: Sequence) -> None:
+        """Let the first of those that follow a sequence go ahead of the others."""
+        if sequence.followers:
+            first, *others = sequence.followers
+            sequence.followers, first.followers = [], others
+            self.waiting.appendleft(first)
+
+    def _has_room(self, sequence: Sequence, certain: bool, source: Sequence | None = None) -> bool:
+        if self.rows.has_room(self.running, sequence, source):
+            return True
+        if not self.rows.may_have_more:
+            return False
+        if not certain:
+            raise Unsure
+        self.rows.settle()
+        return self.rows.has_room(self.running, sequence, source)
+
+    def _schedule(self, sequence: Sequence, step: Step, certain: bool) -> None:
         while step.num_tokens < self.step_tokens:
-            if count := self._affordable(sequence, step):
+            if count := self._affordable(sequence, step, certain):
                 step.add(sequence, count)
                 return
             newest = self.running[-1]
             step.remove(newest)
-            self.running.remove(newest)
             self.rows.set_back(newest)
+            self.running.remove(newest)
             self.waiting.appendleft(newest)
             self.times_set_back += 1
             if newest is sequence:
                 return
 
-    def _affordable(self, sequence: Sequence, step: Step) -> int:
+    def _affordable(self, sequence: Sequence, step: Step, certain: bool) -> int:
         """How many of its tokens the step and the blocks that are left have room for."""
+        wanted = min(sequence.pending, self.step_tokens - step.num_tokens)
+        if sequence.followers and sequence.pending > 1:
+            wanted = min(wanted, sequence.pending - 1)
+        if (places := self._places(sequence, step)) < wanted:
+            if not certain:
+                raise Unsure
+            self.rows.settle()
+            places = self._places(sequence, step)
+        return max(0, min(wanted, places))
+
+    def _places(self, sequence: Sequence, step: Step) -> int:
+        """Tokens for which there are blocks beside the step's."""
         size = self.rows.block_size
         blocks = min(self.rows.available) - step.num_blocks
-        places = (-(-sequence.cached // size) + blocks) * size - sequence.cached
-        return max(0, min(sequence.pending, self.step_tokens - step.num_tokens, places))
+        return (-(-sequence.cached // size) + blocks) * size - sequence.cached

@@ -23,12 +23,16 @@ import numpy as np
 
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.errors import CacheFileError, DamagedFile
-from jaxkv._core.layer import LayerConfig
+from jaxkv._core.layer import LayerConfig, kind_of
+from jaxkv._core.numbers import integer, shown
 from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
+from pallas_kernels import kinds
 
-FORMAT, VERSION = "jaxkv cache", "1"
+# Version 1 has no stacked and no quantised caches, and is otherwise the same.
+FORMAT, VERSION, KNOWN = "jaxkv cache", "2", ("1", "2")
 CHECKSUMS = "checksums"
+MOST_EMPTY_ROWS = 1 << 16  # rows of a cache that has fewer blocks; more make no sense, and their tables take memory
 CHUNK = 1 << 24  # bytes read at a time while a file is verified
 AGAIN = "Get a whole copy of it, or save the cache again."
 
@@ -88,10 +92,10 @@ def open_saved(path: pathlib.Path) -> tuple[SavedCache, dict[str, np.ndarray]]:
     tensors, fields, header = safetensors.read_all(path)
     if fields.get("format") != FORMAT:
         raise CacheFileError(f"{path} is a safetensors file, but not of a cache: jaxkv.save writes those.")
-    if fields.get("version") != VERSION:
+    if fields.get("version") not in KNOWN:
         raise CacheFileError(
-            f"{path} is in version {fields.get('version')} of the format, but this jaxkv knows version {VERSION}: "
-            "install a newer one."
+            f"{path} is in version {fields.get('version')} of the format, but this jaxkv knows versions up to "
+            f"{VERSION}: install a newer one."
         )
     expected = tensors.pop(CHECKSUMS, np.zeros(0, np.uint32)).tolist()
     if len(expected) != len(tensors) + 1:
@@ -102,13 +106,9 @@ def open_saved(path: pathlib.Path) -> tuple[SavedCache, dict[str, np.ndarray]]:
         if _checksum(tensor) != checksum:
             raise DamagedFile(f"{path} is damaged: tensor {name} is not what its checksum says. {AGAIN}")
     try:
-        cache = json.loads(fields["cache"])
-        saved = SavedCache(
-            config=_parse(cache["config"]), lengths=tuple(tensors["lengths"].tolist()), model=fields.get("model"),
-            metadata=json.loads(fields["metadata"]), block_size=cache["size"], groups=_tuples(cache["groups"]),
-        )  # fmt: skip
+        saved = _saved(fields, tensors)
         _check_tensors(saved, tensors)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
         raise CacheFileError(
             f"{path} holds a cache that this version of jaxkv cannot make ({error}): load it with the version that "
             "saved it."
@@ -116,9 +116,22 @@ def open_saved(path: pathlib.Path) -> tuple[SavedCache, dict[str, np.ndarray]]:
     return saved, tensors
 
 
+def _saved(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> SavedCache:
+    cache, metadata = json.loads(fields["cache"]), json.loads(fields["metadata"])
+    if not isinstance(metadata, dict):
+        raise ValueError("its metadata is no object")
+    if tensors["lengths"].dtype != np.int32 or tensors["lengths"].ndim != 1:
+        raise ValueError("its lengths are no list of integers")
+    return SavedCache(
+        config=_parse(cache["config"]), lengths=tuple(tensors["lengths"].tolist()), model=fields.get("model"),
+        metadata=metadata, block_size=integer("the size of its blocks", cache["size"], least=1),
+        groups=_tuples(cache["groups"]),
+    )  # fmt: skip
+
+
 def describe_layer(config: CacheConfig, layer: int) -> dict[str, Any]:
     """What one layer keeps, in plain values; two layers of which this is equal can hold each other's tokens."""
-    return dataclasses.asdict(config.layers[layer]) | {"dtype": config.kind(layer).dtype.name}
+    return dataclasses.asdict(config.layers[layer]) | {"dtype": config.kind(layer).name}
 
 
 def _checksum(tensor: np.ndarray) -> int:
@@ -130,21 +143,51 @@ def _checksum(tensor: np.ndarray) -> int:
 
 
 def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.dtype != _dtype(saved.config, name):
-            raise ValueError(f"{name} is in {tensor.dtype}")
-    for g, layers in enumerate(saved.groups):
-        tables, lengths = tensors[f"tables.{g}"], tensors["lengths"]
-        blocks = {len(tensors[f"layer.{i}"]) for i in layers if f"layer.{i}" in tensors}
-        if tables.shape[0] != len(lengths) or (lengths > tables.shape[1] * saved.block_size).any():
+    """Raise ValueError unless the tensors are what a cache of this config is saved as."""
+    config, lengths = saved.config, tensors["lengths"]
+    if saved.groups != config.groups:
+        raise ValueError(f"its layers form the groups {saved.groups}, not {config.groups}")
+    if (lengths < 0).any() or (lengths > config.max_seq_len).any() or len(lengths) > config.max_seqs:
+        raise ValueError(f"its lengths do not fit {config.max_seqs} rows of up to {config.max_seq_len} tokens")
+    if config.max_seqs > max(len(lengths), config.num_blocks, MOST_EMPTY_ROWS):
+        raise ValueError(f"it has {config.max_seqs} rows, but {config.num_blocks} blocks")
+    column = np.arange(-(-int(lengths.max(initial=0)) // saved.block_size))
+    expected = {"lengths"} | {f"tables.{g}" for g in range(len(config.groups))}
+    for g, layers in enumerate(config.groups):
+        tables = tensors[f"tables.{g}"]
+        if tables.shape != (len(lengths), len(column)):
             raise ValueError(f"tables.{g} {tables.shape} does not hold the rows")
-        if tables.min(initial=0) < 0 or any(tables.max(initial=0) > n for n in blocks):
-            raise ValueError(f"tables.{g} names blocks that are not there")
+        first = config.first_seen(g, lengths) * config.block_size // saved.block_size
+        end = -(-lengths // saved.block_size)
+        if ((tables != 0) != ((column >= first[:, None]) & (column < end[:, None]))).any():
+            raise ValueError(f"tables.{g} does not hold the tokens of the rows")
+        for i in layers:
+            for name, minor in stored_parts(config, i).items():
+                blocks, layer = tensors[name], config.layers[i]
+                if blocks.shape[1:] != (2, layer.num_kv_heads, saved.block_size, *minor):
+                    raise ValueError(f"{name} {blocks.shape} is not what its config says")
+                if tables.min(initial=0) < 0 or tables.max(initial=0) > len(blocks):
+                    raise ValueError(f"tables.{g} names blocks that are not there")
+                expected.add(name)
+    if unknown := sorted(tensors.keys() - expected):
+        raise ValueError(f"it has tensors that no cache has: {shown(unknown)}")
+    for name, tensor in tensors.items():
+        if tensor.dtype != _dtype(config, name):
+            raise ValueError(f"{name} is in {tensor.dtype}")
 
 
 def _dtype(config: CacheConfig, name: str) -> np.dtype:
-    kind, _, index = name.partition(".")
-    return config.kind(int(index)).dtype if kind == "layer" else np.dtype(np.int32)
+    what, _, index = name.partition(".")
+    if what == "layer":
+        return config.kind(int(index)).dtype
+    return config.kind(int(index)).scale_dtype if what == "scale" else np.dtype(np.int32)
+
+
+def stored_parts(config: CacheConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer, numbers and scales, and what follows `[n, 2, K, block_size]` in their shapes."""
+    kind, head_dim = config.kind(layer).quantised, config.layers[layer].head_dim
+    parts: dict[str, tuple[int, ...]] = {f"layer.{layer}": (kinds.stored_dim(kind, head_dim),)}
+    return parts if kind is None else parts | {f"scale.{layer}": kinds.scale_axes(kind, head_dim)}
 
 
 def _render(config: CacheConfig) -> dict[str, Any]:
@@ -154,10 +197,13 @@ def _render(config: CacheConfig) -> dict[str, Any]:
 
 
 def _parse(fields: dict[str, Any]) -> CacheConfig:
+    if not isinstance(fields, dict) or not all(isinstance(layer, dict) for layer in fields["layers"]):
+        raise ValueError("its config is none")
     fields = {name: _tuples(value) for name, value in fields.items()}
     layers = []
     for layer in fields["layers"]:
         # One that names the cache's own dtype is the same as one that names none; one that shares must name none.
+        kind_of(layer["dtype"], "its dtype")
         own = layer["dtype"] != fields["dtype"] and layer["shares_with"] is None
         layers.append(LayerConfig(**layer | {"dtype": layer["dtype"] if own else None}))
     return CacheConfig(**fields | {"layers": layers})

@@ -34,8 +34,8 @@ DTYPES = {
     "F8_E5M2": ml_dtypes.float8_e5m2,
 }
 MAX_HEADER = 100_000_000  # bytes; the reference implementation's own limit
+MAX_SIZE, MAX_RANK = 2**62, 16
 WAY_OUT = "Get a whole copy of it."
-
 
 PYTORCH = {"format": "pt"}  # what transformers asks for before it reads a file
 
@@ -96,10 +96,13 @@ def read_all(path: pathlib.Path) -> Contents:
         )
 
     data = np.memmap(path, np.uint8, mode="r", offset=start) if end else np.zeros(0, np.uint8)
-    tensors = {
-        name: np.asarray(data[begin:stop]).view(dtype).reshape(shape)
-        for name, (dtype, shape, begin, stop) in places.items()
-    }
+    try:
+        tensors = {
+            name: np.asarray(data[begin:stop]).view(dtype).reshape(shape)
+            for name, (dtype, shape, begin, stop) in places.items()
+        }
+    except ValueError as error:  # such as no elements in more places than there are addresses
+        raise DamagedFile(f"{path} has a tensor that cannot be made ({error}). {WAY_OUT}") from error
     return Contents(tensors, metadata, text)
 
 
@@ -146,6 +149,6 @@ def _place(entry: dict) -> tuple[np.dtype, tuple[int, ...], int, int]:
         raise ValueError(f"unknown dtype {entry['dtype']!r}")
     begin, stop = entry["data_offsets"]
     shape = tuple(entry["shape"])
-    if not all(isinstance(n, int) and n >= 0 for n in (begin, stop, *shape)):
-        raise ValueError("sizes must be whole numbers from 0")
+    if len(shape) > MAX_RANK or not all(type(n) is int and 0 <= n < MAX_SIZE for n in (begin, stop, *shape)):
+        raise ValueError(f"sizes must be whole numbers from 0 to {MAX_SIZE}, of {MAX_RANK} axes at the most")
     return np.dtype(DTYPES[entry["dtype"]]), shape, begin, stop

@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.state import NULL_BLOCK, BlockTables, Pool
+from jaxkv._core.pools import put_blocks, put_group, put_in_place
+from jaxkv._core.state import NULL_BLOCK, BlockTables
 
 
 def put_rows(
@@ -26,24 +27,13 @@ def put_rows(
       read: gives `[n, 2, K, block_size, D]`, a layer's blocks, and any behind them; asked for one layer after another.
       in_place: the old cache's pools are used up.
     """
-    groups, pools = [], list(cache.pools)
-    for tables, layers, group_entries in zip(cache.tables, cache.config.groups, entries, strict=True):
+    groups, result = [], cache
+    for group, (tables, group_entries) in enumerate(zip(cache.tables, entries, strict=True)):
         changed, blocks = _adopt(tables, group_entries, rows, lengths, cache.config.contiguous)
         groups.append(changed)
-        for layer in layers if len(blocks) else ():
-            put = _put_in_place if in_place else _put
-            kv, values = cache.pool(layer).kv, read(layer)
-            target = kv.shape[0] + np.arange(len(values), dtype=np.int32)  # past the end: dropped
-            target[: len(blocks)] = blocks
-            pools[layer] = Pool(kv=put(kv, target, values))
-    return cache.replace(tables=tuple(groups), pools=tuple(pools))
-
-
-def _put(kv: Any, blocks: Any, values: Any) -> jax.Array:
-    return kv.at[blocks, :, :, :, : values.shape[-1]].set(values, mode="drop", unique_indices=True)
-
-
-_put_in_place = jax.jit(_put, donate_argnums=0)
+        if len(blocks):
+            result = put_group(result, group, read, blocks, put_in_place if in_place else put_blocks)
+    return result.replace(tables=tuple(groups))
 
 
 def _adopt(

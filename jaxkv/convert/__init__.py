@@ -5,9 +5,7 @@ Nothing of theirs is imported: tensors are turned into arrays, and collections a
 
 from jaxkv.convert.blocks import from_blocks as from_blocks
 from jaxkv.convert.dense import from_dense as from_dense
-from jaxkv.convert.flax import from_flax as from_flax
-from jaxkv.convert.flax import to_flax as to_flax
-from jaxkv.convert.hugging_face import from_hugging_face as from_hugging_face
-from jaxkv.convert.hugging_face import to_hugging_face as to_hugging_face
+from jaxkv.convert.flax import from_flax as from_flax, to_flax as to_flax
+from jaxkv.convert.hugging_face import from_hugging_face as from_hugging_face, to_hugging_face as to_hugging_face
 
 __all__ = ["from_blocks", "from_dense", "from_flax", "from_hugging_face", "to_flax", "to_hugging_face"]

@@ -2,9 +2,7 @@
 
 from jaxkv.models.config import DecoderConfig as DecoderConfig
 from jaxkv.models.decoder import Decoder as Decoder
-from jaxkv.models.loader import load as load
-from jaxkv.models.loader import save as save
-from jaxkv.models.loader import small as small
+from jaxkv.models.loader import load as load, save as save, small as small
 from jaxkv.models.rope import Rope as Rope
 
 __all__ = ["Decoder", "DecoderConfig", "Rope", "load", "save", "small"]

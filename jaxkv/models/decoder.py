@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.layer import LayerConfig
+from jaxkv._core.plan import Step, plan_step, settled
 from jaxkv._layers import token_positions
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.rope import Rope
@@ -22,6 +23,8 @@ class Decoder(nnx.Module):
     Args:
       config: its shape.
       dtype: of parameters and computation; norms, rotations, softmax and logits are in float32 all the same.
+      scan: compute the layers in a `jax.lax.scan` over the periods in which they repeat themselves: the program of a
+        deep model is as small, and compiled as fast, as that of one period. Parameters of alike layers are stacked.
       rngs: the source of the parameters' randomness.
 
     Pass it to `jax.jit` as an argument, like any pytree:
@@ -39,18 +42,25 @@ class Decoder(nnx.Module):
     ' '
     """
 
-    def __init__(self, config: DecoderConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, dtype: Any = jnp.float32, scan: bool = False, rngs: nnx.Rngs):
         self.config = config
+        self.periods = config.num_layers // config.period if scan else 1
+        self.scan = self.periods > 1  # one period alone has nothing to scan over
         table = (config.vocab_size, config.embed_dim)
         init = nnx.initializers.normal(config.embed_dim**-0.5)
         self.embed = nnx.Param(init(rngs.params(), table, dtype))
-        self.layers = nnx.List([Block(config, i, dtype, rngs) for i in range(config.num_layers)])
+        blocks = [Block(config, i, dtype, rngs) for i in range(config.num_layers)]
+        # Of each place in the period the layers of all periods, stacked; and the layers that are not scanned.
+        places = range(config.period if self.scan else 0)
+        self.stacks = nnx.List([_stack(blocks[j : self.num_scanned : config.period]) for j in places])
+        self.layers = nnx.List(blocks[self.num_scanned :])
         self.norm = _norm_weight(config, config.embed_dim, dtype)
         self.head = None if config.tie_embeddings else nnx.Param(init(rngs.params(), table, dtype))
 
     def __call__(
-        self, tokens: jax.Array, cache: Cache | None = None, *, logits_at: jax.Array | None = None
-    ) -> tuple[jax.Array, Cache | None]:
+        self, tokens: jax.Array, cache: Cache | None = None, *, logits_at: jax.Array | None = None,
+        step: Step | None = None,
+    ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
         """Logits of the token after each of these.
 
         Args:
@@ -61,17 +71,23 @@ class Decoder(nnx.Module):
           logits_at: the tokens whose logits are wanted: `i32[S]`, one place of each padded row, or `i32[M]` of packed
             tokens. A prompt needs only its last, and a large vocabulary's logits of all its tokens take much room.
 
+          step: what `jaxkv.plan_step` made of this step; by default it is made here.
+
         Returns:
           `(logits, cache)`, logits `f32[S, T, V]` or `f32[N, V]`, or with `logits_at` `f32[S, V]` or `f32[M, V]`.
         """
         config = self.config
-        positions = token_positions(tokens.shape, cache)
+        if cache is not None and step is None:
+            step = plan_step(cache, tokens.shape)
+        positions = token_positions(tokens.shape) if step is None else step.positions
         with jax.named_scope("embed"):
             x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
             x = x * jnp.asarray(config.embed_scale, x.dtype)
-        for i, block in enumerate(self.layers):
+        if self.scan:
+            x, cache = self._scan(x, positions, cache, step)
+        for i, block in enumerate(self.layers, self.num_scanned):
             with jax.named_scope(f"layer_{i}"):
-                x, cache = block(x, positions, cache, i)
+                x, cache = block(x, positions, cache, i, step)
         with jax.named_scope("logits"):
             if logits_at is not None:
                 x = x[jnp.arange(x.shape[0]), logits_at] if tokens.ndim == 2 else x[logits_at]
@@ -81,6 +97,42 @@ class Decoder(nnx.Module):
             if config.logit_soft_cap is not None:
                 logits = config.logit_soft_cap * jnp.tanh(logits / config.logit_soft_cap)
         return logits, cache
+
+    @property
+    def num_scanned(self) -> int:
+        """How many layers, from the first on, are scanned: all of them but for a period that ends early."""
+        return self.periods * self.config.period if self.scan else 0
+
+    def _scan(self, x: jax.Array, positions: jax.Array, cache: Cache | None, step: Step | None) -> tuple:
+        """All whole periods of layers. Only the pools are carried: the tables stay as they are during a step."""
+        size = self.config.period
+        if cache is not None and not cache.config.stacked:  # a cache that is made for layers one by one
+            for i in range(self.periods * size):
+                block = jax.tree.map(lambda leaf, i=i: leaf[i // size], self.stacks[i % size])
+                with jax.named_scope(f"layer_{i}"):
+                    x, cache = block(x, positions, cache, i, step)
+            return x, cache
+        if cache is not None:
+            assert step is not None
+            cache = settled(cache, step)
+
+        def period(carry: tuple, blocks_and_number: tuple) -> tuple[tuple, None]:
+            (x, pools), (blocks, number) = carry, blocks_and_number
+            for j, block in enumerate(blocks):
+                with jax.named_scope(f"layer_{j}_of_{size}"):
+                    if cache is None:
+                        x, _ = block(x, positions, None, 0, None)
+                        continue
+                    repeats = cache.config.period  # of what layers keep: it may be shorter than the model's
+                    layer = (j % repeats, number * (size // repeats) + j // repeats)
+                    x, after = block(x, positions, cache.replace(pools=pools), layer, step)
+                    pools = after.pools
+            return (x, pools), None
+
+        numbers = jnp.arange(self.periods, dtype=jnp.int32)
+        pools = None if cache is None else cache.pools
+        (x, pools), _ = jax.lax.scan(period, (x, pools), (tuple(self.stacks), numbers))
+        return x, cache if cache is None else cache.replace(pools=pools)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -128,10 +180,10 @@ class Block(nnx.Module):
         self.attention_post_norm = _norm_weight(config, config.embed_dim, dtype) if config.post_norms else None
         self.mlp_post_norm = _norm_weight(config, config.embed_dim, dtype) if config.post_norms else None
 
-    def __call__(self, x: jax.Array, positions: jax.Array, cache: Cache | None, layer: int):
+    def __call__(self, x: jax.Array, positions: jax.Array, cache: Cache | None, layer: Any, step: Step | None):
         with jax.named_scope("attention"):
             y = rms_norm(x, self.attention_norm, self.config)
-            y, cache = self.attention(y, cache, layer=layer, positions=positions)
+            y, cache = self.attention(y, cache, layer=layer, positions=positions, step=step)
             x = x + (y if self.attention_post_norm is None else rms_norm(y, self.attention_post_norm, self.config))
         with jax.named_scope("mlp"):
             y = self.mlp(rms_norm(x, self.mlp_norm, self.config))
@@ -178,6 +230,11 @@ def rms_norm(x: jax.Array, weight: nnx.Param, config: DecoderConfig) -> jax.Arra
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + config.norm_eps)
     scale = weight[...].astype(jnp.float32) + config.norm_offset
     return (y * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))).astype(x.dtype)
+
+
+def _stack(blocks: list[Block]) -> Block:
+    """Blocks that are alike as one, whose parameters have an axis for them in front."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
 
 
 def _norm_weight(config: DecoderConfig, size: int, dtype: Any) -> nnx.Param:

@@ -19,6 +19,7 @@ from jaxkv.models.config import DecoderConfig
 from jaxkv.models.decoder import Decoder
 
 FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+MOST_JSON = 64 << 20  # bytes; the index of a model of 10,000 tensors has one
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Our name -> the checkpoint's, for what there is once and for what each layer has.
 WHOLE = {"embed": EMBED, "norm": "model.norm.weight", "head": HEAD}
@@ -51,6 +52,7 @@ PER_LAYER_WITH_POST_NORMS = PER_LAYER | {
 # How many leading axes of our kernels are inputs; theirs are [all outputs, all inputs].
 INPUT_AXES = {"query": 1, "key": 1, "value": 1, "out": 2, "gate": 1, "up": 1, "down": 1}
 # Buffers in old checkpoints, which the config determines.
+LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
@@ -62,12 +64,13 @@ class Slot(NamedTuple):
     transposed: bool
 
 
-def load(folder: str | os.PathLike, *, dtype: Any = None) -> Decoder:
+def load(folder: str | os.PathLike, *, dtype: Any = None, scan: bool = False) -> Decoder:
     """The model in a Hugging Face folder: config.json, and model.safetensors or several files with their index.
 
     Args:
       folder: where they are.
       dtype: float32, bfloat16 or float16, to convert to; default: what the checkpoint has.
+      scan: scan over the layers, so that a deep model compiles as fast as a shallow one: see `Decoder`.
 
     Raises:
       FileNotFoundError: the folder or one of its files is missing.
@@ -78,20 +81,30 @@ def load(folder: str | os.PathLike, *, dtype: Any = None) -> Decoder:
     wanted = _float_dtype(dtype) if dtype is not None else None
     config = read_config(folder)
     tensors = {name: x for name, x in _read_tensors(folder).items() if not IGNORED.fullmatch(name)}
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    params = {path: (slot_of(path, param.shape, config), param) for path, param in nnx.to_flat_state(state)}
+    # A layer more or less is found below, and by name; making many only to miss them takes long.
+    layers = {int(found[1]) for name in tensors if (found := LAYER.match(name))}
+    if config.num_layers > 2 * len(layers) + 1:
+        raise ValueError(
+            f"{folder} says num_hidden_layers = {config.num_layers}, but it has the tensors of {len(layers)} layers."
+        )
+    model = nnx.eval_shape(lambda: Decoder(config, scan=scan, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    params = {
+        path: (slots_of(path, param.shape, config, model.num_scanned), param)
+        for path, param in nnx.to_flat_state(state)
+    }
     if config.tie_embeddings and HEAD in tensors and EMBED in tensors:
         if not np.array_equal(tensors[HEAD], tensors[EMBED]):
             raise ValueError(f"{folder} ties its embeddings, but {HEAD} differs from {EMBED}.")
         del tensors[HEAD]
-    _check(folder, [slot for slot, _ in params.values()], tensors)
+    _check(folder, [slot for slots, _ in params.values() for slot in slots], tensors)
     own = wanted or tensors[EMBED].dtype
 
-    def array(slot: Slot, shape: tuple[int, ...]) -> jax.Array:
-        tensor = tensors[slot.name]
-        return jnp.array((tensor.T if slot.transposed else tensor).reshape(shape).astype(own))
+    def array(slots: list[Slot], shape: tuple[int, ...]) -> jax.Array:
+        found = ((tensors[slot.name], slot.transposed) for slot in slots)
+        return jnp.array(np.stack([(x.T if transposed else x).astype(own) for x, transposed in found]).reshape(shape))
 
-    loaded = [(path, param.replace(array(slot, param.shape))) for path, (slot, param) in params.items()]
+    loaded = [(path, param.replace(array(slots, param.shape))) for path, (slots, param) in params.items()]
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
@@ -102,9 +115,9 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
     config = model.config
     tensors = {}
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        slot = slot_of(path, param.shape, config)
-        tensor = np.asarray(param[...])
-        tensors[slot.name] = tensor.reshape(slot.shape[::-1]).T if slot.transposed else tensor.reshape(slot.shape)
+        slots = slots_of(path, param.shape, config, model.num_scanned)
+        for slot, tensor in zip(slots, np.asarray(param[...]).reshape(len(slots), -1), strict=True):
+            tensors[slot.name] = tensor.reshape(slot.shape[::-1]).T if slot.transposed else tensor.reshape(slot.shape)
     safetensors.write(folder / "model.safetensors", tensors)
     fields = hugging_face.render(config) | {"dtype": str(model.dtype)}
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
@@ -129,20 +142,26 @@ def read_config(folder: pathlib.Path) -> DecoderConfig:
     if (folder / "generation_config.json").exists():
         eos = _read_json(folder / "generation_config.json").get("eos_token_id")
         if eos is not None:
-            config = dataclasses.replace(config, eos_ids=(eos,) if isinstance(eos, int) else tuple(eos))
+            where = f"eos_token_id in {folder / 'generation_config.json'}"
+            config = dataclasses.replace(config, eos_ids=hugging_face.token_ids(eos, where))
     return config
 
 
-def slot_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig) -> Slot:
-    """Where the checkpoint keeps the parameter at `path` of a decoder, of `shape` there."""
-    if path[0] != "layers":
-        return Slot(WHOLE[path[0]], shape, False)
-    table = PER_LAYER_WITH_POST_NORMS if config.post_norms else PER_LAYER
-    name = f"model.layers.{path[1]}.{table['.'.join(path[2:])]}"
-    inputs = INPUT_AXES.get(path[-1], 0)
-    if not inputs:
-        return Slot(name, (math.prod(shape),), False)
-    return Slot(name, (math.prod(shape[inputs:]), math.prod(shape[:inputs])), True)
+def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_scanned: int) -> list[Slot]:
+    """Where the checkpoint keeps the parameter at `path` of a decoder, of `shape` there: one slot, or one for each of
+    the layers that it is stacked of. The first `num_scanned` layers are stacked."""
+    first, *rest = path
+    if first == "stacks":
+        (place, *rest), (count, *shape_of_one) = rest, shape
+        layers, shape = range(place, count * config.period, config.period), tuple(shape_of_one)
+    elif first == "layers":
+        place, *rest = rest
+        layers = range(num_scanned + place, num_scanned + place + 1)
+    else:
+        return [Slot(WHOLE[first], shape, False)]
+    table, inputs = PER_LAYER_WITH_POST_NORMS if config.post_norms else PER_LAYER, INPUT_AXES.get(rest[-1], 0)
+    matrix = (math.prod(shape[inputs:]), math.prod(shape[:inputs])) if inputs else (math.prod(shape),)
+    return [Slot(f"model.layers.{i}.{table['.'.join(rest)]}", matrix, bool(inputs)) for i in layers]
 
 
 def _float_dtype(dtype: Any) -> np.dtype:
@@ -153,15 +172,23 @@ def _float_dtype(dtype: Any) -> np.dtype:
 
 def count_parameters(config: DecoderConfig) -> int:
     """The parameters of a decoder, without making any."""
-    _, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    return sum(math.prod(param.shape) for _, param in nnx.to_flat_state(state))
+
+    def count(num_layers: int) -> int:
+        few = dataclasses.replace(config, windows=config.windows[:num_layers], ropes=config.ropes[:num_layers])
+        _, state = nnx.split(nnx.eval_shape(lambda: Decoder(few, rngs=nnx.Rngs(0))))
+        return sum(math.prod(param.shape) for _, param in nnx.to_flat_state(state))
+
+    one = count(1)
+    return one + (config.num_layers - 1) * (count(2) - one)  # layers differ in what they see, not in what they hold
 
 
 def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
     """The files that a folder's tensors are in. FileNotFoundError where one is missing."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        weights = _read_json(index).get("weight_map")
+        named = list(weights.values()) if isinstance(weights, dict) else []
+        files = sorted(set(named)) if all(isinstance(file, str) for file in named) else []
         if not files or any(pathlib.Path(file).name != file for file in files):
             raise ValueError(f"{index} must have a weight_map from tensors to files in its own folder.")
     elif (folder / "model.safetensors").exists():
@@ -180,8 +207,12 @@ def _read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    if (size := path.stat().st_size) > MOST_JSON:
+        raise ValueError(f"{path} has {size} bytes, more than the {MOST_JSON} that such a file can need.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply to be read.") from error
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(content, dict):

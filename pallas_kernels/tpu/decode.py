@@ -1,8 +1,9 @@
 """One new token per row: attention over the row's blocks, with the token's own keys and values written on the way.
 
-Rows are the grid. Each step brings pages for up to 1024 tokens of one row while the step before is worked on, and on
-across rows, so that the copies never stop. All heads share one softmax: its logits are `[H, tokens]`, dense registers.
-The write changes one register tile of rows in the page that has come anyway, and sends that tile back.
+A row's keys are cut into segments of 128 tokens. A step of the work takes eight of them, one row's or several rows', in
+order; the next step's pages come meanwhile, so that the copies never stop. Short rows therefore cost what their
+pages do. All heads share one softmax: its logits are `[H, tokens]`, dense registers. The write changes one register
+tile of rows in the page that has come anyway, and sends that tile back.
 """
 
 import functools
@@ -14,16 +15,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu.pages import LANES, MASKED, VMEM_BYTES, Pages, divide, sublanes
+from pallas_kernels.tpu.pages import LANES, MASKED, PAGE_BUFFER_BYTES, VMEM_BYTES, Pages, divide, sublanes, vector_bytes
 
-STEP_TOKENS = 1024
+SEGMENT_TOKENS = 128
+SEGMENTS = 8
+AHEAD = 6  # so many segments' products with their keys are under way before the first's with its values
+BLOCK_ROWS = 64  # at most, a power of two: rows whose queries and output are in vector memory together
+BLOCK_BYTES = 4 * 2**20  # of them; they are buffered twice
+STATE = 7  # scalars that go from one grid step to the next
 _CONTRACT_MINOR = (((1,), (1,)), ((), ()))
 _CONTRACT_INNER = (((1,), (0,)), ((), ()))
 
 
 def decode(
     q, kv, tables, limits, *, new_kv=None, targets=None, scale, soft_cap=None, window=None, sinks=None,
-    return_lse=False, interpret=False, step_tokens=STEP_TOKENS,
+    return_lse=False, interpret=False, step_tokens=SEGMENT_TOKENS,
 ):  # fmt: skip
     """Attention of one token per row, the last of the row's `limits` tokens.
 
@@ -33,7 +39,7 @@ def decode(
       tables: `i32[S, M]`, in range.
       limits: `i32[S]`, tokens of each row; 0 for rows to skip.
       new_kv: `[S, 2, K, D']`, what to write at position `limits - 1` first, in the pool's dtype.
-      targets: `i32[S]`, the block to write it to; -1: nowhere.
+      targets: `i32[S]`, the block to write it to; 0: nowhere.
       scale, soft_cap, window, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
       interpret: run on the CPU, `pltpu.InterpretParams()`.
 
@@ -44,21 +50,28 @@ def decode(
     num_kv_heads = kv.shape[2]
     fused = new_kv is not None
     pages = Pages.plan(kv, tables, window, step_tokens)
-    ids = jnp.where(limits > 0, jnp.arange(rows, dtype=jnp.int32), rows)
-    successors = lax.cummin(jnp.append(ids, jnp.int32(rows)), reverse=True)  # at 0 the first row with tokens
+    segments = segments_per_step(kv, rows, pages)
+    block = block_rows(rows, heads, num_kv_heads, head_dim, q.dtype.itemsize)
+    blocks = -(-rows // block)
+    limits = jnp.pad(limits, (0, blocks * block - rows))
+    targets = limits if targets is None else jnp.pad(targets, (0, blocks * block - rows))
+    parts = pages.steps(limits - 1, limits).reshape(blocks, block)
+    steps = -(-jnp.sum(parts, axis=1, dtype=jnp.int32) // segments)
+    ids = jnp.where(limits > 0, jnp.arange(limits.size, dtype=jnp.int32), limits.size)
+    successors = lax.cummin(jnp.append(ids, jnp.int32(limits.size)), reverse=True)  # at 0 the first row with tokens
     knobs = jnp.stack([jnp.asarray(x, jnp.float32) for x in (scale, 1.0 if soft_cap is None else soft_cap)])
-    scalars = (limits, successors, limits if targets is None else targets, tables.reshape(-1), knobs)
+    scalars = (limits, successors, targets, steps, tables.reshape(-1), knobs)
 
-    def per_row(*shape):
-        return pl.BlockSpec((1, *shape), lambda row, *_: (row, *(0 for _ in shape)))
+    def per_block(*shape):
+        return pl.BlockSpec((block, *shape), lambda block, *_: (block, *(0 for _ in shape)))
 
     pool = pl.BlockSpec(memory_space=pltpu.HBM)
-    inputs = [(q, per_row(heads, head_dim))]
-    outputs = [(jax.ShapeDtypeStruct(q.shape, q.dtype), per_row(heads, head_dim))]
+    inputs = [(q, per_block(heads, head_dim))]
+    outputs = [(jax.ShapeDtypeStruct(q.shape, q.dtype), per_block(heads, head_dim))]
     scratch = [
-        pltpu.VMEM((2, pages.pages_per_step, 2, num_kv_heads, pages.page_size, head_dim), kv.dtype),
+        pltpu.VMEM((2, segments * pages.pages_per_step, 2, num_kv_heads, pages.page_size, head_dim), kv.dtype),
         pltpu.SemaphoreType.DMA((2,)),
-        pltpu.SMEM((1,), jnp.int32),
+        pltpu.SMEM((STATE,), jnp.int32),
         pltpu.VMEM((heads, LANES), jnp.float32),
         pltpu.VMEM((heads, LANES), jnp.float32),
         pltpu.VMEM((heads, head_dim), jnp.float32),
@@ -67,13 +80,13 @@ def decode(
         sinks = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None], (heads, LANES))
         inputs.append((sinks, pl.BlockSpec((heads, LANES), lambda row, *_: (0, 0))))
     if return_lse:
-        outputs.append((jax.ShapeDtypeStruct((rows, heads, LANES), jnp.float32), per_row(heads, LANES)))
+        outputs.append((jax.ShapeDtypeStruct((rows, heads, LANES), jnp.float32), per_block(heads, LANES)))
     aliases = {}
     if fused:
-        inputs.append((new_kv, per_row(*new_kv.shape[1:])))
+        inputs.append((new_kv, per_block(*new_kv.shape[1:])))
         aliases = {len(scalars) + len(inputs): len(outputs)}
         outputs.append((jax.ShapeDtypeStruct(kv.shape, kv.dtype), pool))
-        tile = (2, num_kv_heads, sublanes(kv.dtype), head_dim)
+        tile = (segments, 2, num_kv_heads, sublanes(kv.dtype), head_dim)
         scratch += [pltpu.VMEM(tile, kv.dtype), pltpu.SemaphoreType.DMA(())]
     inputs.append((kv, pool))
 
@@ -82,11 +95,12 @@ def decode(
     context = rows * tables.shape[1] * pages.block_size
     results = pl.pallas_call(
         functools.partial(
-            _kernel, pages=pages, soft_cap=soft_cap is not None, sinks=sinks is not None, lse=return_lse, fused=fused
+            _kernel, pages=pages, segments=segments, soft_cap=soft_cap is not None, sinks=sinks is not None,
+            lse=return_lse, fused=fused,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(rows,),
+            grid=(blocks,),
             in_specs=in_specs,
             out_specs=out_specs,
             scratch_shapes=scratch,
@@ -107,11 +121,50 @@ def decode(
         ),
         interpret=interpret,
         name="paged_decode",
-    )(*scalars, *arrays)
+    )(*scalars, *arrays)  # fmt: skip
     return results[0], results[1][..., 0] if return_lse else None, results[-1] if fused else kv
 
 
-def _kernel(limits, successors, targets, tables, knobs, q_ref, *refs, pages, soft_cap, sinks, lse, fused):
+def segments_per_step(kv, rows: int, pages: Pages) -> int:
+    """As many as vector memory has room for twice, and no more than there can be."""
+    _, _, num_kv_heads, _, head_dim = kv.shape
+    segment_bytes = 2 * num_kv_heads * head_dim * kv.dtype.itemsize * pages.step_tokens
+    most = rows * -(-pages.blocks_per_row * pages.block_size // pages.step_tokens)
+    return max(1, min(SEGMENTS, PAGE_BUFFER_BYTES // (2 * segment_bytes), most))
+
+
+def decode_bytes(rows: int, heads: int, kv, tables, step_tokens: int = SEGMENT_TOKENS) -> int:
+    """Vector memory that the kernel takes, at most: all that it can be asked for."""
+    _, _, num_kv_heads, _, head_dim = kv.shape
+    pages = Pages.plan(kv, tables, None, step_tokens)
+    segments = segments_per_step(kv, rows, pages)
+    block = block_rows(rows, heads, num_kv_heads, head_dim, kv.dtype.itemsize)
+    twice = [
+        ((segments * pages.pages_per_step, 2, num_kv_heads, pages.page_size, head_dim), kv.dtype),
+        ((block, heads, head_dim), kv.dtype),
+        ((block, heads, head_dim), kv.dtype),
+        ((block, 2, num_kv_heads, head_dim), kv.dtype),
+        ((block, heads, LANES), jnp.float32),
+        ((heads, LANES), jnp.float32),
+    ]
+    once = [
+        ((2, heads, LANES), jnp.float32),
+        ((heads, head_dim), jnp.float32),
+        ((segments, 2, num_kv_heads, sublanes(kv.dtype), head_dim), kv.dtype),
+    ]
+    return 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
+
+
+def block_rows(rows: int, heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """Rows of a grid step: all, or a power of two."""
+    row_bytes = 2 * (heads + num_kv_heads) * head_dim * itemsize + heads * LANES * 4
+    most = max(1, min(BLOCK_ROWS, BLOCK_BYTES // row_bytes))
+    return rows if rows <= most else 1 << (most.bit_length() - 1)
+
+
+def _kernel(
+    limits, successors, targets, counts, tables, knobs, q_ref, *refs, pages, segments, soft_cap, sinks, lse, fused
+):  # fmt: skip
     given: Any = list(refs)
     sinks_ref: Any = given.pop(0) if sinks else None
     new_ref: Any = given.pop(0) if fused else None
@@ -120,104 +173,207 @@ def _kernel(limits, successors, targets, tables, knobs, q_ref, *refs, pages, sof
     lse_ref: Any = given.pop(0) if lse else None
     if fused:
         kv_hbm = given.pop(0)  # the output is the input's memory
-    buffers, arrived, next_slot, max_ref, sum_ref, out_sum_ref, *write = given
+    buffers, arrived, state, max_ref, sum_ref, out_sum_ref, *write = given
 
-    row, rows = pl.program_id(0), pl.num_programs(0)
-    limit = limits[row]
-    position = limit - 1
+    block, blocks = pl.program_id(0), pl.num_programs(0)
+    block_rows = q_ref.shape[0]
+    rows = blocks * block_rows
 
-    def copies(do, row, step, slot):
-        limit = limits[row]
-        pages.copies(do, kv_hbm, buffers.at[slot], arrived.at[slot], tables, row, limit - 1, limit, step)
+    def end_of_block(row):
+        """One past the last row of a row's block: a step holds segments of one block only."""
+        if block_rows & (block_rows - 1):  # then there is but one
+            return rows
+        return jnp.minimum((divide(row, block_rows) + 1) * block_rows, rows)
 
-    def write_back():
-        staged, semaphore = write
-        return _write_back(staged, semaphore, kv_hbm, targets[row], position, pages)
+    def parts(row):
+        return pages.steps(limits[row] - 1, limits[row])
 
-    @pl.when(row == 0)
-    def _():
-        next_slot[0] = 0
+    def after(row, part):
+        last = part + 1 == parts(row)
+        return jnp.where(last, successors[row + 1], row), jnp.where(last, 0, part + 1)
 
-        @pl.when(successors[0] < rows)
-        def _():
-            copies("start", successors[0], 0, 0)
+    def buffer(slot, segment):
+        return buffers.at[slot, pl.ds(segment * pages.pages_per_step, pages.pages_per_step)]
 
-    @pl.when(limit == 0)
-    def _():
-        out_ref[...] = jnp.zeros_like(out_ref)
-        if lse:
-            lse_ref[...] = jnp.full_like(lse_ref, -jnp.inf)
+    def segment_after(row, part, end):
+        """Where the next segment of the step that ends before row `end` begins: here, once there is none."""
+        there = row < end
+        moved = after(jnp.where(there, row, 0), part)
+        return tuple(jnp.where(there, new, old) for new, old in zip(moved, (row, part), strict=True))
 
-    @pl.when(limit > 0)
-    def _():
-        max_ref[...] = sinks_ref[...] if sinks else jnp.full_like(max_ref, MASKED)
-        sum_ref[...] = jnp.ones_like(sum_ref) if sinks else jnp.zeros_like(sum_ref)
-        out_sum_ref[...] = jnp.zeros_like(out_sum_ref)
-        steps = pages.steps(position, limit)
+    def start(row, part, slot):
+        """Start the copies of the step that begins there. Returns where the next begins, and how many pages come."""
+        end = end_of_block(row)
 
-        def step(i, slot):
-            last = i + 1 == steps
-            next_row = jnp.where(last, successors[row + 1], row)
+        def body(segment, at):
+            row, part, count = at
+            safe = jnp.where(row < end, row, 0)
+            limit = limits[safe]
 
-            @pl.when(next_row < rows)
+            @pl.when(row < end)
             def _():
-                copies("start", next_row, jnp.where(last, 0, i + 1), 1 - slot)
+                pages.copies(
+                    "start", kv_hbm, buffer(slot, segment), arrived.at[slot], tables, row, limit - 1, limit, part
+                )
 
-            copies("wait", row, i, slot)
-            writes = last & (targets[row] >= 0)
-            start = (pages.first(position) + i * pages.pages_per_step) * pages.page_size
+            held = jnp.minimum(pages.held(limit - 1, limit, part), pages.pages_per_step)
+            return *segment_after(row, part, end), count + jnp.where(row < end, held, 0)
+
+        return lax.fori_loop(0, segments, body, (row, part, jnp.int32(0)))
+
+    def await_pages(slot, count):
+        these = buffers.at[slot, pl.ds(0, count)]  # as many as are coming, wherever they lie
+        pl.when(count > 0)(lambda: pltpu.make_async_copy(these, these, arrived.at[slot]).wait())
+
+    def prepare(row, part, slot):
+        """Write the new tokens that a step's segments end with, and hide what no query sees. Returns how many."""
+        end = end_of_block(row)
+
+        def body(segment, at):
+            row, part, written = at
+            safe = jnp.where(row < end, row, 0)
+            limit, here = limits[safe], buffer(slot, segment)
+            last = (row < end) & (part + 1 == parts(safe))
+            writes = last & (targets[safe] > 0)
             if fused:
 
                 @pl.when(writes)
                 def _():
-                    _insert(new_ref, buffers.at[slot], position - start, pages, staged=write[0])
-                    write_back().start()
+                    staged, semaphore = write
+                    tile = staged.at[written]
+                    begin = (pages.first(limit - 1) + part * pages.pages_per_step) * pages.page_size
+                    _insert(new_ref.at[row - block * block_rows], here, limit - 1 - begin, pages, tile)
+                    _write_back(tile, semaphore, kv_hbm, targets[row], limit - 1, pages).start()
 
-            pages.hide_values(buffers.at[slot], position, limit, i, steps)
-            _attend(q_ref, buffers.at[slot], start, limit, knobs, soft_cap, pages, max_ref, sum_ref, out_sum_ref)
-            if fused:
+            pl.when(row < end)(lambda: pages.hide_values(here, limit - 1, limit, part, parts(row)))
+            return *segment_after(row, part, end), written + jnp.where(writes, 1, 0)
 
-                @pl.when(writes)
-                def _():
-                    write_back().wait()
+        return lax.fori_loop(0, segments, body, (row, part, jnp.int32(0)))[-1]
 
-            return 1 - slot
+    def await_writes(count):
+        if fused:
+            staged, semaphore = write
+            these = staged.at[pl.ds(0, count)]
+            pl.when(count > 0)(lambda: pltpu.make_async_copy(these, these, semaphore).wait())
 
-        next_slot[0] = lax.fori_loop(0, steps, step, next_slot[0])
-        out_ref[0] = (out_sum_ref[...] / sum_ref[:, :1]).astype(out_ref.dtype)
-        if lse:
-            lse_ref[0] = max_ref[...] + jnp.log(sum_ref[...])
+    @pl.when(block == 0)
+    def _():
+        first = successors[0], jnp.int32(0)
+        for i, x in enumerate((*first, *start(*first, 0), 0, 0)):
+            state[i] = x
+
+    out_ref[...] = jnp.zeros_like(out_ref)
+    if lse:
+        lse_ref[...] = jnp.full_like(lse_ref, -jnp.inf)
+
+    def step(_, at):
+        row, part, next_row, next_part, count, slot, written = at
+        beyond = start(next_row, next_part, 1 - slot)
+        await_pages(slot, count)
+        await_writes(written)  # of the step before; they have left by now
+        written = prepare(row, part, slot)
+        end, shown = end_of_block(row), row
+        work, at = [], (row, part)
+        for segment in range(segments):
+            there = at[0] < end
+            shown = jnp.where(there, at[0], shown)  # a step's row, again where there is none
+            work.append((there, shown, at[1], limits[shown], buffer(slot, segment)))
+            at = segment_after(*at, end)
+
+        _attend(
+            work, q_ref, block * block_rows, knobs, soft_cap, pages, sinks_ref, out_ref, lse_ref, max_ref, sum_ref,
+            out_sum_ref,
+        )  # fmt: skip
+        return next_row, next_part, *beyond, 1 - slot, written
+
+    at = lax.fori_loop(0, counts[block], step, tuple(state[i] for i in range(STATE)))
+    for i in range(STATE):
+        state[i] = at[i]
+    pl.when(block == blocks - 1)(lambda: await_writes(at[-1]))
 
 
-def _attend(q_ref, buffer, start, limit, knobs, soft_cap, pages, max_ref, sum_ref, out_sum_ref):
-    """One step of the online softmax: the keys at positions `start` to `start + step_tokens`, all heads."""
-    q = q_ref[0]
-    num_kv_heads, head_dim = buffer.shape[2], buffer.shape[-1]
-    group = q.shape[0] // num_kv_heads
-    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+def _attend(work, q_ref, first_row, knobs, soft_cap, pages, sinks_ref, out_ref, lse_ref, max_ref, sum_ref, out_sum_ref):
+    """One step: each segment's softmax by itself, all heads at once, so that one's products run beside another's
+    exponentials; then they are put together, row by row. There is no branch in it, for none may part them."""
+    precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
     matmul = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+    nothing = (
+        jnp.full_like(max_ref, MASKED) if sinks_ref is None else sinks_ref[...],
+        jnp.zeros_like(sum_ref) if sinks_ref is None else jnp.ones_like(sum_ref),
+        jnp.zeros_like(out_sum_ref),
+    )
 
-    def per_head(x, which, contract):  # the K products, one below the other
-        dense = (buffer[:, which, head].reshape(pages.step_tokens, head_dim) for head in range(num_kv_heads))
-        mine = (x[head * group : (head + 1) * group] for head in range(num_kv_heads))
-        return jnp.concatenate([matmul(a, b, contract) for a, b in zip(mine, dense, strict=True)])
+    def scores(_, row, part, limit, buffer):
+        return _per_head(q_ref[row - first_row], buffer, 0, matmul)
 
-    logits = per_head(q, 0, _CONTRACT_MINOR) * knobs[0]
-    if soft_cap:
-        logits = knobs[1] * jnp.tanh(logits / knobs[1])
-    position = start + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    seen = position < limit
-    if pages.window is not None:
-        seen &= position >= limit - pages.window
-    logits = jnp.where(seen, logits, MASKED)
+    def soften(logits, _, row, part, limit, buffer):
+        logits = logits * knobs[0]
+        if soft_cap:
+            logits = knobs[1] * jnp.tanh(logits / knobs[1])
+        start = (pages.first(limit - 1) + part * pages.pages_per_step) * pages.page_size
+        position = start + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        seen = position < limit
+        if pages.window is not None:
+            seen &= position >= limit - pages.window
+        logits = jnp.where(seen, logits, MASKED)
+        highest = jnp.broadcast_to(jnp.max(logits, axis=1, keepdims=True), max_ref.shape)
+        weights = jnp.exp(logits - _as_wide(highest, logits))
+        return highest, jnp.broadcast_to(jnp.sum(weights, axis=1, keepdims=True), sum_ref.shape), weights
 
-    before = max_ref[...]
-    now = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
-    weights = jnp.exp(logits - now[:, :1])
-    shrink = jnp.exp(before - now)
-    max_ref[...] = now
-    sum_ref[...] = shrink * sum_ref[...] + jnp.sum(weights, axis=1, keepdims=True)
-    out_sum_ref[...] = shrink[:, :1] * out_sum_ref[...] + per_head(weights.astype(q.dtype), 1, _CONTRACT_INNER)
+    def accumulate(so_far, highest, weights_sum, weights, there, row, part, limit, buffer):
+        out = _per_head(weights.astype(q_ref.dtype), buffer, 1, matmul)
+        begins = there & (part == 0)
+        high, total, out_sum = (lax.select(begins, new, old) for new, old in zip(nothing, so_far, strict=True))
+        now = jnp.maximum(high, highest)
+        shrink, mine = jnp.exp(high - now), jnp.exp(highest - now)
+        total = shrink * total + mine * weights_sum
+        out_sum = _as_wide(shrink, out) * out_sum + _as_wide(mine, out) * out
+        so_far = tuple(lax.select(there, new, old) for new, old in zip((now, total, out_sum), so_far, strict=True))
+        # Every segment gives its row's output, and the row's last one stays.
+        out_ref[row - first_row] = (so_far[2] / _as_wide(so_far[1], out)).astype(out_ref.dtype)
+        if lse_ref is not None:
+            lse_ref[row - first_row] = so_far[0] + jnp.log(so_far[1])
+        return so_far
+
+    # The matrix unit keeps its order: unless the products with the keys run ahead of those with the values, each
+    # segment waits for the one before.
+    so_far, logits, softmaxes = (max_ref[...], sum_ref[...], out_sum_ref[...]), {}, {}
+    for i in range(-AHEAD, len(work) + 1):
+        if i + AHEAD < len(work):
+            logits[i + AHEAD] = scores(*work[i + AHEAD])
+        if 0 <= i < len(work):
+            softmaxes[i] = soften(logits.pop(i), *work[i])
+        if i >= 1:
+            so_far = accumulate(so_far, *softmaxes.pop(i - 1), *work[i - 1])
+    max_ref[...], sum_ref[...], out_sum_ref[...] = so_far
+
+
+def _as_wide(x, like):
+    """`x [H, LANES]`, the same in all lanes, as wide as `like`: no lane needs to be moved for it."""
+    lanes = like.shape[1]
+    return jnp.concatenate([x] * -(-lanes // LANES), axis=1)[:, :lanes]
+
+
+def _per_head(x, buffer, which, matmul):
+    """The products of each head's rows of `x` and its keys (0) or values (1), one below the other.
+
+    Two heads meet in one product, side by side, where that fills the matrix unit's columns; of the four parts of its
+    result two are kept. What comes of one head's NaN stays in its own columns.
+    """
+    num_pages, _, num_kv_heads, page_size, head_dim = buffer.shape
+    tokens, group = num_pages * page_size, x.shape[0] // num_kv_heads
+    width = tokens if which == 0 else head_dim
+    pair = 2 if num_kv_heads % 2 == 0 and width == LANES else 1
+    results = []
+    for head in range(0, num_kv_heads, pair):
+        theirs = [buffer[:, which, head + i].reshape(tokens, head_dim) for i in range(pair)]
+        contract = _CONTRACT_MINOR if which == 0 else _CONTRACT_INNER
+        result = matmul(x[head * group : (head + pair) * group], jnp.concatenate(theirs, axis=which), contract)
+        if pair == 2:
+            first = lax.broadcasted_iota(jnp.int32, (2 * group, width), 0) < group
+            result = jnp.where(first, result[:, :width], result[:, width:])
+        results.append(result)
+    return jnp.concatenate(results)
 
 
 def _insert(new_ref, buffer, offset, pages, staged):
@@ -229,7 +385,7 @@ def _insert(new_ref, buffer, offset, pages, staged):
     there = (page, slice(None), slice(None), pl.ds(top, tile))
     old = buffer[there].astype(jnp.float32)  # selects and broadcasts want 32 bits
     is_new = lax.broadcasted_iota(jnp.int32, old.shape, 2) == inside - top
-    merged = jnp.where(is_new, new_ref[0].astype(jnp.float32)[:, :, None, :], old).astype(buffer.dtype)
+    merged = jnp.where(is_new, new_ref[...].astype(jnp.float32)[:, :, None, :], old).astype(buffer.dtype)
     staged[...] = merged  # a copy of its own, for the buffer changes again while the write is under way
     buffer[there] = merged
 

@@ -5,6 +5,7 @@ unit works on at once: pages of some hundred tokens, in one of two buffers, whil
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 SMEM_ENTRIES = 250_000  # i32 that fit the 1 MiB of scalar memory, with some room for the rest
 PAGE_BUFFER_BYTES = 16 * 2**20  # of vector memory, for both buffers
-VMEM_BYTES = 48 * 2**20  # what a kernel may use in all: v5p and tpu7x have 64 MiB
+VMEM_BYTES = 48 * 2**20  # what a kernel may use in all: v5p and tpu7x have 64 MiB, of which XLA wants its part
 LANES = 128
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # a logit not seen; finite, so that MASKED - MASKED is not NaN
 
@@ -24,11 +25,27 @@ def sublanes(dtype) -> int:
     return 32 // jnp.dtype(dtype).itemsize
 
 
+def vector_bytes(shape: tuple[int, ...], dtype) -> int:
+    """Of an array in vector memory, where the last two axes come in whole register tiles."""
+    *outer, rows, lanes = shape
+    tile = sublanes(dtype)
+    return math.prod(outer) * -(-rows // tile) * tile * -(-lanes // LANES) * LANES * jnp.dtype(dtype).itemsize
+
+
 def divide(x: jax.Array, by: int) -> jax.Array:
     """`x // by` for `x >= 0`: a shift where it can be, for the scalar unit has no division."""
     if by & (by - 1) == 0:
         return lax.shift_right_logical(x, jnp.int32(by.bit_length() - 1))
     return lax.div(x, jnp.int32(by))
+
+
+def pad(x: jax.Array, size: int, axis: int = -1) -> jax.Array:
+    """Zeros at the end of an axis, to make it `size` long."""
+    if x.shape[axis] == size:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +84,18 @@ class Pages:
         return divide(limit + (self.page_size - 1), self.page_size)
 
     def steps(self, oldest: jax.Array, limit: jax.Array) -> jax.Array:
-        return divide(self.stop(limit) - self.first(oldest) + (self.pages_per_step - 1), self.pages_per_step)
+        """How many steps a walk takes; none where the limit lies before the oldest key."""
+        held = jnp.maximum(self.stop(limit) - self.first(oldest), 0)  # for the division shifts, and logically
+        return divide(held + (self.pages_per_step - 1), self.pages_per_step)
+
+    def held(self, oldest: jax.Array, limit: jax.Array, step: jax.Array) -> jax.Array:
+        """How many pages there are from a step's first on."""
+        return self.stop(limit) - (self.first(oldest) + step * self.pages_per_step)
 
     def copies(self, do: str, kv_hbm, buffer, semaphore, tables, row, oldest, limit, step) -> None:
         """`do` ("start" or "wait") the copies of one step's pages into `buffer [pages, 2, K, page_size, D]`."""
         begin = self.first(oldest) + step * self.pages_per_step
-        held = self.stop(limit) - begin
+        held = self.held(oldest, limit, step)
 
         def page(i, _=None):
             block, part = self._split(begin + i)
@@ -111,9 +134,11 @@ class Pages:
         if window is not None:
             pl.when(step == 0)(lambda: keep(0, lambda position: position > oldest - window))
 
-        @pl.when(step + 1 == steps)
+        held = self.stop(limit) - begin
+        full = limit == (begin + self.pages_per_step) * self.page_size
+
+        @pl.when((step + 1 == steps) & ~full)
         def _():
-            held = self.stop(limit) - begin
             keep(held - 1, lambda position: position < limit)
 
             def clear(page, _):

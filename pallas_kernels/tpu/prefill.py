@@ -1,7 +1,8 @@
 """Many new tokens per row: attention by tiles of queries, from a work list that is made on the device.
 
 A tile is some consecutive tokens of one row, for all heads. Tiles are the grid, as many as the step needs and no more.
-Each walks its row's keys up to its own last position, with the same two page buffers as decode, on across tiles.
+Each walks its row's keys up to its own last position, with two page buffers, on across tiles. Queries come as the model
+has them, tokens by heads, and the output goes back like that: tokens turn into lanes in vector memory.
 """
 
 import functools
@@ -14,92 +15,111 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu.pages import LANES, MASKED, VMEM_BYTES, Pages, sublanes
+from pallas_kernels.tpu.pages import LANES, MASKED, VMEM_BYTES, Pages, sublanes, vector_bytes
 
 STEP_TOKENS = 256
 HEADS_TOGETHER = 8  # as many heads are worked on without a loop
 AHEAD = 5  # so many products of queries and keys are under way while the weights of one meet the values
+_CONTRACT_MINOR = (((1,), (1,)), ((), ()))
+_CONTRACT_INNER = (((1,), (0,)), ((), ()))
 LOG2_E = math.log2(math.e)  # the kernel's exponentials are powers of two, which the hardware has
 
 
 class Tiles(NamedTuple):
-    """The work list, ordered by window: which row's tokens to work on in which window of the step's tokens."""
+    """The work list: first what attends, in the order of rows, then the places of no token, whose output is 0."""
 
     total: jax.Array  # i32[]: how many tiles there are, at least 1
-    window: jax.Array  # i32[W]: `window_tokens` consecutive token places, from `window * window_tokens` on
     row: jax.Array  # i32[W]: whose tokens
-    start: jax.Array  # i32[W]: the position of the window's first place, were it the row's; may be negative
-    oldest: jax.Array  # i32[W]: position of the row's first token in the window
-    limit: jax.Array  # i32[W]: one past the position of its last; 0 where there is nothing to do
+    token: jax.Array  # i32[W]: the place of the first
+    start: jax.Array  # i32[W]: the position of the first; where nobody's are, minus their number
+    limit: jax.Array  # i32[W]: one past the position of the last; where nobody's are, 0
 
 
-def make_tiles(begin, lengths, new, *, window_tokens: int, num_windows: int, max_tiles: int) -> Tiles:
-    """Cut the tokens of every row, `new` from place `begin` on, at the windows' borders. Rows with `new` 0 have none.
+def make_tiles(begin, lengths, new, skip, *, places: int, tile_tokens: int) -> Tiles:
+    """Cut the tokens of every row, `new` from place `begin` on, and what lies between, into tiles.
 
-    Arguments are i32[S]; `max_tiles` must be enough: windows that several rows share are cut for each.
+    Arguments are i32[S], and bool[S]: rows to leave out, output and all. `begin` does not decrease.
     """
-    first = jnp.minimum(begin // window_tokens, num_windows - 1)
-    last = jnp.minimum((begin + new - 1) // window_tokens, num_windows - 1)
-    stop = jnp.cumsum(jnp.where(new > 0, last - first + 1, 0))
-    tile = jnp.arange(max_tiles, dtype=jnp.int32)
-    row = jnp.searchsorted(stop, tile, side="right", method="compare_all").astype(jnp.int32)
-    there = row < new.shape[0]
-    row = jnp.where(there, row, 0)
-    window = jnp.where(there, last[row] + 1 - (stop[row] - tile), 0)
-    before = (lengths - new)[row]
-    start = before + window * window_tokens - begin[row]
-    oldest = jnp.maximum(start, before)
-    limit = jnp.where(there, jnp.minimum(start + window_tokens, lengths[row]), 0)
-    return Tiles(jnp.clip(stop[-1], 1, max_tiles), window, row, start, oldest, limit)
+    rows = new.shape[0]
+    begin = jnp.minimum(begin, places)
+    end = jnp.minimum(begin + new, places)
+    ends = jnp.concatenate([end, begin[:1]])  # of what lies between: after each row, and before the first
+    after = jnp.concatenate([begin[1:], jnp.full(1, places, jnp.int32), begin[:1]])
+    first = jnp.concatenate([begin, jnp.minimum(ends, after).at[-1].set(0)])
+    size = jnp.concatenate([jnp.where(skip, 0, end - begin), jnp.maximum(after - ends, 0).at[-1].set(begin[0])])
+    count = -(-size // tile_tokens)
+    stop = jnp.cumsum(count)
+    # All of a row's numbers by comparing and adding: a few dense operations in place of as many gathers.
+    tile = jnp.arange(max_tiles(rows, places, tile_tokens), dtype=jnp.int32)
+    mine = (tile[:, None] >= (stop - count)[None]) & (tile[:, None] < stop[None])
+
+    def of_run(x):
+        return jnp.sum(jnp.where(mine, x[None], 0), axis=1, dtype=jnp.int32)
+
+    before = (tile - of_run(stop - count)) * tile_tokens  # tokens of the run in tiles before
+    width = jnp.minimum(of_run(size) - before, tile_tokens)
+    attends = tile < stop[rows - 1]
+    nobody = jnp.zeros(rows + 1, jnp.int32)
+    start = of_run(jnp.concatenate([lengths - new, nobody])) + before
+    there = tile < stop[-1]
+    return Tiles(
+        jnp.maximum(stop[-1], 1), of_run(jnp.concatenate([jnp.arange(rows, dtype=jnp.int32), nobody])),
+        jnp.where(there, of_run(first) + before, 0), jnp.where(attends, start, jnp.where(there, -width, 0)),
+        jnp.where(attends, start + width, 0),
+    )  # fmt: skip
+
+
+def max_tiles(rows: int, places: int, tile_tokens: int) -> int:
+    """As many tiles as `make_tiles` can make: of the runs that are cut, at most one a run is not full."""
+    return -(-places // tile_tokens) + min(2 * rows, places)
 
 
 def prefill(
-    q, kv, tables, tiles, *, scale, soft_cap=None, window=None, sinks=None, return_lse=False, interpret=False,
-    step_tokens=STEP_TOKENS,
+    q, kv, tables, tiles, *, tile_tokens, scale, soft_cap=None, window=None, sinks=None, return_lse=False,
+    interpret=False, step_tokens=STEP_TOKENS,
 ):  # fmt: skip
-    """Attention of windows of queries.
+    """Attention of tiles of queries.
 
     Args:
-      q: `[windows, K, D', G, window_tokens]`, padded to the pool's head_dim.
+      q: `[N, H, D']`, padded to the pool's head_dim.
       kv: the pool, `[num_blocks + 1, 2, K, block_size, D']`.
       tables: `i32[S, M]`, in range.
-      tiles: the work list, positions in range.
+      tiles: the work list, positions in range, of `tile_tokens` tokens.
       scale, soft_cap, window, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
       interpret: run on the CPU, `pltpu.InterpretParams()`.
 
     Returns:
-      `(out in q's shape, lse f32[windows, K, 1, G, window_tokens] or None)`; arbitrary at places without a tile.
+      `(out in q's shape, lse f32[tiles, H, tile_tokens] or None)`; arbitrary at places without a tile.
     """
-    _, num_kv_heads, head_dim, group, window_tokens = q.shape
-    queries = group * window_tokens
-    shape = q.shape
-    q = q.reshape(*shape[:3], queries)
+    _, num_heads, head_dim = q.shape
+    num_kv_heads = kv.shape[2]
+    group = num_heads // num_kv_heads
+    queries = group * tile_tokens
     pages = Pages.plan(kv, tables, window, step_tokens)
     knobs = jnp.stack([jnp.asarray(x, jnp.float32) for x in (scale, 1.0 if soft_cap is None else soft_cap)])
     factor, cap = (LOG2_E * knobs[0], knobs[1]) if soft_cap is None else (knobs[0] / knobs[1], LOG2_E * knobs[1])
     knobs = jnp.stack([factor, cap])
     scalars = (*tiles[1:], tables.reshape(-1), knobs)
 
-    def per_window(*shape):  # stays where it is while tiles share a window
-        return pl.BlockSpec((1, *shape), lambda tile, windows, *_: (windows[tile], *(0 for _ in shape)))
-
-    inputs = [(q, per_window(num_kv_heads, head_dim, queries))]
-    outputs = [(jax.ShapeDtypeStruct(q.shape, q.dtype), per_window(num_kv_heads, head_dim, queries))]
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    inputs = [(q, hbm), (kv, hbm)]
+    outputs = [(jax.ShapeDtypeStruct(q.shape, q.dtype), hbm)]
     if sinks is not None:
-        sinks = LOG2_E * jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, 1, group), window_tokens, axis=2)
+        sinks = LOG2_E * jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, 1, group), tile_tokens, axis=2)
         inputs.append((sinks, pl.BlockSpec(sinks.shape, lambda *_: (0, 0, 0))))
     if return_lse:
         statistics = (num_kv_heads, 1, queries)
-        outputs.append((jax.ShapeDtypeStruct((q.shape[0], *statistics), jnp.float32), per_window(*statistics)))
-    inputs.append((kv, pl.BlockSpec(memory_space=pltpu.HBM)))
+        shape = jax.ShapeDtypeStruct((tiles.row.size, *statistics), jnp.float32)
+        outputs.append((shape, pl.BlockSpec((1, *statistics), lambda tile, *_: (tile, 0, 0, 0))))
     arrays, in_specs = zip(*inputs, strict=True)
     out_shape, out_specs = zip(*outputs, strict=True)
-    products = q.shape[0] * num_kv_heads * queries * tables.shape[1] * pages.block_size
+    products = q.size // head_dim * tables.shape[1] * pages.block_size
+    tokens = pltpu.VMEM((2, tile_tokens, num_heads, head_dim), q.dtype)
     results = pl.pallas_call(
         functools.partial(
             _kernel,
             pages=pages,
-            window_tokens=window_tokens,
+            tile_tokens=tile_tokens,
             soft_cap=soft_cap is not None,
             sinks=sinks is not None,
             lse=return_lse,
@@ -113,6 +133,10 @@ def prefill(
                 pltpu.VMEM((2, pages.pages_per_step, 2, num_kv_heads, pages.page_size, head_dim), kv.dtype),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SMEM((1,), jnp.int32),
+                tokens,
+                tokens,
+                pltpu.SemaphoreType.DMA((2, 2)),
+                pltpu.VMEM((num_kv_heads, queries, head_dim), q.dtype),
                 pltpu.VMEM((num_kv_heads, 1, queries), jnp.float32),
                 pltpu.VMEM((num_kv_heads, 1, queries), jnp.float32),
                 pltpu.VMEM((num_kv_heads, head_dim, queries), jnp.float32),
@@ -131,37 +155,73 @@ def prefill(
         interpret=interpret,
         name="paged_prefill",
     )(*scalars, *arrays)
-    out = results[0].reshape(shape)
-    return out, results[1].reshape(*shape[:2], 1, *shape[3:]) if return_lse else None
+    return results[0], results[1].reshape(-1, num_heads, tile_tokens) if return_lse else None
+
+
+def prefill_bytes(tile_tokens: int, heads: int, kv, tables, step_tokens: int = STEP_TOKENS) -> int:
+    """Vector memory that the kernel takes, at most: all that it can be asked for."""
+    _, _, num_kv_heads, _, head_dim = kv.shape
+    queries = heads // num_kv_heads * tile_tokens
+    pages = Pages.plan(kv, tables, None, step_tokens)
+    statistics = ((num_kv_heads, 1, queries), jnp.float32)
+    twice = [
+        ((pages.pages_per_step, 2, num_kv_heads, pages.page_size, head_dim), kv.dtype),
+        ((tile_tokens, heads, head_dim), kv.dtype),
+        ((tile_tokens, heads, head_dim), kv.dtype),
+        statistics,  # the LSE
+        statistics,  # the sinks
+        statistics,  # maxima and sums
+    ]
+    once = [((num_kv_heads, queries, head_dim), kv.dtype), ((num_kv_heads, head_dim, queries), jnp.float32)]
+    return 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
 
 
 def _kernel(
-    windows, rows, starts, oldests, limits, tables, knobs, q_ref, *refs, pages, window_tokens, soft_cap, sinks, lse
-):
+    rows, tokens, starts, limits, tables, knobs, q_hbm, kv_hbm, *refs, pages, tile_tokens, soft_cap, sinks, lse
+):  # fmt: skip
     given: Any = list(refs)
     sinks_ref: Any = given.pop(0) if sinks else None
-    kv_hbm, out_ref = given.pop(0), given.pop(0)
+    out_hbm = given.pop(0)
     lse_ref: Any = given.pop(0) if lse else None
-    buffers, arrived, next_slot, max_ref, sum_ref, out_sum_ref = given
+    buffers, arrived, next_slot, q_buffers, out_buffers, moved, by_head, max_ref, sum_ref, out_sum_ref = given
 
-    del windows  # which the block specs read
     tile, tiles = pl.program_id(0), pl.num_programs(0)
-    oldest, limit = oldests[tile], limits[tile]
-    steps = pages.steps(oldest, limit)
+    start, limit = starts[tile], limits[tile]
+    steps = pages.steps(start, limit)
+    mine = tile & 1
 
     def copies(do, tile, step, slot):
         pages.copies(
-            do, kv_hbm, buffers.at[slot], arrived.at[slot], tables, rows[tile], oldests[tile], limits[tile], step
+            do, kv_hbm, buffers.at[slot], arrived.at[slot], tables, rows[tile], starts[tile], limits[tile], step
         )
+
+    def fetch(do, tile):
+        @pl.when(limits[tile] > 0)
+        def _():
+            size = limits[tile] - starts[tile]
+            source, target = q_hbm.at[pl.ds(tokens[tile], size)], q_buffers.at[tile & 1, pl.ds(0, size)]
+            getattr(pltpu.make_async_copy(source, target, moved.at[0, tile & 1]), do)()
+
+    def send(do, tile):
+        size = limits[tile] - starts[tile]
+
+        @pl.when(size > 0)
+        def _():
+            source, target = out_buffers.at[tile & 1, pl.ds(0, size)], out_hbm.at[pl.ds(tokens[tile], size)]
+            getattr(pltpu.make_async_copy(source, target, moved.at[1, tile & 1]), do)()
 
     @pl.when(tile == 0)
     def _():
         next_slot[0] = 0
+        fetch("start", 0)
         copies("start", 0, 0, 0)
 
+    pl.when(tile + 1 < tiles)(lambda: fetch("start", tile + 1))
+    fetch("wait", tile)
     max_ref[...] = sinks_ref[...] if sinks else jnp.full_like(max_ref, MASKED)
     sum_ref[...] = jnp.ones_like(sum_ref) if sinks else jnp.zeros_like(sum_ref)
     out_sum_ref[...] = jnp.zeros_like(out_sum_ref)
+    pl.when(limit > 0)(lambda: _turn(by_head, q_buffers.at[mine], tile_tokens, to_heads=True))
 
     def step(i, slot):
         last = i + 1 == steps
@@ -172,22 +232,22 @@ def _kernel(
             copies("start", next_tile, jnp.where(last, 0, i + 1), 1 - slot)
 
         copies("wait", tile, i, slot)
-        pages.hide_values(buffers.at[slot], oldest, limit, i, steps)
-        start = (pages.first(oldest) + i * pages.pages_per_step) * pages.page_size
+        pages.hide_values(buffers.at[slot], start, limit, i, steps)
+        first_key = (pages.first(start) + i * pages.pages_per_step) * pages.page_size
         half = max(1, pages.pages_per_step // 2)
 
         def seen_by_all(count):
-            seen = start + count * pages.page_size <= oldest + 1
-            return seen if pages.window is None else seen & (start > limit - 1 - pages.window)
+            seen = first_key + count * pages.page_size <= start + 1
+            return seen if pages.window is None else seen & (first_key > limit - 1 - pages.window)
 
         def attend(count, sure):
             _attend(
-                q_ref.at[0], buffers.at[slot, pl.ds(0, count)], start, starts[tile], knobs, soft_cap, window_tokens,
+                by_head, buffers.at[slot, pl.ds(0, count)], first_key, start, knobs, soft_cap, tile_tokens,
                 pages, max_ref, sum_ref, out_sum_ref, sure=sure * pages.page_size, exact=lse,
             )  # fmt: skip
 
         # Most steps need no mask; a row's last ones have fewer keys, or known ones before those to mask.
-        few = (half < pages.pages_per_step) & (limit <= start + half * pages.page_size)
+        few = (half < pages.pages_per_step) & (limit <= first_key + half * pages.page_size)
         all_seen, half_seen = seen_by_all(pages.pages_per_step), seen_by_all(half)
         pl.when(all_seen)(lambda: attend(pages.pages_per_step, sure=pages.pages_per_step))
         if half < pages.pages_per_step:
@@ -198,63 +258,88 @@ def _kernel(
 
     next_slot[0] = lax.fori_loop(0, steps, step, next_slot[0])
 
-    whole = (oldest == starts[tile]) & (limit == starts[tile] + window_tokens)
+    pl.when(tile >= 2)(lambda: send("wait", tile - 2))
 
-    @pl.when(whole)
+    @pl.when(limit > 0)
     def _():
-        out_ref[0] = (out_sum_ref[...] / sum_ref[...]).astype(out_ref.dtype)
-        if lse:
-            lse_ref[0] = (max_ref[...] + jnp.log2(sum_ref[...])) / LOG2_E
-
-    @pl.when(~whole)
-    def _():  # the window's other tokens are other tiles' or nobody's
-        lane = lax.broadcasted_iota(jnp.int32, (1, q_ref.shape[-1]), 1)
-        position = starts[tile] + (lane & (window_tokens - 1))
-        own = (position >= oldest) & (position < limit)
-
-        @pl.loop(0, q_ref.shape[1])
+        @pl.loop(0, by_head.shape[0], unroll=unrolled(by_head.shape[0]))
         def _(head):
-            out = out_sum_ref[head] / sum_ref[head]
-            out_ref[0, head] = jnp.where(own, out, out_ref[0, head].astype(jnp.float32)).astype(out_ref.dtype)
-            if lse:
-                lse_ref[0, head] = jnp.where(own, (max_ref[head] + jnp.log2(sum_ref[head])) / LOG2_E, lse_ref[0, head])
+            by_head[head] = (out_sum_ref[head] / sum_ref[head]).astype(by_head.dtype).T
+
+        _turn(by_head, out_buffers.at[mine], tile_tokens, to_heads=False)
+
+    @pl.when(limit == 0)
+    def _():
+        out_buffers[mine] = jnp.zeros(out_buffers.shape[1:], out_buffers.dtype)
+
+    if lse:
+        lse_ref[0] = jnp.where(limit > 0, (max_ref[...] + jnp.log2(sum_ref[...])) / LOG2_E, -jnp.inf)
+    send("start", tile)
+
+    @pl.when(tile == tiles - 1)
+    def _():
+        pl.when(tile >= 1)(lambda: send("wait", tile - 1))
+        send("wait", tile)
+
+
+def unrolled(count: int) -> int:
+    """How many of a loop's turns to work on at once, that one's waiting hides behind another's work."""
+    return max(n for n in range(1, 9) if count % n == 0)
+
+
+def _turn(by_head, by_token, tile_tokens, to_heads):
+    """From `[tokens, H, D]` to `[K, G * tokens, D]`, or back."""
+    num_heads = by_token.shape[1]
+    group = num_heads // by_head.shape[0]
+    some = sublanes(by_token.dtype)
+
+    @pl.loop(0, tile_tokens // some, unroll=unrolled(tile_tokens // some))
+    def _(i):
+        tokens = pl.ds(pl.multiple_of(i * some, some), some)
+
+        def lines(head):
+            first = (head % group) * tile_tokens + i * some
+            return head // group, pl.ds(pl.multiple_of(first, some), some)
+
+        if to_heads:
+            turned = jnp.swapaxes(by_token[tokens], 0, 1)
+            for head in range(num_heads):
+                by_head[lines(head)] = turned[head]
+        else:
+            turned = jnp.stack([by_head[lines(head)] for head in range(num_heads)])
+            by_token[tokens] = jnp.swapaxes(turned, 0, 1)
 
 
 def _attend(
-    q_ref, buffer, start, query_start, knobs, soft_cap, window_tokens, pages, max_ref, sum_ref, out_sum_ref, sure, exact
+    q_ref, buffer, start, query_start, knobs, soft_cap, tile_tokens, pages, max_ref, sum_ref, out_sum_ref, sure, exact
 ):  # fmt: skip
     """One step of the online softmax, transposed: keys along sublanes, queries along lanes, so that maxima and sums
     are lane-dense and cost next to nothing. Every query sees the first `sure` keys; the others are masked. `exact` sums
     the weights before they are rounded for the product with the values, as the LSE wants them; else after."""
-    num_kv_heads, head_dim, queries = q_ref.shape
+    num_kv_heads, queries, head_dim = q_ref.shape
     tokens = buffer.shape[0] * buffer.shape[3]
-    width = 2 * LANES if queries % (2 * LANES) == 0 else LANES  # the matrix unit's columns from v6e on
+    wide = min(2 * LANES, queries)  # the matrix unit's columns from v6e on
     precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
-    matmul = functools.partial(
-        lax.dot_general,
-        dimension_numbers=(((1,), (0,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    matmul = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     ones = jnp.ones((sublanes(buffer.dtype), tokens), buffer.dtype)
     if sure < tokens:
-        shape = (tokens - sure, width)
+        shape = (tokens - sure, wide)
         key = start + sure + lax.broadcasted_iota(jnp.int32, shape, 0)
         lane = lax.broadcasted_iota(jnp.int32, shape, 1)
 
-    def scores(head, at):
+    def scores(head, at, width):
         keys = buffer[:, 0, head].reshape(tokens, head_dim)
-        return matmul(keys, q_ref[head, :, pl.ds(at, width)])
+        return matmul(keys, q_ref[head, pl.ds(at, width)], _CONTRACT_MINOR)
 
-    def soften(head, at, logits):
+    def soften(head, at, width, logits):
         logits = logits * knobs[0]
         if soft_cap:
             logits = knobs[1] * jnp.tanh(logits)
         if sure < tokens:
-            query = query_start + ((at + lane) & (window_tokens - 1))
-            seen = key <= query
+            query = query_start + ((at + lane[:, :width]) & (tile_tokens - 1))
+            seen = key[:, :width] <= query
             if pages.window is not None:
-                seen &= key > query - pages.window
+                seen &= key[:, :width] > query - pages.window
             masked = jnp.where(seen, logits[sure:], MASKED)
             logits = jnp.concatenate([logits[:sure], masked]) if sure else masked
         there = (head, slice(None), pl.ds(at, width))
@@ -267,12 +352,12 @@ def _attend(
             sum_ref[there] = shrink * sum_ref[there] + jnp.sum(weights, axis=0, keepdims=True)
         return weights.astype(buffer.dtype), shrink
 
-    def accumulate(head, at, weights, shrink):
+    def accumulate(head, at, width, weights, shrink):
         there = (head, slice(None), pl.ds(at, width))
         values = buffer[:, 1, head].reshape(tokens, head_dim).T
         if not exact:  # the matrix unit has the time to sum, and the vector unit has not
             values = jnp.concatenate([values, ones])
-        sums = matmul(values, weights)
+        sums = matmul(values, weights, _CONTRACT_INNER)
         out_sum_ref[there] = shrink * out_sum_ref[there] + sums[:head_dim]
         if not exact:
             sum_ref[there] = shrink * sum_ref[there] + sums[head_dim : head_dim + 1]
@@ -281,9 +366,12 @@ def _attend(
 
     @pl.loop(0, num_kv_heads // together)
     def _(some):
-        # Several stages in flight, each of a head and `width` queries: the matrix unit works on the items before and
+        # Several stages in flight, each of a head and some queries: the matrix unit works on the items before and
         # after the one whose softmax the vector unit works on.
-        items = [(some * together + head, at) for head in range(together) for at in range(0, queries, width)]
+        items = [
+            (some * together + head, at, min(wide, queries - at))
+            for head in range(together) for at in range(0, queries, wide)
+        ]  # fmt: skip
         logits = {}
         for i in range(-AHEAD, len(items)):
             if i + AHEAD < len(items):

@@ -2,16 +2,14 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tokens import default_offsets, locate
+from pallas_kernels.tokens import default_offsets
 from pallas_kernels.tpu.decode import decode
-from pallas_kernels.tpu.pages import LANES
-from pallas_kernels.tpu.prefill import make_tiles, prefill
+from pallas_kernels.tpu.pages import LANES, VMEM_BYTES, pad
+from pallas_kernels.tpu.prefill import make_tiles, prefill, prefill_bytes
 
-WINDOW_QUERIES = 512  # tokens x heads of a group: enough to hide the loading of keys
-WINDOW_BYTES = 4 * 2**20  # of a window's queries: they are buffered twice, and so is their output
+TILE_QUERIES = 512  # tokens x heads of a group: enough to hide the loading of keys
 
 
 def attend(
@@ -24,42 +22,40 @@ def attend(
             q, kv, tables, lengths, new, scale=scale, return_lse=return_lse, interpret=interpret, **options
         )[0]
     *token_axes, num_heads, head_dim = q.shape
-    rows, num_kv_heads, stored = tables.shape[0], kv.shape[2], kv.shape[-1]
-    group = num_heads // num_kv_heads
+    rows, stored = tables.shape[0], kv.shape[-1]
+    if not q.size:
+        return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if return_lse else q
     lengths = jnp.clip(lengths, new, tables.shape[1] * kv.shape[3])
     tables = jnp.clip(tables, 0, kv.shape[0] - 1)
-    token = locate(tuple(token_axes), lengths, new, offsets)
     options |= {"scale": head_dim**-0.5 if scale is None else scale, "return_lse": return_lse, "interpret": interpret}
 
-    places = token_axes[-1]
-    size = window_tokens(group, places, num_kv_heads * stored * q.dtype.itemsize)
-    q = pad(pad(q, stored), -(-places // size) * size, axis=-3)
-    flat = q.reshape(-1, num_heads, stored)
-    if q.ndim == 4:  # every row has windows of its own
-        begin, shared = jnp.arange(rows, dtype=jnp.int32) * q.shape[1], 0
-    else:  # a row of two tokens or more may share the window that it starts in
-        begin, shared = default_offsets(new) if offsets is None else offsets, min(rows, places // 2)
-    num_windows = flat.shape[0] // size
-
+    flat = pad(q.reshape(-1, num_heads, head_dim), stored)
+    places = flat.shape[0]
+    if q.ndim == 4:
+        begin, new = jnp.arange(rows, dtype=jnp.int32) * token_axes[1], jnp.minimum(new, token_axes[1])
+    else:
+        begin = default_offsets(new) if offsets is None else offsets
     single = new == 1
-    alone = flat[jnp.clip(begin, 0, flat.shape[0] - 1)]
-    alone_out, alone_lse, _ = decode(alone, kv, tables, jnp.where(single, lengths, 0), **options)
-    tiles = make_tiles(
-        begin, lengths, jnp.where(single, 0, new),
-        window_tokens=size, num_windows=num_windows, max_tiles=num_windows + shared,
-    )  # fmt: skip
-    windows = flat.reshape(num_windows, size, num_kv_heads, group, stored).transpose(0, 2, 4, 3, 1)
-    out, lse = prefill(windows, kv, tables, tiles, **options)
-
-    def unite(windows, alone, nothing):  # [windows, K, width, G, size] and [S, H, width] -> [tokens, H, width]
-        together = windows.transpose(0, 4, 1, 3, 2).reshape(*q.shape[:-1], -1)[..., :places, :, :]
-        together = jnp.where(single[token.row][..., None, None], alone[token.row], together)
-        return jnp.where(token.valid[..., None, None], together, jnp.asarray(nothing, together.dtype))
-
-    out = unite(out, alone_out, 0)[..., :head_dim]
+    size = tile_tokens(token_axes[-1], num_heads, kv, tables)
+    tiles = make_tiles(begin, lengths, new, single, places=places, tile_tokens=size)
+    out, lse = prefill(flat, kv, tables, tiles, tile_tokens=size, **options)
+    at = jnp.clip(begin, 0, places - 1)
+    alone, alone_lse, _ = decode(flat[at], kv, tables, jnp.where(single, lengths, 0), **options)
+    at = jnp.where(single & (begin < places), begin, places)  # the others are dropped
+    out = out.at[at].set(alone, mode="drop")[..., :head_dim].reshape(q.shape)
     if not return_lse:
         return out
-    return out, unite(lse, alone_lse[..., None], -jnp.inf)[..., 0]
+    lse = by_token(lse, tiles, places).at[at].set(alone_lse, mode="drop")
+    return out, lse.reshape(q.shape[:-1])
+
+
+def by_token(lse, tiles, places: int):
+    """From `[tiles, H, tile_tokens]` to `[places, H]`; each token is in one tile, or in none."""
+    _, num_heads, size = lse.shape
+    lane = jnp.arange(size, dtype=jnp.int32)[None]
+    there = (lane < (tiles.limit - tiles.start)[:, None]) & (jnp.arange(tiles.row.size)[:, None] < tiles.total)
+    at = jnp.where(there, tiles.token[:, None] + lane, places).reshape(-1)
+    return jnp.zeros((places, num_heads), lse.dtype).at[at].set(lse.swapaxes(1, 2).reshape(-1, num_heads), mode="drop")
 
 
 def decode_step(
@@ -76,7 +72,7 @@ def decode_step(
     position = jnp.clip(lengths - new, 0, tables.shape[1] * block_size - 1)
     if k is not None:
         block = jnp.take_along_axis(tables, position[:, None] // block_size, axis=1)[:, 0]
-        options["targets"] = jnp.where((block >= 0) & (block < kv.shape[0]), block, -1)
+        options["targets"] = jnp.where((block > 0) & (block < kv.shape[0]), block, 0)
         options["new_kv"] = pad(jnp.stack([k[:, 0], v[:, 0]], axis=1), stored).astype(kv.dtype)
     out, lse, kv = decode(
         pad(q[:, 0], stored), kv, jnp.clip(tables, 0, kv.shape[0] - 1), jnp.where(new > 0, position + 1, 0),
@@ -86,16 +82,16 @@ def decode_step(
     return (out, lse[:, None]) if return_lse else out, kv
 
 
-def window_tokens(group: int, most: int, head_bytes: int) -> int:
-    """Tokens of a window: a power of two, so that its queries fill whole registers; no more than `most` needs."""
-    tokens = LANES // math.gcd(group, LANES)
-    while 2 * tokens * group <= WINDOW_QUERIES and 2 * tokens * group * head_bytes <= WINDOW_BYTES and tokens < most:
+def tile_tokens(most: int, num_heads: int, kv, tables) -> int:
+    """Tokens of a tile: a power of two, so that its queries fill whole registers; no more than `most` needs."""
+    group = num_heads // kv.shape[2]
+    tokens = max(LANES // math.gcd(group, LANES), 16)
+    while (
+        2 * tokens * group <= TILE_QUERIES
+        and tokens < most
+        and prefill_bytes(2 * tokens, num_heads, kv, tables) <= VMEM_BYTES
+    ):
         tokens *= 2
+    while tokens > 16 and prefill_bytes(tokens, num_heads, kv, tables) > VMEM_BYTES:
+        tokens //= 2  # not all of a register's lanes are used then
     return tokens
-
-
-def pad(x: jax.Array, size: int, axis: int = -1) -> jax.Array:
-    """Zeros at the end of an axis, to make it `size` long."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths)

@@ -1,10 +1,14 @@
 """What the TPU kernels cannot do, and the way out, in sentences."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.tpu.pages import LANES, SMEM_ENTRIES, sublanes
+from pallas_kernels.tpu.decode import BLOCK_ROWS, decode_bytes
+from pallas_kernels.tpu.pages import LANES, SMEM_ENTRIES, VMEM_BYTES, sublanes
+from pallas_kernels.tpu.prefill import max_tiles, prefill_bytes
+from pallas_kernels.tpu.step import tile_tokens
 
 
 def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
@@ -21,7 +25,7 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
             f"store it padded, with CacheConfig(head_dim_multiple={LANES})."
         )
     if op == "write_kv":
-        return None  # a scatter, for which the rest does not matter
+        return None  # what the kernel does not take, a scatter does
     if kv.dtype not in (jnp.bfloat16, jnp.float32):
         return f"The TPU kernels read pools of bfloat16 or float32, not {kv.dtype}: choose one of them, or XLA."
     if q is not None and q.dtype != kv.dtype:
@@ -32,13 +36,52 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
             f"The block_size of {kv.shape[3]} is not a multiple of {tile}, the rows of a TPU's {kv.dtype} tile: "
             f"choose {-(-kv.shape[3] // tile) * tile}."
         )
-    if tables is not None and tables.shape[0] * tables.shape[1] > SMEM_ENTRIES:
-        rows, context = tables.shape[0], tables.shape[1] * kv.shape[3]
-        block_size = kv.shape[3]
-        while rows * -(-context // block_size) > SMEM_ENTRIES:
+    if tables is None:
+        return None
+    need = vector_memory(q, kv, tables)
+    if need > VMEM_BYTES:
+        return (
+            f"{kv.shape[2]} KV heads of {kv.shape[-1]} in {kv.dtype} and what a kernel does with them take "
+            f"{need / 2**20:.1f} MiB of vector memory, more than the {VMEM_BYTES / 2**20:.0f} MiB that it may: "
+            f"shard the heads, or use bfloat16."
+        )
+    rows, blocks_per_row = tables.shape
+    entries = scalar_entries(q, kv, tables)
+    if entries + rows * blocks_per_row > SMEM_ENTRIES:
+        block_size, context = kv.shape[3], blocks_per_row * kv.shape[3]
+        if entries + rows > SMEM_ENTRIES:
+            return f"The work list of a step of {q.shape[:-2]} tokens does not fit a TPU's scalar memory: send fewer."
+        while entries + rows * -(-context // block_size) > SMEM_ENTRIES:
             block_size *= 2
         return (
-            f"Block tables of {rows} x {tables.shape[1]} entries do not fit a TPU's scalar memory, which holds "
-            f"{SMEM_ENTRIES}: with block_size={block_size} they would."
+            f"Block tables of {rows} x {blocks_per_row} entries and a work list of {entries} do not fit a TPU's scalar "
+            f"memory, which holds {SMEM_ENTRIES}: with block_size={block_size} they would."
         )
     return None
+
+
+def vector_memory(q, kv, tables) -> int:
+    """Bytes that the kernels of a step with queries like these need at once; what is not known is left out."""
+    if q is None:
+        return 0
+    *tokens, heads, _ = q.shape
+    decodes = decode_bytes(tables.shape[0], heads, kv, tables)
+    if _is_decode(tokens):
+        return decodes
+    return max(decodes, prefill_bytes(tile_tokens(tokens[-1], heads, kv, tables), heads, kv, tables))
+
+
+def scalar_entries(q, kv, tables) -> int:
+    """Integers that the kernels want in scalar memory at once, block tables aside."""
+    if q is None:
+        return 0
+    *tokens, heads, _ = q.shape
+    rows = tables.shape[0]
+    decodes = 4 * (rows + BLOCK_ROWS)
+    if _is_decode(tokens):
+        return decodes
+    return max(decodes, 4 * max_tiles(rows, math.prod(tokens), tile_tokens(tokens[-1], heads, kv, tables)))
+
+
+def _is_decode(tokens) -> bool:
+    return len(tokens) == 2 and tokens[1] == 1

@@ -57,7 +57,7 @@ def test_a_bad_prompt_does_not_take_the_others_with_it(capsys):
     [
         (["--model", "no/such/folder"], "no/such/folder"),
         (["--prompts", "no-such-file"], "no-such-file is not a file"),
-        (["--temperature", "-1"], "temperature must be 0"),
+        (["--temperature", "-1"], "temperature must be at least 0"),
         (["--top-p", "0"], "top_p must be above 0"),
         (["--prompt", ""], "prompt 1 is left out: it is empty"),
         (["--memory", "1K"], "memory_bytes=1024 is too little"),

@@ -50,7 +50,7 @@ def report():
     controls = ("no-fence", "too-many-registers", "not-donated", "not-unique")
     jobs = [*DECODE_BUDGETS, *PREFILL, "launches", "step", *(f"control-{name}" for name in controls)]
     path = os.pathsep.join([str(script.parents[2]), SITE, os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XLA_FLAGS": ""}
     run = subprocess.run([sys.executable, script, *jobs], env=environment, capture_output=True, text=True, timeout=580)
     assert run.returncode == 0, run.stderr[-3000:]
     found = {}

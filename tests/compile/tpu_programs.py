@@ -16,8 +16,7 @@ os.environ |= {
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import pallas_kernels
 from pallas_kernels import SHAPES
@@ -31,7 +30,7 @@ def devices(topology, bounds):
 
 
 def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16", implementation="tpu",
-            block_size=BLOCK_SIZE):  # fmt: skip
+            block_size=BLOCK_SIZE, blocks_per_row=BLOCKS_PER_ROW):  # fmt: skip
     """Compile `op` of one or more layers, one after another, on a donated pool each; bytes per chip."""
     rows = tokens[0] if len(tokens) == 2 else ROWS
     heads = "x" if sharded else None
@@ -42,11 +41,11 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
 
     token_spec = (*(None for _ in tokens), heads)
     pool = array(
-        max(rows, ROWS) * BLOCKS_PER_ROW + 1, 2, shape.num_kv_heads, block_size, stored, spec=(None, None, heads)
+        max(rows, ROWS) * blocks_per_row + 1, 2, shape.num_kv_heads, block_size, stored, spec=(None, None, heads)
     )
     q = array(*tokens, shape.num_heads, shape.head_dim, spec=token_spec)
     k = array(*tokens, shape.num_kv_heads, shape.head_dim, spec=token_spec)
-    tables = array(rows, BLOCKS_PER_ROW, dtype="int32")
+    tables = array(rows, blocks_per_row, dtype="int32")
     counts = array(rows, dtype="int32")
     options = {"window": shape.window, "soft_cap": shape.soft_cap, "implementation": implementation}
 
@@ -77,6 +76,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
         "pool": layers * pool.size * pool.dtype.itemsize // chips,
         "alias": memory.alias_size_in_bytes,
         "temp": memory.temp_size_in_bytes,
+        "new": 2 * k.size * k.dtype.itemsize,  # the keys and values handed in
         "collectives": len(
             re.findall(r"\b(?:all|reduce|collective)-(?:gather|reduce|to-all|scatter|permute)", compiled.as_text())
         ),
@@ -98,6 +98,7 @@ def main(chip):
             "fused, chosen by the platform": ("llama3-8b", "write_and_attend", (ROWS, 1), {"implementation": None}),
             "write": ("llama3-8b", "write_kv", (64,), {}),
             "write of many tokens": ("llama3-8b", "write_kv", (ROWS, 256), {}),
+            "write of many tokens, small pool": ("llama3-8b", "write_kv", (ROWS, 256), {"blocks_per_row": 256}),
             "prefill": ("gemma3-1b", "paged_attention", (1, 128), {}),
             "mixed": ("qwen3-30b-a3b", "write_and_attend", (64,), {}),
         }

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from steps import model_step
 
 import jaxkv
 from jaxkv.testing import assert_no_copy
@@ -41,15 +42,6 @@ CACHES = {
 STEPS = {"decode": (ROWS, 1), "prefill": (ROWS, 7), "packed": (9,)}
 
 
-def decode_step(cache, q, k, v, num_tokens):
-    cache = jaxkv.extend(cache, num_tokens)
-    outs = []
-    for layer in range(cache.num_layers):
-        out, cache = jaxkv.attention(q[layer], k[layer], v[layer], cache, layer=layer)
-        outs.append(out)
-    return outs, cache
-
-
 def assert_all_aliased(jitted, cache, *args):
     """Every buffer that the step reads becomes an output. `extend` sets `new` and `offsets` without looking at them."""
     unread = sum(t.new.size + t.offsets.size for t in cache.tables) * 4
@@ -68,10 +60,10 @@ def test_append_is_in_place(name, step):
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_decode_step_is_in_place(name):
+def test_model_step_is_in_place(name):
     cache = abstract_cache(**CACHES[name])
     q, kv = tokens(cache, STEPS["decode"], heads=4), tokens(cache, STEPS["decode"])
-    step = jax.jit(decode_step, donate_argnames="cache")
+    step = jax.jit(model_step, donate_argnames="cache")
     assert_no_copy(step, cache, q, kv, kv, COUNTS)
     assert_all_aliased(step, cache, q, kv, kv, COUNTS)
 
@@ -82,7 +74,7 @@ def test_scan_over_steps_is_in_place():
 
     def steps(cache, q, k, v):
         def step(cache, inputs):
-            outs, cache = decode_step(cache, *inputs, jnp.ones(ROWS, jnp.int32))
+            outs, cache = model_step(cache, *inputs, jnp.ones(ROWS, jnp.int32))
             return cache, outs
 
         return jax.lax.scan(step, cache, (q, k, v))

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from nightly import NIGHTLY
 from oracle import Oracle
+from steps import model_step
 
 import jaxkv
 from jaxkv.testing import poison
@@ -64,12 +65,12 @@ CONFIGS = {
     "windows of a block and more, nothing global": make_config(
         wide(7), narrow(3), block_size=3, max_seq_len=31, group_blocks=(11, 9)
     ),
-    "five local layers to a global one": make_config(
-        *[narrow(5)] * 5, wide(), block_size=2, max_seq_len=21, group_blocks=(13, 22)
+    "five local layers to a global one, stacked": make_config(
+        *[narrow(5)] * 5, wide(), block_size=2, max_seq_len=21, group_blocks=(13, 22), stacked=True
     ),
-    "layers that share": make_config(
-        wide(), narrow(6), wide(2, shares_with=0), narrow(6, shares_with=1),
-        block_size=4, max_seq_len=24, group_blocks=(11, 8), head_dim_multiple=8,
+    "layers that share, stacked": make_config(
+        wide(), narrow(6), wide(2, shares_with=0), narrow(6, shares_with=1), wide(),
+        block_size=4, max_seq_len=24, group_blocks=(11, 8), head_dim_multiple=8, stacked=True,
     ),
     "contiguous": make_config(
         wide(), narrow(6), wide(3, shares_with=0), layout="contiguous", max_seq_len=13
@@ -78,11 +79,7 @@ CONFIGS = {
 
 
 def step(cache, q, k, v, counts):
-    cache = jaxkv.extend(cache, counts)
-    outs = []
-    for layer in range(cache.num_layers):
-        out, cache = jaxkv.attention(q[layer], k[layer], v[layer], cache, layer=layer)
-        outs.append(out)
+    outs, cache = model_step(cache, q, k, v, counts)
     return outs, jaxkv.positions(cache, q[0].shape[:-2]), cache
 
 
@@ -143,6 +140,7 @@ class Machine(RuleBasedStateMachine):
         jaxkv.check_invariants(self.cache)
         if not self.oracle.contiguous:
             self.prefix.check_invariants(self.cache)
+            assert self.prefix.stats()["blocks"] == [g["blocks_kept"] for g in jaxkv.stats(self.cache)["groups"]]
 
     def random(self, packed, heads):
         """For each layer random numbers `[..., heads(layer), head_dim]`."""

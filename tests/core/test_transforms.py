@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
+from steps import model_step
 
 import jaxkv
 import pallas_kernels
@@ -43,14 +44,7 @@ def random_step(axes, seed=0):
     return arrays(HEADS), arrays(None), arrays(None)
 
 
-@jax.jit
-def step(cache, q, k, v, num_tokens):
-    cache = jaxkv.extend(cache, num_tokens)
-    outs = []
-    for layer in range(cache.num_layers):
-        out, cache = jaxkv.attention(q[layer], k[layer], v[layer], cache, layer=layer)
-        outs.append(out)
-    return outs, cache
+step = jax.jit(model_step)
 
 
 append = jax.jit(jaxkv.append)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from steps import attend_in_all_layers
 
 import jaxkv
 from jaxkv import LayerConfig, models
@@ -73,11 +74,7 @@ def attend_all(cache, seed=5):
 @jax.jit
 def _attend_all(cache, q, k, v):
     cache = jaxkv.extend(cache, (cache.lengths > 0).astype(jnp.int32))
-    outs = []
-    for layer in range(cache.num_layers):
-        out, cache = jaxkv.attention(q[layer], k[layer], v[layer], cache, layer=layer)
-        outs.append(out)
-    return outs, cache
+    return attend_in_all_layers(cache, q, k, v)
 
 
 def assert_same(actual, expected):
@@ -349,10 +346,7 @@ def test_every_group_owns_its_buffers():
 
 def decode(cache, q, k, v, num_tokens, leaving):
     cache = jaxkv.extend(jaxkv.free(cache, leaving), num_tokens)
-    outs = []
-    for layer in range(cache.num_layers):
-        out, cache = jaxkv.attention(q[layer], k[layer], v[layer], cache, layer=layer)
-        outs.append(out)
+    outs, cache = attend_in_all_layers(cache, q, k, v)
     return outs, jnp.array(cache.failed), cache
 
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jaxkv
-from jaxkv._engine.sampling import Sampling, sample
+from jaxkv._engine.sampling import KINDS, Choice, Sampling, choose
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.rope import Rope
@@ -107,7 +107,8 @@ def test_leaving_a_stream_early_frees_its_rows(model):
 def test_thousands_of_steps_compile_once_per_shape_and_keep_no_memory(model):
     engine = jaxkv.Engine(model, max_seqs=4, max_seq_len=128, step_tokens=64)
     prompts = make_prompts([1 + i % 60 for i in range(160)], seed=1)
-    before = engine._step._cache_size()
+    program = engine._pipeline._program
+    before = program._cache_size()
 
     def held_after(steps):
         while engine.steps < steps:
@@ -118,36 +119,78 @@ def test_thousands_of_steps_compile_once_per_shape_and_keep_no_memory(model):
 
     arrays, memory = held_after(1500)  # by then it has compiled every shape
     later_arrays, later_memory = held_after(6000)
-    assert engine._step._cache_size() - before <= 6
+    assert program._cache_size() - before <= 6
     assert later_arrays <= arrays
     assert later_memory - memory < 5_000, f"{later_memory - memory} KiB more than after 1500 steps"
 
 
+def next_tokens(kind, logits, choices):
+    columns = np.stack([choice.column(number) for number, choice in enumerate(choices)], axis=1)
+    positions = jnp.arange(len(choices), dtype=jnp.int32)
+    return choose(kind, logits, Sampling.unpack(jnp.asarray(columns)), positions).tolist()
+
+
+def test_rows_get_the_same_token_whatever_the_others_ask_for():
+    """What a step leaves out because none of its rows needs it changes no row."""
+    logits = jax.random.normal(jax.random.key(1), (300, VOCAB)) * 3
+    choices = {"greedy": Choice(0.0, 3, 0.5), "sampled": Choice(1.3), "filtered": Choice(0.7, 9, 0.9)}
+    mixed = [choices[KINDS[i % 3]] for i in range(300)]
+    expected = next_tokens("filtered", logits, mixed)
+    for i, kind in enumerate(KINDS):
+        enough = [choice if choice.kind in KINDS[: i + 1] else Choice() for choice in mixed]
+        for j, (token, choice) in enumerate(zip(next_tokens(kind, logits, enough), mixed, strict=True)):
+            assert token == expected[j] or choice.kind not in KINDS[: i + 1]
+    greedy, sampled = (next_tokens("filtered", logits, [choices[kind]] * 300) for kind in KINDS[:2])
+    assert greedy == jnp.argmax(logits, axis=-1).tolist() != sampled
+
+
 def test_sampling_keeps_to_top_k_and_top_p():
     logits = jnp.log(jnp.array([[0.1, 0.4, 0.3, 0.2]] * 400))
-    streams = positions = jnp.arange(400, dtype=jnp.int32)
 
-    def drawn(temperature=1.0, top_k=0, top_p=1.0):
-        sampling = Sampling(jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p), jax.random.key(0))
-        return np.bincount(sample(logits, sampling, streams, positions), minlength=4) / 400
+    def drawn(*choice):
+        choice = Choice(*choice)
+        return np.bincount(next_tokens(choice.kind, logits, [choice] * 400), minlength=4) / 400
 
-    np.testing.assert_allclose(drawn(), [0.1, 0.4, 0.3, 0.2], atol=0.07)
-    np.testing.assert_allclose(drawn(top_k=2), [0, 4 / 7, 3 / 7, 0], atol=0.07)
-    np.testing.assert_allclose(drawn(top_p=0.69), [0, 4 / 7, 3 / 7, 0], atol=0.07)
-    np.testing.assert_allclose(drawn(top_p=0.71), [0, 4 / 9, 3 / 9, 2 / 9], atol=0.07)
-    np.testing.assert_allclose(drawn(top_p=1e-6), [0, 1, 0, 0])
-    np.testing.assert_allclose(drawn(temperature=0.01), [0, 1, 0, 0])
+    np.testing.assert_allclose(drawn(1.0), [0.1, 0.4, 0.3, 0.2], atol=0.07)
+    np.testing.assert_allclose(drawn(1.0, 2), [0, 4 / 7, 3 / 7, 0], atol=0.07)
+    np.testing.assert_allclose(drawn(1.0, 0, 0.69), [0, 4 / 7, 3 / 7, 0], atol=0.07)
+    np.testing.assert_allclose(drawn(1.0, 0, 0.71), [0, 4 / 9, 3 / 9, 2 / 9], atol=0.07)
+    np.testing.assert_allclose(drawn(1.0, 0, 1e-60), [0, 1, 0, 0])
+    np.testing.assert_allclose(drawn(0.01), [0, 1, 0, 0])
+    np.testing.assert_allclose(drawn(1e-45), [0, 1, 0, 0])
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"temperature": -1}, "temperature must be 0 .* not -1"),
-        ({"temperature": float("nan")}, "temperature must be 0 .* not nan"),
+        ({"temperature": -1}, "temperature must be at least 0, not -1"),
+        ({"temperature": float("nan")}, "temperature must be a finite number, not nan"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, not 0.0"),
-        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, not 1.5"),
-        ({"top_k": -1}, "top_k must be 0 .* not -1"),
+        ({"top_p": 1.5}, "top_p must be at most 1, not 1.5"),
+        ({"top_k": -1}, "top_k must be at least 0, not -1"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
+        ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
+        ({"temperature": 10**400}, "temperature must be a finite number, not 1000"),
+        ({"top_k": 10**12}, "top_k must be at most 2147483647, not 1000000000000"),
+        ({"seed": 10**30}, "seed must be at most 4294967295, not 1000"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer, not 2.5"),
+        ({"max_new_tokens": [2.5, 1]}, "max_new_tokens must be an integer, not 2.5"),
+        ({"max_new_tokens": "64"}, "max_new_tokens must be an integer, not '64'"),
+        ({"eos": "abc"}, "eos must be a token id, several, or None, not 'abc'"),
+        ({"eos": [1, 2.5]}, "eos must be an integer, not 2.5"),
+        ({"eos": True}, "eos must be an integer, not True"),
+        ({"step_tokens": 0}, "step_tokens must be at least 1, not 0"),
+        ({"steps_per_dispatch": 0}, "steps_per_dispatch must be at least 1, not 0"),
+        ({"spill_bytes": -5, "prefix_cache": True}, "spill_bytes must be at least 0, not -5"),
+        ({"host_bandwidth": 0}, "host_bandwidth must be at least 1, not 0"),
+        ({"memory_bytes": "1GB"}, "memory_bytes must be a number, not '1GB'"),
+        ({"memory_bytes": float("nan")}, "memory_bytes must be a finite number, not nan"),
+        ({"max_seqs": 10**13}, "max_seqs must be at most 2147483647, not 10000000000000"),
+        ({"prompts": [[1.5]]}, r"Prompt 0 cannot be continued: it must be a list of token ids, integers, not \[1.5\]"),
+        ({"prompts": ["text", [1]]}, "Prompt 0 cannot be continued: it must be a list of token ids, .* not 'text'"),
+        ({"prompts": [[10**30]]}, "Prompt 0 cannot be continued: it must be a list of token ids, integers, not"),
+        ({"prompts": [[[1], [2, 3]]]}, "Prompt 0 cannot be continued: it must be a list of token ids, integers, not"),
+        ({"prompts": [[1], [-1]]}, "Prompt 1 cannot be continued: it has a token outside of the model's vocabulary"),
         ({"max_new_tokens": [3]}, "one number or one for each of the 2 prompts, not 1"),
         ({"prompts": [[1], []]}, "Prompt 1 cannot be continued: it is empty"),
         (

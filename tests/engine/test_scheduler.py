@@ -22,8 +22,13 @@ class Counted:
     def available(self):
         return [self.num_blocks - sum(map(self.blocks, self.held.values()))]
 
-    def has_room(self, running, sequence):
-        return bool(self.free) and sum(self.blocks(len(s.tokens)) for s in [*running, sequence]) <= self.num_blocks
+    may_have_more = False
+
+    def settle(self):
+        pass
+
+    def has_room(self, running, sequence, source=None):
+        return bool(self.free) and sum(self.blocks(s.length) for s in [*running, sequence]) <= self.num_blocks
 
     def admit(self, sequence):
         sequence.row = self.free.pop(0)
@@ -42,7 +47,7 @@ def simulate(requests, *, max_seqs, num_blocks, block_size, step_tokens):
     rows = Counted(max_seqs, num_blocks, block_size)
     scheduler = Scheduler(rows, step_tokens=step_tokens)
     for i, (prompt, new) in enumerate(requests):
-        scheduler.waiting.append(Sequence(i, [0] * prompt, prompt, prompt + new))
+        scheduler.waiting.append(Sequence([0] * prompt, prompt + new, request=i))
     steps, ended = [], []
     while scheduler.waiting or scheduler.running:
         step = scheduler.plan()
@@ -54,12 +59,13 @@ def simulate(requests, *, max_seqs, num_blocks, block_size, step_tokens):
         assert len({s.row for s in step.counts}) == len(step.counts)
         assert rows.available[0] >= 0
         assert step.num_tokens <= step_tokens
-        steps.append({s.index: n for s, n in step.counts.items()})
+        steps.append({s.request: n for s, n in step.counts.items()})
         for sequence in scheduler.commit(step):
             sequence.tokens.append(0)
+            sequence.unread -= 1
             if len(sequence.tokens) == sequence.limit:
                 scheduler.finish(sequence)
-                ended.append(sequence.index)
+                ended.append(sequence.request)
     assert sorted(ended) == list(range(len(requests)))
     assert sorted(rows.free) == list(range(max_seqs))
     return steps, ended, scheduler

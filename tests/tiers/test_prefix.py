@@ -158,7 +158,7 @@ def test_salts_that_are_gone_leave_nothing_behind():
         cache, _ = compute(cache, 0, A)
         cache = jaxkv.free(prefix.insert(cache, 0, A, salt=f"tenant {number}"), 0)
         cache = prefix.make_room(cache, 37)
-    assert prefix.match(A, salt="tenant 99").num_tokens == 12 and len(prefix._tree.roots) == 1
+    assert prefix.match(A, salt="tenant 99").num_tokens == 12 and len(prefix._index.roots) == 1
 
 
 @pytest.mark.parametrize("hash_function", [lambda key: 0, lambda key: hash(key) % 2])
@@ -333,16 +333,48 @@ def test_donation_reuses_the_pools():
     assert_holds(cache, 1, B[:28])
 
 
-def test_another_line_of_caches_is_noticed():
+def test_an_older_cache_gets_what_it_has_and_nothing_else():
+    before, prefix = start()
+    cache, _ = compute(before, 0, A)
+    cache = jaxkv.free(prefix.insert(cache, 0, A, salt="a"), 0)
+    with pytest.raises(ValueError, match="or are not in this cache: match the prompt again"):
+        prefix.adopt(before, 1, prefix.match(A, salt="a"))
+    assert prefix.match(A, salt="a").num_tokens == 0, "the index follows the caches it is given"
+    prefix.check_invariants(before)
+    assert prefix.make_room(cache, 40).blocks_in_use == 0, "what it does not know is given back"
+
+
+def test_the_same_block_of_an_older_cache_is_not_taken_for_a_newer_one():
+    """The prompts A, B and A again in the same blocks, each of another tenant."""
+    caches, (cache, prefix) = [], start()
+    for tokens, salt in [(A, "a"), (B[:20], "b"), (A, "c")]:
+        cache = prefix.make_room(cache, 40)
+        cache, _ = compute(cache, 0, tokens)
+        assert set(np.asarray(cache.tables[0].tables)[0, :5].tolist()) == {1, 2, 3, 4, 5}
+        cache = jaxkv.free(prefix.insert(cache, 0, tokens, salt=salt), 0)
+        caches.append((cache, tokens, salt))
+    for held, *_ in caches * 2:
+        for _, tokens, salt in caches:
+            match = prefix.match(tokens, salt=salt)
+            try:
+                adopted = prefix.adopt(held, 1, match)
+            except ValueError as error:
+                assert "not in this cache" in str(error)
+            else:
+                assert_holds(adopted, 1, tokens[: match.num_tokens])
+            prefix.check_invariants(held)
+
+
+def test_a_row_of_an_older_cache_does_not_give_a_block_a_second_salt():
     cache, prefix = start()
-    before = cache
     cache, _ = compute(cache, 0, A)
-    cache = prefix.insert(cache, 0, A)
-    adopted = prefix.adopt(before, 1, prefix.match(A))
-    jaxkv.check_invariants(adopted)
-    assert adopted.lengths.tolist() == [0, 0, 0, 0] and adopted.failed.tolist() == [False, True, False, False]
-    with pytest.raises(jaxkv.CacheError):
-        jaxkv.check(adopted)
+    first = prefix.insert(cache, 0, A, salt="a")
+    second = prefix.insert(cache, 0, A, salt="b")
+    prefix.check_invariants(second)
+    assert [prefix.match(A, salt=salt).num_tokens for salt in "ab"] == [0, 16]
+    with pytest.raises(ValueError, match="not in this cache"):
+        prefix.adopt(first, 1, prefix.match(A, salt="b"))
+    assert prefix.make_room(jaxkv.free(first, 0), 40).blocks_in_use == 0
 
 
 def sentence(text):
@@ -372,7 +404,8 @@ def test_bad_input_is_refused_and_nothing_is_lost():
         (ValueError, "would pin 5 of 40 blocks, more than the 4 that max_pinned=0.1", lambda: half.pin(A)),
         (ValueError, "These tokens are not pinned", lambda: prefix.unpin(A)),
         (ValueError, "These tokens are not pinned", lambda: prefix.unpin(B)),
-        (ValueError, "max_pinned is a share", lambda: jaxkv.PrefixCache(cache.config, max_pinned=2)),
+        (ValueError, "max_pinned, a share of the blocks, must be at most 1",
+         lambda: jaxkv.PrefixCache(cache.config, max_pinned=2)),
         (ValueError, "in the contiguous layout rows share no blocks",
          lambda: jaxkv.PrefixCache(cache.config.replace(layout="contiguous"))),
     ]:  # fmt: skip

@@ -11,7 +11,9 @@ from pallas_kernels import testing, xla
 STRICT = {"uninitialized_memory": "nan", "out_of_bounds_reads": "raise"}
 # Copies happen as late as possible (at the wait), and as early as possible: each finds what the other cannot.
 PLAIN = pltpu.InterpretParams(**STRICT)
-RACES = pltpu.InterpretParams(**STRICT, detect_races=True, dma_execution_mode="eager")
+# By default all copies of a core share one entry of the vector clocks, so that to wait for any of them hides the races
+# of the others: with as many entries as a kernel has copies under way, and more, each is seen.
+RACES = pltpu.InterpretParams(**STRICT, detect_races=True, dma_execution_mode="eager", vector_clock_size=64)
 both = pytest.mark.parametrize("mode", [PLAIN, RACES], ids=["plain", "races"])
 
 

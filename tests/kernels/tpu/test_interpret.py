@@ -80,6 +80,14 @@ def test_mixed(case, step_tokens, mode):
     interpreter.check_attention(tpu, case, mode, **steps(step_tokens))
 
 
+@pytest.mark.timeout(60, method="thread")
+@pytest.mark.parametrize("packed", [True, False])
+def test_decode_rows_only_and_a_window(packed):
+    """A step with room for many tokens a row where none has more than one: the prefill kernel has nothing to do."""
+    case = Case((150, 33), (1, 1), 2, 1, 128, 16, packed=packed, padding=1, window=32, **BF16)
+    interpreter.check_attention(tpu, case, interpreter.PLAIN, step_tokens=32)
+
+
 def test_write_and_attend_of_a_mixed_step():
     case, step_tokens = MIXED[1]
     interpreter.check_write_and_attention(tpu, case, interpreter.PLAIN, **steps(step_tokens))

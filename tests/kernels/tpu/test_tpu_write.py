@@ -1,27 +1,107 @@
-"""The TPU's own form of the cache write: bit for bit what the reference writes."""
+"""The TPU's write kernel on the interpreter: bit for bit what the reference writes, and nothing else in the pool."""
 
+import interpreter
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from nightly import NIGHTLY
 
 import pallas_kernels
-from pallas_kernels import testing
+from pallas_kernels import reference, testing, tpu
+from pallas_kernels.testing import Case
+
+pytestmark = pytest.mark.timeout(120, method="thread")
+BF16 = {"dtype": "bfloat16", "stored_head_dim": 128, "head_dim": 128}
+CASES = {
+    "rows that are empty, of one token, on and beside the borders of pages": (
+        Case((16, 0, 5, 40, 33, 250, 7, 17, 15), (16, 0, 5, 21, 1, 235, 0, 17, 1), packed=True, padding=3, **BF16)
+    ),
+    "blocks of 32, one KV head": Case((64, 33, 31), (64, 2, 1), 2, 1, block_size=32, packed=True, **BF16),
+    "blocks of several pages": Case((100, 65, 64), (70, 1, 64), 2, 2, block_size=64, packed=True, **BF16),
+    "float32, blocks of 8, padded": Case((9, 0, 17, 16), (2, 0, 1, 16), block_size=8, stored_head_dim=128, padding=2),
+    "an odd number of heads": Case((20, 48), (20, 31), 3, 3, block_size=48, packed=True, padding=1, **BF16),
+    "blocks that no tile divides": Case((9, 12), (5, 12), 2, 2, block_size=5, packed=True, **BF16),
+    "nothing": Case((9, 0), (0, 0), packed=True, padding=2, **BF16),
+}
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_write_kv(packed):
-    case = testing.Case(
-        lengths=(9, 0, 17, 16),
-        new=(2, 0, 1, 16),
-        block_size=8,
-        head_dim=64,
-        stored_head_dim=128,
-        packed=packed,
-        padding=2,
-    )
-    inputs = testing.make_inputs(case, poison=7.0)
-    k, v = np.random.default_rng(0).standard_normal((2, *inputs.q.shape[:-2], 2, 64)).astype(np.float32)
+def poisoned(case):
+    """A case whose pool and whose tokens of nobody are NaN with bits of their own, and its new keys and values."""
+    inputs = testing.make_inputs(case)
+    rng = np.random.default_rng(0)
+    words = np.uint16 if case.dtype == "bfloat16" else np.uint32
+    bits = rng.integers(0, np.iinfo(words).max, inputs.kv.shape, words, endpoint=True)
+    k, v = jnp.asarray(rng.standard_normal((2, *inputs.q.shape[:-2], case.num_kv_heads, case.head_dim)), case.dtype)
+    valid = reference.locate(k.shape[:-2], inputs.lengths, inputs.new).valid
+    k, v = (jnp.where(valid[..., None, None], x, jnp.nan) for x in (k, v))
+    return inputs._replace(kv=jnp.asarray(bits).view(case.dtype)), k, v
+
+
+@interpreter.both
+@pytest.mark.parametrize("name", CASES)
+def test_write(name, mode):
+    case = CASES[name]
+    inputs, k, v = poisoned(case)
     arguments = (inputs.kv, k, v, *inputs[2:])
-    actual = pallas_kernels.write_kv(*arguments, implementation="tpu")
-    expected = pallas_kernels.write_kv(*arguments, implementation="reference")
-    np.testing.assert_array_equal(actual[..., :64], expected[..., :64])
-    assert (np.asarray(expected) != np.asarray(inputs.kv)).sum() == 2 * 19 * 2 * 64
+    actual = interpreter.run(tpu.write_kv, *arguments, mode=mode)
+    expected = reference.write_kv(*arguments)
+    np.testing.assert_array_equal(*(interpreter.bits(x)[..., : case.head_dim] for x in (actual, expected)))
+    unwritten = (interpreter.bits(expected) == interpreter.bits(inputs.kv)).all((1, 2, 3, 4))
+    np.testing.assert_array_equal(interpreter.bits(actual)[unwritten], interpreter.bits(inputs.kv)[unwritten])
+    assert unwritten[0] and (unwritten.all() == (sum(case.new) == 0))
+
+
+@pytest.mark.parametrize("step", range(-1, 2))
+@pytest.mark.parametrize("size", [1, 16] if not NIGHTLY else [1, 15, 16, 17, 33])
+def test_around_the_borders_of_pages(size, step):
+    case = Case((32 + step, 48 + step + size), (size, size), 2, 1, packed=True, **BF16)
+    inputs, k, v = poisoned(case)
+    arguments = (inputs.kv, k, v, *inputs[2:])
+    actual = interpreter.run(tpu.write_kv, *arguments, mode=interpreter.PLAIN)
+    np.testing.assert_array_equal(interpreter.bits(actual), interpreter.bits(reference.write_kv(*arguments)))
+
+
+def test_offsets_may_leave_gaps():
+    case = Case((20, 33, 5), (3, 17, 0), 2, 1, packed=True, padding=12, **BF16)
+    inputs, k, v = poisoned(case)
+    k, v = (jnp.where(jnp.isnan(x), 1, x) for x in (k, v))
+    arguments = (inputs.kv, k, v, *inputs[2:])
+    offsets = jnp.asarray([2, 9, 30], jnp.int32)
+    actual = interpreter.run(tpu.write_kv, *arguments, mode=interpreter.PLAIN, offsets=offsets)
+    expected = reference.write_kv(*arguments, offsets=offsets)
+    np.testing.assert_array_equal(interpreter.bits(actual), interpreter.bits(expected))
+    assert not np.array_equal(interpreter.bits(expected), interpreter.bits(reference.write_kv(*arguments)))
+
+
+@pytest.mark.parametrize("block_size", [16, 5])  # by the kernel, by the scatter
+@pytest.mark.parametrize("block", [0, -3, 10**9])
+def test_tokens_without_a_block_go_nowhere(block, block_size):
+    """Nor those past the tables' end, nor what more tokens are promised than there are."""
+    case = Case((40, 20), (30, 2), 2, 1, block_size=block_size, packed=True, **BF16)
+    inputs, k, v = poisoned(case)
+    wild = inputs.tables.at[0, 1].set(block)
+    arguments = (inputs.kv, k, v, wild, inputs.lengths, inputs.new)
+    actual = interpreter.run(tpu.write_kv, *arguments, mode=interpreter.PLAIN)
+    lost = inputs.tables[0, 1]
+    expected = reference.write_kv(inputs.kv, k, v, *inputs[2:]).at[lost].set(inputs.kv[lost])
+    np.testing.assert_array_equal(interpreter.bits(actual), interpreter.bits(expected))
+
+
+def test_lengths_beyond_the_tables_and_counts_beyond_the_tokens():
+    case = Case((40, 32), (8, 16), 2, 1, packed=True, **BF16)
+    inputs, k, v = poisoned(case)
+    lengths, new = jnp.asarray([60, 32], jnp.int32), jnp.asarray([20, 16], jnp.int32)  # 24 tokens, 48 places a row
+    actual = interpreter.run(tpu.write_kv, inputs.kv, k, v, inputs.tables, lengths, new, mode=interpreter.PLAIN)
+    expected = reference.write_kv(
+        inputs.kv, k, v, inputs.tables, jnp.asarray([48, 20], jnp.int32), jnp.asarray([8, 4], jnp.int32),
+        offsets=jnp.asarray([0, 20], jnp.int32),
+    )  # fmt: skip
+    np.testing.assert_array_equal(interpreter.bits(actual), interpreter.bits(expected))
+
+
+def test_no_tokens_at_all():
+    case = Case((9, 0), (0, 0), packed=True, **BF16)
+    inputs, k, v = poisoned(case)
+    assert k.shape[0] == 0
+    actual = pallas_kernels.write_kv(inputs.kv, k, v, *inputs[2:], implementation="tpu")
+    np.testing.assert_array_equal(interpreter.bits(actual), interpreter.bits(inputs.kv))

@@ -1,0 +1,212 @@
+"""A step's keys and values into the pools: `write` and `append`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels
+from jaxkv._core.arguments import row_counts
+from jaxkv._core.cache import Cache
+from jaxkv._core.plan import Step, check_plan, plan_step, settle
+from jaxkv._core.state import BlockTables, Layer, Pool
+from jaxkv._core.tables import extend
+
+
+def write(
+    cache: Any, k: jax.Array, v: jax.Array, *, layer: Any = None, step: Step | None = None,
+    implementation: str | None = None,
+) -> Any:  # fmt: skip
+    """Store this step's keys and values of one layer. `extend` must have made room for them.
+
+    Args:
+      cache: a cache, or one of its `layers`.
+      k, v: `[S, T, K, D]` padded or `[N, K, D]` packed; cast to the pool's dtype.
+      layer, step, implementation: as in `attention`.
+
+    Returns:
+      The cache, or the layer.
+
+    Raises:
+      ValueError, IndexError: shapes, dtypes or a layer that do not fit the cache.
+
+    A row with more new tokens than `k` has places for is left as it was and marked in `cache.failed`.
+    """
+    one, put_back = open_layer(cache, layer, step, stores=True, k=k, v=v)
+    t = one.tables
+    with jax.named_scope("write"):
+        k, v = (spread(step, t, x) for x in (k, v))
+        written = pallas_kernels.write_kv(
+            one.pool.kv, k, v, one.blocks, t.lengths, t.new, offsets=offsets_of(k, t), implementation=implementation,
+            **quantised(one),
+        )  # fmt: skip
+    return put_back(as_pool(written))
+
+
+def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementation: str | None = None) -> Cache:
+    """Add tokens to every row in all layers at once: `extend`, then `write` for each layer.
+
+    Args:
+      k, v: `[L, S, T, K, D]` padded or `[L, N, K, D]` packed, or a sequence of one such array per layer, with None for
+        layers that share another's.
+      num_tokens: `i32[S]`, how many each row adds; default: all T places of every row (padded only).
+
+    A row whose tokens do not fit stays as it was and is marked in `cache.failed`: all or nothing.
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> kv = jnp.ones((1, 2, 5, 2, 8))
+    >>> jaxkv.append(cache, kv, kv, [5, 3]).lengths.tolist()
+    [5, 3]
+    """
+    num_layers = cache.num_layers
+    if len(k) != num_layers or len(v) != num_layers:
+        raise ValueError(
+            f"k and v must have one array for each of the {num_layers} layers, but have {len(k)} and {len(v)}."
+        )
+    stored = [i for i in range(num_layers) if cache.config.owner(i) == i or k[i] is not None or v[i] is not None]
+    for layer in stored:
+        check_tokens(cache.layer(layer), {"k": k[layer], "v": v[layer]})
+        _check_stores(cache.layer(layer))
+    token_axes = k[0].shape[:-2]
+    for layer in stored:
+        if k[layer].shape[:-2] != token_axes:
+            raise ValueError(
+                f"All layers must add the same tokens, but layer 0 has {token_axes} and layer {layer} has "
+                f"{k[layer].shape[:-2]}."
+            )
+    if num_tokens is None:
+        if len(token_axes) == 1:
+            raise ValueError("Packed tokens need num_tokens, how many of them belong to each row.")
+        num_tokens = jnp.full(token_axes[0], token_axes[1], jnp.int32)
+    elif not isinstance(num_tokens, jax.Array):
+        counts = np.asarray(num_tokens)
+        places, most = ("T", counts.max(initial=0)) if len(token_axes) == 2 else ("N", counts.sum())
+        if most > token_axes[-1]:
+            raise ValueError(f"num_tokens asks for {most} tokens, but k and v have {places} = {token_axes[-1]} places.")
+    # On the device more tokens than places make no sense, like a negative number, and are refused like one.
+    num_tokens = row_counts("num_tokens", num_tokens, cache.lengths.shape[0])
+    end = num_tokens if len(token_axes) == 2 else jnp.cumsum(jnp.clip(num_tokens, 0, token_axes[0] + 1))
+    cache = extend(cache, jnp.where((num_tokens > 0) & (end > token_axes[-1]), -1, num_tokens))
+    step = plan_step(cache, token_axes)
+    for layer in stored:
+        cache = write(cache, k[layer], v[layer], layer=layer, step=step, implementation=implementation)
+    return cache
+
+
+def open_layer(
+    cache: Any, layer: Any, step: Step | None, *, stores: bool = False, **arrays: Any
+) -> tuple[Layer, Callable[[Pool], Any]]:  # fmt: skip
+    """One layer with its tables settled for a step, and what puts another pool back into where it came from.
+
+    Args:
+      cache: a cache, or one of its layers, which needs no `layer`.
+      stores: raise if the layer has no keys and values of its own.
+      **arrays: the step's arrays, `[S, T, heads, head_dim]` or `[N, heads, head_dim]`.
+    """
+    one = layer_of(cache, layer)
+    token_axes = check_tokens(one, arrays)
+    if stores:
+        _check_stores(one)
+    check_plan(step, one.config, next(iter(arrays)), token_axes)
+    if isinstance(cache, Layer):
+        one = dataclasses.replace(one, tables=settle(one.tables, one.group, token_axes, step))
+        return one, lambda pool: dataclasses.replace(one, pool=pool)
+    tables = tuple(settle(t, group, token_axes, step) for group, t in enumerate(cache.tables))
+    settled = cache.replace(tables=tables)
+    one = settled.layer(layer)
+    return one, lambda pool: settled.with_layer(layer, dataclasses.replace(one, pool=pool))
+
+
+def quantised(one: Layer) -> dict[str, Any]:
+    """What the kernels have to know of a quantised pool."""
+    kind = one.config.kind(one.number).quantised
+    return {} if kind is None else {"kv_scale": one.pool.scale, "kind": kind}
+
+
+def as_pool(written: Any) -> Pool:
+    """A pool of what the kernels have written: its numbers, or them and their scales."""
+    kv, scale = written if isinstance(written, tuple) else (written, None)
+    return Pool(kv=kv, scale=scale)
+
+
+def layer_of(cache: Any, layer: Any) -> Layer:
+    """The layer that is meant by a cache and an index, or by a layer alone."""
+    if isinstance(cache, Layer):
+        if layer is not None:
+            raise ValueError(f"layer={layer} is for a cache, but this is one of its layers: leave it out.")
+        return cache
+    if not isinstance(cache, Cache):
+        raise ValueError(f"cache must be a jaxkv.Cache or one of its layers, not {type(cache).__name__}.")
+    if layer is None:
+        raise ValueError("layer must say which of the cache's layers is meant, unless one of cache.layers is given.")
+    return cache.layer(layer)
+
+
+def check_tokens(one: Layer, arrays: dict[str, Any]) -> tuple[int, ...]:
+    """The token axes of a step's arrays; each must be `[S, T, heads, head_dim]` or `[N, heads, head_dim]`."""
+    head_dim, rows = one.layer_config.head_dim, one.tables.lengths.shape[0]
+    token_axes = None
+    for name, x in arrays.items():
+        if not hasattr(x, "ndim"):
+            raise ValueError(f"{name} must be an array, not {type(x).__name__}: convert it with jnp.asarray.")
+        if x.ndim not in (3, 4):
+            raise ValueError(
+                f"{name} must be [S, T, heads, {head_dim}] or packed [N, heads, {head_dim}], but its shape is "
+                f"{x.shape}."
+            )
+        if x.ndim == 4 and x.shape[0] != rows:
+            raise ValueError(
+                f"{name} has {x.shape[0]} rows, but the cache has {rows}: give every row a place, used or not."
+            )
+        if x.shape[-1] != head_dim:
+            raise ValueError(f"{name} has head_dim {x.shape[-1]}, but layer {one.number} of the cache has {head_dim}.")
+        token_axes = token_axes or (name, x.shape[:-2])
+        if x.shape[:-2] != token_axes[1]:
+            raise ValueError(
+                f"{name} has the token axes {x.shape[:-2]}, but {token_axes[0]} has {token_axes[1]}: they must agree."
+            )
+    assert token_axes is not None
+    return token_axes[1]
+
+
+def _check_stores(one: Layer) -> None:
+    owner = one.config.owner(one.number)
+    if owner != one.number:
+        raise ValueError(
+            f"Layer {one.number} reads the keys and values of layer {owner} and stores none: give it None in "
+            "their place."
+        )
+
+
+# A packed step of which no row has more than one token is a decode step: its tokens are spread over the rows, which is
+# what kernels for decoding read, and what comes out is put back.
+
+
+def spread(step: Step | None, tables: BlockTables, x: Any) -> Any:
+    """`[N, ...]` packed to `[S, 1, ...]` in a decode step; anything else as it is."""
+    if not is_spread(step) or x is None:
+        return x
+    return x[jnp.clip(tables.offsets, 0, x.shape[0] - 1)][:, None]
+
+
+def gathered(step: Step | None, out: jax.Array, padding: float) -> jax.Array:
+    """The opposite of `spread`: `[S, 1, ...]` to `[N, ...]`."""
+    if not is_spread(step):
+        return out
+    assert step is not None
+    valid = jnp.expand_dims(step.token.valid, range(1, out.ndim - 1))
+    return jnp.where(valid, out[step.token.row, 0], jnp.asarray(padding, out.dtype))
+
+
+def is_spread(step: Step | None) -> bool:
+    return step is not None and step.decode and len(step.token_axes) == 1 and step.token_axes[0] > 0
+
+
+def offsets_of(x: jax.Array, tables: BlockTables) -> jax.Array | None:
+    """Where packed tokens start; padded ones have no offsets."""
+    return tables.offsets if x.ndim == 3 else None

@@ -1,0 +1,62 @@
+"""Text generation in one call: token lists in, token lists out."""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from jaxkv._engine.engine import Engine
+from jaxkv._engine.request import read_limits
+
+
+def generate(
+    model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
+    eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
+    progress: bool = False, **engine: Any,
+) -> list[list[int]]:  # fmt: skip
+    """Continue prompts: token lists in, token lists out.
+
+    Prompts of any length share one paged cache; rows that finish are taken by waiting prompts at once. What a prompt
+    gets does not depend on the others.
+
+    Args:
+      model: called as `logits, cache = model(tokens, cache=cache)` with packed `i32[N]` tokens, or padded `i32[S, 1]`
+        where each row has one; for example what `jaxkv.models.load` returns.
+      prompts: non-empty lists of token ids.
+      max_new_tokens: the most tokens to add, for all prompts or one number for each. A sequence also ends when it
+        reaches `max_seq_len`.
+      temperature: 0: always the likeliest token; above: sample.
+      eos: a token, or several, at which a sequence ends. It is not part of the output.
+      top_k: sample among so many likeliest tokens; 0: all.
+      top_p: sample among the likeliest tokens that together have this probability.
+      seed: of the random draws. The same seed gives the same tokens.
+      progress: show a progress bar (needs tqdm).
+      **engine: how to hold and compute them: see `Engine`. `max_seqs` is 8 at the most if it is not given.
+
+    Returns:
+      For each prompt the tokens that follow it.
+
+    Raises:
+      ValueError: an argument or a prompt that cannot be honoured; nothing has been computed then.
+
+    >>> import jaxkv
+    >>> model = jaxkv.models.small()
+    >>> outputs = jaxkv.generate(model, [list(b"import "), list(b"def main(")], max_new_tokens=8)
+    >>> [len(tokens) for tokens in outputs]
+    [8, 8]
+    """
+    limits = read_limits(max_new_tokens, len(prompts))
+    longest = max((len(p) + n for p, n in zip(prompts, limits, strict=True)), default=1)
+    engine = {"max_seqs": max(1, min(8, len(prompts))), "longest": longest} | engine
+    engine_ = Engine(model, **engine)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    tokens = engine_.stream(prompts, limits, temperature, eos, top_k=top_k, top_p=top_p, seed=seed)
+    for index, token in _progress_bar(tokens, sum(limits)) if progress else tokens:
+        outputs[index].append(token)
+    return outputs
+
+
+def _progress_bar(tokens: Iterable[tuple[int, int]], total: int) -> Any:
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        raise ModuleNotFoundError("progress=True needs tqdm: pip install tqdm, or 'jaxkv[hf]'.") from None
+    return tqdm(tokens, total=total, unit=" tokens")

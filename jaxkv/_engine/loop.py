@@ -1,0 +1,176 @@
+"""What an engine does again and again: take in what was asked for, send a step, read the one before."""
+
+import collections
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jaxkv._core.errors import OutOfBlocks
+from jaxkv._engine.pipeline import Pipeline
+from jaxkv._engine.request import Request
+from jaxkv._engine.resident import Residents
+from jaxkv._engine.sampling import Kind
+from jaxkv._engine.scheduler import Scheduler, Sequence, Unsure
+
+
+class Loop:
+    """Requests, and where they stand.
+
+    What is certain are the requests that are not done, the tokens that they got, and the cache. Rows, queues and steps
+    under way follow from these, and are made anew after a call that was cut off anywhere: then every row is empty and
+    every request waits again. So an interrupt needs no place where it would be safe.
+    """
+
+    def __init__(self, residents: Residents, pipeline: Pipeline, step_tokens: int, steps_per_dispatch: int):
+        self.residents, self.pipeline = residents, pipeline
+        self.step_tokens, self.steps_per_dispatch = step_tokens, steps_per_dispatch
+        self.ahead = 1  # steps under way while the next one is planned
+        # Whatever thread puts something in, the one at work takes it out.
+        self.submitted: collections.deque[Request] = collections.deque()
+        self.cancelled: collections.deque[Request] = collections.deque()
+        self.open: dict[Request, Sequence] = {}  # requests that are not done, and where they stand
+        self.is_at_work = False
+        self._is_sound = True  # no call was cut off
+        self._restart()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.open or self.submitted or self.cancelled or not self._is_sound)
+
+    def advance(self) -> None:
+        """Send a step, and read the one before. Raises OutOfBlocks if there is no room for the only ones to wait."""
+        self.is_at_work = True
+        try:
+            self._make_sound()
+            self._is_sound = False
+            self._take_in()
+            has_sent = self._send()
+            stuck = self._stuck() if self.scheduler.waiting and not (has_sent or self.scheduler.running) else None
+            self._rest()
+            self._is_sound = True
+            if stuck:
+                raise OutOfBlocks(stuck)
+        finally:
+            self.is_at_work = False
+
+    def cancel(self, requests: Iterable[Request]) -> None:
+        """Have requests taken out by whoever works next."""
+        for request in requests:
+            if not request.done:
+                request.stopped = True
+                self.cancelled.append(request)
+
+    def tidy(self) -> None:
+        """Take out what was cancelled."""
+        self._make_sound()
+        self._is_sound = False
+        self._take_in()
+        self._rest()
+        self._is_sound = True
+
+    def reset(self) -> None:
+        """Begin anew with an empty cache."""
+        self._is_sound = False
+        self.residents.reset()
+        self._restart()
+        self._is_sound = True
+
+    def warm(self, kinds: tuple[Kind, ...], counts: tuple[int, ...]) -> list[Callable[[], Any]]:
+        """What to call, one after another, to compile all programs."""
+        self._make_sound()
+        steps = tuple({1, self.steps_per_dispatch})
+        return [*self.pipeline.warm(kinds, counts, steps), *self.residents.warm()]
+
+    def _send(self) -> bool:
+        """Send a step, and read those that are not to be under way beside it; whether there was anything to send."""
+        scheduler, residents = self.scheduler, self.residents
+        try:
+            step = scheduler.plan(certain=not self.pipeline.flights)
+        except Unsure:
+            self._read(0)
+            step = scheduler.plan()
+        if not step.counts:
+            self._read(0)
+            if scheduler.waiting:  # there may be more room than was known
+                residents.settle()
+                step = scheduler.plan()
+        if not step.counts:
+            return False
+        steps = 1 if self.submitted else scheduler.stretch(step, self.steps_per_dispatch)
+        work = self.pipeline.send(step, steps)
+        due = scheduler.commit(step)
+        for sequence, _, count in work:
+            if count > 1 and steps == 1:  # of a prompt: what it has computed is of use to others already
+                residents.offer(sequence)
+        self._read(self.ahead)
+        for sequence in due:
+            if sequence.length >= sequence.limit and sequence.row is not None:  # nothing more to compute
+                if residents.prefix is not None and len(sequence.tokens) < sequence.cached:
+                    self._read(0)  # it wants to know them
+                scheduler.finish(sequence)
+        return True
+
+    def _read(self, left: int) -> None:
+        """Read steps until so many are under way."""
+        while len(self.pipeline.flights) > left:
+            for sequence, tokens in self.pipeline.read():
+                request = sequence.request
+                for token, logprobs in tokens:
+                    if request.done:  # this one was computed before that was known
+                        break
+                    request.receive(token, logprobs)
+                    if not request.stopped:
+                        sequence.tokens.append(token)
+                        sequence.unread -= 1
+                if request.done:
+                    self.scheduler.finish(sequence)
+                    self.open.pop(request, None)
+
+    def _take_in(self) -> None:
+        """What was submitted and cancelled since the last step, maybe by another thread."""
+        while self.submitted:
+            request = self.submitted[0]
+            new = [_sequence(s) for s in request.samples if not (s.done or s in self.open)]
+            self.open |= {sequence.request: sequence for sequence in new}
+            self.submitted.popleft()
+            if len(request.prompt) > 1:  # of one token there is nothing to share
+                for first in new[:1]:
+                    first.followers, new = new[1:], [first]
+            self.scheduler.waiting.extend(new)
+        while self.cancelled:
+            sequence = self.open.pop(self.cancelled[0], None)
+            if sequence is not None:
+                self.scheduler.finish(sequence)
+            self.cancelled.popleft()
+
+    def _rest(self) -> None:
+        """If nothing is left to do, leave nothing behind."""
+        if not self.open:
+            self.pipeline.flights.clear()
+            if self.residents.to_free:
+                self.residents.flush()
+
+    def _make_sound(self) -> None:
+        if not self._is_sound:
+            self.residents.recover()
+            self._restart()
+            self._is_sound = True
+
+    def _restart(self) -> None:
+        self.pipeline.clear()
+        self.scheduler = Scheduler(self.residents, step_tokens=self.step_tokens)
+        self.open = {request: _sequence(request) for request in self.open if not request.done}
+        self.scheduler.waiting.extend(self.open.values())
+
+    def _stuck(self) -> str:
+        waiting = self.scheduler.waiting[0]
+        return (
+            f"There is no room for prompt {waiting.request.number} with {len(waiting.tokens)} tokens: "
+            f"{self.residents.available} blocks can be had. Unpin blocks of the prefix cache, or give the cache more "
+            "num_blocks."
+        )
+
+
+def _sequence(request: Request) -> Sequence:
+    limit = len(request.prompt) + request.limit
+    return Sequence([*request.prompt, *request.tokens], limit, request.salt, request)

@@ -1,0 +1,167 @@
+"""Steps under way: sent to the device, and read when they are done."""
+
+import collections
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxkv._core.checks import check
+from jaxkv._engine import step as on_device
+from jaxkv._engine.resident import Residents
+from jaxkv._engine.sampling import KINDS, Kind
+from jaxkv._engine.scheduler import Sequence, Step
+from jaxkv._engine.step import COLUMN, DUE, FROM_DEVICE, NUM_FIELDS, TOKEN, Hook, Memory, Result
+
+SMALLEST_STEP = 32  # places; smaller ones would be more programs to compile, and hardly faster
+
+
+class Flight(NamedTuple):
+    """One call of the step's program."""
+
+    result: Result
+    due: list[tuple[Sequence, int, int]]  # who gets tokens: a sequence, its row and how many
+    steps: int
+    num_tokens: int
+    taken: int  # of `Residents`, when it was sent
+    clock: int
+    began: float
+    is_first: bool  # of its shape: it may have been compiled
+
+
+class Pipeline:
+    """The model's steps. The host need not wait for one before it sends the next: tokens stay on the device, too."""
+
+    def __init__(self, model: Any, residents: Residents, hook: Hook | None, step_tokens: int):
+        self.residents, self.hook = residents, hook
+        # Flattening a model takes longer than a step.
+        self.leaves, self.structure = jax.tree.flatten(model)
+        self._program = on_device.step_program(
+            jax.tree.structure(residents.cache), self.structure, hook, residents.prefix is None
+        )
+        self.sizes = [step_tokens]  # places of packed steps, so that they come in few shapes
+        while self.sizes[0] // 2 >= max(SMALLEST_STEP, residents.config.max_seqs):
+            self.sizes.insert(0, self.sizes[0] // 2)
+        self._shapes: set[Any] = set()  # those called so far
+        self.steps = self.tokens = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what is under way."""
+        config = self.residents.config
+        self.flights: collections.deque[Flight] = collections.deque()
+        self._memory = on_device.new_memory(config.max_seqs, config.max_seq_len, self.hook)
+        self._noted: dict[int, Sequence] = {}  # whose tokens the memory has, row by row
+        self._idle_since = 0.0  # when the device was seen to finish
+
+    def send(self, step: Step, steps: int) -> list[tuple[Sequence, int, int]]:
+        """Have a step computed. For each sequence in it: itself, its row, and its number of tokens."""
+        residents = self.residents
+        residents.make_room(step.num_blocks)
+        if residents.to_free:
+            residents.flush()
+        work = [(s, s.row, n) for s, n in step.counts.items() if s.row is not None]
+        work.sort(key=lambda one: one[1])  # packed tokens come row by row
+        rows = self._rows()
+        is_decode = steps > 1 or step.is_decode
+        tokens: list[int] = []
+        for sequence, row, count in work:
+            end = min(sequence.cached + count, sequence.length)
+            given = sequence.tokens[sequence.cached : end]
+            given += [FROM_DEVICE] * (end - sequence.cached - len(given))
+            rows[:TOKEN, row] = count, end == sequence.length
+            rows[COLUMN, row] = sequence.request.column
+            if is_decode:
+                rows[TOKEN, row] = given[0]
+            else:
+                tokens += given
+            if self.hook is not None and self._noted.get(row) is not sequence:
+                self._note(sequence, row)
+        packed = None
+        if not is_decode:
+            packed = np.zeros(next(size for size in self.sizes if size >= len(tokens)), np.int32)
+            packed[: len(tokens)] = tokens
+        kind = KINDS[max(KINDS.index(sequence.request.choice.kind) for sequence, _, _ in work)]
+        count = max(sequence.request.num_logprobs for sequence, _, _ in work)
+        count = count and 1 << (count - 1).bit_length()  # few programs
+        began = time.perf_counter()
+        shape = (packed is not None and len(packed), kind, count, steps)
+        result = self._call(rows, packed, kind, count, steps)
+        due = [(s, row, n if is_decode else 1) for s, row, n in work if rows[DUE, row]]
+        self.flights.append(
+            Flight(
+                result, due, steps, step.num_tokens, residents.taken, residents.clock, began, shape not in self._shapes
+            )
+        )
+        self._shapes.add(shape)
+        self.steps, self.tokens = self.steps + steps, self.tokens + step.num_tokens
+        return work
+
+    def read(self) -> list[tuple[Sequence, list[tuple[int, dict[int, float] | None]]]]:
+        """Wait for the oldest step under way: for each sequence its new tokens and, if wanted, log-probabilities."""
+        flight = self.flights[0]
+        has_waited = not flight.result.numbers.is_ready()
+        numbers = np.asarray(flight.result.numbers)
+        now = time.perf_counter()
+        max_seqs = self.residents.config.max_seqs
+        tokens = numbers[: flight.steps * max_seqs].reshape(flight.steps, max_seqs)
+        room = numbers[flight.steps * max_seqs :].reshape(-1, 2)
+        # At the most: when the device was done before this, it is not known since when.
+        seconds = (now - max(flight.began, self._idle_since)) / flight.num_tokens
+        self._idle_since = now if has_waited else 0.0
+        self.residents.computed(room, flight.taken, flight.clock, None if flight.is_first else seconds)
+        if (tokens < 0).any():  # the scheduler counts blocks as the cache does: this would be a bug
+            check(self.residents.cache)
+        likely = flight.result.likeliest and [
+            np.asarray(x).reshape(flight.steps, max_seqs, -1) for x in flight.result.likeliest
+        ]
+        self.flights.popleft()
+        return [
+            (
+                sequence,
+                [
+                    (int(tokens[i, row]), _logprobs(likely, i, row, sequence.request.num_logprobs))
+                    for i in range(count)
+                ],
+            )
+            for sequence, row, count in flight.due
+        ]  # fmt: skip
+
+    def warm(self, kinds: tuple[Kind, ...], counts: tuple[int, ...], steps: tuple[int, ...]) -> list[Any]:
+        """What to call, one after another, to compile the programs of all steps."""
+        rows = self._rows()
+        shapes = [(None, n) for n in steps] + [(np.zeros(size, np.int32), 1) for size in self.sizes]
+        return [
+            lambda tokens=tokens, n=n, kind=kind, count=count: self._call(rows, tokens, kind, count, n)
+            for tokens, n in shapes for kind in kinds for count in counts
+        ]  # fmt: skip
+
+    def _call(self, rows: np.ndarray, tokens: np.ndarray | None, kind: Kind, count: int, steps: int) -> Result:
+        numbers, *out = self.residents.call(
+            self._program, self.leaves, self._memory, rows, tokens, kind=kind, count=count, steps=steps
+        )
+        memory, likely = out[: 1 + (self.hook is not None)], out[1 + (self.hook is not None) :]
+        self._memory = Memory(memory[0], memory[1] if self.hook else None)
+        for x in (numbers, *likely):
+            x.copy_to_host_async()
+        return Result(numbers, self._memory, (likely[0], likely[1]) if likely else None)
+
+    def _rows(self) -> np.ndarray:
+        """What the step's program is told of each row if it has nothing to do; a new array, for JAX may keep it."""
+        rows = np.zeros((NUM_FIELDS, self.residents.config.max_seqs), np.int32)
+        rows[TOKEN] = FROM_DEVICE
+        return rows
+
+    def _note(self, sequence: Sequence, row: int) -> None:
+        tokens = np.zeros(self.residents.config.max_seq_len, np.int32)
+        tokens[: len(sequence.tokens)] = sequence.tokens
+        self._memory = on_device.note_tokens(self._memory, np.int32(row), tokens)
+        self._noted[row] = sequence
+
+
+def _logprobs(likely: Any, step: int, row: int, count: int) -> dict[int, float] | None:
+    if not count:
+        return None
+    values, tokens = (x[step, row, : 1 + count].tolist() for x in likely)
+    return dict(zip(tokens[1:], values[1:], strict=True)) | {tokens[0]: values[0]}

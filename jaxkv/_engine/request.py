@@ -1,0 +1,113 @@
+"""What is asked of an engine, and what has come of it so far. Nothing here is lost when a step is interrupted."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv._core.numbers import integer, shown
+from jaxkv._engine.sampling import Choice
+
+
+class Request:
+    """A prompt to be continued. Made by `Engine.submit`; it is as good a key of a dict as any object.
+
+    Attributes:
+      prompt: its tokens. number: counts requests; its draws depend on the engine's seed, this and the position alone.
+      tokens: what has been generated so far, without the stop token.
+      logprobs: with `submit(logprobs=k)` for each of these a dict from token to log-probability, else empty.
+      samples: the requests of each sample, `(request,)` itself if only one was asked for. Where there are several,
+        `step` and `run` name these, and `tokens` and `logprobs` here are the first one's.
+    """
+
+    def __init__(
+        self, *, number: int, prompt: list[int], limit: int, choice: Choice, eos: frozenset[int],
+        salt: str | bytes | None, num_logprobs: int, news: "dict[Request, None]", cancel: Callable[["Request"], None],
+    ):  # fmt: skip
+        self.number, self.prompt, self.limit = number, prompt, limit
+        self.choice, self.eos, self.salt, self.num_logprobs = choice, eos, salt, num_logprobs
+        self.tokens: list[int] = []
+        self.logprobs: list[dict[int, float]] = []
+        self.samples: tuple[Request, ...] = (self,)
+        self.column = choice.column(number)
+        self.news = news  # of who waits for its tokens: it puts itself there when something has come
+        self.given = 0  # how many tokens have been handed out
+        self.stopped = False  # by a stop token, or because it was cancelled
+        self._cancel = cancel
+
+    @classmethod
+    def several(cls, samples: "Sequence[Request]") -> "Request":
+        """What stands for all of them."""
+        first = samples[0]
+        both = cls(
+            number=first.number, prompt=first.prompt, limit=first.limit, choice=first.choice, eos=first.eos,
+            salt=first.salt, num_logprobs=first.num_logprobs, news=first.news, cancel=first._cancel,
+        )  # fmt: skip
+        both.tokens, both.logprobs, both.samples = first.tokens, first.logprobs, tuple(samples)
+        return both
+
+    @property
+    def done(self) -> bool:
+        """Whether no more tokens will come: it has ended, or was cancelled."""
+        if self.samples != (self,):
+            return all(sample.done for sample in self.samples)
+        return self.stopped or len(self.tokens) >= self.limit
+
+    def cancel(self) -> None:
+        """Take it back: no more tokens come, and its row is free again. Does nothing if it is done."""
+        self._cancel(self)
+
+    def receive(self, token: int, logprobs: dict[int, float] | None) -> None:
+        """Note the next token. An interrupt in between leaves what a second call puts right."""
+        self.news[self] = None
+        if token in self.eos:
+            self.stopped = True
+            return
+        if logprobs is not None:
+            self.logprobs[len(self.tokens) :] = [logprobs]
+        self.tokens.append(token)
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else "not done"
+        return f"Request({self.number}: {len(self.prompt)} + {len(self.tokens)} tokens, {state})"
+
+
+def read_prompt(prompt: Any) -> list[int] | str:
+    """The prompt's tokens, or why there are none."""
+    try:
+        tokens = np.asarray(prompt)
+    except (ValueError, OverflowError):  # of unequal lists, or numbers beyond any integer type
+        return f"it must be a list of token ids, integers, not {shown(prompt)}"
+    if tokens.shape == (0,):
+        return "it is empty: give at least one token, for example the model's beginning-of-sequence token"
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        return f"it must be a list of token ids, integers, not {shown(prompt)}"
+    return tokens.tolist()
+
+
+def read_eos(eos: Any) -> frozenset[int]:
+    """The tokens at which a request ends. Raises ValueError."""
+    if eos is None:
+        return frozenset()
+    if isinstance(eos, str | bytes):
+        raise ValueError(f"eos must be a token id, several, or None, not {shown(eos)}.")
+    several = [eos] if getattr(eos, "shape", None) == () or not isinstance(eos, Collection) else eos
+    return frozenset(integer("eos", token, least=0) for token in several)
+
+
+def read_salt(salt: Any) -> str | bytes | None:
+    """Raises ValueError."""
+    if not isinstance(salt, str | bytes | None):
+        raise ValueError(f"salt must be a str, bytes or None, not {shown(salt)}.")
+    return salt
+
+
+def read_limits(max_new_tokens: Any, count: int) -> list[int]:
+    """The most new tokens of each of `count` prompts, from one number or one for each. Raises ValueError."""
+    is_one = not isinstance(max_new_tokens, Sequence) and not getattr(max_new_tokens, "ndim", 0)
+    limits = [max_new_tokens] * count if is_one or isinstance(max_new_tokens, str) else list(max_new_tokens)
+    if len(limits) != count:
+        raise ValueError(
+            f"max_new_tokens must be one number or one for each of the {count} prompts, not {len(limits)}."
+        )
+    return [integer("max_new_tokens", limit, least=1) for limit in limits]

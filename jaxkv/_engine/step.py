@@ -1,0 +1,188 @@
+"""The programs that an engine runs on the device: one step of every row, or several decode steps at once."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.cache import Cache
+from jaxkv._core.numbers import MOST_INDEX
+from jaxkv._core.plan import positions
+from jaxkv._core.tables import extend, leave_windows
+from jaxkv._engine.program import cache_program
+from jaxkv._engine.resident import room_of
+from jaxkv._engine.sampling import Kind, Sampling, choose, likeliest
+
+# What the host says of each row, as one array: how many tokens it has in this step, whether the token after them is
+# wanted, its next token (FROM_DEVICE: the one chosen last), and `Choice.column`.
+COUNT, DUE, TOKEN, COLUMN = 0, 1, 2, slice(3, 8)
+NUM_FIELDS = 8
+FROM_DEVICE = -1
+
+
+class Rows(NamedTuple):
+    """What a hook on logits is told of each row.
+
+    Behind a row's tokens stands a number that is no token: where JAX scatters to an index out of range, it drops it.
+    """
+
+    tokens: jax.Array  # i32[S, max_seq_len]: prompt and output so far
+    lengths: jax.Array  # i32[S]
+    numbers: jax.Array  # i32[S]: of their requests
+
+
+Hook = Callable[[jax.Array, Rows], jax.Array]
+
+
+class Memory(NamedTuple):
+    """What stays on the device from step to step beside the cache."""
+
+    last: jax.Array  # i32[S]: the token chosen last for each row
+    tokens: jax.Array | None  # i32[S, max_seq_len]: those of each row, where a hook wants them
+
+
+class Result(NamedTuple):
+    """What n steps return beside the cache."""
+
+    numbers: Any  # i32[n * S + 2 * groups]: the tokens chosen, -1 where a row's tokens did not fit; the room left
+    memory: Memory
+    likeliest: tuple[jax.Array, jax.Array] | None  # f32 and i32 [n, S, 1 + count]: see `likeliest`
+
+
+@functools.lru_cache(maxsize=16)
+def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool) -> Any:
+    """The compiled step of a model and a cache given as structures of pytrees: engines with equal ones share it.
+
+    A `cache_program` with the arguments `leaves, memory, rows, tokens, kind=, count=, steps=`: the model's leaves,
+    `rows` i32[NUM_FIELDS, S], packed `tokens` i32[N] or None for a step of one token per row, of which there can be
+    several; `count` likeliest tokens are returned. It uses up the memory too, and returns a `Result`.
+    """
+
+    def program(cache, leaves, memory, rows, tokens, *, kind: Kind, count: int, steps: int):
+        step = functools.partial(
+            _step, jax.tree.unflatten(model, leaves), hook, Sampling.unpack(rows[COLUMN]), kind, count, leave
+        )
+        counts, due, given = rows[COUNT], rows[DUE] != 0, rows[TOKEN]
+        if tokens is None:
+            memory = memory._replace(last=jnp.where(given == FROM_DEVICE, memory.last, given))
+
+            def decode(carry, i):
+                cache, memory = carry
+                active = i < counts
+                out, cache, memory = step(cache, memory, memory.last[:, None], active.astype(jnp.int32), active)
+                return (cache, memory), out
+
+            if steps > 1:
+                (cache, memory), out = jax.lax.scan(decode, (cache, memory), jnp.arange(steps, dtype=jnp.int32))
+            else:
+                (cache, memory), out = decode((cache, memory), jnp.int32(0))
+        else:
+            row = row_of(counts, tokens.shape[0])
+            tokens = jnp.where(tokens == FROM_DEVICE, memory.last[jnp.minimum(row, counts.shape[0] - 1)], tokens)
+            out, cache, memory = step(cache, memory, tokens, counts, due)
+        chosen, likely = out
+        numbers = jnp.concatenate([chosen.ravel(), room_of(cache).ravel()])
+        return Result(numbers, memory, likely), cache
+
+    return cache_program(structure, program, donate=(2,), static=("kind", "count", "steps"))
+
+
+def _step(model, hook, sampling, kind, count, leave, cache, memory, tokens, counts, due):
+    """One step of every row: the token after each row's last, and what is likeliest there."""
+    cache = extend(cache, counts)
+    if memory.tokens is not None:
+        memory = memory._replace(tokens=_noted(cache, memory.tokens, tokens, counts))
+    places = jnp.zeros_like(counts) if tokens.ndim == 2 else jnp.maximum(jnp.cumsum(counts) - 1, 0)
+    logits, cache = _logits_at(model, tokens, cache, places)
+    logits = logits.astype(jnp.float32)
+    wanted = logits
+    if hook is not None:
+        wanted = hooked(hook, logits, rows_so_far(memory.tokens, cache.lengths, sampling.numbers))
+    chosen = choose(kind, wanted, sampling, cache.lengths)
+    likely = likeliest(logits, chosen, count) if count else None
+    if leave:
+        cache = leave_windows(cache)
+    memory = memory._replace(last=jnp.where(due, chosen, memory.last))
+    return (jnp.where(cache.failed, -1, chosen), likely), cache, memory
+
+
+def _logits_at(model, tokens, cache, places):
+    """The logits of one token of each row only, if the model can spare the others: a prompt's are large."""
+    if "logits_at" in inspect.signature(model.__call__).parameters:
+        return model(tokens, cache=cache, logits_at=places)
+    logits, cache = model(tokens, cache=cache)
+    return (logits[:, 0] if tokens.ndim == 2 else logits[places]), cache
+
+
+def row_of(counts: jax.Array, num_tokens: int) -> jax.Array:
+    """`i32[N]`: whose row each packed token is; S behind them all."""
+    i = jnp.arange(num_tokens, dtype=jnp.int32)
+    return jnp.searchsorted(jnp.cumsum(counts), i, side="right", method="compare_all").astype(jnp.int32)
+
+
+def _noted(cache: Cache, known: jax.Array, tokens: jax.Array, counts: jax.Array) -> jax.Array:
+    """The tokens of each row, with this step's at their places."""
+    place = positions(cache, tokens.shape)
+    if tokens.ndim == 2:
+        row = jnp.where(counts > 0, jnp.arange(counts.shape[0], dtype=jnp.int32), counts.shape[0])[:, None]
+    else:
+        row = row_of(counts, tokens.shape[0])
+    return known.at[row, place].set(tokens, mode="drop")
+
+
+def rows_so_far(tokens: jax.Array, lengths: jax.Array, numbers: jax.Array) -> Rows:
+    """What a hook is told of rows whose `tokens` i32[S, L] may hold anything behind their lengths."""
+    known = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+    return Rows(jnp.where(known, tokens, MOST_INDEX), lengths, numbers)
+
+
+def hooked(hook: Hook, logits: jax.Array, rows: Rows) -> jax.Array:
+    """What a hook makes of logits. Raises ValueError if that are none."""
+    wanted = hook(logits, rows)
+    if getattr(wanted, "shape", None) != logits.shape:
+        raise ValueError(
+            f"logits_hook must return logits {list(logits.shape)}, as it is given, not "
+            f"{list(jnp.shape(wanted)) if hasattr(wanted, 'shape') else type(wanted).__name__}."
+        )
+    return wanted.astype(jnp.float32)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def note_tokens(memory: Memory, row: jax.Array, tokens: jax.Array) -> Memory:
+    """Memory in which a row has these `i32[max_seq_len]` tokens."""
+    assert memory.tokens is not None
+    return memory._replace(tokens=memory.tokens.at[row].set(tokens))
+
+
+def new_memory(max_seqs: int, max_seq_len: int, hook: Hook | None) -> Memory:
+    """Memory of empty rows."""
+    tokens = None if hook is None else jnp.zeros((max_seqs, max_seq_len), jnp.int32)
+    return Memory(jnp.zeros(max_seqs, jnp.int32), tokens)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "kind", "hook", "width"))
+def _recompute(leaves, tokens, column, *, model, kind, hook, width):
+    """The token that follows each of `i32[T]`, computed without a cache."""
+    logits, _ = jax.tree.unflatten(model, leaves)(tokens[None], cache=None)
+    logits, count = logits[0].astype(jnp.float32), tokens.shape[0]
+    lengths = jnp.arange(1, count + 1, dtype=jnp.int32)
+    sampling = Sampling.unpack(jnp.broadcast_to(column[:, None], (column.shape[0], count)))
+    if hook is not None:
+        padded = jnp.pad(tokens, (0, max(0, width - count)))[:width]
+        known = jnp.broadcast_to(padded[None], (count, padded.shape[0]))
+        logits = hooked(hook, logits, rows_so_far(known, lengths, sampling.numbers))
+    return choose(kind, logits, sampling, lengths)
+
+
+def recompute(
+    model: Any, leaves: list[Any], hook: Hook | None, width: int, tokens: list[int], column: np.ndarray, kind: Kind
+) -> list[int]:
+    """The token that the model chooses after each of `tokens`, without any cache; `width`: the engine's max_seq_len."""
+    padded = np.zeros(1 << (len(tokens) - 1).bit_length(), np.int32)  # few shapes; what comes after is not seen
+    padded[: len(tokens)] = tokens
+    chosen = _recompute(leaves, padded, column, model=model, kind=kind, hook=hook, width=width)
+    return np.asarray(chosen)[: len(tokens)].tolist()

@@ -1,0 +1,43 @@
+"""Attention over parts of a context, put together."""
+
+import jax
+import jax.numpy as jnp
+
+
+def merge_attention(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The attention over a context from that over its parts, each with its LSE (as `return_lse` gives it).
+
+    Args:
+      outs: `[P, ..., H, D]`, the outputs of P parts.
+      lses: `f32[P, ..., H]`, the natural logarithms of their softmax denominators. A part with -inf saw nothing, and
+        what its output holds is not read.
+
+    Returns:
+      `(out, lse)`, `[..., H, D]` in `outs`' dtype and `f32[..., H]`; 0 and -inf where no part saw anything.
+
+    Raises:
+      ValueError: shapes that do not fit together.
+
+    The arithmetic is that of online softmax (https://arxiv.org/abs/1805.02867), over parts.
+
+    >>> outs, lses = jnp.array([[[1.0]], [[4.0]]]), jnp.log(jnp.array([[1.0], [2.0]]))
+    >>> out, lse = merge_attention(outs, lses)
+    >>> f"{out[0, 0]:.1f}", f"{jnp.exp(lse[0]):.1f}"
+    ('3.0', '3.0')
+    """
+    outs, lses = jnp.asarray(outs), jnp.asarray(lses)
+    if outs.ndim < 2 or lses.shape != outs.shape[:-1]:
+        raise ValueError(
+            f"outs must be [P, ..., H, D] and lses [P, ..., H], but their shapes are {outs.shape} and {lses.shape}."
+        )
+    lses = lses.astype(jnp.float32)
+    seen = ~jnp.isneginf(lses)
+    finite = jnp.where(seen, lses, 0.0)  # selected before the arithmetic too, so that gradients stay finite
+    top = jax.lax.stop_gradient(jnp.max(jnp.where(seen, finite, -jnp.inf), axis=0, initial=-jnp.inf))
+    nothing = jnp.isneginf(top)
+    top = jnp.where(nothing, 0.0, top)
+    weights = jnp.where(seen, jnp.exp(finite - top[None]), 0.0)
+    total = jnp.where(nothing, 1.0, jnp.sum(weights, axis=0))
+    values = jnp.where(seen[..., None], outs.astype(jnp.float32), 0.0)
+    out = jnp.sum(values * weights[..., None], axis=0) / total[..., None]
+    return out.astype(outs.dtype), jnp.where(nothing, -jnp.inf, top + jnp.log(total))

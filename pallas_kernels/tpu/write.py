@@ -1,0 +1,231 @@
+"""A step's new keys and values into the blocks of their rows, by DMA.
+
+The work is cut into pages: a block, or a part of a large one. What a page gets is a run of consecutive tokens; a run
+that does not fill it fetches the page as well and keeps its other places. Pages go through a ring of slots, several in
+flight: a copy of this size takes far longer to arrive than to move.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.tokens import default_offsets, locate
+from pallas_kernels.tpu.pages import SMEM_ENTRIES, VMEM_BYTES, pad, sublanes, vector_bytes
+
+PAGE_TOKENS = 32  # at most, for a page is fetched and sent whole even if one token of it is new
+RING_BYTES = 24 * 2**20  # of vector memory
+SLOTS = 8  # pages in flight
+
+
+class Runs(NamedTuple):
+    """The work list, a page an entry, in the order of the rows' tokens."""
+
+    block: jax.Array  # i32[W]: the page's block; 0 where nothing is to be written
+    part: jax.Array  # i32[W]: which of the block's pages
+    token: jax.Array  # i32[W]: the step's token that belongs at the page's first place; may be negative
+    begin: jax.Array  # i32[W]: the first place of the page to write
+    end: jax.Array  # i32[W]: one past the last
+    total: jax.Array  # i32[1]: how many entries there are
+
+
+def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, interpret=False):
+    """What [`pallas_kernels.write_kv`][] means, in place if kv is donated; tokens without a block go nowhere."""
+    k, v = (pad(x, kv.shape[-1]).astype(kv.dtype) for x in (k, v))
+    page_size = page_tokens(kv)
+    rows = tables.shape[0]
+    if page_size is None or not 0 < 5 * max_runs(k.shape[:-2], rows, page_size) <= SMEM_ENTRIES:
+        return scatter(kv, k, v, tables, lengths, new, offsets)
+    runs = find_runs(kv, k.shape[:-2], tables, lengths, new, offsets, page_size)
+    flat = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
+    return write(kv, *flat, runs, page_size=page_size, interpret=interpret)
+
+
+def page_tokens(kv) -> int | None:
+    """Tokens of a page of this pool, or None if no page fits the ring: then `scatter` writes."""
+    if kv.dtype not in (jnp.bfloat16, jnp.float32):
+        return None
+    block_size, tile = kv.shape[3], sublanes(kv.dtype)
+    pages = [n for n in range(tile, PAGE_TOKENS + 1, tile) if block_size % n == 0] or [block_size]
+    return next((n for n in reversed(pages) if slots(kv, n) >= 2), None)
+
+
+def slots(kv, page_size: int) -> int:
+    """How many pages the ring holds: a power of two."""
+    count = RING_BYTES // _slot_bytes(kv, page_size)
+    return min(SLOTS, 1 << (count.bit_length() - 1)) if count else 0
+
+
+def _slot_bytes(kv, page_size: int) -> int:
+    """Of vector memory: new tokens, and the page before and after."""
+    _, _, num_kv_heads, _, head_dim = kv.shape
+    fresh = vector_bytes((2, page_size, num_kv_heads, head_dim), kv.dtype)
+    return fresh + 2 * vector_bytes((2, num_kv_heads, page_size, head_dim), kv.dtype)
+
+
+def write_bytes(kv) -> int:
+    """Vector memory that the kernel takes."""
+    page_size = page_tokens(kv)
+    return slots(kv, page_size) * _slot_bytes(kv, page_size) if page_size else 0
+
+
+def max_runs(token_axes: tuple[int, ...], rows: int, page_size: int) -> int:
+    """As many entries as a step's work list can have."""
+    places = token_axes[-1]
+    if len(token_axes) == 2:
+        return rows * min(places, (places - 1) // page_size + 2)
+    return min(places, places // page_size + 2 * rows)
+
+
+def find_runs(kv, token_axes: tuple[int, ...], tables, lengths, new, offsets, page_size: int) -> Runs:
+    """The pages that a step writes. Whatever the arguments hold, nothing outside the tables and the tokens is named."""
+    rows, blocks_per_row = tables.shape
+    parts = kv.shape[3] // page_size
+    places = token_axes[-1]
+    if len(token_axes) == 2:
+        offsets = jnp.arange(rows, dtype=jnp.int32) * places
+    elif offsets is None:
+        offsets = default_offsets(new)
+    before = lengths - new
+    there = jnp.clip(new, 0, places if len(token_axes) == 2 else places - offsets)
+    begin = jnp.maximum(before, 0)
+    end = jnp.minimum(before + there, blocks_per_row * kv.shape[3])
+    first = begin // page_size
+    count = jnp.where(begin < end, -(-end // page_size) - first, 0)
+    stop = jnp.cumsum(count)
+
+    # Each entry picks its row's numbers by comparing and adding: a few dense operations in place of as many gathers.
+    entry = jnp.arange(max_runs(token_axes, rows, page_size), dtype=jnp.int32)
+    mine = (entry[:, None] >= (stop - count)[None]) & (entry[:, None] < stop[None])
+
+    def of_row(x):
+        return jnp.sum(jnp.where(mine, x[None], 0), axis=1, dtype=jnp.int32)
+
+    page = of_row(first - (stop - count)) + entry
+    start = page * page_size
+    cell = of_row(jnp.arange(rows, dtype=jnp.int32) * blocks_per_row) + page // parts
+    block = tables.reshape(-1)[jnp.clip(cell, 0, tables.size - 1)]
+    writes = (entry < stop[-1]) & (block > 0) & (block < kv.shape[0])
+    return Runs(
+        jnp.where(writes, block, 0), page % parts, of_row(offsets - before) + start,
+        jnp.clip(of_row(begin) - start, 0, page_size), jnp.clip(of_row(end) - start, 0, page_size),
+        jnp.minimum(stop[-1:], entry.size),
+    )  # fmt: skip
+
+
+def write(kv, k, v, runs: Runs, *, page_size: int, interpret=False):
+    """Write `k` and `v`, `[N, K, D']` in the pool's dtype, where `runs` says. The pool stays where it is if donated."""
+    _, _, num_kv_heads, _, head_dim = kv.shape
+    depth = slots(kv, page_size)
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    page = pltpu.VMEM((depth, 2, num_kv_heads, page_size, head_dim), kv.dtype)
+    return pl.pallas_call(
+        functools.partial(_kernel, page_size=page_size, block_size=kv.shape[3]),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(runs),
+            grid=(1,),
+            in_specs=[hbm] * 3,
+            out_specs=hbm,
+            scratch_shapes=[
+                pltpu.VMEM((depth, 2, page_size, num_kv_heads, head_dim), kv.dtype),
+                page,
+                page,
+                pltpu.SemaphoreType.DMA((3, depth)),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(kv.shape, kv.dtype),
+        input_output_aliases={len(runs) + 2: 0},
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=4 * k.size * k.dtype.itemsize),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            disable_bounds_checks=True,
+            disable_semaphore_checks=True,
+            vmem_limit_bytes=VMEM_BYTES,
+        ),
+        interpret=interpret,
+        name="paged_write",
+    )(*runs, k, v, kv)
+
+
+def _kernel(blocks, parts, tokens, begins, ends, total, k_hbm, v_hbm, _, kv_hbm, fresh, old, merged, semaphores, *,
+            page_size, block_size):  # fmt: skip
+    depth, count = merged.shape[0], total[0]
+    fetching, patching, sending = (semaphores.at[i] for i in range(3))
+
+    def page(entry):
+        whole = kv_hbm.at[blocks[entry]]
+        if page_size == block_size:
+            return whole
+        return whole.at[:, :, pl.ds(pl.multiple_of(parts[entry] * page_size, page_size), page_size)]
+
+    def ragged(entry):
+        return ends[entry] - begins[entry] < page_size
+
+    def fetch(do, entry):
+        slot, begin = entry & (depth - 1), begins[entry]
+        size = ends[entry] - begin
+        for which, source in enumerate((k_hbm, v_hbm)):
+            run = source.at[pl.ds(tokens[entry] + begin, size)]
+            target = fresh.at[slot, which, pl.ds(begin, size)]
+            getattr(pltpu.make_async_copy(run, target, fetching.at[slot]), do)()
+
+        @pl.when(ragged(entry))
+        def _():
+            getattr(pltpu.make_async_copy(page(entry), old.at[slot], patching.at[slot]), do)()
+
+    def send(do, entry):
+        slot = entry & (depth - 1)
+        getattr(pltpu.make_async_copy(merged.at[slot], page(entry), sending.at[slot]), do)()
+
+    def if_written(entry, do):
+        pl.when((entry >= 0) & (entry < count))(lambda: pl.when(blocks[entry] > 0)(lambda: do(entry)))
+
+    def step(entry, _):
+        slot = entry & (depth - 1)
+        if_written(entry + depth - 1, functools.partial(fetch, "start"))  # the slot that the last step has emptied
+        if_written(entry - depth, functools.partial(send, "wait"))
+
+        @pl.when(blocks[entry] > 0)
+        def _():
+            fetch("wait", entry)
+            for which in range(2):
+                merged[slot, which] = jnp.swapaxes(fresh[slot, which], 0, 1)
+
+            @pl.when(ragged(entry))
+            def _():
+                place = lax.broadcasted_iota(jnp.int32, merged.shape[1:], 2)
+                is_new = (place >= begins[entry]) & (place < ends[entry])
+                merged[slot] = jnp.where(is_new, merged[slot], old[slot])
+
+            send("start", entry)
+
+    pl.loop(0, depth - 1)(lambda entry: if_written(entry, functools.partial(fetch, "start")))
+    lax.fori_loop(0, count, step, None)
+    pl.loop(count - depth, count)(lambda entry: if_written(entry, functools.partial(send, "wait")))
+
+
+def scatter(kv, k, v, tables, lengths, new, offsets):
+    """The write in XLA, for pools that the kernel does not take: rows of the minor dimension to their places.
+
+    A scatter of whole tokens, or of a part of the minor dimension, is less work on paper, but for many tokens XLA then
+    turns the whole pool into another layout and back.
+    """
+    token_axes, num_kv_heads, block_size = k.shape[:-2], kv.shape[2], kv.shape[3]
+    token = jax.tree.map(jnp.ravel, locate(token_axes, lengths, new, offsets))
+    block = tables[token.row, token.position // block_size]
+    valid = token.valid & (token.position >= 0) & (token.position < tables.shape[1] * block_size)
+    valid &= (block > 0) & (block < kv.shape[0])
+    head = jnp.arange(2 * num_kv_heads, dtype=jnp.int32)[None]  # of the keys, then of the values
+    place = (block[:, None] * (2 * num_kv_heads) + head) * block_size + (token.position % block_size)[:, None]
+    rows = kv.reshape(-1, kv.shape[-1])
+    # Padding goes to places of its own past the pool's end, where it is dropped.
+    place = jnp.where(
+        valid[:, None], place, rows.shape[0] + jnp.arange(place.size, dtype=jnp.int32).reshape(place.shape)
+    )
+    values = jnp.stack([k, v], axis=-3).reshape(place.size, kv.shape[-1])
+    rows = rows.at[place.reshape(-1)].set(values, mode="drop", unique_indices=True)
+    return rows.reshape(kv.shape)

@@ -1,0 +1,62 @@
+"""A model that can be checked by hand: each next token is a checksum of everything that its row holds.
+
+So one stale, missing or foreign token shows, at once and without a tolerance.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxkv
+
+VOCAB, LONGEST, WINDOW = 97, 48, 7
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Checksum:
+    """Stores tokens as keys and their positions as values. The next token depends on all that its layers see."""
+
+    windows: tuple[int | None, ...] = (None, WINDOW)
+    dtype: Any = "float32"
+
+    @property
+    def layer_configs(self):
+        return tuple(jaxkv.LayerConfig(num_kv_heads=1, head_dim=1, window=window) for window in self.windows)
+
+    def __call__(self, tokens, *, cache, logits_at):
+        """One place for each row is asked for: its last."""
+        values = jaxkv.positions(cache, tokens.shape)
+        rows, position = jnp.arange(cache.config.max_seqs)[:, None], jnp.arange(LONGEST)[None]
+        total = jnp.zeros(cache.config.max_seqs, jnp.int32)
+        for layer, window in enumerate(self.windows):
+            k, v = (x.astype(jnp.float32)[..., None, None] for x in (tokens, values))
+            cache = jaxkv.write(cache, k, v, layer=layer)
+            k, v = (x[..., 0, 0].astype(jnp.int32) for x in cache.read(layer, rows, position))
+            end = cache.lengths[:, None]
+            seen = (position < end) & (position >= end - (window or LONGEST))
+            total += jnp.sum(jnp.where(seen, (k + 1) * weight(layer, v), 0), axis=1, dtype=jnp.int32)
+        return jax.nn.one_hot(total % VOCAB, VOCAB)[: logits_at.shape[0]], cache
+
+
+def weight(layer, position):
+    """What no two places of a row have in common, nearly."""
+    return (position * position * 31 + position * (17 + layer) + 5) % 89
+
+
+def continuation(windows, prompt, count, eos):
+    """What the model adds to a prompt, computed from a list."""
+    tokens = list(prompt)
+    while len(tokens) < min(len(prompt) + count, LONGEST):
+        end = len(tokens)
+        total = sum(
+            (tokens[p] + 1) * int(weight(layer, p))
+            for layer, window in enumerate(windows)
+            for p in range(max(0, end - (window or LONGEST)), end)
+        )
+        tokens.append(total % VOCAB)
+        if tokens[-1] == eos:
+            return tokens[len(prompt) : -1]
+    return tokens[len(prompt) :]

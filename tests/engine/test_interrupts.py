@@ -1,0 +1,273 @@
+"""Whatever cuts off a call of an engine, and wherever: it goes on, no token is wrong, no row or block is lost."""
+
+import itertools
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from checksum_model import Checksum, continuation
+from nightly import NIGHTLY
+
+import jaxkv
+
+WINDOWS = (None, 7)
+ROOM = {"max_seqs": 3, "max_seq_len": 48, "block_size": 3, "num_blocks": 18, "step_tokens": 7}
+WAYS = {
+    "swapped": {"swap": "always"},
+    "computed again": {"swap": "never", "steps_per_dispatch": 3},
+    "prefix cache": {"prefix_cache": True},
+}
+PROMPTS = [[5, 7, 11] * 4, [3], [5, 7, 11, 5, 7, 11, 1, 2], [9, 8] * 6, [5, 7, 11, 5, 7, 11, 4]]
+COUNTS = [14, 9, 12, 14, 3]
+EXPECTED = [continuation(WINDOWS, *one, None) for one in zip(PROMPTS, COUNTS, strict=True)]
+
+
+class Cut(BaseException):
+    """What no one catches."""
+
+
+def work(engine, requests):
+    """Submit, cancel, sample, stream, and leave a stream early."""
+    for prompt, count in zip(PROMPTS, COUNTS, strict=True):
+        requests.append((engine.submit(prompt, count), prompt, count))
+        engine.step()
+    several = engine.submit(PROMPTS[0], 3, n=2)
+    requests += [(sample, PROMPTS[0], 3) for sample in several.samples]
+    requests[3][0].cancel()
+    for _ in zip(range(9), engine.run(), strict=False):
+        pass
+    outputs = [[] for _ in PROMPTS]
+    stream = engine.stream(PROMPTS, COUNTS)
+    for index, token in stream:
+        outputs[index].append(token)
+        if len(outputs[4]) == 2:
+            break
+    stream.close()  # what is raised in there is heard: Python ignores it where a generator is only dropped
+    assert all(output == expected[: len(output)] for output, expected in zip(outputs, EXPECTED, strict=True))
+    list(engine.run())
+
+
+def finish_and_check(engine, requests):
+    for _ in engine.run():
+        pass
+    for request, prompt, count in requests:
+        expected = continuation(WINDOWS, prompt, count, None)
+        assert request.done
+        assert request.tokens == (expected[: len(request.tokens)] if request.stopped else expected)
+    assert [r for r, _, _ in requests if r.stopped] in ([], [requests[3][0]] if len(requests) > 3 else [])
+    engine.step()
+    cache = engine.cache
+    jaxkv.check_invariants(cache)
+    assert cache.is_empty and not np.asarray(cache.failed).any()
+    if engine.prefix:
+        engine.prefix.check_invariants(cache)
+    else:
+        assert cache.blocks_in_use == 0
+    residents = engine._residents
+    assert sorted(residents._free_rows) == list(range(ROOM["max_seqs"])) and not residents.to_free
+    assert not engine._loop.open and not engine._loop.submitted
+
+
+class CutAt:
+    """Raise at the n-th event of the engine's own code: at a line, or by night at an instruction."""
+
+    def __init__(self, n, event="line"):
+        self.left, self.event = n, event
+
+    def __enter__(self):
+        if self.event == "opcode":
+            sys._getframe().f_trace_opcodes = True  # settrace looks whether any frame wants them
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _call(self, frame, event, argument):
+        if f"jaxkv{os.sep}_engine" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = self.event == "opcode"
+        return self._line
+
+    def _line(self, frame, event, argument):
+        if event == self.event:
+            self.left -= 1
+            if self.left == 0:
+                raise Cut
+        return self._line
+
+
+@pytest.fixture(scope="module")
+def engines():
+    engines = {name: jaxkv.Engine(Checksum(WINDOWS), **ROOM, **WAYS[name]) for name in WAYS}
+    for engine in engines.values():
+        for _ in range(2):  # all programs are compiled then
+            requests = []
+            work(engine, requests)
+            finish_and_check(engine, requests)
+    return engines
+
+
+def events(engine, event):
+    """How many there are in all."""
+    with CutAt(0, event) as cut:
+        work(engine, [])
+    return -cut.left
+
+
+@pytest.mark.parametrize("event", ["line", "opcode"])
+@pytest.mark.parametrize("name", WAYS)
+def test_an_exception_anywhere_loses_nothing(engines, name, event):
+    engine = engines[name]
+    count = events(engine, event)
+    assert count > 2000
+    draw = random.Random(f"{name} {event}")
+    points = draw.sample(range(1, count), min(count - 1, 700) if NIGHTLY else 40)
+    cuts = 0
+    for point in points:
+        requests = []
+        try:
+            with CutAt(point, event):
+                work(engine, requests)
+        except Cut:
+            cuts += 1
+        finish_and_check(engine, requests)
+    assert cuts >= 0.7 * len(points)
+
+
+def test_every_line_of_one_step_and_of_leaving_a_stream(engines):
+    """The lines that most rarely are met by chance: where a step is sent, and where a stream ends."""
+    engine = engines["swapped"]
+    for point in itertools.count(1):
+        requests = []
+        for prompt, count in zip(PROMPTS, COUNTS, strict=True):
+            requests.append((engine.submit(prompt, count), prompt, count))
+        for _ in range(3):
+            engine.step()
+        stream = engine.stream(PROMPTS[:1], COUNTS[:1])
+        next(stream)
+        try:
+            with CutAt(point):
+                engine.step()
+                stream.close()
+        except Cut:
+            pass
+        else:
+            break
+        del stream
+        finish_and_check(engine, requests)
+    finish_and_check(engine, requests)
+    assert point > 200
+
+
+def test_real_signals(engines):
+    """Ctrl-C ends a call as KeyboardInterrupt, and is never swallowed."""
+    engine, draw = engines["swapped"], random.Random(0)
+    began = time.perf_counter()
+    work(engine, [])
+    seconds = time.perf_counter() - began
+    interrupted = 0
+    for _ in range(70 if NIGHTLY else 4):
+        requests, has_fired = [], []
+
+        def fire(*_, has_fired=has_fired):
+            has_fired.append(True)
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, fire)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.05, 0.95) * seconds)
+            work(engine, requests)
+        except (KeyboardInterrupt, ValueError) as error:  # JAX's caches make a ValueError of what they meet
+            assert isinstance(error, KeyboardInterrupt) or "KeyboardInterrupt" in str(error)
+            interrupted += 1
+        else:
+            assert not has_fired
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        finish_and_check(engine, requests)
+    assert interrupted
+
+
+def test_a_lost_cache_is_said_and_reset_loses_no_request(engines):
+    for name, engine in engines.items():
+        requests = [(engine.submit(p, n), p, n) for p, n in zip(PROMPTS[:3], COUNTS, strict=False)]
+        for _ in range(4):
+            engine.step()
+        program = engine._pipeline._program
+
+        def failing(*arguments, program=program, **options):
+            jax.block_until_ready(program(*arguments, **options))
+            raise RuntimeError("the device failed")
+
+        engine._pipeline._program = failing
+        with pytest.raises(RuntimeError, match="the device failed"):
+            list(engine.run())
+        engine._pipeline._program = program
+        for _ in range(2):
+            with pytest.raises(jaxkv.CacheError, match=r"cache was lost .* engine\.reset\(\) starts anew"):
+                engine.step()
+        engine.reset()
+        finish_and_check(engine, requests)
+        assert engine.steps, name
+
+
+def test_one_thread_at_a_time(engines):
+    engine, errors = engines["swapped"], []
+
+    def use():
+        for call in (engine.step, lambda: list(engine.run()), lambda: list(engine.stream([[1]], 1)), engine.reset):
+            try:
+                call()
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    def in_a_thread():
+        thread = threading.Thread(target=use, name="other")
+        thread.start()
+        thread.join()
+
+    stream = engine.stream(PROMPTS[:2], COUNTS[:2])
+    next(stream)
+    in_a_thread()
+    assert len(errors) == 4 and all("at work in the thread 'MainThread'" in error for error in errors)
+    rest = list(stream)
+    assert len(rest) == sum(COUNTS[:2]) - 1
+    in_a_thread()  # now it may
+    assert len(errors) == 4
+    finish_and_check(engine, [])
+
+
+def test_submit_and_cancel_from_any_thread(engines):
+    engine, requests, stop = engines["computed again"], [], threading.Event()
+
+    def submit(seed):
+        draw = random.Random(seed)
+        for _ in range(25):
+            i = draw.randrange(len(PROMPTS))
+            request = engine.submit(PROMPTS[i], COUNTS[i])
+            requests.append((request, i))
+            if draw.random() < 0.2:
+                time.sleep(draw.uniform(0, 0.02))
+                request.cancel()
+
+    threads = [threading.Thread(target=submit, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    told = {}
+    while any(thread.is_alive() for thread in threads) or engine._loop.is_busy:
+        for request, token in engine.step():
+            told.setdefault(request, []).append(token)
+    stop.set()
+    assert len(requests) == 100 and len({request.number for request, _ in requests}) == 100
+    for request, i in requests:
+        assert request.done and request.tokens == told.get(request, [])
+        assert request.tokens == (EXPECTED[i][: len(request.tokens)] if request.stopped else EXPECTED[i])
+    finish_and_check(engine, [])

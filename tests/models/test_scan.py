@@ -1,0 +1,80 @@
+"""A decoder that scans over its layers gives what one that computes them one by one gives."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fixtures import DATA
+from flax import nnx
+
+import jaxkv
+from jaxkv.models import Decoder, DecoderConfig, Rope, load, save
+
+NEAR, FAR = Rope(theta=100.0), Rope(theta=10_000.0)
+CONFIG = DecoderConfig(
+    family="gemma3_text", vocab_size=50, embed_dim=16, mlp_dim=24, num_heads=4, num_kv_heads=2, head_dim=8,
+    max_seq_len=64, windows=(4, 4, None) * 2 + (4,), ropes=(NEAR, NEAR, FAR) * 2 + (NEAR,), norm_offset=1.0,
+    attention_scale=8**-0.5, qk_norm=True, post_norms=True, activation="gelu_tanh", embed_scale=4.0,
+    tie_embeddings=True,
+)  # fmt: skip
+
+
+def both(folder):
+    """The same random model, layer by layer and scanned, by way of a checkpoint."""
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    model = jax.tree.map(lambda x: x + jnp.asarray(rng.normal(0, 0.1, x.shape), x.dtype), model)
+    save(model, folder)
+    return load(folder), load(folder, scan=True)
+
+
+@jax.jit
+def step(model, tokens, counts, cache):
+    return model(tokens, cache=jaxkv.extend(cache, counts))
+
+
+def steps(model, **fields):
+    """Logits of a ragged prompt, a packed chunk and a decode step."""
+    cache = jaxkv.init(jaxkv.CacheConfig.from_model(model, max_seqs=3, max_seq_len=40, block_size=4, **fields))
+    for axes, counts in (((3, 9), (9, 4, 0)), ((8,), (1, 2, 5)), ((3, 1), (1, 0, 1))):
+        tokens = np.random.default_rng(len(axes)).integers(0, model.vocab_size, axes).astype(np.int32)
+        logits, cache = step(model, tokens, np.array(counts, np.int32), cache)
+        valid = np.arange(axes[-1]) < (np.sum(counts) if len(axes) == 1 else np.array(counts)[:, None])
+        yield np.where(valid[..., None], logits, 0)
+    jaxkv.check(cache)
+    jaxkv.check_invariants(cache)
+
+
+def test_two_periods_and_a_rest(tmp_path):
+    plain, scanned = both(tmp_path)
+    assert scanned.scan and (scanned.periods, scanned.num_scanned, len(scanned.layers)) == (2, 6, 1)
+    assert jaxkv.CacheConfig.from_model(scanned, max_seqs=1, max_seq_len=8).stacked
+    wanted = list(steps(plain))
+    for fields in ({}, {"stacked": False}):
+        for logits, expected in zip(steps(scanned, **fields), wanted, strict=True):
+            np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+    tokens = jnp.arange(12, dtype=jnp.int32)[None]
+    dense = jax.jit(lambda model: model(tokens)[0])
+    np.testing.assert_allclose(dense(scanned), dense(plain), rtol=1e-4, atol=1e-5)
+
+
+def test_saved_and_loaded_again(tmp_path):
+    plain, scanned = both(tmp_path / "a")
+    save(scanned, tmp_path / "b")
+    again = load(tmp_path / "b")
+    jax.tree.map(np.testing.assert_array_equal, again, plain)
+
+
+def test_one_period_is_not_scanned(tmp_path):
+    model = Decoder(dataclasses.replace(CONFIG, windows=(4, None), ropes=(NEAR, FAR)), scan=True, rngs=nnx.Rngs(0))
+    assert not model.scan and len(model.layers) == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_published_shapes_give_equal_tokens(name):
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [8, 9]]
+    models = [load(DATA / name, dtype="float32", scan=scan) for scan in (False, True)]
+    plain, scanned = (jaxkv.generate(model, prompts, max_new_tokens=6) for model in models)
+    assert plain == scanned

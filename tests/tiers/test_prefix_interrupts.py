@@ -1,0 +1,199 @@
+"""Calls of a `PrefixCache` that an exception cuts off anywhere: nothing wrong is found later, and nothing is lost.
+
+An exception is raised at every line of every function of the wing (by night at every instruction, too), on the way in
+and on the way out. The caller goes on with the cache it had.
+"""
+
+import contextlib
+import copy
+import functools
+import random
+import signal
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from nightly import NIGHTLY
+from test_prefix import BLOCK, compute, contents, make_config
+
+import jaxkv
+from jaxkv._tiers import prefix as watched
+
+WATCHED = watched.__file__.rpartition("/")[0]
+A, B, C = list(range(20)), list(range(100, 130)), [*range(8), *range(200, 218)]
+PROMPTS = [(tokens, salt) for tokens in (A, B, C) for salt in (None, "other")]
+NUM_BLOCKS = 24
+
+
+class Interrupt(BaseException):
+    """Like Ctrl-C."""
+
+
+def cut_off(call, at, opcodes=False):
+    """Make a call, and raise at its `at`-th step in the wing. Whether it has such a step."""
+    steps = 0
+
+    def step(frame, event, _):
+        nonlocal steps
+        frame.f_trace_opcodes = opcodes
+        steps += 1
+        if steps == at:
+            sys.settrace(None)
+            raise Interrupt
+        return step
+
+    def enter(frame, event, argument):
+        return step(frame, event, argument) if frame.f_code.co_filename.startswith(WATCHED) else None
+
+    sys.settrace(enter)
+    with contextlib.suppress(Interrupt):
+        call()
+    sys.settrace(None)
+    return steps >= at
+
+
+def read(cache, row, group):
+    """What stands for the keys of a row's tokens in the layers of a group; None where the window has passed."""
+    table, length = np.asarray(cache.tables[group].tables)[row], int(cache.lengths[row])
+    for layer in cache.config.groups[group]:
+        kv = np.asarray(cache.pool(layer).kv)
+        tokens = [kv[table[i // BLOCK], :, :, i % BLOCK] if table[i // BLOCK] else None for i in range(length)]
+        assert all(x is None or (x == x.flat[0]).all() for x in tokens)
+        yield [None if x is None else x.flat[0] for x in tokens]
+
+
+def assert_row_is(cache, row, tokens):
+    assert int(cache.lengths[row]) == len(tokens)
+    for group in range(len(cache.tables)):
+        for found in read(cache, row, group):
+            expected = contents(tokens)
+            assert all(f is None or f == e for f, e in zip(found, expected, strict=True)), "another prompt's keys"
+
+
+def agree(prefix, cache):
+    """Whether the index knows of every block that the cache keeps, and of no other."""
+    prefix.check_invariants(cache)
+    return prefix.stats()["blocks"] == [np.count_nonzero(t.kept) for t in cache.tables]
+
+
+def assert_whole(cache, prefix):
+    """Every prompt gets its own keys, and every row and block comes back."""
+    prefix.check_invariants(cache)
+    jaxkv.check_invariants(cache)
+    assert_row_is(cache, 1, C[: int(cache.lengths[1])])
+    for tokens, salt in PROMPTS:
+        match = prefix.match([*tokens, -1], salt=salt)
+        try:
+            adopted = prefix.adopt(cache, 3, match)
+        except jaxkv.OutOfBlocks:
+            continue
+        except ValueError as error:  # the index was ahead of the cache: now it is not
+            assert "match the prompt again" in str(error)
+            match = prefix.match([*tokens, -1], salt=salt)
+            adopted = prefix.adopt(cache, 3, match)
+        assert_row_is(adopted, 3, tokens[: match.num_tokens])
+        cache = free(adopted, 3)
+        assert agree(prefix, cache) or not match.num_tokens
+    for tokens, salt in PROMPTS:
+        for _ in range(2):
+            try:
+                prefix.unpin(tokens, salt=salt)
+            except ValueError:
+                break
+    cache = prefix.make_room(free(cache, 1), NUM_BLOCKS)
+    jaxkv.check_invariants(cache)
+    assert agree(prefix, cache) and cache.blocks_in_use == 0
+
+
+free = jax.jit(jaxkv.free, static_argnums=1)
+
+
+@functools.cache
+def situation(window, spill):
+    """A prompt on the device, pinned in part; one mostly on the host, if it can be; one in a row, not indexed yet."""
+    config = make_config(window, num_blocks=NUM_BLOCKS)
+    prefix = jaxkv.PrefixCache(config, spill_bytes=9 * config.bytes_per_block if spill else 0)
+    cache = jaxkv.init(config)
+    for tokens in (B, A):
+        cache, _ = compute(cache, 0, tokens)
+        cache = free(prefix.insert(cache, 0, tokens), 0)
+    cache = prefix.make_room(cache, NUM_BLOCKS - 7)
+    prefix.pin(A[:8])
+    cache, _ = compute(cache, 1, C)
+    assert agree(prefix, cache)
+    return cache, prefix
+
+
+def copied(prefix):
+    """An index like this one, which its own calls change."""
+    memo = {}
+    other = copy.deepcopy(prefix, memo)
+    for identity, root in prefix._index.roots.items():
+        other._index.roots[identity] = memo[id(root)]  # what is held weakly is not copied
+    return other
+
+
+CALLS = {
+    "insert": lambda cache, prefix: prefix.insert(cache, 1, C, salt="other"),
+    "insert beside": lambda cache, prefix: prefix.insert(cache, 1, C),
+    "make_room": lambda cache, prefix: prefix.make_room(cache, NUM_BLOCKS - 8),
+    "adopt": lambda cache, prefix: prefix.adopt(cache, 2, prefix.match([*A, 1])),
+    "adopt from the host": lambda cache, prefix: prefix.adopt(cache, 2, prefix.match([*B, 1])),
+    "pin": lambda cache, prefix: (prefix.pin(A), cache)[1],
+    "unpin": lambda cache, prefix: (prefix.unpin(A), cache)[1],
+    "reset": lambda cache, prefix: prefix.reset(cache),
+    "swap": lambda cache, prefix: jaxkv.swap_in(*(lambda c, host: (c, 1, host))(*jaxkv.swap_out(cache, 1))),
+}
+
+
+# What is raised while a generator is closed, Python drops.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("window", "spill"), [(None, False), (6, True)] + NIGHTLY * [(None, True), (6, False)])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_cut_off_at_every_line(name, window, spill):
+    call = CALLS[name]
+    cache, kept = situation(window, spill)
+    prefix = copied(kept)
+    after = call(cache, prefix)
+    assert name == "swap" or agree(prefix, after)
+    at, points = 1, 0
+    while cut_off(functools.partial(call, cache, prefix := copied(kept)), at, opcodes=NIGHTLY):
+        assert_whole(cache, prefix)
+        points += 1
+        at += 1 if NIGHTLY else max(1, at // 3)
+    assert points >= 5
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("window", [None, 6] if NIGHTLY else [6])
+def test_signals_arrive_at_any_time(window):
+    """Random calls, most of them cut off by a real signal, in one line of caches and one index."""
+    cache, kept = situation(window, True)
+    prefix, rng, cut, seconds = copied(kept), random.Random(7), 0, dict.fromkeys(CALLS, 1e-3)
+
+    def interrupt(number, frame):
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        while cut < (100 if NIGHTLY else 10):
+            name = rng.choice(list(CALLS))
+            started = time.perf_counter()
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 1.5 * seconds[name]))
+                    result = CALLS[name](cache, prefix)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                cache, seconds[name] = free(result, 2), time.perf_counter() - started
+            except Interrupt:
+                cut += 1
+            except ValueError as error:  # XLA makes such a one of what is raised while it compares
+                assert "pin" in str(error) or "Interrupt" in str(error), error
+            prefix.check_invariants(cache)
+            jaxkv.check_invariants(cache)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert_whole(cache, prefix)
