@@ -48,7 +48,6 @@ WORKS = {
     "decode 32 x 1024": Work("decode", rows=32, context=1024),
     "decode 64 x 128": Work("decode", rows=64, context=128),
     "decode 32 rows of 128 to 8,064": Work("decode", rows=32, ragged=True),
-    "decode 8 x 1024, 32 KV heads": Work("decode", "llama2-7b", rows=8, context=1024),
     "decode 8 x 1024, window and cap": Work("decode", "gemma2-2b", rows=8, context=1024),
     "write of 1,024 tokens": Work("write", tokens=1024),
     "write of 32 rows' tokens": Work("write", rows=32),
@@ -158,7 +157,7 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
         if work.kernel == "write":
             return tpu.write_kv(pools[0], far(k), far(v), tables, lengths, new)
         if work.kernel == "prefill" and not work.layer:
-            return tpu.paged_attention(far(q), pools[0], tables, lengths, new, **options)
+            return tpu.paged_attention(q, pools[0], tables, lengths, new, **options)
         written = []
         for kv in pools:
             q, kv = tpu.write_and_attend(q, k, v, kv, tables, lengths, new, **options)

@@ -135,6 +135,8 @@ class Oracle:
         for row, count in zip(self.rows, counts, strict=True):
             row.new, row.offset = 0, offset
             offset += max(0, count)
+            if row.failed:  # it takes part in nothing
+                continue
             if count > 0 and self.grow(row, len(row.tokens) + count):
                 row.new = count
                 row.tokens += [[None] * self.config.num_layers for _ in range(count)]
@@ -195,7 +197,7 @@ class Oracle:
 
     def reserve(self, targets):
         for row, target in zip(self.rows, targets, strict=True):
-            if target < 0 or not self.grow(row, target):
+            if not row.failed and (target < 0 or not self.grow(row, target)):
                 row.failed = True
 
     def fork(self, src, dst):

@@ -43,9 +43,11 @@ def fork(cache: Cache, src: Any, dst: Any) -> Cache:
     ([40, 40, 40], 5)
     """
     rows = cache.lengths.shape[0]
-    if not isinstance(src, jax.Array) and not isinstance(dst, jax.Array):
-        _check_pairs(np.atleast_1d(src).tolist(), np.atleast_1d(dst).tolist())
+    known = not isinstance(src, jax.Array) and not isinstance(dst, jax.Array)
+    given = (src, dst)
     src, dst = row_indices("src", src, rows), row_indices("dst", dst, rows)
+    if known:
+        _check_pairs(*(np.atleast_1d(x).tolist() for x in given))
     if src.shape not in (dst.shape, (1,)):
         raise ValueError(f"src and dst must be equally long, but have {src.shape[0]} and {dst.shape[0]} rows.")
     itself = jnp.arange(rows, dtype=jnp.int32)

@@ -218,7 +218,7 @@ def _first(*values: Any) -> Any:
 def _rope(parameters: Any, theta: float, max_seq_len: int, where: str) -> Rope:
     fields = _Fields(parameters, f"The rotary embedding in {where}")
     old_name = fields.take("type", "default")
-    scaling = fields.take("rope_type", old_name)
+    scaling: Any = fields.take("rope_type", old_name)
     if not isinstance(scaling, str) or scaling not in ("default", "linear", "llama3"):
         raise fields.refuse("rope_type", scaling, "default, linear, llama3")
     if (partial := fields.number("partial_rotary_factor", None)) not in (None, 1.0):

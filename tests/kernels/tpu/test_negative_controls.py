@@ -16,7 +16,7 @@ import pallas_kernels.tpu
 from pallas_kernels import reference, testing
 from pallas_kernels.testing import Case
 
-pytestmark = pytest.mark.timeout(120, method="thread")
+pytestmark = pytest.mark.timeout(240, method="thread")
 SOURCE = pathlib.Path(pallas_kernels.tpu.__file__).parent
 names = (f"broken_tpu_{i}" for i in itertools.count())
 ROWS = Case((5, 37), (1, 1), 2, 1, 128, 8)
@@ -39,7 +39,7 @@ def prefill(tpu, case, mode):
 
 def write(tpu, case, mode, offsets=None, block=None):
     inputs = testing.make_inputs(case, poison=7.0)
-    k, v = np.random.default_rng(0).standard_normal((2, *inputs.q.shape[:-2], 1, 128)).astype(np.float32)
+    k, v = jax.random.normal(jax.random.key(0), (2, *inputs.q.shape[:-2], 1, 128))
     tables = inputs.tables if block is None else inputs.tables.at[0, 2].set(block)
     actual = interpreter.run(tpu.write_kv, inputs.kv, k, v, tables, *inputs[3:], mode=mode, offsets=offsets)
     expected = reference.write_kv(inputs.kv, k, v, *inputs[2:], offsets=offsets)
@@ -60,7 +60,7 @@ def write_without_a_block(tpu, case, mode):
 def decode_without_a_block(tpu, case, mode):
     """The null block stays as it is, and so does what an id beyond the pool might mean."""
     inputs = testing.make_inputs(case)
-    k, v = np.ones((2, 2, 1, 1, 128), np.float32)
+    k, v = jnp.ones((2, 2, 1, 1, 128))
     for block in (0, 10**9):
         tables = inputs.tables.at[1, 1].set(block)
         _, kv = interpreter.run(
@@ -111,7 +111,7 @@ CONTROLS = {
     ),
     "tail not cleared": (decode, ROWS, PLAIN, "pages.py", "keep(held - 1,", "(lambda *_: None)(held - 1,"),
     "pages not cleared": (decode, ROWS, PLAIN, "pages.py", "lax.fori_loop(held, self", "lax.fori_loop(held, 0 * self"),
-    "write not awaited": (decode, ROWS, PLAIN, "decode.py", "these, semaphore).wait()", "these, semaphore)"),
+    "write not awaited": (decode, ROWS, PLAIN, "decode.py", "these, semaphore).wait()", "these, semaphore) and None"),
     "write of the wrong tile": (
         decode,
         ROWS,
@@ -332,10 +332,11 @@ def broken(tmp_path, monkeypatch, *changes):
 def test_control(control, tmp_path, monkeypatch):
     run, case, mode, *changes = CONTROLS[control]
     tpu = broken(tmp_path, monkeypatch, *changes)
-    with pytest.raises(Exception, match=r"race|error|NaN|differ|equal|Mismatch|out-of-bounds|Out-of-bounds"):
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):  # wrong, or raised by the interpreter
         run(tpu, case, mode)
 
 
+@pytest.mark.timeout(900, method="thread")
 def test_unbroken(tmp_path, monkeypatch):
     """The controls' own cases pass on an unchanged copy."""
     tpu = broken(tmp_path, monkeypatch)
