@@ -324,8 +324,9 @@ def widen(host, config):
     """The same with as many places as two rows can take, so that one program serves all; NaN in those unused."""
     blocks = list(host.blocks)
     for layers, count in zip(host.groups, host.count, strict=True):
+        used = int(count.sum())
 
-        def widened(held, used=count.sum()):
+        def widened(held, used=used):
             wide = np.full((2 * config.max_blocks_per_seq, *held.shape[1:]), np.nan, held.dtype)
             wide[:used] = held[:used]
             return wide
