@@ -11,7 +11,6 @@ the whole process. `transformers` may live in an environment of its own, and is 
 import argparse
 import json
 import os
-import pathlib
 import statistics
 import subprocess
 import sys

@@ -137,7 +137,7 @@ def test_attention_of_a_step(kind):
 def test_no_pool_is_copied():
     layer = jaxkv.LayerConfig(num_kv_heads=8, head_dim=128)
     for kind in KINDS:
-        config = jaxkv.CacheConfig(layers=(layer,) * 2, max_seqs=4, max_seq_len=1024, num_blocks=2048, dtype=kind)
+        config = jaxkv.CacheConfig(layers=(layer,) * 2, max_seqs=4, max_seq_len=1024, num_blocks=8192, dtype=kind)
         cache = jax.eval_shape(lambda config=config: jaxkv.init(config))
         q, kv = (jax.ShapeDtypeStruct((4, 1, heads, 128), jnp.bfloat16) for heads in (32, 8))
 

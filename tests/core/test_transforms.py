@@ -191,17 +191,15 @@ def test_grad_through_attention(layout, axes):
 
 def _dense_grads(cache, num_tokens, weights, q, k, v):
     """The same loss, from gathered keys and values and softmax spelled out."""
-    packed = q.ndim == 3
+    packed, num_tokens = q.ndim == 3, np.asarray(num_tokens)
     start = np.cumsum(num_tokens) - num_tokens
+    held = [jaxkv.gather(cache, row, layer=0) for row in range(ROWS)]
 
     def loss(q, k, v):
         total = 0.0
         for row, count in enumerate(num_tokens.tolist()):
             at = (slice(start[row], start[row] + count),) if packed else (row, slice(0, count))
-            keys, values = (
-                jnp.concatenate([old, new[at]])
-                for old, new in zip(jaxkv.gather(cache, row, layer=0), (k, v), strict=True)
-            )
+            keys, values = (jnp.concatenate([old, new[at]]) for old, new in zip(held[row], (k, v), strict=True))
             keys, values = (jnp.repeat(x, 2, axis=1) for x in (keys, values))
             logits = jnp.einsum("thd,chd->htc", q[at], keys, precision="highest") / 4.0
             seen = jnp.tri(count, keys.shape[0], keys.shape[0] - count, dtype=bool)
