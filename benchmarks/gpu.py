@@ -149,7 +149,7 @@ def measure(end: float, interpret) -> Iterator[dict[str, Any]]:
                     yield named
                 break
             name, run = contender
-            found, spent = attempt(row | {"by": name}, run)
+            found, spent = attempt(row | {"by": name}, run, 600 if dry else 60)
             program = None
             if isinstance(spent, tuple):
                 spent, program = spent
@@ -167,10 +167,10 @@ def measure(end: float, interpret) -> Iterator[dict[str, Any]]:
         yield {"what": "skipped", "pieces": skipped}
 
 
-def attempt(row: dict[str, Any], run: Callable[[], Any]) -> tuple[dict[str, Any], Any]:
+def attempt(row: dict[str, Any], run: Callable[[], Any], patience: float = 60) -> tuple[dict[str, Any], Any]:
     """What it gives; or None, and the row with the reason: a contender that cannot do it is a result too."""
     try:
-        with watchdog(str(row), 3 * LONGEST_MEASUREMENT):
+        with watchdog(str(row), patience):
             return row, run()
     except StopIteration:
         return row, ()

@@ -69,7 +69,8 @@ def cases(kind: str) -> Iterator[Case]:
 def check(interpret, *, each: int, seconds: float = SECONDS) -> list[str]:
     """Compare cases of every kind with the reference; what differs or does not run."""
     start, agreed, skipped, failures = time.perf_counter(), 0, 0, []
-    for kind, case in [(kind, case) for kind in KERNELS for case in itertools.islice(cases(kind), each)]:
+    todo = ((name, case) for name in KERNELS for case in itertools.islice(cases(name), each))
+    for kind, case in todo:
         if time.perf_counter() - start > seconds:
             skipped += 1
             continue

@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return arguments.run(arguments)
     except BrokenPipeError:  # whoever read the output has enough of it
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115: Python flushes it when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it when it ends
         return 141
     except (ValueError, OSError, ModuleNotFoundError, CacheError) as error:  # what a user can mend
         print(f"jaxkv: {error}", file=sys.stderr)

@@ -83,9 +83,9 @@ class Cache(Views):
         pool = self.pool(layer)
         place = jnp.where(block == 0, pool.kv.shape[0], block)  # no such token: dropped, never the null block
         new, scale = self.config.kind(layer).encode(jnp.stack([jnp.asarray(k), jnp.asarray(v)]))
-        kv = pool.kv.at[place, :, head, offset, : new.shape[-1]].set(new, mode="drop")
+        kv = jnp.asarray(pool.kv).at[place, :, head, offset, : new.shape[-1]].set(new, mode="drop")
         if scale is not None:
-            scale = pool.scale.at[place, :, head, offset].set(scale, mode="drop")  # type: ignore[union-attr]
+            scale = jnp.asarray(pool.scale).at[place, :, head, offset].set(scale, mode="drop")
         return self.replace_pool(self.config.owner(layer), Pool(kv=kv, scale=scale))
 
 

@@ -87,7 +87,7 @@ class CacheConfig(Memory):
             value, optional = getattr(self, field), field not in ("max_seqs", "head_dim_multiple")
             if not (optional and value is None):
                 # Tokens of all rows together are no index of anything.
-                most = None if field == "max_tokens" else MOST_INDEX
+                most = 2**62 if field == "max_tokens" else MOST_INDEX
                 put(field, integer(f"CacheConfig.{field}", value, least=1, most=most))
         if self.max_seq_len is None:
             if self.max_tokens is None:
@@ -179,7 +179,7 @@ class CacheConfig(Memory):
             put("group_blocks", _SettledBlocks((self.num_blocks,) * len(self.groups)))
 
     def _settle_group_blocks(self, put) -> None:
-        if isinstance(self.group_blocks, str) or not isinstance(self.group_blocks, Iterable):
+        if isinstance(self.group_blocks, str | bytes) or not isinstance(self.group_blocks, Iterable):
             raise ValueError(f"CacheConfig.group_blocks must be a list of integers, not {shown(self.group_blocks)}.")
         blocks = tuple(integer("CacheConfig.group_blocks", n, least=1) for n in self.group_blocks)
         if len(blocks) != len(self.groups):

@@ -24,7 +24,7 @@ def put_blocks(pool: Pool, blocks: Pool, target: jax.Array) -> Pool:
 
     def put_into(x: jax.Array, new: Any) -> jax.Array:
         minor = tuple(slice(0, size) for size in new.shape[4:])  # D may be padded in the pool
-        return x.at[place, :, :, :, *minor].set(new, mode="drop", unique_indices=True)
+        return jnp.asarray(x).at[place, :, :, :, *minor].set(new, mode="drop", unique_indices=True)
 
     return jax.tree.map(put_into, pool, blocks)
 

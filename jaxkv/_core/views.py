@@ -205,7 +205,8 @@ class Views:
     @property
     def bytes(self) -> int:
         """Bytes of all pools."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.pools))
+        leaves = (leaf for leaf in jax.tree.leaves(self.pools) if hasattr(leaf, "dtype"))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     # Contents.
 
@@ -279,7 +280,9 @@ class Views:
         return kv[:, 0], kv[:, 1]
 
     def _repr_html_(self) -> str:
-        return html.escape(repr(self)) if self._is_traced else block_map(repr(self), self.tables, self.config)
+        if self._is_traced or self.lengths.ndim != 1:
+            return html.escape(repr(self))
+        return block_map(repr(self), self.tables, self.config)
 
     @property
     def _is_traced(self) -> bool:
@@ -292,6 +295,8 @@ class Views:
         size = f"{self.num_layers} layer{'s' * (self.num_layers != 1)}, {format_bytes(self.bytes)}"
         if self._is_traced:
             return f"Cache(traced, {size})"
+        if self.lengths.ndim != 1:
+            return f"Cache(a stack of {list(self.lengths.shape[:-1])} caches, {size})"
         rows = int(jnp.sum(self.lengths > 0))
         failed = int(jnp.sum(self.failed))
         return (

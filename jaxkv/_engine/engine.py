@@ -314,12 +314,14 @@ class Engine:
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
-        is_new = self._turn.take()
+        is_new = not self._turn.is_taken
+        turn = self._turn.take()
         try:
             yield
         finally:
             if is_new:
                 self._turn.give()
+            del turn
 
 
 def _handed_out(news: dict[Request, None], left: set[Request] | None = None) -> Iterator[tuple[Request, int]]:

@@ -83,7 +83,7 @@ class Change:
             labels = np.array([node.label for node in nodes] + [0] * padding, np.int32)
             groups[group], target = claim(groups[group], labels)
 
-            def read(layer: int, group: int = group, nodes: list[Node] = nodes) -> Pool:
+            def read(layer: int, group: int = group, nodes: list[Node] = nodes + padding * nodes[:1]) -> Pool:
                 index = self.config.groups[group].index(layer)
                 return jax.tree.map(lambda *blocks: np.stack(blocks), *(node.host[group][index] for node in nodes))
 

@@ -223,14 +223,14 @@ def _rope(parameters: Any, theta: float, max_seq_len: int, where: str) -> Rope:
         raise fields.refuse("rope_type", scaling, "default, linear, llama3")
     if (partial := fields.number("partial_rotary_factor", None)) not in (None, 1.0):
         raise fields.refuse("partial_rotary_factor", partial, "1.0: all of a head's entries are rotated")
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"scaling": scaling}
     if scaling != "default":
         options["factor"] = fields.number("factor", above=0)
     if scaling == "llama3":
         options["low_freq_factor"] = fields.number("low_freq_factor", above=0)
         options["high_freq_factor"] = fields.number("high_freq_factor", above=options["low_freq_factor"])
         options["original_max_position"] = fields.size("original_max_position_embeddings", max_seq_len)
-    rope = Rope(theta=fields.number("rope_theta", theta, least=1), scaling=scaling, **options)
+    rope = Rope(theta=fields.number("rope_theta", theta, least=1), **options)
     fields.finish()
     return rope
 

@@ -62,6 +62,14 @@ def prefill_plan(head_dim: int, block_size: int) -> PrefillPlan:
     return plan
 
 
+def prefill_chunks(num_blocks: int, most_tiles: int) -> int:
+    """Into how many chunks to cut the context of each prefill item, so that they fill the chip, if there are few.
+
+    A chunk gets 8 tiles, or merging would cost more than it gains.
+    """
+    return max(1, min(chip()[1] // num_blocks, most_tiles // 8))
+
+
 def chip() -> Chip:
     """The chip at hand; an H200 where there is none."""
     if jax.default_backend() != "gpu":

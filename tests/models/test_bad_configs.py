@@ -61,7 +61,7 @@ def test_a_field_of_the_wrong_kind_is_refused_by_name(family):
 def test_so_is_one_of_the_rotary_embedding(where):
     fields = {"model_type": "llama"} | COMMON | OWN["llama"]
     hugging_face.parse(fields | {where: ROPE})
-    with pytest.raises(ValueError, match="high_freq_factor in .* must be above 9"):
+    with pytest.raises(ValueError, match=r"high_freq_factor in .* must be above 9"):
         hugging_face.parse(fields | {where: ROPE | {"low_freq_factor": 9}})
     for name in ROPE:
         for value in VALUES:

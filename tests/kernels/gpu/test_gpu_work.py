@@ -11,7 +11,12 @@ from pallas_kernels.gpu import tuning, work
 
 def test_items_cover_every_token_once():
     lengths, new = np.array([300, 5, 0, 64, 1000], np.int32), np.array([100, 5, 0, 2, 33], np.int32)
-    items, index, first_item, place = work.prefill_items(lengths, new, None, 16, 14)
+    items, index, first_item, place = work.prefill_items(lengths, new, None, 16, 14, 64, 2)
+    tiles = [sorted(t for start, stop in chunks[:, 3:] for t in range(start, stop)) for chunks in np.asarray(items)]
+    assert tiles == [
+        list(range(-(-stop // 64) if stop > start else 0)) for _, start, stop in np.asarray(items)[:, 0, :3]
+    ]
+    items = items[:, 0, :3]
     covered = [(row, p) for row, start, stop in np.asarray(items) for p in range(start, stop)]
     assert sorted(covered) == [(r, p) for r in range(5) for p in range(lengths[r] - new[r], lengths[r])]
     seen = np.asarray(items[:, 2])[: np.count_nonzero(items[:, 2] > items[:, 1])]
