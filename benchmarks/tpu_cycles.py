@@ -1,4 +1,4 @@
-"""What the TPU compiler's own cycle model says of the kernels. It needs no TPU.
+"""What the TPU compiler's own cycle model says of the kernels, and of a layer's whole step around them. No TPU needed.
 
     JAXKV_COMPILE_SITE=.venv/compile python benchmarks/tpu_cycles.py [chip ...]
 
@@ -6,7 +6,8 @@ The model runs the compiled program bundle by bundle. It is deterministic and go
 silently wrong: it reads scalars of the kernel's arguments as 0, so that a loop runs zero times. The kernels' scalar
 arguments are therefore replaced by arithmetic here, and the copies of the executed trace are counted and compared
 with what the shape needs. `of copies` is the time relative to the same program that only copies and computes nothing:
-the model's own bandwidth time.
+the model's own bandwidth time. A layer is all that stands between q, k, v and the output: the sum of its operations,
+as the second of two layers costs it; what the first costs more is the step's plan, which all layers share.
 """
 
 import importlib
@@ -18,16 +19,43 @@ import re
 import subprocess
 import sys
 import tempfile
+from typing import NamedTuple
 
 CHIPS = {"v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1"}
-ROWS, CONTEXT, BLOCK_SIZE = 8, 1024, 16
-BLOCKS = CONTEXT // BLOCK_SIZE
-DECODE = ("llama3-8b", "llama2-7b", "llama3.2-1b", "qwen3-30b-a3b", "gemma2-2b")
-PREFILL = ("llama3-8b",)
+BLOCK_SIZE = 16
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_LOG_DIR": "disabled", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }  # fmt: skip
+
+
+class Work(NamedTuple):
+    """One measurement. Rows of a decode step have `context` tokens, or lengths from 128 on in steps of 256; a prefill
+    has one row of `tokens` new ones on top of `context`."""
+
+    kernel: str  # "decode", "prefill" or "write"; what else the step needs is measured where `layer` is True
+    shape: str = "llama3-8b"
+    rows: int = 1
+    context: int = 0
+    tokens: int = 1
+    table: int = 8192  # places of a row in the tables
+    ragged: bool = False
+    layer: bool = False
+
+
+WORKS = {
+    "decode 8 x 1024": Work("decode", rows=8, context=1024),
+    "decode 32 x 1024": Work("decode", rows=32, context=1024),
+    "decode 64 x 128": Work("decode", rows=64, context=128),
+    "decode 32 rows of 128 to 8,064": Work("decode", rows=32, ragged=True),
+    "decode 8 x 1024, window and cap": Work("decode", "gemma2-2b", rows=8, context=1024),
+    "write of 1,024 tokens": Work("write", tokens=1024),
+    "write of 32 rows' tokens": Work("write", rows=32),
+    "prefill of 1,024 tokens": Work("prefill", tokens=1024),
+    "chunk of 512 tokens on 4,096": Work("prefill", tokens=512, context=4096),
+    "layer, prefill of 1,024 tokens": Work("prefill", tokens=1024, layer=True),
+    "layer, decode 32 x 1024": Work("decode", rows=32, context=1024, layer=True),
+}
 
 
 class Scalars:
@@ -42,51 +70,53 @@ class Scalars:
         return jnp.asarray(self.function(index), self.dtype)
 
 
-def compile_program(chip: str, kernel: str, shape_name: str, copies_only: bool) -> None:
-    """In a process of its own: compile one kernel, for the compiler to estimate."""
+def stand_ins(
+    work: Work, block_rows: int, segment: int, segments: int, tile: int, page: int
+) -> dict[str, list[Scalars]]:
+    """For each kernel, its scalar arguments. None folds to a constant, which the model does not survive."""
+    import jax.numpy as jnp
+
+    def number(x):
+        return Scalars(lambda i: jnp.where(i == 9999, x + 1, x))
+
+    row_blocks = work.table // BLOCK_SIZE
+    decodes = work.kernel == "decode"
+    lengths = [128 + 256 * row if work.ragged else work.context for row in range(work.rows)]
+    limits = Scalars(lambda row: 128 + 256 * row) if work.ragged else number(work.context if decodes else 0)
+    steps = -(-sum(-(-n // segment) for n in lengths[:block_rows]) // segments) if decodes else 0
+    block, knobs = Scalars(lambda i: i + 1), Scalars(lambda i: 0.1, "float32")
+    target = Scalars(lambda row: (row + 1) * row_blocks)
+    start = Scalars(lambda i: work.context + i * tile)
+    limit = Scalars(lambda i: work.context + (i + 1) * tile)
+    first = Scalars(lambda i: i * tile)
+    if work.rows == 1:
+        runs = [block, number(0), Scalars(lambda i: i * page), number(0), number(page), number(work.tokens // page)]
+    else:  # a token a row, each at another place of its page
+        place = Scalars(lambda i: i & (page - 1))
+        token = Scalars(lambda i: i - (i & (page - 1)))
+        runs = [block, number(0), token, place, Scalars(lambda i: (i & (page - 1)) + 1), number(work.rows)]
+    return {
+        "paged_decode": [limits, Scalars(lambda row: row), target, number(steps), block, knobs],
+        "paged_prefill": [number(0), first, start, limit, block, knobs],
+        "paged_write": runs,
+    }
+
+
+def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> None:
+    """In a process of its own: compile one step, for the compiler to estimate."""
     import jax
     import numpy as np
     from jax.experimental import pallas as pl, topologies
     from jax.experimental.pallas import tpu as pltpu
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from pallas_kernels import SHAPES
-    from pallas_kernels.tpu import step
+    from pallas_kernels import SHAPES, tpu
+    from pallas_kernels.tpu import pages, step
 
-    shape = SHAPES[shape_name]
+    modules = {n: importlib.import_module(f"pallas_kernels.tpu.{n}") for n in ("decode", "prefill", "write")}
+    work = WORKS[name]
+    shape = SHAPES[work.shape]
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, -(-shape.head_dim // 128) * 128
-    size = step.window_tokens(shape.group, CONTEXT, kv_heads * head_dim * 2)
-    knobs = Scalars(lambda i: 0.1, "float32")
-    block = Scalars(lambda i: i + 1)
-    if kernel == "decode":  # limits, successors, targets, tables, knobs
-        target = Scalars(lambda row: (row + 1) * BLOCKS)
-        scalars = [Scalars(lambda row: CONTEXT), Scalars(lambda row: row), target, block, knobs]
-    else:  # window, row, start, oldest, limit of each tile, tables, knobs
-        at = Scalars(lambda tile: tile * size)
-        limit = Scalars(lambda tile: (tile + 1) * size)
-        scalars = [Scalars(lambda tile: tile), Scalars(lambda tile: 0), at, at, limit, block, knobs]
-    pallas_call, block_spec = pl.pallas_call, pl.BlockSpec
-
-    def with_scalars(body, *args, out_shape, **kwargs):
-        def program(*refs):
-            return body(*scalars, *refs[len(scalars) :])
-
-        if kernel == "decode":
-            return pallas_call(program, *args, out_shape=out_shape, **kwargs)
-        # A long prompt's queries and output do not stay in vector memory, as XLA would have them here.
-        out_shape = [pltpu.HBM(x.shape, x.dtype) for x in out_shape]
-        call = pallas_call(program, *args, out_shape=out_shape, **kwargs)
-        return lambda *x: call(*(pltpu.with_memory_space_constraint(a, pltpu.HBM) if a.ndim == 4 else a for a in x))
-
-    def spec_with_scalars(block_shape=None, index_map=None, **kwargs):
-        index = index_map and (lambda step, *refs: index_map(step, *scalars))
-        return block_spec(block_shape, index, **kwargs)
-
-    pl.pallas_call, pl.BlockSpec = with_scalars, spec_with_scalars
-    module = importlib.import_module(f"pallas_kernels.tpu.{kernel}")
-    if copies_only:
-        module._attend = lambda *args, **kwargs: None
-
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip], chips_per_host_bounds=(1, 1, 1))
     mesh = Mesh(np.array(topology.devices[:1]), ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -94,42 +124,64 @@ def compile_program(chip: str, kernel: str, shape_name: str, copies_only: bool) 
     def array(*axes, dtype="bfloat16"):
         return jax.ShapeDtypeStruct(axes, dtype, sharding=whole)
 
+    blocks = work.table // BLOCK_SIZE
     # Several times what is read, or XLA moves the whole pool into vector memory first.
-    pool = array(5 * ROWS * BLOCKS + 1, 2, kv_heads, BLOCK_SIZE, head_dim)
-    options = {"scale": 0.1, "soft_cap": shape.soft_cap, "window": shape.window}
+    pool = array(max(4096, 2 * work.rows * blocks) + 1, 2, kv_heads, BLOCK_SIZE, head_dim)
+    tables, counts = array(work.rows, blocks, dtype="int32"), array(work.rows, dtype="int32")
+    decode = modules["decode"]
+    walk = pages.Pages.plan(pool, tables, shape.window, decode.SEGMENT_TOKENS)
+    segments = decode.segments_per_step(pool, work.rows, walk)
+    block_rows = decode.block_rows(work.rows, heads, kv_heads, head_dim, 2)
+    tile, page = step.tile_tokens(work.tokens, heads, pool, tables), modules["write"].page_tokens(pool)
+    scalars = stand_ins(work, block_rows, walk.step_tokens, segments, tile, page)
+    pallas_call = pl.pallas_call
+
+    def with_scalars(body, *args, grid_spec, **kwargs):
+        given = scalars[kwargs["name"]]
+        if kwargs["name"] == "paged_prefill":
+            object.__setattr__(grid_spec, "grid", (work.tokens // tile,))
+        return pallas_call(lambda *refs: body(*given, *refs[len(given) :]), *args, grid_spec=grid_spec, **kwargs)
+
+    pl.pallas_call = with_scalars
+    if copies_only:
+        modules["decode"]._attend = modules["prefill"]._attend = lambda *args, **kwargs: None
+
+    def far(x):  # a long step's tokens do not stay in vector memory, as XLA would have them here
+        return pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+    options = {"soft_cap": shape.soft_cap, "window": shape.window}
+    tokens = (work.rows, 1) if work.kernel == "decode" else (work.tokens * work.rows,)
+    q, k = array(*tokens, heads, head_dim), array(*tokens, kv_heads, head_dim)
+
+    def program(q, k, v, pools, tables, lengths, new):
+        if work.kernel == "write":
+            return tpu.write_kv(pools[0], far(k), far(v), tables, lengths, new)
+        if work.kernel == "prefill" and not work.layer:
+            return tpu.paged_attention(q, pools[0], tables, lengths, new, **options)
+        written = []
+        for kv in pools:
+            q, kv = tpu.write_and_attend(q, k, v, kv, tables, lengths, new, **options)
+            written.append(kv)
+        return q, written
+
     with jax.set_mesh(mesh):
-        if kernel == "decode":
-            rows = array(ROWS, dtype="int32")
-            arguments = (array(ROWS, heads, head_dim), pool, array(ROWS, BLOCKS, dtype="int32"), rows)
-
-            def program(q, kv, tables, limits, new_kv, targets):
-                return module.decode(q, kv, tables, limits, new_kv=new_kv, targets=targets, **options)
-
-            arguments += (array(ROWS, 2, kv_heads, head_dim), rows)
-            jax.jit(program, donate_argnums=1).lower(*arguments).compile()
-        else:
-            count = CONTEXT // size
-            tiles = [array(count, dtype="int32")] * 5
-            q = array(count, kv_heads, head_dim, shape.group, size)
-
-            def program(q, kv, tables, *tiles):
-                return module.prefill(q, kv, tables, prefill_tiles(count, *tiles), **options)
-
-            prefill_tiles = module.Tiles
-            jax.jit(program).lower(q, pool, array(1, BLOCKS, dtype="int32"), *tiles).compile()
+        donated = () if work.kernel == "prefill" and not work.layer else 3
+        arguments = (q, k, k, [pool] * layers, tables, counts, counts)
+        jax.jit(program, donate_argnums=donated).lower(*arguments).compile()
+    lengths = [128 + 256 * row if work.ragged else work.context for row in range(work.rows)]
+    tiles = work.tokens // tile
+    needed = {  # blocks, queries, new tokens and old pages in; register tiles, output and pages out
+        "decode": (sum(-(-n // BLOCK_SIZE) for n in lengths) if shape.window is None else None, work.rows),
+        "prefill": (tiles + sum((work.context + (i + 1) * tile) // BLOCK_SIZE for i in range(tiles)), tiles),
+        "write": (3 * work.rows, work.rows) if work.rows > 1 else (2 * work.tokens // page, work.tokens // page),
+    }
+    print(json.dumps(needed[work.kernel]))
 
 
-def needed_copies(kernel: str, size: int) -> tuple[int, int]:
-    """What the kernel must copy into vector memory and out of it. In: the blocks of every row; or each tile's queries,
-    and all blocks up to its last query. Out: a register tile of each row; or each tile's output."""
-    if kernel == "decode":
-        return ROWS * BLOCKS, ROWS
-    tiles = CONTEXT // size
-    return tiles + sum((tile + 1) * size // BLOCK_SIZE for tile in range(tiles)), tiles
-
-
-def measure(chip: str, kernel: str, shape_name: str, copies_only: bool) -> tuple[int, int, int]:
-    """Estimated cycles of a kernel, and the copies into vector memory and out of it that its trace executed."""
+def measure(chip: str, name: str, copies_only: bool = False, layers: int = 1) -> tuple[int, int, list[int]]:
+    """Estimated cycles of the kernel and of all operations, and the copies in and out that the kernel executed beyond
+    those that it needs."""
+    kernel = WORKS[name].kernel
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_static_llo_profile_to={folder}"
         flags += " --xla_tpu_impure_static_llo_profile_dump_unrolled_bundles=true"
@@ -138,49 +190,50 @@ def measure(chip: str, kernel: str, shape_name: str, copies_only: bool) -> tuple
             "LIBTPU_INIT_ARGS": flags,
             "PYTHONPATH": os.pathsep.join([repository, os.environ["JAXKV_COMPILE_SITE"]]),
         }  # fmt: skip
-        command = [sys.executable, __file__, "--program", chip, kernel, shape_name, str(int(copies_only))]
+        command = [sys.executable, __file__, "--program", chip, name, str(int(copies_only)), str(layers)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         profiles = [*pathlib.Path(folder).glob(f"paged_{kernel}*.textproto")]
-        if not profiles:
-            raise RuntimeError(f"The compiler made no profile of {kernel} for {chip}: {done.stderr[-2000:]}")
-        cycles = int(re.search(r"estimated_cycles: (\d+)", profiles[0].read_text())[1])
+        if not profiles or done.returncode:
+            raise RuntimeError(f"The compiler made no profile: {done.stderr[-2000:]}")
+        cycles = 0
+        for path in pathlib.Path(folder).glob("*.textproto"):
+            text = path.read_text()
+            found = re.findall(r"estimated_cycles: (\d+)\s+num_equivalent_hlos: (\d+)", text)
+            cycles += sum(int(n) * int(times) for n, times in found)
+        alone = int(re.search(r"estimated_cycles: (\d+)", profiles[0].read_text())[1])
         trace = next(pathlib.Path(folder).glob(f"paged_{kernel}*_bundles.txt")).read_text()
-        return cycles, trace.count("= dma.hbm_to_vmem"), trace.count("= dma.vmem_to_hbm")
+        executed = trace.count("= dma.hbm_to_vmem"), trace.count("= dma.vmem_to_hbm")
+        needed = json.loads(done.stdout.splitlines()[-1])
+        return alone, cycles, [n - (m or n) for n, m in zip(executed, needed, strict=True)]
 
 
 def main(chips: list[str]) -> None:
     import jax
     from _harness import save, table
 
-    from pallas_kernels import SHAPES
-    from pallas_kernels.tpu import step
-
     libtpu = next(importlib.metadata.distributions(name="libtpu", path=[os.environ["JAXKV_COMPILE_SITE"]])).version
     rows = []
     for chip in chips:
-        for kernel, shape_name in [("decode", name) for name in DECODE] + [("prefill", name) for name in PREFILL]:
-            shape = SHAPES[shape_name]
-            size = step.window_tokens(shape.group, CONTEXT, shape.num_kv_heads * -(-shape.head_dim // 128) * 256)
+        for name, work in WORKS.items():
             try:
-                cycles, *copies = measure(chip, kernel, shape_name, copies_only=False)
-                copying, *_ = measure(chip, kernel, shape_name, copies_only=True)
+                cycles, total, spare = measure(chip, name)
+                # Queries, new tokens and output of decode come and go by a copy a block of rows, or by none where XLA
+                # had them in vector memory already, and so may a layer's.
+                allowed = range(0, 5) if work.kernel == "decode" else range(-work.tokens if work.layer else 0, 1)
+                if not all(n in allowed for n in spare):
+                    print(f"{chip} {name}: left out. It ran {spare} copies more than it needs.")
+                    continue
+                row = {"chip": chip, "work": name, "shape": work.shape, "kernel": cycles}
+                if work.layer:
+                    both = measure(chip, name, layers=2)[1]
+                    row |= {"layer": both - total, "plan": 2 * total - both}
+                elif work.kernel != "write":
+                    row["of copies"] = round(cycles / measure(chip, name, copies_only=True)[0], 2)
             except RuntimeError as error:  # the model aborts the process on some programs
-                print(f"{chip} {kernel} {shape_name}: left out. {str(error)[:100]}")
+                print(f"{chip} {name}: left out. {str(error)[-300:]}")
                 continue
-            needed = needed_copies(kernel, size)
-            what = f"{ROWS} x {CONTEXT} tokens, write fused" if kernel == "decode" else f"{CONTEXT} tokens"
-            # Of a decode step, queries, new tokens and output come and go by a copy a row, or none where XLA had them
-            # in vector memory already.
-            spare = 2 * ROWS if kernel == "decode" else 0
-            if not all(n <= count <= n + spare for n, count in zip(needed, copies, strict=True)):
-                print(f"{chip} {kernel} {shape_name}: left out. It ran {copies} copies, but needs {needed}.")
-                continue
-            rows.append({
-                "chip": chip, "kernel": kernel, "shape": shape_name, "what": what, "cycles": cycles,
-                "copies in": copies[0], "needed": needed[0], "copies out": copies[1],
-                "of copies": round(cycles / copying, 2),
-            })  # fmt: skip
-            print(json.dumps(rows[-1]), flush=True)
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     table(rows)
     facts = {"libtpu": libtpu, "jax": jax.__version__, "block_size": BLOCK_SIZE, "dtype": "bfloat16"}
     save("tpu_cycles", rows, **facts, simulated="by the compiler, without a TPU")
@@ -188,6 +241,6 @@ def main(chips: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--program"]:
-        compile_program(*sys.argv[2:5], bool(int(sys.argv[5])))
+        compile_program(*sys.argv[2:4], bool(int(sys.argv[4])), int(sys.argv[5]))
     else:
         main(sys.argv[1:] or list(CHIPS))

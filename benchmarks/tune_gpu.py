@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import gpu as benchmark
-import jax
+import gpu_contenders as benchmark
 from _harness import save
 
 from pallas_kernels.gpu import tuning
@@ -35,7 +34,7 @@ type Job = tuple[str, tuple[int, int], list[Any], list[benchmark.Point]]
 
 def decode_plans() -> Iterator[tuning.DecodePlan]:
     for tokens, stages, blocks in itertools.product((64, 128), (2, 3, 4), (1, 2, 3, 4)):
-        yield tuning.DecodePlan(Tile(tokens, stages), num_blocks=132 * blocks)
+        yield tuning.DecodePlan(Tile(tokens, stages), num_blocks=tuning.chip()[1] * blocks)
 
 
 def prefill_plans() -> Iterator[tuning.PrefillPlan]:
@@ -64,7 +63,8 @@ def seconds(name: str, arguments: tuple[int, int], plan: Any, steps: list[tuple[
     with mock.patch.object(tuning, name, patched):
         for point, arrays in steps:
             floor = max(point.kv_bytes / 4e12, point.flops / 6e14)
-            total += benchmark.seconds_per_call(benchmark.ours(None), *arrays.values(), count=point.count) / floor
+            spent, _ = benchmark.seconds_per_call(benchmark.ours(None), *arrays.values(), expected=point.expected)
+            total += spent / floor
     return total
 
 
@@ -75,7 +75,7 @@ def tune(job: Job, end: float, rows: list[dict[str, Any]]) -> Any:
     today = getattr(tuning, name)(*arguments)
     times: dict[Any, float] = {}
     try:
-        steps = [(point, benchmark.inputs(point, copies=point.copies)) for point in points]
+        steps = [(point, benchmark.inputs(point, point.pools)) for point in points]
     except Exception as e:  # no memory for them: another tenant of the chip, say
         print(f"  # {name}{arguments}: {e!r:.200}", flush=True)
         return None
@@ -111,7 +111,7 @@ def main() -> None:
             continue
         now = time.perf_counter()
         best = tune(job, now + (end - now) / (len(todo) - i), rows)  # what one does not use is for the others
-        key = (jax.devices()[0].device_kind, *(arguments if name == "decode_plan" else arguments[:1]))
+        key = (tuning.chip(), *(arguments if name == "decode_plan" else arguments[:1]))
         entry = f"TUNED_{name.removesuffix('_plan').upper()}[{key}]"
         print(f"{entry} = {best}" if best else f"# {entry}: no plan ran", flush=True)
 

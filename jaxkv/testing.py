@@ -1,6 +1,7 @@
 """For your own tests: was a pool copied, and does anything depend on what must not be read?"""
 
 import dataclasses
+import functools
 import math
 import re
 from typing import Any
@@ -73,8 +74,8 @@ def assert_no_copy(jitted: Any, *args: Any, temp_fraction: float = 0.5, **kwargs
 
 def poison(cache: Cache, value: float = np.nan) -> Cache:
     """The same cache with every place that holds no row's token set to `value`: free blocks, and what lies past the
-    last token of each row. Whatever computes with the cache must give the same, bit by bit. The null block stays 0, and
-    blocks that a `PrefixCache` keeps stay as they are.
+    last token of each row. Of quantised layers it is the scales; their numbers become any. Whatever computes with the
+    cache must give the same, bit by bit. The null block stays 0; blocks that a `PrefixCache` keeps stay as they are.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -87,11 +88,10 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
     for group, tables in enumerate(cache.tables):
         keep = jnp.repeat((tables.kept != 0).at[NULL_BLOCK].set(True)[:, None], cache.config.block_size, axis=1)
         held = cache.slots(row, position, layer=cache.config.groups[group][0])
-        keep = keep.at[held].set(True)[:, None, None, :, None]
+        keep = keep.at[held].set(True)
         for stack in cache.config.group_stacks(group):
-            kv = cache.layer(stack[0]).pool.kv
-            kept = jnp.tile(keep, (len(stack), 1, 1, 1, 1))
-            pools[stack[0]] = Pool(kv=jnp.where(kept, kv, jnp.asarray(value, kv.dtype)))
+            kept = jnp.tile(keep, (len(stack), 1))[:, None, None]  # [blocks, 1, 1, block_size]
+            pools[stack[0]] = jax.tree.map(functools.partial(_spoil, kept, value), cache.layer(stack[0]).pool)
     return cache.replace(pools=tuple(pools))
 
 
@@ -121,10 +121,18 @@ def permute_blocks(cache: Cache, seed: int = 0) -> Cache:
         refcounts, kept = move(t.refcounts), move(t.kept)
         groups.append(dataclasses.replace(t, tables=entries, free_list=free_list, refcounts=refcounts, kept=kept))
         for stack in cache.config.group_stacks(group):
-            kv = cache.layer(stack[0]).pool.kv
-            moved = jax.vmap(move)(kv.reshape(len(stack), -1, *kv.shape[1:]))
-            pools[stack[0]] = Pool(kv=moved.reshape(kv.shape))
+
+            def move_all(x: jax.Array, count: int = len(stack), move: Any = move) -> jax.Array:
+                return jax.vmap(move)(x.reshape(count, -1, *x.shape[1:])).reshape(x.shape)
+
+            pools[stack[0]] = jax.tree.map(move_all, cache.layer(stack[0]).pool)
     return cache.replace(tables=tuple(groups), pools=tuple(pools))
+
+
+def _spoil(keep: jax.Array, value: float, x: jax.Array) -> jax.Array:
+    """`value` wherever `keep` does not say otherwise; in integers, which have no NaN, some number."""
+    spoilt = jnp.asarray(value if jnp.issubdtype(x.dtype, jnp.floating) else 85, x.dtype)
+    return jnp.where(keep.reshape(*keep.shape, *(1,) * (x.ndim - keep.ndim)), x, spoilt)
 
 
 def _is_pool(x: Any) -> bool:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import kinds
+
 
 def check_pool(kv, tables, lengths, new, offsets) -> None:
     if kv.ndim != 5 or kv.shape[1] != 2:
@@ -33,29 +35,47 @@ def _check_tokens(name: str, x, rows: int, inner: str) -> None:
         raise ValueError(f"{name} must be floating point, not {x.dtype}.")
 
 
-def check_new(k, v, kv, tables) -> None:
+def check_kind(kv, kv_scale, kind, head_dim: int) -> None:
+    if kind is None:
+        return
+    if kind not in kinds.LARGEST:
+        raise ValueError(f"kind must be None or one of {', '.join(kinds.LARGEST)}, not {kind!r}.")
+    if kv.dtype != kinds.storage_of(kind):
+        raise ValueError(f"A pool of kind {kind} is stored as {kinds.storage_of(kind)}, not {kv.dtype}.")
+    if kind == "int4" and head_dim % 2:
+        raise ValueError(f"int4 stores two numbers to a byte, so head_dim must be even, not {head_dim}.")
+    if kv_scale is None:
+        raise ValueError(f"A pool of kind {kind} needs kv_scale, what its numbers are multiplied by.")
+    if kv_scale.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"kv_scale must be float32 or bfloat16, not {kv_scale.dtype}.")
+
+
+def check_new(k, v, kv, kind, tables) -> None:
     _check_tokens("k", k, tables.shape[0], "K, D")
     if k.shape != v.shape or k.dtype != v.dtype:
         raise ValueError(f"k and v must be alike, but k is {k.dtype}{list(k.shape)} and v is {v.dtype}{list(v.shape)}.")
     if k.shape[-2] != kv.shape[2]:
         raise ValueError(f"k has {k.shape[-2]} heads, but the pool has {kv.shape[2]} KV heads.")
-    if k.shape[-1] > kv.shape[4]:
+    if kinds.stored_dim(kind, k.shape[-1]) > kv.shape[4]:
         raise ValueError(f"k has head_dim {k.shape[-1]}, but the pool stores {kv.shape[4]}.")
 
 
-def check_attention(q, kv, tables, kv_scale, scale, soft_cap, window, sinks, mask) -> None:
+def check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask) -> None:
     _check_tokens("q", q, tables.shape[0], "H, D")
     num_heads, head_dim = q.shape[-2:]
     if num_heads % kv.shape[2]:
         raise ValueError(
             f"{num_heads} query heads cannot be shared among {kv.shape[2]} KV heads: H must be a multiple of K."
         )
-    if head_dim > kv.shape[4]:
+    if kinds.stored_dim(kind, head_dim) > kv.shape[4]:
         raise ValueError(f"q has head_dim {head_dim}, but the pool stores {kv.shape[4]}.")
-    if kv_scale is not None and kv_scale.shape != kv.shape[:4]:
-        raise ValueError(
-            f"kv_scale must have the pool's shape without its last axis, {kv.shape[:4]}, not {kv_scale.shape}."
-        )
+    if kv_scale is not None:
+        wanted = (*kv.shape[:4], *(kinds.scale_axes(kind, head_dim) if kind else ()))
+        if kv_scale.shape != wanted:
+            by_group = ", and one for every 32 entries of a head" if kind == "int4" else ""
+            raise ValueError(
+                f"kv_scale must have the pool's shape without its last axis{by_group}, {wanted}, not {kv_scale.shape}."
+            )
     for name, x in {"scale": scale, "soft_cap": soft_cap}.items():
         if isinstance(x, jax.Array | np.ndarray):
             if x.ndim:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.arguments import check_attention, check_new, check_pool
+from pallas_kernels.arguments import check_attention, check_kind, check_new, check_pool
 
 # Implementation -> the platform that it runs on; None: any.
 IMPLEMENTATIONS = {"xla": None, "reference": None, "gpu": "cuda", "tpu": "tpu"}
@@ -28,8 +28,8 @@ class Choice(NamedTuple):
 
 
 def paged_attention(
-    q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
-    mask=None, return_lse=False, implementation=None,
+    q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, scale=None, soft_cap=None, window=None,
+    sinks=None, mask=None, return_lse=False, implementation=None,
 ):  # fmt: skip
     """Causal attention of a step's tokens over the blocks of their rows.
 
@@ -45,7 +45,10 @@ def paged_attention(
       lengths: `i32[S]`, tokens of each row, this step's included.
       new: `i32[S]`, how many of them are this step's.
       offsets: `i32[S]`, non-decreasing, where each row's packed tokens start; default: `cumsum(new) - new`.
-      kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, what the stored values are multiplied by (quantised pools).
+      kv_scale: `[num_blocks + 1, 2, K, block_size]`, what the stored values are multiplied by (quantised pools); for
+        "int4" with one more axis of `ceil(D / 32)`.
+      kind: how a quantised pool stores its numbers: "int8", "float8_e4m3fn", "float8_e5m2" or "int4"; see
+        `pallas_kernels.kinds`. None: as they are.
       scale: what the logits are multiplied by, a float or a scalar array; default `D ** -0.5`.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; after `scale`.
       window: a token sees only the last `window` positions, its own included.
@@ -72,46 +75,56 @@ def paged_attention(
     ((2, 1, 4, 64), (2, 1, 4))
     """
     check_pool(kv, tables, lengths, new, offsets)
-    check_attention(q, kv, tables, kv_scale, scale, soft_cap, window, sinks, mask)
+    check_kind(kv, kv_scale, kind, q.shape[-1])
+    check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask)
     options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
     arguments = dict(q=q, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, kv_scale=kv_scale, **options)
+    if kind is not None:
+        arguments["kind"] = kind
     return _differentiable("paged_attention", implementation, arguments)
 
 
-def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, implementation=None):
+def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, implementation=None):
     """Store a step's keys and values in the blocks of their rows.
 
     Args:
       kv: one layer's pool, `[num_blocks + 1, 2, K, block_size, D']`. Donated at the `jit`, it is updated in place.
       k, v: `[S, T, K, D]` padded or `[N, K, D]` packed, cast to the pool's dtype.
-      tables, lengths, new, offsets, implementation: as for `paged_attention`; the tables must already hold the blocks.
+      tables, lengths, new, offsets, kv_scale, kind, implementation: as for `paged_attention`; the tables must already
+        hold the blocks.
 
     Returns:
-      The pool. Padding is not written.
+      The pool; with `kind` `(kv, kv_scale)`. Padding is not written.
 
     Raises:
       ValueError, NotImplementedError: as `paged_attention`.
     """
     check_pool(kv, tables, lengths, new, offsets)
-    check_new(k, v, kv, tables)
+    check_kind(kv, kv_scale, kind, k.shape[-1])
+    check_new(k, v, kv, kind, tables)
     arguments = dict(kv=kv, k=k, v=v, tables=tables, lengths=lengths, new=new, offsets=offsets)
+    if kind is not None:
+        arguments |= dict(kv_scale=kv_scale, kind=kind)
     return _differentiable("write_kv", implementation, arguments)
 
 
 def write_and_attend(
-    q, k, v, kv, tables, lengths, new, *, offsets=None, scale=None, soft_cap=None, window=None, sinks=None, mask=None,
-    return_lse=False, implementation=None,
+    q, k, v, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, scale=None, soft_cap=None,
+    window=None, sinks=None, mask=None, return_lse=False, implementation=None,
 ):  # fmt: skip
     """`write_kv`, then `paged_attention` over the result; in one kernel where a backend has one.
 
     Returns:
-      `(out, kv)`, where out is what `paged_attention` returns.
+      `(out, kv)`, where out is what `paged_attention` returns, and kv what `write_kv` does.
     """
     check_pool(kv, tables, lengths, new, offsets)
-    check_new(k, v, kv, tables)
-    check_attention(q, kv, tables, None, scale, soft_cap, window, sinks, mask)
+    check_kind(kv, kv_scale, kind, q.shape[-1])
+    check_new(k, v, kv, kind, tables)
+    check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask)
     options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
     arguments = dict(q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, **options)
+    if kind is not None:
+        arguments |= dict(kv_scale=kv_scale, kind=kind)
     platform = _platform()
     fused = [
         n for n in IMPLEMENTATIONS if n == implementation or (implementation is None and IMPLEMENTATIONS[n] == platform)
@@ -165,6 +178,9 @@ def _unsupported(implementation: str, op: str, arguments: dict[str, Any]) -> str
         return (
             f"The {implementation} backend has no kernel of its own for {op}; leave implementation=None to use XLA's."
         )
+    kind = arguments.get("kind")
+    if kind is not None and kind not in getattr(backend, "KINDS", ()):
+        return f"The {implementation} kernels read no {kind} pools yet; leave implementation=None to use XLA's."
     check = getattr(backend, "unsupported", None)
     return check(op, arguments) if check else None
 
@@ -201,10 +217,16 @@ def _forward(op: str, implementation: str | None, static: tuple, arrays: dict[st
     return jax.vjp(lambda arrays: plain(**arrays, **options), arrays)
 
 
-def _write_then_attend(implementation: str | None, *, q, k, v, kv, tables, lengths, new, offsets, **options) -> Any:
-    kv = write_kv(kv, k, v, tables, lengths, new, offsets=offsets)
-    out = paged_attention(q, kv, tables, lengths, new, offsets=offsets, implementation=implementation, **options)
-    return out, kv
+def _write_then_attend(
+    implementation: str | None, *, q, k, v, kv, tables, lengths, new, offsets, kv_scale=None, kind=None, **options
+) -> Any:
+    written = write_kv(kv, k, v, tables, lengths, new, offsets=offsets, kv_scale=kv_scale, kind=kind)
+    kv, kv_scale = (written, None) if kind is None else written
+    out = paged_attention(
+        q, kv, tables, lengths, new, offsets=offsets, kv_scale=kv_scale, kind=kind, implementation=implementation,
+        **options,
+    )  # fmt: skip
+    return out, written
 
 
 def _pull_attention(static: tuple, arrays: dict[str, jax.Array], out, lse, cotangent) -> tuple[dict[str, Any]]:

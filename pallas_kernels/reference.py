@@ -7,17 +7,26 @@ other backend is tested against this file.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import kinds
+from pallas_kernels.kinds import LARGEST as KINDS  # noqa: F401 (what it stores)
 from pallas_kernels.tokens import locate
 
 
-def dense(kv: jax.Array, tables: jax.Array, kv_scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+def dense(
+    kv: jax.Array, tables: jax.Array, kv_scale: jax.Array | None = None, kind: str | None = None,
+    head_dim: int | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Keys and values of every row laid out densely, float32 `[S, C, K, D]` with `C = max_blocks_per_seq * block_size`.
 
     What lies past a row's length is whatever its blocks hold.
     """
-    blocks = kv[tables].astype(jnp.float32)  # [S, M, 2, K, block_size, D]
-    if kv_scale is not None:
-        blocks = blocks * kv_scale[tables][..., None]
+    blocks = kv[tables]  # [S, M, 2, K, block_size, D]
+    if kind is not None:
+        assert kv_scale is not None
+        blocks = kinds.decode(blocks, kv_scale[tables], kind, head_dim or blocks.shape[-1])
+    elif kv_scale is not None:
+        blocks = blocks.astype(jnp.float32) * kv_scale[tables][..., None]
+    blocks = blocks.astype(jnp.float32)
     keys, values = jnp.moveaxis(blocks, 2, 0)  # [S, M, K, block_size, D] each
     rows, num_blocks, heads, block_size, head_dim = keys.shape
 
@@ -29,13 +38,13 @@ def dense(kv: jax.Array, tables: jax.Array, kv_scale: jax.Array | None = None) -
 
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
-    mask=None, return_lse=False,
+    mask=None, return_lse=False, kind=None,
 ):  # fmt: skip
     """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
     *token_axes, num_heads, head_dim = q.shape
     scale = head_dim**-0.5 if scale is None else scale
     token = locate(tuple(token_axes), lengths, new, offsets)
-    keys, values = (x[..., :head_dim] for x in dense(kv, tables, kv_scale))
+    keys, values = (x[..., :head_dim] for x in dense(kv, tables, kv_scale, kind, head_dim))
     context = jnp.arange(keys.shape[1]).reshape(*[1] * len(token_axes), -1)
 
     seen = token.valid[..., None] & (context <= token.position[..., None])  # [tokens, C]
@@ -68,10 +77,17 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
-def write_kv(kv, k, v, tables, lengths, new, *, offsets=None):
+def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None):
     """What [`pallas_kernels.write_kv`][] means: token by token, in a loop."""
     token_axes = k.shape[:-2]
     token = locate(token_axes, lengths, new, offsets)
+    if kind is not None:  # each token and head by itself: the same write, once for the numbers and once for the scales
+        (k, k_scale), (v, v_scale) = (kinds.encode(x, kind, kv_scale.dtype) for x in (k, v))
+        minor = kv_scale.shape[4:] or (1,)
+        k_scale, v_scale = (x.reshape(*k.shape[:-1], *minor) for x in (k_scale, v_scale))
+        scales = kv_scale.reshape(*kv_scale.shape[:4], *minor)
+        scales = write_kv(scales, k_scale, v_scale, tables, lengths, new, offsets=offsets)
+        return write_kv(kv, k, v, tables, lengths, new, offsets=offsets), scales.reshape(kv_scale.shape)
     block_size, head_dim = kv.shape[3], k.shape[-1]
     k, v, row, position, valid = (
         x.reshape(-1, *x.shape[len(token_axes) :]) for x in (k, v, token.row, token.position, token.valid)

@@ -135,6 +135,8 @@ class Oracle:
         for row, count in zip(self.rows, counts, strict=True):
             row.new, row.offset = 0, offset
             offset += max(0, count)
+            if row.failed:  # it takes part in nothing
+                continue
             if count > 0 and self.grow(row, len(row.tokens) + count):
                 row.new = count
                 row.tokens += [[None] * self.config.num_layers for _ in range(count)]
@@ -195,7 +197,7 @@ class Oracle:
 
     def reserve(self, targets):
         for row, target in zip(self.rows, targets, strict=True):
-            if target < 0 or not self.grow(row, target):
+            if not row.failed and (target < 0 or not self.grow(row, target)):
                 row.failed = True
 
     def fork(self, src, dst):
@@ -205,22 +207,31 @@ class Oracle:
             if 0 <= d < count:
                 source[d] = s
         moved = [source[r] != r for r in range(count)]
-        free = [self.free_blocks(g) for g in self.groups]  # what the dst rows held is not counted on
         before = [(row.blocks, len(row.tokens)) for row in self.rows]
+        sensible = [moved[r] and 0 <= source[r] < count and not moved[source[r]] for r in range(count)]
+        shared = {r: self.share(self.rows[r], *before[source[r]]) for r in range(count) if sensible[r]}
+        # What the dst rows held counts if all copies can be met with it, else only what is free before.
+        free = self.free_or_endless(shared)
         for r, row in enumerate(self.rows):
             if not moved[r]:
                 continue
-            if not 0 <= source[r] < count or moved[source[r]]:
-                row.failed = True
-                continue
-            blocks, length = before[source[r]]
-            copies = int(self.partial(length))
-            if copies > min(free):
+            copies = int(sensible[r] and self.partial(before[source[r]][1]))
+            if not sensible[r] or copies > min(free):
                 row.failed = True
                 continue
             free = [n - copies for n in free]
-            row.become(self.rows[source[r]], self.share(row, blocks, length))
+            row.become(self.rows[source[r]], shared[r])
         self.note_peak()
+
+    def free_or_endless(self, new_blocks):
+        """The free blocks of each group; endless if rows can have `new_blocks` all at once."""
+        rows = [new_blocks.get(r, row.blocks) for r, row in enumerate(self.rows)]
+        for g in self.groups:
+            indexed = [one.blocks[g] for one in self.index.values()]
+            used = {id(block) for held in (*(blocks[g] for blocks in rows), indexed) for block in held if block}
+            if len(used) > self.config.group_blocks[g]:
+                return [self.free_blocks(g) for g in self.groups]
+        return [math.inf] * len(self.groups)
 
     def share(self, row, blocks, length):
         """The blocks of a row that becomes a fork of one with `blocks` and `length`."""
@@ -260,9 +271,9 @@ class Oracle:
         self.note_peak()
 
     def truncate(self, targets):
-        free = [self.free_blocks(g) for g in self.groups]  # what the rows give back is not counted on
         held = [[id(block) for block in self.held(g)] for g in self.groups]
-        for row, target in zip(self.rows, targets, strict=True):
+        plans = {}  # of each row that can be cut: the copies it needs in each group, and its blocks then
+        for r, (row, target) in enumerate(zip(self.rows, targets, strict=True)):
             if target < 0:
                 row.failed = True
             if not 0 <= target < len(row.tokens):
@@ -275,16 +286,18 @@ class Oracle:
                 row.failed = True
                 continue
             copies = [int(self.partial(target) and held[g].count(id(row.blocks[g][keep - 1])) > 1) for g in self.groups]
+            blocks = [row.blocks[g][: keep - copies[g]] + [Block() for _ in range(copies[g])] for g in self.groups]
+            plans[r] = copies, row.blocks if self.contiguous else blocks
+        # What the rows give back counts if all copies can be met with it, else only what is free before.
+        free = self.free_or_endless({r: blocks for r, (_, blocks) in plans.items()})
+        for r, (copies, blocks) in plans.items():
+            row = self.rows[r]
             if any(copies[g] > free[g] for g in self.groups):
                 row.failed = True
                 continue
             free = [n - c for n, c in zip(free, copies, strict=True)]
-            del row.tokens[target:]
-            row.new = 0
-            if not self.contiguous:
-                row.blocks = [
-                    row.blocks[g][: keep - copies[g]] + [Block() for _ in range(copies[g])] for g in self.groups
-                ]
+            del row.tokens[targets[r] :]
+            row.new, row.blocks = 0, blocks
         self.note_peak()
 
     def free(self, rows):

@@ -1,11 +1,15 @@
 """The command line: `python -m jaxkv generate` and `python -m jaxkv plan`."""
 
 import argparse
+import os
 import sys
+
+import jax
 
 from jaxkv import __version__
 from jaxkv._cli.generate import add_generate
 from jaxkv._cli.plan_command import add_plan
+from jaxkv._core.errors import CacheError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,8 +21,19 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
-    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:  # what a user can mend
+    except BrokenPipeError:  # whoever read the output has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it when it ends
+        return 141
+    except (ValueError, OSError, ModuleNotFoundError, CacheError) as error:  # what a user can mend
         print(f"jaxkv: {error}", file=sys.stderr)
+        return 2
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        print(
+            f"jaxkv: There is not enough memory ({reason}): give --memory, or less of what is large.", file=sys.stderr
+        )
         return 2
     except KeyboardInterrupt:
         return 130

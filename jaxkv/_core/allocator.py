@@ -78,7 +78,7 @@ def replace_entries(tables: BlockTables, entries: jax.Array, kept: jax.Array | N
         # A free block keeps the 1 its next owner needs, so that `take` writes no counts.
         refcounts=left + freed.astype(jnp.int32),
         kept=tables.kept if kept is None else kept,
-        free_list=tables.free_list.at[place].set(block, mode="drop", unique_indices=True),
+        free_list=jnp.asarray(tables.free_list).at[place].set(block, mode="drop", unique_indices=True),
         num_free=tables.num_free + rank[-1],
     )
 

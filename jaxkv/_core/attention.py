@@ -6,8 +6,8 @@ import jax
 
 import pallas_kernels
 from jaxkv._core.plan import Step
-from jaxkv._core.state import Layer, Pool
-from jaxkv._core.write import check_tokens, gathered, layer_of, offsets_of, open_layer, spread
+from jaxkv._core.state import Layer
+from jaxkv._core.write import as_pool, check_tokens, gathered, layer_of, offsets_of, open_layer, quantised, spread
 
 
 def attention(
@@ -61,11 +61,11 @@ def attention(
     options = _for_rows(one, step, options)
     with jax.named_scope("attention"):
         q, k, v = (spread(step, t, x) for x in (q, k, v))
-        out, kv = pallas_kernels.write_and_attend(
+        out, written = pallas_kernels.write_and_attend(
             q, k, v, one.pool.kv, one.blocks, t.lengths, t.new, offsets=offsets_of(q, t),
-            implementation=implementation, **options,
+            implementation=implementation, **quantised(one), **options,
         )  # fmt: skip
-        return _for_tokens(step, out), put_back(Pool(kv=kv))
+        return _for_tokens(step, out), put_back(as_pool(written))
 
 
 def attend(
@@ -84,7 +84,7 @@ def attend(
         q = spread(step, t, q)
         out = pallas_kernels.paged_attention(
             q, one.pool.kv, one.blocks, t.lengths, t.new, offsets=offsets_of(q, t), implementation=implementation,
-            **options,
+            **quantised(one), **options,
         )  # fmt: skip
         return _for_tokens(step, out)
 
@@ -111,7 +111,7 @@ def explain(
     check_tokens(one, {"q": q})
     return pallas_kernels.explain(
         q=q, kv=one.pool.kv, tables=one.tables.tables, platform=platform, implementation=implementation,
-        **_with_window(one, options),
+        **quantised(one), **_with_window(one, options),
     )  # fmt: skip
 
 

@@ -83,9 +83,11 @@ class Cache(Views):
             )
         pool = self.pool(layer)
         place = jnp.where(block == 0, pool.kv.shape[0], block)  # no such token: dropped, never the null block
-        new = jnp.stack([jnp.asarray(k), jnp.asarray(v)]).astype(pool.kv.dtype)
-        kv = pool.kv.at[place, :, head, offset, :head_dim].set(new, mode="drop")
-        return self.replace_pool(self.config.owner(layer), Pool(kv=kv))
+        new, scale = self.config.kind(layer).encode(jnp.stack([jnp.asarray(k), jnp.asarray(v)]))
+        kv = jnp.asarray(pool.kv).at[place, :, head, offset, : new.shape[-1]].set(new, mode="drop")
+        if scale is not None:
+            scale = jnp.asarray(pool.scale).at[place, :, head, offset].set(scale, mode="drop")
+        return self.replace_pool(self.config.owner(layer), Pool(kv=kv, scale=scale))
 
 
 @jax.tree_util.register_pytree_node_class
@@ -145,12 +147,14 @@ def init(config: CacheConfig) -> Cache:
     """
     config.check_memory()
     # One array after another: the same zeros used twice could not be donated.
-    pools = tuple(
-        Pool(kv=jnp.zeros(config.stack_shape(i), config.kind(i).dtype)) if config.stack(i)[0] == i else None
-        for i in range(config.num_layers)
-    )
+    pools = tuple(_init_pool(config, i) if config.stack(i)[0] == i else None for i in range(config.num_layers))
     tables = tuple(_init_tables(config, num_blocks) for num_blocks in config.group_blocks)
     return Cache(tables=tables, pools=pools, config=config)
+
+
+def _init_pool(config: CacheConfig, layer: int) -> Pool:
+    (shape, scales), kind = config.stack_shapes(layer), config.kind(layer)
+    return Pool(kv=jnp.zeros(shape, kind.dtype), scale=None if scales is None else jnp.zeros(scales, kind.scale_dtype))
 
 
 def _init_tables(config: CacheConfig, num_blocks: int) -> BlockTables:

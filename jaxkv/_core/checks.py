@@ -27,6 +27,7 @@ def check(cache: Cache) -> None:
     Traceback (most recent call last):
     jaxkv.OutOfBlocks: Row 1 (0 tokens, 0 blocks) needs 3 more blocks for 40 tokens, but 1 of 2 blocks is free. ...
     """
+    _check_single(cache)
     groups = jax.device_get(cache.tables)
     t = groups[0]  # the same rows fail in every group
     rows = np.flatnonzero(t.failed)
@@ -87,6 +88,7 @@ def check(cache: Cache) -> None:
 
 def check_invariants(cache: Cache) -> None:
     """Raise AssertionError unless the whole state is consistent. For tests and debugging; it reads everything back."""
+    _check_single(cache)
     config = cache.config
     assert len(cache.tables) == len(config.groups), "one BlockTables for each group"
     assert len(cache.pools) == config.num_layers, "one pool for each layer"
@@ -95,7 +97,8 @@ def check_invariants(cache: Cache) -> None:
             stands_alone = config.owner(layer) == layer and config.stack(layer)[0] == layer
             assert not stands_alone, f"layer {layer} has a pool, shares another's, or is stacked behind another"
             continue
-        assert pool.kv.shape == config.stack_shape(layer), f"layer {layer}: the pool's shape"
+        shapes = (pool.kv.shape, None if pool.scale is None else pool.scale.shape)
+        assert shapes == config.stack_shapes(layer), f"layer {layer}: the pool's shape"
         null_blocks = pool.kv[:: pool.kv.shape[0] // len(config.stack(layer))]
         assert not np.asarray(null_blocks).any(), f"layer {layer}: the null block was written"
     groups = jax.device_get(cache.tables)
@@ -152,6 +155,7 @@ def stats(cache: Cache) -> dict[str, Any]:
     >>> jaxkv.stats(jaxkv.extend(cache, [20, 0]))["waste"]
     12
     """
+    _check_single(cache)
     config, tables = cache.config, jax.device_get(cache.tables)
     groups = [_group_stats(t, config, g) for g, t in enumerate(tables)]
     t = tables[0]
@@ -194,6 +198,14 @@ def _group_stats(t: BlockTables, config: CacheConfig, group: int) -> dict[str, A
         "waste_per_row": (end * config.block_size - t.lengths).tolist(),
         "bytes_used": used * config.bytes_per_group_block(group),
     }
+
+
+def _check_single(cache: Cache) -> None:
+    if (shape := np.shape(cache.lengths)[:-1]) != ():
+        raise ValueError(
+            f"This is a stack of {list(shape)} caches, and each is asked by itself: take one with "
+            "jax.tree.map(lambda x: x[i], caches)."
+        )
 
 
 def _list(parts: Any) -> str:

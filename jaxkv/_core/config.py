@@ -30,7 +30,8 @@ class CacheConfig(Memory):
       group_blocks: blocks per layer for each of `groups`, where they differ; then `num_blocks` is the largest.
       max_tokens: the most tokens of all rows together; default: `num_blocks * block_size`.
       block_size: tokens per block. Contiguous: `max_seq_len`, set by itself.
-      dtype: the storage of keys and values: bfloat16, float16 or float32.
+      dtype: the storage of keys and values: bfloat16, float16 or float32; or quantised: int8, float8_e4m3fn,
+        float8_e5m2 or int4, with a scale for each token and head.
       layout: "paged", or "contiguous": one block of `max_seq_len` tokens per row, always the row's own.
       head_dim_multiple: the stored head_dim is rounded up to a multiple of this. TPUs want 128: with less, XLA copies
         the whole pool at every step. The GPU kernels want 64. Nobody sees the padding, but it takes memory.
@@ -80,13 +81,13 @@ class CacheConfig(Memory):
             self._check_shared(i, layer)
         if not isinstance(self.stacked, bool):
             raise ValueError(f"CacheConfig.stacked must be True or False, not {shown(self.stacked)}.")
-        put("dtype", kind_of(self.dtype, "CacheConfig.dtype").dtype)
+        put("dtype", kind_of(self.dtype, "CacheConfig.dtype").meaning)
         self._drop_settled(put)
         for field in ("max_seqs", "head_dim_multiple", "max_seq_len", "num_blocks", "max_tokens", "block_size"):
             value, optional = getattr(self, field), field not in ("max_seqs", "head_dim_multiple")
             if not (optional and value is None):
                 # Tokens of all rows together are no index of anything.
-                most = None if field == "max_tokens" else MOST_INDEX
+                most = 2**62 if field == "max_tokens" else MOST_INDEX
                 put(field, integer(f"CacheConfig.{field}", value, least=1, most=most))
         if self.max_seq_len is None:
             if self.max_tokens is None:
@@ -100,6 +101,7 @@ class CacheConfig(Memory):
             self._settle_paged(put)
         else:
             raise ValueError(f"CacheConfig.layout must be 'paged' or 'contiguous', not {shown(self.layout)}.")
+        self._check_kinds()
         self._check_indices()
 
     def _drop_settled(self, put) -> None:
@@ -110,13 +112,23 @@ class CacheConfig(Memory):
         if self.layout == "contiguous" and isinstance(self.block_size, _Settled):
             put("block_size", None)
 
+    def _check_kinds(self) -> None:
+        """Raise where a layer cannot be stored in its kind."""
+        for i, layer in enumerate(self.layers):
+            if self.kind(i).name == "int4" and self.padded_head_dim(i) % 2 + layer.head_dim % 2:
+                raise ValueError(
+                    f"int4 stores two numbers to a byte, so head_dim and head_dim_multiple must be even, but layer {i} "
+                    f"has {layer.head_dim} and {self.head_dim_multiple}: choose another dtype for it."
+                )
+
     def _check_indices(self) -> None:
         """Raise where an int32 cannot count blocks, or the entries of a table."""
-        most = max(self.stack_shape(i)[0] for i in range(self.num_layers))
+        pairs = zip(self.groups, self.group_blocks, strict=True)
+        most = max((blocks + 1) * (len(layers) if self.stacked else 1) for layers, blocks in pairs)
         if most > MOST_INDEX:
             raise ValueError(
-                f"A pool would have {most} blocks, null blocks included, but indices are int32 and end at {MOST_INDEX}: choose "
-                "fewer, or a larger block_size."
+                f"A pool would have {most} blocks, null blocks included, but indices are int32 and end at "
+                f"{MOST_INDEX}: choose fewer, or a larger block_size."
             )
         if (entries := self.max_seqs * self.max_blocks_per_seq) > MOST_INDEX:
             raise ValueError(
@@ -167,7 +179,7 @@ class CacheConfig(Memory):
             put("group_blocks", _SettledBlocks((self.num_blocks,) * len(self.groups)))
 
     def _settle_group_blocks(self, put) -> None:
-        if isinstance(self.group_blocks, str) or not isinstance(self.group_blocks, Iterable):
+        if isinstance(self.group_blocks, str | bytes) or not isinstance(self.group_blocks, Iterable):
             raise ValueError(f"CacheConfig.group_blocks must be a list of integers, not {shown(self.group_blocks)}.")
         blocks = tuple(integer("CacheConfig.group_blocks", n, least=1) for n in self.group_blocks)
         if len(blocks) != len(self.groups):
@@ -250,8 +262,8 @@ class CacheConfig(Memory):
         most = int(memory_bytes) // self.bytes_per_group_block(self._widest)
         if most > MOST_INDEX // 2:
             raise ValueError(
-                f"memory_bytes={memory_bytes:g} would hold {most} blocks, more than the {MOST_INDEX // 2} that it can be "
-                "shared out among: give less, or a larger block_size."
+                f"memory_bytes={memory_bytes:g} would hold {most} blocks, more than the {MOST_INDEX // 2} that it can "
+                "be shared out among: give less, or a larger block_size."
             )
         num_blocks, step = 1, 1 << most.bit_length()
         while step := step // 2:

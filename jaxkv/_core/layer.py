@@ -3,25 +3,58 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.numbers import integer
+from pallas_kernels import kinds
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How a key or value element is stored: a static name that chooses the kernel, and what it costs."""
+    """How keys and values are stored: a static name that chooses the kernel, and what it costs.
+
+    Those of 8 bits and fewer are quantised: beside the numbers lie their scales, one for each token and head (see
+    `pallas_kernels.kinds`).
+    """
 
     name: str
-    bytes_per_element: int
+    bytes_per_element: float
+
+    @property
+    def quantised(self) -> str | None:
+        """The name that the kernels know a quantised kind by."""
+        return self.name if self.name in kinds.LARGEST else None
+
+    @property
+    def meaning(self) -> np.dtype:
+        """The dtype that it is named after."""
+        return jnp.dtype(self.name)
 
     @property
     def dtype(self) -> np.dtype:
-        return jnp.dtype(self.name)
+        """Of the array that it is stored in."""
+        return kinds.storage_of(self.name) if self.quantised else self.meaning
+
+    def encode(self, x: Any) -> tuple[jax.Array, jax.Array | None]:
+        """Numbers `[..., D]` as they are stored, and the scales of a quantised kind."""
+        x = jnp.asarray(x)
+        return kinds.encode(x, self.name, self.scale_dtype) if self.quantised else (x.astype(self.dtype), None)
+
+    @property
+    def scale_dtype(self) -> np.dtype:
+        """Of its scales. Where many entries share one, 4 bytes do not show."""
+        return jnp.dtype("bfloat16" if self.name == "int4" else "float32")
 
 
-KINDS = {kind.name: kind for kind in (Kind("bfloat16", 2), Kind("float16", 2), Kind("float32", 4))}
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("bfloat16", 2), Kind("float16", 2), Kind("float32", 4),
+        Kind("int8", 1), Kind("float8_e4m3fn", 1), Kind("float8_e5m2", 1), Kind("int4", 0.5),
+    )
+}  # fmt: skip
 
 
 def kind_of(dtype: Any, field: str) -> Kind:
@@ -62,7 +95,7 @@ class LayerConfig:
             if not (optional and value is None):
                 object.__setattr__(self, field, integer(f"LayerConfig.{field}", value, least=least))
         if self.dtype is not None:
-            object.__setattr__(self, "dtype", kind_of(self.dtype, "LayerConfig.dtype").dtype)
+            object.__setattr__(self, "dtype", kind_of(self.dtype, "LayerConfig.dtype").meaning)
 
     @property
     def dim(self) -> int:

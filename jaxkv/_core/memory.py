@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxkv._core.groups import Groups
 from jaxkv._core.layer import Kind, kind_of
+from pallas_kernels import kinds
 
 
 class Memory(Groups):
@@ -24,19 +25,41 @@ class Memory(Groups):
         return kind_of(self.layer_config(self.owner(layer)).dtype or self.dtype, "dtype")
 
     def pool_shape(self, layer: int) -> tuple[int, int, int, int, int]:
-        """`[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`."""
-        config = self.layer_config(layer)
-        head_dim = -(-config.head_dim // self.head_dim_multiple) * self.head_dim_multiple
-        return (self.group_blocks[self.group(layer)] + 1, 2, config.num_kv_heads, self.block_size, head_dim)
+        """`[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`; half in int4."""
+        return (self.group_blocks[self.group(layer)] + 1, *self._block_shape(layer))
 
-    def stack_shape(self, layer: int) -> tuple[int, int, int, int, int]:
-        """The shape of the pool that a layer lies in: `pool_shape`, as many times as there are layers in it."""
+    def padded_head_dim(self, layer: int) -> int:
+        """A layer's head_dim, rounded up to a multiple of `head_dim_multiple`."""
+        return -(-self.layer_config(layer).head_dim // self.head_dim_multiple) * self.head_dim_multiple
+
+    def scale_shape(self, layer: int) -> tuple[int, ...] | None:
+        """The shape of a quantised layer's scales: `[num_blocks + 1, 2, K, block_size]`, in int4 with one more axis."""
+        block = self._block_scales(layer)
+        return None if block is None else (self.group_blocks[self.group(layer)] + 1, *block)
+
+    def stack_shapes(self, layer: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """The shapes of the pool that a layer lies in, and of its scales: as many layers as there are in it."""
+        count, scale = len(self.stack(layer)), self.scale_shape(layer)
         num_blocks, *block = self.pool_shape(layer)
-        return (len(self.stack(layer)) * num_blocks, *block)  # type: ignore[return-value]
+        return (count * num_blocks, *block), None if scale is None else (count * num_blocks, *scale[1:])
 
     def bytes_per_group_block(self, group: int) -> int:
-        """Bytes of one block over the layers of a group."""
-        return sum(math.prod(self.pool_shape(i)[1:]) * self.kind(i).bytes_per_element for i in self.groups[group])
+        """Bytes of one block over the layers of a group, scales included."""
+        total = 0
+        for layer in self.groups[group]:
+            kind, scales = self.kind(layer), self._block_scales(layer)
+            total += math.prod(self._block_shape(layer)) * kind.dtype.itemsize
+            total += 0 if scales is None else math.prod(scales) * kind.scale_dtype.itemsize
+        return total
+
+    def _block_shape(self, layer: int) -> tuple[int, int, int, int]:
+        head_dim = kinds.stored_dim(self.kind(layer).quantised, self.padded_head_dim(layer))
+        return (2, self.layer_config(layer).num_kv_heads, self.block_size, head_dim)
+
+    def _block_scales(self, layer: int) -> tuple[int, ...] | None:
+        kind = self.kind(layer).quantised
+        axes = None if kind is None else kinds.scale_axes(kind, self.layer_config(layer).head_dim)
+        return None if axes is None else (*self._block_shape(layer)[:3], *axes)
 
     @property
     def bytes_per_block(self) -> int:

@@ -13,14 +13,20 @@ from jaxkv._core.state import NULL_BLOCK, Pool
 def copy_blocks(pool: Pool, source: jax.Array, target: jax.Array) -> Pool:
     """Copy block `source[i]` over block `target[i]`, but nothing over the null block. All are read before any is
     written."""
-    return put_blocks(pool, pool.kv[jnp.where(target == NULL_BLOCK, NULL_BLOCK, source)], target)
+    source = jnp.where(target == NULL_BLOCK, NULL_BLOCK, source)
+    return put_blocks(pool, jax.tree.map(lambda x: x[source], pool), target)
 
 
-def put_blocks(pool: Pool, blocks: jax.Array, target: jax.Array) -> Pool:
+def put_blocks(pool: Pool, blocks: Pool, target: jax.Array) -> Pool:
     """`blocks[i]` in the place of block `target[i]`; where that is the null block, nothing happens."""
     past_the_end = pool.kv.shape[0] + jnp.arange(target.shape[0], dtype=jnp.int32)
     place = jnp.where(target == NULL_BLOCK, past_the_end, target)
-    return Pool(kv=pool.kv.at[place, :, :, :, : blocks.shape[-1]].set(blocks, mode="drop", unique_indices=True))
+
+    def put_into(x: jax.Array, new: Any) -> jax.Array:
+        minor = tuple(slice(0, size) for size in new.shape[4:])  # D may be padded in the pool
+        return jnp.asarray(x).at[place, :, :, :, *minor].set(new, mode="drop", unique_indices=True)
+
+    return jax.tree.map(put_into, pool, blocks)
 
 
 put = jax.jit(put_blocks)
@@ -33,32 +39,33 @@ def read_blocks(pool: Pool, blocks: jax.Array) -> Pool:
     return jax.tree.map(lambda x: x[blocks], pool)
 
 
-def read_group(cache: Cache, group: int, blocks: Any) -> dict[int, jax.Array]:
-    """For each layer of a group `[n, 2, K, block_size, D]`: the blocks `i32[n]`, with anything for null blocks."""
+def read_group(cache: Cache, group: int, blocks: Any) -> dict[int, Pool]:
+    """For each layer of a group the blocks `i32[n]`, as a pool of n blocks; anything for null blocks."""
     found = {}
     for stack in cache.config.group_stacks(group):
         pool = cache.layer(stack[0]).pool
-        kv = read_blocks(pool, in_stack(blocks, len(stack), pool.kv.shape[0] // len(stack))).kv
+        part = read_blocks(pool, in_stack(blocks, len(stack), pool.kv.shape[0] // len(stack)))
         for i, layer in enumerate(stack):
-            found[layer] = kv if len(stack) == 1 else kv[i * len(blocks) : (i + 1) * len(blocks)]
+            own = slice(i * len(blocks), (i + 1) * len(blocks))
+            found[layer] = part if len(stack) == 1 else jax.tree.map(lambda x, own=own: x[own], part)
     return found
 
 
 def put_group(
-    cache: Cache, group: int, read: Callable[[int], Any], target: Any, put: Callable[..., Pool]
+    cache: Cache, group: int, read: Callable[[int], Pool], target: Any, put: Callable[..., Pool]
 ) -> Cache:  # fmt: skip
     """A cache with other blocks in a group's layers.
 
     Args:
-      read: gives `[n, 2, K, block_size, D]`, a layer's new blocks; D may be less than what is stored.
+      read: gives a layer's new blocks, as a pool of n blocks; D may be less than what is stored.
       target: `i32[m]`, where the first m go; those that go to the null block are left out, and so are the others.
       put: `put_blocks`, or what has been compiled of it.
     """
     pools = list(cache.pools)
     for stack in cache.config.group_stacks(group):
         pool, blocks = cache.layer(stack[0]).pool, [read(layer) for layer in stack]
-        joined = blocks[0] if len(stack) == 1 else jnp.concatenate(blocks)
-        places = jnp.pad(target, (0, blocks[0].shape[0] - target.shape[0]), constant_values=NULL_BLOCK)
+        joined = blocks[0] if len(stack) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *blocks)
+        places = jnp.pad(target, (0, joined.kv.shape[0] // len(stack) - target.shape[0]), constant_values=NULL_BLOCK)
         pools[stack[0]] = put(pool, joined, in_stack(places, len(stack), pool.kv.shape[0] // len(stack)))
     return cache.replace(pools=tuple(pools))
 

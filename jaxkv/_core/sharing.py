@@ -23,8 +23,8 @@ from jaxkv._core.tables import mark_failed
 def fork(cache: Cache, src: Any, dst: Any) -> Cache:
     """Make rows `dst` continue from what rows `src` hold: full blocks are shared, the partial last block is copied.
 
-    What a dst row held before is freed. A dst row for whose copy there is no free block stays as it was and is marked
-    in `cache.failed`.
+    What a dst row held before is freed, and its blocks serve for the copies if that makes enough for all of them. A dst
+    row for whose copy there is no block stays as it was and is marked in `cache.failed`.
 
     Args:
       src, dst: row indices, or equally long lists of them. No dst row may be a src row of the same call.
@@ -43,9 +43,11 @@ def fork(cache: Cache, src: Any, dst: Any) -> Cache:
     ([40, 40, 40], 5)
     """
     rows = cache.lengths.shape[0]
-    if not isinstance(src, jax.Array) and not isinstance(dst, jax.Array):
-        _check_pairs(np.atleast_1d(src).tolist(), np.atleast_1d(dst).tolist())
+    known = not isinstance(src, jax.Array) and not isinstance(dst, jax.Array)
+    given = (src, dst)
     src, dst = row_indices("src", src, rows), row_indices("dst", dst, rows)
+    if known:
+        _check_pairs(*(np.atleast_1d(x).tolist() for x in given))
     if src.shape not in (dst.shape, (1,)):
         raise ValueError(f"src and dst must be equally long, but have {src.shape[0]} and {dst.shape[0]} rows.")
     itself = jnp.arange(rows, dtype=jnp.int32)
@@ -53,9 +55,7 @@ def fork(cache: Cache, src: Any, dst: Any) -> Cache:
     source = jnp.clip(asked, 0, rows - 1)
     moved = asked != itself
     sensible = (asked == source) & ~moved[source]
-    granted = moved & sensible
-    copied = [_adoption(cache, tables, source, granted).copied for tables in cache.tables]
-    granted &= serve([_blocks_taken(cache, c) for c in copied], cache.tables)
+    granted = _servable(cache, moved & sensible, lambda tables, rows: _adoption(cache, tables, source, rows))
     return _become(cache, source, granted, moved & ~granted, sensible)
 
 
@@ -81,11 +81,7 @@ def reorder(cache: Cache, order: Any) -> Cache:
     moved = order != jnp.arange(rows, dtype=jnp.int32)
     source = jnp.clip(order, 0, rows - 1)
     sensible = jnp.all(source == order)
-    enough = sensible
-    for tables in cache.tables:
-        plan = _adoption(cache, tables, source, moved)
-        freed = tables if cache.config.contiguous else replace_entries(tables, plan.entries)
-        enough &= jnp.sum(_blocks_taken(cache, plan.copied), dtype=jnp.int32) <= freed.num_free
+    enough = sensible & _all_fit(cache, [_adoption(cache, tables, source, moved) for tables in cache.tables])
     return _become(cache, source, moved & enough, moved & ~enough, sensible)
 
 
@@ -112,9 +108,7 @@ def truncate(cache: Cache, lengths: Any) -> Cache:
     for group, tables in enumerate(cache.tables):
         first = jnp.minimum(cache.config.first_seen(group, target), tables.tables.shape[1] - 1)
         gone |= shorter & (target > 0) & (tables.tables[jnp.arange(target.shape[0]), first] == NULL_BLOCK)
-    granted = shorter & ~gone
-    copied = [_truncation(cache, tables, target, granted).copied for tables in cache.tables]
-    granted &= serve([_blocks_taken(cache, c) for c in copied], cache.tables)
+    granted = _servable(cache, shorter & ~gone, lambda tables, rows: _truncation(cache, tables, target, rows))
 
     def shorten(tables: BlockTables) -> BlockTables:
         refused, needed = (shorter & ~granted) | (target < 0), jnp.where(gone, GONE, 1)
@@ -173,6 +167,23 @@ def _columns(tables: BlockTables) -> jax.Array:
 def _blocks_taken(cache: Cache, copied: jax.Array) -> jax.Array:
     """`i32[S]`: blocks that the copies take from the pool."""
     return jnp.zeros(copied.shape, jnp.int32) if cache.config.contiguous else copied.astype(jnp.int32)
+
+
+def _servable(cache: Cache, wanted: jax.Array, plan_for: Callable[[BlockTables, jax.Array], _Plan]) -> jax.Array:
+    """Which of the wanted rows can be changed: all, if there are blocks for their copies, those counted that the call
+    itself frees; else as many, in order, as the blocks that are free before it serve."""
+    plans = [plan_for(tables, wanted) for tables in cache.tables]
+    served = serve([_blocks_taken(cache, plan.copied) for plan in plans], cache.tables)
+    return wanted & (served | _all_fit(cache, plans))
+
+
+def _all_fit(cache: Cache, plans: list[_Plan]) -> jax.Array:
+    """Whether the copies of all plans can be met once the blocks that they give up are free."""
+    enough = jnp.array(True)
+    for tables, plan in zip(cache.tables, plans, strict=True):
+        freed = tables if cache.config.contiguous else replace_entries(tables, plan.entries)
+        enough &= jnp.sum(_blocks_taken(cache, plan.copied), dtype=jnp.int32) <= freed.num_free
+    return enough
 
 
 def _become(cache: Cache, source: jax.Array, granted: jax.Array, refused: jax.Array, sensible: jax.Array) -> Cache:

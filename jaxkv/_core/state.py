@@ -64,11 +64,12 @@ class BlockTables:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Pool:
     """One layer's blocks."""
 
     kv: jax.Array  # [N + 1, 2, K, block_size, D]: keys at 0, values at 1
+    scale: jax.Array | None = None  # of quantised kinds [N + 1, 2, K, block_size], or with an axis of ceil(D / 32)
 
     @property
     def k(self) -> jax.Array:

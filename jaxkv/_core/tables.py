@@ -20,6 +20,8 @@ def extend(cache: Cache, num_tokens: Any) -> Cache:
     `cache.failed`; its tokens of this step are dropped, and the other rows go on. Rows are served in order, each all or
     nothing.
 
+    A row that has failed takes part in nothing until `free`, so that no token ever follows one that was dropped.
+
     Before that, layers with a window give back the blocks that no next token of their rows can see any more.
 
     Args:
@@ -37,11 +39,11 @@ def extend(cache: Cache, num_tokens: Any) -> Cache:
     """
     requested = row_counts("num_tokens", num_tokens, cache.lengths.shape[0])
     room = cache.config.max_seq_len - cache.lengths
-    fits = (requested > 0) & (requested <= room)
+    fits = (requested > 0) & (requested <= room) & ~cache.failed
     cache = leave_windows(cache)
     granted, needs, tables = _make_room(cache, jnp.where(fits, cache.lengths + requested, 0))
     granted &= fits
-    refused = (requested != 0) & ~granted
+    refused = (requested != 0) & ~granted & ~cache.failed  # what was refused first is what `check` tells of
     # Anything past the longest sequence is reported as just too long: the sum could overflow.
     wanted = jnp.where(requested < 0, -1, cache.lengths + jnp.minimum(requested, room + 1))
     # A request beyond this belongs to no packed array, and the sum of all must not overflow.
@@ -62,7 +64,8 @@ def reserve(cache: Cache, target_lengths: Any) -> Cache:
     Args:
       target_lengths: `i32[S]`; a row that has enough blocks already keeps them.
 
-    A row whose request cannot be met stays as it was and is marked in `cache.failed`, as in `extend`.
+    A row whose request cannot be met stays as it was and is marked in `cache.failed`, as in `extend`; one that has
+    failed before takes none.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -71,9 +74,9 @@ def reserve(cache: Cache, target_lengths: Any) -> Cache:
     3
     """
     target = row_counts("target_lengths", target_lengths, cache.lengths.shape[0])
-    fits = (target >= 0) & (target <= cache.config.max_seq_len)
+    fits = (target >= 0) & (target <= cache.config.max_seq_len) & ~cache.failed
     granted, needs, tables = _make_room(cache, jnp.where(fits, target, 0))
-    refused, wanted = ~(granted & fits), jnp.where(target < 0, -1, target)
+    refused, wanted = ~(granted & fits | cache.failed), jnp.where(target < 0, -1, target)
     return cache.replace(tables=tuple(mark_failed(t, refused, wanted, n) for t, n in zip(tables, needs, strict=True)))
 
 

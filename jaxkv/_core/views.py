@@ -15,15 +15,19 @@ from jaxkv._core.layer import LayerConfig
 from jaxkv._core.numbers import integer, shown
 from jaxkv._core.portrait import block_map
 from jaxkv._core.state import BlockTables, Layer, Pool
+from pallas_kernels import kinds
 
 
-def gather(cache: "Views", row: Any, *, layer: int, max_len: int | None = None) -> tuple[jax.Array, jax.Array]:
-    """The stored keys and values of one row, dense.
+def gather(
+    cache: "Views", row: Any, *, layer: int, max_len: int | None = None, raw: bool = False
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """The stored keys and values of one row, dense; those of a quantised layer as float32.
 
     Args:
       row: a row index; it may be traced when `max_len` is given.
       layer: the layer's index.
       max_len: give it to call this inside `jit`: the result then has this many places, 0 past the row's length.
+      raw: of a quantised layer `(k, v, k_scale, v_scale)` as they are stored.
 
     Returns:
       k, v: `[length, K, D]` each, or `[max_len, K, D]`; 0 for tokens that a layer with a window has given back.
@@ -47,8 +51,16 @@ def gather(cache: "Views", row: Any, *, layer: int, max_len: int | None = None) 
             raise ValueError("gather inside jit needs max_len=, since the row's length is not known there.")
         max_len = int(length)
     position = jnp.arange(max_len, dtype=jnp.int32)
-    k, v = cache.read(layer, row, position)
-    return k, v
+    if not raw:
+        return cache.read(layer, row, position)
+    kind = cache.config.kind(layer)
+    if kind.quantised is None:
+        raise ValueError(f"raw=True is for quantised layers, and layer {layer} is stored in {kind.name}.")
+    block, offset = cache.slots(row, position, layer=layer)
+    kv, scale = jax.tree.leaves(jax.tree.map(lambda x: x[block, :, :, offset], cache.pool(layer)))
+    held = block != 0
+    kv, scale = (jnp.where(jnp.expand_dims(held, range(1, x.ndim)), x, jnp.zeros((), x.dtype)) for x in (kv, scale))
+    return kv[:, 0], kv[:, 1], scale[:, 0], scale[:, 1]
 
 
 class Views:
@@ -193,7 +205,8 @@ class Views:
     @property
     def bytes(self) -> int:
         """Bytes of all pools."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.pools))
+        leaves = (leaf for leaf in jax.tree.leaves(self.pools) if hasattr(leaf, "dtype"))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     # Contents.
 
@@ -215,9 +228,16 @@ class Views:
         Only what the row holds is ever shown, never what a block's earlier owner left in it.
         """
         block, offset = self.slots(row, position, layer=layer)
-        kv = self.pool(layer).kv[block, :, :, offset, : self.layer_config(layer).head_dim]  # [..., 2, K, D]
+        kv = self._numbers(layer, jax.tree.map(lambda x: x[block, :, :, offset], self.pool(layer)))  # [..., 2, K, D]
         kv = jnp.where((block != 0)[..., None, None, None], kv, jnp.zeros((), kv.dtype))
         return kv[..., 0, :, :], kv[..., 1, :, :]
+
+    def _numbers(self, layer: int, part: Pool) -> jax.Array:
+        """What a part of a layer's pool means, `[..., D]`: as stored, or of a quantised layer as float32."""
+        head_dim, kind = self.layer_config(layer).head_dim, self.config.kind(layer).quantised
+        if kind is None:
+            return part.kv[..., :head_dim]
+        return kinds.decode(part.kv, part.scale, kind, head_dim)  # type: ignore[arg-type]
 
     def token(self, row: int, position: int, layer: int = 0) -> tuple[jax.Array, jax.Array]:
         """Keys and values `[K, D]` of one token. Outside `jit`, IndexError where there is none; inside, zeros."""
@@ -243,12 +263,12 @@ class Views:
     def combined(self, layer: int) -> jax.Array:
         """A layer as one dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window."""
         config, tables = self.layer_config(layer), self.layer(layer).tables
-        kv = self.pool(layer).kv
-        width = tables.tables.shape[1]
+        width, pool = tables.tables.shape[1], self.pool(layer)
         if self.config.contiguous:  # row s owns block s + 1: a slice, which moves no data inside jit
-            kv = kv[1:, ..., : config.head_dim]
+            kv = self._numbers(layer, jax.tree.map(lambda x: x[1:], pool))
         else:
-            blocks = jnp.moveaxis(kv[tables.tables, ..., : config.head_dim], 1, 3)  # [S, 2, K, M, block_size, D]
+            blocks = self._numbers(layer, jax.tree.map(lambda x: x[tables.tables], pool))
+            blocks = jnp.moveaxis(blocks, 1, 3)  # [S, 2, K, M, block_size, D]
             kv = blocks.reshape(*blocks.shape[:3], width * self.config.block_size, config.head_dim)
             kv = kv[..., : self.config.max_seq_len, :]
         held = jnp.arange(kv.shape[3], dtype=jnp.int32)[None] < tables.lengths[:, None]
@@ -260,7 +280,9 @@ class Views:
         return kv[:, 0], kv[:, 1]
 
     def _repr_html_(self) -> str:
-        return html.escape(repr(self)) if self._is_traced else block_map(repr(self), self.tables, self.config)
+        if self._is_traced or self.lengths.ndim != 1:
+            return html.escape(repr(self))
+        return block_map(repr(self), self.tables, self.config)
 
     @property
     def _is_traced(self) -> bool:
@@ -273,6 +295,8 @@ class Views:
         size = f"{self.num_layers} layer{'s' * (self.num_layers != 1)}, {format_bytes(self.bytes)}"
         if self._is_traced:
             return f"Cache(traced, {size})"
+        if self.lengths.ndim != 1:
+            return f"Cache(a stack of {list(self.lengths.shape[:-1])} caches, {size})"
         rows = int(jnp.sum(self.lengths > 0))
         failed = int(jnp.sum(self.failed))
         return (

@@ -39,10 +39,11 @@ def write(
     t = one.tables
     with jax.named_scope("write"):
         k, v = (spread(step, t, x) for x in (k, v))
-        kv = pallas_kernels.write_kv(
-            one.pool.kv, k, v, one.blocks, t.lengths, t.new, offsets=offsets_of(k, t), implementation=implementation
-        )
-    return put_back(Pool(kv=kv))
+        written = pallas_kernels.write_kv(
+            one.pool.kv, k, v, one.blocks, t.lengths, t.new, offsets=offsets_of(k, t), implementation=implementation,
+            **quantised(one),
+        )  # fmt: skip
+    return put_back(as_pool(written))
 
 
 def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementation: str | None = None) -> Cache:
@@ -119,6 +120,18 @@ def open_layer(
     settled = cache.replace(tables=tables)
     one = settled.layer(layer)
     return one, lambda pool: settled.with_layer(layer, dataclasses.replace(one, pool=pool))
+
+
+def quantised(one: Layer) -> dict[str, Any]:
+    """What the kernels have to know of a quantised pool."""
+    kind = one.config.kind(one.number).quantised
+    return {} if kind is None else {"kv_scale": one.pool.scale, "kind": kind}
+
+
+def as_pool(written: Any) -> Pool:
+    """A pool of what the kernels have written: its numbers, or them and their scales."""
+    kv, scale = written if isinstance(written, tuple) else (written, None)
+    return Pool(kv=kv, scale=scale)
 
 
 def layer_of(cache: Any, layer: Any) -> Layer:

@@ -43,7 +43,8 @@ class Engine:
       swap: what happens to a sequence that is set back because blocks ran out: it is swapped to host memory ("always"),
         computed again ("never"), or what is estimated to be faster ("auto").
       host_bandwidth: bytes/s to and from host memory, for that estimate.
-      **fields: `num_blocks`, `memory_bytes`, `block_size`, `dtype` and other fields of `CacheConfig.from_model`.
+      cache_dtype: what keys and values are stored in, quantised kinds among it; default: the model's dtype.
+      **fields: `num_blocks`, `memory_bytes`, `block_size` and other fields of `CacheConfig.from_model`.
 
     Attributes:
       prefix: its `PrefixCache`, or None.
@@ -60,7 +61,7 @@ class Engine:
         self, model: Any, *, max_seqs: int = 8, max_seq_len: int | None = None, longest: int = 1024,
         step_tokens: int = 256, steps_per_dispatch: int = 1, seed: int = 0, logits_hook: Hook | None = None,
         prefix_cache: bool = False, spill_bytes: int = 0, swap: Swap = "auto", host_bandwidth: float = 1e10,
-        **fields: Any,
+        cache_dtype: Any = None, **fields: Any,
     ):  # fmt: skip
         if swap not in ("auto", "always", "never"):
             raise ValueError(f"swap must be 'auto', 'always' or 'never', not {swap!r}.")
@@ -69,6 +70,8 @@ class Engine:
         if max_seq_len is None:
             max_seq_len = max(64, 1 << (integer("longest", longest, least=1) - 1).bit_length())
             max_seq_len = min(max_seq_len, getattr(model_config, "max_seq_len", max_seq_len))
+        if cache_dtype is not None:
+            fields["dtype"] = cache_dtype
         if fields.get("memory_bytes") is not None:
             fields["memory_bytes"] = real("memory_bytes", fields["memory_bytes"], least=0)
         host_bandwidth = real("host_bandwidth", host_bandwidth, least=1)
@@ -297,8 +300,7 @@ class Engine:
                 left = set(requests)
                 while left:
                     self._loop.advance()
-                    left -= {request for request in news if request.done}
-                    for request, token in _handed_out(news):
+                    for request, token in _handed_out(news, left):
                         yield request.number, token
             finally:
                 self._withdraw(requests)
@@ -315,21 +317,25 @@ class Engine:
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
-        is_new = self._turn.take()
+        is_new = not self._turn.is_taken
+        turn = self._turn.take()
         try:
             yield
         finally:
             if is_new:
                 self._turn.give()
+            del turn
 
 
-def _handed_out(news: dict[Request, None]) -> Iterator[tuple[Request, int]]:
-    """The tokens of requests that have not been handed out yet."""
+def _handed_out(news: dict[Request, None], left: set[Request] | None = None) -> Iterator[tuple[Request, int]]:
+    """The tokens of requests that have not been handed out yet. Of those that are left, drop what is done then."""
     for request in list(news):
         while request.given < len(request.tokens):
             request.given += 1
             yield request, request.tokens[request.given - 1]
         news.pop(request, None)
+        if left and request.done:
+            left.discard(request)
 
 
 def _progress_bar(calls: Sequence[Any], wanted: bool) -> Iterable[Any]:

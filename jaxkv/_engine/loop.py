@@ -73,6 +73,7 @@ class Loop:
         self._is_sound = False
         self.residents.reset()
         self._restart()
+        self._rest()
         self._is_sound = True
 
     def warm(self, kinds: tuple[Kind, ...], counts: tuple[int, ...]) -> list[Callable[[], Any]]:

@@ -82,7 +82,7 @@ class Pipeline:
         if not is_decode:
             packed = np.zeros(next(size for size in self.sizes if size >= len(tokens)), np.int32)
             packed[: len(tokens)] = tokens
-        kind = KINDS[max(KINDS.index(sequence.request.choice.kind) for sequence, _, _ in work)]
+        kind = KINDS[max(sequence.request.kind for sequence, _, _ in work)]
         count = max(sequence.request.num_logprobs for sequence, _, _ in work)
         count = count and 1 << (count - 1).bit_length()  # few programs
         began = time.perf_counter()

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv._core.numbers import integer, shown
-from jaxkv._engine.sampling import Choice
+from jaxkv._engine.sampling import KINDS, Choice
 
 
 class Request:
@@ -29,7 +29,7 @@ class Request:
         self.tokens: list[int] = []
         self.logprobs: list[dict[int, float]] = []
         self.samples: tuple[Request, ...] = (self,)
-        self.column = choice.column(number)
+        self.column, self.kind = choice.column(number), KINDS.index(choice.kind)
         self.news = news  # of who waits for its tokens: it puts itself there when something has come
         self.given = 0  # how many tokens have been handed out
         self.stopped = False  # by a stop token, or because it was cancelled

@@ -206,7 +206,11 @@ class Residents:
             sequence.cached, sequence.host = sequence.host.num_tokens, None
         elif self.prefix is not None and match is not None and match.num_tokens:
             try:
-                self.cache = self.prefix.adopt(self.cache, row, match, donate=True)
+                try:
+                    self.cache = self.prefix.adopt(self.cache, row, match, donate=True)
+                except ValueError:  # a call that was cut off left the index ahead of the cache; now it follows it
+                    match = self.prefix.match(sequence.tokens, salt=sequence.salt)
+                    self.cache = self.prefix.adopt(self.cache, row, match, donate=True)
             except OutOfBlocks:  # for what would come back from the host
                 return
             sequence.cached = match.num_tokens

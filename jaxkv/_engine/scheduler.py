@@ -112,6 +112,7 @@ class Scheduler:
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []  # in the order of admission
         self.times_set_back = 0
+        self._spare: int | None = None  # blocks that every group can have; None: to be asked for
 
     def plan(self, *, certain: bool = True) -> Step:
         """The next step. Decoding rows come first; what is left of the step goes to prompts, oldest first.
@@ -124,7 +125,7 @@ class Scheduler:
           Unsure: not certain, and room may have run out. What was admitted until then stays so.
         """
         step = Step(self.rows.block_size)
-        times_set_back = self.times_set_back
+        times_set_back, self._spare = self.times_set_back, None
         for sequence in [s for s in self.running if s.followers]:
             self._split(sequence, certain)
         for sequence in sorted(self.running, key=lambda s: s.pending > 1):  # stable: oldest first among equals
@@ -136,6 +137,7 @@ class Scheduler:
                 break
             sequence = self.waiting[0]
             self.rows.admit(sequence)
+            self._spare = None
             self.running.append(self.waiting.popleft())
             self._schedule(sequence, step, certain)
         return step
@@ -146,7 +148,7 @@ class Scheduler:
         Returns:
           How many steps it is then: `most`, or 1 and the step is as it was.
         """
-        if self.waiting or not step.is_decode or any(s.pending > 1 or s.followers for s in step.counts):
+        if most == 1 or self.waiting or not step.is_decode or any(s.pending > 1 or s.followers for s in step.counts):
             return 1
         longer = Step(step.block_size)
         for sequence in step.counts:
@@ -214,6 +216,7 @@ class Scheduler:
             newest = self.running[-1]
             step.remove(newest)
             self.rows.set_back(newest)
+            self._spare = None
             self.running.remove(newest)
             self.waiting.appendleft(newest)
             self.times_set_back += 1
@@ -229,11 +232,14 @@ class Scheduler:
             if not certain:
                 raise Unsure
             self.rows.settle()
+            self._spare = None
             places = self._places(sequence, step)
         return max(0, min(wanted, places))
 
     def _places(self, sequence: Sequence, step: Step) -> int:
         """Tokens for which there are blocks beside the step's."""
         size = self.rows.block_size
-        blocks = min(self.rows.available) - step.num_blocks
+        if self._spare is None:
+            self._spare = min(self.rows.available)
+        blocks = self._spare - step.num_blocks
         return (-(-sequence.cached // size) + blocks) * size - sequence.cached

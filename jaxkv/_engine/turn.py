@@ -1,33 +1,50 @@
 """An engine is one thread's at a time."""
 
 import threading
+import weakref
+
+
+class Held:
+    """A turn that a thread has taken. It is over when no one refers to this any more, or at `Turn.give`."""
+
+    def __init__(self, thread: threading.Thread):
+        self.thread = thread
 
 
 class Turn:
-    """Who is at work. Taking it is one operation of a dict, so no lock can be left closed by an interrupt."""
+    """Who is at work. A call that is cut off takes its turn with it, so none can be left behind."""
 
     def __init__(self) -> None:
-        self._holder: dict[str, threading.Thread] = {}
+        self._holder: dict[str, weakref.ref[Held]] = {}
+        self._stale = threading.Lock()
 
-    def take(self) -> bool:
-        """Begin to work; whether this thread was not at work already, so that it must `give` the turn back.
+    def take(self) -> Held:
+        """Begin to work: keep what is returned until the end. A thread that is at work already gets what it has.
 
         Raises:
           RuntimeError: another thread is at work.
         """
-        me = threading.current_thread()
-        was_mine = self._holder.get("turn") is me
-        holder = self._holder.setdefault("turn", me)
-        if holder is not me and not holder.is_alive():
-            self._holder.pop("turn", None)
-            return self.take()
-        if holder is not me:
-            raise RuntimeError(
-                f"This engine is at work in the thread {holder.name!r}, and is one thread's at a time: let its stream "
-                "or run end or close it first. submit and cancel can be called from any thread."
-            )
-        return not was_mine
+        while True:
+            mine = Held(threading.current_thread())
+            holder = self._holder.setdefault("turn", weakref.ref(mine))  # one operation: only one thread succeeds
+            held = holder()
+            if held is not None and held.thread is mine.thread:
+                return held
+            if held is not None and held.thread.is_alive():
+                raise RuntimeError(
+                    f"This engine is at work in the thread {held.thread.name!r}, and is one thread's at a time: let "
+                    "its stream or run end or close it first. submit and cancel can be called from any thread."
+                )
+            with self._stale:
+                if self._holder.get("turn") is holder:
+                    del self._holder["turn"]
 
     def give(self) -> None:
         """End it."""
         self._holder.pop("turn", None)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether any thread is at work."""
+        holder = self._holder.get("turn")
+        return holder is not None and holder() is not None

@@ -27,8 +27,10 @@ from jaxkv._core.layer import LayerConfig, kind_of
 from jaxkv._core.numbers import integer, shown
 from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
+from pallas_kernels import kinds
 
-FORMAT, VERSION = "jaxkv cache", "1"
+# Version 1 has no stacked and no quantised caches, and is otherwise the same.
+FORMAT, VERSION, KNOWN = "jaxkv cache", "2", ("1", "2")
 CHECKSUMS = "checksums"
 MOST_EMPTY_ROWS = 1 << 16  # rows of a cache that has fewer blocks; more make no sense, and their tables take memory
 CHUNK = 1 << 24  # bytes read at a time while a file is verified
@@ -90,10 +92,10 @@ def open_saved(path: pathlib.Path) -> tuple[SavedCache, dict[str, np.ndarray]]:
     tensors, fields, header = safetensors.read_all(path)
     if fields.get("format") != FORMAT:
         raise CacheFileError(f"{path} is a safetensors file, but not of a cache: jaxkv.save writes those.")
-    if fields.get("version") != VERSION:
+    if fields.get("version") not in KNOWN:
         raise CacheFileError(
-            f"{path} is in version {fields.get('version')} of the format, but this jaxkv knows version {VERSION}: "
-            "install a newer one."
+            f"{path} is in version {fields.get('version')} of the format, but this jaxkv knows versions up to "
+            f"{VERSION}: install a newer one."
         )
     expected = tensors.pop(CHECKSUMS, np.zeros(0, np.uint32)).tolist()
     if len(expected) != len(tensors) + 1:
@@ -129,7 +131,7 @@ def _saved(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> Save
 
 def describe_layer(config: CacheConfig, layer: int) -> dict[str, Any]:
     """What one layer keeps, in plain values; two layers of which this is equal can hold each other's tokens."""
-    return dataclasses.asdict(config.layers[layer]) | {"dtype": config.kind(layer).dtype.name}
+    return dataclasses.asdict(config.layers[layer]) | {"dtype": config.kind(layer).name}
 
 
 def _checksum(tensor: np.ndarray) -> int:
@@ -160,12 +162,13 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
         if ((tables != 0) != ((column >= first[:, None]) & (column < end[:, None]))).any():
             raise ValueError(f"tables.{g} does not hold the tokens of the rows")
         for i in layers:
-            blocks, layer = tensors[f"layer.{i}"], config.layers[i]
-            if blocks.shape[1:] != (2, layer.num_kv_heads, saved.block_size, layer.head_dim):
-                raise ValueError(f"layer.{i} {blocks.shape} is not what its config says")
-            if tables.min(initial=0) < 0 or tables.max(initial=0) > len(blocks):
-                raise ValueError(f"tables.{g} names blocks that are not there")
-            expected.add(f"layer.{i}")
+            for name, minor in stored_parts(config, i).items():
+                blocks, layer = tensors[name], config.layers[i]
+                if blocks.shape[1:] != (2, layer.num_kv_heads, saved.block_size, *minor):
+                    raise ValueError(f"{name} {blocks.shape} is not what its config says")
+                if tables.min(initial=0) < 0 or tables.max(initial=0) > len(blocks):
+                    raise ValueError(f"tables.{g} names blocks that are not there")
+                expected.add(name)
     if unknown := sorted(tensors.keys() - expected):
         raise ValueError(f"it has tensors that no cache has: {shown(unknown)}")
     for name, tensor in tensors.items():
@@ -174,8 +177,17 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
 
 
 def _dtype(config: CacheConfig, name: str) -> np.dtype:
-    kind, _, index = name.partition(".")
-    return config.kind(int(index)).dtype if kind == "layer" else np.dtype(np.int32)
+    what, _, index = name.partition(".")
+    if what == "layer":
+        return config.kind(int(index)).dtype
+    return config.kind(int(index)).scale_dtype if what == "scale" else np.dtype(np.int32)
+
+
+def stored_parts(config: CacheConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer, numbers and scales, and what follows `[n, 2, K, block_size]` in their shapes."""
+    kind, head_dim = config.kind(layer).quantised, config.layers[layer].head_dim
+    parts: dict[str, tuple[int, ...]] = {f"layer.{layer}": (kinds.stored_dim(kind, head_dim),)}
+    return parts if kind is None else parts | {f"scale.{layer}": kinds.scale_axes(kind, head_dim)}
 
 
 def _render(config: CacheConfig) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def tokens_at(kv: Any, slots: np.ndarray, *, first: int = 0) -> Any:
     """`[n, 2, K, new_size, D]`: the keys and values at `slots`; whatever stands where there is no token.
 
     Args:
-      kv: `[N, 2, K, old_size, D]`, a pool's array or one in a file.
+      kv: `[N, 2, K, old_size, D]`, a pool's array or one in a file. Scales may have no last axis, here and there.
       slots: as in `Blocks`.
       first: the number of kv's first block.
     """
@@ -90,11 +90,11 @@ def tokens_at(kv: Any, slots: np.ndarray, *, first: int = 0) -> Any:
     if slots.shape[1] == old_size:  # whole blocks
         return kv[block.max(axis=1)]
     tokens = kv[block, :, :, np.maximum(slots, 0) % old_size]  # [n, new_size, 2, K, D]
-    return tokens.transpose(0, 2, 3, 1, 4)
+    return tokens.transpose(0, 2, 3, 1, *range(4, tokens.ndim))
 
 
 def clear_unused(blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
     """`blocks` with zeros where there is no token, in place where that is possible."""
     blocks = blocks if blocks.flags.writeable else blocks.copy()
-    blocks.transpose(0, 3, 1, 2, 4)[slots < 0] = 0
+    blocks.transpose(0, 3, 1, 2, *range(4, blocks.ndim))[slots < 0] = 0
     return blocks

@@ -12,7 +12,8 @@ from jaxkv._core.arguments import row_indices
 from jaxkv._core.cache import Cache, init
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.errors import CacheFileError
-from jaxkv._files.format import SavedCache, describe_layer, open_saved, write_saved
+from jaxkv._core.state import Pool
+from jaxkv._files.format import SavedCache, describe_layer, open_saved, stored_parts, write_saved
 from jaxkv._files.reblock import Blocks, TokensGone, clear_unused, reblock, tokens_at
 from jaxkv._tiers.restore import pool_layers, put_rows
 
@@ -63,15 +64,18 @@ def save(
     shapes = {"lengths": lengths.shape} | {f"tables.{g}": plan.tables.shape for g, plan in enumerate(plans)}
     for i in layers:
         layer, blocks = config.layers[i], len(plans[config.group(i)].slots)
-        shapes[f"layer.{i}"] = (blocks, 2, layer.num_kv_heads, block_size, layer.head_dim)
+        for name, minor in stored_parts(config, i).items():
+            shapes[name] = (blocks, 2, layer.num_kv_heads, block_size, *minor)
 
     def tensors() -> Iterator[np.ndarray]:
         yield lengths.astype(np.int32)
         yield from (plan.tables for plan in plans)
         for i in layers:
             plan = plans[config.group(i)]
-            blocks = tokens_at(cache.pool(i).kv, plan.padded)[..., : config.layers[i].head_dim]
-            yield clear_unused(np.asarray(blocks)[: len(plan.slots)], plan.slots)
+            for x, minor in zip(jax.tree.leaves(cache.pool(i)), stored_parts(config, i).values(), strict=True):
+                blocks = tokens_at(x, plan.padded)
+                blocks = blocks[..., : minor[0]] if minor else blocks  # without the padding of the pool
+                yield clear_unused(np.asarray(blocks)[: len(plan.slots)], plan.slots)
 
     saved = SavedCache(config=config, lengths=tuple(lengths.tolist()), model=model, metadata=metadata or {},
                        block_size=block_size, groups=config.groups)  # fmt: skip
@@ -137,9 +141,11 @@ def load(
     free = config.group_blocks if into is None else [int(t.num_free) for t in into.tables]
     plans = _fit(path, saved, tensors, source, config, free, partial_windows)
 
-    def read(layer: int) -> np.ndarray:
+    def read(layer: int) -> Pool:
         slots = plans[layer].padded
-        return clear_unused(tokens_at(tensors[f"layer.{layer}"], slots, first=1), slots)
+        parts: Any = [tensors[name] for name in stored_parts(config, layer)]
+        parts = [clear_unused(tokens_at(part, slots, first=1), slots) for part in parts]
+        return Pool(*parts)
 
     entries = [plans[layers[0]].tables for layers in config.groups]  # the same for every layer of a group
     try:

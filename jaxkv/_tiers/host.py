@@ -1,6 +1,7 @@
 """Rows in host memory: `swap_out` and `swap_in`."""
 
 import dataclasses
+import functools
 import operator
 from typing import Any
 
@@ -12,7 +13,7 @@ from jaxkv._core.allocator import serve, take
 from jaxkv._core.arguments import row_indices, row_mask, scatter_rows
 from jaxkv._core.cache import Cache
 from jaxkv._core.pools import put_blocks, put_group, read_group
-from jaxkv._core.state import NULL_BLOCK
+from jaxkv._core.state import NULL_BLOCK, Pool
 from jaxkv._core.tables import free, mark_failed
 
 
@@ -28,7 +29,7 @@ class HostBlocks:
     lengths: np.ndarray  # i32[n]: tokens of each row
     first: tuple[np.ndarray, ...]  # for each group i32[n]: the column of the row's first block in its table
     count: tuple[np.ndarray, ...]  # for each group i32[n]: blocks of the row
-    blocks: tuple[Any, ...]  # for each layer [B, 2, K, block_size, D], or None for a layer that shares another's
+    blocks: tuple[Pool | None, ...]  # of each layer, B in all; None for a layer that shares another's
     groups: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
     windows: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})  # of each group
 
@@ -44,8 +45,7 @@ class HostBlocks:
             places = np.zeros(padded_size(int(count[i])), np.int32)
             places[: count[i]] = start + np.arange(count[i])
             for layer in layers:
-                held, picked = blocks[layer], np.asarray(blocks[layer])[places]
-                blocks[layer] = jax.device_put(picked, held.sharding) if isinstance(held, jax.Array) else picked
+                blocks[layer] = jax.tree.map(functools.partial(_pick, places), blocks[layer])
         return dataclasses.replace(
             self, lengths=self.lengths[i : i + 1], first=tuple(x[i : i + 1] for x in self.first),
             count=tuple(x[i : i + 1] for x in self.count), blocks=tuple(blocks),
@@ -106,8 +106,8 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
         ids = held[used]
         padded = np.full(padded_size(len(ids)), NULL_BLOCK, np.int32)
         padded[: len(ids)] = ids
-        for layer, kv in read_group(cache, group, padded).items():
-            blocks[layer] = _to_host(kv)
+        for layer, part in read_group(cache, group, padded).items():
+            blocks[layer] = jax.tree.map(_to_host, part)
     host = HostBlocks(
         lengths=tables[0].lengths[moved], first=tuple(first), count=tuple(count), blocks=tuple(blocks),
         groups=cache.config.groups, windows=cache.config.group_windows,
@@ -158,7 +158,7 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
                                 new=jnp.where(filled, 0, t.new))  # fmt: skip
         groups.append(t)
         # Block i is the (i - start)-th of the row in whose range it lies.
-        size = host.blocks[cache.config.groups[group][0]].shape[0]
+        size = host.blocks[cache.config.groups[group][0]].kv.shape[0]  # type: ignore[union-attr]
         i, end = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(count)
         of = jnp.searchsorted(end, i, side="right", method="compare_all")
         row = jnp.minimum(of, len(host) - 1)
@@ -195,12 +195,11 @@ def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:
         )
     for layers in cache.config.groups:
         for layer in layers:
-            blocks, (_, *shape) = host.blocks[layer], cache.config.pool_shape(layer)
-            dtype = cache.config.kind(layer).dtype
-            if list(blocks.shape[1:]) != shape or blocks.dtype != dtype:
+            held, own = (_described(part) for part in (host.blocks[layer], cache.layer(layer).pool))
+            if held != own:
                 raise ValueError(
-                    f"The blocks of layer {layer} are {blocks.dtype}{list(blocks.shape[1:])}, but the cache's are "
-                    f"{dtype}{shape}: swap them into a cache like the one they come from."
+                    f"The blocks of layer {layer} are {held}, but the cache's are {own}: swap them into a cache "
+                    "like the one they come from."
                 )
     if isinstance(dst, jax.core.Tracer) or isinstance(cache.lengths, jax.core.Tracer):
         return
@@ -226,6 +225,16 @@ def _are_empty(cache: Cache, rows: jax.Array) -> jax.Array:
 def padded_size(count: int) -> int:
     """So many places for `count` blocks that there are few different ones."""
     return 1 << max(count - 1, 0).bit_length()
+
+
+def _described(pool: Pool | None) -> str:
+    """The dtypes and shapes of a pool's blocks."""
+    return " with scales ".join(f"{x.dtype}{list(x.shape[1:])}" for x in jax.tree.leaves(pool))
+
+
+def _pick(places: np.ndarray, x: Any) -> Any:
+    picked = np.asarray(x)[places]
+    return jax.device_put(picked, x.sharding) if isinstance(x, jax.Array) else picked
 
 
 def _to_host(x: jax.Array) -> jax.Array:

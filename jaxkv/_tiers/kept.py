@@ -13,7 +13,7 @@ from jaxkv._core.state import BlockTables
 @jax.jit
 def keep(tables: BlockTables, kept: jax.Array) -> BlockTables:
     """Keep other blocks, i32[N + 1]: those that rows hold, or that were kept before."""
-    return replace_entries(tables, tables.tables, kept)
+    return replace_entries(tables, tables.tables, jnp.asarray(kept))
 
 
 @jax.jit

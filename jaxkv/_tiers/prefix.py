@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.numbers import integer, real
+from jaxkv._core.numbers import integer, real, shown
 from jaxkv._core.views import check_row
 from jaxkv._tiers.kept import count_unused, keep
 from jaxkv._tiers.prefix_change import Change
@@ -99,7 +99,10 @@ class PrefixCache:
             has been evicted since, or this is an older cache.
           OutOfBlocks: there is no room for the blocks that come back from the host.
         """
-        self._check(cache, row)
+        self._check(cache)
+        check_row(cache, row)
+        if not isinstance(match, Match):
+            raise ValueError(f"match must be what the method match returned, not {shown(match)}.")
         length, held = jax.device_get((cache.lengths, [t.held for t in cache.tables]))
         if length[row] or any(h[row] for h in held):
             raise ValueError(
@@ -136,7 +139,8 @@ class PrefixCache:
         Raises:
           IndexError: no such row. ValueError: tokens that are not integers, or a salt of the wrong type.
         """
-        self._check(cache, row)
+        self._check(cache)
+        check_row(cache, row)
         tokens, root = _as_tokens(tokens), self._root(salt, adapter)
         columns, length = jax.device_get(([t.tables[row] for t in cache.tables], cache.lengths[row]))
         change = Change(self._index, cache)
@@ -235,13 +239,13 @@ class PrefixCache:
 
     # The parts.
 
-    def _check(self, cache: Cache, row: int | None = None) -> None:
+    def _check(self, cache: Cache) -> None:
+        if not isinstance(cache, Cache):
+            raise ValueError(f"cache must be a Cache, as jaxkv.init makes one, not {shown(cache)}.")
         if cache.config != self.config:
             raise ValueError("This PrefixCache was made for caches of another config: make one from cache.config.")
         if isinstance(cache.lengths, jax.core.Tracer):
             raise ValueError("A PrefixCache cannot be used inside jit: what it has is known on the host alone.")
-        if row is not None:
-            check_row(cache, row)
 
     def _root(self, salt: Any, adapter: Any) -> Node:
         if not isinstance(salt, str | bytes | None):

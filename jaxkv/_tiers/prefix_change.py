@@ -9,7 +9,7 @@ import numpy as np
 from jaxkv._core.cache import Cache
 from jaxkv._core.errors import OutOfBlocks
 from jaxkv._core.pools import put, put_group, put_in_place, read_group
-from jaxkv._core.state import NULL_BLOCK
+from jaxkv._core.state import NULL_BLOCK, Pool
 from jaxkv._tiers.host import padded_size
 from jaxkv._tiers.kept import attach, claim, keep
 from jaxkv._tiers.prefix_index import Node, PrefixIndex
@@ -30,7 +30,7 @@ class Change:
         self.index, self.config = index, cache.config
         # For each group and block the label that it is to have.
         self.kept = index.follow(jax.device_get([t.kept for t in cache.tables]))
-        self.spilled: list[tuple[Node, int, list[np.ndarray]]] = []  # what goes to the host, of which group
+        self.spilled: list[tuple[Node, int, list[Pool]]] = []  # what goes to the host, of which group
         self.restored: dict[tuple[Node, int], int] = {}  # what comes back from there, into which block
         self.counts: collections.Counter[str] = collections.Counter()
         self.cache = cache
@@ -83,9 +83,9 @@ class Change:
             labels = np.array([node.label for node in nodes] + [0] * padding, np.int32)
             groups[group], target = claim(groups[group], labels)
 
-            def read(layer: int, group: int = group, nodes: list[Node] = nodes) -> np.ndarray:
+            def read(layer: int, group: int = group, nodes: list[Node] = nodes + padding * nodes[:1]) -> Pool:
                 index = self.config.groups[group].index(layer)
-                return np.stack([node.host[group][index] for node in nodes])
+                return jax.tree.map(lambda *blocks: np.stack(blocks), *(node.host[group][index] for node in nodes))
 
             cache = put_group(cache, group, read, target, put_in_place if donate else put)
             for node, block in zip(nodes, np.asarray(target).tolist(), strict=False):
@@ -110,8 +110,9 @@ class Change:
         self.counts["blocks_evicted"] += len(victims)
         if self.index.spill_bytes >= self.index.block_bytes[group]:
             found = read_group(self.cache, group, blocks)
-            kv = [np.asarray(found[layer]) for layer in self.config.groups[group]]
-            self.spilled += [(node, group, [x[i].copy() for x in kv]) for i, node in enumerate(victims)]
+            parts = jax.tree.map(np.asarray, [found[layer] for layer in self.config.groups[group]])
+            for i, node in enumerate(victims):
+                self.spilled.append((node, group, jax.tree.map(lambda x, i=i: x[i].copy(), parts)))
             self.counts["blocks_spilled"] += len(victims)
 
     def _keep(self) -> None:

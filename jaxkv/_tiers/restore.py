@@ -67,7 +67,7 @@ def _adopt(
 def _like(old: jax.Array, new: np.ndarray) -> jax.Array:
     """`new` where `old` is, so that a compiled step takes one as it takes the other."""
     new = np.asarray(new, old.dtype)
-    return jax.device_put(new, old.sharding) if old.committed else jnp.asarray(new)
+    return jax.device_put(new, old.sharding) if getattr(old, "committed", False) else jnp.asarray(new)
 
 
 def pool_layers(config: CacheConfig) -> list[int]:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxkv._core.cache import Cache, init
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.layer import LayerConfig
+from jaxkv._core.pools import put_blocks
 from jaxkv._core.state import NULL_BLOCK, BlockTables, Pool
 
 
@@ -72,7 +73,8 @@ def from_blocks(
                          block_size=block_size, **fields)  # fmt: skip
     cache = init(config)
     for i, (one_k, one_v) in enumerate(zip(k, v, strict=True)):
-        cache = cache.replace_pool(i, _fill(cache.pool(i), one_k, one_v))
+        blocks = Pool(*config.kind(i).encode(jnp.stack([one_k, one_v], axis=1)))
+        cache = cache.replace_pool(i, put_blocks(cache.pool(i), blocks, jnp.arange(1, num_blocks + 1, dtype=jnp.int32)))
     counts = np.bincount(entries.ravel(), minlength=num_blocks + 1)
     free = 1 + np.flatnonzero(counts[1:] == 0)
     free_list = np.concatenate([np.zeros(num_blocks - len(free)), free])
@@ -128,8 +130,3 @@ def _check_tables(
                 "more: only full blocks can be shared. Give each row a copy of its own."
             )
     return entries, lengths, max_seq_len
-
-
-def _fill(pool: Any, k: Any, v: Any) -> Pool:
-    blocks = jnp.stack([k, v], axis=1).astype(pool.kv.dtype)
-    return Pool(kv=pool.kv.at[1:, ..., : k.shape[-1]].set(blocks))

@@ -10,6 +10,7 @@ import numpy as np
 from jaxkv._core.cache import Cache, init
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.layer import LayerConfig
+from jaxkv._core.state import Pool
 from jaxkv._files.reblock import reblock, tokens_at
 from jaxkv._tiers.restore import pool_layers, put_rows
 
@@ -61,11 +62,12 @@ def from_dense(
             )
         plans.append(plan)
 
-    def read(layer: int) -> jax.Array:
+    def read(layer: int) -> Pool:
         slots, own = plans[config.group(layer)].padded, pool_layers(config).index(layer)
-        kv = jnp.stack([jnp.asarray(x[own]).astype(config.kind(layer).dtype) for x in (k, v)], axis=1)
+        kv = jnp.stack([jnp.asarray(x[own]) for x in (k, v)], axis=1)
         blocks = tokens_at(kv.transpose(0, 1, 3, 2, 4), slots, first=1)
-        return jnp.where((slots >= 0)[:, None, None, :, None], blocks, jnp.zeros((), kv.dtype))
+        blocks = jnp.where((slots >= 0)[:, None, None, :, None], blocks, jnp.zeros((), kv.dtype))
+        return Pool(*config.kind(layer).encode(blocks))
 
     return put_rows(init(config), np.arange(rows), lengths, [plan.tables for plan in plans], read, in_place=True)
 

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from jaxkv._core.groups import period_of
+from jaxkv._core.numbers import integer, real, shown
 from jaxkv.models.rope import Rope
 
 
@@ -61,8 +62,17 @@ class DecoderConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+            object.__setattr__(self, name, integer(name, getattr(self, name), least=1))
+        for name in ("attention_scale", "norm_eps", "norm_offset", "embed_scale"):
+            real(name, getattr(self, name), least=0)
+        for name in ("attention_soft_cap", "logit_soft_cap"):
+            if getattr(self, name) is not None:
+                real(name, getattr(self, name), above=0)
+        for name in ("qk_norm", "post_norms", "qkv_bias", "out_bias", "mlp_bias", "tie_embeddings", "byte_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, not {shown(getattr(self, name))}.")
+        if self.activation not in ("silu", "gelu_tanh"):
+            raise ValueError(f"activation must be 'silu' or 'gelu_tanh', not {shown(self.activation)}.")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads} query heads cannot be shared among {self.num_kv_heads} KV heads: "

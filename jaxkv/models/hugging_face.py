@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jaxkv._core.numbers import integer, real, shown
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.rope import Rope
 
@@ -11,6 +12,8 @@ GEMMA = ("gemma2", "gemma3_text")
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
 }  # fmt: skip
+# Far above any model; what is larger is a mistake, or meant to fill the memory.
+MOST_LAYERS, MOST_HEADS, MOST_DIM = 512, 2**16, 2**24
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Fields that change nothing in what a decoder computes.
 HARMLESS = {
@@ -32,7 +35,9 @@ MUST_BE = {
 class _Fields:
     """A dict that remembers what was read, so that what nobody read can be refused."""
 
-    def __init__(self, fields: Mapping[str, Any], where: str):
+    def __init__(self, fields: Any, where: str):
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"{where} must be an object with fields, not {shown(fields)}.")
         self.left, self.where = dict(fields), where
 
     def take(self, name: str, *default: Any) -> Any:
@@ -40,15 +45,39 @@ class _Fields:
             raise ValueError(f"{self.where} lacks the field {name}.")
         return self.left.pop(name, *default)
 
+    # Those of one type; a default of None means that there need be none, and then None may be written, too.
+
+    def size(self, name: str, *default: int | None, least: int = 1, most: int = 2**31 - 1) -> Any:
+        value = self.take(name, *default[:1])
+        if value is None and None in default:
+            return None
+        return integer(f"{name} in {self.where}", value, least=least, most=most)
+
+    def number(self, name: str, *default: float | None, least: float | None = None, above: float | None = None) -> Any:
+        value = self.take(name, *default[:1])
+        if value is None and None in default:
+            return None
+        return real(f"{name} in {self.where}", value, least=least, above=above, most=1e12)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.take(name, default)
+        if not isinstance(value, bool):
+            raise self.refuse(name, value, "true and false")
+        return value
+
     def refuse(self, name: str, value: Any, honoured: Any) -> ValueError:
-        return ValueError(f"{self.where} has {name} = {value!r}, which the decoder cannot honour; it knows {honoured}.")
+        return ValueError(
+            f"{self.where} has {name} = {shown(value)}, which the decoder cannot honour; it knows {honoured}."
+        )
 
     def finish(self) -> None:
         for name, allowed in MUST_BE.items():
-            if (value := self.left.pop(name, allowed[0])) not in allowed:
+            value = self.left.pop(name, allowed[0])
+            if not any(value is one for one in allowed):
                 raise self.refuse(name, value, " and ".join(map(repr, allowed)))
         if unknown := sorted(self.left.keys() - HARMLESS):
-            fields = ", ".join(f"{name} = {self.left[name]!r}" for name in unknown)
+            fields = ", ".join(f"{shown(name)[1:-1]} = {shown(self.left[name])}" for name in unknown[:10])
+            fields += f", and {len(unknown) - 10} more" if len(unknown) > 10 else ""
             raise ValueError(f"{self.where} has fields that the decoder does not know and so cannot honour: {fields}.")
 
 
@@ -65,39 +94,47 @@ def parse(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfi
     fields = _Fields(config, where)
     family = fields.take("model_type", None)
     if family not in FAMILIES:
-        raise ValueError(f"{where} is of the family {family!r}, but the decoder knows {', '.join(FAMILIES)}.")
-    num_layers, num_heads = fields.take("num_hidden_layers"), fields.take("num_attention_heads")
-    embed_dim, max_seq_len = fields.take("hidden_size"), fields.take("max_position_embeddings")
-    num_kv_heads = fields.take("num_key_value_heads", *([None] if family == "llama" else [])) or num_heads
-    head_dim = fields.take("head_dim", {"qwen3": 128, "gemma2": 256, "gemma3_text": 256}.get(family))
-    head_dim = head_dim or embed_dim // num_heads
+        raise ValueError(
+            f"{where} is of the family (model_type) {shown(family)}, but the decoder knows {', '.join(FAMILIES)}."
+        )
+    num_layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
+    num_heads, embed_dim = (
+        fields.size("num_attention_heads", most=MOST_HEADS),
+        fields.size("hidden_size", most=MOST_DIM),
+    )
+    max_seq_len = fields.size("max_position_embeddings")
+    kv_default = [None] if family == "llama" else []
+    num_kv_heads = fields.size("num_key_value_heads", *kv_default, most=MOST_HEADS) or num_heads
+    head_default = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256}.get(family)
+    head_dim = fields.size("head_dim", head_default, None, most=MOST_DIM) or head_default or embed_dim // num_heads
 
     activation = fields.take("hidden_act", "silu")
     if family in GEMMA:  # they write both, and mean the other one
         activation = fields.take("hidden_activation", "gelu_pytorch_tanh")
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         name = "hidden_activation" if family in GEMMA else "hidden_act"
         raise fields.refuse(name, activation, ", ".join(ACTIVATIONS))
     tokenizer = fields.take("jaxkv_tokenizer", None)
     if tokenizer not in (None, "bytes"):
         raise fields.refuse("jaxkv_tokenizer", tokenizer, "'bytes'")
 
-    has_bias = fields.take("attention_bias", False) if family in ("llama", "qwen3", *GEMMA) else False
-    scale = fields.take("query_pre_attn_scalar", 256) if family in GEMMA else head_dim
+    has_bias = fields.flag("attention_bias", False) if family in ("llama", "qwen3", *GEMMA) else False
+    scale = fields.number("query_pre_attn_scalar", 256, above=0) if family in GEMMA else head_dim
     attention_soft_cap = logit_soft_cap = None
     if family in GEMMA:
-        attention_soft_cap = fields.take("attn_logit_softcapping", 50.0 if family == "gemma2" else None)
-        logit_soft_cap = fields.take("final_logit_softcapping", 30.0 if family == "gemma2" else None)
+        attention_soft_cap = fields.number(
+            "attn_logit_softcapping", 50.0 if family == "gemma2" else None, None, above=0
+        )
+        logit_soft_cap = fields.number("final_logit_softcapping", 30.0 if family == "gemma2" else None, None, above=0)
     if family == "gemma3_text" and attention_soft_cap is not None:  # transformers reads it and then ignores it
         raise fields.refuse("attn_logit_softcapping", attention_soft_cap, "None")
     types, window = _layer_types(fields, family, num_layers)
     ropes = _ropes(fields, family, max_seq_len)
-    eos = fields.take("eos_token_id", None)
     result = DecoderConfig(
         family=family,
-        vocab_size=fields.take("vocab_size"),
+        vocab_size=fields.size("vocab_size"),
         embed_dim=embed_dim,
-        mlp_dim=fields.take("intermediate_size"),
+        mlp_dim=fields.size("intermediate_size", most=MOST_DIM),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -107,40 +144,46 @@ def parse(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfi
         attention_scale=scale**-0.5,
         attention_soft_cap=attention_soft_cap,
         logit_soft_cap=logit_soft_cap,
-        norm_eps=fields.take("rms_norm_eps", 1e-6),
+        norm_eps=fields.number("rms_norm_eps", 1e-6, least=0),
         norm_offset=1.0 if family in GEMMA else 0.0,
         qk_norm=family in ("qwen3", "gemma3_text"),
         post_norms=family in GEMMA,
         qkv_bias=has_bias or family == "qwen2",
         out_bias=has_bias,
-        mlp_bias=fields.take("mlp_bias", False) if family == "llama" else False,
+        mlp_bias=fields.flag("mlp_bias", False) if family == "llama" else False,
         activation=ACTIVATIONS[activation],
         embed_scale=embed_dim**0.5 if family in GEMMA else 1.0,
-        tie_embeddings=fields.take("tie_word_embeddings", family in GEMMA),
-        bos_id=fields.take("bos_token_id", None),
-        eos_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        tie_embeddings=fields.flag("tie_word_embeddings", family in GEMMA),
+        bos_id=fields.size("bos_token_id", None, least=0),
+        eos_ids=token_ids(fields.take("eos_token_id", None), f"eos_token_id in {where}"),
         byte_tokens=tokenizer == "bytes",
     )
     fields.finish()
     return result
 
 
+def token_ids(value: Any, name: str) -> tuple[int, ...]:
+    """One token or a list of them; None: none."""
+    several = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(integer(name, token, least=0) for token in several)
+
+
 def _layer_types(fields: _Fields, family: str, num_layers: int) -> tuple[list[str], int | None]:
     """Each layer's kind of attention, and the window of the sliding ones."""
     if family == "llama":
         return [FULL] * num_layers, None
-    window = fields.take("sliding_window", 4096)
+    window = fields.size("sliding_window", 4096, None)
     if family == "mistral":
         return [FULL if window is None else SLIDING] * num_layers, window
     if family in GEMMA:
-        pattern = fields.take("sliding_window_pattern", 6) if family == "gemma3_text" else 2
+        pattern = fields.size("sliding_window_pattern", 6) if family == "gemma3_text" else 2
         types = [SLIDING if (i + 1) % pattern else FULL for i in range(num_layers)]
     else:
-        first = fields.take("max_window_layers", 28)
-        window = window if fields.take("use_sliding_window", False) else None
+        first = fields.size("max_window_layers", 28, least=0)
+        window = window if fields.flag("use_sliding_window", False) else None
         types = [SLIDING if window is not None and i >= first else FULL for i in range(num_layers)]
     types = fields.take("layer_types", None) or types
-    if len(types) != num_layers or not set(types) <= {FULL, SLIDING}:
+    if not isinstance(types, list) or len(types) != num_layers or not all(x in (FULL, SLIDING) for x in types):
         raise fields.refuse("layer_types", types, f"one of {FULL} and {SLIDING} for each of the {num_layers} layers")
     if SLIDING in types and window is None:
         raise fields.refuse("layer_types", types, f"{SLIDING} only with a sliding_window, and that is off")
@@ -152,37 +195,42 @@ def _ropes(fields: _Fields, family: str, max_seq_len: int) -> dict[str, Rope]:
     new, old = fields.take("rope_parameters", None), fields.take("rope_scaling", None)
     if new is not None and old is not None:
         raise fields.refuse("rope_scaling", old, "it only where there are no rope_parameters, its new name")
-    theta = fields.take("rope_theta", 1_000_000.0 if family == "gemma3_text" else 10_000.0)
+    theta = fields.number("rope_theta", 1_000_000.0 if family == "gemma3_text" else 10_000.0, least=1)
     if family != "gemma3_text":
-        rope = _rope(new or old or {}, theta, max_seq_len, fields.where)
+        rope = _rope(_first(new, old, {}), theta, max_seq_len, fields.where)
         return {FULL: rope, SLIDING: rope}
     # Gemma 3 rescales only what its full-attention layers see; the others keep short waves of their own.
-    local_theta = fields.take("rope_local_base_freq", 10_000.0)
-    kinds = _Fields({FULL: old or {}} if new is None else new, f"rope_parameters in {fields.where}")
+    local_theta = fields.number("rope_local_base_freq", 10_000.0, least=1)
+    kinds = _Fields({FULL: _first(old, {})} if new is None else new, f"rope_parameters in {fields.where}")
     ropes = {
-        FULL: _rope(kinds.take(FULL, None) or {}, theta, max_seq_len, fields.where),
-        SLIDING: _rope(kinds.take(SLIDING, None) or {}, local_theta, max_seq_len, fields.where),
+        FULL: _rope(_first(kinds.take(FULL, None), {}), theta, max_seq_len, fields.where),
+        SLIDING: _rope(_first(kinds.take(SLIDING, None), {}), local_theta, max_seq_len, fields.where),
     }
     kinds.finish()
     return ropes
 
 
-def _rope(parameters: Mapping[str, Any], theta: float, max_seq_len: int, where: str) -> Rope:
+def _first(*values: Any) -> Any:
+    """The first that is not None."""
+    return next(value for value in values if value is not None)
+
+
+def _rope(parameters: Any, theta: float, max_seq_len: int, where: str) -> Rope:
     fields = _Fields(parameters, f"The rotary embedding in {where}")
     old_name = fields.take("type", "default")
     scaling = fields.take("rope_type", old_name)
-    if scaling not in ("default", "linear", "llama3"):
+    if not isinstance(scaling, str) or scaling not in ("default", "linear", "llama3"):
         raise fields.refuse("rope_type", scaling, "default, linear, llama3")
-    if (partial := fields.take("partial_rotary_factor", None)) not in (None, 1.0):
+    if (partial := fields.number("partial_rotary_factor", None)) not in (None, 1.0):
         raise fields.refuse("partial_rotary_factor", partial, "1.0: all of a head's entries are rotated")
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"scaling": scaling}
     if scaling != "default":
-        options["factor"] = float(fields.take("factor"))
+        options["factor"] = fields.number("factor", above=0)
     if scaling == "llama3":
-        options["low_freq_factor"] = float(fields.take("low_freq_factor"))
-        options["high_freq_factor"] = float(fields.take("high_freq_factor"))
-        options["original_max_position"] = fields.take("original_max_position_embeddings", max_seq_len)
-    rope = Rope(theta=float(fields.take("rope_theta", theta)), scaling=scaling, **options)
+        options["low_freq_factor"] = fields.number("low_freq_factor", above=0)
+        options["high_freq_factor"] = fields.number("high_freq_factor", above=options["low_freq_factor"])
+        options["original_max_position"] = fields.size("original_max_position_embeddings", max_seq_len)
+    rope = Rope(theta=fields.number("rope_theta", theta, least=1), **options)
     fields.finish()
     return rope
 

@@ -19,6 +19,7 @@ from jaxkv.models.config import DecoderConfig
 from jaxkv.models.decoder import Decoder
 
 FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+MOST_JSON = 64 << 20  # bytes; the index of a model of 10,000 tensors has one
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Our name -> the checkpoint's, for what there is once and for what each layer has.
 WHOLE = {"embed": EMBED, "norm": "model.norm.weight", "head": HEAD}
@@ -51,6 +52,7 @@ PER_LAYER_WITH_POST_NORMS = PER_LAYER | {
 # How many leading axes of our kernels are inputs; theirs are [all outputs, all inputs].
 INPUT_AXES = {"query": 1, "key": 1, "value": 1, "out": 2, "gate": 1, "up": 1, "down": 1}
 # Buffers in old checkpoints, which the config determines.
+LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
@@ -79,6 +81,12 @@ def load(folder: str | os.PathLike, *, dtype: Any = None, scan: bool = False) ->
     wanted = _float_dtype(dtype) if dtype is not None else None
     config = read_config(folder)
     tensors = {name: x for name, x in _read_tensors(folder).items() if not IGNORED.fullmatch(name)}
+    # A layer more or less is found below, and by name; making many only to miss them takes long.
+    layers = {int(found[1]) for name in tensors if (found := LAYER.match(name))}
+    if config.num_layers > 2 * len(layers) + 1:
+        raise ValueError(
+            f"{folder} says num_hidden_layers = {config.num_layers}, but it has the tensors of {len(layers)} layers."
+        )
     model = nnx.eval_shape(lambda: Decoder(config, scan=scan, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(model)
     params = {
@@ -134,7 +142,8 @@ def read_config(folder: pathlib.Path) -> DecoderConfig:
     if (folder / "generation_config.json").exists():
         eos = _read_json(folder / "generation_config.json").get("eos_token_id")
         if eos is not None:
-            config = dataclasses.replace(config, eos_ids=(eos,) if isinstance(eos, int) else tuple(eos))
+            where = f"eos_token_id in {folder / 'generation_config.json'}"
+            config = dataclasses.replace(config, eos_ids=hugging_face.token_ids(eos, where))
     return config
 
 
@@ -163,15 +172,23 @@ def _float_dtype(dtype: Any) -> np.dtype:
 
 def count_parameters(config: DecoderConfig) -> int:
     """The parameters of a decoder, without making any."""
-    _, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    return sum(math.prod(param.shape) for _, param in nnx.to_flat_state(state))
+
+    def count(num_layers: int) -> int:
+        few = dataclasses.replace(config, windows=config.windows[:num_layers], ropes=config.ropes[:num_layers])
+        _, state = nnx.split(nnx.eval_shape(lambda: Decoder(few, rngs=nnx.Rngs(0))))
+        return sum(math.prod(param.shape) for _, param in nnx.to_flat_state(state))
+
+    one = count(1)
+    return one + (config.num_layers - 1) * (count(2) - one)  # layers differ in what they see, not in what they hold
 
 
 def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
     """The files that a folder's tensors are in. FileNotFoundError where one is missing."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        weights = _read_json(index).get("weight_map")
+        named = list(weights.values()) if isinstance(weights, dict) else []
+        files = sorted(set(named)) if all(isinstance(file, str) for file in named) else []
         if not files or any(pathlib.Path(file).name != file for file in files):
             raise ValueError(f"{index} must have a weight_map from tensors to files in its own folder.")
     elif (folder / "model.safetensors").exists():
@@ -190,8 +207,12 @@ def _read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    if (size := path.stat().st_size) > MOST_JSON:
+        raise ValueError(f"{path} has {size} bytes, more than the {MOST_JSON} that such a file can need.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply to be read.") from error
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(content, dict):

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._core.numbers import integer, real, shown
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
@@ -33,6 +35,14 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+
+    def __post_init__(self):
+        for name, least in {"theta": 1, "factor": None, "low_freq_factor": None}.items():
+            real(name, getattr(self, name), least=least, above=0)
+        real("high_freq_factor", self.high_freq_factor, above=self.low_freq_factor)
+        integer("original_max_position", self.original_max_position, least=1)
+        if self.scaling not in ("default", "linear", "llama3"):
+            raise ValueError(f"scaling must be 'default', 'linear' or 'llama3', not {shown(self.scaling)}.")
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Radians per position of each pair, `f32[head_dim // 2]`."""

@@ -44,17 +44,19 @@ def attend(
     """Causal attention of each work item: consecutive tokens of one row of the table.
 
     Args:
-      q: `[W, K, 128, D]`: query row r of an item is head `r % group` of its token `r // group`.
+      q: `[W // C, K, 128, D]`: query row r of C items, one after another, is head `r % group` of token `r // group`.
       kv: the pool, `[num_blocks + 1, 2, K, block_size, D']` with `D' >= D`, D a multiple of 64.
       tables: `i32[S, M]`.
-      items: `i32[W, 3]`: row of the table, position of the first token, and position to stop before.
+      items: `i32[W, 5]`: row of the table, position of the first token, and position to stop before; first tile of K
+        and V, and tile to stop before.
       scalars: `f32[2]`, see `logits_base2`.
 
     Returns:
       `[W, K, 128, D]` in q's dtype, and the natural logarithm of the softmax's denominator, `f32[W, K, 128]`. Not
-      written for an empty item; rows past an item's tokens hold anything.
+      written for an item without tiles; rows past an item's tokens hold anything.
     """
-    num_items, num_kv_heads, _, head_dim = q.shape
+    (num_groups, num_kv_heads, _, head_dim), num_items = q.shape, items.shape[0]
+    chunks = num_items // num_groups
     tokens, stages = tile.tokens, tile.stages
     pieces = tile.pieces(kv.shape[3])
 
@@ -65,11 +67,9 @@ def attend(
 
         def work():
             """The item, for each role by itself: what both derive from one reading would be spilled between them."""
-            row, first_token, stop = (items_ref[anew(item), i] for i in range(3))
+            row, first_token, stop, start, end = (items_ref[anew(item), i] for i in range(5))
             first_seen = jnp.int32(0) if window is None else jnp.maximum(first_token - (window - 1), 0)
-            start = lax.div(first_seen, jnp.int32(tokens))
-            num_tiles = lax.div(stop + (tokens - 1), jnp.int32(tokens)) - start
-            num_tiles = jnp.where(stop > jnp.maximum(first_token, 0), num_tiles, 0)
+            num_tiles = end - start
             return row, first_token, stop, first_seen, start, num_tiles
 
         def consume_tile(first_token, stop, first_seen, start, scale, cap, i, carry):
@@ -134,7 +134,9 @@ def attend(
             @pl.when(num_tiles > 0)
             def _():
                 q_mine, mine = q_s.at[warpgroup], pl.ds(warpgroup * HALF, HALF)
-                plgpu.copy_gmem_to_smem(q_ref.at[item, head, mine], q_mine, q_ready.at[warpgroup])
+                plgpu.copy_gmem_to_smem(
+                    q_ref.at[lax.div(item, jnp.int32(chunks)), head, mine], q_mine, q_ready.at[warpgroup]
+                )
                 scale, cap = scalars_ref[0], scalars_ref[1]
                 plgpu.barrier_wait(q_ready.at[warpgroup])
                 step = functools.partial(consume_tile, first_token, stop, first_seen, start, scale, cap)
@@ -177,7 +179,7 @@ def attend(
     return plgpu.kernel(
         paged_prefill,
         out_type=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((num_items, *q.shape[1:]), q.dtype),
             jax.ShapeDtypeStruct((num_items, num_kv_heads, QUERY_ROWS), jnp.float32),
         ),
         grid=(num_items, num_kv_heads), grid_names=("item", "head"),

@@ -119,18 +119,27 @@ def _prefill_rows(q, kv, tables, lengths, new, start, token, scalars, sinks, lea
     item_tokens = prefill.QUERY_ROWS // group
     rows = min(new.shape[0], num_tokens // least)
     num_items = (num_tokens - rows) // item_tokens + rows  # as many as these can have at the most
-    items, index, first_item, place = work.prefill_items(lengths, new, window, item_tokens, num_items)
+    most_tiles = -(-tables.shape[1] * kv.shape[3] // plan.tile.tokens)
+    if window is not None:
+        most_tiles = min(most_tiles, -(-(window + item_tokens - 1) // plan.tile.tokens) + 1)
+    chunks = tuning.prefill_chunks(num_items * num_kv_heads, most_tiles)
+    items, index, first_item, place = work.prefill_items(
+        lengths, new, window, item_tokens, num_items, plan.tile.tokens, chunks
+    )
 
     # Gather each item's tokens, [W, tokens, K, group, D], into query rows, [W, K, tokens * group, D].
-    at = (start[items[:, 0]] + index)[:, None] + jnp.arange(item_tokens, dtype=jnp.int32)[None]
+    at = (start[items[:, 0, 0]] + index)[:, None] + jnp.arange(item_tokens, dtype=jnp.int32)[None]
     tiles = q.reshape(num_tokens, num_kv_heads, group, head_dim)[jnp.clip(at, 0, num_tokens - 1)]
     tiles = jnp.swapaxes(tiles, 1, 2).reshape(num_items, num_kv_heads, item_tokens * group, head_dim)
     used = item_tokens * group
     tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, prefill.QUERY_ROWS - used), (0, 0)))
     out, lse = prefill.attend(
-        tiles, kv, tables, items, scalars, group=group, tile=plan.tile, window=window, soft_cap=soft_cap,
+        tiles, kv, tables, items.reshape(-1, 5), scalars, group=group, tile=plan.tile, window=window, soft_cap=soft_cap,
         interpret=interpret,
     )  # fmt: skip
+
+    if chunks > 1:
+        out, lse = _merge_chunks(out, lse, items[..., 4] > items[..., 3])
 
     # And back: each token from its item.
     nth = jnp.where(token.valid, token.position - (lengths - new)[token.row], 0)
@@ -144,3 +153,17 @@ def _prefill_rows(q, kv, tables, lengths, new, start, token, scalars, sinks, lea
         out = (out.astype(jnp.float32) * jnp.exp(lse - with_sink)[..., None]).astype(out.dtype)
         lse = with_sink
     return out, lse
+
+
+def _merge_chunks(out, lse, some):
+    """One output of each item, `[W, K, 128, D]`, from those of its chunks, `[W * C, K, 128, D]`, and the LSE likewise.
+
+    Args:
+      some: `bool[W, C]`: whether the chunk has any tile; if not, its output is not written.
+    """
+    out, lse = (x.reshape(*some.shape, *x.shape[1:]) for x in (out, lse))
+    lse = jnp.where(some[..., None, None], lse, -jnp.inf)
+    merged = jax.nn.logsumexp(lse, axis=1)  # -inf where no chunk is seen
+    weight = jnp.exp(lse - jnp.where(merged == -jnp.inf, 0.0, merged)[:, None])
+    part = jnp.where(some[..., None, None, None], out.astype(jnp.float32), 0.0) * weight[..., None]
+    return part.sum(axis=1).astype(out.dtype), merged

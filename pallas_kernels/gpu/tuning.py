@@ -14,7 +14,6 @@ from pallas_kernels.gpu.tiles import Tile
 EARLY_LAUNCH = hasattr(plgpu, "griddepcontrol_wait")
 SHARED_MEMORY = 232_448  # bytes that a thread block may have on Hopper
 RESERVED = 1024  # of a multiprocessor's, for each thread block on it
-MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114}  # of chips that do not have 132
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,38 +27,52 @@ class PrefillPlan:
     tile: Tile
 
 
-# (chip, head_dim, query heads of a KV head padded to 8) -> plan; an entry wins over the default.
-TUNED_DECODE: dict[tuple[str, int, int], DecodePlan] = {}
+type Chip = tuple[str, int]  # its name, and how many multiprocessors it has: chips of one name may differ in that
+
+# (chip, head_dim, columns) -> plan; an entry wins over the default. Columns: queries of a KV head, padded to 8.
+TUNED_DECODE: dict[tuple[Chip, int, int], DecodePlan] = {}
 # (chip, head_dim) -> plan.
-TUNED_PREFILL: dict[tuple[str, int], PrefillPlan] = {}
+TUNED_PREFILL: dict[tuple[Chip, int], PrefillPlan] = {}
 
 
 def decode_plan(head_dim: int, columns: int) -> DecodePlan:
     """The plan for the chip at hand, or for an H200 where there is none."""
-    chip = _chip()
-    if plan := TUNED_DECODE.get((chip, head_dim, columns)):
+    here = chip()
+    if plan := TUNED_DECODE.get((here, head_dim, columns)):
         return plan
     # Two thread blocks a multiprocessor, if they fit, hide each other's waits; the slots share what memory that leaves.
     stage = 2 * 64 * head_dim * 2
     rest = columns * (64 + head_dim * 2) * 2 + 4096
     # 32 columns take too many registers.
     blocks = 2 if columns < 32 and 2 * (2 * stage + rest + RESERVED) <= SHARED_MEMORY + RESERVED else 1
-    stages = min(((SHARED_MEMORY + RESERVED) // blocks - RESERVED - rest) // stage, 4)
-    return DecodePlan(Tile(tokens=64, stages=stages), num_blocks=blocks * MULTIPROCESSORS.get(chip, 132))
+    stages = min(((SHARED_MEMORY + RESERVED) // blocks - RESERVED - rest) // stage, 8 // blocks)
+    return DecodePlan(Tile(tokens=64, stages=stages), num_blocks=blocks * here[1])
 
 
 def merge_blocks() -> int:
     """Thread blocks of the kernel that merges: as many as the chip holds at once."""
-    return 4 * MULTIPROCESSORS.get(_chip(), 132)
+    return 4 * chip()[1]
 
 
 def prefill_plan(head_dim: int, block_size: int) -> PrefillPlan:
     """The plan for the chip at hand, or for an H200 where there is none."""
-    plan = TUNED_PREFILL.get((_chip(), head_dim)) or PrefillPlan(Tile(tokens=128 if head_dim <= 128 else 64, stages=2))
+    plan = TUNED_PREFILL.get((chip(), head_dim)) or PrefillPlan(Tile(tokens=128 if head_dim <= 128 else 64, stages=2))
     if plan.tile.pieces(block_size) > 8:  # the producer's registers hold no more block ids
         return PrefillPlan(Tile(tokens=64, stages=plan.tile.stages))
     return plan
 
 
-def _chip() -> str:
-    return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else "NVIDIA H200"
+def prefill_chunks(num_blocks: int, most_tiles: int) -> int:
+    """Into how many chunks to cut the context of each prefill item, so that they fill the chip, if there are few.
+
+    A chunk gets 8 tiles, or merging would cost more than it gains.
+    """
+    return max(1, min(chip()[1] // num_blocks, most_tiles // 8))
+
+
+def chip() -> Chip:
+    """The chip at hand; an H200 where there is none."""
+    if jax.default_backend() != "gpu":
+        return "NVIDIA H200", 132
+    device = jax.devices()[0]
+    return device.device_kind, device.core_count

@@ -78,8 +78,9 @@ def decode_items(
 
 
 def prefill_items(
-    lengths: jax.Array, new: jax.Array, window: int | None, item_tokens: int, num_items: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    lengths: jax.Array, new: jax.Array, window: int | None, item_tokens: int, num_items: int, tile_tokens: int,
+    chunks: int,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Cut each row's new tokens into items of `item_tokens`, the one that sees the most first.
 
     Thread blocks start in the order of the list, so that the longest do not end it.
@@ -87,9 +88,11 @@ def prefill_items(
     Args:
       lengths, new: `i32[S]`; `new` is 0 for rows without work.
       num_items: W, at least the number of items.
+      chunks: C, into which to cut what each item sees: few queries on a long context.
 
     Returns:
-      items: `i32[W, 3]`: row, position of the first token, and position to stop before (the same if empty).
+      items: `i32[W, C, 5]`: row, position of the first token, and position to stop before (the same if empty); first
+        tile, and tile to stop before, of the chunk.
       index: `i32[W]`: each item's first token, counted from its row's first new one.
       first_item, place: `i32[S]`, `i32[W]`: token i of row s is in item `place[first_item[s] + i // item_tokens]`.
     """
@@ -103,7 +106,14 @@ def prefill_items(
     seen = jnp.where(used, stop if window is None else jnp.minimum(stop, window + item_tokens), 0)
     order = jnp.argsort(-seen).astype(jnp.int32)
     place = jnp.zeros(num_items, jnp.int32).at[order].set(item, unique_indices=True)
-    return jnp.stack([row, start, stop], axis=1)[order], index[order], first_item[:-1], place
+    tile = jnp.zeros_like(start) if window is None else jnp.maximum(start - (window - 1), 0) // tile_tokens
+    tiles = jnp.where(stop > jnp.maximum(start, 0), -(-stop // tile_tokens) - tile, 0)
+    size = -(-tiles // chunks)
+    item = jnp.stack([row, start, stop, tile, tiles, size], axis=1)[order]
+    row, start, stop, tile, tiles, size = (jnp.broadcast_to(x, (num_items, chunks)) for x in jnp.split(item, 6, axis=1))
+    chunk = jax.lax.broadcasted_iota(jnp.int32, (num_items, chunks), 1)
+    first, last = (jnp.minimum(n * size, tiles) + tile for n in (chunk, chunk + 1))
+    return jnp.stack([row, start, stop, first, last], axis=2), index[order], first_item[:-1], place
 
 
 def _starts(counts: jax.Array) -> jax.Array:

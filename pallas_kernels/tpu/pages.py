@@ -41,6 +41,8 @@ def divide(x: jax.Array, by: int) -> jax.Array:
 
 def pad(x: jax.Array, size: int, axis: int = -1) -> jax.Array:
     """Zeros at the end of an axis, to make it `size` long."""
+    if x.shape[axis] == size:
+        return x
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, size - x.shape[axis])
     return jnp.pad(x, widths)

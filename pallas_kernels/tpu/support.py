@@ -42,8 +42,8 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
     if need > VMEM_BYTES:
         return (
             f"{kv.shape[2]} KV heads of {kv.shape[-1]} in {kv.dtype} and what a kernel does with them take "
-            f"{need / 2**20:.1f} MiB of vector memory, more than the {VMEM_BYTES / 2**20:.0f} MiB that it may: "
-            f"shard the heads, or use bfloat16."
+            f"{need / 2**20:.1f} MiB of a TPU's vector memory, more than the {VMEM_BYTES / 2**20:.0f} MiB that they "
+            f"may: shard the heads, or use bfloat16."
         )
     rows, blocks_per_row = tables.shape
     entries = scalar_entries(q, kv, tables)

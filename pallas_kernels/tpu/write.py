@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tokens import default_offsets, locate
-from pallas_kernels.tpu.pages import SMEM_ENTRIES, VMEM_BYTES, pad, sublanes
+from pallas_kernels.tpu.pages import SMEM_ENTRIES, VMEM_BYTES, pad, sublanes, vector_bytes
 
 PAGE_TOKENS = 32  # at most, for a page is fetched and sent whole even if one token of it is new
 RING_BYTES = 24 * 2**20  # of vector memory
@@ -56,11 +56,21 @@ def page_tokens(kv) -> int | None:
 
 def slots(kv, page_size: int) -> int:
     """How many pages the ring holds: a power of two."""
-    _, _, num_kv_heads, _, head_dim = kv.shape
-    tile = sublanes(kv.dtype)
-    rows = 2 * -(-page_size // tile) * tile * num_kv_heads + page_size * -(-num_kv_heads // tile) * tile
-    count = RING_BYTES // (2 * rows * head_dim * kv.dtype.itemsize)
+    count = RING_BYTES // _slot_bytes(kv, page_size)
     return min(SLOTS, 1 << (count.bit_length() - 1)) if count else 0
+
+
+def _slot_bytes(kv, page_size: int) -> int:
+    """Of vector memory: new tokens, and the page before and after."""
+    _, _, num_kv_heads, _, head_dim = kv.shape
+    fresh = vector_bytes((2, page_size, num_kv_heads, head_dim), kv.dtype)
+    return fresh + 2 * vector_bytes((2, num_kv_heads, page_size, head_dim), kv.dtype)
+
+
+def write_bytes(kv) -> int:
+    """Vector memory that the kernel takes."""
+    page_size = page_tokens(kv)
+    return slots(kv, page_size) * _slot_bytes(kv, page_size) if page_size else 0
 
 
 def max_runs(token_axes: tuple[int, ...], rows: int, page_size: int) -> int:

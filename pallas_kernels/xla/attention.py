@@ -13,14 +13,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import kinds
 from pallas_kernels.tokens import locate
 from pallas_kernels.xla import work as tiles
 
 
-@functools.partial(jax.jit, static_argnames=("window", "return_lse"))
+@functools.partial(jax.jit, static_argnames=("window", "return_lse", "kind"))
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
-    mask=None, return_lse=False,
+    mask=None, return_lse=False, kind=None,
 ):  # fmt: skip
     """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
     *token_axes, num_heads, head_dim = q.shape
@@ -32,7 +33,7 @@ def paged_attention(
     scale = jnp.asarray(head_dim**-0.5 if scale is None else scale, jnp.float32)
     soft_cap = None if soft_cap is None else jnp.asarray(soft_cap, jnp.float32)
     mask = None if mask is None else mask.reshape(num_tokens, mask.shape[-1])
-    inputs = _Inputs(q.reshape(num_tokens, num_heads, head_dim), kv, kv_scale, scale, soft_cap, window, mask)
+    inputs = _Inputs(q.reshape(num_tokens, num_heads, head_dim), kv, kv_scale, kind, scale, soft_cap, window, mask)
 
     def attend(count: jax.Array, queries: int, lanes: int) -> _Softmax:
         tiling = tiles.choose_tiling(inputs.q, kv, tables, queries)
@@ -74,6 +75,7 @@ class _Inputs(NamedTuple):
     q: jax.Array  # [tokens, H, D]
     kv: jax.Array
     kv_scale: jax.Array | None
+    kind: str | None
     scale: jax.Array
     soft_cap: jax.Array | None
     window: int | None
@@ -90,28 +92,40 @@ class _Softmax(NamedTuple):
 
 def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling, lanes: int) -> _Softmax:
     """The softmax of every token, `[tokens, H]`, of the rows whose `count` is not 0."""
-    q, kv, kv_scale, scale, soft_cap, window, mask = inputs
+    q, kv, kv_scale, kind, scale, soft_cap, window, mask = inputs
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, group = kv.shape[2], num_heads // kv.shape[2]
     work = tiles.plan(tiling, lanes, rows, window)
-    # A quantised value is exact in q's dtype: scales are applied to logits and weights, not to keys and values.
-    dtype = q.dtype if kv.dtype.itemsize == 1 or kv.dtype == q.dtype else jnp.dtype("float32")
+    # A quantised value is exact in q's dtype: scales are applied to logits and weights, not to keys and values; but for
+    # scales that the entries of a head do not share.
+    by_entry = kind == "int4"
+    exact = (kv.dtype.itemsize == 1 and not by_entry) or kv.dtype == q.dtype
+    dtype = q.dtype if exact else jnp.dtype("float32")
+    width = kinds.stored_dim(kind, head_dim)
     product = functools.partial(
         jnp.einsum, precision="highest" if dtype == jnp.float32 else None, preferred_element_type=jnp.float32
     )
     q = q.astype(dtype)
 
+    def read(items: tiles.Items, which: int) -> tuple[jax.Array, jax.Array | None]:
+        """Keys or values, and the scales that are yet to be applied."""
+        stored = kinds.numbers(tiles.read_runs(kv, which, items, tiling.run, width), kind).astype(dtype)
+        if kv_scale is None:
+            return stored, None
+        scales = tiles.read_runs(kv_scale, which, items, tiling.run, *kv_scale.shape[4:]).astype(jnp.float32)
+        return (stored * kinds.spread_scales(scales, kind, head_dim), None) if by_entry else (stored, scales)
+
     def step(i, softmax: _Softmax) -> _Softmax:
         items = tiles.find_items(tiling, work, rows, i, window, mask)
-        keys, values = (tiles.read_runs(kv, which, items, tiling.run, head_dim).astype(dtype) for which in (0, 1))
+        (keys, key_scales), (values, value_scales) = (read(items, which) for which in (0, 1))
         seen = jnp.repeat(items.seen, group, axis=1)[:, None]  # [items, 1, queries * G, context]
         # What is not seen may hold NaN, and 0 * NaN is NaN. For keys it is the logits that are selected, below.
         visible = seen.any(axis=2)
         values = jnp.where(visible[..., None], values, 0)
         queries = tiles.read_queries(q, items, num_kv_heads)
         logits = product("ikqd,ikcd->ikqc", queries, keys)
-        if kv_scale is not None:
-            logits *= tiles.read_runs(kv_scale, 0, items, tiling.run)[:, :, None]
+        if key_scales is not None:
+            logits *= key_scales[:, :, None]
         logits *= scale
         if soft_cap is not None:
             logits = soft_cap * jnp.tanh(logits / soft_cap)
@@ -125,12 +139,17 @@ def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling
         shrink = jnp.where(first, jnp.exp(softmax.top[lane] - reference), 1.0)
         weights = jnp.exp(logits - reference[..., None])
         total = softmax.total.at[lane].multiply(shrink).at[lane].add(weights.sum(axis=-1))
-        if kv_scale is not None:
-            weights *= jnp.where(visible, tiles.read_runs(kv_scale, 1, items, tiling.run), 0)[:, :, None]
+        if value_scales is not None:
+            value_scales = jnp.where(visible, value_scales, 0)
         if tiling.queries > 1:  # one query may see a NaN that another one must not
             finite = jnp.isfinite(values).all(axis=-1)
+            if value_scales is not None:
+                finite &= jnp.isfinite(value_scales)
+                value_scales = jnp.where(finite, value_scales, 0)
             values = jnp.where(finite[..., None], values, 0)
             weights = jnp.where(seen & ~finite[:, :, None], jnp.nan, weights)
+        if value_scales is not None:
+            weights *= value_scales[:, :, None]
         weighted = product("ikqc,ikcd->ikqd", weights.astype(dtype), values)
         return _Softmax(top, total, softmax.values.at[lane].multiply(shrink[..., None]).at[lane].add(weighted))
 
@@ -149,9 +168,9 @@ def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling
     return jax.tree.map(of_tokens, softmax)
 
 
-def write_kv(kv, k, v, tables, lengths, new, *, offsets=None):
-    """What [`pallas_kernels.write_kv`][] means, as one in-place scatter."""
-    token_axes, head_dim = k.shape[:-2], k.shape[-1]
+def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None):
+    """What [`pallas_kernels.write_kv`][] means, as one in-place scatter (of a quantised pool one more, of scales)."""
+    token_axes = k.shape[:-2]
     token = locate(token_axes, lengths, new, offsets)
     block_size = kv.shape[3]
     block = tables[token.row, token.position // block_size].reshape(-1)
@@ -160,12 +179,22 @@ def write_kv(kv, k, v, tables, lengths, new, *, offsets=None):
     dropped = kv.shape[0] + jnp.arange(count, dtype=jnp.int32)
     block = jnp.where(token.valid.reshape(-1), block, dropped)
     offset = token.position.reshape(-1) % block_size
-    tokens = jnp.stack([k, v], axis=-3).reshape(count, 2, k.shape[-2], head_dim).astype(kv.dtype)
-    # unique_indices: no two tokens share a place, and without the promise GPUs would write with atomics.
-    return kv.at[block, :, :, offset, :head_dim].set(tokens, mode="drop", unique_indices=True)
+    tokens = jnp.stack([k, v], axis=-3).reshape(count, 2, *k.shape[-2:])
+
+    def put(pool: jax.Array, values: jax.Array, *minor: slice) -> jax.Array:
+        # unique_indices: no two tokens share a place, and without the promise GPUs would write with atomics.
+        place = pool.at[block, :, :, offset, *minor]
+        return place.set(values.astype(pool.dtype), mode="drop", unique_indices=True)
+
+    if kind is None:
+        return put(kv, tokens, slice(0, k.shape[-1]))
+    stored, scales = kinds.encode(tokens, kind, kv_scale.dtype)
+    return put(kv, stored, slice(0, stored.shape[-1])), put(kv_scale, scales)
 
 
-def write_and_attend(q, k, v, kv, tables, lengths, new, *, offsets=None, **options):
+def write_and_attend(q, k, v, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, **options):
     """What [`pallas_kernels.write_and_attend`][] means: one after the other."""
-    kv = write_kv(kv, k, v, tables, lengths, new, offsets=offsets)
-    return paged_attention(q, kv, tables, lengths, new, offsets=offsets, **options), kv
+    written = write_kv(kv, k, v, tables, lengths, new, offsets=offsets, kv_scale=kv_scale, kind=kind)
+    kv, kv_scale = (written, None) if kind is None else written
+    out = paged_attention(q, kv, tables, lengths, new, offsets=offsets, kv_scale=kv_scale, kind=kind, **options)
+    return out, written

@@ -10,6 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import kinds
 from pallas_kernels.xla import work as tiles
 
 _product = functools.partial(jnp.einsum, precision="highest")
@@ -17,7 +18,7 @@ _product = functools.partial(jnp.einsum, precision="highest")
 
 def attention_gradients(
     out_bar, lse_bar, out, lse, *, q, kv, tables, lengths, new, offsets=None, kv_scale=None, scale=None, soft_cap=None,
-    window=None, sinks=None, mask=None,
+    window=None, sinks=None, mask=None, kind=None,
 ):  # fmt: skip
     """Cotangents of `paged_attention`'s floating-point arguments, by name, in their shapes and dtypes.
 
@@ -71,11 +72,13 @@ def attention_gradients(
             return jnp.where(jnp.expand_dims(sees, range(3, x.ndim)), x, 0.0)
 
         def read_stored(which):  # the keys or values as stored, and their scales
-            stored = tiles.read_runs(kv, which, items, tiling.run, head_dim).astype(jnp.float32)
-            scales = jnp.ones_like(stored[..., 0])
+            stored = tiles.read_runs(kv, which, items, tiling.run, kinds.stored_dim(kind, head_dim))
+            stored = kinds.numbers(stored, kind).astype(jnp.float32)
+            scales = jnp.ones_like(stored[..., :1])
             if kv_scale is not None:
-                scales = tiles.read_runs(kv_scale, which, items, tiling.run)
-            return jnp.where(visible[..., None], stored, 0.0), jnp.where(visible, scales, 0.0)[..., None]
+                scales = tiles.read_runs(kv_scale, which, items, tiling.run, *kv_scale.shape[4:])
+                scales = kinds.spread_scales(scales, kind, head_dim)
+            return (jnp.where(visible[..., None], x, 0.0) for x in (stored, scales))
 
         (keys, key_scales), (values, value_scales) = read_stored(0), read_stored(1)
         logits, pull = jax.vjp(compute_logits, read(queries), keys * key_scales, numbers)
@@ -96,19 +99,21 @@ def attention_gradients(
 
             def add(name, update, which=which):  # [items, K, pieces * run, ...] into the pool's places
                 runs = update.reshape(*update.shape[:2], tiling.pieces, tiling.run, *update.shape[3:])
-                at = (block, which, slice(None), place) + (slice(0, head_dim),) * (update.ndim - 3)
+                at = (block, which, slice(None), place) + (slice(0, update.shape[-1]),) * (update.ndim - 3)
                 bars[name] = bars[name].at[at].add(jnp.moveaxis(runs, 1, 3))
 
-            add("kv", bar * scales)
+            if "kv" in bars:
+                add("kv", bar * scales)
             if kv_scale is not None:
-                add("kv_scale", (bar * stored).sum(axis=-1))
+                add("kv_scale", kinds.sum_by_scale(bar * stored, kind))
         return bars
 
     bars = {
         "q": jnp.zeros_like(queries),
-        "kv": jnp.zeros(kv.shape, jnp.float32),
         "numbers": jax.tree.map(jnp.zeros_like, numbers),
     }
+    if "kv" in differentiable:
+        bars["kv"] = jnp.zeros(kv.shape, jnp.float32)
     if kv_scale is not None:
         bars["kv_scale"] = jnp.zeros(kv_scale.shape, jnp.float32)
     zero = tiles.zero_for(queries, kv, kv_scale, out_bar, rows)

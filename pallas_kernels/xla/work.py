@@ -154,8 +154,9 @@ def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, window: int | N
 
 
 def read_runs(pool: jax.Array, which: int, items: Items, run: int, head_dim: int | None = None) -> jax.Array:
-    """Keys (`which` 0) or values (1) of items' context, `[items, K, pieces * run, head_dim]`; of the scales without the
-    last axis. One gather, which leaves them in the order that products want and clamps blocks that are out of range."""
+    """Keys (`which` 0) or values (1) of items' context, `[items, K, pieces * run, head_dim]`; of scales without the
+    last axis, where they have none. One gather, which leaves them in the order that products want and clamps blocks
+    that are out of range."""
     num_items, pieces = items.block.shape
     num_kv_heads, minor = pool.shape[2], () if head_dim is None else (head_dim,)
     index = jnp.stack([items.block, jnp.full_like(items.block, which), items.offset], axis=-1)

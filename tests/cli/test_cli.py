@@ -61,6 +61,21 @@ def test_a_bad_prompt_does_not_take_the_others_with_it(capsys):
         (["--top-p", "0"], "top_p must be above 0"),
         (["--prompt", ""], "prompt 1 is left out: it is empty"),
         (["--memory", "1K"], "memory_bytes=1024 is too little"),
+        (["--top-k", str(10**12)], "top_k must be at most 2147483647"),
+        (["--seed", str(10**30)], "seed must be at most"),
+        (["--max-seqs", str(10**13)], "max_seqs must be at most 2147483647"),
+        (["--max-seqs", str(10**8)], "bytes of memory"),
+        (["--max-seqs", "0"], "max_seqs must be at least 1"),
+        (["--max-seq-len", str(10**12)], "max_seq_len must be at most 2147483647"),
+        (["--max-seq-len", str(10**9)], "bytes of memory"),
+        (["--block-size", str(10**12)], "block_size must be at most 2147483647"),
+        (["--block-size", "-1"], "block_size must be at least 1"),
+        (["--memory", str(10**17)], "memory_bytes=1e+17 would hold"),
+        (["--max-new-tokens", str(10**11)], "max_new_tokens must be at most"),
+        (["--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
+        (["--temperature", "nan"], "temperature must be a finite number"),
+        (["--temperature", "1e400"], "temperature must be a finite number"),
+        (["--dtype", "int9"], "dtype must be one of"),
     ],
 )
 def test_what_a_user_can_mend_is_one_sentence(arguments, sentence, capsys):
@@ -68,6 +83,22 @@ def test_what_a_user_can_mend_is_one_sentence(arguments, sentence, capsys):
     err = capsys.readouterr().err
     assert err.startswith("jaxkv: ") and sentence in err and "Traceback" not in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("size", ["9" * 400, str(10**30), "nan", "inf", "1e5", "-1", "", "1" + "0" * 5000 + "K"])
+def test_a_size_that_is_none(size, capsys):
+    for command in ("generate", "plan"):
+        with pytest.raises(SystemExit) as end:
+            main([command, "--memory", size])
+        err = capsys.readouterr().err
+        assert end.value.code == 2 and "--memory" in err and "Traceback" not in err and len(err) < 1500
+
+
+def test_prompts_that_are_no_utf8_name_their_file(tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_bytes("hello".encode("utf-16"))
+    assert main(["generate", "--prompts", str(tmp_path / "prompts.txt")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"jaxkv: {tmp_path / 'prompts.txt'} is no text in UTF-8") and err.count("\n") == 1
 
 
 @pytest.fixture

@@ -30,6 +30,9 @@ DECODE_BUDGETS = {
     "gemma2-2b": (128, 227_000),
     "two-kv-heads": (128, 113_000),
     "one-kv-head": (152, 227_000),
+    "llama3-8b-4-tokens": (128, 113_000),
+    "llama3-8b-8-tokens": (168, 227_000),
+    "gemma2-2b-4-tokens": (152, 227_000),
 }
 OPTIONS = ("plain", "window", "soft-cap", "all") if NIGHTLY else ("plain", "all")
 # One thread block fills a multiprocessor: 384 threads start with 168 registers each, and the producer hands most of its

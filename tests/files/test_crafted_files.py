@@ -18,8 +18,8 @@ import jaxkv
 
 DEEP = "deep"  # stands for 100,000 nested lists, which json.dumps does not write
 VALUES = [
-    None, True, -1, 0, 7, 2**31, 2**40, 2**63, 10**30, 1.5, float("nan"), float("inf"), "", "1", "x" * 1000, [], [0], {},
-    {"a": 1}, [[1, 2], 3], [None], DEEP,
+    None, True, -1, 0, 7, 2**31, 2**40, 2**63, 10**30, 1.5, float("nan"), float("inf"), "", "1", "x" * 1000, [], [0],
+    {}, {"a": 1}, [[1, 2], 3], [None], DEEP,
 ]  # fmt: skip
 LAYERS = (
     jaxkv.LayerConfig(num_kv_heads=1, head_dim=4, window=5),

@@ -58,7 +58,10 @@ def test_config_that_is_no_json_object(folder, text):
 
 def test_unknown_family(folder):
     change_config(folder, model_type="mamba")
-    refused(folder, "of the family 'mamba', but the decoder knows llama, mistral, qwen2, qwen3, gemma2, gemma3_text")
+    refused(
+        folder,
+        "of the family (model_type) 'mamba', but the decoder knows llama, mistral, qwen2, qwen3, gemma2, gemma3_text",
+    )
     change_config(folder, model_type=...)
     refused(folder, "of the family None")
 

@@ -324,6 +324,20 @@ def test_without_room_for_what_is_on_the_host_nothing_is_lost():
     assert_holds(prefix.adopt(cache, 3, prefix.match([*B, 1])), 3, B[:28])
 
 
+def test_what_is_adopted_makes_no_room_for_itself():
+    config = make_config(num_blocks=24)
+    cache, prefix = start(prompts=[B], config=config, spill_bytes=10_000)
+    cache = prefix.make_room(cache, 20)  # 4 of its 7 blocks stay
+    cache, _ = compute(cache, 0, list(range(200, 264)))
+    cache, _ = compute(cache, 1, list(range(300, 312)))
+    match = prefix.match([*B, 1])
+    assert (match.num_tokens, int(cache.tables[0].num_free)) == (28, 1)
+    with pytest.raises(jaxkv.OutOfBlocks, match="3 blocks of this match are in host memory, and there is room for 1"):
+        prefix.adopt(cache, 2, match)
+    prefix.check_invariants(cache)
+    assert_holds(prefix.adopt(jaxkv.free(cache, 1), 2, match), 2, B[:28])
+
+
 def test_donation_reuses_the_pools():
     cache, prefix = start(prompts=[B], spill_bytes=10_000)
     cache = prefix.make_room(cache, 40)

@@ -183,6 +183,13 @@ MISTAKES = {
     "prefill: output not rescaled": (
         prefill, PREFILL["ring"], {"wrong"}, ("acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])\n", "\n"),
     ),
+    "step: chunks without tiles counted": (
+        step, PREFILL["chunks"], {"wrong"}, ("_merge_chunks(out, lse, items[..., 4] > items[..., 3])",
+        "_merge_chunks(out, lse, items[..., 4] >= 0)"),
+    ),
+    "work: chunks that overlap": (
+        work, PREFILL["chunks"], {"wrong"}, ("for n in (chunk, chunk + 1))", "for n in (chunk, chunk + 2))"),
+    ),
     "step: one item too few": (
         step, PREFILL["tight items"], {"wrong"}, ("// item_tokens + rows  #", "// item_tokens + rows - 1  #"),
     ),

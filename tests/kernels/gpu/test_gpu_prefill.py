@@ -4,7 +4,16 @@ import pytest
 from nightly import NIGHTLY
 from trials import PREFILL
 
-BY_DAY = ("packed", "ring", "tails", "tails of wide tiles", "window", "the window's first token", "tight items")
+BY_DAY = (
+    "packed",
+    "ring",
+    "tails",
+    "tails of wide tiles",
+    "window",
+    "the window's first token",
+    "tight items",
+    "chunks",
+)
 
 
 @pytest.mark.parametrize("name", PREFILL if NIGHTLY else BY_DAY)

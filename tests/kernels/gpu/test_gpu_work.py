@@ -1,6 +1,7 @@
 """How the work is spread over the chip: arithmetic on the work lists, no kernel runs."""
 
 import heapq
+import types
 
 import numpy as np
 import pytest
@@ -10,7 +11,12 @@ from pallas_kernels.gpu import tuning, work
 
 def test_items_cover_every_token_once():
     lengths, new = np.array([300, 5, 0, 64, 1000], np.int32), np.array([100, 5, 0, 2, 33], np.int32)
-    items, index, first_item, place = work.prefill_items(lengths, new, None, 16, 14)
+    items, index, first_item, place = work.prefill_items(lengths, new, None, 16, 14, 64, 2)
+    tiles = [sorted(t for start, stop in chunks[:, 3:] for t in range(start, stop)) for chunks in np.asarray(items)]
+    assert tiles == [
+        list(range(-(-stop // 64) if stop > start else 0)) for _, start, stop in np.asarray(items)[:, 0, :3]
+    ]
+    items = items[:, 0, :3]
     covered = [(row, p) for row, start, stop in np.asarray(items) for p in range(start, stop)]
     assert sorted(covered) == [(r, p) for r in range(5) for p in range(lengths[r] - new[r], lengths[r])]
     seen = np.asarray(items[:, 2])[: np.count_nonzero(items[:, 2] > items[:, 1])]
@@ -97,3 +103,24 @@ def test_decode_fills_the_chip(name):
     assert len(sizes) >= min(0.95 * MULTIPROCESSORS, sizes.sum())
     even = sizes.max() <= 1.2 * sizes.mean()
     assert even or last_to_end(sizes) <= 1.2 * sizes.sum() / MULTIPROCESSORS  # small ones fill what large ones leave
+
+
+@pytest.mark.parametrize("columns", [8, 16, 32])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_decode_keeps_enough_in_flight(head_dim, columns):
+    """At 4.8 TB/s and a latency of a microsecond a multiprocessor needs 36 KB on their way, besides what is in use."""
+    plan = tuning.decode_plan(head_dim, columns)
+    slot = 2 * plan.tile.tokens * head_dim * 2  # K and V, of two bytes
+    assert plan.num_blocks // MULTIPROCESSORS * (plan.tile.stages - 1) * slot >= 64 * 1024
+
+
+def test_plans_go_by_the_multiprocessors_of_the_chip_at_hand(monkeypatch):
+    """An H20 has 78; what was tuned for an H200 of the same name and another count is not for it."""
+    device = types.SimpleNamespace(device_kind="NVIDIA H20", core_count=78)
+    monkeypatch.setattr(tuning.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(tuning.jax, "devices", lambda: [device])
+    tuned = tuning.DecodePlan(tuning.Tile(tokens=128, stages=2), num_blocks=78)
+    monkeypatch.setitem(tuning.TUNED_DECODE, (("NVIDIA H20", 132), 128, 8), tuned)
+    assert tuning.decode_plan(128, 8).num_blocks == 2 * 78 and tuning.merge_blocks() == 4 * 78
+    monkeypatch.setitem(tuning.TUNED_DECODE, (("NVIDIA H20", 78), 128, 8), tuned)
+    assert tuning.decode_plan(128, 8) is tuned

@@ -27,6 +27,7 @@ class Trial:
     wave: int = 1  # thread blocks that fill the imagined chip; 1: one item for all of a row
     waves: int = 1
     prefill_tokens: int = 64  # in a tile
+    chunks: int = 1  # into which prefill cuts the context
     poison_before_window: bool = False  # NaN in every place that no token of its row sees, wild table entries
     poison: float = np.nan  # of what no row owns and of tails
     loud: tuple[tuple[int, int], ...] = ()  # (row, position) whose values are 100: seen or not seen is no small change
@@ -71,6 +72,7 @@ class Trial:
         monkeypatch.setattr(tuning, "decode_plan", lambda *_: decode)
         monkeypatch.setattr(tuning, "prefill_plan", lambda *_: prefill)
         monkeypatch.setattr(tuning, "merge_blocks", lambda: 2)
+        monkeypatch.setattr(tuning, "prefill_chunks", lambda *_: self.chunks)
         monkeypatch.setattr(work, "WAVES", self.waves)
         monkeypatch.setattr(work, "FEW_TILES", 1)
 
@@ -190,6 +192,11 @@ PREFILL = {
     ),
     "head_dim 256": Trial(
         Case((200, 20), (20, 2), window=50, soft_cap=4.0, num_kv_heads=1, head_dim=256, block_size=8, **B16),
+    ),
+    # The second row has fewer tiles than there are chunks; the first one's queries do not see all of the last.
+    "chunks": Trial(Case((330, 60), (40, 3), sinks=True, packed=True, **ONE), chunks=3),
+    "chunks, window": Trial(
+        Case((430,), (30,), window=200, max_blocks=30, **ONE), chunks=2, poison_before_window=True,
     ),
     # As many items as there is room for: each row's last has one token.
     "tight items": Trial(Case((40, 33, 33), (33, 33, 33), packed=True, **ONE)),

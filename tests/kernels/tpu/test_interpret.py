@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from nightly import NIGHTLY
 
 import pallas_kernels
 from pallas_kernels import testing, tpu
@@ -51,36 +52,43 @@ MIXED = [
     (Case((1328, 18, 463, 37), (1, 5, 129, 37), 8, 1, 128, 64, packed=True, padding=7, **BF16), None),
     (Case((3, 40, 0), (1, 1, 0), 4, 2, 128, 16, packed=True, padding=1, **BF16), None),
     (Case((180, 70), (150, 3), 2, 1, 256, 256, dtype="float32", packed=True, window=33, sinks=True), 64),
+    # A window longer than some steps: all keys of one are seen by all queries, or by none.
+    (Case((150, 40, 90), (33, 1, 40), 3, 1, 128, 16, packed=True, window=50, **BF16), 16),
 ]
 
 
-def named(cases):
-    return pytest.mark.parametrize(("case", "step_tokens"), [pytest.param(*c, id=str(c[0])) for c in cases])
+def in_a_mode(cases):
+    """By day every case in one of the two modes, by night in both."""
+    modes = {"plain": interpreter.PLAIN, "races": interpreter.RACES}
+    chosen = [
+        pytest.param(*case, mode, id=f"{case[0]}-{name}")
+        for i, case in enumerate(cases)
+        for name, mode in modes.items()
+        if NIGHTLY or (name == "races") == (i % 2 == 0)
+    ]
+    return pytest.mark.parametrize(("case", "step_tokens", "mode"), chosen)
 
 
 def steps(step_tokens):
     return {} if step_tokens is None else {"step_tokens": step_tokens}
 
 
-@interpreter.both
-@named(DECODE)
+@in_a_mode(DECODE)
 def test_decode_with_the_write_fused(case, step_tokens, mode):
     interpreter.check_write_and_attention(tpu, case, mode, **steps(step_tokens))
 
 
-@interpreter.both
-@named(DECODE[:2])
+@in_a_mode(DECODE[:2])
 def test_decode(case, step_tokens, mode):
     interpreter.check_attention(tpu, case, mode, **steps(step_tokens))
 
 
-@interpreter.both
-@named(MIXED)
+@in_a_mode(MIXED)
 def test_mixed(case, step_tokens, mode):
     interpreter.check_attention(tpu, case, mode, **steps(step_tokens))
 
 
-@pytest.mark.timeout(60, method="thread")
+@pytest.mark.timeout(120, method="thread")
 @pytest.mark.parametrize("packed", [True, False])
 def test_decode_rows_only_and_a_window(packed):
     """A step with room for many tokens a row where none has more than one: the prefill kernel has nothing to do."""
@@ -104,6 +112,39 @@ def test_block_ids_are_not_trusted():
     lost = tables[1, 2]  # row 1's last block, which its table lost
     np.testing.assert_array_equal(interpreter.bits(written), interpreter.bits(expected.at[lost].set(kv[lost])))
     testing.assert_close(out[:1], pallas_kernels.reference.paged_attention(q, expected, tables, lengths, new)[:1])
+
+
+def test_offsets_may_leave_gaps():
+    case = Case((20, 33, 5, 40), (3, 17, 0, 1), 2, 1, 128, 16, packed=True, padding=19, **BF16)
+    inputs = testing.make_inputs(case)
+    offsets = jnp.asarray([2, 9, 28, 30], jnp.int32)
+    out, lse = interpreter.run(
+        tpu.paged_attention, *inputs, mode=interpreter.PLAIN, offsets=offsets, return_lse=True, step_tokens=16
+    )
+    expected, expected_lse = testing.expected(case, inputs, offsets=offsets, return_lse=True)
+    testing.assert_close(out, expected)
+    testing.assert_close(lse, expected_lse, dtype=case.dtype)
+    assert not np.asarray(out[5:9]).any() and not np.asarray(out[31:]).any() and np.asarray(out[30]).any()
+
+
+def test_what_is_wrong_with_a_row_stays_in_it():
+    """A mixed step with a row longer than its table, and block ids that are none: the other rows do not notice."""
+    case = Case((20, 33, 40, 64), (3, 17, 1, 1), 2, 1, 128, 16, packed=True, padding=1, **BF16)
+    q, kv, tables, lengths, new = testing.make_inputs(case)
+    wild = tables.at[1].set(jnp.asarray([10**9, -3, 5, 5])).at[2].set(-(2**31)).at[0, 2:].set(10**9)
+    lengths = lengths.at[3].set(500)
+    kv = jnp.where(jnp.isnan(kv), 0, kv)
+    out = interpreter.run(tpu.paged_attention, q, kv, wild, lengths, new, mode=interpreter.PLAIN, step_tokens=16)
+    testing.assert_close(out[:3], testing.expected(case, testing.make_inputs(case))[:3])
+    assert out.shape == q.shape
+
+
+def test_no_tokens_at_all():
+    case = Case((20, 33), (0, 0), 2, 1, 128, 16, packed=True, **BF16)
+    inputs = testing.make_inputs(case)
+    assert inputs.q.shape[0] == 0
+    out, lse = tpu.paged_attention(*inputs, return_lse=True)
+    assert out.shape == (0, 2, 128) and lse.shape == (0, 2)
 
 
 def test_nan_stays_in_its_row():
@@ -160,6 +201,9 @@ def shape(*axes, dtype="bfloat16"):
         ({"q": shape(2, 1, 4, 64, dtype="float32")}, "cast q"),
         ({"tables": shape(256, 8192, dtype="int32")}, "block_size=256"),
         ({"mask": shape(2, 1, 32, dtype="bool")}, "mask"),
+        ({"q": shape(2, 1, 2048, 64), "kv": shape(9, 2, 2048, 16, 128)}, "shard the heads"),
+        ({"q": shape(131072, 2, 64), "tables": shape(61, 4096, dtype="int32")}, "block_size=32"),
+        ({"q": shape(9_000_000, 2, 64)}, "send fewer"),
         ({"kv_scale": shape(9, 2, 2, 16, dtype="float32")}, "kv_scale"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

@@ -5,83 +5,341 @@ import itertools
 import pathlib
 
 import interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from interpreter import PLAIN, RACES
+from nightly import NIGHTLY
 
 import pallas_kernels.tpu
+from pallas_kernels import reference, testing
 from pallas_kernels.testing import Case
 
-pytestmark = pytest.mark.timeout(120, method="thread")
+pytestmark = pytest.mark.timeout(240, method="thread")
 SOURCE = pathlib.Path(pallas_kernels.tpu.__file__).parent
 names = (f"broken_tpu_{i}" for i in itertools.count())
+ROWS = Case((5, 37), (1, 1), 2, 1, 128, 8)
+SHORT = Case((5, 9), (1, 1), 2, 1, 128, 8)
+CHUNKS = Case((37, 30, 9), (20, 7, 4), 2, 1, 128, 8, packed=True, padding=3)
+RUNS = Case((70, 21, 3), (60, 2, 0), 1, 1, 128, 8, packed=True, padding=2)
 
-# name: (file, what to find there, what to put instead, how to run it). None may wait for a copy that nobody starts.
-DECODE = {
-    "missing wait": ("decode.py", 'copies("wait", row, i, slot)', "pass", interpreter.PLAIN),
-    "slot refilled early": ("decode.py", "1 - slot", "slot", interpreter.RACES),
-    "wrong block": ("pages.py", "row * self.blocks_per_row + block]", "row * self.blocks_per_row]", interpreter.PLAIN),
-    "mask one too far": ("decode.py", "seen = position < limit", "seen = position <= limit", interpreter.PLAIN),
+
+def but(case, **changes):
+    return Case(**{**vars(case), **changes})
+
+
+def decode(tpu, case, mode):
+    interpreter.check_write_and_attention(tpu, case, mode, step_tokens=16)
+
+
+def prefill(tpu, case, mode):
+    interpreter.check_attention(tpu, case, mode, step_tokens=16)
+
+
+def write(tpu, case, mode, offsets=None, block=None):
+    inputs = testing.make_inputs(case, poison=7.0)
+    k, v = jax.random.normal(jax.random.key(0), (2, *inputs.q.shape[:-2], 1, 128))
+    tables = inputs.tables if block is None else inputs.tables.at[0, 2].set(block)
+    actual = interpreter.run(tpu.write_kv, inputs.kv, k, v, tables, *inputs[3:], mode=mode, offsets=offsets)
+    expected = reference.write_kv(inputs.kv, k, v, *inputs[2:], offsets=offsets)
+    if block is not None:
+        lost = inputs.tables[0, 2]
+        expected = expected.at[lost].set(inputs.kv[lost])
+    np.testing.assert_array_equal(actual, expected)
+
+
+def write_with_gaps(tpu, case, mode):
+    write(tpu, case, mode, offsets=jnp.asarray([1, 62, 64]))
+
+
+def write_without_a_block(tpu, case, mode):
+    write(tpu, case, mode, block=10**9)
+
+
+def decode_without_a_block(tpu, case, mode):
+    """The null block stays as it is, and so does what an id beyond the pool might mean."""
+    inputs = testing.make_inputs(case)
+    k, v = jnp.ones((2, 2, 1, 1, 128))
+    for block in (0, 10**9):
+        tables = inputs.tables.at[1, 1].set(block)
+        _, kv = interpreter.run(
+            tpu.write_and_attend, inputs.q, k, v, inputs.kv, tables, *inputs[3:], mode=mode, step_tokens=16
+        )
+        assert not np.asarray(kv[0]).any(), "differ: the null block"
+
+
+def precision(tpu, case, mode):
+    """A CPU multiplies in float32 whatever it is told: what a TPU is told stands in the program."""
+    inputs = testing.make_inputs(case)
+    program = str(jax.make_jaxpr(lambda *x: tpu.paged_attention(*x))(*inputs))
+    products = program.count("dot_general[")
+    assert products and program.count("HIGHEST, Precision.HIGHEST") + program.count("precision=HIGHEST") >= products, (
+        "error: products of float32 at less than its precision"
+    )
+
+
+# name: (what to run, on which case, in which mode, the file, what to find there, what to put instead, and so on). None
+# may wait for a copy that nobody starts.
+CONTROLS = {
+    "pages not awaited": (decode, ROWS, PLAIN, "decode.py", "        await_pages(slot, count)\n", ""),
+    "one page not awaited": (decode, ROWS, PLAIN, "decode.py", "row < end, held, 0", "row < end, held - 1, 0"),
+    "one slot for two steps": (
+        decode,
+        ROWS,
+        RACES,
+        "decode.py",
+        "return buffers.at[slot,",
+        "return buffers.at[0 * slot,",
+    ),
+    "wrong block": (
+        decode,
+        ROWS,
+        PLAIN,
+        "pages.py",
+        "row * self.blocks_per_row + block]",
+        "row * self.blocks_per_row]",
+    ),
+    "mask one too far": (decode, ROWS, PLAIN, "decode.py", "seen = position < limit", "seen = position <= limit"),
     "window one too far": (
+        decode,
+        but(ROWS, window=24),
+        PLAIN,
         "decode.py",
         "position >= limit - pages",
         "position >= limit - 1 - pages",
-        interpreter.PLAIN,
     ),
-    "tail not cleared": ("pages.py", "keep(held - 1,", "(lambda *_: None)(held - 1,", interpreter.PLAIN),
-    "pages not cleared": ("pages.py", "lax.fori_loop(held, self", "lax.fori_loop(held, 0 * self", interpreter.PLAIN),
-    "write not waited for": ("decode.py", "write_back().wait()", "write_back()", interpreter.PLAIN),
-    "write of the wrong tile": ("decode.py", "staged[...] = merged", "staged[...] = buffer[there]", interpreter.PLAIN),
-}
-PREFILL = {
-    "missing wait": ("prefill.py", 'copies("wait", tile, i, slot)', "pass", interpreter.PLAIN),
-    "causality one too far": ("prefill.py", "seen = key <= query", "seen = key <= query + 1", interpreter.PLAIN),
-    "mask left out": ("prefill.py", "<= oldest + 1", "<= limit", interpreter.PLAIN),
-    "mask left out of a half": ("prefill.py", "sure=half)", "sure=pages.pages_per_step)", interpreter.PLAIN),
-    "half a step too few": ("prefill.py", "limit <= start + half", "limit <= start + 2 * half", interpreter.PLAIN),
+    "tail not cleared": (decode, ROWS, PLAIN, "pages.py", "keep(held - 1,", "(lambda *_: None)(held - 1,"),
+    "pages not cleared": (decode, ROWS, PLAIN, "pages.py", "lax.fori_loop(held, self", "lax.fori_loop(held, 0 * self"),
+    "write not awaited": (decode, ROWS, PLAIN, "decode.py", "these, semaphore).wait()", "these, semaphore) and None"),
+    "write of the wrong tile": (
+        decode,
+        ROWS,
+        PLAIN,
+        "decode.py",
+        "staged[...] = merged",
+        "staged[...] = buffer[there]",
+    ),
+    "two rows' writes in one place": (decode, SHORT, PLAIN, "decode.py", "staged.at[written]", "staged.at[0]"),
+    "a row begins with another's sums": (decode, ROWS, PLAIN, "decode.py", "there & (part == 0)", "there & (part < 0)"),
+    "a segment that is not there": (
+        decode,
+        ROWS,
+        PLAIN,
+        "decode.py",
+        "lax.select(there, new",
+        "lax.select(there | True, new",
+    ),
+    "the sink's logit forgotten": (
+        decode,
+        but(ROWS, sinks=True),
+        PLAIN,
+        "decode.py",
+        "else sinks_ref[...]",
+        "else jnp.full_like(max_ref, MASKED)",
+    ),
+    "the sink's weight forgotten": (
+        decode,
+        but(ROWS, sinks=True),
+        PLAIN,
+        "decode.py",
+        "else jnp.ones_like(sum_ref)",
+        "else jnp.zeros_like(sum_ref)",
+    ),
+    "the cap applied once": (
+        decode,
+        but(ROWS, soft_cap=3.0),
+        PLAIN,
+        "decode.py",
+        "jnp.tanh(logits / knobs[1])",
+        "jnp.tanh(logits)",
+    ),
+    "the heads of a pair swapped": (
+        decode,
+        but(ROWS, num_heads=4, num_kv_heads=2),
+        PLAIN,
+        "decode.py",
+        "result[:, :width], result[:, width:]",
+        "result[:, width:], result[:, :width]",
+    ),
+    "an LSE without the sum": (decode, ROWS, PLAIN, "decode.py", "so_far[0] + jnp.log(so_far[1])", "so_far[0]"),
+    "decode writes the null block": (
+        decode_without_a_block,
+        SHORT,
+        PLAIN,
+        "step.py",
+        "(block > 0)",
+        "(block >= 0)",
+        "decode.py",
+        "(targets[safe] > 0)",
+        "(targets[safe] >= 0)",
+    ),
+    "decode writes beyond the pool": (
+        decode_without_a_block,
+        SHORT,
+        PLAIN,
+        "step.py",
+        "(block < kv.shape[0])",
+        "(block < 2**30)",
+    ),
+    "prefill: pages not awaited": (prefill, CHUNKS, PLAIN, "prefill.py", 'copies("wait", tile, i, slot)', "pass"),
+    "causality one too far": (prefill, CHUNKS, PLAIN, "prefill.py", "] <= query", "] <= query + 1"),
+    "mask left out": (prefill, CHUNKS, PLAIN, "prefill.py", "<= start + 1", "<= limit"),
+    "mask left out of a half": (prefill, CHUNKS, PLAIN, "prefill.py", "sure=half)", "sure=pages.pages_per_step)"),
+    "half a step too few": (
+        prefill,
+        CHUNKS,
+        PLAIN,
+        "prefill.py",
+        "limit <= first_key + half",
+        "limit <= first_key + 2 * half",
+    ),
     "weights not summed": (
+        prefill,
+        CHUNKS,
+        RACES,
         "prefill.py",
         "concatenate([values, ones])",
         "concatenate([values, 0 * ones])",
-        interpreter.RACES,
     ),
-    "another tile's tokens": ("prefill.py", "(position >= oldest) & ", "", interpreter.PLAIN),
+    "a window longer than a step left out": (
+        prefill,
+        but(CHUNKS, lengths=(99, 30, 9), window=34),
+        PLAIN,
+        "prefill.py",
+        "seen & (first_key > limit - 1 - pages.window)",
+        "seen",
+    ),
+    "another tile's queries": (
+        prefill,
+        CHUNKS,
+        PLAIN,
+        "prefill.py",
+        "q_hbm.at[pl.ds(tokens[tile]",
+        "q_hbm.at[pl.ds(tokens[0]",
+    ),
+    "output in another tile's place": (
+        prefill,
+        CHUNKS,
+        PLAIN,
+        "prefill.py",
+        "out_hbm.at[pl.ds(tokens[tile]",
+        "out_hbm.at[pl.ds(tokens[0]",
+    ),
+    "queries not awaited": (prefill, CHUNKS, PLAIN, "prefill.py", 'fetch("wait", tile)\n', "pass\n"),
+    "output not awaited": (prefill, CHUNKS, PLAIN, "prefill.py", '        send("wait", tile)\n', "        pass\n"),
+    "output's buffer used again early": (
+        prefill,
+        CHUNKS,
+        RACES,
+        "prefill.py",
+        'lambda: send("wait", tile - 2)',
+        "lambda: None",
+    ),
+    "nobody's tokens left as they were": (prefill, CHUNKS, PLAIN, "prefill.py", "there, -width, 0", "there, 0, 0"),
+    "heads of a group mixed up": (
+        prefill,
+        CHUNKS,
+        PLAIN,
+        "prefill.py",
+        "(head % group) * tile_tokens",
+        "0 * tile_tokens",
+    ),
+    "float32 at bfloat16's precision, decode": (
+        precision,
+        ROWS,
+        PLAIN,
+        "decode.py",
+        "Precision.HIGHEST",
+        "Precision.DEFAULT",
+    ),
+    "float32 at bfloat16's precision, prefill": (
+        precision,
+        CHUNKS,
+        PLAIN,
+        "prefill.py",
+        "Precision.HIGHEST",
+        "Precision.DEFAULT",
+    ),
+    "write: the old page not awaited": (
+        write,
+        RUNS,
+        PLAIN,
+        "write.py",
+        "patching.at[slot]), do)()",
+        'patching.at[slot]), "start")() if do == "start" else None',
+    ),
+    "write: a slot refilled too early": (
+        write,
+        RUNS,
+        RACES,
+        "write.py",
+        "entry + depth - 1,",
+        "entry + depth,",
+        "write.py",
+        "(0, depth - 1)",
+        "(0, depth)",
+    ),
+    "write: a page changed while it leaves": (
+        write,
+        RUNS,
+        RACES,
+        "write.py",
+        'if_written(entry - depth, functools.partial(send, "wait"))',
+        "None",
+    ),
+    "write: begins too early": (write, RUNS, PLAIN, "write.py", "place >= begins[entry]", "place >= 0"),
+    "write: ends too late": (write, RUNS, PLAIN, "write.py", "place < ends[entry]", "place <= ends[entry]"),
+    "write: another token": (
+        write,
+        RUNS,
+        PLAIN,
+        "write.py",
+        "of_row(offsets - before) + start",
+        "of_row(offsets - before) + start + 1",
+    ),
+    "write: offsets ignored": (write_with_gaps, RUNS, PLAIN, "write.py", "elif offsets is None:", "else:"),
+    "write: beyond the pool": (
+        write_without_a_block,
+        RUNS,
+        PLAIN,
+        "write.py",
+        "(block < kv.shape[0])\n    return Runs",
+        "(block < 2**30)\n    return Runs",
+    ),
 }
+BY_DAY = list(CONTROLS)[::5]
 
 
-def broken(tmp_path, monkeypatch, file, find, replace):
-    """The kernels' package under another name, with one piece of its source replaced."""
+def broken(tmp_path, monkeypatch, *changes):
+    """The kernels' package under another name, with pieces of its source replaced: file, what to find, what to put."""
     name = next(names)
     (tmp_path / name).mkdir()
-    for path in SOURCE.glob("*.py"):
-        text = path.read_text()
-        if path.name == file:
-            assert find in text, f"{find!r} is no longer in {file}: adapt the control"
-            text = text.replace(find, replace)
-        (tmp_path / name / path.name).write_text(text.replace("pallas_kernels.tpu", name))
+    sources = {path.name: path.read_text() for path in SOURCE.glob("*.py")}
+    for file, find, replace in itertools.batched(changes, 3):
+        assert find in sources[file], f"{find!r} is no longer in {file}: adapt the control"
+        sources[file] = sources[file].replace(find, replace)
+    for file, text in sources.items():
+        (tmp_path / name / file).write_text(text.replace("pallas_kernels.tpu", name))
     monkeypatch.syspath_prepend(tmp_path)
-    return importlib.import_module(name)
+    tpu = importlib.import_module(name)
+    importlib.import_module(f"{name}.decode").SEGMENTS = 3
+    importlib.import_module(f"{name}.write").SLOTS = 2
+    return tpu
 
 
-@pytest.mark.parametrize("control", DECODE)
-def test_decode(control, tmp_path, monkeypatch):
-    file, find, replace, mode = DECODE[control]
-    tpu = broken(tmp_path, monkeypatch, file, find, replace)
-    case = Case((5, 37), (1, 1), 2, 1, 128, 8, window=24 if "window" in control else None)
-    with pytest.raises(Exception, match=r"race|error|NaN|differ|equal|Mismatch"):
-        interpreter.check_write_and_attention(tpu, case, mode, step_tokens=16)
+@pytest.mark.parametrize("control", CONTROLS if NIGHTLY else BY_DAY)
+def test_control(control, tmp_path, monkeypatch):
+    run, case, mode, *changes = CONTROLS[control]
+    tpu = broken(tmp_path, monkeypatch, *changes)
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):  # wrong, or raised by the interpreter
+        run(tpu, case, mode)
 
 
-@pytest.mark.parametrize("control", PREFILL)
-def test_prefill(control, tmp_path, monkeypatch):
-    file, find, replace, mode = PREFILL[control]
-    tpu = broken(tmp_path, monkeypatch, file, find, replace)
-    case = Case((37, 30), (20, 7), 2, 1, 128, 8, packed=True)
-    with pytest.raises(Exception, match=r"race|error|NaN|differ|equal|Mismatch"):
-        interpreter.check_attention(tpu, case, mode, step_tokens=16)
-
-
+@pytest.mark.timeout(900, method="thread")
 def test_unbroken(tmp_path, monkeypatch):
     """The controls' own cases pass on an unchanged copy."""
-    tpu = broken(tmp_path, monkeypatch, None, "", "")
-    for mode in interpreter.PLAIN, interpreter.RACES:
-        interpreter.check_write_and_attention(tpu, Case((5, 37), (1, 1), 2, 1, 128, 8), mode, step_tokens=16)
-        interpreter.check_attention(tpu, Case((37, 30), (20, 7), 2, 1, 128, 8, packed=True), mode, step_tokens=16)
+    tpu = broken(tmp_path, monkeypatch)
+    runs = {(run, case, mode) for run, case, mode, *_ in CONTROLS.values()}
+    for run, case, mode in runs if NIGHTLY else {x for x in runs if x[1] in (SHORT, RUNS)}:
+        run(tpu, case, mode)

@@ -10,7 +10,7 @@ import pallas_kernels
 from pallas_kernels import reference, testing, tpu
 from pallas_kernels.testing import Case
 
-pytestmark = pytest.mark.timeout(120, method="thread")
+pytestmark = pytest.mark.timeout(240, method="thread")
 BF16 = {"dtype": "bfloat16", "stored_head_dim": 128, "head_dim": 128}
 CASES = {
     "rows that are empty, of one token, on and beside the borders of pages": (

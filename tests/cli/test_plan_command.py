@@ -150,7 +150,11 @@ def test_windows_padding_and_what_does_not_fit(folder, capsys):
         ({}, ["--memory", "1kB", "--weights", "0"], "memory_bytes=1000 is too little"),
         ({}, ["--memory", "1MB", "--max-seq-len", "0"], "max_seq_len must be at least 1"),
         ({}, ["--memory", "1MB", "--mean-len", "500"], "mean_len must be above 0 and at most"),
-        ({"model_type": "mamba"}, ["--memory", "1MB"], "is of the family 'mamba', but the decoder knows llama"),
+        (
+            {"model_type": "mamba"},
+            ["--memory", "1MB"],
+            "is of the family (model_type) 'mamba', but the decoder knows llama",
+        ),
         ({"torch_dtype": "int3"}, ["--memory", "1MB"], "has weights of int3, whose size is not known: say it with"),
         (None, ["--memory", "1MB"], "There is no folder"),
     ],

@@ -1,0 +1,117 @@
+"""Inside jit only the data tells: a row is left alone and marked, the others go on, and `check` has the sentence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from three_rows import LAYERS, filled, ones
+
+import jaxkv
+
+
+@pytest.fixture(scope="module")
+def cache():
+    return filled()
+
+
+def extended(cache, numbers, places=5):
+    kv = [ones(3, places, c.num_kv_heads, c.head_dim) for c in LAYERS]
+    return jax.jit(jaxkv.append)(cache, kv, kv, jnp.array(numbers, jnp.int32))
+
+
+def test_a_row_that_appends_more_than_there_is_takes_no_blocks(cache):
+    after = extended(cache, [1, 12, 2], places=8)
+    assert after.failed.tolist() == [False, True, False] and after.tables[0].held[1] == cache.tables[0].held[1]
+    kv = [ones(9, c.num_kv_heads, c.head_dim) for c in LAYERS]
+    packed = jax.jit(jaxkv.append)(cache, kv, kv, jnp.array([3, 7, 0], jnp.int32))
+    assert packed.failed.tolist() == [False, True, False] and packed.tables[0].held[1] == cache.tables[0].held[1]
+
+
+DATA = {
+    "negative count": (
+        lambda c: extended(c, [1, -1, 2]),
+        [1],
+        jaxkv.CacheError,
+        "makes no sense was made for row 1: a negative number",
+    ),
+    "more than T": (
+        lambda c: extended(c, [1, 7, 2]),
+        [1],
+        jaxkv.CacheError,
+        "makes no sense was made for row 1: .* more tokens than the step's arrays have places for",
+    ),
+    "too long": (
+        lambda c: jax.jit(jaxkv.extend)(c, jnp.array([2**31 - 1, 1, 1], jnp.int32)),
+        [0],
+        jaxkv.SequenceTooLong,
+        r"max_seq_len = 20 tokens were asked for in row 0 \(it holds 6\)",
+    ),
+    "no blocks": (
+        lambda c: jax.jit(jaxkv.extend)(c, jnp.array([3, 18, 9])),
+        [1],
+        jaxkv.OutOfBlocks,
+        r"Row 1 \(0 tokens, 0 blocks\) needs 5 more blocks for 18 tokens, but 2 of 8 blocks are free",
+    ),
+    "negative reserve": (lambda c: jax.jit(jaxkv.reserve)(c, jnp.array([0, -5, 0])), [1], jaxkv.CacheError, "row 1"),
+    "long reserve": (
+        lambda c: jax.jit(jaxkv.reserve)(c, jnp.array([0, 21, 0])),
+        [1],
+        jaxkv.SequenceTooLong,
+        "row 1 .it holds 0",
+    ),
+    "negative truncate": (lambda c: jax.jit(jaxkv.truncate)(c, jnp.array([-1, 0, 1])), [0], jaxkv.CacheError, "row 0"),
+    "fork from nowhere": (
+        lambda c: jax.jit(jaxkv.fork)(c, jnp.array([-1, 0]), jnp.array([1, 2])),
+        [1],
+        jaxkv.CacheError,
+        "row 1: .* a row out of range",
+    ),
+    "reorder from nowhere": (
+        lambda c: jax.jit(jaxkv.reorder)(c, jnp.array([0, 0, 7])),
+        [1, 2],
+        jaxkv.CacheError,
+        "row 1 and row 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_failure_as_data(name, cache):
+    call, rows, error, words = DATA[name]
+    after = call(cache)
+    jaxkv.check_invariants(after)
+    assert np.flatnonzero(after.failed).tolist() == rows
+    for row in rows:
+        assert after.lengths[row] == cache.lengths[row]
+        for layer in range(2):
+            for actual, expected in zip(
+                jaxkv.gather(after, row, layer=layer), jaxkv.gather(cache, row, layer=layer), strict=True
+            ):
+                np.testing.assert_array_equal(actual, expected)
+    with pytest.raises(error, match=words) as raised:
+        jaxkv.check(after)
+    assert type(raised.value) is error and "as it was before" in str(raised.value)
+    cleared = jaxkv.free(after, rows)
+    jaxkv.check(cleared)
+    jaxkv.check(cache)
+
+
+def test_indices_out_of_range_on_the_device_are_ignored(cache):
+    after = jax.jit(jaxkv.free)(cache, jnp.array([-1, 3, 2**31 - 1]))
+    assert after.lengths.tolist() == [6, 0, 3]
+    assert jax.jit(jaxkv.fork)(cache, jnp.array([0]), jnp.array([-1])).lengths.tolist() == [6, 0, 3]
+    k, v = jax.jit(lambda c, row: jaxkv.gather(c, row, layer=0, max_len=4))(cache, jnp.array(-1))
+    assert not k.any() and not v.any()
+    k, _ = jax.jit(lambda c, position: c.token(0, position))(cache, jnp.array(-1))
+    assert not k.any()
+
+
+def test_several_failures_are_all_named(cache):
+    after = jaxkv.extend(jaxkv.extend(cache, [20, 0, 0]), [0, 0, 100])
+    with pytest.raises(jaxkv.SequenceTooLong, match=r"row 0 \(it holds 6\) and row 2 \(it holds 3\)"):
+        jaxkv.check(after)
+
+
+def test_a_count_past_int32_does_not_wrap(cache):
+    after = jaxkv.extend(cache, [2**32 + 1, 0, 1])
+    assert after.lengths.tolist() == [6, 0, 4] and after.failed.tolist() == [True, False, False]

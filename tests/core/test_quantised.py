@@ -1,0 +1,178 @@
+"""A quantised cache: near what a plain one gives, and its scales go wherever its numbers go."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.testing import assert_no_copy, permute_blocks, poison
+
+ROWS, BLOCK = 3, 4
+LAYERS = (
+    jaxkv.LayerConfig(num_kv_heads=2, head_dim=16),
+    jaxkv.LayerConfig(num_kv_heads=2, head_dim=16),
+    jaxkv.LayerConfig(num_kv_heads=1, head_dim=36, window=5),
+)
+KINDS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")
+# The largest error of a number of normal data.
+ERRORS = {"int8": 0.02, "float8_e4m3fn": 0.2, "float8_e5m2": 0.4, "int4": 0.4}
+
+quickly_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def make_config(kind, layers=LAYERS, **fields):
+    fields = dict(num_blocks=30, head_dim_multiple=8, max_seq_len=40) | fields
+    return jaxkv.CacheConfig(layers=layers, max_seqs=ROWS, block_size=BLOCK, dtype=kind, **fields)
+
+
+def tokens(seed=0):
+    return [
+        np.random.default_rng(seed + i).normal(size=(ROWS, 9, layer.num_kv_heads, layer.head_dim)).astype(np.float32)
+        for i, layer in enumerate(LAYERS)
+    ]
+
+
+@functools.cache
+def filled(kind, stacked=False):
+    """Rows of 9 and 4 tokens; NaN scales and any numbers in all that is not theirs."""
+    kv = tokens()
+    fill = quickly_compiled(lambda cache: poison(jaxkv.append(cache, kv, kv, jnp.array([9, 4, 0], jnp.int32))))
+    return fill(jaxkv.init(make_config(kind, stacked=stacked)))
+
+
+def equal(a, b):
+    np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_gathered(kind):
+    cache = filled(kind)
+    jaxkv.check_invariants(cache)
+    assert cache.bytes == cache.config.bytes == sum(x.nbytes for x in jax.tree.leaves(cache.pools))
+    for layer, kv in enumerate(tokens()):
+        k, v = jaxkv.gather(cache, 0, layer=layer)
+        assert k.dtype == jnp.float32
+        held = slice(4, 9) if layer == 2 else slice(0, 9)
+        for got in (k, v):
+            assert np.abs(np.asarray(got)[held] - kv[0][held]).max() < ERRORS[kind]
+    k, v, k_scale, v_scale = jaxkv.gather(cache, 1, layer=0, raw=True)
+    dense, _ = jaxkv.gather(cache, 1, layer=0)
+    width = 8 if kind == "int4" else 16
+    assert k.shape[2] == width and k.dtype == cache.pools[0].kv.dtype and v.shape == k.shape
+    if kind == "int8":
+        equal(np.asarray(k, np.float32) * np.asarray(k_scale)[..., None], dense)
+    traced = jax.jit(lambda cache: jaxkv.gather(cache, 1, layer=0, raw=True, max_len=6))(cache)
+    for whole, part in zip(traced, (k, v, k_scale, v_scale), strict=True):
+        equal(whole[:4], part)
+        assert not np.asarray(whole[4:], np.float32).any()
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_scales_go_where_the_numbers_go(kind, stacked, tmp_path):
+    """Fork, truncate, swap, save and load in other blocks, the prefix index by way of the host, other block numbers."""
+    cache = filled(kind, stacked)
+    rows = {row: [jaxkv.gather(cache, row, layer=layer)[0] for layer in (0, 1)] for row in (0, 1)}
+
+    def holds(cache, row, source, length):
+        jaxkv.check(cache)
+        jaxkv.check_invariants(cache)
+        for layer in (0, 1):
+            equal(jaxkv.gather(cache, row, layer=layer)[0], rows[source][layer][:length])
+
+    forked = jaxkv.truncate(jaxkv.fork(cache, 0, 2), [9, 4, 7])
+    holds(forked, 2, 0, 7)
+    out, host = jaxkv.swap_out(forked, [0, 2])
+    back = jaxkv.swap_in(out, [2, 0], host)
+    holds(back, 2, 0, 9)
+    holds(jaxkv.swap_in(out, 0, host[1]), 0, 0, 7)
+
+    jaxkv.save(tmp_path / "file", forked)
+    for config in (None, cache.config.replace(block_size=2, num_blocks=60, stacked=not stacked)):
+        loaded = jaxkv.load(tmp_path / "file", config=config)
+        holds(loaded, 0, 0, 9)
+        holds(loaded, 2, 0, 7)
+
+    index = jaxkv.PrefixCache(cache.config, spill_bytes=10**6)
+    kept = jaxkv.free(index.insert(cache, 0, list(range(9))), [0])
+    kept = index.make_room(kept, 30)  # to the host
+    holds(index.adopt(kept, 2, index.match(list(range(9)))), 2, 0, 8)
+    moved = permute_blocks(cache)
+    holds(moved, 0, 0, 9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_of_a_step(kind):
+    """Prefill of rows and a decode step, packed: near what a cache of float32 gives, and the same stacked."""
+
+    @quickly_compiled
+    def play(cache):
+        outs = []
+        for axes, counts in (((9,), (2, 0, 7)), ((ROWS, 1), (1, 1, 1))):
+            cache = jaxkv.extend(cache, jnp.array(counts, jnp.int32))
+            step = jaxkv.plan_step(cache, axes)
+            for i, layer in enumerate(LAYERS):
+                rng = np.random.default_rng(i)
+                q, k, v = (
+                    jnp.asarray(rng.normal(size=(*axes, heads, layer.head_dim)), jnp.float32)
+                    for heads in (4, layer.num_kv_heads, layer.num_kv_heads)
+                )
+                out, cache = jaxkv.attention(q, k, v, cache, layer=i, step=step)
+                outs.append(out)
+        return outs, cache
+
+    outs, cache = play(filled(kind))
+    jaxkv.check_invariants(cache)
+    wanted, _ = play(filled("float32"))
+    again, _ = play(filled(kind, stacked=True))
+    for out, near, same in zip(outs, wanted, again, strict=True):
+        assert np.isfinite(out).all()
+        assert np.linalg.norm(out - near) < ERRORS[kind] * np.linalg.norm(near)
+        np.testing.assert_allclose(same, out, rtol=1e-5, atol=1e-5)
+
+
+def test_no_pool_is_copied():
+    layer = jaxkv.LayerConfig(num_kv_heads=8, head_dim=128)
+    for kind in KINDS:
+        config = jaxkv.CacheConfig(layers=(layer,) * 2, max_seqs=4, max_seq_len=1024, num_blocks=8192, dtype=kind)
+        cache = jax.eval_shape(lambda config=config: jaxkv.init(config))
+        q, kv = (jax.ShapeDtypeStruct((4, 1, heads, 128), jnp.bfloat16) for heads in (32, 8))
+
+        def step(cache, q, kv, counts):
+            cache = jaxkv.extend(cache, counts)
+            for i in range(2):
+                q, cache = jaxkv.attention(q, kv, kv, cache, layer=i)
+            return q, cache
+
+        assert_no_copy(jax.jit(step, donate_argnames="cache"), cache, q, kv, jax.ShapeDtypeStruct((4,), jnp.int32))
+
+
+def test_capacity_at_equal_bytes():
+    """Blocks in the bytes of a bfloat16 cache, scales and null blocks counted."""
+    layer = jaxkv.LayerConfig(num_kv_heads=8, head_dim=128)
+
+    def blocks(kind):
+        return jaxkv.CacheConfig(
+            layers=(layer,) * 4, max_seqs=8, max_seq_len=8192, num_blocks=1, dtype=kind
+        ).with_memory(10**9).num_blocks  # fmt: skip
+
+    plain = blocks("bfloat16")
+    assert blocks("int8") > 1.93 * plain and blocks("float8_e4m3fn") > 1.93 * plain and blocks("int4") > 3.5 * plain
+
+
+def test_layers_of_several_kinds_and_what_is_refused():
+    layers = (LAYERS[0], jaxkv.LayerConfig(num_kv_heads=2, head_dim=16, dtype="int4"))
+    cache = jaxkv.init(make_config("bfloat16", layers))
+    assert [x.dtype.name for x in jax.tree.leaves(cache.pools)] == ["bfloat16", "uint8", "bfloat16"]
+    with pytest.raises(ValueError, match="raw=True is for quantised layers, and layer 0 is stored in bfloat16"):
+        jaxkv.gather(cache, 0, layer=0, raw=True)
+    with pytest.raises(ValueError, match=r"int4 stores two numbers to a byte, .* but layer 0 has 15"):
+        make_config("int4", (jaxkv.LayerConfig(num_kv_heads=1, head_dim=15),), head_dim_multiple=1)
+    with pytest.raises(ValueError, match=r"CacheConfig.dtype must be one of bfloat16, .*int4, not int16"):
+        make_config("int16")
+    _, host = jaxkv.swap_out(filled("int8"), 0)
+    with pytest.raises(ValueError, match=r"are int8.* with scales float32.*, but the cache's are bfloat16"):
+        jaxkv.swap_in(jaxkv.init(make_config("bfloat16")), 0, host)

@@ -1,0 +1,203 @@
+"""Quantised pools: what is stored, how near attention over it is, and that no token's numbers touch another's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import kinds, reference, testing
+from pallas_kernels.testing import Case
+
+KINDS = tuple(kinds.LARGEST)
+SCALES = {kind: jnp.dtype("bfloat16" if kind == "int4" else "float32") for kind in KINDS}
+# Rounding to so many steps, or to so many bits, of normal data; in the Euclidean norm.
+ROUND_TRIP = {"int8": 0.008, "float8_e4m3fn": 0.03, "float8_e5m2": 0.06, "int4": 0.11}
+ATTENTION = {"int8": 0.01, "float8_e4m3fn": 0.04, "float8_e5m2": 0.085, "int4": 0.16}
+
+quickly_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def round_trip(x, kind, scale_dtype):
+    stored, scale = kinds.encode(x, kind, scale_dtype)
+    return kinds.decode(stored, scale, kind, x.shape[-1]), stored, scale
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def error(got, wanted):
+    return np.linalg.norm(np.asarray(got, np.float64) - wanted) / np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e30])
+def test_round_trip(kind, size):
+    x = normal(50, 3, 80) * np.float32(size)
+    got, stored, scale = round_trip(x, kind, SCALES[kind])
+    assert error(got / np.float32(size), x / np.float32(size)) < ROUND_TRIP[kind]
+    assert stored.shape[-1] == kinds.stored_dim(kind, 80) and stored.dtype == kinds.storage_of(kind)
+    assert scale.shape == (50, 3, *kinds.scale_axes(kind, 80)) and scale.dtype == SCALES[kind]
+
+
+def test_int8_of_small_numbers():
+    """A promise of the systems that came before: an error below 0.002 where the largest number is 0.1."""
+    x = np.random.default_rng(0).uniform(-0.1, 0.1, (100, 2, 64)).astype(np.float32)
+    assert np.abs(round_trip(x, "int8", SCALES["int8"])[0] - x).max() < 0.002
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_stored_of_a_head_depends_on_it_alone(kind):
+    x = normal(6, 4, 64)
+    x[0, 0], x[1, 1, 5], x[2, 2, 7], x[3, 3, :] = 0, np.nan, np.inf, 3e38
+    got, stored, scale = (np.asarray(part) for part in round_trip(x, kind, SCALES[kind]))
+    for token in range(6):
+        alone = round_trip(x[token : token + 1, 1:3], kind, SCALES[kind])
+        np.testing.assert_array_equal(alone[1][0], stored[token, 1:3])
+        np.testing.assert_array_equal(np.asarray(alone[2][0], np.float32), np.asarray(scale[token, 1:3], np.float32))
+    assert (got[0, 0] == 0).all() and np.isfinite(got[3, 3]).all()
+    lost = ~np.isfinite(got)
+    assert lost[1, 1].all() and lost[2, 2].all() and lost.sum() == 2 * 64
+
+
+def quantised(case, kind, seed=0, junk=True):
+    """A case's inputs with a pool of a kind, and the same with what it holds as float32. What must not be read is NaN
+    in float32, and any number under a NaN scale when quantised."""
+    inputs = testing.make_inputs(case, seed)
+    kv = np.asarray(inputs.kv)
+    unread = np.isnan(kv).all(axis=-1)
+    stored, scale = kinds.encode(jnp.asarray(np.where(unread[..., None], 0.0, kv)), kind, SCALES[kind])
+    held = np.asarray(kinds.decode(stored, scale, kind, case.head_dim))
+    held = np.where(unread[..., None], np.nan, held)
+    rng = np.random.default_rng(seed)
+    noise = jnp.asarray(rng.integers(0, 127, stored.shape), stored.dtype)
+    mask = jnp.asarray(unread)
+    stored = jnp.where(mask[..., None], noise, stored)
+    mask = mask.reshape(*mask.shape, *(1,) * (scale.ndim - mask.ndim))
+    scale = jnp.where(mask, jnp.asarray(jnp.nan, scale.dtype), scale)
+    return inputs._replace(kv=stored), scale, inputs._replace(kv=jnp.asarray(held))
+
+
+CASES = {
+    "decode": Case(lengths=(17, 0, 40, 16), new=(1, 0, 1, 1), head_dim=80, num_heads=6),
+    "chunks under a window": Case(lengths=(17, 3, 40), new=(9, 3, 2), window=7, soft_cap=3.0, block_size=5),
+    "packed": Case(lengths=(70, 3, 40), new=(40, 1, 2), packed=True, padding=3, num_kv_heads=4, block_size=1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CASES)
+def test_attention_over_what_is_stored(name, kind):
+    """XLA and the reference against float32 attention over the same numbers, NaN in all that must not be read."""
+    case = CASES[name]
+    inputs, scale, held = quantised(case, kind)
+    options = testing.make_options(case)
+    wanted, wanted_lse = testing.expected(case, held, return_lse=True)
+    for implementation in ("xla", "reference"):
+        attend = quickly_compiled(
+            lambda inputs, scale, implementation=implementation: pallas_kernels.paged_attention(
+                *inputs, kv_scale=scale, kind=kind, implementation=implementation, return_lse=True, **options
+            )
+        )
+        out, lse = attend(inputs, scale)
+        testing.assert_close(out, wanted, dtype="float32")
+        testing.assert_close(lse, wanted_lse, dtype="float32")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_of_attention(kind):
+    """Of normal data, over a thousand tokens: what quantising costs."""
+    case = Case(lengths=(1024,), new=(64,), num_heads=4, num_kv_heads=2, head_dim=128)
+    exact = testing.make_inputs(case)
+    inputs, scale, _ = quantised(case, kind)
+    attend = quickly_compiled(lambda *inputs, **options: pallas_kernels.paged_attention(*inputs, **options, kind=kind))
+    out = attend(*inputs, kv_scale=scale)
+    wanted = np.asarray(testing.expected(case, exact), np.float64)
+    for head in range(4):
+        assert error(out[0, :, head], wanted[0, :, head]) < ATTENTION[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_writes_in_any_steps_store_the_same_bits(kind):
+    """Ten tokens of two rows at once, one after another, or packed: one pool. NaN stays with its token and head."""
+    block_size, head_dim = 4, 64
+    kv = jnp.zeros((9, 2, 2, block_size, head_dim // 2 if kind == "int4" else head_dim), kinds.storage_of(kind))
+    scale = jnp.zeros((9, 2, 2, block_size, *kinds.scale_axes(kind, head_dim)), SCALES[kind])
+    tables = jnp.array([[3, 7, 1], [5, 2, 8]], jnp.int32)
+    k, v = (jnp.asarray(normal(2, 10, 2, head_dim, seed=s)) for s in (1, 2))
+    k = k.at[0, 4, 1, 3].set(jnp.nan)
+
+    @functools.partial(quickly_compiled, static_argnames="implementation")
+    def write(kv, scale, k, v, lengths, new, implementation="xla"):
+        return pallas_kernels.write_kv(
+            kv, k, v, tables, lengths, new, kv_scale=scale, kind=kind, implementation=implementation
+        )
+
+    def one_by_one(pools, t):
+        return write(*pools, k[:, t : t + 1], v[:, t : t + 1], ten - 9 + t, ten // 10)
+
+    ten = jnp.array([10, 10], jnp.int32)
+    whole = write(kv, scale, k, v, ten, ten)
+    for other in (
+        write(kv, scale, k, v, ten, ten, implementation="reference"),
+        write(kv, scale, k.reshape(20, 2, -1), v.reshape(20, 2, -1), ten, ten),
+        functools.reduce(one_by_one, range(10), (kv, scale)),
+    ):
+        for a, b in zip(whole, other, strict=True):
+            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    read = np.asarray(kinds.decode(*whole, kind, head_dim))
+    assert np.isnan(read[7, 0, 1, 0]).all() and np.isnan(read).sum() == head_dim
+    assert not np.asarray(whole[0][0]).any()
+
+
+def test_gradients_reach_queries_and_scales():
+    """Those of attention over what is stored; of int4 scales too, each of which serves 32 entries."""
+    case = Case(lengths=(9, 17), new=(2, 3), head_dim=80)
+    for kind in ("int8", "int4"):
+        inputs, scale, _ = quantised(case, kind)
+        scale = jnp.where(jnp.isnan(scale), jnp.asarray(0, scale.dtype), scale).astype(jnp.float32)
+
+        def loss(q, scale, implementation, inputs=inputs, kind=kind):
+            options = {"kv_scale": scale, "kind": kind}
+            run = reference.paged_attention if implementation is None else pallas_kernels.paged_attention
+            return jnp.sum(run(q, *inputs[1:], **options) ** 2)
+
+        got, wanted = (
+            quickly_compiled(jax.grad(functools.partial(loss, implementation=name), (0, 1)))(inputs.q, scale)
+            for name in ("xla", None)
+        )
+        for a, b in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+def bad(**changes):
+    case = CASES["decode"]
+    inputs, scale, _ = quantised(case, "int8")
+    arguments = {**inputs._asdict(), "kv_scale": scale, "kind": "int8"} | changes
+    return pallas_kernels.paged_attention(**arguments)
+
+
+BAD = {
+    "kind must be None or one of int8, float8_e4m3fn": lambda: bad(kind="int5"),
+    "A pool of kind int4 is stored as uint8, not int8": lambda: bad(kind="int4"),
+    "needs kv_scale": lambda: bad(kv_scale=None),
+    "kv_scale must be float32 or bfloat16, not float16": lambda: bad(kv_scale=jnp.zeros((9, 2, 2, 16), jnp.float16)),
+    "without its last axis, ": lambda: bad(kv_scale=jnp.zeros((9, 2, 2, 15))),
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_refusals(text):
+    with pytest.raises(ValueError) as refused:
+        BAD[text]()
+    assert text in str(refused.value)
+
+
+@pytest.mark.parametrize("implementation", ["tpu", "gpu"])
+def test_kernels_that_do_not_know_a_kind_say_so(implementation):
+    with pytest.raises(NotImplementedError, match=f"The {implementation} kernels read no int8 pools yet"):
+        bad(implementation=implementation)

@@ -1,0 +1,132 @@
+"""A config.json that makes no sense is refused in one sentence that names the file and the field, before it is used."""
+
+import json
+import pathlib
+import time
+
+import pytest
+
+import jaxkv
+from jaxkv.models import hugging_face
+
+VALUES = [None, True, -1, 0, 1.5, float("nan"), float("inf"), 10**9, 2**40, 10**30, "", "yes", [], [1], {}, {"a": 1}]
+COMMON = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": [2], "rope_theta": 1e4,
+}  # fmt: skip
+OWN = {
+    "llama": {"attention_bias": False, "mlp_bias": False},
+    "mistral": {"sliding_window": 16},
+    "qwen2": {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2},
+    "qwen3": {"sliding_window": 16, "use_sliding_window": True, "attention_bias": False},
+    "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 16, "final_logit_softcapping": 30.0,
+               "attn_logit_softcapping": 50.0, "hidden_activation": "gelu_pytorch_tanh"},
+    "gemma3_text": {"sliding_window": 16, "sliding_window_pattern": 2, "rope_local_base_freq": 1e4},
+}  # fmt: skip
+ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64}  # fmt: skip
+# What of `VALUES` a field may have.
+RIGHT = {
+    "vocab_size": [10**9], "max_position_embeddings": [10**9], "head_dim": [None], "num_key_value_heads": [],
+    "rms_norm_eps": [0, 1.5, 10**9], "rope_theta": [1.5, 10**9], "rope_local_base_freq": [1.5, 10**9],
+    "tie_word_embeddings": [True], "attention_bias": [True], "mlp_bias": [True], "use_sliding_window": [True],
+    "bos_token_id": [None, 0, 10**9], "eos_token_id": [None, 0, 10**9, [], [1]], "sliding_window": [None, 10**9],
+    "sliding_window_pattern": [10**9], "max_window_layers": [0, 10**9], "query_pre_attn_scalar": [1.5, 10**9],
+    "final_logit_softcapping": [None, 1.5, 10**9], "attn_logit_softcapping": [None, 1.5, 10**9],
+    "original_max_position_embeddings": [10**9], "factor": [1.5, 10**9], "low_freq_factor": [1.5, 10**9],
+    "high_freq_factor": [1.5, 10**9],
+}  # fmt: skip
+
+
+def is_right(name, value):
+    return any(type(value) is type(right) and value == right for right in RIGHT.get(name, []))
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_a_field_of_the_wrong_kind_is_refused_by_name(family):
+    fields = {"model_type": family} | COMMON | OWN[family]
+    hugging_face.parse(fields)
+    for name in fields:
+        for value in VALUES:
+            if is_right(name, value) or (name, value) == ("num_key_value_heads", None):
+                continue
+            with pytest.raises(ValueError) as error:
+                hugging_face.parse(fields | {name: value}, "folder/config.json")
+            assert name in str(error.value) and "folder/config.json" in str(error.value), (name, value, error.value)
+            assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("where", ["rope_parameters", "rope_scaling"])
+def test_so_is_one_of_the_rotary_embedding(where):
+    fields = {"model_type": "llama"} | COMMON | OWN["llama"]
+    hugging_face.parse(fields | {where: ROPE})
+    with pytest.raises(ValueError, match=r"high_freq_factor in .* must be above 9"):
+        hugging_face.parse(fields | {where: ROPE | {"low_freq_factor": 9}})
+    for name in ROPE:
+        for value in VALUES:
+            if not is_right(name, value):
+                with pytest.raises(ValueError, match=r"config\.json") as error:
+                    hugging_face.parse(fields | {where: ROPE | {name: value}})
+                assert name in str(error.value)
+    for value in VALUES:
+        if value not in (None, {}):
+            with pytest.raises(ValueError, match=r"config\.json"):
+                hugging_face.parse(fields | {where: value})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The small model, with a config of its own."""
+    small = pathlib.Path(jaxkv.__file__).parent / "data" / "small"
+    for file in small.iterdir():
+        if file.name != "config.json":
+            (tmp_path / file.name).symlink_to(file)
+    return tmp_path, json.loads((small / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[" * 100_000, "is nested too deeply"),
+        ('{"a":' * 100_000, "is nested too deeply"),
+        ('{"hidden_size": ' + "9" * 5000 + "}", "is not valid JSON"),
+        ("[1]", "must hold a JSON object, not list"),
+        ("", "is not valid JSON"),
+        ("\x00\xff", "is not valid JSON"),
+        ('{"a": 1' + " " * (65 << 20) + "}", "more than the"),
+    ],
+)
+def test_what_is_no_config_at_all(folder, text, sentence):
+    path, _ = folder
+    (path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=sentence):
+        jaxkv.models.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers in .* must be at most 512"),
+        ({"num_hidden_layers": 500}, "num_hidden_layers = 500, but it has the tensors of"),
+        ({"hidden_size": 2**23}, "do not fit its config.json"),
+        ({"unknown": 1}, "unknown = 1"),
+        ({f"unknown{i}": 1 for i in range(1000)}, "and 990 more"),
+    ],
+)
+def test_a_config_that_is_not_the_tensors(folder, change, sentence):
+    path, fields = folder
+    (path / "config.json").write_text(json.dumps(fields | change))
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match=sentence):
+        jaxkv.models.load(path)
+    assert time.perf_counter() - start < 20
+
+
+@pytest.mark.parametrize("eos", ["x", [1, "x"], -1, True, {}, 1.5])
+def test_what_ends_a_text_must_be_tokens(folder, eos):
+    path, fields = folder
+    (path / "config.json").write_text(json.dumps(fields))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ValueError, match=r"eos_token_id in .*generation_config.json must be"):
+        jaxkv.models.load(path)
