@@ -143,8 +143,8 @@ def compare(case: str, results: dict[str, list[dict[str, Any]]]) -> list[dict[st
     for way, seconds in medians.items():
         same = sum(a == b for run in results[way] for a, b in zip(run["tokens"], tokens, strict=True))
         row: dict[str, Any] = {"case": case, "way": way, **{f"{stage} s": seconds[stage] for stage in stages}}
-        row |= {"first, x": (seconds["warmup"] + seconds["first"]) / (base["first"] if base else float("nan"))}
-        row |= {"faster, second": (base["second"] if base else float("nan")) / seconds["second"]}
+        row["first, x"] = (seconds["warmup"] + seconds["first"]) / base["first"] if base else None
+        row["faster, second"] = base["second"] / seconds["second"] if base else None
         rows.append(row | {"equal outputs": f"{same}/{len(tokens) * len(results[way])}"})
     return rows
 
@@ -182,6 +182,9 @@ def main() -> None:
                     python = arguments.transformers if way == "transformers" else sys.executable
                     job = {"way": way, "folder": folder, "prompts": prompts, "new": new}
                     results[way].append(run_alone(python, job))
+                    print(
+                        case, way, {stage: round(s, 2) for stage, s in results[way][-1]["seconds"].items()}, flush=True
+                    )
             rows += compare(case, results)
     print(f"{parameters / 1e6:.0f}M parameters; CPU seconds on one core; x: of the first call of transformers\n")
     table(rows)

@@ -55,7 +55,7 @@ CALLS = {
     ),
     "block_size": (lambda c, p, x: config(block_size=x), without(NO_SIZES, None)),
     "group_blocks": (lambda c, p, x: config(num_blocks=None, group_blocks=x), without_ones(without(NO_SIZES, None))),
-    "head_dim_multiple": (lambda c, p, x: config(head_dim_multiple=x), NO_SIZES),
+    "head_dim_multiple": (lambda c, p, x: config(head_dim_multiple=x), without(NO_SIZES, None)),
     "layout": (lambda c, p, x: config(layout=x), [None, "", "dense", 1, [], {}, object(), True]),
     "stacked": (lambda c, p, x: config(stacked=x), [None, "", "yes", 1, 0, [], {}, object()]),
     "memory_bytes": (lambda c, p, x: CONFIG.with_memory(x), [*NO_NUMBERS, 0, -1, 1e30, 10**5000, float("inf")]),

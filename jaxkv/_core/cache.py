@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.state import NULL_BLOCK, BlockTables, Layer, Pool
@@ -157,20 +158,22 @@ def _init_pool(config: CacheConfig, layer: int) -> Pool:
 
 
 def _init_tables(config: CacheConfig, num_blocks: int) -> BlockTables:
+    """Made by NumPy, array by array of its own memory: nothing to compile, and all of them can be donated."""
     rows = config.max_seqs
 
     def zeros() -> jax.Array:
-        return jnp.zeros(rows, jnp.int32)
+        return jnp.array(np.zeros(rows, np.int32))
 
-    blocks = jnp.arange(1, num_blocks + 1, dtype=jnp.int32)
+    blocks = np.arange(1, num_blocks + 1, dtype=np.int32)
     if config.contiguous:  # every row has its block from the start, and keeps it
         tables, num_free = blocks[:, None], 0
     else:
-        tables, num_free = jnp.full((rows, config.max_blocks_per_seq), NULL_BLOCK, jnp.int32), num_blocks
+        tables, num_free = np.full((rows, config.max_blocks_per_seq), NULL_BLOCK, np.int32), num_blocks
+    refcounts = np.ones(num_blocks + 1, np.int32)
+    refcounts[NULL_BLOCK] = 0
     return BlockTables(
-        tables=tables, lengths=zeros(), new=zeros(), offsets=zeros(),
-        refcounts=jnp.ones(num_blocks + 1, jnp.int32).at[NULL_BLOCK].set(0), kept=jnp.zeros(num_blocks + 1, jnp.int32),
-        free_list=jnp.array(blocks), num_free=jnp.array(num_free, jnp.int32),
-        peak=jnp.array(num_blocks - num_free, jnp.int32),
-        failed=jnp.zeros(rows, bool), wanted=zeros(), needed=zeros(),
+        tables=jnp.array(tables), lengths=zeros(), new=zeros(), offsets=zeros(), refcounts=jnp.array(refcounts),
+        kept=jnp.array(np.zeros(num_blocks + 1, np.int32)), free_list=jnp.array(blocks),
+        num_free=jnp.array(np.int32(num_free)), peak=jnp.array(np.int32(num_blocks - num_free)),
+        failed=jnp.array(np.zeros(rows, bool)), wanted=zeros(), needed=zeros(),
     )  # fmt: skip

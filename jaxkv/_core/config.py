@@ -5,9 +5,15 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+import jax
+
 from jaxkv._core.layer import LayerConfig, kind_of
 from jaxkv._core.memory import Memory
 from jaxkv._core.numbers import MOST_INDEX, integer, real, shown
+
+# What the stored head_dim is rounded up to, by platform: with less, XLA for TPUs copies the whole pool at every step,
+# and the kernels for GPUs refuse it.
+HEAD_DIM_MULTIPLES = {"tpu": 128, "gpu": 64}
 
 
 class _Settled(int):
@@ -33,8 +39,8 @@ class CacheConfig(Memory):
       dtype: the storage of keys and values: bfloat16, float16 or float32; or quantised: int8, float8_e4m3fn,
         float8_e5m2 or int4, with a scale for each token and head.
       layout: "paged", or "contiguous": one block of `max_seq_len` tokens per row, always the row's own.
-      head_dim_multiple: the stored head_dim is rounded up to a multiple of this. TPUs want 128: with less, XLA copies
-        the whole pool at every step. The GPU kernels want 64. Nobody sees the padding, but it takes memory.
+      head_dim_multiple: the stored head_dim is rounded up to a multiple of this. Nobody sees the padding, but it takes
+        memory. Default: what the platform at hand wants, 128 on TPUs, 64 on NVIDIA GPUs, else 1.
       stacked: layers that are alike lie in one array, one after another, so that a `jax.lax.scan` over layers carries
         it in place; `layer` may be traced then. For layers that are not scanned a pool for each is better: XLA on a CPU
         copies a stacked one.
@@ -65,7 +71,7 @@ class CacheConfig(Memory):
     block_size: int = None  # type: ignore[assignment]
     dtype: Any = "bfloat16"
     layout: Literal["paged", "contiguous"] = "paged"
-    head_dim_multiple: int = 1
+    head_dim_multiple: int = None  # type: ignore[assignment]
     stacked: bool = False
 
     def __post_init__(self):
@@ -82,9 +88,11 @@ class CacheConfig(Memory):
         if not isinstance(self.stacked, bool):
             raise ValueError(f"CacheConfig.stacked must be True or False, not {shown(self.stacked)}.")
         put("dtype", kind_of(self.dtype, "CacheConfig.dtype").meaning)
+        if self.head_dim_multiple is None:
+            put("head_dim_multiple", HEAD_DIM_MULTIPLES.get(jax.default_backend(), 1))
         self._drop_settled(put)
         for field in ("max_seqs", "head_dim_multiple", "max_seq_len", "num_blocks", "max_tokens", "block_size"):
-            value, optional = getattr(self, field), field not in ("max_seqs", "head_dim_multiple")
+            value, optional = getattr(self, field), field != "max_seqs"
             if not (optional and value is None):
                 # Tokens of all rows together are no index of anything.
                 most = 2**62 if field == "max_tokens" else MOST_INDEX

@@ -35,6 +35,7 @@ from pallas_kernels.gpu.tiles import (
     safe_maximum,
     select_seen_values,
     store,
+    varies,
 )
 from pallas_kernels.gpu.work import UNUSED, WHOLE
 
@@ -164,7 +165,7 @@ def split(
         def produce():
             fetch(
                 kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, tile,
-                (k_s, v_s), (k_ready, v_ready), (k_free, v_free),
+                (k_s, v_s), (k_ready, v_ready), (k_free, v_free), in_warps=not varies(kv),
             )  # fmt: skip
 
     def paged_decode_split(*refs):  # the name that profiles and dumps show
@@ -195,18 +196,20 @@ def split(
 
 
 def merge(
-    part, part_lse, items, sinks, into, *, new_tokens, most_cut, num_blocks, interpret: InterpretParams = None
-) -> None:
+    part, part_lse, items, sinks, out, lse, *, new_tokens, most_cut, num_blocks, interpret: InterpretParams = None
+):
     """Combine the items of each row that was cut.
 
     Args:
       part, part_lse, items, sinks, new_tokens: as of `split`.
       most_cut: see `decode_items`.
-      into: references to `split`'s output and its logarithm, where the rows' are written.
+      out, lse: `split`'s output and its logarithm: references where the rows' are written, or else arrays.
       num_blocks: thread blocks to start, at most; each takes several rows if those are more.
+
+    Returns:
+      New arrays like `out` and `lse`, with the rows' in them and anything else; nothing if those are references.
     """
     _, num_kv_heads, head_dim, columns = part.shape
-    out, lse = into
     group, dtype = out.shape[1] // num_kv_heads, out.dtype
     width = 64  # of the head_dim, in one thread block
     parts = head_dim // width
@@ -259,12 +262,14 @@ def merge(
                 [out_ref.at[place + t, *at] for t in range(new_tokens)], lse_ref.at[row, head],
             )  # fmt: skip
 
-    plgpu.kernel(
-        paged_decode_merge, out_type=(),
+    in_place = isinstance(out, jax.Ref)
+    return plgpu.kernel(
+        paged_decode_merge,
+        out_type=() if in_place else tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse)),
         grid=(at_once, num_kv_heads, parts), grid_names=("row", "head", "part"),
         scratch_types=[plgpu.SMEM((columns, width), dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
-    )(part, part_lse, items, *(() if sinks is None else (sinks,)), out, lse)  # fmt: skip
+    )(part, part_lse, items, *(() if sinks is None else (sinks,)), *((out, lse) if in_place else ()))  # fmt: skip
 
 
 def finish(softmax, sinks_ref, rows_s, tokens, lse_ref) -> None:

@@ -31,6 +31,7 @@ from pallas_kernels.gpu.tiles import (
     probe,
     safe_maximum,
     select_seen_values,
+    varies,
 )
 
 CONSUMERS = 2
@@ -161,7 +162,7 @@ def attend(
             row, _, stop, first_seen, start, num_tiles = work()
             fetch(
                 kv_ref, tables_ref, row, head, start, num_tiles, first_seen, stop, tile,
-                (k_s, v_s), (k_ready, v_ready), (k_free, v_free),
+                (k_s, v_s), (k_ready, v_ready), (k_free, v_free), in_warps=not varies(kv),
             )  # fmt: skip
 
     def paged_prefill(*refs):  # the name that profiles and dumps show

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gpu import decode, prefill, tuning, work
 from pallas_kernels.gpu.support import kernel_head_dim
-from pallas_kernels.gpu.tiles import InterpretParams, logit_scalars
+from pallas_kernels.gpu.tiles import InterpretParams, logit_scalars, varies
 from pallas_kernels.tokens import Tokens, default_offsets, locate
 
 MOST_COLUMNS = 32  # queries of one row and KV head that the decode kernels take
@@ -43,7 +43,9 @@ def paged_attention(
 
     if len(token_axes) == 2 and width * group <= MOST_COLUMNS:
         taken = jnp.ones(num_rows, bool)
-        out, lse = _decode_rows(q, kv, tables, lengths, new, start, taken, scalars, sinks, width, None, **options)
+        out, lse = _decode_rows(
+            q, kv, tables, lengths, new, start, token, taken, scalars, sinks, width, None, **options
+        )
         lse = lse.reshape(num_rows, -1, width, group)
         lse = jnp.swapaxes(lse, 1, 2)
     else:
@@ -59,14 +61,16 @@ def paged_attention(
         if least == 2:
             # One that is not among the tokens at hand has no work.
             taken = (new == 1) & (start >= 0) & (start < q.shape[0])
-            out, alone_lse = _decode_rows(q, kv, tables, lengths, new, start, taken, scalars, sinks, 1, out, **options)
+            out, alone_lse = _decode_rows(
+                q, kv, tables, lengths, new, start, token, taken, scalars, sinks, 1, out, **options
+            )
             lse = jnp.where((seen & (new[token.row] == 1))[:, None], alone_lse.reshape(num_rows, -1)[token.row], lse)
     out = out[..., :head_dim].reshape(*token_axes, num_heads, head_dim)
     return (out, lse.reshape(*token_axes, num_heads)) if return_lse else out
 
 
 def _decode_rows(
-    q, kv, tables, lengths, new, start, taken, scalars, sinks, new_tokens, into, *, window, soft_cap, interpret
+    q, kv, tables, lengths, new, start, token, taken, scalars, sinks, new_tokens, into, *, window, soft_cap, interpret
 ):
     """Attention of the rows that are `taken`, of at most `new_tokens` tokens each, of which row s's are at `start[s]`.
 
@@ -87,19 +91,30 @@ def _decode_rows(
     if sinks is not None:  # for each token its heads'
         sinks = jnp.tile(sinks.astype(jnp.float32).reshape(num_kv_heads, -1), (1, new_tokens))
         sinks = jnp.pad(sinks, ((0, 0), (0, columns - used)))
-    if into is not None:
-        into = jax.new_ref(into), jax.new_ref(jnp.zeros((num_rows, num_kv_heads, columns), jnp.float32))
-    part, part_lse, *out = decode.split(
-        q, kv, tables, items, scalars, sinks, into, new_tokens=new_tokens, columns=columns, tile=plan.tile,
+    in_place, refs = not varies(kv), None
+    if in_place and into is not None:
+        refs = jax.new_ref(into), jax.new_ref(jnp.zeros((num_rows, num_kv_heads, columns), jnp.float32))
+    part, part_lse, *new_arrays = decode.split(
+        q, kv, tables, items, scalars, sinks, refs, new_tokens=new_tokens, columns=columns, tile=plan.tile,
         window=window, soft_cap=soft_cap, interpret=interpret,
     )  # fmt: skip
+    if in_place and most_cut:
+        refs = refs or tuple(map(jax.new_ref, new_arrays))
+    out, lse = refs or new_arrays
     if most_cut:
-        into = into or tuple(map(jax.new_ref, out))
-        decode.merge(
-            part, part_lse, items, sinks, into, new_tokens=new_tokens, most_cut=most_cut,
+        merged = decode.merge(
+            part, part_lse, items, sinks, out, lse, new_tokens=new_tokens, most_cut=most_cut,
             num_blocks=tuning.merge_blocks(), interpret=interpret,
         )  # fmt: skip
-    out, lse = out if into is None else map(jax.freeze, into)
+    if refs:
+        out, lse = map(jax.freeze, refs)
+    elif not in_place:  # select what in place is left as it is
+        if most_cut:
+            is_cut = jnp.zeros(num_rows, bool).at[items[:, 0]].max(items[:, 6] == work.PART)
+            out = jnp.where(is_cut[token.row][:, None, None], merged[0], out)
+            lse = jnp.where(is_cut[:, None, None], merged[1], lse)
+        if into is not None:
+            out = jnp.where((taken[token.row] & token.valid)[:, None, None], out, into)
     return out, lse[:, :, :used]
 
 

@@ -74,7 +74,9 @@ def anew(x):
     return lax.optimization_barrier(x)
 
 
-def fetch(kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, tile: Tile, slots, ready, free) -> None:
+def fetch(
+    kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, tile: Tile, slots, ready, free, *, in_warps
+) -> None:
     """The producer: copy tiles `start`, `start + 1`, ... of a row's K and V into a ring of slots.
 
     Places before `first_seen` and from `length` on are not fetched: the nearest piece that is seen is fetched in their
@@ -86,7 +88,9 @@ def fetch(kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, t
     piece, stages = tile.piece(block_size), tile.stages
     low, high = (lax.div(position, jnp.int32(piece)) for position in (first_seen, length - 1))
 
-    def stream(part, slots_ref, ready_ref, free_ref):
+    refs = ((k_s, k_ready, k_free), (v_s, v_ready, v_free))
+
+    def stream(*parts):
         @pl.loop(0, num_tiles)
         def fill(i):
             slot = lax.rem(i, jnp.int32(stages))
@@ -96,23 +100,34 @@ def fetch(kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, t
                 block = tables_ref[row, lax.div(place, jnp.int32(block_size))]
                 offset = 0 if block_size == piece else lax.rem(place, jnp.int32(block_size))
                 places.append((jnp.clip(block, 0, num_blocks - 1), pl.ds(offset, piece)))
+            for part in parts:
+                slots_ref, ready_ref, free_ref = refs[part]
 
-            @pl.when(i >= stages)
-            def wait_until_free():
-                plgpu.barrier_wait(free_ref.at[slot])
+                @pl.when(i >= stages)
+                def wait_until_free(free_ref=free_ref):
+                    plgpu.barrier_wait(free_ref.at[slot])
 
-            for j, (block, span) in enumerate(places):
-                source = kv_ref.at[block, part, head, span, pl.ds(0, head_dim)]
-                plgpu.copy_gmem_to_smem(source, slots_ref.at[slot, pl.ds(j * piece, piece)], ready_ref.at[slot])
+                for j, (block, span) in enumerate(places):
+                    source = kv_ref.at[block, part, head, span, pl.ds(0, head_dim)]
+                    plgpu.copy_gmem_to_smem(source, slots_ref.at[slot, pl.ds(j * piece, piece)], ready_ref.at[slot])
 
         @pl.loop(jnp.maximum(num_tiles - stages, 0), num_tiles)
         def drain(i):  # JAX 0.11's interpreter insists that every arrival is seen
-            plgpu.barrier_wait(free_ref.at[lax.rem(i, jnp.int32(stages))])
+            for part in parts:
+                plgpu.barrier_wait(refs[part][2].at[lax.rem(i, jnp.int32(stages))])
+
+    if not in_warps:
+        return stream(0, 1)
 
     @plgpu.warp_map  # a copy by one warp needs no barrier of all four; and K waits for no slot of V's
     def one_warp_each(warp):
-        for part, refs in enumerate(((k_s, k_ready, k_free), (v_s, v_ready, v_free))):
-            pl.when(warp == part)(functools.partial(stream, part, *refs))
+        for part in range(2):
+            pl.when(warp == part)(functools.partial(stream, part))
+
+
+def varies(x) -> bool:
+    """Whether x is known to differ among the devices of a `shard_map`: JAX refuses it in warps and as a reference."""
+    return bool(jax.typeof(x).manual_axis_type.varying)
 
 
 def select_seen_values(v_ref, first, stop, *, share=0, shares: int = 1) -> None:

@@ -324,16 +324,16 @@ def widen(host, config):
     """The same with as many places as two rows can take, so that one program serves all; NaN in those unused."""
     blocks = list(host.blocks)
     for layers, count in zip(host.groups, host.count, strict=True):
-        used = int(count.sum())
-
-        def widened(held, used=used):
-            wide = np.full((2 * config.max_blocks_per_seq, *held.shape[1:]), np.nan, held.dtype)
-            wide[:used] = held[:used]
-            return wide
-
+        wider = functools.partial(in_more_places, places=2 * config.max_blocks_per_seq, used=count.sum())
         for layer in layers:
-            blocks[layer] = jax.tree.map(widened, blocks[layer])
+            blocks[layer] = jax.tree.map(wider, blocks[layer])
     return dataclasses.replace(host, blocks=tuple(blocks))
+
+
+def in_more_places(held, places, used):
+    wide = np.full((places, *held.shape[1:]), np.nan, held.dtype)
+    wide[:used] = held[:used]
+    return wide
 
 
 @pytest.mark.timeout(1200 if NIGHTLY else 300)

@@ -3,6 +3,7 @@
 import dataclasses
 
 import hypothesis.strategies as st
+import jax
 import pytest
 from hypothesis import given, settings
 
@@ -161,3 +162,13 @@ def test_bad_input_is_one_sentence(fields, sentence):
 def test_configs_are_equal_by_value():
     config = make_config()
     assert dataclasses.replace(config) == config and hash(dataclasses.replace(config)) == hash(config)
+
+
+@pytest.mark.parametrize(("platform", "stored"), [("cpu", 80), ("gpu", 128), ("tpu", 128)])
+def test_head_dim_is_stored_as_the_platform_wants_it(monkeypatch, platform, stored):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=80)
+    config = jaxkv.CacheConfig(layers=(layer,), max_seqs=1, max_tokens=64)
+    assert config.pool_shape(0)[-1] == stored
+    assert config.replace(num_blocks=2).pool_shape(0)[-1] == stored
+    assert config.replace(head_dim_multiple=1).pool_shape(0)[-1] == 80

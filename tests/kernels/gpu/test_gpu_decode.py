@@ -7,7 +7,7 @@ from nightly import NIGHTLY
 from trials import DECODE, SMALL, Trial
 
 from pallas_kernels import gpu, testing
-from pallas_kernels.gpu import work
+from pallas_kernels.gpu import decode, prefill, step, work
 from pallas_kernels.testing import Case
 
 BY_DAY = (
@@ -55,3 +55,12 @@ def test_vmap(interpret, monkeypatch):
     out = jax.vmap(lambda *inputs: gpu.paged_attention(*inputs, interpret=interpret))(*batched)
     for i in range(2):
         testing.assert_close(out[i], testing.expected(case, inputs[i]))
+
+
+@pytest.mark.parametrize("name", ["window, cut", "explicit offsets"] if NIGHTLY else ["explicit offsets"])
+def test_what_varies_among_devices(name, interpret, monkeypatch):
+    """In a `shard_map` JAX takes neither warps nor references: without them the results are the same."""
+    for module in (step, decode, prefill):
+        monkeypatch.setattr(module, "varies", lambda x: True)
+    DECODE[name].use_plans(monkeypatch)
+    DECODE[name].check(interpret)

@@ -91,13 +91,13 @@ def test_shard_map_lowers():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("heads",))
     heads, nothing = PartitionSpec(None, None, "heads"), PartitionSpec()
     shape, row = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((3,), jnp.int32)
-    kv, tables = shape((9, 2, 4, 16, 64), jnp.bfloat16), shape((3, 4), jnp.int32)
+    kv, tables = shape((9, 2, 4, 16, 64), jnp.bfloat16), shape((3, 40), jnp.int32)  # long enough for rows to be cut
     attend = jax.jit(
         jax.shard_map(
             gpu.paged_attention, mesh=mesh, in_specs=(heads, heads, nothing, nothing, nothing), out_specs=heads
         )
     )
-    for tokens in (1, 3):
+    for tokens in (1, 3, 40):
         q = shape((3, tokens, 16, 64), jnp.bfloat16)
         attend.trace(q, kv, tables, row, row).lower(lowering_platforms=("cuda",))
 
