@@ -77,8 +77,8 @@ def test_waste_is_what_rows_of_random_length_waste():
 
 def test_what_cannot_be_planned():
     for arguments, says in (
-        (dict(mean_len=0), "mean_len must be above 0 and at most max_seq_len = 100, not 0"),
-        (dict(mean_len=101), "mean_len must be above 0 and at most"),
+        (dict(mean_len=0), "mean_len must be above 0, not 0"),
+        (dict(mean_len=101), "mean_len must be at most max_seq_len = 100, not 101"),
         (dict(step_tokens=0), "step_tokens must be at least 1, not 0"),
         (dict(memory_bytes=100), "memory_bytes=100 is too little"),
         (dict(block_size=0), "CacheConfig.block_size must be at least 1"),
@@ -106,11 +106,12 @@ def test_the_table(folder, capsys):
     assert "llama: 3 layers (3 without a window), 2 KV heads of 16." in out
     assert "0.003 GB, 2.9 MiB, of memory less 976.6 KiB of weights (as told) leave 1.9 MiB" in out
     lines = re.findall(r"^ *(\d+)  (.*?)  +(\S+ B) +(\S+) +(\S+) +(\S+) +(\S+)%$", out, re.MULTILINE)
-    assert [int(size) for size, *_ in lines] == [8, 16, 32, 64, 128, 256] * 2
+    assert [int(size) for size, *_ in lines] == [8, 16, 32, 64, 128, 256] * 4
     layers = (jaxkv.LayerConfig(num_kv_heads=2, head_dim=16),) * 3
     for size, dtype, per_token, blocks, tokens, rows, waste in lines:
         found = plan(layers, 2_000_000, max_seq_len=64, mean_len=24, block_size=int(size), dtype=dtype.split(",")[0])
-        assert per_token == ("384 B" if "16" in dtype else "768 B")
+        assert per_token == f"{found.bytes_per_token:g} B"
+        assert "float16" not in dtype or per_token == "384 B"
         figures = f"{found.config.num_blocks:,}", f"{found.tokens:,}", f"{found.rows:,}", f"{found.waste:.2%}"
         assert (blocks, tokens, rows, waste + "%") == figures
     call = re.search(r"(jaxkv.CacheConfig.from_model\(model, .*\))", out)[1]
@@ -149,7 +150,7 @@ def test_windows_padding_and_what_does_not_fit(folder, capsys):
         ({}, ["--memory", "1kB"], "1000 B of memory do not hold 212.9 KiB of weights"),
         ({}, ["--memory", "1kB", "--weights", "0"], "memory_bytes=1000 is too little"),
         ({}, ["--memory", "1MB", "--max-seq-len", "0"], "max_seq_len must be at least 1"),
-        ({}, ["--memory", "1MB", "--mean-len", "500"], "mean_len must be above 0 and at most"),
+        ({}, ["--memory", "1MB", "--mean-len", "500"], "mean_len must be at most max_seq_len = "),
         (
             {"model_type": "mamba"},
             ["--memory", "1MB"],
