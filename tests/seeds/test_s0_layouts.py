@@ -100,3 +100,38 @@ def test_s0_10_kind_of_storage(name, size):
     assert len(traces) == 1 and hash(config) == hash(make_config(dtype=jnp.dtype(name)))
     default = jaxkv.CacheConfig(layers=LAYERS, max_seqs=1, max_seq_len=8, num_blocks=1)
     assert default.kind(0).name == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [("float16", "float16"), ("bfloat16", "bfloat16"), ("int8", "int8"), ("float8_e4m3fn", "uint8"),
+     ("float8_e5m2", "uint8"), ("float32", "float32")],
+)  # fmt: skip
+def test_s0_11_kinds(name, stored):
+    """Each is stored in as many bytes as it says; another is refused when the config is built."""
+    config = make_config(dtype=name)
+    kv = jaxkv.init(config).pools[0].kv
+    assert kv.dtype == stored and kv.dtype.itemsize == config.kind(0).bytes_per_element
+    with pytest.raises(ValueError, match=r"must be one of .*int8.*, not int16"):
+        make_config(dtype="int16")
+
+
+def test_s0_11_scales_of_int8():
+    """One for each token and head: its largest number over 127, and never below 1e-8 / 127."""
+    k, v = random_kv(3)
+    k[0] = k[0].at[0, 1].set(0)
+    cache = jaxkv.append(jaxkv.init(make_config(dtype="int8")), k, v)
+    _, _, k_scale, v_scale = jaxkv.gather(cache, 0, layer=0, raw=True)
+    for scale, x in ((k_scale, k[0][0]), (v_scale, v[0][0])):
+        largest = np.maximum(np.abs(x).max(axis=-1), 1e-8)
+        np.testing.assert_allclose(scale, largest / 127, rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_s0_12_round_trip_and_layouts_agree(layout):
+    """int8 comes back within 0.002 where the largest number is 0.1; both layouts store and give the same."""
+    k, v = ([0.1 * x / jnp.abs(x).max() for x in layers] for layers in random_kv(3))
+    got, _ = jaxkv.gather(jaxkv.append(jaxkv.init(make_config(layout, dtype="int8")), k, v), 0, layer=0)
+    assert np.abs(got - k[0][0]).max() < 0.002
+    paged = jaxkv.append(jaxkv.init(make_config(dtype="int8")), k, v)
+    assert_same(got, jaxkv.gather(paged, 0, layer=0)[0])
