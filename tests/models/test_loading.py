@@ -60,7 +60,7 @@ def test_unknown_family(folder):
     change_config(folder, model_type="mamba")
     refused(
         folder,
-        "of the family (model_type) 'mamba', but the decoder knows llama, mistral, qwen2, qwen3, gemma2, gemma3_text",
+        r"of the family \(model_type\) 'mamba', but the decoder knows llama, mistral, qwen2, qwen3, gemma2, gemma3_text",
     )
     change_config(folder, model_type=...)
     refused(folder, "of the family None")
