@@ -64,10 +64,12 @@ def from_dense(
 
     def read(layer: int) -> Pool:
         slots, own = plans[config.group(layer)].padded, pool_layers(config).index(layer)
-        kv = jnp.stack([jnp.asarray(x[own]) for x in (k, v)], axis=1)
+        kind = config.kind(layer)
+        exact = jnp.float32 if kind.quantised else kind.dtype  # keys and values may come in different dtypes
+        kv = jnp.stack([jnp.asarray(x[own]).astype(exact) for x in (k, v)], axis=1)
         blocks = tokens_at(kv.transpose(0, 1, 3, 2, 4), slots, first=1)
         blocks = jnp.where((slots >= 0)[:, None, None, :, None], blocks, jnp.zeros((), kv.dtype))
-        return Pool(*config.kind(layer).encode(blocks))
+        return Pool(*kind.encode(blocks))
 
     return put_rows(init(config), np.arange(rows), lengths, [plan.tables for plan in plans], read, in_place=True)
 
