@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.state import NULL_BLOCK, Pool
+from jaxkv._tiers.host import HostBlocks
 
 # What XLA does in place, or without touching memory at all.
 IN_PLACE = {
@@ -43,7 +44,8 @@ def assert_no_copy(jitted: Any, *args: Any, temp_fraction: float = 0.5, **kwargs
     Traceback (most recent call last):
     AssertionError: Only 0 of the 410624 bytes of the cache's pools are updated in place: ...
     """
-    pools = [x.kv for x in jax.tree.leaves((args, kwargs), is_leaf=_is_pool) if _is_pool(x)]
+    found: list[Any] = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, Pool | HostBlocks))
+    pools = [x.kv for x in found if isinstance(x, Pool)]  # not what lies on the host
     if not pools:
         raise ValueError("None of the arguments holds a jaxkv.Cache, so there is no pool that could be copied.")
     compiled = jitted.lower(*args, **kwargs).compile()
@@ -133,10 +135,6 @@ def _spoil(keep: jax.Array, value: float, x: jax.Array) -> jax.Array:
     """`value` wherever `keep` does not say otherwise; in integers, which have no NaN, some number."""
     spoilt = jnp.asarray(value if jnp.issubdtype(x.dtype, jnp.floating) else 85, x.dtype)
     return jnp.where(keep.reshape(*keep.shape, *(1,) * (x.ndim - keep.ndim)), x, spoilt)
-
-
-def _is_pool(x: Any) -> bool:
-    return isinstance(x, Pool)
 
 
 def _bytes(x: Any) -> int:

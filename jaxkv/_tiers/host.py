@@ -29,26 +29,31 @@ class HostBlocks:
     lengths: np.ndarray  # i32[n]: tokens of each row
     first: tuple[np.ndarray, ...]  # for each group i32[n]: the column of the row's first block in its table
     count: tuple[np.ndarray, ...]  # for each group i32[n]: blocks of the row
-    blocks: tuple[Pool | None, ...]  # of each layer, B in all; None for a layer that shares another's
+    parts: tuple[Pool | None, ...]  # of each layer its B blocks; None for a layer that shares another's
     groups: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
     windows: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})  # of each group
 
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def blocks(self) -> tuple[Any, ...]:
+        """For each layer `[B, 2, K, block_size, D]`, or None for a layer that shares another's."""
+        return tuple(None if part is None else part.kv for part in self.parts)
+
     def __getitem__(self, i: int) -> "HostBlocks":
         if not 0 <= operator.index(i) < len(self):
             raise IndexError(f"There are {len(self)} rows, so there is no row {i!r} among them.")
-        blocks = list(self.blocks)
+        parts = list(self.parts)
         for layers, count in zip(self.groups, self.count, strict=True):
             start = int(count[:i].sum())
             places = np.zeros(padded_size(int(count[i])), np.int32)
             places[: count[i]] = start + np.arange(count[i])
             for layer in layers:
-                blocks[layer] = jax.tree.map(functools.partial(_pick, places), blocks[layer])
+                parts[layer] = jax.tree.map(functools.partial(_pick, places), parts[layer])
         return dataclasses.replace(
             self, lengths=self.lengths[i : i + 1], first=tuple(x[i : i + 1] for x in self.first),
-            count=tuple(x[i : i + 1] for x in self.count), blocks=tuple(blocks),
+            count=tuple(x[i : i + 1] for x in self.count), parts=tuple(parts),
         )  # fmt: skip
 
     @property
@@ -58,8 +63,8 @@ class HostBlocks:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all blocks."""
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.blocks))
+        """Bytes of all blocks, scales included."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.parts))
 
     def __repr__(self) -> str:
         return f"HostBlocks({self.num_tokens} tokens of {len(self)} rows, {self.bytes} bytes)"
@@ -94,7 +99,7 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
         raise ValueError("swap_out cannot be part of jit: how much there is to move is data. Call it between steps.")
     moved = _row_list(cache, rows)
     tables = jax.device_get(cache.tables)
-    blocks: list[Any] = [None] * cache.num_layers
+    parts: list[Pool | None] = [None] * cache.num_layers
     first, count = [], []
     for group, t in enumerate(tables):
         held = t.tables[moved]
@@ -107,9 +112,9 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
         padded = np.full(padded_size(len(ids)), NULL_BLOCK, np.int32)
         padded[: len(ids)] = ids
         for layer, part in read_group(cache, group, padded).items():
-            blocks[layer] = jax.tree.map(_to_host, part)
+            parts[layer] = jax.tree.map(_to_host, part)
     host = HostBlocks(
-        lengths=tables[0].lengths[moved], first=tuple(first), count=tuple(count), blocks=tuple(blocks),
+        lengths=tables[0].lengths[moved], first=tuple(first), count=tuple(count), parts=tuple(parts),
         groups=cache.config.groups, windows=cache.config.group_windows,
     )  # fmt: skip
     return free(cache, moved), host
@@ -158,16 +163,14 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
                                 new=jnp.where(filled, 0, t.new))  # fmt: skip
         groups.append(t)
         # Block i is the (i - start)-th of the row in whose range it lies.
-        size = host.blocks[cache.config.groups[group][0]].kv.shape[0]  # type: ignore[union-attr]
+        size = host.blocks[cache.config.groups[group][0]].shape[0]
         i, end = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(count)
         of = jnp.searchsorted(end, i, side="right", method="compare_all")
         row = jnp.minimum(of, len(host) - 1)
         column = first[row] + i - (end - count)[row]
         target = t.tables[dst[row], jnp.clip(column, 0, t.tables.shape[1] - 1)]
         target = jnp.where((of < len(host)) & granted[row], target, NULL_BLOCK)
-        result = put_group(
-            result, group, lambda layer: jax.device_put(host.blocks[layer], jax.memory.Space.Device), target, put_blocks
-        )
+        result = put_group(result, group, lambda layer: jax.tree.map(_to_device, host.parts[layer]), target, put_blocks)
     return result.replace(tables=tuple(groups))
 
 
@@ -195,7 +198,7 @@ def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:
         )
     for layers in cache.config.groups:
         for layer in layers:
-            held, own = (_described(part) for part in (host.blocks[layer], cache.layer(layer).pool))
+            held, own = (_described(part) for part in (host.parts[layer], cache.layer(layer).pool))
             if held != own:
                 raise ValueError(
                     f"The blocks of layer {layer} are {held}, but the cache's are {own}: swap them into a cache "
@@ -235,6 +238,10 @@ def _described(pool: Pool | None) -> str:
 def _pick(places: np.ndarray, x: Any) -> Any:
     picked = np.asarray(x)[places]
     return jax.device_put(picked, x.sharding) if isinstance(x, jax.Array) else picked
+
+
+def _to_device(x: Any) -> jax.Array:
+    return jax.device_put(x, jax.memory.Space.Device)
 
 
 def _to_host(x: jax.Array) -> jax.Array:

@@ -322,12 +322,12 @@ def ids(tokens):
 
 def widen(host, config):
     """The same with as many places as two rows can take, so that one program serves all; NaN in those unused."""
-    blocks = list(host.blocks)
+    parts = list(host.parts)
     for layers, count in zip(host.groups, host.count, strict=True):
         wider = functools.partial(in_more_places, places=2 * config.max_blocks_per_seq, used=count.sum())
         for layer in layers:
-            blocks[layer] = jax.tree.map(wider, blocks[layer])
-    return dataclasses.replace(host, blocks=tuple(blocks))
+            parts[layer] = jax.tree.map(wider, parts[layer])
+    return dataclasses.replace(host, parts=tuple(parts))
 
 
 def in_more_places(held, places, used):
