@@ -44,8 +44,8 @@ def assert_no_copy(jitted: Any, *args: Any, temp_fraction: float = 0.5, **kwargs
     Traceback (most recent call last):
     AssertionError: Only 0 of the 410624 bytes of the cache's pools are updated in place: ...
     """
-    found: list[Any] = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, Pool | HostBlocks))
-    pools = [x.kv for x in found if isinstance(x, Pool)]  # not what lies on the host
+    leaves: list[Any] = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, Pool | HostBlocks))
+    pools = [x.kv for x in leaves if isinstance(x, Pool)]  # not what lies on the host
     if not pools:
         raise ValueError("None of the arguments holds a jaxkv.Cache, so there is no pool that could be copied.")
     compiled = jitted.lower(*args, **kwargs).compile()
