@@ -53,7 +53,12 @@ class Cache(Views):
         number, place = self._place(i)
         if not isinstance(layer, Layer) or layer.config != self.config or layer.number not in self.config.stack(number):
             raise ValueError(f"layer must be what became of layers[{i}] of this cache, not {_described(layer)}.")
-        if (layer.place is None) != (place is None):
+        if (layer.place is None) != (place is None):  # a list of layers has taken the stack apart
+            if layer.number != number or isinstance(i, tuple | jax.Array):
+                raise ValueError(
+                    f"Layer {layer.number} stands in a list of its own, so it can only be put back as layers["
+                    f"{layer.number}], a number, not as layers[{i}]: in a scan take it from cache.layers[i]."
+                )
             cache = self.replace_pool(number, layer.pool)
         else:
             cache = self._with_stack(self.config.stack(number)[0], layer.pool)

@@ -123,9 +123,9 @@ def settle(tables: BlockTables, group: int, token_axes: tuple[int, ...], step: S
     return settled
 
 
-def settled(cache: Cache, step: Step) -> Cache:
+def settled(cache: Cache, token_axes: tuple[int, ...], step: Step | None) -> Cache:
     """A cache with the tables that all layers of a step read: what `attention` would return, but for the pools."""
-    tables = tuple(settle(t, group, step.token_axes, step) for group, t in enumerate(cache.tables))
+    tables = tuple(settle(t, group, token_axes, step) for group, t in enumerate(cache.tables))
     return cache.replace(tables=tables)
 
 

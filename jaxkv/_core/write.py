@@ -11,7 +11,7 @@ import numpy as np
 import pallas_kernels
 from jaxkv._core.arguments import row_counts
 from jaxkv._core.cache import Cache
-from jaxkv._core.plan import Step, check_plan, plan_step, settle
+from jaxkv._core.plan import Step, check_plan, plan_step, settle, settled
 from jaxkv._core.state import BlockTables, Layer, Pool
 from jaxkv._core.tables import extend
 
@@ -116,10 +116,9 @@ def open_layer(
     if isinstance(cache, Layer):
         one = dataclasses.replace(one, tables=settle(one.tables, one.group, token_axes, step))
         return one, lambda pool: dataclasses.replace(one, pool=pool)
-    tables = tuple(settle(t, group, token_axes, step) for group, t in enumerate(cache.tables))
-    settled = cache.replace(tables=tables)
-    one = settled.layer(layer)
-    return one, lambda pool: settled.with_layer(layer, dataclasses.replace(one, pool=pool))
+    cache = settled(cache, token_axes, step)
+    one = cache.layer(layer)
+    return one, lambda pool: cache.with_layer(layer, dataclasses.replace(one, pool=pool))
 
 
 def quantised(one: Layer) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class Decoder(nnx.Module):
             return x, cache
         if cache is not None:
             assert step is not None
-            cache = settled(cache, step)
+            cache = settled(cache, step.token_axes, step)
 
         def period(carry: tuple, blocks_and_number: tuple) -> tuple[tuple, None]:
             (x, pools), (blocks, number) = carry, blocks_and_number

@@ -208,3 +208,12 @@ def test_refusals():
         attend(sharing, lambda i: (1, i))
     with pytest.raises(ValueError, match="stacked must be True or False, not 'yes'"):
         make_config((FULL,), stacked="yes")
+
+
+def test_a_layer_of_a_list_goes_back_to_its_own_place_only():
+    cache = jaxkv.init(make_config(PATTERNS["alike"], stacked=True))
+    layers = list(cache.layers)
+    for wrong in (lambda i: 1, lambda i: i):
+        with pytest.raises(ValueError, match="Layer 0 stands in a list of its own"):
+            jax.eval_shape(lambda i, wrong=wrong: cache.with_layer(wrong(i), layers[0]), jnp.int32(0))
+    equal(cache.with_layer(0, layers[0]).pools, cache.pools)
