@@ -25,6 +25,8 @@ class Decoder(nnx.Module):
       dtype: of parameters and computation; norms, rotations, softmax and logits are in float32 all the same.
       scan: compute the layers in a `jax.lax.scan` over the periods in which they repeat themselves: the program of a
         deep model is as small, and compiled as fast, as that of one period. Parameters of alike layers are stacked.
+        A TPU reads them where they lie; on a CPU and on NVIDIA GPUs, XLA copies those of a layer before it multiplies
+        with them, which a step of few tokens pays for.
       rngs: the source of the parameters' randomness.
 
     Pass it to `jax.jit` as an argument, like any pytree:

@@ -14,9 +14,12 @@ import tempfile
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.experimental import topologies
 
+import jaxkv
 import pallas_kernels
+from jaxkv.models import Decoder, DecoderConfig, Rope
 from pallas_kernels import SHAPES, AttentionShape, gpu, xla
 
 TARGET = pathlib.Path(__file__).with_name("gpu_h200.txtpb").read_text()
@@ -178,6 +181,36 @@ def step(*, donate=True, unique=True):
     row = array((ROWS,), jnp.int32)
     arguments = (pools, (weights, weights), array((ROWS, model_dim)), array((ROWS, MAX_BLOCKS), jnp.int32), row, row)
     compiled, _ = compile_(decode_step, *arguments, donate_argnums=(0,) if donate else ())
+    return fate(compiled, pools)
+
+
+def scanned(num_layers=8):
+    """A whole decode step of a model whose layers are scanned: what it does to the one pool that all of them share."""
+    shape = SHAPES["llama3-8b"]
+    config = DecoderConfig(
+        vocab_size=1024, embed_dim=4096, mlp_dim=1024, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim, max_seq_len=8192, windows=(None,) * num_layers, ropes=(Rope(),) * num_layers,
+        attention_scale=shape.head_dim**-0.5,
+    )  # fmt: skip
+    model = jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, scan=True, rngs=nnx.Rngs(0)))
+    cache_config = jaxkv.CacheConfig.from_model(model, max_seqs=ROWS, max_seq_len=8192, num_blocks=NUM_BLOCKS)
+    cache = jax.eval_shape(lambda: jaxkv.init(cache_config))
+
+    def decode_step(cache, model, tokens):
+        cache = jaxkv.extend(cache, jnp.ones(ROWS, jnp.int32))
+        logits, cache = model(tokens, cache=cache)
+        return logits, cache
+
+    arguments = jax.tree.map(lambda x: array(x.shape, x.dtype), (cache, model, array((ROWS, 1), jnp.int32)))
+    with jax.set_mesh(sharding().mesh):  # which says whom the kernels are for
+        compiled, _ = compile_(decode_step, *arguments, donate_argnums=0)
+    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model.stacks)) // num_layers
+    pools = [pool.kv for pool in cache.pools if pool is not None]
+    return fate(compiled, pools) | {"weights of a layer": weights}
+
+
+def fate(compiled, pools):
+    """What a program does to its pools."""
     text, memory = compiled.as_text(), compiled.memory_analysis()
     pool_type = re.escape("bf16[" + ",".join(map(str, pools[0].shape)) + "]")
     return {
@@ -187,6 +220,7 @@ def step(*, donate=True, unique=True):
         "pool_copies": len(re.findall(rf"= {pool_type}\S* copy(?:-start)?\(", text)),
         "scatters": len(re.findall(r" scatter\(", text)),
         "unique_scatters": len(re.findall(r" scatter\(.*unique_indices=true", text)),
+        "kernels": len(re.findall(r'custom_call_target="mosaic_gpu', text)),
     }
 
 
@@ -213,6 +247,7 @@ JOBS = {
     **{f"{head_dim}-soft-cap": options(head_dim, soft_cap=30.0) for head_dim in HEAD_DIMS},
     **{f"{head_dim}-all": options(head_dim, window=100, soft_cap=30.0, sinks=True) for head_dim in HEAD_DIMS},
     "step": step,
+    "scanned": scanned,
     "launches": launches,
     "control-no-fence": without_fence,
     "control-too-many-registers": too_many_registers,

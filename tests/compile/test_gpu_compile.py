@@ -48,7 +48,7 @@ def report():
     """Everything that gpu_compile.py prints, by job."""
     script = pathlib.Path(__file__).with_name("gpu_compile.py")
     controls = ("no-fence", "too-many-registers", "not-donated", "not-unique")
-    jobs = [*DECODE_BUDGETS, *PREFILL, "launches", "step", *(f"control-{name}" for name in controls)]
+    jobs = [*DECODE_BUDGETS, *PREFILL, "launches", "step", "scanned", *(f"control-{name}" for name in controls)]
     path = os.pathsep.join([str(script.parents[2]), SITE, os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XLA_FLAGS": ""}
     run = subprocess.run([sys.executable, script, *jobs], env=environment, capture_output=True, text=True, timeout=580)
@@ -126,6 +126,16 @@ def test_step_updates_the_pools_in_place(report):
     assert step["pool_copies"] == 0
     assert step["temp_bytes"] < step["pool_bytes"] / 20
     assert step["unique_scatters"] == step["scatters"] == 2  # one a pool; unique: no atomics
+
+
+def test_scanned_layers_update_their_pool_in_place(report):
+    """One decode and one merge kernel for all layers. XLA copies a layer's weights to multiply with them, no pool."""
+    step = report["scanned"]
+    assert step["alias_bytes"] >= step["pool_bytes"]
+    assert step["pool_copies"] == 0
+    assert step["temp_bytes"] < 1.05 * step["weights of a layer"] < step["pool_bytes"] / 4
+    assert step["unique_scatters"] == step["scatters"] == 1
+    assert step["kernels"] == 2
 
 
 def test_undonated_pools_show(report):

@@ -59,16 +59,19 @@ def test_the_model_of_memory(chip):
         assert line["model"] < 2**23 or line["used"] > line["model"] / 4, line
 
 
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
-def test_a_whole_decode_step_of_a_real_model(chip):
+def test_a_whole_decode_step_of_a_real_model(chip, scan):
     """Layers and `extend`: one fused kernel a layer, the cache updated in place, next to no scratch memory.
 
-    All layers on one chip, by night on all of them.
+    Scanned layers are one kernel in all. Unrolled ones are four by day, and scanned ones those of v6e alone.
     """
-    programs = compile_for(chip, *([] if NIGHTLY or chip == "v6e" else ["4"]), script="tpu_model.py")
+    if scan and chip != "v6e" and not NIGHTLY:
+        pytest.skip("by night")
+    programs = compile_for(chip, *(["scan"] if scan else [] if NIGHTLY else ["4"]), script="tpu_model.py")
     assert len(programs) == 2
     for program in programs:
-        assert program["kernels"] == program["layers"], program
+        assert program["kernels"] == (1 if scan else program["layers"]), program
         assert program["temp"] < 0.01 * program["pools"], program
         # In bytes (small arrays are padded) and in arrays: all but two that `extend` replaces without reading them.
         assert program["alias"] >= program["cache"] - program["unread"], program

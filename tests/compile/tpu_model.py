@@ -1,7 +1,7 @@
 """Compiles whole decode steps of models of real size for a TPU that is not there, and prints what the compiler says.
 
-A script of its own, like tpu_programs.py: `python tpu_model.py v6e`, or `python tpu_model.py v6e 4` for the first four
-layers only.
+A script of its own, like tpu_programs.py: `python tpu_model.py v6e`, `python tpu_model.py v6e 4` for the first four
+layers only, or `python tpu_model.py v6e scan` for layers that are scanned.
 """
 
 from tpu_programs import TOPOLOGIES, devices  # first of all, for it sets the environment up
@@ -50,12 +50,12 @@ def size(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def compile_step(mesh, config):
+def compile_step(mesh, config, scan):
     def on_chip(tree):
         whole = NamedSharding(mesh, PartitionSpec())
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
 
-    model = jax.eval_shape(lambda: Decoder(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
+    model = jax.eval_shape(lambda: Decoder(config, dtype="bfloat16", scan=scan, rngs=nnx.Rngs(0)))
     cache_config = jaxkv.CacheConfig.from_model(
         model, max_seqs=ROWS, max_seq_len=CONTEXT, num_blocks=ROWS * CONTEXT // BLOCK_SIZE, block_size=BLOCK_SIZE,
         head_dim_multiple=128,
@@ -81,14 +81,15 @@ def compile_step(mesh, config):
     }
 
 
-def main(chip, num_layers=None):
+def main(chip, layers=None):
+    scan, num_layers = layers == "scan", int(layers) if layers and layers != "scan" else None
     mesh = Mesh(np.array(devices(TOPOLOGIES[chip], (1, 1, 1))[:1]), ("x",))
     names = list(MODELS)
     for name in [names[0], names[1 if chip == "v5e" else 2]]:  # 16 GB of parameters are all that a v5e holds
         config = MODELS[name]
         config = dataclasses.replace(config, windows=config.windows[:num_layers], ropes=config.ropes[:num_layers])
-        print(json.dumps({"name": name, **compile_step(mesh, config)}), flush=True)
+        print(json.dumps({"name": name, **compile_step(mesh, config, scan)}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(*sys.argv[1:])
