@@ -31,8 +31,8 @@ class Engine:
       max_seq_len: the most tokens of one sequence, prompt and output; default: `longest`, rounded up to a power of 2.
       longest: tokens of the longest sequence to come, if `max_seq_len` is not given.
       step_tokens: the most tokens of one step. Longer prompts are computed in chunks beside decoding rows.
-      steps_per_dispatch: decode so many steps in one call of the device when nothing is waiting. What is submitted
-        meanwhile waits for them.
+      steps_per_dispatch: decode so many steps in one call of the device when nothing is waiting that could begin. What
+        is submitted meanwhile waits for them.
       seed: of the random draws.
       logits_hook: `f(logits f32[S, V], rows) -> logits`, part of the compiled step, before temperature and filters.
         `rows` has `tokens` i32[S, max_seq_len], each row's so far with a number behind them that is no token, `lengths`

@@ -143,17 +143,20 @@ class Scheduler:
         return step
 
     def stretch(self, step: Step, most: int) -> int:
-        """Let a decode step go on for up to `most` tokens of each sequence, if all know what to do until then.
+        """Let a decode step go on for up to `most` tokens of each sequence, if all know what to do until then and no
+        row becomes free that a waiting one could take.
 
         Returns:
           How many steps it is then: `most`, or 1 and the step is as it was.
         """
-        if most == 1 or self.waiting or not step.is_decode or any(s.pending > 1 or s.followers for s in step.counts):
+        if most == 1 or not step.is_decode or any(s.pending > 1 or s.followers for s in step.counts):
             return 1
         longer = Step(step.block_size)
         for sequence in step.counts:
             longer.add(sequence, min(most, sequence.limit - sequence.length))
-        if max(longer.counts.values(), default=0) < most or longer.num_blocks > min(self.rows.available):
+        counts = longer.counts.values()
+        worth = min if self.waiting else max
+        if worth(counts, default=0) < most or longer.num_blocks > min(self.rows.available):
             return 1
         step.counts, step.num_tokens, step.num_blocks = longer.counts, longer.num_tokens, longer.num_blocks
         return most

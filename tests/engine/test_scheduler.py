@@ -42,7 +42,7 @@ class Counted:
     set_back = retire
 
 
-def simulate(requests, *, max_seqs, num_blocks, block_size, step_tokens):
+def simulate(requests, *, max_seqs, num_blocks, block_size, step_tokens, most=1):
     """Run (prompt length, new tokens) requests to their end; the steps, and the order in which they ended."""
     rows = Counted(max_seqs, num_blocks, block_size)
     scheduler = Scheduler(rows, step_tokens=step_tokens)
@@ -52,17 +52,19 @@ def simulate(requests, *, max_seqs, num_blocks, block_size, step_tokens):
     while scheduler.waiting or scheduler.running:
         step = scheduler.plan()
         assert step.counts, "every step makes progress"
+        stretched = scheduler.stretch(step, most)
+        assert max(step.counts.values()) <= stretched or stretched == 1
         assert len(steps) < 10_000
         for sequence, count in step.counts.items():
             assert rows.held[sequence.row] == sequence.cached, "a row holds what its sequence thinks it holds"
             rows.held[sequence.row] += count
         assert len({s.row for s in step.counts}) == len(step.counts)
         assert rows.available[0] >= 0
-        assert step.num_tokens <= step_tokens
+        assert step.num_tokens <= step_tokens * stretched
         steps.append({s.request: n for s, n in step.counts.items()})
         for sequence in scheduler.commit(step):
-            sequence.tokens.append(0)
-            sequence.unread -= 1
+            sequence.tokens += [0] * sequence.unread
+            sequence.unread = 0
             if len(sequence.tokens) == sequence.limit:
                 scheduler.finish(sequence)
                 ended.append(sequence.request)
@@ -90,6 +92,17 @@ def test_the_newest_is_set_back_and_resumed():
     assert steps[resumed][1] > 6, "its prompt and what it had generated are computed again, at once"
 
 
+def test_steps_in_one_go_keep_no_one_waiting():
+    """Two rows and three requests: several steps at once, but not over the end of a row that the third takes."""
+    steps, ended, _ = simulate(
+        [(1, 30), (1, 11), (1, 3)], max_seqs=2, num_blocks=100, block_size=4, step_tokens=8, most=4
+    )
+    assert steps[:3] == [{0: 4, 1: 4}, {0: 4, 1: 4}, {0: 1, 1: 1}]
+    begun = next(i for i, step in enumerate(steps) if 2 in step)
+    assert steps[begun - 1] == {0: 1, 1: 1} and begun == 5, "at once when the second has ended"
+    assert steps[begun:] == [{0: 4, 2: 3}] + [{0: 4}] * 3 + [{0: 1}] * 3 and ended == [1, 2, 0]
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_random_traces_come_to_their_end(seed):
     rng = random.Random(seed)
@@ -98,4 +111,4 @@ def test_random_traces_come_to_their_end(seed):
     least = max(-(-(p + n) // block_size) for p, n in requests)
     max_seqs = rng.randint(1, 6)
     simulate(requests, max_seqs=max_seqs, num_blocks=least + rng.randint(0, least), block_size=block_size,
-             step_tokens=max(max_seqs, rng.choice([4, 16, 64])))  # fmt: skip
+             step_tokens=max(max_seqs, rng.choice([4, 16, 64])), most=rng.choice([1, 3]))  # fmt: skip
