@@ -19,6 +19,7 @@ from jaxkv._core.sharing import fork as fork, reorder as reorder, truncate as tr
 from jaxkv._core.tables import extend as extend, free as free, reserve as reserve
 from jaxkv._core.views import gather as gather
 from jaxkv._core.write import append as append, write as write
+from jaxkv._drop_in import dot_product_attention as dot_product_attention, jax_attention as jax_attention
 from jaxkv._engine.engine import Engine as Engine
 from jaxkv._engine.generate import generate as generate
 from jaxkv._files.rows import describe as describe, load as load, save as save
@@ -31,9 +32,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine", "HostBlocks", "LayerConfig",
     "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "SequenceTooLong", "Step", "append", "attend", "attention",
-    "check", "check_invariants", "counts", "describe", "explain", "extend", "fork", "free", "gather", "generate",
-    "init", "last", "left_align", "load", "merge_attention", "plan_step", "positions", "reorder", "reserve",
-    "right_align", "save", "stats", "swap_in", "swap_out", "truncate", "write",
+    "check", "check_invariants", "counts", "describe", "dot_product_attention", "explain", "extend", "fork", "free",
+    "gather", "generate", "init", "jax_attention", "last", "left_align", "load", "merge_attention", "plan_step",
+    "positions", "reorder", "reserve", "right_align", "save", "stats", "swap_in", "swap_out", "truncate", "write",
 ]  # fmt: skip
 
 

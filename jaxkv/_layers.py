@@ -27,6 +27,14 @@ def token_positions(shape: tuple[int, ...], cache: Any = None) -> jax.Array:
     return positions(cache, shape)
 
 
+def own_inputs(inputs_q: Any, inputs_k: Any, inputs_v: Any) -> tuple[Any, Any]:
+    """What keys and values are made of, by Flax's rule: of what was given before them."""
+    if inputs_k is None and inputs_v is not None:
+        raise ValueError("inputs_v needs inputs_k: for both to be the same, give it as inputs_k alone.")
+    inputs_k = inputs_q if inputs_k is None else inputs_k
+    return inputs_k, inputs_k if inputs_v is None else inputs_v
+
+
 def num_kv_heads_of(num_heads: int, num_kv_heads: int | None) -> int:
     """The number of KV heads, all heads by default. Raises ValueError where they cannot be shared evenly."""
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads

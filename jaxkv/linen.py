@@ -1,5 +1,23 @@
-"""Attention for Flax Linen models: projections around `jaxkv.attention`, the cache taken and given back."""
+"""A paged cache in Flax Linen models. Import it by name: `import jaxkv.linen`.
 
+- `Attention`: a layer for models to come, projections around `jaxkv.attention`.
+- `MultiHeadDotProductAttention`: Flax's own layer, its arguments and parameters, over a cache: for models that use it
+  already.
+
+The cache is an argument and a result, not a variable: there is no `mutable=` collection, and a checkpoint of the model
+does not hold it. A model that computes queries, keys and values itself calls `jaxkv.attention`, or
+`jaxkv.dot_product_attention`, which has the arguments of `linen.dot_product_attention`. Either way the model's blocks
+take a layer of the cache and give it back, and the step donates the whole cache:
+
+    def step(variables, tokens, num_tokens, cache):
+        cache = jaxkv.extend(cache, num_tokens)  # make room, once a step
+        logits, layers = model.apply(variables, tokens, list(cache.layers))
+        return logits, cache.with_layers(layers)
+
+    step = jax.jit(step, donate_argnames="cache")
+"""
+
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +26,10 @@ import jax.numpy as jnp
 from flax import linen
 
 from jaxkv._core.plan import Step
-from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, token_positions
+from jaxkv._drop_in import dot_product_attention
+from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, own_inputs, token_positions
+
+__all__ = ["Attention", "MultiHeadDotProductAttention"]
 
 
 class Attention(linen.Module):
@@ -88,3 +109,80 @@ class Attention(linen.Module):
         y, cache = attend_or_dense(q, k, v, cache, layer, step, **options)
         use_out_bias = self.use_bias if self.use_out_bias is None else self.use_out_bias
         return dense("out", x.shape[-1], (-2, -1), use_out_bias)(y), cache
+
+
+class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
+    """Flax's `linen.MultiHeadDotProductAttention` over a paged cache: its attributes, its parameters, and `cache=` in
+    the call.
+
+    A call returns `(y, cache)`. With a cache, tokens are prefilled and decoded, many or one a row, and causal; `decode`
+    has no say, there is no collection "cache", and a checkpoint of Flax's layer fits. Without a cache it is Flax's
+    layer, and returns `(y, None)`.
+
+    Raises:
+      ValueError: with a cache: another `attention_fn` than Flax's, dropout that is not deterministic, `sow_weights`, or
+        a mask that differs by heads; see `jaxkv.dot_product_attention`.
+
+    >>> import jax, jax.numpy as jnp, jaxkv, jaxkv.linen
+    >>> attn = jaxkv.linen.MultiHeadDotProductAttention(num_heads=4)
+    >>> variables = attn.init(jax.random.key(0), jnp.ones((2, 5, 32)))
+    >>> sizes = dict(num_layers=1, num_kv_heads=4, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.extend(jaxkv.init(jaxkv.CacheConfig.uniform(**sizes)), [5, 3])
+    >>> y, layer = attn.apply(variables, jnp.ones((2, 5, 32)), cache=cache.layers[0])
+    >>> y.shape, cache.with_layer(0, layer).lengths.tolist()
+    ((2, 5, 32), [5, 3])
+    """
+
+    @linen.compact
+    def __call__(
+        self, inputs_q: jax.Array, inputs_k: jax.Array | None = None, inputs_v: jax.Array | None = None, *,
+        cache: Any = None, layer: Any = None, step: Step | None = None, mask: Any = None,
+        deterministic: bool | None = None, dropout_rng: Any = None, sow_weights: bool = False, **others: Any,
+    ) -> tuple[jax.Array, Any]:  # fmt: skip
+        """Attend.
+
+        Args:
+          inputs_q: `[S, T, E]` padded or `[N, E]` packed. inputs_k, inputs_v: of the same tokens; default: inputs_q.
+          cache: one of a cache's `layers` that `jaxkv.extend` has made room in, or a cache, with `layer=`.
+          step: what `jaxkv.plan_step` made of this step.
+          mask: as in `jaxkv.dot_product_attention`.
+          deterministic, dropout_rng, sow_weights, **others: Flax's.
+
+        Returns:
+          `(y, cache)`; y has inputs_q's shape, but for `out_features`.
+        """
+        if cache is None:
+            y = super().__call__(inputs_q, inputs_k, inputs_v, mask=mask, deterministic=deterministic,
+                                 dropout_rng=dropout_rng, sow_weights=sow_weights, **others)  # fmt: skip
+            return y, None
+        if self.attention_fn is not linen.dot_product_attention or others:
+            raise ValueError(
+                f"With a cache {', '.join(others) or 'attention_fn'} has no meaning: leave it out, or call "
+                "jaxkv.attention in a layer of your own."
+            )
+        inputs_k, inputs_v = own_inputs(inputs_q, inputs_k, inputs_v)
+        qkv_features = self.qkv_features or inputs_q.shape[-1]
+        head_dim = head_dim_of(qkv_features, self.num_heads, None)
+        dense = functools.partial(
+            linen.DenseGeneral, use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype,
+            precision=self.precision,
+        )  # fmt: skip
+        project = functools.partial(
+            dense, (self.num_heads, head_dim), kernel_init=self.kernel_init, bias_init=self.bias_init,
+            dot_general=self.qkv_dot_general, dot_general_cls=self.qkv_dot_general_cls,
+        )  # fmt: skip
+        norm = functools.partial(linen.LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
+        q, k, v = project(name="query")(inputs_q), project(name="key")(inputs_k), project(name="value")(inputs_v)
+        if self.normalize_qk:
+            q, k = norm(name="query_ln")(q), norm(name="key_ln")(k)
+        y, cache = dot_product_attention(
+            q, k, v, mask=mask, dropout_rate=self.dropout_rate, dtype=self.dtype, module=self if sow_weights else None,
+            deterministic=bool(self.deterministic if deterministic is None else deterministic), cache=cache,
+            layer=layer, step=step,
+        )  # fmt: skip
+        out = dense(
+            self.out_features or inputs_q.shape[-1], axis=(-2, -1),
+            kernel_init=self.out_kernel_init or self.kernel_init, bias_init=self.out_bias_init or self.bias_init,
+            dot_general=self.out_dot_general, dot_general_cls=self.out_dot_general_cls, name="out",
+        )  # fmt: skip
+        return out(y), cache

@@ -1,15 +1,41 @@
-"""Attention for Flax NNX models: projections around `jaxkv.attention`, the cache taken and given back."""
+"""A paged cache in Flax NNX models. Import it by name: `import jaxkv.nnx`.
 
+- `Attention`: a layer for models to come, projections around `jaxkv.attention`, the cache taken and given back.
+- `MultiHeadAttention`: Flax's own layer, its arguments and parameters, over a cache: for models that use it already.
+- `CacheVariable`: an `nnx.Variable` around a cache, for code that changes its cache in place.
+
+A model that computes queries, keys and values itself calls `jaxkv.attention`, or `jaxkv.dot_product_attention`, which
+has the arguments of `nnx.dot_product_attention`. Either way the model's blocks take a layer of the cache and give it
+back, and the step donates the whole cache:
+
+    def step(model, tokens, num_tokens, cache):
+        cache = jaxkv.extend(cache, num_tokens)  # make room, once a step
+        logits, layers = model(tokens, list(cache.layers))
+        return logits, cache.with_layers(layers)
+
+    step = jax.jit(step, donate_argnames="cache")
+
+`jax.jit` with the model as an argument costs less Python a step than `nnx.jit`; what the model itself changes, a
+`CacheVariable` too, only `nnx.jit` brings back.
+"""
+
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxkv._core.plan import Step
-from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, token_positions
+from jaxkv._core.attention import attention
+from jaxkv._core.cache import Cache
+from jaxkv._core.plan import Step, positions
+from jaxkv._core.tables import extend
+from jaxkv._drop_in import dot_product_attention
+from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, own_inputs, token_positions
+
+__all__ = ["Attention", "CacheVariable", "MultiHeadAttention"]
 
 PositionFn = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -119,3 +145,170 @@ def project(equation: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | No
     if bias is None:
         return y
     return y + jnp.expand_dims(bias[...].astype(x.dtype), tuple(range(y.ndim - bias.ndim)))
+
+
+class MultiHeadAttention(nnx.MultiHeadAttention):
+    """Flax's `nnx.MultiHeadAttention` over a paged cache: its arguments, its parameters, and `cache=` in the call.
+
+    A call returns `(y, cache)`. With a cache, tokens are prefilled and decoded, many or one a row, and causal whatever
+    `is_causal` says; `decode` has no say, `init_cache` is not needed, and a checkpoint of Flax's layer fits. Without a
+    cache it is Flax's layer, and returns `(y, None)`.
+
+    Raises:
+      ValueError: with a cache: another `attention_fn` than Flax's, dropout that is not deterministic, `sow_weights`, or
+        a mask that differs by heads; see `jaxkv.dot_product_attention`.
+
+    >>> import jax.numpy as jnp, jaxkv, jaxkv.nnx
+    >>> from flax import nnx
+    >>> attn = jaxkv.nnx.MultiHeadAttention(4, 32, num_kv_heads=2, decode=True, rngs=nnx.Rngs(0))
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.extend(jaxkv.init(jaxkv.CacheConfig.uniform(**sizes)), [5, 3])
+    >>> y, layer = attn(jnp.ones((2, 5, 32)), cache=cache.layers[0])
+    >>> y.shape, cache.with_layer(0, layer).lengths.tolist()
+    ((2, 5, 32), [5, 3])
+    """
+
+    def __call__(
+        self, inputs_q: jax.Array, inputs_k: jax.Array | None = None, inputs_v: jax.Array | None = None, *,
+        cache: Any = None, layer: Any = None, step: Step | None = None, mask: Any = None,
+        deterministic: bool | None = None, rngs: Any = None, sow_weights: bool = False, decode: bool | None = None,
+        is_causal: bool = False, out_sharding: Any = None, qkv_sharding: Any = None, **others: Any,
+    ) -> tuple[jax.Array, Any]:  # fmt: skip
+        """Attend.
+
+        Args:
+          inputs_q: `[S, T, E]` padded or `[N, E]` packed. inputs_k, inputs_v: of the same tokens; default: inputs_q.
+          cache: one of a cache's `layers` that `jaxkv.extend` has made room in, or a cache, with `layer=`; or one
+            of the `layers` of a `CacheVariable`, which is changed in place.
+          step: what `jaxkv.plan_step` made of this step.
+          mask: as in `jaxkv.dot_product_attention`.
+          deterministic, rngs, sow_weights, decode, is_causal, out_sharding, qkv_sharding, **others: Flax's.
+
+        Returns:
+          `(y, cache)`; y has inputs_q's shape, but for `out_features`.
+        """
+        if cache is None:
+            dense = functools.partial(
+                super().__call__, inputs_q, inputs_k, inputs_v, mask=mask, deterministic=deterministic, rngs=rngs,
+                sow_weights=sow_weights, decode=decode, is_causal=is_causal, out_sharding=out_sharding,
+                qkv_sharding=qkv_sharding,
+            )  # fmt: skip
+            return dense(**others), None
+        if self.attention_fn is not nnx.dot_product_attention or others:
+            what = ", ".join(others) or "attention_fn"
+            raise ValueError(
+                f"With a cache {what} is not called: turn queries and keys by their positions with jaxkv.nnx.Attention("
+                "position_fn=...), or in a layer of your own around jaxkv.attention."
+            )
+        inputs_k, inputs_v = own_inputs(inputs_q, inputs_k, inputs_v)
+        q = self.query(inputs_q, out_sharding=qkv_sharding)
+        k = self.key(inputs_k, out_sharding=qkv_sharding)
+        v = self.value(inputs_v, out_sharding=qkv_sharding)
+        if self.query_ln is not None and self.key_ln is not None:
+            q, k = self.query_ln(q), self.key_ln(k)
+        attend = functools.partial(
+            dot_product_attention, q, k, v, mask=mask, dropout_rate=self.dropout_rate, dtype=self.dtype,
+            deterministic=bool(self.deterministic if deterministic is None else deterministic),
+            module=self if sow_weights else None, step=step,
+        )  # fmt: skip
+        if isinstance(cache, LayerInPlace):
+            place = cache
+            y = place.variable.apply(lambda cache: attend(cache=cache, layer=place.layer))
+        else:
+            y, cache = attend(cache=cache, layer=layer)
+        return self.out(y, out_sharding=out_sharding), cache
+
+
+class CacheVariable(nnx.Cache[Cache]):
+    """An `nnx.Variable` around a cache, for models that change their cache in place, as Flax's own layers do.
+
+    `variable[...]` is the cache, `variable[...] = cache` another in its place, and its attributes are the cache's:
+    `variable.lengths`. `nnx.Cache` selects it: `nnx.state(model, nnx.Cache)`.
+
+    Under `nnx.jit` what a step has put into it comes back, and `nnx.jit(step, donate_argnums=0)`, where the model is
+    the step's first argument, updates the pools in place. Under `jax.jit` it must be returned, or it is lost.
+
+    >>> import jax.numpy as jnp, jaxkv, jaxkv.nnx
+    >>> from flax import nnx
+    >>> sizes = dict(num_layers=2, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> class Model(nnx.Module):
+    ...     def __init__(self):
+    ...         self.cache = jaxkv.nnx.CacheVariable(jaxkv.init(jaxkv.CacheConfig.uniform(**sizes)))
+    ...     def __call__(self, x, num_tokens):  # x [S, T, K, D]
+    ...         self.cache.extend(num_tokens)
+    ...         for layer in self.cache.layers:
+    ...             x = layer.attention(x, x, x)
+    ...         return x
+    >>> model = Model()
+    >>> step = nnx.jit(lambda model, x, num_tokens: model(x, num_tokens), donate_argnums=0)
+    >>> x = step(model, jnp.ones((2, 3, 2, 8)), jnp.array([3, 1]))
+    >>> model.cache.apply(jaxkv.truncate, [2, 0])
+    >>> model.cache.lengths.tolist()
+    [2, 0]
+    """
+
+    # Not a copy of it, as Flax makes of a Variable's value: the layers of a step know their tables by identity.
+    def get_value(self, *, index: Any = ...) -> Cache:
+        """The cache."""
+        self._check_index(index)
+        return self.get_raw_value()
+
+    def set_value(self, value: Cache, *, index: Any = ...) -> None:
+        """Put another cache in its place."""
+        self._check_index(index)
+        self.set_raw_value(value)
+
+    def extend(self, num_tokens: Any) -> None:
+        """Make room for a step's tokens; see `jaxkv.extend`."""
+        self.set_value(extend(self.get_value(), num_tokens))
+
+    def attention(self, q: jax.Array, k: Any, v: Any, *, layer: Any, **options: Any) -> Any:
+        """Store and attend; see `jaxkv.attention`. Returns its output alone."""
+        out, cache = attention(q, k, v, self.get_value(), layer=layer, **options)
+        self.set_value(cache)
+        return out
+
+    def positions(self, axes: Any) -> jax.Array:
+        """The positions of a step's tokens; see `jaxkv.positions`."""
+        return positions(self.get_value(), axes)
+
+    @property
+    def layers(self) -> "tuple[LayerInPlace, ...]":
+        """The layers, one for each of a model's blocks to change in place: `out = layer.attention(q, k, v)`."""
+        return tuple(LayerInPlace(self, layer) for layer in range(self.get_value().num_layers))
+
+    def apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the cache, such as `jaxkv.fork`, and keep the cache that it returns.
+
+        Returns:
+          None; or, of a function that returns `(out, cache)`, out.
+        """
+        out, result = None, function(self.get_value(), *args, **kwargs)
+        if isinstance(result, tuple):
+            out, result = result
+        if not isinstance(result, Cache):
+            raise ValueError(
+                f"apply wants a function that returns a cache, or (out, cache), not {type(result).__name__}."
+            )
+        self.set_value(result)
+        return out
+
+    @staticmethod
+    def _check_index(index: Any) -> None:
+        if index is not ...:
+            raise IndexError(f"A CacheVariable is read and set as a whole, variable[...], not at {index!r}.")
+
+
+class LayerInPlace(NamedTuple):
+    """One layer of a `CacheVariable`, made by its `layers`: not arrays, but a place in the variable."""
+
+    variable: CacheVariable
+    layer: int
+
+    def attention(self, q: jax.Array, k: Any, v: Any, **options: Any) -> Any:
+        """Store and attend; see `jaxkv.attention`. Returns its output alone."""
+        return self.variable.attention(q, k, v, layer=self.layer, **options)
+
+    def positions(self, axes: Any) -> jax.Array:
+        """The positions of a step's tokens; see `jaxkv.positions`."""
+        return self.variable.positions(axes)

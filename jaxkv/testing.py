@@ -1,77 +1,30 @@
-"""For your own tests: was a pool copied, and does anything depend on what must not be read?"""
+"""For tests of what you build on jaxkv. Import it by name: `import jaxkv.testing`.
+
+- `assert_no_copy(jitted, *args)`: fails if XLA copies a pool in your step instead of updating it in place.
+- `poison(cache)`: NaN in every place that holds no token. Whatever your step computes must stay the same, bit by bit.
+- `permute_blocks(cache)`: the same rows in other blocks. Again, nothing may change.
+- `record(engine)`: a `Trace` of what its cache's blocks hold, step by step, and a player to look at it.
+
+    step = jax.jit(step, donate_argnames="cache")
+    jaxkv.testing.assert_no_copy(step, model, tokens, num_tokens, cache)
+    out, _ = step(model, tokens, num_tokens, jaxkv.testing.poison(cache))
+    assert not jax.numpy.isnan(out).any()
+"""
 
 import dataclasses
 import functools
-import math
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._copies import assert_no_copy as assert_no_copy
 from jaxkv._core.cache import Cache
-from jaxkv._core.state import NULL_BLOCK, Pool
-from jaxkv._tiers.host import HostBlocks
+from jaxkv._core.state import NULL_BLOCK
+from jaxkv._engine.recording import Trace as Trace, record as record
 
-# What XLA does in place, or without touching memory at all.
-IN_PLACE = {
-    "parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "fusion", "custom-call",
-    "dynamic-update-slice", "scatter", "optimization-barrier", "async-start", "async-update", "async-done",
-}  # fmt: skip
-INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>\S+) = \(?\w+\[(?P<dims>[\d,]+)\]\S* (?P<opcode>[\w-]+)\(")
-
-
-def assert_no_copy(jitted: Any, *args: Any, temp_fraction: float = 0.5, **kwargs: Any) -> None:
-    """Raise AssertionError if a compiled step copies a pool of its cache instead of updating it in place.
-
-    Args:
-      jitted: a function under `jax.jit` that donates its cache and returns it.
-      *args, **kwargs: its arguments, a `Cache` among them. Nothing is run, so arrays may be `jax.ShapeDtypeStruct`s:
-        `jax.eval_shape(lambda: jaxkv.init(config))` is a cache that takes no memory.
-      temp_fraction: how much scratch memory the step may take, as a share of its largest pool.
-
-    Copies hide well: a pool that is padded or transposed for a kernel, converted as a whole, carried through `scan` as
-    `xs` and `ys`, or simply not donated. Each doubles the memory, and costs time that grows with the pool.
-
-    >>> import jax, jaxkv
-    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
-    >>> config = jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=400)
-    >>> cache = jax.eval_shape(lambda: jaxkv.init(config))
-    >>> kv = jax.ShapeDtypeStruct((1, 2, 1, 2, 8), "bfloat16")
-    >>> assert_no_copy(jax.jit(jaxkv.append, donate_argnames="cache"), cache, kv, kv)
-    >>> assert_no_copy(jax.jit(jaxkv.append), cache, kv, kv)  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    AssertionError: Only 0 of the 410624 bytes of the cache's pools are updated in place: ...
-    """
-    leaves: list[Any] = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, Pool | HostBlocks))
-    pools = [x.kv for x in leaves if isinstance(x, Pool)]  # not what lies on the host
-    if not pools:
-        raise ValueError("None of the arguments holds a jaxkv.Cache, so there is no pool that could be copied.")
-    compiled = jitted.lower(*args, **kwargs).compile()
-    memory = compiled.memory_analysis()
-    total = sum(_bytes(pool) for pool in pools)
-    if memory.alias_size_in_bytes < total:
-        raise AssertionError(
-            f"Only {memory.alias_size_in_bytes} of the {total} bytes of the cache's pools are updated in place: donate "
-            'the cache, jax.jit(step, donate_argnames="cache"), and return it with the shapes and dtypes it came with.'
-        )
-    for line in compiled.as_text().splitlines():
-        found = INSTRUCTION.match(line)
-        if found and found["opcode"] not in IN_PLACE and any(_as_large(found["dims"], pool) for pool in pools):
-            where = re.search(r'op_name="([^"]*)"', line)
-            raise AssertionError(
-                f"A whole pool goes through the instruction {found['opcode']} ({found['name']}, [{found['dims']}])"
-                f"{f', which comes from {where[1]}' if where else ''}. Index or slice the pool instead, and write into "
-                "it with jaxkv.write or .at[...]."
-            )
-    largest = max(_bytes(pool) for pool in pools)
-    if memory.temp_size_in_bytes > temp_fraction * largest:
-        raise AssertionError(
-            f"The step takes {memory.temp_size_in_bytes} bytes of scratch memory, more than {temp_fraction} of its "
-            f"largest pool of {largest} bytes: something in it is as large as a pool. If that is not the cache's "
-            "doing (a large model, a small pool), test with more num_blocks or a larger temp_fraction."
-        )
+__all__ = ["Trace", "assert_no_copy", "permute_blocks", "poison", "record"]
 
 
 def poison(cache: Cache, value: float = np.nan) -> Cache:
@@ -135,13 +88,3 @@ def _spoil(keep: jax.Array, value: float, x: jax.Array) -> jax.Array:
     """`value` wherever `keep` does not say otherwise; in integers, which have no NaN, some number."""
     spoilt = jnp.asarray(value if jnp.issubdtype(x.dtype, jnp.floating) else 85, x.dtype)
     return jnp.where(keep.reshape(*keep.shape, *(1,) * (x.ndim - keep.ndim)), x, spoilt)
-
-
-def _bytes(x: Any) -> int:
-    return math.prod(x.shape) * x.dtype.itemsize
-
-
-def _as_large(dims: str, pool: Any) -> bool:
-    """Whether an array has at least a pool's elements, and an axis that can be the pool's blocks."""
-    sizes = [int(d) for d in dims.split(",")]
-    return math.prod(sizes) >= math.prod(pool.shape) and any(d % pool.shape[0] == 0 for d in sizes)

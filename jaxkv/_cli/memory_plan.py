@@ -2,8 +2,11 @@
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.layer import LayerConfig
@@ -11,6 +14,41 @@ from jaxkv._core.numbers import MOST_INDEX, integer, real
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MOST_ROWS = 1 << 20
+ASSUMED_MEAN = 2048  # tokens of a row, where nobody says, and half of the most is more
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """How long rows are: all of them, as they were once seen, or what they are on the average."""
+
+    mean: float
+    seen: np.ndarray | None = None  # i64[n]
+
+    @classmethod
+    def read(cls, mean_len: Any, lengths: Any, max_seq_len: int) -> "Lengths":
+        """From what callers say: one of the two, or neither. Raises ValueError for what no row can have."""
+        if lengths is None:
+            mean = min(max_seq_len / 2, ASSUMED_MEAN) if mean_len is None else real("mean_len", mean_len, above=0)
+            if mean > max_seq_len:
+                raise ValueError(f"mean_len must be at most max_seq_len = {max_seq_len}, not {mean_len}.")
+            return cls(mean=mean)
+        if mean_len is not None:
+            raise ValueError("Say mean_len or lengths, not both.")
+        seen = np.asarray(lengths)
+        if seen.ndim != 1 or not seen.size or not np.issubdtype(seen.dtype, np.integer):
+            raise ValueError(f"lengths must be a list of integers, not {seen.dtype}{list(seen.shape)}.")
+        if seen.min() < 1 or seen.max() > max_seq_len:
+            raise ValueError(
+                f"lengths must be from 1 to max_seq_len = {max_seq_len}, but go from {seen.min()} to {seen.max()}."
+            )
+        return cls(mean=float(seen.mean()), seen=seen.astype(np.int64))
+
+    def blocks(self, block_size: int) -> float:
+        """Blocks of a row, on the average."""
+        if self.seen is not None:
+            return float(np.mean(-(-self.seen // block_size)))
+        # A row's last block is as likely to be filled up to any of its places.
+        return (self.mean + (block_size - 1) / 2) / block_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,18 +57,29 @@ class Plan:
 
     Fields:
       config: what makes this cache; its `bytes` are the pools', null blocks and padding of head_dim included.
-      rows: how many rows of `max_seq_len` tokens fit at once, one step's tokens included.
-      waste: the share of places in rows' blocks that hold no token, expected at the mean length.
+      rows: how many rows of the lengths to expect fit at once, one step's tokens included.
+      full_rows: how many rows of `max_seq_len` tokens.
+      waste: the share of places in rows' blocks that hold no token, expected at those lengths.
+      mean_len: tokens of a row to expect.
     """
 
     config: CacheConfig
     rows: int
+    full_rows: int
     waste: float
+    mean_len: float
 
     @property
     def bytes_per_token(self) -> int:
         """Over all layers."""
         return self.config.bytes_per_block // self.config.block_size
+
+    @property
+    def marginal_bytes(self) -> int:
+        """What one more token takes in a row of `mean_len`: layers whose window is full give back as much."""
+        groups = enumerate(self.config.group_windows)
+        growing = (group for group, window in groups if window is None or window > self.mean_len)
+        return sum(map(self.config.bytes_per_group_block, growing)) // self.config.block_size
 
     @property
     def tokens(self) -> int:
@@ -40,29 +89,30 @@ class Plan:
 
 def plan(
     layers: Sequence[LayerConfig], memory_bytes: int, *, max_seq_len: int, max_seqs: int | None = None,
-    mean_len: float | None = None, step_tokens: int = 256, **fields: Any,
+    mean_len: float | None = None, lengths: Sequence[int] | None = None, step_tokens: int = 256, **fields: Any,
 ) -> Plan:  # fmt: skip
     """The cache that fits into `memory_bytes`.
 
     Args:
       layers: one `LayerConfig` per layer.
       max_seq_len: the most tokens of one row.
-      max_seqs: rows; default: as many as can reach `max_seq_len` at once, but at least one.
-      mean_len: tokens of a row on the average; default: half of `max_seq_len`.
+      max_seqs: rows; default: as many of the lengths to expect as fit at once, but at least one.
+      mean_len: tokens of a row on the average; default: half of `max_seq_len`, but no more than 2048.
+      lengths: or the lengths of many rows, as they were seen.
       step_tokens: the most tokens of one step, which bounds what layers with a window hold.
       **fields: other fields of `CacheConfig`, such as block_size and dtype.
 
     Raises:
       ValueError: the memory is too little for one block, or a field that `CacheConfig` refuses.
 
-    >>> found = plan([LayerConfig(num_kv_heads=8, head_dim=128)] * 32, 10 * 2**30, max_seq_len=8192, block_size=16)
-    >>> found.config.num_blocks, found.tokens, found.rows, f"{found.waste:.2%}"
-    (5119, 81904, 9, '0.18%')
+    >>> layers = [LayerConfig(num_kv_heads=8, head_dim=128)] * 32
+    >>> found = plan(layers, 10 * 2**30, max_seq_len=8192, mean_len=800)
+    >>> found.config.num_blocks, found.tokens, found.rows, found.full_rows, f"{found.waste:.2%}"
+    (5119, 81904, 101, 9, '0.93%')
     """
     max_seq_len = integer("max_seq_len", max_seq_len, least=1)
     step_tokens = integer("step_tokens", step_tokens, least=1)
-    if mean_len is not None and real("mean_len", mean_len, above=0) > max_seq_len:
-        raise ValueError(f"mean_len must be at most max_seq_len = {max_seq_len}, not {mean_len}.")
+    expected = Lengths.read(mean_len, lengths, max_seq_len)
     if max_seqs is not None:
         max_seqs = integer("max_seqs", max_seqs, least=1)
 
@@ -70,23 +120,28 @@ def plan(
         sizes = CacheConfig(layers=layers, max_seqs=rows, max_seq_len=max_seq_len, num_blocks=1, **fields)
         return sizes.with_memory(memory_bytes, step_tokens=max(step_tokens, rows))
 
-    def too_many(rows: int) -> bool:
-        return not _hold(config(rows if max_seqs is None else max_seqs), rows, step_tokens)
-
     columns = -(-max_seq_len // config(1).block_size)
+    blocks = min(expected.blocks(config(1).block_size), columns)
     most = min(MOST_ROWS, MOST_INDEX // columns) if max_seqs is None else max_seqs
-    rows = bisect.bisect_left(range(1, most + 1), True, key=too_many)
+
+    def rows_of(blocks_each: float, config_of: Any) -> int:
+        def too_many(rows: int) -> bool:
+            return not _hold(config_of(rows), rows, blocks_each, step_tokens)
+
+        return bisect.bisect_left(range(1, most + 1), True, key=too_many)
+
+    rows = rows_of(blocks, config if max_seqs is None else lambda _: config(max_seqs))
     chosen = config(max(rows, 1) if max_seqs is None else max_seqs)
-    empty = (chosen.block_size - 1) / 2  # a row's last block is as likely to be filled up to any of its places
-    mean_len = max_seq_len / 2 if mean_len is None else mean_len
-    return Plan(config=chosen, rows=rows, waste=empty / (mean_len + empty))
+    full_rows = min(rows, rows_of(columns, lambda _: chosen))
+    waste = 1 - expected.mean / (expected.blocks(chosen.block_size) * chosen.block_size)
+    return Plan(config=chosen, rows=rows, full_rows=full_rows, waste=waste, mean_len=expected.mean)
 
 
-def _hold(config: CacheConfig, rows: int, step_tokens: int) -> bool:
-    """Whether so many rows can have `max_seq_len` tokens at once."""
-    needed = config.replace(max_seqs=rows)
+def _hold(config: CacheConfig, rows: int, blocks_each: float, step_tokens: int) -> bool:
+    """Whether so many rows can have so many blocks at once, on the average."""
+    needed, all_blocks = config.replace(max_seqs=rows), math.ceil(rows * blocks_each)
     return all(
-        blocks >= (rows * config.max_blocks_per_seq if window is None
-                   else needed.window_blocks(window, max(step_tokens, rows)))
+        blocks >= (all_blocks if window is None
+                   else min(all_blocks, needed.window_blocks(window, max(step_tokens, rows))))
         for blocks, window in zip(config.group_blocks, config.group_windows, strict=True)
     )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 
 from jaxkv._core.layer import LayerConfig, kind_of
-from jaxkv._core.memory import Memory
+from jaxkv._core.made_like import MadeLike
 from jaxkv._core.numbers import MOST_INDEX, integer, real, shown
 
 # What the stored head_dim is rounded up to, by platform: with less, XLA for TPUs copies the whole pool at every step,
@@ -25,7 +25,7 @@ class _SettledBlocks(tuple[int, ...]):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheConfig(Memory):
+class CacheConfig(MadeLike):
     """The sizes of a cache.
 
     Args:

@@ -2,6 +2,7 @@
 
 import html
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -10,73 +11,112 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.state import BlockTables
 
 MOST_BLOCKS = 2048  # more squares than this are not drawn
+COLUMNS, SIZE = 32, 20  # of the map: squares beside each other, and pixels of one
 PALETTE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#ff9da7", "#9c755f", "#86bcb6")
 FREE, RESERVED, KEPT = "#eceff1", "#b0bec5", "#cfb53b"
+
+
+class Square(NamedTuple):
+    """What there is to say of one block."""
+
+    block: int
+    rows: tuple[int, ...]  # that hold it
+    filled: int  # of its places, as far as any of them sees
+    first: int  # the position of its first token
+    kept: int  # the label of the prefix that it is kept for, or 0
+
+    def text(self, block_size: int) -> str:
+        """For hovering over it."""
+        kept = f"kept for reuse, prefix {self.kept}" if self.kept else ""
+        if not self.rows:
+            return f"block {self.block}: {kept or 'free'}"
+        several = len(self.rows) > 1
+        parts = [
+            f"row{'s' * several} {', '.join(map(str, self.rows))}",
+            f"{self.filled} of {block_size} tokens",
+            f"positions {self.first} to {self.first + self.filled - 1}" if self.filled else "reserved",
+            f"shared by {len(self.rows)}" if several else "",
+            kept,
+        ]
+        return f"block {self.block}: {', '.join(part for part in parts if part)}"
+
+
+def squares_of(t: BlockTables, block_size: int) -> list[Square]:
+    """A group's blocks in order; its tables must be on the host."""
+    owners: dict[int, list[tuple[int, int, int]]] = {}  # block -> rows, what they see in it, and where that begins
+    for row, column in zip(*np.nonzero(t.tables), strict=True):
+        tokens = int(np.clip(t.lengths[row] - column * block_size, 0, block_size))
+        owners.setdefault(int(t.tables[row, column]), []).append((int(row), tokens, int(column) * block_size))
+    found = []
+    for block in range(1, t.free_list.shape[0] + 1):
+        held = owners.get(block, [])
+        filled = max((tokens for _, tokens, _ in held), default=0)
+        first = held[0][2] if held else 0
+        found.append(Square(block, tuple(row for row, *_ in held), filled, first, int(t.kept[block])))
+    return found
+
+
+def group_title(config: CacheConfig, group: int) -> str:
+    """What the layers of a group have in common; "" where there is one group alone."""
+    count, window = len(config.groups[group]), config.group_windows[group]
+    seen = "without a window" if window is None else f"with a window of {window}"
+    return "" if len(config.groups) == 1 else f"{count} layer{'s' * (count > 1)} {seen}"
 
 
 def block_map(title: str, tables: Sequence[BlockTables], config: CacheConfig) -> str:
     """HTML: one square per block, filled as far as its tokens reach; a shared block has a frame and its row count."""
     groups = jax.device_get(tuple(tables))
-    maps = [_group_map(t, config.block_size) for t in groups]
-    if len(groups) > 1:
-        maps = [
-            f'<div style="margin:4px 0 2px">{len(layers)} layer{"s" * (len(layers) > 1)} '
-            f"{'without a window' if window is None else f'with a window of {window}'}</div>{squares}"
-            for squares, layers, window in zip(maps, config.groups, config.group_windows, strict=True)
-        ]
+    maps = [
+        f'<div style="margin:4px 0 2px">{group_title(config, group)}</div>{_group_map(t, config.block_size)}'
+        for group, t in enumerate(groups)
+    ]
     t = groups[0]
     rows = [r for r in range(len(t.lengths)) if t.lengths[r] or t.failed[r]]
     legend = "".join(
-        f'<span style="margin-right:1em;white-space:nowrap">{_swatch(_colour(r))} row {r}: {t.lengths[r]} tokens'
+        f'<span style="margin-right:1em;white-space:nowrap">{_swatch(colour_of(r))} row {r}: {t.lengths[r]} tokens'
         f"{', failed' if t.failed[r] else ''}</span>"
         for r in rows[:64]
     )
     if any(t.kept.any() for t in groups):
         legend += f'<span style="margin-right:1em;white-space:nowrap">{_swatch(KEPT)} kept for reuse</span>'
     return (
-        f'<div style="font:12px sans-serif;max-width:46em">'
+        f'<div style="font:12px sans-serif;max-width:{COLUMNS * (SIZE + 2)}px">'
         f'<div style="margin-bottom:4px">{html.escape(title)}</div>{"".join(maps)}'
         f'<div style="margin-top:4px">{legend}<span style="white-space:nowrap">{_swatch(FREE)} free</span></div></div>'
     )
 
 
-def _group_map(t: BlockTables, block_size: int) -> str:
-    owners: dict[int, list[tuple[int, int]]] = {}  # block -> the rows that hold it, and the tokens they see in it
-    for row, entries in enumerate(t.tables):
-        for column, block in enumerate(entries):
-            if block:
-                tokens = int(np.clip(t.lengths[row] - column * block_size, 0, block_size))
-                owners.setdefault(int(block), []).append((row, tokens))
-    num_blocks = t.free_list.shape[0]
-    squares = [
-        _square(block, owners.get(block, []), bool(t.kept[block]), block_size)
-        for block in range(1, 1 + min(num_blocks, MOST_BLOCKS))
-    ]
-    hidden = num_blocks - len(squares)
-    more = f"<div>… and {hidden} more blocks</div>" if hidden else ""
-    return f'<div style="display:flex;flex-wrap:wrap;gap:2px">{"".join(squares)}</div>{more}'
-
-
-def _square(block: int, owners: list[tuple[int, int]], kept: bool, block_size: int) -> str:
-    style = "width:14px;height:14px;box-sizing:border-box;font:bold 9px/14px sans-serif;text-align:center;color:#000;"
-    if not owners:
-        state, colour = ("kept for reuse", KEPT) if kept else ("free", FREE)
-        return f'<div title="block {block}: {state}" style="{style}background:{colour}"></div>'
-    filled = max(tokens for _, tokens in owners)
-    rows = ", ".join(str(row) for row, _ in owners)
-    share = round(100 / len(owners))
-    # One colour band per owner, from the left; what is not filled is grey, above.
-    bands = ",".join(f"{_colour(row)} {i * share}% {(i + 1) * share}%" for i, (row, _) in enumerate(owners))
-    empty = 100 - round(100 * filled / block_size)
-    background = f"linear-gradient({RESERVED} {empty}%,transparent {empty}%),linear-gradient(to right,{bands})"
-    frame, label = ("border:1.5px solid #000;line-height:11px;", len(owners)) if len(owners) > 1 else ("", "")
-    title = f"block {block}: row{'s' * (len(owners) > 1)} {rows}, {filled} of {block_size} tokens{', kept' * kept}"
-    return f'<div title="{title}" style="{style}{frame}background:{background}">{label}</div>'
-
-
-def _colour(row: int) -> str:
+def colour_of(row: int) -> str:
     return PALETTE[row % len(PALETTE)]
 
 
+def _group_map(t: BlockTables, block_size: int) -> str:
+    found = squares_of(t, block_size)
+    drawn = "".join(_square(square, block_size) for square in found[:MOST_BLOCKS])
+    hidden = len(found) - MOST_BLOCKS
+    more = f"<div>… and {hidden} more blocks</div>" if hidden > 0 else ""
+    columns = min(COLUMNS, len(found))
+    return f'<div style="display:grid;grid-template-columns:repeat({columns},{SIZE}px);gap:2px">{drawn}</div>{more}'
+
+
+def _square(square: Square, block_size: int) -> str:
+    style = (
+        f"width:{SIZE}px;height:{SIZE}px;box-sizing:border-box;font:bold 11px/{SIZE}px sans-serif;text-align:center;"
+        "color:#000;"
+    )
+    title, rows = square.text(block_size), square.rows
+    if not rows:
+        return f'<div title="{title}" style="{style}background:{KEPT if square.kept else FREE}"></div>'
+    # One colour band per owner, from the left; what is not filled is grey, above.
+    share = 100 / len(rows)
+    bands = ",".join(f"{colour_of(row)} {i * share:.0f}% {(i + 1) * share:.0f}%" for i, row in enumerate(rows))
+    empty = 100 - round(100 * square.filled / block_size)
+    background = f"linear-gradient({RESERVED} {empty}%,transparent {empty}%),linear-gradient(to right,{bands})"
+    frame = f"border:2px solid #000;line-height:{SIZE - 4}px;" if len(rows) > 1 else ""
+    return (
+        f'<div title="{title}" style="{style}{frame}background:{background}">{len(rows) if len(rows) > 1 else ""}</div>'
+    )
+
+
 def _swatch(colour: str) -> str:
-    return f'<span style="display:inline-block;width:10px;height:10px;background:{colour}"></span>'
+    return f'<span style="display:inline-block;width:12px;height:12px;background:{colour}"></span>'

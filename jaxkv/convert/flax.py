@@ -1,6 +1,5 @@
 """To and from the collections in which Flax's own attention layers keep their dense caches."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.cache import Cache
+from jaxkv._core.dense_caches import natural
 from jaxkv._tiers.restore import pool_layers
 from jaxkv.convert.dense import from_dense, row_numbers
 
@@ -114,15 +114,10 @@ def _modules(collection: Mapping[Any, Any], paths: Sequence[str] | None) -> dict
                 "that were scanned apart first."
             )
     if paths is None:
-        return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
+        return dict(sorted(found.items(), key=lambda item: natural(item[0])))
     if sorted(paths) != sorted(found):
-        raise ValueError(f"paths must name every layer once, {sorted(found, key=_natural)}, but are {list(paths)}.")
+        raise ValueError(f"paths must name every layer once, {sorted(found, key=natural)}, but are {list(paths)}.")
     return {path: found[path] for path in paths}
-
-
-def _natural(path: str) -> list[Any]:
-    """A key that sorts layer_2 before layer_10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)]
 
 
 def _replace(node: Any, changed: Mapping[str, Any], path: tuple[str, ...]) -> Any:

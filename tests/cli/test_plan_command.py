@@ -47,8 +47,10 @@ def test_a_plan_is_the_cache_that_is_made(layers, block_size, dtype, multiple):
 
 @pytest.mark.parametrize("layers", [(GLOBAL,) * 2, (LOCAL, GLOBAL, LOCAL), (LOCAL,)])
 def test_as_many_rows_as_planned_fit_and_no_more(layers):
-    found = plan(layers, 40_000 if len(layers) > 1 else 9_000, max_seq_len=30, step_tokens=8, block_size=4)
-    assert 1 < found.rows == found.config.max_seqs < 20
+    sizes = dict(max_seq_len=30, step_tokens=8, block_size=4, lengths=[30])
+    memory = 40_000 if len(layers) > 1 else 9_000
+    found = plan(layers, memory, **sizes)
+    assert 1 < found.rows == found.full_rows == found.config.max_seqs < 20
     step = jax.jit(jaxkv.extend)
     cache = jaxkv.init(found.config)
     for _ in range(30):  # token by token, every row at once, which is at most one step's tokens
@@ -56,8 +58,7 @@ def test_as_many_rows_as_planned_fit_and_no_more(layers):
     jaxkv.check(cache)
     if layers[0] is GLOBAL:
         assert cache.config.num_blocks < (found.rows + 1) * cache.config.max_blocks_per_seq
-    more = plan(layers, 40_000 if len(layers) > 1 else 9_000, max_seqs=found.rows + 1, max_seq_len=30, step_tokens=8,
-                block_size=4)  # fmt: skip
+    more = plan(layers, memory, max_seqs=found.rows + 1, **sizes)
     assert more.rows <= found.rows and more.config.max_seqs == found.rows + 1
 
 
@@ -75,10 +76,51 @@ def test_waste_is_what_rows_of_random_length_waste():
     assert found.waste == pytest.approx(1 - lengths.sum() / places.sum(), rel=0.02)
 
 
+def test_rows_follow_the_lengths_to_expect():
+    memory, sizes = 2_000_000, dict(max_seq_len=131_072, block_size=16, dtype="bfloat16")
+    few, guessed, told = (
+        plan((GLOBAL,) * 2, memory, **sizes, **d) for d in ({"mean_len": 8192}, {}, {"mean_len": 100})
+    )
+    assert few.rows < guessed.rows < told.rows and guessed.mean_len == 2048
+    for found in (few, guessed, told):
+        assert found.full_rows == 0 and found.config.max_seqs == max(found.rows, 1)
+    blocks = told.config.num_blocks
+    assert blocks * 16 // 108 - 1 <= told.rows <= blocks * 16 // 107
+    seen = plan((GLOBAL,) * 2, memory, **sizes, lengths=[10, 33, 200])
+    assert seen.mean_len == 81 and seen.waste == pytest.approx(1 - 243 / (16 + 48 + 208))
+    assert seen.rows == seen.config.num_blocks * 3 // (1 + 3 + 13)
+    assert plan((GLOBAL,) * 2, memory, **sizes, mean_len=100, max_seqs=7).rows == 7
+
+
+@pytest.mark.parametrize("layers", [(GLOBAL,) * 2, (LOCAL, GLOBAL, LOCAL)])
+def test_so_many_rows_of_the_expected_lengths_do_fit(layers):
+    lengths = [3, 9, 30, 17]
+    found = plan(layers, 60_000, max_seq_len=30, step_tokens=8, block_size=4, lengths=lengths)
+    assert found.rows > found.full_rows > 1
+    rows = found.rows // 4 * 4
+    counts = np.resize(lengths, rows)
+    cache, step = jaxkv.init(found.config), jax.jit(jaxkv.extend)
+    for t in range(30):
+        cache = step(cache, np.pad(t < counts, (0, found.config.max_seqs - rows)).astype(np.int32))
+    jaxkv.check(cache)
+
+
+def test_what_one_more_token_takes():
+    five_to_one = (*(LOCAL,) * 5, GLOBAL)
+    short, long = (plan(five_to_one, 10**7, max_seq_len=4000, mean_len=n) for n in (5, 1000))
+    assert short.marginal_bytes == short.bytes_per_token == long.bytes_per_token == 6 * long.marginal_bytes
+
+
 def test_what_cannot_be_planned():
     for arguments, says in (
         (dict(mean_len=0), "mean_len must be above 0, not 0"),
         (dict(mean_len=101), "mean_len must be at most max_seq_len = 100, not 101"),
+        (dict(mean_len=float("nan")), "mean_len must be a finite number, not nan"),
+        (dict(lengths=[1], mean_len=1), "Say mean_len or lengths, not both"),
+        (dict(lengths=[]), "lengths must be a list of integers, not float64.0."),
+        (dict(lengths=[3.0]), "lengths must be a list of integers, not float64.1."),
+        (dict(lengths=[5, 101]), "lengths must be from 1 to max_seq_len = 100, but go from 5 to 101"),
+        (dict(lengths=[0, 7]), "but go from 0 to 7"),
         (dict(step_tokens=0), "step_tokens must be at least 1, not 0"),
         (dict(memory_bytes=100), "memory_bytes=100 is too little"),
         (dict(block_size=0), "CacheConfig.block_size must be at least 1"),
@@ -101,19 +143,20 @@ def run(folder, *arguments):
 
 
 def test_the_table(folder, capsys):
-    assert run(folder, "--memory", "3MB", "--weights", "1MB", "--max-seq-len", 64, "--mean-len", 24) == 0
+    told = ("--memory", "3MB", "--weights", "1MB", "--rest", "0", "--max-seq-len", 64, "--mean-len", 24)
+    assert run(folder, *told) == 0
     out = capsys.readouterr().out
     assert "llama: 3 layers (3 without a window), 2 KV heads of 16." in out
-    assert "0.003 GB, 2.9 MiB, of memory less 976.6 KiB of weights (as told) leave 1.9 MiB" in out
-    lines = re.findall(r"^ *(\d+)  (.*?)  +(\S+ B) +(\S+) +(\S+) +(\S+) +(\S+)%$", out, re.MULTILINE)
+    assert "0.003 GB, 2.9 MiB, of memory less 976.6 KiB of weights (as told) and 0 B to compute in leave 1.9 MiB" in out
+    lines = re.findall(r"^ *(\d+)  (.*?)  +(\S+ B) +(\S+) +(\S+) +(\S+) +(\S+) +(\S+)%$", out, re.MULTILINE)
     assert [int(size) for size, *_ in lines] == [8, 16, 32, 64, 128, 256] * 4
     layers = (jaxkv.LayerConfig(num_kv_heads=2, head_dim=16),) * 3
-    for size, dtype, per_token, blocks, tokens, rows, waste in lines:
+    for size, dtype, per_token, *figures in lines:
         found = plan(layers, 2_000_000, max_seq_len=64, mean_len=24, block_size=int(size), dtype=dtype.split(",")[0])
         assert per_token == f"{found.bytes_per_token:g} B"
         assert "float16" not in dtype or per_token == "384 B"
-        figures = f"{found.config.num_blocks:,}", f"{found.tokens:,}", f"{found.rows:,}", f"{found.waste:.2%}"
-        assert (blocks, tokens, rows, waste + "%") == figures
+        counts = found.config.num_blocks, found.tokens, found.rows, found.full_rows
+        assert figures == [*(f"{n:,}" for n in counts), f"{found.waste:.2%}"[:-1]]
     call = re.search(r"(jaxkv.CacheConfig.from_model\(model, .*\))", out)[1]
     model = types.SimpleNamespace(layer_configs=layers, dtype="bfloat16")
     assert eval(call, {"jaxkv": jaxkv, "model": model}).bytes <= 2_000_000
@@ -137,18 +180,76 @@ def test_weights_are_the_files_or_what_the_config_says(folder, capsys):
 def test_windows_padding_and_what_does_not_fit(folder, capsys):
     local = CONFIG | {"model_type": "mistral", "sliding_window": 10, "head_dim": 16}
     (folder / "config.json").write_text(json.dumps(local))
-    assert run(folder, "--memory", "250kB", "--weights", "0", "--head-dim-multiple", 128, "--dtype", "bfloat16") == 0
+    assert (
+        run(
+            folder,
+            "--memory",
+            "250kB",
+            "--weights",
+            "0",
+            "--rest",
+            "0",
+            "--head-dim-multiple",
+            128,
+            "--dtype",
+            "bfloat16",
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "3 layers (3 of window 10)" in out and "3.0 KiB" in out
     assert re.search(r"^ +64  bfloat16  does not fit *$", out, re.MULTILINE)
     assert "head_dim_multiple=128" in out
 
 
+def test_the_bar_and_the_guess(folder, capsys):
+    assert run(folder, "--memory", "3MB", "--weights", "1MB", "--dtype", "bfloat16") == 0
+    out = capsys.readouterr().out
+    assert "[" + "█" * 20 + "▒" * 36 + "·" * 4 + "]" in out
+    assert "█ weights 976.6 KiB, 33%   ▒ cache 1.7 MiB, 60%   · rest 195.3 KiB, 7%" in out
+    assert "50 on the average (a guess: say it with --mean-len or --lengths)." in out
+
+
+def test_a_file_of_lengths_and_json(folder, capsys):
+    (folder / "lengths.txt").write_text("12\n7\n40, 33\n")
+    (folder / "lengths.json").write_text("[12, 7, 40, 33]")
+    reports = []
+    for name in ("lengths.txt", "lengths.json"):
+        assert run(folder, "--memory", "3MB", "--lengths", folder / name, "--json") == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    report = reports[0]
+    assert reports[1] == report and report["mean_len"] == 23 and report["max_seq_len"] == 40
+    assert report["memory"]["rest"] == (3_000_000 - report["memory"]["weights"]) // 10
+    assert (
+        sum(report["memory"][part] for part in ("weights", "cache", "rest")) == report["memory"]["total"] == 3_000_000
+    )
+    option = next(o for o in report["options"] if o["block_size"] == 16 and "bfloat16" in o["dtypes"])
+    assert option["fits"] and option["marginal_bytes_per_token"] == 384 and option["rows"] > option["full_rows"]
+    model = types.SimpleNamespace(layer_configs=(jaxkv.LayerConfig(num_kv_heads=2, head_dim=16),) * 3, dtype="float32")
+    config = jaxkv.CacheConfig.from_model(model, **report["suggestion"])
+    assert (config.max_seqs, config.bytes) == (option["rows"], option["bytes"])
+    assert any(not o["fits"] for o in report["options"]) or report["options"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(None, "is not a file: --lengths takes one"), ("", "but is empty"), ("12 3.5", "but has '3.5' in it"),
+     ("-4", "but has '-4' in it"), ("1" * 99, "but has '1111"), ("0", "but go from 0 to 0")],
+)  # fmt: skip
+def test_a_file_that_has_no_lengths(folder, capsys, content, says):
+    if content is not None:
+        (folder / "lengths").write_text(content)
+    assert run(folder, "--memory", "3MB", "--max-seq-len", 64, "--lengths", folder / "lengths") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("jaxkv: ") and says in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("change", "arguments", "says"),
     [
         ({}, ["--memory", "1kB"], "1000 B of memory do not hold 212.9 KiB of weights"),
-        ({}, ["--memory", "1kB", "--weights", "0"], "memory_bytes=1000 is too little"),
+        ({}, ["--memory", "1kB", "--weights", "0"], "memory_bytes=900 is too little"),
+        ({}, ["--memory", "1MB", "--rest", "1MB"], "of weights (108,992 parameters of bfloat16) and 976.6 KiB of rest"),
         ({}, ["--memory", "1MB", "--max-seq-len", "0"], "max_seq_len must be at least 1"),
         ({}, ["--memory", "1MB", "--mean-len", "500"], "mean_len must be at most max_seq_len = "),
         (

@@ -150,8 +150,34 @@ def test_catches_scratch_memory():
         return jnp.sort(large, axis=0).sum(), cache
 
     step = jax.jit(step, donate_argnames="cache")
-    with pytest.raises(AssertionError, match="bytes of scratch memory"):
+    says = r"bytes of scratch memory.* and part of it are blocks. Its largest buffers: \S+, f32\[1024, 2, .*from jit"
+    with pytest.raises(AssertionError, match=says):
         assert_no_copy(step, abstract_cache(), temp_fraction=0.25)
+
+
+def test_a_models_own_scratch_is_no_copy():
+    """Large activations beside a small pool: they do not grow with it."""
+
+    def step(x, cache):
+        return jnp.sort(jnp.outer(x, x), axis=0) @ x, cache
+
+    cache = abstract_cache()
+    largest = max(pool.kv.size for pool in cache.pools)
+    x = jax.ShapeDtypeStruct((int(largest**0.5),), jnp.float32)
+    assert_no_copy(jax.jit(step, donate_argnames="cache"), x, cache)
+
+
+def test_catches_scratch_that_grows_with_the_cache():
+    """Every row's tokens gathered to its full length: no pool, and no blocks any more, but as large."""
+
+    def step(cache):
+        row, position = jnp.indices((ROWS, cache.config.max_seq_len), jnp.int32)
+        k, _ = cache.read(0, row, position)
+        return jnp.sort(k, axis=1).sum(), cache
+
+    step = jax.jit(step, donate_argnames="cache")
+    with pytest.raises(AssertionError, match=r"with \d+ times the blocks and max_seq_len it is"):
+        assert_no_copy(step, abstract_cache(num_blocks=300), temp_fraction=0.05)
 
 
 def test_needs_a_cache():

@@ -26,11 +26,26 @@ def test_every_block_says_who_holds_it_and_how_full_it_is():
     assert len(shown) == 12
     assert sorted(shown.values()) == [
         *["free"] * 7,
-        "row 0, 3 of 8 tokens",
-        "row 1, 3 of 8 tokens",
-        "row 2, 8 of 8 tokens",
-        *["rows 0, 1, 8 of 8 tokens"] * 2,
+        "row 0, 3 of 8 tokens, positions 16 to 18",
+        "row 1, 3 of 8 tokens, positions 16 to 18",
+        "row 2, 8 of 8 tokens, positions 0 to 7",
+        "rows 0, 1, 8 of 8 tokens, positions 0 to 7, shared by 2",
+        "rows 0, 1, 8 of 8 tokens, positions 8 to 15, shared by 2",
     ]
+
+
+def test_reserved_and_kept_blocks_say_so():
+    assert "row 2, 0 of 8 tokens, reserved" in squares(jaxkv.reserve(make(), [0, 0, 5])).values()
+    cache, prefix = jaxkv.extend(make(), [16, 0, 0]), jaxkv.PrefixCache(make().config)
+    cache = prefix.insert(cache, 0, [*range(16)])
+    kept = [text for text in squares(cache).values() if "kept" in text]
+    assert len(kept) == 2 and all(text.startswith("row 0, 8 of 8 tokens, positions") for text in kept)
+    freed = [text for text in squares(jaxkv.free(cache, [0])).values() if text != "free"]
+    assert len(freed) == 2 and all(text.startswith("kept for reuse, prefix ") for text in freed)
+
+
+def test_columns_are_equal():
+    assert "repeat(12,20px)" in make()._repr_html_() and "repeat(32,20px)" in make(num_blocks=100)._repr_html_()
 
 
 def test_shared_blocks_have_all_colours_and_a_count():

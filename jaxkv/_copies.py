@@ -1,0 +1,181 @@
+"""Does a compiled step copy a pool? It tells by what it aliases, by its instructions, and by its scratch memory."""
+
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._core.cache import Cache, init
+from jaxkv._core.state import Pool
+from jaxkv._tiers.host import HostBlocks
+
+# What XLA does in place, or without touching memory at all.
+IN_PLACE = {
+    "parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "fusion", "custom-call",
+    "dynamic-update-slice", "scatter", "optimization-barrier", "async-start", "async-update", "async-done",
+}  # fmt: skip
+NO_BUFFER = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant"}
+INSTRUCTION = re.compile(
+    r"^\s*(?:ROOT )?%?(?P<name>\S+) = \(?(?P<dtype>\w+)\[(?P<dims>[\d,]+)\]\S* (?P<opcode>[\w-]+)\("
+)
+COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
+NAMED = 3  # buffers in a message
+
+
+def assert_no_copy(jitted: Any, *args: Any, temp_fraction: float = 0.5, **kwargs: Any) -> None:
+    """Raise AssertionError if a compiled step copies a pool of its cache instead of updating it in place.
+
+    Args:
+      jitted: a function under `jax.jit` or `nnx.jit` that donates its cache and returns it.
+      *args, **kwargs: its arguments, a `Cache` among them. Nothing is run, so arrays may be `jax.ShapeDtypeStruct`s:
+        `jax.eval_shape(lambda: jaxkv.init(config))` is a cache that takes no memory.
+      temp_fraction: scratch memory of more than this share of the largest pool must be the model's own: no large part
+        of it blocks of a pool, and a small share of the pool when the step is compiled once more, for a cache with many
+        times the blocks and max_seq_len.
+
+    Raises:
+      AssertionError: naming the instruction or the buffers, their shapes and where they come from.
+      ValueError: no cache among the arguments.
+
+    Copies hide well: a pool that is padded or transposed for a kernel, converted as a whole, carried through `scan` as
+    `xs` and `ys`, or simply not donated. Each doubles the memory, and costs time that grows with the pool.
+
+    >>> import jax, jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> config = jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=400)
+    >>> cache = jax.eval_shape(lambda: jaxkv.init(config))
+    >>> kv = jax.ShapeDtypeStruct((1, 2, 1, 2, 8), "bfloat16")
+    >>> assert_no_copy(jax.jit(jaxkv.append, donate_argnames="cache"), cache, kv, kv)
+    >>> assert_no_copy(jax.jit(jaxkv.append), cache, kv, kv)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    AssertionError: Only 0 of the 410624 bytes of the cache's pools are updated in place: ...
+    """
+    pools = _pools((args, kwargs))
+    if not pools:
+        raise ValueError("None of the arguments holds a jaxkv.Cache, so there is no pool that could be copied.")
+    compiled = jitted.lower(*args, **kwargs).compile()
+    memory = compiled.memory_analysis()
+    total = sum(map(_bytes, pools))
+    if memory.alias_size_in_bytes < total:
+        raise AssertionError(
+            f"Only {memory.alias_size_in_bytes} of the {total} bytes of the cache's pools are updated in place: donate "
+            'the cache, jax.jit(step, donate_argnames="cache"), and return it with the shapes and dtypes it came with.'
+        )
+    text = compiled.as_text()
+    for one in _instructions(text):
+        if one.opcode not in IN_PLACE and any(_as_large(one.shape, pool) for pool in pools):
+            raise AssertionError(
+                f"A whole pool goes through the instruction {one.opcode} ({one}). Index or slice the pool instead, and "
+                "write into it with jaxkv.write or .at[...]."
+            )
+    largest, scratch = max(map(_bytes, pools)), memory.temp_size_in_bytes
+    if scratch <= temp_fraction * largest:
+        return
+    buffers = sorted(_buffers(text, pools), key=lambda one: -one.bytes)
+    blocks = [one for one in buffers if one.bytes > temp_fraction * largest / 2 and _is_blocks(one.shape, pools)]
+    factor = 1 << math.ceil(math.log2(4 * scratch / (max(temp_fraction, 0.01) * largest)))
+    grown = None if blocks else _scratch_of_a_larger_cache(jitted, args, kwargs, factor)
+    if grown is not None and grown.scratch <= temp_fraction / 2 * grown.largest:
+        return  # the model's own
+    why = "part of it are blocks" if blocks else "it is not known whether it grows with the cache"
+    if grown is not None:
+        why = f"with {factor} times the blocks and max_seq_len it is {grown.scratch}"
+    raise AssertionError(
+        f"The step takes {scratch} bytes of scratch memory, more than {temp_fraction} of its largest pool of {largest} "
+        f"bytes, and {why}. Its largest buffers: {'; '.join(map(str, (blocks or buffers)[:NAMED])) or 'not known'}. "
+        "Read a pool with jaxkv.attend or jaxkv.gather; what the step may need all the same, say with temp_fraction."
+    )
+
+
+class Grown(NamedTuple):
+    """Bytes of a step for a larger cache."""
+
+    scratch: int
+    largest: int  # pool
+
+
+class Instruction(NamedTuple):
+    """A line of a compiled program."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    opcode: str
+    origin: str  # of which operation of JAX it was made, or ""
+    is_fused: bool  # a part of another one: it has no buffer
+
+    @property
+    def bytes(self) -> int:
+        bits = re.search(r"\d+", self.dtype)
+        return math.prod(self.shape) * max(1, int(bits[0]) // 8 if bits else 1)
+
+    def __str__(self) -> str:
+        where = f", which comes from {self.origin}" if self.origin else ""
+        return f"{self.name}, {self.dtype}{list(self.shape)}, {self.bytes} bytes{where}"
+
+
+def _instructions(text: str) -> Iterator[Instruction]:
+    computation = ""
+    for line in text.splitlines():
+        if begins := COMPUTATION.match(line):
+            computation = begins["name"]
+        if found := INSTRUCTION.match(line):
+            origin = re.search(r'op_name="([^"]*)"', line)
+            shape = tuple(int(n) for n in found["dims"].split(","))
+            is_fused = "fused" in computation or "wrapped" in computation
+            yield Instruction(
+                found["name"], found["dtype"], shape, found["opcode"], origin[1] if origin else "", is_fused
+            )
+
+
+def _buffers(text: str, pools: list[Any]) -> Iterator[Instruction]:
+    """What a program computes into memory of its own, as far as its text tells."""
+    for one in _instructions(text):
+        if not (one.is_fused or one.opcode in NO_BUFFER or any(_as_large(one.shape, pool) for pool in pools)):
+            yield one
+
+
+def _scratch_of_a_larger_cache(jitted: Any, args: Any, kwargs: Any, factor: int) -> Grown | None:
+    """What the step takes if its caches are so many times larger; None where it cannot be had for such a cache."""
+    larger = functools.partial(_larger, factor)
+    try:
+        args, kwargs = jax.tree.map(larger, (args, kwargs), is_leaf=lambda x: isinstance(x, Cache))
+        memory = jitted.lower(*args, **kwargs).compile().memory_analysis()
+    except Exception:  # whatever another shape breaks in a step that others wrote
+        return None
+    return Grown(memory.temp_size_in_bytes, max(map(_bytes, _pools((args, kwargs)))))
+
+
+def _larger(factor: int, x: Any) -> Any:
+    if not isinstance(x, Cache):
+        return x
+    config = x.config
+    blocks = {} if config.contiguous else {"group_blocks": tuple(factor * n for n in config.group_blocks)}
+    config = config.replace(max_seq_len=factor * config.max_seq_len, **blocks)
+    made = jax.eval_shape(lambda: init(config))
+    pairs = zip(jax.tree.leaves(made), jax.tree.leaves(x), strict=True)
+    leaves = [jax.ShapeDtypeStruct(new.shape, new.dtype, sharding=getattr(old, "sharding", None)) for new, old in pairs]
+    return jax.tree.unflatten(jax.tree.structure(made), leaves)
+
+
+def _pools(tree: Any) -> list[Any]:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Pool | HostBlocks))
+    return [x.kv for x in leaves if isinstance(x, Pool)]  # not what lies on the host
+
+
+def _bytes(x: Any) -> int:
+    return math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+
+
+def _as_large(shape: tuple[int, ...], pool: Any) -> bool:
+    """Whether an array has at least a pool's elements, and an axis that can be the pool's blocks."""
+    return math.prod(shape) >= math.prod(pool.shape) and any(d % pool.shape[0] == 0 for d in shape)
+
+
+def _is_blocks(shape: tuple[int, ...], pools: list[Any]) -> bool:
+    """Whether an array has the axes of a pool's blocks, as they lie there or those of the keys or values alone."""
+    return any(shape[-len(block) :] == block for pool in pools for block in (pool.shape[1:], pool.shape[2:]))

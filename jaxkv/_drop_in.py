@@ -1,0 +1,142 @@
+"""Attention with the arguments of others, and a cache: what stands in for Flax's and JAX's functions of that name."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._core.attention import attention
+
+
+def dot_product_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: Any = None, mask: Any = None,
+    broadcast_dropout: bool = True, dropout_rng: Any = None, dropout_rate: float = 0.0, deterministic: bool = False,
+    dtype: Any = None, precision: Any = None, module: Any = None, promote_dtype: Any = None, is_causal: bool = False, *,
+    cache: Any = None, **options: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Flax's `dot_product_attention` over a paged cache: its arguments, `cache=`, and the cache given back.
+
+    With a cache the step's keys and values are stored, and attention is causal over all that the row holds, whatever
+    `is_causal` says; see `attention`. Without one it is Flax's own function.
+
+    Args:
+      query: `[S, T, H, D]` padded or `[N, H, D]` packed; the rows that `extend` has made room in.
+      key, value: the same with K heads: this step's tokens alone.
+      mask: true where a token may look, `[S, 1, T, C]` or what broadcasts to it (packed: `[1, N, C]`); column c is the
+        row's position c. It takes away from causality and adds nothing. Leave out one that only says what is causal or
+        padding: a cache knows, and kernels take no mask.
+      dtype: what queries, keys and values are cast to first.
+      bias, module, dropout_rate: refused with a cache, the last unless `deterministic`.
+      broadcast_dropout, dropout_rng, precision, promote_dtype, is_causal: have no say with a cache.
+      cache: one of a cache's `layers`, or a cache, with `layer=`.
+      **options: with a cache, `layer`, `step`, `implementation`, `scale`, `soft_cap`, `sinks`, `window` and
+        `return_lse`, as in `attention`.
+
+    Returns:
+      `(out, cache)`; out is `[S, T, H, D]` or `[N, H, D]`.
+
+    Raises:
+      ValueError: what a cache cannot do, by name; and as `attention`.
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.extend(jaxkv.init(jaxkv.CacheConfig.uniform(**sizes)), [3, 1])
+    >>> q, kv = jnp.ones((2, 3, 4, 8)), jnp.ones((2, 3, 2, 8))
+    >>> out, layer = jaxkv.dot_product_attention(q, kv, kv, cache=cache.layers[0])
+    >>> out.shape, cache.with_layer(0, layer).lengths.tolist()
+    ((2, 3, 4, 8), [3, 1])
+    """
+    if cache is None:
+        from flax import nnx
+
+        _refuse("without a cache", options)
+        promote = {} if promote_dtype is None else {"promote_dtype": promote_dtype}
+        out = nnx.dot_product_attention(
+            query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
+            precision, module, is_causal=is_causal, **promote,
+        )  # fmt: skip
+        return out, None
+    drops = dropout_rate > 0 and not deterministic
+    _refuse(
+        "with a cache", {"bias": bias, "module (sow_weights)": module, "dropout_rate": dropout_rate * drops or None}
+    )
+    if dtype is not None:
+        query, key, value = (None if x is None else x.astype(dtype) for x in (query, key, value))
+    options |= _masked(mask, query, cache)
+    return attention(query, key, value, cache, **options)
+
+
+def jax_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: Any = None, mask: Any = None, *,
+    scale: float | None = None, is_causal: bool = False, query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None, local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None, return_residual: bool = False, cache: Any = None, **options: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """`jax.nn.dot_product_attention` over a paged cache: its arguments, `cache=`, and the cache given back.
+
+    With a cache the step's keys and values are stored, and attention is causal over all that the row holds, whatever
+    `is_causal` says; see `attention`. Without one it is JAX's own function.
+
+    Args:
+      query, key, value, mask, cache: as in `jaxkv.dot_product_attention`.
+      scale: of the logits; default: the head_dim to the power of -0.5.
+      local_window_size: `(left, right)`, or one number for both: a token sees `left` tokens before itself. What is to
+        its right no token of a cache sees.
+      implementation: None, "xla", "gpu", "tpu" or "reference", as in `attention`; "cudnn" cannot read blocks.
+      return_residual: the output is `(out, lse)`, the logarithm of the softmax's denominator with it, `[S, T, H]`.
+      bias, query_seq_lengths, key_value_seq_lengths: refused with a cache, which knows its lengths.
+      is_causal: has no say with a cache.
+      **options: with a cache, `layer`, `step`, `soft_cap` and `sinks`, as in `attention`.
+
+    Returns:
+      `(out, cache)`, out as JAX's function returns it.
+
+    Raises:
+      ValueError: what a cache cannot do, by name; and as `attention`.
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.extend(jaxkv.init(jaxkv.CacheConfig.uniform(**sizes)), [1, 1])
+    >>> q, kv = jnp.ones((2, 1, 4, 8)), jnp.ones((2, 1, 2, 8))
+    >>> out, layer = jaxkv.jax_attention(q, kv, kv, scale=0.125, cache=cache.layers[0])
+    >>> out.shape
+    (2, 1, 4, 8)
+    """
+    if cache is None:
+        _refuse("without a cache", options)
+        out = jax.nn.dot_product_attention(  # type: ignore[call-overload]
+            query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
+            implementation=implementation, return_residual=return_residual,
+        )  # fmt: skip
+        return out, None
+    lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
+    _refuse("with a cache", {"bias": bias, **lengths, "implementation='cudnn'": implementation == "cudnn" or None})
+    if local_window_size is not None:
+        left = local_window_size[0] if isinstance(local_window_size, tuple) else local_window_size
+        options["window"] = left + 1
+    options |= {"scale": scale, "implementation": implementation, "return_lse": return_residual}
+    return attention(query, key, value, cache, **options, **_masked(mask, query, cache))
+
+
+def _refuse(when: str, given: dict[str, Any]) -> None:
+    if unknown := [name for name, x in given.items() if x is not None]:
+        raise ValueError(f"Attention {when} takes no {' and no '.join(unknown)}: leave it out.")
+
+
+def _masked(mask: Any, query: jax.Array, cache: Any) -> dict[str, Any]:
+    """A mask with an axis of heads as `attention` wants it: `[S, T, C]`, or `[N, C]` packed."""
+    if mask is None:
+        return {}
+    mask = jnp.asarray(mask)
+    rank = query.ndim  # heads in it too, and C in the place of D
+    if mask.ndim > rank or (mask.ndim > 2 and mask.shape[-3] != 1):
+        wanted = "[S, 1, T, C]" if rank == 4 else "[1, N, C]"
+        raise ValueError(
+            f"mask must broadcast to {wanted}, one for all heads, but its shape is {mask.shape}: the heads of a cache "
+            "see the same tokens."
+        )
+    mask = mask.astype(bool).reshape((1,) * (rank - mask.ndim) + mask.shape)
+    mask = mask[:, 0] if rank == 4 else mask[0]
+    columns = cache.config.max_seq_len if mask.shape[-1] == 1 else mask.shape[-1]  # one column is all of them
+    return {"mask": jnp.broadcast_to(mask, (*query.shape[:-2], columns))}
