@@ -22,7 +22,7 @@ import tempfile
 from typing import NamedTuple
 
 CHIPS = {"v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1"}
-BLOCK_SIZE = 16
+BLOCK_SIZE, QUANTISED_BLOCK_SIZE = 16, 128
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_LOG_DIR": "disabled", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -40,7 +40,12 @@ class Work(NamedTuple):
     tokens: int = 1
     table: int = 8192  # places of a row in the tables
     ragged: bool = False
+    kind: str | None = None  # how the pool is stored; None: as bfloat16
     layer: bool = False
+
+    @property
+    def block_size(self) -> int:
+        return BLOCK_SIZE if self.kind is None else QUANTISED_BLOCK_SIZE
 
 
 WORKS = {
@@ -53,6 +58,13 @@ WORKS = {
     "write of 32 rows' tokens": Work("write", rows=32),
     "prefill of 1,024 tokens": Work("prefill", tokens=1024),
     "chunk of 512 tokens on 4,096": Work("prefill", tokens=512, context=4096),
+    "decode 8 x 1024, int8": Work("decode", rows=8, context=1024, kind="int8"),
+    "decode 32 x 1024, int8": Work("decode", rows=32, context=1024, kind="int8"),
+    "decode 64 x 128, int8": Work("decode", rows=64, context=128, kind="int8"),
+    "decode 8 x 1024, float8_e4m3fn": Work("decode", rows=8, context=1024, kind="float8_e4m3fn"),
+    "write of 1,024 tokens, int8": Work("write", tokens=1024, kind="int8"),
+    "write of 32 rows' tokens, int8": Work("write", rows=32, kind="int8"),
+    "prefill of 1,024 tokens, int8": Work("prefill", tokens=1024, kind="int8"),
     "layer, prefill of 1,024 tokens": Work("prefill", tokens=1024, layer=True),
     "layer, decode 32 x 1024": Work("decode", rows=32, context=1024, layer=True),
 }
@@ -79,7 +91,7 @@ def stand_ins(
     def number(x):
         return Scalars(lambda i: jnp.where(i == 9999, x + 1, x))
 
-    row_blocks = work.table // BLOCK_SIZE
+    row_blocks = work.table // work.block_size
     decodes = work.kernel == "decode"
     lengths = [128 + 256 * row if work.ragged else work.context for row in range(work.rows)]
     limits = Scalars(lambda row: 128 + 256 * row) if work.ragged else number(work.context if decodes else 0)
@@ -111,6 +123,7 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from pallas_kernels import SHAPES, tpu
+    from pallas_kernels.kinds import storage_of
     from pallas_kernels.tpu import pages, step
 
     modules = {n: importlib.import_module(f"pallas_kernels.tpu.{n}") for n in ("decode", "prefill", "write")}
@@ -124,15 +137,16 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
     def array(*axes, dtype="bfloat16"):
         return jax.ShapeDtypeStruct(axes, dtype, sharding=whole)
 
-    blocks = work.table // BLOCK_SIZE
+    blocks = work.table // work.block_size
+    storage = "bfloat16" if work.kind is None else str(storage_of(work.kind))
     # Several times what is read, or XLA moves the whole pool into vector memory first.
-    pool = array(max(4096, 2 * work.rows * blocks) + 1, 2, kv_heads, BLOCK_SIZE, head_dim)
+    pool = array(max(4096, 2 * work.rows * blocks) + 1, 2, kv_heads, work.block_size, head_dim, dtype=storage)
     tables, counts = array(work.rows, blocks, dtype="int32"), array(work.rows, dtype="int32")
-    decode = modules["decode"]
+    decode, q_dtype = modules["decode"], np.dtype("bfloat16")
     walk = pages.Pages.plan(pool, tables, shape.window, decode.SEGMENT_TOKENS)
     segments = decode.segments_per_step(pool, work.rows, walk)
     block_rows = decode.block_rows(work.rows, heads, kv_heads, head_dim, 2)
-    tile, page = step.tile_tokens(work.tokens, heads, pool, tables), modules["write"].page_tokens(pool)
+    tile, page = step.tile_tokens(work.tokens, heads, pool, tables, q_dtype), modules["write"].page_tokens(pool)
     scalars = stand_ins(work, block_rows, walk.step_tokens, segments, tile, page)
     pallas_call = pl.pallas_call
 
@@ -154,26 +168,34 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
     q, k = array(*tokens, heads, head_dim), array(*tokens, kv_heads, head_dim)
 
     def program(q, k, v, pools, tables, lengths, new):
+        def quantised(scale):
+            return {} if scale is None else {"kv_scale": scale, "kind": work.kind}
+
+        kv, scale = pools[0]
         if work.kernel == "write":
-            return tpu.write_kv(pools[0], far(k), far(v), tables, lengths, new)
+            return tpu.write_kv(kv, far(k), far(v), tables, lengths, new, **quantised(scale))
         if work.kernel == "prefill" and not work.layer:
-            return tpu.paged_attention(q, pools[0], tables, lengths, new, **options)
+            return tpu.paged_attention(q, kv, tables, lengths, new, **options, **quantised(scale))
         written = []
-        for kv in pools:
-            q, kv = tpu.write_and_attend(q, k, v, kv, tables, lengths, new, **options)
+        for kv, scale in pools:
+            q, kv = tpu.write_and_attend(q, k, v, kv, tables, lengths, new, **options, **quantised(scale))
             written.append(kv)
         return q, written
 
     with jax.set_mesh(mesh):
         donated = () if work.kernel == "prefill" and not work.layer else 3
-        arguments = (q, k, k, [pool] * layers, tables, counts, counts)
+        scale = None if work.kind is None else array(*pool.shape[:-1], dtype="float32")
+        arguments = (q, k, k, [(pool, scale)] * layers, tables, counts, counts)
         jax.jit(program, donate_argnums=donated).lower(*arguments).compile()
     lengths = [128 + 256 * row if work.ragged else work.context for row in range(work.rows)]
-    tiles = work.tokens // tile
+    tiles, streams = work.tokens // tile, 1 if work.kind is None else 2  # scales come and go beside what they scale
+    per_row = [-(-n // work.block_size) for n in lengths]
+    per_tile = [-(-(work.context + (i + 1) * tile) // work.block_size) for i in range(tiles)]
+    runs = work.rows if work.rows > 1 else work.tokens // page
     needed = {  # blocks, queries, new tokens and old pages in; register tiles, output and pages out
-        "decode": (sum(-(-n // BLOCK_SIZE) for n in lengths) if shape.window is None else None, work.rows),
-        "prefill": (tiles + sum((work.context + (i + 1) * tile) // BLOCK_SIZE for i in range(tiles)), tiles),
-        "write": (3 * work.rows, work.rows) if work.rows > 1 else (2 * work.tokens // page, work.tokens // page),
+        "decode": (streams * sum(per_row) if shape.window is None else None, streams * work.rows),
+        "prefill": (tiles + streams * sum(per_tile), tiles),
+        "write": ((2 + (streams if work.rows > 1 else 0)) * runs, streams * runs),
     }
     print(json.dumps(needed[work.kernel]))
 
@@ -236,6 +258,7 @@ def main(chips: list[str]) -> None:
             print(json.dumps(row), flush=True)
     table(rows)
     facts = {"libtpu": libtpu, "jax": jax.__version__, "block_size": BLOCK_SIZE, "dtype": "bfloat16"}
+    facts |= {"quantised_block_size": QUANTISED_BLOCK_SIZE}
     save("tpu_cycles", rows, **facts, simulated="by the compiler, without a TPU")
 
 

@@ -13,6 +13,10 @@ import jax.numpy as jnp
 # What the largest number of a token and head becomes.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int4": 7.0}
 FLOATS = ("float8_e4m3fn", "float8_e5m2")
+MANTISSA = {
+    "float8_e4m3fn": (3, 120),
+    "float8_e5m2": (2, 112),
+}  # its bits, and how much less the bias is than float32's
 GROUP = 32  # entries of a head that share a scale in int4
 TINY = 1e-8  # where the largest number is below this, it is taken for this
 
@@ -52,10 +56,7 @@ def encode(x: jax.Array, kind: str, scale_dtype: jnp.dtype) -> tuple[jax.Array, 
     scale = (jnp.maximum(jnp.abs(groups).max(axis=-1), TINY) / LARGEST[kind]).astype(scale_dtype)
     ratio = groups / scale.astype(jnp.float32)[..., None]
     ratio = jnp.clip(ratio, -LARGEST[kind], LARGEST[kind])  # a scale may have been rounded down
-    if kind in FLOATS:
-        stored = jax.lax.bitcast_convert_type(ratio.astype(kind), jnp.uint8)
-    else:
-        stored = jnp.round(ratio).astype(jnp.int8)
+    stored = _float_bits(ratio, kind) if kind in FLOATS else jnp.round(ratio).astype(jnp.int8)
     if kind == "int4":
         # Entry i of the first half of a head stands in the low bits of byte i, that of the second half above it.
         low, high = jnp.split(stored.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]].astype(jnp.uint8), 2, axis=-1)
@@ -67,12 +68,38 @@ def encode(x: jax.Array, kind: str, scale_dtype: jnp.dtype) -> tuple[jax.Array, 
 def numbers(stored: jax.Array, kind: str | None) -> jax.Array:
     """What is stored as numbers that a scale is still missing from, in a dtype that holds them exactly."""
     if kind in FLOATS:
-        return jax.lax.bitcast_convert_type(stored, jnp.dtype(kind)).astype(jnp.bfloat16)
+        return float_numbers(stored, kind).astype(jnp.bfloat16)
     if kind == "int4":
         signed = stored.astype(jnp.int8)  # the top bits of a byte are its sign
         low = jnp.right_shift(jnp.left_shift(signed, jnp.int8(4)), jnp.int8(4))
         return jnp.concatenate([low, jnp.right_shift(signed, jnp.int8(4))], axis=-1)
     return stored
+
+
+def float_numbers(stored: jax.Array, kind: str) -> jax.Array:
+    """The bits of floats of 8 as float32. Those that `encode` never stores, of NaN and infinity, give some number."""
+    mantissa, bias = MANTISSA[kind]
+    bits = stored.astype(jnp.int32)
+    magnitude = bits & 0x7F
+    # The fractions of the least normal number have no exponent: they get its, and what it stands for is taken away.
+    small = magnitude < 1 << mantissa
+    wide = (magnitude + (jnp.where(small, bias + 1, bias) << mantissa)) << (23 - mantissa)
+    number = jax.lax.bitcast_convert_type(wide, jnp.float32) - jnp.where(small, 2.0 ** (bias - 126), 0.0)
+    return jnp.where(bits >= 128, -number, number)
+
+
+def _float_bits(x: jax.Array, kind: str) -> jax.Array:
+    """Float32 within a float of 8 bits' range as its bits, rounded to the nearest, ties to even.
+
+    In integers, for XLA's compiler for TPUs ends the process at the conversion.
+    """
+    mantissa, bias = MANTISSA[kind]
+    cut = 23 - mantissa
+    wide = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    normal = ((wide + ((1 << (cut - 1)) - 1) + ((wide >> cut) & 1)) >> cut) - (bias << mantissa)
+    small = jnp.round(jnp.abs(x) * 2.0 ** (126 + mantissa - bias)).astype(jnp.int32)
+    magnitude = jnp.where(jnp.abs(x) < 2.0 ** (bias - 126), small, normal)
+    return jnp.where(x < 0, magnitude + 128, magnitude).astype(jnp.uint8)
 
 
 def spread_scales(scale: jax.Array, kind: str | None, head_dim: int) -> jax.Array:

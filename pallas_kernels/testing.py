@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import reference
+from pallas_kernels import kinds, reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +85,27 @@ def make_inputs(case: Case, seed: int = 0, *, poison: float = np.nan) -> Inputs:
         jnp.asarray(q, dtype), jnp.asarray(kv, dtype), jnp.asarray(tables),
         jnp.asarray(case.lengths, jnp.int32), jnp.asarray(case.new, jnp.int32),
     )  # fmt: skip
+
+
+def quantise(
+    case: Case, inputs: Inputs, kind: str, scale_dtype: Any = "float32", seed: int = 0
+) -> tuple[Inputs, jax.Array, Inputs]:
+    """The inputs with their pool stored in a kind, its scales, and the inputs with what is stored as float32. Where the
+    pool is NaN there is any number, under a scale that is NaN."""
+    kv = np.asarray(inputs.kv, np.float32)
+    unread = np.isnan(kv).all(axis=-1)
+    exact = jnp.asarray(np.where(unread[..., None], 0.0, kv))[..., : case.head_dim]
+    stored, scale = kinds.encode(exact, kind, jnp.dtype(scale_dtype))
+    held = np.where(unread[..., None], np.nan, np.asarray(kinds.decode(stored, scale, kind, case.head_dim)))
+    missing = kinds.stored_dim(kind, inputs.kv.shape[-1]) - stored.shape[-1]
+    stored = jnp.pad(stored, [(0, 0)] * 4 + [(0, missing)])
+    info = jnp.iinfo(stored.dtype)
+    noise = np.random.default_rng(seed).integers(info.min, info.max, stored.shape, endpoint=True)
+    hidden = jnp.asarray(unread)
+    stored = jnp.where(hidden[..., None], jnp.asarray(noise, stored.dtype), stored)
+    hidden = hidden.reshape(*hidden.shape, *(1,) * (scale.ndim - hidden.ndim))
+    scale = jnp.where(hidden, jnp.asarray(jnp.nan, scale.dtype), scale)
+    return inputs._replace(kv=stored), scale, inputs._replace(kv=jnp.asarray(held))
 
 
 def make_options(case: Case, seed: int = 0) -> dict[str, Any]:

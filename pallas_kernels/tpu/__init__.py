@@ -4,6 +4,7 @@ Rows with one new token go to the decode kernel, which can write it as well; row
 queries for the prefill kernel. A mixed step runs both, and neither pays for the other's rows.
 """
 
+from pallas_kernels.tpu.quantised import KINDS as KINDS
 from pallas_kernels.tpu.step import attend, decode_step
 from pallas_kernels.tpu.support import unsupported as unsupported
 from pallas_kernels.tpu.write import write_kv as write_kv
@@ -18,5 +19,10 @@ def write_and_attend(q, k, v, kv, tables, lengths, new, *, interpret=False, **op
     """What [`pallas_kernels.write_and_attend`][] means: one kernel for a decode step `[S, 1, H, D]`, else two."""
     if q.ndim == 4 and q.shape[1] == 1:
         return decode_step(q, kv, tables, lengths, new, k=k, v=v, interpret=interpret, **options)
-    kv = write_kv(kv, k, v, tables, lengths, new, offsets=options.get("offsets"), interpret=interpret)
-    return attend(q, kv, tables, lengths, new, interpret=interpret, **options), kv
+    quantised = {"kv_scale": options.pop("kv_scale", None), "kind": options.pop("kind", None)}
+    offsets = options.get("offsets")
+    written = write_kv(kv, k, v, tables, lengths, new, offsets=offsets, interpret=interpret, **quantised)
+    if quantised["kind"] is None:
+        return attend(q, written, tables, lengths, new, interpret=interpret, **options), written
+    kv, quantised["kv_scale"] = written
+    return attend(q, kv, tables, lengths, new, interpret=interpret, **quantised, **options), written

@@ -15,7 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.kinds import encode
 from pallas_kernels.tpu.pages import LANES, MASKED, PAGE_BUFFER_BYTES, VMEM_BYTES, Pages, divide, sublanes, vector_bytes
+from pallas_kernels.tpu.quantised import sound, widen
 
 SEGMENT_TOKENS = 128
 SEGMENTS = 8
@@ -28,8 +30,8 @@ _CONTRACT_INNER = (((1,), (0,)), ((), ()))
 
 
 def decode(
-    q, kv, tables, limits, *, new_kv=None, targets=None, scale, soft_cap=None, window=None, sinks=None,
-    return_lse=False, interpret=False, step_tokens=SEGMENT_TOKENS,
+    q, kv, tables, limits, *, new_kv=None, targets=None, kv_scale=None, kind=None, scale, soft_cap=None,
+    window=None, sinks=None, return_lse=False, interpret=False, step_tokens=SEGMENT_TOKENS,
 ):  # fmt: skip
     """Attention of one token per row, the last of the row's `limits` tokens.
 
@@ -38,17 +40,19 @@ def decode(
       kv: the pool, `[num_blocks + 1, 2, K, block_size, D']`.
       tables: `i32[S, M]`, in range.
       limits: `i32[S]`, tokens of each row; 0 for rows to skip.
-      new_kv: `[S, 2, K, D']`, what to write at position `limits - 1` first, in the pool's dtype.
+      new_kv: `[S, 2, K, D']`, what to write at position `limits - 1` first, in the pool's dtype; for a pool of a
+        kind as it came.
       targets: `i32[S]`, the block to write it to; 0: nowhere.
+      kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
       scale, soft_cap, window, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
       interpret: run on the CPU, `pltpu.InterpretParams()`.
 
     Returns:
-      `(out [S, H, D'], lse f32[S, H] or None, kv)`; the pool in the same memory when it was donated.
+      `(out [S, H, D'], lse f32[S, H] or None, kv, kv_scale)`; the pool in the same memory when it was donated.
     """
     rows, heads, head_dim = q.shape
     num_kv_heads = kv.shape[2]
-    fused = new_kv is not None
+    fused, scaled = new_kv is not None, kv_scale is not None
     pages = Pages.plan(kv, tables, window, step_tokens)
     segments = segments_per_step(kv, rows, pages)
     block = block_rows(rows, heads, num_kv_heads, head_dim, q.dtype.itemsize)
@@ -69,8 +73,7 @@ def decode(
     inputs = [(q, per_block(heads, head_dim))]
     outputs = [(jax.ShapeDtypeStruct(q.shape, q.dtype), per_block(heads, head_dim))]
     scratch = [
-        pltpu.VMEM((2, segments * pages.pages_per_step, 2, num_kv_heads, pages.page_size, head_dim), kv.dtype),
-        pltpu.SemaphoreType.DMA((2,)),
+        *page_buffers(kv, kv_scale, segments * pages.pages_per_step, pages.page_size),
         pltpu.SMEM((STATE,), jnp.int32),
         pltpu.VMEM((heads, LANES), jnp.float32),
         pltpu.VMEM((heads, LANES), jnp.float32),
@@ -84,11 +87,14 @@ def decode(
     aliases = {}
     if fused:
         inputs.append((new_kv, per_block(*new_kv.shape[1:])))
-        aliases = {len(scalars) + len(inputs): len(outputs)}
-        outputs.append((jax.ShapeDtypeStruct(kv.shape, kv.dtype), pool))
-        tile = (segments, 2, num_kv_heads, sublanes(kv.dtype), head_dim)
-        scratch += [pltpu.VMEM(tile, kv.dtype), pltpu.SemaphoreType.DMA(())]
+        pools = [kv, kv_scale] if scaled else [kv]
+        aliases = {len(scalars) + len(inputs) + i: len(outputs) + i for i in range(len(pools))}
+        outputs += [(jax.ShapeDtypeStruct(x.shape, x.dtype), pool) for x in pools]
+        for x, tile in zip(pools, ((sublanes(kv.dtype), head_dim), (LANES,)), strict=False):
+            scratch += [pltpu.VMEM((segments, 2, num_kv_heads, *tile), x.dtype), pltpu.SemaphoreType.DMA(())]
     inputs.append((kv, pool))
+    if scaled:
+        inputs.append((kv_scale, pool))
 
     arrays, in_specs = zip(*inputs, strict=True)
     out_shape, out_specs = zip(*outputs, strict=True)
@@ -96,7 +102,7 @@ def decode(
     results = pl.pallas_call(
         functools.partial(
             _kernel, pages=pages, segments=segments, soft_cap=soft_cap is not None, sinks=sinks is not None,
-            lse=return_lse, fused=fused,
+            lse=return_lse, fused=fused, kind=kind,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -122,7 +128,20 @@ def decode(
         interpret=interpret,
         name="paged_decode",
     )(*scalars, *arrays)  # fmt: skip
-    return results[0], results[1][..., 0] if return_lse else None, results[-1] if fused else kv
+    lse = results[1][..., 0] if return_lse else None
+    if fused:
+        kv, kv_scale = results[-2:] if scaled else (results[-1], None)
+    return results[0], lse, kv, kv_scale
+
+
+def page_buffers(kv, kv_scale, count: int, page_size: int) -> list:
+    """Scratch for two times `count` pages and their semaphores, and the same for their scales."""
+    _, _, num_kv_heads, _, head_dim = kv.shape
+    scratch = [pltpu.VMEM((2, count, 2, num_kv_heads, page_size, head_dim), kv.dtype), pltpu.SemaphoreType.DMA((2,))]
+    if kv_scale is not None:
+        page = (2, count, 2, num_kv_heads, page_size)
+        scratch += [pltpu.VMEM(page, kv_scale.dtype), pltpu.SemaphoreType.DMA((2,))]
+    return scratch
 
 
 def segments_per_step(kv, rows: int, pages: Pages) -> int:
@@ -133,16 +152,17 @@ def segments_per_step(kv, rows: int, pages: Pages) -> int:
     return max(1, min(SEGMENTS, PAGE_BUFFER_BYTES // (2 * segment_bytes), most))
 
 
-def decode_bytes(rows: int, heads: int, kv, tables, step_tokens: int = SEGMENT_TOKENS) -> int:
-    """Vector memory that the kernel takes, at most: all that it can be asked for."""
+def decode_bytes(rows: int, heads: int, kv, tables, dtype=None, step_tokens: int = SEGMENT_TOKENS) -> int:
+    """Vector memory that the kernel takes, at most: all that it can be asked for. `dtype`: of queries."""
     _, _, num_kv_heads, _, head_dim = kv.shape
+    dtype = dtype or kv.dtype
     pages = Pages.plan(kv, tables, None, step_tokens)
     segments = segments_per_step(kv, rows, pages)
-    block = block_rows(rows, heads, num_kv_heads, head_dim, kv.dtype.itemsize)
+    block = block_rows(rows, heads, num_kv_heads, head_dim, dtype.itemsize)
     twice = [
         ((segments * pages.pages_per_step, 2, num_kv_heads, pages.page_size, head_dim), kv.dtype),
-        ((block, heads, head_dim), kv.dtype),
-        ((block, heads, head_dim), kv.dtype),
+        ((block, heads, head_dim), dtype),
+        ((block, heads, head_dim), dtype),
         ((block, 2, num_kv_heads, head_dim), kv.dtype),
         ((block, heads, LANES), jnp.float32),
         ((heads, LANES), jnp.float32),
@@ -152,6 +172,10 @@ def decode_bytes(rows: int, heads: int, kv, tables, step_tokens: int = SEGMENT_T
         ((heads, head_dim), jnp.float32),
         ((segments, 2, num_kv_heads, sublanes(kv.dtype), head_dim), kv.dtype),
     ]
+    if kv.dtype.itemsize == 1:  # scales: of pages, of the new tokens, and on their way back
+        twice.append(((segments * pages.pages_per_step, 2, num_kv_heads, pages.page_size), jnp.float32))
+        twice.append(((block, 2, num_kv_heads, head_dim), jnp.float32))  # new tokens, not yet quantised
+        once.append(((segments, 2, num_kv_heads, LANES), jnp.float32))
     return 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
 
 
@@ -163,17 +187,20 @@ def block_rows(rows: int, heads: int, num_kv_heads: int, head_dim: int, itemsize
 
 
 def _kernel(
-    limits, successors, targets, counts, tables, knobs, q_ref, *refs, pages, segments, soft_cap, sinks, lse, fused
+    limits, successors, targets, counts, tables, knobs, q_ref, *refs, pages, segments, soft_cap, sinks, lse, fused,
+    kind,
 ):  # fmt: skip
     given: Any = list(refs)
     sinks_ref: Any = given.pop(0) if sinks else None
+    streams = 1 if kind is None else 2  # keys and values, and their scales
     new_ref: Any = given.pop(0) if fused else None
-    kv_hbm = given.pop(0)
+    hbm = [given.pop(0) for _ in range(streams)]
     out_ref = given.pop(0)
     lse_ref: Any = given.pop(0) if lse else None
     if fused:
-        kv_hbm = given.pop(0)  # the output is the input's memory
-    buffers, arrived, state, max_ref, sum_ref, out_sum_ref, *write = given
+        hbm = [given.pop(0) for _ in range(streams)]  # the output is the input's memory
+    buffers = [(given.pop(0), given.pop(0)) for _ in range(streams)]
+    state, max_ref, sum_ref, out_sum_ref, *write = given
 
     block, blocks = pl.program_id(0), pl.num_programs(0)
     block_rows = q_ref.shape[0]
@@ -193,7 +220,8 @@ def _kernel(
         return jnp.where(last, successors[row + 1], row), jnp.where(last, 0, part + 1)
 
     def buffer(slot, segment):
-        return buffers.at[slot, pl.ds(segment * pages.pages_per_step, pages.pages_per_step)]
+        these = pl.ds(segment * pages.pages_per_step, pages.pages_per_step)
+        return [pages_of.at[slot, these] for pages_of, _ in buffers]
 
     def segment_after(row, part, end):
         """Where the next segment of the step that ends before row `end` begins: here, once there is none."""
@@ -212,9 +240,9 @@ def _kernel(
 
             @pl.when(row < end)
             def _():
-                pages.copies(
-                    "start", kv_hbm, buffer(slot, segment), arrived.at[slot], tables, row, limit - 1, limit, part
-                )
+                arrived = [semaphore.at[slot] for _, semaphore in buffers]
+                coming = list(zip(hbm, buffer(slot, segment), arrived, strict=True))
+                pages.copies("start", coming, tables, row, limit - 1, limit, part)
 
             held = jnp.minimum(pages.held(limit - 1, limit, part), pages.pages_per_step)
             return *segment_after(row, part, end), count + jnp.where(row < end, held, 0)
@@ -222,8 +250,9 @@ def _kernel(
         return lax.fori_loop(0, segments, body, (row, part, jnp.int32(0)))
 
     def await_pages(slot, count):
-        these = buffers.at[slot, pl.ds(0, count)]  # as many as are coming, wherever they lie
-        pl.when(count > 0)(lambda: pltpu.make_async_copy(these, these, arrived.at[slot]).wait())
+        for pages_of, arrived in buffers:
+            these = pages_of.at[slot, pl.ds(0, count)]  # as many as are coming, wherever they lie
+            pl.when(count > 0)(pltpu.make_async_copy(these, these, arrived.at[slot]).wait)
 
     def prepare(row, part, slot):
         """Write the new tokens that a step's segments end with, and hide what no query sees. Returns how many."""
@@ -239,22 +268,28 @@ def _kernel(
 
                 @pl.when(writes)
                 def _():
-                    staged, semaphore = write
-                    tile = staged.at[written]
                     begin = (pages.first(limit - 1) + part * pages.pages_per_step) * pages.page_size
-                    _insert(new_ref.at[row - block * block_rows], here, limit - 1 - begin, pages, tile)
-                    _write_back(tile, semaphore, kv_hbm, targets[row], limit - 1, pages).start()
+                    new = [new_ref[row - block * block_rows]]  # [2, K, D]
+                    if kind is not None:
+                        new = encode(new[0], kind, jnp.dtype(jnp.float32))
+                    for i in range(streams):
+                        staged, semaphore = write[2 * i : 2 * i + 2]
+                        tile = staged.at[written]
+                        _insert(new[i], here[i], limit - 1 - begin, pages, tile)
+                        _write_back(tile, semaphore, hbm[i], targets[row], limit - 1, pages).start()
 
-            pl.when(row < end)(lambda: pages.hide_values(here, limit - 1, limit, part, parts(row)))
+            if kind is None:
+                pl.when(row < end)(lambda: pages.hide_values(here[0], limit - 1, limit, part, parts(row)))
             return *segment_after(row, part, end), written + jnp.where(writes, 1, 0)
 
         return lax.fori_loop(0, segments, body, (row, part, jnp.int32(0)))[-1]
 
     def await_writes(count):
         if fused:
-            staged, semaphore = write
-            these = staged.at[pl.ds(0, count)]
-            pl.when(count > 0)(lambda: pltpu.make_async_copy(these, these, semaphore).wait())
+            for i in range(streams):
+                staged, semaphore = write[2 * i : 2 * i + 2]
+                these = staged.at[pl.ds(0, count)]
+                pl.when(count > 0)(pltpu.make_async_copy(these, these, semaphore).wait)
 
     @pl.when(block == 0)
     def _():
@@ -281,8 +316,8 @@ def _kernel(
             at = segment_after(*at, end)
 
         _attend(
-            work, q_ref, block * block_rows, knobs, soft_cap, pages, sinks_ref, out_ref, lse_ref, max_ref, sum_ref,
-            out_sum_ref,
+            work, q_ref, block * block_rows, knobs, soft_cap, pages, kind, sinks_ref, out_ref, lse_ref, max_ref,
+            sum_ref, out_sum_ref,
         )  # fmt: skip
         return next_row, next_part, *beyond, 1 - slot, written
 
@@ -292,7 +327,9 @@ def _kernel(
     pl.when(block == blocks - 1)(lambda: await_writes(at[-1]))
 
 
-def _attend(work, q_ref, first_row, knobs, soft_cap, pages, sinks_ref, out_ref, lse_ref, max_ref, sum_ref, out_sum_ref):
+def _attend(
+    work, q_ref, first_row, knobs, soft_cap, pages, kind, sinks_ref, out_ref, lse_ref, max_ref, sum_ref, out_sum_ref
+):
     """One step: each segment's softmax by itself, all heads at once, so that one's products run beside another's
     exponentials; then they are put together, row by row. There is no branch in it, for none may part them."""
     precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
@@ -304,9 +341,13 @@ def _attend(work, q_ref, first_row, knobs, soft_cap, pages, sinks_ref, out_ref, 
     )
 
     def scores(_, row, part, limit, buffer):
-        return _per_head(q_ref[row - first_row], buffer, 0, matmul)
+        return _per_head(q_ref[row - first_row], buffer[0], 0, kind, matmul)
 
     def soften(logits, _, row, part, limit, buffer):
+        value_scales = None
+        if kind is not None:
+            key_scales, value_scales = _scales(buffer[1], kind, logits.shape[0])
+            logits = logits * key_scales
         logits = logits * knobs[0]
         if soft_cap:
             logits = knobs[1] * jnp.tanh(logits / knobs[1])
@@ -318,10 +359,11 @@ def _attend(work, q_ref, first_row, knobs, soft_cap, pages, sinks_ref, out_ref, 
         logits = jnp.where(seen, logits, MASKED)
         highest = jnp.broadcast_to(jnp.max(logits, axis=1, keepdims=True), max_ref.shape)
         weights = jnp.exp(logits - _as_wide(highest, logits))
-        return highest, jnp.broadcast_to(jnp.sum(weights, axis=1, keepdims=True), sum_ref.shape), weights
+        total = jnp.broadcast_to(jnp.sum(weights, axis=1, keepdims=True), sum_ref.shape)
+        return highest, total, weights if value_scales is None else weights * value_scales
 
     def accumulate(so_far, highest, weights_sum, weights, there, row, part, limit, buffer):
-        out = _per_head(weights.astype(q_ref.dtype), buffer, 1, matmul)
+        out = _per_head(weights.astype(q_ref.dtype), buffer[0], 1, kind, matmul)
         begins = there & (part == 0)
         high, total, out_sum = (lax.select(begins, new, old) for new, old in zip(nothing, so_far, strict=True))
         now = jnp.maximum(high, highest)
@@ -354,7 +396,20 @@ def _as_wide(x, like):
     return jnp.concatenate([x] * -(-lanes // LANES), axis=1)[:, :lanes]
 
 
-def _per_head(x, buffer, which, matmul):
+def _scales(buffer, kind, num_heads):
+    """Of the keys and of the values of a segment `[pages, 2, K, page_size]`, for each query head: `[H, tokens]`."""
+    num_pages, _, num_kv_heads, page_size = buffer.shape
+    group = num_heads // num_kv_heads
+
+    def spread(which, head):
+        line = [buffer[page, which, pl.ds(head, 1)] for page in range(num_pages)]
+        return jnp.broadcast_to(jnp.concatenate(line, axis=1), (group, num_pages * page_size))
+
+    keys, values = (jnp.concatenate([spread(i, head) for head in range(num_kv_heads)]) for i in (0, 1))
+    return sound(keys, values, kind)
+
+
+def _per_head(x, buffer, which, kind, matmul):
     """The products of each head's rows of `x` and its keys (0) or values (1), one below the other.
 
     Two heads meet in one product, side by side, where that fills the matrix unit's columns; of the four parts of its
@@ -366,7 +421,7 @@ def _per_head(x, buffer, which, matmul):
     pair = 2 if num_kv_heads % 2 == 0 and width == LANES else 1
     results = []
     for head in range(0, num_kv_heads, pair):
-        theirs = [buffer[:, which, head + i].reshape(tokens, head_dim) for i in range(pair)]
+        theirs = [widen(buffer[:, which, head + i].reshape(tokens, head_dim), kind, x.dtype) for i in range(pair)]
         contract = _CONTRACT_MINOR if which == 0 else _CONTRACT_INNER
         result = matmul(x[head * group : (head + pair) * group], jnp.concatenate(theirs, axis=which), contract)
         if pair == 2:
@@ -376,8 +431,11 @@ def _per_head(x, buffer, which, matmul):
     return jnp.concatenate(results)
 
 
-def _insert(new_ref, buffer, offset, pages, staged):
-    """Put the new token at `offset` of a step's pages, and the register tile it lies in into `staged` as well."""
+def _insert(new, buffer, offset, pages, staged):
+    """Put the new token at `offset` of a step's pages, and the register tile it lies in into `staged` as well.
+
+    Tokens are rows of a tile; of scales they are lanes.
+    """
     tile = staged.shape[2]
     page = divide(offset, pages.page_size)
     inside = offset - page * pages.page_size
@@ -385,7 +443,7 @@ def _insert(new_ref, buffer, offset, pages, staged):
     there = (page, slice(None), slice(None), pl.ds(top, tile))
     old = buffer[there].astype(jnp.float32)  # selects and broadcasts want 32 bits
     is_new = lax.broadcasted_iota(jnp.int32, old.shape, 2) == inside - top
-    merged = jnp.where(is_new, new_ref[...].astype(jnp.float32)[:, :, None, :], old).astype(buffer.dtype)
+    merged = jnp.where(is_new, jnp.expand_dims(new.astype(jnp.float32), 2), old).astype(buffer.dtype)
     staged[...] = merged  # a copy of its own, for the buffer changes again while the write is under way
     buffer[there] = merged
 

@@ -25,6 +25,11 @@ def sublanes(dtype) -> int:
     return 32 // jnp.dtype(dtype).itemsize
 
 
+def page_tile(dtype) -> int:
+    """Tokens that blocks and pages must be multiples of: a register tile's rows, or with scales its lanes."""
+    return LANES if jnp.dtype(dtype).itemsize == 1 else sublanes(dtype)
+
+
 def vector_bytes(shape: tuple[int, ...], dtype) -> int:
     """Of an array in vector memory, where the last two axes come in whole register tiles."""
     *outer, rows, lanes = shape
@@ -64,7 +69,7 @@ class Pages:
         _, _, num_heads, block_size, head_dim = kv.shape
         token_bytes = 2 * num_heads * head_dim * kv.dtype.itemsize
         step_tokens = min(step_tokens, PAGE_BUFFER_BYTES // (2 * token_bytes), tables.shape[1] * block_size)
-        tile = sublanes(kv.dtype)
+        tile = page_tile(kv.dtype)
         fits = (n for n in range(block_size, 0, -tile) if block_size % n == 0 and n <= max(step_tokens, tile))
         page_size = next(fits, tile)
         return cls(block_size, page_size, max(1, step_tokens // page_size), tables.shape[1], window)
@@ -92,22 +97,30 @@ class Pages:
         """How many pages there are from a step's first on."""
         return self.stop(limit) - (self.first(oldest) + step * self.pages_per_step)
 
-    def copies(self, do: str, kv_hbm, buffer, semaphore, tables, row, oldest, limit, step) -> None:
-        """`do` ("start" or "wait") the copies of one step's pages into `buffer [pages, 2, K, page_size, D]`."""
+    def copies(self, do: str, streams, tables, row, oldest, limit, step) -> None:
+        """`do` ("start" or "wait") the copies of one step's pages.
+
+        A stream is where they come from, `[num_blocks + 1, 2, K, block_size, ...]`, where they go, `[pages, 2, K,
+        page_size, ...]`, and their semaphore: keys and values, and their scales if they have any.
+        """
         begin = self.first(oldest) + step * self.pages_per_step
         held = self.held(oldest, limit, step)
 
         def page(i, _=None):
             block, part = self._split(begin + i)
-            source = kv_hbm.at[tables[row * self.blocks_per_row + block]]
-            if self.page_size < self.block_size:
-                source = source.at[:, :, pl.ds(pl.multiple_of(part * self.page_size, self.page_size), self.page_size)]
-            getattr(pltpu.make_async_copy(source, buffer.at[i], semaphore), do)()
+            where = tables[row * self.blocks_per_row + block]
+            for hbm, buffer, semaphore in streams:
+                source = hbm.at[where]
+                if self.page_size < self.block_size:
+                    start = pl.multiple_of(part * self.page_size, self.page_size)
+                    source = source.at[:, :, pl.ds(start, self.page_size)]
+                getattr(pltpu.make_async_copy(source, buffer.at[i], semaphore), do)()
 
         @pl.when(held >= self.pages_per_step)
         def _():  # nearly every step: without a loop's overhead, and with one wait for all
             if do == "wait":
-                pltpu.make_async_copy(buffer, buffer, semaphore).wait()
+                for _, buffer, semaphore in streams:
+                    pltpu.make_async_copy(buffer, buffer, semaphore).wait()
             else:
                 for i in range(self.pages_per_step):
                     page(i)

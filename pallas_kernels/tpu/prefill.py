@@ -15,7 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.tpu.decode import page_buffers
 from pallas_kernels.tpu.pages import LANES, MASKED, VMEM_BYTES, Pages, sublanes, vector_bytes
+from pallas_kernels.tpu.quantised import sound, widen
 
 STEP_TOKENS = 256
 HEADS_TOGETHER = 8  # as many heads are worked on without a loop
@@ -75,8 +77,8 @@ def max_tiles(rows: int, places: int, tile_tokens: int) -> int:
 
 
 def prefill(
-    q, kv, tables, tiles, *, tile_tokens, scale, soft_cap=None, window=None, sinks=None, return_lse=False,
-    interpret=False, step_tokens=STEP_TOKENS,
+    q, kv, tables, tiles, *, tile_tokens, scale, kv_scale=None, kind=None, soft_cap=None, window=None, sinks=None,
+    return_lse=False, interpret=False, step_tokens=STEP_TOKENS,
 ):  # fmt: skip
     """Attention of tiles of queries.
 
@@ -85,6 +87,7 @@ def prefill(
       kv: the pool, `[num_blocks + 1, 2, K, block_size, D']`.
       tables: `i32[S, M]`, in range.
       tiles: the work list, positions in range, of `tile_tokens` tokens.
+      kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
       scale, soft_cap, window, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
       interpret: run on the CPU, `pltpu.InterpretParams()`.
 
@@ -102,7 +105,7 @@ def prefill(
     scalars = (*tiles[1:], tables.reshape(-1), knobs)
 
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    inputs = [(q, hbm), (kv, hbm)]
+    inputs = [(q, hbm), (kv, hbm)] + ([] if kind is None else [(kv_scale, hbm)])
     outputs = [(jax.ShapeDtypeStruct(q.shape, q.dtype), hbm)]
     if sinks is not None:
         sinks = LOG2_E * jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, 1, group), tile_tokens, axis=2)
@@ -123,6 +126,7 @@ def prefill(
             soft_cap=soft_cap is not None,
             sinks=sinks is not None,
             lse=return_lse,
+            kind=kind,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -130,8 +134,7 @@ def prefill(
             in_specs=in_specs,
             out_specs=out_specs,
             scratch_shapes=[
-                pltpu.VMEM((2, pages.pages_per_step, 2, num_kv_heads, pages.page_size, head_dim), kv.dtype),
-                pltpu.SemaphoreType.DMA((2,)),
+                *page_buffers(kv, kv_scale, pages.pages_per_step, pages.page_size),
                 pltpu.SMEM((1,), jnp.int32),
                 tokens,
                 tokens,
@@ -158,32 +161,38 @@ def prefill(
     return results[0], results[1].reshape(-1, num_heads, tile_tokens) if return_lse else None
 
 
-def prefill_bytes(tile_tokens: int, heads: int, kv, tables, step_tokens: int = STEP_TOKENS) -> int:
-    """Vector memory that the kernel takes, at most: all that it can be asked for."""
+def prefill_bytes(tile_tokens: int, heads: int, kv, tables, dtype=None, step_tokens: int = STEP_TOKENS) -> int:
+    """Vector memory that the kernel takes, at most: all that it can be asked for. `dtype`: of queries."""
     _, _, num_kv_heads, _, head_dim = kv.shape
+    dtype = dtype or kv.dtype
     queries = heads // num_kv_heads * tile_tokens
     pages = Pages.plan(kv, tables, None, step_tokens)
     statistics = ((num_kv_heads, 1, queries), jnp.float32)
     twice = [
         ((pages.pages_per_step, 2, num_kv_heads, pages.page_size, head_dim), kv.dtype),
-        ((tile_tokens, heads, head_dim), kv.dtype),
-        ((tile_tokens, heads, head_dim), kv.dtype),
+        ((tile_tokens, heads, head_dim), dtype),
+        ((tile_tokens, heads, head_dim), dtype),
         statistics,  # the LSE
         statistics,  # the sinks
         statistics,  # maxima and sums
     ]
-    once = [((num_kv_heads, queries, head_dim), kv.dtype), ((num_kv_heads, head_dim, queries), jnp.float32)]
+    if kv.dtype.itemsize == 1:
+        twice.append(((pages.pages_per_step, 2, num_kv_heads, pages.page_size), jnp.float32))
+    once = [((num_kv_heads, queries, head_dim), dtype), ((num_kv_heads, head_dim, queries), jnp.float32)]
     return 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
 
 
 def _kernel(
-    rows, tokens, starts, limits, tables, knobs, q_hbm, kv_hbm, *refs, pages, tile_tokens, soft_cap, sinks, lse
+    rows, tokens, starts, limits, tables, knobs, q_hbm, *refs, pages, tile_tokens, soft_cap, sinks, lse, kind
 ):  # fmt: skip
     given: Any = list(refs)
+    streams = 1 if kind is None else 2  # keys and values, and their scales
+    hbm = [given.pop(0) for _ in range(streams)]
     sinks_ref: Any = given.pop(0) if sinks else None
     out_hbm = given.pop(0)
     lse_ref: Any = given.pop(0) if lse else None
-    buffers, arrived, next_slot, q_buffers, out_buffers, moved, by_head, max_ref, sum_ref, out_sum_ref = given
+    buffers = [(given.pop(0), given.pop(0)) for _ in range(streams)]
+    next_slot, q_buffers, out_buffers, moved, by_head, max_ref, sum_ref, out_sum_ref = given
 
     tile, tiles = pl.program_id(0), pl.num_programs(0)
     start, limit = starts[tile], limits[tile]
@@ -191,9 +200,8 @@ def _kernel(
     mine = tile & 1
 
     def copies(do, tile, step, slot):
-        pages.copies(
-            do, kv_hbm, buffers.at[slot], arrived.at[slot], tables, rows[tile], starts[tile], limits[tile], step
-        )
+        coming = [(source, to.at[slot], arrived.at[slot]) for source, (to, arrived) in zip(hbm, buffers, strict=True)]
+        pages.copies(do, coming, tables, rows[tile], starts[tile], limits[tile], step)
 
     def fetch(do, tile):
         @pl.when(limits[tile] > 0)
@@ -232,7 +240,8 @@ def _kernel(
             copies("start", next_tile, jnp.where(last, 0, i + 1), 1 - slot)
 
         copies("wait", tile, i, slot)
-        pages.hide_values(buffers.at[slot], start, limit, i, steps)
+        if kind is None:
+            pages.hide_values(buffers[0][0].at[slot], start, limit, i, steps)
         first_key = (pages.first(start) + i * pages.pages_per_step) * pages.page_size
         half = max(1, pages.pages_per_step // 2)
 
@@ -242,8 +251,8 @@ def _kernel(
 
         def attend(count, sure):
             _attend(
-                by_head, buffers.at[slot, pl.ds(0, count)], first_key, start, knobs, soft_cap, tile_tokens,
-                pages, max_ref, sum_ref, out_sum_ref, sure=sure * pages.page_size, exact=lse,
+                by_head, [to.at[slot, pl.ds(0, count)] for to, _ in buffers], first_key, start, knobs, soft_cap,
+                tile_tokens, pages, kind, max_ref, sum_ref, out_sum_ref, sure=sure * pages.page_size, exact=lse,
             )  # fmt: skip
 
         # Most steps need no mask; a row's last ones have fewer keys, or known ones before those to mask.
@@ -311,28 +320,42 @@ def _turn(by_head, by_token, tile_tokens, to_heads):
 
 
 def _attend(
-    q_ref, buffer, start, query_start, knobs, soft_cap, tile_tokens, pages, max_ref, sum_ref, out_sum_ref, sure, exact
+    q_ref, buffers, start, query_start, knobs, soft_cap, tile_tokens, pages, kind, max_ref, sum_ref, out_sum_ref, sure,
+    exact,
 ):  # fmt: skip
     """One step of the online softmax, transposed: keys along sublanes, queries along lanes, so that maxima and sums
     are lane-dense and cost next to nothing. Every query sees the first `sure` keys; the others are masked. `exact` sums
     the weights before they are rounded for the product with the values, as the LSE wants them; else after."""
     num_kv_heads, queries, head_dim = q_ref.shape
+    buffer = buffers[0]
+    dtype = q_ref.dtype
     tokens = buffer.shape[0] * buffer.shape[3]
     wide = min(2 * LANES, queries)  # the matrix unit's columns from v6e on
     precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
     matmul = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-    ones = jnp.ones((sublanes(buffer.dtype), tokens), buffer.dtype)
+    ones = jnp.ones((sublanes(dtype), tokens), dtype)
     if sure < tokens:
         shape = (tokens - sure, wide)
         key = start + sure + lax.broadcasted_iota(jnp.int32, shape, 0)
         lane = lax.broadcasted_iota(jnp.int32, shape, 1)
 
     def scores(head, at, width):
-        keys = buffer[:, 0, head].reshape(tokens, head_dim)
+        keys = widen(buffer[:, 0, head].reshape(tokens, head_dim), kind, dtype)
         return matmul(keys, q_ref[head, pl.ds(at, width)], _CONTRACT_MINOR)
 
+    def scales(head):
+        keys, values = (
+            jnp.concatenate([buffers[1][page, i, pl.ds(head, 1)] for page in range(buffer.shape[0])], axis=1)
+            for i in (0, 1)
+        )
+        return sound(keys, values, kind)
+
     def soften(head, at, width, logits):
-        logits = logits * knobs[0]
+        if kind is None:
+            logits = logits * knobs[0]
+        else:  # from lanes to sublanes
+            column = jnp.broadcast_to(scales(head)[0] * knobs[0], (LANES, tokens)).T
+            logits = logits * jnp.concatenate([column] * -(-width // LANES), axis=1)[:, :width]
         if soft_cap:
             logits = knobs[1] * jnp.tanh(logits)
         if sure < tokens:
@@ -350,11 +373,12 @@ def _attend(
         max_ref[there] = now
         if exact:
             sum_ref[there] = shrink * sum_ref[there] + jnp.sum(weights, axis=0, keepdims=True)
-        return weights.astype(buffer.dtype), shrink
+        return weights.astype(dtype), shrink
 
     def accumulate(head, at, width, weights, shrink):
         there = (head, slice(None), pl.ds(at, width))
-        values = buffer[:, 1, head].reshape(tokens, head_dim).T
+        values = buffer[:, 1, head].reshape(tokens, head_dim)
+        values = values.T if kind is None else (widen(values, kind, jnp.float32).T * scales(head)[1]).astype(dtype)
         if not exact:  # the matrix unit has the time to sum, and the vector unit has not
             values = jnp.concatenate([values, ones])
         sums = matmul(values, weights, _CONTRACT_INNER)

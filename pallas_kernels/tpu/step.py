@@ -8,19 +8,21 @@ from pallas_kernels.tokens import default_offsets
 from pallas_kernels.tpu.decode import decode
 from pallas_kernels.tpu.pages import LANES, VMEM_BYTES, pad
 from pallas_kernels.tpu.prefill import make_tiles, prefill, prefill_bytes
+from pallas_kernels.tpu.quantised import encodable
 
 TILE_QUERIES = 512  # tokens x heads of a group: enough to hide the loading of keys
 
 
 def attend(
-    q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, mask=None, return_lse=False,
+    q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, scale=None, mask=None, return_lse=False,
     interpret=False, **options,
 ):  # fmt: skip
     """Attention of a step whose keys and values are in the pool. Arguments as for `pallas_kernels.paged_attention`."""
     if q.ndim == 4 and q.shape[1] == 1:
         return decode_step(
-            q, kv, tables, lengths, new, scale=scale, return_lse=return_lse, interpret=interpret, **options
-        )[0]
+            q, kv, tables, lengths, new, kv_scale=kv_scale, kind=kind, scale=scale, return_lse=return_lse,
+            interpret=interpret, **options,
+        )[0]  # fmt: skip
     *token_axes, num_heads, head_dim = q.shape
     rows, stored = tables.shape[0], kv.shape[-1]
     if not q.size:
@@ -28,6 +30,7 @@ def attend(
     lengths = jnp.clip(lengths, new, tables.shape[1] * kv.shape[3])
     tables = jnp.clip(tables, 0, kv.shape[0] - 1)
     options |= {"scale": head_dim**-0.5 if scale is None else scale, "return_lse": return_lse, "interpret": interpret}
+    options |= {"kv_scale": kv_scale, "kind": kind}
 
     flat = pad(q.reshape(-1, num_heads, head_dim), stored)
     places = flat.shape[0]
@@ -36,11 +39,11 @@ def attend(
     else:
         begin = default_offsets(new) if offsets is None else offsets
     single = new == 1
-    size = tile_tokens(token_axes[-1], num_heads, kv, tables)
+    size = tile_tokens(token_axes[-1], num_heads, kv, tables, q.dtype)
     tiles = make_tiles(begin, lengths, new, single, places=places, tile_tokens=size)
     out, lse = prefill(flat, kv, tables, tiles, tile_tokens=size, **options)
     at = jnp.clip(begin, 0, places - 1)
-    alone, alone_lse, _ = decode(flat[at], kv, tables, jnp.where(single, lengths, 0), **options)
+    alone, alone_lse, *_ = decode(flat[at], kv, tables, jnp.where(single, lengths, 0), **options)
     at = jnp.where(single & (begin < places), begin, places)  # the others are dropped
     out = out.at[at].set(alone, mode="drop")[..., :head_dim].reshape(q.shape)
     if not return_lse:
@@ -59,13 +62,13 @@ def by_token(lse, tiles, places: int):
 
 
 def decode_step(
-    q, kv, tables, lengths, new, *, k=None, v=None, offsets=None, kv_scale=None, scale=None, mask=None,
+    q, kv, tables, lengths, new, *, k=None, v=None, offsets=None, kv_scale=None, kind=None, scale=None, mask=None,
     return_lse=False, **options,
 ):  # fmt: skip
     """One padded token per row, `q [S, 1, H, D]`, written first where `k` and `v` are given.
 
     Returns:
-      `(out, kv)` or `((out, lse), kv)`.
+      `(out, kv)` or `((out, lse), kv)`; of a quantised pool `(kv, kv_scale)` in kv's place.
     """
     head_dim, stored = q.shape[-1], kv.shape[-1]
     block_size = kv.shape[3]
@@ -73,25 +76,27 @@ def decode_step(
     if k is not None:
         block = jnp.take_along_axis(tables, position[:, None] // block_size, axis=1)[:, 0]
         options["targets"] = jnp.where((block > 0) & (block < kv.shape[0]), block, 0)
-        options["new_kv"] = pad(jnp.stack([k[:, 0], v[:, 0]], axis=1), stored).astype(kv.dtype)
-    out, lse, kv = decode(
+        tokens = jnp.stack([k[:, 0], v[:, 0]], axis=1)
+        options["new_kv"] = pad(tokens, stored).astype(kv.dtype if kind is None else encodable(tokens.dtype))
+    out, lse, kv, kv_scale = decode(
         pad(q[:, 0], stored), kv, jnp.clip(tables, 0, kv.shape[0] - 1), jnp.where(new > 0, position + 1, 0),
-        scale=head_dim**-0.5 if scale is None else scale, return_lse=return_lse, **options,
+        kv_scale=kv_scale, kind=kind, scale=head_dim**-0.5 if scale is None else scale, return_lse=return_lse,
+        **options,
     )  # fmt: skip
     out = out[:, None, :, :head_dim]
-    return (out, lse[:, None]) if return_lse else out, kv
+    return (out, lse[:, None]) if return_lse else out, kv if kind is None else (kv, kv_scale)
 
 
-def tile_tokens(most: int, num_heads: int, kv, tables) -> int:
+def tile_tokens(most: int, num_heads: int, kv, tables, dtype=None) -> int:
     """Tokens of a tile: a power of two, so that its queries fill whole registers; no more than `most` needs."""
     group = num_heads // kv.shape[2]
     tokens = max(LANES // math.gcd(group, LANES), 16)
     while (
         2 * tokens * group <= TILE_QUERIES
         and tokens < most
-        and prefill_bytes(2 * tokens, num_heads, kv, tables) <= VMEM_BYTES
+        and prefill_bytes(2 * tokens, num_heads, kv, tables, dtype) <= VMEM_BYTES
     ):
         tokens *= 2
-    while tokens > 16 and prefill_bytes(tokens, num_heads, kv, tables) > VMEM_BYTES:
+    while tokens > 16 and prefill_bytes(tokens, num_heads, kv, tables, dtype) > VMEM_BYTES:
         tokens //= 2  # not all of a register's lanes are used then
     return tokens

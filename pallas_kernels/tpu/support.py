@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.tpu.decode import BLOCK_ROWS, decode_bytes
-from pallas_kernels.tpu.pages import LANES, SMEM_ENTRIES, VMEM_BYTES, sublanes
+from pallas_kernels.tpu.pages import LANES, SMEM_ENTRIES, VMEM_BYTES, page_tile
 from pallas_kernels.tpu.prefill import max_tiles, prefill_bytes
 from pallas_kernels.tpu.step import tile_tokens
 
@@ -14,8 +14,9 @@ from pallas_kernels.tpu.step import tile_tokens
 def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
     """Why `op` cannot run as a TPU kernel on arguments of these shapes and dtypes, or None. Reads no values."""
     kv, tables, q = (arguments.get(name) for name in ("kv", "tables", "q"))
-    for name in ("kv_scale", "mask"):
-        if arguments.get(name) is not None:
+    kind, kv_scale = arguments.get("kind"), arguments.get("kv_scale")
+    for name, x in {"mask": arguments.get("mask"), "kv_scale without a kind": None if kind else kv_scale}.items():
+        if x is not None:
             return f"The TPU kernels do not take {name}: leave implementation=None, and XLA runs it."
     if kv is None:
         return None
@@ -26,15 +27,19 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
         )
     if op == "write_kv":
         return None  # what the kernel does not take, a scatter does
-    if kv.dtype not in (jnp.bfloat16, jnp.float32):
+    if kind is not None:
+        if why_not := _unsupported_kind(q, kv, kv_scale, kind):
+            return why_not
+    elif kv.dtype not in (jnp.bfloat16, jnp.float32):
         return f"The TPU kernels read pools of bfloat16 or float32, not {kv.dtype}: choose one of them, or XLA."
-    if q is not None and q.dtype != kv.dtype:
+    elif q is not None and q.dtype != kv.dtype:
         return f"The TPU kernels multiply like with like, but q is {q.dtype} and the pool {kv.dtype}: cast q."
-    tile = sublanes(kv.dtype)
+    tile = page_tile(kv.dtype)
     if kv.shape[3] % tile:
+        what = f"the rows of a TPU's {kv.dtype} tile" if kind is None else "the lanes that a block's scales lie along"
         return (
-            f"The block_size of {kv.shape[3]} is not a multiple of {tile}, the rows of a TPU's {kv.dtype} tile: "
-            f"choose {-(-kv.shape[3] // tile) * tile}."
+            f"The block_size of {kv.shape[3]} is not a multiple of {tile}, {what}: choose "
+            f"{-(-kv.shape[3] // tile) * tile}."
         )
     if tables is None:
         return None
@@ -60,15 +65,24 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
     return None
 
 
+def _unsupported_kind(q, kv, kv_scale, kind) -> str | None:
+    if kv_scale is not None and kv_scale.dtype != jnp.float32:
+        return f"The TPU kernels read scales of float32, not {kv_scale.dtype}: cast them, or choose XLA."
+    if q is not None and q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"The TPU kernels multiply {kind} with queries of bfloat16 or float32, not {q.dtype}: cast q."
+    return None
+
+
 def vector_memory(q, kv, tables) -> int:
     """Bytes that the kernels of a step with queries like these need at once; what is not known is left out."""
     if q is None:
         return 0
     *tokens, heads, _ = q.shape
-    decodes = decode_bytes(tables.shape[0], heads, kv, tables)
+    decodes = decode_bytes(tables.shape[0], heads, kv, tables, q.dtype)
     if _is_decode(tokens):
         return decodes
-    return max(decodes, prefill_bytes(tile_tokens(tokens[-1], heads, kv, tables), heads, kv, tables))
+    tile = tile_tokens(tokens[-1], heads, kv, tables, q.dtype)
+    return max(decodes, prefill_bytes(tile, heads, kv, tables, q.dtype))
 
 
 def scalar_entries(q, kv, tables) -> int:
@@ -80,7 +94,7 @@ def scalar_entries(q, kv, tables) -> int:
     decodes = 4 * (rows + BLOCK_ROWS)
     if _is_decode(tokens):
         return decodes
-    return max(decodes, 4 * max_tiles(rows, math.prod(tokens), tile_tokens(tokens[-1], heads, kv, tables)))
+    return max(decodes, 4 * max_tiles(rows, math.prod(tokens), tile_tokens(tokens[-1], heads, kv, tables, q.dtype)))
 
 
 def _is_decode(tokens) -> bool:

@@ -14,8 +14,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import kinds, xla
 from pallas_kernels.tokens import default_offsets, locate
-from pallas_kernels.tpu.pages import SMEM_ENTRIES, VMEM_BYTES, pad, sublanes, vector_bytes
+from pallas_kernels.tpu.pages import SMEM_ENTRIES, VMEM_BYTES, pad, page_tile, vector_bytes
+from pallas_kernels.tpu.quantised import encodable
 
 PAGE_TOKENS = 32  # at most, for a page is fetched and sent whole even if one token of it is new
 RING_BYTES = 24 * 2**20  # of vector memory
@@ -33,24 +35,28 @@ class Runs(NamedTuple):
     total: jax.Array  # i32[1]: how many entries there are
 
 
-def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, interpret=False):
+def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, interpret=False):
     """What [`pallas_kernels.write_kv`][] means, in place if kv is donated; tokens without a block go nowhere."""
-    k, v = (pad(x, kv.shape[-1]).astype(kv.dtype) for x in (k, v))
     page_size = page_tokens(kv)
-    rows = tables.shape[0]
-    if page_size is None or not 0 < 5 * max_runs(k.shape[:-2], rows, page_size) <= SMEM_ENTRIES:
+    token_axes, rows = k.shape[:-2], tables.shape[0]
+    fits = page_size is not None and 0 < 5 * max_runs(token_axes, rows, page_size) <= SMEM_ENTRIES
+    if kind is not None and not fits:
+        return xla.write_kv(kv, k, v, tables, lengths, new, offsets=offsets, kv_scale=kv_scale, kind=kind)
+    dtype = kv.dtype if kind is None else encodable(k.dtype)
+    k, v = (pad(x, kv.shape[-1]).astype(dtype) for x in (k, v))
+    if not fits:
         return scatter(kv, k, v, tables, lengths, new, offsets)
-    runs = find_runs(kv, k.shape[:-2], tables, lengths, new, offsets, page_size)
+    runs = find_runs(kv, token_axes, tables, lengths, new, offsets, page_size)
     flat = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
-    return write(kv, *flat, runs, page_size=page_size, interpret=interpret)
+    return write(kv, *flat, runs, kv_scale, kind, page_size=page_size, interpret=interpret)
 
 
 def page_tokens(kv) -> int | None:
     """Tokens of a page of this pool, or None if no page fits the ring: then `scatter` writes."""
-    if kv.dtype not in (jnp.bfloat16, jnp.float32):
+    if kv.dtype not in (jnp.bfloat16, jnp.float32, jnp.int8, jnp.uint8):
         return None
-    block_size, tile = kv.shape[3], sublanes(kv.dtype)
-    pages = [n for n in range(tile, PAGE_TOKENS + 1, tile) if block_size % n == 0] or [block_size]
+    block_size, tile = kv.shape[3], page_tile(kv.dtype)
+    pages = [n for n in range(tile, max(PAGE_TOKENS, tile) + 1, tile) if block_size % n == 0] or [block_size]
     return next((n for n in reversed(pages) if slots(kv, n) >= 2), None)
 
 
@@ -63,8 +69,10 @@ def slots(kv, page_size: int) -> int:
 def _slot_bytes(kv, page_size: int) -> int:
     """Of vector memory: new tokens, and the page before and after."""
     _, _, num_kv_heads, _, head_dim = kv.shape
-    fresh = vector_bytes((2, page_size, num_kv_heads, head_dim), kv.dtype)
-    return fresh + 2 * vector_bytes((2, num_kv_heads, page_size, head_dim), kv.dtype)
+    quantised = kv.dtype.itemsize == 1
+    fresh = vector_bytes((2, page_size, num_kv_heads, head_dim), jnp.float32 if quantised else kv.dtype)
+    scales = 2 * vector_bytes((2, num_kv_heads, page_size), jnp.float32) if quantised else 0
+    return fresh + 2 * vector_bytes((2, num_kv_heads, page_size, head_dim), kv.dtype) + scales
 
 
 def write_bytes(kv) -> int:
@@ -117,28 +125,34 @@ def find_runs(kv, token_axes: tuple[int, ...], tables, lengths, new, offsets, pa
     )  # fmt: skip
 
 
-def write(kv, k, v, runs: Runs, *, page_size: int, interpret=False):
-    """Write `k` and `v`, `[N, K, D']` in the pool's dtype, where `runs` says. The pool stays where it is if donated."""
+def write(kv, k, v, runs: Runs, kv_scale=None, kind=None, *, page_size: int, interpret=False):
+    """Write `k` and `v`, `[N, K, D']` in the pool's dtype, where `runs` says. The pool stays where it is if donated.
+
+    For a pool of a kind they are numbers as they came, and `(kv, kv_scale)` is returned.
+    """
     _, _, num_kv_heads, _, head_dim = kv.shape
     depth = slots(kv, page_size)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     page = pltpu.VMEM((depth, 2, num_kv_heads, page_size, head_dim), kv.dtype)
-    return pl.pallas_call(
-        functools.partial(_kernel, page_size=page_size, block_size=kv.shape[3]),
+    pools, buffers = [kv], [page, page]
+    if kind is not None:
+        pools.append(kv_scale)
+        buffers += [pltpu.VMEM((depth, 2, num_kv_heads, page_size), kv_scale.dtype)] * 2
+    written = pl.pallas_call(
+        functools.partial(_kernel, page_size=page_size, block_size=kv.shape[3], kind=kind),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(runs),
             grid=(1,),
-            in_specs=[hbm] * 3,
-            out_specs=hbm,
+            in_specs=[hbm] * (2 + len(pools)),
+            out_specs=[hbm] * len(pools),
             scratch_shapes=[
-                pltpu.VMEM((depth, 2, page_size, num_kv_heads, head_dim), kv.dtype),
-                page,
-                page,
+                pltpu.VMEM((depth, 2, page_size, num_kv_heads, head_dim), k.dtype),
+                *buffers,
                 pltpu.SemaphoreType.DMA((3, depth)),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct(kv.shape, kv.dtype),
-        input_output_aliases={len(runs) + 2: 0},
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools],
+        input_output_aliases={len(runs) + 2 + i: i for i in range(len(pools))},
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=4 * k.size * k.dtype.itemsize),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
@@ -148,16 +162,19 @@ def write(kv, k, v, runs: Runs, *, page_size: int, interpret=False):
         ),
         interpret=interpret,
         name="paged_write",
-    )(*runs, k, v, kv)
+    )(*runs, k, v, *pools)
+    return written[0] if kind is None else tuple(written)
 
 
-def _kernel(blocks, parts, tokens, begins, ends, total, k_hbm, v_hbm, _, kv_hbm, fresh, old, merged, semaphores, *,
-            page_size, block_size):  # fmt: skip
-    depth, count = merged.shape[0], total[0]
+def _kernel(blocks, parts, tokens, begins, ends, total, k_hbm, v_hbm, *refs, page_size, block_size, kind):
+    pools = 1 if kind is None else 2  # keys and values, and their scales
+    targets, fresh, *buffers, semaphores = refs[pools : 2 * pools], *refs[2 * pools :]
+    pages = list(zip(targets, buffers[::2], buffers[1::2], strict=True))  # where it goes, the old one, the one to be
+    depth, count = fresh.shape[0], total[0]
     fetching, patching, sending = (semaphores.at[i] for i in range(3))
 
-    def page(entry):
-        whole = kv_hbm.at[blocks[entry]]
+    def page(target, entry):
+        whole = target.at[blocks[entry]]
         if page_size == block_size:
             return whole
         return whole.at[:, :, pl.ds(pl.multiple_of(parts[entry] * page_size, page_size), page_size)]
@@ -175,11 +192,13 @@ def _kernel(blocks, parts, tokens, begins, ends, total, k_hbm, v_hbm, _, kv_hbm,
 
         @pl.when(ragged(entry))
         def _():
-            getattr(pltpu.make_async_copy(page(entry), old.at[slot], patching.at[slot]), do)()
+            for target, old, _ in pages:
+                getattr(pltpu.make_async_copy(page(target, entry), old.at[slot], patching.at[slot]), do)()
 
     def send(do, entry):
         slot = entry & (depth - 1)
-        getattr(pltpu.make_async_copy(merged.at[slot], page(entry), sending.at[slot]), do)()
+        for target, _, merged in pages:
+            getattr(pltpu.make_async_copy(merged.at[slot], page(target, entry), sending.at[slot]), do)()
 
     def if_written(entry, do):
         pl.when((entry >= 0) & (entry < count))(lambda: pl.when(blocks[entry] > 0)(lambda: do(entry)))
@@ -193,13 +212,20 @@ def _kernel(blocks, parts, tokens, begins, ends, total, k_hbm, v_hbm, _, kv_hbm,
         def _():
             fetch("wait", entry)
             for which in range(2):
-                merged[slot, which] = jnp.swapaxes(fresh[slot, which], 0, 1)
+                if kind is None:
+                    numbers = (jnp.swapaxes(fresh[slot, which], 0, 1),)
+                else:  # what is packed cannot be turned and then unpacked
+                    turned = jnp.swapaxes(fresh[slot, which].astype(jnp.float32), 0, 1)
+                    numbers = kinds.encode(turned, kind, jnp.dtype(jnp.float32))
+                for (_, _, merged), x in zip(pages, numbers, strict=True):
+                    merged[slot, which] = x
 
             @pl.when(ragged(entry))
             def _():
-                place = lax.broadcasted_iota(jnp.int32, merged.shape[1:], 2)
-                is_new = (place >= begins[entry]) & (place < ends[entry])
-                merged[slot] = jnp.where(is_new, merged[slot], old[slot])
+                for _, old, merged in pages:
+                    place = lax.broadcasted_iota(jnp.int32, merged.shape[1:], 2)
+                    is_new = (place >= begins[entry]) & (place < ends[entry])
+                    merged[slot] = jnp.where(is_new, merged[slot], old[slot])
 
             send("start", entry)
 

@@ -64,22 +64,10 @@ def test_what_is_stored_of_a_head_depends_on_it_alone(kind):
     assert lost[1, 1].all() and lost[2, 2].all() and lost.sum() == 2 * 64
 
 
-def quantised(case, kind, seed=0, junk=True):
+def quantised(case, kind, seed=0):
     """A case's inputs with a pool of a kind, and the same with what it holds as float32. What must not be read is NaN
     in float32, and any number under a NaN scale when quantised."""
-    inputs = testing.make_inputs(case, seed)
-    kv = np.asarray(inputs.kv)
-    unread = np.isnan(kv).all(axis=-1)
-    stored, scale = kinds.encode(jnp.asarray(np.where(unread[..., None], 0.0, kv)), kind, SCALES[kind])
-    held = np.asarray(kinds.decode(stored, scale, kind, case.head_dim))
-    held = np.where(unread[..., None], np.nan, held)
-    rng = np.random.default_rng(seed)
-    noise = jnp.asarray(rng.integers(0, 127, stored.shape), stored.dtype)
-    mask = jnp.asarray(unread)
-    stored = jnp.where(mask[..., None], noise, stored)
-    mask = mask.reshape(*mask.shape, *(1,) * (scale.ndim - mask.ndim))
-    scale = jnp.where(mask, jnp.asarray(jnp.nan, scale.dtype), scale)
-    return inputs._replace(kv=stored), scale, inputs._replace(kv=jnp.asarray(held))
+    return testing.quantise(case, testing.make_inputs(case, seed), kind, SCALES[kind], seed)
 
 
 CASES = {
@@ -199,5 +187,6 @@ def test_refusals(text):
 
 @pytest.mark.parametrize("implementation", ["tpu", "gpu"])
 def test_kernels_that_do_not_know_a_kind_say_so(implementation):
-    with pytest.raises(NotImplementedError, match=f"The {implementation} kernels read no int8 pools yet"):
-        bad(implementation=implementation)
+    inputs, scale, _ = quantised(CASES["decode"], "int4")
+    with pytest.raises(NotImplementedError, match=f"The {implementation} kernels read no int4 pools yet"):
+        bad(kv=inputs.kv, kv_scale=scale, kind="int4", implementation=implementation)
