@@ -40,9 +40,11 @@ class Pipeline:
         self._program = on_device.step_program(
             jax.tree.structure(residents.cache), self.structure, hook, residents.prefix is None
         )
-        self.sizes = [step_tokens]  # places of packed steps, so that they come in few shapes
-        while self.sizes[0] // 2 >= max(SMALLEST_STEP, residents.config.max_seqs):
-            self.sizes.insert(0, self.sizes[0] // 2)
+        # Places of packed steps, so that they come in few shapes: each is a program to compile, and a step that fills a
+        # quarter of its places takes no longer on a chip, and less than it takes to compile another on a CPU.
+        self.sizes = [step_tokens]
+        while self.sizes[0] // 4 >= max(SMALLEST_STEP, residents.config.max_seqs):
+            self.sizes.insert(0, self.sizes[0] // 4)
         self._shapes: set[Any] = set()  # those called so far
         self.steps = self.tokens = 0
         self.clear()
