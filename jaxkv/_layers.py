@@ -11,7 +11,7 @@ from jaxkv._core.state import Layer
 
 
 def attend_or_dense(
-    q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, layer: Any, step: Step | None, **options: Any
+    q: jax.Array, k: jax.Array, v: Any, cache: Any, layer: Any, step: Step | None, **options: Any
 ):  # fmt: skip
     """`(out, cache)`: `jaxkv.attention`, or without a cache `dense_attention`. A window of None is the cache's own."""
     if cache is None:
@@ -61,11 +61,11 @@ def dense_attention(
 
     Args:
       q: `[S, T, H, D]`, or `[T, H, D]` for one sequence.
-      k, v: `[S, T, K, D]` or `[T, K, D]`; H must be a multiple of K.
+      k, v: `[S, T, K, D]` or `[T, K, D]`; H must be a multiple of K. Values may be narrower than keys.
       scale, soft_cap, window, sinks: as for `pallas_kernels.paged_attention`.
 
     Returns:
-      The output in q's shape and dtype. Softmax and accumulation are in float32.
+      The output in q's shape, of the values' width, and dtype. Softmax and accumulation are in float32.
     """
     *leading, num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[-2]
@@ -89,4 +89,5 @@ def dense_attention(
         logits = jnp.concatenate([logits, jnp.broadcast_to(sinks, (*shape[:-1], 1))], axis=-1)
     weights = jax.nn.softmax(logits, axis=-1)[..., :num_tokens].astype(v.dtype).reshape(*grouped.shape[:-1], num_tokens)
     out = jnp.einsum("...qc,...cd->...qd", weights, v, preferred_element_type=jnp.float32)
-    return jnp.moveaxis(out.reshape(shape), -2, -4).reshape(q.shape).astype(q.dtype)
+    out = jnp.moveaxis(out.reshape(*shape[:-1], v.shape[-1]), -2, -4)
+    return out.reshape(*q.shape[:-1], v.shape[-1]).astype(q.dtype)

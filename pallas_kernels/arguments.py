@@ -9,9 +9,12 @@ import numpy as np
 from pallas_kernels import kinds
 
 
-def check_pool(kv, tables, lengths, new, offsets) -> None:
-    if kv.ndim != 5 or kv.shape[1] != 2:
-        raise ValueError(f"kv must be a pool [num_blocks + 1, 2, K, block_size, D], but its shape is {kv.shape}.")
+def check_pool(kv, tables, lengths, new, offsets, rank) -> None:
+    parts, latent = (2, "") if rank is None else (1, " of latent rows")
+    if kv.ndim != 5 or kv.shape[1] != parts:
+        raise ValueError(
+            f"kv must be a pool{latent} [num_blocks + 1, {parts}, K, block_size, D], but its shape is {kv.shape}."
+        )
     if tables.ndim != 2:
         raise ValueError(f"tables must be i32[rows, max_blocks_per_seq], but its shape is {tables.shape}.")
     for name, x in {"lengths": lengths, "new": new, "offsets": offsets}.items():
@@ -50,9 +53,12 @@ def check_kind(kv, kv_scale, kind, head_dim: int) -> None:
         raise ValueError(f"kv_scale must be float32 or bfloat16, not {kv_scale.dtype}.")
 
 
-def check_new(k, v, kv, kind, tables) -> None:
+def check_new(k, v, kv, kind, tables, rank) -> None:
     _check_tokens("k", k, tables.shape[0], "K, D")
-    if k.shape != v.shape or k.dtype != v.dtype:
+    if rank is not None:
+        if v is not None:
+            raise ValueError(f"v must be None for latent rows: their values are the first {rank} numbers of k.")
+    elif k.shape != v.shape or k.dtype != v.dtype:
         raise ValueError(f"k and v must be alike, but k is {k.dtype}{list(k.shape)} and v is {v.dtype}{list(v.shape)}.")
     if k.shape[-2] != kv.shape[2]:
         raise ValueError(f"k has {k.shape[-2]} heads, but the pool has {kv.shape[2]} KV heads.")
@@ -60,7 +66,7 @@ def check_new(k, v, kv, kind, tables) -> None:
         raise ValueError(f"k has head_dim {k.shape[-1]}, but the pool stores {kv.shape[4]}.")
 
 
-def check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask) -> None:
+def check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank) -> None:
     _check_tokens("q", q, tables.shape[0], "H, D")
     num_heads, head_dim = q.shape[-2:]
     if num_heads % kv.shape[2]:
@@ -69,10 +75,17 @@ def check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sink
         )
     if kinds.stored_dim(kind, head_dim) > kv.shape[4]:
         raise ValueError(f"q has head_dim {head_dim}, but the pool stores {kv.shape[4]}.")
+    if rank is not None and not 1 <= rank <= head_dim:
+        raise ValueError(f"rank must be from 1 to {head_dim}, the width of q, not {rank}.")
+    if rank is not None and scale is None:
+        raise ValueError(
+            "scale must be given for latent rows: it goes by the width that heads had before queries were absorbed, "
+            "which these shapes do not tell."
+        )
     if kv_scale is not None:
-        wanted = (*kv.shape[:4], *(kinds.scale_axes(kind, head_dim) if kind else ()))
+        wanted = (*kv.shape[:4], *kinds.scale_axes(kind, head_dim, rank))
         if kv_scale.shape != wanted:
-            by_group = ", and one for every 32 entries of a head" if kind == "int4" else ""
+            by_group = ", and one for every 32 entries of a head" if kind == "int4" else ", and two" if rank else ""
             raise ValueError(
                 f"kv_scale must have the pool's shape without its last axis{by_group}, {wanted}, not {kv_scale.shape}."
             )

@@ -28,8 +28,8 @@ class Choice(NamedTuple):
 
 
 def paged_attention(
-    q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, scale=None, soft_cap=None, window=None,
-    sinks=None, mask=None, return_lse=False, implementation=None,
+    q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, scale=None, soft_cap=None,
+    window=None, sinks=None, mask=None, return_lse=False, implementation=None,
 ):  # fmt: skip
     """Causal attention of a step's tokens over the blocks of their rows.
 
@@ -49,6 +49,9 @@ def paged_attention(
         "int4" with one more axis of `ceil(D / 32)`.
       kind: how a quantised pool stores its numbers: "int8", "float8_e4m3fn", "float8_e5m2" or "int4"; see
         `pallas_kernels.kinds`. None: as they are.
+      rank: the pool is one of latent rows, `[num_blocks + 1, 1, K, block_size, D']`, of which the first `rank` numbers
+        are the values too; then `scale` must be given, and the output is `[..., H, rank]`. Its `kv_scale` is
+        `[num_blocks + 1, 1, K, block_size, 2]`, one scale for those numbers and one for the others.
       scale: what the logits are multiplied by, a float or a scalar array; default `D ** -0.5`.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; after `scale`.
       window: a token sees only the last `window` positions, its own included.
@@ -66,7 +69,8 @@ def paged_attention(
       ValueError: shapes, dtypes or options that do not fit together.
       NotImplementedError: the named implementation does not support the arguments; the sentence says why.
 
-    The layout of blocks follows vLLM's PagedAttention (https://arxiv.org/abs/2309.06180).
+    The layout of blocks follows vLLM's PagedAttention (https://arxiv.org/abs/2309.06180), latent rows are those of
+    DeepSeek-V2 (https://arxiv.org/abs/2405.04434).
 
     >>> from pallas_kernels import testing
     >>> case = testing.Case(lengths=(5, 17), new=(1, 1))
@@ -74,24 +78,25 @@ def paged_attention(
     >>> out.shape, lse.shape
     ((2, 1, 4, 64), (2, 1, 4))
     """
-    check_pool(kv, tables, lengths, new, offsets)
+    check_pool(kv, tables, lengths, new, offsets, rank)
     check_kind(kv, kv_scale, kind, q.shape[-1])
-    check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask)
+    check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank)
     options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
     arguments = dict(q=q, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, kv_scale=kv_scale, **options)
-    if kind is not None:
-        arguments["kind"] = kind
+    arguments |= _if_given(kind=kind, rank=rank)
     return _differentiable("paged_attention", implementation, arguments)
 
 
-def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, implementation=None):
+def write_kv(
+    kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, implementation=None
+):  # fmt: skip
     """Store a step's keys and values in the blocks of their rows.
 
     Args:
       kv: one layer's pool, `[num_blocks + 1, 2, K, block_size, D']`. Donated at the `jit`, it is updated in place.
-      k, v: `[S, T, K, D]` padded or `[N, K, D]` packed, cast to the pool's dtype.
-      tables, lengths, new, offsets, kv_scale, kind, implementation: as for `paged_attention`; the tables must already
-        hold the blocks.
+      k, v: `[S, T, K, D]` padded or `[N, K, D]` packed, cast to the pool's dtype; of latent rows v is None.
+      tables, lengths, new, offsets, kv_scale, kind, rank, implementation: as for `paged_attention`; the tables must
+        already hold the blocks.
 
     Returns:
       The pool; with `kind` `(kv, kv_scale)`. Padding is not written.
@@ -99,32 +104,30 @@ def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kin
     Raises:
       ValueError, NotImplementedError: as `paged_attention`.
     """
-    check_pool(kv, tables, lengths, new, offsets)
+    check_pool(kv, tables, lengths, new, offsets, rank)
     check_kind(kv, kv_scale, kind, k.shape[-1])
-    check_new(k, v, kv, kind, tables)
+    check_new(k, v, kv, kind, tables, rank)
     arguments = dict(kv=kv, k=k, v=v, tables=tables, lengths=lengths, new=new, offsets=offsets)
-    if kind is not None:
-        arguments |= dict(kv_scale=kv_scale, kind=kind)
+    arguments |= _if_given(kv_scale=kv_scale if kind else None, kind=kind, rank=rank)
     return _differentiable("write_kv", implementation, arguments)
 
 
 def write_and_attend(
-    q, k, v, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, scale=None, soft_cap=None,
-    window=None, sinks=None, mask=None, return_lse=False, implementation=None,
+    q, k, v, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, scale=None,
+    soft_cap=None, window=None, sinks=None, mask=None, return_lse=False, implementation=None,
 ):  # fmt: skip
     """`write_kv`, then `paged_attention` over the result; in one kernel where a backend has one.
 
     Returns:
       `(out, kv)`, where out is what `paged_attention` returns, and kv what `write_kv` does.
     """
-    check_pool(kv, tables, lengths, new, offsets)
+    check_pool(kv, tables, lengths, new, offsets, rank)
     check_kind(kv, kv_scale, kind, q.shape[-1])
-    check_new(k, v, kv, kind, tables)
-    check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask)
+    check_new(k, v, kv, kind, tables, rank)
+    check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank)
     options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
     arguments = dict(q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, **options)
-    if kind is not None:
-        arguments |= dict(kv_scale=kv_scale, kind=kind)
+    arguments |= _if_given(kv_scale=kv_scale if kind else None, kind=kind, rank=rank)
     platform = _platform()
     fused = [
         n for n in IMPLEMENTATIONS if n == implementation or (implementation is None and IMPLEMENTATIONS[n] == platform)
@@ -166,6 +169,11 @@ def explain(
     return Choice("xla", f"There are no kernels for the platform {platform!r}; XLA runs on all of them.")
 
 
+def _if_given(**arguments: Any) -> dict[str, Any]:
+    """Those that are not None: backends that do not know them are not asked about them."""
+    return {name: x for name, x in arguments.items() if x is not None}
+
+
 def _backend(implementation: str) -> ModuleType:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, not {implementation!r}.")
@@ -178,6 +186,8 @@ def _unsupported(implementation: str, op: str, arguments: dict[str, Any]) -> str
         return (
             f"The {implementation} backend has no kernel of its own for {op}; leave implementation=None to use XLA's."
         )
+    if arguments.get("rank") is not None and not getattr(backend, "LATENT", False):
+        return f"The {implementation} kernels read no latent rows yet; leave implementation=None to use XLA's."
     kind = arguments.get("kind")
     if kind is not None and kind not in getattr(backend, "KINDS", ()):
         return f"The {implementation} kernels read no {kind} pools yet; leave implementation=None to use XLA's."
@@ -218,14 +228,15 @@ def _forward(op: str, implementation: str | None, static: tuple, arrays: dict[st
 
 
 def _write_then_attend(
-    implementation: str | None, *, q, k, v, kv, tables, lengths, new, offsets, kv_scale=None, kind=None, **options
-) -> Any:
-    written = write_kv(kv, k, v, tables, lengths, new, offsets=offsets, kv_scale=kv_scale, kind=kind)
+    implementation: str | None, *, q, k, v, kv, tables, lengths, new, offsets, kv_scale=None, kind=None, rank=None,
+    **options,
+) -> Any:  # fmt: skip
+    stored = dict(offsets=offsets, kind=kind, rank=rank)
+    written = write_kv(kv, k, v, tables, lengths, new, kv_scale=kv_scale, **stored)
     kv, kv_scale = (written, None) if kind is None else written
     out = paged_attention(
-        q, kv, tables, lengths, new, offsets=offsets, kv_scale=kv_scale, kind=kind, implementation=implementation,
-        **options,
-    )  # fmt: skip
+        q, kv, tables, lengths, new, kv_scale=kv_scale, implementation=implementation, **stored, **options
+    )
     return out, written
 
 

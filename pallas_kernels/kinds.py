@@ -1,7 +1,8 @@
 """Quantised storage: numbers of 8 or 4 bits and their scales, symmetric around 0.
 
 A token's keys (and its values) have a scale of their own in each head, so what is stored of them depends on that token
-and head alone, never on how steps were split. Kinds of fewer than 8 bits or of 8-bit floats are stored as uint8: XLA on
+and head alone, never on how steps were split. A latent row, whose first `rank` numbers are its values, has one scale
+for those and one for the others. Kinds of fewer than 8 bits or of 8-bit floats are stored as uint8: XLA on
 a CPU converts a whole pool of such a dtype wherever it is read.
 """
 
@@ -9,6 +10,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # What the largest number of a token and head becomes.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int4": 7.0}
@@ -35,13 +37,16 @@ def stored_dim(kind: str | None, head_dim: int) -> int:
     return head_dim // 2 if kind == "int4" else head_dim
 
 
-def scale_axes(kind: str, head_dim: int) -> tuple[int, ...]:
+def scale_axes(kind: str | None, head_dim: int, rank: int | None = None) -> tuple[int, ...]:
     """What follows `[..., K, block_size]` in the shape of the scales."""
-    return (-(-head_dim // GROUP),) if kind == "int4" else ()
+    if kind == "int4":
+        return (-(-head_dim // GROUP),)
+    return () if rank is None else (2,)
 
 
-def encode(x: jax.Array, kind: str, scale_dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Numbers `[..., D]` as they are stored, and their scales `[...]` (int4: `[..., ceil(D / 32)]`).
+def encode(x: jax.Array, kind: str, scale_dtype: jnp.dtype, rank: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """Numbers `[..., D]` as they are stored, and their scales `[...]`; in int4 `[..., ceil(D / 32)]`, of latent rows
+    `[..., 2]`.
 
     A NaN or an infinity anywhere in a head makes its scale NaN, and so all that is read of that token and head.
 
@@ -52,14 +57,14 @@ def encode(x: jax.Array, kind: str, scale_dtype: jnp.dtype) -> tuple[jax.Array, 
     x = x.astype(jnp.float32)
     finite = jnp.isfinite(x).all(axis=-1)  # asked for by itself: a maximum may drop a NaN
     x = jnp.where(finite[..., None], x, 0.0)
-    groups = _in_groups(x) if kind == "int4" else x
-    scale = (jnp.maximum(jnp.abs(groups).max(axis=-1), TINY) / LARGEST[kind]).astype(scale_dtype)
-    ratio = groups / scale.astype(jnp.float32)[..., None]
+    largest = jnp.abs(_in_groups(x, kind, rank)).max(axis=-1)
+    scale = (jnp.maximum(largest, TINY) / LARGEST[kind]).astype(scale_dtype)
+    ratio = x / spread_scales(scale, kind, x.shape[-1], rank)
     ratio = jnp.clip(ratio, -LARGEST[kind], LARGEST[kind])  # a scale may have been rounded down
     stored = _float_bits(ratio, kind) if kind in FLOATS else jnp.round(ratio).astype(jnp.int8)
     if kind == "int4":
         # Entry i of the first half of a head stands in the low bits of byte i, that of the second half above it.
-        low, high = jnp.split(stored.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]].astype(jnp.uint8), 2, axis=-1)
+        low, high = jnp.split(stored.astype(jnp.uint8), 2, axis=-1)
         stored = (low & jnp.uint8(15)) | (high << jnp.uint8(4))
     nan = jnp.asarray(jnp.nan, scale.dtype)
     return stored, jnp.where(jnp.expand_dims(finite, range(finite.ndim, scale.ndim)), scale, nan)
@@ -102,26 +107,39 @@ def _float_bits(x: jax.Array, kind: str) -> jax.Array:
     return jnp.where(x < 0, magnitude + 128, magnitude).astype(jnp.uint8)
 
 
-def spread_scales(scale: jax.Array, kind: str | None, head_dim: int) -> jax.Array:
+def spread_scales(scale: jax.Array, kind: str | None, head_dim: int, rank: int | None = None) -> jax.Array:
     """Scales as what each entry of a head is multiplied by: `[..., D]`, or `[..., 1]` where they have one."""
+    scale = scale.astype(jnp.float32)
     if kind == "int4":
-        return jnp.repeat(scale.astype(jnp.float32), GROUP, axis=-1)[..., :head_dim]
-    return scale.astype(jnp.float32)[..., None]
+        return jnp.repeat(scale, GROUP, axis=-1)[..., :head_dim]
+    if rank is not None:
+        return jnp.where(np.arange(head_dim) < rank, scale[..., :1], scale[..., 1:])
+    return scale[..., None]
 
 
-def sum_by_scale(x: jax.Array, kind: str | None) -> jax.Array:
+def sum_by_scale(x: jax.Array, kind: str | None, rank: int | None = None) -> jax.Array:
     """Sums over the entries `[..., D]` that share a scale: the opposite of `spread_scales`."""
-    return _in_groups(x).sum(axis=-1) if kind == "int4" else x.sum(axis=-1)
+    return _in_groups(x, kind, rank).sum(axis=-1)
 
 
-def decode(stored: jax.Array, scale: jax.Array, kind: str | None, head_dim: int) -> jax.Array:
+def decode(
+    stored: jax.Array, scale: jax.Array, kind: str | None, head_dim: int, rank: int | None = None
+) -> jax.Array:  # fmt: skip
     """What is stored as float32 `[..., D]`."""
     stored = stored[..., : stored_dim(kind, head_dim)]
-    return numbers(stored, kind).astype(jnp.float32) * spread_scales(scale, kind, head_dim)
+    return numbers(stored, kind).astype(jnp.float32) * spread_scales(scale, kind, head_dim, rank)
 
 
-def _in_groups(x: jax.Array) -> jax.Array:
-    """`[..., D]` to `[..., ceil(D / 32), 32]`, zeros at the end."""
-    count = math.ceil(x.shape[-1] / GROUP)
-    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count * GROUP - x.shape[-1])])
-    return padded.reshape(*x.shape[:-1], count, GROUP)
+def _in_groups(x: jax.Array, kind: str | None, rank: int | None) -> jax.Array:
+    """`[..., D]` to `[..., groups, entries]`, those that share a scale together and zeros behind them."""
+    if kind != "int4" and rank is None:
+        return x
+
+    def padded(x: jax.Array, size: int) -> jax.Array:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+
+    if kind == "int4":
+        count = math.ceil(x.shape[-1] / GROUP)
+        return padded(x, count * GROUP).reshape(*x.shape[:-1], count, GROUP)
+    size = max(rank or 0, x.shape[-1] - (rank or 0))
+    return jnp.stack([padded(x[..., :rank], size), padded(x[..., rank:], size)], axis=-2)

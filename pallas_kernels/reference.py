@@ -11,40 +11,45 @@ from pallas_kernels import kinds
 from pallas_kernels.kinds import LARGEST as KINDS  # noqa: F401 (what it stores)
 from pallas_kernels.tokens import locate
 
+LATENT = True  # it reads latent rows
+
 
 def dense(
     kv: jax.Array, tables: jax.Array, kv_scale: jax.Array | None = None, kind: str | None = None,
-    head_dim: int | None = None,
+    head_dim: int | None = None, rank: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Keys and values of every row laid out densely, float32 `[S, C, K, D]` with `C = max_blocks_per_seq * block_size`.
+    With `rank` the values are the first so many numbers of the keys.
 
     What lies past a row's length is whatever its blocks hold.
     """
     blocks = kv[tables]  # [S, M, 2, K, block_size, D]
     if kind is not None:
         assert kv_scale is not None
-        blocks = kinds.decode(blocks, kv_scale[tables], kind, head_dim or blocks.shape[-1])
+        blocks = kinds.decode(blocks, kv_scale[tables], kind, head_dim or blocks.shape[-1], rank)
     elif kv_scale is not None:
         blocks = blocks.astype(jnp.float32) * kv_scale[tables][..., None]
     blocks = blocks.astype(jnp.float32)
+    if rank is not None:
+        blocks = jnp.concatenate([blocks, blocks], axis=2)
     keys, values = jnp.moveaxis(blocks, 2, 0)  # [S, M, K, block_size, D] each
     rows, num_blocks, heads, block_size, head_dim = keys.shape
 
     def flatten(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x, 2, 3).reshape(rows, num_blocks * block_size, heads, head_dim)
 
-    return flatten(keys), flatten(values)
+    return flatten(keys), flatten(values)[..., :rank]
 
 
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
-    mask=None, return_lse=False, kind=None,
+    mask=None, return_lse=False, kind=None, rank=None,
 ):  # fmt: skip
     """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
     *token_axes, num_heads, head_dim = q.shape
     scale = head_dim**-0.5 if scale is None else scale
     token = locate(tuple(token_axes), lengths, new, offsets)
-    keys, values = (x[..., :head_dim] for x in dense(kv, tables, kv_scale, kind, head_dim))
+    keys, values = (x[..., :head_dim] for x in dense(kv, tables, kv_scale, kind, head_dim, rank))
     context = jnp.arange(keys.shape[1]).reshape(*[1] * len(token_axes), -1)
 
     seen = token.valid[..., None] & (context <= token.position[..., None])  # [tokens, C]
@@ -77,26 +82,28 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
-def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None):
+def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None):
     """What [`pallas_kernels.write_kv`][] means: token by token, in a loop."""
     token_axes = k.shape[:-2]
     token = locate(token_axes, lengths, new, offsets)
     if kind is not None:  # each token and head by itself: the same write, once for the numbers and once for the scales
-        (k, k_scale), (v, v_scale) = (kinds.encode(x, kind, kv_scale.dtype) for x in (k, v))
+        (k, k_scale), (v, v_scale) = (
+            (None, None) if x is None else kinds.encode(x, kind, kv_scale.dtype, rank) for x in (k, v)
+        )
         minor = kv_scale.shape[4:] or (1,)
-        k_scale, v_scale = (x.reshape(*k.shape[:-1], *minor) for x in (k_scale, v_scale))
+        k_scale, v_scale = (None if x is None else x.reshape(*k.shape[:-1], *minor) for x in (k_scale, v_scale))
         scales = kv_scale.reshape(*kv_scale.shape[:4], *minor)
         scales = write_kv(scales, k_scale, v_scale, tables, lengths, new, offsets=offsets)
         return write_kv(kv, k, v, tables, lengths, new, offsets=offsets), scales.reshape(kv_scale.shape)
     block_size, head_dim = kv.shape[3], k.shape[-1]
-    k, v, row, position, valid = (
-        x.reshape(-1, *x.shape[len(token_axes) :]) for x in (k, v, token.row, token.position, token.valid)
+    tokens = jnp.stack([k] if v is None else [k, v], axis=-3)  # [..., 2, K, D]; a latent row is stored once
+    tokens, row, position, valid = (
+        x.reshape(-1, *x.shape[len(token_axes) :]) for x in (tokens, token.row, token.position, token.valid)
     )
 
     def write(i, kv):
         block = tables[row[i], position[i] // block_size]
         place = (block, slice(None), slice(None), position[i] % block_size, slice(0, head_dim))
-        new_kv = jnp.stack([k[i], v[i]]).astype(kv.dtype)  # [2, K, D]
-        return kv.at[place].set(jnp.where(valid[i], new_kv, kv[place]))
+        return kv.at[place].set(jnp.where(valid[i], tokens[i].astype(kv.dtype), kv[place]))
 
     return jax.lax.fori_loop(0, row.shape[0], write, kv)

@@ -34,13 +34,15 @@ class Case:
     scale: float | None = None
     sinks: bool = False
     mask: bool = False
+    rank: int | None = None  # latent rows, whose first `rank` numbers are the values; give `scale` too
     stored_head_dim: int | None = None  # the pool's minor dimension, when it is padded
     max_blocks: int | None = None  # table width; default: just enough
 
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of this case that are not arrays."""
-        return {"window": self.window, "soft_cap": self.soft_cap, "scale": self.scale}
+        options = {"window": self.window, "soft_cap": self.soft_cap, "scale": self.scale}
+        return options if self.rank is None else options | {"rank": self.rank}
 
     def __str__(self) -> str:  # a readable test id
         changed = [
@@ -68,7 +70,8 @@ def make_inputs(case: Case, seed: int = 0, *, poison: float = np.nan) -> Inputs:
     width = max(1, *held) if case.max_blocks is None else case.max_blocks
     num_blocks = sum(held) + 3
     stored = case.stored_head_dim or case.head_dim
-    kv = np.full((num_blocks + 1, 2, case.num_kv_heads, case.block_size, stored), poison, np.float32)
+    parts = 2 if case.rank is None else 1
+    kv = np.full((num_blocks + 1, parts, case.num_kv_heads, case.block_size, stored), poison, np.float32)
     kv[0] = 0  # the null block is never written
     tables = np.zeros((len(held), width), np.int32)
     ids = iter(rng.permutation(num_blocks) + 1)
@@ -77,7 +80,9 @@ def make_inputs(case: Case, seed: int = 0, *, poison: float = np.nan) -> Inputs:
             block = tables[row, column] = next(ids)
             used = min(case.block_size, length - column * case.block_size)
             kv[block, :, :, :used] = 0  # the padding of the head dimension
-            kv[block, :, :, :used, : case.head_dim] = rng.standard_normal((2, case.num_kv_heads, used, case.head_dim))
+            kv[block, :, :, :used, : case.head_dim] = rng.standard_normal(
+                (parts, case.num_kv_heads, used, case.head_dim)
+            )
     tokens = (sum(case.new) + case.padding,) if case.packed else (len(held), max(case.new) + case.padding)
     q = rng.standard_normal((*tokens, case.num_heads, case.head_dim))
     dtype = jnp.dtype(case.dtype)

@@ -8,6 +8,7 @@ import itertools
 import math
 
 import numpy as np
+from steps import scale_of
 
 import jaxkv
 
@@ -30,7 +31,8 @@ class Row:
 
 
 class Token(list):
-    """A list over layers of (k, v), [K, D] each. Its id stands for it and for whatever was before it."""
+    """A list over layers of (k, v), [K, D] each, or (k,) of a latent one. Its id stands for it and for
+    whatever was before it."""
 
     ids = itertools.count()
 
@@ -159,14 +161,15 @@ class Oracle:
                 row.new, row.failed = 0, True
 
     def write(self, k, v):
-        """`k[layer]` is `[S, T, K, D]` padded or `[N, K, D]` packed; None for layers that share another's."""
+        """`k[layer]` is `[S, T, K, D]` padded or `[N, K, D]` packed; None for layers that share another's. So is
+        `v[layer]`, but None for latent layers too."""
         packed = k[0].ndim == 3
         self.drop_unfit(k[0].shape[-3], packed)
         for i, row in enumerate(self.rows):
             for t, place in enumerate(self.places(i, row, packed)):
                 row.tokens[len(row.tokens) - row.new + t] = Token(
-                    None if one_k is None else (one_k[place].copy(), one_v[place].copy())
-                    for one_k, one_v in zip(k, v, strict=True)
+                    None if parts[0] is None else tuple(x[place].copy() for x in parts if x is not None)
+                    for parts in zip(k, v, strict=True)
                 )
 
     def positions(self, shape):
@@ -177,19 +180,20 @@ class Oracle:
         return out
 
     def attend(self, q, layer):
-        out = np.zeros(q.shape, np.float64)
-        num_heads, head_dim = q.shape[-2:]
-        window = self.config.layers[layer].window
+        config, num_heads = self.config.layers[layer], q.shape[-2]
+        out = np.zeros((*q.shape[:-1], config.rank or config.head_dim), np.float64)
+        window, scale = config.window, scale_of(config)
         for i, row in enumerate(self.rows):
             if not row.new:
                 continue
             stored = [token[self.owner(layer)] for token in row.tokens]
-            k, v = (np.stack([token[half] for token in stored]).astype(np.float64) for half in (0, 1))
+            k, v = (np.stack([token[half] for token in stored]).astype(np.float64) for half in (0, -1))
+            v = v[..., : config.rank]
             k, v = (np.repeat(x, num_heads // x.shape[1], axis=1) for x in (k, v))  # [C, H, D]
             for t, place in enumerate(self.places(i, row, q.ndim == 3)):
                 end = len(row.tokens) - row.new + t + 1
                 seen = slice(0 if window is None else max(0, end - window), end)
-                logits = np.einsum("hd,chd->hc", q[place], k[seen]) * head_dim**-0.5
+                logits = np.einsum("hd,chd->hc", q[place], k[seen]) * scale
                 weights = np.exp(logits - logits.max(axis=1, keepdims=True))
                 weights /= weights.sum(axis=1, keepdims=True)
                 out[place] = np.einsum("hc,chd->hd", weights, v[seen])
@@ -422,7 +426,7 @@ class Oracle:
                 held = row.blocks[self.group(layer)]
                 for position, token in enumerate(row.tokens):
                     if held[position // self.config.block_size] is not None:
-                        expected[r, 0, :, position], expected[r, 1, :, position] = token[self.owner(layer)]
+                        expected[r, :, :, position] = token[self.owner(layer)]
             np.testing.assert_array_equal(actual, expected)
 
 

@@ -3,10 +3,16 @@
 import jaxkv
 
 
+def scale_of(layer):
+    """What logits are multiplied by; a latent layer has no default."""
+    return 0.3 if layer.rank else layer.head_dim**-0.5
+
+
 def attend_in_all_layers(cache, q, k, v):
     outs = []
-    for layer in range(cache.num_layers):
-        out, cache = jaxkv.attention(q[layer], k[layer], v[layer], cache, layer=layer)
+    for layer, config in enumerate(cache.config.layers):
+        options = {} if config.rank is None else {"scale": scale_of(config)}
+        out, cache = jaxkv.attention(q[layer], k[layer], v[layer], cache, layer=layer, **options)
         outs.append(out)
     return outs, cache
 

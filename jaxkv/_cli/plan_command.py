@@ -12,7 +12,7 @@ from jaxkv._cli import plan_report
 from jaxkv._cli.memory_plan import BLOCK_SIZES, plan
 from jaxkv._cli.plan_report import Memory, Option, Report
 from jaxkv._cli.units import parse_bytes
-from jaxkv._core.layer import KINDS, LayerConfig
+from jaxkv._core.layer import KINDS
 from jaxkv._core.numbers import shown
 from jaxkv._core.views import format_bytes
 
@@ -48,10 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     from jaxkv.models.loader import read_config
 
     config = read_config(arguments.model)
-    layers = [
-        LayerConfig(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, window=window)
-        for window in config.windows
-    ]
+    layers = config.layer_configs
     weights, source = (arguments.weights, "as told") if arguments.weights is not None else _weights(arguments.model)
     left = arguments.memory - weights
     rest = max(0, left) // 10 if arguments.rest is None else arguments.rest

@@ -68,14 +68,15 @@ class Report:
 def as_json(report: Report) -> dict[str, Any]:
     """Sizes in bytes, lengths in tokens."""
     model, memory = report.model, report.memory
+    kept = model.layer_configs[0]
     options = [
         {"block_size": option.block_size, "dtypes": option.dtypes, "fits": option.plan is not None}
         | ({} if option.plan is None else _facts(option.plan))
         for option in report.options
     ]
     return {
-        "model": {"family": model.family, "layers": model.num_layers, "num_kv_heads": model.num_kv_heads,
-                  "head_dim": model.head_dim, "windows": list(model.windows)},
+        "model": {"family": model.family, "layers": model.num_layers, "num_kv_heads": kept.num_kv_heads,
+                  "head_dim": kept.head_dim, "windows": list(model.windows)},
         "memory": {"total": memory.total, "weights": memory.weights, "weights_from": memory.source,
                    "cache": memory.cache, "rest": memory.rest},
         "max_seq_len": report.max_seq_len,
@@ -109,9 +110,12 @@ def _head(report: Report) -> str:
     beyond = ""
     if report.max_seq_len > config.max_seq_len:
         beyond = f" The model knows {config.max_seq_len} positions only."
+    kept = f"{config.num_kv_heads} KV heads of {config.head_dim}"
+    if config.latent is not None:
+        kept = f"latent rows of {config.latent.rank} + {config.latent.rope_dim}"
     guess = "" if report.is_told else " (a guess: say it with --mean-len or --lengths)"
     return (
-        f"{config.family}: {config.num_layers} layers ({kinds}), {config.num_kv_heads} KV heads of {config.head_dim}.\n"
+        f"{config.family}: {config.num_layers} layers ({kinds}), {kept}.\n"
         f"{memory.total / 1e9:.3g} GB, {format_bytes(memory.total)}, of memory less {format_bytes(memory.weights)} of "
         f"weights ({memory.source}) and {format_bytes(memory.rest)} to compute in leave {format_bytes(memory.cache)} "
         f"for the cache.\n"

@@ -7,7 +7,17 @@ import jax
 import pallas_kernels
 from jaxkv._core.plan import Step
 from jaxkv._core.state import Layer
-from jaxkv._core.write import as_pool, check_tokens, gathered, layer_of, offsets_of, open_layer, quantised, spread
+from jaxkv._core.write import (
+    as_pool,
+    check_tokens,
+    gathered,
+    layer_of,
+    offsets_of,
+    open_layer,
+    spread,
+    storage,
+    values_of,
+)  # fmt: skip
 
 
 def attention(
@@ -22,12 +32,14 @@ def attention(
       q: `[S, T, H, D]` padded (row s uses its first `num_tokens[s]` places) or `[N, H, D]` packed (rows one after
         another, as many places each as `num_tokens` asked for).
       k, v: the same with K heads. H must be a multiple of K. None for a layer that shares another's (`shares_with`).
+        For a latent layer (`LayerConfig.latent`) q is absorbed, k `[.., 1, rank + rope_dim]`, v None, and out
+        `[.., H, rank]`.
       cache: a cache, or one of its `layers`.
       layer: the layer's index, for a cache. In a stacked one it may be traced.
       step: what `plan_step` made of this step; without it the same is found out here.
       implementation: None picks what the platform has and falls back to "xla"; or "xla", "gpu", "tpu", "reference".
-      **options: `scale`, `soft_cap`, `sinks`, `window`, `mask` and `return_lse`, as in
-        `pallas_kernels.paged_attention`. `window` is the layer's own by default, and cannot be wider.
+      **options: `scale` (which a latent layer must be given), `soft_cap`, `sinks`, `window`, `mask` and `return_lse`,
+        as in `pallas_kernels.paged_attention`. `window` is the layer's own by default, and cannot be wider.
 
     Returns:
       `(out, cache)`; out has q's shape and dtype, and is 0 for padding and for rows that failed. With `return_lse`,
@@ -56,14 +68,14 @@ def attention(
         one = layer_of(cache, layer)
         if one.config.owner(one.number) != one.number:
             return attend(q, cache, layer=layer, step=step, implementation=implementation, **options), cache
-    one, put_back = open_layer(cache, layer, step, stores=True, q=q, k=k, v=v)
+    one, put_back = open_layer(cache, layer, step, stores=True, q=q, k=k, **values_of(cache, layer, v))
     t = one.tables
     options = _for_rows(one, step, options)
     with jax.named_scope("attention"):
         q, k, v = (spread(step, t, x) for x in (q, k, v))
         out, written = pallas_kernels.write_and_attend(
             q, k, v, one.pool.kv, one.blocks, t.lengths, t.new, offsets=offsets_of(q, t),
-            implementation=implementation, **quantised(one), **options,
+            implementation=implementation, **storage(one), **options,
         )  # fmt: skip
         return _for_tokens(step, out), put_back(as_pool(written))
 
@@ -84,7 +96,7 @@ def attend(
         q = spread(step, t, q)
         out = pallas_kernels.paged_attention(
             q, one.pool.kv, one.blocks, t.lengths, t.new, offsets=offsets_of(q, t), implementation=implementation,
-            **quantised(one), **options,
+            **storage(one), **options,
         )  # fmt: skip
         return _for_tokens(step, out)
 
@@ -111,12 +123,17 @@ def explain(
     check_tokens(one, {"q": q})
     return pallas_kernels.explain(
         q=q, kv=one.pool.kv, tables=one.tables.tables, platform=platform, implementation=implementation,
-        **quantised(one), **_with_window(one, options),
+        **storage(one), **_with_window(one, options),
     )  # fmt: skip
 
 
 def _for_rows(one: Layer, step: Step | None, options: dict[str, Any]) -> dict[str, Any]:
     """The options as the kernels take them, those with an entry for each token spread as the tokens are."""
+    if one.layer_config.rank is not None and options.get("scale") is None:
+        raise ValueError(
+            f"Layer {one.number} is latent, so scale= must be given: it goes by the width that heads had before "
+            "queries were absorbed, which the cache does not know."
+        )
     options = _with_window(one, options)
     if "mask" in options:
         options["mask"] = spread(step, one.tables, options["mask"])

@@ -77,18 +77,20 @@ class Cache(Views):
         return cache
 
     def store(self, layer: int, row: int, head: int, position: int, k: Any, v: Any) -> "Cache":
-        """A cache in which one head of one token is k, v `[D]`. For debugging; shared blocks change for all rows."""
+        """A cache in which one head of one token is k, v `[D]`; of a latent layer v is None. For debugging; shared
+        blocks change for all rows."""
         check_head(self, layer, head)
         self.token(row, position, layer)  # the same errors
         block, offset = self.slots(row, position, layer=layer)
-        head_dim = self.layer_config(layer).head_dim
-        if jnp.shape(k) != (head_dim,) or jnp.shape(v) != (head_dim,):
-            raise ValueError(
-                f"k and v must be [{head_dim}] each, one head of one token, not {jnp.shape(k)} and {jnp.shape(v)}."
-            )
+        one = self.layer_config(layer)
+        wanted = (one.head_dim,)
+        if jnp.shape(k) != wanted or (v is not None if one.rank else v is None or jnp.shape(v) != wanted):
+            each = "each, one head of one token" if one.rank is None else "and None, one token of a latent layer"
+            got = None if v is None else jnp.shape(v)
+            raise ValueError(f"k and v must be [{one.head_dim}] {each}, not {jnp.shape(k)} and {got}.")
         pool = self.pool(layer)
         place = jnp.where(block == 0, pool.kv.shape[0], block)  # no such token: dropped, never the null block
-        new, scale = self.config.kind(layer).encode(jnp.stack([jnp.asarray(k), jnp.asarray(v)]))
+        new, scale = self.config.encode(layer, k, v, axis=0)
         kv = jnp.asarray(pool.kv).at[place, :, head, offset, : new.shape[-1]].set(new, mode="drop")
         if scale is not None:
             scale = jnp.asarray(pool.scale).at[place, :, head, offset].set(scale, mode="drop")

@@ -153,10 +153,11 @@ class CacheConfig(MadeLike):
                 f"not {layer.shares_with}."
             )
         owner = self.layers[layer.shares_with]
-        if (layer.num_kv_heads, layer.head_dim) != (owner.num_kv_heads, owner.head_dim) or layer.dtype is not None:
+        alike = all(getattr(layer, name) == getattr(owner, name) for name in ("num_kv_heads", "head_dim", "rank"))
+        if not alike or layer.dtype is not None:
             raise ValueError(
                 f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, so it must have the same num_kv_heads "
-                "and head_dim, and no dtype of its own."
+                "and head_dim (if latent, the same rank and rope_dim), and no dtype of its own."
             )
         if owner.window is not None and (layer.window is None or layer.window > owner.window):
             raise ValueError(

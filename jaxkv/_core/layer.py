@@ -37,10 +37,10 @@ class Kind:
         """Of the array that it is stored in."""
         return kinds.storage_of(self.name) if self.quantised else self.meaning
 
-    def encode(self, x: Any) -> tuple[jax.Array, jax.Array | None]:
-        """Numbers `[..., D]` as they are stored, and the scales of a quantised kind."""
+    def encode(self, x: Any, rank: int | None = None) -> tuple[jax.Array, jax.Array | None]:
+        """Numbers `[..., D]` as they are stored, and the scales of a quantised kind; of latent rows with `rank`."""
         x = jnp.asarray(x)
-        return kinds.encode(x, self.name, self.scale_dtype) if self.quantised else (x.astype(self.dtype), None)
+        return kinds.encode(x, self.name, self.scale_dtype, rank) if self.quantised else (x.astype(self.dtype), None)
 
     @property
     def scale_dtype(self) -> np.dtype:
@@ -78,6 +78,7 @@ class LayerConfig:
         is given back to the pool.
       dtype: the layer's storage, when it is not the cache's.
       shares_with: an earlier layer whose keys and values this one reads. It stores none of its own.
+      rank: of a latent layer, how many numbers of a token are its values too; see `latent`.
 
     >>> LayerConfig(num_kv_heads=2, head_dim=64).dim
     128
@@ -88,16 +89,44 @@ class LayerConfig:
     window: int | None = None
     dtype: Any = None
     shares_with: int | None = None
+    rank: int | None = None
 
     def __post_init__(self):
-        for field, least in {"num_kv_heads": 1, "head_dim": 1, "window": 1, "shares_with": 0}.items():
-            value, optional = getattr(self, field), field in ("window", "shares_with")
+        for field, least in {"num_kv_heads": 1, "head_dim": 1, "window": 1, "shares_with": 0, "rank": 1}.items():
+            value, optional = getattr(self, field), field in ("window", "shares_with", "rank")
             if not (optional and value is None):
                 object.__setattr__(self, field, integer(f"LayerConfig.{field}", value, least=least))
         if self.dtype is not None:
             object.__setattr__(self, "dtype", kind_of(self.dtype, "LayerConfig.dtype").meaning)
 
+        if self.rank is not None and (self.num_kv_heads != 1 or self.rank >= self.head_dim):
+            raise ValueError(
+                f"LayerConfig.rank is for latent layers, of one head that is wider than it, but rank is {self.rank}, "
+                f"num_kv_heads {self.num_kv_heads} and head_dim {self.head_dim}: make it with LayerConfig.latent."
+            )
+
+    @classmethod
+    def latent(cls, rank: int = 512, rope_dim: int = 64, **fields: Any) -> "LayerConfig":
+        """A layer that keeps one row `[rank + rope_dim]` a token, without heads; the values are its first `rank`
+        numbers, so a token is stored once.
+
+        Queries come absorbed, `[.., H, rank + rope_dim]`, keys as `[.., 1, rank + rope_dim]`, values as None; the
+        output is `[.., H, rank]`, and `attention` and `attend` want `scale=`.
+
+        Args:
+          rank: numbers of a token that all heads' keys and values are made from.
+          rope_dim: numbers of the key that carries positions, shared by all heads.
+          **fields: `window`, `dtype` and `shares_with`.
+
+        From DeepSeek-V2 (https://arxiv.org/abs/2405.04434).
+
+        >>> LayerConfig.latent().head_dim
+        576
+        """
+        rank, rope_dim = integer("rank", rank, least=1), integer("rope_dim", rope_dim, least=1)
+        return cls(num_kv_heads=1, head_dim=rank + rope_dim, rank=rank, **fields)
+
     @property
     def dim(self) -> int:
-        """Elements of one token's keys (and as many of its values)."""
+        """Elements of one token's keys (and as many of its values, but in a latent layer, which stores none)."""
         return self.num_kv_heads * self.head_dim

@@ -2,6 +2,7 @@
 
 import math
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ class Memory(Groups):
         return kind_of(self.layer_config(self.owner(layer)).dtype or self.dtype, "dtype")
 
     def pool_shape(self, layer: int) -> tuple[int, int, int, int, int]:
-        """`[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`; half in int4."""
+        """`[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`; half in int4. Of
+        a latent layer `[num_blocks + 1, 1, 1, block_size, D]`."""
         return (self.group_blocks[self.group(layer)] + 1, *self._block_shape(layer))
 
     def padded_head_dim(self, layer: int) -> int:
@@ -33,7 +35,8 @@ class Memory(Groups):
         return -(-self.layer_config(layer).head_dim // self.head_dim_multiple) * self.head_dim_multiple
 
     def scale_shape(self, layer: int) -> tuple[int, ...] | None:
-        """The shape of a quantised layer's scales: `[num_blocks + 1, 2, K, block_size]`, in int4 with one more axis."""
+        """The shape of a quantised layer's scales: `[num_blocks + 1, 2, K, block_size]`; with one more axis in int4,
+        and of a latent layer `[num_blocks + 1, 1, 1, block_size, 2]`."""
         block = self._block_scales(layer)
         return None if block is None else (self.group_blocks[self.group(layer)] + 1, *block)
 
@@ -54,12 +57,23 @@ class Memory(Groups):
 
     def _block_shape(self, layer: int) -> tuple[int, int, int, int]:
         head_dim = kinds.stored_dim(self.kind(layer).quantised, self.padded_head_dim(layer))
-        return (2, self.layer_config(layer).num_kv_heads, self.block_size, head_dim)
+        one = self.layer_config(layer)
+        return (2 if one.rank is None else 1, one.num_kv_heads, self.block_size, head_dim)
 
     def _block_scales(self, layer: int) -> tuple[int, ...] | None:
-        kind = self.kind(layer).quantised
-        axes = None if kind is None else kinds.scale_axes(kind, self.layer_config(layer).head_dim)
-        return None if axes is None else (*self._block_shape(layer)[:3], *axes)
+        if self.kind(layer).quantised is None:
+            return None
+        return (*self._block_shape(layer)[:3], *self.scale_axes(layer))
+
+    def scale_axes(self, layer: int) -> tuple[int, ...]:
+        """What follows `[..., K, block_size]` in the shape of a quantised layer's scales."""
+        one = self.layer_config(layer)
+        return kinds.scale_axes(self.kind(layer).quantised, one.head_dim, one.rank)
+
+    def encode(self, layer: int, k: Any, v: Any, axis: int) -> tuple[jax.Array, jax.Array | None]:
+        """A layer's keys and values as they are stored, stacked along `axis`, and their scales. Latent: v is None."""
+        kv = jnp.stack([jnp.asarray(x) for x in (k, v) if x is not None], axis)
+        return self.kind(layer).encode(kv, self.layer_config(layer).rank)
 
     @property
     def bytes_per_block(self) -> int:

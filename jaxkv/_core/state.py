@@ -68,8 +68,10 @@ class BlockTables:
 class Pool:
     """One layer's blocks."""
 
-    kv: jax.Array  # [N + 1, 2, K, block_size, D]: keys at 0, values at 1
-    scale: jax.Array | None = None  # of quantised kinds [N + 1, 2, K, block_size], or with an axis of ceil(D / 32)
+    # [N + 1, 2, K, block_size, D]: keys at 0, values at 1; of a latent layer [N + 1, 1, 1, block_size, D]
+    kv: jax.Array
+    # Of quantised kinds [N + 1, 2, K, block_size]; in int4 with an axis of ceil(D / 32), of latent layers of 2.
+    scale: jax.Array | None = None
 
     @property
     def k(self) -> jax.Array:
@@ -77,7 +79,8 @@ class Pool:
 
     @property
     def v(self) -> jax.Array:
-        return self.kv[:, 1]
+        """Of a latent layer the whole rows, of which values are the first numbers."""
+        return self.kv[:, -1]
 
 
 @jax.tree_util.register_dataclass

@@ -20,17 +20,18 @@ from pallas_kernels import kinds
 
 def gather(
     cache: "Views", row: Any, *, layer: int, max_len: int | None = None, raw: bool = False
-) -> tuple[jax.Array, ...]:  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
     """The stored keys and values of one row, dense; those of a quantised layer as float32.
 
     Args:
       row: a row index; it may be traced when `max_len` is given.
       layer: the layer's index.
       max_len: give it to call this inside `jit`: the result then has this many places, 0 past the row's length.
-      raw: of a quantised layer `(k, v, k_scale, v_scale)` as they are stored.
+      raw: of a quantised layer `(k, v, k_scale, v_scale)` as they are stored; of a latent one v and v_scale are None.
 
     Returns:
-      k, v: `[length, K, D]` each, or `[max_len, K, D]`; 0 for tokens that a layer with a window has given back.
+      k, v: `[length, K, D]` each, or `[max_len, K, D]`; 0 for tokens that a layer with a window has given back. Of a
+      latent layer v is the first `rank` numbers of k.
 
     Raises:
       IndexError: no such row or layer. ValueError: a traced length and no `max_len`.
@@ -60,6 +61,8 @@ def gather(
     kv, scale = jax.tree.leaves(jax.tree.map(lambda x: x[block, :, :, offset], cache.pool(layer)))
     held = block != 0
     kv, scale = (jnp.where(jnp.expand_dims(held, range(1, x.ndim)), x, jnp.zeros((), x.dtype)) for x in (kv, scale))
+    if cache.config.layer_config(layer).rank is not None:
+        return kv[:, 0], None, scale[:, 0], None
     return kv[:, 0], kv[:, 1], scale[:, 0], scale[:, 1]
 
 
@@ -230,14 +233,19 @@ class Views:
         block, offset = self.slots(row, position, layer=layer)
         kv = self._numbers(layer, jax.tree.map(lambda x: x[block, :, :, offset], self.pool(layer)))  # [..., 2, K, D]
         kv = jnp.where((block != 0)[..., None, None, None], kv, jnp.zeros((), kv.dtype))
-        return kv[..., 0, :, :], kv[..., 1, :, :]
+        return self._keys_and_values(layer, kv, axis=-3)
+
+    def _keys_and_values(self, layer: int, kv: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+        rank = self.layer_config(layer).rank
+        keys = jnp.take(kv, 0, axis=axis)
+        return keys, (jnp.take(kv, 1, axis=axis) if rank is None else keys[..., :rank])
 
     def _numbers(self, layer: int, part: Pool) -> jax.Array:
         """What a part of a layer's pool means, `[..., D]`: as stored, or of a quantised layer as float32."""
-        head_dim, kind = self.layer_config(layer).head_dim, self.config.kind(layer).quantised
+        one, kind = self.layer_config(layer), self.config.kind(layer).quantised
         if kind is None:
-            return part.kv[..., :head_dim]
-        return kinds.decode(part.kv, part.scale, kind, head_dim)  # type: ignore[arg-type]
+            return part.kv[..., : one.head_dim]
+        return kinds.decode(part.kv, part.scale, kind, one.head_dim, one.rank)  # type: ignore[arg-type]
 
     def token(self, row: int, position: int, layer: int = 0) -> tuple[jax.Array, jax.Array]:
         """Keys and values `[K, D]` of one token. Outside `jit`, IndexError where there is none; inside, zeros."""
@@ -261,7 +269,8 @@ class Views:
         return k[head], v[head]
 
     def combined(self, layer: int) -> jax.Array:
-        """A layer as one dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window."""
+        """A layer as one dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window. Of a
+        latent layer `[S, 1, 1, max_seq_len, D]`."""
         config, tables = self.layer_config(layer), self.layer(layer).tables
         width, pool = tables.tables.shape[1], self.pool(layer)
         if self.config.contiguous:  # row s owns block s + 1: a slice, which moves no data inside jit
@@ -276,8 +285,7 @@ class Views:
 
     def separate(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """A layer's keys and values as two dense arrays `[S, K, max_seq_len, D]`; 0 past each row's length."""
-        kv = self.combined(layer)
-        return kv[:, 0], kv[:, 1]
+        return self._keys_and_values(layer, self.combined(layer), axis=1)
 
     def _repr_html_(self) -> str:
         if self._is_traced or self.lengths.ndim != 1:

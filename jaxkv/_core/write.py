@@ -17,14 +17,14 @@ from jaxkv._core.tables import extend
 
 
 def write(
-    cache: Any, k: jax.Array, v: jax.Array, *, layer: Any = None, step: Step | None = None,
+    cache: Any, k: jax.Array, v: jax.Array | None, *, layer: Any = None, step: Step | None = None,
     implementation: str | None = None,
 ) -> Any:  # fmt: skip
     """Store this step's keys and values of one layer. `extend` must have made room for them.
 
     Args:
       cache: a cache, or one of its `layers`.
-      k, v: `[S, T, K, D]` padded or `[N, K, D]` packed; cast to the pool's dtype.
+      k, v: `[S, T, K, D]` padded or `[N, K, D]` packed; cast to the pool's dtype. Of a latent layer v is None.
       layer, step, implementation: as in `attention`.
 
     Returns:
@@ -35,13 +35,13 @@ def write(
 
     A row with more new tokens than `k` has places for is left as it was and marked in `cache.failed`.
     """
-    one, put_back = open_layer(cache, layer, step, stores=True, k=k, v=v)
+    one, put_back = open_layer(cache, layer, step, stores=True, k=k, **values_of(cache, layer, v))
     t = one.tables
     with jax.named_scope("write"):
         k, v = (spread(step, t, x) for x in (k, v))
         written = pallas_kernels.write_kv(
             one.pool.kv, k, v, one.blocks, t.lengths, t.new, offsets=offsets_of(k, t), implementation=implementation,
-            **quantised(one),
+            **storage(one),
         )  # fmt: skip
     return put_back(as_pool(written))
 
@@ -51,7 +51,7 @@ def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementati
 
     Args:
       k, v: `[L, S, T, K, D]` padded or `[L, N, K, D]` packed, or a sequence of one such array per layer, with None for
-        layers that share another's.
+        layers that share another's. Of latent layers v has None, or is None if all are.
       num_tokens: `i32[S]`, how many each row adds; default: all T places of every row (padded only).
 
     A row whose tokens do not fit stays as it was and is marked in `cache.failed`: all or nothing.
@@ -64,13 +64,14 @@ def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementati
     [5, 3]
     """
     num_layers = cache.num_layers
+    v = [None] * num_layers if v is None else v
     if len(k) != num_layers or len(v) != num_layers:
         raise ValueError(
             f"k and v must have one array for each of the {num_layers} layers, but have {len(k)} and {len(v)}."
         )
     stored = [i for i in range(num_layers) if cache.config.owner(i) == i or k[i] is not None or v[i] is not None]
     for layer in stored:
-        check_tokens(cache.layer(layer), {"k": k[layer], "v": v[layer]})
+        check_tokens(cache.layer(layer), {"k": k[layer], **values_of(cache, layer, v[layer])})
         _check_stores(cache.layer(layer))
     token_axes = k[0].shape[:-2]
     for layer in stored:
@@ -121,10 +122,24 @@ def open_layer(
     return one, lambda pool: cache.with_layer(layer, dataclasses.replace(one, pool=pool))
 
 
-def quantised(one: Layer) -> dict[str, Any]:
-    """What the kernels have to know of a quantised pool."""
-    kind = one.config.kind(one.number).quantised
-    return {} if kind is None else {"kv_scale": one.pool.scale, "kind": kind}
+def storage(one: Layer) -> dict[str, Any]:
+    """What the kernels have to know of how a pool stores its tokens."""
+    kind, rank = one.config.kind(one.number).quantised, one.layer_config.rank
+    known = {} if kind is None else {"kv_scale": one.pool.scale, "kind": kind}
+    return known if rank is None else known | {"rank": rank}
+
+
+def values_of(cache: Any, layer: Any, v: Any) -> dict[str, Any]:
+    """A layer's values as one of the arrays of a step, by name; a latent layer must be given none."""
+    one = layer_of(cache, layer)
+    rank = one.layer_config.rank
+    if rank is None:
+        return {"v": v}
+    if v is not None:
+        raise ValueError(
+            f"Layer {one.number} is latent, its values are the first {rank} numbers of its keys: give it None for v."
+        )
+    return {}
 
 
 def as_pool(written: Any) -> Pool:
@@ -161,6 +176,11 @@ def check_tokens(one: Layer, arrays: dict[str, Any]) -> tuple[int, ...]:
         if x.ndim == 4 and x.shape[0] != rows:
             raise ValueError(
                 f"{name} has {x.shape[0]} rows, but the cache has {rows}: give every row a place, used or not."
+            )
+        if x.shape[-1] != head_dim and (rank := one.layer_config.rank) is not None:
+            raise ValueError(
+                f"{name} has {x.shape[-1]} numbers a head, but layer {one.number} is latent, with {rank} + "
+                f"{head_dim - rank}: queries come absorbed, and behind them and the keys their rotated part."
             )
         if x.shape[-1] != head_dim:
             raise ValueError(f"{name} has head_dim {x.shape[-1]}, but layer {one.number} of the cache has {head_dim}.")

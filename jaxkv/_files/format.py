@@ -2,7 +2,8 @@
 
     lengths      i32[R]                        tokens of each saved row
     tables.g     i32[R, M]                     for each group of layers: blocks from 1; 0: none
-    layer.i      [n, 2, K, block_size, D]      for each layer with a pool: block b at b - 1, keys at 0, values at 1
+    layer.i      [n, 2, K, block_size, D]      for each layer with a pool: block b at b - 1, keys at 0, values at 1;
+                                               of a latent layer [n, 1, 1, block_size, D]
     checksums    u32[...]                      of the header, then of every tensor before this one
 
 The metadata in the header names the format, its version, the cache's config and, if it was given, the model.
@@ -29,7 +30,7 @@ from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
 from pallas_kernels import kinds
 
-# Version 1 has no stacked and no quantised caches, and is otherwise the same.
+# Version 1 has no stacked and no quantised caches and no latent layers, and is otherwise the same.
 FORMAT, VERSION, KNOWN = "jaxkv cache", "2", ("1", "2")
 CHECKSUMS = "checksums"
 MOST_EMPTY_ROWS = 1 << 16  # rows of a cache that has fewer blocks; more make no sense, and their tables take memory
@@ -163,8 +164,8 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
             raise ValueError(f"tables.{g} does not hold the tokens of the rows")
         for i in layers:
             for name, minor in stored_parts(config, i).items():
-                blocks, layer = tensors[name], config.layers[i]
-                if blocks.shape[1:] != (2, layer.num_kv_heads, saved.block_size, *minor):
+                blocks = tensors[name]
+                if blocks.shape[1:] != (*config.pool_shape(i)[1:3], saved.block_size, *minor):
                     raise ValueError(f"{name} {blocks.shape} is not what its config says")
                 if tables.min(initial=0) < 0 or tables.max(initial=0) > len(blocks):
                     raise ValueError(f"tables.{g} names blocks that are not there")
@@ -184,10 +185,10 @@ def _dtype(config: CacheConfig, name: str) -> np.dtype:
 
 
 def stored_parts(config: CacheConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of a layer, numbers and scales, and what follows `[n, 2, K, block_size]` in their shapes."""
+    """The tensors of a layer, numbers and scales, and what follows `[.., K, block_size]` in their shapes."""
     kind, head_dim = config.kind(layer).quantised, config.layers[layer].head_dim
     parts: dict[str, tuple[int, ...]] = {f"layer.{layer}": (kinds.stored_dim(kind, head_dim),)}
-    return parts if kind is None else parts | {f"scale.{layer}": kinds.scale_axes(kind, head_dim)}
+    return parts if kind is None else parts | {f"scale.{layer}": config.scale_axes(layer)}
 
 
 def _render(config: CacheConfig) -> dict[str, Any]:

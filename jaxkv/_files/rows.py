@@ -63,9 +63,9 @@ def save(
     layers = pool_layers(config)
     shapes = {"lengths": lengths.shape} | {f"tables.{g}": plan.tables.shape for g, plan in enumerate(plans)}
     for i in layers:
-        layer, blocks = config.layers[i], len(plans[config.group(i)].slots)
+        blocks = len(plans[config.group(i)].slots)
         for name, minor in stored_parts(config, i).items():
-            shapes[name] = (blocks, 2, layer.num_kv_heads, block_size, *minor)
+            shapes[name] = (blocks, *config.pool_shape(i)[1:3], block_size, *minor)
 
     def tensors() -> Iterator[np.ndarray]:
         yield lengths.astype(np.int32)

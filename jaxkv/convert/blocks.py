@@ -12,6 +12,7 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.layer import LayerConfig
 from jaxkv._core.pools import put_blocks
 from jaxkv._core.state import NULL_BLOCK, BlockTables, Pool
+from jaxkv.convert.dense import check_latent
 
 
 def from_blocks(
@@ -22,11 +23,11 @@ def from_blocks(
 
     Args:
       k, v: one array per layer, `[n, K, block_size, D]`, or `[n, block_size, K, D]` with `layout="token_major"`.
-        Blocks are numbered from 0; there is no null block among them.
+        Blocks are numbered from 0; there is no null block among them. Of a latent layer v has None.
       tables: `i32[S, M]`, the block of each logical block. Entries past a row's length are ignored.
       lengths: `i32[S]`, the tokens of each row.
       max_seq_len: default `M * block_size`.
-      layers: the layers' configs, if they have windows; by default read off the shapes.
+      layers: the layers' configs, if they have windows or are latent; by default read off the shapes.
       **fields: other fields of `CacheConfig`.
 
     Raises:
@@ -45,12 +46,13 @@ def from_blocks(
     if len(k) != len(v) or not len(k):
         raise ValueError(f"k and v must have one array per layer each, but have {len(k)} and {len(v)}.")
     for layer, (one_k, one_v) in enumerate(zip(k, v, strict=True)):
-        if np.ndim(one_k) != 4 or np.shape(one_k) != np.shape(one_v):
+        if np.ndim(one_k) != 4 or (one_v is not None and np.shape(one_k) != np.shape(one_v)):
             raise ValueError(
                 f"k and v of layer {layer} must be alike and have four axes, but are {np.shape(one_k)} and "
                 f"{np.shape(one_v)}."
             )
-    k, v = ([jnp.transpose(jnp.asarray(x), order) for x in xs] for xs in (k, v))
+    k = [jnp.transpose(jnp.asarray(x), order) for x in k]
+    v = [None if x is None else jnp.transpose(jnp.asarray(x), order) for x in v]
     num_blocks, _, block_size, _ = k[0].shape
     for layer, x in enumerate(k):
         if (x.shape[0], x.shape[2]) != (num_blocks, block_size):
@@ -68,12 +70,13 @@ def from_blocks(
         raise ValueError("from_blocks takes layers that store keys and values of their own, so none with shares_with.")
     if named != given:
         raise ValueError(f"layers say (num_kv_heads, head_dim) {named}, but the arrays have {given}.")
+    check_latent(layers, v)
     fields = {"dtype": k[0].dtype} | fields
     config = CacheConfig(layers=layers, max_seqs=len(lengths), max_seq_len=max_seq_len, num_blocks=num_blocks,
                          block_size=block_size, **fields)  # fmt: skip
     cache = init(config)
     for i, (one_k, one_v) in enumerate(zip(k, v, strict=True)):
-        blocks = Pool(*config.kind(i).encode(jnp.stack([one_k, one_v], axis=1)))
+        blocks = Pool(*config.encode(i, one_k, one_v, axis=1))
         cache = cache.replace_pool(i, put_blocks(cache.pool(i), blocks, jnp.arange(1, num_blocks + 1, dtype=jnp.int32)))
     counts = np.bincount(entries.ravel(), minlength=num_blocks + 1)
     free = 1 + np.flatnonzero(counts[1:] == 0)

@@ -22,9 +22,9 @@ def from_dense(
 
     Args:
       k, v: one array `[S, C, K, D]` per layer, or all in one `[L, S, C, K, D]`; layers may differ in K and D. Layers
-        that read another's have none.
+        that read another's have none, latent ones None for v.
       lengths: `i32[S]`: the first so many of a row's C places hold its tokens.
-      layers: the layers' configs, if they have windows; by default read off the shapes.
+      layers: the layers' configs, if they have windows or are latent; by default read off the shapes.
       **fields: other fields of `CacheConfig`. Defaults: max_seqs S, max_seq_len C, the arrays' dtype, and as many
         blocks as let every row reach max_seq_len.
 
@@ -38,15 +38,17 @@ def from_dense(
     """
     if len(k) != len(v) or not len(k):
         raise ValueError(f"k and v must have one array per layer each, but have {len(k)} and {len(v)}.")
-    k, v = ([as_array(x) for x in xs] for xs in (k, v))
+    k, v = [as_array(x) for x in k], [None if x is None else as_array(x) for x in v]
     for i, (one_k, one_v) in enumerate(zip(k, v, strict=True)):
-        if one_k.ndim != 4 or one_k.shape != one_v.shape or one_k.shape[:2] != k[0].shape[:2]:
+        alike = one_v is None or one_k.shape == one_v.shape
+        if one_k.ndim != 4 or not alike or one_k.shape[:2] != k[0].shape[:2]:
             raise ValueError(
                 f"k and v must be [S, C, K, D] in every layer, S and C the same, but layer {i} has {one_k.shape} and "
-                f"{one_v.shape}, and layer 0 {k[0].shape}."
+                f"{np.shape(one_v)}, and layer 0 {k[0].shape}."
             )
     rows, places = k[0].shape[:2]
     config = _config(k, layers, {"max_seqs": rows, "max_seq_len": places, "dtype": k[0].dtype} | fields)
+    check_latent([config.layers[i] for i in pool_layers(config)], v)
     if rows > config.max_seqs:
         raise ValueError(f"k and v have {rows} rows, but max_seqs = {config.max_seqs}.")
     lengths = row_lengths(lengths, rows, min(places, config.max_seq_len))
@@ -66,12 +68,30 @@ def from_dense(
         slots, own = plans[config.group(layer)].padded, pool_layers(config).index(layer)
         kind = config.kind(layer)
         exact = jnp.float32 if kind.quantised else kind.dtype  # keys and values may come in different dtypes
-        kv = jnp.stack([jnp.asarray(x[own]).astype(exact) for x in (k, v)], axis=1)
+        kv = jnp.stack([jnp.asarray(x[own]).astype(exact) for x in (k, v) if x[own] is not None], axis=1)
         blocks = tokens_at(kv.transpose(0, 1, 3, 2, 4), slots, first=1)
         blocks = jnp.where((slots >= 0)[:, None, None, :, None], blocks, jnp.zeros((), kv.dtype))
-        return Pool(*kind.encode(blocks))
+        return Pool(*kind.encode(blocks, config.layers[layer].rank))
 
     return put_rows(init(config), np.arange(rows), lengths, [plan.tables for plan in plans], read, in_place=True)
+
+
+def check_latent(layers: Sequence[LayerConfig], v: Sequence[Any]) -> None:
+    """Raise unless exactly the latent layers have no values."""
+    for i, (layer, one_v) in enumerate(zip(layers, v, strict=True)):
+        if (layer.rank is None) == (one_v is None):
+            what = "no values, for they are part of its keys" if layer.rank else "values"
+            raise ValueError(f"v must have {'None' if layer.rank else 'an array'} for layer {i}, which stores {what}.")
+
+
+def refuse_latent(cache: Cache, whose: str) -> None:
+    """Raise where a layer keeps latent rows: keys and values of heads are made from them by the model's weights."""
+    latent = [i for i, layer in enumerate(cache.config.layers) if layer.rank is not None]
+    if latent:
+        raise ValueError(
+            f"{whose} keeps keys and values of heads, but layer {latent[0]} keeps latent rows, from which only the "
+            "model's weights make them: compute the tokens anew there."
+        )
 
 
 def as_array(x: Any) -> Any:

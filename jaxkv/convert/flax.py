@@ -9,7 +9,7 @@ import numpy as np
 from jaxkv._core.cache import Cache
 from jaxkv._core.dense_caches import natural
 from jaxkv._tiers.restore import pool_layers
-from jaxkv.convert.dense import from_dense, row_numbers
+from jaxkv.convert.dense import from_dense, refuse_latent, row_numbers
 
 FLAX_NAMES = ("cached_key", "cached_value", "cache_index")
 
@@ -62,6 +62,7 @@ def to_flax(
     >>> int(jaxkv.convert.to_flax(cache, {"attn": layer})["attn"]["cache_index"])
     3
     """
+    refuse_latent(cache, "A Flax model")
     modules = _modules(collection, paths)
     layers = pool_layers(cache.config)
     if len(modules) != len(layers):

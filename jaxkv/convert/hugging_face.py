@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._tiers.restore import pool_layers
-from jaxkv.convert.dense import as_array, from_dense, row_lengths, row_numbers
+from jaxkv.convert.dense import as_array, from_dense, refuse_latent, row_lengths, row_numbers
 
 Padding = Literal["left", "right"]
 
@@ -74,6 +74,7 @@ def to_hugging_face(
     ((2, 2, 5, 8), [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
     """
     _check_padding(padding)
+    refuse_latent(cache, "A Hugging Face model")
     chosen = row_numbers(cache, rows)
     lengths = np.asarray(cache.lengths)[chosen]
     places = int(lengths.max(initial=0))

@@ -1,4 +1,5 @@
-"""One decoder for Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3: what tells them apart is in the config."""
+"""One decoder for Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, GPT-OSS, DeepSeek V2 and V3: what tells them apart is in
+the config."""
 
 from typing import Any
 
@@ -11,10 +12,10 @@ from jaxkv._core.layer import LayerConfig
 from jaxkv._core.plan import Step, plan_step, settled
 from jaxkv._layers import token_positions
 from jaxkv.models.config import DecoderConfig
-from jaxkv.models.rope import Rope
-from jaxkv.nnx import Attention, project
-
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
+from jaxkv.models.experts import Experts
+from jaxkv.models.latent import LatentAttention
+from jaxkv.models.layers import GatedMLP, NormedRope, norm_weight, rms_norm
+from jaxkv.nnx import Attention
 
 
 class Decoder(nnx.Module):
@@ -56,7 +57,7 @@ class Decoder(nnx.Module):
         places = range(config.period if self.scan else 0)
         self.stacks = nnx.List([_stack(blocks[j : self.num_scanned : config.period]) for j in places])
         self.layers = nnx.List(blocks[self.num_scanned :])
-        self.norm = _norm_weight(config, config.embed_dim, dtype)
+        self.norm = norm_weight(config, config.embed_dim, dtype)
         self.head = None if config.tie_embeddings else nnx.Param(init(rngs.params(), table, dtype))
 
     def __call__(
@@ -152,35 +153,40 @@ class Decoder(nnx.Module):
     @property
     def layer_configs(self) -> tuple[LayerConfig, ...]:
         """What each layer keeps, for `CacheConfig`."""
-        shape = dict(num_kv_heads=self.config.num_kv_heads, head_dim=self.config.head_dim)
-        return tuple(LayerConfig(**shape, window=window) for window in self.config.windows)
+        return self.config.layer_configs
 
 
 class Block(nnx.Module):
-    """Attention, then a gated MLP, each added to the residual stream."""
+    """Attention, then a gated MLP or experts, each added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, layer: int, dtype: Any, rngs: nnx.Rngs):
         rope = config.ropes[layer]
         self.config = config
-        self.attention_norm = _norm_weight(config, config.embed_dim, dtype)
-        self.attention = Attention(
-            config.embed_dim,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            use_bias=config.qkv_bias,
-            use_out_bias=config.out_bias,
-            position_fn=NormedRope(config, rope, dtype) if config.qk_norm else rope,
-            scale=config.attention_scale,
-            soft_cap=config.attention_soft_cap,
-            window=config.windows[layer],
-            param_dtype=dtype,
-            rngs=rngs,
-        )
-        self.mlp_norm = _norm_weight(config, config.embed_dim, dtype)
-        self.mlp = GatedMLP(config, dtype, rngs)
-        self.attention_post_norm = _norm_weight(config, config.embed_dim, dtype) if config.post_norms else None
-        self.mlp_post_norm = _norm_weight(config, config.embed_dim, dtype) if config.post_norms else None
+        self.attention_norm = norm_weight(config, config.embed_dim, dtype)
+        if config.latent is not None:
+            self.attention: Any = LatentAttention(config, config.latent, rope, dtype, rngs)
+        else:
+            self.attention = Attention(
+                config.embed_dim,
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                use_bias=config.qkv_bias,
+                use_out_bias=config.out_bias,
+                use_sinks=config.sinks,
+                position_fn=NormedRope(config, rope, dtype) if config.qk_norm else rope,
+                scale=config.attention_scale,
+                soft_cap=config.attention_soft_cap,
+                window=config.windows[layer],
+                param_dtype=dtype,
+                rngs=rngs,
+            )
+        self.mlp_norm = norm_weight(config, config.embed_dim, dtype)
+        experts = config.experts if config.experts is not None and config.expert_layers[layer] else None
+        self.experts = None if experts is None else Experts(config, experts, dtype, rngs)
+        self.mlp = GatedMLP(config, config.mlp_dim, dtype, rngs) if experts is None else None
+        self.attention_post_norm = norm_weight(config, config.embed_dim, dtype) if config.post_norms else None
+        self.mlp_post_norm = norm_weight(config, config.embed_dim, dtype) if config.post_norms else None
 
     def __call__(self, x: jax.Array, positions: jax.Array, cache: Cache | None, layer: Any, step: Step | None):
         with jax.named_scope("attention"):
@@ -188,56 +194,12 @@ class Block(nnx.Module):
             y, cache = self.attention(y, cache, layer=layer, positions=positions, step=step)
             x = x + (y if self.attention_post_norm is None else rms_norm(y, self.attention_post_norm, self.config))
         with jax.named_scope("mlp"):
-            y = self.mlp(rms_norm(x, self.mlp_norm, self.config))
+            y = rms_norm(x, self.mlp_norm, self.config)
+            y = self.experts(y) if self.mlp is None else self.mlp(y)  # type: ignore[misc]
             x = x + (y if self.mlp_post_norm is None else rms_norm(y, self.mlp_post_norm, self.config))
         return x, cache
-
-
-class GatedMLP(nnx.Module):
-    """`down(activation(gate(x)) * up(x))` (Shazeer, 2020: https://arxiv.org/abs/2002.05202)."""
-
-    def __init__(self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs):
-        def kernel(fan_in: int, fan_out: int) -> nnx.Param:
-            return nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (fan_in, fan_out), dtype))
-
-        def bias(size: int) -> nnx.Param | None:
-            return nnx.Param(jnp.zeros((size,), dtype)) if config.mlp_bias else None
-
-        self.gate, self.gate_bias = kernel(config.embed_dim, config.mlp_dim), bias(config.mlp_dim)
-        self.up, self.up_bias = kernel(config.embed_dim, config.mlp_dim), bias(config.mlp_dim)
-        self.down, self.down_bias = kernel(config.mlp_dim, config.embed_dim), bias(config.embed_dim)
-        self.activation = config.activation
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gate = project("...e,ef->...f", x, self.gate, self.gate_bias)
-        up = project("...e,ef->...f", x, self.up, self.up_bias)
-        return project("...f,fe->...e", ACTIVATIONS[self.activation](gate) * up, self.down, self.down_bias)
-
-
-class NormedRope(nnx.Module):
-    """A rotation of queries and keys that are RMS-normed first, head by head."""
-
-    def __init__(self, config: DecoderConfig, rope: Rope, dtype: Any):
-        self.config, self.rope = config, rope
-        self.query_norm = _norm_weight(config, config.head_dim, dtype)
-        self.key_norm = _norm_weight(config, config.head_dim, dtype)
-
-    def __call__(self, q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return self.rope(rms_norm(q, self.query_norm, self.config), rms_norm(k, self.key_norm, self.config), positions)
-
-
-def rms_norm(x: jax.Array, weight: nnx.Param, config: DecoderConfig) -> jax.Array:
-    """`x` over its root mean square, scaled; in float32 (Zhang and Sennrich, 2019: https://arxiv.org/abs/1910.07467)."""
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + config.norm_eps)
-    scale = weight[...].astype(jnp.float32) + config.norm_offset
-    return (y * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))).astype(x.dtype)
 
 
 def _stack(blocks: list[Block]) -> Block:
     """Blocks that are alike as one, whose parameters have an axis for them in front."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
-
-
-def _norm_weight(config: DecoderConfig, size: int, dtype: Any) -> nnx.Param:
-    return nnx.Param(jnp.full((size,), 1.0 - config.norm_offset, dtype))

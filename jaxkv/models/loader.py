@@ -5,8 +5,7 @@ import json
 import math
 import os
 import pathlib
-import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,55 +16,17 @@ from jaxkv._files import safetensors
 from jaxkv.models import hugging_face
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.decoder import Decoder
+from jaxkv.models.names import EMBED, HEAD, Slot, slots_of
+from jaxkv.models.published import LAYER, read_published
 
 FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 MOST_JSON = 64 << 20  # bytes; the index of a model of 10,000 tensors has one
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Our name -> the checkpoint's, for what there is once and for what each layer has.
-WHOLE = {"embed": EMBED, "norm": "model.norm.weight", "head": HEAD}
-PER_LAYER = {
-    "attention.query": "self_attn.q_proj.weight",
-    "attention.key": "self_attn.k_proj.weight",
-    "attention.value": "self_attn.v_proj.weight",
-    "attention.out": "self_attn.o_proj.weight",
-    "attention.query_bias": "self_attn.q_proj.bias",
-    "attention.key_bias": "self_attn.k_proj.bias",
-    "attention.value_bias": "self_attn.v_proj.bias",
-    "attention.out_bias": "self_attn.o_proj.bias",
-    "attention.position_fn.query_norm": "self_attn.q_norm.weight",
-    "attention.position_fn.key_norm": "self_attn.k_norm.weight",
-    "attention_norm": "input_layernorm.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "mlp.gate": "mlp.gate_proj.weight",
-    "mlp.up": "mlp.up_proj.weight",
-    "mlp.down": "mlp.down_proj.weight",
-    "mlp.gate_bias": "mlp.gate_proj.bias",
-    "mlp.up_bias": "mlp.up_proj.bias",
-    "mlp.down_bias": "mlp.down_proj.bias",
-}
-# Where attention and MLP are followed by norms too, post_attention_layernorm is that norm, no longer the MLP's.
-PER_LAYER_WITH_POST_NORMS = PER_LAYER | {
-    "attention_post_norm": "post_attention_layernorm.weight",
-    "mlp_norm": "pre_feedforward_layernorm.weight",
-    "mlp_post_norm": "post_feedforward_layernorm.weight",
-}
-# How many leading axes of our kernels are inputs; theirs are [all outputs, all inputs].
-INPUT_AXES = {"query": 1, "key": 1, "value": 1, "out": 2, "gate": 1, "up": 1, "down": 1}
-# Buffers in old checkpoints, which the config determines.
-LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
-IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-
-
-class Slot(NamedTuple):
-    """How a parameter is stored in a checkpoint: its name, its shape, and whether it lies there transposed."""
-
-    name: str
-    shape: tuple[int, ...]
-    transposed: bool
 
 
 def load(folder: str | os.PathLike, *, dtype: Any = None, scan: bool = False) -> Decoder:
     """The model in a Hugging Face folder: config.json, and model.safetensors or several files with their index.
+
+    Weights in MXFP4 (GPT-OSS) and in blocks of float8 (DeepSeek V3) become numbers as they are read.
 
     Args:
       folder: where they are.
@@ -80,7 +41,8 @@ def load(folder: str | os.PathLike, *, dtype: Any = None, scan: bool = False) ->
     folder = pathlib.Path(folder)
     wanted = _float_dtype(dtype) if dtype is not None else None
     config = read_config(folder)
-    tensors = {name: x for name, x in _read_tensors(folder).items() if not IGNORED.fullmatch(name)}
+    path = folder / "config.json"
+    tensors = read_published(_read_tensors(folder), _read_json(path), str(path))
     # A layer more or less is found below, and by name; making many only to miss them takes long.
     layers = {int(found[1]) for name in tensors if (found := LAYER.match(name))}
     if config.num_layers > 2 * len(layers) + 1:
@@ -94,15 +56,19 @@ def load(folder: str | os.PathLike, *, dtype: Any = None, scan: bool = False) ->
         for path, param in nnx.to_flat_state(state)
     }
     if config.tie_embeddings and HEAD in tensors and EMBED in tensors:
-        if not np.array_equal(tensors[HEAD], tensors[EMBED]):
+        if not np.array_equal(np.asarray(tensors[HEAD]), np.asarray(tensors[EMBED])):
             raise ValueError(f"{folder} ties its embeddings, but {HEAD} differs from {EMBED}.")
         del tensors[HEAD]
     _check(folder, [slot for slots, _ in params.values() for slot in slots], tensors)
     own = wanted or tensors[EMBED].dtype
 
     def array(slots: list[Slot], shape: tuple[int, ...]) -> jax.Array:
-        found = ((tensors[slot.name], slot.transposed) for slot in slots)
-        return jnp.array(np.stack([(x.T if transposed else x).astype(own) for x, transposed in found]).reshape(shape))
+        def one(slot: Slot) -> np.ndarray:
+            x = np.asarray(tensors[slot.name])
+            x = x if slot.column is None else x[..., slot.column :: 2]
+            return (x.T if slot.transposed else x).astype(own)
+
+        return jnp.array(np.stack([one(slot) for slot in slots]).reshape(shape))
 
     loaded = [(path, param.replace(array(slots, param.shape))) for path, (slots, param) in params.items()]
     return nnx.merge(graph, nnx.from_flat_state(loaded))
@@ -113,11 +79,16 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = model.config
-    tensors = {}
+    tensors: dict[str, np.ndarray] = {}
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         slots = slots_of(path, param.shape, config, model.num_scanned)
         for slot, tensor in zip(slots, np.asarray(param[...]).reshape(len(slots), -1), strict=True):
-            tensors[slot.name] = tensor.reshape(slot.shape[::-1]).T if slot.transposed else tensor.reshape(slot.shape)
+            if slot.column is not None:
+                both = tensors.setdefault(slot.name, np.empty(slot.shape, tensor.dtype))
+                both[..., slot.column :: 2] = tensor.reshape(*slot.shape[:-1], -1)
+            else:
+                shape = slot.shape[::-1] if slot.transposed else slot.shape
+                tensors[slot.name] = tensor.reshape(shape).T if slot.transposed else tensor.reshape(shape)
     safetensors.write(folder / "model.safetensors", tensors)
     fields = hugging_face.render(config) | {"dtype": str(model.dtype)}
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
@@ -147,23 +118,6 @@ def read_config(folder: pathlib.Path) -> DecoderConfig:
     return config
 
 
-def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_scanned: int) -> list[Slot]:
-    """Where the checkpoint keeps the parameter at `path` of a decoder, of `shape` there: one slot, or one for each of
-    the layers that it is stacked of. The first `num_scanned` layers are stacked."""
-    first, *rest = path
-    if first == "stacks":
-        (place, *rest), (count, *shape_of_one) = rest, shape
-        layers, shape = range(place, count * config.period, config.period), tuple(shape_of_one)
-    elif first == "layers":
-        place, *rest = rest
-        layers = range(num_scanned + place, num_scanned + place + 1)
-    else:
-        return [Slot(WHOLE[first], shape, False)]
-    table, inputs = PER_LAYER_WITH_POST_NORMS if config.post_norms else PER_LAYER, INPUT_AXES.get(rest[-1], 0)
-    matrix = (math.prod(shape[inputs:]), math.prod(shape[:inputs])) if inputs else (math.prod(shape),)
-    return [Slot(f"model.layers.{i}.{table['.'.join(rest)]}", matrix, bool(inputs)) for i in layers]
-
-
 def _float_dtype(dtype: Any) -> np.dtype:
     if str(dtype) in (names := [d.name for d in FLOATS]) or dtype in FLOATS:
         return jnp.dtype(dtype)
@@ -173,13 +127,18 @@ def _float_dtype(dtype: Any) -> np.dtype:
 def count_parameters(config: DecoderConfig) -> int:
     """The parameters of a decoder, without making any."""
 
-    def count(num_layers: int) -> int:
-        few = dataclasses.replace(config, windows=config.windows[:num_layers], ropes=config.ropes[:num_layers])
+    def count(with_experts: bool, num_layers: int) -> int:
+        few = dataclasses.replace(
+            config, windows=config.windows[:1] * num_layers, ropes=config.ropes[:1] * num_layers,
+            experts=config.experts if with_experts else None, expert_layers=(True,) * (num_layers * with_experts),
+        )  # fmt: skip
         _, state = nnx.split(nnx.eval_shape(lambda: Decoder(few, rngs=nnx.Rngs(0))))
         return sum(math.prod(param.shape) for _, param in nnx.to_flat_state(state))
 
-    one = count(1)
-    return one + (config.num_layers - 1) * (count(2) - one)  # layers differ in what they see, not in what they hold
+    # Layers differ in what they see, which changes nothing, and in whether they have experts.
+    layers = config.expert_layers or (False,) * config.num_layers
+    of_layer = {kind: count(kind, 2) - count(kind, 1) for kind in set(layers)}
+    return count(layers[0], 1) - of_layer[layers[0]] + sum(of_layer[kind] for kind in layers)
 
 
 def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -220,7 +179,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     return content
 
 
-def _check(folder: pathlib.Path, slots: list[Slot], tensors: dict[str, np.ndarray]) -> None:
+def _check(folder: pathlib.Path, slots: list[Slot], tensors: dict[str, Any]) -> None:
     """Raises one error with everything that is wrong."""
     wanted = {slot.name: slot.shape for slot in slots}
     wrong = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.keys())]

@@ -22,7 +22,11 @@ class Rope:
       theta: the base of the wavelengths.
       scaling: "linear" divides every frequency by `factor`; "llama3" does so only for waves longer than
         `original_max_position / low_freq_factor`, leaves those shorter than `original_max_position / high_freq_factor`
-        as they are, and blends in between.
+        as they are, and blends in between; "yarn" (https://arxiv.org/abs/2309.00071) leaves those that turn more than
+        `beta_fast` times within `original_max_position`, divides those that turn less than `beta_slow` times, and
+        blends in between, from whole pairs on if `truncate`.
+      attention_factor, mscale, mscale_all_dim: with "yarn", what gives `magnitude`.
+      interleaved: the pairs are (2 i, 2 i + 1). They come out as (i, i + D/2), in queries and keys alike.
 
     >>> q = k = jnp.ones((3, 2, 8))
     >>> Rope(theta=10_000.0)(q, k, jnp.arange(3))[0].shape
@@ -30,19 +34,46 @@ class Rope:
     """
 
     theta: float = 10_000.0
-    scaling: Literal["default", "linear", "llama3"] = "default"
+    scaling: Literal["default", "linear", "llama3", "yarn"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    interleaved: bool = False
 
     def __post_init__(self):
-        for name, least in {"theta": 1, "factor": None, "low_freq_factor": None}.items():
-            real(name, getattr(self, name), least=least, above=0)
+        above_0 = ("theta", "factor", "low_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
+                   "mscale_all_dim")  # fmt: skip
+        for name in above_0:
+            if getattr(self, name) is not None:
+                real(name, getattr(self, name), least=1 if name == "theta" else None, above=0)
         real("high_freq_factor", self.high_freq_factor, above=self.low_freq_factor)
         integer("original_max_position", self.original_max_position, least=1)
-        if self.scaling not in ("default", "linear", "llama3"):
-            raise ValueError(f"scaling must be 'default', 'linear' or 'llama3', not {shown(self.scaling)}.")
+        if self.scaling not in ("default", "linear", "llama3", "yarn"):
+            raise ValueError(f"scaling must be 'default', 'linear', 'llama3' or 'yarn', not {shown(self.scaling)}.")
+
+    @property
+    def magnitude(self) -> float:
+        """What queries and keys are multiplied by as they are turned: with more positions logits get sharper."""
+        if self.scaling != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self.sharpening(self.mscale) / self.sharpening(self.mscale_all_dim)
+        return self.sharpening(1.0)
+
+    def sharpening(self, mscale: float | None) -> float:
+        """YaRN's factor for so many times more positions; 1 where it is not asked for."""
+        if self.scaling != "yarn" or not mscale or self.factor <= 1:
+            return 1.0
+        return 0.1 * mscale * math.log(self.factor) + 1.0
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Radians per position of each pair, `f32[head_dim // 2]`."""
@@ -54,16 +85,35 @@ class Rope:
             kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
             kept = np.clip(kept, 0.0, 1.0)
             frequency = kept * frequency + (1 - kept) * frequency / self.factor
+        elif self.scaling == "yarn":
+            low, high = self._blended(head_dim)
+            divided = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
+            frequency = (1 - divided) * frequency + divided * frequency / self.factor
         return frequency.astype(np.float32)
+
+    def _blended(self, head_dim: int) -> tuple[float, float]:
+        """The pairs between which YaRN blends."""
+
+        def pair(turns: float) -> float:  # the one that turns so many times within the original context
+            return head_dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        return low, high if high != low else high + 0.001
 
     def __call__(self, q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`q [..., H, D]` and `k [..., K, D]` of the tokens at `positions [...]`, turned; computed in float32."""
         frequencies = jnp.expand_dims(self.frequencies(q.shape[-1]), tuple(range(positions.ndim + 1)))
         angles = positions.astype(jnp.float32)[..., None, None] * frequencies  # [..., 1, D/2]
         cos, sin = jnp.cos(angles), jnp.sin(angles)
+        if self.magnitude != 1.0:
+            cos, sin = cos * self.magnitude, sin * self.magnitude
 
         def rotate(x: jax.Array) -> jax.Array:
-            left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+            x32 = x.astype(jnp.float32)
+            left, right = (x32[..., ::2], x32[..., 1::2]) if self.interleaved else jnp.split(x32, 2, axis=-1)
             return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
 
         return rotate(q), rotate(k)

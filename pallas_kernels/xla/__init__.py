@@ -10,3 +10,5 @@ from pallas_kernels.xla.attention import (
     write_and_attend as write_and_attend,
     write_kv as write_kv,
 )
+
+LATENT = True  # it reads latent rows

@@ -18,22 +18,25 @@ from pallas_kernels.tokens import locate
 from pallas_kernels.xla import work as tiles
 
 
-@functools.partial(jax.jit, static_argnames=("window", "return_lse", "kind"))
+@functools.partial(jax.jit, static_argnames=("window", "return_lse", "kind", "rank"))
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
-    mask=None, return_lse=False, kind=None,
+    mask=None, return_lse=False, kind=None, rank=None,
 ):  # fmt: skip
     """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
     *token_axes, num_heads, head_dim = q.shape
     num_tokens = math.prod(token_axes)
+    width = head_dim if rank is None else rank  # of the values
     if num_tokens == 0:
+        q = q[..., :width]
         return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if return_lse else q
     rows = tiles.find_rows(tuple(token_axes), tables, lengths, new, offsets)
     token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), lengths, new, offsets))
     scale = jnp.asarray(head_dim**-0.5 if scale is None else scale, jnp.float32)
     soft_cap = None if soft_cap is None else jnp.asarray(soft_cap, jnp.float32)
     mask = None if mask is None else mask.reshape(num_tokens, mask.shape[-1])
-    inputs = _Inputs(q.reshape(num_tokens, num_heads, head_dim), kv, kv_scale, kind, scale, soft_cap, window, mask)
+    flat_q = q.reshape(num_tokens, num_heads, head_dim)
+    inputs = _Inputs(flat_q, kv, kv_scale, kind, rank, scale, soft_cap, window, mask)
 
     def attend(count: jax.Array, queries: int, lanes: int) -> _Softmax:
         tiling = tiles.choose_tiling(inputs.q, kv, tables, queries)
@@ -62,7 +65,7 @@ def paged_attention(
         total = jnp.where(jnp.isneginf(top), 0.0, total * shrink + jnp.exp(sink - higher))
         top, values = higher, values * shrink[..., None]
     out = jnp.where(nothing[..., None], 0.0, values / jnp.where(nothing, 1.0, total)[..., None])
-    out = out.astype(q.dtype).reshape(q.shape)
+    out = out.astype(q.dtype).reshape(*q.shape[:-1], width)
     if not return_lse:
         return out
     lse = jnp.where(nothing, -jnp.inf, top + jnp.log(jnp.where(nothing, 1.0, total)))
@@ -76,6 +79,7 @@ class _Inputs(NamedTuple):
     kv: jax.Array
     kv_scale: jax.Array | None
     kind: str | None
+    rank: int | None  # values are the first so many numbers of the keys; None: they are stored themselves
     scale: jax.Array
     soft_cap: jax.Array | None
     window: int | None
@@ -92,13 +96,13 @@ class _Softmax(NamedTuple):
 
 def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling, lanes: int) -> _Softmax:
     """The softmax of every token, `[tokens, H]`, of the rows whose `count` is not 0."""
-    q, kv, kv_scale, kind, scale, soft_cap, window, mask = inputs
+    q, kv, kv_scale, kind, rank, scale, soft_cap, window, mask = inputs
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, group = kv.shape[2], num_heads // kv.shape[2]
     work = tiles.plan(tiling, lanes, rows, window)
     # A quantised value is exact in q's dtype: scales are applied to logits and weights, not to keys and values; but for
     # scales that the entries of a head do not share.
-    by_entry = kind == "int4"
+    by_entry = kv_scale is not None and kinds.scale_axes(kind, head_dim, rank) != ()
     exact = (kv.dtype.itemsize == 1 and not by_entry) or kv.dtype == q.dtype
     dtype = q.dtype if exact else jnp.dtype("float32")
     width = kinds.stored_dim(kind, head_dim)
@@ -113,11 +117,12 @@ def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling
         if kv_scale is None:
             return stored, None
         scales = tiles.read_runs(kv_scale, which, items, tiling.run, *kv_scale.shape[4:]).astype(jnp.float32)
-        return (stored * kinds.spread_scales(scales, kind, head_dim), None) if by_entry else (stored, scales)
+        return (stored * kinds.spread_scales(scales, kind, head_dim, rank), None) if by_entry else (stored, scales)
 
     def step(i, softmax: _Softmax) -> _Softmax:
         items = tiles.find_items(tiling, work, rows, i, window, mask)
-        (keys, key_scales), (values, value_scales) = (read(items, which) for which in (0, 1))
+        keys, key_scales = read(items, 0)
+        values, value_scales = read(items, 1) if rank is None else (keys[..., :rank], None)
         seen = jnp.repeat(items.seen, group, axis=1)[:, None]  # [items, 1, queries * G, context]
         # What is not seen may hold NaN, and 0 * NaN is NaN. For keys it is the logits that are selected, below.
         visible = seen.any(axis=2)
@@ -155,7 +160,7 @@ def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling
 
     shape = (lanes, num_kv_heads, tiling.queries * group)
     zeros = jnp.broadcast_to(tiles.zero_for(inputs, rows), shape)
-    nothing = _Softmax(zeros - jnp.inf, zeros, jnp.repeat(zeros[..., None], head_dim, axis=-1))
+    nothing = _Softmax(zeros - jnp.inf, zeros, jnp.repeat(zeros[..., None], head_dim if rank is None else rank, -1))
     softmax = jax.lax.fori_loop(0, -(-work.num_items // tiling.items), step, nothing)
 
     index = token.position - rows.before[token.row]
@@ -168,7 +173,7 @@ def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling
     return jax.tree.map(of_tokens, softmax)
 
 
-def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None):
+def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None):
     """What [`pallas_kernels.write_kv`][] means, as one in-place scatter (of a quantised pool one more, of scales)."""
     token_axes = k.shape[:-2]
     token = locate(token_axes, lengths, new, offsets)
@@ -179,7 +184,7 @@ def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kin
     dropped = kv.shape[0] + jnp.arange(count, dtype=jnp.int32)
     block = jnp.where(token.valid.reshape(-1), block, dropped)
     offset = token.position.reshape(-1) % block_size
-    tokens = jnp.stack([k, v], axis=-3).reshape(count, 2, *k.shape[-2:])
+    tokens = jnp.stack([k] if v is None else [k, v], axis=-3).reshape(count, kv.shape[1], *k.shape[-2:])
 
     def put(pool: jax.Array, values: jax.Array, *minor: slice) -> jax.Array:
         # unique_indices: no two tokens share a place, and without the promise GPUs would write with atomics.
@@ -188,13 +193,15 @@ def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kin
 
     if kind is None:
         return put(kv, tokens, slice(0, k.shape[-1]))
-    stored, scales = kinds.encode(tokens, kind, kv_scale.dtype)
+    stored, scales = kinds.encode(tokens, kind, kv_scale.dtype, rank)
     return put(kv, stored, slice(0, stored.shape[-1])), put(kv_scale, scales)
 
 
-def write_and_attend(q, k, v, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, **options):
+def write_and_attend(
+    q, k, v, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, **options
+):  # fmt: skip
     """What [`pallas_kernels.write_and_attend`][] means: one after the other."""
-    written = write_kv(kv, k, v, tables, lengths, new, offsets=offsets, kv_scale=kv_scale, kind=kind)
+    stored = dict(offsets=offsets, kind=kind, rank=rank)
+    written = write_kv(kv, k, v, tables, lengths, new, kv_scale=kv_scale, **stored)
     kv, kv_scale = (written, None) if kind is None else written
-    out = paged_attention(q, kv, tables, lengths, new, offsets=offsets, kv_scale=kv_scale, kind=kind, **options)
-    return out, written
+    return paged_attention(q, kv, tables, lengths, new, kv_scale=kv_scale, **stored, **options), written

@@ -18,7 +18,7 @@ _product = functools.partial(jnp.einsum, precision="highest")
 
 def attention_gradients(
     out_bar, lse_bar, out, lse, *, q, kv, tables, lengths, new, offsets=None, kv_scale=None, scale=None, soft_cap=None,
-    window=None, sinks=None, mask=None, kind=None,
+    window=None, sinks=None, mask=None, kind=None, rank=None,
 ):  # fmt: skip
     """Cotangents of `paged_attention`'s floating-point arguments, by name, in their shapes and dtypes.
 
@@ -77,10 +77,11 @@ def attention_gradients(
             scales = jnp.ones_like(stored[..., :1])
             if kv_scale is not None:
                 scales = tiles.read_runs(kv_scale, which, items, tiling.run, *kv_scale.shape[4:])
-                scales = kinds.spread_scales(scales, kind, head_dim)
+                scales = kinds.spread_scales(scales, kind, head_dim, rank)
             return (jnp.where(visible[..., None], x, 0.0) for x in (stored, scales))
 
-        (keys, key_scales), (values, value_scales) = read_stored(0), read_stored(1)
+        keys, key_scales = read_stored(0)
+        values, value_scales = read_stored(1) if rank is None else (keys[..., :rank], key_scales[..., :rank])
         logits, pull = jax.vjp(compute_logits, read(queries), keys * key_scales, numbers)
         weights = jnp.where(seen, jnp.exp(logits - read(lse)[..., None]), 0.0)
         weights_bar = _product("ikqd,ikcd->ikqc", read(out_bar), values * value_scales)
@@ -94,8 +95,10 @@ def attention_gradients(
         bars["numbers"] = jax.tree.map(jnp.add, bars["numbers"], numbers_bar)
         block = jnp.clip(items.block, 0, kv.shape[0] - 1)[:, :, None]
         place = items.offset[:, :, None] + jnp.arange(tiling.run, dtype=jnp.int32)[None, None]
-        both = (keys, key_scales, keys_bar), (values, value_scales, values_bar)
-        for which, (stored, scales, bar) in enumerate(both):
+        parts = [(keys, key_scales, keys_bar), (values, value_scales, values_bar)]
+        if rank is not None:  # values are part of the keys
+            parts = [(keys, key_scales, keys_bar.at[..., :rank].add(values_bar))]
+        for which, (stored, scales, bar) in enumerate(parts):
 
             def add(name, update, which=which):  # [items, K, pieces * run, ...] into the pool's places
                 runs = update.reshape(*update.shape[:2], tiling.pieces, tiling.run, *update.shape[3:])
@@ -105,7 +108,7 @@ def attention_gradients(
             if "kv" in bars:
                 add("kv", bar * scales)
             if kv_scale is not None:
-                add("kv_scale", kinds.sum_by_scale(bar * stored, kind))
+                add("kv_scale", kinds.sum_by_scale(bar * stored, kind, rank))
         return bars
 
     bars = {

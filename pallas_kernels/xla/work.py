@@ -50,7 +50,7 @@ def choose_tiling(q: jax.Array, kv: jax.Array, tables: jax.Array, queries: int) 
     run = min(block_size, context)
     pieces = max(1, min(context // run, tables.shape[1] * -(-block_size // run)))
     context = pieces * run
-    item_bytes = 2 * num_kv_heads * context * head_dim * kv.dtype.itemsize + 4 * num_heads * queries * context
+    item_bytes = kv.shape[1] * num_kv_heads * context * head_dim * kv.dtype.itemsize + 4 * num_heads * queries * context
     most = -(-tables.size * block_size // context)  # all that rows could hold
     items = max(1, min(STEP_BYTES // item_bytes, most))
     return Tiling(items, queries, pieces, run, block_size, tables.shape[1] * block_size)

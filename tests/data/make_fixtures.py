@@ -1,17 +1,22 @@
 """Makes the tiny random checkpoints in this folder, with what transformers computes from them.
 
     python3.11 -m venv VENV && VENV/bin/pip install torch==2.13.0 transformers    # a CPU build is enough
-    VENV/bin/python tests/data/make_fixtures.py
+    VENV/bin/python tests/data/make_fixtures.py [NAME ...]
 
-Every parameter is random, norms and biases too, so that a term that is missing shows.
+Every parameter is random, norms and biases too, so that a term that is missing shows. (Those with experts, and
+gemma3_nested, were made with torch 2.15.0.)
 """
 
 import json
+import math
 import pathlib
+import sys
 
 import numpy as np
+import safetensors.torch
 import torch
 import transformers
+from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
 HERE = pathlib.Path(__file__).parent
 VOCAB, NEW_TOKENS = 96, 10
@@ -47,6 +52,42 @@ FIXTURES = {
                              sliding_attention=dict(rope_type="default", rope_theta=100.0)),
     ),
 }  # fmt: skip
+YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=16, beta_fast=4.0,
+            beta_slow=1.0)  # fmt: skip
+LATENT = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
+              num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10,
+              moe_intermediate_size=16, n_routed_experts=6, num_experts_per_tok=2, n_group=3, topk_group=2,
+              first_k_dense_replace=1, max_position_embeddings=128, bos_token_id=1, eos_token_id=None,
+              rms_norm_eps=1e-3)  # fmt: skip
+FIXTURES |= {
+    "deepseek_v2": transformers.DeepseekV2Config(
+        **LATENT, q_lora_rank=None, topk_method="group_limited_greedy", routed_scaling_factor=3.0, n_shared_experts=2,
+        rope_parameters=YARN | dict(mscale=0.707, mscale_all_dim=0.707),
+    ),
+    "deepseek_v3": transformers.DeepseekV3Config(
+        **LATENT, q_lora_rank=12, routed_scaling_factor=2.5, n_shared_experts=1, num_nextn_predict_layers=1,
+        rope_parameters=YARN | dict(mscale=1.5, mscale_all_dim=0.8),
+    ),
+    "gpt_oss": transformers.GptOssConfig(
+        **TINY | dict(intermediate_size=32), sliding_window=6, num_local_experts=5, num_experts_per_tok=2,
+        swiglu_limit=1.5, rope_parameters=YARN | dict(truncate=False),
+    ),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **TINY, moe_intermediate_size=24, num_experts=6, num_experts_per_tok=3, norm_topk_prob=True,
+        mlp_only_layers=[0], rope_parameters=dict(rope_type="default", rope_theta=500.0),
+    ),
+    "gemma3_nested": transformers.Gemma3Config(
+        text_config=FIXTURES["gemma3"].to_dict() | dict(num_hidden_layers=2, layer_types=SLIDING_FIRST[:2]),
+        vision_config=dict(model_type="siglip_vision_model", hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                           num_attention_heads=2, image_size=8, patch_size=4, vision_use_head=False),
+        mm_tokens_per_image=4, image_token_index=0, boi_token_index=0, eoi_token_index=1,
+    ),
+}  # fmt: skip
+# Their seeds are their places here.
+ORDER = ["gemma2", "gemma3", "llama", "llama3", "llama_linear", "mistral", "qwen2", "qwen3", "deepseek_v2",
+         "deepseek_v3", "gpt_oss", "qwen3_moe", "gemma3_nested"]  # fmt: skip
+OLD_YARN = {name: value for name, value in YARN.items() if name not in ("rope_type", "rope_theta")}
+FP8_BLOCK = 16  # DeepSeek publishes blocks of 128
 SHARDED = "qwen3"
 # The same checkpoints as transformers before version 5 described them: fields left out, fields put in.
 OLD_FORMS = {
@@ -68,22 +109,102 @@ OLD_FORMS = {
         dict(rope_theta=5000.0, rope_local_base_freq=100.0, rope_scaling=dict(rope_type="linear", factor=4.0),
              sliding_window_pattern=2),
     ),
+    "deepseek_v2": (
+        ["rope_parameters", "head_dim", "qk_head_dim", "mlp_bias"],
+        dict(rope_theta=500.0, rope_scaling=OLD_YARN | dict(type="yarn", mscale=0.707, mscale_all_dim=0.707),
+             aux_loss_alpha=0.001, ep_size=1, moe_layer_freq=1, scoring_func="softmax", seq_aux=True),
+    ),
+    "deepseek_v3": (
+        ["rope_parameters", "head_dim", "qk_head_dim", "rope_interleave"],
+        dict(rope_theta=500.0, rope_scaling=OLD_YARN | dict(type="yarn", mscale=1.5, mscale_all_dim=0.8),
+             aux_loss_alpha=0.001, ep_size=1, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc",
+             seq_aux=True, auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"}),
+    ),
+    "gpt_oss": (
+        ["rope_parameters", "layer_types", "num_local_experts", "swiglu_alpha"],
+        dict(rope_theta=500.0, rope_scaling=OLD_YARN | dict(rope_type="yarn", truncate=False), num_experts=5,
+             experts_per_token=2, initial_context_length=16),
+    ),
+    "qwen3_moe": (
+        ["rope_parameters", "num_experts", "num_local_experts"],
+        dict(rope_theta=500.0, rope_scaling=None, num_local_experts=6, max_window_layers=2),
+    ),
+    "gemma3_nested": ([], {}),
 }  # fmt: skip
 
 
+def to_mxfp4(random: np.random.Generator, weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Random experts `[E, in, out]` as GPT-OSS publishes them: what they are, and blocks and scales."""
+    experts, inputs, outputs = weight.shape
+    blocks = torch.tensor(random.integers(0, 256, (experts, outputs, inputs // 32, 16)), dtype=torch.uint8)
+    # The sixteen values have a standard deviation of 2.9.
+    power = round(math.log2(1.3 * inputs**-0.5 / 2.9))
+    scales = torch.tensor(127 + power + random.integers(-1, 2, blocks.shape[:-1]), dtype=torch.uint8)
+    plain = _convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    return plain, {"blocks": blocks, "scales": scales}
+
+
+def to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A matrix as DeepSeek V3 publishes it: what it then is, and float8 numbers with a scale for each block."""
+    rows, columns = (-(-n // FP8_BLOCK) for n in weight.shape)
+    scales = torch.empty(rows, columns)
+    stored, plain = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
+    for i in range(rows):
+        for j in range(columns):
+            block = (slice(i * FP8_BLOCK, (i + 1) * FP8_BLOCK), slice(j * FP8_BLOCK, (j + 1) * FP8_BLOCK))
+            scales[i, j] = weight[block].abs().max() / 448
+            stored[block] = (weight[block] / scales[i, j]).to(torch.float8_e4m3fn)
+            plain[block] = stored[block].float() * scales[i, j]
+    return plain, {"weight": stored, "weight_scale_inv": scales}
+
+
+def publish(name: str, model: transformers.PreTrainedModel, folder: pathlib.Path) -> None:
+    """The checkpoint as it is published where that is not how transformers writes it. The model's weights follow."""
+    path = folder / "model.safetensors"
+    random = np.random.default_rng(ORDER.index(name))
+    tensors = safetensors.torch.load_file(path)
+    plain = dict(tensors)
+    if name == "gpt_oss":
+        quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
+        for key in [key for key in tensors if key.endswith("up_proj") or key.endswith("down_proj")]:
+            plain[key], parts = to_mxfp4(random, tensors.pop(key))
+            tensors |= {f"{key}_{part}": x for part, x in parts.items()}
+    else:
+        quantization = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                        "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}  # fmt: skip
+        for key in [key for key in tensors if key.endswith("_proj.weight") or "kv_a_proj_with_mqa" in key]:
+            plain[key], parts = to_fp8(tensors.pop(key))
+            tensors |= {f"{key.removesuffix('.weight')}.{part}": x for part, x in parts.items()}
+        extra = {"eh_proj.weight": (32, 64), "enorm.weight": (32,), "shared_head.head.weight": (VOCAB, 32)}
+        tensors |= {f"model.layers.3.{key}": torch.randn(shape) for key, shape in extra.items()}
+    safetensors.torch.save_file(plain, path, {"format": "pt"})
+    again = type(model).from_pretrained(folder)
+    model.load_state_dict(again.state_dict())
+    safetensors.torch.save_file(tensors, path, {"format": "pt"})
+    fields = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+
+
 def make(name: str, config: transformers.PreTrainedConfig) -> None:
-    seed = sorted(FIXTURES).index(name)
+    seed = ORDER.index(name)
     torch.manual_seed(seed)
     config._attn_implementation = "eager"  # the others leave the soft cap out
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    for parameter_name, parameter in model.named_parameters():
+    nested = name == "gemma3_nested"
+    kind = transformers.Gemma3ForConditionalGeneration if nested else transformers.AutoModelForCausalLM
+    model = (kind(config) if nested else kind.from_config(config)).eval()
+    biases = [(name, x) for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    for parameter_name, parameter in [*model.named_parameters(), *biases]:
         is_norm = "norm" in parameter_name
-        spread = 0.4 if is_norm or parameter.ndim == 1 else 1.3 * parameter.shape[1] ** -0.5
+        inputs = parameter.shape[1 if parameter.ndim == 3 and name == "gpt_oss" else -1]
+        small = is_norm or parameter.ndim == 1 or parameter_name.endswith("bias")
+        spread = 0.4 if small else 1.3 * inputs**-0.5
         center = 1.0 if is_norm and "gemma" not in config.model_type else 0.0
         torch.nn.init.normal_(parameter, mean=center, std=spread)
     folder = HERE / name
     model.save_pretrained(folder, max_shard_size="30KB" if name == SHARDED else "1GB")
     (folder / "generation_config.json").unlink(missing_ok=True)
+    if name in ("deepseek_v3", "gpt_oss"):
+        publish(name, model, folder)
 
     random = np.random.default_rng(seed)
     prompts = [random.integers(2, VOCAB, length).tolist() for length in PROMPT_LENGTHS]
@@ -108,5 +229,5 @@ def make(name: str, config: transformers.PreTrainedConfig) -> None:
 
 
 if __name__ == "__main__":
-    for fixture, fixture_config in FIXTURES.items():
-        make(fixture, fixture_config)
+    for fixture in sys.argv[1:] or FIXTURES:
+        make(fixture, FIXTURES[fixture])

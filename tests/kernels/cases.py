@@ -71,4 +71,33 @@ CASES = [
     ),  # a block of several tiles, the last one cut
     Case(lengths=(40, 7), new=(2, 1), head_dim=80, stored_head_dim=128),  # a padded pool
     Case(lengths=(33, 80), new=(1, 2), max_blocks=40, scale=0.3),  # a table much wider than needed
+    # Latent rows: of many heads, with all options; of odd sizes, packed; a padded pool.
+    Case(lengths=(17, 0, 16, 63), new=(1, 0, 1, 1), num_heads=16, num_kv_heads=1, head_dim=48, rank=40, scale=0.2),
+    Case(
+        lengths=(5, 33, 70, 40),
+        new=(5, 1, 40, 7),
+        num_heads=5,
+        num_kv_heads=1,
+        head_dim=21,
+        rank=15,
+        block_size=5,
+        scale=0.3,
+        packed=True,
+        padding=3,
+        window=13,
+        soft_cap=3.0,
+        sinks=True,
+        mask=True,
+    ),
+    Case(
+        lengths=(40, 7),
+        new=(2, 1),
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=24,
+        rank=16,
+        stored_head_dim=32,
+        scale=0.2,
+        block_size=1,
+    ),
 ]

@@ -24,7 +24,9 @@ def make_problem(case, seed=0):
     rest = inputs._asdict() | options
     rest = {name: x for name, x in rest.items() if name not in variables and x is not None}
     rng = np.random.default_rng(seed + 5)
-    weights = [jnp.asarray(rng.standard_normal(inputs.q.shape[:n]), jnp.float32) for n in (None, -1)]
+    tokens = inputs.q.shape[:-1]
+    shapes = (*tokens, case.rank or case.head_dim), tokens
+    weights = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
 
     def loss(attend, variables, rest=rest):
         out, lse = attend(**rest, **variables, return_lse=True)
@@ -46,6 +48,7 @@ CASES = [
     Case(lengths=(5, 30, 17, 300), new=(3, 3, 3, 3), block_size=5, window=12, soft_cap=3.0, sinks=True, mask=True),
     Case(lengths=(5, 0, 17, 90), new=(1, 0, 3, 40), packed=True, head_dim=16, stored_head_dim=24, num_kv_heads=1),
     Case(lengths=(400, 5), new=(40, 2), packed=True, block_size=301, num_heads=2),  # blocks longer than a tile
+    Case(lengths=(5, 30), new=(1, 4), num_heads=6, num_kv_heads=1, head_dim=24, rank=16, scale=0.2, sinks=True),
 ]
 
 

@@ -23,6 +23,14 @@ OWN = {
     "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 16, "final_logit_softcapping": 30.0,
                "attn_logit_softcapping": 50.0, "hidden_activation": "gelu_pytorch_tanh"},
     "gemma3_text": {"sliding_window": 16, "sliding_window_pattern": 2, "rope_local_base_freq": 1e4},
+    "deepseek_v3": {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+                    "v_head_dim": 16, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2,
+                    "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+                    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_interleave": True,
+                    "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0, "swiglu_alpha": 1.7},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
+                  "decoder_sparse_step": 1, "mlp_only_layers": [1]},
 }  # fmt: skip
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64}  # fmt: skip
@@ -36,6 +44,10 @@ RIGHT = {
     "final_logit_softcapping": [None, 1.5, 10**9], "attn_logit_softcapping": [None, 1.5, 10**9],
     "original_max_position_embeddings": [10**9], "factor": [1.5, 10**9], "low_freq_factor": [1.5, 10**9],
     "high_freq_factor": [1.5, 10**9],
+    "q_lora_rank": [None], "first_k_dense_replace": [0, 10**9], "n_shared_experts": [0, 10**9], "n_group": [None],
+    "topk_group": [None], "norm_topk_prob": [True], "routed_scaling_factor": [1.5, 10**9], "rope_interleave": [True],
+    "num_experts_per_tok": [None], "num_local_experts": [None], "num_experts": [None], "swiglu_limit": [1.5, 10**9],
+    "swiglu_alpha": [1.5, 10**9], "mlp_only_layers": [None, [], [1]], "decoder_sparse_step": [10**9],
 }  # fmt: skip
 
 

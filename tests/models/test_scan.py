@@ -10,7 +10,7 @@ from fixtures import DATA
 from flax import nnx
 
 import jaxkv
-from jaxkv.models import Decoder, DecoderConfig, Rope, load, save
+from jaxkv.models import Decoder, DecoderConfig, ExpertsConfig, Rope, load, save
 
 NEAR, FAR = Rope(theta=100.0), Rope(theta=10_000.0)
 CONFIG = DecoderConfig(
@@ -65,6 +65,26 @@ def test_saved_and_loaded_again(tmp_path):
     save(scanned, tmp_path / "b")
     again = load(tmp_path / "b")
     jax.tree.map(np.testing.assert_array_equal, again, plain)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_experts_in_scanned_layers(family, tmp_path):
+    """Two periods of two layers; of the second only every other layer has experts."""
+    oss = family == "gpt_oss"
+    experts = ExpertsConfig(count=3, per_token=2, mlp_dim=8, bias=oss, limit=2.0 if oss else None,
+                            scores="softmax_of_chosen" if oss else "softmax")  # fmt: skip
+    config = DecoderConfig(
+        family=family, vocab_size=50, embed_dim=16, mlp_dim=8, num_heads=2, num_kv_heads=1, head_dim=8, max_seq_len=64,
+        windows=(4, None) * 2 if oss else (None,) * 4, ropes=(NEAR,) * 4, attention_scale=8**-0.5, sinks=oss,
+        qkv_bias=oss, out_bias=oss, qk_norm=not oss, experts=experts,
+        expert_layers=(True,) * 4 if oss else (False, True) * 2,
+    )  # fmt: skip
+    save(Decoder(config, rngs=nnx.Rngs(0)), tmp_path)
+    plain, scanned = load(tmp_path), load(tmp_path, scan=True)
+    assert plain.config == config and (scanned.periods, scanned.num_scanned) == (2, 4)
+    tokens = jnp.arange(9, dtype=jnp.int32)[None]
+    dense = jax.jit(lambda model: model(tokens)[0])
+    np.testing.assert_allclose(dense(scanned), dense(plain), rtol=1e-4, atol=1e-5)
 
 
 def test_one_period_is_not_scanned(tmp_path):

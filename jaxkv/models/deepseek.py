@@ -1,0 +1,87 @@
+"""DeepSeek V2 and V3: latent attention, leading layers with an MLP, then experts beside a shared one."""
+
+from typing import Any
+
+from jaxkv.models.config import DecoderConfig, ExpertsConfig, LatentConfig
+from jaxkv.models.fields import FULL, MOST_DIM, MOST_HEADS, Fields
+from jaxkv.models.rope_fields import parse_ropes
+
+FAMILIES = ("deepseek_v2", "deepseek_v3")
+# How V2 names its choice of experts: the best ones of all, or of a token's best groups; how V3 names its own.
+GREEDY, IN_GROUPS, BALANCED = "greedy", "group_limited_greedy", "noaux_tc"
+
+
+def parse(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
+    """What a `DecoderConfig` has besides what all families have in common."""
+    v3, num_layers = common["family"] == "deepseek_v3", len(common["windows"])
+    latent = LatentConfig(
+        rank=fields.size("kv_lora_rank", 512, most=MOST_DIM),
+        rope_dim=fields.size("qk_rope_head_dim", 64, most=MOST_DIM),
+        nope_dim=fields.size("qk_nope_head_dim", 128, most=MOST_DIM),
+        value_dim=fields.size("v_head_dim", 128, most=MOST_DIM),
+        query_rank=fields.size("q_lora_rank", 1536, None, most=MOST_DIM),
+    )
+    head_dim = latent.nope_dim + latent.rope_dim
+    if (written := fields.size("qk_head_dim", head_dim)) != head_dim:
+        raise fields.refuse("qk_head_dim", written, f"the sum of qk_nope_head_dim and qk_rope_head_dim, {head_dim}")
+    interleaved = fields.flag("rope_interleave", True) if v3 else True
+    rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0, yarn=True, interleaved=interleaved)[FULL]
+    dense = fields.size("first_k_dense_replace", 3 if v3 else 0, least=0)
+    fields.must_be("moe_layer_freq", 1)
+    fields.must_be("ep_size", 1)
+    fields.size("num_nextn_predict_layers", 1, least=0)  # `published` leaves them out
+    experts = _experts(fields, v3)
+    expert_layers = tuple(i >= dense for i in range(num_layers))
+    return dict(
+        head_dim=head_dim, latent=latent, ropes=(rope,) * num_layers,
+        attention_scale=head_dim**-0.5 * rope.sharpening(rope.mscale_all_dim) ** 2,
+        experts=experts if any(expert_layers) else None, expert_layers=expert_layers if any(expert_layers) else (),
+    )  # fmt: skip
+
+
+def _experts(fields: Fields, v3: bool) -> ExpertsConfig:
+    count = fields.size("n_routed_experts", fields.size("num_local_experts", 256 if v3 else 64, most=MOST_HEADS),
+                        most=MOST_HEADS)  # fmt: skip
+    mlp_dim = fields.size("moe_intermediate_size", 2048 if v3 else 1407, most=MOST_DIM)
+    shared = fields.size("n_shared_experts", 1 if v3 else 2, least=0)
+    groups, within = fields.size("n_group", 8 if v3 else 1, None), fields.size("topk_group", 4 if v3 else 1, None)
+    fields.must_be("scoring_func", "sigmoid" if v3 else "softmax")
+    method = fields.take("topk_method", BALANCED if v3 else GREEDY)
+    if method not in ((BALANCED,) if v3 else (GREEDY, IN_GROUPS)):
+        raise fields.refuse("topk_method", method, BALANCED if v3 else f"{GREEDY} and {IN_GROUPS}")
+    if method == GREEDY:
+        groups = within = 1
+    normalise = fields.flag("norm_topk_prob", v3)
+    if normalise and not v3:  # transformers reads it and then ignores it
+        raise fields.refuse("norm_topk_prob", normalise, "False")
+    try:
+        return ExpertsConfig(
+            count=count, per_token=fields.size("num_experts_per_tok", *([8] if v3 else []), most=MOST_HEADS),
+            mlp_dim=mlp_dim, scores="sigmoid" if v3 else "softmax", normalise=normalise,
+            scale=fields.number("routed_scaling_factor", 2.5 if v3 else 1.0, above=0), groups=groups or 1,
+            groups_per_token=within or 1, choice_bias=v3, shared_dim=shared * mlp_dim,
+        )  # fmt: skip
+    except ValueError as error:
+        raise error if fields.where in str(error) else ValueError(f"The experts of {fields.where}: {error}") from error
+
+
+def render(config: DecoderConfig) -> dict[str, Any]:
+    """The fields that `parse` reads."""
+    latent, experts, v3 = config.latent, config.experts, config.family == "deepseek_v3"
+    assert latent is not None
+    fields = {
+        "kv_lora_rank": latent.rank, "qk_rope_head_dim": latent.rope_dim, "qk_nope_head_dim": latent.nope_dim,
+        "v_head_dim": latent.value_dim, "q_lora_rank": latent.query_rank, "head_dim": latent.rope_dim,
+        "first_k_dense_replace": config.expert_layers.count(False) if experts else config.num_layers,
+    }  # fmt: skip
+    if v3:
+        fields |= {"rope_interleave": config.ropes[0].interleaved, "num_nextn_predict_layers": 0}
+    if experts is None:
+        return fields | {"n_routed_experts": 1, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+    method = BALANCED if v3 else GREEDY if experts.groups == experts.groups_per_token else IN_GROUPS
+    return fields | {
+        "n_routed_experts": experts.count, "num_experts_per_tok": experts.per_token, "topk_method": method,
+        "moe_intermediate_size": experts.mlp_dim, "n_shared_experts": experts.shared_dim // experts.mlp_dim,
+        "norm_topk_prob": experts.normalise, "routed_scaling_factor": experts.scale, "n_group": experts.groups,
+        "topk_group": experts.groups_per_token,
+    }  # fmt: skip

@@ -1,0 +1,92 @@
+"""The fields of a config.json, read one by one: what nobody has read is known to be harmless, or refused."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxkv._core.numbers import integer, real, shown
+
+# Far above any model; what is larger is a mistake, or meant to fill the memory.
+MOST_LAYERS, MOST_HEADS, MOST_DIM = 512, 2**16, 2**24
+FULL, SLIDING = "full_attention", "sliding_attention"
+# Fields that change nothing in what a decoder computes.
+HARMLESS = {
+    "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout", "auto_map", "aux_loss_alpha",
+    "cache_implementation", "chunk_size_feed_forward", "dtype",
+    "id2label", "initializer_range", "is_decoder", "label2id", "num_logits_to_keep", "output_attentions",
+    "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
+    "router_aux_loss_coef", "seq_aux", "torch_dtype",
+    "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+}  # fmt: skip
+# Fields that must have one of these values where they occur.
+MUST_BE = {
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+    "tie_encoder_decoder": (False,),
+    "use_bidirectional_attention": (None, False),
+}
+
+
+class Fields:
+    """A dict that remembers what was read, so that what nobody read can be refused."""
+
+    def __init__(self, fields: Any, where: str):
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"{where} must be an object with fields, not {shown(fields)}.")
+        self.left, self.where = dict(fields), where
+
+    def take(self, name: str, *default: Any) -> Any:
+        if name not in self.left and not default:
+            raise ValueError(f"{self.where} lacks the field {name}.")
+        return self.left.pop(name, *default)
+
+    # Those of one type; a default of None means that there need be none, and then None may be written, too.
+
+    def size(self, name: str, *default: int | None, least: int = 1, most: int = 2**31 - 1) -> Any:
+        value = self.take(name, *default[:1])
+        if value is None and None in default:
+            return None
+        return integer(f"{name} in {self.where}", value, least=least, most=most)
+
+    def number(self, name: str, *default: float | None, least: float | None = None, above: float | None = None) -> Any:
+        value = self.take(name, *default[:1])
+        if value is None and None in default:
+            return None
+        return real(f"{name} in {self.where}", value, least=least, above=above, most=1e12)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.take(name, default)
+        if not isinstance(value, bool):
+            raise self.refuse(name, value, "true and false")
+        return value
+
+    def either(self, name: str, other: str, default: int, *, most: int) -> int:
+        """A size that has two names."""
+        values = {key: self.size(key, None, most=most) for key in (name, other)}
+        if None not in values.values() and values[name] != values[other]:
+            raise self.refuse(other, values[other], f"it only where it is the same as {name}, {values[name]}")
+        return first_given(*values.values(), default)
+
+    def must_be(self, name: str, allowed: Any) -> None:
+        """Refuse a field that is there with another value."""
+        if (value := self.take(name, allowed)) != allowed or type(value) is not type(allowed):
+            raise self.refuse(name, value, repr(allowed))
+
+    def refuse(self, name: str, value: Any, honoured: Any) -> ValueError:
+        return ValueError(
+            f"{self.where} has {name} = {shown(value)}, which the decoder cannot honour; it knows {honoured}."
+        )
+
+    def finish(self) -> None:
+        for name, allowed in MUST_BE.items():
+            value = self.left.pop(name, allowed[0])
+            if not any(value is one for one in allowed):
+                raise self.refuse(name, value, " and ".join(map(repr, allowed)))
+        if unknown := sorted(self.left.keys() - HARMLESS):
+            fields = ", ".join(f"{shown(name)[1:-1]} = {shown(self.left[name])}" for name in unknown[:10])
+            fields += f", and {len(unknown) - 10} more" if len(unknown) > 10 else ""
+            raise ValueError(f"{self.where} has fields that the decoder does not know and so cannot honour: {fields}.")
+
+
+def first_given(*values: Any) -> Any:
+    """The first that is not None."""
+    return next(value for value in values if value is not None)

@@ -1,0 +1,58 @@
+"""What a decoder's blocks are made of besides attention and experts: the gated MLP and norms."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxkv.models.config import DecoderConfig
+from jaxkv.models.rope import Rope
+from jaxkv.nnx import project
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
+
+
+class GatedMLP(nnx.Module):
+    """`down(activation(gate(x)) * up(x))` (Shazeer, 2020: https://arxiv.org/abs/2002.05202), `mlp_dim` wide."""
+
+    def __init__(self, config: DecoderConfig, mlp_dim: int, dtype: Any, rngs: nnx.Rngs):
+        def kernel(fan_in: int, fan_out: int) -> nnx.Param:
+            return nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (fan_in, fan_out), dtype))
+
+        def bias(size: int) -> nnx.Param | None:
+            return nnx.Param(jnp.zeros((size,), dtype)) if config.mlp_bias else None
+
+        self.gate, self.gate_bias = kernel(config.embed_dim, mlp_dim), bias(mlp_dim)
+        self.up, self.up_bias = kernel(config.embed_dim, mlp_dim), bias(mlp_dim)
+        self.down, self.down_bias = kernel(mlp_dim, config.embed_dim), bias(config.embed_dim)
+        self.activation = config.activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate = project("...e,ef->...f", x, self.gate, self.gate_bias)
+        up = project("...e,ef->...f", x, self.up, self.up_bias)
+        return project("...f,fe->...e", ACTIVATIONS[self.activation](gate) * up, self.down, self.down_bias)
+
+
+class NormedRope(nnx.Module):
+    """A rotation of queries and keys that are RMS-normed first, head by head."""
+
+    def __init__(self, config: DecoderConfig, rope: Rope, dtype: Any):
+        self.config, self.rope = config, rope
+        self.query_norm = norm_weight(config, config.head_dim, dtype)
+        self.key_norm = norm_weight(config, config.head_dim, dtype)
+
+    def __call__(self, q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self.rope(rms_norm(q, self.query_norm, self.config), rms_norm(k, self.key_norm, self.config), positions)
+
+
+def rms_norm(x: jax.Array, weight: nnx.Param, config: DecoderConfig, eps: float | None = None) -> jax.Array:
+    """`x` over its root mean square, scaled; in float32 (Zhang and Sennrich, 2019: https://arxiv.org/abs/1910.07467)."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + (config.norm_eps if eps is None else eps))
+    scale = weight[...].astype(jnp.float32) + config.norm_offset
+    return (y * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))).astype(x.dtype)
+
+
+def norm_weight(config: DecoderConfig, size: int, dtype: Any) -> nnx.Param:
+    return nnx.Param(jnp.full((size,), 1.0 - config.norm_offset, dtype))

@@ -1,0 +1,120 @@
+"""Checkpoints as they are published: under other prefixes, with what the decoder has no use for, or quantised.
+
+Quantised weights become numbers as each is read, so that a large model never lies in memory twice.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxkv._core.numbers import integer
+from jaxkv.models import gemma3
+from jaxkv.models.fields import Fields
+
+MXFP4, FP8 = "mxfp4", "fp8"
+# Buffers in old checkpoints, which the config determines.
+BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+# The numbers of 4 bits, one of which is a sign: OCP Microscaling Formats, https://arxiv.org/abs/2310.10537.
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+FP4 = np.concatenate([FP4, -FP4])
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+    """A tensor that becomes numbers when it is asked for."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.float32)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.read().astype(dtype or self.dtype, copy=False)
+
+
+def take_quantization(fields: Fields) -> None:
+    """Take a config's `quantization_config`, if it is of a kind that is read here."""
+    quantization = fields.left.get("quantization_config")
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") in (MXFP4, FP8):
+        fields.take("quantization_config")
+
+
+def read_published(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A checkpoint's tensors under the names that a decoder's have, without those that are left out by name.
+
+    Left out are buffers that the config determines, what sees images in Gemma 3, and the layers behind the last that
+    predict further tokens in DeepSeek V3.
+
+    Args:
+      config: its config.json.
+      where: what to call it in errors.
+    """
+    named = {}
+    for name, tensor in tensors.items():
+        own = gemma3.text_name(name) if config.get("model_type") == gemma3.NESTED else name
+        if own is not None and not BUFFERS.fullmatch(own) and not _is_extra_layer(own, config):
+            named[own] = tensor
+    return _fp8(_mxfp4(named), config, where)
+
+
+def _is_extra_layer(name: str, config: Mapping[str, Any]) -> bool:
+    found, layers = LAYER.match(name), config.get("num_hidden_layers")
+    if found is None or config.get("model_type") != "deepseek_v3" or not isinstance(layers, int):
+        return False
+    extra = config.get("num_nextn_predict_layers", 1)
+    return layers <= int(found[1]) < layers + (extra if isinstance(extra, int) else 0)
+
+
+def _mxfp4(tensors: dict[str, Any]) -> dict[str, Any]:
+    """GPT-OSS: of `[E, out, in]` blocks `u8[E, out, in / 32, 16]`, two numbers to a byte, and scales, powers of two."""
+    for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
+        blocks, scales = tensors[f"{name}_blocks"], tensors.get(f"{name}_scales")
+        if scales is None or blocks.ndim < 2 or blocks.dtype != np.uint8 or blocks.shape[:-1] != scales.shape:
+            continue  # they are refused as they are, by name
+        del tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+        *outer, rows, groups, size = blocks.shape
+
+        def read(blocks: np.ndarray = blocks, scales: np.ndarray = scales) -> np.ndarray:
+            numbers = np.stack([FP4[blocks & 15], FP4[blocks >> 4]], axis=-1).reshape(*blocks.shape[:-1], -1)
+            numbers = np.ldexp(numbers, scales[..., None].astype(np.int32) - 127)
+            return np.swapaxes(numbers.reshape(*blocks.shape[:-2], -1), -1, -2)
+
+        tensors[name] = Quantised((*outer, groups * size * 2, rows), read)
+    return tensors
+
+
+def _fp8(tensors: dict[str, Any], config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """DeepSeek V3: beside a matrix of 8-bit floats a scale for each of its blocks."""
+    names = [name.removesuffix("_scale_inv") for name in tensors if name.endswith(".weight_scale_inv")]
+    quantization = config.get("quantization_config")
+    sizes = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
+    sizes = [128, 128] if sizes is None else sizes
+    if names and (not isinstance(sizes, list) or len(sizes) != 2):
+        raise ValueError(f"weight_block_size in {where} must be two sizes, not {sizes!r}.")
+    for name in names:
+        rows, columns = (integer(f"weight_block_size in {where}", size, least=1) for size in sizes)
+        weight, scales = tensors.get(name), tensors[f"{name}_scale_inv"]
+        if weight is None or weight.ndim != 2:
+            continue
+        wanted = (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
+        if scales.shape != wanted:
+            raise ValueError(
+                f"{name}_scale_inv has shape {list(scales.shape)}, not {list(wanted)}: one scale for each block of "
+                f"{rows} x {columns} of {list(weight.shape)}."
+            )
+        del tensors[f"{name}_scale_inv"]
+
+        def read(
+            weight: np.ndarray = weight, scales: np.ndarray = scales, rows: int = rows, columns: int = columns
+        ) -> np.ndarray:
+            scale = np.repeat(np.repeat(scales.astype(np.float32), rows, axis=0), columns, axis=1)
+            return weight.astype(np.float32) * scale[: weight.shape[0], : weight.shape[1]]
+
+        tensors[name] = Quantised(weight.shape, read)
+    return tensors
