@@ -282,6 +282,12 @@ class Engine:
 
     # The parts.
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "An Engine cannot be copied or pickled, nor can its requests: make another one with Engine(model, ...), and "
+            "submit their prompts and tokens there."
+        )
+
     def _request(self, number: int, prompt: Any, max_new_tokens: int, choice: Choice, news: dict, **options) -> Request:
         tokens = read_prompt(prompt)
         assert isinstance(tokens, list)
@@ -310,15 +316,15 @@ class Engine:
         if self._loop.is_at_work:  # it will be seen to there
             return
         try:
-            with self._at_work():
+            with self._at_work(is_brief=True):
                 self._loop.tidy()
         except Exception:  # the next step meets it again; what may be on its way now must not be replaced by it
             return
 
     @contextlib.contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _at_work(self, *, is_brief: bool = False) -> Iterator[None]:
         is_new = not self._turn.is_taken
-        turn = self._turn.take()
+        turn = self._turn.take(is_brief=is_brief)
         try:
             yield
         finally:
