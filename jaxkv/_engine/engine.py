@@ -270,22 +270,16 @@ class Engine:
         choice = Choice.read(temperature, top_k, top_p, self.seed if seed is None else seed)
         parts, tokens = self._pipeline, [*prompt, *output]
         chosen = recompute(
-            parts.structure,
-            parts.leaves,
-            parts.hook,
-            self.config.max_seq_len,
-            tokens,
-            choice.column(index),
+            parts.structure, parts.leaves, parts.hook, self.config.max_seq_len, tokens, choice.column(index),
             choice.kind,
-        )
+        )  # fmt: skip
         return chosen[len(prompt) - 1 : len(tokens) - 1]
 
     # The parts.
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "An Engine cannot be copied or pickled, nor can its requests: make another one with Engine(model, ...), and "
-            "submit their prompts and tokens there."
+            "An Engine and its requests cannot be copied or pickled: make another one, and submit their prompts there."
         )
 
     def _request(self, number: int, prompt: Any, max_new_tokens: int, choice: Choice, news: dict, **options) -> Request:

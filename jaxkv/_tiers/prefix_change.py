@@ -62,7 +62,7 @@ class Change:
         self._keep()
 
     def restore(self, chain: Sequence[Node], firsts: Sequence[int], put: Callable[..., Pool]) -> None:
-        """Bring what is on the host of a chain, from node `firsts[g]` on, back to the device; `put` as for `put_group`."""
+        """Bring what is on the host of a chain, from node `firsts[g]` on, back by `put`, as `put_group` takes it."""
         missing = [
             [node for node in chain[first:] if node.blocks[group] == NULL_BLOCK] for group, first in enumerate(firsts)
         ]
