@@ -7,6 +7,7 @@ checkpoints stand with them.)
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checksum_model import Checksum
 
 import jaxkv
 
@@ -96,6 +97,92 @@ CALLS = {
 }
 
 
+ROOM = {"max_seqs": 3, "max_seq_len": 48, "block_size": 3, "num_blocks": 18, "step_tokens": 7}
+MODEL = Checksum((None, 7))
+NO_PROMPTS = [*NO_TOKENS, [], [-1], [10**30], [float("nan")], [True], "1", b"1", object()]
+
+
+def submit(engine, **arguments):
+    engine.submit(**{"prompt": [1, 2], "max_new_tokens": 2} | arguments)
+
+
+def make(_, **arguments):
+    jaxkv.Engine(MODEL, **{"prefix_cache": True} | ROOM | arguments)
+
+
+def generate(_, **arguments):
+    jaxkv.generate(MODEL, **{"prompts": [[1, 2]], "max_new_tokens": 2} | ROOM | arguments)
+
+
+def stream(engine, **arguments):
+    engine.stream(**{"prompts": [[1, 2]], "max_new_tokens": 2} | arguments)
+
+
+def warm_up(engine, **arguments):
+    engine.warmup(progress=False, **arguments)
+
+
+# Of an engine: who is called with a value for which argument, and the values.
+OF_AN_ENGINE = [
+    (submit, "prompt", NO_PROMPTS),
+    (submit, "max_new_tokens", [*NO_NUMBERS, 0, -1, 2.5, 10**30, float("inf")]),
+    (submit, "temperature", [*NO_NUMBERS, -1, 1e40, float("inf"), 10**5000]),
+    (submit, "top_k", [*NO_NUMBERS, -1, 1.5, 10**30]),
+    (submit, "top_p", [*NO_NUMBERS, 0, -1, 1.5, float("inf")]),
+    (submit, "eos", ["1", "", b"1", -1, 1.5, [1.5], ["a"], [[1]], object(), True, [True], 1j, float("nan"), 10**30]),
+    (submit, "salt", [1, 1.5, [], {}, object(), True, ("a",)]),
+    (submit, "n", NO_SIZES),
+    (submit, "logprobs", [*NO_NUMBERS, -1, 1.5, 10**30]),
+    (make, "max_seqs", NO_SIZES),
+    (make, "max_seq_len", without(NO_SIZES, None)),
+    (lambda _, longest: make(_, longest=longest, max_seq_len=None), "longest", NO_SIZES),
+    (make, "step_tokens", NO_SIZES),
+    (make, "steps_per_dispatch", NO_SIZES),
+    (make, "seed", [*NO_NUMBERS, 1.5, 10**30]),
+    (make, "spill_bytes", [*NO_NUMBERS, -1, 1.5]),
+    (make, "host_bandwidth", [*NO_NUMBERS, 0, -1]),
+    (make, "swap", [None, 1, "often", True, [], {}, object()]),
+    (make, "num_blocks", without(NO_SIZES, None)),
+    (make, "block_size", without(NO_SIZES, None)),
+    (lambda _, memory_bytes: make(_, memory_bytes=memory_bytes, num_blocks=None), "memory_bytes",
+     [*without(NO_NUMBERS, None), -1, 0, "1GB", 1e30]),
+    (lambda _, dtype: make(_, cache_dtype=dtype), "dtype", ["int3", "", 1, [], {}, object()]),
+    (make, "prefix_cache", ["yes", 1, 0, None, []]),
+    (make, "logits_hook", [1, "a", [], {}, True]),
+    (generate, "prompts", [None, 1, "abc", {}, object(), np.int32(1)]),
+    (lambda _, prompt: generate(_, prompts=[prompt]), "prompt", NO_PROMPTS),
+    (generate, "max_new_tokens", [*without_ones(NO_NUMBERS), 0, -1, [1, 2], [2.5]]),
+    (stream, "prompts", [None, 1, "abc", {}, object(), np.int32(1)]),
+    (stream, "seed", [1.5, "a", 10**30]),
+    (warm_up, "kinds", [["a"], [1], None, 1, "greedy", [None], [[]]]),
+    (lambda e, logprobs: warm_up(e, logprobs=logprobs, kinds=[]), "logprobs", [[-1], ["a"], None, 1, "1", [1.5]]),
+    (lambda e, output: e.recompute([1, 2], output), "output", [None, 1, "a", [1.5], [None], {}]),
+    (lambda e, prompt: e.recompute(prompt, [1]), "prompt", [None, 1, "a", [1.5], [None], [], {}]),
+    (lambda e, request: e.cancel(request), "request", [None, 1, "a", [], object()]),
+]  # fmt: skip
+
+
+def assert_is_a_sentence(error, name, value):
+    sentence = str(error)
+    assert name in sentence.lower(), (type(value), sentence)
+    assert len(sentence) < 400 and sentence.endswith(".") and "\n" not in sentence, sentence
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return jaxkv.Engine(MODEL, **ROOM, prefix_cache=True)
+
+
+@pytest.mark.parametrize("i", range(len(OF_AN_ENGINE)), ids=lambda i: OF_AN_ENGINE[i][1])
+def test_so_is_one_of_an_engine(i, engine):
+    call, name, values = OF_AN_ENGINE[i]
+    for value in values:
+        with pytest.raises(ValueError) as error:
+            call(engine, **{name: value})
+        assert_is_a_sentence(error.value, name, value)
+    assert not engine._loop.is_busy and engine.steps == 0
+
+
 @pytest.fixture(scope="module")
 def state():
     cache, prefix = jaxkv.init(CONFIG), jaxkv.PrefixCache(CONFIG)
@@ -111,8 +198,10 @@ def test_a_bad_argument_is_one_sentence(name, state):
     for value in values:
         with pytest.raises((ValueError, IndexError)) as error:
             call(cache, prefix, value)
-        sentence = str(error.value)
-        assert name.split()[-1].split(".")[-1] in sentence, (value if len(str(type(value))) < 99 else "", sentence)
-        assert len(sentence) < 400 and sentence.endswith(".") and "\n" not in sentence, sentence
+        assert_is_a_sentence(error.value, name.split()[-1].split(".")[-1], value)
     prefix.check_invariants(cache)
     jaxkv.check_invariants(cache)
+
+
+def test_there_are_enough():
+    assert sum(len(v) for _, v in CALLS.values()) + sum(len(v) for _, _, v in OF_AN_ENGINE) > 1000

@@ -27,7 +27,7 @@ def check(cache: Cache) -> None:
     Traceback (most recent call last):
     jaxkv.OutOfBlocks: Row 1 (0 tokens, 0 blocks) needs 3 more blocks for 40 tokens, but 1 of 2 blocks is free. ...
     """
-    _check_single(cache)
+    check_on_host(cache, "check")
     groups = jax.device_get(cache.tables)
     t = groups[0]  # the same rows fail in every group
     rows = np.flatnonzero(t.failed)
@@ -88,7 +88,7 @@ def check(cache: Cache) -> None:
 
 def check_invariants(cache: Cache) -> None:
     """Raise AssertionError unless the whole state is consistent. For tests and debugging; it reads everything back."""
-    _check_single(cache)
+    check_on_host(cache, "check_invariants")
     config = cache.config
     assert len(cache.tables) == len(config.groups), "one BlockTables for each group"
     assert len(cache.pools) == config.num_layers, "one pool for each layer"
@@ -155,7 +155,7 @@ def stats(cache: Cache) -> dict[str, Any]:
     >>> jaxkv.stats(jaxkv.extend(cache, [20, 0]))["waste"]
     12
     """
-    _check_single(cache)
+    check_on_host(cache, "stats")
     config, tables = cache.config, jax.device_get(cache.tables)
     groups = [_group_stats(t, config, g) for g, t in enumerate(tables)]
     t = tables[0]
@@ -200,10 +200,16 @@ def _group_stats(t: BlockTables, config: CacheConfig, group: int) -> dict[str, A
     }
 
 
-def _check_single(cache: Cache) -> None:
+def check_on_host(cache: Cache, function: str) -> None:
+    """Raise ValueError unless it is one cache, whose numbers are known: what a function needs that reads them."""
+    if isinstance(cache.lengths, jax.core.Tracer):
+        raise ValueError(
+            f"{function} cannot be part of jit, grad or vmap: it reads numbers of the cache, which are known outside "
+            "alone. Call it between steps."
+        )
     if (shape := np.shape(cache.lengths)[:-1]) != ():
         raise ValueError(
-            f"This is a stack of {list(shape)} caches, and each is asked by itself: take one with "
+            f"This is a stack of {list(shape)} caches, and {function} takes one by itself: "
             "jax.tree.map(lambda x: x[i], caches)."
         )
 

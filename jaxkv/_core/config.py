@@ -9,7 +9,7 @@ import jax
 
 from jaxkv._core.layer import LayerConfig, kind_of
 from jaxkv._core.made_like import MadeLike
-from jaxkv._core.numbers import MOST_INDEX, integer, real, shown
+from jaxkv._core.numbers import MOST_INDEX, flag, integer, real, shown
 
 # What the stored head_dim is rounded up to, by platform: with less, XLA for TPUs copies the whole pool at every step,
 # and the kernels for GPUs refuse it.
@@ -85,8 +85,7 @@ class CacheConfig(MadeLike):
             if not isinstance(layer, LayerConfig):
                 raise ValueError(f"CacheConfig.layers[{i}] must be a LayerConfig, not {shown(layer)}.")
             self._check_shared(i, layer)
-        if not isinstance(self.stacked, bool):
-            raise ValueError(f"CacheConfig.stacked must be True or False, not {shown(self.stacked)}.")
+        flag("CacheConfig.stacked", self.stacked)
         put("dtype", kind_of(self.dtype, "CacheConfig.dtype").meaning)
         if self.head_dim_multiple is None:
             put("head_dim_multiple", HEAD_DIM_MULTIPLES.get(jax.default_backend(), 1))

@@ -1,6 +1,7 @@
 """Numbers as callers hand them in, read in one place: of any type that means a number, finite, and within bounds."""
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -47,6 +48,21 @@ def real(
     if above is not None and number <= above:
         raise ValueError(f"{name} must be above {above}, not {shown(value)}.")
     return _bounded(name, number, least, most)
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value` if it is True or False. Raises ValueError."""
+    if not isinstance(value, bool | np.bool):
+        raise ValueError(f"{name} must be True or False, not {shown(value)}.")
+    return bool(value)
+
+
+def listed(name: str, several: Any) -> list[Any]:
+    """What a caller gives several of, one after another. Raises ValueError if it is no list or anything like it."""
+    is_one = isinstance(several, str | bytes | Mapping) or getattr(several, "shape", None) == ()
+    if is_one or not isinstance(several, Iterable):
+        raise ValueError(f"{name} must be a list, not {shown(several)}.")
+    return list(several)
 
 
 def shown(value: Any) -> str:

@@ -7,13 +7,13 @@ from typing import Any
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.numbers import MOST_INDEX, integer, real
+from jaxkv._core.numbers import MOST_INDEX, flag, integer, listed, real, shown
 from jaxkv._engine.loop import Loop
 from jaxkv._engine.pipeline import Pipeline
 from jaxkv._engine.request import Request, read_eos, read_limits, read_prompt, read_salt
 from jaxkv._engine.resident import Residents, Swap
-from jaxkv._engine.sampling import KINDS, Choice, Kind, read_seed
-from jaxkv._engine.step import Hook, recompute
+from jaxkv._engine.sampling import KINDS, Choice, Kind, read_kinds, read_seed
+from jaxkv._engine.step import Hook, read_hook, recompute
 from jaxkv._engine.turn import Turn
 from jaxkv._tiers.prefix import PrefixCache
 
@@ -75,6 +75,7 @@ class Engine:
         if fields.get("memory_bytes") is not None:
             fields["memory_bytes"] = real("memory_bytes", fields["memory_bytes"], least=0)
         host_bandwidth = real("host_bandwidth", host_bandwidth, least=1)
+        prefix_cache, logits_hook = flag("prefix_cache", prefix_cache), read_hook(logits_hook)
         self.steps_per_dispatch = integer("steps_per_dispatch", steps_per_dispatch, least=1)
         self.seed = read_seed(seed)
         self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
@@ -183,6 +184,8 @@ class Engine:
 
         May be called from any thread; the row is free when the thread that runs the engine comes to it.
         """
+        if not isinstance(request, Request):
+            raise ValueError(f"request must be what submit returned, not {shown(request)}.")
         self._withdraw(request.samples)
 
     def step(self) -> list[tuple[Request, int]]:
@@ -221,13 +224,10 @@ class Engine:
           logprobs: numbers of log-probabilities that they want; one program serves up to the next power of 2.
           progress: show a progress bar, if tqdm is there.
         """
-        kinds = tuple(dict.fromkeys(kinds))
-        for kind in kinds:
-            if kind not in KINDS:
-                raise ValueError(f"kinds must be among 'greedy', 'sampled' and 'filtered', not {kind!r}.")
-        counts = tuple(n and 1 << (n - 1).bit_length() for n in map(self._read_logprobs, logprobs))
+        counts = tuple(n and 1 << (n - 1).bit_length() for n in map(self._read_logprobs, listed("logprobs", logprobs)))
+        wanted = read_kinds(kinds)
         with self._at_work():
-            calls = self._loop.warm(kinds, counts)
+            calls = self._loop.warm(wanted, counts)
             for call in _progress_bar(calls, progress):
                 call()
 
@@ -243,6 +243,7 @@ class Engine:
         All arguments are checked before this returns. Leaving it early frees its rows.
         """
         choice = Choice.read(temperature, top_k, top_p, self.seed if seed is None else seed)
+        prompts = listed("prompts", prompts)
         limits = read_limits(max_new_tokens, len(prompts))
         options: dict[str, Any] = {"eos": read_eos(eos), "salt": read_salt(salt), "num_logprobs": 0}
         problems = [
@@ -268,19 +269,21 @@ class Engine:
         the request of this number got.
         """
         choice = Choice.read(temperature, top_k, top_p, self.seed if seed is None else seed)
-        parts, tokens = self._pipeline, [*prompt, *output]
+        parts, tokens = self._pipeline, read_prompt([*listed("prompt", prompt), *listed("output", output)])
+        if isinstance(tokens, str) or not len(prompt):
+            raise ValueError("The prompt and the output must be lists of token ids, and the prompt not empty.")
         chosen = recompute(
-            parts.structure,
-            parts.leaves,
-            parts.hook,
-            self.config.max_seq_len,
-            tokens,
-            choice.column(index),
+            parts.structure, parts.leaves, parts.hook, self.config.max_seq_len, tokens, choice.column(index),
             choice.kind,
-        )
+        )  # fmt: skip
         return chosen[len(prompt) - 1 : len(tokens) - 1]
 
     # The parts.
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "An Engine and its requests cannot be copied or pickled: make another one, and submit their prompts there."
+        )
 
     def _request(self, number: int, prompt: Any, max_new_tokens: int, choice: Choice, news: dict, **options) -> Request:
         tokens = read_prompt(prompt)
@@ -310,15 +313,15 @@ class Engine:
         if self._loop.is_at_work:  # it will be seen to there
             return
         try:
-            with self._at_work():
+            with self._at_work(is_brief=True):
                 self._loop.tidy()
         except Exception:  # the next step meets it again; what may be on its way now must not be replaced by it
             return
 
     @contextlib.contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _at_work(self, *, is_brief: bool = False) -> Iterator[None]:
         is_new = not self._turn.is_taken
-        turn = self._turn.take()
+        turn = self._turn.take(is_brief=is_brief)
         try:
             yield
         finally:

@@ -3,8 +3,9 @@
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from jaxkv._core.numbers import listed
 from jaxkv._engine.engine import Engine
-from jaxkv._engine.request import read_limits
+from jaxkv._engine.request import read_limits, read_prompt
 
 
 def generate(
@@ -43,8 +44,9 @@ def generate(
     >>> [len(tokens) for tokens in outputs]
     [8, 8]
     """
+    prompts = listed("prompts", prompts)
     limits = read_limits(max_new_tokens, len(prompts))
-    longest = max((len(p) + n for p, n in zip(prompts, limits, strict=True)), default=1)
+    longest = max((len(read_prompt(p)) + n for p, n in zip(prompts, limits, strict=True)), default=1)
     engine = {"max_seqs": max(1, min(8, len(prompts))), "longest": longest} | engine
     engine_ = Engine(model, **engine)
     outputs: list[list[int]] = [[] for _ in prompts]

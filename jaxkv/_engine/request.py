@@ -105,7 +105,7 @@ def read_salt(salt: Any) -> str | bytes | None:
 def read_limits(max_new_tokens: Any, count: int) -> list[int]:
     """The most new tokens of each of `count` prompts, from one number or one for each. Raises ValueError."""
     is_one = not isinstance(max_new_tokens, Sequence) and not getattr(max_new_tokens, "ndim", 0)
-    limits = [max_new_tokens] * count if is_one or isinstance(max_new_tokens, str) else list(max_new_tokens)
+    limits = [max_new_tokens] * count if is_one or isinstance(max_new_tokens, str | bytes) else list(max_new_tokens)
     if len(limits) != count:
         raise ValueError(
             f"max_new_tokens must be one number or one for each of the {count} prompts, not {len(limits)}."

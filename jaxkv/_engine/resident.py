@@ -1,6 +1,7 @@
 """Sequences in the rows of a cache: how they get in, what is kept of them, and where they go when room runs out."""
 
 import collections
+import contextlib
 import functools
 from typing import Any, Literal
 
@@ -118,6 +119,9 @@ class Residents:
     def recover(self) -> None:
         """After an interrupt: every row is empty, whatever was under way. Raises CacheError if the cache is lost."""
         self._take_landed()
+        if self.is_lost and self.prefix is not None:
+            with contextlib.suppress(CacheError):
+                self.cache = self.prefix.recover(self.cache)
         if self.is_lost:
             raise CacheError(
                 "The engine's cache was lost when a step was interrupted in the middle: engine.reset() starts anew "

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.numbers import integer, real, shown
+from jaxkv._core.numbers import integer, listed, real, shown
 
 # What a step's rows ask for at the most: no random numbers, random numbers, or a sort of all logits besides.
 Kind = Literal["greedy", "sampled", "filtered"]
@@ -48,6 +48,15 @@ class Choice:
 def read_seed(seed: Any) -> int:
     """A seed that fits into 32 bits. Raises ValueError."""
     return integer("seed", seed, least=-(2**31), most=2**32 - 1) % 2**32
+
+
+def read_kinds(kinds: Any) -> tuple[Kind, ...]:
+    """Each of some kinds once. Raises ValueError."""
+    kinds = listed("kinds", kinds)
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(f"kinds must be among 'greedy', 'sampled' and 'filtered', not {shown(kind)}.")
+    return tuple(kind for kind in KINDS if kind in kinds)
 
 
 class Sampling(NamedTuple):

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.cache import Cache
-from jaxkv._core.numbers import MOST_INDEX
+from jaxkv._core.numbers import MOST_INDEX, shown
 from jaxkv._core.plan import positions
 from jaxkv._core.tables import extend, leave_windows
 from jaxkv._engine.program import cache_program
@@ -132,6 +132,13 @@ def _noted(cache: Cache, known: jax.Array, tokens: jax.Array, counts: jax.Array)
     else:
         row = row_of(counts, tokens.shape[0])
     return known.at[row, place].set(tokens, mode="drop")
+
+
+def read_hook(hook: Any) -> Any:
+    """A `Hook`, or None. Raises ValueError."""
+    if hook is not None and not (callable(hook) and isinstance(hook, Hashable)):
+        raise ValueError(f"logits_hook must be a function, hashable as functions are, or None, not {shown(hook)}.")
+    return hook
 
 
 def rows_so_far(tokens: jax.Array, lengths: jax.Array, numbers: jax.Array) -> Rows:

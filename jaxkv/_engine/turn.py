@@ -1,14 +1,15 @@
 """An engine is one thread's at a time."""
 
 import threading
+import time
 import weakref
 
 
 class Held:
     """A turn that a thread has taken. It is over when no one refers to this any more, or at `Turn.give`."""
 
-    def __init__(self, thread: threading.Thread):
-        self.thread = thread
+    def __init__(self, thread: threading.Thread, is_brief: bool):
+        self.thread, self.is_brief = thread, is_brief
 
 
 class Turn:
@@ -18,18 +19,26 @@ class Turn:
         self._holder: dict[str, weakref.ref[Held]] = {}
         self._stale = threading.Lock()
 
-    def take(self) -> Held:
+    def take(self, *, is_brief: bool = False) -> Held:
         """Begin to work: keep what is returned until the end. A thread that is at work already gets what it has.
+
+        Args:
+          is_brief: whoever else comes meanwhile waits. For what may be called from any thread, so that the one that
+            works is not refused because of it.
 
         Raises:
           RuntimeError: another thread is at work.
         """
         while True:
-            mine = Held(threading.current_thread())
+            mine = Held(threading.current_thread(), is_brief)
             holder = self._holder.setdefault("turn", weakref.ref(mine))  # one operation: only one thread succeeds
             held = holder()
             if held is not None and held.thread is mine.thread:
                 return held
+            if held is not None and held.is_brief and held.thread.is_alive():
+                del held  # the turn is over when no one refers to it
+                time.sleep(1e-4)
+                continue
             if held is not None and held.thread.is_alive():
                 raise RuntimeError(
                     f"This engine is at work in the thread {held.thread.name!r}, and is one thread's at a time: let "

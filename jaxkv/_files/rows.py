@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxkv._core.arguments import row_indices
 from jaxkv._core.cache import Cache, init
+from jaxkv._core.checks import check_on_host
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.errors import CacheFileError
 from jaxkv._core.state import Pool
@@ -50,6 +51,7 @@ def save(
     """
     if not (model is None or isinstance(model, str)):
         raise ValueError(f"model must be a name or a fingerprint, a string, not {model!r}.")
+    check_on_host(cache, "save")
     config = cache.config
     chosen = _chosen(rows, config.max_seqs)
     groups = [np.asarray(t.tables)[chosen] for t in jax.device_get(cache.tables)]
@@ -128,6 +130,8 @@ def load(
     path = pathlib.Path(path)
     if config is not None and into is not None:
         raise ValueError("load takes config, for a new cache, or into, an existing one, not both.")
+    if into is not None:
+        check_on_host(into, "load")
     saved, tensors = open_saved(path)
     if model is not None and model != saved.model:
         whose = "does not say of which model" if saved.model is None else f"is of the model {saved.model!r}"

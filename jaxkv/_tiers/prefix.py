@@ -10,8 +10,10 @@ import numpy as np
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.numbers import integer, real, shown
+from jaxkv._core.pools import put
 from jaxkv._core.views import check_row
 from jaxkv._tiers.kept import count_unused, keep
+from jaxkv._tiers.landing import Landing
 from jaxkv._tiers.prefix_change import Change
 from jaxkv._tiers.prefix_index import Node, PrefixIndex
 
@@ -67,6 +69,7 @@ class PrefixCache:
         self.config, self.max_pinned = config, real("max_pinned, a share of the blocks,", max_pinned, least=0, most=1)
         self.spill_bytes, self._hash_function = int(real("spill_bytes", spill_bytes, least=0)), hash_function
         self._index = PrefixIndex(config, self.spill_bytes, hash_function)
+        self._landing = Landing()  # where pools have gone that `adopt` was told to use up
         self._counts = dict.fromkeys(
             ("lookups", "hits", "tokens_asked", "tokens_saved", "blocks_evicted", "blocks_spilled", "blocks_restored"),
             0,
@@ -92,14 +95,15 @@ class PrefixCache:
         """The cache in which an empty row holds what was matched. Blocks on the device are shared, not copied.
 
         Args:
-          donate: update the pools in place where blocks come back from the host; then the given cache is used up.
+          donate: update the pools in place where blocks come back from the host; then the given cache is used up. If
+            the call was cut off, `recover` gives it back.
 
         Raises:
           IndexError: no such row. ValueError: the row is not empty, or not all that was matched is in this cache: some
             has been evicted since, or this is an older cache.
           OutOfBlocks: there is no room for the blocks that come back from the host.
         """
-        self._check(cache)
+        cache = self._whole(cache)
         check_row(cache, row)
         if not isinstance(match, Match):
             raise ValueError(f"match must be what the method match returned, not {shown(match)}.")
@@ -118,7 +122,7 @@ class PrefixCache:
                 "adopt into the cache that the last call returned."
             )
         firsts = self._first_columns(len(chain))
-        change.restore(chain, firsts, donate=donate)
+        change.restore(chain, firsts, self._landing.put if donate else put)
         change.attach(row, chain, firsts)
         return self._commit(change, chain, hits=1, tokens_saved=match.num_tokens)
 
@@ -139,7 +143,7 @@ class PrefixCache:
         Raises:
           IndexError: no such row. ValueError: tokens that are not integers, or a salt of the wrong type.
         """
-        self._check(cache)
+        cache = self._whole(cache)
         check_row(cache, row)
         tokens, root = _as_tokens(tokens), self._root(salt, adapter)
         columns, length = jax.device_get(([t.tables[row] for t in cache.tables], cache.lengths[row]))
@@ -158,7 +162,7 @@ class PrefixCache:
         Args:
           num_blocks: an integer, or one for each group of layers.
         """
-        self._check(cache)
+        cache = self._whole(cache)
         given: Any = num_blocks if np.ndim(num_blocks) else [num_blocks] * len(cache.tables)
         wanted = [integer("num_blocks", n) for n in given]
         if len(wanted) != len(cache.tables):
@@ -200,17 +204,26 @@ class PrefixCache:
 
     def reset(self, cache: Cache) -> Cache:
         """Forget everything, pinned blocks too; blocks that no row holds are free again."""
-        self._check(cache)
+        cache = self._whole(cache)
         index = PrefixIndex(self.config, self.spill_bytes, self._hash_function)
         cache = cache.replace(tables=tuple(map(keep, cache.tables, index.kept)))
         self._index = index
         return cache
 
+    def recover(self, cache: Cache) -> Cache:
+        """The cache that a call of `adopt` with `donate=True` was given and has used up before it was cut off, say by
+        Ctrl-C: as it was before that call. Any other cache is returned as it is, and all methods do this by themselves.
+
+        Raises:
+          CacheError: it was used up elsewhere, or the device failed.
+        """
+        return self._whole(cache)
+
     # Looking at it.
 
     def available(self, cache: Cache) -> list[int]:
         """For each group of layers, blocks that are free or that `make_room` could free: at least so many."""
-        self._check(cache)
+        cache = self._whole(cache)
         counts = jax.device_get([(t.num_free, count_unused(t)) for t in cache.tables])
         return [int(free) + max(0, int(unused) - self.pinned(g)) for g, (free, unused) in enumerate(counts)]
 
@@ -233,19 +246,27 @@ class PrefixCache:
 
     def check_invariants(self, cache: Cache) -> None:
         """Raise AssertionError unless the index is sound, and follows the cache. For tests and debugging."""
-        self._check(cache)
-        Change(self._index, cache)
+        Change(self._index, self._whole(cache))
         self._index.check()
 
     # The parts.
 
-    def _check(self, cache: Cache) -> None:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "A PrefixCache cannot be copied or pickled, for it follows one line of caches: make another one from its "
+            "config, which fills again as rows are inserted."
+        )
+
+    def _whole(self, cache: Cache) -> Cache:
         if not isinstance(cache, Cache):
             raise ValueError(f"cache must be a Cache, as jaxkv.init makes one, not {shown(cache)}.")
         if cache.config != self.config:
             raise ValueError("This PrefixCache was made for caches of another config: make one from cache.config.")
         if isinstance(cache.lengths, jax.core.Tracer):
             raise ValueError("A PrefixCache cannot be used inside jit: what it has is known on the host alone.")
+        if (whole := self._landing.whole(cache)) is cache:
+            self._landing = Landing()  # no one needs what has landed any more
+        return whole
 
     def _root(self, salt: Any, adapter: Any) -> Node:
         if not isinstance(salt, str | bytes | None):

@@ -1,14 +1,14 @@
 """What a call does to a cache and to the index of a `PrefixCache`, before either is changed."""
 
 import collections
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.errors import OutOfBlocks
-from jaxkv._core.pools import put, put_group, put_in_place, read_group
+from jaxkv._core.pools import put_group, read_group
 from jaxkv._core.state import NULL_BLOCK, Pool
 from jaxkv._tiers.host import padded_size
 from jaxkv._tiers.kept import attach, claim, keep
@@ -61,8 +61,8 @@ class Change:
                 self._spill(group, victims)
         self._keep()
 
-    def restore(self, chain: Sequence[Node], firsts: Sequence[int], *, donate: bool) -> None:
-        """Bring what is on the host of a chain, from node `firsts[g]` on, back to the device."""
+    def restore(self, chain: Sequence[Node], firsts: Sequence[int], put: Callable[..., Pool]) -> None:
+        """Bring what is on the host of a chain, from node `firsts[g]` on, back by `put`, as `put_group` takes it."""
         missing = [
             [node for node in chain[first:] if node.blocks[group] == NULL_BLOCK] for group, first in enumerate(firsts)
         ]
@@ -87,7 +87,7 @@ class Change:
                 index = self.config.groups[group].index(layer)
                 return jax.tree.map(lambda *blocks: np.stack(blocks), *(node.host[group][index] for node in nodes))
 
-            cache = put_group(cache, group, read, target, put_in_place if donate else put)
+            cache = put_group(cache, group, read, target, put)
             for node, block in zip(nodes, np.asarray(target).tolist(), strict=False):
                 self.kept[group][block], self.restored[node, group] = node.label, block
             self.counts["blocks_restored"] += len(nodes)

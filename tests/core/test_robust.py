@@ -39,6 +39,14 @@ def test_a_cache_of_what_are_no_arrays_has_a_portrait(leaf):
     assert repr(strange).startswith("Cache(") and strange._repr_html_().startswith("Cache(")
 
 
+def test_what_reads_numbers_is_no_part_of_jit(tmp_path):
+    jaxkv.save(tmp_path / "rows", filled())
+    for question in (jaxkv.check, jaxkv.check_invariants, jaxkv.stats, lambda c: jaxkv.save(tmp_path / "a", c),
+                     lambda c: jaxkv.load(tmp_path / "rows", into=c)):  # fmt: skip
+        with pytest.raises(ValueError, match=r"(check|check_invariants|stats|save|load) cannot be part of jit"):
+            jax.jit(question)(filled())
+
+
 def test_a_stack_of_caches_is_asked_one_by_one():
     stack = jax.tree.map(lambda x: jnp.stack([x, x, x]), jaxkv.extend(filled(), [100, 1]))
     assert repr(stack).startswith("Cache(a stack of [3] caches")

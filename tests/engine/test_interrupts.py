@@ -15,17 +15,21 @@ from checksum_model import Checksum, continuation
 from nightly import NIGHTLY
 
 import jaxkv
+from jaxkv._tiers.prefix_change import Change
 
 WINDOWS = (None, 7)
 ROOM = {"max_seqs": 3, "max_seq_len": 48, "block_size": 3, "num_blocks": 18, "step_tokens": 7}
 WAYS = {
     "swapped": {"swap": "always"},
     "computed again": {"swap": "never", "steps_per_dispatch": 3},
-    "prefix cache": {"prefix_cache": True},
+    "prefix cache": {"prefix_cache": True, "spill_bytes": 2**20},
 }
 PROMPTS = [[5, 7, 11] * 4, [3], [5, 7, 11, 5, 7, 11, 1, 2], [9, 8] * 6, [5, 7, 11, 5, 7, 11, 4]]
 COUNTS = [14, 9, 12, 14, 3]
 EXPECTED = [continuation(WINDOWS, *one, None) for one in zip(PROMPTS, COUNTS, strict=True)]
+
+
+WATCHED = tuple(f"{os.path.dirname(jaxkv.__file__)}{os.sep}{wing}" for wing in ("_engine", "_tiers"))
 
 
 class Cut(BaseException):
@@ -40,15 +44,17 @@ def work(engine, requests):
     several = engine.submit(PROMPTS[0], 3, n=2)
     requests += [(sample, PROMPTS[0], 3) for sample in several.samples]
     requests[3][0].cancel()
-    for _ in zip(range(9), engine.run(), strict=False):
+    run = engine.run()
+    for _ in zip(range(9), run, strict=False):
         pass
+    run.close()  # what is raised in there is heard: Python ignores it where a generator is only dropped
     outputs = [[] for _ in PROMPTS]
     stream = engine.stream(PROMPTS, COUNTS)
     for index, token in stream:
         outputs[index].append(token)
         if len(outputs[4]) == 2:
             break
-    stream.close()  # what is raised in there is heard: Python ignores it where a generator is only dropped
+    stream.close()
     assert all(output == expected[: len(output)] for output, expected in zip(outputs, EXPECTED, strict=True))
     list(engine.run())
 
@@ -75,7 +81,7 @@ def finish_and_check(engine, requests):
 
 
 class CutAt:
-    """Raise at the n-th event of the engine's own code: at a line, or by night at an instruction."""
+    """Raise at the n-th event of the engine's own code and of what it stands on: at a line, or at an instruction."""
 
     def __init__(self, n, event="line"):
         self.left, self.event = n, event
@@ -90,7 +96,7 @@ class CutAt:
         sys.settrace(None)
 
     def _call(self, frame, event, argument):
-        if f"jaxkv{os.sep}_engine" not in frame.f_code.co_filename:
+        if not frame.f_code.co_filename.startswith(WATCHED):
             return None
         frame.f_trace_opcodes = self.event == "opcode"
         return self._line
@@ -111,6 +117,7 @@ def engines():
             requests = []
             work(engine, requests)
             finish_and_check(engine, requests)
+    assert engines["swapped"].stats()["swapped_out"] and engines["prefix cache"].stats()["blocks_restored"]
     return engines
 
 
@@ -166,34 +173,55 @@ def test_every_line_of_one_step_and_of_leaving_a_stream(engines):
     assert point > 200, "lines"
 
 
-def test_real_signals(engines):
-    """Ctrl-C ends a call as KeyboardInterrupt, and is never swallowed."""
-    engine, draw = engines["swapped"], random.Random(0)
-    began = time.perf_counter()
-    work(engine, [])
-    seconds = time.perf_counter() - began
-    interrupted = 0
-    for _ in range(70 if NIGHTLY else 4):
-        requests, has_fired = [], []
+def test_real_signals(engines, monkeypatch):
+    """Ctrl-C ends a call as KeyboardInterrupt, and is swallowed by no one but Python itself."""
+    engine, draw, dropped, interrupted = engines["prefix cache"], random.Random(0), [], 0
+    seconds = 0.1  # about how long the work takes, which changes as the machine has more or less to do beside it
 
-        def fire(*_, has_fired=has_fired):
-            has_fired.append(True)
-            raise KeyboardInterrupt
+    def fire(*_):
+        raise KeyboardInterrupt
 
-        before = signal.signal(signal.SIGALRM, fire)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.05, 0.95) * seconds)
+    # Python drops what is raised while it frees an object, for one in a callback of a weak reference, and tells this.
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: dropped.append(what.exc_type))
+    before = signal.signal(signal.SIGALRM, fire)
+    try:
+        for _ in range(2000):
+            requests, began = [], time.perf_counter()
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.05, 0.95) * seconds)
+                    work(engine, requests)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                seconds = time.perf_counter() - began
+            except (KeyboardInterrupt, ValueError) as error:  # JAX's caches make a ValueError of what they meet
+                assert isinstance(error, KeyboardInterrupt) or "KeyboardInterrupt" in str(error)
+                interrupted += 1
+            finish_and_check(engine, requests)
+            if interrupted == (100 if NIGHTLY else 4):
+                break
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted >= 4 and set(dropped) <= {KeyboardInterrupt}
+
+
+def test_a_cache_used_up_while_blocks_come_back_from_the_host_is_not_lost(engines, monkeypatch):
+    engine, attach, requests, cuts = engines["prefix cache"], Change.attach, [], []
+
+    def cut_once(change, *arguments):
+        if change.restored and not cuts:
+            cuts.append(engine._residents.is_lost)
+            raise Cut
+        attach(change, *arguments)
+
+    monkeypatch.setattr(Change, "attach", cut_once)
+    with pytest.raises(Cut):
+        while True:  # until something that was spilled is asked for again
             work(engine, requests)
-        except (KeyboardInterrupt, ValueError) as error:  # JAX's caches make a ValueError of what they meet
-            assert isinstance(error, KeyboardInterrupt) or "KeyboardInterrupt" in str(error)
-            interrupted += 1
-        else:
-            assert not has_fired
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-        finish_and_check(engine, requests)
-    assert interrupted
+            finish_and_check(engine, requests)
+            requests.clear()
+    assert cuts == [True]
+    finish_and_check(engine, requests)
 
 
 def test_a_lost_cache_is_said_and_reset_loses_no_request(engines):
@@ -243,6 +271,27 @@ def test_one_thread_at_a_time(engines):
     in_a_thread()  # now it may
     assert len(errors) == 4
     finish_and_check(engine, [])
+
+
+def test_whoever_works_waits_for_a_cancel_of_another_thread(engines, monkeypatch):
+    engine, tidy, is_in = engines["swapped"], engines["swapped"]._loop.tidy, threading.Event()
+
+    def slowly():
+        is_in.set()
+        time.sleep(0.05)
+        tidy()
+
+    monkeypatch.setattr(engine._loop, "tidy", slowly)
+    requests = [(engine.submit(p, n), p, n) for p, n in zip(PROMPTS, COUNTS, strict=True)]
+    for _ in range(5):
+        engine.step()
+    thread = threading.Thread(target=requests[3][0].cancel)
+    thread.start()
+    is_in.wait()
+    engine.step()
+    thread.join()
+    finish_and_check(engine, requests)
+    assert requests[3][0].stopped
 
 
 def test_submit_and_cancel_from_any_thread(engines):

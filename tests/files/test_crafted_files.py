@@ -124,7 +124,7 @@ def test_senseless_content_is_a_sentence(tmp_path):
     for what, content in cases if NIGHTLY else cases[::8]:
         write(path, *content)
         tracemalloc.start()
-        start = time.perf_counter()
+        start = time.process_time()  # the machine may have more to do
         try:
             cache = jaxkv.load(path)
         except jaxkv.CacheFileError as error:
@@ -132,7 +132,7 @@ def test_senseless_content_is_a_sentence(tmp_path):
             assert str(path) in str(error) and len(str(error)) < 1500, what
         else:  # the same tokens in a cache of another size
             jaxkv.check_invariants(cache)
-        seconds, (_, peak) = time.perf_counter() - start, tracemalloc.get_traced_memory()
+        seconds, (_, peak) = time.process_time() - start, tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert seconds < 1 + len(path.read_bytes()) / 1e5, (what, seconds)
         assert peak < 100e6, (what, peak)

@@ -13,6 +13,7 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from nightly import NIGHTLY
@@ -108,6 +109,7 @@ def assert_whole(cache, prefix):
 
 
 free = jax.jit(jaxkv.free, static_argnums=1)
+copy_of = jax.jit(lambda cache: jax.tree.map(jnp.copy, cache))  # to be used up
 
 
 @functools.cache
@@ -129,7 +131,8 @@ def situation(window, spill):
 def copied(prefix):
     """An index like this one, which its own calls change."""
     memo = {}
-    other = copy.deepcopy(prefix, memo)
+    other = jaxkv.PrefixCache(prefix.config, spill_bytes=prefix.spill_bytes)
+    other._index = copy.deepcopy(prefix._index, memo)
     for identity, root in prefix._index.roots.items():
         other._index.roots[identity] = memo[id(root)]  # what is held weakly is not copied
     return other
@@ -141,6 +144,7 @@ CALLS = {
     "make_room": lambda cache, prefix: prefix.make_room(cache, NUM_BLOCKS - 8),
     "adopt": lambda cache, prefix: prefix.adopt(cache, 2, prefix.match([*A, 1])),
     "adopt from the host": lambda cache, prefix: prefix.adopt(cache, 2, prefix.match([*B, 1])),
+    "adopt, donated": lambda cache, prefix: prefix.adopt(cache, 2, prefix.match([*B, 1]), donate=True),
     "pin": lambda cache, prefix: (prefix.pin(A), cache)[1],
     "unpin": lambda cache, prefix: (prefix.unpin(A), cache)[1],
     "reset": lambda cache, prefix: prefix.reset(cache),
@@ -156,14 +160,16 @@ def test_a_call_is_cut_off_at_every_line(name, window, spill):
     call = CALLS[name]
     cache, kept = situation(window, spill)
     prefix = copied(kept)
-    after = call(cache, prefix)
+    after = call(copy_of(cache), prefix)
     assert name == "swap" or agree(prefix, after)
-    at, points = 1, 0
-    while cut_off(functools.partial(call, cache, prefix := copied(kept)), at, opcodes=NIGHTLY):
-        assert_whole(cache, prefix)
+    at, points, used_up = 1, 0, 0
+    while cut_off(functools.partial(call, given := copy_of(cache), prefix := copied(kept)), at, opcodes=NIGHTLY):
+        used_up += any(x.is_deleted() for x in jax.tree.leaves(given))
+        assert_whole(prefix.recover(given), prefix)
         points += 1
         at += 1 if NIGHTLY else max(1, at // 3)
     assert points >= 5
+    assert bool(used_up) == (name == "adopt, donated" and spill)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -184,7 +190,7 @@ def test_signals_arrive_at_any_time(window):
             try:
                 try:
                     signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 1.5 * seconds[name]))
-                    result = CALLS[name](cache, prefix)
+                    result = CALLS[name](copy_of(cache), prefix)
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 cache, seconds[name] = free(result, 2), time.perf_counter() - started

@@ -1,0 +1,65 @@
+"""Pools that are updated in place, wherever an exception may cut the call off."""
+
+import collections
+import functools
+from typing import Any
+
+import jax
+
+from jaxkv._core.cache import Cache
+from jaxkv._core.errors import CacheError
+from jaxkv._core.pools import put_blocks
+from jaxkv._core.state import Pool
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(leaves: list[jax.Array], blocks: list[jax.Array], target: jax.Array) -> list[jax.Array]:
+    return jax.tree.leaves(put_blocks(Pool(*leaves), Pool(*blocks), target))
+
+
+class Landing:
+    """Where pools go that are updated in place: at any instruction each is still whole, or its successor is here.
+
+    The successor is kept by the very call that makes it. JAX makes lists without running any Python, and so do `map`
+    and `extend`: no exception can come between the device, which uses up the pool, and whoever keeps the next one.
+    """
+
+    def __init__(self) -> None:
+        self._given: list[list[jax.Array]] = []
+        self._landed: collections.deque[list[jax.Array]] = collections.deque()
+
+    def put(self, pool: Pool, blocks: Pool, target: Any) -> Pool:
+        """`put_blocks`, using up the pool."""
+        given = jax.tree.leaves(pool)
+        self._given = [*self._given[: len(self._landed)], given]
+        self._landed.extend(map(_put, [given], [jax.tree.leaves(blocks)], [target]))
+        return Pool(*self._landed[-1])
+
+    def whole(self, cache: Cache) -> Cache:
+        """The cache, with what has become of those of its pools that were used up here.
+
+        Its rows and tables are as they were: what was put into the pools went to blocks that are free in it.
+
+        Raises:
+          CacheError: it was used up elsewhere, or the device failed.
+        """
+        if not any(map(_is_deleted, jax.tree.leaves(cache))):
+            return cache
+        cache = cache.replace(pools=tuple(pool and self._successor(pool) for pool in cache.pools))
+        if any(map(_is_deleted, jax.tree.leaves(cache))):
+            raise CacheError(
+                "This cache was used up, donated to a call: go on with the one that the call returned. If that was cut "
+                "off, begin anew: cache = prefix.reset(jaxkv.init(prefix.config))."
+            )
+        return cache
+
+    def _successor(self, pool: Pool) -> Pool:
+        leaves = jax.tree.leaves(pool)
+        for given, landed in zip(self._given, self._landed, strict=False):
+            if given[0] is leaves[0]:
+                leaves = landed
+        return Pool(*leaves)
+
+
+def _is_deleted(x: Any) -> bool:
+    return isinstance(x, jax.Array) and x.is_deleted()
