@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._core.numbers import MOST_INDEX
+
 
 def row_counts(name: str, x: Any, rows: int) -> jax.Array:
     """`x` as `i32[rows]`. Lists and NumPy arrays may not be negative; a JAX array is data, and not looked at."""
@@ -19,8 +21,9 @@ def row_counts(name: str, x: Any, rows: int) -> jax.Array:
         row = int(np.argmax(x < 0))
         raise ValueError(f"{name} must not be negative, but row {row} has {x[row]}.")
     if not on_device:
-        x = np.minimum(x, np.iinfo(np.int32).max)  # more than any row holds; as int32 it would wrap
-    return jnp.asarray(x, jnp.int32)
+        x = x.astype(np.int64) if x.itemsize < 8 else x
+        x = np.minimum(x, MOST_INDEX)
+    return _as_int32(x)
 
 
 def row_indices(name: str, x: Any, rows: int) -> jax.Array:
@@ -31,7 +34,15 @@ def row_indices(name: str, x: Any, rows: int) -> jax.Array:
         raise ValueError(f"{name} must be a row index or a list of them, not {x.dtype}{list(x.shape)}.")
     if not on_device and x.size and not ((x >= 0) & (x < rows)).all():
         raise IndexError(f"{name} must be rows from 0 to {rows - 1}, not {x.tolist()}.")
-    return jnp.atleast_1d(jnp.asarray(x, jnp.int32))
+    return jnp.atleast_1d(_as_int32(x))
+
+
+def _as_int32(x: Any) -> jax.Array:
+    """`x` as int32. What is more than any row holds stays so, where as int32 it would wrap."""
+    if x.dtype.itemsize > 4 and isinstance(x, jax.Array):
+        x = jnp.minimum(x, MOST_INDEX)
+        x = x if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else jnp.maximum(x, -MOST_INDEX)
+    return jnp.asarray(x, jnp.int32)
 
 
 def row_mask(name: str, x: Any, rows: int) -> jax.Array:

@@ -108,3 +108,22 @@ def test_a_failed_row_is_no_place_to_load_into(tmp_path):
     assert (loaded.lengths.tolist(), loaded.failed.tolist()) == ([0, 20], [True, False])
     with pytest.raises(ValueError, match="Row 0 of the cache is not empty"):
         jaxkv.load(tmp_path / "rows", into=failed, rows=[0, None])
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64, np.uint64])
+def test_counts_and_rows_of_every_integer_type(dtype):
+    cache = jaxkv.extend(filled(), np.array([3, 0], dtype))
+    assert cache.new.tolist() == [3, 0]
+    assert jaxkv.truncate(cache, np.array([22, 3], dtype)).lengths.tolist() == [22, 3]
+    assert jaxkv.reorder(cache, np.array([1, 1], dtype)).lengths.tolist() == [3, 3]
+    assert jaxkv.free(cache, np.array([1], dtype)).lengths.tolist() == [23, 0]
+
+
+def test_a_count_of_64_bits_does_not_wrap_on_the_device():
+    with jax.enable_x64(True):
+        for wrong in (2**32 + 1, -(2**32) + 1, 2**63 - 1):
+            for counts in (jnp.array([wrong, 1]), np.array([max(wrong, 2**32 + 1), 1])):
+                cache = jaxkv.extend(filled(), counts)
+                assert (cache.new.tolist(), cache.failed.tolist()) == ([0, 1], [True, False])
+        cache = jaxkv.extend(filled(), jnp.array([2**32 + 1, 1], jnp.uint64))
+        assert cache.failed.tolist() == [True, False]

@@ -1,0 +1,332 @@
+"""Mistakes that could be made in what runs on the host, and in the tables; for each the test that notices it."""
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    file: str  # below jaxkv
+    right: str
+    wrong: str
+    test: str  # below tests: what fails then
+
+
+INDEX, CHANGE, PREFIX = "_tiers/prefix_index.py", "_tiers/prefix_change.py", "_tiers/prefix.py"
+ENGINE, LOOP, RESIDENT, REQUEST = "_engine/engine.py", "_engine/loop.py", "_engine/resident.py", "_engine/request.py"
+SCHEDULER, PIPELINE, TURN = "_engine/scheduler.py", "_engine/pipeline.py", "_engine/turn.py"
+ALLOCATOR, FORMAT, ROWS = "_core/allocator.py", "_files/format.py", "_files/rows.py"
+IN_PREFIX, IN_CUTS = "tiers/test_prefix.py::", "tiers/test_prefix_interrupts.py::test_a_call_is_cut_off_at_every_line"
+IN_REQUESTS, IN_GENERATE = "engine/test_requests.py::", "engine/test_generate.py::"
+IN_INTERRUPTS, IN_FILES = "engine/test_interrupts.py::", "files/test_files.py::"
+
+MUTANTS = {
+    # The index.
+    "a hash is taken for the tokens": Mutant(
+        INDEX,
+        "if node.parent is parent and node.tokens == tokens:",
+        "if node.parent is parent:",
+        IN_PREFIX + "test_a_hash_collision_costs_a_comparison_and_nothing_else",
+    ),
+    "a hash is taken for the chain": Mutant(
+        INDEX,
+        "if node.parent is parent and node.tokens == tokens:",
+        "if node.tokens == tokens:",
+        IN_PREFIX + "test_a_hash_collision_costs_a_comparison_and_nothing_else",
+    ),
+    "the beginning of a chain goes before its end": Mutant(
+        INDEX,
+        "for node in reversed(list(chain)):",
+        "for node in list(chain):",
+        IN_PREFIX + "test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_beginning",
+    ),
+    "labels of another line of caches are believed": Mutant(
+        INDEX,
+        "known = [np.where(np.isin(labels, np.fromiter(self.nodes, np.int64)), labels, 0) for labels in kept]",
+        "known = [np.where(labels > 0, own, 0) for labels, own in zip(kept, self.kept)]",
+        IN_PREFIX + "test_the_same_block_of_an_older_cache_is_not_taken_for_a_newer_one",
+    ),
+    "what is cut off is not mended": Mutant(
+        INDEX, "        if self.settled:\n            return\n", "        return\n", IN_CUTS
+    ),
+    "the host's memory has no bound": Mutant(
+        INDEX,
+        "for node in list(self.nodes.values()) if self.host_bytes > self.spill_bytes else ():",
+        "for node in ():",
+        IN_PREFIX + "test_the_host_memory_is_bounded",
+    ),
+    "what is pinned is let go on the host": Mutant(
+        INDEX,
+        "            if node not in self.pins:\n",
+        "            if True:\n",
+        IN_PREFIX + "test_pins_hold_on_the_host_too_and_while_the_index_grows",
+    ),
+    "what holds nothing stays": Mutant(
+        INDEX,
+        "        for node in (*left, *reversed(chain)):\n",
+        "        for node in ():\n",
+        IN_PREFIX + "test_salts_that_are_gone_leave_nothing_behind",
+    ),
+    "the last token is matched too": Mutant(
+        PREFIX,
+        "tokens[: max(len(tokens) - 1, 0)]",
+        "tokens",
+        IN_PREFIX + "test_a_match_is_whole_blocks_and_leaves_a_token_to_compute",
+    ),
+    "a salt is no matter": Mutant(
+        PREFIX,
+        "self._index.root((type(salt), salt, adapter))",
+        "self._index.root(adapter)",
+        IN_PREFIX + "test_salts_and_adapters_share_nothing",
+    ),
+    "an adapter is no matter": Mutant(
+        PREFIX,
+        "self._index.root((type(salt), salt, adapter))",
+        "self._index.root((type(salt), salt))",
+        IN_PREFIX + "test_salts_and_adapters_share_nothing",
+    ),
+    "tokens are indexed that the row does not hold": Mutant(
+        PREFIX,
+        "chain = self._index.extend(root, tokens[:length])",
+        "chain = self._index.extend(root, tokens)",
+        IN_PREFIX + "test_only_what_the_row_holds_is_indexed",
+    ),
+    "an old match is believed": Mutant(
+        PREFIX,
+        "if self._usable(chain) < len(chain) or any(node.label not in self._index.nodes for node in chain):",
+        "if False:",
+        IN_PREFIX + "test_an_older_cache_gets_what_it_has_and_nothing_else",
+    ),
+    "one block too many can be pinned": Mutant(
+        PREFIX,
+        "if pinned > (limit :=",
+        "if pinned > 1 + (limit :=",
+        IN_PREFIX + "test_what_a_row_uses_or_what_is_pinned_stays",
+    ),
+    "a pool that was used up is not followed": Mutant(
+        "_tiers/landing.py",
+        "                leaves = landed\n",
+        "                pass\n",
+        IN_CUTS,
+    ),
+    "the index changes before the cache": Mutant(
+        PREFIX,
+        "        change.offer(chain, columns)\n",
+        "        change.offer(chain, columns)\n        self._index.hold(change.kept)\n        "
+        "change = Change(self._index, cache)\n",
+        IN_CUTS,
+    ),
+    "a block gets a second salt": Mutant(
+        CHANGE,
+        "block != NULL_BLOCK and not kept[block]:",
+        "block != NULL_BLOCK:",
+        IN_PREFIX + "test_a_block_has_one_salt",
+    ),
+    "what comes back makes room for itself": Mutant(
+        CHANGE,
+        "spared=set(chain))",
+        "spared=())",
+        IN_PREFIX + "test_what_is_adopted_makes_no_room_for_itself",
+    ),
+    "what a row uses is evicted": Mutant(
+        CHANGE,
+        "refcounts[block] == 1 and node not in pins",
+        "node not in pins",
+        IN_PREFIX + "test_what_a_row_uses_or_what_is_pinned_stays",
+    ),
+    "what is pinned is evicted": Mutant(
+        CHANGE,
+        "refcounts[block] == 1 and node not in pins",
+        "refcounts[block] == 1",
+        IN_PREFIX + "test_what_a_row_uses_or_what_is_pinned_stays",
+    ),
+    "blocks come back in another order": Mutant(
+        CHANGE,
+        "for node in nodes))\n",
+        "for node in reversed(nodes)))\n",
+        IN_PREFIX + "test_what_is_evicted_comes_back_from_the_host",
+    ),
+    # Rows in host memory.
+    "a row is swapped into one that is not empty": Mutant(
+        "_tiers/host.py",
+        "inside & (cache.lengths[at] == 0) & ~held",
+        "inside & ~held",
+        "tiers/test_swap.py::test_in_jit_rows_that_are_taken_or_none_are_left_alone",
+    ),
+    "a row is swapped into one with reserved blocks": Mutant(
+        "_tiers/host.py",
+        "inside & (cache.lengths[at] == 0) & ~held",
+        "inside & (cache.lengths[at] == 0)",
+        "tiers/test_swap.py::test_in_jit_rows_that_are_taken_or_none_are_left_alone",
+    ),
+    "a row too long for the cache is swapped in": Mutant(
+        "_tiers/host.py",
+        "    granted = sensible & ~too_long\n",
+        "    granted = sensible\n",
+        "tiers/test_swap.py::test_too_long_for_the_other_cache",
+    ),
+    # The engine.
+    "a row is not given back at the end of a stream": Mutant(
+        ENGINE,
+        "            finally:\n                self._withdraw(requests)\n",
+        "            finally:\n                pass\n",
+        IN_GENERATE + "test_leaving_a_stream_early_frees_its_rows",
+    ),
+    "a second thread is let in": Mutant(
+        TURN,
+        "                raise RuntimeError(",
+        "                return mine\n                RuntimeError(",
+        IN_INTERRUPTS + "test_one_thread_at_a_time",
+    ),
+    "whoever works is refused because of a cancel": Mutant(
+        TURN,
+        "held is not None and held.is_brief and",
+        "False and",
+        IN_INTERRUPTS + "test_whoever_works_waits_for_a_cancel_of_another_thread",
+    ),
+    "what was cut off is gone on with": Mutant(
+        LOOP,
+        "        if not self._is_sound:\n",
+        "        if False:\n",
+        IN_INTERRUPTS + "test_every_line_of_one_step_and_of_leaving_a_stream",
+    ),
+    "requests are lost with a call": Mutant(
+        LOOP,
+        "self.open = {request: _sequence(request) for request in self.open if not request.done}",
+        "self.open = {}",
+        IN_INTERRUPTS + "test_every_line_of_one_step_and_of_leaving_a_stream",
+    ),
+    "a request is taken in twice": Mutant(
+        LOOP,
+        "for s in request.samples if not (s.done or s in self.open)]",
+        "for s in request.samples]",
+        IN_INTERRUPTS + "test_an_exception_anywhere_loses_nothing",
+    ),
+    "a cancelled request keeps its row": Mutant(
+        LOOP,
+        "            if sequence is not None:\n                self.scheduler.finish(sequence)\n            self.cancelled",
+        "            self.cancelled",
+        IN_REQUESTS + "test_requests_come_and_go_at_random",
+    ),
+    "a lost cache is gone on with": Mutant(
+        RESIDENT,
+        "        if self.is_lost:\n            raise CacheError(",
+        "        if False:\n            raise CacheError(",
+        IN_INTERRUPTS + "test_a_lost_cache_is_said_and_reset_loses_no_request",
+    ),
+    "what blocks came back into is lost": Mutant(
+        RESIDENT,
+        "                self.cache = self.prefix.recover(self.cache)\n",
+        "                pass\n",
+        IN_INTERRUPTS + "test_a_cache_used_up_while_blocks_come_back_from_the_host_is_not_lost",
+    ),
+    "sharing is counted across salts": Mutant(
+        RESIDENT,
+        "other.salt == sequence.salt and most",
+        "most",
+        IN_REQUESTS + "test_sharing_is_not_counted_across_salts",
+    ),
+    "a row is taken before it is free": Mutant(
+        RESIDENT,
+        "        if must_be_empty and row in self._to_free:\n            self.flush()\n",
+        "",
+        IN_REQUESTS + "test_requests_come_and_go_at_random",
+    ),
+    "an old room is taken for the new one": Mutant(
+        RESIDENT,
+        "if self._to_free or self._room is None or self._measured_at < self.clock:",
+        "if self._room is None:",
+        "engine",
+    ),
+    "swapping is thought to cost nothing": Mutant(
+        RESIDENT,
+        "return moved / self.host_bandwidth <",
+        "return 0 * moved <",
+        IN_GENERATE + "test_the_cheaper_of_swapping_and_recomputing_is_chosen",
+    ),
+    "a stop token is part of the output": Mutant(
+        REQUEST,
+        "            self.stopped = True\n            return\n",
+        "            self.stopped = True\n",
+        IN_GENERATE + "test_a_stop_token_ends_a_sequence_and_is_not_part_of_it",
+    ),
+    "words are taken for stop tokens": Mutant(
+        REQUEST, "    if isinstance(eos, str | bytes):\n", "    if False:\n", "test_bad_calls.py"
+    ),
+    "the oldest is set back": Mutant(
+        SCHEDULER, "newest = self.running[-1]", "newest = self.running[0]", "engine/test_scheduler.py"
+    ),
+    "who is set back waits behind the others": Mutant(
+        SCHEDULER,
+        "            self.waiting.appendleft(newest)\n",
+        "            self.waiting.append(newest)\n",
+        "engine/test_scheduler.py",
+    ),
+    "a step has one token too many": Mutant(
+        SCHEDULER,
+        "wanted = min(sequence.pending, self.step_tokens - step.num_tokens)",
+        "wanted = min(sequence.pending, 1 + self.step_tokens - step.num_tokens)",
+        "engine/test_scheduler.py",
+    ),
+    "prompts come before who is decoding": Mutant(
+        SCHEDULER, "key=lambda s: s.pending > 1)", "key=lambda s: s.pending <= 1)", "engine/test_scheduler.py"
+    ),
+    "log-probabilities are another row's": Mutant(
+        PIPELINE,
+        "(x[step, row, : 1 + count].tolist()",
+        "(x[step, 0, : 1 + count].tolist()",
+        IN_REQUESTS + "test_log_probabilities_are_the_models_own",
+    ),
+    # Tables.
+    "the last free block is not served": Mutant(
+        ALLOCATOR, "drop, (need <= num_free)", "drop, (need < num_free)", "core/test_failures.py"
+    ),
+    "the last block that is left is not served": Mutant(
+        ALLOCATOR, "(before | (need <= left)", "(before | (need < left)", "core/test_state_machine.py"
+    ),
+    "one block more is served than there is": Mutant(
+        ALLOCATOR, "axis=1) > num_free)", "axis=1) > num_free + 1)", "core/test_failures.py"
+    ),
+    "a failed row is served": Mutant(
+        "_core/tables.py",
+        "(requested > 0) & (requested <= room) & ~cache.failed",
+        "(requested > 0) & (requested <= room)",
+        "core/test_robust.py",
+    ),
+    # Files.
+    "a failed row is empty": Mutant(
+        ROWS, "~np.asarray(into.failed) & (", "(", "core/test_robust.py::test_a_failed_row_is_no_place_to_load_into"
+    ),
+    "a row with reserved blocks is empty": Mutant(
+        ROWS, "            empty &= ~np.asarray(tables.tables).any(axis=1)", "            pass", "files"
+    ),
+    "a header is not verified": Mutant(
+        FORMAT, "    if expected[0] != zlib.crc32(header):\n", "    if False:\n", "files/test_damaged_files.py"
+    ),
+    "a tensor is not verified": Mutant(
+        FORMAT,
+        "        if _checksum(tensor) != checksum:\n",
+        "        if False:\n",
+        "files/test_damaged_files.py::test_every_flipped_byte_is_noticed",
+    ),
+    "negative lengths are taken": Mutant(
+        FORMAT, "if (lengths < 0).any() or (lengths", "if (lengths", "files/test_crafted_files.py"
+    ),
+    "empty rows without end are made": Mutant(
+        FORMAT,
+        "    if config.max_seqs > max(len(lengths), config.num_blocks, MOST_EMPTY_ROWS):\n",
+        "    if False:\n",
+        "files",
+    ),
+    "a file is replaced before it is written": Mutant(
+        "_files/atomic.py",
+        '        with unfinished.open("xb") as file:\n',
+        '        unfinished = path\n        with unfinished.open("wb") as file:\n',
+        "files/test_damaged_files.py::test_a_failing_save_leaves_the_old_file_and_nothing_else",
+    ),
+    "blocks are shared that are not full": Mutant(
+        "_files/reblock.py",
+        "if share and block_places.min() >= 0:",
+        "if share:",
+        IN_FILES + "test_sharing_survives_another_block_size",
+    ),
+    "what is not a row's is saved": Mutant("_files/reblock.py", "[slots < 0] = 0\n", "[slots < -1] = 0\n", "files"),
+}
