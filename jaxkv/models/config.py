@@ -1,7 +1,7 @@
 """The shape of a decoder: everything that tells one family of models from another."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from jaxkv._core.groups import period_of
 from jaxkv._core.layer import LayerConfig
