@@ -61,7 +61,8 @@ def encode(x: jax.Array, kind: str, scale_dtype: jnp.dtype, rank: int | None = N
     scale = (jnp.maximum(largest, TINY) / LARGEST[kind]).astype(scale_dtype)
     ratio = x / spread_scales(scale, kind, x.shape[-1], rank)
     ratio = jnp.clip(ratio, -LARGEST[kind], LARGEST[kind])  # a scale may have been rounded down
-    stored = _float_bits(ratio, kind) if kind in FLOATS else jnp.round(ratio).astype(jnp.int8)
+    # By way of 32 bits, for the compiler for tpu7x knows no other.
+    stored = _float_bits(ratio, kind) if kind in FLOATS else jnp.round(ratio).astype(jnp.int32).astype(jnp.int8)
     if kind == "int4":
         # Entry i of the first half of a head stands in the low bits of byte i, that of the second half above it.
         low, high = jnp.split(stored.astype(jnp.uint8), 2, axis=-1)
@@ -115,6 +116,17 @@ def spread_scales(scale: jax.Array, kind: str | None, head_dim: int, rank: int |
     if rank is not None:
         return jnp.where(np.arange(head_dim) < rank, scale[..., :1], scale[..., 1:])
     return scale[..., None]
+
+
+def sound_scales(keys: jax.Array, values: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
+    """Scales of keys and values such that what no query sees does nothing in a kernel, whatever they hold.
+
+    A weight of 0 times NaN is NaN, so a value's scale that is not finite becomes 0, and the key's NaN in its stead, for
+    logits are selected. Who sees such a token gets NaN in that head, in the LSE too.
+    """
+    most = float(jnp.finfo(jnp.float32).max) / LARGEST[kind]
+    finite = (values <= most) & (values >= -most)
+    return jnp.where(finite, keys, jnp.nan), jnp.where(finite, values, 0.0)
 
 
 def sum_by_scale(x: jax.Array, kind: str | None, rank: int | None = None) -> jax.Array:

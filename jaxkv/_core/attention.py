@@ -16,6 +16,7 @@ from jaxkv._core.write import (
     open_layer,
     spread,
     storage,
+    turned,
     values_of,
 )  # fmt: skip
 
@@ -72,12 +73,12 @@ def attention(
     t = one.tables
     options = _for_rows(one, step, options)
     with jax.named_scope("attention"):
-        q, k, v = (spread(step, t, x) for x in (q, k, v))
+        q, k, v = (spread(step, t, turned(one, x)) for x in (q, k, v))
         out, written = pallas_kernels.write_and_attend(
             q, k, v, one.pool.kv, one.blocks, t.lengths, t.new, offsets=offsets_of(q, t),
             implementation=implementation, **storage(one), **options,
         )  # fmt: skip
-        return _for_tokens(step, out), put_back(as_pool(written))
+        return _for_tokens(one, step, out), put_back(as_pool(written))
 
 
 def attend(
@@ -93,12 +94,12 @@ def attend(
     t = one.tables
     options = _for_rows(one, step, options)
     with jax.named_scope("attend"):
-        q = spread(step, t, q)
+        q = spread(step, t, turned(one, q))
         out = pallas_kernels.paged_attention(
             q, one.pool.kv, one.blocks, t.lengths, t.new, offsets=offsets_of(q, t), implementation=implementation,
             **storage(one), **options,
         )  # fmt: skip
-        return _for_tokens(step, out)
+        return _for_tokens(one, step, out)
 
 
 def explain(
@@ -140,10 +141,10 @@ def _for_rows(one: Layer, step: Step | None, options: dict[str, Any]) -> dict[st
     return options
 
 
-def _for_tokens(step: Step | None, out: Any) -> Any:
+def _for_tokens(one: Layer, step: Step | None, out: Any) -> Any:
     if isinstance(out, tuple):
-        return gathered(step, out[0], 0.0), gathered(step, out[1], -float("inf"))
-    return gathered(step, out, 0.0)
+        return _for_tokens(one, step, out[0]), gathered(step, out[1], -float("inf"))
+    return gathered(step, turned(one, out), 0.0)
 
 
 def _with_window(one: Layer, options: dict[str, Any]) -> dict[str, Any]:

@@ -128,6 +128,13 @@ class CacheConfig(MadeLike):
                     f"has {layer.head_dim} and {self.head_dim_multiple}: choose another dtype for it."
                 )
 
+            if layer.rotate and (self.kind(i).quantised is None or layer.rank is not None):
+                what = f"stored in {self.kind(i).name}" if layer.rank is None else "latent"
+                raise ValueError(
+                    f"CacheConfig.layers[{i}].rotate is for heads in quantised kinds, but the layer is {what}: "
+                    "leave it out, or choose int8, say."
+                )
+
     def _check_indices(self) -> None:
         """Raise where an int32 cannot count blocks, or the entries of a table."""
         pairs = zip(self.groups, self.group_blocks, strict=True)
@@ -153,10 +160,10 @@ class CacheConfig(MadeLike):
             )
         owner = self.layers[layer.shares_with]
         alike = all(getattr(layer, name) == getattr(owner, name) for name in ("num_kv_heads", "head_dim", "rank"))
-        if not alike or layer.dtype is not None:
+        if not alike or layer.dtype is not None or layer.rotate is not None:
             raise ValueError(
                 f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, so it must have the same num_kv_heads "
-                "and head_dim (if latent, the same rank and rope_dim), and no dtype of its own."
+                "and head_dim (if latent, the same rank and rope_dim), and no dtype or rotate of its own."
             )
         if owner.window is not None and (layer.window is None or layer.window > owner.window):
             raise ValueError(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.numbers import integer
+from jaxkv._core.numbers import integer, shown
 from pallas_kernels import kinds
 
 
@@ -21,6 +21,11 @@ class Kind:
 
     name: str
     bytes_per_element: float
+
+    @property
+    def rotates(self) -> bool:
+        """Whether heads are rotated if nothing else is said."""
+        return self.name in ROTATED
 
     @property
     def quantised(self) -> str | None:
@@ -57,6 +62,9 @@ KINDS = {
 }  # fmt: skip
 
 
+ROTATED = ("int4",)  # the small model's loss says so; elsewhere it does not care: see benchmarks/NOTES.md
+
+
 def kind_of(dtype: Any, field: str) -> Kind:
     try:
         name = jnp.dtype(dtype).name
@@ -79,6 +87,9 @@ class LayerConfig:
       dtype: the layer's storage, when it is not the cache's.
       shares_with: an earlier layer whose keys and values this one reads. It stores none of its own.
       rank: of a latent layer, how many numbers of a token are its values too; see `latent`.
+      rotate: of a quantised layer: whether heads are rotated before they are stored, so that channels much larger than
+        the others do not take all of the scale; see `jaxkv._core.rotation`. Queries and outputs follow by themselves.
+        None: as the kind does best.
 
     >>> LayerConfig(num_kv_heads=2, head_dim=64).dim
     128
@@ -90,12 +101,15 @@ class LayerConfig:
     dtype: Any = None
     shares_with: int | None = None
     rank: int | None = None
+    rotate: bool | None = None
 
     def __post_init__(self):
         for field, least in {"num_kv_heads": 1, "head_dim": 1, "window": 1, "shares_with": 0, "rank": 1}.items():
             value, optional = getattr(self, field), field in ("window", "shares_with", "rank")
             if not (optional and value is None):
                 object.__setattr__(self, field, integer(f"LayerConfig.{field}", value, least=least))
+        if not (self.rotate is None or isinstance(self.rotate, bool)):
+            raise ValueError(f"LayerConfig.rotate must be True, False or None, not {shown(self.rotate)}.")
         if self.dtype is not None:
             object.__setattr__(self, "dtype", kind_of(self.dtype, "LayerConfig.dtype").meaning)
 

@@ -42,7 +42,7 @@ class MadeLike(Memory):
         (28, (32, None))
         """
         num_layers = integer("num_layers", num_layers, least=1, most=MOST_LAYERS)
-        layer = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        layer: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
         layers = tuple(LayerConfig(**layer, window=window) for window in _for_each(windows, num_layers))
         return _made(cls, layers, max_seqs, max_seq_len, dtype, fields)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxkv._core.groups import Groups
 from jaxkv._core.layer import Kind, kind_of
+from jaxkv._core.rotation import rotate
 from pallas_kernels import kinds
 
 
@@ -24,6 +25,13 @@ class Memory(Groups):
     def kind(self, layer: int) -> Kind:
         """How a layer's elements are stored."""
         return kind_of(self.layer_config(self.owner(layer)).dtype or self.dtype, "dtype")
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer's heads are rotated before they are stored."""
+        kind, one = self.kind(layer), self.layer_config(self.owner(layer))
+        if kind.quantised is None or one.rank is not None:  # a latent row is no head: its parts are not to be mixed
+            return False
+        return kind.rotates if one.rotate is None else one.rotate
 
     def pool_shape(self, layer: int) -> tuple[int, int, int, int, int]:
         """`[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`; half in int4. Of
@@ -73,6 +81,11 @@ class Memory(Groups):
     def encode(self, layer: int, k: Any, v: Any, axis: int) -> tuple[jax.Array, jax.Array | None]:
         """A layer's keys and values as they are stored, stacked along `axis`, and their scales. Latent: v is None."""
         kv = jnp.stack([jnp.asarray(x) for x in (k, v) if x is not None], axis)
+        return self.encode_stacked(layer, kv)
+
+    def encode_stacked(self, layer: int, kv: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The same of keys and values `[..., D]` that are stacked already."""
+        kv = rotate(kv) if self.rotates(layer) else kv
         return self.kind(layer).encode(kv, self.layer_config(layer).rank)
 
     @property

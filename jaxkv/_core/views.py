@@ -14,6 +14,7 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.layer import LayerConfig
 from jaxkv._core.numbers import integer, shown
 from jaxkv._core.portrait import block_map
+from jaxkv._core.rotation import rotate
 from jaxkv._core.state import BlockTables, Layer, Pool
 from pallas_kernels import kinds
 
@@ -27,7 +28,8 @@ def gather(
       row: a row index; it may be traced when `max_len` is given.
       layer: the layer's index.
       max_len: give it to call this inside `jit`: the result then has this many places, 0 past the row's length.
-      raw: of a quantised layer `(k, v, k_scale, v_scale)` as they are stored; of a latent one v and v_scale are None.
+      raw: of a quantised layer `(k, v, k_scale, v_scale)` as they are stored, rotated if the layer rotates; of a latent
+        one v and v_scale are None.
 
     Returns:
       k, v: `[length, K, D]` each, or `[max_len, K, D]`; 0 for tokens that a layer with a window has given back. Of a
@@ -245,7 +247,8 @@ class Views:
         one, kind = self.layer_config(layer), self.config.kind(layer).quantised
         if kind is None:
             return part.kv[..., : one.head_dim]
-        return kinds.decode(part.kv, part.scale, kind, one.head_dim, one.rank)  # type: ignore[arg-type]
+        numbers = kinds.decode(part.kv, part.scale, kind, one.head_dim, one.rank)  # type: ignore[arg-type]
+        return rotate(numbers) if self.config.rotates(layer) else numbers
 
     def token(self, row: int, position: int, layer: int = 0) -> tuple[jax.Array, jax.Array]:
         """Keys and values `[K, D]` of one token. Outside `jit`, IndexError where there is none; inside, zeros."""

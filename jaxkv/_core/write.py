@@ -12,6 +12,7 @@ import pallas_kernels
 from jaxkv._core.arguments import row_counts
 from jaxkv._core.cache import Cache
 from jaxkv._core.plan import Step, check_plan, plan_step, settle, settled
+from jaxkv._core.rotation import rotate
 from jaxkv._core.state import BlockTables, Layer, Pool
 from jaxkv._core.tables import extend
 
@@ -38,7 +39,7 @@ def write(
     one, put_back = open_layer(cache, layer, step, stores=True, k=k, **values_of(cache, layer, v))
     t = one.tables
     with jax.named_scope("write"):
-        k, v = (spread(step, t, x) for x in (k, v))
+        k, v = (spread(step, t, turned(one, x)) for x in (k, v))
         written = pallas_kernels.write_kv(
             one.pool.kv, k, v, one.blocks, t.lengths, t.new, offsets=offsets_of(k, t), implementation=implementation,
             **storage(one),
@@ -140,6 +141,11 @@ def values_of(cache: Any, layer: Any, v: Any) -> dict[str, Any]:
             f"Layer {one.number} is latent, its values are the first {rank} numbers of its keys: give it None for v."
         )
     return {}
+
+
+def turned(one: Layer, x: Any) -> Any:
+    """Queries, keys, values or outputs `[..., D]`, rotated if the layer stores them so, or rotated back."""
+    return rotate(x) if x is not None and one.config.rotates(one.number) else x
 
 
 def as_pool(written: Any) -> Pool:

@@ -30,8 +30,9 @@ from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
 from pallas_kernels import kinds
 
-# Version 1 has no stacked and no quantised caches and no latent layers, and is otherwise the same.
-FORMAT, VERSION, KNOWN = "jaxkv cache", "2", ("1", "2")
+# Version 1 has no stacked and no quantised caches and no latent layers, version 2 no layers that rotate; they are
+# otherwise the same.
+FORMAT, VERSION, KNOWN = "jaxkv cache", "3", ("1", "2", "3")
 CHECKSUMS = "checksums"
 MOST_EMPTY_ROWS = 1 << 16  # rows of a cache that has fewer blocks; more make no sense, and their tables take memory
 CHUNK = 1 << 24  # bytes read at a time while a file is verified
@@ -132,7 +133,10 @@ def _saved(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> Save
 
 def describe_layer(config: CacheConfig, layer: int) -> dict[str, Any]:
     """What one layer keeps, in plain values; two layers of which this is equal can hold each other's tokens."""
-    return dataclasses.asdict(config.layers[layer]) | {"dtype": config.kind(layer).name}
+    return dataclasses.asdict(config.layers[layer]) | {
+        "dtype": config.kind(layer).name,
+        "rotate": config.rotates(layer),
+    }
 
 
 def _checksum(tensor: np.ndarray) -> int:
@@ -205,8 +209,10 @@ def _parse(fields: dict[str, Any]) -> CacheConfig:
     for layer in fields["layers"]:
         # One that names the cache's own dtype is the same as one that names none; one that shares must name none.
         kind_of(layer["dtype"], "its dtype")
-        own = layer["dtype"] != fields["dtype"] and layer["shares_with"] is None
-        layers.append(LayerConfig(**layer | {"dtype": layer["dtype"] if own else None}))
+        shares = layer["shares_with"] is not None
+        own = layer["dtype"] != fields["dtype"] and not shares
+        rotate = None if shares else layer.get("rotate", False)
+        layers.append(LayerConfig(**layer | {"dtype": layer["dtype"] if own else None, "rotate": rotate}))
     return CacheConfig(**fields | {"layers": layers})
 
 

@@ -32,6 +32,7 @@ class HostBlocks:
     parts: tuple[Pool | None, ...]  # of each layer its B blocks; None for a layer that shares another's
     groups: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
     windows: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})  # of each group
+    rotates: tuple[bool, ...] = dataclasses.field(metadata={"static": True})  # of each layer: are its heads rotated?
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -116,6 +117,7 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
     host = HostBlocks(
         lengths=tables[0].lengths[moved], first=tuple(first), count=tuple(count), parts=tuple(parts),
         groups=cache.config.groups, windows=cache.config.group_windows,
+        rotates=tuple(map(cache.config.rotates, range(cache.num_layers))),
     )  # fmt: skip
     return free(cache, moved), host
 
@@ -203,6 +205,11 @@ def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:
                 raise ValueError(
                     f"The blocks of layer {layer} are {held}, but the cache's are {own}: swap them into a cache "
                     "like the one they come from."
+                )
+            if host.rotates[layer] != cache.config.rotates(layer):
+                raise ValueError(
+                    f"The blocks of layer {layer} have rotate={host.rotates[layer]}, but the cache's have "
+                    f"{cache.config.rotates(layer)}: swap them into a cache like the one they come from."
                 )
     if isinstance(dst, jax.core.Tracer) or isinstance(cache.lengths, jax.core.Tracer):
         return

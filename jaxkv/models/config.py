@@ -1,7 +1,7 @@
 """The shape of a decoder: everything that tells one family of models from another."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from jaxkv._core.groups import period_of
 from jaxkv._core.layer import LayerConfig
@@ -198,5 +198,5 @@ class DecoderConfig:
         """What each layer keeps, for `CacheConfig`."""
         if self.latent is not None:
             return (LayerConfig.latent(self.latent.rank, self.latent.rope_dim),) * self.num_layers
-        shape = dict(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        shape: dict[str, Any] = dict(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         return tuple(LayerConfig(**shape, window=window) for window in self.windows)

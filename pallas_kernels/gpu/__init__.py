@@ -5,5 +5,6 @@ Both take their work from lists built on the device (`work`) and their tile size
 `support` refuses what they cannot do. The write of the cache is XLA's in-place scatter.
 """
 
+from pallas_kernels.gpu.quantised import KINDS as KINDS
 from pallas_kernels.gpu.step import paged_attention as paged_attention
 from pallas_kernels.gpu.support import unsupported as unsupported

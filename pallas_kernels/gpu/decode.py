@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu import tuning
+from pallas_kernels.gpu.quantised import arrivals, load_scales, slots_and_wide, widen
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
@@ -44,7 +45,7 @@ VECTOR = LAYOUT.reduce(0)  # how one value for each column lies in registers
 
 def split(
     q, kv, tables, items, scalars, sinks, into=None, *, new_tokens, columns, tile: Tile, window, soft_cap: bool,
-    interpret: InterpretParams = None,
+    kv_scale=None, kind: str | None = None, interpret: InterpretParams = None,
 ):  # fmt: skip
     """Attention of each work item: a range of one row's tiles.
 
@@ -57,6 +58,7 @@ def split(
       sinks: `f32[K, columns]`, one more logit in each softmax's denominator, or None.
       into: references to `[N, H, D]` and `f32[S, K, columns]`, of which only the items' own are written; None makes new
         arrays, the rest of which holds anything.
+      kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
       new_tokens: tokens of each row, at most: `new_tokens * H // K <= columns`, a multiple of 8.
 
     Returns:
@@ -71,12 +73,13 @@ def split(
     pieces = tile.pieces(kv.shape[3])
 
     def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, *others, scratch):
-        (q_s, k_s, v_s, p_s, rows_s), (q_ready, k_ready, v_ready, k_free, v_free) = scratch
+        scale_ref, *others = (None, *others) if kind is None else others
+        (q_s, k_s, v_s, p_s, rows_s, *wide), (q_ready, k_ready, v_ready, k_free, v_free) = scratch
         sinks_ref, *others = (None, *others) if sinks is None else others
         part_ref, part_lse_ref, out_ref, lse_ref = others if into is None else (*others[2:], *others[:2])
         item, head = lax.axis_index("item"), lax.axis_index("head")
         warpgroup = lax.axis_index("warpgroup")
-        row, start, stop, length, new, place, kind = (items_ref[item, i] for i in range(7))
+        row, start, stop, length, new, place, role = (items_ref[item, i] for i in range(7))
         first_seen = jnp.int32(0) if window is None else jnp.maximum(length - new - (window - 1), 0)
         num_tiles = stop - start
 
@@ -91,7 +94,7 @@ def split(
             seen = (position <= last) & (token < new)
             return seen if window is None else seen & (position > last - window)
 
-        @pl.when((warpgroup == 0) & (kind != UNUSED))
+        @pl.when((warpgroup == 0) & (role != UNUSED))
         def consume():
             for t in range(new_tokens):
                 source = q_ref.at[place + t, pl.ds(head * group, group)]
@@ -109,14 +112,24 @@ def split(
                 slot = lax.rem(i, jnp.int32(stages))
                 first = (start + i) * tokens  # the position of the tile's first token
                 plgpu.barrier_wait(k_ready.at[slot])
+                keys, values = k_s.at[slot], v_s.at[slot]
+                if kind is not None:
+                    keys, values, scales_s = wide
+                    key_scales, value_scales = load_scales(scales_s.at[slot], kind)
+                    widen(k_s.at[slot], keys, kind)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(k_free.at[slot])
 
                 def keys_times_queries(acc_ref):
-                    plgpu.wgmma(acc_ref, k_s.at[slot], q_s.T)
+                    plgpu.wgmma(acc_ref, keys, q_s.T)
                     return acc_ref[...]
 
-                probe(interpret, k_s.at[slot], q_s)
+                probe(interpret, keys, q_s)
                 s = pl.run_scoped(keys_times_queries, plgpu.ACC((tokens, columns), jnp.float32))
-                plgpu.barrier_arrive(k_free.at[slot])
+                if kind is None:
+                    plgpu.barrier_arrive(k_free.at[slot])
+                else:
+                    s = s * lax.broadcast_in_dim(key_scales, s.shape, [0])
                 s = logits_base2(s, scale, cap if soft_cap else None)
                 s = jnp.where(seen_by_column(s.shape, first), s, -jnp.inf)
                 m, old = jnp.maximum(m, s.max(axis=0)), m
@@ -125,19 +138,27 @@ def split(
                 p = jnp.exp2(s - lax.broadcast_in_dim(safe, s.shape, [1]))
                 # Summed over the tile's tokens only at the end: a sum across warps in every step costs more.
                 total = total * lax.broadcast_in_dim(alpha, total.shape, [1]) + p
+                if kind is not None:
+                    p = p * lax.broadcast_in_dim(value_scales, p.shape, [0])
                 p_s.T[...] = p.astype(q.dtype)
 
                 plgpu.barrier_wait(v_ready.at[slot])
+                if kind is not None:
+                    widen(v_s.at[slot], values, kind)
+                else:
 
-                @pl.when((first < first_seen) | (first + tokens > length))
-                def _():
-                    select_seen_values(v_s.at[slot], first_seen - first, length - first)
+                    @pl.when((first < first_seen) | (first + tokens > length))
+                    def _():
+                        select_seen_values(values, first_seen - first, length - first)
 
                 plgpu.commit_smem()
-                probe(interpret, v_s.at[slot], p_s)
+                if kind is not None:
+                    plgpu.barrier_arrive(v_free.at[slot])
+                probe(interpret, values, p_s)
                 acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
-                acc = accumulate(interpret, acc, v_s.at[slot].T, p_s.T)
-                plgpu.barrier_arrive(v_free.at[slot])
+                acc = accumulate(interpret, acc, values.T, p_s.T)
+                if kind is None:
+                    plgpu.barrier_arrive(v_free.at[slot])
                 return acc, m, total
 
             acc = full((head_dim, columns), 0.0, LAYOUT)
@@ -146,7 +167,7 @@ def split(
             acc, m, total = lax.fori_loop(0, num_tiles, step, (acc, m, total))
             total = total.sum(axis=0)
 
-            @pl.when(kind == WHOLE)
+            @pl.when(role == WHOLE)
             def write():
                 finish(
                     (acc, m, total), None if sinks_ref is None else sinks_ref.at[head], rows_s,
@@ -154,7 +175,7 @@ def split(
                     lse_ref.at[row, head],
                 )  # fmt: skip
 
-            @pl.when(kind != WHOLE)
+            @pl.when(role != WHOLE)
             def leave_to_merge():
                 safe_total = jnp.where(total == 0.0, 1.0, total)
                 out = acc * lax.broadcast_in_dim(1.0 / safe_total, acc.shape, [1])
@@ -166,18 +187,20 @@ def split(
             fetch(
                 kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, tile,
                 (k_s, v_s), (k_ready, v_ready), (k_free, v_free), in_warps=not varies(kv),
+                scales=None if kind is None else (scale_ref, wide[2]),
             )  # fmt: skip
 
     def paged_decode_split(*refs):  # the name that profiles and dumps show
-        slots = plgpu.SMEM((stages, tokens, head_dim), q.dtype, transforms=OPERAND)
+        slots, wide = slots_and_wide(kv.dtype, q.dtype, kind, tile, head_dim)
         buffers = (
             plgpu.SMEM((columns, head_dim), q.dtype, transforms=OPERAND), slots, slots,
             plgpu.SMEM((columns, tokens), q.dtype, transforms=OPERAND),
             plgpu.SMEM((columns, head_dim), q.dtype),  # the queries as they come, and in the end the output
+            *wide,
         )  # fmt: skip
-        ready = plgpu.Barrier(num_arrivals=pieces, num_barriers=stages)
+        k_ready, v_ready = (plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals(kind, pieces))
         free = plgpu.Barrier(num_barriers=stages)
-        barriers = (plgpu.Barrier(num_arrivals=new_tokens), ready, ready, free, free)
+        barriers = (plgpu.Barrier(num_arrivals=new_tokens), k_ready, v_ready, free, free)
         pl.run_scoped(lambda *scratch: kernel(*refs, scratch=scratch), buffers, barriers, collective_axes="warpgroup")
 
     shape = jax.ShapeDtypeStruct
@@ -187,7 +210,8 @@ def split(
     )
     if into is None:
         outputs = (*outputs, shape(q.shape, q.dtype), shape((num_rows, num_kv_heads, columns), jnp.float32))
-    operands = (q, kv, tables, items, scalars, *(() if sinks is None else (sinks,)), *(into or ()))
+    optional = (x for x in (kv_scale, sinks) if x is not None)
+    operands = (q, kv, tables, items, scalars, *optional, *(into or ()))
     return plgpu.kernel(
         paged_decode_split, out_type=outputs,
         grid=(num_items, num_kv_heads), grid_names=("item", "head"), num_threads=2, thread_name="warpgroup",

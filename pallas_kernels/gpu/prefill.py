@@ -18,6 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gpu.quantised import arrivals, settle_scales, slots_and_wide, widen
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
@@ -40,8 +41,9 @@ QUERY_ROWS = CONSUMERS * HALF
 
 
 def attend(
-    q, kv, tables, items, scalars, *, group, tile: Tile, window, soft_cap: bool, interpret: InterpretParams = None
-):
+    q, kv, tables, items, scalars, *, group, tile: Tile, window, soft_cap: bool, kv_scale=None, kind: str | None = None,
+    interpret: InterpretParams = None,
+):  # fmt: skip
     """Causal attention of each work item: consecutive tokens of one row of the table.
 
     Args:
@@ -51,6 +53,7 @@ def attend(
       items: `i32[W, 5]`: row of the table, position of the first token, and position to stop before; first tile of K
         and V, and tile to stop before.
       scalars: `f32[2]`, see `logits_base2`.
+      kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
 
     Returns:
       `[W, K, 128, D]` in q's dtype, and the natural logarithm of the softmax's denominator, `f32[W, K, 128]`. Not
@@ -61,8 +64,9 @@ def attend(
     tokens, stages = tile.tokens, tile.stages
     pieces = tile.pieces(kv.shape[3])
 
-    def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, out_ref, lse_ref, *, scratch):
-        (q_s, k_s, v_s, p_s, lse_s), (q_ready, k_ready, v_ready, k_free, v_free, v_selected) = scratch
+    def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, *others, scratch):
+        scale_ref, out_ref, lse_ref = (None, *others) if kind is None else others
+        (q_s, k_s, v_s, p_s, lse_s, *wide), (q_ready, k_ready, v_ready, k_free, v_free, v_selected, *widened) = scratch
         item, head = lax.axis_index("item"), lax.axis_index("head")
         warpgroup = lax.axis_index("warpgroup")
 
@@ -73,6 +77,16 @@ def attend(
             num_tiles = end - start
             return row, first_token, stop, first_seen, start, num_tiles
 
+        def widen_together(stored, tile_s, which):
+            """Each consumer does a share, and waits for the other's."""
+            widen(stored, tile_s, kind, share=warpgroup, shares=CONSUMERS)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(widened[which])
+            plgpu.barrier_wait(widened[which])
+
+        def scales(slot, which):
+            return plgpu.load(wide[2].at[slot, which], layout=LAYOUT.reduce(0))
+
         def consume_tile(first_token, stop, first_seen, start, scale, cap, i, carry):
             acc, m, total = carry
             half = anew(warpgroup)
@@ -80,14 +94,24 @@ def attend(
             slot = lax.rem(i, jnp.int32(stages))
             first = (start + i) * tokens  # the position of the tile's first token
             plgpu.barrier_wait(k_ready.at[slot])
+            keys, values = k_s.at[slot], v_s.at[slot]
+            if kind is not None:
+                keys, values, _ = wide
+                # Once all of K is widened, both have multiplied by the V before, and once V is by this K: each may be
+                # overwritten then.
+                pl.when(warpgroup == 0)(lambda: settle_scales(wide[2].at[slot], kind))
+                widen_together(k_s.at[slot], keys, 0)
 
             def queries_times_keys(acc_ref):
-                plgpu.wgmma(acc_ref, q_mine, k_s.at[slot].T)
+                plgpu.wgmma(acc_ref, q_mine, keys.T)
                 return acc_ref[...]
 
-            probe(interpret, q_mine, k_s.at[slot])
+            probe(interpret, q_mine, keys)
             s = pl.run_scoped(queries_times_keys, plgpu.ACC((HALF, tokens), jnp.float32))
-            plgpu.barrier_arrive(k_free.at[slot])
+            if kind is None:
+                plgpu.barrier_arrive(k_free.at[slot])
+            else:
+                s = s * lax.broadcast_in_dim(scales(slot, 0), s.shape, [1])
             s = logits_base2(s, scale, cap if soft_cap else None)
 
             def select_seen(s):
@@ -109,22 +133,30 @@ def attend(
             alpha = jnp.exp2(old - safe)
             p = jnp.exp2(s - lax.broadcast_in_dim(safe, s.shape, [0]))
             total = total * alpha + p.sum(axis=1)
+            if kind is not None:
+                p = p * lax.broadcast_in_dim(scales(slot, 1), p.shape, [1])
+                plgpu.barrier_arrive(k_free.at[slot])  # and with it the scales
             p_mine[...] = p.astype(q.dtype)
 
             plgpu.barrier_wait(v_ready.at[slot])
+            if kind is not None:
+                widen_together(v_s.at[slot], values, 1)
+                plgpu.barrier_arrive(v_free.at[slot])
+            else:
 
-            @pl.when((first < first_seen) | (first + tokens > stop))
-            def _():  # both consumers read all of V: each cleans a share, and waits for the other's
-                select_seen_values(v_s.at[slot], first_seen - first, stop - first, share=warpgroup, shares=CONSUMERS)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(v_selected.at[slot])
-                plgpu.barrier_wait(v_selected.at[slot])
+                @pl.when((first < first_seen) | (first + tokens > stop))
+                def _():  # both consumers read all of V: each cleans a share, and waits for the other's
+                    select_seen_values(values, first_seen - first, stop - first, share=warpgroup, shares=CONSUMERS)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(v_selected.at[slot])
+                    plgpu.barrier_wait(v_selected.at[slot])
 
             plgpu.commit_smem()
-            probe(interpret, p_mine, v_s.at[slot])
+            probe(interpret, p_mine, values)
             acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-            acc = accumulate(interpret, acc, p_mine, v_s.at[slot])
-            plgpu.barrier_arrive(v_free.at[slot])
+            acc = accumulate(interpret, acc, p_mine, values)
+            if kind is None:
+                plgpu.barrier_arrive(v_free.at[slot])
             return acc, m, total
 
         @pl.when(warpgroup < CONSUMERS)
@@ -163,18 +195,20 @@ def attend(
             fetch(
                 kv_ref, tables_ref, row, head, start, num_tiles, first_seen, stop, tile,
                 (k_s, v_s), (k_ready, v_ready), (k_free, v_free), in_warps=not varies(kv),
+                scales=None if kind is None else (scale_ref, wide[2]),
             )  # fmt: skip
 
     def paged_prefill(*refs):  # the name that profiles and dumps show
-        slots = plgpu.SMEM((stages, tokens, head_dim), q.dtype, transforms=OPERAND)
+        slots, wide = slots_and_wide(kv.dtype, q.dtype, kind, tile, head_dim)
         buffers = (
             plgpu.SMEM((CONSUMERS, HALF, head_dim), q.dtype, transforms=OPERAND), slots, slots,
             plgpu.SMEM((CONSUMERS, HALF, tokens), q.dtype, transforms=OPERAND),
-            plgpu.SMEM((CONSUMERS, HALF), jnp.float32),
+            plgpu.SMEM((CONSUMERS, HALF), jnp.float32), *wide,
         )  # fmt: skip
-        ready = plgpu.Barrier(num_arrivals=pieces, num_barriers=stages)
+        k_ready, v_ready = (plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals(kind, pieces))
         free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
-        barriers = (plgpu.Barrier(num_barriers=CONSUMERS), ready, ready, free, free, free)
+        widened = () if kind is None else (plgpu.Barrier(num_arrivals=CONSUMERS),) * 2
+        barriers = (plgpu.Barrier(num_barriers=CONSUMERS), k_ready, v_ready, free, free, free, *widened)
         pl.run_scoped(lambda *scratch: kernel(*refs, scratch=scratch), buffers, barriers, collective_axes="warpgroup")
 
     return plgpu.kernel(
@@ -186,4 +220,4 @@ def attend(
         grid=(num_items, num_kv_heads), grid_names=("item", "head"),
         num_threads=CONSUMERS + 1, thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
-    )(q, kv, tables, items, scalars)  # fmt: skip
+    )(q, kv, tables, items, scalars, *(() if kind is None else (kv_scale,)))  # fmt: skip

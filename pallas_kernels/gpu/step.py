@@ -13,7 +13,7 @@ MOST_COLUMNS = 32  # queries of one row and KV head that the decode kernels take
 
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
-    mask=None, return_lse=False, interpret: InterpretParams = None,
+    mask=None, return_lse=False, kind=None, interpret: InterpretParams = None,
 ):  # fmt: skip
     """[`pallas_kernels.paged_attention`][] on a Hopper GPU, for what `unsupported` does not refuse.
 
@@ -23,7 +23,7 @@ def paged_attention(
 
     `interpret` runs the kernels in Pallas's GPU interpreter, on any machine.
     """
-    assert kv_scale is None and mask is None, "`unsupported` refuses them"
+    assert mask is None and (kv_scale is None or kind is not None), "`unsupported` refuses them"
     if q.size == 0:
         return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if return_lse else q
     token_axes, (num_heads, head_dim) = q.shape[:-2], q.shape[-2:]
@@ -31,7 +31,7 @@ def paged_attention(
     group = num_heads // kv.shape[2]
     lengths = jnp.clip(lengths, 0, tables.shape[1] * kv.shape[3])  # so that no length reads past its row's table
     scalars = logit_scalars(head_dim**-0.5 if scale is None else scale, soft_cap)
-    options = dict(window=window, soft_cap=soft_cap is not None, interpret=interpret)
+    options = dict(window=window, soft_cap=soft_cap is not None, kv_scale=kv_scale, kind=kind, interpret=interpret)
     token = locate(token_axes, lengths, new, offsets)
     token = Tokens(*(x.reshape(-1) for x in token))
     q = q.reshape(-1, num_heads, head_dim)
@@ -70,8 +70,9 @@ def paged_attention(
 
 
 def _decode_rows(
-    q, kv, tables, lengths, new, start, token, taken, scalars, sinks, new_tokens, into, *, window, soft_cap, interpret
-):
+    q, kv, tables, lengths, new, start, token, taken, scalars, sinks, new_tokens, into, *, window, soft_cap, kv_scale,
+    kind, interpret,
+):  # fmt: skip
     """Attention of the rows that are `taken`, of at most `new_tokens` tokens each, of which row s's are at `start[s]`.
 
     Returns:
@@ -81,7 +82,7 @@ def _decode_rows(
     num_rows, num_kv_heads, block_size = tables.shape[0], kv.shape[2], kv.shape[3]
     used = new_tokens * (q.shape[1] // num_kv_heads)
     columns = -(-used // 8) * 8
-    plan = tuning.decode_plan(q.shape[2], columns)
+    plan = tuning.decode_plan(q.shape[2], columns, kv.dtype.itemsize)
     most_tiles = -(-tables.shape[1] * block_size // plan.tile.tokens)
     if window is not None:
         most_tiles = min(most_tiles, -(-(window + new_tokens - 1) // plan.tile.tokens) + 1)
@@ -96,7 +97,7 @@ def _decode_rows(
         refs = jax.new_ref(into), jax.new_ref(jnp.zeros((num_rows, num_kv_heads, columns), jnp.float32))
     part, part_lse, *new_arrays = decode.split(
         q, kv, tables, items, scalars, sinks, refs, new_tokens=new_tokens, columns=columns, tile=plan.tile,
-        window=window, soft_cap=soft_cap, interpret=interpret,
+        window=window, soft_cap=soft_cap, kv_scale=kv_scale, kind=kind, interpret=interpret,
     )  # fmt: skip
     if in_place and most_cut:
         refs = refs or tuple(map(jax.new_ref, new_arrays))
@@ -118,7 +119,9 @@ def _decode_rows(
     return out, lse[:, :, :used]
 
 
-def _prefill_rows(q, kv, tables, lengths, new, start, token, scalars, sinks, least, *, window, soft_cap, interpret):
+def _prefill_rows(
+    q, kv, tables, lengths, new, start, token, scalars, sinks, least, *, window, soft_cap, kv_scale, kind, interpret
+):
     """Attention of the rows that have at least `least` new tokens, if any.
 
     Args:
@@ -130,7 +133,7 @@ def _prefill_rows(q, kv, tables, lengths, new, start, token, scalars, sinks, lea
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
-    plan = tuning.prefill_plan(head_dim, kv.shape[3])
+    plan = tuning.prefill_plan(head_dim, kv.shape[3], kv.dtype.itemsize)
     item_tokens = prefill.QUERY_ROWS // group
     rows = min(new.shape[0], num_tokens // least)
     num_items = (num_tokens - rows) // item_tokens + rows  # as many as these can have at the most
@@ -150,7 +153,7 @@ def _prefill_rows(q, kv, tables, lengths, new, start, token, scalars, sinks, lea
     tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, prefill.QUERY_ROWS - used), (0, 0)))
     out, lse = prefill.attend(
         tiles, kv, tables, items.reshape(-1, 5), scalars, group=group, tile=plan.tile, window=window, soft_cap=soft_cap,
-        interpret=interpret,
+        kv_scale=kv_scale, kind=kind, interpret=interpret,
     )  # fmt: skip
 
     if chunks > 1:

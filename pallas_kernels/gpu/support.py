@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gpu.quantised import SCALES_AT_ONCE
+
 FALLBACK = "leave implementation=None to use XLA's"
 CAPABILITY = "9.0"  # Hopper: the kernels use its warpgroup matrix instructions, which newer chips do not have either
 
@@ -13,19 +15,25 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
     """Why the kernels cannot run `op` on arguments of these shapes and dtypes, and the way out; None if they can."""
     if op != "paged_attention":
         return f"The gpu backend has no kernel of its own for {op}; {FALLBACK}."
-    q, kv, mask, kv_scale = arguments["q"], arguments["kv"], arguments.get("mask"), arguments.get("kv_scale")
+    q, kv, mask, kv_scale, kind = arguments["q"], arguments["kv"], *map(arguments.get, ("mask", "kv_scale", "kind"))
     head_dim, block_size, stored = q.shape[-1], kv.shape[3], kv.shape[4]
     group = q.shape[-2] // kv.shape[2]
     if mask is not None:
         return f"The gpu kernels take no mask besides causality and window; {FALLBACK}."
-    if kv_scale is not None:
-        return f"The gpu kernels read no quantised pools (kv_scale); store the pool in q's dtype, or {FALLBACK}."
+    if kv_scale is not None and kind is None:
+        return f"The gpu kernels take no kv_scale without a kind; name it, or {FALLBACK}."
+    if kv_scale is not None and kv_scale.dtype != jnp.float32:
+        return f"The gpu kernels read scales of float32, not {kv_scale.dtype}; cast them, or {FALLBACK}."
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"The gpu kernels compute in bfloat16 or float16, not {q.dtype}; cast q and the pool, or {FALLBACK}."
-    if kv.dtype != q.dtype:
+    if kind is None and kv.dtype != q.dtype:
         return f"The gpu kernels need q and the pool in one dtype, not {q.dtype} and {kv.dtype}; cast q, or {FALLBACK}."
-    if block_size % 8:
-        return f"The gpu kernels need a block_size in multiples of 8 tokens, not {block_size}; {FALLBACK}."
+    least = 8 if kind is None else SCALES_AT_ONCE
+    if block_size % least:
+        return (
+            f"The gpu kernels need a block_size in multiples of {least} tokens{'' if kind is None else f' in {kind}'}, "
+            f"not {block_size}; {FALLBACK}."
+        )
     if kernel_head_dim(head_dim) > min(stored, 256):
         wider = f"store {kernel_head_dim(head_dim)} with CacheConfig(head_dim_multiple=64), or "
         return (

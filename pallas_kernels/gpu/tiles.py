@@ -75,12 +75,29 @@ def anew(x):
 
 
 def fetch(
-    kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, tile: Tile, slots, ready, free, *, in_warps
+    kv_ref,
+    tables_ref,
+    row,
+    head,
+    start,
+    num_tiles,
+    first_seen,
+    length,
+    tile: Tile,
+    slots,
+    ready,
+    free,
+    *,
+    in_warps,
+    scales=None,
 ) -> None:
     """The producer: copy tiles `start`, `start + 1`, ... of a row's K and V into a ring of slots.
 
     Places before `first_seen` and from `length` on are not fetched: the nearest piece that is seen is fetched in their
     stead, so that every slot gets the same number of copies. Table entries are clamped into the pool.
+
+    `scales`: those of a quantised pool, `[num_blocks + 1, 2, K, block_size]`, and their ring, `[stages, 2, tokens]`:
+    they come with the keys.
     """
     (k_s, v_s), (k_ready, v_ready), (k_free, v_free) = slots, ready, free
     num_blocks, _, _, block_size, _ = kv_ref.shape
@@ -109,7 +126,11 @@ def fetch(
 
                 for j, (block, span) in enumerate(places):
                     source = kv_ref.at[block, part, head, span, pl.ds(0, head_dim)]
-                    plgpu.copy_gmem_to_smem(source, slots_ref.at[slot, pl.ds(j * piece, piece)], ready_ref.at[slot])
+                    here = pl.ds(j * piece, piece)
+                    plgpu.copy_gmem_to_smem(source, slots_ref.at[slot, here], ready_ref.at[slot])
+                    for which in range(2 if scales is not None and part == 0 else 0):
+                        source = scales[0].at[block, which, head, span]
+                        plgpu.copy_gmem_to_smem(source, scales[1].at[slot, which, here], ready_ref.at[slot])
 
         @pl.loop(jnp.maximum(num_tiles - stages, 0), num_tiles)
         def drain(i):  # JAX 0.11's interpreter insists that every arrival is seen

@@ -35,17 +35,19 @@ TUNED_DECODE: dict[tuple[Chip, int, int], DecodePlan] = {}
 TUNED_PREFILL: dict[tuple[Chip, int], PrefillPlan] = {}
 
 
-def decode_plan(head_dim: int, columns: int) -> DecodePlan:
-    """The plan for the chip at hand, or for an H200 where there is none."""
+def decode_plan(head_dim: int, columns: int, itemsize: int = 2) -> DecodePlan:
+    """The plan for the chip at hand, or for an H200 where there is none. `itemsize`: of the pool."""
     here = chip()
-    if plan := TUNED_DECODE.get((here, head_dim, columns)):
+    if itemsize == 2 and (plan := TUNED_DECODE.get((here, head_dim, columns))):
         return plan
     # Two thread blocks a multiprocessor, if they fit, hide each other's waits; the slots share what memory that leaves.
-    stage = 2 * 64 * head_dim * 2
+    stage = 2 * 64 * head_dim * itemsize
     rest = columns * (64 + head_dim * 2) * 2 + 4096
+    if itemsize == 1:  # scales, and a tile of each to multiply
+        stage, rest = stage + 2 * 64 * 4, rest + 2 * 64 * head_dim * 2
     # 32 columns take too many registers.
-    blocks = 2 if columns < 32 and 2 * (2 * stage + rest + RESERVED) <= SHARED_MEMORY + RESERVED else 1
-    stages = min(((SHARED_MEMORY + RESERVED) // blocks - RESERVED - rest) // stage, 8 // blocks)
+    blocks = 2 if columns < 32 and 2 * (4 // itemsize * stage + rest + RESERVED) <= SHARED_MEMORY + RESERVED else 1
+    stages = min(((SHARED_MEMORY + RESERVED) // blocks - RESERVED - rest) // stage, 16 // itemsize // blocks)
     return DecodePlan(Tile(tokens=64, stages=stages), num_blocks=blocks * here[1])
 
 
@@ -54,9 +56,11 @@ def merge_blocks() -> int:
     return 4 * chip()[1]
 
 
-def prefill_plan(head_dim: int, block_size: int) -> PrefillPlan:
+def prefill_plan(head_dim: int, block_size: int, itemsize: int = 2) -> PrefillPlan:
     """The plan for the chip at hand, or for an H200 where there is none."""
-    plan = TUNED_PREFILL.get((chip(), head_dim)) or PrefillPlan(Tile(tokens=128 if head_dim <= 128 else 64, stages=2))
+    plan = PrefillPlan(Tile(tokens=128 if head_dim <= 128 else 64, stages=2))
+    if itemsize == 2:
+        plan = TUNED_PREFILL.get((chip(), head_dim), plan)
     if plan.tile.pieces(block_size) > 8:  # the producer's registers hold no more block ids
         return PrefillPlan(Tile(tokens=64, stages=plan.tile.stages))
     return plan

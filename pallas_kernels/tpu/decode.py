@@ -15,9 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kinds import encode
+from pallas_kernels.kinds import encode, sound_scales
 from pallas_kernels.tpu.pages import LANES, MASKED, PAGE_BUFFER_BYTES, VMEM_BYTES, Pages, divide, sublanes, vector_bytes
-from pallas_kernels.tpu.quantised import sound, widen
+from pallas_kernels.tpu.quantised import widen
 
 SEGMENT_TOKENS = 128
 SEGMENTS = 8
@@ -92,6 +92,11 @@ def decode(
         outputs += [(jax.ShapeDtypeStruct(x.shape, x.dtype), pool) for x in pools]
         for x, tile in zip(pools, ((sublanes(kv.dtype), head_dim), (LANES,)), strict=False):
             scratch += [pltpu.VMEM((segments, 2, num_kv_heads, *tile), x.dtype), pltpu.SemaphoreType.DMA(())]
+        if scaled:
+            scratch += [
+                pltpu.VMEM((block, 2, num_kv_heads, head_dim), jnp.int32),
+                pltpu.VMEM((block, 2, num_kv_heads, LANES), jnp.float32),
+            ]
     inputs.append((kv, pool))
     if scaled:
         inputs.append((kv_scale, pool))
@@ -174,8 +179,9 @@ def decode_bytes(rows: int, heads: int, kv, tables, dtype=None, step_tokens: int
     ]
     if kv.dtype.itemsize == 1:  # scales: of pages, of the new tokens, and on their way back
         twice.append(((segments * pages.pages_per_step, 2, num_kv_heads, pages.page_size), jnp.float32))
-        twice.append(((block, 2, num_kv_heads, head_dim), jnp.float32))  # new tokens, not yet quantised
-        once.append(((segments, 2, num_kv_heads, LANES), jnp.float32))
+        new = ((block, 2, num_kv_heads, head_dim), jnp.float32)  # as they come, and as they are stored
+        twice.append(new)
+        once += [new, ((block, 2, num_kv_heads, LANES), jnp.float32), ((segments, 2, num_kv_heads, LANES), jnp.float32)]
     return 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
 
 
@@ -193,7 +199,7 @@ def _kernel(
     given: Any = list(refs)
     sinks_ref: Any = given.pop(0) if sinks else None
     streams = 1 if kind is None else 2  # keys and values, and their scales
-    new_ref: Any = given.pop(0) if fused else None
+    new_refs = [given.pop(0)] if fused else []
     hbm = [given.pop(0) for _ in range(streams)]
     out_ref = given.pop(0)
     lse_ref: Any = given.pop(0) if lse else None
@@ -201,6 +207,10 @@ def _kernel(
         hbm = [given.pop(0) for _ in range(streams)]  # the output is the input's memory
     buffers = [(given.pop(0), given.pop(0)) for _ in range(streams)]
     state, max_ref, sum_ref, out_sum_ref, *write = given
+    if fused and kind is not None:  # as they are stored, all at once, for each would wait for its own maximum
+        *write, numbers_ref, scales_ref = write
+        _encode(new_refs[0], numbers_ref, scales_ref, kind)
+        new_refs = [numbers_ref, scales_ref]
 
     block, blocks = pl.program_id(0), pl.num_programs(0)
     block_rows = q_ref.shape[0]
@@ -269,13 +279,10 @@ def _kernel(
                 @pl.when(writes)
                 def _():
                     begin = (pages.first(limit - 1) + part * pages.pages_per_step) * pages.page_size
-                    new = [new_ref[row - block * block_rows]]  # [2, K, D]
-                    if kind is not None:
-                        new = encode(new[0], kind, jnp.dtype(jnp.float32))
                     for i in range(streams):
                         staged, semaphore = write[2 * i : 2 * i + 2]
-                        tile = staged.at[written]
-                        _insert(new[i], here[i], limit - 1 - begin, pages, tile)
+                        tile, new = staged.at[written], new_refs[i][row - block * block_rows]
+                        _insert(new, here[i], limit - 1 - begin, pages, tile)
                         _write_back(tile, semaphore, hbm[i], targets[row], limit - 1, pages).start()
 
             if kind is None:
@@ -406,7 +413,7 @@ def _scales(buffer, kind, num_heads):
         return jnp.broadcast_to(jnp.concatenate(line, axis=1), (group, num_pages * page_size))
 
     keys, values = (jnp.concatenate([spread(i, head) for head in range(num_kv_heads)]) for i in (0, 1))
-    return sound(keys, values, kind)
+    return sound_scales(keys, values, kind)
 
 
 def _per_head(x, buffer, which, kind, matmul):
@@ -431,19 +438,34 @@ def _per_head(x, buffer, which, kind, matmul):
     return jnp.concatenate(results)
 
 
+def _encode(new_ref, numbers_ref, scales_ref, kind):
+    """New tokens `[rows, 2, K, D]` as what they are stored as, in 32 bits still, and their scales in all lanes."""
+    rows = new_ref.shape[0]
+    some = max(n for n in range(1, 9) if rows % n == 0)
+
+    @pl.loop(0, rows // some)
+    def _(i):
+        these = pl.ds(i * some, some)
+        numbers, scales = encode(new_ref[these], kind, jnp.dtype(jnp.float32))
+        numbers_ref[these] = numbers.astype(jnp.int32)
+        scales_ref[these] = jnp.broadcast_to(scales[..., None], (*scales.shape, LANES))
+
+
 def _insert(new, buffer, offset, pages, staged):
     """Put the new token at `offset` of a step's pages, and the register tile it lies in into `staged` as well.
 
-    Tokens are rows of a tile; of scales they are lanes.
+    Tokens are rows of a tile; of scales, of which the new ones come in all lanes, they are lanes.
     """
     tile = staged.shape[2]
     page = divide(offset, pages.page_size)
     inside = offset - page * pages.page_size
     top = pl.multiple_of(divide(inside, tile) * tile, tile)
     there = (page, slice(None), slice(None), pl.ds(top, tile))
-    old = buffer[there].astype(jnp.float32)  # selects and broadcasts want 32 bits
+    wide = jnp.int32 if jnp.issubdtype(buffer.dtype, jnp.integer) else jnp.float32
+    old = buffer[there].astype(wide)  # selects and broadcasts want 32 bits
     is_new = lax.broadcasted_iota(jnp.int32, old.shape, 2) == inside - top
-    merged = jnp.where(is_new, jnp.expand_dims(new.astype(jnp.float32), 2), old).astype(buffer.dtype)
+    new = new.astype(wide)
+    merged = jnp.where(is_new, new if new.ndim == old.ndim else new[:, :, None], old).astype(buffer.dtype)
     staged[...] = merged  # a copy of its own, for the buffer changes again while the write is under way
     buffer[there] = merged
 

@@ -15,9 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.kinds import sound_scales
 from pallas_kernels.tpu.decode import page_buffers
 from pallas_kernels.tpu.pages import LANES, MASKED, VMEM_BYTES, Pages, sublanes, vector_bytes
-from pallas_kernels.tpu.quantised import sound, widen
+from pallas_kernels.tpu.quantised import widen
 
 STEP_TOKENS = 256
 HEADS_TOGETHER = 8  # as many heads are worked on without a loop
@@ -348,7 +349,7 @@ def _attend(
             jnp.concatenate([buffers[1][page, i, pl.ds(head, 1)] for page in range(buffer.shape[0])], axis=1)
             for i in (0, 1)
         )
-        return sound(keys, values, kind)
+        return sound_scales(keys, values, kind)
 
     def soften(head, at, width, logits):
         if kind is None:

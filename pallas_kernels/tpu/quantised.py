@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kinds import LARGEST, numbers
+from pallas_kernels.kinds import numbers
 
 KINDS = ("int8", "float8_e4m3fn", "float8_e5m2")
 
@@ -22,14 +22,3 @@ def widen(stored: jax.Array, kind: str | None, dtype: Any) -> jax.Array:
 def encodable(dtype: Any) -> Any:
     """In what new keys and values are handed to a kernel, which quantises them."""
     return jnp.dtype(dtype if dtype == jnp.bfloat16 else jnp.float32)
-
-
-def sound(key_scales: jax.Array, value_scales: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
-    """Scales such that what no query sees does nothing, whatever its own are.
-
-    A weight of 0 times NaN is NaN, so a value's scale that is not finite becomes 0, and the key's NaN in its stead:
-    logits are selected. Who sees such a token gets NaN in that head, in the LSE too.
-    """
-    most = float(jnp.finfo(jnp.float32).max) / LARGEST[kind]
-    finite = jnp.abs(value_scales) <= most
-    return jnp.where(finite, key_scales, jnp.nan), jnp.where(finite, value_scales, 0.0)

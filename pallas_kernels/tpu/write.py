@@ -203,6 +203,19 @@ def _kernel(blocks, parts, tokens, begins, ends, total, k_hbm, v_hbm, *refs, pag
     def if_written(entry, do):
         pl.when((entry >= 0) & (entry < count))(lambda: pl.when(blocks[entry] > 0)(lambda: do(entry)))
 
+    def quantise(entry, slot, which):
+        some = PAGE_TOKENS
+        for first in range(0, page_size, some):  # of a long page what is new, no more
+
+            @pl.when((begins[entry] < first + some) & (ends[entry] > first))
+            def _(first=first):
+                these = pl.ds(first, some)
+                # What is packed cannot be turned and then unpacked.
+                turned = jnp.swapaxes(fresh[slot, which, these].astype(jnp.float32), 0, 1)
+                stored = kinds.encode(turned, kind, jnp.dtype(jnp.float32))
+                for (_, _, merged), x in zip(pages, stored, strict=True):
+                    merged[slot, which, :, these] = x
+
     def step(entry, _):
         slot = entry & (depth - 1)
         if_written(entry + depth - 1, functools.partial(fetch, "start"))  # the slot that the last step has emptied
@@ -213,12 +226,9 @@ def _kernel(blocks, parts, tokens, begins, ends, total, k_hbm, v_hbm, *refs, pag
             fetch("wait", entry)
             for which in range(2):
                 if kind is None:
-                    numbers = (jnp.swapaxes(fresh[slot, which], 0, 1),)
-                else:  # what is packed cannot be turned and then unpacked
-                    turned = jnp.swapaxes(fresh[slot, which].astype(jnp.float32), 0, 1)
-                    numbers = kinds.encode(turned, kind, jnp.dtype(jnp.float32))
-                for (_, _, merged), x in zip(pages, numbers, strict=True):
-                    merged[slot, which] = x
+                    pages[0][2][slot, which] = jnp.swapaxes(fresh[slot, which], 0, 1)
+                else:
+                    quantise(entry, slot, which)
 
             @pl.when(ragged(entry))
             def _():

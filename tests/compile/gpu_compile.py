@@ -5,6 +5,7 @@ Run in a process of its own, with the packages of the extra `compile` on PYTHONP
 """
 
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -21,6 +22,7 @@ import jaxkv
 import pallas_kernels
 from jaxkv.models import Decoder, DecoderConfig, Rope
 from pallas_kernels import SHAPES, AttentionShape, gpu, xla
+from pallas_kernels.kinds import storage_of
 
 TARGET = pathlib.Path(__file__).with_name("gpu_h200.txtpb").read_text()
 ROWS, MAX_BLOCKS, NUM_BLOCKS = 8, 128, 1024
@@ -70,19 +72,21 @@ def compile_(f, *arguments, **options):
     return compiled, kernels
 
 
-def attention(shape, *, tokens=1, packed=False, block_size=16, dtype=jnp.bfloat16, sinks=False):
+def attention(shape, *, tokens=1, packed=False, block_size=16, dtype=jnp.bfloat16, sinks=False, kind=None):
     """A step of one attention shape; head dims that fill no whole tile are stored padded."""
     stored = -(-shape.head_dim // 64) * 64
     heads = (shape.num_heads, shape.head_dim)
     q = array((tokens, *heads) if packed else (ROWS, tokens, *heads), dtype)
-    kv = array((NUM_BLOCKS, 2, shape.num_kv_heads, block_size, stored), dtype)
+    pool = (NUM_BLOCKS, 2, shape.num_kv_heads, block_size)
+    kv = array((*pool, stored), dtype if kind is None else storage_of(kind))
+    scale = None if kind is None else array(pool, jnp.float32)
     row, sinks = array((ROWS,), jnp.int32), array((shape.num_heads,), jnp.float32) if sinks else None
     options = dict(window=shape.window, soft_cap=shape.soft_cap, return_lse=True)
 
-    def f(q, kv, tables, lengths, new, sinks):
-        return gpu.paged_attention(q, kv, tables, lengths, new, sinks=sinks, **options)
+    def f(q, kv, scale, tables, lengths, new, sinks):
+        return gpu.paged_attention(q, kv, tables, lengths, new, sinks=sinks, kv_scale=scale, kind=kind, **options)
 
-    return compile_(f, q, kv, array((ROWS, MAX_BLOCKS), jnp.int32), row, row, sinks)[1]
+    return compile_(f, q, kv, scale, array((ROWS, MAX_BLOCKS), jnp.int32), row, row, sinks)[1]
 
 
 def named(name, **options):
@@ -246,6 +250,10 @@ JOBS = {
     **{f"{head_dim}-window": options(head_dim, window=100) for head_dim in HEAD_DIMS},
     **{f"{head_dim}-soft-cap": options(head_dim, soft_cap=30.0) for head_dim in HEAD_DIMS},
     **{f"{head_dim}-all": options(head_dim, window=100, soft_cap=30.0, sinks=True) for head_dim in HEAD_DIMS},
+    **{
+        f"{name}-{kind}": named(name, tokens=64, block_size=32, kind=kind)
+        for name, kind in itertools.product(("llama3-8b", "llama3.2-1b", "gemma2-2b"), gpu.KINDS)
+    },
     "step": step,
     "scanned": scanned,
     "launches": launches,

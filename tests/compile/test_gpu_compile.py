@@ -43,12 +43,21 @@ PREFILL = [
 ]
 
 
+# Both kernels of each, and the most registers of decode.
+QUANTISED = {
+    "llama3-8b-int8": 128,
+    "llama3-8b-float8_e4m3fn": 128,
+    **({"llama3.2-1b-int8": 128, "gemma2-2b-int8": 168, "gemma2-2b-float8_e5m2": 168} if NIGHTLY else {}),
+}
+
+
 @pytest.fixture(scope="module")
 def report():
     """Everything that gpu_compile.py prints, by job."""
     script = pathlib.Path(__file__).with_name("gpu_compile.py")
     controls = ("no-fence", "too-many-registers", "not-donated", "not-unique")
-    jobs = [*DECODE_BUDGETS, *PREFILL, "launches", "step", "scanned", *(f"control-{name}" for name in controls)]
+    controls = [f"control-{name}" for name in controls]
+    jobs = [*DECODE_BUDGETS, *PREFILL, *QUANTISED, "launches", "step", "scanned", *controls]
     path = os.pathsep.join([str(script.parents[2]), SITE, os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XLA_FLAGS": ""}
     run = subprocess.run([sys.executable, script, *jobs], env=environment, capture_output=True, text=True, timeout=580)
@@ -92,6 +101,17 @@ def test_prefill_within_budget(name, report):
     assert registers_after_trade(kernel) <= 128 * 3 * kernel["registers"]
     assert kernel["wgmma"] > 0 and kernel["bulk_copies"] >= 3
     assert kernel["proxy_fences"] == 3  # V cleaned, before the product with V, and before the output leaves
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_within_budget(name, report):
+    decode, prefill = (report[name][kernel] for kernel in ("paged_decode_split", "paged_prefill"))
+    assert all(kernel["spills"] == 0 for kernel in report[name].values())
+    assert decode["registers"] <= QUANTISED[name]
+    assert decode["shared_memory"] <= (113_000 if QUANTISED[name] <= 128 else 227_000)
+    assert registers_after_trade(prefill) <= 128 * 3 * prefill["registers"] and prefill["shared_memory"] <= 227 * 1024
+    assert decode["proxy_fences"] == prefill["proxy_fences"] == 4  # one more than in 16 bits, for K widened
+    assert decode["bulk_copies"] >= 5 and prefill["bulk_copies"] >= 5  # q, K, V, and the scales of both
 
 
 def registers_after_trade(kernel):

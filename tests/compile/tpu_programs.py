@@ -3,6 +3,7 @@
 A script of its own, for libtpu must not be near the tests' own process: `python tpu_programs.py v6e`.
 """
 
+import functools
 import json
 import os
 import re
@@ -20,9 +21,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import pallas_kernels
 from pallas_kernels import SHAPES
+from pallas_kernels.kinds import storage_of
 
 TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1"}
 ROWS, BLOCKS_PER_ROW, BLOCK_SIZE = 8, 1024, 16
+INT8 = {"kind": "int8", "block_size": 128, "blocks_per_row": 128}
 
 
 def devices(topology, bounds):
@@ -30,7 +33,7 @@ def devices(topology, bounds):
 
 
 def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16", implementation="tpu",
-            block_size=BLOCK_SIZE, blocks_per_row=BLOCKS_PER_ROW):  # fmt: skip
+            block_size=BLOCK_SIZE, blocks_per_row=BLOCKS_PER_ROW, kind=None):  # fmt: skip
     """Compile `op` of one or more layers, one after another, on a donated pool each; bytes per chip."""
     rows = tokens[0] if len(tokens) == 2 else ROWS
     heads = "x" if sharded else None
@@ -40,24 +43,28 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
         return jax.ShapeDtypeStruct(axes, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
     token_spec = (*(None for _ in tokens), heads)
-    pool = array(
-        max(rows, ROWS) * blocks_per_row + 1, 2, shape.num_kv_heads, block_size, stored, spec=(None, None, heads)
-    )
+    blocks = (max(rows, ROWS) * blocks_per_row + 1, 2, shape.num_kv_heads, block_size)
+    storage = dtype if kind is None else storage_of(kind)
+    pool = {"kv": array(*blocks, stored, spec=(None, None, heads), dtype=storage)}
+    if kind is not None:
+        pool["kv_scale"] = array(*blocks, spec=(None, None, heads), dtype="float32")
     q = array(*tokens, shape.num_heads, shape.head_dim, spec=token_spec)
     k = array(*tokens, shape.num_kv_heads, shape.head_dim, spec=token_spec)
     tables = array(rows, blocks_per_row, dtype="int32")
     counts = array(rows, dtype="int32")
-    options = {"window": shape.window, "soft_cap": shape.soft_cap, "implementation": implementation}
+    options = {"window": shape.window, "soft_cap": shape.soft_cap, "implementation": implementation, "kind": kind}
 
     def step(q, k, pools, tables, lengths, new):
         if op == "paged_attention":
-            return pallas_kernels.paged_attention(q, pools[0], tables, lengths, new, **options)
+            return pallas_kernels.paged_attention(q, tables=tables, lengths=lengths, new=new, **pools[0], **options)
         if op == "write_kv":
-            return pallas_kernels.write_kv(pools[0], k, k, tables, lengths, new, implementation=implementation)
+            write = functools.partial(pallas_kernels.write_kv, implementation=implementation, kind=kind)
+            return write(k=k, v=k, tables=tables, lengths=lengths, new=new, **pools[0])
         written = []
-        for kv in pools:  # as a model's layers: each attends with what the last one gave
-            q, kv = pallas_kernels.write_and_attend(q, k, k, kv, tables, lengths, new, **options)
-            written.append(kv)
+        for given in pools:  # as a model's layers: each attends with what the last one gave
+            arguments = dict(tables=tables, lengths=lengths, new=new, **given, **options)
+            q, pool = pallas_kernels.write_and_attend(q, k, k, **arguments)
+            written.append(pool)
         return q, written
 
     if sharded:
@@ -73,7 +80,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     memory = compiled.memory_analysis()
     chips = mesh.size if sharded else 1
     return {
-        "pool": layers * pool.size * pool.dtype.itemsize // chips,
+        "pool": layers * sum(x.size * x.dtype.itemsize for x in pool.values()) // chips,
         "alias": memory.alias_size_in_bytes,
         "temp": memory.temp_size_in_bytes,
         "new": 2 * k.size * k.dtype.itemsize,  # the keys and values handed in
@@ -101,6 +108,7 @@ def main(chip):
             "write of many tokens, small pool": ("llama3-8b", "write_kv", (ROWS, 256), {"blocks_per_row": 256}),
             "prefill": ("gemma3-1b", "paged_attention", (1, 128), {}),
             "mixed": ("qwen3-30b-a3b", "write_and_attend", (64,), {}),
+            "fused, int8": ("llama3-8b", "write_and_attend", (ROWS, 1), INT8),
         }
         if chip == "v6e":
             programs |= {
@@ -111,9 +119,13 @@ def main(chip):
                     (ROWS, 256),
                     {"implementation": None, "block_size": 8},
                 ),
+                "write of many tokens, int8": ("llama3-8b", "write_kv", (ROWS, 256), INT8),
+                "prefill, int8": ("gemma3-1b", "paged_attention", (1, 128), INT8),
                 "float32": ("llama3-8b", "write_and_attend", (ROWS, 1), {"dtype": "float32"}),
                 "decode step of 16 layers": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {"layers": 16}),
             }
+        if chip == "tpu7x":
+            programs["fused, fp8"] = ("llama3-8b", "write_and_attend", (ROWS, 1), INT8 | {"kind": "float8_e4m3fn"})
     for name, (shape, op, tokens, options) in programs.items():
         print(json.dumps({"name": name, "op": op, **program(mesh, SHAPES[shape], op, tokens, **options)}), flush=True)
 

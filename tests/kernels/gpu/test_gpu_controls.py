@@ -54,7 +54,8 @@ def put_in_place(module, changes, monkeypatch) -> None:
 def early(which: str) -> tuple[tuple[str, str], ...]:
     """A slot that is released as soon as it is full."""
     wait, free = f"plgpu.barrier_wait({which}_ready.at[slot])", f"plgpu.barrier_arrive({which}_free.at[slot])"
-    return (free, "pass"), (wait, f"{wait}; {free}")
+    release = f"if kind is None:\n                    {free}"
+    return (release, release.replace(free, "pass")), (wait, f"{wait}; {free}")
 
 
 UNSYNCHRONISED = {"race", "wrong", "barrier"}
@@ -73,7 +74,7 @@ MISTAKES = {
     ),
     "decode: garbage times zero": (
         decode, DECODE["tails"], {"wrong"},
-        ("select_seen_values(v_s.at[slot], first_seen - first, length - first)", "pass"),
+        ("select_seen_values(values, first_seen - first, length - first)", "pass"),
     ),
     "decode: V's tail off by one": (
         decode, DECODE["tails"], {"wrong"}, ("(first + tokens > length))", "(first + tokens > length + 1))"),

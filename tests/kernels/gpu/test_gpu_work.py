@@ -107,10 +107,11 @@ def test_decode_fills_the_chip(name):
 
 @pytest.mark.parametrize("columns", [8, 16, 32])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_decode_keeps_enough_in_flight(head_dim, columns):
+@pytest.mark.parametrize("itemsize", [2, 1])
+def test_decode_keeps_enough_in_flight(head_dim, columns, itemsize):
     """At 4.8 TB/s and a latency of a microsecond a multiprocessor needs 36 KB on their way, besides what is in use."""
-    plan = tuning.decode_plan(head_dim, columns)
-    slot = 2 * plan.tile.tokens * head_dim * 2  # K and V, of two bytes
+    plan = tuning.decode_plan(head_dim, columns, itemsize)
+    slot = 2 * plan.tile.tokens * head_dim * itemsize  # K and V
     assert plan.num_blocks // MULTIPROCESSORS * (plan.tile.stages - 1) * slot >= 64 * 1024
 
 

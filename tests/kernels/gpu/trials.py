@@ -33,6 +33,7 @@ class Trial:
     loud: tuple[tuple[int, int], ...] = ()  # (row, position) whose values are 100: seen or not seen is no small change
     tables: tuple[tuple[int, int, int], ...] = ()  # (row, column, block id) to set
     lengths: tuple[int, ...] | None = None  # to pass, in place of the case's
+    kind: str | None = None  # how the pool is stored
     gaps: int = 0  # packed: places between one row's tokens and the next one's, with explicit offsets
 
     def __str__(self) -> str:
@@ -78,10 +79,16 @@ class Trial:
 
     def check(self, interpret) -> None:
         inputs, options = self.inputs()
-        assert gpu.unsupported("paged_attention", dict(q=inputs.q, kv=inputs.kv)) is None
-        attend = jax.jit(lambda *a: gpu.paged_attention(*a, **options, return_lse=True, interpret=interpret))
+        held, quantised = inputs, {}
+        if self.kind is not None:
+            inputs, scale, held = testing.quantise(self.case, inputs, self.kind)
+            quantised = {"kv_scale": scale, "kind": self.kind}
+        assert gpu.unsupported("paged_attention", dict(q=inputs.q, kv=inputs.kv, **quantised)) is None
+        attend = jax.jit(
+            lambda *a: gpu.paged_attention(*a, **options, **quantised, return_lse=True, interpret=interpret)
+        )
         out, lse = attend(*inputs)
-        expected_out, expected_lse = attention(*inputs, **options)
+        expected_out, expected_lse = attention(*held, **options)
         testing.assert_close(out, expected_out)
         testing.assert_close(lse, expected_lse, dtype=self.case.dtype)
 
@@ -163,6 +170,31 @@ DECODE = {
     "one item for each of many tiles": Trial(
         Case((64 * 39 + 5,), (1,), block_size=128, sinks=True, **ONE), wave=40,
     ),
+}  # fmt: skip
+
+BLOCKS_OF_32 = {**ONE, "block_size": 32}
+# Every kind in both kernels: more tiles than slots, cut rows, a window's edges, tails, an odd group, a padded head_dim.
+QUANTISED_DECODE = {
+    "int8, lengths": Trial(Case((5, 0, 150, 64), (1, 0, 1, 1), block_size=32, **B16), kind="int8", **SMALL),
+    "int8, ring": Trial(Case((500,), (1,), **BLOCKS_OF_32), kind="int8"),
+    "int8, window, group of 5": Trial(
+        Case((237,), (1,), num_heads=5, num_kv_heads=1, head_dim=128, window=100, block_size=64, sinks=True, **F16),
+        poison_before_window=True, kind="int8",
+    ),
+    "e4m3": Trial(
+        Case((130, 63), (1, 1), head_dim=80, stored_head_dim=128, block_size=32, **B16), kind="float8_e4m3fn",
+    ),
+    "e5m2, few tokens": Trial(Case((200, 5), (3, 5), **BLOCKS_OF_32), kind="float8_e5m2", **SMALL),
+}  # fmt: skip
+QUANTISED_PREFILL = {
+    "int8, mixed": Trial(Case((5, 0, 150, 64), (3, 0, 70, 1), block_size=32, **B16), kind="int8", **SMALL),
+    "int8, ring": Trial(Case((440,), (9,), **BLOCKS_OF_32), kind="int8"),
+    "int8, wide tiles": Trial(
+        Case((390,), (40,), num_heads=2, head_dim=128, window=200, **BLOCKS_OF_32), prefill_tokens=128, kind="int8",
+        poison_before_window=True,
+    ),
+    "e4m3": Trial(Case((191,), (20,), soft_cap=9.0, **BLOCKS_OF_32), kind="float8_e4m3fn"),
+    "e5m2": Trial(Case((100,), (9,), **BLOCKS_OF_32), kind="float8_e5m2"),
 }  # fmt: skip
 
 PREFILL = {

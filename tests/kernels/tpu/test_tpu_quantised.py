@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from interpreter import PLAIN, RACES
 from nightly import NIGHTLY
+from test_negative_controls import broken
 
 import pallas_kernels
 from pallas_kernels import kinds, testing, tpu, xla
@@ -125,3 +126,57 @@ def test_mixed(kind, case, mode):
 @in_a_mode({"int8": WRITES})
 def test_write(kind, case, mode):
     check_write(tpu, kind, case, mode)
+
+
+SMALL_DECODE = Case((129, 5), (1, 1), 2, 2, 128, **F32)
+SMALL_PREFILL = Case((300, 9), (20, 4), 2, 2, 128, packed=True, **F32)
+# name: (what to run, on which case, the file, what to find there, what to put instead)
+CONTROLS = {
+    "scales not awaited": (
+        check_decode, SMALL_DECODE, "decode.py",
+        "for pages_of, arrived in buffers:",
+        "for pages_of, arrived in buffers[:1]:",
+    ),
+    "the scale of another token": (
+        check_decode, SMALL_DECODE, "decode.py",
+        "jnp.concatenate(line, axis=1), (group",
+        "jnp.concatenate(line, axis=1)[:, ::-1], (group",
+    ),
+    "the scale of another head": (
+        check_decode, SMALL_DECODE, "decode.py", "pl.ds(head, 1)]", "pl.ds(0, 1)]",
+    ),
+    "K's scales for V's": (
+        check_decode, SMALL_DECODE, "decode.py", "spread(i, head)", "spread(0, head)",
+    ),
+    "scales that nobody sees": (
+        check_decode, SMALL_DECODE, "decode.py", "return sound_scales(keys, values, kind)", "return keys, values",
+    ),
+    "a new scale in another place": (
+        check_decode, SMALL_DECODE, "decode.py",
+        "2) == inside - top",
+        "2) == (inside if old.ndim == 3 else 0) + inside - top",
+    ),
+    "prefill: scales not awaited": (
+        check_attention, SMALL_PREFILL, "pages.py",
+        "for _, buffer, semaphore in streams:",
+        "for _, buffer, semaphore in streams[:1]:",
+    ),
+    "prefill: the scale of another head": (
+        check_attention, SMALL_PREFILL, "prefill.py", "pl.ds(head, 1)]", "pl.ds(0, 1)]",
+    ),
+    "prefill: scales that nobody sees": (
+        check_attention, SMALL_PREFILL, "prefill.py",
+        "return sound_scales(keys, values, kind)",
+        "return keys, values",
+    ),
+    "write: only part of what is new": (
+        check_write, WRITES[0], "write.py", "(ends[entry] > first)", "(ends[entry] > first + 1)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("control", CONTROLS if NIGHTLY else list(CONTROLS)[::6])
+def test_control(control, tmp_path, monkeypatch):
+    check, case, *change = CONTROLS[control]
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
+        check(broken(tmp_path, monkeypatch, *change), "int8", case, PLAIN)
