@@ -10,7 +10,7 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.numbers import MOST_INDEX, flag, integer, listed, real, shown
 from jaxkv._engine.loop import Loop
 from jaxkv._engine.pipeline import Pipeline
-from jaxkv._engine.request import Request, read_eos, read_limits, read_prompt, read_salt
+from jaxkv._engine.request import Request, handed_out, read_eos, read_limits, read_prompt, read_salt
 from jaxkv._engine.resident import Residents, Swap
 from jaxkv._engine.sampling import KINDS, Choice, Kind, read_kinds, read_seed
 from jaxkv._engine.step import Hook, read_hook, recompute
@@ -99,7 +99,8 @@ class Engine:
     @property
     def cache(self) -> Cache:
         """The cache as it is now; its rows are empty when no request is under way."""
-        return self._residents.cache
+        with self._at_work(is_brief=True):
+            return self._residents.cache
 
     @property
     def steps(self) -> int:
@@ -119,13 +120,15 @@ class Engine:
     @property
     def blocks_peak(self) -> int:
         """The most blocks that were in use at once."""
-        return sum(int(t.peak) for t in self.cache.tables)
+        with self._at_work(is_brief=True):
+            return sum(int(t.peak) for t in self.cache.tables)
 
     def stats(self) -> dict[str, Any]:
         """What has been computed so far, as plain numbers; with a prefix cache, also what it saved."""
-        counts = {name: self._residents.counts[name] for name in ("set_back", "swapped_out")}
-        own = {"steps": self.steps, "tokens": self.tokens, "blocks_peak": self.blocks_peak}
-        return own | counts | (self.prefix.stats() if self.prefix else {})
+        with self._at_work(is_brief=True):
+            counts = {name: self._residents.counts[name] for name in ("set_back", "swapped_out")}
+            own = {"steps": self.steps, "tokens": self.tokens, "blocks_peak": self.blocks_peak}
+            return own | counts | (self.prefix.stats() if self.prefix else {})
 
     def problem(self, prompt: Sequence[int], max_new_tokens: int) -> str | None:
         """Why a prompt cannot be continued, or None."""
@@ -198,7 +201,7 @@ class Engine:
         with self._at_work():
             if self._loop.is_busy:
                 self._loop.advance()
-            return list(_handed_out(self._news))
+            return list(handed_out(self._news))
 
     def run(self) -> Iterator[tuple[Request, int]]:
         """Yield `(request, token)` as tokens come, until no request is left, those submitted meanwhile included.
@@ -206,10 +209,10 @@ class Engine:
         Leaving it early leaves the requests as they are: a later `run` or `step` goes on with them.
         """
         with self._at_work():
-            yield from _handed_out(self._news)
+            yield from handed_out(self._news)
             while self._loop.is_busy:
                 self._loop.advance()
-                yield from _handed_out(self._news)
+                yield from handed_out(self._news)
 
     def reset(self) -> None:
         """Begin anew with an empty cache and prefix cache. Requests that are not done go on from what they have."""
@@ -303,7 +306,7 @@ class Engine:
                 left = set(requests)
                 while left:
                     self._loop.advance()
-                    for request, token in _handed_out(news, left):
+                    for request, token in handed_out(news, left):
                         yield request.number, token
             finally:
                 self._withdraw(requests)
@@ -328,17 +331,6 @@ class Engine:
             if is_new:
                 self._turn.give()
             del turn
-
-
-def _handed_out(news: dict[Request, None], left: set[Request] | None = None) -> Iterator[tuple[Request, int]]:
-    """The tokens of requests that have not been handed out yet. Of those that are left, drop what is done then."""
-    for request in list(news):
-        while request.given < len(request.tokens):
-            request.given += 1
-            yield request, request.tokens[request.given - 1]
-        news.pop(request, None)
-        if left and request.done:
-            left.discard(request)
 
 
 def _progress_bar(calls: Sequence[Any], wanted: bool) -> Iterable[Any]:

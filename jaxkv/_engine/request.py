@@ -1,6 +1,6 @@
 """What is asked of an engine, and what has come of it so far. Nothing here is lost when a step is interrupted."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,17 @@ class Request:
     def __repr__(self) -> str:
         state = "done" if self.done else "not done"
         return f"Request({self.number}: {len(self.prompt)} + {len(self.tokens)} tokens, {state})"
+
+
+def handed_out(news: dict[Request, None], left: set[Request] | None = None) -> Iterator[tuple[Request, int]]:
+    """The tokens of requests that have not been handed out yet. Of those that are left, drop what is done then."""
+    for request in list(news):
+        while request.given < len(request.tokens):
+            request.given += 1
+            yield request, request.tokens[request.given - 1]
+        news.pop(request, None)
+        if left and request.done:
+            left.discard(request)
 
 
 def read_prompt(prompt: Any) -> list[int] | str:

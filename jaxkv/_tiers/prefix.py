@@ -35,7 +35,7 @@ class PrefixCache:
 
     Go on with the cache that each method returns. The cache says itself what its kept blocks hold, so an older one is
     given nothing but what it really has, and an index whose call was cut off, say by Ctrl-C, finds its way back with
-    the next cache it is given; what only the one of them knew is free again then.
+    the next cache it is given; what only the one of them knew is free again then. It is one thread's at a time.
 
     Args:
       config: of the caches to come.

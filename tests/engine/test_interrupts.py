@@ -251,7 +251,10 @@ def test_one_thread_at_a_time(engines):
     engine, errors = engines["swapped"], []
 
     def use():
-        for call in (engine.step, lambda: list(engine.run()), lambda: list(engine.stream([[1]], 1)), engine.reset):
+        for call in (
+            engine.step, lambda: list(engine.run()), lambda: list(engine.stream([[1]], 1)), engine.reset, engine.stats,
+            lambda: engine.cache,
+        ):  # fmt: skip
             try:
                 call()
             except RuntimeError as error:
@@ -265,11 +268,11 @@ def test_one_thread_at_a_time(engines):
     stream = engine.stream(PROMPTS[:2], COUNTS[:2])
     next(stream)
     in_a_thread()
-    assert len(errors) == 4 and all("at work in the thread 'MainThread'" in error for error in errors)
+    assert len(errors) == 6 and all("at work in the thread 'MainThread'" in error for error in errors)
     rest = list(stream)
     assert len(rest) == sum(COUNTS[:2]) - 1
     in_a_thread()  # now it may
-    assert len(errors) == 4
+    assert len(errors) == 6
     finish_and_check(engine, [])
 
 

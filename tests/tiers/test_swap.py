@@ -297,6 +297,18 @@ def test_in_jit_rows_that_are_taken_or_none_are_left_alone(rows):
     assert_same([row_of(after, row) for row in range(ROWS)], [row_of(cache, row) for row in range(ROWS)])
 
 
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+def test_in_jit_a_row_that_holds_anything_is_left_alone(layout):
+    cache = filled(**({} if layout == "paged" else {"layout": layout}))
+    _, host = jaxkv.swap_out(cache, 2)
+    cache = jaxkv.reserve(cache, [0, 9, 0])  # in blocks of its own, where it has none from the start
+    for row in (0, 1):
+        after = in_jit(cache, [row], host)
+        jaxkv.check_invariants(after)
+        assert after.failed[row] == (row == 0 or layout == "paged")
+        assert after.lengths[row] == (cache.lengths[row] if after.failed[row] else host.num_tokens)
+
+
 def test_in_jit_a_row_named_twice_takes_the_first():
     cache = filled()
     out, host = jaxkv.swap_out(cache, [2, 0])
