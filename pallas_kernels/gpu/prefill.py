@@ -161,7 +161,7 @@ def attend(
 
         @pl.when(warpgroup < CONSUMERS)
         def consume():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(232 if kind is None else 224, action="increase")
             _, first_token, stop, first_seen, start, num_tiles = work()
 
             @pl.when(num_tiles > 0)
@@ -190,7 +190,7 @@ def attend(
 
         @pl.when(warpgroup == CONSUMERS)
         def produce():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(40 if kind is None else 56, action="decrease")  # it copies scales as well
             row, _, stop, first_seen, start, num_tiles = work()
             fetch(
                 kv_ref, tables_ref, row, head, start, num_tiles, first_seen, stop, tile,
