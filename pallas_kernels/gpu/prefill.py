@@ -79,13 +79,13 @@ def attend(
 
         def widen_together(stored, tile_s, which):
             """Each consumer does a share, and waits for the other's."""
-            widen(stored, tile_s, kind, share=warpgroup, shares=CONSUMERS)
+            widen(stored, tile_s, kind, share=anew(warpgroup), shares=CONSUMERS)
             plgpu.commit_smem()
             plgpu.barrier_arrive(widened[which])
             plgpu.barrier_wait(widened[which])
 
         def scales(slot, which):
-            return plgpu.load(wide[2].at[slot, which], layout=LAYOUT.reduce(0))
+            return plgpu.load(wide[2].at[anew(slot), which], layout=LAYOUT.reduce(0))
 
         def consume_tile(first_token, stop, first_seen, start, scale, cap, i, carry):
             acc, m, total = carry
@@ -99,7 +99,7 @@ def attend(
                 keys, values, _ = wide
                 # Once all of K is widened, both have multiplied by the V before, and once V is by this K: each may be
                 # overwritten then.
-                pl.when(warpgroup == 0)(lambda: settle_scales(wide[2].at[slot], kind))
+                pl.when(anew(warpgroup) == 0)(lambda: settle_scales(wide[2].at[slot], kind))
                 widen_together(k_s.at[slot], keys, 0)
 
             def queries_times_keys(acc_ref):
@@ -135,12 +135,12 @@ def attend(
             total = total * alpha + p.sum(axis=1)
             if kind is not None:
                 p = p * lax.broadcast_in_dim(scales(slot, 1), p.shape, [1])
-                plgpu.barrier_arrive(k_free.at[slot])  # and with it the scales
             p_mine[...] = p.astype(q.dtype)
 
             plgpu.barrier_wait(v_ready.at[slot])
             if kind is not None:
                 widen_together(v_s.at[slot], values, 1)
+                plgpu.barrier_arrive(k_free.at[slot])  # and with it the scales
                 plgpu.barrier_arrive(v_free.at[slot])
             else:
 
@@ -161,7 +161,7 @@ def attend(
 
         @pl.when(warpgroup < CONSUMERS)
         def consume():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(232 if kind is None else 224, action="increase")
             _, first_token, stop, first_seen, start, num_tiles = work()
 
             @pl.when(num_tiles > 0)
@@ -190,7 +190,7 @@ def attend(
 
         @pl.when(warpgroup == CONSUMERS)
         def produce():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(40 if kind is None else 56, action="decrease")  # it copies scales as well
             row, _, stop, first_seen, start, num_tiles = work()
             fetch(
                 kv_ref, tables_ref, row, head, start, num_tiles, first_seen, stop, tile,

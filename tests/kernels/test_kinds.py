@@ -142,6 +142,22 @@ def test_writes_in_any_steps_store_the_same_bits(kind):
     assert not np.asarray(whole[0][0]).any()
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_scale_of_nan_reaches_who_sees_it_and_nobody_else(which):
+    """Of one token's keys or values in one head: queries before it, and other heads, do not notice."""
+    case = Case(lengths=(9,), new=(6,), block_size=4)
+    inputs, scale, _ = quantised(case, "int8")
+    attend = quickly_compiled(
+        lambda scale: pallas_kernels.paged_attention(*inputs, kv_scale=scale, kind="int8", implementation="xla")
+    )
+    clean = np.asarray(attend(scale))[0]
+    dirty = np.asarray(attend(scale.at[inputs.tables[0, 1], which, 0, 1].set(jnp.nan)))[0]  # position 5
+    sees = np.arange(3, 9) >= 5
+    assert np.isnan(dirty[sees, :2]).all()
+    np.testing.assert_array_equal(dirty[~sees], clean[~sees])
+    np.testing.assert_array_equal(dirty[:, 2:], clean[:, 2:])
+
+
 def test_gradients_reach_queries_and_scales():
     """Those of attention over what is stored; of int4 scales too, each of which serves 32 entries."""
     case = Case(lengths=(9, 17), new=(2, 3), head_dim=80)

@@ -17,7 +17,8 @@ LENGTHS = QUANTISED_DECODE["int8, lengths"]
 # What is wrong, on which trial, the outcomes that show it, and the module with what to find and what to put there.
 MISTAKES = {
     "the scale of another token": (
-        RING, {"wrong"}, tiles, "scales[1].at[slot, which, here]", "scales[1].at[slot, which, pl.ds(0, piece)]",
+        RING, {"wrong", "race", "barrier"}, tiles, "scales[1].at[slot, which, here]",
+        "scales[1].at[slot, which, pl.ds(0, piece)]",
     ),
     "the scale of another head": (
         LENGTHS, {"wrong"}, tiles, "scales[0].at[block, which, head", "scales[0].at[block, which, 0",
