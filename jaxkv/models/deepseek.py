@@ -44,7 +44,8 @@ def _experts(fields: Fields, v3: bool) -> ExpertsConfig:
                         most=MOST_HEADS)  # fmt: skip
     mlp_dim = fields.size("moe_intermediate_size", 2048 if v3 else 1407, most=MOST_DIM)
     shared = fields.size("n_shared_experts", 1 if v3 else 2, least=0)
-    groups, within = fields.size("n_group", 8 if v3 else 1, None), fields.size("topk_group", 4 if v3 else 1, None)
+    groups = fields.size("n_group", 8 if v3 else 1, None, most=count)
+    within = fields.size("topk_group", 4 if v3 else 1, None, most=count)
     fields.must_be("scoring_func", "sigmoid" if v3 else "softmax")
     method = fields.take("topk_method", BALANCED if v3 else GREEDY)
     if method not in ((BALANCED,) if v3 else (GREEDY, IN_GROUPS)):

@@ -84,7 +84,7 @@ class Experts(nnx.Module):
         grouped = scores.reshape(scores.shape[0], config.groups, -1)
         best = jax.lax.top_k(grouped, 2 if config.scores == "sigmoid" else 1)[0].sum(axis=-1)  # [N, groups]
         _, groups = jax.lax.top_k(best, config.groups_per_token)
-        allowed = (groups[:, :, None] == jnp.arange(config.groups, dtype=jnp.int32)).any(axis=1)
+        allowed = (groups[:, :, None] == jnp.arange(config.groups, dtype=jnp.int32)[None, None]).any(axis=1)
         return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
 
     def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -70,7 +70,7 @@ CONFIGS = {
         wide(7), narrow(3), block_size=3, max_seq_len=31, group_blocks=(11, 9)
     ),
     "five local layers to a global one, stacked": make_config(
-        *[narrow(5)] * 4, latent(5), latent(), block_size=2, max_seq_len=21, group_blocks=(13, 22), stacked=True
+        *[narrow(5)] * 5, latent(), block_size=2, max_seq_len=21, group_blocks=(13, 22), stacked=True
     ),
     "layers that share, stacked": make_config(
         wide(), narrow(6), wide(2, shares_with=0), narrow(6, shares_with=1), wide(),

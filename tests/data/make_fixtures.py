@@ -61,7 +61,8 @@ LATENT = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=40, num_hidden
               rms_norm_eps=1e-3)  # fmt: skip
 FIXTURES |= {
     "deepseek_v2": transformers.DeepseekV2Config(
-        **LATENT, q_lora_rank=None, topk_method="group_limited_greedy", routed_scaling_factor=3.0, n_shared_experts=2,
+        **LATENT | dict(topk_group=1), q_lora_rank=None, topk_method="group_limited_greedy", n_shared_experts=2,
+        routed_scaling_factor=3.0,
         rope_parameters=YARN | dict(mscale=0.707, mscale_all_dim=0.707),
     ),
     "deepseek_v3": transformers.DeepseekV3Config(

@@ -152,7 +152,7 @@ def test_absent_fields_have_their_family_s_meaning():
     assert v3.expert_layers == (False, False, False, True, True) and v3.experts.choice_bias and v3.experts.normalise
     v2 = hugging_face.parse(SIZE | dict(model_type="deepseek_v2"))
     assert (v2.experts.count, v2.experts.groups, v2.experts.shared_dim, v2.experts.scale) == (64, 1, 2 * 1407, 1.0)
-    oss = hugging_face.parse(SIZE | dict(model_type="gpt_oss"))
+    oss = hugging_face.parse(SIZE | dict(model_type="gpt_oss", num_key_value_heads=2))
     assert oss.windows == (128, None, 128, None, 128) and oss.qkv_bias and oss.out_bias and oss.sinks
     assert (oss.ropes[0].scaling, oss.ropes[0].theta, oss.ropes[0].truncate) == ("yarn", 150_000.0, False)
     moe = hugging_face.parse(SIZE | dict(model_type="qwen3_moe", num_key_value_heads=2))
