@@ -12,6 +12,7 @@ from jaxkv._core.errors import (
     OutOfWindow as OutOfWindow,
     SequenceTooLong as SequenceTooLong,
 )
+from jaxkv._core.keeping import keep as keep
 from jaxkv._core.layer import LayerConfig as LayerConfig
 from jaxkv._core.plan import Step as Step, plan_step as plan_step, positions as positions
 from jaxkv._core.ragged import counts as counts, last as last, left_align as left_align, right_align as right_align
@@ -33,7 +34,7 @@ __all__ = [
     "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine", "HostBlocks", "LayerConfig",
     "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "SequenceTooLong", "Step", "append", "attend", "attention",
     "check", "check_invariants", "counts", "describe", "dot_product_attention", "explain", "extend", "fork", "free",
-    "gather", "generate", "init", "jax_attention", "last", "left_align", "load", "merge_attention", "plan_step",
+    "gather", "generate", "init", "jax_attention", "keep", "last", "left_align", "load", "merge_attention", "plan_step",
     "positions", "reorder", "reserve", "right_align", "save", "stats", "swap_in", "swap_out", "truncate", "write",
 ]  # fmt: skip
 

@@ -66,7 +66,7 @@ def check_new(k, v, kv, kind, tables, rank) -> None:
         raise ValueError(f"k has head_dim {k.shape[-1]}, but the pool stores {kv.shape[4]}.")
 
 
-def check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank) -> None:
+def check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank, chunk) -> None:
     _check_tokens("q", q, tables.shape[0], "H, D")
     num_heads, head_dim = q.shape[-2:]
     if num_heads % kv.shape[2]:
@@ -101,5 +101,38 @@ def check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sink
         raise ValueError(
             f"sinks must have one entry for each of the {num_heads} query heads, but its shape is {sinks.shape}."
         )
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be at least 1, not {chunk}: None means no chunks.")
+    if chunk is not None and window is not None:
+        raise ValueError(f"chunk={chunk} and window={window} cannot both limit what a token sees: leave one out.")
     if mask is not None and (mask.dtype != jnp.bool_ or mask.shape[:-1] != q.shape[:-2]):
         raise ValueError(f"mask must be bool{[*q.shape[:-2], 'C']}, not {mask.dtype}{list(mask.shape)}.")
+
+
+def check_variants(q, alibi, spans, tree, causal, **others) -> None:
+    """What decides who sees whom, and what goes with what. `others` are the options that some of it excludes."""
+    given = {name: x for name, x in others.items() if x is not None}
+    num_heads = q.shape[-2]
+    if alibi is not None and (alibi.shape != (num_heads,) or not jnp.issubdtype(alibi.dtype, jnp.floating)):
+        raise ValueError(
+            f"alibi must be f32[{num_heads}], one slope for each query head, not {alibi.dtype}{list(alibi.shape)}."
+        )
+    for name, x in {"spans": spans, "tree": tree}.items():
+        if x is not None and (x.dtype != jnp.int32 or x.shape != q.shape[:-2]):
+            raise ValueError(
+                f"{name} must be i32{list(q.shape[:-2])}, one number for each token, not {x.dtype}{list(x.shape)}."
+            )
+    if not isinstance(causal, bool | np.bool):
+        raise ValueError(f"causal must be True or False, not {causal!r}.")
+    if tree is not None and (spans is not None or "mask" in given):
+        raise ValueError(
+            f"tree says by itself what a token sees, and cannot be combined with "
+            f"{'spans' if spans is not None else 'mask'}: leave one out."
+        )
+    measured = given | {name: x for name, x in {"alibi": alibi, "spans": spans, "tree": tree}.items() if x is not None}
+    positional = [name for name in measured if name != "mask"]
+    if not causal and positional:
+        raise ValueError(
+            f"causal=False lets every query see the whole row, and gives it no position to measure {positional[0]} "
+            f"from: leave {positional[0]} out, or say what is seen with mask."
+        )

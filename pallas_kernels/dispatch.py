@@ -7,6 +7,8 @@ The choice is made for the platform that a program is lowered for, not for the p
 
 import functools
 import importlib
+import inspect
+from collections.abc import Collection
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.arguments import check_attention, check_kind, check_new, check_pool
+from pallas_kernels.arguments import check_attention, check_kind, check_new, check_pool, check_variants
 
 # Implementation -> the platform that it runs on; None: any.
 IMPLEMENTATIONS = {"xla": None, "reference": None, "gpu": "cuda", "tpu": "tpu"}
@@ -29,7 +31,8 @@ class Choice(NamedTuple):
 
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, scale=None, soft_cap=None,
-    window=None, sinks=None, mask=None, return_lse=False, implementation=None,
+    window=None, sinks=None, mask=None, return_lse=False, alibi=None, spans=None, tree=None, causal=True, chunk=None,
+    implementation=None,
 ):  # fmt: skip
     """Causal attention of a step's tokens over the blocks of their rows.
 
@@ -58,19 +61,30 @@ def paged_attention(
       sinks: `f32[H]`, one more logit per head in the softmax's denominator, without a value.
       mask: `bool[S, T, C]` padded or `bool[N, C]` packed, and-ed with causality: may the token see position c?
         Positions from C on are not seen.
+      alibi: `f32[H]`: from each logit, after `soft_cap`, this slope times the distance of the positions is taken.
+      spans: `i32[S, T]` or `i32[N]`: tokens of one row and one step with the same number see each other whatever their
+        order, window and chunk. 0: none. `mask` is and-ed after that.
+      tree: `i32[S, T]` or `i32[N]`, each token's parent, counted from the row's first token of the step; anything but
+        an earlier one is the context. A token sees the context, its ancestors and itself, and its position is that of
+        the context's end plus its depth: it gets what it would get if only its ancestors were there.
+      causal: False: every query sees the whole row, whatever that holds; `new` counts queries, and none of the row's
+        tokens need be theirs (cross-attention).
+      chunk: a token at position p sees positions from `p // chunk * chunk` on. Not with `window`.
       return_lse: also return the natural logarithm of the softmax's denominator, its sink included.
       implementation: None picks the kernels of the platform, and XLA where they do not fit; a name insists.
 
     Returns:
       The output in `q`'s shape and dtype; with `return_lse` also `f32[S, T, H]` or `f32[N, H]`, -inf where nothing is
-      seen. Reverse-mode gradients go to `q`, `kv`, `kv_scale`, `sinks`, and to `scale` and `soft_cap` if arrays.
+      seen. Reverse-mode gradients go to `q`, `kv`, `kv_scale`, `sinks`, `alibi`, and to
+      `scale` and `soft_cap` if arrays.
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit together.
       NotImplementedError: the named implementation does not support the arguments; the sentence says why.
 
     The layout of blocks follows vLLM's PagedAttention (https://arxiv.org/abs/2309.06180), latent rows are those of
-    DeepSeek-V2 (https://arxiv.org/abs/2405.04434).
+    DeepSeek-V2 (https://arxiv.org/abs/2405.04434), slopes those of ALiBi (https://arxiv.org/abs/2108.12409), trees
+    those of SpecInfer (https://arxiv.org/abs/2305.09781), chunks Llama 4's.
 
     >>> from pallas_kernels import testing
     >>> case = testing.Case(lengths=(5, 17), new=(1, 1))
@@ -80,8 +94,10 @@ def paged_attention(
     """
     check_pool(kv, tables, lengths, new, offsets, rank)
     check_kind(kv, kv_scale, kind, q.shape[-1])
-    check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank)
+    check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank, chunk)
+    check_variants(q, alibi, spans, tree, causal, window=window, chunk=chunk, mask=mask)
     options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
+    options |= _unusual(dict(alibi=alibi, spans=spans, tree=tree, causal=causal, chunk=chunk))
     arguments = dict(q=q, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, kv_scale=kv_scale, **options)
     arguments |= _if_given(kind=kind, rank=rank)
     return _differentiable("paged_attention", implementation, arguments)
@@ -114,9 +130,12 @@ def write_kv(
 
 def write_and_attend(
     q, k, v, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, scale=None,
-    soft_cap=None, window=None, sinks=None, mask=None, return_lse=False, implementation=None,
+    soft_cap=None, window=None, sinks=None, mask=None, return_lse=False, implementation=None, **variants,
 ):  # fmt: skip
     """`write_kv`, then `paged_attention` over the result; in one kernel where a backend has one.
+
+    Args:
+      **variants: `alibi`, `spans`, `tree`, `causal` and `chunk`; all arguments are as in those two.
 
     Returns:
       `(out, kv)`, where out is what `paged_attention` returns, and kv what `write_kv` does.
@@ -124,8 +143,14 @@ def write_and_attend(
     check_pool(kv, tables, lengths, new, offsets, rank)
     check_kind(kv, kv_scale, kind, q.shape[-1])
     check_new(k, v, kv, kind, tables, rank)
-    check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank)
     options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
+    check_names("write_and_attend", variants)
+    if variants := _unusual(variants):
+        return _write_then_attend(
+            implementation, q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets,
+            kv_scale=kv_scale, kind=kind, rank=rank, **options, **variants,
+        )  # fmt: skip
+    check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank, None)
     arguments = dict(q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, **options)
     arguments |= _if_given(kv_scale=kv_scale if kind else None, kind=kind, rank=rank)
     platform = _platform()
@@ -149,6 +174,7 @@ def explain(
       **arguments: the op's arguments, by name; of arrays only shapes and dtypes are read.
 
     Raises:
+      TypeError: an argument that no op takes.
       NotImplementedError: the named implementation cannot run these arguments.
 
     >>> import jax, jax.numpy as jnp
@@ -156,6 +182,7 @@ def explain(
     >>> explain(q=q, kv=kv, tables=jax.ShapeDtypeStruct((2, 4), jnp.int32), platform="cpu").implementation
     'xla'
     """
+    check_names(op, arguments)
     if implementation is not None:
         if why_not := _unsupported(implementation, op, arguments):
             raise NotImplementedError(why_not)
@@ -167,6 +194,27 @@ def explain(
                 return Choice("xla", why_not)
             return Choice(name, f"The {name} kernel supports these shapes and options.")
     return Choice("xla", f"There are no kernels for the platform {platform!r}; XLA runs on all of them.")
+
+
+# Options that decide who sees whom, which not every backend knows.
+VARIANTS = ("alibi", "spans", "tree", "causal", "chunk")
+TAKEN = {name for f in (paged_attention, write_kv) for name in inspect.signature(f).parameters} - {"implementation"}
+
+
+def _unusual(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the variants that ask for anything."""
+    return {name: x for name in VARIANTS if (x := options.get(name)) is not None and not (name == "causal" and x)}
+
+
+def check_names(op: str, names: Collection[str]) -> None:
+    """Raise TypeError for arguments that no op takes."""
+    unknown = sorted(set(names) - TAKEN)
+    if "bias" in unknown:
+        raise TypeError(
+            f"{op} takes no bias: a slope by distance is alibi=, one more logit per head sinks=, True and False mask=."
+        )
+    if unknown:
+        raise TypeError(f"{op} takes no {' and no '.join(unknown)}: it takes {', '.join(sorted(TAKEN))}.")
 
 
 def _if_given(**arguments: Any) -> dict[str, Any]:
@@ -188,6 +236,9 @@ def _unsupported(implementation: str, op: str, arguments: dict[str, Any]) -> str
         )
     if arguments.get("rank") is not None and not getattr(backend, "LATENT", False):
         return f"The {implementation} kernels read no latent rows yet; leave implementation=None to use XLA's."
+    for name in _unusual(arguments):
+        if name not in getattr(backend, "VARIANTS", ()):
+            return f"The {implementation} kernels take no {name} yet; leave implementation=None to use XLA's."
     kind = arguments.get("kind")
     if kind is not None and kind not in getattr(backend, "KINDS", ()):
         return f"The {implementation} kernels read no {kind} pools yet; leave implementation=None to use XLA's."

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import kinds
 from pallas_kernels.kinds import LARGEST as KINDS  # noqa: F401 (what it stores)
-from pallas_kernels.tokens import locate
+from pallas_kernels.tokens import default_offsets, locate
 
 LATENT = True  # it reads latent rows
+VARIANTS = frozenset({"alibi", "spans", "tree", "causal", "chunk"})  # what else it takes
 
 
 def dense(
@@ -43,7 +44,7 @@ def dense(
 
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
-    mask=None, return_lse=False, kind=None, rank=None,
+    mask=None, return_lse=False, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True, chunk=None,
 ):  # fmt: skip
     """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
     *token_axes, num_heads, head_dim = q.shape
@@ -52,14 +53,30 @@ def paged_attention(
     keys, values = (x[..., :head_dim] for x in dense(kv, tables, kv_scale, kind, head_dim, rank))
     context = jnp.arange(keys.shape[1]).reshape(*[1] * len(token_axes), -1)
 
-    seen = token.valid[..., None] & (context <= token.position[..., None])  # [tokens, C]
+    # Where each token and each place of its row stand, [tokens, 1] and [tokens, C].
+    position, place = token.position[..., None], jnp.broadcast_to(context, (*token_axes, context.shape[-1]))
+    before = (lengths - new)[token.row][..., None]
+    is_new = (place >= before) & (place < lengths[token.row][..., None])
+    index = _places_of(token, before, place, offsets, new)  # of the token at each place, where it is new
+    seen = place <= position if causal else place < lengths[token.row][..., None]
+    if tree is not None:
+        depth, ancestors = _climb(tree, token, before[..., 0], index)
+        seen = (place < before) | ancestors
+        position, place = before + depth[..., None], jnp.where(is_new, before + depth.reshape(-1)[index], place)
     if window is not None:
-        seen &= context > token.position[..., None] - window
+        seen &= place > position - window
+    if chunk is not None:
+        seen &= place >= position // chunk * chunk
+    if spans is not None:
+        seen |= is_new & (spans[..., None] != 0) & (spans[..., None] == spans.reshape(-1)[index])
+    seen &= token.valid[..., None]
     if mask is not None:
         in_mask = jnp.zeros(seen.shape, bool).at[..., : mask.shape[-1]].set(mask[..., : seen.shape[-1]])
         seen &= in_mask
 
-    def one_token(q, row, seen):  # [H, D], [], [C]
+    distance = jnp.abs(position - place).astype(jnp.float32)
+
+    def one_token(q, row, seen, distance):  # [H, D], [], [C], [C]
         # What is not seen may hold anything, NaN included, and 0 * NaN is NaN: select it away on both sides.
         k, v = (jnp.where(seen[:, None, None], x[row], 0.0) for x in (keys, values))
         group = num_heads // k.shape[1]
@@ -67,6 +84,8 @@ def paged_attention(
         logits = jnp.einsum("hd,chd->hc", q.astype(jnp.float32), k, precision="highest") * scale
         if soft_cap is not None:
             logits = soft_cap * jnp.tanh(logits / soft_cap)
+        if alibi is not None:
+            logits -= alibi.astype(jnp.float32)[:, None] * distance[None]
         logits = jnp.where(seen[None], logits, -jnp.inf)
         if sinks is not None:  # one more place to attend to, which has no value
             sink = jnp.where(seen.any(), sinks.astype(jnp.float32), -jnp.inf)
@@ -77,9 +96,38 @@ def paged_attention(
 
     for _ in token_axes:
         one_token = jax.vmap(one_token)
-    out, lse = one_token(q, token.row, seen)
+    out, lse = one_token(q, token.row, seen, distance)
     out = out.astype(q.dtype)
     return (out, lse) if return_lse else out
+
+
+def _places_of(token, before, place, offsets, new):
+    """`i32[tokens, C]`: which of the step's tokens, counted through, stands at each place of a token's row."""
+    if token.row.ndim == 2:
+        start = token.row[..., None] * token.row.shape[1]
+    else:
+        start = (default_offsets(new) if offsets is None else offsets)[token.row][..., None]
+    return jnp.clip(start + place - before, 0, token.row.size - 1)
+
+
+def _climb(tree, token, before, index):
+    """Depths `[tokens]`, and `bool[tokens, C]`: the token itself and its ancestors. One by one: parents come first."""
+    axes, (_, position, valid, before, parents) = tree.shape, map(jnp.ravel, (*token, before, tree))
+    index = index.reshape(parents.shape[0], -1)
+    context = jnp.arange(index.shape[1], dtype=jnp.int32)
+    first = jnp.arange(parents.shape[0], dtype=jnp.int32) - (position - before)  # of the row, among all tokens
+
+    def visit(i, found):
+        depth, ancestors = found
+        itself = (context == position[i]) & valid[i]
+        has_parent = valid[i] & (parents[i] >= 0) & (before[i] + parents[i] < position[i])
+        parent = jnp.clip(first[i] + parents[i], 0, parents.shape[0] - 1)
+        depth = depth.at[i].set(jnp.where(has_parent, depth[parent] + 1, 0))
+        return depth, ancestors.at[i].set(itself | (has_parent & ancestors[parent]))
+
+    start = jnp.zeros_like(parents), jnp.zeros(index.shape, bool)
+    depth, ancestors = jax.lax.fori_loop(0, parents.shape[0], visit, start)
+    return depth.reshape(axes), ancestors.reshape(*axes, -1)
 
 
 def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None):

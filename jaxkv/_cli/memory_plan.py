@@ -77,7 +77,7 @@ class Plan:
     @property
     def marginal_bytes(self) -> int:
         """What one more token takes in a row of `mean_len`: layers whose window is full give back as much."""
-        groups = enumerate(self.config.group_windows)
+        groups = enumerate(self.config.group_reaches)
         growing = (group for group, window in groups if window is None or window > self.mean_len)
         return sum(map(self.config.bytes_per_group_block, growing)) // self.config.block_size
 
@@ -143,5 +143,5 @@ def _hold(config: CacheConfig, rows: int, blocks_each: float, step_tokens: int) 
     return all(
         blocks >= (all_blocks if window is None
                    else min(all_blocks, needed.window_blocks(window, max(step_tokens, rows))))
-        for blocks, window in zip(config.group_blocks, config.group_windows, strict=True)
+        for blocks, window in zip(config.group_blocks, config.group_reaches, strict=True)
     )  # fmt: skip

@@ -3,10 +3,15 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 import pallas_kernels
+from jaxkv._core.arguments import row_counts
+from jaxkv._core.numbers import flag
 from jaxkv._core.plan import Step
 from jaxkv._core.state import Layer
+from jaxkv._core.variants import read_options, read_tree
 from jaxkv._core.write import (
     as_pool,
     check_tokens,
@@ -39,15 +44,17 @@ def attention(
       layer: the layer's index, for a cache. In a stacked one it may be traced.
       step: what `plan_step` made of this step; without it the same is found out here.
       implementation: None picks what the platform has and falls back to "xla"; or "xla", "gpu", "tpu", "reference".
-      **options: `scale` (which a latent layer must be given), `soft_cap`, `sinks`, `window`, `mask` and `return_lse`,
-        as in `pallas_kernels.paged_attention`. `window` is the layer's own by default, and cannot be wider.
+      **options: `scale` (which a latent layer must be given), `soft_cap`, `sinks`, `window`, `mask`, `return_lse`,
+        `alibi`, `spans` and `tree`, as in `pallas_kernels.paged_attention`. `window` is the layer's own by default, and
+        cannot be wider; a layer's chunk is always its own. Parents of a `tree` that are known on the host must be -1 or
+        an earlier token; a step planned with a tree has it already.
 
     Returns:
       `(out, cache)`; out has q's shape and dtype, and is 0 for padding and for rows that failed. With `return_lse`,
       out is `(out, lse)`. Of a layer, `(out, layer)`.
 
     Raises:
-      ValueError, IndexError: shapes, dtypes, options or a layer that do not fit.
+      ValueError, IndexError: shapes, dtypes, options or a layer that do not fit. TypeError: no such option.
 
     >>> import jax.numpy as jnp, jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -65,13 +72,18 @@ def attention(
     >>> out, layers[0] = jaxkv.attention(q, kv, kv, layers[0])
     >>> cache = cache.with_layers(layers)
     """
+    if options.get("causal", True) is not True:
+        raise ValueError(
+            "attention is causal, for its tokens are the row's last; what is stored already is read by "
+            "attend(q, cache, layer=..., causal=False)."
+        )
     if k is None and v is None:
         one = layer_of(cache, layer)
         if one.config.owner(one.number) != one.number:
             return attend(q, cache, layer=layer, step=step, implementation=implementation, **options), cache
     one, put_back = open_layer(cache, layer, step, stores=True, q=q, k=k, **values_of(cache, layer, v))
     t = one.tables
-    options = _for_rows(one, step, options)
+    options = _for_rows(one, step, q.shape[:-2], options)
     with jax.named_scope("attention"):
         q, k, v = (spread(step, t, turned(one, x)) for x in (q, k, v))
         out, written = pallas_kernels.write_and_attend(
@@ -83,23 +95,65 @@ def attention(
 
 def attend(
     q: jax.Array, cache: Any, *, layer: Any = None, step: Step | None = None, implementation: str | None = None,
-    **options: Any,
+    causal: bool = True, num_tokens: Any = None, **options: Any,
 ) -> Any:  # fmt: skip
     """The reading half of `attention`: attend to what `write` or `append` has stored. Arguments as there.
 
+    Args:
+      causal: False: the queries are another sequence's, and each sees all that its row holds (cross-attention). The
+        cache is written once, and read by any number of steps.
+      num_tokens: `i32[S]`, with `causal=False`: how many queries of each row there are; default: all T padded ones.
+
     Returns:
       The output, or `(out, lse)` with `return_lse`.
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> memory = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> kv = jnp.ones((1, 2, 5, 2, 8))
+    >>> memory = jaxkv.append(memory, kv, kv, [5, 3])
+    >>> jaxkv.attend(jnp.ones((2, 9, 4, 8)), memory, layer=0, causal=False).shape
+    (2, 9, 4, 8)
     """
-    one, _ = open_layer(cache, layer, step, q=q)
-    t = one.tables
-    options = _for_rows(one, step, options)
+    if causal is not True or num_tokens is not None:
+        one, new, offsets = _open_memory(cache, layer, step, q, causal, num_tokens)
+        t, options = one.tables, _for_rows(one, None, q.shape[:-2], options) | {"causal": False}
+    else:
+        one, _ = open_layer(cache, layer, step, q=q)
+        t, options = one.tables, _for_rows(one, step, q.shape[:-2], options)
+        q = spread(step, t, q)
+        new, offsets = t.new, offsets_of(q, t)
+    q = turned(one, q)
     with jax.named_scope("attend"):
-        q = spread(step, t, turned(one, q))
         out = pallas_kernels.paged_attention(
-            q, one.pool.kv, one.blocks, t.lengths, t.new, offsets=offsets_of(q, t), implementation=implementation,
+            q, one.pool.kv, one.blocks, t.lengths, new, offsets=offsets, implementation=implementation,
             **storage(one), **options,
         )  # fmt: skip
         return _for_tokens(one, step, out)
+
+
+def _open_memory(
+    cache: Any, layer: Any, step: Step | None, q: jax.Array, causal: Any, num_tokens: Any
+) -> tuple[Layer, jax.Array, jax.Array | None]:
+    """A layer that other sequences read, how many queries each row has, and where packed ones start."""
+    one = layer_of(cache, layer)
+    token_axes = check_tokens(one, {"q": q})
+    if flag("causal", causal):
+        raise ValueError("num_tokens is for causal=False; otherwise extend has said how many tokens a row has.")
+    if step is not None:
+        raise ValueError("A step is planned for a cache's own new tokens: leave step out with causal=False.")
+    rows, padded = one.tables.lengths.shape[0], len(token_axes) == 2
+    if num_tokens is None and not padded:
+        raise ValueError("Packed queries need num_tokens, how many of them belong to each row.")
+    everything = np.full(rows, token_axes[-1], np.int32)
+    new = row_counts("num_tokens", everything if num_tokens is None else num_tokens, rows)
+    if num_tokens is not None and not isinstance(num_tokens, jax.Array):
+        counts = np.asarray(num_tokens)
+        if (most := counts.max(initial=0) if padded else counts.sum()) > token_axes[-1]:
+            raise ValueError(f"num_tokens asks for {most} queries, but q has places for {token_axes[-1]}.")
+    new = jnp.clip(new, 0, token_axes[-1])
+    offsets = None if padded else jnp.cumsum(new) - new
+    return one, jnp.where(one.tables.failed, 0, new), offsets
 
 
 def explain(
@@ -113,6 +167,10 @@ def explain(
       cache: a cache, or one of its layers.
       layer: the layer's index; default: the first.
       platform: "cpu", "cuda" or "tpu"; default: the one a program traced now would be lowered for.
+      **options: as for `attend`.
+
+    Raises:
+      TypeError: an option that `attend` does not take.
 
     >>> import jax, jax.numpy as jnp, jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -122,22 +180,28 @@ def explain(
     """
     one = layer_of(cache, 0 if layer is None and not isinstance(cache, Layer) else layer)
     check_tokens(one, {"q": q})
+    options = {name: x for name, x in options.items() if name != "num_tokens"}
     return pallas_kernels.explain(
         q=q, kv=one.pool.kv, tables=one.tables.tables, platform=platform, implementation=implementation,
-        **storage(one), **_with_window(one, options),
+        **storage(one), **read_options(one, options),
     )  # fmt: skip
 
 
-def _for_rows(one: Layer, step: Step | None, options: dict[str, Any]) -> dict[str, Any]:
+def _for_rows(one: Layer, step: Step | None, token_axes: tuple[int, ...], options: dict[str, Any]) -> dict[str, Any]:
     """The options as the kernels take them, those with an entry for each token spread as the tokens are."""
     if one.layer_config.rank is not None and options.get("scale") is None:
         raise ValueError(
             f"Layer {one.number} is latent, so scale= must be given: it goes by the width that heads had before "
             "queries were absorbed, which the cache does not know."
         )
-    options = _with_window(one, options)
-    if "mask" in options:
-        options["mask"] = spread(step, one.tables, options["mask"])
+    tree = read_tree(options.pop("tree", None), token_axes, one.tables)
+    if step is not None and step.tree is not None:
+        if tree is not None:
+            raise ValueError("This step was planned with a tree: leave tree out, or plan the step without one.")
+        tree = step.tree
+    options = read_options(one, options | {"tree": tree})
+    for name in {"mask", "spans", "tree"} & options.keys():
+        options[name] = spread(step, one.tables, options[name])
     return options
 
 
@@ -145,15 +209,3 @@ def _for_tokens(one: Layer, step: Step | None, out: Any) -> Any:
     if isinstance(out, tuple):
         return _for_tokens(one, step, out[0]), gathered(step, out[1], -float("inf"))
     return gathered(step, turned(one, out), 0.0)
-
-
-def _with_window(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
-    own, asked = one.layer_config.window, options.get("window")
-    if asked is None:
-        return options | {"window": own}
-    if own is not None and asked > own:
-        raise ValueError(
-            f"window={asked} is wider than what layer {one.number} keeps, a window of {own} tokens: give its "
-            "LayerConfig the wider one."
-        )
-    return dict(options)

@@ -59,25 +59,21 @@ def check(cache: Cache) -> None:
         )
     if gone:
         asked = _list(f"row {r} ({t.lengths[r]} tokens) to {t.wanted[r]} tokens" for r in gone)
-        windows = _list(str(w) for w in cache.config.group_windows if w is not None)
+        sights = _list(s for s, reach in zip(_sights(cache), cache.config.group_reaches, strict=True) if reach)
         raise OutOfWindow(
-            f"Truncating {asked} goes back to what layers with a window of {windows} tokens have given back. The row "
+            f"Truncating {asked} goes back to what layers {sights} tokens have given back. The row "
             "is as it was before; free it and compute its tokens again, or fork it before it goes on."
         )
     # The group that lacks most is what stood in the way.
     group = max(range(len(groups)), key=lambda g: int(groups[g].needed[rows].max()) - int(groups[g].num_free))
-    t, window = groups[group], cache.config.group_windows[group]
+    t = groups[group]
     held = np.sum(t.tables != NULL_BLOCK, axis=1)
     needs = _list(
         f"row {r} ({t.lengths[r]} tokens, {held[r]} blocks) needs {_more(t.needed[r])} for {t.wanted[r]} tokens"
         for r in rows
     )
     free = f"{t.num_free} of {t.num_blocks} blocks {'is' if t.num_free == 1 else 'are'} free"
-    where = (
-        ""
-        if len(groups) == 1
-        else " in the layers " + ("without a window" if window is None else f"of window {window}")
-    )
+    where = "" if len(groups) == 1 else f" in the layers {_sights(cache)[group]}"
     kept = np.count_nonzero(t.kept)
     index = f" (a PrefixCache keeps {kept}: its make_room gives some back)" if kept else ""
     raise OutOfBlocks(
@@ -187,6 +183,7 @@ def _group_stats(t: BlockTables, config: CacheConfig, group: int) -> dict[str, A
     counts = np.bincount(t.tables.ravel(), minlength=num_blocks + 1)[1:]
     return {
         "window": config.group_windows[group],
+        "chunk": config.group_chunks[group],
         "layers": config.groups[group],
         "num_blocks": num_blocks,
         "blocks_used": used,
@@ -217,6 +214,11 @@ def check_on_host(cache: Cache, function: str) -> None:
 def _list(parts: Any) -> str:
     parts = list(parts)
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _sights(cache: Cache) -> list[str]:
+    """What tokens see in the layers of each group, in words."""
+    return [cache.config.layers[layers[0]].sight for layers in cache.config.groups]
 
 
 def _more(blocks: int) -> str:

@@ -53,7 +53,7 @@ class CacheConfig(MadeLike):
     >>> config.max_blocks_per_seq, config.bytes_per_block
     (7, 16384)
 
-    Layers with the same window form a group, which has block tables of its own:
+    Layers with the same window, or the same chunk, form a group, which has block tables of its own:
 
     >>> local = LayerConfig(num_kv_heads=2, head_dim=64, window=32)
     >>> config = CacheConfig(layers=(local, layer, local), max_seqs=4, max_seq_len=100, group_blocks=(12, 28))
@@ -164,6 +164,11 @@ class CacheConfig(MadeLike):
             raise ValueError(
                 f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, so it must have the same num_kv_heads "
                 "and head_dim (if latent, the same rank and rope_dim), and no dtype or rotate of its own."
+            )
+        if layer.chunk != owner.chunk and (owner.chunk is not None or owner.window is not None):
+            raise ValueError(
+                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, {owner.sight}, and cannot be a layer "
+                f"{layer.sight}."
             )
         if owner.window is not None and (layer.window is None or layer.window > owner.window):
             raise ValueError(
@@ -290,9 +295,9 @@ class CacheConfig(MadeLike):
         """`num_blocks` for the group that sees furthest, and no more than they can use for the others."""
         blocks = (
             num_blocks
-            if g == self._widest or window is None
-            else min(num_blocks, self.window_blocks(window, step_tokens))
-            for g, window in enumerate(self.group_windows)
+            if g == self._widest or reach is None
+            else min(num_blocks, self.window_blocks(reach, step_tokens))
+            for g, reach in enumerate(self.group_reaches)
         )
         return self.replace(group_blocks=tuple(blocks))
 

@@ -21,7 +21,7 @@ def period_of(kinds: Sequence[Any]) -> int:
 
 
 class Groups:
-    """The part of `CacheConfig` that knows groups: layers with the same window, which share a table."""
+    """The part of `CacheConfig` that knows groups: layers with the same window or chunk, which share a table."""
 
     # Of `CacheConfig`, which is built on this class.
     layers: tuple[LayerConfig, ...]
@@ -53,22 +53,40 @@ class Groups:
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The layers that share a block table, group by group: those that store, and have the same window."""
+        """The layers that share a block table, group by group: those that store, and have the same window
+        or chunk."""
         stored = [i for i, layer in enumerate(self.layers) if layer.shares_with is None]
         if self.contiguous:  # nothing is ever given back
             return (tuple(stored),)
-        windows = dict.fromkeys(self.layers[i].window for i in stored)
-        return tuple(tuple(i for i in stored if self.layers[i].window == window) for window in windows)
+        sights = dict.fromkeys((self.layers[i].window, self.layers[i].chunk) for i in stored)
+        return tuple(
+            tuple(i for i in stored if (self.layers[i].window, self.layers[i].chunk) == sight) for sight in sights
+        )
 
     @functools.cached_property
     def group_windows(self) -> tuple[int | None, ...]:
         """For each group the window of its layers; None: they keep everything."""
         return tuple(None if self.contiguous else self.layers[layers[0]].window for layers in self.groups)
 
+    @functools.cached_property
+    def group_sights(self) -> tuple[str, ...]:
+        """For each group what its layers keep, in words."""
+        return tuple("whole" if self.contiguous else self.layers[layers[0]].sight for layers in self.groups)
+
+    @functools.cached_property
+    def group_reaches(self) -> tuple[int | None, ...]:
+        """For each group how many last positions a token sees at the most, by window or chunk; None: all."""
+        return tuple(None if self.contiguous else self.layers[layers[0]].reach for layers in self.groups)
+
+    @functools.cached_property
+    def group_chunks(self) -> tuple[int | None, ...]:
+        """For each group the chunk of its layers; None: they have none, or keep everything all the same."""
+        return tuple(None if self.contiguous else self.layers[layers[0]].chunk for layers in self.groups)
+
     @property
     def has_windows(self) -> bool:
-        """Whether some layers give back what falls out of their windows."""
-        return any(window is not None for window in self.group_windows)
+        """Whether some layers give back what no next token sees."""
+        return any(reach is not None for reach in self.group_reaches)
 
     @functools.cached_property
     def stacks(self) -> tuple[tuple[int, ...], ...]:
@@ -114,15 +132,18 @@ class Groups:
 
         The row's last block counts as seen even where it is not: it tells where the next one goes.
         """
-        window = self.group_windows[group]
-        unseen = length * 0 if window is None else length - max(window, 2) + 1
-        maximum = jnp.maximum if isinstance(length, jax.Array) else np.maximum  # the host's stay on the host
-        return maximum(unseen, 0) // self.block_size
+        window, chunk = self.group_windows[group], self.group_chunks[group]
+        maths = jnp if isinstance(length, jax.Array) else np  # the host's stay on the host
+        if chunk is not None:
+            unseen = maths.minimum(length // chunk * chunk, length - 1)
+        else:
+            unseen = length * 0 if window is None else length - max(window, 2) + 1
+        return maths.maximum(unseen, 0) // self.block_size
 
     def row_blocks(self, group: int, length: int) -> int:
         """The most blocks that a row of up to `length` tokens holds in a group's layers, growing one by one."""
-        window, blocks = self.group_windows[group], -(-length // self.block_size)
-        return blocks if window is None else min(blocks, (self._places_of(window) + 1) // self.block_size)
+        reach, blocks = self.group_reaches[group], -(-length // self.block_size)
+        return blocks if reach is None else min(blocks, (self._places_of(reach) + 1) // self.block_size)
 
     def window_blocks(self, window: int, step_tokens: int | None = None) -> int:
         """The most blocks that all rows together hold of a window, `step_tokens` being added to them at once."""
@@ -139,4 +160,4 @@ class Groups:
     @property
     def _widest(self) -> int:
         """The group that sees furthest."""
-        return max(range(len(self.groups)), key=lambda g: self.group_windows[g] or float("inf"))
+        return max(range(len(self.groups)), key=lambda g: self.group_reaches[g] or float("inf"))

@@ -84,6 +84,8 @@ class LayerConfig:
       head_dim: elements per head, D in shapes.
       window: a token sees only the last `window` positions, its own included; None: all. What no later token can see
         is given back to the pool.
+      chunk: a token sees only its own chunk, from `position // chunk * chunk` on (Llama 4's local layers). What lies
+        before the next token's is given back. Not with `window`.
       dtype: the layer's storage, when it is not the cache's.
       shares_with: an earlier layer whose keys and values this one reads. It stores none of its own.
       rank: of a latent layer, how many numbers of a token are its values too; see `latent`.
@@ -102,10 +104,12 @@ class LayerConfig:
     shares_with: int | None = None
     rank: int | None = None
     rotate: bool | None = None
+    chunk: int | None = None
 
     def __post_init__(self):
-        for field, least in {"num_kv_heads": 1, "head_dim": 1, "window": 1, "shares_with": 0, "rank": 1}.items():
-            value, optional = getattr(self, field), field in ("window", "shares_with", "rank")
+        limits = {"num_kv_heads": 1, "head_dim": 1, "window": 1, "shares_with": 0, "rank": 1, "chunk": 1}
+        for field, least in limits.items():
+            value, optional = getattr(self, field), field not in ("num_kv_heads", "head_dim")
             if not (optional and value is None):
                 object.__setattr__(self, field, integer(f"LayerConfig.{field}", value, least=least))
         if not (self.rotate is None or isinstance(self.rotate, bool)):
@@ -113,6 +117,11 @@ class LayerConfig:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", kind_of(self.dtype, "LayerConfig.dtype").meaning)
 
+        if self.chunk is not None and self.window is not None:
+            raise ValueError(
+                f"LayerConfig.chunk={self.chunk} and window={self.window} cannot both limit what a token sees: leave "
+                "one out."
+            )
         if self.rank is not None and (self.num_kv_heads != 1 or self.rank >= self.head_dim):
             raise ValueError(
                 f"LayerConfig.rank is for latent layers, of one head that is wider than it, but rank is {self.rank}, "
@@ -139,6 +148,18 @@ class LayerConfig:
         """
         rank, rope_dim = integer("rank", rank, least=1), integer("rope_dim", rope_dim, least=1)
         return cls(num_kv_heads=1, head_dim=rank + rope_dim, rank=rank, **fields)
+
+    @property
+    def reach(self) -> int | None:
+        """How many last positions a token sees at the most, by window or chunk; None: all."""
+        return self.chunk if self.window is None else self.window
+
+    @property
+    def sight(self) -> str:
+        """What a token sees, in words."""
+        if self.chunk is not None:
+            return f"with chunks of {self.chunk}"
+        return "without a window" if self.window is None else f"with a window of {self.window}"
 
     @property
     def dim(self) -> int:

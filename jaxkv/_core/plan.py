@@ -20,6 +20,7 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.numbers import integer
 from jaxkv._core.state import SENSELESS, STALE, BlockTables, Layer
 from jaxkv._core.tables import mark_failed
+from jaxkv._core.variants import read_tree, tree_positions
 
 
 @jax.tree_util.register_dataclass
@@ -29,7 +30,8 @@ class Step:
 
     tables: tuple[BlockTables, ...]  # of each group, without the tokens of rows that do not fit, which are marked
     dropped: jax.Array  # i32[S]: how many tokens that took from each row
-    token: pallas_kernels.Tokens  # where each token belongs; its arrays have the token axes
+    token: pallas_kernels.Tokens  # where each token belongs; its arrays have the token axes; positions by depth
+    tree: jax.Array | None = None  # i32 of the token axes: the parents of a tree's tokens
     token_axes: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # (S, T) or (N,)
     decode: bool = dataclasses.field(metadata={"static": True})  # no row has more than one token
     config: CacheConfig = dataclasses.field(metadata={"static": True})
@@ -40,7 +42,9 @@ class Step:
         return self.token.position
 
 
-def plan_step(cache: Cache, token_axes: Sequence[int], *, longest: int | None = None) -> Step:
+def plan_step(
+    cache: Cache, token_axes: Sequence[int], *, longest: int | None = None, tree: Any = None
+) -> Step:  # fmt: skip
     """Plan a step once, for all its layers: give it to `attention`, `write` and `attend` as `step=`.
 
     The result is the same with and without a plan. With one there is less to trace, and a step of packed tokens of
@@ -54,9 +58,11 @@ def plan_step(cache: Cache, token_axes: Sequence[int], *, longest: int | None = 
       token_axes: `(S, T)` for padded tokens, `(N,)` for packed ones.
       longest: the most tokens of one row, where the caller knows; rows with more are left out and marked. Outside
         `jit` packed tokens are counted here.
+      tree: `i32` of the token axes, each token's parent, as for `attention`, which then takes it from the plan.
+        Positions go by depth.
 
     Raises:
-      ValueError: axes that are not those of a step of this cache.
+      ValueError: parents known on the host that are no earlier tokens; axes that are not those of a step of this cache.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -66,7 +72,7 @@ def plan_step(cache: Cache, token_axes: Sequence[int], *, longest: int | None = 
     [0, 1, 2, 0, 1]
     """
     token_axes = check_token_axes(cache.tables[0], token_axes)
-    new = cache.tables[0].new
+    new, tree = cache.tables[0].new, read_tree(tree, token_axes, cache.tables[0])
     if longest is not None:
         longest = integer("longest", longest, least=0)
     elif len(token_axes) == 1 and not isinstance(new, jax.core.Tracer):
@@ -75,22 +81,23 @@ def plan_step(cache: Cache, token_axes: Sequence[int], *, longest: int | None = 
     with jax.named_scope("plan"):
         tables = tuple(_settle(t, token_axes, longest) for t in cache.tables)
         t = tables[0]
-        token = pallas_kernels.locate(token_axes, t.lengths, t.new, t.offsets)
+        token = _locate(t, token_axes, tree)
     step = Step(
-        tables=tables, dropped=cache.tables[0].lengths - t.lengths, token=token, token_axes=token_axes, decode=decode,
-        config=cache.config,
+        tables=tables, dropped=cache.tables[0].lengths - t.lengths, token=token, tree=tree, token_axes=token_axes,
+        decode=decode, config=cache.config,
     )  # fmt: skip
     for before, after in zip(cache.tables, tables, strict=True):
         _agree(step, before, after)
     return step
 
 
-def positions(cache: Cache | Layer, shape: Sequence[int]) -> jax.Array:
+def positions(cache: Cache | Layer, shape: Sequence[int], *, tree: Any = None) -> jax.Array:
     """The absolute position of every token of this step, as rotary embeddings want it; 0 for padding.
 
     Args:
       cache: or one of its layers.
       shape: `(S, T)` for padded tokens, `(N,)` for packed ones.
+      tree: each token's parent, as for `attention`: a token of a tree stands behind the context by its depth.
 
     Returns:
       i32 of that shape.
@@ -105,8 +112,13 @@ def positions(cache: Cache | Layer, shape: Sequence[int]) -> jax.Array:
     tables = cache.tables if isinstance(cache, Layer) else cache.tables[0]
     shape = check_token_axes(tables, shape)
     with jax.named_scope("plan"):
-        t = _settle(tables, shape, None)
-        return pallas_kernels.locate(shape, t.lengths, t.new, t.offsets).position
+        return _locate(_settle(tables, shape, None), shape, read_tree(tree, shape, tables)).position
+
+
+def _locate(t: BlockTables, token_axes: tuple[int, ...], tree: jax.Array | None) -> pallas_kernels.Tokens:
+    """Where the tokens of settled tables are."""
+    token = pallas_kernels.locate(token_axes, t.lengths, t.new, t.offsets)
+    return token if tree is None else token._replace(position=tree_positions(tree, token, t))
 
 
 def settle(tables: BlockTables, group: int, token_axes: tuple[int, ...], step: Step | None) -> BlockTables:

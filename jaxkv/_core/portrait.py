@@ -58,8 +58,7 @@ def squares_of(t: BlockTables, block_size: int) -> list[Square]:
 
 def group_title(config: CacheConfig, group: int) -> str:
     """What the layers of a group have in common; "" where there is one group alone."""
-    count, window = len(config.groups[group]), config.group_windows[group]
-    seen = "without a window" if window is None else f"with a window of {window}"
+    count, seen = len(config.groups[group]), config.layers[config.groups[group][0]].sight
     return "" if len(config.groups) == 1 else f"{count} layer{'s' * (count > 1)} {seen}"
 
 

@@ -129,11 +129,11 @@ def mark_failed(tables: BlockTables, refused: jax.Array, wanted: jax.Array, need
 
 
 def leave_windows(cache: Cache) -> Cache:
-    """Give back the blocks that no row's next token sees, in layers with a window."""
+    """Give back the blocks that no row's next token sees, in layers with a window or chunks."""
     config = cache.config
     return cache.replace(
         tables=tuple(
-            t if window is None else give_back(t, config.first_seen(group, t.lengths))
-            for group, (t, window) in enumerate(zip(cache.tables, config.group_windows, strict=True))
+            t if reach is None else give_back(t, config.first_seen(group, t.lengths))
+            for group, (t, reach) in enumerate(zip(cache.tables, config.group_reaches, strict=True))
         )
     )

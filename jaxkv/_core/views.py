@@ -258,10 +258,9 @@ class Views:
             raise IndexError(f"Row {row} holds {int(length)} tokens, so it has no token at position {position}.")
         block, _ = self.slots(row, position, layer=layer)
         if not isinstance(block, jax.core.Tracer) and int(block) == 0:
-            window = self.layer_config(self.config.owner(layer)).window
+            sight = self.layer_config(self.config.owner(layer)).sight
             raise IndexError(
-                f"Layer {layer} has a window of {window} tokens and has given back the token of row {row} at position "
-                f"{position}."
+                f"Layer {layer}, {sight} tokens, has given back the token of row {row} at position {position}."
             )
         return self.read(layer, row, position)
 

@@ -30,8 +30,8 @@ from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
 from pallas_kernels import kinds
 
-# Version 1 has no stacked and no quantised caches and no latent layers, version 2 no layers that rotate; they are
-# otherwise the same.
+# Version 1 has no stacked and no quantised caches and no latent layers, version 2 no layers that rotate or have chunks;
+# they are otherwise the same.
 FORMAT, VERSION, KNOWN = "jaxkv cache", "3", ("1", "2", "3")
 CHECKSUMS = "checksums"
 MOST_EMPTY_ROWS = 1 << 16  # rows of a cache that has fewer blocks; more make no sense, and their tables take memory

@@ -31,7 +31,7 @@ class HostBlocks:
     count: tuple[np.ndarray, ...]  # for each group i32[n]: blocks of the row
     parts: tuple[Pool | None, ...]  # of each layer its B blocks; None for a layer that shares another's
     groups: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
-    windows: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})  # of each group
+    sights: tuple[str, ...] = dataclasses.field(metadata={"static": True})  # of each group
     rotates: tuple[bool, ...] = dataclasses.field(metadata={"static": True})  # of each layer: are its heads rotated?
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
             parts[layer] = jax.tree.map(_to_host, part)
     host = HostBlocks(
         lengths=tables[0].lengths[moved], first=tuple(first), count=tuple(count), parts=tuple(parts),
-        groups=cache.config.groups, windows=cache.config.group_windows,
+        groups=cache.config.groups, sights=cache.config.group_sights,
         rotates=tuple(map(cache.config.rotates, range(cache.num_layers))),
     )  # fmt: skip
     return free(cache, moved), host
@@ -192,11 +192,11 @@ def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:
         raise ValueError(f"host must be what swap_out returned, not {type(host).__name__}.")
     if dst.shape[0] != len(host):
         raise ValueError(f"rows must name {len(host)} rows, one for each that was swapped out, not {dst.shape[0]}.")
-    groups, windows = cache.config.groups, cache.config.group_windows
-    if (host.groups, host.windows) != (groups, windows):
+    groups, sights = cache.config.groups, cache.config.group_sights
+    if (host.groups, host.sights) != (groups, sights):
         raise ValueError(
-            f"These blocks come from a cache whose layers form the groups {host.groups} of windows {host.windows}, but "
-            f"here they form {groups} of {windows}: swap them into a cache like the one they come from."
+            f"These blocks come from a cache whose layers form the groups {host.groups} {host.sights}, but "
+            f"here they form {groups} {sights}: swap them into a cache like the one they come from."
         )
     for layers in cache.config.groups:
         for layer in layers:

@@ -18,10 +18,10 @@ from pallas_kernels.tokens import locate
 from pallas_kernels.xla import work as tiles
 
 
-@functools.partial(jax.jit, static_argnames=("window", "return_lse", "kind", "rank"))
+@functools.partial(jax.jit, static_argnames=("window", "return_lse", "kind", "rank", "causal", "chunk"))
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
-    mask=None, return_lse=False, kind=None, rank=None,
+    mask=None, return_lse=False, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True, chunk=None,
 ):  # fmt: skip
     """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
     *token_axes, num_heads, head_dim = q.shape
@@ -34,9 +34,13 @@ def paged_attention(
     token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), lengths, new, offsets))
     scale = jnp.asarray(head_dim**-0.5 if scale is None else scale, jnp.float32)
     soft_cap = None if soft_cap is None else jnp.asarray(soft_cap, jnp.float32)
-    mask = None if mask is None else mask.reshape(num_tokens, mask.shape[-1])
+    sight = tiles.find_sight(
+        tuple(token_axes), rows, lengths, new, offsets, window=window, chunk=chunk, causal=causal, mask=mask,
+        spans=spans, tree=tree,
+    )  # fmt: skip
+    alibi = None if alibi is None else alibi.astype(jnp.float32).reshape(kv.shape[2], -1)
     flat_q = q.reshape(num_tokens, num_heads, head_dim)
-    inputs = _Inputs(flat_q, kv, kv_scale, kind, rank, scale, soft_cap, window, mask)
+    inputs = _Inputs(flat_q, kv, kv_scale, kind, rank, scale, soft_cap, alibi, sight)
 
     def attend(count: jax.Array, queries: int, lanes: int) -> _Softmax:
         tiling = tiles.choose_tiling(inputs.q, kv, tables, queries)
@@ -82,8 +86,8 @@ class _Inputs(NamedTuple):
     rank: int | None  # values are the first so many numbers of the keys; None: they are stored themselves
     scale: jax.Array
     soft_cap: jax.Array | None
-    window: int | None
-    mask: jax.Array | None  # bool[tokens, C]
+    alibi: jax.Array | None  # f32[K, G]
+    sight: tiles.Sight
 
 
 class _Softmax(NamedTuple):
@@ -96,10 +100,10 @@ class _Softmax(NamedTuple):
 
 def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling, lanes: int) -> _Softmax:
     """The softmax of every token, `[tokens, H]`, of the rows whose `count` is not 0."""
-    q, kv, kv_scale, kind, rank, scale, soft_cap, window, mask = inputs
+    q, kv, kv_scale, kind, rank, scale, soft_cap, alibi, sight = inputs
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, group = kv.shape[2], num_heads // kv.shape[2]
-    work = tiles.plan(tiling, lanes, rows, window)
+    work = tiles.plan(tiling, lanes, rows, sight)
     # A quantised value is exact in q's dtype: scales are applied to logits and weights, not to keys and values; but for
     # scales that the entries of a head do not share.
     by_entry = kv_scale is not None and kinds.scale_axes(kind, head_dim, rank) != ()
@@ -120,7 +124,7 @@ def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling
         return (stored * kinds.spread_scales(scales, kind, head_dim, rank), None) if by_entry else (stored, scales)
 
     def step(i, softmax: _Softmax) -> _Softmax:
-        items = tiles.find_items(tiling, work, rows, i, window, mask)
+        items = tiles.find_items(tiling, work, rows, i, sight)
         keys, key_scales = read(items, 0)
         values, value_scales = read(items, 1) if rank is None else (keys[..., :rank], None)
         seen = jnp.repeat(items.seen, group, axis=1)[:, None]  # [items, 1, queries * G, context]
@@ -134,7 +138,7 @@ def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling
         logits *= scale
         if soft_cap is not None:
             logits = soft_cap * jnp.tanh(logits / soft_cap)
-        logits = jnp.where(seen, logits, -jnp.inf)
+        logits = jnp.where(seen, tiles.bent(logits, alibi, items.distance), -jnp.inf)
 
         # Items of a lane are neighbours, often in the same step: what the lane has is rescaled once, at the first one.
         lane = items.lane

@@ -18,7 +18,8 @@ _product = functools.partial(jnp.einsum, precision="highest")
 
 def attention_gradients(
     out_bar, lse_bar, out, lse, *, q, kv, tables, lengths, new, offsets=None, kv_scale=None, scale=None, soft_cap=None,
-    window=None, sinks=None, mask=None, kind=None, rank=None,
+    window=None, sinks=None, mask=None, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True,
+    chunk=None,
 ):  # fmt: skip
     """Cotangents of `paged_attention`'s floating-point arguments, by name, in their shapes and dtypes.
 
@@ -26,7 +27,7 @@ def attention_gradients(
       out_bar, lse_bar: the cotangents of the output and of the LSE (None: zero).
       out, lse: what `paged_attention` returned for the other arguments.
     """
-    arguments = dict(q=q, kv=kv, kv_scale=kv_scale, scale=scale, soft_cap=soft_cap, sinks=sinks)
+    arguments = dict(q=q, kv=kv, kv_scale=kv_scale, scale=scale, soft_cap=soft_cap, sinks=sinks, alibi=alibi)
     differentiable = {
         name: x for name, x in arguments.items() if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
     }
@@ -37,7 +38,10 @@ def attention_gradients(
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
     rows = tiles.find_rows(tuple(token_axes), tables, lengths, new, offsets)
-    mask = None if mask is None else mask.reshape(num_tokens, mask.shape[-1])
+    sight = tiles.find_sight(
+        tuple(token_axes), rows, lengths, new, offsets, window=window, chunk=chunk, causal=causal, mask=mask,
+        spans=spans, tree=tree,
+    )  # fmt: skip
 
     def flat(x: jax.Array) -> jax.Array:
         return x.reshape(num_tokens, *x.shape[len(token_axes) :]).astype(jnp.float32)
@@ -50,20 +54,22 @@ def attention_gradients(
     tile_queries = min(tiles.PREFILL_QUERIES, longest)
     tiling = tiles.choose_tiling(queries, kv, tables, tile_queries)
     lanes = min(tables.shape[0], num_tokens) + num_tokens // tile_queries
-    work = tiles.plan(tiling, lanes, rows, window)
+    work = tiles.plan(tiling, lanes, rows, sight)
 
-    def compute_logits(q, keys, numbers):
+    def compute_logits(distance, q, keys, numbers):
         logits = _product("ikqd,ikcd->ikqc", q, keys) * numbers["scale"]
         if soft_cap is not None:
             logits = numbers["soft_cap"] * jnp.tanh(logits / numbers["soft_cap"])
-        return logits
+        return tiles.bent(logits, numbers.get("alibi"), distance)
 
     numbers = {"scale": jnp.float32(head_dim**-0.5 if scale is None else scale)}
     if soft_cap is not None:
         numbers["soft_cap"] = jnp.float32(soft_cap)
+    if alibi is not None:
+        numbers["alibi"] = alibi.astype(jnp.float32).reshape(num_kv_heads, group)
 
     def step(i, bars):
-        items = tiles.find_items(tiling, work, rows, i, window, mask)
+        items = tiles.find_items(tiling, work, rows, i, sight)
         seen = jnp.repeat(items.seen, group, axis=1)[:, None]  # [items, 1, queries * G, context]
         sees, visible = seen.any(axis=3), seen.any(axis=2)
 
@@ -82,7 +88,8 @@ def attention_gradients(
 
         keys, key_scales = read_stored(0)
         values, value_scales = read_stored(1) if rank is None else (keys[..., :rank], key_scales[..., :rank])
-        logits, pull = jax.vjp(compute_logits, read(queries), keys * key_scales, numbers)
+        compute = functools.partial(compute_logits, items.distance)
+        logits, pull = jax.vjp(compute, read(queries), keys * key_scales, numbers)
         weights = jnp.where(seen, jnp.exp(logits - read(lse)[..., None]), 0.0)
         weights_bar = _product("ikqd,ikcd->ikqc", read(out_bar), values * value_scales)
         queries_bar, keys_bar, numbers_bar = pull(weights * (weights_bar - read(pull_down)[..., None]))
@@ -124,6 +131,8 @@ def attention_gradients(
     bars = jax.lax.fori_loop(0, -(-work.num_items // tiling.items), step, bars)
     bars |= bars.pop("numbers")
     bars["q"] = bars["q"].reshape(q.shape)
+    if alibi is not None:
+        bars["alibi"] = bars["alibi"].reshape(alibi.shape)
     if sinks is not None:
         nothing = jnp.isneginf(lse)
         share = jnp.where(nothing, 0.0, jnp.exp(sinks.astype(jnp.float32)[None] - jnp.where(nothing, 0.0, lse)))

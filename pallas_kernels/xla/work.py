@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tokens import default_offsets
+from pallas_kernels.tokens import default_offsets, locate
+from pallas_kernels.trees import Tree, climb
 
 # Found by experiment on two CPU cores, see benchmarks/NOTES.md. A step of the loop should be long enough that its fixed
 # costs do not show, and small enough to stay in cache. Many queries share one reading of their context; one alone gains
@@ -61,6 +62,7 @@ class Rows(NamedTuple):
 
     tables: jax.Array  # i32[S, M]
     before: jax.Array  # i32[S]: the position of the row's first token of this step
+    end: jax.Array  # i32[S]: the row's length
     start: jax.Array  # i32[S]
     count: jax.Array  # type: ignore[assignment]  # i32[S]; it hides tuple.count
 
@@ -73,7 +75,29 @@ def find_rows(token_axes: tuple[int, ...], tables, lengths, new, offsets) -> Row
     else:
         start = default_offsets(new) if offsets is None else offsets
         room = token_axes[0] - start
-    return Rows(tables, lengths - new, start, jnp.maximum(jnp.minimum(new, room), 0))
+    return Rows(tables, lengths - new, lengths, start, jnp.maximum(jnp.minimum(new, room), 0))
+
+
+class Sight(NamedTuple):
+    """What decides which places of its row a token sees. Tokens are flat."""
+
+    window: int | None = None
+    chunk: int | None = None
+    causal: bool = True
+    mask: jax.Array | None = None  # bool[tokens, C]
+    spans: jax.Array | None = None  # i32[tokens]
+    tree: Tree | None = None
+
+
+def find_sight(
+    token_axes: tuple[int, ...], rows: Rows, lengths, new, offsets, *, window, chunk, causal, mask, spans, tree
+) -> Sight:  # fmt: skip
+    """The sight of a step's tokens, with the options of `paged_attention`."""
+    mask = None if mask is None else mask.reshape(-1, mask.shape[-1])
+    if tree is not None:
+        token = jax.tree.map(jnp.ravel, locate(token_axes, lengths, new, offsets))
+        tree = climb(tree.reshape(-1), token, rows.before, rows.start, token_axes[-1])
+    return Sight(window, chunk, causal, mask, None if spans is None else spans.reshape(-1), tree)
 
 
 class WorkList(NamedTuple):
@@ -91,7 +115,7 @@ class WorkList(NamedTuple):
         return self.ends[-1]
 
 
-def plan(tiling: Tiling, lanes: int, rows: Rows, window: int | None) -> WorkList:
+def plan(tiling: Tiling, lanes: int, rows: Rows, sight: Sight) -> WorkList:
     """The work list of a step that needs no more than `lanes` lanes."""
     row_lanes = -(-rows.count // tiling.queries)
     row_ends = jnp.cumsum(row_lanes)
@@ -102,14 +126,23 @@ def plan(tiling: Tiling, lanes: int, rows: Rows, window: int | None) -> WorkList
     last = jnp.minimum(first + tiling.queries, rows.count[row]) - 1
     before = rows.before[row]
 
-    stop = jnp.clip(before + last + 1, 0, tiling.capacity)
-    last_tile = -(-tiling.runs(stop) // tiling.pieces)
+    # Spans see ahead, and back to the first token of the step; tokens of a tree may be as shallow as its first.
+    stop = before + last + 1 if sight.causal and sight.spans is None else rows.end[row]
+    last_tile = -(-tiling.runs(jnp.clip(stop, 0, tiling.capacity)) // tiling.pieces)
     first_tile = jnp.zeros_like(last_tile)
-    if window is not None:
-        oldest = jnp.clip(before + first - window + 1, 0, tiling.capacity)
+    oldest = _oldest_seen(before if sight.tree is not None else before + first, sight)
+    if oldest is not None:
+        oldest = jnp.clip(oldest if sight.spans is None else jnp.minimum(oldest, before), 0, tiling.capacity)
         first_tile = (tiling.runs(oldest + 1) - 1) // tiling.pieces
     num_tiles = jnp.where(lane < row_ends[-1], jnp.maximum(last_tile - first_tile, 0), 0)
     return WorkList(row, first, first_tile, jnp.cumsum(num_tiles), row_ends - row_lanes)
+
+
+def _oldest_seen(position: jax.Array, sight: Sight) -> jax.Array | None:
+    """The first position that a token at `position` sees by window or chunk; None: all before it."""
+    if sight.chunk is not None:
+        return position // sight.chunk * sight.chunk
+    return None if sight.window is None else position - sight.window + 1
 
 
 class Items(NamedTuple):
@@ -120,9 +153,10 @@ class Items(NamedTuple):
     block: jax.Array  # i32[items, pieces]: physical; may be out of range, as the table may be
     offset: jax.Array  # i32[items, pieces]: of the run in its block
     seen: jax.Array  # bool[items, queries, pieces * run]: may the query see the place?
+    distance: jax.Array  # i32[items, queries, pieces * run]: between their positions
 
 
-def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, window: int | None, mask: jax.Array | None) -> Items:
+def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, sight: Sight) -> Items:
     """The items number `step * tiling.items` and on. Those beyond the end of the list see nothing."""
     item = step * tiling.items + jnp.arange(tiling.items, dtype=jnp.int32)
     lane = jnp.searchsorted(work.ends, item, side="right", method="compare_all").astype(jnp.int32)
@@ -142,15 +176,38 @@ def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, window: int | N
 
     index = work.first[lane][:, None] + jnp.arange(tiling.queries, dtype=jnp.int32)[None]
     token = rows.start[row][:, None] + index
-    query = (rows.before[row][:, None] + index)[:, :, None]
-    seen = own & (index < rows.count[row][:, None])[:, :, None] & (position <= query)
-    if window is not None:
-        seen &= position > query - window
-    if mask is not None:
-        allowed = mask.at[token[:, :, None], position].get(mode="fill", fill_value=False)
-        seen &= allowed
+    before = rows.before[row][:, None, None]
+    query, number = before + index[:, :, None], position - before  # the place's number among the row's new tokens
+    their_token = rows.start[row][:, None, None] + number
+    is_new = (number >= 0) & (position < rows.end[row][:, None, None])
+    key = position
+    if sight.tree is not None:
+        sees = sight.tree.ancestors.at[token[:, :, None], jnp.maximum(number, 0)].get(mode="fill", fill_value=False)
+        sees |= number < 0
+        query = before + sight.tree.depth.at[token].get(mode="clip")[:, :, None]
+        key = jnp.where(is_new, before + sight.tree.depth.at[jnp.maximum(their_token, 0)].get(mode="clip"), position)
+    else:
+        sees = position <= query if sight.causal else position < rows.end[row][:, None, None]
+    if (oldest := _oldest_seen(query, sight)) is not None:
+        sees &= key >= oldest
+    if sight.spans is not None:
+        span = sight.spans.at[token].get(mode="clip")[:, :, None]
+        theirs = sight.spans.at[jnp.maximum(their_token, 0)].get(mode="clip")
+        sees |= is_new & (span != 0) & (span == theirs)
+    seen = own & (index < rows.count[row][:, None])[:, :, None] & sees
+    if sight.mask is not None:
+        seen &= sight.mask.at[token[:, :, None], position].get(mode="fill", fill_value=False)
     block = rows.tables.at[row[:, None], logical].get(mode="clip")
-    return Items(lane, token, block, offset, seen)
+    return Items(lane, token, block, offset, seen, jnp.abs(query - key))
+
+
+def bent(logits: jax.Array, alibi: jax.Array | None, distance: jax.Array) -> jax.Array:
+    """Logits `[items, K, queries * G, context]` less the slope of each head, `[K, G]`, times the distance."""
+    if alibi is None:
+        return logits
+    queries, group = distance.shape[1], alibi.shape[1]
+    slopes = jnp.tile(alibi, (1, queries))[None, :, :, None]
+    return logits - slopes * jnp.repeat(distance, group, axis=1)[:, None].astype(jnp.float32)
 
 
 def read_runs(pool: jax.Array, which: int, items: Items, run: int, head_dim: int | None = None) -> jax.Array:

@@ -360,11 +360,11 @@ CALLS = {
     ),
     "other groups": (
         lambda: jaxkv.swap_in(make_cache(layers=LAYERS[:1]), 1, swapped()[1]), ValueError,
-        r"the groups \(\(0,\), \(1,\)\) of windows \(None, 3\), but here they form \(\(0,\),\)",
+        r"the groups \(\(0,\), \(1,\)\) \(.without a window., .with a window of 3.\), but here they form \(\(0,\),\)",
     ),
     "a wider window, of which too little is there": (
         lambda: jaxkv.swap_in(make_cache(layers=(LAYERS[0], WIDER, LAYERS[2])), 1, swapped()[1]), ValueError,
-        r"windows \(None, 3\), but here they form .* of \(None, 9\)",
+        "with a window of 3.*, but here they form .*with a window of 9",
     ),
     "a row that was not swapped out": (lambda: swapped()[1][1], IndexError, "There are 1 rows, so there is no row 1"),
     "a negative one": (lambda: swapped()[1][-1], IndexError, "no row -1 among them"),

@@ -1,0 +1,136 @@
+"""Of a step's tokens some are kept: the accepted path of a tree, or the first so many."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.allocator import blocks_for, replace_entries
+from jaxkv._core.cache import Cache
+from jaxkv._core.numbers import shown
+from jaxkv._core.pools import in_stack
+from jaxkv._core.state import NULL_BLOCK, SENSELESS, BlockTables, Pool
+from jaxkv._core.tables import mark_failed
+
+
+def keep(cache: Cache, path: Any) -> Cache:
+    """Of each row's last step keep some tokens, one behind the other, and take the others back.
+
+    Speculation proposes a tree of tokens, and a path through it is accepted: its tokens move up behind the context, and
+    blocks that are no longer needed are freed. Call it before the next `extend`. Only the kept tokens' keys and values
+    are moved.
+
+    Args:
+      path: `i32[S, n]`, the kept tokens of each row, counted from its first new one, in increasing order, with -1
+        behind them. A row that was not part of the step has -1 alone, and stays as it is.
+
+    Raises:
+      ValueError: a path known on the host that does not increase, or goes beyond the row's new tokens. On the device
+        such a row stays as it was and is marked in `cache.failed`, as is one that has shared these blocks since.
+
+    Trees of proposals are from SpecInfer (https://arxiv.org/abs/2305.09781).
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> cache = jaxkv.extend(jaxkv.extend(cache, [7, 3]), [5, 0])  # a tree of five tokens behind row 0's context
+    >>> jaxkv.keep(cache, [[0, 2, -1], [-1, -1, -1]]).lengths.tolist()
+    [9, 3]
+    """
+    path = _read_path(cache, path)
+    number, is_kept = jnp.arange(path.shape[1], dtype=jnp.int32)[None], path >= 0
+    count = jnp.sum(is_kept, axis=1, dtype=jnp.int32)
+    before = cache.lengths - cache.new
+    increases = path > jnp.pad(path, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    is_right = jnp.where(number < count[:, None], increases & (path < cache.new[:, None]), path == -1)
+    moved = is_kept & (path != number)
+    changes = moved.any(axis=1) | (count < cache.new)
+    shared = jnp.stack([_shares_new_tokens(cache, t) for t in cache.tables]).any(axis=0)
+    refused = (~is_right.all(axis=1) | (changes & shared)) & ~cache.failed
+    changes &= ~refused & ~cache.failed
+    cache = _move(cache, before[:, None] + path, before[:, None] + number, moved & changes[:, None])
+    cache = _shorten(cache, before + count, changes)
+    return cache.replace(
+        tables=tuple(mark_failed(t, refused, jnp.full_like(count, SENSELESS), 0) for t in cache.tables)
+    )
+
+
+def take_back(cache: Cache, count: jax.Array) -> Cache:
+    """The cache without the last `count[s]` tokens of its rows' last step. They must be in blocks of the row's own."""
+    return _shorten(cache, cache.lengths - jnp.clip(count, 0, cache.new), count > 0)
+
+
+def _read_path(cache: Cache, path: Any) -> jax.Array:
+    rows, on_device = cache.lengths.shape[0], isinstance(path, jax.Array)
+    path = path if on_device else np.asarray(path)
+    if path.ndim != 2 or path.shape[0] != rows or not jnp.issubdtype(path.dtype, jnp.integer):
+        raise ValueError(
+            f"path must be i32[{rows}, n], the kept tokens of each row with -1 behind them, not "
+            f"{path.dtype}{list(path.shape)}."
+        )
+    if not on_device:
+        known = not isinstance(cache.new, jax.core.Tracer)
+        new = np.asarray(cache.new) if known else np.full(rows, np.iinfo(np.int32).max)
+        for row, (entries, most) in enumerate(zip(path.tolist(), new.tolist(), strict=True)):
+            kept = entries[: sum(entry >= 0 for entry in entries)]
+            if any(entry != -1 for entry in entries[len(kept) :]) or any(entry < 0 for entry in kept):
+                raise ValueError(f"path must have -1 only behind the kept tokens, but row {row} has {shown(entries)}.")
+            if any(b <= a for a, b in itertools.pairwise(kept)):
+                raise ValueError(f"path must increase, but row {row} has {shown(kept)}.")
+            if kept and kept[-1] >= most:
+                raise ValueError(f"path goes to token {kept[-1]} of row {row}, which has {most} new tokens.")
+    return jnp.asarray(path, jnp.int32)
+
+
+def _shares_new_tokens(cache: Cache, tables: BlockTables) -> jax.Array:
+    """`bool[S]`: rows whose last step lies in a block that others hold too, who have been given it since."""
+    size, column = cache.config.block_size, jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None]
+    first, end = (tables.lengths - tables.new) // size, blocks_for(tables.lengths, size)
+    touched = (column >= first[:, None]) & (column < end[:, None]) & (tables.tables != NULL_BLOCK)
+    return (touched & (tables.refcounts[tables.tables] > 1)).any(axis=1)
+
+
+def _move(cache: Cache, source: jax.Array, target: jax.Array, moved: jax.Array) -> Cache:
+    """Tokens from positions `source` i32[S, n] to `target`, in all layers. All are read before any is written."""
+    pools, size = list(cache.pools), cache.config.block_size
+    for group, tables in enumerate(cache.tables):
+        width = tables.tables.shape[1]
+
+        def blocks_of(position: jax.Array, tables: BlockTables = tables, width: int = width) -> jax.Array:
+            block = jnp.take_along_axis(tables.tables, jnp.clip(position // size, 0, width - 1), axis=1)
+            return jnp.where(moved, block, NULL_BLOCK).reshape(-1)
+
+        old, new = blocks_of(source), blocks_of(target)
+        for stack in cache.config.group_stacks(group):
+            count = len(stack)
+            places = (in_stack(x, count, tables.num_blocks + 1) for x in (old, new))
+            offsets = (jnp.tile(x.reshape(-1) % size, count) for x in (source, target))
+            pools[stack[0]] = _move_tokens(cache.layer(stack[0]).pool, *places, *offsets)
+    return cache.replace(pools=tuple(pools))
+
+
+def _move_tokens(pool: Pool, old: jax.Array, new: jax.Array, old_offset: jax.Array, new_offset: jax.Array) -> Pool:
+    place = jnp.where(new == NULL_BLOCK, pool.kv.shape[0] + jnp.arange(new.shape[0], dtype=jnp.int32), new)
+
+    def move(x: jax.Array) -> jax.Array:
+        tokens = x[old, :, :, old_offset]
+        return x.at[place, :, :, new_offset].set(tokens, mode="drop", unique_indices=True)
+
+    return jax.tree.map(move, pool)
+
+
+def _shorten(cache: Cache, lengths: jax.Array, rows: jax.Array) -> Cache:
+    """Rows end at `lengths[s]`, somewhere in their last step; what is behind is freed."""
+
+    def shorten(tables: BlockTables) -> BlockTables:
+        if not cache.config.contiguous:
+            column = jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None]
+            behind = rows[:, None] & (column >= blocks_for(lengths, cache.config.block_size)[:, None])
+            tables = replace_entries(tables, jnp.where(behind, NULL_BLOCK, tables.tables))
+        new = jnp.where(rows, 0, tables.new)
+        return dataclasses.replace(tables, lengths=jnp.where(rows, lengths, tables.lengths), new=new)
+
+    return cache.replace(tables=tuple(map(shorten, cache.tables)))

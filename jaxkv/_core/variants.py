@@ -1,0 +1,102 @@
+"""Who sees whom, beyond causality: what a layer says of it, and what a call does."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.numbers import shown
+from jaxkv._core.state import BlockTables, Layer
+from pallas_kernels import trees
+from pallas_kernels.dispatch import check_names
+
+
+def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a call as the kernels take them, a layer's window or chunk among them.
+
+    Raises:
+      TypeError: an option that there is not. ValueError: one that does not go with the layer.
+    """
+    check_names("attention", options)
+    options = {name: x for name, x in options.items() if x is not None}
+    for name in ("alibi", "spans", "tree"):
+        if name in options and not hasattr(options[name], "shape"):
+            options[name] = as_integers(name, options[name]) if name != "alibi" else jnp.asarray(options[name])
+        if name != "alibi" and name in options and options[name].dtype != jnp.int32:
+            options[name] = as_integers(name, options[name])
+    own, asked = one.layer_config.window, options.get("window")
+    if (chunk := one.layer_config.chunk) is not None:
+        if asked is not None or options.get("chunk", chunk) != chunk:
+            other = f"window={asked}" if asked is not None else f"chunk={options['chunk']}"
+            raise ValueError(
+                f"Layer {one.number} sees chunks of {chunk} tokens, and cannot take {other}: leave it out."
+            )
+        return options | {"chunk": chunk}
+    if own is not None and asked is not None and asked > own:
+        raise ValueError(
+            f"window={asked} is wider than what layer {one.number} keeps, a window of {own} tokens: give its "
+            "LayerConfig the wider one."
+        )
+    if own is not None and "chunk" in options:
+        raise ValueError(f"Layer {one.number} has a window of {own} tokens, and cannot take chunk: leave it out.")
+    return {"window": own} | options
+
+
+def as_integers(name: str, x: Any) -> jax.Array:
+    """An array of integers as int32; those on the host must fit. Raises ValueError."""
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, one for each token, not {x.dtype}: {shown(x)}.")
+    if not isinstance(x, jax.Array):
+        x = np.clip(x, np.iinfo(np.int32).min, np.iinfo(np.int32).max)
+    return jnp.asarray(x, jnp.int32)
+
+
+def read_tree(tree: Any, token_axes: tuple[int, ...], tables: BlockTables) -> jax.Array | None:
+    """The parents of a step's tokens, `i32` of its token axes.
+
+    Raises:
+      ValueError: another shape, or a parent known on the host that is neither -1 nor an earlier token of its row.
+    """
+    if tree is None:
+        return None
+    parents = as_integers("tree", tree)
+    if parents.shape != token_axes:
+        raise ValueError(f"tree must be i32{list(token_axes)}, each token's parent, but its shape is {parents.shape}.")
+    if not isinstance(tree, jax.Array):
+        _check_parents(np.asarray(tree), tables)
+    return parents
+
+
+def _check_parents(parents: np.ndarray, tables: BlockTables) -> None:
+    """Padding may hold anything, where it is known what is padding."""
+    known = not isinstance(tables.new, jax.core.Tracer)
+    number = np.broadcast_to(np.arange(parents.shape[-1]), parents.shape)
+    valid = np.ones(parents.shape, bool)
+    if known:
+        new, start = np.asarray(tables.new), np.asarray(tables.offsets)
+        if parents.ndim == 2:
+            valid = number < new[:, None]
+        else:
+            row = np.maximum(np.searchsorted(start, number, side="right") - 1, 0)
+            number = number - start[row]
+            valid = (number >= 0) & (number < new[row])
+    wrong = valid & ((parents < -1) | (parents >= number))
+    if wrong.any():
+        at = tuple(int(i) for i in np.argwhere(wrong)[0])
+        what = "itself" if parents[at] == number[at] else "no earlier one"
+        raise ValueError(
+            f"tree must name for each token -1, the context, or an earlier token of its row, counted from the first "
+            f"new one, but the parent of token {number[at]} at {list(at)} is {shown(int(parents[at]))}, {what}."
+        )
+
+
+def tree_positions(parents: jax.Array, token: Any, tables: BlockTables) -> jax.Array:
+    """The position of each token of a tree: behind the context, by its depth; 0 for padding."""
+    axes, flat = parents.shape, jax.tree.map(jnp.ravel, token)
+    before = tables.lengths - tables.new
+    start = tables.offsets if len(axes) == 1 else jnp.arange(axes[0], dtype=jnp.int32) * axes[1]
+    depth = trees.climb(parents.reshape(-1), flat, before, start, axes[-1]).depth
+    return jnp.where(flat.valid, before[flat.row] + depth, 0).reshape(axes)

@@ -1,0 +1,131 @@
+"""Who sees whom beyond causality: slopes, spans, trees, chunks and whole memories, against the reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import reference, testing
+from pallas_kernels.testing import Case
+
+SIZES = dict(num_heads=10, num_kv_heads=2, head_dim=12, block_size=5)  # groups of 5
+CASES = {
+    "padded": Case(lengths=(44, 0, 21, 6), new=(9, 0, 1, 6), padding=2, **SIZES),
+    "packed": Case(lengths=(44, 0, 21, 70), new=(9, 0, 1, 40), padding=3, packed=True, **SIZES),
+}
+# The layout, and what is asked for: S, T and A stand for spans, a tree and slopes.
+VARIANTS = [
+    ("padded", {"tree": "T", "window": 6, "alibi": "A"}),
+    ("packed", {"tree": "T", "chunk": 16}),
+    ("padded", {"spans": "S", "chunk": 7, "alibi": "A"}),
+    ("packed", {"spans": "S", "window": 5}),
+    ("packed", {"causal": False}),
+]
+
+
+def options_of(case, variant):
+    rng, axes = np.random.default_rng(1), testing.make_inputs(case).q.shape[:-2]
+    arrays = {
+        "S": rng.integers(0, 3, axes).astype(np.int32),
+        # Some parents are no earlier tokens: those count as the context.
+        "T": np.where(rng.random(axes) < 0.8, np.arange(axes[-1]) - rng.integers(1, 4, axes), 99).astype(np.int32),
+        "A": rng.random(case.num_heads).astype(np.float32),
+    }
+    return {name: jnp.asarray(arrays[x]) if isinstance(x, str) else x for name, x in variant.items()}
+
+
+@pytest.mark.parametrize(("layout", "variant"), VARIANTS, ids=str)
+def test_against_the_reference(layout, variant):
+    """With NaN in everything that must not be read; and the gradients."""
+    case = CASES[layout]
+    inputs, options = testing.make_inputs(case), options_of(case, variant)
+    if layout == "packed" and "tree" in variant:  # packed parents count from the row's first token
+        start = np.cumsum(case.new) - np.array(case.new)
+        row = np.repeat(np.arange(len(case.new)), case.new)
+        parents = np.asarray(options["tree"]).copy()
+        parents[: len(row)] -= start[row].astype(np.int32)
+        options["tree"] = jnp.asarray(parents)
+    weights = [jnp.asarray(np.random.default_rng(i).normal(size=n), jnp.float32) for i, n in ((2, 12), (3, 10))]
+    static = {name: x for name, x in options.items() if not isinstance(x, jax.Array)}
+    arrays = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
+
+    def run(attend, q, kv, arrays):
+        out, lse = attend(q, kv, *inputs[2:], return_lse=True, **static, **arrays)
+        seen = jnp.isfinite(lse)
+        loss = (out * weights[0][None].reshape(*[1] * (out.ndim - 1), -1)).sum()
+        return loss + (jnp.where(seen, lse, 0) * weights[1].reshape(*[1] * (lse.ndim - 1), -1)).sum(), (out, lse)
+
+    def both(attend):
+        floats = {name: x for name, x in arrays.items() if name == "alibi"}
+        others = {name: x for name, x in arrays.items() if name != "alibi"}
+        loss = lambda q, kv, floats: run(attend, q, kv, floats | others)  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(inputs.q, inputs.kv, floats)
+
+    ours = both(functools.partial(pallas_kernels.paged_attention, implementation="xla"))
+    (_, out), gradients = ours
+    (_, expected), expected_gradients = both(reference.paged_attention)
+    for a, b in zip(jax.tree.leaves((out, gradients)), jax.tree.leaves((expected, expected_gradients)), strict=True):
+        assert not np.isnan(a).any()
+        scale = max(1.0, float(np.max(np.abs(b), initial=0, where=np.isfinite(b))))
+        testing.assert_close(a / scale, b / scale)
+
+
+def arguments():
+    case = CASES["padded"]
+    return testing.make_inputs(case), {name: jnp.zeros((4, 11), jnp.int32) for name in ("spans", "tree")}
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("name", ["alibi", "spans", "tree", "causal", "chunk"])
+def test_kernels_refuse_by_name(platform, name):
+    inputs, tokens = arguments()
+    value = tokens | {"alibi": jnp.ones(10), "causal": False, "chunk": 4}
+    given = {"q": inputs.q, "kv": inputs.kv, "tables": inputs.tables, name: value[name]}
+    choice = pallas_kernels.explain(platform=platform, **given)
+    assert choice.implementation == "xla" and f"take no {name} yet" in choice.reason
+    with pytest.raises(NotImplementedError, match=f"take no {name} yet; leave implementation=None"):
+        pallas_kernels.paged_attention(
+            *inputs, implementation={"cuda": "gpu"}.get(platform, platform), **{name: value[name]}
+        )
+
+
+WRONG = {
+    "alibi": (
+        lambda t: {"alibi": jnp.ones(3)},
+        r"alibi must be f32\[10\], one slope for each query head, not float32\[3\]",
+    ),
+    "spans": (
+        lambda t: {"spans": t["spans"][:2]},
+        r"spans must be i32\[4, 11\], one number for each token, not int32\[2, 11\]",
+    ),
+    "tree and spans": (lambda t: t, "cannot be combined with spans"),
+    "tree and mask": (
+        lambda t: {"tree": t["tree"], "mask": jnp.ones((4, 11, 9), bool)},
+        "cannot be combined with mask",
+    ),
+    "chunk and window": (lambda t: {"chunk": 4, "window": 4}, "chunk=4 and window=4 cannot both limit"),
+    "chunk": (lambda t: {"chunk": 0}, "chunk must be at least 1, not 0"),
+    "causal": (lambda t: {"causal": 0}, "causal must be True or False, not 0"),
+    "window of a memory": (lambda t: {"causal": False, "window": 3}, "no position to measure window from"),
+    "tree of a memory": (lambda t: {"causal": False, "tree": t["tree"]}, "no position to measure tree from"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_one_sentence(name):
+    inputs, tokens = arguments()
+    change, sentence = WRONG[name]
+    with pytest.raises(ValueError, match=sentence):
+        pallas_kernels.paged_attention(*inputs, **change(tokens))
+
+
+def test_what_nobody_takes():
+    inputs, _ = arguments()
+    given = {"q": inputs.q, "kv": inputs.kv, "tables": inputs.tables}
+    with pytest.raises(TypeError, match="takes no bias: a slope by distance is alibi="):
+        pallas_kernels.explain(**given, bias=1)
+    with pytest.raises(TypeError, match="takes no colour: it takes alibi, causal"):
+        pallas_kernels.explain(**given, colour="red")
