@@ -71,6 +71,14 @@ def test_a_failed_row_takes_part_in_nothing_until_it_is_freed(request_of):
     assert jaxkv.extend(jaxkv.free(again, 0), [5, 0]).lengths[0] == 5
 
 
+def test_the_last_free_block_is_given_away_and_no_other():
+    cache = jaxkv.init(CONFIG.replace(num_blocks=4))
+    for counts, failed in [([64, 0], [False, False]), ([48, 16], [False, False]), ([48, 17], [False, True])]:
+        after = jaxkv.extend(cache, counts)
+        jaxkv.check_invariants(after)
+        assert after.failed.tolist() == failed
+
+
 def test_no_window_is_the_layers_own():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((2, 4, 2, 8)), jnp.float32) for _ in range(3))

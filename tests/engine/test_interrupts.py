@@ -1,5 +1,6 @@
 """Whatever cuts off a call of an engine, and wherever: it goes on, no token is wrong, no row or block is lost."""
 
+import collections
 import itertools
 import os
 import random
@@ -171,6 +172,24 @@ def test_every_line_of_one_step_and_of_leaving_a_stream(engines):
         finish_and_check(engine, requests)
     finish_and_check(engine, requests)
     assert point > 200, "lines"
+
+
+def test_a_request_that_is_taken_in_is_not_taken_in_again(engines, monkeypatch):
+    engine, cuts = engines["swapped"], []
+
+    class CutOnce(collections.deque):
+        def popleft(self):
+            if not cuts:
+                cuts.append(True)
+                raise Cut
+            return super().popleft()
+
+    monkeypatch.setattr(engine._loop, "submitted", CutOnce())
+    requests = [(engine.submit(p, n), p, n) for p, n in zip(PROMPTS[:2], COUNTS, strict=False)]
+    with pytest.raises(Cut):
+        engine.step()
+    assert len(engine._loop.submitted) == 2
+    finish_and_check(engine, requests)
 
 
 def test_real_signals(engines, monkeypatch):

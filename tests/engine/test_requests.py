@@ -226,11 +226,23 @@ def test_two_streams_in_turns():
     assert_empty(engine)
 
 
+def test_a_cancelled_request_leaves_its_row_at_once():
+    engine = new_engine()
+    request = engine.submit([3, 1], 9)
+    for _ in range(3):
+        engine.step()
+    assert not engine.cache.is_empty
+    request.cancel()
+    assert engine.cache.is_empty and engine.cache.blocks_in_use == 0
+
+
 def test_log_probabilities_are_the_models_own():
     engine = new_engine(logits_hook=lambda logits, rows: jnp.roll(logits, 1, axis=1))
     plain, told = engine.submit([3, 1], 5), engine.submit([3, 1], 5, temperature=0.1, logprobs=3)
     many = engine.submit([3, 1], 2, logprobs=VOCAB)
+    other = engine.submit([2], 5, logprobs=1)  # in a row whose likeliest tokens are others
     list(engine.run())
+    assert all(token in logprobs for token, logprobs in zip(other.tokens, other.logprobs, strict=True))
     assert plain.logprobs == [] and len(told.logprobs) == 5 and [len(d) for d in many.logprobs] == [VOCAB] * 2
     likely = 1 - math.log(math.e + VOCAB - 1)
     for token, logprobs in zip(told.tokens, told.logprobs, strict=True):

@@ -84,6 +84,11 @@ def test_a_row_is_taken_as_soon_as_it_is_free():
     assert ended == [1, 2, 0] and len(steps) == 10
 
 
+def test_who_is_set_back_goes_on_before_who_came_later():
+    _, ended, scheduler = simulate([(6, 6), (6, 6), (6, 6)], max_seqs=2, num_blocks=4, block_size=4, step_tokens=16)
+    assert ended == [0, 1, 2] and scheduler.times_set_back
+
+
 def test_the_newest_is_set_back_and_resumed():
     # 4 blocks of 4: two sequences of 12 cannot both grow to their end.
     steps, ended, scheduler = simulate([(6, 6), (6, 6)], max_seqs=2, num_blocks=4, block_size=4, step_tokens=16)

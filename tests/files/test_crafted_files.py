@@ -118,10 +118,11 @@ def crafted(folder):
 
 
 def test_senseless_content_is_a_sentence(tmp_path):
-    """By night all of them, and by day one in eight."""
+    """By night all of them, and by day one in eight and what was once found to be taken."""
     path, refused, cases = tmp_path / "crafted.safetensors", 0, list(crafted(tmp_path))
     jaxkv.load(tmp_path / "whole.safetensors")  # whatever is compiled
-    for what, content in cases if NIGHTLY else cases[::8]:
+    by_day = [case for i, case in enumerate(cases) if i % 8 == 0 or case[0][0] == "lengths" or "max_seqs" in case[0]]
+    for what, content in cases if NIGHTLY else by_day:
         write(path, *content)
         tracemalloc.start()
         start = time.process_time()  # the machine may have more to do

@@ -50,6 +50,16 @@ def test_sharing_survives_another_block_size(caches, path):
         assert_same(cache, loaded)
 
 
+def test_a_larger_block_that_can_still_be_written_is_not_shared(path):
+    cache = append(jaxkv.init(config()), [4, 0, 0, 0, 0])
+    cache = jax.jit(jaxkv.fork)(cache, jnp.array(0), jnp.array(4))
+    assert shared(cache) == [1, 1]
+    jaxkv.save(path, cache)
+    loaded = jaxkv.load(path, config(block_size=8))
+    assert shared(loaded) == [0, 0]
+    assert_same(cache, loaded)
+
+
 def test_a_shared_block_is_stored_once_and_nothing_but_tokens_is(caches, path):
     cache = caches["blocks of 4"]
     assert cache.blocks_in_use == (7 + 4 + 1 + 7 - 5) + (3 + 4 + 1 + 3 - 1)

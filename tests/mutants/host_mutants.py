@@ -99,7 +99,7 @@ MUTANTS = {
         PREFIX,
         "if pinned > (limit :=",
         "if pinned > 1 + (limit :=",
-        IN_PREFIX + "test_what_a_row_uses_or_what_is_pinned_stays",
+        IN_PREFIX + "test_bad_input_is_refused_and_nothing_is_lost",
     ),
     "a pool that was used up is not followed": Mutant(
         "_tiers/landing.py",
@@ -198,13 +198,13 @@ MUTANTS = {
         LOOP,
         "for s in request.samples if not (s.done or s in self.open)]",
         "for s in request.samples]",
-        IN_INTERRUPTS + "test_an_exception_anywhere_loses_nothing",
+        IN_INTERRUPTS + "test_a_request_that_is_taken_in_is_not_taken_in_again",
     ),
     "a cancelled request keeps its row": Mutant(
         LOOP,
         "                self.scheduler.finish(sequence)\n            self.cancelled",
         "                pass\n            self.cancelled",
-        IN_REQUESTS + "test_requests_come_and_go_at_random",
+        IN_REQUESTS + "test_a_cancelled_request_leaves_its_row_at_once",
     ),
     "a lost cache is gone on with": Mutant(
         RESIDENT,
@@ -277,7 +277,7 @@ MUTANTS = {
     ),
     # Tables.
     "the last free block is not served": Mutant(
-        ALLOCATOR, "drop, (need <= num_free)", "drop, (need < num_free)", "core/test_failures.py"
+        ALLOCATOR, "drop, (need <= num_free)", "drop, (need < num_free)", "core/test_robust.py"
     ),
     "the last block that is left is not served": Mutant(
         ALLOCATOR, "(before | (need <= left)", "(before | (need < left)", "core/test_state_machine.py"
@@ -296,7 +296,10 @@ MUTANTS = {
         ROWS, "~np.asarray(into.failed) & (", "(", "core/test_robust.py::test_a_failed_row_is_no_place_to_load_into"
     ),
     "a row with reserved blocks is empty": Mutant(
-        ROWS, "            empty &= ~np.asarray(tables.tables).any(axis=1)", "            pass", "files"
+        ROWS,
+        "            empty &= ~np.asarray(tables.tables).any(axis=1)",
+        "            pass",
+        "files/test_refused_files.py::test_what_does_not_fit_into_a_cache",
     ),
     "a header is not verified": Mutant(
         FORMAT, "    if expected[0] != zlib.crc32(header):\n", "    if False:\n", "files/test_damaged_files.py"
@@ -314,7 +317,7 @@ MUTANTS = {
         FORMAT,
         "    if config.max_seqs > max(len(lengths), config.num_blocks, MOST_EMPTY_ROWS):\n",
         "    if False:\n",
-        "files",
+        "files/test_crafted_files.py",
     ),
     "a file is replaced before it is written": Mutant(
         "_files/atomic.py",
@@ -326,7 +329,12 @@ MUTANTS = {
         "_files/reblock.py",
         "if share and block_places.min() >= 0:",
         "if share:",
-        IN_FILES + "test_sharing_survives_another_block_size",
+        IN_FILES + "test_a_larger_block_that_can_still_be_written_is_not_shared",
     ),
-    "what is not a row's is saved": Mutant("_files/reblock.py", "[slots < 0] = 0\n", "[slots < -1] = 0\n", "files"),
+    "what is not a row's is saved": Mutant(
+        "_files/reblock.py",
+        "[slots < 0] = 0\n",
+        "[slots < -1] = 0\n",
+        IN_FILES + "test_a_shared_block_is_stored_once_and_nothing_but_tokens_is",
+    ),
 }
