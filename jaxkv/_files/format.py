@@ -207,11 +207,13 @@ def _parse(fields: dict[str, Any]) -> CacheConfig:
     fields = {name: _tuples(value) for name, value in fields.items()}
     layers = []
     for layer in fields["layers"]:
-        # One that names the cache's own dtype is the same as one that names none; one that shares must name none.
-        kind_of(layer["dtype"], "its dtype")
+        # One that names the cache's own dtype is the same as one that names none; one that shares must name none. So it
+        # is with whether heads are rotated.
+        kind = kind_of(layer["dtype"], "its dtype")
         shares = layer["shares_with"] is not None
         own = layer["dtype"] != fields["dtype"] and not shares
-        rotate = None if shares else layer.get("rotate", False)
+        rotate = layer.get("rotate", False)
+        rotate = None if shares or layer.get("rank") is not None or rotate == kind.rotates else rotate
         layers.append(LayerConfig(**layer | {"dtype": layer["dtype"] if own else None, "rotate": rotate}))
     return CacheConfig(**fields | {"layers": layers})
 

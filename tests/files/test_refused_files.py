@@ -68,9 +68,9 @@ def test_what_cannot_be_saved(caches, path):
 
 def test_other_files_and_newer_versions(saved):
     tensors, fields, _ = safetensors.read_all(saved)
-    safetensors.write(saved, tensors, fields | {"version": "3"})
+    safetensors.write(saved, tensors, fields | {"version": "4"})
     with pytest.raises(
-        jaxkv.CacheFileError, match="is in version 3 of the format, but this jaxkv knows versions up to 2: install"
+        jaxkv.CacheFileError, match="is in version 4 of the format, but this jaxkv knows versions up to 3: install"
     ):
         jaxkv.load(saved)
     safetensors.write(saved, tensors)
