@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 CHIPS = {"v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1"}
 BLOCK_SIZE, QUANTISED_BLOCK_SIZE = 16, 128
+LATENT_BLOCK_SIZE = 64  # a token of one row is a fraction of what eight heads take: so many for a copy of that size
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_LOG_DIR": "disabled", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -42,9 +43,12 @@ class Work(NamedTuple):
     ragged: bool = False
     kind: str | None = None  # how the pool is stored; None: as bfloat16
     layer: bool = False
+    latent: bool = False
 
     @property
     def block_size(self) -> int:
+        if self.latent:
+            return LATENT_BLOCK_SIZE
         return BLOCK_SIZE if self.kind is None else QUANTISED_BLOCK_SIZE
 
 
@@ -65,6 +69,9 @@ WORKS = {
     "write of 1,024 tokens, int8": Work("write", tokens=1024, kind="int8"),
     "write of 32 rows' tokens, int8": Work("write", rows=32, kind="int8"),
     "prefill of 1,024 tokens, int8": Work("prefill", tokens=1024, kind="int8"),
+    "latent decode 32 x 4096": Work("decode", "deepseek-v3", rows=32, context=4096, latent=True),
+    "latent decode 32 x 4096, 16 heads": Work("decode", "deepseek-v2-lite", rows=32, context=4096, latent=True),
+    "latent prefill of 1,024 tokens": Work("prefill", "deepseek-v3", tokens=1024, latent=True),
     "layer, prefill of 1,024 tokens": Work("prefill", tokens=1024, layer=True),
     "layer, decode 32 x 1024": Work("decode", rows=32, context=1024, layer=True),
 }
@@ -140,10 +147,11 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
     blocks = work.table // work.block_size
     storage = "bfloat16" if work.kind is None else str(storage_of(work.kind))
     # Several times what is read, or XLA moves the whole pool into vector memory first.
-    pool = array(max(4096, 2 * work.rows * blocks) + 1, 2, kv_heads, work.block_size, head_dim, dtype=storage)
+    parts = 2 if shape.rank is None else 1
+    pool = array(max(4096, 2 * work.rows * blocks) + 1, parts, kv_heads, work.block_size, head_dim, dtype=storage)
     tables, counts = array(work.rows, blocks, dtype="int32"), array(work.rows, dtype="int32")
     decode, q_dtype = modules["decode"], np.dtype("bfloat16")
-    walk = pages.Pages.plan(pool, tables, shape.window, decode.SEGMENT_TOKENS)
+    walk = pages.Pages.plan(pool, tables, shape.window, decode.segment_tokens(pool))
     segments = decode.segments_per_step(pool, work.rows, walk)
     block_rows = decode.block_rows(work.rows, heads, kv_heads, head_dim, 2)
     tile, page = step.tile_tokens(work.tokens, heads, pool, tables, q_dtype), modules["write"].page_tokens(pool)
@@ -164,6 +172,7 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
         return pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
     options = {"soft_cap": shape.soft_cap, "window": shape.window}
+    options |= {} if shape.rank is None else {"rank": shape.rank, "scale": 0.1}
     tokens = (work.rows, 1) if work.kernel == "decode" else (work.tokens * work.rows,)
     q, k = array(*tokens, heads, head_dim), array(*tokens, kv_heads, head_dim)
 
@@ -178,6 +187,7 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
             return tpu.paged_attention(q, kv, tables, lengths, new, **options, **quantised(scale))
         written = []
         for kv, scale in pools:
+            v = v if shape.rank is None else None
             q, kv = tpu.write_and_attend(q, k, v, kv, tables, lengths, new, **options, **quantised(scale))
             written.append(kv)
         return q, written

@@ -13,6 +13,7 @@ class AttentionShape:
     num_layers: int
     window: int | None = None
     soft_cap: float | None = None
+    rank: int | None = None  # of latent rows, of which so many numbers are the values; head_dim is their width
 
     @property
     def group(self) -> int:
@@ -33,4 +34,7 @@ SHAPES = {
     "gemma2-2b": AttentionShape(8, 4, 256, 26, window=4096, soft_cap=50.0),
     "gemma3-1b": AttentionShape(4, 1, 256, 26, window=512),
     "phi2": AttentionShape(32, 32, 80, 32),
+    "deepseek-v2-lite": AttentionShape(16, 1, 576, 27, rank=512),
+    "deepseek-v3": AttentionShape(128, 1, 576, 61, rank=512),
+    "kimi-k2": AttentionShape(64, 1, 576, 61, rank=512),
 }

@@ -9,6 +9,8 @@ from pallas_kernels.tpu.step import attend, decode_step
 from pallas_kernels.tpu.support import unsupported as unsupported
 from pallas_kernels.tpu.write import write_kv as write_kv
 
+LATENT = True  # it reads latent rows
+
 
 def paged_attention(q, kv, tables, lengths, new, *, interpret=False, **options):
     """What [`pallas_kernels.paged_attention`][] means. `interpret`: run on the CPU, `pltpu.InterpretParams()`."""
@@ -20,8 +22,8 @@ def write_and_attend(q, k, v, kv, tables, lengths, new, *, interpret=False, **op
     if q.ndim == 4 and q.shape[1] == 1:
         return decode_step(q, kv, tables, lengths, new, k=k, v=v, interpret=interpret, **options)
     quantised = {"kv_scale": options.pop("kv_scale", None), "kind": options.pop("kind", None)}
-    offsets = options.get("offsets")
-    written = write_kv(kv, k, v, tables, lengths, new, offsets=offsets, interpret=interpret, **quantised)
+    offsets, rank = options.get("offsets"), options.get("rank")
+    written = write_kv(kv, k, v, tables, lengths, new, offsets=offsets, rank=rank, interpret=interpret, **quantised)
     if quantised["kind"] is None:
         return attend(q, written, tables, lengths, new, interpret=interpret, **options), written
     kv, quantised["kv_scale"] = written

@@ -21,6 +21,8 @@ from pallas_kernels.tpu.quantised import widen
 
 SEGMENT_TOKENS = 128
 SEGMENTS = 8
+# Of latent rows, which all heads share: a segment's sums are wide and many, so they are put together less often.
+LATENT_TOKENS, LATENT_SEGMENTS = 1024, 4
 AHEAD = 6  # so many segments' products with their keys are under way before the first's with its values
 BLOCK_ROWS = 64  # at most, a power of two: rows whose queries and output are in vector memory together
 BLOCK_BYTES = 4 * 2**20  # of them; they are buffered twice
@@ -30,8 +32,8 @@ _CONTRACT_INNER = (((1,), (0,)), ((), ()))
 
 
 def decode(
-    q, kv, tables, limits, *, new_kv=None, targets=None, kv_scale=None, kind=None, scale, soft_cap=None,
-    window=None, sinks=None, return_lse=False, interpret=False, step_tokens=SEGMENT_TOKENS,
+    q, kv, tables, limits, *, new_kv=None, targets=None, kv_scale=None, kind=None, rank=None, scale, soft_cap=None,
+    window=None, sinks=None, return_lse=False, interpret=False, step_tokens=None,
 ):  # fmt: skip
     """Attention of one token per row, the last of the row's `limits` tokens.
 
@@ -44,16 +46,19 @@ def decode(
         kind as it came.
       targets: `i32[S]`, the block to write it to; 0: nowhere.
       kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
+      rank: the pool is one of latent rows, with 1 in the place of 2.
       scale, soft_cap, window, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
       interpret: run on the CPU, `pltpu.InterpretParams()`.
 
     Returns:
-      `(out [S, H, D'], lse f32[S, H] or None, kv, kv_scale)`; the pool in the same memory when it was donated.
+      `(out [S, H, D'], lse f32[S, H] or None, kv, kv_scale)`; the pool in the same memory when it was donated. Of
+      latent rows out is no wider than `rank` needs.
     """
     rows, heads, head_dim = q.shape
-    num_kv_heads = kv.shape[2]
+    _, stored_parts, num_kv_heads, *_ = kv.shape
+    value_dim = head_dim if rank is None else -(-rank // LANES) * LANES
     fused, scaled = new_kv is not None, kv_scale is not None
-    pages = Pages.plan(kv, tables, window, step_tokens)
+    pages = Pages.plan(kv, tables, window, step_tokens or segment_tokens(kv))
     segments = segments_per_step(kv, rows, pages)
     block = block_rows(rows, heads, num_kv_heads, head_dim, q.dtype.itemsize)
     blocks = -(-rows // block)
@@ -71,13 +76,13 @@ def decode(
 
     pool = pl.BlockSpec(memory_space=pltpu.HBM)
     inputs = [(q, per_block(heads, head_dim))]
-    outputs = [(jax.ShapeDtypeStruct(q.shape, q.dtype), per_block(heads, head_dim))]
+    outputs = [(jax.ShapeDtypeStruct((rows, heads, value_dim), q.dtype), per_block(heads, value_dim))]
     scratch = [
         *page_buffers(kv, kv_scale, segments * pages.pages_per_step, pages.page_size),
         pltpu.SMEM((STATE,), jnp.int32),
         pltpu.VMEM((heads, LANES), jnp.float32),
         pltpu.VMEM((heads, LANES), jnp.float32),
-        pltpu.VMEM((heads, head_dim), jnp.float32),
+        pltpu.VMEM((heads, value_dim), jnp.float32),
     ]
     if sinks is not None:
         sinks = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None], (heads, LANES))
@@ -91,7 +96,7 @@ def decode(
         aliases = {len(scalars) + len(inputs) + i: len(outputs) + i for i in range(len(pools))}
         outputs += [(jax.ShapeDtypeStruct(x.shape, x.dtype), pool) for x in pools]
         for x, tile in zip(pools, ((sublanes(kv.dtype), head_dim), (LANES,)), strict=False):
-            scratch += [pltpu.VMEM((segments, 2, num_kv_heads, *tile), x.dtype), pltpu.SemaphoreType.DMA(())]
+            scratch += [pltpu.VMEM((segments, stored_parts, num_kv_heads, *tile), x.dtype), pltpu.SemaphoreType.DMA(())]
         if scaled:
             scratch += [
                 pltpu.VMEM((block, 2, num_kv_heads, head_dim), jnp.int32),
@@ -121,7 +126,7 @@ def decode(
         cost_estimate=pl.CostEstimate(
             flops=4 * context * heads * head_dim,
             transcendentals=context * heads,
-            bytes_accessed=2 * context * num_kv_heads * head_dim * kv.dtype.itemsize,
+            bytes_accessed=stored_parts * context * num_kv_heads * head_dim * kv.dtype.itemsize,
         ),
         # Every block id was clamped by the caller, and the interpreter's tests have every wait with its start.
         compiler_params=pltpu.CompilerParams(
@@ -141,41 +146,47 @@ def decode(
 
 def page_buffers(kv, kv_scale, count: int, page_size: int) -> list:
     """Scratch for two times `count` pages and their semaphores, and the same for their scales."""
-    _, _, num_kv_heads, _, head_dim = kv.shape
-    scratch = [pltpu.VMEM((2, count, 2, num_kv_heads, page_size, head_dim), kv.dtype), pltpu.SemaphoreType.DMA((2,))]
+    _, parts, num_kv_heads, _, head_dim = kv.shape
+    shape = (2, count, parts, num_kv_heads, page_size, head_dim)
+    scratch = [pltpu.VMEM(shape, kv.dtype), pltpu.SemaphoreType.DMA((2,))]
     if kv_scale is not None:
         page = (2, count, 2, num_kv_heads, page_size)
         scratch += [pltpu.VMEM(page, kv_scale.dtype), pltpu.SemaphoreType.DMA((2,))]
     return scratch
 
 
+def segment_tokens(kv) -> int:
+    """Tokens of a segment of this pool."""
+    return SEGMENT_TOKENS if kv.shape[1] == 2 else LATENT_TOKENS
+
+
 def segments_per_step(kv, rows: int, pages: Pages) -> int:
     """As many as vector memory has room for twice, and no more than there can be."""
-    _, _, num_kv_heads, _, head_dim = kv.shape
-    segment_bytes = 2 * num_kv_heads * head_dim * kv.dtype.itemsize * pages.step_tokens
+    _, parts, num_kv_heads, _, head_dim = kv.shape
+    segment_bytes = parts * num_kv_heads * head_dim * kv.dtype.itemsize * pages.step_tokens
     most = rows * -(-pages.blocks_per_row * pages.block_size // pages.step_tokens)
-    return max(1, min(SEGMENTS, PAGE_BUFFER_BYTES // (2 * segment_bytes), most))
+    return max(1, min(SEGMENTS if parts == 2 else LATENT_SEGMENTS, PAGE_BUFFER_BYTES // (2 * segment_bytes), most))
 
 
-def decode_bytes(rows: int, heads: int, kv, tables, dtype=None, step_tokens: int = SEGMENT_TOKENS) -> int:
+def decode_bytes(rows: int, heads: int, kv, tables, dtype=None, step_tokens: int | None = None) -> int:
     """Vector memory that the kernel takes, at most: all that it can be asked for. `dtype`: of queries."""
-    _, _, num_kv_heads, _, head_dim = kv.shape
+    _, parts, num_kv_heads, _, head_dim = kv.shape
     dtype = dtype or kv.dtype
-    pages = Pages.plan(kv, tables, None, step_tokens)
+    pages = Pages.plan(kv, tables, None, step_tokens or segment_tokens(kv))
     segments = segments_per_step(kv, rows, pages)
     block = block_rows(rows, heads, num_kv_heads, head_dim, dtype.itemsize)
     twice = [
-        ((segments * pages.pages_per_step, 2, num_kv_heads, pages.page_size, head_dim), kv.dtype),
+        ((segments * pages.pages_per_step, parts, num_kv_heads, pages.page_size, head_dim), kv.dtype),
         ((block, heads, head_dim), dtype),
         ((block, heads, head_dim), dtype),
-        ((block, 2, num_kv_heads, head_dim), kv.dtype),
+        ((block, parts, num_kv_heads, head_dim), kv.dtype),
         ((block, heads, LANES), jnp.float32),
         ((heads, LANES), jnp.float32),
     ]
     once = [
         ((2, heads, LANES), jnp.float32),
         ((heads, head_dim), jnp.float32),
-        ((segments, 2, num_kv_heads, sublanes(kv.dtype), head_dim), kv.dtype),
+        ((segments, parts, num_kv_heads, sublanes(kv.dtype), head_dim), kv.dtype),
     ]
     if kv.dtype.itemsize == 1:  # scales: of pages, of the new tokens, and on their way back
         twice.append(((segments * pages.pages_per_step, 2, num_kv_heads, pages.page_size), jnp.float32))
@@ -350,6 +361,8 @@ def _attend(
     def scores(_, row, part, limit, buffer):
         return _per_head(q_ref[row - first_row], buffer[0], 0, kind, matmul)
 
+    value_dim = out_sum_ref.shape[1]
+
     def soften(logits, _, row, part, limit, buffer):
         value_scales = None
         if kind is not None:
@@ -370,7 +383,7 @@ def _attend(
         return highest, total, weights if value_scales is None else weights * value_scales
 
     def accumulate(so_far, highest, weights_sum, weights, there, row, part, limit, buffer):
-        out = _per_head(weights.astype(q_ref.dtype), buffer[0], 1, kind, matmul)
+        out = _per_head(weights.astype(q_ref.dtype), buffer[0], 1, kind, matmul, value_dim)
         begins = there & (part == 0)
         high, total, out_sum = (lax.select(begins, new, old) for new, old in zip(nothing, so_far, strict=True))
         now = jnp.maximum(high, highest)
@@ -416,19 +429,22 @@ def _scales(buffer, kind, num_heads):
     return sound_scales(keys, values, kind)
 
 
-def _per_head(x, buffer, which, kind, matmul):
-    """The products of each head's rows of `x` and its keys (0) or values (1), one below the other.
+def _per_head(x, buffer, which, kind, matmul, value_dim=None):
+    """The products of each head's rows of `x` and its keys (0) or values (1), one below the other. Values are the first
+    `value_dim` entries, of latent rows those of the keys.
 
     Two heads meet in one product, side by side, where that fills the matrix unit's columns; of the four parts of its
     result two are kept. What comes of one head's NaN stays in its own columns.
     """
-    num_pages, _, num_kv_heads, page_size, head_dim = buffer.shape
+    num_pages, parts, num_kv_heads, page_size, head_dim = buffer.shape
     tokens, group = num_pages * page_size, x.shape[0] // num_kv_heads
-    width = tokens if which == 0 else head_dim
+    depth = head_dim if which == 0 else value_dim
+    width = tokens if which == 0 else depth
     pair = 2 if num_kv_heads % 2 == 0 and width == LANES else 1
     results = []
     for head in range(0, num_kv_heads, pair):
-        theirs = [widen(buffer[:, which, head + i].reshape(tokens, head_dim), kind, x.dtype) for i in range(pair)]
+        stored = [buffer[:, min(which, parts - 1), head + i].reshape(tokens, head_dim) for i in range(pair)]
+        theirs = [widen(one[:, :depth], kind, x.dtype) for one in stored]
         contract = _CONTRACT_MINOR if which == 0 else _CONTRACT_INNER
         result = matmul(x[head * group : (head + pair) * group], jnp.concatenate(theirs, axis=which), contract)
         if pair == 2:

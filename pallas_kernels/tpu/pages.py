@@ -66,8 +66,8 @@ class Pages:
     @classmethod
     def plan(cls, kv, tables, window: int | None, step_tokens: int) -> "Pages":
         """Steps of about `step_tokens` tokens, fewer where the table is short or vector memory is."""
-        _, _, num_heads, block_size, head_dim = kv.shape
-        token_bytes = 2 * num_heads * head_dim * kv.dtype.itemsize
+        _, parts, num_heads, block_size, head_dim = kv.shape
+        token_bytes = parts * num_heads * head_dim * kv.dtype.itemsize
         step_tokens = min(step_tokens, PAGE_BUFFER_BYTES // (2 * token_bytes), tables.shape[1] * block_size)
         tile = page_tile(kv.dtype)
         fits = (n for n in range(block_size, 0, -tile) if block_size % n == 0 and n <= max(step_tokens, tile))
@@ -135,13 +135,15 @@ class Pages:
         return block, page - block * parts
 
     def hide_values(self, buffer, oldest, limit, step, steps) -> None:
-        """Zero the values of a step that no query sees: they may be NaN, and 0 * NaN is NaN. (Logits are selected.)"""
+        """Zero the values of a step that no query sees: they may be NaN, and 0 * NaN is NaN. (Logits are selected.) Of
+        latent rows that is all of them."""
+        values_at = buffer.shape[1] - 1
         begin = self.first(oldest) + step * self.pages_per_step
 
         def keep(page, is_seen):
-            values = buffer[page, 1].astype(jnp.float32)  # [K, page_size, D]; selects want 32 bits
+            values = buffer[page, values_at].astype(jnp.float32)  # [K, page_size, D]; selects want 32 bits
             position = (begin + page) * self.page_size + lax.broadcasted_iota(jnp.int32, values.shape, 1)
-            buffer[page, 1] = jnp.where(is_seen(position), values, 0.0).astype(buffer.dtype)
+            buffer[page, values_at] = jnp.where(is_seen(position), values, 0.0).astype(buffer.dtype)
 
         window = self.window
         if window is not None:
@@ -155,6 +157,6 @@ class Pages:
             keep(held - 1, lambda position: position < limit)
 
             def clear(page, _):
-                buffer[page, 1] = jnp.zeros(buffer.shape[2:], buffer.dtype)
+                buffer[page, values_at] = jnp.zeros(buffer.shape[2:], buffer.dtype)
 
             lax.fori_loop(held, self.pages_per_step, clear, None)

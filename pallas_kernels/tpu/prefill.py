@@ -164,13 +164,13 @@ def prefill(
 
 def prefill_bytes(tile_tokens: int, heads: int, kv, tables, dtype=None, step_tokens: int = STEP_TOKENS) -> int:
     """Vector memory that the kernel takes, at most: all that it can be asked for. `dtype`: of queries."""
-    _, _, num_kv_heads, _, head_dim = kv.shape
+    _, parts, num_kv_heads, _, head_dim = kv.shape
     dtype = dtype or kv.dtype
     queries = heads // num_kv_heads * tile_tokens
     pages = Pages.plan(kv, tables, None, step_tokens)
     statistics = ((num_kv_heads, 1, queries), jnp.float32)
     twice = [
-        ((pages.pages_per_step, 2, num_kv_heads, pages.page_size, head_dim), kv.dtype),
+        ((pages.pages_per_step, parts, num_kv_heads, pages.page_size, head_dim), kv.dtype),
         ((tile_tokens, heads, head_dim), dtype),
         ((tile_tokens, heads, head_dim), dtype),
         statistics,  # the LSE
@@ -378,7 +378,7 @@ def _attend(
 
     def accumulate(head, at, width, weights, shrink):
         there = (head, slice(None), pl.ds(at, width))
-        values = buffer[:, 1, head].reshape(tokens, head_dim)
+        values = buffer[:, buffer.shape[1] - 1, head].reshape(tokens, head_dim)  # of latent rows the keys
         values = values.T if kind is None else (widen(values, kind, jnp.float32).T * scales(head)[1]).astype(dtype)
         if not exact:  # the matrix unit has the time to sum, and the vector unit has not
             values = jnp.concatenate([values, ones])

@@ -14,18 +14,20 @@ TILE_QUERIES = 512  # tokens x heads of a group: enough to hide the loading of k
 
 
 def attend(
-    q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, scale=None, mask=None, return_lse=False,
-    interpret=False, **options,
+    q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, scale=None, mask=None,
+    return_lse=False, interpret=False, **options,
 ):  # fmt: skip
     """Attention of a step whose keys and values are in the pool. Arguments as for `pallas_kernels.paged_attention`."""
     if q.ndim == 4 and q.shape[1] == 1:
         return decode_step(
-            q, kv, tables, lengths, new, kv_scale=kv_scale, kind=kind, scale=scale, return_lse=return_lse,
+            q, kv, tables, lengths, new, kv_scale=kv_scale, kind=kind, rank=rank, scale=scale, return_lse=return_lse,
             interpret=interpret, **options,
         )[0]  # fmt: skip
     *token_axes, num_heads, head_dim = q.shape
     rows, stored = tables.shape[0], kv.shape[-1]
+    width = head_dim if rank is None else rank  # of the values
     if not q.size:
+        q = q[..., :width]
         return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if return_lse else q
     lengths = jnp.clip(lengths, new, tables.shape[1] * kv.shape[3])
     tables = jnp.clip(tables, 0, kv.shape[0] - 1)
@@ -43,9 +45,9 @@ def attend(
     tiles = make_tiles(begin, lengths, new, single, places=places, tile_tokens=size)
     out, lse = prefill(flat, kv, tables, tiles, tile_tokens=size, **options)
     at = jnp.clip(begin, 0, places - 1)
-    alone, alone_lse, *_ = decode(flat[at], kv, tables, jnp.where(single, lengths, 0), **options)
+    alone, alone_lse, *_ = decode(flat[at], kv, tables, jnp.where(single, lengths, 0), rank=rank, **options)
     at = jnp.where(single & (begin < places), begin, places)  # the others are dropped
-    out = out.at[at].set(alone, mode="drop")[..., :head_dim].reshape(q.shape)
+    out = out[..., :width].at[at].set(alone[..., :width], mode="drop").reshape(*q.shape[:-1], width)
     if not return_lse:
         return out
     lse = by_token(lse, tiles, places).at[at].set(alone_lse, mode="drop")
@@ -62,8 +64,8 @@ def by_token(lse, tiles, places: int):
 
 
 def decode_step(
-    q, kv, tables, lengths, new, *, k=None, v=None, offsets=None, kv_scale=None, kind=None, scale=None, mask=None,
-    return_lse=False, **options,
+    q, kv, tables, lengths, new, *, k=None, v=None, offsets=None, kv_scale=None, kind=None, rank=None, scale=None,
+    mask=None, return_lse=False, **options,
 ):  # fmt: skip
     """One padded token per row, `q [S, 1, H, D]`, written first where `k` and `v` are given.
 
@@ -76,14 +78,14 @@ def decode_step(
     if k is not None:
         block = jnp.take_along_axis(tables, position[:, None] // block_size, axis=1)[:, 0]
         options["targets"] = jnp.where((block > 0) & (block < kv.shape[0]), block, 0)
-        tokens = jnp.stack([k[:, 0], v[:, 0]], axis=1)
+        tokens = jnp.stack([x[:, 0] for x in (k, v) if x is not None], axis=1)
         options["new_kv"] = pad(tokens, stored).astype(kv.dtype if kind is None else encodable(tokens.dtype))
     out, lse, kv, kv_scale = decode(
         pad(q[:, 0], stored), kv, jnp.clip(tables, 0, kv.shape[0] - 1), jnp.where(new > 0, position + 1, 0),
-        kv_scale=kv_scale, kind=kind, scale=head_dim**-0.5 if scale is None else scale, return_lse=return_lse,
-        **options,
+        kv_scale=kv_scale, kind=kind, rank=rank, scale=head_dim**-0.5 if scale is None else scale,
+        return_lse=return_lse, **options,
     )  # fmt: skip
-    out = out[:, None, :, :head_dim]
+    out = out[:, None, :, : head_dim if rank is None else rank]
     return (out, lse[:, None]) if return_lse else out, kv if kind is None else (kv, kv_scale)
 
 

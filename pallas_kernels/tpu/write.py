@@ -35,7 +35,7 @@ class Runs(NamedTuple):
     total: jax.Array  # i32[1]: how many entries there are
 
 
-def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, interpret=False):
+def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, interpret=False):
     """What [`pallas_kernels.write_kv`][] means, in place if kv is donated; tokens without a block go nowhere."""
     page_size = page_tokens(kv)
     token_axes, rows = k.shape[:-2], tables.shape[0]
@@ -43,12 +43,12 @@ def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kin
     if kind is not None and not fits:
         return xla.write_kv(kv, k, v, tables, lengths, new, offsets=offsets, kv_scale=kv_scale, kind=kind)
     dtype = kv.dtype if kind is None else encodable(k.dtype)
-    k, v = (pad(x, kv.shape[-1]).astype(dtype) for x in (k, v))
+    parts = [pad(x, kv.shape[-1]).astype(dtype) for x in ([k, v] if rank is None else [k])]
     if not fits:
-        return scatter(kv, k, v, tables, lengths, new, offsets)
+        return scatter(kv, parts, tables, lengths, new, offsets)
     runs = find_runs(kv, token_axes, tables, lengths, new, offsets, page_size)
-    flat = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
-    return write(kv, *flat, runs, kv_scale, kind, page_size=page_size, interpret=interpret)
+    flat = [x.reshape(-1, *x.shape[-2:]) for x in parts]
+    return write(kv, flat, runs, kv_scale, kind, page_size=page_size, interpret=interpret)
 
 
 def page_tokens(kv) -> int | None:
@@ -68,11 +68,11 @@ def slots(kv, page_size: int) -> int:
 
 def _slot_bytes(kv, page_size: int) -> int:
     """Of vector memory: new tokens, and the page before and after."""
-    _, _, num_kv_heads, _, head_dim = kv.shape
+    _, parts, num_kv_heads, _, head_dim = kv.shape
     quantised = kv.dtype.itemsize == 1
-    fresh = vector_bytes((2, page_size, num_kv_heads, head_dim), jnp.float32 if quantised else kv.dtype)
-    scales = 2 * vector_bytes((2, num_kv_heads, page_size), jnp.float32) if quantised else 0
-    return fresh + 2 * vector_bytes((2, num_kv_heads, page_size, head_dim), kv.dtype) + scales
+    fresh = vector_bytes((parts, page_size, num_kv_heads, head_dim), jnp.float32 if quantised else kv.dtype)
+    scales = 2 * vector_bytes((parts, num_kv_heads, page_size), jnp.float32) if quantised else 0
+    return fresh + 2 * vector_bytes((parts, num_kv_heads, page_size, head_dim), kv.dtype) + scales
 
 
 def write_bytes(kv) -> int:
@@ -125,35 +125,38 @@ def find_runs(kv, token_axes: tuple[int, ...], tables, lengths, new, offsets, pa
     )  # fmt: skip
 
 
-def write(kv, k, v, runs: Runs, kv_scale=None, kind=None, *, page_size: int, interpret=False):
-    """Write `k` and `v`, `[N, K, D']` in the pool's dtype, where `runs` says. The pool stays where it is if donated.
+def write(kv, new, runs: Runs, kv_scale=None, kind=None, *, page_size: int, interpret=False):
+    """Write keys and values (or latent rows alone), `[N, K, D']` in the pool's dtype, where `runs` says. The pool stays
+    where it is if donated.
 
     For a pool of a kind they are numbers as they came, and `(kv, kv_scale)` is returned.
     """
-    _, _, num_kv_heads, _, head_dim = kv.shape
+    _, parts, num_kv_heads, _, head_dim = kv.shape
     depth = slots(kv, page_size)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    page = pltpu.VMEM((depth, 2, num_kv_heads, page_size, head_dim), kv.dtype)
+    page = pltpu.VMEM((depth, parts, num_kv_heads, page_size, head_dim), kv.dtype)
     pools, buffers = [kv], [page, page]
     if kind is not None:
         pools.append(kv_scale)
-        buffers += [pltpu.VMEM((depth, 2, num_kv_heads, page_size), kv_scale.dtype)] * 2
+        buffers += [pltpu.VMEM((depth, parts, num_kv_heads, page_size), kv_scale.dtype)] * 2
     written = pl.pallas_call(
         functools.partial(_kernel, page_size=page_size, block_size=kv.shape[3], kind=kind),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(runs),
             grid=(1,),
-            in_specs=[hbm] * (2 + len(pools)),
+            in_specs=[hbm] * (parts + len(pools)),
             out_specs=[hbm] * len(pools),
             scratch_shapes=[
-                pltpu.VMEM((depth, 2, page_size, num_kv_heads, head_dim), k.dtype),
+                pltpu.VMEM((depth, parts, page_size, num_kv_heads, head_dim), new[0].dtype),
                 *buffers,
                 pltpu.SemaphoreType.DMA((3, depth)),
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools],
-        input_output_aliases={len(runs) + 2 + i: i for i in range(len(pools))},
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=4 * k.size * k.dtype.itemsize),
+        input_output_aliases={len(runs) + parts + i: i for i in range(len(pools))},
+        cost_estimate=pl.CostEstimate(
+            flops=0, transcendentals=0, bytes_accessed=2 * parts * new[0].size * new[0].dtype.itemsize
+        ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             disable_bounds_checks=True,
@@ -162,12 +165,14 @@ def write(kv, k, v, runs: Runs, kv_scale=None, kind=None, *, page_size: int, int
         ),
         interpret=interpret,
         name="paged_write",
-    )(*runs, k, v, *pools)
+    )(*runs, *new, *pools)
     return written[0] if kind is None else tuple(written)
 
 
-def _kernel(blocks, parts, tokens, begins, ends, total, k_hbm, v_hbm, *refs, page_size, block_size, kind):
+def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_size, kind):
     pools = 1 if kind is None else 2  # keys and values, and their scales
+    count = len(refs) - 2 * pools - 2 - 2 * pools  # keys and values: two, or of latent rows one
+    sources, refs = refs[:count], refs[count:]
     targets, fresh, *buffers, semaphores = refs[pools : 2 * pools], *refs[2 * pools :]
     pages = list(zip(targets, buffers[::2], buffers[1::2], strict=True))  # where it goes, the old one, the one to be
     depth, count = fresh.shape[0], total[0]
@@ -185,7 +190,7 @@ def _kernel(blocks, parts, tokens, begins, ends, total, k_hbm, v_hbm, *refs, pag
     def fetch(do, entry):
         slot, begin = entry & (depth - 1), begins[entry]
         size = ends[entry] - begin
-        for which, source in enumerate((k_hbm, v_hbm)):
+        for which, source in enumerate(sources):
             run = source.at[pl.ds(tokens[entry] + begin, size)]
             target = fresh.at[slot, which, pl.ds(begin, size)]
             getattr(pltpu.make_async_copy(run, target, fetching.at[slot]), do)()
@@ -224,7 +229,7 @@ def _kernel(blocks, parts, tokens, begins, ends, total, k_hbm, v_hbm, *refs, pag
         @pl.when(blocks[entry] > 0)
         def _():
             fetch("wait", entry)
-            for which in range(2):
+            for which in range(len(sources)):
                 if kind is None:
                     pages[0][2][slot, which] = jnp.swapaxes(fresh[slot, which], 0, 1)
                 else:
@@ -244,24 +249,24 @@ def _kernel(blocks, parts, tokens, begins, ends, total, k_hbm, v_hbm, *refs, pag
     pl.loop(count - depth, count)(lambda entry: if_written(entry, functools.partial(send, "wait")))
 
 
-def scatter(kv, k, v, tables, lengths, new, offsets):
+def scatter(kv, parts, tables, lengths, new, offsets):
     """The write in XLA, for pools that the kernel does not take: rows of the minor dimension to their places.
 
     A scatter of whole tokens, or of a part of the minor dimension, is less work on paper, but for many tokens XLA then
     turns the whole pool into another layout and back.
     """
-    token_axes, num_kv_heads, block_size = k.shape[:-2], kv.shape[2], kv.shape[3]
+    token_axes, num_heads, block_size = parts[0].shape[:-2], kv.shape[1] * kv.shape[2], kv.shape[3]
     token = jax.tree.map(jnp.ravel, locate(token_axes, lengths, new, offsets))
     block = tables[token.row, token.position // block_size]
     valid = token.valid & (token.position >= 0) & (token.position < tables.shape[1] * block_size)
     valid &= (block > 0) & (block < kv.shape[0])
-    head = jnp.arange(2 * num_kv_heads, dtype=jnp.int32)[None]  # of the keys, then of the values
-    place = (block[:, None] * (2 * num_kv_heads) + head) * block_size + (token.position % block_size)[:, None]
+    head = jnp.arange(num_heads, dtype=jnp.int32)[None]  # of the keys, then of the values
+    place = (block[:, None] * num_heads + head) * block_size + (token.position % block_size)[:, None]
     rows = kv.reshape(-1, kv.shape[-1])
     # Padding goes to places of its own past the pool's end, where it is dropped.
     place = jnp.where(
         valid[:, None], place, rows.shape[0] + jnp.arange(place.size, dtype=jnp.int32).reshape(place.shape)
     )
-    values = jnp.stack([k, v], axis=-3).reshape(place.size, kv.shape[-1])
+    values = jnp.stack(parts, axis=-3).reshape(place.size, kv.shape[-1])
     rows = rows.at[place.reshape(-1)].set(values, mode="drop", unique_indices=True)
     return rows.reshape(kv.shape)

@@ -43,7 +43,8 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
         return jax.ShapeDtypeStruct(axes, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
     token_spec = (*(None for _ in tokens), heads)
-    blocks = (max(rows, ROWS) * blocks_per_row + 1, 2, shape.num_kv_heads, block_size)
+    parts = 2 if shape.rank is None else 1
+    blocks = (max(rows, ROWS) * blocks_per_row + 1, parts, shape.num_kv_heads, block_size)
     storage = dtype if kind is None else storage_of(kind)
     pool = {"kv": array(*blocks, stored, spec=(None, None, heads), dtype=storage)}
     if kind is not None:
@@ -53,6 +54,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     tables = array(rows, blocks_per_row, dtype="int32")
     counts = array(rows, dtype="int32")
     options = {"window": shape.window, "soft_cap": shape.soft_cap, "implementation": implementation, "kind": kind}
+    options |= {} if shape.rank is None else {"rank": shape.rank, "scale": 0.1}
 
     def step(q, k, pools, tables, lengths, new):
         if op == "paged_attention":
@@ -61,9 +63,10 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
             write = functools.partial(pallas_kernels.write_kv, implementation=implementation, kind=kind)
             return write(k=k, v=k, tables=tables, lengths=lengths, new=new, **pools[0])
         written = []
+        v = k if shape.rank is None else None
         for given in pools:  # as a model's layers: each attends with what the last one gave
             arguments = dict(tables=tables, lengths=lengths, new=new, **given, **options)
-            q, pool = pallas_kernels.write_and_attend(q, k, k, **arguments)
+            q, pool = pallas_kernels.write_and_attend(q, k, v, **arguments)
             written.append(pool)
         return q, written
 
@@ -112,6 +115,8 @@ def main(chip):
         }
         if chip == "v6e":
             programs |= {
+                "latent, fused": ("deepseek-v3", "write_and_attend", (ROWS, 1), {}),
+                "latent, mixed": ("deepseek-v3", "write_and_attend", (64,), {}),
                 "mixed, head_dim 64": ("llama3.2-1b", "write_and_attend", (64,), {}),
                 "write of many tokens where attention is refused": (
                     "llama3-8b",

@@ -225,9 +225,16 @@ def test_no_pool_is_copied_and_what_it_takes():
         return cache
 
     assert_no_copy(jax.jit(step, donate_argnames="cache"), cache, q, k, jax.ShapeDtypeStruct((4,), jnp.int32))
-    for platform, name in (("cuda", "gpu"), ("tpu", "tpu")):
-        choice = jaxkv.explain(q, cache, platform=platform, scale=0.1)
-        assert choice.implementation == "xla" and f"The {name} kernels read no latent rows yet" in choice.reason
+    choice = jaxkv.explain(q, cache, platform="cuda", scale=0.1)
+    assert choice.implementation == "xla" and "The gpu kernels read no latent rows yet" in choice.reason
+    choice = jaxkv.explain(q, cache, platform="tpu", scale=0.1)
+    assert choice.implementation == "xla" and "head_dim of 576 is not a multiple of 128" in choice.reason
+    padded = config.replace(head_dim_multiple=128)
+    for kind, chosen in (("bfloat16", "tpu"), ("int8", "xla")):
+        cache = jax.eval_shape(lambda kind=kind: jaxkv.init(padded.replace(dtype=kind)))
+        choice = jaxkv.explain(q, cache, platform="tpu", scale=0.1)
+        assert choice.implementation == chosen, choice
+    assert "latent rows of bfloat16 or float32, not of int8" in choice.reason
 
 
 K, V = np.ones((ROWS, 1, 1, RANK + ROPE), np.float32), np.ones((ROWS, 1, 1, RANK), np.float32)

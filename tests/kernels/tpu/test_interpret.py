@@ -17,6 +17,7 @@ from pallas_kernels.testing import Case
 pytestmark = pytest.mark.timeout(240, method="thread")
 BF16 = {"dtype": "bfloat16", "stored_head_dim": 128}
 F32 = {"dtype": "float32", "stored_head_dim": 128}
+LATENT = {"dtype": "bfloat16", "stored_head_dim": 256}
 ONE = (1, 1, 1, 1, 1)
 
 # Lengths around the borders of blocks and steps, rows that are empty or not in the step, at the ends and between.
@@ -29,6 +30,9 @@ DECODE = [
     (Case((200, 130), (1, 1), 14, 2, 96, 256, scale=0.3, window=5, **BF16), 64),  # a block is several pages
     (Case((0, 0), (0, 0), padding=1, **BF16), 64),
     (Case((70, 33), (1, 1), 5, 1, 128, 16, max_blocks=9, **BF16), None),
+    # Latent rows: of more than a register's lanes, of which values fill one; an empty row, blocks of several pages.
+    (Case((97, 0, 37, 64), (1, 0, 1, 1), 6, 1, 136, 16, rank=72, scale=0.1, window=50, sinks=True, **LATENT), 32),
+    (Case((200, 130), (1, 1), 8, 1, 200, 128, rank=130, scale=0.1, soft_cap=20.0, **LATENT), 64),
 ]
 # (new, length) pairs of PEERS' matrices and more; decode rows among them, alone, and none.
 MIXED = [
@@ -54,6 +58,7 @@ MIXED = [
     (Case((180, 70), (150, 3), 2, 1, 256, 256, dtype="float32", packed=True, window=33, sinks=True), 64),
     # A window longer than some steps: all keys of one are seen by all queries, or by none.
     (Case((150, 40, 90), (33, 1, 40), 3, 1, 128, 16, packed=True, window=50, **BF16), 16),
+    (Case((37, 5, 64, 90), (20, 5, 1, 33), 6, 1, 136, 16, rank=72, scale=0.1, packed=True, padding=3, **LATENT), 32),
 ]
 
 

@@ -21,6 +21,8 @@ CASES = {
     "float32, blocks of 8, padded": Case((9, 0, 17, 16), (2, 0, 1, 16), block_size=8, stored_head_dim=128, padding=2),
     "an odd number of heads": Case((20, 48), (20, 31), 3, 3, block_size=48, packed=True, padding=1, **BF16),
     "blocks that no tile divides": Case((9, 12), (5, 12), 2, 2, block_size=5, packed=True, **BF16),
+    "latent rows": Case((64, 33, 31), (64, 2, 1), 2, 1, block_size=32, packed=True, rank=96, scale=1.0, **BF16),
+    "latent rows that no tile divides": Case((9, 12), (5, 12), 2, 1, block_size=5, rank=96, scale=1.0, **BF16),
     "nothing": Case((9, 0), (0, 0), packed=True, padding=2, **BF16),
 }
 
@@ -34,7 +36,7 @@ def poisoned(case):
     k, v = jnp.asarray(rng.standard_normal((2, *inputs.q.shape[:-2], case.num_kv_heads, case.head_dim)), case.dtype)
     valid = reference.locate(k.shape[:-2], inputs.lengths, inputs.new).valid
     k, v = (jnp.where(valid[..., None, None], x, jnp.nan) for x in (k, v))
-    return inputs._replace(kv=jnp.asarray(bits).view(case.dtype)), k, v
+    return inputs._replace(kv=jnp.asarray(bits).view(case.dtype)), k, None if case.rank else v
 
 
 @interpreter.both
@@ -43,7 +45,7 @@ def test_write(name, mode):
     case = CASES[name]
     inputs, k, v = poisoned(case)
     arguments = (inputs.kv, k, v, *inputs[2:])
-    actual = interpreter.run(tpu.write_kv, *arguments, mode=mode)
+    actual = interpreter.run(tpu.write_kv, *arguments, mode=mode, rank=case.rank)
     expected = reference.write_kv(*arguments)
     np.testing.assert_array_equal(*(interpreter.bits(x)[..., : case.head_dim] for x in (actual, expected)))
     unwritten = (interpreter.bits(expected) == interpreter.bits(inputs.kv)).all((1, 2, 3, 4))
