@@ -109,7 +109,7 @@ def check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sink
         raise ValueError(f"mask must be bool{[*q.shape[:-2], 'C']}, not {mask.dtype}{list(mask.shape)}.")
 
 
-def check_variants(q, alibi, spans, tree, causal, **others) -> None:
+def check_variants(q, tables, alibi, spans, tree, causal, blocks, **others) -> None:
     """What decides who sees whom, and what goes with what. `others` are the options that some of it excludes."""
     given = {name: x for name, x in others.items() if x is not None}
     num_heads = q.shape[-2]
@@ -122,6 +122,13 @@ def check_variants(q, alibi, spans, tree, causal, **others) -> None:
             raise ValueError(
                 f"{name} must be i32{list(q.shape[:-2])}, one number for each token, not {x.dtype}{list(x.shape)}."
             )
+    if blocks is not None and (
+        blocks.dtype != jnp.int32 or len(blocks.shape) != 2 or blocks.shape[0] != tables.shape[0]
+    ):
+        raise ValueError(
+            f"blocks must be i32[{tables.shape[0]}, n], the logical blocks of each row to read, not "
+            f"{blocks.dtype}{list(blocks.shape)}."
+        )
     if not isinstance(causal, bool | np.bool):
         raise ValueError(f"causal must be True or False, not {causal!r}.")
     if tree is not None and (spans is not None or "mask" in given):

@@ -32,7 +32,7 @@ class Choice(NamedTuple):
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, scale=None, soft_cap=None,
     window=None, sinks=None, mask=None, return_lse=False, alibi=None, spans=None, tree=None, causal=True, chunk=None,
-    implementation=None,
+    blocks=None, implementation=None,
 ):  # fmt: skip
     """Causal attention of a step's tokens over the blocks of their rows.
 
@@ -69,6 +69,7 @@ def paged_attention(
         the context's end plus its depth: it gets what it would get if only its ancestors were there.
       causal: False: every query sees the whole row, whatever that holds; `new` counts queries, and none of the row's
         tokens need be theirs (cross-attention).
+      blocks: `i32[S, n]`: of each row only these logical blocks are read, in increasing order with -1 behind them.
       chunk: a token at position p sees positions from `p // chunk * chunk` on. Not with `window`.
       return_lse: also return the natural logarithm of the softmax's denominator, its sink included.
       implementation: None picks the kernels of the platform, and XLA where they do not fit; a name insists.
@@ -95,9 +96,9 @@ def paged_attention(
     check_pool(kv, tables, lengths, new, offsets, rank)
     check_kind(kv, kv_scale, kind, q.shape[-1])
     check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank, chunk)
-    check_variants(q, alibi, spans, tree, causal, window=window, chunk=chunk, mask=mask)
+    check_variants(q, tables, alibi, spans, tree, causal, blocks, window=window, chunk=chunk, mask=mask)
     options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
-    options |= _unusual(dict(alibi=alibi, spans=spans, tree=tree, causal=causal, chunk=chunk))
+    options |= _unusual(dict(alibi=alibi, spans=spans, tree=tree, causal=causal, chunk=chunk, blocks=blocks))
     arguments = dict(q=q, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, kv_scale=kv_scale, **options)
     arguments |= _if_given(kind=kind, rank=rank)
     return _differentiable("paged_attention", implementation, arguments)
@@ -135,7 +136,7 @@ def write_and_attend(
     """`write_kv`, then `paged_attention` over the result; in one kernel where a backend has one.
 
     Args:
-      **variants: `alibi`, `spans`, `tree`, `causal` and `chunk`; all arguments are as in those two.
+      **variants: `alibi`, `spans`, `tree`, `causal`, `chunk` and `blocks`; all arguments are as in those two.
 
     Returns:
       `(out, kv)`, where out is what `paged_attention` returns, and kv what `write_kv` does.
@@ -197,7 +198,7 @@ def explain(
 
 
 # Options that decide who sees whom, which not every backend knows.
-VARIANTS = ("alibi", "spans", "tree", "causal", "chunk")
+VARIANTS = ("alibi", "spans", "tree", "causal", "chunk", "blocks")
 TAKEN = {name for f in (paged_attention, write_kv) for name in inspect.signature(f).parameters} - {"implementation"}
 
 

@@ -12,7 +12,7 @@ from pallas_kernels.kinds import LARGEST as KINDS  # noqa: F401 (what it stores)
 from pallas_kernels.tokens import default_offsets, locate
 
 LATENT = True  # it reads latent rows
-VARIANTS = frozenset({"alibi", "spans", "tree", "causal", "chunk"})  # what else it takes
+VARIANTS = frozenset({"alibi", "spans", "tree", "causal", "chunk", "blocks"})  # what else it takes
 
 
 def dense(
@@ -45,6 +45,7 @@ def dense(
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
     mask=None, return_lse=False, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True, chunk=None,
+    blocks=None,
 ):  # fmt: skip
     """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
     *token_axes, num_heads, head_dim = q.shape
@@ -69,6 +70,10 @@ def paged_attention(
         seen &= place >= position // chunk * chunk
     if spans is not None:
         seen |= is_new & (spans[..., None] != 0) & (spans[..., None] == spans.reshape(-1)[index])
+    if blocks is not None:  # what does not increase is not there
+        highest = jax.lax.cummax(jnp.pad(blocks, ((0, 0), (1, 0)), constant_values=-1)[:, :-1], axis=1)
+        listed = jnp.where(blocks > highest, blocks, -1)
+        seen &= (context[..., None] // kv.shape[3] == listed[token.row][..., None, :]).any(axis=-1)
     seen &= token.valid[..., None]
     if mask is not None:
         in_mask = jnp.zeros(seen.shape, bool).at[..., : mask.shape[-1]].set(mask[..., : seen.shape[-1]])

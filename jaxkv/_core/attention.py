@@ -102,6 +102,8 @@ def attend(
     Args:
       causal: False: the queries are another sequence's, and each sees all that its row holds (cross-attention). The
         cache is written once, and read by any number of steps.
+      blocks: (an option) `i32[S, n]`: read these logical blocks of each row and no others, in increasing order, with
+        -1 behind them.
       num_tokens: `i32[S]`, with `causal=False`: how many queries of each row there are; default: all T padded ones.
 
     Returns:

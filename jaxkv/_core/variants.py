@@ -25,6 +25,8 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
             options[name] = as_integers(name, options[name]) if name != "alibi" else jnp.asarray(options[name])
         if name != "alibi" and name in options and options[name].dtype != jnp.int32:
             options[name] = as_integers(name, options[name])
+    if "blocks" in options:
+        options["blocks"] = _read_blocks(options["blocks"], one.tables.tables.shape)
     own, asked = one.layer_config.window, options.get("window")
     if (chunk := one.layer_config.chunk) is not None:
         if asked is not None or options.get("chunk", chunk) != chunk:
@@ -41,6 +43,29 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
     if own is not None and "chunk" in options:
         raise ValueError(f"Layer {one.number} has a window of {own} tokens, and cannot take chunk: leave it out.")
     return {"window": own} | options
+
+
+def _read_blocks(blocks: Any, table: tuple[int, ...]) -> Any:
+    """Logical blocks of each row. Raises ValueError where they are known on the host and do not increase."""
+    if isinstance(blocks, jax.Array | jax.ShapeDtypeStruct):
+        return blocks
+    blocks = np.asarray(blocks)
+    if blocks.ndim != 2 or blocks.shape[0] != table[0] or not np.issubdtype(blocks.dtype, np.integer):
+        raise ValueError(
+            f"blocks must be i32[{table[0]}, n], the logical blocks of each row to read, not "
+            f"{blocks.dtype}{list(blocks.shape)}."
+        )
+    there = blocks >= 0
+    wrong = (there & (blocks >= table[1])) | (blocks < -1)
+    wrong[:, 1:] |= there[:, 1:] & (blocks[:, 1:] <= blocks[:, :-1])
+    wrong[:, 1:] |= there[:, 1:] & ~there[:, :-1]
+    if wrong.any():
+        row = int(np.argmax(wrong.any(axis=1)))
+        raise ValueError(
+            f"blocks must name blocks 0 to {table[1] - 1} in increasing order, with -1 behind them, but row {row} has "
+            f"{shown(blocks[row].tolist())}."
+        )
+    return as_integers("blocks", blocks)
 
 
 def as_integers(name: str, x: Any) -> jax.Array:

@@ -8,6 +8,8 @@ from typing import Any
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.numbers import MOST_INDEX, flag, integer, listed, real, shown
+from jaxkv._engine.draft_model import make_drafter
+from jaxkv._engine.drafts import read_draft
 from jaxkv._engine.loop import Loop
 from jaxkv._engine.pipeline import Pipeline
 from jaxkv._engine.request import Request, handed_out, read_eos, read_limits, read_prompt, read_salt
@@ -43,6 +45,10 @@ class Engine:
       swap: what happens to a sequence that is set back because blocks ran out: it is swapped to host memory ("always"),
         computed again ("never"), or what is estimated to be faster ("auto").
       host_bandwidth: bytes/s to and from host memory, for that estimate.
+      draft: who guesses tokens, several of which one step can confirm: a model with the same vocabulary, which gets a
+        cache of its own, or "ngram", for what followed the same tokens before in the sequence. What comes out is the
+        same token for token, but for rounding; `stats()["acceptance"]` says how many guesses were right.
+      draft_tokens: the most guesses of a row in a step.
       cache_dtype: what keys and values are stored in, quantised kinds among it; default: the model's dtype.
       **fields: `num_blocks`, `memory_bytes`, `block_size` and other fields of `CacheConfig.from_model`.
 
@@ -61,7 +67,7 @@ class Engine:
         self, model: Any, *, max_seqs: int = 8, max_seq_len: int | None = None, longest: int = 1024,
         step_tokens: int = 256, steps_per_dispatch: int = 1, seed: int = 0, logits_hook: Hook | None = None,
         prefix_cache: bool = False, spill_bytes: int = 0, swap: Swap = "auto", host_bandwidth: float = 1e10,
-        cache_dtype: Any = None, **fields: Any,
+        draft: Any = None, draft_tokens: int = 4, cache_dtype: Any = None, **fields: Any,
     ):  # fmt: skip
         if swap not in ("auto", "always", "never"):
             raise ValueError(f"swap must be 'auto', 'always' or 'never', not {swap!r}.")
@@ -79,7 +85,8 @@ class Engine:
         self.steps_per_dispatch = integer("steps_per_dispatch", steps_per_dispatch, least=1)
         self.seed = read_seed(seed)
         self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
-        self.step_tokens = max(integer("step_tokens", step_tokens, least=1), max_seqs)
+        draft_tokens = read_draft(draft, draft_tokens, self.vocab_size, self.steps_per_dispatch)
+        self.step_tokens = max(integer("step_tokens", step_tokens, least=1), max_seqs * (1 + draft_tokens))
         spill_bytes = integer("spill_bytes", spill_bytes, least=0, most=None)
         self.config = CacheConfig.from_model(
             model, max_seqs=max_seqs, max_seq_len=max_seq_len,
@@ -88,8 +95,9 @@ class Engine:
         )  # fmt: skip
         self.prefix = PrefixCache(self.config, spill_bytes=spill_bytes) if prefix_cache else None
         self._residents = Residents(self.config, prefix=self.prefix, swap=swap, host_bandwidth=host_bandwidth)
-        self._pipeline = Pipeline(model, self._residents, logits_hook, self.step_tokens)
-        self._loop = Loop(self._residents, self._pipeline, self.step_tokens, self.steps_per_dispatch)
+        self._pipeline = Pipeline(model, self._residents, logits_hook, self.step_tokens, draft_tokens)
+        drafter = make_drafter(draft, self.config, self.step_tokens, draft_tokens)
+        self._loop = Loop(self._residents, self._pipeline, self.step_tokens, self.steps_per_dispatch, drafter)
         self._turn = Turn()
         self._numbers = itertools.count()
         self._news: dict[Request, None] = {}  # who may have tokens that `step` and `run` have not handed out
@@ -128,6 +136,7 @@ class Engine:
         with self._at_work(is_brief=True):
             counts = {name: self._residents.counts[name] for name in ("set_back", "swapped_out")}
             own = {"steps": self.steps, "tokens": self.tokens, "blocks_peak": self.blocks_peak}
+            own["acceptance"] = self._pipeline.accepted / max(self._pipeline.proposed, 1)
             return own | counts | (self.prefix.stats() if self.prefix else {})
 
     def problem(self, prompt: Sequence[int], max_new_tokens: int) -> str | None:

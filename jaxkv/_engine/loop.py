@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxkv._core.errors import OutOfBlocks
+from jaxkv._engine.drafts import Drafter
 from jaxkv._engine.pipeline import Pipeline
 from jaxkv._engine.request import Request
 from jaxkv._engine.resident import Residents
@@ -20,10 +21,13 @@ class Loop:
     every request waits again. So an interrupt needs no place where it would be safe.
     """
 
-    def __init__(self, residents: Residents, pipeline: Pipeline, step_tokens: int, steps_per_dispatch: int):
-        self.residents, self.pipeline = residents, pipeline
+    def __init__(
+        self, residents: Residents, pipeline: Pipeline, step_tokens: int, steps_per_dispatch: int,
+        drafter: Drafter | None,
+    ):  # fmt: skip
+        self.residents, self.pipeline, self.drafter = residents, pipeline, drafter
         self.step_tokens, self.steps_per_dispatch = step_tokens, steps_per_dispatch
-        self.ahead = 1  # steps under way while the next one is planned
+        self.ahead = 1 if drafter is None else 0  # steps under way while the next one is planned
         # Whatever thread puts something in, the one at work takes it out.
         self.submitted: collections.deque[Request] = collections.deque()
         self.cancelled: collections.deque[Request] = collections.deque()
@@ -80,11 +84,13 @@ class Loop:
         """What to call, one after another, to compile all programs."""
         self._make_sound()
         steps = tuple({1, self.steps_per_dispatch})
-        return [*self.pipeline.warm(kinds, counts, steps), *self.residents.warm()]
+        drafts = [] if self.drafter is None else self.drafter.warm()
+        return [*self.pipeline.warm(kinds, counts, steps), *self.residents.warm(), *drafts]
 
     def _send(self) -> bool:
         """Send a step, and read those that are not to be under way beside it; whether there was anything to send."""
         scheduler, residents = self.scheduler, self.residents
+        self._guess()
         try:
             step = scheduler.plan(certain=not self.pipeline.flights)
         except Unsure:
@@ -101,7 +107,9 @@ class Loop:
         work = self.pipeline.send(step, steps)
         due = scheduler.commit(step)
         for sequence, _, count in work:
-            if count > 1 and steps == 1:  # of a prompt: what it has computed is of use to others already
+            if (
+                count > 1 and steps == 1 and not sequence.guesses
+            ):  # of a prompt: what it has computed is of use to others already
                 residents.offer(sequence)
         self._read(self.ahead)
         for sequence in due:
@@ -110,6 +118,20 @@ class Loop:
                     self._read(0)  # it wants to know them
                 scheduler.finish(sequence)
         return True
+
+    def _guess(self) -> None:
+        """Have tokens guessed that may follow those of decoding rows."""
+        if self.drafter is None:
+            return
+        ready = []
+        for sequence in self.scheduler.running:
+            sequence.guesses = []
+            # Of its limit one token is left to be chosen, and what comes after it is of no use.
+            if sequence.pending == 1 and not sequence.followers and sequence.limit - sequence.length > 1:
+                ready.append(sequence)
+        guessed = self.drafter.guess(ready, self.pipeline.draft_tokens)
+        for sequence, guesses in zip(ready, guessed, strict=True):
+            sequence.guesses = guesses[: sequence.limit - sequence.length - 1]
 
     def _read(self, left: int) -> None:
         """Read steps until so many are under way."""

@@ -12,7 +12,7 @@ from jaxkv._engine import step as on_device
 from jaxkv._engine.resident import Residents
 from jaxkv._engine.sampling import KINDS, Kind
 from jaxkv._engine.scheduler import Sequence, Step
-from jaxkv._engine.step import COLUMN, DUE, FROM_DEVICE, NUM_FIELDS, TOKEN, Hook, Memory, Result
+from jaxkv._engine.step import COLUMN, COUNT, DUE, FROM_DEVICE, GUESSED, NUM_FIELDS, TOKEN, Hook, Memory, Result
 
 SMALLEST_STEP = 32  # places; smaller ones would be more programs to compile, and hardly faster
 
@@ -21,8 +21,9 @@ class Flight(NamedTuple):
     """One call of the step's program."""
 
     result: Result
-    due: list[tuple[Sequence, int, int]]  # who gets tokens: a sequence, its row and how many
+    due: list[tuple[Sequence, int, int]]  # who gets tokens: a sequence, its row and how many; or of how many guesses
     steps: int
+    verify: bool
     num_tokens: int
     taken: int  # of `Residents`, when it was sent
     clock: int
@@ -33,7 +34,7 @@ class Flight(NamedTuple):
 class Pipeline:
     """The model's steps. The host need not wait for one before it sends the next: tokens stay on the device, too."""
 
-    def __init__(self, model: Any, residents: Residents, hook: Hook | None, step_tokens: int):
+    def __init__(self, model: Any, residents: Residents, hook: Hook | None, step_tokens: int, draft_tokens: int):
         self.residents, self.hook = residents, hook
         # Flattening a model takes longer than a step.
         self.leaves, self.structure = jax.tree.flatten(model)
@@ -46,7 +47,8 @@ class Pipeline:
         while self.sizes[0] // 4 >= max(SMALLEST_STEP, residents.config.max_seqs):
             self.sizes.insert(0, self.sizes[0] // 4)
         self._shapes: set[Any] = set()  # those called so far
-        self.steps = self.tokens = 0
+        self.draft_tokens = draft_tokens  # the most guesses of a row
+        self.steps = self.tokens = self.proposed = self.accepted = 0
         self.clear()
 
     def clear(self) -> None:
@@ -72,6 +74,8 @@ class Pipeline:
             end = min(sequence.cached + count, sequence.length)
             given = sequence.tokens[sequence.cached : end]
             given += [FROM_DEVICE] * (end - sequence.cached - len(given))
+            given += sequence.guesses[: count - len(given)]
+            rows[GUESSED, row] = sequence.cached + count - end
             rows[:TOKEN, row] = count, end == sequence.length
             rows[COLUMN, row] = sequence.request.column
             if is_decode:
@@ -88,14 +92,17 @@ class Pipeline:
         count = max(sequence.request.num_logprobs for sequence, _, _ in work)
         count = count and 1 << (count - 1).bit_length()  # few programs
         began = time.perf_counter()
-        shape = (packed is not None and len(packed), kind, count, steps)
-        result = self._call(rows, packed, kind, count, steps)
-        due = [(s, row, n if is_decode else 1) for s, row, n in work if rows[DUE, row]]
+        verify = self.draft_tokens if rows[GUESSED].any() else 0
+        shape = (packed is not None and len(packed), kind, count, steps, verify)
+        result = self._call(rows, packed, kind, count, steps, verify)
+        own = rows[GUESSED] if verify else rows[COUNT] if is_decode else np.ones_like(rows[COUNT])
+        due = [(s, row, int(own[row])) for s, row, _ in work if rows[DUE, row]]
         self.flights.append(
             Flight(
-                result, due, steps, step.num_tokens, residents.taken, residents.clock, began, shape not in self._shapes
+                result, due, max(steps, verify + 1), verify > 0, step.num_tokens, residents.taken, residents.clock,
+                began, shape not in self._shapes,
             )
-        )
+        )  # fmt: skip
         self._shapes.add(shape)
         self.steps, self.tokens = self.steps + steps, self.tokens + step.num_tokens
         return work
@@ -107,8 +114,12 @@ class Pipeline:
         numbers = np.asarray(flight.result.numbers)
         now = time.perf_counter()
         max_seqs = self.residents.config.max_seqs
-        tokens = numbers[: flight.steps * max_seqs].reshape(flight.steps, max_seqs)
-        room = numbers[flight.steps * max_seqs :].reshape(-1, 2)
+        tokens, rest = np.split(numbers, [flight.steps * max_seqs])
+        tokens, due = tokens.reshape(flight.steps, max_seqs), flight.due
+        if flight.verify:
+            taken, rest = np.split(rest, [max_seqs])
+            due = [self._verified(*one, int(taken[one[1]])) for one in due]
+        room = rest.reshape(-1, 2)
         # At the most: when the device was done before this, it is not known since when.
         seconds = (now - max(flight.began, self._idle_since)) / flight.num_tokens
         self._idle_since = now if has_waited else 0.0
@@ -127,21 +138,32 @@ class Pipeline:
                     for i in range(count)
                 ],
             )
-            for sequence, row, count in flight.due
+            for sequence, row, count in due
         ]  # fmt: skip
+
+    def _verified(self, sequence: Sequence, row: int, guessed: int, taken: int) -> tuple[Sequence, int, int]:
+        """Note how many of a sequence's guesses count."""
+        self.proposed, self.accepted = self.proposed + guessed, self.accepted + taken - 1
+        sequence.cached, sequence.unread = sequence.cached + taken - 1, sequence.unread + taken - 1
+        return sequence, row, taken
 
     def warm(self, kinds: tuple[Kind, ...], counts: tuple[int, ...], steps: tuple[int, ...]) -> list[Any]:
         """What to call, one after another, to compile the programs of all steps."""
         rows = self._rows()
         shapes = [(None, n) for n in steps] + [(np.zeros(size, np.int32), 1) for size in self.sizes]
+        programs = [(*shape, 0) for shape in shapes]
+        if self.draft_tokens:
+            programs += [(*shape, self.draft_tokens) for shape in shapes if shape[0] is not None]
         return [
-            lambda tokens=tokens, n=n, kind=kind, count=count: self._call(rows, tokens, kind, count, n)
-            for tokens, n in shapes for kind in kinds for count in counts
+            lambda tokens=tokens, n=n, v=v, kind=kind, count=count: self._call(rows, tokens, kind, count, n, v)
+            for tokens, n, v in programs for kind in kinds for count in counts
         ]  # fmt: skip
 
-    def _call(self, rows: np.ndarray, tokens: np.ndarray | None, kind: Kind, count: int, steps: int) -> Result:
+    def _call(
+        self, rows: np.ndarray, tokens: np.ndarray | None, kind: Kind, count: int, steps: int, verify: int
+    ) -> Result:  # fmt: skip
         numbers, *out = self.residents.call(
-            self._program, self.leaves, self._memory, rows, tokens, kind=kind, count=count, steps=steps
+            self._program, self.leaves, self._memory, rows, tokens, kind=kind, count=count, steps=steps, verify=verify
         )
         memory, likely = out[: 1 + (self.hook is not None)], out[1 + (self.hook is not None) :]
         self._memory = Memory(memory[0], memory[1] if self.hook else None)

@@ -24,6 +24,7 @@ class Sequence:
     unread: int = 0  # tokens that come after them, chosen on the device
     row: int | None = None
     cached: int = 0  # its first tokens, whose keys and values are in the cache
+    guesses: list[int] = dataclasses.field(default_factory=list)  # what may follow all its tokens, to be verified
     host: Any = None  # where they are instead while it is swapped out
     # Those of the same prompt: as soon as all of it but its last token is computed, they go on from there too.
     followers: "list[Sequence]" = dataclasses.field(default_factory=list)
@@ -165,7 +166,7 @@ class Scheduler:
         """Note that a step was computed; the sequences that are due new tokens now, still unread."""
         due = []
         for sequence, count in step.counts.items():
-            sequence.cached += count
+            sequence.cached += min(count, sequence.pending)  # of guesses it is not known yet
             if sequence.cached >= sequence.length:  # its last tokens were chosen on the way
                 sequence.unread = sequence.cached + 1 - len(sequence.tokens)
                 due.append(sequence)
@@ -228,7 +229,7 @@ class Scheduler:
 
     def _affordable(self, sequence: Sequence, step: Step, certain: bool) -> int:
         """How many of its tokens the step and the blocks that are left have room for."""
-        wanted = min(sequence.pending, self.step_tokens - step.num_tokens)
+        wanted = min(sequence.pending + len(sequence.guesses), self.step_tokens - step.num_tokens)
         if sequence.followers and sequence.pending > 1:
             wanted = min(wanted, sequence.pending - 1)
         if (places := self._places(sequence, step)) < wanted:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.cache import Cache
+from jaxkv._core.keeping import take_back
 from jaxkv._core.numbers import MOST_INDEX, shown
 from jaxkv._core.plan import positions
 from jaxkv._core.tables import extend, leave_windows
@@ -18,9 +19,9 @@ from jaxkv._engine.resident import room_of
 from jaxkv._engine.sampling import Kind, Sampling, choose, likeliest
 
 # What the host says of each row, as one array: how many tokens it has in this step, whether the token after them is
-# wanted, its next token (FROM_DEVICE: the one chosen last), and `Choice.column`.
-COUNT, DUE, TOKEN, COLUMN = 0, 1, 2, slice(3, 8)
-NUM_FIELDS = 8
+# wanted, its next token (FROM_DEVICE: the one chosen last), `Choice.column`, and how many of its tokens are guesses.
+COUNT, DUE, TOKEN, COLUMN, GUESSED = 0, 1, 2, slice(3, 8), 8
+NUM_FIELDS = 9
 FROM_DEVICE = -1
 
 
@@ -48,7 +49,9 @@ class Memory(NamedTuple):
 class Result(NamedTuple):
     """What n steps return beside the cache."""
 
-    numbers: Any  # i32[n * S + 2 * groups]: the tokens chosen, -1 where a row's tokens did not fit; the room left
+    # i32[n * S (+ S) + 2 * groups]: the tokens chosen, -1 where a row's tokens did not fit; of a step that verifies
+    # also how many of them count; the room left.
+    numbers: Any
     memory: Memory
     likeliest: tuple[jax.Array, jax.Array] | None  # f32 and i32 [n, S, 1 + count]: see `likeliest`
 
@@ -59,13 +62,14 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool) -> 
 
     A `cache_program` with the arguments `leaves, memory, rows, tokens, kind=, count=, steps=`: the model's leaves,
     `rows` i32[NUM_FIELDS, S], packed `tokens` i32[N] or None for a step of one token per row, of which there can be
-    several; `count` likeliest tokens are returned. It uses up the memory too, and returns a `Result`.
+    several; `count` likeliest tokens are returned. It uses up the memory too, and returns a `Result`. With `verify`,
+    the last of a row's tokens may be guesses, up to so many; then it is as if there had been `verify + 1` steps.
     """
 
-    def program(cache, leaves, memory, rows, tokens, *, kind: Kind, count: int, steps: int):
-        step = functools.partial(
-            _step, jax.tree.unflatten(model, leaves), hook, Sampling.unpack(rows[COLUMN]), kind, count, leave
-        )
+    def program(cache, leaves, memory, rows, tokens, *, kind: Kind, count: int, steps: int, verify: int = 0):
+        one = functools.partial(_verify, verify, rows[GUESSED]) if verify else _step
+        sampling = Sampling.unpack(rows[COLUMN])
+        step = functools.partial(one, jax.tree.unflatten(model, leaves), hook, sampling, kind, count, leave)
         counts, due, given = rows[COUNT], rows[DUE] != 0, rows[TOKEN]
         if tokens is None:
             memory = memory._replace(last=jnp.where(given == FROM_DEVICE, memory.last, given))
@@ -85,10 +89,10 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool) -> 
             tokens = jnp.where(tokens == FROM_DEVICE, memory.last[jnp.minimum(row, counts.shape[0] - 1)], tokens)
             out, cache, memory = step(cache, memory, tokens, counts, due)
         chosen, likely = out
-        numbers = jnp.concatenate([chosen.ravel(), room_of(cache).ravel()])
+        numbers = jnp.concatenate([*(x.ravel() for x in jax.tree.leaves(chosen)), room_of(cache).ravel()])
         return Result(numbers, memory, likely), cache
 
-    return cache_program(structure, program, donate=(2,), static=("kind", "count", "steps"))
+    return cache_program(structure, program, donate=(2,), static=("kind", "count", "steps", "verify"))
 
 
 def _step(model, hook, sampling, kind, count, leave, cache, memory, tokens, counts, due):
@@ -97,21 +101,54 @@ def _step(model, hook, sampling, kind, count, leave, cache, memory, tokens, coun
     if memory.tokens is not None:
         memory = memory._replace(tokens=_noted(cache, memory.tokens, tokens, counts))
     places = jnp.zeros_like(counts) if tokens.ndim == 2 else jnp.maximum(jnp.cumsum(counts) - 1, 0)
-    logits, cache = _logits_at(model, tokens, cache, places)
-    logits = logits.astype(jnp.float32)
-    wanted = logits
-    if hook is not None:
-        wanted = hooked(hook, logits, rows_so_far(memory.tokens, cache.lengths, sampling.numbers))
-    chosen = choose(kind, wanted, sampling, cache.lengths)
-    likely = likeliest(logits, chosen, count) if count else None
+    logits, cache = logits_at(model, tokens, cache, places)
+    chosen, likely = _chosen(logits, hook, sampling, kind, count, memory, cache.lengths)
     if leave:
         cache = leave_windows(cache)
     memory = memory._replace(last=jnp.where(due, chosen, memory.last))
     return (jnp.where(cache.failed, -1, chosen), likely), cache, memory
 
 
-def _logits_at(model, tokens, cache, places):
-    """The logits of one token of each row only, if the model can spare the others: a prompt's are large."""
+def _verify(most, guessed, model, hook, sampling, kind, count, leave, cache, memory, tokens, counts, due):
+    """One step of every row, of which the last `guessed[s]` tokens are guesses: they count as far as they are what is
+    chosen after the tokens before them, and the others are taken back. Then comes the token that is chosen instead of
+    the first wrong one, or after all."""
+    cache = extend(cache, counts)
+    if memory.tokens is not None:
+        memory = memory._replace(tokens=_noted(cache, memory.tokens, tokens, counts))
+    number = jnp.arange(most + 1, dtype=jnp.int32)[:, None]
+    behind = jnp.maximum(guessed[None] - number, 0)  # i32[most + 1, S]: guesses that follow each token
+    places = jnp.maximum(jnp.cumsum(counts)[None] - 1 - behind, 0)
+    logits, cache = logits_at(model, tokens, cache, places.ravel())
+    lengths = (cache.lengths[None] - behind).ravel()
+    wide, known = jax.tree.map(lambda x: jnp.concatenate([x] * (most + 1)), (sampling, memory))
+    chosen, likely = _chosen(logits, hook, wide, kind, count, known, lengths)
+    chosen = chosen.reshape(places.shape)
+    guesses = tokens[jnp.minimum(places + 1, tokens.shape[0] - 1)]
+    is_right = (number < guessed[None]) & (chosen == guesses)
+    accepted = jnp.sum(jnp.cumprod(is_right.astype(jnp.int32), axis=0), axis=0, dtype=jnp.int32)
+    cache = take_back(cache, guessed - accepted)
+    if leave:
+        cache = leave_windows(cache)
+    last = jnp.take_along_axis(chosen, accepted[None], axis=0)[0]
+    memory = memory._replace(last=jnp.where(due, last, memory.last))
+    if likely is not None:
+        likely = jax.tree.map(lambda x: x.reshape(*places.shape, -1), likely)
+    return ((jnp.where(cache.failed[None], -1, chosen), accepted + 1), likely), cache, memory
+
+
+def _chosen(logits, hook, sampling, kind, count, memory, lengths):
+    """The token after each of some lengths, and what is likeliest there."""
+    logits = wanted = logits.astype(jnp.float32)
+    if hook is not None:
+        wanted = hooked(hook, logits, rows_so_far(memory.tokens, lengths, sampling.numbers))
+    chosen = choose(kind, wanted, sampling, lengths)
+    return chosen, likeliest(logits, chosen, count) if count else None
+
+
+def logits_at(model, tokens, cache, places):
+    """The logits of some tokens only, of each row one if they are padded, if the model can spare the others: a prompt's
+    are large."""
     if "logits_at" in inspect.signature(model.__call__).parameters:
         return model(tokens, cache=cache, logits_at=places)
     logits, cache = model(tokens, cache=cache)

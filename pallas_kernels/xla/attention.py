@@ -22,6 +22,7 @@ from pallas_kernels.xla import work as tiles
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
     mask=None, return_lse=False, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True, chunk=None,
+    blocks=None,
 ):  # fmt: skip
     """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
     *token_axes, num_heads, head_dim = q.shape
@@ -36,14 +37,14 @@ def paged_attention(
     soft_cap = None if soft_cap is None else jnp.asarray(soft_cap, jnp.float32)
     sight = tiles.find_sight(
         tuple(token_axes), rows, lengths, new, offsets, window=window, chunk=chunk, causal=causal, mask=mask,
-        spans=spans, tree=tree,
+        spans=spans, tree=tree, blocks=blocks,
     )  # fmt: skip
     alibi = None if alibi is None else alibi.astype(jnp.float32).reshape(kv.shape[2], -1)
     flat_q = q.reshape(num_tokens, num_heads, head_dim)
     inputs = _Inputs(flat_q, kv, kv_scale, kind, rank, scale, soft_cap, alibi, sight)
 
     def attend(count: jax.Array, queries: int, lanes: int) -> _Softmax:
-        tiling = tiles.choose_tiling(inputs.q, kv, tables, queries)
+        tiling = tiles.choose_tiling(inputs.q, kv, tables if blocks is None else blocks, queries)
         return _attend_tiles(inputs, rows._replace(count=count), token, tiling, lanes)
 
     # Rows with one token of this step gain nothing from tiles of queries: they have a loop of their own, which is all

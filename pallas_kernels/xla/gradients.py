@@ -19,7 +19,7 @@ _product = functools.partial(jnp.einsum, precision="highest")
 def attention_gradients(
     out_bar, lse_bar, out, lse, *, q, kv, tables, lengths, new, offsets=None, kv_scale=None, scale=None, soft_cap=None,
     window=None, sinks=None, mask=None, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True,
-    chunk=None,
+    chunk=None, blocks=None,
 ):  # fmt: skip
     """Cotangents of `paged_attention`'s floating-point arguments, by name, in their shapes and dtypes.
 
@@ -40,7 +40,7 @@ def attention_gradients(
     rows = tiles.find_rows(tuple(token_axes), tables, lengths, new, offsets)
     sight = tiles.find_sight(
         tuple(token_axes), rows, lengths, new, offsets, window=window, chunk=chunk, causal=causal, mask=mask,
-        spans=spans, tree=tree,
+        spans=spans, tree=tree, blocks=blocks,
     )  # fmt: skip
 
     def flat(x: jax.Array) -> jax.Array:
@@ -52,7 +52,7 @@ def attention_gradients(
         pull_down -= flat(lse_bar)
 
     tile_queries = min(tiles.PREFILL_QUERIES, longest)
-    tiling = tiles.choose_tiling(queries, kv, tables, tile_queries)
+    tiling = tiles.choose_tiling(queries, kv, tables if blocks is None else blocks, tile_queries)
     lanes = min(tables.shape[0], num_tokens) + num_tokens // tile_queries
     work = tiles.plan(tiling, lanes, rows, sight)
 

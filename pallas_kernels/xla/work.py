@@ -87,17 +87,21 @@ class Sight(NamedTuple):
     mask: jax.Array | None = None  # bool[tokens, C]
     spans: jax.Array | None = None  # i32[tokens]
     tree: Tree | None = None
+    blocks: jax.Array | None = None  # i32[S, n]: the logical blocks that rows see, and -1 where there is none
 
 
 def find_sight(
-    token_axes: tuple[int, ...], rows: Rows, lengths, new, offsets, *, window, chunk, causal, mask, spans, tree
+    token_axes: tuple[int, ...], rows: Rows, lengths, new, offsets, *, window, chunk, causal, mask, spans, tree, blocks
 ) -> Sight:  # fmt: skip
     """The sight of a step's tokens, with the options of `paged_attention`."""
     mask = None if mask is None else mask.reshape(-1, mask.shape[-1])
     if tree is not None:
         token = jax.tree.map(jnp.ravel, locate(token_axes, lengths, new, offsets))
         tree = climb(tree.reshape(-1), token, rows.before, rows.start, token_axes[-1])
-    return Sight(window, chunk, causal, mask, None if spans is None else spans.reshape(-1), tree)
+    if blocks is not None:  # no block is read twice
+        highest = jax.lax.cummax(jnp.pad(blocks, ((0, 0), (1, 0)), constant_values=-1)[:, :-1], axis=1)
+        blocks = jnp.where((blocks > highest) & (blocks < rows.tables.shape[1]), blocks, -1)
+    return Sight(window, chunk, causal, mask, None if spans is None else spans.reshape(-1), tree, blocks)
 
 
 class WorkList(NamedTuple):
@@ -131,7 +135,11 @@ def plan(tiling: Tiling, lanes: int, rows: Rows, sight: Sight) -> WorkList:
     last_tile = -(-tiling.runs(jnp.clip(stop, 0, tiling.capacity)) // tiling.pieces)
     first_tile = jnp.zeros_like(last_tile)
     oldest = _oldest_seen(before if sight.tree is not None else before + first, sight)
-    if oldest is not None:
+    if sight.blocks is not None:  # tiles are counted through them
+        place = jnp.arange(1, sight.blocks.shape[1] + 1, dtype=jnp.int32)
+        listed = jnp.max(jnp.where(sight.blocks >= 0, place[None], 0), axis=1, initial=0)[row]
+        last_tile = -(-tiling.runs(listed * tiling.block_size) // tiling.pieces)
+    elif oldest is not None:
         oldest = jnp.clip(oldest if sight.spans is None else jnp.minimum(oldest, before), 0, tiling.capacity)
         first_tile = (tiling.runs(oldest + 1) - 1) // tiling.pieces
     num_tiles = jnp.where(lane < row_ends[-1], jnp.maximum(last_tile - first_tile, 0), 0)
@@ -169,9 +177,14 @@ def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, sight: Sight) -
     # The last run of a block may have to begin inside the one before it, whose tokens are then not its own.
     offset = jnp.minimum(cut * tiling.run, tiling.block_size - tiling.run)
     place = offset[:, :, None] + jnp.arange(tiling.run, dtype=jnp.int32)[None, None]
-    position = logical[:, :, None] * tiling.block_size + place
-    own = (place >= (cut * tiling.run)[:, :, None]) & (position < tiling.capacity)
+    own = place >= (cut * tiling.run)[:, :, None]
+    own &= logical[:, :, None] * tiling.block_size + place < tiling.capacity
     own &= (item < work.num_items)[:, None, None]
+    if sight.blocks is not None:
+        logical = sight.blocks.at[row[:, None], logical].get(mode="fill", fill_value=-1)
+        own &= (logical >= 0)[:, :, None]
+        logical = jnp.maximum(logical, 0)
+    position = logical[:, :, None] * tiling.block_size + place
     own, position = (x.reshape(tiling.items, 1, tiling.pieces * tiling.run) for x in (own, position))
 
     index = work.first[lane][:, None] + jnp.arange(tiling.queries, dtype=jnp.int32)[None]

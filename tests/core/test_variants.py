@@ -1,5 +1,6 @@
 """Trees, kept paths, chunks, spans and memories of other sequences, through a cache."""
 
+import dataclasses
 import functools
 
 import jax
@@ -147,6 +148,22 @@ def test_spans_see_each_other_and_a_memory_is_seen_as_a_whole():
     assert last.shape == (ROWS, 1, HEADS, DIM) and not last[6].any() and last[:6].any()
 
 
+def test_named_blocks_are_read_and_no_others():
+    """NaN in all the others changes nothing."""
+    cache, blocks = context(), np.array([[0, 2]] * 3 + [[1, -1]] * 3 + [[-1, -1]])
+    q = normal(5, ROWS, 1, HEADS, DIM)
+    named = set(np.asarray(jnp.take_along_axis(cache.tables[0].tables, jnp.maximum(blocks, 0), axis=1))[:6].ravel())
+    spoilt = cache.pools[0].kv.at[jnp.array([b for b in range(1, 101) if b not in named])].set(jnp.nan)
+    cache = cache.replace(pools=(dataclasses.replace(cache.pools[0], kv=spoilt), *cache.pools[1:]))
+    out = jaxkv.attend(q, cache, layer=0, causal=False, blocks=blocks)
+    kv = jnp.repeat(jaxkv.gather(context(), 0, layer=0)[0], 3, axis=1)
+    for row, places in (0, [0, 1, 2, 6, 7]), (3, [3, 4, 5]):
+        weights = jax.nn.softmax(jnp.einsum("hd,chd->hc", q[row, 0], kv[jnp.array(places)]) * DIM**-0.5, axis=-1)
+        expected = jnp.einsum("hc,chd->hd", weights, kv[jnp.array(places)])
+        np.testing.assert_allclose(out[row, 0], expected, atol=1e-5)
+    assert not out[6].any()
+
+
 def refused(**options):
     return lambda c: jaxkv.attend(jnp.ones((ROWS, PLACES, HEADS, DIM)), c, layer=0, **options)
 
@@ -180,6 +197,10 @@ WRONG = {
     "attention that is not causal": (
         lambda c: jaxkv.attention(*[jnp.ones((ROWS, 1, 2, DIM))] * 3, c, layer=0, causal=False), "attention is causal",
     ),
+    "blocks that do not increase": (refused(blocks=[[1, 1]] * ROWS), r"in increasing order, .* row 0 has \[1, 1\]"),
+    "blocks behind -1": (refused(blocks=[[0, -1, 2]] * ROWS), "blocks must name blocks 0 to 13 in increasing order"),
+    "a block that there is not": (refused(blocks=[[0, 14]] * ROWS), "blocks must name blocks 0 to 13"),
+    "blocks of too few rows": (refused(blocks=[[0]]), r"blocks must be i32\[7, n\], .* not int64\[1, 1\]"),
     "queries without causal=False": (refused(num_tokens=[1] * ROWS), "num_tokens is for causal=False"),
     "too many queries": (refused(causal=False, num_tokens=[8] * ROWS), "asks for 8 queries, but q has places for 7"),
     "a memory's window": (

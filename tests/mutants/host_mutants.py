@@ -262,7 +262,7 @@ MUTANTS = {
     ),
     "a step has one token too many": Mutant(
         SCHEDULER,
-        "wanted = min(sequence.pending, self.step_tokens - step.num_tokens)",
+        "wanted = min(sequence.pending + len(sequence.guesses), self.step_tokens - step.num_tokens)",
         "wanted = min(sequence.pending, 1 + self.step_tokens - step.num_tokens)",
         "engine/test_scheduler.py",
     ),

@@ -1,0 +1,82 @@
+"""Speculation: tokens per step and per second with guesses from n-grams and from a draft of half depth, and without.
+
+    python benchmarks/speculative.py
+
+The small model continues Python sources, which repeat themselves. Every way must give the same tokens.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import sysconfig
+import time
+
+import numpy as np
+from _harness import save, table
+from flax import nnx
+
+import jaxkv
+
+
+def half_of(model):
+    """The first half of a model's layers, with its embedding and norm: an untrained draft, but one of its family."""
+    count = max(1, len(model.layers) // 2)
+    config = dataclasses.replace(model.config, windows=model.config.windows[:count], ropes=model.config.ropes[:count])
+    draft = nnx.clone(model)
+    draft.config, draft.layers = config, nnx.List(list(draft.layers)[:count])
+    return draft
+
+
+def prompts_of(count: int, length: int) -> list[list[int]]:
+    """Where sources of the standard library are in their middle."""
+    files = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda f: -f.stat().st_size)[:count]
+    texts = [file.read_bytes() for file in files]
+    return [list(text[len(text) // 2 :][:length]) for text in texts]
+
+
+def measure(name: str, model, draft, prompts, arguments) -> tuple[dict, list[list[int]]]:
+    engine = jaxkv.Engine(
+        model, max_seqs=arguments.rows, max_seq_len=arguments.prompt + arguments.tokens, draft=draft,
+        draft_tokens=arguments.draft_tokens,
+    )  # fmt: skip
+    list(engine.stream(prompts[: arguments.rows], 8))  # compiles
+    steps, start = engine.steps, time.perf_counter()
+    outputs: list[list[int]] = [[] for _ in prompts]
+    for index, token in engine.stream(prompts, arguments.tokens):
+        outputs[index].append(token)
+    seconds, count = time.perf_counter() - start, sum(map(len, outputs))
+    prefill = -(-len(prompts) // arguments.rows)  # a step or so for each round of prompts
+    row = {
+        "guesses": name,
+        "tokens / step and row": count / max(engine.steps - steps - prefill, 1) / arguments.rows,
+        "acceptance": engine.stats()["acceptance"],
+        "steps": engine.steps - steps,
+        "tokens / s": count / seconds,
+    }
+    return row, outputs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens of each")
+    parser.add_argument("--draft-tokens", type=int, default=4)
+    arguments = parser.parse_args()
+    model = jaxkv.models.small()
+    prompts = prompts_of(arguments.prompts, arguments.prompt)
+    drafts = {"none": None, "n-grams": "ngram", "half the layers": half_of(model), "itself": model}
+    found = {name: measure(name, model, draft, prompts, arguments) for name, draft in drafts.items()}
+    results = [row for row, _ in found.values()]
+    for row, outputs in found.values():
+        pairs = zip(outputs, found["none"][1], strict=True)
+        same = [np.argmin(np.array([*(a == b for a, b in zip(x, y, strict=True)), False])) for x, y in pairs]
+        row["first tokens that are equal"] = int(sum(same))
+        row["speed-up"] = row["tokens / s"] / results[0]["tokens / s"]
+    table(results)
+    save("speculative", results, **vars(arguments))
+
+
+if __name__ == "__main__":
+    main()

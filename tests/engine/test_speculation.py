@@ -1,0 +1,202 @@
+"""Speculation changes no token: whoever guesses, greedy and sampled, while rows come, go and share blocks."""
+
+import dataclasses
+import pathlib
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checksum_model import LONGEST, VOCAB, WINDOW, Checksum, continuation, weight
+
+import jaxkv
+from jaxkv._engine.drafts import NGrams
+
+WINDOWS = (None, WINDOW)
+TIGHT = {"max_seqs": 3, "max_seq_len": LONGEST, "block_size": 3, "num_blocks": 18, "draft_tokens": 3}
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Several(Checksum):
+    """Answers for any tokens of a step, each by what stands before it; a draft of it is wrong every `wrong`th time."""
+
+    wrong: int = 0
+
+    def __call__(self, tokens, *, cache, logits_at):
+        token = jaxkv.plan_step(cache, tokens.shape).token
+        at = (jnp.arange(tokens.shape[0]), logits_at) if tokens.ndim == 2 else logits_at
+        row, end = token.row[at], token.position[at][:, None] + 1
+        rows, position = jnp.arange(cache.config.max_seqs)[:, None], jnp.arange(cache.config.max_seq_len)[None]
+        total = jnp.zeros(row.shape, jnp.int32)
+        for layer, window in enumerate(self.windows):
+            k, v = (x.astype(jnp.float32)[..., None, None] for x in (tokens, token.position))
+            cache = jaxkv.write(cache, k, v, layer=layer)
+            k, v = (x[..., 0, 0].astype(jnp.int32)[row] for x in cache.read(layer, rows, position))
+            seen = (position < end) & (position >= end - (window or LONGEST))
+            total += jnp.sum(jnp.where(seen, (k + 1) * weight(layer, v), 0), axis=1, dtype=jnp.int32)
+        if self.wrong:
+            total += (total % self.wrong == 0).astype(jnp.int32)
+        return jax.nn.one_hot(total % VOCAB, VOCAB), cache
+
+
+ENGINES = {
+    "all guesses right, swapped": (Several(WINDOWS), {"swap": "always"}),
+    "some wrong, prefix cache": (Several(WINDOWS, wrong=3), {"prefix_cache": True, "spill_bytes": 1000}),
+    "some wrong, contiguous": (Several(WINDOWS, wrong=2), {"layout": "contiguous", "num_blocks": None}),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_sequence_gets_what_it_would_alone(name):
+    draft, fields = ENGINES[name]
+    draw = random.Random(name)
+    fields = {key: x for key, x in (TIGHT | fields).items() if x is not None}
+    if "layout" in fields:
+        fields.pop("block_size")
+    engine = jaxkv.Engine(Several(WINDOWS), draft=draft, **fields)
+    known = [[draw.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
+    for _ in range(8):
+        prompts = []
+        for _ in range(draw.randint(1, 7)):
+            begin = draw.choice(known)[: draw.randint(0, 30)]
+            prompts.append(begin + [draw.randrange(VOCAB) for _ in range(draw.randint(not begin, 8))])
+        counts = [draw.randint(1, 14) for _ in prompts]
+        eos = draw.choice([None, draw.randrange(VOCAB)])
+        expected = [continuation(WINDOWS, *one, eos) for one in zip(prompts, counts, strict=True)]
+        outputs = [[] for _ in prompts]
+        leave_after = draw.choice([None, None, draw.randint(1, 20)])
+        stream = engine.stream(prompts, counts, eos=eos)
+        for index, token in stream:
+            outputs[index].append(token)
+            if sum(map(len, outputs)) == leave_after:
+                stream.close()
+                expected = [e[: len(output)] for e, output in zip(expected, outputs, strict=True)]
+        assert outputs == expected
+        jaxkv.check_invariants(engine.cache)
+        assert engine.cache.is_empty
+    acceptance = engine.stats()["acceptance"]
+    assert acceptance == 1 if not draft.wrong else 0.1 < acceptance < 0.9
+
+
+def test_an_interrupt_anywhere_in_a_guess_loses_nothing(monkeypatch):
+    engine = jaxkv.Engine(Several(WINDOWS), draft=Several(WINDOWS, wrong=3), **TIGHT)
+    prompts = [[5, 6, 7], [8] * 9]
+    requests = [engine.submit(prompt, 16) for prompt in prompts]
+    drafter, calls = engine._loop.drafter, []
+
+    def cut_off(method):
+        def call(*arguments):
+            calls.append(method)
+            if len(calls) % 4 == 3:
+                raise KeyboardInterrupt
+            out = method(*arguments)
+            if len(calls) % 4 == 1 and len(calls) > 4:
+                raise KeyboardInterrupt
+            return out
+
+        return call
+
+    for name in ("guess", "_call"):
+        monkeypatch.setattr(drafter, name, cut_off(getattr(drafter, name)))
+    interrupts = 0
+    while not all(request.done for request in requests):
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+        assert interrupts < 100
+    assert interrupts > 3
+    assert [r.tokens for r in requests] == [continuation(WINDOWS, p, 16, None) for p in prompts]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Biased:
+    """The same few tokens, with the same probabilities, whatever came before."""
+
+    logits: tuple[float, ...]
+    dtype: str = "float32"
+    layer_configs = (jaxkv.LayerConfig(num_kv_heads=1, head_dim=1),)
+
+    def __call__(self, tokens, *, cache, logits_at):
+        k = tokens.astype(jnp.float32)[..., None, None]
+        cache = jaxkv.write(cache, k, k, layer=0)
+        return jnp.broadcast_to(jnp.array(self.logits), (*logits_at.shape, len(self.logits))), cache
+
+
+def test_what_is_sampled_has_the_models_distribution():
+    """By a chi-squared test, with a draft that has another; and it is, token for token, what comes without guesses."""
+    model, draft = Biased((0.0, 1.0, 2.0, 0.5)), Biased((1.0, 1.0, 1.0, 1.0))
+    sizes = {"max_seqs": 8, "max_seq_len": 128, "num_blocks": 64, "seed": 3}
+    engine = jaxkv.Engine(model, draft=draft, draft_tokens=2, **sizes)
+    requests = [engine.submit([0], 120, temperature=1.5) for _ in range(8)]
+    for _ in engine.run():
+        pass
+    drawn = np.bincount(np.concatenate([request.tokens for request in requests]), minlength=4)
+    expected = np.asarray(jax.nn.softmax(jnp.array(model.logits) / 1.5)) * drawn.sum()
+    assert ((drawn - expected) ** 2 / expected).sum() < 16.3  # 3 degrees of freedom: 1 in 1000
+    assert engine.recompute is not None and engine.stats()["acceptance"] > 0.4
+    assert engine.steps < 120
+    plain = jaxkv.Engine(model, **sizes)
+    first = plain.submit([0], 120, temperature=1.5)
+    for _ in plain.run():
+        pass
+    assert first.tokens == requests[0].tokens
+
+
+def test_a_run_of_tokens_is_followed_by_what_followed_it_last():
+    ngrams, text = NGrams(), list(b"one two, one three, one t")
+    for end in range(5, len(text)):
+        ngrams.guess(text[:end], 3)  # the index grows with the text
+    assert bytes(ngrams.guess(text, 5)) == b"hree,"
+    assert NGrams().guess([1, 2, 3], 4) == [] == NGrams().guess([1], 4)
+    assert NGrams().guess([7, 7, 7], 4) == [7] * 4
+
+
+def test_text_that_repeats_itself_takes_fewer_steps():
+    model = jaxkv.models.small()
+    text = (pathlib.Path(jaxkv.__file__).parent / "_core" / "errors.py").read_bytes()[:180]
+    sizes = {"max_seqs": 2, "max_seq_len": 320, "step_tokens": 64}
+    prompts, outputs, steps = [list(text), list(b"import os\nimport ")], {}, {}
+    for draft in (None, "ngram"):
+        engine = jaxkv.Engine(model, draft=draft, **sizes)
+        requests = [engine.submit(prompt, 60, logprobs=2) for prompt in prompts]
+        for _ in engine.run():
+            pass
+        outputs[draft] = [request.tokens for request in requests]
+        steps[draft] = engine.steps
+        assert all(len(request.logprobs) == len(request.tokens) for request in requests)
+        assert all(token in chances for r in requests for token, chances in zip(r.tokens, r.logprobs, strict=True))
+    assert outputs["ngram"] == outputs[None]
+    assert steps["ngram"] < 0.75 * steps[None]
+
+
+WRONG = {
+    "no model": ({"draft": 3}, 'draft must be a model, "ngram" or None, not 3'),
+    "another word": ({"draft": "bigram"}, "draft must be a model, \"ngram\" or None, not 'bigram'"),
+    "draft_tokens": ({"draft": "ngram", "draft_tokens": 0}, "draft_tokens must be at least 1, not 0"),
+    "steps_per_dispatch": ({"draft": "ngram", "steps_per_dispatch": 2}, "steps_per_dispatch must be 1 with it, not 2"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_one_sentence(name):
+    fields, sentence = WRONG[name]
+    with pytest.raises(ValueError, match=sentence):
+        jaxkv.Engine(Several(WINDOWS), **TIGHT | fields)
+
+
+def test_a_draft_with_another_vocabulary_is_refused():
+    class Named:
+        layer_configs, dtype = Biased((0.0,)).layer_configs, "float32"
+
+        def __init__(self, vocab_size):
+            self.config = type("Config", (), {"vocab_size": vocab_size, "max_seq_len": 64})()
+
+        def __call__(self):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match="draft has a vocabulary of 7 tokens, but the model one of 5"):
+        jaxkv.Engine(Named(5), draft=Named(7), max_seqs=1, num_blocks=4)
