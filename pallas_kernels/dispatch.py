@@ -258,7 +258,7 @@ def _differentiable(op: str, implementation: str | None, arguments: dict[str, An
     """`_run` with a gradient (reverse mode) whatever the backend: kernels have none of their own."""
     arrays = {name: jnp.asarray(x) for name, x in arguments.items() if isinstance(x, jax.Array | np.ndarray)}
     static = tuple((name, x) for name, x in arguments.items() if name not in arrays)
-    return _with_gradient(op, implementation, static, arrays)
+    return _once(op, implementation, static, arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -302,6 +302,9 @@ def _pull_attention(static: tuple, arrays: dict[str, jax.Array], out, lse, cotan
 
 
 _with_gradient.defvjp(_forward, lambda op, implementation, static, pull, cotangent: pull(cotangent))
+
+# Layers of the same shapes are traced and lowered once in a program: a kernel takes seconds.
+_once = jax.jit(_with_gradient, static_argnums=(0, 1, 2))
 
 
 def _run(op: str, implementation: str | None, arrays: dict[str, jax.Array], static: dict[str, Any]) -> Any:

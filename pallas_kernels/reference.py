@@ -4,6 +4,8 @@ Written to be checked by eye, not to be fast: every token gets its own dense cop
 other backend is tested against this file.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -42,6 +44,7 @@ def dense(
     return flatten(keys), flatten(values)[..., :rank]
 
 
+@functools.partial(jax.jit, static_argnames=("window", "return_lse", "kind", "rank", "causal", "chunk"))
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
     mask=None, return_lse=False, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True, chunk=None,
@@ -135,6 +138,7 @@ def _climb(tree, token, before, index):
     return depth.reshape(axes), ancestors.reshape(*axes, -1)
 
 
+@functools.partial(jax.jit, static_argnames=("kind", "rank"))
 def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None):
     """What [`pallas_kernels.write_kv`][] means: token by token, in a loop."""
     token_axes = k.shape[:-2]

@@ -4,6 +4,7 @@ Tokens come in two layouts, told apart by rank. Padded `[S, T, ...]`: row s uses
 Packed `[N, ...]`: the rows' tokens one after another, row s from `offsets[s]` on, with a tail of padding allowed.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -25,6 +26,11 @@ def default_offsets(new: jax.Array) -> jax.Array:
 
 def locate(shape: tuple[int, ...], lengths: jax.Array, new: jax.Array, offsets: jax.Array | None = None) -> Tokens:
     """Row, position and validity of every token of a step whose token axes have `shape` (`(S, T)` or `(N,)`)."""
+    return _locate(tuple(shape), lengths, new, offsets)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _locate(shape: tuple[int, ...], lengths: jax.Array, new: jax.Array, offsets: jax.Array | None) -> Tokens:
     if len(shape) == 2:
         row, index = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     else:

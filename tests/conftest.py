@@ -1,10 +1,7 @@
 """Strict settings for every test: no implicit dtype or rank promotion, and several virtual CPU devices."""
 
-import atexit
 import os
 import pathlib
-import shutil
-import tempfile
 
 from nightly import NIGHTLY
 
@@ -21,17 +18,6 @@ import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-# The same small programs are compiled by many tests, and by several processes. By day what one has compiled in this run
-# the others read back; an entry that another process is still writing cannot be read, and is compiled.
-PROGRAMS = "JAXKV_TEST_PROGRAMS"
-if not NIGHTLY:
-    if PROGRAMS not in os.environ:
-        os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="jaxkv-programs-")
-        atexit.register(shutil.rmtree, os.environ[PROGRAMS], ignore_errors=True)
-    jax.config.update("jax_compilation_cache_dir", os.environ[PROGRAMS])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 MAPS = pathlib.Path("/proc/self/maps")
 MANY_MAPS = 20_000

@@ -50,6 +50,12 @@ def fork(cache: Cache, src: Any, dst: Any) -> Cache:
         _check_pairs(*(np.atleast_1d(x).tolist() for x in given))
     if src.shape not in (dst.shape, (1,)):
         raise ValueError(f"src and dst must be equally long, but have {src.shape[0]} and {dst.shape[0]} rows.")
+    return _fork(cache, src, dst)
+
+
+@jax.jit
+def _fork(cache: Cache, src: jax.Array, dst: jax.Array) -> Cache:
+    rows = cache.lengths.shape[0]
     itself = jnp.arange(rows, dtype=jnp.int32)
     asked = scatter_rows(itself, dst, jnp.broadcast_to(src, dst.shape))
     source = jnp.clip(asked, 0, rows - 1)
@@ -77,7 +83,12 @@ def reorder(cache: Cache, order: Any) -> Cache:
     rows = cache.lengths.shape[0]
     if not isinstance(order, jax.Array):
         row_indices("order", order, rows)
-    order = row_counts("order", order, rows)
+    return _reorder(cache, row_counts("order", order, rows))
+
+
+@jax.jit
+def _reorder(cache: Cache, order: jax.Array) -> Cache:
+    rows = cache.lengths.shape[0]
     moved = order != jnp.arange(rows, dtype=jnp.int32)
     source = jnp.clip(order, 0, rows - 1)
     sensible = jnp.all(source == order)
@@ -102,7 +113,11 @@ def truncate(cache: Cache, lengths: Any) -> Cache:
     >>> jaxkv.truncate(jaxkv.extend(cache, [40, 20]), [10, 64]).lengths.tolist()
     [10, 20]
     """
-    target = row_counts("lengths", lengths, cache.lengths.shape[0])
+    return _truncate(cache, row_counts("lengths", lengths, cache.lengths.shape[0]))
+
+
+@jax.jit
+def _truncate(cache: Cache, target: jax.Array) -> Cache:
     shorter = (target >= 0) & (target < cache.lengths)
     gone = jnp.zeros_like(shorter)
     for group, tables in enumerate(cache.tables):

@@ -1,6 +1,8 @@
 """Room for tokens: `extend`, `reserve` and `free`. Index arithmetic only; keys and values are not touched."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +13,20 @@ from jaxkv._core.allocator import blocks_for, give_back, replace_entries, serve,
 from jaxkv._core.arguments import row_counts, row_mask
 from jaxkv._core.cache import Cache
 from jaxkv._core.state import NULL_BLOCK, BlockTables
+
+
+def on_tables(function: Callable[..., Cache]) -> Callable[..., Cache]:
+    """`function(cache, arrays...)`, which changes the tables alone, as one program where it is called outside of any.
+
+    The pools go past it: a program would copy them.
+    """
+    program = jax.jit(function)
+
+    @functools.wraps(function)
+    def run(cache: Cache, *arrays: jax.Array) -> Cache:
+        return program(cache.replace(pools=()), *arrays).replace(pools=cache.pools)
+
+    return run
 
 
 def extend(cache: Cache, num_tokens: Any) -> Cache:
@@ -37,7 +53,11 @@ def extend(cache: Cache, num_tokens: Any) -> Cache:
     >>> cache.lengths.tolist(), cache.failed.tolist()
     ([20, 0, 0], [False, False, True])
     """
-    requested = row_counts("num_tokens", num_tokens, cache.lengths.shape[0])
+    return _extend(cache, row_counts("num_tokens", num_tokens, cache.lengths.shape[0]))
+
+
+@on_tables
+def _extend(cache: Cache, requested: jax.Array) -> Cache:
     room = cache.config.max_seq_len - cache.lengths
     fits = (requested > 0) & (requested <= room) & ~cache.failed
     cache = leave_windows(cache)
@@ -73,7 +93,11 @@ def reserve(cache: Cache, target_lengths: Any) -> Cache:
     >>> jaxkv.reserve(cache, [33, 0]).blocks_in_use
     3
     """
-    target = row_counts("target_lengths", target_lengths, cache.lengths.shape[0])
+    return _reserve(cache, row_counts("target_lengths", target_lengths, cache.lengths.shape[0]))
+
+
+@on_tables
+def _reserve(cache: Cache, target: jax.Array) -> Cache:
     fits = (target >= 0) & (target <= cache.config.max_seq_len) & ~cache.failed
     granted, needs, tables = _make_room(cache, jnp.where(fits, target, 0))
     refused, wanted = ~(granted & fits | cache.failed), jnp.where(target < 0, -1, target)
@@ -92,8 +116,11 @@ def free(cache: Cache, rows: Any) -> Cache:
     >>> jaxkv.free(jaxkv.extend(cache, [30, 30]), [0])
     Cache(2 of 4 blocks used, 30 tokens in 1 of 2 rows, 1 layer, 5.0 KiB)
     """
-    mask = row_mask("rows", rows, cache.lengths.shape[0])
+    return _free(cache, row_mask("rows", rows, cache.lengths.shape[0]))
 
+
+@on_tables
+def _free(cache: Cache, mask: jax.Array) -> Cache:
     def empty(tables: BlockTables) -> BlockTables:
         if not cache.config.contiguous:
             tables = replace_entries(tables, jnp.where(mask[:, None], NULL_BLOCK, tables.tables))

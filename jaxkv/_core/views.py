@@ -3,6 +3,7 @@
 Sizes are Python numbers outside `jit` and traced arrays inside.
 """
 
+import functools
 import html
 from typing import Any
 
@@ -219,13 +220,7 @@ class Views:
         """Physical block and offset of tokens; `row` and `position` broadcast. The null block where there is none."""
         tables = self.layer(layer).tables
         row, position = jnp.asarray(row, jnp.int32), jnp.asarray(position, jnp.int32)
-        rows, width = tables.tables.shape
-        block_size = self.config.block_size
-        inside = (row >= 0) & (row < rows) & (position >= 0)
-        inside &= position < tables.lengths[jnp.clip(row, 0, rows - 1)]
-        column = jnp.clip(position // block_size, 0, width - 1)
-        block = tables.tables[jnp.clip(row, 0, rows - 1), column]
-        return jnp.where(inside, block, 0), jnp.where(inside, position % block_size, 0)
+        return _slots(tables.tables, tables.lengths, row, position, self.config.block_size)
 
     def read(self, layer: int, row: Any, position: Any) -> tuple[jax.Array, jax.Array]:
         """Keys and values `[..., K, D]` of tokens; `row` and `position` broadcast. 0 where there is none.
@@ -313,6 +308,16 @@ class Views:
             f"Cache({self.blocks_in_use} of {self.num_blocks} blocks used, {self.num_tokens} tokens in {rows} of "
             f"{self.lengths.size} rows, {f'{failed} failed, ' if failed else ''}{size})"
         )
+
+
+@functools.partial(jax.jit, static_argnames="block_size")
+def _slots(tables: jax.Array, lengths: jax.Array, row: jax.Array, position: jax.Array, block_size: int) -> Any:
+    rows, width = tables.shape
+    inside = (row >= 0) & (row < rows) & (position >= 0)
+    inside &= position < lengths[jnp.clip(row, 0, rows - 1)]
+    column = jnp.clip(position // block_size, 0, width - 1)
+    block = tables[jnp.clip(row, 0, rows - 1), column]
+    return jnp.where(inside, block, 0), jnp.where(inside, position % block_size, 0)
 
 
 def format_bytes(count: float) -> str:

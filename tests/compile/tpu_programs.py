@@ -1,6 +1,7 @@
 """Compiles the TPU kernels for a chip that is not there, and prints what the compiler says as JSON.
 
-A script of its own, for libtpu must not be near the tests' own process: `python tpu_programs.py v6e`.
+A script of its own, for libtpu must not be near the tests' own process: `python tpu_programs.py v6e`, which compiles
+all programs; for another chip, those whose kernels differ most from chip to chip, and all with one more argument.
 """
 
 import functools
@@ -94,7 +95,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     }
 
 
-def main(chip):
+def main(chip, everything=""):
     if chip == "four":
         mesh = Mesh(np.array(devices("v6e:2x2", (2, 2, 1))), ("x",))
         programs = {"sharded heads": ("llama3-8b", "write_and_attend", (ROWS, 1), {"sharded": True, "layers": 2})}
@@ -103,20 +104,20 @@ def main(chip):
         programs = {
             "fused": ("llama3-8b", "write_and_attend", (ROWS, 1), {}),
             "fused, head_dim 64": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {}),
-            "fused, window and soft cap": ("gemma2-2b", "write_and_attend", (ROWS, 1), {}),
-            "decode": ("llama3-8b", "paged_attention", (ROWS, 1), {}),
-            "fused, chosen by the platform": ("llama3-8b", "write_and_attend", (ROWS, 1), {"implementation": None}),
-            "write": ("llama3-8b", "write_kv", (64,), {}),
             "write of many tokens": ("llama3-8b", "write_kv", (ROWS, 256), {}),
             "write of many tokens, small pool": ("llama3-8b", "write_kv", (ROWS, 256), {"blocks_per_row": 256}),
-            "prefill": ("gemma3-1b", "paged_attention", (1, 128), {}),
             "mixed": ("qwen3-30b-a3b", "write_and_attend", (64,), {}),
             "fused, int8": ("llama3-8b", "write_and_attend", (ROWS, 1), INT8),
         }
-        if chip == "v6e":
+        if everything or chip == "v6e":
             programs |= {
                 "latent, fused": ("deepseek-v3", "write_and_attend", (ROWS, 1), {}),
                 "latent, mixed": ("deepseek-v3", "write_and_attend", (64,), {}),
+                "fused, window and soft cap": ("gemma2-2b", "write_and_attend", (ROWS, 1), {}),
+                "decode": ("llama3-8b", "paged_attention", (ROWS, 1), {}),
+                "fused, chosen by the platform": ("llama3-8b", "write_and_attend", (ROWS, 1), {"implementation": None}),
+                "write": ("llama3-8b", "write_kv", (64,), {}),
+                "prefill": ("gemma3-1b", "paged_attention", (1, 128), {}),
                 "mixed, head_dim 64": ("llama3.2-1b", "write_and_attend", (64,), {}),
                 "write of many tokens where attention is refused": (
                     "llama3-8b",
@@ -136,4 +137,4 @@ def main(chip):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

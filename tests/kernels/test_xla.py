@@ -30,7 +30,8 @@ def junk_tables(case, inputs):
 def permute_blocks(inputs):
     order = np.random.default_rng(3).permutation(inputs.kv.shape[0])
     where = np.argsort(order).astype(np.int32)
-    return inputs._replace(kv=inputs.kv[order], tables=jnp.asarray(where)[inputs.tables])
+    kv, tables = np.asarray(inputs.kv)[order], where[np.asarray(inputs.tables)]
+    return inputs._replace(kv=jnp.asarray(kv), tables=jnp.asarray(tables))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

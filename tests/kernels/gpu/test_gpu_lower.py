@@ -8,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from nightly import NIGHTLY
 
 from pallas_kernels import gpu
 from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.tiles import Tile
 
+# By day the ends and what is odd of each axis; most of what lies between, tests/compile/test_gpu_compile.py compiles.
 AXES = {
-    "block_size": (8, 16, 24, 32, 64, 128, 256, 4096),  # 4096: the contiguous layout
+    "block_size": (8, 16, 24, 32, 64, 128, 256, 4096) if NIGHTLY else (8, 24, 128, 4096),  # 4096: contiguous
     "head_dim": (64, 80, 96, 128, 256),
-    "group": (1, 4, 5, 7, 8, 16, 20),
+    "group": (1, 4, 5, 7, 8, 16, 20) if NIGHTLY else (1, 7, 20),
     "dtype": (jnp.bfloat16, jnp.float16),
     "window": (None, 100),
     "soft_cap": (None, 30.0),
@@ -64,10 +66,10 @@ def lower(*, block_size, head_dim, group, dtype, window, soft_cap, sinks, tokens
     jax.jit(attend).trace(q, kv, tables, row, row, sinks).lower(lowering_platforms=("cuda",))
 
 
-@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("part", range(3))
 def test_matrix(part):
     failures = []
-    for combination in sample()[part::6]:
+    for combination in sample()[part::3]:
         try:
             lower(**combination)
         except Exception as e:  # collected, so that one run shows them all
@@ -111,6 +113,6 @@ def test_x64_lowers(tokens):
 def test_too_many_stages(monkeypatch):
     """Negative control: more slots than shared memory holds run in the interpreter, and are caught here."""
     plan = tuning.DecodePlan(Tile(tokens=128, stages=4), num_blocks=8)
-    monkeypatch.setattr(tuning, "decode_plan", lambda head_dim, columns: plan)
+    monkeypatch.setattr(tuning, "decode_plan", lambda *_: plan)
     with pytest.raises(ValueError, match="shared memory"):
         lower(**DEFAULTS | dict(head_dim=256))
