@@ -103,6 +103,8 @@ def crafted(folder):
             for value in [*VALUES, ...]:
                 if path or value is not ...:
                     yield (name, *path, value), (put(fields, (name, *path), value), entries, body)
+    many = ("cache", "config", "max_seqs")
+    yield (*many, 2**24), (put(fields, many, 2**24), entries, body)  # sizes that a config may have, but for no tokens
     for path in places(entries):
         for value in [*VALUES, ..., "F16", "I32", "U8", "F8_E4M3"]:
             if path:
@@ -133,6 +135,7 @@ def test_senseless_content_is_a_sentence(tmp_path):
             assert str(path) in str(error) and len(str(error)) < 1500, what
         else:  # the same tokens in a cache of another size
             jaxkv.check_invariants(cache)
+            assert (np.frombuffer(content[2]["lengths"], np.int32) >= 0).all(), what
         seconds, (_, peak) = time.process_time() - start, tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert seconds < 1 + len(path.read_bytes()) / 1e5, (what, seconds)
