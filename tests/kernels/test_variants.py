@@ -138,5 +138,5 @@ def test_what_nobody_takes():
     given = {"q": inputs.q, "kv": inputs.kv, "tables": inputs.tables}
     with pytest.raises(TypeError, match="takes no bias: a slope by distance is alibi="):
         pallas_kernels.explain(**given, bias=1)
-    with pytest.raises(TypeError, match="takes no colour: it takes alibi, causal"):
+    with pytest.raises(TypeError, match="takes no colour: it takes alibi, blocks"):
         pallas_kernels.explain(**given, colour="red")
