@@ -109,7 +109,7 @@ def check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sink
         raise ValueError(f"mask must be bool{[*q.shape[:-2], 'C']}, not {mask.dtype}{list(mask.shape)}.")
 
 
-def check_variants(q, tables, alibi, spans, tree, causal, blocks, **others) -> None:
+def check_variants(q, tables, alibi, spans, tree, causal, blocks, deterministic, **others) -> None:
     """What decides who sees whom, and what goes with what. `others` are the options that some of it excludes."""
     given = {name: x for name, x in others.items() if x is not None}
     num_heads = q.shape[-2]
@@ -129,8 +129,9 @@ def check_variants(q, tables, alibi, spans, tree, causal, blocks, **others) -> N
             f"blocks must be i32[{tables.shape[0]}, n], the logical blocks of each row to read, not "
             f"{blocks.dtype}{list(blocks.shape)}."
         )
-    if not isinstance(causal, bool | np.bool):
-        raise ValueError(f"causal must be True or False, not {causal!r}.")
+    for name, x in {"causal": causal, "deterministic": deterministic}.items():
+        if not isinstance(x, bool | np.bool):
+            raise ValueError(f"{name} must be True or False, not {x!r}.")
     if tree is not None and (spans is not None or "mask" in given):
         raise ValueError(
             f"tree says by itself what a token sees, and cannot be combined with "

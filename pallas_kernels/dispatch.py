@@ -32,7 +32,7 @@ class Choice(NamedTuple):
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, scale=None, soft_cap=None,
     window=None, sinks=None, mask=None, return_lse=False, alibi=None, spans=None, tree=None, causal=True, chunk=None,
-    blocks=None, implementation=None,
+    blocks=None, deterministic=False, implementation=None,
 ):  # fmt: skip
     """Causal attention of a step's tokens over the blocks of their rows.
 
@@ -71,6 +71,8 @@ def paged_attention(
         tokens need be theirs (cross-attention).
       blocks: `i32[S, n]`: of each row only these logical blocks are read, in increasing order with -1 behind them.
       chunk: a token at position p sees positions from `p // chunk * chunk` on. Not with `window`.
+      deterministic: a row's output and LSE are the same to the bit whatever the other rows, the table's width, T and
+        the numbers of blocks are, in one layout and dtype. Gradients are not.
       return_lse: also return the natural logarithm of the softmax's denominator, its sink included.
       implementation: None picks the kernels of the platform, and XLA where they do not fit; a name insists.
 
@@ -96,9 +98,10 @@ def paged_attention(
     check_pool(kv, tables, lengths, new, offsets, rank)
     check_kind(kv, kv_scale, kind, q.shape[-1])
     check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank, chunk)
-    check_variants(q, tables, alibi, spans, tree, causal, blocks, window=window, chunk=chunk, mask=mask)
+    check_variants(q, tables, alibi, spans, tree, causal, blocks, deterministic, window=window, chunk=chunk, mask=mask)
     options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
-    options |= _unusual(dict(alibi=alibi, spans=spans, tree=tree, causal=causal, chunk=chunk, blocks=blocks))
+    variants = dict(alibi=alibi, spans=spans, tree=tree, causal=causal, chunk=chunk, blocks=blocks)
+    options |= _unusual(variants | {"deterministic": deterministic})
     arguments = dict(q=q, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, kv_scale=kv_scale, **options)
     arguments |= _if_given(kind=kind, rank=rank)
     return _differentiable("paged_attention", implementation, arguments)
@@ -136,7 +139,8 @@ def write_and_attend(
     """`write_kv`, then `paged_attention` over the result; in one kernel where a backend has one.
 
     Args:
-      **variants: `alibi`, `spans`, `tree`, `causal`, `chunk` and `blocks`; all arguments are as in those two.
+      **variants: `alibi`, `spans`, `tree`, `causal`, `chunk`, `blocks` and `deterministic`; all
+        arguments are as in those two.
 
     Returns:
       `(out, kv)`, where out is what `paged_attention` returns, and kv what `write_kv` does.
@@ -198,13 +202,15 @@ def explain(
 
 
 # Options that decide who sees whom, which not every backend knows.
-VARIANTS = ("alibi", "spans", "tree", "causal", "chunk", "blocks")
+VARIANTS = ("alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic")
+USUAL = {"causal": True, "deterministic": False}  # the others: None
 TAKEN = {name for f in (paged_attention, write_kv) for name in inspect.signature(f).parameters} - {"implementation"}
 
 
 def _unusual(options: dict[str, Any]) -> dict[str, Any]:
     """Those of the variants that ask for anything."""
-    return {name: x for name in VARIANTS if (x := options.get(name)) is not None and not (name == "causal" and x)}
+    given = {name: options[name] for name in VARIANTS if options.get(name) is not None}
+    return {name: x for name, x in given.items() if not (name in USUAL and bool(x) == USUAL[name])}
 
 
 def check_names(op: str, names: Collection[str]) -> None:

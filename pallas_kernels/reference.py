@@ -14,7 +14,7 @@ from pallas_kernels.kinds import LARGEST as KINDS  # noqa: F401 (what it stores)
 from pallas_kernels.tokens import default_offsets, locate
 
 LATENT = True  # it reads latent rows
-VARIANTS = frozenset({"alibi", "spans", "tree", "causal", "chunk", "blocks"})  # what else it takes
+VARIANTS = frozenset({"alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic"})  # what else it takes
 
 
 def dense(
@@ -48,7 +48,7 @@ def dense(
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
     mask=None, return_lse=False, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True, chunk=None,
-    blocks=None,
+    blocks=None, deterministic=False,
 ):  # fmt: skip
     """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
     *token_axes, num_heads, head_dim = q.shape

@@ -45,9 +45,9 @@ def attention(
       step: what `plan_step` made of this step; without it the same is found out here.
       implementation: None picks what the platform has and falls back to "xla"; or "xla", "gpu", "tpu", "reference".
       **options: `scale` (which a latent layer must be given), `soft_cap`, `sinks`, `window`, `mask`, `return_lse`,
-        `alibi`, `spans` and `tree`, as in `pallas_kernels.paged_attention`. `window` is the layer's own by default, and
-        cannot be wider; a layer's chunk is always its own. Parents of a `tree` that are known on the host must be -1 or
-        an earlier token; a step planned with a tree has it already.
+        `alibi`, `spans`, `tree` and `deterministic`, as in `pallas_kernels.paged_attention`. `window` is the layer's
+        own by default, and cannot be wider; a layer's chunk is always its own. Parents of a `tree` that are known on
+        the host must be -1 or an earlier token; a step planned with a tree has it already.
 
     Returns:
       `(out, cache)`; out has q's shape and dtype, and is 0 for padding and for rows that failed. With `return_lse`,

@@ -74,8 +74,9 @@ class Pipeline:
             end = min(sequence.cached + count, sequence.length)
             given = sequence.tokens[sequence.cached : end]
             given += [FROM_DEVICE] * (end - sequence.cached - len(given))
-            given += sequence.guesses[: count - len(given)]
-            rows[GUESSED, row] = sequence.cached + count - end
+            guesses = sequence.guesses[: count - len(given)]
+            given += guesses
+            rows[GUESSED, row] = len(guesses)
             rows[:TOKEN, row] = count, end == sequence.length
             rows[COLUMN, row] = sequence.request.column
             if is_decode:

@@ -166,7 +166,7 @@ class Scheduler:
         """Note that a step was computed; the sequences that are due new tokens now, still unread."""
         due = []
         for sequence, count in step.counts.items():
-            sequence.cached += min(count, sequence.pending)  # of guesses it is not known yet
+            sequence.cached += min(count, sequence.pending) if sequence.guesses else count  # of guesses it is not known
             if sequence.cached >= sequence.length:  # its last tokens were chosen on the way
                 sequence.unread = sequence.cached + 1 - len(sequence.tokens)
                 due.append(sequence)

@@ -12,4 +12,4 @@ from pallas_kernels.xla.attention import (
 )
 
 LATENT = True  # it reads latent rows
-VARIANTS = frozenset({"alibi", "spans", "tree", "causal", "chunk", "blocks"})  # what else it takes
+VARIANTS = frozenset({"alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic"})  # what else it takes

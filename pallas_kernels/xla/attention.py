@@ -18,11 +18,13 @@ from pallas_kernels.tokens import locate
 from pallas_kernels.xla import work as tiles
 
 
-@functools.partial(jax.jit, static_argnames=("window", "return_lse", "kind", "rank", "causal", "chunk"))
+@functools.partial(
+    jax.jit, static_argnames=("window", "return_lse", "kind", "rank", "causal", "chunk", "deterministic")
+)
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
     mask=None, return_lse=False, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True, chunk=None,
-    blocks=None,
+    blocks=None, deterministic=False,
 ):  # fmt: skip
     """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
     *token_axes, num_heads, head_dim = q.shape
@@ -44,8 +46,8 @@ def paged_attention(
     inputs = _Inputs(flat_q, kv, kv_scale, kind, rank, scale, soft_cap, alibi, sight)
 
     def attend(count: jax.Array, queries: int, lanes: int) -> _Softmax:
-        tiling = tiles.choose_tiling(inputs.q, kv, tables if blocks is None else blocks, queries)
-        return _attend_tiles(inputs, rows._replace(count=count), token, tiling, lanes)
+        tiling = tiles.choose_tiling(inputs.q, kv, tables if blocks is None else blocks, queries, deterministic)
+        return _attend_tiles(inputs, rows._replace(count=count), token, tiling, lanes, deterministic)
 
     # Rows with one token of this step gain nothing from tiles of queries: they have a loop of their own, which is all
     # there is in a decode step.
@@ -53,7 +55,7 @@ def paged_attention(
     if longest == 1:
         softmax = attend(rows.count, 1, tables.shape[0])
     else:
-        queries = min(tiles.PREFILL_QUERIES, longest)
+        queries = tiles.PREFILL_QUERIES if deterministic else min(tiles.PREFILL_QUERIES, longest)
         lone = rows.count == 1
         one = attend(jnp.where(lone, rows.count, 0), 1, tables.shape[0])
         lanes = min(tables.shape[0], num_tokens // 2) + num_tokens // queries
@@ -99,7 +101,9 @@ class _Softmax(NamedTuple):
     values: jax.Array  # [..., H, D]: the sum of exp(logit - top) * value
 
 
-def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling, lanes: int) -> _Softmax:
+def _attend_tiles(
+    inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling, lanes: int, deterministic: bool
+) -> _Softmax:  # fmt: skip
     """The softmax of every token, `[tokens, H]`, of the rows whose `count` is not 0."""
     q, kv, kv_scale, kind, rank, scale, soft_cap, alibi, sight = inputs
     num_tokens, num_heads, head_dim = q.shape
@@ -142,13 +146,13 @@ def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling
         logits = jnp.where(seen, tiles.bent(logits, alibi, items.distance), -jnp.inf)
 
         # Items of a lane are neighbours, often in the same step: what the lane has is rescaled once, at the first one.
-        lane = items.lane
-        top = softmax.top.at[lane].max(logits.max(axis=-1))
-        reference = jnp.where(jnp.isneginf(top[lane]), 0.0, top[lane])
-        first = jnp.append(True, lane[1:] != lane[:-1])[:, None, None]
-        shrink = jnp.where(first, jnp.exp(softmax.top[lane] - reference), 1.0)
+        # That makes the bits depend on which items share a step; to be deterministic, each has a softmax of its own.
+        lane, item_top = items.lane, logits.max(axis=-1)
+        top = softmax.top.at[lane].max(item_top)
+        reference = item_top if deterministic else top[lane]
+        reference = jnp.where(jnp.isneginf(reference), 0.0, reference)
         weights = jnp.exp(logits - reference[..., None])
-        total = softmax.total.at[lane].multiply(shrink).at[lane].add(weights.sum(axis=-1))
+        item_total = weights.sum(axis=-1)
         if value_scales is not None:
             value_scales = jnp.where(visible, value_scales, 0)
         if tiling.queries > 1:  # one query may see a NaN that another one must not
@@ -161,6 +165,11 @@ def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling
         if value_scales is not None:
             weights *= value_scales[:, :, None]
         weighted = product("ikqc,ikcd->ikqd", weights.astype(dtype), values)
+        if deterministic:
+            return _merged_in_order(softmax, lane, _Softmax(item_top, item_total, weighted))
+        first = jnp.append(True, lane[1:] != lane[:-1])[:, None, None]
+        shrink = jnp.where(first, jnp.exp(softmax.top[lane] - reference), 1.0)
+        total = softmax.total.at[lane].multiply(shrink).at[lane].add(item_total)
         return _Softmax(top, total, softmax.values.at[lane].multiply(shrink[..., None]).at[lane].add(weighted))
 
     shape = (lanes, num_kv_heads, tiling.queries * group)
@@ -176,6 +185,21 @@ def _attend_tiles(inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling
         return x[lane, :, index % tiling.queries].reshape(num_tokens, num_heads, *x.shape[4:])
 
     return jax.tree.map(of_tokens, softmax)
+
+
+def _merged_in_order(softmax: _Softmax, lane: jax.Array, items: _Softmax) -> _Softmax:
+    """What lanes have, with some items put to it one after another: what comes out goes by their order alone. One that
+    sees nothing changes no bit."""
+
+    def merge(j, softmax: _Softmax) -> _Softmax:
+        have, item = (jax.tree.map(lambda x, i=i: x[i], s) for s, i in ((softmax, lane[j]), (items, j)))
+        top = jnp.maximum(have.top, item.top)
+        reference = jnp.where(jnp.isneginf(top), 0.0, top)
+        a, b = jnp.exp(have.top - reference), jnp.exp(item.top - reference)
+        both = _Softmax(top, have.total * a + item.total * b, have.values * a[..., None] + item.values * b[..., None])
+        return jax.tree.map(lambda x, new: x.at[lane[j]].set(new), softmax, both)
+
+    return jax.lax.fori_loop(0, lane.shape[0], merge, softmax)
 
 
 def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None):

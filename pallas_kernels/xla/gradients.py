@@ -19,7 +19,7 @@ _product = functools.partial(jnp.einsum, precision="highest")
 def attention_gradients(
     out_bar, lse_bar, out, lse, *, q, kv, tables, lengths, new, offsets=None, kv_scale=None, scale=None, soft_cap=None,
     window=None, sinks=None, mask=None, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True,
-    chunk=None, blocks=None,
+    chunk=None, blocks=None, deterministic=False,
 ):  # fmt: skip
     """Cotangents of `paged_attention`'s floating-point arguments, by name, in their shapes and dtypes.
 

@@ -19,6 +19,7 @@ from pallas_kernels.trees import Tree, climb
 STEP_BYTES = 4 * 2**20
 DECODE_CONTEXT = 64
 PREFILL_QUERIES, PREFILL_CONTEXT = 32, 256
+DETERMINISTIC_ITEMS = 8  # of a step whose shapes may not follow what there is to do
 
 
 class Tiling(NamedTuple):
@@ -43,16 +44,20 @@ class Tiling(NamedTuple):
         return tokens // self.block_size * self.runs_per_block - (-(tokens % self.block_size) // self.run)
 
 
-def choose_tiling(q: jax.Array, kv: jax.Array, tables: jax.Array, queries: int) -> Tiling:
-    """Tile sizes for queries `[tokens, H, D]`, `queries` of them to a tile."""
+def choose_tiling(
+    q: jax.Array, kv: jax.Array, tables: jax.Array, queries: int, deterministic: bool = False
+) -> Tiling:  # fmt: skip
+    """Tile sizes for queries `[tokens, H, D]`, `queries` of them to a tile. `deterministic`: for all tables."""
     num_kv_heads, block_size = kv.shape[2:4]
     num_heads, head_dim = q.shape[1:]
     context = DECODE_CONTEXT if queries == 1 else PREFILL_CONTEXT
     run = min(block_size, context)
-    pieces = max(1, min(context // run, tables.shape[1] * -(-block_size // run)))
+    pieces = max(1, context // run)
+    if not deterministic:
+        pieces = min(pieces, tables.shape[1] * -(-block_size // run))
     context = pieces * run
     item_bytes = kv.shape[1] * num_kv_heads * context * head_dim * kv.dtype.itemsize + 4 * num_heads * queries * context
-    most = -(-tables.size * block_size // context)  # all that rows could hold
+    most = DETERMINISTIC_ITEMS if deterministic else -(-tables.size * block_size // context)  # all that rows could hold
     items = max(1, min(STEP_BYTES // item_bytes, most))
     return Tiling(items, queries, pieces, run, block_size, tables.shape[1] * block_size)
 
@@ -98,7 +103,8 @@ def find_sight(
     if tree is not None:
         token = jax.tree.map(jnp.ravel, locate(token_axes, lengths, new, offsets))
         tree = climb(tree.reshape(-1), token, rows.before, rows.start, token_axes[-1])
-    if blocks is not None:  # no block is read twice
+    if blocks is not None:  # no block is read twice; there is always one, if only none
+        blocks = blocks if blocks.shape[1] else jnp.full((blocks.shape[0], 1), -1, jnp.int32)
         highest = jax.lax.cummax(jnp.pad(blocks, ((0, 0), (1, 0)), constant_values=-1)[:, :-1], axis=1)
         blocks = jnp.where((blocks > highest) & (blocks < rows.tables.shape[1]), blocks, -1)
     return Sight(window, chunk, causal, mask, None if spans is None else spans.reshape(-1), tree, blocks)

@@ -187,7 +187,7 @@ WRONG = {
         lambda c: jaxkv.LayerConfig(num_kv_heads=1, head_dim=8, chunk=4, window=4), "chunk=4 and window=4 cannot both",
     ),
     "a window in a layer with chunks": (
-        lambda c: jaxkv.attend(jnp.ones((ROWS, PLACES, HEADS, DIM)), c, layer=2, window=3), "takes no window=3",
+        lambda c: jaxkv.attend(jnp.ones((ROWS, PLACES, HEADS, DIM)), c, layer=2, window=3), "cannot take window=3",
     ),
     "sharing with another chunk": (
         lambda c: jaxkv.CacheConfig(layers=(CHUNKED, jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, shares_with=0)),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checksum_model import LONGEST, VOCAB, WINDOW, Checksum, continuation, weight
+from nightly import NIGHTLY
 
 import jaxkv
 from jaxkv._engine.drafts import NGrams
@@ -44,8 +45,10 @@ class Several(Checksum):
 ENGINES = {
     "all guesses right, swapped": (Several(WINDOWS), {"swap": "always"}),
     "some wrong, prefix cache": (Several(WINDOWS, wrong=3), {"prefix_cache": True, "spill_bytes": 1000}),
-    "some wrong, contiguous": (Several(WINDOWS, wrong=2), {"layout": "contiguous", "num_blocks": None}),
 }
+if NIGHTLY:
+    contiguous = {"layout": "contiguous", "num_blocks": None, "block_size": None}
+    ENGINES["some wrong, contiguous"] = (Several(WINDOWS, wrong=2), contiguous)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -53,8 +56,6 @@ def test_every_sequence_gets_what_it_would_alone(name):
     draft, fields = ENGINES[name]
     draw = random.Random(name)
     fields = {key: x for key, x in (TIGHT | fields).items() if x is not None}
-    if "layout" in fields:
-        fields.pop("block_size")
     engine = jaxkv.Engine(Several(WINDOWS), draft=draft, **fields)
     known = [[draw.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
     for _ in range(8):
@@ -137,7 +138,7 @@ def test_what_is_sampled_has_the_models_distribution():
     drawn = np.bincount(np.concatenate([request.tokens for request in requests]), minlength=4)
     expected = np.asarray(jax.nn.softmax(jnp.array(model.logits) / 1.5)) * drawn.sum()
     assert ((drawn - expected) ** 2 / expected).sum() < 16.3  # 3 degrees of freedom: 1 in 1000
-    assert engine.recompute is not None and engine.stats()["acceptance"] > 0.4
+    assert engine.stats()["acceptance"] > 0.4
     assert engine.steps < 120
     plain = jaxkv.Engine(model, **sizes)
     first = plain.submit([0], 120, temperature=1.5)

@@ -83,10 +83,16 @@ def arguments():
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-@pytest.mark.parametrize("name", ["alibi", "spans", "tree", "causal", "chunk", "blocks"])
+@pytest.mark.parametrize("name", ["alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic"])
 def test_kernels_refuse_by_name(platform, name):
     inputs, tokens = arguments()
-    value = tokens | {"alibi": jnp.ones(10), "causal": False, "chunk": 4, "blocks": jnp.zeros((4, 2), jnp.int32)}
+    value = tokens | {
+        "alibi": jnp.ones(10),
+        "causal": False,
+        "chunk": 4,
+        "blocks": jnp.zeros((4, 2), jnp.int32),
+        "deterministic": True,
+    }
     given = {"q": inputs.q, "kv": inputs.kv, "tables": inputs.tables, name: value[name]}
     choice = pallas_kernels.explain(platform=platform, **given)
     assert choice.implementation == "xla" and f"take no {name} yet" in choice.reason
@@ -132,5 +138,5 @@ def test_what_nobody_takes():
     given = {"q": inputs.q, "kv": inputs.kv, "tables": inputs.tables}
     with pytest.raises(TypeError, match="takes no bias: a slope by distance is alibi="):
         pallas_kernels.explain(**given, bias=1)
-    with pytest.raises(TypeError, match="takes no colour: it takes alibi, causal"):
+    with pytest.raises(TypeError, match="takes no colour: it takes alibi, blocks"):
         pallas_kernels.explain(**given, colour="red")
