@@ -37,8 +37,9 @@ class ModelDrafter:
     def __init__(self, model: Any, *, max_seqs: int, max_seq_len: int, step_tokens: int, count: int):
         sizes: dict[str, Any] = {"max_seqs": max_seqs, "max_seq_len": max_seq_len + count}
         # What it guessed is taken back, further than windows would allow: a contiguous cache keeps everything.
-        windowed = any(layer.reach is not None for layer in model.layer_configs)
-        self.config = CacheConfig.from_model(model, **sizes, **({"layout": "contiguous"} if windowed else {}))
+        if any(layer.reach is not None for layer in model.layer_configs):
+            sizes["layout"] = "contiguous"
+        self.config = CacheConfig.from_model(model, **sizes)
         self.leaves, structure = jax.tree.flatten(model)
         self.step_tokens, self.count = step_tokens, count
         self._program = draft_program(jax.tree.structure(jax.eval_shape(lambda: init(self.config))), structure)
@@ -87,7 +88,7 @@ class ModelDrafter:
 
     def _feed(self, sequences: Several[Sequence]) -> bool:
         """Give rows that lack many tokens some of them; whether there were any."""
-        rows, packed = self._rows(), []
+        rows, packed = self._rows(), list[int]()
         for sequence in sorted(sequences, key=lambda s: s.row or 0):
             row = sequence.row
             assert row is not None

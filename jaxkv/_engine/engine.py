@@ -135,7 +135,7 @@ class Engine:
         """What has been computed so far, as plain numbers; with a prefix cache, also what it saved."""
         with self._at_work(is_brief=True):
             counts = {name: self._residents.counts[name] for name in ("set_back", "swapped_out")}
-            own = {"steps": self.steps, "tokens": self.tokens, "blocks_peak": self.blocks_peak}
+            own: dict[str, Any] = {"steps": self.steps, "tokens": self.tokens, "blocks_peak": self.blocks_peak}
             own["acceptance"] = self._pipeline.accepted / max(self._pipeline.proposed, 1)
             return own | counts | (self.prefix.stats() if self.prefix else {})
 
