@@ -143,7 +143,7 @@ def changed(module, *changes, job):
 
 def without_fence():
     """V's and P's writes are not published to the matrix unit."""
-    fence = "                plgpu.commit_smem()\n                probe(interpret, v_s"
+    fence = "plgpu.commit_smem()\n                if kind is not None:\n                    plgpu.barrier_arrive(v_free"
     return changed(gpu.decode, (fence, fence.replace("plgpu.commit_smem()", "pass")), job="llama3-8b")
 
 
