@@ -82,6 +82,18 @@ def numbers(stored: jax.Array, kind: str | None) -> jax.Array:
     return stored
 
 
+def widened(stored: jax.Array) -> jax.Array:
+    """Bytes with a sign as float32.
+
+    By way of their bits, which are put into a float of 2 ** 23: XLA for CPUs converts bytes four times slower.
+
+    >>> widened(jnp.array([-128, -1, 0, 127], jnp.int8)).tolist()
+    [-128.0, -1.0, 0.0, 127.0]
+    """
+    bits = (stored.astype(jnp.int32) + 128) | (150 << 23)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32) - (2.0**23 + 128)
+
+
 def float_numbers(stored: jax.Array, kind: str) -> jax.Array:
     """The bits of floats of 8 as float32. Those that `encode` never stores, of NaN and infinity, give some number."""
     mantissa, bias = MANTISSA[kind]

@@ -122,7 +122,8 @@ def _attend_tiles(
 
     def read(items: tiles.Items, which: int) -> tuple[jax.Array, jax.Array | None]:
         """Keys or values, and the scales that are yet to be applied."""
-        stored = kinds.numbers(tiles.read_runs(kv, which, items, tiling.run, width), kind).astype(dtype)
+        stored = kinds.numbers(tiles.read_runs(kv, which, items, tiling.run, width), kind)
+        stored = (kinds.widened(stored) if stored.dtype == jnp.int8 else stored).astype(dtype)
         if kv_scale is None:
             return stored, None
         scales = tiles.read_runs(kv_scale, which, items, tiling.run, *kv_scale.shape[4:]).astype(jnp.float32)
