@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+from test_adoption import changed_lines
 
 import jaxkv
 
@@ -20,6 +21,29 @@ def test_the_snippet_runs():
         exec(snippet, names)
     assert names["out"].shape == (4, 1, 32, 128)
     assert names["cache"].lengths.tolist() == [513, 71, 4, 0]
+
+
+def test_the_lines_of_the_diff_are_those_of_a_decoder():
+    """What the paged one has and the dense one has not, all of it and in this order."""
+    (block,) = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)
+    shown = [line[1:].strip() for line in block.splitlines() if line.startswith("+")]
+    assert shown == [line.strip() for line in changed_lines("linen")]
+    dense = (ROOT / "tests/adopted/linen_dense.py").read_text()
+    unchanged = [line[1:] for line in block.splitlines() if line.startswith((" ", "-")) and "…" not in line]
+    for line in unchanged:
+        assert re.sub(r": [^,)]+", "", line) in re.sub(r": (?:Config|int)\b", "", dense), line
+
+
+def test_figures_of_the_decoders_are_those_measured():
+    import json
+
+    rows = json.loads((ROOT / "benchmarks/results/adoption.json").read_text())["rows"]
+    line = next(line for line in TEXT.splitlines() if "benchmarks/adoption.py" in line)
+    said = [float(x) for x in re.findall(r"(\d+\.\d)x", line)]
+    assert [int(n) for n in re.findall(r"(\d+), (\d+) and (\d+) lines", line)[0]] == [
+        len(changed_lines(row["style"])) for row in rows
+    ]
+    assert said == [round(row[key], 1) for key in ("dense / paged", "compile, paged / dense") for row in rows]
 
 
 def test_the_drawing_is_a_real_cache():
