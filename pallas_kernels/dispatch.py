@@ -23,7 +23,14 @@ IMPLEMENTATIONS = {"xla": None, "reference": None, "gpu": "cuda", "tpu": "tpu"}
 
 
 class Choice(NamedTuple):
-    """What runs, and why nothing faster does."""
+    """What runs, and why nothing faster does.
+
+    >>> from pallas_kernels import testing
+    >>> q, kv, *tables = testing.make_inputs(testing.Case(lengths=(5, 17), new=(1, 1)))
+    >>> names = dict(zip(("tables", "lengths", "new"), tables))
+    >>> explain(q=q, kv=kv, **names, implementation="xla").implementation
+    'xla'
+    """
 
     implementation: str
     reason: str
@@ -123,6 +130,12 @@ def write_kv(
 
     Raises:
       ValueError, NotImplementedError: as `paged_attention`.
+
+    >>> from pallas_kernels import testing
+    >>> _, kv, *tables = testing.make_inputs(testing.Case(lengths=(5, 17), new=(1, 1)))
+    >>> k = jnp.ones((2, 1, kv.shape[2], kv.shape[-1]), kv.dtype)
+    >>> write_kv(kv, k, k, *tables).shape == kv.shape
+    True
     """
     check_pool(kv, tables, lengths, new, offsets, rank)
     check_kind(kv, kv_scale, kind, k.shape[-1])
@@ -144,6 +157,13 @@ def write_and_attend(
 
     Returns:
       `(out, kv)`, where out is what `paged_attention` returns, and kv what `write_kv` does.
+
+    >>> from pallas_kernels import testing
+    >>> q, kv, *tables = testing.make_inputs(testing.Case(lengths=(5, 17), new=(1, 1)))
+    >>> k = jnp.ones((2, 1, kv.shape[2], kv.shape[-1]), kv.dtype)
+    >>> out, kv = write_and_attend(q, k, k, kv, *tables)
+    >>> out.shape
+    (2, 1, 4, 64)
     """
     check_pool(kv, tables, lengths, new, offsets, rank)
     check_kind(kv, kv_scale, kind, q.shape[-1])

@@ -5,7 +5,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """The sizes of one model's attention."""
+    """The sizes of one model's attention.
+
+    >>> AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, num_layers=32).group
+    4
+    """
 
     num_heads: int
     num_kv_heads: int

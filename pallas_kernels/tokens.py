@@ -12,7 +12,12 @@ import jax.numpy as jnp
 
 
 class Tokens(NamedTuple):
-    """One entry per token place, `[S, T]` padded or `[N]` packed."""
+    """One entry per token place, `[S, T]` padded or `[N]` packed.
+
+    >>> token = locate((2, 2), lengths=jnp.array([5, 1]), new=jnp.array([2, 1]))
+    >>> token.row.tolist(), token.valid.tolist()
+    ([[0, 0], [1, 1]], [[True, True], [True, False]])
+    """
 
     row: jax.Array  # i32: the row the token belongs to; in range also for padding
     position: jax.Array  # i32: its absolute position in the row; 0 for padding
@@ -25,7 +30,16 @@ def default_offsets(new: jax.Array) -> jax.Array:
 
 
 def locate(shape: tuple[int, ...], lengths: jax.Array, new: jax.Array, offsets: jax.Array | None = None) -> Tokens:
-    """Row, position and validity of every token of a step whose token axes have `shape` (`(S, T)` or `(N,)`)."""
+    """Row, position and validity of every token of a step whose token axes have `shape` (`(S, T)` or `(N,)`).
+
+    Args:
+      shape: `(S, T)` for padded tokens, `(N,)` for packed ones.
+      lengths, new: `i32[S]`, tokens of each row, this step's included, and how many are this step's.
+      offsets: `i32[S]`, where each row's packed tokens start; default: one row after another.
+
+    >>> locate((4,), lengths=jnp.array([5, 1]), new=jnp.array([2, 1])).position.tolist()
+    [3, 4, 0, 0]
+    """
     return _locate(tuple(shape), lengths, new, offsets)
 
 

@@ -29,6 +29,25 @@ def test_every_public_name_resolves_and_is_documented(package):
             assert not first_line.startswith(f"{name}("), f"{package.__name__}.{name} has only a generated docstring"
 
 
+PUBLIC = (*PACKAGES, *(getattr(jaxkv, name) for name in ("convert", "linen", "models", "nnx", "testing")))
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_every_public_name_has_an_example(module):
+    for name in module.__all__:
+        value = getattr(module, name)
+        if callable(value):
+            assert ">>> " in (inspect.getdoc(value) or ""), f"{module.__name__}.{name} has no example"
+
+
+@pytest.mark.parametrize("module", PUBLIC[len(PACKAGES) :], ids=lambda module: module.__name__)
+def test_help_of_a_module_stands_alone(module):
+    """It says how to import it, and what each of its names is for."""
+    text = inspect.getdoc(module)
+    assert f"`import {module.__name__}`" in text
+    assert all(f"`{name}" in text for name in module.__all__ if name not in ("Trace",)), module.__name__
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_init_is_a_table_of_contents(package):
     assert len(inspect.getsource(package).splitlines()) < 60

@@ -44,10 +44,22 @@ def attention(
       layer: the layer's index, for a cache. In a stacked one it may be traced.
       step: what `plan_step` made of this step; without it the same is found out here.
       implementation: None picks what the platform has and falls back to "xla"; or "xla", "gpu", "tpu", "reference".
-      **options: `scale` (which a latent layer must be given), `soft_cap`, `sinks`, `window`, `mask`, `return_lse`,
-        `alibi`, `spans`, `tree` and `deterministic`, as in `pallas_kernels.paged_attention`. `window` is the layer's
-        own by default, and cannot be wider; a layer's chunk is always its own. Parents of a `tree` that are known on
-        the host must be -1 or an earlier token; a step planned with a tree has it already.
+      scale: what the logits are multiplied by, a float or a scalar array; default `head_dim ** -0.5`. A latent layer
+        must be given one.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after `scale`.
+      window: a token sees only the last `window` positions, its own included; default: the layer's own, which it cannot
+        exceed. A layer's chunk is always its own.
+      sinks: `f32[H]`, one more logit per head in the softmax's denominator, without a value.
+      mask: `bool[S, T, C]` padded or `bool[N, C]` packed, and-ed with causality: may the token see position c of its
+        row? Positions from C on are not seen. Kernels for TPU and GPU take none: then XLA runs.
+      alibi: `f32[H]`, the slope of what each logit loses with the distance of the positions, after `soft_cap`.
+      spans: `i32[S, T]` or `i32[N]`, 0 for none: tokens of one row and one step with the same number see each other,
+        whatever their order, window and chunk.
+      tree: `i32[S, T]` or `i32[N]`, each token's parent, counted from the row's first new token; -1 is the context. A
+        token sees the context, its ancestors and itself. Parents that are known on the host must be -1 or an earlier
+        token; a step planned with a tree has it already.
+      deterministic: a row's output is the same to the bit, whoever else is in the batch.
+      return_lse: also return the natural logarithm of the softmax's denominator, `f32[S, T, H]` or `f32[N, H]`.
 
     Returns:
       `(out, cache)`; out has q's shape and dtype, and is 0 for padding and for rows that failed. With `return_lse`,

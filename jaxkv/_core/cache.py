@@ -16,7 +16,22 @@ from jaxkv._core.views import Views, check_head
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Cache(Views):
-    """An immutable paged KV cache. Made by `jaxkv.init`; every function of the library returns a new one."""
+    """An immutable paged KV cache. Made by `jaxkv.init`; every function of the library returns a new one.
+
+    Fields:
+      tables: which blocks each row holds, once for each group of layers.
+      pools: the blocks, one pool a layer.
+      config: what it was made for; static.
+
+    An older cache stays valid unless it was donated:
+
+    >>> import jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, num_blocks=4))
+    >>> longer = jaxkv.extend(cache, [20, 3])
+    >>> cache.lengths.tolist(), longer.lengths.tolist(), longer.blocks_in_use
+    ([0, 0], [20, 3], 3)
+    """
 
     tables: tuple[BlockTables, ...]  # one per group of layers
     # One per layer; None for a layer that shares another's, or that is stacked behind another.

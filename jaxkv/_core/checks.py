@@ -83,7 +83,16 @@ def check(cache: Cache) -> None:
 
 
 def check_invariants(cache: Cache) -> None:
-    """Raise AssertionError unless the whole state is consistent. For tests and debugging; it reads everything back."""
+    """Raise AssertionError unless the whole state is consistent. For tests and debugging; it reads everything back.
+
+    >>> import jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, num_blocks=4))
+    >>> jaxkv.check_invariants(cache)
+    >>> jaxkv.check_invariants(cache.replace(tables=cache.tables * 2))
+    Traceback (most recent call last):
+    AssertionError: one BlockTables for each group
+    """
     check_on_host(cache, "check_invariants")
     config = cache.config
     assert len(cache.tables) == len(config.groups), "one BlockTables for each group"

@@ -26,7 +26,15 @@ from jaxkv._core.variants import read_tree, tree_positions
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """What `extend` has made room for, laid out over a step's tokens. Made by `plan_step`."""
+    """What `extend` has made room for, laid out over a step's tokens. Made by `plan_step`.
+
+    >>> import jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, num_blocks=4))
+    >>> step = jaxkv.plan_step(jaxkv.extend(cache, [1, 1]), (2, 1))
+    >>> step.decode, step.token_axes, step.positions.tolist()
+    (True, (2, 1), [[0], [0]])
+    """
 
     tables: tuple[BlockTables, ...]  # of each group, without the tokens of rows that do not fit, which are marked
     dropped: jax.Array  # i32[S]: how many tokens that took from each row

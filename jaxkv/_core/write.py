@@ -35,6 +35,15 @@ def write(
       ValueError, IndexError: shapes, dtypes or a layer that do not fit the cache.
 
     A row with more new tokens than `k` has places for is left as it was and marked in `cache.failed`.
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, num_blocks=4))
+    >>> kv = jnp.ones((2, 3, 2, 8))
+    >>> cache = jaxkv.write(jaxkv.extend(cache, [3, 1]), kv, kv, layer=0)
+    >>> k, v = jaxkv.gather(cache, 0, layer=0)
+    >>> k.shape
+    (3, 2, 8)
     """
     one, put_back = open_layer(cache, layer, step, stores=True, k=k, **values_of(cache, layer, v))
     t = one.tables

@@ -126,6 +126,14 @@ def load(
       FileNotFoundError: there is no such file.
       DamagedFile: it was truncated or changed. CacheFileError: it is whole, but of another model, of other layers or
         dtypes, from a newer version of the format, or its rows do not fit. Both are ValueErrors.
+
+    >>> import jaxkv, tempfile
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, num_blocks=4))
+    >>> path = f"{tempfile.mkdtemp()}/chat.safetensors"
+    >>> jaxkv.save(path, jaxkv.extend(cache, [20, 3]))
+    >>> jaxkv.load(path, into=cache, rows=[1, None]).lengths.tolist()
+    [0, 20]
     """
     path = pathlib.Path(path)
     if config is not None and into is not None:

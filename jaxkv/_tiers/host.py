@@ -24,6 +24,13 @@ class HostBlocks:
 
     Blocks stand row by row, in the order of the row's table. Arrays are padded to a power of two, so that a program
     that takes them compiles for few shapes.
+
+    >>> import jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, num_blocks=4))
+    >>> cache, host = jaxkv.swap_out(jaxkv.extend(cache, [20, 5]), [0, 1])
+    >>> len(host), host[1].num_tokens, host[1].lengths.tolist()
+    (2, 5, [5])
     """
 
     lengths: np.ndarray  # i32[n]: tokens of each row
@@ -136,6 +143,13 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
 
     Rows for which there are too few free blocks stay empty and are marked in `cache.failed`, as are rows that are not
     empty inside `jit`.
+
+    >>> import jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, num_blocks=4))
+    >>> cache, host = jaxkv.swap_out(jaxkv.extend(cache, [20, 5]), 0)
+    >>> jaxkv.swap_in(cache, 0, host).lengths.tolist()
+    [20, 5]
     """
     dst = row_indices("rows", rows, cache.lengths.shape[0])
     _check_fits(cache, dst, host)

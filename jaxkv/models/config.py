@@ -17,6 +17,9 @@ class LatentConfig:
       rank, rope_dim: what a row holds: so many numbers that keys and values are made from, and a rotated key.
       nope_dim, value_dim: entries of a head's key that are not rotated, and of its value.
       query_rank: queries are made from so many numbers, too; None: from the token itself.
+
+    >>> LatentConfig(rank=512, rope_dim=64, nope_dim=128, value_dim=128).width
+    576
     """
 
     rank: int
@@ -53,6 +56,9 @@ class ExpertsConfig:
       shared_dim: of an MLP that all tokens go through besides; 0: there is none.
       limit, alpha: with a limit, gates are at most that and the others at most so far from 0, and a token becomes
         `down((up + 1) * gate * sigmoid(alpha * gate))`.
+
+    >>> ExpertsConfig(count=32, per_token=4, mlp_dim=2880).scores
+    'softmax'
     """
 
     count: int
@@ -116,6 +122,11 @@ class DecoderConfig:
       tie_embeddings: the output head is the embedding table.
       bos_id, eos_ids: the tokens that begin and that end a text.
       byte_tokens: token t below 256 is the byte t, so no tokenizer is needed.
+
+    >>> import jaxkv.models
+    >>> config = jaxkv.models.small().config
+    >>> config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
+    (5, 4, 2, 32)
     """
 
     family: str = "llama"

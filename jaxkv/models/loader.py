@@ -37,6 +37,11 @@ def load(folder: str | os.PathLike, *, dtype: Any = None, scan: bool = False) ->
       FileNotFoundError: the folder or one of its files is missing.
       ValueError: a family or a config field that the decoder cannot honour, a truncated file, or tensors that are
         missing, unknown or misshapen; all of them are named.
+
+    >>> import pathlib, jaxkv.models
+    >>> folder = pathlib.Path(jaxkv.__file__).parent / "data" / "small"
+    >>> load(folder, dtype="bfloat16").dtype
+    dtype(bfloat16)
     """
     folder = pathlib.Path(folder)
     wanted = _float_dtype(dtype) if dtype is not None else None
@@ -75,7 +80,14 @@ def load(folder: str | os.PathLike, *, dtype: Any = None, scan: bool = False) ->
 
 
 def save(model: Decoder, folder: str | os.PathLike) -> None:
-    """Write a model as a Hugging Face folder that `load` and transformers read: config.json and model.safetensors."""
+    """Write a model as a Hugging Face folder that `load` and transformers read: config.json and model.safetensors.
+
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> save(small(), folder)
+    >>> load(folder).config == small().config
+    True
+    """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = model.config
