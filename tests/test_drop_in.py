@@ -166,14 +166,14 @@ def test_jaxs_arguments():
 
 @pytest.mark.parametrize("function", [jaxkv.dot_product_attention, jaxkv.jax_attention])
 def test_masks(function):
-    first_unseen = jnp.ones((1, 1, 1, 6), bool).at[..., 0].set(False)
+    first_unseen = jnp.ones((ROWS, 1, 1, 6), bool).at[0, ..., 0].set(False)  # by the first row alone
     causal = jnp.tril(jnp.ones((6, 6), bool))[None, None]
     got, _ = through(function, first_unseen)
     wanted = jax.nn.dot_product_attention(Q, K, V, mask=causal & first_unseen)
-    for row, n in ((0, 5), (2, 2)):  # the first token sees nothing, which here is 0
-        np.testing.assert_allclose(got[row, 1:n], wanted[row, 1:n], rtol=1e-4, atol=1e-5)
+    for row, n, seen in ((0, 5, 1), (2, 2, 0)):
+        np.testing.assert_allclose(got[row, seen:n], wanted[row, seen:n], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(got[row, 5], wanted[row, n], rtol=1e-4, atol=1e-5)
-        assert not got[row, 0].any()
+    assert not got[0, 0].any()  # a token that sees nothing
     one_column, _ = through(function, jnp.ones((ROWS, 1, 1, 1)))
     check_rows(one_column, jax.nn.dot_product_attention(Q, K, V, mask=causal))
 
