@@ -138,7 +138,7 @@ CALLS = {
     ),
     "other heads": (lambda: layers(num_kv_heads=1), "the same num_kv_heads and head_dim"),
     "other head_dim": (lambda: layers(head_dim=4), "the same num_kv_heads and head_dim"),
-    "a dtype": (lambda: layers(dtype="float16"), "no dtype of its own"),
+    "a dtype": (lambda: layers(dtype="float16"), "no dtype or rotate of its own"),
     "a wider window": (
         lambda: layers(shares_with=1, window=6), "which keeps a window of 5 tokens: its own window cannot be 6",
     ),
