@@ -175,7 +175,7 @@ def test_blocks_run_out_in_one_group_only():
         cache = extend(jaxkv.init(make_config(group_blocks=group_blocks)), counts(9, 12, 1))
         jaxkv.check_invariants(cache)
         assert (cache.lengths.tolist(), cache.failed.tolist()) == ([9, 0, 1], [False, True, False])
-        where = "without a window" if window is None else "of window 6"
+        where = "without a window" if window is None else "with a window of 6"
         with pytest.raises(
             jaxkv.OutOfBlocks, match=f"Row 1 .* 3 more blocks .* 0 of 4 blocks are free in the layers {where}"
         ):
@@ -211,7 +211,7 @@ def test_tokens_given_back_are_zero_and_said_to_be_gone():
 
     assert_same(cache.token(0, first, layer=0), (k[0][0, first], v[0][0, first]))
     with pytest.raises(
-        IndexError, match=f"window of 6 tokens and has given back the token of row 0 at position {first - 1}"
+        IndexError, match=f"window of 6 tokens, has given back the token of row 0 at position {first - 1}"
     ):
         cache.token(0, first - 1, layer=0)
     cache.token(0, 0, layer=1)
