@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import time
+import sys
 
 import fixtures
 import jax
@@ -66,7 +66,8 @@ def test_layer_configs():
 
 
 def test_a_step_of_28_layers_spends_little_python():
-    """The module is an argument of `jax.jit`: flattening it must not cost what a small step costs."""
+    """The module is an argument of `jax.jit`: flattening it must not cost what a small step costs. Counted in calls,
+    since a clock also sees what else the machine does."""
     layers = 28
     config = dataclasses.replace(load("llama").config, windows=(None,) * layers, ropes=(Rope(),) * layers)
     model = Decoder(config, rngs=nnx.Rngs(0))
@@ -78,14 +79,22 @@ def test_a_step_of_28_layers_spends_little_python():
         compiles.append(tokens.shape)
         return tokens + 1, cache
 
-    tokens = jnp.zeros(2, jnp.int32)
-    best = float("inf")
-    for _ in range(30):
-        began = time.process_time()
-        tokens, cache = step(model, tokens, cache)
-        best = min(best, time.process_time() - began)
+    tokens, cache = step(model, jnp.zeros(2, jnp.int32), cache)
+    calls = 0
+
+    def count(frame, event, arg):
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        step(model, tokens, cache)
+    finally:
+        sys.setprofile(before)
     assert len(compiles) == 1
-    assert best < 2e-3, f"{best * 1e3:.2f} ms of Python per step"
+    leaves = len(jax.tree.leaves((model, cache)))
+    assert calls <= 10 * leaves, f"{calls} calls of Python for {leaves} leaves"
 
 
 @pytest.mark.parametrize("scaling", ["default", "linear", "llama3"])

@@ -51,10 +51,10 @@ def put_in_place(module, changes, monkeypatch) -> None:
         monkeypatch.setattr(step, module.__name__.rpartition(".")[2], copy)
 
 
-def early(which: str) -> tuple[tuple[str, str], ...]:
-    """A slot that is released as soon as it is full."""
+def early(which: str, indent: int) -> tuple[tuple[str, str], ...]:
+    """A slot that is released as soon as it is full; `indent`: how far in the line stands that releases it."""
     wait, free = f"plgpu.barrier_wait({which}_ready.at[slot])", f"plgpu.barrier_arrive({which}_free.at[slot])"
-    release = f"if kind is None:\n                    {free}"
+    release = f"if kind is None:\n{' ' * indent}{free}"
     return (release, release.replace(free, "pass")), (wait, f"{wait}; {free}")
 
 
@@ -64,8 +64,8 @@ MISTAKES = {
     "decode: V read before it arrives": (
         decode, DECODE["ring"], UNSYNCHRONISED, ("plgpu.barrier_wait(v_ready.at[slot])", "pass"),
     ),
-    "decode: K's slot released before the product": (decode, DECODE["ring"], {"race"}, *early("k")),
-    "decode: V's slot released before the product": (decode, DECODE["ring"], {"race"}, *early("v")),
+    "decode: K's slot released before the product": (decode, DECODE["ring"], {"race"}, *early("k", indent=20)),
+    "decode: V's slot released before the product": (decode, DECODE["ring"], {"race"}, *early("v", indent=20)),
     "decode: queries read before they arrive": (
         decode, DECODE["ring"], UNSYNCHRONISED, ("plgpu.barrier_wait(q_ready)", "pass"),
     ),
@@ -98,7 +98,7 @@ MISTAKES = {
     ),
     "decode: rows that see nothing not written": (
         decode, DECODE["lengths"], {"wrong"},
-        ("(warpgroup == 0) & (kind != UNUSED)", "(warpgroup == 0) & (num_tiles > 0)"),
+        ("(warpgroup == 0) & (role != UNUSED)", "(warpgroup == 0) & (num_tiles > 0)"),
     ),
     "decode: a sink for who sees nothing": (
         decode, DECODE["sinks"], {"wrong"}, ("jnp.where(m == -jnp.inf, -jnp.inf, sink)", "sink"),
@@ -176,8 +176,8 @@ MISTAKES = {
         prefill, PREFILL["tails of wide tiles"], {"wrong"},
         ("(first + tokens > stop))", "(first + tokens > stop + 1))"),
     ),
-    "prefill: K's slot released before the product": (prefill, PREFILL["ring"], {"race"}, *early("k")),
-    "prefill: V's slot released before the product": (prefill, PREFILL["ring"], {"race"}, *early("v")),
+    "prefill: K's slot released before the product": (prefill, PREFILL["ring"], {"race"}, *early("k", indent=16)),
+    "prefill: V's slot released before the product": (prefill, PREFILL["ring"], {"race"}, *early("v", indent=16)),
     "prefill: V read before it arrives": (
         prefill, PREFILL["ring"], UNSYNCHRONISED, ("plgpu.barrier_wait(v_ready.at[slot])", "pass"),
     ),
