@@ -60,10 +60,10 @@ def paged_attention(
         one = attend(jnp.where(lone, rows.count, 0), 1, tables.shape[0])
         lanes = min(tables.shape[0], num_tokens // 2) + num_tokens // queries
         more = attend(jnp.where(lone, 0, rows.count), queries, lanes)
-        is_lone = lone[token.row]
+        is_lone = tiles.take(lone, token.row)
         softmax = jax.tree.map(lambda a, b: jnp.where(jnp.expand_dims(is_lone, range(1, a.ndim)), a, b), one, more)
 
-    top, total, values = softmax
+    top, values, total = softmax.top, softmax.sums[..., :-1], softmax.sums[..., -1]
     nothing = ~token.valid[:, None] | (total == 0)
     if sinks is not None:  # one more place to attend to, which has no value
         sink = sinks.astype(jnp.float32)[None]
@@ -94,11 +94,12 @@ class _Inputs(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """A softmax in the making, in float32: its value is `values / total`."""
+    """A softmax in the making, in float32: its value is `sums[..., :-1] / sums[..., -1:]`."""
 
     top: jax.Array  # [..., H]: the largest logit so far, -inf before the first
-    total: jax.Array  # [..., H]: the sum of exp(logit - top)
-    values: jax.Array  # [..., H, D]: the sum of exp(logit - top) * value
+    # [..., H, D + 1]: the sum of exp(logit - top) * value, and behind it that of exp(logit - top). Together, because
+    # each array that the loop scatters into is kernels of its own to compile and to run.
+    sums: jax.Array
 
 
 def _attend_tiles(
@@ -150,7 +151,7 @@ def _attend_tiles(
         # That makes the bits depend on which items share a step; to be deterministic, each has a softmax of its own.
         lane, item_top = items.lane, logits.max(axis=-1)
         top = softmax.top.at[lane].max(item_top)
-        reference = item_top if deterministic else top[lane]
+        reference = item_top if deterministic else tiles.take(top, lane)
         reference = jnp.where(jnp.isneginf(reference), 0.0, reference)
         weights = jnp.exp(logits - reference[..., None])
         item_total = weights.sum(axis=-1)
@@ -166,20 +167,20 @@ def _attend_tiles(
         if value_scales is not None:
             weights *= value_scales[:, :, None]
         weighted = product("ikqc,ikcd->ikqd", weights.astype(dtype), values)
+        sums = jnp.concatenate([weighted, item_total[..., None]], axis=-1)
         if deterministic:
-            return _merged_in_order(softmax, lane, _Softmax(item_top, item_total, weighted))
+            return _merged_in_order(softmax, lane, _Softmax(item_top, sums))
         first = jnp.append(True, lane[1:] != lane[:-1])[:, None, None]
-        shrink = jnp.where(first, jnp.exp(softmax.top[lane] - reference), 1.0)
-        total = softmax.total.at[lane].multiply(shrink).at[lane].add(item_total)
-        return _Softmax(top, total, softmax.values.at[lane].multiply(shrink[..., None]).at[lane].add(weighted))
+        shrink = jnp.where(first, jnp.exp(tiles.take(softmax.top, lane) - reference), 1.0)
+        return _Softmax(top, softmax.sums.at[lane].multiply(shrink[..., None]).at[lane].add(sums))
 
-    shape = (lanes, num_kv_heads, tiling.queries * group)
+    shape = (lanes, num_kv_heads, tiling.queries * group, (head_dim if rank is None else rank) + 1)
     zeros = jnp.broadcast_to(tiles.zero_for(inputs, rows), shape)
-    nothing = _Softmax(zeros - jnp.inf, zeros, jnp.repeat(zeros[..., None], head_dim if rank is None else rank, -1))
+    nothing = _Softmax(zeros[..., 0] - jnp.inf, zeros)
     softmax = jax.lax.fori_loop(0, -(-work.num_items // tiling.items), step, nothing)
 
-    index = token.position - rows.before[token.row]
-    lane = jnp.clip(work.row_lane[token.row] + index // tiling.queries, 0, lanes - 1)
+    index = token.position - tiles.take(rows.before, token.row)
+    lane = jnp.clip(tiles.take(work.row_lane, token.row) + index // tiling.queries, 0, lanes - 1)
 
     def of_tokens(x: jax.Array) -> jax.Array:
         x = x.reshape(lanes, num_kv_heads, tiling.queries, group, *x.shape[3:])
@@ -197,7 +198,7 @@ def _merged_in_order(softmax: _Softmax, lane: jax.Array, items: _Softmax) -> _So
         top = jnp.maximum(have.top, item.top)
         reference = jnp.where(jnp.isneginf(top), 0.0, top)
         a, b = jnp.exp(have.top - reference), jnp.exp(item.top - reference)
-        both = _Softmax(top, have.total * a + item.total * b, have.values * a[..., None] + item.values * b[..., None])
+        both = _Softmax(top, have.sums * a[..., None] + item.sums * b[..., None])
         return jax.tree.map(lambda x, new: x.at[lane[j]].set(new), softmax, both)
 
     return jax.lax.fori_loop(0, lane.shape[0], merge, softmax)

@@ -110,12 +110,24 @@ def find_sight(
     return Sight(window, chunk, causal, mask, None if spans is None else spans.reshape(-1), tree, blocks)
 
 
+class Lane(NamedTuple):
+    """What there is to know of lanes: of all, or of those that some items belong to. i32, one number for each."""
+
+    row: jax.Array
+    first: jax.Array  # the lane's first token, counted from the row's
+    first_tile: jax.Array  # the first context tile that the lane sees
+    begin: jax.Array  # the number of its first item
+    # Of its row, as in `Rows`:
+    before: jax.Array
+    end: jax.Array
+    start: jax.Array
+    count: jax.Array  # type: ignore[assignment]
+
+
 class WorkList(NamedTuple):
     """Lanes, row by row, and how many items there are up to and including each."""
 
-    row: jax.Array  # i32[lanes]
-    first: jax.Array  # i32[lanes]: the lane's first token, counted from the row's
-    first_tile: jax.Array  # i32[lanes]: the first context tile that the lane sees
+    lanes: jax.Array  # i32[lanes, fields of Lane]
     ends: jax.Array  # i32[lanes]
     row_lane: jax.Array  # i32[S]: each row's first lane
 
@@ -125,31 +137,42 @@ class WorkList(NamedTuple):
         return self.ends[-1]
 
 
+def take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """`x[index]` for what is never out of range."""
+    return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
 def plan(tiling: Tiling, lanes: int, rows: Rows, sight: Sight) -> WorkList:
     """The work list of a step that needs no more than `lanes` lanes."""
     row_lanes = -(-rows.count // tiling.queries)
     row_ends = jnp.cumsum(row_lanes)
+    row_lane = row_ends - row_lanes
     lane = jnp.arange(lanes, dtype=jnp.int32)
     row = jnp.searchsorted(row_ends, lane, side="right", method="compare_all").astype(jnp.int32)
     row = jnp.minimum(row, rows.count.shape[0] - 1)
-    first = (lane - (row_ends - row_lanes)[row]) * tiling.queries
-    last = jnp.minimum(first + tiling.queries, rows.count[row]) - 1
-    before = rows.before[row]
+    # Columns side by side cost one gather, which is one kernel to compile and to run, and not one each.
+    columns = [rows.before, rows.end, rows.start, rows.count, row_lane]
+    if sight.blocks is not None:  # tiles are counted through them
+        place = jnp.arange(1, sight.blocks.shape[1] + 1, dtype=jnp.int32)
+        columns.append(jnp.max(jnp.where(sight.blocks >= 0, place[None], 0), axis=1, initial=0))
+    before, end, start, count, its_row_lane, *listed = jnp.unstack(take(jnp.stack(columns, axis=1), row), axis=1)
+    first = (lane - its_row_lane) * tiling.queries
+    last = jnp.minimum(first + tiling.queries, count) - 1
 
     # Spans see ahead, and back to the first token of the step; tokens of a tree may be as shallow as its first.
-    stop = before + last + 1 if sight.causal and sight.spans is None else rows.end[row]
+    stop = before + last + 1 if sight.causal and sight.spans is None else end
     last_tile = -(-tiling.runs(jnp.clip(stop, 0, tiling.capacity)) // tiling.pieces)
     first_tile = jnp.zeros_like(last_tile)
     oldest = _oldest_seen(before if sight.tree is not None else before + first, sight)
-    if sight.blocks is not None:  # tiles are counted through them
-        place = jnp.arange(1, sight.blocks.shape[1] + 1, dtype=jnp.int32)
-        listed = jnp.max(jnp.where(sight.blocks >= 0, place[None], 0), axis=1, initial=0)[row]
-        last_tile = -(-tiling.runs(listed * tiling.block_size) // tiling.pieces)
+    if sight.blocks is not None:
+        last_tile = -(-tiling.runs(listed[0] * tiling.block_size) // tiling.pieces)
     elif oldest is not None:
         oldest = jnp.clip(oldest if sight.spans is None else jnp.minimum(oldest, before), 0, tiling.capacity)
         first_tile = (tiling.runs(oldest + 1) - 1) // tiling.pieces
     num_tiles = jnp.where(lane < row_ends[-1], jnp.maximum(last_tile - first_tile, 0), 0)
-    return WorkList(row, first, first_tile, jnp.cumsum(num_tiles), row_ends - row_lanes)
+    ends = jnp.cumsum(num_tiles)
+    known = Lane(row, first, first_tile, ends - num_tiles, before, end, start, count)
+    return WorkList(jnp.stack(known, axis=1), ends, row_lane)
 
 
 def _oldest_seen(position: jax.Array, sight: Sight) -> jax.Array | None:
@@ -173,12 +196,12 @@ class Items(NamedTuple):
 def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, sight: Sight) -> Items:
     """The items number `step * tiling.items` and on. Those beyond the end of the list see nothing."""
     item = step * tiling.items + jnp.arange(tiling.items, dtype=jnp.int32)
-    lane = jnp.searchsorted(work.ends, item, side="right", method="compare_all").astype(jnp.int32)
-    lane = jnp.minimum(lane, work.ends.shape[0] - 1)
-    row = work.row[lane]
-    tile = work.first_tile[lane] + item - jnp.where(lane > 0, work.ends[lane - 1], 0)
+    number = jnp.searchsorted(work.ends, item, side="right", method="compare_all").astype(jnp.int32)
+    number = jnp.minimum(number, work.ends.shape[0] - 1)
+    lane = Lane(*(x[:, None] for x in jnp.unstack(take(work.lanes, number), axis=1)))
+    tile = lane.first_tile + item[:, None] - lane.begin
 
-    run = (tile * tiling.pieces)[:, None] + jnp.arange(tiling.pieces, dtype=jnp.int32)[None]
+    run = tile * tiling.pieces + jnp.arange(tiling.pieces, dtype=jnp.int32)[None]
     logical, cut = run // tiling.runs_per_block, run % tiling.runs_per_block
     # The last run of a block may have to begin inside the one before it, whose tokens are then not its own.
     offset = jnp.minimum(cut * tiling.run, tiling.block_size - tiling.run)
@@ -187,37 +210,37 @@ def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, sight: Sight) -
     own &= logical[:, :, None] * tiling.block_size + place < tiling.capacity
     own &= (item < work.num_items)[:, None, None]
     if sight.blocks is not None:
-        logical = sight.blocks.at[row[:, None], logical].get(mode="fill", fill_value=-1)
+        logical = sight.blocks.at[lane.row, logical].get(mode="fill", fill_value=-1)
         own &= (logical >= 0)[:, :, None]
         logical = jnp.maximum(logical, 0)
     position = logical[:, :, None] * tiling.block_size + place
     own, position = (x.reshape(tiling.items, 1, tiling.pieces * tiling.run) for x in (own, position))
 
-    index = work.first[lane][:, None] + jnp.arange(tiling.queries, dtype=jnp.int32)[None]
-    token = rows.start[row][:, None] + index
-    before = rows.before[row][:, None, None]
-    query, number = before + index[:, :, None], position - before  # the place's number among the row's new tokens
-    their_token = rows.start[row][:, None, None] + number
-    is_new = (number >= 0) & (position < rows.end[row][:, None, None])
+    index = lane.first + jnp.arange(tiling.queries, dtype=jnp.int32)[None]
+    token = lane.start + index
+    before, end = lane.before[:, :, None], lane.end[:, :, None]
+    query, nth = before + index[:, :, None], position - before  # the place's number among the row's new tokens
+    their_token = lane.start[:, :, None] + nth
+    is_new = (nth >= 0) & (position < end)
     key = position
     if sight.tree is not None:
-        sees = sight.tree.ancestors.at[token[:, :, None], jnp.maximum(number, 0)].get(mode="fill", fill_value=False)
-        sees |= number < 0
+        sees = sight.tree.ancestors.at[token[:, :, None], jnp.maximum(nth, 0)].get(mode="fill", fill_value=False)
+        sees |= nth < 0
         query = before + sight.tree.depth.at[token].get(mode="clip")[:, :, None]
         key = jnp.where(is_new, before + sight.tree.depth.at[jnp.maximum(their_token, 0)].get(mode="clip"), position)
     else:
-        sees = position <= query if sight.causal else position < rows.end[row][:, None, None]
+        sees = position <= query if sight.causal else position < end
     if (oldest := _oldest_seen(query, sight)) is not None:
         sees &= key >= oldest
     if sight.spans is not None:
         span = sight.spans.at[token].get(mode="clip")[:, :, None]
         theirs = sight.spans.at[jnp.maximum(their_token, 0)].get(mode="clip")
         sees |= is_new & (span != 0) & (span == theirs)
-    seen = own & (index < rows.count[row][:, None])[:, :, None] & sees
+    seen = own & (index < lane.count)[:, :, None] & sees
     if sight.mask is not None:
         seen &= sight.mask.at[token[:, :, None], position].get(mode="fill", fill_value=False)
-    block = rows.tables.at[row[:, None], logical].get(mode="clip")
-    return Items(lane, token, block, offset, seen, jnp.abs(query - key))
+    block = rows.tables.at[lane.row, logical].get(mode="clip")
+    return Items(number, token, block, offset, seen, jnp.abs(query - key))
 
 
 def bent(logits: jax.Array, alibi: jax.Array | None, distance: jax.Array) -> jax.Array:
