@@ -60,3 +60,18 @@ def continuation(windows, prompt, count, eos):
         if tokens[-1] == eos:
             return tokens[len(prompt) : -1]
     return tokens[len(prompt) :]
+
+
+def assert_streams(engine, prompts, counts, expected, leave_after, **options):
+    """An engine's stream gives what is expected, or its beginning if it is left after so many tokens, and keeps
+    nothing."""
+    outputs = [[] for _ in prompts]
+    stream = engine.stream(prompts, counts, **options)
+    for index, token in stream:
+        outputs[index].append(token)
+        if sum(map(len, outputs)) == leave_after:
+            stream.close()
+            expected = [e[: len(output)] for e, output in zip(expected, outputs, strict=True)]
+    assert outputs == expected
+    jaxkv.check_invariants(engine.cache)
+    assert engine.cache.is_empty

@@ -16,7 +16,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kinds import encode, sound_scales
-from pallas_kernels.tpu.pages import LANES, MASKED, PAGE_BUFFER_BYTES, VMEM_BYTES, Pages, divide, sublanes, vector_bytes
+from pallas_kernels.tpu.pages import (
+    LANES,
+    MASKED,
+    PAGE_BUFFER_BYTES,
+    VMEM_BYTES,
+    Pages,
+    compiler_params,
+    divide,
+    sublanes,
+    vector_bytes,
+)
 from pallas_kernels.tpu.quantised import widen
 
 SEGMENT_TOKENS = 128
@@ -128,13 +138,7 @@ def decode(
             transcendentals=context * heads,
             bytes_accessed=stored_parts * context * num_kv_heads * head_dim * kv.dtype.itemsize,
         ),
-        # Every block id was clamped by the caller, and the interpreter's tests have every wait with its start.
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
-            disable_bounds_checks=True,
-            disable_semaphore_checks=True,
-            vmem_limit_bytes=VMEM_BYTES,
-        ),
+        compiler_params=compiler_params(VMEM_BYTES),
         interpret=interpret,
         name="paged_decode",
     )(*scalars, *arrays)  # fmt: skip

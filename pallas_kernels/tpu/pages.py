@@ -44,6 +44,15 @@ def divide(x: jax.Array, by: int) -> jax.Array:
     return lax.div(x, jnp.int32(by))
 
 
+def compiler_params(vmem_bytes: int) -> pltpu.CompilerParams:
+    """A kernel's steps come one after another, for copies go on from one to the next. Nothing is checked while it runs:
+    every block id was clamped by the caller, and the interpreter's tests have every wait with its start."""
+    return pltpu.CompilerParams(
+        dimension_semantics=("arbitrary",), disable_bounds_checks=True, disable_semaphore_checks=True,
+        vmem_limit_bytes=vmem_bytes,
+    )  # fmt: skip
+
+
 def pad(x: jax.Array, size: int, axis: int = -1) -> jax.Array:
     """Zeros at the end of an axis, to make it `size` long."""
     if x.shape[axis] == size:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kinds import sound_scales
 from pallas_kernels.tpu.decode import page_buffers
-from pallas_kernels.tpu.pages import LANES, MASKED, VMEM_BYTES, Pages, sublanes, vector_bytes
+from pallas_kernels.tpu.pages import LANES, MASKED, VMEM_BYTES, Pages, compiler_params, sublanes, vector_bytes
 from pallas_kernels.tpu.quantised import widen
 
 STEP_TOKENS = 256
@@ -150,12 +150,7 @@ def prefill(
         cost_estimate=pl.CostEstimate(
             flops=4 * products * head_dim, transcendentals=products, bytes_accessed=2 * q.size * q.dtype.itemsize
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
-            disable_bounds_checks=True,
-            disable_semaphore_checks=True,
-            vmem_limit_bytes=VMEM_BYTES,
-        ),
+        compiler_params=compiler_params(VMEM_BYTES),
         interpret=interpret,
         name="paged_prefill",
     )(*scalars, *arrays)

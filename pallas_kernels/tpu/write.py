@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import kinds, xla
 from pallas_kernels.tokens import default_offsets, locate
-from pallas_kernels.tpu.pages import SMEM_ENTRIES, VMEM_BYTES, pad, page_tile, vector_bytes
+from pallas_kernels.tpu.pages import SMEM_ENTRIES, VMEM_BYTES, compiler_params, pad, page_tile, vector_bytes
 from pallas_kernels.tpu.quantised import encodable
 
 PAGE_TOKENS = 32  # at most, for a page is fetched and sent whole even if one token of it is new
@@ -157,12 +157,7 @@ def write(kv, new, runs: Runs, kv_scale=None, kind=None, *, page_size: int, inte
         cost_estimate=pl.CostEstimate(
             flops=0, transcendentals=0, bytes_accessed=2 * parts * new[0].size * new[0].dtype.itemsize
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
-            disable_bounds_checks=True,
-            disable_semaphore_checks=True,
-            vmem_limit_bytes=VMEM_BYTES,
-        ),
+        compiler_params=compiler_params(VMEM_BYTES),
         interpret=interpret,
         name="paged_write",
     )(*runs, *new, *pools)

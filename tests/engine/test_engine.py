@@ -8,7 +8,7 @@ import random
 
 import numpy as np
 import pytest
-from checksum_model import LONGEST, VOCAB, WINDOW, Checksum, continuation
+from checksum_model import LONGEST, VOCAB, WINDOW, Checksum, assert_streams, continuation
 
 import jaxkv
 
@@ -44,17 +44,8 @@ def test_every_sequence_gets_what_it_would_alone(name, windows):
         counts = [draw.randint(1, 14) for _ in prompts]
         eos, salt = draw.choice([None, draw.randrange(VOCAB)]), draw.choice([None, "tenant"])
         expected = [continuation(windows, *one, eos) for one in zip(prompts, counts, strict=True)]
-        outputs = [[] for _ in prompts]
         leave_after = draw.choice([None, None, draw.randint(1, 20)])
-        stream = engine.stream(prompts, counts, eos=eos, salt=salt)
-        for index, token in stream:
-            outputs[index].append(token)
-            if sum(map(len, outputs)) == leave_after:
-                stream.close()
-                expected = [e[: len(output)] for e, output in zip(expected, outputs, strict=True)]
-        assert outputs == expected
-        jaxkv.check_invariants(engine.cache)
-        assert engine.cache.is_empty
+        assert_streams(engine, prompts, counts, expected, leave_after, eos=eos, salt=salt)
         if engine.prefix:
             engine.prefix.check_invariants(engine.cache)
         else:

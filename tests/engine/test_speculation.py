@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checksum_model import LONGEST, VOCAB, WINDOW, Checksum, continuation, weight
+from checksum_model import LONGEST, VOCAB, WINDOW, Checksum, assert_streams, continuation, weight
 from nightly import NIGHTLY
 
 import jaxkv
@@ -66,17 +66,8 @@ def test_every_sequence_gets_what_it_would_alone(name):
         counts = [draw.randint(1, 14) for _ in prompts]
         eos = draw.choice([None, draw.randrange(VOCAB)])
         expected = [continuation(WINDOWS, *one, eos) for one in zip(prompts, counts, strict=True)]
-        outputs = [[] for _ in prompts]
         leave_after = draw.choice([None, None, draw.randint(1, 20)])
-        stream = engine.stream(prompts, counts, eos=eos)
-        for index, token in stream:
-            outputs[index].append(token)
-            if sum(map(len, outputs)) == leave_after:
-                stream.close()
-                expected = [e[: len(output)] for e, output in zip(expected, outputs, strict=True)]
-        assert outputs == expected
-        jaxkv.check_invariants(engine.cache)
-        assert engine.cache.is_empty
+        assert_streams(engine, prompts, counts, expected, leave_after, eos=eos)
     acceptance = engine.stats()["acceptance"]
     assert acceptance == 1 if not draft.wrong else 0.1 < acceptance < 0.9
 
