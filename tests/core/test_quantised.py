@@ -71,8 +71,9 @@ def test_what_is_gathered(kind):
         assert not np.asarray(whole[4:], np.float32).any()
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("kind", "stacked"), [("int8", False), ("int4", True), *([("int8", True), ("int4", False)] if NIGHTLY else [])]
+)
 def test_scales_go_where_the_numbers_go(kind, stacked, tmp_path):
     """Fork, truncate, swap, save and load in other blocks, the prefix index by way of the host, other block numbers."""
     cache = filled(kind, stacked)

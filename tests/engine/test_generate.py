@@ -41,7 +41,8 @@ SETTINGS = {  # with few step shapes, for each is a compile; test_engine.py has 
     "block_size 5": {"block_size": 5},
     "contiguous": {"layout": "contiguous"},
 }
-BY_DAY = ("in chunks", "set back and resumed", "one by one")
+SETTINGS_BY_DAY = ("in chunks", "set back and resumed")
+SAMPLED = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 3}
 SMALL = {"max_seqs": 4, "max_seq_len": 64, "step_tokens": 32}  # one engine's programs for many tests
 
 
@@ -58,8 +59,8 @@ def run(model, choice, **settings):
 @pytest.mark.parametrize(
     ("choice", "names"),
     [
-        ({}, SETTINGS if NIGHTLY else BY_DAY),
-        ({"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 3}, ("in chunks", "one by one")),
+        ({}, SETTINGS if NIGHTLY else SETTINGS_BY_DAY),
+        (SAMPLED, ("in chunks", "one by one") if NIGHTLY else ("one by one",)),
     ],
     ids=["greedy", "sampled"],
 )
@@ -240,7 +241,9 @@ REUSE = {
 
 
 @pytest.mark.parametrize(
-    ("choice", "ways"), [({}, REUSE), ({"temperature": 0.9, "seed": 3}, ("swapped",))], ids=["greedy", "sampled"]
+    ("choice", "ways"),
+    [({}, REUSE if NIGHTLY else ("prefix cache, spilled",)), ({"temperature": 0.9, "seed": 3}, ("swapped",))],
+    ids=["greedy", "sampled"],
 )
 def test_reuse_swapping_and_recomputing_change_no_token(model, choice, ways):
     for way in ways:
