@@ -15,10 +15,8 @@ import numpy as np
 # What the largest number of a token and head becomes.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int4": 7.0}
 FLOATS = ("float8_e4m3fn", "float8_e5m2")
-MANTISSA = {
-    "float8_e4m3fn": (3, 120),
-    "float8_e5m2": (2, 112),
-}  # its bits, and how much less the bias is than float32's
+# Of each its bits, and how much less the exponent's bias is than float32's.
+MANTISSA = {"float8_e4m3fn": (3, 120), "float8_e5m2": (2, 112)}
 GROUP = 32  # entries of a head that share a scale in int4
 TINY = 1e-8  # where the largest number is below this, it is taken for this
 

@@ -20,11 +20,11 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
     """
     check_names("attention", options)
     options = {name: x for name, x in options.items() if x is not None}
-    for name in ("alibi", "spans", "tree"):
-        if name in options and not hasattr(options[name], "shape"):
-            options[name] = as_integers(name, options[name]) if name != "alibi" else jnp.asarray(options[name])
-        if name != "alibi" and name in options and options[name].dtype != jnp.int32:
+    for name in ("spans", "tree"):
+        if name in options and getattr(options[name], "dtype", None) != jnp.int32:
             options[name] = as_integers(name, options[name])
+    if "alibi" in options:
+        options["alibi"] = jnp.asarray(options["alibi"])
     if "blocks" in options:
         options["blocks"] = _read_blocks(options["blocks"], one.tables.tables.shape)
     own, asked = one.layer_config.window, options.get("window")
