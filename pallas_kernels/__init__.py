@@ -13,11 +13,11 @@ from pallas_kernels.dispatch import (
     write_kv as write_kv,
 )
 from pallas_kernels.merge import merge_attention as merge_attention
+from pallas_kernels.prefixes import Shared as Shared, find_shared as find_shared
 from pallas_kernels.shapes import SHAPES as SHAPES, AttentionShape as AttentionShape
 from pallas_kernels.tokens import Tokens as Tokens, locate as locate
 
 __all__ = [
-    "IMPLEMENTATIONS", "SHAPES", "AttentionShape", "Choice", "Tokens", "explain", "locate", "merge_attention",
-    "paged_attention",
-    "reference", "write_and_attend", "write_kv",
+    "IMPLEMENTATIONS", "SHAPES", "AttentionShape", "Choice", "Shared", "Tokens", "explain", "find_shared", "locate",
+    "merge_attention", "paged_attention", "reference", "write_and_attend", "write_kv",
 ]  # fmt: skip

@@ -109,7 +109,7 @@ def check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sink
         raise ValueError(f"mask must be bool{[*q.shape[:-2], 'C']}, not {mask.dtype}{list(mask.shape)}.")
 
 
-def check_variants(q, tables, alibi, spans, tree, causal, blocks, deterministic, **others) -> None:
+def check_variants(q, tables, alibi, spans, tree, causal, blocks, deterministic, shared=None, **others) -> None:
     """What decides who sees whom, and what goes with what. `others` are the options that some of it excludes."""
     given = {name: x for name, x in others.items() if x is not None}
     num_heads = q.shape[-2]
@@ -128,6 +128,11 @@ def check_variants(q, tables, alibi, spans, tree, causal, blocks, deterministic,
         raise ValueError(
             f"blocks must be i32[{tables.shape[0]}, n], the logical blocks of each row to read, not "
             f"{blocks.dtype}{list(blocks.shape)}."
+        )
+    if shared is not None and (shared.dtype != jnp.int32 or shared.shape != (4, tables.shape[0])):
+        raise ValueError(
+            f"shared must be i32[4, {tables.shape[0]}], as find_shared returns it, not "
+            f"{shared.dtype}{list(shared.shape)}."
         )
     for name, x in {"causal": causal, "deterministic": deterministic}.items():
         if not isinstance(x, bool | np.bool):

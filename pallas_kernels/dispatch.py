@@ -39,7 +39,7 @@ class Choice(NamedTuple):
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, scale=None, soft_cap=None,
     window=None, sinks=None, mask=None, return_lse=False, alibi=None, spans=None, tree=None, causal=True, chunk=None,
-    blocks=None, deterministic=False, implementation=None,
+    blocks=None, deterministic=False, shared=None, implementation=None,
 ):  # fmt: skip
     """Causal attention of a step's tokens over the blocks of their rows.
 
@@ -80,13 +80,14 @@ def paged_attention(
       chunk: a token at position p sees positions from `p // chunk * chunk` on. Not with `window`.
       deterministic: a row's output and LSE are the same to the bit whatever the other rows, the table's width, T and
         the numbers of blocks are, in one layout and dtype. Gradients are not.
+      shared: `i32[4, S]`, what `find_shared` found in these tables: rows that begin with the same blocks read them
+        once, in XLA. Other backends, `blocks` and `deterministic` read every row by itself.
       return_lse: also return the natural logarithm of the softmax's denominator, its sink included.
       implementation: None picks the kernels of the platform, and XLA where they do not fit; a name insists.
 
     Returns:
       The output in `q`'s shape and dtype; with `return_lse` also `f32[S, T, H]` or `f32[N, H]`, -inf where nothing is
-      seen. Reverse-mode gradients go to `q`, `kv`, `kv_scale`, `sinks`, `alibi`, and to
-      `scale` and `soft_cap` if arrays.
+      seen. Reverse-mode gradients go to `q`, `kv`, `kv_scale`, `sinks`, `alibi`, and to `scale`, `soft_cap` if arrays.
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit together.
@@ -105,12 +106,13 @@ def paged_attention(
     check_pool(kv, tables, lengths, new, offsets, rank)
     check_kind(kv, kv_scale, kind, q.shape[-1])
     check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank, chunk)
-    check_variants(q, tables, alibi, spans, tree, causal, blocks, deterministic, window=window, chunk=chunk, mask=mask)
-    options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
     variants = dict(alibi=alibi, spans=spans, tree=tree, causal=causal, chunk=chunk, blocks=blocks)
-    options |= _unusual(variants | {"deterministic": deterministic})
+    variants["deterministic"] = deterministic
+    check_variants(q, tables, shared=shared, window=window, mask=mask, **variants)
+    options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
+    options |= _unusual(variants)
     arguments = dict(q=q, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, kv_scale=kv_scale, **options)
-    arguments |= _if_given(kind=kind, rank=rank)
+    arguments |= _if_given(kind=kind, rank=rank, shared=shared)
     return _differentiable("paged_attention", implementation, arguments)
 
 
@@ -152,8 +154,8 @@ def write_and_attend(
     """`write_kv`, then `paged_attention` over the result; in one kernel where a backend has one.
 
     Args:
-      **variants: `alibi`, `spans`, `tree`, `causal`, `chunk`, `blocks` and `deterministic`; all
-        arguments are as in those two.
+      **variants: `alibi`, `spans`, `tree`, `causal`, `chunk`, `blocks`, `deterministic` and `shared`; all arguments
+        are as in those two.
 
     Returns:
       `(out, kv)`, where out is what `paged_attention` returns, and kv what `write_kv` does.
@@ -170,6 +172,7 @@ def write_and_attend(
     check_new(k, v, kv, kind, tables, rank)
     options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
     check_names("write_and_attend", variants)
+    options |= _if_given(shared=variants.get("shared"))
     if variants := _unusual(variants):
         return _write_then_attend(
             implementation, q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets,
@@ -178,11 +181,8 @@ def write_and_attend(
     check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank, None)
     arguments = dict(q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, **options)
     arguments |= _if_given(kv_scale=kv_scale if kind else None, kind=kind, rank=rank)
-    platform = _platform()
-    fused = [
-        n for n in IMPLEMENTATIONS if n == implementation or (implementation is None and IMPLEMENTATIONS[n] == platform)
-    ]
-    if fused and _unsupported(fused[0], "write_and_attend", arguments) is None:
+    fused = implementation or {home: name for name, home in IMPLEMENTATIONS.items()}.get(_platform())
+    if fused in IMPLEMENTATIONS and _unsupported(fused, "write_and_attend", arguments) is None:
         return _differentiable("write_and_attend", implementation, arguments)
     return _write_then_attend(implementation, **arguments)
 
@@ -340,7 +340,8 @@ def _run(op: str, implementation: str | None, arrays: dict[str, jax.Array], stat
     def on(name: str) -> Any:
         backend = _backend(name)
         run = getattr(backend, op) if hasattr(backend, op) else functools.partial(_write_then_attend, name)
-        return lambda arrays: run(**arrays, **static)
+        shares = getattr(backend, "SHARES", False)  # those that do not read every row by itself
+        return lambda arrays: run(**{k: x for k, x in arrays.items() if shares or k != "shared"}, **static)
 
     platform = IMPLEMENTATIONS[choice.implementation]
     if implementation is not None or platform is None:

@@ -8,6 +8,7 @@ import numpy as np
 
 import pallas_kernels
 from jaxkv._core.arguments import row_counts
+from jaxkv._core.cascade import shared_in, sharing_in_words
 from jaxkv._core.numbers import flag
 from jaxkv._core.plan import Step
 from jaxkv._core.state import Layer
@@ -59,6 +60,7 @@ def attention(
         token sees the context, its ancestors and itself. Parents that are known on the host must be -1 or an earlier
         token; a step planned with a tree has it already.
       deterministic: a row's output is the same to the bit, whoever else is in the batch.
+      cascade: False: read every row by itself, also in a step that was planned with `cascade=True`.
       return_lse: also return the natural logarithm of the softmax's denominator, `f32[S, T, H]` or `f32[N, H]`.
 
     Returns:
@@ -195,10 +197,13 @@ def explain(
     one = layer_of(cache, 0 if layer is None and not isinstance(cache, Layer) else layer)
     check_tokens(one, {"q": q})
     options = {name: x for name, x in options.items() if name != "num_tokens"}
-    return pallas_kernels.explain(
+    cascades = flag("cascade", options.pop("cascade", True)) and not {"blocks", "deterministic"} & options.keys()
+    choice = pallas_kernels.explain(
         q=q, kv=one.pool.kv, tables=one.tables.tables, platform=platform, implementation=implementation,
         **storage(one), **read_options(one, options),
     )  # fmt: skip
+    reads_once = cascades and choice.implementation == "xla"
+    return choice._replace(reason=choice.reason + sharing_in_words(one, reads_once))
 
 
 def _for_rows(one: Layer, step: Step | None, token_axes: tuple[int, ...], options: dict[str, Any]) -> dict[str, Any]:
@@ -208,6 +213,8 @@ def _for_rows(one: Layer, step: Step | None, token_axes: tuple[int, ...], option
             f"Layer {one.number} is latent, so scale= must be given: it goes by the width that heads had before "
             "queries were absorbed, which the cache does not know."
         )
+    options = dict(options)
+    shared = shared_in(one, step) if flag("cascade", options.pop("cascade", True)) else None
     tree = read_tree(options.pop("tree", None), token_axes, one.tables)
     if step is not None and step.tree is not None:
         if tree is not None:
@@ -216,7 +223,7 @@ def _for_rows(one: Layer, step: Step | None, token_axes: tuple[int, ...], option
     options = read_options(one, options | {"tree": tree})
     for name in {"mask", "spans", "tree"} & options.keys():
         options[name] = spread(step, one.tables, options[name])
-    return options
+    return options if shared is None else options | {"shared": shared}
 
 
 def _for_tokens(one: Layer, step: Step | None, out: Any) -> Any:

@@ -56,12 +56,13 @@ class Memory(Groups):
 
     def bytes_per_group_block(self, group: int) -> int:
         """Bytes of one block over the layers of a group, scales included."""
-        total = 0
-        for layer in self.groups[group]:
-            kind, scales = self.kind(layer), self._block_scales(layer)
-            total += math.prod(self._block_shape(layer)) * kind.dtype.itemsize
-            total += 0 if scales is None else math.prod(scales) * kind.scale_dtype.itemsize
-        return total
+        return sum(map(self.bytes_per_layer_block, self.groups[group]))
+
+    def bytes_per_layer_block(self, layer: int) -> int:
+        """Bytes of one block of one layer, scales included."""
+        kind, scales = self.kind(layer), self._block_scales(layer)
+        numbers = math.prod(self._block_shape(layer)) * kind.dtype.itemsize
+        return numbers + (0 if scales is None else math.prod(scales) * kind.scale_dtype.itemsize)
 
     def _block_shape(self, layer: int) -> tuple[int, int, int, int]:
         head_dim = kinds.stored_dim(self.kind(layer).quantised, self.padded_head_dim(layer))

@@ -16,8 +16,9 @@ import numpy as np
 
 import pallas_kernels
 from jaxkv._core.cache import Cache
+from jaxkv._core.cascade import blocks_read, can_share, find_sharing
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.numbers import integer
+from jaxkv._core.numbers import flag, integer
 from jaxkv._core.state import SENSELESS, STALE, BlockTables, Layer
 from jaxkv._core.tables import mark_failed
 from jaxkv._core.variants import read_tree, tree_positions
@@ -40,6 +41,7 @@ class Step:
     dropped: jax.Array  # i32[S]: how many tokens that took from each row
     token: pallas_kernels.Tokens  # where each token belongs; its arrays have the token axes; positions by depth
     tree: jax.Array | None = None  # i32 of the token axes: the parents of a tree's tokens
+    shared: tuple[jax.Array, ...] | None = None  # of each group, i32[4, S]: rows that read first blocks together
     token_axes: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # (S, T) or (N,)
     decode: bool = dataclasses.field(metadata={"static": True})  # no row has more than one token
     config: CacheConfig = dataclasses.field(metadata={"static": True})
@@ -49,9 +51,22 @@ class Step:
         """The absolute position of every token, as rotary embeddings want it; 0 for padding."""
         return self.token.position
 
+    @property
+    def bytes_read(self) -> Any:
+        """Bytes of keys and values, scales included, that the first layer reads in this step: each row's blocks once,
+        those that many rows read together once for 32 queries. An int; within `jit` f32[].
+
+        That is XLA's decode step. Kernels for TPU and GPU read every row by itself, and prompts read what is before
+        them again for every tile of their queries.
+        """
+        shared, size = None if self.shared is None else self.shared[0], self.config.bytes_per_layer_block(0)
+        group = self.config.group(0)
+        blocks = blocks_read(self.config, self.tables[group], group, shared)
+        return blocks.astype(jnp.float32) * size if isinstance(blocks, jax.core.Tracer) else int(blocks) * size
+
 
 def plan_step(
-    cache: Cache, token_axes: Sequence[int], *, longest: int | None = None, tree: Any = None
+    cache: Cache, token_axes: Sequence[int], *, longest: int | None = None, tree: Any = None, cascade: bool = False
 ) -> Step:  # fmt: skip
     """Plan a step once, for all its layers: give it to `attention`, `write` and `attend` as `step=`.
 
@@ -68,6 +83,10 @@ def plan_step(
         `jit` packed tokens are counted here.
       tree: `i32` of the token axes, each token's parent, as for `attention`, which then takes it from the plan.
         Positions go by depth.
+      cascade: find rows that begin with the same blocks (forks, samples of a prompt, prompts behind a common one), and
+        let XLA read what these hold once for all of them where that saves more than it costs; results are then the
+        same but for rounding. It is decided on the device, step by step, but must be asked for, because it makes
+        programs longer: layers that are not scanned take about twice as long to compile. The others need not know.
 
     Raises:
       ValueError: parents known on the host that are no earlier tokens; axes that are not those of a step of this cache.
@@ -90,9 +109,12 @@ def plan_step(
         tables = tuple(_settle(t, token_axes, longest) for t in cache.tables)
         t = tables[0]
         token = _locate(t, token_axes, tree)
+        shared = None
+        if flag("cascade", cascade) and can_share(cache.config):
+            shared = tuple(find_sharing(cache.config, t, group, t.new) for group, t in enumerate(tables))
     step = Step(
-        tables=tables, dropped=cache.tables[0].lengths - t.lengths, token=token, tree=tree, token_axes=token_axes,
-        decode=decode, config=cache.config,
+        tables=tables, dropped=cache.tables[0].lengths - t.lengths, token=token, tree=tree, shared=shared,
+        token_axes=token_axes, decode=decode, config=cache.config,
     )  # fmt: skip
     for before, after in zip(cache.tables, tables, strict=True):
         _agree(step, before, after)

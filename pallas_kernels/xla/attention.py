@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import kinds
+from pallas_kernels.prefixes import TOGETHER, WORTH_ROWS, Shared
 from pallas_kernels.tokens import locate
 from pallas_kernels.xla import work as tiles
 
@@ -24,7 +25,7 @@ from pallas_kernels.xla import work as tiles
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
     mask=None, return_lse=False, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True, chunk=None,
-    blocks=None, deterministic=False,
+    blocks=None, deterministic=False, shared=None,
 ):  # fmt: skip
     """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
     *token_axes, num_heads, head_dim = q.shape
@@ -45,9 +46,16 @@ def paged_attention(
     flat_q = q.reshape(num_tokens, num_heads, head_dim)
     inputs = _Inputs(flat_q, kv, kv_scale, kind, rank, scale, soft_cap, alibi, sight)
 
+    together = None
+    if shared is not None and blocks is None and not deterministic:
+        together, rows = _attend_together(inputs, rows, Shared.unpack(shared), token)
+
     def attend(count: jax.Array, queries: int, lanes: int) -> _Softmax:
         tiling = tiles.choose_tiling(inputs.q, kv, tables if blocks is None else blocks, queries, deterministic)
-        return _attend_tiles(inputs, rows._replace(count=count), token, tiling, lanes, deterministic)
+        index = token.position - tiles.take(rows.before, token.row)
+        return _attend_tiles(
+            inputs, rows._replace(count=count), token.row, index, tiling, lanes, deterministic
+        )  # fmt: skip
 
     # Rows with one token of this step gain nothing from tiles of queries: they have a loop of their own, which is all
     # there is in a decode step.
@@ -63,6 +71,7 @@ def paged_attention(
         is_lone = tiles.take(lone, token.row)
         softmax = jax.tree.map(lambda a, b: jnp.where(jnp.expand_dims(is_lone, range(1, a.ndim)), a, b), one, more)
 
+    softmax = softmax if together is None else _merged(together, softmax)
     top, values, total = softmax.top, softmax.sums[..., :-1], softmax.sums[..., -1]
     nothing = ~token.valid[:, None] | (total == 0)
     if sinks is not None:  # one more place to attend to, which has no value
@@ -103,9 +112,10 @@ class _Softmax(NamedTuple):
 
 
 def _attend_tiles(
-    inputs: _Inputs, rows: tiles.Rows, token, tiling: tiles.Tiling, lanes: int, deterministic: bool
+    inputs: _Inputs, rows: tiles.Rows, row, index, tiling: tiles.Tiling, lanes: int, deterministic: bool
 ) -> _Softmax:  # fmt: skip
-    """The softmax of every token, `[tokens, H]`, of the rows whose `count` is not 0."""
+    """The softmax of every token, `[tokens, H]`, of the rows whose `count` is not 0. Tokens say in which row they are,
+    and which of its tokens they are."""
     q, kv, kv_scale, kind, rank, scale, soft_cap, alibi, sight = inputs
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, group = kv.shape[2], num_heads // kv.shape[2]
@@ -179,8 +189,7 @@ def _attend_tiles(
     nothing = _Softmax(zeros[..., 0] - jnp.inf, zeros)
     softmax = jax.lax.fori_loop(0, -(-work.num_items // tiling.items), step, nothing)
 
-    index = token.position - tiles.take(rows.before, token.row)
-    lane = jnp.clip(tiles.take(work.row_lane, token.row) + index // tiling.queries, 0, lanes - 1)
+    lane = jnp.clip(tiles.take(work.row_lane, row) + index // tiling.queries, 0, lanes - 1)
 
     def of_tokens(x: jax.Array) -> jax.Array:
         x = x.reshape(lanes, num_kv_heads, tiling.queries, group, *x.shape[3:])
@@ -189,17 +198,45 @@ def _attend_tiles(
     return jax.tree.map(of_tokens, softmax)
 
 
+def _attend_together(
+    inputs: _Inputs, rows: tiles.Rows, shared: Shared, token: tiles.Tokens
+) -> tuple[_Softmax, tiles.Rows]:
+    """The softmax of every token over what its row reads together with others, and the rows without that."""
+    sight, position = inputs.sight, token.position
+    if sight.tree is not None:
+        position = jnp.where(token.valid, tiles.take(rows.before, token.row) + sight.tree.depth, 0)
+    groups, place = tiles.find_groups(rows, shared, token._replace(position=position))
+    # Of many heads to a KV head fewer queries are worth a tile: they are bound by arithmetic, and the last is not full.
+    num_kv_heads, most = inputs.kv.shape[2], max(1, rows.tables.shape[0] // WORTH_ROWS)
+    queries = max(8, min(TOGETHER, 128 * num_kv_heads // inputs.q.shape[1]))
+    tiling, lanes = tiles.choose_tiling(inputs.q, inputs.kv, rows.tables, queries), most * -(-TOGETHER // queries)
+    # All of it lies before the step's tokens, of which spans and trees speak.
+    inputs = inputs._replace(sight=sight._replace(causal=False, spans=None, tree=None))
+    leader = jnp.clip(tiles.take(shared.leader, token.row), 0, rows.tables.shape[0] - 1)
+    softmax = _attend_tiles(inputs, groups, leader, place - tiles.take(groups.start, leader), tiling, lanes, False)
+    is_in = place < place.shape[0]
+    nothing = _Softmax(jnp.float32(-jnp.inf), jnp.float32(0))
+    softmax = jax.tree.map(
+        lambda x, none: jnp.where(jnp.expand_dims(is_in, range(1, x.ndim)), x, none), softmax, nothing
+    )
+    return softmax, rows._replace(first=shared.tokens)
+
+
+def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
+    """The softmax over what either has seen."""
+    top = jnp.maximum(a.top, b.top)
+    reference = jnp.where(jnp.isneginf(top), 0.0, top)
+    x, y = jnp.exp(a.top - reference), jnp.exp(b.top - reference)
+    return _Softmax(top, a.sums * x[..., None] + b.sums * y[..., None])
+
+
 def _merged_in_order(softmax: _Softmax, lane: jax.Array, items: _Softmax) -> _Softmax:
     """What lanes have, with some items put to it one after another: what comes out goes by their order alone. One that
     sees nothing changes no bit."""
 
     def merge(j, softmax: _Softmax) -> _Softmax:
         have, item = (jax.tree.map(lambda x, i=i: x[i], s) for s, i in ((softmax, lane[j]), (items, j)))
-        top = jnp.maximum(have.top, item.top)
-        reference = jnp.where(jnp.isneginf(top), 0.0, top)
-        a, b = jnp.exp(have.top - reference), jnp.exp(item.top - reference)
-        both = _Softmax(top, have.sums * a[..., None] + item.sums * b[..., None])
-        return jax.tree.map(lambda x, new: x.at[lane[j]].set(new), softmax, both)
+        return jax.tree.map(lambda x, new: x.at[lane[j]].set(new), softmax, _merged(have, item))
 
     return jax.lax.fori_loop(0, lane.shape[0], merge, softmax)
 

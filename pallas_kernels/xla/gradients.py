@@ -19,13 +19,15 @@ _product = functools.partial(jnp.einsum, precision="highest")
 def attention_gradients(
     out_bar, lse_bar, out, lse, *, q, kv, tables, lengths, new, offsets=None, kv_scale=None, scale=None, soft_cap=None,
     window=None, sinks=None, mask=None, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True,
-    chunk=None, blocks=None, deterministic=False,
+    chunk=None, blocks=None, deterministic=False, shared=None,
 ):  # fmt: skip
     """Cotangents of `paged_attention`'s floating-point arguments, by name, in their shapes and dtypes.
 
     Args:
       out_bar, lse_bar: the cotangents of the output and of the LSE (None: zero).
       out, lse: what `paged_attention` returned for the other arguments.
+
+    Rows are read by themselves, also those that are `shared`.
     """
     arguments = dict(q=q, kv=kv, kv_scale=kv_scale, scale=scale, soft_cap=soft_cap, sinks=sinks, alibi=alibi)
     differentiable = {

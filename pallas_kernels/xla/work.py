@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tokens import default_offsets, locate
+from pallas_kernels.prefixes import Shared
+from pallas_kernels.tokens import Tokens, default_offsets, locate
 from pallas_kernels.trees import Tree, climb
 
 # Found by experiment on two CPU cores, see benchmarks/NOTES.md. A step of the loop should be long enough that its fixed
@@ -70,6 +71,11 @@ class Rows(NamedTuple):
     end: jax.Array  # i32[S]: the row's length
     start: jax.Array  # i32[S]
     count: jax.Array  # type: ignore[assignment]  # i32[S]; it hides tuple.count
+    first: jax.Array | None = None  # i32[S]: the position that reading begins at; None: 0
+    # Of rows that stand for several, whose queries see all up to `end`: i32[tokens], which token stands at a place, and
+    # each token's position.
+    order: jax.Array | None = None
+    position: jax.Array | None = None
 
 
 def find_rows(token_axes: tuple[int, ...], tables, lengths, new, offsets) -> Rows:
@@ -81,6 +87,20 @@ def find_rows(token_axes: tuple[int, ...], tables, lengths, new, offsets) -> Row
         start = default_offsets(new) if offsets is None else offsets
         room = token_axes[0] - start
     return Rows(tables, lengths - new, lengths, start, jnp.maximum(jnp.minimum(new, room), 0))
+
+
+def find_groups(rows: Rows, shared: Shared, token: Tokens) -> tuple[Rows, jax.Array]:
+    """Groups of rows that read their first tokens together as rows of their own, and each token's place in them,
+    `i32[tokens]`; tokens are flat, and those of no group get the first place behind all."""
+    num_tokens = token.row.shape[0]
+    number = jnp.arange(num_tokens, dtype=jnp.int32)
+    tokens, place, start = (take(x, token.row) for x in (shared.tokens, shared.place, rows.start))
+    place = jnp.where(token.valid & (tokens > 0), place + number - start, num_tokens)
+    order = jnp.zeros_like(number).at[place].set(number, mode="drop")
+    nearest = jnp.where(shared.tokens > 0, rows.before, jnp.iinfo(jnp.int32).max)
+    before = jnp.full_like(rows.before, jnp.iinfo(jnp.int32).max).at[shared.leader].min(nearest)
+    groups = Rows(rows.tables, before, shared.tokens, shared.place, shared.queries, None, order, token.position)
+    return groups, place
 
 
 class Sight(NamedTuple):
@@ -163,12 +183,15 @@ def plan(tiling: Tiling, lanes: int, rows: Rows, sight: Sight) -> WorkList:
     stop = before + last + 1 if sight.causal and sight.spans is None else end
     last_tile = -(-tiling.runs(jnp.clip(stop, 0, tiling.capacity)) // tiling.pieces)
     first_tile = jnp.zeros_like(last_tile)
-    oldest = _oldest_seen(before if sight.tree is not None else before + first, sight)
+    in_order = sight.tree is None and rows.position is None
+    oldest = _oldest_seen(before + first if in_order else before, sight)
     if sight.blocks is not None:
         last_tile = -(-tiling.runs(listed[0] * tiling.block_size) // tiling.pieces)
-    elif oldest is not None:
-        oldest = jnp.clip(oldest if sight.spans is None else jnp.minimum(oldest, before), 0, tiling.capacity)
-        first_tile = (tiling.runs(oldest + 1) - 1) // tiling.pieces
+    elif oldest is not None or rows.first is not None:
+        oldest = jnp.zeros_like(row) if oldest is None else oldest
+        oldest = oldest if sight.spans is None else jnp.minimum(oldest, before)
+        oldest = oldest if rows.first is None else jnp.maximum(oldest, take(rows.first, row))
+        first_tile = (tiling.runs(jnp.clip(oldest, 0, tiling.capacity) + 1) - 1) // tiling.pieces
     num_tiles = jnp.where(lane < row_ends[-1], jnp.maximum(last_tile - first_tile, 0), 0)
     ends = jnp.cumsum(num_tiles)
     known = Lane(row, first, first_tile, ends - num_tiles, before, end, start, count)
@@ -214,12 +237,17 @@ def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, sight: Sight) -
         own &= (logical >= 0)[:, :, None]
         logical = jnp.maximum(logical, 0)
     position = logical[:, :, None] * tiling.block_size + place
+    if rows.first is not None:
+        own &= position >= take(rows.first, lane.row)[:, :, None]
     own, position = (x.reshape(tiling.items, 1, tiling.pieces * tiling.run) for x in (own, position))
 
     index = lane.first + jnp.arange(tiling.queries, dtype=jnp.int32)[None]
     token = lane.start + index
     before, end = lane.before[:, :, None], lane.end[:, :, None]
     query, nth = before + index[:, :, None], position - before  # the place's number among the row's new tokens
+    if rows.order is not None and rows.position is not None:
+        token = rows.order.at[token].get(mode="clip")
+        query = take(rows.position, token)[:, :, None]
     their_token = lane.start[:, :, None] + nth
     is_new = (nth >= 0) & (position < end)
     key = position
