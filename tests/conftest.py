@@ -6,12 +6,12 @@ import pathlib
 from nightly import NIGHTLY
 
 # Most of the time went into the machine code of small programs that run once. By day LLVM does little for it; what is
-# fused, aliased and copied, which tests read from compiled programs, XLA decides before. By night nothing is spared.
-# What is given from outside comes later, and wins.
+# fused, aliased and copied, which tests read from compiled programs, XLA decides before. Nor is a program cut into
+# parts for threads, when all cores have a process of tests. By night nothing is spared. What is given from outside
+# comes later, and wins.
 if not NIGHTLY:
-    os.environ["XLA_FLAGS"] = (
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true " + os.environ.get("XLA_FLAGS", "")
-    )
+    spared = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    os.environ["XLA_FLAGS"] = f"{spared} --xla_cpu_parallel_codegen_split_count=1 {os.environ.get('XLA_FLAGS', '')}"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
 import jax
