@@ -1,9 +1,10 @@
 """A paged KV cache for JAX: immutable, functional, with kernels for TPU and NVIDIA GPU."""
 
 from jaxkv._core.attention import attend as attend, attention as attention, explain as explain
-from jaxkv._core.cache import Cache as Cache, init as init
+from jaxkv._core.cache import Cache as Cache
 from jaxkv._core.checks import check as check, check_invariants as check_invariants, stats as stats
 from jaxkv._core.config import CacheConfig as CacheConfig
+from jaxkv._core.empty import init as init, partition_specs as partition_specs
 from jaxkv._core.errors import (
     CacheError as CacheError,
     CacheFileError as CacheFileError,
@@ -34,8 +35,9 @@ __all__ = [
     "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine", "HostBlocks", "LayerConfig",
     "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "SequenceTooLong", "Step", "append", "attend", "attention",
     "check", "check_invariants", "counts", "describe", "dot_product_attention", "explain", "extend", "fork", "free",
-    "gather", "generate", "init", "jax_attention", "keep", "last", "left_align", "load", "merge_attention", "plan_step",
-    "positions", "reorder", "reserve", "right_align", "save", "stats", "swap_in", "swap_out", "truncate", "write",
+    "gather", "generate", "init", "jax_attention", "keep", "last", "left_align", "load", "merge_attention",
+    "partition_specs", "plan_step", "positions", "reorder", "reserve", "right_align", "save", "stats", "swap_in",
+    "swap_out", "truncate", "write",
 ]  # fmt: skip
 
 

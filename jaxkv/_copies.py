@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv._core.cache import Cache, init
+from jaxkv._core.cache import Cache
+from jaxkv._core.empty import init
 from jaxkv._core.state import Pool
 from jaxkv._tiers.host import HostBlocks
 

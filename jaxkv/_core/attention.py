@@ -11,13 +11,17 @@ from jaxkv._core.arguments import row_counts
 from jaxkv._core.cascade import shared_in, sharing_in_words
 from jaxkv._core.numbers import flag
 from jaxkv._core.plan import Step
+from jaxkv._core.shards import POOL, WHOLE, OwnHeads, Q, heads_at, on_shards, own_heads
 from jaxkv._core.state import Layer
 from jaxkv._core.variants import read_options, read_tree
 from jaxkv._core.write import (
     as_pool,
+    check_heads,
     check_tokens,
     gathered,
+    is_spread,
     layer_of,
+    layer_specs,
     offsets_of,
     open_layer,
     spread,
@@ -25,6 +29,8 @@ from jaxkv._core.write import (
     turned,
     values_of,
 )  # fmt: skip
+
+BY_HEAD = ("sinks", "alibi")  # options with an entry for each query head
 
 
 def attention(
@@ -96,15 +102,29 @@ def attention(
         if one.config.owner(one.number) != one.number:
             return attend(q, cache, layer=layer, step=step, implementation=implementation, **options), cache
     one, put_back = open_layer(cache, layer, step, stores=True, q=q, k=k, **values_of(cache, layer, v))
-    t = one.tables
-    options = _for_rows(one, step, q.shape[:-2], options)
+    arrays, static = _divided(_for_rows(one, step, q.shape[:-2], options))
+    check_heads(one, q=q, k=k, v=v, **arrays, **static)
     with jax.named_scope("attention"):
-        q, k, v = (spread(step, t, turned(one, x)) for x in (q, k, v))
-        out, written = pallas_kernels.write_and_attend(
-            q, k, v, one.pool.kv, one.blocks, t.lengths, t.new, offsets=offsets_of(q, t),
-            implementation=implementation, **storage(one), **options,
+        token, outs = heads_at(q.ndim - 2), _out_specs(q, static)
+        arguments = (one, step, dict(q=q, k=k, v=v), arrays)
+        specs = (layer_specs(one), WHOLE, dict(q=heads_at(q.ndim - 2, Q), k=token, v=token), _option_specs(arrays))
+        out, pool = on_shards(
+            one.pool, _store_and_attend, arguments, specs, (outs, POOL), query_heads=q.shape[-2],
+            implementation=implementation, **static,
         )  # fmt: skip
-        return _for_tokens(one, step, out), put_back(as_pool(written))
+        return out, put_back(pool)
+
+
+def _store_and_attend(one: Layer, step: Step | None, new: dict, arrays: dict, *, implementation: Any, **static: Any):
+    t = one.tables
+    q, k, v = (spread(step, t, turned(one, new[name])) for name in ("q", "k", "v"))
+    own = own_heads(one.pool, one.layer_config.num_kv_heads, q.shape[-2])
+    q, arrays = _widened(own, q, arrays)
+    out, written = pallas_kernels.write_and_attend(
+        q, k, v, one.pool.kv, one.blocks, t.lengths, t.new, offsets=offsets_of(q, t),
+        implementation=implementation, **storage(one), **arrays, **static,
+    )  # fmt: skip
+    return _for_tokens(one, step, own, out), as_pool(written, one.pool)
 
 
 def attend(
@@ -133,19 +153,35 @@ def attend(
     """
     if causal is not True or num_tokens is not None:
         one, new, offsets = _open_memory(cache, layer, step, q, causal, num_tokens)
-        t, options = one.tables, _for_rows(one, None, q.shape[:-2], options) | {"causal": False}
+        given, options = None, _for_rows(one, None, q.shape[:-2], options) | {"causal": False}
     else:
         one, _ = open_layer(cache, layer, step, q=q)
-        t, options = one.tables, _for_rows(one, step, q.shape[:-2], options)
-        q = spread(step, t, q)
-        new, offsets = t.new, offsets_of(q, t)
-    q = turned(one, q)
+        t, given, options = one.tables, step, _for_rows(one, step, q.shape[:-2], options)
+        new, offsets = t.new, None if q.ndim == 4 or is_spread(step) else t.offsets
+    arrays, static = _divided(options)
+    check_heads(one, q=q, **arrays, **static)
     with jax.named_scope("attend"):
-        out = pallas_kernels.paged_attention(
-            q, one.pool.kv, one.blocks, t.lengths, new, offsets=offsets, implementation=implementation,
-            **storage(one), **options,
+        arguments = (one, given, q, new, offsets, arrays)
+        specs = (layer_specs(one), WHOLE, heads_at(q.ndim - 2, Q), WHOLE, WHOLE, _option_specs(arrays))
+        return on_shards(
+            one.pool, _attend, arguments, specs, _out_specs(q, static), query_heads=q.shape[-2],
+            implementation=implementation, **static,
         )  # fmt: skip
-        return _for_tokens(one, step, out)
+
+
+def _attend(
+    one: Layer, step: Step | None, q: jax.Array, new: jax.Array, offsets: jax.Array | None, arrays: dict, *,
+    implementation: Any, **static: Any,
+) -> Any:  # fmt: skip
+    t = one.tables
+    q = spread(step, t, turned(one, q))
+    own = own_heads(one.pool, one.layer_config.num_kv_heads, q.shape[-2])
+    q, arrays = _widened(own, q, arrays)
+    out = pallas_kernels.paged_attention(
+        q, one.pool.kv, one.blocks, t.lengths, new, offsets=offsets, implementation=implementation,
+        **storage(one), **arrays, **static,
+    )  # fmt: skip
+    return _for_tokens(one, step, own, out)
 
 
 def _open_memory(
@@ -226,7 +262,32 @@ def _for_rows(one: Layer, step: Step | None, token_axes: tuple[int, ...], option
     return options if shared is None else options | {"shared": shared}
 
 
-def _for_tokens(one: Layer, step: Step | None, out: Any) -> Any:
+def _divided(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options that are arrays, and those that are not."""
+    arrays = {name: x for name, x in options.items() if isinstance(x, jax.Array | np.ndarray)}
+    return arrays, {name: x for name, x in options.items() if name not in arrays}
+
+
+def _option_specs(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: heads_at(0, Q) if name in BY_HEAD else WHOLE for name in arrays}
+
+
+def _out_specs(q: jax.Array, static: dict[str, Any]) -> Any:
+    heads = heads_at(q.ndim - 2, Q)
+    return (heads, heads) if static.get("return_lse") else heads
+
+
+def _widened(own: OwnHeads | None, q: jax.Array, arrays: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
+    """Queries and options with a place for each KV head, where a device has more KV heads than its queries belong
+    to."""
+    if own is None:
+        return q, arrays
+    return own.spread(q, -2), {name: own.spread(x, -1) if name in BY_HEAD else x for name, x in arrays.items()}
+
+
+def _for_tokens(one: Layer, step: Step | None, own: OwnHeads | None, out: Any) -> Any:
     if isinstance(out, tuple):
-        return _for_tokens(one, step, out[0]), gathered(step, out[1], -float("inf"))
+        lse = out[1] if own is None else own.gathered(out[1], -1)
+        return _for_tokens(one, step, own, out[0]), gathered(step, lse, -float("inf"))
+    out = out if own is None else own.gathered(out, -2)
     return gathered(step, turned(one, out), 0.0)

@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.state import NULL_BLOCK, BlockTables, Layer, Pool
+from jaxkv._core.contents import put_part, put_token
+from jaxkv._core.shards import POOL, WHOLE, heads_at, on_shards
+from jaxkv._core.state import BlockTables, Layer, Pool
 from jaxkv._core.views import Views, check_head
 
 
@@ -47,7 +48,7 @@ class Cache(Views):
         one, stack = self.layer(layer), self.config.stack(layer)
         if one.place is not None:  # a part of the pool that it lies in
             start = stack.index(self.config.owner(layer)) * pool.kv.shape[0]
-            pool = jax.tree.map(lambda x, part: x.at[start : start + part.shape[0]].set(part), one.pool, pool)
+            pool = on_shards(one.pool, put_part, (one.pool, pool), (POOL, POOL), POOL, start=start)
         return self._with_stack(stack[0], pool)
 
     def _with_stack(self, first: int, pool: Pool) -> "Cache":
@@ -104,12 +105,11 @@ class Cache(Views):
             got = None if v is None else jnp.shape(v)
             raise ValueError(f"k and v must be [{one.head_dim}] {each}, not {jnp.shape(k)} and {got}.")
         pool = self.pool(layer)
-        place = jnp.where(block == 0, pool.kv.shape[0], block)  # no such token: dropped, never the null block
-        new, scale = self.config.encode(layer, k, v, axis=0)
-        kv = jnp.asarray(pool.kv).at[place, :, head, offset, : new.shape[-1]].set(new, mode="drop")
-        if scale is not None:
-            scale = jnp.asarray(pool.scale).at[place, :, head, offset].set(scale, mode="drop")
-        return self.replace_pool(self.config.owner(layer), Pool(kv=kv, scale=scale))
+        token = Pool(*self.config.encode(layer, k, v, axis=0), heads=pool.heads)
+        number = jnp.arange(pool.kv.shape[2], dtype=jnp.int32)
+        arguments = (pool, block, offset, jnp.int32(head), token, number)
+        pool = on_shards(pool, put_token, arguments, (POOL, WHOLE, WHOLE, WHOLE, WHOLE, heads_at(0)), POOL)
+        return self.replace_pool(self.config.owner(layer), pool)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -154,48 +154,3 @@ def _described(layer: Any) -> str:
     if not isinstance(layer, Layer):
         return f"a {type(layer).__name__}"
     return f"layer {layer.number} of a cache of {layer.config.num_layers} layers"
-
-
-def init(config: CacheConfig) -> Cache:
-    """An empty cache: every block free, every pool a zeroed buffer of its own.
-
-    Raises:
-      ValueError: it would take more than the device has, where the device says what that is.
-
-    >>> import jaxkv
-    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
-    >>> jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=4, max_seq_len=64, num_blocks=10))
-    Cache(0 of 10 blocks used, 0 tokens in 0 of 4 rows, 1 layer, 11.0 KiB)
-    """
-    config.check_memory()
-    # One array after another: the same zeros used twice could not be donated.
-    pools = tuple(_init_pool(config, i) if config.stack(i)[0] == i else None for i in range(config.num_layers))
-    tables = tuple(_init_tables(config, num_blocks) for num_blocks in config.group_blocks)
-    return Cache(tables=tables, pools=pools, config=config)
-
-
-def _init_pool(config: CacheConfig, layer: int) -> Pool:
-    (shape, scales), kind = config.stack_shapes(layer), config.kind(layer)
-    return Pool(kv=jnp.zeros(shape, kind.dtype), scale=None if scales is None else jnp.zeros(scales, kind.scale_dtype))
-
-
-def _init_tables(config: CacheConfig, num_blocks: int) -> BlockTables:
-    """Made by NumPy, array by array of its own memory: nothing to compile, and all of them can be donated."""
-    rows = config.max_seqs
-
-    def zeros() -> jax.Array:
-        return jnp.array(np.zeros(rows, np.int32))
-
-    blocks = np.arange(1, num_blocks + 1, dtype=np.int32)
-    if config.contiguous:  # every row has its block from the start, and keeps it
-        tables, num_free = blocks[:, None], 0
-    else:
-        tables, num_free = np.full((rows, config.max_blocks_per_seq), NULL_BLOCK, np.int32), num_blocks
-    refcounts = np.ones(num_blocks + 1, np.int32)
-    refcounts[NULL_BLOCK] = 0
-    return BlockTables(
-        tables=jnp.array(tables), lengths=zeros(), new=zeros(), offsets=zeros(), refcounts=jnp.array(refcounts),
-        kept=jnp.array(np.zeros(num_blocks + 1, np.int32)), free_list=jnp.array(blocks),
-        num_free=jnp.array(np.int32(num_free)), peak=jnp.array(np.int32(num_blocks - num_free)),
-        failed=jnp.array(np.zeros(rows, bool)), wanted=zeros(), needed=zeros(),
-    )  # fmt: skip

@@ -12,6 +12,7 @@ from jaxkv._core.allocator import blocks_for, replace_entries
 from jaxkv._core.cache import Cache
 from jaxkv._core.numbers import shown
 from jaxkv._core.pools import in_stack
+from jaxkv._core.shards import POOL, WHOLE, on_shards
 from jaxkv._core.state import NULL_BLOCK, SENSELESS, BlockTables, Pool
 from jaxkv._core.tables import mark_failed
 
@@ -108,7 +109,8 @@ def _move(cache: Cache, source: jax.Array, target: jax.Array, moved: jax.Array) 
             count = len(stack)
             places = (in_stack(x, count, tables.num_blocks + 1) for x in (old, new))
             offsets = (jnp.tile(x.reshape(-1) % size, count) for x in (source, target))
-            pools[stack[0]] = _move_tokens(cache.layer(stack[0]).pool, *places, *offsets)
+            pool, arrays = cache.layer(stack[0]).pool, (*places, *offsets)
+            pools[stack[0]] = on_shards(pool, _move_tokens, (pool, *arrays), (POOL, *[WHOLE] * 4), POOL)
     return cache.replace(pools=tuple(pools))
 
 

@@ -104,17 +104,18 @@ class Memory(Groups):
         """What a dense cache of the same rows would take: `max_seqs * max_seq_len` places in every layer."""
         return self.max_seqs * self.max_seq_len * self.bytes_per_block // self.block_size
 
-    def check_memory(self) -> None:
-        """Raise ValueError if a cache takes more than the memory of the device that arrays are made on now."""
+    def check_memory(self, device: Any = None, parts: int = 1) -> None:
+        """Raise ValueError if a cache takes more than the memory of a device, by default the one that arrays are made
+        on now, that holds one of equal `parts` of its pools."""
         probe = jnp.zeros(())
         if isinstance(probe, jax.core.Tracer):  # nothing is allocated here
             return
-        device = next(iter(probe.devices()))
+        device = next(iter(probe.devices())) if device is None else device
         memory = (device.memory_stats() or {}).get("bytes_limit")
         if device.platform == "cpu" and hasattr(os, "sysconf"):
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            memory, parts = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 1  # all devices share it
         entries = len(self.group_blocks) * self.max_seqs * self.max_blocks_per_seq
-        needed = self.bytes + entries * np.dtype(np.int32).itemsize
+        needed = self.bytes // parts + entries * np.dtype(np.int32).itemsize
         if memory and needed > memory:
             raise ValueError(
                 f"The cache would take {needed} bytes, but {device} has {memory} bytes of memory: give it fewer "

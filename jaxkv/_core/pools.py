@@ -1,5 +1,6 @@
 """Whole blocks of keys and values, in and out of pools: in a stack, the same blocks of every layer at once."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._core.cache import Cache
+from jaxkv._core.shards import POOL, WHOLE, on_shards
 from jaxkv._core.state import NULL_BLOCK, Pool
 
 
@@ -14,11 +16,20 @@ def copy_blocks(pool: Pool, source: jax.Array, target: jax.Array) -> Pool:
     """Copy block `source[i]` over block `target[i]`, but nothing over the null block. All are read before any is
     written."""
     source = jnp.where(target == NULL_BLOCK, NULL_BLOCK, source)
-    return put_blocks(pool, jax.tree.map(lambda x: x[source], pool), target)
+    return on_shards(pool, _copy, (pool, source, target), (POOL, WHOLE, WHOLE), POOL)
 
 
 def put_blocks(pool: Pool, blocks: Pool, target: jax.Array) -> Pool:
     """`blocks[i]` in the place of block `target[i]`; where that is the null block, nothing happens."""
+    blocks = dataclasses.replace(blocks, heads=pool.heads)  # wherever they come from
+    return on_shards(pool, _put, (pool, blocks, target), (POOL, POOL, WHOLE), POOL)
+
+
+def _copy(pool: Pool, source: jax.Array, target: jax.Array) -> Pool:
+    return _put(pool, _read(pool, source), target)
+
+
+def _put(pool: Pool, blocks: Pool, target: jax.Array) -> Pool:
     past_the_end = pool.kv.shape[0] + jnp.arange(target.shape[0], dtype=jnp.int32)
     place = jnp.where(target == NULL_BLOCK, past_the_end, target)
 
@@ -29,6 +40,10 @@ def put_blocks(pool: Pool, blocks: Pool, target: jax.Array) -> Pool:
     return jax.tree.map(put_into, pool, blocks)
 
 
+def _read(pool: Pool, blocks: Any) -> Pool:
+    return jax.tree.map(lambda x: x[blocks], pool)
+
+
 put = jax.jit(put_blocks)
 put_in_place = jax.jit(put_blocks, donate_argnums=0)
 
@@ -36,7 +51,7 @@ put_in_place = jax.jit(put_blocks, donate_argnums=0)
 @jax.jit
 def read_blocks(pool: Pool, blocks: jax.Array) -> Pool:
     """`[n, ...]`: some blocks of a pool."""
-    return jax.tree.map(lambda x: x[blocks], pool)
+    return on_shards(pool, _read, (pool, blocks), (POOL, WHOLE), POOL)
 
 
 def read_group(cache: Cache, group: int, blocks: Any) -> dict[int, Pool]:

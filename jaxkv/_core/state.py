@@ -72,6 +72,8 @@ class Pool:
     kv: jax.Array
     # Of quantised kinds [N + 1, 2, K, block_size]; in int4 with an axis of ceil(D / 32), of latent layers of 2.
     scale: jax.Array | None = None
+    # The mesh axis that heads lie on; the mesh itself is part of the arrays' types. None: they lie on one device.
+    heads: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def k(self) -> jax.Array:

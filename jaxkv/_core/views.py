@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.config import CacheConfig
+from jaxkv._core.contents import dense, dense_pair, read_raw, read_tokens
 from jaxkv._core.layer import LayerConfig
 from jaxkv._core.numbers import integer, shown
 from jaxkv._core.portrait import block_map
-from jaxkv._core.rotation import rotate
+from jaxkv._core.shards import POOL, WHOLE, heads_at, on_shards, whole
 from jaxkv._core.state import BlockTables, Layer, Pool
-from pallas_kernels import kinds
 
 
 def gather(
@@ -61,12 +61,10 @@ def gather(
     if kind.quantised is None:
         raise ValueError(f"raw=True is for quantised layers, and layer {layer} is stored in {kind.name}.")
     block, offset = cache.slots(row, position, layer=layer)
-    kv, scale = jax.tree.leaves(jax.tree.map(lambda x: x[block, :, :, offset], cache.pool(layer)))
-    held = block != 0
-    kv, scale = (jnp.where(jnp.expand_dims(held, range(1, x.ndim)), x, jnp.zeros((), x.dtype)) for x in (kv, scale))
-    if cache.config.layer_config(layer).rank is not None:
-        return kv[:, 0], None, scale[:, 0], None
-    return kv[:, 0], kv[:, 1], scale[:, 0], scale[:, 1]
+    pool, out = cache.pool(layer), heads_at(1)
+    values = None if cache.config.layer_config(layer).rank is not None else out
+    specs = (out, values, out, values)
+    return on_shards(pool, read_raw, (pool, block, offset), (POOL, WHOLE, WHOLE), specs)
 
 
 class Views:
@@ -228,22 +226,14 @@ class Views:
         Only what the row holds is ever shown, never what a block's earlier owner left in it.
         """
         block, offset = self.slots(row, position, layer=layer)
-        kv = self._numbers(layer, jax.tree.map(lambda x: x[block, :, :, offset], self.pool(layer)))  # [..., 2, K, D]
-        kv = jnp.where((block != 0)[..., None, None, None], kv, jnp.zeros((), kv.dtype))
-        return self._keys_and_values(layer, kv, axis=-3)
+        out = heads_at(block.ndim)
+        return self._read(read_tokens, layer, (block, offset), (out, out))
 
-    def _keys_and_values(self, layer: int, kv: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-        rank = self.layer_config(layer).rank
-        keys = jnp.take(kv, 0, axis=axis)
-        return keys, (jnp.take(kv, 1, axis=axis) if rank is None else keys[..., :rank])
-
-    def _numbers(self, layer: int, part: Pool) -> jax.Array:
-        """What a part of a layer's pool means, `[..., D]`: as stored, or of a quantised layer as float32."""
-        one, kind = self.layer_config(layer), self.config.kind(layer).quantised
-        if kind is None:
-            return part.kv[..., : one.head_dim]
-        numbers = kinds.decode(part.kv, part.scale, kind, one.head_dim, one.rank)  # type: ignore[arg-type]
-        return rotate(numbers) if self.config.rotates(layer) else numbers
+    def _read(self, function: Any, layer: int, arrays: tuple, out_specs: Any) -> Any:
+        """A function of `contents` of a layer's pool."""
+        pool = self.pool(layer)
+        specs = (POOL, *[WHOLE] * len(arrays))
+        return on_shards(pool, function, (pool, *arrays), specs, out_specs, config=self.config, layer=layer)
 
     def token(self, row: int, position: int, layer: int = 0) -> tuple[jax.Array, jax.Array]:
         """Keys and values `[K, D]` of one token. Outside `jit`, IndexError where there is none; inside, zeros."""
@@ -263,26 +253,18 @@ class Views:
         """Keys and values `[D]` of one head of one token."""
         check_head(self, layer, head)
         k, v = self.token(row, position, layer)
-        return k[head], v[head]
+        return whole(k)[head], whole(v)[head]
 
     def combined(self, layer: int) -> jax.Array:
         """A layer as one dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window. Of a
         latent layer `[S, 1, 1, max_seq_len, D]`."""
-        config, tables = self.layer_config(layer), self.layer(layer).tables
-        width, pool = tables.tables.shape[1], self.pool(layer)
-        if self.config.contiguous:  # row s owns block s + 1: a slice, which moves no data inside jit
-            kv = self._numbers(layer, jax.tree.map(lambda x: x[1:], pool))
-        else:
-            blocks = self._numbers(layer, jax.tree.map(lambda x: x[tables.tables], pool))
-            blocks = jnp.moveaxis(blocks, 1, 3)  # [S, 2, K, M, block_size, D]
-            kv = blocks.reshape(*blocks.shape[:3], width * self.config.block_size, config.head_dim)
-            kv = kv[..., : self.config.max_seq_len, :]
-        held = jnp.arange(kv.shape[3], dtype=jnp.int32)[None] < tables.lengths[:, None]
-        return jnp.where(held[:, None, None, :, None], kv, jnp.zeros((), kv.dtype))
+        tables = self.layer(layer).tables
+        return self._read(dense, layer, (tables.tables, tables.lengths), POOL)
 
     def separate(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """A layer's keys and values as two dense arrays `[S, K, max_seq_len, D]`; 0 past each row's length."""
-        return self._keys_and_values(layer, self.combined(layer), axis=1)
+        tables = self.layer(layer).tables
+        return self._read(dense_pair, layer, (tables.tables, tables.lengths), (heads_at(1), heads_at(1)))
 
     def _repr_html_(self) -> str:
         if self._is_traced or self.lengths.ndim != 1:

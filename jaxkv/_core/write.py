@@ -13,8 +13,10 @@ from jaxkv._core.arguments import row_counts
 from jaxkv._core.cache import Cache
 from jaxkv._core.plan import Step, check_plan, plan_step, settle, settled
 from jaxkv._core.rotation import rotate
+from jaxkv._core.shards import POOL, WHOLE, heads_at, on_shards, shards_of
 from jaxkv._core.state import BlockTables, Layer, Pool
 from jaxkv._core.tables import extend
+from pallas_kernels.arguments import check_attention, check_new, check_variants
 
 
 def write(
@@ -46,14 +48,21 @@ def write(
     (3, 2, 8)
     """
     one, put_back = open_layer(cache, layer, step, stores=True, k=k, **values_of(cache, layer, v))
-    t = one.tables
+    check_heads(one, k=k, v=v)
     with jax.named_scope("write"):
-        k, v = (spread(step, t, turned(one, x)) for x in (k, v))
-        written = pallas_kernels.write_kv(
-            one.pool.kv, k, v, one.blocks, t.lengths, t.new, offsets=offsets_of(k, t), implementation=implementation,
-            **storage(one),
-        )  # fmt: skip
-    return put_back(as_pool(written))
+        token = heads_at(k.ndim - 2)
+        arguments, specs = (one, step, k, v), (layer_specs(one), WHOLE, token, token)
+        return put_back(on_shards(one.pool, _store, arguments, specs, POOL, implementation=implementation))
+
+
+def _store(one: Layer, step: Step | None, k: jax.Array, v: jax.Array | None, *, implementation: str | None) -> Pool:
+    t = one.tables
+    k, v = (spread(step, t, turned(one, x)) for x in (k, v))
+    written = pallas_kernels.write_kv(
+        one.pool.kv, k, v, one.blocks, t.lengths, t.new, offsets=offsets_of(k, t), implementation=implementation,
+        **storage(one),
+    )  # fmt: skip
+    return as_pool(written, one.pool)
 
 
 def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementation: str | None = None) -> Cache:
@@ -157,10 +166,29 @@ def turned(one: Layer, x: Any) -> Any:
     return rotate(x) if x is not None and one.config.rotates(one.number) else x
 
 
-def as_pool(written: Any) -> Pool:
-    """A pool of what the kernels have written: its numbers, or them and their scales."""
+def as_pool(written: Any, old: Pool) -> Pool:
+    """A pool of what the kernels have written into another: its numbers, or them and their scales."""
     kv, scale = written if isinstance(written, tuple) else (written, None)
-    return Pool(kv=kv, scale=scale)
+    return dataclasses.replace(old, kv=kv, scale=scale)
+
+
+def layer_specs(one: Layer) -> Any:
+    """What `on_shards` has to know of a layer."""
+    return dataclasses.replace(one, pool=POOL, tables=WHOLE, place=None if one.place is None else WHOLE)  # type: ignore[arg-type]
+
+
+def check_heads(one: Layer, *, k: Any = None, v: Any = None, q: Any = None, **options: Any) -> None:
+    """Raise where the heads of a step's arrays do not fit a layer's, before they are divided among devices."""
+    if shards_of(one.pool) is None:  # whoever computes with them checks it
+        return
+    kv, tables, rank = one.pool.kv, one.tables.tables, one.layer_config.rank
+    kind = one.config.kind(one.number).quantised
+    if k is not None:
+        check_new(k, v, kv, kind, tables, rank)
+    if q is not None:
+        scale, sinks, alibi = (options.get(name) for name in ("scale", "sinks", "alibi"))
+        check_attention(q, kv, tables, None, kind, scale, None, None, sinks, None, rank, None)
+        check_variants(q, tables, alibi, None, None, True, None, False)
 
 
 def layer_of(cache: Any, layer: Any) -> Layer:

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.cache import Cache, init
+from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
+from jaxkv._core.empty import init
 from jaxkv._core.sharing import truncate
 from jaxkv._core.tables import extend
 from jaxkv._engine.drafts import Drafter, NGramDrafter

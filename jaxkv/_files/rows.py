@@ -9,9 +9,10 @@ import jax
 import numpy as np
 
 from jaxkv._core.arguments import row_indices
-from jaxkv._core.cache import Cache, init
+from jaxkv._core.cache import Cache
 from jaxkv._core.checks import check_on_host
 from jaxkv._core.config import CacheConfig
+from jaxkv._core.empty import init
 from jaxkv._core.errors import CacheFileError
 from jaxkv._core.state import Pool
 from jaxkv._files.format import SavedCache, describe_layer, open_saved, stored_parts, write_saved

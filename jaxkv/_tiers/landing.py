@@ -12,9 +12,9 @@ from jaxkv._core.pools import put_blocks
 from jaxkv._core.state import Pool
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _put(leaves: list[jax.Array], blocks: list[jax.Array], target: jax.Array) -> list[jax.Array]:
-    return jax.tree.leaves(put_blocks(Pool(*leaves), Pool(*blocks), target))
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
+def _put(leaves: list[jax.Array], blocks: list[jax.Array], target: jax.Array, structure: Any) -> list[jax.Array]:
+    return jax.tree.leaves(put_blocks(jax.tree.unflatten(structure, leaves), Pool(*blocks), target))
 
 
 class Landing:
@@ -30,10 +30,10 @@ class Landing:
 
     def put(self, pool: Pool, blocks: Pool, target: Any) -> Pool:
         """`put_blocks`, using up the pool."""
-        given = jax.tree.leaves(pool)
+        given, structure = jax.tree.flatten(pool)
         self._given = [*self._given[: len(self._landed)], given]
-        self._landed.extend(map(_put, [given], [jax.tree.leaves(blocks)], [target]))
-        return Pool(*self._landed[-1])
+        self._landed.extend(map(_put, [given], [jax.tree.leaves(blocks)], [target], [structure]))
+        return jax.tree.unflatten(structure, self._landed[-1])
 
     def whole(self, cache: Cache) -> Cache:
         """The cache, with what has become of those of its pools that were used up here.
@@ -54,11 +54,11 @@ class Landing:
         return cache
 
     def _successor(self, pool: Pool) -> Pool:
-        leaves = jax.tree.leaves(pool)
+        leaves, structure = jax.tree.flatten(pool)
         for given, landed in zip(self._given, self._landed, strict=False):
             if given[0] is leaves[0]:
                 leaves = landed
-        return Pool(*leaves)
+        return jax.tree.unflatten(structure, leaves)
 
 
 def _is_deleted(x: Any) -> bool:

@@ -7,8 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.cache import Cache, init
+from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
+from jaxkv._core.empty import init
 from jaxkv._core.layer import LayerConfig
 from jaxkv._core.pools import put_blocks
 from jaxkv._core.state import NULL_BLOCK, BlockTables, Pool

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.cache import Cache, init
+from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
+from jaxkv._core.empty import init
 from jaxkv._core.layer import LayerConfig
 from jaxkv._core.state import Pool
 from jaxkv._files.reblock import reblock, tokens_at

@@ -297,7 +297,8 @@ def read_runs(pool: jax.Array, which: int, items: Items, run: int, head_dim: int
 def zero_for(*trees: Any) -> jax.Array:
     """A float32 0 that inside `shard_map` varies over the mesh axes that any of the arrays varies over, as what a loop
     begins with must if what it computes from the arrays does."""
-    return sum((jnp.zeros_like(x, jnp.float32, ()) for x in jax.tree.leaves(trees)), jnp.float32(0))
+    arrays = (x for x in jax.tree.leaves(trees) if hasattr(x, "dtype"))
+    return sum((jnp.zeros_like(x, jnp.float32, ()) for x in arrays), jnp.float32(0))
 
 
 def read_queries(x: jax.Array, items: Items, num_kv_heads: int) -> jax.Array:

@@ -1,0 +1,85 @@
+"""What the places of a pool mean: functions of one pool, which `on_shards` runs on each device's part of it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._core.config import CacheConfig
+from jaxkv._core.rotation import rotate
+from jaxkv._core.state import Pool
+from pallas_kernels import kinds
+
+
+def read_tokens(
+    pool: Pool, block: jax.Array, offset: jax.Array, *, config: CacheConfig, layer: int
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values `[..., K, D]` at places `i32[...]`; 0 for the null block."""
+    kv = _numbers(jax.tree.map(lambda x: x[block, :, :, offset], pool), config, layer)  # [..., 2, K, D]
+    kv = jnp.where((block != 0)[..., None, None, None], kv, jnp.zeros((), kv.dtype))
+    return _keys_and_values(kv, config, layer, axis=-3)
+
+
+def read_raw(pool: Pool, block: jax.Array, offset: jax.Array) -> tuple[jax.Array | None, ...]:
+    """Of a quantised pool `(k, v, k_scale, v_scale)` at places `i32[n]` as they are stored; 0 for the null block."""
+    found = (x[block, :, :, offset] for x in (pool.kv, pool.scale))
+    held = block != 0
+    kv, scale = (jnp.where(jnp.expand_dims(held, range(1, x.ndim)), x, jnp.zeros((), x.dtype)) for x in found)
+    if kv.shape[1] == 1:
+        return kv[:, 0], None, scale[:, 0], None
+    return kv[:, 0], kv[:, 1], scale[:, 0], scale[:, 1]
+
+
+def dense(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: CacheConfig, layer: int) -> jax.Array:
+    """The rows of a table as one array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window."""
+    if config.contiguous:  # row s owns block s + 1: a slice, which moves no data inside jit
+        kv = _numbers(jax.tree.map(lambda x: x[1:], pool), config, layer)
+    else:
+        blocks = _numbers(jax.tree.map(lambda x: x[tables], pool), config, layer)
+        blocks = jnp.moveaxis(blocks, 1, 3)  # [S, 2, K, M, block_size, D]
+        kv = blocks.reshape(*blocks.shape[:3], tables.shape[1] * config.block_size, blocks.shape[-1])
+        kv = kv[..., : config.max_seq_len, :]
+    held = jnp.arange(kv.shape[3], dtype=jnp.int32)[None] < lengths[:, None]
+    return jnp.where(held[:, None, None, :, None], kv, jnp.zeros((), kv.dtype))
+
+
+def dense_pair(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: CacheConfig, layer: int) -> Any:
+    """The same as keys and values, `[S, K, max_seq_len, D]` each."""
+    return _keys_and_values(dense(pool, tables, lengths, config=config, layer=layer), config, layer, axis=1)
+
+
+def put_token(pool: Pool, block: jax.Array, offset: jax.Array, head: jax.Array, new: Pool, number: jax.Array) -> Pool:
+    """One head of one token replaced, `new` being its numbers and scales; nothing at the null block.
+
+    Args:
+      head: which, of all heads; number: `i32[K]`, which of all heads those at hand are.
+    """
+    at = jnp.argmax(number == head)
+    there = (block != 0) & (number[at] == head)
+    place = jnp.where(there, block, pool.kv.shape[0])  # past the end: dropped, never the null block
+
+    def put(x: jax.Array, new: jax.Array) -> jax.Array:
+        minor = tuple(slice(0, size) for size in new.shape[1:])  # D may be padded in the pool
+        return jnp.asarray(x).at[place, :, at, offset, *minor].set(new, mode="drop")
+
+    return jax.tree.map(put, pool, new)
+
+
+def put_part(pool: Pool, part: Pool, *, start: int) -> Pool:
+    """A pool with other blocks from `start` on."""
+    return jax.tree.map(lambda x, part: x.at[start : start + part.shape[0]].set(part), pool, part)
+
+
+def _keys_and_values(kv: jax.Array, config: CacheConfig, layer: int, axis: int) -> tuple[jax.Array, jax.Array]:
+    rank = config.layer_config(layer).rank
+    keys = jnp.take(kv, 0, axis=axis)
+    return keys, (jnp.take(kv, 1, axis=axis) if rank is None else keys[..., :rank])
+
+
+def _numbers(part: Pool, config: CacheConfig, layer: int) -> jax.Array:
+    """What a part of a layer's pool means, `[..., D]`: as stored, or of a quantised layer as float32."""
+    one, kind = config.layer_config(layer), config.kind(layer).quantised
+    if kind is None:
+        return part.kv[..., : one.head_dim]
+    numbers = kinds.decode(part.kv, part.scale, kind, one.head_dim, one.rank)  # type: ignore[arg-type]
+    return rotate(numbers) if config.rotates(layer) else numbers

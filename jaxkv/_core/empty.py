@@ -1,0 +1,130 @@
+"""An empty cache, and where its parts lie on a mesh of devices."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxkv._core.cache import Cache
+from jaxkv._core.config import CacheConfig
+from jaxkv._core.numbers import shown
+from jaxkv._core.shards import num_parts
+from jaxkv._core.state import NULL_BLOCK, BlockTables, Pool
+
+
+def init(config: CacheConfig, *, mesh: Mesh | None = None, heads: str = "model") -> Cache:
+    """An empty cache: every block free, every pool a zeroed buffer of its own.
+
+    Args:
+      mesh: the devices to make it on, each its part alone; default: one device. Its axes may be automatic
+        (`jax.sharding.Mesh`) or explicit (`jax.make_mesh`); with explicit ones, calls outside `jit` are made under
+        `jax.set_mesh`. Every function takes such a cache as it takes any other.
+      heads: the mesh axis that KV heads are divided over; see `partition_specs`.
+
+    Raises:
+      ValueError: it would take more than the device has, where the device says what that is; a mesh without the axis;
+        heads that cannot be divided over it.
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=4, max_seq_len=64, num_blocks=10))
+    Cache(0 of 10 blocks used, 0 tokens in 0 of 4 rows, 1 layer, 11.0 KiB)
+    """
+    if mesh is None:
+        config.check_memory()
+        # One array after another: the same zeros used twice could not be donated.
+        return Cache(tables=_init_tables(config), pools=_init_pools(config, None), config=config)
+    specs = partition_specs(config, mesh, heads)
+    parts = mesh.shape[heads]
+    config.check_memory(mesh.devices.flat[0], parts if all(p is None or p.kv for p in specs.pools) else 1)
+    on_mesh = functools.partial(NamedSharding, mesh)
+    pools = jax.jit(_init_pools, static_argnums=(0, 1), out_shardings=jax.tree.map(on_mesh, specs.pools))(config, heads)
+    tables = jax.tree.map(lambda x: jax.device_put(x, on_mesh(PartitionSpec())), _init_tables(config))
+    return Cache(tables=tables, pools=pools, config=config)
+
+
+def partition_specs(config: CacheConfig, mesh: Mesh | AbstractMesh | None = None, heads: str = "model") -> Cache:
+    """How a cache lies on a mesh: a `PartitionSpec` in the place of each array of `init(config, mesh=mesh)`.
+
+    Pools, scales too, are divided over KV heads. Layers with fewer heads than there are devices, latent ones among
+    them, are whole on each device; tables always are.
+
+    Args:
+      mesh: default: the one that `jax.set_mesh` has set.
+      heads: the mesh axis for KV heads.
+
+    Returns:
+      A `Cache` of specs. It serves as `in_specs` and `out_specs` of a `shard_map`, in which all functions work, with
+      `check_vma` too; there, q has the device's query heads, and k and v have its KV heads, or all of them where they
+      are not divided. Through `NamedSharding` it serves as `out_shardings`.
+
+    Raises:
+      ValueError: no mesh, a mesh without the axis, or as many heads as devices or more that cannot be divided evenly.
+
+    >>> import jax, jaxkv
+    >>> config = jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> mesh = jax.make_mesh((1,), ("model",))
+    >>> jaxkv.partition_specs(config, mesh).pools[0].kv
+    P(None, None, 'model')
+    """
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if not isinstance(mesh, Mesh | AbstractMesh) or mesh.empty:
+        what = "there is none" if isinstance(mesh, Mesh | AbstractMesh) else f"not {shown(mesh)}"
+        raise ValueError(
+            f"A cache is laid out over the devices of a jax.sharding.Mesh, but {what}: give mesh=, or call this under "
+            "jax.set_mesh(mesh)."
+        )
+    if heads not in mesh.axis_names:
+        raise ValueError(
+            f"heads must be an axis of the mesh, {' or '.join(map(repr, mesh.axis_names))}, not {shown(heads)}."
+        )
+
+    def pool(layer: int) -> Pool:
+        num_heads = config.layer_config(layer).num_kv_heads
+        is_divided = num_parts(num_heads, mesh.shape[heads], heads) == mesh.shape[heads]
+        spec = PartitionSpec(None, None, heads) if is_divided else PartitionSpec()
+        return Pool(kv=spec, scale=None if config.scale_shape(layer) is None else spec, heads=heads)  # type: ignore[arg-type]
+
+    names = [field.name for field in dataclasses.fields(BlockTables)]
+    tables: Any = BlockTables(**dict.fromkeys(names, PartitionSpec()))  # type: ignore[arg-type]
+    pools = tuple(pool(i) if config.stack(i)[0] == i else None for i in range(config.num_layers))
+    return Cache(tables=(tables,) * len(config.groups), pools=pools, config=config)
+
+
+def _init_pools(config: CacheConfig, heads: str | None) -> tuple[Pool | None, ...]:
+    def pool(layer: int) -> Pool:
+        (shape, scales), kind = config.stack_shapes(layer), config.kind(layer)
+        scale = None if scales is None else jnp.zeros(scales, kind.scale_dtype)
+        return Pool(kv=jnp.zeros(shape, kind.dtype), scale=scale, heads=heads)
+
+    return tuple(pool(i) if config.stack(i)[0] == i else None for i in range(config.num_layers))
+
+
+def _init_tables(config: CacheConfig) -> tuple[BlockTables, ...]:
+    return tuple(_init_group(config, num_blocks) for num_blocks in config.group_blocks)
+
+
+def _init_group(config: CacheConfig, num_blocks: int) -> BlockTables:
+    """Made by NumPy, array by array of its own memory: nothing to compile, and all of them can be donated."""
+    rows = config.max_seqs
+
+    def zeros() -> jax.Array:
+        return jnp.array(np.zeros(rows, np.int32))
+
+    blocks = np.arange(1, num_blocks + 1, dtype=np.int32)
+    if config.contiguous:  # every row has its block from the start, and keeps it
+        tables, num_free = blocks[:, None], 0
+    else:
+        tables, num_free = np.full((rows, config.max_blocks_per_seq), NULL_BLOCK, np.int32), num_blocks
+    refcounts = np.ones(num_blocks + 1, np.int32)
+    refcounts[NULL_BLOCK] = 0
+    return BlockTables(
+        tables=jnp.array(tables), lengths=zeros(), new=zeros(), offsets=zeros(), refcounts=jnp.array(refcounts),
+        kept=jnp.array(np.zeros(num_blocks + 1, np.int32)), free_list=jnp.array(blocks),
+        num_free=jnp.array(np.int32(num_free)), peak=jnp.array(np.int32(num_blocks - num_free)),
+        failed=jnp.array(np.zeros(rows, bool)), wanted=zeros(), needed=zeros(),
+    )  # fmt: skip

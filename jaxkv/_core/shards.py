@@ -1,0 +1,209 @@
+"""Pools whose KV heads lie on several devices: whatever reads or writes one runs on each device's heads by themselves.
+
+Left alone, the compiler refuses kernels on a TPU, and elsewhere gathers the pools in silence: right, and slow. So
+everything that touches a pool goes through `on_shards`, which puts a `shard_map` around it. Where there is none to be
+put, on one device or inside a `shard_map` of the caller's, the function runs as it is.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from jaxkv._core.state import Pool
+
+# In the specs that are given to `on_shards`: an axis of KV heads, and one of query heads.
+KV, Q = "kv heads", "query heads"
+
+
+def heads_at(axis: int, heads: str = KV) -> PartitionSpec:
+    """The spec of an array whose heads are at `axis`."""
+    return PartitionSpec(*[None] * axis, heads)
+
+
+POOL = heads_at(2)
+WHOLE = PartitionSpec()
+
+
+class Shards(NamedTuple):
+    """A mesh, and the axis of it that KV heads lie on."""
+
+    mesh: AbstractMesh
+    axis: str
+
+    @property
+    def count(self) -> int:
+        return self.mesh.shape[self.axis]
+
+
+def shards_of(pool: Pool) -> Shards | None:
+    """Where a pool's heads lie; None on one device, and inside a `shard_map` over them.
+
+    Raises:
+      ValueError: the pool has been put on a mesh without the axis.
+    """
+    mesh = _mesh_of(pool)
+    if mesh is None or _is_manual(mesh, pool.heads):
+        return None
+    return Shards(mesh, pool.heads)  # type: ignore[arg-type]
+
+
+def num_parts(num_heads: int, count: int, axis: str) -> int:
+    """Into how many parts KV heads are divided on an axis of `count` devices: 1 if there are fewer of them.
+
+    Raises:
+      ValueError: there are as many or more, but not the same number for each device.
+
+    >>> num_parts(8, 4, "model"), num_parts(2, 4, "model")
+    (4, 1)
+    """
+    if num_heads < count:
+        return 1
+    if num_heads % count:
+        raise ValueError(
+            f"{num_heads} KV heads cannot be divided among the {count} devices of the mesh axis {axis!r}: their number "
+            "must be a multiple of it, or less than it, and then each device has all of them."
+        )
+    return count
+
+
+def on_shards(
+    pool: Pool, function: Callable[..., Any], arguments: tuple, in_specs: tuple, out_specs: Any, *,
+    query_heads: int | None = None, **static: Any,
+) -> Any:  # fmt: skip
+    """`function(*arguments, **static)`, on each device with its own heads.
+
+    Args:
+      pool: it says where they are.
+      function: of a module, since it is known again by its identity.
+      arguments: pytrees of arrays, pools among them.
+      in_specs, out_specs: prefixes of them and of what is returned, with `KV` and `Q` for axis names.
+      query_heads: how many there are, where the function has queries.
+      static: hashable.
+    """
+    shards = shards_of(pool)
+    if shards is None:
+        return function(*arguments, **static)
+    by_kv = num_parts(pool.kv.shape[2], shards.count, shards.axis) == shards.count
+    by_q = by_kv if query_heads is None else query_heads % shards.count == 0
+    if not by_q:  # every device does everything: none has query heads of its own
+        arguments = jax.tree.map(functools.partial(_on_axis, None), arguments, is_leaf=_is_pool)
+    axes = {KV: shards.axis if by_kv else None, Q: shards.axis if by_q else None}
+
+    def named(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*(axes.get(name) for name in spec))
+
+    leaves, structure = jax.tree.flatten(arguments)
+    specs = jax.tree.leaves(jax.tree.broadcast(in_specs, arguments, is_leaf=_is_spec), is_leaf=_is_spec)
+    out = _run(
+        leaves, function=function, structure=structure, in_specs=tuple(map(named, specs)),
+        out_specs=jax.tree.map(named, out_specs, is_leaf=_is_spec), shards=shards, static=tuple(static.items()),
+    )  # fmt: skip
+    return jax.tree.map(functools.partial(_on_axis, pool.heads), out, is_leaf=_is_pool)
+
+
+@functools.partial(jax.jit, static_argnames=("function", "structure", "in_specs", "out_specs", "shards", "static"))
+def _run(leaves, *, function, structure, in_specs, out_specs, shards, static):
+    mesh = shards.mesh
+    free = frozenset(
+        name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual
+    )
+    leaves = [_placed(x, spec, mesh) for x, spec in zip(leaves, in_specs, strict=True)]
+
+    def on_one(*leaves):
+        return function(*jax.tree.unflatten(structure, leaves), **dict(static))
+
+    # What a device holds of arrays that are whole on each is the same by construction, and need not be proved; kernels
+    # that are told so may use references, which JAX refuses to those of which it thinks that they may differ.
+    return jax.shard_map(
+        on_one, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False
+    )(*leaves)  # fmt: skip
+
+
+def _placed(x: Any, spec: PartitionSpec, mesh: AbstractMesh) -> Any:
+    """An array as it is to lie: where axes are explicit, `shard_map` leaves that to whoever calls it."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if AxisType.Explicit not in kinds.values():
+        return x
+    named = PartitionSpec(*(name if kinds.get(name) == AxisType.Explicit else None for name in spec))
+    return jax.sharding.reshard(x, NamedSharding(mesh, named))
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """An array of which every device has all: with explicit axes only that can be indexed."""
+    mesh = jax.typeof(x).sharding.mesh
+    return x if mesh.empty else _placed(x, WHOLE, mesh)
+
+
+class OwnHeads(NamedTuple):
+    """A device's query heads, where it holds all KV heads and needs the few that belong to them."""
+
+    of: jax.Array  # i32[H]: the KV head of each of the device's query heads
+    num_kv_heads: int
+
+    def spread(self, x: jax.Array, axis: int) -> jax.Array:
+        """H heads at `axis`, counted from the end, to K * H: each stands at its KV head, and zeros at the others."""
+        x = jnp.expand_dims(x, axis - 1)
+        at = jnp.expand_dims(self._at, range(2, 1 - axis))
+        x = jnp.where(at.reshape(*(1,) * (x.ndim - at.ndim), *at.shape), x, jnp.zeros((), x.dtype))
+        return x.reshape(*x.shape[: axis - 1], -1, *x.shape[x.ndim + axis + 1 :])
+
+    def gathered(self, x: jax.Array, axis: int) -> jax.Array:
+        """The opposite of `spread`."""
+        end = x.ndim + axis
+        x = x.reshape(*x.shape[:end], self.num_kv_heads, -1, *x.shape[end + 1 :])
+        at = jnp.expand_dims(self._at, range(2, 1 - axis))
+        at = at.reshape(*(1,) * (x.ndim - at.ndim), *at.shape)
+        return jnp.where(at, x, jnp.zeros((), x.dtype)).sum(axis=axis - 1, dtype=x.dtype)
+
+    @property
+    def _at(self) -> jax.Array:
+        return jnp.arange(self.num_kv_heads, dtype=jnp.int32)[:, None] == self.of[None]  # [K, H]
+
+
+def own_heads(pool: Pool, num_kv_heads: int, num_heads: int) -> OwnHeads | None:
+    """Which KV heads a device's `num_heads` query heads belong to, inside a `shard_map` over an axis of more devices
+    than there are KV heads; None anywhere else, where what lies at hand is what is meant."""
+    mesh = _mesh_of(pool)
+    if mesh is None or num_kv_heads == 1 or not _is_manual(mesh, pool.heads):
+        return None
+    count = mesh.shape[pool.heads]
+    if num_kv_heads >= count:
+        return None
+    head = jax.lax.axis_index(pool.heads) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
+    return OwnHeads(head * num_kv_heads // (num_heads * count), num_kv_heads)
+
+
+def _mesh_of(pool: Pool) -> AbstractMesh | None:
+    if pool.heads is None:
+        return None
+    mesh = jax.typeof(pool.kv).sharding.mesh
+    if mesh.empty:
+        return None
+    if pool.heads not in mesh.axis_names:
+        raise ValueError(
+            f"This cache was made for a mesh with the axis {pool.heads!r}, but its pools lie on one with "
+            f"{', '.join(map(repr, mesh.axis_names))}: make it for that mesh, jaxkv.init(config, mesh=..., heads=...)."
+        )
+    return mesh
+
+
+def _is_manual(mesh: AbstractMesh, axis: str | None) -> bool:
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] == AxisType.Manual
+
+
+def _is_pool(x: Any) -> bool:
+    return isinstance(x, Pool)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _on_axis(axis: str | None, x: Any) -> Any:
+    """A pool whose heads lie on another axis; anything else as it is."""
+    return dataclasses.replace(x, heads=axis) if _is_pool(x) else x
