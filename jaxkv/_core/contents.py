@@ -22,7 +22,7 @@ def read_tokens(
 
 def read_raw(pool: Pool, block: jax.Array, offset: jax.Array) -> tuple[jax.Array | None, ...]:
     """Of a quantised pool `(k, v, k_scale, v_scale)` at places `i32[n]` as they are stored; 0 for the null block."""
-    found = (x[block, :, :, offset] for x in (pool.kv, pool.scale))
+    found = (x[block, :, :, offset] for x in jax.tree.leaves(pool))
     held = block != 0
     kv, scale = (jnp.where(jnp.expand_dims(held, range(1, x.ndim)), x, jnp.zeros((), x.dtype)) for x in found)
     if kv.shape[1] == 1:

@@ -36,7 +36,7 @@ class Shards(NamedTuple):
     axis: str
 
     @property
-    def count(self) -> int:
+    def devices(self) -> int:
         return self.mesh.shape[self.axis]
 
 
@@ -88,8 +88,8 @@ def on_shards(
     shards = shards_of(pool)
     if shards is None:
         return function(*arguments, **static)
-    by_kv = num_parts(pool.kv.shape[2], shards.count, shards.axis) == shards.count
-    by_q = by_kv if query_heads is None else query_heads % shards.count == 0
+    by_kv = num_parts(pool.kv.shape[2], shards.devices, shards.axis) == shards.devices
+    by_q = by_kv if query_heads is None else query_heads % shards.devices == 0
     if not by_q:  # every device does everything: none has query heads of its own
         arguments = jax.tree.map(functools.partial(_on_axis, None), arguments, is_leaf=_is_pool)
     axes = {KV: shards.axis if by_kv else None, Q: shards.axis if by_q else None}
