@@ -19,11 +19,8 @@ from jaxkv._engine.sampling import KINDS, Kind, Sampling, choose
 from jaxkv._engine.scheduler import Sequence
 from jaxkv._engine.step import logits_at
 
-HELD, FED, COLUMN = (
-    0,
-    1,
-    slice(2, 7),
-)  # what programs are told of each row: tokens that stay, new ones, `Choice`
+# What programs are told of each row: how many tokens stay, how many are new, and its `Choice`.
+HELD, FED, COLUMN = 0, 1, slice(2, 7)
 FEW = 2  # tokens that it lacks after a step in which all that it guessed was right
 
 

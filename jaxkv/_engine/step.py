@@ -12,7 +12,7 @@ import numpy as np
 from jaxkv._core.cache import Cache
 from jaxkv._core.keeping import take_back
 from jaxkv._core.numbers import MOST_INDEX, shown
-from jaxkv._core.plan import positions
+from jaxkv._core.plan import plan_step, positions
 from jaxkv._core.tables import extend, leave_windows
 from jaxkv._engine.program import cache_program
 from jaxkv._engine.resident import room_of
@@ -69,7 +69,8 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool) -> 
     def program(cache, leaves, memory, rows, tokens, *, kind: Kind, count: int, steps: int, verify: int = 0):
         one = functools.partial(_verify, verify, rows[GUESSED]) if verify else _step
         sampling = Sampling.unpack(rows[COLUMN])
-        step = functools.partial(one, jax.tree.unflatten(model, leaves), hook, sampling, kind, count, leave)
+        run = functools.partial(_run, jax.tree.unflatten(model, leaves), not leave)
+        step = functools.partial(one, run, hook, sampling, kind, count, leave)
         counts, due, given = rows[COUNT], rows[DUE] != 0, rows[TOKEN]
         if tokens is None:
             memory = memory._replace(last=jnp.where(given == FROM_DEVICE, memory.last, given))
@@ -95,31 +96,23 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool) -> 
     return cache_program(structure, program, donate=(2,), static=("kind", "count", "steps", "verify"))
 
 
-def _step(model, hook, sampling, kind, count, leave, cache, memory, tokens, counts, due):
+def _step(run, hook, sampling, kind, count, leave, cache, memory, tokens, counts, due):
     """One step of every row: the token after each row's last, and what is likeliest there."""
-    cache = extend(cache, counts)
-    if memory.tokens is not None:
-        memory = memory._replace(tokens=_noted(cache, memory.tokens, tokens, counts))
     places = jnp.zeros_like(counts) if tokens.ndim == 2 else jnp.maximum(jnp.cumsum(counts) - 1, 0)
-    logits, cache = logits_at(model, tokens, cache, places)
+    logits, cache, memory = run(cache, memory, tokens, counts, places)
     chosen, likely = _chosen(logits, hook, sampling, kind, count, memory, cache.lengths)
-    if leave:
-        cache = leave_windows(cache)
-    memory = memory._replace(last=jnp.where(due, chosen, memory.last))
+    cache, memory = _ended(cache, memory, chosen, due, leave)
     return (jnp.where(cache.failed, -1, chosen), likely), cache, memory
 
 
-def _verify(most, guessed, model, hook, sampling, kind, count, leave, cache, memory, tokens, counts, due):
+def _verify(most, guessed, run, hook, sampling, kind, count, leave, cache, memory, tokens, counts, due):
     """One step of every row, of which the last `guessed[s]` tokens are guesses: they count as far as they are what is
     chosen after the tokens before them, and the others are taken back. Then comes the token that is chosen instead of
     the first wrong one, or after all."""
-    cache = extend(cache, counts)
-    if memory.tokens is not None:
-        memory = memory._replace(tokens=_noted(cache, memory.tokens, tokens, counts))
     number = jnp.arange(most + 1, dtype=jnp.int32)[:, None]
     behind = jnp.maximum(guessed[None] - number, 0)  # i32[most + 1, S]: guesses that follow each token
     places = jnp.maximum(jnp.cumsum(counts)[None] - 1 - behind, 0)
-    logits, cache = logits_at(model, tokens, cache, places.ravel())
+    logits, cache, memory = run(cache, memory, tokens, counts, places.ravel())
     lengths = (cache.lengths[None] - behind).ravel()
     wide, known = jax.tree.map(lambda x: jnp.concatenate([x] * (most + 1)), (sampling, memory))
     chosen, likely = _chosen(logits, hook, wide, kind, count, known, lengths)
@@ -127,14 +120,26 @@ def _verify(most, guessed, model, hook, sampling, kind, count, leave, cache, mem
     guesses = tokens[jnp.minimum(places + 1, tokens.shape[0] - 1)]
     is_right = (number < guessed[None]) & (chosen == guesses)
     accepted = jnp.sum(jnp.cumprod(is_right.astype(jnp.int32), axis=0), axis=0, dtype=jnp.int32)
-    cache = take_back(cache, guessed - accepted)
-    if leave:
-        cache = leave_windows(cache)
     last = jnp.take_along_axis(chosen, accepted[None], axis=0)[0]
-    memory = memory._replace(last=jnp.where(due, last, memory.last))
+    cache, memory = _ended(take_back(cache, guessed - accepted), memory, last, due, leave)
     if likely is not None:
         likely = jax.tree.map(lambda x: x.reshape(*places.shape, -1), likely)
     return ((jnp.where(cache.failed[None], -1, chosen), accepted + 1), likely), cache, memory
+
+
+def _run(model, cascade, cache, memory, tokens, counts, places):
+    """The logits at some places after a step of every row, which is noted."""
+    cache = extend(cache, counts)
+    if memory.tokens is not None:
+        memory = memory._replace(tokens=_noted(cache, memory.tokens, tokens, counts))
+    logits, cache = logits_at(model, tokens, cache, places, cascade)
+    return logits, cache, memory
+
+
+def _ended(cache, memory, last, due, leave):
+    """What the next step begins with."""
+    cache = leave_windows(cache) if leave else cache
+    return cache, memory._replace(last=jnp.where(due, last, memory.last))
 
 
 def _chosen(logits, hook, sampling, kind, count, memory, lengths):
@@ -146,12 +151,14 @@ def _chosen(logits, hook, sampling, kind, count, memory, lengths):
     return chosen, likeliest(logits, chosen, count) if count else None
 
 
-def logits_at(model, tokens, cache, places):
+def logits_at(model, tokens, cache, places, cascade=False):
     """The logits of some tokens only, of each row one if they are padded, if the model can spare the others: a prompt's
-    are large."""
-    if "logits_at" in inspect.signature(model.__call__).parameters:
-        return model(tokens, cache=cache, logits_at=places)
-    logits, cache = model(tokens, cache=cache)
+    are large. `cascade`: rows of a common prefix read it once, if the model takes a planned step."""
+    taken = inspect.signature(model.__call__).parameters
+    planned = {"step": plan_step(cache, tokens.shape, cascade=True)} if cascade and "step" in taken else {}
+    if "logits_at" in taken:
+        return model(tokens, cache=cache, logits_at=places, **planned)
+    logits, cache = model(tokens, cache=cache, **planned)
     return (logits[:, 0] if tokens.ndim == 2 else logits[places]), cache
 
 
