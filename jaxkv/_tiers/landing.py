@@ -14,7 +14,8 @@ from jaxkv._core.state import Pool
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
 def _put(leaves: list[jax.Array], blocks: list[jax.Array], target: jax.Array, structure: Any) -> list[jax.Array]:
-    return jax.tree.leaves(put_blocks(*(jax.tree.unflatten(structure, x) for x in (leaves, blocks)), target))
+    pool, part = (structure.unflatten(x) for x in (leaves, blocks))
+    return jax.tree.leaves(put_blocks(pool, part, target))
 
 
 class Landing:
