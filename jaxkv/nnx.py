@@ -140,8 +140,11 @@ class Attention(nnx.Module):
 
 
 def project(equation: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
-    """`einsum(equation, x, kernel) + bias`, in x's dtype."""
-    y = jnp.einsum(equation, x, kernel[...].astype(x.dtype))
+    """`einsum(equation, x, kernel) + bias`, in x's dtype, for x's last axes and the kernel's first."""
+    # einsum itself would sum over two axes in an order for which XLA transposes the kernel, in each step anew.
+    count = len(equation.split(",")[0].removeprefix("..."))
+    with jax.named_scope(equation):
+        y = jnp.tensordot(x, kernel[...].astype(x.dtype), axes=count)
     if bias is None:
         return y
     return y + jnp.expand_dims(bias[...].astype(x.dtype), tuple(range(y.ndim - bias.ndim)))

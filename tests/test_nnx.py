@@ -73,6 +73,17 @@ def test_dtypes():
     assert model(jnp.ones((1, 3, 8)))[0].dtype == jnp.bfloat16
 
 
+def test_no_projection_copies_its_kernel():
+    """Neither one that sums over heads and their numbers, nor one that makes them."""
+    x, heads = jnp.zeros((3, 24)), jnp.zeros((3, 4, 6))
+
+    def both(x, heads, into, out):
+        return jaxkv.nnx.project("...e,ehd->...hd", x, into), jaxkv.nnx.project("...hd,hde->...e", heads, out)
+
+    program = jax.jit(both).lower(x, heads, jnp.zeros((24, 4, 6)), jnp.zeros((4, 6, 24))).compile().as_text()
+    assert "copy" not in program and "transpose" not in program
+
+
 def test_gradients_reach_every_parameter():
     model = make(use_bias=True, use_sinks=True)
     x = jnp.asarray(adapters.sequences()[0])

@@ -57,6 +57,11 @@ def row_mask(name: str, x: Any, rows: int) -> jax.Array:
     return scatter_rows(jnp.zeros(rows, bool), row_indices(name, x, rows), True)
 
 
+def to_device(x: Any) -> jax.Array:
+    """A NumPy array on the device, in memory of its own: unlike `jnp.array` this compiles nothing for its shape."""
+    return jax.device_put(x, may_alias=False)
+
+
 def scatter_rows(per_row: jax.Array, rows: jax.Array, values: Any) -> jax.Array:
     """`per_row` with `values` at `rows`; indices out of range, negative ones too, are dropped."""
     rows = jnp.where((rows >= 0) & (rows < per_row.shape[0]), rows, per_row.shape[0])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxkv._core.arguments import to_device
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.numbers import shown
@@ -113,7 +114,7 @@ def _init_group(config: CacheConfig, num_blocks: int) -> BlockTables:
     rows = config.max_seqs
 
     def zeros() -> jax.Array:
-        return jnp.array(np.zeros(rows, np.int32))
+        return to_device(np.zeros(rows, np.int32))
 
     blocks = np.arange(1, num_blocks + 1, dtype=np.int32)
     if config.contiguous:  # every row has its block from the start, and keeps it
@@ -123,8 +124,8 @@ def _init_group(config: CacheConfig, num_blocks: int) -> BlockTables:
     refcounts = np.ones(num_blocks + 1, np.int32)
     refcounts[NULL_BLOCK] = 0
     return BlockTables(
-        tables=jnp.array(tables), lengths=zeros(), new=zeros(), offsets=zeros(), refcounts=jnp.array(refcounts),
-        kept=jnp.array(np.zeros(num_blocks + 1, np.int32)), free_list=jnp.array(blocks),
-        num_free=jnp.array(np.int32(num_free)), peak=jnp.array(np.int32(num_blocks - num_free)),
-        failed=jnp.array(np.zeros(rows, bool)), wanted=zeros(), needed=zeros(),
+        tables=to_device(tables), lengths=zeros(), new=zeros(), offsets=zeros(), refcounts=to_device(refcounts),
+        kept=to_device(np.zeros(num_blocks + 1, np.int32)), free_list=to_device(blocks),
+        num_free=to_device(np.int32(num_free)), peak=to_device(np.int32(num_blocks - num_free)),
+        failed=to_device(np.zeros(rows, bool)), wanted=zeros(), needed=zeros(),
     )  # fmt: skip

@@ -108,7 +108,7 @@ class Engine:
     def cache(self) -> Cache:
         """The cache as it is now; its rows are empty when no request is under way."""
         with self._at_work(is_brief=True):
-            return self._residents.cache
+            return self._loop.cache
 
     @property
     def steps(self) -> int:

@@ -4,6 +4,7 @@ import collections
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from jaxkv._core.cache import Cache
 from jaxkv._core.errors import OutOfBlocks
 from jaxkv._engine.drafts import Drafter
 from jaxkv._engine.pipeline import Pipeline
@@ -40,6 +41,13 @@ class Loop:
     def is_busy(self) -> bool:
         """Whether there is anything to do."""
         return bool(self.open or self.submitted or self.cancelled or not self._is_sound)
+
+    @property
+    def cache(self) -> Cache:
+        """The cache. If nothing is under way, the rows that were given up are freed first."""
+        if self.residents.to_free and not self.is_busy:
+            self.residents.flush()
+        return self.residents.cache
 
     def advance(self) -> None:
         """Send a step, and read the one before. Raises OutOfBlocks if there is no room for the only ones to wait."""
@@ -167,11 +175,9 @@ class Loop:
             self.cancelled.popleft()
 
     def _rest(self) -> None:
-        """If nothing is left to do, leave nothing behind."""
+        """If nothing is left to do, forget what is under way. Rows are freed when they are wanted, or looked at."""
         if not self.open:
             self.pipeline.flights.clear()
-            if self.residents.to_free:
-                self.residents.flush()
 
     def _make_sound(self) -> None:
         if not self._is_sound:

@@ -46,6 +46,8 @@ class Residents:
         self.seconds_per_token: float | None = None  # of the fastest step so far
         self.counts: collections.Counter[str] = collections.Counter()
         self._empty([])
+        free_blocks = [0 if config.contiguous else count for count in config.group_blocks]
+        self.measured(np.array([(count, 0) for count in free_blocks]), taken=0, clock=0)
 
     def _empty(self, to_free: list[int]) -> None:
         """No sequence lives here. Rows that the device still has to free are named."""

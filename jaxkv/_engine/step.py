@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._core.arguments import to_device
 from jaxkv._core.cache import Cache
 from jaxkv._core.keeping import take_back
 from jaxkv._core.numbers import MOST_INDEX, shown
@@ -211,8 +212,8 @@ def note_tokens(memory: Memory, row: jax.Array, tokens: jax.Array) -> Memory:
 
 def new_memory(max_seqs: int, max_seq_len: int, hook: Hook | None) -> Memory:
     """Memory of empty rows."""
-    tokens = None if hook is None else jnp.zeros((max_seqs, max_seq_len), jnp.int32)
-    return Memory(jnp.zeros(max_seqs, jnp.int32), tokens)
+    tokens = None if hook is None else to_device(np.zeros((max_seqs, max_seq_len), np.int32))
+    return Memory(to_device(np.zeros(max_seqs, np.int32)), tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "kind", "hook", "width"))

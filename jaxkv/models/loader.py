@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxkv._core.arguments import to_device
 from jaxkv._files import safetensors
 from jaxkv.models import hugging_face
 from jaxkv.models.config import DecoderConfig
@@ -73,7 +74,7 @@ def load(folder: str | os.PathLike, *, dtype: Any = None, scan: bool = False) ->
             x = x if slot.column is None else x[..., slot.column :: 2]
             return (x.T if slot.transposed else x).astype(own)
 
-        return jnp.array(np.stack([one(slot) for slot in slots]).reshape(shape))
+        return to_device(np.stack([one(slot) for slot in slots]).reshape(shape))
 
     loaded = [(path, param.replace(array(slots, param.shape))) for path, (slots, param) in params.items()]
     return nnx.merge(graph, nnx.from_flat_state(loaded))

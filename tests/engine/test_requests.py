@@ -349,6 +349,19 @@ def compiled(call):
     return count
 
 
+def test_first_use_compiles_a_chunk_a_step_and_the_zeros_of_a_pool():
+    """With shapes that no other test has."""
+
+    def serve():
+        engine = jaxkv.Engine(Checksum((None,)), max_seqs=2, max_seq_len=43, block_size=3, num_blocks=23, step_tokens=9)
+        requests = [engine.submit([i, 1, 2], 4) for i in range(2)]
+        assert len(list(engine.run())) == 8
+        assert all(request.done for request in requests)
+
+    jnp.zeros(3, jnp.float32)  # the conversion of its 0 is in other tests, too
+    assert compiled(serve) <= 3
+
+
 @pytest.mark.parametrize(("logprobs", "kinds"), [(0, KINDS), (3, ("sampled",))])
 def test_after_warmup_nothing_compiles(logprobs, kinds):
     """With shapes that no other test has."""
