@@ -229,7 +229,7 @@ class Engine:
             self._loop.reset()
 
     def warmup(self, *, kinds: Iterable[Kind] = KINDS, logprobs: Iterable[int] = (0,), progress: bool = True) -> None:
-        """Compile all that steps need, so that nothing has to be compiled when requests come.
+        """Compile what steps and a prefix cache need, so that requests wait for nothing but what swaps and spills need.
 
         Args:
           kinds: of requests to come: "greedy" (temperature 0), "sampled" (above), "filtered" (with top_k or top_p).

@@ -18,7 +18,7 @@ from jaxkv._core.tables import free, leave_windows
 from jaxkv._engine.program import cache_program
 from jaxkv._engine.scheduler import Sequence
 from jaxkv._tiers.host import swap_in, swap_out
-from jaxkv._tiers.kept import count_unused
+from jaxkv._tiers.kept import count_unused, warm
 from jaxkv._tiers.prefix import PrefixCache
 
 Swap = Literal["auto", "always", "never"]
@@ -105,7 +105,8 @@ class Residents:
     def warm(self) -> list[Any]:
         """What to call, one after another, to compile what is needed between steps."""
         rows = np.array([[0], [self.config.max_seqs]], np.int32)  # no such row: ignored
-        return [self.flush, lambda: self.call(self._fork, *rows)]
+        calls = [self.flush, lambda: self.call(self._fork, *rows)]
+        return calls if self.prefix is None else [*calls, lambda: warm(self.cache)]
 
     def measured(self, room: np.ndarray, taken: int, clock: int) -> None:
         """Note what room there was, so many blocks and changes ago."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.allocator import replace_entries
+from jaxkv._core.cache import Cache
 from jaxkv._core.state import BlockTables
 
 
@@ -42,6 +43,14 @@ def attach(tables: BlockTables, row: jax.Array, entries: jax.Array, length: jax.
     return dataclasses.replace(
         tables, lengths=jnp.where(here, length, tables.lengths), new=jnp.where(here, np.int32(0), tables.new)
     )
+
+
+def warm(cache: Cache) -> None:
+    """Compile what an index does to the tables of a cache. Nothing changes: no such row, and what was kept is."""
+    for t in cache.tables:
+        keep(t, np.asarray(t.kept))
+        attach(t, np.int32(t.tables.shape[0]), np.zeros(t.tables.shape[1], np.int32), np.int32(0))
+        jax.device_get((t.tables[0], t.lengths[0], t.held))
 
 
 def count_unused(tables: BlockTables) -> jax.Array:

@@ -362,12 +362,14 @@ def test_first_use_compiles_a_chunk_a_step_and_the_zeros_of_a_pool():
     assert compiled(serve) <= 3
 
 
-@pytest.mark.parametrize(("logprobs", "kinds"), [(0, KINDS), (3, ("sampled",))])
-def test_after_warmup_nothing_compiles(logprobs, kinds):
+@pytest.mark.parametrize(
+    ("logprobs", "kinds", "prefix_cache"), [(0, KINDS, False), (3, ("sampled",), False), (0, ("greedy",), True)]
+)
+def test_after_warmup_nothing_compiles(logprobs, kinds, prefix_cache):
     """With shapes that no other test has."""
     engine = jaxkv.Engine(
-        Checksum((None, 5)), max_seqs=5 + logprobs, max_seq_len=41, block_size=3, num_blocks=61, step_tokens=70,
-        steps_per_dispatch=3, swap="never", seed=9,
+        Checksum((None, 5)), max_seqs=5 + logprobs + prefix_cache, max_seq_len=41, block_size=3, num_blocks=61,
+        step_tokens=70, steps_per_dispatch=3, swap="never", seed=9, prefix_cache=prefix_cache,
     )  # fmt: skip
     draw = random.Random(2)
 
@@ -380,7 +382,9 @@ def test_after_warmup_nothing_compiles(logprobs, kinds):
                 "filtered": {"temperature": 0.5, "top_k": 3, "n": 2},
             }
             choice = asked[kinds[i % len(kinds)]]
-            requests.append(engine.submit([i] * draw.randint(1, 20), draw.randint(1, 15), logprobs=logprobs, **choice))
+            requests.append(
+                engine.submit([i % 4] * draw.randint(1, 20), draw.randint(1, 15), logprobs=logprobs, **choice)
+            )
             engine.step()
         requests[3].cancel()
         list(engine.run())
@@ -388,6 +392,7 @@ def test_after_warmup_nothing_compiles(logprobs, kinds):
 
     assert compiled(lambda: engine.warmup(kinds=kinds, logprobs={0, logprobs}, progress=False)) > 5
     assert compiled(serve) == 0
+    assert not prefix_cache or engine.stats()["tokens_saved"] > 0
     assert_empty(engine)
     with pytest.raises(ValueError, match="kinds must be among 'greedy', 'sampled' and 'filtered', not 'best'"):
         engine.warmup(kinds=["best"])
