@@ -46,6 +46,7 @@ def add_generate(commands: Any) -> None:
         help="compute and cache in this dtype; default: float32 for the built-in model, else the checkpoint's",
     )
     add("--cache-dtype", choices=sorted(KINDS), help="store keys and values in this; default: what is computed in")
+    add("--devices", type=int, default=1, help="divide model and cache over so many devices; default: %(default)s")
     add("--no-check", action="store_true", help="do not compare the output with a recomputation without any cache")
 
 
@@ -55,12 +56,13 @@ def generate(arguments: argparse.Namespace) -> int:
 
     prompts = _prompts(arguments)
     max_new_tokens = integer("max_new_tokens", arguments.max_new_tokens, least=1, most=MOST_INDEX // 2)
-    dtype = {} if arguments.dtype is None else {"dtype": arguments.dtype}
+    options = {} if arguments.dtype is None else {"dtype": arguments.dtype}
+    options |= {} if arguments.devices == 1 else {"mesh": _mesh(arguments.devices)}
     tokenizer: Tokenizer
     if arguments.model is None:
-        model, tokenizer = jaxkv.models.small(**dtype), ByteTokenizer()
+        model, tokenizer = jaxkv.models.small(**options), ByteTokenizer()
     else:
-        model = jaxkv.models.load(arguments.model, **dtype)
+        model = jaxkv.models.load(arguments.model, **options)
         tokenizer = ByteTokenizer() if model.config.byte_tokens else FileTokenizer(arguments.model)
     choice = {
         "temperature": arguments.temperature,
@@ -98,6 +100,16 @@ def generate(arguments: argparse.Namespace) -> int:
     checked = not arguments.no_check and engine.config.kind(0).meaning == model.dtype
     print(_report(engine, tokens, outputs, times, choice if checked else None))
     return 1 if problems else 0
+
+
+def _mesh(count: int) -> Any:
+    import jax
+    import numpy as np
+
+    devices = jax.devices()
+    if not 1 <= count <= len(devices):
+        raise ValueError(f"--devices must be from 1 to {len(devices)}, the devices that there are, not {count}.")
+    return jax.sharding.Mesh(np.array(devices[:count]), ("model",))
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:

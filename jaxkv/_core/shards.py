@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxkv._core.state import Pool
 
@@ -131,6 +131,15 @@ def _placed(x: Any, spec: PartitionSpec, mesh: AbstractMesh) -> Any:
         return x
     named = PartitionSpec(*(name if kinds.get(name) == AxisType.Explicit else None for name in spec))
     return jax.sharding.reshard(x, NamedSharding(mesh, named))
+
+
+def mesh_of(tree: Any, axis: str = "model") -> Mesh | None:
+    """The first mesh with that axis that any of the arrays of a pytree lies on."""
+    for x in jax.tree.leaves(tree):
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) and axis in sharding.mesh.axis_names:
+            return sharding.mesh
+    return None
 
 
 def whole(x: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
+from jaxkv._core.shards import mesh_of
 from jaxkv._core.sharing import truncate
 from jaxkv._core.tables import extend
 from jaxkv._engine.drafts import Drafter, NGramDrafter
@@ -39,8 +40,9 @@ class ModelDrafter:
             sizes["layout"] = "contiguous"
         self.config = CacheConfig.from_model(model, **sizes)
         self.leaves, structure = jax.tree.flatten(model)
-        self.step_tokens, self.count = step_tokens, count
-        self._program = draft_program(jax.tree.structure(jax.eval_shape(lambda: init(self.config))), structure)
+        self.step_tokens, self.count, self.mesh = step_tokens, count, mesh_of(self.leaves)
+        empty = jax.eval_shape(lambda: init(self.config, mesh=self.mesh))
+        self._program = draft_program(jax.tree.structure(empty), structure)
         self._is_sound = False  # no call was cut off
 
     def guess(self, sequences: Several[Sequence], count: int) -> list[list[int]]:
@@ -80,7 +82,7 @@ class ModelDrafter:
 
     def _make_sound(self) -> None:
         if not self._is_sound:
-            self._cache = jax.tree.leaves(init(self.config))
+            self._cache = jax.tree.leaves(init(self.config, mesh=self.mesh))
             self._held: list[list[int]] = [[] for _ in range(self.config.max_seqs)]
             self._is_sound = True
 

@@ -28,7 +28,7 @@ class Engine:
     `step` late. Whatever interrupts a call, Ctrl-C too: the engine goes on at the next one, and no request is lost.
 
     Args:
-      model: as for `generate`. Its parameters are taken as they are now.
+      model: as for `generate`. Its parameters are taken as they are now, and the cache lies on the mesh that they do.
       max_seqs: rows of the cache: sequences computed at the same time.
       max_seq_len: the most tokens of one sequence, prompt and output; default: `longest`, rounded up to a power of 2.
       longest: tokens of the longest sequence to come, if `max_seq_len` is not given.
@@ -94,7 +94,7 @@ class Engine:
             step_tokens=None if prefix_cache else self.step_tokens, **fields,
         )  # fmt: skip
         self.prefix = PrefixCache(self.config, spill_bytes=spill_bytes) if prefix_cache else None
-        self._residents = Residents(self.config, prefix=self.prefix, swap=swap, host_bandwidth=host_bandwidth)
+        self._residents = Residents(self.config, model, prefix=self.prefix, swap=swap, host_bandwidth=host_bandwidth)
         self._pipeline = Pipeline(model, self._residents, logits_hook, self.step_tokens, draft_tokens)
         drafter = make_drafter(draft, self.config, self.step_tokens, draft_tokens)
         self._loop = Loop(self._residents, self._pipeline, self.step_tokens, self.steps_per_dispatch, drafter)

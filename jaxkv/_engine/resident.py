@@ -13,6 +13,7 @@ from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
 from jaxkv._core.errors import CacheError, OutOfBlocks
+from jaxkv._core.shards import mesh_of
 from jaxkv._core.sharing import fork
 from jaxkv._core.tables import free, leave_windows
 from jaxkv._engine.program import cache_program
@@ -35,12 +36,15 @@ class Residents:
     and what was given back is not counted. `settle` asks the device, and waits for it.
     """
 
-    def __init__(self, config: CacheConfig, *, prefix: PrefixCache | None, swap: Swap, host_bandwidth: float):
+    def __init__(
+        self, config: CacheConfig, model: Any, *, prefix: PrefixCache | None, swap: Swap, host_bandwidth: float
+    ):  # fmt: skip
         self.config, self.prefix, self.swap, self.host_bandwidth = config, prefix, swap, host_bandwidth
+        self.mesh = mesh_of(model)  # where the cache is to lie
         self.block_size = config.block_size
         self._landed: collections.deque[tuple[list[jax.Array], list[jax.Array]]] = collections.deque()
         self._cache: Cache | None = None  # of `_leaves`, when it was asked for
-        self.cache = init(config)
+        self.cache = init(config, mesh=self.mesh)
         self._structure = jax.tree.structure(self.cache)
         self._settle, self._swap_in, self._fork = _programs(self._structure)
         self.seconds_per_token: float | None = None  # of the fastest step so far
@@ -137,7 +141,7 @@ class Residents:
         """An empty cache, and an empty prefix cache."""
         self._take_landed()
         if self.is_lost:
-            self.cache = init(self.config)
+            self.cache = init(self.config, mesh=self.mesh)
         if self.prefix is not None:
             self.cache = self.prefix.reset(self.cache)
         self._empty(list(range(self.config.max_seqs)))

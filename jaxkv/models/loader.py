@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxkv._core.arguments import to_device
 from jaxkv._files import safetensors
@@ -18,13 +19,16 @@ from jaxkv.models import hugging_face
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.names import EMBED, HEAD, Slot, slots_of
+from jaxkv.models.partition import automatic, sharding_of
 from jaxkv.models.published import LAYER, read_published
 
 FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 MOST_JSON = 64 << 20  # bytes; the index of a model of 10,000 tensors has one
 
 
-def load(folder: str | os.PathLike, *, dtype: Any = None, scan: bool = False) -> Decoder:
+def load(
+    folder: str | os.PathLike, *, dtype: Any = None, scan: bool = False, mesh: Mesh | None = None
+) -> Decoder:  # fmt: skip
     """The model in a Hugging Face folder: config.json, and model.safetensors or several files with their index.
 
     Weights in MXFP4 (GPT-OSS) and in blocks of float8 (DeepSeek V3) become numbers as they are read.
@@ -33,6 +37,9 @@ def load(folder: str | os.PathLike, *, dtype: Any = None, scan: bool = False) ->
       folder: where they are.
       dtype: float32, bfloat16 or float16, to convert to; default: what the checkpoint has.
       scan: scan over the layers, so that a deep model compiles as fast as a shallow one: see `Decoder`.
+      mesh: divide heads, hidden widths and the vocabulary over its axis "model", of which each device then reads its
+        part alone; experts are whole on each. `generate` and `Engine` take the mesh from the model. The axes of what is
+        loaded are automatic, whatever those of the mesh are.
 
     Raises:
       FileNotFoundError: the folder or one of its files is missing.
@@ -68,15 +75,21 @@ def load(folder: str | os.PathLike, *, dtype: Any = None, scan: bool = False) ->
     _check(folder, [slot for slots, _ in params.values() for slot in slots], tensors)
     own = wanted or tensors[EMBED].dtype
 
-    def array(slots: list[Slot], shape: tuple[int, ...]) -> jax.Array:
-        def one(slot: Slot) -> np.ndarray:
-            x = np.asarray(tensors[slot.name])
-            x = x if slot.column is None else x[..., slot.column :: 2]
-            return (x.T if slot.transposed else x).astype(own)
+    mesh = None if mesh is None else automatic(mesh)
 
-        return to_device(np.stack([one(slot) for slot in slots]).reshape(shape))
+    def array(path: tuple, slots: list[Slot], shape: tuple[int, ...]) -> jax.Array:
+        # As many axes as there are slots for are in front; of the others a device's part may be read alone.
+        front = next(i for i in range(len(shape) + 1) if math.prod(shape[:i]) == len(slots))
 
-    loaded = [(path, param.replace(array(slots, param.shape))) for path, (slots, param) in params.items()]
+        def read(index: Any) -> Any:
+            parts = [_view(tensors, slot).reshape(shape[front:])[index[front:]].astype(own) for slot in slots]
+            return np.stack(parts).reshape(*shape[:front], *parts[0].shape)
+
+        if mesh is None:
+            return to_device(read((slice(None),) * len(shape)))
+        return jax.make_array_from_callback(shape, sharding_of(path, shape, mesh), read)
+
+    loaded = [(path, param.replace(array(path, slots, param.shape))) for path, (slots, param) in params.items()]
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
@@ -107,13 +120,13 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def small(*, dtype: Any = jnp.float32) -> Decoder:
+def small(*, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Decoder:
     """The model that ships with jaxkv: a byte-level decoder that has read the standard library's sources.
 
     >>> small().config.byte_tokens
     True
     """
-    return load(pathlib.Path(__file__).parent.parent / "data" / "small", dtype=dtype)
+    return load(pathlib.Path(__file__).parent.parent / "data" / "small", dtype=dtype, mesh=mesh)
 
 
 def read_config(folder: pathlib.Path) -> DecoderConfig:
@@ -129,6 +142,13 @@ def read_config(folder: pathlib.Path) -> DecoderConfig:
             where = f"eos_token_id in {folder / 'generation_config.json'}"
             config = dataclasses.replace(config, eos_ids=hugging_face.token_ids(eos, where))
     return config
+
+
+def _view(tensors: dict[str, Any], slot: Slot) -> np.ndarray:
+    """A parameter as it lies in a checkpoint: nothing of a file is read before it is used."""
+    x = np.asarray(tensors[slot.name])
+    x = x if slot.column is None else x[..., slot.column :: 2]
+    return x.T if slot.transposed else x
 
 
 def _float_dtype(dtype: Any) -> np.dtype:

@@ -76,6 +76,8 @@ def test_a_bad_prompt_does_not_take_the_others_with_it(capsys):
         (["--temperature", "nan"], "temperature must be a finite number"),
         (["--temperature", "1e400"], "temperature must be a finite number"),
         (["--dtype", "int9"], "dtype must be one of"),
+        (["--devices", "0"], "--devices must be from 1 to"),
+        (["--devices", str(10**30)], "the devices that there are, not 1000"),
     ],
 )
 def test_what_a_user_can_mend_is_one_sentence(arguments, sentence, capsys):

@@ -19,10 +19,10 @@ pytestmark = [
 
 
 @functools.cache
-def compile_for(chip, *options, script="tpu_programs.py", timeout=270):
+def compile_for(*options, script="tpu_programs.py", timeout=270):
     path = os.pathsep.join([str(HERE.parent.parent), SITE])
     done = subprocess.run(
-        [sys.executable, HERE / script, chip, *options], env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""},
+        [sys.executable, HERE / script, *options], env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""},
         capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -74,3 +74,13 @@ def test_a_whole_decode_step_of_a_real_model(chip, scan):
         # In bytes (small arrays are padded) and in arrays: all but two that `extend` replaces without reading them.
         assert program["alias"] >= program["cache"] - program["unread"], program
         assert program["aliased arrays"] == program["arrays"] - 2, program
+
+
+def test_a_cache_over_four_chips():
+    """Kernels run on each chip's heads; nothing is gathered or copied, however large the pools are."""
+    programs = compile_for(*(["everything"] if NIGHTLY else []), script="tpu_devices.py")
+    assert len(programs) == (4 if NIGHTLY else 2)
+    for program in programs:
+        assert program["kernels"] == 2 and not program["collectives"], program
+        assert program["alias"] >= program["pool"], program
+        assert program["temp"] == programs[0]["temp"] < 2**20, program

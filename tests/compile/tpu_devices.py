@@ -1,0 +1,66 @@
+"""Compiles a decode step of a cache over four TPUs that are not there, and prints what the compiler says as JSON.
+
+A script of its own, like tpu_programs.py: `python tpu_devices.py`, with an argument for more programs.
+"""
+
+from tpu_programs import devices  # first of all, for it sets the environment up
+
+# isort: split
+import json
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+import jaxkv
+
+ROWS, LAYERS, HEADS = 8, 2, 32
+
+
+def program(chips, num_blocks, num_kv_heads=8, axes=AxisType.Auto):
+    mesh = Mesh(np.array(chips), ("model",), axis_types=(axes,))
+    layer = jaxkv.LayerConfig(num_kv_heads=num_kv_heads, head_dim=128)
+    config = jaxkv.CacheConfig(
+        layers=(layer,) * LAYERS, max_seqs=ROWS, max_seq_len=2048, num_blocks=num_blocks, head_dim_multiple=128
+    )
+    specs = jaxkv.partition_specs(config, mesh)
+    shapes = jax.tree.leaves(jax.eval_shape(lambda: jaxkv.init(config)))
+    pairs = zip(shapes, jax.tree.leaves(specs), strict=True)
+    cache = jax.tree.unflatten(jax.tree.structure(specs), [array(mesh, x.shape, x.dtype, spec) for x, spec in pairs])
+    heads = P(None, None, "model")
+    q = array(mesh, (ROWS, 1, HEADS, 128), jnp.bfloat16, heads)
+    k = array(mesh, (ROWS, 1, num_kv_heads, 128), jnp.bfloat16, heads if num_kv_heads >= len(chips) else P())
+
+    def decode(cache, q, k):
+        cache = jaxkv.extend(cache, jnp.ones(ROWS, jnp.int32))
+        step = jaxkv.plan_step(cache, (ROWS, 1))
+        for i in range(LAYERS):
+            q, cache = jaxkv.attention(q, k, k, cache, layer=i, step=step)
+        return q, cache
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(decode, donate_argnums=0).lower(cache, q, k).compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    return {
+        "pool": config.bytes // (len(chips) if num_kv_heads >= len(chips) else 1),
+        "alias": memory.alias_size_in_bytes,
+        "temp": memory.temp_size_in_bytes,
+        "kernels": text.count('custom_call_target="tpu_custom_call"'),
+        "collectives": re.findall(r"\b(?:all|reduce|collective)-(?:gather|reduce|to-all|scatter|permute)", text),
+    }
+
+
+def array(mesh, shape, dtype, spec):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+if __name__ == "__main__":
+    chips = devices("v6e:2x2", (2, 2, 1))
+    programs = [{"num_blocks": 32_768}, {"num_blocks": 65_536}]
+    if len(sys.argv) > 1:
+        programs += [{"num_blocks": 32_768, "axes": AxisType.Explicit}, {"num_blocks": 32_768, "num_kv_heads": 2}]
+    for options in programs:
+        print(json.dumps(program(chips, **options)), flush=True)

@@ -1,0 +1,60 @@
+"""A model over several devices: the tokens of one, each device with its part of the weights, and two sums a layer."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fixtures import DATA, NAMES, expected
+from jax.sharding import Mesh, PartitionSpec as P
+from nightly import NIGHTLY
+
+import jaxkv
+import jaxkv.models
+
+# By day heads that are divided by 2; by night all, also more devices than KV heads.
+CASES = [(name, count) for name in NAMES for count in (2, 4)] if NIGHTLY else [("qwen2", 2)]
+
+
+@pytest.mark.parametrize(("name", "count"), CASES)
+def test_the_same_tokens_as_on_one_device(name, count):
+    mesh = jax.make_mesh((count,), ("model",), devices=jax.devices()[:count])  # explicit, and taken for automatic
+    model = jaxkv.models.load(DATA / name, mesh=mesh)
+    one = jaxkv.models.load(DATA / name)
+    for mine, whole in zip(jax.tree.leaves(model), jax.tree.leaves(one), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(whole))
+    rows = expected(name)[:2]
+    engine = jaxkv.Engine(model, max_seqs=2, max_seq_len=64, step_tokens=32)
+    requests = [engine.submit(row.prompt.tolist(), max_new_tokens=len(row.tokens)) for row in rows]
+    for _ in engine.run():
+        pass
+    assert [request.tokens for request in requests] == [row.tokens.tolist() for row in rows]
+    divided = {layer.num_kv_heads % count == 0 for layer in model.layer_configs}
+    assert {"model" in pool.kv.sharding.spec for pool in engine.cache.pools if pool is not None} == divided
+
+
+def test_a_decode_step_has_two_sums_a_layer():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
+    model = jaxkv.models.load(DATA / "qwen2", mesh=mesh)
+    assert model.layers[0].attention.query[...].sharding.spec == P(None, "model", None)
+    assert model.layers[0].mlp.down[...].addressable_shards[0].data.shape[0] == model.config.mlp_dim // 2
+    config = jaxkv.CacheConfig.from_model(model, max_seqs=2, max_seq_len=64)
+
+    def decode(model, tokens, cache):
+        logits, cache = model(tokens, cache=jaxkv.extend(cache, jnp.ones(2, jnp.int32)))
+        return logits, cache
+
+    program = jax.jit(decode, donate_argnames="cache").lower(
+        model, jnp.ones((2, 1), jnp.int32), cache=jaxkv.init(config, mesh=mesh)
+    )
+    moves = re.findall(
+        r"= .*? (all-[a-z]+|collective-permute|reduce-scatter)(?:-start)?\(", program.compile().as_text()
+    )
+    assert moves.count("all-reduce") <= 2 * config.num_layers + 1  # and one for the vocabulary's part of the embedding
+    assert len(moves) <= 2 * config.num_layers + 2, moves
+
+
+def test_what_is_no_mesh():
+    with pytest.raises(ValueError, match=r"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes it, not 2"):
+        jaxkv.models.small(mesh=2)
