@@ -14,13 +14,17 @@ TEXT = (ROOT / "README.md").read_text()
 EIGHTHS = "▁▂▃▄▅▆▇█"
 
 
-def test_the_snippet_runs():
-    (snippet,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+def test_the_snippets_run():
+    """One after another, as in a user's session."""
+    first, over_devices = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     names = {}
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as in a user's session
-        exec(snippet, names)
-    assert names["out"].shape == (4, 1, 32, 128)
-    assert names["cache"].lengths.tolist() == [513, 71, 4, 0]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        exec(first, names)
+        assert names["out"].shape == (4, 1, 32, 128)
+        assert names["cache"].lengths.tolist() == [513, 71, 4, 0]
+        exec(over_devices, names)
+    assert names["cache"].lengths.tolist() == [1, 1, 0, 0]
+    assert names["cache"].pools[0].kv.sharding.spec[2] == "model"
 
 
 def test_the_lines_of_the_diff_are_those_of_a_decoder():
