@@ -9,7 +9,6 @@ tile of rows in the page that has come anyway, and sends that tile back.
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -24,6 +23,7 @@ from pallas_kernels.tpu.pages import (
     Pages,
     compiler_params,
     divide,
+    output,
     sublanes,
     vector_bytes,
 )
@@ -86,7 +86,7 @@ def decode(
 
     pool = pl.BlockSpec(memory_space=pltpu.HBM)
     inputs = [(q, per_block(heads, head_dim))]
-    outputs = [(jax.ShapeDtypeStruct((rows, heads, value_dim), q.dtype), per_block(heads, value_dim))]
+    outputs = [(output((rows, heads, value_dim), q.dtype, q, kv), per_block(heads, value_dim))]
     scratch = [
         *page_buffers(kv, kv_scale, segments * pages.pages_per_step, pages.page_size),
         pltpu.SMEM((STATE,), jnp.int32),
@@ -98,13 +98,13 @@ def decode(
         sinks = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None], (heads, LANES))
         inputs.append((sinks, pl.BlockSpec((heads, LANES), lambda row, *_: (0, 0))))
     if return_lse:
-        outputs.append((jax.ShapeDtypeStruct((rows, heads, LANES), jnp.float32), per_block(heads, LANES)))
+        outputs.append((output((rows, heads, LANES), jnp.float32, q, kv), per_block(heads, LANES)))
     aliases = {}
     if fused:
         inputs.append((new_kv, per_block(*new_kv.shape[1:])))
         pools = [kv, kv_scale] if scaled else [kv]
         aliases = {len(scalars) + len(inputs) + i: len(outputs) + i for i in range(len(pools))}
-        outputs += [(jax.ShapeDtypeStruct(x.shape, x.dtype), pool) for x in pools]
+        outputs += [(output(x.shape, x.dtype, x, new_kv), pool) for x in pools]
         for x, tile in zip(pools, ((sublanes(kv.dtype), head_dim), (LANES,)), strict=False):
             scratch += [pltpu.VMEM((segments, stored_parts, num_kv_heads, *tile), x.dtype), pltpu.SemaphoreType.DMA(())]
         if scaled:

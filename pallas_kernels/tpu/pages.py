@@ -53,6 +53,15 @@ def compiler_params(vmem_bytes: int) -> pltpu.CompilerParams:
     )  # fmt: skip
 
 
+def output(shape: tuple[int, ...], dtype, *arrays: jax.Array) -> jax.ShapeDtypeStruct:
+    """What a kernel returns that is computed from some arrays: inside a `shard_map` JAX is told that it differs among
+    the devices where any of those does."""
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    varying = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))
+
+
 def pad(x: jax.Array, size: int, axis: int = -1) -> jax.Array:
     """Zeros at the end of an axis, to make it `size` long."""
     if x.shape[axis] == size:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kinds import sound_scales
 from pallas_kernels.tpu.decode import page_buffers
-from pallas_kernels.tpu.pages import LANES, MASKED, VMEM_BYTES, Pages, compiler_params, sublanes, vector_bytes
+from pallas_kernels.tpu.pages import LANES, MASKED, VMEM_BYTES, Pages, compiler_params, output, sublanes, vector_bytes
 from pallas_kernels.tpu.quantised import widen
 
 STEP_TOKENS = 256
@@ -107,13 +107,13 @@ def prefill(
 
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     inputs = [(q, hbm), (kv, hbm)] + ([] if kind is None else [(kv_scale, hbm)])
-    outputs = [(jax.ShapeDtypeStruct(q.shape, q.dtype), hbm)]
+    outputs = [(output(q.shape, q.dtype, q, kv), hbm)]
     if sinks is not None:
         sinks = LOG2_E * jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, 1, group), tile_tokens, axis=2)
         inputs.append((sinks, pl.BlockSpec(sinks.shape, lambda *_: (0, 0, 0))))
     if return_lse:
         statistics = (num_kv_heads, 1, queries)
-        shape = jax.ShapeDtypeStruct((tiles.row.size, *statistics), jnp.float32)
+        shape = output((tiles.row.size, *statistics), jnp.float32, q, kv)
         outputs.append((shape, pl.BlockSpec((1, *statistics), lambda tile, *_: (tile, 0, 0, 0))))
     arrays, in_specs = zip(*inputs, strict=True)
     out_shape, out_specs = zip(*outputs, strict=True)

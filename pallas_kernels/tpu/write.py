@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import kinds, xla
 from pallas_kernels.tokens import default_offsets, locate
-from pallas_kernels.tpu.pages import SMEM_ENTRIES, VMEM_BYTES, compiler_params, pad, page_tile, vector_bytes
+from pallas_kernels.tpu.pages import SMEM_ENTRIES, VMEM_BYTES, compiler_params, output, pad, page_tile, vector_bytes
 from pallas_kernels.tpu.quantised import encodable
 
 PAGE_TOKENS = 32  # at most, for a page is fetched and sent whole even if one token of it is new
@@ -152,7 +152,7 @@ def write(kv, new, runs: Runs, kv_scale=None, kind=None, *, page_size: int, inte
                 pltpu.SemaphoreType.DMA((3, depth)),
             ],
         ),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools],
+        out_shape=[output(x.shape, x.dtype, x, *new) for x in pools],
         input_output_aliases={len(runs) + parts + i: i for i in range(len(pools))},
         cost_estimate=pl.CostEstimate(
             flops=0, transcendentals=0, bytes_accessed=2 * parts * new[0].size * new[0].dtype.itemsize

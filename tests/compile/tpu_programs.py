@@ -75,7 +75,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
         pool_spec, tokens_spec = P(None, None, "x"), P(*token_spec)
         step = jax.shard_map(
             step, mesh=mesh, in_specs=(tokens_spec, tokens_spec, [pool_spec] * layers, P(), P(), P()),
-            out_specs=(tokens_spec, [pool_spec] * layers), check_vma=False,
+            out_specs=(tokens_spec, [pool_spec] * layers),
         )  # fmt: skip
     arguments = (q, k, [pool] * layers, tables, counts, counts)
     donated = () if op == "paged_attention" else 2
@@ -98,7 +98,11 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
 def main(chip, everything=""):
     if chip == "four":
         mesh = Mesh(np.array(devices("v6e:2x2", (2, 2, 1))), ("x",))
-        programs = {"sharded heads": ("llama3-8b", "write_and_attend", (ROWS, 1), {"sharded": True, "layers": 2})}
+        tokens = {"decode": (ROWS, 1), "prefill": (ROWS, 32)}
+        programs = {
+            f"sharded heads, {name}": ("llama3-8b", "write_and_attend", axes, {"sharded": True, "layers": 2})
+            for name, axes in tokens.items()
+        }
     else:
         mesh = Mesh(np.array(devices(TOPOLOGIES[chip], (1, 1, 1))[:1]), ("x",))  # a tpu7x chip is two
         programs = {
