@@ -103,7 +103,7 @@ def main() -> None:
     compiled(2, True)  # what is done once in a process
     programs = [added(cascade) for cascade in (False, True)]
     table(programs)
-    save("cascade", {"steps": results, "programs": programs}, **vars(arguments))
+    save("cascade", {"steps": results, "programs": programs}, max_seqs=arguments.rows, repeats=arguments.repeats)
 
 
 if __name__ == "__main__":

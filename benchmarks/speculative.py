@@ -75,7 +75,8 @@ def main() -> None:
         row["first tokens that are equal"] = int(sum(same))
         row["speed-up"] = row["tokens / s"] / results[0]["tokens / s"]
     table(results)
-    save("speculative", results, **vars(arguments))
+    facts = vars(arguments)
+    save("speculative", results, max_seqs=facts.pop("rows"), **facts)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from jaxkv._core.write import append as append, write as write
 from jaxkv._drop_in import dot_product_attention as dot_product_attention, jax_attention as jax_attention
 from jaxkv._engine.engine import Engine as Engine
 from jaxkv._engine.generate import generate as generate
+from jaxkv._engine.search import Beams as Beams, beam_search as beam_search
 from jaxkv._files.rows import describe as describe, load as load, save as save
 from jaxkv._tiers.host import HostBlocks as HostBlocks, swap_in as swap_in, swap_out as swap_out
 from jaxkv._tiers.prefix import Match as Match, PrefixCache as PrefixCache
@@ -32,12 +33,12 @@ from pallas_kernels import merge_attention as merge_attention
 __version__ = "0.1.0"
 
 __all__ = [
-    "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine", "HostBlocks", "LayerConfig",
-    "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "SequenceTooLong", "Step", "append", "attend", "attention",
-    "check", "check_invariants", "counts", "describe", "dot_product_attention", "explain", "extend", "fork", "free",
-    "gather", "generate", "init", "jax_attention", "keep", "last", "left_align", "load", "merge_attention",
-    "partition_specs", "plan_step", "positions", "reorder", "reserve", "right_align", "save", "stats", "swap_in",
-    "swap_out", "truncate", "write",
+    "Beams", "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine", "HostBlocks",
+    "LayerConfig", "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "SequenceTooLong", "Step", "append", "attend",
+    "attention", "beam_search", "check", "check_invariants", "counts", "describe", "dot_product_attention", "explain",
+    "extend", "fork", "free", "gather", "generate", "init", "jax_attention", "keep", "last", "left_align", "load",
+    "merge_attention", "partition_specs", "plan_step", "positions", "reorder", "reserve", "right_align", "save",
+    "stats", "swap_in", "swap_out", "truncate", "write",
 ]  # fmt: skip
 
 

@@ -13,18 +13,18 @@ import jax.numpy as jnp
 
 # Found by experiment on two CPU cores, see benchmarks/NOTES.md: queries that are computed together, how many rows that
 # read by themselves take as long as those do over the same tokens, and what it costs beside, in tokens of a row.
-TOGETHER = 32
+TOGETHER = 64
 WORTH_ROWS = 6
-WORTH_TOKENS = 512
+WORTH_TOKENS = 8192
 
 
 class Shared(NamedTuple):
     """What rows read together with others, an entry for each, `i32[S]`. Made by `find_shared`.
 
-    >>> tables = jnp.array([[1, 2, 3 + row] for row in range(8)], jnp.int32)
-    >>> shared = Shared.unpack(find_shared(tables, jnp.full(8, 384, jnp.int32), jnp.ones(8, jnp.int32), block_size=128))
+    >>> tables, ones = jnp.array([[1, 2, 3 + row] for row in range(8)], jnp.int32), jnp.ones(8, jnp.int32)
+    >>> shared = Shared.unpack(find_shared(tables, 6144 * ones, ones, block_size=2048))
     >>> shared.tokens[0].item(), shared.leader[7].item(), shared.queries[0].item()
-    (256, 0, 8)
+    (4096, 0, 8)
     """
 
     tokens: jax.Array  # how many of its first tokens a row reads together with others; 0: none
@@ -38,9 +38,15 @@ class Shared(NamedTuple):
         return cls(*shared)
 
 
-@functools.partial(jax.jit, static_argnames="block_size")
+@functools.partial(jax.jit, static_argnames=("block_size", "worth"))
 def find_shared(
-    tables: jax.Array, before: jax.Array, queries: jax.Array, *, block_size: int, first: jax.Array | None = None
+    tables: jax.Array,
+    before: jax.Array,
+    queries: jax.Array,
+    *,
+    block_size: int,
+    first: jax.Array | None = None,
+    worth: int = WORTH_TOKENS,
 ) -> jax.Array:
     """Groups of rows that had better read their common first blocks once; see `Shared`.
 
@@ -49,6 +55,7 @@ def find_shared(
       before: `i32[S]`, tokens that all queries of a row see; only full blocks of them are shared.
       queries: `i32[S]`, of the step. Rows with none, or with more than are computed together, read by themselves.
       first: `i32[S]`, the first column that a row sees; default: 0.
+      worth: how many tokens a group must be spared.
 
     Returns:
       `i32[4, S]`, for `paged_attention(shared=...)`.
@@ -56,9 +63,9 @@ def find_shared(
     A row can have much in common with few rows, and little with many: it goes where most is saved. One reading for many
     rows is Hydragen's (https://arxiv.org/abs/2402.05099) and FlashInfer's (https://arxiv.org/abs/2501.01005) cascade.
 
-    >>> tables = jnp.array([[1, 2, 3 + row] for row in range(8)], jnp.int32)
-    >>> find_shared(tables, jnp.full(8, 384, jnp.int32), jnp.ones(8, jnp.int32), block_size=128)[0].tolist()
-    [256, 256, 256, 256, 256, 256, 256, 256]
+    >>> tables, ones = jnp.array([[1, 2, 3 + row] for row in range(8)], jnp.int32), jnp.ones(8, jnp.int32)
+    >>> find_shared(tables, 6144 * ones, ones, block_size=2048)[0].tolist()
+    [4096, 4096, 4096, 4096, 4096, 4096, 4096, 4096]
     """
     index = jnp.arange(tables.shape[0], dtype=jnp.int32)
     column = jnp.arange(tables.shape[1], dtype=jnp.int32)[None]
@@ -82,7 +89,7 @@ def find_shared(
     count = over_group(jnp.sum, queries)
     rows_spared = over_group(jnp.sum, jnp.ones_like(index)) - WORTH_ROWS * -(-count // TOGETHER)
     seen = jnp.maximum(columns - over_group(jnp.max, first), 0)
-    pays = (rows_spared > 0) & (rows_spared * seen * block_size >= WORTH_TOKENS)
+    pays = (rows_spared > 0) & (rows_spared * seen * block_size >= worth)
     leader = jnp.where(pays, jnp.argmax(together, axis=1).astype(jnp.int32), index)
     is_earlier = leader[:, None] > leader[None]
     is_earlier |= (leader[:, None] == leader[None]) & (index[:, None] > index[None])

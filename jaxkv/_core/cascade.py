@@ -22,7 +22,7 @@ def find_sharing(config: CacheConfig, tables: BlockTables, group: int, queries: 
     """`i32[4, S]`, see `pallas_kernels.prefixes`: who reads what with whom, in the layers of a group."""
     before = tables.lengths - tables.new
     first = config.first_seen(group, before)
-    return find_shared(tables.tables, before, queries, block_size=config.block_size, first=first)
+    return find_shared(tables.tables, before, queries, block_size=config.block_size, first=first, worth=WORTH_TOKENS)
 
 
 def blocks_read(config: CacheConfig, tables: BlockTables, group: int, shared: jax.Array | None) -> jax.Array:

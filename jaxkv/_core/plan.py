@@ -54,7 +54,7 @@ class Step:
     @property
     def bytes_read(self) -> Any:
         """Bytes of keys and values, scales included, that the first layer reads in this step: each row's blocks once,
-        those that many rows read together once for 32 queries. An int; within `jit` f32[].
+        those that many rows read together once for 64 queries. An int; within `jit` f32[].
 
         That is XLA's decode step. Kernels for TPU and GPU read every row by itself, and prompts read what is before
         them again for every tile of their queries.

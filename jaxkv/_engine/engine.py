@@ -39,8 +39,8 @@ class Engine:
       logits_hook: `f(logits f32[S, V], rows) -> logits`, part of the compiled step, before temperature and filters.
         `rows` has `tokens` i32[S, max_seq_len], each row's so far with a number behind them that is no token, `lengths`
         i32[S] and `numbers` i32[S], of the requests. Rows that no token is due for are of no account.
-      prefix_cache: keep the blocks of what was computed, and share them with prompts that begin alike; `stats` says how
-        much that saved. See `PrefixCache`.
+      prefix_cache: keep the blocks of what was computed, and share them with prompts that begin alike, in XLA read once
+        where that pays; `stats` says how much was saved. See `PrefixCache`.
       spill_bytes: host memory for what the prefix cache must give up on the device.
       swap: what happens to a sequence that is set back because blocks ran out: it is swapped to host memory ("always"),
         computed again ("never"), or what is estimated to be faster ("auto").
@@ -183,11 +183,10 @@ class Engine:
         choice = Choice.read(temperature, top_k, top_p, self.seed)
         count = integer("n", n, least=1, most=2**16)
         options = {"eos": read_eos(eos), "salt": read_salt(salt), "num_logprobs": self._read_logprobs(logprobs)}
-        samples = [
+        request = Request.several([
             self._request(next(self._numbers), prompt, max_new_tokens, choice, self._news, **options)
             for _ in range(count)
-        ]
-        request = samples[0] if count == 1 else Request.several(samples)
+        ])  # fmt: skip
         self._loop.submitted.append(request)
         return request
 
@@ -246,14 +245,14 @@ class Engine:
     def stream(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
         eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, seed: int | None = None,
-        salt: str | bytes | None = None,
+        salt: str | bytes | None = None, n: int = 1,
     ) -> Iterator[tuple[int, int]]:  # fmt: skip
-        """Yield `(prompt number, token)` as tokens come. Arguments as for `generate`.
+        """Yield `(prompt number, token)` as tokens come; `(i * n + j, token)` of sample j of prompt i, if n is not 1.
 
-        With a prefix cache, prompts share blocks only with those of the same `salt`, for example a tenant's name.
-
-        All arguments are checked before this returns. Leaving it early frees its rows.
+        Arguments are those of `generate`, and all of them are checked before this returns. Leaving it early frees its
+        rows. With a prefix cache, prompts share blocks only with those of the same `salt`, for example a tenant's name.
         """
+        n = integer("n", n, least=1, most=2**16)
         choice = Choice.read(temperature, top_k, top_p, self.seed if seed is None else seed)
         prompts = listed("prompts", prompts)
         limits = read_limits(max_new_tokens, len(prompts))
@@ -267,7 +266,7 @@ class Engine:
             raise ValueError("\n".join(problems))
         news: dict[Request, None] = {}
         return self._stream(news, [
-            self._request(i, prompt, limit, choice, news, **options)
+            [self._request(i * n + j, prompt, limit, choice, news, **options) for j in range(n)]
             for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         ])  # fmt: skip
 
@@ -308,10 +307,11 @@ class Engine:
     def _read_logprobs(self, logprobs: Any) -> int:
         return integer("logprobs", logprobs, least=0, most=self.vocab_size or 2**16)
 
-    def _stream(self, news: dict[Request, None], requests: list[Request]) -> Iterator[tuple[int, int]]:
+    def _stream(self, news: dict[Request, None], prompts: list[list[Request]]) -> Iterator[tuple[int, int]]:
+        requests = [request for samples in prompts for request in samples]
         with self._at_work():
             try:
-                self._loop.submitted.extend(requests)
+                self._loop.submitted.extend(map(Request.several, prompts))
                 left = set(requests)
                 while left:
                     self._loop.advance()

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from jaxkv._core.numbers import listed
+from jaxkv._core.numbers import integer, listed
 from jaxkv._engine.engine import Engine
 from jaxkv._engine.request import read_limits, read_prompt
 
@@ -11,8 +11,8 @@ from jaxkv._engine.request import read_limits, read_prompt
 def generate(
     model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
     eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
-    progress: bool = False, **engine: Any,
-) -> list[list[int]]:  # fmt: skip
+    n: int = 1, progress: bool = False, **engine: Any,
+) -> list[Any]:  # fmt: skip
     """Continue prompts: token lists in, token lists out.
 
     Prompts of any length share one paged cache; rows that finish are taken by waiting prompts at once. What a prompt
@@ -29,11 +29,12 @@ def generate(
       top_k: sample among so many likeliest tokens; 0: all.
       top_p: sample among the likeliest tokens that together have this probability.
       seed: of the random draws. The same seed gives the same tokens.
+      n: so many samples of each prompt, which share its blocks.
       progress: show a progress bar (needs tqdm).
       **engine: how to hold and compute them: see `Engine`. `max_seqs` is 8 at the most if it is not given.
 
     Returns:
-      For each prompt the tokens that follow it.
+      For each prompt the tokens that follow it; with `n` above 1 a list of n such lists.
 
     Raises:
       ValueError: an argument or a prompt that cannot be honoured; nothing has been computed then.
@@ -47,13 +48,14 @@ def generate(
     prompts = listed("prompts", prompts)
     limits = read_limits(max_new_tokens, len(prompts))
     longest = max((len(read_prompt(p)) + n for p, n in zip(prompts, limits, strict=True)), default=1)
-    engine = {"max_seqs": max(1, min(8, len(prompts))), "longest": longest} | engine
+    n = integer("n", n, least=1, most=2**16)
+    engine = {"max_seqs": max(1, min(8, n * len(prompts))), "longest": longest} | engine
     engine_ = Engine(model, **engine)
-    outputs: list[list[int]] = [[] for _ in prompts]
-    tokens = engine_.stream(prompts, limits, temperature, eos, top_k=top_k, top_p=top_p, seed=seed)
-    for index, token in _progress_bar(tokens, sum(limits)) if progress else tokens:
+    outputs: list[list[int]] = [[] for _ in range(n * len(prompts))]
+    tokens = engine_.stream(prompts, limits, temperature, eos, top_k=top_k, top_p=top_p, seed=seed, n=n)
+    for index, token in _progress_bar(tokens, n * sum(limits)) if progress else tokens:
         outputs[index].append(token)
-    return outputs
+    return outputs if n == 1 else [outputs[i : i + n] for i in range(0, len(outputs), n)]
 
 
 def _progress_bar(tokens: Iterable[tuple[int, int]], total: int) -> Any:

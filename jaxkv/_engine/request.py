@@ -1,5 +1,6 @@
 """What is asked of an engine, and what has come of it so far. Nothing here is lost when a step is interrupted."""
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ class Request:
     def several(cls, samples: "Sequence[Request]") -> "Request":
         """What stands for all of them."""
         first = samples[0]
+        if len(samples) == 1:
+            return first
         both = cls(
             number=first.number, prompt=first.prompt, limit=first.limit, choice=first.choice, eos=first.eos,
             salt=first.salt, num_logprobs=first.num_logprobs, news=first.news, cancel=first._cancel,
@@ -52,6 +55,22 @@ class Request:
         if self.samples != (self,):
             return all(sample.done for sample in self.samples)
         return self.stopped or len(self.tokens) >= self.limit
+
+    @property
+    def best(self) -> "Request":
+        """Of its samples the one whose tokens are likeliest in the mean, by the model's own logits (best of n).
+
+        Raises:
+          ValueError: it was submitted without `logprobs`, at least 1.
+        """
+        if not self.num_logprobs:
+            raise ValueError("Samples are compared by their log-probabilities: submit the request with logprobs=1.")
+
+        def score(sample: Request) -> float:
+            chosen = [one[token] for token, one in zip(sample.tokens, sample.logprobs, strict=False)]
+            return sum(chosen) / len(chosen) if chosen else -math.inf
+
+        return max(self.samples, key=score)
 
     def cancel(self) -> None:
         """Take it back: no more tokens come, and its row is free again. Does nothing if it is done."""

@@ -10,6 +10,7 @@ import pytest
 from nightly import NIGHTLY
 
 import jaxkv
+from jaxkv._core import cascade
 from jaxkv.testing import poison
 
 ROWS, HEADS, DIM, PROMPT = 9, 6, 8, 263
@@ -17,6 +18,13 @@ FULL, LOCAL = (jaxkv.LayerConfig(num_kv_heads=2, head_dim=DIM, **sight) for sigh
 SIZES = dict(max_seqs=ROWS, max_seq_len=512, num_blocks=160, block_size=4, dtype="float32")
 CONFIG = jaxkv.CacheConfig(layers=(FULL, LOCAL, FULL), **SIZES)
 STACKED = jaxkv.CacheConfig(layers=(FULL, FULL), stacked=True, **SIZES)
+
+
+@pytest.fixture(autouse=True)
+def little_is_worth_it(monkeypatch):
+    monkeypatch.setattr(cascade, "WORTH_TOKENS", 512)
+
+
 COUNTS = jnp.array([1, 1, 1, 1, 1, 1, 1, 1, 0], jnp.int32)
 
 
@@ -39,10 +47,10 @@ def queries(layer, axes):
     return normal(10 + layer, *axes, HEADS, DIM), normal(20 + layer, *axes, 2, DIM)
 
 
-def step_of(cache, counts, axes, longest, cascade, implementation):
+def step_of(cache, counts, axes, longest, once, implementation):
     """Outputs of all layers, one by one or in a scan, and the bytes that one reads."""
     cache = jaxkv.extend(cache, counts)
-    step, (q, k) = jaxkv.plan_step(cache, axes, cascade=cascade, longest=longest), queries(0, axes)
+    step, (q, k) = jaxkv.plan_step(cache, axes, cascade=once, longest=longest), queries(0, axes)
 
     def one(cache, i):
         return jaxkv.attention(q, k, k, cache, layer=i, step=step, implementation=implementation)[::-1]
@@ -94,7 +102,7 @@ def test_explain_says_whether_rows_share():
 def test_who_wants_it_otherwise_reads_alone():
     """`cascade=False` and `deterministic` are programs without it; so are gradients."""
     cache, (q, _) = jaxkv.extend(forks(), COUNTS), queries(0, (ROWS, 1))
-    together, alone = (jaxkv.plan_step(cache, (ROWS, 1), cascade=cascade) for cascade in (True, False))
+    together, alone = (jaxkv.plan_step(cache, (ROWS, 1), cascade=once) for once in (True, False))
 
     def loops(step, **options):
         attend = jax.jit(lambda q, cache: jaxkv.attend(q, cache, layer=0, step=step, **options))

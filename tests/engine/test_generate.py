@@ -10,6 +10,8 @@ from flax import nnx
 from nightly import NIGHTLY
 
 import jaxkv
+import jaxkv._core.cascade
+import jaxkv._engine.step
 from jaxkv._engine.sampling import KINDS, Choice, Sampling, choose
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.decoder import Decoder
@@ -74,6 +76,28 @@ def test_the_same_tokens_in_every_setting_and_without_a_cache(model, choice, nam
     assert len({tuple(output) for output in expected}) == len(PROMPTS), "the prompts make a difference"
     for i, (prompt, output) in enumerate(zip(PROMPTS, expected, strict=True)):
         assert engine.recompute(prompt, output, index=i, **choice) == output
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="tests/core/test_cascade.py has it by day, without an engine")
+def test_what_prompts_begin_with_is_read_once(model, monkeypatch):
+    shared, plan = [], jaxkv._engine.step.plan_step
+
+    def planned(*arguments, **options):
+        step = plan(*arguments, **options)
+        shared.append(step.shared is not None)
+        return step
+
+    monkeypatch.setattr(jaxkv._engine.step, "plan_step", planned)
+    monkeypatch.setattr(jaxkv._core.cascade, "WORTH_TOKENS", 512)
+    prompts, outputs = [make_prompts((300,))[0] + [i] for i in range(9)], []
+    for prefix_cache in (True, False):
+        engine = jaxkv.Engine(model, max_seqs=9, max_seq_len=512, step_tokens=64, prefix_cache=prefix_cache)
+        first = engine.submit(prompts[0], 2)
+        list(engine.run())  # what it has computed is there for the others
+        requests = [engine.submit(prompt, 8) for prompt in prompts]
+        list(engine.run())
+        outputs.append([first.tokens, *(request.tokens for request in requests)])
+    assert outputs[0] == outputs[1] and shared and all(shared)
 
 
 def test_generate_takes_a_limit_for_each_prompt(model):

@@ -147,10 +147,11 @@ def test_a_run_of_tokens_is_followed_by_what_followed_it_last():
     assert NGrams().guess([7, 7, 7], 4) == [7] * 4
 
 
-def test_text_that_repeats_itself_takes_fewer_steps():
+@pytest.mark.parametrize("dtype", [None, *["int8", "int4"] * NIGHTLY])
+def test_text_that_repeats_itself_takes_fewer_steps(dtype):
     model = jaxkv.models.small()
     text = (pathlib.Path(jaxkv.__file__).parent / "_core" / "errors.py").read_bytes()[:180]
-    sizes = {"max_seqs": 2, "max_seq_len": 320, "step_tokens": 64}
+    sizes = {"max_seqs": 2, "max_seq_len": 320, "step_tokens": 64, "cache_dtype": dtype}
     prompts, outputs, steps = [list(text), list(b"import os\nimport ")], {}, {}
     for draft in (None, "ngram"):
         engine = jaxkv.Engine(model, draft=draft, **sizes)

@@ -10,7 +10,7 @@ from nightly import NIGHTLY
 
 import pallas_kernels
 from pallas_kernels import testing
-from pallas_kernels.prefixes import TOGETHER, WORTH_ROWS, WORTH_TOKENS, Shared
+from pallas_kernels.prefixes import TOGETHER, WORTH_ROWS, Shared
 from pallas_kernels.testing import Case
 
 # Who shares 264 first tokens, who 260; the others: empty, out of the step, alike for a few tokens, alone.
@@ -26,6 +26,7 @@ DECODE = np.array([0 if row in (EMPTY, IDLE) else 1 for row in range(ROWS)])
 # More than one token of some rows; one row of A has so many that it reads by itself.
 MIXED = np.where(DECODE == 0, 0, np.array([{0: 1, 2: 3, 4: 1, 5: 4, 15: TOGETHER + 1}.get(r, 1) for r in range(ROWS)]))
 SIZES = dict(head_dim=8, block_size=4)
+WORTH = 512  # tokens to be spared: few, so that few are needed
 
 
 def shared_inputs(new, **fields):
@@ -45,7 +46,7 @@ def shared_inputs(new, **fields):
 
 def find(inputs, block_size, **options):
     _, _, tables, lengths, new = inputs
-    return pallas_kernels.find_shared(tables, lengths - new, new, block_size=block_size, **options)
+    return pallas_kernels.find_shared(tables, lengths - new, new, block_size=block_size, worth=WORTH, **options)
 
 
 def check(inputs, block_size, exact=None, **options):
@@ -104,7 +105,9 @@ def test_a_row_goes_where_most_is_saved():
     tables[8:18, :30] = range(1, 31)
     tables[20, 7:] = tables[8, 7:]  # what stands before differs
     ones = jnp.ones(24, jnp.int32)
-    shared = Shared.unpack(pallas_kernels.find_shared(jnp.asarray(tables), 640 * ones, ones, block_size=16))
+    shared = Shared.unpack(
+        pallas_kernels.find_shared(jnp.asarray(tables), 640 * ones, ones, block_size=16, worth=WORTH)
+    )
     assert shared.tokens[8:18].tolist() == [480] * 10 and set(shared.leader[8:18].tolist()) == {8}
     others = [row for row in range(24) if not 8 <= row < 18 and row != 20]
     assert {int(shared.tokens[row]) for row in others} == {80} and {int(shared.leader[row]) for row in others} == {0}
@@ -112,17 +115,17 @@ def test_a_row_goes_where_most_is_saved():
 
 
 @pytest.mark.parametrize("rows, tokens, pays", [
-    (WORTH_ROWS + 1, WORTH_TOKENS, True), (WORTH_ROWS + 1, WORTH_TOKENS - 16, False), (WORTH_ROWS, 4096, False),
+    (WORTH_ROWS + 1, WORTH, True), (WORTH_ROWS + 1, WORTH - 16, False), (WORTH_ROWS, 4096, False),
     (2 * WORTH_ROWS, 4096, True),
 ])  # fmt: skip
 def test_it_must_pay(rows, tokens, pays):
     """Of 12 rows, those that take part."""
     tables = jnp.broadcast_to(jnp.arange(1, 258, dtype=jnp.int32), (12, 257))
     new, before = (jnp.arange(12) < rows).astype(jnp.int32), jnp.full(12, tokens, jnp.int32)
-    find = functools.partial(pallas_kernels.find_shared, tables, before, new, block_size=16)
+    find = functools.partial(pallas_kernels.find_shared, tables, before, new, block_size=16, worth=WORTH)
     assert find()[0].tolist() == [tokens * pays] * rows + [0] * (12 - rows)
-    unseen = jnp.full(12, tokens // 16, jnp.int32)
-    assert not find(first=unseen)[0].any()  # a window sees nothing of it
+    unseen = jnp.full(12, tokens // 16 - 1, jnp.int32)
+    assert not find(first=unseen)[0].any()  # a window sees one block of it
 
 
 VARIANTS = {
