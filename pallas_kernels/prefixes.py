@@ -89,7 +89,7 @@ def find_shared(
     count = over_group(jnp.sum, queries)
     rows_spared = over_group(jnp.sum, jnp.ones_like(index)) - WORTH_ROWS * -(-count // TOGETHER)
     seen = jnp.maximum(columns - over_group(jnp.max, first), 0)
-    pays = (rows_spared > 0) & (rows_spared * seen * block_size >= worth)
+    pays = rows_spared * seen * block_size >= worth
     leader = jnp.where(pays, jnp.argmax(together, axis=1).astype(jnp.int32), index)
     is_earlier = leader[:, None] > leader[None]
     is_earlier |= (leader[:, None] == leader[None]) & (index[:, None] > index[None])
