@@ -1,6 +1,6 @@
 """Compiles a decode step of a cache over four TPUs that are not there, and prints what the compiler says as JSON.
 
-A script of its own, like tpu_programs.py: `python tpu_devices.py`, with an argument for more programs.
+A script of its own, like tpu_programs.py: `python tpu_devices.py`.
 """
 
 from tpu_programs import devices  # first of all, for it sets the environment up
@@ -8,7 +8,6 @@ from tpu_programs import devices  # first of all, for it sets the environment up
 # isort: split
 import json
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -59,8 +58,11 @@ def array(mesh, shape, dtype, spec):
 
 if __name__ == "__main__":
     chips = devices("v6e:2x2", (2, 2, 1))
-    programs = [{"num_blocks": 32_768}, {"num_blocks": 65_536}]
-    if len(sys.argv) > 1:
-        programs += [{"num_blocks": 32_768, "axes": AxisType.Explicit}, {"num_blocks": 32_768, "num_kv_heads": 2}]
+    programs = [
+        {"num_blocks": 32_768},
+        {"num_blocks": 65_536},
+        {"num_blocks": 32_768, "axes": AxisType.Explicit},
+        {"num_blocks": 32_768, "num_kv_heads": 2},
+    ]
     for options in programs:
         print(json.dumps(program(chips, **options)), flush=True)

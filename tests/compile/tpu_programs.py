@@ -98,7 +98,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
 def main(chip, everything=""):
     if chip == "four":
         mesh = Mesh(np.array(devices("v6e:2x2", (2, 2, 1))), ("x",))
-        tokens = {"decode": (ROWS, 1), "prefill": (ROWS, 32)}
+        tokens = {"decode": (ROWS, 1)} | ({"prefill": (ROWS, 32)} if everything else {})
         programs = {
             f"sharded heads, {name}": ("llama3-8b", "write_and_attend", axes, {"sharded": True, "layers": 2})
             for name, axes in tokens.items()
