@@ -95,6 +95,7 @@ def everything(cache):
     return (outs, more, decoded, read, rows, cache.combined(0), raw), cache
 
 
+@pytest.mark.timeout(1200 if NIGHTLY else 300)
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize(
     "config", [CONFIG, SMALL] if NIGHTLY else [CONFIG.replace(layers=(FOUR,))], ids=lambda c: f"{c.num_layers} layers"
