@@ -112,8 +112,9 @@ def test_every_function_gives_what_it_gives_on_one_device(axes, config):
             assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
         jaxkv.check(cache), jaxkv.check_invariants(cache)
         assert jaxkv.stats(cache) == jaxkv.stats(expected_cache) and repr(cache) == repr(expected_cache)
-        emptied, host = jaxkv.swap_out(cache, 0)
-        assert_same(jaxkv.gather(jaxkv.swap_in(emptied, 0, host), 0, layer=0), jaxkv.gather(cache, 0, layer=0))
+        if NIGHTLY:
+            emptied, host = jaxkv.swap_out(cache, 0)
+            assert_same(jaxkv.gather(jaxkv.swap_in(emptied, 0, host), 0, layer=0), jaxkv.gather(cache, 0, layer=0))
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="many small programs")
