@@ -135,6 +135,12 @@ def test_outside_jit(axes, tmp_path):
             assert_same(change(cache).pools, change(jaxkv.load(tmp_path / "one")).pools)
 
 
+def test_scales_lie_where_their_numbers_lie():
+    specs, divided = jaxkv.partition_specs(CONFIG, make_mesh("auto")), P(None, None, "model")
+    places = [None if pool is None else (pool.kv, pool.scale) for pool in specs.pools]
+    assert places == [(divided, None), (divided, divided), (P(), P()), (P(), None), None]
+
+
 @pytest.mark.parametrize("axes", AXES)
 def test_inside_a_shard_map(axes):
     """With `check_vma`: k and v come divided as the pools are."""

@@ -141,8 +141,11 @@ def test_samples_of_each_prompt_share_its_blocks():
     requests = [engine.submit(prompt, count, 0.5, n=3, logprobs=1) for prompt in prompts]
     list(engine.run())
     assert [s.tokens for r in requests for s in r.samples] == list(outputs.values())  # of equal numbers
-    means = [np.mean([one[t] for t, one in zip(s.tokens, s.logprobs, strict=True)]) for s in requests[0].samples]
-    assert requests[0].best is requests[0].samples[int(np.argmax(means))]
+    request = engine.submit(prompts[0], count, 0.25, n=3, logprobs=1)
+    list(engine.run())
+    means = [np.mean([one[t] for t, one in zip(s.tokens, s.logprobs, strict=True)]) for s in request.samples]
+    assert len(set(means)) > 1
+    assert request.best is request.samples[int(np.argmax(means))]
     first, *others = outputs.values()
     several = jaxkv.generate(Checksum(), prompts, count, 0.5, n=3, **SMALL)
     assert several == [[first, *others[:2]], others[2:]]

@@ -164,6 +164,20 @@ def test_rows_get_what_they_get_by_themselves(name):
     check(inputs, case.block_size, **options)
 
 
+def test_one_row_is_in_no_group_and_all_groups_that_there_can_be_are_there():
+    half = WORTH_ROWS + 1
+    rows = 2 * half + 1
+    inputs = testing.make_inputs(Case(lengths=(600,) * rows, new=(1,) * rows, **SIZES))
+    tables = np.array(inputs.tables)
+    for first in (0, half):
+        tables[first : first + half, :140] = tables[first, :140]
+    inputs = inputs._replace(tables=jnp.asarray(tables))
+    shared = find(inputs, 4)
+    assert (Shared.unpack(shared).tokens > 0).tolist() == [True] * (rows - 1) + [False]
+    attend = jax.jit(functools.partial(pallas_kernels.paged_attention, implementation="xla"))
+    testing.assert_close(attend(*inputs, shared=shared), attend(*inputs))
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"] if NIGHTLY else ["int8"])
 def test_quantised_rows_in_blocks_of_1_and_groups_of_7_with_soft_cap_and_sinks(kind):
     case, inputs = shared_inputs(DECODE, num_heads=14, block_size=1)
