@@ -157,7 +157,7 @@ def attend(
     else:
         one, _ = open_layer(cache, layer, step, q=q)
         t, given, options = one.tables, step, _for_rows(one, step, q.shape[:-2], options)
-        new, offsets = t.new, None if q.ndim == 4 or is_spread(step) else t.offsets
+        new, offsets = t.new, None if is_spread(step) else offsets_of(q, t)
     arrays, static = _divided(options)
     check_heads(one, q=q, **arrays, **static)
     with jax.named_scope("attend"):
