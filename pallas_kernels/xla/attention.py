@@ -187,13 +187,15 @@ def _attend_tiles(
     shape = (lanes, num_kv_heads, tiling.queries * group, (head_dim if rank is None else rank) + 1)
     zeros = jnp.broadcast_to(tiles.zero_for(inputs, rows), shape)
     nothing = _Softmax(zeros[..., 0] - jnp.inf, zeros)
-    softmax = jax.lax.fori_loop(0, -(-work.num_items // tiling.items), step, nothing)
+    softmax = jax.lax.fori_loop(0, tiles.cover(work.num_items, tiling.items), step, nothing)
 
-    lane = jnp.clip(tiles.take(work.row_lane, row) + index // tiling.queries, 0, lanes - 1)
+    # Padding is counted from its row's first token too, and may lie before it.
+    tile, place = tiles.parts(jnp.maximum(index, 0), tiling.queries)
+    lane = jnp.minimum(tiles.take(work.row_lane, row) + tile, lanes - 1)
 
     def of_tokens(x: jax.Array) -> jax.Array:
         x = x.reshape(lanes, num_kv_heads, tiling.queries, group, *x.shape[3:])
-        return x[lane, :, index % tiling.queries].reshape(num_tokens, num_heads, *x.shape[4:])
+        return x[lane, :, place].reshape(num_tokens, num_heads, *x.shape[4:])
 
     return jax.tree.map(of_tokens, softmax)
 
@@ -246,17 +248,17 @@ def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kin
     token_axes = k.shape[:-2]
     token = locate(token_axes, lengths, new, offsets)
     block_size = kv.shape[3]
-    block = tables[token.row, token.position // block_size].reshape(-1)
+    column, offset = tiles.parts(token.position, block_size)
+    block = tables[token.row, column].reshape(-1)
     count = block.shape[0]
     # Padding goes to places of its own past the pool's end, where mode="drop" drops it. Not to -1, which would wrap.
     dropped = kv.shape[0] + jnp.arange(count, dtype=jnp.int32)
     block = jnp.where(token.valid.reshape(-1), block, dropped)
-    offset = token.position.reshape(-1) % block_size
     tokens = jnp.stack([k] if v is None else [k, v], axis=-3).reshape(count, kv.shape[1], *k.shape[-2:])
 
     def put(pool: jax.Array, values: jax.Array, *minor: slice) -> jax.Array:
         # unique_indices: no two tokens share a place, and without the promise GPUs would write with atomics.
-        place = pool.at[block, :, :, offset, *minor]
+        place = pool.at[block, :, :, offset.reshape(-1), *minor]
         return place.set(values.astype(pool.dtype), mode="drop", unique_indices=True)
 
     if kind is None:

@@ -130,7 +130,7 @@ def attention_gradients(
         bars["kv_scale"] = jnp.zeros(kv_scale.shape, jnp.float32)
     zero = tiles.zero_for(queries, kv, kv_scale, out_bar, rows)
     bars = jax.tree.map(lambda x: x + zero, bars)
-    bars = jax.lax.fori_loop(0, -(-work.num_items // tiling.items), step, bars)
+    bars = jax.lax.fori_loop(0, tiles.cover(work.num_items, tiling.items), step, bars)
     bars |= bars.pop("numbers")
     bars["q"] = bars["q"].reshape(q.shape)
     if alibi is not None:

@@ -42,7 +42,19 @@ class Tiling(NamedTuple):
 
     def runs(self, tokens: jax.Array) -> jax.Array:
         """The runs, the last one perhaps partly filled, that hold the first `tokens` tokens of a row."""
-        return tokens // self.block_size * self.runs_per_block - (-(tokens % self.block_size) // self.run)
+        full, rest = parts(tokens, self.block_size)
+        return full * self.runs_per_block + cover(rest, self.run)
+
+
+def parts(x: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+    """`x // n` and `x % n` of what is not negative: one operation each, where those take a dozen for signs."""
+    size = jnp.full_like(x, n)
+    return (x, jnp.zeros_like(x)) if n == 1 else (jax.lax.div(x, size), jax.lax.rem(x, size))
+
+
+def cover(x: jax.Array, n: int) -> jax.Array:
+    """How many of size n hold x, which is not negative."""
+    return parts(x + (n - 1), n)[0]
 
 
 def choose_tiling(
@@ -164,7 +176,7 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 def plan(tiling: Tiling, lanes: int, rows: Rows, sight: Sight) -> WorkList:
     """The work list of a step that needs no more than `lanes` lanes."""
-    row_lanes = -(-rows.count // tiling.queries)
+    row_lanes = cover(rows.count, tiling.queries)
     row_ends = jnp.cumsum(row_lanes)
     row_lane = row_ends - row_lanes
     lane = jnp.arange(lanes, dtype=jnp.int32)
@@ -181,17 +193,17 @@ def plan(tiling: Tiling, lanes: int, rows: Rows, sight: Sight) -> WorkList:
 
     # Spans see ahead, and back to the first token of the step; tokens of a tree may be as shallow as its first.
     stop = before + last + 1 if sight.causal and sight.spans is None else end
-    last_tile = -(-tiling.runs(jnp.clip(stop, 0, tiling.capacity)) // tiling.pieces)
+    last_tile = cover(tiling.runs(jnp.clip(stop, 0, tiling.capacity)), tiling.pieces)
     first_tile = jnp.zeros_like(last_tile)
     in_order = sight.tree is None and rows.position is None
     oldest = _oldest_seen(before + first if in_order else before, sight)
     if sight.blocks is not None:
-        last_tile = -(-tiling.runs(listed[0] * tiling.block_size) // tiling.pieces)
+        last_tile = cover(tiling.runs(listed[0] * tiling.block_size), tiling.pieces)
     elif oldest is not None or rows.first is not None:
         oldest = jnp.zeros_like(row) if oldest is None else oldest
         oldest = oldest if sight.spans is None else jnp.minimum(oldest, before)
         oldest = oldest if rows.first is None else jnp.maximum(oldest, take(rows.first, row))
-        first_tile = (tiling.runs(jnp.clip(oldest, 0, tiling.capacity) + 1) - 1) // tiling.pieces
+        first_tile, _ = parts(tiling.runs(jnp.clip(oldest, 0, tiling.capacity) + 1) - 1, tiling.pieces)
     num_tiles = jnp.where(lane < row_ends[-1], jnp.maximum(last_tile - first_tile, 0), 0)
     ends = jnp.cumsum(num_tiles)
     known = Lane(row, first, first_tile, ends - num_tiles, before, end, start, count)
@@ -225,7 +237,7 @@ def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, sight: Sight) -
     tile = lane.first_tile + item[:, None] - lane.begin
 
     run = tile * tiling.pieces + jnp.arange(tiling.pieces, dtype=jnp.int32)[None]
-    logical, cut = run // tiling.runs_per_block, run % tiling.runs_per_block
+    logical, cut = parts(run, tiling.runs_per_block)
     # The last run of a block may have to begin inside the one before it, whose tokens are then not its own.
     offset = jnp.minimum(cut * tiling.run, tiling.block_size - tiling.run)
     place = offset[:, :, None] + jnp.arange(tiling.run, dtype=jnp.int32)[None, None]
