@@ -28,6 +28,7 @@ from jaxkv._engine.search import Beams as Beams, beam_search as beam_search
 from jaxkv._files.rows import describe as describe, load as load, save as save
 from jaxkv._tiers.host import HostBlocks as HostBlocks, swap_in as swap_in, swap_out as swap_out
 from jaxkv._tiers.prefix import Match as Match, PrefixCache as PrefixCache
+from jaxkv._tiers.send import send as send
 from pallas_kernels import merge_attention as merge_attention
 
 __version__ = "0.1.0"
@@ -38,7 +39,7 @@ __all__ = [
     "attention", "beam_search", "check", "check_invariants", "counts", "describe", "dot_product_attention", "explain",
     "extend", "fork", "free", "gather", "generate", "init", "jax_attention", "keep", "last", "left_align", "load",
     "merge_attention", "partition_specs", "plan_step", "positions", "reorder", "reserve", "right_align", "save",
-    "stats", "swap_in", "swap_out", "truncate", "write",
+    "send", "stats", "swap_in", "swap_out", "truncate", "write",
 ]  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from jaxkv._core.layer import LayerConfig, kind_of
 from jaxkv._core.numbers import integer, shown
 from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
+from jaxkv._tiers.restore import describe_layer
 from pallas_kernels import kinds
 
 # Version 1 has no stacked and no quantised caches and no latent layers, version 2 no layers that rotate or have chunks;
@@ -129,14 +130,6 @@ def _saved(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> Save
         metadata=metadata, block_size=integer("the size of its blocks", cache["size"], least=1),
         groups=_tuples(cache["groups"]),
     )  # fmt: skip
-
-
-def describe_layer(config: CacheConfig, layer: int) -> dict[str, Any]:
-    """What one layer keeps, in plain values; two layers of which this is equal can hold each other's tokens."""
-    return dataclasses.asdict(config.layers[layer]) | {
-        "dtype": config.kind(layer).name,
-        "rotate": config.rotates(layer),
-    }
 
 
 def _checksum(tensor: np.ndarray) -> int:

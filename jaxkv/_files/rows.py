@@ -15,9 +15,9 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
 from jaxkv._core.errors import CacheFileError
 from jaxkv._core.state import Pool
-from jaxkv._files.format import SavedCache, describe_layer, open_saved, stored_parts, write_saved
-from jaxkv._files.reblock import Blocks, TokensGone, clear_unused, reblock, tokens_at
-from jaxkv._tiers.restore import pool_layers, put_rows
+from jaxkv._files.format import SavedCache, open_saved, stored_parts, write_saved
+from jaxkv._tiers.reblock import Blocks, TokensGone, clear_unused, fit, reblock, tokens_at
+from jaxkv._tiers.restore import describe_layer, pool_layers, put_rows
 
 CONTIGUOUS_BLOCK = 16  # tokens per block of a file from a contiguous cache, whose own blocks are mostly empty
 
@@ -180,26 +180,17 @@ def _fit(
                 f"Row {row} of {path} has {length} tokens, but max_seq_len = {config.max_seq_len}: give the cache a "
                 "larger one, or leave the row out."
             )
-    plans: dict[int, Blocks] = {}
-    for g, (layers, num_free) in enumerate(zip(config.groups, free, strict=True)):
-        first = config.first_seen(g, lengths)
-        theirs: dict[int, Blocks] = {}  # a contiguous cache's one group may be several in the file
-        for layer in layers:
-            group = next(g for g, members in enumerate(saved.groups) if layer in members)
-            if group not in theirs:
-                try:
-                    theirs[group] = reblock(
-                        tensors[f"tables.{group}"][source], lengths, saved.block_size, config.block_size,
-                        first=first, share=not config.contiguous, partial=partial,
-                    )  # fmt: skip
-                except TokensGone as gone:
-                    raise CacheFileError(
-                        f"Row {source[gone.row]} of {path} holds the tokens of layer {layer} from {gone.start} on, "
-                        f"the others fell out of its window, but its blocks of {config.block_size} begin at "
-                        f"{gone.needed}: load it with a block_size that divides {saved.block_size}, or, if it will "
-                        f"not be truncated to fewer than its {lengths[gone.row]} tokens, with partial_windows=True."
-                    ) from None
-            plans[layer] = theirs[group]
+    tables = [tensors[f"tables.{group}"][source] for group in range(len(saved.groups))]
+    try:
+        plans = fit(config, lengths, saved.groups, tables, saved.block_size, partial=partial)
+    except TokensGone as gone:
+        raise CacheFileError(
+            f"Row {source[gone.row]} of {path} holds the tokens of layer {gone.layer} from {gone.start} on, the others "
+            f"fell out of its window, but its blocks of {config.block_size} begin at {gone.needed}: load it with a "
+            f"block_size that divides {saved.block_size}, or, if it will not be truncated to fewer than its "
+            f"{lengths[gone.row]} tokens, with partial_windows=True."
+        ) from None
+    for layers, num_free in zip(config.groups, free, strict=True):
         need = len(plans[layers[0]].slots)
         if need > num_free and not config.contiguous:
             raise CacheFileError(

@@ -73,3 +73,11 @@ def _like(old: jax.Array, new: np.ndarray) -> jax.Array:
 def pool_layers(config: CacheConfig) -> list[int]:
     """The layers that have a pool of their own."""
     return [layer for layer in range(config.num_layers) if config.owner(layer) == layer]
+
+
+def describe_layer(config: CacheConfig, layer: int) -> dict[str, Any]:
+    """What one layer keeps, in plain values; two layers of which this is equal can hold each other's tokens."""
+    return dataclasses.asdict(config.layers[layer]) | {
+        "dtype": config.kind(layer).name,
+        "rotate": config.rotates(layer),
+    }

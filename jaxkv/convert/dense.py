@@ -12,7 +12,7 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
 from jaxkv._core.layer import LayerConfig
 from jaxkv._core.state import Pool
-from jaxkv._files.reblock import reblock, tokens_at
+from jaxkv._tiers.reblock import reblock, tokens_at
 from jaxkv._tiers.restore import pool_layers, put_rows
 
 

@@ -1,9 +1,11 @@
-"""Tokens in blocks of one size, seen as blocks of another. On the host: index arithmetic of NumPy, for files."""
+"""Tokens in blocks of one size, seen as blocks of another. On the host: index arithmetic of NumPy."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxkv._core.config import CacheConfig
 from jaxkv._core.state import NULL_BLOCK
 from jaxkv._tiers.host import padded_size
 
@@ -24,9 +26,9 @@ class Blocks(NamedTuple):
 class TokensGone(ValueError):
     """A row has given tokens back that its blocks would need."""
 
-    def __init__(self, row: int, start: int, needed: int):
+    def __init__(self, row: int, start: int, needed: int, layer: int | None = None):
         super().__init__(f"row {row} holds tokens from {start} on, not from {needed}")
-        self.row, self.start, self.needed = row, start, needed
+        self.row, self.start, self.needed, self.layer = row, start, needed, layer
 
 
 def reblock(
@@ -75,6 +77,40 @@ def reblock(
                 slots.append(block_places)
             entries[row, column + i] = number
     return Blocks(entries, np.array(slots, np.int64).reshape(-1, new_size))
+
+
+def fit(
+    config: CacheConfig, lengths: np.ndarray, groups: Sequence[Sequence[int]], tables: Sequence[np.ndarray],
+    old_size: int, *, partial: bool = False,
+) -> dict[int, Blocks]:  # fmt: skip
+    """For each layer with a pool the blocks that rows need in a cache of this config.
+
+    Args:
+      lengths: `i32[R]`.
+      groups, tables: how their layers are grouped now, and for each group `i32[R, M]`. A contiguous cache's one group
+        may be several elsewhere.
+      old_size: of their blocks now.
+      partial: as for `reblock`.
+
+    Raises:
+      TokensGone: as `reblock`; it says in which layer.
+    """
+    plans: dict[int, Blocks] = {}
+    for g, layers in enumerate(config.groups):
+        first = config.first_seen(g, lengths)
+        found: dict[int, Blocks] = {}
+        for layer in layers:
+            group = next(i for i, members in enumerate(groups) if layer in members)
+            if group not in found:
+                try:
+                    found[group] = reblock(
+                        tables[group], lengths, old_size, config.block_size, first=first, share=not config.contiguous,
+                        partial=partial,
+                    )  # fmt: skip
+                except TokensGone as gone:
+                    raise TokensGone(gone.row, gone.start, gone.needed, layer) from None
+            plans[layer] = found[group]
+    return plans
 
 
 def tokens_at(kv: Any, slots: np.ndarray, *, first: int = 0) -> Any:

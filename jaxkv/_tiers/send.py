@@ -1,0 +1,172 @@
+"""Rows from one cache to another, from device to device: `send`."""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.arguments import row_indices
+from jaxkv._core.cache import Cache
+from jaxkv._core.checks import check_on_host
+from jaxkv._core.errors import OutOfBlocks
+from jaxkv._core.pools import read_blocks
+from jaxkv._core.shards import POOL, WHOLE, mesh_of, on_shards
+from jaxkv._core.state import Pool
+from jaxkv._tiers.reblock import Blocks, TokensGone, fit
+from jaxkv._tiers.restore import describe_layer, put_rows
+
+
+def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
+    """Bring rows of one cache into empty rows of another: what was prefilled on some devices is decoded on others.
+
+    The blocks go from device to device, in one transfer a layer, where the runtime has a way between them; both caches
+    may lie on meshes, and be divided in different ways. `block_size`, `num_blocks`, `max_seqs`, `max_seq_len`, `layout`
+    and `head_dim_multiple` may differ; layers and dtypes may not. Full blocks that rows share they share afterwards
+    too. Neither cache is used up or changed, so steps in flight go on. Not for use inside `jit`: how much there is to
+    send is data.
+
+    Args:
+      rows: of `cache`, a row index or a list of them; `free` them when they are no longer needed there.
+      to: the cache that gets them.
+      at: which rows of `to`, as many; default: those of the same numbers.
+
+    Returns:
+      `to` with the rows: equal to the bit.
+
+    Raises:
+      ValueError: caches of other layers or dtypes, a row named twice or not empty, a row longer than `to.max_seq_len`,
+        or one whose window begins with tokens that larger blocks would need and that are gone.
+      IndexError: no such row. OutOfBlocks: `to` has too few free ones.
+
+    Prefill apart from decode is DistServe's and Splitwise's (https://arxiv.org/abs/2401.09670,
+    https://arxiv.org/abs/2311.18677).
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> prefill = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, block_size=32))
+    >>> decode = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, block_size=16))
+    >>> kv = jnp.ones((1, 2, 20, 2, 8))
+    >>> prefill = jaxkv.append(prefill, kv, kv, [20, 5])
+    >>> jaxkv.send(prefill, 0, to=decode, at=1).lengths.tolist()
+    [0, 20]
+    """
+    for one in (cache, to):
+        if not isinstance(one, Cache):
+            raise ValueError(f"send takes two caches, not {type(one).__name__}.")
+        check_on_host(one, "send")
+    _check_layers(cache, to)
+    source = _different(cache, "rows", rows)
+    target = _different(to, "at", source if at is None else at)
+    if len(target) != len(source):
+        raise ValueError(f"at must name {len(source)} rows, one for each that is sent, not {len(target)}.")
+    lengths = np.asarray(cache.lengths)[source]
+    plans = _fit(cache, source, lengths, to, target)
+    if not len(source):
+        return to
+    with _under(cache):
+        parts = {layer: _read(cache, layer, plan) for layer, plan in plans.items()}
+    entries = [plans[layers[0]].tables for layers in to.config.groups]
+    with _under(to):
+        return put_rows(to, target, lengths, entries, lambda layer: _brought(parts[layer], to, layer), in_place=False)
+
+
+def _different(cache: Cache, name: str, rows: Any) -> np.ndarray:
+    """Row indices, none of them twice."""
+    if isinstance(rows, jax.core.Tracer):
+        raise ValueError(f"{name} must be known on the host: send cannot be part of jit. Call it between steps.")
+    indices = np.asarray(row_indices(name, np.asarray(rows), cache.config.max_seqs))
+    if len(set(indices.tolist())) != len(indices):
+        raise ValueError(f"{name} names a row twice: {indices.tolist()}.")
+    return indices
+
+
+def _check_layers(cache: Cache, to: Cache) -> None:
+    ours, theirs = ([describe_layer(x.config, i) for i in range(x.num_layers)] for x in (cache, to))
+    if len(ours) != len(theirs):
+        raise ValueError(
+            f"Rows of {len(ours)} layers cannot be sent to a cache of {len(theirs)}: it is another model's."
+        )
+    for layer, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+        if wrong := [name for name in our if our[name] != their[name]]:
+            one, other = (", ".join(f"{name} = {x[name]}" for name in wrong) for x in (our, their))
+            raise ValueError(
+                f"Layer {layer} has {one}, but that of the cache sent to has {other}: make both with the same layers "
+                "and dtypes; keys and values are not converted."
+            )
+
+
+def _fit(
+    cache: Cache, source: np.ndarray, lengths: np.ndarray, to: Cache, target: np.ndarray
+) -> dict[int, Blocks]:  # fmt: skip
+    """For each layer the blocks that the rows need. Raises unless they have a place."""
+    config, tables = to.config, jax.device_get(to.tables)
+    for row, length in zip(source, lengths, strict=True):
+        if length > config.max_seq_len:
+            raise ValueError(
+                f"Row {row} has {length} tokens, but the cache sent to takes {config.max_seq_len}: give it a larger "
+                "max_seq_len, or leave the row out."
+            )
+    taken = tables[0].lengths > 0
+    for t in () if config.contiguous else tables:
+        taken |= t.tables.any(axis=1)  # reserved blocks
+    if taken[target].any():
+        raise ValueError(
+            f"Rows can only be sent to empty rows, but {target[taken[target]].tolist()} hold tokens or blocks: free "
+            "them first, or give others in at=."
+        )
+    held = [t.tables[source] for t in jax.device_get(cache.tables)]
+    try:
+        plans = fit(config, lengths, cache.config.groups, held, cache.config.block_size)
+    except TokensGone as gone:
+        raise ValueError(
+            f"Row {source[gone.row]} holds the tokens of layer {gone.layer} from {gone.start} on, the others fell out "
+            f"of its window, but in blocks of {config.block_size} they begin at {gone.needed}: send it to a cache with "
+            f"a block_size that divides {cache.config.block_size}."
+        ) from None
+    for layers, t in zip(config.groups, tables, strict=True):
+        need = len(plans[layers[0]].slots)
+        if need > t.num_free and not config.contiguous:
+            raise OutOfBlocks(
+                f"These rows need {need} blocks of {config.block_size} tokens, but in the cache sent to {t.num_free} "
+                f"{'is' if t.num_free == 1 else 'are'} free: free rows of it, give it more num_blocks, or send fewer."
+            )
+    return plans
+
+
+def _read(cache: Cache, layer: int, plan: Blocks) -> Pool:
+    """A layer's tokens in blocks of the other cache's size, `[n, 2, K, new_size, D]`, where they lie now."""
+    pool, stack, size = cache.layer(layer).pool, cache.config.stack(layer), cache.config.block_size
+    slots = np.maximum(plan.padded, 0)
+    block = slots // size + stack.index(layer) * (pool.kv.shape[0] // len(stack))
+    if slots.shape[1] == size:
+        return read_blocks(pool, np.asarray(block.max(axis=1), np.int32))
+    return _read_tokens(pool, np.asarray(block, np.int32), np.asarray(slots % size, np.int32))
+
+
+@jax.jit
+def _read_tokens(pool: Pool, block: jax.Array, offset: jax.Array) -> Pool:
+    return on_shards(pool, _tokens, (pool, block, offset), (POOL, WHOLE, WHOLE), POOL)
+
+
+def _tokens(pool: Pool, block: jax.Array, offset: jax.Array) -> Pool:
+    return jax.tree.map(lambda x: jnp.moveaxis(x[block, :, :, offset], 1, 3), pool)
+
+
+def _brought(part: Pool, to: Cache, layer: int) -> Pool:
+    """Blocks on the devices of the pool that they are for."""
+    pool = to.layer(layer).pool
+
+    def bring(x: jax.Array, own: jax.Array) -> jax.Array:
+        return jax.device_put(x[..., : own.shape[-1]] if x.ndim > 4 else x, own.sharding)
+
+    return dataclasses.replace(jax.tree.map(bring, dataclasses.replace(part, heads=pool.heads), pool), heads=pool.heads)
+
+
+def _under(cache: Cache) -> contextlib.AbstractContextManager:
+    """Where calls on a cache are to be made: under its mesh, if it has one."""
+    heads = next(pool.heads for pool in cache.pools if pool is not None)
+    mesh = None if heads is None else mesh_of(cache.pools, heads)
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
