@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxkv._cli import plan_report
 from jaxkv._cli.memory_plan import BLOCK_SIZES, plan
+from jaxkv._cli.plan_devices import Devices
 from jaxkv._cli.plan_report import Memory, Option, Report
 from jaxkv._cli.units import parse_bytes
 from jaxkv._core.layer import KINDS
@@ -28,7 +29,13 @@ def add_plan(commands: Any) -> None:
     add("--model", type=pathlib.Path, required=True, help="a Hugging Face folder; its config.json is enough")
     add("--memory", type=parse_bytes, required=True,
         help="of the device, or the part you give: 80GB is 80e9 bytes, 80GiB or 80G is 80 * 2**30")  # fmt: skip
-    add("--weights", type=parse_bytes, help="what the model takes; default: its files' size, or what the config says")
+    add(
+        "--weights",
+        type=parse_bytes,
+        help="what the whole model takes; default: its files' size, or what the config says",
+    )
+    add("--devices", type=int, default=1,
+        help="over how many the heads and the weights are divided, each with so much memory; default: one")  # fmt: skip
     add("--rest", type=parse_bytes, help="what a step may take to compute in; default: a tenth of what weights leave")
     add("--max-seq-len", type=int, help="the most tokens of a sequence; default: the longest of --lengths, or the "
         "model's")  # fmt: skip
@@ -48,8 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     from jaxkv.models.loader import read_config
 
     config = read_config(arguments.model)
-    layers = config.layer_configs
+    devices = Devices(arguments.devices)
+    layers = [devices.layer(layer) for layer in config.layer_configs]
     weights, source = (arguments.weights, "as told") if arguments.weights is not None else _weights(arguments.model)
+    weights = devices.weights(config, weights)
     left = arguments.memory - weights
     rest = max(0, left) // 10 if arguments.rest is None else arguments.rest
     if left - rest <= 0:
@@ -78,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     report = Report(
         model=config, memory=Memory(arguments.memory, weights, source, rest), max_seq_len=max_seq_len,
         step_tokens=arguments.step_tokens, is_told=arguments.mean_len is not None or lengths is not None,
-        options=options,
+        options=options, devices=devices,
     )  # fmt: skip
     print(json.dumps(plan_report.as_json(report), indent=1) if arguments.json else plan_report.as_text(report))
     return 0

@@ -4,13 +4,14 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from jaxkv._cli.memory_plan import Plan
+from jaxkv._cli.plan_devices import Devices
 from jaxkv._core.views import format_bytes
 
 BAR = 60  # characters
 
 
 class Memory(NamedTuple):
-    """Bytes of the device and what is in them."""
+    """Bytes of a device and what is in them."""
 
     total: int
     weights: int
@@ -40,6 +41,7 @@ class Report:
     step_tokens: int
     is_told: bool  # the lengths to expect were said
     options: list[Option]
+    devices: Devices
 
     @property
     def best(self) -> Plan:
@@ -48,13 +50,19 @@ class Report:
         return next((found for found in fitting if found.config.block_size == 16), fitting[0])
 
     @property
+    def moved(self) -> int:
+        """Bytes that each device sends in a decode step of all rows, at the most."""
+        return self.devices.moved(self.model, self.best.rows, 2)
+
+    @property
     def suggestion(self) -> dict[str, Any]:
         """The arguments of `CacheConfig.from_model`."""
         config = self.best.config
+        whole = config.replace(layers=self.model.layer_configs)
         fields = {
             "max_seqs": config.max_seqs,
             "max_seq_len": self.max_seq_len,
-            "memory_bytes": self.memory.cache,
+            "memory_bytes": self.memory.cache if self.devices.count == 1 else whole.bytes,
             "block_size": config.block_size,
             "dtype": str(config.dtype),
         }
@@ -79,6 +87,7 @@ def as_json(report: Report) -> dict[str, Any]:
                   "head_dim": kept.head_dim, "windows": list(model.windows)},
         "memory": {"total": memory.total, "weights": memory.weights, "weights_from": memory.source,
                    "cache": memory.cache, "rest": memory.rest},
+        "devices": {"count": report.devices.count, "moved_per_step": report.moved},
         "max_seq_len": report.max_seq_len,
         "mean_len": report.best.mean_len,
         "options": options,
@@ -113,12 +122,13 @@ def _head(report: Report) -> str:
     kept = f"{config.num_kv_heads} KV heads of {config.head_dim}"
     if config.latent is not None:
         kept = f"latent rows of {config.latent.rank} + {config.latent.rope_dim}"
+    whose = f" of each of {report.devices.count} devices" if report.devices.count > 1 else ""
     guess = "" if report.is_told else " (a guess: say it with --mean-len or --lengths)"
     return (
         f"{config.family}: {config.num_layers} layers ({kinds}), {kept}.\n"
-        f"{memory.total / 1e9:.3g} GB, {format_bytes(memory.total)}, of memory less {format_bytes(memory.weights)} of "
-        f"weights ({memory.source}) and {format_bytes(memory.rest)} to compute in leave {format_bytes(memory.cache)} "
-        f"for the cache.\n"
+        f"{memory.total / 1e9:.3g} GB, {format_bytes(memory.total)}, of memory{whose} less "
+        f"{format_bytes(memory.weights)} of weights ({memory.source}) and {format_bytes(memory.rest)} to compute in "
+        f"leave {format_bytes(memory.cache)} for the cache.\n"
         f"Rows of up to {report.max_seq_len} tokens, {report.best.mean_len:g} on the average{guess}.{beyond}\n"
     )
 
@@ -173,6 +183,16 @@ def _tail(report: Report) -> str:
         * (found.full_rows == 0),
         "waste: places that stay empty in the last blocks of rows, on the average.",
         f"blocks: in layers that keep {groups}. tokens: in those that keep most." * several,
+        _over(report) * (report.devices.count > 1),
         f"\nFor the cache with blocks of {found.config.block_size}:\n  jaxkv.CacheConfig.from_model(model, {call})",
     ]
     return "\n".join(note for note in notes if note)
+
+
+def _over(report: Report) -> str:
+    kept = sorted({layer.num_kv_heads for layer in report.best.config.layers})
+    return (
+        f"Each device holds {' or '.join(map(str, kept))} KV head{'s' * (kept != [1])} of a layer; a decode step of "
+        f"{report.best.rows} rows in bfloat16 makes it send up to {format_bytes(report.moved)}, in two sums over all "
+        "devices a layer. jaxkv.init(config, mesh=mesh) and jaxkv.models.load(folder, mesh=mesh) divide so."
+    )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxkv._core.arguments import to_device
 from jaxkv._files import safetensors
@@ -19,7 +19,7 @@ from jaxkv.models import hugging_face
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.names import EMBED, HEAD, Slot, slots_of
-from jaxkv.models.partition import automatic, sharding_of
+from jaxkv.models.partition import AXIS, automatic, sharding_of
 from jaxkv.models.published import LAYER, read_published
 
 FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -157,8 +157,9 @@ def _float_dtype(dtype: Any) -> np.dtype:
     raise ValueError(f"dtype must be one of {', '.join(names)}, not {dtype}.")
 
 
-def count_parameters(config: DecoderConfig) -> int:
-    """The parameters of a decoder, without making any."""
+def count_parameters(config: DecoderConfig, devices: int = 1) -> int:
+    """The parameters of a decoder, without making any; of one of so many devices that they are divided over."""
+    mesh = AbstractMesh((devices,), (AXIS,))
 
     def count(with_experts: bool, num_layers: int) -> int:
         few = dataclasses.replace(
@@ -166,7 +167,8 @@ def count_parameters(config: DecoderConfig) -> int:
             experts=config.experts if with_experts else None, expert_layers=(True,) * (num_layers * with_experts),
         )  # fmt: skip
         _, state = nnx.split(nnx.eval_shape(lambda: Decoder(few, rngs=nnx.Rngs(0))))
-        return sum(math.prod(param.shape) for _, param in nnx.to_flat_state(state))
+        params = nnx.to_flat_state(state)
+        return sum(math.prod(sharding_of(at, x.shape, mesh).shard_shape(x.shape)) for at, x in params)
 
     # Layers differ in what they see, which changes nothing, and in whether they have experts.
     layers = config.expert_layers or (False,) * config.num_layers

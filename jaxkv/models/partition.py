@@ -7,7 +7,7 @@ sums over devices a layer, behind attention and behind the MLP. The division is 
 
 from typing import Any
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxkv._core.numbers import shown
 
@@ -34,7 +34,7 @@ def automatic(mesh: Any) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names)
 
 
-def sharding_of(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+def sharding_of(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> NamedSharding:
     """How the parameter at `path` of a decoder lies; whole on each device where it cannot be divided evenly."""
     axis = TABLES.get(path[0]) if len(path) == 1 else DIVIDED.get(path[-2], {}).get(path[-1])
     spec: list[str | None] = [None] * len(shape)

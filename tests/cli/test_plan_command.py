@@ -177,6 +177,35 @@ def test_weights_are_the_files_or_what_the_config_says(folder, capsys):
     assert "of weights (1 file)" in capsys.readouterr().out
 
 
+def test_over_devices(folder, capsys):
+    """Each has so much memory; heads are divided, or whole on each where there are fewer of them."""
+    told = ("--memory", "3MB", "--rest", 0, "--max-seq-len", 64, "--block-size", 16, "--dtype", "float32", "--json")
+    found = {}
+    for devices in (1, 2, 4):
+        assert run(folder, *told, "--devices", devices) == 0
+        found[devices] = json.loads(capsys.readouterr().out)
+    rows, weights = ({n: get(found[n]) for n in found} for get in (
+        lambda x: x["options"][0]["rows"], lambda x: x["memory"]["weights"]
+    ))  # fmt: skip
+    assert rows[2] > 2 * rows[1] and rows[1] < rows[4] < 1.1 * rows[1]  # each of 4 has all heads, and fewer weights
+    assert weights[1] < 2 * weights[2] < 1.05 * weights[1] and weights[4] < weights[2]
+    assert [found[n]["devices"]["count"] for n in found] == [1, 2, 4] and found[1]["devices"]["moved_per_step"] == 0
+    model = types.SimpleNamespace(layer_configs=(jaxkv.LayerConfig(num_kv_heads=2, head_dim=16),) * 3, dtype="float32")
+    for devices, parts in ((1, 1), (2, 2), (4, 1)):
+        config = jaxkv.CacheConfig.from_model(model, **found[devices]["suggestion"])
+        option = found[devices]["options"][0]
+        assert list(config.group_blocks) == option["group_blocks"] and config.bytes == parts * option["bytes"]
+        assert option["bytes"] + found[devices]["memory"]["weights"] <= 3_000_000
+    assert run(folder, *told[:-1], "--devices", 2) == 0
+    out = capsys.readouterr().out
+    assert "of memory of each of 2 devices less" in out and "Each device holds 1 KV head of a layer;" in out
+    for devices, says in ((0, "--devices must be at least 1, not 0"), (10**30, "--devices must be at most")):
+        assert run(folder, *told, "--devices", devices) == 2 and says in capsys.readouterr().err
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_key_value_heads": 4}))
+    assert run(folder, *told, "--devices", 3) == 2
+    assert "4 KV heads cannot be divided among the 3 devices" in capsys.readouterr().err
+
+
 def test_windows_padding_and_what_does_not_fit(folder, capsys):
     local = CONFIG | {"model_type": "mistral", "sliding_window": 10, "head_dim": 16}
     (folder / "config.json").write_text(json.dumps(local))

@@ -1,5 +1,6 @@
 """A model over several devices: the tokens of one, each device with its part of the weights, and two sums a layer."""
 
+import math
 import re
 
 import jax
@@ -12,6 +13,7 @@ from nightly import NIGHTLY
 
 import jaxkv
 import jaxkv.models
+from jaxkv._cli.plan_devices import Devices
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="each engine has its programs to compile")
@@ -49,11 +51,16 @@ def test_a_decode_step_has_two_sums_a_layer():
     program = jax.jit(decode, donate_argnames="cache").lower(
         model, jnp.ones((2, 1), jnp.int32), cache=jaxkv.init(config, mesh=mesh)
     )
-    moves = re.findall(
-        r"= .*? (all-[a-z]+|collective-permute|reduce-scatter)(?:-start)?\(", program.compile().as_text()
-    )
+    text = program.compile().as_text()
+    moves = re.findall(r"= .*? (all-[a-z]+|collective-permute|reduce-scatter)(?:-start)?\(", text)
     assert moves.count("all-reduce") <= 2 * config.num_layers + 1  # and one for the vocabulary's part of the embedding
     assert len(moves) <= 2 * config.num_layers + 2, moves
+    # What `plan --devices` says of it, before anything is loaded.
+    planned, shapes = Devices(2), re.findall(r"= f32\[([0-9,]+)\]\S* all-reduce\(", text)
+    assert planned.weights(model.config, sum(x.nbytes for x in weights)) == own
+    summed = 4 * sum(math.prod(map(int, shape.split(","))) for shape in shapes)
+    gathered = 2 * model.config.vocab_size * 4 // 2  # each device sends its half of two rows of logits
+    assert planned.moved(model.config, 2, 4) == summed + gathered  # 2 (n - 1) / n is 1 here
 
 
 def test_what_is_no_mesh():
