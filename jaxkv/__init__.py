@@ -13,13 +13,14 @@ from jaxkv._core.errors import (
     OutOfWindow as OutOfWindow,
     SequenceTooLong as SequenceTooLong,
 )
+from jaxkv._core.evicting import evict as evict
+from jaxkv._core.gathering import gather as gather
 from jaxkv._core.keeping import keep as keep
 from jaxkv._core.layer import LayerConfig as LayerConfig
 from jaxkv._core.plan import Step as Step, plan_step as plan_step, positions as positions
 from jaxkv._core.ragged import counts as counts, last as last, left_align as left_align, right_align as right_align
 from jaxkv._core.sharing import fork as fork, reorder as reorder, truncate as truncate
 from jaxkv._core.tables import extend as extend, free as free, reserve as reserve
-from jaxkv._core.views import gather as gather
 from jaxkv._core.write import append as append, write as write
 from jaxkv._drop_in import dot_product_attention as dot_product_attention, jax_attention as jax_attention
 from jaxkv._engine.engine import Engine as Engine
@@ -36,9 +37,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Beams", "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine", "HostBlocks",
     "LayerConfig", "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "SequenceTooLong", "Step", "append", "attend",
-    "attention", "beam_search", "check", "check_invariants", "counts", "describe", "dot_product_attention", "explain",
-    "extend", "fork", "free", "gather", "generate", "init", "jax_attention", "keep", "last", "left_align", "load",
-    "merge_attention", "partition_specs", "plan_step", "positions", "reorder", "reserve", "right_align", "save",
+    "attention", "beam_search", "check", "check_invariants", "counts", "describe", "dot_product_attention", "evict",
+    "explain", "extend", "fork", "free", "gather", "generate", "init", "jax_attention", "keep", "last", "left_align",
+    "load", "merge_attention", "partition_specs", "plan_step", "positions", "reorder", "reserve", "right_align", "save",
     "send", "stats", "swap_in", "swap_out", "truncate", "write",
 ]  # fmt: skip
 

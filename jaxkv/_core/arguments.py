@@ -23,7 +23,7 @@ def row_counts(name: str, x: Any, rows: int) -> jax.Array:
     if not on_device:
         x = x.astype(np.int64) if x.itemsize < 8 else x
         x = np.minimum(x, MOST_INDEX)
-    return _as_int32(x)
+    return as_int32(x)
 
 
 def row_indices(name: str, x: Any, rows: int) -> jax.Array:
@@ -34,10 +34,10 @@ def row_indices(name: str, x: Any, rows: int) -> jax.Array:
         raise ValueError(f"{name} must be a row index or a list of them, not {x.dtype}{list(x.shape)}.")
     if not on_device and x.size and not ((x >= 0) & (x < rows)).all():
         raise IndexError(f"{name} must be rows from 0 to {rows - 1}, not {x.tolist()}.")
-    return jnp.atleast_1d(_as_int32(x))
+    return jnp.atleast_1d(as_int32(x))
 
 
-def _as_int32(x: Any) -> jax.Array:
+def as_int32(x: Any) -> jax.Array:
     """`x` as int32. What is more than any row holds stays so, where as int32 it would wrap."""
     if x.dtype.itemsize > 4 and isinstance(x, jax.Array):
         x = jnp.minimum(x, MOST_INDEX)

@@ -1,5 +1,6 @@
 """Attention over a cache: where the state meets the kernels."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pallas_kernels
 from jaxkv._core.arguments import row_counts
 from jaxkv._core.cascade import shared_in, sharing_in_words
+from jaxkv._core.lines import join_heads, seen_by_rows, split_heads, split_offsets, split_tokens, to_lines
 from jaxkv._core.numbers import flag
 from jaxkv._core.plan import Step
 from jaxkv._core.shards import POOL, WHOLE, OwnHeads, Q, heads_at, on_shards, own_heads
@@ -117,11 +119,12 @@ def attention(
 
 def _store_and_attend(one: Layer, step: Step | None, new: dict, arrays: dict, *, implementation: Any, **static: Any):
     t = one.tables
-    q, k, v = (spread(step, t, turned(one, new[name])) for name in ("q", "k", "v"))
+    q, k, v = (spread(step, one, turned(one, new[name])) for name in ("q", "k", "v"))
     own = own_heads(one.pool, one.layer_config.num_kv_heads, q.shape[-2])
     q, arrays = _widened(own, q, arrays)
+    offsets, (q, k, v) = offsets_of(q, one), (split_heads(one, x) for x in (q, k, v))
     out, written = pallas_kernels.write_and_attend(
-        q, k, v, one.pool.kv, one.blocks, t.lengths, t.new, offsets=offsets_of(q, t),
+        q, k, v, one.pool.kv, one.blocks, t.lengths, t.new, offsets=offsets,
         implementation=implementation, **storage(one), **arrays, **static,
     )  # fmt: skip
     return _for_tokens(one, step, own, out), as_pool(written, one.pool)
@@ -157,7 +160,7 @@ def attend(
     else:
         one, _ = open_layer(cache, layer, step, q=q)
         t, given, options = one.tables, step, _for_rows(one, step, q.shape[:-2], options)
-        new, offsets = t.new, None if is_spread(step) else offsets_of(q, t)
+        new, offsets = t.new, None if is_spread(step) else offsets_of(q, one)
     arrays, static = _divided(options)
     check_heads(one, q=q, **arrays, **static)
     with jax.named_scope("attend"):
@@ -174,9 +177,10 @@ def _attend(
     implementation: Any, **static: Any,
 ) -> Any:  # fmt: skip
     t = one.tables
-    q = spread(step, t, turned(one, q))
+    q = spread(step, one, turned(one, q))
     own = own_heads(one.pool, one.layer_config.num_kv_heads, q.shape[-2])
     q, arrays = _widened(own, q, arrays)
+    q = split_heads(one, q)
     out = pallas_kernels.paged_attention(
         q, one.pool.kv, one.blocks, t.lengths, new, offsets=offsets, implementation=implementation,
         **storage(one), **arrays, **static,
@@ -194,7 +198,7 @@ def _open_memory(
         raise ValueError("num_tokens is for causal=False; otherwise extend has said how many tokens a row has.")
     if step is not None:
         raise ValueError("A step is planned for a cache's own new tokens: leave step out with causal=False.")
-    rows, padded = one.tables.lengths.shape[0], len(token_axes) == 2
+    rows, padded = one.rows, len(token_axes) == 2
     if num_tokens is None and not padded:
         raise ValueError("Packed queries need num_tokens, how many of them belong to each row.")
     everything = np.full(rows, token_axes[-1], np.int32)
@@ -204,8 +208,8 @@ def _open_memory(
         if (most := counts.max(initial=0) if padded else counts.sum()) > token_axes[-1]:
             raise ValueError(f"num_tokens asks for {most} queries, but q has places for {token_axes[-1]}.")
     new = jnp.clip(new, 0, token_axes[-1])
-    offsets = None if padded else jnp.cumsum(new) - new
-    return one, jnp.where(one.tables.failed, 0, new), offsets
+    offsets = None if padded else split_offsets(one, jnp.cumsum(new) - new, token_axes[0])
+    return one, jnp.where(one.tables.failed, 0, to_lines(new, one.tables)), offsets
 
 
 def explain(
@@ -234,6 +238,7 @@ def explain(
     check_tokens(one, {"q": q})
     options = {name: x for name, x in options.items() if name != "num_tokens"}
     cascades = flag("cascade", options.pop("cascade", True)) and not {"blocks", "deterministic"} & options.keys()
+    q = jax.eval_shape(functools.partial(split_heads, one), q)
     choice = pallas_kernels.explain(
         q=q, kv=one.pool.kv, tables=one.tables.tables, platform=platform, implementation=implementation,
         **storage(one), **read_options(one, options),
@@ -251,14 +256,14 @@ def _for_rows(one: Layer, step: Step | None, token_axes: tuple[int, ...], option
         )
     options = dict(options)
     shared = shared_in(one, step) if flag("cascade", options.pop("cascade", True)) else None
-    tree = read_tree(options.pop("tree", None), token_axes, one.tables)
+    tree = read_tree(options.pop("tree", None), token_axes, seen_by_rows(one.tables, one.config))
     if step is not None and step.tree is not None:
         if tree is not None:
             raise ValueError("This step was planned with a tree: leave tree out, or plan the step without one.")
         tree = step.tree
     options = read_options(one, options | {"tree": tree})
     for name in {"mask", "spans", "tree"} & options.keys():
-        options[name] = spread(step, one.tables, options[name])
+        options[name] = split_tokens(one, spread(step, one, options[name]))
     return options if shared is None else options | {"shared": shared}
 
 
@@ -287,7 +292,9 @@ def _widened(own: OwnHeads | None, q: jax.Array, arrays: dict[str, Any]) -> tupl
 
 def _for_tokens(one: Layer, step: Step | None, own: OwnHeads | None, out: Any) -> Any:
     if isinstance(out, tuple):
+        out = (out[0], join_heads(one, out[1], out[1].ndim - 1))
         lse = out[1] if own is None else own.gathered(out[1], -1)
         return _for_tokens(one, step, own, out[0]), gathered(step, lse, -float("inf"))
+    out = join_heads(one, out, out.ndim - 2)
     out = out if own is None else own.gathered(out, -2)
     return gathered(step, turned(one, out), 0.0)

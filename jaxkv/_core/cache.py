@@ -105,6 +105,8 @@ class Cache(Views):
             got = None if v is None else jnp.shape(v)
             raise ValueError(f"k and v must be [{one.head_dim}] {each}, not {jnp.shape(k)} and {got}.")
         pool = self.pool(layer)
+        if block.ndim:  # of a layer that evicts by heads, whose blocks have one
+            block, offset, head = block[head], offset[head], 0
         token = Pool(*self.config.encode(layer, k, v, axis=0), heads=pool.heads)
         number = jnp.arange(pool.kv.shape[2], dtype=jnp.int32)
         arguments = (pool, block, offset, jnp.int32(head), token, number)

@@ -8,6 +8,7 @@ import numpy as np
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.errors import CacheError, OutOfBlocks, OutOfWindow, SequenceTooLong
+from jaxkv._core.lines import by_row, row_sums, seen_by_rows
 from jaxkv._core.state import GONE, NULL_BLOCK, STALE, BlockTables
 
 
@@ -29,6 +30,8 @@ def check(cache: Cache) -> None:
     """
     check_on_host(cache, "check")
     groups = jax.device_get(cache.tables)
+    held = [row_sums(np.sum(t.tables != NULL_BLOCK, axis=1), cache.config) for t in groups]
+    groups = tuple(seen_by_rows(t, cache.config) for t in groups)
     t = groups[0]  # the same rows fail in every group
     rows = np.flatnonzero(t.failed)
     if not rows.size:
@@ -59,15 +62,16 @@ def check(cache: Cache) -> None:
         )
     if gone:
         asked = _list(f"row {r} ({t.lengths[r]} tokens) to {t.wanted[r]} tokens" for r in gone)
-        sights = _list(s for s, reach in zip(_sights(cache), cache.config.group_reaches, strict=True) if reach)
+        reaches, evicts = cache.config.group_reaches, cache.config.group_evicts
+        named = zip(_sights(cache), reaches, evicts, strict=True)
+        sights = _list(dict.fromkeys(f"{s} tokens" if reach else s for s, reach, evict in named if reach or evict))
         raise OutOfWindow(
-            f"Truncating {asked} goes back to what layers {sights} tokens have given back. The row "
+            f"Truncating {asked} goes back to what layers {sights} have given back. The row "
             "is as it was before; free it and compute its tokens again, or fork it before it goes on."
         )
     # The group that lacks most is what stood in the way.
     group = max(range(len(groups)), key=lambda g: int(groups[g].needed[rows].max()) - int(groups[g].num_free))
-    t = groups[group]
-    held = np.sum(t.tables != NULL_BLOCK, axis=1)
+    t, held = groups[group], held[group]
     needs = _list(
         f"row {r} ({t.lengths[r]} tokens, {held[r]} blocks) needs {_more(t.needed[r])} for {t.wanted[r]} tokens"
         for r in rows
@@ -109,14 +113,28 @@ def check_invariants(cache: Cache) -> None:
     groups = jax.device_get(cache.tables)
     for group, t in enumerate(groups):
         _check_tables(t, config, group)
-        for field in ("lengths", "new", "offsets", "failed", "wanted"):
-            assert (getattr(t, field) == getattr(groups[0], field)).all(), f"every group says the same of rows: {field}"
+        for field in ("seen", "new", "offsets", "failed", "wanted"):
+            said, first = (_said_of_rows(one, field, config) for one in (t, groups[0]))
+            # A row's step is over in a layer in which it was thinned.
+            alike = (said == first) | ((said == 0) | (first == 0) if field == "new" else False)
+            assert alike.all(), f"every group says the same of rows: {field}"
+
+
+def _said_of_rows(t: BlockTables, field: str, config: CacheConfig) -> np.ndarray:
+    """A field of a group's tables for rows, of which all lines must say the same."""
+    lines = by_row(getattr(t, field), config)
+    assert (lines == lines[0]).all(), f"all heads say the same of a row: {field}"
+    return lines[0]
 
 
 def _check_tables(t: BlockTables, config: CacheConfig, group: int) -> None:
     block_size, num_blocks = config.block_size, t.free_list.shape[0]
     assert ((t.lengths >= 0) & (t.lengths <= config.max_seq_len)).all(), f"lengths fit: {t.lengths}"
     assert ((t.new >= 0) & (t.new <= t.lengths)).all(), f"new within [0, lengths]: {t.new} of {t.lengths}"
+    if t.evicted is not None and t.thinned is not None:
+        assert ((t.evicted >= 0) & (t.seen <= config.max_seq_len)).all(), f"seen fits: {t.lengths}, {t.evicted}"
+        assert ((t.thinned >= 0) & (t.thinned <= t.lengths - t.new)).all(), f"thinned: {t.thinned} of {t.lengths}"
+        assert ((t.thinned == 0) | (t.evicted > 0)).all(), f"thinned, so some are gone: {t.thinned}, {t.evicted}"
     assert 0 <= t.num_free <= num_blocks, f"num_free within [0, {num_blocks}]: {t.num_free}"
     assert ((t.tables >= 0) & (t.tables <= num_blocks)).all(), "table entries name blocks"
     used = t.tables != NULL_BLOCK
@@ -152,7 +170,9 @@ def stats(cache: Cache) -> dict[str, Any]:
     Returns:
       A dict: blocks (in all, used, free, peak, shared by several rows, kept by a `PrefixCache`), tokens, bytes, rows in
       use, failed rows, and waste: token places in rows' blocks that hold no token, in all and per row. Shared blocks
-      are full. With several groups of layers, blocks and waste are their sums; `groups` has each group's own.
+      are full. With several groups of layers, blocks and waste are their sums; `groups` has each group's own. Tokens
+      are those seen; what layers that evict hold of them is in `groups`, `held_per_row`, of all heads together if they
+      do it by heads.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -163,7 +183,7 @@ def stats(cache: Cache) -> dict[str, Any]:
     check_on_host(cache, "stats")
     config, tables = cache.config, jax.device_get(cache.tables)
     groups = [_group_stats(t, config, g) for g, t in enumerate(tables)]
-    t = tables[0]
+    t = seen_by_rows(tables[0], config)
     waste_per_row = np.sum([group["waste_per_row"] for group in groups], axis=0)
     summed = {
         field: sum(group[field] for group in groups) for field in groups[0] if field.startswith(("num", "blocks"))
@@ -193,6 +213,7 @@ def _group_stats(t: BlockTables, config: CacheConfig, group: int) -> dict[str, A
     return {
         "window": config.group_windows[group],
         "chunk": config.group_chunks[group],
+        "evict": config.group_evicts[group],
         "layers": config.groups[group],
         "num_blocks": num_blocks,
         "blocks_used": used,
@@ -201,7 +222,8 @@ def _group_stats(t: BlockTables, config: CacheConfig, group: int) -> dict[str, A
         "blocks_kept": int(np.count_nonzero(t.kept)),
         "blocks_peak": int(t.peak),
         # Only behind its last token has a row empty places: what fell out of a window is in front.
-        "waste_per_row": (end * config.block_size - t.lengths).tolist(),
+        "waste_per_row": row_sums(end * config.block_size - t.lengths, config).tolist(),
+        "held_per_row": row_sums(t.lengths, config).tolist(),
         "bytes_used": used * config.bytes_per_group_block(group),
     }
 

@@ -33,7 +33,8 @@ class CacheConfig(MadeLike):
       max_seqs: rows, the sequences held at once; S in shapes.
       max_seq_len: the most tokens of one row; default: `max_tokens`.
       num_blocks: blocks per layer. Or say `max_tokens`, and it is `ceil(max_tokens / block_size)`.
-      group_blocks: blocks per layer for each of `groups`, where they differ; then `num_blocks` is the largest.
+      group_blocks: blocks per layer for each of `groups`, where they differ; then `num_blocks` is the largest. In a
+        layer that evicts by heads a block is of one head: there are K times as many of them.
       max_tokens: the most tokens of all rows together; default: `num_blocks * block_size`.
       block_size: tokens per block. Contiguous: `max_seq_len`, set by itself.
       dtype: the storage of keys and values: bfloat16, float16 or float32; or quantised: int8, float8_e4m3fn,
@@ -110,6 +111,7 @@ class CacheConfig(MadeLike):
             raise ValueError(f"CacheConfig.layout must be 'paged' or 'contiguous', not {shown(self.layout)}.")
         self._check_kinds()
         self._check_indices()
+        self._check_evicting()
 
     def _drop_settled(self, put) -> None:
         sizes = [field for field in ("num_blocks", "max_tokens", "group_blocks") if getattr(self, field) is not None]
@@ -135,6 +137,16 @@ class CacheConfig(MadeLike):
                     "leave it out, or choose int8, say."
                 )
 
+    def _check_evicting(self) -> None:
+        """Raise where layers that evict cannot have tables of their own."""
+        evicting = [i for i, layer in enumerate(self.layers) if layer.evict is not None]
+        if evicting and (self.contiguous or self.stacked):
+            what = "stacked=True, in which layers share tables" if self.stacked else 'layout="contiguous"'
+            raise ValueError(
+                f"CacheConfig.layers[{evicting[0]}].evict gives back blocks of a table of its own, and there are none "
+                f"with {what}: leave one out."
+            )
+
     def _check_indices(self) -> None:
         """Raise where an int32 cannot count blocks, or the entries of a table."""
         pairs = zip(self.groups, self.group_blocks, strict=True)
@@ -144,7 +156,7 @@ class CacheConfig(MadeLike):
                 f"A pool would have {most} blocks, null blocks included, but indices are int32 and end at "
                 f"{MOST_INDEX}: choose fewer, or a larger block_size."
             )
-        if (entries := self.max_seqs * self.max_blocks_per_seq) > MOST_INDEX:
+        if (entries := self.max_seqs * self.max_blocks_per_seq * max(self.group_heads)) > MOST_INDEX:
             raise ValueError(
                 f"A table of max_seqs={self.max_seqs} rows of {self.max_blocks_per_seq} blocks has {entries} entries, "
                 f"but there can be {MOST_INDEX}: choose a smaller max_seqs or max_seq_len, or a larger block_size."
@@ -160,15 +172,21 @@ class CacheConfig(MadeLike):
             )
         owner = self.layers[layer.shares_with]
         alike = all(getattr(layer, name) == getattr(owner, name) for name in ("num_kv_heads", "head_dim", "rank"))
-        if not alike or layer.dtype is not None or layer.rotate is not None:
+        own = (layer.dtype, layer.rotate, layer.evict)
+        if not alike or own != (None, None, None):
             raise ValueError(
                 f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, so it must have the same num_kv_heads "
-                "and head_dim (if latent, the same rank and rope_dim), and no dtype or rotate of its own."
+                "and head_dim (if latent, the same rank and rope_dim), and no dtype, rotate or evict of its own."
             )
         if layer.chunk != owner.chunk and (owner.chunk is not None or owner.window is not None):
             raise ValueError(
                 f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, {owner.sight}, and cannot be a layer "
                 f"{layer.sight}."
+            )
+        if owner.evict is not None and layer.reach is not None:
+            raise ValueError(
+                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, which has evict={owner.evict!r}: it "
+                f"cannot be a layer {layer.sight}, for places there are no positions."
             )
         if owner.window is not None and (layer.window is None or layer.window > owner.window):
             raise ValueError(
@@ -196,7 +214,7 @@ class CacheConfig(MadeLike):
                 f"{self.block_size}, but num_blocks is {self.num_blocks}: name one of the two."
             )
         if self.group_blocks is None:
-            put("group_blocks", _SettledBlocks((self.num_blocks,) * len(self.groups)))
+            put("group_blocks", _SettledBlocks(self.num_blocks * heads for heads in self.group_heads))
 
     def _settle_group_blocks(self, put) -> None:
         if isinstance(self.group_blocks, str | bytes) or not isinstance(self.group_blocks, Iterable):
@@ -207,13 +225,13 @@ class CacheConfig(MadeLike):
                 f"CacheConfig.group_blocks must have one number for each of the {len(self.groups)} groups of layers "
                 f"(windows {self.group_windows}), not {len(blocks)}."
             )
-        if self.num_blocks not in (None, max(blocks)):
+        most = max(-(-n // heads) for n, heads in zip(blocks, self.group_heads, strict=True))
+        if self.num_blocks not in (None, most):
             raise ValueError(
-                f"CacheConfig.num_blocks is the largest of group_blocks, {max(blocks)}, not {self.num_blocks}: leave "
-                "it out."
+                f"CacheConfig.num_blocks is the largest of group_blocks, {most}, not {self.num_blocks}: leave it out."
             )
         put("group_blocks", blocks)
-        put("num_blocks", _Settled(max(blocks)))
+        put("num_blocks", _Settled(most))
 
     def _settle_contiguous(self, put) -> None:
         fixed = {"block_size": self.max_seq_len, "num_blocks": self.max_seqs}
@@ -279,7 +297,7 @@ class CacheConfig(MadeLike):
                 f"memory_bytes={memory_bytes:g} is too little: one block of {self.block_size} tokens takes "
                 f"{self.bytes_per_block} bytes over {self.num_layers} layers, and one more is the null block."
             )
-        most = int(memory_bytes) // self.bytes_per_group_block(self._widest)
+        most = int(memory_bytes) // (self.bytes_per_group_block(self._widest) * self.group_heads[self._widest])
         if most > MOST_INDEX // 2:
             raise ValueError(
                 f"memory_bytes={memory_bytes:g} would hold {most} blocks, more than the {MOST_INDEX // 2} that it can "
@@ -294,7 +312,7 @@ class CacheConfig(MadeLike):
     def _with_blocks(self, num_blocks: int, step_tokens: int | None) -> "CacheConfig":
         """`num_blocks` for the group that sees furthest, and no more than they can use for the others."""
         blocks = (
-            num_blocks
+            num_blocks * self.group_heads[g]
             if g == self._widest or reach is None
             else min(num_blocks, self.window_blocks(reach, step_tokens))
             for g, reach in enumerate(self.group_reaches)

@@ -85,15 +85,21 @@ def partition_specs(config: CacheConfig, mesh: Mesh | AbstractMesh | None = None
         )
 
     def pool(layer: int) -> Pool:
+        if config.layer_config(layer).evict == "head":
+            raise ValueError(
+                f"Layer {layer} evicts by heads, each with tables of its own, which cannot be divided over a mesh: "
+                'give it evict="layer".'
+            )
         num_heads = config.layer_config(layer).num_kv_heads
         is_divided = num_parts(num_heads, mesh.shape[heads], heads) == mesh.shape[heads]
         spec = PartitionSpec(None, None, heads) if is_divided else PartitionSpec()
         return Pool(kv=spec, scale=None if config.scale_shape(layer) is None else spec, heads=heads)  # type: ignore[arg-type]
 
-    names = [field.name for field in dataclasses.fields(BlockTables)]
-    tables: Any = BlockTables(**dict.fromkeys(names, PartitionSpec()))  # type: ignore[arg-type]
+    fields: dict[str, Any] = {field.name: PartitionSpec() for field in dataclasses.fields(BlockTables)}
+    whole, all_held = BlockTables(**fields), BlockTables(**fields | {"evicted": None, "thinned": None})
+    tables = tuple(all_held if evict is None else whole for evict in config.group_evicts)
     pools = tuple(pool(i) if config.stack(i)[0] == i else None for i in range(config.num_layers))
-    return Cache(tables=(tables,) * len(config.groups), pools=pools, config=config)
+    return Cache(tables=tables, pools=pools, config=config)
 
 
 def _init_pools(config: CacheConfig, heads: str | None) -> tuple[Pool | None, ...]:
@@ -106,12 +112,13 @@ def _init_pools(config: CacheConfig, heads: str | None) -> tuple[Pool | None, ..
 
 
 def _init_tables(config: CacheConfig) -> tuple[BlockTables, ...]:
-    return tuple(_init_group(config, num_blocks) for num_blocks in config.group_blocks)
+    return tuple(_init_group(config, group) for group in range(len(config.groups)))
 
 
-def _init_group(config: CacheConfig, num_blocks: int) -> BlockTables:
+def _init_group(config: CacheConfig, group: int) -> BlockTables:
     """Made by NumPy, array by array of its own memory: nothing to compile, and all of them can be donated."""
-    rows = config.max_seqs
+    rows, num_blocks = config.max_seqs * config.group_heads[group], config.group_blocks[group]
+    evicts = config.group_evicts[group] is not None
 
     def zeros() -> jax.Array:
         return to_device(np.zeros(rows, np.int32))
@@ -128,4 +135,5 @@ def _init_group(config: CacheConfig, num_blocks: int) -> BlockTables:
         kept=to_device(np.zeros(num_blocks + 1, np.int32)), free_list=to_device(blocks),
         num_free=to_device(np.int32(num_free)), peak=to_device(np.int32(num_blocks - num_free)),
         failed=to_device(np.zeros(rows, bool)), wanted=zeros(), needed=zeros(),
+        evicted=zeros() if evicts else None, thinned=zeros() if evicts else None,
     )  # fmt: skip

@@ -21,7 +21,10 @@ def period_of(kinds: Sequence[Any]) -> int:
 
 
 class Groups:
-    """The part of `CacheConfig` that knows groups: layers with the same window or chunk, which share a table."""
+    """The part of `CacheConfig` that knows groups: layers with the same window or chunk, which share a table.
+
+    A layer that evicts is a group of its own.
+    """
 
     # Of `CacheConfig`, which is built on this class.
     layers: tuple[LayerConfig, ...]
@@ -58,10 +61,12 @@ class Groups:
         stored = [i for i, layer in enumerate(self.layers) if layer.shares_with is None]
         if self.contiguous:  # nothing is ever given back
             return (tuple(stored),)
-        sights = dict.fromkeys((self.layers[i].window, self.layers[i].chunk) for i in stored)
-        return tuple(
-            tuple(i for i in stored if (self.layers[i].window, self.layers[i].chunk) == sight) for sight in sights
-        )
+
+        def kept(i: int) -> tuple[int | None, ...]:  # a layer that evicts keeps what no other one does
+            layer = self.layers[i]
+            return layer.window, layer.chunk, None if layer.evict is None else i
+
+        return tuple(tuple(i for i in stored if kept(i) == kind) for kind in dict.fromkeys(map(kept, stored)))
 
     @functools.cached_property
     def group_windows(self) -> tuple[int | None, ...]:
@@ -82,6 +87,17 @@ class Groups:
     def group_chunks(self) -> tuple[int | None, ...]:
         """For each group the chunk of its layers; None: they have none, or keep everything all the same."""
         return tuple(None if self.contiguous else self.layers[layers[0]].chunk for layers in self.groups)
+
+    @functools.cached_property
+    def group_evicts(self) -> tuple[str | None, ...]:
+        """For each group whether its layer gives tokens back: "layer", "head", or None."""
+        return tuple(self.layers[layers[0]].evict for layers in self.groups)
+
+    @functools.cached_property
+    def group_heads(self) -> tuple[int, ...]:
+        """For each group how many tables a row has: one, or one for each KV head of a layer that evicts by heads."""
+        heads = (self.layers[layers[0]].num_kv_heads for layers in self.groups)
+        return tuple(n if evict == "head" else 1 for n, evict in zip(heads, self.group_evicts, strict=True))
 
     @property
     def has_windows(self) -> bool:
@@ -142,7 +158,7 @@ class Groups:
 
     def row_blocks(self, group: int, length: int) -> int:
         """The most blocks that a row of up to `length` tokens holds in a group's layers, growing one by one."""
-        reach, blocks = self.group_reaches[group], -(-length // self.block_size)
+        reach, blocks = self.group_reaches[group], -(-length // self.block_size) * self.group_heads[group]
         return blocks if reach is None else min(blocks, (self._places_of(reach) + 1) // self.block_size)
 
     def window_blocks(self, window: int, step_tokens: int | None = None) -> int:

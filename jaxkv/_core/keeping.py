@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxkv._core.allocator import blocks_for, replace_entries
 from jaxkv._core.cache import Cache
+from jaxkv._core.lines import any_of_row, to_lines
 from jaxkv._core.numbers import shown
 from jaxkv._core.pools import in_stack
 from jaxkv._core.shards import POOL, WHOLE, on_shards
@@ -44,16 +45,15 @@ def keep(cache: Cache, path: Any) -> Cache:
     path = _read_path(cache, path)
     number, is_kept = jnp.arange(path.shape[1], dtype=jnp.int32)[None], path >= 0
     count = jnp.sum(is_kept, axis=1, dtype=jnp.int32)
-    before = cache.lengths - cache.new
     increases = path > jnp.pad(path, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     is_right = jnp.where(number < count[:, None], increases & (path < cache.new[:, None]), path == -1)
     moved = is_kept & (path != number)
     changes = moved.any(axis=1) | (count < cache.new)
-    shared = jnp.stack([_shares_new_tokens(cache, t) for t in cache.tables]).any(axis=0)
+    shared = jnp.stack([any_of_row(_shares_new_tokens(cache, t), cache.config) for t in cache.tables]).any(axis=0)
     refused = (~is_right.all(axis=1) | (changes & shared)) & ~cache.failed
     changes &= ~refused & ~cache.failed
-    cache = _move(cache, before[:, None] + path, before[:, None] + number, moved & changes[:, None])
-    cache = _shorten(cache, before + count, changes)
+    cache = _move(cache, path, number, moved & changes[:, None])
+    cache = _shorten(cache, cache.new - count, changes)
     return cache.replace(
         tables=tuple(mark_failed(t, refused, jnp.full_like(count, SENSELESS), 0) for t in cache.tables)
     )
@@ -61,7 +61,7 @@ def keep(cache: Cache, path: Any) -> Cache:
 
 def take_back(cache: Cache, count: jax.Array) -> Cache:
     """The cache without the last `count[s]` tokens of its rows' last step. They must be in blocks of the row's own."""
-    return _shorten(cache, cache.lengths - jnp.clip(count, 0, cache.new), count > 0)
+    return _shorten(cache, jnp.clip(count, 0, cache.new), count > 0)
 
 
 def _read_path(cache: Cache, path: Any) -> jax.Array:
@@ -95,21 +95,23 @@ def _shares_new_tokens(cache: Cache, tables: BlockTables) -> jax.Array:
 
 
 def _move(cache: Cache, source: jax.Array, target: jax.Array, moved: jax.Array) -> Cache:
-    """Tokens from positions `source` i32[S, n] to `target`, in all layers. All are read before any is written."""
+    """The step's tokens `source` i32[S, n] to where its `target` are, in all layers. All are read before any is
+    written."""
     pools, size = list(cache.pools), cache.config.block_size
     for group, tables in enumerate(cache.tables):
-        width = tables.tables.shape[1]
+        width, before = tables.tables.shape[1], (tables.lengths - tables.new)[:, None]
+        places = [before + to_lines(x, tables) for x in (source, target)]
 
         def blocks_of(position: jax.Array, tables: BlockTables = tables, width: int = width) -> jax.Array:
             block = jnp.take_along_axis(tables.tables, jnp.clip(position // size, 0, width - 1), axis=1)
-            return jnp.where(moved, block, NULL_BLOCK).reshape(-1)
+            return jnp.where(to_lines(moved, tables), block, NULL_BLOCK).reshape(-1)
 
-        old, new = blocks_of(source), blocks_of(target)
+        blocks = [blocks_of(place) for place in places]
         for stack in cache.config.group_stacks(group):
             count = len(stack)
-            places = (in_stack(x, count, tables.num_blocks + 1) for x in (old, new))
-            offsets = (jnp.tile(x.reshape(-1) % size, count) for x in (source, target))
-            pool, arrays = cache.layer(stack[0]).pool, (*places, *offsets)
+            stacked = (in_stack(x, count, tables.num_blocks + 1) for x in blocks)
+            offsets = (jnp.tile(x.reshape(-1) % size, count) for x in places)
+            pool, arrays = cache.layer(stack[0]).pool, (*stacked, *offsets)
             pools[stack[0]] = on_shards(pool, _move_tokens, (pool, *arrays), (POOL, *[WHOLE] * 4), POOL)
     return cache.replace(pools=tuple(pools))
 
@@ -124,15 +126,16 @@ def _move_tokens(pool: Pool, old: jax.Array, new: jax.Array, old_offset: jax.Arr
     return jax.tree.map(move, pool)
 
 
-def _shorten(cache: Cache, lengths: jax.Array, rows: jax.Array) -> Cache:
-    """Rows end at `lengths[s]`, somewhere in their last step; what is behind is freed."""
+def _shorten(cache: Cache, dropped: jax.Array, rows: jax.Array) -> Cache:
+    """Rows without the last `dropped[s]` tokens of their last step; what is behind is freed."""
 
     def shorten(tables: BlockTables) -> BlockTables:
+        changed = to_lines(rows, tables)
+        lengths = tables.lengths - jnp.where(changed, to_lines(dropped, tables), 0)
         if not cache.config.contiguous:
             column = jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None]
-            behind = rows[:, None] & (column >= blocks_for(lengths, cache.config.block_size)[:, None])
+            behind = changed[:, None] & (column >= blocks_for(lengths, cache.config.block_size)[:, None])
             tables = replace_entries(tables, jnp.where(behind, NULL_BLOCK, tables.tables))
-        new = jnp.where(rows, 0, tables.new)
-        return dataclasses.replace(tables, lengths=jnp.where(rows, lengths, tables.lengths), new=new)
+        return dataclasses.replace(tables, lengths=lengths, new=jnp.where(changed, 0, tables.new))
 
     return cache.replace(tables=tuple(map(shorten, cache.tables)))

@@ -92,6 +92,9 @@ class LayerConfig:
       rotate: of a quantised layer: whether heads are rotated before they are stored, so that channels much larger than
         the others do not take all of the scale; see `jaxkv._core.rotation`. Queries and outputs follow by themselves.
         None: as the kind does best.
+      evict: "layer" or "head": tokens of a row may be given back by `jaxkv.evict`, whole or head by head. Such a layer
+        has block tables of its own, with "head" one for each KV head, and blocks of one head. Not with `window` or
+        `chunk`.
 
     >>> LayerConfig(num_kv_heads=2, head_dim=64).dim
     128
@@ -105,6 +108,7 @@ class LayerConfig:
     rank: int | None = None
     rotate: bool | None = None
     chunk: int | None = None
+    evict: str | None = None
 
     def __post_init__(self):
         limits = {"num_kv_heads": 1, "head_dim": 1, "window": 1, "shares_with": 0, "rank": 1, "chunk": 1}
@@ -122,6 +126,15 @@ class LayerConfig:
                 f"LayerConfig.chunk={self.chunk} and window={self.window} cannot both limit what a token sees: leave "
                 "one out."
             )
+        if self.evict not in (None, "layer", "head"):
+            raise ValueError(f'LayerConfig.evict must be "layer", "head" or None, not {shown(self.evict)}.')
+        if self.evict is not None and self.reach is not None:
+            raise ValueError(
+                f"A layer {self.sight} gives back what its tokens do not see, by position, and cannot have evict="
+                f"{self.evict!r} too: leave one out."
+            )
+        if self.rank is not None and self.evict == "head":
+            raise ValueError('A latent layer has no heads to evict by: give it evict="layer".')
         if self.rank is not None and (self.num_kv_heads != 1 or self.rank >= self.head_dim):
             raise ValueError(
                 f"LayerConfig.rank is for latent layers, of one head that is wider than it, but rank is {self.rank}, "
@@ -159,6 +172,8 @@ class LayerConfig:
         """What a token sees, in words."""
         if self.chunk is not None:
             return f"with chunks of {self.chunk}"
+        if self.evict is not None:
+            return f'with evict="{self.evict}"'
         return "without a window" if self.window is None else f"with a window of {self.window}"
 
     @property

@@ -35,7 +35,7 @@ class Memory(Groups):
 
     def pool_shape(self, layer: int) -> tuple[int, int, int, int, int]:
         """`[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`; half in int4. Of
-        a latent layer `[num_blocks + 1, 1, 1, block_size, D]`."""
+        a latent layer `[num_blocks + 1, 1, 1, block_size, D]`. K is 1 in a layer that evicts by heads."""
         return (self.group_blocks[self.group(layer)] + 1, *self._block_shape(layer))
 
     def padded_head_dim(self, layer: int) -> int:
@@ -67,7 +67,8 @@ class Memory(Groups):
     def _block_shape(self, layer: int) -> tuple[int, int, int, int]:
         head_dim = kinds.stored_dim(self.kind(layer).quantised, self.padded_head_dim(layer))
         one = self.layer_config(layer)
-        return (2 if one.rank is None else 1, one.num_kv_heads, self.block_size, head_dim)
+        heads = 1 if self.layer_config(self.owner(layer)).evict == "head" else one.num_kv_heads
+        return (2 if one.rank is None else 1, heads, self.block_size, head_dim)
 
     def _block_scales(self, layer: int) -> tuple[int, ...] | None:
         if self.kind(layer).quantised is None:
@@ -91,8 +92,8 @@ class Memory(Groups):
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers."""
-        return sum(map(self.bytes_per_group_block, range(len(self.groups))))
+        """Bytes of one block over all layers, of all heads."""
+        return sum(self.bytes_per_group_block(g) * heads for g, heads in enumerate(self.group_heads))
 
     @property
     def bytes(self) -> int:

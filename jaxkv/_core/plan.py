@@ -18,6 +18,7 @@ import pallas_kernels
 from jaxkv._core.cache import Cache
 from jaxkv._core.cascade import blocks_read, can_share, find_sharing
 from jaxkv._core.config import CacheConfig
+from jaxkv._core.lines import seen_by_rows, to_lines
 from jaxkv._core.numbers import flag, integer
 from jaxkv._core.state import SENSELESS, STALE, BlockTables, Layer
 from jaxkv._core.tables import mark_failed
@@ -98,8 +99,9 @@ def plan_step(
     >>> step.positions.tolist()
     [0, 1, 2, 0, 1]
     """
-    token_axes = check_token_axes(cache.tables[0], token_axes)
-    new, tree = cache.tables[0].new, read_tree(tree, token_axes, cache.tables[0])
+    rows = seen_by_rows(cache.tables[0], cache.config)
+    token_axes = check_token_axes(rows, token_axes)
+    new, tree = rows.new, read_tree(tree, token_axes, rows)
     if longest is not None:
         longest = integer("longest", longest, least=0)
     elif len(token_axes) == 1 and not isinstance(new, jax.core.Tracer):
@@ -107,13 +109,13 @@ def plan_step(
     decode = token_axes[-1] <= 1 or (longest is not None and longest <= 1)
     with jax.named_scope("plan"):
         tables = tuple(_settle(t, token_axes, longest) for t in cache.tables)
-        t = tables[0]
+        t = seen_by_rows(tables[0], cache.config)
         token = _locate(t, token_axes, tree)
         shared = None
         if flag("cascade", cascade) and can_share(cache.config):
             shared = tuple(find_sharing(cache.config, t, group, t.new) for group, t in enumerate(tables))
     step = Step(
-        tables=tables, dropped=cache.tables[0].lengths - t.lengths, token=token, tree=tree, shared=shared,
+        tables=tables, dropped=rows.lengths - t.lengths, token=token, tree=tree, shared=shared,
         token_axes=token_axes, decode=decode, config=cache.config,
     )  # fmt: skip
     for before, after in zip(cache.tables, tables, strict=True):
@@ -139,7 +141,7 @@ def positions(cache: Cache | Layer, shape: Sequence[int], *, tree: Any = None) -
     >>> jaxkv.positions(cache, (2, 4)).tolist()
     [[3, 4, 0, 0], [0, 1, 2, 3]]
     """
-    tables = cache.tables if isinstance(cache, Layer) else cache.tables[0]
+    tables = seen_by_rows(cache.tables if isinstance(cache, Layer) else cache.tables[0], cache.config)
     shape = check_token_axes(tables, shape)
     with jax.named_scope("plan"):
         return _locate(_settle(tables, shape, None), shape, read_tree(tree, shape, tables)).position
@@ -225,6 +227,7 @@ def _take_back(tables: BlockTables, rows: jax.Array, why: int) -> BlockTables:
 
 def _hold_against(tables: BlockTables, planned: BlockTables, dropped: jax.Array) -> BlockTables:
     """Tables of which the plan is another's, row by row: what both say alike is computed, the rest is taken back."""
+    dropped = to_lines(dropped, tables)
     before = (tables.lengths == planned.lengths + dropped) & (tables.new == planned.new + dropped)
     after = (tables.lengths == planned.lengths) & (tables.new == planned.new)
     alike = jnp.all(tables.tables == planned.tables, axis=1) & (tables.offsets == planned.offsets) & (before | after)

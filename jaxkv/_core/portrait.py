@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxkv._core.config import CacheConfig
+from jaxkv._core.lines import seen_by_rows
 from jaxkv._core.state import BlockTables
 
 MOST_BLOCKS = 2048  # more squares than this are not drawn
@@ -41,12 +42,13 @@ class Square(NamedTuple):
         return f"block {self.block}: {', '.join(part for part in parts if part)}"
 
 
-def squares_of(t: BlockTables, block_size: int) -> list[Square]:
+def squares_of(t: BlockTables, config: CacheConfig) -> list[Square]:
     """A group's blocks in order; its tables must be on the host."""
     owners: dict[int, list[tuple[int, int, int]]] = {}  # block -> rows, what they see in it, and where that begins
-    for row, column in zip(*np.nonzero(t.tables), strict=True):
-        tokens = int(np.clip(t.lengths[row] - column * block_size, 0, block_size))
-        owners.setdefault(int(t.tables[row, column]), []).append((int(row), tokens, int(column) * block_size))
+    block_size, rows = config.block_size, config.max_seqs
+    for line, column in zip(*np.nonzero(t.tables), strict=True):
+        tokens = int(np.clip(t.lengths[line] - column * block_size, 0, block_size))
+        owners.setdefault(int(t.tables[line, column]), []).append((int(line) % rows, tokens, int(column) * block_size))
     found = []
     for block in range(1, t.free_list.shape[0] + 1):
         held = owners.get(block, [])
@@ -66,10 +68,10 @@ def block_map(title: str, tables: Sequence[BlockTables], config: CacheConfig) ->
     """HTML: one square per block, filled as far as its tokens reach; a shared block has a frame and its row count."""
     groups = jax.device_get(tuple(tables))
     maps = [
-        f'<div style="margin:4px 0 2px">{group_title(config, group)}</div>{_group_map(t, config.block_size)}'
+        f'<div style="margin:4px 0 2px">{group_title(config, group)}</div>{_group_map(t, config)}'
         for group, t in enumerate(groups)
     ]
-    t = groups[0]
+    t = seen_by_rows(groups[0], config)
     rows = [r for r in range(len(t.lengths)) if t.lengths[r] or t.failed[r]]
     legend = "".join(
         f'<span style="margin-right:1em;white-space:nowrap">{_swatch(colour_of(r))} row {r}: {t.lengths[r]} tokens'
@@ -89,9 +91,9 @@ def colour_of(row: int) -> str:
     return PALETTE[row % len(PALETTE)]
 
 
-def _group_map(t: BlockTables, block_size: int) -> str:
-    found = squares_of(t, block_size)
-    drawn = "".join(_square(square, block_size) for square in found[:MOST_BLOCKS])
+def _group_map(t: BlockTables, config: CacheConfig) -> str:
+    found = squares_of(t, config)
+    drawn = "".join(_square(square, config.block_size) for square in found[:MOST_BLOCKS])
     hidden = len(found) - MOST_BLOCKS
     more = f"<div>… and {hidden} more blocks</div>" if hidden > 0 else ""
     columns = min(COLUMNS, len(found))

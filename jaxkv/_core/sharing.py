@@ -15,6 +15,7 @@ import numpy as np
 from jaxkv._core.allocator import blocks_for, replace_entries, serve, take
 from jaxkv._core.arguments import row_counts, row_indices, scatter_rows
 from jaxkv._core.cache import Cache
+from jaxkv._core.lines import any_of_row, row_sums, source_lines, to_lines
 from jaxkv._core.pools import copy_blocks, in_stack
 from jaxkv._core.state import GONE, NULL_BLOCK, BlockTables
 from jaxkv._core.tables import mark_failed
@@ -101,11 +102,12 @@ def truncate(cache: Cache, lengths: Any) -> Cache:
 
     A row that is not longer than that stays as it is. A row whose new last block is partial and shared with another
     gets a copy of it; if there is no free block for that, the row stays as it was and is marked in `cache.failed`. So
-    is a row of which layers with a window have given back what the next token would see. Going back to where the last
-    `extend` started is always possible.
+    is a row of which layers with a window have given back what the next token would see, or of which `evict` has
+    thinned some of the tokens that would stay. Going back to where the last `extend` started is always possible, if
+    nothing has been evicted since.
 
     Args:
-      lengths: `i32[S]`.
+      lengths: `i32[S]`, those that were evicted counted too.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -121,6 +123,10 @@ def _truncate(cache: Cache, target: jax.Array) -> Cache:
     shorter = (target >= 0) & (target < cache.lengths)
     gone = jnp.zeros_like(shorter)
     for group, tables in enumerate(cache.tables):
+        if tables.evicted is not None and tables.thinned is not None:
+            thinned = to_lines(target, tables) < tables.evicted + tables.thinned
+            gone |= shorter & (target > 0) & any_of_row(thinned, cache.config)
+            continue
         first = jnp.minimum(cache.config.first_seen(group, target), tables.tables.shape[1] - 1)
         gone |= shorter & (target > 0) & (tables.tables[jnp.arange(target.shape[0]), first] == NULL_BLOCK)
     granted = _servable(cache, shorter & ~gone, lambda tables, rows: _truncation(cache, tables, target, rows))
@@ -128,11 +134,23 @@ def _truncate(cache: Cache, target: jax.Array) -> Cache:
     def shorten(tables: BlockTables) -> BlockTables:
         refused, needed = (shorter & ~granted) | (target < 0), jnp.where(gone, GONE, 1)
         tables = mark_failed(tables, refused, jnp.where(target < 0, -1, target), needed)
+        rows, lengths = to_lines(granted, tables), _held(tables, target)
+        emptied = rows & to_lines(target == 0, tables)
         return dataclasses.replace(
-            tables, lengths=jnp.where(granted, target, tables.lengths), new=jnp.where(granted, 0, tables.new)
+            tables,
+            lengths=jnp.where(rows, lengths, tables.lengths),
+            new=jnp.where(rows, 0, tables.new),
+            evicted=None if tables.evicted is None else jnp.where(emptied, 0, tables.evicted),
+            thinned=None if tables.thinned is None else jnp.where(emptied, 0, tables.thinned),
         )
 
     return _carry_out(cache, lambda tables: _truncation(cache, tables, target, granted), shorten)
+
+
+def _held(tables: BlockTables, target: jax.Array) -> jax.Array:
+    """Of the first `target` i32[S] tokens that rows have seen, those that are held, of each line."""
+    target = to_lines(target, tables)
+    return target if tables.evicted is None else jnp.maximum(target - tables.evicted, 0)
 
 
 class _Plan(NamedTuple):
@@ -146,6 +164,7 @@ class _Plan(NamedTuple):
 
 def _adoption(cache: Cache, tables: BlockTables, source: jax.Array, moved: jax.Array) -> _Plan:
     """Rows under `moved` become what rows `source` are."""
+    source, moved = source_lines(source, tables), to_lines(moved, tables)
     block_size, length = cache.config.block_size, tables.lengths[source]
     if cache.config.contiguous:  # every row keeps its own block
         first_column = jnp.zeros_like(source)
@@ -164,6 +183,7 @@ def _adoption(cache: Cache, tables: BlockTables, source: jax.Array, moved: jax.A
 
 def _truncation(cache: Cache, tables: BlockTables, target: jax.Array, shorter: jax.Array) -> _Plan:
     """Rows under `shorter` keep their first `target` tokens."""
+    target, shorter = _held(tables, target), to_lines(shorter, tables)
     block_size = cache.config.block_size
     column = jnp.clip(target // block_size, 0, tables.tables.shape[1] - 1)
     block = tables.tables[jnp.arange(target.shape[0]), column]
@@ -188,7 +208,7 @@ def _servable(cache: Cache, wanted: jax.Array, plan_for: Callable[[BlockTables, 
     """Which of the wanted rows can be changed: all, if there are blocks for their copies, those counted that the call
     itself frees; else as many, in order, as the blocks that are free before it serve."""
     plans = [plan_for(tables, wanted) for tables in cache.tables]
-    served = serve([_blocks_taken(cache, plan.copied) for plan in plans], cache.tables)
+    served = serve([row_sums(_blocks_taken(cache, plan.copied), cache.config) for plan in plans], cache.tables)
     return wanted & (served | _all_fit(cache, plans))
 
 
@@ -205,12 +225,15 @@ def _become(cache: Cache, source: jax.Array, granted: jax.Array, refused: jax.Ar
     """Rows under `granted` become what rows `source` are, their failures included; rows under `refused` fail."""
 
     def inherit(tables: BlockTables) -> BlockTables:
-        def from_source(x: jax.Array) -> jax.Array:
-            return jnp.where(granted, x[source], x)
+        changed, like = to_lines(granted, tables), source_lines(source, tables)
 
-        rows = {name: from_source(getattr(tables, name)) for name in ("lengths", "failed", "wanted", "needed")}
-        wanted = jnp.where(sensible, tables.lengths[source], -1)
-        tables = dataclasses.replace(tables, new=jnp.where(granted, 0, tables.new), **rows)
+        def from_source(x: jax.Array | None) -> jax.Array | None:
+            return None if x is None else jnp.where(changed, x[like], x)
+
+        names = ("lengths", "failed", "wanted", "needed", "evicted", "thinned")
+        rows: dict[str, Any] = {name: from_source(getattr(tables, name)) for name in names}
+        wanted = jnp.where(sensible, cache.lengths[source], -1)
+        tables = dataclasses.replace(tables, new=jnp.where(changed, 0, tables.new), **rows)
         return mark_failed(tables, refused, wanted, 1)
 
     return _carry_out(cache, lambda tables: _adoption(cache, tables, source, granted), inherit)

@@ -46,6 +46,9 @@ class BlockTables:
     failed: jax.Array  # bool[S]: a request of the row could not be met; cleared by `free`
     wanted: jax.Array  # i32[S]: the length that request asked for, or SENSELESS, or STALE
     needed: jax.Array  # i32[S]: the blocks it needed, or GONE
+    # Of a layer that evicts. Where it does so by heads, S is K * S in all shapes here; see `lines`.
+    evicted: jax.Array | None = None  # i32[S]: tokens that were given back; `lengths` are those that are held
+    thinned: jax.Array | None = None  # i32[S]: of the tokens held the first so many, some of those before which went
 
     @property
     def held(self) -> jax.Array:
@@ -57,6 +60,11 @@ class BlockTables:
         """`i32[S]`: the column after the last block in each row's table."""
         column = jnp.arange(1, self.tables.shape[1] + 1, dtype=jnp.int32)
         return jnp.max(jnp.where(self.tables != NULL_BLOCK, column, 0), axis=1, initial=0)
+
+    @property
+    def seen(self) -> jax.Array:
+        """`i32[S]`: tokens that each row was given, where the next one's position goes on."""
+        return self.lengths if self.evicted is None else self.lengths + self.evicted
 
     @property
     def num_blocks(self) -> int:
@@ -109,6 +117,18 @@ class Layer:
     def group(self) -> int:
         """The group of layers whose tables these are."""
         return self.config.group(self.number)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the cache, S in shapes."""
+        return self.tables.lengths.shape[0] // self.config.group_heads[self.group]
+
+    @property
+    def held(self) -> jax.Array:
+        """`i32[S]`: tokens that the layer holds of each row; `i32[S, K]` where it evicts by heads."""
+        heads = self.config.group_heads[self.group]
+        lengths = self.tables.lengths
+        return lengths if self.config.group_evicts[self.group] != "head" else lengths.reshape(heads, -1).T
 
     @property
     def blocks(self) -> jax.Array:

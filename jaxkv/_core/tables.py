@@ -12,6 +12,7 @@ import numpy as np
 from jaxkv._core.allocator import blocks_for, give_back, replace_entries, serve, take
 from jaxkv._core.arguments import row_counts, row_mask
 from jaxkv._core.cache import Cache
+from jaxkv._core.lines import row_sums, to_lines
 from jaxkv._core.state import NULL_BLOCK, BlockTables
 
 
@@ -70,9 +71,9 @@ def _extend(cache: Cache, requested: jax.Array) -> Cache:
     counted = jnp.clip(requested, 0, np.iinfo(np.int32).max // requested.shape[0])
 
     def begin(tables: BlockTables, needed: jax.Array) -> BlockTables:  # every group with arrays of its own, to donate
-        new = jnp.where(granted, requested, 0)
+        new = to_lines(jnp.where(granted, requested, 0), tables)
         tables = mark_failed(tables, refused, wanted, needed)
-        offsets = jnp.cumsum(counted) - counted
+        offsets = to_lines(jnp.cumsum(counted) - counted, tables)
         return dataclasses.replace(tables, lengths=tables.lengths + new, new=new, offsets=offsets)
 
     return cache.replace(tables=tuple(begin(t, n) for t, n in zip(tables, needs, strict=True)))
@@ -120,8 +121,9 @@ def free(cache: Cache, rows: Any) -> Cache:
 
 
 @on_tables
-def _free(cache: Cache, mask: jax.Array) -> Cache:
+def _free(cache: Cache, rows: jax.Array) -> Cache:
     def empty(tables: BlockTables) -> BlockTables:
+        mask = to_lines(rows, tables)
         if not cache.config.contiguous:
             tables = replace_entries(tables, jnp.where(mask[:, None], NULL_BLOCK, tables.tables))
         return dataclasses.replace(
@@ -131,6 +133,8 @@ def _free(cache: Cache, mask: jax.Array) -> Cache:
             failed=tables.failed & ~mask,
             wanted=jnp.where(mask, 0, tables.wanted),
             needed=jnp.where(mask, 0, tables.needed),
+            evicted=None if tables.evicted is None else jnp.where(mask, 0, tables.evicted),
+            thinned=None if tables.thinned is None else jnp.where(mask, 0, tables.thinned),
         )
 
     return cache.replace(tables=tuple(empty(t) for t in cache.tables))
@@ -138,15 +142,21 @@ def _free(cache: Cache, mask: jax.Array) -> Cache:
 
 def _make_room(cache: Cache, target: jax.Array) -> tuple[jax.Array, list[jax.Array], list[BlockTables]]:
     """Which rows can have blocks for `target` tokens; the blocks each group needs for it; tables that have them."""
-    block_size = cache.config.block_size
-    needs = [jnp.maximum(blocks_for(target, block_size) - t.end, 0) for t in cache.tables]
-    granted = serve(needs, cache.tables)
-    rooms = [take(t, jnp.where(granted, need, 0)) for t, need in zip(cache.tables, needs, strict=True)]
-    return granted, needs, rooms
+
+    def need(t: BlockTables) -> jax.Array:
+        held = to_lines(target, t) if t.evicted is None else to_lines(target, t) - t.evicted
+        return jnp.maximum(blocks_for(held, cache.config.block_size) - t.end, 0)
+
+    needs = [need(t) for t in cache.tables]
+    of_rows = [row_sums(n, cache.config) for n in needs]
+    granted = serve(of_rows, cache.tables)
+    rooms = [take(t, jnp.where(to_lines(granted, t), n, 0)) for t, n in zip(cache.tables, needs, strict=True)]
+    return granted, of_rows, rooms
 
 
 def mark_failed(tables: BlockTables, refused: jax.Array, wanted: jax.Array, needed: Any) -> BlockTables:
     """Note the rows whose request was refused, the length they asked for (-1: it made no sense) and the blocks."""
+    refused, wanted, needed = (to_lines(x, tables) for x in (refused, wanted, needed))
     return dataclasses.replace(
         tables,
         failed=tables.failed | refused,

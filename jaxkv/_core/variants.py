@@ -20,6 +20,7 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
     """
     check_names("attention", options)
     options = {name: x for name, x in options.items() if x is not None}
+    _check_evicting(one, options)
     for name in ("spans", "tree"):
         if name in options and getattr(options[name], "dtype", None) != jnp.int32:
             options[name] = as_integers(name, options[name])
@@ -43,6 +44,21 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
     if own is not None and "chunk" in options:
         raise ValueError(f"Layer {one.number} has a window of {own} tokens, and cannot take chunk: leave it out.")
     return {"window": own} | options
+
+
+# What goes by positions, which places in a layer that evicts are not; and what has an entry for each head or row.
+BY_POSITION, BY_HEAD = ("window", "chunk", "alibi", "mask"), ("sinks", "blocks")
+
+
+def _check_evicting(one: Layer, options: dict[str, Any]) -> None:
+    evict = one.config.group_evicts[one.group]
+    refused = {None: (), "layer": BY_POSITION, "head": BY_POSITION + BY_HEAD}[evict]
+    for name in refused:
+        if name in options:
+            raise ValueError(
+                f'Layer {one.number} has evict="{evict}", where a token\'s place is not its position, or each head has '
+                f"its own, so it cannot take {name}: leave it out, or make the layer without evict."
+            )
 
 
 def _read_blocks(blocks: Any, table: tuple[int, ...]) -> Any:

@@ -12,59 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.contents import dense, dense_pair, read_raw, read_tokens
+from jaxkv._core.contents import dense, dense_pair, read_tokens
 from jaxkv._core.layer import LayerConfig
+from jaxkv._core.lines import seen_by_rows
 from jaxkv._core.numbers import integer, shown
 from jaxkv._core.portrait import block_map
 from jaxkv._core.shards import POOL, WHOLE, heads_at, on_shards, whole
 from jaxkv._core.state import BlockTables, Layer, Pool
-
-
-def gather(
-    cache: "Views", row: Any, *, layer: int, max_len: int | None = None, raw: bool = False
-) -> tuple[Any, ...]:  # fmt: skip
-    """The stored keys and values of one row, dense; those of a quantised layer as float32.
-
-    Args:
-      row: a row index; it may be traced when `max_len` is given.
-      layer: the layer's index.
-      max_len: give it to call this inside `jit`: the result then has this many places, 0 past the row's length.
-      raw: of a quantised layer `(k, v, k_scale, v_scale)` as they are stored, rotated if the layer rotates; of a latent
-        one v and v_scale are None.
-
-    Returns:
-      k, v: `[length, K, D]` each, or `[max_len, K, D]`; 0 for tokens that a layer with a window has given back. Of a
-      latent layer v is the first `rank` numbers of k.
-
-    Raises:
-      IndexError: no such row or layer. ValueError: a traced length and no `max_len`.
-
-    >>> import jax.numpy as jnp, jaxkv
-    >>> config = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
-    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(config,), max_seqs=2, max_seq_len=64, num_blocks=4))
-    >>> kv = jnp.ones((1, 2, 5, 2, 8))
-    >>> k, v = jaxkv.gather(jaxkv.append(cache, kv, kv, [5, 3]), 1, layer=0)
-    >>> k.shape
-    (3, 2, 8)
-    """
-    tables = cache.layer(layer).tables
-    check_row(cache, row)
-    length = tables.lengths[row]
-    if max_len is None:
-        if isinstance(length, jax.core.Tracer):
-            raise ValueError("gather inside jit needs max_len=, since the row's length is not known there.")
-        max_len = int(length)
-    position = jnp.arange(max_len, dtype=jnp.int32)
-    if not raw:
-        return cache.read(layer, row, position)
-    kind = cache.config.kind(layer)
-    if kind.quantised is None:
-        raise ValueError(f"raw=True is for quantised layers, and layer {layer} is stored in {kind.name}.")
-    block, offset = cache.slots(row, position, layer=layer)
-    pool, out = cache.pool(layer), heads_at(1)
-    values = None if cache.config.layer_config(layer).rank is not None else out
-    specs = (out, values, out, values)
-    return on_shards(pool, read_raw, (pool, block, offset), (POOL, WHOLE, WHOLE), specs)
 
 
 class Views:
@@ -131,18 +85,25 @@ class Views:
 
     @property
     def lengths(self) -> jax.Array:
-        """`i32[S]`: tokens of each row, this step's included. Before the step it was `lengths - new`."""
-        return self.tables[0].lengths
+        """`i32[S]`: tokens of each row, this step's included. Before the step it was `lengths - new`.
+
+        Those that `evict` gave back count: `layers[i].held` says what a layer holds.
+        """
+        return seen_by_rows(self.tables[0], self.config).lengths
 
     @property
     def new(self) -> jax.Array:
-        """`i32[S]`: how many of `lengths` are this step's."""
-        return self.tables[0].new
+        """`i32[S]`: how many of `lengths` are this step's; 0 once `evict` has thinned the row in any layer."""
+        first, *others = (t for g, t in enumerate(self.tables) if g == 0 or t.evicted is not None)
+        new = seen_by_rows(first, self.config).new
+        for t in others:
+            new = jnp.minimum(new, seen_by_rows(t, self.config).new)
+        return new
 
     @property
     def failed(self) -> jax.Array:
         """`bool[S]`: rows with a request that could not be met; `jaxkv.check` says why."""
-        return self.tables[0].failed
+        return seen_by_rows(self.tables[0], self.config).failed
 
     @property
     def num_layers(self) -> int:
@@ -164,7 +125,8 @@ class Views:
     @property
     def capacity(self) -> int:
         """Token places of the group that has most. One row takes at most `max_seq_length`."""
-        return max(t.num_blocks for t in self.tables) * self.config.block_size
+        heads = self.config.group_heads
+        return max(t.num_blocks // n for t, n in zip(self.tables, heads, strict=True)) * self.config.block_size
 
     @property
     def max_tokens(self) -> int:
@@ -215,9 +177,20 @@ class Views:
     # Contents.
 
     def slots(self, row: Any, position: Any, *, layer: int = 0) -> tuple[jax.Array, jax.Array]:
-        """Physical block and offset of tokens; `row` and `position` broadcast. The null block where there is none."""
-        tables = self.layer(layer).tables
+        """Physical block and offset of tokens; `row` and `position` broadcast. The null block where there is none.
+
+        In a layer that evicts, positions count the tokens that are held; if it does so by heads, each head has its own
+        place, along one more axis, the last.
+        """
+        one = self.layer(layer)
+        tables, evict = one.tables, self.config.group_evicts[one.group]
         row, position = jnp.asarray(row, jnp.int32), jnp.asarray(position, jnp.int32)
+        if evict == "head":
+            row, position = (
+                jnp.stack([x] * one.layer_config.num_kv_heads, -1) for x in jnp.broadcast_arrays(row, position)
+            )
+            head = jax.lax.broadcasted_iota(jnp.int32, row.shape, row.ndim - 1)
+            row = jnp.where((row >= 0) & (row < one.rows), row + head * one.rows, -1)
         return _slots(tables.tables, tables.lengths, row, position, self.config.block_size)
 
     def read(self, layer: int, row: Any, position: Any) -> tuple[jax.Array, jax.Array]:
@@ -227,7 +200,10 @@ class Views:
         """
         block, offset = self.slots(row, position, layer=layer)
         out = heads_at(block.ndim)
-        return self._read(read_tokens, layer, (block, offset), (out, out))
+        k, v = self._read(read_tokens, layer, (block, offset), (out, out))
+        if self._by_heads(layer):  # blocks of one head
+            k, v = k[..., 0, :], v[..., 0, :]
+        return k, v
 
     def _read(self, function: Any, layer: int, arrays: tuple, out_specs: Any) -> Any:
         """A function of `contents` of a layer's pool."""
@@ -238,11 +214,11 @@ class Views:
     def token(self, row: int, position: int, layer: int = 0) -> tuple[jax.Array, jax.Array]:
         """Keys and values `[K, D]` of one token. Outside `jit`, IndexError where there is none; inside, zeros."""
         check_row(self, row)
-        length = self.lengths[row]
+        length = self.layer(layer).held[row].max()
         if not isinstance(length, jax.core.Tracer) and not 0 <= position < int(length):
             raise IndexError(f"Row {row} holds {int(length)} tokens, so it has no token at position {position}.")
         block, _ = self.slots(row, position, layer=layer)
-        if not isinstance(block, jax.core.Tracer) and int(block) == 0:
+        if not isinstance(block, jax.core.Tracer) and not block.any():
             sight = self.layer_config(self.config.owner(layer)).sight
             raise IndexError(
                 f"Layer {layer}, {sight} tokens, has given back the token of row {row} at position {position}."
@@ -259,12 +235,21 @@ class Views:
         """A layer as one dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window. Of a
         latent layer `[S, 1, 1, max_seq_len, D]`."""
         tables = self.layer(layer).tables
-        return self._read(dense, layer, (tables.tables, tables.lengths), POOL)
+        found = self._read(dense, layer, (tables.tables, tables.lengths), POOL)
+        return self._join(layer, found[:, :, 0], 2) if self._by_heads(layer) else found
 
     def separate(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """A layer's keys and values as two dense arrays `[S, K, max_seq_len, D]`; 0 past each row's length."""
         tables = self.layer(layer).tables
-        return self._read(dense_pair, layer, (tables.tables, tables.lengths), (heads_at(1), heads_at(1)))
+        k, v = self._read(dense_pair, layer, (tables.tables, tables.lengths), (heads_at(1), heads_at(1)))
+        return (self._join(layer, k[:, 0], 1), self._join(layer, v[:, 0], 1)) if self._by_heads(layer) else (k, v)
+
+    def _by_heads(self, layer: int) -> bool:
+        return self.config.group_evicts[self.config.group(layer)] == "head"
+
+    def _join(self, layer: int, x: jax.Array, axis: int) -> jax.Array:
+        """`[K * S, ...]` of lines as rows, with heads at `axis`."""
+        return jnp.moveaxis(x.reshape(self.layer_config(layer).num_kv_heads, -1, *x.shape[1:]), 0, axis)
 
     def _repr_html_(self) -> str:
         if self._is_traced or self.lengths.ndim != 1:

@@ -11,10 +11,11 @@ import numpy as np
 import pallas_kernels
 from jaxkv._core.arguments import row_counts
 from jaxkv._core.cache import Cache
+from jaxkv._core.lines import seen_by_rows, split_heads, split_offsets
 from jaxkv._core.plan import Step, check_plan, plan_step, settle, settled
 from jaxkv._core.rotation import rotate
 from jaxkv._core.shards import POOL, WHOLE, heads_at, on_shards, shards_of
-from jaxkv._core.state import BlockTables, Layer, Pool
+from jaxkv._core.state import Layer, Pool
 from jaxkv._core.tables import extend
 from pallas_kernels.arguments import check_attention, check_new, check_variants
 
@@ -57,9 +58,10 @@ def write(
 
 def _store(one: Layer, step: Step | None, k: jax.Array, v: jax.Array | None, *, implementation: str | None) -> Pool:
     t = one.tables
-    k, v = (spread(step, t, turned(one, x)) for x in (k, v))
+    k, v = (spread(step, one, turned(one, x)) for x in (k, v))
+    offsets, k, v = offsets_of(k, one), split_heads(one, k), split_heads(one, v)
     written = pallas_kernels.write_kv(
-        one.pool.kv, k, v, one.blocks, t.lengths, t.new, offsets=offsets_of(k, t), implementation=implementation,
+        one.pool.kv, k, v, one.blocks, t.lengths, t.new, offsets=offsets, implementation=implementation,
         **storage(one),
     )  # fmt: skip
     return as_pool(written, one.pool)
@@ -206,7 +208,7 @@ def layer_of(cache: Any, layer: Any) -> Layer:
 
 def check_tokens(one: Layer, arrays: dict[str, Any]) -> tuple[int, ...]:
     """The token axes of a step's arrays; each must be `[S, T, heads, head_dim]` or `[N, heads, head_dim]`."""
-    head_dim, rows = one.layer_config.head_dim, one.tables.lengths.shape[0]
+    head_dim, rows = one.layer_config.head_dim, one.rows
     token_axes = None
     for name, x in arrays.items():
         if not hasattr(x, "ndim"):
@@ -249,11 +251,12 @@ def _check_stores(one: Layer) -> None:
 # what kernels for decoding read, and what comes out is put back.
 
 
-def spread(step: Step | None, tables: BlockTables, x: Any) -> Any:
+def spread(step: Step | None, one: Layer, x: Any) -> Any:
     """`[N, ...]` packed to `[S, 1, ...]` in a decode step; anything else as it is."""
     if not is_spread(step) or x is None:
         return x
-    return x[jnp.clip(tables.offsets, 0, x.shape[0] - 1)][:, None]
+    start = seen_by_rows(one.tables, one.config).offsets
+    return x[jnp.clip(start, 0, x.shape[0] - 1)][:, None]
 
 
 def gathered(step: Step | None, out: jax.Array, padding: float) -> jax.Array:
@@ -269,6 +272,6 @@ def is_spread(step: Step | None) -> bool:
     return step is not None and step.decode and len(step.token_axes) == 1 and step.token_axes[0] > 0
 
 
-def offsets_of(x: jax.Array, tables: BlockTables) -> jax.Array | None:
+def offsets_of(x: jax.Array, one: Layer) -> jax.Array | None:
     """Where packed tokens start; padded ones have no offsets."""
-    return tables.offsets if x.ndim == 3 else None
+    return split_offsets(one, one.tables.offsets, x.shape[0]) if x.ndim == 3 else None

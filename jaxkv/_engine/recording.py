@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
+from jaxkv._core.lines import seen_by_rows
 from jaxkv._core.portrait import FREE, KEPT, MOST_BLOCKS, PALETTE, RESERVED, Square, group_title, squares_of
 from jaxkv._engine.engine import Engine
 
@@ -65,8 +66,8 @@ class Trace:
           on_host: that number -> tokens in host memory, of what was swapped out.
         """
         tables = jax.device_get(cache.tables)
-        groups = tuple(tuple(squares_of(t, self.config.block_size)) for t in tables)
-        lengths = tuple(tables[0].lengths.tolist())
+        groups = tuple(tuple(squares_of(t, self.config)) for t in tables)
+        lengths = tuple(seen_by_rows(tables[0], self.config).lengths.tolist())
         self.frames.append(Frame(groups, lengths, dict(requests or {}), dict(on_host or {}), note))
         return cache
 

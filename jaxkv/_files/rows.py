@@ -14,6 +14,7 @@ from jaxkv._core.checks import check_on_host
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
 from jaxkv._core.errors import CacheFileError
+from jaxkv._core.lines import refuse_evicting
 from jaxkv._core.state import Pool
 from jaxkv._files.format import SavedCache, open_saved, stored_parts, write_saved
 from jaxkv._tiers.reblock import Blocks, TokensGone, clear_unused, fit, reblock, tokens_at
@@ -54,6 +55,7 @@ def save(
         raise ValueError(f"model must be a name or a fingerprint, a string, not {model!r}.")
     check_on_host(cache, "save")
     config = cache.config
+    refuse_evicting(config, "save takes")
     chosen = _chosen(rows, config.max_seqs)
     groups = [np.asarray(t.tables)[chosen] for t in jax.device_get(cache.tables)]
     lengths = np.asarray(cache.lengths)[chosen]
@@ -149,6 +151,7 @@ def load(
             "Compute them anew, or load without model= if you know better."
         )
     config = into.config if into is not None else config or saved.config
+    refuse_evicting(config, "load takes")
     _check_layers(path, saved.config, config)
     source, target = _places(path, np.array(saved.lengths), rows, config, into)
     free = config.group_blocks if into is None else [int(t.num_free) for t in into.tables]

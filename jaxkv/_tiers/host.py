@@ -12,6 +12,7 @@ import numpy as np
 from jaxkv._core.allocator import serve, take
 from jaxkv._core.arguments import row_indices, row_mask, scatter_rows
 from jaxkv._core.cache import Cache
+from jaxkv._core.lines import refuse_evicting
 from jaxkv._core.pools import put_blocks, put_group, read_group
 from jaxkv._core.state import NULL_BLOCK, Pool
 from jaxkv._core.tables import free, mark_failed
@@ -105,6 +106,7 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
     """
     if isinstance(rows, jax.core.Tracer) or isinstance(cache.lengths, jax.core.Tracer):
         raise ValueError("swap_out cannot be part of jit: how much there is to move is data. Call it between steps.")
+    refuse_evicting(cache.config, "swap_out takes")
     moved = _row_list(cache, rows)
     tables = jax.device_get(cache.tables)
     parts: list[Pool | None] = [None] * cache.num_layers

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
+from jaxkv._core.lines import refuse_evicting
 from jaxkv._core.numbers import integer, real, shown
 from jaxkv._core.pools import put
 from jaxkv._core.views import check_row
@@ -78,6 +79,7 @@ class PrefixCache:
     ):  # fmt: skip
         if config.contiguous:
             raise ValueError('A PrefixCache needs layout="paged": in the contiguous layout rows share no blocks.')
+        refuse_evicting(config, "A PrefixCache takes", ("head",))
         self.config, self.max_pinned = config, real("max_pinned, a share of the blocks,", max_pinned, least=0, most=1)
         self.spill_bytes, self._hash_function = int(real("spill_bytes", spill_bytes, least=0)), hash_function
         self._index = PrefixIndex(config, self.spill_bytes, hash_function)
@@ -150,7 +152,8 @@ class PrefixCache:
             adapter already are left out.
 
         Returns:
-          The cache, in which these blocks stay when the row is freed.
+          The cache, in which these blocks stay when the row is freed. Of a row that `evict` has thinned none are
+          indexed: it is no beginning of another.
 
         Raises:
           IndexError: no such row. ValueError: tokens that are not integers, or a salt of the wrong type.
@@ -158,7 +161,9 @@ class PrefixCache:
         cache = self._whole(cache)
         check_row(cache, row)
         tokens, root = _as_tokens(tokens), self._root(salt, adapter)
-        columns, length = jax.device_get(([t.tables[row] for t in cache.tables], cache.lengths[row]))
+        thinned = [t.evicted[row] for t in cache.tables if t.evicted is not None]
+        columns, length, thinned = jax.device_get(([t.tables[row] for t in cache.tables], cache.lengths[row], thinned))
+        length = 0 if any(thinned) else length
         change = Change(self._index, cache)
         chain = self._index.extend(root, tokens[:length])
         change.offer(chain, columns)

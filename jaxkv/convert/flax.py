@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.dense_caches import natural
+from jaxkv._core.lines import refuse_evicting
 from jaxkv._tiers.restore import pool_layers
 from jaxkv.convert.dense import from_dense, refuse_latent, row_numbers
 
@@ -63,6 +64,7 @@ def to_flax(
     3
     """
     refuse_latent(cache, "A Flax model")
+    refuse_evicting(cache.config, "to_flax takes")
     modules = _modules(collection, paths)
     layers = pool_layers(cache.config)
     if len(modules) != len(layers):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.cache import Cache
+from jaxkv._core.lines import refuse_evicting
 from jaxkv._tiers.restore import pool_layers
 from jaxkv.convert.dense import as_array, from_dense, refuse_latent, row_lengths, row_numbers
 
@@ -75,6 +76,7 @@ def to_hugging_face(
     """
     _check_padding(padding)
     refuse_latent(cache, "A Hugging Face model")
+    refuse_evicting(cache.config, "to_hugging_face takes")
     chosen = row_numbers(cache, rows)
     lengths = np.asarray(cache.lengths)[chosen]
     places = int(lengths.max(initial=0))
