@@ -28,7 +28,8 @@ from jaxkv._engine.generate import generate as generate
 from jaxkv._engine.search import Beams as Beams, beam_search as beam_search
 from jaxkv._files.rows import describe as describe, load as load, save as save
 from jaxkv._tiers.host import HostBlocks as HostBlocks, swap_in as swap_in, swap_out as swap_out
-from jaxkv._tiers.prefix import Match as Match, PrefixCache as PrefixCache
+from jaxkv._tiers.match import Match as Match
+from jaxkv._tiers.prefix import PrefixCache as PrefixCache
 from jaxkv._tiers.send import send as send
 from pallas_kernels import merge_attention as merge_attention
 

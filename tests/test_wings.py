@@ -6,7 +6,7 @@ import pathlib
 import jaxkv
 import pallas_kernels
 
-WINGS = ("pallas_kernels", "_core", "_tiers", "_files", "_engine", "_cli")
+WINGS = ("pallas_kernels", "_core", "_files", "_tiers", "_engine", "_cli")
 ROOT = pathlib.Path(jaxkv.__file__).parents[1]
 BACKENDS = ("xla", "gpu", "tpu")
 

@@ -92,3 +92,8 @@ def in_stack(blocks: Any, count: int, size: int) -> Any:
         return blocks
     start = size * jnp.arange(count, dtype=jnp.int32)[:, None]
     return jnp.where(blocks[None] == NULL_BLOCK, NULL_BLOCK, blocks[None] + start).reshape(-1)
+
+
+def padded_size(count: int) -> int:
+    """So many places for `count` blocks that there are few different ones."""
+    return 1 << max(count - 1, 0).bit_length()

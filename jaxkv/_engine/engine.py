@@ -14,10 +14,10 @@ from jaxkv._engine.loop import Loop
 from jaxkv._engine.pipeline import Pipeline
 from jaxkv._engine.request import Request, handed_out, read_eos, read_limits, read_prompt, read_salt
 from jaxkv._engine.resident import Residents, Swap
+from jaxkv._engine.reuse import make_prefix
 from jaxkv._engine.sampling import KINDS, Choice, Kind, read_kinds, read_seed
 from jaxkv._engine.step import Hook, read_hook, recompute
 from jaxkv._engine.turn import Turn
-from jaxkv._tiers.prefix import PrefixCache
 
 
 class Engine:
@@ -40,8 +40,9 @@ class Engine:
         `rows` has `tokens` i32[S, max_seq_len], each row's so far with a number behind them that is no token, `lengths`
         i32[S] and `numbers` i32[S], of the requests. Rows that no token is due for are of no account.
       prefix_cache: keep the blocks of what was computed, and share them with prompts that begin alike, in XLA read once
-        where that pays; `stats` says how much was saved. See `PrefixCache`.
-      spill_bytes: host memory for what the prefix cache must give up on the device.
+        where that pays; `stats` says how much was saved. See `PrefixCache`. What it must give up on the device goes to
+        `spill_bytes` of host memory, and from there to `disk_bytes` in the folder `disk`, for the next process too:
+        `engine.prefix.flush(engine.cache)` writes the rest. Files go by a checksum of the model's parameters.
       swap: what happens to a sequence that is set back because blocks ran out: it is swapped to host memory ("always"),
         computed again ("never"), or what is estimated to be faster ("auto").
       host_bandwidth: bytes/s to and from host memory, for that estimate.
@@ -66,8 +67,9 @@ class Engine:
     def __init__(
         self, model: Any, *, max_seqs: int = 8, max_seq_len: int | None = None, longest: int = 1024,
         step_tokens: int = 256, steps_per_dispatch: int = 1, seed: int = 0, logits_hook: Hook | None = None,
-        prefix_cache: bool = False, spill_bytes: int = 0, swap: Swap = "auto", host_bandwidth: float = 1e10,
-        draft: Any = None, draft_tokens: int = 4, cache_dtype: Any = None, **fields: Any,
+        prefix_cache: bool = False, spill_bytes: int = 0, disk: Any = None, disk_bytes: float | None = None,
+        swap: Swap = "auto", host_bandwidth: float = 1e10, draft: Any = None, draft_tokens: int = 4,
+        cache_dtype: Any = None, **fields: Any,
     ):  # fmt: skip
         if swap not in ("auto", "always", "never"):
             raise ValueError(f"swap must be 'auto', 'always' or 'never', not {swap!r}.")
@@ -81,19 +83,17 @@ class Engine:
         if fields.get("memory_bytes") is not None:
             fields["memory_bytes"] = real("memory_bytes", fields["memory_bytes"], least=0)
         host_bandwidth = real("host_bandwidth", host_bandwidth, least=1)
-        prefix_cache, logits_hook = flag("prefix_cache", prefix_cache), read_hook(logits_hook)
         self.steps_per_dispatch = integer("steps_per_dispatch", steps_per_dispatch, least=1)
-        self.seed = read_seed(seed)
+        logits_hook, self.seed = read_hook(logits_hook), read_seed(seed)
         self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
         draft_tokens = read_draft(draft, draft_tokens, self.vocab_size, self.steps_per_dispatch)
         self.step_tokens = max(integer("step_tokens", step_tokens, least=1), max_seqs * (1 + draft_tokens))
-        spill_bytes = integer("spill_bytes", spill_bytes, least=0, most=None)
         self.config = CacheConfig.from_model(
             model, max_seqs=max_seqs, max_seq_len=max_seq_len,
             # What windows give back is of use to a prefix cache, so it wants more than they need.
-            step_tokens=None if prefix_cache else self.step_tokens, **fields,
+            step_tokens=None if flag("prefix_cache", prefix_cache) else self.step_tokens, **fields,
         )  # fmt: skip
-        self.prefix = PrefixCache(self.config, spill_bytes=spill_bytes) if prefix_cache else None
+        self.prefix = make_prefix(model, self.config, prefix_cache, spill_bytes, disk, disk_bytes)
         self._residents = Residents(self.config, model, prefix=self.prefix, swap=swap, host_bandwidth=host_bandwidth)
         self._pipeline = Pipeline(model, self._residents, logits_hook, self.step_tokens, draft_tokens)
         drafter = make_drafter(draft, self.config, self.step_tokens, draft_tokens)

@@ -5,20 +5,26 @@ import itertools
 import os
 import pathlib
 import re
+import secrets
 import socket
 from collections.abc import Iterator
 from typing import BinaryIO
 
-_counter = itertools.count()
+_FIRST = secrets.randbits(62)  # unlike another process's, which may have had the same number
+_counter = itertools.count(_FIRST)
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
+def replacing(path: str | os.PathLike, *, durable: bool = True) -> Iterator[BinaryIO]:
     """A file to write that takes the place of `path` when the block ends, and never before.
 
     It is written beside `path`, in the same file system, brought to the disk, and renamed. Whatever ends the block or
     the process before that, `path` is what it was. An exception removes the unfinished file; what a killed process
     left is removed by the next call for the same path on the same machine.
+
+    Args:
+      durable: bring it to the disk first. Without, a power failure may leave a file of that name that is damaged, and
+        what killed processes left stays until `remove_leftovers`.
 
     >>> import tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "x"
@@ -28,36 +34,40 @@ def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
     b'new'
     """
     path = pathlib.Path(os.path.realpath(path))  # a link stays a link
-    _remove_leftovers(path)
-    unfinished = path.with_name(f"{_prefix(path)}{os.getpid()}.{next(_counter)}.tmp")
+    if durable:
+        remove_leftovers(path.parent, path.name)
+    unfinished = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{next(_counter)}.tmp")
     try:
         with unfinished.open("xb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    if durable:
+        _sync_folder(path.parent)
 
 
-def _prefix(path: pathlib.Path) -> str:
-    return f".{path.name}.{socket.gethostname()}."
-
-
-def _remove_leftovers(path: pathlib.Path) -> None:
-    """Unfinished files whose process has ended. Another machine's are left alone: its processes cannot be seen here."""
+def remove_leftovers(folder: pathlib.Path, name: str | None = None) -> None:
+    """Remove unfinished files, of one name or of all, whose process has ended. Another machine's are left alone: its
+    processes cannot be seen here."""
     if os.name != "posix":  # elsewhere there is no way to ask for a process without touching it
         return
-    name = re.compile(re.escape(_prefix(path)) + r"(\d+)\.\d+\.tmp")
-    for file in path.parent.glob(".*.tmp"):
-        found = name.fullmatch(file.name)
-        if found and not _is_running(int(found[1])):
+    of_whom = r"\..+\." if name is None else re.escape(f".{name}.")
+    pattern = re.compile(of_whom + re.escape(socket.gethostname()) + r"\.(\d+)\.(\d+)\.tmp")
+    for file in folder.glob(".*.tmp"):
+        found = pattern.fullmatch(file.name)
+        if found and not _is_running(int(found[1]), int(found[2])):
             file.unlink(missing_ok=True)
 
 
-def _is_running(process: int) -> bool:
+def _is_running(process: int, number: int) -> bool:
+    """Whether the process is there that writes file `number`. One that ended may have had the number that is ours."""
+    if process == os.getpid():
+        return _FIRST <= number < _FIRST + 2**32
     try:
         os.kill(process, 0)  # signal 0 only asks
     except ProcessLookupError:

@@ -26,9 +26,9 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.errors import CacheFileError, DamagedFile
 from jaxkv._core.layer import LayerConfig, kind_of
 from jaxkv._core.numbers import integer, shown
+from jaxkv._core.restore import describe_layer
 from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
-from jaxkv._tiers.restore import describe_layer
 from pallas_kernels import kinds
 
 # Version 1 has no stacked and no quantised caches and no latent layers, version 2 no layers that rotate or have chunks;

@@ -15,10 +15,10 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
 from jaxkv._core.errors import CacheFileError
 from jaxkv._core.lines import refuse_evicting
+from jaxkv._core.reblock import Blocks, TokensGone, clear_unused, fit, reblock, tokens_at
+from jaxkv._core.restore import describe_layer, pool_layers, put_rows
 from jaxkv._core.state import Pool
 from jaxkv._files.format import SavedCache, open_saved, stored_parts, write_saved
-from jaxkv._tiers.reblock import Blocks, TokensGone, clear_unused, fit, reblock, tokens_at
-from jaxkv._tiers.restore import describe_layer, pool_layers, put_rows
 
 CONTIGUOUS_BLOCK = 16  # tokens per block of a file from a contiguous cache, whose own blocks are mostly empty
 

@@ -13,7 +13,7 @@ from jaxkv._core.allocator import serve, take
 from jaxkv._core.arguments import row_indices, row_mask, scatter_rows
 from jaxkv._core.cache import Cache
 from jaxkv._core.lines import refuse_evicting
-from jaxkv._core.pools import put_blocks, put_group, read_group
+from jaxkv._core.pools import padded_size, put_blocks, put_group, read_group
 from jaxkv._core.state import NULL_BLOCK, Pool
 from jaxkv._core.tables import free, mark_failed
 
@@ -246,11 +246,6 @@ def _are_empty(cache: Cache, rows: jax.Array) -> jax.Array:
     held = jnp.zeros(rows.shape, bool) if cache.config.contiguous else (cache.tables[0].held[at] > 0)
     named_before = jnp.any(jnp.tril(rows[:, None] == rows[None], -1), axis=1)
     return inside & (cache.lengths[at] == 0) & ~held & ~named_before
-
-
-def padded_size(count: int) -> int:
-    """So many places for `count` blocks that there are few different ones."""
-    return 1 << max(count - 1, 0).bit_length()
 
 
 def _described(pool: Pool | None) -> str:

@@ -1,6 +1,6 @@
 """Prefix reuse: keys and values that one sequence computed, found and shared by the next that begins alike."""
 
-import dataclasses
+import os
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -13,30 +13,13 @@ from jaxkv._core.lines import refuse_evicting
 from jaxkv._core.numbers import integer, real, shown
 from jaxkv._core.pools import put
 from jaxkv._core.views import check_row
+from jaxkv._files.blocks import fingerprint
+from jaxkv._tiers.disk import flush, open_disk, recall
 from jaxkv._tiers.kept import count_unused, keep
 from jaxkv._tiers.landing import Landing
+from jaxkv._tiers.match import Match
 from jaxkv._tiers.prefix_change import Change
 from jaxkv._tiers.prefix_index import Node, PrefixIndex
-
-
-@dataclasses.dataclass(frozen=True)
-class Match:
-    """What a `PrefixCache` has of a prompt: its first `num_tokens` tokens, whole blocks.
-
-    >>> import jaxkv
-    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
-    >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, num_blocks=4))
-    >>> prefix, tokens = jaxkv.PrefixCache(cache.config), [*range(20)]
-    >>> cache = prefix.insert(jaxkv.extend(cache, [20, 0]), 0, tokens)
-    >>> match = prefix.match([*tokens, 7, 7])
-    >>> match.num_tokens
-    16
-    >>> prefix.adopt(cache, 1, match).lengths.tolist()
-    [20, 16]
-    """
-
-    num_tokens: int
-    nodes: tuple[Node, ...] = dataclasses.field(repr=False)
 
 
 class PrefixCache:
@@ -55,6 +38,11 @@ class PrefixCache:
       spill_bytes: host memory for blocks that `make_room` takes from the device; they come back when adopted.
       max_pinned: the largest share of a group's blocks that may be pinned.
       hash_function: from a (hash, tokens) pair to a hash, for tests.
+      disk: a folder for blocks that leave host memory, one file each; processes may share it, at a time or one after
+        another. Needs `spill_bytes` that hold a prompt's blocks, for they come back through host memory. A file that is
+        damaged, or of another config, model or salt, is never taken for what was asked.
+      disk_bytes: the most that all blocks in the folder may take; the least recently used go.
+      model: the name of what computes the keys and values, or a fingerprint. With `disk`, another's are not found.
 
     Chaining block hashes is vLLM's idea (automatic prefix caching); comparing the tokens on every hit is what keeps it
     safe. Every method takes `salt`, a str or bytes: sequences with different salts share nothing, for example those of
@@ -75,14 +63,19 @@ class PrefixCache:
 
     def __init__(
         self, config: CacheConfig, *, spill_bytes: float = 0, max_pinned: float = 0.5,
-        hash_function: Callable[[Any], Hashable] = hash,
+        hash_function: Callable[[Any], Hashable] = hash, disk: str | os.PathLike | None = None,
+        disk_bytes: float | None = None, model: str | None = None,
     ):  # fmt: skip
         if config.contiguous:
             raise ValueError('A PrefixCache needs layout="paged": in the contiguous layout rows share no blocks.')
         refuse_evicting(config, "A PrefixCache takes", ("head",))
         self.config, self.max_pinned = config, real("max_pinned, a share of the blocks,", max_pinned, least=0, most=1)
         self.spill_bytes, self._hash_function = int(real("spill_bytes", spill_bytes, least=0)), hash_function
-        self._index = PrefixIndex(config, self.spill_bytes, hash_function)
+        self._disk, self._owner = (
+            open_disk(config, self.spill_bytes, disk, disk_bytes, model),
+            fingerprint(config, model),
+        )
+        self._index = self._empty_index()
         self._landing = Landing()  # where pools have gone that `adopt` was told to use up
         self._counts = dict.fromkeys(
             ("lookups", "hits", "tokens_asked", "tokens_saved", "blocks_evicted", "blocks_spilled", "blocks_restored"),
@@ -94,16 +87,21 @@ class PrefixCache:
     def match(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> Match:
         """How many of a prompt's first tokens are there: whole blocks, and never the prompt's last token.
 
-        Of layers with a window, only what the next token would see has to be there.
+        Of layers with a window, only what the next token would see has to be there. What is on disk alone is read into
+        host memory, as far as `spill_bytes` go; what others hold there may go to the disk for it.
         """
         tokens = _as_tokens(tokens)
         root = self._root(salt, adapter)
-        chain = self._index.walk(root, tokens[: max(len(tokens) - 1, 0)])
-        length = self._usable(chain)
-        self._index.touch(chain[:length])
+        wanted = tokens[: max(len(tokens) - 1, 0)]
+        if self._disk is None:
+            chain = self._index.walk(root, wanted)
+            chain = chain[: self._usable(chain)]
+        else:
+            chain = recall(self._index, root, wanted, self._first_columns)
+        self._index.touch(chain)
         self._counts["lookups"] += 1
         self._counts["tokens_asked"] += len(tokens)
-        return Match(length * self.config.block_size, tuple(chain[:length]))
+        return Match(len(chain) * self.config.block_size, tuple(chain))
 
     def adopt(self, cache: Cache, row: int, match: Match, *, donate: bool = False) -> Cache:
         """The cache in which an empty row holds what was matched. Blocks on the device are shared, not copied.
@@ -220,12 +218,33 @@ class PrefixCache:
         self._index.pins = {node: count for node, count in left.items() if count}
 
     def reset(self, cache: Cache) -> Cache:
-        """Forget everything, pinned blocks too; blocks that no row holds are free again."""
+        """Forget everything, pinned blocks too, and remove the files of this config and model; blocks that no row holds
+        are free again."""
         cache = self._whole(cache)
-        index = PrefixIndex(self.config, self.spill_bytes, self._hash_function)
+        index = self._empty_index()
         cache = cache.replace(tables=tuple(map(keep, cache.tables, index.kept)))
+        if self._disk is not None:
+            self._disk.clear()
         self._index = index
         return cache
+
+    def flush(self, cache: Cache) -> None:
+        """With `disk`, write what the index has on the device and in host memory there too, for the next process.
+
+        Without it, nothing happens. Nothing in the index or the cache changes.
+
+        >>> import jaxkv, tempfile
+        >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+        >>> config = jaxkv.CacheConfig.uniform(**sizes, num_blocks=4)
+        >>> options = dict(spill_bytes=10**4, disk=tempfile.mkdtemp(), disk_bytes=10**5)
+        >>> prefix, tokens = jaxkv.PrefixCache(config, **options), [*range(20)]
+        >>> prefix.flush(prefix.insert(jaxkv.extend(jaxkv.init(config), [20, 0]), 0, tokens))
+        >>> jaxkv.PrefixCache(config, **options).match(tokens).num_tokens
+        16
+        """
+        change = Change(self._index, self._whole(cache))
+        if self._disk is not None:
+            flush(self._index, change.cache)
 
     def recover(self, cache: Cache) -> Cache:
         """The cache that a call of `adopt` with `donate=True` was given and has used up before it was cut off, say by
@@ -254,12 +273,16 @@ class PrefixCache:
         `tokens_saved` of `tokens_asked` did not have to be computed; `hit_rate` is their ratio.
         """
         self._index.mend()
-        return self._counts | {
-            "hit_rate": self._counts["tokens_saved"] / max(self._counts["tokens_asked"], 1),
-            "blocks": [np.count_nonzero(labels) for labels in self._index.kept],
-            "blocks_pinned": [self.pinned(g) for g in range(len(self.config.groups))],
-            "host_bytes": self._index.host_bytes,
-        }
+        return (
+            self._counts
+            | {
+                "hit_rate": self._counts["tokens_saved"] / max(self._counts["tokens_asked"], 1),
+                "blocks": [np.count_nonzero(labels) for labels in self._index.kept],
+                "blocks_pinned": [self.pinned(g) for g in range(len(self.config.groups))],
+                "host_bytes": self._index.host_bytes,
+            }
+            | ({} if self._disk is None else self._disk.stats())
+        )
 
     def check_invariants(self, cache: Cache) -> None:
         """Raise AssertionError unless the index is sound, and follows the cache. For tests and debugging."""
@@ -284,6 +307,9 @@ class PrefixCache:
         if (whole := self._landing.whole(cache)) is cache:
             self._landing = Landing()  # no one needs what has landed any more
         return whole
+
+    def _empty_index(self) -> PrefixIndex:
+        return PrefixIndex(self.config, self.spill_bytes, self._hash_function, self._disk, self._owner)
 
     def _root(self, salt: Any, adapter: Any) -> Node:
         if not isinstance(salt, str | bytes | None):

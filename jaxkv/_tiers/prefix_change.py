@@ -1,6 +1,7 @@
 """What a call does to a cache and to the index of a `PrefixCache`, before either is changed."""
 
 import collections
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
 import jax
@@ -8,9 +9,8 @@ import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.errors import OutOfBlocks
-from jaxkv._core.pools import put_group, read_group
+from jaxkv._core.pools import padded_size, put_group, read_group
 from jaxkv._core.state import NULL_BLOCK, Pool
-from jaxkv._tiers.host import padded_size
 from jaxkv._tiers.kept import attach, claim, keep
 from jaxkv._tiers.prefix_index import Node, PrefixIndex
 
@@ -104,15 +104,11 @@ class Change:
         self.cache = self.cache.replace(tables=tuple(groups))
 
     def _spill(self, group: int, victims: list[Node]) -> None:
-        blocks = np.zeros(padded_size(len(victims)), np.int32)
-        blocks[: len(victims)] = [node.blocks[group] for node in victims]
-        self.kept[group][blocks] = 0
+        self.kept[group][[node.blocks[group] for node in victims]] = 0
         self.counts["blocks_evicted"] += len(victims)
         if self.index.spill_bytes >= self.index.block_bytes[group]:
-            found = read_group(self.cache, group, blocks)
-            parts = jax.tree.map(np.asarray, [found[layer] for layer in self.config.groups[group]])
-            for i, node in enumerate(victims):
-                self.spilled.append((node, group, jax.tree.map(lambda x, i=i: x[i].copy(), parts)))
+            contents = read_contents(self.cache, group, victims)
+            self.spilled += [(node, group, parts) for node, parts in zip(victims, contents, strict=True)]
             self.counts["blocks_spilled"] += len(victims)
 
     def _keep(self) -> None:
@@ -120,3 +116,14 @@ class Change:
         pairs = zip(self.cache.tables, self.kept, strict=True)
         tables = tuple(t if np.array_equal(t.kept, kept) else keep(t, kept) for t, kept in pairs)
         self.cache = self.cache.replace(tables=tables)
+
+
+def read_contents(cache: Cache, group: int, nodes: Sequence[Node]) -> list[list[Pool]]:
+    """What a cache holds for each of some nodes in a group, layer by layer, copied to host memory."""
+    blocks = np.zeros(padded_size(len(nodes)), np.int32)
+    blocks[: len(nodes)] = [node.blocks[group] for node in nodes]
+    found = read_group(cache, group, blocks)
+    # As if it had lain on one device: so does what comes from a file.
+    parts = [dataclasses.replace(found[layer], heads=None) for layer in cache.config.groups[group]]
+    parts = jax.tree.map(np.asarray, parts)
+    return [jax.tree.map(lambda x, i=i: x[i].copy(), parts) for i in range(len(nodes))]

@@ -11,6 +11,7 @@ is one instruction. `settled` says that nothing was cut off; `mend` computes wha
 
 import collections
 import dataclasses
+import hashlib
 import itertools
 import secrets
 import weakref
@@ -21,6 +22,7 @@ import numpy as np
 
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.state import NULL_BLOCK
+from jaxkv._files.blocks import Block, BlockFiles
 
 # Unlike those of any other index of this process and, since they start anywhere, of the one that a cache was saved by.
 _numbers = itertools.count(secrets.randbits(31))
@@ -28,6 +30,11 @@ _numbers = itertools.count(secrets.randbits(31))
 
 def _new_label() -> int:
     return next(_numbers) % (2**31 - 1) + 1
+
+
+def digest_of(before: bytes, what: Any) -> bytes:
+    """`[20]`: of a chain that ends with `what`, tokens or whose they are, behind a chain of the digest `before`."""
+    return hashlib.blake2b(before + repr(what).encode(), digest_size=20).digest()
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,6 +46,7 @@ class Node:
     hash: Any  # of the whole chain up to here
     blocks: list[int]  # for each group of layers the physical block; NULL_BLOCK: there is none
     host: list[Any]  # for each group its contents in host memory, or None
+    digest: bytes  # of the whole chain, too: the same in every process, and no two chains have the same
     depth: int = -1  # blocks before it
     num_children: int = 0
     label: int = dataclasses.field(default_factory=_new_label)
@@ -52,6 +60,11 @@ class Node:
         """Whether its keys and values are there, on the device or the host."""
         return self.blocks[group] != NULL_BLOCK or self.host[group] is not None
 
+    def block(self, group: int) -> Block:
+        """What a file of it is of."""
+        assert self.parent is not None
+        return Block(self.digest, self.parent.digest, self.tokens, group)
+
 
 class PrefixIndex:
     """Nodes found by the hash of their chain, in the order of their last use.
@@ -60,8 +73,12 @@ class PrefixIndex:
     a collision costs a comparison, and never gives another prompt's keys and values.
     """
 
-    def __init__(self, config: CacheConfig, spill_bytes: int, hash_function: Callable[[Any], Hashable]):
+    def __init__(
+        self, config: CacheConfig, spill_bytes: int, hash_function: Callable[[Any], Hashable],
+        disk: BlockFiles | None = None, owner: bytes = b"",
+    ):  # fmt: skip
         self.block_size, self.spill_bytes, self.hash_function = config.block_size, spill_bytes, hash_function
+        self.disk, self.owner = disk, owner  # where blocks go that leave the host; who computes them, for digests
         self.block_bytes = [config.bytes_per_group_block(g) for g in range(len(config.groups))]
         # By label; the least recently used first; of those used together, the ends of chains first.
         self.nodes: collections.OrderedDict[int, Node] = collections.OrderedDict()
@@ -81,13 +98,14 @@ class PrefixIndex:
         """Where the chains of one identity start; chains of different identities never meet."""
         root = self.roots.get(identity)
         if root is None:
-            root = self.roots[identity] = Node(None, (), self.hash_function(identity), [], [])
+            digest = digest_of(self.owner, identity)
+            root = self.roots[identity] = Node(None, (), self.hash_function(identity), [], [], digest)
         return root
 
     def walk(self, root: Node, tokens: Sequence[int]) -> list[Node]:
         """The longest known chain of full blocks that `tokens` begins with."""
         chain, node = [], root
-        for block in self._split(tokens):
+        for block in self.split(tokens):
             found = self._child(node, block)
             if found is None:
                 break
@@ -99,13 +117,13 @@ class PrefixIndex:
         """The chain of all full blocks of `tokens`; new nodes are hollow, until `hold` puts something into them."""
         self.settled = False
         chain, node = [], root
-        for block in self._split(tokens):
+        for block in self.split(tokens):
             found = self._child(node, block)
             if found is None:
                 groups = len(self.kept)
                 found = Node(
                     node, block, self.hash_function((node.hash, block)), [NULL_BLOCK] * groups, [None] * groups,
-                    node.depth + 1,
+                    digest_of(node.digest, block), node.depth + 1,
                 )  # fmt: skip
                 self.nodes[found.label] = found
                 self._link(found)
@@ -117,6 +135,11 @@ class PrefixIndex:
         """Note that a chain was used just now."""
         for node in reversed(list(chain)):
             self.nodes.move_to_end(node.label)
+
+    def split(self, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """The full blocks of `tokens`."""
+        size = self.block_size
+        return (tuple(tokens[i : i + size]) for i in range(0, len(tokens) - size + 1, size))
 
     # What they hold.
 
@@ -164,6 +187,11 @@ class PrefixIndex:
     def host_bytes(self) -> int:
         """What the nodes hold in host memory."""
         return sum(n * size for n, size in zip(self.num_hosted, self.block_bytes, strict=True))
+
+    def bytes_held(self, nodes: Iterable[Node]) -> int:
+        """What some of them hold there."""
+        sizes = self.block_bytes
+        return sum(size for node in nodes for x, size in zip(node.host, sizes, strict=True) if x is not None)
 
     def mend(self) -> None:
         """Make good what an exception has cut off: compute anew what follows from the nodes and the labels."""
@@ -218,10 +246,12 @@ class PrefixIndex:
         node.host[group] = contents
 
     def _spare_host(self) -> None:
-        """Hold `spill_bytes` in host memory at the most: the least recently used goes."""
+        """Hold `spill_bytes` in host memory at the most: the least recently used goes, to the disk if there is one."""
         for node in list(self.nodes.values()) if self.host_bytes > self.spill_bytes else ():
             if node not in self.pins:
-                for group in range(len(self.kept)):
+                for group, contents in enumerate(node.host):
+                    if self.disk is not None and contents is not None:
+                        self.disk.write(node.block(group), contents)
                     self._host(node, group, None)
                 self._prune(node)
                 if self.host_bytes <= self.spill_bytes:
@@ -238,11 +268,6 @@ class PrefixIndex:
             assert node.parent is not None  # roots are not among the nodes
             node.parent.num_children -= 1
             node = node.parent
-
-    def _split(self, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """The full blocks of `tokens`."""
-        size = self.block_size
-        return (tuple(tokens[i : i + size]) for i in range(0, len(tokens) - size + 1, size))
 
     def _child(self, parent: Node, tokens: tuple[int, ...]) -> Node | None:
         for node in self.buckets.get(self.hash_function((parent.hash, tokens)), ()):

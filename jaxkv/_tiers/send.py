@@ -13,10 +13,10 @@ from jaxkv._core.cache import Cache
 from jaxkv._core.checks import check_on_host
 from jaxkv._core.errors import OutOfBlocks
 from jaxkv._core.pools import read_blocks
+from jaxkv._core.reblock import Blocks, TokensGone, fit
+from jaxkv._core.restore import describe_layer, put_rows
 from jaxkv._core.shards import POOL, WHOLE, mesh_of, on_shards
 from jaxkv._core.state import Pool
-from jaxkv._tiers.reblock import Blocks, TokensGone, fit
-from jaxkv._tiers.restore import describe_layer, put_rows
 
 
 def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:

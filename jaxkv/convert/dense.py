@@ -12,9 +12,9 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
 from jaxkv._core.layer import LayerConfig
 from jaxkv._core.lines import refuse_evicting
+from jaxkv._core.reblock import reblock, tokens_at
+from jaxkv._core.restore import pool_layers, put_rows
 from jaxkv._core.state import Pool
-from jaxkv._tiers.reblock import reblock, tokens_at
-from jaxkv._tiers.restore import pool_layers, put_rows
 
 
 def from_dense(

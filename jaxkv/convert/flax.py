@@ -9,7 +9,7 @@ import numpy as np
 from jaxkv._core.cache import Cache
 from jaxkv._core.dense_caches import natural
 from jaxkv._core.lines import refuse_evicting
-from jaxkv._tiers.restore import pool_layers
+from jaxkv._core.restore import pool_layers
 from jaxkv.convert.dense import from_dense, refuse_latent, row_numbers
 
 FLAX_NAMES = ("cached_key", "cached_value", "cache_index")

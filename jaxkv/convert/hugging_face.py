@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.lines import refuse_evicting
-from jaxkv._tiers.restore import pool_layers
+from jaxkv._core.restore import pool_layers
 from jaxkv.convert.dense import as_array, from_dense, refuse_latent, row_lengths, row_numbers
 
 Padding = Literal["left", "right"]

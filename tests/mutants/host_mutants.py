@@ -326,13 +326,13 @@ MUTANTS = {
         "files/test_damaged_files.py::test_a_failing_save_leaves_the_old_file_and_nothing_else",
     ),
     "blocks are shared that are not full": Mutant(
-        "_files/reblock.py",
+        "_core/reblock.py",
         "if share and block_places.min() >= 0:",
         "if share:",
         IN_FILES + "test_a_larger_block_that_can_still_be_written_is_not_shared",
     ),
     "what is not a row's is saved": Mutant(
-        "_files/reblock.py",
+        "_core/reblock.py",
         "[slots < 0] = 0\n",
         "[slots < -1] = 0\n",
         IN_FILES + "test_a_shared_block_is_stored_once_and_nothing_but_tokens_is",

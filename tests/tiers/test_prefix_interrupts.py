@@ -7,9 +7,12 @@ and on the way out. The caller goes on with the cache it had.
 import contextlib
 import copy
 import functools
+import pathlib
 import random
+import shutil
 import signal
 import sys
+import tempfile
 import time
 
 import jax
@@ -20,9 +23,11 @@ from nightly import NIGHTLY
 from test_prefix import BLOCK, compute, contents, make_config
 
 import jaxkv
+from jaxkv._files import atomic, blocks
 from jaxkv._tiers import prefix as watched
 
 WATCHED = watched.__file__.rpartition("/")[0]
+FILES = (blocks.__file__, atomic.__file__)
 A, B, C = list(range(20)), list(range(100, 130)), [*range(8), *range(200, 218)]
 PROMPTS = [(tokens, salt) for tokens in (A, B, C) for salt in (None, "other")]
 NUM_BLOCKS = 24
@@ -46,7 +51,8 @@ def cut_off(call, at, opcodes=False):
         return step
 
     def enter(frame, event, argument):
-        return step(frame, event, argument) if frame.f_code.co_filename.startswith(WATCHED) else None
+        watched = frame.f_code.co_filename.startswith(WATCHED) or frame.f_code.co_filename in FILES
+        return step(frame, event, argument) if watched else None
 
     sys.settrace(enter)
     with contextlib.suppress(Interrupt):
@@ -112,11 +118,21 @@ free = jax.jit(jaxkv.free, static_argnums=1)
 copy_of = jax.jit(lambda cache: jax.tree.map(jnp.copy, cache))  # to be used up
 
 
+folders = contextlib.ExitStack()  # removed with the process
+
+
+def new_folder():
+    return pathlib.Path(folders.enter_context(tempfile.TemporaryDirectory()))
+
+
 @functools.cache
 def situation(window, spill):
-    """A prompt on the device, pinned in part; one mostly on the host, if it can be; one in a row, not indexed yet."""
+    """A prompt on the device, pinned in part; one mostly on the host or on disk, if it can be; one in a row, not
+    indexed yet."""
     config = make_config(window, num_blocks=NUM_BLOCKS)
-    prefix = jaxkv.PrefixCache(config, spill_bytes=9 * config.bytes_per_block if spill else 0)
+    on_host = {False: 0, True: 9, "disk": 4}[spill] * config.bytes_per_block
+    disk = {"disk": new_folder(), "disk_bytes": 10**6} if spill == "disk" else {}
+    prefix = jaxkv.PrefixCache(config, spill_bytes=on_host, **disk)
     cache = jaxkv.init(config)
     for tokens in (B, A):
         cache, _ = compute(cache, 0, tokens)
@@ -135,6 +151,9 @@ def copied(prefix):
     other._index = copy.deepcopy(prefix._index, memo)
     for identity, root in prefix._index.roots.items():
         other._index.roots[identity] = memo[id(root)]  # what is held weakly is not copied
+    if prefix._disk is not None:
+        other._disk = other._index.disk
+        other._disk.folder = shutil.copytree(prefix._disk.folder, new_folder() / "copy")
     return other
 
 
@@ -148,15 +167,23 @@ CALLS = {
     "pin": lambda cache, prefix: (prefix.pin(A), cache)[1],
     "unpin": lambda cache, prefix: (prefix.unpin(A), cache)[1],
     "reset": lambda cache, prefix: prefix.reset(cache),
+    "match": lambda cache, prefix: (prefix.match([*B, 1]), cache)[1],
+    "flush": lambda cache, prefix: (prefix.flush(cache), cache)[1],
     "swap": lambda cache, prefix: jaxkv.swap_in(*(lambda c, host: (c, 1, host))(*jaxkv.swap_out(cache, 1))),
 }
+
+ON_DISK = ("make_room", "adopt from the host", "reset", "match", "flush")
 
 
 # What is raised while a generator is closed, Python drops.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(("window", "spill"), [(None, False), (6, True)] + NIGHTLY * [(None, True), (6, False)])
+@pytest.mark.parametrize(
+    ("window", "spill"), [(None, False), (6, True), (None, "disk")] + NIGHTLY * [(None, True), (6, False), (6, "disk")]
+)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_is_cut_off_at_every_line(name, window, spill):
+    if spill == "disk" and name not in ON_DISK and not NIGHTLY:
+        pytest.skip("the disk takes no part in it")
     call = CALLS[name]
     cache, kept = situation(window, spill)
     prefix = copied(kept)

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv._core.config import CacheConfig
+from jaxkv._core.pools import padded_size
 from jaxkv._core.state import NULL_BLOCK
-from jaxkv._tiers.host import padded_size
 
 
 class Blocks(NamedTuple):

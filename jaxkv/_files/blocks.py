@@ -1,0 +1,247 @@
+"""A folder of blocks: one file for each block of a group of layers, checked when it is read.
+
+    folder/<who computed them>/<2 digits>/<hash of the block's chain>.<group>
+
+A file's header follows from what is asked for, so it is not parsed but compared: a file of another config, model,
+prompt or salt, or of another place in the folder, is no match, whatever its name says. Behind it come the arrays, and a
+CRC-32 of everything. What does not match, to the byte, is as if it were not there, and is removed.
+
+Files appear whole or not at all (`replacing`), but are not forced onto the disk one by one: what a power failure leaves
+half written does not match either.
+"""
+
+import collections
+import contextlib
+import hashlib
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+import warnings
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxkv._core.config import CacheConfig
+from jaxkv._core.numbers import real, shown
+from jaxkv._core.restore import describe_layer
+from jaxkv._core.state import Pool
+from jaxkv._files import safetensors
+from jaxkv._files.atomic import remove_leftovers, replacing
+
+FORMAT, VERSION = "jaxkv block", 1
+CHECKSUM = 4  # bytes at the end
+_NAME = re.compile(r"[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{40}\.[0-9]+")
+
+
+Part = tuple[np.dtype, tuple[int, ...]]  # dtype and shape
+
+
+class Block(NamedTuple):
+    """What a file must be of."""
+
+    hash: bytes  # of the chain of blocks that ends with it
+    parent: bytes  # of the chain before it
+    tokens: tuple[int, ...]
+    group: int  # of layers
+
+
+def fingerprint(config: CacheConfig, model: str | None) -> bytes:
+    """`[16]`: the same for caches whose blocks hold the same numbers: of these layers, in blocks of this size, computed
+    by this model."""
+    layers = [describe_layer(config, i) | {"shares_with": config.owner(i)} for i in range(config.num_layers)]
+    stored = [[(dtype.name, shape) for dtype, shape in _parts(config, i)] for layers in config.groups for i in layers]
+    said = [FORMAT, VERSION, config.block_size, config.groups, layers, stored, model]
+    return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=16).digest()
+
+
+class BlockFiles:
+    """The blocks of a config and model in a folder, at most so many bytes of them.
+
+    The least recently used goes first, whoever's it is; the files' own times tell the next process. Several processes
+    may use one folder at a time, and find each other's blocks; each minds the bytes of the files that it has seen.
+    Nothing here raises because a file is damaged or gone, or the disk full: such a block is not there.
+
+    Args:
+      folder: made if it is not there. Files in it that are no blocks are left alone.
+      most_bytes: of all blocks in it.
+
+    Raises:
+      ValueError: no folder that can be written to, or a number of bytes that it cannot hold.
+    """
+
+    def __init__(self, folder: str | os.PathLike, most_bytes: float, config: CacheConfig, model: str | None):
+        self.folder = _writable(folder)
+        whole = shutil.disk_usage(self.folder).total
+        self.most_bytes = int(real("disk_bytes", most_bytes, above=0, most=whole))
+        self.config, self.owner = config, fingerprint(config, model)
+        # Of each group, by layer.
+        self._parts = [{layer: _parts(config, layer) for layer in layers} for layers in config.groups]
+        # Bytes by name, the least recently used first. What a file takes is only noted when it is there.
+        self.files = _found(self.folder)
+        self.lost: set[str] = set()  # what is damaged and cannot be removed
+        self.counts: collections.Counter[str] = collections.Counter()
+        largest = max(map(config.bytes_per_group_block, range(len(config.groups))))
+        if self.most_bytes < largest:
+            raise ValueError(f"disk_bytes must be at least a block's {largest} bytes, not {shown(most_bytes)}.")
+
+    @property
+    def num_bytes(self) -> int:
+        """What all blocks in the folder take, as far as they have been seen."""
+        return sum(self.files.values())
+
+    def has(self, block: Block) -> bool:
+        """Whether there is a file of a block; what is in it, `read` finds out."""
+        name = self._name(block)
+        if name not in self.files and name not in self.lost:
+            with contextlib.suppress(OSError):  # another process may have written it
+                self.files[name] = (self.folder / name).stat().st_size
+        return name in self.files
+
+    def write(self, block: Block, contents: Sequence[Pool]) -> bool:
+        """Have a file of a block, its layers' parts in order; whether it has been written just now."""
+        if self.has(block):
+            self._touch(self._name(block))
+            return False
+        name, header = self._name(block), self._header(block)
+        data = [safetensors.as_bytes(np.asarray(x)) for x in jax.tree.leaves(list(contents))]
+        size = len(header) + sum(map(len, data)) + CHECKSUM
+        if size > self.most_bytes or name in self.lost:
+            return False
+        path = self.folder / name
+        try:
+            self._make_room(self.most_bytes - size)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path, durable=False) as file:
+                checksum = 0
+                for part in (memoryview(header), *(memoryview(x) for x in data)):
+                    file.write(part)
+                    checksum = zlib.crc32(part, checksum)
+                file.write(checksum.to_bytes(CHECKSUM, "little"))
+        except OSError as error:
+            self._say_once(error)
+            return False
+        self.files[name] = size
+        self.counts["written"] += 1
+        return True
+
+    def read(self, block: Block) -> list[Pool] | None:
+        """A block's parts, layer by layer; None if there is no file, or it is not that block's to the last byte."""
+        name, header = self._name(block), self._header(block)
+        size = len(header) + self.config.bytes_per_group_block(block.group) + CHECKSUM
+        path = self.folder / name
+        try:
+            data = path.read_bytes() if path.stat().st_size == size else b""
+        except OSError:
+            self.files.pop(name, None)
+            return None
+        if not data.startswith(header) or zlib.crc32(data[:-CHECKSUM]) != int.from_bytes(data[-CHECKSUM:], "little"):
+            self.counts["damaged"] += 1
+            self._remove(name)
+            return None
+        contents, at = [], len(header)
+        for parts in self._parts[block.group].values():
+            arrays: list[Any] = []
+            for dtype, shape in parts:
+                arrays.append(np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape))
+                at += arrays[-1].nbytes
+            contents.append(Pool(*arrays))
+        self._touch(name)
+        self.counts["read"] += 1
+        return contents
+
+    def stats(self) -> dict[str, int]:
+        """What the folder holds, and what has become of blocks so far. Refused: the disk would not take them."""
+        names = ("written", "read", "dropped", "damaged", "refused")
+        return {"disk_bytes": self.num_bytes} | {f"disk_blocks_{name}": self.counts[name] for name in names}
+
+    def clear(self) -> None:
+        """Remove the blocks of this config and model."""
+        for name in [name for name in self.files if name.startswith(f"{self.owner.hex()}/")]:
+            self._remove(name)
+
+    # The parts.
+
+    def _name(self, block: Block) -> str:
+        name = block.hash.hex()
+        return f"{self.owner.hex()}/{name[:2]}/{name}.{block.group}"
+
+    def _header(self, block: Block) -> bytes:
+        said = {"hash": block.hash.hex(), "parent": block.parent.hex(), "tokens": block.tokens, "group": block.group}
+        fields = {"format": FORMAT, "version": str(VERSION), "config": self.owner.hex(), "block": json.dumps(said)}
+        specs: dict[str, Part] = {}
+        for layer, parts in self._parts[block.group].items():
+            specs |= {f"{what}.{layer}": part for what, part in zip(("layer", "scale"), parts, strict=False)}
+        specs["checksum"] = (np.dtype(np.uint32), (1,))
+        return safetensors.preamble(safetensors.header(specs, fields))
+
+    def _touch(self, name: str) -> None:
+        if name in self.files:
+            self.files.move_to_end(name)
+        with contextlib.suppress(OSError):
+            os.utime(self.folder / name)
+
+    def _make_room(self, most_bytes: int) -> None:
+        taken = self.num_bytes
+        while taken > most_bytes:
+            name, size = next(iter(self.files.items()))
+            taken -= size
+            self._remove(name)
+            self.counts["dropped"] += 1
+
+    def _remove(self, name: str) -> None:
+        try:
+            (self.folder / name).unlink(missing_ok=True)
+        except OSError:
+            self.lost.add(name)
+        self.files.pop(name, None)
+
+    def _say_once(self, error: OSError) -> None:
+        self.counts["refused"] += 1
+        if self.counts["refused"] == 1:
+            warnings.warn(
+                f"Blocks could not be written to {self.folder} ({error.strerror or error}), and are given up instead, "
+                "to be computed again when they are asked for. This is said once; stats() counts them.",
+                stacklevel=2,
+            )
+
+
+def _parts(config: CacheConfig, layer: int) -> list[Part]:
+    """dtype and shape of a layer's part of a block, and of its scales."""
+    kind, scale = config.kind(layer), config.scale_shape(layer)
+    numbers = (np.dtype(kind.dtype), config.pool_shape(layer)[1:])
+    return [numbers] if scale is None else [numbers, (np.dtype(kind.scale_dtype), scale[1:])]
+
+
+def _writable(folder: Any) -> pathlib.Path:
+    if not isinstance(folder, str | os.PathLike):
+        raise ValueError(f"disk must be a folder, a path, not {shown(folder)}.")
+    path = pathlib.Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"disk must be a folder that can be written to, but {path} is none ({reason}).") from error
+    return path
+
+
+def _found(folder: pathlib.Path) -> "collections.OrderedDict[str, int]":
+    """Bytes of the blocks in a folder, by name, the least recently used first."""
+    found = []
+    for place in folder.glob("*/*/"):
+        remove_leftovers(place)
+        for path in place.iterdir():
+            name = path.relative_to(folder).as_posix()
+            with contextlib.suppress(OSError):  # another process may remove it meanwhile
+                if _NAME.fullmatch(name):
+                    status = path.stat()
+                    found.append((status.st_mtime_ns, name, status.st_size))
+    return collections.OrderedDict((name, size) for _, name, size in sorted(found))
