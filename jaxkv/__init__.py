@@ -27,6 +27,7 @@ from jaxkv._engine.engine import Engine as Engine
 from jaxkv._engine.generate import generate as generate
 from jaxkv._engine.search import Beams as Beams, beam_search as beam_search
 from jaxkv._files.rows import describe as describe, load as load, save as save
+from jaxkv._tiers.events import PrefixEvent as PrefixEvent
 from jaxkv._tiers.host import HostBlocks as HostBlocks, swap_in as swap_in, swap_out as swap_out
 from jaxkv._tiers.match import Match as Match
 from jaxkv._tiers.prefix import PrefixCache as PrefixCache
@@ -37,11 +38,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Beams", "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine", "HostBlocks",
-    "LayerConfig", "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "SequenceTooLong", "Step", "append", "attend",
-    "attention", "beam_search", "check", "check_invariants", "counts", "describe", "dot_product_attention", "evict",
-    "explain", "extend", "fork", "free", "gather", "generate", "init", "jax_attention", "keep", "last", "left_align",
-    "load", "merge_attention", "partition_specs", "plan_step", "positions", "reorder", "reserve", "right_align", "save",
-    "send", "stats", "swap_in", "swap_out", "truncate", "write",
+    "LayerConfig", "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "PrefixEvent", "SequenceTooLong", "Step",
+    "append", "attend", "attention", "beam_search", "check", "check_invariants", "counts", "describe",
+    "dot_product_attention", "evict", "explain", "extend", "fork", "free", "gather", "generate", "init",
+    "jax_attention", "keep", "last", "left_align", "load", "merge_attention", "partition_specs", "plan_step",
+    "positions", "reorder", "reserve", "right_align", "save", "send", "stats", "swap_in", "swap_out", "truncate",
+    "write",
 ]  # fmt: skip
 
 

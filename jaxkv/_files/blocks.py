@@ -44,12 +44,14 @@ Part = tuple[np.dtype, tuple[int, ...]]  # dtype and shape
 
 
 class Block(NamedTuple):
-    """What a file must be of."""
+    """What a file must be of, and what follows from its hash."""
 
     hash: bytes  # of the chain of blocks that ends with it
     parent: bytes  # of the chain before it
     tokens: tuple[int, ...]
     group: int  # of layers
+    depth: int = 0  # blocks before it
+    identity: Any = None  # whose it is; not in the file
 
 
 def fingerprint(config: CacheConfig, model: str | None) -> bytes:
@@ -85,6 +87,7 @@ class BlockFiles:
         self._parts = [{layer: _parts(config, layer) for layer in layers} for layers in config.groups]
         # Bytes by name, the least recently used first. What a file takes is only noted when it is there.
         self.files = _found(self.folder)
+        self.known: dict[str, Block] = {}  # those that have been asked for
         self.lost: set[str] = set()  # what is damaged and cannot be removed
         self.counts: collections.Counter[str] = collections.Counter()
         largest = max(map(config.bytes_per_group_block, range(len(config.groups))))
@@ -102,7 +105,10 @@ class BlockFiles:
         if name not in self.files and name not in self.lost:
             with contextlib.suppress(OSError):  # another process may have written it
                 self.files[name] = (self.folder / name).stat().st_size
-        return name in self.files
+        if name not in self.files:
+            return False
+        self.known[name] = block
+        return True
 
     def write(self, block: Block, contents: Sequence[Pool]) -> bool:
         """Have a file of a block, its layers' parts in order; whether it has been written just now."""
@@ -127,7 +133,7 @@ class BlockFiles:
         except OSError as error:
             self._say_once(error)
             return False
-        self.files[name] = size
+        self.files[name], self.known[name] = size, block
         self.counts["written"] += 1
         return True
 
@@ -139,7 +145,7 @@ class BlockFiles:
         try:
             data = path.read_bytes() if path.stat().st_size == size else b""
         except OSError:
-            self.files.pop(name, None)
+            self._forget(name)
             return None
         if not data.startswith(header) or zlib.crc32(data[:-CHECKSUM]) != int.from_bytes(data[-CHECKSUM:], "little"):
             self.counts["damaged"] += 1
@@ -200,6 +206,10 @@ class BlockFiles:
             (self.folder / name).unlink(missing_ok=True)
         except OSError:
             self.lost.add(name)
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self.known.pop(name, None)
         self.files.pop(name, None)
 
     def _say_once(self, error: OSError) -> None:

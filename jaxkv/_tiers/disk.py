@@ -99,10 +99,11 @@ def flush(index: PrefixIndex, cache: Cache) -> None:
 
 def _count_ahead(index: PrefixIndex, disk: BlockFiles, node: Node, tokens: Sequence[int]) -> int:
     """How many blocks of `tokens` behind a node are on disk, each at least for one group of layers."""
-    count, digest, groups = 0, node.digest, range(len(index.kept))
+    digest, depth = node.digest, node.depth
     for block in list(index.split(tokens))[node.depth + 1 :]:
         parent, digest = digest, digest_of(digest, block)
-        if not any(disk.has(Block(digest, parent, block, group)) for group in groups):
+        blocks = [Block(digest, parent, block, group, depth + 1, node.identity) for group in range(len(index.kept))]
+        if not any([disk.has(block) for block in blocks]):
             break
-        count += 1
-    return count
+        depth += 1
+    return depth - node.depth

@@ -13,13 +13,15 @@ from jaxkv._core.lines import refuse_evicting
 from jaxkv._core.numbers import integer, real, shown
 from jaxkv._core.pools import put
 from jaxkv._core.views import check_row
-from jaxkv._files.blocks import fingerprint
+from jaxkv._files.blocks import Block, fingerprint
 from jaxkv._tiers.disk import flush, open_disk, recall
+from jaxkv._tiers.events import Place, PrefixEvent, differences, holdings
 from jaxkv._tiers.kept import count_unused, keep
 from jaxkv._tiers.landing import Landing
 from jaxkv._tiers.match import Match
 from jaxkv._tiers.prefix_change import Change
-from jaxkv._tiers.prefix_index import Node, PrefixIndex
+from jaxkv._tiers.prefix_index import Node, PrefixIndex, digest_of
+from jaxkv._tiers.read import read_identity, read_tokens
 
 
 class PrefixCache:
@@ -76,6 +78,7 @@ class PrefixCache:
             fingerprint(config, model),
         )
         self._index = self._empty_index()
+        self._told: dict[Place, Block] = {}  # what `events` has told of
         self._landing = Landing()  # where pools have gone that `adopt` was told to use up
         self._counts = dict.fromkeys(
             ("lookups", "hits", "tokens_asked", "tokens_saved", "blocks_evicted", "blocks_spilled", "blocks_restored"),
@@ -90,7 +93,7 @@ class PrefixCache:
         Of layers with a window, only what the next token would see has to be there. What is on disk alone is read into
         host memory, as far as `spill_bytes` go; what others hold there may go to the disk for it.
         """
-        tokens = _as_tokens(tokens)
+        tokens = read_tokens(tokens)
         root = self._root(salt, adapter)
         wanted = tokens[: max(len(tokens) - 1, 0)]
         if self._disk is None:
@@ -158,7 +161,7 @@ class PrefixCache:
         """
         cache = self._whole(cache)
         check_row(cache, row)
-        tokens, root = _as_tokens(tokens), self._root(salt, adapter)
+        tokens, root = read_tokens(tokens), self._root(salt, adapter)
         thinned = [t.evicted[row] for t in cache.tables if t.evicted is not None]
         columns, length, thinned = jax.device_get(([t.tables[row] for t in cache.tables], cache.lengths[row], thinned))
         length = 0 if any(thinned) else length
@@ -194,7 +197,7 @@ class PrefixCache:
         Raises:
           ValueError: more blocks would be pinned than `max_pinned` allows; nothing is then.
         """
-        tokens, root = _as_tokens(tokens), self._root(salt, adapter)
+        tokens, root = read_tokens(tokens), self._root(salt, adapter)
         chain, pins = self._index.walk(root, tokens), self._index.pins
         for group, num_blocks in enumerate(self.config.group_blocks):
             pinned = self.pinned(group) + sum(1 for node in chain if node not in pins and node.blocks[group])
@@ -209,7 +212,7 @@ class PrefixCache:
 
     def unpin(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> None:
         """Take back one `pin` of the same tokens. Raises ValueError if they are not pinned."""
-        tokens, root = _as_tokens(tokens), self._root(salt, adapter)
+        tokens, root = read_tokens(tokens), self._root(salt, adapter)
         pins = self._index.pins
         chain = {node for node in self._index.walk(root, tokens) if node in pins}  # what was inserted since is not
         if not chain:
@@ -218,8 +221,7 @@ class PrefixCache:
         self._index.pins = {node: count for node, count in left.items() if count}
 
     def reset(self, cache: Cache) -> Cache:
-        """Forget everything, pinned blocks too, and remove the files of this config and model; blocks that no row holds
-        are free again."""
+        """Forget everything, pinned blocks and files of this config and model too; what no row holds is free again."""
         cache = self._whole(cache)
         index = self._empty_index()
         cache = cache.replace(tables=tuple(map(keep, cache.tables, index.kept)))
@@ -229,9 +231,7 @@ class PrefixCache:
         return cache
 
     def flush(self, cache: Cache) -> None:
-        """With `disk`, write what the index has on the device and in host memory there too, for the next process.
-
-        Without it, nothing happens. Nothing in the index or the cache changes.
+        """With `disk`, write there what the index has on the device and in host memory, for the next process.
 
         >>> import jaxkv, tempfile
         >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -273,16 +273,35 @@ class PrefixCache:
         `tokens_saved` of `tokens_asked` did not have to be computed; `hit_rate` is their ratio.
         """
         self._index.mend()
-        return (
-            self._counts
-            | {
-                "hit_rate": self._counts["tokens_saved"] / max(self._counts["tokens_asked"], 1),
-                "blocks": [np.count_nonzero(labels) for labels in self._index.kept],
-                "blocks_pinned": [self.pinned(g) for g in range(len(self.config.groups))],
-                "host_bytes": self._index.host_bytes,
-            }
-            | ({} if self._disk is None else self._disk.stats())
-        )
+        held = {
+            "hit_rate": self._counts["tokens_saved"] / max(self._counts["tokens_asked"], 1),
+            "blocks": [np.count_nonzero(labels) for labels in self._index.kept],
+            "blocks_pinned": [self.pinned(g) for g in range(len(self.config.groups))],
+            "host_bytes": self._index.host_bytes,
+        }
+        return self._counts | held | ({} if self._disk is None else self._disk.stats())
+
+    def events(self) -> list[PrefixEvent]:
+        """Blocks that were stored or removed since the last call, on the device, on the host and on disk.
+
+        With it, who sends prompts to several processes knows which one holds what. What came and went in between is not
+        told; of a folder's files those are that this index has written or looked for. It costs time and memory for each
+        block that is held.
+        """
+        self._index.mend()
+        held = holdings(self._index)
+        events, self._told = differences(self._told, held), held
+        return events
+
+    def hashes(
+        self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None
+    ) -> list[str]:
+        """What `events` calls the full blocks of `tokens`, whether or not they are there."""
+        digest, found = digest_of(self._owner, read_identity(salt, adapter)), []
+        for block in self._index.split(read_tokens(tokens)):
+            digest = digest_of(digest, block)
+            found.append(digest.hex())
+        return found
 
     def check_invariants(self, cache: Cache) -> None:
         """Raise AssertionError unless the index is sound, and follows the cache. For tests and debugging."""
@@ -312,12 +331,9 @@ class PrefixCache:
         return PrefixIndex(self.config, self.spill_bytes, self._hash_function, self._disk, self._owner)
 
     def _root(self, salt: Any, adapter: Any) -> Node:
-        if not isinstance(salt, str | bytes | None):
-            raise ValueError(f"salt must be a str, bytes or None, not {type(salt).__name__}.")
-        if not isinstance(adapter, str | None):
-            raise ValueError(f"adapter must be a str or None, not {type(adapter).__name__}.")
+        identity = read_identity(salt, adapter)
         self._index.mend()
-        return self._index.root((type(salt), salt, adapter))
+        return self._index.root(identity)
 
     def _usable(self, chain: Sequence[Node]) -> int:
         """How many nodes of a chain a row can adopt: the most of which every group has what the next token sees."""
@@ -329,8 +345,7 @@ class PrefixCache:
 
     def _first_columns(self, count: int) -> list[int]:
         """For each group the first of `count` blocks that the token behind them sees."""
-        length = count * self.config.block_size
-        return [self.config.first_seen(g, length) for g in range(len(self.config.groups))]
+        return [self.config.first_seen(g, count * self.config.block_size) for g in range(len(self.config.groups))]
 
     def _commit(self, change: Change, chain: Sequence[Node] = (), **counts: int) -> Cache:
         """The last step of every change."""
@@ -338,10 +353,3 @@ class PrefixCache:
         for name, count in (change.counts | counts).items():
             self._counts[name] += count
         return change.cache
-
-
-def _as_tokens(tokens: Any) -> list[int]:
-    tokens = np.asarray(tokens)
-    if tokens.ndim != 1 or not (np.issubdtype(tokens.dtype, np.integer) or not tokens.size):
-        raise ValueError(f"tokens must be a list of integers, not {tokens.dtype}{list(tokens.shape)}.")
-    return tokens.tolist()

@@ -47,6 +47,7 @@ class Node:
     blocks: list[int]  # for each group of layers the physical block; NULL_BLOCK: there is none
     host: list[Any]  # for each group its contents in host memory, or None
     digest: bytes  # of the whole chain, too: the same in every process, and no two chains have the same
+    identity: Hashable  # whose it is: a root's
     depth: int = -1  # blocks before it
     num_children: int = 0
     label: int = dataclasses.field(default_factory=_new_label)
@@ -63,7 +64,7 @@ class Node:
     def block(self, group: int) -> Block:
         """What a file of it is of."""
         assert self.parent is not None
-        return Block(self.digest, self.parent.digest, self.tokens, group)
+        return Block(self.digest, self.parent.digest, self.tokens, group, self.depth, self.identity)
 
 
 class PrefixIndex:
@@ -99,7 +100,7 @@ class PrefixIndex:
         root = self.roots.get(identity)
         if root is None:
             digest = digest_of(self.owner, identity)
-            root = self.roots[identity] = Node(None, (), self.hash_function(identity), [], [], digest)
+            root = self.roots[identity] = Node(None, (), self.hash_function(identity), [], [], digest, identity)
         return root
 
     def walk(self, root: Node, tokens: Sequence[int]) -> list[Node]:
@@ -123,7 +124,7 @@ class PrefixIndex:
                 groups = len(self.kept)
                 found = Node(
                     node, block, self.hash_function((node.hash, block)), [NULL_BLOCK] * groups, [None] * groups,
-                    digest_of(node.digest, block), node.depth + 1,
+                    digest_of(node.digest, block), node.identity, node.depth + 1,
                 )  # fmt: skip
                 self.nodes[found.label] = found
                 self._link(found)
@@ -211,6 +212,7 @@ class PrefixIndex:
         for group, labels in enumerate(self.kept):
             for block in np.flatnonzero(labels).tolist():
                 self.nodes[int(labels[block])].blocks[group] = block
+        self._spare_host()
         for node in list(self.nodes.values()):
             self._prune(node)
         self.settled = True

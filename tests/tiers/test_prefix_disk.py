@@ -380,3 +380,64 @@ def test_bad_options_are_one_sentence_each(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=sentence):
             jaxkv.PrefixCache(config, **options(tmp_path / "new", config, **fields))
     assert jaxkv.PrefixCache(config, **options(tmp_path / "new", config, disk_bytes=np.float32(1e5)))
+
+
+def follow(held, prefix):
+    """What a router thinks is held, after what it is told now."""
+    for event in prefix.events():
+        place = (event.hash, event.group, event.tier)
+        assert (place in held) != event.stored, "nothing is stored twice, or removed that was not told"
+        if event.stored:
+            held[place] = event
+            assert len(event.tokens) == BLOCK and event.start % BLOCK == 0
+        else:
+            del held[place]
+    assert prefix.events() == []
+    return held
+
+
+def held_by(prefix):
+    """What an index holds, read out of it."""
+    index = prefix._index
+    found = {(n.digest.hex(), g, "device") for n in index.nodes.values() for g, block in enumerate(n.blocks) if block}
+    found |= {(n.digest.hex(), g, "host") for n in index.nodes.values() for g, x in enumerate(n.host) if x is not None}
+    names = [path.name.split(".") for path in files_of(index.disk.folder)]
+    return found | {(digest, int(group), "disk") for digest, group in names}
+
+
+def test_whoever_follows_the_events_knows_what_is_held(tmp_path):
+    config, draw, model = make_config(window=6, num_blocks=24), random.Random(2), {}
+    prompts = [(tokens, salt) for tokens in (A, B, [*A[:8], *B[:10]]) for salt in (None, "x", b"x")]
+    size = 600  # of a file, roughly
+    cache, prefix = start(config=config, **options(tmp_path, config, on_host=4, disk_bytes=12 * size))
+    seen = set()
+    for turn in range(200 if NIGHTLY else 40):
+        tokens, salt = draw.choice(prompts)
+        match draw.randrange(5):
+            case 0 | 1:
+                cache = prefix.make_room(cache, 10)
+                cache, _ = compute(cache, 0, tokens)
+                cache = jaxkv.free(prefix.insert(cache, 0, tokens, salt=salt), 0)
+            case 2:
+                cache = prefix.adopt(cache, 1, prefix.match([*tokens, 1], salt=salt))
+                assert_holds(cache, 1, tokens[: int(cache.lengths[1])], window=6)
+                cache = jaxkv.free(cache, 1)
+            case 3:
+                cache = prefix.make_room(cache, draw.choice((24, 12, [24, 0])))
+            case 4 if turn % 7 == 0:
+                cache = prefix.reset(cache)
+        if turn % 3:
+            continue
+        follow(model, prefix)
+        seen |= {place[2] for place in model}
+        assert set(model) == held_by(prefix)
+        for tokens, salt in prompts:
+            for start_at, name in enumerate(prefix.hashes(tokens, salt=salt)):
+                event = next((e for (h, *_), e in model.items() if h == name), None)
+                at = start_at * BLOCK
+                assert event is None or (event.salt, event.adapter, event.start) == (salt, None, at)
+                assert event is None or list(event.tokens) == tokens[at : at + BLOCK]
+                assert event is None or event.parent == (prefix.hashes(tokens[:at], salt=salt) or [None])[-1]
+    assert seen == {"device", "host", "disk"}
+    prefix.reset(cache)
+    assert not follow(model, prefix)
