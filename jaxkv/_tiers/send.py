@@ -12,6 +12,7 @@ from jaxkv._core.arguments import row_indices
 from jaxkv._core.cache import Cache
 from jaxkv._core.checks import check_on_host
 from jaxkv._core.errors import OutOfBlocks
+from jaxkv._core.lines import refuse_evicting
 from jaxkv._core.pools import read_blocks
 from jaxkv._core.reblock import Blocks, TokensGone, fit
 from jaxkv._core.restore import describe_layer, put_rows
@@ -57,6 +58,7 @@ def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
         if not isinstance(one, Cache):
             raise ValueError(f"send takes two caches, not {type(one).__name__}.")
         check_on_host(one, "send")
+        refuse_evicting(one.config, "send takes")
     _check_layers(cache, to)
     source = _different(cache, "rows", rows)
     target = _different(to, "at", source if at is None else at)
