@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxkv._core.state import Pool
 
@@ -140,6 +140,15 @@ def mesh_of(tree: Any, axis: str = "model") -> Mesh | None:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) and axis in sharding.mesh.axis_names:
             return sharding.mesh
     return None
+
+
+def place_of(tree: Any) -> Sharding | None:
+    """Where what every device is to have goes, to lie with a pytree; None if that lies on a mesh without the axis."""
+    if (mesh := mesh_of(tree)) is not None:
+        return NamedSharding(mesh, WHOLE)
+    placed = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and x.committed)
+    devices = next(placed, jnp.zeros(())).sharding.device_set
+    return SingleDeviceSharding(*devices) if len(devices) == 1 else None
 
 
 def whole(x: jax.Array) -> jax.Array:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv._core.checks import check
 from jaxkv._engine import step as on_device
@@ -57,8 +56,7 @@ class Pipeline:
         config = self.residents.config
         self.flights: collections.deque[Flight] = collections.deque()
         memory = on_device.new_memory(config.max_seqs, config.max_seq_len, self.hook)
-        mesh = self.residents.mesh  # where it comes from the steps, too
-        self._memory = memory if mesh is None else jax.device_put(memory, NamedSharding(mesh, PartitionSpec()))
+        self._memory = jax.device_put(memory, self.residents.place)  # where it comes from the steps, too
         self._noted: dict[int, Sequence] = {}  # whose tokens the memory has, row by row
         self._idle_since = 0.0  # when the device was seen to finish
 

@@ -13,7 +13,7 @@ from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
 from jaxkv._core.errors import CacheError, OutOfBlocks
-from jaxkv._core.shards import mesh_of
+from jaxkv._core.shards import mesh_of, place_of
 from jaxkv._core.sharing import fork
 from jaxkv._core.tables import free, leave_windows
 from jaxkv._engine.program import cache_program
@@ -40,11 +40,11 @@ class Residents:
         self, config: CacheConfig, model: Any, *, prefix: PrefixCache | None, swap: Swap, host_bandwidth: float
     ):  # fmt: skip
         self.config, self.prefix, self.swap, self.host_bandwidth = config, prefix, swap, host_bandwidth
-        self.mesh = mesh_of(model)  # where the cache is to lie
+        self.mesh, self.place = mesh_of(model), place_of(model)  # where the cache is to lie
         self.block_size = config.block_size
         self._landed: collections.deque[tuple[list[jax.Array], list[jax.Array]]] = collections.deque()
         self._cache: Cache | None = None  # of `_leaves`, when it was asked for
-        self.cache = init(config, mesh=self.mesh)
+        self.cache = self._new_cache()
         self._structure = jax.tree.structure(self.cache)
         self._settle, self._swap_in, self._fork = _programs(self._structure)
         self.seconds_per_token: float | None = None  # of the fastest step so far
@@ -52,6 +52,12 @@ class Residents:
         self._empty([])
         free_blocks = [0 if config.contiguous else count for count in config.group_blocks]
         self.measured(np.array([(count, 0) for count in free_blocks]), taken=0, clock=0)
+
+    def _new_cache(self) -> Cache:
+        # On a device by name, as blocks that come back from the host are: else every program would be compiled for
+        # the cache before, and once more for the one after.
+        cache = init(self.config, mesh=self.mesh)
+        return cache if self.mesh is not None else jax.device_put(cache, self.place)
 
     def _empty(self, to_free: list[int]) -> None:
         """No sequence lives here. Rows that the device still has to free are named."""
@@ -141,7 +147,7 @@ class Residents:
         """An empty cache, and an empty prefix cache."""
         self._take_landed()
         if self.is_lost:
-            self.cache = init(self.config, mesh=self.mesh)
+            self.cache = self._new_cache()
         if self.prefix is not None:
             self.cache = self.prefix.reset(self.cache)
         self._empty(list(range(self.config.max_seqs)))
