@@ -27,15 +27,13 @@ ENGINES = {
 
 
 MIXED, LOCAL, GLOBAL = (None, WINDOW), (WINDOW, 2), (None,)
-OTHER_WINDOWS = [("spilled", LOCAL)]
+CASES = [("swapped", MIXED), ("contiguous", MIXED), ("one row", MIXED), ("spilled", LOCAL)]
 if NIGHTLY:
-    OTHER_WINDOWS += [("spilled", GLOBAL), ("swapped", LOCAL), ("swapped", GLOBAL)]
+    CASES = [(name, MIXED) for name in ENGINES]
+    CASES += [(name, windows) for name in ("spilled", "swapped") for windows in (LOCAL, GLOBAL)]
 
 
-@pytest.mark.parametrize(
-    ("name", "windows"),
-    [*((name, MIXED) for name in ENGINES), *OTHER_WINDOWS],
-)
+@pytest.mark.parametrize(("name", "windows"), CASES)
 def test_every_sequence_gets_what_it_would_alone(name, windows):
     draw = random.Random(f"{name} {windows}")
     engine = jaxkv.Engine(Checksum(windows), **ENGINES[name])

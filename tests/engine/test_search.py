@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checksum_model import LONGEST, Checksum, weight
+from nightly import NIGHTLY
 
 import jaxkv
 from jaxkv.testing import poison
@@ -81,7 +82,7 @@ def search(beams, prompts, count, eos, **fields):
     return found, cache
 
 
-@pytest.mark.parametrize("beams, eos", [(4, EOS), (6, None)])
+@pytest.mark.parametrize("beams, eos", [(4, EOS), *[(6, None)] * NIGHTLY])
 def test_beams_are_those_of_a_search_from_scratch(beams, eos):
     prompts = [[1, 2, 4, 0, 1, 1, 2], [3], [0, 4, 4, 2]]
     found, cache = search(beams, prompts, 9, eos)
