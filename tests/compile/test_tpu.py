@@ -29,7 +29,7 @@ def compile_for(*options, script="tpu_programs.py", timeout=270):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("chip", [*(["v5e", "v5p"] if NIGHTLY else []), "v6e", "tpu7x", "four"])
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x", "four"] if NIGHTLY else ["v6e", "four"])
 def test_nothing_is_copied(chip):
     programs = compile_for(chip, *(["everything"] if NIGHTLY else []))
     assert programs
@@ -45,12 +45,13 @@ def test_nothing_is_copied(chip):
         assert scratch["write of many tokens"] < scratch["write of many tokens, small pool"] + 2**18, scratch
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"] if NIGHTLY else ["v5p"])
-@pytest.mark.timeout(3100 if NIGHTLY else 280, method="thread")
+@pytest.mark.skipif(not NIGHTLY, reason="the compiler takes long over shapes at the edge of what there is")
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
+@pytest.mark.timeout(3100, method="thread")
 def test_the_model_of_memory(chip):
     """No shape ends in a compiler error where the implementation is left open, and no kernel takes more than was
     thought, nor, where it is large, far less."""
-    lines = compile_for(chip, "80" if NIGHTLY else "2", script="tpu_memory.py", timeout=3000 if NIGHTLY else 270)
+    lines = compile_for(chip, "80", script="tpu_memory.py", timeout=3000)
     assert {line["chosen"] for line in lines} == {"tpu", "xla"}
     kernels = [line for line in lines if line["chosen"] == "tpu"]
     assert kernels
@@ -59,14 +60,14 @@ def test_the_model_of_memory(chip):
         assert line["model"] < 2**23 or line["used"] > line["model"] / 4, line
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("scan", [False, True] if NIGHTLY else [True], ids=lambda x: "scanned" if x else "unrolled")
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"] if NIGHTLY else ["v6e"])
 def test_a_whole_decode_step_of_a_real_model(chip, scan):
     """Layers and `extend`: one fused kernel a layer, the cache updated in place, next to no scratch memory.
 
-    Scanned layers are one kernel in all. Unrolled ones are four by day.
+    Scanned layers are one kernel in all.
     """
-    programs = compile_for(chip, *(["scan"] if scan else [] if NIGHTLY else ["4"]), script="tpu_model.py")
+    programs = compile_for(chip, *["scan"] * scan, script="tpu_model.py")
     assert len(programs) == 2
     for program in programs:
         assert program["kernels"] == (1 if scan else program["layers"]), program

@@ -115,11 +115,15 @@ def main(chip, everything=""):
         }
         if everything or chip == "v6e":
             programs |= {
-                "latent, fused": ("deepseek-v3", "write_and_attend", (ROWS, 1), {}),
                 "latent, mixed": ("deepseek-v3", "write_and_attend", (64,), {}),
+                "fused, chosen by the platform": ("llama3-8b", "write_and_attend", (ROWS, 1), {"implementation": None}),
+                "write of many tokens, int8": ("llama3-8b", "write_kv", (ROWS, 256), INT8),
+            }
+        if everything:
+            programs |= {
+                "latent, fused": ("deepseek-v3", "write_and_attend", (ROWS, 1), {}),
                 "fused, window and soft cap": ("gemma2-2b", "write_and_attend", (ROWS, 1), {}),
                 "decode": ("llama3-8b", "paged_attention", (ROWS, 1), {}),
-                "fused, chosen by the platform": ("llama3-8b", "write_and_attend", (ROWS, 1), {"implementation": None}),
                 "write": ("llama3-8b", "write_kv", (64,), {}),
                 "prefill": ("gemma3-1b", "paged_attention", (1, 128), {}),
                 "mixed, head_dim 64": ("llama3.2-1b", "write_and_attend", (64,), {}),
@@ -129,7 +133,6 @@ def main(chip, everything=""):
                     (ROWS, 256),
                     {"implementation": None, "block_size": 8},
                 ),
-                "write of many tokens, int8": ("llama3-8b", "write_kv", (ROWS, 256), INT8),
                 "prefill, int8": ("gemma3-1b", "paged_attention", (1, 128), INT8),
                 "float32": ("llama3-8b", "write_and_attend", (ROWS, 1), {"dtype": "float32"}),
                 "decode step of 16 layers": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {"layers": 16}),

@@ -10,7 +10,7 @@ from pallas_kernels.gpu import decode, prefill, quantised, tiles
 
 TRIALS = {f"decode, {name}": trial for name, trial in QUANTISED_DECODE.items()}
 TRIALS |= {f"prefill, {name}": trial for name, trial in QUANTISED_PREFILL.items()}
-BY_DAY = ("decode, int8, lengths", "decode, e4m3", "prefill, int8, ring", "prefill, e5m2")
+BY_DAY = ("decode, int8, lengths", "prefill, e5m2")
 
 RING, PREFILL_RING = QUANTISED_DECODE["int8, ring"], QUANTISED_PREFILL["int8, ring"]
 LENGTHS = QUANTISED_DECODE["int8, lengths"]
