@@ -48,7 +48,7 @@ __all__ = [
 
 
 def __getattr__(name: str):  # what needs Flax, or is for tests, is imported when it is asked for
-    if name in ("convert", "linen", "models", "nnx", "testing"):
+    if name in ("convert", "linen", "models", "nnx", "scores", "testing"):
         import importlib
 
         return importlib.import_module(f"jaxkv.{name}")

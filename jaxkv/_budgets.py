@@ -1,0 +1,116 @@
+"""How many tokens to keep of each row, layer and head: see `jaxkv.scores`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.cache import Cache
+from jaxkv._core.numbers import integer, real, shown
+
+
+def uniform(cache: Cache, keep: float, *, layer: int = 0) -> jax.Array:
+    """The same share of each row's tokens, or the same number, in every layer.
+
+    Args:
+      keep: a float up to 1, a share: `int(keep * tokens)` of the tokens that a row has seen; or an integer, that many.
+
+    Returns:
+      `i32[S]`.
+
+    >>> import jaxkv
+    >>> sizes = dict(num_layers=2, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.extend(jaxkv.init(jaxkv.CacheConfig.uniform(**sizes)), [20, 5])
+    >>> jaxkv.scores.uniform(cache, 0.25).tolist(), jaxkv.scores.uniform(cache, 7).tolist()
+    ([5, 1], [7, 7])
+    """
+    del layer  # the same in all
+    return jnp.asarray(_kept(keep, _all_lengths(cache)))[cache.lengths]
+
+
+def pyramid(cache: Cache, keep: float, *, layer: int, window_size: int = 64, beta: int = 20) -> jax.Array:
+    """More tokens in the first layers than in the last, in the mean over layers as many as `uniform`.
+
+    Args:
+      keep: as of `uniform`.
+      window_size: tokens that every layer keeps, at the least: the queries that `snapkv` asks.
+      beta: how steep it is: the last layer has a share of `1 / beta` beside the window. Rows for which this gives less
+        than the window, or more than there is, have the same in every layer.
+
+    Returns:
+      `i32[S]`.
+
+    From PyramidKV (https://arxiv.org/abs/2406.02069).
+
+    >>> import jaxkv
+    >>> sizes = dict(num_layers=2, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.extend(jaxkv.init(jaxkv.CacheConfig.uniform(**sizes)), [20, 5])
+    >>> [jaxkv.scores.pyramid(cache, 0.5, layer=i, window_size=1, beta=2).tolist() for i in range(2)]
+    [[15, 4], [5, 1]]
+    """
+    window_size, beta = integer("window_size", window_size, least=1), integer("beta", beta, least=1)
+    layers, lengths = cache.num_layers, _all_lengths(cache)
+    place = cache.config.owner(layer)
+    mean = _shares(keep, lengths) * lengths
+    least, most = mean / beta, mean * 2 - mean / beta
+    capped = most >= lengths - window_size
+    most = np.where(capped, lengths - window_size, most)
+    least = np.where(capped, mean * 2 - most, least)
+    sensible = (lengths >= most) & (most >= least) & (least >= window_size)
+    steps = (most - least) / max(layers - 1, 1)
+    budget = np.where(sensible, np.round(most - place * steps), np.round(mean)).astype(np.int32)
+    return jnp.asarray(budget)[cache.lengths]
+
+
+def ada(score: jax.Array, budget: Any, *, safeguard: float = 0.2) -> jax.Array:
+    """One budget for a layer, for which its heads compete: the best tokens of all heads together are kept.
+
+    Args:
+      score: `f32[S, K, C]`.
+      budget: for each head in the mean, a number or `i32[S]`.
+      safeguard: the share of it that each head has for certain.
+
+    Returns:
+      `i32[S, K]`, for a layer that evicts by heads.
+
+    From AdaKV (https://arxiv.org/abs/2407.11550).
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> score = jnp.array([[[9.0, 8.0, 7.0, 6.0], [1.0, 2.0, 3.0, 4.0]]])
+    >>> jaxkv.scores.ada(score, 2).tolist(), jaxkv.scores.ada(score, 2, safeguard=0.5).tolist()
+    ([[4, 0]], [[3, 1]])
+    """
+    safeguard = real("safeguard", safeguard, least=0, most=1)
+    if np.ndim(score) != 3:
+        raise ValueError(f"ada needs scores [S, K, C], of each head by itself, not of the shape {np.shape(score)}.")
+    rows, heads, places = score.shape
+    budget = jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (rows,))
+    certain = (budget.astype(jnp.float32) * safeguard + 1e-4).astype(jnp.int32)
+    rank = jnp.argsort(jnp.argsort(-score, axis=2, stable=True), axis=2)
+    held = score > -jnp.inf
+    wanted = jnp.where(held & (rank < certain[:, None, None]), jnp.inf, score).reshape(rows, -1)
+    order = jnp.argsort(jnp.argsort(-wanted, axis=1, stable=True), axis=1)
+    kept = (order < heads * budget[:, None]).reshape(rows, heads, places) & held
+    return kept.sum(axis=2, dtype=jnp.int32)
+
+
+def _all_lengths(cache: Cache) -> np.ndarray:
+    """What is worked out on the host for every length is exact, and the device looks it up."""
+    return np.arange(cache.config.max_seq_len + 1)
+
+
+def _shares(keep: Any, lengths: np.ndarray) -> np.ndarray:
+    """`f64[n]`: the share of so many tokens that is to be kept."""
+    if isinstance(keep, bool) or not isinstance(keep, int | float | np.integer | np.floating):
+        raise ValueError(f"keep must be a share of the tokens up to 1.0, or a number of them, not {shown(keep)}.")
+    if isinstance(keep, int | np.integer):
+        return np.minimum(integer("keep", keep, least=1) / np.maximum(lengths, 1), 1.0)
+    return np.full(lengths.shape, real("keep, a share,", keep, above=0, most=1))
+
+
+def _kept(keep: Any, lengths: np.ndarray) -> np.ndarray:
+    shares = _shares(keep, lengths)
+    if isinstance(keep, int | np.integer):
+        return np.full(lengths.shape, int(keep), np.int32)
+    return (lengths * shares).astype(np.int32)

@@ -1,0 +1,278 @@
+"""What each token that a layer holds is worth: see `jaxkv.scores`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._core.arguments import row_counts
+from jaxkv._core.cache import Cache
+from jaxkv._core.numbers import flag, integer, real
+
+TINY = 1e-12  # what a norm is at least, where it divides
+
+
+def streaming_llm(cache: Cache, *, layer: int, n_sink: int = 4) -> jax.Array:
+    """The first `n_sink` tokens are worth most, then the last ones.
+
+    Returns:
+      `f32[S, K, C]`, -inf where nothing is held, C being `max_seq_len`: as all scores.
+
+    From StreamingLLM (https://arxiv.org/abs/2309.17453).
+
+    >>> import jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.extend(jaxkv.init(jaxkv.CacheConfig.uniform(**sizes)), [20, 5])
+    >>> jaxkv.scores.streaming_llm(cache, layer=0, n_sink=1)[0, 0, :4].tolist()
+    [65.0, 1.0, 2.0, 3.0]
+    """
+    n_sink, held = integer("n_sink", n_sink, least=0), _held(cache, layer)
+    place = jax.lax.broadcasted_iota(jnp.int32, held.shape, 2)
+    return _scores(jnp.where(place < n_sink, held.shape[2] + n_sink - place, place).astype(jnp.float32), held)
+
+
+def knorm(cache: Cache, *, layer: int) -> jax.Array:
+    """Keys with a small norm are worth most: it is they that attention goes to.
+
+    From "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression" (https://arxiv.org/abs/2406.11430).
+
+    >>> import jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.extend(jaxkv.init(jaxkv.CacheConfig.uniform(**sizes)), [20, 5])
+    >>> jaxkv.scores.knorm(cache, layer=0).shape
+    (2, 2, 64)
+    """
+    keys, _, held = _tokens(cache, layer)
+    return _scores(-jnp.linalg.norm(keys, axis=-1), held)
+
+
+def keydiff(cache: Cache, *, layer: int) -> jax.Array:
+    """Keys least like the mean of all directions are worth most.
+
+    From KeyDiff (https://arxiv.org/abs/2504.15364).
+
+    >>> import jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.extend(jaxkv.init(jaxkv.CacheConfig.uniform(**sizes)), [20, 5])
+    >>> jaxkv.scores.keydiff(cache, layer=0).shape
+    (2, 2, 64)
+    """
+    keys, _, held = _tokens(cache, layer)
+    directions = _directions(keys)
+    mean = jnp.sum(directions, axis=2, where=held[..., None]) / _count(held)[..., None]
+    return _scores(-jnp.einsum("skcd,skd->skc", directions, _directions(mean)), held)
+
+
+def snapkv(
+    cache: Cache, *, layer: int, q: jax.Array, num_tokens: Any = None, scale: float | None = None,
+    window_size: int = 64, kernel_size: int = 5,
+) -> jax.Array:  # fmt: skip
+    """What the last `window_size` queries attend to, in the mean of `kernel_size` neighbours; they themselves stay.
+
+    Args:
+      q: `[S, T, H, D]`, queries of each row's last tokens as `attention` takes them, row s at its first places.
+      num_tokens: `i32[S]`, how many of them there are; default: those of the last step, which must be the last thing
+        that the layer has seen.
+      scale: what logits are multiplied by; default `head_dim ** -0.5`.
+
+    From SnapKV (https://arxiv.org/abs/2404.14469).
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.extend(jaxkv.init(jaxkv.CacheConfig.uniform(**sizes)), [20, 5])
+    >>> jaxkv.scores.snapkv(cache, layer=0, q=jnp.ones((2, 20, 4, 8))).shape
+    (2, 2, 64)
+    """
+    window_size, kernel_size = (
+        integer("window_size", window_size, least=1),
+        integer("kernel_size", kernel_size, least=1),
+    )
+    weights, asked, held = _attention(cache, layer, q, num_tokens, scale, last=window_size)
+    lengths = jnp.sum(held, axis=2, dtype=jnp.int32)
+    place = jax.lax.broadcasted_iota(jnp.int32, held.shape, 2)
+    own = held & (place >= (lengths - jnp.minimum(asked, window_size)[:, None])[..., None])
+    number = jnp.maximum(jnp.minimum(asked, window_size), 1).astype(jnp.float32)
+    weights = jnp.sum(weights, axis=3) / number[:, None, None, None]
+    weights = jnp.where(own[:, :, None], 0.0, weights)
+    pooled = jax.lax.reduce_window(
+        weights, 0.0, jax.lax.add, (1, 1, 1, kernel_size), (1, 1, 1, 1),
+        [(0, 0)] * 3 + [(kernel_size // 2, kernel_size - 1 - kernel_size // 2)],
+    )  # fmt: skip
+    return _scores(_with_most(pooled.mean(axis=2) / kernel_size, held & ~own, own), held)
+
+
+def tova(
+    cache: Cache, *, layer: int, q: jax.Array, num_tokens: Any = None, scale: float | None = None
+) -> jax.Array:  # fmt: skip
+    """What the last query attends to, in the mean of all heads; its own token stays. Arguments as of `snapkv`.
+
+    Raises:
+      ValueError: a layer that evicts by heads, of which each may hold other tokens.
+
+    From TOVA (https://arxiv.org/abs/2401.06104).
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.extend(jaxkv.init(jaxkv.CacheConfig.uniform(**sizes)), [20, 5])
+    >>> jaxkv.scores.tova(cache, layer=0, q=jnp.ones((2, 20, 4, 8))).shape
+    (2, 2, 64)
+    """
+    if cache.config.group_evicts[cache.config.group(layer)] == "head":
+        raise ValueError(f'tova is a mean over heads, but in layer {layer} each may hold other tokens: evict="layer".')
+    weights, _, held = _attention(cache, layer, q, num_tokens, scale, last=1)
+    own = held & (jnp.cumsum(held[..., ::-1], axis=2)[..., ::-1] == 1)
+    mean = jnp.broadcast_to(weights[:, :, :, 0].mean(axis=(1, 2))[:, None], held.shape)
+    return _scores(_with_most(mean, held & ~own, own), held)
+
+
+def observed_attention(
+    cache: Cache, *, layer: int, q: jax.Array, num_tokens: Any = None, scale: float | None = None
+) -> jax.Array:  # fmt: skip
+    """What all queries of a step attend to, in the mean over those that could. Arguments as of `snapkv`.
+
+    From H2O (https://arxiv.org/abs/2306.14048), whose heavy hitters these are.
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.extend(jaxkv.init(jaxkv.CacheConfig.uniform(**sizes)), [20, 5])
+    >>> jaxkv.scores.observed_attention(cache, layer=0, q=jnp.ones((2, 20, 4, 8))).shape
+    (2, 2, 64)
+    """
+    weights, asked, held = _attention(cache, layer, q, num_tokens, scale, last=q.shape[1])
+    lengths = jnp.sum(held, axis=2, dtype=jnp.int32)[..., None]
+    place = jax.lax.broadcasted_iota(jnp.int32, held.shape, 2)
+    could = jnp.minimum(asked[:, None, None], lengths - place)
+    return _scores(weights.sum(axis=3).mean(axis=2) / jnp.maximum(could, 1).astype(jnp.float32), held)
+
+
+def expected_attention(
+    cache: Cache, *, layer: int, q: jax.Array, rotate: Callable[[jax.Array, jax.Array], jax.Array],
+    num_tokens: Any = None, n_future_positions: int = 512, n_sink: int = 4, use_covariance: bool = True,
+    use_vnorm: bool = True, epsilon: float = 0.0,
+) -> jax.Array:  # fmt: skip
+    """What queries to come will attend to, if they are drawn from a Gaussian of those seen, rotated ahead; times the
+    norm of the values. The first `n_sink` tokens stay.
+
+    Args:
+      q: `[S, T, H, D]`, the queries of a prompt before they are rotated, row s at its first places.
+      rotate: rotary embedding, from `(x [n, heads, D], positions i32[n])` to the same shape.
+      num_tokens: `i32[S]`, how many of the queries there are; default: those of the last step.
+      n_future_positions: how many positions ahead.
+      use_covariance, use_vnorm, epsilon: without them the mean alone counts, or attention alone; what is added before
+        the norm.
+
+    From Expected Attention (https://arxiv.org/abs/2510.00636).
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> rope = lambda x, positions: x
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.extend(jaxkv.init(jaxkv.CacheConfig.uniform(**sizes)), [20, 5])
+    >>> jaxkv.scores.expected_attention(cache, layer=0, q=jnp.ones((2, 20, 4, 8)), rotate=rope).shape
+    (2, 2, 64)
+    """
+    ahead, n_sink = integer("n_future_positions", n_future_positions, least=1), integer("n_sink", n_sink, least=0)
+    epsilon = real("epsilon", epsilon, least=0)
+    keys, values, held = _tokens(cache, layer)
+    rows, heads, _, size = keys.shape
+    q, asked = _queries(cache, layer, q, num_tokens)
+    group = q.shape[2] // heads
+    q = q.astype(jnp.float32).reshape(rows, -1, heads, group, size)
+    number = jax.lax.broadcasted_iota(jnp.int32, q.shape[:2], 1)
+    position = cache.lengths[:, None] - asked[:, None] + number
+    counted = ((number < asked[:, None]) & (position >= n_sink))[:, :, None, None, None]
+    many = jnp.maximum(jnp.sum(counted, axis=1, dtype=jnp.float32), 1)
+    mean = jnp.sum(q, axis=1, where=counted) / many  # [S, K, G, D]
+    apart = jnp.where(counted, q - mean[:, None], 0.0)
+    spread = jnp.einsum("stkgd,stkge->skgde", apart, apart) / many[..., None]
+
+    def turned(length: jax.Array) -> jax.Array:
+        """`[D, D]`: what the positions ahead do to a vector, in the mean; row d to the d-th unit vector."""
+        unit = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), (ahead, size, size))
+        return rotate(unit, length + jnp.arange(ahead, dtype=jnp.int32)).mean(axis=0)
+
+    turn = jax.lax.map(turned, cache.lengths)
+    mean = jnp.einsum("skgd,sde->skge", mean, turn)
+    logits = jnp.einsum("skgd,skcd->skgc", mean, keys) * size**-0.5
+    if flag("use_covariance", use_covariance):
+        spread = jnp.einsum("sda,skgde,seb->skgab", turn, spread, turn)
+        logits += jnp.einsum("skca,skgab,skcb->skgc", keys, spread, keys) / size / 2
+    first = held & (jax.lax.broadcasted_iota(jnp.int32, held.shape, 2) < n_sink)
+    later = held & ~first
+    found = _softmax(logits, later[:, :, None]).mean(axis=2)
+    if flag("use_vnorm", use_vnorm):
+        found = (found + epsilon) * jnp.linalg.norm(values, axis=-1)
+    return _scores(_with_most(found, later, first), held)
+
+
+def _held(cache: Cache, layer: int) -> jax.Array:
+    """`bool[S, K, C]`: where a layer holds a token."""
+    one = cache.layer(layer)
+    held, heads = one.held, cache.layer_config(layer).num_kv_heads
+    held = held if held.ndim == 2 else jnp.broadcast_to(held[:, None], (held.shape[0], heads))
+    place = jnp.arange(cache.config.max_seq_len, dtype=jnp.int32)[None, None]
+    return place < held[..., None]
+
+
+def _tokens(cache: Cache, layer: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A layer's keys and values, f32[S, K, C, D], and where there are any, bool[S, K, C]."""
+    keys, values = (x.astype(jnp.float32) for x in cache.separate(layer))
+    return keys, values, _held(cache, layer)
+
+
+def _scores(found: jax.Array, held: jax.Array) -> jax.Array:
+    return jnp.where(held, found, -jnp.inf)
+
+
+def _with_most(found: jax.Array, of: jax.Array, certain: jax.Array) -> jax.Array:
+    """Scores in which the `certain` tokens have the best that any other of the row has."""
+    most = jnp.max(found, axis=(1, 2), where=of, initial=0.0, keepdims=True)
+    return jnp.where(certain, most, found)
+
+
+def _count(held: jax.Array) -> jax.Array:
+    return jnp.maximum(jnp.sum(held, axis=2, dtype=jnp.float32), 1)
+
+
+def _directions(x: jax.Array) -> jax.Array:
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), TINY)
+
+
+def _softmax(logits: jax.Array, seen: jax.Array) -> jax.Array:
+    """Over the last axis, 0 where nothing is seen."""
+    logits = jnp.where(seen, logits, -jnp.inf)
+    most = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - jnp.where(jnp.isfinite(most), most, 0.0))
+    return weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), TINY)
+
+
+def _queries(cache: Cache, layer: int, q: jax.Array, num_tokens: Any) -> tuple[jax.Array, jax.Array]:
+    """Queries, and `i32[S]`, how many of them are a row's. Raises ValueError."""
+    one = cache.layer_config(layer)
+    rows, heads = cache.config.max_seqs, one.num_kv_heads
+    if q.ndim != 4 or (q.shape[0], q.shape[3]) != (rows, one.head_dim) or q.shape[2] % heads:
+        raise ValueError(
+            f"q must be [{rows}, T, H, {one.head_dim}], the queries of each row's last tokens, with H a multiple of "
+            f"{heads}, but its shape is {q.shape}."
+        )
+    new = cache.layer(layer).tables.new[:rows]
+    return q, jnp.minimum(new if num_tokens is None else row_counts("num_tokens", num_tokens, rows), q.shape[1])
+
+
+def _attention(
+    cache: Cache, layer: int, q: jax.Array, num_tokens: Any, scale: float | None, last: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What the last queries of each row attend to: `f32[S, K, G, n, C]`, 0 for queries that are not there; how many
+    queries a row has; and where it holds tokens."""
+    keys, _, held = _tokens(cache, layer)
+    q, asked = _queries(cache, layer, q, num_tokens)
+    rows, heads, _, size = keys.shape
+    last = min(last, q.shape[1])
+    number = (asked - last)[:, None] + jnp.arange(last, dtype=jnp.int32)[None]  # of each row's last queries
+    q = jnp.take_along_axis(q.astype(jnp.float32), jnp.maximum(number, 0)[:, :, None, None], axis=1)
+    q = q.reshape(rows, last, heads, -1, size)
+    logits = jnp.einsum("stkgd,skcd->skgtc", q, keys) * (size**-0.5 if scale is None else scale)
+    place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 4)
+    own = (jnp.sum(held, axis=2, dtype=jnp.int32) - asked[:, None])[:, :, None] + number[:, None]  # [S, K, n]
+    seen = held[:, :, None, None] & (place <= own[:, :, None, :, None]) & (number >= 0)[:, None, None, :, None]
+    return _softmax(logits, seen), asked, held
