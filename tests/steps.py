@@ -1,5 +1,7 @@
 """A model's step, as far as a cache sees it."""
 
+import jax
+
 import jaxkv
 
 
@@ -19,3 +21,8 @@ def attend_in_all_layers(cache, q, k, v):
 
 def model_step(cache, q, k, v, num_tokens):
     return attend_in_all_layers(jaxkv.extend(cache, num_tokens), q, k, v)
+
+
+def on_device(cache):
+    """The cache on a device by name, as what comes back from the host is: else each program is compiled for either."""
+    return jax.device_put(cache, jax.devices()[0])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from steps import on_device
 
 import jaxkv
 
@@ -68,7 +69,7 @@ def assert_holds(cache, row, tokens, window=None):
 def start(window=None, *, prompts=(), config=None, **options):
     """A cache and an index into which prompts have been inserted, row by row, and their rows freed."""
     config = config or make_config(window)
-    cache, prefix = jaxkv.init(config), jaxkv.PrefixCache(config, **options)
+    cache, prefix = on_device(jaxkv.init(config)), jaxkv.PrefixCache(config, **options)
     for prompt in prompts:
         cache, _ = compute(cache, 0, prompt)
         cache = jaxkv.free(prefix.insert(cache, 0, prompt), 0)

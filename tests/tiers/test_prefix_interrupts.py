@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from nightly import NIGHTLY
+from steps import on_device
 from test_prefix import BLOCK, compute, contents, make_config
 
 import jaxkv
@@ -133,7 +134,7 @@ def situation(window, spill):
     on_host = {False: 0, True: 9, "disk": 4}[spill] * config.bytes_per_block
     disk = {"disk": new_folder(), "disk_bytes": 10**6} if spill == "disk" else {}
     prefix = jaxkv.PrefixCache(config, spill_bytes=on_host, **disk)
-    cache = jaxkv.init(config)
+    cache = on_device(jaxkv.init(config))
     for tokens in (B, A):
         cache, _ = compute(cache, 0, tokens)
         cache = free(prefix.insert(cache, 0, tokens), 0)
