@@ -45,7 +45,8 @@ def test_dense(name):
         assert row[len(e.prompt) - 1 : len(e.read)].argmax(-1).tolist() == e.tokens.tolist()
 
 
-@pytest.mark.parametrize("name", fixtures.NAMES)
+# By day a few that together have every kind of layer; dense, all have been seen.
+@pytest.mark.parametrize("name", fixtures.NAMES if NIGHTLY else ["gemma2", "deepseek_v2", "gpt_oss"])
 def test_packed_and_paged(name):
     """Five prompts together, in chunks: some rows decode while others still read their prompts."""
     model, wanted = load(name), fixtures.expected(name)
@@ -74,7 +75,7 @@ def test_packed_and_paged(name):
     assert cache.lengths.tolist() == [len(e.read) for e in wanted]
 
 
-@pytest.mark.parametrize("name", fixtures.NAMES if NIGHTLY else ["mistral", "gemma2", "deepseek_v2"])
+@pytest.mark.parametrize("name", fixtures.NAMES if NIGHTLY else ["mistral"])
 def test_generate(name):
     """Prompts in chunks, with so few blocks that rows are set back and resumed, and one by one: the same tokens."""
     wanted = fixtures.expected(name)
@@ -90,7 +91,7 @@ def test_generate(name):
         assert [token for _, token in engine.stream([prompt], count)] == e.tokens.tolist()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llama3"])
+@pytest.mark.parametrize("name", ["gemma3", "llama3"] if NIGHTLY else ["llama3"])
 def test_padded_and_paged(name):
     model, wanted = load(name), fixtures.expected(name)
     lengths = np.array([len(e.prompt) for e in wanted], np.int32)
