@@ -1,6 +1,7 @@
 """A paged KV cache for JAX: immutable, functional, with kernels for TPU and NVIDIA GPU."""
 
 from jaxkv._core.attention import attend as attend, attention as attention, explain as explain
+from jaxkv._core.bounds import BlockBounds as BlockBounds, block_bounds as block_bounds
 from jaxkv._core.cache import Cache as Cache
 from jaxkv._core.checks import check as check, check_invariants as check_invariants, stats as stats
 from jaxkv._core.config import CacheConfig as CacheConfig
@@ -37,10 +38,10 @@ from pallas_kernels import merge_attention as merge_attention
 __version__ = "0.1.0"
 
 __all__ = [
-    "Beams", "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine", "HostBlocks",
-    "LayerConfig", "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "PrefixEvent", "SequenceTooLong", "Step",
-    "append", "attend", "attention", "beam_search", "check", "check_invariants", "counts", "describe",
-    "dot_product_attention", "evict", "explain", "extend", "fork", "free", "gather", "generate", "init",
+    "Beams", "BlockBounds", "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine",
+    "HostBlocks", "LayerConfig", "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "PrefixEvent", "SequenceTooLong",
+    "Step", "append", "attend", "attention", "beam_search", "block_bounds", "check", "check_invariants", "counts",
+    "describe", "dot_product_attention", "evict", "explain", "extend", "fork", "free", "gather", "generate", "init",
     "jax_attention", "keep", "last", "left_align", "load", "merge_attention", "partition_specs", "plan_step",
     "positions", "reorder", "reserve", "right_align", "save", "send", "stats", "swap_in", "swap_out", "truncate",
     "write",

@@ -9,9 +9,12 @@ Scores say what each token that a layer holds is worth, `f32[S, K, C]`, for `jax
 
 Budgets say how many to keep: `uniform` a share or a number of each row, `pyramid` more in the first layers than in the
 last, `ada` so that the heads of a layer compete. A score of your own is any function that gives such an array.
+
+`quest` gives nothing up: it chooses the blocks that a step's queries may care for most, for `jaxkv.attend(blocks=)`.
 """
 
 from jaxkv._budgets import ada as ada, pyramid as pyramid, uniform as uniform
+from jaxkv._quest import quest as quest
 from jaxkv._scores import (
     expected_attention as expected_attention,
     keydiff as keydiff,
@@ -23,6 +26,6 @@ from jaxkv._scores import (
 )
 
 __all__ = [
-    "ada", "expected_attention", "keydiff", "knorm", "observed_attention", "pyramid", "snapkv", "streaming_llm", "tova",
-    "uniform",
+    "ada", "expected_attention", "keydiff", "knorm", "observed_attention", "pyramid", "quest", "snapkv",
+    "streaming_llm", "tova", "uniform",
 ]  # fmt: skip

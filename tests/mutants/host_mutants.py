@@ -11,11 +11,13 @@ class Mutant(NamedTuple):
 
 
 INDEX, CHANGE, PREFIX = "_tiers/prefix_index.py", "_tiers/prefix_change.py", "_tiers/prefix.py"
+READ = "_tiers/read.py"
 ENGINE, LOOP, RESIDENT, REQUEST = "_engine/engine.py", "_engine/loop.py", "_engine/resident.py", "_engine/request.py"
 SCHEDULER, PIPELINE, TURN = "_engine/scheduler.py", "_engine/pipeline.py", "_engine/turn.py"
 ALLOCATOR, FORMAT, ROWS = "_core/allocator.py", "_files/format.py", "_files/rows.py"
 IN_PREFIX, IN_CUTS = "tiers/test_prefix.py::", "tiers/test_prefix_interrupts.py::test_a_call_is_cut_off_at_every_line"
 IN_REQUESTS, IN_GENERATE = "engine/test_requests.py::", "engine/test_generate.py::"
+BLOCKS, DISK, IN_DISK = "_files/blocks.py", "_tiers/disk.py", "tiers/test_prefix_disk.py::"
 IN_INTERRUPTS, IN_FILES = "engine/test_interrupts.py::", "files/test_files.py::"
 
 MUTANTS = {
@@ -72,15 +74,15 @@ MUTANTS = {
         IN_PREFIX + "test_a_match_is_whole_blocks_and_leaves_a_token_to_compute",
     ),
     "a salt is no matter": Mutant(
-        PREFIX,
-        "self._index.root((type(salt), salt, adapter))",
-        "self._index.root(adapter)",
+        READ,
+        "return type(salt), salt, adapter",
+        "return type(None), None, adapter",
         IN_PREFIX + "test_salts_and_adapters_share_nothing",
     ),
     "an adapter is no matter": Mutant(
-        PREFIX,
-        "self._index.root((type(salt), salt, adapter))",
-        "self._index.root((type(salt), salt))",
+        READ,
+        "return type(salt), salt, adapter",
+        "return type(salt), salt, None",
         IN_PREFIX + "test_salts_and_adapters_share_nothing",
     ),
     "tokens are indexed that the row does not hold": Mutant(
@@ -336,5 +338,51 @@ MUTANTS = {
         "[slots < 0] = 0\n",
         "[slots < -1] = 0\n",
         IN_FILES + "test_a_shared_block_is_stored_once_and_nothing_but_tokens_is",
+    ),
+    # The tier on disk.
+    "a file is taken for what its name says": Mutant(
+        BLOCKS, "if not data.startswith(header) or zlib", "if zlib", IN_DISK + "test_300_damaged_files_are_300_misses"
+    ),
+    "a file of the right length and header is taken": Mutant(
+        BLOCKS,
+        'zlib.crc32(data[:-CHECKSUM]) != int.from_bytes(data[-CHECKSUM:], "little"):',
+        "len(data) != size:",
+        IN_DISK + "test_300_damaged_files_are_300_misses",
+    ),
+    "another model's files are found": Mutant(
+        BLOCKS,
+        "config.groups, layers, stored, model]",
+        "config.groups, layers, stored]",
+        IN_DISK + "test_what_is_of_another_salt_adapter_model_or_config_is_not_found",
+    ),
+    "names do not depend on the salt": Mutant(
+        INDEX,
+        "digest = digest_of(self.owner, identity)",
+        "digest = digest_of(self.owner, None)",
+        IN_DISK + "test_what_is_of_another_salt_adapter_model_or_config_is_not_found",
+    ),
+    "blocks on disk come back where there is no room": Mutant(
+        DISK,
+        "if sum(sizes) > room or not",
+        "if not",
+        IN_DISK + "test_blocks_that_leave_the_host_go_to_files_and_no_others",
+    ),
+    "the folder has no bound": Mutant(
+        BLOCKS,
+        "while taken > most_bytes:",
+        "while False:",
+        IN_DISK + "test_the_least_recently_used_goes_and_the_next_process_knows_which",
+    ),
+    "what a process of our number left is kept": Mutant(
+        "_files/atomic.py",
+        "return _FIRST <= number < _FIRST + 2**32",
+        "return True",
+        IN_DISK + "test_what_is_left_of_a_process_with_our_number_is_removed",
+    ),
+    "what left the folder is not told": Mutant(
+        BLOCKS,
+        "        self.known.pop(name, None)\n",
+        "",
+        IN_DISK + "test_whoever_follows_the_events_knows_what_is_held",
     ),
 }

@@ -1,0 +1,91 @@
+"""Which blocks to read: those that a query may care for most."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.bounds import BlockBounds, block_bounds, check_bounds, tables_of
+from jaxkv._core.cache import Cache
+from jaxkv._core.numbers import integer, real
+from pallas_kernels.tokens import locate
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def quest(
+    cache: Cache, *, layer: int, q: Any, num_blocks: int, bounds: BlockBounds | None = None,
+    scale: float | None = None,
+) -> jax.Array:  # fmt: skip
+    """The blocks of each row whose keys the step's queries may care for most, for `attend(blocks=)`. Pure and jittable.
+
+    No key of a block has a larger logit than its `block_bounds` allow. From these bounds each head gives every block a
+    share, as if they were the logits of all its tokens, and a block counts by the shares that all heads of all of the
+    step's tokens give it. The blocks that hold the step's tokens are always among those chosen, as many as fit.
+
+    Args:
+      q: `[S, T, H, D]` or packed `[N, H, D]`, as `attend` takes it; H query heads, rotated as the keys are.
+      num_blocks: how many blocks of each row, n; a number, for it is a shape.
+      bounds: of this layer as it is now; default: they are computed, which reads all keys. Give those that
+        `block_bounds(..., bounds=, last=)` keeps up to date, and little more is read than what is chosen.
+      scale: of the logits; default `D ** -0.5`.
+
+    Returns:
+      `i32[S, n]`: logical blocks in increasing order, -1 behind them.
+
+    Raises:
+      ValueError: queries that are not the step's, or of heads that do not go with the layer's; `num_blocks` below 1.
+
+    After Quest (Tang et al. 2024), which chooses for each head by itself; here blocks hold all heads.
+
+    >>> import jax, jaxkv, jaxkv.scores
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=1, max_seq_len=64)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, num_blocks=16, block_size=4))
+    >>> kv = jax.random.normal(jax.random.key(0), (1, 1, 50, 2, 8))
+    >>> cache = jaxkv.extend(jaxkv.append(cache, kv, kv, [50]), [1])
+    >>> q, k = jax.random.normal(jax.random.key(1), (1, 1, 4, 8)), kv[0, :, :1]
+    >>> cache = jaxkv.write(cache, k, k, layer=0)
+    >>> blocks = jaxkv.scores.quest(cache, layer=0, q=q, num_blocks=3)
+    >>> blocks.shape, int(blocks[0, -1]), jaxkv.attend(q, cache, layer=0, blocks=blocks).shape
+    ((1, 3), 12, (1, 1, 4, 8))
+    """
+    num_blocks = integer("num_blocks", num_blocks, least=1)
+    tables, size = tables_of(cache, layer), cache.config.block_size
+    if bounds is not None:
+        check_bounds(cache, layer, bounds)
+    low, high = block_bounds(cache, layer=layer) if bounds is None else bounds
+    rows, width, num_kv_heads, head_dim = low.shape
+    shape = tuple(getattr(q, "shape", ()))
+    padded = len(shape) == 4
+    if len(shape) not in (3, 4) or (padded and shape[0] != rows):
+        raise ValueError(f"q must be [{rows}, T, H, {head_dim}], or packed [N, H, {head_dim}], not {list(shape)}.")
+    if shape[-1] != head_dim or shape[-2] % num_kv_heads:
+        raise ValueError(
+            f"q has {shape[-2]} heads of {shape[-1]}, but the layer {num_kv_heads} of {head_dim}: their number must be "
+            "a multiple of the layer's, and their size the same."
+        )
+    scale = head_dim**-0.5 if scale is None else real("scale", scale)
+    with jax.named_scope("quest"):
+        token = jax.tree.map(jnp.ravel, locate(shape[:-2], tables.lengths, tables.new))
+        queries = q.reshape(-1, num_kv_heads, shape[-2] // num_kv_heads, head_dim).astype(jnp.float32)
+        # What a query's entry makes of the bound that is better for it.
+        above = jnp.einsum("nkgd,nmkd->nkgm", jnp.maximum(queries, 0), high[token.row])
+        below = jnp.einsum("nkgd,nmkd->nkgm", jnp.minimum(queries, 0), low[token.row])
+        logits = jnp.nan_to_num(scale * (above + below), nan=LARGEST, posinf=LARGEST, neginf=-LARGEST)
+        column = jnp.arange(width, dtype=jnp.int32)[None]
+        filled = jnp.clip(tables.lengths[:, None] - column * size, 0, size)
+        held = jnp.where(tables.tables != 0, filled, 0)  # i32[S, M]: tokens of each block
+        logits = jnp.where((held > 0)[token.row][:, None, None], logits, -jnp.inf)
+        largest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), -LARGEST)
+        weights = jnp.exp(logits - largest) * held[token.row][:, None, None].astype(jnp.float32)
+        shares = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.float32(1e-30))
+        shares = jnp.where(token.valid[:, None], jnp.sum(shares, axis=(1, 2)), jnp.float32(0))
+        total = jnp.zeros((rows, width), jnp.float32).at[token.row].add(shares)
+        first_new = (tables.lengths - tables.new) // size
+        total = jnp.where((column >= first_new[:, None]) & (tables.new > 0)[:, None], jnp.float32(jnp.inf), total)
+        total = jnp.where(held > 0, total, -jnp.float32(1))
+        best, chosen = jax.lax.top_k(total, min(num_blocks, width))
+        chosen = jnp.sort(jnp.where(best < 0, width, chosen), axis=1)
+        chosen = jnp.where(chosen == width, -1, chosen).astype(jnp.int32)
+        return jnp.pad(chosen, ((0, 0), (0, max(num_blocks - width, 0))), constant_values=-1)
