@@ -176,7 +176,7 @@ class CacheConfig(MadeLike):
         if not alike or own != (None, None, None):
             raise ValueError(
                 f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, so it must have the same num_kv_heads "
-                "and head_dim (if latent, the same rank and rope_dim), and no dtype, rotate or evict of its own."
+                "and head_dim (if latent, the same rank and rope_dim), and no dtype or rotate of its own, nor evict."
             )
         if layer.chunk != owner.chunk and (owner.chunk is not None or owner.window is not None):
             raise ValueError(

@@ -351,7 +351,7 @@ REFUSED = {
     ),
     "evict of a sharing one": (
         lambda c: make_config(LAYER, LayerConfig(num_kv_heads=HEADS, head_dim=6, shares_with=0, evict="layer")),
-        "no dtype, rotate or evict of its own",
+        "no dtype or rotate of its own, nor evict",
     ),
 }  # fmt: skip
 
