@@ -1,7 +1,7 @@
 """Random operations on a cache, failures included, against the oracle.
 
 Every request goes in as data of a jitted function that donates the cache, as in a decode loop. What no row holds
-and no index keeps is NaN before each one. By day 11,000 operations, as many of each of three configs; by night a
+and no index keeps is NaN before each one. By day 30,000 operations, as many of each of three configs; by night a
 million, of all of them.
 """
 
@@ -25,7 +25,7 @@ from steps import model_step, on_device
 import jaxkv
 from jaxkv.testing import poison
 
-EXAMPLES, STEPS = (1570 if NIGHTLY else 47), 80  # of each config
+EXAMPLES, STEPS = (1570 if NIGHTLY else 126), 80  # of each config
 
 ROWS = 4
 PLACES = 5  # T of padded steps
