@@ -1,5 +1,6 @@
 """Continuous batching: the same tokens however prompts are batched, cut, set back or resumed."""
 
+import gc
 import resource
 
 import jax
@@ -139,6 +140,7 @@ def test_thousands_of_steps_compile_once_per_shape_and_keep_no_memory(model):
             for _ in engine.stream(prompts, 50):
                 if engine.steps >= steps:
                     break
+        gc.collect()
         return len(jax.live_arrays()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     arrays, memory = held_after(1500 if NIGHTLY else 700)  # by then it has compiled every shape

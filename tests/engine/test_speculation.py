@@ -147,10 +147,12 @@ def test_a_run_of_tokens_is_followed_by_what_followed_it_last():
 
 @pytest.mark.parametrize("dtype", [None, *["int8", "int4"] * NIGHTLY])
 def test_text_that_repeats_itself_takes_fewer_steps(dtype):
-    model = jaxkv.models.small()
+    model = jaxkv.models.small() if NIGHTLY else Biased((0.0, 1.0, 2.0, 0.5))  # by day one that compiles quickly
     text = (pathlib.Path(jaxkv.__file__).parent / "_core" / "errors.py").read_bytes()[:180]
     sizes = {"max_seqs": 2, "max_seq_len": 320, "step_tokens": 64, "cache_dtype": dtype}
     prompts, outputs, steps = [list(text), list(b"import os\nimport ")], {}, {}
+    if not NIGHTLY:
+        prompts = [[byte % 4 for byte in prompt] for prompt in prompts]
     for draft in (None, "ngram"):
         engine = jaxkv.Engine(model, draft=draft, **sizes)
         requests = [engine.submit(prompt, 60, logprobs=2) for prompt in prompts]
