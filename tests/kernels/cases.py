@@ -66,7 +66,7 @@ def cover(count: int, seed: int = 0) -> list[Case]:
 
 
 CASES = [
-    *cover(14 if NIGHTLY else 10),  # by day every value, if not every pair that can be had
+    *cover(14 if NIGHTLY else 8),  # by day every value, if not every pair that can be had
     Case(lengths=(700, 3, 699, 701), new=(1, 1, 1, 1), block_size=701, packed=True),  # one block a row: contiguous
     Case(
         lengths=(700, 3, 300), new=(40, 3, 1), block_size=701, window=64
