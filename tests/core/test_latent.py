@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nightly import NIGHTLY
+from steps import on_device
 
 import jaxkv
 from jaxkv.testing import assert_no_copy, permute_blocks, poison
@@ -46,7 +48,7 @@ def filled(kind, stacked=False):
     """Rows of 9 and 4 tokens; NaN in all that is not theirs."""
     k, v = random_step((ROWS, 9))
     fill = quickly_compiled(lambda cache: poison(jaxkv.append(cache, k, v, jnp.array([9, 4, 0], jnp.int32))))
-    return fill(jaxkv.init(make_config(kind, stacked=stacked)))
+    return fill(on_device(jaxkv.init(make_config(kind, stacked=stacked))))
 
 
 def equal(a, b):
@@ -109,7 +111,7 @@ def play(cache, steps, counts):
     return outs, cache
 
 
-@pytest.mark.parametrize("kind", ["float32", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "int8"] if NIGHTLY else ["int8"])
 def test_attention_of_a_step(kind):
     """A packed prefill, also to the last place of a block, then a decode step; the same stacked."""
     axes, counts = ((9,), (ROWS, 1)), ((3, 4, 2), (1, 1, 0))
@@ -134,14 +136,14 @@ def test_attention_of_a_step(kind):
         error = np.linalg.norm(outs[layer] - wanted) / np.linalg.norm(wanted)
         assert error < (1e-5 if kind == "float32" else 0.03)
     assert not np.asarray(outs[len(LAYERS)][2]).any()
-    if kind == "float32":
+    if kind == "float32" or not NIGHTLY:  # by day what is stacked: tests/core/test_quantised.py
         return
     again, _ = play(filled(kind, stacked=True), steps, counts)
     for out, same in zip(outs, again, strict=True):
         np.testing.assert_allclose(same, out, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["float32", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "int8"] if NIGHTLY else ["int8"])
 def test_rows_go_wherever_others_go(kind, tmp_path):
     """Fork, truncate, swap, the prefix index by way of the host, save and load in other blocks, other block numbers."""
     cache = filled(kind)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from steps import on_device
 
 import jaxkv
 from jaxkv.models import Decoder, DecoderConfig, Rope
@@ -50,7 +51,7 @@ def go_on(model, cache, tokens, steps, rows=(0, 1, 2)):
 def start(model, **fields):
     """All prompts prefilled and five tokens further, and the last tokens of each."""
     fields = {"max_seqs": 3, "max_seq_len": 64, "num_blocks": 40, "block_size": 4} | fields
-    cache = jaxkv.init(jaxkv.CacheConfig.from_model(model, **fields))
+    cache = on_device(jaxkv.init(jaxkv.CacheConfig.from_model(model, **fields)))
     padded = np.zeros((3, 32), np.int32)
     for row, prompt in enumerate(PROMPTS):
         padded[row, : len(prompt)] = prompt
