@@ -18,12 +18,12 @@ def test_there_are_notebooks():
 @pytest.mark.filterwarnings("default")  # a kernel's own sockets and threads
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_notebook(file):
-    """By day the first one runs, the others are only looked at."""
+    """By day the one that compiles least runs, the others are only looked at."""
     assert file.stat().st_size < 300_000
     notebook = nbformat.read(file, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert any(cell.outputs for cell in cells), "outputs are kept, so that the notebook can be read where it lies"
     assert not any(output.output_type == "error" for cell in cells for output in cell.outputs)
     assert "assert " in cells[-1].source, "a notebook ends in asserts"
-    if NIGHTLY or file == NOTEBOOKS[0]:
+    if NIGHTLY or file.stem == "02_sharing":
         nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(file.parent)}}).execute()

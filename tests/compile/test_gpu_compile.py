@@ -62,9 +62,9 @@ if NIGHTLY:
 def report():
     """Everything that gpu_compile.py prints, by job."""
     script = pathlib.Path(__file__).with_name("gpu_compile.py")
-    controls = ("no-fence", "too-many-registers", "not-donated", "not-unique")
+    controls = ("no-fence", "too-many-registers", *("not-donated", "not-unique") * NIGHTLY)
     controls = [f"control-{name}" for name in controls]
-    jobs = [*DECODE_BUDGETS, *PREFILL, *QUANTISED, "launches", "step", "scanned", *controls]
+    jobs = [*DECODE_BUDGETS, *PREFILL, *QUANTISED, "launches", "step", *["scanned"] * NIGHTLY, *controls]
     path = os.pathsep.join([str(script.parents[2]), SITE, os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XLA_FLAGS": ""}
     run = subprocess.run([sys.executable, script, *jobs], env=environment, capture_output=True, text=True, timeout=580)
@@ -156,6 +156,7 @@ def test_step_updates_the_pools_in_place(report):
     assert step["unique_scatters"] == step["scatters"] == 2  # one a pool; unique: no atomics
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="takes long to compile; by day test_tpu.py has it")
 def test_scanned_layers_update_their_pool_in_place(report):
     """One decode and one merge kernel for all layers. XLA copies a layer's weights to multiply with them, no pool."""
     step = report["scanned"]
@@ -166,12 +167,14 @@ def test_scanned_layers_update_their_pool_in_place(report):
     assert step["kernels"] == 2
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="a step to compile")
 def test_undonated_pools_show(report):
     """Negative control: what a step looks like that copies its pools."""
     assert report["control-not-donated"]["alias_bytes"] == 0
     assert report["control-not-donated"]["pool_copies"] > 0
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="a step to compile")
 def test_scatter_with_atomics_shows(report):
     """Negative control: an update without the promise of unique indices."""
     assert report["control-not-unique"]["unique_scatters"] == 0
