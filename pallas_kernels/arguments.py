@@ -113,6 +113,11 @@ def check_variants(q, tables, alibi, spans, tree, causal, blocks, deterministic,
     """What decides who sees whom, and what goes with what. `others` are the options that some of it excludes."""
     given = {name: x for name, x in others.items() if x is not None}
     num_heads = q.shape[-2]
+    if (first := given.get("sink_tokens")) is not None:
+        if isinstance(first, bool) or not isinstance(first, int | np.integer) or first < 1:
+            raise ValueError(f"sink_tokens must be an integer, at least 1, not {first!r}: None means no first tokens.")
+        if "window" not in given:
+            raise ValueError("sink_tokens are seen beside a window, and there is none: give window, or leave them out.")
     if alibi is not None and (alibi.shape != (num_heads,) or not jnp.issubdtype(alibi.dtype, jnp.floating)):
         raise ValueError(
             f"alibi must be f32[{num_heads}], one slope for each query head, not {alibi.dtype}{list(alibi.shape)}."

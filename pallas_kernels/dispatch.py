@@ -39,7 +39,7 @@ class Choice(NamedTuple):
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, scale=None, soft_cap=None,
     window=None, sinks=None, mask=None, return_lse=False, alibi=None, spans=None, tree=None, causal=True, chunk=None,
-    blocks=None, deterministic=False, shared=None, implementation=None,
+    blocks=None, deterministic=False, sink_tokens=None, shared=None, implementation=None,
 ):  # fmt: skip
     """Causal attention of a step's tokens over the blocks of their rows.
 
@@ -65,6 +65,8 @@ def paged_attention(
       scale: what the logits are multiplied by, a float or a scalar array; default `D ** -0.5`.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; after `scale`.
       window: a token sees only the last `window` positions, its own included.
+      sink_tokens: with `window`, it sees the first so many positions of its row, too (StreamingLLM,
+        https://arxiv.org/abs/2309.17453); blocks between are not read.
       sinks: `f32[H]`, one more logit per head in the softmax's denominator, without a value.
       mask: `bool[S, T, C]` padded or `bool[N, C]` packed, and-ed with causality: may the token see position c?
         Positions from C on are not seen.
@@ -81,7 +83,7 @@ def paged_attention(
       deterministic: a row's output and LSE are the same to the bit whatever the other rows, the table's width, T and
         the numbers of blocks are, in one layout and dtype. Gradients are not.
       shared: `i32[4, S]`, what `find_shared` found in these tables: rows that begin with the same blocks read them
-        once, in XLA. Other backends, `blocks` and `deterministic` read every row by itself.
+        once, in XLA. Other backends, `blocks`, `sink_tokens` and `deterministic` read every row by itself.
       return_lse: also return the natural logarithm of the softmax's denominator, its sink included.
       implementation: None picks the kernels of the platform, and XLA where they do not fit; a name insists.
 
@@ -108,9 +110,9 @@ def paged_attention(
     check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank, chunk)
     variants = dict(alibi=alibi, spans=spans, tree=tree, causal=causal, chunk=chunk, blocks=blocks)
     variants["deterministic"] = deterministic
-    check_variants(q, tables, shared=shared, window=window, mask=mask, **variants)
+    check_variants(q, tables, shared=shared, window=window, sink_tokens=sink_tokens, mask=mask, **variants)
     options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
-    options |= _unusual(variants)
+    options |= _unusual(variants | {"sink_tokens": sink_tokens})
     arguments = dict(q=q, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, kv_scale=kv_scale, **options)
     arguments |= _if_given(kind=kind, rank=rank, shared=shared)
     return _differentiable("paged_attention", implementation, arguments)
@@ -154,8 +156,8 @@ def write_and_attend(
     """`write_kv`, then `paged_attention` over the result; in one kernel where a backend has one.
 
     Args:
-      **variants: `alibi`, `spans`, `tree`, `causal`, `chunk`, `blocks`, `deterministic` and `shared`; all arguments
-        are as in those two.
+      **variants: `alibi`, `spans`, `tree`, `causal`, `chunk`, `blocks`, `deterministic`, `sink_tokens` and `shared`;
+        all arguments are as in those two.
 
     Returns:
       `(out, kv)`, where out is what `paged_attention` returns, and kv what `write_kv` does.
@@ -222,7 +224,7 @@ def explain(
 
 
 # Options that decide who sees whom, which not every backend knows.
-VARIANTS = ("alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic")
+VARIANTS = ("alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic", "sink_tokens")
 USUAL = {"causal": True, "deterministic": False}  # the others: None
 TAKEN = {name for f in (paged_attention, write_kv) for name in inspect.signature(f).parameters} - {"implementation"}
 

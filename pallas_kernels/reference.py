@@ -14,7 +14,8 @@ from pallas_kernels.kinds import LARGEST as KINDS  # noqa: F401 (what it stores)
 from pallas_kernels.tokens import default_offsets, locate
 
 LATENT = True  # it reads latent rows
-VARIANTS = frozenset({"alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic"})  # what else it takes
+# What else it takes.
+VARIANTS = frozenset({"alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic", "sink_tokens"})
 
 
 def dense(
@@ -44,11 +45,11 @@ def dense(
     return flatten(keys), flatten(values)[..., :rank]
 
 
-@functools.partial(jax.jit, static_argnames=("window", "return_lse", "kind", "rank", "causal", "chunk"))
+@functools.partial(jax.jit, static_argnames=("window", "return_lse", "kind", "rank", "causal", "chunk", "sink_tokens"))
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
     mask=None, return_lse=False, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True, chunk=None,
-    blocks=None, deterministic=False,
+    blocks=None, deterministic=False, sink_tokens=None,
 ):  # fmt: skip
     """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
     *token_axes, num_heads, head_dim = q.shape
@@ -68,7 +69,7 @@ def paged_attention(
         seen = (place < before) | ancestors
         position, place = before + depth[..., None], jnp.where(is_new, before + depth.reshape(-1)[index], place)
     if window is not None:
-        seen &= place > position - window
+        seen &= (place > position - window) | (place < (sink_tokens or 0))
     if chunk is not None:
         seen &= place >= position // chunk * chunk
     if spans is not None:

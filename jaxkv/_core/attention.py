@@ -33,6 +33,7 @@ from jaxkv._core.write import (
 )  # fmt: skip
 
 BY_HEAD = ("sinks", "alibi")  # options with an entry for each query head
+ALONE = {"blocks", "deterministic", "sink_tokens"}  # options with which every row is read by itself
 
 
 def attention(
@@ -58,6 +59,8 @@ def attention(
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after `scale`.
       window: a token sees only the last `window` positions, its own included; default: the layer's own, which it cannot
         exceed. A layer's chunk is always its own.
+      sink_tokens: with `window`, it sees the first so many positions of its row, too (StreamingLLM). For layers that
+        keep everything: those made with a window have given the first ones back.
       sinks: `f32[H]`, one more logit per head in the softmax's denominator, without a value.
       mask: `bool[S, T, C]` padded or `bool[N, C]` packed, and-ed with causality: may the token see position c of its
         row? Positions from C on are not seen. Kernels for TPU and GPU take none: then XLA runs.
@@ -237,7 +240,7 @@ def explain(
     one = layer_of(cache, 0 if layer is None and not isinstance(cache, Layer) else layer)
     check_tokens(one, {"q": q})
     options = {name: x for name, x in options.items() if name != "num_tokens"}
-    cascades = flag("cascade", options.pop("cascade", True)) and not {"blocks", "deterministic"} & options.keys()
+    cascades = flag("cascade", options.pop("cascade", True)) and not ALONE & options.keys()
     q = jax.eval_shape(functools.partial(split_heads, one), q)
     choice = pallas_kernels.explain(
         q=q, kv=one.pool.kv, tables=one.tables.tables, platform=platform, implementation=implementation,

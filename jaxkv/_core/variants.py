@@ -41,13 +41,18 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
             f"window={asked} is wider than what layer {one.number} keeps, a window of {own} tokens: give its "
             "LayerConfig the wider one."
         )
+    if own is not None and "sink_tokens" in options:
+        raise ValueError(
+            f"Layer {one.number} gives back what falls out of its window of {own} tokens, the first ones too, and "
+            "cannot take sink_tokens: make it without a window, and give window= with them."
+        )
     if own is not None and "chunk" in options:
         raise ValueError(f"Layer {one.number} has a window of {own} tokens, and cannot take chunk: leave it out.")
     return {"window": own} | options
 
 
 # What goes by positions, which places in a layer that evicts are not; and what has an entry for each head or row.
-BY_POSITION, BY_HEAD = ("window", "chunk", "alibi", "mask"), ("sinks", "blocks")
+BY_POSITION, BY_HEAD = ("window", "sink_tokens", "chunk", "alibi", "mask"), ("sinks", "blocks")
 
 
 def _check_evicting(one: Layer, options: dict[str, Any]) -> None:

@@ -13,4 +13,5 @@ from pallas_kernels.xla.attention import (
 
 LATENT = True  # it reads latent rows
 SHARES = True  # it reads once what rows have in common
-VARIANTS = frozenset({"alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic"})  # what else it takes
+# What else it takes.
+VARIANTS = frozenset({"alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic", "sink_tokens"})

@@ -20,12 +20,12 @@ from pallas_kernels.xla import work as tiles
 
 
 @functools.partial(
-    jax.jit, static_argnames=("window", "return_lse", "kind", "rank", "causal", "chunk", "deterministic")
+    jax.jit, static_argnames=("window", "return_lse", "kind", "rank", "causal", "chunk", "deterministic", "sink_tokens")
 )
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
     mask=None, return_lse=False, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True, chunk=None,
-    blocks=None, deterministic=False, shared=None,
+    blocks=None, deterministic=False, sink_tokens=None, shared=None,
 ):  # fmt: skip
     """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
     *token_axes, num_heads, head_dim = q.shape
@@ -40,14 +40,14 @@ def paged_attention(
     soft_cap = None if soft_cap is None else jnp.asarray(soft_cap, jnp.float32)
     sight = tiles.find_sight(
         tuple(token_axes), rows, lengths, new, offsets, window=window, chunk=chunk, causal=causal, mask=mask,
-        spans=spans, tree=tree, blocks=blocks,
+        spans=spans, tree=tree, blocks=blocks, sink_tokens=sink_tokens,
     )  # fmt: skip
     alibi = None if alibi is None else alibi.astype(jnp.float32).reshape(kv.shape[2], -1)
     flat_q = q.reshape(num_tokens, num_heads, head_dim)
     inputs = _Inputs(flat_q, kv, kv_scale, kind, rank, scale, soft_cap, alibi, sight)
 
     together = None
-    if shared is not None and blocks is None and not deterministic:
+    if shared is not None and blocks is None and sink_tokens is None and not deterministic:
         together, rows = _attend_together(inputs, rows, Shared.unpack(shared), token)
 
     def attend(count: jax.Array, queries: int, lanes: int) -> _Softmax:

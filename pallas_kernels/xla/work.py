@@ -125,10 +125,19 @@ class Sight(NamedTuple):
     spans: jax.Array | None = None  # i32[tokens]
     tree: Tree | None = None
     blocks: jax.Array | None = None  # i32[S, n]: the logical blocks that rows see, and -1 where there is none
+    sink_tokens: int = 0  # of a row's first tokens, which are seen beside the window
+
+    def sink_tiles(self, tiling: "Tiling", first_tile: jax.Array) -> jax.Array | None:
+        """How many first tiles of the context are seen before the window's first one; None: there are no such."""
+        if not self.sink_tokens or self.blocks is not None:
+            return None
+        tokens = jnp.full_like(first_tile, min(self.sink_tokens, tiling.capacity))
+        return jnp.minimum(cover(tiling.runs(tokens), tiling.pieces), first_tile)
 
 
 def find_sight(
-    token_axes: tuple[int, ...], rows: Rows, lengths, new, offsets, *, window, chunk, causal, mask, spans, tree, blocks
+    token_axes: tuple[int, ...], rows: Rows, lengths, new, offsets, *, window, chunk, causal, mask, spans, tree, blocks,
+    sink_tokens,
 ) -> Sight:  # fmt: skip
     """The sight of a step's tokens, with the options of `paged_attention`."""
     mask = None if mask is None else mask.reshape(-1, mask.shape[-1])
@@ -139,7 +148,8 @@ def find_sight(
         blocks = blocks if blocks.shape[1] else jnp.full((blocks.shape[0], 1), -1, jnp.int32)
         highest = jax.lax.cummax(jnp.pad(blocks, ((0, 0), (1, 0)), constant_values=-1)[:, :-1], axis=1)
         blocks = jnp.where((blocks > highest) & (blocks < rows.tables.shape[1]), blocks, -1)
-    return Sight(window, chunk, causal, mask, None if spans is None else spans.reshape(-1), tree, blocks)
+    spans = None if spans is None else spans.reshape(-1)
+    return Sight(window, chunk, causal, mask, spans, tree, blocks, sink_tokens or 0)
 
 
 class Lane(NamedTuple):
@@ -204,7 +214,10 @@ def plan(tiling: Tiling, lanes: int, rows: Rows, sight: Sight) -> WorkList:
         oldest = oldest if sight.spans is None else jnp.minimum(oldest, before)
         oldest = oldest if rows.first is None else jnp.maximum(oldest, take(rows.first, row))
         first_tile, _ = parts(tiling.runs(jnp.clip(oldest, 0, tiling.capacity) + 1) - 1, tiling.pieces)
-    num_tiles = jnp.where(lane < row_ends[-1], jnp.maximum(last_tile - first_tile, 0), 0)
+    num_tiles = jnp.maximum(last_tile - first_tile, 0)
+    if (sink_tiles := sight.sink_tiles(tiling, first_tile)) is not None:
+        num_tiles += sink_tiles
+    num_tiles = jnp.where(lane < row_ends[-1], num_tiles, 0)
     ends = jnp.cumsum(num_tiles)
     known = Lane(row, first, first_tile, ends - num_tiles, before, end, start, count)
     return WorkList(jnp.stack(known, axis=1), ends, row_lane)
@@ -234,7 +247,10 @@ def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, sight: Sight) -
     number = jnp.searchsorted(work.ends, item, side="right", method="compare_all").astype(jnp.int32)
     number = jnp.minimum(number, work.ends.shape[0] - 1)
     lane = Lane(*(x[:, None] for x in jnp.unstack(take(work.lanes, number), axis=1)))
-    tile = lane.first_tile + item[:, None] - lane.begin
+    nth_tile = item[:, None] - lane.begin
+    tile = lane.first_tile + nth_tile
+    if (sink_tiles := sight.sink_tiles(tiling, lane.first_tile)) is not None:
+        tile = jnp.where(nth_tile < sink_tiles, nth_tile, tile - sink_tiles)
 
     run = tile * tiling.pieces + jnp.arange(tiling.pieces, dtype=jnp.int32)[None]
     logical, cut = parts(run, tiling.runs_per_block)
@@ -271,7 +287,7 @@ def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, sight: Sight) -
     else:
         sees = position <= query if sight.causal else position < end
     if (oldest := _oldest_seen(query, sight)) is not None:
-        sees &= key >= oldest
+        sees &= (key >= oldest) | (key < sight.sink_tokens) if sight.sink_tokens else key >= oldest
     if sight.spans is not None:
         span = sight.spans.at[token].get(mode="clip")[:, :, None]
         theirs = sight.spans.at[jnp.maximum(their_token, 0)].get(mode="clip")

@@ -431,3 +431,23 @@ def test_models_generate_the_same_with_windows_that_give_back(name):
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         assert engine.recompute(prompt, output, index=i) == output
     assert engine.config.group_windows[0] == 6 and max(held) <= math.ceil(6 / 4) + 1 + 8 / 4
+
+
+def test_first_tokens_are_seen_where_they_are_kept_and_refused_where_they_are_not():
+    layers = (jaxkv.LayerConfig(num_kv_heads=1, head_dim=4), jaxkv.LayerConfig(num_kv_heads=1, head_dim=4, window=5))
+    config = jaxkv.CacheConfig(layers=layers, max_seqs=1, max_seq_len=64, num_blocks=16, block_size=4, dtype="float32")
+    kv = jnp.asarray(np.random.default_rng(0).standard_normal((2, 1, 40, 1, 4), np.float32))
+    cache = jaxkv.append(
+        jaxkv.append(jaxkv.init(config), kv[:, :, :39], kv[:, :, :39], [39]), kv[:, :, 39:], kv[:, :, 39:], [1]
+    )
+    q = jnp.ones((1, 1, 1, 4))
+    out = jaxkv.attend(q, cache, layer=0, window=5, sink_tokens=3)
+    seen = jnp.concatenate([kv[0, 0, :3, 0], kv[0, 0, 35:, 0]])
+    expected = jax.nn.softmax(seen.sum(axis=1) / 2) @ seen
+    np.testing.assert_allclose(out[0, 0, 0], expected, atol=1e-5)
+    with pytest.raises(ValueError, match="Layer 1 gives back what falls out of its window of 5 tokens"):
+        jaxkv.attend(q, cache, layer=1, sink_tokens=3)
+    with pytest.raises(ValueError, match="sink_tokens are seen beside a window, and there is none"):
+        jaxkv.attend(q, cache, layer=0, sink_tokens=3)
+    choice = jaxkv.explain(q, cache, layer=0, platform="tpu", window=5, sink_tokens=3)
+    assert choice.implementation == "xla" and "take no sink_tokens yet" in choice.reason

@@ -10,6 +10,7 @@ import pytest
 import pallas_kernels
 from pallas_kernels import reference, testing
 from pallas_kernels.testing import Case
+from pallas_kernels.xla import work
 
 SIZES = dict(num_heads=10, num_kv_heads=2, head_dim=12, block_size=5)  # groups of 5
 CASES = {
@@ -24,6 +25,9 @@ VARIANTS = [
     ("packed", {"spans": "S", "window": 5}),
     ("packed", {"causal": False, "blocks": "B"}),
     ("padded", {"blocks": "B", "window": 30}),
+    ("padded", {"window": 6, "sink_tokens": 4, "alibi": "A"}),
+    ("packed", {"window": 1, "sink_tokens": 5}),  # up to a block
+    ("packed", {"window": 7, "sink_tokens": 6, "tree": "T"}),  # over a block
 ]
 
 
@@ -77,13 +81,30 @@ def test_against_the_reference(layout, variant):
         testing.assert_close(a / scale, b / scale)
 
 
+@pytest.mark.parametrize(("window", "length", "tiles"), [(10, 999, 2), (10, 961, 3), (990, 999, 16)])
+def test_what_lies_between_first_tokens_and_window_is_not_read(window, length, tiles):
+    """Of a row of 16 tiles of 64 tokens only the first is, and those of the window, each once."""
+    case = Case(lengths=(length,), new=(1,), num_heads=2, num_kv_heads=1, head_dim=4, block_size=16)
+    inputs = testing.make_inputs(case)
+    rows = work.find_rows((1, 1), inputs.tables, inputs.lengths, inputs.new, None)
+    options = {"causal": True} | dict.fromkeys(("mask", "spans", "tree", "blocks", "chunk"))
+    sight = work.find_sight((1, 1), rows, *inputs[3:5], None, window=window, sink_tokens=5, **options)
+    tiling = work.choose_tiling(inputs.q.reshape(1, 2, 4), inputs.kv, inputs.tables, 1)
+    assert int(work.plan(tiling, 1, rows, sight).num_items) == tiles
+    between = inputs.tables[0, 1 : max((length - window) // 16, 1)]
+    poisoned = inputs.kv.at[between].set(jnp.nan)
+    out = pallas_kernels.paged_attention(inputs.q, poisoned, *inputs[2:], window=window, sink_tokens=5)
+    expected = reference.paged_attention(inputs.q, inputs.kv, *inputs[2:], window=window, sink_tokens=5)
+    testing.assert_close(out, expected)
+
+
 def arguments():
     case = CASES["padded"]
     return testing.make_inputs(case), {name: jnp.zeros((4, 11), jnp.int32) for name in ("spans", "tree")}
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-@pytest.mark.parametrize("name", ["alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic"])
+@pytest.mark.parametrize("name", sorted(reference.VARIANTS))
 def test_kernels_refuse_by_name(platform, name):
     inputs, tokens = arguments()
     value = tokens | {
@@ -92,14 +113,14 @@ def test_kernels_refuse_by_name(platform, name):
         "chunk": 4,
         "blocks": jnp.zeros((4, 2), jnp.int32),
         "deterministic": True,
+        "sink_tokens": 4,
     }
-    given = {"q": inputs.q, "kv": inputs.kv, "tables": inputs.tables, name: value[name]}
+    asked = {name: value[name]} | ({"window": 8} if name == "sink_tokens" else {})
+    given = {"q": inputs.q, "kv": inputs.kv, "tables": inputs.tables} | asked
     choice = pallas_kernels.explain(platform=platform, **given)
     assert choice.implementation == "xla" and f"take no {name} yet" in choice.reason
     with pytest.raises(NotImplementedError, match=f"take no {name} yet; leave implementation=None"):
-        pallas_kernels.paged_attention(
-            *inputs, implementation={"cuda": "gpu"}.get(platform, platform), **{name: value[name]}
-        )
+        pallas_kernels.paged_attention(*inputs, implementation={"cuda": "gpu"}.get(platform, platform), **asked)
 
 
 WRONG = {
@@ -119,6 +140,9 @@ WRONG = {
     "chunk and window": (lambda t: {"chunk": 4, "window": 4}, "chunk=4 and window=4 cannot both limit"),
     "chunk": (lambda t: {"chunk": 0}, "chunk must be at least 1, not 0"),
     "blocks": (lambda t: {"blocks": t["tree"][:2]}, r"blocks must be i32\[4, n\], .* not int32\[2, 11\]"),
+    "sink_tokens": (lambda t: {"sink_tokens": 4}, "sink_tokens are seen beside a window, and there is none"),
+    "no sink_tokens": (lambda t: {"sink_tokens": 0, "window": 4}, "sink_tokens must be an integer, at least 1, not 0"),
+    "half a sink": (lambda t: {"sink_tokens": 0.5, "window": 4}, "sink_tokens must be an integer, .* not 0.5"),
     "causal": (lambda t: {"causal": 0}, "causal must be True or False, not 0"),
     "window of a memory": (lambda t: {"causal": False, "window": 3}, "no position to measure window from"),
     "tree of a memory": (lambda t: {"causal": False, "tree": t["tree"]}, "no position to measure tree from"),
