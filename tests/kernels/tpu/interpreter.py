@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
@@ -14,7 +13,7 @@ PLAIN = pltpu.InterpretParams(**STRICT)
 # By default all copies of a core share one entry of the vector clocks, so that to wait for any of them hides the races
 # of the others: with as many entries as a kernel has copies under way, and more, each is seen.
 RACES = pltpu.InterpretParams(**STRICT, detect_races=True, dma_execution_mode="eager", vector_clock_size=64)
-both = pytest.mark.parametrize("mode", [PLAIN, RACES], ids=["plain", "races"])
+MODES = {"plain": PLAIN, "races": RACES}
 
 
 def run(function, *arrays, mode, **options):

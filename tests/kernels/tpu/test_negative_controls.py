@@ -336,10 +336,11 @@ def test_control(control, tmp_path, monkeypatch):
         run(tpu, case, mode)
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="by day test_interpret.py passes on cases like these")
 @pytest.mark.timeout(900, method="thread")
 def test_unbroken(tmp_path, monkeypatch):
     """The controls' own cases pass on an unchanged copy."""
     tpu = broken(tmp_path, monkeypatch)
     runs = {(run, case, mode) for run, case, mode, *_ in CONTROLS.values()}
-    for run, case, mode in runs if NIGHTLY else {x for x in runs if x[1] in (SHORT, RUNS)}:
+    for run, case, mode in runs:
         run(tpu, case, mode)
