@@ -1,5 +1,6 @@
 """Strict settings for every test: no implicit dtype or rank promotion, and several virtual CPU devices."""
 
+import gc
 import os
 import pathlib
 
@@ -18,6 +19,10 @@ import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# What tracing makes is in no cycles; by day Python does not look for some in all of it at every 700 objects.
+if not NIGHTLY:
+    gc.set_threshold(20_000, 10, 10)
 
 MAPS = pathlib.Path("/proc/self/maps")
 MANY_MAPS = 20_000
