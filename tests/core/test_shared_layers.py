@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nightly import NIGHTLY
 
 import jaxkv
 from jaxkv import LayerConfig
@@ -48,12 +49,12 @@ def step(cache, q, k, v, num_tokens):
     return outs, cache
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS if NIGHTLY else ["paged"])
 def test_the_same_as_layers_that_each_store(layout):
     apart = tuple(LayerConfig(num_kv_heads=2, head_dim=8, window=layer.window) for layer in LAYERS)
     caches = [jaxkv.init(make_config(layers, layout)) for layers in (LAYERS, apart)]
     for seed, num_tokens in enumerate([(6, 0, 3), (1, 1, 1), (6, 6, 0), (1, 0, 1), (3, 6, 2)]):
-        places = max(num_tokens) if layout == "paged" else 6  # decode steps of one layout are enough to compile
+        places = max(num_tokens) if NIGHTLY and layout == "paged" else 6  # decode steps are other programs
         inputs = (*random_step(places, seed), jnp.array(num_tokens, jnp.int32))
         (shared_outs, caches[0]), (outs, caches[1]) = (step(cache, *inputs) for cache in caches)
         for out, other in zip(shared_outs, outs, strict=True):
