@@ -159,6 +159,20 @@ def test_what_follows_is_dense_attention_under_a_mask(layer, group, packed):
     check_all(after)
 
 
+@by_night
+def test_packed_heads_behind_rows_that_do_not_fit():
+    """Their offsets are past the array's end, where the next head's tokens begin."""
+    outs = []
+    for evict in (None, "head"):
+        layer = LayerConfig(num_kv_heads=HEADS, head_dim=6, evict=evict)
+        cache = jaxkv.extend(jaxkv.init(make_config(layer)), [4, 20, 3])
+        q, k = (jnp.asarray(normal(i, 10, heads, 6)) for i, heads in enumerate((4, HEADS)))
+        out, cache = jaxkv.attention(q, k, -k, cache, layer=0)
+        assert cache.failed.tolist() == [False, True, True]
+        outs.append(np.asarray(out))
+    np.testing.assert_allclose(*outs, atol=1e-6)
+
+
 best = jax.jit(lambda cache, scores, budget: jaxkv.evict(cache, scores=scores, budget=budget, layer=1))
 
 
