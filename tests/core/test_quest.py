@@ -43,7 +43,7 @@ def expected_bounds(keys, lengths, block_size, first=0):
     return found
 
 
-@pytest.mark.parametrize("fields", [{}, {"block_size": 7, "dtype": "int8", "stacked": True}])
+@pytest.mark.parametrize("fields", [{}] + NIGHTLY * [{"block_size": 7, "dtype": "int8", "stacked": True}])
 def test_bounds_are_the_least_and_the_largest_of_what_is_held(fields):
     cache, k, _ = make(**fields)
     if "dtype" in fields:  # as attention sees them
