@@ -1,4 +1,4 @@
-"""Random operations with evictions among them, against a host model of lists: 600, and 100,000 by night.
+"""Random operations with evictions among them, against a host model of lists: 400, and 100,000 by night.
 
 The model has a list of tokens for each line (a row, or a row's head), and a list of block objects: which line shares
 one with which is all that counts of them.
@@ -15,7 +15,7 @@ from nightly import NIGHTLY
 import jaxkv
 from jaxkv import LayerConfig
 
-OPERATIONS, SEEDS = 200, (range(500) if NIGHTLY else range(3))
+OPERATIONS, SEEDS = 200, (range(500) if NIGHTLY else range(2))
 ROWS, PLACES, SIZE, LONGEST = 3, 6, 3, 20
 LAYERS = (
     LayerConfig(num_kv_heads=2, head_dim=2, evict="layer"), LayerConfig(num_kv_heads=1, head_dim=2),
