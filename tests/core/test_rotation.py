@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from steps import on_device
 
 import jaxkv
 from jaxkv._core.rotation import rotate
@@ -50,7 +51,7 @@ def play(config):
         cache = jaxkv.extend(cache, jnp.array([30, 17], jnp.int32))
         return jaxkv.attention(q, k, v, cache, layer=0, return_lse=True)
 
-    (out, lse), cache = run(jaxkv.init(config), q, k, v)
+    (out, lse), cache = run(on_device(jaxkv.init(config)), q, k, v)
     return np.asarray(out), np.asarray(lse), cache
 
 
