@@ -36,14 +36,12 @@ def counts(*numbers):
 def random_kv(config, axes, seed=0):
     rng = np.random.default_rng(seed)
     return [
-        [
-            jnp.asarray(rng.standard_normal((*axes, layer.num_kv_heads, layer.head_dim)), jnp.float32)
-            for layer in config.layers
-        ]
+        [rng.standard_normal((*axes, layer.num_kv_heads, layer.head_dim)).astype(np.float32) for layer in config.layers]
         for _ in range(2)
     ]
 
 
+PLACES = 20  # of a step, whatever it fills of them: one program
 append, extend, free = jax.jit(jaxkv.append), jax.jit(jaxkv.extend), jax.jit(jaxkv.free)
 
 
@@ -51,11 +49,11 @@ def grown(lengths, chunk=5, config=None, seed=0):
     """A cache whose rows have grown to these lengths by chunks; and all keys and values that went in."""
     config = config or make_config()
     longest = -(-max(lengths) // chunk) * chunk
-    k, v = random_kv(config, (config.max_seqs, longest), seed)
+    k, v = random_kv(config, (config.max_seqs, longest + PLACES), seed)
     cache = jaxkv.init(config)
     for start in range(0, longest, chunk):
         more = [min(max(length - start, 0), chunk) for length in lengths]
-        now = [[x[:, start : start + chunk] for x in xs] for xs in (k, v)]
+        now = [[x[:, start : start + PLACES] for x in xs] for xs in (k, v)]
         cache = append(cache, *now, counts(*more))
     assert cache.lengths.tolist() == list(lengths)
     return cache, k, v
@@ -85,8 +83,11 @@ def assert_same(actual, expected):
 # Blocks.
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
-@pytest.mark.parametrize("window", [1, 2, 3, 4, 6, 16, 17])
+SIZES = [(window, block_size) for window in (1, 2, 3, 4, 6, 16, 17) for block_size in (1, 3, 4, 16)]
+SIZES_BY_DAY = [(1, 1), (2, 4), (3, 16), (4, 3), (6, 4), (16, 16), (17, 4)]
+
+
+@pytest.mark.parametrize(("window", "block_size"), SIZES if NIGHTLY else SIZES_BY_DAY)
 @pytest.mark.parametrize("chunk", [1, 5, 13])
 def test_a_row_holds_its_window_and_the_step(window, block_size, chunk):
     """At most ceil(window / block_size) + 1 blocks and the step's own, and it never needs more than it was promised."""
@@ -361,7 +362,7 @@ def test_no_pool_is_copied():
     numbers, mask = jax.ShapeDtypeStruct((ROWS,), jnp.int32), jax.ShapeDtypeStruct((ROWS,), bool)
     q, kv = tokens(4), tokens(2)
     assert_no_copy(jax.jit(decode, donate_argnames="cache"), cache, q, kv, kv, numbers, mask)
-    for function in (jaxkv.extend, jaxkv.truncate, jaxkv.reorder, jaxkv.reserve):
+    for function in (jaxkv.extend, jaxkv.truncate, jaxkv.reorder, jaxkv.reserve) if NIGHTLY else (jaxkv.truncate,):
         assert_no_copy(jax.jit(function, donate_argnames="cache"), cache, numbers)
 
 
@@ -370,7 +371,7 @@ def test_a_thousand_steps_compile_once_and_stay_on_the_device():
     step = jax.jit(decode, donate_argnames="cache")
     rng = np.random.default_rng(0)
     plan = [(counts(*rng.choice([0, 1, 1, 1, 2], ROWS)), jnp.asarray(rng.random(ROWS) < 0.02)) for _ in range(1000)]
-    k, v = random_kv(config, (ROWS, 2))
+    k, v = jax.device_put(random_kv(config, (ROWS, 2)))
     q = [jnp.repeat(x, 2, axis=2) for x in k]
     cache, failures, most = jaxkv.init(config), [], []
     with jax.transfer_guard("disallow"):
@@ -415,7 +416,7 @@ def test_stats_of_groups():
     assert "10 of 90 blocks used" in repr(cache)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mistral", *(["gemma3"] if NIGHTLY else [])])
+@pytest.mark.parametrize("name", ["gemma2", "mistral", "gemma3"] if NIGHTLY else ["gemma2"])
 def test_models_generate_the_same_with_windows_that_give_back(name):
     """Prompts several windows long, in chunks: the tokens that dense attention, without any cache, chooses."""
     model = models.load(DATA / name)
