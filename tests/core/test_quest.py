@@ -121,6 +121,23 @@ def dense(q, k, v, lengths, blocks, block_size):
     return out, shares
 
 
+def chosen_by_hand(bounds, q, lengths, num_blocks, block_size):
+    """By a loop over rows and heads, in float64; a row's new token is its last."""
+    low, high = (np.asarray(x, float) for x in bounds)
+    found = []
+    for row, length in enumerate(lengths):
+        held = np.clip(length - np.arange(low.shape[1]) * block_size, 0, block_size)[: -(-length // block_size)]
+        total = np.zeros(len(held))
+        for head in range(QUERIES if length else 0):
+            at, entries = (row, slice(len(held)), head // (QUERIES // HEADS)), q[row, 0, head].astype(float)
+            weights = held * np.exp(np.maximum(low[at] * entries, high[at] * entries).sum(axis=1) * DIM**-0.5)
+            total += weights / weights.sum()
+        total[-1:] = np.inf
+        best = sorted(np.argsort(-total)[:num_blocks].tolist())
+        found.append(best + [-1] * (num_blocks - len(best)))
+    return found
+
+
 @pytest.mark.parametrize("block_size", [4] + NIGHTLY * [1])
 def test_a_step_that_reads_few_blocks_is_dense_attention_masked_to_them(block_size):
     cache, k, v = make(block_size)
@@ -134,6 +151,7 @@ def test_a_step_that_reads_few_blocks_is_dense_attention_masked_to_them(block_si
             chosen = blocks[row, : min(num_blocks, held[row])]
             assert (np.diff(chosen) > 0).all() and (blocks[row, len(chosen) :] == -1).all()
             assert not len(chosen) or (chosen[-1] == held[row] - 1 and chosen[0] >= 0)
+        assert blocks.tolist() == chosen_by_hand(bounds_of(cache), q, lengths, num_blocks, block_size)
         expected, shares = dense(q, k, v, lengths, blocks, block_size)
         np.testing.assert_allclose(attend(q, cache, blocks=blocks)[:, 0], expected, atol=1e-5)
     np.testing.assert_allclose(attend(q, cache, blocks=blocks), attend(q, cache), atol=1e-6)
@@ -164,9 +182,15 @@ def test_bounds_that_are_given_are_used_and_packed_queries_choose_alike():
     bounds = bounds_of(cache)
     np.testing.assert_array_equal(choose(cache, q=q, num_blocks=4, bounds=bounds), padded)
     np.testing.assert_array_equal(choose(cache, q=q[[0, 2, 3]][:, 0], num_blocks=4, bounds=bounds), padded)
-    np.testing.assert_array_equal(
-        choose(cache, q=np.concatenate([q[[0, 2, 3]][:, 0], q[:2, 0] * np.nan]), num_blocks=4), padded
-    )
+    few = np.asarray(choose(cache, q=q, num_blocks=2, bounds=bounds))
+    centre = np.asarray(bounds.low + bounds.high)[3]
+    otherwise = np.repeat(50 * (centre[0] - centre[1]), QUERIES // HEADS, axis=0)[None]
+    for padding in (otherwise, otherwise * np.nan):  # a tail that would choose otherwise
+        behind = np.concatenate([q[[0, 2, 3]][:, 0], padding, padding])
+        np.testing.assert_array_equal(choose(cache, q=behind, num_blocks=2, bounds=bounds), few)
+    assert few[3].tolist() == [1, 2]
+    there = np.concatenate([q[[0, 2]][:, 0], otherwise, padding, padding])
+    assert choose(cache, q=there, num_blocks=2, bounds=bounds)[3].tolist() == [0, 2]
     nothing = jax.tree.map(jnp.zeros_like, bounds)
     assert np.asarray(choose(cache, q=q, num_blocks=4, bounds=nothing))[0].tolist() == [0, 1, 2, 8], "ties: the first"
     broken = jaxkv.BlockBounds(bounds.low, bounds.high.at[0, 5].set(jnp.nan))
