@@ -160,6 +160,7 @@ def test_a_function_equals_the_dense_one(function):
     assert cache.lengths.tolist() == [6, 0, 3]
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="by day masks of them")
 def test_jaxs_arguments():
     (got, lse), _ = through(jaxkv.jax_attention, scale=0.7, local_window_size=2, return_residual=True, is_causal=True)
     wanted = jax.nn.dot_product_attention(Q, K, V, scale=0.7, local_window_size=(2, 0), return_residual=True)

@@ -45,6 +45,7 @@ def test_scan_over_steps():
     adapters.check_scan(apply, make())
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="each layer is a program to compile")
 def test_position_fn_may_be_a_module():
     class Shift(nnx.Module):
         def __init__(self):

@@ -1,8 +1,11 @@
 """An engine is one thread's at a time."""
 
+import gc
 import threading
 import time
 import weakref
+
+MANY_WAITS = 10_000
 
 
 class Held:
@@ -29,6 +32,7 @@ class Turn:
         Raises:
           RuntimeError: another thread is at work.
         """
+        waits, has_looked = 0, False
         while True:
             mine = Held(threading.current_thread(), is_brief)
             holder = self._holder.setdefault("turn", weakref.ref(mine))  # one operation: only one thread succeeds
@@ -38,12 +42,22 @@ class Turn:
             if held is not None and held.is_brief and held.thread.is_alive():
                 del held  # the turn is over when no one refers to it
                 time.sleep(1e-4)
+                waits += 1
+                if waits % MANY_WAITS == 0:
+                    gc.collect()
                 continue
             if held is not None and held.thread.is_alive():
-                raise RuntimeError(
-                    f"This engine is at work in the thread {held.thread.name!r}, and is one thread's at a time: let "
-                    "its stream or run end or close it first. submit and cancel can be called from any thread."
-                )
+                if has_looked:
+                    raise RuntimeError(
+                        f"This engine is at work in the thread {held.thread.name!r}, and is one thread's at a time: "
+                        "let its stream or run end or close it first. submit and cancel can be called from any thread."
+                    )
+                # What cut a call off and the call's own frame may refer to each other, and be gone but for Python to
+                # find out.
+                del held
+                gc.collect()
+                has_looked = True
+                continue
             with self._stale:
                 if self._holder.get("turn") is holder:
                     del self._holder["turn"]

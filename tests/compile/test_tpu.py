@@ -62,6 +62,7 @@ def test_the_model_of_memory(chip):
 
 @pytest.mark.parametrize("scan", [False, True] if NIGHTLY else [True], ids=lambda x: "scanned" if x else "unrolled")
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"] if NIGHTLY else ["v6e"])
+@pytest.mark.skipif(not NIGHTLY, reason="by day a step of each kind of layer is compiled")
 def test_a_whole_decode_step_of_a_real_model(chip, scan):
     """Layers and `extend`: one fused kernel a layer, the cache updated in place, next to no scratch memory.
 

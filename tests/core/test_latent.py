@@ -144,6 +144,7 @@ def test_attention_of_a_step(kind):
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8"] if NIGHTLY else ["int8"])
+@pytest.mark.skipif(not NIGHTLY, reason="by day other kinds of layer go there, in every file of these functions")
 def test_rows_go_wherever_others_go(kind, tmp_path):
     """Fork, truncate, swap, the prefix index by way of the host, save and load in other blocks, other block numbers."""
     cache = filled(kind)

@@ -138,6 +138,7 @@ def test_attention_of_a_step(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS if NIGHTLY else ("int4",))
+@pytest.mark.skipif(not NIGHTLY, reason="by day stacked layers are plain, and quantised ones are not stacked")
 def test_attention_of_a_stacked_step(kind):
     """The same: int4 has scales of another rank than the rest."""
     for out, same in zip(play(filled(kind))[0], play(filled(kind, stacked=True))[0], strict=True):

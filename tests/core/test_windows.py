@@ -417,6 +417,7 @@ def test_stats_of_groups():
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mistral", "gemma3"] if NIGHTLY else ["gemma2"])
+@pytest.mark.skipif(not NIGHTLY, reason="by day engines of a small model with windows give the same")
 def test_models_generate_the_same_with_windows_that_give_back(name):
     """Prompts several windows long, in chunks: the tokens that dense attention, without any cache, chooses."""
     model = models.load(DATA / name)

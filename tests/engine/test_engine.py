@@ -27,7 +27,7 @@ ENGINES = {
 
 
 MIXED, LOCAL, GLOBAL = (None, WINDOW), (WINDOW, 2), (None,)
-CASES = [("swapped", MIXED), ("contiguous", MIXED), ("one row", MIXED), ("spilled", LOCAL)]
+CASES = [("swapped", MIXED), ("contiguous", MIXED), ("spilled", LOCAL)]
 if NIGHTLY:
     CASES = [(name, MIXED) for name in ENGINES]
     CASES += [(name, windows) for name in ("spilled", "swapped") for windows in (LOCAL, GLOBAL)]

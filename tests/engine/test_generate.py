@@ -290,6 +290,7 @@ def test_reuse_swapping_and_recomputing_change_no_token(model, choice, ways):
             assert stats["blocks_spilled"] > 0 and stats["blocks_restored"] > 0
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="by day tests of PrefixCache and of its files")
 def test_tenants_with_equal_prompts_share_nothing(model):
     engine = jaxkv.Engine(model, **TIGHT, prefix_cache=True)
     outputs = [[token for _, token in engine.stream([SHARED[:24]], 8, salt=salt)] for salt in ("a", "b", "a")]

@@ -1,6 +1,7 @@
 """Whatever cuts off a call of an engine, and wherever: it goes on, no token is wrong, no row or block is lost."""
 
 import collections
+import gc
 import itertools
 import os
 import random
@@ -16,6 +17,7 @@ from checksum_model import Checksum, continuation
 from nightly import NIGHTLY
 
 import jaxkv
+from jaxkv._engine.turn import Turn
 from jaxkv._tiers.prefix_change import Change
 
 WINDOWS = (None, 7)
@@ -306,6 +308,38 @@ def test_one_thread_at_a_time(engines):
     finish_and_check(engine, [])
 
 
+@pytest.mark.parametrize("is_brief", [False, True])
+def test_a_turn_that_only_its_own_garbage_refers_to_is_over(is_brief, monkeypatch):
+    """What cut a call off and the call's frame refer to each other; Python finds that out when it looks."""
+    monkeypatch.setattr("jaxkv._engine.turn.MANY_WAITS", 2)
+    turn, errors = Turn(), []
+
+    def in_a_thread():
+        def take():
+            try:
+                turn.take()
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+
+    gc.disable()
+    try:
+        circle = [turn.take(is_brief=is_brief)]
+        if not is_brief:
+            in_a_thread()  # it is referred to
+            assert len(errors) == 1
+        circle.append(circle)
+        del circle
+        in_a_thread()
+    finally:
+        gc.enable()
+    assert len(errors) == (not is_brief)
+
+
 def test_whoever_works_waits_for_a_cancel_of_another_thread(engines, monkeypatch):
     engine, tidy, is_in = engines["swapped"], engines["swapped"]._loop.tidy, threading.Event()
 
@@ -320,7 +354,7 @@ def test_whoever_works_waits_for_a_cancel_of_another_thread(engines, monkeypatch
         engine.step()
     thread = threading.Thread(target=requests[3][0].cancel)
     thread.start()
-    is_in.wait()
+    assert is_in.wait(60)
     engine.step()
     thread.join()
     finish_and_check(engine, requests)

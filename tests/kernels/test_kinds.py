@@ -162,6 +162,7 @@ def test_a_scale_of_nan_reaches_who_sees_it_and_nobody_else(which):
     np.testing.assert_array_equal(dirty[:, 2:], clean[:, 2:])
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="by day those of float32 do")
 def test_gradients_reach_queries_and_scales():
     """Those of attention over what is stored; of int4 scales too, each of which serves 32 entries."""
     case = Case(lengths=(9, 17), new=(2, 3), head_dim=80)

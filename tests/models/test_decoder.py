@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from nightly import NIGHTLY
 
 import jaxkv
 from jaxkv import models
@@ -41,6 +42,7 @@ def test_logits_at():
     np.testing.assert_allclose(packed, every[0, 3:4], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="by day gradients go through attention and the write")
 def test_gradients_reach_every_parameter():
     """Nothing that is loaded is left out of the computation."""
     for name in ("llama", "gemma3"):

@@ -72,6 +72,7 @@ def test_saved_and_loaded_again(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.skipif(not NIGHTLY, reason="by day experts are one by one")
 def test_experts_in_scanned_layers(family, tmp_path):
     """Two periods of two layers; of the second only every other layer has experts."""
     oss = family == "gpt_oss"

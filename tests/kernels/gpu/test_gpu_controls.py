@@ -214,10 +214,8 @@ MISTAKES = {
     ),
 }  # fmt: skip
 BY_DAY = (
-    "decode: V read before it arrives", "decode: V's tail off by one", "decode: V before the window",
-    "merge: a row that no thread block takes", "fetch: slot refilled while read", "fetch: ids beyond the pool",
-    "prefill: a tile of the window's edge taken for wholly seen", "prefill: V before the window",
-    "step: one item too few",
+    "decode: V read before it arrives", "decode: V's tail off by one", "merge: a row that no thread block takes",
+    "fetch: ids beyond the pool", "prefill: V before the window",
 )  # fmt: skip
 
 

@@ -308,7 +308,7 @@ CONTROLS = {
         "(block < 2**30)\n    return Runs",
     ),
 }
-BY_DAY = list(CONTROLS)[::5]
+BY_DAY = list(CONTROLS)[::9]
 
 
 def broken(tmp_path, monkeypatch, *changes):

@@ -175,7 +175,7 @@ CONTROLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("control", CONTROLS if NIGHTLY else list(CONTROLS)[::6])
+@pytest.mark.parametrize("control", CONTROLS if NIGHTLY else list(CONTROLS)[::12])
 def test_control(control, tmp_path, monkeypatch):
     check, case, *change = CONTROLS[control]
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
