@@ -115,3 +115,16 @@ def test_several_failures_are_all_named(cache):
 def test_a_count_past_int32_does_not_wrap(cache):
     after = jaxkv.extend(cache, [2**32 + 1, 0, 1])
     assert after.lengths.tolist() == [6, 0, 4] and after.failed.tolist() == [True, False, False]
+
+
+def test_behind_a_row_for_which_there_is_too_little_another_gets_the_last_block():
+    layer = jaxkv.LayerConfig(num_kv_heads=1, head_dim=4)
+    config = jaxkv.CacheConfig(layers=(layer,), max_seqs=4, max_seq_len=20, block_size=4, num_blocks=5)
+    for counts, served in (
+        ([8, 16, 12, 1], [8, 0, 12, 0]),
+        ([8, 16, 13, 12], [8, 0, 0, 12]),
+        ([20, 1, 0, 0], [20, 0, 0, 0]),
+    ):
+        cache = jaxkv.extend(jaxkv.init(config), counts)
+        assert cache.lengths.tolist() == served and int(cache.tables[0].num_free) == 0
+        assert cache.failed.tolist() == [n > 0 and not got for n, got in zip(counts, served, strict=True)]

@@ -282,7 +282,7 @@ MUTANTS = {
         ALLOCATOR, "drop, (need <= num_free)", "drop, (need < num_free)", "core/test_robust.py"
     ),
     "the last block that is left is not served": Mutant(
-        ALLOCATOR, "(before | (need <= left)", "(before | (need < left)", "core/test_state_machine.py"
+        ALLOCATOR, "(before | (need <= left)", "(before | (need < left)", "core/test_failures.py"
     ),
     "one block more is served than there is": Mutant(
         ALLOCATOR, "axis=1) > num_free)", "axis=1) > num_free + 1)", "core/test_failures.py"
