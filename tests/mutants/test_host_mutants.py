@@ -24,7 +24,7 @@ def test_every_mistake_can_be_made_in_one_place():
         assert (TESTS / path).exists() and f"def {function}" in (TESTS / path).read_text() if function else True, name
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="takes an hour")
+@pytest.mark.skipif(not NIGHTLY, reason="takes ten minutes")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_it_is_noticed(name, tmp_path):
     file, right, wrong, test = MUTANTS[name]
