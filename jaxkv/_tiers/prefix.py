@@ -73,10 +73,8 @@ class PrefixCache:
         refuse_evicting(config, "A PrefixCache takes", ("head",))
         self.config, self.max_pinned = config, real("max_pinned, a share of the blocks,", max_pinned, least=0, most=1)
         self.spill_bytes, self._hash_function = int(real("spill_bytes", spill_bytes, least=0)), hash_function
-        self._disk, self._owner = (
-            open_disk(config, self.spill_bytes, disk, disk_bytes, model),
-            fingerprint(config, model),
-        )
+        self._disk = open_disk(config, self.spill_bytes, disk, disk_bytes, model)
+        self._owner = fingerprint(config, model)
         self._index = self._empty_index()
         self._told: dict[Place, Block] = {}  # what `events` has told of
         self._landing = Landing()  # where pools have gone that `adopt` was told to use up
@@ -98,7 +96,7 @@ class PrefixCache:
         wanted = tokens[: max(len(tokens) - 1, 0)]
         if self._disk is None:
             chain = self._index.walk(root, wanted)
-            chain = chain[: self._usable(chain)]
+            chain = chain[: self._index.usable(chain, self._first_columns)]
         else:
             chain = recall(self._index, root, wanted, self._first_columns)
         self._index.touch(chain)
@@ -131,7 +129,8 @@ class PrefixCache:
         if not match.num_tokens:
             return cache
         change, chain = Change(self._index, cache), match.nodes
-        if self._usable(chain) < len(chain) or any(node.label not in self._index.nodes for node in chain):
+        is_known = all(node.label in self._index.nodes for node in chain)
+        if not is_known or self._index.usable(chain, self._first_columns) < len(chain):
             raise ValueError(
                 "Blocks of this match have been evicted since, or are not in this cache: match the prompt again, and "
                 "adopt into the cache that the last call returned."
@@ -334,14 +333,6 @@ class PrefixCache:
         identity = read_identity(salt, adapter)
         self._index.mend()
         return self._index.root(identity)
-
-    def _usable(self, chain: Sequence[Node]) -> int:
-        """How many nodes of a chain a row can adopt: the most of which every group has what the next token sees."""
-        present = [np.array([node.has(g) for node in chain], bool) for g in range(len(self.config.groups))]
-        for count in range(len(chain), 0, -1):
-            if all(p[first:count].all() for p, first in zip(present, self._first_columns(count), strict=True)):
-                return count
-        return 0
 
     def _first_columns(self, count: int) -> list[int]:
         """For each group the first of `count` blocks that the token behind them sees."""

@@ -132,6 +132,18 @@ class PrefixIndex:
             node = found
         return chain
 
+    def usable(self, chain: Sequence[Node], firsts: Callable[[int], Sequence[int]]) -> int:
+        """How many nodes of a chain a row can adopt: the most of which every group has what the next token sees.
+
+        Args:
+          firsts: gives for each group the first of so many blocks that a row needs of it.
+        """
+        present = [np.array([node.has(g) for node in chain], bool) for g in range(len(self.kept))]
+        for count in range(len(chain), 0, -1):
+            if all(p[first:count].all() for p, first in zip(present, firsts(count), strict=True)):
+                return count
+        return 0
+
     def touch(self, chain: Iterable[Node]) -> None:
         """Note that a chain was used just now."""
         for node in reversed(list(chain)):
