@@ -37,6 +37,14 @@ def row_indices(name: str, x: Any, rows: int) -> jax.Array:
     return jnp.atleast_1d(as_int32(x))
 
 
+def distinct_rows(name: str, x: Any, rows: int) -> np.ndarray:
+    """`x`, known on the host, as indices of rows, none of them twice. Raises IndexError, ValueError."""
+    indices = np.asarray(row_indices(name, np.asarray(x), rows))
+    if len(set(indices.tolist())) != len(indices):
+        raise ValueError(f"{name} names a row twice: {indices.tolist()}.")
+    return indices
+
+
 def as_int32(x: Any) -> jax.Array:
     """`x` as int32. What is more than any row holds stays so, where as int32 it would wrap."""
     if x.dtype.itemsize > 4 and isinstance(x, jax.Array):

@@ -70,6 +70,15 @@ def _like(old: jax.Array, new: np.ndarray) -> jax.Array:
     return jax.device_put(new, old.sharding) if getattr(old, "committed", False) else jnp.asarray(new)
 
 
+def empty_rows(cache: Cache) -> np.ndarray:
+    """`bool[S]`: rows that others can be put into: without tokens and reserved blocks, and not failed."""
+    tables = jax.device_get(cache.tables)
+    empty = ~tables[0].failed & (tables[0].lengths == 0)
+    for t in () if cache.config.contiguous else tables:
+        empty &= ~t.tables.any(axis=1)
+    return empty
+
+
 def pool_layers(config: CacheConfig) -> list[int]:
     """The layers that have a pool of their own."""
     return [layer for layer in range(config.num_layers) if config.owner(layer) == layer]

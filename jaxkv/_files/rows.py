@@ -16,7 +16,7 @@ from jaxkv._core.empty import init
 from jaxkv._core.errors import CacheFileError
 from jaxkv._core.lines import refuse_evicting
 from jaxkv._core.reblock import Blocks, TokensGone, clear_unused, fit, reblock, tokens_at
-from jaxkv._core.restore import describe_layer, pool_layers, put_rows
+from jaxkv._core.restore import describe_layer, empty_rows, pool_layers, put_rows
 from jaxkv._core.state import Pool
 from jaxkv._files.format import SavedCache, open_saved, stored_parts, write_saved
 
@@ -217,11 +217,7 @@ def _places(
     path: pathlib.Path, lengths: np.ndarray, rows: Sequence[int | None] | None, config: CacheConfig, into: Cache | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Which saved rows go to which rows."""
-    empty = np.ones(config.max_seqs, bool)
-    if into is not None:
-        empty = ~np.asarray(into.failed) & (np.asarray(into.lengths) == 0)
-        for tables in () if config.contiguous else into.tables:
-            empty &= ~np.asarray(tables.tables).any(axis=1)  # reserved blocks
+    empty = np.ones(config.max_seqs, bool) if into is None else empty_rows(into)
     if rows is None:
         source, target = np.flatnonzero(lengths > 0), np.flatnonzero(empty)
         if np.isin(source, target).all():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.allocator import serve, take
-from jaxkv._core.arguments import row_indices, row_mask, scatter_rows
+from jaxkv._core.arguments import distinct_rows, row_indices, row_mask, scatter_rows
 from jaxkv._core.cache import Cache
 from jaxkv._core.lines import refuse_evicting
 from jaxkv._core.pools import padded_size, put_blocks, put_group, read_group
@@ -197,10 +197,7 @@ def _row_list(cache: Cache, rows: Any) -> np.ndarray:
     count = cache.lengths.shape[0]
     if np.asarray(rows).dtype == bool:
         return np.flatnonzero(row_mask("rows", rows, count))
-    indices = np.asarray(row_indices("rows", np.asarray(rows), count))
-    if len(set(indices.tolist())) != len(indices):
-        raise ValueError(f"rows names a row twice: {indices.tolist()}.")
-    return indices
+    return distinct_rows("rows", rows, count)
 
 
 def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.arguments import row_indices
+from jaxkv._core.arguments import distinct_rows
 from jaxkv._core.cache import Cache
 from jaxkv._core.checks import check_on_host
 from jaxkv._core.errors import OutOfBlocks
 from jaxkv._core.lines import refuse_evicting
 from jaxkv._core.pools import read_blocks
 from jaxkv._core.reblock import Blocks, TokensGone, fit
-from jaxkv._core.restore import describe_layer, put_rows
+from jaxkv._core.restore import describe_layer, empty_rows, put_rows
 from jaxkv._core.shards import POOL, WHOLE, mesh_of, on_shards
 from jaxkv._core.state import Pool
 
@@ -79,10 +79,7 @@ def _different(cache: Cache, name: str, rows: Any) -> np.ndarray:
     """Row indices, none of them twice."""
     if isinstance(rows, jax.core.Tracer):
         raise ValueError(f"{name} must be known on the host: send cannot be part of jit. Call it between steps.")
-    indices = np.asarray(row_indices(name, np.asarray(rows), cache.config.max_seqs))
-    if len(set(indices.tolist())) != len(indices):
-        raise ValueError(f"{name} names a row twice: {indices.tolist()}.")
-    return indices
+    return distinct_rows(name, rows, cache.config.max_seqs)
 
 
 def _check_layers(cache: Cache, to: Cache) -> None:
@@ -111,13 +108,10 @@ def _fit(
                 f"Row {row} has {length} tokens, but the cache sent to takes {config.max_seq_len}: give it a larger "
                 "max_seq_len, or leave the row out."
             )
-    taken = tables[0].lengths > 0
-    for t in () if config.contiguous else tables:
-        taken |= t.tables.any(axis=1)  # reserved blocks
-    if taken[target].any():
+    if len(taken := target[~empty_rows(to)[target]]):
+        why = "have failed" if tables[0].failed[taken].all() else "hold tokens or blocks"
         raise ValueError(
-            f"Rows can only be sent to empty rows, but {target[taken[target]].tolist()} hold tokens or blocks: free "
-            "them first, or give others in at=."
+            f"Rows can only be sent to empty rows, but {taken.tolist()} {why}: free them first, or give others in at=."
         )
     held = [t.tables[source] for t in jax.device_get(cache.tables)]
     try:

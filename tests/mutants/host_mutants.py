@@ -14,7 +14,7 @@ INDEX, CHANGE, PREFIX = "_tiers/prefix_index.py", "_tiers/prefix_change.py", "_t
 READ = "_tiers/read.py"
 ENGINE, LOOP, RESIDENT, REQUEST = "_engine/engine.py", "_engine/loop.py", "_engine/resident.py", "_engine/request.py"
 SCHEDULER, PIPELINE, TURN = "_engine/scheduler.py", "_engine/pipeline.py", "_engine/turn.py"
-ALLOCATOR, FORMAT, ROWS = "_core/allocator.py", "_files/format.py", "_files/rows.py"
+ALLOCATOR, FORMAT, RESTORE = "_core/allocator.py", "_files/format.py", "_core/restore.py"
 IN_PREFIX, IN_CUTS = "tiers/test_prefix.py::", "tiers/test_prefix_interrupts.py::test_a_call_is_cut_off_at_every_line"
 IN_REQUESTS, IN_GENERATE = "engine/test_requests.py::", "engine/test_generate.py::"
 BLOCKS, DISK, IN_DISK = "_files/blocks.py", "_tiers/disk.py", "tiers/test_prefix_disk.py::"
@@ -93,7 +93,7 @@ MUTANTS = {
     ),
     "an old match is believed": Mutant(
         PREFIX,
-        "if self._usable(chain) < len(chain) or any(node.label not in self._index.nodes for node in chain):",
+        "if not is_known or self._index.usable(chain, self._first_columns) < len(chain):",
         "if False:",
         IN_PREFIX + "test_an_older_cache_gets_what_it_has_and_nothing_else",
     ),
@@ -295,12 +295,12 @@ MUTANTS = {
     ),
     # Files.
     "a failed row is empty": Mutant(
-        ROWS, "~np.asarray(into.failed) & (", "(", "core/test_robust.py::test_a_failed_row_is_no_place_to_load_into"
+        RESTORE, "~tables[0].failed & (", "(", "core/test_robust.py::test_a_failed_row_is_no_place_to_load_into"
     ),
     "a row with reserved blocks is empty": Mutant(
-        ROWS,
-        "            empty &= ~np.asarray(tables.tables).any(axis=1)",
-        "            pass",
+        RESTORE,
+        "        empty &= ~t.tables.any(axis=1)",
+        "        pass",
         "files/test_refused_files.py::test_what_does_not_fit_into_a_cache",
     ),
     "a header is not verified": Mutant(

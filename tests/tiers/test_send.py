@@ -157,6 +157,7 @@ def test_bad_calls_are_refused_and_nothing_is_lost():
         (old, {"to": jaxkv.init(config(EVICTING))}, ValueError, "send takes no layers with evict='layer' yet"),
         (old, {"to": busy}, ValueError, r"but \[0\] hold tokens or blocks: free them first"),
         (old, {"to": jaxkv.reserve(to, [1, 0, 0])}, ValueError, "hold tokens or blocks"),
+        (old, {"to": jaxkv.extend(to, [99, 0, 0])}, ValueError, r"but \[0\] have failed: free them first"),
         (old, {"to": jaxkv.init(config(num_blocks=2))}, jaxkv.OutOfBlocks, "need 3 blocks of 4 .*, but .* 2 are free"),
         (old, {"to": jaxkv.init(config(max_seq_len=8))}, ValueError, "has 9 tokens, but the cache sent to takes 8"),
         (old, {"to": jaxkv.init(config(block_size=8))}, ValueError, "fell out of its window"),
