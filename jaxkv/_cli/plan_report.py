@@ -55,14 +55,20 @@ class Report:
         return self.devices.moved(self.model, self.best.rows, 2)
 
     @property
+    def _bytes_over_devices(self) -> int:
+        """What the cache may take on all devices together."""
+        if self.devices.count == 1:
+            return self.memory.cache
+        return self.best.config.replace(layers=self.model.layer_configs).bytes
+
+    @property
     def suggestion(self) -> dict[str, Any]:
         """The arguments of `CacheConfig.from_model`."""
         config = self.best.config
-        whole = config.replace(layers=self.model.layer_configs)
         fields = {
             "max_seqs": config.max_seqs,
             "max_seq_len": self.max_seq_len,
-            "memory_bytes": self.memory.cache if self.devices.count == 1 else whole.bytes,
+            "memory_bytes": self._bytes_over_devices,
             "block_size": config.block_size,
             "dtype": str(config.dtype),
         }
