@@ -21,7 +21,8 @@ jax := $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
 # The versions last proved; a version of JAX that has no file here is installed with the newest of everything else.
 CONSTRAINTS := constraints/jax$(if $(JAX),-$(JAX)).txt
 PROVED := $(if $(LATEST),,$(wildcard $(CONSTRAINTS)))
-PIP := $(BIN)/python -m pip install --quiet $(PROVED:%=--constraint %)
+# Python compiles what it imports, and keeps it: to compile every module of every package takes as long as all the rest.
+PIP := $(BIN)/python -m pip install --quiet --no-compile $(PROVED:%=--constraint %)
 
 # Without an accelerator of its own a process must not go looking for one: what compiles for TPUs and GPUs is near.
 # With one, it must not be shared among several test processes. worksteal keeps neighbours in one process, which then
