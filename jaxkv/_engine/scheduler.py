@@ -140,6 +140,7 @@ class Scheduler:
             self.rows.admit(sequence)
             self._spare = None
             self.running.append(self.waiting.popleft())
+            self._split(sequence, certain)  # it may have come with all that they share
             self._schedule(sequence, step, certain)
         return step
 

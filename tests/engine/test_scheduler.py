@@ -117,3 +117,27 @@ def test_random_traces_come_to_their_end(seed):
     max_seqs = rng.randint(1, 6)
     simulate(requests, max_seqs=max_seqs, num_blocks=least + rng.randint(0, least), block_size=block_size,
              step_tokens=max(max_seqs, rng.choice([4, 16, 64])), most=rng.choice([1, 3]))  # fmt: skip
+
+
+def test_samples_go_on_from_a_prompt_that_was_there_already():
+    """All of it but its last token, as from a prefix cache: nothing more of it is computed before they share it."""
+
+    class Known(Counted):
+        def admit(self, sequence):
+            super().admit(sequence)
+            sequence.cached = self.held[sequence.row] = sequence.length - 1
+
+        def fork(self, source, sequence):
+            super().admit(sequence)
+            sequence.cached = self.held[sequence.row] = source.cached
+
+    first, second = (Sequence([0] * 5, 7, request=i) for i in range(2))
+    scheduler = Scheduler(Known(2, 9, 4), step_tokens=8)
+    first.followers = [second]
+    scheduler.waiting.append(first)
+    computed = []
+    for _ in range(2):
+        step = scheduler.plan()
+        computed += [(s.request, n) for s, n in step.counts.items()]
+        scheduler.commit(step)
+    assert sorted(computed) == [(0, 1), (0, 1), (1, 1)] and second.cached == 5
