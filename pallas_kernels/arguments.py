@@ -154,3 +154,11 @@ def check_variants(q, tables, alibi, spans, tree, causal, blocks, deterministic,
             f"causal=False lets every query see the whole row, and gives it no position to measure {positional[0]} "
             f"from: leave {positional[0]} out, or say what is seen with mask."
         )
+
+
+def check_stripe(stripe) -> None:
+    if stripe is not None and (stripe.dtype != jnp.int32 or stripe.shape != (2,)):
+        raise ValueError(
+            f"stripe must be i32[2], which of how many runs of every block the pool holds, not "
+            f"{stripe.dtype}{list(stripe.shape)}."
+        )

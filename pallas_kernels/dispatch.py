@@ -16,7 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.arguments import check_attention, check_kind, check_new, check_pool, check_variants
+from pallas_kernels import stripes
+from pallas_kernels.arguments import (
+    check_attention,
+    check_kind,
+    check_new,
+    check_pool,
+    check_stripe,
+    check_variants,
+)
 
 # Implementation -> the platform that it runs on; None: any.
 IMPLEMENTATIONS = {"xla": None, "reference": None, "gpu": "cuda", "tpu": "tpu"}
@@ -39,7 +47,7 @@ class Choice(NamedTuple):
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, scale=None, soft_cap=None,
     window=None, sinks=None, mask=None, return_lse=False, alibi=None, spans=None, tree=None, causal=True, chunk=None,
-    blocks=None, deterministic=False, sink_tokens=None, shared=None, implementation=None,
+    blocks=None, deterministic=False, sink_tokens=None, shared=None, stripe=None, implementation=None,
 ):  # fmt: skip
     """Causal attention of a step's tokens over the blocks of their rows.
 
@@ -84,6 +92,9 @@ def paged_attention(
         the numbers of blocks are, in one layout and dtype. Gradients are not.
       shared: `i32[4, S]`, what `find_shared` found in these tables: rows that begin with the same blocks read them
         once, in XLA. Other backends, `blocks`, `sink_tokens` and `deterministic` read every row by itself.
+      stripe: `i32[2]`, (number, count): of every block the pool holds one of `count` equal runs of tokens, this one;
+        `block_size` in `kv` is a run's. The result is the attention over these tokens alone, for `merge_attention`.
+        Decode steps in which a token sees its whole row run in any backend, others in XLA.
       return_lse: also return the natural logarithm of the softmax's denominator, its sink included.
       implementation: None picks the kernels of the platform, and XLA where they do not fit; a name insists.
 
@@ -111,23 +122,28 @@ def paged_attention(
     variants = dict(alibi=alibi, spans=spans, tree=tree, causal=causal, chunk=chunk, blocks=blocks)
     variants["deterministic"] = deterministic
     check_variants(q, tables, shared=shared, window=window, sink_tokens=sink_tokens, mask=mask, **variants)
+    check_stripe(stripe)
     options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
     options |= _unusual(variants | {"sink_tokens": sink_tokens})
+    options |= _if_given(shared=shared, stripe=stripe)
+    if stripe is not None and stripes.reads_all(q.shape[:-2], options):
+        lengths, new = stripes.own_rows(lengths, new, options.pop("stripe"), kv.shape[3])
     arguments = dict(q=q, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, kv_scale=kv_scale, **options)
-    arguments |= _if_given(kind=kind, rank=rank, shared=shared)
+    arguments |= _if_given(kind=kind, rank=rank)
     return _differentiable("paged_attention", implementation, arguments)
 
 
 def write_kv(
-    kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, implementation=None
+    kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, stripe=None,
+    implementation=None,
 ):  # fmt: skip
     """Store a step's keys and values in the blocks of their rows.
 
     Args:
       kv: one layer's pool, `[num_blocks + 1, 2, K, block_size, D']`. Donated at the `jit`, it is updated in place.
       k, v: `[S, T, K, D]` padded or `[N, K, D]` packed, cast to the pool's dtype; of latent rows v is None.
-      tables, lengths, new, offsets, kv_scale, kind, rank, implementation: as for `paged_attention`; the tables must
-        already hold the blocks.
+      tables, lengths, new, offsets, kv_scale, kind, rank, stripe, implementation: as for `paged_attention`; the tables
+        must already hold the blocks. Of a pool with a stripe of them, what belongs to others is not written.
 
     Returns:
       The pool; with `kind` `(kv, kv_scale)`. Padding is not written.
@@ -144,6 +160,10 @@ def write_kv(
     check_pool(kv, tables, lengths, new, offsets, rank)
     check_kind(kv, kv_scale, kind, k.shape[-1])
     check_new(k, v, kv, kind, tables, rank)
+    check_stripe(stripe)
+    if stripe is not None:
+        k, v, lengths, new = stripes.own_tokens(k, v, lengths, new, offsets, stripe, kv.shape[3])
+        offsets = None
     arguments = dict(kv=kv, k=k, v=v, tables=tables, lengths=lengths, new=new, offsets=offsets)
     arguments |= _if_given(kv_scale=kv_scale if kind else None, kind=kind, rank=rank)
     return _differentiable("write_kv", implementation, arguments)
@@ -156,8 +176,8 @@ def write_and_attend(
     """`write_kv`, then `paged_attention` over the result; in one kernel where a backend has one.
 
     Args:
-      **variants: `alibi`, `spans`, `tree`, `causal`, `chunk`, `blocks`, `deterministic`, `sink_tokens` and `shared`;
-        all arguments are as in those two.
+      **variants: `alibi`, `spans`, `tree`, `causal`, `chunk`, `blocks`, `deterministic`, `sink_tokens`, `shared` and
+        `stripe`; all arguments are as in those two.
 
     Returns:
       `(out, kv)`, where out is what `paged_attention` returns, and kv what `write_kv` does.
@@ -210,6 +230,10 @@ def explain(
     'xla'
     """
     check_names(op, arguments)
+    if arguments.get("stripe") is not None and (
+        op == "write_kv" or stripes.reads_all(arguments["q"].shape[:-2], arguments)
+    ):
+        del arguments["stripe"]
     if implementation is not None:
         if why_not := _unsupported(implementation, op, arguments):
             raise NotImplementedError(why_not)
@@ -224,7 +248,7 @@ def explain(
 
 
 # Options that decide who sees whom, which not every backend knows.
-VARIANTS = ("alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic", "sink_tokens")
+VARIANTS = ("alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic", "sink_tokens", "stripe")
 USUAL = {"causal": True, "deterministic": False}  # the others: None
 TAKEN = {name for f in (paged_attention, write_kv) for name in inspect.signature(f).parameters} - {"implementation"}
 
@@ -309,9 +333,9 @@ def _forward(op: str, implementation: str | None, static: tuple, arrays: dict[st
 
 def _write_then_attend(
     implementation: str | None, *, q, k, v, kv, tables, lengths, new, offsets, kv_scale=None, kind=None, rank=None,
-    **options,
+    stripe=None, **options,
 ) -> Any:  # fmt: skip
-    stored = dict(offsets=offsets, kind=kind, rank=rank)
+    stored = dict(offsets=offsets, kind=kind, rank=rank, stripe=stripe)
     written = write_kv(kv, k, v, tables, lengths, new, kv_scale=kv_scale, **stored)
     kv, kv_scale = (written, None) if kind is None else written
     out = paged_attention(

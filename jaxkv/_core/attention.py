@@ -13,8 +13,8 @@ from jaxkv._core.cascade import shared_in, sharing_in_words
 from jaxkv._core.lines import join_heads, seen_by_rows, split_heads, split_offsets, split_tokens, to_lines
 from jaxkv._core.numbers import flag
 from jaxkv._core.plan import Step
-from jaxkv._core.shards import POOL, WHOLE, OwnHeads, Q, heads_at, on_shards, own_heads
-from jaxkv._core.state import Layer
+from jaxkv._core.shards import POOL, WHOLE, OwnHeads, Q, heads_at, on_shards, own_heads, parts_of_blocks, runs_of
+from jaxkv._core.state import Layer, Pool
 from jaxkv._core.variants import read_options, read_tree
 from jaxkv._core.write import (
     as_pool,
@@ -28,6 +28,7 @@ from jaxkv._core.write import (
     open_layer,
     spread,
     storage,
+    stripe_of,
     turned,
     values_of,
 )  # fmt: skip
@@ -128,9 +129,9 @@ def _store_and_attend(one: Layer, step: Step | None, new: dict, arrays: dict, *,
     offsets, (q, k, v) = offsets_of(q, one), (split_heads(one, x) for x in (q, k, v))
     out, written = pallas_kernels.write_and_attend(
         q, k, v, one.pool.kv, one.blocks, t.lengths, t.new, offsets=offsets,
-        implementation=implementation, **storage(one), **arrays, **static,
+        implementation=implementation, **storage(one), **_of_part(one.pool, arrays | static),
     )  # fmt: skip
-    return _for_tokens(one, step, own, out), as_pool(written, one.pool)
+    return _for_tokens(one, step, own, _of_whole(one.pool, out, arrays | static)), as_pool(written, one.pool)
 
 
 def attend(
@@ -186,9 +187,9 @@ def _attend(
     q = split_heads(one, q)
     out = pallas_kernels.paged_attention(
         q, one.pool.kv, one.blocks, t.lengths, new, offsets=offsets, implementation=implementation,
-        **storage(one), **arrays, **static,
+        **storage(one), **_of_part(one.pool, arrays | static),
     )  # fmt: skip
-    return _for_tokens(one, step, own, out)
+    return _for_tokens(one, step, own, _of_whole(one.pool, out, arrays | static))
 
 
 def _open_memory(
@@ -243,8 +244,8 @@ def explain(
     cascades = flag("cascade", options.pop("cascade", True)) and not ALONE & options.keys()
     q = jax.eval_shape(functools.partial(split_heads, one), q)
     choice = pallas_kernels.explain(
-        q=q, kv=one.pool.kv, tables=one.tables.tables, platform=platform, implementation=implementation,
-        **storage(one), **read_options(one, options),
+        q=q, tables=one.tables.tables, platform=platform, implementation=implementation,
+        **storage(one) | parts_of_blocks(one.pool), **read_options(one, options),
     )  # fmt: skip
     reads_once = cascades and choice.implementation == "xla"
     return choice._replace(reason=choice.reason + sharing_in_words(one, reads_once))
@@ -291,6 +292,30 @@ def _widened(own: OwnHeads | None, q: jax.Array, arrays: dict[str, Any]) -> tupl
     if own is None:
         return q, arrays
     return own.spread(q, -2), {name: own.spread(x, -1) if name in BY_HEAD else x for name, x in arrays.items()}
+
+
+def _of_part(pool: Pool, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a call, for the part of every row that a device holds."""
+    if not (stripe := stripe_of(pool)):
+        return options
+    return {name: x for name, x in options.items() if name != "sinks"} | stripe | {"return_lse": True}
+
+
+def _of_whole(pool: Pool, out: Any, options: dict[str, Any]) -> Any:
+    """What the devices have found in their parts of rows, put together: one small gather. A sink, which is in no part,
+    is put to it."""
+    if (runs := runs_of(pool)) is None:
+        return out
+    out, lse = out
+    both = runs.gathered(jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1), 0, tiled=False)
+    whole, lse = pallas_kernels.merge_attention(both[..., :-1], both[..., -1])
+    if (sinks := options.get("sinks")) is not None:
+        with_sink = jnp.logaddexp(lse, jnp.broadcast_to(sinks.astype(jnp.float32), lse.shape))
+        saw = ~jnp.isneginf(lse)
+        whole *= jnp.where(saw, jnp.exp(lse - with_sink), 0.0)[..., None]
+        lse = jnp.where(saw, with_sink, lse)
+    whole = whole.astype(out.dtype)
+    return (whole, lse) if options.get("return_lse") else whole
 
 
 def _for_tokens(one: Layer, step: Step | None, own: OwnHeads | None, out: Any) -> Any:

@@ -107,7 +107,7 @@ class Cache(Views):
         pool = self.pool(layer)
         if block.ndim:  # of a layer that evicts by heads, whose blocks have one
             block, offset, head = block[head], offset[head], 0
-        token = Pool(*self.config.encode(layer, k, v, axis=0), heads=pool.heads)
+        token = Pool(*self.config.encode(layer, k, v, axis=0)).like(pool)
         number = jnp.arange(pool.kv.shape[2], dtype=jnp.int32)
         arguments = (pool, block, offset, jnp.int32(head), token, number)
         pool = on_shards(pool, put_token, arguments, (POOL, WHOLE, WHOLE, WHOLE, WHOLE, heads_at(0)), POOL)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.rotation import rotate
+from jaxkv._core.shards import at_places, own_places, runs_of
 from jaxkv._core.state import Pool
 from pallas_kernels import kinds
 
@@ -15,14 +16,14 @@ def read_tokens(
     pool: Pool, block: jax.Array, offset: jax.Array, *, config: CacheConfig, layer: int
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and values `[..., K, D]` at places `i32[...]`; 0 for the null block."""
-    kv = _numbers(jax.tree.map(lambda x: x[block, :, :, offset], pool), config, layer)  # [..., 2, K, D]
+    kv = _numbers(at_places(pool, block, offset), config, layer)  # [..., 2, K, D]
     kv = jnp.where((block != 0)[..., None, None, None], kv, jnp.zeros((), kv.dtype))
     return _keys_and_values(kv, config, layer, axis=-3)
 
 
 def read_raw(pool: Pool, block: jax.Array, offset: jax.Array) -> tuple[jax.Array | None, ...]:
     """Of a quantised pool `(k, v, k_scale, v_scale)` at places `i32[n]` as they are stored; 0 for the null block."""
-    found = (x[block, :, :, offset] for x in jax.tree.leaves(pool))
+    found = jax.tree.leaves(at_places(pool, block, offset))
     held = block != 0
     kv, scale = (jnp.where(jnp.expand_dims(held, range(1, x.ndim)), x, jnp.zeros((), x.dtype)) for x in found)
     if kv.shape[1] == 1:
@@ -32,10 +33,16 @@ def read_raw(pool: Pool, block: jax.Array, offset: jax.Array) -> tuple[jax.Array
 
 def dense(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: CacheConfig, layer: int) -> jax.Array:
     """The rows of a table as one array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window."""
+    runs = runs_of(pool)
+
+    def read(at: Any) -> jax.Array:
+        numbers = _numbers(jax.tree.map(lambda x: x[at], pool), config, layer)
+        return numbers if runs is None else runs.gathered(numbers, numbers.ndim - 2)
+
     if config.contiguous:  # row s owns block s + 1: a slice, which moves no data inside jit
-        kv = _numbers(jax.tree.map(lambda x: x[1:], pool), config, layer)
+        kv = read(slice(1, None))
     else:
-        blocks = _numbers(jax.tree.map(lambda x: x[tables], pool), config, layer)
+        blocks = read(tables)
         blocks = jnp.moveaxis(blocks, 1, 3)  # [S, 2, K, M, block_size, D]
         kv = blocks.reshape(*blocks.shape[:3], tables.shape[1] * config.block_size, blocks.shape[-1])
         kv = kv[..., : config.max_seq_len, :]
@@ -54,6 +61,7 @@ def put_token(pool: Pool, block: jax.Array, offset: jax.Array, head: jax.Array, 
     Args:
       head: which, of all heads; number: `i32[K]`, which of all heads those at hand are.
     """
+    block, offset = own_places(pool, block, offset)
     at = jnp.argmax(number == head)
     there = (block != 0) & (number[at] == head)
     place = jnp.where(there, block, pool.kv.shape[0])  # past the end: dropped, never the null block

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -17,46 +18,63 @@ from jaxkv._core.shards import num_parts
 from jaxkv._core.state import NULL_BLOCK, BlockTables, Pool
 
 
-def init(config: CacheConfig, *, mesh: Mesh | None = None, heads: str = "model") -> Cache:
+def init(
+    config: CacheConfig, *, mesh: Mesh | None = None, heads: str | None = "model", context: str | None = None
+) -> Cache:  # fmt: skip
     """An empty cache: every block free, every pool a zeroed buffer of its own.
 
     Args:
       mesh: the devices to make it on, each its part alone; default: one device. Its axes may be automatic
         (`jax.sharding.Mesh`) or explicit (`jax.make_mesh`); with explicit ones, calls outside `jit` are made under
         `jax.set_mesh`. Every function takes such a cache as it takes any other.
-      heads: the mesh axis that KV heads are divided over; see `partition_specs`.
+      heads, context: the mesh axes that KV heads, and the tokens of every block, are divided over; see
+        `partition_specs`.
 
     Raises:
       ValueError: it would take more than the device has, where the device says what that is; a mesh without the axis;
-        heads that cannot be divided over it.
+        heads or blocks that cannot be divided over it.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
     >>> jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=4, max_seq_len=64, num_blocks=10))
     Cache(0 of 10 blocks used, 0 tokens in 0 of 4 rows, 1 layer, 11.0 KiB)
     """
+    if mesh is None and context is not None:
+        raise ValueError(f"context needs mesh=, the devices that it names an axis of, but there is only {context!r}.")
     if mesh is None:
         config.check_memory()
         # One array after another: the same zeros used twice could not be donated.
-        return Cache(tables=_init_tables(config), pools=_init_pools(config, None), config=config)
-    specs = partition_specs(config, mesh, heads)
-    parts = mesh.shape[heads]
-    config.check_memory(mesh.devices.flat[0], parts if all(p is None or p.kv for p in specs.pools) else 1)
+        return Cache(tables=_init_tables(config), pools=_init_pools(config, None, None), config=config)
+    specs = partition_specs(config, mesh, heads, context)
+    divided = [math.prod(mesh.shape[axis] for axis in p.kv if axis is not None) for p in specs.pools if p is not None]
+    config.check_memory(mesh.devices.flat[0], min(divided))
     on_mesh = functools.partial(NamedSharding, mesh)
-    pools = jax.jit(_init_pools, static_argnums=(0, 1), out_shardings=jax.tree.map(on_mesh, specs.pools))(config, heads)
+    axes = next((p.heads, p.context) for p in specs.pools if p is not None)
+    program = jax.jit(_init_pools, static_argnums=(0, 1, 2), out_shardings=jax.tree.map(on_mesh, specs.pools))
+    pools = program(config, *axes)
     tables = jax.tree.map(lambda x: jax.device_put(x, on_mesh(PartitionSpec())), _init_tables(config))
     return Cache(tables=tables, pools=pools, config=config)
 
 
-def partition_specs(config: CacheConfig, mesh: Mesh | AbstractMesh | None = None, heads: str = "model") -> Cache:
+def partition_specs(
+    config: CacheConfig, mesh: Mesh | AbstractMesh | None = None, heads: str | None = "model",
+    context: str | None = None,
+) -> Cache:  # fmt: skip
     """How a cache lies on a mesh: a `PartitionSpec` in the place of each array of `init(config, mesh=mesh)`.
 
     Pools, scales too, are divided over KV heads. Layers with fewer heads than there are devices, latent ones among
     them, are whole on each device; tables always are.
 
+    With `context`, every block is divided over its tokens too, for contexts that no device holds alone: of `block_size`
+    tokens the first device of the axis has the first run, and so on, so that a row's tokens go round the devices, run
+    by run. Each attends to what it has, and one small gather puts the outputs together by their LSE. Kernels for TPU
+    and GPU, which see blocks of a run's size, take decode steps of layers without windows; the rest XLA does.
+
     Args:
       mesh: default: the one that `jax.set_mesh` has set.
-      heads: the mesh axis for KV heads.
+      heads: the mesh axis for KV heads; None: they are not divided, nor by "model" where the mesh has no such axis and
+        `context` is given.
+      context: the mesh axis for the tokens of blocks; `block_size` must be a multiple of its devices.
 
     Returns:
       A `Cache` of specs. It serves as `in_specs` and `out_specs` of a `shard_map`, in which all functions work, with
@@ -64,7 +82,11 @@ def partition_specs(config: CacheConfig, mesh: Mesh | AbstractMesh | None = None
       are not divided. Through `NamedSharding` it serves as `out_shardings`.
 
     Raises:
-      ValueError: no mesh, a mesh without the axis, or as many heads as devices or more that cannot be divided evenly.
+      ValueError: no mesh, a mesh without the axis, or as many heads as devices or more that cannot be divided evenly;
+        with `context`, blocks that cannot be, or layers that evict.
+
+    Striping a context over devices, so that all have as much to do, is Striped Attention's
+    (https://arxiv.org/abs/2311.09431).
 
     >>> import jax, jaxkv
     >>> config = jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -79,10 +101,15 @@ def partition_specs(config: CacheConfig, mesh: Mesh | AbstractMesh | None = None
             f"A cache is laid out over the devices of a jax.sharding.Mesh, but {what}: give mesh=, or call this under "
             "jax.set_mesh(mesh)."
         )
-    if heads not in mesh.axis_names:
-        raise ValueError(
-            f"heads must be an axis of the mesh, {' or '.join(map(repr, mesh.axis_names))}, not {shown(heads)}."
-        )
+    if context is not None and heads == "model" and heads not in mesh.axis_names:
+        heads = None
+    for name, axis in {"heads": heads, "context": context}.items():
+        if axis is not None and axis not in mesh.axis_names:
+            raise ValueError(
+                f"{name} must be an axis of the mesh, {' or '.join(map(repr, mesh.axis_names))}, not {shown(axis)}."
+            )
+    if context is not None:
+        _check_runs(config, mesh.shape[context], heads, context)
 
     def pool(layer: int) -> Pool:
         if config.layer_config(layer).evict == "head":
@@ -91,9 +118,11 @@ def partition_specs(config: CacheConfig, mesh: Mesh | AbstractMesh | None = None
                 'give it evict="layer".'
             )
         num_heads = config.layer_config(layer).num_kv_heads
-        is_divided = num_parts(num_heads, mesh.shape[heads], heads) == mesh.shape[heads]
-        spec = PartitionSpec(None, None, heads) if is_divided else PartitionSpec()
-        return Pool(kv=spec, scale=None if config.scale_shape(layer) is None else spec, heads=heads)  # type: ignore[arg-type]
+        is_divided = heads is not None and num_parts(num_heads, mesh.shape[heads], heads) == mesh.shape[heads]
+        axes = (None, None, heads if is_divided else None, context)
+        spec = PartitionSpec(*axes[: max((i + 1 for i, axis in enumerate(axes) if axis is not None), default=0)])
+        scale = None if config.scale_shape(layer) is None else spec
+        return Pool(kv=spec, scale=scale, heads=heads, context=context)  # type: ignore[arg-type]
 
     fields: dict[str, Any] = {field.name: PartitionSpec() for field in dataclasses.fields(BlockTables)}
     whole, all_held = BlockTables(**fields), BlockTables(**fields | {"evicted": None, "thinned": None})
@@ -102,11 +131,28 @@ def partition_specs(config: CacheConfig, mesh: Mesh | AbstractMesh | None = None
     return Cache(tables=tables, pools=pools, config=config)
 
 
-def _init_pools(config: CacheConfig, heads: str | None) -> tuple[Pool | None, ...]:
+def _check_runs(config: CacheConfig, count: int, heads: str | None, context: str) -> None:
+    """Raise ValueError unless the tokens of every block can be divided among `count` devices."""
+    if heads == context:
+        raise ValueError(f"heads and context cannot be divided over the same axis of the mesh, {context!r}: name two.")
+    if config.block_size % count:
+        raise ValueError(
+            f"Blocks of {config.block_size} tokens cannot be divided among the {count} devices of the mesh axis "
+            f"{context!r}: make block_size a multiple of it, {-(-config.block_size // count) * count}, say."
+        )
+    for i, layer in enumerate(config.layers):
+        if layer.evict is not None:
+            raise ValueError(
+                f"Layer {i} has evict={layer.evict!r}, which moves tokens from block to block, and its blocks cannot "
+                f"be divided over the mesh axis {context!r}: make it without evict, or leave context out."
+            )
+
+
+def _init_pools(config: CacheConfig, heads: str | None, context: str | None) -> tuple[Pool | None, ...]:
     def pool(layer: int) -> Pool:
         (shape, scales), kind = config.stack_shapes(layer), config.kind(layer)
         scale = None if scales is None else jnp.zeros(scales, kind.scale_dtype)
-        return Pool(kv=jnp.zeros(shape, kind.dtype), scale=scale, heads=heads)
+        return Pool(kv=jnp.zeros(shape, kind.dtype), scale=scale, heads=heads, context=context)
 
     return tuple(pool(i) if config.stack(i)[0] == i else None for i in range(config.num_layers))
 

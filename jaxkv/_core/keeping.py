@@ -13,7 +13,7 @@ from jaxkv._core.cache import Cache
 from jaxkv._core.lines import any_of_row, to_lines
 from jaxkv._core.numbers import shown
 from jaxkv._core.pools import in_stack
-from jaxkv._core.shards import POOL, WHOLE, on_shards
+from jaxkv._core.shards import POOL, WHOLE, at_places, on_shards, own_places
 from jaxkv._core.state import NULL_BLOCK, SENSELESS, BlockTables, Pool
 from jaxkv._core.tables import mark_failed
 
@@ -117,13 +117,14 @@ def _move(cache: Cache, source: jax.Array, target: jax.Array, moved: jax.Array) 
 
 
 def _move_tokens(pool: Pool, old: jax.Array, new: jax.Array, old_offset: jax.Array, new_offset: jax.Array) -> Pool:
+    tokens = at_places(pool, old, old_offset)
+    new, new_offset = own_places(pool, new, new_offset)
     place = jnp.where(new == NULL_BLOCK, pool.kv.shape[0] + jnp.arange(new.shape[0], dtype=jnp.int32), new)
 
-    def move(x: jax.Array) -> jax.Array:
-        tokens = x[old, :, :, old_offset]
+    def move(x: jax.Array, tokens: jax.Array) -> jax.Array:
         return x.at[place, :, :, new_offset].set(tokens, mode="drop", unique_indices=True)
 
-    return jax.tree.map(move, pool)
+    return jax.tree.map(move, pool, tokens)
 
 
 def _shorten(cache: Cache, dropped: jax.Array, rows: jax.Array) -> Cache:

@@ -1,6 +1,5 @@
 """Whole blocks of keys and values, in and out of pools: in a stack, the same blocks of every layer at once."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +20,7 @@ def copy_blocks(pool: Pool, source: jax.Array, target: jax.Array) -> Pool:
 
 def put_blocks(pool: Pool, blocks: Pool, target: jax.Array) -> Pool:
     """`blocks[i]` in the place of block `target[i]`; where that is the null block, nothing happens."""
-    blocks = dataclasses.replace(blocks, heads=pool.heads)  # wherever they come from
-    return on_shards(pool, _put, (pool, blocks, target), (POOL, POOL, WHOLE), POOL)
+    return on_shards(pool, _put, (pool, blocks.like(pool), target), (POOL, POOL, WHOLE), POOL)
 
 
 def _copy(pool: Pool, source: jax.Array, target: jax.Array) -> Pool:

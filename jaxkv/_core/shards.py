@@ -1,4 +1,5 @@
-"""Pools whose KV heads lie on several devices: whatever reads or writes one runs on each device's heads by themselves.
+"""Pools that lie on several devices, divided over KV heads, over the tokens of each block, or both: whatever reads or
+writes one runs on each device's part by itself.
 
 Left alone, the compiler refuses kernels on a TPU, and elsewhere gathers the pools in silence: right, and slow. So
 everything that touches a pool goes through `on_shards`, which puts a `shard_map` around it. Where there is none to be
@@ -14,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxkv._core.state import Pool
+from jaxkv._core.state import NULL_BLOCK, Pool
 
-# In the specs that are given to `on_shards`: an axis of KV heads, and one of query heads.
-KV, Q = "kv heads", "query heads"
+# In the specs that are given to `on_shards`: an axis of KV heads, one of query heads, and one of a block's tokens.
+KV, Q, TOKENS = "kv heads", "query heads", "tokens of a block"
 
 
 def heads_at(axis: int, heads: str = KV) -> PartitionSpec:
@@ -25,31 +26,34 @@ def heads_at(axis: int, heads: str = KV) -> PartitionSpec:
     return PartitionSpec(*[None] * axis, heads)
 
 
-POOL = heads_at(2)
+POOL = PartitionSpec(None, None, KV, TOKENS)
 WHOLE = PartitionSpec()
 
 
 class Shards(NamedTuple):
-    """A mesh, and the axis of it that KV heads lie on."""
+    """A mesh, and the axes of it that KV heads and the tokens of blocks lie on, but for those of a `shard_map` that
+    this is called in."""
 
     mesh: AbstractMesh
-    axis: str
+    heads: str | None
+    context: str | None
 
     @property
-    def devices(self) -> int:
-        return self.mesh.shape[self.axis]
+    def head_devices(self) -> int:
+        return 1 if self.heads is None else self.mesh.shape[self.heads]
 
 
 def shards_of(pool: Pool) -> Shards | None:
-    """Where a pool's heads lie; None on one device, and inside a `shard_map` over them.
+    """Where a pool lies; None on one device, and inside a `shard_map` over all that it is divided over.
 
     Raises:
       ValueError: the pool has been put on a mesh without the axis.
     """
     mesh = _mesh_of(pool)
-    if mesh is None or _is_manual(mesh, pool.heads):
+    if mesh is None:
         return None
-    return Shards(mesh, pool.heads)  # type: ignore[arg-type]
+    heads, context = (None if x is None or _is_manual(mesh, x) else x for x in (pool.heads, pool.context))
+    return None if heads is None and context is None else Shards(mesh, heads, context)
 
 
 def num_parts(num_heads: int, count: int, axis: str) -> int:
@@ -75,24 +79,25 @@ def on_shards(
     pool: Pool, function: Callable[..., Any], arguments: tuple, in_specs: tuple, out_specs: Any, *,
     query_heads: int | None = None, **static: Any,
 ) -> Any:  # fmt: skip
-    """`function(*arguments, **static)`, on each device with its own heads.
+    """`function(*arguments, **static)`, on each device with its own part of pools.
 
     Args:
       pool: it says where they are.
       function: of a module, since it is known again by its identity.
       arguments: pytrees of arrays, pools among them.
-      in_specs, out_specs: prefixes of them and of what is returned, with `KV` and `Q` for axis names.
+      in_specs, out_specs: prefixes of them and of what is returned, with `KV`, `Q` and `TOKENS` for axis names.
       query_heads: how many there are, where the function has queries.
       static: hashable.
     """
     shards = shards_of(pool)
     if shards is None:
         return function(*arguments, **static)
-    by_kv = num_parts(pool.kv.shape[2], shards.devices, shards.axis) == shards.devices
-    by_q = by_kv if query_heads is None else query_heads % shards.devices == 0
+    devices = shards.head_devices
+    by_kv = num_parts(pool.kv.shape[2], devices, str(shards.heads)) == devices
+    by_q = by_kv if query_heads is None else query_heads % devices == 0
     if not by_q:  # every device does everything: none has query heads of its own
         arguments = jax.tree.map(functools.partial(_on_axis, None), arguments, is_leaf=_is_pool)
-    axes = {KV: shards.axis if by_kv else None, Q: shards.axis if by_q else None}
+    axes = {KV: shards.heads if by_kv else None, Q: shards.heads if by_q else None, TOKENS: shards.context}
 
     def named(spec: PartitionSpec) -> PartitionSpec:
         return PartitionSpec(*(axes.get(name) for name in spec))
@@ -142,6 +147,11 @@ def mesh_of(tree: Any, axis: str = "model") -> Mesh | None:
     return None
 
 
+def context_axis(mesh: Mesh | None) -> str | None:
+    """The axis that a model's mesh has for contexts, if it has one."""
+    return "context" if mesh is not None and "context" in mesh.axis_names else None
+
+
 def place_of(tree: Any) -> Sharding | None:
     """Where what every device is to have goes, to lie with a pytree; None if that lies on a mesh without the axis."""
     if (mesh := mesh_of(tree)) is not None:
@@ -155,6 +165,85 @@ def whole(x: jax.Array) -> jax.Array:
     """An array of which every device has all: with explicit axes only that can be indexed."""
     mesh = jax.typeof(x).sharding.mesh
     return x if mesh.empty else _placed(x, WHOLE, mesh)
+
+
+class Runs(NamedTuple):
+    """The run that a device has of the tokens of every block: one of as many as there are devices."""
+
+    number: jax.Array  # i32[]
+    devices: int
+    axis: str
+
+    @property
+    def stripe(self) -> jax.Array:
+        """As kernels want it."""
+        return jnp.stack([self.number, jnp.int32(self.devices)])
+
+    def own(self, block: jax.Array, offset: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+        """Places in blocks, where the device has `size` tokens of each; the null block where another has it."""
+        offset = offset - self.number * size
+        is_own = (offset >= 0) & (offset < size)
+        return jnp.where(is_own, block, NULL_BLOCK), jnp.where(is_own, offset, 0)
+
+    def together(self, x: jax.Array) -> jax.Array:
+        """What one of the devices has, and the others 0 for."""
+        if x.dtype.itemsize == 1:  # no sums of all such numbers: of their bits
+            bits = jax.lax.bitcast_convert_type(x, jnp.uint8)
+            return jax.lax.bitcast_convert_type(jax.lax.psum(bits, self.axis), x.dtype)
+        return jax.lax.psum(x, self.axis)
+
+    def gathered(self, x: jax.Array, axis: int, tiled: bool = True) -> jax.Array:
+        """What all have, one after another along an axis, or along a new one."""
+        x = jax.lax.all_gather(x, self.axis, axis=axis, tiled=tiled)
+        if (
+            self.axis in jax.typeof(x).manual_axis_type.varying
+        ):  # all have the same, but `check_vma` in a caller's `shard_map` cannot know
+            x = jax.lax.psum(jnp.where(self.number == 0, x, jnp.zeros((), x.dtype)), self.axis)
+        return x
+
+
+def runs_of(pool: Pool) -> Runs | None:
+    """Which tokens of every block a device has, inside a `shard_map` over the axis that they are divided over; None
+    where it has all."""
+    mesh = _mesh_of(pool)
+    if mesh is None or pool.context is None or not _is_manual(mesh, pool.context):
+        return None
+    return Runs(jax.lax.axis_index(pool.context), mesh.shape[pool.context], pool.context)
+
+
+def parts_of_blocks(pool: Pool) -> dict[str, Any]:
+    """What the kernels are given of a pool, in shapes: of blocks that are divided, the part that each device has."""
+    shards = shards_of(pool)
+    if shards is None or shards.context is None:
+        return {"kv": pool.kv}
+    count = shards.mesh.shape[shards.context]
+
+    def part(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*x.shape[:3], x.shape[3] // count, *x.shape[4:]), x.dtype)
+
+    scale = {} if pool.scale is None else {"kv_scale": part(pool.scale)}
+    return {"kv": part(pool.kv), "stripe": jax.ShapeDtypeStruct((2,), jnp.int32)} | scale
+
+
+def own_places(pool: Pool, block: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Places in blocks as the part of a pool at hand has them; the null block for those of other devices."""
+    runs = runs_of(pool)
+    return (block, offset) if runs is None else runs.own(block, offset, pool.kv.shape[3])
+
+
+def at_places(pool: Pool, block: jax.Array, offset: jax.Array) -> Pool:
+    """What lies at places `i32[...]` in blocks, `[..., 2, K, ...]`, whichever device has it."""
+    runs = runs_of(pool)
+    if runs is None:
+        return jax.tree.map(lambda x: x[block, :, :, offset], pool)
+    block, offset = runs.own(block, offset, pool.kv.shape[3])
+
+    def read(x: jax.Array) -> jax.Array:
+        found = x[block, :, :, offset]
+        there = jnp.expand_dims(block != NULL_BLOCK, range(block.ndim, found.ndim))
+        return runs.together(jnp.where(there, found, jnp.zeros((), x.dtype)))
+
+    return jax.tree.map(read, pool)
 
 
 class OwnHeads(NamedTuple):
@@ -187,7 +276,7 @@ def own_heads(pool: Pool, num_kv_heads: int, num_heads: int) -> OwnHeads | None:
     """Which KV heads a device's `num_heads` query heads belong to, inside a `shard_map` over an axis of more devices
     than there are KV heads; None anywhere else, where what lies at hand is what is meant."""
     mesh = _mesh_of(pool)
-    if mesh is None or num_kv_heads == 1 or not _is_manual(mesh, pool.heads):
+    if mesh is None or num_kv_heads == 1 or pool.heads is None or not _is_manual(mesh, pool.heads):
         return None
     count = mesh.shape[pool.heads]
     if num_kv_heads >= count:
@@ -197,20 +286,23 @@ def own_heads(pool: Pool, num_kv_heads: int, num_heads: int) -> OwnHeads | None:
 
 
 def _mesh_of(pool: Pool) -> AbstractMesh | None:
-    if pool.heads is None:
+    axes = [("heads", pool.heads), ("context", pool.context)]
+    if not any(axis for _, axis in axes):
         return None
     mesh = jax.typeof(pool.kv).sharding.mesh
     if mesh.empty:
         return None
-    if pool.heads not in mesh.axis_names:
-        raise ValueError(
-            f"This cache was made for a mesh with the axis {pool.heads!r}, but its pools lie on one with "
-            f"{', '.join(map(repr, mesh.axis_names))}: make it for that mesh, jaxkv.init(config, mesh=..., heads=...)."
-        )
+    for name, axis in axes:
+        if axis is not None and axis not in mesh.axis_names:
+            raise ValueError(
+                f"This cache was made for a mesh with the axis {axis!r}, but its pools lie on one with "
+                f"{', '.join(map(repr, mesh.axis_names))}: make it for that mesh, jaxkv.init(config, mesh=..., "
+                f"{name}=...)."
+            )
     return mesh
 
 
-def _is_manual(mesh: AbstractMesh, axis: str | None) -> bool:
+def _is_manual(mesh: AbstractMesh, axis: str) -> bool:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] == AxisType.Manual
 
 

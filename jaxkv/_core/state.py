@@ -82,6 +82,8 @@ class Pool:
     scale: jax.Array | None = None
     # The mesh axis that heads lie on; the mesh itself is part of the arrays' types. None: they lie on one device.
     heads: str | None = dataclasses.field(default=None, metadata={"static": True})
+    # The mesh axis that the tokens of every block are divided over, in equal runs; None: they lie on one device.
+    context: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def k(self) -> jax.Array:
@@ -91,6 +93,10 @@ class Pool:
     def v(self) -> jax.Array:
         """Of a latent layer the whole rows, of which values are the first numbers."""
         return self.kv[:, -1]
+
+    def like(self, other: "Pool") -> "Pool":
+        """These blocks, on the axes of another pool."""
+        return dataclasses.replace(self, heads=other.heads, context=other.context)
 
 
 @jax.tree_util.register_dataclass

@@ -235,7 +235,7 @@ class Views:
         """A layer as one dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window. Of a
         latent layer `[S, 1, 1, max_seq_len, D]`."""
         tables = self.layer(layer).tables
-        found = self._read(dense, layer, (tables.tables, tables.lengths), POOL)
+        found = self._read(dense, layer, (tables.tables, tables.lengths), heads_at(2))
         return self._join(layer, found[:, :, 0], 2) if self._by_heads(layer) else found
 
     def separate(self, layer: int) -> tuple[jax.Array, jax.Array]:

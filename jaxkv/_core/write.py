@@ -14,7 +14,7 @@ from jaxkv._core.cache import Cache
 from jaxkv._core.lines import seen_by_rows, split_heads, split_offsets
 from jaxkv._core.plan import Step, check_plan, plan_step, settle, settled
 from jaxkv._core.rotation import rotate
-from jaxkv._core.shards import POOL, WHOLE, heads_at, on_shards, shards_of
+from jaxkv._core.shards import POOL, WHOLE, heads_at, on_shards, runs_of, shards_of
 from jaxkv._core.state import Layer, Pool
 from jaxkv._core.tables import extend
 from pallas_kernels.arguments import check_attention, check_new, check_variants
@@ -62,7 +62,7 @@ def _store(one: Layer, step: Step | None, k: jax.Array, v: jax.Array | None, *, 
     offsets, k, v = offsets_of(k, one), split_heads(one, k), split_heads(one, v)
     written = pallas_kernels.write_kv(
         one.pool.kv, k, v, one.blocks, t.lengths, t.new, offsets=offsets, implementation=implementation,
-        **storage(one),
+        **storage(one), **stripe_of(one.pool),
     )  # fmt: skip
     return as_pool(written, one.pool)
 
@@ -148,6 +148,12 @@ def storage(one: Layer) -> dict[str, Any]:
     kind, rank = one.config.kind(one.number).quantised, one.layer_config.rank
     known = {} if kind is None else {"kv_scale": one.pool.scale, "kind": kind}
     return known if rank is None else known | {"rank": rank}
+
+
+def stripe_of(pool: Pool) -> dict[str, Any]:
+    """What the kernels have to know where a device holds a run of every block's tokens."""
+    runs = runs_of(pool)
+    return {} if runs is None else {"stripe": runs.stripe}
 
 
 def values_of(cache: Any, layer: Any, v: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
 from jaxkv._core.errors import CacheError, OutOfBlocks
-from jaxkv._core.shards import mesh_of, place_of
+from jaxkv._core.shards import context_axis, mesh_of, place_of
 from jaxkv._core.sharing import fork
 from jaxkv._core.tables import free, leave_windows
 from jaxkv._engine.program import cache_program
@@ -56,7 +56,7 @@ class Residents:
     def _new_cache(self) -> Cache:
         # On a device by name, as blocks that come back from the host are: else every program would be compiled for
         # the cache before, and once more for the one after.
-        cache = init(self.config, mesh=self.mesh)
+        cache = init(self.config, mesh=self.mesh, context=context_axis(self.mesh))
         return cache if self.mesh is not None else jax.device_put(cache, self.place)
 
     def _empty(self, to_free: list[int]) -> None:

@@ -1,7 +1,6 @@
 """Rows from one cache to another, from device to device: `send`."""
 
 import contextlib
-import dataclasses
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from jaxkv._core.lines import refuse_evicting
 from jaxkv._core.pools import read_blocks
 from jaxkv._core.reblock import Blocks, TokensGone, fit
 from jaxkv._core.restore import describe_layer, empty_rows, put_rows
-from jaxkv._core.shards import POOL, WHOLE, mesh_of, on_shards
+from jaxkv._core.shards import POOL, WHOLE, at_places, heads_at, mesh_of, on_shards
 from jaxkv._core.state import Pool
 
 
@@ -144,11 +143,11 @@ def _read(cache: Cache, layer: int, plan: Blocks) -> Pool:
 
 @jax.jit
 def _read_tokens(pool: Pool, block: jax.Array, offset: jax.Array) -> Pool:
-    return on_shards(pool, _tokens, (pool, block, offset), (POOL, WHOLE, WHOLE), POOL)
+    return on_shards(pool, _tokens, (pool, block, offset), (POOL, WHOLE, WHOLE), heads_at(2))
 
 
 def _tokens(pool: Pool, block: jax.Array, offset: jax.Array) -> Pool:
-    return jax.tree.map(lambda x: jnp.moveaxis(x[block, :, :, offset], 1, 3), pool)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 3), at_places(pool, block, offset))
 
 
 def _brought(part: Pool, to: Cache, layer: int) -> Pool:
@@ -158,11 +157,12 @@ def _brought(part: Pool, to: Cache, layer: int) -> Pool:
     def bring(x: jax.Array, own: jax.Array) -> jax.Array:
         return jax.device_put(x[..., : own.shape[-1]] if x.ndim > 4 else x, own.sharding)
 
-    return dataclasses.replace(jax.tree.map(bring, dataclasses.replace(part, heads=pool.heads), pool), heads=pool.heads)
+    return jax.tree.map(bring, part.like(pool), pool)
 
 
 def _under(cache: Cache) -> contextlib.AbstractContextManager:
     """Where calls on a cache are to be made: under its mesh, if it has one."""
-    heads = next(pool.heads for pool in cache.pools if pool is not None)
-    mesh = None if heads is None else mesh_of(cache.pools, heads)
+    pool = next(pool for pool in cache.pools if pool is not None)
+    axis = pool.heads or pool.context
+    mesh = None if axis is None else mesh_of(cache.pools, axis)
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)

@@ -14,4 +14,4 @@ from pallas_kernels.xla.attention import (
 LATENT = True  # it reads latent rows
 SHARES = True  # it reads once what rows have in common
 # What else it takes.
-VARIANTS = frozenset({"alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic", "sink_tokens"})
+VARIANTS = frozenset({"alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic", "sink_tokens", "stripe"})

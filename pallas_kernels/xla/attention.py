@@ -25,7 +25,7 @@ from pallas_kernels.xla import work as tiles
 def paged_attention(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
     mask=None, return_lse=False, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True, chunk=None,
-    blocks=None, deterministic=False, sink_tokens=None, shared=None,
+    blocks=None, deterministic=False, sink_tokens=None, shared=None, stripe=None,
 ):  # fmt: skip
     """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
     *token_axes, num_heads, head_dim = q.shape
@@ -34,7 +34,7 @@ def paged_attention(
     if num_tokens == 0:
         q = q[..., :width]
         return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if return_lse else q
-    rows = tiles.find_rows(tuple(token_axes), tables, lengths, new, offsets)
+    rows = tiles.find_rows(tuple(token_axes), tables, lengths, new, offsets)._replace(stripe=stripe)
     token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), lengths, new, offsets))
     scale = jnp.asarray(head_dim**-0.5 if scale is None else scale, jnp.float32)
     soft_cap = None if soft_cap is None else jnp.asarray(soft_cap, jnp.float32)

@@ -19,7 +19,7 @@ _product = functools.partial(jnp.einsum, precision="highest")
 def attention_gradients(
     out_bar, lse_bar, out, lse, *, q, kv, tables, lengths, new, offsets=None, kv_scale=None, scale=None, soft_cap=None,
     window=None, sinks=None, mask=None, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True,
-    chunk=None, blocks=None, deterministic=False, sink_tokens=None, shared=None,
+    chunk=None, blocks=None, deterministic=False, sink_tokens=None, shared=None, stripe=None,
 ):  # fmt: skip
     """Cotangents of `paged_attention`'s floating-point arguments, by name, in their shapes and dtypes.
 
@@ -39,7 +39,7 @@ def attention_gradients(
     num_tokens, longest = math.prod(token_axes), token_axes[-1]
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
-    rows = tiles.find_rows(tuple(token_axes), tables, lengths, new, offsets)
+    rows = tiles.find_rows(tuple(token_axes), tables, lengths, new, offsets)._replace(stripe=stripe)
     sight = tiles.find_sight(
         tuple(token_axes), rows, lengths, new, offsets, window=window, chunk=chunk, causal=causal, mask=mask,
         spans=spans, tree=tree, blocks=blocks, sink_tokens=sink_tokens,

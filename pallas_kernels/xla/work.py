@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.prefixes import Shared
+from pallas_kernels.stripes import places_before, position_of
 from pallas_kernels.tokens import Tokens, default_offsets, locate
 from pallas_kernels.trees import Tree, climb
 
@@ -88,6 +89,13 @@ class Rows(NamedTuple):
     # each token's position.
     order: jax.Array | None = None
     position: jax.Array | None = None
+    stripe: jax.Array | None = None  # i32[2]: which of how many runs of every block are at hand; None: all of it
+
+    def places(self, position: jax.Array, tiling: Tiling) -> jax.Array:
+        """How many of a row's places before a position are at hand."""
+        most = jnp.clip(position, 0, None)
+        held = most if self.stripe is None else places_before(most, self.stripe, tiling.block_size)
+        return jnp.minimum(held, tiling.capacity)
 
 
 def find_rows(token_axes: tuple[int, ...], tables, lengths, new, offsets) -> Rows:
@@ -111,7 +119,9 @@ def find_groups(rows: Rows, shared: Shared, token: Tokens) -> tuple[Rows, jax.Ar
     order = jnp.zeros_like(number).at[place].set(number, mode="drop")
     nearest = jnp.where(shared.tokens > 0, rows.before, jnp.iinfo(jnp.int32).max)
     before = jnp.full_like(rows.before, jnp.iinfo(jnp.int32).max).at[shared.leader].min(nearest)
-    groups = Rows(rows.tables, before, shared.tokens, shared.place, shared.queries, None, order, token.position)
+    groups = Rows(
+        rows.tables, before, shared.tokens, shared.place, shared.queries, None, order, token.position, rows.stripe
+    )
     return groups, place
 
 
@@ -127,11 +137,11 @@ class Sight(NamedTuple):
     blocks: jax.Array | None = None  # i32[S, n]: the logical blocks that rows see, and -1 where there is none
     sink_tokens: int = 0  # of a row's first tokens, which are seen beside the window
 
-    def sink_tiles(self, tiling: "Tiling", first_tile: jax.Array) -> jax.Array | None:
+    def sink_tiles(self, tiling: "Tiling", rows: Rows, first_tile: jax.Array) -> jax.Array | None:
         """How many first tiles of the context are seen before the window's first one; None: there are no such."""
         if not self.sink_tokens or self.blocks is not None:
             return None
-        tokens = jnp.full_like(first_tile, min(self.sink_tokens, tiling.capacity))
+        tokens = rows.places(jnp.full_like(first_tile, self.sink_tokens), tiling)
         return jnp.minimum(cover(tiling.runs(tokens), tiling.pieces), first_tile)
 
 
@@ -203,7 +213,7 @@ def plan(tiling: Tiling, lanes: int, rows: Rows, sight: Sight) -> WorkList:
 
     # Spans see ahead, and back to the first token of the step; tokens of a tree may be as shallow as its first.
     stop = before + last + 1 if sight.causal and sight.spans is None else end
-    last_tile = cover(tiling.runs(jnp.clip(stop, 0, tiling.capacity)), tiling.pieces)
+    last_tile = cover(tiling.runs(rows.places(stop, tiling)), tiling.pieces)
     first_tile = jnp.zeros_like(last_tile)
     in_order = sight.tree is None and rows.position is None
     oldest = _oldest_seen(before + first if in_order else before, sight)
@@ -213,9 +223,9 @@ def plan(tiling: Tiling, lanes: int, rows: Rows, sight: Sight) -> WorkList:
         oldest = jnp.zeros_like(row) if oldest is None else oldest
         oldest = oldest if sight.spans is None else jnp.minimum(oldest, before)
         oldest = oldest if rows.first is None else jnp.maximum(oldest, take(rows.first, row))
-        first_tile, _ = parts(tiling.runs(jnp.clip(oldest, 0, tiling.capacity) + 1) - 1, tiling.pieces)
+        first_tile, _ = parts(tiling.runs(rows.places(oldest, tiling) + 1) - 1, tiling.pieces)
     num_tiles = jnp.maximum(last_tile - first_tile, 0)
-    if (sink_tiles := sight.sink_tiles(tiling, first_tile)) is not None:
+    if (sink_tiles := sight.sink_tiles(tiling, rows, first_tile)) is not None:
         num_tiles += sink_tiles
     num_tiles = jnp.where(lane < row_ends[-1], num_tiles, 0)
     ends = jnp.cumsum(num_tiles)
@@ -249,7 +259,7 @@ def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, sight: Sight) -
     lane = Lane(*(x[:, None] for x in jnp.unstack(take(work.lanes, number), axis=1)))
     nth_tile = item[:, None] - lane.begin
     tile = lane.first_tile + nth_tile
-    if (sink_tiles := sight.sink_tiles(tiling, lane.first_tile)) is not None:
+    if (sink_tiles := sight.sink_tiles(tiling, rows, lane.first_tile)) is not None:
         tile = jnp.where(nth_tile < sink_tiles, nth_tile, tile - sink_tiles)
 
     run = tile * tiling.pieces + jnp.arange(tiling.pieces, dtype=jnp.int32)[None]
@@ -264,7 +274,10 @@ def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, sight: Sight) -
         logical = sight.blocks.at[lane.row, logical].get(mode="fill", fill_value=-1)
         own &= (logical >= 0)[:, :, None]
         logical = jnp.maximum(logical, 0)
-    position = logical[:, :, None] * tiling.block_size + place
+    if rows.stripe is None:
+        position = logical[:, :, None] * tiling.block_size + place
+    else:
+        position = position_of(logical[:, :, None], place, rows.stripe, tiling.block_size)
     if rows.first is not None:
         own &= position >= take(rows.first, lane.row)[:, :, None]
     own, position = (x.reshape(tiling.items, 1, tiling.pieces * tiling.run) for x in (own, position))

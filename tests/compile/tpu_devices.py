@@ -8,6 +8,7 @@ from tpu_programs import devices  # first of all, for it sets the environment up
 # isort: split
 import json
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +20,18 @@ import jaxkv
 ROWS, LAYERS, HEADS = 8, 2, 32
 
 
-def program(chips, num_blocks, num_kv_heads=8, axes=AxisType.Auto):
-    mesh = Mesh(np.array(chips), ("model",), axis_types=(axes,))
+def program(chips, num_blocks, num_kv_heads=8, axes=AxisType.Auto, context=None, block_size=16):
+    mesh = Mesh(np.array(chips), (context or "model",), axis_types=(axes,))
     layer = jaxkv.LayerConfig(num_kv_heads=num_kv_heads, head_dim=128)
     config = jaxkv.CacheConfig(
-        layers=(layer,) * LAYERS, max_seqs=ROWS, max_seq_len=2048, num_blocks=num_blocks, head_dim_multiple=128
-    )
-    specs = jaxkv.partition_specs(config, mesh)
+        layers=(layer,) * LAYERS, max_seqs=ROWS, max_seq_len=2048, num_blocks=num_blocks, head_dim_multiple=128,
+        block_size=block_size,
+    )  # fmt: skip
+    specs = jaxkv.partition_specs(config, mesh, context=context)
     shapes = jax.tree.leaves(jax.eval_shape(lambda: jaxkv.init(config)))
     pairs = zip(shapes, jax.tree.leaves(specs), strict=True)
     cache = jax.tree.unflatten(jax.tree.structure(specs), [array(mesh, x.shape, x.dtype, spec) for x, spec in pairs])
-    heads = P(None, None, "model")
+    heads = P(None, None, "model") if context is None else P()
     q = array(mesh, (ROWS, 1, HEADS, 128), jnp.bfloat16, heads)
     k = array(mesh, (ROWS, 1, num_kv_heads, 128), jnp.bfloat16, heads if num_kv_heads >= len(chips) else P())
 
@@ -44,11 +46,14 @@ def program(chips, num_blocks, num_kv_heads=8, axes=AxisType.Auto):
         compiled = jax.jit(decode, donate_argnums=0).lower(cache, q, k).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     return {
-        "pool": config.bytes // (len(chips) if num_kv_heads >= len(chips) else 1),
+        "pool": config.bytes // (len(chips) if num_kv_heads >= len(chips) or context else 1),
         "alias": memory.alias_size_in_bytes,
         "temp": memory.temp_size_in_bytes,
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
-        "collectives": re.findall(r"\b(?:all|reduce|collective)-(?:gather|reduce|to-all|scatter|permute)", text),
+        "context": context,
+        "collectives": re.findall(
+            r"= .*? ((?:all|reduce|collective)-(?:gather|reduce|to-all|scatter|permute))(?:-start)?\(", text
+        ),
     }
 
 
@@ -63,6 +68,8 @@ if __name__ == "__main__":
         {"num_blocks": 65_536},
         {"num_blocks": 32_768, "axes": AxisType.Explicit},
         {"num_blocks": 32_768, "num_kv_heads": 2},
+        {"num_blocks": 8_192, "context": "context", "block_size": 64},
+        {"num_blocks": 16_384, "context": "context", "block_size": 64, "axes": AxisType.Explicit},
     ]
-    for options in programs:
+    for options in programs[-2:] if sys.argv[1:] == ["context"] else programs:
         print(json.dumps(program(chips, **options)), flush=True)
