@@ -2,6 +2,7 @@
 
 - `load(folder)`: the model in a folder with config.json and *.safetensors; `save(model, folder)` is the way back.
 - `small()`: the little model that comes with jaxkv, a decoder of bytes that has read Python's standard library.
+- `recaller()`: a tiny one that recalls pairs anywhere in 1,024 tokens, to try a cache with that keeps or reads less.
 - `Decoder`: what both are, one module for all families; `DecoderConfig`, `LatentConfig`, `ExpertsConfig` and `Rope` say
   which. It takes tokens and a cache, and gives logits and the cache:
 
@@ -19,7 +20,7 @@ from jaxkv.models.config import (
     LatentConfig as LatentConfig,
 )
 from jaxkv.models.decoder import Decoder as Decoder
-from jaxkv.models.loader import load as load, save as save, small as small
+from jaxkv.models.loader import load as load, recaller as recaller, save as save, small as small
 from jaxkv.models.rope import Rope as Rope
 
-__all__ = ["Decoder", "DecoderConfig", "ExpertsConfig", "LatentConfig", "Rope", "load", "save", "small"]
+__all__ = ["Decoder", "DecoderConfig", "ExpertsConfig", "LatentConfig", "Rope", "load", "recaller", "save", "small"]

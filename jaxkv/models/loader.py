@@ -23,6 +23,7 @@ from jaxkv.models.partition import AXIS, automatic, sharding_of
 from jaxkv.models.published import LAYER, read_published
 
 FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+DATA = pathlib.Path(__file__).parent.parent / "data"
 MOST_JSON = 64 << 20  # bytes; the index of a model of 10,000 tensors has one
 
 
@@ -126,7 +127,23 @@ def small(*, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Decoder:
     >>> small().config.byte_tokens
     True
     """
-    return load(pathlib.Path(__file__).parent.parent / "data" / "small", dtype=dtype, mesh=mesh)
+    return load(DATA / "small", dtype=dtype, mesh=mesh)
+
+
+def recaller(*, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Decoder:
+    """A second one, tiny, that recalls pairs anywhere in 1,024 tokens: what a cache that keeps less is tried with.
+
+    A context begins with token 0. In it stand up to 32 different keys (tokens 2 to 65), each with a value (66 to 129)
+    right behind it, among tokens that mean nothing (130 to 191). Then it is asked, by token 1 and a key, any number of
+    times: the likeliest token after the key is the key's value.
+
+    >>> import jax.numpy as jnp
+    >>> context = [0, 150, 2, 66, 151, 3, 67, 152, 4, 68, 153]
+    >>> logits, _ = recaller()(jnp.array([[*context, 1, 3]]))
+    >>> int(jnp.argmax(logits[0, -1]))
+    67
+    """
+    return load(DATA / "recall", dtype=dtype, mesh=mesh)
 
 
 def read_config(folder: pathlib.Path) -> DecoderConfig:

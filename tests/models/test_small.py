@@ -1,4 +1,4 @@
-"""The model that ships with the package has learnt what it was trained for."""
+"""The models that ship with the package have learnt what they were trained for."""
 
 import argparse
 import functools
@@ -14,9 +14,10 @@ import jaxkv
 from jaxkv import models
 
 
-def test_it_is_small():
-    folder = pathlib.Path(models.__file__).parent.parent / "data" / "small"
-    assert sum(file.stat().st_size for file in folder.iterdir()) < 4e6
+def test_they_are_small():
+    folder = pathlib.Path(models.__file__).parent.parent / "data"
+    for name, most in (("small", 4e6), ("recall", 1e6)):
+        assert sum(file.stat().st_size for file in (folder / name).iterdir()) < most
 
 
 def test_it_expects_python():
@@ -58,3 +59,18 @@ def test_loss_with_a_quantised_cache(kind, most):
 
     exact, rounded = (float(loss(model, dtype)) for dtype in ("float32", kind))
     assert exact < rounded * 1.001 and rounded < exact * (1 + most), (exact, rounded)
+
+
+def test_it_recalls():
+    """Every value, wherever its key stands: right behind the first token, at the end, or next to another pair."""
+    random, pairs = np.random.default_rng(0), 32
+    tokens = random.integers(130, 192, (2, 1024 + 2 * pairs)).astype(np.int32)
+    tokens[:, 0], tokens[:, 1024::2] = 0, 1
+    place = 1 + 2 * np.sort(random.choice(511, pairs, replace=False))
+    place[[0, 1, -1]] = 1, 3, 1022
+    values = random.integers(66, 130, (2, pairs))
+    for row, value in zip(tokens, values, strict=True):
+        row[place], row[place + 1] = 2 + random.permutation(64)[:pairs], value
+        row[1025::2] = row[place]
+    logits, _ = jax.jit(lambda model, tokens: model(tokens))(models.recaller(), tokens)
+    assert (np.asarray(logits)[:, 1025::2].argmax(axis=-1) == values).all()
