@@ -69,7 +69,7 @@ def ada(score: jax.Array, budget: Any, *, safeguard: float = 0.2) -> jax.Array:
     Args:
       score: `f32[S, K, C]`.
       budget: for each head in the mean, a number or `i32[S]`.
-      safeguard: the share of it that each head has for certain.
+      safeguard: the share of it that each head has for certain, one token at the least if it is not 0.
 
     Returns:
       `i32[S, K]`, for a layer that evicts by heads.
@@ -78,8 +78,8 @@ def ada(score: jax.Array, budget: Any, *, safeguard: float = 0.2) -> jax.Array:
 
     >>> import jax.numpy as jnp, jaxkv
     >>> score = jnp.array([[[9.0, 8.0, 7.0, 6.0], [1.0, 2.0, 3.0, 4.0]]])
-    >>> jaxkv.scores.ada(score, 2).tolist(), jaxkv.scores.ada(score, 2, safeguard=0.5).tolist()
-    ([[4, 0]], [[3, 1]])
+    >>> jaxkv.scores.ada(score, 2).tolist(), jaxkv.scores.ada(score, 2, safeguard=0).tolist()
+    ([[3, 1]], [[4, 0]])
     """
     safeguard = real("safeguard", safeguard, least=0, most=1)
     if np.ndim(score) != 3:
@@ -87,6 +87,7 @@ def ada(score: jax.Array, budget: Any, *, safeguard: float = 0.2) -> jax.Array:
     rows, heads, places = score.shape
     budget = jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (rows,))
     certain = (budget.astype(jnp.float32) * safeguard + 1e-4).astype(jnp.int32)
+    certain = jnp.maximum(certain, jnp.minimum(budget, 1)) if safeguard else certain
     rank = jnp.argsort(jnp.argsort(-score, axis=2, stable=True), axis=2)
     held = score > -jnp.inf
     wanted = jnp.where(held & (rank < certain[:, None, None]), jnp.inf, score).reshape(rows, -1)
