@@ -25,6 +25,7 @@ from jaxkv._core.tables import extend as extend, free as free, reserve as reserv
 from jaxkv._core.write import append as append, write as write
 from jaxkv._drop_in import dot_product_attention as dot_product_attention, jax_attention as jax_attention
 from jaxkv._engine.engine import Engine as Engine
+from jaxkv._engine.eviction import Eviction as Eviction
 from jaxkv._engine.generate import generate as generate
 from jaxkv._engine.search import Beams as Beams, beam_search as beam_search
 from jaxkv._files.rows import describe as describe, load as load, save as save
@@ -38,7 +39,7 @@ from pallas_kernels import merge_attention as merge_attention
 __version__ = "0.1.0"
 
 __all__ = [
-    "Beams", "BlockBounds", "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine",
+    "Beams", "BlockBounds", "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine", "Eviction",
     "HostBlocks", "LayerConfig", "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "PrefixEvent", "SequenceTooLong",
     "Step", "append", "attend", "attention", "beam_search", "block_bounds", "check", "check_invariants", "counts",
     "describe", "dot_product_attention", "evict", "explain", "extend", "fork", "free", "gather", "generate", "init",

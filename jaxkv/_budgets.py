@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.cache import Cache
+from jaxkv._core.config import CacheConfig
 from jaxkv._core.numbers import integer, real, shown
 
 
@@ -26,7 +27,15 @@ def uniform(cache: Cache, keep: float, *, layer: int = 0) -> jax.Array:
     ([5, 1], [7, 7])
     """
     del layer  # the same in all
-    return jnp.asarray(_kept(keep, _all_lengths(cache)))[cache.lengths]
+    return jnp.asarray(uniform_kept(cache.config, keep))[cache.lengths]
+
+
+def uniform_kept(config: CacheConfig, keep: Any) -> np.ndarray:
+    """`i32[max_seq_len + 1]`: how many tokens `uniform` keeps of so many."""
+    lengths = _all_lengths(config)
+    if isinstance(keep, int | np.integer) and not isinstance(keep, bool):
+        return np.full(lengths.shape, integer("keep", keep, least=1), np.int32)
+    return (lengths * _shares(keep, lengths)).astype(np.int32)
 
 
 def pyramid(cache: Cache, keep: float, *, layer: int, window_size: int = 64, beta: int = 20) -> jax.Array:
@@ -49,9 +58,14 @@ def pyramid(cache: Cache, keep: float, *, layer: int, window_size: int = 64, bet
     >>> [jaxkv.scores.pyramid(cache, 0.5, layer=i, window_size=1, beta=2).tolist() for i in range(2)]
     [[15, 4], [5, 1]]
     """
+    return jnp.asarray(pyramid_kept(cache.config, keep, layer, window_size, beta))[cache.lengths]
+
+
+def pyramid_kept(config: CacheConfig, keep: Any, layer: int, window_size: Any = 64, beta: Any = 20) -> np.ndarray:
+    """`i32[max_seq_len + 1]`: how many tokens of so many `pyramid` keeps in a layer."""
     window_size, beta = integer("window_size", window_size, least=1), integer("beta", beta, least=1)
-    layers, lengths = cache.num_layers, _all_lengths(cache)
-    place = cache.config.owner(layer)
+    layers, lengths = config.num_layers, _all_lengths(config)
+    place = config.owner(layer)
     mean = _shares(keep, lengths) * lengths
     least, most = mean / beta, mean * 2 - mean / beta
     capped = most >= lengths - window_size
@@ -59,8 +73,7 @@ def pyramid(cache: Cache, keep: float, *, layer: int, window_size: int = 64, bet
     least = np.where(capped, mean * 2 - most, least)
     sensible = (lengths >= most) & (most >= least) & (least >= window_size)
     steps = (most - least) / max(layers - 1, 1)
-    budget = np.where(sensible, np.round(most - place * steps), np.round(mean)).astype(np.int32)
-    return jnp.asarray(budget)[cache.lengths]
+    return np.where(sensible, np.round(most - place * steps), np.round(mean)).astype(np.int32)
 
 
 def ada(score: jax.Array, budget: Any, *, safeguard: float = 0.2) -> jax.Array:
@@ -96,9 +109,9 @@ def ada(score: jax.Array, budget: Any, *, safeguard: float = 0.2) -> jax.Array:
     return kept.sum(axis=2, dtype=jnp.int32)
 
 
-def _all_lengths(cache: Cache) -> np.ndarray:
+def _all_lengths(config: CacheConfig) -> np.ndarray:
     """What is worked out on the host for every length is exact, and the device looks it up."""
-    return np.arange(cache.config.max_seq_len + 1)
+    return np.arange(config.max_seq_len + 1)
 
 
 def _shares(keep: Any, lengths: np.ndarray) -> np.ndarray:
@@ -108,10 +121,3 @@ def _shares(keep: Any, lengths: np.ndarray) -> np.ndarray:
     if isinstance(keep, int | np.integer):
         return np.minimum(integer("keep", keep, least=1) / np.maximum(lengths, 1), 1.0)
     return np.full(lengths.shape, real("keep, a share,", keep, above=0, most=1))
-
-
-def _kept(keep: Any, lengths: np.ndarray) -> np.ndarray:
-    shares = _shares(keep, lengths)
-    if isinstance(keep, int | np.integer):
-        return np.full(lengths.shape, int(keep), np.int32)
-    return (lengths * shares).astype(np.int32)

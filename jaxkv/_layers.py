@@ -6,18 +6,22 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._core.attention import attention
+from jaxkv._core.observing import rotated_by
 from jaxkv._core.plan import Step, positions
 from jaxkv._core.state import Layer
 
 
 def attend_or_dense(
-    q: jax.Array, k: jax.Array, v: Any, cache: Any, layer: Any, step: Step | None, **options: Any
+    q: jax.Array, k: jax.Array, v: Any, cache: Any, layer: Any, step: Step | None, position_fn: Any = None,
+    **options: Any,
 ):  # fmt: skip
-    """`(out, cache)`: `jaxkv.attention`, or without a cache `dense_attention`. A window of None is the cache's own."""
+    """`(out, cache)`: `jaxkv.attention`, or without a cache `dense_attention`. A window of None is the cache's own.
+    `position_fn` has rotated queries and keys."""
     if cache is None:
         return dense_attention(q, k, v, **options), None
     options = {name: x for name, x in options.items() if x is not None}
-    return attention(q, k, v, cache, layer=None if isinstance(cache, Layer) else layer, step=step, **options)
+    with rotated_by(position_fn):
+        return attention(q, k, v, cache, layer=None if isinstance(cache, Layer) else layer, step=step, **options)
 
 
 def token_positions(shape: tuple[int, ...], cache: Any = None) -> jax.Array:

@@ -135,7 +135,7 @@ class Attention(nnx.Module):
             q, k = self.position_fn(q, k, token_positions(x.shape[:-1], cache) if positions is None else positions)
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
         options = dict(scale=self.scale, soft_cap=self.soft_cap, window=self.window, sinks=sinks)
-        y, cache = attend_or_dense(q, k, v, cache, layer, step, **options)
+        y, cache = attend_or_dense(q, k, v, cache, layer, step, self.position_fn, **options)
         return project("...hd,hde->...e", y, self.out, self.out_bias), cache
 
 

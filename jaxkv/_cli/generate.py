@@ -10,6 +10,7 @@ from jaxkv._cli.text import ByteTokenizer, FileTokenizer, TextStream, Tokenizer
 from jaxkv._cli.units import parse_bytes
 from jaxkv._core.layer import KINDS
 from jaxkv._core.numbers import MOST_INDEX, integer
+from jaxkv._engine.eviction import SCORES, Eviction
 
 # Long enough for a decoder of bytes to show what it has learned, and of very different length.
 DEMO_PROMPTS = (
@@ -46,6 +47,15 @@ def add_generate(commands: Any) -> None:
         help="compute and cache in this dtype; default: float32 for the built-in model, else the checkpoint's",
     )
     add("--cache-dtype", choices=sorted(KINDS), help="store keys and values in this; default: what is computed in")
+    add("--evict", choices=SCORES, help="after the prompt keep the tokens of each row that this score finds best")
+    add("--keep", type=_share, default=0.5, help="with --evict: a share, or a number of tokens; default: %(default)s")
+    add(
+        "--budget",
+        choices=("uniform", "pyramid", "ada"),
+        default="uniform",
+        help="with --evict: the same for all, more for first layers, or heads compete; default: %(default)s",
+    )
+    add("--every", type=int, help="with --evict: keep no more than that after every so many tokens, too")
     add("--devices", type=int, default=1, help="divide model and cache over so many devices; default: %(default)s")
     add("--no-check", action="store_true", help="do not compare the output with a recomputation without any cache")
 
@@ -74,7 +84,7 @@ def generate(arguments: argparse.Namespace) -> int:
     engine = jaxkv.Engine(
         model, max_seqs=arguments.max_seqs, max_seq_len=arguments.max_seq_len, memory_bytes=arguments.memory,
         block_size=arguments.block_size, longest=max(map(len, tokens)) + max_new_tokens,
-        cache_dtype=arguments.cache_dtype,
+        cache_dtype=arguments.cache_dtype, evict=_eviction(arguments),
     )  # fmt: skip
 
     # A prompt that cannot be continued does not take the others with it.
@@ -96,10 +106,23 @@ def generate(arguments: argparse.Namespace) -> int:
         outputs[index].append(token)
         printer.add(index, token)
     printer.finish()
-    # A cache that rounds more than the model does gives tokens of its own.
-    checked = not arguments.no_check and engine.config.kind(0).meaning == model.dtype
+    # A cache that rounds more than the model does, or gives tokens up, gives tokens of its own.
+    checked = not arguments.no_check and arguments.evict is None and engine.config.kind(0).meaning == model.dtype
     print(_report(engine, tokens, outputs, times, choice if checked else None))
     return 1 if problems else 0
+
+
+def _share(text: str) -> float:
+    """A number of tokens, or a share of them."""
+    return int(text) if text.strip().isdigit() else float(text)
+
+
+def _eviction(arguments: argparse.Namespace) -> Eviction | None:
+    if arguments.evict is not None:
+        return Eviction(arguments.evict, arguments.keep, arguments.budget, every=arguments.every)
+    if arguments.every is not None:
+        raise ValueError("--every is for --evict, which says by what score tokens are kept: give both, or neither.")
+    return None
 
 
 def _mesh(count: int) -> Any:

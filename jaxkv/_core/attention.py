@@ -12,6 +12,7 @@ from jaxkv._core.arguments import row_counts
 from jaxkv._core.cascade import shared_in, sharing_in_words
 from jaxkv._core.lines import join_heads, seen_by_rows, split_heads, split_offsets, split_tokens, to_lines
 from jaxkv._core.numbers import flag
+from jaxkv._core.observing import note_queries
 from jaxkv._core.plan import Step
 from jaxkv._core.shards import POOL, WHOLE, OwnHeads, Q, heads_at, on_shards, own_heads, parts_of_blocks, runs_of
 from jaxkv._core.state import Layer, Pool
@@ -108,6 +109,7 @@ def attention(
         if one.config.owner(one.number) != one.number:
             return attend(q, cache, layer=layer, step=step, implementation=implementation, **options), cache
     one, put_back = open_layer(cache, layer, step, stores=True, q=q, k=k, **values_of(cache, layer, v))
+    note_queries(one.number, q, options.get("scale"))
     arrays, static = _divided(_for_rows(one, step, q.shape[:-2], options))
     check_heads(one, q=q, k=k, v=v, **arrays, **static)
     with jax.named_scope("attention"):
@@ -163,6 +165,7 @@ def attend(
         given, options = None, _for_rows(one, None, q.shape[:-2], options) | {"causal": False}
     else:
         one, _ = open_layer(cache, layer, step, q=q)
+        note_queries(one.number, q, options.get("scale"))
         t, given, options = one.tables, step, _for_rows(one, step, q.shape[:-2], options)
         new, offsets = t.new, None if is_spread(step) else offsets_of(q, one)
     arrays, static = _divided(options)

@@ -74,7 +74,7 @@ def _evict(
     t = tables[group]
     seen, keep, senseless = seen_by_rows(t, config), given.get("keep"), jnp.zeros(config.max_seqs, bool)
     if keep is None:
-        keep, senseless = _best(given["scores"], given["budget"], t, config)
+        keep, senseless = best_of(given["scores"], given["budget"], t, config)
         senseless &= ~seen.failed
     keep = _of_lines(keep, t) & (jnp.arange(keep.shape[-1], dtype=jnp.int32)[None] < t.lengths[:, None])
     move = _plan(t, keep, ~t.failed & ~to_lines(senseless, t), config.block_size)
@@ -83,14 +83,26 @@ def _evict(
     refused, granted = any_of_row(move.changes, config) & ~granted, to_lines(granted, t)
     move = move._replace(changes=move.changes & granted, copied=move.copied & granted[:, None])
 
-    changed = _hold(t, move, config)
-    arrays = (t.tables, changed.tables, move)
-    pool = on_shards(pool, _compact, (pool, *arrays), (POOL, *[WHOLE] * len(arrays)), POOL)
+    changed, pool = _carry_out(t, pool, move, config)
     wanted = jnp.where(senseless, SENSELESS, seen.lengths)
     groups = [*tables[:group], changed, *tables[group + 1 :]]
     return tuple(
         mark_failed(other, refused | senseless, wanted, needed if g == group else 0) for g, other in enumerate(groups)
     ), pool
+
+
+def thin(cache: Cache, keep: jax.Array, *, layer: int) -> Cache:
+    """`evict` of rows none of whose blocks others hold: so there is nothing that could be refused.
+
+    Args:
+      keep: `bool[S, C]`, or of a layer that evicts by heads `bool[K * S, C]`, line by line.
+    """
+    config, group = cache.config, cache.config.group(layer)
+    t, pools = cache.tables[group], list(cache.pools)
+    keep &= jnp.arange(keep.shape[-1], dtype=jnp.int32)[None] < t.lengths[:, None]
+    move = _plan(t, keep, ~t.failed, config.block_size)
+    changed, pools[layer] = _carry_out(t, pools[layer], move._replace(copied=jnp.zeros_like(move.copied)), config)
+    return cache.replace(tables=(*cache.tables[:group], changed, *cache.tables[group + 1 :]), pools=tuple(pools))
 
 
 class _Move(NamedTuple):
@@ -116,6 +128,13 @@ def _plan(t: BlockTables, keep: jax.Array, allowed: jax.Array, block_size: int) 
     column = jnp.arange(t.tables.shape[1], dtype=jnp.int32)[None]
     written = changes[:, None] & (column >= first[:, None]) & (column < end[:, None])
     return _Move(changes, count, source, first, end, written & (t.refcounts[t.tables] > 1))
+
+
+def _carry_out(t: BlockTables, pool: Pool | None, move: _Move, config: CacheConfig) -> tuple[BlockTables, Pool]:
+    assert pool is not None
+    changed = _hold(t, move, config)
+    arrays = (t.tables, changed.tables, move)
+    return changed, on_shards(pool, _compact, (pool, *arrays), (POOL, *[WHOLE] * len(arrays)), POOL)
 
 
 def _hold(t: BlockTables, move: _Move, config: CacheConfig) -> BlockTables:
@@ -161,7 +180,7 @@ def _compact(pool: Pool, old: jax.Array, new: jax.Array, move: _Move) -> Pool:
     return jax.lax.fori_loop(start, stop, column, pool)
 
 
-def _best(scores: jax.Array, budget: jax.Array, t: BlockTables, config: CacheConfig) -> tuple[jax.Array, jax.Array]:
+def best_of(scores: jax.Array, budget: jax.Array, t: BlockTables, config: CacheConfig) -> tuple[jax.Array, jax.Array]:
     """Which tokens have the `budget` best scores of their line, and `bool[S]`: rows of which that makes no sense."""
     if scores.ndim == 3 and t.lengths.shape[0] == config.max_seqs:
         scores = scores.mean(axis=1)

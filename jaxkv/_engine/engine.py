@@ -10,6 +10,7 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.numbers import MOST_INDEX, flag, integer, listed, real, shown
 from jaxkv._engine.draft_model import make_drafter
 from jaxkv._engine.drafts import read_draft
+from jaxkv._engine.eviction import Eviction, read_eviction
 from jaxkv._engine.loop import Loop
 from jaxkv._engine.pipeline import Pipeline
 from jaxkv._engine.request import Request, handed_out, read_eos, read_limits, read_prompt, read_salt
@@ -18,6 +19,7 @@ from jaxkv._engine.reuse import make_prefix
 from jaxkv._engine.sampling import KINDS, Choice, Kind, read_kinds, read_seed
 from jaxkv._engine.step import Hook, read_hook, recompute
 from jaxkv._engine.turn import Turn
+from jaxkv._engine.warmup import call_all
 
 
 class Engine:
@@ -50,6 +52,9 @@ class Engine:
         cache of its own, or "ngram", for what followed the same tokens before in the sequence. What comes out is the
         same token for token, but for rounding; `stats()["acceptance"]` says how many guesses were right.
       draft_tokens: the most guesses of a row in a step.
+      evict: an `Eviction`: what rows keep after their prompt, or every so many tokens. What they give up is room for
+        others, which share nothing with them then: samples compute their prompt each for itself. It does not go with
+        `prefix_cache`, `draft` or `swap="always"`.
       cache_dtype: what keys and values are stored in, quantised kinds among it; default: the model's dtype.
       **fields: `num_blocks`, `memory_bytes`, `block_size` and other fields of `CacheConfig.from_model`.
 
@@ -69,7 +74,7 @@ class Engine:
         step_tokens: int = 256, steps_per_dispatch: int = 1, seed: int = 0, logits_hook: Hook | None = None,
         prefix_cache: bool = False, spill_bytes: int = 0, disk: Any = None, disk_bytes: float | None = None,
         swap: Swap = "auto", host_bandwidth: float = 1e10, draft: Any = None, draft_tokens: int = 4,
-        cache_dtype: Any = None, **fields: Any,
+        cache_dtype: Any = None, evict: Eviction | None = None, **fields: Any,
     ):  # fmt: skip
         if swap not in ("auto", "always", "never"):
             raise ValueError(f"swap must be 'auto', 'always' or 'never', not {swap!r}.")
@@ -88,13 +93,16 @@ class Engine:
         self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
         draft_tokens = read_draft(draft, draft_tokens, self.vocab_size, self.steps_per_dispatch)
         self.step_tokens = max(integer("step_tokens", step_tokens, least=1), max_seqs * (1 + draft_tokens))
+        evict = read_eviction(evict, prefix_cache=prefix_cache, draft=draft is not None, swap=swap == "always")
         self.config = CacheConfig.from_model(
-            model, max_seqs=max_seqs, max_seq_len=max_seq_len,
+            evict.model_of(model) if evict else model, max_seqs=max_seqs, max_seq_len=max_seq_len,
             # What windows give back is of use to a prefix cache, so it wants more than they need.
             step_tokens=None if flag("prefix_cache", prefix_cache) else self.step_tokens, **fields,
         )  # fmt: skip
         self.prefix = make_prefix(model, self.config, prefix_cache, spill_bytes, disk, disk_bytes)
-        self._residents = Residents(self.config, model, prefix=self.prefix, swap=swap, host_bandwidth=host_bandwidth)
+        self._residents = Residents(
+            self.config, model, prefix=self.prefix, swap=swap, host_bandwidth=host_bandwidth, eviction=evict
+        )
         self._pipeline = Pipeline(model, self._residents, logits_hook, self.step_tokens, draft_tokens)
         drafter = make_drafter(draft, self.config, self.step_tokens, draft_tokens)
         self._loop = Loop(self._residents, self._pipeline, self.step_tokens, self.steps_per_dispatch, drafter)
@@ -148,8 +156,9 @@ class Engine:
             most = f"max_seq_len = {config.max_seq_len}"
             return f"it has {len(tokens)} tokens, and {most} must hold one more: raise max_seq_len"
         limit = min(len(tokens) + integer("max_new_tokens", max_new_tokens, least=1), config.max_seq_len)
-        for group, num_blocks in enumerate(config.group_blocks):
-            if (blocks := config.row_blocks(group, limit)) > num_blocks:
+        holdings = self._residents.holdings
+        for group, blocks in zip(holdings.groups, holdings.most(len(tokens), 0, limit), strict=True):
+            if blocks > (num_blocks := config.group_blocks[group]):
                 return (
                     f"its {limit} tokens take {blocks} blocks, but the cache has {num_blocks}: raise num_blocks, or "
                     "lower max_new_tokens"
@@ -238,9 +247,7 @@ class Engine:
         counts = tuple(n and 1 << (n - 1).bit_length() for n in map(self._read_logprobs, listed("logprobs", logprobs)))
         wanted = read_kinds(kinds)
         with self._at_work():
-            calls = self._loop.warm(wanted, counts)
-            for call in _progress_bar(calls, progress):
-                call()
+            call_all(self._loop.warm(wanted, counts), progress)
 
     def stream(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
@@ -340,11 +347,3 @@ class Engine:
             if is_new:
                 self._turn.give()
             del turn
-
-
-def _progress_bar(calls: Sequence[Any], wanted: bool) -> Iterable[Any]:
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return calls
-    return tqdm(calls, desc="compiling", unit=" programs", disable=not wanted)

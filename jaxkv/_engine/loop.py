@@ -114,6 +114,8 @@ class Loop:
         steps = 1 if self.submitted else scheduler.stretch(step, self.steps_per_dispatch)
         work = self.pipeline.send(step, steps)
         due = scheduler.commit(step)
+        if residents.eviction is not None:
+            self.pipeline.thin([s for s in step.counts if residents.eviction.is_due(s)])
         for sequence, _, count in work:
             if (
                 count > 1 and steps == 1 and not sequence.guesses
@@ -164,7 +166,8 @@ class Loop:
             new = [_sequence(s) for s in request.samples if not (s.done or s in self.open)]
             self.open |= {sequence.request: sequence for sequence in new}
             self.submitted.popleft()
-            if len(request.prompt) > 1:  # of one token there is nothing to share
+            # Of one token there is nothing to share, and thinned rows share nothing.
+            if len(request.prompt) > 1 and self.residents.eviction is None:
                 for first in new[:1]:
                     first.followers, new = new[1:], [first]
             self.scheduler.waiting.extend(new)
@@ -202,4 +205,4 @@ class Loop:
 
 def _sequence(request: Request) -> Sequence:
     limit = len(request.prompt) + request.limit
-    return Sequence([*request.prompt, *request.tokens], limit, request.salt, request)
+    return Sequence([*request.prompt, *request.tokens], limit, request.salt, request, len(request.prompt))

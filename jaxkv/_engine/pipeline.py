@@ -5,14 +5,18 @@ import time
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._core.cache import Cache
 from jaxkv._core.checks import check
+from jaxkv._core.tables import extend
 from jaxkv._engine import step as on_device
 from jaxkv._engine.resident import Residents
 from jaxkv._engine.sampling import KINDS, Kind
 from jaxkv._engine.scheduler import Sequence, Step
-from jaxkv._engine.step import COLUMN, COUNT, DUE, FROM_DEVICE, GUESSED, NUM_FIELDS, TOKEN, Hook, Memory, Result
+from jaxkv._engine.step import COLUMN, COUNT, DUE, FROM_DEVICE, GUESSED, NUM_FIELDS, TOKEN, Hook, Result
+from jaxkv._engine.thinning import Remembered, remembered, thin_program
 
 SMALLEST_STEP = 32  # places; smaller ones would be more programs to compile, and hardly faster
 
@@ -47,6 +51,10 @@ class Pipeline:
         while self.sizes[0] // 4 >= max(SMALLEST_STEP, residents.config.max_seqs):
             self.sizes.insert(0, self.sizes[0] // 4)
         self._shapes: set[Any] = set()  # those called so far
+        self._remembered = Remembered()
+        if (eviction := residents.eviction) is not None:
+            self._remembered = remembered(eviction, residents.cache, self._one_token)
+            self._thin = thin_program(jax.tree.structure(residents.cache), eviction, self._remembered.asked)
         self.draft_tokens = draft_tokens  # the most guesses of a row
         self.steps = self.tokens = self.proposed = self.accepted = 0
         self.clear()
@@ -55,7 +63,8 @@ class Pipeline:
         """Forget what is under way."""
         config = self.residents.config
         self.flights: collections.deque[Flight] = collections.deque()
-        memory = on_device.new_memory(config.max_seqs, config.max_seq_len, self.hook)
+        queries = self._remembered.zeros()
+        memory = on_device.new_memory(config.max_seqs, config.max_seq_len, self.hook, queries)
         self._memory = jax.device_put(memory, self.residents.place)  # where it comes from the steps, too
         self._noted: dict[int, Sequence] = {}  # whose tokens the memory has, row by row
         self._idle_since = 0.0  # when the device was seen to finish
@@ -63,7 +72,7 @@ class Pipeline:
     def send(self, step: Step, steps: int) -> list[tuple[Sequence, int, int]]:
         """Have a step computed. For each sequence in it: itself, its row, and its number of tokens."""
         residents = self.residents
-        residents.make_room(step.num_blocks)
+        residents.make_room(max(step.blocks, default=0))
         if residents.to_free:
             residents.flush()
         work = [(s, s.row, n) for s, n in step.counts.items() if s.row is not None]
@@ -108,6 +117,12 @@ class Pipeline:
         self._shapes.add(shape)
         self.steps, self.tokens = self.steps + steps, self.tokens + step.num_tokens
         return work
+
+    def thin(self, sequences: list[Sequence]) -> None:
+        """Have rows give up what they are not to keep, after the step that was sent last."""
+        if sequences:
+            due = np.isin(np.arange(self.residents.config.max_seqs), [s.row or 0 for s in sequences])
+            self.residents.call(self._thin, due, self._memory.queries)
 
     def read(self) -> list[tuple[Sequence, list[tuple[int, dict[int, float] | None]]]]:
         """Wait for the oldest step under way: for each sequence its new tokens and, if wanted, log-probabilities."""
@@ -156,10 +171,13 @@ class Pipeline:
         programs = [(*shape, 0) for shape in shapes]
         if self.draft_tokens:
             programs += [(*shape, self.draft_tokens) for shape in shapes if shape[0] is not None]
-        return [
+        calls: list[Any] = [
             lambda tokens=tokens, n=n, v=v, kind=kind, count=count: self._call(rows, tokens, kind, count, n, v)
             for tokens, n, v in programs for kind in kinds for count in counts
         ]  # fmt: skip
+        if self.residents.eviction is not None:
+            calls.append(lambda: self.residents.call(self._thin, rows[COUNT] > 0, self._memory.queries))
+        return calls
 
     def _call(
         self, rows: np.ndarray, tokens: np.ndarray | None, kind: Kind, count: int, steps: int, verify: int
@@ -167,11 +185,19 @@ class Pipeline:
         numbers, *out = self.residents.call(
             self._program, self.leaves, self._memory, rows, tokens, kind=kind, count=count, steps=steps, verify=verify
         )
-        memory, likely = out[: 1 + (self.hook is not None)], out[1 + (self.hook is not None) :]
-        self._memory = Memory(memory[0], memory[1] if self.hook else None)
+        structure: Any = jax.tree.structure(self._memory)
+        memory, likely = out[: structure.num_leaves], out[structure.num_leaves :]
+        self._memory = jax.tree.unflatten(structure, memory)
         for x in (numbers, *likely):
             x.copy_to_host_async()
         return Result(numbers, self._memory, (likely[0], likely[1]) if likely else None)
+
+    def _one_token(self, cache: Cache) -> Any:
+        """The model's answer to one token of each row."""
+        tokens = jnp.zeros((cache.config.max_seqs, 1), jnp.int32)
+        cache = extend(cache, jnp.ones(cache.config.max_seqs, jnp.int32))
+        model = jax.tree.unflatten(self.structure, self.leaves)
+        return on_device.logits_at(model, tokens, cache, jnp.zeros(cache.config.max_seqs, jnp.int32))
 
     def _rows(self) -> np.ndarray:
         """What the step's program is told of each row if it has nothing to do; a new array, for JAX may keep it."""

@@ -3,10 +3,10 @@
 import collections
 import contextlib
 import functools
+import operator
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.cache import Cache
@@ -14,12 +14,12 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
 from jaxkv._core.errors import CacheError, OutOfBlocks
 from jaxkv._core.shards import context_axis, mesh_of, place_of
-from jaxkv._core.sharing import fork
-from jaxkv._core.tables import free, leave_windows
-from jaxkv._engine.program import cache_program
+from jaxkv._engine.eviction import Eviction
+from jaxkv._engine.holdings import Holdings, ThinnedHoldings
+from jaxkv._engine.room import between_steps
 from jaxkv._engine.scheduler import Sequence
-from jaxkv._tiers.host import swap_in, swap_out
-from jaxkv._tiers.kept import count_unused, warm
+from jaxkv._tiers.host import swap_out
+from jaxkv._tiers.kept import warm
 from jaxkv._tiers.prefix import PrefixCache
 
 Swap = Literal["auto", "always", "never"]
@@ -37,16 +37,18 @@ class Residents:
     """
 
     def __init__(
-        self, config: CacheConfig, model: Any, *, prefix: PrefixCache | None, swap: Swap, host_bandwidth: float
+        self, config: CacheConfig, model: Any, *, prefix: PrefixCache | None, swap: Swap, host_bandwidth: float,
+        eviction: Eviction | None = None,
     ):  # fmt: skip
         self.config, self.prefix, self.swap, self.host_bandwidth = config, prefix, swap, host_bandwidth
         self.mesh, self.place = mesh_of(model), place_of(model)  # where the cache is to lie
-        self.block_size = config.block_size
+        self.block_size, self.eviction = config.block_size, eviction
+        self.holdings = Holdings(config) if eviction is None else ThinnedHoldings(config, eviction)
         self._landed: collections.deque[tuple[list[jax.Array], list[jax.Array]]] = collections.deque()
         self._cache: Cache | None = None  # of `_leaves`, when it was asked for
         self.cache = self._new_cache()
         self._structure = jax.tree.structure(self.cache)
-        self._settle, self._swap_in, self._fork = _programs(self._structure)
+        self._settle, self._swap_in, self._fork = between_steps(self._structure)
         self.seconds_per_token: float | None = None  # of the fastest step so far
         self.counts: collections.Counter[str] = collections.Counter()
         self._empty([])
@@ -62,6 +64,7 @@ class Residents:
     def _empty(self, to_free: list[int]) -> None:
         """No sequence lives here. Rows that the device still has to free are named."""
         self._free_rows = list(range(self.config.max_seqs - 1, -1, -1))  # the lowest on top
+        self._living: set[Sequence] = set()  # who has a row
         self._to_free = to_free
         self._room: list[list[int]] | None = None  # `room_of` the cache when it was measured; None: not known
         self.taken = self._taken_then = 0  # blocks taken until now, and until the room was measured
@@ -164,6 +167,8 @@ class Residents:
         """For each group of layers, blocks that are free or that the prefix cache can spare: at least so many."""
         if self.config.contiguous:  # every row has its block already
             return list(self.config.group_blocks)
+        if isinstance(self.holdings, ThinnedHoldings):  # nothing is shared, so the host knows
+            return self.holdings.room(self._living)
         if self._room is None:
             self.settle()
         assert self._room is not None
@@ -177,6 +182,8 @@ class Residents:
     @property
     def may_have_more(self) -> bool:
         """Whether something was given back that `available` does not count yet."""
+        if self.eviction is not None:
+            return False
         return bool(self._free_rows) and self._given_back_at > self._measured_at
 
     def make_room(self, num_blocks: int) -> None:
@@ -203,11 +210,20 @@ class Residents:
         shared = self._shared(running, sequence)
         if source is not None:
             shared = source.cached // self.block_size * self.block_size
-        for group, available in enumerate(self.available):
-            growth = sum(self._growth(group, s.length, s.cached) for s in running)
-            if growth + self._growth(group, sequence.length, shared) > available:
-                return False
-        return True
+        grown = [self._growth(s, s.cached) for s in running] + [self._growth(sequence, shared)]
+        return all(map(operator.le, map(sum, zip(*grown, strict=True)), self.available))
+
+    def _growth(self, sequence: Sequence, cached: int) -> list[int]:
+        """Blocks that a row with `cached` tokens of a sequence takes yet until it has all of them."""
+        return self.holdings.growth(sequence.prompt, cached, sequence.length)
+
+    def taken_by(self, sequence: Sequence, count: int) -> list[int]:
+        """Blocks that `count` more tokens of a sequence take in each group of layers."""
+        return self.holdings.taken(sequence.prompt, sequence.cached, count)
+
+    def until(self, sequence: Sequence) -> float:
+        """How many tokens of a sequence can be computed before its row is to be thinned."""
+        return self.holdings.next_point(sequence.prompt, sequence.cached) - sequence.cached
 
     # Sequences.
 
@@ -218,6 +234,7 @@ class Residents:
             match = self.prefix.match(sequence.tokens, salt=sequence.salt)
         row = self._take_row(must_be_empty=sequence.host is not None or bool(match and match.num_tokens))
         sequence.row = row
+        self._living.add(sequence)
         if sequence.host is not None:
             self.make_room(max(int(count[0]) for count in sequence.host.count))
             self.call(self._swap_in, np.array([row], np.int32), sequence.host)
@@ -241,6 +258,7 @@ class Residents:
         self.make_room(1)
         self.call(self._fork, np.array([source.row], np.int32), np.array([row], np.int32))
         sequence.row, sequence.cached = row, source.cached
+        self._living.add(sequence)
 
     def offer(self, sequence: Sequence) -> None:
         """Let the prefix cache have what a sequence holds."""
@@ -273,6 +291,7 @@ class Residents:
         assert sequence.row is not None
         self._to_free.append(sequence.row)
         self._free_rows.append(sequence.row)
+        self._living.discard(sequence)
         self.clock += 1
         self._given_back_at = self.clock
         sequence.row, sequence.cached = None, 0
@@ -283,13 +302,15 @@ class Residents:
         return bool(self._to_free)
 
     def _should_swap(self, sequence: Sequence) -> bool:
+        if self.eviction is not None:
+            return False
         if self.swap != "auto" or not sequence.cached:
             return self.swap == "always" and sequence.cached > 0
         if self.prefix is not None or self.seconds_per_token is None:
             return False
         moved = 2 * sum(
-            self._held(g, sequence.cached) * self.config.bytes_per_group_block(g)
-            for g in range(len(self.config.groups))
+            held * self.config.bytes_per_group_block(g)
+            for g, held in enumerate(self.holdings.held(sequence.prompt, sequence.cached))
         )
         return moved / self.host_bandwidth < sequence.cached * self.seconds_per_token
 
@@ -305,34 +326,3 @@ class Residents:
             ):  # fmt: skip
                 most += size
         return most
-
-    def _held(self, group: int, length: int) -> int:
-        """Blocks of a row of `length` tokens at rest."""
-        return -(-length // self.block_size) - self.config.first_seen(group, length)
-
-    def _growth(self, group: int, length: int, cached: int) -> int:
-        """Blocks that a row with `cached` tokens takes yet until it holds `length`."""
-        return max(0, self.config.row_blocks(group, length) - self._held(group, cached))
-
-
-def room_of(cache: Cache) -> jax.Array:
-    """`i32[groups, 2]`: free blocks, and blocks that only an index keeps."""
-    return jnp.stack([jnp.stack([t.num_free, count_unused(t)]) for t in cache.tables])
-
-
-@functools.lru_cache(maxsize=16)
-def _programs(structure: Any) -> tuple[Any, Any, Any]:
-    """What is computed between steps: free rows and give back what fell out of windows, `swap_in` and `fork`."""
-
-    def settle(cache: Cache, rows: jax.Array) -> tuple[jax.Array, Cache]:
-        cache = leave_windows(free(cache, rows))
-        return room_of(cache), cache
-
-    def swap_one_in(cache: Cache, rows: jax.Array, host: Any) -> tuple[None, Cache]:
-        return None, swap_in(cache, rows, host)
-
-    def fork_one(cache: Cache, src: jax.Array, dst: jax.Array) -> tuple[None, Cache]:
-        return None, fork(cache, src, dst)
-
-    settle_, swap_, fork_ = (cache_program(structure, f) for f in (settle, swap_one_in, fork_one))
-    return settle_, swap_, fork_

@@ -8,8 +8,10 @@ taken from it, and it goes on when there is room. The ideas are Orca's (iteratio
 Everything is planned with counts alone, so that a step can be planned before the tokens of the one before have come.
 """
 
+import bisect
 import collections
 import dataclasses
+import operator
 from typing import Any, Protocol
 
 
@@ -21,6 +23,7 @@ class Sequence:
     limit: int  # the length at which it ends
     salt: str | bytes | None = None  # whom it may share blocks with
     request: Any = None  # whose it is
+    prompt: int = 0  # how many of them are the prompt
     unread: int = 0  # tokens that come after them, chosen on the device
     row: int | None = None
     cached: int = 0  # its first tokens, whose keys and values are in the cache
@@ -42,31 +45,34 @@ class Sequence:
 class Step:
     """What to compute next: so many tokens of each of these sequences, from `cached` on."""
 
-    def __init__(self, block_size: int):
-        self.block_size = block_size
+    def __init__(self, rows: "Rows"):
+        self.rows = rows
         self.counts: dict[Sequence, int] = {}
         self.num_tokens = 0
-        self.num_blocks = 0  # taken beyond those that the sequences have; the same in every group of layers
+        self.blocks: list[int] = []  # taken beyond those that the sequences have, in each group of layers
 
     def add(self, sequence: Sequence, count: int) -> None:
         """Compute `count` tokens of a sequence that is not part of the step yet."""
         self.counts[sequence] = count
-        self._total(sequence, count)
+        self.num_tokens += count
+        self.blocks = self.with_tokens(sequence, count)
 
     def remove(self, sequence: Sequence) -> None:
         """Leave a sequence out again, if it is part of the step."""
-        self._total(sequence, -self.counts.pop(sequence, 0))
+        if count := self.counts.pop(sequence, 0):
+            self.num_tokens -= count
+            taken = self.rows.taken_by(sequence, count)
+            self.blocks = [all_ - its for all_, its in zip(self.blocks, taken, strict=True)]
+
+    def with_tokens(self, sequence: Sequence, count: int) -> list[int]:
+        """Its blocks if `count` tokens of a sequence were computed too."""
+        taken = self.rows.taken_by(sequence, count)
+        return [all_ + its for all_, its in zip(self.blocks, taken, strict=True)] if self.blocks else taken
 
     @property
     def is_decode(self) -> bool:
         """Whether every sequence has one token in it."""
         return self.num_tokens == len(self.counts)
-
-    def _total(self, sequence: Sequence, change: int) -> None:
-        held = -(-sequence.cached // self.block_size)
-        blocks = -(-(sequence.cached + abs(change)) // self.block_size) - held
-        self.num_tokens += change
-        self.num_blocks += blocks if change > 0 else -blocks
 
 
 class Unsure(Exception):
@@ -76,7 +82,11 @@ class Unsure(Exception):
 class Rows(Protocol):
     """What a scheduler asks of whoever holds the cache."""
 
-    block_size: int
+    def taken_by(self, sequence: Sequence, count: int) -> list[int]:
+        """Blocks that `count` more tokens of a sequence take in each group of layers."""
+
+    def until(self, sequence: Sequence) -> float:
+        """How many tokens of a sequence can be computed before something else is to be done with its row."""
 
     @property
     def available(self) -> list[int]:
@@ -113,7 +123,7 @@ class Scheduler:
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []  # in the order of admission
         self.times_set_back = 0
-        self._spare: int | None = None  # blocks that every group can have; None: to be asked for
+        self._spare: list[int] | None = None  # blocks that each group can have; None: to be asked for
 
     def plan(self, *, certain: bool = True) -> Step:
         """The next step. Decoding rows come first; what is left of the step goes to prompts, oldest first.
@@ -125,7 +135,7 @@ class Scheduler:
         Raises:
           Unsure: not certain, and room may have run out. What was admitted until then stays so.
         """
-        step = Step(self.rows.block_size)
+        step = Step(self.rows)
         times_set_back, self._spare = self.times_set_back, None
         for sequence in [s for s in self.running if s.followers]:
             self._split(sequence, certain)
@@ -153,14 +163,16 @@ class Scheduler:
         """
         if most == 1 or not step.is_decode or any(s.pending > 1 or s.followers for s in step.counts):
             return 1
-        longer = Step(step.block_size)
+        longer = Step(self.rows)
         for sequence in step.counts:
+            if self.rows.until(sequence) < most:
+                return 1
             longer.add(sequence, min(most, sequence.limit - sequence.length))
         counts = longer.counts.values()
         worth = min if self.waiting else max
-        if worth(counts, default=0) < most or longer.num_blocks > min(self.rows.available):
+        if worth(counts, default=0) < most or not _fits(longer.blocks, self.rows.available):
             return 1
-        step.counts, step.num_tokens, step.num_blocks = longer.counts, longer.num_tokens, longer.num_blocks
+        step.counts, step.num_tokens, step.blocks = longer.counts, longer.num_tokens, longer.blocks
         return most
 
     def commit(self, step: Step) -> list[Sequence]:
@@ -233,18 +245,22 @@ class Scheduler:
         wanted = min(sequence.pending + len(sequence.guesses), self.step_tokens - step.num_tokens)
         if sequence.followers and sequence.pending > 1:
             wanted = min(wanted, sequence.pending - 1)
-        if (places := self._places(sequence, step)) < wanted:
-            if not certain:
-                raise Unsure
-            self.rows.settle()
-            self._spare = None
-            places = self._places(sequence, step)
-        return max(0, min(wanted, places))
+        wanted = int(min(wanted, self.rows.until(sequence)))
+        if self._has_blocks(sequence, wanted, step):
+            return wanted
+        if not certain:
+            raise Unsure
+        self.rows.settle()
+        self._spare = None
+        counts = range(1, wanted + 1)
+        return bisect.bisect(counts, False, key=lambda count: not self._has_blocks(sequence, count, step))
 
-    def _places(self, sequence: Sequence, step: Step) -> int:
-        """Tokens for which there are blocks beside the step's."""
-        size = self.rows.block_size
+    def _has_blocks(self, sequence: Sequence, count: int, step: Step) -> bool:
+        """Whether there are blocks for so many tokens of a sequence beside the step's."""
         if self._spare is None:
-            self._spare = min(self.rows.available)
-        blocks = self._spare - step.num_blocks
-        return (-(-sequence.cached // size) + blocks) * size - sequence.cached
+            self._spare = self.rows.available
+        return _fits(step.with_tokens(sequence, count), self._spare)
+
+
+def _fits(blocks: list[int], available: list[int]) -> bool:
+    return all(map(operator.le, blocks, available))

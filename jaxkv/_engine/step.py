@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.arguments import to_device
-from jaxkv._core.cache import Cache
 from jaxkv._core.keeping import take_back
 from jaxkv._core.numbers import MOST_INDEX, shown
 from jaxkv._core.plan import plan_step, positions
 from jaxkv._core.tables import extend, leave_windows
 from jaxkv._engine.program import cache_program
-from jaxkv._engine.resident import room_of
+from jaxkv._engine.room import room_of
 from jaxkv._engine.sampling import Kind, Sampling, choose, likeliest
+from jaxkv._engine.thinning import noting
 
 # What the host says of each row, as one array: how many tokens it has in this step, whether the token after them is
 # wanted, its next token (FROM_DEVICE: the one chosen last), `Choice.column`, and how many of its tokens are guesses.
@@ -45,6 +45,7 @@ class Memory(NamedTuple):
 
     last: jax.Array  # i32[S]: the token chosen last for each row
     tokens: jax.Array | None  # i32[S, max_seq_len]: those of each row, where a hook wants them
+    queries: tuple[jax.Array, ...] = ()  # [S, W, H, D] of each layer that is thinned, where its score wants them
 
 
 class Result(NamedTuple):
@@ -131,10 +132,14 @@ def _verify(most, guessed, run, hook, sampling, kind, count, leave, cache, memor
 def _run(model, cascade, cache, memory, tokens, counts, places):
     """The logits at some places after a step of every row, which is noted."""
     cache = extend(cache, counts)
+    rows = rows_of(tokens, counts)
     if memory.tokens is not None:
-        memory = memory._replace(tokens=_noted(cache, memory.tokens, tokens, counts))
-    logits, cache = logits_at(model, tokens, cache, places, cascade)
-    return logits, cache, memory
+        noted = memory.tokens.at[rows, positions(cache, tokens.shape)].set(tokens, mode="drop")
+        memory = memory._replace(tokens=noted)
+    (logits, cache), queries = noting(
+        memory.queries, cache, lambda: logits_at(model, tokens, cache, places, cascade), rows, tokens.shape
+    )
+    return logits, cache, memory._replace(queries=queries)
 
 
 def _ended(cache, memory, last, due, leave):
@@ -169,14 +174,11 @@ def row_of(counts: jax.Array, num_tokens: int) -> jax.Array:
     return jnp.searchsorted(jnp.cumsum(counts), i, side="right", method="compare_all").astype(jnp.int32)
 
 
-def _noted(cache: Cache, known: jax.Array, tokens: jax.Array, counts: jax.Array) -> jax.Array:
-    """The tokens of each row, with this step's at their places."""
-    place = positions(cache, tokens.shape)
-    if tokens.ndim == 2:
-        row = jnp.where(counts > 0, jnp.arange(counts.shape[0], dtype=jnp.int32), counts.shape[0])[:, None]
-    else:
-        row = row_of(counts, tokens.shape[0])
-    return known.at[row, place].set(tokens, mode="drop")
+def rows_of(tokens: jax.Array, counts: jax.Array) -> jax.Array:
+    """i32: whose row each of padded or packed tokens is, `[S, 1]` or `[N]`; S for those that are nobody's."""
+    if tokens.ndim == 1:
+        return row_of(counts, tokens.shape[0])
+    return jnp.where(counts > 0, jnp.arange(counts.shape[0], dtype=jnp.int32), counts.shape[0])[:, None]
 
 
 def read_hook(hook: Any) -> Any:
@@ -210,10 +212,10 @@ def note_tokens(memory: Memory, row: jax.Array, tokens: jax.Array) -> Memory:
     return memory._replace(tokens=memory.tokens.at[row].set(tokens))
 
 
-def new_memory(max_seqs: int, max_seq_len: int, hook: Hook | None) -> Memory:
+def new_memory(max_seqs: int, max_seq_len: int, hook: Hook | None, queries: tuple[jax.Array, ...] = ()) -> Memory:
     """Memory of empty rows."""
     tokens = None if hook is None else to_device(np.zeros((max_seqs, max_seq_len), np.int32))
-    return Memory(to_device(np.zeros(max_seqs, np.int32)), tokens)
+    return Memory(to_device(np.zeros(max_seqs, np.int32)), tokens, queries)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "kind", "hook", "width"))

@@ -6,6 +6,7 @@ import pathlib
 import shutil
 
 import pytest
+from nightly import NIGHTLY
 
 from jaxkv._cli.main import main
 from jaxkv._cli.text import ByteTokenizer, TextStream
@@ -52,11 +53,21 @@ def test_a_bad_prompt_does_not_take_the_others_with_it(capsys):
     assert out.startswith("import ")
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="by day engines that keep less are smaller")
+def test_generate_keeps_less(capsys):
+    arguments = ["generate", "--prompt", "import os\ndef f(", "--max-new-tokens", "4", "--evict", "knorm"]
+    assert main([*arguments, "--keep", "6", "--every", "2"]) == 0
+    assert "recomputation" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--model", "no/such/folder"], "no/such/folder"),
         (["--prompts", "no-such-file"], "no-such-file is not a file"),
+        (["--every", "4"], "--every is for --evict"),
+        (["--evict", "knorm", "--keep", "1.25"], "Eviction.keep, a share, must be"),
+        (["--evict", "tova", "--budget", "ada"], "has heads compete, which cannot be with tova"),
         (["--temperature", "-1"], "temperature must be at least 0"),
         (["--top-p", "0"], "top_p must be above 0"),
         (["--prompt", ""], "prompt 1 is left out: it is empty"),

@@ -22,6 +22,12 @@ class Counted:
     def available(self):
         return [self.num_blocks - sum(map(self.blocks, self.held.values()))]
 
+    def taken_by(self, sequence, count):
+        return [self.blocks(sequence.cached + count) - self.blocks(sequence.cached)]
+
+    def until(self, sequence):
+        return float("inf")
+
     may_have_more = False
 
     def settle(self):

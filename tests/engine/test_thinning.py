@@ -1,0 +1,247 @@
+"""An engine whose rows give tokens up: each gets what it would get alone, and what it gives up is room for others."""
+
+import functools
+import random
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nightly import NIGHTLY
+from thinned_model import DIM, HEADS, LONGEST, VOCAB, Alone, Tiny
+
+import jaxkv
+from jaxkv import Eviction, scores
+from jaxkv._core.observing import Queries, note_queries, queries_noted, rotated_by
+from jaxkv._engine.eviction import ALIKE
+from jaxkv._engine.holdings import Holdings, ThinnedHoldings
+from jaxkv._engine.scheduler import Scheduler, Sequence
+from jaxkv._engine.thinning import _queries, scored, thinned
+
+snapkv = functools.partial(scores.snapkv, window_size=4, kernel_size=3)
+CASES = {"heads compete": Eviction(snapkv, 0.4, "ada", every=3)}
+if NIGHTLY:
+    CASES |= {
+        "whole tokens": Eviction(functools.partial(scores.streaming_llm, n_sink=1), 5),
+        "keys": Eviction("keydiff", 0.3, every=1),
+        "pyramid": Eviction(snapkv, 0.5, "pyramid", every=4),
+        "tova": Eviction("tova", 0.5, every=2),
+        "all queries": Eviction("observed_attention", 0.3, every=5),
+        "mean of heads": Eviction("knorm", 1, by="layer", every=2),
+        "all kept": Eviction("knorm", 1.0, every=1),
+    }
+WINDOWS = (None, 5) if NIGHTLY else (None,)
+TIGHT = dict(max_seqs=4, max_seq_len=LONGEST, block_size=3, num_blocks=15, step_tokens=7)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_row_gets_what_it_would_alone(name):
+    """Chunks of prompts beside decoding rows, rows that are set back and computed again, steps that several decode at
+    once, samples, stops and cancels change no token."""
+    draw, eviction = random.Random(name), CASES[name]
+    engine = jaxkv.Engine(Tiny(WINDOWS), evict=eviction, steps_per_dispatch=1 + NIGHTLY, **TIGHT)
+    alone = Alone(eviction, Tiny(WINDOWS))
+    for turn in range(3):
+        prompts = [[draw.randrange(VOCAB) for _ in range(n)] for n in (draw.randint(1, 30), 30, 1, 8, 17, 40)]
+        counts = [draw.randint(4, 12) for _ in prompts]
+        eos = draw.choice([None, draw.randrange(VOCAB)])
+        wanted = [alone.continuation(*one, eos) for one in zip(prompts, counts, strict=True)]
+        requests = [engine.submit(p, n, eos=eos, n=1 + (turn == 1)) for p, n in zip(prompts, counts, strict=True)]
+        for step, _ in enumerate(engine.run()):
+            if step == 9 and turn == 2:
+                requests[-1].cancel()
+        for request, tokens in zip(requests[: len(requests) - (turn == 2)], wanted, strict=False):
+            assert [sample.tokens for sample in request.samples] == [tokens] * len(request.samples)
+        jaxkv.check_invariants(engine.cache)
+        assert engine.cache.is_empty and engine.cache.blocks_in_use == 0
+    if name in ("heads compete", "whole tokens"):
+        assert engine.stats()["set_back"] > 0
+
+
+def test_what_is_counted_is_what_is_held():
+    """The host's count of blocks is the device's, or, where heads compete, no lower."""
+    for name, eviction in CASES.items():
+        engine = jaxkv.Engine(Tiny(WINDOWS), evict=eviction, **TIGHT)
+        holdings, rows = engine._residents.holdings, range(TIGHT["max_seqs"])
+        for length in (1, 14, 31):
+            engine.submit(list(range(length)), 15)
+        while engine._loop.is_busy:
+            engine.step()
+            running = {s.row: s for s in engine._loop.scheduler.running}
+            counted = [0] * len(holdings.groups)
+            for row in rows:
+                one = running.get(row, Sequence([], 0))
+                counted = np.add(counted, holdings.held(one.prompt, one.cached))
+            if engine._residents.to_free:
+                continue
+            used = [t.num_blocks - int(t.num_free) for t in engine.cache.tables]
+            used = np.array([used[g] for g in holdings.groups])
+            assert (counted >= used).all() if eviction.budget == "ada" else (counted == used).all(), name
+
+
+class Counted:
+    """Rows of a cache whose blocks are only counted."""
+
+    def __init__(self, holdings, config):
+        self.holdings, self.config, self.living = holdings, config, []
+
+    @property
+    def available(self):
+        held = [self.holdings.held(s.prompt, s.cached) for s in self.living]
+        return [self.config.num_blocks - sum(blocks for (blocks,) in held)]
+
+    may_have_more = False
+
+    def settle(self):
+        pass
+
+    def taken_by(self, sequence, count):
+        return self.holdings.taken(sequence.prompt, sequence.cached, count)
+
+    def until(self, sequence):
+        return self.holdings.next_point(sequence.prompt, sequence.cached) - sequence.cached
+
+    def has_room(self, running, sequence, source=None):
+        (available,) = self.available
+        growth = sum(self.holdings.growth(s.prompt, s.cached, s.length)[0] for s in [*running, sequence])
+        return growth <= available
+
+    def admit(self, sequence):
+        sequence.row = 1
+        self.living.append(sequence)
+
+    def retire(self, sequence):
+        self.living.remove(sequence)
+        sequence.row, sequence.cached = None, 0
+
+    set_back = retire
+
+
+def test_more_rows_in_the_same_bytes():
+    """At 25 % kept, at least 2.5 times as many rows at a time."""
+    evict, most = Eviction("streaming_llm", 0.25, every=16), {}
+    sizes = dict(max_seqs=60, max_seq_len=160, block_size=4, num_blocks=240)
+    for keep in (1.0, 0.25):
+        layers = Tiny((None,)).layer_configs
+        config = jaxkv.CacheConfig(layers=layers if keep == 1.0 else evict.layer_configs(layers), **sizes)
+        rows = Counted(Holdings(config) if keep == 1.0 else ThinnedHoldings(config, evict), config)
+        scheduler = Scheduler(rows, step_tokens=512)
+        scheduler.waiting.extend(Sequence([0] * 128, 160, prompt=128) for _ in range(60))
+        most[keep] = 0
+        while scheduler.waiting or scheduler.running:
+            step = scheduler.plan()
+            scheduler.stretch(step, 6)
+            assert all(count <= rows.until(s) for s, count in step.counts.items())
+            due = scheduler.commit(step)
+            most[keep] = max(most[keep], len(scheduler.running))
+            for sequence in due:
+                sequence.tokens += [0] * sequence.unread
+                sequence.unread = 0
+                if len(sequence.tokens) == sequence.limit:
+                    scheduler.finish(sequence)
+    assert most[0.25] >= 2.5 * most[1.0] > 0, most
+
+
+def test_thinning_copies_no_pool_and_reads_keys_of_one_row_at_a_time():
+    eviction = CASES["heads compete"]
+    layers = eviction.layer_configs(Tiny((None,)).layer_configs)
+    config = jaxkv.CacheConfig(layers=layers, max_seqs=8, max_seq_len=64, num_blocks=4000, block_size=4)
+    cache = jax.eval_shape(lambda: jaxkv.init(config))
+    queries = (jax.ShapeDtypeStruct((8, 4, HEADS, DIM), jnp.float32),)
+    run = jax.jit(functools.partial(thinned, eviction, (Queries(None, None, None),)), donate_argnums=0)
+    jaxkv.testing.assert_no_copy(run, cache, jax.ShapeDtypeStruct((8,), bool), queries)
+
+
+def test_scores_that_are_no_numbers_are_worth_least():
+    cache = jaxkv.init(jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=2, head_dim=4, max_seqs=1, max_seq_len=8))
+    found = scored(Eviction(lambda cache, layer: jnp.full((1, 8), np.nan).at[0, 2].set(1.0)), cache, 0, {})
+    assert found.tolist() == [[-np.inf, -np.inf, 1.0] + [-np.inf] * 5]
+
+
+BAD = [
+    (dict(score="h2o"), "Eviction.score must be a function, hashable as functions are, or one of expected_attention"),
+    (dict(score=["knorm"]), "hashable as functions are"),
+    (dict(keep=0), "Eviction.keep, a number of tokens or a share below 1.0, must be at least 1, not 0"),
+    (dict(keep=0.0), "Eviction.keep, a share, must be above 0, not 0.0"),
+    (dict(keep=1.5), "Eviction.keep, a share, must be from 0|Eviction.keep, a share, must be at most 1"),
+    (dict(keep=float("nan")), "Eviction.keep, a share, must be a finite number, not nan"),
+    (dict(keep="0.5"), "Eviction.keep, a number of tokens or a share below 1.0, must be an integer"),
+    (dict(keep=True), "must be an integer"),
+    (dict(keep=10**30), "must be at most"),
+    (dict(budget="fair"), "Eviction.budget must be 'uniform', 'pyramid' or 'ada', not 'fair'"),
+    (dict(every=0), "Eviction.every must be at least 1, not 0"),
+    (dict(queries=-1), "Eviction.queries must be at least 1, not -1"),
+    (dict(by="token"), "Eviction.by must be 'layer', 'head' or None, not 'token'"),
+    (dict(budget="ada", by="layer"), "has heads compete, which cannot be with by='layer'"),
+    (dict(score="tova", budget="ada"), "which cannot be with tova, which says the same of all heads"),
+]
+
+
+@pytest.mark.parametrize(("fields", "why"), BAD)
+def test_bad_evictions_are_refused(fields, why):
+    with pytest.raises(ValueError, match=why):
+        Eviction(**{"score": "knorm"} | fields)
+
+
+def test_what_does_not_go_together_is_refused():
+    evict = Eviction("knorm")
+    for options, why in (
+        (dict(evict="knorm"), r"evict must be a jaxkv.Eviction, such as Eviction\('snapkv', keep=0.25\), not 'knorm'"),
+        (
+            dict(evict=evict, prefix_cache=True),
+            "prefix_cache= does not go with evict=, for what a thinned row holds is",
+        ),
+        (dict(evict=evict, draft="ngram"), "draft= does not go with evict=, for tokens that were guessed wrong"),
+        (dict(evict=evict, swap="always"), "swap= does not go with evict=, for rows that are set back are computed"),
+        (dict(evict=evict, stacked=True), "evict gives back blocks of a table of its own"),
+        (
+            dict(evict=evict, layout="contiguous", num_blocks=None, block_size=None),
+            "evict gives back blocks of a table of its own",
+        ),
+    ):
+        with pytest.raises(ValueError, match=why):
+            jaxkv.Engine(Tiny(), **TIGHT | options)
+    with pytest.raises(ValueError, match="evict= is for layers that see everything, but all of this model's give"):
+        jaxkv.Engine(Tiny((3, 5)), evict=evict, **TIGHT)
+    shapeless = jaxkv.Engine(Tiny((None,)), evict=Eviction(lambda cache, layer: cache.lengths), **TIGHT)
+    shapeless.submit([1, 2, 3], 4)
+    with pytest.raises(ValueError, match=r"must return floats \[1, 2, 48\] or \[1, 48\], what each token that layer 0"):
+        shapeless.step()
+
+
+def test_defaults_follow_the_score():
+    assert {Eviction(s).layer_configs(Tiny().layer_configs)[0].evict for s in ALIKE} == {"layer"}
+    assert [one.evict for one in Eviction("knorm").layer_configs(Tiny().layer_configs)] == ["head", None]
+    sizes = {s: Eviction(s).num_queries(100) for s in ("knorm", "tova", "snapkv", "observed_attention")}
+    assert sizes == {"knorm": 0, "tova": 1, "snapkv": 64, "observed_attention": 100}
+    assert Eviction(snapkv).num_queries(100) == 4 and Eviction(snapkv, queries=9).num_queries(100) == 9
+
+
+def test_queries_are_turned_back_for_scores_that_rotate_them_ahead():
+    """A ring of rotated queries, YaRN's factor in them, gives those of the last tokens as they were, in their order."""
+    rope, size, length = jaxkv.models.Rope(scaling="yarn", factor=4.0), 4, 6
+    raw = np.random.default_rng(0).normal(size=(length, 2, 8)).astype(np.float32)
+    with queries_noted() as found, rotated_by(rope):
+        q, _ = rope(jnp.asarray(raw), jnp.asarray(raw), jnp.arange(length))
+        note_queries(0, q, 0.5)
+    assert abs(float(jnp.linalg.norm(q) / np.linalg.norm(raw)) - rope.magnitude) < 1e-3 and rope.magnitude > 1.1
+    held = types.SimpleNamespace(lengths=jnp.array([length, length]), thinned=jnp.array([0, 1]))
+    one = types.SimpleNamespace(lengths=jnp.array([length]), layer=lambda i: types.SimpleNamespace(tables=held))
+    ring = jnp.zeros((size, 2, 8)).at[jnp.arange(2, length) % size].set(q[2:])
+    options = _queries(Eviction("expected_attention"), one, 0, ring, found[0])
+    np.testing.assert_allclose(options["q"][0], raw[2:], atol=1e-5)
+    assert options["num_tokens"].tolist() == [size] and options["rotate"] == found[0].rotate
+    assert _queries(Eviction("snapkv"), one, 0, ring, found[0])["scale"] == 0.5
+
+
+def test_a_model_of_flax_says_how_its_queries_are_rotated():
+    model = jaxkv.models.small()
+    engine = jaxkv.Engine(model, max_seqs=1, max_seq_len=64, evict=Eviction("expected_attention", 0.5, queries=8))
+    assert [one.rotate.both for one in engine._pipeline._remembered.asked] == [
+        block.attention.position_fn for block in model.layers
+    ]
+    with pytest.raises(
+        ValueError, match="expected_attention rotates queries ahead, but how is only known of models of"
+    ):
+        jaxkv.Engine(Tiny(), evict=Eviction("expected_attention"), **TIGHT)
