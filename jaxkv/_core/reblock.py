@@ -23,6 +23,26 @@ class Blocks(NamedTuple):
         return np.pad(self.slots, ((0, padded_size(count) - count), (0, 0)), constant_values=-1)
 
 
+class Held(NamedTuple):
+    """What rows hold in the layers of a group; line by line in one that evicts by heads, see `lines`."""
+
+    tables: np.ndarray  # i32[n, M]: their blocks
+    lengths: np.ndarray  # i32[n]: the tokens in them
+    thinned: np.ndarray | None = None  # i32[n], as in `BlockTables`, in a layer that evicts
+
+
+def held_by(tables: Any, config: CacheConfig, group: int, rows: np.ndarray) -> Held:
+    """What a group's tables, on the host, say that `rows` i32[R] hold."""
+    lines = lines_of(rows, config, group)
+    thinned = None if tables.thinned is None else np.asarray(tables.thinned)[lines]
+    return Held(np.asarray(tables.tables)[lines], np.asarray(tables.lengths)[lines], thinned)
+
+
+def lines_of(rows: np.ndarray, config: CacheConfig, group: int) -> np.ndarray:
+    """The lines of rows in a group's tables."""
+    return np.concatenate([rows + head * config.max_seqs for head in range(config.group_heads[group])])
+
+
 class TokensGone(ValueError):
     """A row has given tokens back that its blocks would need."""
 
@@ -80,15 +100,13 @@ def reblock(
 
 
 def fit(
-    config: CacheConfig, lengths: np.ndarray, groups: Sequence[Sequence[int]], tables: Sequence[np.ndarray],
-    old_size: int, *, partial: bool = False,
+    config: CacheConfig, groups: Sequence[Sequence[int]], held: Sequence[Held], old_size: int, *, partial: bool = False
 ) -> dict[int, Blocks]:  # fmt: skip
     """For each layer with a pool the blocks that rows need in a cache of this config.
 
     Args:
-      lengths: `i32[R]`.
-      groups, tables: how their layers are grouped now, and for each group `i32[R, M]`. A contiguous cache's one group
-        may be several elsewhere.
+      groups, held: how their layers are grouped now, and what the rows hold in each group. A contiguous cache's one
+        group may be several elsewhere.
       old_size: of their blocks now.
       partial: as for `reblock`.
 
@@ -97,20 +115,31 @@ def fit(
     """
     plans: dict[int, Blocks] = {}
     for g, layers in enumerate(config.groups):
-        first = config.first_seen(g, lengths)
         found: dict[int, Blocks] = {}
         for layer in layers:
             group = next(i for i, members in enumerate(groups) if layer in members)
             if group not in found:
+                tables, lengths, _ = held[group]
                 try:
                     found[group] = reblock(
-                        tables[group], lengths, old_size, config.block_size, first=first, share=not config.contiguous,
-                        partial=partial,
+                        tables, lengths, old_size, config.block_size, first=config.first_seen(g, lengths),
+                        share=not config.contiguous, partial=partial,
                     )  # fmt: skip
                 except TokensGone as gone:
                     raise TokensGone(gone.row, gone.start, gone.needed, layer) from None
             plans[layer] = found[group]
     return plans
+
+
+def with_blocks(
+    held: Sequence[Held], groups: Sequence[Sequence[int]], plans: dict[int, Blocks], config: CacheConfig
+) -> list[Held]:
+    """The same tokens in the blocks that `fit` says, for each group of `config`; `groups` are those of `held`."""
+    found = []
+    for layer, *_ in config.groups:
+        own = next(one for one, members in zip(held, groups, strict=True) if layer in members)
+        found.append(own._replace(tables=plans[layer].tables))
+    return found
 
 
 def tokens_at(kv: Any, slots: np.ndarray, *, first: int = 0) -> Any:

@@ -10,26 +10,28 @@ import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
+from jaxkv._core.lines import any_of_row
 from jaxkv._core.pools import put_blocks, put_group, put_in_place
+from jaxkv._core.reblock import Held, lines_of
 from jaxkv._core.state import NULL_BLOCK, BlockTables
 
 
 def put_rows(
-    cache: Cache, rows: np.ndarray, lengths: np.ndarray, entries: Sequence[np.ndarray],
+    cache: Cache, rows: np.ndarray, lengths: np.ndarray, held: Sequence[Held],
     read: Callable[[int], Any], *, in_place: bool,
 ) -> Cache:  # fmt: skip
-    """A cache in which `rows` hold `lengths` tokens.
+    """A cache in which `rows` have `lengths` tokens.
 
     Args:
       rows: which must be empty; enough blocks must be free.
-      entries: for each group `i32[R, M]`, the blocks that the rows hold: from 1, in the order of `read`; 0: none. Rows
-        may share blocks.
+      held: what they hold in each group; blocks count from 1, in the order of `read`; 0: none. Rows may share them.
       read: gives `[n, 2, K, block_size, D]`, a layer's blocks, and any behind them; asked for one layer after another.
       in_place: the old cache's pools are used up.
     """
     groups, result = [], cache
-    for group, (tables, group_entries) in enumerate(zip(cache.tables, entries, strict=True)):
-        changed, blocks = _adopt(tables, group_entries, rows, lengths, cache.config.contiguous)
+    for group, (tables, own) in enumerate(zip(cache.tables, held, strict=True)):
+        lines, seen = lines_of(rows, cache.config, group), np.tile(lengths, cache.config.group_heads[group])
+        changed, blocks = _adopt(tables, own, lines, seen, cache.config.contiguous)
         groups.append(changed)
         if len(blocks):
             result = put_group(result, group, read, blocks, put_in_place if in_place else put_blocks)
@@ -37,9 +39,10 @@ def put_rows(
 
 
 def _adopt(
-    tables: BlockTables, entries: np.ndarray, rows: np.ndarray, lengths: np.ndarray, contiguous: bool
+    tables: BlockTables, held: Held, rows: np.ndarray, seen: np.ndarray, contiguous: bool
 ) -> tuple[BlockTables, np.ndarray]:
     """Tables in which `rows` hold blocks, and `i32[n]`: the numbers that those got."""
+    entries = held.tables
     count = int(entries.max(initial=0))
     first = tables.num_blocks - int(tables.num_free)
     table, refcounts, all_lengths = (np.array(x) for x in (tables.tables, tables.refcounts, tables.lengths))
@@ -52,14 +55,18 @@ def _adopt(
         blocks[1:] = np.asarray(tables.free_list)[first : first + count]
         table[rows, : entries.shape[1]] = blocks[entries]
         refcounts[blocks[1:]] = np.bincount(entries.ravel(), minlength=count + 1)[1:]
-    all_lengths[rows] = lengths
-    changes = {
+    all_lengths[rows] = held.lengths
+    changes: dict[str, Any] = {
         "tables": table,
         "refcounts": refcounts,
         "lengths": all_lengths,
         "num_free": np.asarray(tables.num_free) - taken,
         "peak": np.maximum(np.asarray(tables.peak), first + taken),
     }
+    if tables.evicted is not None and tables.thinned is not None:
+        evicted, thinned = np.array(tables.evicted), np.array(tables.thinned)
+        evicted[rows], thinned[rows] = seen - held.lengths, 0 if held.thinned is None else held.thinned
+        changes |= {"evicted": evicted, "thinned": thinned}
     like = {name: _like(getattr(tables, name), value) for name, value in changes.items()}
     return dataclasses.replace(tables, **like), blocks[1:]
 
@@ -72,10 +79,10 @@ def _like(old: jax.Array, new: np.ndarray) -> jax.Array:
 
 def empty_rows(cache: Cache) -> np.ndarray:
     """`bool[S]`: rows that others can be put into: without tokens and reserved blocks, and not failed."""
-    tables = jax.device_get(cache.tables)
-    empty = ~tables[0].failed & (tables[0].lengths == 0)
-    for t in () if cache.config.contiguous else tables:
-        empty &= ~t.tables.any(axis=1)
+    config, (failed, lengths, tables) = cache.config, jax.device_get((cache.failed, cache.lengths, cache.tables))
+    empty = ~failed & (lengths == 0)
+    for t in () if config.contiguous else tables:
+        empty &= ~any_of_row(t.tables.any(axis=1), config)
     return empty
 
 

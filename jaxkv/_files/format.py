@@ -2,9 +2,12 @@
 
     lengths      i32[R]                        tokens of each saved row
     tables.g     i32[R, M]                     for each group of layers: blocks from 1; 0: none
+    held.g       i32[2, R]                     of a layer that evicts: the tokens that it holds, and `thinned` of them
     layer.i      [n, 2, K, block_size, D]      for each layer with a pool: block b at b - 1, keys at 0, values at 1;
                                                of a latent layer [n, 1, 1, block_size, D]
     checksums    u32[...]                      of the header, then of every tensor before this one
+
+Of a layer that evicts by heads R is K * R in its group's tensors, all rows of the first head first.
 
 The metadata in the header names the format, its version, the cache's config and, if it was given, the model.
 
@@ -31,9 +34,9 @@ from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
 from pallas_kernels import kinds
 
-# Version 1 has no stacked and no quantised caches and no latent layers, version 2 no layers that rotate or have chunks;
-# they are otherwise the same.
-FORMAT, VERSION, KNOWN = "jaxkv cache", "3", ("1", "2", "3")
+# Version 1 has no stacked and no quantised caches and no latent layers, version 2 no layers that rotate or have chunks,
+# version 3 none that evict; they are otherwise the same.
+FORMAT, VERSION, KNOWN = "jaxkv cache", "4", ("1", "2", "3", "4")
 CHECKSUMS = "checksums"
 MOST_EMPTY_ROWS = 1 << 16  # rows of a cache that has fewer blocks; more make no sense, and their tables take memory
 CHUNK = 1 << 24  # bytes read at a time while a file is verified
@@ -149,14 +152,17 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
         raise ValueError(f"its lengths do not fit {config.max_seqs} rows of up to {config.max_seq_len} tokens")
     if config.max_seqs > max(len(lengths), config.num_blocks, MOST_EMPTY_ROWS):
         raise ValueError(f"it has {config.max_seqs} rows, but {config.num_blocks} blocks")
-    column = np.arange(-(-int(lengths.max(initial=0)) // saved.block_size))
     expected = {"lengths"} | {f"tables.{g}" for g in range(len(config.groups))}
     for g, layers in enumerate(config.groups):
-        tables = tensors[f"tables.{g}"]
-        if tables.shape != (len(lengths), len(column)):
+        tables, held = tensors[f"tables.{g}"], lengths
+        if config.group_evicts[g] is not None:
+            held = _held(tensors[f"held.{g}"], np.tile(lengths, config.group_heads[g]), f"held.{g}")
+            expected.add(f"held.{g}")
+        column = np.arange(-(-int(held.max(initial=0)) // saved.block_size))
+        if tables.shape != (len(held), len(column)):
             raise ValueError(f"tables.{g} {tables.shape} does not hold the rows")
-        first = config.first_seen(g, lengths) * config.block_size // saved.block_size
-        end = -(-lengths // saved.block_size)
+        first = config.first_seen(g, held) * config.block_size // saved.block_size
+        end = -(-held // saved.block_size)
         if ((tables != 0) != ((column >= first[:, None]) & (column < end[:, None]))).any():
             raise ValueError(f"tables.{g} does not hold the tokens of the rows")
         for i in layers:
@@ -172,6 +178,16 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype != _dtype(config, name):
             raise ValueError(f"{name} is in {tensor.dtype}")
+
+
+def _held(both: np.ndarray, lengths: np.ndarray, name: str) -> np.ndarray:
+    """The tokens that lines of a layer that evicts hold, of so many. Raises ValueError."""
+    if both.shape != (2, len(lengths)) or both.dtype != np.int32:
+        raise ValueError(f"{name} {both.shape} does not speak of the rows")
+    held, thinned = both
+    if ((held < 0) | (held > lengths) | (thinned < 0) | (thinned > held)).any() or thinned[held == lengths].any():
+        raise ValueError(f"{name} holds other tokens than the rows have")
+    return held
 
 
 def _dtype(config: CacheConfig, name: str) -> np.dtype:

@@ -14,8 +14,17 @@ from jaxkv._core.checks import check_on_host
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
 from jaxkv._core.errors import CacheFileError
-from jaxkv._core.lines import refuse_evicting
-from jaxkv._core.reblock import Blocks, TokensGone, clear_unused, fit, reblock, tokens_at
+from jaxkv._core.reblock import (
+    Blocks,
+    Held,
+    TokensGone,
+    clear_unused,
+    fit,
+    held_by,
+    reblock,
+    tokens_at,
+    with_blocks,
+)
 from jaxkv._core.restore import describe_layer, empty_rows, pool_layers, put_rows
 from jaxkv._core.state import Pool
 from jaxkv._files.format import SavedCache, open_saved, stored_parts, write_saved
@@ -55,18 +64,18 @@ def save(
         raise ValueError(f"model must be a name or a fingerprint, a string, not {model!r}.")
     check_on_host(cache, "save")
     config = cache.config
-    refuse_evicting(config, "save takes")
     chosen = _chosen(rows, config.max_seqs)
-    groups = [np.asarray(t.tables)[chosen] for t in jax.device_get(cache.tables)]
+    held = [held_by(t, config, g, chosen) for g, t in enumerate(jax.device_get(cache.tables))]
     lengths = np.asarray(cache.lengths)[chosen]
     block_size = min(CONTIGUOUS_BLOCK, config.block_size) if config.contiguous else config.block_size
     plans = [
-        reblock(tables, lengths, config.block_size, block_size, first=config.first_seen(g, lengths))
-        for g, tables in enumerate(groups)
+        reblock(one.tables, one.lengths, config.block_size, block_size, first=config.first_seen(g, one.lengths))
+        for g, one in enumerate(held)
     ]
 
     layers = pool_layers(config)
     shapes = {"lengths": lengths.shape} | {f"tables.{g}": plan.tables.shape for g, plan in enumerate(plans)}
+    shapes |= {f"held.{g}": (2, *one.lengths.shape) for g, one in enumerate(held) if one.thinned is not None}
     for i in layers:
         blocks = len(plans[config.group(i)].slots)
         for name, minor in stored_parts(config, i).items():
@@ -75,6 +84,7 @@ def save(
     def tensors() -> Iterator[np.ndarray]:
         yield lengths.astype(np.int32)
         yield from (plan.tables for plan in plans)
+        yield from (np.stack([one.lengths, one.thinned]) for one in held if one.thinned is not None)
         for i in layers:
             plan = plans[config.group(i)]
             for x, minor in zip(jax.tree.leaves(cache.pool(i)), stored_parts(config, i).values(), strict=True):
@@ -151,11 +161,11 @@ def load(
             "Compute them anew, or load without model= if you know better."
         )
     config = into.config if into is not None else config or saved.config
-    refuse_evicting(config, "load takes")
     _check_layers(path, saved.config, config)
     source, target = _places(path, np.array(saved.lengths), rows, config, into)
     free = config.group_blocks if into is None else [int(t.num_free) for t in into.tables]
-    plans = _fit(path, saved, tensors, source, config, free, partial_windows)
+    held = [_held(saved, tensors, g, source) for g in range(len(saved.groups))]
+    plans = _fit(path, saved, held, source, config, free, partial_windows)
 
     def read(layer: int) -> Pool:
         slots = plans[layer].padded
@@ -163,29 +173,38 @@ def load(
         parts = [clear_unused(tokens_at(part, slots, first=1), slots) for part in parts]
         return Pool(*parts)
 
-    entries = [plans[layers[0]].tables for layers in config.groups]  # the same for every layer of a group
+    loaded = with_blocks(held, saved.groups, plans, config)
     try:
         cache = init(config) if into is None else into
     except ValueError as error:
         raise CacheFileError(f"{path} cannot be loaded here: {error} Or load it with a smaller config=.") from error
-    return put_rows(cache, target, tensors["lengths"][source], entries, read, in_place=into is None)
+    return put_rows(cache, target, np.array(saved.lengths)[source], loaded, read, in_place=into is None)
+
+
+def _held(saved: SavedCache, tensors: dict[str, np.ndarray], group: int, rows: np.ndarray) -> Held:
+    """What saved rows hold in a group's layers."""
+    number = len(saved.lengths)
+    lines = np.concatenate([rows + head * number for head in range(saved.config.group_heads[group])])
+    tables, both = tensors[f"tables.{group}"], tensors.get(f"held.{group}")
+    if both is None:
+        return Held(tables[lines], tensors["lengths"][lines])
+    return Held(tables[lines], both[0, lines], both[1, lines])
 
 
 def _fit(
-    path: pathlib.Path, saved: SavedCache, tensors: dict[str, np.ndarray], source: np.ndarray, config: CacheConfig,
+    path: pathlib.Path, saved: SavedCache, held: list[Held], source: np.ndarray, config: CacheConfig,
     free: Sequence[int], partial: bool,
 ) -> dict[int, Blocks]:  # fmt: skip
     """For each layer with a pool the blocks that the saved rows `source` need, where each group has so many free."""
-    lengths = tensors["lengths"][source]
+    lengths = np.array(saved.lengths)[source]
     for row, length in zip(source, lengths, strict=True):
         if length > config.max_seq_len:
             raise CacheFileError(
                 f"Row {row} of {path} has {length} tokens, but max_seq_len = {config.max_seq_len}: give the cache a "
                 "larger one, or leave the row out."
             )
-    tables = [tensors[f"tables.{group}"][source] for group in range(len(saved.groups))]
     try:
-        plans = fit(config, lengths, saved.groups, tables, saved.block_size, partial=partial)
+        plans = fit(config, saved.groups, held, saved.block_size, partial=partial)
     except TokensGone as gone:
         raise CacheFileError(
             f"Row {source[gone.row]} of {path} holds the tokens of layer {gone.layer} from {gone.start} on, the others "

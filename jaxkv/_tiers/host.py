@@ -12,7 +12,7 @@ import numpy as np
 from jaxkv._core.allocator import serve, take
 from jaxkv._core.arguments import distinct_rows, row_indices, row_mask, scatter_rows
 from jaxkv._core.cache import Cache
-from jaxkv._core.lines import refuse_evicting
+from jaxkv._core.lines import row_sums, seen_by_rows
 from jaxkv._core.pools import padded_size, put_blocks, put_group, read_group
 from jaxkv._core.state import NULL_BLOCK, Pool
 from jaxkv._core.tables import free, mark_failed
@@ -34,9 +34,12 @@ class HostBlocks:
     (2, 5, [5])
     """
 
-    lengths: np.ndarray  # i32[n]: tokens of each row
-    first: tuple[np.ndarray, ...]  # for each group i32[n]: the column of the row's first block in its table
-    count: tuple[np.ndarray, ...]  # for each group i32[n]: blocks of the row
+    lengths: np.ndarray  # i32[n]: tokens of each row, those that were evicted counted too
+    # For each group; of one that evicts by heads n is K * n, line by line: see `lines`.
+    first: tuple[np.ndarray, ...]  # i32[n]: the column of the row's first block in its table
+    count: tuple[np.ndarray, ...]  # i32[n]: blocks of the row
+    held: tuple[np.ndarray | None, ...]  # i32[n]: tokens that are left; None: all, in a group that does not evict
+    thinned: tuple[np.ndarray | None, ...]  # i32[n]: as in `BlockTables`
     parts: tuple[Pool | None, ...]  # of each layer its B blocks; None for a layer that shares another's
     groups: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
     sights: tuple[str, ...] = dataclasses.field(metadata={"static": True})  # of each group
@@ -53,16 +56,22 @@ class HostBlocks:
     def __getitem__(self, i: int) -> "HostBlocks":
         if not 0 <= operator.index(i) < len(self):
             raise IndexError(f"There are {len(self)} rows, so there is no row {i!r} among them.")
-        parts = list(self.parts)
+        parts, lines = list(self.parts), []
         for layers, count in zip(self.groups, self.count, strict=True):
-            start = int(count[:i].sum())
-            places = np.zeros(padded_size(int(count[i])), np.int32)
-            places[: count[i]] = start + np.arange(count[i])
+            lines.append(np.arange(i, len(count), len(self)))
+            end = np.cumsum(count)
+            places = np.concatenate([np.arange(end[line] - count[line], end[line]) for line in lines[-1]])
+            padded = np.zeros(padded_size(len(places)), np.int32)
+            padded[: len(places)] = places
             for layer in layers:
-                parts[layer] = jax.tree.map(functools.partial(_pick, places), parts[layer])
+                parts[layer] = jax.tree.map(functools.partial(_pick, padded), parts[layer])
+
+        def of_row(several: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(x if x is None else x[own] for x, own in zip(several, lines, strict=True))
+
         return dataclasses.replace(
-            self, lengths=self.lengths[i : i + 1], first=tuple(x[i : i + 1] for x in self.first),
-            count=tuple(x[i : i + 1] for x in self.count), parts=tuple(parts),
+            self, lengths=self.lengths[i : i + 1], first=of_row(self.first), count=of_row(self.count),
+            held=of_row(self.held), thinned=of_row(self.thinned), parts=tuple(parts),
         )  # fmt: skip
 
     @property
@@ -106,27 +115,29 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
     """
     if isinstance(rows, jax.core.Tracer) or isinstance(cache.lengths, jax.core.Tracer):
         raise ValueError("swap_out cannot be part of jit: how much there is to move is data. Call it between steps.")
-    refuse_evicting(cache.config, "swap_out takes")
-    moved = _row_list(cache, rows)
+    moved, config = _row_list(cache, rows), cache.config
     tables = jax.device_get(cache.tables)
     parts: list[Pool | None] = [None] * cache.num_layers
-    first, count = [], []
+    first, count, left, thinned = [], [], [], []
     for group, t in enumerate(tables):
-        held = t.tables[moved]
-        used = held != NULL_BLOCK
+        lines = np.concatenate([moved + head * config.max_seqs for head in range(config.group_heads[group])])
+        entries, lengths = t.tables[lines], t.lengths[lines]
+        used = entries != NULL_BLOCK
         # A reserved block holds nothing to move.
-        used &= np.arange(held.shape[1]) < -(-t.lengths[moved] // cache.config.block_size)[:, None]
+        used &= np.arange(entries.shape[1]) < -(-lengths // config.block_size)[:, None]
         count.append(used.sum(axis=1, dtype=np.int32))
         first.append(np.argmax(used, axis=1).astype(np.int32))
-        ids = held[used]
+        left.append(None if t.evicted is None else lengths)
+        thinned.append(None if t.thinned is None else t.thinned[lines])
+        ids = entries[used]
         padded = np.full(padded_size(len(ids)), NULL_BLOCK, np.int32)
         padded[: len(ids)] = ids
         for layer, part in read_group(cache, group, padded).items():
             parts[layer] = jax.tree.map(_to_host, part)
     host = HostBlocks(
-        lengths=tables[0].lengths[moved], first=tuple(first), count=tuple(count), parts=tuple(parts),
-        groups=cache.config.groups, sights=cache.config.group_sights,
-        rotates=tuple(map(cache.config.rotates, range(cache.num_layers))),
+        lengths=np.asarray(seen_by_rows(tables[0], config).lengths)[moved], first=tuple(first), count=tuple(count),
+        held=tuple(left), thinned=tuple(thinned), parts=tuple(parts), groups=config.groups, sights=config.group_sights,
+        rotates=tuple(map(config.rotates, range(cache.num_layers))),
     )  # fmt: skip
     return free(cache, moved), host
 
@@ -157,37 +168,52 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
     _check_fits(cache, dst, host)
     if not len(host):
         return cache
-    lengths, firsts, counts = jax.tree.map(jnp.asarray, (host.lengths, host.first, host.count))
-    too_long = lengths > cache.config.max_seq_len
+    lengths, firsts, counts, left, thinned = jax.tree.map(
+        jnp.asarray, (host.lengths, host.first, host.count, host.held, host.thinned)
+    )
+    config, number = cache.config, len(host)
+    too_long = lengths > config.max_seq_len
     sensible = _are_empty(cache, dst)
     granted = sensible & ~too_long
     for t, first, count in zip(cache.tables, firsts, counts, strict=True):
-        granted &= first + count <= t.tables.shape[1]
-    if not cache.config.contiguous:
-        granted &= serve([jnp.where(granted, count, 0) for count in counts], cache.tables)
-    num_rows = cache.lengths.shape[0]
-    served, refused = jnp.where(granted, dst, num_rows), jnp.where(granted, num_rows, dst)
+        granted &= (first + count <= t.tables.shape[1]).reshape(-1, number).all(axis=0)
+    needs = [count.reshape(-1, number).sum(axis=0, dtype=jnp.int32) for count in counts]
+    if not config.contiguous:
+        granted &= serve([jnp.where(granted, need, 0) for need in needs], cache.tables)
+    refused, wanted = ~granted, jnp.where(sensible | too_long, lengths, -1)
 
-    def per_row(rows: jax.Array, x: jax.Array) -> jax.Array:
-        return scatter_rows(jnp.zeros(num_rows, x.dtype), rows, x)
+    def of_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
+        """What is said of the rows of `host` for rows of the cache."""
+        return scatter_rows(jnp.zeros(config.max_seqs, x.dtype), jnp.where(rows, dst, config.max_seqs), x)
 
     result, groups = cache, []
     for group, (t, first, count) in enumerate(zip(cache.tables, firsts, counts, strict=True)):
-        if not cache.config.contiguous:
-            t = take(t, per_row(served, count), at=per_row(served, first))
-        filled, wanted = per_row(served, granted), jnp.where(sensible | too_long, lengths, -1)
-        t = mark_failed(t, per_row(refused, ~granted), per_row(refused, wanted), per_row(refused, count))
-        t = dataclasses.replace(t, lengths=jnp.where(filled, per_row(served, lengths), t.lengths),
-                                new=jnp.where(filled, 0, t.new))  # fmt: skip
+        heads, all_lines = config.group_heads[group], t.lengths.shape[0]
+        line = jnp.where(granted, dst, all_lines)[None] + config.max_seqs * jnp.arange(heads, dtype=jnp.int32)[:, None]
+        line = line.ravel()  # past the end: dropped
+
+        def put(old: Any, new: Any, line: jax.Array = line) -> Any:
+            return None if old is None else jnp.asarray(old).at[line].set(new, mode="drop")
+
+        if not config.contiguous:
+            none = jnp.zeros(all_lines, jnp.int32)
+            t = take(t, put(none, count), at=put(none, first))
+        t = mark_failed(t, of_rows(refused, refused), of_rows(wanted, refused), of_rows(needs[group], refused))
+        seen = jnp.tile(lengths, heads)
+        held = seen if left[group] is None else left[group]
+        t = dataclasses.replace(
+            t, lengths=put(t.lengths, held), new=put(t.new, 0), evicted=put(t.evicted, seen - held),
+            thinned=put(t.thinned, thinned[group]),
+        )  # fmt: skip
         groups.append(t)
-        # Block i is the (i - start)-th of the row in whose range it lies.
-        size = host.blocks[cache.config.groups[group][0]].shape[0]
+        # Block i is the (i - start)-th of the line in whose range it lies.
+        size = host.blocks[config.groups[group][0]].shape[0]
         i, end = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(count)
         of = jnp.searchsorted(end, i, side="right", method="compare_all")
-        row = jnp.minimum(of, len(host) - 1)
-        column = first[row] + i - (end - count)[row]
-        target = t.tables[dst[row], jnp.clip(column, 0, t.tables.shape[1] - 1)]
-        target = jnp.where((of < len(host)) & granted[row], target, NULL_BLOCK)
+        own = jnp.minimum(of, count.shape[0] - 1)
+        column = first[own] + i - (end - count)[own]
+        target = t.tables[jnp.minimum(line[own], all_lines - 1), jnp.clip(column, 0, t.tables.shape[1] - 1)]
+        target = jnp.where((of < count.shape[0]) & (line[own] < all_lines), target, NULL_BLOCK)
         result = put_group(result, group, lambda layer: jax.tree.map(_to_device, host.parts[layer]), target, put_blocks)
     return result.replace(tables=tuple(groups))
 
@@ -240,7 +266,8 @@ def _are_empty(cache: Cache, rows: jax.Array) -> jax.Array:
     """`bool[n]`: which of the rows exist, hold nothing, and are named for the first time."""
     inside = (rows >= 0) & (rows < cache.lengths.shape[0])
     at = jnp.where(inside, rows, 0)
-    held = jnp.zeros(rows.shape, bool) if cache.config.contiguous else (cache.tables[0].held[at] > 0)
+    blocks = row_sums(cache.tables[0].held, cache.config)
+    held = jnp.zeros(rows.shape, bool) if cache.config.contiguous else blocks[at] > 0
     named_before = jnp.any(jnp.tril(rows[:, None] == rows[None], -1), axis=1)
     return inside & (cache.lengths[at] == 0) & ~held & ~named_before
 

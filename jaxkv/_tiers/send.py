@@ -11,9 +11,8 @@ from jaxkv._core.arguments import distinct_rows
 from jaxkv._core.cache import Cache
 from jaxkv._core.checks import check_on_host
 from jaxkv._core.errors import OutOfBlocks
-from jaxkv._core.lines import refuse_evicting
 from jaxkv._core.pools import read_blocks
-from jaxkv._core.reblock import Blocks, TokensGone, fit
+from jaxkv._core.reblock import Blocks, Held, TokensGone, fit, held_by, with_blocks
 from jaxkv._core.restore import describe_layer, empty_rows, put_rows
 from jaxkv._core.shards import POOL, WHOLE, at_places, heads_at, mesh_of, on_shards
 from jaxkv._core.state import Pool
@@ -57,21 +56,22 @@ def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
         if not isinstance(one, Cache):
             raise ValueError(f"send takes two caches, not {type(one).__name__}.")
         check_on_host(one, "send")
-        refuse_evicting(one.config, "send takes")
     _check_layers(cache, to)
     source = _different(cache, "rows", rows)
     target = _different(to, "at", source if at is None else at)
     if len(target) != len(source):
         raise ValueError(f"at must name {len(source)} rows, one for each that is sent, not {len(target)}.")
     lengths = np.asarray(cache.lengths)[source]
-    plans = _fit(cache, source, lengths, to, target)
+    groups = cache.config.groups
+    held = [held_by(t, cache.config, g, source) for g, t in enumerate(jax.device_get(cache.tables))]
+    plans = _fit(cache, source, held, to, target)
     if not len(source):
         return to
     with _under(cache):
         parts = {layer: _read(cache, layer, plan) for layer, plan in plans.items()}
-    entries = [plans[layers[0]].tables for layers in to.config.groups]
+    sent = with_blocks(held, groups, plans, to.config)
     with _under(to):
-        return put_rows(to, target, lengths, entries, lambda layer: _brought(parts[layer], to, layer), in_place=False)
+        return put_rows(to, target, lengths, sent, lambda layer: _brought(parts[layer], to, layer), in_place=False)
 
 
 def _different(cache: Cache, name: str, rows: Any) -> np.ndarray:
@@ -97,24 +97,23 @@ def _check_layers(cache: Cache, to: Cache) -> None:
 
 
 def _fit(
-    cache: Cache, source: np.ndarray, lengths: np.ndarray, to: Cache, target: np.ndarray
+    cache: Cache, source: np.ndarray, held: list[Held], to: Cache, target: np.ndarray
 ) -> dict[int, Blocks]:  # fmt: skip
     """For each layer the blocks that the rows need. Raises unless they have a place."""
     config, tables = to.config, jax.device_get(to.tables)
-    for row, length in zip(source, lengths, strict=True):
+    for row, length in zip(source, np.asarray(cache.lengths)[source], strict=True):
         if length > config.max_seq_len:
             raise ValueError(
                 f"Row {row} has {length} tokens, but the cache sent to takes {config.max_seq_len}: give it a larger "
                 "max_seq_len, or leave the row out."
             )
     if len(taken := target[~empty_rows(to)[target]]):
-        why = "have failed" if tables[0].failed[taken].all() else "hold tokens or blocks"
+        why = "have failed" if np.asarray(to.failed)[taken].all() else "hold tokens or blocks"
         raise ValueError(
             f"Rows can only be sent to empty rows, but {taken.tolist()} {why}: free them first, or give others in at=."
         )
-    held = [t.tables[source] for t in jax.device_get(cache.tables)]
     try:
-        plans = fit(config, lengths, cache.config.groups, held, cache.config.block_size)
+        plans = fit(config, cache.config.groups, held, cache.config.block_size)
     except TokensGone as gone:
         raise ValueError(
             f"Row {source[gone.row]} holds the tokens of layer {gone.layer} from {gone.start} on, the others fell out "

@@ -12,7 +12,7 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
 from jaxkv._core.layer import LayerConfig
 from jaxkv._core.lines import refuse_evicting
-from jaxkv._core.reblock import reblock, tokens_at
+from jaxkv._core.reblock import Held, reblock, tokens_at
 from jaxkv._core.restore import pool_layers, put_rows
 from jaxkv._core.state import Pool
 
@@ -76,7 +76,9 @@ def from_dense(
         blocks = jnp.where((slots >= 0)[:, None, None, :, None], blocks, jnp.zeros((), kv.dtype))
         return Pool(*config.encode_stacked(layer, blocks))
 
-    return put_rows(init(config), np.arange(rows), lengths, [plan.tables for plan in plans], read, in_place=True)
+    return put_rows(
+        init(config), np.arange(rows), lengths, [Held(plan.tables, lengths) for plan in plans], read, in_place=True
+    )
 
 
 def check_latent(layers: Sequence[LayerConfig], v: Sequence[Any]) -> None:

@@ -374,8 +374,6 @@ REFUSED = {
     "mask": (lambda c: read(c, 0, mask=np.ones((ROWS, 1, 4), bool)), "cannot take mask"),
     "sinks": (lambda c: read(c, 1, sinks=np.ones(2, np.float32)), 'Layer 1 has evict="head", .* cannot take sinks'),
     "blocks": (lambda c: read(c, 1, blocks=np.zeros((ROWS, 1), np.int32)), "cannot take blocks"),
-    "swap": (lambda c: jaxkv.swap_out(c, 0), "swap_out takes no layers with evict='layer' yet, but layer 0"),
-    "save": (lambda c: jaxkv.save("nowhere", c), "save takes no layers with evict"),
     "prefix": (lambda c: jaxkv.PrefixCache(c.config), "A PrefixCache takes no layers with evict='head'"),
     "Flax": (lambda c: jaxkv.convert.to_hugging_face(c), "to_hugging_face takes no layers with evict"),
     "mesh": (lambda c: jaxkv.partition_specs(c.config, jax.make_mesh((1,), ("model",))), 'give it evict="layer"'),

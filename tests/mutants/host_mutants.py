@@ -295,11 +295,11 @@ MUTANTS = {
     ),
     # Files.
     "a failed row is empty": Mutant(
-        RESTORE, "~tables[0].failed & (", "(", "core/test_robust.py::test_a_failed_row_is_no_place_to_load_into"
+        RESTORE, "~failed & (", "(", "core/test_robust.py::test_a_failed_row_is_no_place_to_load_into"
     ),
     "a row with reserved blocks is empty": Mutant(
         RESTORE,
-        "        empty &= ~t.tables.any(axis=1)",
+        "        empty &= ~any_of_row(t.tables.any(axis=1), config)",
         "        pass",
         "files/test_refused_files.py::test_what_does_not_fit_into_a_cache",
     ),
