@@ -17,7 +17,6 @@ LAYERS = (
     LayerConfig(num_kv_heads=2, head_dim=8, shares_with=0),
 )
 ALIKE = (LAYERS[0],) * 2
-EVICTING = (LayerConfig(num_kv_heads=2, head_dim=8, evict="layer"),)
 ROWS, LENGTHS = 3, (9, 0, 14)  # 9 is a block of 4 and 3 more than two of 3
 
 
@@ -154,7 +153,6 @@ def test_bad_calls_are_refused_and_nothing_is_lost():
         (old, {"to": jaxkv.init(config(max_seqs=1)), "rows": 2}, IndexError, "at must be rows from 0 to 0"),
         (old, {"to": jaxkv.init(config(ALIKE))}, ValueError, "Rows of 3 layers cannot be sent to a cache of 2"),
         (old, {"to": jaxkv.init(config(narrow))}, ValueError, "dtype = int8, but that of the cache sent to"),
-        (old, {"to": jaxkv.init(config(EVICTING))}, ValueError, "send takes no layers with evict='layer' yet"),
         (old, {"to": busy}, ValueError, r"but \[0\] hold tokens or blocks: free them first"),
         (old, {"to": jaxkv.reserve(to, [1, 0, 0])}, ValueError, "hold tokens or blocks"),
         (old, {"to": jaxkv.extend(to, [99, 0, 0])}, ValueError, r"but \[0\] have failed: free them first"),
