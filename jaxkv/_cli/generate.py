@@ -56,6 +56,12 @@ def add_generate(commands: Any) -> None:
         help="with --evict: the same for all, more for first layers, or heads compete; default: %(default)s",
     )
     add("--every", type=int, help="with --evict: keep no more than that after every so many tokens, too")
+    add("--prefix-disk", type=pathlib.Path, help="a folder that keeps the blocks of prompts for the next call")
+    add(
+        "--prefix-disk-bytes",
+        type=parse_bytes,
+        help="what it may take, and host memory on the way, for example 2GB; default: 1GiB",
+    )
     add("--devices", type=int, default=1, help="divide model and cache over so many devices; default: %(default)s")
     add("--no-check", action="store_true", help="do not compare the output with a recomputation without any cache")
 
@@ -84,7 +90,7 @@ def generate(arguments: argparse.Namespace) -> int:
     engine = jaxkv.Engine(
         model, max_seqs=arguments.max_seqs, max_seq_len=arguments.max_seq_len, memory_bytes=arguments.memory,
         block_size=arguments.block_size, longest=max(map(len, tokens)) + max_new_tokens,
-        cache_dtype=arguments.cache_dtype, evict=_eviction(arguments),
+        cache_dtype=arguments.cache_dtype, evict=_eviction(arguments), **_prefix(arguments),
     )  # fmt: skip
 
     # A prompt that cannot be continued does not take the others with it.
@@ -106,6 +112,8 @@ def generate(arguments: argparse.Namespace) -> int:
         outputs[index].append(token)
         printer.add(index, token)
     printer.finish()
+    if engine.prefix is not None:
+        engine.prefix.flush(engine.cache)
     # A cache that rounds more than the model does, or gives tokens up, gives tokens of its own.
     checked = not arguments.no_check and arguments.evict is None and engine.config.kind(0).meaning == model.dtype
     print(_report(engine, tokens, outputs, times, choice if checked else None))
@@ -123,6 +131,16 @@ def _eviction(arguments: argparse.Namespace) -> Eviction | None:
     if arguments.every is not None:
         raise ValueError("--every is for --evict, which says by what score tokens are kept: give both, or neither.")
     return None
+
+
+def _prefix(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of an engine whose prompts' blocks are there for the next one."""
+    if arguments.prefix_disk is None:
+        if arguments.prefix_disk_bytes is not None:
+            raise ValueError("--prefix-disk-bytes is for --prefix-disk, the folder: give both, or neither.")
+        return {}
+    most = parse_bytes("1GiB") if arguments.prefix_disk_bytes is None else arguments.prefix_disk_bytes
+    return {"prefix_cache": True, "spill_bytes": int(most), "disk": arguments.prefix_disk, "disk_bytes": most}
 
 
 def _mesh(count: int) -> Any:
@@ -215,6 +233,9 @@ def _report(engine: Any, prompts: list, outputs: list, times: list[float], choic
         f"Used {format_bytes(used * config.bytes_per_block)}; a dense cache of {config.max_seqs} rows of "
         f"{config.max_seq_len} tokens takes {format_bytes(config.dense_bytes)}.",
     ]
+    if engine.prefix is not None:
+        saved = engine.stats()["tokens_saved"]
+        lines.append(f"{saved} of the prompts' {sum(map(len, prompts))} tokens were known from before.")
     if choice is not None:
         same = [
             engine.recompute(prompt, output, index=i, **choice) == output

@@ -54,7 +54,7 @@ class Engine:
       draft_tokens: the most guesses of a row in a step.
       evict: an `Eviction`: what rows keep after their prompt, or every so many tokens. What they give up is room for
         others, which share nothing with them then: samples compute their prompt each for itself. It does not go with
-        `prefix_cache`, `draft` or `swap="always"`.
+        `prefix_cache` or `draft`, and rows whose last queries are still wanted are not swapped.
       cache_dtype: what keys and values are stored in, quantised kinds among it; default: the model's dtype.
       **fields: `num_blocks`, `memory_bytes`, `block_size` and other fields of `CacheConfig.from_model`.
 
@@ -93,7 +93,7 @@ class Engine:
         self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
         draft_tokens = read_draft(draft, draft_tokens, self.vocab_size, self.steps_per_dispatch)
         self.step_tokens = max(integer("step_tokens", step_tokens, least=1), max_seqs * (1 + draft_tokens))
-        evict = read_eviction(evict, prefix_cache=prefix_cache, draft=draft is not None, swap=swap == "always")
+        evict = read_eviction(evict, prefix_cache=prefix_cache, draft=draft is not None)
         self.config = CacheConfig.from_model(
             evict.model_of(model) if evict else model, max_seqs=max_seqs, max_seq_len=max_seq_len,
             # What windows give back is of use to a prefix cache, so it wants more than they need.

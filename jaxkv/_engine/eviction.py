@@ -177,7 +177,6 @@ def read_eviction(evict: Any, **others: Any) -> Eviction | None:
     reasons = {
         "prefix_cache": "what a thinned row holds is no prefix of another",
         "draft": "tokens that were guessed wrong cannot be taken back from behind what is given up",
-        "swap": "rows that are set back are computed again",
     }
     for name, given in others.items():
         if given:

@@ -16,6 +16,7 @@ class Holdings:
     def __init__(self, config: CacheConfig):
         self.config, self.size = config, config.block_size
         self.groups = range(len(config.groups))
+        self.block_bytes = [config.bytes_per_group_block(g) for g in self.groups]
 
     def held(self, prompt: int, cached: int) -> list[int]:
         """Blocks that a row of so many tokens holds, `prompt` of them its prompt's: at the most."""
@@ -49,7 +50,7 @@ class ThinnedHoldings(Holdings):
     def __init__(self, config: CacheConfig, eviction: Eviction):
         super().__init__(config)
         self.eviction = eviction
-        kept, self._kept = {}, []
+        kept, self._kept, self.block_bytes = {}, [], []
         for group, layers in enumerate(config.groups):
             table = None
             if config.group_evicts[group] is not None:
@@ -59,6 +60,8 @@ class ThinnedHoldings(Holdings):
             if kind not in kept:
                 kept[kind] = group
                 self._kept.append(table)
+                self.block_bytes.append(0)
+            self.block_bytes[list(kept).index(kind)] += config.bytes_per_group_block(group)
         self.groups = list(kept.values())  # type: ignore[assignment]
 
     def held(self, prompt: int, cached: int) -> list[int]:

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import math
 import operator
 from typing import Any, Literal
 
@@ -236,7 +237,7 @@ class Residents:
         sequence.row = row
         self._living.add(sequence)
         if sequence.host is not None:
-            self.make_room(max(int(count[0]) for count in sequence.host.count))
+            self.make_room(max(int(count.sum()) for count in sequence.host.count))
             self.call(self._swap_in, np.array([row], np.int32), sequence.host)
             sequence.cached, sequence.host = sequence.host.num_tokens, None
         elif self.prefix is not None and match is not None and match.num_tokens:
@@ -302,16 +303,16 @@ class Residents:
         return bool(self._to_free)
 
     def _should_swap(self, sequence: Sequence) -> bool:
-        if self.eviction is not None:
-            return False
+        if self.eviction is not None and self.eviction.num_queries(self.config.max_seq_len) and math.isfinite(
+            self.eviction.point_after(sequence.prompt, sequence.cached)
+        ):  # fmt: skip
+            return False  # what is remembered of its queries would be lost
         if self.swap != "auto" or not sequence.cached:
             return self.swap == "always" and sequence.cached > 0
         if self.prefix is not None or self.seconds_per_token is None:
             return False
-        moved = 2 * sum(
-            held * self.config.bytes_per_group_block(g)
-            for g, held in enumerate(self.holdings.held(sequence.prompt, sequence.cached))
-        )
+        held = self.holdings.held(sequence.prompt, sequence.cached)
+        moved = 2 * sum(map(operator.mul, held, self.holdings.block_bytes))
         return moved / self.host_bandwidth < sequence.cached * self.seconds_per_token
 
     def _shared(self, running: list[Sequence], sequence: Sequence) -> int:

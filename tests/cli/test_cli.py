@@ -3,6 +3,7 @@
 import argparse
 import json
 import pathlib
+import re
 import shutil
 
 import pytest
@@ -53,6 +54,18 @@ def test_a_bad_prompt_does_not_take_the_others_with_it(capsys):
     assert out.startswith("import ")
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="by day engines find the blocks of the one before")
+def test_the_next_call_knows_the_prompts_of_this_one(tmp_path, capsys):
+    prompt = "import os\nimport sys\n\ndef main(arguments):\n    for argument in arguments:\n        print("
+    arguments = ["generate", "--prompt", prompt, "--max-new-tokens", "4", "--prefix-disk", str(tmp_path / "prefix")]
+    assert main([*arguments, "--block-size", "4", "--prefix-disk-bytes", "100MB"]) == 0
+    assert f"0 of the prompts' {len(prompt)} tokens were known" in capsys.readouterr().out
+    assert main([*arguments, "--block-size", "4", "--prefix-disk-bytes", "100MB"]) == 0
+    out = capsys.readouterr().out
+    saved = int(re.search(r"(\d+) of the prompts'", out)[1])
+    assert saved >= 0.9 * len(prompt) and "The output equals a recomputation without any cache." in out
+
+
 @pytest.mark.skipif(not NIGHTLY, reason="by day engines that keep less are smaller")
 def test_generate_keeps_less(capsys):
     arguments = ["generate", "--prompt", "import os\ndef f(", "--max-new-tokens", "4", "--evict", "knorm"]
@@ -65,6 +78,8 @@ def test_generate_keeps_less(capsys):
     [
         (["--model", "no/such/folder"], "no/such/folder"),
         (["--prompts", "no-such-file"], "no-such-file is not a file"),
+        (["--prefix-disk-bytes", "1GB"], "--prefix-disk-bytes is for --prefix-disk"),
+        (["--prefix-disk", "nowhere", "--evict", "knorm"], "prefix_cache= does not go with evict="),
         (["--every", "4"], "--every is for --evict"),
         (["--evict", "knorm", "--keep", "1.25"], "Eviction.keep, a share, must be"),
         (["--evict", "tova", "--budget", "ada"], "has heads compete, which cannot be with tova"),
