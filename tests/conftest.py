@@ -25,7 +25,7 @@ if not NIGHTLY:
     gc.set_threshold(20_000, 10, 10)
 
 MAPS = pathlib.Path("/proc/self/maps")
-MANY_MAPS = 20_000
+MANY_MAPS = 30_000
 
 
 def pytest_runtest_teardown(item, nextitem):
