@@ -1,19 +1,20 @@
 """An engine: requests come and go, their prompts are continued together, and no step waits for the one before."""
 
 import contextlib
-import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.numbers import MOST_INDEX, flag, integer, listed, real, shown
+from jaxkv._core.numbers import flag, integer, listed, real, shown
+from jaxkv._engine.checkpoint import Resumable
 from jaxkv._engine.draft_model import make_drafter
 from jaxkv._engine.drafts import read_draft
 from jaxkv._engine.eviction import Eviction, read_eviction
 from jaxkv._engine.loop import Loop
 from jaxkv._engine.pipeline import Pipeline
-from jaxkv._engine.request import Request, handed_out, read_eos, read_limits, read_prompt, read_salt
+from jaxkv._engine.prefill import Prefill, check_prefill
+from jaxkv._engine.request import Count, Request, handed_out, problem_of, read_eos, read_limits, read_prompt, read_salt
 from jaxkv._engine.resident import Residents, Swap
 from jaxkv._engine.reuse import make_prefix
 from jaxkv._engine.sampling import KINDS, Choice, Kind, read_kinds, read_seed
@@ -22,7 +23,7 @@ from jaxkv._engine.turn import Turn
 from jaxkv._engine.warmup import call_all
 
 
-class Engine:
+class Engine(Resumable):
     """A model and its cache, ready to continue prompts. It keeps its cache between calls.
 
     `submit` takes a request at any time, from any thread; `step` or `run` computes. Everything else is one thread's at
@@ -55,6 +56,8 @@ class Engine:
       evict: an `Eviction`: what rows keep after their prompt, or every so many tokens. What they give up is room for
         others, which share nothing with them then: samples compute their prompt each for itself. It does not go with
         `prefix_cache` or `draft`, and rows whose last queries are still wanted are not swapped.
+      prefill: the same model on other devices, which computes prompts there, in a cache of its own of the same size.
+        Their rows are sent to this cache when there is room, so that no prompt delays a decoding row.
       cache_dtype: what keys and values are stored in, quantised kinds among it; default: the model's dtype.
       **fields: `num_blocks`, `memory_bytes`, `block_size` and other fields of `CacheConfig.from_model`.
 
@@ -74,7 +77,7 @@ class Engine:
         step_tokens: int = 256, steps_per_dispatch: int = 1, seed: int = 0, logits_hook: Hook | None = None,
         prefix_cache: bool = False, spill_bytes: int = 0, disk: Any = None, disk_bytes: float | None = None,
         swap: Swap = "auto", host_bandwidth: float = 1e10, draft: Any = None, draft_tokens: int = 4,
-        cache_dtype: Any = None, evict: Eviction | None = None, **fields: Any,
+        cache_dtype: Any = None, evict: Eviction | None = None, prefill: Any = None, **fields: Any,
     ):  # fmt: skip
         if swap not in ("auto", "always", "never"):
             raise ValueError(f"swap must be 'auto', 'always' or 'never', not {swap!r}.")
@@ -99,15 +102,19 @@ class Engine:
             # What windows give back is of use to a prefix cache, so it wants more than they need.
             step_tokens=None if flag("prefix_cache", prefix_cache) else self.step_tokens, **fields,
         )  # fmt: skip
+        check_prefill(prefill, model, prefix_cache=prefix_cache, evict=evict)
         self.prefix = make_prefix(model, self.config, prefix_cache, spill_bytes, disk, disk_bytes)
         self._residents = Residents(
             self.config, model, prefix=self.prefix, swap=swap, host_bandwidth=host_bandwidth, eviction=evict
         )
         self._pipeline = Pipeline(model, self._residents, logits_hook, self.step_tokens, draft_tokens)
         drafter = make_drafter(draft, self.config, self.step_tokens, draft_tokens)
-        self._loop = Loop(self._residents, self._pipeline, self.step_tokens, self.steps_per_dispatch, drafter)
+        self._prefill = None if prefill is None else Prefill(prefill, self.config, self.step_tokens, self._residents)
+        self._loop = Loop(
+            self._residents, self._pipeline, self.step_tokens, self.steps_per_dispatch, drafter, self._prefill
+        )
         self._turn = Turn()
-        self._numbers = itertools.count()
+        self._numbers = Count()
         self._news: dict[Request, None] = {}  # who may have tokens that `step` and `run` have not handed out
 
     # What there is.
@@ -120,13 +127,13 @@ class Engine:
 
     @property
     def steps(self) -> int:
-        """Steps computed so far."""
+        """Steps computed so far, those of prefill apart not counted."""
         return self._pipeline.steps
 
     @property
     def tokens(self) -> int:
         """Tokens computed so far."""
-        return self._pipeline.tokens
+        return self._pipeline.tokens + (self._prefill.pipeline.tokens if self._prefill else 0)
 
     @property
     def set_back(self) -> int:
@@ -144,29 +151,13 @@ class Engine:
         with self._at_work(is_brief=True):
             counts = {name: self._residents.counts[name] for name in ("set_back", "swapped_out")}
             own: dict[str, Any] = {"steps": self.steps, "tokens": self.tokens, "blocks_peak": self.blocks_peak}
+            own["sent"] = self._prefill.sent if self._prefill else 0
             own["acceptance"] = self._pipeline.accepted / max(self._pipeline.proposed, 1)
             return own | counts | (self.prefix.stats() if self.prefix else {})
 
     def problem(self, prompt: Sequence[int], max_new_tokens: int) -> str | None:
         """Why a prompt cannot be continued, or None."""
-        tokens, config = read_prompt(prompt), self.config
-        if isinstance(tokens, str):
-            return tokens
-        if len(tokens) >= config.max_seq_len:
-            most = f"max_seq_len = {config.max_seq_len}"
-            return f"it has {len(tokens)} tokens, and {most} must hold one more: raise max_seq_len"
-        limit = min(len(tokens) + integer("max_new_tokens", max_new_tokens, least=1), config.max_seq_len)
-        holdings = self._residents.holdings
-        for group, blocks in zip(holdings.groups, holdings.most(len(tokens), 0, limit), strict=True):
-            if blocks > (num_blocks := config.group_blocks[group]):
-                return (
-                    f"its {limit} tokens take {blocks} blocks, but the cache has {num_blocks}: raise num_blocks, or "
-                    "lower max_new_tokens"
-                )
-        vocab_size = self.vocab_size or MOST_INDEX
-        if min(tokens) < 0 or max(tokens) >= vocab_size:
-            return f"it has a token outside of the model's vocabulary, 0 to {vocab_size - 1}"
-        return None
+        return problem_of(prompt, max_new_tokens, self.config, self.vocab_size, self._residents.holdings)
 
     # Requests.
 
@@ -193,7 +184,7 @@ class Engine:
         count = integer("n", n, least=1, most=2**16)
         options = {"eos": read_eos(eos), "salt": read_salt(salt), "num_logprobs": self._read_logprobs(logprobs)}
         request = Request.several([
-            self._request(next(self._numbers), prompt, max_new_tokens, choice, self._news, **options)
+            self._request(self._numbers.take(), prompt, max_new_tokens, choice, self._news, **options)
             for _ in range(count)
         ])  # fmt: skip
         self._loop.submitted.append(request)
@@ -300,7 +291,8 @@ class Engine:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "An Engine and its requests cannot be copied or pickled: make another one, and submit their prompts there."
+            "An Engine and its requests cannot be copied or pickled: save(path) writes them, and load(path) of another "
+            "engine goes on with them."
         )
 
     def _request(self, number: int, prompt: Any, max_new_tokens: int, choice: Choice, news: dict, **options) -> Request:

@@ -1,6 +1,7 @@
 """What an engine does again and again: take in what was asked for, send a step, read the one before."""
 
 import collections
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,6 +9,7 @@ from jaxkv._core.cache import Cache
 from jaxkv._core.errors import OutOfBlocks
 from jaxkv._engine.drafts import Drafter
 from jaxkv._engine.pipeline import Pipeline
+from jaxkv._engine.prefill import Prefill
 from jaxkv._engine.request import Request
 from jaxkv._engine.resident import Residents
 from jaxkv._engine.sampling import Kind
@@ -24,9 +26,9 @@ class Loop:
 
     def __init__(
         self, residents: Residents, pipeline: Pipeline, step_tokens: int, steps_per_dispatch: int,
-        drafter: Drafter | None,
+        drafter: Drafter | None, prefill: Prefill | None,
     ):  # fmt: skip
-        self.residents, self.pipeline, self.drafter = residents, pipeline, drafter
+        self.residents, self.pipeline, self.drafter, self.prefill = residents, pipeline, drafter, prefill
         self.step_tokens, self.steps_per_dispatch = step_tokens, steps_per_dispatch
         self.ahead = 1 if drafter is None else 0  # steps under way while the next one is planned
         # Whatever thread puts something in, the one at work takes it out.
@@ -56,6 +58,9 @@ class Loop:
             self._make_sound()
             self._is_sound = False
             self._take_in()
+            if self.prefill is not None:
+                is_idle = not (self.scheduler.running or self.pipeline.flights)
+                self.prefill.exchange(self.scheduler.waiting, wait=is_idle)
             has_sent = self._send()
             stuck = self._stuck() if self.scheduler.waiting and not (has_sent or self.scheduler.running) else None
             self._rest()
@@ -80,10 +85,32 @@ class Loop:
         self._rest()
         self._is_sound = True
 
+    def settle(self) -> None:
+        """Have nothing under way: what was submitted is taken in, and whatever was computed has been read."""
+        self.is_at_work = True
+        try:
+            self._make_sound()
+            self._is_sound = False
+            self._take_in()
+            self._read(0)
+            self._rest()
+            self._is_sound = True
+        finally:
+            self.is_at_work = False
+
+    def adopt(self, sequences: list[Sequence]) -> None:
+        """Go on with sequences of another process."""
+        self._is_sound = False
+        self.open |= {sequence.request: sequence for sequence in sequences}
+        followers = {id(follower) for sequence in sequences for follower in sequence.followers}
+        self.scheduler.waiting.extend(s for s in sequences if id(s) not in followers)
+        self._is_sound = True
+
     def reset(self) -> None:
         """Begin anew with an empty cache."""
         self._is_sound = False
-        self.residents.reset()
+        for residents in self._all_residents():
+            residents.reset()
         self._restart()
         self._rest()
         self._is_sound = True
@@ -92,8 +119,8 @@ class Loop:
         """What to call, one after another, to compile all programs."""
         self._make_sound()
         steps = tuple({1, self.steps_per_dispatch})
-        drafts = [] if self.drafter is None else self.drafter.warm()
-        return [*self.pipeline.warm(kinds, counts, steps), *self.residents.warm(), *drafts]
+        others = [one.warm() for one in (self.drafter, self.prefill) if one is not None]
+        return [*self.pipeline.warm(kinds, counts, steps), *self.residents.warm(), *itertools.chain(*others)]
 
     def _send(self) -> bool:
         """Send a step, and read those that are not to be under way beside it; whether there was anything to send."""
@@ -163,7 +190,7 @@ class Loop:
         """What was submitted and cancelled since the last step, maybe by another thread."""
         while self.submitted:
             request = self.submitted[0]
-            new = [_sequence(s) for s in request.samples if not (s.done or s in self.open)]
+            new = [sequence_of(s) for s in request.samples if not (s.done or s in self.open)]
             self.open |= {sequence.request: sequence for sequence in new}
             self.submitted.popleft()
             # Of one token there is nothing to share, and thinned rows share nothing.
@@ -175,23 +202,33 @@ class Loop:
             sequence = self.open.pop(self.cancelled[0], None)
             if sequence is not None:
                 self.scheduler.finish(sequence)
+                if self.prefill is not None:
+                    self.prefill.drop(sequence)
             self.cancelled.popleft()
 
     def _rest(self) -> None:
         """If nothing is left to do, forget what is under way. Rows are freed when they are wanted, or looked at."""
         if not self.open:
             self.pipeline.flights.clear()
+            if self.prefill is not None:
+                self.prefill.pipeline.flights.clear()
+
+    def _all_residents(self) -> list[Residents]:
+        return [self.residents] if self.prefill is None else [self.residents, self.prefill.residents]
 
     def _make_sound(self) -> None:
         if not self._is_sound:
-            self.residents.recover()
+            for residents in self._all_residents():
+                residents.recover()
             self._restart()
             self._is_sound = True
 
     def _restart(self) -> None:
         self.pipeline.clear()
+        if self.prefill is not None:
+            self.prefill.restart()
         self.scheduler = Scheduler(self.residents, step_tokens=self.step_tokens)
-        self.open = {request: _sequence(request) for request in self.open if not request.done}
+        self.open = {request: sequence_of(request) for request in self.open if not request.done}
         self.scheduler.waiting.extend(self.open.values())
 
     def _stuck(self) -> str:
@@ -203,6 +240,7 @@ class Loop:
         )
 
 
-def _sequence(request: Request) -> Sequence:
+def sequence_of(request: Request) -> Sequence:
+    """A request at its beginning: nothing of it is in any cache."""
     limit = len(request.prompt) + request.limit
     return Sequence([*request.prompt, *request.tokens], limit, request.salt, request, len(request.prompt))

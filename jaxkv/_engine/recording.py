@@ -16,6 +16,7 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.lines import seen_by_rows
 from jaxkv._core.portrait import FREE, KEPT, MOST_BLOCKS, PALETTE, RESERVED, Square, group_title, squares_of
 from jaxkv._engine.engine import Engine
+from jaxkv._tiers.host import HostBlocks
 
 PLAYER = pathlib.Path(__file__).parent.parent / "data" / "player.html"
 
@@ -165,7 +166,7 @@ def record(engine: Engine) -> Iterator[Trace]:
         advance()
         scheduler = loop.scheduler
         requests = {s.row: s.request.number for s in scheduler.running if s.row is not None}
-        on_host = {s.request.number: s.host.num_tokens for s in scheduler.waiting if s.host is not None}
+        on_host = {s.request.number: s.host.num_tokens for s in scheduler.waiting if isinstance(s.host, HostBlocks)}
         trace.add(engine.cache, requests=requests, on_host=on_host)
 
     setattr(loop, "advance", advance_and_look)  # noqa: B010 (a method cannot be assigned to otherwise)

@@ -1,12 +1,15 @@
 """What is asked of an engine, and what has come of it so far. Nothing here is lost when a step is interrupted."""
 
 import math
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxkv._core.numbers import integer, shown
+from jaxkv._core.config import CacheConfig
+from jaxkv._core.numbers import MOST_INDEX, integer, shown
+from jaxkv._engine.holdings import Holdings
 from jaxkv._engine.sampling import KINDS, Choice
 
 
@@ -91,6 +94,20 @@ class Request:
         return f"Request({self.number}: {len(self.prompt)} + {len(self.tokens)} tokens, {state})"
 
 
+class Count:
+    """The numbers of requests, each given once, to whatever thread asks."""
+
+    def __init__(self, first: int = 0):
+        self.next = first
+        self._lock = threading.Lock()
+
+    def take(self) -> int:
+        """One that no one else has."""
+        with self._lock:
+            self.next += 1
+            return self.next - 1
+
+
 def handed_out(news: dict[Request, None], left: set[Request] | None = None) -> Iterator[tuple[Request, int]]:
     """The tokens of requests that have not been handed out yet. Of those that are left, drop what is done then."""
     for request in list(news):
@@ -113,6 +130,29 @@ def read_prompt(prompt: Any) -> list[int] | str:
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         return f"it must be a list of token ids, integers, not {shown(prompt)}"
     return tokens.tolist()
+
+
+def problem_of(
+    prompt: Any, max_new_tokens: Any, config: CacheConfig, vocab_size: int | None, holdings: Holdings
+) -> str | None:  # fmt: skip
+    """Why a prompt cannot be continued in a cache of this config, or None."""
+    tokens = read_prompt(prompt)
+    if isinstance(tokens, str):
+        return tokens
+    if len(tokens) >= config.max_seq_len:
+        most = f"max_seq_len = {config.max_seq_len}"
+        return f"it has {len(tokens)} tokens, and {most} must hold one more: raise max_seq_len"
+    length = min(len(tokens) + integer("max_new_tokens", max_new_tokens, least=1), config.max_seq_len)
+    for group, blocks in zip(holdings.groups, holdings.most(len(tokens), 0, length), strict=True):
+        if blocks > (num_blocks := config.group_blocks[group]):
+            return (
+                f"its {length} tokens take {blocks} blocks, but the cache has {num_blocks}: raise num_blocks, or "
+                "lower max_new_tokens"
+            )
+    end = vocab_size or MOST_INDEX
+    if min(tokens) < 0 or max(tokens) >= end:
+        return f"it has a token outside of the model's vocabulary, 0 to {end - 1}"
+    return None
 
 
 def read_eos(eos: Any) -> frozenset[int]:

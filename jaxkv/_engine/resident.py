@@ -237,9 +237,10 @@ class Residents:
         sequence.row = row
         self._living.add(sequence)
         if sequence.host is not None:
-            self.make_room(max(int(count.sum()) for count in sequence.host.count))
-            self.call(self._swap_in, np.array([row], np.int32), sequence.host)
-            sequence.cached, sequence.host = sequence.host.num_tokens, None
+            blocks = sequence.host() if callable(sequence.host) else sequence.host
+            self.make_room(max(int(count.sum()) for count in blocks.count))
+            self.call(self._swap_in, np.array([row], np.int32), blocks)
+            sequence.cached, sequence.host = blocks.num_tokens, None
         elif self.prefix is not None and match is not None and match.num_tokens:
             try:
                 try:

@@ -22,11 +22,16 @@ def make_prefix(
             raise ValueError("disk= and disk_bytes= are for a prefix cache: give prefix_cache=True, too, or neither.")
         return None
     name = None if disk is None else fingerprint(model)
+    if disk is not None and name is None:
+        raise ValueError(
+            "disk= needs a model that is a pytree of its parameters, by which files tell its keys and values from "
+            "another model's: this one has none that can be seen."
+        )
     return PrefixCache(config, spill_bytes=spill_bytes, disk=disk, disk_bytes=disk_bytes, model=name)
 
 
-def fingerprint(model: Any) -> str:
-    """The same in every process for models of equal parameters and config, and for no others.
+def fingerprint(model: Any) -> str | None:
+    """The same in every process for models of equal parameters and config, and for no others; None without parameters.
 
     It tells models apart, and is no proof against one who sets out to make another of the same.
     """
@@ -34,10 +39,7 @@ def fingerprint(model: Any) -> str:
     arrays = [x for x in jax.tree.leaves(model) if isinstance(x, jax.Array | np.ndarray)]
     numbers = [x for x in map(jnp.asarray, arrays) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
     if not numbers:
-        raise ValueError(
-            "disk= needs a model that is a pytree of its parameters, by which files tell its keys and values from "
-            "another model's: this one has none that can be seen."
-        )
+        return None
     for x, mixed in zip(numbers, jax.device_get([_mixed(x) for x in numbers]), strict=True):
         digest.update(f"{x.dtype}{x.shape}{mixed.tolist()}".encode())
     return digest.hexdigest()

@@ -83,6 +83,11 @@ def write_saved(
     specs = {name: (_dtype(saved.config, name), shape) for name, shape in shapes.items()}
     specs[CHECKSUMS] = (np.dtype(np.uint32), (len(shapes) + 1,))
     header = safetensors.header(specs, fields)
+    if len(header) > safetensors.MAX_HEADER:
+        raise ValueError(
+            f"metadata and tables would take {len(header)} bytes in the file's header, and it holds "
+            f"{safetensors.MAX_HEADER}: save less of them, or keep them elsewhere."
+        )
     checksums = [zlib.crc32(header)]
     with replacing(path) as file:
         file.write(safetensors.preamble(header))

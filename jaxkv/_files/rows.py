@@ -161,10 +161,10 @@ def load(
             "Compute them anew, or load without model= if you know better."
         )
     config = into.config if into is not None else config or saved.config
-    _check_layers(path, saved.config, config)
+    check_layers(path, saved.config, config)
     source, target = _places(path, np.array(saved.lengths), rows, config, into)
     free = config.group_blocks if into is None else [int(t.num_free) for t in into.tables]
-    held = [_held(saved, tensors, g, source) for g in range(len(saved.groups))]
+    held = [held_rows(saved, tensors, g, source) for g in range(len(saved.groups))]
     plans = _fit(path, saved, held, source, config, free, partial_windows)
 
     def read(layer: int) -> Pool:
@@ -181,7 +181,7 @@ def load(
     return put_rows(cache, target, np.array(saved.lengths)[source], loaded, read, in_place=into is None)
 
 
-def _held(saved: SavedCache, tensors: dict[str, np.ndarray], group: int, rows: np.ndarray) -> Held:
+def held_rows(saved: SavedCache, tensors: Mapping[str, np.ndarray], group: int, rows: np.ndarray) -> Held:
     """What saved rows hold in a group's layers."""
     number = len(saved.lengths)
     lines = np.concatenate([rows + head * number for head in range(saved.config.group_heads[group])])
@@ -259,7 +259,8 @@ def _places(
     return source, target
 
 
-def _check_layers(path: pathlib.Path, saved: CacheConfig, config: CacheConfig) -> None:
+def check_layers(path: pathlib.Path, saved: CacheConfig, config: CacheConfig) -> None:
+    """Raise CacheFileError unless a cache of one config can hold the keys and values of the other."""
     if saved.num_layers != config.num_layers:
         raise CacheFileError(
             f"{path} has {saved.num_layers} layers, but the cache has {config.num_layers}: it is of another model."

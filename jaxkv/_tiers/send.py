@@ -1,6 +1,7 @@
-"""Rows from one cache to another, from device to device: `send`."""
+"""Rows from one cache to another, from device to device: `send`, and in two halves for an engine."""
 
 import contextlib
+import functools
 from typing import Any
 
 import jax
@@ -11,11 +12,12 @@ from jaxkv._core.arguments import distinct_rows
 from jaxkv._core.cache import Cache
 from jaxkv._core.checks import check_on_host
 from jaxkv._core.errors import OutOfBlocks
-from jaxkv._core.pools import read_blocks
+from jaxkv._core.pools import padded_size, read_blocks, read_group
 from jaxkv._core.reblock import Blocks, Held, TokensGone, fit, held_by, with_blocks
 from jaxkv._core.restore import describe_layer, empty_rows, put_rows
 from jaxkv._core.shards import POOL, WHOLE, at_places, heads_at, mesh_of, on_shards
-from jaxkv._core.state import Pool
+from jaxkv._core.state import NULL_BLOCK, Pool
+from jaxkv._tiers.host import HostBlocks
 
 
 def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
@@ -72,6 +74,39 @@ def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
     sent = with_blocks(held, groups, plans, to.config)
     with _under(to):
         return put_rows(to, target, lengths, sent, lambda layer: _brought(parts[layer], to, layer), in_place=False)
+
+
+def lifted(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
+    """What a row holds, on its way to the devices of another cache of the same config, as `swap_in` takes it.
+
+    Nothing is waited for, neither here nor there: what the row holds follows from `num_tokens`, in layers that do not
+    evict.
+    """
+    config, length = cache.config, np.array([num_tokens], np.int32)
+    groups, none = range(len(config.groups)), (None,) * len(config.groups)
+    first = [np.asarray(config.first_seen(g, length), np.int32) for g in groups]
+    count = [np.asarray(-(-length // config.block_size) - f, np.int32) for f in first]
+    sizes = tuple(padded_size(int(n[0])) for n in count)
+    with _under(cache):
+        found = _row_blocks(cache, np.int32(row), np.concatenate(first), np.concatenate(count), sizes=sizes)
+    parts = tuple(None if part is None else _brought(part, to, layer) for layer, part in enumerate(found))
+    return HostBlocks(
+        lengths=length, first=tuple(first), count=tuple(count), held=none, thinned=none, parts=parts,
+        groups=config.groups, sights=config.group_sights, rotates=tuple(map(config.rotates, range(cache.num_layers))),
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames="sizes")
+def _row_blocks(cache: Cache, row: jax.Array, first: jax.Array, count: jax.Array, *, sizes: tuple[int, ...]):
+    """For each layer that many blocks of a row; anything behind the last."""
+    parts: list[Pool | None] = [None] * cache.num_layers
+    for group, (t, size) in enumerate(zip(cache.tables, sizes, strict=True)):
+        i = jnp.arange(size, dtype=jnp.int32)
+        column = jnp.minimum(first[group] + i, t.tables.shape[1] - 1)
+        blocks = jnp.where(i < count[group], t.tables[row, column], NULL_BLOCK)
+        for layer, part in read_group(cache, group, blocks).items():
+            parts[layer] = part
+    return parts
 
 
 def _different(cache: Cache, name: str, rows: Any) -> np.ndarray:
