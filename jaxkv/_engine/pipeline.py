@@ -121,7 +121,7 @@ class Pipeline:
     def thin(self, sequences: list[Sequence]) -> None:
         """Have rows give up what they are not to keep, after the step that was sent last."""
         if sequences:
-            due = np.isin(np.arange(self.residents.config.max_seqs), [s.row or 0 for s in sequences])
+            due = np.isin(np.arange(self.residents.config.max_seqs), [s.row for s in sequences if s.row is not None])
             self.residents.call(self._thin, due, self._memory.queries)
 
     def read(self) -> list[tuple[Sequence, list[tuple[int, dict[int, float] | None]]]]:
