@@ -95,12 +95,17 @@ for cache in caches:
     wholes.append(path.read_bytes())
 unfinished = 0
 for i in range(50):
+    before = set(folder.glob(".saved.*.tmp"))
     child = os.fork()
     if not child:
         while True:
             for cache in caches:
                 jaxkv.save(path, cache)
-    time.sleep(random.random() * 4 * takes)
+    if i % 2:  # whatever else the machine is doing, it is writing now
+        while not set(folder.glob(".saved.*.tmp")) - before:
+            pass
+    else:
+        time.sleep(random.random() * 4 * takes)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert path.read_bytes() in wholes, f"kill {i} left a file that is neither the old one nor the new one"
