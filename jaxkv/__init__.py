@@ -2,6 +2,7 @@
 
 from jaxkv._core.attention import attend as attend, attention as attention, explain as explain
 from jaxkv._core.bounds import BlockBounds as BlockBounds, block_bounds as block_bounds
+from jaxkv._core.by_rows import RowShards as RowShards, by_rows as by_rows
 from jaxkv._core.cache import Cache as Cache
 from jaxkv._core.checks import check as check, check_invariants as check_invariants, stats as stats
 from jaxkv._core.config import CacheConfig as CacheConfig
@@ -40,12 +41,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Beams", "BlockBounds", "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine", "Eviction",
-    "HostBlocks", "LayerConfig", "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "PrefixEvent", "SequenceTooLong",
-    "Step", "append", "attend", "attention", "beam_search", "block_bounds", "check", "check_invariants", "counts",
-    "describe", "dot_product_attention", "evict", "explain", "extend", "fork", "free", "gather", "generate", "init",
-    "jax_attention", "keep", "last", "left_align", "load", "merge_attention", "partition_specs", "plan_step",
-    "positions", "reorder", "reserve", "right_align", "save", "send", "stats", "swap_in", "swap_out", "truncate",
-    "write",
+    "HostBlocks", "LayerConfig", "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "PrefixEvent", "RowShards",
+    "SequenceTooLong", "Step", "append", "attend", "attention", "beam_search", "block_bounds", "by_rows", "check",
+    "check_invariants", "counts", "describe", "dot_product_attention", "evict", "explain", "extend", "fork", "free",
+    "gather", "generate", "init", "jax_attention", "keep", "last", "left_align", "load", "merge_attention",
+    "partition_specs", "plan_step", "positions", "reorder", "reserve", "right_align", "save", "send", "stats",
+    "swap_in", "swap_out", "truncate", "write",
 ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxkv._core.arguments import to_device
+from jaxkv._core.by_rows import init_rows, shard_config, specs_of_rows
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.numbers import shown
@@ -19,8 +20,9 @@ from jaxkv._core.state import NULL_BLOCK, BlockTables, Pool
 
 
 def init(
-    config: CacheConfig, *, mesh: Mesh | None = None, heads: str | None = "model", context: str | None = None
-) -> Cache:  # fmt: skip
+    config: CacheConfig, *, mesh: Mesh | None = None, heads: str | None = "model", context: str | None = None,
+    rows: str | None = None,
+) -> Any:  # fmt: skip
     """An empty cache: every block free, every pool a zeroed buffer of its own.
 
     Args:
@@ -29,25 +31,30 @@ def init(
         `jax.set_mesh`. Every function takes such a cache as it takes any other.
       heads, context: the mesh axes that KV heads, and the tokens of every block, are divided over; see
         `partition_specs`.
+      rows: the mesh axis that rows and blocks are divided over: a `RowShards` comes out, a cache for each device, which
+        is worked on inside `by_rows`.
 
     Raises:
       ValueError: it would take more than the device has, where the device says what that is; a mesh without the axis;
-        heads or blocks that cannot be divided over it.
+        heads, blocks or rows that cannot be divided over it.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
     >>> jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=4, max_seq_len=64, num_blocks=10))
     Cache(0 of 10 blocks used, 0 tokens in 0 of 4 rows, 1 layer, 11.0 KiB)
     """
-    if mesh is None and context is not None:
-        raise ValueError(f"context needs mesh=, the devices that it names an axis of, but there is only {context!r}.")
+    for name, axis in {"context": context, "rows": rows}.items():
+        if mesh is None and axis is not None:
+            raise ValueError(f"{name} needs mesh=, the devices that it names an axis of, but there is only {axis!r}.")
     if mesh is None:
         config.check_memory()
         # One array after another: the same zeros used twice could not be donated.
         return Cache(tables=_init_tables(config), pools=_init_pools(config, None, None), config=config)
-    specs = partition_specs(config, mesh, heads, context)
+    specs = partition_specs(config, mesh, heads, context, rows)
     divided = [math.prod(mesh.shape[axis] for axis in p.kv if axis is not None) for p in specs.pools if p is not None]
     config.check_memory(mesh.devices.flat[0], min(divided))
+    if rows is not None:
+        return init_rows(specs, mesh, _init_tables)
     on_mesh = functools.partial(NamedSharding, mesh)
     axes = next((p.heads, p.context) for p in specs.pools if p is not None)
     program = jax.jit(_init_pools, static_argnums=(0, 1, 2), out_shardings=jax.tree.map(on_mesh, specs.pools))
@@ -58,8 +65,8 @@ def init(
 
 def partition_specs(
     config: CacheConfig, mesh: Mesh | AbstractMesh | None = None, heads: str | None = "model",
-    context: str | None = None,
-) -> Cache:  # fmt: skip
+    context: str | None = None, rows: str | None = None,
+) -> Any:  # fmt: skip
     """How a cache lies on a mesh: a `PartitionSpec` in the place of each array of `init(config, mesh=mesh)`.
 
     Pools, scales too, are divided over KV heads. Layers with fewer heads than there are devices, latent ones among
@@ -73,8 +80,10 @@ def partition_specs(
     Args:
       mesh: default: the one that `jax.set_mesh` has set.
       heads: the mesh axis for KV heads; None: they are not divided, nor by "model" where the mesh has no such axis and
-        `context` is given.
+        `context` or `rows` is given.
       context: the mesh axis for the tokens of blocks; `block_size` must be a multiple of its devices.
+      rows: the mesh axis for rows: the specs are those of a `RowShards`, everything in which is divided along its first
+        axis.
 
     Returns:
       A `Cache` of specs. It serves as `in_specs` and `out_specs` of a `shard_map`, in which all functions work, with
@@ -101,15 +110,24 @@ def partition_specs(
             f"A cache is laid out over the devices of a jax.sharding.Mesh, but {what}: give mesh=, or call this under "
             "jax.set_mesh(mesh)."
         )
-    if context is not None and heads == "model" and heads not in mesh.axis_names:
+    if (context or rows) is not None and heads == "model" and heads not in mesh.axis_names:
         heads = None
-    for name, axis in {"heads": heads, "context": context}.items():
+    for name, axis in {"heads": heads, "context": context, "rows": rows}.items():
         if axis is not None and axis not in mesh.axis_names:
             raise ValueError(
                 f"{name} must be an axis of the mesh, {' or '.join(map(repr, mesh.axis_names))}, not {shown(axis)}."
             )
+    named = [axis for axis in (heads, context, rows) if axis is not None]
+    if len(set(named)) < len(named):
+        raise ValueError(
+            f"heads, context and rows cannot be divided over the same axis of the mesh, but they name "
+            f"{', '.join(map(repr, named))}: name different ones."
+        )
+    if rows is not None:
+        local = partition_specs(shard_config(config, mesh.shape[rows], rows), mesh, heads, context)
+        return specs_of_rows(config, local, rows)
     if context is not None:
-        _check_runs(config, mesh.shape[context], heads, context)
+        _check_runs(config, mesh.shape[context], context)
 
     def pool(layer: int) -> Pool:
         if config.layer_config(layer).evict == "head":
@@ -131,10 +149,8 @@ def partition_specs(
     return Cache(tables=tables, pools=pools, config=config)
 
 
-def _check_runs(config: CacheConfig, count: int, heads: str | None, context: str) -> None:
+def _check_runs(config: CacheConfig, count: int, context: str) -> None:
     """Raise ValueError unless the tokens of every block can be divided among `count` devices."""
-    if heads == context:
-        raise ValueError(f"heads and context cannot be divided over the same axis of the mesh, {context!r}: name two.")
     if config.block_size % count:
         raise ValueError(
             f"Blocks of {config.block_size} tokens cannot be divided among the {count} devices of the mesh axis "

@@ -1,0 +1,247 @@
+"""Rows over the devices of a mesh: a whole cache on each, with tables, pools and free blocks of its own.
+
+A block never leaves its device, so nothing that is done with rows has anything to say to the others, and what each
+computes is, bit by bit, what it would compute alone.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jaxkv._core.cache import Cache
+from jaxkv._core.config import CacheConfig
+from jaxkv._core.numbers import shown
+from jaxkv._core.state import BlockTables, Pool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class RowShards:
+    """A cache for each device of a mesh axis, as one pytree of arrays that are divided over it. Made by
+    `jaxkv.init(config, mesh=mesh, rows=axis)`, worked on inside `jaxkv.by_rows`.
+
+    Fields:
+      tables, pools: those of all caches, along the first axis; what is one number in a cache is one for each here.
+      config: of all of them together: `max_seqs`, `num_blocks` and so on are totals; static.
+      axis: the mesh axis; static.
+    """
+
+    tables: tuple[BlockTables, ...]
+    pools: tuple[Pool | None, ...]
+    config: CacheConfig = dataclasses.field(metadata={"static": True})
+    axis: str = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        return f"RowShards({self.config.max_seqs} rows over the mesh axis {self.axis!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"The rows of this cache are divided over the mesh axis {self.axis!r}, and it has no {name!r}: call what "
+            "works on a cache inside jaxkv.by_rows, or on one of its shards, cache.shards[i]."
+        )
+
+    @property
+    def shards(self) -> list[Cache]:
+        """Each device's rows as a cache of its own, on that device alone (or on those that heads and contexts are
+        divided over). Outside `jit`; nothing is copied, so donating one takes it from both."""
+        mesh = self.tables[0].lengths.sharding.mesh
+        if not isinstance(mesh, Mesh):
+            raise ValueError(
+                "cache.shards are looked at outside jit; inside, jaxkv.by_rows(function) has each of them."
+            )
+        count = mesh.shape[self.axis]
+        config = shard_config(self.config, count, self.axis)
+        part = functools.partial(_shard, mesh=mesh, axis=self.axis)
+        return [
+            _as_cache(jax.tree.map(functools.partial(part, i=i), self), config, alone=len(mesh.axis_names) == 1)
+            for i in range(count)
+        ]
+
+
+def by_rows(function: Callable[..., Any], *, whole: Collection[int] = ()) -> Callable[..., Any]:
+    """`function` on each device of a mesh axis, with the rows that are there: `by_rows(step)(tokens, cache)`.
+
+    Inside, what came in as `RowShards` is a `Cache` of that device's rows and blocks, which every function takes; other
+    arrays are divided along their first axis, which is rows, or packed tokens: first all of the first device's, padded,
+    then those of the next. What goes out is put together in the same way, a number as one for each device.
+
+    Args:
+      function: pure, as for `jax.jit`, which goes around this: `jax.jit(jaxkv.by_rows(step), donate_argnums=1)`.
+      whole: numbers of arguments that every device has all of, such as a model. They may be divided over other axes of
+        the mesh.
+
+    Returns:
+      A function of the same arguments, by position.
+
+    Raises:
+      ValueError: no `RowShards` among the arguments, or an array that cannot be divided evenly.
+
+    >>> import jax, jaxkv
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=4, max_seq_len=64)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes), mesh=mesh, rows="data")
+    >>> cache = jax.jit(jaxkv.by_rows(jaxkv.extend))(cache, jax.numpy.array([3, 0, 20, 1]))
+    >>> cache.shards[0].lengths.tolist()
+    [3, 0, 20, 1]
+    """
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Any:
+        caches = [x for x in jax.tree.leaves(arguments, is_leaf=_is_shards) if _is_shards(x)]
+        if not caches:
+            raise ValueError(
+                "by_rows needs a cache whose rows are divided, jaxkv.init(config, mesh=mesh, rows=axis), among its "
+                f"arguments, but there are {shown([type(x).__name__ for x in arguments])}."
+            )
+        axis, mesh = caches[0].axis, jax.typeof(caches[0].tables[0].lengths).sharding.mesh
+        if any(cache.axis != axis for cache in caches) or axis not in mesh.axis_names:
+            raise ValueError(
+                f"All caches of one call must lie on the mesh axis that they were made for, but these were made for "
+                f"{' and '.join(repr(cache.axis) for cache in caches)}, and the mesh has "
+                f"{', '.join(map(repr, mesh.axis_names))}."
+            )
+        count = mesh.shape[axis]
+        configs = {cache.config: shard_config(cache.config, count, axis) for cache in caches}
+        for i, argument in enumerate(arguments):
+            if i not in whole:
+                _check_divides(i, argument, count, axis)
+
+        def on_one(*arguments: Any) -> Any:
+            out = function(*_local(arguments, configs))
+            return _together(out, {local: config for config, local in configs.items()}, axis)
+
+        specs = tuple(PartitionSpec() if i in whole else PartitionSpec(axis) for i in range(len(arguments)))
+        lie = functools.partial(_lying, mesh=mesh, axis=axis)
+        arguments = tuple(jax.tree.map(functools.partial(lie, is_whole=i in whole), x) for i, x in enumerate(arguments))
+        return jax.shard_map(
+            on_one, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(axis), axis_names={axis}, check_vma=False
+        )(*arguments)  # fmt: skip
+
+    return run
+
+
+@functools.cache
+def shard_config(config: CacheConfig, count: int, axis: str) -> CacheConfig:
+    """The config of each of `count` equal parts of a cache's rows and blocks. Raises ValueError."""
+    sizes = {"max_seqs": (config.max_seqs,), "num_blocks": config.group_blocks}
+    for name, numbers in sizes.items():
+        for number in numbers:
+            if number % count:
+                raise ValueError(
+                    f"{name}={number} cannot be divided among the {count} devices of the mesh axis {axis!r}: make it a "
+                    "multiple of it."
+                )
+    blocks = {} if config.contiguous else {"group_blocks": tuple(n // count for n in config.group_blocks)}
+    return config.replace(max_seqs=config.max_seqs // count, **blocks)
+
+
+def init_rows(specs: RowShards, mesh: Mesh, local: Callable[[CacheConfig], tuple[BlockTables, ...]]) -> RowShards:
+    """A cache for each device, empty, in place.
+
+    Args:
+      specs: where its arrays lie.
+      local: makes a cache's tables.
+    """
+    config, count = specs.config, mesh.shape[specs.axis]
+    one = shard_config(config, count, specs.axis)
+    on_mesh = functools.partial(NamedSharding, mesh)
+
+    def pools() -> tuple[Pool | None, ...]:
+        def pool(layer: int, like: Pool) -> Pool:
+            ((blocks, *shape), scales), kind = one.stack_shapes(layer), one.kind(layer)
+            scale = None if scales is None else jnp.zeros((count * scales[0], *scales[1:]), kind.scale_dtype)
+            return Pool(kv=jnp.zeros((count * blocks, *shape), kind.dtype), scale=scale).like(like)
+
+        return tuple(None if spec is None else pool(i, spec) for i, spec in enumerate(specs.pools))
+
+    def repeated(x: jax.Array) -> jax.Array:
+        return jax.device_put(np.concatenate([np.atleast_1d(x)] * count), on_mesh(PartitionSpec(specs.axis)))
+
+    made = jax.jit(pools, out_shardings=jax.tree.map(on_mesh, specs.pools))()
+    return dataclasses.replace(specs, tables=jax.tree.map(repeated, local(one)), pools=made)
+
+
+def specs_of_rows(config: CacheConfig, local: Cache, axis: str) -> RowShards:
+    """The specs of the caches of an axis, from those of one of them."""
+    divided = jax.tree.map(lambda spec: PartitionSpec(axis, *spec[1:]), (local.tables, local.pools))
+    return RowShards(tables=divided[0], pools=divided[1], config=config, axis=axis)
+
+
+def _is_shards(x: Any) -> bool:
+    return isinstance(x, RowShards)
+
+
+def _is_cache(x: Any) -> bool:
+    return isinstance(x, Cache)
+
+
+def _check_divides(number: int, argument: Any, count: int, axis: str) -> None:
+    for x in jax.tree.leaves(argument):
+        shape = jnp.shape(x)
+        if not shape or shape[0] % count:
+            raise ValueError(
+                f"Argument {number} of a function by rows has an array of the shape {shape}, whose first axis cannot "
+                f"be divided among the {count} devices of the mesh axis {axis!r}: name the argument in whole= if each "
+                "is to have all of it."
+            )
+
+
+def _lying(x: Any, *, mesh: AbstractMesh, axis: str, is_whole: bool) -> Any:
+    """An array divided over an axis, or not: where axes are explicit, `shard_map` leaves that to whoever calls it."""
+    if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] != AxisType.Explicit:
+        return x
+    spec = [None if name == axis else name for name in jax.typeof(x).sharding.spec]
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*(spec if is_whole else [axis, *spec[1:]]))))
+
+
+def _local(arguments: Sequence[Any], configs: dict[CacheConfig, CacheConfig]) -> Any:
+    def local(x: Any) -> Any:
+        return _as_cache(x, configs[x.config]) if _is_shards(x) else x
+
+    return jax.tree.map(local, tuple(arguments), is_leaf=_is_shards)
+
+
+def _as_cache(x: RowShards, config: CacheConfig, alone: bool = False) -> Cache:
+    """A device's part as a cache; `alone`: on it, and on no mesh."""
+    tables = tuple(dataclasses.replace(t, num_free=t.num_free[0], peak=t.peak[0]) for t in x.tables)
+    pools = tuple(p.like(Pool(p.kv)) if alone and p is not None else p for p in x.pools)
+    return Cache(tables=tables, pools=pools, config=config)
+
+
+def _together(out: Any, configs: dict[CacheConfig, CacheConfig], axis: str) -> Any:
+    def together(x: Any) -> Any:
+        if not _is_cache(x):
+            return jnp.atleast_1d(x)
+        tables = jax.tree.map(jnp.atleast_1d, x.tables)
+        if x.config not in configs:
+            raise ValueError("A function by rows can only return caches that have come from those it was given.")
+        return RowShards(tables=tables, pools=x.pools, config=configs[x.config], axis=axis)
+
+    return jax.tree.map(together, out, is_leaf=_is_cache)
+
+
+def _shard(x: jax.Array, i: int, *, mesh: Mesh, axis: str) -> jax.Array:
+    """The i-th part of an array over an axis of its mesh, as an array on the rest of the mesh."""
+    sharding = x.sharding
+    assert isinstance(sharding, NamedSharding)
+    names = [name for name in mesh.axis_names if name != axis]
+    at = mesh.axis_names.index(axis)
+    devices = np.take(mesh.devices, [i], axis=at).squeeze(at)
+    place: Sharding
+    if names:
+        kinds = tuple(k for name, k in zip(mesh.axis_names, mesh.axis_types, strict=True) if name != axis)
+        place = NamedSharding(Mesh(devices, names, axis_types=kinds), PartitionSpec(None, *sharding.spec[1:]))
+    else:
+        place = SingleDeviceSharding(devices.item())
+    shape = (x.shape[0] // mesh.shape[axis], *x.shape[1:])
+    held = {shard.device: shard.data for shard in x.addressable_shards}
+    parts = [held[device] for device in devices.flat]
+    return jax.make_array_from_single_device_arrays(shape, place, parts)

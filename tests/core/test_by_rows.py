@@ -1,0 +1,97 @@
+"""Rows over several devices: on each a cache of its own, which computes bit by bit what it would compute alone."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from nightly import NIGHTLY
+from test_shards import MOVES, assert_same, step, tokens
+
+import jaxkv
+
+LAYER, LOCAL = (jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, window=window) for window in (None, 5))
+# Four rows, two on each device, and four blocks for them.
+CONFIG = jaxkv.CacheConfig(
+    layers=(LAYER, LOCAL)[: 1 + NIGHTLY], max_seqs=4, max_seq_len=32, num_blocks=8, block_size=4, dtype="float32"
+)
+ONE = CONFIG.replace(max_seqs=2, num_blocks=4)
+COUNTS = np.array([7, 2, 2, 15], np.int32)  # the last one finds too few blocks, though the other device has some
+
+
+def make_mesh(axes="auto", **sizes):
+    devices = jax.devices()[: math.prod(sizes.values())]
+    if axes == "explicit":
+        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices)
+    return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes))
+
+
+def run(scale, cache, counts, *given):
+    """A step, and a number; by night a fork of the device's first row too."""
+    out, cache = step(cache, counts, *given, return_lse=True, scale=scale[0])
+    return out, jaxkv.fork(cache, [0], [1]) if NIGHTLY else cache, cache.blocks_in_use
+
+
+def assert_as_alone(mesh, axes_of_tokens, atol=0.0, **axes):
+    parts = [tokens(CONFIG, axes_of_tokens, seed) for seed in range(2)]
+    whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    cache, scale = jaxkv.init(CONFIG, mesh=mesh, rows="data", **axes), jnp.full(1, 0.3)
+    arguments = (scale, cache, jnp.asarray(COUNTS), *whole)
+    compiled = jax.jit(jaxkv.by_rows(run, whole=(0,)), donate_argnums=1).lower(*arguments).compile()
+    out, cache, used = compiled(*arguments)
+    alone = jax.jit(run)
+    for i, (part, shard) in enumerate(zip(parts, cache.shards, strict=True)):
+        expected, one, in_use = alone(scale, jaxkv.init(ONE), COUNTS[2 * i : 2 * i + 2], *part)
+        assert_same([np.split(np.asarray(x), 2)[i] for x in jax.tree.leaves(out)], expected, atol)
+        assert_same(shard, one)
+        assert repr(shard) == repr(one) and jax.device_get(used)[i] == in_use
+        jaxkv.check_invariants(shard)
+    return compiled, cache
+
+
+def test_each_device_computes_as_if_it_were_alone():
+    mesh = make_mesh(data=2)
+    compiled, cache = assert_as_alone(mesh, (2, 15))
+    assert not MOVES.search(compiled.as_text())
+    assert compiled.memory_analysis().alias_size_in_bytes >= ONE.bytes
+    assert [shard.failed.tolist() for shard in cache.shards] == [[False, False], [False, True]]
+    held = sum(x.addressable_shards[1].data.nbytes for x in jax.tree.leaves(cache.pools))
+    assert held == ONE.bytes
+    specs = jaxkv.partition_specs(CONFIG, mesh, rows="data")
+    assert jax.tree.structure(specs) == jax.tree.structure(cache)
+    assert {spec[0] for spec in jax.tree.leaves(specs)} == {"data"}
+    with pytest.raises(jaxkv.OutOfBlocks):
+        jaxkv.check(cache.shards[1])
+    # One cache is not another, and says what to do.
+    with pytest.raises(AttributeError, match=r"over the mesh axis 'data', and it has no 'lengths': call .* inside"):
+        jaxkv.extend(cache, [1] * 4)
+    with pytest.raises(ValueError, match=r"Argument 1 .* shape \(3,\), whose first axis cannot .* name .* in whole="):
+        jaxkv.by_rows(jaxkv.extend)(cache, jnp.ones(3, jnp.int32))
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="its programs take long to compile")
+@pytest.mark.parametrize("axes", ["auto", "explicit"])
+@pytest.mark.parametrize("other", ["none", "model", "context"])
+def test_packed_tokens_and_other_axes(axes, other):
+    sizes = {"data": 2} | ({} if other == "none" else {other: 2})
+    mesh = make_mesh(axes, **sizes)
+    with jax.set_mesh(mesh):
+        named = {"context": "context"} if other == "context" else {}
+        _, cache = assert_as_alone(mesh, (17,), 0.0 if other == "none" else 2e-6, **named)
+    assert cache.pools[0].kv.sharding.shard_shape(cache.pools[0].kv.shape)[0] == 5
+
+
+def test_bad_meshes():
+    mesh = make_mesh(data=2)
+    with pytest.raises(ValueError, match="max_seqs=3 cannot be divided among the 2 devices of the mesh axis 'data'"):
+        jaxkv.init(CONFIG.replace(max_seqs=3), mesh=mesh, rows="data")
+    with pytest.raises(ValueError, match="num_blocks=7 cannot be divided among the 2 devices"):
+        jaxkv.partition_specs(CONFIG.replace(num_blocks=7), mesh, rows="data")
+    with pytest.raises(ValueError, match="rows must be an axis of the mesh, 'data', not 'model'"):
+        jaxkv.init(CONFIG, mesh=mesh, rows="model")
+    with pytest.raises(ValueError, match="rows needs mesh=, the devices that it names an axis of"):
+        jaxkv.init(CONFIG, rows="data")
+    with pytest.raises(ValueError, match=r"by_rows needs a cache whose rows are divided.*, but there are \['Cache'"):
+        jaxkv.by_rows(jaxkv.extend)(jaxkv.init(ONE), jnp.ones(2, jnp.int32))
