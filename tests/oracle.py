@@ -19,7 +19,7 @@ class Block:
 
 class Row:
     def __init__(self, num_groups):
-        self.tokens = []  # one entry per token: a list over layers of (k, v), [K, D] each
+        self.tokens = []  # one `Token` for each
         self.blocks = [[] for _ in range(num_groups)]  # for each group, column by column; None: given back
         self.new = 0
         self.offset = 0
@@ -31,7 +31,7 @@ class Row:
 
 
 class Token(list):
-    """A list over layers of (k, v), [K, D] each, or (k,) of a latent one. Its id stands for it and for
+    """A list over layers of keys and values [2, K, D], or [1, K, D] of a latent one. Its id stands for it and for
     whatever was before it."""
 
     ids = itertools.count()
@@ -168,7 +168,7 @@ class Oracle:
         for i, row in enumerate(self.rows):
             for t, place in enumerate(self.places(i, row, packed)):
                 row.tokens[len(row.tokens) - row.new + t] = Token(
-                    None if parts[0] is None else tuple(x[place].copy() for x in parts if x is not None)
+                    None if parts[0] is None else np.array([x[place] for x in parts if x is not None])
                     for parts in zip(k, v, strict=True)
                 )
 
@@ -421,13 +421,15 @@ class Oracle:
             held = [row.blocks[g] + [None] * (entries.shape[1] - len(row.blocks[g])) for row in self.rows]
             assert pattern(entries.tolist(), 0) == pattern([[b and id(b) for b in row] for row in held], None)
         for layer, actual in enumerate(dense):
-            expected = np.zeros(actual.shape, actual.dtype)
+            expected, owner = np.zeros(actual.shape, actual.dtype), self.owner(layer)
             for r, row in enumerate(self.rows):
-                held = row.blocks[self.group(layer)]
-                for position, token in enumerate(row.tokens):
-                    if held[position // self.config.block_size] is not None:
-                        expected[r, :, :, position] = token[self.owner(layer)]
-            np.testing.assert_array_equal(actual, expected)
+                held = np.array([block is not None for block in row.blocks[self.group(layer)]], bool)
+                positions = np.flatnonzero(np.repeat(held, self.config.block_size)[: len(row.tokens)])
+                if positions.size:
+                    tokens = np.array([row.tokens[p][owner] for p in positions.tolist()])  # [C, 2, K, D]
+                    expected[r][:, :, positions] = np.moveaxis(tokens, 0, 2)
+            if not np.array_equal(actual, expected):  # to say how takes long
+                np.testing.assert_array_equal(actual, expected)
 
 
 def pattern(held, nothing):

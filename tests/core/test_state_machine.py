@@ -25,7 +25,10 @@ from steps import model_step, on_device
 import jaxkv
 from jaxkv.testing import poison
 
-EXAMPLES, STEPS = (1570 if NIGHTLY else 126), 80  # of each config
+EXAMPLES, STEPS = (1400 if NIGHTLY else 126), 80  # of each config
+# What rows and the index hold is compared after each. What is out of order in the state otherwise stays out of order,
+# and is looked for after some by day.
+INVARIANTS_EVERY, SAVED_EVERY = (1, 16) if NIGHTLY else (4, 32)
 
 ROWS = 4
 PLACES = 5  # T of padded steps
@@ -64,7 +67,7 @@ CONFIGS = {
         wide(), narrow(3), block_size=16, max_seq_len=41, group_blocks=(6, 5)
     ),
     "windows of 1 and 2": make_config(
-        wide(), narrow(1), narrow(2), block_size=1, max_seq_len=11, group_blocks=(20, 12, 13)
+        wide(1), narrow(2), block_size=1, max_seq_len=11, group_blocks=(12, 13)
     ),
     "windows of a block and more, nothing global": make_config(
         wide(7), narrow(3), block_size=3, max_seq_len=31, group_blocks=(11, 9)
@@ -73,11 +76,14 @@ CONFIGS = {
         *[narrow(5)] * 5, latent(), block_size=2, max_seq_len=21, group_blocks=(13, 22), stacked=True
     ),
     "layers that share, stacked": make_config(
-        wide(), narrow(6), wide(2, shares_with=0), narrow(6, shares_with=1), wide(),
+        wide(), narrow(6), narrow(3, shares_with=1), wide(),
         block_size=4, max_seq_len=24, group_blocks=(11, 8), head_dim_multiple=8, stacked=True,
     ),
     "contiguous": make_config(
         wide(), narrow(6), wide(3, shares_with=0), layout="contiguous", max_seq_len=13
+    ),
+    "three groups": make_config(
+        wide(), narrow(1), narrow(2), wide(2, shares_with=0), block_size=1, max_seq_len=11, group_blocks=(20, 12, 13)
     ),
 }  # fmt: skip
 # Each config takes long to compile. These have every layout, rows packed and padded, and blocks of one place and more.
@@ -173,10 +179,11 @@ class Machine(RuleBasedStateMachine):
         packed, self.cache = look(self.cache)
         dense, cache = on_host(self.config, packed)
         self.oracle.assert_matches(cache, dense)
-        jaxkv.check_invariants(cache)
-        if not self.oracle.contiguous:
-            self.prefix.check_invariants(cache)
-            assert self.prefix.stats()["blocks"] == [np.count_nonzero(t.kept) for t in cache.tables]
+        if self.operations % INVARIANTS_EVERY == 0:
+            jaxkv.check_invariants(cache)
+            if not self.oracle.contiguous:
+                self.prefix.check_invariants(cache)
+                assert self.prefix.stats()["blocks"] == [np.count_nonzero(t.kept) for t in cache.tables]
 
     def random(self, packed, heads):
         """For each layer random numbers `[..., heads(layer), head_dim]`."""
@@ -335,7 +342,7 @@ class Machine(RuleBasedStateMachine):
         self.inserted.clear()
         self.compare()
 
-    @precondition(lambda self: self.operations >= self.saved_at + 16)  # it takes as long as ten others
+    @precondition(lambda self: self.operations >= self.saved_at + SAVED_EVERY)  # it takes as long as ten others
     @rule()
     def save_and_load(self):
         """What the next tokens see is in the file, row by row; the cache itself goes on."""
