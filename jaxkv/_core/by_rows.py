@@ -52,7 +52,8 @@ class RowShards:
     def shards(self) -> list[Cache]:
         """Each device's rows as a cache of its own, on that device alone (or on those that heads and contexts are
         divided over). Outside `jit`; nothing is copied, so donating one takes it from both."""
-        mesh = self.tables[0].lengths.sharding.mesh
+        sharding = self.tables[0].lengths.sharding
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
         if not isinstance(mesh, Mesh):
             raise ValueError(
                 "cache.shards are looked at outside jit; inside, jaxkv.by_rows(function) has each of them."
