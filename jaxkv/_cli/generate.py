@@ -8,8 +8,10 @@ from typing import Any
 
 from jaxkv._cli.text import ByteTokenizer, FileTokenizer, TextStream, Tokenizer
 from jaxkv._cli.units import parse_bytes
+from jaxkv._core.checks import stats
 from jaxkv._core.layer import KINDS
 from jaxkv._core.numbers import MOST_INDEX, integer
+from jaxkv._core.views import format_bytes
 from jaxkv._engine.eviction import SCORES, Eviction
 
 # Long enough for a decoder of bytes to show what it has learned, and of very different length.
@@ -48,12 +50,11 @@ def add_generate(commands: Any) -> None:
     )
     add("--cache-dtype", choices=sorted(KINDS), help="store keys and values in this; default: what is computed in")
     add("--evict", choices=SCORES, help="after the prompt keep the tokens of each row that this score finds best")
-    add("--keep", type=_share, default=0.5, help="with --evict: a share, or a number of tokens; default: %(default)s")
+    add("--keep", type=_share, help="with --evict: a share, or a number of tokens; default: 0.5")
     add(
         "--budget",
         choices=("uniform", "pyramid", "ada"),
-        default="uniform",
-        help="with --evict: the same for all, more for first layers, or heads compete; default: %(default)s",
+        help="with --evict: the same for all, more for first layers, or heads compete; default: uniform",
     )
     add("--every", type=int, help="with --evict: keep no more than that after every so many tokens, too")
     add("--prefix-disk", type=pathlib.Path, help="a folder that keeps the blocks of prompts for the next call")
@@ -126,10 +127,12 @@ def _share(text: str) -> float:
 
 
 def _eviction(arguments: argparse.Namespace) -> Eviction | None:
+    given = {name: getattr(arguments, name) for name in ("keep", "budget", "every")}
+    given = {name: value for name, value in given.items() if value is not None}
     if arguments.evict is not None:
-        return Eviction(arguments.evict, arguments.keep, arguments.budget, every=arguments.every)
-    if arguments.every is not None:
-        raise ValueError("--every is for --evict, which says by what score tokens are kept: give both, or neither.")
+        return Eviction(arguments.evict, **given)
+    for name in given:
+        raise ValueError(f"--{name} is for --evict, which says by what score tokens are kept: give both, or neither.")
     return None
 
 
@@ -217,20 +220,19 @@ def _progress_bar() -> Any:
 
 
 def _report(engine: Any, prompts: list, outputs: list, times: list[float], choice: dict | None) -> str:
-    from jaxkv._core.views import format_bytes
-
     config, count = engine.config, len(times)
     first, last = (times[0], times[-1]) if times else (0.0, 0.0)
     rate = f", then {(count - 1) / (last - first):.0f} tokens/s" if last > first else ""
-    used = engine.blocks_peak
+    held = stats(engine.cache)
+    used, blocks = held["blocks_peak"], held["num_blocks"]
     shortest, longest = min(map(len, prompts)), max(map(len, prompts))
     plural, lengths = ("s", f"{shortest} to {longest}") if longest > shortest else ("s" * (len(prompts) > 1), longest)
     lines = [
         f"{len(prompts)} prompt{plural} of {lengths} tokens, "
         f"{count} new tokens in {last:.1f} s: the first after {first:.1f} s, compilation included{rate}.",
-        f"{engine.steps} steps; {used} of {config.num_blocks} blocks of {config.block_size} tokens used at the most, "
-        f"{config.num_blocks - used} free; {engine.set_back} sequences set back.",
-        f"Used {format_bytes(used * config.bytes_per_block)}; a dense cache of {config.max_seqs} rows of "
+        f"{engine.steps} steps; {used} of {blocks} blocks of {config.block_size} tokens used at the most, "
+        f"{blocks - used} free; {engine.set_back} sequences set back.",
+        f"Used {format_bytes(held['bytes_peak'])}; a dense cache of {config.max_seqs} rows of "
         f"{config.max_seq_len} tokens takes {format_bytes(config.dense_bytes)}.",
     ]
     if engine.prefix is not None:

@@ -199,6 +199,7 @@ def stats(cache: Cache) -> dict[str, Any]:
         "waste_per_row": waste_per_row.tolist(),
         "bytes": cache.bytes,
         "bytes_used": sum(group["bytes_used"] for group in groups),
+        "bytes_peak": sum(group["bytes_peak"] for group in groups),
         "dense_bytes": config.dense_bytes,
         "groups": groups,
     }
@@ -225,6 +226,7 @@ def _group_stats(t: BlockTables, config: CacheConfig, group: int) -> dict[str, A
         "waste_per_row": row_sums(end * config.block_size - t.lengths, config).tolist(),
         "held_per_row": row_sums(t.lengths, config).tolist(),
         "bytes_used": used * config.bytes_per_group_block(group),
+        "bytes_peak": int(t.peak) * config.bytes_per_group_block(group),
     }
 
 

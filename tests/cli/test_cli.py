@@ -70,7 +70,13 @@ def test_the_next_call_knows_the_prompts_of_this_one(tmp_path, capsys):
 def test_generate_keeps_less(capsys):
     arguments = ["generate", "--prompt", "import os\ndef f(", "--max-new-tokens", "4", "--evict", "knorm"]
     assert main([*arguments, "--keep", "6", "--every", "2"]) == 0
-    assert "recomputation" not in capsys.readouterr().out
+    report = capsys.readouterr().out
+    assert "recomputation" not in report
+    used, blocks, free = map(
+        int, re.search(r"(\d+) of (\d+) blocks of 16 tokens .* the most, (-?\d+) free", report).groups()
+    )
+    # Of each of 5 layers and 2 heads one block; 8 rows have room for 64 tokens.
+    assert (used, blocks, free) == (10, 320, 310)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +87,7 @@ def test_generate_keeps_less(capsys):
         (["--prefix-disk-bytes", "1GB"], "--prefix-disk-bytes is for --prefix-disk"),
         (["--prefix-disk", "nowhere", "--evict", "knorm"], "prefix_cache= does not go with evict="),
         (["--every", "4"], "--every is for --evict"),
+        (["--keep", "0.5"], "--keep is for --evict"),
         (["--evict", "knorm", "--keep", "1.25"], "Eviction.keep, a share, must be"),
         (["--evict", "tova", "--budget", "ada"], "has heads compete, which cannot be with tova"),
         (["--temperature", "-1"], "temperature must be at least 0"),

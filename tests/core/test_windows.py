@@ -412,6 +412,7 @@ def test_stats_of_groups():
     assert (local["blocks_used"], wide["blocks_used"], stats["blocks_used"]) == (4, 6, 10)
     assert (local["waste_per_row"], wide["waste_per_row"], stats["waste_per_row"]) == ([0, 1, 0], [0, 1, 0], [0, 2, 0])
     assert stats["bytes_used"] == (2 * 4 + 6) * 2 * 2 * 4 * 8 * 4
+    assert stats["bytes_peak"] == stats["bytes_used"]
     assert (stats["num_blocks"], stats["blocks_free"], stats["tokens"]) == (90, 80, 23)
     assert "10 of 90 blocks used" in repr(cache)
 
