@@ -10,7 +10,7 @@ import jaxkv
 from jaxkv import LayerConfig
 from jaxkv.testing import assert_no_copy, permute_blocks, poison
 
-ROWS = 3
+ROWS, PLACES = 3, 9
 WIDE, LOCAL = LayerConfig(num_kv_heads=2, head_dim=8), LayerConfig(num_kv_heads=2, head_dim=8, window=5)
 # 0 and 1 store. 2 and 4 read 0, 4 less of it; 3 reads 1.
 LAYERS = (
@@ -54,7 +54,7 @@ def test_the_same_as_layers_that_each_store(layout):
     apart = tuple(LayerConfig(num_kv_heads=2, head_dim=8, window=layer.window) for layer in LAYERS)
     caches = [jaxkv.init(make_config(layers, layout)) for layers in (LAYERS, apart)]
     for seed, num_tokens in enumerate([(6, 0, 3), (1, 1, 1), (6, 6, 0), (1, 0, 1), (3, 6, 2)]):
-        places = max(num_tokens) if NIGHTLY and layout == "paged" else 6  # decode steps are other programs
+        places = max(num_tokens) if NIGHTLY and layout == "paged" else PLACES  # decode steps are other programs
         inputs = (*random_step(places, seed), jnp.array(num_tokens, jnp.int32))
         (shared_outs, caches[0]), (outs, caches[1]) = (step(cache, *inputs) for cache in caches)
         for out, other in zip(shared_outs, outs, strict=True):
@@ -80,7 +80,7 @@ def test_it_takes_no_memory():
 
 def filled():
     cache = jaxkv.init(make_config())
-    _, cache = step(cache, *random_step(9, 0), jnp.array([9, 4, 0], jnp.int32))
+    _, cache = step(cache, *random_step(PLACES, 0), jnp.array([9, 4, 0], jnp.int32))
     return cache
 
 
@@ -109,7 +109,7 @@ def test_append_takes_none_for_them():
 @pytest.mark.parametrize("change", [lambda c: permute_blocks(c, 1), poison, lambda c: jaxkv.free(c, [0])])
 def test_other_functions_go_by_shared_layers(change):
     cache = filled()
-    inputs = (*random_step(1, 3), jnp.array([0, 1, 0], jnp.int32))
+    inputs = (*random_step(PLACES, 3), jnp.array([0, 1, 0], jnp.int32))
     expected, _ = step(cache, *inputs)
     actual, after = step(change(cache), *inputs)
     jaxkv.check_invariants(after)
