@@ -121,11 +121,15 @@ def test_no_more_blocks_than_window_blocks(data):
         ends = sorted(data.draw(st.lists(st.integers(0, step_tokens), min_size=ROWS, max_size=ROWS)))
         step = np.diff([0, *ends])[data.draw(st.permutations(range(ROWS)))]
         step = np.minimum(step, 30 - np.asarray(cache.lengths))
-        cache = extend(cache, jnp.asarray(step, jnp.int32))
-        assert not cache.failed.any()
-        full = np.asarray(cache.lengths) == 30
-        cache = free(cache, jnp.asarray(full))
+        failed, cache = extend_and_free_full(cache, step.astype(np.int32))
+        assert not failed.any()
     jaxkv.check_invariants(cache)
+
+
+@jax.jit
+def extend_and_free_full(cache, counts):
+    cache = jaxkv.extend(cache, counts)
+    return cache.failed, jaxkv.free(cache, cache.lengths == cache.config.max_seq_len)
 
 
 def test_that_bound_is_reached():
@@ -353,7 +357,7 @@ def decode(cache, q, k, v, num_tokens, leaving):
 
 
 def test_no_pool_is_copied():
-    config = make_config(group_blocks=(512, 2048), max_seq_len=1024)
+    config = make_config((LOCAL, WIDE), group_blocks=(512, 2048), max_seq_len=1024)
     cache = jax.eval_shape(lambda: jaxkv.init(config))
 
     def tokens(heads):
@@ -367,7 +371,7 @@ def test_no_pool_is_copied():
 
 
 def test_a_thousand_steps_compile_once_and_stay_on_the_device():
-    config = make_config(group_blocks=(8, 30))
+    config = make_config((LOCAL, WIDE), group_blocks=(8, 30))
     step = jax.jit(decode, donate_argnames="cache")
     rng = np.random.default_rng(0)
     plan = [(counts(*rng.choice([0, 1, 1, 1, 2], ROWS)), jnp.asarray(rng.random(ROWS) < 0.02)) for _ in range(1000)]
