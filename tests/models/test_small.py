@@ -4,6 +4,7 @@ import argparse
 import functools
 import pathlib
 
+import bundled
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,7 @@ def test_they_are_small():
 
 def test_it_expects_python():
     """Nats per byte of Python source, far below what its letters' frequencies alone would give (about 3)."""
-    model = models.small()
+    model = bundled.small()
     source = np.frombuffer(pathlib.Path(argparse.__file__).read_bytes(), np.uint8)[: 8 * 200].astype(np.int32)
 
     @jax.jit
@@ -46,7 +47,7 @@ KINDS = [("int8", 0.005), ("float8_e4m3fn", 0.01), ("int4", 0.05)]
 @pytest.mark.parametrize(("kind", "most"), KINDS if NIGHTLY else KINDS[:1])
 def test_loss_with_a_quantised_cache(kind, most):
     """How much worse the next byte is guessed, as a share of the loss, when all keys and values are rounded."""
-    model = models.small()
+    model = bundled.small()
     source = np.frombuffer(pathlib.Path(argparse.__file__).read_bytes(), np.uint8)[: 4 * 200].astype(np.int32)
     tokens = source.reshape(4, 200)
 
