@@ -38,9 +38,10 @@ def step(model, tokens, counts, cache):
 
 
 def steps(model, **fields):
-    """Logits of a ragged prompt, a packed chunk, by night, and a decode step."""
+    """Logits of a ragged prompt, a packed chunk, by night, and of one more token; by day as another padded step, which
+    takes no program of its own."""
     cache = jaxkv.init(jaxkv.CacheConfig.from_model(model, max_seqs=3, max_seq_len=40, block_size=4, **fields))
-    for axes, counts in (((3, 9), (9, 4, 0)), *[((8,), (1, 2, 5))] * NIGHTLY, ((3, 1), (1, 0, 1))):
+    for axes, counts in (((3, 9), (9, 4, 0)), *[((8,), (1, 2, 5))] * NIGHTLY, ((3, 1 if NIGHTLY else 9), (1, 0, 1))):
         tokens = np.random.default_rng(len(axes)).integers(0, model.vocab_size, axes).astype(np.int32)
         logits, cache = step(model, tokens, np.array(counts, np.int32), cache)
         valid = np.arange(axes[-1]) < (np.sum(counts) if len(axes) == 1 else np.array(counts)[:, None])
