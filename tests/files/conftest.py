@@ -1,4 +1,4 @@
-"""The caches that are saved, made once for all files of tests."""
+"""The caches that are saved, made once for all files of tests, each when it is asked for."""
 
 import pytest
 from saved import CONFIGS, filled
@@ -6,9 +6,15 @@ from saved import CONFIGS, filled
 import jaxkv
 
 
+class Caches(dict):
+    def __missing__(self, name):
+        self[name] = filled(CONFIGS[name])
+        return self[name]
+
+
 @pytest.fixture(scope="session")
 def caches():
-    return {name: filled(config) for name, config in CONFIGS.items()}
+    return Caches()
 
 
 @pytest.fixture
