@@ -3,11 +3,13 @@
 import pathlib
 
 import pytest
+from bundled import FOLDER
 from nightly import NIGHTLY
 
 nbformat = pytest.importorskip("nbformat", reason="the extra 'notebooks' is not installed")
 nbclient = pytest.importorskip("nbclient", reason="the extra 'notebooks' is not installed")
 
+MODEL, SCANNED = "jaxkv.models.small()", f"jaxkv.models.load({str(FOLDER)!r}, dtype='float32', scan=True)"
 NOTEBOOKS = sorted((pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
@@ -18,12 +20,15 @@ def test_there_are_notebooks():
 @pytest.mark.filterwarnings("default")  # a kernel's own sockets and threads
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_notebook(file):
-    """By day the one that compiles least runs, the others are only looked at."""
+    """By day the one that compiles least runs, with scanned layers; the others are only looked at."""
     assert file.stat().st_size < 300_000
     notebook = nbformat.read(file, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert any(cell.outputs for cell in cells), "outputs are kept, so that the notebook can be read where it lies"
     assert not any(output.output_type == "error" for cell in cells for output in cell.outputs)
     assert "assert " in cells[-1].source, "a notebook ends in asserts"
+    if not NIGHTLY and file.stem == "02_sharing":
+        assert MODEL in cells[0].source
+        cells[0].source = cells[0].source.replace(MODEL, SCANNED)
     if NIGHTLY or file.stem == "02_sharing":
         nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(file.parent)}}).execute()
