@@ -30,6 +30,12 @@ class RowShards:
       tables, pools: those of all caches, along the first axis; what is one number in a cache is one for each here.
       config: of all of them together: `max_seqs`, `num_blocks` and so on are totals; static.
       axis: the mesh axis; static.
+
+    >>> import jax, jaxkv
+    >>> config = jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=4, max_seq_len=64)
+    >>> cache = jaxkv.init(config, mesh=jax.make_mesh((1,), ("data",)), rows="data")
+    >>> cache, len(cache.shards), cache.shards[0].lengths.tolist()
+    (RowShards(4 rows over the mesh axis 'data'), 1, [0, 0, 0, 0])
     """
 
     tables: tuple[BlockTables, ...]
@@ -52,8 +58,7 @@ class RowShards:
     def shards(self) -> list[Cache]:
         """Each device's rows as a cache of its own, on that device alone (or on those that heads and contexts are
         divided over). Outside `jit`; nothing is copied, so donating one takes it from both."""
-        sharding = self.tables[0].lengths.sharding
-        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        mesh = getattr(getattr(self.tables[0].lengths, "sharding", None), "mesh", None)
         if not isinstance(mesh, Mesh):
             raise ValueError(
                 "cache.shards are looked at outside jit; inside, jaxkv.by_rows(function) has each of them."
