@@ -15,6 +15,7 @@ from jaxkv._core.by_rows import init_rows, shard_config, specs_of_rows
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.numbers import shown
+from jaxkv._core.processes import agree, processes_of, put
 from jaxkv._core.shards import num_parts
 from jaxkv._core.state import NULL_BLOCK, BlockTables, Pool
 
@@ -36,7 +37,8 @@ def init(
 
     Raises:
       ValueError: it would take more than the device has, where the device says what that is; a mesh without the axis;
-        heads, blocks or rows that cannot be divided over it.
+        heads, blocks or rows that cannot be divided over it; on a mesh of several processes, all of which call this:
+        one with other arguments, or rows.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -51,15 +53,19 @@ def init(
         # One array after another: the same zeros used twice could not be donated.
         return Cache(tables=_init_tables(config), pools=_init_pools(config, None, None), config=config)
     specs = partition_specs(config, mesh, heads, context, rows)
+    if len(processes := processes_of(mesh)) > 1:
+        agree("init", f"{config} {heads} {context} {rows} {mesh} {mesh.devices.ravel()}", processes)
+        if rows is not None:
+            raise ValueError("rows= is for a mesh of one process: give each process a cache of its own rows instead.")
     divided = [math.prod(mesh.shape[axis] for axis in p.kv if axis is not None) for p in specs.pools if p is not None]
-    config.check_memory(mesh.devices.flat[0], min(divided))
+    config.check_memory(mesh.local_devices[0], min(divided))
     if rows is not None:
         return init_rows(specs, mesh, _init_tables)
     on_mesh = functools.partial(NamedSharding, mesh)
     axes = next((p.heads, p.context) for p in specs.pools if p is not None)
     program = jax.jit(_init_pools, static_argnums=(0, 1, 2), out_shardings=jax.tree.map(on_mesh, specs.pools))
     pools = program(config, *axes)
-    tables = jax.tree.map(lambda x: jax.device_put(x, on_mesh(PartitionSpec())), _init_tables(config))
+    tables = jax.tree.map(lambda x: put(x, on_mesh(PartitionSpec())), _init_tables(config))
     return Cache(tables=tables, pools=pools, config=config)
 
 

@@ -12,6 +12,7 @@ from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.lines import any_of_row
 from jaxkv._core.pools import put_blocks, put_group, put_in_place
+from jaxkv._core.processes import put
 from jaxkv._core.reblock import Held, lines_of
 from jaxkv._core.state import NULL_BLOCK, BlockTables
 
@@ -74,7 +75,7 @@ def _adopt(
 def _like(old: jax.Array, new: np.ndarray) -> jax.Array:
     """`new` where `old` is, so that a compiled step takes one as it takes the other."""
     new = np.asarray(new, old.dtype)
-    return jax.device_put(new, old.sharding) if getattr(old, "committed", False) else jnp.asarray(new)
+    return put(new, old.sharding) if getattr(old, "committed", False) else jnp.asarray(new)
 
 
 def empty_rows(cache: Cache) -> np.ndarray:

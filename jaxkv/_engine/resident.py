@@ -14,6 +14,7 @@ from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
 from jaxkv._core.errors import CacheError, OutOfBlocks
+from jaxkv._core.processes import processes_of
 from jaxkv._core.shards import context_axis, mesh_of, place_of
 from jaxkv._engine.eviction import Eviction
 from jaxkv._engine.holdings import Holdings, ThinnedHoldings
@@ -43,6 +44,11 @@ class Residents:
     ):  # fmt: skip
         self.config, self.prefix, self.swap, self.host_bandwidth = config, prefix, swap, host_bandwidth
         self.mesh, self.place = mesh_of(model), place_of(model)  # where the cache is to lie
+        if self.mesh is not None and len(processes_of(self.mesh)) > 1:
+            raise ValueError(
+                "An Engine serves from one process, but its model lies on the devices of several: give it a mesh of "
+                "jax.local_devices(), or call the model's steps in all of them yourself."
+            )
         self.block_size, self.eviction = config.block_size, eviction
         self.holdings = Holdings(config) if eviction is None else ThinnedHoldings(config, eviction)
         self._landed: collections.deque[tuple[list[jax.Array], list[jax.Array]]] = collections.deque()

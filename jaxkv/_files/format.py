@@ -72,14 +72,7 @@ def write_saved(
       shapes: of all tensors, by name, in the order of the file.
       tensors: themselves; each is written before the next is asked for.
     """
-    fields = {"format": FORMAT, "version": VERSION}
-    fields["cache"] = json.dumps({"config": _render(saved.config), "groups": saved.groups, "size": saved.block_size})
-    if saved.model is not None:
-        fields["model"] = saved.model
-    try:
-        fields["metadata"] = json.dumps(dict(saved.metadata), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"metadata must be a dict of what JSON can hold, but {error}: convert it first.") from error
+    fields = described(saved)
     specs = {name: (_dtype(saved.config, name), shape) for name, shape in shapes.items()}
     specs[CHECKSUMS] = (np.dtype(np.uint32), (len(shapes) + 1,))
     header = safetensors.header(specs, fields)
@@ -96,6 +89,19 @@ def write_saved(
             checksums.append(zlib.crc32(data))
             file.write(data)
         file.write(np.array(checksums, "<u4").tobytes())
+
+
+def described(saved: SavedCache) -> dict[str, str]:
+    """What the header says of a saved cache. Raises ValueError for metadata that it cannot hold."""
+    fields = {"format": FORMAT, "version": VERSION}
+    fields["cache"] = json.dumps({"config": _render(saved.config), "groups": saved.groups, "size": saved.block_size})
+    if saved.model is not None:
+        fields["model"] = saved.model
+    try:
+        fields["metadata"] = json.dumps(dict(saved.metadata), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metadata must be a dict of what JSON can hold, but {error}: convert it first.") from error
+    return fields
 
 
 def open_saved(path: pathlib.Path) -> tuple[SavedCache, dict[str, np.ndarray]]:
@@ -134,7 +140,7 @@ def _saved(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> Save
     if tensors["lengths"].dtype != np.int32 or tensors["lengths"].ndim != 1:
         raise ValueError("its lengths are no list of integers")
     return SavedCache(
-        config=_parse(cache["config"]), lengths=tuple(tensors["lengths"].tolist()), model=fields.get("model"),
+        config=parse_config(cache["config"]), lengths=tuple(tensors["lengths"].tolist()), model=fields.get("model"),
         metadata=metadata, block_size=integer("the size of its blocks", cache["size"], least=1),
         groups=_tuples(cache["groups"]),
     )  # fmt: skip
@@ -215,7 +221,8 @@ def _render(config: CacheConfig) -> dict[str, Any]:
     return fields | {"layers": layers, "dtype": np.dtype(config.dtype).name}
 
 
-def _parse(fields: dict[str, Any]) -> CacheConfig:
+def parse_config(fields: dict[str, Any]) -> CacheConfig:
+    """A config as the header has it. Raises ValueError and what else may come of a header that is wrong."""
     if not isinstance(fields, dict) or not all(isinstance(layer, dict) for layer in fields["layers"]):
         raise ValueError("its config is none")
     fields = {name: _tuples(value) for name, value in fields.items()}

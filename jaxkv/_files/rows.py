@@ -1,8 +1,10 @@
 """Rows of a cache to a file and back: `save`, `load` and `describe`. The file is described in `file_format.py`."""
 
+import dataclasses
+import functools
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from jaxkv._core.checks import check_on_host
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
 from jaxkv._core.errors import CacheFileError
+from jaxkv._core.processes import is_here
 from jaxkv._core.reblock import (
     Blocks,
     Held,
@@ -27,7 +30,8 @@ from jaxkv._core.reblock import (
 )
 from jaxkv._core.restore import describe_layer, empty_rows, pool_layers, put_rows
 from jaxkv._core.state import Pool
-from jaxkv._files.format import SavedCache, open_saved, stored_parts, write_saved
+from jaxkv._files.format import SavedCache, stored_parts, write_saved
+from jaxkv._files.parts import Shards, open_saved, write_parts
 
 CONTIGUOUS_BLOCK = 16  # tokens per block of a file from a contiguous cache, whose own blocks are mostly empty
 
@@ -39,7 +43,8 @@ def save(
     """Write rows of a cache to a file, which is replaced at once: a crash on the way leaves the old one.
 
     Blocks that several rows share are stored once. A step's bookkeeping, reserved blocks, failures and tokens that
-    have fallen out of a window are not stored.
+    have fallen out of a window are not stored. Of a cache on the devices of several processes each writes a file of its
+    own beside this one, which says what belongs together; all of them call this, with one path that all can reach.
 
     Args:
       path: the file, by custom `*.safetensors`.
@@ -73,28 +78,39 @@ def save(
         for g, one in enumerate(held)
     ]
 
-    layers = pool_layers(config)
-    shapes = {"lengths": lengths.shape} | {f"tables.{g}": plan.tables.shape for g, plan in enumerate(plans)}
-    shapes |= {f"held.{g}": (2, *one.lengths.shape) for g, one in enumerate(held) if one.thinned is not None}
-    for i in layers:
-        blocks = len(plans[config.group(i)].slots)
-        for name, minor in stored_parts(config, i).items():
-            shapes[name] = (blocks, *config.pool_shape(i)[1:3], block_size, *minor)
-
-    def tensors() -> Iterator[np.ndarray]:
-        yield lengths.astype(np.int32)
-        yield from (plan.tables for plan in plans)
-        yield from (np.stack([one.lengths, one.thinned]) for one in held if one.thinned is not None)
+    def write(path: pathlib.Path, config: CacheConfig, here: Callable[..., Any] = _all_of) -> None:
+        layers = pool_layers(config)
+        shapes = {"lengths": lengths.shape} | {f"tables.{g}": plan.tables.shape for g, plan in enumerate(plans)}
+        shapes |= {f"held.{g}": (2, *one.lengths.shape) for g, one in enumerate(held) if one.thinned is not None}
         for i in layers:
-            plan = plans[config.group(i)]
-            for x, minor in zip(jax.tree.leaves(cache.pool(i)), stored_parts(config, i).values(), strict=True):
-                blocks = tokens_at(x, plan.padded)
-                blocks = blocks[..., : minor[0]] if minor else blocks  # without the padding of the pool
-                yield clear_unused(np.asarray(blocks)[: len(plan.slots)], plan.slots)
+            blocks = len(plans[config.group(i)].slots)
+            for name, minor in stored_parts(config, i).items():
+                shapes[name] = (blocks, *config.pool_shape(i)[1:3], block_size, *minor)
+
+        def tensors() -> Iterator[np.ndarray]:
+            yield lengths.astype(np.int32)
+            yield from (plan.tables for plan in plans)
+            yield from (np.stack([one.lengths, one.thinned]) for one in held if one.thinned is not None)
+            for i in layers:
+                plan = plans[config.group(i)]
+                for x, minor in zip(jax.tree.leaves(cache.pool(i)), stored_parts(config, i).values(), strict=True):
+                    blocks = here(x, lambda x, slots=plan.padded: tokens_at(x, slots))
+                    blocks = blocks[..., : minor[0]] if minor else blocks  # without the padding of the pool
+                    yield clear_unused(np.asarray(blocks)[: len(plan.slots)], plan.slots)
+
+        write_saved(path, dataclasses.replace(saved, config=config), shapes, tensors())
 
     saved = SavedCache(config=config, lengths=tuple(lengths.tolist()), model=model, metadata=metadata or {},
                        block_size=block_size, groups=config.groups)  # fmt: skip
-    write_saved(pathlib.Path(path), saved, shapes, tensors())
+    if is_here(cache.pools):
+        write(pathlib.Path(path), config)
+    else:
+        shards = Shards(cache)
+        write_parts(pathlib.Path(path), saved, shards, functools.partial(write, here=shards.here))
+
+
+def _all_of(x: Any, read: Callable[[Any], Any]) -> Any:
+    return read(x)
 
 
 def describe(path: str | os.PathLike) -> SavedCache:

@@ -14,6 +14,7 @@ from jaxkv._core.arguments import distinct_rows, row_indices, row_mask, scatter_
 from jaxkv._core.cache import Cache
 from jaxkv._core.lines import row_sums, seen_by_rows
 from jaxkv._core.pools import padded_size, put_blocks, put_group, read_group
+from jaxkv._core.processes import check_here
 from jaxkv._core.state import NULL_BLOCK, Pool
 from jaxkv._core.tables import free, mark_failed
 
@@ -115,6 +116,7 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
     """
     if isinstance(rows, jax.core.Tracer) or isinstance(cache.lengths, jax.core.Tracer):
         raise ValueError("swap_out cannot be part of jit: how much there is to move is data. Call it between steps.")
+    check_here(cache.pools, "swap_out")
     moved, config = _row_list(cache, rows), cache.config
     tables = jax.device_get(cache.tables)
     parts: list[Pool | None] = [None] * cache.num_layers

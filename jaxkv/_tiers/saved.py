@@ -10,7 +10,8 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.reblock import Blocks, Held, TokensGone, clear_unused, fit, tokens_at, with_blocks
 from jaxkv._core.restore import pool_layers
 from jaxkv._core.state import NULL_BLOCK, Pool
-from jaxkv._files.format import SavedCache, open_saved, stored_parts
+from jaxkv._files.format import SavedCache, stored_parts
+from jaxkv._files.parts import open_saved
 from jaxkv._files.rows import check_layers, held_rows
 from jaxkv._tiers.host import HostBlocks
 

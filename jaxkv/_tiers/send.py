@@ -13,6 +13,7 @@ from jaxkv._core.cache import Cache
 from jaxkv._core.checks import check_on_host
 from jaxkv._core.errors import OutOfBlocks
 from jaxkv._core.pools import padded_size, read_blocks, read_group
+from jaxkv._core.processes import check_here
 from jaxkv._core.reblock import Blocks, Held, TokensGone, fit, held_by, with_blocks
 from jaxkv._core.restore import describe_layer, empty_rows, put_rows
 from jaxkv._core.shards import POOL, WHOLE, at_places, heads_at, mesh_of, on_shards
@@ -58,6 +59,7 @@ def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
         if not isinstance(one, Cache):
             raise ValueError(f"send takes two caches, not {type(one).__name__}.")
         check_on_host(one, "send")
+        check_here(one.pools, "send")
     _check_layers(cache, to)
     source = _different(cache, "rows", rows)
     target = _different(to, "at", source if at is None else at)

@@ -1,0 +1,103 @@
+"""Several processes that run one program: what they tell each other, and arrays that lie on the devices of all.
+
+Texts go through the key-value store of JAX's coordinator, not through devices: so it works while a program differs from
+process to process, which is what there is to find out.
+"""
+
+import collections
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed  # the store has no public door
+from jax.sharding import Mesh, Sharding
+
+PATIENCE = 60  # seconds until the others must have come to the same place
+
+_counts: collections.defaultdict[str, Iterator[int]] = collections.defaultdict(itertools.count)
+
+
+def global_state() -> Any:
+    """What JAX knows of the processes."""
+    return distributed.global_state
+
+
+def store() -> Any:
+    """The coordinator's key-value store; None in a process by itself."""
+    return distributed.global_state.client
+
+
+def processes_of(mesh: Mesh) -> list[int]:
+    """The processes whose devices a mesh has."""
+    return sorted({device.process_index for device in mesh.devices.flat})
+
+
+def exchange(what: str, said: str, processes: Iterable[int]) -> list[str]:
+    """What each of some processes says here, in their order. All of them call this, and this one is among them.
+
+    Raises:
+      RuntimeError: one did not come.
+    """
+    processes, client = list(processes), store()
+    if client is None:
+        raise RuntimeError(
+            f"{what} is for processes that know each other: call jaxkv.distributed.initialize() first in each."
+        )
+    if jax.process_index() not in processes:
+        raise ValueError(
+            f"{what} is for {_named(processes)}, on whose devices the mesh lies, but this is process "
+            f"{jax.process_index()}: give it a mesh with devices of its own, or leave it out."
+        )
+    group = f"{what} of {','.join(map(str, processes))}"
+    key = f"jaxkv/{group}/{next(_counts[group])}"
+    client.key_value_set(f"{key}/{jax.process_index()}", f".{said}")  # there are no empty values
+    heard = []
+    for process in processes:
+        try:
+            heard.append(client.blocking_key_value_get(f"{key}/{process}", PATIENCE * 1000)[1:])
+        except Exception as error:
+            raise RuntimeError(
+                f"Process {process} did not come to {what} within {PATIENCE} s: all processes must run the same "
+                "program, and this one waited for it."
+            ) from error
+    return heard
+
+
+def agree(what: str, said: str, processes: Iterable[int]) -> None:
+    """Raise ValueError in every process unless all say the same."""
+    processes = list(processes)
+    heard = exchange(what, hashlib.blake2b(said.encode(), digest_size=16).hexdigest(), processes)
+    if others := [p for p, x in zip(processes, heard, strict=True) if x != heard[0]]:
+        raise ValueError(
+            f"All processes must call {what} with the same arguments, but those of {_named(others)} are not those of "
+            f"process {processes[0]}: give each the same."
+        )
+
+
+def put(x: Any, sharding: Sharding) -> jax.Array:
+    """An array that is the same in all processes, on the devices of all. They need not talk about it."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def is_here(tree: Any) -> bool:
+    """Whether all arrays of a pytree lie on devices of this process."""
+    return all(x.is_fully_addressable for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+
+
+def check_here(tree: Any, function: str) -> None:
+    """Raise ValueError unless a function that reads blocks to move them finds all of them in this process."""
+    if not is_here(tree):
+        raise ValueError(
+            f"{function} takes caches on devices of one process, but this one lies on those of others too: save and "
+            "load move its rows."
+        )
+
+
+def _named(processes: list[int]) -> str:
+    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"

@@ -1,0 +1,100 @@
+"""One of two processes with two devices each; what it finds out, it prints. Run by test_processes.py."""
+
+import os
+import pathlib
+import signal
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import jaxkv
+import jaxkv.distributed
+
+ROWS, LONGEST, SAVED_EVERY = 3, 24, 20
+SIZES = {"max_seqs": ROWS, "max_seq_len": LONGEST, "num_blocks": 12, "block_size": 4, "dtype": "float32"}
+
+
+def config(**fields):
+    layer = jaxkv.LayerConfig(num_kv_heads=4, head_dim=4)
+    few = jaxkv.LayerConfig(num_kv_heads=2, head_dim=4)  # on four devices whole on each
+    return jaxkv.CacheConfig(layers=(layer, few), **SIZES | fields)
+
+
+@jax.jit
+def step(cache, leave, k, v, counts):
+    """Some rows leave, and tokens come."""
+    return jaxkv.append(jaxkv.free(cache, leave), k, v, counts)
+
+
+def arguments(number):
+    """What step `number` is called with; the same in every process."""
+    rng = np.random.default_rng(number)
+    kv = [[rng.standard_normal((ROWS, 4, heads, 4)).astype(np.float32) for heads in (4, 2)] for _ in "kv"]
+    return rng.random(ROWS) < 0.2, *kv, rng.integers(0, 4, ROWS, np.int32)
+
+
+def after(cache, numbers):
+    for number in numbers:
+        cache = step(cache, *arguments(number))
+    return cache
+
+
+def tables(cache):
+    return [np.asarray(x).tolist() for x in (cache.lengths, cache.tables[0].tables, cache.tables[0].refcounts)]
+
+
+def say(name, value=""):
+    print(f"{name}: {value}", flush=True)
+
+
+def everything(mesh, folder, process):
+    cache = jaxkv.init(config(), mesh=mesh)
+    cache = after(cache, range(8))
+    jaxkv.check_invariants(cache)
+    say("tables", tables(cache))
+    jaxkv.save(folder / "two", cache, model="m", metadata={"step": 8})
+    say("described", jaxkv.describe(folder / "two").metadata)
+    loaded = jaxkv.load(folder / "one", into=jaxkv.init(config(), mesh=mesh))
+    jaxkv.save(folder / "from one", loaded)
+    for name, call in {
+        "config": lambda: jaxkv.init(config(num_blocks=12 + process), mesh=mesh),
+        "save": lambda: jaxkv.save(folder / f"{'none/' * process}two", cache),
+    }.items():
+        try:
+            call()
+        except (ValueError, OSError) as error:
+            say(name, f"{type(error).__name__} {error}")
+    for function in (lambda: jaxkv.swap_out(cache, 0), lambda: jaxkv.send(cache, 0, to=cache)):
+        try:
+            function()
+        except ValueError as error:
+            say("refused", error)
+    say("kept", jaxkv.describe(folder / "two").metadata)
+    if process == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    after(cache, range(9, 10**6))  # until the watch ends it
+
+
+def many(mesh, folder, last):
+    """Steps to the last, from what was saved; killed by whoever started it."""
+    path, cache, first = folder / "many", jaxkv.init(config(), mesh=mesh), 0
+    if path.exists():
+        cache, first = jaxkv.load(path, into=cache), jaxkv.describe(path).metadata["step"]
+    say("begins", first)
+    for number in range(first, last):
+        if number > first and number % SAVED_EVERY == 0:
+            jaxkv.save(path, cache, metadata={"step": number})
+        cache = after(cache, [number])
+        jaxkv.check(cache) if not np.asarray(cache.failed).any() else None
+        say("tables", tables(cache))
+    jaxkv.save(path, cache, metadata={"step": last})
+    say("ended")
+
+
+if __name__ == "__main__":
+    process, port, folder, last = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3]), int(sys.argv[4])
+    jaxkv.distributed.initialize(f"127.0.0.1:{port}", 2, process, patience=3)
+    mesh = Mesh(np.array(jax.devices()), ("model",))
+    many(mesh, folder, last) if last else everything(mesh, folder, process)
