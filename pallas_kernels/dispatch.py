@@ -80,7 +80,8 @@ def paged_attention(
         Positions from C on are not seen.
       alibi: `f32[H]`: from each logit, after `soft_cap`, this slope times the distance of the positions is taken.
       spans: `i32[S, T]` or `i32[N]`: tokens of one row and one step with the same number see each other whatever their
-        order, window and chunk. 0: none. `mask` is and-ed after that.
+        order, window and chunk. 0: none. `mask` is and-ed after that. Kernels for TPU and GPU take those that stand one
+        after another; else XLA runs.
       tree: `i32[S, T]` or `i32[N]`, each token's parent, counted from the row's first token of the step; anything but
         an earlier one is the context. A token sees the context, its ancestors and itself, and its position is that of
         the context's end plus its depth: it gets what it would get if only its ancestors were there.
@@ -195,12 +196,11 @@ def write_and_attend(
     options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
     check_names("write_and_attend", variants)
     options |= _if_given(shared=variants.get("shared"))
-    if variants := _unusual(variants):
-        return _write_then_attend(
-            implementation, q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets,
-            kv_scale=kv_scale, kind=kind, rank=rank, **options, **variants,
-        )  # fmt: skip
-    check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank, None)
+    variants = _unusual(variants)
+    check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank, variants.get("chunk"))
+    whom = {name: variants.get(name, USUAL.get(name)) for name in VARIANTS}
+    check_variants(q, tables, window=window, mask=mask, **whom)
+    options |= variants
     arguments = dict(q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, **options)
     arguments |= _if_given(kv_scale=kv_scale if kind else None, kind=kind, rank=rank)
     fused = implementation or {home: name for name, home in IMPLEMENTATIONS.items()}.get(_platform())

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import kinds, reference
+from pallas_kernels.sight import Reach
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +31,13 @@ class Case:
     packed: bool = False
     padding: int = 0  # token places that belong to no row: beyond max(new) when padded, at the end when packed
     window: int | None = None
+    chunk: int | None = None
     soft_cap: float | None = None
     scale: float | None = None
     sinks: bool = False
     mask: bool = False
+    tree: bool = False  # of the new tokens
+    spans: bool = False
     rank: int | None = None  # latent rows, whose first `rank` numbers are the values; give `scale` too
     stored_head_dim: int | None = None  # the pool's minor dimension, when it is padded
     max_blocks: int | None = None  # table width; default: just enough
@@ -42,7 +46,7 @@ class Case:
     def options(self) -> dict[str, Any]:
         """The keyword arguments of this case that are not arrays."""
         options = {"window": self.window, "soft_cap": self.soft_cap, "scale": self.scale}
-        return options if self.rank is None else options | {"rank": self.rank}
+        return options | {name: x for name in ("rank", "chunk") if (x := getattr(self, name)) is not None}
 
     def __str__(self) -> str:  # a readable test id
         changed = [
@@ -114,7 +118,7 @@ def quantise(
 
 
 def make_options(case: Case, seed: int = 0) -> dict[str, Any]:
-    """The keyword arguments of a case, its `sinks` and `mask` arrays included."""
+    """The keyword arguments of a case, its `sinks`, `mask`, `tree` and `spans` arrays included."""
     rng = np.random.default_rng(seed + 1)
     options = case.options
     if case.sinks:
@@ -123,7 +127,35 @@ def make_options(case: Case, seed: int = 0) -> dict[str, Any]:
         inputs = make_inputs(case, seed)
         context = inputs.tables.shape[1] * case.block_size
         options["mask"] = jnp.asarray(rng.random((*inputs.q.shape[:-2], context)) < 0.7)
+    tokens = [(row, nth) for row, count in enumerate(case.new) for nth in range(count)]
+    axes = (len(tokens) + case.padding,) if case.packed else (len(case.new), max(case.new) + case.padding)
+    places: Any = range(len(tokens)) if case.packed else tokens
+    if case.tree:  # most hang from one of the last few, the others from the context
+        parents = np.full(axes, 99, np.int32)
+        for place, (_, nth) in zip(places, tokens, strict=True):
+            parents[place] = nth - rng.integers(1, 4) if rng.random() < 0.8 else -1
+        options["tree"] = jnp.asarray(parents)
+    if case.spans:  # runs of up to seven tokens, some of them in no span
+        spans, number = np.full(axes, 99, np.int32), 0
+        for place, (_, nth) in zip(places, tokens, strict=True):
+            number = 1 if nth == 0 else number + (rng.random() < 0.2)
+            spans[place] = 0 if number % 4 == 0 else number
+        options["spans"] = jnp.asarray(spans)
     return options
+
+
+def hide_unseen(case: Case, inputs: Inputs) -> Inputs:
+    """With NaN in all that lies before what the first new token of each row sees by its window or chunk, which blocks
+    that hold nothing else may have been given back: their entries are those of the null block, NaN too."""
+    reach = Reach(case.window, case.chunk)
+    kv, tables = np.array(inputs.kv), np.array(inputs.tables)
+    kv[0] = np.nan
+    for row, (length, new) in enumerate(zip(case.lengths, case.new, strict=True)):
+        unseen = max(int(reach.first(jnp.int32(length - new))), 0)
+        for position in range(unseen):
+            kv[tables[row, position // case.block_size], :, :, position % case.block_size] = np.nan
+        tables[row, : unseen // case.block_size] = 0
+    return inputs._replace(kv=jnp.asarray(kv), tables=jnp.asarray(tables))
 
 
 def expected(case: Case, inputs: Inputs, **options: Any) -> Any:

@@ -68,7 +68,7 @@ def attention(
         row? Positions from C on are not seen. Kernels for TPU and GPU take none: then XLA runs.
       alibi: `f32[H]`, the slope of what each logit loses with the distance of the positions, after `soft_cap`.
       spans: `i32[S, T]` or `i32[N]`, 0 for none: tokens of one row and one step with the same number see each other,
-        whatever their order, window and chunk.
+        whatever their order, window and chunk. Kernels take those that stand one after another; else XLA runs.
       tree: `i32[S, T]` or `i32[N]`, each token's parent, counted from the row's first new token; -1 is the context. A
         token sees the context, its ancestors and itself. Parents that are known on the host must be -1 or an earlier
         token; a step planned with a tree has it already.

@@ -6,5 +6,13 @@ Both take their work from lists built on the device (`work`) and their tile size
 """
 
 from pallas_kernels.gpu.quantised import KINDS as KINDS
-from pallas_kernels.gpu.step import paged_attention as paged_attention
+from pallas_kernels.gpu.step import attend
 from pallas_kernels.gpu.support import unsupported as unsupported
+from pallas_kernels.sight import with_spans
+
+VARIANTS = frozenset({"chunk", "spans", "tree"})
+
+
+def paged_attention(q, *arrays, **options):
+    """What [`pallas_kernels.paged_attention`][] means; see `step.attend`."""
+    return with_spans(attend, q, *arrays, **options)

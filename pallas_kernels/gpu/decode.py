@@ -31,6 +31,7 @@ from pallas_kernels.gpu.tiles import (
     accumulate,
     fetch,
     full,
+    load_wide,
     logits_base2,
     probe,
     safe_maximum,
@@ -39,13 +40,14 @@ from pallas_kernels.gpu.tiles import (
     varies,
 )
 from pallas_kernels.gpu.work import UNUSED, WHOLE
+from pallas_kernels.sight import Reach, sees
 
 VECTOR = LAYOUT.reduce(0)  # how one value for each column lies in registers
 
 
 def split(
-    q, kv, tables, items, scalars, sinks, into=None, *, new_tokens, columns, tile: Tile, window, soft_cap: bool,
-    kv_scale=None, kind: str | None = None, interpret: InterpretParams = None,
+    q, kv, tables, items, scalars, sinks, into=None, *, new_tokens, columns, tile: Tile, reach: Reach, soft_cap: bool,
+    sight=None, kv_scale=None, kind: str | None = None, interpret: InterpretParams = None,
 ):  # fmt: skip
     """Attention of each work item: a range of one row's tiles.
 
@@ -58,6 +60,9 @@ def split(
       sinks: `f32[K, columns]`, one more logit in each softmax's denominator, or None.
       into: references to `[N, H, D]` and `f32[S, K, columns]`, of which only the items' own are written; None makes new
         arrays, the rest of which holds anything.
+      reach: how far back tokens see.
+      sight: `i32[S, 3 + W, columns]`, what each of a row's queries sees where that does not go by `reach` alone; see
+        `sight.Tiles`.
       kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
       new_tokens: tokens of each row, at most: `new_tokens * H // K <= columns`, a multiple of 8.
 
@@ -76,11 +81,12 @@ def split(
         scale_ref, *others = (None, *others) if kind is None else others
         (q_s, k_s, v_s, p_s, rows_s, *wide), (q_ready, k_ready, v_ready, k_free, v_free) = scratch
         sinks_ref, *others = (None, *others) if sinks is None else others
+        sight_ref, *others = (None, *others) if sight is None else others
         part_ref, part_lse_ref, out_ref, lse_ref = others if into is None else (*others[2:], *others[:2])
         item, head = lax.axis_index("item"), lax.axis_index("head")
         warpgroup = lax.axis_index("warpgroup")
         row, start, stop, length, new, place, role = (items_ref[item, i] for i in range(7))
-        first_seen = jnp.int32(0) if window is None else jnp.maximum(length - new - (window - 1), 0)
+        first_seen = jnp.maximum(reach.first(length - new), 0) if reach.ends else jnp.int32(0)
         num_tiles = stop - start
 
         def seen_by_column(shape, first):
@@ -88,11 +94,14 @@ def split(
             position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LAYOUT) + first
             if new_tokens == 1:  # all see the same: fewer registers
                 seen = position < length
-                return seen if window is None else seen & (position >= first_seen)
+                return seen & (position >= first_seen) if reach.ends else seen
+            if sight is not None:
+                lines = [load_wide(sight_ref.at[row, i], shape, 1) for i in range(sight.shape[1])]
+                return sees(position, *lines[:3], lines[3:])
             token = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT), jnp.int32(group))
             last = length - new + token
             seen = (position <= last) & (token < new)
-            return seen if window is None else seen & (position > last - window)
+            return seen & (position >= reach.first(last)) if reach.ends else seen
 
         @pl.when((warpgroup == 0) & (role != UNUSED))
         def consume():
@@ -210,7 +219,7 @@ def split(
     )
     if into is None:
         outputs = (*outputs, shape(q.shape, q.dtype), shape((num_rows, num_kv_heads, columns), jnp.float32))
-    optional = (x for x in (kv_scale, sinks) if x is not None)
+    optional = (x for x in (kv_scale, sinks, sight) if x is not None)
     operands = (q, kv, tables, items, scalars, *optional, *(into or ()))
     return plgpu.kernel(
         paged_decode_split, out_type=outputs,

@@ -28,12 +28,14 @@ from pallas_kernels.gpu.tiles import (
     anew,
     fetch,
     full,
+    load_wide,
     logits_base2,
     probe,
     safe_maximum,
     select_seen_values,
     varies,
 )
+from pallas_kernels.sight import Reach, sees
 
 CONSUMERS = 2
 HALF = 64  # query rows of one consumer: the matrix unit's width
@@ -41,8 +43,8 @@ QUERY_ROWS = CONSUMERS * HALF
 
 
 def attend(
-    q, kv, tables, items, scalars, *, group, tile: Tile, window, soft_cap: bool, kv_scale=None, kind: str | None = None,
-    interpret: InterpretParams = None,
+    q, kv, tables, items, scalars, *, group, tile: Tile, reach: Reach, soft_cap: bool, sight=None, kv_scale=None,
+    kind: str | None = None, interpret: InterpretParams = None,
 ):  # fmt: skip
     """Causal attention of each work item: consecutive tokens of one row of the table.
 
@@ -51,8 +53,11 @@ def attend(
       kv: the pool, `[num_blocks + 1, 2, K, block_size, D']` with `D' >= D`, D a multiple of 64.
       tables: `i32[S, M]`.
       items: `i32[W, 5]`: row of the table, position of the first token, and position to stop before; first tile of K
-        and V, and tile to stop before.
+        and V, and tile to stop before. With `sight` `i32[W, 7]`: in the place of those positions the first that any
+        token sees and the one to stop before, and at the end the same of what all of them see.
       scalars: `f32[2]`, see `logits_base2`.
+      reach: how far back tokens see, where only a window says so.
+      sight: `i32[W // C, 3 + W, 128]`, what each query row sees, where more does; see `sight.Tiles`.
       kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
 
     Returns:
@@ -65,7 +70,8 @@ def attend(
     pieces = tile.pieces(kv.shape[3])
 
     def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, *others, scratch):
-        scale_ref, out_ref, lse_ref = (None, *others) if kind is None else others
+        scale_ref, *others = (None, *others) if kind is None else others
+        sight_ref, out_ref, lse_ref = (None, *others) if sight is None else others
         (q_s, k_s, v_s, p_s, lse_s, *wide), (q_ready, k_ready, v_ready, k_free, v_free, v_selected, *widened) = scratch
         item, head = lax.axis_index("item"), lax.axis_index("head")
         warpgroup = lax.axis_index("warpgroup")
@@ -73,7 +79,10 @@ def attend(
         def work():
             """The item, for each role by itself: what both derive from one reading would be spilled between them."""
             row, first_token, stop, start, end = (items_ref[anew(item), i] for i in range(5))
-            first_seen = jnp.int32(0) if window is None else jnp.maximum(first_token - (window - 1), 0)
+            if sight is not None:
+                first_seen = first_token
+            else:
+                first_seen = jnp.maximum(reach.first(first_token), 0) if reach.ends else jnp.int32(0)
             num_tiles = end - start
             return row, first_token, stop, first_seen, start, num_tiles
 
@@ -115,18 +124,26 @@ def attend(
             s = logits_base2(s, scale, cap if soft_cap else None)
 
             def select_seen(s):
+                if sight is not None:
+                    key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT) + first
+                    here = lax.div(anew(item), jnp.int32(chunks)), pl.ds(half * HALF, HALF)
+                    lines = [load_wide(sight_ref.at[here[0], i, here[1]], s.shape, 0) for i in range(sight.shape[1])]
+                    return jnp.where(sees(key, *lines[:3], lines[3:]), s, -jnp.inf)
                 query = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=LAYOUT) + warpgroup * HALF
                 query = jnp.minimum(lax.div(query, jnp.int32(group)) + first_token, stop - 1)
                 key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT) + first
                 seen = key <= query
-                if window is not None:
-                    seen &= key > query - window
+                if reach.ends:
+                    seen &= key >= reach.first(query)
                 return jnp.where(seen, s, -jnp.inf)
 
             # Does some token of the item not see all of the tile?
-            partly_seen = first + (tokens - 1) > first_token
-            if window is not None:
-                partly_seen |= first < stop - window
+            if sight is not None:
+                partly_seen = (first < items_ref[anew(item), 5]) | (first + tokens > items_ref[anew(item), 6])
+            else:
+                partly_seen = first + (tokens - 1) > first_token
+                if reach.ends:
+                    partly_seen |= first < reach.first(stop - 1)
             s = lax.cond(partly_seen, select_seen, lambda s: s, s)
             m, old = jnp.maximum(m, s.max(axis=1)), m
             safe = safe_maximum(m)
@@ -220,4 +237,4 @@ def attend(
         grid=(num_items, num_kv_heads), grid_names=("item", "head"),
         num_threads=CONSUMERS + 1, thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
-    )(q, kv, tables, items, scalars, *(() if kind is None else (kv_scale,)))  # fmt: skip
+    )(q, kv, tables, items, scalars, *(x for x in (kv_scale, sight) if x is not None))  # fmt: skip

@@ -6,14 +6,16 @@ import jax.numpy as jnp
 from pallas_kernels.gpu import decode, prefill, tuning, work
 from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import InterpretParams, logit_scalars, varies
+from pallas_kernels.sight import Reach, cut, find_sight
 from pallas_kernels.tokens import Tokens, default_offsets, locate
 
 MOST_COLUMNS = 32  # queries of one row and KV head that the decode kernels take
 
 
-def paged_attention(
+def attend(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
-    mask=None, return_lse=False, kind=None, interpret: InterpretParams = None,
+    mask=None, return_lse=False, kind=None, chunk=None, tree=None, spans=None,
+    interpret: InterpretParams = None,
 ):  # fmt: skip
     """[`pallas_kernels.paged_attention`][] on a Hopper GPU, for what `unsupported` does not refuse.
 
@@ -31,7 +33,9 @@ def paged_attention(
     group = num_heads // kv.shape[2]
     lengths = jnp.clip(lengths, 0, tables.shape[1] * kv.shape[3])  # so that no length reads past its row's table
     scalars = logit_scalars(head_dim**-0.5 if scale is None else scale, soft_cap)
-    options = dict(window=window, soft_cap=soft_cap is not None, kv_scale=kv_scale, kind=kind, interpret=interpret)
+    options = dict(
+        reach=Reach(window, chunk), soft_cap=soft_cap is not None, kv_scale=kv_scale, kind=kind, interpret=interpret
+    )
     token = locate(token_axes, lengths, new, offsets)
     token = Tokens(*(x.reshape(-1) for x in token))
     q = q.reshape(-1, num_heads, head_dim)
@@ -40,11 +44,15 @@ def paged_attention(
         start = jnp.arange(num_rows, dtype=jnp.int32) * width
     else:
         start = default_offsets(new) if offsets is None else offsets
+    sight = None
+    if width > 1 and any(x is not None for x in (chunk, tree, spans)):
+        tree, spans = (None if x is None else x.reshape(-1) for x in (tree, spans))
+        sight = find_sight(token, lengths - new, start, width, options["reach"], tree, spans)
 
     if len(token_axes) == 2 and width * group <= MOST_COLUMNS:
         taken = jnp.ones(num_rows, bool)
         out, lse = _decode_rows(
-            q, kv, tables, lengths, new, start, token, taken, scalars, sinks, width, None, **options
+            q, kv, tables, lengths, new, start, token, taken, scalars, sinks, width, None, sight=sight, **options
         )
         lse = lse.reshape(num_rows, -1, width, group)
         lse = jnp.swapaxes(lse, 1, 2)
@@ -53,8 +61,9 @@ def paged_attention(
         if width > 1:
             least = 1 if num_rows == 1 else 2  # new tokens of a row that is not decoded
             out, lse = _prefill_rows(
-                q, kv, tables, lengths, jnp.where(new < least, 0, new), start, token, scalars, sinks, least, **options
-            )
+                q, kv, tables, lengths, jnp.where(new < least, 0, new), start, token, scalars, sinks, least,
+                sight=sight, **options,
+            )  # fmt: skip
             out, lse = jnp.where(seen[:, None, None], out, jnp.zeros_like(out)), jnp.where(seen[:, None], lse, -jnp.inf)
         else:
             least, out, lse = 2, jnp.zeros_like(q), jnp.full(q.shape[:-1], -jnp.inf)
@@ -70,8 +79,8 @@ def paged_attention(
 
 
 def _decode_rows(
-    q, kv, tables, lengths, new, start, token, taken, scalars, sinks, new_tokens, into, *, window, soft_cap, kv_scale,
-    kind, interpret,
+    q, kv, tables, lengths, new, start, token, taken, scalars, sinks, new_tokens, into, *, reach, soft_cap, kv_scale,
+    kind, interpret, sight=None,
 ):  # fmt: skip
     """Attention of the rows that are `taken`, of at most `new_tokens` tokens each, of which row s's are at `start[s]`.
 
@@ -84,11 +93,17 @@ def _decode_rows(
     columns = -(-used // 8) * 8
     plan = tuning.decode_plan(q.shape[2], columns, kv.dtype.itemsize)
     most_tiles = -(-tables.shape[1] * block_size // plan.tile.tokens)
-    if window is not None:
-        most_tiles = min(most_tiles, -(-(window + new_tokens - 1) // plan.tile.tokens) + 1)
+    if (most := reach.most(new_tokens)) is not None:
+        most_tiles = min(most_tiles, -(-most // plan.tile.tokens) + 1)
     items, most_cut = work.decode_items(
-        lengths, new, start, taken, window, plan.tile.tokens, -(-plan.num_blocks // num_kv_heads), most_tiles
+        lengths, new, start, taken, reach, plan.tile.tokens, -(-plan.num_blocks // num_kv_heads), most_tiles
     )
+    lines = None
+    if sight is not None:  # for each token's heads the same
+        nth = jnp.arange(new_tokens, dtype=jnp.int32)[None]
+        tiles = cut(sight, start[:, None] + nth, nth < new[:, None])
+        lines = jnp.repeat(tiles.tokens, q.shape[1] // num_kv_heads, axis=2)
+        lines = jnp.pad(lines, ((0, 0), (0, 0), (0, columns - used)))
     if sinks is not None:  # for each token its heads'
         sinks = jnp.tile(sinks.astype(jnp.float32).reshape(num_kv_heads, -1), (1, new_tokens))
         sinks = jnp.pad(sinks, ((0, 0), (0, columns - used)))
@@ -97,7 +112,7 @@ def _decode_rows(
         refs = jax.new_ref(into), jax.new_ref(jnp.zeros((num_rows, num_kv_heads, columns), jnp.float32))
     part, part_lse, *new_arrays = decode.split(
         q, kv, tables, items, scalars, sinks, refs, new_tokens=new_tokens, columns=columns, tile=plan.tile,
-        window=window, soft_cap=soft_cap, kv_scale=kv_scale, kind=kind, interpret=interpret,
+        reach=reach, soft_cap=soft_cap, sight=lines, kv_scale=kv_scale, kind=kind, interpret=interpret,
     )  # fmt: skip
     if in_place and most_cut:
         refs = refs or tuple(map(jax.new_ref, new_arrays))
@@ -120,8 +135,9 @@ def _decode_rows(
 
 
 def _prefill_rows(
-    q, kv, tables, lengths, new, start, token, scalars, sinks, least, *, window, soft_cap, kv_scale, kind, interpret
-):
+    q, kv, tables, lengths, new, start, token, scalars, sinks, least, *, reach, soft_cap, kv_scale, kind, interpret,
+    sight=None,
+):  # fmt: skip
     """Attention of the rows that have at least `least` new tokens, if any.
 
     Args:
@@ -138,11 +154,11 @@ def _prefill_rows(
     rows = min(new.shape[0], num_tokens // least)
     num_items = (num_tokens - rows) // item_tokens + rows  # as many as these can have at the most
     most_tiles = -(-tables.shape[1] * kv.shape[3] // plan.tile.tokens)
-    if window is not None:
-        most_tiles = min(most_tiles, -(-(window + item_tokens - 1) // plan.tile.tokens) + 1)
+    if (most := reach.most(item_tokens)) is not None:
+        most_tiles = min(most_tiles, -(-most // plan.tile.tokens) + 1)
     chunks = tuning.prefill_chunks(num_items * num_kv_heads, most_tiles)
-    items, index, first_item, place = work.prefill_items(
-        lengths, new, window, item_tokens, num_items, plan.tile.tokens, chunks
+    items, index, first_item, place, sights = work.prefill_items(
+        lengths, new, reach, item_tokens, num_items, plan.tile.tokens, chunks, sight, start
     )
 
     # Gather each item's tokens, [W, tokens, K, group, D], into query rows, [W, K, tokens * group, D].
@@ -150,10 +166,13 @@ def _prefill_rows(
     tiles = q.reshape(num_tokens, num_kv_heads, group, head_dim)[jnp.clip(at, 0, num_tokens - 1)]
     tiles = jnp.swapaxes(tiles, 1, 2).reshape(num_items, num_kv_heads, item_tokens * group, head_dim)
     used = item_tokens * group
+    if sights is not None:
+        sights = jnp.repeat(sights, group, axis=2)
+        sights = jnp.pad(sights, ((0, 0), (0, 0), (0, prefill.QUERY_ROWS - used)))
     tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, prefill.QUERY_ROWS - used), (0, 0)))
     out, lse = prefill.attend(
-        tiles, kv, tables, items.reshape(-1, 5), scalars, group=group, tile=plan.tile, window=window, soft_cap=soft_cap,
-        kv_scale=kv_scale, kind=kind, interpret=interpret,
+        tiles, kv, tables, items.reshape(-1, items.shape[2]), scalars, group=group, tile=plan.tile, reach=reach,
+        soft_cap=soft_cap, sight=sights, kv_scale=kv_scale, kind=kind, interpret=interpret,
     )  # fmt: skip
 
     if chunks > 1:

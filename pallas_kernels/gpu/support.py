@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gpu.quantised import SCALES_AT_ONCE
+from pallas_kernels.sight import too_large_a_tree
 
 FALLBACK = "leave implementation=None to use XLA's"
 CAPABILITY = "9.0"  # Hopper: the kernels use its warpgroup matrix instructions, which newer chips do not have either
@@ -45,7 +46,7 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
     capability = _capability()
     if capability not in (None, CAPABILITY):
         return f"The gpu kernels need a Hopper GPU (compute capability {CAPABILITY}), not {capability}; {FALLBACK}."
-    return None
+    return too_large_a_tree(arguments)
 
 
 def kernel_head_dim(head_dim: int) -> int:

@@ -200,6 +200,12 @@ def store(ref, x) -> None:
         ref[...] = x
 
 
+def load_wide(ref, shape, axis: int):
+    """A line of integers in global memory, along one axis of an array that lies in registers as `LAYOUT` says."""
+    line = plgpu.load(ref, layout=LAYOUT.reduce(1 - axis), optimized=False)
+    return lax.broadcast_in_dim(line, shape, [axis])
+
+
 def full(shape, value, layout):
     """A float32 array of one value, in registers."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

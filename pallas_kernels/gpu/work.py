@@ -6,6 +6,8 @@ Their sizes are static, so a list may end in empty items, whose thread blocks re
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.sight import Reach, Sight, cut
+
 WAVES = 4  # full loads of the chip to cut decode into, so that the last one, partly filled, costs little
 FEW_TILES = 4  # an item shorter than this spends its time on starting: only what one wave needs is cut finer
 MOST_ITEMS = 132  # of one row
@@ -28,7 +30,7 @@ def decode_capacity(num_rows: int, wave: int, most_tiles: int) -> tuple[int, int
 
 
 def decode_items(
-    lengths: jax.Array, new: jax.Array, place: jax.Array, taken: jax.Array, window: int | None, tile_tokens: int,
+    lengths: jax.Array, new: jax.Array, place: jax.Array, taken: jax.Array, reach: Reach, tile_tokens: int,
     wave: int, most_tiles: int,
 ) -> tuple[jax.Array, int]:  # fmt: skip
     """Cut the rows into items of about the same number of tiles, so that one long row spreads as widely as many short.
@@ -51,7 +53,7 @@ def decode_items(
     num_rows = lengths.shape[0]
     num_items, most = decode_capacity(num_rows, wave, most_tiles)
     most_cut = min(num_rows, num_items // 2) if most > 1 else 0
-    first = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - new - (window - 1), 0) // tile_tokens
+    first = jnp.maximum(reach.first(lengths - new), 0) // tile_tokens if reach.ends else jnp.zeros_like(lengths)
     tiles = jnp.where(taken & (new > 0), jnp.maximum(-(-lengths // tile_tokens) - first, 0), 0)
     total = tiles.sum(dtype=jnp.int32)
     size = jnp.maximum(-(-total // (WAVES * wave)), jnp.minimum(-(-total // wave), FEW_TILES))
@@ -78,9 +80,9 @@ def decode_items(
 
 
 def prefill_items(
-    lengths: jax.Array, new: jax.Array, window: int | None, item_tokens: int, num_items: int, tile_tokens: int,
-    chunks: int,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    lengths: jax.Array, new: jax.Array, reach: Reach, item_tokens: int, num_items: int, tile_tokens: int,
+    chunks: int, sight: Sight | None = None, begin: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
     """Cut each row's new tokens into items of `item_tokens`, the one that sees the most first.
 
     Thread blocks start in the order of the list, so that the longest do not end it.
@@ -89,12 +91,15 @@ def prefill_items(
       lengths, new: `i32[S]`; `new` is 0 for rows without work.
       num_items: W, at least the number of items.
       chunks: C, into which to cut what each item sees: few queries on a long context.
+      sight: of the step's tokens, where what they see does not go by `reach` alone; then `begin`, `i32[S]`, says where
+        each row's are.
 
     Returns:
       items: `i32[W, C, 5]`: row, position of the first token, and position to stop before (the same if empty); first
-        tile, and tile to stop before, of the chunk.
+        tile, and tile to stop before, of the chunk. With `sight` `i32[W, C, 7]`; see `prefill.attend`.
       index: `i32[W]`: each item's first token, counted from its row's first new one.
       first_item, place: `i32[S]`, `i32[W]`: token i of row s is in item `place[first_item[s] + i // item_tokens]`.
+      sights: `i32[W, 3 + words, item_tokens]`, see `sight.Tiles`; or None.
     """
     first_item = _starts(-(-new // item_tokens))
     item = jnp.arange(num_items, dtype=jnp.int32)
@@ -103,17 +108,28 @@ def prefill_items(
     index = jnp.where(used, (item - first_item[row]) * item_tokens, 0)
     start = lengths[row] - new[row] + index
     stop = jnp.where(used, jnp.minimum(start + item_tokens, lengths[row]), start)
-    seen = jnp.where(used, stop if window is None else jnp.minimum(stop, window + item_tokens), 0)
+    sights, sure = None, ()
+    if sight is not None:
+        lane = jnp.arange(item_tokens, dtype=jnp.int32)[None]
+        tiles = cut(sight, (begin[row] + index)[:, None] + lane, lane < (stop - start)[:, None])
+        start, stop, sights, sure = tiles.start, tiles.stop, tiles.tokens, tiles[3:]
+        seen, reach = stop - start, Reach(window=1)  # what is seen begins at `start` itself
+    else:
+        most = reach.most(item_tokens + 1)
+        seen = jnp.where(used, stop if most is None else jnp.minimum(stop, most), 0)
     order = jnp.argsort(-seen).astype(jnp.int32)
     place = jnp.zeros(num_items, jnp.int32).at[order].set(item, unique_indices=True)
-    tile = jnp.zeros_like(start) if window is None else jnp.maximum(start - (window - 1), 0) // tile_tokens
+    tile = jnp.maximum(reach.first(start), 0) // tile_tokens if reach.ends else jnp.zeros_like(start)
     tiles = jnp.where(stop > jnp.maximum(start, 0), -(-stop // tile_tokens) - tile, 0)
     size = -(-tiles // chunks)
-    item = jnp.stack([row, start, stop, tile, tiles, size], axis=1)[order]
-    row, start, stop, tile, tiles, size = (jnp.broadcast_to(x, (num_items, chunks)) for x in jnp.split(item, 6, axis=1))
+    item = jnp.stack([row, start, stop, tile, tiles, size, *sure], axis=1)[order]
+    row, start, stop, tile, tiles, size, *sure = (
+        jnp.broadcast_to(x, (num_items, chunks)) for x in jnp.split(item, item.shape[1], axis=1)
+    )
     chunk = jax.lax.broadcasted_iota(jnp.int32, (num_items, chunks), 1)
     first, last = (jnp.minimum(n * size, tiles) + tile for n in (chunk, chunk + 1))
-    return jnp.stack([row, start, stop, first, last], axis=2), index[order], first_item[:-1], place
+    sights = None if sights is None else sights[order]
+    return jnp.stack([row, start, stop, first, last, *sure], axis=2), index[order], first_item[:-1], place, sights
 
 
 def _starts(counts: jax.Array) -> jax.Array:

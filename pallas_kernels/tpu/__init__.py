@@ -4,17 +4,19 @@ Rows with one new token go to the decode kernel, which can write it as well; row
 queries for the prefill kernel. A mixed step runs both, and neither pays for the other's rows.
 """
 
+from pallas_kernels.sight import with_spans
 from pallas_kernels.tpu.quantised import KINDS as KINDS
 from pallas_kernels.tpu.step import attend, decode_step
 from pallas_kernels.tpu.support import unsupported as unsupported
 from pallas_kernels.tpu.write import write_kv as write_kv
 
 LATENT = True  # it reads latent rows
+VARIANTS = frozenset({"chunk", "spans", "tree"})
 
 
 def paged_attention(q, kv, tables, lengths, new, *, interpret=False, **options):
     """What [`pallas_kernels.paged_attention`][] means. `interpret`: run on the CPU, `pltpu.InterpretParams()`."""
-    return attend(q, kv, tables, lengths, new, interpret=interpret, **options)
+    return with_spans(attend, q, kv, tables, lengths, new, interpret=interpret, **options)
 
 
 def write_and_attend(q, k, v, kv, tables, lengths, new, *, interpret=False, **options):
@@ -25,6 +27,6 @@ def write_and_attend(q, k, v, kv, tables, lengths, new, *, interpret=False, **op
     offsets, rank = options.get("offsets"), options.get("rank")
     written = write_kv(kv, k, v, tables, lengths, new, offsets=offsets, rank=rank, interpret=interpret, **quantised)
     if quantised["kind"] is None:
-        return attend(q, written, tables, lengths, new, interpret=interpret, **options), written
+        return with_spans(attend, q, written, tables, lengths, new, interpret=interpret, **options), written
     kv, quantised["kv_scale"] = written
-    return attend(q, kv, tables, lengths, new, interpret=interpret, **quantised, **options), written
+    return with_spans(attend, q, kv, tables, lengths, new, interpret=interpret, **quantised, **options), written

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kinds import encode, sound_scales
+from pallas_kernels.sight import ALL
 from pallas_kernels.tpu.pages import (
     LANES,
     MASKED,
@@ -43,7 +44,7 @@ _CONTRACT_INNER = (((1,), (0,)), ((), ()))
 
 def decode(
     q, kv, tables, limits, *, new_kv=None, targets=None, kv_scale=None, kind=None, rank=None, scale, soft_cap=None,
-    window=None, sinks=None, return_lse=False, interpret=False, step_tokens=None,
+    reach=ALL, sinks=None, return_lse=False, interpret=False, step_tokens=None,
 ):  # fmt: skip
     """Attention of one token per row, the last of the row's `limits` tokens.
 
@@ -57,7 +58,8 @@ def decode(
       targets: `i32[S]`, the block to write it to; 0: nowhere.
       kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
       rank: the pool is one of latent rows, with 1 in the place of 2.
-      scale, soft_cap, window, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
+      scale, soft_cap, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
+      reach: how far back the token sees.
       interpret: run on the CPU, `pltpu.InterpretParams()`.
 
     Returns:
@@ -68,7 +70,7 @@ def decode(
     _, stored_parts, num_kv_heads, *_ = kv.shape
     value_dim = head_dim if rank is None else -(-rank // LANES) * LANES
     fused, scaled = new_kv is not None, kv_scale is not None
-    pages = Pages.plan(kv, tables, window, step_tokens or segment_tokens(kv))
+    pages = Pages.plan(kv, tables, reach, step_tokens or segment_tokens(kv))
     segments = segments_per_step(kv, rows, pages)
     block = block_rows(rows, heads, num_kv_heads, head_dim, q.dtype.itemsize)
     blocks = -(-rows // block)
@@ -176,7 +178,7 @@ def decode_bytes(rows: int, heads: int, kv, tables, dtype=None, step_tokens: int
     """Vector memory that the kernel takes, at most: all that it can be asked for. `dtype`: of queries."""
     _, parts, num_kv_heads, _, head_dim = kv.shape
     dtype = dtype or kv.dtype
-    pages = Pages.plan(kv, tables, None, step_tokens or segment_tokens(kv))
+    pages = Pages.plan(kv, tables, ALL, step_tokens or segment_tokens(kv))
     segments = segments_per_step(kv, rows, pages)
     block = block_rows(rows, heads, num_kv_heads, head_dim, dtype.itemsize)
     twice = [
@@ -378,8 +380,8 @@ def _attend(
         start = (pages.first(limit - 1) + part * pages.pages_per_step) * pages.page_size
         position = start + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         seen = position < limit
-        if pages.window is not None:
-            seen &= position >= limit - pages.window
+        if pages.reach.ends:
+            seen &= position >= pages.reach.first(limit - 1)
         logits = jnp.where(seen, logits, MASKED)
         highest = jnp.broadcast_to(jnp.max(logits, axis=1, keepdims=True), max_ref.shape)
         weights = jnp.exp(logits - _as_wide(highest, logits))

@@ -13,6 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.sight import Reach
+
 SMEM_ENTRIES = 250_000  # i32 that fit the 1 MiB of scalar memory, with some room for the rest
 PAGE_BUFFER_BYTES = 16 * 2**20  # of vector memory, for both buffers
 VMEM_BYTES = 48 * 2**20  # what a kernel may use in all: v5p and tpu7x have 64 MiB, of which XLA wants its part
@@ -79,10 +81,10 @@ class Pages:
     page_size: int
     pages_per_step: int
     blocks_per_row: int
-    window: int | None
+    reach: Reach
 
     @classmethod
-    def plan(cls, kv, tables, window: int | None, step_tokens: int) -> "Pages":
+    def plan(cls, kv, tables, reach: Reach, step_tokens: int) -> "Pages":
         """Steps of about `step_tokens` tokens, fewer where the table is short or vector memory is."""
         _, parts, num_heads, block_size, head_dim = kv.shape
         token_bytes = parts * num_heads * head_dim * kv.dtype.itemsize
@@ -90,7 +92,7 @@ class Pages:
         tile = page_tile(kv.dtype)
         fits = (n for n in range(block_size, 0, -tile) if block_size % n == 0 and n <= max(step_tokens, tile))
         page_size = next(fits, tile)
-        return cls(block_size, page_size, max(1, step_tokens // page_size), tables.shape[1], window)
+        return cls(block_size, page_size, max(1, step_tokens // page_size), tables.shape[1], reach)
 
     @property
     def step_tokens(self) -> int:
@@ -98,9 +100,9 @@ class Pages:
 
     def first(self, oldest: jax.Array) -> jax.Array:
         """The page of the first key that a query at position `oldest` sees."""
-        if self.window is None:
+        if not self.reach.ends:
             return jnp.int32(0)
-        return divide(jnp.maximum(oldest - (self.window - 1), 0), self.page_size)
+        return divide(jnp.maximum(self.reach.first(oldest), 0), self.page_size)
 
     def stop(self, limit: jax.Array) -> jax.Array:
         """One past the page of the last of `limit` keys."""
@@ -163,9 +165,8 @@ class Pages:
             position = (begin + page) * self.page_size + lax.broadcasted_iota(jnp.int32, values.shape, 1)
             buffer[page, values_at] = jnp.where(is_seen(position), values, 0.0).astype(buffer.dtype)
 
-        window = self.window
-        if window is not None:
-            pl.when(step == 0)(lambda: keep(0, lambda position: position > oldest - window))
+        if self.reach.ends:
+            pl.when(step == 0)(lambda: keep(0, lambda position: position >= self.reach.first(oldest)))
 
         held = self.stop(limit) - begin
         full = limit == (begin + self.pages_per_step) * self.page_size

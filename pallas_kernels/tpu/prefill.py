@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kinds import sound_scales
+from pallas_kernels.sight import ALL, Reach, sees
 from pallas_kernels.tpu.decode import page_buffers
 from pallas_kernels.tpu.pages import LANES, MASKED, VMEM_BYTES, Pages, compiler_params, output, sublanes, vector_bytes
 from pallas_kernels.tpu.quantised import widen
@@ -78,8 +79,8 @@ def max_tiles(rows: int, places: int, tile_tokens: int) -> int:
 
 
 def prefill(
-    q, kv, tables, tiles, *, tile_tokens, scale, kv_scale=None, kind=None, soft_cap=None, window=None, sinks=None,
-    return_lse=False, interpret=False, step_tokens=STEP_TOKENS,
+    q, kv, tables, tiles, *, tile_tokens, scale, kv_scale=None, kind=None, soft_cap=None, reach=ALL, sight=None,
+    sinks=None, return_lse=False, interpret=False, step_tokens=STEP_TOKENS,
 ):  # fmt: skip
     """Attention of tiles of queries.
 
@@ -89,7 +90,9 @@ def prefill(
       tables: `i32[S, M]`, in range.
       tiles: the work list, positions in range, of `tile_tokens` tokens.
       kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
-      scale, soft_cap, window, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
+      scale, soft_cap, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
+      reach: how far back tokens see, where only a window says so.
+      sight: `sight.Tiles` of these tiles, where more does; then `reach` is nothing.
       interpret: run on the CPU, `pltpu.InterpretParams()`.
 
     Returns:
@@ -99,15 +102,21 @@ def prefill(
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
     queries = group * tile_tokens
-    pages = Pages.plan(kv, tables, window, step_tokens)
+    # With a sight the walk begins at a key: as that of a query which sees no other.
+    pages = Pages.plan(kv, tables, reach if sight is None else Reach(window=1), step_tokens)
     knobs = jnp.stack([jnp.asarray(x, jnp.float32) for x in (scale, 1.0 if soft_cap is None else soft_cap)])
     factor, cap = (LOG2_E * knobs[0], knobs[1]) if soft_cap is None else (knobs[0] / knobs[1], LOG2_E * knobs[1])
     knobs = jnp.stack([factor, cap])
     scalars = (*tiles[1:], tables.reshape(-1), knobs)
+    if sight is not None:
+        scalars += tuple(sight[1:])
 
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     inputs = [(q, hbm), (kv, hbm)] + ([] if kind is None else [(kv_scale, hbm)])
     outputs = [(output(q.shape, q.dtype, q, kv), hbm)]
+    if sight is not None:  # of each tile, for each query
+        lines = jnp.tile(sight.tokens, (1, 1, group))
+        inputs.append((lines, pl.BlockSpec((1, *lines.shape[1:]), lambda tile, *_: (tile, 0, 0))))
     if sinks is not None:
         sinks = LOG2_E * jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, 1, group), tile_tokens, axis=2)
         inputs.append((sinks, pl.BlockSpec(sinks.shape, lambda *_: (0, 0, 0))))
@@ -128,6 +137,7 @@ def prefill(
             sinks=sinks is not None,
             lse=return_lse,
             kind=kind,
+            sights=sight is not None,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -162,7 +172,7 @@ def prefill_bytes(tile_tokens: int, heads: int, kv, tables, dtype=None, step_tok
     _, parts, num_kv_heads, _, head_dim = kv.shape
     dtype = dtype or kv.dtype
     queries = heads // num_kv_heads * tile_tokens
-    pages = Pages.plan(kv, tables, None, step_tokens)
+    pages = Pages.plan(kv, tables, ALL, step_tokens)
     statistics = ((num_kv_heads, 1, queries), jnp.float32)
     twice = [
         ((pages.pages_per_step, parts, num_kv_heads, pages.page_size, head_dim), kv.dtype),
@@ -171,6 +181,7 @@ def prefill_bytes(tile_tokens: int, heads: int, kv, tables, dtype=None, step_tok
         statistics,  # the LSE
         statistics,  # the sinks
         statistics,  # maxima and sums
+        ((8, queries), jnp.int32),  # sights
     ]
     if kv.dtype.itemsize == 1:
         twice.append(((pages.pages_per_step, 2, num_kv_heads, pages.page_size), jnp.float32))
@@ -179,11 +190,15 @@ def prefill_bytes(tile_tokens: int, heads: int, kv, tables, dtype=None, step_tok
 
 
 def _kernel(
-    rows, tokens, starts, limits, tables, knobs, q_hbm, *refs, pages, tile_tokens, soft_cap, sinks, lse, kind
+    rows, tokens, starts, limits, tables, knobs, *refs, pages, tile_tokens, soft_cap, sinks, lse, kind, sights
 ):  # fmt: skip
     given: Any = list(refs)
+    # Of each tile the keys that any query sees, and those that all do.
+    froms, untils, *sure = [given.pop(0) for _ in range(4)] if sights else (starts, limits)
+    q_hbm = given.pop(0)
     streams = 1 if kind is None else 2  # keys and values, and their scales
     hbm = [given.pop(0) for _ in range(streams)]
+    sight_ref: Any = given.pop(0) if sights else None
     sinks_ref: Any = given.pop(0) if sinks else None
     out_hbm = given.pop(0)
     lse_ref: Any = given.pop(0) if lse else None
@@ -191,13 +206,13 @@ def _kernel(
     next_slot, q_buffers, out_buffers, moved, by_head, max_ref, sum_ref, out_sum_ref = given
 
     tile, tiles = pl.program_id(0), pl.num_programs(0)
-    start, limit = starts[tile], limits[tile]
+    start, limit = froms[tile], untils[tile]
     steps = pages.steps(start, limit)
     mine = tile & 1
 
     def copies(do, tile, step, slot):
         coming = [(source, to.at[slot], arrived.at[slot]) for source, (to, arrived) in zip(hbm, buffers, strict=True)]
-        pages.copies(do, coming, tables, rows[tile], starts[tile], limits[tile], step)
+        pages.copies(do, coming, tables, rows[tile], froms[tile], untils[tile], step)
 
     def fetch(do, tile):
         @pl.when(limits[tile] > 0)
@@ -242,13 +257,16 @@ def _kernel(
         half = max(1, pages.pages_per_step // 2)
 
         def seen_by_all(count):
+            if sights:
+                return (first_key + count * pages.page_size <= sure[1][tile]) & (first_key >= sure[0][tile])
             seen = first_key + count * pages.page_size <= start + 1
-            return seen if pages.window is None else seen & (first_key > limit - 1 - pages.window)
+            return seen & (first_key >= pages.reach.first(limit - 1)) if pages.reach.ends else seen
 
         def attend(count, sure):
             _attend(
                 by_head, [to.at[slot, pl.ds(0, count)] for to, _ in buffers], first_key, start, knobs, soft_cap,
-                tile_tokens, pages, kind, max_ref, sum_ref, out_sum_ref, sure=sure * pages.page_size, exact=lse,
+                tile_tokens, pages, kind, sight_ref, max_ref, sum_ref, out_sum_ref, sure=sure * pages.page_size,
+                exact=lse,
             )  # fmt: skip
 
         # Most steps need no mask; a row's last ones have fewer keys, or known ones before those to mask.
@@ -316,8 +334,8 @@ def _turn(by_head, by_token, tile_tokens, to_heads):
 
 
 def _attend(
-    q_ref, buffers, start, query_start, knobs, soft_cap, tile_tokens, pages, kind, max_ref, sum_ref, out_sum_ref, sure,
-    exact,
+    q_ref, buffers, start, query_start, knobs, soft_cap, tile_tokens, pages, kind, sight_ref, max_ref, sum_ref,
+    out_sum_ref, sure, exact,
 ):  # fmt: skip
     """One step of the online softmax, transposed: keys along sublanes, queries along lanes, so that maxima and sums
     are lane-dense and cost next to nothing. Every query sees the first `sure` keys; the others are masked. `exact` sums
@@ -355,10 +373,16 @@ def _attend(
         if soft_cap:
             logits = knobs[1] * jnp.tanh(logits)
         if sure < tokens:
-            query = query_start + ((at + lane[:, :width]) & (tile_tokens - 1))
-            seen = key[:, :width] <= query
-            if pages.window is not None:
-                seen &= key[:, :width] > query - pages.window
+            if sight_ref is None:
+                query = query_start + ((at + lane[:, :width]) & (tile_tokens - 1))
+                seen = key[:, :width] <= query
+                if pages.reach.ends:
+                    seen &= key[:, :width] >= pages.reach.first(query)
+            else:
+                first, last, before, *words = (
+                    sight_ref[0, pl.ds(i, 1), pl.ds(at, width)] for i in range(sight_ref.shape[1])
+                )
+                seen = sees(key[:, :width], first, last, before, words)
             masked = jnp.where(seen, logits[sure:], MASKED)
             logits = jnp.concatenate([logits[:sure], masked]) if sure else masked
         there = (head, slice(None), pl.ds(at, width))

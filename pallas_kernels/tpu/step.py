@@ -2,9 +2,11 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tokens import default_offsets
+from pallas_kernels.sight import Reach, Sight, Tiles as SightTiles, cut, find_sight
+from pallas_kernels.tokens import default_offsets, locate
 from pallas_kernels.tpu.decode import decode
 from pallas_kernels.tpu.pages import LANES, VMEM_BYTES, pad
 from pallas_kernels.tpu.prefill import make_tiles, prefill, prefill_bytes
@@ -15,13 +17,13 @@ TILE_QUERIES = 512  # tokens x heads of a group: enough to hide the loading of k
 
 def attend(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, scale=None, mask=None,
-    return_lse=False, interpret=False, **options,
+    window=None, chunk=None, tree=None, spans=None, return_lse=False, interpret=False, **options,
 ):  # fmt: skip
     """Attention of a step whose keys and values are in the pool. Arguments as for `pallas_kernels.paged_attention`."""
     if q.ndim == 4 and q.shape[1] == 1:
         return decode_step(
-            q, kv, tables, lengths, new, kv_scale=kv_scale, kind=kind, rank=rank, scale=scale, return_lse=return_lse,
-            interpret=interpret, **options,
+            q, kv, tables, lengths, new, kv_scale=kv_scale, kind=kind, rank=rank, scale=scale, window=window,
+            chunk=chunk, return_lse=return_lse, interpret=interpret, **options,
         )[0]  # fmt: skip
     *token_axes, num_heads, head_dim = q.shape
     rows, stored = tables.shape[0], kv.shape[-1]
@@ -33,6 +35,7 @@ def attend(
     tables = jnp.clip(tables, 0, kv.shape[0] - 1)
     options |= {"scale": head_dim**-0.5 if scale is None else scale, "return_lse": return_lse, "interpret": interpret}
     options |= {"kv_scale": kv_scale, "kind": kind}
+    reach = Reach(window, chunk)
 
     flat = pad(q.reshape(-1, num_heads, head_dim), stored)
     places = flat.shape[0]
@@ -43,15 +46,30 @@ def attend(
     single = new == 1
     size = tile_tokens(token_axes[-1], num_heads, kv, tables, q.dtype)
     tiles = make_tiles(begin, lengths, new, single, places=places, tile_tokens=size)
-    out, lse = prefill(flat, kv, tables, tiles, tile_tokens=size, **options)
+    sees: dict = {"reach": reach}
+    if any(x is not None for x in (chunk, tree, spans)):
+        token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), lengths, new, offsets))
+        tree, spans = (None if x is None else x.reshape(-1) for x in (tree, spans))
+        sight = find_sight(token, lengths - new, begin, token_axes[-1], reach, tree, spans)
+        sees = {"sight": _sight_of_tiles(tiles, size, sight)}
+    out, lse = prefill(flat, kv, tables, tiles, tile_tokens=size, **sees, **options)
     at = jnp.clip(begin, 0, places - 1)
-    alone, alone_lse, *_ = decode(flat[at], kv, tables, jnp.where(single, lengths, 0), rank=rank, **options)
+    alone, alone_lse, *_ = decode(
+        flat[at], kv, tables, jnp.where(single, lengths, 0), rank=rank, reach=reach, **options
+    )
     at = jnp.where(single & (begin < places), begin, places)  # the others are dropped
     out = out[..., :width].at[at].set(alone[..., :width], mode="drop").reshape(*q.shape[:-1], width)
     if not return_lse:
         return out
     lse = by_token(lse, tiles, places).at[at].set(alone_lse, mode="drop")
     return out, lse.reshape(q.shape[:-1])
+
+
+def _sight_of_tiles(tiles, size: int, sight: Sight) -> SightTiles:
+    """What the tokens of each tile see."""
+    lane = jnp.arange(size, dtype=jnp.int32)[None]
+    there = (lane < (tiles.limit - tiles.start)[:, None]) & (tiles.limit > 0)[:, None]
+    return cut(sight, tiles.token[:, None] + lane, there)
 
 
 def by_token(lse, tiles, places: int):
@@ -65,7 +83,7 @@ def by_token(lse, tiles, places: int):
 
 def decode_step(
     q, kv, tables, lengths, new, *, k=None, v=None, offsets=None, kv_scale=None, kind=None, rank=None, scale=None,
-    mask=None, return_lse=False, **options,
+    mask=None, window=None, chunk=None, tree=None, spans=None, return_lse=False, **options,
 ):  # fmt: skip
     """One padded token per row, `q [S, 1, H, D]`, written first where `k` and `v` are given.
 
@@ -83,7 +101,7 @@ def decode_step(
     out, lse, kv, kv_scale = decode(
         pad(q[:, 0], stored), kv, jnp.clip(tables, 0, kv.shape[0] - 1), jnp.where(new > 0, position + 1, 0),
         kv_scale=kv_scale, kind=kind, rank=rank, scale=head_dim**-0.5 if scale is None else scale,
-        return_lse=return_lse, **options,
+        reach=Reach(window, chunk), return_lse=return_lse, **options,
     )  # fmt: skip
     out = out[:, None, :, : head_dim if rank is None else rank]
     return (out, lse[:, None]) if return_lse else out, kv if kind is None else (kv, kv_scale)

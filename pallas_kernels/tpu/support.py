@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels.sight import SIGHTS, too_large_a_tree
 from pallas_kernels.tpu.decode import BLOCK_ROWS, decode_bytes
 from pallas_kernels.tpu.pages import LANES, SMEM_ENTRIES, VMEM_BYTES, page_tile
 from pallas_kernels.tpu.prefill import max_tiles, prefill_bytes
@@ -36,6 +37,8 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
         return f"The TPU kernels read pools of bfloat16 or float32, not {kv.dtype}: choose one of them, or XLA."
     elif q is not None and q.dtype != kv.dtype:
         return f"The TPU kernels multiply like with like, but q is {q.dtype} and the pool {kv.dtype}: cast q."
+    if why_not := too_large_a_tree(arguments):
+        return why_not
     tile = page_tile(kv.dtype)
     if kv.shape[3] % tile:
         what = f"the rows of a TPU's {kv.dtype} tile" if kind is None else "the lanes that a block's scales lie along"
@@ -53,7 +56,7 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
             f"may: shard the heads, or use bfloat16."
         )
     rows, blocks_per_row = tables.shape
-    entries = scalar_entries(q, kv, tables)
+    entries = scalar_entries(q, kv, tables, any(arguments.get(name) is not None for name in SIGHTS))
     if entries + rows * blocks_per_row > SMEM_ENTRIES:
         block_size, context = kv.shape[3], blocks_per_row * kv.shape[3]
         if entries + rows > SMEM_ENTRIES:
@@ -87,7 +90,7 @@ def vector_memory(q, kv, tables) -> int:
     return max(decodes, prefill_bytes(tile, heads, kv, tables, q.dtype))
 
 
-def scalar_entries(q, kv, tables) -> int:
+def scalar_entries(q, kv, tables, sights: bool = False) -> int:
     """Integers that the kernels want in scalar memory at once, block tables aside."""
     if q is None:
         return 0
@@ -96,7 +99,8 @@ def scalar_entries(q, kv, tables) -> int:
     decodes = 4 * (rows + BLOCK_ROWS)
     if _is_decode(tokens):
         return decodes
-    return max(decodes, 4 * max_tiles(rows, math.prod(tokens), tile_tokens(tokens[-1], heads, kv, tables, q.dtype)))
+    tiles = max_tiles(rows, math.prod(tokens), tile_tokens(tokens[-1], heads, kv, tables, q.dtype))
+    return max(decodes, (8 if sights else 4) * tiles)
 
 
 def _is_decode(tokens) -> bool:

@@ -99,7 +99,8 @@ def described(assembly):
     }
 
 
-def attention(shape, *, tokens=1, packed=False, block_size=16, dtype=jnp.bfloat16, sinks=False, kind=None):
+def attention(shape, *, tokens=1, packed=False, block_size=16, dtype=jnp.bfloat16, sinks=False, kind=None,
+              chunk=None, tree=False):  # fmt: skip
     """A step of one attention shape; head dims that fill no whole tile are stored padded."""
     stored = -(-shape.head_dim // 64) * 64
     heads = (shape.num_heads, shape.head_dim)
@@ -108,12 +109,13 @@ def attention(shape, *, tokens=1, packed=False, block_size=16, dtype=jnp.bfloat1
     kv = array((*pool, stored), dtype if kind is None else storage_of(kind))
     scale = None if kind is None else array(pool, jnp.float32)
     row, sinks = array((ROWS,), jnp.int32), array((shape.num_heads,), jnp.float32) if sinks else None
-    options = dict(window=shape.window, soft_cap=shape.soft_cap, return_lse=True)
+    options = dict(window=shape.window, soft_cap=shape.soft_cap, return_lse=True, kind=kind, chunk=chunk)
+    tree = array(q.shape[:-2], jnp.int32) if tree else None
 
-    def f(q, kv, scale, tables, lengths, new, sinks):
-        return gpu.paged_attention(q, kv, tables, lengths, new, sinks=sinks, kv_scale=scale, kind=kind, **options)
+    def f(q, kv, scale, tables, lengths, new, sinks, tree):
+        return gpu.paged_attention(q, kv, tables, lengths, new, sinks=sinks, kv_scale=scale, tree=tree, **options)
 
-    return compile_(f, q, kv, scale, array((ROWS, MAX_BLOCKS), jnp.int32), row, row, sinks)[1]
+    return compile_(f, q, kv, scale, array((ROWS, MAX_BLOCKS), jnp.int32), row, row, sinks, tree)[1]
 
 
 def named(name, **options):
@@ -279,6 +281,12 @@ JOBS = {
         f"{name}-{kind}": named(name, tokens=64, block_size=32, kind=kind)
         for name, kind in itertools.product(("llama3-8b", "llama3.2-1b", "gemma2-2b"), gpu.KINDS)
     },
+    "llama3-8b-chunk": named("llama3-8b", chunk=8192),
+    "llama3-8b-chunk-4-tokens": named("llama3-8b", chunk=100, tokens=4),
+    "llama3-8b-chunk-prefill": named("llama3-8b", chunk=8192, tokens=2048, packed=True),
+    "llama3-8b-tree": named("llama3-8b", tree=True, tokens=8),
+    "llama3-8b-tree-prefill": named("llama3-8b", tree=True, tokens=64),
+    "256-tree": lambda: attention(AttentionShape(16, 1, 256, num_layers=1, window=100), tokens=40, tree=True),
     "step": step,
     "scanned": scanned,
     "launches": launches,

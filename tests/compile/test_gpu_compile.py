@@ -36,6 +36,9 @@ if NIGHTLY:  # what lies between
         "two-kv-heads": (128, 113_000),
         "llama3-8b-4-tokens": (128, 113_000),
         "llama3-8b-8-tokens": (168, 227_000),
+        "llama3-8b-tree": (168, 227_000),
+        "llama3-8b-chunk": (96, 113_000),
+        "llama3-8b-chunk-4-tokens": (128, 113_000),
     }
 OPTIONS = ("plain", "window", "soft-cap", "all") if NIGHTLY else ("all",)
 # One thread block fills a multiprocessor: 384 threads start with 168 registers each, and the producer hands most of its
@@ -43,6 +46,7 @@ OPTIONS = ("plain", "window", "soft-cap", "all") if NIGHTLY else ("all",)
 PREFILL = [
     "llama3-8b-prefill",  # the plain one of a model's step
     *(("gemma2-2b-prefill", "llama3.2-1b-prefill", "qwen2.5-14b-prefill", "phi2-prefill") if NIGHTLY else ()),
+    *(("llama3-8b-chunk-prefill", "llama3-8b-tree-prefill", "256-tree") if NIGHTLY else ()),
     *(f"{head_dim}-{what}" for head_dim in ((64, 96, 128, 256) if NIGHTLY else (256,)) for what in OPTIONS),
 ]
 

@@ -34,7 +34,7 @@ def devices(topology, bounds):
 
 
 def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16", implementation="tpu",
-            block_size=BLOCK_SIZE, blocks_per_row=BLOCKS_PER_ROW, kind=None):  # fmt: skip
+            block_size=BLOCK_SIZE, blocks_per_row=BLOCKS_PER_ROW, kind=None, chunk=None, tree=False):  # fmt: skip
     """Compile `op` of one or more layers, one after another, on a donated pool each; bytes per chip."""
     rows = tokens[0] if len(tokens) == 2 else ROWS
     heads = "x" if sharded else None
@@ -56,17 +56,21 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     counts = array(rows, dtype="int32")
     options = {"window": shape.window, "soft_cap": shape.soft_cap, "implementation": implementation, "kind": kind}
     options |= {} if shape.rank is None else {"rank": shape.rank, "scale": 0.1}
+    options |= {} if chunk is None else {"chunk": chunk}
+    parents = {"tree": array(*tokens, dtype="int32")} if tree else {}
 
-    def step(q, k, pools, tables, lengths, new):
+    def step(q, k, pools, tables, lengths, new, tree):
         if op == "paged_attention":
-            return pallas_kernels.paged_attention(q, tables=tables, lengths=lengths, new=new, **pools[0], **options)
+            return pallas_kernels.paged_attention(
+                q, tables=tables, lengths=lengths, new=new, **pools[0], **tree, **options
+            )
         if op == "write_kv":
             write = functools.partial(pallas_kernels.write_kv, implementation=implementation, kind=kind)
             return write(k=k, v=k, tables=tables, lengths=lengths, new=new, **pools[0])
         written = []
         v = k if shape.rank is None else None
         for given in pools:  # as a model's layers: each attends with what the last one gave
-            arguments = dict(tables=tables, lengths=lengths, new=new, **given, **options)
+            arguments = dict(tables=tables, lengths=lengths, new=new, **given, **tree, **options)
             q, pool = pallas_kernels.write_and_attend(q, k, v, **arguments)
             written.append(pool)
         return q, written
@@ -74,10 +78,10 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     if sharded:
         pool_spec, tokens_spec = P(None, None, "x"), P(*token_spec)
         step = jax.shard_map(
-            step, mesh=mesh, in_specs=(tokens_spec, tokens_spec, [pool_spec] * layers, P(), P(), P()),
+            step, mesh=mesh, in_specs=(tokens_spec, tokens_spec, [pool_spec] * layers, P(), P(), P(), P()),
             out_specs=(tokens_spec, [pool_spec] * layers),
         )  # fmt: skip
-    arguments = (q, k, [pool] * layers, tables, counts, counts)
+    arguments = (q, k, [pool] * layers, tables, counts, counts, parents)
     donated = () if op == "paged_attention" else 2
     with jax.set_mesh(mesh):
         compiled = jax.jit(step, donate_argnums=donated).lower(*arguments).compile()
@@ -133,6 +137,11 @@ def main(chip, everything=""):
                     (ROWS, 256),
                     {"implementation": None, "block_size": 8},
                 ),
+                "chunk, fused": ("llama3-8b", "write_and_attend", (ROWS, 1), {"chunk": 3000}),
+                "tree and chunk, mixed": ("llama3-8b", "write_and_attend", (64,), {"chunk": 3000, "tree": True}),
+                "chunk, prefill": ("llama3.2-1b", "paged_attention", (1, 2048), {"chunk": 8192}),
+                "tree and window": ("gemma2-2b", "paged_attention", (ROWS, 40), {"tree": True}),
+                "tree, int8": ("llama3-8b", "paged_attention", (ROWS, 8), INT8 | {"tree": True}),
                 "prefill, int8": ("gemma3-1b", "paged_attention", (1, 128), INT8),
                 "float32": ("llama3-8b", "write_and_attend", (ROWS, 1), {"dtype": "float32"}),
                 "decode step of 16 layers": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {"layers": 16}),

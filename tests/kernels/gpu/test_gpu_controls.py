@@ -40,7 +40,7 @@ def put_in_place(module, changes, monkeypatch) -> None:
     """Let the backend use `module` with these changes."""
     copy = mutant(module, *changes)
     if module is step:
-        monkeypatch.setattr(gpu, "paged_attention", copy.paged_attention)
+        monkeypatch.setattr(gpu, "attend", copy.attend)
     elif module is tiles:
         for user in (decode, prefill):
             for name in ("fetch", "select_seen_values", "safe_maximum", "logits_base2"):
@@ -109,11 +109,54 @@ MISTAKES = {
     "decode: padding sees the row": (decode, DECODE["few tokens"], {"wrong"}, (" & (token < new)", "")),
     "decode: one window for all tokens": (
         decode, DECODE["few tokens, the window's first token"], {"wrong"},
-        ("position > last - window", "position >= first_seen"),
+        ("position >= reach.first(last)", "position >= first_seen"),
     ),
     "decode: the window of the last token": (
         decode, DECODE["few tokens, window"], {"wrong"},
-        ("jnp.maximum(length - new - (window - 1), 0)", "jnp.maximum(length - window, 0)"),
+        ("jnp.maximum(reach.first(length - new), 0)", "jnp.maximum(reach.first(length - 1), 0)"),
+    ),
+    "decode: the chunk of the last token": (
+        decode, DECODE["few tokens, chunk"], {"wrong"},
+        ("jnp.maximum(reach.first(length - new), 0)", "jnp.maximum(reach.first(length - 1), 0)"),
+    ),
+    "decode: the first row's tree for all": (
+        decode, DECODE["tree"], {"wrong"}, ("sight_ref.at[row, i]", "sight_ref.at[0, i]"),
+    ),
+    "decode: a tree taken for a chain": (
+        decode, DECODE["tree, window"], {"wrong"},
+        ("if sight is not None:\n                lines", "if False:\n                lines"),
+    ),
+    "step: a tree's heads and tokens mixed up": (
+        step, DECODE["tree"], {"wrong"},
+        ("jnp.repeat(tiles.tokens, q.shape[1] // num_kv_heads, axis=2)",
+         "jnp.tile(tiles.tokens, (1, 1, q.shape[1] // num_kv_heads))"),
+    ),
+    "step: the first token's ancestors for all": (
+        step, DECODE["tree"], {"wrong"}, ("start[:, None] + nth, nth <", "start[:, None] + 0 * nth, nth <"),
+    ),
+    "step: no chunk for rows of one token": (
+        step, DECODE["chunk"], {"wrong"}, ("Reach(window, chunk)", "Reach(window, chunk if width > 1 else None)"),
+    ),
+    "prefill: one half's sight for both": (
+        prefill, PREFILL["chunk"], {"wrong"},
+        ("pl.ds(half * HALF, HALF)\n                    lines", "pl.ds(0, HALF)\n                    lines"),
+    ),
+    "prefill: a tile before some token's chunk taken for wholly seen": (
+        prefill, PREFILL["the chunk's first token"], {"wrong"},
+        ("items_ref[anew(item), 5])", "items_ref[anew(item), 5] - 64)"),
+    ),
+    "prefill: a tile behind some token taken for wholly seen": (
+        prefill, PREFILL["the chunk's first token"], {"wrong"},
+        ("items_ref[anew(item), 6])", "items_ref[anew(item), 6] + 64)"),
+    ),
+    "prefill: V before the chunk": (
+        prefill, PREFILL["chunk"], {"wrong"}, ("first_seen = first_token\n", "first_seen = 0 * first_token\n"),
+    ),
+    "work: a span cut off at its item's end": (
+        work, PREFILL["spans"], {"wrong"}, ("tiles.start, tiles.stop, tiles.tokens", "tiles.start, stop, tiles.tokens"),
+    ),
+    "work: sights in another order than items": (
+        work, PREFILL["spans"], {"wrong"}, ("else sights[order]", "else sights"),
     ),
     "merge: the last item counted again": (
         decode, DECODE["window, cut"], {"wrong"}, ("jnp.where(item < stop, 0.0, -jnp.inf)", "0.0"),
@@ -164,10 +207,11 @@ MISTAKES = {
     ),
     "prefill: a tile of the window's edge taken for wholly seen": (
         prefill, PREFILL["the window's first token"], {"wrong"},
-        ("partly_seen |= first < stop - window", "partly_seen |= first < stop - window - 1"),
+        ("partly_seen |= first < reach.first(stop - 1)", "partly_seen |= first < reach.first(stop - 1) - 1"),
     ),
     "prefill: a window one too wide": (
-        prefill, PREFILL["the window's first token"], {"wrong"}, ("key > query - window", "key >= query - window"),
+        prefill, PREFILL["the window's first token"], {"wrong"},
+        ("key >= reach.first(query)", "key >= reach.first(query) - 1"),
     ),
     "prefill: V before the window": (
         prefill, PREFILL["window"], {"wrong"}, ("(first < first_seen) | (first + tokens", "(first + tokens"),
@@ -210,7 +254,7 @@ MISTAKES = {
         ("jnp.maximum(-(-lengths // tile_tokens) - first, 0)", "jnp.maximum(lengths // tile_tokens - first, 0)"),
     ),
     "work: the first token's window not heeded": (
-        work, DECODE["few tokens, window"], {"wrong"}, ("lengths - new - (window - 1)", "lengths - window"),
+        work, DECODE["few tokens, window"], {"wrong"}, ("reach.first(lengths - new)", "reach.first(lengths - 1)"),
     ),
 }  # fmt: skip
 BY_DAY = (

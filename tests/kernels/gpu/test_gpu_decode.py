@@ -8,10 +8,11 @@ from trials import DECODE, SMALL, Trial
 
 from pallas_kernels import gpu, testing
 from pallas_kernels.gpu import decode, prefill, step, work
+from pallas_kernels.sight import Reach
 from pallas_kernels.testing import Case
 
 BY_DAY = (
-    "lengths", "window, cut", "wild ids", "one item for each of many tiles",
+    "lengths", "window, cut", "wild ids", "tree, chunk", "one item for each of many tiles",
 )  # fmt: skip
 
 
@@ -28,7 +29,7 @@ def test_trials_are_what_they_say(monkeypatch):
         trial.use_plans(monkeypatch)
         inputs = trial.inputs()[0]
         taken = inputs.new > 0
-        rows, _ = work.decode_items(inputs.lengths, inputs.new, inputs.new, taken, None, 64, trial.wave, 100)
+        rows, _ = work.decode_items(inputs.lengths, inputs.new, inputs.new, taken, Reach(), 64, trial.wave, 100)
         sizes = rows[:, 2] - rows[:, 1]
         assert sizes[sizes > 0].tolist() == items
 

@@ -50,7 +50,7 @@ def sample() -> list[dict]:
     return chosen
 
 
-def lower(*, block_size, head_dim, group, dtype, window, soft_cap, sinks, tokens):
+def lower(*, block_size, head_dim, group, dtype, window, soft_cap, sinks, tokens, tree=False, spans=False, **others):
     rows, num_kv_heads, stored = 3, 2, -(-head_dim // 64) * 64
     num_heads = group * num_kv_heads
     shape = jax.ShapeDtypeStruct
@@ -58,12 +58,14 @@ def lower(*, block_size, head_dim, group, dtype, window, soft_cap, sinks, tokens
     kv = shape((9, 2, num_kv_heads, block_size, stored), dtype)
     tables, row = shape((rows, 4), jnp.int32), shape((rows,), jnp.int32)
     sinks = shape((num_heads,), jnp.float32) if sinks else None
+    by_token = {name: shape(q.shape[:2], jnp.int32) for name, given in (("tree", tree), ("spans", spans)) if given}
     assert gpu.unsupported("paged_attention", dict(q=q, kv=kv)) is None
 
-    def attend(q, kv, tables, lengths, new, sinks):
-        return gpu.paged_attention(q, kv, tables, lengths, new, sinks=sinks, window=window, soft_cap=soft_cap)
+    def attend(q, kv, tables, lengths, new, sinks, by_token):
+        options = dict(window=window, soft_cap=soft_cap, **by_token, **others)
+        return gpu.paged_attention(q, kv, tables, lengths, new, sinks=sinks, **options)
 
-    jax.jit(attend).trace(q, kv, tables, row, row, sinks).lower(lowering_platforms=("cuda",))
+    jax.jit(attend).trace(q, kv, tables, row, row, sinks, by_token).lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.parametrize("part", range(3) if NIGHTLY else [0])
@@ -108,6 +110,14 @@ def test_shard_map_lowers():
 def test_x64_lowers(tokens):
     with jax.enable_x64(True):
         lower(**DEFAULTS | dict(sinks=True, window=100, soft_cap=30.0, tokens=tokens))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [dict(tree=True, chunk=100, tokens=40)] + NIGHTLY * [dict(tree=True, tokens=3), dict(spans=True, tokens=40)],
+)
+def test_what_goes_by_the_token_lowers(asked):
+    lower(**DEFAULTS | asked)
 
 
 def test_too_many_stages(monkeypatch):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gpu import tuning, work
+from pallas_kernels.sight import Reach
 
 make_decode_items = functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))(work.decode_items)
 make_prefill_items = functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))(work.prefill_items)
@@ -16,7 +17,7 @@ make_prefill_items = functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))(
 
 def test_items_cover_every_token_once():
     lengths, new = np.array([300, 5, 0, 64, 1000], np.int32), np.array([100, 5, 0, 2, 33], np.int32)
-    items, index, first_item, place = make_prefill_items(lengths, new, None, 16, 14, 64, 2)
+    items, index, first_item, place, _ = make_prefill_items(lengths, new, Reach(), 16, 14, 64, 2)
     tiles = [sorted(t for start, stop in chunks[:, 3:] for t in range(start, stop)) for chunks in np.asarray(items)]
     assert tiles == [
         list(range(-(-stop // 64) if stop > start else 0)) for _, start, stop in np.asarray(items)[:, 0, :3]
@@ -35,7 +36,7 @@ def decode_items(lengths, new=None, taken=None, window=None, wave=33, most_tiles
     new = np.minimum(lengths, 1) if new is None else np.array(new, np.int32)
     taken = np.ones(len(lengths), bool) if taken is None else np.array(taken)
     place = 10 * np.arange(len(lengths), dtype=np.int32)
-    items, most_cut = make_decode_items(lengths, new, place, taken, window, 64, wave, most_tiles)
+    items, most_cut = make_decode_items(lengths, new, place, taken, Reach(window), 64, wave, most_tiles)
     return np.asarray(items), most_cut
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from seen import seen_by
 
 from pallas_kernels import gpu, testing
 from pallas_kernels.gpu import tuning, work
 from pallas_kernels.gpu.tiles import Tile
+from pallas_kernels.sight import Reach
 from pallas_kernels.testing import Case, Inputs
 
 B16, F16 = {"dtype": "bfloat16"}, {"dtype": "float16"}
@@ -50,11 +52,12 @@ class Trial:
         for row, position in self.loud:
             kv[tables[row, position // case.block_size], 1, :, position % case.block_size] = 100
         if self.poison_before_window:
-            assert case.window is not None
+            reach = Reach(case.window, case.chunk)
+            assert reach.ends
             kv[0] = np.nan
             wild = np.resize(WILD, tables.shape)
             for row, (length, new) in enumerate(zip(case.lengths, case.new, strict=True)):
-                unseen = max(length - new - case.window + 1, 0)
+                unseen = max(int(reach.first(jnp.int32(length - new))), 0)
                 for position in range(unseen):
                     kv[tables[row, position // case.block_size], :, :, position % case.block_size] = np.nan
                 before, held = unseen // case.block_size, -(-length // case.block_size)
@@ -93,7 +96,10 @@ class Trial:
         testing.assert_close(lse, expected_lse, dtype=self.case.dtype)
 
 
-def attention(q, kv, tables, lengths, new, *, offsets=None, scale=None, soft_cap=None, window=None, sinks=None):
+def attention(
+    q, kv, tables, lengths, new, *, offsets=None, scale=None, soft_cap=None, window=None, sinks=None, chunk=None,
+    tree=None, spans=None,
+):  # fmt: skip
     """Paged attention one token at a time, in float64; table entries are clamped into the pool, lengths to tables."""
     q, kv, tables, lengths, new = (np.asarray(x) for x in (q, kv, tables, lengths, new))
     q, block_size = q.astype(np.float64), kv.shape[3]
@@ -102,11 +108,15 @@ def attention(q, kv, tables, lengths, new, *, offsets=None, scale=None, soft_cap
     group, head_dim = q.shape[-2] // kv.shape[2], q.shape[-1]
     out, lse = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)
     for row, (length, count) in enumerate(zip(lengths, new, strict=True)):
+        first_place = row * q.shape[1] if q.ndim == 4 else starts[row]
+        parents, numbers = (
+            None if x is None else np.asarray(x).reshape(-1)[first_place : first_place + count] for x in (tree, spans)
+        )
         for t in range(count):
             place, last = ((row, t) if q.ndim == 4 else starts[row] + t), length - count + t
             if last < 0:
                 continue
-            seen = np.arange(0 if window is None else max(last - window + 1, 0), last + 1)
+            seen = np.array(sorted(seen_by(t, last - t, last, window, chunk, parents, numbers)))
             k, v = np.moveaxis(kv[tables[row, seen // block_size], :, :, seen % block_size], 1, 0)[..., :head_dim]
             k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
             logits = np.einsum("hd,nhd->hn", q[place], k) * (head_dim**-0.5 if scale is None else scale)
@@ -167,6 +177,25 @@ DECODE = {
         Case((200,), (4,), num_heads=3, window=60, **ONE), loud=((0, 137), (0, 138), (0, 196)), **SMALL,
     ),
     "few tokens, more new than tokens": Trial(Case((64, 40), (5, 3), **ONE), poison=0.5, lengths=(3, 40)),
+    # A row's first place in a chunk, its last, and one between; blocks and tiles that lie before are NaN.
+    "chunk": Trial(Case((97, 96, 300), (1, 1, 1), chunk=96, max_blocks=25, **ONE), poison_before_window=True),
+    "chunk, cut": Trial(
+        Case((500, 255), (1, 1), chunk=256, block_size=32, sinks=True, max_blocks=25, **ONE), poison_before_window=True,
+        **SMALL,
+    ),
+    # Tokens on both sides of a chunk's edge.
+    "few tokens, chunk": Trial(
+        Case((163, 98, 40), (5, 4, 1), chunk=32, num_heads=3, max_blocks=25, **ONE), poison_before_window=True, **SMALL,
+    ),
+    "tree": Trial(
+        Case((130, 5, 0, 64), (5, 5, 0, 2), tree=True, num_heads=3, **ONE), loud=((0, 127), (3, 63)), **SMALL,
+    ),
+    "tree of as many tokens as fit": Trial(Case((100,), (32,), tree=True, num_heads=1, **ONE)),
+    "tree, window": Trial(
+        Case((130,), (8,), tree=True, window=6, max_blocks=25, **ONE), poison_before_window=True,
+    ),
+    "tree, chunk": Trial(Case((130,), (8,), tree=True, chunk=64, max_blocks=25, **ONE), poison_before_window=True),
+    "few tokens, spans": Trial(Case((40, 70), (8, 3), spans=True, window=3, **ONE)),
     "one item for each of many tiles": Trial(
         Case((64 * 39 + 5,), (1,), block_size=128, sinks=True, **ONE), wave=40,
     ),
@@ -231,6 +260,16 @@ PREFILL = {
         Case((430,), (30,), window=200, max_blocks=30, **ONE), chunks=2, poison_before_window=True,
     ),
     # As many items as there is room for: each row's last has one token.
+    "chunk": Trial(
+        Case((230, 110), (60, 9), chunk=80, num_heads=2, max_blocks=25, **ONE), poison_before_window=True,
+    ),
+    # The first query sees all of one tile, and the others none of it.
+    "the chunk's first token": Trial(Case((200,), (9,), chunk=64, **ONE), loud=((0, 128), (0, 190), (0, 192))),
+    "tree": Trial(Case((150, 5, 64), (50, 3, 1), tree=True, num_heads=2, packed=True, padding=2, **ONE), **SMALL),
+    "tree, window": Trial(Case((200,), (64,), tree=True, window=5, sinks=True, **ONE)),
+    "tree, chunks": Trial(Case((330,), (40,), tree=True, chunk=128, max_blocks=25, **ONE), chunks=2),
+    "spans": Trial(Case((60, 200), (3, 70), spans=True, packed=True, padding=3, num_heads=2, **ONE), **SMALL),
+    "spans, window": Trial(Case((200,), (70,), spans=True, window=4, num_heads=2, **ONE)),
     "tight items": Trial(Case((40, 33, 33), (33, 33, 33), packed=True, **ONE)),
     "explicit offsets": Trial(Case((90, 3, 40), (30, 1, 17), packed=True, **B16), gaps=2),
     "wild ids": Trial(

@@ -62,6 +62,24 @@ MIXED = [
 ]
 
 
+# What goes by a token's chunk, its tree or its span. Rows' first places in a chunk, their last, and one between; trees
+# under a window or in chunks, where depth is what counts; one token more than a word has bits.
+SIGHTS_OF_ONE = [
+    (Case((97, 96, 0, 300), (1, 1, 0, 1), 2, 1, 128, 8, chunk=24, **F32), 32),
+    (Case((33, 32, 150), (1, 1, 1), 4, 2, 128, 16, chunk=32, sinks=True, **BF16), 64),
+    (Case((97, 48), (1, 1), 6, 1, 136, 16, rank=72, scale=0.1, chunk=32, **LATENT), 32),
+]
+SIGHTS = [
+    (Case((50, 5), (7, 3), 2, 1, 128, 8, chunk=12, tree=True, packed=True, padding=1, **F32), 16),
+    (Case((90, 37, 5, 40), (64, 1, 3, 20), 2, 1, 128, 8, chunk=24, packed=True, padding=2, **F32), 32),
+    (Case((85, 20, 64), (33, 3, 1), 5, 1, 128, 16, tree=True, packed=True, **BF16), 32),
+    (Case((100, 9), (64, 2), 2, 1, 128, 16, tree=True, window=5, sinks=True, **BF16), 64),
+    (Case((60, 9, 90), (40, 3, 1), 2, 1, 128, 8, spans=True, packed=True, padding=2, **F32), 16),
+    (Case((60, 90), (40, 1), 2, 1, 128, 8, spans=True, window=3, **F32), 16),
+    (Case((60, 90), (20, 3), 6, 1, 136, 16, rank=72, scale=0.1, spans=True, chunk=32, **LATENT), 32),
+]
+
+
 def in_a_mode(cases, *by_day):
     """By day those cases, each in one of the two modes; by night all in both."""
     chosen = [
@@ -99,6 +117,16 @@ def test_decode_rows_only_and_a_window(packed):
     """A step with room for many tokens a row where none has more than one: the prefill kernel has nothing to do."""
     case = Case((150, 33), (1, 1), 2, 1, 128, 16, packed=packed, padding=1, window=32, **BF16)
     interpreter.check_attention(tpu, case, interpreter.PLAIN, step_tokens=32)
+
+
+@in_a_mode(SIGHTS_OF_ONE, 0)
+def test_decode_in_chunks_with_the_write_fused(case, step_tokens, mode):
+    interpreter.check_write_and_attention(tpu, case, mode, **steps(step_tokens))
+
+
+@in_a_mode(SIGHTS, 0)
+def test_what_goes_by_the_token(case, step_tokens, mode):
+    interpreter.check_attention(tpu, case, mode, **steps(step_tokens))
 
 
 def test_write_and_attend_of_a_mixed_step():

@@ -89,8 +89,8 @@ CONTROLS = {
         ROWS,
         RACES,
         "decode.py",
-        "return buffers.at[slot,",
-        "return buffers.at[0 * slot,",
+        "pages_of.at[slot, these]",
+        "pages_of.at[0 * slot, these]",
     ),
     "wrong block": (
         decode,
@@ -106,12 +106,19 @@ CONTROLS = {
         but(ROWS, window=24),
         PLAIN,
         "decode.py",
-        "position >= limit - pages",
-        "position >= limit - 1 - pages",
+        "position >= pages.reach.first(limit - 1)",
+        "position >= pages.reach.first(limit - 1) - 1",
     ),
     "tail not cleared": (decode, ROWS, PLAIN, "pages.py", "keep(held - 1,", "(lambda *_: None)(held - 1,"),
     "pages not cleared": (decode, ROWS, PLAIN, "pages.py", "lax.fori_loop(held, self", "lax.fori_loop(held, 0 * self"),
-    "write not awaited": (decode, ROWS, PLAIN, "decode.py", "these, semaphore).wait()", "these, semaphore) and None"),
+    "write not awaited": (
+        decode,
+        ROWS,
+        PLAIN,
+        "decode.py",
+        "pltpu.make_async_copy(these, these, semaphore).wait",
+        "lambda: None",
+    ),
     "write of the wrong tile": (
         decode,
         ROWS,
@@ -207,7 +214,7 @@ CONTROLS = {
         but(CHUNKS, lengths=(99, 30, 9), window=34),
         PLAIN,
         "prefill.py",
-        "seen & (first_key > limit - 1 - pages.window)",
+        "seen & (first_key >= pages.reach.first(limit - 1)) if pages.reach.ends else seen",
         "seen",
     ),
     "another tile's queries": (
@@ -308,6 +315,90 @@ CONTROLS = {
         "(block < 2**30)\n    return Runs",
     ),
 }
+SPANS = but(CHUNKS, spans=True)
+# What goes by a token's chunk, tree or span.
+CONTROLS |= {
+    "a chunk one too early": (
+        decode,
+        but(ROWS, chunk=20),
+        PLAIN,
+        "decode.py",
+        "position >= pages.reach.first(limit - 1)",
+        "position >= pages.reach.first(limit - 1) - 1",
+    ),
+    "values before the chunk": (
+        decode,
+        but(ROWS, chunk=20),
+        PLAIN,
+        "pages.py",
+        "pl.when(step == 0)",
+        "pl.when(step < 0)",
+    ),
+    "pages before the chunk": (
+        decode,
+        but(ROWS, chunk=16),
+        PLAIN,
+        "pages.py",
+        "return divide(jnp.maximum(self.reach.first(oldest)",
+        "return 0 * divide(jnp.maximum(self.reach.first(oldest)",
+    ),
+    "a chunk forgotten by rows of one token": (
+        prefill,
+        but(CHUNKS, lengths=(37, 30, 9), new=(20, 1, 1), chunk=16),
+        PLAIN,
+        "step.py",
+        "rank=rank, reach=reach, **options",
+        "rank=rank, **options",
+    ),
+    "sure of what the last token does not see": (
+        prefill,
+        but(CHUNKS, new=(6, 7, 4), chunk=16),
+        PLAIN,
+        "prefill.py",
+        "(first_key >= sure[0][tile])",
+        "(first_key >= 0 * sure[0][tile])",
+    ),
+    "sure of what the first token does not see": (
+        prefill,
+        but(CHUNKS, tree=True),
+        PLAIN,
+        "prefill.py",
+        "<= sure[1][tile])",
+        "<= sure[1][tile] + pages.step_tokens)",
+    ),
+    "a walk to the tile's last token": (
+        prefill,
+        but(SPANS, new=(37, 7, 4), num_heads=32),
+        PLAIN,
+        "prefill.py",
+        "froms[tile], untils[tile]\n",
+        "froms[tile], limits[tile]\n",
+    ),
+    "heads and tokens of a sight mixed up": (
+        prefill,
+        but(CHUNKS, tree=True),
+        PLAIN,
+        "prefill.py",
+        "jnp.tile(sight.tokens, (1, 1, group))",
+        "jnp.repeat(sight.tokens, group, axis=2)",
+    ),
+    "the sight of the tile before": (
+        prefill,
+        but(CHUNKS, tree=True),
+        PLAIN,
+        "prefill.py",
+        "lines.shape[1:]), lambda tile, *_: (tile, 0, 0)",
+        "lines.shape[1:]), lambda tile, *_: (jnp.maximum(tile - 1, 0), 0, 0)",
+    ),
+    "a tree taken for a chain": (
+        prefill,
+        but(CHUNKS, tree=True),
+        PLAIN,
+        "step.py",
+        "(chunk, tree, spans))",
+        "(chunk, spans))",
+    ),
+}
 BY_DAY = list(CONTROLS)[::9]
 
 
@@ -334,6 +425,13 @@ def test_control(control, tmp_path, monkeypatch):
     tpu = broken(tmp_path, monkeypatch, *changes)
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):  # wrong, or raised by the interpreter
         run(tpu, case, mode)
+
+
+def test_every_mistake_can_be_made():
+    """By day too: the text that each changes is still there."""
+    sources = {path.name: path.read_text() for path in SOURCE.glob("*.py")}
+    for name, (_, _, _, *changes) in CONTROLS.items():
+        assert all(find in sources[file] for file, find, _ in itertools.batched(changes, 3)), name
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="by day test_interpret.py passes on cases like these")

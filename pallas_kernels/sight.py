@@ -1,0 +1,191 @@
+"""For writers of kernels: which of its row's keys each token sees, without a mask of them all.
+
+A window or a chunk is a `Reach`, a function of a token's position. What goes by the token is a `Sight`: a run of keys,
+as long as its chunk or its span, and among the tokens of a tree a bit for each that stands above it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.tokens import Tokens, locate
+from pallas_kernels.trees import climb
+
+TREE_TOKENS = 64  # of a row, at most, for kernels: two words of bits
+WORD = 32
+SIGHTS = ("chunk", "spans", "tree")  # options with which kernels of many tokens a row read a `Sight`
+FAR = 2**30
+
+
+class Reach(NamedTuple):
+    """How far back a token sees: the last `window` positions, its own included, or those of its `chunk`, or all.
+
+    >>> int(Reach(window=4).first(jnp.int32(9))), int(Reach(chunk=4).first(jnp.int32(11)))
+    (6, 8)
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def ends(self) -> bool:
+        return self.window is not None or self.chunk is not None
+
+    def first(self, position: jax.Array) -> jax.Array:
+        """The first position that a token at `position` sees; that of a window may be negative."""
+        if self.window is not None:
+            return position - (self.window - 1)
+        if self.chunk is None:
+            return jnp.zeros_like(position)
+        if self.chunk & (self.chunk - 1) == 0:  # scalar units have no division
+            return position & -self.chunk
+        return position - lax.rem(position, jnp.int32(self.chunk))
+
+    def most(self, tokens: int) -> int | None:
+        """How many keys so many consecutive tokens see together, at most. None: all."""
+        size = self.window if self.chunk is None else self.chunk
+        return None if size is None else size + tokens - 1
+
+
+ALL = Reach()
+
+
+class Sight(NamedTuple):
+    """One entry per token place, flat: it sees the keys from `first` to `last` and those whose bit is set."""
+
+    own: jax.Array  # i32[N]: the token's own place in its row
+    first: jax.Array  # i32[N], at least 0
+    last: jax.Array  # i32[N]
+    before: jax.Array  # i32[N]: the place of the row's first token of this step, which bits are counted from
+    words: jax.Array | None  # i32[N, W]: of trees, 32 tokens a word
+
+
+class Tiles(NamedTuple):
+    """Sights of tiles of tokens, as kernels read them, and what the tokens of each see together, i32[tiles]."""
+
+    tokens: jax.Array  # i32[tiles, 3 + W, tile]: first, last, before and words; of no token 0, -1, 0 and 0
+    start: jax.Array  # keys that some token sees: from here on
+    stop: jax.Array  # and before here
+    sure_start: jax.Array  # keys that all tokens see
+    sure_stop: jax.Array
+
+
+def find_sight(
+    token: Tokens, before: jax.Array, start: jax.Array, longest: int, reach: Reach, tree: jax.Array | None = None,
+    spans: jax.Array | None = None,
+) -> Sight:  # fmt: skip
+    """What the tokens of a step see.
+
+    Args:
+      token: where they lie, flat.
+      before, start: `i32[S]`: the position of each row's first token of this step, and its place among the tokens.
+      longest: at least the tokens of any row.
+      tree: their parents, flat; see `trees.climb`.
+      spans: flat; the tokens of each stand one after another, see `are_runs`. Not with a tree.
+    """
+    base = before[token.row]
+    if tree is None:
+        own = token.position
+        first, last = reach.first(own), own
+        if spans is not None:
+            back, ahead = _run_around(token, spans)
+            first, last = jnp.minimum(first, own - back), own + ahead
+        return Sight(own, jnp.maximum(first, 0), last, base, None)
+    found = climb(tree, token, before, start, longest)
+    first, seen = reach.first(base + found.depth), found.ancestors
+    if reach.ends:  # an ancestor stands where its depth says
+        nth = jnp.arange(longest, dtype=jnp.int32)[None]
+        theirs = found.depth.at[start[token.row][:, None] + nth].get(mode="clip")
+        seen &= base[:, None] + theirs >= first[:, None]
+    return Sight(token.position, jnp.maximum(first, 0), base - 1, base, pack(seen))
+
+
+def _run_around(token: Tokens, spans: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """How many tokens of the same span stand right before each token, and right behind."""
+    place = jnp.arange(spans.shape[0], dtype=jnp.int32)
+    inside = token.valid & (spans != 0)
+    joined = inside[1:] & inside[:-1] & (token.row[1:] == token.row[:-1]) & (spans[1:] == spans[:-1])
+    begin = lax.cummax(jnp.where(jnp.pad(joined, (1, 0)), 0, place))
+    end = lax.cummin(jnp.where(jnp.pad(joined, (0, 1)), spans.shape[0], place), reverse=True)
+    return place - begin, end - place
+
+
+def are_runs(token: Tokens, spans: jax.Array) -> jax.Array:
+    """`bool[]`: do the tokens of each row and span stand one after another? Arguments are flat."""
+    number = jnp.where(token.valid, spans, 0)
+    place = jnp.arange(spans.shape[0], dtype=jnp.int32)
+    row, number, place = lax.sort((token.row, number, place), num_keys=2)
+    same = (row[1:] == row[:-1]) & (number[1:] == number[:-1]) & (number[1:] != 0)
+    return jnp.all(~same | (place[1:] == place[:-1] + 1))
+
+
+def with_spans(
+    kernel: Callable, q, kv, tables, lengths, new, *, offsets=None, spans=None, **options
+) -> Any:  # fmt: skip
+    """`kernel`; where there are spans, if each one's tokens stand one after another, as images' and prompts' do, and
+    else XLA: only the device knows. A token that is alone in its row is its whole span."""
+    if spans is None or q.shape[-3] == 1:
+        return kernel(q, kv, tables, lengths, new, offsets=offsets, **options)
+    from pallas_kernels import xla
+
+    token = jax.tree.map(jnp.ravel, locate(q.shape[:-2], lengths, new, offsets))
+    kernels_own = {name: options.pop(name) for name in ("interpret", "step_tokens") if name in options}
+    given = dict(offsets=offsets, spans=spans, **options)
+    return lax.cond(
+        are_runs(token, spans.reshape(-1)),
+        lambda: kernel(q, kv, tables, lengths, new, **kernels_own, **given),
+        lambda: xla.paged_attention(q, kv, tables, lengths, new, **given),
+    )
+
+
+def too_large_a_tree(arguments: dict[str, Any]) -> str | None:
+    """Why kernels do not take the tree among an op's arguments, or None."""
+    tree = arguments.get("tree")
+    if tree is None or tree.shape[-1] <= TREE_TOKENS:
+        return None
+    each = "in all where they are packed" if tree.ndim == 1 else "a row"
+    return (
+        f"The kernels take a tree in steps of at most {TREE_TOKENS} tokens {each}, not {tree.shape[-1]}: leave "
+        "implementation=None to use XLA's."
+    )
+
+
+def pack(bits: jax.Array) -> jax.Array:
+    """`bool[N, longest]` as `i32[N, W]`."""
+    count, longest = bits.shape
+    words = -(-longest // WORD)
+    bits = jnp.pad(bits, ((0, 0), (0, words * WORD - longest))).reshape(count, words, WORD)
+    return jnp.sum(jnp.where(bits, jnp.int32(1) << jnp.arange(WORD, dtype=jnp.int32), 0), axis=2, dtype=jnp.int32)
+
+
+def cut(sight: Sight, at: jax.Array, there: jax.Array) -> Tiles:
+    """The sights of tiles: `i32[tiles, tile]`, each one's tokens, and which of them there are."""
+    at = jnp.clip(at, 0, sight.own.shape[0] - 1)
+    own, first, last, before = (x[at] for x in sight[:4])
+    lines = [jnp.where(there, x, nothing) for x, nothing in ((first, 0), (last, -1), (before, 0))]
+    if sight.words is not None:
+        lines += [jnp.where(there, sight.words[at, w], 0) for w in range(sight.words.shape[1])]
+    some = there.any(axis=1)
+    ranges = (
+        jnp.min(jnp.where(there, first, FAR), axis=1),
+        jnp.max(jnp.where(there, jnp.maximum(last, own), -1), axis=1) + 1,
+        jnp.max(jnp.where(there, first, 0), axis=1),
+        jnp.min(jnp.where(there, last, FAR), axis=1) + 1,
+    )
+    start, stop, *sure = (jnp.where(some, x, 0) for x in ranges)
+    return Tiles(jnp.stack(lines, axis=1), start, jnp.where(some, jnp.maximum(stop, 1), 0), *sure)
+
+
+def sees(key: jax.Array, first: jax.Array, last: jax.Array, before: jax.Array, words: list[jax.Array]):
+    """In a kernel: does a token with this sight see the key? Arrays of one shape, or that broadcast."""
+    seen = (key >= first) & (key <= last)
+    if not words:
+        return seen
+    nth = key - before
+    word = jnp.zeros_like(nth)
+    for i, bits in enumerate(words):
+        word = jnp.where(nth >> 5 == i, bits, word)
+    return seen | (((word >> (nth & (WORD - 1))) & 1) == 1)
