@@ -120,17 +120,19 @@ def open_saved(path: pathlib.Path) -> tuple[SavedCache, Mapping[str, np.ndarray]
         parts, count = json.loads(fields["parts"]), int(fields["shards"])
         config = one_file.parse_config(json.loads(fields["cache"])["config"])
         found = [(numbers, *one_file.open_saved(path.with_name(name))) for name, numbers in parts.items()]
-        everything = list(range(count)) if len(found) > 1 else found[0][0]
-        is_whole = sorted(number for numbers, *_ in found for number in numbers) == everything
+        numbers = sorted(number for numbers, *_ in found for number in numbers)
+        is_whole = len(found) == 1 or (len(numbers) == count and numbers == list(range(count)))
     except FileNotFoundError as error:
         raise DamagedFile(f"A part of {path} is not beside it: {error.filename}. {AGAIN}") from error
-    except (TypeError, KeyError, AttributeError, IndexError, json.JSONDecodeError) as error:
+    except CacheFileError:
+        raise
+    except (TypeError, KeyError, AttributeError, IndexError, ValueError, RecursionError) as error:
         raise CacheFileError(
             f"{path} cannot be read by this version of jaxkv ({error}): load it with the version that saved it."
         ) from error
-    _, first, shared = found[0]
-    if not is_whole or any((one.lengths, one.groups) != (first.lengths, first.groups) for _, one, _ in found):
+    if not is_whole or len({(one.lengths, one.groups) for _, one, _ in found}) > 1:
         raise DamagedFile(f"{path} is damaged: its parts do not make a whole. {AGAIN}")
+    _, first, shared = found[0]
     joined = Joined(shared, config, [(numbers, one.config, own) for numbers, one, own in found], count)
     return dataclasses.replace(first, config=config), joined
 

@@ -1,5 +1,6 @@
 """Two processes of two devices each with one cache over all four: real ones, on this machine, and some are killed."""
 
+import json
 import os
 import pathlib
 import random
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from nightly import NIGHTLY
 
 import jaxkv
 import jaxkv.distributed
+from jaxkv._files import safetensors
 
 FLAGS = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
 FILE = pathlib.Path(worker.__file__)
@@ -96,6 +99,22 @@ def damaged(path):
     path.write_bytes(manifest.replace(b'"shards"', b'"shardz"'))
     with pytest.raises(jaxkv.DamagedFile, match="its header is not what its checksum says"):
         jaxkv.load(path)
+    path.write_bytes(manifest)
+    _, fields, _ = safetensors.read_all(path)
+    parts = json.loads(fields["parts"])
+    for wrong in (
+        {"shards": "x"},
+        {"shards": str(10**12)},
+        {"parts": "{}"},
+        {"parts": json.dumps({f"../{path.parent.name}/{name}": own for name, own in parts.items()})},
+        {"parts": json.dumps({name: [0] for name in parts})},
+        {"parts": json.dumps({name: ["a", 0] for name in parts})},
+        {"cache": json.dumps({"config": {}})},
+    ):
+        header = safetensors.header({"checksums": (np.dtype(np.uint32), (1,))}, fields | wrong)
+        safetensors.write(path, {"checksums": np.array([zlib.crc32(header)], np.uint32)}, fields | wrong)
+        with pytest.raises(jaxkv.CacheFileError, match=r"cannot be read by this version|do not make a whole"):
+            jaxkv.load(path)
     path.write_bytes(manifest)
     jaxkv.load(path)
 
