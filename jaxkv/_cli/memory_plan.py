@@ -142,6 +142,6 @@ def _hold(config: CacheConfig, rows: int, blocks_each: float, step_tokens: int) 
     needed, all_blocks = config.replace(max_seqs=rows), math.ceil(rows * blocks_each)
     return all(
         blocks >= (all_blocks if window is None
-                   else min(all_blocks, needed.window_blocks(window, max(step_tokens, rows))))
-        for blocks, window in zip(config.group_blocks, config.group_reaches, strict=True)
+                   else min(all_blocks, needed.window_blocks(window, max(step_tokens, rows), sinks)))
+        for blocks, window, sinks in zip(config.group_blocks, config.group_reaches, config.group_sinks, strict=True)
     )  # fmt: skip

@@ -83,10 +83,13 @@ def replace_entries(tables: BlockTables, entries: jax.Array, kept: jax.Array | N
     )
 
 
-def give_back(tables: BlockTables, first: jax.Array) -> BlockTables:
-    """Free the blocks before column `first[s]` of each row: nothing is done where there are none, as in most steps."""
-    column = jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None]
-    first_held = tables.end - tables.held
+def give_back(tables: BlockTables, first: jax.Array, sinks: int = 0) -> BlockTables:
+    """Free the blocks before column `first[s]` of each row, but for its first `sinks`: nothing is done where there are
+    none, as in most steps."""
+    column, end = jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None], tables.end
+    first_held = end - tables.held
+    if sinks:
+        first_held += jnp.minimum(end, sinks)
     State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
     def more(state: State) -> jax.Array:
@@ -120,7 +123,7 @@ def give_back(tables: BlockTables, first: jax.Array) -> BlockTables:
     _, refcounts, free_list, num_free = jax.lax.while_loop(more, drop, state)
     return dataclasses.replace(
         tables,
-        tables=jnp.where(column < first[:, None], NULL_BLOCK, tables.tables),
+        tables=jnp.where((column >= sinks) & (column < first[:, None]), NULL_BLOCK, tables.tables),
         refcounts=refcounts,
         free_list=free_list,
         num_free=num_free,

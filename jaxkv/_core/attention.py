@@ -61,8 +61,8 @@ def attention(
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after `scale`.
       window: a token sees only the last `window` positions, its own included; default: the layer's own, which it cannot
         exceed. A layer's chunk is always its own.
-      sink_tokens: with `window`, it sees the first so many positions of its row, too (StreamingLLM). For layers that
-        keep everything: those made with a window have given the first ones back.
+      sink_tokens: with `window`, it sees the first so many positions of its row, too (StreamingLLM); default: the
+        layer's own. A layer made with a window and without them has given the first ones back.
       sinks: `f32[H]`, one more logit per head in the softmax's denominator, without a value.
       mask: `bool[S, T, C]` padded or `bool[N, C]` packed, and-ed with causality: may the token see position c of its
         row? Positions from C on are not seen. Kernels for TPU and GPU take none: then XLA runs.

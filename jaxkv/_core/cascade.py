@@ -21,6 +21,8 @@ def can_share(config: CacheConfig) -> bool:
 def find_sharing(config: CacheConfig, tables: BlockTables, group: int, queries: jax.Array) -> jax.Array:
     """`i32[4, S]`, see `pallas_kernels.prefixes`: who reads what with whom, in the layers of a group."""
     before = tables.lengths - tables.new
+    if config.group_sinks[group]:  # rows are read one by one
+        return jnp.zeros((4, before.shape[0]), jnp.int32)
     first = config.first_seen(group, before)
     return find_shared(tables.tables, before, queries, block_size=config.block_size, first=first, worth=WORTH_TOKENS)
 
@@ -34,6 +36,7 @@ def blocks_read(config: CacheConfig, tables: BlockTables, group: int, shared: ja
         common = of.tokens // config.block_size
         together = jnp.sum(-(-of.queries // TOGETHER) * jnp.maximum(common - first, 0))
         first = jnp.maximum(first, common)
+    first -= jnp.minimum(first, config.group_sinks[group])
     own = jnp.where(tables.new > 0, blocks_for(tables.lengths, config.block_size) - first, 0)
     return jnp.sum(own) + together
 

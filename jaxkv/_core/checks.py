@@ -141,8 +141,11 @@ def _check_tables(t: BlockTables, config: CacheConfig, group: int) -> None:
     used = t.tables != NULL_BLOCK
     column = np.arange(t.tables.shape[1])
     end = np.max(np.where(used, column + 1, 0), axis=1)
-    first = np.min(np.where(used, column, end[:, None]), axis=1)
-    assert (used == ((column >= first[:, None]) & (column < end[:, None]))).all(), "a row's entries stand together"
+    sinks = config.group_sinks[group]
+    first = np.min(np.where(used & (column >= sinks), column, end[:, None]), axis=1)
+    together = (column >= first[:, None]) | (column < sinks)
+    assert (used == (together & (column < end[:, None]))).all(), "a row's entries stand together"
+    first = np.where((first <= sinks) | (end <= sinks), 0, first)
     assert (end >= -(-t.lengths // block_size)).all(), f"every row has the blocks for its tokens: {end}, {t.lengths}"
     seen = config.first_seen(group, t.lengths - t.new)
     assert (first <= np.where(t.lengths > 0, seen, 0)).all(), f"what this step's tokens see is held: {first}, {seen}"

@@ -188,6 +188,11 @@ class CacheConfig(MadeLike):
                 f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, which has evict={owner.evict!r}: it "
                 f"cannot be a layer {layer.sight}, for places there are no positions."
             )
+        if owner.window is not None and (layer.sink_tokens or 0) > (owner.sink_tokens or 0):
+            raise ValueError(
+                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, which keeps "
+                f"{owner.sink_tokens or 'none'} of the first tokens: its own sink_tokens cannot be {layer.sink_tokens}."
+            )
         if owner.window is not None and (layer.window is None or layer.window > owner.window):
             raise ValueError(
                 f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, which keeps a window of "
@@ -314,7 +319,7 @@ class CacheConfig(MadeLike):
         blocks = (
             num_blocks * self.group_heads[g]
             if g == self._widest or reach is None
-            else min(num_blocks, self.window_blocks(reach, step_tokens))
+            else min(num_blocks, self.window_blocks(reach, step_tokens, self.group_sinks[g]))
             for g, reach in enumerate(self.group_reaches)
         )
         return self.replace(group_blocks=tuple(blocks))

@@ -14,6 +14,7 @@ from jaxkv._core.arguments import to_device
 from jaxkv._core.by_rows import init_rows, shard_config, specs_of_rows
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
+from jaxkv._core.lines import refuse_sinks
 from jaxkv._core.numbers import shown
 from jaxkv._core.processes import agree, processes_of, put
 from jaxkv._core.shards import num_parts
@@ -162,6 +163,7 @@ def _check_runs(config: CacheConfig, count: int, context: str) -> None:
             f"Blocks of {config.block_size} tokens cannot be divided among the {count} devices of the mesh axis "
             f"{context!r}: make block_size a multiple of it, {-(-config.block_size // count) * count}, say."
         )
+    refuse_sinks(config, f"Divided over the mesh axis {context!r}, a cache takes")
     for i, layer in enumerate(config.layers):
         if layer.evict is not None:
             raise ValueError(

@@ -64,7 +64,7 @@ class Groups:
 
         def kept(i: int) -> tuple[int | None, ...]:  # a layer that evicts keeps what no other one does
             layer = self.layers[i]
-            return layer.window, layer.chunk, None if layer.evict is None else i
+            return layer.window, layer.chunk, layer.sink_tokens, None if layer.evict is None else i
 
         return tuple(tuple(i for i in stored if kept(i) == kind) for kind in dict.fromkeys(map(kept, stored)))
 
@@ -87,6 +87,12 @@ class Groups:
     def group_chunks(self) -> tuple[int | None, ...]:
         """For each group the chunk of its layers; None: they have none, or keep everything all the same."""
         return tuple(None if self.contiguous else self.layers[layers[0]].chunk for layers in self.groups)
+
+    @functools.cached_property
+    def group_sinks(self) -> tuple[int, ...]:
+        """For each group how many first blocks of a row stay, whatever falls out of its window."""
+        first = (0 if self.contiguous else self.layers[layers[0]].sink_tokens or 0 for layers in self.groups)
+        return tuple(-(-tokens // self.block_size) for tokens in first)
 
     @functools.cached_property
     def group_evicts(self) -> tuple[str | None, ...]:
@@ -159,14 +165,18 @@ class Groups:
     def row_blocks(self, group: int, length: int) -> int:
         """The most blocks that a row of up to `length` tokens holds in a group's layers, growing one by one."""
         reach, blocks = self.group_reaches[group], -(-length // self.block_size) * self.group_heads[group]
-        return blocks if reach is None else min(blocks, (self._places_of(reach) + 1) // self.block_size)
+        if reach is None:
+            return blocks
+        return min(blocks, (self._places_of(reach) + 1) // self.block_size + self.group_sinks[group])
 
-    def window_blocks(self, window: int, step_tokens: int | None = None) -> int:
-        """The most blocks that all rows together hold of a window, `step_tokens` being added to them at once."""
+    def window_blocks(self, window: int, step_tokens: int | None = None, sinks: int = 0) -> int:
+        """The most blocks that all rows together hold of a window behind so many `sinks`, first blocks that stay,
+        `step_tokens` being added to them at once."""
         most = self.max_seqs * self.max_blocks_per_seq
         if step_tokens is None:
             return most
-        return min(most, (self.max_seqs * self._places_of(window) + step_tokens) // self.block_size)
+        places = self.max_seqs * self._places_of(window) + step_tokens
+        return min(most, places // self.block_size + self.max_seqs * sinks)
 
     def _places_of(self, window: int) -> int:
         """The most places in the blocks of a window: `window - 1` tokens that the next one sees, `block_size - 1` more

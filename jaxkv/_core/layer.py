@@ -84,6 +84,8 @@ class LayerConfig:
       head_dim: elements per head, D in shapes.
       window: a token sees only the last `window` positions, its own included; None: all. What no later token can see
         is given back to the pool.
+      sink_tokens: with `window`, a token sees the first so many of its row too, and they stay: what lies between is
+        given back (StreamingLLM, https://arxiv.org/abs/2309.17453).
       chunk: a token sees only its own chunk, from `position // chunk * chunk` on (Llama 4's local layers). What lies
         before the next token's is given back. Not with `window`.
       dtype: the layer's storage, when it is not the cache's.
@@ -109,9 +111,11 @@ class LayerConfig:
     rotate: bool | None = None
     chunk: int | None = None
     evict: str | None = None
+    sink_tokens: int | None = None
 
     def __post_init__(self):
-        limits = {"num_kv_heads": 1, "head_dim": 1, "window": 1, "shares_with": 0, "rank": 1, "chunk": 1}
+        least_of = {"shares_with": 0} | dict.fromkeys(("window", "rank", "chunk", "sink_tokens"), 1)
+        limits = {"num_kv_heads": 1, "head_dim": 1} | least_of
         for field, least in limits.items():
             value, optional = getattr(self, field), field not in ("num_kv_heads", "head_dim")
             if not (optional and value is None):
@@ -125,6 +129,11 @@ class LayerConfig:
             raise ValueError(
                 f"LayerConfig.chunk={self.chunk} and window={self.window} cannot both limit what a token sees: leave "
                 "one out."
+            )
+        if self.sink_tokens is not None and self.window is None:
+            raise ValueError(
+                f"LayerConfig.sink_tokens={self.sink_tokens} are seen beside a window, and there is none: give window, "
+                "or leave them out."
             )
         if self.evict not in (None, "layer", "head"):
             raise ValueError(f'LayerConfig.evict must be "layer", "head" or None, not {shown(self.evict)}.')
@@ -174,7 +183,8 @@ class LayerConfig:
             return f"with chunks of {self.chunk}"
         if self.evict is not None:
             return f'with evict="{self.evict}"'
-        return "without a window" if self.window is None else f"with a window of {self.window}"
+        first = "" if self.sink_tokens is None else f" behind {self.sink_tokens} first tokens"
+        return "without a window" if self.window is None else f"with a window of {self.window}{first}"
 
     @property
     def dim(self) -> int:

@@ -22,6 +22,16 @@ def refuse_evicting(config: CacheConfig, what: str, kinds: tuple[str, ...] = ("l
             raise ValueError(f"{what} no layers with evict={layer.evict!r} yet, but layer {i} has it: leave it out.")
 
 
+def refuse_sinks(config: CacheConfig, what: str) -> None:
+    """Raise ValueError where rows of a layer keep first tokens before its window, for a function that does not know."""
+    for i, layer in enumerate(config.layers):
+        if layer.sink_tokens is not None and layer.shares_with is None and not config.contiguous:
+            raise ValueError(
+                f"{what} no layers with window={layer.window} and sink_tokens={layer.sink_tokens} yet, but layer {i} "
+                "has them: leave sink_tokens out."
+            )
+
+
 def to_lines(x: Any, tables: BlockTables) -> Any:
     """`[S, ...]` of rows, or a scalar, for each line of a table."""
     if not jnp.ndim(x) or x.shape[0] == (lines := tables.lengths.shape[0]):

@@ -53,15 +53,16 @@ class TokensGone(ValueError):
 
 def reblock(
     tables: np.ndarray, lengths: np.ndarray, old_size: int, new_size: int, *, first: np.ndarray | None = None,
-    share: bool = True, partial: bool = False,
+    sinks: int = 0, share: bool = True, partial: bool = False,
 ) -> Blocks:  # fmt: skip
     """The same tokens in blocks of `new_size`.
 
     Args:
-      tables: `i32[R, M]`, the blocks of `old_size` tokens that each row holds; null entries in front are blocks that
-        fell out of the row's window.
+      tables: `i32[R, M]`, the blocks of `old_size` tokens that each row holds; null entries before others are blocks
+        that fell out of the row's window.
       lengths: `i32[R]`, tokens of each row.
       first: `i32[R]`: a row needs the tokens from this block of `new_size` on; default: all.
+      sinks: of what is before that, its first so many blocks of `new_size` too.
       share: rows that hold the same tokens of the same blocks have one block for them, if it is full. Sharing of whole
         blocks survives a smaller `new_size`; with a larger one, as far as whole new blocks are shared.
       partial: where a row's first block would begin with tokens that it has given back, leave their places empty.
@@ -81,21 +82,22 @@ def reblock(
     for row, (table, length) in enumerate(zip(tables, lengths.tolist(), strict=True)):
         if not length:
             continue
-        column = 0 if first is None else int(first[row])
-        start = int(np.argmax(table != NULL_BLOCK)) * old_size
-        if start > column * new_size and not partial:
-            raise TokensGone(row, start, column * new_size)
-        end = -(-length // new_size)
-        position = np.arange(column * new_size, end * new_size, dtype=np.int64).reshape(-1, new_size)
+        column = np.arange(-(-length // new_size), dtype=np.int64)
+        column = column[(column >= (0 if first is None else first[row])) | (column < sinks)]
+        position = column[:, None] * new_size + np.arange(new_size)
         block = table[np.minimum(position // old_size, len(table) - 1)].astype(np.int64)
-        places = np.where((position >= start) & (position < length), block * old_size + position % old_size, -1)
-        for i, block_places in enumerate(places):
+        gone = (block == NULL_BLOCK) & (position < length)
+        if gone.any() and not partial:
+            start = position.max(where=gone, initial=0) + 1
+            raise TokensGone(row, int(start), int(position[gone.any(axis=1)][-1, 0]))
+        places = np.where(gone | (position >= length), -1, block * old_size + position % old_size)
+        for i, block_places in zip(column, places, strict=True):
             number = len(slots) + 1
             if share and block_places.min() >= 0:
                 number = shared.setdefault(block_places.tobytes(), number)
             if number > len(slots):
                 slots.append(block_places)
-            entries[row, column + i] = number
+            entries[row, i] = number
     return Blocks(entries, np.array(slots, np.int64).reshape(-1, new_size))
 
 
@@ -123,7 +125,7 @@ def fit(
                 try:
                     found[group] = reblock(
                         tables, lengths, old_size, config.block_size, first=config.first_seen(g, lengths),
-                        share=not config.contiguous, partial=partial,
+                        sinks=config.group_sinks[g], share=not config.contiguous, partial=partial,
                     )  # fmt: skip
                 except TokensGone as gone:
                     raise TokensGone(gone.row, gone.start, gone.needed, layer) from None

@@ -127,8 +127,9 @@ def _truncate(cache: Cache, target: jax.Array) -> Cache:
             thinned = to_lines(target, tables) < tables.evicted + tables.thinned
             gone |= shorter & (target > 0) & any_of_row(thinned, cache.config)
             continue
-        first = jnp.minimum(cache.config.first_seen(group, target), tables.tables.shape[1] - 1)
-        gone |= shorter & (target > 0) & (tables.tables[jnp.arange(target.shape[0]), first] == NULL_BLOCK)
+        column, end = _columns(tables), blocks_for(target, cache.config.block_size)
+        seen = (column >= cache.config.first_seen(group, target)[:, None]) & (column < end[:, None])
+        gone |= shorter & (seen & (tables.tables == NULL_BLOCK)).any(axis=1)
     granted = _servable(cache, shorter & ~gone, lambda tables, rows: _truncation(cache, tables, target, rows))
 
     def shorten(tables: BlockTables) -> BlockTables:

@@ -170,7 +170,7 @@ def leave_windows(cache: Cache) -> Cache:
     config = cache.config
     return cache.replace(
         tables=tuple(
-            t if reach is None else give_back(t, config.first_seen(group, t.lengths))
+            t if reach is None else give_back(t, config.first_seen(group, t.lengths), config.group_sinks[group])
             for group, (t, reach) in enumerate(zip(cache.tables, config.group_reaches, strict=True))
         )
     )

@@ -41,14 +41,17 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
             f"window={asked} is wider than what layer {one.number} keeps, a window of {own} tokens: give its "
             "LayerConfig the wider one."
         )
-    if own is not None and "sink_tokens" in options:
+    first = one.layer_config.sink_tokens
+    if own is not None and options.get("sink_tokens", 0) > (first or 0):
+        kept = "the first ones too" if first is None else f"but for {first} first ones"
         raise ValueError(
-            f"Layer {one.number} gives back what falls out of its window of {own} tokens, the first ones too, and "
-            "cannot take sink_tokens: make it without a window, and give window= with them."
+            f"Layer {one.number} gives back what falls out of its window of {own} tokens, {kept}, and cannot take "
+            f"sink_tokens={options['sink_tokens']}: give its LayerConfig as many, or make it without a window, and "
+            "give window= with them."
         )
     if own is not None and "chunk" in options:
         raise ValueError(f"Layer {one.number} has a window of {own} tokens, and cannot take chunk: leave it out.")
-    return {"window": own} | options
+    return {"window": own} | ({} if first is None else {"sink_tokens": first}) | options
 
 
 # What goes by positions, which places in a layer that evicts are not; and what has an entry for each head or row.

@@ -275,7 +275,7 @@ class Engine(Resumable):
         """The tokens that the model chooses after `prompt` and after each token of `output`, without any cache.
 
         They equal `output` if that is what `stream` yielded for prompt number `index` with the same arguments, or what
-        the request of this number got.
+        the request of this number got; but for `evict`, of which nothing is known here.
         """
         choice = Choice.read(temperature, top_k, top_p, self.seed if seed is None else seed)
         parts, tokens = self._pipeline, read_prompt([*listed("prompt", prompt), *listed("output", output)])

@@ -41,7 +41,7 @@ class Holdings:
 
     def at_rest(self, group: int, length: int) -> int:
         """Blocks of a row of `length` tokens, all of them kept, between steps."""
-        return -(-length // self.size) - self.config.first_seen(group, length)
+        return -(-length // self.size) - max(0, self.config.first_seen(group, length) - self.config.group_sinks[group])
 
 
 class ThinnedHoldings(Holdings):
@@ -55,8 +55,13 @@ class ThinnedHoldings(Holdings):
             table = None
             if config.group_evicts[group] is not None:
                 table = np.maximum.accumulate(eviction.kept(config, layers[0])).tolist()
-            sizes = (config.group_reaches[group], config.group_chunks[group], config.group_heads[group])
-            kind = (*sizes, config.group_blocks[group], table and tuple(table))  # groups that are alike count once
+            sight = (config.group_reaches[group], config.group_chunks[group], config.group_sinks[group])
+            kind = (
+                *sight,
+                config.group_heads[group],
+                config.group_blocks[group],
+                table and tuple(table),
+            )  # groups that are alike count once
             if kind not in kept:
                 kept[kind] = group
                 self._kept.append(table)

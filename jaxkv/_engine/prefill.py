@@ -135,7 +135,9 @@ def check_prefill(prefill: Any, model: Any, **others: Any) -> None:
     reasons = {
         "prefix_cache": "a prefix cache would have to lie where prompts are computed",
         "evict": "the queries that scores ask for would have to be sent, too",
+        "sink_tokens": "of rows that keep first tokens before a window blocks are sent from one place on",
     }
+    others["sink_tokens"] = any(layer.sink_tokens for layer in model.layer_configs)
     others["evict"] = others["evict"] or any(layer.evict for layer in model.layer_configs)
     for name, given in others.items():
         if given:

@@ -174,7 +174,8 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
             raise ValueError(f"tables.{g} {tables.shape} does not hold the rows")
         first = config.first_seen(g, held) * config.block_size // saved.block_size
         end = -(-held // saved.block_size)
-        if ((tables != 0) != ((column >= first[:, None]) & (column < end[:, None]))).any():
+        kept = (column >= first[:, None]) | (column < config.group_sinks[g])
+        if ((tables != 0) != (kept & (column < end[:, None]))).any():
             raise ValueError(f"tables.{g} does not hold the tokens of the rows")
         for i in layers:
             for name, minor in stored_parts(config, i).items():

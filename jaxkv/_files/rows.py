@@ -74,7 +74,14 @@ def save(
     lengths = np.asarray(cache.lengths)[chosen]
     block_size = min(CONTIGUOUS_BLOCK, config.block_size) if config.contiguous else config.block_size
     plans = [
-        reblock(one.tables, one.lengths, config.block_size, block_size, first=config.first_seen(g, one.lengths))
+        reblock(
+            one.tables,
+            one.lengths,
+            config.block_size,
+            block_size,
+            first=config.first_seen(g, one.lengths),
+            sinks=config.group_sinks[g],
+        )
         for g, one in enumerate(held)
     ]
 

@@ -37,7 +37,7 @@ class HostBlocks:
 
     lengths: np.ndarray  # i32[n]: tokens of each row, those that were evicted counted too
     # For each group; of one that evicts by heads n is K * n, line by line: see `lines`.
-    first: tuple[np.ndarray, ...]  # i32[n]: the column of the row's first block in its table
+    first: tuple[np.ndarray, ...]  # i32[n]: the column of the row's first block in its table, but for `group_sinks`
     count: tuple[np.ndarray, ...]  # i32[n]: blocks of the row
     held: tuple[np.ndarray | None, ...]  # i32[n]: tokens that are left; None: all, in a group that does not evict
     thinned: tuple[np.ndarray | None, ...]  # i32[n]: as in `BlockTables`
@@ -128,7 +128,8 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
         # A reserved block holds nothing to move.
         used &= np.arange(entries.shape[1]) < -(-lengths // config.block_size)[:, None]
         count.append(used.sum(axis=1, dtype=np.int32))
-        first.append(np.argmax(used, axis=1).astype(np.int32))
+        sinks = config.group_sinks[group]
+        first.append(np.argmax(used & (np.arange(entries.shape[1]) >= sinks), axis=1).astype(np.int32))
         left.append(None if t.evicted is None else lengths)
         thinned.append(None if t.thinned is None else t.thinned[lines])
         ids = entries[used]
@@ -177,8 +178,9 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
     too_long = lengths > config.max_seq_len
     sensible = _are_empty(cache, dst)
     granted = sensible & ~too_long
-    for t, first, count in zip(cache.tables, firsts, counts, strict=True):
-        granted &= (first + count <= t.tables.shape[1]).reshape(-1, number).all(axis=0)
+    aheads = [jnp.minimum(count, sinks) for count, sinks in zip(counts, config.group_sinks, strict=True)]
+    for t, first, count, ahead in zip(cache.tables, firsts, counts, aheads, strict=True):
+        granted &= (first + count - ahead <= t.tables.shape[1]).reshape(-1, number).all(axis=0)
     needs = [count.reshape(-1, number).sum(axis=0, dtype=jnp.int32) for count in counts]
     if not config.contiguous:
         granted &= serve([jnp.where(granted, need, 0) for need in needs], cache.tables)
@@ -189,7 +191,7 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
         return scatter_rows(jnp.zeros(config.max_seqs, x.dtype), jnp.where(rows, dst, config.max_seqs), x)
 
     result, groups = cache, []
-    for group, (t, first, count) in enumerate(zip(cache.tables, firsts, counts, strict=True)):
+    for group, (t, first, count, ahead) in enumerate(zip(cache.tables, firsts, counts, aheads, strict=True)):
         heads, all_lines = config.group_heads[group], t.lengths.shape[0]
         line = jnp.where(granted, dst, all_lines)[None] + config.max_seqs * jnp.arange(heads, dtype=jnp.int32)[:, None]
         line = line.ravel()  # past the end: dropped
@@ -199,7 +201,9 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
 
         if not config.contiguous:
             none = jnp.zeros(all_lines, jnp.int32)
-            t = take(t, put(none, count), at=put(none, first))
+            if config.group_sinks[group]:
+                t = take(t, put(none, ahead), at=none)
+            t = take(t, put(none, count - ahead), at=put(none, first))
         t = mark_failed(t, of_rows(refused, refused), of_rows(wanted, refused), of_rows(needs[group], refused))
         seen = jnp.tile(lengths, heads)
         held = seen if left[group] is None else left[group]
@@ -213,7 +217,8 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
         i, end = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(count)
         of = jnp.searchsorted(end, i, side="right", method="compare_all")
         own = jnp.minimum(of, count.shape[0] - 1)
-        column = first[own] + i - (end - count)[own]
+        number_of = i - (end - count)[own]  # of the line's blocks
+        column = number_of + jnp.where(number_of < ahead[own], 0, (first - ahead)[own])
         target = t.tables[jnp.minimum(line[own], all_lines - 1), jnp.clip(column, 0, t.tables.shape[1] - 1)]
         target = jnp.where((of < count.shape[0]) & (line[own] < all_lines), target, NULL_BLOCK)
         result = put_group(result, group, lambda layer: jax.tree.map(_to_device, host.parts[layer]), target, put_blocks)
