@@ -19,6 +19,7 @@ from jaxkv._engine.holdings import Holdings, ThinnedHoldings
 from jaxkv._engine.scheduler import Scheduler, Sequence
 from jaxkv._engine.thinning import _queries, scored, thinned
 
+by_night = pytest.mark.skipif(not NIGHTLY, reason="a program of its own")
 snapkv = functools.partial(scores.snapkv, window_size=4, kernel_size=3)
 CASES = {"heads compete": Eviction(snapkv, 0.4, "ada", every=6)}  # its rows are computed again when they are set back
 if NIGHTLY:
@@ -150,6 +151,7 @@ def test_more_rows_in_the_same_bytes():
     assert most[0.25] >= 2.5 * most[1.0] > 0, most
 
 
+@by_night
 def test_thinning_copies_no_pool_and_reads_keys_of_one_row_at_a_time():
     eviction = CASES["heads compete"]
     layers = eviction.layer_configs(Tiny((None,)).layer_configs)
@@ -210,10 +212,9 @@ def test_what_does_not_go_together_is_refused():
             jaxkv.Engine(Tiny(), **TIGHT | options)
     with pytest.raises(ValueError, match="evict= is for layers that see everything, but all of this model's give"):
         jaxkv.Engine(Tiny((3, 5)), evict=evict, **TIGHT)
-    shapeless = jaxkv.Engine(Tiny((None,)), evict=Eviction(lambda cache, layer: cache.lengths), **TIGHT)
-    shapeless.submit([1, 2, 3], 4)
-    with pytest.raises(ValueError, match=r"must return floats \[1, 2, 48\] or \[1, 48\], what each token that layer 0"):
-        shapeless.step()
+    cache = jaxkv.init(jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=2, head_dim=4, max_seqs=1, max_seq_len=8))
+    with pytest.raises(ValueError, match=r"must return floats \[1, 2, 8\] or \[1, 8\], what each token that layer 0"):
+        scored(Eviction(lambda cache, layer: cache.lengths), cache, 0, {})
 
 
 def test_defaults_follow_the_score():
@@ -224,23 +225,34 @@ def test_defaults_follow_the_score():
     assert Eviction(snapkv).num_queries(100) == 4 and Eviction(snapkv, queries=9).num_queries(100) == 9
 
 
+@by_night
 def test_queries_are_turned_back_for_scores_that_rotate_them_ahead():
     """A ring of rotated queries, YaRN's factor in them, gives those of the last tokens as they were, in their order."""
     rope, size, length = jaxkv.models.Rope(scaling="yarn", factor=4.0), 4, 6
     raw = np.random.default_rng(0).normal(size=(length, 2, 8)).astype(np.float32)
-    with queries_noted() as found, rotated_by(rope):
-        q, _ = rope(jnp.asarray(raw), jnp.asarray(raw), jnp.arange(length))
-        note_queries(0, q, 0.5)
-    assert abs(float(jnp.linalg.norm(q) / np.linalg.norm(raw)) - rope.magnitude) < 1e-3 and rope.magnitude > 1.1
-    held = types.SimpleNamespace(lengths=jnp.array([length, length]), thinned=jnp.array([0, 1]))
-    one = types.SimpleNamespace(lengths=jnp.array([length]), layer=lambda i: types.SimpleNamespace(tables=held))
-    ring = jnp.zeros((size, 2, 8)).at[jnp.arange(2, length) % size].set(q[2:])
-    options = _queries(Eviction("expected_attention"), one, 0, ring, found[0])
-    np.testing.assert_allclose(options["q"][0], raw[2:], atol=1e-5)
-    assert options["num_tokens"].tolist() == [size] and options["rotate"] == found[0].rotate
-    assert _queries(Eviction("snapkv"), one, 0, ring, found[0])["scale"] == 0.5
+    noted = {}
+
+    @jax.jit
+    def turned_back(raw):
+        with queries_noted() as found, rotated_by(rope):
+            q, _ = rope(raw, raw, jnp.arange(length))
+            note_queries(0, q, 0.5)
+        noted.update({0: found[0]._replace(q=None)})
+        held = types.SimpleNamespace(lengths=jnp.array([length, length]), thinned=jnp.array([0, 1]))
+        one = types.SimpleNamespace(lengths=jnp.array([length]), layer=lambda i: types.SimpleNamespace(tables=held))
+        ring = jnp.zeros((size, 2, 8)).at[jnp.arange(2, length) % size].set(q[2:])
+        options = _queries(Eviction("expected_attention"), one, 0, ring, found[0])
+        assert options["rotate"] == found[0].rotate
+        assert _queries(Eviction("snapkv"), one, 0, ring, found[0])["scale"] == 0.5
+        return q, options["q"][0], options["num_tokens"]
+
+    q, back, count = turned_back(raw)
+    assert abs(float(np.linalg.norm(q) / np.linalg.norm(raw)) - rope.magnitude) < 1e-3 and rope.magnitude > 1.1
+    np.testing.assert_allclose(back, raw[2:], atol=1e-5)
+    assert count.tolist() == [size] and noted[0].rotate.both == rope
 
 
+@by_night
 def test_a_model_of_flax_says_how_its_queries_are_rotated():
     model = jaxkv.models.small()
     engine = jaxkv.Engine(model, max_seqs=1, max_seq_len=64, evict=Eviction("expected_attention", 0.5, queries=8))

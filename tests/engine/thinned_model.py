@@ -73,7 +73,7 @@ class Alone:
         cache, given, out = self.empty, list(prompt), []
         past = {i: [] for i in self.layers}
         while len(out) < min(count, LONGEST - len(prompt)):
-            padded = np.zeros(1 if len(given) == 1 else LONGEST, np.int32)
+            padded = np.zeros(LONGEST, np.int32)  # one program
             padded[: len(given)] = given
             token, queries, cache = self.step(cache, padded, jnp.int32(len(given)))
             for i, q in queries.items():
