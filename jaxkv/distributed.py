@@ -94,21 +94,18 @@ class _Watch(threading.Thread):
         self._hook, sys.excepthook = sys.excepthook, self.failed
 
     def run(self) -> None:
-        beat, began = 0, time.monotonic()
+        beat, heard = 0, time.monotonic()
         while not self.is_over:
             beat += 1
             try:
                 self._say(str(beat))
                 said = dict(self.client.key_value_dir_get("jaxkv/beats"))
-                began = time.monotonic()
             except Exception as error:
-                if self.is_over:
-                    return
-                gone = type(error).__name__
-                if time.monotonic() - began > self.patience or self.process != 0:
-                    _exit(f"process 0, which coordinates, cannot be reached any more ({gone})")
-                said = {}
-            self._look(said)
+                if time.monotonic() - heard > self.patience and not self.is_over:
+                    _exit(f"process 0, which coordinates, cannot be reached any more ({type(error).__name__})")
+            else:
+                heard = time.monotonic()
+                self._look(said)
             time.sleep(BEAT)
 
     def _look(self, said: dict[str, str]) -> None:

@@ -52,12 +52,18 @@ def exchange(what: str, said: str, processes: Iterable[int]) -> list[str]:
             f"{jax.process_index()}: give it a mesh with devices of its own, or leave it out."
         )
     group = f"{what} of {','.join(map(str, processes))}"
-    key = f"jaxkv/{group}/{next(_counts[group])}"
-    client.key_value_set(f"{key}/{jax.process_index()}", f".{said}")  # there are no empty values
+    number, me = next(_counts[group]), jax.process_index()
+
+    def key(number: int, process: int) -> str:
+        return f"jaxkv/{group}/{number}/{process}"
+
+    client.key_value_set(key(number, me), f".{said}")  # there are no empty values
+    if number > 1:  # whoever has said something after it has heard it
+        client.key_value_delete(key(number - 2, me))
     heard = []
     for process in processes:
         try:
-            heard.append(client.blocking_key_value_get(f"{key}/{process}", PATIENCE * 1000)[1:])
+            heard.append(client.blocking_key_value_get(key(number, process), PATIENCE * 1000)[1:])
         except Exception as error:
             raise RuntimeError(
                 f"Process {process} did not come to {what} within {PATIENCE} s: all processes must run the same "

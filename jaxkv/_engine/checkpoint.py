@@ -5,6 +5,7 @@ its metadata. What a row held need not be computed again; whatever else there is
 """
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Collection
@@ -71,7 +72,7 @@ class Resumable:
             entries = [_written(r, None, None) for r in told]
             entries += [_written(r, places.get(s), leaders.get(r)) for r, s in loop.open.items()]
             state = {"version": VERSION, "next": self._numbers.next, "requests": entries}
-            save(path, loop.cache, list(rows.values()), model=self._model(), metadata={KEY: state})
+            save(path, loop.cache, list(rows.values()), model=self._model, metadata={KEY: state})
 
     def load(self, path: str | os.PathLike) -> list[Request]:
         """Go on with what `save` of an engine wrote, with the same tokens.
@@ -94,7 +95,7 @@ class Resumable:
             file = SavedRows(pathlib.Path(path))
             if KEY not in file.saved.metadata:
                 raise CacheFileError(f"{path} is a saved cache, but not of an engine: Engine.save writes those.")
-            if file.saved.model != self._model():
+            if file.saved.model != self._model:
                 raise CacheFileError(
                     f"{path} is of an engine with another model, whose keys, values and tokens mean nothing to this "
                     "one: load it with the model that it was saved with."
@@ -173,6 +174,7 @@ class Resumable:
         tokens, left = [*request.prompt, *request.tokens], request.limit - len(request.tokens)
         return problem_of(tokens, left, self.config, self.vocab_size, self._loop.residents.holdings)
 
+    @functools.cached_property  # the engine's parameters stay as they are
     def _model(self) -> str | None:
         return fingerprint(jax.tree.unflatten(self._pipeline.structure, self._pipeline.leaves))
 

@@ -89,19 +89,19 @@ def write_parts(
     token = exchange("save", secrets.token_hex(8), shards.processes)[0]
     me = jax.process_index()
     mine = _part(path, token, me)
+    error = _tried(lambda: write(mine, shards.config(saved.config))) if shards.own else None
     try:
-        error = _tried(lambda: write(mine, shards.config(saved.config))) if shards.own else None
         _together("save's writing", error, path, shards)
-        told = exchange("save's parts", json.dumps(shards.own), shards.processes)
-        error = None
-        if shards.is_first:
-            parts = {_part(path, token, p).name: json.loads(own) for p, own in zip(shards.processes, told, strict=True)}
-            parts = {name: own for name, own in parts.items() if own}
-            error = _tried(lambda: _write_manifest(path, saved, parts, shards.count))
-        _together("save's manifest", error, path, shards)
     except OSError:
         mine.unlink(missing_ok=True)
         raise
+    told = exchange("save's parts", json.dumps(shards.own), shards.processes)
+    error = None
+    if shards.is_first:
+        parts = {_part(path, token, p).name: json.loads(own) for p, own in zip(shards.processes, told, strict=True)}
+        parts = {name: own for name, own in parts.items() if own}
+        error = _tried(lambda: _write_manifest(path, saved, parts, shards.count))
+    _together("save's manifest", error, path, shards)
 
 
 def open_saved(path: pathlib.Path) -> tuple[SavedCache, Mapping[str, np.ndarray]]:

@@ -95,6 +95,6 @@ def many(mesh, folder, last):
 
 if __name__ == "__main__":
     process, port, folder, last = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3]), int(sys.argv[4])
-    jaxkv.distributed.initialize(f"127.0.0.1:{port}", 2, process, patience=3)
+    jaxkv.distributed.initialize(f"127.0.0.1:{port}", 2, process, patience=6)
     mesh = Mesh(np.array(jax.devices()), ("model",))
     many(mesh, folder, last) if last else everything(mesh, folder, process)
