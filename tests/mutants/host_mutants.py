@@ -18,6 +18,9 @@ ALLOCATOR, FORMAT, RESTORE = "_core/allocator.py", "_files/format.py", "_core/re
 IN_PREFIX, IN_CUTS = "tiers/test_prefix.py::", "tiers/test_prefix_interrupts.py::test_a_call_is_cut_off_at_every_line"
 IN_REQUESTS, IN_GENERATE = "engine/test_requests.py::", "engine/test_generate.py::"
 BLOCKS, DISK, IN_DISK = "_files/blocks.py", "_tiers/disk.py", "tiers/test_prefix_disk.py::"
+PREFILL, CHECKPOINT, PARTS = "_engine/prefill.py", "_engine/checkpoint.py", "_files/parts.py"
+IN_PREFILL, IN_CHECKPOINT = "engine/test_prefill.py::", "engine/test_checkpoint.py::"
+IN_PROCESSES = "processes/test_processes.py::"
 IN_INTERRUPTS, IN_FILES = "engine/test_interrupts.py::", "files/test_files.py::"
 
 MUTANTS = {
@@ -192,7 +195,7 @@ MUTANTS = {
     ),
     "requests are lost with a call": Mutant(
         LOOP,
-        "self.open = {request: _sequence(request) for request in self.open if not request.done}",
+        "self.open = {request: sequence_of(request) for request in self.open if not request.done}",
         "self.open = {}",
         IN_INTERRUPTS + "test_every_line_of_one_step_and_of_leaving_a_stream",
     ),
@@ -204,8 +207,8 @@ MUTANTS = {
     ),
     "a cancelled request keeps its row": Mutant(
         LOOP,
-        "                self.scheduler.finish(sequence)\n            self.cancelled",
-        "                pass\n            self.cancelled",
+        "                self.scheduler.finish(sequence)\n                if self.prefill",
+        "                if self.prefill",
         IN_REQUESTS + "test_a_cancelled_request_leaves_its_row_at_once",
     ),
     "a lost cache is gone on with": Mutant(
@@ -384,5 +387,48 @@ MUTANTS = {
         "        self.known.pop(name, None)\n",
         "",
         IN_DISK + "test_whoever_follows_the_events_knows_what_is_held",
+    ),
+    # Prefill apart, checkpoints and processes.
+    "a cancelled request keeps its row where prompts are computed": Mutant(
+        PREFILL,
+        "        if own.row is not None:\n            self.residents.retire(own)\n",
+        "",
+        IN_PREFILL + "test_requests_come_and_go",
+    ),
+    "decoding rows wait for prompts": Mutant(
+        PREFILL,
+        "while flights and (wait or flights",
+        "while flights and (True or flights",
+        IN_PREFILL + "test_a_prompt_that_is_not_ready_delays_no_decoding_row",
+    ),
+    "samples go on from a token that they choose themselves": Mutant(
+        SCHEDULER,
+        "            self._split(sequence, certain)  # it may have come with all that they share\n",
+        "",
+        "engine/test_scheduler.py::test_samples_go_on_from_a_prompt_that_was_there_already",
+    ),
+    "what rows held is computed again": Mutant(
+        CHECKPOINT,
+        "sequence.host = file.row(place, self.config)",
+        "sequence.host = None",
+        IN_CHECKPOINT + "test_tokens_that_were_not_handed_out_are_handed_out_later",
+    ),
+    "numbers of requests are given again": Mutant(
+        CHECKPOINT,
+        "self._numbers = Count(max(first, self._numbers.next))",
+        "self._numbers = Count()",
+        IN_CHECKPOINT + "test_it_goes_on_with_the_same_tokens",
+    ),
+    "a part of a save that failed is left": Mutant(
+        PARTS,
+        "        mine.unlink(missing_ok=True)\n",
+        "",
+        IN_PROCESSES + "test_one_cache_over_two_processes",
+    ),
+    "heads of parts are put together in another order": Mutant(
+        PARTS,
+        "for shard in range(self._count)], axis=2)",
+        "for shard in reversed(range(self._count))], axis=2)",
+        IN_PROCESSES + "test_one_cache_over_two_processes",
     ),
 }
