@@ -16,6 +16,16 @@ import jaxkv.models
 from jaxkv._cli.plan_devices import Devices
 
 
+def engine_with_the_same_tokens(model, name):
+    rows = expected(name)[:2]
+    engine = jaxkv.Engine(model, max_seqs=2, max_seq_len=64, step_tokens=32)
+    requests = [engine.submit(row.prompt.tolist(), max_new_tokens=len(row.tokens)) for row in rows]
+    for _ in engine.run():
+        pass
+    assert [request.tokens for request in requests] == [row.tokens.tolist() for row in rows]
+    return engine
+
+
 @pytest.mark.skipif(not NIGHTLY, reason="each engine has its programs to compile")
 @pytest.mark.parametrize("count", [2, 4])  # as many as there are KV heads, and more
 @pytest.mark.parametrize("name", NAMES)
@@ -25,14 +35,18 @@ def test_the_same_tokens_as_on_one_device(name, count):
     one = jaxkv.models.load(DATA / name)
     for mine, whole in zip(jax.tree.leaves(model), jax.tree.leaves(one), strict=True):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(whole))
-    rows = expected(name)[:2]
-    engine = jaxkv.Engine(model, max_seqs=2, max_seq_len=64, step_tokens=32)
-    requests = [engine.submit(row.prompt.tolist(), max_new_tokens=len(row.tokens)) for row in rows]
-    for _ in engine.run():
-        pass
-    assert [request.tokens for request in requests] == [row.tokens.tolist() for row in rows]
+    engine = engine_with_the_same_tokens(model, name)
     divided = {layer.num_kv_heads % count == 0 for layer in model.layer_configs}
     assert {"model" in pool.kv.sharding.spec for pool in engine.cache.pools if pool is not None} == divided
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="each engine has its programs to compile")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_tokens_with_contexts_over_devices(name):
+    model = jaxkv.models.load(DATA / name, mesh=jax.make_mesh((1, 4), ("model", "context")))
+    engine = engine_with_the_same_tokens(model, name)
+    for pool in engine.cache.pools:
+        assert pool is None or pool.kv.addressable_shards[0].data.nbytes * 4 == pool.kv.nbytes
 
 
 def test_a_decode_step_has_two_sums_a_layer():
