@@ -26,7 +26,7 @@ def test_bfloat16():
     config = jaxkv.CacheConfig.from_model(model, max_seqs=1, max_seq_len=32, num_blocks=4)
     assert config.dtype == jnp.bfloat16
     e = fixtures.expected("gemma3")[1]
-    logits, _ = model(e.prompt[None])
+    logits = jax.jit(lambda model, tokens: model(tokens)[0])(model, e.prompt[None])
     assert logits.dtype == jnp.float32
     wanted = e.logits[: len(e.prompt)]
     assert np.corrcoef(np.ravel(logits), np.ravel(wanted))[0, 1] > 0.99
@@ -35,10 +35,14 @@ def test_bfloat16():
 def test_logits_at():
     model = load("llama")
     tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
-    every, _ = model(tokens)
-    some, _ = model(tokens, logits_at=jnp.array([5, 2]))
+
+    @jax.jit
+    def logits(model):
+        some = (model(tokens, logits_at=jnp.array([5, 2]))[0], model(tokens[0], logits_at=jnp.array([3]))[0])
+        return model(tokens)[0], *some
+
+    every, some, packed = map(np.asarray, logits(model))
     np.testing.assert_allclose(some, every[np.arange(2), [5, 2]], rtol=1e-5, atol=1e-5)
-    packed, _ = model(tokens[0], logits_at=jnp.array([3]))
     np.testing.assert_allclose(packed, every[0, 3:4], rtol=1e-5, atol=1e-5)
 
 
