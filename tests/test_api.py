@@ -7,6 +7,7 @@ import pkgutil
 import subprocess
 import sys
 
+import bundled
 import jax
 import pytest
 
@@ -79,7 +80,8 @@ def modules():
 
 
 @pytest.mark.parametrize("name", [package.__name__ for package in PACKAGES] + sorted(modules()))
-def test_examples_in_the_docs(name):
+def test_examples_in_the_docs(name, monkeypatch):
+    monkeypatch.setattr(jaxkv.models, "small", bundled.small)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as in a user's session
         result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert result.failed == 0
