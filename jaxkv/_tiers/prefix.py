@@ -248,7 +248,8 @@ class PrefixCache:
 
     def recover(self, cache: Cache) -> Cache:
         """The cache that a call of `adopt` with `donate=True` was given and has used up before it was cut off, say by
-        Ctrl-C: as it was before that call. Any other cache is returned as it is, and all methods do this by themselves.
+        Ctrl-C: as it was before that call, but for blocks that no row held and that were to make room. Any other cache
+        is returned as it is, and all methods do this by themselves.
 
         Raises:
           CacheError: it was used up elsewhere, or the device failed.
