@@ -94,6 +94,9 @@ MUTANTS = {
         "chain = self._index.extend(root, tokens)",
         IN_PREFIX + "test_only_what_the_row_holds_is_indexed",
     ),
+    "what made room is believed to be there": Mutant(
+        "_tiers/landing.py", "np.where(gone, 0, np.asarray(t.kept))", "np.asarray(t.kept)", IN_CUTS
+    ),
     "an old match is believed": Mutant(
         PREFIX,
         "if not is_known or self._index.usable(chain, self._first_columns) < len(chain):",
