@@ -263,3 +263,13 @@ def test_a_model_of_flax_says_how_its_queries_are_rotated():
         ValueError, match="expected_attention rotates queries ahead, but how is only known of models of"
     ):
         jaxkv.Engine(Tiny(), evict=Eviction("expected_attention"), **TIGHT)
+
+
+def test_rows_are_thinned_after_their_prompt_and_every_so_many_tokens():
+    """Also those that are computed again, whose prompt is no longer all that is to be computed."""
+    once, often = Eviction("knorm"), Eviction("knorm", every=5)
+    lengths = (0, 9, 10, 14, 15, 21)
+    assert [often.point_before(10, n) for n in lengths] == [0, 0, 10, 10, 15, 20]
+    assert [often.point_after(10, n) for n in lengths] == [10, 10, 15, 15, 20, 25]
+    assert [once.point_before(10, n) for n in lengths] == [0, 0, 10, 10, 10, 10]
+    assert [once.point_after(10, n) for n in lengths] == [10, 10] + [float("inf")] * 4
