@@ -69,10 +69,14 @@ def quest(
     with jax.named_scope("quest"):
         token = jax.tree.map(jnp.ravel, locate(shape[:-2], tables.lengths, tables.new))
         queries = q.reshape(-1, num_kv_heads, shape[-2] // num_kv_heads, head_dim).astype(jnp.float32)
-        # What a query's entry makes of the bound that is better for it.
-        above = jnp.einsum("nkgd,nmkd->nkgm", jnp.maximum(queries, 0), high[token.row])
-        below = jnp.einsum("nkgd,nmkd->nkgm", jnp.minimum(queries, 0), low[token.row])
-        logits = jnp.nan_to_num(scale * (above + below), nan=LARGEST, posinf=LARGEST, neginf=-LARGEST)
+        # Padded tokens have their rows' bounds in order: taken by index, they would be copied.
+        low, high = (_repeated(x, shape[1]) if padded else x[token.row] for x in (low, high))  # [n, M, K, D]
+        entries = queries[:, None]
+        # What a query's entry makes of the bound that is better for it. As sums of products, which read the bounds as
+        # they lie: a CPU would transpose them for dots with so few queries.
+        better = jnp.maximum(entries, 0) * high[:, :, :, None] + jnp.minimum(entries, 0) * low[:, :, :, None]
+        logits = jnp.moveaxis(jnp.sum(better, axis=-1), 1, 3)  # [n, K, G, M]
+        logits = jnp.nan_to_num(scale * logits, nan=LARGEST, posinf=LARGEST, neginf=-LARGEST)
         column = jnp.arange(width, dtype=jnp.int32)[None]
         filled = jnp.clip(tables.lengths[:, None] - column * size, 0, size)
         held = jnp.where(tables.tables != 0, filled, 0)  # i32[S, M]: tokens of each block
@@ -89,3 +93,8 @@ def quest(
         chosen = jnp.sort(jnp.where(best < 0, width, chosen), axis=1)
         chosen = jnp.where(chosen == width, -1, chosen).astype(jnp.int32)
         return jnp.pad(chosen, ((0, 0), (0, max(num_blocks - width, 0))), constant_values=-1)
+
+
+def _repeated(x: jax.Array, count: int) -> jax.Array:
+    """`[S, ...]` as `[S * count, ...]`, each row so many times."""
+    return jnp.broadcast_to(x[:, None], (x.shape[0], count, *x.shape[1:])).reshape(-1, *x.shape[1:])
