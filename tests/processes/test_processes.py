@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
 
@@ -31,19 +32,35 @@ def start(folder, last=0):
         port = str(free.getsockname()[1])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(jaxkv.__file__).parents[1])}
     environment["XLA_FLAGS"] = f"{FLAGS} --xla_llvm_disable_expensive_passes=true"
-    return [
-        subprocess.Popen([sys.executable, FILE, str(i), port, folder, str(last)], env=environment, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for i in range(2)
-    ]  # fmt: skip
+    return [Process(i, [port, folder, str(last)], environment) for i in range(2)]
+
+
+class Process(subprocess.Popen):
+    """One of them, and what it has printed so far."""
+
+    def __init__(self, number, arguments, environment):
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 (it is read to the end)
+        command = [sys.executable, FILE, str(number), *arguments]
+        super().__init__(command, env=environment, stdout=self.log, stderr=subprocess.STDOUT)
+
+    @property
+    def text(self):
+        return os.pread(self.log.fileno(), 2**28, 0).decode()
 
 
 def ended(processes, seconds=300):
     """What each has printed. None is left behind."""
+    texts = []
     try:
-        return [process.communicate(timeout=seconds)[0] for process in processes]
+        for process in processes:
+            process.wait(timeout=seconds)
     finally:
         for process in processes:
             process.kill()
+            process.wait()
+            texts.append(process.text)
+            process.log.close()
+    return texts
 
 
 def said(text, name):
@@ -165,15 +182,17 @@ def test_kills_at_random_moments_lose_nothing(tmp_path):
     while True:
         processes = start(tmp_path, last)
         if kills < 20:
-            time.sleep(draw.uniform(3, 20))
+            while not said(processes[0].text, "begins"):
+                time.sleep(0.1)
+            time.sleep(draw.uniform(0, 10))
             victim = draw.randrange(2)
             processes[victim].send_signal(signal.SIGKILL)
             began, kills = time.monotonic(), kills + 1
             texts = ended(processes)
             assert time.monotonic() - began < 30
             survivor = 1 - victim
-            if processes[survivor].returncode and said(texts[survivor], "begins"):
-                assert f"jaxkv: process {survivor} ends, because process {victim}" in texts[survivor], texts[survivor]
+            assert processes[survivor].returncode
+            assert f"jaxkv: process {survivor} ends, because process {victim}" in texts[survivor], texts[survivor]
         else:
             texts = ended(processes, 600)
         lines = [said(text, "tables") for text in texts]

