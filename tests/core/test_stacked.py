@@ -15,7 +15,7 @@ from jaxkv.testing import assert_no_copy, permute_blocks, poison
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 8
 FULL = jaxkv.LayerConfig(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
 LOCAL = jaxkv.LayerConfig(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, window=5)
-PATTERNS = {"alike": (FULL,) * 3, "two periods and a rest": (LOCAL, FULL) * 2 + (LOCAL,)}
+PATTERNS = {"alike": (FULL,) * (3 if NIGHTLY else 2), "two periods and a rest": (LOCAL, FULL) * 2 + (LOCAL,)}
 STEPS = (((12,), (2, 9, 1)), ((ROWS, 1), (1, 0, 1)))
 
 quickly_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -126,14 +126,17 @@ def test_what_moves_blocks_moves_them_in_every_layer_of_a_stack():
     """Fork, reorder and truncate, over layers of two kinds, against a cache that is not stacked."""
     layers = PATTERNS["two periods and a rest"]
 
+    append = quickly_compiled(jaxkv.append)
+
     @quickly_compiled
-    def play(cache, kv):
-        cache = jaxkv.append(cache, kv, kv, jnp.array([6, 3, 0], jnp.int32))
-        cache = jaxkv.fork(cache, jnp.array([0], jnp.int32), jnp.array([2], jnp.int32))
-        cache = jaxkv.append(cache, kv[:, :, :2], kv[:, :, :2], jnp.array([1, 0, 2], jnp.int32))
+    def move(cache):
         cache = jaxkv.reorder(cache, jnp.array([2, 1, 2], jnp.int32))
-        cache = jaxkv.truncate(cache, jnp.array([7, 9, 9], jnp.int32))
-        return jaxkv.append(cache, kv[:, :, 3:4], kv[:, :, 3:4], jnp.array([1, 1, 1], jnp.int32))
+        return jaxkv.truncate(cache, jnp.array([7, 9, 9], jnp.int32))
+
+    def play(cache, kv):
+        cache = append(cache, kv, kv, np.array([6, 3, 0], np.int32))
+        cache = append(jaxkv.fork(cache, 0, 2), kv, kv, np.array([1, 0, 2], np.int32))
+        return append(move(cache), kv, kv, np.array([1, 1, 1], np.int32))
 
     kv = normal((len(layers), ROWS, 6, KV_HEADS, HEAD_DIM), 0)
     plain, stacked = (play(jaxkv.init(make_config(layers, stacked=s)), kv) for s in (False, True))
@@ -153,7 +156,7 @@ def test_permuted_blocks_read_the_same():
     cache = jaxkv.init(make_config(layers, stacked=True))
     kv = normal((len(layers), ROWS, 6, KV_HEADS, HEAD_DIM), 0)
     cache = jaxkv.append(cache, kv, kv, [6, 3, 0])
-    moved = permute_blocks(poison(cache))
+    moved = quickly_compiled(lambda cache: permute_blocks(poison(cache)))(cache)
     assert moved.tables[0].tables.tolist() != cache.tables[0].tables.tolist()
     for i in range(len(layers)):
         equal(moved.combined(i), cache.combined(i))
