@@ -24,6 +24,13 @@ PATHS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [5], [0, 2, 4, 6]]  # to eac
 SLOPES = jnp.linspace(0.1, 0.6, HEADS)
 
 
+def attended(q, keys):
+    """What one query gets of keys that are their own values: heads of q and keys `[C, K, D]`, in NumPy."""
+    keys = np.repeat(keys, HEADS // keys.shape[1], axis=1)
+    weights = np.exp(np.einsum("hd,chd->hc", q, keys) * DIM**-0.5)
+    return np.einsum("hc,chd->hd", weights / weights.sum(axis=1, keepdims=True), keys)
+
+
 def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
@@ -84,12 +91,18 @@ def test_a_token_of_a_tree_gets_what_its_ancestors_alone_would_give():
     assert (jaxkv.positions(cache, (ROWS * PLACES,), tree=packed) == positions.ravel()).all()
 
 
+keep = jax.jit(jaxkv.keep, donate_argnames="cache")
+
+
+def copied(cache):
+    return jax.tree.map(jnp.array, cache)
+
+
 def test_keep_leaves_what_the_path_alone_would_have_left():
     (_, _, tree), (_, _, expected) = grown(), alone()
     path = jnp.array([[*p, *[-1] * (5 - len(p))] for p in PATHS], jnp.int32)
-    keep = jax.jit(jaxkv.keep, donate_argnames="cache")
-    assert_no_copy(keep, jax.tree.map(jnp.copy, tree), path)
-    kept = keep(jax.tree.map(jnp.copy, tree), path)
+    assert_no_copy(keep, copied(tree), path)
+    kept = keep(copied(tree), path)
     jaxkv.check_invariants(kept)
     assert kept.lengths.tolist() == expected.lengths.tolist() and not kept.new.any() and not kept.failed.any()
     assert kept.blocks_in_use == expected.blocks_in_use
@@ -102,15 +115,15 @@ def test_keep_leaves_what_the_path_alone_would_have_left():
 def test_keep_on_the_device_leaves_rows_of_wrong_paths_alone():
     _, _, tree = grown()
     wrong = [[1, 1, -1], [2, 0, -1], [0, -1, 2], [0, 7, -1], [-2, -1, -1]]
-    path = jnp.array([*wrong, [-1, -1, -1], [0, 1, 2]], jnp.int32)
-    kept = jaxkv.keep(tree, path)
+    path = jnp.array([[*p, -1, -1] for p in (*wrong, [-1, -1, -1], [0, 1, 2])], jnp.int32)
+    kept = keep(copied(tree), path)
     assert kept.failed.tolist() == [True] * 5 + [False] * 2
     assert kept.lengths.tolist() == [CONTEXT + PLACES] * 5 + [CONTEXT, CONTEXT + 3]
     jaxkv.check_invariants(kept)
     for row, entries in enumerate(wrong):
         with pytest.raises(ValueError, match=f"path .*row {row}"):
             jaxkv.keep(tree, np.array([[-1] * 3] * row + [entries] + [[-1] * 3] * (ROWS - row - 1)))
-    shared = jaxkv.keep(jaxkv.fork(tree, 0, 1), jnp.array([[0, 2, -1]] * ROWS, jnp.int32))
+    shared = keep(jaxkv.fork(copied(tree), 0, 1), jnp.array([[0, 2, -1, -1, -1]] * ROWS, jnp.int32))
     assert shared.failed.tolist() == [True, True] + [False] * 5  # row 1 has no last step any more
 
 
@@ -142,9 +155,8 @@ def test_spans_see_each_other_and_a_memory_is_seen_as_a_whole():
     keys = jaxkv.gather(cache, 0, layer=1)[0][-PLACES:]
     np.testing.assert_array_equal(keys, new)
     # Of the first token: the window of 5 before it, and all of its span behind it.
-    keys = jnp.repeat(jaxkv.gather(cache, 0, layer=1)[0][CONTEXT - 4 :], 3, axis=1)
-    weights = jax.nn.softmax(jnp.einsum("hd,chd->hc", q[0, 0], keys) * DIM**-0.5, axis=-1)
-    np.testing.assert_allclose(outs[0, 0], jnp.einsum("hc,chd->hd", weights, keys), atol=1e-5)
+    keys = np.asarray(jaxkv.gather(cache, 0, layer=1)[0])
+    np.testing.assert_allclose(outs[0, 0], attended(q[0, 0], keys[CONTEXT - 4 :]), atol=1e-5)
     assert last.shape == (ROWS, 1, HEADS, DIM) and not last[6].any() and last[:6].any()
 
 
@@ -152,15 +164,14 @@ def test_named_blocks_are_read_and_no_others():
     """NaN in all the others changes nothing."""
     cache, blocks = context(), np.array([[0, 2]] * 3 + [[1, -1]] * 3 + [[-1, -1]])
     q = normal(5, ROWS, 1, HEADS, DIM)
-    named = set(np.asarray(jnp.take_along_axis(cache.tables[0].tables, jnp.maximum(blocks, 0), axis=1))[:6].ravel())
-    spoilt = cache.pools[0].kv.at[jnp.array([b for b in range(1, 101) if b not in named])].set(jnp.nan)
-    cache = cache.replace(pools=(dataclasses.replace(cache.pools[0], kv=spoilt), *cache.pools[1:]))
+    named = set(np.take_along_axis(np.asarray(cache.tables[0].tables), np.maximum(blocks, 0), axis=1)[:6].ravel())
+    spoilt = np.array(cache.pools[0].kv)
+    spoilt[[b for b in range(1, 101) if b not in named]] = np.nan
+    cache = cache.replace(pools=(dataclasses.replace(cache.pools[0], kv=jnp.asarray(spoilt)), *cache.pools[1:]))
     out = jaxkv.attend(q, cache, layer=0, causal=False, blocks=blocks)
-    kv = jnp.repeat(jaxkv.gather(context(), 0, layer=0)[0], 3, axis=1)
+    kv = np.asarray(jaxkv.gather(context(), 0, layer=0)[0])
     for row, places in (0, [0, 1, 2, 6, 7]), (3, [3, 4, 5]):
-        weights = jax.nn.softmax(jnp.einsum("hd,chd->hc", q[row, 0], kv[jnp.array(places)]) * DIM**-0.5, axis=-1)
-        expected = jnp.einsum("hc,chd->hd", weights, kv[jnp.array(places)])
-        np.testing.assert_allclose(out[row, 0], expected, atol=1e-5)
+        np.testing.assert_allclose(out[row, 0], attended(q[row, 0], kv[places]), atol=1e-5)
     assert not out[6].any()
 
 
