@@ -41,7 +41,7 @@ def test_what_does_not_fit_into_a_cache(saved):
     with pytest.raises(ValueError, match="Row 1 of the cache is not empty"):  # reserved blocks would be lost
         jaxkv.load(saved, into=jaxkv.reserve(busy, [0, 9, 0, 0, 0]), rows=[0, 1, 2, 3, None])
     with pytest.raises(jaxkv.CacheFileError, match="need 14 blocks of 4 tokens, but 1 is free"):
-        jaxkv.load(saved, into=append(jaxkv.init(config(max_seqs=6, num_blocks=11)), [40, 0, 0, 0, 0, 0]))
+        jaxkv.load(saved, into=jaxkv.extend(jaxkv.init(config(max_seqs=6, num_blocks=11)), [40, 0, 0, 0, 0, 0]))
     with pytest.raises(ValueError, match="takes config, for a new cache, or into"):
         jaxkv.load(saved, config(), into=busy)
 
