@@ -110,7 +110,7 @@ def main(chip, everything=""):
     else:
         mesh = Mesh(np.array(devices(TOPOLOGIES[chip], (1, 1, 1))[:1]), ("x",))  # a tpu7x chip is two
         programs = {
-            "fused": ("llama3-8b", "write_and_attend", (ROWS, 1), {}),
+            "fused, chosen by the platform": ("llama3-8b", "write_and_attend", (ROWS, 1), {"implementation": None}),
             "fused, head_dim 64": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {}),
             "write of many tokens": ("llama3-8b", "write_kv", (ROWS, 256), {}),
             "write of many tokens, small pool": ("llama3-8b", "write_kv", (ROWS, 256), {"blocks_per_row": 256}),
@@ -120,7 +120,6 @@ def main(chip, everything=""):
         if everything or chip == "v6e":
             programs |= {
                 "latent, mixed": ("deepseek-v3", "write_and_attend", (64,), {}),
-                "fused, chosen by the platform": ("llama3-8b", "write_and_attend", (ROWS, 1), {"implementation": None}),
                 "write of many tokens, int8": ("llama3-8b", "write_kv", (ROWS, 256), INT8),
             }
         if everything:
