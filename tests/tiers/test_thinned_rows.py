@@ -124,7 +124,7 @@ def test_rows_of_another_kind_are_refused(tmp_path):
     plain = jaxkv.init(make_config().replace(layers=[LayerConfig(num_kv_heads=2, head_dim=4)] * 2))
     with pytest.raises(ValueError, match="swap them into a cache like the one they come from"):
         jaxkv.swap_in(plain, 0, host)
-    with pytest.raises(ValueError, match=r"has evict = head, .* but that of the cache sent to has evict = None"):
+    with pytest.raises(ValueError, match=r"has evict = head, .*but that of the cache sent to has evict = None"):
         jaxkv.send(thinned(), 0, to=plain)
     jaxkv.save(tmp_path / "rows", cache, rows=[1])
     with pytest.raises(jaxkv.CacheFileError, match=r"has layer 0 with .*evict = head"):
