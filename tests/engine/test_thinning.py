@@ -37,7 +37,7 @@ WINDOWS = (None, 5) if NIGHTLY else (None,)
 TIGHT = dict(max_seqs=4, max_seq_len=LONGEST, block_size=3, num_blocks=10, step_tokens=7)
 
 
-MORE = {"all kept": dict(num_blocks=12)}
+MORE = {name: dict(num_blocks=14) for name in ("all kept", "pyramid", "tova", "all queries", "mean of heads")}
 
 
 @pytest.mark.parametrize("name", CASES)
