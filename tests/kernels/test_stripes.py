@@ -57,8 +57,8 @@ def variants(case):
 
 CASES = [
     (DECODE, 4, {}),
-    (packed(PROMPTS), 4, {"window": 5}),
     *[
+        (packed(PROMPTS), 4, {"window": 5}),
         (DECODE, 4, {"causal": False}), (DECODE, 2, {"window": 3}), (PROMPTS, 8, {}), (ONE_TOKEN_RUNS, 3, {}),
         (PROMPTS, 4, {"chunk": 6}), (PROMPTS, 4, {"window": 3, "sink_tokens": 3}), (PROMPTS, 4, {"causal": False}),
         *[(PROMPTS, 4, name) for name in ("alibi", "mask", "spans", "tree", "blocks")],
