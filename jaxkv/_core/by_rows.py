@@ -215,11 +215,20 @@ def _local(arguments: Sequence[Any], configs: dict[CacheConfig, CacheConfig]) ->
     return jax.tree.map(local, tuple(arguments), is_leaf=_is_shards)
 
 
-def _as_cache(x: RowShards, config: CacheConfig, alone: bool = False) -> Cache:
-    """A device's part as a cache; `alone`: on it, and on no mesh."""
-    tables = tuple(dataclasses.replace(t, num_free=t.num_free[0], peak=t.peak[0]) for t in x.tables)
+def _as_cache(x: RowShards, config: CacheConfig, alone: bool | None = None) -> Cache:
+    """A device's part as a cache; outside of any program `alone` says whether it lies there on no mesh."""
+    one = _number if alone is not None else lambda x: x[0]
+    tables = tuple(dataclasses.replace(t, num_free=one(t.num_free), peak=one(t.peak)) for t in x.tables)
     pools = tuple(p.like(Pool(p.kv)) if alone and p is not None else p for p in x.pools)
     return Cache(tables=tables, pools=pools, config=config)
+
+
+def _number(x: jax.Array) -> jax.Array:
+    """An array `[1]` as a number where it lies, whatever mesh is set."""
+    place = x.sharding
+    if isinstance(place, NamedSharding):
+        place = NamedSharding(place.mesh, PartitionSpec())
+    return jax.device_put(np.asarray(x)[0], place)
 
 
 def _together(out: Any, configs: dict[CacheConfig, CacheConfig], axis: str) -> Any:
