@@ -42,7 +42,7 @@ def initialize(
     >>> import jaxkv
     >>> jaxkv.distributed.initialize("10.0.0.1:8476", num_processes=2, process_id=0, patience=0)
     Traceback (most recent call last):
-    ValueError: patience must be at least 2, not 0.
+    ValueError: patience must be at least 2, not 0.0.
     """
     patience = real("patience", patience, least=2, most=3600)
     options.setdefault("heartbeat_timeout_seconds", int(2 * patience) + 10)  # JAX's own watch comes second
