@@ -34,10 +34,10 @@ def prompts_of(count: int, length: int) -> list[list[int]]:
     return [list(text[len(text) // 2 :][:length]) for text in texts]
 
 
-def measure(name: str, model, draft, prompts, arguments) -> tuple[dict, list[list[int]]]:
+def measure(name: str, model, draft, prompts, arguments, **guesses) -> tuple[dict, list[list[int]]]:
     engine = jaxkv.Engine(
         model, max_seqs=arguments.rows, max_seq_len=arguments.prompt + arguments.tokens, draft=draft,
-        draft_tokens=arguments.draft_tokens,
+        **{"draft_tokens": arguments.draft_tokens} | guesses,
     )  # fmt: skip
     list(engine.stream(prompts[: arguments.rows], 8))  # compiles
     steps, start = engine.steps, time.perf_counter()
@@ -45,10 +45,8 @@ def measure(name: str, model, draft, prompts, arguments) -> tuple[dict, list[lis
     for index, token in engine.stream(prompts, arguments.tokens):
         outputs[index].append(token)
     seconds, count = time.perf_counter() - start, sum(map(len, outputs))
-    prefill = -(-len(prompts) // arguments.rows)  # a step or so for each round of prompts
     row = {
         "guesses": name,
-        "tokens / step and row": count / max(engine.steps - steps - prefill, 1) / arguments.rows,
         "acceptance": engine.stats()["acceptance"],
         "steps": engine.steps - steps,
         "tokens / s": count / seconds,
@@ -63,13 +61,21 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of each")
     parser.add_argument("--draft-tokens", type=int, default=4)
+    parser.add_argument("--tree-tokens", type=int, default=32)
+    parser.add_argument("--branches", type=int, default=8)
     arguments = parser.parse_args()
     model = jaxkv.models.small()
     prompts = prompts_of(arguments.prompts, arguments.prompt)
     drafts = {"none": None, "n-grams": "ngram", "half the layers": half_of(model), "itself": model}
     found = {name: measure(name, model, draft, prompts, arguments) for name, draft in drafts.items()}
+    tree = {"draft_tokens": arguments.tree_tokens, "draft_branches": arguments.branches}
+    found["n-grams, a tree"] = measure("n-grams, a tree", model, "ngram", prompts, arguments, **tree)
     results = [row for row, _ in found.values()]
+    # Without guesses a row's first token comes with its prompt, and each of the others takes a step.
+    decoding = -(-arguments.prompts // arguments.rows) * (arguments.tokens - 1)
+    prefill = results[0]["steps"] - decoding
     for row, outputs in found.values():
+        row["tokens / step and row"] = decoding / (row["steps"] - prefill)
         pairs = zip(outputs, found["none"][1], strict=True)
         same = [np.argmin(np.array([*(a == b for a, b in zip(x, y, strict=True)), False])) for x, y in pairs]
         row["first tokens that are equal"] = int(sum(same))

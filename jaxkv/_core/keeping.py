@@ -64,6 +64,17 @@ def take_back(cache: Cache, count: jax.Array) -> Cache:
     return _shorten(cache, jnp.clip(count, 0, cache.new), count > 0)
 
 
+def keep_guesses(cache: Cache, path: jax.Array, guessed: jax.Array) -> Cache:
+    """Of the last `guessed[s]` tokens of each row's last step keep those of `path` i32[S, n], counted from the first of
+    them, in increasing order with -1 behind them. They must be in blocks of the row's own."""
+    guessed = jnp.clip(guessed, 0, cache.new)
+    number, is_kept = jnp.arange(path.shape[1], dtype=jnp.int32)[None], path >= 0
+    given = (cache.new - guessed)[:, None]
+    moved = is_kept & (path != number) & (path < guessed[:, None])
+    count = jnp.sum(is_kept, axis=1, dtype=jnp.int32)
+    return take_back(_move(cache, given + path, given + number, moved), guessed - count)
+
+
 def _read_path(cache: Cache, path: Any) -> jax.Array:
     rows, on_device = cache.lengths.shape[0], isinstance(path, jax.Array)
     path = path if on_device else np.asarray(path)

@@ -14,7 +14,7 @@ from jaxkv._core.empty import init
 from jaxkv._core.shards import mesh_of
 from jaxkv._core.sharing import truncate
 from jaxkv._core.tables import extend
-from jaxkv._engine.drafts import Drafter, NGramDrafter
+from jaxkv._engine.drafts import Drafter, Guesses, NGramDrafter
 from jaxkv._engine.program import cache_program
 from jaxkv._engine.sampling import KINDS, Kind, Sampling, choose
 from jaxkv._engine.scheduler import Sequence
@@ -45,7 +45,7 @@ class ModelDrafter:
         self._program = draft_program(jax.tree.structure(empty), structure)
         self._is_sound = False  # no call was cut off
 
-    def guess(self, sequences: Several[Sequence], count: int) -> list[list[int]]:
+    def guess(self, sequences: Several[Sequence], count: int) -> list[Guesses]:
         if not sequences:
             return []
         self._make_sound()
@@ -70,7 +70,7 @@ class ModelDrafter:
         for sequence, guessed in zip(sequences, guesses, strict=True):
             self._held[sequence.row] = [*sequence.tokens, *guessed[:-1]]  # type: ignore[index]
         self._is_sound = True
-        return [guessed[:count] for guessed in guesses]
+        return [Guesses.chain(guessed[:count]) for guessed in guesses]
 
     def warm(self) -> list[Callable[[], Any]]:
         def call(shape: tuple[int, ...], kind: Kind, count: int) -> None:
@@ -117,12 +117,12 @@ class ModelDrafter:
         return chosen
 
 
-def make_drafter(draft: Any, config: CacheConfig, step_tokens: int, count: int) -> Drafter | None:
+def make_drafter(draft: Any, config: CacheConfig, step_tokens: int, count: int, branches: int) -> Drafter | None:
     """Who guesses for an engine with a cache like this; `draft` has been read."""
     if draft is None:
         return None
     if isinstance(draft, str):
-        return NGramDrafter()
+        return NGramDrafter(branches)
     return ModelDrafter(
         draft, max_seqs=config.max_seqs, max_seq_len=config.max_seq_len, step_tokens=step_tokens, count=count
     )

@@ -49,10 +49,10 @@ class Engine(Resumable):
       swap: what happens to a sequence that is set back because blocks ran out: it is swapped to host memory ("always"),
         computed again ("never"), or what is estimated to be faster ("auto").
       host_bandwidth: bytes/s to and from host memory, for that estimate.
-      draft: who guesses tokens, several of which one step can confirm: a model with the same vocabulary, which gets a
-        cache of its own, or "ngram", for what followed the same tokens before in the sequence. What comes out is the
-        same token for token, but for rounding; `stats()["acceptance"]` says how many guesses were right.
-      draft_tokens: the most guesses of a row in a step.
+      draft: who guesses tokens, of which one step confirms several: a model with the same vocabulary, which has a cache
+        of its own, or "ngram", for what followed the same tokens before. The same tokens come out, but for rounding.
+      draft_tokens, draft_branches: the most guesses of a row in a step, and from how many earlier places "ngram" takes
+        them: a tree, of which one path counts (32 and 8 do well). `stats()["acceptance"]`: how many were right.
       evict: an `Eviction`: what rows keep after their prompt, or every so many tokens. What they give up is room for
         others, which share nothing with them then: samples compute their prompt each for itself. It does not go with
         `prefix_cache` or `draft`, and rows whose last queries are still wanted are not swapped.
@@ -77,7 +77,8 @@ class Engine(Resumable):
         step_tokens: int = 256, steps_per_dispatch: int = 1, seed: int = 0, logits_hook: Hook | None = None,
         prefix_cache: bool = False, spill_bytes: int = 0, disk: Any = None, disk_bytes: float | None = None,
         swap: Swap = "auto", host_bandwidth: float = 1e10, draft: Any = None, draft_tokens: int = 4,
-        cache_dtype: Any = None, evict: Eviction | None = None, prefill: Any = None, **fields: Any,
+        draft_branches: int = 1, cache_dtype: Any = None, evict: Eviction | None = None, prefill: Any = None,
+        **fields: Any,
     ):  # fmt: skip
         if swap not in ("auto", "always", "never"):
             raise ValueError(f"swap must be 'auto', 'always' or 'never', not {swap!r}.")
@@ -94,8 +95,8 @@ class Engine(Resumable):
         self.steps_per_dispatch = integer("steps_per_dispatch", steps_per_dispatch, least=1)
         logits_hook, self.seed = read_hook(logits_hook), read_seed(seed)
         self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
-        draft_tokens = read_draft(draft, draft_tokens, self.vocab_size, self.steps_per_dispatch)
-        self.step_tokens = max(integer("step_tokens", step_tokens, least=1), max_seqs * (1 + draft_tokens))
+        guesses = read_draft(draft, draft_tokens, draft_branches, model, logits_hook, self.steps_per_dispatch)
+        self.step_tokens = max(integer("step_tokens", step_tokens, least=1), max_seqs * (1 + guesses[0]))
         evict = read_eviction(evict, prefix_cache=prefix_cache, draft=draft is not None)
         self.config = CacheConfig.from_model(
             evict.model_of(model) if evict else model, max_seqs=max_seqs, max_seq_len=max_seq_len,
@@ -107,8 +108,8 @@ class Engine(Resumable):
         self._residents = Residents(
             self.config, model, prefix=self.prefix, swap=swap, host_bandwidth=host_bandwidth, eviction=evict
         )
-        self._pipeline = Pipeline(model, self._residents, logits_hook, self.step_tokens, draft_tokens)
-        drafter = make_drafter(draft, self.config, self.step_tokens, draft_tokens)
+        self._pipeline = Pipeline(model, self._residents, logits_hook, self.step_tokens, *guesses)
+        drafter = make_drafter(draft, self.config, self.step_tokens, *guesses)
         self._prefill = None if prefill is None else Prefill(prefill, self.config, self.step_tokens, self._residents)
         self._loop = Loop(
             self._residents, self._pipeline, self.step_tokens, self.steps_per_dispatch, drafter, self._prefill

@@ -162,13 +162,14 @@ class Loop:
             return
         ready = []
         for sequence in self.scheduler.running:
-            sequence.guesses = []
+            sequence.guesses, sequence.parents = [], []
             # Of its limit one token is left to be chosen, and what comes after it is of no use.
             if sequence.pending == 1 and not sequence.followers and sequence.limit - sequence.length > 1:
                 ready.append(sequence)
         guessed = self.drafter.guess(ready, self.pipeline.draft_tokens)
         for sequence, guesses in zip(ready, guessed, strict=True):
-            sequence.guesses = guesses[: sequence.limit - sequence.length - 1]
+            most = sequence.limit - sequence.length - 1
+            sequence.guesses, sequence.parents = guesses.tokens[:most], guesses.parents[:most]
 
     def _read(self, left: int) -> None:
         """Read steps until so many are under way."""

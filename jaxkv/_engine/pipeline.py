@@ -38,7 +38,10 @@ class Flight(NamedTuple):
 class Pipeline:
     """The model's steps. The host need not wait for one before it sends the next: tokens stay on the device, too."""
 
-    def __init__(self, model: Any, residents: Residents, hook: Hook | None, step_tokens: int, draft_tokens: int):
+    def __init__(
+        self, model: Any, residents: Residents, hook: Hook | None, step_tokens: int, draft_tokens: int,
+        branches: int = 1,
+    ):  # fmt: skip
         self.residents, self.hook = residents, hook
         # Flattening a model takes longer than a step.
         self.leaves, self.structure = jax.tree.flatten(model)
@@ -56,6 +59,7 @@ class Pipeline:
             self._remembered = remembered(eviction, residents.cache, self._one_token)
             self._thin = thin_program(jax.tree.structure(residents.cache), eviction, self._remembered.asked)
         self.draft_tokens = draft_tokens  # the most guesses of a row
+        self.guesses_trees = branches > 1
         self.steps = self.tokens = self.proposed = self.accepted = 0
         self.clear()
 
@@ -80,11 +84,14 @@ class Pipeline:
         rows = self._rows()
         is_decode = steps > 1 or step.is_decode
         tokens: list[int] = []
+        parents: list[int] = []  # of each token, counted from its row's first
         for sequence, row, count in work:
             end = min(sequence.cached + count, sequence.length)
             given = sequence.tokens[sequence.cached : end]
             given += [FROM_DEVICE] * (end - sequence.cached - len(given))
             guesses = sequence.guesses[: count - len(given)]
+            parents += range(-1, len(given) - 1)
+            parents += [len(given) + parent for parent in sequence.parents[: len(guesses)]]
             given += guesses
             rows[GUESSED, row] = len(guesses)
             rows[:TOKEN, row] = count, end == sequence.length
@@ -99,12 +106,15 @@ class Pipeline:
         if not is_decode:
             packed = np.zeros(next(size for size in self.sizes if size >= len(tokens)), np.int32)
             packed[: len(tokens)] = tokens
+            if self.guesses_trees and rows[GUESSED].any():
+                packed = np.stack([packed, np.full_like(packed, -1)])
+                packed[1, : len(tokens)] = parents
         kind = KINDS[max(sequence.request.kind for sequence, _, _ in work)]
         count = max(sequence.request.num_logprobs for sequence, _, _ in work)
         count = count and 1 << (count - 1).bit_length()  # few programs
         began = time.perf_counter()
         verify = self.draft_tokens if rows[GUESSED].any() else 0
-        shape = (packed is not None and len(packed), kind, count, steps, verify)
+        shape = (packed is not None and packed.shape[-1], kind, count, steps, verify)
         result = self._call(rows, packed, kind, count, steps, verify)
         own = rows[GUESSED] if verify else rows[COUNT] if is_decode else np.ones_like(rows[COUNT])
         due = [(s, row, int(own[row])) for s, row, _ in work if rows[DUE, row]]
@@ -170,7 +180,8 @@ class Pipeline:
         shapes = [(None, n) for n in steps] + [(np.zeros(size, np.int32), 1) for size in self.sizes]
         programs = [(*shape, 0) for shape in shapes]
         if self.draft_tokens:
-            programs += [(*shape, self.draft_tokens) for shape in shapes if shape[0] is not None]
+            lines = (2,) if self.guesses_trees else ()
+            programs += [(np.zeros((*lines, size), np.int32), 1, self.draft_tokens) for size in self.sizes]
         calls: list[Any] = [
             lambda tokens=tokens, n=n, v=v, kind=kind, count=count: self._call(rows, tokens, kind, count, n, v)
             for tokens, n, v in programs for kind in kinds for count in counts

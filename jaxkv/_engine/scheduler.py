@@ -28,6 +28,7 @@ class Sequence:
     row: int | None = None
     cached: int = 0  # its first tokens, whose keys and values are in the cache
     guesses: list[int] = dataclasses.field(default_factory=list)  # what may follow all its tokens, to be verified
+    parents: list[int] = dataclasses.field(default_factory=list)  # of which guess each follows; -1: of its tokens
     host: Any = None  # where they are instead while it is in no row: `HostBlocks`, or a function that fetches these
     # Those of the same prompt: as soon as all of it but its last token is computed, they go on from there too.
     followers: "list[Sequence]" = dataclasses.field(default_factory=list)

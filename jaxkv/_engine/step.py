@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.arguments import to_device
-from jaxkv._core.keeping import take_back
+from jaxkv._core.keeping import keep_guesses, take_back
 from jaxkv._core.numbers import MOST_INDEX, shown
 from jaxkv._core.plan import plan_step, positions
 from jaxkv._core.tables import extend, leave_windows
@@ -65,11 +65,15 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool) -> 
     A `cache_program` with the arguments `leaves, memory, rows, tokens, kind=, count=, steps=`: the model's leaves,
     `rows` i32[NUM_FIELDS, S], packed `tokens` i32[N] or None for a step of one token per row, of which there can be
     several; `count` likeliest tokens are returned. It uses up the memory too, and returns a `Result`. With `verify`,
-    the last of a row's tokens may be guesses, up to so many; then it is as if there had been `verify + 1` steps.
+    the last of a row's tokens may be guesses, up to so many; then it is as if there had been `verify + 1` steps. If
+    they are trees, `tokens` is i32[2, N], with each token's parent, counted from its row's first, below it.
     """
 
     def program(cache, leaves, memory, rows, tokens, *, kind: Kind, count: int, steps: int, verify: int = 0):
         one = functools.partial(_verify, verify, rows[GUESSED]) if verify else _step
+        if tokens is not None and tokens.ndim == 2:
+            tokens, parents = tokens
+            one = functools.partial(_verify_trees, verify, rows[GUESSED], parents)
         sampling = Sampling.unpack(rows[COLUMN])
         run = functools.partial(_run, jax.tree.unflatten(model, leaves), not leave)
         step = functools.partial(one, run, hook, sampling, kind, count, leave)
@@ -129,7 +133,46 @@ def _verify(most, guessed, run, hook, sampling, kind, count, leave, cache, memor
     return ((jnp.where(cache.failed[None], -1, chosen), accepted + 1), likely), cache, memory
 
 
-def _run(model, cascade, cache, memory, tokens, counts, places):
+def _verify_trees(most, guessed, parents, run, hook, sampling, kind, count, leave, cache, memory, tokens, counts, due):
+    """As `_verify`, where guesses are trees: of each row's the path counts along which every token is what is chosen
+    after its parent. Numbers count from the row's last given token, which is 0."""
+    number = jnp.arange(most + 1, dtype=jnp.int32)[:, None]
+    first = jnp.maximum(jnp.cumsum(counts) - 1 - guessed, 0)[None]
+    places = first + jnp.minimum(number, guessed[None])
+    parent = jnp.clip(parents[places] - (counts - 1 - guessed)[None], 0, most)
+    logits, cache, memory = run(cache, memory, tokens, counts, places.ravel(), tree=parents)
+
+    def at(x, numbers):
+        return jnp.take_along_axis(x, numbers, axis=0)
+
+    def climb(i, depth):
+        return depth.at[i].set(at(depth, parent[i][None])[0] + 1)
+
+    depth = jax.lax.fori_loop(1, most + 1, climb, jnp.zeros_like(places))
+    lengths = ((cache.lengths - guessed)[None] + depth).ravel()
+    wide = jax.tree.map(lambda x: jnp.concatenate([x] * (most + 1)), sampling)
+    chosen, likely = _chosen(logits, hook, wide, kind, count, memory, lengths)
+    chosen = chosen.reshape(places.shape)
+    is_right = (number > 0) & (number <= guessed[None]) & (at(chosen, parent) == tokens[places])
+
+    def follow(i, on_path):
+        return on_path.at[i].set(is_right[i] & at(on_path, parent[i][None])[0])
+
+    on_path = jax.lax.fori_loop(1, most + 1, follow, jnp.broadcast_to(number == 0, places.shape))
+    accepted = jnp.sum(on_path, axis=0, dtype=jnp.int32) - 1
+    path = jnp.sort(jnp.where(on_path, number, most + 1), axis=0)  # numbers grow along it
+    there = number <= accepted[None]
+    path = jnp.where(there, path, 0)
+    chosen = at(chosen, path)
+    last = at(chosen, accepted[None])[0]
+    cache = keep_guesses(cache, jnp.where(there, path - 1, -1)[1:].T, guessed)
+    cache, memory = _ended(cache, memory, last, due, leave)
+    if likely is not None:
+        likely = jax.tree.map(lambda x: at(x.reshape(*places.shape, -1), path[..., None]), likely)
+    return ((jnp.where(cache.failed[None], -1, chosen), accepted + 1), likely), cache, memory
+
+
+def _run(model, cascade, cache, memory, tokens, counts, places, tree=None):
     """The logits at some places after a step of every row, which is noted."""
     cache = extend(cache, counts)
     rows = rows_of(tokens, counts)
@@ -137,7 +180,7 @@ def _run(model, cascade, cache, memory, tokens, counts, places):
         noted = memory.tokens.at[rows, positions(cache, tokens.shape)].set(tokens, mode="drop")
         memory = memory._replace(tokens=noted)
     (logits, cache), queries = noting(
-        memory.queries, cache, lambda: logits_at(model, tokens, cache, places, cascade), rows, tokens.shape
+        memory.queries, cache, lambda: logits_at(model, tokens, cache, places, cascade, tree), rows, tokens.shape
     )
     return logits, cache, memory._replace(queries=queries)
 
@@ -157,11 +200,13 @@ def _chosen(logits, hook, sampling, kind, count, memory, lengths):
     return chosen, likeliest(logits, chosen, count) if count else None
 
 
-def logits_at(model, tokens, cache, places, cascade=False):
+def logits_at(model, tokens, cache, places, cascade=False, tree=None):
     """The logits of some tokens only, of each row one if they are padded, if the model can spare the others: a prompt's
     are large. `cascade`: rows of a common prefix read it once, if the model takes a planned step."""
     taken = inspect.signature(model.__call__).parameters
-    planned = {"step": plan_step(cache, tokens.shape, cascade=True)} if cascade and "step" in taken else {}
+    planned: dict = {}
+    if (cascade or tree is not None) and "step" in taken:
+        planned["step"] = plan_step(cache, tokens.shape, cascade=cascade, tree=tree)
     if "logits_at" in taken:
         return model(tokens, cache=cache, logits_at=places, **planned)
     logits, cache = model(tokens, cache=cache, **planned)

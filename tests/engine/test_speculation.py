@@ -12,7 +12,7 @@ from checksum_model import LONGEST, VOCAB, WINDOW, Checksum, assert_streams, con
 from nightly import NIGHTLY
 
 import jaxkv
-from jaxkv._engine.drafts import NGrams
+from jaxkv._engine.drafts import Guesses, NGrams
 
 WINDOWS = (None, WINDOW)
 TIGHT = {"max_seqs": 3, "max_seq_len": LONGEST, "block_size": 3, "num_blocks": 18, "draft_tokens": 3}
@@ -140,9 +140,73 @@ def test_a_run_of_tokens_is_followed_by_what_followed_it_last():
     ngrams, text = NGrams(), list(b"one two, one three, one t")
     for end in range(5, len(text)):
         ngrams.guess(text[:end], 3)  # the index grows with the text
-    assert bytes(ngrams.guess(text, 5)) == b"hree,"
-    assert NGrams().guess([1, 2, 3], 4) == [] == NGrams().guess([1], 4)
-    assert NGrams().guess([7, 7, 7], 4) == [7] * 4
+    assert bytes(ngrams.guess(text, 5).tokens) == b"hree,"
+    assert NGrams().guess([1, 2, 3], 4) == Guesses([], []) == NGrams().guess([1], 4)
+    assert NGrams().guess([7, 7, 7], 4) == Guesses.chain([7] * 4)
+
+
+def test_guesses_that_begin_alike_are_one_branch():
+    ngrams, text = NGrams(3), list(b"one two, one three, one t")
+    for end in range(5, len(text)):
+        ngrams.guess(text[:end], 3)
+    assert ngrams.guess(text, 9) == Guesses(list(b"hrewo,"), [-1, 0, 1, -1, 3, 4])
+    assert Guesses.tree([[1, 2, 3], [1, 5], [4]], 4) == Guesses([1, 2, 3, 5], [-1, 0, 1, 0])
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """The next token goes by the sum of all tokens, of the last few and the position: by attention to them, which a
+    tree's tokens must have of their own branch alone."""
+
+    dtype: str = "float32"
+    layer_configs = tuple(jaxkv.LayerConfig(num_kv_heads=1, head_dim=1, window=window) for window in WINDOWS)
+
+    def __call__(self, tokens, *, cache, logits_at, step=None):
+        step = jaxkv.plan_step(cache, tokens.shape) if step is None else step
+        x, total = tokens.astype(jnp.float32)[..., None, None], jnp.zeros(tokens.shape, jnp.int32)
+        for layer, window in enumerate(WINDOWS):
+            mean, cache = jaxkv.attention(jnp.zeros_like(x), x, x, cache, layer=layer, step=step)
+            count = jnp.minimum(step.positions + 1, window or LONGEST).astype(jnp.float32)
+            total += (1 + layer) * jnp.round(mean[..., 0, 0] * count).astype(jnp.int32)
+        total = total[:, 0] if tokens.ndim == 2 else total[logits_at]
+        return jax.nn.one_hot(total % 3, 3), cache
+
+
+def test_a_tree_of_guesses_changes_no_token():
+    """Rows that come and go, a prefix cache, a window, and more in need of blocks than there are."""
+    engine = jaxkv.Engine(
+        Sum(), draft="ngram", draft_branches=4, **TIGHT | {"draft_tokens": 8}, prefix_cache=True, step_tokens=27
+    )  # fmt: skip
+    draw = random.Random(0)
+    prompts = [[draw.randrange(3) for _ in range(draw.choice([1, 4, 17]))] for _ in range(8)]
+    requests = [engine.submit(prompt, 20 + i, logprobs=1) for i, prompt in enumerate(prompts)]
+    for _ in engine.run():
+        pass
+    for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+        tokens = list(prompt)
+        for _ in range(20 + i):
+            tokens.append((sum(tokens) + 2 * sum(tokens[-WINDOW:])) % 3)
+        assert request.tokens == tokens[len(prompt) :]
+        assert [max(chances, key=chances.get) for chances in request.logprobs] == request.tokens
+    chosen = sum(len(request.tokens) for request in requests)
+    assert engine.tokens > sum(map(len, prompts)) + chosen and 0.05 < engine.stats()["acceptance"] < 0.9
+    assert engine.steps < 0.8 * chosen
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="two engines of a real model to compile")
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_tree_of_guesses_changes_no_token_of_a_real_model(temperature):
+    model, outputs, steps = jaxkv.models.small(), {}, {}
+    text = (pathlib.Path(jaxkv.__file__).parent / "_core" / "errors.py").read_bytes()[:180]
+    for branches in (1, 8):
+        sizes = {"max_seqs": 2, "max_seq_len": 320, "step_tokens": 66, "draft": "ngram", "draft_tokens": 32}
+        engine = jaxkv.Engine(model, draft_branches=branches, **sizes)
+        requests = [engine.submit(list(text[i:]), 120, temperature=temperature) for i in (0, 90)]
+        for _ in engine.run():
+            pass
+        outputs[branches], steps[branches] = [request.tokens for request in requests], engine.steps
+    assert outputs[1] == outputs[8] and steps[8] < steps[1]
 
 
 @pytest.mark.parametrize("dtype", [None, *["int8", "int4"] * NIGHTLY])
@@ -170,6 +234,16 @@ WRONG = {
     "no model": ({"draft": 3}, 'draft must be a model, "ngram" or None, not 3'),
     "another word": ({"draft": "bigram"}, "draft must be a model, \"ngram\" or None, not 'bigram'"),
     "draft_tokens": ({"draft": "ngram", "draft_tokens": 0}, "draft_tokens must be at least 1, not 0"),
+    "branches of a model": ({"draft": Several(WINDOWS), "draft_branches": 2}, 'draft_branches=2 is for draft="ngram"'),
+    "branches without a step": (
+        {"draft": "ngram", "draft_branches": 2},
+        "of which step= tells a model, and this one takes no step: leave",
+    ),
+    "no branches": ({"draft": "ngram", "draft_branches": 0}, "draft_branches must be at least 1, not 0"),
+    "branches and a hook": (
+        {"draft": "ngram", "draft_branches": 2, "logits_hook": max},
+        "A logits_hook is told of one sequence a row",
+    ),
     "steps_per_dispatch": ({"draft": "ngram", "steps_per_dispatch": 2}, "steps_per_dispatch must be 1 with it, not 2"),
 }
 

@@ -21,6 +21,7 @@ BLOCKS, DISK, IN_DISK = "_files/blocks.py", "_tiers/disk.py", "tiers/test_prefix
 PREFILL, CHECKPOINT, PARTS = "_engine/prefill.py", "_engine/checkpoint.py", "_files/parts.py"
 IN_PREFILL, IN_CHECKPOINT = "engine/test_prefill.py::", "engine/test_checkpoint.py::"
 IN_PROCESSES = "processes/test_processes.py::"
+IN_SPECULATION = "engine/test_speculation.py::"
 IN_INTERRUPTS, IN_FILES = "engine/test_interrupts.py::", "files/test_files.py::"
 
 MUTANTS = {
@@ -433,5 +434,42 @@ MUTANTS = {
         "for shard in range(self._count)], axis=2)",
         "for shard in reversed(range(self._count))], axis=2)",
         IN_PROCESSES + "test_one_cache_over_two_processes",
+    ),
+    # Trees of guesses.
+    "the accepted path is not moved": Mutant(
+        "_core/keeping.py",
+        "moved = is_kept & (path != number) & (path < guessed[:, None])",
+        "moved = path > guessed[:, None]",
+        IN_SPECULATION + "test_a_tree_of_guesses_changes_no_token",
+    ),
+    "a right guess after a wrong one": Mutant(
+        "_engine/step.py",
+        "is_right[i] & at(on_path, parent[i][None])[0]",
+        "is_right[i]",
+        IN_SPECULATION + "test_a_tree_of_guesses_changes_no_token",
+    ),
+    "a tree is computed as a chain": Mutant(
+        "_engine/step.py",
+        "places.ravel(), tree=parents)",
+        "places.ravel())",
+        IN_SPECULATION + "test_a_tree_of_guesses_changes_no_token",
+    ),
+    "the token chosen after the wrong branch": Mutant(
+        "_engine/step.py",
+        "chosen = at(chosen, path)",
+        "chosen = chosen + 0 * path",
+        IN_SPECULATION + "test_a_tree_of_guesses_changes_no_token",
+    ),
+    "a guess hangs from the token before its parent": Mutant(
+        "_engine/pipeline.py",
+        "[len(given) + parent for parent",
+        "[len(given) - 1 + parent for parent",
+        IN_SPECULATION + "test_a_tree_of_guesses_changes_no_token",
+    ),
+    "a path longer than there is room for": Mutant(
+        "_engine/drafts.py",
+        "not in places and len(places) == count",
+        "not in places and len(places) > count",
+        IN_SPECULATION + "test_guesses_that_begin_alike_are_one_branch",
     ),
 }
