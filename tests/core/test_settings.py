@@ -119,17 +119,21 @@ CALLS = {
 ON_HOST = ("checks", "prefix", "swap")
 
 
+# By day one cache, made under no setting; by night under each its own.
+made = make if NIGHTLY else functools.cache(make)
+
+
 def under(setting, name):
     """What a call gives under a setting. `jax.checkpoint` is for what can be traced; the others say so."""
     if setting != "checkpoint":
         with SETTINGS[setting]():
-            return CALLS[name](make())
+            return CALLS[name](made())
     rematerialised = jax.checkpoint(CALLS[name])
     if name in ON_HOST:
         with pytest.raises(ValueError, match=r"cannot be (part of|used inside) jit"):
-            rematerialised(make())
-        return CALLS[name](make())
-    return rematerialised(make())
+            rematerialised(made())
+        return CALLS[name](made())
+    return rematerialised(made())
 
 
 def arrays(x):
@@ -138,7 +142,7 @@ def arrays(x):
 
 @functools.cache
 def expected(name):
-    return arrays(CALLS[name](make()))
+    return arrays(CALLS[name](made()))
 
 
 # By day attention is not run operation by operation: that takes as long as all of the others.
