@@ -19,13 +19,14 @@ from jaxkv.models.decoder import Decoder
 from jaxkv.models.rope import Rope
 
 VOCAB = 64
+WINDOWS = (None, 8) if NIGHTLY else (None,)  # by day engines with windows: test_engine.py, tests/models
 
 
 @pytest.fixture(scope="module")
 def model():
     config = DecoderConfig(
         vocab_size=VOCAB, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, max_seq_len=4096,
-        windows=(None, 8), ropes=(Rope(), Rope()), attention_scale=0.25,
+        windows=WINDOWS, ropes=(Rope(),) * len(WINDOWS), attention_scale=0.25,
     )  # fmt: skip
     return Decoder(config, rngs=nnx.Rngs(0))
 
