@@ -109,8 +109,10 @@ def check_invariants(cache: Cache) -> None:
         shapes = (pool.kv.shape, None if pool.scale is None else pool.scale.shape)
         assert shapes == config.stack_shapes(layer), f"layer {layer}: the pool's shape"
         null_blocks = pool.kv[:: pool.kv.shape[0] // len(config.stack(layer))]
-        here = (np.asarray(shard.data) for shard in null_blocks.addressable_shards)
-        assert not any(x.any() for x in here), f"layer {layer}: the null block was written"
+        # Each process looks at its part; a cache of NumPy arrays, as device_get makes one, is whole.
+        on_host = not isinstance(null_blocks, jax.Array)
+        here = [null_blocks] if on_host else [shard.data for shard in null_blocks.addressable_shards]
+        assert not any(np.asarray(x).any() for x in here), f"layer {layer}: the null block was written"
     groups = jax.device_get(cache.tables)
     for group, t in enumerate(groups):
         _check_tables(t, config, group)
