@@ -112,8 +112,8 @@ MUTANTS = {
     ),
     "a pool that was used up is not followed": Mutant(
         "_tiers/landing.py",
-        "                leaves = landed\n",
-        "                pass\n",
+        "                    pools[layer] = structure.unflatten(landed)\n",
+        "                    pass\n",
         IN_CUTS,
     ),
     "the index changes before the cache": Mutant(
