@@ -1,4 +1,7 @@
-"""Several processes with one cache: `initialize`, which also watches over the others."""
+"""Several processes with one cache: `initialize`, which also watches over the others.
+
+`import jaxkv.distributed` before anything is computed.
+"""
 
 import atexit
 import ctypes
