@@ -18,6 +18,8 @@ LENGTHS = (*range(18), 9)
 DECODE = testing.Case(lengths=LENGTHS, new=(0, *[1] * 17, 0), block_size=8, **SIZES)
 PROMPTS = testing.Case(lengths=LENGTHS, new=(*[-(-n * 2 // 3) for n in LENGTHS[:-1]], 0), block_size=8, **SIZES)
 ONE_TOKEN_RUNS = testing.Case(lengths=(5, 1, 0, 6), new=(2, 1, 0, 6), block_size=3, packed=True, padding=2, **SIZES)
+# Runs of several tiles, of which a window leaves the first ones out.
+LONG = testing.Case(lengths=(1200, 1000, 513), new=(1, 1, 1), block_size=16, **SIZES)
 
 
 def packed(case):
@@ -57,6 +59,7 @@ def variants(case):
 
 CASES = [
     (DECODE, 4, {}),
+    (LONG, 4, {"window": 300}),
     *[
         (packed(PROMPTS), 4, {"window": 5}),
         (DECODE, 4, {"causal": False}), (DECODE, 2, {"window": 3}), (PROMPTS, 8, {}), (ONE_TOKEN_RUNS, 3, {}),
