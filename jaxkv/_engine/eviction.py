@@ -10,11 +10,11 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxkv import scores
-from jaxkv._budgets import pyramid_kept, uniform_kept
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.layer import LayerConfig
 from jaxkv._core.numbers import integer, real, shown
 from jaxkv._engine.scheduler import Sequence
+from jaxkv.scores._budgets import pyramid_kept, uniform_kept
 
 Budget = Literal["uniform", "pyramid", "ada"]
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._budgets import ada
 from jaxkv._core.alone import alone
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
@@ -17,6 +16,7 @@ from jaxkv._core.observing import Queries, queries_noted
 from jaxkv._core.plan import positions
 from jaxkv._engine.eviction import Eviction
 from jaxkv._engine.program import cache_program
+from jaxkv.scores._budgets import ada
 
 
 def evicting_layers(config: CacheConfig) -> list[int]:

@@ -13,9 +13,9 @@ last, `ada` so that the heads of a layer compete. A score of your own is any fun
 `quest` gives nothing up: it chooses the blocks that a step's queries may care for most, for `jaxkv.attend(blocks=)`.
 """
 
-from jaxkv._budgets import ada as ada, pyramid as pyramid, uniform as uniform
-from jaxkv._quest import quest as quest
-from jaxkv._scores import (
+from jaxkv.scores._blocks import quest as quest
+from jaxkv.scores._budgets import ada as ada, pyramid as pyramid, uniform as uniform
+from jaxkv.scores._tokens import (
     expected_attention as expected_attention,
     keydiff as keydiff,
     knorm as knorm,
