@@ -168,7 +168,7 @@ class Sum:
         for layer, window in enumerate(WINDOWS):
             mean, cache = jaxkv.attention(jnp.zeros_like(x), x, x, cache, layer=layer, step=step)
             count = jnp.minimum(step.positions + 1, window or LONGEST).astype(jnp.float32)
-            total += (1 + layer) * jnp.round(mean[..., 0, 0] * count).astype(jnp.int32)
+            total += jnp.round(mean[..., 0, 0] * count).astype(jnp.int32)
         total = total[:, 0] if tokens.ndim == 2 else total[logits_at]
         return jax.nn.one_hot(total % 3, 3), cache
 
@@ -186,7 +186,7 @@ def test_a_tree_of_guesses_changes_no_token():
     for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
         tokens = list(prompt)
         for _ in range(20 + i):
-            tokens.append((sum(tokens) + 2 * sum(tokens[-WINDOW:])) % 3)
+            tokens.append((sum(tokens) + sum(tokens[-WINDOW:])) % 3)
         assert request.tokens == tokens[len(prompt) :]
         assert [max(chances, key=chances.get) for chances in request.logprobs] == request.tokens
     chosen = sum(len(request.tokens) for request in requests)
