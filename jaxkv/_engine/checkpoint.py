@@ -6,6 +6,7 @@ its metadata. What a row held need not be computed again; whatever else there is
 
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 from collections.abc import Collection
@@ -18,7 +19,7 @@ from jaxkv._core.errors import CacheFileError
 from jaxkv._core.numbers import MOST_INDEX, flag, integer
 from jaxkv._engine.loop import Loop, sequence_of
 from jaxkv._engine.pipeline import Pipeline
-from jaxkv._engine.request import Count, Request, problem_of, read_eos, read_salt
+from jaxkv._engine.request import Request, problem_of, read_eos, read_salt, upcoming
 from jaxkv._engine.reuse import fingerprint
 from jaxkv._engine.sampling import Choice
 from jaxkv._engine.scheduler import Sequence
@@ -35,7 +36,7 @@ class Resumable:
     vocab_size: int | None
     _loop: Loop
     _pipeline: Pipeline
-    _numbers: Count
+    _numbers: "itertools.count[int]"
     _news: dict[Request, None]
     _at_work: Any
     cancel: Any
@@ -71,7 +72,7 @@ class Resumable:
             told = [r for r in self._news if r not in loop.open and r.given < len(r.tokens)]
             entries = [_written(r, None, None) for r in told]
             entries += [_written(r, places.get(s), leaders.get(r)) for r, s in loop.open.items()]
-            state = {"version": VERSION, "next": self._numbers.next, "requests": entries}
+            state = {"version": VERSION, "next": upcoming(self._numbers), "requests": entries}
             save(path, loop.cache, list(rows.values()), model=self._model, metadata={KEY: state})
 
     def load(self, path: str | os.PathLike) -> list[Request]:
@@ -113,7 +114,7 @@ class Resumable:
                     raise CacheFileError(f"Request {request.number} of {path} cannot go on here: {why}.")
             self._loop.adopt(sequences)
             self._news |= dict.fromkeys(requests)
-            self._numbers = Count(max(first, self._numbers.next))
+            self._numbers = itertools.count(max(first, upcoming(self._numbers)))
             return requests
 
     def _read(self, file: SavedRows, state: dict[str, Any]) -> tuple[int, list[Request], list[Sequence]]:

@@ -1,6 +1,7 @@
 """An engine: requests come and go, their prompts are continued together, and no step waits for the one before."""
 
 import contextlib
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from jaxkv._engine.eviction import Eviction, read_eviction
 from jaxkv._engine.loop import Loop
 from jaxkv._engine.pipeline import Pipeline
 from jaxkv._engine.prefill import Prefill, check_prefill
-from jaxkv._engine.request import Count, Request, handed_out, problem_of, read_eos, read_limits, read_prompt, read_salt
+from jaxkv._engine.request import Request, handed_out, problem_of, read_eos, read_limits, read_prompt, read_salt
 from jaxkv._engine.resident import Residents, Swap
 from jaxkv._engine.reuse import make_prefix
 from jaxkv._engine.sampling import KINDS, Choice, Kind, read_kinds, read_seed
@@ -115,7 +116,7 @@ class Engine(Resumable):
             self._residents, self._pipeline, self.step_tokens, self.steps_per_dispatch, drafter, self._prefill
         )
         self._turn = Turn()
-        self._numbers = Count()
+        self._numbers = itertools.count()
         self._news: dict[Request, None] = {}  # who may have tokens that `step` and `run` have not handed out
 
     # What there is.
@@ -185,7 +186,7 @@ class Engine(Resumable):
         count = integer("n", n, least=1, most=2**16)
         options = {"eos": read_eos(eos), "salt": read_salt(salt), "num_logprobs": self._read_logprobs(logprobs)}
         request = Request.several([
-            self._request(self._numbers.take(), prompt, max_new_tokens, choice, self._news, **options)
+            self._request(next(self._numbers), prompt, max_new_tokens, choice, self._news, **options)
             for _ in range(count)
         ])  # fmt: skip
         self._loop.submitted.append(request)

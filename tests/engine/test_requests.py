@@ -12,7 +12,6 @@ from checksum_model import LONGEST, VOCAB, Checksum, continuation, weight
 from nightly import NIGHTLY
 
 import jaxkv
-from jaxkv._engine.request import Count
 from jaxkv._engine.sampling import KINDS
 
 WINDOWS = (None, 7)
@@ -24,7 +23,7 @@ KNOWN = [[random.Random(i).randrange(VOCAB) for _ in range(30)] for i in range(3
 def new_engine(way="computed again", windows=WINDOWS, *, ahead=1, first=0, **options):
     engine = jaxkv.Engine(Checksum(windows), **ROOM | WAYS[way] | options)
     engine._loop.ahead = ahead
-    engine._numbers = Count(first)
+    engine._numbers = itertools.count(first)
     return engine
 
 

@@ -419,8 +419,8 @@ MUTANTS = {
     ),
     "numbers of requests are given again": Mutant(
         CHECKPOINT,
-        "self._numbers = Count(max(first, self._numbers.next))",
-        "self._numbers = Count()",
+        "self._numbers = itertools.count(max(first, upcoming(self._numbers)))",
+        "self._numbers = itertools.count()",
         IN_CHECKPOINT + "test_it_goes_on_with_the_same_tokens",
     ),
     "a part of a save that failed is left": Mutant(
