@@ -4,9 +4,8 @@ Usable without a cache: these functions know arrays only.
 """
 
 from pallas_kernels import reference as reference
+from pallas_kernels.choice import IMPLEMENTATIONS as IMPLEMENTATIONS, Choice as Choice
 from pallas_kernels.dispatch import (
-    IMPLEMENTATIONS as IMPLEMENTATIONS,
-    Choice as Choice,
     explain as explain,
     paged_attention as paged_attention,
     write_and_attend as write_and_attend,

@@ -1,16 +1,12 @@
-"""The front door: check the arguments, choose a backend, and give the reason.
+"""The front door: check the arguments, have a backend chosen, and run it, with a gradient.
 
-A backend is a module with some of the functions `paged_attention`, `write_kv` and `write_and_attend`, and
-`unsupported(op, arguments) -> str | None`: why it cannot run `op` on arguments of these shapes, and the way out.
 The choice is made for the platform that a program is lowered for, not for the process's default device.
 """
 
 import functools
-import importlib
 import inspect
 from collections.abc import Collection
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,23 +21,17 @@ from pallas_kernels.arguments import (
     check_stripe,
     check_variants,
 )
-
-# Implementation -> the platform that it runs on; None: any.
-IMPLEMENTATIONS = {"xla": None, "reference": None, "gpu": "cuda", "tpu": "tpu"}
-
-
-class Choice(NamedTuple):
-    """What runs, and why nothing faster does.
-
-    >>> from pallas_kernels import testing
-    >>> q, kv, *tables = testing.make_inputs(testing.Case(lengths=(5, 17), new=(1, 1)))
-    >>> names = dict(zip(("tables", "lengths", "new"), tables))
-    >>> explain(q=q, kv=kv, **names, implementation="xla").implementation
-    'xla'
-    """
-
-    implementation: str
-    reason: str
+from pallas_kernels.choice import (
+    IMPLEMENTATIONS,
+    USUAL,
+    VARIANTS,
+    Choice,
+    backend_of,
+    choose,
+    platform_now,
+    unsupported,
+    unusual,
+)
 
 
 def paged_attention(
@@ -125,7 +115,7 @@ def paged_attention(
     check_variants(q, tables, shared=shared, window=window, sink_tokens=sink_tokens, mask=mask, **variants)
     check_stripe(stripe)
     options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
-    options |= _unusual(variants | {"sink_tokens": sink_tokens})
+    options |= unusual(variants | {"sink_tokens": sink_tokens})
     options |= _if_given(shared=shared, stripe=stripe)
     if stripe is not None and stripes.reads_all(q.shape[:-2], options):
         lengths, new = stripes.own_rows(lengths, new, options.pop("stripe"), kv.shape[3])
@@ -196,15 +186,15 @@ def write_and_attend(
     options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
     check_names("write_and_attend", variants)
     options |= _if_given(shared=variants.get("shared"))
-    variants = _unusual(variants)
+    variants = unusual(variants)
     check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank, variants.get("chunk"))
     whom = {name: variants.get(name, USUAL.get(name)) for name in VARIANTS}
     check_variants(q, tables, window=window, mask=mask, **whom)
     options |= variants
     arguments = dict(q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, **options)
     arguments |= _if_given(kv_scale=kv_scale if kind else None, kind=kind, rank=rank)
-    fused = implementation or {home: name for name, home in IMPLEMENTATIONS.items()}.get(_platform())
-    if fused in IMPLEMENTATIONS and _unsupported(fused, "write_and_attend", arguments) is None:
+    fused = implementation or {home: name for name, home in IMPLEMENTATIONS.items()}.get(platform_now())
+    if fused in IMPLEMENTATIONS and unsupported(fused, "write_and_attend", arguments) is None:
         return _differentiable("write_and_attend", implementation, arguments)
     return _write_then_attend(implementation, **arguments)
 
@@ -234,29 +224,10 @@ def explain(
         op == "write_kv" or stripes.reads_all(arguments["q"].shape[:-2], arguments)
     ):
         del arguments["stripe"]
-    if implementation is not None:
-        if why_not := _unsupported(implementation, op, arguments):
-            raise NotImplementedError(why_not)
-        return Choice(implementation, "It was asked for by name.")
-    platform = platform or _platform()
-    for name, home in IMPLEMENTATIONS.items():
-        if home == platform:
-            if why_not := _unsupported(name, op, arguments):
-                return Choice("xla", why_not)
-            return Choice(name, f"The {name} kernel supports these shapes and options.")
-    return Choice("xla", f"There are no kernels for the platform {platform!r}; XLA runs on all of them.")
+    return choose(op, implementation, platform, arguments)
 
 
-# Options that decide who sees whom, which not every backend knows.
-VARIANTS = ("alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic", "sink_tokens", "stripe")
-USUAL = {"causal": True, "deterministic": False}  # the others: None
 TAKEN = {name for f in (paged_attention, write_kv) for name in inspect.signature(f).parameters} - {"implementation"}
-
-
-def _unusual(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of the variants that ask for anything."""
-    given = {name: options[name] for name in VARIANTS if options.get(name) is not None}
-    return {name: x for name, x in given.items() if not (name in USUAL and bool(x) == USUAL[name])}
 
 
 def check_names(op: str, names: Collection[str]) -> None:
@@ -273,37 +244,6 @@ def check_names(op: str, names: Collection[str]) -> None:
 def _if_given(**arguments: Any) -> dict[str, Any]:
     """Those that are not None: backends that do not know them are not asked about them."""
     return {name: x for name, x in arguments.items() if x is not None}
-
-
-def _backend(implementation: str) -> ModuleType:
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, not {implementation!r}.")
-    return importlib.import_module(f"pallas_kernels.{implementation}")  # when needed: a kernel's imports are not cheap
-
-
-def _unsupported(implementation: str, op: str, arguments: dict[str, Any]) -> str | None:
-    backend = _backend(implementation)
-    if not hasattr(backend, op):
-        return (
-            f"The {implementation} backend has no kernel of its own for {op}; leave implementation=None to use XLA's."
-        )
-    if arguments.get("rank") is not None and not getattr(backend, "LATENT", False):
-        return f"The {implementation} kernels read no latent rows yet; leave implementation=None to use XLA's."
-    for name in _unusual(arguments):
-        if name not in getattr(backend, "VARIANTS", ()):
-            return f"The {implementation} kernels take no {name} yet; leave implementation=None to use XLA's."
-    kind = arguments.get("kind")
-    if kind is not None and kind not in getattr(backend, "KINDS", ()):
-        return f"The {implementation} kernels read no {kind} pools yet; leave implementation=None to use XLA's."
-    check = getattr(backend, "unsupported", None)
-    return check(op, arguments) if check else None
-
-
-def _platform() -> str:
-    """What a program traced now is lowered for, if it does not say: the mesh's platform, else the default backend's."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    platform = device.platform if device is not None else jax.default_backend()
-    return "cuda" if platform == "gpu" else platform
 
 
 def _differentiable(op: str, implementation: str | None, arguments: dict[str, Any]) -> Any:
@@ -364,7 +304,7 @@ def _run(op: str, implementation: str | None, arrays: dict[str, jax.Array], stat
     choice = explain(op, implementation=implementation, **arguments)
 
     def on(name: str) -> Any:
-        backend = _backend(name)
+        backend = backend_of(name)
         run = getattr(backend, op) if hasattr(backend, op) else functools.partial(_write_then_attend, name)
         shares = getattr(backend, "SHARES", False)  # those that do not read every row by itself
         return lambda arrays: run(**{k: x for k, x in arrays.items() if shares or k != "shared"}, **static)
