@@ -149,32 +149,6 @@ def shard_config(config: CacheConfig, count: int, axis: str) -> CacheConfig:
     return config.replace(max_seqs=config.max_seqs // count, **blocks)
 
 
-def init_rows(specs: RowShards, mesh: Mesh, local: Callable[[CacheConfig], tuple[BlockTables, ...]]) -> RowShards:
-    """A cache for each device, empty, in place.
-
-    Args:
-      specs: where its arrays lie.
-      local: makes a cache's tables.
-    """
-    config, count = specs.config, mesh.shape[specs.axis]
-    one = shard_config(config, count, specs.axis)
-    on_mesh = functools.partial(NamedSharding, mesh)
-
-    def pools() -> tuple[Pool | None, ...]:
-        def pool(layer: int, like: Pool) -> Pool:
-            ((blocks, *shape), scales), kind = one.stack_shapes(layer), one.kind(layer)
-            scale = None if scales is None else jnp.zeros((count * scales[0], *scales[1:]), kind.scale_dtype)
-            return Pool(kv=jnp.zeros((count * blocks, *shape), kind.dtype), scale=scale).like(like)
-
-        return tuple(None if spec is None else pool(i, spec) for i, spec in enumerate(specs.pools))
-
-    def repeated(x: jax.Array) -> jax.Array:
-        return jax.device_put(np.concatenate([np.atleast_1d(x)] * count), on_mesh(PartitionSpec(specs.axis)))
-
-    made = jax.jit(pools, out_shardings=jax.tree.map(on_mesh, specs.pools))()
-    return dataclasses.replace(specs, tables=jax.tree.map(repeated, local(one)), pools=made)
-
-
 def specs_of_rows(config: CacheConfig, local: Cache, axis: str) -> RowShards:
     """The specs of the caches of an axis, from those of one of them."""
     divided = jax.tree.map(lambda spec: PartitionSpec(axis, *spec[1:]), (local.tables, local.pools))

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxkv._core.arguments import to_device
-from jaxkv._core.by_rows import init_rows, shard_config, specs_of_rows
+from jaxkv._core.by_rows import shard_config, specs_of_rows
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.lines import refuse_sinks
@@ -60,14 +60,19 @@ def init(
             raise ValueError("rows= is for a mesh of one process: give each process a cache of its own rows instead.")
     divided = [math.prod(mesh.shape[axis] for axis in p.kv if axis is not None) for p in specs.pools if p is not None]
     config.check_memory(mesh.local_devices[0], min(divided))
-    if rows is not None:
-        return init_rows(specs, mesh, _init_tables)
+    # By rows, a cache for each device of an axis, one behind the other.
+    count = 1 if rows is None else mesh.shape[rows]
+    one = config if rows is None else shard_config(config, count, rows)
     on_mesh = functools.partial(NamedSharding, mesh)
     axes = next((p.heads, p.context) for p in specs.pools if p is not None)
-    program = jax.jit(_init_pools, static_argnums=(0, 1, 2), out_shardings=jax.tree.map(on_mesh, specs.pools))
-    pools = program(config, *axes)
-    tables = jax.tree.map(lambda x: put(x, on_mesh(PartitionSpec())), _init_tables(config))
-    return Cache(tables=tables, pools=pools, config=config)
+    program = jax.jit(_init_pools, static_argnums=(0, 1, 2, 3), out_shardings=jax.tree.map(on_mesh, specs.pools))
+
+    def laid(x: jax.Array) -> jax.Array:
+        if rows is None:
+            return put(x, on_mesh(PartitionSpec()))
+        return put(np.concatenate([np.atleast_1d(x)] * count), on_mesh(PartitionSpec(rows)))
+
+    return dataclasses.replace(specs, tables=jax.tree.map(laid, _init_tables(one)), pools=program(one, *axes, count))
 
 
 def partition_specs(
@@ -172,11 +177,18 @@ def _check_runs(config: CacheConfig, count: int, context: str) -> None:
             )
 
 
-def _init_pools(config: CacheConfig, heads: str | None, context: str | None) -> tuple[Pool | None, ...]:
+def _init_pools(
+    config: CacheConfig, heads: str | None, context: str | None, count: int = 1
+) -> tuple[Pool | None, ...]:  # fmt: skip
+    """Of so many caches, one behind the other."""
+
+    def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return jnp.zeros((count * shape[0], *shape[1:]), dtype)
+
     def pool(layer: int) -> Pool:
         (shape, scales), kind = config.stack_shapes(layer), config.kind(layer)
-        scale = None if scales is None else jnp.zeros(scales, kind.scale_dtype)
-        return Pool(kv=jnp.zeros(shape, kind.dtype), scale=scale, heads=heads, context=context)
+        scale = None if scales is None else zeros(scales, kind.scale_dtype)
+        return Pool(kv=zeros(shape, kind.dtype), scale=scale, heads=heads, context=context)
 
     return tuple(pool(i) if config.stack(i)[0] == i else None for i in range(config.num_layers))
 
