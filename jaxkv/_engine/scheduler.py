@@ -52,11 +52,11 @@ class Step:
         self.num_tokens = 0
         self.blocks: list[int] = []  # taken beyond those that the sequences have, in each group of layers
 
-    def add(self, sequence: Sequence, count: int) -> None:
-        """Compute `count` tokens of a sequence that is not part of the step yet."""
+    def add(self, sequence: Sequence, count: int, blocks: list[int]) -> None:
+        """Compute `count` tokens of a sequence that is not part of the step yet, `blocks` as `with_tokens` has them."""
         self.counts[sequence] = count
         self.num_tokens += count
-        self.blocks = self.with_tokens(sequence, count)
+        self.blocks = blocks
 
     def remove(self, sequence: Sequence) -> None:
         """Leave a sequence out again, if it is part of the step."""
@@ -168,7 +168,8 @@ class Scheduler:
         for sequence in step.counts:
             if self.rows.until(sequence) < most:
                 return 1
-            longer.add(sequence, min(most, sequence.limit - sequence.length))
+            count = min(most, sequence.limit - sequence.length)
+            longer.add(sequence, count, longer.with_tokens(sequence, count))
         counts = longer.counts.values()
         worth = min if self.waiting else max
         if worth(counts, default=0) < most or not _fits(longer.blocks, self.rows.available):
@@ -228,8 +229,9 @@ class Scheduler:
 
     def _schedule(self, sequence: Sequence, step: Step, certain: bool) -> None:
         while step.num_tokens < self.step_tokens:
-            if count := self._affordable(sequence, step, certain):
-                step.add(sequence, count)
+            count, blocks = self._affordable(sequence, step, certain)
+            if count:
+                step.add(sequence, count, blocks)
                 return
             newest = self.running[-1]
             step.remove(newest)
@@ -241,26 +243,27 @@ class Scheduler:
             if newest is sequence:
                 return
 
-    def _affordable(self, sequence: Sequence, step: Step, certain: bool) -> int:
-        """How many of its tokens the step and the blocks that are left have room for."""
+    def _affordable(self, sequence: Sequence, step: Step, certain: bool) -> tuple[int, list[int]]:
+        """How many of its tokens the step and the blocks that are left have room for, and the step's blocks then."""
         wanted = min(sequence.pending + len(sequence.guesses), self.step_tokens - step.num_tokens)
         if sequence.followers and sequence.pending > 1:
             wanted = min(wanted, sequence.pending - 1)
         wanted = int(min(wanted, self.rows.until(sequence)))
-        if self._has_blocks(sequence, wanted, step):
-            return wanted
+        if self._is_there(blocks := step.with_tokens(sequence, wanted)):
+            return wanted, blocks
         if not certain:
             raise Unsure
         self.rows.settle()
         self._spare = None
         counts = range(1, wanted + 1)
-        return bisect.bisect(counts, False, key=lambda count: not self._has_blocks(sequence, count, step))
+        found = bisect.bisect(counts, False, key=lambda n: not self._is_there(step.with_tokens(sequence, n)))
+        return found, step.with_tokens(sequence, found)
 
-    def _has_blocks(self, sequence: Sequence, count: int, step: Step) -> bool:
-        """Whether there are blocks for so many tokens of a sequence beside the step's."""
+    def _is_there(self, blocks: list[int]) -> bool:
+        """Whether there is room for so many blocks."""
         if self._spare is None:
             self._spare = self.rows.available
-        return _fits(step.with_tokens(sequence, count), self._spare)
+        return _fits(blocks, self._spare)
 
 
 def _fits(blocks: list[int], available: list[int]) -> bool:
