@@ -32,6 +32,12 @@ def refuse_sinks(config: CacheConfig, what: str) -> None:
             )
 
 
+def refuse_gaps(config: CacheConfig, what: str, kinds: tuple[str, ...] = ("layer", "head")) -> None:
+    """`refuse_evicting` and `refuse_sinks`: for a function that takes rows to hold all tokens from one on."""
+    refuse_evicting(config, what, kinds)
+    refuse_sinks(config, what)
+
+
 def to_lines(x: Any, tables: BlockTables) -> Any:
     """`[S, ...]` of rows, or a scalar, for each line of a table."""
     if not jnp.ndim(x) or x.shape[0] == (lines := tables.lengths.shape[0]):

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.lines import refuse_evicting, refuse_sinks
+from jaxkv._core.lines import refuse_gaps
 from jaxkv._core.numbers import integer, real, shown
 from jaxkv._core.pools import put
 from jaxkv._core.views import check_row
@@ -70,8 +70,7 @@ class PrefixCache:
     ):  # fmt: skip
         if config.contiguous:
             raise ValueError('A PrefixCache needs layout="paged": in the contiguous layout rows share no blocks.')
-        refuse_evicting(config, "A PrefixCache takes", ("head",))
-        refuse_sinks(config, "A PrefixCache takes")
+        refuse_gaps(config, "A PrefixCache takes", ("head",))
         self.config, self.max_pinned = config, real("max_pinned, a share of the blocks,", max_pinned, least=0, most=1)
         self.spill_bytes, self._hash_function = int(real("spill_bytes", spill_bytes, least=0)), hash_function
         self._disk = open_disk(config, self.spill_bytes, disk, disk_bytes, model)

@@ -11,7 +11,7 @@ from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
 from jaxkv._core.layer import LayerConfig
-from jaxkv._core.lines import refuse_evicting, refuse_sinks
+from jaxkv._core.lines import refuse_gaps
 from jaxkv._core.pools import put_blocks
 from jaxkv._core.state import NULL_BLOCK, BlockTables, Pool
 from jaxkv.convert.dense import check_latent
@@ -76,8 +76,7 @@ def from_blocks(
     fields = {"dtype": k[0].dtype} | fields
     config = CacheConfig(layers=layers, max_seqs=len(lengths), max_seq_len=max_seq_len, num_blocks=num_blocks,
                          block_size=block_size, **fields)  # fmt: skip
-    refuse_evicting(config, "from_blocks takes", ("head",))
-    refuse_sinks(config, "from_blocks takes")
+    refuse_gaps(config, "from_blocks takes", ("head",))
     cache = init(config)
     for i, (one_k, one_v) in enumerate(zip(k, v, strict=True)):
         blocks = Pool(*config.encode(i, one_k, one_v, axis=1))

@@ -11,7 +11,7 @@ from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
 from jaxkv._core.layer import LayerConfig
-from jaxkv._core.lines import refuse_evicting, refuse_sinks
+from jaxkv._core.lines import refuse_gaps
 from jaxkv._core.reblock import Held, reblock, tokens_at
 from jaxkv._core.restore import pool_layers, put_rows
 from jaxkv._core.state import Pool
@@ -56,8 +56,7 @@ def from_dense(
     lengths = row_lengths(lengths, rows, min(places, config.max_seq_len))
     # Dense rows are blocks of C tokens, one for each row.
     tables = np.arange(1, rows + 1, dtype=np.int32)[:, None]
-    refuse_evicting(config, "from_dense takes", ("head",))
-    refuse_sinks(config, "from_dense takes")
+    refuse_gaps(config, "from_dense takes", ("head",))
     plans = []
     for group, blocks in enumerate(config.group_blocks):
         first = config.first_seen(group, lengths)

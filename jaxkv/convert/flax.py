@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.dense_caches import natural
-from jaxkv._core.lines import refuse_evicting, refuse_sinks
+from jaxkv._core.lines import refuse_gaps
 from jaxkv._core.restore import pool_layers
 from jaxkv.convert.dense import from_dense, refuse_latent, row_numbers
 
@@ -64,8 +64,7 @@ def to_flax(
     3
     """
     refuse_latent(cache, "A Flax model")
-    refuse_evicting(cache.config, "to_flax takes")
-    refuse_sinks(cache.config, "to_flax takes")
+    refuse_gaps(cache.config, "to_flax takes")
     modules = _modules(collection, paths)
     layers = pool_layers(cache.config)
     if len(modules) != len(layers):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.cache import Cache
-from jaxkv._core.lines import refuse_evicting, refuse_sinks
+from jaxkv._core.lines import refuse_gaps
 from jaxkv._core.restore import pool_layers
 from jaxkv.convert.dense import as_array, from_dense, refuse_latent, row_lengths, row_numbers
 
@@ -76,8 +76,7 @@ def to_hugging_face(
     """
     _check_padding(padding)
     refuse_latent(cache, "A Hugging Face model")
-    refuse_evicting(cache.config, "to_hugging_face takes")
-    refuse_sinks(cache.config, "to_hugging_face takes")
+    refuse_gaps(cache.config, "to_hugging_face takes")
     chosen = row_numbers(cache, rows)
     lengths = np.asarray(cache.lengths)[chosen]
     places = int(lengths.max(initial=0))
