@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.numbers import shown
+from jaxkv._core.numbers import integer, shown
 from jaxkv._core.state import BlockTables, Layer
 from pallas_kernels import trees
 from pallas_kernels.dispatch import check_names
@@ -21,6 +21,9 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
     check_names("attention", options)
     options = {name: x for name, x in options.items() if x is not None}
     _check_evicting(one, options)
+    for name in ("window", "chunk", "sink_tokens"):
+        if name in options:
+            options[name] = integer(name, options[name])
     for name in ("spans", "tree"):
         if name in options and getattr(options[name], "dtype", None) != jnp.int32:
             options[name] = as_integers(name, options[name])

@@ -294,6 +294,10 @@ CALLS = {
     ),
     "soft_cap": (lambda c: attend(c, soft_cap=0.0), ValueError, "soft_cap must be a finite number above 0, not 0.0"),
     "window": (lambda c: attend(c, window=0), ValueError, "window must be at least 1 .*, not 0: None means no window"),
+    "window, a word": (lambda c: attend(c, window="a"), ValueError, "window must be an integer, not 'a'"),
+    "window, a part": (lambda c: attend(c, window=2.5), ValueError, "window must be an integer, not 2.5"),
+    "window, NaN": (lambda c: attend(c, window=float("nan")), ValueError, "window must be an integer, not nan"),
+    "chunk, a word": (lambda c: attend(c, chunk="a"), ValueError, "chunk must be an integer, not 'a'"),
     "sinks": (
         lambda c: attend(c, sinks=ones(2)),
         ValueError,
