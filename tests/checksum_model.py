@@ -75,3 +75,14 @@ def assert_streams(engine, prompts, counts, expected, leave_after, **options):
     assert outputs == expected
     jaxkv.check_invariants(engine.cache)
     assert engine.cache.is_empty
+
+
+def finish(engine, requests, windows):
+    """Work until all is done, and see that each of `requests`, with its prompt and the tokens it asked for, has those
+    that it is to have."""
+    for _ in engine.run():
+        pass
+    for request, prompt, count in requests:
+        expected = continuation(windows, prompt, count, None)
+        assert request.done
+        assert request.tokens == (expected[: len(request.tokens)] if request.stopped else expected)

@@ -13,7 +13,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from checksum_model import Checksum, continuation
+from checksum_model import Checksum, continuation, finish
 from jax._src import core as jax_core
 from nightly import NIGHTLY
 
@@ -64,12 +64,7 @@ def work(engine, requests):
 
 
 def finish_and_check(engine, requests):
-    for _ in engine.run():
-        pass
-    for request, prompt, count in requests:
-        expected = continuation(WINDOWS, prompt, count, None)
-        assert request.done
-        assert request.tokens == (expected[: len(request.tokens)] if request.stopped else expected)
+    finish(engine, requests, WINDOWS)
     assert [r for r, _, _ in requests if r.stopped] in ([], [requests[3][0]] if len(requests) > 3 else [])
     engine.step()
     cache = engine.cache

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checksum_model import LONGEST, VOCAB, Checksum, continuation
+from checksum_model import LONGEST, VOCAB, Checksum, finish
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from nightly import NIGHTLY
 
@@ -56,12 +56,7 @@ def engine():
 
 
 def finish_and_check(engine, requests):
-    for _ in engine.run():
-        pass
-    for request, prompt, count in requests:
-        expected = continuation(WINDOWS, prompt, count, None)
-        assert request.done
-        assert request.tokens == (expected[: len(request.tokens)] if request.stopped else expected)
+    finish(engine, requests, WINDOWS)
     prefill = engine._prefill
     assert not prefill._own and not prefill.scheduler.running and not prefill.scheduler.waiting
     for cache, residents in ((engine.cache, engine._residents), (prefill.residents.cache, prefill.residents)):
