@@ -10,6 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from nightly import NIGHTLY
 
 import jaxkv
@@ -206,6 +207,7 @@ def compare(cache, model):
         assert shared == [(len(set(entries.tolist())), entries.size)]
 
 
+@pytest.mark.timeout(7200 if NIGHTLY else 300)
 def test_random_operations_against_a_model():
     entered = set()
     for seed in SEEDS:
