@@ -16,6 +16,7 @@ if not NIGHTLY:
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -35,3 +36,15 @@ def pytest_runtest_teardown(item, nextitem):
     last = nextitem is None or nextitem.path != item.path
     if last and (not MAPS.exists() or MAPS.read_bytes().count(b"\n") > MANY_MAPS):
         jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def rows_in_tiles():
+    """XLA reads the rows of this file's little caches in tiles, in a loop, as it does with longer ones."""
+    from pallas_kernels.xla import work
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work, "AT_ONCE_BYTES", 0)
+        jax.clear_caches()  # what was compiled before does otherwise
+        yield
+    jax.clear_caches()

@@ -3,7 +3,8 @@
 A loop takes the tiles of a work list a few at a time, reads their blocks, and merges their softmax online
 (https://arxiv.org/abs/2205.14135). The list has only what some token sees: work grows with the tokens that rows hold,
 one compile serves all lengths, and besides the result memory holds one step of the loop, never a row's dense keys and
-values. Nothing is specific to a platform.
+values. Where all that the tables could hold is no more than that, there is no loop: rows are read whole, in a third of
+the kernels. Nothing is specific to a platform.
 """
 
 import functools
@@ -50,24 +51,29 @@ def paged_attention(
     if shared is not None and blocks is None and sink_tokens is None and not deterministic:
         together, rows = _attend_together(inputs, rows, Shared.unpack(shared), token)
 
-    def attend(count: jax.Array, queries: int, lanes: int) -> _Softmax:
-        tiling = tiles.choose_tiling(inputs.q, kv, tables if blocks is None else blocks, queries, deterministic)
-        index = token.position - tiles.take(rows.before, token.row)
-        return _attend_tiles(
-            inputs, rows._replace(count=count), token.row, index, tiling, lanes, deterministic
-        )  # fmt: skip
+    listed = tables if blocks is None else blocks
 
-    # Rows with one token of this step gain nothing from tiles of queries: they have a loop of their own, which is all
-    # there is in a decode step.
+    def whole_rows(most: int) -> tiles.Tiling | None:
+        """Whether rows of at most so many tokens of this step are read at once."""
+        return None if together is not None or deterministic else tiles.tile_rows(inputs.q, kv, listed, most)
+
+    def attend(count: jax.Array, most: int) -> _Softmax:
+        """Of the rows whose count is not 0, and at most so many tokens."""
+        asked = rows._replace(count=count)
+        if (tiling := whole_rows(most)) is not None:
+            return _attend_at_once(inputs, asked, token, tiling, tuple(token_axes))
+        queries = most if most == 1 else tiles.PREFILL_QUERIES if deterministic else min(tiles.PREFILL_QUERIES, most)
+        lanes = tables.shape[0] if most == 1 else min(tables.shape[0], num_tokens // 2) + num_tokens // queries
+        tiling = tiles.choose_tiling(inputs.q, kv, listed, queries, deterministic)
+        index = token.position - tiles.take(rows.before, token.row)
+        return _attend_tiles(inputs, asked, token.row, index, tiling, lanes, deterministic)
+
     longest = token_axes[-1]
-    if longest == 1:
-        softmax = attend(rows.count, 1, tables.shape[0])
-    else:
-        queries = tiles.PREFILL_QUERIES if deterministic else min(tiles.PREFILL_QUERIES, longest)
+    if longest == 1 or whole_rows(longest) is not None:
+        softmax = attend(rows.count, longest)
+    else:  # rows with one token of this step gain nothing from tiles of queries
         lone = rows.count == 1
-        one = attend(jnp.where(lone, rows.count, 0), 1, tables.shape[0])
-        lanes = min(tables.shape[0], num_tokens // 2) + num_tokens // queries
-        more = attend(jnp.where(lone, 0, rows.count), queries, lanes)
+        one, more = attend(jnp.where(lone, rows.count, 0), 1), attend(jnp.where(lone, 0, rows.count), longest)
         is_lone = tiles.take(lone, token.row)
         softmax = jax.tree.map(lambda a, b: jnp.where(jnp.expand_dims(is_lone, range(1, a.ndim)), a, b), one, more)
 
@@ -116,75 +122,27 @@ def _attend_tiles(
 ) -> _Softmax:  # fmt: skip
     """The softmax of every token, `[tokens, H]`, of the rows whose `count` is not 0. Tokens say in which row they are,
     and which of its tokens they are."""
-    q, kv, kv_scale, kind, rank, scale, soft_cap, alibi, sight = inputs
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, group = kv.shape[2], num_heads // kv.shape[2]
-    work = tiles.plan(tiling, lanes, rows, sight)
-    # A quantised value is exact in q's dtype: scales are applied to logits and weights, not to keys and values; but for
-    # scales that the entries of a head do not share.
-    by_entry = kv_scale is not None and kinds.scale_axes(kind, head_dim, rank) != ()
-    exact = (kv.dtype.itemsize == 1 and not by_entry) or kv.dtype == q.dtype
-    dtype = q.dtype if exact else jnp.dtype("float32")
-    width = kinds.stored_dim(kind, head_dim)
-    product = functools.partial(
-        jnp.einsum, precision="highest" if dtype == jnp.float32 else None, preferred_element_type=jnp.float32
-    )
-    q = q.astype(dtype)
-
-    def read(items: tiles.Items, which: int) -> tuple[jax.Array, jax.Array | None]:
-        """Keys or values, and the scales that are yet to be applied."""
-        stored = kinds.numbers(tiles.read_runs(kv, which, items, tiling.run, width), kind)
-        stored = (kinds.widened(stored) if stored.dtype == jnp.int8 else stored).astype(dtype)
-        if kv_scale is None:
-            return stored, None
-        scales = tiles.read_runs(kv_scale, which, items, tiling.run, *kv_scale.shape[4:]).astype(jnp.float32)
-        return (stored * kinds.spread_scales(scales, kind, head_dim, rank), None) if by_entry else (stored, scales)
+    (num_heads, head_dim), num_kv_heads = inputs.q.shape[1:], inputs.kv.shape[2]
+    work = tiles.plan(tiling, lanes, rows, inputs.sight)
 
     def step(i, softmax: _Softmax) -> _Softmax:
-        items = tiles.find_items(tiling, work, rows, i, sight)
-        keys, key_scales = read(items, 0)
-        values, value_scales = read(items, 1) if rank is None else (keys[..., :rank], None)
-        seen = jnp.repeat(items.seen, group, axis=1)[:, None]  # [items, 1, queries * G, context]
-        # What is not seen may hold NaN, and 0 * NaN is NaN. For keys it is the logits that are selected, below.
-        visible = seen.any(axis=2)
-        values = jnp.where(visible[..., None], values, 0)
-        queries = tiles.read_queries(q, items, num_kv_heads)
-        logits = product("ikqd,ikcd->ikqc", queries, keys)
-        if key_scales is not None:
-            logits *= key_scales[:, :, None]
-        logits *= scale
-        if soft_cap is not None:
-            logits = soft_cap * jnp.tanh(logits / soft_cap)
-        logits = jnp.where(seen, tiles.bent(logits, alibi, items.distance), -jnp.inf)
-
+        items = tiles.find_items(tiling, work, rows, i, inputs.sight)
+        seen = _read(inputs, items, tiling, tiles.read_queries(inputs.q, items, num_kv_heads))
         # Items of a lane are neighbours, often in the same step: what the lane has is rescaled once, at the first one.
         # That makes the bits depend on which items share a step; to be deterministic, each has a softmax of its own.
-        lane, item_top = items.lane, logits.max(axis=-1)
+        lane, item_top = items.lane, seen.logits.max(axis=-1)
         top = softmax.top.at[lane].max(item_top)
         reference = item_top if deterministic else tiles.take(top, lane)
         reference = jnp.where(jnp.isneginf(reference), 0.0, reference)
-        weights = jnp.exp(logits - reference[..., None])
-        item_total = weights.sum(axis=-1)
-        if value_scales is not None:
-            value_scales = jnp.where(visible, value_scales, 0)
-        if tiling.queries > 1:  # one query may see a NaN that another one must not
-            finite = jnp.isfinite(values).all(axis=-1)
-            if value_scales is not None:
-                finite &= jnp.isfinite(value_scales)
-                value_scales = jnp.where(finite, value_scales, 0)
-            values = jnp.where(finite[..., None], values, 0)
-            weights = jnp.where(seen & ~finite[:, :, None], jnp.nan, weights)
-        if value_scales is not None:
-            weights *= value_scales[:, :, None]
-        weighted = product("ikqc,ikcd->ikqd", weights.astype(dtype), values)
-        sums = jnp.concatenate([weighted, item_total[..., None]], axis=-1)
+        sums = _side_by_side(*_weigh(seen, reference))
         if deterministic:
             return _merged_in_order(softmax, lane, _Softmax(item_top, sums))
         first = jnp.append(True, lane[1:] != lane[:-1])[:, None, None]
         shrink = jnp.where(first, jnp.exp(tiles.take(softmax.top, lane) - reference), 1.0)
         return _Softmax(top, softmax.sums.at[lane].multiply(shrink[..., None]).at[lane].add(sums))
 
-    shape = (lanes, num_kv_heads, tiling.queries * group, (head_dim if rank is None else rank) + 1)
+    width = head_dim if inputs.rank is None else inputs.rank
+    shape = (lanes, num_kv_heads, tiling.queries * (num_heads // num_kv_heads), width + 1)
     zeros = jnp.broadcast_to(tiles.zero_for(inputs, rows), shape)
     nothing = _Softmax(zeros[..., 0] - jnp.inf, zeros)
     softmax = jax.lax.fori_loop(0, tiles.cover(work.num_items, tiling.items), step, nothing)
@@ -192,12 +150,117 @@ def _attend_tiles(
     # Padding is counted from its row's first token too, and may lie before it.
     tile, place = tiles.parts(jnp.maximum(index, 0), tiling.queries)
     lane = jnp.minimum(tiles.take(work.row_lane, row) + tile, lanes - 1)
+    return _of_tokens(softmax, tiling.queries, lane, place)
 
-    def of_tokens(x: jax.Array) -> jax.Array:
-        x = x.reshape(lanes, num_kv_heads, tiling.queries, group, *x.shape[3:])
-        return x[lane, :, place].reshape(num_tokens, num_heads, *x.shape[4:])
 
-    return jax.tree.map(of_tokens, softmax)
+def _attend_at_once(
+    inputs: _Inputs, rows: tiles.Rows, token: tiles.Tokens, tiling: tiles.Tiling, token_axes: tuple[int, ...]
+) -> _Softmax:  # fmt: skip
+    """The softmax of every token, `[tokens, H]`, if rows are read whole: the loop of one step, without what only a loop
+    needs."""
+    items = tiles.whole_rows(tiling, rows, inputs.sight)
+    num_kv_heads = inputs.kv.shape[2]
+    if token_axes[1:] == (tiling.queries,):  # a tile's tokens lie together, and need no looking up
+        row = place = None
+        queries = tiles.by_head(inputs.q.reshape(*token_axes, *inputs.q.shape[1:]), num_kv_heads)
+    else:
+        row, place = token.row, token.position - tiles.take(rows.before, token.row)
+        place = jnp.clip(place, 0, tiling.queries - 1)
+        queries = tiles.read_queries(inputs.q, items, num_kv_heads)
+    seen = _read(inputs, items, tiling, queries)
+    top = seen.logits.max(axis=-1)
+    weighted = _weigh(seen, jnp.where(jnp.isneginf(top), 0.0, top))
+    top, *sums = _of_tokens((top, *weighted), tiling.queries, row, place)
+    return _Softmax(top, _side_by_side(*sums))
+
+
+class _Seen(NamedTuple):
+    """What the items' queries, `K` times `queries * G` of them, see of their context."""
+
+    logits: jax.Array  # f32[items, K, queries * G, context], -inf where it is not seen
+    values: jax.Array  # [items, K, context, D], 0 where no query sees it
+    value_scales: jax.Array | None  # f32[items, K, context], yet to be applied
+    not_finite: jax.Array | None  # bool, as the logits: a value that is seen, and 0 in `values`
+
+
+def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: jax.Array) -> _Seen:
+    """What queries `[items, K, queries * G, D]` see."""
+    q, kv, kv_scale, kind, rank, scale, soft_cap, alibi, _ = inputs
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = kv.shape[2]
+    # A quantised value is exact in q's dtype: scales are applied to logits and weights, not to keys and values; but for
+    # scales that the entries of a head do not share.
+    by_entry = kv_scale is not None and kinds.scale_axes(kind, head_dim, rank) != ()
+    exact = (kv.dtype.itemsize == 1 and not by_entry) or kv.dtype == q.dtype
+    dtype = q.dtype if exact else jnp.dtype("float32")
+    width = kinds.stored_dim(kind, head_dim)
+
+    def stored(which: int) -> tuple[jax.Array, jax.Array | None]:
+        """Keys or values, and the scales that are yet to be applied."""
+        numbers = kinds.numbers(tiles.read_runs(kv, which, items, tiling.run, width), kind)
+        numbers = (kinds.widened(numbers) if numbers.dtype == jnp.int8 else numbers).astype(dtype)
+        if kv_scale is None:
+            return numbers, None
+        scales = tiles.read_runs(kv_scale, which, items, tiling.run, *kv_scale.shape[4:]).astype(jnp.float32)
+        return (numbers * kinds.spread_scales(scales, kind, head_dim, rank), None) if by_entry else (numbers, scales)
+
+    keys, key_scales = stored(0)
+    values, value_scales = stored(1) if rank is None else (keys[..., :rank], None)
+    seen = jnp.repeat(items.seen, num_heads // num_kv_heads, axis=1)[:, None]
+    # What is not seen may hold NaN, and 0 * NaN is NaN. For keys it is the logits that are selected, below.
+    visible = seen.any(axis=2)
+    values = jnp.where(visible[..., None], values, 0)
+    if value_scales is not None:
+        value_scales = jnp.where(visible, value_scales, 0)
+    logits = _product("ikqd,ikcd->ikqc", queries.astype(dtype), keys)
+    if key_scales is not None:
+        logits *= key_scales[:, :, None]
+    logits *= scale
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    logits = jnp.where(seen, tiles.bent(logits, alibi, items.distance), -jnp.inf)
+    if tiling.queries == 1:
+        return _Seen(logits, values, value_scales, None)
+    # One query may see a NaN that another one must not.
+    finite = jnp.isfinite(values).all(axis=-1)
+    if value_scales is not None:
+        finite &= jnp.isfinite(value_scales)
+        value_scales = jnp.where(finite, value_scales, 0)
+    return _Seen(logits, jnp.where(finite[..., None], values, 0), value_scales, seen & ~finite[:, :, None])
+
+
+def _weigh(seen: _Seen, reference: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sums of weight * value, `[items, K, queries * G, D]`, and of weights exp(logit - reference)."""
+    weights = jnp.exp(seen.logits - reference[..., None])
+    total = weights.sum(axis=-1)
+    if seen.not_finite is not None:
+        weights = jnp.where(seen.not_finite, jnp.nan, weights)
+    if seen.value_scales is not None:
+        weights *= seen.value_scales[:, :, None]
+    return _product("ikqc,ikcd->ikqd", weights.astype(seen.values.dtype), seen.values), total
+
+
+def _side_by_side(values: jax.Array, total: jax.Array) -> jax.Array:
+    """`_Softmax.sums` of its two parts."""
+    return jnp.concatenate([values, total[..., None]], axis=-1)
+
+
+def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    precision = "highest" if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _of_tokens[T](softmax: T, queries: int, lane: jax.Array | None, place: jax.Array | None) -> T:
+    """Of lanes' tiles of `queries` tokens each what the tokens have that stand at some places of some lanes; None: of
+    all, one after another."""
+
+    def pick(x: jax.Array) -> jax.Array:  # [lanes, K, queries * G, ...]
+        lanes, num_kv_heads, all_queries, *minor = x.shape
+        x = x.reshape(lanes, num_kv_heads, queries, all_queries // queries, *minor)
+        x = jnp.moveaxis(x, 2, 1) if lane is None else x[lane, :, place]
+        return x.reshape(-1, num_kv_heads * all_queries // queries, *minor)
+
+    return jax.tree.map(pick, softmax)
 
 
 def _attend_together(

@@ -19,6 +19,9 @@ from pallas_kernels.trees import Tree, climb
 # costs do not show, and small enough to stay in cache. Many queries share one reading of their context; one alone gains
 # nothing from a long tile, and loses what its row does not fill.
 STEP_BYTES = 4 * 2**20
+# If all that rows could hold is no more than this, it is read at once: that is a third of the kernels to compile and
+# to run, which costs more than to read what rows do not hold.
+AT_ONCE_BYTES = 10 * 2**20
 DECODE_CONTEXT = 64
 PREFILL_QUERIES, PREFILL_CONTEXT = 32, 256
 DETERMINISTIC_ITEMS = 8  # of a step whose shapes may not follow what there is to do
@@ -62,18 +65,30 @@ def choose_tiling(
     q: jax.Array, kv: jax.Array, tables: jax.Array, queries: int, deterministic: bool = False
 ) -> Tiling:  # fmt: skip
     """Tile sizes for queries `[tokens, H, D]`, `queries` of them to a tile. `deterministic`: for all tables."""
-    num_kv_heads, block_size = kv.shape[2:4]
-    num_heads, head_dim = q.shape[1:]
+    block_size = kv.shape[3]
     context = DECODE_CONTEXT if queries == 1 else PREFILL_CONTEXT
     run = min(block_size, context)
     pieces = max(1, context // run)
     if not deterministic:
         pieces = min(pieces, tables.shape[1] * -(-block_size // run))
     context = pieces * run
-    item_bytes = kv.shape[1] * num_kv_heads * context * head_dim * kv.dtype.itemsize + 4 * num_heads * queries * context
     most = DETERMINISTIC_ITEMS if deterministic else -(-tables.size * block_size // context)  # all that rows could hold
-    items = max(1, min(STEP_BYTES // item_bytes, most))
+    items = max(1, min(STEP_BYTES // _item_bytes(q, kv, queries, context), most))
     return Tiling(items, queries, pieces, run, block_size, tables.shape[1] * block_size)
+
+
+def tile_rows(q: jax.Array, kv: jax.Array, tables: jax.Array, queries: int) -> Tiling | None:
+    """A tile for each row, of `queries` tokens and all that its table could hold. None: too much for one step."""
+    block_size, (rows, blocks) = kv.shape[3], tables.shape
+    if rows * _item_bytes(q, kv, queries, blocks * block_size) > AT_ONCE_BYTES:
+        return None
+    return Tiling(rows, queries, blocks, block_size, block_size, blocks * block_size)
+
+
+def _item_bytes(q: jax.Array, kv: jax.Array, queries: int, context: int) -> int:
+    """Of an item's keys, values and logits."""
+    (num_heads, head_dim), (_, parts, num_kv_heads, *_) = q.shape[1:], kv.shape
+    return context * (parts * num_kv_heads * head_dim * kv.dtype.itemsize + 4 * num_heads * queries)
 
 
 class Rows(NamedTuple):
@@ -262,6 +277,22 @@ def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, sight: Sight) -
     if (sink_tiles := sight.sink_tiles(tiling, rows, lane.first_tile)) is not None:
         tile = jnp.where(nth_tile < sink_tiles, nth_tile, tile - sink_tiles)
 
+    items = _see(tiling, rows, sight, lane, tile)
+    return items._replace(lane=number, seen=items.seen & (item < work.num_items)[:, None, None])
+
+
+def whole_rows(tiling: Tiling, rows: Rows, sight: Sight) -> Items:
+    """An item for each row: all its queries, and all that its table could hold. It needs no work list."""
+    number = jnp.arange(rows.tables.shape[0], dtype=jnp.int32)
+    nothing = jnp.zeros_like(number)
+    known = Lane(number, nothing, nothing, number, rows.before, rows.end, rows.start, rows.count)
+    lane = Lane(*(x[:, None] for x in known))
+    return _see(tiling, rows, sight, lane, jnp.zeros((1, 1), jnp.int32), whole=True)._replace(lane=number)
+
+
+def _see(tiling: Tiling, rows: Rows, sight: Sight, lane: Lane, tile: jax.Array, whole: bool = False) -> Items:
+    """The items of some lanes with a tile of the context each, `i32[items, 1]`; `whole`: these are all rows, one after
+    another, with all of their tables, in which nothing needs looking up."""
     run = tile * tiling.pieces + jnp.arange(tiling.pieces, dtype=jnp.int32)[None]
     logical, cut = parts(run, tiling.runs_per_block)
     # The last run of a block may have to begin inside the one before it, whose tokens are then not its own.
@@ -269,9 +300,9 @@ def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, sight: Sight) -
     place = offset[:, :, None] + jnp.arange(tiling.run, dtype=jnp.int32)[None, None]
     own = place >= (cut * tiling.run)[:, :, None]
     own &= logical[:, :, None] * tiling.block_size + place < tiling.capacity
-    own &= (item < work.num_items)[:, None, None]
     if sight.blocks is not None:
-        logical = sight.blocks.at[lane.row, logical].get(mode="fill", fill_value=-1)
+        blocks = sight.blocks
+        logical = blocks if whole else blocks.at[lane.row, logical].get(mode="fill", fill_value=-1)
         own &= (logical >= 0)[:, :, None]
         logical = jnp.maximum(logical, 0)
     if rows.stripe is None:
@@ -280,7 +311,7 @@ def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, sight: Sight) -
         position = position_of(logical[:, :, None], place, rows.stripe, tiling.block_size)
     if rows.first is not None:
         own &= position >= take(rows.first, lane.row)[:, :, None]
-    own, position = (x.reshape(tiling.items, 1, tiling.pieces * tiling.run) for x in (own, position))
+    own, position = (x.reshape(-1, 1, tiling.pieces * tiling.run) for x in (own, position))
 
     index = lane.first + jnp.arange(tiling.queries, dtype=jnp.int32)[None]
     token = lane.start + index
@@ -308,8 +339,8 @@ def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, sight: Sight) -
     seen = own & (index < lane.count)[:, :, None] & sees
     if sight.mask is not None:
         seen &= sight.mask.at[token[:, :, None], position].get(mode="fill", fill_value=False)
-    block = rows.tables.at[lane.row, logical].get(mode="clip")
-    return Items(number, token, block, offset, seen, jnp.abs(query - key))
+    block = rows.tables if whole and sight.blocks is None else rows.tables.at[lane.row, logical].get(mode="clip")
+    return Items(lane.row, token, block, jnp.broadcast_to(offset, block.shape), seen, jnp.abs(query - key))
 
 
 def bent(logits: jax.Array, alibi: jax.Array | None, distance: jax.Array) -> jax.Array:
@@ -344,6 +375,11 @@ def zero_for(*trees: Any) -> jax.Array:
 
 def read_queries(x: jax.Array, items: Items, num_kv_heads: int) -> jax.Array:
     """What the items' queries have in `x [tokens, H, ...]`, as `[items, K, queries * G, ...]`."""
-    num_items, queries = items.token.shape
-    x = x.reshape(x.shape[0], num_kv_heads, -1, *x.shape[2:]).at[items.token].get(mode="clip")
-    return jnp.moveaxis(x, 2, 1).reshape(num_items, num_kv_heads, queries * x.shape[3], *x.shape[4:])
+    return by_head(x.at[items.token].get(mode="clip"), num_kv_heads)
+
+
+def by_head(x: jax.Array, num_kv_heads: int) -> jax.Array:
+    """`[items, queries, H, ...]` as `[items, K, queries * G, ...]`."""
+    num_items, queries, num_heads, *minor = x.shape
+    x = jnp.moveaxis(x.reshape(num_items, queries, num_kv_heads, num_heads // num_kv_heads, *minor), 2, 1)
+    return x.reshape(num_items, num_kv_heads, queries * num_heads // num_kv_heads, *minor)

@@ -10,6 +10,8 @@ from steps import model_step
 import jaxkv
 from jaxkv.testing import assert_no_copy
 
+pytestmark = pytest.mark.usefixtures("rows_in_tiles")
+
 LAYERS = (
     jaxkv.LayerConfig(num_kv_heads=2, head_dim=64),
     jaxkv.LayerConfig(num_kv_heads=1, head_dim=96),

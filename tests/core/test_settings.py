@@ -11,6 +11,8 @@ from nightly import NIGHTLY
 
 import jaxkv
 
+pytestmark = pytest.mark.usefixtures("rows_in_tiles")
+
 LAYERS = (
     jaxkv.LayerConfig(num_kv_heads=1, head_dim=4, window=5),
     jaxkv.LayerConfig(num_kv_heads=2, head_dim=2),

@@ -15,6 +15,8 @@ import jaxkv
 import pallas_kernels
 from jaxkv.testing import permute_blocks, poison
 
+pytestmark = pytest.mark.usefixtures("rows_in_tiles")
+
 ALL_LAYERS = (
     jaxkv.LayerConfig(num_kv_heads=2, head_dim=16),
     jaxkv.LayerConfig(num_kv_heads=4, head_dim=8),

@@ -7,9 +7,11 @@ pairs of values as they can, always the same ones.
 import itertools
 import random
 
+import jax.numpy as jnp
 from nightly import NIGHTLY
 
-from pallas_kernels.testing import Case
+from pallas_kernels.testing import Case, Inputs
+from pallas_kernels.xla import work
 
 DIMENSIONS = {
     "block_size": (1, 5, 8, 16, 32, 64, 128),
@@ -63,6 +65,15 @@ def cover(count: int, seed: int = 0) -> list[Case]:
         covered |= set(itertools.combinations(best.items(), 2))
         cases.append(make_case(best))
     return cases
+
+
+def in_tiles(inputs: Inputs) -> Inputs:
+    """The same with tables so wide that XLA does not read all that they could hold at once, but in a loop."""
+    queries, width = inputs.q.reshape(-1, *inputs.q.shape[-2:]), inputs.tables.shape[1]
+    while work.tile_rows(queries, inputs.kv, inputs.tables, inputs.q.shape[-3]) is not None:
+        inputs = inputs._replace(tables=jnp.pad(inputs.tables, ((0, 0), (0, width))))
+        width *= 2
+    return inputs
 
 
 CASES = [

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import in_tiles
 from nightly import NIGHTLY
 
 import pallas_kernels
@@ -46,7 +47,7 @@ def options_of(case, variant):
 
 @pytest.mark.parametrize(("layout", "variant"), VARIANTS, ids=str)
 def test_against_the_reference(layout, variant):
-    """With NaN in everything that must not be read; those with slopes with their gradients."""
+    """With NaN in everything that must not be read, in tiles and at once; those with slopes with their gradients."""
     case = CASES[layout]
     inputs, options = testing.make_inputs(case), options_of(case, variant)
     if layout == "packed" and "tree" in variant:  # packed parents count from the row's first token
@@ -59,23 +60,26 @@ def test_against_the_reference(layout, variant):
     static = {name: x for name, x in options.items() if not isinstance(x, jax.Array)}
     arrays = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
 
-    def run(attend, q, kv, arrays):
+    def run(attend, inputs, q, kv, arrays):
         out, lse = attend(q, kv, *inputs[2:], return_lse=True, **static, **arrays)
         seen = jnp.isfinite(lse)
         loss = (out * weights[0][None].reshape(*[1] * (out.ndim - 1), -1)).sum()
         return loss + (jnp.where(seen, lse, 0) * weights[1].reshape(*[1] * (lse.ndim - 1), -1)).sum(), (out, lse)
 
-    def both(attend):
+    def both(attend, inputs):
         floats = {name: x for name, x in arrays.items() if name == "alibi"}
         others = {name: x for name, x in arrays.items() if name != "alibi"}
-        loss = lambda q, kv, floats: run(attend, q, kv, floats | others)  # noqa: E731
+        loss = lambda q, kv, floats: run(attend, inputs, q, kv, floats | others)  # noqa: E731
         if "alibi" in options:
             return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(inputs.q, inputs.kv, floats)
         return jax.jit(loss)(inputs.q, inputs.kv, floats)[1]
 
-    ours = both(functools.partial(pallas_kernels.paged_attention, implementation="xla"))
-    theirs = both(reference.paged_attention)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+    ours = functools.partial(pallas_kernels.paged_attention, implementation="xla")
+    theirs = both(reference.paged_attention, inputs)
+    at_once = jax.jit(functools.partial(run, ours, inputs))(inputs.q, inputs.kv, arrays)[1]
+    found = jax.tree.leaves((both(ours, in_tiles(inputs)), at_once))
+    expected = theirs[0][1] if "alibi" in options else theirs
+    for a, b in zip(found, jax.tree.leaves((theirs, expected)), strict=True):
         assert not np.isnan(a).any()
         scale = max(1.0, float(np.max(np.abs(b), initial=0, where=np.isfinite(b))))
         testing.assert_close(a / scale, b / scale)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import in_tiles
 from nightly import NIGHTLY
 
 import pallas_kernels
@@ -84,18 +85,19 @@ TWO = ("int8", "int4")
 
 @pytest.mark.parametrize(("name", "kind"), [(n, kind) for n in CASES for kind in (KINDS if NIGHTLY else BY_DAY[n])])
 def test_attention_over_what_is_stored(name, kind):
-    """XLA and the reference against float32 attention over the same numbers, NaN in all that must not be read."""
+    """XLA, in tiles and at once, and the reference against float32 attention over the same numbers, NaN in all that
+    must not be read."""
     case = CASES[name]
     inputs, scale, held = quantised(case, kind)
     options = testing.make_options(case)
     wanted, wanted_lse = testing.expected(case, held, return_lse=True)
-    for implementation in ("xla", "reference"):
+    for implementation, given in ("xla", in_tiles(inputs)), ("xla", inputs), ("reference", inputs):
         attend = quickly_compiled(
             lambda inputs, scale, implementation=implementation: pallas_kernels.paged_attention(
                 *inputs, kv_scale=scale, kind=kind, implementation=implementation, return_lse=True, **options
             )
         )
-        out, lse = attend(inputs, scale)
+        out, lse = attend(given, scale)
         testing.assert_close(out, wanted, dtype="float32")
         testing.assert_close(lse, wanted_lse, dtype="float32")
 

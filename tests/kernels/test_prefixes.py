@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import in_tiles
 from nightly import NIGHTLY
 
 import pallas_kernels
@@ -204,7 +205,7 @@ def test_gradients_are_those_of_rows_by_themselves():
 
 def test_who_reads_alone_does_not_take_part():
     """`deterministic`, named blocks, and kernels: the program is the same."""
-    _, inputs = shared_inputs(DECODE)
+    inputs = in_tiles(shared_inputs(DECODE)[1])
     shared, named = find(inputs, 4), jnp.zeros((ROWS, 1), jnp.int32)
     paged_attention, loops = pallas_kernels.paged_attention, []
     for options in ({}, {"deterministic": True}, {"blocks": named}, {"implementation": "reference"}):

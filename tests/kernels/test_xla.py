@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, DIMENSIONS
+from cases import CASES, DIMENSIONS, in_tiles
 from nightly import NIGHTLY
 
 import pallas_kernels
@@ -37,18 +37,20 @@ def permute_blocks(inputs):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_the_reference(case):
+    """Tiles of it in a loop; and at once, if that is what is done, by day in half of the cases."""
     inputs, options = testing.make_inputs(case), testing.make_options(case)
-    out, lse = attend(inputs, **options)
     by_reference = jax.jit(functools.partial(testing.expected, case, return_lse=True))
     expected_out, expected_lse = by_reference(inputs)
-    assert out.dtype == inputs.q.dtype and lse.dtype == jnp.float32
-    testing.assert_close(out, expected_out)
-    testing.assert_close(lse, expected_lse)
     # Neither what is not theirs nor where their blocks lie makes a difference, to the last bit.
     others = testing.make_inputs(case, poison=0), junk_tables(case, inputs), permute_blocks(inputs)
-    for other in others:
-        for a, b in zip((out, lse), attend(other, **options), strict=True):
-            np.testing.assert_array_equal(a, b)
+    for widened in (in_tiles,) if CASES.index(case) % 2 and not NIGHTLY else (in_tiles, lambda inputs: inputs):
+        out, lse = attend(widened(inputs), **options)
+        assert out.dtype == inputs.q.dtype and lse.dtype == jnp.float32
+        testing.assert_close(out, expected_out)
+        testing.assert_close(lse, expected_lse)
+        for other in others:
+            for a, b in zip((out, lse), attend(widened(other), **options), strict=True):
+                np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("name", sorted(DIMENSIONS.keys() - {"group", "step"}))
@@ -91,7 +93,7 @@ def test_a_chunk_does_not_make_decode_rows_pay(monkeypatch):
     queries, context = work.PREFILL_QUERIES, work.PREFILL_CONTEXT
     case = Case(lengths=(2 * queries, 1, 1, 1), new=(2 * queries, 1, 1, 1), block_size=8)
     assert 2 * queries <= context
-    assert trace_steps(monkeypatch, case, max_blocks=100) == [1, 1, 1, queries, queries]
+    assert trace_steps(monkeypatch, case, max_blocks=1000) == [1, 1, 1, queries, queries]
 
 
 def compile_decode(max_seq_len, block_size=16):
@@ -133,12 +135,14 @@ def count_equations(jaxpr):
 
 
 def test_the_program_is_small():
-    def size(new):
-        inputs = testing.make_inputs(Case(lengths=(50, 300), new=new))
+    def size(new, widened):
+        inputs = widened(testing.make_inputs(Case(lengths=(50, 300), new=new)))
         return count_equations(jax.make_jaxpr(xla.paged_attention)(*inputs).jaxpr)
 
-    decode, mixed = size((1, 1)), size((1, 40))
+    decode, mixed = (size(new, in_tiles) for new in ((1, 1), (1, 40)))
     assert 100 < decode < 600 and mixed < 1200  # the lower bound: the count sees into the loops
+    at_once = [size(new, lambda inputs: inputs) for new in ((1, 1), (1, 40))]
+    assert max(at_once) < 250
 
 
 @pytest.mark.parametrize("packed", [False, True] if NIGHTLY else [True])
