@@ -4,7 +4,8 @@
 
 Keeping less: rows of 2,048 tokens of which a quarter is kept, whole tokens (`layer`) or of each KV head its own, 5 to
 45 % (`head`), beside the same rows in full and rows that never held more (`short`). Reading less: rows of 32,768 tokens
-of which Quest reads 2,048, bounds kept up to date and blocks chosen in the step. A step is `extend`, the write and
+of which Quest reads 2,048, blocks chosen in the step by bounds that the caller keeps beside the cache, that the cache
+keeps (`bounds=True`), or that are made of all keys anew. A step is `extend`, the write and
 attention of one layer, 32/8 heads of 128 in float32, the cache donated. Times are of steps side by side; compiling is
 in CPU seconds of this process; `short` has the program of what is read in full.
 """
@@ -29,9 +30,9 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
-def filled(rows: int, tokens: int, places: int, evict: str | None = None) -> jaxkv.Cache:
+def filled(rows: int, tokens: int, places: int, evict: str | None = None, bounds: bool = False) -> jaxkv.Cache:
     """Rows of so many tokens, in a cache with room for `places`."""
-    layer = jaxkv.LayerConfig(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, evict=evict)
+    layer = jaxkv.LayerConfig(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, evict=evict, bounds=bounds)
     sizes = dict(max_seqs=rows, max_seq_len=places + ROOM, max_tokens=rows * (places + ROOM), block_size=BLOCK_SIZE)
     cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), **sizes, dtype="float32"))
     k, v = (normal(seed, 1, rows, tokens, KV_HEADS, HEAD_DIM) for seed in (0, 1))
@@ -44,14 +45,17 @@ def full_step(q, k, v, state):
     return out, (cache,)
 
 
-def quest_step(num_blocks: int) -> Callable:
+def quest_step(num_blocks: int, beside: bool = False) -> Callable:
+    """A step that reads so many blocks. `beside`: the caller keeps the bounds, beside the cache."""
+
     def step(q, k, v, state):
-        cache, bounds = state
+        cache, *bounds = state
         cache = jaxkv.extend(cache, jnp.ones(q.shape[0], jnp.int32))
         cache = jaxkv.write(cache, k, v, layer=0)
-        bounds = jaxkv.block_bounds(cache, layer=0, bounds=bounds, last=2)
-        blocks = jaxkv.scores.quest(cache, layer=0, q=q, num_blocks=num_blocks, bounds=bounds)
-        return jaxkv.attend(q, cache, layer=0, blocks=blocks), (cache, bounds)
+        if beside:
+            bounds = [jaxkv.block_bounds(cache, layer=0, bounds=bounds[0], last=2)]
+        blocks = jaxkv.scores.quest(cache, layer=0, q=q, num_blocks=num_blocks, bounds=bounds[0] if beside else None)
+        return jaxkv.attend(q, cache, layer=0, blocks=blocks), (cache, *bounds)
 
     return step
 
@@ -114,9 +118,11 @@ def keep_less(rows: int, tokens: int, repeats: int) -> list[dict[str, Any]]:
 
 def read_less(rows: int, tokens: int, read: int, repeats: int) -> list[dict[str, Any]]:
     steppers = {"all": Stepper(full_step, rows, filled(rows, tokens, tokens))}
-    cache = filled(rows, tokens, tokens)
+    cache, number = filled(rows, tokens, tokens), read // BLOCK_SIZE
     bounds = jax.jit(lambda cache: jaxkv.block_bounds(cache, layer=0))(cache)
-    steppers["quest"] = Stepper(quest_step(read // BLOCK_SIZE), rows, cache, bounds)
+    steppers["quest, bounds beside"] = Stepper(quest_step(number, beside=True), rows, cache, bounds)
+    steppers["quest, bounds=True"] = Stepper(quest_step(number), rows, filled(rows, tokens, tokens, bounds=True))
+    steppers["quest, none kept"] = Stepper(quest_step(number), rows, filled(rows, tokens, tokens))
     short = filled(rows, read, tokens)
     steppers["short"] = Stepper(full_step, rows, short)
     seconds = time_side_by_side(steppers, repeats)

@@ -46,7 +46,10 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
         keep = keep.at[held].set(True)
         for stack in cache.config.group_stacks(group):
             kept = jnp.tile(keep, (len(stack), 1))[:, None, None]  # [blocks, 1, 1, block_size]
-            pools[stack[0]] = jax.tree.map(functools.partial(_spoil, kept, value), cache.layer(stack[0]).pool)
+            pool = cache.layer(stack[0]).pool
+            tokens = jax.tree.map(functools.partial(_spoil, kept, value), pool.tokens)
+            bounds = None if pool.bounds is None else _spoil(kept.any(axis=-1), value, pool.bounds)
+            pools[stack[0]] = dataclasses.replace(tokens, bounds=bounds)
     return cache.replace(pools=tuple(pools))
 
 

@@ -133,7 +133,7 @@ def _store_and_attend(one: Layer, step: Step | None, new: dict, arrays: dict, *,
         q, k, v, one.pool.kv, one.blocks, t.lengths, t.new, offsets=offsets,
         implementation=implementation, **storage(one), **_of_part(one.pool, arrays | static),
     )  # fmt: skip
-    return _for_tokens(one, step, own, _of_whole(one.pool, out, arrays | static)), as_pool(written, one.pool)
+    return _for_tokens(one, step, own, _of_whole(one.pool, out, arrays | static)), as_pool(written, one, k)
 
 
 def attend(

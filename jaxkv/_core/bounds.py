@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._core.cache import Cache
+from jaxkv._core.kept_bounds import bounds_at
 from jaxkv._core.numbers import integer, shown
+from jaxkv._core.shards import POOL, WHOLE, heads_at, on_shards
 from jaxkv._core.state import BlockTables
 
 
@@ -29,7 +31,10 @@ def block_bounds(
 ) -> BlockBounds:  # fmt: skip
     """The least and the largest key entries of each block of each row, head by head. Pure and jittable.
 
-    With `bounds` of before, a decode step reads but the blocks that it wrote: those stand behind every row's others.
+    Of a layer made with `LayerConfig(bounds=True)` they lie beside its blocks and are only looked up. Where tokens have
+    gone, after `truncate` and `keep`, those of a row's last block may be too wide until it is written again; they
+    always contain what is held. Of any other layer all keys are read; with `bounds` of before, a decode step reads but
+    the blocks that it wrote: those stand behind every row's others.
 
     Args:
       layer: its keys are read as attention sees them, quantised ones too.
@@ -70,6 +75,12 @@ def block_bounds(
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     position = column[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]
     with jax.named_scope("block_bounds"):
+        pool = cache.layer(layer).pool
+        if bounds is None and pool.bounds is not None:
+            held = (tables.tables != 0) & (column * size < tables.lengths[:, None])
+            arguments = (pool, cache.layer(layer).blocks, held)
+            both = on_shards(pool, bounds_at, arguments, (POOL, WHOLE, WHOLE), heads_at(3))
+            return BlockBounds(both[:, :, 0], both[:, :, 1])
         keys = cache.read(layer, row[:, :, None], position)[0].astype(jnp.float32)
         block, _ = cache.slots(row[:, :, None], position, layer=layer)
         held = (block != 0)[..., None, None]

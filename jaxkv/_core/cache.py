@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.contents import put_part, put_token
+from jaxkv._core.kept_bounds import renewed
 from jaxkv._core.shards import POOL, WHOLE, heads_at, on_shards
 from jaxkv._core.state import BlockTables, Layer, Pool
 from jaxkv._core.views import Views, check_head
@@ -107,10 +108,14 @@ class Cache(Views):
         pool = self.pool(layer)
         if block.ndim:  # of a layer that evicts by heads, whose blocks have one
             block, offset, head = block[head], offset[head], 0
+        column, length = position // self.config.block_size, self.layer(layer).held[row]
         token = Pool(*self.config.encode(layer, k, v, axis=0)).like(pool)
         number = jnp.arange(pool.kv.shape[2], dtype=jnp.int32)
         arguments = (pool, block, offset, jnp.int32(head), token, number)
         pool = on_shards(pool, put_token, arguments, (POOL, WHOLE, WHOLE, WHOLE, WHOLE, heads_at(0)), POOL)
+        if pool.bounds is not None:
+            filled = jnp.clip(length - column * self.config.block_size, 0, self.config.block_size)
+            pool = renewed(pool, block[None], filled[None], config=self.config, layer=layer)
         return self.replace_pool(self.config.owner(layer), pool)
 
 

@@ -7,7 +7,9 @@ import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
+from jaxkv._core.contents import numbers
 from jaxkv._core.errors import CacheError, OutOfBlocks, OutOfWindow, SequenceTooLong
+from jaxkv._core.kept_bounds import filled_of
 from jaxkv._core.lines import by_row, row_sums, seen_by_rows
 from jaxkv._core.state import GONE, NULL_BLOCK, STALE, BlockTables
 
@@ -106,13 +108,15 @@ def check_invariants(cache: Cache) -> None:
             stands_alone = config.owner(layer) == layer and config.stack(layer)[0] == layer
             assert not stands_alone, f"layer {layer} has a pool, shares another's, or is stacked behind another"
             continue
-        shapes = (pool.kv.shape, None if pool.scale is None else pool.scale.shape)
+        shapes = tuple(None if x is None else x.shape for x in (pool.kv, pool.scale, pool.bounds))
         assert shapes == config.stack_shapes(layer), f"layer {layer}: the pool's shape"
         null_blocks = pool.kv[:: pool.kv.shape[0] // len(config.stack(layer))]
         # Each process looks at its part; a cache of NumPy arrays, as device_get makes one, is whole.
         on_host = not isinstance(null_blocks, jax.Array)
         here = [null_blocks] if on_host else [shard.data for shard in null_blocks.addressable_shards]
         assert not any(np.asarray(x).any() for x in here), f"layer {layer}: the null block was written"
+        if pool.bounds is not None:
+            _check_bounds(cache, layer)
     groups = jax.device_get(cache.tables)
     for group, t in enumerate(groups):
         _check_tables(t, config, group)
@@ -121,6 +125,19 @@ def check_invariants(cache: Cache) -> None:
             # A row's step is over in a layer in which it was thinned.
             alike = (said == first) | ((said == 0) | (first == 0) if field == "new" else False)
             assert alike.all(), f"every group says the same of rows: {field}"
+
+
+def _check_bounds(cache: Cache, layer: int) -> None:
+    """The bounds of each block of a stack contain every key that rows hold in it; a NaN says of nothing where it is."""
+    config, tables = cache.config, jax.device_get(cache.layer(layer).tables)
+    for one in config.stack(layer):
+        pool = cache.pool(one)
+        keys, bounds = (np.asarray(x)[1:] for x in (numbers(pool, config, one)[:, 0], pool.bounds))
+        filled = filled_of(tables.tables, tables.lengths, config.block_size, len(keys))
+        is_free = np.arange(config.block_size) >= filled[:, None]
+        low, high = (bounds[:, i, :, None].astype(keys.dtype) for i in range(2))
+        for is_inside, what in ((keys >= low) | np.isnan(low), "below"), ((keys <= high) | np.isnan(high), "above"):
+            assert (is_inside | is_free[:, None, :, None]).all(), f"layer {one}: no key is {what} its block's bounds"
 
 
 def _said_of_rows(t: BlockTables, field: str, config: CacheConfig) -> np.ndarray:

@@ -138,13 +138,17 @@ class CacheConfig(MadeLike):
                 )
 
     def _check_evicting(self) -> None:
-        """Raise where layers that evict cannot have tables of their own."""
+        """Raise where layers that evict cannot have tables of their own, or bounds be of many blocks."""
         evicting = [i for i, layer in enumerate(self.layers) if layer.evict is not None]
         if evicting and (self.contiguous or self.stacked):
             what = "stacked=True, in which layers share tables" if self.stacked else 'layout="contiguous"'
             raise ValueError(
                 f"CacheConfig.layers[{evicting[0]}].evict gives back blocks of a table of its own, and there are none "
                 f"with {what}: leave one out."
+            )
+        if self.contiguous and any(layer.bounds for layer in self.layers):
+            raise ValueError(
+                'LayerConfig.bounds tell a row\'s blocks apart, and with layout="contiguous" it has one: leave one out.'
             )
 
     def _check_indices(self) -> None:
@@ -172,11 +176,12 @@ class CacheConfig(MadeLike):
             )
         owner = self.layers[layer.shares_with]
         alike = all(getattr(layer, name) == getattr(owner, name) for name in ("num_kv_heads", "head_dim", "rank"))
-        own = (layer.dtype, layer.rotate, layer.evict)
-        if not alike or own != (None, None, None):
+        own = (layer.dtype, layer.rotate, layer.evict, layer.bounds)
+        if not alike or own != (None, None, None, False):
             raise ValueError(
                 f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, so it must have the same num_kv_heads "
-                "and head_dim (if latent, the same rank and rope_dim), and no dtype or rotate of its own, nor evict."
+                "and head_dim (if latent, the same rank and rope_dim), and no dtype or rotate of its own, nor evict "
+                "or bounds."
             )
         if layer.chunk != owner.chunk and (owner.chunk is not None or owner.window is not None):
             raise ValueError(

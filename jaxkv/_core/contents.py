@@ -1,5 +1,6 @@
 """What the places of a pool mean: functions of one pool, which `on_shards` runs on each device's part of it."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ def read_tokens(
     pool: Pool, block: jax.Array, offset: jax.Array, *, config: CacheConfig, layer: int
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and values `[..., K, D]` at places `i32[...]`; 0 for the null block."""
-    kv = _numbers(at_places(pool, block, offset), config, layer)  # [..., 2, K, D]
+    kv = numbers(at_places(pool, block, offset), config, layer)  # [..., 2, K, D]
     kv = jnp.where((block != 0)[..., None, None, None], kv, jnp.zeros((), kv.dtype))
     return _keys_and_values(kv, config, layer, axis=-3)
 
@@ -36,8 +37,8 @@ def dense(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: CacheCon
     runs = runs_of(pool)
 
     def read(at: Any) -> jax.Array:
-        numbers = _numbers(jax.tree.map(lambda x: x[at], pool), config, layer)
-        return numbers if runs is None else runs.gathered(numbers, numbers.ndim - 2)
+        found = numbers(jax.tree.map(lambda x: x[at], pool.tokens), config, layer)
+        return found if runs is None else runs.gathered(found, found.ndim - 2)
 
     if config.contiguous:  # row s owns block s + 1: a slice, which moves no data inside jit
         kv = read(slice(1, None))
@@ -70,7 +71,7 @@ def put_token(pool: Pool, block: jax.Array, offset: jax.Array, head: jax.Array, 
         minor = tuple(slice(0, size) for size in new.shape[1:])  # D may be padded in the pool
         return jnp.asarray(x).at[place, :, at, offset, *minor].set(new, mode="drop")
 
-    return jax.tree.map(put, pool, new)
+    return dataclasses.replace(jax.tree.map(put, pool.tokens, new), bounds=pool.bounds)
 
 
 def put_part(pool: Pool, part: Pool, *, start: int) -> Pool:
@@ -84,10 +85,10 @@ def _keys_and_values(kv: jax.Array, config: CacheConfig, layer: int, axis: int) 
     return keys, (jnp.take(kv, 1, axis=axis) if rank is None else keys[..., :rank])
 
 
-def _numbers(part: Pool, config: CacheConfig, layer: int) -> jax.Array:
+def numbers(part: Pool, config: CacheConfig, layer: int) -> jax.Array:
     """What a part of a layer's pool means, `[..., D]`: as stored, or of a quantised layer as float32."""
     one, kind = config.layer_config(layer), config.kind(layer).quantised
     if kind is None:
         return part.kv[..., : one.head_dim]
-    numbers = kinds.decode(part.kv, part.scale, kind, one.head_dim, one.rank)  # type: ignore[arg-type]
-    return rotate(numbers) if config.rotates(layer) else numbers
+    decoded = kinds.decode(part.kv, part.scale, kind, one.head_dim, one.rank)  # type: ignore[arg-type]
+    return rotate(decoded) if config.rotates(layer) else decoded

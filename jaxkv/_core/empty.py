@@ -104,7 +104,7 @@ def partition_specs(
 
     Raises:
       ValueError: no mesh, a mesh without the axis, or as many heads as devices or more that cannot be divided evenly;
-        with `context`, blocks that cannot be, or layers that evict.
+        with `context`, blocks that cannot be, or layers that evict or keep bounds.
 
     Striping a context over devices, so that all have as much to do, is Striped Attention's
     (https://arxiv.org/abs/2311.09431).
@@ -151,8 +151,8 @@ def partition_specs(
         is_divided = heads is not None and num_parts(num_heads, mesh.shape[heads], heads) == mesh.shape[heads]
         axes = (None, None, heads if is_divided else None, context)
         spec = PartitionSpec(*axes[: max((i + 1 for i, axis in enumerate(axes) if axis is not None), default=0)])
-        scale = None if config.scale_shape(layer) is None else spec
-        return Pool(kv=spec, scale=scale, heads=heads, context=context)  # type: ignore[arg-type]
+        scale, bounds = (None if shape is None else spec for shape in config.stack_shapes(layer)[1:])
+        return Pool(kv=spec, scale=scale, bounds=bounds, heads=heads, context=context)  # type: ignore[arg-type]
 
     fields: dict[str, Any] = {field.name: PartitionSpec() for field in dataclasses.fields(BlockTables)}
     whole, all_held = BlockTables(**fields), BlockTables(**fields | {"evicted": None, "thinned": None})
@@ -170,6 +170,11 @@ def _check_runs(config: CacheConfig, count: int, context: str) -> None:
         )
     refuse_sinks(config, f"Divided over the mesh axis {context!r}, a cache takes")
     for i, layer in enumerate(config.layers):
+        if layer.bounds:
+            raise ValueError(
+                f"Layer {i} keeps bounds of whole blocks, which cannot be divided over the mesh axis {context!r}: make "
+                "it without bounds, or leave context out."
+            )
         if layer.evict is not None:
             raise ValueError(
                 f"Layer {i} has evict={layer.evict!r}, which moves tokens from block to block, and its blocks cannot "
@@ -186,9 +191,11 @@ def _init_pools(
         return jnp.zeros((count * shape[0], *shape[1:]), dtype)
 
     def pool(layer: int) -> Pool:
-        (shape, scales), kind = config.stack_shapes(layer), config.kind(layer)
-        scale = None if scales is None else zeros(scales, kind.scale_dtype)
-        return Pool(kv=zeros(shape, kind.dtype), scale=scale, heads=heads, context=context)
+        kind = config.kind(layer)
+        dtypes = (kind.dtype, kind.scale_dtype, config.bounds_dtype(layer))
+        pairs = zip(config.stack_shapes(layer), dtypes, strict=True)
+        kv, scale, bounds = (None if shape is None else zeros(shape, dtype) for shape, dtype in pairs)
+        return Pool(kv=kv, scale=scale, bounds=bounds, heads=heads, context=context)  # type: ignore[arg-type]
 
     return tuple(pool(i) if config.stack(i)[0] == i else None for i in range(config.num_layers))
 

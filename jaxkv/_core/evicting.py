@@ -12,6 +12,7 @@ from jaxkv._core.allocator import blocks_for, replace_entries, serve
 from jaxkv._core.arguments import as_int32
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
+from jaxkv._core.kept_bounds import renewed
 from jaxkv._core.lines import any_of_row, row_sums, seen_by_rows, to_lines
 from jaxkv._core.numbers import integer, shown
 from jaxkv._core.shards import POOL, WHOLE, on_shards
@@ -83,7 +84,7 @@ def _evict(
     refused, granted = any_of_row(move.changes, config) & ~granted, to_lines(granted, t)
     move = move._replace(changes=move.changes & granted, copied=move.copied & granted[:, None])
 
-    changed, pool = _carry_out(t, pool, move, config)
+    changed, pool = _carry_out(t, pool, move, config, group)
     wanted = jnp.where(senseless, SENSELESS, seen.lengths)
     groups = [*tables[:group], changed, *tables[group + 1 :]]
     return tuple(
@@ -101,7 +102,8 @@ def thin(cache: Cache, keep: jax.Array, *, layer: int) -> Cache:
     t, pools = cache.tables[group], list(cache.pools)
     keep &= jnp.arange(keep.shape[-1], dtype=jnp.int32)[None] < t.lengths[:, None]
     move = _plan(t, keep, ~t.failed, config.block_size)
-    changed, pools[layer] = _carry_out(t, pools[layer], move._replace(copied=jnp.zeros_like(move.copied)), config)
+    move = move._replace(copied=jnp.zeros_like(move.copied))
+    changed, pools[layer] = _carry_out(t, pools[layer], move, config, group)
     return cache.replace(tables=(*cache.tables[:group], changed, *cache.tables[group + 1 :]), pools=tuple(pools))
 
 
@@ -130,11 +132,14 @@ def _plan(t: BlockTables, keep: jax.Array, allowed: jax.Array, block_size: int) 
     return _Move(changes, count, source, first, end, written & (t.refcounts[t.tables] > 1))
 
 
-def _carry_out(t: BlockTables, pool: Pool | None, move: _Move, config: CacheConfig) -> tuple[BlockTables, Pool]:
+def _carry_out(
+    t: BlockTables, pool: Pool | None, move: _Move, config: CacheConfig, group: int
+) -> tuple[BlockTables, Pool]:
     assert pool is not None
     changed = _hold(t, move, config)
     arrays = (t.tables, changed.tables, move)
-    return changed, on_shards(pool, _compact, (pool, *arrays), (POOL, *[WHOLE] * len(arrays)), POOL)
+    specs, layer = (POOL, *[WHOLE] * len(arrays)), config.groups[group][0]
+    return changed, on_shards(pool, _compact, (pool, *arrays), specs, POOL, config=config, layer=layer)
 
 
 def _hold(t: BlockTables, move: _Move, config: CacheConfig) -> BlockTables:
@@ -157,7 +162,9 @@ def _hold(t: BlockTables, move: _Move, config: CacheConfig) -> BlockTables:
     )
 
 
-def _compact(pool: Pool, old: jax.Array, new: jax.Array, move: _Move) -> Pool:
+def _compact(
+    pool: Pool, old: jax.Array, new: jax.Array, move: _Move, *, config: CacheConfig, layer: int
+) -> Pool:  # fmt: skip
     """The tokens of lines moved up, column by column: a token never comes from an earlier one, so nothing is written
     that is still to be read."""
     size = pool.kv.shape[3]
@@ -173,7 +180,11 @@ def _compact(pool: Pool, old: jax.Array, new: jax.Array, move: _Move) -> Pool:
             tokens = jnp.moveaxis(x[block, :, :, offset], 1, 3)
             return x.at[target].set(tokens, mode="drop", unique_indices=True)
 
-        return jax.tree.map(put, pool)
+        pool = dataclasses.replace(jax.tree.map(put, pool.tokens), bounds=pool.bounds)
+        if pool.bounds is None:
+            return pool
+        changed, filled = jnp.where(written, target, NULL_BLOCK), jnp.clip(move.left - j * size, 0, size)
+        return renewed(pool, changed, filled, config=config, layer=layer)
 
     start = jnp.min(jnp.where(move.changes, move.first, old.shape[1]))
     stop = jnp.max(jnp.where(move.changes, move.end, 0))

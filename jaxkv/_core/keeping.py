@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxkv._core.allocator import blocks_for, replace_entries
 from jaxkv._core.cache import Cache
+from jaxkv._core.kept_bounds import renewed, touched
 from jaxkv._core.lines import any_of_row, to_lines
 from jaxkv._core.numbers import shown
 from jaxkv._core.pools import in_stack
@@ -123,7 +124,14 @@ def _move(cache: Cache, source: jax.Array, target: jax.Array, moved: jax.Array) 
             stacked = (in_stack(x, count, tables.num_blocks + 1) for x in blocks)
             offsets = (jnp.tile(x.reshape(-1) % size, count) for x in places)
             pool, arrays = cache.layer(stack[0]).pool, (*stacked, *offsets)
-            pools[stack[0]] = on_shards(pool, _move_tokens, (pool, *arrays), (POOL, *[WHOLE] * 4), POOL)
+            pool = on_shards(pool, _move_tokens, (pool, *arrays), (POOL, *[WHOLE] * 4), POOL)
+            if pool.bounds is not None:  # of what rows still hold before they are shortened: none too narrow
+                begin, end = places[1].min(axis=1), jnp.minimum(places[1].max(axis=1) + 1, tables.lengths)
+                end = jnp.where(moved.any(axis=1), end, begin)
+                block, filled = touched(tables.tables, tables.lengths, begin, end, size, places[1].size)
+                block, filled = in_stack(block, count, tables.num_blocks + 1), jnp.tile(filled, count)
+                pool = renewed(pool, block, filled, config=cache.config, layer=stack[0])
+            pools[stack[0]] = pool
     return cache.replace(pools=tuple(pools))
 
 
@@ -135,7 +143,7 @@ def _move_tokens(pool: Pool, old: jax.Array, new: jax.Array, old_offset: jax.Arr
     def move(x: jax.Array, tokens: jax.Array) -> jax.Array:
         return x.at[place, :, :, new_offset].set(tokens, mode="drop", unique_indices=True)
 
-    return jax.tree.map(move, pool, tokens)
+    return dataclasses.replace(jax.tree.map(move, pool.tokens, tokens), bounds=pool.bounds)
 
 
 def _shorten(cache: Cache, dropped: jax.Array, rows: jax.Array) -> Cache:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.numbers import integer, shown
+from jaxkv._core.numbers import flag, integer, shown
 from pallas_kernels import kinds
 
 
@@ -97,6 +97,8 @@ class LayerConfig:
       evict: "layer" or "head": tokens of a row may be given back by `jaxkv.evict`, whole or head by head. Such a layer
         has block tables of its own, with "head" one for each KV head, and blocks of one head. Not with `window` or
         `chunk`.
+      bounds: the least and the largest key entries of every block lie beside it, kept by whatever writes, for
+        `block_bounds` and `jaxkv.scores.quest` to read few blocks. Not with `evict="head"`.
 
     >>> LayerConfig(num_kv_heads=2, head_dim=64).dim
     128
@@ -112,6 +114,7 @@ class LayerConfig:
     chunk: int | None = None
     evict: str | None = None
     sink_tokens: int | None = None
+    bounds: bool = False
 
     def __post_init__(self):
         least_of = {"shares_with": 0} | dict.fromkeys(("window", "rank", "chunk", "sink_tokens"), 1)
@@ -142,6 +145,12 @@ class LayerConfig:
                 f"A layer {self.sight} gives back what its tokens do not see, by position, and cannot have evict="
                 f"{self.evict!r} too: leave one out."
             )
+        object.__setattr__(self, "bounds", flag("LayerConfig.bounds", self.bounds))
+        if self.bounds and self.evict == "head":
+            raise ValueError(
+                'LayerConfig.bounds are of blocks that hold all heads, and with evict="head" each head has blocks of '
+                'its own: choose evict="layer", or leave bounds out.'
+            )
         if self.rank is not None and self.evict == "head":
             raise ValueError('A latent layer has no heads to evict by: give it evict="layer".')
         if self.rank is not None and (self.num_kv_heads != 1 or self.rank >= self.head_dim):
@@ -161,7 +170,7 @@ class LayerConfig:
         Args:
           rank: numbers of a token that all heads' keys and values are made from.
           rope_dim: numbers of the key that carries positions, shared by all heads.
-          **fields: `window`, `dtype` and `shares_with`.
+          **fields: `window`, `dtype`, `bounds` and `shares_with`.
 
         From DeepSeek-V2 (https://arxiv.org/abs/2405.04434).
 

@@ -48,18 +48,39 @@ class Memory(Groups):
         block = self._block_scales(layer)
         return None if block is None else (self.group_blocks[self.group(layer)] + 1, *block)
 
-    def stack_shapes(self, layer: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """The shapes of the pool that a layer lies in, and of its scales: as many layers as there are in it."""
-        count, scale = len(self.stack(layer)), self.scale_shape(layer)
-        num_blocks, *block = self.pool_shape(layer)
-        return (count * num_blocks, *block), None if scale is None else (count * num_blocks, *scale[1:])
+    def keeps_bounds(self, layer: int) -> bool:
+        """Whether the bounds of each block's keys lie beside it."""
+        return self.layer_config(self.owner(layer)).bounds
+
+    def bounds_shape(self, layer: int) -> tuple[int, ...] | None:
+        """The shape of a layer's bounds: `[num_blocks + 1, 2, K, head_dim]`."""
+        one = self.layer_config(layer)
+        return (self.pool_shape(layer)[0], 2, one.num_kv_heads, one.head_dim) if self.keeps_bounds(layer) else None
+
+    def bounds_dtype(self, layer: int) -> np.dtype:
+        """Of a layer's bounds: what its keys are read as."""
+        kind = self.kind(layer)
+        return kind.dtype if kind.quantised is None else jnp.dtype("float32")
+
+    def stack_shapes(self, layer: int) -> tuple[tuple[int, ...] | None, ...]:
+        """The shapes of the pool that a layer lies in, of its scales and of its bounds: as many layers as there are in
+        it."""
+        shapes = (self.pool_shape(layer), self.scale_shape(layer), self.bounds_shape(layer))
+        count = len(self.stack(layer))
+        return tuple(None if shape is None else (count * shape[0], *shape[1:]) for shape in shapes)
 
     def bytes_per_group_block(self, group: int) -> int:
-        """Bytes of one block over the layers of a group, scales included."""
+        """Bytes of one block over the layers of a group, scales and bounds included."""
         return sum(map(self.bytes_per_layer_block, self.groups[group]))
 
     def bytes_per_layer_block(self, layer: int) -> int:
-        """Bytes of one block of one layer, scales included."""
+        """Bytes of one block of one layer, scales and bounds included."""
+        bounds = self.bounds_shape(layer)
+        about = 0 if bounds is None else math.prod(bounds[1:]) * self.bounds_dtype(layer).itemsize
+        return self.bytes_per_block_read(layer) + about
+
+    def bytes_per_block_read(self, layer: int) -> int:
+        """Bytes of one block of one layer that attention reads: keys and values, scales included."""
         kind, scales = self.kind(layer), self._block_scales(layer)
         numbers = math.prod(self._block_shape(layer)) * kind.dtype.itemsize
         return numbers + (0 if scales is None else math.prod(scales) * kind.scale_dtype.itemsize)
@@ -103,7 +124,9 @@ class Memory(Groups):
     @property
     def dense_bytes(self) -> int:
         """What a dense cache of the same rows would take: `max_seqs * max_seq_len` places in every layer."""
-        return self.max_seqs * self.max_seq_len * self.bytes_per_block // self.block_size
+        groups = zip(self.groups, self.group_heads, strict=True)
+        block = sum(self.bytes_per_block_read(i) * heads for layers, heads in groups for i in layers)
+        return self.max_seqs * self.max_seq_len * block // self.block_size
 
     def check_memory(self, device: Any = None, parts: int = 1) -> None:
         """Raise ValueError if a cache takes more than the memory of a device, by default the one that arrays are made

@@ -60,7 +60,7 @@ class Step:
         That is XLA's decode step. Kernels for TPU and GPU read every row by itself, and prompts read what is before
         them again for every tile of their queries.
         """
-        group, size = self.config.group(0), self.config.bytes_per_layer_block(0)
+        group, size = self.config.group(0), self.config.bytes_per_block_read(0)
         shared = None if self.shared is None else self.shared[group]
         blocks = blocks_read(self.config, self.tables[group], group, shared)
         return blocks.astype(jnp.float32) * size if isinstance(blocks, jax.core.Tracer) else int(blocks) * size

@@ -1,6 +1,7 @@
 """Blocks from the host into empty rows of a cache."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,11 +11,12 @@ import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
+from jaxkv._core.kept_bounds import filled_of, with_bounds
 from jaxkv._core.lines import any_of_row
 from jaxkv._core.pools import put_blocks, put_group, put_in_place
 from jaxkv._core.processes import put
 from jaxkv._core.reblock import Held, lines_of
-from jaxkv._core.state import NULL_BLOCK, BlockTables
+from jaxkv._core.state import NULL_BLOCK, BlockTables, Pool
 
 
 def put_rows(
@@ -35,7 +37,8 @@ def put_rows(
         changed, blocks = _adopt(tables, own, lines, seen, cache.config.contiguous)
         groups.append(changed)
         if len(blocks):
-            result = put_group(result, group, read, blocks, put_in_place if in_place else put_blocks)
+            found = functools.partial(_with_bounds, read, own, cache.config)
+            result = put_group(result, group, found, blocks, put_in_place if in_place else put_blocks)
     return result.replace(tables=tuple(groups))
 
 
@@ -72,6 +75,11 @@ def _adopt(
     return dataclasses.replace(tables, **like), blocks[1:]
 
 
+def _with_bounds(read: Callable[[int], Any], held: Held, config: CacheConfig, layer: int) -> Pool:
+    part = read(layer)
+    return with_bounds(part, filled_of(held.tables, held.lengths, config.block_size, part.kv.shape[0]), config, layer)
+
+
 def _like(old: jax.Array, new: np.ndarray) -> jax.Array:
     """`new` where `old` is, so that a compiled step takes one as it takes the other."""
     new = np.asarray(new, old.dtype)
@@ -93,8 +101,10 @@ def pool_layers(config: CacheConfig) -> list[int]:
 
 
 def describe_layer(config: CacheConfig, layer: int) -> dict[str, Any]:
-    """What one layer keeps, in plain values; two layers of which this is equal can hold each other's tokens."""
-    return dataclasses.asdict(config.layers[layer]) | {
+    """What one layer keeps, in plain values; two layers of which this is equal can hold each other's tokens. Bounds
+    follow from those."""
+    said = dataclasses.asdict(config.layers[layer]) | {
         "dtype": config.kind(layer).name,
         "rotate": config.rotates(layer),
     }
+    return {name: x for name, x in said.items() if name != "bounds"}

@@ -235,7 +235,7 @@ def at_places(pool: Pool, block: jax.Array, offset: jax.Array) -> Pool:
     """What lies at places `i32[...]` in blocks, `[..., 2, K, ...]`, whichever device has it."""
     runs = runs_of(pool)
     if runs is None:
-        return jax.tree.map(lambda x: x[block, :, :, offset], pool)
+        return jax.tree.map(lambda x: x[block, :, :, offset], pool.tokens)
     block, offset = runs.own(block, offset, pool.kv.shape[3])
 
     def read(x: jax.Array) -> jax.Array:
@@ -243,7 +243,7 @@ def at_places(pool: Pool, block: jax.Array, offset: jax.Array) -> Pool:
         there = jnp.expand_dims(block != NULL_BLOCK, range(block.ndim, found.ndim))
         return runs.together(jnp.where(there, found, jnp.zeros((), x.dtype)))
 
-    return jax.tree.map(read, pool)
+    return jax.tree.map(read, pool.tokens)
 
 
 class OwnHeads(NamedTuple):

@@ -80,6 +80,9 @@ class Pool:
     kv: jax.Array
     # Of quantised kinds [N + 1, 2, K, block_size]; in int4 with an axis of ceil(D / 32), of latent layers of 2.
     scale: jax.Array | None = None
+    # Of a layer that keeps bounds [N + 1, 2, K, D]: the least and the largest entries of each block's keys, and what is
+    # wider than that where tokens have gone; see `kept_bounds`.
+    bounds: jax.Array | None = None
     # The mesh axis that heads lie on; the mesh itself is part of the arrays' types. None: they lie on one device.
     heads: str | None = dataclasses.field(default=None, metadata={"static": True})
     # The mesh axis that the tokens of every block are divided over, in equal runs; None: they lie on one device.
@@ -93,6 +96,11 @@ class Pool:
     def v(self) -> jax.Array:
         """Of a latent layer the whole rows, of which values are the first numbers."""
         return self.kv[:, -1]
+
+    @property
+    def tokens(self) -> "Pool":
+        """What the blocks hold of each token: all but what is said of blocks."""
+        return dataclasses.replace(self, bounds=None)
 
     def like(self, other: "Pool") -> "Pool":
         """These blocks, on the axes of another pool."""

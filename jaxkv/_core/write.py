@@ -1,6 +1,7 @@
 """A step's keys and values into the pools: `write` and `append`."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pallas_kernels
 from jaxkv._core.arguments import row_counts
 from jaxkv._core.cache import Cache
+from jaxkv._core.kept_bounds import renewed, touched
 from jaxkv._core.lines import seen_by_rows, split_heads, split_offsets
 from jaxkv._core.plan import Step, check_plan, plan_step, settle, settled
 from jaxkv._core.rotation import rotate
@@ -64,7 +66,7 @@ def _store(one: Layer, step: Step | None, k: jax.Array, v: jax.Array | None, *, 
         one.pool.kv, k, v, one.blocks, t.lengths, t.new, offsets=offsets, implementation=implementation,
         **storage(one), **stripe_of(one.pool),
     )  # fmt: skip
-    return as_pool(written, one.pool)
+    return as_pool(written, one, k)
 
 
 def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementation: str | None = None) -> Cache:
@@ -174,10 +176,15 @@ def turned(one: Layer, x: Any) -> Any:
     return rotate(x) if x is not None and one.config.rotates(one.number) else x
 
 
-def as_pool(written: Any, old: Pool) -> Pool:
-    """A pool of what the kernels have written into another: its numbers, or them and their scales."""
+def as_pool(written: Any, one: Layer, k: jax.Array) -> Pool:
+    """A layer's pool of what the kernels have made of it with new keys: its numbers, or them and their scales."""
     kv, scale = written if isinstance(written, tuple) else (written, None)
-    return dataclasses.replace(old, kv=kv, scale=scale)
+    pool, t = dataclasses.replace(one.pool, kv=kv, scale=scale), one.tables
+    if pool.bounds is None:
+        return pool
+    size, most = one.config.block_size, math.prod(k.shape[:-2])
+    block, filled = touched(one.blocks, t.lengths, t.lengths - t.new, t.lengths, size, most)
+    return renewed(pool, block, filled, config=one.config, layer=one.number)
 
 
 def layer_specs(one: Layer) -> Any:

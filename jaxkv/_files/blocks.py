@@ -58,7 +58,8 @@ def fingerprint(config: CacheConfig, model: str | None) -> bytes:
     """`[16]`: the same for caches whose blocks hold the same numbers: of these layers, in blocks of this size, computed
     by this model."""
     layers = [describe_layer(config, i) | {"shares_with": config.owner(i)} for i in range(config.num_layers)]
-    stored = [[(dtype.name, shape) for dtype, shape in _parts(config, i)] for layers in config.groups for i in layers]
+    parts = [_parts(config, i).values() for layers in config.groups for i in layers]
+    stored = [[(dtype.name, shape) for dtype, shape in part] for part in parts]
     said = [FORMAT, VERSION, config.block_size, config.groups, layers, stored, model]
     return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=16).digest()
 
@@ -153,11 +154,11 @@ class BlockFiles:
             return None
         contents, at = [], len(header)
         for parts in self._parts[block.group].values():
-            arrays: list[Any] = []
-            for dtype, shape in parts:
-                arrays.append(np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape))
-                at += arrays[-1].nbytes
-            contents.append(Pool(*arrays))
+            arrays: dict[str, Any] = {}
+            for field, (dtype, shape) in parts.items():
+                arrays[field] = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape)
+                at += arrays[field].nbytes
+            contents.append(Pool(**arrays))
         self._touch(name)
         self.counts["read"] += 1
         return contents
@@ -183,7 +184,7 @@ class BlockFiles:
         fields = {"format": FORMAT, "version": str(VERSION), "config": self.owner.hex(), "block": json.dumps(said)}
         specs: dict[str, Part] = {}
         for layer, parts in self._parts[block.group].items():
-            specs |= {f"{what}.{layer}": part for what, part in zip(("layer", "scale"), parts, strict=False)}
+            specs |= {f"{'layer' if field == 'kv' else field}.{layer}": part for field, part in parts.items()}
         specs["checksum"] = (np.dtype(np.uint32), (1,))
         return safetensors.preamble(safetensors.header(specs, fields))
 
@@ -222,11 +223,12 @@ class BlockFiles:
             )
 
 
-def _parts(config: CacheConfig, layer: int) -> list[Part]:
-    """dtype and shape of a layer's part of a block, and of its scales."""
-    kind, scale = config.kind(layer), config.scale_shape(layer)
-    numbers = (np.dtype(kind.dtype), config.pool_shape(layer)[1:])
-    return [numbers] if scale is None else [numbers, (np.dtype(kind.scale_dtype), scale[1:])]
+def _parts(config: CacheConfig, layer: int) -> dict[str, Part]:
+    """dtype and shape of a layer's part of a block, by the fields of a `Pool`."""
+    kind, shapes = config.kind(layer), (config.pool_shape(layer), config.scale_shape(layer), config.bounds_shape(layer))
+    dtypes = (kind.dtype, kind.scale_dtype, config.bounds_dtype(layer))
+    fields = zip(("kv", "scale", "bounds"), dtypes, shapes, strict=True)
+    return {field: (np.dtype(dtype), shape[1:]) for field, dtype, shape in fields if shape is not None}
 
 
 def _writable(folder: Any) -> pathlib.Path:

@@ -219,6 +219,9 @@ def stored_parts(config: CacheConfig, layer: int) -> dict[str, tuple[int, ...]]:
 def _render(config: CacheConfig) -> dict[str, Any]:
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     layers = [describe_layer(config, i) for i in range(config.num_layers)]
+    for layer, one in zip(layers, config.layers, strict=True):
+        if one.bounds:  # themselves they are not in the file: what loads it makes them
+            layer["bounds"] = True
     return fields | {"layers": layers, "dtype": np.dtype(config.dtype).name}
 
 

@@ -100,7 +100,8 @@ def save(
             yield from (np.stack([one.lengths, one.thinned]) for one in held if one.thinned is not None)
             for i in layers:
                 plan = plans[config.group(i)]
-                for x, minor in zip(jax.tree.leaves(cache.pool(i)), stored_parts(config, i).values(), strict=True):
+                arrays = jax.tree.leaves(cache.pool(i).tokens)
+                for x, minor in zip(arrays, stored_parts(config, i).values(), strict=True):
                     blocks = here(x, lambda x, slots=plan.padded: tokens_at(x, slots))
                     blocks = blocks[..., : minor[0]] if minor else blocks  # without the padding of the pool
                     yield clear_unused(np.asarray(blocks)[: len(plan.slots)], plan.slots)

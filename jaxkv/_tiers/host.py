@@ -281,7 +281,9 @@ def _are_empty(cache: Cache, rows: jax.Array) -> jax.Array:
 
 def _described(pool: Pool | None) -> str:
     """The dtypes and shapes of a pool's blocks."""
-    return " with scales ".join(f"{x.dtype}{list(x.shape[1:])}" for x in jax.tree.leaves(pool))
+    fields = {"": "kv", " with scales ": "scale", " with bounds ": "bounds"}
+    arrays = {word: getattr(pool, field, None) for word, field in fields.items()}
+    return "".join(f"{word}{x.dtype}{list(x.shape[1:])}" for word, x in arrays.items() if x is not None)
 
 
 def _pick(places: np.ndarray, x: Any) -> Any:

@@ -169,7 +169,7 @@ def _fit(
 
 def _read(cache: Cache, layer: int, plan: Blocks) -> Pool:
     """A layer's tokens in blocks of the other cache's size, `[n, 2, K, new_size, D]`, where they lie now."""
-    pool, stack, size = cache.layer(layer).pool, cache.config.stack(layer), cache.config.block_size
+    pool, stack, size = cache.layer(layer).pool.tokens, cache.config.stack(layer), cache.config.block_size
     slots = np.maximum(plan.padded, 0)
     block = slots // size + stack.index(layer) * (pool.kv.shape[0] // len(stack))
     if slots.shape[1] == size:
@@ -189,6 +189,7 @@ def _tokens(pool: Pool, block: jax.Array, offset: jax.Array) -> Pool:
 def _brought(part: Pool, to: Cache, layer: int) -> Pool:
     """Blocks on the devices of the pool that they are for."""
     pool = to.layer(layer).pool
+    pool = pool.tokens if part.bounds is None else pool
 
     def bring(x: jax.Array, own: jax.Array) -> jax.Array:
         return jax.device_put(x[..., : own.shape[-1]] if x.ndim > 4 else x, own.sharding)

@@ -27,8 +27,9 @@ def quest(
     Args:
       q: `[S, T, H, D]` or packed `[N, H, D]`, as `attend` takes it; H query heads, rotated as the keys are.
       num_blocks: how many blocks of each row, n; a number, for it is a shape.
-      bounds: of this layer as it is now; default: they are computed, which reads all keys. Give those that
-        `block_bounds(..., bounds=, last=)` keeps up to date, and little more is read than what is chosen.
+      bounds: of this layer as it is now; default: those that a layer made with `LayerConfig(bounds=True)` keeps; for
+        any other they are computed, which reads all keys. Give those that `block_bounds(..., bounds=, last=)` keeps up
+        to date, and little more is read than what is chosen.
       scale: of the logits; default `D ** -0.5`.
 
     Returns:

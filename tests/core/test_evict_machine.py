@@ -1,7 +1,7 @@
 """Random operations with evictions among them, against a host model of lists: 400, and 100,000 by night.
 
-The model has a list of tokens for each line (a row, or a row's head), and a list of block objects: which line shares
-one with which is all that counts of them.
+The model has a list of tokens for each line (a row, or a row's head), and a list of block objects: of them it counts
+which line shares one with which, and whether tokens were cut off, so that the bounds of its keys may be too wide.
 """
 
 import itertools
@@ -19,18 +19,22 @@ from jaxkv import LayerConfig
 OPERATIONS, SEEDS = 200, (range(500) if NIGHTLY else range(2))
 ROWS, PLACES, SIZE, LONGEST = 3, 6, 3, 20
 LAYERS = (
-    LayerConfig(num_kv_heads=2, head_dim=2, evict="layer"), LayerConfig(num_kv_heads=1, head_dim=2),
+    LayerConfig(num_kv_heads=2, head_dim=2, evict="layer", bounds=True),
+    LayerConfig(num_kv_heads=1, head_dim=2, bounds=True),
     LayerConfig(num_kv_heads=2, head_dim=2, evict="head"),
 )  # fmt: skip
 CONFIG = jaxkv.CacheConfig(
     layers=LAYERS, max_seqs=ROWS, max_seq_len=LONGEST, block_size=SIZE, group_blocks=(13, 17, 24), dtype="float32"
 )
 HEADS = CONFIG.group_heads  # lines of a row, group by group: each layer is one here
-GROUPS = range(len(LAYERS))
+GROUPS, BOUNDED = range(len(LAYERS)), range(2)
 
 
 class Block:
-    """A line's block. All that counts is which other lines hold the same one."""
+    """A line's block. All that counts is which other lines hold the same one, and whether it was cut."""
+
+    def __init__(self, cut=False):
+        self.cut = cut
 
 
 class Line:
@@ -83,8 +87,10 @@ class Model:
             row.seen += count
             for lines, wanted in zip(row.lines, more, strict=True):
                 for line, n in zip(lines, wanted, strict=True):
-                    line.tokens += numbers[r, :count].tolist()
                     line.blocks += [Block() for _ in range(n)]
+                    for block in line.blocks[len(line.tokens) // SIZE :]:
+                        block.cut = False
+                    line.tokens += numbers[r, :count].tolist()
         return numbers
 
     def evict(self, group, keep):
@@ -110,6 +116,8 @@ class Model:
         for line, kept, same, copied in changed:
             new = [Block() if copy else block for block, copy in zip(line.blocks[same:], copied, strict=False)]
             line.tokens, line.blocks, line.thinned = kept, line.blocks[:same] + new, len(kept)
+            for block in new:
+                block.cut = False
 
     def fork(self, src, dst):
         source, lines = self.rows[src], [line for lines in self.rows[dst].lines for line in lines]
@@ -123,7 +131,7 @@ class Model:
             for line in copies:
                 line.blocks = line.blocks[: blocks_for(len(line.tokens))]
                 if len(line.tokens) % SIZE:
-                    line.blocks[-1] = Block()
+                    line.blocks[-1] = Block(line.blocks[-1].cut)
             new.append(copies)
         if not enough:
             self.rows[dst].failed = True
@@ -162,6 +170,8 @@ class Model:
             line.thinned = line.thinned if length else 0
             if copied:
                 line.blocks[-1] = Block()
+            if cut % SIZE:
+                line.blocks[-1].cut = True
 
 
 @jax.jit
@@ -185,11 +195,12 @@ fork, truncate, free = jax.jit(jaxkv.fork), jax.jit(jaxkv.truncate), jax.jit(jax
 def look(cache):
     dense = [cache.separate(i) for i in GROUPS]
     used = [t.num_blocks - t.num_free for t in cache.tables]
-    return cache.lengths, cache.failed, [one.held for one in cache.layers], dense, used
+    bounds = [jnp.stack(jaxkv.block_bounds(cache, layer=i)) for i in BOUNDED]
+    return cache.lengths, cache.failed, [one.held for one in cache.layers], dense, used, bounds
 
 
 def compare(cache, model):
-    seen, failed, held, dense, used = jax.device_get(look(cache))
+    seen, failed, held, dense, used, bounds = jax.device_get(look(cache))
     assert seen.tolist() == [row.seen for row in model.rows]
     assert failed.tolist() == [row.failed for row in model.rows]
     assert [int(n) for n in used] == model.used()
@@ -201,10 +212,22 @@ def compare(cache, model):
                 expected = np.array([[t, head] for t in tokens], np.float32).reshape(-1, 2)
                 np.testing.assert_array_equal(k[r, head, : len(tokens)], expected)
                 np.testing.assert_array_equal(v[r, head, : len(tokens)], -expected)
+        if group in BOUNDED:
+            compare_bounds(bounds[group], [row.lines[group][0] for row in model.rows])
         shared = [(len(set(b)), len(b)) for b in [model.held(group)]]
         table = np.asarray(cache.tables[group].tables)
         entries = table[table != 0]
         assert shared == [(len(set(entries.tolist())), entries.size)]
+
+
+def compare_bounds(bounds, lines):
+    """Numbers grow along a line: the first and the last of a block are its bounds, but where some were cut off."""
+    for (low, high), line in zip(np.moveaxis(bounds[..., 0, 0], 1, 0), lines, strict=True):
+        parts = [line.tokens[i : i + SIZE] for i in range(0, len(line.tokens), SIZE)]
+        for column, (part, block) in enumerate(zip(parts, line.blocks, strict=False)):
+            is_wider = block.cut and high[column] >= part[-1]
+            assert low[column] == part[0] and (high[column] == part[-1] or is_wider), (low, high, parts)
+        assert not low[len(parts) :].any() and not high[len(parts) :].any()
 
 
 @pytest.mark.timeout(7200 if NIGHTLY else 300)

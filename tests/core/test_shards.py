@@ -25,7 +25,7 @@ LAYERS = (
     jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, shares_with=2),
 )
 CONFIG = jaxkv.CacheConfig(layers=LAYERS, max_seqs=3, max_seq_len=32, num_blocks=16, block_size=4, dtype="float32")
-FOUR, TWO = (jaxkv.LayerConfig(num_kv_heads=heads, head_dim=8) for heads in (4, 2))
+FOUR, TWO = (jaxkv.LayerConfig(num_kv_heads=heads, head_dim=8, bounds=heads == 4) for heads in (4, 2))
 SMALL, ONE = CONFIG.replace(layers=(FOUR, TWO)), CONFIG.replace(layers=(TWO,))
 # Explicit axes refuse what automatic ones would do in some way or other.
 AXES = ["explicit", "auto"] if NIGHTLY else ["explicit"]

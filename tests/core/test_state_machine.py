@@ -61,13 +61,13 @@ def make_config(*layers, **fields) -> jaxkv.CacheConfig:
 CONFIGS = {
     "block_size=1": make_config(wide(), narrow(), block_size=1, max_seq_len=11, num_blocks=20),
     "block_size=4": make_config(
-        latent(), narrow(), block_size=4, max_seq_len=20, num_blocks=9, head_dim_multiple=8
+        latent(bounds=True), narrow(), block_size=4, max_seq_len=20, num_blocks=9, head_dim_multiple=8
     ),
     "block_size=16 above its window": make_config(
-        wide(), narrow(3), block_size=16, max_seq_len=41, group_blocks=(6, 5)
+        wide(), narrow(3, bounds=True), block_size=16, max_seq_len=41, group_blocks=(6, 5)
     ),
     "windows of 1 and 2": make_config(
-        wide(1), narrow(2), block_size=1, max_seq_len=11, group_blocks=(12, 13)
+        wide(1), narrow(2, bounds=True), block_size=1, max_seq_len=11, group_blocks=(12, 13)
     ),
     "windows of a block and more, nothing global": make_config(
         wide(7), narrow(3), block_size=3, max_seq_len=31, group_blocks=(11, 9)
@@ -76,7 +76,7 @@ CONFIGS = {
         *[narrow(5)] * 5, latent(), block_size=2, max_seq_len=21, group_blocks=(13, 22), stacked=True
     ),
     "layers that share, stacked": make_config(
-        wide(), narrow(6), narrow(3, shares_with=1), wide(),
+        wide(bounds=True), narrow(6), narrow(3, shares_with=1), wide(bounds=True),
         block_size=4, max_seq_len=24, group_blocks=(11, 8), head_dim_multiple=8, stacked=True,
     ),
     "contiguous": make_config(

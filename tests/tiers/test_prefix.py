@@ -18,7 +18,7 @@ CHUNK = 8  # tokens of a step
 def make_config(window=None, **fields):
     layers = (
         jaxkv.LayerConfig(num_kv_heads=1, head_dim=4, window=window),
-        jaxkv.LayerConfig(num_kv_heads=2, head_dim=2),
+        jaxkv.LayerConfig(num_kv_heads=2, head_dim=2, bounds=True),
     )
     fields = {"max_seqs": 4, "max_seq_len": 64, "num_blocks": 40} | fields
     return jaxkv.CacheConfig(layers=layers, block_size=BLOCK, dtype="float32", **fields)
@@ -422,7 +422,7 @@ def test_bad_input_is_refused_and_nothing_is_lost():
         (ValueError, "max_pinned, a share of the blocks, must be at most 1",
          lambda: jaxkv.PrefixCache(cache.config, max_pinned=2)),
         (ValueError, "in the contiguous layout rows share no blocks",
-         lambda: jaxkv.PrefixCache(cache.config.replace(layout="contiguous"))),
+         lambda: jaxkv.PrefixCache(cache.config.replace(layers=cache.config.layers[:1], layout="contiguous"))),
     ]:  # fmt: skip
         with pytest.raises(error, match=sentence(text)):
             call()
