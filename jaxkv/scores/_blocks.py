@@ -1,5 +1,7 @@
 """Which blocks to read: those that a query may care for most."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,9 +11,12 @@ import numpy as np
 from jaxkv._core.bounds import BlockBounds, block_bounds, check_bounds, tables_of
 from jaxkv._core.cache import Cache
 from jaxkv._core.numbers import integer, real
+from jaxkv._core.shards import shards_of
+from jaxkv._core.state import Layer
 from pallas_kernels.tokens import locate
 
 LARGEST = float(np.finfo(np.float32).max)
+TOGETHER = 1 << 20  # bytes of bounds that are looked up at a time
 
 
 def quest(
@@ -55,8 +60,12 @@ def quest(
     tables, size = tables_of(cache, layer), cache.config.block_size
     if bounds is not None:
         check_bounds(cache, layer, bounds)
-    low, high = block_bounds(cache, layer=layer) if bounds is None else bounds
-    rows, width, num_kv_heads, head_dim = low.shape
+    one = cache.layer(layer)
+    looks_up = bounds is None and one.pool.bounds is not None and shards_of(one.pool) is None
+    if bounds is None and not looks_up:
+        bounds = block_bounds(cache, layer=layer)
+    of_layer, (rows, width) = one.layer_config, tables.tables.shape
+    num_kv_heads, head_dim = of_layer.num_kv_heads, of_layer.head_dim
     shape = tuple(getattr(q, "shape", ()))
     padded = len(shape) == 4
     if len(shape) not in (3, 4) or (padded and shape[0] != rows):
@@ -70,13 +79,16 @@ def quest(
     with jax.named_scope("quest"):
         token = jax.tree.map(jnp.ravel, locate(shape[:-2], tables.lengths, tables.new))
         queries = q.reshape(-1, num_kv_heads, shape[-2] // num_kv_heads, head_dim).astype(jnp.float32)
-        # Padded tokens have their rows' bounds in order: taken by index, they would be copied.
-        low, high = (_repeated(x, shape[1]) if padded else x[token.row] for x in (low, high))  # [n, M, K, D]
-        entries = queries[:, None]
-        # What a query's entry makes of the bound that is better for it. As sums of products, which read the bounds as
-        # they lie: a CPU would transpose them for dots with so few queries.
-        better = jnp.maximum(entries, 0) * high[:, :, :, None] + jnp.minimum(entries, 0) * low[:, :, :, None]
-        logits = jnp.moveaxis(jnp.sum(better, axis=-1), 1, 3)  # [n, K, G, M]
+
+        def of_tokens(x: jax.Array) -> jax.Array:
+            # Padded tokens have their rows' bounds in order: taken by index, they would be copied.
+            return _repeated(x, shape[1]) if padded else x[token.row]
+
+        if looks_up:
+            logits = _looked_up(queries, one, of_tokens)
+        else:
+            assert bounds is not None
+            logits = _largest(queries, *map(of_tokens, bounds))
         logits = jnp.nan_to_num(scale * logits, nan=LARGEST, posinf=LARGEST, neginf=-LARGEST)
         column = jnp.arange(width, dtype=jnp.int32)[None]
         filled = jnp.clip(tables.lengths[:, None] - column * size, 0, size)
@@ -94,6 +106,36 @@ def quest(
         chosen = jnp.sort(jnp.where(best < 0, width, chosen), axis=1)
         chosen = jnp.where(chosen == width, -1, chosen).astype(jnp.int32)
         return jnp.pad(chosen, ((0, 0), (0, max(num_blocks - width, 0))), constant_values=-1)
+
+
+def _largest(queries: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """The largest that products `[n, K, G, M]` of queries `[n, K, G, D]` with keys within bounds `[n, M, K, D]` can be:
+    each entry takes the bound that is better for it.
+
+    As sums of products, which read the bounds as they lie: a CPU would transpose them for dots with so few queries.
+    """
+    entries = queries[:, None]
+    better = jnp.maximum(entries, 0) * high[:, :, :, None] + jnp.minimum(entries, 0) * low[:, :, :, None]
+    return jnp.moveaxis(jnp.sum(better, axis=-1), 1, 3)
+
+
+def _looked_up(queries: jax.Array, one: Layer, of_tokens: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The same with the bounds that lie beside the blocks, a few at a time: a copy of all would leave the caches. No
+    further than the longest row; what stands for blocks that are not held means nothing."""
+    pool, width, lengths = one.pool.bounds, one.blocks.shape[1], one.tables.lengths
+    assert pool is not None
+    size = min(width, max(1, TOGETHER // (one.blocks.shape[0] * math.prod(pool.shape[1:]) * pool.dtype.itemsize)))
+    count = -(-width // size)
+    blocks = jnp.pad(one.blocks, ((0, 0), (0, count * size - width)))
+
+    def some(i: jax.Array, logits: jax.Array) -> jax.Array:
+        both = pool[jax.lax.dynamic_slice_in_dim(blocks, i * size, size, axis=1)].astype(jnp.float32)
+        part = _largest(queries, of_tokens(both[:, :, 0]), of_tokens(both[:, :, 1]))
+        return jax.lax.dynamic_update_slice_in_dim(logits, part, i * size, axis=3)
+
+    stop = -(-jnp.max(lengths, initial=0) // (size * one.config.block_size))
+    logits = jnp.zeros((*queries.shape[:-1], count * size), jnp.float32)
+    return jax.lax.fori_loop(0, stop, some, logits)[..., :width]
 
 
 def _repeated(x: jax.Array, count: int) -> jax.Array:

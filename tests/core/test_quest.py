@@ -11,6 +11,7 @@ from nightly import NIGHTLY
 
 import jaxkv
 import jaxkv.scores
+from jaxkv.scores import _blocks
 from jaxkv.testing import poison
 
 ROWS, LENGTH, HEADS, QUERIES, DIM = 4, 40, 2, 6, 5
@@ -173,6 +174,19 @@ def test_the_blocks_that_matter_are_chosen():
     _, by_quest = dense(q, k, v, np.asarray(cache.lengths), np.asarray(choose(cache, q=q, num_blocks=5)), 4)
     _, by_recency = dense(q, k, v, np.asarray(cache.lengths), np.array([[4, 5, 6, 7, 8]] * ROWS), 4)
     assert by_quest[0].mean() > by_recency[0].mean() + 0.05
+
+
+def test_bounds_that_lie_beside_the_blocks_choose_alike(monkeypatch):
+    monkeypatch.setattr(_blocks, "TOGETHER", 4 * ROWS * 2 * HEADS * DIM * 4)  # four columns at a time, of ten
+    cache, k, v = make()
+    layers = (cache.config.layers[0], dataclasses.replace(cache.config.layers[1], bounds=True))
+    keeping = jaxkv.init(cache.config.replace(layers=layers))
+    keeping = poison(append(keeping, k[None].repeat(2, 0), v[None].repeat(2, 0), np.array(LENGTHS, np.int32)))
+    keeping, q, k, v = decode(keeping, k, v)
+    read = bounds_of(keeping, bounds=jax.tree.map(jnp.zeros_like, bounds_of(keeping)))
+    for queries in (q, q[[0, 2, 3]][:, 0]):
+        expected = choose(keeping, q=queries, num_blocks=3, bounds=read)
+        np.testing.assert_array_equal(choose(keeping, q=queries, num_blocks=3), expected)
 
 
 def test_bounds_that_are_given_are_used_and_packed_queries_choose_alike():
