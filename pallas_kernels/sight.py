@@ -21,7 +21,8 @@ FAR = 2**30
 
 
 class Reach(NamedTuple):
-    """How far back a token sees: the last `window` positions, its own included, or those of its `chunk`, or all.
+    """How far back a token sees: the last `window` positions, its own included, or those of its `chunk`, or all. Beside
+    a window it may see the first `sink_tokens` of its row.
 
     >>> int(Reach(window=4).first(jnp.int32(9))), int(Reach(chunk=4).first(jnp.int32(11)))
     (6, 8)
@@ -29,6 +30,7 @@ class Reach(NamedTuple):
 
     window: int | None = None
     chunk: int | None = None
+    sink_tokens: int = 0
 
     @property
     def ends(self) -> bool:
@@ -43,6 +45,15 @@ class Reach(NamedTuple):
         if self.chunk & (self.chunk - 1) == 0:  # scalar units have no division
             return position & -self.chunk
         return position - lax.rem(position, jnp.int32(self.chunk))
+
+    @classmethod
+    def within(cls, capacity: int, window: int | None, chunk: int | None, sink_tokens: int | None) -> "Reach":
+        """That of rows of at most so many tokens."""
+        return cls(window, chunk, min(sink_tokens or 0, capacity))
+
+    def covers(self, key: jax.Array, first: jax.Array) -> jax.Array:
+        """Is the key seen, if not for causality, by who sees those from `first` on?"""
+        return (key >= first) | (key < self.sink_tokens) if self.sink_tokens else key >= first
 
     def most(self, tokens: int) -> int | None:
         """How many keys so many consecutive tokens see together, at most. None: all."""
@@ -99,7 +110,9 @@ def find_sight(
     if reach.ends:  # an ancestor stands where its depth says
         nth = jnp.arange(longest, dtype=jnp.int32)[None]
         theirs = found.depth.at[start[token.row][:, None] + nth].get(mode="clip")
-        seen &= base[:, None] + theirs >= first[:, None]
+        seen &= reach.covers(base[:, None] + theirs, first[:, None])
+        if reach.sink_tokens:  # there all of the context is seen, and of what follows what the bits say
+            first = jnp.where(base < reach.sink_tokens, 0, first)
     return Sight(token.position, jnp.maximum(first, 0), base - 1, base, pack(seen))
 
 
@@ -179,9 +192,12 @@ def cut(sight: Sight, at: jax.Array, there: jax.Array) -> Tiles:
     return Tiles(jnp.stack(lines, axis=1), start, jnp.where(some, jnp.maximum(stop, 1), 0), *sure)
 
 
-def sees(key: jax.Array, first: jax.Array, last: jax.Array, before: jax.Array, words: list[jax.Array]):
-    """In a kernel: does a token with this sight see the key? Arrays of one shape, or that broadcast."""
-    seen = (key >= first) & (key <= last)
+def sees(
+    key: jax.Array, first: jax.Array, last: jax.Array, before: jax.Array, words: list[jax.Array], reach: Reach = ALL
+) -> jax.Array:  # fmt: skip
+    """In a kernel: does a token with this sight see the key? Arrays of one shape, or that broadcast. `reach`: that of
+    the tokens, which may see first ones."""
+    seen = reach.covers(key, first) & (key <= last)
     if not words:
         return seen
     nth = key - before

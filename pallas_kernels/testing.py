@@ -31,6 +31,7 @@ class Case:
     packed: bool = False
     padding: int = 0  # token places that belong to no row: beyond max(new) when padded, at the end when packed
     window: int | None = None
+    sink_tokens: int | None = None  # seen beside the window
     chunk: int | None = None
     soft_cap: float | None = None
     scale: float | None = None
@@ -46,7 +47,9 @@ class Case:
     def options(self) -> dict[str, Any]:
         """The keyword arguments of this case that are not arrays."""
         options = {"window": self.window, "soft_cap": self.soft_cap, "scale": self.scale}
-        return options | {name: x for name in ("rank", "chunk") if (x := getattr(self, name)) is not None}
+        return options | {
+            name: x for name in ("rank", "chunk", "sink_tokens") if (x := getattr(self, name)) is not None
+        }
 
     def __str__(self) -> str:  # a readable test id
         changed = [
@@ -145,16 +148,18 @@ def make_options(case: Case, seed: int = 0) -> dict[str, Any]:
 
 
 def hide_unseen(case: Case, inputs: Inputs) -> Inputs:
-    """With NaN in all that lies before what the first new token of each row sees by its window or chunk, which blocks
-    that hold nothing else may have been given back: their entries are those of the null block, NaN too."""
+    """With NaN in all that lies before what the first new token of each row sees by its window or chunk, but for first
+    tokens that it sees: blocks that hold nothing else may have been given back, and their entries are those of the null
+    block, NaN too."""
     reach = Reach(case.window, case.chunk)
     kv, tables = np.array(inputs.kv), np.array(inputs.tables)
     kv[0] = np.nan
     for row, (length, new) in enumerate(zip(case.lengths, case.new, strict=True)):
         unseen = max(int(reach.first(jnp.int32(length - new))), 0)
-        for position in range(unseen):
+        kept = case.sink_tokens or 0
+        for position in range(kept, unseen):
             kv[tables[row, position // case.block_size], :, :, position % case.block_size] = np.nan
-        tables[row, : unseen // case.block_size] = 0
+        tables[row, -(-kept // case.block_size) : unseen // case.block_size] = 0
     return inputs._replace(kv=jnp.asarray(kv), tables=jnp.asarray(tables))
 
 

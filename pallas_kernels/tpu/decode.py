@@ -378,10 +378,10 @@ def _attend(
         if soft_cap:
             logits = knobs[1] * jnp.tanh(logits / knobs[1])
         start = (pages.first(limit - 1) + part * pages.pages_per_step) * pages.page_size
-        position = start + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        position = pages.position(start + lax.broadcasted_iota(jnp.int32, logits.shape, 1), limit - 1)
         seen = position < limit
         if pages.reach.ends:
-            seen &= position >= pages.reach.first(limit - 1)
+            seen &= pages.reach.covers(position, pages.reach.first(limit - 1))
         logits = jnp.where(seen, logits, MASKED)
         highest = jnp.broadcast_to(jnp.max(logits, axis=1, keepdims=True), max_ref.shape)
         weights = jnp.exp(logits - _as_wide(highest, logits))

@@ -5,6 +5,7 @@ unit works on at once: pages of some hundred tokens, in one of two buffers, whil
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -98,11 +99,32 @@ class Pages:
     def step_tokens(self) -> int:
         return self.page_size * self.pages_per_step
 
+    @property
+    def sink_pages(self) -> int:
+        """Those of the row's first tokens, where a window leaves them to be seen."""
+        return -(-self.reach.sink_tokens // self.page_size)
+
     def first(self, oldest: jax.Array) -> jax.Array:
-        """The page of the first key that a query at position `oldest` sees."""
+        """The page of the first key that a query at position `oldest` sees. Pages of the row's first tokens are walked
+        as if they stood right before its window's: what lies between is no part of the walk."""
         if not self.reach.ends:
             return jnp.int32(0)
-        return divide(jnp.maximum(self.reach.first(oldest), 0), self.page_size)
+        page = divide(jnp.maximum(self.reach.first(oldest), 0), self.page_size)
+        return jnp.maximum(page - self.sink_pages, 0) if self.sink_pages else page
+
+    def page(self, at: jax.Array, oldest: jax.Array) -> jax.Array:
+        """Which page stands at a place of the walk."""
+        return self._moved(at, oldest, 1)
+
+    def position(self, at: jax.Array, oldest: jax.Array) -> jax.Array:
+        """The position of the token that stands at a place of the walk, counted in tokens."""
+        return self._moved(at, oldest, self.page_size)
+
+    def _moved(self, at, oldest, size: int):
+        if not self.sink_pages:
+            return at
+        nth = at - self.first(oldest) * size
+        return jnp.where(nth < self.sink_pages * size, nth, at)
 
     def stop(self, limit: jax.Array) -> jax.Array:
         """One past the page of the last of `limit` keys."""
@@ -127,7 +149,7 @@ class Pages:
         held = self.held(oldest, limit, step)
 
         def page(i, _=None):
-            block, part = self._split(begin + i)
+            block, part = self._split(self.page(begin + i, oldest))
             where = tables[row * self.blocks_per_row + block]
             for hbm, buffer, semaphore in streams:
                 source = hbm.at[where]
@@ -162,11 +184,18 @@ class Pages:
 
         def keep(page, is_seen):
             values = buffer[page, values_at].astype(jnp.float32)  # [K, page_size, D]; selects want 32 bits
-            position = (begin + page) * self.page_size + lax.broadcasted_iota(jnp.int32, values.shape, 1)
+            place = (begin + page) * self.page_size + lax.broadcasted_iota(jnp.int32, values.shape, 1)
+            position = self.position(place, oldest)
             buffer[page, values_at] = jnp.where(is_seen(position), values, 0.0).astype(buffer.dtype)
 
-        if self.reach.ends:
-            pl.when(step == 0)(lambda: keep(0, lambda position: position >= self.reach.first(oldest)))
+        def keep_seen(page):
+            keep(page, lambda position: self.reach.covers(position, self.reach.first(oldest)))
+
+        if self.reach.ends:  # the window begins in the page behind the first tokens', or in the last of theirs
+            partly = [self.sink_pages] + [self.sink_pages - 1] * (self.reach.sink_tokens % self.page_size > 0)
+            for nth in partly:
+                in_step, page = divmod(nth, self.pages_per_step)
+                pl.when(step == in_step)(functools.partial(keep_seen, page))
 
         held = self.stop(limit) - begin
         full = limit == (begin + self.pages_per_step) * self.page_size

@@ -92,7 +92,7 @@ def prefill(
       kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
       scale, soft_cap, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
       reach: how far back tokens see, where only a window says so.
-      sight: `sight.Tiles` of these tiles, where more does; then `reach` is nothing.
+      sight: `sight.Tiles` of these tiles, where more does; then `reach` says only which first tokens are seen.
       interpret: run on the CPU, `pltpu.InterpretParams()`.
 
     Returns:
@@ -103,7 +103,7 @@ def prefill(
     group = num_heads // num_kv_heads
     queries = group * tile_tokens
     # With a sight the walk begins at a key: as that of a query which sees no other.
-    pages = Pages.plan(kv, tables, reach if sight is None else Reach(window=1), step_tokens)
+    pages = Pages.plan(kv, tables, reach if sight is None else Reach(1, None, reach.sink_tokens), step_tokens)
     knobs = jnp.stack([jnp.asarray(x, jnp.float32) for x in (scale, 1.0 if soft_cap is None else soft_cap)])
     factor, cap = (LOG2_E * knobs[0], knobs[1]) if soft_cap is None else (knobs[0] / knobs[1], LOG2_E * knobs[1])
     knobs = jnp.stack([factor, cap])
@@ -350,7 +350,7 @@ def _attend(
     ones = jnp.ones((sublanes(dtype), tokens), dtype)
     if sure < tokens:
         shape = (tokens - sure, wide)
-        key = start + sure + lax.broadcasted_iota(jnp.int32, shape, 0)
+        key = pages.position(start + sure + lax.broadcasted_iota(jnp.int32, shape, 0), query_start)
         lane = lax.broadcasted_iota(jnp.int32, shape, 1)
 
     def scores(head, at, width):
@@ -377,12 +377,12 @@ def _attend(
                 query = query_start + ((at + lane[:, :width]) & (tile_tokens - 1))
                 seen = key[:, :width] <= query
                 if pages.reach.ends:
-                    seen &= key[:, :width] >= pages.reach.first(query)
+                    seen &= pages.reach.covers(key[:, :width], pages.reach.first(query))
             else:
                 first, last, before, *words = (
                     sight_ref[0, pl.ds(i, 1), pl.ds(at, width)] for i in range(sight_ref.shape[1])
                 )
-                seen = sees(key[:, :width], first, last, before, words)
+                seen = sees(key[:, :width], first, last, before, words, pages.reach)
             masked = jnp.where(seen, logits[sure:], MASKED)
             logits = jnp.concatenate([logits[:sure], masked]) if sure else masked
         there = (head, slice(None), pl.ds(at, width))

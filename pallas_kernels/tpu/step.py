@@ -17,13 +17,13 @@ TILE_QUERIES = 512  # tokens x heads of a group: enough to hide the loading of k
 
 def attend(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, scale=None, mask=None,
-    window=None, chunk=None, tree=None, spans=None, return_lse=False, interpret=False, **options,
+    window=None, chunk=None, sink_tokens=None, tree=None, spans=None, return_lse=False, interpret=False, **options,
 ):  # fmt: skip
     """Attention of a step whose keys and values are in the pool. Arguments as for `pallas_kernels.paged_attention`."""
     if q.ndim == 4 and q.shape[1] == 1:
         return decode_step(
             q, kv, tables, lengths, new, kv_scale=kv_scale, kind=kind, rank=rank, scale=scale, window=window,
-            chunk=chunk, return_lse=return_lse, interpret=interpret, **options,
+            chunk=chunk, sink_tokens=sink_tokens, return_lse=return_lse, interpret=interpret, **options,
         )[0]  # fmt: skip
     *token_axes, num_heads, head_dim = q.shape
     rows, stored = tables.shape[0], kv.shape[-1]
@@ -35,7 +35,7 @@ def attend(
     tables = jnp.clip(tables, 0, kv.shape[0] - 1)
     options |= {"scale": head_dim**-0.5 if scale is None else scale, "return_lse": return_lse, "interpret": interpret}
     options |= {"kv_scale": kv_scale, "kind": kind}
-    reach = Reach(window, chunk)
+    reach = Reach.within(tables.shape[1] * kv.shape[3], window, chunk, sink_tokens)
 
     flat = pad(q.reshape(-1, num_heads, head_dim), stored)
     places = flat.shape[0]
@@ -51,7 +51,7 @@ def attend(
         token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), lengths, new, offsets))
         tree, spans = (None if x is None else x.reshape(-1) for x in (tree, spans))
         sight = find_sight(token, lengths - new, begin, token_axes[-1], reach, tree, spans)
-        sees = {"sight": _sight_of_tiles(tiles, size, sight)}
+        sees["sight"] = _sight_of_tiles(tiles, size, sight)
     out, lse = prefill(flat, kv, tables, tiles, tile_tokens=size, **sees, **options)
     at = jnp.clip(begin, 0, places - 1)
     alone, alone_lse, *_ = decode(
@@ -83,7 +83,7 @@ def by_token(lse, tiles, places: int):
 
 def decode_step(
     q, kv, tables, lengths, new, *, k=None, v=None, offsets=None, kv_scale=None, kind=None, rank=None, scale=None,
-    mask=None, window=None, chunk=None, tree=None, spans=None, return_lse=False, **options,
+    mask=None, window=None, chunk=None, sink_tokens=None, tree=None, spans=None, return_lse=False, **options,
 ):  # fmt: skip
     """One padded token per row, `q [S, 1, H, D]`, written first where `k` and `v` are given.
 
@@ -92,7 +92,8 @@ def decode_step(
     """
     head_dim, stored = q.shape[-1], kv.shape[-1]
     block_size = kv.shape[3]
-    position = jnp.clip(lengths - new, 0, tables.shape[1] * block_size - 1)
+    capacity = tables.shape[1] * block_size
+    position = jnp.clip(lengths - new, 0, capacity - 1)
     if k is not None:
         block = jnp.take_along_axis(tables, position[:, None] // block_size, axis=1)[:, 0]
         options["targets"] = jnp.where((block > 0) & (block < kv.shape[0]), block, 0)
@@ -101,7 +102,7 @@ def decode_step(
     out, lse, kv, kv_scale = decode(
         pad(q[:, 0], stored), kv, jnp.clip(tables, 0, kv.shape[0] - 1), jnp.where(new > 0, position + 1, 0),
         kv_scale=kv_scale, kind=kind, rank=rank, scale=head_dim**-0.5 if scale is None else scale,
-        reach=Reach(window, chunk), return_lse=return_lse, **options,
+        reach=Reach.within(capacity, window, chunk, sink_tokens), return_lse=return_lse, **options,
     )  # fmt: skip
     out = out[:, None, :, : head_dim if rank is None else rank]
     return (out, lse[:, None]) if return_lse else out, kv if kind is None else (kv, kv_scale)

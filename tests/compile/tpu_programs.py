@@ -34,7 +34,8 @@ def devices(topology, bounds):
 
 
 def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16", implementation="tpu",
-            block_size=BLOCK_SIZE, blocks_per_row=BLOCKS_PER_ROW, kind=None, chunk=None, tree=False):  # fmt: skip
+            block_size=BLOCK_SIZE, blocks_per_row=BLOCKS_PER_ROW, kind=None, chunk=None, tree=False,
+            sink_tokens=None):  # fmt: skip
     """Compile `op` of one or more layers, one after another, on a donated pool each; bytes per chip."""
     rows = tokens[0] if len(tokens) == 2 else ROWS
     heads = "x" if sharded else None
@@ -57,6 +58,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     options = {"window": shape.window, "soft_cap": shape.soft_cap, "implementation": implementation, "kind": kind}
     options |= {} if shape.rank is None else {"rank": shape.rank, "scale": 0.1}
     options |= {} if chunk is None else {"chunk": chunk}
+    options |= {} if sink_tokens is None else {"sink_tokens": sink_tokens}
     parents = {"tree": array(*tokens, dtype="int32")} if tree else {}
 
     def step(q, k, pools, tables, lengths, new, tree):
@@ -128,6 +130,10 @@ def main(chip, everything=""):
                 "fused, window and soft cap": ("gemma2-2b", "write_and_attend", (ROWS, 1), {}),
                 "decode": ("llama3-8b", "paged_attention", (ROWS, 1), {}),
                 "write": ("llama3-8b", "write_kv", (64,), {}),
+                "first tokens, fused": ("gemma2-2b", "write_and_attend", (ROWS, 1), {"sink_tokens": 4}),
+                "first tokens, mixed": ("gemma2-2b", "write_and_attend", (64,), {"sink_tokens": 20}),
+                "first tokens, tree": ("gemma2-2b", "paged_attention", (ROWS, 40), {"sink_tokens": 4, "tree": True}),
+                "first tokens, int8": ("gemma2-2b", "write_and_attend", (ROWS, 1), INT8 | {"sink_tokens": 4}),
                 "prefill": ("gemma3-1b", "paged_attention", (1, 128), {}),
                 "mixed, head_dim 64": ("llama3.2-1b", "write_and_attend", (64,), {}),
                 "write of many tokens where attention is refused": (

@@ -116,9 +116,8 @@ def test_kernels_refuse_by_name(platform, name):
         "causal": False,
         "blocks": jnp.zeros((4, 2), jnp.int32),
         "deterministic": True,
-        "sink_tokens": 4,
     }
-    asked = {name: value[name]} | ({"window": 8} if name == "sink_tokens" else {})
+    asked = {name: value[name]}
     given = {"q": inputs.q, "kv": inputs.kv, "tables": inputs.tables} | asked
     choice = pallas_kernels.explain(platform=platform, **given)
     assert choice.implementation == "xla" and f"take no {name} yet" in choice.reason

@@ -22,9 +22,11 @@ CASES = {
     "an odd chunk": dict(chunk=7),
     "tree": dict(tree=True),
     "tree, window": dict(tree=True, window=4),
+    "tree, window, first tokens": dict(tree=True, window=4, sink_tokens=34),
     "tree, chunk": dict(tree=True, chunk=8),
     "spans": dict(spans=True),
     "spans, window": dict(spans=True, window=3),
+    "spans, window, first tokens": dict(spans=True, window=3, sink_tokens=32),
     "spans, chunk": dict(spans=True, chunk=5),
 }
 
@@ -38,7 +40,7 @@ def differs(module, packed=True, **asked) -> str:
     start = default_offsets(new) if case.packed else jnp.arange(len(NEW), dtype=jnp.int32) * axes[1]
     token = jax.tree.map(jnp.ravel, locate(axes, lengths, new))
     tree, spans = (None if (x := options.get(name)) is None else x.reshape(-1) for name in ("tree", "spans"))
-    reach = module.Reach(case.window, case.chunk)
+    reach = module.Reach(case.window, case.chunk, case.sink_tokens or 0)
     if spans is not None and not module.are_runs(token, spans):
         return "runs"
     found = module.find_sight(token, lengths - new, start, axes[-1], reach, tree, spans)
@@ -48,24 +50,31 @@ def differs(module, packed=True, **asked) -> str:
     there = jnp.asarray(nth < np.array(NEW)[row][:, None])
     tiles = module.cut(found, start[row][:, None] + jnp.asarray(nth), there)
     lines = [tiles.tokens[:, i, :, None] for i in range(tiles.tokens.shape[1])]
-    seen = np.asarray(module.sees(jnp.arange(PLACES, dtype=jnp.int32)[None, None], *lines[:3], lines[3:]))
+    seen = np.asarray(module.sees(jnp.arange(PLACES, dtype=jnp.int32)[None, None], *lines[:3], lines[3:], reach))
     for tile, (row, _) in enumerate(rows):
         before, first = LENGTHS[row] - NEW[row], int(start[row])
         of_row = [None if x is None else np.asarray(x)[first : first + NEW[row]] for x in (tree, spans)]
-        expected = [
-            seen_by(int(t), before, before + int(t), case.window, case.chunk, *of_row)
-            for t in nth[tile] if t < NEW[row]
-        ]  # fmt: skip
+        expected, by_window = (
+            [
+                seen_by(int(t), before, before + int(t), case.window, case.chunk, *of_row, sink_tokens)
+                for t in nth[tile]
+                if t < NEW[row]
+            ]
+            for sink_tokens in (reach.sink_tokens, 0)
+        )
         actual = [set(np.flatnonzero(x).tolist()) for x in seen[tile]]
         if actual != expected + [set()] * (TILE - len(expected)):
             return "seen"
-        places = set.union(*expected)
+        # First tokens are walked in any case; those of a tree may stand behind others.
+        walked = expected if case.tree and before < reach.sink_tokens else by_window
+        places, by_all = set.union(*walked), set.intersection(*walked)
         begin, end = int(tiles.start[tile]), int(tiles.stop[tile])
         oldest = max(int(reach.first(jnp.int32(before))), 0) if case.tree else min(places)
+        oldest = 0 if walked is expected else oldest
         if not oldest <= begin <= min(places) or end != max(places) + 1:
             return "walk"  # a tree's may begin at places that none of these tokens see
         sure = set(range(int(tiles.sure_start[tile]), int(tiles.sure_stop[tile])))
-        if not sure <= set.intersection(*expected) or (len(sure) < 3 and len(set.intersection(*expected)) > 9):
+        if not sure <= set.intersection(*expected) or (len(sure) < 3 and len(by_all) > 9):
             return "sure"
     return ""
 
@@ -83,8 +92,25 @@ MISTAKES = {
     "a window one too wide": ("tree, window", "position - (self.window - 1)", "position - self.window"),
     "a tree's token at its place": ("tree, window", "reach.first(base + found.depth)", "reach.first(token.position)"),
     "an ancestor at its place": ("tree, window", "theirs = found.depth.at", "theirs = jnp.arange(found.depth.size).at"),
-    "ancestors before the chunk": ("tree, chunk", "seen &= base[:, None] + theirs >= first[:, None]", "pass"),
+    "ancestors before the chunk": (
+        "tree, chunk", "seen &= reach.covers(base[:, None] + theirs, first[:, None])", "pass",
+    ),
     "a tree's token that sees its place's context": ("tree", "base - 1, base, pack", "token.position, base, pack"),
+    "an ancestor among the first tokens forgotten": (
+        "tree, window, first tokens",
+        "reach.covers(base[:, None] + theirs, first[:, None])",
+        "base[:, None] + theirs >= first[:, None]",
+    ),
+    "a walk from the window where first tokens end in a tree": (
+        "tree, window, first tokens", "jnp.where(base < reach.sink_tokens, 0, first)", "first",
+    ),
+    "first tokens forgotten": (
+        "spans, window, first tokens", "reach.covers(key, first) & (key <= last)", "(key >= first) & (key <= last)",
+    ),
+    "first tokens behind a token": (
+        "spans, window, first tokens", "reach.covers(key, first) & (key <= last)",
+        "((key >= first) & (key <= last)) | (key < reach.sink_tokens)",
+    ),
     "bits of the first word only": ("tree", "jnp.where(nth >> 5 == i, bits, word)", "bits if i == 0 else word"),
     "bits that come round again": (
         "tree", "jnp.where(nth >> 5 == i, bits, word)", "jnp.where(nth >> 5 <= i, word, bits)",

@@ -19,6 +19,7 @@ BF16 = {"dtype": "bfloat16", "stored_head_dim": 128}
 F32 = {"dtype": "float32", "stored_head_dim": 128}
 LATENT = {"dtype": "bfloat16", "stored_head_dim": 256}
 ONE = (1, 1, 1, 1, 1)
+SHORT_AND_LONG = (0, 5, 20, 44, 45, 53, 100, 200), (0, 1, 1, 1, 1, 1, 1, 1)
 
 # Lengths around the borders of blocks and steps, rows that are empty or not in the step, at the ends and between.
 DECODE = [
@@ -27,12 +28,21 @@ DECODE = [
     (Case((513, 9, 1023), (1, 0, 1), 8, 1, 128, 64, window=64, **BF16), 128),
     (Case((49, 96, 150), (1, 1, 1), 4, 4, 80, 48, sinks=True, **F32), 96),
     (Case((255, 256, 3), (1, 1, 1), 6, 2, 256, 128, dtype="bfloat16", soft_cap=50.0), 256),
-    (Case((200, 130), (1, 1), 14, 2, 96, 256, scale=0.3, window=5, **BF16), 64),  # a block is several pages
+    # A block is several pages; of the first tokens one in part.
+    (Case((200, 130), (1, 1), 14, 2, 96, 256, scale=0.3, window=5, sink_tokens=33, **BF16), 64),
     (Case((0, 0), (0, 0), padding=1, **BF16), 64),
     (Case((70, 33), (1, 1), 5, 1, 128, 16, max_blocks=9, **BF16), None),
     # Latent rows: of more than a register's lanes, of which values fill one; an empty row, blocks of several pages.
     (Case((97, 0, 37, 64), (1, 0, 1, 1), 6, 1, 136, 16, rank=72, scale=0.1, window=50, sinks=True, **LATENT), 32),
     (Case((200, 130), (1, 1), 8, 1, 200, 128, rank=130, scale=0.1, soft_cap=20.0, **LATENT), 64),
+    # Rows shorter than first tokens and window, as long, one longer, and much longer; first tokens that end inside a
+    # page and at its edge, that take several pages, and more than a step has.
+    (Case(*SHORT_AND_LONG, 2, 1, 64, 8, window=24, sink_tokens=5, **F32), 32),
+    (Case(*SHORT_AND_LONG, 2, 1, 64, 8, window=24, sink_tokens=16, **F32), 32),
+    (Case(*SHORT_AND_LONG, 5, 1, 80, 8, window=19, sink_tokens=20, **F32), 32),
+    (Case((41, 60, 100, 200), (1, 1, 1, 1), 2, 1, 64, 8, window=1, sink_tokens=40, **F32), 32),
+    (Case((15, 54, 97, 150), (1, 1, 0, 1), 10, 2, 128, 16, window=20, sink_tokens=4, soft_cap=30.0, **BF16), 32),
+    (Case((97, 0, 37, 164), (1, 0, 1, 1), 6, 1, 136, 16, rank=72, scale=0.1, window=50, sink_tokens=3, **LATENT), 32),
 ]
 # (new, length) pairs of PEERS' matrices and more; decode rows among them, alone, and none.
 MIXED = [
@@ -58,9 +68,20 @@ MIXED = [
     (Case((180, 70), (150, 3), 2, 1, 256, 256, dtype="float32", packed=True, window=33, sinks=True), 64),
     # A window longer than some steps: all keys of one are seen by all queries, or by none.
     (Case((150, 40, 90), (33, 1, 40), 3, 1, 128, 16, packed=True, window=50, **BF16), 16),
-    (Case((37, 5, 64, 90), (20, 5, 1, 33), 6, 1, 136, 16, rank=72, scale=0.1, packed=True, padding=3, **LATENT), 32),
+    (
+        Case((137, 5, 64), (20, 5, 1), 6, 1, 136, rank=72, scale=0.1, window=20, sink_tokens=17, packed=True, **LATENT),
+        32,
+    ),
+    (
+        Case((37, 1, 0, 64, 90, 117), (20, 1, 0, 1, 64, 17), block_size=8, padding=2, window=12, sink_tokens=5, **F32),
+        32,
+    ),
+    (
+        Case((37, 5, 164, 240), (1, 5, 3, 60), 10, 2, 128, 16, packed=True, window=20, sink_tokens=18, **BF16),
+        64,
+    ),
+    (Case((150, 40, 190), (33, 1, 40), 3, 1, 128, 16, packed=True, window=50, sink_tokens=40, **BF16), 16),
 ]
-
 
 # What goes by a token's chunk, its tree or its span. Rows' first places in a chunk, their last, and one between; trees
 # under a window or in chunks, where depth is what counts; one token more than a word has bits.
@@ -77,6 +98,10 @@ SIGHTS = [
     (Case((60, 9, 90), (40, 3, 1), 2, 1, 128, 8, spans=True, packed=True, padding=2, **F32), 16),
     (Case((60, 90), (40, 1), 2, 1, 128, 8, spans=True, window=3, **F32), 16),
     (Case((60, 90), (20, 3), 6, 1, 136, 16, rank=72, scale=0.1, spans=True, chunk=32, **LATENT), 32),
+    # A tree whose context ends among the first tokens.
+    (Case((90, 12), (20, 10), 2, 1, 128, 8, tree=True, packed=True, padding=1, window=6, sink_tokens=5, **F32), 16),
+    (Case((100, 9), (64, 9), 2, 1, 128, 16, tree=True, window=1, sink_tokens=4, sinks=True, **BF16), 64),
+    (Case((160, 9, 90), (40, 3, 1), 7, 1, 128, 8, spans=True, window=30, sink_tokens=13, **F32), 32),
 ]
 
 

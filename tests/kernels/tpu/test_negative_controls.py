@@ -106,8 +106,8 @@ CONTROLS = {
         but(ROWS, window=24),
         PLAIN,
         "decode.py",
-        "position >= pages.reach.first(limit - 1)",
-        "position >= pages.reach.first(limit - 1) - 1",
+        "covers(position, pages.reach.first(limit - 1))",
+        "covers(position, pages.reach.first(limit - 1) - 1)",
     ),
     "tail not cleared": (decode, ROWS, PLAIN, "pages.py", "keep(held - 1,", "(lambda *_: None)(held - 1,"),
     "pages not cleared": (decode, ROWS, PLAIN, "pages.py", "lax.fori_loop(held, self", "lax.fori_loop(held, 0 * self"),
@@ -323,15 +323,15 @@ CONTROLS |= {
         but(ROWS, chunk=20),
         PLAIN,
         "decode.py",
-        "position >= pages.reach.first(limit - 1)",
-        "position >= pages.reach.first(limit - 1) - 1",
+        "covers(position, pages.reach.first(limit - 1))",
+        "covers(position, pages.reach.first(limit - 1) - 1)",
     ),
     "values before the chunk": (
         decode,
         but(ROWS, chunk=20),
         PLAIN,
         "pages.py",
-        "pl.when(step == 0)",
+        "pl.when(step == in_step)",
         "pl.when(step < 0)",
     ),
     "pages before the chunk": (
@@ -339,8 +339,8 @@ CONTROLS |= {
         but(ROWS, chunk=16),
         PLAIN,
         "pages.py",
-        "return divide(jnp.maximum(self.reach.first(oldest)",
-        "return 0 * divide(jnp.maximum(self.reach.first(oldest)",
+        "page = divide(jnp.maximum(self.reach.first(oldest)",
+        "page = 0 * divide(jnp.maximum(self.reach.first(oldest)",
     ),
     "a chunk forgotten by rows of one token": (
         prefill,
@@ -399,7 +399,64 @@ CONTROLS |= {
         "(chunk, spans))",
     ),
 }
-BY_DAY = list(CONTROLS)[::9]
+FIRST = but(ROWS, lengths=(21, 60), window=17, sink_tokens=5)
+FIRST_CHUNKS = but(CHUNKS, lengths=(67, 30, 9), window=17, sink_tokens=5)
+# First tokens beside a window.
+FIRST_TOKENS = {
+    "the first tokens left out": (decode, FIRST, PLAIN, "step.py", "chunk, sink_tokens),", "chunk, None),"),
+    "the first tokens left out of many": (
+        prefill,
+        FIRST_CHUNKS,
+        PLAIN,
+        "step.py",
+        "reach = Reach.within(tables.shape[1] * kv.shape[3], window, chunk, sink_tokens)",
+        "reach = Reach(window, chunk)",
+    ),
+    "the first tokens' pages taken for the window's": (
+        decode,
+        FIRST,
+        PLAIN,
+        "pages.py",
+        "return self._moved(at, oldest, 1)",
+        "return at",
+    ),
+    "the gap read": (decode, FIRST, PLAIN, "pages.py", "page - self.sink_pages, 0)", "0 * page, 0)"),
+    "the gap read for many": (prefill, FIRST_CHUNKS, PLAIN, "pages.py", "page - self.sink_pages, 0)", "0 * page, 0)"),
+    "the gap's values inside a page": (
+        decode,
+        FIRST,
+        PLAIN,
+        "pages.py",
+        "[self.sink_pages - 1] * (self.reach.sink_tokens % self.page_size > 0)",
+        "[]",
+    ),
+    "the first tokens counted twice": (
+        decode,
+        but(FIRST, lengths=(27, 60), sink_tokens=13),
+        PLAIN,
+        "pages.py",
+        "jnp.maximum(page - self.sink_pages, 0)",
+        "jnp.where(page > 0, page - self.sink_pages, 0)",
+    ),
+    "the first tokens of many counted twice": (
+        prefill,
+        but(FIRST_CHUNKS, lengths=(67, 35, 9), sink_tokens=13),
+        PLAIN,
+        "pages.py",
+        "jnp.maximum(page - self.sink_pages, 0)",
+        "jnp.where(page > 0, page - self.sink_pages, 0)",
+    ),
+    "first tokens' positions those of the walk": (
+        prefill,
+        FIRST_CHUNKS,
+        PLAIN,
+        "prefill.py",
+        "shape, 0), query_start)",
+        "shape, 0), -1)",
+    ),
+}
+CONTROLS |= FIRST_TOKENS
+BY_DAY = list(CONTROLS)[: -len(FIRST_TOKENS) : 9]
 
 
 def broken(tmp_path, monkeypatch, *changes):

@@ -22,7 +22,7 @@ BF16 = {**F32, "dtype": "bfloat16"}
 DECODE = {
     "int8": [
         Case((0, 129, 128, 300, 1, 127), (0, 1, 1, 1, 1, 0), 10, 2, 80, **F32),
-        Case((255, 70), (1, 1), 4, 4, 128, window=100, soft_cap=30.0, sinks=True, **BF16),
+        Case((255, 70), (1, 1), 4, 4, 128, window=100, sink_tokens=4, soft_cap=30.0, sinks=True, **BF16),
         Case((300, 5), (1, 1), 7, 1, 128, **{**F32, "block_size": 256}),
     ],
     "float8_e4m3fn": [Case((130, 128, 0), (1, 1, 0), 10, 2, 80, **F32)],
@@ -31,7 +31,7 @@ DECODE = {
 MIXED = {
     "int8": [
         Case((300, 129, 40, 17), (150, 1, 40, 2), 4, 2, 80, packed=True, padding=3, **F32),
-        Case((270, 20), (40, 3), 5, 1, 128, packed=True, window=90, sinks=True, soft_cap=20.0, **BF16),
+        Case((270, 20), (40, 3), 5, 1, 128, packed=True, window=90, sink_tokens=4, sinks=True, soft_cap=20.0, **BF16),
     ],
     "float8_e4m3fn": [Case((140, 20), (20, 3), 2, 1, 128, packed=True, **F32)],
 }
