@@ -1,9 +1,9 @@
 """Whatever cuts off a call of an engine, and wherever: it goes on, no token is wrong, no row or block is lost."""
 
 import collections
+import functools
 import gc
 import itertools
-import os
 import random
 import signal
 import sys
@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from checksum_model import Checksum, continuation, finish
+from cutting import Cut, CutAt, cut_anywhere
 from jax._src import core as jax_core
 from nightly import NIGHTLY
 
@@ -31,13 +32,6 @@ WAYS = {
 PROMPTS = [[5, 7, 11] * 4, [3], [5, 7, 11, 5, 7, 11, 1, 2], [9, 8] * 6, [5, 7, 11, 5, 7, 11, 4]]
 COUNTS = [14, 9, 12, 14, 3]
 EXPECTED = [continuation(WINDOWS, *one, None) for one in zip(PROMPTS, COUNTS, strict=True)]
-
-
-WATCHED = tuple(f"{os.path.dirname(jaxkv.__file__)}{os.sep}{wing}" for wing in ("_engine", "_tiers"))
-
-
-class Cut(BaseException):
-    """What no one catches."""
 
 
 def work(engine, requests):
@@ -79,35 +73,6 @@ def finish_and_check(engine, requests):
     assert not engine._loop.open and not engine._loop.submitted
 
 
-class CutAt:
-    """Raise at the n-th event of the engine's own code and of what it stands on: at a line, or at an instruction."""
-
-    def __init__(self, n, event="line"):
-        self.left, self.event = n, event
-
-    def __enter__(self):
-        if self.event == "opcode":
-            sys._getframe().f_trace_opcodes = True  # settrace looks whether any frame wants them
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def _call(self, frame, event, argument):
-        if not frame.f_code.co_filename.startswith(WATCHED):
-            return None
-        frame.f_trace_opcodes = self.event == "opcode"
-        return self._line
-
-    def _line(self, frame, event, argument):
-        if event == self.event:
-            self.left -= 1
-            if self.left == 0:
-                raise Cut
-        return self._line
-
-
 class Engines(dict):
     """Of each way one that has compiled all its programs, made when it is asked for."""
 
@@ -128,13 +93,6 @@ def engines():
     return Engines()
 
 
-def events(engine, event):
-    """How many there are in all."""
-    with CutAt(0, event) as cut:
-        work(engine, [])
-    return -cut.left
-
-
 ANYWHERE = [(name, event) for name in WAYS for event in ("line", "opcode")]
 BY_DAY = [("swapped", "line"), ("prefix cache", "opcode")]
 
@@ -142,20 +100,8 @@ BY_DAY = [("swapped", "line"), ("prefix cache", "opcode")]
 @pytest.mark.parametrize(("name", "event"), ANYWHERE if NIGHTLY else BY_DAY)
 def test_an_exception_anywhere_loses_nothing(engines, name, event):
     engine = engines[name]
-    count = events(engine, event)
-    assert count > 2000
-    draw = random.Random(f"{name} {event}")
-    points = draw.sample(range(1, count), min(count - 1, 700) if NIGHTLY else 20)
-    cuts = 0
-    for point in points:
-        requests = []
-        try:
-            with CutAt(point, event):
-                work(engine, requests)
-        except Cut:
-            cuts += 1
-        finish_and_check(engine, requests)
-    assert cuts >= 0.7 * len(points)
+    bound = [functools.partial(function, engine) for function in (work, finish_and_check)]
+    cut_anywhere(*bound, event, 700 if NIGHTLY else 20)
 
 
 def test_every_line_of_one_step_and_of_leaving_a_stream(engines):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checksum_model import LONGEST, VOCAB, Checksum, finish
+from cutting import cut_anywhere
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from nightly import NIGHTLY
 
@@ -177,6 +178,20 @@ def test_a_failure_on_the_way_loses_nothing(monkeypatch):
         engine().step()
     engine().reset()
     finish_and_check(engine(), requests)
+
+
+@pytest.mark.parametrize("event", ["line", "opcode"] if NIGHTLY else ["line"])
+def test_an_exception_anywhere_loses_nothing(event):
+    def work(requests):
+        for prompt, count in [([5, 7, 11] * 5, 9), ([3], 6), ([9, 8] * 7, 12), ([5, 7, 11, 4], 8), ([2, 1] * 5, 14)]:
+            requests.append((engine().submit(prompt, count), prompt, count))
+            engine().step()
+        several = engine().submit([5, 7, 11] * 4, 3, n=2)
+        requests += [(sample, [5, 7, 11] * 4, 3) for sample in several.samples]
+        requests[3][0].cancel()
+        list(engine().run())
+
+    cut_anywhere(work, lambda requests: finish_and_check(engine(), requests), event, 700 if NIGHTLY else 12)
 
 
 @pytest.mark.parametrize("fields", [{"steps_per_dispatch": 3}, {"layout": "contiguous"}])

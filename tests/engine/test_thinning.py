@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cutting import cut_anywhere
 from nightly import NIGHTLY
 from thinned_model import DIM, HEADS, LONGEST, VOCAB, Alone, Tiny
 
@@ -65,6 +66,36 @@ def test_every_row_gets_what_it_would_alone(name):
     stats = engine.stats()
     assert (stats["set_back"] > 0) or NIGHTLY
     assert (stats["swapped_out"] > 0) == name.startswith("swapped") or NIGHTLY
+
+
+@by_night
+@pytest.mark.parametrize(("name", "event"), [("heads compete", "line"), ("swapped", "line"), ("swapped", "opcode")])
+def test_an_exception_anywhere_loses_nothing(name, event):
+    eviction = CASES[name]
+    engine, alone = jaxkv.Engine(Tiny(WINDOWS), evict=eviction, swap="always", **TIGHT), Alone(eviction, Tiny(WINDOWS))
+    asked = [([5, 7, 11] * 5, 9), ([3], 6), ([9, 8] * 7, 12), ([5, 7, 11, 4], 8), ([2, 1] * 5, 14)]
+    wanted = [alone.continuation(*one) for one in asked]
+
+    def work(requests):
+        for one in asked:
+            requests.append(engine.submit(*one))
+            engine.step()
+        requests[3].cancel()
+        list(engine.run())
+
+    def check(requests):
+        list(engine.run())
+        for request, tokens in zip(requests, wanted, strict=False):
+            assert request.done and request.tokens == (tokens[: len(request.tokens)] if request.stopped else tokens)
+            assert not request.stopped or request is requests[3]
+        engine.step()
+        jaxkv.check_invariants(engine.cache)
+        assert engine.cache.is_empty and engine.cache.blocks_in_use == 0
+        residents = engine._residents
+        assert sorted(residents._free_rows) == list(range(TIGHT["max_seqs"])) and not residents.to_free
+
+    cut_anywhere(work, check, event, 400)
+    assert engine.stats()["set_back"] > 0
 
 
 def test_what_is_counted_is_what_is_held():
