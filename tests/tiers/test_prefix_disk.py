@@ -367,14 +367,14 @@ def test_bad_options_are_one_sentence_each(tmp_path, monkeypatch):
         ({"disk": 7}, "disk must be a folder, a path, not 7"),
         ({"disk": "a\0b"}, "disk must be a folder that can be written to"),
         ({"disk_bytes": 0}, "disk_bytes must be above 0, not 0"),
-        ({"disk_bytes": 255}, "disk_bytes must be at least a block's 256 bytes, not 255"),
+        ({"disk_bytes": 287}, "disk_bytes must be at least a block's 288 bytes, not 287"),
         ({"disk_bytes": float("nan")}, "disk_bytes must be a finite number, not nan"),
         ({"disk_bytes": "1GB"}, "disk_bytes must be a number, not '1GB'"),
         ({"disk_bytes": True}, "disk_bytes must be a number, not True"),
         ({"disk_bytes": 10**30}, "disk_bytes must be at most [0-9]+, not 1"),
         ({"disk_bytes": None}, "disk and disk_bytes go together, but disk_bytes, how much may lie there, is missing"),
         ({"disk": None}, "disk and disk_bytes go together, but disk, a folder, is missing"),
-        ({"spill_bytes": 0}, "Blocks go to the disk through host memory, so spill_bytes must hold at least one, 256"),
+        ({"spill_bytes": 0}, "Blocks go to the disk through host memory, so spill_bytes must hold at least one, 288"),
         ({"model": 7}, "model must be a name or a fingerprint, a str, not 7"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=sentence):
