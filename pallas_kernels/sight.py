@@ -58,7 +58,7 @@ class Reach(NamedTuple):
     def most(self, tokens: int) -> int | None:
         """How many keys so many consecutive tokens see together, at most. None: all."""
         size = self.window if self.chunk is None else self.chunk
-        return None if size is None else size + tokens - 1
+        return None if size is None else size + tokens - 1 + self.sink_tokens
 
 
 ALL = Reach()

@@ -37,6 +37,7 @@ from pallas_kernels.gpu.tiles import (
     safe_maximum,
     select_seen_values,
     store,
+    tile_at,
     varies,
 )
 from pallas_kernels.gpu.work import UNUSED, WHOLE
@@ -94,14 +95,14 @@ def split(
             position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LAYOUT) + first
             if new_tokens == 1:  # all see the same: fewer registers
                 seen = position < length
-                return seen & (position >= first_seen) if reach.ends else seen
+                return seen & reach.covers(position, first_seen) if reach.ends else seen
             if sight is not None:
                 lines = [load_wide(sight_ref.at[row, i], shape, 1) for i in range(sight.shape[1])]
-                return sees(position, *lines[:3], lines[3:])
+                return sees(position, *lines[:3], lines[3:], reach)
             token = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT), jnp.int32(group))
             last = length - new + token
             seen = (position <= last) & (token < new)
-            return seen & (position >= reach.first(last)) if reach.ends else seen
+            return seen & reach.covers(position, reach.first(last)) if reach.ends else seen
 
         @pl.when((warpgroup == 0) & (role != UNUSED))
         def consume():
@@ -119,7 +120,7 @@ def split(
             def step(i, carry):
                 acc, m, total = carry
                 slot = lax.rem(i, jnp.int32(stages))
-                first = (start + i) * tokens  # the position of the tile's first token
+                first = tile_at(start + i, first_seen, reach, tokens) * tokens  # the position of the tile's first token
                 plgpu.barrier_wait(k_ready.at[slot])
                 keys, values = k_s.at[slot], v_s.at[slot]
                 if kind is not None:
@@ -158,7 +159,8 @@ def split(
 
                     @pl.when((first < first_seen) | (first + tokens > length))
                     def _():
-                        select_seen_values(values, first_seen - first, length - first)
+                        sinks = reach.sink_tokens - first if reach.sink_tokens else None
+                        select_seen_values(values, first_seen - first, length - first, sinks)
 
                 plgpu.commit_smem()
                 if kind is not None:
@@ -194,7 +196,7 @@ def split(
         @pl.when((warpgroup == 1) & (num_tiles > 0))
         def produce():
             fetch(
-                kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, tile,
+                kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, tile, reach,
                 (k_s, v_s), (k_ready, v_ready), (k_free, v_free), in_warps=not varies(kv),
                 scales=None if kind is None else (scale_ref, wide[2]),
             )  # fmt: skip

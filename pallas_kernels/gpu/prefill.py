@@ -33,6 +33,7 @@ from pallas_kernels.gpu.tiles import (
     probe,
     safe_maximum,
     select_seen_values,
+    tile_at,
     varies,
 )
 from pallas_kernels.sight import Reach, sees
@@ -57,7 +58,8 @@ def attend(
         token sees and the one to stop before, and at the end the same of what all of them see.
       scalars: `f32[2]`, see `logits_base2`.
       reach: how far back tokens see, where only a window says so.
-      sight: `i32[W // C, 3 + W, 128]`, what each query row sees, where more does; see `sight.Tiles`.
+      sight: `i32[W // C, 3 + W, 128]`, what each query row sees, where more does; see `sight.Tiles`. Then `reach` says
+        only which first tokens are seen.
       kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
 
     Returns:
@@ -101,7 +103,7 @@ def attend(
             half = anew(warpgroup)
             q_mine, p_mine = q_s.at[half], p_s.at[half]
             slot = lax.rem(i, jnp.int32(stages))
-            first = (start + i) * tokens  # the position of the tile's first token
+            first = tile_at(start + i, first_seen, reach, tokens) * tokens  # the position of the tile's first token
             plgpu.barrier_wait(k_ready.at[slot])
             keys, values = k_s.at[slot], v_s.at[slot]
             if kind is not None:
@@ -128,13 +130,13 @@ def attend(
                     key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT) + first
                     here = lax.div(anew(item), jnp.int32(chunks)), pl.ds(half * HALF, HALF)
                     lines = [load_wide(sight_ref.at[here[0], i, here[1]], s.shape, 0) for i in range(sight.shape[1])]
-                    return jnp.where(sees(key, *lines[:3], lines[3:]), s, -jnp.inf)
+                    return jnp.where(sees(key, *lines[:3], lines[3:], reach), s, -jnp.inf)
                 query = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=LAYOUT) + warpgroup * HALF
                 query = jnp.minimum(lax.div(query, jnp.int32(group)) + first_token, stop - 1)
                 key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT) + first
                 seen = key <= query
                 if reach.ends:
-                    seen &= key >= reach.first(query)
+                    seen &= reach.covers(key, reach.first(query))
                 return jnp.where(seen, s, -jnp.inf)
 
             # Does some token of the item not see all of the tile?
@@ -163,7 +165,10 @@ def attend(
 
                 @pl.when((first < first_seen) | (first + tokens > stop))
                 def _():  # both consumers read all of V: each cleans a share, and waits for the other's
-                    select_seen_values(values, first_seen - first, stop - first, share=warpgroup, shares=CONSUMERS)
+                    sinks = reach.sink_tokens - first if reach.sink_tokens else None
+                    select_seen_values(
+                        values, first_seen - first, stop - first, sinks, share=warpgroup, shares=CONSUMERS
+                    )
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(v_selected.at[slot])
                     plgpu.barrier_wait(v_selected.at[slot])
@@ -210,7 +215,7 @@ def attend(
             plgpu.set_max_registers(40 if kind is None else 56, action="decrease")  # it copies scales as well
             row, _, stop, first_seen, start, num_tiles = work()
             fetch(
-                kv_ref, tables_ref, row, head, start, num_tiles, first_seen, stop, tile,
+                kv_ref, tables_ref, row, head, start, num_tiles, first_seen, stop, tile, reach,
                 (k_s, v_s), (k_ready, v_ready), (k_free, v_free), in_warps=not varies(kv),
                 scales=None if kind is None else (scale_ref, wide[2]),
             )  # fmt: skip

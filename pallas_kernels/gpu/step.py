@@ -14,7 +14,7 @@ MOST_COLUMNS = 32  # queries of one row and KV head that the decode kernels take
 
 def attend(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
-    mask=None, return_lse=False, kind=None, chunk=None, tree=None, spans=None,
+    mask=None, return_lse=False, kind=None, chunk=None, sink_tokens=None, tree=None, spans=None,
     interpret: InterpretParams = None,
 ):  # fmt: skip
     """[`pallas_kernels.paged_attention`][] on a Hopper GPU, for what `unsupported` does not refuse.
@@ -31,11 +31,13 @@ def attend(
     token_axes, (num_heads, head_dim) = q.shape[:-2], q.shape[-2:]
     num_rows, width = new.shape[0], token_axes[-1]
     group = num_heads // kv.shape[2]
-    lengths = jnp.clip(lengths, 0, tables.shape[1] * kv.shape[3])  # so that no length reads past its row's table
+    capacity = tables.shape[1] * kv.shape[3]
+    lengths = jnp.clip(lengths, 0, capacity)  # so that no length reads past its row's table
     scalars = logit_scalars(head_dim**-0.5 if scale is None else scale, soft_cap)
     options = dict(
-        reach=Reach(window, chunk), soft_cap=soft_cap is not None, kv_scale=kv_scale, kind=kind, interpret=interpret
-    )
+        reach=Reach.within(capacity, window, chunk, sink_tokens), soft_cap=soft_cap is not None, kv_scale=kv_scale,
+        kind=kind, interpret=interpret,
+    )  # fmt: skip
     token = locate(token_axes, lengths, new, offsets)
     token = Tokens(*(x.reshape(-1) for x in token))
     q = q.reshape(-1, num_heads, head_dim)
@@ -78,6 +80,12 @@ def attend(
     return (out, lse.reshape(*token_axes, num_heads)) if return_lse else out
 
 
+def tiles_of_a_row(capacity: int, reach: Reach, new_tokens: int, tile_tokens: int) -> int:
+    """At most, of a row with room for so many tokens, that so many consecutive ones see."""
+    most, seen = -(-capacity // tile_tokens), reach.most(new_tokens)
+    return most if seen is None else min(most, -(-seen // tile_tokens) + 1 + (reach.sink_tokens > 0))
+
+
 def _decode_rows(
     q, kv, tables, lengths, new, start, token, taken, scalars, sinks, new_tokens, into, *, reach, soft_cap, kv_scale,
     kind, interpret, sight=None,
@@ -92,9 +100,7 @@ def _decode_rows(
     used = new_tokens * (q.shape[1] // num_kv_heads)
     columns = -(-used // 8) * 8
     plan = tuning.decode_plan(q.shape[2], columns, kv.dtype.itemsize)
-    most_tiles = -(-tables.shape[1] * block_size // plan.tile.tokens)
-    if (most := reach.most(new_tokens)) is not None:
-        most_tiles = min(most_tiles, -(-most // plan.tile.tokens) + 1)
+    most_tiles = tiles_of_a_row(tables.shape[1] * block_size, reach, new_tokens, plan.tile.tokens)
     items, most_cut = work.decode_items(
         lengths, new, start, taken, reach, plan.tile.tokens, -(-plan.num_blocks // num_kv_heads), most_tiles
     )
@@ -153,9 +159,7 @@ def _prefill_rows(
     item_tokens = prefill.QUERY_ROWS // group
     rows = min(new.shape[0], num_tokens // least)
     num_items = (num_tokens - rows) // item_tokens + rows  # as many as these can have at the most
-    most_tiles = -(-tables.shape[1] * kv.shape[3] // plan.tile.tokens)
-    if (most := reach.most(item_tokens)) is not None:
-        most_tiles = min(most_tiles, -(-most // plan.tile.tokens) + 1)
+    most_tiles = tiles_of_a_row(tables.shape[1] * kv.shape[3], reach, item_tokens, plan.tile.tokens)
     chunks = tuning.prefill_chunks(num_items * num_kv_heads, most_tiles)
     items, index, first_item, place, sights = work.prefill_items(
         lengths, new, reach, item_tokens, num_items, plan.tile.tokens, chunks, sight, start

@@ -15,6 +15,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.sight import Reach
+
 InterpretParams = plgpu.InterpretGPUParams | None
 
 LAYOUT = plgpu.Layout.WGMMA  # how a product's result lies in registers
@@ -36,6 +38,26 @@ class Tile:
     def pieces(self, block_size: int) -> int:
         """Bulk copies that fill one tile of K, or of V."""
         return self.tokens // self.piece(block_size)
+
+
+def sink_tiles(reach: Reach, tokens: int) -> int:
+    """Tiles of a row's first tokens, where a window leaves them to be seen."""
+    return -(-reach.sink_tokens // tokens)
+
+
+def walk_from(tile, reach: Reach, tokens: int):
+    """Where a walk over a row begins whose window begins in this tile. Tiles of first tokens are walked as if they
+    stood right before it: what lies between is no part of the walk."""
+    before = sink_tiles(reach, tokens)
+    return jnp.maximum(tile - before, 0) if before else tile
+
+
+def tile_at(place, first_seen, reach: Reach, tokens: int):
+    """Which tile stands at a place of the walk whose window begins at `first_seen`."""
+    if not reach.sink_tokens:
+        return place
+    nth = place - walk_from(lax.div(first_seen, jnp.int32(tokens)), reach, tokens)
+    return jnp.where(nth < sink_tiles(reach, tokens), nth, place)
 
 
 def probe(interpret: InterpretParams, *operands) -> None:
@@ -84,6 +106,7 @@ def fetch(
     first_seen,
     length,
     tile: Tile,
+    reach: Reach,
     slots,
     ready,
     free,
@@ -93,8 +116,8 @@ def fetch(
 ) -> None:
     """The producer: copy tiles `start`, `start + 1`, ... of a row's K and V into a ring of slots.
 
-    Places before `first_seen` and from `length` on are not fetched: the nearest piece that is seen is fetched in their
-    stead, so that every slot gets the same number of copies. Table entries are clamped into the pool.
+    Places before `first_seen`, first tokens aside, and from `length` on are not fetched: another piece that is seen is
+    fetched in their stead, so that every slot gets the same number of copies. Table entries are clamped into the pool.
 
     `scales`: those of a quantised pool, `[num_blocks + 1, 2, K, block_size]`, and their ring, `[stages, 2, tokens]`:
     they come with the keys.
@@ -113,7 +136,11 @@ def fetch(
             slot = lax.rem(i, jnp.int32(stages))
             places = []
             for j in range(tile.pieces(block_size)):  # before the wait for a free slot, which hides the reads' latency
-                place = jnp.clip((start + i) * (tile.tokens // piece) + j, low, high) * piece
+                place = tile_at(start + i, first_seen, reach, tile.tokens) * (tile.tokens // piece) + j
+                least = low
+                if reach.sink_tokens:
+                    least = jnp.where(place <= (reach.sink_tokens - 1) // piece, place, low)
+                place = jnp.clip(place, least, high) * piece
                 block = tables_ref[row, lax.div(place, jnp.int32(block_size))]
                 offset = 0 if block_size == piece else lax.rem(place, jnp.int32(block_size))
                 places.append((jnp.clip(block, 0, num_blocks - 1), pl.ds(offset, piece)))
@@ -151,8 +178,8 @@ def varies(x) -> bool:
     return bool(jax.typeof(x).manual_axis_type.varying)
 
 
-def select_seen_values(v_ref, first, stop, *, share=0, shares: int = 1) -> None:
-    """Overwrite V's rows before `first` and from `stop` on with zeros, whatever they hold.
+def select_seen_values(v_ref, first, stop, sinks=None, *, share=0, shares: int = 1) -> None:
+    """Overwrite V's rows before `first` and from `stop` on with zeros, whatever they hold; not those before `sinks`.
 
     With `shares` warpgroups at it, each does the part that is its `share`.
     """
@@ -165,7 +192,8 @@ def select_seen_values(v_ref, first, stop, *, share=0, shares: int = 1) -> None:
             part = v_ref.at[pl.ds(token, 64), pl.ds(column, 64)]
             v = plgpu.load(part, layout=LAYOUT)
             place = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=LAYOUT) + token
-            part[...] = jnp.where((place >= first) & (place < stop), v, jnp.zeros_like(v))
+            seen = place >= first if sinks is None else (place >= first) | (place < sinks)
+            part[...] = jnp.where(seen & (place < stop), v, jnp.zeros_like(v))
 
 
 def logit_scalars(scale, soft_cap) -> jax.Array:

@@ -6,6 +6,7 @@ Their sizes are static, so a list may end in empty items, whose thread blocks re
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gpu.tiles import walk_from
 from pallas_kernels.sight import Reach, Sight, cut
 
 WAVES = 4  # full loads of the chip to cut decode into, so that the last one, partly filled, costs little
@@ -45,15 +46,16 @@ def decode_items(
       most_tiles: of a row, as its table allows.
 
     Returns:
-      items: `i32[W, 12]`, W of `decode_capacity`. In line w of item w: row, first tile, tile to stop before, the row's
-        length, new and place, and UNUSED, WHOLE or PART. Behind that, of the w-th row in parts: first item, item to
-        stop before, row, place; and, in every line, how many such rows there are.
+      items: `i32[W, 12]`, W of `decode_capacity`. In line w of item w: row, first tile of the walk (`tiles.walk_from`),
+        tile to stop before, the row's length, new and place, and UNUSED, WHOLE or PART. Behind that, of the w-th row in
+        parts: first item, item to stop before, row, place; and, in every line, how many such rows there are.
       most_cut: rows in parts, at most.
     """
     num_rows = lengths.shape[0]
     num_items, most = decode_capacity(num_rows, wave, most_tiles)
     most_cut = min(num_rows, num_items // 2) if most > 1 else 0
     first = jnp.maximum(reach.first(lengths - new), 0) // tile_tokens if reach.ends else jnp.zeros_like(lengths)
+    first = walk_from(first, reach, tile_tokens)
     tiles = jnp.where(taken & (new > 0), jnp.maximum(-(-lengths // tile_tokens) - first, 0), 0)
     total = tiles.sum(dtype=jnp.int32)
     size = jnp.maximum(-(-total // (WAVES * wave)), jnp.minimum(-(-total // wave), FEW_TILES))
@@ -96,7 +98,8 @@ def prefill_items(
 
     Returns:
       items: `i32[W, C, 5]`: row, position of the first token, and position to stop before (the same if empty); first
-        tile, and tile to stop before, of the chunk. With `sight` `i32[W, C, 7]`; see `prefill.attend`.
+        tile of the walk (`tiles.walk_from`), and tile to stop before, of the chunk. With `sight` `i32[W, C, 7]`; see
+        `prefill.attend`.
       index: `i32[W]`: each item's first token, counted from its row's first new one.
       first_item, place: `i32[S]`, `i32[W]`: token i of row s is in item `place[first_item[s] + i // item_tokens]`.
       sights: `i32[W, 3 + words, item_tokens]`, see `sight.Tiles`; or None.
@@ -113,13 +116,14 @@ def prefill_items(
         lane = jnp.arange(item_tokens, dtype=jnp.int32)[None]
         tiles = cut(sight, (begin[row] + index)[:, None] + lane, lane < (stop - start)[:, None])
         start, stop, sights, sure = tiles.start, tiles.stop, tiles.tokens, tiles[3:]
-        seen, reach = stop - start, Reach(window=1)  # what is seen begins at `start` itself
+        seen, reach = stop - start, Reach(1, None, reach.sink_tokens)  # what is seen begins at `start` itself
     else:
         most = reach.most(item_tokens + 1)
         seen = jnp.where(used, stop if most is None else jnp.minimum(stop, most), 0)
     order = jnp.argsort(-seen).astype(jnp.int32)
     place = jnp.zeros(num_items, jnp.int32).at[order].set(item, unique_indices=True)
     tile = jnp.maximum(reach.first(start), 0) // tile_tokens if reach.ends else jnp.zeros_like(start)
+    tile = walk_from(tile, reach, tile_tokens)
     tiles = jnp.where(stop > jnp.maximum(start, 0), -(-stop // tile_tokens) - tile, 0)
     size = -(-tiles // chunks)
     item = jnp.stack([row, start, stop, tile, tiles, size, *sure], axis=1)[order]

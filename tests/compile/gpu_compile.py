@@ -100,7 +100,7 @@ def described(assembly):
 
 
 def attention(shape, *, tokens=1, packed=False, block_size=16, dtype=jnp.bfloat16, sinks=False, kind=None,
-              chunk=None, tree=False):  # fmt: skip
+              chunk=None, tree=False, sink_tokens=None):  # fmt: skip
     """A step of one attention shape; head dims that fill no whole tile are stored padded."""
     stored = -(-shape.head_dim // 64) * 64
     heads = (shape.num_heads, shape.head_dim)
@@ -110,6 +110,7 @@ def attention(shape, *, tokens=1, packed=False, block_size=16, dtype=jnp.bfloat1
     scale = None if kind is None else array(pool, jnp.float32)
     row, sinks = array((ROWS,), jnp.int32), array((shape.num_heads,), jnp.float32) if sinks else None
     options = dict(window=shape.window, soft_cap=shape.soft_cap, return_lse=True, kind=kind, chunk=chunk)
+    options["sink_tokens"] = sink_tokens
     tree = array(q.shape[:-2], jnp.int32) if tree else None
 
     def f(q, kv, scale, tables, lengths, new, sinks, tree):
@@ -122,11 +123,12 @@ def named(name, **options):
     return lambda: attention(SHAPES[name], **options)
 
 
-def options(head_dim, *, window=None, soft_cap=None, sinks=False):
+def options(head_dim, *, window=None, soft_cap=None, sinks=False, sink_tokens=None):
     """A mixed step, and so all kernels, with a combination of options."""
     heads = {64: (8, 2), 96: (4, 4), 128: (10, 2), 256: (16, 1)}[head_dim]
     shape = AttentionShape(*heads, head_dim, num_layers=1, window=window, soft_cap=soft_cap)
-    return lambda: attention(shape, tokens=64, sinks=sinks, dtype=jnp.float16 if head_dim == 96 else jnp.bfloat16)
+    dtype = jnp.float16 if head_dim == 96 else jnp.bfloat16
+    return lambda: attention(shape, tokens=64, sinks=sinks, dtype=dtype, sink_tokens=sink_tokens)
 
 
 def changed(module, *changes, job):
@@ -281,6 +283,11 @@ JOBS = {
         f"{name}-{kind}": named(name, tokens=64, block_size=32, kind=kind)
         for name, kind in itertools.product(("llama3-8b", "llama3.2-1b", "gemma2-2b"), gpu.KINDS)
     },
+    "gemma2-2b-first": named("gemma2-2b", sink_tokens=4),
+    "gemma2-2b-first-4-tokens": named("gemma2-2b", sink_tokens=70, tokens=4, sinks=True),
+    "gemma2-2b-first-tree": named("gemma2-2b", sink_tokens=4, tree=True, tokens=40),
+    "gemma2-2b-first-int8": named("gemma2-2b", sink_tokens=4, tokens=64, block_size=32, kind="int8"),
+    **{f"{head_dim}-first": options(head_dim, window=100, soft_cap=30.0, sink_tokens=4) for head_dim in HEAD_DIMS},
     "llama3-8b-chunk": named("llama3-8b", chunk=8192),
     "llama3-8b-chunk-4-tokens": named("llama3-8b", chunk=100, tokens=4),
     "llama3-8b-chunk-prefill": named("llama3-8b", chunk=8192, tokens=2048, packed=True),

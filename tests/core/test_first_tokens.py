@@ -142,5 +142,3 @@ def test_first_tokens_are_seen_where_they_are_kept_and_refused_where_they_are_no
         jaxkv.attend(q, cache, layer=1, sink_tokens=3)
     with pytest.raises(ValueError, match="sink_tokens are seen beside a window, and there is none"):
         jaxkv.attend(q, cache, layer=0, sink_tokens=3)
-    choice = jaxkv.explain(q, cache, layer=0, platform="cuda", window=5, sink_tokens=3)
-    assert choice.implementation == "xla" and "take no sink_tokens yet" in choice.reason

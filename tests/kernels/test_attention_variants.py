@@ -125,6 +125,15 @@ def test_kernels_refuse_by_name(platform, name):
         pallas_kernels.paged_attention(*inputs, implementation={"cuda": "gpu"}.get(platform, platform), **asked)
 
 
+@pytest.mark.parametrize(("platform", "name"), [("tpu", "tpu"), ("cuda", "gpu")])
+def test_kernels_take_first_tokens_beside_a_window(platform, name):
+    shape = jax.ShapeDtypeStruct
+    given = dict(kv=shape((9, 2, 2, 16, 128), jnp.bfloat16), tables=shape((2, 4), jnp.int32), window=8, sink_tokens=4)
+    for tokens, more in ((1, {}), (40, {"tree": shape((2, 40), jnp.int32)})):
+        q = shape((2, tokens, 10, 128), jnp.bfloat16)
+        assert pallas_kernels.explain(q=q, platform=platform, **given, **more).implementation == name
+
+
 WRONG = {
     "alibi": (
         lambda t: {"alibi": jnp.ones(3)},

@@ -43,8 +43,9 @@ def put_in_place(module, changes, monkeypatch) -> None:
         monkeypatch.setattr(gpu, "attend", copy.attend)
     elif module is tiles:
         for user in (decode, prefill):
-            for name in ("fetch", "select_seen_values", "safe_maximum", "logits_base2"):
+            for name in ("fetch", "select_seen_values", "safe_maximum", "logits_base2", "tile_at"):
                 monkeypatch.setattr(user, name, getattr(copy, name))
+        monkeypatch.setattr(work, "walk_from", copy.walk_from)
     else:
         if module is work:
             copy.WAVES, copy.FEW_TILES = work.WAVES, work.FEW_TILES
@@ -74,7 +75,7 @@ MISTAKES = {
     ),
     "decode: garbage times zero": (
         decode, DECODE["tails"], {"wrong"},
-        ("select_seen_values(values, first_seen - first, length - first)", "pass"),
+        ("select_seen_values(values, first_seen - first, length - first, sinks)", "pass"),
     ),
     "decode: V's tail off by one": (
         decode, DECODE["tails"], {"wrong"}, ("(first + tokens > length))", "(first + tokens > length + 1))"),
@@ -83,10 +84,12 @@ MISTAKES = {
         decode, DECODE["window"], {"wrong"}, ("(first < first_seen) | (first + tokens", "(first + tokens"),
     ),
     "decode: a window one too wide": (
-        decode, DECODE["the window's first token"], {"wrong"}, ("position >= first_seen", "position >= first_seen - 1"),
+        decode, DECODE["the window's first token"], {"wrong"},
+        ("covers(position, first_seen)", "covers(position, first_seen - 1)"),
     ),
     "decode: a window one too narrow": (
-        decode, DECODE["the window's first token"], {"wrong"}, ("position >= first_seen", "position > first_seen"),
+        decode, DECODE["the window's first token"], {"wrong"},
+        ("covers(position, first_seen)", "covers(position, first_seen + 1)"),
     ),
     "decode: sum not rescaled": (
         decode, DECODE["ring"], {"wrong"},
@@ -109,7 +112,7 @@ MISTAKES = {
     "decode: padding sees the row": (decode, DECODE["few tokens"], {"wrong"}, (" & (token < new)", "")),
     "decode: one window for all tokens": (
         decode, DECODE["few tokens, the window's first token"], {"wrong"},
-        ("position >= reach.first(last)", "position >= first_seen"),
+        ("covers(position, reach.first(last))", "covers(position, first_seen)"),
     ),
     "decode: the window of the last token": (
         decode, DECODE["few tokens, window"], {"wrong"},
@@ -135,7 +138,7 @@ MISTAKES = {
         step, DECODE["tree"], {"wrong"}, ("start[:, None] + nth, nth <", "start[:, None] + 0 * nth, nth <"),
     ),
     "step: no chunk for rows of one token": (
-        step, DECODE["chunk"], {"wrong"}, ("Reach(window, chunk)", "Reach(window, chunk if width > 1 else None)"),
+        step, DECODE["chunk"], {"wrong"}, ("window, chunk, sink", "window, chunk if width > 1 else None, sink"),
     ),
     "prefill: one half's sight for both": (
         prefill, PREFILL["chunk"], {"wrong"},
@@ -171,7 +174,7 @@ MISTAKES = {
         tiles, DECODE["ring"], {"race", "barrier"}, ("plgpu.barrier_wait(free_ref.at[slot])", "pass"),
     ),
     "fetch: the wrong block": (
-        tiles, DECODE["ring"], {"wrong"}, ("(tile.tokens // piece) + j, low", "(tile.tokens // piece) + j + 1, low"),
+        tiles, DECODE["ring"], {"wrong"}, ("(tile.tokens // piece) + j\n", "(tile.tokens // piece) + j + 1\n"),
     ),
     "fetch: ids beyond the pool": (
         tiles, DECODE["wild ids"], {"wrong"}, ("jnp.clip(block, 0, num_blocks - 1)", "jnp.maximum(block, 0)"),
@@ -182,7 +185,7 @@ MISTAKES = {
     ),
     "values: one too many kept": (tiles, DECODE["tails"], {"wrong"}, ("(place < stop)", "(place <= stop)")),
     "values: one too many kept before the window": (
-        tiles, DECODE["window"], {"wrong"}, ("(place >= first)", "(place >= first - 1)"),
+        tiles, DECODE["window"], {"wrong"}, ("seen = place >= first if", "seen = place >= first - 1 if"),
     ),
     "softmax: no maximum yet": (
         tiles, DECODE["few tokens"], {"wrong"}, ("return jnp.where(m == -jnp.inf, 0.0, m)", "return m"),
@@ -211,7 +214,7 @@ MISTAKES = {
     ),
     "prefill: a window one too wide": (
         prefill, PREFILL["the window's first token"], {"wrong"},
-        ("key >= reach.first(query)", "key >= reach.first(query) - 1"),
+        ("covers(key, reach.first(query))", "covers(key, reach.first(query) - 1)"),
     ),
     "prefill: V before the window": (
         prefill, PREFILL["window"], {"wrong"}, ("(first < first_seen) | (first + tokens", "(first + tokens"),
@@ -240,7 +243,7 @@ MISTAKES = {
     ),
     "step: lengths beyond the table": (
         step, DECODE["beyond the table"], {"wrong", "buffer has shape"},
-        ("jnp.clip(lengths, 0, tables.shape[1] * kv.shape[3])", "jnp.asarray(lengths)"),
+        ("jnp.clip(lengths, 0, capacity)", "jnp.asarray(lengths)"),
     ),
     "step: offsets not heeded": (
         step, DECODE["explicit offsets"], {"wrong"},
@@ -248,6 +251,36 @@ MISTAKES = {
     ),
     "step: padding not zeroed": (
         step, PREFILL["packed"], {"wrong"}, ("seen = token.valid & (token.position >= 0)", "seen = token.row >= 0"),
+    ),
+    "decode: first tokens left out": (
+        step, DECODE["first tokens"], {"wrong"}, ("window, chunk, sink_tokens), soft", "window, chunk, None), soft"),
+    ),
+    "prefill: first tokens left out": (
+        step, PREFILL["first tokens"], {"wrong"}, ("window, chunk, sink_tokens), soft", "window, chunk, None), soft"),
+    ),
+    "decode: the gap's values": (
+        decode, DECODE["first tokens"], {"wrong"},
+        ("first_seen - first, length - first, sinks)", "first_seen - first, length - first, tokens)"),
+    ),
+    "decode: the gap seen": (
+        decode, DECODE["first tokens of a tile"], {"wrong"},
+        ("covers(position, first_seen)", "covers(position, first_seen - tokens)"),
+    ),
+    "fetch: the gap read": (
+        tiles, DECODE["first tokens"], {"wrong"},
+        ("jnp.where(nth < sink_tiles(reach, tokens), nth, place)", "place"),
+    ),
+    "work: the gap walked": (
+        work, DECODE["first tokens"], {"wrong"},
+        ("    first = walk_from(first, reach, tile_tokens)\n", "    first *= 0\n"),
+    ),
+    "decode: first tokens counted twice": (
+        tiles, DECODE["first tokens, cut"], {"wrong"},
+        ("jnp.maximum(tile - before, 0) if before", "jnp.where(tile > 0, tile - before, 0) if before"),
+    ),
+    "prefill: first tokens counted twice": (
+        tiles, PREFILL["first tokens, wide tiles"], {"wrong"},
+        ("jnp.maximum(tile - before, 0) if before", "jnp.where(tile > 0, tile - before, 0) if before"),
     ),
     "work: the last tile left out": (
         work, DECODE["ring"], {"wrong"},

@@ -12,7 +12,7 @@ from pallas_kernels.sight import Reach
 from pallas_kernels.testing import Case
 
 BY_DAY = (
-    "lengths", "window, cut", "wild ids", "tree, chunk", "one item for each of many tiles",
+    "lengths", "first tokens, cut", "wild ids", "tree, chunk", "one item for each of many tiles",
 )  # fmt: skip
 
 

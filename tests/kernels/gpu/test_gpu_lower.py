@@ -109,12 +109,19 @@ def test_shard_map_lowers():
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_x64_lowers(tokens):
     with jax.enable_x64(True):
-        lower(**DEFAULTS | dict(sinks=True, window=100, soft_cap=30.0, tokens=tokens))
+        lower(**DEFAULTS | dict(sinks=True, window=100, sink_tokens=33, soft_cap=30.0, tokens=tokens))
 
 
 @pytest.mark.parametrize(
     "asked",
-    [dict(tree=True, chunk=100, tokens=40)] + NIGHTLY * [dict(tree=True, tokens=3), dict(spans=True, tokens=40)],
+    [dict(tree=True, chunk=100, tokens=40)]
+    + NIGHTLY
+    * [
+        dict(tree=True, tokens=3),
+        dict(spans=True, tokens=40),
+        *(dict(tree=True, window=100, sink_tokens=4, tokens=tokens) for tokens in (3, 40)),
+        *(dict(window=60, sink_tokens=70, tokens=tokens, block_size=256) for tokens in (1, 3, 40)),
+    ],
 )
 def test_what_goes_by_the_token_lowers(asked):
     lower(**DEFAULTS | asked)

@@ -4,7 +4,7 @@ import pytest
 from nightly import NIGHTLY
 from trials import PREFILL
 
-BY_DAY = ("packed", "ring", "tails of wide tiles", "the window's first token", "chunks")
+BY_DAY = ("packed", "ring", "tails of wide tiles", "the window's first token", "first tokens, chunks")
 
 
 @pytest.mark.parametrize("name", PREFILL if NIGHTLY else BY_DAY)

@@ -58,10 +58,12 @@ class Trial:
             wild = np.resize(WILD, tables.shape)
             for row, (length, new) in enumerate(zip(case.lengths, case.new, strict=True)):
                 unseen = max(int(reach.first(jnp.int32(length - new))), 0)
-                for position in range(unseen):
+                kept = case.sink_tokens or 0
+                for position in range(kept, unseen):
                     kv[tables[row, position // case.block_size], :, :, position % case.block_size] = np.nan
                 before, held = unseen // case.block_size, -(-length // case.block_size)
-                tables[row, :before], tables[row, held:] = wild[row, :before], wild[row, held:]
+                first = -(-kept // case.block_size)
+                tables[row, first:before], tables[row, held:] = wild[row, first:before], wild[row, held:]
         for row, column, block in self.tables:
             tables[row, column] = block
         lengths = inputs.lengths if self.lengths is None else jnp.asarray(self.lengths, jnp.int32)
@@ -98,7 +100,7 @@ class Trial:
 
 def attention(
     q, kv, tables, lengths, new, *, offsets=None, scale=None, soft_cap=None, window=None, sinks=None, chunk=None,
-    tree=None, spans=None,
+    tree=None, spans=None, sink_tokens=0,
 ):  # fmt: skip
     """Paged attention one token at a time, in float64; table entries are clamped into the pool, lengths to tables."""
     q, kv, tables, lengths, new = (np.asarray(x) for x in (q, kv, tables, lengths, new))
@@ -116,7 +118,7 @@ def attention(
             place, last = ((row, t) if q.ndim == 4 else starts[row] + t), length - count + t
             if last < 0:
                 continue
-            seen = np.array(sorted(seen_by(t, last - t, last, window, chunk, parents, numbers)))
+            seen = np.array(sorted(seen_by(t, last - t, last, window, chunk, parents, numbers, sink_tokens)))
             k, v = np.moveaxis(kv[tables[row, seen // block_size], :, :, seen % block_size], 1, 0)[..., :head_dim]
             k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
             logits = np.einsum("hd,nhd->hn", q[place], k) * (head_dim**-0.5 if scale is None else scale)
@@ -148,6 +150,21 @@ DECODE = {
         poison_before_window=True, **SMALL,
     ),
     "the window's first token": Trial(Case((190,), (1,), window=60, **ONE), loud=((0, 129), (0, 130))),
+    # First tokens that end inside a block, over two tiles, at a tile's edge, and in the window's first tile; a row that
+    # is shorter than they and the window. Between there is NaN, and there are no blocks.
+    "first tokens": Trial(
+        Case((300, 237, 70, 0, 20), (1, 1, 1, 0, 1), window=60, sink_tokens=20, max_blocks=25, **ONE),
+        poison_before_window=True,
+    ),
+    "first tokens, cut": Trial(
+        Case((500, 350, 270), (1, 1, 1), window=200, block_size=32, sink_tokens=70, sinks=True, max_blocks=25, **ONE),
+        poison_before_window=True, **SMALL,
+    ),
+    "first tokens of a tile": Trial(
+        Case((330, 200), (1, 1), window=100, sink_tokens=64, num_heads=7, num_kv_heads=1, head_dim=80,
+             stored_head_dim=128, block_size=8, max_blocks=60, **F16),
+        poison_before_window=True, loud=((0, 63), (0, 64)),
+    ),
     "wild ids": Trial(
         Case((150, 30), (1, 1), **B16), poison=0.5, tables=((0, 1, 10**6), (0, 2, -7), (0, 3, 2**31 - 1)),
     ),
@@ -195,6 +212,14 @@ DECODE = {
         Case((130,), (8,), tree=True, window=6, max_blocks=25, **ONE), poison_before_window=True,
     ),
     "tree, chunk": Trial(Case((130,), (8,), tree=True, chunk=64, max_blocks=25, **ONE), poison_before_window=True),
+    "few tokens, first tokens": Trial(
+        Case((318, 70, 64), (5, 3, 5), window=61, block_size=32, sink_tokens=33, num_heads=5, num_kv_heads=1,
+             max_blocks=25, **B16),
+        poison_before_window=True, **SMALL,
+    ),
+    "tree, first tokens": Trial(
+        Case((330, 12), (8, 8), tree=True, window=6, sink_tokens=5, max_blocks=25, **ONE), poison_before_window=True,
+    ),
     "few tokens, spans": Trial(Case((40, 70), (8, 3), spans=True, window=3, **ONE)),
     "one item for each of many tiles": Trial(
         Case((64 * 39 + 5,), (1,), block_size=128, sinks=True, **ONE), wave=40,
@@ -210,6 +235,10 @@ QUANTISED_DECODE = {
         Case((237,), (1,), num_heads=5, num_kv_heads=1, head_dim=128, window=100, block_size=64, sinks=True, **F16),
         poison_before_window=True, kind="int8",
     ),
+    "int8, first tokens": Trial(
+        Case((300,), (1,), window=60, sink_tokens=5, max_blocks=12, **BLOCKS_OF_32), kind="int8",
+        poison_before_window=True,
+    ),
     "e4m3": Trial(
         Case((130, 63), (1, 1), head_dim=80, stored_head_dim=128, block_size=32, **B16), kind="float8_e4m3fn",
     ),
@@ -220,6 +249,10 @@ QUANTISED_PREFILL = {
     "int8, ring": Trial(Case((440,), (9,), **BLOCKS_OF_32), kind="int8"),
     "int8, wide tiles": Trial(
         Case((390,), (40,), num_heads=2, head_dim=128, window=200, **BLOCKS_OF_32), prefill_tokens=128, kind="int8",
+        poison_before_window=True,
+    ),
+    "int8, first tokens": Trial(
+        Case((300,), (9,), window=60, sink_tokens=5, max_blocks=12, **BLOCKS_OF_32), kind="int8",
         poison_before_window=True,
     ),
     "e4m3": Trial(Case((191,), (20,), soft_cap=9.0, **BLOCKS_OF_32), kind="float8_e4m3fn"),
@@ -258,6 +291,27 @@ PREFILL = {
     "chunks": Trial(Case((330, 60), (40, 3), sinks=True, packed=True, **ONE), chunks=3),
     "chunks, window": Trial(
         Case((430,), (30,), window=200, max_blocks=30, **ONE), chunks=2, poison_before_window=True,
+    ),
+    "first tokens": Trial(
+        Case((300, 70, 237), (20, 5, 9), window=60, sink_tokens=20, max_blocks=25, **ONE), poison_before_window=True,
+    ),
+    "first tokens, wide tiles": Trial(
+        Case((430, 20), (40, 9), num_heads=5, num_kv_heads=1, head_dim=128, window=150, sink_tokens=130, max_blocks=30,
+             packed=True, **B16),
+        prefill_tokens=128, poison_before_window=True,
+    ),
+    "first tokens, chunks": Trial(
+        Case((430, 60), (30, 3), window=150, sink_tokens=70, max_blocks=30, sinks=True, packed=True, **ONE), chunks=3,
+        poison_before_window=True,
+    ),
+    "first tokens, tree": Trial(
+        Case((300, 20), (50, 18), tree=True, window=5, sink_tokens=9, num_heads=2, packed=True, padding=2,
+             max_blocks=25, **ONE),
+        poison_before_window=True, **SMALL,
+    ),
+    "first tokens, spans": Trial(
+        Case((300,), (70,), spans=True, window=4, sink_tokens=9, num_heads=2, max_blocks=25, **ONE),
+        poison_before_window=True,
     ),
     # As many items as there is room for: each row's last has one token.
     "chunk": Trial(
