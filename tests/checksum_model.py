@@ -17,14 +17,16 @@ VOCAB, LONGEST, WINDOW = 97, 48, 7
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Checksum:
-    """Stores tokens as keys and their positions as values. The next token depends on all that its layers see."""
+    """Stores tokens as keys and their positions as values. The next token depends on all that its layers see: by their
+    windows, or those and so many first tokens."""
 
-    windows: tuple[int | None, ...] = (None, WINDOW)
+    windows: tuple[int | tuple[int, int] | None, ...] = (None, WINDOW)
     dtype: Any = "float32"
 
     @property
     def layer_configs(self):
-        return tuple(jaxkv.LayerConfig(num_kv_heads=1, head_dim=1, window=window) for window in self.windows)
+        pairs = (window if isinstance(window, tuple) else (window, None) for window in self.windows)
+        return tuple(jaxkv.LayerConfig(num_kv_heads=1, head_dim=1, window=w, sink_tokens=first) for w, first in pairs)
 
     def __call__(self, tokens, *, cache, logits_at):
         """One place for each row is asked for: its last."""
@@ -36,9 +38,15 @@ class Checksum:
             cache = jaxkv.write(cache, k, v, layer=layer)
             k, v = (x[..., 0, 0].astype(jnp.int32) for x in cache.read(layer, rows, position))
             end = cache.lengths[:, None]
-            seen = (position < end) & (position >= end - (window or LONGEST))
+            seen = (position < end) & is_seen(position, end, window)
             total += jnp.sum(jnp.where(seen, (k + 1) * weight(layer, v), 0), axis=1, dtype=jnp.int32)
         return jax.nn.one_hot(total % VOCAB, VOCAB)[: logits_at.shape[0]], cache
+
+
+def is_seen(position, end, window):
+    """Whether what comes behind `end` tokens sees a position before that."""
+    window, first = window if isinstance(window, tuple) else (window or LONGEST, 0)
+    return (position >= end - window) | (position < first)
 
 
 def weight(layer, position):
@@ -54,7 +62,8 @@ def continuation(windows, prompt, count, eos):
         total = sum(
             (tokens[p] + 1) * int(weight(layer, p))
             for layer, window in enumerate(windows)
-            for p in range(max(0, end - (window or LONGEST)), end)
+            for p in range(end)
+            if is_seen(p, end, window)
         )
         tokens.append(total % VOCAB)
         if tokens[-1] == eos:

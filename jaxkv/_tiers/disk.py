@@ -39,7 +39,7 @@ def open_disk(
 
 
 def recall(
-    index: PrefixIndex, root: Node, tokens: Sequence[int], firsts: Callable[[int], Sequence[int]]
+    index: PrefixIndex, root: Node, tokens: Sequence[int], needed: Callable[[int], Sequence[np.ndarray]]
 ) -> list[Node]:  # fmt: skip
     """The chain that `tokens` begin with, as far as a row can adopt it; then on the host, what of it was on disk alone.
 
@@ -47,7 +47,7 @@ def recall(
     gone is noticed here, and is as if it had never been there.
 
     Args:
-      firsts: gives for each group the first of so many blocks that a row needs of it.
+      needed: gives for each group which of so many blocks a row needs of it.
     """
     chain, disk = index.walk(root, tokens), index.disk
     assert disk is not None
@@ -62,11 +62,11 @@ def recall(
     found: dict[tuple[int, int], Any] = {}  # by group and place in the chain
     usable = 0
     for count in range(len(chain), 0, -1):
-        needed = [slice(first, count) for first in firsts(count)]
-        sizes = [size * np.count_nonzero(d[n]) for size, d, n in zip(index.block_bytes, on_disk, needed, strict=True)]
-        if sum(sizes) > room or not all((t | d)[n].all() for t, d, n in zip(there, on_disk, needed, strict=True)):
+        columns = needed(count)
+        sizes = [size * np.count_nonzero(d[n]) for size, d, n in zip(index.block_bytes, on_disk, columns, strict=True)]
+        if sum(sizes) > room or not all((t | d)[n].all() for t, d, n in zip(there, on_disk, columns, strict=True)):
             continue
-        wanted = [(g, n.start + int(i)) for g, n in enumerate(needed) for i in np.flatnonzero(on_disk[g][n])]
+        wanted = [(g, i) for g, n in enumerate(columns) for i in n[on_disk[g][n]].tolist()]
         for g, i in wanted:
             if (g, i) not in found and (contents := disk.read(chain[i].block(g))) is not None:
                 found[g, i] = contents

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.lines import refuse_gaps
+from jaxkv._core.lines import refuse_evicting
 from jaxkv._core.numbers import integer, real, shown
 from jaxkv._core.pools import put
 from jaxkv._core.views import check_row
@@ -70,7 +70,7 @@ class PrefixCache:
     ):  # fmt: skip
         if config.contiguous:
             raise ValueError('A PrefixCache needs layout="paged": in the contiguous layout rows share no blocks.')
-        refuse_gaps(config, "A PrefixCache takes", ("head",))
+        refuse_evicting(config, "A PrefixCache takes", ("head",))
         self.config, self.max_pinned = config, real("max_pinned, a share of the blocks,", max_pinned, least=0, most=1)
         self.spill_bytes, self._hash_function = int(real("spill_bytes", spill_bytes, least=0)), hash_function
         self._disk = open_disk(config, self.spill_bytes, disk, disk_bytes, model)
@@ -88,17 +88,18 @@ class PrefixCache:
     def match(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> Match:
         """How many of a prompt's first tokens are there: whole blocks, and never the prompt's last token.
 
-        Of layers with a window, only what the next token would see has to be there. What is on disk alone is read into
-        host memory, as far as `spill_bytes` go; what others hold there may go to the disk for it.
+        Of layers with a window, only what the next token would see has to be there, the first tokens that they keep
+        too. What is on disk alone is read into host memory, as far as `spill_bytes` go; what others hold there may go
+        to the disk for it.
         """
         tokens = read_tokens(tokens)
         root = self._root(salt, adapter)
         wanted = tokens[: max(len(tokens) - 1, 0)]
         if self._disk is None:
             chain = self._index.walk(root, wanted)
-            chain = chain[: self._index.usable(chain, self._first_columns)]
+            chain = chain[: self._index.usable(chain, self._needed)]
         else:
-            chain = recall(self._index, root, wanted, self._first_columns)
+            chain = recall(self._index, root, wanted, self._needed)
         self._index.touch(chain)
         self._counts["lookups"] += 1
         self._counts["tokens_asked"] += len(tokens)
@@ -130,14 +131,14 @@ class PrefixCache:
             return cache
         change, chain = Change(self._index, cache), match.nodes
         is_known = all(node.label in self._index.nodes for node in chain)
-        if not is_known or self._index.usable(chain, self._first_columns) < len(chain):
+        if not is_known or self._index.usable(chain, self._needed) < len(chain):
             raise ValueError(
                 "Blocks of this match have been evicted since, or are not in this cache: match the prompt again, and "
                 "adopt into the cache that the last call returned."
             )
-        firsts = self._first_columns(len(chain))
-        change.restore(chain, firsts, self._landing.put if donate else put)
-        change.attach(row, chain, firsts)
+        needed = self._needed(len(chain))
+        change.restore(chain, needed, self._landing.put if donate else put)
+        change.attach(row, chain, needed)
         return self._commit(change, chain, hits=1, tokens_saved=match.num_tokens)
 
     def insert(
@@ -335,9 +336,11 @@ class PrefixCache:
         self._index.mend()
         return self._index.root(identity)
 
-    def _first_columns(self, count: int) -> list[int]:
-        """For each group the first of `count` blocks that the token behind them sees."""
-        return [self.config.first_seen(g, count * self.config.block_size) for g in range(len(self.config.groups))]
+    def _needed(self, count: int) -> list[np.ndarray]:
+        """For each group which of `count` blocks the token behind them sees: first ones that stay, and the last."""
+        config, length = self.config, count * self.config.block_size
+        firsts = [(sinks, config.first_seen(g, length)) for g, sinks in enumerate(config.group_sinks)]
+        return [np.r_[: min(sinks, first), first:count] for sinks, first in firsts]
 
     def _commit(self, change: Change, chain: Sequence[Node] = (), **counts: int) -> Cache:
         """The last step of every change."""

@@ -61,10 +61,11 @@ class Change:
                 self._spill(group, victims)
         self._keep()
 
-    def restore(self, chain: Sequence[Node], firsts: Sequence[int], put: Callable[..., Pool]) -> None:
-        """Bring what is on the host of a chain, from node `firsts[g]` on, back by `put`, as `put_group` takes it."""
+    def restore(self, chain: Sequence[Node], needed: Sequence[np.ndarray], put: Callable[..., Pool]) -> None:
+        """Bring what is on the host of a chain's nodes `needed[g]` back by `put`, as `put_group` takes it."""
         missing = [
-            [node for node in chain[first:] if node.blocks[group] == NULL_BLOCK] for group, first in enumerate(firsts)
+            [chain[i] for i in columns.tolist() if chain[i].blocks[group] == NULL_BLOCK]
+            for group, columns in enumerate(needed)
         ]
         if not any(missing):
             return
@@ -93,13 +94,13 @@ class Change:
             self.counts["blocks_restored"] += len(nodes)
         self.cache = cache.replace(tables=tuple(groups))
 
-    def attach(self, row: int, chain: Sequence[Node], firsts: Sequence[int]) -> None:
-        """Put what a chain holds, from node `firsts[g]` on, into an empty row."""
+    def attach(self, row: int, chain: Sequence[Node], needed: Sequence[np.ndarray]) -> None:
+        """Put what a chain's nodes `needed[g]` hold into an empty row."""
         length, groups = np.int32(len(chain) * self.config.block_size), []
-        for group, (tables, first) in enumerate(zip(self.cache.tables, firsts, strict=True)):
+        for group, (tables, columns) in enumerate(zip(self.cache.tables, needed, strict=True)):
             entries = np.full(self.config.max_blocks_per_seq, NULL_BLOCK, np.int32)
-            blocks = [node.blocks[group] or self.restored[node, group] for node in chain[first:]]
-            entries[first : len(chain)] = blocks
+            nodes = [chain[i] for i in columns.tolist()]
+            entries[columns] = [node.blocks[group] or self.restored[node, group] for node in nodes]
             groups.append(attach(tables, np.int32(row), entries, length))
         self.cache = self.cache.replace(tables=tuple(groups))
 

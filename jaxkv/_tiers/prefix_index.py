@@ -132,15 +132,15 @@ class PrefixIndex:
             node = found
         return chain
 
-    def usable(self, chain: Sequence[Node], firsts: Callable[[int], Sequence[int]]) -> int:
+    def usable(self, chain: Sequence[Node], needed: Callable[[int], Sequence[np.ndarray]]) -> int:
         """How many nodes of a chain a row can adopt: the most of which every group has what the next token sees.
 
         Args:
-          firsts: gives for each group the first of so many blocks that a row needs of it.
+          needed: gives for each group which of so many blocks a row needs of it.
         """
         present = [np.array([node.has(g) for node in chain], bool) for g in range(len(self.kept))]
         for count in range(len(chain), 0, -1):
-            if all(p[first:count].all() for p, first in zip(present, firsts(count), strict=True)):
+            if all(p[columns].all() for p, columns in zip(present, needed(count), strict=True)):
                 return count
         return 0
 

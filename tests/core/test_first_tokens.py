@@ -100,10 +100,6 @@ FIRST_BAD = {
         lambda: make_config((FIRST, LayerConfig(**SINGLE, window=3, sink_tokens=6, shares_with=0))),
         "which keeps 5 of the first tokens: its own sink_tokens cannot be 6",
     ),
-    "prefix": (
-        lambda: jaxkv.PrefixCache(make_config((FIRST,))),
-        "A PrefixCache takes no layers with window=6 and sink",
-    ),
     "a word": (
         lambda: jaxkv.attend(np.ones((ROWS, 1, 2, 8)), jaxkv.init(make_config((FIRST,))), layer=0, sink_tokens="a"),
         "sink_tokens must be an integer, not 'a'",

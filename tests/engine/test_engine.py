@@ -26,11 +26,11 @@ ENGINES = {
 }
 
 
-MIXED, LOCAL, GLOBAL = (None, WINDOW), (WINDOW, 2), (None,)
+MIXED, LOCAL, GLOBAL, FIRST = (None, WINDOW), (WINDOW, 2), (None,), ((WINDOW, 4), None)
 CASES = [("swapped", MIXED), ("contiguous", MIXED), ("spilled", LOCAL)]
 if NIGHTLY:
     CASES = [(name, MIXED) for name in ENGINES]
-    CASES += [(name, windows) for name in ("spilled", "swapped") for windows in (LOCAL, GLOBAL)]
+    CASES += [(name, windows) for name in ("spilled", "swapped") for windows in (LOCAL, GLOBAL, FIRST)]
 
 
 @pytest.mark.parametrize(("name", "windows"), CASES)

@@ -100,7 +100,7 @@ MUTANTS = {
     ),
     "an old match is believed": Mutant(
         PREFIX,
-        "if not is_known or self._index.usable(chain, self._first_columns) < len(chain):",
+        "if not is_known or self._index.usable(chain, self._needed) < len(chain):",
         "if False:",
         IN_PREFIX + "test_an_older_cache_gets_what_it_has_and_nothing_else",
     ),

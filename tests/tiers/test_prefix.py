@@ -1,5 +1,6 @@
 """Prefix reuse: what is matched, shared, kept and given back; and never another prompt's keys and values."""
 
+import dataclasses
 import functools
 import re
 
@@ -55,12 +56,13 @@ def compute(cache, row, tokens):
     return cache, len(tokens) - start
 
 
-def assert_holds(cache, row, tokens, window=None):
+def assert_holds(cache, row, tokens, window=None, first=0):
     jaxkv.check_invariants(cache)
     assert int(cache.lengths[row]) == len(tokens)
     for layer in range(cache.num_layers):
         k, v = jaxkv.gather(cache, row, layer=layer)
-        seen = slice(-(window or 64) + 1, None) if layer == 0 and window else slice(None)
+        seen = np.arange(len(tokens))
+        seen = seen[(seen > len(tokens) - window) | (seen < first)] if layer == 0 and window else seen
         expected = np.broadcast_to(contents(tokens)[:, None, None], k.shape)[seen]
         np.testing.assert_array_equal(np.asarray(k)[seen], expected)
         np.testing.assert_array_equal(np.asarray(v)[seen], expected)
@@ -282,6 +284,37 @@ def test_with_a_window_only_what_is_seen_must_be_there():
     cache = prefix.make_room(jaxkv.free(cache, 0), [40, 0])
     prefix.check_invariants(cache)
     assert prefix.match(prompt).num_tokens == prefix.match(long[:20]).num_tokens == 0
+
+
+def test_of_first_tokens_and_a_window_both_must_be_there(tmp_path):
+    """Adopted from the device, from the host, and by another index from the disk; what lies between is nowhere."""
+    full = make_config()
+    first = dataclasses.replace(full.layers[0], window=6, sink_tokens=5)
+    config = full.replace(layers=(first, full.layers[1]))
+    options = {"config": config, "spill_bytes": 10_000, "disk": tmp_path, "disk_bytes": 100_000}
+    long, (cache, prefix) = list(range(40)), start(**options)
+    cache, _ = compute(cache, 0, long)
+    cache = jaxkv.free(prefix.insert(cache, 0, long), 0)
+    assert prefix.stats()["blocks"] == [2 + 4, 10]  # the last step saw two blocks more than the next one
+    prefix.flush(cache)
+
+    def assert_adopts(cache, prefix, tokens):
+        match = prefix.match([*tokens, 1])
+        assert match.num_tokens == len(tokens)
+        adopted = prefix.adopt(cache, 1, match)
+        prefix.check_invariants(adopted)
+        assert_holds(adopted, 1, tokens, 6, first=5)
+        adopted, _ = compute(adopted, 1, [*tokens, 1, 2, 3])
+        assert_holds(adopted, 1, [*tokens, 1, 2, 3], 6, first=5)
+
+    assert_adopts(cache, prefix, long)
+    assert prefix.match(long[:30]).num_tokens == 8, "in the middle the window's blocks are gone"
+    cache = prefix.make_room(cache, [40 - 1, 0])  # the end goes first: a prompt's first block is left, and to the host
+    assert prefix.stats()["blocks"] == [1, 10]
+    assert_adopts(cache, prefix, long)
+    assert_adopts(*start(**options), long)
+    cache, without = start(config=config, prompts=[long[:4]])
+    assert_adopts(cache, without, long[:4])
 
 
 @pytest.mark.parametrize("window", [None, 6])
