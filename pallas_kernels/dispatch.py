@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import stripes
+from pallas_kernels import cascade, stripes
 from pallas_kernels.arguments import (
     check_attention,
     check_kind,
@@ -82,7 +82,8 @@ def paged_attention(
       deterministic: a row's output and LSE are the same to the bit whatever the other rows, the table's width, T and
         the numbers of blocks are, in one layout and dtype. Gradients are not.
       shared: `i32[4, S]`, what `find_shared` found in these tables: rows that begin with the same blocks read them
-        once, in XLA. Other backends, `blocks`, `sink_tokens` and `deterministic` read every row by itself.
+        once. With `blocks`, `sink_tokens` and `deterministic` every row is read by itself, in kernels for TPU and GPU
+        also with `window` and `chunk`.
       stripe: `i32[2]`, (number, count): of every block the pool holds one of `count` equal runs of tokens, this one;
         `block_size` in `kv` is a run's. The result is the attention over these tokens alone, for `merge_attention`.
         Decode steps in which a token sees its whole row run in any backend, others in XLA.
@@ -306,8 +307,12 @@ def _run(op: str, implementation: str | None, arrays: dict[str, jax.Array], stat
     def on(name: str) -> Any:
         backend = backend_of(name)
         run = getattr(backend, op) if hasattr(backend, op) else functools.partial(_write_then_attend, name)
-        shares = getattr(backend, "SHARES", False)  # those that do not read every row by itself
-        return lambda arrays: run(**{k: x for k, x in arrays.items() if shares or k != "shared"}, **static)
+        # What has no function of its own gets there by one that has.
+        if "shared" not in arrays or getattr(backend, "SHARES", False) or not hasattr(backend, op):
+            return lambda arrays: run(**arrays, **static)
+        if cascade.why_alone(name, arguments) is None:
+            return lambda arrays: cascade.read_once(run, backend.paged_attention, **arrays, **static)
+        return lambda arrays: run(**{k: x for k, x in arrays.items() if k != "shared"}, **static)
 
     platform = IMPLEMENTATIONS[choice.implementation]
     if implementation is not None or platform is None:

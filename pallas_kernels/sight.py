@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.tokens import Tokens, locate
+from pallas_kernels.tokens import Tokens, default_offsets, locate
 from pallas_kernels.trees import climb
 
 TREE_TOKENS = 64  # of a row, at most, for kernels: two words of bits
@@ -114,6 +114,20 @@ def find_sight(
         if reach.sink_tokens:  # there all of the context is seen, and of what follows what the bits say
             first = jnp.where(base < reach.sink_tokens, 0, first)
     return Sight(token.position, jnp.maximum(first, 0), base - 1, base, pack(seen))
+
+
+def of_rows_that_hold(lengths: jax.Array, new: jax.Array, offsets: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """`new` without the queries of rows that hold nothing, which see nothing, and where packed ones lie still."""
+    return jnp.where(lengths > 0, new, 0), default_offsets(new) if offsets is None else offsets
+
+
+def see_all(lengths: jax.Array, there: jax.Array) -> Tiles:
+    """The sights of tiles of tokens that see all of a row, whatever it holds: of each tile the row's length, and
+    `bool[tiles, tile]`, which tokens there are."""
+    last = jnp.where(there, lengths[:, None] - 1, -1)
+    stop = jnp.where(there.any(axis=1), lengths, 0)
+    nothing = jnp.zeros_like(last)
+    return Tiles(jnp.stack([nothing, last, nothing], axis=1), jnp.zeros_like(stop), stop, jnp.zeros_like(stop), stop)
 
 
 def _run_around(token: Tokens, spans: jax.Array) -> tuple[jax.Array, jax.Array]:

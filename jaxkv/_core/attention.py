@@ -33,9 +33,9 @@ from jaxkv._core.write import (
     turned,
     values_of,
 )  # fmt: skip
+from pallas_kernels.cascade import why_alone
 
 BY_HEAD = ("sinks", "alibi")  # options with an entry for each query head
-ALONE = {"blocks", "deterministic", "sink_tokens"}  # options with which every row is read by itself
 
 
 def attention(
@@ -244,13 +244,12 @@ def explain(
     one = layer_of(cache, 0 if layer is None and not isinstance(cache, Layer) else layer)
     check_tokens(one, {"q": q})
     options = {name: x for name, x in options.items() if name != "num_tokens"}
-    cascades = flag("cascade", options.pop("cascade", True)) and not ALONE & options.keys()
+    cascades = flag("cascade", options.pop("cascade", True))
     q = jax.eval_shape(functools.partial(split_heads, one), q)
-    choice = pallas_kernels.explain(
-        q=q, tables=one.tables.tables, platform=platform, implementation=implementation,
-        **storage(one) | parts_of_blocks(one.pool), **read_options(one, options),
-    )  # fmt: skip
-    reads_once = cascades and choice.implementation == "xla"
+    arguments = dict(q=q, tables=one.tables.tables, **storage(one) | parts_of_blocks(one.pool))
+    arguments |= read_options(one, options)
+    choice = pallas_kernels.explain(platform=platform, implementation=implementation, **arguments)
+    reads_once = cascades and why_alone(choice.implementation, arguments) is None
     return choice._replace(reason=choice.reason + sharing_in_words(one, reads_once))
 
 

@@ -57,8 +57,8 @@ class Step:
         """Bytes of keys and values, scales included, that the first layer reads in this step: each row's blocks once,
         those that many rows read together once for 64 queries. An int; within `jit` f32[].
 
-        That is XLA's decode step. Kernels for TPU and GPU read every row by itself, and prompts read what is before
-        them again for every tile of their queries.
+        That is a decode step. Of layers with a window or a chunk, kernels for TPU and GPU read every row by itself, and
+        prompts read what is before them again for every tile of their queries.
         """
         group, size = self.config.group(0), self.config.bytes_per_block_read(0)
         shared = None if self.shared is None else self.shared[group]
@@ -85,9 +85,10 @@ def plan_step(
       tree: `i32` of the token axes, each token's parent, as for `attention`, which then takes it from the plan.
         Positions go by depth.
       cascade: find rows that begin with the same blocks (forks, samples of a prompt, prompts behind a common one), and
-        let XLA read what these hold once for all of them where that saves more than it costs; results are then the
-        same but for rounding. It is decided on the device, step by step, but must be asked for, because it makes
-        programs longer: layers that are not scanned take about twice as long to compile. The others need not know.
+        read what these hold once for all of them where that saves more than it costs; results are then the same but
+        for rounding, and kernels round what is shared and the rest before they put them together. It is decided on the
+        device, step by step, but must be asked for, because it makes programs longer: layers that are not scanned take
+        about twice as long to compile. The others need not know.
 
     Raises:
       ValueError: parents known on the host that are no earlier tokens; axes that are not those of a step of this cache.

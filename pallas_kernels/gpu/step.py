@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels.gpu import decode, prefill, tuning, work
 from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import InterpretParams, logit_scalars, varies
-from pallas_kernels.sight import Reach, cut, find_sight
+from pallas_kernels.sight import Reach, Sight, cut, find_sight, of_rows_that_hold
 from pallas_kernels.tokens import Tokens, default_offsets, locate
 
 MOST_COLUMNS = 32  # queries of one row and KV head that the decode kernels take
@@ -15,7 +15,7 @@ MOST_COLUMNS = 32  # queries of one row and KV head that the decode kernels take
 def attend(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
     mask=None, return_lse=False, kind=None, chunk=None, sink_tokens=None, tree=None, spans=None,
-    interpret: InterpretParams = None,
+    causal=True, interpret: InterpretParams = None,
 ):  # fmt: skip
     """[`pallas_kernels.paged_attention`][] on a Hopper GPU, for what `unsupported` does not refuse.
 
@@ -38,6 +38,8 @@ def attend(
         reach=Reach.within(capacity, window, chunk, sink_tokens), soft_cap=soft_cap is not None, kv_scale=kv_scale,
         kind=kind, interpret=interpret,
     )  # fmt: skip
+    if not causal:
+        new, offsets = of_rows_that_hold(lengths, new, offsets)
     token = locate(token_axes, lengths, new, offsets)
     token = Tokens(*(x.reshape(-1) for x in token))
     q = q.reshape(-1, num_heads, head_dim)
@@ -50,6 +52,9 @@ def attend(
     if width > 1 and any(x is not None for x in (chunk, tree, spans)):
         tree, spans = (None if x is None else x.reshape(-1) for x in (tree, spans))
         sight = find_sight(token, lengths - new, start, width, options["reach"], tree, spans)
+    elif width > 1 and not causal:
+        last = lengths[token.row] - 1  # all of the row
+        sight = Sight(last, jnp.zeros_like(last), last, jnp.zeros_like(last), None)
 
     if len(token_axes) == 2 and width * group <= MOST_COLUMNS:
         taken = jnp.ones(num_rows, bool)
@@ -59,9 +64,9 @@ def attend(
         lse = lse.reshape(num_rows, -1, width, group)
         lse = jnp.swapaxes(lse, 1, 2)
     else:
-        seen = token.valid & (token.position >= 0)
+        seen = token.valid & (token.position >= 0) if causal else token.valid
         if width > 1:
-            least = 1 if num_rows == 1 else 2  # new tokens of a row that is not decoded
+            least = 1 if num_rows == 1 or not causal else 2  # new tokens of a row that is not decoded
             out, lse = _prefill_rows(
                 q, kv, tables, lengths, jnp.where(new < least, 0, new), start, token, scalars, sinks, least,
                 sight=sight, **options,

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.sight import Reach, Sight, Tiles as SightTiles, cut, find_sight
+from pallas_kernels.sight import Reach, Sight, Tiles as SightTiles, cut, find_sight, of_rows_that_hold, see_all
 from pallas_kernels.tokens import default_offsets, locate
 from pallas_kernels.tpu.decode import decode
 from pallas_kernels.tpu.pages import LANES, VMEM_BYTES, pad
@@ -17,9 +17,12 @@ TILE_QUERIES = 512  # tokens x heads of a group: enough to hide the loading of k
 
 def attend(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, scale=None, mask=None,
-    window=None, chunk=None, sink_tokens=None, tree=None, spans=None, return_lse=False, interpret=False, **options,
+    window=None, chunk=None, sink_tokens=None, tree=None, spans=None, causal=True, return_lse=False,
+    interpret=False, **options,
 ):  # fmt: skip
     """Attention of a step whose keys and values are in the pool. Arguments as for `pallas_kernels.paged_attention`."""
+    if not causal:
+        new, offsets = of_rows_that_hold(lengths, new, offsets)
     if q.ndim == 4 and q.shape[1] == 1:
         return decode_step(
             q, kv, tables, lengths, new, kv_scale=kv_scale, kind=kind, rank=rank, scale=scale, window=window,
@@ -31,7 +34,7 @@ def attend(
     if not q.size:
         q = q[..., :width]
         return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if return_lse else q
-    lengths = jnp.clip(lengths, new, tables.shape[1] * kv.shape[3])
+    lengths = jnp.clip(lengths, new if causal else 0, tables.shape[1] * kv.shape[3])
     tables = jnp.clip(tables, 0, kv.shape[0] - 1)
     options |= {"scale": head_dim**-0.5 if scale is None else scale, "return_lse": return_lse, "interpret": interpret}
     options |= {"kv_scale": kv_scale, "kind": kind}
@@ -43,16 +46,22 @@ def attend(
         begin, new = jnp.arange(rows, dtype=jnp.int32) * token_axes[1], jnp.minimum(new, token_axes[1])
     else:
         begin = default_offsets(new) if offsets is None else offsets
-    single = new == 1
+    single = (new == 1) & causal
     size = tile_tokens(token_axes[-1], num_heads, kv, tables, q.dtype)
-    tiles = make_tiles(begin, lengths, new, single, places=places, tile_tokens=size)
+    # Queries that are not the row's own have no position: their tiles only number them. They come as many.
+    tiles = make_tiles(begin, lengths if causal else new, new, single, places=places, tile_tokens=size)
     sees: dict = {"reach": reach}
-    if any(x is not None for x in (chunk, tree, spans)):
-        token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), lengths, new, offsets))
-        tree, spans = (None if x is None else x.reshape(-1) for x in (tree, spans))
-        sight = find_sight(token, lengths - new, begin, token_axes[-1], reach, tree, spans)
-        sees["sight"] = _sight_of_tiles(tiles, size, sight)
+    if not causal or any(x is not None for x in (chunk, tree, spans)):
+        sight = None
+        if causal:
+            token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), lengths, new, offsets))
+            tree, spans = (None if x is None else x.reshape(-1) for x in (tree, spans))
+            sight = find_sight(token, lengths - new, begin, token_axes[-1], reach, tree, spans)
+        sees["sight"] = _sight_of_tiles(tiles, size, sight, lengths)
     out, lse = prefill(flat, kv, tables, tiles, tile_tokens=size, **sees, **options)
+    if not causal:
+        out = out[..., :width].reshape(*q.shape[:-1], width)
+        return (out, by_token(lse, tiles, places).reshape(q.shape[:-1])) if return_lse else out
     at = jnp.clip(begin, 0, places - 1)
     alone, alone_lse, *_ = decode(
         flat[at], kv, tables, jnp.where(single, lengths, 0), rank=rank, reach=reach, **options
@@ -65,25 +74,31 @@ def attend(
     return out, lse.reshape(q.shape[:-1])
 
 
-def _sight_of_tiles(tiles, size: int, sight: Sight) -> SightTiles:
-    """What the tokens of each tile see."""
+def _sight_of_tiles(tiles, size: int, sight: Sight | None, lengths) -> SightTiles:
+    """What the tokens of each tile see; None: all of their row."""
     lane = jnp.arange(size, dtype=jnp.int32)[None]
     there = (lane < (tiles.limit - tiles.start)[:, None]) & (tiles.limit > 0)[:, None]
+    if sight is None:
+        return see_all(lengths[tiles.row], there)
     return cut(sight, tiles.token[:, None] + lane, there)
 
 
 def by_token(lse, tiles, places: int):
     """From `[tiles, H, tile_tokens]` to `[places, H]`; each token is in one tile, or in none."""
-    _, num_heads, size = lse.shape
-    lane = jnp.arange(size, dtype=jnp.int32)[None]
-    there = (lane < (tiles.limit - tiles.start)[:, None]) & (jnp.arange(tiles.row.size)[:, None] < tiles.total)
-    at = jnp.where(there, tiles.token[:, None] + lane, places).reshape(-1)
-    return jnp.zeros((places, num_heads), lse.dtype).at[at].set(lse.swapaxes(1, 2).reshape(-1, num_heads), mode="drop")
+    count, num_heads, size = lse.shape
+    # Each token looks for its tile by comparing: to scatter whole tiles costs a TPU more.
+    tile = jnp.arange(count, dtype=jnp.int32)[None]
+    lane = jnp.arange(places, dtype=jnp.int32)[:, None] - tiles.token[None]
+    mine = (lane >= 0) & (lane < (tiles.limit - tiles.start)[None]) & (tile < tiles.total)
+    at = jnp.sum(jnp.where(mine, tile * size + lane, 0), axis=1)
+    found = lse.swapaxes(1, 2).reshape(-1, num_heads)[at]
+    return jnp.where(mine.any(axis=1)[:, None], found, 0)
 
 
 def decode_step(
     q, kv, tables, lengths, new, *, k=None, v=None, offsets=None, kv_scale=None, kind=None, rank=None, scale=None,
-    mask=None, window=None, chunk=None, sink_tokens=None, tree=None, spans=None, return_lse=False, **options,
+    mask=None, window=None, chunk=None, sink_tokens=None, tree=None, spans=None, causal=True, return_lse=False,
+    **options,
 ):  # fmt: skip
     """One padded token per row, `q [S, 1, H, D]`, written first where `k` and `v` are given.
 

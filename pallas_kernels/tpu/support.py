@@ -56,7 +56,8 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
             f"may: shard the heads, or use bfloat16."
         )
     rows, blocks_per_row = tables.shape
-    entries = scalar_entries(q, kv, tables, any(arguments.get(name) is not None for name in SIGHTS))
+    sights = not arguments.get("causal", True) or any(arguments.get(name) is not None for name in SIGHTS)
+    entries = scalar_entries(q, kv, tables, sights)
     if entries + rows * blocks_per_row > SMEM_ENTRIES:
         block_size, context = kv.shape[3], blocks_per_row * kv.shape[3]
         if entries + rows > SMEM_ENTRIES:

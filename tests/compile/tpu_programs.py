@@ -35,7 +35,7 @@ def devices(topology, bounds):
 
 def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16", implementation="tpu",
             block_size=BLOCK_SIZE, blocks_per_row=BLOCKS_PER_ROW, kind=None, chunk=None, tree=False,
-            sink_tokens=None):  # fmt: skip
+            sink_tokens=None, cascade=False):  # fmt: skip
     """Compile `op` of one or more layers, one after another, on a donated pool each; bytes per chip."""
     rows = tokens[0] if len(tokens) == 2 else ROWS
     heads = "x" if sharded else None
@@ -60,6 +60,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     options |= {} if chunk is None else {"chunk": chunk}
     options |= {} if sink_tokens is None else {"sink_tokens": sink_tokens}
     parents = {"tree": array(*tokens, dtype="int32")} if tree else {}
+    parents |= {"shared": array(4, rows, dtype="int32")} if cascade else {}
 
     def step(q, k, pools, tables, lengths, new, tree):
         if op == "paged_attention":
@@ -146,6 +147,9 @@ def main(chip, everything=""):
                 "tree and chunk, mixed": ("llama3-8b", "write_and_attend", (64,), {"chunk": 3000, "tree": True}),
                 "chunk, prefill": ("llama3.2-1b", "paged_attention", (1, 2048), {"chunk": 8192}),
                 "tree and window": ("gemma2-2b", "paged_attention", (ROWS, 40), {"tree": True}),
+                "rows that share": ("llama3-8b", "write_and_attend", (64, 1), {"cascade": True, "layers": 2}),
+                "rows that share, int8": ("llama3-8b", "write_and_attend", (16,), INT8 | {"cascade": True}),
+                "rows that share, latent": ("deepseek-v3", "write_and_attend", (64, 1), {"cascade": True}),
                 "tree, int8": ("llama3-8b", "paged_attention", (ROWS, 8), INT8 | {"tree": True}),
                 "prefill, int8": ("gemma3-1b", "paged_attention", (1, 128), INT8),
                 "float32": ("llama3-8b", "write_and_attend", (ROWS, 1), {"dtype": "float32"}),

@@ -99,6 +99,22 @@ def test_explain_says_whether_rows_share():
     assert "share" not in reasons[0]
 
 
+def test_explain_says_which_kernels_read_once_what_rows_share():
+    layers = [jaxkv.LayerConfig(num_kv_heads=1, head_dim=128, **sight) for sight in ({}, {"window": 256})]
+    sizes = dict(max_seqs=ROWS, max_seq_len=512, num_blocks=20, block_size=16, dtype="bfloat16")
+    cache = jaxkv.init(jaxkv.CacheConfig(layers=tuple(layers), **sizes))
+    tables = [t.tables.at[:, :16].set(jnp.arange(1, 17)) for t in cache.tables]
+    lengths = jnp.full(ROWS, 260, jnp.int32)
+    cache = cache.replace(tables=tuple(
+        dataclasses.replace(t, tables=x, lengths=lengths) for t, x in zip(cache.tables, tables, strict=True)
+    ))  # fmt: skip
+    q = jax.ShapeDtypeStruct((ROWS, 1, 2, 128), jnp.bfloat16)
+    for platform in ("tpu", "cuda"):
+        for layer, how in enumerate(("a step planned with cascade=True reads them", "every row reads them by itself")):
+            reason = jaxkv.explain(q, cache, layer=layer, platform=platform).reason
+            assert f" {ROWS} rows share up to 256 of their first tokens with others: {how}" in reason
+
+
 def test_who_wants_it_otherwise_reads_alone():
     """`cascade=False` and `deterministic` are programs without it; so are gradients."""
     cache, (q, _) = jaxkv.extend(forks(), COUNTS), queries(0, (ROWS, 1))
