@@ -47,16 +47,16 @@ def why_alone(implementation: str, arguments: dict[str, Any]) -> str | None:
 
 
 def read_once(
-    run: Callable, attend: Callable, *, q, kv, tables, lengths, new, shared, offsets=None, return_lse=False, **options
+    run: Callable, attend: Callable, *, q, kv, tables, lengths, new, shared, offsets=None, return_lse=False,
+    branches=True, **options,
 ) -> Any:  # fmt: skip
     """`run`, a backend's `paged_attention` or `write_and_attend`, of rows that read what they share only once.
 
     Args:
       attend: the backend's `paged_attention`.
       shared: `i32[4, S]`, of `find_shared`.
+      branches: where no row shares anything, the first call is not made; else it has nothing to do then.
       others: as for `run`; what `why_alone` has nothing against.
-
-    Where no row shares anything, the first call is not made.
     """
     of, axes, block_size = Shared.unpack(shared), q.shape[:-2], kv.shape[3]
     if not q.size:
@@ -77,7 +77,8 @@ def read_once(
     shares = token.valid & (of.tokens[token.row] > 0)
     places, number = _places(q, tables), jnp.arange(token.row.size, dtype=jnp.int32)
     place = of.place[token.row] + token.position - (lengths - new)[token.row]
-    order = jnp.zeros(places, jnp.int32).at[jnp.where(shares, place, places)].set(number, mode="drop")
+    there = jnp.where(shares, place, places + number)  # each has one of its own, those that are dropped too
+    order = jnp.zeros(places, jnp.int32).at[there].set(number, mode="drop", unique_indices=True)
     place = jnp.where(shares, place, 0)
 
     def together() -> tuple[jax.Array, jax.Array]:
@@ -89,8 +90,9 @@ def read_once(
         outs = jnp.stack([first[place].reshape(out.shape), out])
         return merge_attention(outs, jnp.stack([first_lse.reshape(lse.shape), lse]))
 
-    out, lse = jax.lax.cond(jnp.any(of.tokens > 0), together, lambda: (out, lse))
-    return ((out, lse) if return_lse else out, *written) if written else ((out, lse) if return_lse else out)
+    out, lse = jax.lax.cond(jnp.any(of.tokens > 0), together, lambda: (out, lse)) if branches else together()
+    found = (out, lse) if return_lse else out
+    return (found, *written) if written else found
 
 
 def _places(q, tables) -> int:

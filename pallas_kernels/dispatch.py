@@ -311,7 +311,9 @@ def _run(op: str, implementation: str | None, arrays: dict[str, jax.Array], stat
         if "shared" not in arrays or getattr(backend, "SHARES", False) or not hasattr(backend, op):
             return lambda arrays: run(**arrays, **static)
         if cascade.why_alone(name, arguments) is None:
-            return lambda arrays: cascade.read_once(run, backend.paged_attention, **arrays, **static)
+            # On a GPU the host takes the branches, and all would wait for it.
+            once = functools.partial(cascade.read_once, run, backend.paged_attention, branches=name == "tpu")
+            return lambda arrays: once(**arrays, **static)
         return lambda arrays: run(**{k: x for k, x in arrays.items() if k != "shared"}, **static)
 
     platform = IMPLEMENTATIONS[choice.implementation]

@@ -186,8 +186,9 @@ def launches():
     return found
 
 
-def step(*, donate=True, unique=True):
-    """A decode step of two layers: projections, write, attention. What the program does to the pools."""
+def step(*, donate=True, unique=True, shares=False):
+    """A decode step of two layers: projections, write, attention, whose rows may share blocks. What the program does to
+    the pools."""
     shape = SHAPES["llama3-8b"]
     model_dim, heads, kv_heads, head_dim = 4096, shape.num_heads, shape.num_kv_heads, shape.head_dim
     weights = {
@@ -196,7 +197,7 @@ def step(*, donate=True, unique=True):
     }  # fmt: skip
     pools = tuple(array((NUM_BLOCKS, 2, kv_heads, 16, head_dim)) for _ in range(2))
 
-    def decode_step(pools, weights, x, tables, lengths, new):
+    def decode_step(pools, weights, x, tables, lengths, new, shared):
         written = []
         for pool, w in zip(pools, weights, strict=True):
             q = (x @ w["q"]).reshape(ROWS, 1, heads, head_dim)
@@ -206,13 +207,14 @@ def step(*, donate=True, unique=True):
             else:  # negative control
                 block = jnp.take_along_axis(tables, ((lengths - 1) // 16)[:, None], axis=1)[:, 0]
                 pool = pool.at[block, :, :, (lengths - 1) % 16].add(jnp.stack([k[:, 0], v[:, 0]], axis=1))
-            out = pallas_kernels.paged_attention(q, pool, tables, lengths, new, implementation="gpu")
+            out = pallas_kernels.paged_attention(q, pool, tables, lengths, new, shared=shared, implementation="gpu")
             x = x + out.reshape(ROWS, heads * head_dim) @ w["o"]
             written.append(pool)
         return x, tuple(written)
 
     row = array((ROWS,), jnp.int32)
     arguments = (pools, (weights, weights), array((ROWS, model_dim)), array((ROWS, MAX_BLOCKS), jnp.int32), row, row)
+    arguments += (array((4, ROWS), jnp.int32) if shares else None,)
     compiled, _ = compile_(decode_step, *arguments, donate_argnums=(0,) if donate else ())
     return fate(compiled, pools)
 
@@ -295,6 +297,7 @@ JOBS = {
     "llama3-8b-tree-prefill": named("llama3-8b", tree=True, tokens=64),
     "256-tree": lambda: attention(AttentionShape(16, 1, 256, num_layers=1, window=100), tokens=40, tree=True),
     "step": step,
+    "step-shared": lambda: step(shares=True),
     "scanned": scanned,
     "launches": launches,
     "control-no-fence": without_fence,

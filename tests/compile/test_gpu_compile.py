@@ -65,13 +65,16 @@ if NIGHTLY:
     }
 
 
+STEPS = ["step", *["step-shared"] * NIGHTLY]
+
+
 @pytest.fixture(scope="module")
 def report():
     """Everything that gpu_compile.py prints, by job."""
     script = pathlib.Path(__file__).with_name("gpu_compile.py")
     controls = ("no-fence", "too-many-registers", *("not-donated", "not-unique") * NIGHTLY)
     controls = [f"control-{name}" for name in controls]
-    jobs = [*DECODE_BUDGETS, *PREFILL, *QUANTISED, "launches", "step", *["scanned"] * NIGHTLY, *controls]
+    jobs = [*DECODE_BUDGETS, *PREFILL, *QUANTISED, "launches", *STEPS, *["scanned"] * NIGHTLY, *controls]
     path = os.pathsep.join([str(script.parents[2]), SITE, os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XLA_FLAGS": ""}
     run = subprocess.run([sys.executable, script, *jobs], env=environment, capture_output=True, text=True, timeout=580)
@@ -158,12 +161,14 @@ def test_missing_fence_shows(report):
     assert report["control-no-fence"]["paged_decode_split"]["proxy_fences"] == 2
 
 
-def test_step_updates_the_pools_in_place(report):
-    step = report["step"]
+@pytest.mark.parametrize("name", STEPS)
+def test_step_updates_the_pools_in_place(name, report):
+    step = report[name]
     assert step["alias_bytes"] == step["pool_bytes"]
     assert step["pool_copies"] == 0
     assert step["temp_bytes"] < step["pool_bytes"] / 20
-    assert step["unique_scatters"] == step["scatters"] == 2  # one a pool; unique: no atomics
+    # One a pool, and of who stands where in a group; unique: no atomics.
+    assert step["unique_scatters"] == step["scatters"] == (3 if "shared" in name else 2)
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes long to compile; by day test_tpu.py has it")

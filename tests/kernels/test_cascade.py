@@ -15,9 +15,9 @@ from pallas_kernels.testing import Case
 
 # Groups of five rows, two and one, and who is in none; of some rows all is shared but the last token, of one nothing
 # is; an empty row, and one that is not in the step.
-LENGTHS, NEW = (13, 50, 33, 20, 40, 17, 0, 44, 5, 90), (1, 1, 1, 1, 1, 1, 0, 0, 1, 1)
+LENGTHS, NEW = (13, 73, 33, 20, 40, 17, 0, 44, 5, 90), (1, 1, 1, 1, 1, 1, 0, 0, 1, 1)
 MANY = (1, 3, 2, 5, 1, 1, 0, 0, 4, 30)
-GROUPS = {(0, 2, 3, 4, 5): 3, (1, 9): 12, (8,): 1}
+GROUPS = {(0, 2, 3, 4, 5): 3, (1, 9): 17, (8,): 1}
 WHOLE = tuple(length + new - 1 for length, new in zip(LENGTHS, MANY, strict=True))
 CASES = {
     "mixed, packed": (Case(WHOLE, MANY, 7, 1, 8, 4, packed=True, padding=3), GROUPS, None),
