@@ -7,7 +7,8 @@ silently wrong: it reads scalars of the kernel's arguments as 0, so that a loop 
 arguments are therefore replaced by arithmetic here, and the copies of the executed trace are counted and compared
 with what the shape needs. `of copies` is the time relative to the same program that only copies and computes nothing:
 the model's own bandwidth time. A layer is all that stands between q, k, v and the output: the sum of its operations,
-as the second of two layers costs it; what the first costs more is the step's plan, which all layers share.
+as the second of two layers costs it; what the first costs more is the step's plan, which all layers share. A `step` is
+that of one layer, plan and all; of rows that may share and do not without the branch that reads for them together.
 """
 
 import importlib
@@ -43,7 +44,9 @@ class Work(NamedTuple):
     ragged: bool = False
     kind: str | None = None  # how the pool is stored; None: as bfloat16
     layer: bool = False
+    step: bool = False
     latent: bool = False
+    prefix: int | None = None  # tokens that a decode step's rows share beside their context; None: it is not looked for
 
     @property
     def block_size(self) -> int:
@@ -72,6 +75,25 @@ WORKS = {
     "latent decode 32 x 4096": Work("decode", "deepseek-v3", rows=32, context=4096, latent=True),
     "latent decode 32 x 4096, 16 heads": Work("decode", "deepseek-v2-lite", rows=32, context=4096, latent=True),
     "latent prefill of 1,024 tokens": Work("prefill", "deepseek-v3", tokens=1024, latent=True),
+    **{
+        f"step, decode 64 x {context:,}{how}": Work(
+            "decode",
+            "2 x 4 heads",
+            rows=64,
+            context=context,
+            table=context + 16 + (prefix or 0),
+            prefix=prefix,
+            step=True,
+        )
+        for context, prefix, how in (
+            (256, None, ""),
+            (256, 0, ", may share"),
+            (8448, None, ""),
+            (256, 8192, " on 8,192 shared"),
+            (33024, None, ""),
+            (256, 32768, " on 32,768 shared"),
+        )
+    },
     "layer, prefill of 1,024 tokens": Work("prefill", tokens=1024, layer=True),
     "layer, decode 32 x 1024": Work("decode", rows=32, context=1024, layer=True),
 }
@@ -105,9 +127,11 @@ def stand_ins(
     steps = -(-sum(-(-n // segment) for n in lengths[:block_rows]) // segments) if decodes else 0
     block, knobs = Scalars(lambda i: i + 1), Scalars(lambda i: 0.1, "float32")
     target = Scalars(lambda row: (row + 1) * row_blocks)
-    start = Scalars(lambda i: work.context + i * tile)
-    limit = Scalars(lambda i: work.context + (i + 1) * tile)
+    together = work.prefix is not None
+    start = Scalars(lambda i: (0 if together else work.context) + i * tile)
+    limit = Scalars(lambda i: (0 if together else work.context) + (i + 1) * tile)
     first = Scalars(lambda i: i * tile)
+    sights = [number(0), number(work.prefix), number(0), number(work.prefix)] if together else []
     if work.rows == 1:
         runs = [block, number(0), Scalars(lambda i: i * page), number(0), number(page), number(work.tokens // page)]
     else:  # a token a row, each at another place of its page
@@ -116,7 +140,7 @@ def stand_ins(
         runs = [block, number(0), token, place, Scalars(lambda i: (i & (page - 1)) + 1), number(work.rows)]
     return {
         "paged_decode": [limits, Scalars(lambda row: row), target, number(steps), block, knobs],
-        "paged_prefill": [number(0), first, start, limit, block, knobs],
+        "paged_prefill": [number(0), first, start, limit, block, knobs, *sights],
         "paged_write": runs,
     }
 
@@ -129,13 +153,13 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
     from jax.experimental.pallas import tpu as pltpu
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from pallas_kernels import SHAPES, tpu
+    from pallas_kernels import SHAPES, AttentionShape, cascade, tpu
     from pallas_kernels.kinds import storage_of
     from pallas_kernels.tpu import pages, step
 
     modules = {n: importlib.import_module(f"pallas_kernels.tpu.{n}") for n in ("decode", "prefill", "write")}
     work = WORKS[name]
-    shape = SHAPES[work.shape]
+    shape = (SHAPES | {"2 x 4 heads": AttentionShape(8, 4, 128, 1)})[work.shape]
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, -(-shape.head_dim // 128) * 128
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip], chips_per_host_bounds=(1, 1, 1))
     mesh = Mesh(np.array(topology.devices[:1]), ("x",))
@@ -146,22 +170,26 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
 
     blocks = work.table // work.block_size
     storage = "bfloat16" if work.kind is None else str(storage_of(work.kind))
-    # Several times what is read, or XLA moves the whole pool into vector memory first.
+    # Several times what is read, or XLA moves the whole pool into vector memory first; but one that large it cannot.
     parts = 2 if shape.rank is None else 1
-    pool = array(max(4096, 2 * work.rows * blocks) + 1, parts, kv_heads, work.block_size, head_dim, dtype=storage)
+    read = work.rows * blocks
+    pool = array(
+        max(4096, min(2 * read, max(read, 2**16))) + 1, parts, kv_heads, work.block_size, head_dim, dtype=storage
+    )
     tables, counts = array(work.rows, blocks, dtype="int32"), array(work.rows, dtype="int32")
     decode, q_dtype = modules["decode"], np.dtype("bfloat16")
     walk = pages.Pages.plan(pool, tables, shape.window, decode.segment_tokens(pool))
     segments = decode.segments_per_step(pool, work.rows, walk)
     block_rows = decode.block_rows(work.rows, heads, kv_heads, head_dim, 2)
-    tile, page = step.tile_tokens(work.tokens, heads, pool, tables, q_dtype), modules["write"].page_tokens(pool)
+    tokens = work.tokens if work.prefix is None else work.rows
+    tile, page = step.tile_tokens(tokens, heads, pool, tables, q_dtype), modules["write"].page_tokens(pool)
     scalars = stand_ins(work, block_rows, walk.step_tokens, segments, tile, page)
     pallas_call = pl.pallas_call
 
     def with_scalars(body, *args, grid_spec, **kwargs):
         given = scalars[kwargs["name"]]
         if kwargs["name"] == "paged_prefill":
-            object.__setattr__(grid_spec, "grid", (work.tokens // tile,))
+            object.__setattr__(grid_spec, "grid", (max(1, work.tokens // tile),))
         return pallas_call(lambda *refs: body(*given, *refs[len(given) :]), *args, grid_spec=grid_spec, **kwargs)
 
     pl.pallas_call = with_scalars
@@ -176,7 +204,7 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
     tokens = (work.rows, 1) if work.kernel == "decode" else (work.tokens * work.rows,)
     q, k = array(*tokens, heads, head_dim), array(*tokens, kv_heads, head_dim)
 
-    def program(q, k, v, pools, tables, lengths, new):
+    def program(q, k, v, pools, tables, lengths, new, shared):
         def quantised(scale):
             return {} if scale is None else {"kv_scale": scale, "kind": work.kind}
 
@@ -188,15 +216,19 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
         written = []
         for kv, scale in pools:
             v = v if shape.rank is None else None
-            q, kv = tpu.write_and_attend(q, k, v, kv, tables, lengths, new, **options, **quantised(scale))
+            step = dict(q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, **options, **quantised(scale))
+            if work.prefix is None:
+                q, kv = tpu.write_and_attend(**step)
+            else:
+                q, kv = cascade.read_once(tpu.write_and_attend, tpu.paged_attention, shared=shared, **step)
             written.append(kv)
         return q, written
 
     with jax.set_mesh(mesh):
         donated = () if work.kernel == "prefill" and not work.layer else 3
         scale = None if work.kind is None else array(*pool.shape[:-1], dtype="float32")
-        arguments = (q, k, k, [(pool, scale)] * layers, tables, counts, counts)
-        jax.jit(program, donate_argnums=donated).lower(*arguments).compile()
+        arguments = (q, k, k, [(pool, scale)] * layers, tables, counts, counts, array(4, work.rows, dtype="int32"))
+        program = jax.jit(program, donate_argnums=donated).lower(*arguments).compile().as_text()
     lengths = [128 + 256 * row if work.ragged else work.context for row in range(work.rows)]
     tiles, streams = work.tokens // tile, 1 if work.kind is None else 2  # scales come and go beside what they scale
     per_row = [-(-n // work.block_size) for n in lengths]
@@ -208,6 +240,15 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
         "write": ((2 + (streams if work.rows > 1 else 0)) * runs, streams * runs),
     }
     print(json.dumps(needed[work.kernel]))
+    print(json.dumps(names_in_branches(program) if work.prefix == 0 else []))
+
+
+def names_in_branches(program: str) -> list[str]:
+    """Of a compiled program's operations those that stand in the branch of a condition."""
+    bodies = dict(re.findall(r"^%?(\S+) \(.*?\{\n(.*?)^\}", program, re.DOTALL | re.MULTILINE))
+    branches = re.findall(r"branch_computations=\{(.*?)\}", program)
+    inside = "".join(bodies[name.strip(" %")] for names in branches for name in names.split(","))
+    return re.findall(r"^ *(?:ROOT )?%(\S+) = ", inside, re.MULTILINE)
 
 
 def measure(chip: str, name: str, copies_only: bool = False, layers: int = 1) -> tuple[int, int, list[int]]:
@@ -227,15 +268,15 @@ def measure(chip: str, name: str, copies_only: bool = False, layers: int = 1) ->
         profiles = [*pathlib.Path(folder).glob(f"paged_{kernel}*.textproto")]
         if not profiles or done.returncode:
             raise RuntimeError(f"The compiler made no profile: {done.stderr[-2000:]}")
+        needed, left_out = (json.loads(line) for line in done.stdout.splitlines()[-2:])
         cycles = 0
         for path in pathlib.Path(folder).glob("*.textproto"):
-            text = path.read_text()
+            text = "" if path.name.split("_TPU")[0] in left_out else path.read_text()
             found = re.findall(r"estimated_cycles: (\d+)\s+num_equivalent_hlos: (\d+)", text)
             cycles += sum(int(n) * int(times) for n, times in found)
         alone = int(re.search(r"estimated_cycles: (\d+)", profiles[0].read_text())[1])
         trace = next(pathlib.Path(folder).glob(f"paged_{kernel}*_bundles.txt")).read_text()
         executed = trace.count("= dma.hbm_to_vmem"), trace.count("= dma.vmem_to_hbm")
-        needed = json.loads(done.stdout.splitlines()[-1])
         return alone, cycles, [n - (m or n) for n, m in zip(executed, needed, strict=True)]
 
 
@@ -259,6 +300,8 @@ def main(chips: list[str]) -> None:
                 if work.layer:
                     both = measure(chip, name, layers=2)[1]
                     row |= {"layer": both - total, "plan": 2 * total - both}
+                elif work.step:
+                    row["step"] = total
                 elif work.kernel != "write":
                     row["of copies"] = round(cycles / measure(chip, name, copies_only=True)[0], 2)
             except RuntimeError as error:  # the model aborts the process on some programs

@@ -57,8 +57,10 @@ class Step:
         """Bytes of keys and values, scales included, that the first layer reads in this step: each row's blocks once,
         those that many rows read together once for 64 queries. An int; within `jit` f32[].
 
-        That is a decode step. Of layers with a window or a chunk, kernels for TPU and GPU read every row by itself, and
-        prompts read what is before them again for every tile of their queries.
+        That is a decode step of up to two query heads to a KV head, of whose number a plan knows nothing: of more, XLA
+        and the GPU's kernels read what is shared once for fewer queries. Of layers with a window or a chunk, kernels
+        for TPU and GPU read every row by itself, and prompts read what is before them again for every tile of their
+        queries.
         """
         group, size = self.config.group(0), self.config.bytes_per_block_read(0)
         shared = None if self.shared is None else self.shared[group]
