@@ -31,6 +31,7 @@ from pallas_kernels.tpu.pages import (
 from pallas_kernels.tpu.quantised import widen
 
 SEGMENT_TOKENS = 128
+ONE_HEAD_TOKENS = 256  # a segment of one KV head is little work beside what every segment costs
 SEGMENTS = 8
 # Of latent rows, which all heads share: a segment's sums are wide and many, so they are put together less often.
 LATENT_TOKENS, LATENT_SEGMENTS = 1024, 4
@@ -163,7 +164,9 @@ def page_buffers(kv, kv_scale, count: int, page_size: int) -> list:
 
 def segment_tokens(kv) -> int:
     """Tokens of a segment of this pool."""
-    return SEGMENT_TOKENS if kv.shape[1] == 2 else LATENT_TOKENS
+    if kv.shape[1] == 1:
+        return LATENT_TOKENS
+    return ONE_HEAD_TOKENS if kv.shape[2] == 1 else SEGMENT_TOKENS
 
 
 def segments_per_step(kv, rows: int, pages: Pages) -> int:

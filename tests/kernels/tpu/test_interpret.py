@@ -43,6 +43,7 @@ DECODE = [
     (Case((41, 60, 100, 200), (1, 1, 1, 1), 2, 1, 64, 8, window=1, sink_tokens=40, **F32), 32),
     (Case((15, 54, 97, 150), (1, 1, 0, 1), 10, 2, 128, 16, window=20, sink_tokens=4, soft_cap=30.0, **BF16), 32),
     (Case((97, 0, 37, 164), (1, 0, 1, 1), 6, 1, 136, 16, rank=72, scale=0.1, window=50, sink_tokens=3, **LATENT), 32),
+    (Case((513, 9, 257, 256), (1, 1, 1, 1), 4, 1, 128, 16, **BF16), None),  # one head: segments of 256
 ]
 # (new, length) pairs of PEERS' matrices and more; decode rows among them, alone, and none.
 MIXED = [
