@@ -1,6 +1,7 @@
 """A wing of `jaxkv` imports only wings that stand above it in this list, and no file is imported in a circle."""
 
 import ast
+import itertools
 import pathlib
 
 import jaxkv
@@ -79,3 +80,9 @@ def test_planted_imports_are_found():
     ]  # fmt: skip
     loop = {"a": "import b", "b": "from c import d", "c": "import a", "beside": "import a"}
     assert circles(loop).keys() == loop.keys()
+
+
+def test_no_two_test_files_have_one_name():
+    """pytest tells files apart by that alone, and finds it out where all are run."""
+    names = sorted(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, following in itertools.pairwise(names) if name == following] == []
