@@ -132,10 +132,10 @@ def _check_bounds(cache: Cache, layer: int) -> None:
     config, tables = cache.config, jax.device_get(cache.layer(layer).tables)
     for one in config.stack(layer):
         pool = cache.pool(one)
-        keys, bounds = (np.asarray(x)[1:] for x in (numbers(pool, config, one)[:, 0], pool.bounds))
+        keys, bounds = (np.asarray(x, np.float32)[1:] for x in (numbers(pool, config, one)[:, 0], pool.bounds))
         filled = filled_of(tables.tables, tables.lengths, config.block_size, len(keys))
         is_free = np.arange(config.block_size) >= filled[:, None]
-        low, high = (bounds[:, i, :, None].astype(keys.dtype) for i in range(2))
+        low, high = bounds[:, 0, :, None], bounds[:, 1, :, None]
         for is_inside, what in ((keys >= low) | np.isnan(low), "below"), ((keys <= high) | np.isnan(high), "above"):
             assert (is_inside | is_free[:, None, :, None]).all(), f"layer {one}: no key is {what} its block's bounds"
 
