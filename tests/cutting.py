@@ -1,5 +1,6 @@
 """Calls of an engine that are cut off, at any line or instruction of its own code and of what it stands on."""
 
+import contextlib
 import os
 import random
 import sys
@@ -42,6 +43,18 @@ class CutAt:
         return self._line
 
 
+@contextlib.contextmanager
+def cuts_dropped():
+    """Python drops what is raised while it frees an object, such as a generator, and tells this: cuts may be."""
+    before = sys.unraisablehook
+    sys.unraisablehook = lambda what: None if what.exc_type is Cut else before(what)
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+@cuts_dropped()
 def cut_anywhere(work, check, event, points):
     """Cut work off at so many of its events, each time with a new list of requests that it fills, and check that
     nothing was lost."""
