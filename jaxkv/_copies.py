@@ -25,6 +25,7 @@ INSTRUCTION = re.compile(
 )
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
 NAMED = 3  # buffers in a message
+LARGE = 1 << 27  # bytes of a pool of which no step reads all at once, as it may with a little one
 
 
 def assert_no_copy(jitted: Any, *args: Any, temp_fraction: float = 0.5, **kwargs: Any) -> None:
@@ -78,7 +79,7 @@ def assert_no_copy(jitted: Any, *args: Any, temp_fraction: float = 0.5, **kwargs
         return
     buffers = sorted(_buffers(text, pools), key=lambda one: -one.bytes)
     blocks = [one for one in buffers if one.bytes > temp_fraction * largest / 2 and _is_blocks(one.shape, pools)]
-    factor = 1 << math.ceil(math.log2(4 * scratch / (max(temp_fraction, 0.01) * largest)))
+    factor = 1 << math.ceil(math.log2(max(4 * scratch / max(temp_fraction, 0.01), LARGE) / largest))
     grown = None if blocks else _scratch_of_a_larger_cache(jitted, args, kwargs, factor)
     if grown is not None and grown.scratch <= temp_fraction / 2 * grown.largest:
         return  # the model's own
