@@ -60,7 +60,7 @@ class Step:
         That is a decode step of up to two query heads to a KV head, of whose number a plan knows nothing: of more, XLA
         and the GPU's kernels read what is shared once for fewer queries. Of layers with a window or a chunk, kernels
         for TPU and GPU read every row by itself, and prompts read what is before them again for every tile of their
-        queries.
+        queries. Where all that tables could hold is little, XLA reads as much.
         """
         group, size = self.config.group(0), self.config.bytes_per_block_read(0)
         shared = None if self.shared is None else self.shared[group]

@@ -53,14 +53,14 @@ def paged_attention(
 
     listed = tables if blocks is None else blocks
 
-    def whole_rows(most: int) -> tiles.Tiling | None:
-        """Whether rows of at most so many tokens of this step are read at once."""
+    def at_once(most: int) -> tiles.Tiling | None:
+        """The tiles of rows of at most so many tokens of this step, if they are read whole."""
         return None if together is not None or deterministic else tiles.tile_rows(inputs.q, kv, listed, most)
 
     def attend(count: jax.Array, most: int) -> _Softmax:
         """Of the rows whose count is not 0, and at most so many tokens."""
         asked = rows._replace(count=count)
-        if (tiling := whole_rows(most)) is not None:
+        if (tiling := at_once(most)) is not None:
             return _attend_at_once(inputs, asked, token, tiling, tuple(token_axes))
         queries = most if most == 1 else tiles.PREFILL_QUERIES if deterministic else min(tiles.PREFILL_QUERIES, most)
         lanes = tables.shape[0] if most == 1 else min(tables.shape[0], num_tokens // 2) + num_tokens // queries
@@ -69,7 +69,7 @@ def paged_attention(
         return _attend_tiles(inputs, asked, token.row, index, tiling, lanes, deterministic)
 
     longest = token_axes[-1]
-    if longest == 1 or whole_rows(longest) is not None:
+    if longest == 1 or at_once(longest) is not None:
         softmax = attend(rows.count, longest)
     else:  # rows with one token of this step gain nothing from tiles of queries
         lone = rows.count == 1
