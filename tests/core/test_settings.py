@@ -112,7 +112,7 @@ CALLS = {
     "reserve": lambda cache: jaxkv.reserve(cache, [9, 9, 99]),
     "free": lambda cache: jaxkv.free(cache, [True, False, True]),
     "views": lambda cache: (cache.combined(0), cache.separate(1), cache.token(0, 1), jnp.asarray(cache.num_tokens)),
-    "repr": lambda cache: len(repr(cache)),
+    "repr": lambda cache: bool(repr(cache)),
     "store": lambda cache: cache.store(1, 0, 0, 1, np.ones(2, np.float32), np.ones(2, np.float32)),
     "checks": lambda cache: (jaxkv.check(cache), jaxkv.check_invariants(cache), jaxkv.stats(cache)["tokens"]),
     "prefix": prefix,
@@ -139,7 +139,8 @@ def under(setting, name):
 
 
 def arrays(x):
-    return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(x) if hasattr(leaf, "dtype")]
+    """Its numbers: what comes back from `jax.checkpoint` as an array may be a number without."""
+    return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(x) if hasattr(leaf, "dtype") or np.isscalar(leaf)]
 
 
 @functools.cache
