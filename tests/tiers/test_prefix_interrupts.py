@@ -203,7 +203,7 @@ def test_a_call_is_cut_off_at_every_line(name, window, spill):
         points += 1
         at += 1 if NIGHTLY else max(1, at // 3)
     assert points >= 5
-    assert bool(used_up) == (name in ("adopt, donated", CROWDED) and spill)
+    assert bool(used_up) == (name in ("adopt, donated", CROWDED) and bool(spill))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
