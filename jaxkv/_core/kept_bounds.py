@@ -64,12 +64,13 @@ def touched(
     return block, jnp.clip(lengths[own] - column * size, 0, size)
 
 
-def with_bounds(part: Pool, filled: np.ndarray, config: CacheConfig, layer: int) -> Pool:
-    """Blocks that are to be put into a layer, with the bounds of the tokens in their first `filled` i32[n] places, if
-    the layer keeps them. NumPy stays NumPy."""
+def with_bounds(part: Pool, tables: np.ndarray, lengths: np.ndarray, config: CacheConfig, layer: int) -> Pool:
+    """Blocks that are to be put into a layer, the first of them block 1 of tables `i32[n, M]` whose rows hold `lengths`
+    i32[n] tokens, with the bounds of those, if the layer keeps them. NumPy stays NumPy."""
     if not config.keeps_bounds(layer):
         return part.tokens
-    bounds: Any = _compiled(part.tokens, np.asarray(filled, np.int32), config, layer)
+    filled = filled_of(tables, lengths, config.block_size, part.kv.shape[0])
+    bounds: Any = _compiled(part.tokens, filled, config, layer)
     return dataclasses.replace(part, bounds=np.asarray(bounds) if isinstance(part.kv, np.ndarray) else bounds)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.kept_bounds import filled_of, with_bounds
+from jaxkv._core.kept_bounds import with_bounds
 from jaxkv._core.lines import any_of_row
 from jaxkv._core.pools import put_blocks, put_group, put_in_place
 from jaxkv._core.processes import put
@@ -37,7 +37,7 @@ def put_rows(
         changed, blocks = _adopt(tables, own, lines, seen, cache.config.contiguous)
         groups.append(changed)
         if len(blocks):
-            found = functools.partial(_with_bounds, read, own, cache.config)
+            found = functools.partial(_found, read, own, cache.config)
             result = put_group(result, group, found, blocks, put_in_place if in_place else put_blocks)
     return result.replace(tables=tuple(groups))
 
@@ -75,9 +75,8 @@ def _adopt(
     return dataclasses.replace(tables, **like), blocks[1:]
 
 
-def _with_bounds(read: Callable[[int], Any], held: Held, config: CacheConfig, layer: int) -> Pool:
-    part = read(layer)
-    return with_bounds(part, filled_of(held.tables, held.lengths, config.block_size, part.kv.shape[0]), config, layer)
+def _found(read: Callable[[int], Any], held: Held, config: CacheConfig, layer: int) -> Pool:
+    return with_bounds(read(layer), held.tables, held.lengths, config, layer)
 
 
 def _like(old: jax.Array, new: np.ndarray) -> jax.Array:

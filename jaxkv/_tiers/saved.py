@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.kept_bounds import filled_of, with_bounds
+from jaxkv._core.kept_bounds import with_bounds
 from jaxkv._core.reblock import Blocks, Held, TokensGone, clear_unused, fit, tokens_at, with_blocks
 from jaxkv._core.restore import pool_layers
 from jaxkv._core.state import NULL_BLOCK, Pool
@@ -57,8 +57,7 @@ def _read(
             for name, shape in zip(stored_parts(config, layer), shapes, strict=False) if shape is not None
         ]  # fmt: skip
         own = held[config.group(layer)]
-        filled = filled_of(own.tables, own.lengths, config.block_size, found[0].shape[0])
-        parts[layer] = with_bounds(Pool(*found), filled, config, layer)  # type: ignore[arg-type]
+        parts[layer] = with_bounds(Pool(*found), own.tables, own.lengths, config, layer)  # type: ignore[arg-type]
     used = [one.tables != NULL_BLOCK for one in held]
     return HostBlocks(
         lengths=np.array([length], np.int32), parts=tuple(parts), groups=config.groups, sights=config.group_sights,

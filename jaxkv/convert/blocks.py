@@ -10,7 +10,7 @@ import numpy as np
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
-from jaxkv._core.kept_bounds import filled_of, with_bounds
+from jaxkv._core.kept_bounds import with_bounds
 from jaxkv._core.layer import LayerConfig
 from jaxkv._core.lines import refuse_gaps
 from jaxkv._core.pools import put_blocks
@@ -80,8 +80,7 @@ def from_blocks(
     refuse_gaps(config, "from_blocks takes", ("head",))
     cache = init(config)
     for i, (one_k, one_v) in enumerate(zip(k, v, strict=True)):
-        filled = filled_of(entries, lengths, block_size, num_blocks)
-        blocks = with_bounds(Pool(*config.encode(i, one_k, one_v, axis=1)), filled, config, i)
+        blocks = with_bounds(Pool(*config.encode(i, one_k, one_v, axis=1)), entries, lengths, config, i)
         cache = cache.replace_pool(i, put_blocks(cache.pool(i), blocks, jnp.arange(1, num_blocks + 1, dtype=jnp.int32)))
     counts = np.bincount(entries.ravel(), minlength=num_blocks + 1)
     free = 1 + np.flatnonzero(counts[1:] == 0)
