@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import in_tiles
 from nightly import NIGHTLY
+from sharing import share
 
 import pallas_kernels
 from pallas_kernels import testing
@@ -34,15 +35,9 @@ def shared_inputs(new, **fields):
     """A case in which rows share blocks; those that they gave up for it are NaN."""
     lengths = LENGTHS + np.where(np.isin(np.arange(ROWS), (0, 2, 4)), 0, np.maximum(new - 1, 0))
     case = Case(**SIZES | dict(lengths=tuple(lengths.tolist()), new=tuple(new.tolist()), **fields))
-    inputs = testing.make_inputs(case)
-    tables, kv = np.array(inputs.tables), np.array(inputs.kv)
-    for first, rows, tokens in (A[0], (*A, IDLE), SHARED_A), (B[0], B, SHARED_B), (A[0], (BRIEF,), 12):
-        columns = tokens // case.block_size
-        for row in rows:
-            if row != first:
-                kv[tables[row, :columns]] = np.nan
-                tables[row, :columns] = tables[first, :columns]
-    return case, inputs._replace(tables=jnp.asarray(tables), kv=jnp.asarray(kv))
+    groups = {(*A, IDLE): SHARED_A, B: SHARED_B, (A[0], BRIEF): 12}
+    blocks = {rows: tokens // case.block_size for rows, tokens in groups.items()}
+    return case, share(case, testing.make_inputs(case), blocks)[0]
 
 
 def find(inputs, block_size, **options):
