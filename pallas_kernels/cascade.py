@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import prefixes
-from pallas_kernels.choice import IMPLEMENTATIONS, unsupported
+from pallas_kernels.choice import IMPLEMENTATIONS, backend_of, unsupported, unusual
 from pallas_kernels.merge import merge_attention
 from pallas_kernels.prefixes import TOGETHER, Shared
 from pallas_kernels.tokens import locate
@@ -31,9 +31,9 @@ def why_alone(implementation: str, arguments: dict[str, Any]) -> str | None:
     'Of rows with a window each reads by itself what they share, with the tpu kernels.'
     """
     for name in ("deterministic", "blocks", "sink_tokens"):
-        if arguments.get(name) not in (None, False):
+        if name in unusual(arguments):
             return f"With {name} every row is read by itself."
-    if implementation == "xla":
+    if shares(implementation):
         return None
     if IMPLEMENTATIONS[implementation] is None:
         return f"The implementation {implementation!r} reads every row by itself."
@@ -44,6 +44,11 @@ def why_alone(implementation: str, arguments: dict[str, Any]) -> str | None:
     queries = jax.ShapeDtypeStruct((_places(q, tables), *q.shape[-2:]), q.dtype)
     given = {name: arguments.get(name) for name in ("kv", *STORAGE)}
     return unsupported(implementation, "paged_attention", given | {"q": queries, "tables": tables, "causal": False})
+
+
+def shares(implementation: str) -> bool:
+    """Whether it takes `shared` itself."""
+    return getattr(backend_of(implementation), "SHARES", False)
 
 
 def read_once(

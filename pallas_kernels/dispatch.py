@@ -308,13 +308,14 @@ def _run(op: str, implementation: str | None, arrays: dict[str, jax.Array], stat
         backend = backend_of(name)
         run = getattr(backend, op) if hasattr(backend, op) else functools.partial(_write_then_attend, name)
         # What has no function of its own gets there by one that has.
-        if "shared" not in arrays or getattr(backend, "SHARES", False) or not hasattr(backend, op):
+        if "shared" not in arrays or not hasattr(backend, op):
             return lambda arrays: run(**arrays, **static)
-        if cascade.why_alone(name, arguments) is None:
+        if cascade.why_alone(name, arguments) is not None:
+            return lambda arrays: run(**{k: x for k, x in arrays.items() if k != "shared"}, **static)
+        if not cascade.shares(name):
             # On a GPU the host takes the branches, and all would wait for it.
-            once = functools.partial(cascade.read_once, run, backend.paged_attention, branches=name == "tpu")
-            return lambda arrays: once(**arrays, **static)
-        return lambda arrays: run(**{k: x for k, x in arrays.items() if k != "shared"}, **static)
+            run = functools.partial(cascade.read_once, run, backend.paged_attention, branches=name == "tpu")
+        return lambda arrays: run(**arrays, **static)
 
     platform = IMPLEMENTATIONS[choice.implementation]
     if implementation is not None or platform is None:

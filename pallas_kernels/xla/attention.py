@@ -48,7 +48,7 @@ def paged_attention(
     inputs = _Inputs(flat_q, kv, kv_scale, kind, rank, scale, soft_cap, alibi, sight)
 
     together = None
-    if shared is not None and blocks is None and sink_tokens is None and not deterministic:
+    if shared is not None:
         together, rows = _attend_together(inputs, rows, Shared.unpack(shared), token)
 
     listed = tables if blocks is None else blocks

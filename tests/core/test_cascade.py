@@ -127,6 +127,8 @@ def test_who_wants_it_otherwise_reads_alone():
     assert loops(together) > loops(alone)
     assert loops(together, cascade=False) == loops(alone)
     assert loops(together, deterministic=True) == loops(alone, deterministic=True)
+    named = jaxkv.explain(q, cache, layer=0, platform="cpu", blocks=jnp.zeros((ROWS, 2), jnp.int32))
+    assert named.implementation == "xla"
     with pytest.raises(ValueError, match="cascade must be True or False, not 'no'"):
         jaxkv.attend(q, cache, layer=0, cascade="no")
     with pytest.raises(ValueError, match="cascade must be True or False, not 2"):
