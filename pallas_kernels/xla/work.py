@@ -285,7 +285,7 @@ def whole_rows(tiling: Tiling, rows: Rows, sight: Sight) -> Items:
     """An item for each row: all its queries, and all that its table could hold. It needs no work list."""
     number = jnp.arange(rows.tables.shape[0], dtype=jnp.int32)
     nothing = jnp.zeros_like(number)
-    known = Lane(number, nothing, nothing, number, rows.before, rows.end, rows.start, rows.count)
+    known = Lane(number, nothing, nothing, nothing, rows.before, rows.end, rows.start, rows.count)
     lane = Lane(*(x[:, None] for x in known))
     return _see(tiling, rows, sight, lane, jnp.zeros((1, 1), jnp.int32), whole=True)._replace(lane=number)
 
