@@ -140,11 +140,14 @@ class Attention(nnx.Module):
 
 
 def project(equation: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
-    """`einsum(equation, x, kernel) + bias`, in x's dtype, for x's last axes and the kernel's first."""
+    """`einsum(equation, x, kernel) + bias`, in x's dtype, for x's last axes and the kernel's first, or its last."""
     # einsum itself would sum over two axes in an order for which XLA transposes the kernel, in each step anew.
-    count = len(equation.split(",")[0].removeprefix("..."))
+    inputs, weights = equation.split("->")[0].removeprefix("...").split(",")
+    count = len(inputs)
+    first = 0 if weights.startswith(inputs) else len(weights) - count
+    last = [x.ndim - count + i for i in range(count)]
     with jax.named_scope(equation):
-        y = jnp.tensordot(x, kernel[...].astype(x.dtype), axes=count)
+        y = jnp.tensordot(x, kernel[...].astype(x.dtype), axes=(last, [first + i for i in range(count)]))
     if bias is None:
         return y
     return y + jnp.expand_dims(bias[...].astype(x.dtype), tuple(range(y.ndim - bias.ndim)))

@@ -139,6 +139,7 @@ class Loop:
         if not step.counts:
             return False
         steps = 1 if self.submitted else scheduler.stretch(step, self.steps_per_dispatch)
+        residents.free_rows(are_wanted=bool(scheduler.waiting))
         work = self.pipeline.send(step, steps)
         due = scheduler.commit(step)
         if residents.eviction is not None:

@@ -77,8 +77,6 @@ class Pipeline:
         """Have a step computed. For each sequence in it: itself, its row, and its number of tokens."""
         residents = self.residents
         residents.make_room(max(step.blocks, default=0))
-        if residents.to_free:
-            residents.flush()
         work = [(s, s.row, n) for s, n in step.counts.items() if s.row is not None]
         work.sort(key=lambda one: one[1])  # packed tokens come row by row
         rows = self._rows()

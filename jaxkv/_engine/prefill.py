@@ -99,6 +99,7 @@ class Prefill:
             self.residents.settle()
             step = scheduler.plan()
         if step.counts:
+            self.residents.free_rows(are_wanted=bool(scheduler.waiting))
             self.pipeline.send(step, 1)
             for own in scheduler.commit(step):
                 scheduler.running.remove(own)  # it keeps its row until it is handed over

@@ -116,6 +116,14 @@ class Residents:
         self._to_free = []
         return room
 
+    def free_rows(self, are_wanted: bool) -> None:
+        """Have the device free the rows that were given up if others want them, or have got them: a first call that
+        needs no row twice does not compile it."""
+        are_taken = not set(self._to_free) <= set(self._free_rows)
+        # Of a thinned row `available` counts the blocks already.
+        if self._to_free and (are_wanted or are_taken or self.eviction is not None):
+            self.flush()
+
     def settle(self) -> None:
         """Have `available` say exactly how many. Waits for the device."""
         if self._to_free or self._room is None or self._measured_at < self.clock:

@@ -13,6 +13,7 @@ from jaxkv.models.config import DecoderConfig, LatentConfig
 from jaxkv.models.layers import norm_weight, rms_norm
 from jaxkv.models.rope import Rope
 from jaxkv.nnx import project
+from pallas_kernels.joining import side_by_side
 
 NORM_EPS = 1e-6  # of the norms inside, whatever the other norms of the model have
 
@@ -60,7 +61,7 @@ class LatentAttention(nnx.Module):
         key = rms_norm(row[..., : latent.rank], self.key_norm, self.config, NORM_EPS)[..., None, :]
         keys_up, values_up = jnp.split(self.up[...].astype(x.dtype), [latent.nope_dim], axis=-1)
         absorbed = jnp.einsum("...hn,rhn->...hr", q[..., : latent.nope_dim], keys_up)
-        q, k = jnp.concatenate([absorbed, rotated_q], axis=-1), jnp.concatenate([key, rotated_k], axis=-1)
+        q, k = side_by_side(absorbed, rotated_q), side_by_side(key, rotated_k)
         v = key if cache is None else None  # a cache knows that they are part of the keys
         y, cache = attend_or_dense(q, k, v, cache, layer, step, scale=self.config.attention_scale)
         y = jnp.einsum("...hr,rhv->...hv", y, values_up)

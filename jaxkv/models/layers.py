@@ -14,24 +14,29 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approx
 
 
 class GatedMLP(nnx.Module):
-    """`down(activation(gate(x)) * up(x))` (Shazeer, 2020: https://arxiv.org/abs/2002.05202), `mlp_dim` wide."""
+    """`down(activation(gate(x)) * up(x))` (Shazeer, 2020: https://arxiv.org/abs/2002.05202), `mlp_dim` wide.
+
+    Weights are `[outputs, inputs]`, as checkpoints have them: on a CPU steps of a few tokens run through them a quarter
+    faster than through `[inputs, outputs]`.
+    """
 
     def __init__(self, config: DecoderConfig, mlp_dim: int, dtype: Any, rngs: nnx.Rngs):
-        def kernel(fan_in: int, fan_out: int) -> nnx.Param:
-            return nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (fan_in, fan_out), dtype))
+        def weight(num_outputs: int, num_inputs: int) -> nnx.Param:
+            init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
+            return nnx.Param(init(rngs.params(), (num_outputs, num_inputs), dtype))
 
         def bias(size: int) -> nnx.Param | None:
             return nnx.Param(jnp.zeros((size,), dtype)) if config.mlp_bias else None
 
-        self.gate, self.gate_bias = kernel(config.embed_dim, mlp_dim), bias(mlp_dim)
-        self.up, self.up_bias = kernel(config.embed_dim, mlp_dim), bias(mlp_dim)
-        self.down, self.down_bias = kernel(mlp_dim, config.embed_dim), bias(config.embed_dim)
+        self.gate, self.gate_bias = weight(mlp_dim, config.embed_dim), bias(mlp_dim)
+        self.up, self.up_bias = weight(mlp_dim, config.embed_dim), bias(mlp_dim)
+        self.down, self.down_bias = weight(config.embed_dim, mlp_dim), bias(config.embed_dim)
         self.activation = config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate = project("...e,ef->...f", x, self.gate, self.gate_bias)
-        up = project("...e,ef->...f", x, self.up, self.up_bias)
-        return project("...f,fe->...e", ACTIVATIONS[self.activation](gate) * up, self.down, self.down_bias)
+        gate = project("...e,fe->...f", x, self.gate, self.gate_bias)
+        up = project("...e,fe->...f", x, self.up, self.up_bias)
+        return project("...f,ef->...e", ACTIVATIONS[self.activation](gate) * up, self.down, self.down_bias)
 
 
 class NormedRope(nnx.Module):

@@ -66,7 +66,8 @@ ALL_EXPERTS = {
     "experts.down_bias": "mlp.experts.down_proj_bias",
 }
 COLUMNS = {"gate": 0, "up": 1, "gate_bias": 0, "up_bias": 1}
-# How many leading axes of our kernels are inputs; theirs are [all outputs, all inputs].
+# How many leading axes of our kernels are inputs; theirs are [all outputs, all inputs], and so are those of our MLPs.
+MLPS = ("mlp", "shared")
 INPUT_AXES = {
     "query": 1, "key": 1, "value": 1, "out": 2, "gate": 1, "up": 1, "down": 1, "query_down": 1, "query_up": 1,
     "key_down": 1, "router": 1,
@@ -103,6 +104,8 @@ def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_sca
     name = (ALL_EXPERTS if config.family == "gpt_oss" and key in ALL_EXPERTS else table)[key]
     names = [name.format(expert) for expert in range(shape[0])] if "{}" in name else [name]
     one = shape[1:] if "{}" in name else shape
+    if len(rest) > 1 and rest[-2] in MLPS:
+        return [Slot(f"model.layers.{i}.{name}", one, False) for i in layers]
     inputs = INPUT_AXES.get(rest[-1], 0)
     matrix = (math.prod(one[inputs:]), math.prod(one[:inputs])) if inputs else (math.prod(one),)
     return [Slot(f"model.layers.{i}.{name}", matrix, bool(inputs)) for i in layers for name in names]

@@ -18,7 +18,7 @@ ATTENTION = {
     "query": -2, "query_bias": -2, "query_up": -2, "key": -2, "key_bias": -2, "value": -2, "value_bias": -2,
     "up": -2, "out": -3, "sinks": -1,
 }  # fmt: skip
-MLP = {"gate": -1, "gate_bias": -1, "up": -1, "up_bias": -1, "down": -2}
+MLP = {"gate": -2, "gate_bias": -1, "up": -2, "up_bias": -1, "down": -1}
 TABLES = {"embed": -2, "head": -2}
 DIVIDED = {"attention": ATTENTION, "mlp": MLP, "shared": MLP}
 

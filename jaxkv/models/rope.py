@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.numbers import integer, real, shown
+from pallas_kernels.joining import side_by_side
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,9 +112,13 @@ class Rope:
         if self.magnitude != 1.0:
             cos, sin = cos * self.magnitude, sin * self.magnitude
 
+        # Both halves are turned at once: one kernel, not one for each and another to put them together.
+        cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+
         def rotate(x: jax.Array) -> jax.Array:
             x32 = x.astype(jnp.float32)
             left, right = (x32[..., ::2], x32[..., 1::2]) if self.interleaved else jnp.split(x32, 2, axis=-1)
-            return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
+            halves = side_by_side(left, right) if self.interleaved else x32
+            return (halves * cos + side_by_side(right, left) * sin).astype(x.dtype)
 
         return rotate(q), rotate(k)

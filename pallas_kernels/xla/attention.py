@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import kinds
+from pallas_kernels.joining import paired, side_by_side
 from pallas_kernels.prefixes import TOGETHER, WORTH_ROWS, Shared
 from pallas_kernels.tokens import locate
 from pallas_kernels.xla import work as tiles
@@ -78,7 +79,7 @@ def paged_attention(
         softmax = jax.tree.map(lambda a, b: jnp.where(jnp.expand_dims(is_lone, range(1, a.ndim)), a, b), one, more)
 
     softmax = softmax if together is None else _merged(together, softmax)
-    top, values, total = softmax.top, softmax.sums[..., :-1], softmax.sums[..., -1]
+    top, values, total = softmax
     nothing = ~token.valid[:, None] | (total == 0)
     if sinks is not None:  # one more place to attend to, which has no value
         sink = sinks.astype(jnp.float32)[None]
@@ -109,11 +110,18 @@ class _Inputs(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """A softmax in the making, in float32: its value is `sums[..., :-1] / sums[..., -1:]`."""
+    """A softmax in the making, in float32: its value is `values / total`."""
 
     top: jax.Array  # [..., H]: the largest logit so far, -inf before the first
-    # [..., H, D + 1]: the sum of exp(logit - top) * value, and behind it that of exp(logit - top). Together, because
-    # each array that the loop scatters into is kernels of its own to compile and to run.
+    values: jax.Array  # [..., H, D]: the sum of exp(logit - top) * value
+    total: jax.Array  # [..., H]: the sum of exp(logit - top)
+
+
+class _Lanes(NamedTuple):
+    """The same of each lane in the loop, both sums side by side, `[lanes, H, D + 1]`, because each array that the loop
+    scatters into is kernels of its own to compile and to run."""
+
+    top: jax.Array
     sums: jax.Array
 
 
@@ -125,7 +133,7 @@ def _attend_tiles(
     (num_heads, head_dim), num_kv_heads = inputs.q.shape[1:], inputs.kv.shape[2]
     work = tiles.plan(tiling, lanes, rows, inputs.sight)
 
-    def step(i, softmax: _Softmax) -> _Softmax:
+    def step(i, softmax: _Lanes) -> _Lanes:
         items = tiles.find_items(tiling, work, rows, i, inputs.sight)
         seen = _read(inputs, items, tiling, tiles.read_queries(inputs.q, items, num_kv_heads))
         # Items of a lane are neighbours, often in the same step: what the lane has is rescaled once, at the first one.
@@ -134,23 +142,25 @@ def _attend_tiles(
         top = softmax.top.at[lane].max(item_top)
         reference = item_top if deterministic else tiles.take(top, lane)
         reference = jnp.where(jnp.isneginf(reference), 0.0, reference)
-        sums = _side_by_side(*_weigh(seen, reference))
+        values, total = _weigh(seen, reference)
+        sums = side_by_side(values, total[..., None])
         if deterministic:
-            return _merged_in_order(softmax, lane, _Softmax(item_top, sums))
+            return _merged_in_order(softmax, lane, _Lanes(item_top, sums))
         first = jnp.append(True, lane[1:] != lane[:-1])[:, None, None]
         shrink = jnp.where(first, jnp.exp(tiles.take(softmax.top, lane) - reference), 1.0)
-        return _Softmax(top, softmax.sums.at[lane].multiply(shrink[..., None]).at[lane].add(sums))
+        return _Lanes(top, softmax.sums.at[lane].multiply(shrink[..., None]).at[lane].add(sums))
 
     width = head_dim if inputs.rank is None else inputs.rank
     shape = (lanes, num_kv_heads, tiling.queries * (num_heads // num_kv_heads), width + 1)
     zeros = jnp.broadcast_to(tiles.zero_for(inputs, rows), shape)
-    nothing = _Softmax(zeros[..., 0] - jnp.inf, zeros)
+    nothing = _Lanes(zeros[..., 0] - jnp.inf, zeros)
     softmax = jax.lax.fori_loop(0, tiles.cover(work.num_items, tiling.items), step, nothing)
 
     # Padding is counted from its row's first token too, and may lie before it.
     tile, place = tiles.parts(jnp.maximum(index, 0), tiling.queries)
     lane = jnp.minimum(tiles.take(work.row_lane, row) + tile, lanes - 1)
-    return _of_tokens(softmax, tiling.queries, lane, place)
+    top, sums = _of_tokens(softmax, tiling.queries, lane, place)
+    return _Softmax(top, sums[..., :-1], sums[..., -1])
 
 
 def _attend_at_once(
@@ -170,8 +180,7 @@ def _attend_at_once(
     seen = _read(inputs, items, tiling, queries)
     top = seen.logits.max(axis=-1)
     weighted = _weigh(seen, jnp.where(jnp.isneginf(top), 0.0, top))
-    top, *sums = _of_tokens((top, *weighted), tiling.queries, row, place)
-    return _Softmax(top, _side_by_side(*sums))
+    return _of_tokens(_Softmax(top, *weighted), tiling.queries, row, place)
 
 
 class _Seen(NamedTuple):
@@ -240,11 +249,6 @@ def _weigh(seen: _Seen, reference: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _product("ikqc,ikcd->ikqd", weights.astype(seen.values.dtype), seen.values), total
 
 
-def _side_by_side(values: jax.Array, total: jax.Array) -> jax.Array:
-    """`_Softmax.sums` of its two parts."""
-    return jnp.concatenate([values, total[..., None]], axis=-1)
-
-
 def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     precision = "highest" if a.dtype == jnp.float32 else None
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
@@ -280,26 +284,31 @@ def _attend_together(
     leader = jnp.clip(tiles.take(shared.leader, token.row), 0, rows.tables.shape[0] - 1)
     softmax = _attend_tiles(inputs, groups, leader, place - tiles.take(groups.start, leader), tiling, lanes, False)
     is_in = place < place.shape[0]
-    nothing = _Softmax(jnp.float32(-jnp.inf), jnp.float32(0))
+    nothing = _Softmax(jnp.float32(-jnp.inf), jnp.float32(0), jnp.float32(0))
     softmax = jax.tree.map(
         lambda x, none: jnp.where(jnp.expand_dims(is_in, range(1, x.ndim)), x, none), softmax, nothing
     )
     return softmax, rows._replace(first=shared.tokens)
 
 
-def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
+def _merged[T: (_Softmax, _Lanes)](a: T, b: T) -> T:
     """The softmax over what either has seen."""
     top = jnp.maximum(a.top, b.top)
     reference = jnp.where(jnp.isneginf(top), 0.0, top)
     x, y = jnp.exp(a.top - reference), jnp.exp(b.top - reference)
-    return _Softmax(top, a.sums * x[..., None] + b.sums * y[..., None])
+
+    def both(of_a: jax.Array, of_b: jax.Array) -> jax.Array:
+        minor = range(top.ndim, of_a.ndim)
+        return of_a * jnp.expand_dims(x, minor) + of_b * jnp.expand_dims(y, minor)
+
+    return type(a)(top, *map(both, a[1:], b[1:]))
 
 
-def _merged_in_order(softmax: _Softmax, lane: jax.Array, items: _Softmax) -> _Softmax:
+def _merged_in_order(softmax: _Lanes, lane: jax.Array, items: _Lanes) -> _Lanes:
     """What lanes have, with some items put to it one after another: what comes out goes by their order alone. One that
     sees nothing changes no bit."""
 
-    def merge(j, softmax: _Softmax) -> _Softmax:
+    def merge(j, softmax: _Lanes) -> _Lanes:
         have, item = (jax.tree.map(lambda x, i=i: x[i], s) for s, i in ((softmax, lane[j]), (items, j)))
         return jax.tree.map(lambda x, new: x.at[lane[j]].set(new), softmax, _merged(have, item))
 
@@ -317,7 +326,8 @@ def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kin
     # Padding goes to places of its own past the pool's end, where mode="drop" drops it. Not to -1, which would wrap.
     dropped = kv.shape[0] + jnp.arange(count, dtype=jnp.int32)
     block = jnp.where(token.valid.reshape(-1), block, dropped)
-    tokens = jnp.stack([k] if v is None else [k, v], axis=-3).reshape(count, kv.shape[1], *k.shape[-2:])
+    tokens = k[..., None, :, :] if v is None else paired(k, v, -3)
+    tokens = tokens.reshape(count, kv.shape[1], *k.shape[-2:])
 
     def put(pool: jax.Array, values: jax.Array, *minor: slice) -> jax.Array:
         # unique_indices: no two tokens share a place, and without the promise GPUs would write with atomics.
