@@ -80,7 +80,9 @@ def paged_attention(
       blocks: `i32[S, n]`: of each row only these logical blocks are read, in increasing order with -1 behind them.
       chunk: a token at position p sees positions from `p // chunk * chunk` on. Not with `window`.
       deterministic: a row's output and LSE are the same to the bit whatever the other rows, the table's width, T and
-        the numbers of blocks are, in one layout and dtype. Gradients are not.
+        the numbers of blocks are, in one layout, dtype and implementation; also with a prompt that comes in pieces of
+        two tokens or more, in kernels for TPU without a window. A token that comes alone is computed as a decode step,
+        beside others too. Gradients are not the same. Kernels take no spans with it.
       shared: `i32[4, S]`, what `find_shared` found in these tables: rows that begin with the same blocks read them
         once. With `blocks`, `sink_tokens` and `deterministic` every row is read by itself, in kernels for TPU and GPU
         also with `window` and `chunk`.

@@ -168,9 +168,14 @@ def with_spans(
     )
 
 
-def too_large_a_tree(arguments: dict[str, Any]) -> str | None:
-    """Why kernels do not take the tree among an op's arguments, or None."""
+def unsupported_sight(arguments: dict[str, Any]) -> str | None:
+    """Why kernels do not take the tree or the spans among an op's arguments, or None."""
     tree = arguments.get("tree")
+    if arguments.get("deterministic") and arguments.get("spans") is not None:
+        return (
+            "With deterministic the kernels take no spans, for whether they can depends on those of all rows: leave "
+            "implementation=None to use XLA's."
+        )
     if tree is None or tree.shape[-1] <= TREE_TOKENS:
         return None
     each = "in all where they are packed" if tree.ndim == 1 else "a row"

@@ -72,7 +72,8 @@ def attention(
       tree: `i32[S, T]` or `i32[N]`, each token's parent, counted from the row's first new token; -1 is the context. A
         token sees the context, its ancestors and itself. Parents that are known on the host must be -1 or an earlier
         token; a step planned with a tree has it already.
-      deterministic: a row's output is the same to the bit, whoever else is in the batch.
+      deterministic: a row's output is the same to the bit, whoever else is in the batch, in any row and blocks, and
+        whether a prompt comes at once or in pieces of two tokens or more; see `pallas_kernels.paged_attention`.
       cascade: False: read every row by itself, also in a step that was planned with `cascade=True`.
       return_lse: also return the natural logarithm of the softmax's denominator, `f32[S, T, H]` or `f32[N, H]`.
 

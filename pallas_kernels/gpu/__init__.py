@@ -10,7 +10,7 @@ from pallas_kernels.gpu.step import attend
 from pallas_kernels.gpu.support import unsupported as unsupported
 from pallas_kernels.sight import with_spans
 
-VARIANTS = frozenset({"causal", "chunk", "sink_tokens", "spans", "tree"})
+VARIANTS = frozenset({"causal", "chunk", "deterministic", "sink_tokens", "spans", "tree"})
 
 
 def paged_attention(q, *arrays, **options):

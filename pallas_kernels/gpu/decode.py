@@ -231,8 +231,9 @@ def split(
 
 
 def merge(
-    part, part_lse, items, sinks, out, lse, *, new_tokens, most_cut, num_blocks, interpret: InterpretParams = None
-):
+    part, part_lse, items, sinks, out, lse, *, new_tokens, most_cut, num_blocks, deterministic: bool = False,
+    interpret: InterpretParams = None,
+):  # fmt: skip
     """Combine the items of each row that was cut.
 
     Args:
@@ -240,6 +241,7 @@ def merge(
       most_cut: see `decode_items`.
       out, lse: `split`'s output and its logarithm: references where the rows' are written, or else arrays.
       num_blocks: thread blocks to start, at most; each takes several rows if those are more.
+      deterministic: as many steps for a row however many others there are.
 
     Returns:
       New arrays like `out` and `lse`, with the rows' in them and anything else; nothing if those are references.
@@ -251,7 +253,7 @@ def merge(
     at_once = min(max(num_blocks // (num_kv_heads * parts), 1), most_cut)  # rows
     # Items loaded at once: one by one, each would cost the memory's whole latency. More where rows are few, and so cut
     # into many, while thread blocks that each need many registers still fit on the chip all at once.
-    ahead = (128 if most_cut * num_kv_heads <= 64 else 64) // columns
+    ahead = (128 if most_cut * num_kv_heads <= 64 and not deterministic else 64) // columns
 
     def paged_decode_merge(part_ref, part_lse_ref, items_ref, *others):
         sinks_ref, out_ref, lse_ref, rows_s = (None, *others) if sinks is None else others

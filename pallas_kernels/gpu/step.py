@@ -15,13 +15,13 @@ MOST_COLUMNS = 32  # queries of one row and KV head that the decode kernels take
 def attend(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
     mask=None, return_lse=False, kind=None, chunk=None, sink_tokens=None, tree=None, spans=None,
-    causal=True, interpret: InterpretParams = None,
+    causal=True, deterministic=False, interpret: InterpretParams = None,
 ):  # fmt: skip
     """[`pallas_kernels.paged_attention`][] on a Hopper GPU, for what `unsupported` does not refuse.
 
     The decode kernels spread a row over the chip; the prefill kernel shares keys and values among tokens. Rows of a
     padded step that is narrow enough all take the decode kernels. Of any other step those with one new token do and
-    those with more take the prefill kernel; both run if the shapes allow both.
+    those with more take the prefill kernel; both run if the shapes allow both. `deterministic`: so it is of any step.
 
     `interpret` runs the kernels in Pallas's GPU interpreter, on any machine.
     """
@@ -36,7 +36,7 @@ def attend(
     scalars = logit_scalars(head_dim**-0.5 if scale is None else scale, soft_cap)
     options = dict(
         reach=Reach.within(capacity, window, chunk, sink_tokens), soft_cap=soft_cap is not None, kv_scale=kv_scale,
-        kind=kind, interpret=interpret,
+        kind=kind, interpret=interpret, deterministic=deterministic,
     )  # fmt: skip
     if not causal:
         new, offsets = of_rows_that_hold(lengths, new, offsets)
@@ -56,7 +56,7 @@ def attend(
         last = lengths[token.row] - 1  # all of the row
         sight = Sight(last, jnp.zeros_like(last), last, jnp.zeros_like(last), None)
 
-    if len(token_axes) == 2 and width * group <= MOST_COLUMNS:
+    if len(token_axes) == 2 and width * group <= MOST_COLUMNS and (width == 1 or not deterministic):
         taken = jnp.ones(num_rows, bool)
         out, lse = _decode_rows(
             q, kv, tables, lengths, new, start, token, taken, scalars, sinks, width, None, sight=sight, **options
@@ -66,7 +66,8 @@ def attend(
     else:
         seen = token.valid & (token.position >= 0) if causal else token.valid
         if width > 1:
-            least = 1 if num_rows == 1 or not causal else 2  # new tokens of a row that is not decoded
+            decodes = deterministic or (causal and num_rows > 1)
+            least = 2 if decodes else 1  # new tokens of a row that is not decoded
             out, lse = _prefill_rows(
                 q, kv, tables, lengths, jnp.where(new < least, 0, new), start, token, scalars, sinks, least,
                 sight=sight, **options,
@@ -93,7 +94,7 @@ def tiles_of_a_row(capacity: int, reach: Reach, new_tokens: int, tile_tokens: in
 
 def _decode_rows(
     q, kv, tables, lengths, new, start, token, taken, scalars, sinks, new_tokens, into, *, reach, soft_cap, kv_scale,
-    kind, interpret, sight=None,
+    kind, interpret, deterministic, sight=None,
 ):  # fmt: skip
     """Attention of the rows that are `taken`, of at most `new_tokens` tokens each, of which row s's are at `start[s]`.
 
@@ -107,8 +108,9 @@ def _decode_rows(
     plan = tuning.decode_plan(q.shape[2], columns, kv.dtype.itemsize)
     most_tiles = tiles_of_a_row(tables.shape[1] * block_size, reach, new_tokens, plan.tile.tokens)
     items, most_cut = work.decode_items(
-        lengths, new, start, taken, reach, plan.tile.tokens, -(-plan.num_blocks // num_kv_heads), most_tiles
-    )
+        lengths, new, start, taken, reach, plan.tile.tokens, -(-plan.num_blocks // num_kv_heads), most_tiles,
+        deterministic,
+    )  # fmt: skip
     lines = None
     if sight is not None:  # for each token's heads the same
         nth = jnp.arange(new_tokens, dtype=jnp.int32)[None]
@@ -131,7 +133,7 @@ def _decode_rows(
     if most_cut:
         merged = decode.merge(
             part, part_lse, items, sinks, out, lse, new_tokens=new_tokens, most_cut=most_cut,
-            num_blocks=tuning.merge_blocks(), interpret=interpret,
+            num_blocks=tuning.merge_blocks(), interpret=interpret, deterministic=deterministic,
         )  # fmt: skip
     if refs:
         out, lse = map(jax.freeze, refs)
@@ -147,7 +149,7 @@ def _decode_rows(
 
 def _prefill_rows(
     q, kv, tables, lengths, new, start, token, scalars, sinks, least, *, reach, soft_cap, kv_scale, kind, interpret,
-    sight=None,
+    deterministic, sight=None,
 ):  # fmt: skip
     """Attention of the rows that have at least `least` new tokens, if any.
 
@@ -165,7 +167,7 @@ def _prefill_rows(
     rows = min(new.shape[0], num_tokens // least)
     num_items = (num_tokens - rows) // item_tokens + rows  # as many as these can have at the most
     most_tiles = tiles_of_a_row(tables.shape[1] * kv.shape[3], reach, item_tokens, plan.tile.tokens)
-    chunks = tuning.prefill_chunks(num_items * num_kv_heads, most_tiles)
+    chunks = 1 if deterministic else tuning.prefill_chunks(num_items * num_kv_heads, most_tiles)
     items, index, first_item, place, sights = work.prefill_items(
         lengths, new, reach, item_tokens, num_items, plan.tile.tokens, chunks, sight, start
     )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gpu.quantised import SCALES_AT_ONCE
-from pallas_kernels.sight import too_large_a_tree
+from pallas_kernels.sight import unsupported_sight
 
 FALLBACK = "leave implementation=None to use XLA's"
 CAPABILITY = "9.0"  # Hopper: the kernels use its warpgroup matrix instructions, which newer chips do not have either
@@ -46,7 +46,7 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
     capability = _capability()
     if capability not in (None, CAPABILITY):
         return f"The gpu kernels need a Hopper GPU (compute capability {CAPABILITY}), not {capability}; {FALLBACK}."
-    return too_large_a_tree(arguments)
+    return unsupported_sight(arguments)
 
 
 def kernel_head_dim(head_dim: int) -> int:

@@ -12,6 +12,9 @@ from pallas_kernels.sight import Reach, Sight, cut
 WAVES = 4  # full loads of the chip to cut decode into, so that the last one, partly filled, costs little
 FEW_TILES = 4  # an item shorter than this spends its time on starting: only what one wave needs is cut finer
 MOST_ITEMS = 132  # of one row
+FIXED_TILES = (
+    8  # of an item that goes by its place in the row alone, at least; and at least that part of what is before
+)
 
 
 # What an item is: none, all of its row, or a part.
@@ -30,13 +33,23 @@ def decode_capacity(num_rows: int, wave: int, most_tiles: int) -> tuple[int, int
     return min(num_rows + WAVES * wave, num_rows * most), most
 
 
+def fixed_edges(most_tiles: int) -> tuple[int, ...]:
+    """Where the items of a row begin and end that is cut by position alone, in tiles of its walk: longer ones further
+    on, so that a row of any length has some tens, and no item is much of it."""
+    edges = [0]
+    while edges[-1] < most_tiles:
+        edges.append(edges[-1] + max(FIXED_TILES, edges[-1] // FIXED_TILES))
+    return tuple(edges)
+
+
 def decode_items(
     lengths: jax.Array, new: jax.Array, place: jax.Array, taken: jax.Array, reach: Reach, tile_tokens: int,
-    wave: int, most_tiles: int,
+    wave: int, most_tiles: int, deterministic: bool = False,
 ) -> tuple[jax.Array, int]:  # fmt: skip
     """Cut the rows into items of about the same number of tiles, so that one long row spreads as widely as many short.
 
     With c tiles an item, rows of t tiles have ceil(t / c) items, in sum at most total / c and one more for each row.
+    If `deterministic`, each row is cut at `fixed_edges`, whatever the others hold and the table has room for.
 
     Args:
       lengths, new: `i32[S]`; `new` is 0 for rows that have no token in the step, but whose places are to be written.
@@ -53,15 +66,24 @@ def decode_items(
     """
     num_rows = lengths.shape[0]
     num_items, most = decode_capacity(num_rows, wave, most_tiles)
+    edges = fixed_edges(most_tiles)
+    if deterministic:
+        most = len(edges) - 1
+        num_items = num_rows * most
     most_cut = min(num_rows, num_items // 2) if most > 1 else 0
     first = jnp.maximum(reach.first(lengths - new), 0) // tile_tokens if reach.ends else jnp.zeros_like(lengths)
     first = walk_from(first, reach, tile_tokens)
     tiles = jnp.where(taken & (new > 0), jnp.maximum(-(-lengths // tile_tokens) - first, 0), 0)
-    total = tiles.sum(dtype=jnp.int32)
-    size = jnp.maximum(-(-total // (WAVES * wave)), jnp.minimum(-(-total // wave), FEW_TILES))
-    count = jnp.minimum(-(-tiles // jnp.maximum(size, 1)), most)
-    size = -(-tiles // jnp.maximum(count, 1))  # of each row's items, as even as can be
-    count = jnp.where(taken, jnp.maximum(-(-tiles // jnp.maximum(size, 1)), 1), 0)
+    if deterministic:
+        size = jnp.zeros_like(tiles)  # they have no one size
+        count = jnp.sum(tiles[:, None] > jnp.asarray(edges[:-1], jnp.int32)[None], axis=1, dtype=jnp.int32)
+    else:
+        total = tiles.sum(dtype=jnp.int32)
+        size = jnp.maximum(-(-total // (WAVES * wave)), jnp.minimum(-(-total // wave), FEW_TILES))
+        count = jnp.minimum(-(-tiles // jnp.maximum(size, 1)), most)
+        size = -(-tiles // jnp.maximum(count, 1))  # of each row's items, as even as can be
+        count = -(-tiles // jnp.maximum(size, 1))
+    count = jnp.where(taken, jnp.maximum(count, 1), 0)
 
     # [W, 12, S], summed over the rows: two kernels of XLA's in all, where gathers and a concatenation take more.
     shape = num_items, 12, num_rows
@@ -71,8 +93,14 @@ def decode_items(
     start, stop, nth_cut, count, first, end, size, lengths, new, place = (
         jax.lax.broadcast_in_dim(x, shape, [2]) for x in of_row
     )
-    begin, is_cut = first + (item - start) * size, count > 1
-    of_item = (row, begin, jnp.minimum(begin + size, end), lengths, new, place, jnp.where(is_cut, PART, WHOLE))
+    if deterministic:
+        nth = jnp.clip(item - start, 0, most - 1)
+        begin, after = (first + jnp.asarray(x, jnp.int32)[nth] for x in (edges[:-1], edges[1:]))
+    else:
+        begin = first + (item - start) * size
+        after = begin + size
+    is_cut = count > 1
+    of_item = (row, begin, jnp.minimum(after, end), lengths, new, place, jnp.where(is_cut, PART, WHOLE))
     of_cut = (start, stop, row, place)
     its_own, its_cut = (item >= start) & (item < stop), is_cut & (item == nth_cut)
     values = jnp.where((column == 11) & is_cut, 1, 0)

@@ -11,7 +11,7 @@ from pallas_kernels.tpu.support import unsupported as unsupported
 from pallas_kernels.tpu.write import write_kv as write_kv
 
 LATENT = True  # it reads latent rows
-VARIANTS = frozenset({"causal", "chunk", "sink_tokens", "spans", "tree"})
+VARIANTS = frozenset({"causal", "chunk", "deterministic", "sink_tokens", "spans", "tree"})
 
 
 def paged_attention(q, kv, tables, lengths, new, *, interpret=False, **options):

@@ -45,7 +45,7 @@ _CONTRACT_INNER = (((1,), (0,)), ((), ()))
 
 def decode(
     q, kv, tables, limits, *, new_kv=None, targets=None, kv_scale=None, kind=None, rank=None, scale, soft_cap=None,
-    reach=ALL, sinks=None, return_lse=False, interpret=False, step_tokens=None,
+    reach=ALL, sinks=None, return_lse=False, interpret=False, step_tokens=None, deterministic=False,
 ):  # fmt: skip
     """Attention of one token per row, the last of the row's `limits` tokens.
 
@@ -61,6 +61,8 @@ def decode(
       rank: the pool is one of latent rows, with 1 in the place of 2.
       scale, soft_cap, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
       reach: how far back the token sees.
+      deterministic: tables of all widths are cut into the same segments, and those of a row are put together in order
+        in any case.
       interpret: run on the CPU, `pltpu.InterpretParams()`.
 
     Returns:
@@ -71,7 +73,7 @@ def decode(
     _, stored_parts, num_kv_heads, *_ = kv.shape
     value_dim = head_dim if rank is None else -(-rank // LANES) * LANES
     fused, scaled = new_kv is not None, kv_scale is not None
-    pages = Pages.plan(kv, tables, reach, step_tokens or segment_tokens(kv))
+    pages = Pages.plan(kv, tables, reach, step_tokens or segment_tokens(kv), deterministic)
     segments = segments_per_step(kv, rows, pages)
     block = block_rows(rows, heads, num_kv_heads, head_dim, q.dtype.itemsize)
     blocks = -(-rows // block)
@@ -177,11 +179,13 @@ def segments_per_step(kv, rows: int, pages: Pages) -> int:
     return max(1, min(SEGMENTS if parts == 2 else LATENT_SEGMENTS, PAGE_BUFFER_BYTES // (2 * segment_bytes), most))
 
 
-def decode_bytes(rows: int, heads: int, kv, tables, dtype=None, step_tokens: int | None = None) -> int:
+def decode_bytes(
+    rows: int, heads: int, kv, tables, dtype=None, step_tokens: int | None = None, deterministic: bool = False
+) -> int:  # fmt: skip
     """Vector memory that the kernel takes, at most: all that it can be asked for. `dtype`: of queries."""
     _, parts, num_kv_heads, _, head_dim = kv.shape
     dtype = dtype or kv.dtype
-    pages = Pages.plan(kv, tables, ALL, step_tokens or segment_tokens(kv))
+    pages = Pages.plan(kv, tables, ALL, step_tokens or segment_tokens(kv), deterministic)
     segments = segments_per_step(kv, rows, pages)
     block = block_rows(rows, heads, num_kv_heads, head_dim, dtype.itemsize)
     twice = [

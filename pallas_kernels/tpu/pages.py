@@ -85,11 +85,14 @@ class Pages:
     reach: Reach
 
     @classmethod
-    def plan(cls, kv, tables, reach: Reach, step_tokens: int) -> "Pages":
-        """Steps of about `step_tokens` tokens, fewer where the table is short or vector memory is."""
+    def plan(cls, kv, tables, reach: Reach, step_tokens: int, deterministic: bool = False) -> "Pages":
+        """Steps of about `step_tokens` tokens, fewer where vector memory is short, or the table: if not
+        `deterministic`, for what is summed together must not depend on what else the table has room for."""
         _, parts, num_heads, block_size, head_dim = kv.shape
         token_bytes = parts * num_heads * head_dim * kv.dtype.itemsize
-        step_tokens = min(step_tokens, PAGE_BUFFER_BYTES // (2 * token_bytes), tables.shape[1] * block_size)
+        step_tokens = min(step_tokens, PAGE_BUFFER_BYTES // (2 * token_bytes))
+        if not deterministic:
+            step_tokens = min(step_tokens, tables.shape[1] * block_size)
         tile = page_tile(kv.dtype)
         fits = (n for n in range(block_size, 0, -tile) if block_size % n == 0 and n <= max(step_tokens, tile))
         page_size = next(fits, tile)

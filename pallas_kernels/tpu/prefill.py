@@ -80,7 +80,7 @@ def max_tiles(rows: int, places: int, tile_tokens: int) -> int:
 
 def prefill(
     q, kv, tables, tiles, *, tile_tokens, scale, kv_scale=None, kind=None, soft_cap=None, reach=ALL, sight=None,
-    sinks=None, return_lse=False, interpret=False, step_tokens=STEP_TOKENS,
+    sinks=None, return_lse=False, interpret=False, step_tokens=STEP_TOKENS, deterministic=False,
 ):  # fmt: skip
     """Attention of tiles of queries.
 
@@ -93,6 +93,7 @@ def prefill(
       scale, soft_cap, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
       reach: how far back tokens see, where only a window says so.
       sight: `sight.Tiles` of these tiles, where more does; then `reach` says only which first tokens are seen.
+      deterministic: all steps take as many keys at once, those of tables with no room for so many too.
       interpret: run on the CPU, `pltpu.InterpretParams()`.
 
     Returns:
@@ -103,7 +104,8 @@ def prefill(
     group = num_heads // num_kv_heads
     queries = group * tile_tokens
     # With a sight the walk begins at a key: as that of a query which sees no other.
-    pages = Pages.plan(kv, tables, reach if sight is None else Reach(1, None, reach.sink_tokens), step_tokens)
+    reach = reach if sight is None else Reach(1, None, reach.sink_tokens)
+    pages = Pages.plan(kv, tables, reach, step_tokens, deterministic)
     knobs = jnp.stack([jnp.asarray(x, jnp.float32) for x in (scale, 1.0 if soft_cap is None else soft_cap)])
     factor, cap = (LOG2_E * knobs[0], knobs[1]) if soft_cap is None else (knobs[0] / knobs[1], LOG2_E * knobs[1])
     knobs = jnp.stack([factor, cap])
@@ -138,6 +140,7 @@ def prefill(
             lse=return_lse,
             kind=kind,
             sights=sight is not None,
+            halves=not deterministic,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -167,12 +170,14 @@ def prefill(
     return results[0], results[1].reshape(-1, num_heads, tile_tokens) if return_lse else None
 
 
-def prefill_bytes(tile_tokens: int, heads: int, kv, tables, dtype=None, step_tokens: int = STEP_TOKENS) -> int:
+def prefill_bytes(
+    tile_tokens: int, heads: int, kv, tables, dtype=None, step_tokens: int = STEP_TOKENS, deterministic: bool = False
+) -> int:  # fmt: skip
     """Vector memory that the kernel takes, at most: all that it can be asked for. `dtype`: of queries."""
     _, parts, num_kv_heads, _, head_dim = kv.shape
     dtype = dtype or kv.dtype
     queries = heads // num_kv_heads * tile_tokens
-    pages = Pages.plan(kv, tables, ALL, step_tokens)
+    pages = Pages.plan(kv, tables, ALL, step_tokens, deterministic)
     statistics = ((num_kv_heads, 1, queries), jnp.float32)
     twice = [
         ((pages.pages_per_step, parts, num_kv_heads, pages.page_size, head_dim), kv.dtype),
@@ -190,7 +195,7 @@ def prefill_bytes(tile_tokens: int, heads: int, kv, tables, dtype=None, step_tok
 
 
 def _kernel(
-    rows, tokens, starts, limits, tables, knobs, *refs, pages, tile_tokens, soft_cap, sinks, lse, kind, sights
+    rows, tokens, starts, limits, tables, knobs, *refs, pages, tile_tokens, soft_cap, sinks, lse, kind, sights, halves
 ):  # fmt: skip
     given: Any = list(refs)
     # Of each tile the keys that any query sees, and those that all do.
@@ -254,7 +259,7 @@ def _kernel(
         if kind is None:
             pages.hide_values(buffers[0][0].at[slot], start, limit, i, steps)
         first_key = (pages.first(start) + i * pages.pages_per_step) * pages.page_size
-        half = max(1, pages.pages_per_step // 2)
+        half = max(1, pages.pages_per_step // 2) if halves else pages.pages_per_step
 
         def seen_by_all(count):
             if sights:

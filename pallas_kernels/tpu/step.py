@@ -18,7 +18,7 @@ TILE_QUERIES = 512  # tokens x heads of a group: enough to hide the loading of k
 def attend(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, scale=None, mask=None,
     window=None, chunk=None, sink_tokens=None, tree=None, spans=None, causal=True, return_lse=False,
-    interpret=False, **options,
+    interpret=False, deterministic=False, **options,
 ):  # fmt: skip
     """Attention of a step whose keys and values are in the pool. Arguments as for `pallas_kernels.paged_attention`."""
     if not causal:
@@ -26,7 +26,8 @@ def attend(
     if q.ndim == 4 and q.shape[1] == 1:
         return decode_step(
             q, kv, tables, lengths, new, kv_scale=kv_scale, kind=kind, rank=rank, scale=scale, window=window,
-            chunk=chunk, sink_tokens=sink_tokens, return_lse=return_lse, interpret=interpret, **options,
+            chunk=chunk, sink_tokens=sink_tokens, return_lse=return_lse, interpret=interpret,
+            deterministic=deterministic, **options,
         )[0]  # fmt: skip
     *token_axes, num_heads, head_dim = q.shape
     rows, stored = tables.shape[0], kv.shape[-1]
@@ -37,7 +38,7 @@ def attend(
     lengths = jnp.clip(lengths, new if causal else 0, tables.shape[1] * kv.shape[3])
     tables = jnp.clip(tables, 0, kv.shape[0] - 1)
     options |= {"scale": head_dim**-0.5 if scale is None else scale, "return_lse": return_lse, "interpret": interpret}
-    options |= {"kv_scale": kv_scale, "kind": kind}
+    options |= {"kv_scale": kv_scale, "kind": kind, "deterministic": deterministic}
     reach = Reach.within(tables.shape[1] * kv.shape[3], window, chunk, sink_tokens)
 
     flat = pad(q.reshape(-1, num_heads, head_dim), stored)
@@ -46,8 +47,9 @@ def attend(
         begin, new = jnp.arange(rows, dtype=jnp.int32) * token_axes[1], jnp.minimum(new, token_axes[1])
     else:
         begin = default_offsets(new) if offsets is None else offsets
-    single = (new == 1) & causal
-    size = tile_tokens(token_axes[-1], num_heads, kv, tables, q.dtype)
+    decodes = causal or deterministic  # a step of one token a row does, and T must not matter
+    single = (new == 1) & decodes
+    size = tile_tokens(token_axes[-1], num_heads, kv, tables, q.dtype, deterministic)
     # Queries that are not the row's own have no position: their tiles only number them. They come as many.
     tiles = make_tiles(begin, lengths if causal else new, new, single, places=places, tile_tokens=size)
     sees: dict = {"reach": reach}
@@ -59,7 +61,7 @@ def attend(
             sight = find_sight(token, lengths - new, begin, token_axes[-1], reach, tree, spans)
         sees["sight"] = _sight_of_tiles(tiles, size, sight, lengths)
     out, lse = prefill(flat, kv, tables, tiles, tile_tokens=size, **sees, **options)
-    if not causal:
+    if not decodes:
         out = out[..., :width].reshape(*q.shape[:-1], width)
         return (out, by_token(lse, tiles, places).reshape(q.shape[:-1])) if return_lse else out
     at = jnp.clip(begin, 0, places - 1)
@@ -123,16 +125,17 @@ def decode_step(
     return (out, lse[:, None]) if return_lse else out, kv if kind is None else (kv, kv_scale)
 
 
-def tile_tokens(most: int, num_heads: int, kv, tables, dtype=None) -> int:
-    """Tokens of a tile: a power of two, so that its queries fill whole registers; no more than `most` needs."""
+def tile_tokens(most: int, num_heads: int, kv, tables, dtype=None, deterministic: bool = False) -> int:
+    """Tokens of a tile: a power of two, so that its queries fill whole registers; no more than `most` needs, if not
+    `deterministic`."""
     group = num_heads // kv.shape[2]
     tokens = max(LANES // math.gcd(group, LANES), 16)
-    while (
-        2 * tokens * group <= TILE_QUERIES
-        and tokens < most
-        and prefill_bytes(2 * tokens, num_heads, kv, tables, dtype) <= VMEM_BYTES
-    ):
+
+    def fits(tokens: int) -> bool:
+        return prefill_bytes(tokens, num_heads, kv, tables, dtype, deterministic=deterministic) <= VMEM_BYTES
+
+    while 2 * tokens * group <= TILE_QUERIES and (deterministic or tokens < most) and fits(2 * tokens):
         tokens *= 2
-    while tokens > 16 and prefill_bytes(tokens, num_heads, kv, tables, dtype) > VMEM_BYTES:
+    while tokens > 16 and not fits(tokens):
         tokens //= 2  # not all of a register's lanes are used then
     return tokens

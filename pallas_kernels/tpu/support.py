@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.sight import SIGHTS, too_large_a_tree
+from pallas_kernels.sight import SIGHTS, unsupported_sight
 from pallas_kernels.tpu.decode import BLOCK_ROWS, decode_bytes
 from pallas_kernels.tpu.pages import LANES, SMEM_ENTRIES, VMEM_BYTES, page_tile
 from pallas_kernels.tpu.prefill import max_tiles, prefill_bytes
@@ -37,7 +37,7 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
         return f"The TPU kernels read pools of bfloat16 or float32, not {kv.dtype}: choose one of them, or XLA."
     elif q is not None and q.dtype != kv.dtype:
         return f"The TPU kernels multiply like with like, but q is {q.dtype} and the pool {kv.dtype}: cast q."
-    if why_not := too_large_a_tree(arguments):
+    if why_not := unsupported_sight(arguments):
         return why_not
     tile = page_tile(kv.dtype)
     if kv.shape[3] % tile:
@@ -48,7 +48,8 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
         )
     if tables is None:
         return None
-    need = vector_memory(q, kv, tables)
+    deterministic = bool(arguments.get("deterministic"))
+    need = vector_memory(q, kv, tables, deterministic)
     if need > VMEM_BYTES:
         return (
             f"{kv.shape[2]} KV heads of {kv.shape[-1]} in {kv.dtype} and what a kernel does with them take "
@@ -57,7 +58,7 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
         )
     rows, blocks_per_row = tables.shape
     sights = not arguments.get("causal", True) or any(arguments.get(name) is not None for name in SIGHTS)
-    entries = scalar_entries(q, kv, tables, sights)
+    entries = scalar_entries(q, kv, tables, sights, deterministic)
     if entries + rows * blocks_per_row > SMEM_ENTRIES:
         block_size, context = kv.shape[3], blocks_per_row * kv.shape[3]
         if entries + rows > SMEM_ENTRIES:
@@ -79,19 +80,19 @@ def _unsupported_kind(q, kv, kv_scale, kind) -> str | None:
     return None
 
 
-def vector_memory(q, kv, tables) -> int:
+def vector_memory(q, kv, tables, deterministic: bool = False) -> int:
     """Bytes that the kernels of a step with queries like these need at once; what is not known is left out."""
     if q is None:
         return 0
     *tokens, heads, _ = q.shape
-    decodes = decode_bytes(tables.shape[0], heads, kv, tables, q.dtype)
+    decodes = decode_bytes(tables.shape[0], heads, kv, tables, q.dtype, deterministic=deterministic)
     if _is_decode(tokens):
         return decodes
-    tile = tile_tokens(tokens[-1], heads, kv, tables, q.dtype)
-    return max(decodes, prefill_bytes(tile, heads, kv, tables, q.dtype))
+    tile = tile_tokens(tokens[-1], heads, kv, tables, q.dtype, deterministic)
+    return max(decodes, prefill_bytes(tile, heads, kv, tables, q.dtype, deterministic=deterministic))
 
 
-def scalar_entries(q, kv, tables, sights: bool = False) -> int:
+def scalar_entries(q, kv, tables, sights: bool = False, deterministic: bool = False) -> int:
     """Integers that the kernels want in scalar memory at once, block tables aside."""
     if q is None:
         return 0
@@ -100,7 +101,8 @@ def scalar_entries(q, kv, tables, sights: bool = False) -> int:
     decodes = 4 * (rows + BLOCK_ROWS)
     if _is_decode(tokens):
         return decodes
-    tiles = max_tiles(rows, math.prod(tokens), tile_tokens(tokens[-1], heads, kv, tables, q.dtype))
+    size = tile_tokens(tokens[-1], heads, kv, tables, q.dtype, deterministic)
+    tiles = max_tiles(rows, math.prod(tokens), size)
     return max(decodes, (8 if sights else 4) * tiles)
 
 

@@ -100,7 +100,7 @@ def described(assembly):
 
 
 def attention(shape, *, tokens=1, packed=False, block_size=16, dtype=jnp.bfloat16, sinks=False, kind=None,
-              chunk=None, tree=False, sink_tokens=None):  # fmt: skip
+              chunk=None, tree=False, sink_tokens=None, deterministic=False):  # fmt: skip
     """A step of one attention shape; head dims that fill no whole tile are stored padded."""
     stored = -(-shape.head_dim // 64) * 64
     heads = (shape.num_heads, shape.head_dim)
@@ -110,7 +110,7 @@ def attention(shape, *, tokens=1, packed=False, block_size=16, dtype=jnp.bfloat1
     scale = None if kind is None else array(pool, jnp.float32)
     row, sinks = array((ROWS,), jnp.int32), array((shape.num_heads,), jnp.float32) if sinks else None
     options = dict(window=shape.window, soft_cap=shape.soft_cap, return_lse=True, kind=kind, chunk=chunk)
-    options["sink_tokens"] = sink_tokens
+    options |= {"sink_tokens": sink_tokens, "deterministic": deterministic}
     tree = array(q.shape[:-2], jnp.int32) if tree else None
 
     def f(q, kv, scale, tables, lengths, new, sinks, tree):
@@ -293,6 +293,8 @@ JOBS = {
     "llama3-8b-chunk": named("llama3-8b", chunk=8192),
     "llama3-8b-chunk-4-tokens": named("llama3-8b", chunk=100, tokens=4),
     "llama3-8b-chunk-prefill": named("llama3-8b", chunk=8192, tokens=2048, packed=True),
+    "llama3-8b-deterministic": named("llama3-8b", deterministic=True),
+    "llama3-8b-deterministic-prefill": named("llama3-8b", tokens=64, deterministic=True),
     "llama3-8b-tree": named("llama3-8b", tree=True, tokens=8),
     "llama3-8b-tree-prefill": named("llama3-8b", tree=True, tokens=64),
     "256-tree": lambda: attention(AttentionShape(16, 1, 256, num_layers=1, window=100), tokens=40, tree=True),

@@ -37,6 +37,7 @@ if NIGHTLY:  # what lies between
         "llama3-8b-4-tokens": (128, 113_000),
         "llama3-8b-8-tokens": (168, 227_000),
         "llama3-8b-tree": (168, 227_000),
+        "llama3-8b-deterministic": (96, 113_000),
         "gemma2-2b-first": (128, 227_000),
         "gemma2-2b-first-4-tokens": (152, 227_000),
         "llama3-8b-chunk": (96, 113_000),
@@ -49,6 +50,7 @@ PREFILL = [
     "llama3-8b-prefill",  # the plain one of a model's step
     *(("gemma2-2b-prefill", "llama3.2-1b-prefill", "qwen2.5-14b-prefill", "phi2-prefill") if NIGHTLY else ()),
     *(("llama3-8b-chunk-prefill", "llama3-8b-tree-prefill", "256-tree", "gemma2-2b-first-tree") if NIGHTLY else ()),
+    *(["llama3-8b-deterministic-prefill"] if NIGHTLY else []),
     *(f"{head_dim}-{what}" for head_dim in ((64, 96, 128, 256) if NIGHTLY else (256,)) for what in OPTIONS),
 ]
 

@@ -35,7 +35,7 @@ def devices(topology, bounds):
 
 def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16", implementation="tpu",
             block_size=BLOCK_SIZE, blocks_per_row=BLOCKS_PER_ROW, kind=None, chunk=None, tree=False,
-            sink_tokens=None, cascade=False):  # fmt: skip
+            sink_tokens=None, cascade=False, deterministic=False):  # fmt: skip
     """Compile `op` of one or more layers, one after another, on a donated pool each; bytes per chip."""
     rows = tokens[0] if len(tokens) == 2 else ROWS
     heads = "x" if sharded else None
@@ -59,6 +59,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     options |= {} if shape.rank is None else {"rank": shape.rank, "scale": 0.1}
     options |= {} if chunk is None else {"chunk": chunk}
     options |= {} if sink_tokens is None else {"sink_tokens": sink_tokens}
+    options |= {"deterministic": True} if deterministic else {}
     parents = {"tree": array(*tokens, dtype="int32")} if tree else {}
     parents |= {"shared": array(4, rows, dtype="int32")} if cascade else {}
 
@@ -153,6 +154,7 @@ def main(chip, everything=""):
                 "tree, int8": ("llama3-8b", "paged_attention", (ROWS, 8), INT8 | {"tree": True}),
                 "prefill, int8": ("gemma3-1b", "paged_attention", (1, 128), INT8),
                 "float32": ("llama3-8b", "write_and_attend", (ROWS, 1), {"dtype": "float32"}),
+                "deterministic": ("llama3-8b", "write_and_attend", (64,), {"deterministic": True}),
                 "decode step of 16 layers": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {"layers": 16}),
             }
         if chip == "tpu7x":

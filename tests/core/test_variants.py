@@ -235,5 +235,5 @@ def test_unknown_options_are_refused():
             call(q, context(), layer=0, colour=1)
         with pytest.raises(TypeError, match="takes no bias: a slope by distance is alibi="):
             call(q, context(), layer=0, bias=1)
-    why = jaxkv.explain(q, context(), layer=2, platform="tpu", deterministic=True).reason
-    assert why == "The tpu kernels take no deterministic yet; leave implementation=None to use XLA's."
+    why = jaxkv.explain(q, context(), layer=2, platform="tpu", alibi=jnp.ones(HEADS)).reason
+    assert why == "The tpu kernels take no alibi yet; leave implementation=None to use XLA's."

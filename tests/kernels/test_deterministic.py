@@ -4,74 +4,205 @@ import functools
 import random
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from nightly import NIGHTLY
 
 import pallas_kernels
-from pallas_kernels import testing
+from pallas_kernels import gpu, testing, tpu
+from pallas_kernels.gpu import tuning, work
+from pallas_kernels.gpu.tiles import Tile
+from pallas_kernels.sight import Reach
 from pallas_kernels.testing import Case
+from pallas_kernels.tpu import decode
+from pallas_kernels.xla import attention
 
+pytestmark = pytest.mark.timeout(1500 if NIGHTLY else 120, method="thread")
 LENGTHS = (1, 5, 63, 64, 65, 150, 300, 301)
-SIZES = dict(num_heads=10, num_kv_heads=2, head_dim=16, block_size=5)
 STEPS = {"decode": (1,) * 8, "mixed": (1, 5, 9, 1, 2, 7, 33, 40)}
+SIZES = {
+    "xla": dict(num_heads=10, num_kv_heads=2, head_dim=16, block_size=5),
+    "tpu": dict(num_heads=10, num_kv_heads=2, head_dim=128, block_size=16),
+    "gpu": dict(num_heads=5, num_kv_heads=1, head_dim=64, block_size=16, dtype="bfloat16"),
+}
+INTERPRETERS = {
+    "tpu": (tpu.paged_attention, pltpu.InterpretParams()), "gpu": (gpu.paged_attention, plgpu.InterpretGPUParams()),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch):
+    """Rows of a few hundred tokens are cut, and several of their parts are one step's work; the chip is small."""
+    monkeypatch.setattr(decode, "SEGMENTS", 2)
+    for name, value in {"FIXED_TILES": 2, "FEW_TILES": 1, "WAVES": 1}.items():
+        monkeypatch.setattr(work, name, value)
+    plan = tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=4)
+    monkeypatch.setattr(tuning, "decode_plan", lambda *_: plan)
 
 
 @functools.cache
-def rows_of(step):
+def rows_of(backend, step):
     """Each row's table, length, count and queries; and the pool. In NumPy: what is done to them compiles nothing."""
-    case = Case(lengths=LENGTHS, new=STEPS[step], **SIZES)
-    return jax.tree.map(np.asarray, testing.make_inputs(case))
+    return jax.tree.map(np.asarray, testing.make_inputs(Case(lengths=LENGTHS, new=STEPS[step], **SIZES[backend])))
 
 
-@functools.cache
-def attend(deterministic):
-    return jax.jit(functools.partial(
-        pallas_kernels.paged_attention, return_lse=True, implementation="xla", deterministic=deterministic
-    ))  # fmt: skip
+class Attend:
+    """Of some rows, computed together, their bits. Its programs are its own: a broken backend's are not another's."""
+
+    def __init__(self, backend, step, deterministic=True):
+        self.inputs, self.counts, self.is_xla = rows_of(backend, step), STEPS[step], backend == "xla"
+        options = dict(return_lse=True, deterministic=deterministic)
+        if backend == "xla":
+            self.run = jax.jit(functools.partial(pallas_kernels.paged_attention, implementation="xla", **options))
+        else:
+            function, mode = INTERPRETERS[backend]
+            careless = {"xla_backend_optimization_level": 0}
+            self.run = jax.jit(functools.partial(function, interpret=mode, **options), compiler_options=careless)
+
+    def __call__(self, rows, columns, tokens, seed):
+        """With their blocks in other places, and so many columns of the tables and token places."""
+        inputs, rows = self.inputs, list(rows)
+        order = np.random.default_rng(seed).permutation(inputs.kv.shape[0])
+        tables = np.argsort(order).astype(np.int32)[inputs.tables[rows]][:, :columns]
+        tables = np.pad(tables, ((0, 0), (0, columns - tables.shape[1])))
+        q = np.pad(inputs.q, ((0, 0), (0, max(0, tokens - inputs.q.shape[1])), (0, 0), (0, 0)))[rows][:, :tokens]
+        out, lse = map(np.asarray, self.run(q, inputs.kv[order], tables, inputs.lengths[rows], inputs.new[rows]))
+        return [(out[i, : self.counts[row]], lse[i, : self.counts[row]]) for i, row in enumerate(rows)]
+
+    def alone(self, row):
+        """One token alone is a decode step, whatever it is beside others; little rows have little tables. (Of XLA by
+        day all rows have one program.)"""
+        alike = self.is_xla and not NIGHTLY
+        columns = 1 if LENGTHS[row] <= 5 and not alike else -(-304 // self.inputs.kv.shape[3])
+        return self([row], columns, 1 if self.counts[row] == 1 and not alike else max(self.counts), 0)[0]
 
 
-def batch(step, rows, width, tokens, seed, deterministic=True):
-    """The bits of some rows, computed together, with their blocks in other places and wider tables."""
-    inputs, rows = rows_of(step), list(rows)
-    order = np.random.default_rng(seed).permutation(inputs.kv.shape[0])
-    tables = np.argsort(order).astype(np.int32)[inputs.tables[rows]]
-    tables = np.pad(tables, ((0, 0), (0, width - tables.shape[1])))
-    q = np.pad(inputs.q, ((0, 0), (0, max(0, tokens - inputs.q.shape[1])), (0, 0), (0, 0)))[rows]
-    out, lse = map(
-        np.asarray, attend(deterministic)(q, inputs.kv[order], tables, inputs.lengths[rows], inputs.new[rows])
-    )
-    counts = [STEPS[step][row] for row in rows]
-    return [(out[i, :n], lse[i, :n]) for i, n in enumerate(counts)]
-
-
-def differing(step, deterministic, batches, width=61):
+def differing(backend, step, batches, deterministic=True, wider=(0, 29), size=8):
     """How many rows of random batches have other bits than alone."""
-    draw, wrong = random.Random(step), 0
-    tokens = max(STEPS[step])
-    alone = {row: batch(step, (row,), width, tokens, 0, deterministic)[0] for row in range(8)}
+    attend, draw, wrong = Attend(backend, step, deterministic), random.Random(step), 0
+    alone = {row: attend.alone(row) for row in range(8)}
+    tokens, columns = max(STEPS[step]), -(-304 // SIZES[backend]["block_size"])
     for seed in range(batches):
-        rows = tuple(draw.sample(range(8), 8) if seed % 2 else draw.choices(range(8), k=8))
-        wider, places = draw.choice([(0, tokens), (29, tokens), (0, tokens + (3 if tokens > 1 else 0))])
-        for row, found in zip(rows, batch(step, rows, width + wider, places, seed, deterministic), strict=True):
+        batch = tuple(draw.sample(range(8), size) if seed % 2 else draw.choices(range(8), k=size))
+        more, places = draw.choice(wider), draw.choice((tokens, tokens, tokens + (3 if tokens > 1 else 0)))
+        for row, found in zip(batch, attend(batch, columns + more, places, seed), strict=True):
             wrong += not all(np.array_equal(a, b) for a, b in zip(found, alone[row], strict=True))
     return wrong
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_rows_bits_do_not_depend_on_its_neighbours(step):
-    assert differing(step, True, 200 if NIGHTLY else 8) == 0
+    assert differing("xla", step, 200 if NIGHTLY else 8) == 0
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="it says that the others can fail")
-def test_it_is_not_so_by_itself():
-    """The negative control, over tables that are not read at once."""
-    assert differing("mixed", False, 3, width=2000) > 0
+@pytest.mark.skipif(not NIGHTLY, reason="two hundred batches of each backend, on interpreters")
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("backend", ["tpu", "gpu"])
+def test_nor_do_they_in_kernels(backend, step):
+    assert differing(backend, step, 100, size=4) == 0
+
+
+def test_nor_do_they_in_a_tpus_decode():
+    """A short row in a table that has room for no segment, and beside a longer one in a wide table."""
+    attend = Attend("tpu", "decode")
+    for alone, beside in zip(attend.alone(1), attend([5, 1], 48, 1, 0)[1], strict=True):
+        np.testing.assert_array_equal(alone, beside)
+
+
+def test_a_rows_items_do_not_depend_on_its_neighbours():
+    """The work of a GPU's decode: the same parts of a row, in order, alone and beside others, in any table."""
+    lengths = np.array([40_000, 1, 700, 128 * 64], np.int32)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def items_of(lengths, capacity):
+        ones = jnp.ones_like(lengths)
+        return work.decode_items(lengths, ones, ones, ones > 0, Reach(), 64, 33, capacity // 64, True)[0]
+
+    def parts(rows, capacity):
+        items = np.asarray(items_of(lengths[rows], capacity))
+        used = items[:, 6] != work.UNUSED
+        return [items[used & (items[:, 0] == i), 1:3].tolist() for i in range(len(rows))]
+
+    together = parts([3, 0, 2, 1], 131_072)
+    assert together[1:2] == parts([0], 40_000) and together[2:3] == parts([2], 704)
+    for row, found in zip((3, 0, 2, 1), together, strict=True):
+        begins, ends = zip(*found, strict=True)
+        assert begins == (0, *ends[:-1]) and ends[-1] == -(-lengths[row] // 64)
+    assert len(work.fixed_edges(131_072 // 64)) < 2 * len(work.fixed_edges(40_000 // 64))
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="kernels on the interpreter")
+@pytest.mark.parametrize("backend", SIZES)
+def test_a_prompt_may_come_in_pieces(backend):
+    """Of two tokens or more: the 40 last of a row at once, or 2, 17 and 21 of them."""
+    attend = Attend(backend, "mixed")
+    whole = attend([7], -(-304 // SIZES[backend]["block_size"]), 40, 0)[0]
+    inputs, done = attend.inputs, 0
+    for count in (2, 17, 21):
+        q = np.zeros_like(inputs.q)
+        q[7, :count] = inputs.q[7, done : done + count]
+        done += count
+        lengths, new = inputs.lengths.copy(), inputs.new.copy()
+        lengths[7], new[7] = 301 - 40 + done, count
+        attend.inputs, attend.counts = inputs._replace(q=q, lengths=lengths, new=new), {7: count}
+        found = attend([7], -(-304 // SIZES[backend]["block_size"]), 40, 1)[0]
+        for a, b in zip(found, whole, strict=True):
+            np.testing.assert_array_equal(a, b[done - count : done])
+
+
+def test_spans_are_not_for_kernels():
+    """Whether they can depends on the spans of all rows."""
+    shape = jax.ShapeDtypeStruct
+    q, kv = shape((2, 8, 8, 128), jnp.bfloat16), shape((9, 2, 2, 16, 128), jnp.bfloat16)
+    given = dict(q=q, kv=kv, tables=shape((2, 4), jnp.int32), spans=shape((2, 8), jnp.int32))
+    for platform in ("tpu", "cuda"):
+        assert pallas_kernels.explain(**given, platform=platform).implementation != "xla"
+        choice = pallas_kernels.explain(**given, platform=platform, deterministic=True)
+        assert choice == ("xla", choice.reason) and "those of all rows" in choice.reason
+        del given["spans"]
+        assert pallas_kernels.explain(**given, platform=platform, deterministic=True).implementation != "xla"
+        given["spans"] = shape((2, 8), jnp.int32)
 
 
 def test_it_is_attention():
-    inputs = rows_of("mixed")
-    out, lse = attend(True)(*inputs)
-    expected, expected_lse = attend(False)(*inputs)
+    attend, inputs = Attend("xla", "mixed"), rows_of("xla", "mixed")
+    out, lse = attend.run(*inputs)
+    expected, expected_lse = Attend("xla", "mixed", False).run(*inputs)
     testing.assert_close(out, expected)
     testing.assert_close(lse, expected_lse)
+
+
+def merged_as_they_come(softmax, lane, items, merged=attention._merged_in_order):
+    """Those of one step of the loop backwards: what is in one step goes by the batch."""
+    return merged(softmax, lane[::-1], jax.tree.map(lambda x: x[::-1], items))
+
+
+def edges_of_the_table(most_tiles):
+    """Four items to a row, however long its table."""
+    size = max(1, -(-most_tiles // 4))
+    return tuple(range(0, most_tiles + size, size))
+
+
+# What makes bits depend on others, and must be seen: (backend, step, the module, a name in it, what it is instead).
+CONTROLS = {
+    "merged as they come": ("xla", "decode", attention, "_merged_in_order", merged_as_they_come),
+    "items of the table": ("gpu", "decode", work, "fixed_edges", edges_of_the_table),
+}
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="it says that the others can fail")
+@pytest.mark.parametrize("backend, step", [("xla", "mixed"), ("tpu", "decode"), ("gpu", "decode")])
+def test_it_is_not_so_by_itself(backend, step):
+    """The negative control, in XLA over tables that are not read at once."""
+    assert differing(backend, step, 3, False, wider=(0, 1939) if backend == "xla" else (29,)) > 0
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="it says that the others can fail")
+@pytest.mark.parametrize("name", CONTROLS)
+def test_what_follows_the_batch_is_seen(name, monkeypatch):
+    backend, step, module, what, instead = CONTROLS[name]
+    monkeypatch.setattr(module, what, instead)
+    assert differing(backend, step, 3) > 0
