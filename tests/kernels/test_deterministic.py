@@ -73,9 +73,9 @@ class Attend:
         return [(out[i, : self.counts[row]], lse[i, : self.counts[row]]) for i, row in enumerate(rows)]
 
     def alone(self, row):
-        """One token alone is a decode step, whatever it is beside others; little rows have little tables. (Of XLA by
-        day all rows have one program.)"""
-        alike = self.is_xla and not NIGHTLY
+        """In kernels one token alone is a decode step, whatever it is beside others, and little rows have little
+        tables; in XLA all rows have one program."""
+        alike = self.is_xla
         columns = 1 if LENGTHS[row] <= 5 and not alike else -(-304 // self.inputs.kv.shape[3])
         return self([row], columns, 1 if self.counts[row] == 1 and not alike else max(self.counts), 0)[0]
 
