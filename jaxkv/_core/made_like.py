@@ -18,7 +18,7 @@ class MadeLike(Memory):
     @classmethod
     def uniform(
         cls, *, num_layers: int, num_kv_heads: int, head_dim: int, max_seqs: int, max_seq_len: int,
-        windows: Any = None, dtype: Any = "bfloat16", **fields: Any,
+        windows: Any = None, bounds: bool = False, dtype: Any = "bfloat16", **fields: Any,
     ) -> Self:  # fmt: skip
         """The config for layers that are alike but for their windows. Every row can reach `max_seq_len` at once.
 
@@ -28,6 +28,7 @@ class MadeLike(Memory):
           max_seqs: rows, the sequences held at once.
           max_seq_len: the most tokens of one row.
           windows: None, one number for all layers, or one entry for each.
+          bounds: whether every layer keeps bounds of its blocks' keys; see `LayerConfig`.
           dtype: the storage of keys and values; see `CacheConfig`.
           **fields: `num_blocks` or `memory_bytes` for less than all rows need, `block_size`, `step_tokens` and what
             else `CacheConfig.from_model` takes.
@@ -42,14 +43,14 @@ class MadeLike(Memory):
         (28, (32, None))
         """
         num_layers = integer("num_layers", num_layers, least=1, most=MOST_LAYERS)
-        layer: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        layer: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "bounds": bounds}
         layers = tuple(LayerConfig(**layer, window=window) for window in _for_each(windows, num_layers))
         return _made(cls, layers, max_seqs, max_seq_len, dtype, fields)
 
     @classmethod
     def like(
         cls, dense_cache: Any, *, max_seqs: int | None = None, max_seq_len: int | None = None, windows: Any = None,
-        dtype: Any = None, heads_first: bool | None = None, **fields: Any,
+        bounds: bool = False, dtype: Any = None, heads_first: bool | None = None, **fields: Any,
     ) -> Self:  # fmt: skip
         """The config for a paged cache in the place of a dense one: its layers, rows, places and dtype.
 
@@ -61,6 +62,7 @@ class MadeLike(Memory):
           max_seqs: rows; default: B.
           max_seq_len: the most tokens of one row; default: the most places that a layer has.
           windows: None, one number for all layers, or one entry for each. A dense cache does not say.
+          bounds: as in `uniform`.
           dtype: default: the first key's.
           heads_first: whether arrays are `[B, K, T, D]`, where the rule above is wrong.
           **fields: as in `uniform`.
@@ -79,7 +81,7 @@ class MadeLike(Memory):
         if max_seqs is None and len(rows) > 1:
             raise ValueError(f"The layers have {sorted(rows)} rows: say max_seqs.")
         layers = tuple(
-            LayerConfig(num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim, window=window)
+            LayerConfig(num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim, window=window, bounds=bounds)
             for layer, window in zip(found, _for_each(windows, len(found)), strict=True)
         )
         max_seqs = found[0].rows if max_seqs is None else max_seqs

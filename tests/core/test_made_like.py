@@ -44,9 +44,18 @@ def test_uniform_windows_and_fields():
     assert jaxkv.CacheConfig.uniform(**SIZES, memory_bytes=10_000).bytes <= 10_000
 
 
+def test_bounds_of_all_layers():
+    dense = {"k": shape(4, 33, 2, 8), "v": shape(4, 33, 2, 8)}
+    for config in (jaxkv.CacheConfig.uniform(**SIZES, bounds=True), jaxkv.CacheConfig.like(dense, bounds=True)):
+        assert all(layer.bounds for layer in config.layers) and config.bounds_shape(0) == (13, 2, 2, 8)
+    assert not any(layer.bounds for layer in jaxkv.CacheConfig.like(dense).layers)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        (dict(bounds="yes"), "LayerConfig.bounds must be True or False, not 'yes'"),
+        (dict(bounds=True, layout="contiguous"), "LayerConfig.bounds tell a row's blocks apart"),
         (dict(num_layers=0), "num_layers must be at least 1, not 0"),
         (dict(num_layers=10**30), "num_layers must be at most"),
         (dict(num_layers="3"), "num_layers must be an integer, not '3'"),
