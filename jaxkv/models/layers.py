@@ -1,5 +1,6 @@
 """What a decoder's blocks are made of besides attention and experts: the gated MLP and norms."""
 
+import functools
 from typing import Any
 
 import jax
@@ -53,9 +54,14 @@ class NormedRope(nnx.Module):
 
 def rms_norm(x: jax.Array, weight: nnx.Param, config: DecoderConfig, eps: float | None = None) -> jax.Array:
     """`x` over its root mean square, scaled; in float32 (Zhang and Sennrich, 2019: https://arxiv.org/abs/1910.07467)."""
+    return _normed(x, weight[...], config.norm_eps if eps is None else eps, config.norm_offset)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "offset"))  # traced once for all layers
+def _normed(x: jax.Array, weight: jax.Array, eps: float, offset: float) -> jax.Array:
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + (config.norm_eps if eps is None else eps))
-    scale = weight[...].astype(jnp.float32) + config.norm_offset
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+    scale = weight.astype(jnp.float32) + offset
     return (y * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))).astype(x.dtype)
 
 

@@ -1,6 +1,7 @@
 """Rotary position embedding, with the rescalings that published checkpoints use."""
 
 import dataclasses
+import functools
 import math
 from typing import Literal
 
@@ -104,16 +105,17 @@ class Rope:
         low, high = max(low, 0), min(high, head_dim - 1)
         return low, high if high != low else high + 0.001
 
+    @functools.partial(jax.jit, static_argnums=0)  # traced once for all layers
     def __call__(self, q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`q [..., H, D]` and `k [..., K, D]` of the tokens at `positions [...]`, turned; computed in float32."""
-        frequencies = jnp.expand_dims(self.frequencies(q.shape[-1]), tuple(range(positions.ndim + 1)))
-        angles = positions.astype(jnp.float32)[..., None, None] * frequencies  # [..., 1, D/2]
-        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        # Both halves of a head are turned at once: one kernel, not one for each and another to put them together.
+        frequencies = self.frequencies(q.shape[-1])
+        sign = np.repeat(np.float32([-1, 1]), frequencies.size) * np.float32(self.magnitude)
+        twice = jnp.expand_dims(np.tile(frequencies, 2), tuple(range(positions.ndim + 1)))
+        angles = positions.astype(jnp.float32)[..., None, None] * twice  # [..., 1, D]
+        cos, sin = jnp.cos(angles), jnp.sin(angles) * jnp.expand_dims(sign, tuple(range(positions.ndim + 1)))
         if self.magnitude != 1.0:
-            cos, sin = cos * self.magnitude, sin * self.magnitude
-
-        # Both halves are turned at once: one kernel, not one for each and another to put them together.
-        cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+            cos = cos * self.magnitude
 
         def rotate(x: jax.Array) -> jax.Array:
             x32 = x.astype(jnp.float32)
