@@ -110,7 +110,7 @@ class Rope:
         """`q [..., H, D]` and `k [..., K, D]` of the tokens at `positions [...]`, turned; computed in float32."""
         # Both halves of a head are turned at once: one kernel, not one for each and another to put them together.
         frequencies = self.frequencies(q.shape[-1])
-        sign = np.repeat(np.float32([-1, 1]), frequencies.size) * np.float32(self.magnitude)
+        sign = np.repeat(np.array([-self.magnitude, self.magnitude], np.float32), frequencies.size)
         twice = jnp.expand_dims(np.tile(frequencies, 2), tuple(range(positions.ndim + 1)))
         angles = positions.astype(jnp.float32)[..., None, None] * twice  # [..., 1, D]
         cos, sin = jnp.cos(angles), jnp.sin(angles) * jnp.expand_dims(sign, tuple(range(positions.ndim + 1)))

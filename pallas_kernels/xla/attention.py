@@ -66,8 +66,11 @@ def paged_attention(
         queries = most if most == 1 else tiles.PREFILL_QUERIES if deterministic else min(tiles.PREFILL_QUERIES, most)
         lanes = tables.shape[0] if most == 1 else min(tables.shape[0], num_tokens // 2) + num_tokens // queries
         tiling = tiles.choose_tiling(inputs.q, kv, listed, queries, deterministic)
-        index = token.position - tiles.take(rows.before, token.row)
-        return _attend_tiles(inputs, asked, token.row, index, tiling, lanes, deterministic)
+        if most == 1:  # lanes are rows, and padded tokens too
+            row, index = None if token_axes[1:] == [1] else token.row, None
+        else:
+            row, index = token.row, token.position - tiles.take(rows.before, token.row)
+        return _attend_tiles(inputs, asked, row, index, tiling, lanes, deterministic)
 
     longest = token_axes[-1]
     if longest == 1 or at_once(longest) is not None:
@@ -129,7 +132,7 @@ def _attend_tiles(
     inputs: _Inputs, rows: tiles.Rows, row, index, tiling: tiles.Tiling, lanes: int, deterministic: bool
 ) -> _Softmax:  # fmt: skip
     """The softmax of every token, `[tokens, H]`, of the rows whose `count` is not 0. Tokens say in which row they are,
-    and which of its tokens they are."""
+    None: in one each; and which of its tokens they are, None: the only one."""
     (num_heads, head_dim), num_kv_heads = inputs.q.shape[1:], inputs.kv.shape[2]
     work = tiles.plan(tiling, lanes, rows, inputs.sight)
 
@@ -156,9 +159,10 @@ def _attend_tiles(
     nothing = _Lanes(zeros[..., 0] - jnp.inf, zeros)
     softmax = jax.lax.fori_loop(0, tiles.cover(work.num_items, tiling.items), step, nothing)
 
-    # Padding is counted from its row's first token too, and may lie before it.
-    tile, place = tiles.parts(jnp.maximum(index, 0), tiling.queries)
-    lane = jnp.minimum(tiles.take(work.row_lane, row) + tile, lanes - 1)
+    lane, place = row, None
+    if tiling.queries > 1:  # padding is counted from its row's first token too, and may lie before it
+        tile, place = tiles.parts(jnp.maximum(index, 0), tiling.queries)
+        lane = jnp.minimum(tiles.take(work.row_lane, row) + tile, lanes - 1)
     top, sums = _of_tokens(softmax, tiling.queries, lane, place)
     return _Softmax(top, sums[..., :-1], sums[..., -1])
 
@@ -174,8 +178,9 @@ def _attend_at_once(
         row = place = None
         queries = tiles.by_head(inputs.q.reshape(*token_axes, *inputs.q.shape[1:]), num_kv_heads)
     else:
-        row, place = token.row, token.position - tiles.take(rows.before, token.row)
-        place = jnp.clip(place, 0, tiling.queries - 1)
+        row, place = token.row, None
+        if tiling.queries > 1:
+            place = jnp.clip(token.position - tiles.take(rows.before, row), 0, tiling.queries - 1)
         queries = tiles.read_queries(inputs.q, items, num_kv_heads)
     seen = _read(inputs, items, tiling, queries)
     top = seen.logits.max(axis=-1)
@@ -255,13 +260,14 @@ def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _of_tokens[T](softmax: T, queries: int, lane: jax.Array | None, place: jax.Array | None) -> T:
-    """Of lanes' tiles of `queries` tokens each what the tokens have that stand at some places of some lanes; None: of
-    all, one after another."""
+    """Of lanes' tiles of `queries` tokens each what the tokens have that stand at some places of some lanes. No lanes:
+    of all, one after another; no places: all of the lane."""
 
     def pick(x: jax.Array) -> jax.Array:  # [lanes, K, queries * G, ...]
         lanes, num_kv_heads, all_queries, *minor = x.shape
         x = x.reshape(lanes, num_kv_heads, queries, all_queries // queries, *minor)
-        x = jnp.moveaxis(x, 2, 1) if lane is None else x[lane, :, place]
+        x = jnp.moveaxis(x, 2, 1) if place is None else x[lane, :, place]
+        x = x if lane is None or place is not None else tiles.take(x, lane)
         return x.reshape(-1, num_kv_heads * all_queries // queries, *minor)
 
     return jax.tree.map(pick, softmax)

@@ -210,20 +210,25 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def plan(tiling: Tiling, lanes: int, rows: Rows, sight: Sight) -> WorkList:
-    """The work list of a step that needs no more than `lanes` lanes."""
-    row_lanes = cover(rows.count, tiling.queries)
-    row_ends = jnp.cumsum(row_lanes)
-    row_lane = row_ends - row_lanes
-    lane = jnp.arange(lanes, dtype=jnp.int32)
-    row = jnp.searchsorted(row_ends, lane, side="right", method="compare_all").astype(jnp.int32)
-    row = jnp.minimum(row, rows.count.shape[0] - 1)
-    # Columns side by side cost one gather, which is one kernel to compile and to run, and not one each.
-    columns = [rows.before, rows.end, rows.start, rows.count, row_lane]
+    """The work list of a step that needs no more than `lanes` lanes; of one-token tiles as many as there are rows."""
+    columns = [rows.before, rows.end, rows.start, rows.count]
     if sight.blocks is not None:  # tiles are counted through them
         place = jnp.arange(1, sight.blocks.shape[1] + 1, dtype=jnp.int32)
         columns.append(jnp.max(jnp.where(sight.blocks >= 0, place[None], 0), axis=1, initial=0))
-    before, end, start, count, its_row_lane, *listed = jnp.unstack(take(jnp.stack(columns, axis=1), row), axis=1)
-    first = (lane - its_row_lane) * tiling.queries
+    if tiling.queries == 1:  # of rows of one token the lanes are the rows: nothing needs looking up
+        row = row_lane = jnp.arange(rows.count.shape[0], dtype=jnp.int32)
+        first, is_used = jnp.zeros_like(row), rows.count > 0
+    else:
+        lane = jnp.arange(lanes, dtype=jnp.int32)
+        row_lanes = cover(rows.count, tiling.queries)
+        row_ends = jnp.cumsum(row_lanes)
+        row_lane = row_ends - row_lanes
+        row = jnp.searchsorted(row_ends, lane, side="right", method="compare_all").astype(jnp.int32)
+        row = jnp.minimum(row, rows.count.shape[0] - 1)
+        # Columns side by side cost one gather, which is one kernel to compile and to run, and not one each.
+        *columns, its_row_lane = jnp.unstack(take(jnp.stack([*columns, row_lane], axis=1), row), axis=1)
+        first, is_used = (lane - its_row_lane) * tiling.queries, lane < row_ends[-1]
+    before, end, start, count, *listed = columns
     last = jnp.minimum(first + tiling.queries, count) - 1
 
     # Spans see ahead, and back to the first token of the step; tokens of a tree may be as shallow as its first.
@@ -242,7 +247,7 @@ def plan(tiling: Tiling, lanes: int, rows: Rows, sight: Sight) -> WorkList:
     num_tiles = jnp.maximum(last_tile - first_tile, 0)
     if (sink_tiles := sight.sink_tiles(tiling, rows, first_tile)) is not None:
         num_tiles += sink_tiles
-    num_tiles = jnp.where(lane < row_ends[-1], num_tiles, 0)
+    num_tiles = jnp.where(is_used, num_tiles, 0)
     ends = jnp.cumsum(num_tiles)
     known = Lane(row, first, first_tile, ends - num_tiles, before, end, start, count)
     return WorkList(jnp.stack(known, axis=1), ends, row_lane)
