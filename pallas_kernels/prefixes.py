@@ -18,6 +18,16 @@ WORTH_ROWS = 6
 WORTH_TOKENS = 8192
 
 
+def queries_together(num_heads: int, num_kv_heads: int) -> int:
+    """How many queries share one reading of what a group shares: of many heads to a KV head fewer, for they are bound
+    by arithmetic, and the last tile of them is not full.
+
+    >>> [queries_together(heads, 2) for heads in (2, 4, 14, 64)]
+    [64, 64, 18, 8]
+    """
+    return max(8, min(TOGETHER, 128 * num_kv_heads // num_heads))
+
+
 class Shared(NamedTuple):
     """What rows read together with others, an entry for each, `i32[S]`. Made by `find_shared`.
 

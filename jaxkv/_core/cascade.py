@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxkv._core.allocator import blocks_for
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.state import BlockTables, Layer
-from pallas_kernels.prefixes import TOGETHER, WORTH_ROWS, WORTH_TOKENS, Shared, find_shared
+from pallas_kernels.prefixes import WORTH_ROWS, WORTH_TOKENS, Shared, find_shared
 
 
 def can_share(config: CacheConfig) -> bool:
@@ -27,18 +27,21 @@ def find_sharing(config: CacheConfig, tables: BlockTables, group: int, queries: 
     return find_shared(tables.tables, before, queries, block_size=config.block_size, first=first, worth=WORTH_TOKENS)
 
 
-def blocks_read(config: CacheConfig, tables: BlockTables, group: int, shared: jax.Array | None) -> jax.Array:
-    """`i32[]`: blocks that a layer of a group reads in a step, each row's once and those of many rows once for all."""
+def blocks_read(
+    config: CacheConfig, tables: BlockTables, group: int, shared: jax.Array | None, together: int
+) -> jax.Array:  # fmt: skip
+    """`i32[]`: blocks that a layer of a group reads in a step, each row's once and those of many rows once for every so
+    many queries that read together."""
     first = config.first_seen(group, tables.lengths - tables.new)
-    together = jnp.int32(0)
+    at_once = jnp.int32(0)
     if shared is not None:
         of = Shared.unpack(shared)
         common = of.tokens // config.block_size
-        together = jnp.sum(-(-of.queries // TOGETHER) * jnp.maximum(common - first, 0))
+        at_once = jnp.sum(-(-of.queries // together) * jnp.maximum(common - first, 0))
         first = jnp.maximum(first, common)
     first -= jnp.minimum(first, config.group_sinks[group])
     own = jnp.where(tables.new > 0, blocks_for(tables.lengths, config.block_size) - first, 0)
-    return jnp.sum(own) + together
+    return jnp.sum(own) + at_once
 
 
 def shared_in(one: Layer, step: Any) -> jax.Array | None:

@@ -23,6 +23,7 @@ from jaxkv._core.numbers import flag, integer
 from jaxkv._core.state import SENSELESS, STALE, BlockTables, Layer
 from jaxkv._core.tables import mark_failed
 from jaxkv._core.variants import read_tree, tree_positions
+from pallas_kernels.prefixes import TOGETHER, queries_together
 
 
 @jax.tree_util.register_dataclass
@@ -57,14 +58,35 @@ class Step:
         """Bytes of keys and values, scales included, that the first layer reads in this step: each row's blocks once,
         those that many rows read together once for 64 queries. An int; within `jit` f32[].
 
-        That is a decode step of up to two query heads to a KV head, of whose number a plan knows nothing: of more, XLA
-        and the GPU's kernels read what is shared once for fewer queries. Of layers with a window or a chunk, kernels
-        for TPU and GPU read every row by itself, and prompts read what is before them again for every tile of their
-        queries. Where all that tables could hold is little, XLA reads as much.
+        That is a decode step of up to two query heads to a KV head, of whose number a plan knows nothing: of more ask
+        `bytes_read_by`. Of layers with a window or a chunk, kernels for TPU and GPU read every row by itself, and
+        prompts read what is before them again for every tile of their queries. Where all that tables could hold is
+        little, XLA reads as much.
         """
+        return self._bytes_read(TOGETHER)
+
+    def bytes_read_by(self, num_heads: int) -> Any:
+        """`bytes_read` with so many query heads in all: the more there are to a KV head, the fewer queries read together
+        what rows share, in XLA and in the GPU's kernels.
+
+        Raises:
+          ValueError: no multiple of the first layer's KV heads.
+
+        >>> import jaxkv
+        >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+        >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, num_blocks=4, dtype="float32"))
+        >>> jaxkv.plan_step(jaxkv.extend(cache, [1, 1]), (2, 1)).bytes_read_by(num_heads=16) // cache.config.block_size
+        256
+        """
+        num_heads, num_kv_heads = integer("num_heads", num_heads, least=1), self.config.layers[0].num_kv_heads
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of the {num_kv_heads} KV heads, not {num_heads}.")
+        return self._bytes_read(queries_together(num_heads, num_kv_heads))
+
+    def _bytes_read(self, together: int) -> Any:
         group, size = self.config.group(0), self.config.bytes_per_block_read(0)
         shared = None if self.shared is None else self.shared[group]
-        blocks = blocks_read(self.config, self.tables[group], group, shared)
+        blocks = blocks_read(self.config, self.tables[group], group, shared, together)
         return blocks.astype(jnp.float32) * size if isinstance(blocks, jax.core.Tracer) else int(blocks) * size
 
 

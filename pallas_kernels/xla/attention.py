@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import kinds
 from pallas_kernels.joining import paired, side_by_side
-from pallas_kernels.prefixes import TOGETHER, WORTH_ROWS, Shared
+from pallas_kernels.prefixes import TOGETHER, WORTH_ROWS, Shared, queries_together
 from pallas_kernels.tokens import locate
 from pallas_kernels.xla import work as tiles
 
@@ -281,9 +281,7 @@ def _attend_together(
     if sight.tree is not None:
         position = jnp.where(token.valid, tiles.take(rows.before, token.row) + sight.tree.depth, 0)
     groups, place = tiles.find_groups(rows, shared, token._replace(position=position))
-    # Of many heads to a KV head fewer queries are worth a tile: they are bound by arithmetic, and the last is not full.
-    num_kv_heads, most = inputs.kv.shape[2], max(1, rows.tables.shape[0] // WORTH_ROWS)
-    queries = max(8, min(TOGETHER, 128 * num_kv_heads // inputs.q.shape[1]))
+    most, queries = max(1, rows.tables.shape[0] // WORTH_ROWS), queries_together(inputs.q.shape[1], inputs.kv.shape[2])
     tiling, lanes = tiles.choose_tiling(inputs.q, inputs.kv, rows.tables, queries), most * -(-TOGETHER // queries)
     # All of it lies before the step's tokens, of which spans and trees speak.
     inputs = inputs._replace(sight=sight._replace(causal=False, spans=None, tree=None))

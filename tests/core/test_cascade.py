@@ -81,6 +81,13 @@ def test_bytes_that_a_step_reads():
     assert jaxkv.plan_step(cache, axes).bytes_read == sum(blocks) * size
     assert jaxkv.plan_step(cache, axes, cascade=True).bytes_read == (sum(blocks) - 7 * shared) * size
     assert jaxkv.plan_step(jaxkv.extend(forks(), 0 * COUNTS), axes, cascade=True).bytes_read == 0
+    two = jaxkv.extend(forks(), 2 * COUNTS)
+    step, own = jaxkv.plan_step(two, (ROWS, 2), cascade=True), [-(-n // 4) - shared for n in two.lengths.tolist()[:8]]
+    # Sixteen queries: 64 of up to two heads to a KV head read at once, of nine 14, of sixteen and more eight.
+    for heads, times in (2, 1), (4, 1), (16, 1), (18, 2), (32, 2), (128, 2):
+        assert step.bytes_read_by(heads) == (sum(own) + times * shared) * size
+    with pytest.raises(ValueError, match="num_heads must be a multiple of the 2 KV heads, not 5."):
+        step.bytes_read_by(5)
     local = jaxkv.CacheConfig(layers=(LOCAL,), **SIZES)
     far = jaxkv.extend(jaxkv.extend(jaxkv.init(local), [263] + [0] * 8), [1] + [0] * 8)
     assert jaxkv.plan_step(far, axes).bytes_read == 5 * size  # positions 244 to 263
