@@ -66,8 +66,8 @@ class Step:
         return self._bytes_read(TOGETHER)
 
     def bytes_read_by(self, num_heads: int) -> Any:
-        """`bytes_read` with so many query heads in all: the more there are to a KV head, the fewer queries read together
-        what rows share, in XLA and in the GPU's kernels.
+        """`bytes_read` with so many query heads in all: the more there are to a KV head, the fewer queries read what
+        rows share together, in XLA and in the kernels for GPUs.
 
         Raises:
           ValueError: no multiple of the first layer's KV heads.

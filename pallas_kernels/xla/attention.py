@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import kinds
-from pallas_kernels.joining import paired, side_by_side
+from pallas_kernels.joining import paired
 from pallas_kernels.prefixes import TOGETHER, WORTH_ROWS, Shared, queries_together
 from pallas_kernels.tokens import locate
 from pallas_kernels.xla import work as tiles
@@ -120,14 +120,6 @@ class _Softmax(NamedTuple):
     total: jax.Array  # [..., H]: the sum of exp(logit - top)
 
 
-class _Lanes(NamedTuple):
-    """The same of each lane in the loop, both sums side by side, `[lanes, H, D + 1]`, because each array that the loop
-    scatters into is kernels of its own to compile and to run."""
-
-    top: jax.Array
-    sums: jax.Array
-
-
 def _attend_tiles(
     inputs: _Inputs, rows: tiles.Rows, row, index, tiling: tiles.Tiling, lanes: int, deterministic: bool
 ) -> _Softmax:  # fmt: skip
@@ -136,7 +128,7 @@ def _attend_tiles(
     (num_heads, head_dim), num_kv_heads = inputs.q.shape[1:], inputs.kv.shape[2]
     work = tiles.plan(tiling, lanes, rows, inputs.sight)
 
-    def step(i, softmax: _Lanes) -> _Lanes:
+    def step(i, softmax: _Softmax) -> _Softmax:
         items = tiles.find_items(tiling, work, rows, i, inputs.sight)
         seen = _read(inputs, items, tiling, tiles.read_queries(inputs.q, items, num_kv_heads))
         # Items of a lane are neighbours, often in the same step: what the lane has is rescaled once, at the first one.
@@ -145,26 +137,28 @@ def _attend_tiles(
         top = softmax.top.at[lane].max(item_top)
         reference = item_top if deterministic else tiles.take(top, lane)
         reference = jnp.where(jnp.isneginf(reference), 0.0, reference)
-        values, total = _weigh(seen, reference)
-        sums = side_by_side(values, total[..., None])
+        sums = _weigh(seen, reference)
         if deterministic:
-            return _merged_in_order(softmax, lane, _Lanes(item_top, sums))
+            return _merged_in_order(softmax, lane, _Softmax(item_top, *sums))
         first = jnp.append(True, lane[1:] != lane[:-1])[:, None, None]
         shrink = jnp.where(first, jnp.exp(tiles.take(softmax.top, lane) - reference), 1.0)
-        return _Lanes(top, softmax.sums.at[lane].multiply(shrink[..., None]).at[lane].add(sums))
+
+        def added(have: jax.Array, new: jax.Array) -> jax.Array:
+            return have.at[lane].multiply(jnp.expand_dims(shrink, range(3, have.ndim))).at[lane].add(new)
+
+        return _Softmax(top, *map(added, softmax[1:], sums))
 
     width = head_dim if inputs.rank is None else inputs.rank
-    shape = (lanes, num_kv_heads, tiling.queries * (num_heads // num_kv_heads), width + 1)
-    zeros = jnp.broadcast_to(tiles.zero_for(inputs, rows), shape)
-    nothing = _Lanes(zeros[..., 0] - jnp.inf, zeros)
+    shape = (lanes, num_kv_heads, tiling.queries * (num_heads // num_kv_heads))
+    zeros = jnp.broadcast_to(tiles.zero_for(inputs, rows), (*shape, width))
+    nothing = _Softmax(zeros[..., 0] - jnp.inf, zeros, zeros[..., 0])
     softmax = jax.lax.fori_loop(0, tiles.cover(work.num_items, tiling.items), step, nothing)
 
     lane, place = row, None
     if tiling.queries > 1:  # padding is counted from its row's first token too, and may lie before it
         tile, place = tiles.parts(jnp.maximum(index, 0), tiling.queries)
         lane = jnp.minimum(tiles.take(work.row_lane, row) + tile, lanes - 1)
-    top, sums = _of_tokens(softmax, tiling.queries, lane, place)
-    return _Softmax(top, sums[..., :-1], sums[..., -1])
+    return _of_tokens(softmax, tiling.queries, lane, place)
 
 
 def _attend_at_once(
@@ -295,7 +289,7 @@ def _attend_together(
     return softmax, rows._replace(first=shared.tokens)
 
 
-def _merged[T: (_Softmax, _Lanes)](a: T, b: T) -> T:
+def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
     """The softmax over what either has seen."""
     top = jnp.maximum(a.top, b.top)
     reference = jnp.where(jnp.isneginf(top), 0.0, top)
@@ -305,14 +299,14 @@ def _merged[T: (_Softmax, _Lanes)](a: T, b: T) -> T:
         minor = range(top.ndim, of_a.ndim)
         return of_a * jnp.expand_dims(x, minor) + of_b * jnp.expand_dims(y, minor)
 
-    return type(a)(top, *map(both, a[1:], b[1:]))
+    return _Softmax(top, *map(both, a[1:], b[1:]))
 
 
-def _merged_in_order(softmax: _Lanes, lane: jax.Array, items: _Lanes) -> _Lanes:
+def _merged_in_order(softmax: _Softmax, lane: jax.Array, items: _Softmax) -> _Softmax:
     """What lanes have, with some items put to it one after another: what comes out goes by their order alone. One that
     sees nothing changes no bit."""
 
-    def merge(j, softmax: _Lanes) -> _Lanes:
+    def merge(j, softmax: _Softmax) -> _Softmax:
         have, item = (jax.tree.map(lambda x, i=i: x[i], s) for s, i in ((softmax, lane[j]), (items, j)))
         return jax.tree.map(lambda x, new: x.at[lane[j]].set(new), softmax, _merged(have, item))
 

@@ -86,7 +86,7 @@ def test_bytes_that_a_step_reads():
     # Sixteen queries: 64 of up to two heads to a KV head read at once, of nine 14, of sixteen and more eight.
     for heads, times in (2, 1), (4, 1), (16, 1), (18, 2), (32, 2), (128, 2):
         assert step.bytes_read_by(heads) == (sum(own) + times * shared) * size
-    with pytest.raises(ValueError, match="num_heads must be a multiple of the 2 KV heads, not 5."):
+    with pytest.raises(ValueError, match="num_heads must be a multiple of the 2 KV heads, not 5"):
         step.bytes_read_by(5)
     local = jaxkv.CacheConfig(layers=(LOCAL,), **SIZES)
     far = jaxkv.extend(jaxkv.extend(jaxkv.init(local), [263] + [0] * 8), [1] + [0] * 8)
