@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxkv._copies import assert_no_copy as assert_no_copy
 from jaxkv._core.cache import Cache
-from jaxkv._core.state import NULL_BLOCK
+from jaxkv._core.lines import block_numbers
 from jaxkv._engine.recording import Trace as Trace, record as record
 
 __all__ = ["Trace", "assert_no_copy", "permute_blocks", "poison", "record"]
@@ -41,7 +41,8 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
     pools = list(cache.pools)
     row, position = jnp.arange(cache.config.max_seqs)[:, None], jnp.arange(cache.config.max_seq_len)[None]
     for group, tables in enumerate(cache.tables):
-        keep = jnp.repeat((tables.kept != 0).at[NULL_BLOCK].set(True)[:, None], cache.config.block_size, axis=1)
+        keep = jnp.ones(tables.kept.shape, bool).at[block_numbers(tables)].set(False) | (tables.kept != 0)
+        keep = jnp.repeat(keep[:, None], cache.config.block_size, axis=1)
         held = cache.slots(row, position, layer=cache.config.groups[group][0])
         keep = keep.at[held].set(True)
         for stack in cache.config.group_stacks(group):
@@ -70,7 +71,10 @@ def permute_blocks(cache: Cache, seed: int = 0) -> Cache:
     rng = np.random.default_rng(seed)
     pools, groups = list(cache.pools), []
     for group, t in enumerate(cache.tables):
-        new_id = jnp.asarray(np.append(NULL_BLOCK, 1 + rng.permutation(t.num_blocks)), jnp.int32)
+        order = np.arange(t.refcounts.shape[0], dtype=np.int32)
+        for own in np.split(block_numbers(t), t.parts):
+            order[own] = rng.permutation(own)
+        new_id = jnp.asarray(order)
 
         def move(per_block: jax.Array, new_id: jax.Array = new_id) -> jax.Array:
             return jnp.zeros_like(per_block).at[new_id].set(per_block)

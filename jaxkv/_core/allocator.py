@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxkv._core.lines import of_parts, part_sums
 from jaxkv._core.state import NULL_BLOCK, BlockTables
 
 
@@ -15,9 +16,12 @@ def blocks_for(lengths: jax.Array, block_size: int) -> jax.Array:
 
 
 def serve(needs: Sequence[jax.Array], groups: Sequence[BlockTables]) -> jax.Array:
-    """`bool[S]`: which rows get the `needs[g][s]` blocks they ask for: in order, each all or nothing in all groups."""
-    need = jnp.stack(needs)  # [G, S]
-    num_free = jnp.stack([tables.num_free for tables in groups])[:, None]
+    """`bool[S]`: which rows get the `needs[g][s]` blocks they ask for: in order, each all or nothing in all groups.
+
+    Of a group whose blocks are in parts, it is `needs[g][p, s]`.
+    """
+    need = jnp.concatenate([jnp.atleast_2d(need) for need in needs])  # [G, S]
+    num_free = jnp.concatenate([jnp.atleast_1d(tables.num_free) for tables in groups])[:, None]
 
     def missing(served: jax.Array) -> jax.Array:
         return served & (jnp.cumsum(jnp.where(served[None], need, 0), axis=1) > num_free).any(axis=0)
@@ -40,21 +44,30 @@ def take(tables: BlockTables, count: jax.Array, at: jax.Array | None = None) -> 
     There must be as many.
     """
     width, end = tables.tables.shape[1], tables.end if at is None else at
-    next_free = tables.num_blocks - tables.num_free
+    next_free = of_parts(_next_free(tables), tables)
     # The blocks of one row stand one after another in the free list: fetch a whole window of it for each row, laid so
     # that the first of them falls on the row's first unused column.
-    windows = next_free + jnp.cumsum(count) - count - end + width
+    windows = next_free + _cumsum(count, tables.parts) - count - end + width
     free_list = jnp.pad(tables.free_list, width)
     fresh = jax.vmap(lambda start: jax.lax.dynamic_slice_in_dim(free_list, start, width))(windows)
     column = jnp.arange(width, dtype=jnp.int32)[None]
     is_fresh = (column >= end[:, None]) & (column < (end + count)[:, None])
-    num_free = tables.num_free - jnp.sum(count, dtype=jnp.int32)
-    return dataclasses.replace(
-        tables,
-        tables=jnp.where(is_fresh, fresh, tables.tables),
-        num_free=num_free,
-        peak=jnp.maximum(tables.peak, tables.num_blocks - num_free),
-    )
+    tables = dataclasses.replace(tables, tables=jnp.where(is_fresh, fresh, tables.tables))
+    return with_taken(tables, part_sums(count, tables))
+
+
+def with_taken(tables: BlockTables, count: jax.Array) -> BlockTables:
+    """Tables of which the next `count` free blocks, of each part, are in use."""
+    tables = dataclasses.replace(tables, num_free=tables.num_free - count)
+    return dataclasses.replace(tables, peak=jnp.maximum(tables.peak, tables.num_used))
+
+
+def next_blocks(tables: BlockTables, taken: jax.Array) -> jax.Array:
+    """A free block wherever `taken` bool[S, M] says so, the null block elsewhere. They are still free."""
+    at = _cumsum(taken.ravel(), tables.parts).reshape(taken.shape) - 1
+    next_free = _next_free(tables)
+    at += next_free if tables.parts == 1 else of_parts(next_free, tables)[:, None]
+    return jnp.where(taken, tables.free_list.at[at].get(mode="fill", fill_value=NULL_BLOCK), NULL_BLOCK)
 
 
 def replace_entries(tables: BlockTables, entries: jax.Array, kept: jax.Array | None = None) -> BlockTables:
@@ -68,8 +81,9 @@ def replace_entries(tables: BlockTables, entries: jax.Array, kept: jax.Array | N
     if kept is not None:
         left += (kept != 0).astype(jnp.int32) - (tables.kept != 0).astype(jnp.int32)
     freed = (left == 0).at[NULL_BLOCK].set(False)
-    rank = jnp.cumsum(freed, dtype=jnp.int32)
-    next_free = tables.num_blocks - tables.num_free
+    rank, next_free = _cumsum(freed, tables.parts), _next_free(tables)
+    if tables.parts > 1:
+        next_free = jnp.repeat(next_free, freed.shape[0] // tables.parts)
     block = jnp.arange(freed.shape[0], dtype=jnp.int32)
     place = jnp.where(freed, next_free - rank, tables.num_blocks + block)  # past the end: dropped
     return dataclasses.replace(
@@ -79,7 +93,7 @@ def replace_entries(tables: BlockTables, entries: jax.Array, kept: jax.Array | N
         refcounts=left + freed.astype(jnp.int32),
         kept=tables.kept if kept is None else kept,
         free_list=jnp.asarray(tables.free_list).at[place].set(block, mode="drop", unique_indices=True),
-        num_free=tables.num_free + rank[-1],
+        num_free=tables.num_free + (rank[-1] if tables.parts == 1 else rank.reshape(tables.parts, -1)[:, -1]),
     )
 
 
@@ -130,7 +144,21 @@ def give_back(tables: BlockTables, first: jax.Array, sinks: int = 0) -> BlockTab
     )
 
 
+def _next_free(tables: BlockTables) -> jax.Array:
+    """`i32[]`: where in the free list the next block to be taken stands; `i32[P]`, of each part."""
+    if tables.parts == 1:
+        return tables.num_blocks - tables.num_free
+    end = tables.num_blocks // tables.parts * jnp.arange(1, tables.parts + 1, dtype=jnp.int32)
+    return end - tables.num_free
+
+
+def _cumsum(x: jax.Array, parts: int) -> jax.Array:
+    """Sums of the numbers so far, in each part by itself."""
+    x = x if parts == 1 else x.reshape(parts, -1)
+    return jnp.cumsum(x, axis=-1, dtype=jnp.int32).reshape(-1)
+
+
 def _references(tables: BlockTables, entries: jax.Array, counted: jax.Array) -> jax.Array:
     """`i32[N + 1]`: how often each block stands under `counted`; never the null block."""
-    entries = jnp.where(counted & (entries != NULL_BLOCK), entries, tables.num_blocks + 1)
+    entries = jnp.where(counted & (entries != NULL_BLOCK), entries, tables.refcounts.shape[0])
     return jnp.zeros_like(tables.refcounts).at[entries].add(1, mode="drop")

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._core.cache import Cache
+from jaxkv._core.lines import OF_LINES
 from jaxkv._core.state import BlockTables
-
-OF_ROWS = ("tables", "lengths", "new", "offsets", "failed", "wanted", "needed", "evicted", "thinned")
 
 
 def alone(cache: Cache, row: jax.Array) -> Cache:
@@ -18,7 +17,7 @@ def alone(cache: Cache, row: jax.Array) -> Cache:
     def one(tables: BlockTables) -> BlockTables:
         heads = tables.lengths.shape[0] // cache.config.max_seqs
         lines = row + cache.config.max_seqs * jnp.arange(heads, dtype=jnp.int32)
-        found = ((name, getattr(tables, name)) for name in OF_ROWS)
+        found = ((name, getattr(tables, name)) for name in OF_LINES)
         fields: dict[str, Any] = {name: x if x is None else x[lines] for name, x in found}
         return dataclasses.replace(tables, **fields)
 

@@ -9,12 +9,13 @@ import numpy as np
 
 import pallas_kernels
 from jaxkv._core.arguments import row_counts
+from jaxkv._core.at_hand import OwnHeads, Part, own_heads, part_of, runs_of
 from jaxkv._core.cascade import shared_in, sharing_in_words
-from jaxkv._core.lines import join_heads, seen_by_rows, split_heads, split_offsets, split_tokens, to_lines
+from jaxkv._core.lines import join_heads, own_lines, seen_by_rows, split_heads, split_offsets, split_tokens, to_lines
 from jaxkv._core.numbers import flag
 from jaxkv._core.observing import note_queries
 from jaxkv._core.plan import Step
-from jaxkv._core.shards import POOL, WHOLE, OwnHeads, Q, heads_at, on_shards, own_heads, parts_of_blocks, runs_of
+from jaxkv._core.shards import NEW, POOL, WHOLE, Q, heads_at, on_shards, parts_of_blocks
 from jaxkv._core.state import Layer, Pool
 from jaxkv._core.variants import read_options, read_tree
 from jaxkv._core.write import (
@@ -36,6 +37,7 @@ from jaxkv._core.write import (
 from pallas_kernels.cascade import why_alone
 
 BY_HEAD = ("sinks", "alibi")  # options with an entry for each query head
+BY_TOKEN = {"mask", "spans", "tree"}  # and for each token
 
 
 def attention(
@@ -114,7 +116,7 @@ def attention(
     arrays, static = _divided(_for_rows(one, step, q.shape[:-2], options))
     check_heads(one, q=q, k=k, v=v, **arrays, **static)
     with jax.named_scope("attention"):
-        token, outs = heads_at(q.ndim - 2), _out_specs(q, static)
+        token, outs = heads_at(q.ndim - 2, NEW), _out_specs(q, static)
         arguments = (one, step, dict(q=q, k=k, v=v), arrays)
         specs = (layer_specs(one), WHOLE, dict(q=heads_at(q.ndim - 2, Q), k=token, v=token), _option_specs(arrays))
         out, pool = on_shards(
@@ -125,7 +127,8 @@ def attention(
 
 
 def _store_and_attend(one: Layer, step: Step | None, new: dict, arrays: dict, *, implementation: Any, **static: Any):
-    t = one.tables
+    part, one = part_of(one.pool), own_lines(one)
+    arrays, t = _of_lines(part, arrays), one.tables
     q, k, v = (spread(step, one, turned(one, new[name])) for name in ("q", "k", "v"))
     own = own_heads(one.pool, one.layer_config.num_kv_heads, q.shape[-2])
     q, arrays = _widened(own, q, arrays)
@@ -184,7 +187,10 @@ def _attend(
     one: Layer, step: Step | None, q: jax.Array, new: jax.Array, offsets: jax.Array | None, arrays: dict, *,
     implementation: Any, **static: Any,
 ) -> Any:  # fmt: skip
-    t = one.tables
+    part, one = part_of(one.pool), own_lines(one)
+    arrays, t = _of_lines(part, arrays), one.tables
+    if part is not None:
+        new, offsets = part.first(new), None if offsets is None else part.first(offsets)
     q = spread(step, one, turned(one, q))
     own = own_heads(one.pool, one.layer_config.num_kv_heads, q.shape[-2])
     q, arrays = _widened(own, q, arrays)
@@ -269,7 +275,7 @@ def _for_rows(one: Layer, step: Step | None, token_axes: tuple[int, ...], option
             raise ValueError("This step was planned with a tree: leave tree out, or plan the step without one.")
         tree = step.tree
     options = read_options(one, options | {"tree": tree})
-    for name in {"mask", "spans", "tree"} & options.keys():
+    for name in BY_TOKEN & options.keys():
         options[name] = split_tokens(one, spread(step, one, options[name]))
     return options if shared is None else options | {"shared": shared}
 
@@ -295,6 +301,11 @@ def _widened(own: OwnHeads | None, q: jax.Array, arrays: dict[str, Any]) -> tupl
     if own is None:
         return q, arrays
     return own.spread(q, -2), {name: own.spread(x, -1) if name in BY_HEAD else x for name, x in arrays.items()}
+
+
+def _of_lines(part: Part | None, options: dict[str, Any]) -> dict[str, Any]:
+    """What is said of tokens, for those of the lines that a device has."""
+    return options if part is None else {name: part.first(x) if name in BY_TOKEN else x for name, x in options.items()}
 
 
 def _of_part(pool: Pool, options: dict[str, Any]) -> dict[str, Any]:

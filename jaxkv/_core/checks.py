@@ -1,6 +1,6 @@
 """Questions to a cache on the host: did a row fail, is the state sound, what is in use. They read the device back."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.contents import numbers
 from jaxkv._core.errors import CacheError, OutOfBlocks, OutOfWindow, SequenceTooLong
 from jaxkv._core.kept_bounds import filled_of
-from jaxkv._core.lines import by_row, row_sums, seen_by_rows
+from jaxkv._core.lines import block_numbers, by_row, row_sums, seen_by_rows
 from jaxkv._core.state import GONE, NULL_BLOCK, STALE, BlockTables
 
 
@@ -32,7 +32,7 @@ def check(cache: Cache) -> None:
     """
     check_on_host(cache, "check")
     groups = jax.device_get(cache.tables)
-    held = [row_sums(np.sum(t.tables != NULL_BLOCK, axis=1), cache.config) for t in groups]
+    lacks = [lack for g, t in enumerate(groups) for lack in _lacks(t, g, cache.config)]
     groups = tuple(seen_by_rows(t, cache.config) for t in groups)
     t = groups[0]  # the same rows fail in every group
     rows = np.flatnonzero(t.failed)
@@ -72,20 +72,42 @@ def check(cache: Cache) -> None:
             "is as it was before; free it and compute its tokens again, or fork it before it goes on."
         )
     # The group that lacks most is what stood in the way.
-    group = max(range(len(groups)), key=lambda g: int(groups[g].needed[rows].max()) - int(groups[g].num_free))
-    t, held = groups[group], held[group]
+    lack = max(lacks, key=lambda lack: int(lack.needed[rows].max()) - lack.num_free)
+    group, needed, held, num_free, num_blocks = lack
+    t, parts = groups[group], cache.tables[group].parts
     needs = _list(
-        f"row {r} ({t.lengths[r]} tokens, {held[r]} blocks) needs {_more(t.needed[r])} for {t.wanted[r]} tokens"
+        f"row {r} ({t.lengths[r]} tokens, {held[r]} blocks) needs {_more(needed[r])} for {t.wanted[r]} tokens"
         for r in rows
     )
-    free = f"{t.num_free} of {t.num_blocks} blocks {'is' if t.num_free == 1 else 'are'} free"
+    free = f"{num_free} of {num_blocks} blocks {'is' if num_free == 1 else 'are'} free"
     where = "" if len(groups) == 1 else f" in the layers {_sights(cache)[group]}"
+    where += "" if parts == 1 else f" on one of {parts} devices"
     kept = np.count_nonzero(t.kept)
     index = f" (a PrefixCache keeps {kept}: its make_room gives some back)" if kept else ""
     raise OutOfBlocks(
         f"{needs[0].upper()}{needs[1:]}, but {free}{where}{index}. The row is as it was before; free or truncate rows, "
         "or give the cache more num_blocks."
     )
+
+
+class _Lack(NamedTuple):
+    """What rows need of a group's blocks, or of a part of them, and what there is."""
+
+    group: int
+    needed: np.ndarray  # i32[S]
+    held: np.ndarray  # i32[S]
+    num_free: int
+    num_blocks: int
+
+
+def _lacks(t: BlockTables, group: int, config: CacheConfig) -> list[_Lack]:
+    lines: Any = t.needed, np.sum(t.tables != NULL_BLOCK, axis=1)
+    needed, held = (x.reshape(t.parts, -1, config.max_seqs) for x in lines)
+    each = t.num_blocks // t.parts
+    return [
+        _Lack(group, needed[part, 0], held[part].sum(axis=0), int(num_free), each)
+        for part, num_free in enumerate(np.atleast_1d(t.num_free))
+    ]
 
 
 def check_invariants(cache: Cache) -> None:
@@ -109,11 +131,14 @@ def check_invariants(cache: Cache) -> None:
             assert not stands_alone, f"layer {layer} has a pool, shares another's, or is stacked behind another"
             continue
         shapes = tuple(None if x is None else x.shape for x in (pool.kv, pool.scale, pool.bounds))
-        assert shapes == config.stack_shapes(layer), f"layer {layer}: the pool's shape"
-        null_blocks = pool.kv[:: pool.kv.shape[0] // len(config.stack(layer))]
+        assert shapes == config.stack_shapes(layer, pool.parts), f"layer {layer}: the pool's shape"
+        assert pool.parts == cache.tables[config.group(layer)].parts, f"layer {layer}: parts of tables and pool"
+        blocks = pool.kv.shape[0] // len(config.stack(layer)) // pool.parts
+        null_blocks = pool.kv[::blocks] if pool.parts == 1 else pool.kv
         # Each process looks at its part; a cache of NumPy arrays, as device_get makes one, is whole.
         on_host = not isinstance(null_blocks, jax.Array)
         here = [null_blocks] if on_host else [shard.data for shard in null_blocks.addressable_shards]
+        here = here if pool.parts == 1 else [np.asarray(x)[::blocks] for x in here]
         assert not any(np.asarray(x).any() for x in here), f"layer {layer}: the null block was written"
         if pool.bounds is not None:
             _check_bounds(cache, layer)
@@ -155,8 +180,11 @@ def _check_tables(t: BlockTables, config: CacheConfig, group: int) -> None:
         assert ((t.evicted >= 0) & (t.seen <= config.max_seq_len)).all(), f"seen fits: {t.lengths}, {t.evicted}"
         assert ((t.thinned >= 0) & (t.thinned <= t.lengths - t.new)).all(), f"thinned: {t.thinned} of {t.lengths}"
         assert ((t.thinned == 0) | (t.evicted > 0)).all(), f"thinned, so some are gone: {t.thinned}, {t.evicted}"
-    assert 0 <= t.num_free <= num_blocks, f"num_free within [0, {num_blocks}]: {t.num_free}"
-    assert ((t.tables >= 0) & (t.tables <= num_blocks)).all(), "table entries name blocks"
+    each, numbers, lines = num_blocks // t.parts, block_numbers(t), np.split(t.tables, t.parts)
+    num_free = np.atleast_1d(t.num_free)
+    assert ((num_free >= 0) & (num_free <= each)).all(), f"num_free within [0, {each}]: {t.num_free}"
+    for own, entries in zip(np.split(numbers, t.parts), lines, strict=True):
+        assert np.isin(entries, [NULL_BLOCK, *own]).all(), "table entries name blocks, of their part"
     used = t.tables != NULL_BLOCK
     column = np.arange(t.tables.shape[1])
     end = np.max(np.where(used, column + 1, 0), axis=1)
@@ -168,12 +196,16 @@ def _check_tables(t: BlockTables, config: CacheConfig, group: int) -> None:
     assert (end >= -(-t.lengths // block_size)).all(), f"every row has the blocks for its tokens: {end}, {t.lengths}"
     seen = config.first_seen(group, t.lengths - t.new)
     assert (first <= np.where(t.lengths > 0, seen, 0)).all(), f"what this step's tokens see is held: {first}, {seen}"
-    counts = np.bincount(t.tables.ravel(), minlength=num_blocks + 1)
+    counts = np.bincount(t.tables.ravel(), minlength=len(t.refcounts))
     counts[NULL_BLOCK] = 0
-    assert not t.kept[NULL_BLOCK], "the null block is nobody's"
+    assert np.isin(np.flatnonzero(t.kept), numbers).all(), "the null block is nobody's"
     holders = counts + (t.kept != 0)
-    free = np.asarray(t.free_list)[num_blocks - t.num_free :]
-    assert len(set(free.tolist())) == len(free) and NULL_BLOCK not in free.tolist(), "a block is free at most once"
+    lists = zip(np.asarray(t.free_list).reshape(t.parts, -1), num_free.tolist(), strict=True)
+    free_of = [own[each - count :] for own, count in lists]
+    free = np.concatenate(free_of)
+    assert len(set(free.tolist())) == len(free) and np.isin(free, numbers).all(), "a block is free at most once"
+    in_part = zip(np.split(numbers, t.parts), free_of, strict=True)
+    assert all(np.isin(some, own).all() for own, some in in_part), "a block is free in its part"
     assert (holders[free] == 0).all(), "a free block is in no table and not kept"
     assert len(free) + np.count_nonzero(holders) == num_blocks, "every block is free, in a table or kept"
     expected = np.maximum(holders, 1)
@@ -183,7 +215,7 @@ def _check_tables(t: BlockTables, config: CacheConfig, group: int) -> None:
     assert config.contiguous or (holders[t.tables[used & ~full]] == 1).all(), (
         "a block that can still be written has one owner"
     )
-    assert num_blocks - t.num_free <= t.peak <= num_blocks, "peak is the most ever in use"
+    assert t.num_used <= t.peak <= num_blocks, "peak is the most ever in use"
     assert (t.failed | (t.wanted == 0)).all(), "wanted only where failed"
 
 
@@ -230,10 +262,10 @@ def stats(cache: Cache) -> dict[str, Any]:
 
 def _group_stats(t: BlockTables, config: CacheConfig, group: int) -> dict[str, Any]:
     num_blocks = t.free_list.shape[0]
-    used = num_blocks - int(t.num_free)
+    used = int(t.num_used)
     entries = t.tables != NULL_BLOCK
     end = np.max(np.where(entries, np.arange(1, t.tables.shape[1] + 1), 0), axis=1)
-    counts = np.bincount(t.tables.ravel(), minlength=num_blocks + 1)[1:]
+    counts = np.bincount(t.tables.ravel(), minlength=len(t.refcounts))[1:]
     return {
         "window": config.group_windows[group],
         "chunk": config.group_chunks[group],
@@ -241,7 +273,7 @@ def _group_stats(t: BlockTables, config: CacheConfig, group: int) -> dict[str, A
         "layers": config.groups[group],
         "num_blocks": num_blocks,
         "blocks_used": used,
-        "blocks_free": int(t.num_free),
+        "blocks_free": num_blocks - used,
         "blocks_shared": int((counts > 1).sum()),
         "blocks_kept": int(np.count_nonzero(t.kept)),
         "blocks_peak": int(t.peak),

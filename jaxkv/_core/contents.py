@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv._core.at_hand import at_places, own_places, part_of, runs_of
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.rotation import rotate
-from jaxkv._core.shards import at_places, own_places, runs_of
 from jaxkv._core.state import Pool
 from pallas_kernels import kinds
 
@@ -33,8 +33,11 @@ def read_raw(pool: Pool, block: jax.Array, offset: jax.Array) -> tuple[jax.Array
 
 
 def dense(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: CacheConfig, layer: int) -> jax.Array:
-    """The rows of a table as one array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window."""
-    runs = runs_of(pool)
+    """The rows of a table, or those of its lines that a device has, as one array `[S, 2, K, max_seq_len, D]`; 0 past
+    each row's length and before its window."""
+    runs, part = runs_of(pool), part_of(pool)
+    if part is not None:
+        tables, lengths = part.own(part.lines(tables)), part.lines(lengths)
 
     def read(at: Any) -> jax.Array:
         found = numbers(jax.tree.map(lambda x: x[at], pool.tokens), config, layer)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -65,14 +66,16 @@ def init(
     one = config if rows is None else shard_config(config, count, rows)
     on_mesh = functools.partial(NamedSharding, mesh)
     axes = next((p.heads, p.context) for p in specs.pools if p is not None)
-    program = jax.jit(_init_pools, static_argnums=(0, 1, 2, 3), out_shardings=jax.tree.map(on_mesh, specs.pools))
+    parts = tuple(specs.pools[config.stack(layers[0])[0]].parts for layers in config.groups)
+    program = jax.jit(_init_pools, static_argnums=(0, 1, 2, 3, 4), out_shardings=jax.tree.map(on_mesh, specs.pools))
 
     def laid(x: jax.Array) -> jax.Array:
         if rows is None:
             return put(x, on_mesh(PartitionSpec()))
         return put(np.concatenate([np.atleast_1d(x)] * count), on_mesh(PartitionSpec(rows)))
 
-    return dataclasses.replace(specs, tables=jax.tree.map(laid, _init_tables(one)), pools=program(one, *axes, count))
+    tables = jax.tree.map(laid, _init_tables(one, parts))
+    return dataclasses.replace(specs, tables=tables, pools=program(one, *axes, parts, count))
 
 
 def partition_specs(
@@ -82,7 +85,8 @@ def partition_specs(
     """How a cache lies on a mesh: a `PartitionSpec` in the place of each array of `init(config, mesh=mesh)`.
 
     Pools, scales too, are divided over KV heads. Layers with fewer heads than there are devices, latent ones among
-    them, are whole on each device; tables always are.
+    them, are whole on each device; tables always are. Of layers that evict by heads, whose blocks have one head, each
+    device has as many blocks, for its own heads: a row for whose head it has too few fails, whatever others have.
 
     With `context`, every block is divided over its tokens too, for contexts that no device holds alone: of `block_size`
     tokens the first device of the axis has the first run, and so on, so that a row's tokens go round the devices, run
@@ -137,28 +141,52 @@ def partition_specs(
         )
     if rows is not None:
         local = partition_specs(shard_config(config, mesh.shape[rows], rows), mesh, heads, context)
+        if any(p is not None and p.parts > 1 for p in local.pools):
+            raise ValueError(
+                f"Blocks of layers that evict by heads are divided over the mesh axis {heads!r}, and cannot be over "
+                f'{rows!r} too: give these layers evict="layer", or heads=None.'
+            )
         return specs_of_rows(config, local, rows)
     if context is not None:
         _check_runs(config, mesh.shape[context], context)
 
+    parts = _parts(config, mesh, heads)
+
     def pool(layer: int) -> Pool:
-        if config.layer_config(layer).evict == "head":
-            raise ValueError(
-                f"Layer {layer} evicts by heads, each with tables of its own, which cannot be divided over a mesh: "
-                'give it evict="layer".'
-            )
         num_heads = config.layer_config(layer).num_kv_heads
         is_divided = heads is not None and num_parts(num_heads, mesh.shape[heads], heads) == mesh.shape[heads]
-        axes = (None, None, heads if is_divided else None, context)
+        by_heads = config.layer_config(layer).evict == "head"  # then it is their blocks that are divided
+        places = (heads, None, None, context) if by_heads else (None, None, heads, context)
+        axes = tuple(None if axis == heads and not is_divided else axis for axis in places)
         spec = PartitionSpec(*axes[: max((i + 1 for i, axis in enumerate(axes) if axis is not None), default=0)])
         scale, bounds = (None if shape is None else spec for shape in config.stack_shapes(layer)[1:])
-        return Pool(kv=spec, scale=scale, bounds=bounds, heads=heads, context=context)  # type: ignore[arg-type]
+        own = dict(heads=heads, context=context, parts=parts[config.group(layer)])
+        return Pool(kv=spec, scale=scale, bounds=bounds, **own)  # type: ignore[arg-type]
 
     fields: dict[str, Any] = {field.name: PartitionSpec() for field in dataclasses.fields(BlockTables)}
     whole, all_held = BlockTables(**fields), BlockTables(**fields | {"evicted": None, "thinned": None})
     tables = tuple(all_held if evict is None else whole for evict in config.group_evicts)
     pools = tuple(pool(i) if config.stack(i)[0] == i else None for i in range(config.num_layers))
     return Cache(tables=tables, pools=pools, config=config)
+
+
+def _parts(config: CacheConfig, mesh: Mesh | AbstractMesh, heads: str | None) -> tuple[int, ...]:
+    """For each group how many parts its blocks are in: of layers that evict by heads, one for each device of the axis.
+
+    Raises:
+      ValueError: there are not as many blocks for each.
+    """
+    if heads is None:
+        return (1,) * len(config.groups)
+    counts = (num_parts(n, mesh.shape[heads], heads) if n > 1 else 1 for n in config.group_heads)
+    parts = tuple(counts)
+    for layers, blocks, count in zip(config.groups, config.group_blocks, parts, strict=True):
+        if blocks % count:
+            raise ValueError(
+                f"The {blocks} blocks of layer {layers[0]}, which evicts by heads, cannot be divided among the {count} "
+                f"devices of the mesh axis {heads!r}: make group_blocks a multiple of it."
+            )
+    return parts
 
 
 def _check_runs(config: CacheConfig, count: int, context: str) -> None:
@@ -183,7 +211,7 @@ def _check_runs(config: CacheConfig, count: int, context: str) -> None:
 
 
 def _init_pools(
-    config: CacheConfig, heads: str | None, context: str | None, count: int = 1
+    config: CacheConfig, heads: str | None, context: str | None, parts: Sequence[int] | None = None, count: int = 1
 ) -> tuple[Pool | None, ...]:  # fmt: skip
     """Of so many caches, one behind the other."""
 
@@ -193,18 +221,20 @@ def _init_pools(
     def pool(layer: int) -> Pool:
         kind = config.kind(layer)
         dtypes = (kind.dtype, kind.scale_dtype, config.bounds_dtype(layer))
-        pairs = zip(config.stack_shapes(layer), dtypes, strict=True)
+        own = 1 if parts is None else parts[config.group(layer)]
+        pairs = zip(config.stack_shapes(layer, own), dtypes, strict=True)
         kv, scale, bounds = (None if shape is None else zeros(shape, dtype) for shape, dtype in pairs)
-        return Pool(kv=kv, scale=scale, bounds=bounds, heads=heads, context=context)  # type: ignore[arg-type]
+        return Pool(kv=kv, scale=scale, bounds=bounds, heads=heads, context=context, parts=own)  # type: ignore[arg-type]
 
     return tuple(pool(i) if config.stack(i)[0] == i else None for i in range(config.num_layers))
 
 
-def _init_tables(config: CacheConfig) -> tuple[BlockTables, ...]:
-    return tuple(_init_group(config, group) for group in range(len(config.groups)))
+def _init_tables(config: CacheConfig, parts: Sequence[int] | None = None) -> tuple[BlockTables, ...]:
+    counts = (1,) * len(config.groups) if parts is None else parts
+    return tuple(_init_group(config, group, count) for group, count in enumerate(counts))
 
 
-def _init_group(config: CacheConfig, group: int) -> BlockTables:
+def _init_group(config: CacheConfig, group: int, parts: int) -> BlockTables:
     """Made by NumPy, array by array of its own memory: nothing to compile, and all of them can be donated."""
     rows, num_blocks = config.max_seqs * config.group_heads[group], config.group_blocks[group]
     evicts = config.group_evicts[group] is not None
@@ -212,17 +242,19 @@ def _init_group(config: CacheConfig, group: int) -> BlockTables:
     def zeros() -> jax.Array:
         return to_device(np.zeros(rows, np.int32))
 
-    blocks = np.arange(1, num_blocks + 1, dtype=np.int32)
+    number = np.arange(num_blocks + parts, dtype=np.int32)
+    blocks = number[number % (len(number) // parts) != NULL_BLOCK]
     if config.contiguous:  # every row has its block from the start, and keeps it
         tables, num_free = blocks[:, None], 0
     else:
         tables, num_free = np.full((rows, config.max_blocks_per_seq), NULL_BLOCK, np.int32), num_blocks
-    refcounts = np.ones(num_blocks + 1, np.int32)
+    num_each = np.int32(num_free) if parts == 1 else np.full(parts, num_free // parts, np.int32)
+    refcounts = np.ones(num_blocks + parts, np.int32)
     refcounts[NULL_BLOCK] = 0
     return BlockTables(
         tables=to_device(tables), lengths=zeros(), new=zeros(), offsets=zeros(), refcounts=to_device(refcounts),
-        kept=to_device(np.zeros(num_blocks + 1, np.int32)), free_list=to_device(blocks),
-        num_free=to_device(np.int32(num_free)), peak=to_device(np.int32(num_blocks - num_free)),
+        kept=to_device(np.zeros(num_blocks + parts, np.int32)), free_list=to_device(blocks),
+        num_free=to_device(num_each), peak=to_device(np.int32(num_blocks - num_free)),
         failed=to_device(np.zeros(rows, bool)), wanted=zeros(), needed=zeros(),
         evicted=zeros() if evicts else None, thinned=zeros() if evicts else None,
     )  # fmt: skip

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.allocator import blocks_for, replace_entries, serve
+from jaxkv._core.allocator import blocks_for, next_blocks, replace_entries, serve, with_taken
 from jaxkv._core.arguments import as_int32
+from jaxkv._core.at_hand import part_of
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.kept_bounds import renewed
-from jaxkv._core.lines import any_of_row, row_sums, seen_by_rows, to_lines
+from jaxkv._core.lines import any_of_row, part_sums, row_needs, seen_by_rows, to_lines
 from jaxkv._core.numbers import integer, shown
 from jaxkv._core.shards import POOL, WHOLE, on_shards
 from jaxkv._core.state import NULL_BLOCK, SENSELESS, BlockTables, Pool
@@ -79,7 +80,7 @@ def _evict(
         senseless &= ~seen.failed
     keep = _of_lines(keep, t) & (jnp.arange(keep.shape[-1], dtype=jnp.int32)[None] < t.lengths[:, None])
     move = _plan(t, keep, ~t.failed & ~to_lines(senseless, t), config.block_size)
-    needed = row_sums(move.copied.sum(axis=1, dtype=jnp.int32), config)
+    needed = row_needs(move.copied.sum(axis=1, dtype=jnp.int32), t, config)
     granted = serve([needed], [t])
     refused, granted = any_of_row(move.changes, config) & ~granted, to_lines(granted, t)
     move = move._replace(changes=move.changes & granted, copied=move.copied & granted[:, None])
@@ -145,10 +146,8 @@ def _carry_out(
 def _hold(t: BlockTables, move: _Move, config: CacheConfig) -> BlockTables:
     """Tables in which lines hold what they keep. The copies' blocks are taken before any is given back: so none of
     them is still to be read."""
-    at = t.num_blocks - t.num_free + jnp.cumsum(move.copied.ravel(), dtype=jnp.int32) - 1
-    fresh = t.free_list.at[at].get(mode="fill", fill_value=NULL_BLOCK).reshape(move.copied.shape)
-    num_free = t.num_free - jnp.sum(move.copied, dtype=jnp.int32)
-    t = dataclasses.replace(t, num_free=num_free, peak=jnp.maximum(t.peak, t.num_blocks - num_free))
+    fresh = next_blocks(t, move.copied)
+    t = with_taken(t, part_sums(move.copied.sum(axis=1, dtype=jnp.int32), t))
     gone = move.changes[:, None] & (jnp.arange(t.tables.shape[1], dtype=jnp.int32)[None] >= move.end[:, None])
     t = replace_entries(t, jnp.where(gone | move.copied, NULL_BLOCK, t.tables))
     assert t.evicted is not None and t.thinned is not None
@@ -167,6 +166,9 @@ def _compact(
 ) -> Pool:  # fmt: skip
     """The tokens of lines moved up, column by column: a token never comes from an earlier one, so nothing is written
     that is still to be read."""
+    if (part := part_of(pool)) is not None:
+        old, new, move = jax.tree.map(part.lines, (old, new, move))
+        old, new = part.own(old), part.own(new)
     size = pool.kv.shape[3]
     behind = pool.kv.shape[0] + _numbers(old)  # past the end: dropped
 

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.allocator import blocks_for, replace_entries
+from jaxkv._core.at_hand import at_places, own_places
 from jaxkv._core.cache import Cache
 from jaxkv._core.kept_bounds import renewed, touched
 from jaxkv._core.lines import any_of_row, to_lines
 from jaxkv._core.numbers import shown
 from jaxkv._core.pools import in_stack
-from jaxkv._core.shards import POOL, WHOLE, at_places, on_shards, own_places
+from jaxkv._core.shards import POOL, WHOLE, on_shards
 from jaxkv._core.state import NULL_BLOCK, SENSELESS, BlockTables, Pool
 from jaxkv._core.tables import mark_failed
 

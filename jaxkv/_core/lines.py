@@ -10,9 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxkv._core.at_hand import part_of
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.state import BlockTables, Layer
+from jaxkv._core.state import NULL_BLOCK, BlockTables, Layer
+
+OF_LINES = ("tables", "lengths", "new", "offsets", "failed", "wanted", "needed", "evicted", "thinned")
 
 
 def refuse_evicting(config: CacheConfig, what: str, kinds: tuple[str, ...] = ("layer", "head")) -> None:
@@ -55,6 +59,35 @@ def row_sums(x: Any, config: CacheConfig) -> Any:
     return x if x.shape[0] == config.max_seqs else by_row(x, config).sum(axis=0, dtype=x.dtype)
 
 
+def part_sums(x: jax.Array, tables: BlockTables) -> jax.Array:
+    """`i32[]`: all numbers of lines together; `i32[P]` where a table's blocks are in parts."""
+    x = x if tables.parts == 1 else x.reshape(tables.parts, -1)
+    return x.sum(axis=-1, dtype=x.dtype)
+
+
+def row_needs(x: jax.Array, tables: BlockTables, config: CacheConfig) -> jax.Array:
+    """`i32[S]`: what the lines of each row need together of a table's blocks; of each part of them, `i32[P, S]`."""
+    if tables.parts == 1:
+        return row_sums(x, config)
+    return x.reshape(tables.parts, -1, config.max_seqs).sum(axis=1, dtype=x.dtype)
+
+
+def of_parts(x: Any, tables: BlockTables) -> jax.Array:
+    """What is said of a table's parts, `[P]` or of their rows `[P, S]`, for each line; where there is one, as it is."""
+    if tables.parts == 1:
+        return x
+    lines = tables.lengths.shape[0] // tables.parts
+    if x.ndim == 1:
+        return jnp.repeat(x, lines)
+    return jnp.broadcast_to(x[:, None], (x.shape[0], lines // x.shape[1], x.shape[1])).reshape(-1)
+
+
+def block_numbers(tables: BlockTables) -> np.ndarray:
+    """`i32[N]`: a table's blocks, without the null blocks."""
+    number = np.arange(tables.refcounts.shape[0], dtype=np.int32)
+    return number[number % (len(number) // tables.parts) != NULL_BLOCK]
+
+
 def any_of_row(x: Any, config: CacheConfig) -> Any:
     """`bool[S]`: whether it is so for any line of a row."""
     return x if x.shape[0] == config.max_seqs else by_row(x, config).any(axis=0)
@@ -77,10 +110,27 @@ def source_lines(source: jax.Array, tables: BlockTables) -> jax.Array:
     return to_lines(source, tables) + head * rows
 
 
+def _heads_of(one: Layer) -> int:
+    """How many lines a row has: of those that are at hand."""
+    return one.tables.lengths.shape[0] // one.config.max_seqs
+
+
+def own_lines(one: Layer) -> Layer:
+    """A layer with the lines of the heads that the device at hand has, in blocks as it has them."""
+    part = part_of(one.pool)
+    if part is None:
+        return one
+    t = one.tables
+    fields: dict[str, Any] = {name: getattr(t, name) for name in OF_LINES}
+    fields = {name: x if x is None else part.lines(x) for name, x in fields.items()}
+    fields["tables"] = part.own(fields["tables"])
+    return dataclasses.replace(one, tables=dataclasses.replace(t, **fields))
+
+
 def split_heads(one: Layer, x: Any) -> Any:
     """Queries, keys or values `[S, T, heads, D]` or `[N, heads, D]` as the lines' own, `[K * S, T, heads / K, D]` or
     `[K * N, heads / K, D]`, of a layer that evicts by heads."""
-    heads = one.config.group_heads[one.group]
+    heads = _heads_of(one)
     if heads == 1 or x is None:
         return x
     if x.shape[-2] % heads:
@@ -92,7 +142,7 @@ def split_heads(one: Layer, x: Any) -> Any:
 
 def join_heads(one: Layer, out: Any, axis: int) -> Any:
     """The opposite of `split_heads`, of an array with its heads at `axis`."""
-    heads = one.config.group_heads[one.group]
+    heads = _heads_of(one)
     if heads == 1:
         return out
     out = jnp.moveaxis(out.reshape(heads, -1, *out.shape[1:]), 0, axis)
@@ -101,13 +151,13 @@ def join_heads(one: Layer, out: Any, axis: int) -> Any:
 
 def split_tokens(one: Layer, x: Any) -> Any:
     """What is said of tokens, `[S, T]` or `[N]`, for those of all lines."""
-    heads = one.config.group_heads[one.group]
+    heads = _heads_of(one)
     return x if heads == 1 or x is None else jnp.tile(x, (heads, *(1,) * (x.ndim - 1)))
 
 
 def split_offsets(one: Layer, offsets: Any, count: int) -> Any:
     """Where each line's packed tokens start, `count` of each head one after another."""
-    heads = one.config.group_heads[one.group]
+    heads = _heads_of(one)
     if heads == 1 or offsets is None:
         return offsets
     # Where a row's tokens do not fit it has none: its lines start where the next head's do.

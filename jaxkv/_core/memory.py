@@ -62,12 +62,12 @@ class Memory(Groups):
         kind = self.kind(layer)
         return kind.dtype if kind.quantised is None else jnp.dtype("float32")
 
-    def stack_shapes(self, layer: int) -> tuple[tuple[int, ...] | None, ...]:
+    def stack_shapes(self, layer: int, parts: int = 1) -> tuple[tuple[int, ...] | None, ...]:
         """The shapes of the pool that a layer lies in, of its scales and of its bounds: as many layers as there are in
-        it."""
+        it. Each of its `parts` has a null block."""
         shapes = (self.pool_shape(layer), self.scale_shape(layer), self.bounds_shape(layer))
         count = len(self.stack(layer))
-        return tuple(None if shape is None else (count * shape[0], *shape[1:]) for shape in shapes)
+        return tuple(None if shape is None else (count * (shape[0] + parts - 1), *shape[1:]) for shape in shapes)
 
     def bytes_per_group_block(self, group: int) -> int:
         """Bytes of one block over the layers of a group, scales and bounds included."""

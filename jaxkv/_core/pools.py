@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv._core.at_hand import own_blocks, part_of
 from jaxkv._core.cache import Cache
-from jaxkv._core.shards import POOL, WHOLE, on_shards
+from jaxkv._core.shards import BLOCKS, POOL, WHOLE, on_shards
 from jaxkv._core.state import NULL_BLOCK, Pool
 
 
@@ -20,14 +21,16 @@ def copy_blocks(pool: Pool, source: jax.Array, target: jax.Array) -> Pool:
 
 def put_blocks(pool: Pool, blocks: Pool, target: jax.Array) -> Pool:
     """`blocks[i]` in the place of block `target[i]`; where that is the null block, nothing happens."""
-    return on_shards(pool, _put, (pool, blocks.like(pool), target), (POOL, POOL, WHOLE), POOL)
+    return on_shards(pool, _put, (pool, blocks.like(pool), target), (POOL, BLOCKS, WHOLE), POOL)
 
 
 def _copy(pool: Pool, source: jax.Array, target: jax.Array) -> Pool:
-    return _put(pool, _read(pool, source), target)
+    source = own_blocks(pool, source)
+    return _put(pool, jax.tree.map(lambda x: x[source], pool), target)
 
 
 def _put(pool: Pool, blocks: Pool, target: jax.Array) -> Pool:
+    target = own_blocks(pool, target)
     past_the_end = pool.kv.shape[0] + jnp.arange(target.shape[0], dtype=jnp.int32)
     place = jnp.where(target == NULL_BLOCK, past_the_end, target)
 
@@ -39,7 +42,10 @@ def _put(pool: Pool, blocks: Pool, target: jax.Array) -> Pool:
 
 
 def _read(pool: Pool, blocks: Any) -> Pool:
-    return jax.tree.map(lambda x: x[blocks], pool)
+    if (part := part_of(pool)) is None:
+        return jax.tree.map(lambda x: x[blocks], pool)
+    blocks = part.own(jnp.asarray(blocks))
+    return jax.tree.map(lambda x: part.together(x[blocks]), pool)  # of null blocks, which are 0
 
 
 put = jax.jit(put_blocks)
@@ -49,7 +55,7 @@ put_in_place = jax.jit(put_blocks, donate_argnums=0)
 @jax.jit
 def read_blocks(pool: Pool, blocks: jax.Array) -> Pool:
     """`[n, ...]`: some blocks of a pool."""
-    return on_shards(pool, _read, (pool, blocks), (POOL, WHOLE), POOL)
+    return on_shards(pool, _read, (pool, blocks), (POOL, WHOLE), BLOCKS)
 
 
 def read_group(cache: Cache, group: int, blocks: Any) -> dict[int, Pool]:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.lines import seen_by_rows
+from jaxkv._core.lines import block_numbers, seen_by_rows
 from jaxkv._core.state import BlockTables
 
 MOST_BLOCKS = 2048  # more squares than this are not drawn
@@ -50,7 +50,7 @@ def squares_of(t: BlockTables, config: CacheConfig) -> list[Square]:
         tokens = int(np.clip(t.lengths[line] - column * block_size, 0, block_size))
         owners.setdefault(int(t.tables[line, column]), []).append((int(line) % rows, tokens, int(column) * block_size))
     found = []
-    for block in range(1, t.free_list.shape[0] + 1):
+    for block in block_numbers(t).tolist():
         held = owners.get(block, [])
         filled = max((tokens for _, tokens, _ in held), default=0)
         first = held[0][2] if held else 0

@@ -101,6 +101,18 @@ def reblock(
     return Blocks(entries, np.array(slots, np.int64).reshape(-1, new_size))
 
 
+def lacking(plan: Blocks, num_free: Any) -> tuple[int, int] | None:
+    """What rows need and what there is, where they need more blocks than are free, of any part if `num_free` is
+    i32[P]."""
+    num_free = np.atleast_1d(num_free)
+    if len(num_free) == 1:
+        needs = [len(plan.slots)]
+    else:
+        needs = [len(np.setdiff1d(lines, NULL_BLOCK)) for lines in np.split(plan.tables, len(num_free))]
+    need, free = max(zip(needs, num_free.tolist(), strict=True), key=lambda both: both[0] - both[1])
+    return (need, free) if need > free else None
+
+
 def fit(
     config: CacheConfig, groups: Sequence[Sequence[int]], held: Sequence[Held], old_size: int, *, partial: bool = False
 ) -> dict[int, Blocks]:  # fmt: skip

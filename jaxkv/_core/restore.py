@@ -48,15 +48,22 @@ def _adopt(
     """Tables in which `rows` hold blocks, and `i32[n]`: the numbers that those got."""
     entries = held.tables
     count = int(entries.max(initial=0))
-    first = tables.num_blocks - int(tables.num_free)
+    used = tables.num_blocks - int(np.sum(tables.num_free))
     table, refcounts, all_lengths = (np.array(x) for x in (tables.tables, tables.refcounts, tables.lengths))
     blocks = np.full(count + 1, NULL_BLOCK, np.int32)
-    taken = 0 if contiguous else count
+    line, column = np.nonzero(entries)
+    num_free = np.array(tables.num_free)
     if contiguous:  # every row has its block
-        used, column = np.nonzero(entries)
-        blocks[entries[used, column]] = table[rows[used], column]
+        blocks[entries[line, column]] = table[rows[line], column]
     else:
-        blocks[1:] = np.asarray(tables.free_list)[first : first + count]
+        part = np.zeros(count + 1, np.int32)
+        part[entries[line, column]] = rows[line] // (len(table) // tables.parts)
+        taken = np.bincount(part[1:], minlength=tables.parts)
+        lists = np.asarray(tables.free_list).reshape(tables.parts, -1)
+        for number, (free, left) in enumerate(zip(lists, np.atleast_1d(num_free).tolist(), strict=True)):
+            first = len(free) - left
+            blocks[1:][part[1:] == number] = free[first : first + taken[number]]
+        used, num_free = used + count, num_free - taken.astype(np.int32).reshape(num_free.shape)
         table[rows, : entries.shape[1]] = blocks[entries]
         refcounts[blocks[1:]] = np.bincount(entries.ravel(), minlength=count + 1)[1:]
     all_lengths[rows] = held.lengths
@@ -64,8 +71,8 @@ def _adopt(
         "tables": table,
         "refcounts": refcounts,
         "lengths": all_lengths,
-        "num_free": np.asarray(tables.num_free) - taken,
-        "peak": np.maximum(np.asarray(tables.peak), first + taken),
+        "num_free": num_free,
+        "peak": np.maximum(np.asarray(tables.peak), used),
     }
     if tables.evicted is not None and tables.thinned is not None:
         evicted, thinned = np.array(tables.evicted), np.array(tables.thinned)

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxkv._core.state import NULL_BLOCK, Pool
+from jaxkv._core.state import Pool
 
-# In the specs that are given to `on_shards`: an axis of KV heads, one of query heads, and one of a block's tokens.
-KV, Q, TOKENS = "kv heads", "query heads", "tokens of a block"
+# In the specs that are given to `on_shards`: an axis of a pool's KV heads, or of a step's new ones, of query heads, and
+# of a block's tokens; and one of blocks, or of lines, where each head has its own and they are divided instead.
+KV, NEW, Q, TOKENS, PARTS = "kv heads", "new kv heads", "query heads", "tokens of a block", "parts"
 
 
 def heads_at(axis: int, heads: str = KV) -> PartitionSpec:
@@ -26,7 +27,8 @@ def heads_at(axis: int, heads: str = KV) -> PartitionSpec:
     return PartitionSpec(*[None] * axis, heads)
 
 
-POOL = PartitionSpec(None, None, KV, TOKENS)
+POOL = PartitionSpec(PARTS, None, KV, TOKENS)
+BLOCKS = PartitionSpec(None, None, KV, TOKENS)  # some blocks, that are not where pools have them
 WHOLE = PartitionSpec()
 
 
@@ -85,7 +87,7 @@ def on_shards(
       pool: it says where they are.
       function: of a module, since it is known again by its identity.
       arguments: pytrees of arrays, pools among them.
-      in_specs, out_specs: prefixes of them and of what is returned, with `KV`, `Q` and `TOKENS` for axis names.
+      in_specs, out_specs: prefixes of them and of what is returned, with `KV`, `Q` and so on for names of axes.
       query_heads: how many there are, where the function has queries.
       static: hashable.
     """
@@ -93,11 +95,13 @@ def on_shards(
     if shards is None:
         return function(*arguments, **static)
     devices = shards.head_devices
-    by_kv = num_parts(pool.kv.shape[2], devices, str(shards.heads)) == devices
-    by_q = by_kv if query_heads is None else query_heads % devices == 0
+    in_parts = pool.parts > 1
+    by_kv = not in_parts and num_parts(pool.kv.shape[2], devices, str(shards.heads)) == devices
+    by_q = by_kv or in_parts if query_heads is None else query_heads % devices == 0
     if not by_q:  # every device does everything: none has query heads of its own
         arguments = jax.tree.map(functools.partial(_on_axis, None), arguments, is_leaf=_is_pool)
-    axes = {KV: shards.heads if by_kv else None, Q: shards.heads if by_q else None, TOKENS: shards.context}
+    divided = {KV: by_kv, NEW: by_kv or in_parts, Q: by_q, PARTS: in_parts}
+    axes = {name: shards.heads if is_so else None for name, is_so in divided.items()} | {TOKENS: shards.context}
 
     def named(spec: PartitionSpec) -> PartitionSpec:
         return PartitionSpec(*(axes.get(name) for name in spec))
@@ -167,50 +171,6 @@ def whole(x: jax.Array) -> jax.Array:
     return x if mesh.empty else _placed(x, WHOLE, mesh)
 
 
-class Runs(NamedTuple):
-    """The run that a device has of the tokens of every block: one of as many as there are devices."""
-
-    number: jax.Array  # i32[]
-    devices: int
-    axis: str
-
-    @property
-    def stripe(self) -> jax.Array:
-        """As kernels want it."""
-        return jnp.stack([self.number, jnp.int32(self.devices)])
-
-    def own(self, block: jax.Array, offset: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-        """Places in blocks, where the device has `size` tokens of each; the null block where another has it."""
-        offset = offset - self.number * size
-        is_own = (offset >= 0) & (offset < size)
-        return jnp.where(is_own, block, NULL_BLOCK), jnp.where(is_own, offset, 0)
-
-    def together(self, x: jax.Array) -> jax.Array:
-        """What one of the devices has, and the others 0 for."""
-        if x.dtype.itemsize == 1:  # no sums of all such numbers: of their bits
-            bits = jax.lax.bitcast_convert_type(x, jnp.uint8)
-            return jax.lax.bitcast_convert_type(jax.lax.psum(bits, self.axis), x.dtype)
-        return jax.lax.psum(x, self.axis)
-
-    def gathered(self, x: jax.Array, axis: int, tiled: bool = True) -> jax.Array:
-        """What all have, one after another along an axis, or along a new one."""
-        x = jax.lax.all_gather(x, self.axis, axis=axis, tiled=tiled)
-        if (
-            self.axis in jax.typeof(x).manual_axis_type.varying
-        ):  # all have the same, but `check_vma` in a caller's `shard_map` cannot know
-            x = jax.lax.psum(jnp.where(self.number == 0, x, jnp.zeros((), x.dtype)), self.axis)
-        return x
-
-
-def runs_of(pool: Pool) -> Runs | None:
-    """Which tokens of every block a device has, inside a `shard_map` over the axis that they are divided over; None
-    where it has all."""
-    mesh = _mesh_of(pool)
-    if mesh is None or pool.context is None or not _is_manual(mesh, pool.context):
-        return None
-    return Runs(jax.lax.axis_index(pool.context), mesh.shape[pool.context], pool.context)
-
-
 def parts_of_blocks(pool: Pool) -> dict[str, Any]:
     """What the kernels are given of a pool, in shapes: of blocks that are divided, the part that each device has."""
     shards = shards_of(pool)
@@ -225,64 +185,10 @@ def parts_of_blocks(pool: Pool) -> dict[str, Any]:
     return {"kv": part(pool.kv), "stripe": jax.ShapeDtypeStruct((2,), jnp.int32)} | scale
 
 
-def own_places(pool: Pool, block: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Places in blocks as the part of a pool at hand has them; the null block for those of other devices."""
-    runs = runs_of(pool)
-    return (block, offset) if runs is None else runs.own(block, offset, pool.kv.shape[3])
-
-
-def at_places(pool: Pool, block: jax.Array, offset: jax.Array) -> Pool:
-    """What lies at places `i32[...]` in blocks, `[..., 2, K, ...]`, whichever device has it."""
-    runs = runs_of(pool)
-    if runs is None:
-        return jax.tree.map(lambda x: x[block, :, :, offset], pool.tokens)
-    block, offset = runs.own(block, offset, pool.kv.shape[3])
-
-    def read(x: jax.Array) -> jax.Array:
-        found = x[block, :, :, offset]
-        there = jnp.expand_dims(block != NULL_BLOCK, range(block.ndim, found.ndim))
-        return runs.together(jnp.where(there, found, jnp.zeros((), x.dtype)))
-
-    return jax.tree.map(read, pool.tokens)
-
-
-class OwnHeads(NamedTuple):
-    """A device's query heads, where it holds all KV heads and needs the few that belong to them."""
-
-    of: jax.Array  # i32[H]: the KV head of each of the device's query heads
-    num_kv_heads: int
-
-    def spread(self, x: jax.Array, axis: int) -> jax.Array:
-        """H heads at `axis`, counted from the end, to K * H: each stands at its KV head, and zeros at the others."""
-        x = jnp.expand_dims(x, axis - 1)
-        at = jnp.expand_dims(self._at, range(2, 1 - axis))
-        x = jnp.where(at.reshape(*(1,) * (x.ndim - at.ndim), *at.shape), x, jnp.zeros((), x.dtype))
-        return x.reshape(*x.shape[: axis - 1], -1, *x.shape[x.ndim + axis + 1 :])
-
-    def gathered(self, x: jax.Array, axis: int) -> jax.Array:
-        """The opposite of `spread`."""
-        end = x.ndim + axis
-        x = x.reshape(*x.shape[:end], self.num_kv_heads, -1, *x.shape[end + 1 :])
-        at = jnp.expand_dims(self._at, range(2, 1 - axis))
-        at = at.reshape(*(1,) * (x.ndim - at.ndim), *at.shape)
-        return jnp.where(at, x, jnp.zeros((), x.dtype)).sum(axis=axis - 1, dtype=x.dtype)
-
-    @property
-    def _at(self) -> jax.Array:
-        return jnp.arange(self.num_kv_heads, dtype=jnp.int32)[:, None] == self.of[None]  # [K, H]
-
-
-def own_heads(pool: Pool, num_kv_heads: int, num_heads: int) -> OwnHeads | None:
-    """Which KV heads a device's `num_heads` query heads belong to, inside a `shard_map` over an axis of more devices
-    than there are KV heads; None anywhere else, where what lies at hand is what is meant."""
+def inside(pool: Pool, axis: str) -> AbstractMesh | None:
+    """The mesh that a pool lies on, inside a `shard_map` over an axis of it; None anywhere else."""
     mesh = _mesh_of(pool)
-    if mesh is None or num_kv_heads == 1 or pool.heads is None or not _is_manual(mesh, pool.heads):
-        return None
-    count = mesh.shape[pool.heads]
-    if num_kv_heads >= count:
-        return None
-    head = jax.lax.axis_index(pool.heads) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
-    return OwnHeads(head * num_kv_heads // (num_heads * count), num_kv_heads)
+    return mesh if mesh is not None and _is_manual(mesh, axis) else None
 
 
 def _mesh_of(pool: Pool) -> AbstractMesh | None:

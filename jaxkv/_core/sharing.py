@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv._core.allocator import blocks_for, replace_entries, serve, take
 from jaxkv._core.arguments import row_counts, row_indices, scatter_rows
 from jaxkv._core.cache import Cache
-from jaxkv._core.lines import any_of_row, row_sums, source_lines, to_lines
+from jaxkv._core.lines import any_of_row, part_sums, row_needs, source_lines, to_lines
 from jaxkv._core.pools import copy_blocks, in_stack
 from jaxkv._core.state import GONE, NULL_BLOCK, BlockTables
 from jaxkv._core.tables import mark_failed
@@ -209,7 +209,8 @@ def _servable(cache: Cache, wanted: jax.Array, plan_for: Callable[[BlockTables, 
     """Which of the wanted rows can be changed: all, if there are blocks for their copies, those counted that the call
     itself frees; else as many, in order, as the blocks that are free before it serve."""
     plans = [plan_for(tables, wanted) for tables in cache.tables]
-    served = serve([row_sums(_blocks_taken(cache, plan.copied), cache.config) for plan in plans], cache.tables)
+    pairs = zip(plans, cache.tables, strict=True)
+    served = serve([row_needs(_blocks_taken(cache, p.copied), t, cache.config) for p, t in pairs], cache.tables)
     return wanted & (served | _all_fit(cache, plans))
 
 
@@ -218,7 +219,7 @@ def _all_fit(cache: Cache, plans: list[_Plan]) -> jax.Array:
     enough = jnp.array(True)
     for tables, plan in zip(cache.tables, plans, strict=True):
         freed = tables if cache.config.contiguous else replace_entries(tables, plan.entries)
-        enough &= jnp.sum(_blocks_taken(cache, plan.copied), dtype=jnp.int32) <= freed.num_free
+        enough &= jnp.all(part_sums(_blocks_taken(cache, plan.copied), tables) <= freed.num_free)
     return enough
 
 

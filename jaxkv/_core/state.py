@@ -28,6 +28,11 @@ class BlockTables:
 
     The free blocks are the last `num_free` entries of `free_list`, the next one to be taken first. Whatever stands
     before them is out of date.
+
+    Of a layer whose heads have blocks of their own, divided over P devices, blocks are in P parts, each with a null
+    block of its own before it, though tables name the first one alone: lines in the p-th of P equal runs have blocks of
+    the p-th part. Then `refcounts` and `kept` are i32[N + P], `free_list` is one such list behind the other, and
+    `num_free` says i32[P] how many are free of each.
     """
 
     # Logical block -> physical block. A row's entries stand one after another, with null blocks behind them, and before
@@ -41,7 +46,7 @@ class BlockTables:
     # So a cache says itself what its kept blocks hold, and an index never takes one for what it was or will be.
     kept: jax.Array
     free_list: jax.Array  # i32[N]
-    num_free: jax.Array  # i32[]
+    num_free: jax.Array  # i32[], or i32[P]
     peak: jax.Array  # i32[]: the most blocks ever in use at once
     failed: jax.Array  # bool[S]: a request of the row could not be met; cleared by `free`
     wanted: jax.Array  # i32[S]: the length that request asked for, or SENSELESS, or STALE
@@ -70,6 +75,16 @@ class BlockTables:
     def num_blocks(self) -> int:
         return self.free_list.shape[0]
 
+    @property
+    def parts(self) -> int:
+        """How many parts blocks are in, P."""
+        return self.num_free.shape[0] if self.num_free.ndim else 1
+
+    @property
+    def num_used(self) -> jax.Array:
+        """`i32[]`: blocks that are not free."""
+        return self.num_blocks - (self.num_free if self.parts == 1 else self.num_free.sum())
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,6 +102,9 @@ class Pool:
     heads: str | None = dataclasses.field(default=None, metadata={"static": True})
     # The mesh axis that the tokens of every block are divided over, in equal runs; None: they lie on one device.
     context: str | None = dataclasses.field(default=None, metadata={"static": True})
+    # How many devices of the heads' axis the blocks are divided among, each with a null block of its own and those of
+    # its heads: see `BlockTables`. 1: a block holds all heads, or all blocks lie on each device.
+    parts: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def k(self) -> jax.Array:
@@ -104,7 +122,7 @@ class Pool:
 
     def like(self, other: "Pool") -> "Pool":
         """These blocks, on the axes of another pool."""
-        return dataclasses.replace(self, heads=other.heads, context=other.context)
+        return dataclasses.replace(self, heads=other.heads, context=other.context, parts=other.parts)
 
 
 @jax.tree_util.register_dataclass
@@ -135,7 +153,7 @@ class Layer:
     @property
     def rows(self) -> int:
         """Rows of the cache, S in shapes."""
-        return self.tables.lengths.shape[0] // self.config.group_heads[self.group]
+        return self.config.max_seqs
 
     @property
     def held(self) -> jax.Array:

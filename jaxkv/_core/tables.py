@@ -12,7 +12,7 @@ import numpy as np
 from jaxkv._core.allocator import blocks_for, give_back, replace_entries, serve, take
 from jaxkv._core.arguments import row_counts, row_mask
 from jaxkv._core.cache import Cache
-from jaxkv._core.lines import row_sums, to_lines
+from jaxkv._core.lines import of_parts, row_needs, to_lines
 from jaxkv._core.state import NULL_BLOCK, BlockTables
 
 
@@ -148,14 +148,16 @@ def _make_room(cache: Cache, target: jax.Array) -> tuple[jax.Array, list[jax.Arr
         return jnp.maximum(blocks_for(held, cache.config.block_size) - t.end, 0)
 
     needs = [need(t) for t in cache.tables]
-    of_rows = [row_sums(n, cache.config) for n in needs]
+    of_rows = [row_needs(n, t, cache.config) for n, t in zip(needs, cache.tables, strict=True)]
     granted = serve(of_rows, cache.tables)
     rooms = [take(t, jnp.where(to_lines(granted, t), n, 0)) for t, n in zip(cache.tables, needs, strict=True)]
     return granted, of_rows, rooms
 
 
 def mark_failed(tables: BlockTables, refused: jax.Array, wanted: jax.Array, needed: Any) -> BlockTables:
-    """Note the rows whose request was refused, the length they asked for (-1: it made no sense) and the blocks."""
+    """Note the rows whose request was refused, the length they asked for (-1: it made no sense) and the blocks, of each
+    part if they are in parts."""
+    needed = of_parts(needed, tables) if jnp.ndim(needed) == 2 else needed
     refused, wanted, needed = (to_lines(x, tables) for x in (refused, wanted, needed))
     return dataclasses.replace(
         tables,

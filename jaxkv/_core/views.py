@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.contents import dense, dense_pair, read_tokens
@@ -17,7 +18,7 @@ from jaxkv._core.layer import LayerConfig
 from jaxkv._core.lines import seen_by_rows
 from jaxkv._core.numbers import integer, shown
 from jaxkv._core.portrait import block_map
-from jaxkv._core.shards import POOL, WHOLE, heads_at, on_shards, whole
+from jaxkv._core.shards import KV, PARTS, POOL, WHOLE, heads_at, on_shards, whole
 from jaxkv._core.state import BlockTables, Layer, Pool
 
 
@@ -120,7 +121,7 @@ class Views:
     @property
     def blocks_in_use(self) -> Any:
         """Blocks that some row or a `PrefixCache` holds, partly used and reserved ones included, in all groups."""
-        return _number(sum(t.num_blocks - t.num_free for t in self.tables))
+        return _number(sum(t.num_used for t in self.tables))
 
     @property
     def capacity(self) -> int:
@@ -235,13 +236,15 @@ class Views:
         """A layer as one dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window. Of a
         latent layer `[S, 1, 1, max_seq_len, D]`."""
         tables = self.layer(layer).tables
-        found = self._read(dense, layer, (tables.tables, tables.lengths), heads_at(2))
+        found = self._read(dense, layer, (tables.tables, tables.lengths), PartitionSpec(PARTS, None, KV))
         return self._join(layer, found[:, :, 0], 2) if self._by_heads(layer) else found
 
     def separate(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """A layer's keys and values as two dense arrays `[S, K, max_seq_len, D]`; 0 past each row's length."""
         tables = self.layer(layer).tables
-        k, v = self._read(dense_pair, layer, (tables.tables, tables.lengths), (heads_at(1), heads_at(1)))
+        k, v = self._read(
+            dense_pair, layer, (tables.tables, tables.lengths), (PartitionSpec(PARTS, KV), PartitionSpec(PARTS, KV))
+        )
         return (self._join(layer, k[:, 0], 1), self._join(layer, v[:, 0], 1)) if self._by_heads(layer) else (k, v)
 
     def _by_heads(self, layer: int) -> bool:

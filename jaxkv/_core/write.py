@@ -11,12 +11,13 @@ import numpy as np
 
 import pallas_kernels
 from jaxkv._core.arguments import row_counts
+from jaxkv._core.at_hand import runs_of
 from jaxkv._core.cache import Cache
 from jaxkv._core.kept_bounds import renewed, touched
-from jaxkv._core.lines import seen_by_rows, split_heads, split_offsets
+from jaxkv._core.lines import own_lines, seen_by_rows, split_heads, split_offsets
 from jaxkv._core.plan import Step, check_plan, plan_step, settle, settled
 from jaxkv._core.rotation import rotate
-from jaxkv._core.shards import POOL, WHOLE, heads_at, on_shards, runs_of, shards_of
+from jaxkv._core.shards import NEW, POOL, WHOLE, heads_at, on_shards, shards_of
 from jaxkv._core.state import Layer, Pool
 from jaxkv._core.tables import extend
 from pallas_kernels.arguments import check_attention, check_new, check_variants
@@ -53,12 +54,13 @@ def write(
     one, put_back = open_layer(cache, layer, step, stores=True, k=k, **values_of(cache, layer, v))
     check_heads(one, k=k, v=v)
     with jax.named_scope("write"):
-        token = heads_at(k.ndim - 2)
+        token = heads_at(k.ndim - 2, NEW)
         arguments, specs = (one, step, k, v), (layer_specs(one), WHOLE, token, token)
         return put_back(on_shards(one.pool, _store, arguments, specs, POOL, implementation=implementation))
 
 
 def _store(one: Layer, step: Step | None, k: jax.Array, v: jax.Array | None, *, implementation: str | None) -> Pool:
+    one = own_lines(one)
     t = one.tables
     k, v = (spread(step, one, turned(one, x)) for x in (k, v))
     offsets, k, v = offsets_of(k, one), split_heads(one, k), split_heads(one, v)
@@ -198,6 +200,7 @@ def check_heads(one: Layer, *, k: Any = None, v: Any = None, q: Any = None, **op
         return
     kv, tables, rank = one.pool.kv, one.tables.tables, one.layer_config.rank
     kind = one.config.kind(one.number).quantised
+    q, k, v = jax.eval_shape(lambda: [split_heads(one, x) for x in (q, k, v)])
     if k is not None:
         check_new(k, v, kv, kind, tables, rank)
     if q is not None:

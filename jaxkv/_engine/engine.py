@@ -276,9 +276,16 @@ class Engine(Resumable):
     ) -> list[int]:  # fmt: skip
         """The tokens that the model chooses after `prompt` and after each token of `output`, without any cache.
 
-        They equal `output` if that is what `stream` yielded for prompt number `index` with the same arguments, or what
-        the request of this number got; but for `evict`, of which nothing is known here.
+        They equal `output` if `stream` yielded that for prompt number `index` with the same arguments, or its request.
+
+        Raises:
+          ValueError: what is no list of tokens; an engine with `evict=`, whose rows see what a cache has kept.
         """
+        if (eviction := self._residents.eviction) is not None:
+            kept = f"what {eviction.name} has kept in one"
+            raise ValueError(
+                f"recompute has no cache, and outputs here follow from {kept}: ask an Engine without evict."
+            )
         choice = Choice.read(temperature, top_k, top_p, self.seed if seed is None else seed)
         parts, tokens = self._pipeline, read_prompt([*listed("prompt", prompt), *listed("output", output)])
         if isinstance(tokens, str) or not len(prompt):

@@ -47,9 +47,9 @@ class Holdings:
 class ThinnedHoldings(Holdings):
     """Of rows that are thinned. They share nothing, so that what is free follows from what each may hold."""
 
-    def __init__(self, config: CacheConfig, eviction: Eviction):
+    def __init__(self, config: CacheConfig, eviction: Eviction, parts: Iterable[int]):
         super().__init__(config)
-        self.eviction = eviction
+        self.eviction, self.parts = eviction, tuple(parts)  # of each group's blocks
         kept, self._kept, self.block_bytes = {}, [], []
         for group, layers in enumerate(config.groups):
             table = None
@@ -110,8 +110,9 @@ class ThinnedHoldings(Holdings):
         """Blocks of a row of so many tokens that was thinned after `point` of them."""
         if table is None:
             return self.at_rest(group, length)
-        heads, size = self.config.group_heads[group], self.size
+        heads, size, parts = self.config.group_heads[group], self.size, self.parts[group]
         tokens = min(point, table[point]) + length - point
         if self.eviction.budget == "ada" and point:  # heads may have any shares of them, each with a block partly used
-            return min(heads * -(-length // size), heads * (tokens + size - 1) // size)
+            own = heads // parts  # which may all be of one part
+            return parts * min(own * -(-length // size), (heads * tokens + own * (size - 1)) // size)
         return heads * -(-tokens // size)

@@ -50,10 +50,11 @@ class Residents:
                 "jax.local_devices(), or call the model's steps in all of them yourself."
             )
         self.block_size, self.eviction = config.block_size, eviction
-        self.holdings = Holdings(config) if eviction is None else ThinnedHoldings(config, eviction)
         self._landed: collections.deque[tuple[list[jax.Array], list[jax.Array]]] = collections.deque()
         self._cache: Cache | None = None  # of `_leaves`, when it was asked for
         self.cache = self._new_cache()
+        parts = (t.parts for t in self.cache.tables)
+        self.holdings = Holdings(config) if eviction is None else ThinnedHoldings(config, eviction, parts)
         self._structure = jax.tree.structure(self.cache)
         self._settle, self._swap_in, self._fork = between_steps(self._structure)
         self.seconds_per_token: float | None = None  # of the fastest step so far

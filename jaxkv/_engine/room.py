@@ -16,7 +16,8 @@ from jaxkv._tiers.kept import count_unused
 
 def room_of(cache: Cache) -> jax.Array:
     """`i32[groups, 2]`: free blocks, and blocks that only an index keeps."""
-    return jnp.stack([jnp.stack([t.num_free, count_unused(t)]) for t in cache.tables])
+    free = (t.num_free if t.parts == 1 else t.parts * t.num_free.min() for t in cache.tables)
+    return jnp.stack([jnp.stack([n, count_unused(t)]) for n, t in zip(free, cache.tables, strict=True)])
 
 
 @functools.lru_cache(maxsize=16)

@@ -44,6 +44,11 @@ class Shards:
                 "A cache on several processes can be saved where it is divided over KV heads alone, but this one is "
                 "divided over contexts: send its rows to a cache that is not, and save that."
             )
+        if any(p is not None and p.parts > 1 for p in cache.pools):
+            raise ValueError(
+                "A cache on several processes can be saved where blocks hold all heads, but this one's have one: give "
+                'the layers evict="layer", or send its rows to a cache of one process, and save that.'
+            )
         mesh = mesh_of(cache.pools, pool.heads)
         assert mesh is not None
         self.count, self.processes = mesh.shape[pool.heads], processes_of(mesh)

@@ -24,6 +24,7 @@ from jaxkv._core.reblock import (
     clear_unused,
     fit,
     held_by,
+    lacking,
     reblock,
     tokens_at,
     with_blocks,
@@ -187,7 +188,7 @@ def load(
     config = into.config if into is not None else config or saved.config
     check_layers(path, saved.config, config)
     source, target = _places(path, np.array(saved.lengths), rows, config, into)
-    free = config.group_blocks if into is None else [int(t.num_free) for t in into.tables]
+    free = config.group_blocks if into is None else jax.device_get([t.num_free for t in into.tables])
     held = [held_rows(saved, tensors, g, source) for g in range(len(saved.groups))]
     plans = _fit(path, saved, held, source, config, free, partial_windows)
 
@@ -217,7 +218,7 @@ def held_rows(saved: SavedCache, tensors: Mapping[str, np.ndarray], group: int, 
 
 def _fit(
     path: pathlib.Path, saved: SavedCache, held: list[Held], source: np.ndarray, config: CacheConfig,
-    free: Sequence[int], partial: bool,
+    free: Sequence[Any], partial: bool,
 ) -> dict[int, Blocks]:  # fmt: skip
     """For each layer with a pool the blocks that the saved rows `source` need, where each group has so many free."""
     lengths = np.array(saved.lengths)[source]
@@ -237,11 +238,11 @@ def _fit(
             f"{lengths[gone.row]} tokens, with partial_windows=True."
         ) from None
     for layers, num_free in zip(config.groups, free, strict=True):
-        need = len(plans[layers[0]].slots)
-        if need > num_free and not config.contiguous:
+        if (lack := lacking(plans[layers[0]], num_free)) and not config.contiguous:
+            need, few = lack
             raise CacheFileError(
-                f"The rows of {path} need {need} blocks of {config.block_size} tokens, but {num_free} "
-                f"{'is' if num_free == 1 else 'are'} free: give the cache more num_blocks, free rows of it, or leave "
+                f"The rows of {path} need {need} blocks of {config.block_size} tokens, but {few} "
+                f"{'is' if few == 1 else 'are'} free: give the cache more num_blocks, free rows of it, or leave "
                 "rows out."
             )
     return plans

@@ -181,9 +181,12 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
     aheads = [jnp.minimum(count, sinks) for count, sinks in zip(counts, config.group_sinks, strict=True)]
     for t, first, count, ahead in zip(cache.tables, firsts, counts, aheads, strict=True):
         granted &= (first + count - ahead <= t.tables.shape[1]).reshape(-1, number).all(axis=0)
-    needs = [count.reshape(-1, number).sum(axis=0, dtype=jnp.int32) for count in counts]
+    needs = [  # of each part of a group's blocks, if they are in parts
+        count.reshape(t.parts, -1, number).sum(axis=1, dtype=jnp.int32)
+        for count, t in zip(counts, cache.tables, strict=True)
+    ]
     if not config.contiguous:
-        granted &= serve([jnp.where(granted, need, 0) for need in needs], cache.tables)
+        granted &= serve([jnp.where(granted[None], need, 0) for need in needs], cache.tables)
     refused, wanted = ~granted, jnp.where(sensible | too_long, lengths, -1)
 
     def of_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -204,7 +207,9 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
             if config.group_sinks[group]:
                 t = take(t, put(none, ahead), at=none)
             t = take(t, put(none, count - ahead), at=put(none, first))
-        t = mark_failed(t, of_rows(refused, refused), of_rows(wanted, refused), of_rows(needs[group], refused))
+        needed = jnp.stack([of_rows(need, refused) for need in needs[group]])
+        needed = needed[0] if t.parts == 1 else needed
+        t = mark_failed(t, of_rows(refused, refused), of_rows(wanted, refused), needed)
         seen = jnp.tile(lengths, heads)
         held = seen if left[group] is None else left[group]
         t = dataclasses.replace(

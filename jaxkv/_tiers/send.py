@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.arguments import distinct_rows
+from jaxkv._core.at_hand import at_places
 from jaxkv._core.cache import Cache
 from jaxkv._core.checks import check_on_host
 from jaxkv._core.errors import OutOfBlocks
 from jaxkv._core.pools import padded_size, read_blocks, read_group
 from jaxkv._core.processes import check_here
-from jaxkv._core.reblock import Blocks, Held, TokensGone, fit, held_by, with_blocks
+from jaxkv._core.reblock import Blocks, Held, TokensGone, fit, held_by, lacking, with_blocks
 from jaxkv._core.restore import describe_layer, empty_rows, put_rows
-from jaxkv._core.shards import POOL, WHOLE, at_places, heads_at, mesh_of, on_shards
+from jaxkv._core.shards import POOL, WHOLE, heads_at, mesh_of, on_shards
 from jaxkv._core.state import NULL_BLOCK, Pool
 from jaxkv._tiers.host import HostBlocks
 
@@ -158,11 +159,11 @@ def _fit(
             f"a block_size that divides {cache.config.block_size}."
         ) from None
     for layers, t in zip(config.groups, tables, strict=True):
-        need = len(plans[layers[0]].slots)
-        if need > t.num_free and not config.contiguous:
+        if (lack := lacking(plans[layers[0]], t.num_free)) and not config.contiguous:
+            need, few = lack
             raise OutOfBlocks(
-                f"These rows need {need} blocks of {config.block_size} tokens, but in the cache sent to {t.num_free} "
-                f"{'is' if t.num_free == 1 else 'are'} free: free rows of it, give it more num_blocks, or send fewer."
+                f"These rows need {need} blocks of {config.block_size} tokens, but in the cache sent to {few} "
+                f"{'is' if few == 1 else 'are'} free: free rows of it, give it more num_blocks, or send fewer."
             )
     return plans
 

@@ -376,7 +376,6 @@ REFUSED = {
     "blocks": (lambda c: read(c, 1, blocks=np.zeros((ROWS, 1), np.int32)), "cannot take blocks"),
     "prefix": (lambda c: jaxkv.PrefixCache(c.config), "A PrefixCache takes no layers with evict='head'"),
     "Flax": (lambda c: jaxkv.convert.to_hugging_face(c), "to_hugging_face takes no layers with evict"),
-    "mesh": (lambda c: jaxkv.partition_specs(c.config, jax.make_mesh((1,), ("model",))), 'give it evict="layer"'),
     "contiguous": (lambda c: c.config.replace(layout="contiguous"), r'layers\[0\].evict gives back .*contiguous'),
     "stacked": (lambda c: c.config.replace(stacked=True), r"layers\[0\].evict gives back .*stacked=True"),
     "what": (lambda c: LayerConfig(num_kv_heads=1, head_dim=2, evict="rows"), "must be .* or None, not 'rows'"),

@@ -63,6 +63,8 @@ def test_every_row_gets_what_it_would_alone(name):
             assert [sample.tokens for sample in request.samples] == [tokens] * len(request.samples)
         jaxkv.check_invariants(engine.cache)
         assert engine.cache.is_empty and engine.cache.blocks_in_use == 0
+    with pytest.raises(ValueError, match=r"recompute has no cache, and .* has kept in one: ask an Engine without"):
+        engine.recompute(prompts[0], wanted[0])
     stats = engine.stats()
     assert (stats["set_back"] > 0) or NIGHTLY
     assert (stats["swapped_out"] > 0) == name.startswith("swapped") or NIGHTLY
@@ -164,7 +166,7 @@ def test_more_rows_in_the_same_bytes():
     for keep in (1.0, 0.25):
         layers = Tiny((None,)).layer_configs
         config = jaxkv.CacheConfig(layers=layers if keep == 1.0 else evict.layer_configs(layers), **sizes)
-        rows = Counted(Holdings(config) if keep == 1.0 else ThinnedHoldings(config, evict), config)
+        rows = Counted(Holdings(config) if keep == 1.0 else ThinnedHoldings(config, evict, (1,)), config)
         scheduler = Scheduler(rows, step_tokens=512)
         scheduler.waiting.extend(Sequence([0] * 128, 160, prompt=128) for _ in range(60))
         most[keep] = 0

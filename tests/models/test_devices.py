@@ -1,5 +1,6 @@
 """A model over several devices: the tokens of one, each device with its part of the weights, and two sums a layer."""
 
+import functools
 import math
 import re
 
@@ -47,6 +48,26 @@ def test_the_same_tokens_with_contexts_over_devices(name):
     engine = engine_with_the_same_tokens(model, name)
     for pool in engine.cache.pools:
         assert pool is None or pool.kv.addressable_shards[0].data.nbytes * 4 == pool.kv.nbytes
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="each engine has its programs to compile")
+@pytest.mark.parametrize("budget", ["ada", "pyramid"])
+def test_the_same_tokens_of_rows_that_give_tokens_up(budget):
+    """Heads are thinned where they lie. With "ada" those of one device may keep more than those of another."""
+    tokens, sizes = [], dict(max_seqs=3, max_seq_len=64, num_blocks=12, block_size=4, step_tokens=32)
+    snapkv = functools.partial(jaxkv.scores.snapkv, window_size=4, kernel_size=3)
+    for mesh in (None, jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])):
+        model = jaxkv.models.load(DATA / "qwen2", mesh=mesh)
+        engine = jaxkv.Engine(model, evict=jaxkv.Eviction(snapkv, 0.5, budget, every=4), **sizes)
+        prompts = [row.prompt.tolist() for row in expected("qwen2")[:2]] * 2
+        requests = [engine.submit(prompt, max_new_tokens=12) for prompt in prompts]
+        for _ in engine.run():
+            pass
+        jaxkv.check_invariants(engine.cache)
+        parts = max(t.parts for t in engine.cache.tables)
+        assert engine.cache.blocks_in_use == 0 and parts == (1 if mesh is None else 2)
+        tokens.append([request.tokens for request in requests])
+    assert tokens[0] == tokens[1]
 
 
 def test_a_decode_step_has_two_sums_a_layer():
