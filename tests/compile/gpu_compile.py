@@ -244,6 +244,26 @@ def scanned(num_layers=8):
     return fate(compiled, pools) | {"weights of a layer": weights}
 
 
+def of_a_cache(**fields):
+    """A decode step of a cache's two layers: what it does to their pools."""
+    shape = SHAPES["llama3-8b"]
+    layer = jaxkv.LayerConfig(num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, **fields)
+    config = jaxkv.CacheConfig(layers=(layer,) * 2, max_seqs=ROWS, max_seq_len=2048, num_blocks=NUM_BLOCKS)
+    cache = jax.tree.map(lambda x: array(x.shape, x.dtype), jax.eval_shape(lambda: jaxkv.init(config)))
+    q, k = (array((ROWS, 1, heads, shape.head_dim)) for heads in (shape.num_heads, shape.num_kv_heads))
+
+    def decode(cache, q, k):
+        cache = jaxkv.extend(cache, jnp.ones(ROWS, jnp.int32))
+        step = jaxkv.plan_step(cache, (ROWS, 1))
+        for i in range(2):
+            q, cache = jaxkv.attention(q, k, k, cache, layer=i, step=step)
+        return q, cache
+
+    with jax.set_mesh(sharding().mesh):
+        compiled, _ = compile_(decode, cache, q, k, donate_argnums=0)
+    return fate(compiled, [pool.kv for pool in cache.pools])
+
+
 def fate(compiled, pools):
     """What a program does to its pools."""
     text, memory = compiled.as_text(), compiled.memory_analysis()
@@ -301,6 +321,8 @@ JOBS = {
     "step": step,
     "step-shared": lambda: step(shares=True),
     "scanned": scanned,
+    "bounds": lambda: of_a_cache(bounds=True),
+    "heads": lambda: of_a_cache(evict="head"),
     "launches": launches,
     "control-no-fence": without_fence,
     "control-too-many-registers": too_many_registers,

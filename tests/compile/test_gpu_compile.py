@@ -67,6 +67,7 @@ if NIGHTLY:
     }
 
 
+KEPT = ["bounds", "heads"] * NIGHTLY
 STEPS = ["step", *["step-shared"] * NIGHTLY]
 
 
@@ -76,7 +77,7 @@ def report():
     script = pathlib.Path(__file__).with_name("gpu_compile.py")
     controls = ("no-fence", "too-many-registers", *("not-donated", "not-unique") * NIGHTLY)
     controls = [f"control-{name}" for name in controls]
-    jobs = [*DECODE_BUDGETS, *PREFILL, *QUANTISED, "launches", *STEPS, *["scanned"] * NIGHTLY, *controls]
+    jobs = [*DECODE_BUDGETS, *PREFILL, *QUANTISED, "launches", *STEPS, *KEPT, *["scanned"] * NIGHTLY, *controls]
     path = os.pathsep.join([str(script.parents[2]), SITE, os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XLA_FLAGS": ""}
     run = subprocess.run([sys.executable, script, *jobs], env=environment, capture_output=True, text=True, timeout=580)
@@ -171,6 +172,13 @@ def test_step_updates_the_pools_in_place(name, report):
     assert step["temp_bytes"] < step["pool_bytes"] / 20
     # One a pool, and of who stands where in a group; unique: no atomics.
     assert step["unique_scatters"] == step["scatters"] == (3 if "shared" in name else 2)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_layers_that_keep_bounds_or_evict_by_heads(name, report):
+    step = report[name]
+    assert step["kernels"] == 4 and step["pool_copies"] == 0  # split and merge of each layer
+    assert step["alias_bytes"] >= step["pool_bytes"] and step["temp_bytes"] < 0.1 * step["pool_bytes"], step
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes long to compile; by day test_tpu.py has it")

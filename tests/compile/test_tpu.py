@@ -78,15 +78,17 @@ def test_a_whole_decode_step_of_a_real_model(chip, scan):
         assert program["aliased arrays"] == program["arrays"] - 2, program
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="six programs to compile")
+@pytest.mark.skipif(not NIGHTLY, reason="eight programs to compile")
 def test_a_cache_over_four_chips():
-    """Kernels run on each chip's heads; nothing is gathered or copied, however large the pools are."""
+    """Kernels run on each chip's heads; nothing is gathered or copied, however large the pools are, of layers that keep
+    bounds or evict by heads neither."""
     programs = compile_for(script="tpu_devices.py")
-    assert len(programs) == 6
+    assert len(programs) == 8
     for program in programs:
         divided = program["context"] is not None  # a layer writes, reads and brings together what was found
         assert program["kernels"] == (4 if divided else 2), program
         assert program["collectives"] == (["all-gather"] * 2 if divided else []), program
         assert program["alias"] >= program["pool"], program
-        assert program["temp"] < (2**21 if divided else 2**20), program
-        assert divided or program["temp"] == programs[0]["temp"], program
+        if program["plain"]:
+            assert program["temp"] == programs[0]["temp"] < 2**20, program
+        assert program["temp"] < 2**21, program

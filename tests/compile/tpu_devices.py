@@ -16,19 +16,22 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxkv
+from jaxkv._core.empty import _init_pools, _init_tables
 
 ROWS, LAYERS, HEADS = 8, 2, 32
 
 
-def program(chips, num_blocks, num_kv_heads=8, axes=AxisType.Auto, context=None, block_size=16):
+def program(chips, num_blocks, num_kv_heads=8, axes=AxisType.Auto, context=None, block_size=16, **fields):
     mesh = Mesh(np.array(chips), (context or "model",), axis_types=(axes,))
-    layer = jaxkv.LayerConfig(num_kv_heads=num_kv_heads, head_dim=128)
+    layer = jaxkv.LayerConfig(num_kv_heads=num_kv_heads, head_dim=128, **fields)
     config = jaxkv.CacheConfig(
         layers=(layer,) * LAYERS, max_seqs=ROWS, max_seq_len=2048, num_blocks=num_blocks, head_dim_multiple=128,
         block_size=block_size,
     )  # fmt: skip
     specs = jaxkv.partition_specs(config, mesh, context=context)
-    shapes = jax.tree.leaves(jax.eval_shape(lambda: jaxkv.init(config)))
+    parts = tuple(specs.pools[layers[0]].parts for layers in config.groups)
+    made = jax.eval_shape(lambda: (_init_tables(config, parts), _init_pools(config, None, None, parts)))
+    shapes = jax.tree.leaves(made)  # what `init` puts onto devices that are there
     pairs = zip(shapes, jax.tree.leaves(specs), strict=True)
     cache = jax.tree.unflatten(jax.tree.structure(specs), [array(mesh, x.shape, x.dtype, spec) for x, spec in pairs])
     heads = P(None, None, "model") if context is None else P()
@@ -51,6 +54,7 @@ def program(chips, num_blocks, num_kv_heads=8, axes=AxisType.Auto, context=None,
         "temp": memory.temp_size_in_bytes,
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
         "context": context,
+        "plain": context is None and not fields,
         "collectives": re.findall(
             r"= .*? ((?:all|reduce|collective)-(?:gather|reduce|to-all|scatter|permute))(?:-start)?\(", text
         ),
@@ -68,6 +72,8 @@ if __name__ == "__main__":
         {"num_blocks": 65_536},
         {"num_blocks": 32_768, "axes": AxisType.Explicit},
         {"num_blocks": 32_768, "num_kv_heads": 2},
+        {"num_blocks": 32_768, "bounds": True},
+        {"num_blocks": 32_768, "evict": "head"},
         {"num_blocks": 8_192, "context": "context", "block_size": 64},
         {"num_blocks": 16_384, "context": "context", "block_size": 64, "axes": AxisType.Explicit},
     ]
