@@ -42,11 +42,17 @@ class Work(NamedTuple):
     tokens: int = 1
     table: int = 8192  # places of a row in the tables
     ragged: bool = False
+    kept: bool = False  # rows have 5 to 45 % of 2,048 tokens, in the mean a quarter, as heads that evict keep them
     kind: str | None = None  # how the pool is stored; None: as bfloat16
     layer: bool = False
     step: bool = False
     latent: bool = False
     prefix: int | None = None  # tokens that a decode step's rows share beside their context; None: it is not looked for
+
+    @property
+    def lengths(self) -> list[int]:
+        length = (lambda row: 128 + 256 * row) if self.ragged else (lambda row: 102 + 117 * (row & 7))
+        return [length(row) if self.ragged or self.kept else self.context for row in range(self.rows)]
 
     @property
     def block_size(self) -> int:
@@ -94,6 +100,18 @@ WORKS = {
             (256, 32768, " on 32,768 shared"),
         )
     },
+    **{
+        f"decode {rows} x {context:,}{how}": Work(
+            "decode", shape, rows=rows, context=context, table=table, kept="heads" in how
+        )
+        for rows, shape in ((8, "llama3-8b"), (64, "1 x 4 heads"))
+        for context, table, how in (
+            (2048, 2048, ""),
+            (512, 2048, " of 2,048 kept"),
+            (512, 512, " and no more"),
+            *([(512, 2048, " of 2,048 kept, 102 to 921 by heads")] if rows == 64 else []),
+        )
+    },
     "layer, prefill of 1,024 tokens": Work("prefill", tokens=1024, layer=True),
     "layer, decode 32 x 1024": Work("decode", rows=32, context=1024, layer=True),
 }
@@ -122,8 +140,9 @@ def stand_ins(
 
     row_blocks = work.table // work.block_size
     decodes = work.kernel == "decode"
-    lengths = [128 + 256 * row if work.ragged else work.context for row in range(work.rows)]
+    lengths = work.lengths
     limits = Scalars(lambda row: 128 + 256 * row) if work.ragged else number(work.context if decodes else 0)
+    limits = Scalars(lambda row: 102 + 117 * (row & 7)) if work.kept else limits
     steps = -(-sum(-(-n // segment) for n in lengths[:block_rows]) // segments) if decodes else 0
     block, knobs = Scalars(lambda i: i + 1), Scalars(lambda i: 0.1, "float32")
     target = Scalars(lambda row: (row + 1) * row_blocks)
@@ -159,7 +178,9 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
 
     modules = {n: importlib.import_module(f"pallas_kernels.tpu.{n}") for n in ("decode", "prefill", "write")}
     work = WORKS[name]
-    shape = (SHAPES | {"2 x 4 heads": AttentionShape(8, 4, 128, 1)})[work.shape]
+    shape = (SHAPES | {"2 x 4 heads": AttentionShape(8, 4, 128, 1), "1 x 4 heads": AttentionShape(4, 1, 128, 1)})[
+        work.shape
+    ]
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, -(-shape.head_dim // 128) * 128
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip], chips_per_host_bounds=(1, 1, 1))
     mesh = Mesh(np.array(topology.devices[:1]), ("x",))
@@ -229,7 +250,7 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
         scale = None if work.kind is None else array(*pool.shape[:-1], dtype="float32")
         arguments = (q, k, k, [(pool, scale)] * layers, tables, counts, counts, array(4, work.rows, dtype="int32"))
         program = jax.jit(program, donate_argnums=donated).lower(*arguments).compile().as_text()
-    lengths = [128 + 256 * row if work.ragged else work.context for row in range(work.rows)]
+    lengths = work.lengths
     tiles, streams = work.tokens // tile, 1 if work.kind is None else 2  # scales come and go beside what they scale
     per_row = [-(-n // work.block_size) for n in lengths]
     per_tile = [-(-(work.context + (i + 1) * tile) // work.block_size) for i in range(tiles)]

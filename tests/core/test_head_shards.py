@@ -28,6 +28,9 @@ MIXED = CONFIG.replace(
 )
 
 
+SPANS = jnp.array([[1, 1], [0, 0], [2, 0]])
+
+
 def make_mesh(count=2, kind=jax.sharding.AxisType.Auto):
     return jax.make_mesh((count,), ("model",), devices=jax.devices()[:count], axis_types=(kind,))
 
@@ -56,12 +59,14 @@ def evict(cache, seed):
     return cache
 
 
-def step(cache, counts, axes, seed):
+def step(cache, counts, axes, seed, **options):
     cache, outs = jaxkv.extend(poison(cache), counts), []
     plan = jaxkv.plan_step(cache, axes)
     for i, k in enumerate(keys(cache.config, axes, seed)):
         q = jnp.asarray(normal(seed + 50 + i, *axes, 3 * HEADS, 8))
-        out, cache = jaxkv.attention(q, k, None if k is None else k + 1, cache, layer=i, step=plan, return_lse=True)
+        out, cache = jaxkv.attention(
+            q, k, None if k is None else k + 1, cache, layer=i, step=plan, return_lse=True, **options
+        )
         outs.append(out)
     return outs, cache
 
@@ -72,9 +77,9 @@ def everything(cache):
     k = keys(cache.config, (ROWS, 13))
     cache = jaxkv.append(cache, k, k, jnp.array([13, 5, 9]))
     cache = evict(cache, 1)
-    padded, cache = step(cache, jnp.array([2, 1, 1]), (ROWS, 2), 20) if NIGHTLY else ([], cache)
+    padded, cache = step(cache, jnp.array([2, 1, 1]), (ROWS, 2), 20, spans=SPANS) if NIGHTLY else ([], cache)
     cache = jaxkv.free(cache, jnp.array([False, True, False]))
-    cache = evict(jaxkv.fork(cache, [0], [1]), 2)  # of which some blocks are shared, and copied
+    cache = evict(jaxkv.fork(cache, [2], [1]), 2)  # of which some blocks are shared, and copied
     decoded, cache = step(cache, jnp.array([1, 1, 0]), (5,), 30)
     if NIGHTLY:
         cache = jaxkv.reorder(cache, jnp.array([1, 0, 2]))
