@@ -47,8 +47,8 @@ VECTOR = LAYOUT.reduce(0)  # how one value for each column lies in registers
 
 
 def split(
-    q, kv, tables, items, scalars, sinks, into=None, *, new_tokens, columns, tile: Tile, reach: Reach, soft_cap: bool,
-    sight=None, kv_scale=None, kind: str | None = None, interpret: InterpretParams = None,
+    q, kv, tables, items, scalars, sinks, into=None, *, num_items, new_tokens, columns, tile: Tile, reach: Reach,
+    soft_cap: bool, sight=None, kv_scale=None, kind: str | None = None, interpret: InterpretParams = None,
 ):  # fmt: skip
     """Attention of each work item: a range of one row's tiles.
 
@@ -56,7 +56,8 @@ def split(
       q: `[N, H, D]`, D a multiple of 64: all tokens of the step.
       kv: the pool, `[num_blocks + 1, 2, K, block_size, D']` with `D' >= D`.
       tables: `i32[S, M]`.
-      items: `i32[W, 12]`, see `decode_items`.
+      items: `i32[W, 12]` or more lines, see `decode_items`.
+      num_items: W.
       scalars: `f32[2]`, see `logits_base2`.
       sinks: `f32[K, columns]`, one more logit in each softmax's denominator, or None.
       into: references to `[N, H, D]` and `f32[S, K, columns]`, of which only the items' own are written; None makes new
@@ -73,7 +74,7 @@ def split(
       for the rows that were not.
     """
     _, num_heads, head_dim = q.shape
-    num_rows, num_kv_heads, num_items = tables.shape[0], kv.shape[2], items.shape[0]
+    num_rows, num_kv_heads = tables.shape[0], kv.shape[2]
     group = num_heads // num_kv_heads
     tokens, stages = tile.tokens, tile.stages
     pieces = tile.pieces(kv.shape[3])

@@ -32,7 +32,7 @@ def attend(
     num_rows, width = new.shape[0], token_axes[-1]
     group = num_heads // kv.shape[2]
     capacity = tables.shape[1] * kv.shape[3]
-    lengths = jnp.clip(lengths, 0, capacity)  # so that no length reads past its row's table
+    held, lengths = lengths, jnp.clip(lengths, 0, capacity)  # so that no length reads past its row's table
     scalars = logit_scalars(head_dim**-0.5 if scale is None else scale, soft_cap)
     options = dict(
         reach=Reach.within(capacity, window, chunk, sink_tokens), soft_cap=soft_cap is not None, kv_scale=kv_scale,
@@ -57,9 +57,8 @@ def attend(
         sight = Sight(last, jnp.zeros_like(last), last, jnp.zeros_like(last), None)
 
     if len(token_axes) == 2 and width * group <= MOST_COLUMNS and (width == 1 or not deterministic):
-        taken = jnp.ones(num_rows, bool)
         out, lse = _decode_rows(
-            q, kv, tables, lengths, new, start, token, taken, scalars, sinks, width, None, sight=sight, **options
+            q, kv, tables, held, new, start, width, token, None, scalars, sinks, width, None, sight=sight, **options
         )
         lse = lse.reshape(num_rows, -1, width, group)
         lse = jnp.swapaxes(lse, 1, 2)
@@ -76,10 +75,9 @@ def attend(
         else:
             least, out, lse = 2, jnp.zeros_like(q), jnp.full(q.shape[:-1], -jnp.inf)
         if least == 2:
-            # One that is not among the tokens at hand has no work.
-            taken = (new == 1) & (start >= 0) & (start < q.shape[0])
+            place = width if len(token_axes) == 2 else start
             out, alone_lse = _decode_rows(
-                q, kv, tables, lengths, new, start, token, taken, scalars, sinks, 1, out, **options
+                q, kv, tables, held, new, start, place, token, q.shape[0], scalars, sinks, 1, out, **options
             )
             lse = jnp.where((seen & (new[token.row] == 1))[:, None], alone_lse.reshape(num_rows, -1)[token.row], lse)
     out = out[..., :head_dim].reshape(*token_axes, num_heads, head_dim)
@@ -93,10 +91,15 @@ def tiles_of_a_row(capacity: int, reach: Reach, new_tokens: int, tile_tokens: in
 
 
 def _decode_rows(
-    q, kv, tables, lengths, new, start, token, taken, scalars, sinks, new_tokens, into, *, reach, soft_cap, kv_scale,
-    kind, interpret, deterministic, sight=None,
+    q, kv, tables, lengths, new, start, place, token, alone_of, scalars, sinks, new_tokens, into, *, reach, soft_cap,
+    kv_scale, kind, interpret, deterministic, sight=None,
 ):  # fmt: skip
-    """Attention of the rows that are `taken`, of at most `new_tokens` tokens each, of which row s's are at `start[s]`.
+    """Attention of rows of at most `new_tokens` tokens each, of which row s's are at `start[s]`.
+
+    Args:
+      lengths: `i32[S]`, which may be more than their tables have room for.
+      place: `start`, as `work.decode_items` takes it.
+      alone_of: None takes all rows; a number, those with one new token that is among so many: another has no work.
 
     Returns:
       `into`, `[N, H, D]`, with the output of those rows' tokens, or a new array that has it where it is None, and the
@@ -107,9 +110,10 @@ def _decode_rows(
     columns = -(-used // 8) * 8
     plan = tuning.decode_plan(q.shape[2], columns, kv.dtype.itemsize)
     most_tiles = tiles_of_a_row(tables.shape[1] * block_size, reach, new_tokens, plan.tile.tokens)
-    items, most_cut = work.decode_items(
-        lengths, new, start, taken, reach, plan.tile.tokens, -(-plan.num_blocks // num_kv_heads), most_tiles,
-        deterministic,
+    items, num_items, most_cut = work.decode_items(
+        lengths, new, place, alone_of=alone_of, capacity=tables.shape[1] * block_size, reach=reach,
+        tile_tokens=plan.tile.tokens, wave=-(-plan.num_blocks // num_kv_heads), most_tiles=most_tiles,
+        deterministic=deterministic, interpret=interpret,
     )  # fmt: skip
     lines = None
     if sight is not None:  # for each token's heads the same
@@ -124,8 +128,8 @@ def _decode_rows(
     if in_place and into is not None:
         refs = jax.new_ref(into), jax.new_ref(jnp.zeros((num_rows, num_kv_heads, columns), jnp.float32))
     part, part_lse, *new_arrays = decode.split(
-        q, kv, tables, items, scalars, sinks, refs, new_tokens=new_tokens, columns=columns, tile=plan.tile,
-        reach=reach, soft_cap=soft_cap, sight=lines, kv_scale=kv_scale, kind=kind, interpret=interpret,
+        q, kv, tables, items, scalars, sinks, refs, num_items=num_items, new_tokens=new_tokens, columns=columns,
+        tile=plan.tile, reach=reach, soft_cap=soft_cap, sight=lines, kv_scale=kv_scale, kind=kind, interpret=interpret,
     )  # fmt: skip
     if in_place and most_cut:
         refs = refs or tuple(map(jax.new_ref, new_arrays))
@@ -143,6 +147,7 @@ def _decode_rows(
             out = jnp.where(is_cut[token.row][:, None, None], merged[0], out)
             lse = jnp.where(is_cut[:, None, None], merged[1], lse)
         if into is not None:
+            taken = (new == 1) & (start >= 0) & (start < alone_of)
             out = jnp.where((taken[token.row] & token.valid)[:, None, None], out, into)
     return out, lse[:, :, :used]
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gpu.quantised import SCALES_AT_ONCE
+from pallas_kernels.gpu.work import MOST_ROWS
 from pallas_kernels.sight import unsupported_sight
 
 FALLBACK = "leave implementation=None to use XLA's"
@@ -41,6 +42,8 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
             f"The gpu kernels read head_dim in multiples of 64 up to 256, but q has {head_dim} and the pool stores "
             f"{stored}; {wider if head_dim <= 256 else ''}{FALLBACK}."
         )
+    if "tables" in arguments and (rows := arguments["tables"].shape[0]) > MOST_ROWS:
+        return f"The gpu kernels plan steps of at most {MOST_ROWS} rows, not {rows}; take fewer, or {FALLBACK}."
     if group > 32:
         return f"The gpu kernels share a KV head among at most 32 query heads, not {group}; {FALLBACK}."
     capability = _capability()

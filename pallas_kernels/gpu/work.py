@@ -3,18 +3,26 @@
 Their sizes are static, so a list may end in empty items, whose thread blocks return at once.
 """
 
-import jax
-import jax.numpy as jnp
+import itertools
 
-from pallas_kernels.gpu.tiles import walk_from
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gpu.tiles import LAYOUT, InterpretParams, store, walk_from
 from pallas_kernels.sight import Reach, Sight, cut
 
 WAVES = 4  # full loads of the chip to cut decode into, so that the last one, partly filled, costs little
 FEW_TILES = 4  # an item shorter than this spends its time on starting: only what one wave needs is cut finer
 MOST_ITEMS = 132  # of one row
 FIXED_TILES = (
-    8  # of an item that goes by its place in the row alone, at least; and at least that part of what is before
+    8  # of an item that goes by its place in its row alone, at least; and at least that part of what is before
 )
+LINES = 64  # of the list of work that a thread block writes, and rows that it sums over together
+ROWS_AT_ONCE = 32  # that it makes items of, for the registers' sake
+MOST_ROWS = 16_384  # of a step: three numbers of each in a multiprocessor's shared memory
 
 
 # What an item is: none, all of its row, or a part.
@@ -43,70 +51,165 @@ def fixed_edges(most_tiles: int) -> tuple[int, ...]:
 
 
 def decode_items(
-    lengths: jax.Array, new: jax.Array, place: jax.Array, taken: jax.Array, reach: Reach, tile_tokens: int,
-    wave: int, most_tiles: int, deterministic: bool = False,
-) -> tuple[jax.Array, int]:  # fmt: skip
+    lengths: jax.Array, new: jax.Array, start: jax.Array | int, *, alone_of: int | None, capacity: int, reach: Reach,
+    tile_tokens: int, wave: int, most_tiles: int, deterministic: bool = False, interpret: InterpretParams = None,
+) -> tuple[jax.Array, int, int]:  # fmt: skip
     """Cut the rows into items of about the same number of tiles, so that one long row spreads as widely as many short.
 
     With c tiles an item, rows of t tiles have ceil(t / c) items, in sum at most total / c and one more for each row.
     If `deterministic`, each row is cut at `fixed_edges`, whatever the others hold and the table has room for.
 
+    One kernel, for sums that depend on one another are a launch each in XLA: five for 32 rows. Each thread block sums
+    over all rows for `LINES` items, the rows along one axis of the matrix unit's tile or the other.
+
     Args:
       lengths, new: `i32[S]`; `new` is 0 for rows that have no token in the step, but whose places are to be written.
-      place: `i32[S]`: the row's first token among the step's.
-      taken: `bool[S]`: the rows to make items of.
+      start: `i32[S]`: the row's first token among the step's; or for how many tokens each row has room.
+      alone_of: None makes items of all rows; a number, of those with one new token that is among so many.
+      capacity: tokens that a row's table has room for: no more of `lengths` counts.
       wave: the number of items that fill the chip once.
       most_tiles: of a row, as its table allows.
 
     Returns:
-      items: `i32[W, 12]`, W of `decode_capacity`. In line w of item w: row, first tile of the walk (`tiles.walk_from`),
-        tile to stop before, the row's length, new and place, and UNUSED, WHOLE or PART. Behind that, of the w-th row in
-        parts: first item, item to stop before, row, place; and, in every line, how many such rows there are.
-      most_cut: rows in parts, at most.
+      items: `i32[W, 12]`, and lines behind those that are for no use. In line w of item w: row, first tile of the walk
+        (`tiles.walk_from`), tile to stop before, the row's length, new and start, and UNUSED, WHOLE or PART. Behind
+        that, of the w-th row in parts: first item, item to stop before, row, start; and, in every line, how many such
+        rows there are.
+      num_items, most_cut: W, of `decode_capacity`; and rows in parts, at most.
     """
     num_rows = lengths.shape[0]
     num_items, most = decode_capacity(num_rows, wave, most_tiles)
-    edges = fixed_edges(most_tiles)
+    edges = fixed_edges(most_tiles) if deterministic else ()
     if deterministic:
         most = len(edges) - 1
         num_items = num_rows * most
     most_cut = min(num_rows, num_items // 2) if most > 1 else 0
-    first = jnp.maximum(reach.first(lengths - new), 0) // tile_tokens if reach.ends else jnp.zeros_like(lengths)
-    first = walk_from(first, reach, tile_tokens)
-    tiles = jnp.where(taken & (new > 0), jnp.maximum(-(-lengths // tile_tokens) - first, 0), 0)
-    if deterministic:
-        size = jnp.zeros_like(tiles)  # they have no one size
-        count = jnp.sum(tiles[:, None] > jnp.asarray(edges[:-1], jnp.int32)[None], axis=1, dtype=jnp.int32)
-    else:
-        total = tiles.sum(dtype=jnp.int32)
-        size = jnp.maximum(-(-total // (WAVES * wave)), jnp.minimum(-(-total // wave), FEW_TILES))
-        count = jnp.minimum(-(-tiles // jnp.maximum(size, 1)), most)
-        size = -(-tiles // jnp.maximum(count, 1))  # of each row's items, as even as can be
-        count = -(-tiles // jnp.maximum(size, 1))
-    count = jnp.where(taken, jnp.maximum(count, 1), 0)
+    chunks, blocks = -(-num_rows // LINES), -(-num_items // LINES)
+    given = (lengths, new) if isinstance(start, int) else (lengths, new, start)
+    sizes = LINES, ROWS_AT_ONCE  # along the axes
 
-    # [W, 12, S], summed over the rows: two kernels of XLA's in all, where gathers and a concatenation take more.
-    shape = num_items, 12, num_rows
-    item, column, row = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(3))
-    first_item, nth_cut = _starts(count), _starts((count > 1).astype(jnp.int32))
-    of_row = (first_item[:-1], first_item[1:], nth_cut[:-1], count, first, first + tiles, size, lengths, new, place)
-    start, stop, nth_cut, count, first, end, size, lengths, new, place = (
-        jax.lax.broadcast_in_dim(x, shape, [2]) for x in of_row
-    )
-    if deterministic:
-        nth = jnp.clip(item - start, 0, most - 1)
-        begin, after = (first + jnp.asarray(x, jnp.int32)[nth] for x in (edges[:-1], edges[1:]))
-    else:
-        begin = first + (item - start) * size
-        after = begin + size
-    is_cut = count > 1
-    of_item = (row, begin, jnp.minimum(after, end), lengths, new, place, jnp.where(is_cut, PART, WHOLE))
-    of_cut = (start, stop, row, place)
-    its_own, its_cut = (item >= start) & (item < stop), is_cut & (item == nth_cut)
-    values = jnp.where((column == 11) & is_cut, 1, 0)
-    for i, value in enumerate((*of_item, *of_cut)):
-        values = jnp.where((column == i) & (its_own if i < len(of_item) else its_cut), value, values)
-    return values.sum(axis=2, dtype=jnp.int32), most_cut
+    def paged_decode_plan(*refs):
+        *sources, items_ref, rows_s, ready = refs
+        none, all_chunks = jnp.int32(0), jnp.int32(chunks)
+
+        @pl.loop(none, all_chunks)
+        def load(i):  # beyond the last row come zeros
+            span = pl.ds(i * LINES, LINES)
+            for nth, source in enumerate(sources):
+                plgpu.copy_gmem_to_smem(source.at[span], rows_s.at[nth, span], ready)
+
+        plgpu.barrier_wait(ready)
+
+        def rows(begin, axis):
+            """Of some rows, along an axis: their numbers, whether they are taken, and what is known of them."""
+            layout = LAYOUT.reduce(1 - axis)
+            span = pl.ds(begin, sizes[axis])
+            row = plgpu.broadcasted_iota(jnp.int32, (sizes[axis],), 0, layout=layout) + begin
+            length, count, *begin = (plgpu.load(rows_s.at[nth, span], layout=layout) for nth in range(len(given)))
+            length, begin = jnp.clip(length, 0, capacity), begin[0] if begin else row * start
+            taken = row < num_rows
+            if alone_of is not None:
+                taken = taken & (count == 1) & (begin >= 0) & (begin < alone_of)
+            zero = jnp.zeros_like(length)
+            first = lax.div(jnp.maximum(reach.first(length - count), 0), jnp.int32(tile_tokens)) if reach.ends else zero
+            first = walk_from(first, reach, tile_tokens)
+            tiles = jnp.maximum(lax.div(length + (tile_tokens - 1), jnp.int32(tile_tokens)) - first, 0)
+            return row, taken, length, count, begin, first, jnp.where(taken & (count > 0), tiles, zero)
+
+        def wide(x, axis):
+            return lax.broadcast_in_dim(x, sizes, [axis])
+
+        def along(x, axis):
+            return x.sum(axis=axis, dtype=jnp.int32)
+
+        def where(seen, x, otherwise=0):
+            return jnp.where(seen, jnp.int32(x), jnp.int32(otherwise))
+
+        def nothing(axis):
+            return plgpu.layout_cast(jnp.zeros((sizes[axis],), jnp.int32), LAYOUT.reduce(1 - axis))
+
+        def add(i, totals):
+            of_line, of_row = totals
+            for j in range(0, LINES, ROWS_AT_ONCE):
+                of_line += along(wide(rows(i * LINES + j, 1)[-1], 1), 1)
+            return of_line, of_row + along(wide(rows(i * LINES, 0)[-1], 0), 0)
+
+        totals = lax.fori_loop(none, all_chunks, add, (nothing(0), nothing(1)))  # the same for each line and each row
+
+        def up(x, divisor):
+            return lax.div(x + (divisor - 1), divisor)
+
+        def cut(tiles, taken, total):
+            """How many items of how many tiles, as even as can be, and whether it is more than one."""
+            if deterministic:  # they have no one size
+                size, count = jnp.zeros_like(tiles), sum(where(tiles > edge, 1) for edge in edges[:-1])
+            else:
+                size = jnp.maximum(up(total, jnp.full_like(total, WAVES * wave)), 1)
+                size = jnp.maximum(size, jnp.minimum(up(total, jnp.full_like(total, wave)), FEW_TILES))
+                count = jnp.maximum(jnp.minimum(up(tiles, size), most), 1)
+                size = jnp.maximum(up(tiles, count), 1)
+                count = up(tiles, size)
+            count = jnp.where(taken, jnp.maximum(count, 1), 0)
+            return size, count, where(count > 1, 1)
+
+        def part(nth, size):
+            """From which tile to which the nth item of a row goes, counted from its first."""
+            if not deterministic:
+                return nth * size, (nth + 1) * size
+            steps = [after - before for before, after in itertools.pairwise(edges)]
+            begin = sum(where(nth > i, step) for i, step in enumerate(steps))
+            return begin, begin + sum(where(nth == i, step) for i, step in enumerate(steps))
+
+        line, nth = (plgpu.broadcasted_iota(jnp.int32, sizes, axis, layout=LAYOUT) for axis in range(2))
+        own_line = line + lax.axis_index("block") * LINES
+
+        def fill(i, carry):
+            values, before = carry
+            _, taken, *_, tiles = rows(i * LINES, 0)
+            above = [wide(x, 0) for x in cut(tiles, taken, totals[0])[1:]]
+
+            def fill_some(j, values):
+                row, taken, length, new, begin, first, tiles = rows(i * LINES + j * ROWS_AT_ONCE, 1)
+                size, count, is_cut = cut(tiles, taken, totals[1])
+                earlier = line < nth + j * ROWS_AT_ONCE
+                start, nth_cut = (b + along(jnp.where(earlier, x, 0), 0) for b, x in zip(before, above, strict=True))
+                stop, kind = start + count, where(is_cut > 0, PART, WHOLE)
+                its_own = (own_line >= wide(start, 1)) & (own_line < wide(stop, 1))
+                its_cut = (wide(is_cut, 1) > 0) & (own_line == wide(nth_cut, 1))
+                of_item = row, start, size, first, first + tiles, length, new, begin, kind
+                found = [jnp.where(its_own, wide(x, 1), 0) for x in of_item]
+                found += [jnp.where(its_cut, wide(x, 1), 0) for x in (start, stop, row, begin)]
+                return [x + along(y, 1) for x, y in zip(values, [*found, wide(is_cut, 1)], strict=True)]
+
+            values = lax.fori_loop(none, jnp.int32(LINES // ROWS_AT_ONCE), fill_some, values)
+            return values, [b + along(x, 0) for b, x in zip(before, above, strict=True)]
+
+        values, _ = lax.fori_loop(none, all_chunks, fill, ([nothing(0)] * 14, [nothing(1)] * 2))
+        of_row, its_first, size, tile, end, *others = values
+        its_line = plgpu.broadcasted_iota(jnp.int32, (LINES,), 0, layout=LAYOUT.reduce(1))
+        spans = part(its_line + lax.axis_index("block") * LINES - its_first, size)
+        values = of_row, *(jnp.minimum(tile + edge, end) for edge in spans), *others
+        for column, value in enumerate(values):
+            store(items_ref.at[pl.ds(lax.axis_index("block") * LINES, LINES), column], value)
+
+    call = plgpu.kernel(
+        paged_decode_plan, out_type=jax.ShapeDtypeStruct((blocks * LINES, 12), jnp.int32),
+        grid=(blocks,), grid_names=("block",),
+        scratch_types=[
+            plgpu.SMEM((len(given), chunks * LINES), jnp.int32), plgpu.Barrier(num_arrivals=len(given) * chunks),
+        ],
+        interpret=interpret,
+    )  # fmt: skip
+    plan = jax.custom_batching.custom_vmap(call)
+
+    @plan.def_vmap
+    def plan_of_many(size, batched, *given):  # bulk copies want each to begin at a multiple of 16 bytes
+        given = (
+            x if its_own else jnp.broadcast_to(x, (size, num_rows)) for x, its_own in zip(given, batched, strict=True)
+        )
+        return jax.vmap(call)(*(jnp.pad(x, ((0, 0), (0, -num_rows % 4))) for x in given)), True
+
+    return plan(*given), num_items, most_cut
 
 
 def prefill_items(

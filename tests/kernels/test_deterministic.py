@@ -116,10 +116,12 @@ def test_a_rows_items_do_not_depend_on_its_neighbours():
     """The work of a GPU's decode: the same parts of a row, in order, alone and beside others, in any table."""
     lengths = np.array([40_000, 1, 700, 128 * 64], np.int32)
 
-    @functools.partial(jax.jit, static_argnums=1)
+    @functools.partial(jax.jit, static_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
     def items_of(lengths, capacity):
-        ones = jnp.ones_like(lengths)
-        return work.decode_items(lengths, ones, ones, ones > 0, Reach(), 64, 33, capacity // 64, True)[0]
+        return work.decode_items(
+            lengths, jnp.ones_like(lengths), 1, alone_of=None, capacity=capacity, reach=Reach(), tile_tokens=64,
+            wave=33, most_tiles=capacity // 64, deterministic=True, interpret=plgpu.InterpretGPUParams(),
+        )[0]  # fmt: skip
 
     def parts(rows, capacity):
         items = np.asarray(items_of(lengths[rows], capacity))

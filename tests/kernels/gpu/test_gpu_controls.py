@@ -241,9 +241,8 @@ MISTAKES = {
     "step: one item too few": (
         step, PREFILL["tight items"], {"wrong"}, ("// item_tokens + rows  #", "// item_tokens + rows - 1  #"),
     ),
-    "step: lengths beyond the table": (
-        step, DECODE["beyond the table"], {"wrong", "buffer has shape"},
-        ("jnp.clip(lengths, 0, capacity)", "jnp.asarray(lengths)"),
+    "work: lengths beyond the table": (
+        work, DECODE["beyond the table"], {"wrong", "buffer has shape"}, ("jnp.clip(length, 0, capacity)", "length"),
     ),
     "step: offsets not heeded": (
         step, DECODE["explicit offsets"], {"wrong"},
@@ -272,7 +271,7 @@ MISTAKES = {
     ),
     "work: the gap walked": (
         work, DECODE["first tokens"], {"wrong"},
-        ("    first = walk_from(first, reach, tile_tokens)\n", "    first *= 0\n"),
+        ("            first = walk_from(first, reach, tile_tokens)\n", "            first *= 0\n"),
     ),
     "decode: first tokens counted twice": (
         tiles, DECODE["first tokens, cut"], {"wrong"},
@@ -282,12 +281,23 @@ MISTAKES = {
         tiles, PREFILL["first tokens, wide tiles"], {"wrong"},
         ("jnp.maximum(tile - before, 0) if before", "jnp.where(tile > 0, tile - before, 0) if before"),
     ),
+    "work: rows that begin with their chunk": (
+        work, DECODE["more rows than a chunk"], {"wrong", "barrier"},
+        ("b + along(x, 0) for b, x in", "b for b, x in"),
+    ),
+    "work: a row's items where the next one's are": (
+        work, DECODE["lengths"], {"wrong", "barrier"}, ("earlier = line < nth", "earlier = line <= nth"),
+    ),
+    "work: the rows in parts listed in one place": (
+        work, DECODE["window, cut"], {"wrong", "buffer has shape"},
+        ("own_line == wide(nth_cut, 1)", "own_line == wide(0 * nth_cut, 1)"),
+    ),
     "work: the last tile left out": (
         work, DECODE["ring"], {"wrong"},
-        ("jnp.maximum(-(-lengths // tile_tokens) - first, 0)", "jnp.maximum(lengths // tile_tokens - first, 0)"),
+        ("lax.div(length + (tile_tokens - 1), ", "lax.div(length, "),
     ),
     "work: the first token's window not heeded": (
-        work, DECODE["few tokens, window"], {"wrong"}, ("reach.first(lengths - new)", "reach.first(lengths - 1)"),
+        work, DECODE["few tokens, window"], {"wrong"}, ("reach.first(length - count)", "reach.first(length - 1)"),
     ),
 }  # fmt: skip
 BY_DAY = (

@@ -22,14 +22,16 @@ def test_against_numpy(name, interpret, monkeypatch):
     DECODE[name].check(interpret)
 
 
-def test_trials_are_what_they_say(monkeypatch):
+def test_trials_are_what_they_say(interpret, monkeypatch):
     """A ring refilled three times, and as many items as tiles."""
     for name, items in (("ring", [8]), ("one item for each of many tiles", [1] * 40)):
         trial = DECODE[name]
         trial.use_plans(monkeypatch)
         inputs = trial.inputs()[0]
-        taken = inputs.new > 0
-        rows, _ = work.decode_items(inputs.lengths, inputs.new, inputs.new, taken, Reach(), 64, trial.wave, 100)
+        rows, *_ = work.decode_items(
+            inputs.lengths, inputs.new, 1, alone_of=None, capacity=10**4, reach=Reach(), tile_tokens=64,
+            wave=trial.wave, most_tiles=100, interpret=interpret,
+        )  # fmt: skip
         sizes = rows[:, 2] - rows[:, 1]
         assert sizes[sizes > 0].tolist() == items
 

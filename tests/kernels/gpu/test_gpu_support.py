@@ -28,6 +28,7 @@ REFUSED = {
     r"store 128 with CacheConfig\(head_dim_multiple=64\)": arguments(head_dim=80),
     "512": arguments(head_dim=512),
     "query heads": arguments(heads=80),
+    "16384 rows": arguments() | {"tables": jax.ShapeDtypeStruct((16_385, 4), jnp.int32)},
 }
 
 

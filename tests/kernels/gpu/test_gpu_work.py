@@ -2,16 +2,18 @@
 
 import functools
 import heapq
+import itertools
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from nightly import NIGHTLY
 
 from pallas_kernels.gpu import tuning, work
 from pallas_kernels.sight import Reach
 
-make_decode_items = functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))(work.decode_items)
 make_prefill_items = functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))(work.prefill_items)
 
 
@@ -31,13 +33,75 @@ def test_items_cover_every_token_once():
     assert items[at, 0] == 0 and index[at] == 48
 
 
-def decode_items(lengths, new=None, taken=None, window=None, wave=33, most_tiles=10**6):
-    lengths = np.array(lengths, np.int32)
-    new = np.minimum(lengths, 1) if new is None else np.array(new, np.int32)
-    taken = np.ones(len(lengths), bool) if taken is None else np.array(taken)
-    place = 10 * np.arange(len(lengths), dtype=np.int32)
-    items, most_cut = make_decode_items(lengths, new, place, taken, Reach(window), 64, wave, most_tiles)
-    return np.asarray(items), most_cut
+def decode_items(
+    lengths, new=None, taken=None, reach=None, wave=33, most_tiles=10**6, place=None, tile=64, deterministic=False
+):
+    """The list that the kernel makes, one row after the other."""
+    reach = reach or Reach()
+    num_items, most = work.decode_capacity(len(lengths), wave, most_tiles)
+    if deterministic:
+        most = len(work.fixed_edges(most_tiles)) - 1
+        num_items = len(lengths) * most
+    new = np.minimum(lengths, 1) if new is None else new
+    taken = [True] * len(lengths) if taken is None else taken
+    place = 10 * np.arange(len(lengths)) if place is None else place
+    starts = np.maximum(np.subtract(lengths, new) - (reach.window or 10**9) + 1, 0) // tile
+    starts = np.maximum(starts - -(-reach.sink_tokens // tile), 0)
+    tiles = [
+        max(-(-length // tile) - start, 0) if its and n > 0 else 0
+        for length, n, start, its in zip(lengths, new, starts, taken, strict=True)
+    ]
+    total, items, cut = sum(tiles), [], []
+    size = max(-(-total // (work.WAVES * wave)), min(-(-total // wave), work.FEW_TILES), 1)
+    for row in np.flatnonzero(taken):
+        share = max(-(-tiles[row] // max(min(-(-tiles[row] // size), most), 1)), 1)
+        begins = work.fixed_edges(most_tiles) if deterministic else range(0, max(tiles[row], 1), share)
+        edges = [begin for begin in begins if begin < max(tiles[row], 1)] + [tiles[row]]
+        known = lengths[row], new[row], place[row], work.PART if len(edges) > 2 else work.WHOLE
+        if len(edges) > 2:
+            cut.append((len(items), len(items) + len(edges) - 1, row, place[row]))
+        for begin, end in itertools.pairwise(edges):
+            items.append((row, starts[row] + begin, starts[row] + end, *known))
+    lines = np.zeros((num_items, 12), int)
+    lines[: len(items), :7] = items if items else 0
+    lines[: len(cut), 7:11] = cut if cut else 0
+    lines[:, 11] = len(cut)
+    return lines, min(len(lengths), num_items // 2) if most > 1 else 0
+
+
+# Rows in up to three chunks, and up to five thread blocks: rows of nothing, of one tile and of many, longer than their
+# tables, some among others that are not decoded. How many, what fills the chip once, what is seen, and are they packed?
+LISTS = {"packed, window": (70, 9, Reach(100, None, 70), True)}
+if NIGHTLY:
+    LISTS |= {
+        "packed": (150, 33, Reach(), True),
+        "window": (64, 1, Reach(100), False),
+        "65 rows": (65, 9, Reach(), False),
+        "padded": (3, 33, Reach(), False),
+        "deterministic": (3, 33, Reach(), False),
+        "deterministic, packed, window": (70, 9, Reach(1000, None, 70), True),
+        "one row": (1, 264, Reach(), False),
+        "no row": (8, 9, Reach(), True),
+    }
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_kernel_makes_this_list(name, interpret):
+    num_rows, wave, reach, packed = LISTS[name]
+    options = {"deterministic": name.startswith("deterministic")}
+    random, capacity = np.random.default_rng(num_rows), 6000
+    lengths = random.choice(np.array([0, 1, 63, 64, 65, 300, 5000, 10**6], np.int32), num_rows)
+    new = random.choice(np.array([0, 1, 1, 2 if name == "no row" else 1, 3], np.int32), num_rows)
+    new *= name != "no row"
+    place = random.integers(-2, 90, num_rows).astype(np.int32) if packed else 5 * np.arange(num_rows)
+    items, num_items, most_cut = work.decode_items(
+        jnp.asarray(lengths), jnp.asarray(new), jnp.asarray(place) if packed else 5, alone_of=60 if packed else None,
+        capacity=capacity, reach=reach, tile_tokens=64, wave=wave, most_tiles=100, interpret=interpret, **options,
+    )  # fmt: skip
+    taken = (new == 1) & (place >= 0) & (place < 60) if packed else None
+    expected = decode_items(np.clip(lengths, 0, capacity), new, taken, reach, wave, 100, place, **options)
+    np.testing.assert_array_equal(items[:num_items], expected[0])
+    assert most_cut == expected[1] >= expected[0][0, 11]
 
 
 @pytest.mark.parametrize("wave", [1, 9, 33, 264])
@@ -46,7 +110,7 @@ def decode_items(lengths, new=None, taken=None, window=None, wave=33, most_tiles
 def test_decode_items_are_even(new, window, wave):
     """One row 100 times as long as the rest is cut as finely as they are, and every tile seen is in one item."""
     lengths, taken = [32_000, 300, 0, 64, 300], [True, True, True, False, True]
-    items, most_cut = decode_items(lengths, [new, new, 0, new, new], taken, window, wave)
+    items, most_cut = decode_items(lengths, [new, new, 0, new, new], taken, Reach(window), wave)
     used = items[items[:, 6] != work.UNUSED]
     assert (items[len(used) :, 6] == work.UNUSED).all() and (items[len(used) :, :3] == 0).all()
     cut = []

@@ -184,6 +184,7 @@ DECODE = {
     ),
     "group of 7": Trial(Case((40, 90), (1, 1), num_heads=14, stored_head_dim=128, max_blocks=9, **B16)),
     "explicit offsets": Trial(Case((90, 0, 40), (1, 0, 1), packed=True, **B16), gaps=2),
+    "more rows than a chunk": Trial(Case((9,) * 64 + (150, 3), (0,) * 63 + (1, 1, 1), **ONE), **SMALL),
     # A few new tokens a row, as when a draft is checked: each sees one more than the last, or has a window of its own.
     "few tokens": Trial(Case((200, 5, 0, 64, 130), (3, 5, 0, 1, 2), **B16), **SMALL),
     "few tokens, window": Trial(
