@@ -8,6 +8,7 @@ the model's own random numbers agrees with it nearly as often as their rejection
 """
 
 import collections
+import heapq
 import inspect
 import itertools
 import weakref
@@ -17,7 +18,8 @@ from typing import Any, NamedTuple, Protocol
 from jaxkv._core.numbers import integer, shown
 from jaxkv._engine.scheduler import Sequence
 
-NGRAMS = (4, 3, 2)  # how many last tokens must have been there before: the longest that is found decides
+NGRAMS = (4, 3, 2, 1)  # how many last tokens must have been there before: the longest that were decide
+TIMES = 8  # what followed them so many times last is what is gone by
 
 
 class Guesses(NamedTuple):
@@ -29,18 +31,6 @@ class Guesses(NamedTuple):
     @classmethod
     def chain(cls, tokens: list[int]) -> "Guesses":
         return cls(tokens, list(range(-1, len(tokens) - 1)))
-
-    @classmethod
-    def tree(cls, paths: Several[list[int]], count: int) -> "Guesses":
-        """Paths that begin alike in one, in their order, up to `count` tokens."""
-        places: dict[tuple[int, int], int] = {}  # a parent and a token -> the token's place
-        for path in paths:
-            place = -1
-            for token in path:
-                if (place, token) not in places and len(places) == count:
-                    break
-                place = places.setdefault((place, token), len(places))
-        return cls([token for _, token in places], [parent for parent, _ in places])
 
 
 class Drafter(Protocol):
@@ -54,8 +44,8 @@ class Drafter(Protocol):
 
 
 class NGramDrafter:
-    """What followed the same tokens before in the sequence (https://arxiv.org/abs/2304.04487), the last time or, as a
-    tree (https://arxiv.org/abs/2305.09781), the last `branches` times."""
+    """What followed the same tokens before in the sequence (https://arxiv.org/abs/2304.04487); with several `branches`
+    as a tree (https://arxiv.org/abs/2305.09781)."""
 
     def __init__(self, branches: int = 1) -> None:
         self._branches = branches
@@ -70,43 +60,62 @@ class NGramDrafter:
 
 
 class NGrams:
-    """Where in a growing list of tokens each run of a few was seen, the last `branches` times.
+    """What followed each run of a few tokens in a growing list of them, the last times.
 
     >>> bytes(NGrams().guess(list(b"abcabcab"), 4).tokens)
     b'cabc'
-    >>> NGrams(2).guess(list(b"ab ac ax a"), 4)
-    Guesses(tokens=[120, 32, 99, 32], parents=[-1, 0, -1, 2])
+    >>> NGrams(2).guess(list(b"ab ac a"), 5)
+    Guesses(tokens=[99, 32, 97, 99, 98], parents=[-1, 0, 1, 2, -1])
     """
 
     def __init__(self, branches: int = 1) -> None:
-        self._next: dict[tuple[int, ...], collections.deque[int]] = {}  # a run of tokens -> the places behind it
+        self._next: dict[tuple[int, ...], collections.deque[int]] = {}
         self._noted = 0  # runs that end before this place are there
         self._branches = branches
-        # A guess by one token alone is seldom right: worth a branch, and no chain.
-        self._runs = NGRAMS if branches == 1 else (*NGRAMS, 1)
 
     def guess(self, tokens: list[int], count: int) -> Guesses:
-        """Up to `count` tokens that may follow `tokens`, which have only grown since the last call."""
-        for end in range(max(self._noted, 1), len(tokens)):
-            for n in self._runs:
-                if n <= end:
-                    places = self._next.setdefault(tuple(tokens[end - n : end]), collections.deque())
-                    places.append(end)
-                    if len(places) > self._branches:
-                        places.popleft()
-        self._noted = len(tokens)
-        runs = (tuple(tokens[len(tokens) - n :]) for n in self._runs if n <= len(tokens))
-        found = dict.fromkeys(place for run in runs for place in reversed(self._next.get(run, ())))  # each once
-        length = -(-count // self._branches)
-        paths = [self._onward(tokens, place, length) for place in itertools.islice(found, self._branches)]
-        return Guesses.tree(paths, count)
+        """Up to `count` tokens that may follow `tokens`, which have only grown since the last call: of all that may
+        those that are likeliest to come, where each has at most so many branches."""
+        self._note(tokens)
+        guesses = Guesses([], [])
+        waiting: list[tuple[float, int, int, tuple[int, ...]]] = []  # least likely last; a parent; what it ends in
+        order = itertools.count()
 
-    def _onward(self, tokens: list[int], place: int, count: int) -> list[int]:
-        """So many tokens from a place on; what is guessed may go on from what has been guessed."""
-        longer = list(tokens[place : place + count])
-        while len(longer) < count:
-            longer.append(longer[len(longer) - (len(tokens) - place)])
-        return longer
+        def reach(parent: int, share: float, tail: tuple[int, ...]) -> None:
+            for token, of_it in self._shares(tail):
+                heapq.heappush(waiting, (-share * of_it, next(order), parent, (*tail[1 - NGRAMS[0] :], token)))
+
+        reach(-1, 1.0, tuple(tokens[-NGRAMS[0] :]))
+        while waiting and len(guesses.tokens) < count:
+            less, _, parent, tail = heapq.heappop(waiting)
+            guesses.tokens.append(tail[-1])
+            guesses.parents.append(parent)
+            reach(len(guesses.tokens) - 1, -less, tail)
+        return guesses
+
+    def _note(self, tokens: list[int]) -> None:
+        for end in range(max(self._noted, 1), len(tokens)):
+            for n in NGRAMS:
+                if n <= end:
+                    followed = self._next.setdefault(tuple(tokens[end - n : end]), collections.deque(maxlen=TIMES))
+                    followed.append(tokens[end])
+        self._noted = len(tokens)
+
+    def _shares(self, tail: tuple[int, ...]) -> list[tuple[int, float]]:
+        """The likeliest tokens and how likely they are, which counts of little say: that it is one that was not there
+        counts as half a time, and is left to shorter runs, as in prediction by partial matching
+        (https://doi.org/10.1109/TCOM.1984.1096090)."""
+        shares: dict[int, float] = {}
+        left = 1.0
+        for n in NGRAMS:
+            followed = self._next.get(tail[-n:]) if n <= len(tail) else None
+            if followed:
+                for token, times in collections.Counter(reversed(followed)).most_common():  # of equals the last first
+                    shares.setdefault(token, left * times / (len(followed) + 0.5))
+                left *= 0.5 / (len(followed) + 0.5)
+                if len(shares) >= self._branches:
+                    break
+        return list(shares.items())[: self._branches]  # those of longer runs are likelier
 
 
 def read_draft(
