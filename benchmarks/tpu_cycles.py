@@ -47,6 +47,7 @@ class Work(NamedTuple):
     layer: bool = False
     step: bool = False
     latent: bool = False
+    deterministic: bool = False
     prefix: int | None = None  # tokens that a decode step's rows share beside their context; None: it is not looked for
 
     @property
@@ -78,6 +79,9 @@ WORKS = {
     "write of 1,024 tokens, int8": Work("write", tokens=1024, kind="int8"),
     "write of 32 rows' tokens, int8": Work("write", rows=32, kind="int8"),
     "prefill of 1,024 tokens, int8": Work("prefill", tokens=1024, kind="int8"),
+    "decode 8 x 1024, deterministic": Work("decode", rows=8, context=1024, deterministic=True),
+    "decode 64 x 128, deterministic": Work("decode", rows=64, context=128, deterministic=True),
+    "prefill of 1,024 tokens, deterministic": Work("prefill", tokens=1024, deterministic=True),
     "latent decode 32 x 4096": Work("decode", "deepseek-v3", rows=32, context=4096, latent=True),
     "latent decode 32 x 4096, 16 heads": Work("decode", "deepseek-v2-lite", rows=32, context=4096, latent=True),
     "latent prefill of 1,024 tokens": Work("prefill", "deepseek-v3", tokens=1024, latent=True),
@@ -199,11 +203,14 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
     )
     tables, counts = array(work.rows, blocks, dtype="int32"), array(work.rows, dtype="int32")
     decode, q_dtype = modules["decode"], np.dtype("bfloat16")
-    walk = pages.Pages.plan(pool, tables, shape.window, decode.segment_tokens(pool))
+    walk = pages.Pages.plan(pool, tables, shape.window, decode.segment_tokens(pool), work.deterministic)
     segments = decode.segments_per_step(pool, work.rows, walk)
     block_rows = decode.block_rows(work.rows, heads, kv_heads, head_dim, 2)
     tokens = work.tokens if work.prefix is None else work.rows
-    tile, page = step.tile_tokens(tokens, heads, pool, tables, q_dtype), modules["write"].page_tokens(pool)
+    tile, page = (
+        step.tile_tokens(tokens, heads, pool, tables, q_dtype, work.deterministic),
+        modules["write"].page_tokens(pool),
+    )
     scalars = stand_ins(work, block_rows, walk.step_tokens, segments, tile, page)
     pallas_call = pl.pallas_call
 
@@ -220,7 +227,7 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
     def far(x):  # a long step's tokens do not stay in vector memory, as XLA would have them here
         return pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
-    options = {"soft_cap": shape.soft_cap, "window": shape.window}
+    options = {"soft_cap": shape.soft_cap, "window": shape.window, "deterministic": work.deterministic}
     options |= {} if shape.rank is None else {"rank": shape.rank, "scale": 0.1}
     tokens = (work.rows, 1) if work.kernel == "decode" else (work.tokens * work.rows,)
     q, k = array(*tokens, heads, head_dim), array(*tokens, kv_heads, head_dim)

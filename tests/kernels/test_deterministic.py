@@ -13,11 +13,13 @@ from nightly import NIGHTLY
 
 import pallas_kernels
 from pallas_kernels import gpu, testing, tpu
-from pallas_kernels.gpu import tuning, work
+from pallas_kernels.gpu import decode as decode_gpu, tuning, work
 from pallas_kernels.gpu.tiles import Tile
-from pallas_kernels.sight import Reach
+from pallas_kernels.sight import ALL, Reach
 from pallas_kernels.testing import Case
 from pallas_kernels.tpu import decode
+from pallas_kernels.tpu.pages import Pages
+from pallas_kernels.tpu.step import tile_tokens
 from pallas_kernels.xla import attention
 
 pytestmark = pytest.mark.timeout(1500 if NIGHTLY else 120, method="thread")
@@ -50,7 +52,7 @@ def rows_of(backend, step):
 
 
 class Attend:
-    """Of some rows, computed together, their bits. Its programs are its own: a broken backend's are not another's."""
+    """Of some rows, computed together, their bits."""
 
     def __init__(self, backend, step, deterministic=True):
         self.inputs, self.counts, self.is_xla = rows_of(backend, step), STEPS[step], backend == "xla"
@@ -96,6 +98,18 @@ def differing(backend, step, batches, deterministic=True, wider=(0, 29), size=8)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_rows_bits_do_not_depend_on_its_neighbours(step):
     assert differing("xla", step, 200 if NIGHTLY else 8) == 0
+
+
+def test_nor_does_one_tokens_on_the_places_beside_it():
+    """Alone in a step of one place, padded, and among packed tokens of others."""
+    attend, columns = Attend("xla", "decode"), -(-304 // 5)
+    padded, inputs = attend(range(8), columns, 4, 0), attend.inputs
+    others = np.concatenate([np.zeros_like(inputs.q[:, 0]), inputs.q[:, 0]])  # of no row
+    packed = attend.run(others, inputs.kv, inputs.tables, inputs.lengths, inputs.new, offsets=np.arange(8, 16))
+    for row in (0, 3, 7):
+        for alone, beside, among in zip(attend([row], columns, 1, 1)[0], padded[row], packed, strict=True):
+            np.testing.assert_array_equal(alone, beside)
+            np.testing.assert_array_equal(alone[0], among[8 + row])
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="two hundred batches of each backend, on interpreters")
@@ -155,6 +169,33 @@ def test_a_prompt_may_come_in_pieces(backend):
             np.testing.assert_array_equal(a, b[done - count : done])
 
 
+def test_no_kernels_tiles_go_by_who_else_is_there(monkeypatch):
+    """Nor by how much the tables have room for: what is summed at once is the same in a step of 2 tokens and of 512."""
+    shape = jax.ShapeDtypeStruct
+    kv, tables = shape((99, 2, 2, 16, 128), jnp.bfloat16), [shape((2, n), jnp.int32) for n in (1, 40)]
+    sizes = {tile_tokens(n, 8, kv, t, jnp.bfloat16, True) for n, t in zip((2, 512), tables, strict=True)}
+    steps = {Pages.plan(kv, t, ALL, 1024, True).step_tokens for t in tables}
+    assert len(sizes) == len(steps) == 1
+    assert len({tile_tokens(n, 8, kv, tables[1], jnp.bfloat16) for n in (2, 512)}) == 2
+
+    def by_what_there_is(*_):
+        raise AssertionError("how many tiles there are to do")
+
+    monkeypatch.setattr(tuning, "prefill_chunks", by_what_there_is)
+    merges = []
+    monkeypatch.setattr(
+        decode_gpu, "merge", lambda *x, **y: merges.append((y["deterministic"], y["new_tokens"])) or x[4:6]
+    )
+    given = [shape((2, 16, 8, 128), jnp.bfloat16), kv, tables[1], *[shape((2,), jnp.int32)] * 2]
+    for tokens in (1, 2, 16):
+        given[0] = shape((2, tokens, 8, 128), jnp.bfloat16)
+        jax.eval_shape(functools.partial(gpu.paged_attention, deterministic=True), *given)
+    assert merges == [(True, 1)] * 3
+    with pytest.raises(AssertionError, match="how many tiles there are"):
+        given[0] = shape((2, 16, 8, 128), jnp.bfloat16)
+        jax.eval_shape(functools.partial(gpu.paged_attention), *given)
+
+
 def test_spans_are_not_for_kernels():
     """Whether they can depends on the spans of all rows."""
     shape = jax.ShapeDtypeStruct
@@ -207,4 +248,8 @@ def test_it_is_not_so_by_itself(backend, step):
 def test_what_follows_the_batch_is_seen(name, monkeypatch):
     backend, step, module, what, instead = CONTROLS[name]
     monkeypatch.setattr(module, what, instead)
-    assert differing(backend, step, 3) > 0
+    jax.clear_caches()  # what the backend is made of has been traced
+    try:
+        assert differing(backend, step, 3) > 0
+    finally:
+        jax.clear_caches()
