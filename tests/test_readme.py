@@ -1,5 +1,6 @@
 """The README's code runs, and what it points at is there."""
 
+import json
 import pathlib
 import re
 
@@ -38,16 +39,83 @@ def test_the_lines_of_the_diff_are_those_of_a_decoder():
         assert re.sub(r": [^,)]+", "", line) in re.sub(r": (?:Config|int)\b", "", dense), line
 
 
-def test_figures_of_the_decoders_are_those_measured():
-    import json
+def measured(benchmark: str, **wanted) -> list[dict]:
+    """The rows of a benchmark's results that have these entries, of all its tables."""
+    rows = json.loads((ROOT / f"benchmarks/results/{benchmark}.json").read_text())["rows"]
+    rows = rows if isinstance(rows, list) else [row for table in rows.values() for row in table]
+    return [row for row in rows if all(row.get(name.replace("_", " ")) == value for name, value in wanted.items())]
 
-    rows = json.loads((ROOT / "benchmarks/results/adoption.json").read_text())["rows"]
-    line = next(line for line in TEXT.splitlines() if "benchmarks/adoption.py" in line)
-    said = [float(x) for x in re.findall(r"(\d+\.\d)x", line)]
-    assert [int(n) for n in re.findall(r"(\d+), (\d+) and (\d+) lines", line)[0]] == [
-        len(changed_lines(row["style"])) for row in rows
-    ]
-    assert said == [round(row[key], 1) for key in ("dense / paged", "compile, paged / dense") for row in rows]
+
+def said_of(line: str) -> list[str]:
+    """What the results say that a line of the README's figures says, by how the line begins."""
+
+    def all_of(key: str, form: str, rows: list[dict]) -> list[str]:
+        return [form.format(row[key]) for row in rows]
+
+    def attention(key: str, form: str, fill: int) -> list[str]:
+        return all_of(key, form, [row for row in measured("attention") if row["fill %"] == fill])
+
+    def cycles(work: str) -> dict:
+        (row,) = (row for row in measured("tpu_cycles", chip="v6e", work=work) if row["shape"] != "gemma2-2b")
+        return row
+
+    long = "step, decode 64 x "
+    kept = [row for kind in ("layer", "head") for row in measured("evict", cache=kind)]
+    adopted, (plain, *_), packed = measured("adoption"), measured("layers"), measured("capacity", block_size=16)
+    (reused,), (anew,) = measured("serving", way="prefix reuse"), measured("serving", way="computed anew")
+    again, swapped = (measured("serving", **{"set_back": x})[0] for x in ("computed again", "swapped"))
+    contiguous = measured("capacity", block_size="contiguous")
+    local = [row for row in measured("serving") if row.get("outside of windows") == "given back"]
+    smaller = [row["x smallest"] for row in measured("append") if row["blocks"] == 65536]
+    by_line = {
+        "decode attention, 8 rows": attention("dense / paged", "{:.0f}x", 10),
+        "the same, full |": attention("dense / paged", "{:.1f}x", 100) + attention("of copy", "{:.2f}", 100),
+        "the same, full, the write included": attention("flax / paged+write", "{:.1f}x", 100),
+        "a decoder taken": all_of("dense / paged", "{:.1f}x", adopted)
+        + all_of("compile, paged / dense", "{:.1f}x", adopted)
+        + [str(len(changed_lines(row["style"]))) for row in adopted],
+        "each further layer": [
+            f"{plain['operations a layer']:.0f} operations", f"{plain['HLO lines a layer']:.0f} lines",
+            f"{plain['compile s a layer']:.2f} s",
+        ],
+        "decode attention of 64 rows": all_of("alone / once", "{:.1f}x", measured("cascade", prefix=32768))
+        + all_of("alone / once", "{:.1f}x", measured("cascade", prefix=512))
+        + all_of("bytes, % of alone", "{:.1f} %", measured("cascade", prefix=32768)),
+        "decode attention of 8 rows": all_of("full / this", "{:.1f}x", kept) + all_of("this / short", "{:.2f}x", kept),
+        "decode attention of 2 rows": all_of("all / this", "{:.1f}x", measured("evict", reads="quest, bounds=True")),
+        "cost of a step's write": [f"{min(smaller):.1f}x", f"{max(smaller):.1f}x"],
+        "sequences in equal bytes": all_of("times_contiguous", "{:.1f}x", packed)
+        + [f"{100 * row['wasted']:.{digits}f} %" for rows, digits in ((packed, 1), (contiguous, 0)) for row in rows],
+        "prefix reuse": [
+            f"{reused['less prefill']:.1f}x", f"{reused['tokens/s'] / anew['tokens/s']:.1f}x the tokens per second"
+        ],
+        "memory of a model": all_of("share", "{:.2f}", local[:2] + local[-1:]),
+        "too few blocks": [f"{swapped['tokens/s'] / again['tokens/s']:.2f}x"],
+        "TPU decode step of 64 rows": [
+            f"{cycles(long + '33,024')['step'] / cycles(long + '256 on 32,768 shared')['step']:.1f}x"
+        ],
+        "TPU prefill": [f"{cycles('prefill of 1,024 tokens')['kernel']:,} cycles"],
+        "TPU decode with the write": [f"{cycles('decode 8 x 1024')['of copies']:.2f}x"],
+        "the same decode, int8": [
+            f"{cycles('decode 8 x 1024, int8')['kernel'] / cycles('decode 8 x 1024')['kernel']:.2f}x"
+        ],
+        "`generate`, 200 prompts": [],  # of several runs: see below
+    }  # fmt: skip
+    (found,) = (figures for start, figures in by_line.items() if line.startswith(f"| {start}"))
+    return found
+
+
+def test_figures_are_those_measured():
+    """Every line of the table is known, and says what the results say."""
+    table = TEXT.split("## Figures")[1].split("\n\n")[2].splitlines()[2:]
+    assert len(table) > 15
+    for line in table:
+        told = re.split(r"(?<!`)\|(?!`)", line)[3]
+        for figure in said_of(line):
+            assert re.search(rf"(?<![\d.]){re.escape(figure)}", line), f"{figure} is not in: {told}"
+    (static, continuous) = measured("generate")[:2]
+    least, most = map(float, re.search(r"(\d\.\d)x to (\d\.\d)x the tokens per second, in", TEXT).groups())
+    assert least <= round(continuous["tokens/s"] / static["tokens/s"], 1) <= most
 
 
 def test_the_drawing_is_a_real_cache():
