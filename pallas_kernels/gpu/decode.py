@@ -23,6 +23,7 @@ from jax import lax
 
 from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.quantised import arrivals, load_scales, slots_and_wide, widen
+from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
@@ -53,8 +54,8 @@ def split(
     """Attention of each work item: a range of one row's tiles.
 
     Args:
-      q: `[N, H, D]`, D a multiple of 64: all tokens of the step.
-      kv: the pool, `[num_blocks + 1, 2, K, block_size, D']` with `D' >= D`.
+      q: `[N, H, D]`, D a multiple of 8: all tokens of the step.
+      kv: the pool, `[num_blocks + 1, 2, K, block_size, D']`, D' at least the multiple of 64 that D fits in: E.
       tables: `i32[S, M]`.
       items: `i32[W, 12]` or more lines, see `decode_items`.
       num_items: W.
@@ -69,11 +70,11 @@ def split(
       new_tokens: tokens of each row, at most: `new_tokens * H // K <= columns`, a multiple of 8.
 
     Returns:
-      `f32[W, K, D, columns]` and `f32[W, K, columns]`: of each item of a row that was cut the normalised output, and
+      `f32[W, K, E, columns]` and `f32[W, K, columns]`: of each item of a row that was cut the normalised output, and
       the base-2 logarithm of its softmax's denominator; then, if `into` is None, the output and its natural logarithm
       for the rows that were not.
     """
-    _, num_heads, head_dim = q.shape
+    num_heads, head_dim = q.shape[1], kernel_head_dim(q.shape[2])
     num_rows, num_kv_heads = tables.shape[0], kv.shape[2]
     group = num_heads // num_kv_heads
     tokens, stages = tile.tokens, tile.stages
@@ -90,6 +91,9 @@ def split(
         row, start, stop, length, new, place, role = (items_ref[item, i] for i in range(7))
         first_seen = jnp.maximum(reach.first(length - new), 0) if reach.ends else jnp.int32(0)
         num_tiles = stop - start
+        # Copies reach beyond a D that fills no tile: zeros come in, and nothing goes out. An offset that is not known
+        # in advance is what lets them.
+        heads = pl.ds(head * group, group), pl.ds(head * 0, head_dim)
 
         def seen_by_column(shape, first):
             """Which places of a tile each column sees."""
@@ -108,7 +112,7 @@ def split(
         @pl.when((warpgroup == 0) & (role != UNUSED))
         def consume():
             for t in range(new_tokens):
-                source = q_ref.at[place + t, pl.ds(head * group, group)]
+                source = q_ref.at[place + t, *heads]
                 plgpu.copy_gmem_to_smem(source, rows_s.at[pl.ds(t * group, group)], q_ready)
             if interpret is None and tuning.EARLY_LAUNCH:
                 plgpu.griddepcontrol_launch_dependents()
@@ -183,7 +187,7 @@ def split(
             def write():
                 finish(
                     (acc, m, total), None if sinks_ref is None else sinks_ref.at[head], rows_s,
-                    [out_ref.at[place + t, pl.ds(head * group, group)] for t in range(new_tokens)],
+                    [out_ref.at[place + t, *heads] for t in range(new_tokens)],
                     lse_ref.at[row, head],
                 )  # fmt: skip
 

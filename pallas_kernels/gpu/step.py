@@ -43,7 +43,7 @@ def attend(
     token = locate(token_axes, lengths, new, offsets)
     token = Tokens(*(x.reshape(-1) for x in token))
     q = q.reshape(-1, num_heads, head_dim)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, kernel_head_dim(head_dim) - head_dim)))
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, -head_dim % 8)))  # bulk copies want steps of 16 bytes
     if len(token_axes) == 2:
         start = jnp.arange(num_rows, dtype=jnp.int32) * width
     else:
@@ -108,7 +108,7 @@ def _decode_rows(
     num_rows, num_kv_heads, block_size = tables.shape[0], kv.shape[2], kv.shape[3]
     used = new_tokens * (q.shape[1] // num_kv_heads)
     columns = -(-used // 8) * 8
-    plan = tuning.decode_plan(q.shape[2], columns, kv.dtype.itemsize)
+    plan = tuning.decode_plan(kernel_head_dim(q.shape[2]), columns, kv.dtype.itemsize)
     most_tiles = tiles_of_a_row(tables.shape[1] * block_size, reach, new_tokens, plan.tile.tokens)
     items, num_items, most_cut = work.decode_items(
         lengths, new, place, alone_of=alone_of, capacity=tables.shape[1] * block_size, reach=reach,
@@ -167,7 +167,8 @@ def _prefill_rows(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
-    plan = tuning.prefill_plan(head_dim, kv.shape[3], kv.dtype.itemsize)
+    whole = kernel_head_dim(head_dim)
+    plan = tuning.prefill_plan(whole, kv.shape[3], kv.dtype.itemsize)
     item_tokens = prefill.QUERY_ROWS // group
     rows = min(new.shape[0], num_tokens // least)
     num_items = (num_tokens - rows) // item_tokens + rows  # as many as these can have at the most
@@ -185,7 +186,7 @@ def _prefill_rows(
     if sights is not None:
         sights = jnp.repeat(sights, group, axis=2)
         sights = jnp.pad(sights, ((0, 0), (0, 0), (0, prefill.QUERY_ROWS - used)))
-    tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, prefill.QUERY_ROWS - used), (0, 0)))
+    tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, prefill.QUERY_ROWS - used), (0, whole - head_dim)))
     out, lse = prefill.attend(
         tiles, kv, tables, items.reshape(-1, items.shape[2]), scalars, group=group, tile=plan.tile, reach=reach,
         soft_cap=soft_cap, sight=sights, kv_scale=kv_scale, kind=kind, interpret=interpret,
@@ -197,7 +198,7 @@ def _prefill_rows(
     # And back: each token from its item.
     nth = jnp.where(token.valid, token.position - (lengths - new)[token.row], 0)
     item = place[jnp.clip(first_item[token.row] + nth // item_tokens, 0, num_items - 1)]
-    out = out[:, :, :used].reshape(num_items, num_kv_heads, item_tokens, group, head_dim)
+    out = out[:, :, :used, :head_dim].reshape(num_items, num_kv_heads, item_tokens, group, head_dim)
     out = out[item, :, nth % item_tokens].reshape(num_tokens, num_heads, head_dim)
     lse = lse[:, :, :used].reshape(num_items, num_kv_heads, item_tokens, group)
     lse = lse[item, :, nth % item_tokens].reshape(num_tokens, num_heads)

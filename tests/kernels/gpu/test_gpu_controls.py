@@ -97,7 +97,7 @@ MISTAKES = {
     ),
     "decode: the first KV head's queries for all": (
         decode, DECODE["lengths"], {"wrong"},
-        ("source = q_ref.at[place + t, pl.ds(head * group, group)]", "source = q_ref.at[place + t, pl.ds(0, group)]"),
+        ("source = q_ref.at[place + t, *heads]", "source = q_ref.at[place + t, pl.ds(0, group)]"),
     ),
     "decode: rows that see nothing not written": (
         decode, DECODE["lengths"], {"wrong"},
@@ -280,6 +280,9 @@ MISTAKES = {
     "prefill: first tokens counted twice": (
         tiles, PREFILL["first tokens, wide tiles"], {"wrong"},
         ("jnp.maximum(tile - before, 0) if before", "jnp.where(tile > 0, tile - before, 0) if before"),
+    ),
+    "decode: columns of another place in the head": (
+        decode, DECODE["head_dim 80"], {"wrong"}, ("pl.ds(head * 0, head_dim)", "pl.ds(head * 0 + 8, head_dim)"),
     ),
     "work: rows that begin with their chunk": (
         work, DECODE["more rows than a chunk"], {"wrong", "barrier"},
