@@ -468,8 +468,20 @@ MUTANTS = {
     ),
     "a path longer than there is room for": Mutant(
         "_engine/drafts.py",
-        "not in places and len(places) == count",
-        "not in places and len(places) > count",
-        IN_SPECULATION + "test_guesses_that_begin_alike_are_one_branch",
+        "len(guesses.tokens) < count",
+        "len(guesses.tokens) <= count",
+        IN_SPECULATION + "test_a_tree_of_guesses_has_what_is_likeliest_to_come",
+    ),
+    "what follows a guess is as likely as the guess": Mutant(
+        "_engine/drafts.py",
+        "- 1, -less, tail)",
+        "- 1, 1.0, tail)",
+        IN_SPECULATION + "test_a_tree_of_guesses_has_what_is_likeliest_to_come",
+    ),
+    "the first of equally frequent followers": Mutant(
+        "_engine/drafts.py",
+        "Counter(reversed(followed))",
+        "Counter(followed)",
+        IN_SPECULATION + "test_a_run_of_tokens_is_followed_by_what_followed_it_before",
     ),
 }
