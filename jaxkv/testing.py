@@ -12,7 +12,6 @@
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from jaxkv._copies import assert_no_copy as assert_no_copy
 from jaxkv._core.cache import Cache
 from jaxkv._core.lines import block_numbers
 from jaxkv._engine.recording import Trace as Trace, record as record
+from pallas_kernels import kinds
 
 __all__ = ["Trace", "assert_no_copy", "permute_blocks", "poison", "record"]
 
@@ -30,7 +30,8 @@ __all__ = ["Trace", "assert_no_copy", "permute_blocks", "poison", "record"]
 def poison(cache: Cache, value: float = np.nan) -> Cache:
     """The same cache with every place that holds no row's token set to `value`: free blocks, and what lies past the
     last token of each row. Of quantised layers it is the scales; their numbers become any. Whatever computes with the
-    cache must give the same, bit by bit. The null block stays 0; blocks that a `PrefixCache` keeps stay as they are.
+    cache must give the same, bit by bit. The null block stays 0, and so does what pads heads, which kernels may read
+    (`head_dim_multiple`); blocks that a `PrefixCache` keeps stay as they are.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -48,9 +49,12 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
         for stack in cache.config.group_stacks(group):
             kept = jnp.tile(keep, (len(stack), 1))[:, None, None]  # [blocks, 1, 1, block_size]
             pool = cache.layer(stack[0]).pool
-            tokens = jax.tree.map(functools.partial(_spoil, kept, value), pool.tokens)
+            kind, head_dim = cache.config.kind(stack[0]), cache.layer_config(stack[0]).head_dim
+            padding = jnp.arange(pool.kv.shape[-1]) >= kinds.stored_dim(kind.quantised, head_dim)
+            kv = _spoil(kept[..., None] | padding[None, None, None, None], value, pool.kv)
+            scale = None if pool.scale is None else _spoil(kept, value, pool.scale)
             bounds = None if pool.bounds is None else _spoil(kept.any(axis=-1), value, pool.bounds)
-            pools[stack[0]] = dataclasses.replace(tokens, bounds=bounds)
+            pools[stack[0]] = dataclasses.replace(pool, kv=kv, scale=scale, bounds=bounds)
     return cache.replace(pools=tuple(pools))
 
 

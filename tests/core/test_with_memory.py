@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 import jaxkv
+import jaxkv.testing
 from jaxkv import CacheConfig, LayerConfig
 
 WIDE, LOCAL = LayerConfig(num_kv_heads=2, head_dim=8), LayerConfig(num_kv_heads=1, head_dim=4, window=40)
@@ -172,3 +173,12 @@ def test_head_dim_is_stored_as_the_platform_wants_it(monkeypatch, platform, stor
     assert config.pool_shape(0)[-1] == stored
     assert config.replace(num_blocks=2).pool_shape(0)[-1] == stored
     assert config.replace(head_dim_multiple=1).pool_shape(0)[-1] == 80
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 80), ("int8", 80), ("int4", 40)])
+def test_poison_spares_what_pads_heads(dtype, width):
+    """A kernel may read it beside the numbers, and a write in XLA does not write it."""
+    layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=80)
+    config = jaxkv.CacheConfig(layers=(layer,), max_seqs=1, max_tokens=64, dtype=dtype, head_dim_multiple=128)
+    kv = jaxkv.testing.poison(jaxkv.init(config)).pools[0].kv[1:]
+    assert kv.shape[-1] > width and (kv[..., :width] != 0).all() and (kv[..., width:] == 0).all()
