@@ -177,10 +177,12 @@ class Sum:
         return jax.nn.one_hot(total % 3, 3), cache
 
 
-def test_a_tree_of_guesses_changes_no_token():
+@pytest.mark.parametrize("swap", ["auto", *["always"] * NIGHTLY])
+def test_a_tree_of_guesses_changes_no_token(swap):
     """Rows that come and go, a prefix cache, a window, and more in need of blocks than there are."""
     engine = jaxkv.Engine(
-        Sum(), draft="ngram", draft_branches=4, **TIGHT | {"draft_tokens": 8}, prefix_cache=True, step_tokens=27
+        Sum(), draft="ngram", draft_branches=4, **TIGHT | {"draft_tokens": 8}, prefix_cache=True, step_tokens=27,
+        swap=swap,
     )  # fmt: skip
     draw = random.Random(0)
     prompts = [[draw.randrange(3) for _ in range(draw.choice([1, 4, 17]))] for _ in range(8)]
@@ -199,13 +201,13 @@ def test_a_tree_of_guesses_changes_no_token():
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="two engines of a real model to compile")
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_tree_of_guesses_changes_no_token_of_a_real_model(temperature):
+@pytest.mark.parametrize("temperature, dtype", [(0.0, None), (0.7, None), (0.0, "int8")])
+def test_a_tree_of_guesses_changes_no_token_of_a_real_model(temperature, dtype):
     model, outputs, steps = jaxkv.models.small(), {}, {}
     text = (pathlib.Path(jaxkv.__file__).parent / "_core" / "errors.py").read_bytes()[:180]
     for branches in (1, 8):
         sizes = {"max_seqs": 2, "max_seq_len": 320, "step_tokens": 66, "draft": "ngram", "draft_tokens": 32}
-        engine = jaxkv.Engine(model, draft_branches=branches, **sizes)
+        engine = jaxkv.Engine(model, draft_branches=branches, cache_dtype=dtype, **sizes)
         requests = [engine.submit(list(text[i:]), 120, temperature=temperature) for i in (0, 90)]
         for _ in engine.run():
             pass

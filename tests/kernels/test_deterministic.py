@@ -54,9 +54,9 @@ def rows_of(backend, step):
 class Attend:
     """Of some rows, computed together, their bits."""
 
-    def __init__(self, backend, step, deterministic=True):
+    def __init__(self, backend, step, deterministic=True, **variant):
         self.inputs, self.counts, self.is_xla = rows_of(backend, step), STEPS[step], backend == "xla"
-        options = dict(return_lse=True, deterministic=deterministic)
+        options = dict(return_lse=True, deterministic=deterministic, **variant)
         if backend == "xla":
             self.run = jax.jit(functools.partial(pallas_kernels.paged_attention, implementation="xla", **options))
         else:
@@ -82,9 +82,9 @@ class Attend:
         return self([row], columns, 1 if self.counts[row] == 1 and not alike else max(self.counts), 0)[0]
 
 
-def differing(backend, step, batches, deterministic=True, wider=(0, 29), size=8):
+def differing(backend, step, batches, deterministic=True, wider=(0, 29), size=8, **variant):
     """How many rows of random batches have other bits than alone."""
-    attend, draw, wrong = Attend(backend, step, deterministic), random.Random(step), 0
+    attend, draw, wrong = Attend(backend, step, deterministic, **variant), random.Random(step), 0
     alone = {row: attend.alone(row) for row in range(8)}
     tokens, columns = max(STEPS[step]), -(-304 // SIZES[backend]["block_size"])
     for seed in range(batches):
@@ -98,6 +98,13 @@ def differing(backend, step, batches, deterministic=True, wider=(0, 29), size=8)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_rows_bits_do_not_depend_on_its_neighbours(step):
     assert differing("xla", step, 200 if NIGHTLY else 8) == 0
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="of each backend, on interpreters")
+@pytest.mark.parametrize("variant", [{"window": 70}, {"chunk": 100}, {"window": 70, "sink_tokens": 20}], ids=str)
+@pytest.mark.parametrize("backend", SIZES)
+def test_nor_do_they_where_less_is_seen(backend, variant):
+    assert differing(backend, "decode", 4, size=4, **variant) == 0
 
 
 def test_nor_does_one_tokens_on_the_places_beside_it():
