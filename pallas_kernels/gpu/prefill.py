@@ -131,12 +131,14 @@ def attend(
                     here = lax.div(anew(item), jnp.int32(chunks)), pl.ds(half * HALF, HALF)
                     lines = [load_wide(sight_ref.at[here[0], i, here[1]], s.shape, 0) for i in range(sight.shape[1])]
                     return jnp.where(sees(key, *lines[:3], lines[3:], reach), s, -jnp.inf)
-                query = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=LAYOUT) + warpgroup * HALF
+                # Which of the tile's columns each row sees, for keys counted from the row's first would be spilled.
+                query = plgpu.broadcasted_iota(jnp.int32, (HALF,), 0, layout=LAYOUT.reduce(1)) + anew(warpgroup) * HALF
                 query = jnp.minimum(lax.div(query, jnp.int32(group)) + first_token, stop - 1)
-                key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT) + first
-                seen = key <= query
+                column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT)
+                seen = column <= lax.broadcast_in_dim(query - first, s.shape, [0])
                 if reach.ends:
-                    seen &= reach.covers(key, reach.first(query))
+                    near = column >= lax.broadcast_in_dim(reach.first(query) - first, s.shape, [0])
+                    seen &= near | (column < reach.sink_tokens - first) if reach.sink_tokens else near
                 return jnp.where(seen, s, -jnp.inf)
 
             # Does some token of the item not see all of the tile?

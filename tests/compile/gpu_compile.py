@@ -305,6 +305,9 @@ JOBS = {
         f"{name}-{kind}": named(name, tokens=64, block_size=32, kind=kind)
         for name, kind in itertools.product(("llama3-8b", "llama3.2-1b", "gemma2-2b"), gpu.KINDS)
     },
+    "window-int8": lambda: attention(
+        AttentionShape(32, 8, 128, num_layers=1, window=100), tokens=64, block_size=32, kind="int8"
+    ),
     "gemma2-2b-first": named("gemma2-2b", sink_tokens=4),
     "gemma2-2b-first-4-tokens": named("gemma2-2b", sink_tokens=70, tokens=4, sinks=True),
     "gemma2-2b-first-tree": named("gemma2-2b", sink_tokens=4, tree=True, tokens=40),

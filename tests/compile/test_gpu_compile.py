@@ -61,6 +61,7 @@ if NIGHTLY:
     QUANTISED |= {
         "llama3-8b-float8_e4m3fn": 128,
         "llama3.2-1b-int8": 128,
+        "window-int8": 128,
         "gemma2-2b-first-int8": 168,
         "gemma2-2b-int8": 168,
         "gemma2-2b-float8_e5m2": 168,
@@ -134,8 +135,8 @@ def test_prefill_within_budget(name, report):
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_within_budget(name, report):
     decode, prefill = (report[name][kernel] for kernel in ("paged_decode_split", "paged_prefill"))
-    # Prefill's producer lacks two registers, its consumers more at a head_dim of 256: to be found.
-    assert decode["spills"] == 0 and prefill["spills"] <= (8 if QUANTISED[name] <= 128 else 176)
+    # Prefill lacks two registers, more at a head_dim of 256 and with first tokens beside a window: to be found.
+    assert decode["spills"] == 0 and prefill["spills"] <= (8 if QUANTISED[name] <= 128 else 68)
     assert decode["registers"] <= QUANTISED[name]
     assert decode["shared_memory"] <= (113_000 if QUANTISED[name] <= 128 else 227_000)
     assert registers_after_trade(prefill) <= 128 * 3 * prefill["registers"] and prefill["shared_memory"] <= 227 * 1024

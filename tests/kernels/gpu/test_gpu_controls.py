@@ -191,7 +191,7 @@ MISTAKES = {
         tiles, DECODE["few tokens"], {"wrong"}, ("return jnp.where(m == -jnp.inf, 0.0, m)", "return m"),
     ),
     "prefill: a token sees its successor": (
-        prefill, PREFILL["ring"], {"wrong"}, ("seen = key <= query", "seen = key <= query + 1"),
+        prefill, PREFILL["ring"], {"wrong"}, ("(query - first, s.shape", "(query - first + 1, s.shape"),
     ),
     "prefill: a tile taken for wholly seen": (
         prefill, PREFILL["ring"], {"wrong"},
@@ -214,7 +214,7 @@ MISTAKES = {
     ),
     "prefill: a window one too wide": (
         prefill, PREFILL["the window's first token"], {"wrong"},
-        ("covers(key, reach.first(query))", "covers(key, reach.first(query) - 1)"),
+        ("reach.first(query) - first", "reach.first(query) - first - 1"),
     ),
     "prefill: V before the window": (
         prefill, PREFILL["window"], {"wrong"}, ("(first < first_seen) | (first + tokens", "(first + tokens"),
