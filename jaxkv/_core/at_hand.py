@@ -35,9 +35,8 @@ class Runs(NamedTuple):
     def gathered(self, x: jax.Array, axis: int, tiled: bool = True) -> jax.Array:
         """What all have, one after another along an axis, or along a new one."""
         x = jax.lax.all_gather(x, self.axis, axis=axis, tiled=tiled)
-        if (
-            self.axis in jax.typeof(x).manual_axis_type.varying
-        ):  # all have the same, but `check_vma` in a caller's `shard_map` cannot know
+        # All have the same, but `check_vma` in a caller's `shard_map` cannot know.
+        if self.axis in jax.typeof(x).manual_axis_type.varying:
             x = jax.lax.psum(jnp.where(self.number == 0, x, jnp.zeros((), x.dtype)), self.axis)
         return x
 

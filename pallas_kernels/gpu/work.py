@@ -17,9 +17,8 @@ from pallas_kernels.sight import Reach, Sight, cut
 WAVES = 4  # full loads of the chip to cut decode into, so that the last one, partly filled, costs little
 FEW_TILES = 4  # an item shorter than this spends its time on starting: only what one wave needs is cut finer
 MOST_ITEMS = 132  # of one row
-FIXED_TILES = (
-    8  # of an item that goes by its place in its row alone, at least; and at least that part of what is before
-)
+# Of an item that goes by its place in its row alone, at least; and at least such a part of what is before.
+FIXED_TILES = 8
 LINES = 64  # of the list of work that a thread block writes, and rows that it sums over together
 ROWS_AT_ONCE = 32  # that it makes items of, for the registers' sake
 MOST_ROWS = 16_384  # of a step: three numbers of each in a multiprocessor's shared memory
