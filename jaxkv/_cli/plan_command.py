@@ -1,23 +1,29 @@
 """`python -m jaxkv plan`: how much a cache for a model holds in a given memory, before anything is loaded."""
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxkv._cli import plan_report
+from jaxkv._cli.chips import CHIPS, Chip, chip_named
 from jaxkv._cli.memory_plan import BLOCK_SIZES, plan
-from jaxkv._cli.plan_devices import Devices
+from jaxkv._cli.plan_devices import Devices, shapes_of
 from jaxkv._cli.plan_report import Memory, Option, Report
+from jaxkv._cli.plan_step_report import shapes_as_text, step_as_json
 from jaxkv._cli.units import parse_bytes
+from jaxkv._core.config import HEAD_DIM_MULTIPLES
 from jaxkv._core.layer import KINDS
 from jaxkv._core.numbers import shown
 from jaxkv._core.views import format_bytes
 
 MOST_LENGTHS = 64 << 20  # bytes of a file of lengths
+MOST_SHAPES = 12  # in a table; JSON has all
 
 
 def add_plan(commands: Any) -> None:
@@ -27,15 +33,19 @@ def add_plan(commands: Any) -> None:
     parser.set_defaults(run=run)
     add = parser.add_argument
     add("--model", type=pathlib.Path, required=True, help="a Hugging Face folder; its config.json is enough")
-    add("--memory", type=parse_bytes, required=True,
-        help="of the device, or the part you give: 80GB is 80e9 bytes, 80GiB or 80G is 80 * 2**30")  # fmt: skip
+    add("--memory", type=parse_bytes,
+        help="of the device, or the part you give: 80GB is 80e9 bytes, 80GiB or 80G is 80 * 2**30; default: what the "
+        "chip has")  # fmt: skip
+    add("--chip", help=f"{', '.join(CHIPS)}: say how long a decode step takes there at least")
     add(
         "--weights",
         type=parse_bytes,
         help="what the whole model takes; default: its files' size, or what the config says",
     )
-    add("--devices", type=int, default=1,
-        help="over how many the heads and the weights are divided, each with so much memory; default: one")  # fmt: skip
+    add("--devices", default="1",
+        help="each with so much memory: a number, which heads and weights are divided over; or tensor x data x context "
+        "such as 8x16 or 8x4x2: also parts of the rows, and runs of every block's tokens; default: one")  # fmt: skip
+    add("--shapes", action="store_true", help="with --chip: compare the ways to divide over that many, the best first")
     add("--rest", type=parse_bytes, help="what a step may take to compute in; default: a tenth of what weights leave")
     add("--max-seq-len", type=int, help="the most tokens of a sequence; default: the longest of --lengths, or the "
         "model's")  # fmt: skip
@@ -47,7 +57,7 @@ def add_plan(commands: Any) -> None:
         help="tokens of one step, which layers with a window hold too; default: %(default)s, as generate")  # fmt: skip
     add("--block-size", type=int, action="append", help="only this; may be given several times")
     add("--dtype", choices=sorted(KINDS), action="append", help="only this; may be given several times")
-    add("--head-dim-multiple", type=int, default=1, help="pad head_dim to a multiple of this: 128 on a TPU")
+    add("--head-dim-multiple", type=int, help="pad head_dim to a multiple of this; default: what the chip wants, or 1")
     add("--json", action="store_true", help="print all of it as JSON")
 
 
@@ -55,41 +65,95 @@ def run(arguments: argparse.Namespace) -> int:
     from jaxkv.models.loader import read_config
 
     config = read_config(arguments.model)
-    devices = Devices(arguments.devices)
-    layers = [devices.layer(layer) for layer in config.layer_configs]
-    weights, source = (arguments.weights, "as told") if arguments.weights is not None else _weights(arguments.model)
-    weights = devices.weights(config, weights)
-    left = arguments.memory - weights
-    rest = max(0, left) // 10 if arguments.rest is None else arguments.rest
-    if left - rest <= 0:
-        also = f" and {format_bytes(rest)} of rest" if arguments.rest else ""
-        raise ValueError(
-            f"{format_bytes(arguments.memory)} of memory do not hold {format_bytes(weights)} of weights ({source})"
-            f"{also}: give more memory, or with --weights what they really take."
-        )
+    chip = None if arguments.chip is None else chip_named(arguments.chip)
+    if arguments.memory is None and chip is None:
+        raise ValueError("Say how much memory a device has with --memory, such as 80GB, or what it is with --chip.")
+    devices = Devices.read(arguments.devices)
+    weights = (arguments.weights, "as told") if arguments.weights is not None else _weights(arguments.model)
     lengths = None if arguments.lengths is None else _lengths(arguments.lengths)
-    max_seq_len = arguments.max_seq_len
-    if max_seq_len is None:
-        max_seq_len = config.max_seq_len if lengths is None else max(lengths)
-    options, why = [], ""
-    for dtypes in _kinds(arguments.dtype):
-        for block_size in arguments.block_size or BLOCK_SIZES:
-            try:
-                found = plan(layers, left - rest, max_seq_len=max_seq_len, max_seqs=arguments.max_seqs,
-                             mean_len=arguments.mean_len, lengths=lengths, step_tokens=arguments.step_tokens,
-                             block_size=block_size, dtype=dtypes[0],
-                             head_dim_multiple=arguments.head_dim_multiple)  # fmt: skip
-            except ValueError as error:
-                found, why = None, str(error)
-            options.append(Option(block_size, dtypes, found))
-    if not any(option.plan for option in options):
-        raise ValueError(why)
-    report = Report(
-        model=config, memory=Memory(arguments.memory, weights, source, rest), max_seq_len=max_seq_len,
-        step_tokens=arguments.step_tokens, is_told=arguments.mean_len is not None or lengths is not None,
-        options=options, devices=devices,
-    )  # fmt: skip
+    planner = _Planner(arguments, config, chip, weights, lengths)
+    if arguments.shapes:
+        return _compare(planner, devices)
+    sizes = arguments.block_size or [size for size in BLOCK_SIZES if size % devices.context == 0] or BLOCK_SIZES[-1:]
+    report = planner.report(devices, _kinds(arguments.dtype), sizes)
     print(json.dumps(plan_report.as_json(report), indent=1) if arguments.json else plan_report.as_text(report))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Planner:
+    """All that is the same, however devices are arranged."""
+
+    arguments: argparse.Namespace
+    config: Any  # the model's
+    chip: Chip | None
+    weights: tuple[int, str]  # bytes, and where that is known from
+    lengths: list[int] | None
+
+    def report(self, devices: Devices, kinds: list[list[str]], block_sizes: Sequence[int]) -> Report:
+        """What fits. Raises ValueError if nothing does."""
+        arguments, config, source, lengths = self.arguments, self.config, self.weights[1], self.lengths
+        layers = [devices.layer(layer) for layer in config.layer_configs]
+        total = arguments.memory if self.chip is None or arguments.memory is not None else self.chip.memory
+        weights = devices.weights(config, self.weights[0])
+        left = total - weights
+        rest = max(0, left) // 10 if arguments.rest is None else arguments.rest
+        if left - rest <= 0:
+            also = f" and {format_bytes(rest)} of rest" if arguments.rest else ""
+            raise ValueError(
+                f"{format_bytes(total)} of memory do not hold {format_bytes(weights)} of weights ({source})"
+                f"{also}: give more memory, or with --weights what they really take."
+            )
+        max_seq_len = arguments.max_seq_len
+        if max_seq_len is None:
+            max_seq_len = config.max_seq_len if lengths is None else max(lengths)
+        multiple = arguments.head_dim_multiple
+        if multiple is None:
+            multiple = 1 if self.chip is None else HEAD_DIM_MULTIPLES[self.chip.platform]
+        max_seqs, options, why = devices.rows(arguments.max_seqs), [], ""
+        for dtypes in kinds:
+            for block_size in block_sizes:
+                try:
+                    devices.check(config.layer_configs, block_size)
+                    # Of every block each device has its run, and so the part of a larger pool.
+                    found = plan(layers, (left - rest) * devices.context, max_seq_len=max_seq_len, max_seqs=max_seqs,
+                                 mean_len=arguments.mean_len, lengths=lengths, step_tokens=arguments.step_tokens,
+                                 block_size=block_size, dtype=dtypes[0], head_dim_multiple=multiple)  # fmt: skip
+                except ValueError as error:
+                    found, why = None, str(error)
+                options.append(Option(block_size, dtypes, found))
+        if not any(option.plan for option in options):
+            raise ValueError(why)
+        return Report(
+            model=config, memory=Memory(total, weights, source, rest), max_seq_len=max_seq_len,
+            step_tokens=arguments.step_tokens, is_told=arguments.mean_len is not None or lengths is not None,
+            options=options, devices=devices, chip=self.chip,
+        )  # fmt: skip
+
+
+def _compare(planner: _Planner, devices: Devices) -> int:
+    """Print what becomes of a step with each shape of so many devices."""
+    chip, arguments = planner.chip, planner.arguments
+    if chip is None:
+        raise ValueError("--shapes compares how long a decode step takes at least: say where with --chip.")
+    if devices.count != devices.tensor:
+        raise ValueError(f"--shapes takes a number of --devices, {devices.count}, not one of its shapes, {devices}.")
+    found, why = [], ""
+    for shape in shapes_of(devices.count, planner.config):
+        try:
+            report = planner.report(shape, _kinds(arguments.dtype)[:1], arguments.block_size or (16,))
+            found.append((plan_report.held(report), report.step))
+        except ValueError as error:
+            why = str(error)
+    if not found:
+        raise ValueError(why)
+    found.sort(key=lambda shape: -shape[1].tokens_per_second(chip))
+    if not arguments.json:
+        print(shapes_as_text(found[:MOST_SHAPES], chip))
+        return 0
+    shapes = [dataclasses.asdict(step.devices) | {"each_device": held, "step": step_as_json(step, chip)}
+              for held, step in found]  # fmt: skip
+    print(json.dumps({"chip": dataclasses.asdict(chip), "shapes": shapes}, indent=1))
     return 0
 
 

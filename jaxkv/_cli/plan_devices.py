@@ -1,44 +1,121 @@
 """A model and its cache divided over the devices of a mesh, as `models.load(folder, mesh=)` and `init(mesh=)` do."""
 
 import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
 
+from jax.sharding import AbstractMesh
+
+from jaxkv._core.config import CacheConfig
+from jaxkv._core.empty import partition_specs
 from jaxkv._core.layer import LayerConfig
-from jaxkv._core.numbers import integer
+from jaxkv._core.numbers import integer, shown
 from jaxkv._core.shards import num_parts
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.partition import AXIS
 
 MOST = 1 << 20
+PARTS = ("tensor", "data", "context")
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """So many devices, of which each has its part of the heads, the MLPs' width and the vocabulary."""
+    """The shape of a mesh.
 
-    count: int = 1
+    Fields:
+      tensor: devices that heads, the MLPs' width and the vocabulary are divided over.
+      data: parts of the rows, each with blocks and tables of its own, and the whole model.
+      context: devices that the tokens of every block are divided over.
+    """
+
+    tensor: int = 1
+    data: int = 1
+    context: int = 1
 
     def __post_init__(self):
-        object.__setattr__(self, "count", integer("--devices", self.count, least=1, most=MOST))
+        shape = dict(zip(PARTS, (self.tensor, self.data, self.context), strict=True))
+        for name, number in shape.items():
+            what = "--devices" if self.data == self.context == 1 else f"{name} in --devices"
+            object.__setattr__(self, name, integer(what, number, least=1, most=MOST))
+        integer("All devices of --devices together", self.count, most=MOST)
+
+    @classmethod
+    def read(cls, text: str) -> "Devices":
+        """From `8`, `8x16` or `8x4x2`. Raises ValueError.
+
+        >>> Devices.read("8x4x2")
+        Devices(tensor=8, data=4, context=2)
+        """
+        numbers = text.strip().split("x")
+        if len(numbers) > len(PARTS) or not all(re.fullmatch(r"-?[0-9]{1,99}", number) for number in numbers):
+            raise ValueError(
+                "--devices must be a number, or numbers for tensor x data x context, such as 8, 8x16 or 8x4x2, not "
+                f"{shown(text)}."
+            )
+        return cls(*map(int, numbers))
+
+    def __str__(self) -> str:
+        return f"{self.tensor}x{self.data}x{self.context}"
+
+    @property
+    def count(self) -> int:
+        return self.tensor * self.data * self.context
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axes and their sizes, those that are divided over."""
+        axes = {"data": self.data, AXIS: self.tensor, "context": self.context}
+        return {name: size for name, size in axes.items() if size > 1}
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """What `jaxkv.init` is told of them."""
+        return {name: axis for name, axis in (("context", "context"), ("rows", "data")) if axis in self.mesh}
 
     def layer(self, layer: LayerConfig) -> LayerConfig:
         """What each device keeps of a layer. Raises ValueError for heads that cannot be divided."""
-        parts = num_parts(layer.num_kv_heads, self.count, AXIS)
+        parts = num_parts(layer.num_kv_heads, self.tensor, AXIS)
         return dataclasses.replace(layer, num_kv_heads=layer.num_kv_heads // parts)
 
     def weights(self, config: DecoderConfig, total: int) -> int:
         """Bytes of the weights on each device, of `total` bytes."""
         from jaxkv.models.loader import count_parameters
 
-        return (
-            total if self.count == 1 else -(-total * count_parameters(config, self.count) // count_parameters(config))
-        )
+        if self.tensor == 1:
+            return total
+        return -(-total * count_parameters(config, self.tensor) // count_parameters(config))
 
-    def moved(self, config: DecoderConfig, rows: int, itemsize: int) -> int:
-        """The most bytes that each device sends in a decode step of so many rows.
+    def rows(self, max_seqs: int | None) -> int | None:
+        """Of so many rows those of each part. Raises ValueError where they cannot be divided."""
+        if max_seqs is None:
+            return None
+        if integer("--max-seqs", max_seqs, least=1) % self.data:
+            why = "they are fewer" if max_seqs < self.data else f"{-(-max_seqs // self.data) * self.data} could be"
+            raise ValueError(
+                f"The {max_seqs} rows of --max-seqs cannot be divided among {self.data} parts of the data: {why}."
+            )
+        return max_seqs // self.data
 
-        A layer has two sums over devices of `[rows, embed_dim]`, behind attention and behind the MLP, and there is one
-        more behind the embedding; in a ring each sends `2 (n - 1) / n` of what is summed. The logits, in float32, are
-        brought together once.
-        """
-        sums = (2 * config.num_layers + 1) * rows * config.embed_dim * itemsize
-        return (2 * sums + rows * config.vocab_size * 4) * (self.count - 1) // self.count
+    def check(self, layers: Any, block_size: int) -> None:
+        """Raise ValueError, as `jaxkv.init` does, for layers or blocks that cannot be divided so."""
+        if not self.mesh:
+            return
+        config = CacheConfig(
+            layers=layers, max_seqs=self.data, max_seq_len=block_size, num_blocks=self.data, block_size=block_size,
+            head_dim_multiple=1,
+        )  # fmt: skip
+        mesh = AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh))
+        partition_specs(config, mesh, AXIS if AXIS in self.mesh else None, **self.axes)
+
+
+def shapes_of(count: int, config: DecoderConfig) -> Iterator[Devices]:
+    """The meshes of so many devices on which heads are divided evenly, over no more devices than there are."""
+    for tensor in _divisors(math.gcd(count, config.num_heads)):
+        for context in _divisors(count // tensor):
+            yield Devices(tensor, count // tensor // context, context)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,10 +1,15 @@
 """What `plan` has found, as text for a person and as JSON for a program."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
+from jaxkv._cli.chips import Chip
+from jaxkv._cli.columns import columns
 from jaxkv._cli.memory_plan import Plan
 from jaxkv._cli.plan_devices import Devices
+from jaxkv._cli.plan_step import DecodeStep, decode_step
+from jaxkv._cli.plan_step_report import step_as_json, step_as_text
 from jaxkv._core.views import format_bytes
 
 BAR = 60  # characters
@@ -24,7 +29,7 @@ class Memory(NamedTuple):
 
 
 class Option(NamedTuple):
-    """A block size and dtypes that cost the same, and the plan; None: it does not fit."""
+    """A block size and dtypes that cost the same, and the plan of each part of the data; None: it does not fit."""
 
     block_size: int
     dtypes: list[str]
@@ -42,6 +47,7 @@ class Report:
     is_told: bool  # the lengths to expect were said
     options: list[Option]
     devices: Devices
+    chip: Chip | None
 
     @property
     def best(self) -> Plan:
@@ -49,30 +55,33 @@ class Report:
         fitting = [option.plan for option in self.options if option.plan]
         return next((found for found in fitting if found.config.block_size == 16), fitting[0])
 
-    @property
-    def moved(self) -> int:
-        """Bytes that each device sends in a decode step of all rows, at the most."""
-        return self.devices.moved(self.model, self.best.rows, 2)
+    @functools.cached_property
+    def step(self) -> DecodeStep:
+        """A decode step of all rows."""
+        return decode_step(self.model, self.devices, self.best, self.memory.weights)
 
     @property
-    def _bytes_over_devices(self) -> int:
-        """What the cache may take on all devices together."""
+    def _size(self) -> dict[str, Any]:
+        """What says how large the cache is on all devices together."""
+        config = self.best.config
         if self.devices.count == 1:
-            return self.memory.cache
-        return self.best.config.replace(layers=self.model.layer_configs).bytes
+            return {"memory_bytes": self.memory.cache}
+        if self.devices.data == 1:
+            return {"memory_bytes": config.replace(layers=self.model.layer_configs).bytes}
+        return {"group_blocks": [blocks * self.devices.data for blocks in config.group_blocks]}
 
     @property
     def suggestion(self) -> dict[str, Any]:
         """The arguments of `CacheConfig.from_model`."""
         config = self.best.config
         fields = {
-            "max_seqs": config.max_seqs,
+            "max_seqs": config.max_seqs * self.devices.data,
             "max_seq_len": self.max_seq_len,
-            "memory_bytes": self._bytes_over_devices,
+            **self._size,
             "block_size": config.block_size,
             "dtype": str(config.dtype),
         }
-        if len(config.groups) > 1:
+        if len(config.groups) > 1 and "memory_bytes" in fields:
             fields["step_tokens"] = max(self.step_tokens, config.max_seqs)
         if config.head_dim_multiple > 1:
             fields["head_dim_multiple"] = config.head_dim_multiple
@@ -80,12 +89,12 @@ class Report:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """Sizes in bytes, lengths in tokens."""
-    model, memory = report.model, report.memory
+    """Sizes in bytes, lengths in tokens; blocks, tokens and rows over all devices, bytes of each."""
+    model, memory, devices = report.model, report.memory, report.devices
     kept = model.layer_configs[0]
     options = [
         {"block_size": option.block_size, "dtypes": option.dtypes, "fits": option.plan is not None}
-        | ({} if option.plan is None else _facts(option.plan))
+        | ({} if option.plan is None else _facts(option.plan, devices))
         for option in report.options
     ]
     return {
@@ -93,7 +102,10 @@ def as_json(report: Report) -> dict[str, Any]:
                   "head_dim": kept.head_dim, "windows": list(model.windows)},
         "memory": {"total": memory.total, "weights": memory.weights, "weights_from": memory.source,
                    "cache": memory.cache, "rest": memory.rest},
-        "devices": {"count": report.devices.count, "moved_per_step": report.moved},
+        "devices": {"count": devices.count} | dataclasses.asdict(devices) | {"moved_per_step": report.step.sent},
+        "chip": None if report.chip is None else dataclasses.asdict(report.chip),
+        "each_device": held(report),
+        "step": step_as_json(report.step, report.chip),
         "max_seq_len": report.max_seq_len,
         "mean_len": report.best.mean_len,
         "options": options,
@@ -101,21 +113,35 @@ def as_json(report: Report) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _facts(found: Plan) -> dict[str, Any]:
+def held(report: Report) -> dict[str, int]:
+    """What each device holds."""
+    found, context = report.best, report.devices.context
+    return {
+        "weights": report.memory.weights,
+        "cache": found.config.bytes // context,
+        "rows": found.rows,
+        "tokens": found.tokens // context,
+    }
+
+
+def _facts(found: Plan, devices: Devices) -> dict[str, Any]:
     return {
         "bytes_per_token": found.bytes_per_token,
         "marginal_bytes_per_token": found.marginal_bytes,
-        "group_blocks": list(found.config.group_blocks),
-        "tokens": found.tokens,
-        "rows": found.rows,
-        "full_rows": found.full_rows,
+        "group_blocks": [blocks * devices.data for blocks in found.config.group_blocks],
+        "tokens": found.tokens * devices.data,
+        "rows": found.rows * devices.data,
+        "full_rows": found.full_rows * devices.data,
         "waste": found.waste,
-        "bytes": found.config.bytes,
+        "bytes": found.config.bytes // devices.context,
     }
 
 
 def as_text(report: Report) -> str:
-    return "\n".join([_head(report), _bar(report.memory), "", _table(report.options), "", _tail(report)])
+    parts = [_head(report), _bar(report.memory), "", _table(report.options, report.devices), "", _tail(report)]
+    if report.chip is not None:
+        parts[-1:-1] = [step_as_text(report.step, report.chip), ""]
+    return "\n".join(parts)
 
 
 def _head(report: Report) -> str:
@@ -128,7 +154,10 @@ def _head(report: Report) -> str:
     kept = f"{config.num_kv_heads} KV heads of {config.head_dim}"
     if config.latent is not None:
         kept = f"latent rows of {config.latent.rank} + {config.latent.rope_dim}"
-    whose = f" of each of {report.devices.count} devices" if report.devices.count > 1 else ""
+    devices = report.devices
+    whose = f" of each of {devices.count} devices" if devices.count > 1 else ""
+    if devices.count > devices.tensor:
+        whose += f", {devices.tensor} tensor x {devices.data} data x {devices.context} context,"
     guess = "" if report.is_told else " (a guess: say it with --mean-len or --lengths)"
     return (
         f"{config.family}: {config.num_layers} layers ({kinds}), {kept}.\n"
@@ -155,23 +184,18 @@ def _bar(memory: Memory) -> str:
     return f"[{line}]\n {legend}"
 
 
-def _table(options: list[Option]) -> str:
-    header = ("block_size", "dtype", "bytes/token", "blocks", "tokens", "rows", "full rows", "waste")
-    lines = [header]
+def _table(options: list[Option], devices: Devices) -> str:
+    lines = [("block_size", "dtype", "bytes/token", "blocks", "tokens", "rows", "full rows", "waste")]
     for block_size, dtypes, found in options:
         if found is None:
             lines.append((str(block_size), ", ".join(dtypes), "does not fit", "", "", "", "", ""))
             continue
-        blocks = " + ".join(f"{n:,}" for n in found.config.group_blocks)
+        facts = _facts(found, devices)
+        blocks = " + ".join(f"{n:,}" for n in facts["group_blocks"])
         lines.append((str(block_size), ", ".join(dtypes), format_bytes(found.marginal_bytes), blocks,
-                      f"{found.tokens:,}", f"{found.rows:,}", f"{found.full_rows:,}",
+                      f"{facts['tokens']:,}", f"{facts['rows']:,}", f"{facts['full_rows']:,}",
                       f"{found.waste:.2%}"))  # fmt: skip
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    left = (1,)
-    return "\n".join(
-        "  ".join(x.ljust(w) if i in left else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths, strict=True)))
-        for line in lines
-    )
+    return columns(lines, left=(1,))
 
 
 def _tail(report: Report) -> str:
@@ -196,9 +220,26 @@ def _tail(report: Report) -> str:
 
 
 def _over(report: Report) -> str:
+    devices, sums, gathers = report.devices, "", ""
     kept = sorted({layer.num_kv_heads for layer in report.best.config.layers})
+    holds = f"{' or '.join(map(str, kept))} KV head{'s' * (kept != [1])} of a layer"
+    calls = ", ".join(("config", "mesh=mesh", *(f"{name}={axis!r}" for name, axis in devices.axes.items())))
+    how = f"jaxkv.init({calls}) and jaxkv.models.load(folder, mesh=mesh) divide so."
+    if devices.count > devices.tensor:
+        shape, names = tuple(devices.mesh.values()), tuple(devices.mesh)
+        how = f"With mesh = jax.make_mesh({shape}, {names}) " + how
+    if devices.context > 1:
+        holds += f", one of {devices.context} runs of every block's tokens"
+        gathers = f"a gather over {devices.context} a layer"
+    if devices.data > 1:
+        holds += f", one of {devices.data} parts of the rows"
+        how += " jaxkv.by_rows(step) runs a step on all parts, between which nothing is sent."
+    if devices.tensor > 1:
+        whose = "all" if devices.tensor == devices.count else str(devices.tensor)
+        sums = f"two sums over {whose} devices a layer"
+    sent = f"send up to {format_bytes(report.step.sent)}, in {' and '.join(filter(None, (sums, gathers)))}"
+    rows = report.best.rows * devices.data
     return (
-        f"Each device holds {' or '.join(map(str, kept))} KV head{'s' * (kept != [1])} of a layer; a decode step of "
-        f"{report.best.rows} rows in bfloat16 makes it send up to {format_bytes(report.moved)}, in two sums over all "
-        "devices a layer. jaxkv.init(config, mesh=mesh) and jaxkv.models.load(folder, mesh=mesh) divide so."
+        f"Each device holds {holds}; a decode step of {rows} rows in bfloat16 makes it "
+        f"{sent if report.step.sent else 'send nothing'}. {how}"
     )

@@ -1,6 +1,7 @@
 """From a Hugging Face folder to a `Decoder` and back."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -174,6 +175,7 @@ def _float_dtype(dtype: Any) -> np.dtype:
     raise ValueError(f"dtype must be one of {', '.join(names)}, not {dtype}.")
 
 
+@functools.cache
 def count_parameters(config: DecoderConfig, devices: int = 1) -> int:
     """The parameters of a decoder, without making any; of one of so many devices that they are divided over."""
     mesh = AbstractMesh((devices,), (AXIS,))

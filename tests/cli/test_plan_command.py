@@ -206,6 +206,119 @@ def test_over_devices(folder, capsys):
     assert "4 KV heads cannot be divided among the 3 devices" in capsys.readouterr().err
 
 
+def test_rows_and_contexts_over_devices(folder, capsys):
+    """Parts of the data are alike; devices that share a context have the memory of one that has all of theirs."""
+    told = ("--weights", 0, "--rest", 0, "--max-seq-len", 64, "--block-size", 16, "--dtype", "float32", "--json")
+
+    def found(devices, memory):
+        assert run(folder, *told, "--memory", memory, "--devices", devices) == 0
+        report = json.loads(capsys.readouterr().out)
+        return report, report["options"][0]
+
+    (one, option), (many, options) = found("2", "3MB"), found("2x3", "3MB")
+    assert many["each_device"] == one["each_device"] and options["bytes"] == option["bytes"]
+    assert all(options[name] == 3 * option[name] for name in ("rows", "full_rows", "tokens"))
+    assert many["devices"] == {"count": 6, "tensor": 2, "data": 3, "context": 1} | {
+        "moved_per_step": one["devices"]["moved_per_step"]
+    }
+    assert many["step"]["rows"] == 3 * one["step"]["rows"] == options["rows"]
+    (long, option), (runs, options) = found("2", "2MB"), found("2x1x4", "500kB")
+    assert options == option | {"bytes": option["bytes"] // 4} and option["bytes"] % 4 == 0
+    assert runs["each_device"]["tokens"] * 4 == long["each_device"]["tokens"]
+    model = types.SimpleNamespace(layer_configs=(jaxkv.LayerConfig(num_kv_heads=2, head_dim=16),) * 3, dtype="float32")
+    for report, shape, axes in ((many, (3, 2), ("data", "model")), (runs, (2, 4), ("model", "context"))):
+        config = jaxkv.CacheConfig.from_model(model, **report["suggestion"])
+        assert list(config.group_blocks) == report["options"][0]["group_blocks"]
+        names = {"context": "context"} if "context" in axes else {"rows": "data"}
+        jaxkv.partition_specs(config, jax.sharding.AbstractMesh(shape, axes), **names)
+    assert run(folder, *told[:-1], "--memory", "3MB", "--devices", "2x3x4") == 0
+    out = capsys.readouterr().out
+    assert "of memory of each of 24 devices, 2 tensor x 3 data x 4 context, less" in out
+    assert "in two sums over 2 devices a layer and a gather over 4 a layer. With mesh = jax.make_mesh((3, 2, 4)" in out
+    assert "jaxkv.init(config, mesh=mesh, context='context', rows='data')" in out
+
+
+def test_a_chip_says_what_a_step_takes(folder, capsys):
+    told = ("--chip", "v5e", "--max-seq-len", 64, "--max-seqs", 32, "--devices", "2x2x2", "--dtype", "bfloat16")
+    assert run(folder, *told) == 0
+    out = capsys.readouterr().out
+    assert "16 GB, 14.9 GiB, of memory" in out and "head_dim_multiple=128" in out
+    table = (
+        out[out.index("a decode step") : out.index("A step takes each of 8 devices at least max(")].strip().splitlines()
+    )
+    assert [re.split("  +", line)[0] for line in table[1:]] == [
+        "reads weights", "reads the cache", re.search("computes .* GFLOP", out)[0],
+        "sends in 7 all-reduces over 2 (tensor)", "sends in 1 all-gather over 2 (tensor)",
+        "sends in 3 all-gathers over 2 (context)",
+    ]  # fmt: skip
+    assert max(map(len, table)) <= 100 and all("ICI, 200 GB/s" in line for line in table[-3:])
+    assert run(folder, *told, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"]["total"] == 16 * 10**9 and found["chip"]["link"] == {"name": "ICI", "rate": 200e9}
+    step = found["step"]
+    assert step["sent_over"] == {"ICI": step["sent"]} and step["rows"] == 32
+    assert step["tokens_per_second"] == pytest.approx(32 / step["seconds"]["step"])
+    assert run(folder, *told, "--json", "--memory", "1GB", "--head-dim-multiple", 1) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"]["total"] == 10**9 and "head_dim_multiple" not in found["suggestion"]
+
+
+def test_shapes_of_a_thousand_devices(folder, capsys):
+    told = ("--chip", "h100", "--devices", 1024, "--shapes", "--max-seq-len", 64)
+    assert run(folder, *told) == 0
+    out = capsys.readouterr().out
+    table = out[: out.index("\n\n")].splitlines()
+    assert len(table) == 13 and max(map(len, table)) <= 100
+    assert run(folder, *told, "--json") == 0
+    shapes = json.loads(capsys.readouterr().out)["shapes"]
+    rates = [shape["step"]["tokens_per_second"] for shape in shapes]
+    assert rates == sorted(rates, reverse=True)
+    # Heads are 4, and blocks have 16 tokens.
+    assert {(x["tensor"], x["data"], x["context"]) for x in shapes} == {
+        (t, 1024 // t // c, c) for t in (1, 2, 4) for c in (1, 2, 4, 8, 16)
+    }
+    assert run(folder, *told, "--max-seqs", 64, "--json") == 0  # over no more parts of the data than there are rows
+    assert {shape["data"] for shape in json.loads(capsys.readouterr().out)["shapes"]} == {16, 32, 64}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--devices 8x0", "data in --devices must be at least 1, not 0"),
+        ("--devices 0x2", "tensor in --devices must be at least 1, not 0"),
+        ("--devices 1x-2", "data in --devices must be at least 1, not -2"),
+        ("--devices 8xx4", "tensor x data x context, such as 8, 8x16 or 8x4x2, not '8xx4'"),
+        ("--devices 2.5", "such as 8, 8x16 or 8x4x2, not '2.5'"),
+        ("--devices 2x2x2x2", "such as 8, 8x16 or 8x4x2, not '2x2x2x2'"),
+        (f"--devices {'9' * 200}", "such as 8, 8x16 or 8x4x2, not '999"),
+        (f"--devices 2x{10**30}", "data in --devices must be at most 1048576, not 1000"),
+        ("--devices 1024x1024x1024", "All devices of --devices together must be at most"),
+        ("--devices 1x1x3", "Blocks of 256 tokens cannot be divided among the 3 devices"),
+        ("--devices 1x1x4 --block-size 6", "Blocks of 6 tokens cannot be divided among the 4 devices"),
+        ("--devices 1x4 --max-seqs 3", "The 3 rows of --max-seqs cannot be divided among 4 parts of the data: they"),
+        ("--devices 1x4 --max-seqs 6", "cannot be divided among 4 parts of the data: 8 could be"),
+        ("--devices 1x4 --max-seqs 0", "--max-seqs must be at least 1, not 0"),
+        ("--chip v9", "--chip must be one of v5e, v6e, tpu7x, h100, h200, not 'v9'"),
+        ("--shapes", "--shapes compares how long a decode step takes at least: say where with --chip"),
+        ("--shapes --chip v5e --devices 2x2", "--shapes takes a number of --devices, 4, not one of its shapes, 2x2x1"),
+        ("--shapes --chip v5e --devices 3 --max-seqs 2 --block-size 8 --block-size 7", "cannot be divided among"),
+    ],
+)  # fmt: skip
+def test_devices_that_cannot_be(folder, capsys, arguments, says):
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_attention_heads": 4}))
+    assert run(folder, "--memory", "3MB", *arguments.split()) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("jaxkv: ") and says in err and err.count("\n") == 1 and not out
+
+
+def test_neither_memory_nor_chip(folder, capsys):
+    assert run(folder) == 2
+    assert (
+        "Say how much memory a device has with --memory, such as 80GB, or what it is with --chip"
+        in capsys.readouterr().err
+    )
+
+
 def test_windows_padding_and_what_does_not_fit(folder, capsys):
     local = CONFIG | {"model_type": "mistral", "sliding_window": 10, "head_dim": 16}
     (folder / "config.json").write_text(json.dumps(local))

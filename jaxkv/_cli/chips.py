@@ -1,0 +1,74 @@
+"""What a device has, by the name of its chip: the makers' own figures, of which every bound is a bound from below."""
+
+import dataclasses
+
+from jaxkv._core.numbers import shown
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What devices are joined by, and the bytes/s that each can send, over all its links at once."""
+
+    name: str
+    rate: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """A device as JAX counts them.
+
+    Fields:
+      platform: "tpu" or "gpu", which says what head_dim is padded to.
+      memory: bytes. memory_rate: bytes/s read from it.
+      peak: operations/s of its matrix units in bfloat16, without sparsity; an addition counts as a multiplication does.
+      link: between devices of one pod or box, of which there are `reach`; network: between these.
+      source: where the figures are from.
+    """
+
+    name: str
+    platform: str
+    memory: int
+    memory_rate: float
+    peak: float
+    link: Link
+    reach: int
+    network: Link
+    source: str
+
+
+# Makers add both directions of a link; half of that is sent. Networks are given by host or pod, and shared out.
+NVLINK, INFINIBAND = Link("NVLink 4", 450e9), Link("InfiniBand NDR", 50e9)  # 900 GB/s both ways; 400 Gb/s for each GPU
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        # 400 GB/s of ICI both ways; 6.4 Tb/s of network for a pod.
+        Chip(name="v5e", platform="tpu", memory=16 * 10**9, memory_rate=819e9, peak=197e12, link=Link("ICI", 200e9),
+             reach=256, network=Link("data centre network", 3.125e9), source="cloud.google.com/tpu/docs/v5e"),
+        # 800 GB/s of ICI both ways; 100 Gb/s of network a chip.
+        Chip(name="v6e", platform="tpu", memory=32 * 10**9, memory_rate=1638e9, peak=918e12, link=Link("ICI", 400e9),
+             reach=256, network=Link("data centre network", 12.5e9),
+             source="cloud.google.com/tpu/docs/v6e and /tpu7x"),
+        # A chip is two devices, each with half of 192 GiB, 7,380 GB/s, 2,307 TFLOP/s, 1,200 GB/s both ways, 100 Gb/s.
+        Chip(name="tpu7x", platform="tpu", memory=96 * 2**30, memory_rate=3690e9, peak=1153.5e12,
+             link=Link("ICI", 300e9), reach=2 * 9216, network=Link("data centre network", 6.25e9),
+             source="cloud.google.com/tpu/docs/tpu7x, half a chip"),
+        Chip(name="h100", platform="gpu", memory=80 * 10**9, memory_rate=3.35e12, peak=989e12, link=NVLINK, reach=8,
+             network=INFINIBAND, source="NVIDIA's data sheets of the H100 SXM and the DGX H100"),
+        Chip(name="h200", platform="gpu", memory=141 * 10**9, memory_rate=4.8e12, peak=989e12, link=NVLINK, reach=8,
+             network=INFINIBAND, source="NVIDIA's data sheets of the H200 SXM and the DGX H200"),
+    )
+}  # fmt: skip
+
+
+def chip_named(name: str) -> Chip:
+    """The chip. Raises ValueError for one whose figures are not known.
+
+    >>> chip_named("h200").link.name
+    'NVLink 4'
+    """
+    if name.lower() not in CHIPS:
+        raise ValueError(
+            f"--chip must be one of {', '.join(CHIPS)}, not {shown(name)}: of another, say what each device has with "
+            "--memory."
+        )
+    return CHIPS[name.lower()]
