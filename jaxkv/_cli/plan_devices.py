@@ -48,7 +48,7 @@ class Devices:
         >>> Devices.read("8x4x2")
         Devices(tensor=8, data=4, context=2)
         """
-        numbers = text.strip().split("x")
+        numbers = text.strip().lower().split("x")
         if len(numbers) > len(PARTS) or not all(re.fullmatch(r"-?[0-9]{1,99}", number) for number in numbers):
             raise ValueError(
                 "--devices must be a number, or numbers for tensor x data x context, such as 8, 8x16 or 8x4x2, not "

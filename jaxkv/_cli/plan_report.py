@@ -67,7 +67,8 @@ class Report:
         if self.devices.count == 1:
             return {"memory_bytes": self.memory.cache}
         if self.devices.data == 1:
-            return {"memory_bytes": config.replace(layers=self.model.layer_configs).bytes}
+            whole = config.replace(layers=self.model.layer_configs, group_blocks=config.group_blocks)
+            return {"memory_bytes": whole.bytes}
         return {"group_blocks": [blocks * self.devices.data for blocks in config.group_blocks]}
 
     @property
@@ -213,7 +214,7 @@ def _tail(report: Report) -> str:
         * (found.full_rows == 0),
         "waste: places that stay empty in the last blocks of rows, on the average.",
         f"blocks: in layers that keep {groups}. tokens: in those that keep most." * several,
-        _over(report) * (report.devices.count > 1),
+        _over(report) if report.devices.count > 1 else "",
         f"\nFor the cache with blocks of {found.config.block_size}:\n  jaxkv.CacheConfig.from_model(model, {call})",
     ]
     return "\n".join(note for note in notes if note)

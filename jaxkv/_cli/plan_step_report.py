@@ -39,14 +39,15 @@ def step_as_text(step: DecodeStep, chip: Chip) -> str:
     ]
     for x, link, sent in step.sent_over(chip):
         what = f"sends in {x.count} {x.kind}{'s' * (x.count > 1)} over {x.devices} ({x.over})"
-        rate = f"{link.name}, {link.rate / 1e9:g} GB/s"
-        lines.append((what, format_bytes(round(sent)), rate, _ms(sent / link.rate)))
+        by = f"{link.name}, {link.rate / 1e9:g} GB/s"
+        lines.append((what, format_bytes(round(sent)), by, _ms(sent / link.rate)))
     parts = f"max({_ms(seconds['read'])}, {_ms(seconds['compute'])}) + {_ms(seconds['send'])}"
+    rate, rows = f"{step.tokens_per_second(chip):,.0f}", f"{step.rows * step.devices.data:,}"
     whose = "the device" if step.devices.count == 1 else f"each of {step.devices.count:,} devices"
     return (
         f"{columns(lines, left=(0, 2))}\n"
-        f"A step takes {whose} at least {parts} = {_ms(seconds['step'])} ms, {step.rows * step.devices.data:,} rows at "
-        f"most {step.tokens_per_second(chip):,.0f} tokens/s.\nOf {chip.name}: {chip.source}."
+        f"A step takes {whose} at least {parts} = {_ms(seconds['step'])} ms: at most {rate} tokens/s in {rows} rows.\n"
+        f"Of {chip.name}: {chip.source}."
     )
 
 

@@ -238,6 +238,19 @@ def test_rows_and_contexts_over_devices(folder, capsys):
     assert "jaxkv.init(config, mesh=mesh, context='context', rows='data')" in out
 
 
+def test_layers_with_windows_have_their_own_blocks_on_many_devices_too(folder, capsys):
+    local = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    (folder / "config.json").write_text(json.dumps(CONFIG | local))
+    layers = tuple(jaxkv.LayerConfig(num_kv_heads=2, head_dim=16, window=window) for window in (None, 7, 7))
+    model = types.SimpleNamespace(layer_configs=layers, dtype="bfloat16")
+    for devices in ("2", "2x1x2", "2x2"):
+        told = ("--memory", "1MB", "--block-size", 8, "--max-seqs", 4, "--dtype", "bfloat16", "--json")
+        assert run(folder, *told, "--devices", devices) == 0
+        found = json.loads(capsys.readouterr().out)
+        config = jaxkv.CacheConfig.from_model(model, **found["suggestion"])
+        assert list(config.group_blocks) == found["options"][0]["group_blocks"] and len(config.group_blocks) == 2
+
+
 def test_a_chip_says_what_a_step_takes(folder, capsys):
     told = ("--chip", "v5e", "--max-seq-len", 64, "--max-seqs", 32, "--devices", "2x2x2", "--dtype", "bfloat16")
     assert run(folder, *told) == 0
