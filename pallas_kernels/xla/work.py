@@ -21,7 +21,7 @@ from pallas_kernels.trees import Tree, climb
 STEP_BYTES = 4 * 2**20
 # If all that rows could hold is no more than this, it is read at once: that is a third of the kernels to compile and
 # to run, which costs more than to read what rows do not hold.
-AT_ONCE_BYTES = 10 * 2**20
+AT_ONCE_BYTES = 4 * 2**20
 DECODE_CONTEXT = 64
 PREFILL_QUERIES, PREFILL_CONTEXT = 32, 256
 DETERMINISTIC_ITEMS = 8  # of a step whose shapes may not follow what there is to do
