@@ -39,11 +39,13 @@ def test_the_lines_of_the_diff_are_those_of_a_decoder():
         assert re.sub(r": [^,)]+", "", line) in re.sub(r": (?:Config|int)\b", "", dense), line
 
 
-def measured(benchmark: str, **wanted) -> list[dict]:
-    """The rows of a benchmark's results that have these entries, of all its tables."""
+def measured(benchmark: str, wanted: dict | None = None) -> list[dict]:
+    """The rows of a benchmark's results that have these entries, of all its tables; there must be some."""
     rows = json.loads((ROOT / f"benchmarks/results/{benchmark}.json").read_text())["rows"]
     rows = rows if isinstance(rows, list) else [row for table in rows.values() for row in table]
-    return [row for row in rows if all(row.get(name.replace("_", " ")) == value for name, value in wanted.items())]
+    found = [row for row in rows if all(row.get(name) == value for name, value in (wanted or {}).items())]
+    assert found, f"{benchmark} has nothing with {wanted}"
+    return found
 
 
 def said_of(line: str) -> list[str]:
@@ -56,15 +58,16 @@ def said_of(line: str) -> list[str]:
         return all_of(key, form, [row for row in measured("attention") if row["fill %"] == fill])
 
     def cycles(work: str) -> dict:
-        (row,) = (row for row in measured("tpu_cycles", chip="v6e", work=work) if row["shape"] != "gemma2-2b")
+        (row,) = (row for row in measured("tpu_cycles", {"chip": "v6e", "work": work}) if row["shape"] != "gemma2-2b")
         return row
 
     long = "step, decode 64 x "
-    kept = [row for kind in ("layer", "head") for row in measured("evict", cache=kind)]
-    adopted, (plain, *_), packed = measured("adoption"), measured("layers"), measured("capacity", block_size=16)
-    (reused,), (anew,) = measured("serving", way="prefix reuse"), measured("serving", way="computed anew")
-    again, swapped = (measured("serving", **{"set_back": x})[0] for x in ("computed again", "swapped"))
-    contiguous = measured("capacity", block_size="contiguous")
+    quest = measured("evict", {"reads": "quest, bounds=True"})
+    kept = [row for kind in ("layer", "head") for row in measured("evict", {"cache": kind})]
+    adopted, (plain, *_), packed = measured("adoption"), measured("layers"), measured("capacity", {"block_size": 16})
+    (reused,), (anew,) = (measured("serving", {"way": way}) for way in ("prefix reuse", "computed anew"))
+    again, swapped = (measured("serving", {"set back": x})[0] for x in ("computed again", "swapped"))
+    shared, contiguous = measured("cascade", {"prefix": 32768}), measured("capacity", {"block_size": "contiguous"})
     local = [row for row in measured("serving") if row.get("outside of windows") == "given back"]
     smaller = [row["x smallest"] for row in measured("append") if row["blocks"] == 65536]
     by_line = {
@@ -78,11 +81,11 @@ def said_of(line: str) -> list[str]:
             f"{plain['operations a layer']:.0f} operations", f"{plain['HLO lines a layer']:.0f} lines",
             f"{plain['compile s a layer']:.2f} s",
         ],
-        "decode attention of 64 rows": all_of("alone / once", "{:.1f}x", measured("cascade", prefix=32768))
-        + all_of("alone / once", "{:.1f}x", measured("cascade", prefix=512))
-        + all_of("bytes, % of alone", "{:.1f} %", measured("cascade", prefix=32768)),
+        "decode attention of 64 rows": all_of("alone / once", "{:.1f}x", shared)
+        + all_of("alone / once", "{:.1f}x", measured("cascade", {"prefix": 512}))
+        + all_of("bytes, % of alone", "{:.1f} %", shared),
         "decode attention of 8 rows": all_of("full / this", "{:.1f}x", kept) + all_of("this / short", "{:.2f}x", kept),
-        "decode attention of 2 rows": all_of("all / this", "{:.1f}x", measured("evict", reads="quest, bounds=True")),
+        "decode attention of 2 rows": all_of("all / this", "{:.1f}x", quest),
         "cost of a step's write": [f"{min(smaller):.1f}x", f"{max(smaller):.1f}x"],
         "sequences in equal bytes": all_of("times_contiguous", "{:.1f}x", packed)
         + [f"{100 * row['wasted']:.{digits}f} %" for rows, digits in ((packed, 1), (contiguous, 0)) for row in rows],

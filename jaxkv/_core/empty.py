@@ -15,7 +15,7 @@ from jaxkv._core.arguments import to_device
 from jaxkv._core.by_rows import shard_config, specs_of_rows
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.lines import refuse_sinks
+from jaxkv._core.lines import numbers_in_parts, refuse_sinks
 from jaxkv._core.numbers import shown
 from jaxkv._core.processes import agree, processes_of, put
 from jaxkv._core.shards import num_parts
@@ -242,8 +242,7 @@ def _init_group(config: CacheConfig, group: int, parts: int) -> BlockTables:
     def zeros() -> jax.Array:
         return to_device(np.zeros(rows, np.int32))
 
-    number = np.arange(num_blocks + parts, dtype=np.int32)
-    blocks = number[number % (len(number) // parts) != NULL_BLOCK]
+    blocks = numbers_in_parts(num_blocks, parts)
     if config.contiguous:  # every row has its block from the start, and keeps it
         tables, num_free = blocks[:, None], 0
     else:

@@ -84,8 +84,13 @@ def of_parts(x: Any, tables: BlockTables) -> jax.Array:
 
 def block_numbers(tables: BlockTables) -> np.ndarray:
     """`i32[N]`: a table's blocks, without the null blocks."""
-    number = np.arange(tables.refcounts.shape[0], dtype=np.int32)
-    return number[number % (len(number) // tables.parts) != NULL_BLOCK]
+    return numbers_in_parts(tables.num_blocks, tables.parts)
+
+
+def numbers_in_parts(num_blocks: int, parts: int) -> np.ndarray:
+    """`i32[N]`: so many blocks in so many parts, each behind a null block."""
+    number = np.arange(num_blocks + parts, dtype=np.int32)
+    return number[number % (len(number) // parts) != NULL_BLOCK]
 
 
 def any_of_row(x: Any, config: CacheConfig) -> Any:

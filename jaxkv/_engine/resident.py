@@ -120,9 +120,8 @@ class Residents:
     def free_rows(self, are_wanted: bool) -> None:
         """Have the device free the rows that were given up if others want them, or have got them: a first call that
         needs no row twice does not compile it."""
-        are_taken = not set(self._to_free) <= set(self._free_rows)
-        # Of a thinned row `available` counts the blocks already.
-        if self._to_free and (are_wanted or are_taken or self.eviction is not None):
+        are_wanted |= self.eviction is not None  # of a thinned row `available` counts the blocks already
+        if self._to_free and (are_wanted or not set(self._to_free) <= set(self._free_rows)):
             self.flush()
 
     def settle(self) -> None:

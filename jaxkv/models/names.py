@@ -66,8 +66,8 @@ ALL_EXPERTS = {
     "experts.down_bias": "mlp.experts.down_proj_bias",
 }
 COLUMNS = {"gate": 0, "up": 1, "gate_bias": 0, "up_bias": 1}
-# How many leading axes of our kernels are inputs; theirs are [all outputs, all inputs], and so are those of our MLPs.
-MLPS = ("mlp", "shared")
+MLPS = ("mlp", "shared")  # whose weights lie as theirs do, [outputs, inputs]
+# How many leading axes of our other kernels are inputs; theirs are [all outputs, all inputs].
 INPUT_AXES = {
     "query": 1, "key": 1, "value": 1, "out": 2, "gate": 1, "up": 1, "down": 1, "query_down": 1, "query_up": 1,
     "key_down": 1, "router": 1,
