@@ -18,7 +18,7 @@ from pallas_kernels import kinds
 from pallas_kernels.joining import paired
 from pallas_kernels.prefixes import TOGETHER, WORTH_ROWS, Shared, queries_together
 from pallas_kernels.tokens import locate
-from pallas_kernels.xla import work as tiles
+from pallas_kernels.xla import digits, work as tiles
 
 
 @functools.partial(
@@ -137,7 +137,7 @@ def _attend_tiles(
         top = softmax.top.at[lane].max(item_top)
         reference = item_top if deterministic else tiles.take(top, lane)
         reference = jnp.where(jnp.isneginf(reference), 0.0, reference)
-        sums = _weigh(seen, reference)
+        sums = _weigh(seen, reference, inputs.q.dtype)
         if deterministic:
             return _merged_in_order(softmax, lane, _Softmax(item_top, *sums))
         first = jnp.append(True, lane[1:] != lane[:-1])[:, None, None]
@@ -178,7 +178,7 @@ def _attend_at_once(
         queries = tiles.read_queries(inputs.q, items, num_kv_heads)
     seen = _read(inputs, items, tiling, queries)
     top = seen.logits.max(axis=-1)
-    weighted = _weigh(seen, jnp.where(jnp.isneginf(top), 0.0, top))
+    weighted = _weigh(seen, jnp.where(jnp.isneginf(top), 0.0, top), inputs.q.dtype)
     return _of_tokens(_Softmax(top, *weighted), tiling.queries, row, place)
 
 
@@ -201,15 +201,19 @@ def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: ja
     by_entry = kv_scale is not None and kinds.scale_axes(kind, head_dim, rank) != ()
     exact = (kv.dtype.itemsize == 1 and not by_entry) or kv.dtype == q.dtype
     dtype = q.dtype if exact else jnp.dtype("float32")
+    as_bytes = kind == "int8" and not by_entry and dtype.itemsize == 2  # as they are stored, for `_product`
+    are_finite = kind is not None and not by_entry  # a NaN is in the scales then
     width = kinds.stored_dim(kind, head_dim)
 
     def stored(which: int) -> tuple[jax.Array, jax.Array | None]:
         """Keys or values, and the scales that are yet to be applied."""
         numbers = kinds.numbers(tiles.read_runs(kv, which, items, tiling.run, width), kind)
-        numbers = (kinds.widened(numbers) if numbers.dtype == jnp.int8 else numbers).astype(dtype)
+        if not as_bytes:
+            numbers = (kinds.widened(numbers) if numbers.dtype == jnp.int8 else numbers).astype(dtype)
         if kv_scale is None:
             return numbers, None
         scales = tiles.read_runs(kv_scale, which, items, tiling.run, *kv_scale.shape[4:]).astype(jnp.float32)
+        scales = jax.lax.optimization_barrier(scales)  # else XLA puts them in order in each fusion that reads them
         return (numbers * kinds.spread_scales(scales, kind, head_dim, rank), None) if by_entry else (numbers, scales)
 
     keys, key_scales = stored(0)
@@ -217,10 +221,11 @@ def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: ja
     seen = jnp.repeat(items.seen, num_heads // num_kv_heads, axis=1)[:, None]
     # What is not seen may hold NaN, and 0 * NaN is NaN. For keys it is the logits that are selected, below.
     visible = seen.any(axis=2)
-    values = jnp.where(visible[..., None], values, 0)
+    if not are_finite:
+        values = jnp.where(visible[..., None], values, 0)
     if value_scales is not None:
         value_scales = jnp.where(visible, value_scales, 0)
-    logits = _product("ikqd,ikcd->ikqc", queries.astype(dtype), keys)
+    logits = _product("ikqd,ikcd->ikqc", queries, keys, q.dtype)
     if key_scales is not None:
         logits *= key_scales[:, :, None]
     logits *= scale
@@ -230,27 +235,40 @@ def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: ja
     if tiling.queries == 1:
         return _Seen(logits, values, value_scales, None)
     # One query may see a NaN that another one must not.
-    finite = jnp.isfinite(values).all(axis=-1)
+    finite = jnp.full_like(visible, True) if are_finite else jnp.isfinite(values).all(axis=-1)
     if value_scales is not None:
         finite &= jnp.isfinite(value_scales)
         value_scales = jnp.where(finite, value_scales, 0)
-    return _Seen(logits, jnp.where(finite[..., None], values, 0), value_scales, seen & ~finite[:, :, None])
+    if not are_finite:
+        values = jnp.where(finite[..., None], values, 0)
+    return _Seen(logits, values, value_scales, seen & ~finite[:, :, None])
 
 
-def _weigh(seen: _Seen, reference: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sums of weight * value, `[items, K, queries * G, D]`, and of weights exp(logit - reference)."""
+def _weigh(seen: _Seen, reference: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """The sums of weight * value, `[items, K, queries * G, D]`, and of weights exp(logit - reference). Where bytes are
+    widened, they become `dtype`."""
     weights = jnp.exp(seen.logits - reference[..., None])
     total = weights.sum(axis=-1)
     if seen.not_finite is not None:
         weights = jnp.where(seen.not_finite, jnp.nan, weights)
     if seen.value_scales is not None:
         weights *= seen.value_scales[:, :, None]
-    return _product("ikqc,ikcd->ikqd", weights.astype(seen.values.dtype), seen.values), total
+    return _product("ikqc,ikcd->ikqd", weights, seen.values, dtype), total
 
 
-def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    precision = "highest" if a.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+def _product(subscripts: str, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """In float32, of `a` in b's dtype, but for bytes: a CPU multiplies those as they are, others as `dtype`."""
+
+    def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
+        precision = "highest" if b.dtype == jnp.float32 else None
+        a = a.astype(b.dtype)
+        return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+    if b.dtype != jnp.int8:
+        return multiply(a, b)
+    return jax.lax.platform_dependent(
+        a, b, cpu=functools.partial(digits.product, subscripts), default=lambda a, b: multiply(a, b.astype(dtype))
+    )
 
 
 def _of_tokens[T](softmax: T, queries: int, lane: jax.Array | None, place: jax.Array | None) -> T:

@@ -22,7 +22,7 @@ STEP_BYTES = 4 * 2**20
 # If all that rows could hold is no more than this, it is read at once: that is a third of the kernels to compile and
 # to run, which costs more than to read what rows do not hold.
 AT_ONCE_BYTES = 4 * 2**20
-DECODE_CONTEXT = 64
+DECODE_CONTEXT = 64  # twice as many where a number is a byte
 PREFILL_QUERIES, PREFILL_CONTEXT = 32, 256
 DETERMINISTIC_ITEMS = 8  # of a step whose shapes may not follow what there is to do
 
@@ -66,7 +66,8 @@ def choose_tiling(
 ) -> Tiling:  # fmt: skip
     """Tile sizes for queries `[tokens, H, D]`, `queries` of them to a tile. `deterministic`: for all tables."""
     block_size = kv.shape[3]
-    context = DECODE_CONTEXT if queries == 1 else PREFILL_CONTEXT
+    decode_context = DECODE_CONTEXT * (2 if kv.dtype.itemsize == 1 else 1)
+    context = decode_context if queries == 1 else PREFILL_CONTEXT
     run = min(block_size, context)
     pieces = max(1, context // run)
     if not deterministic:

@@ -101,12 +101,18 @@ def test_an_exception_anywhere_loses_nothing(name, event):
 
 
 def test_what_is_counted_is_what_is_held():
-    """The host's count of blocks is the device's, or, where heads compete, no lower."""
+    """The host's count of blocks is the device's, or, where heads compete, no lower; when a step is sent, too."""
     for name, eviction in CASES.items():
         engine = jaxkv.Engine(Tiny(WINDOWS), evict=eviction, **TIGHT | MORE.get(name, {}))
         holdings, rows = engine._residents.holdings, range(TIGHT["max_seqs"])
-        for length in (1, 14, 22):
-            engine.submit(list(range(length)), 15)
+
+        def send(*step, engine=engine, send=engine._loop.pipeline.send):
+            assert not engine._residents.to_free
+            return send(*step)
+
+        engine._loop.pipeline.send = send
+        for length, count in (1, 15), (14, 15), (22, 15), (1, 3):  # the last one ends beside another, and nobody waits
+            engine.submit(list(range(length)), count)
         while engine._loop.is_busy:
             engine.step()
             running = {s.row: s for s in engine._loop.scheduler.running}

@@ -84,6 +84,7 @@ CASES = [
     ),  # a block of several tiles, the last one cut
     Case(lengths=(40, 7), new=(2, 1), head_dim=80, stored_head_dim=128),  # a padded pool
     Case(lengths=(33, 80), new=(1, 2), max_blocks=40, scale=0.3),  # a table much wider than needed
+    Case(lengths=(17, 3, 9), new=(2, 1, 0), packed=True),  # as many tokens as rows, but not one of each
     # Latent rows: of many heads, with all options; of odd sizes, packed; a padded pool.
     Case(lengths=(17, 0, 16, 63), new=(1, 0, 1, 1), num_heads=16, num_kv_heads=1, head_dim=48, rank=40, scale=0.2),
     Case(

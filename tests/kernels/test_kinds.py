@@ -12,6 +12,7 @@ from nightly import NIGHTLY
 import pallas_kernels
 from pallas_kernels import kinds, reference, testing
 from pallas_kernels.testing import Case
+from pallas_kernels.xla import digits
 
 KINDS = tuple(kinds.LARGEST)
 SCALES = {kind: jnp.dtype("bfloat16" if kind == "int4" else "float32") for kind in KINDS}
@@ -102,6 +103,40 @@ def test_attention_over_what_is_stored(name, kind):
         testing.assert_close(lse, wanted_lse, dtype="float32")
 
 
+@pytest.mark.parametrize("name", CASES if NIGHTLY else ("decode", "packed"))
+def test_bytes_are_multiplied_as_they_lie(name):
+    """By queries of 16 bits, on a CPU. The LSE, in float32, shows that no more is lost than that."""
+    case = CASES[name]
+    inputs, scale, held = quantised(case, "int8")
+    q = inputs.q.astype(jnp.bfloat16)
+    options = testing.make_options(case)
+    wanted, wanted_lse = testing.expected(case, held._replace(q=q.astype(jnp.float32)), return_lse=True)
+    for given in in_tiles(inputs), inputs:
+        attend = quickly_compiled(
+            lambda inputs, scale: pallas_kernels.paged_attention(
+                *inputs, kv_scale=scale, kind="int8", implementation="xla", return_lse=True, **options
+            )
+        )
+        out, lse = attend(given._replace(q=q), scale)
+        testing.assert_close(out, wanted, dtype="bfloat16")
+        np.testing.assert_allclose(lse, wanted_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_products_with_bytes():
+    """Rows of one size, of very different sizes, and what is no number; each is counted in units of its own."""
+    numbers = np.random.default_rng(0).integers(-128, 128, (2, 300, 40)).astype(np.int8)
+    rows = normal(2, 6, 40) * np.float32([1, 1e-30, 1e30, 1, 0, 1])[:, None]
+    rows[:, 3, 7] *= 1e4
+    lost = rows.copy()
+    lost[0, 0, 3], lost[0, 1, 5], lost[1, 2, 0] = np.nan, np.inf, -np.inf
+    multiply = jax.jit(functools.partial(digits.product, "bqd,bcd->bqc"))
+    wanted = np.einsum("bqd,bcd->bqc", rows.astype(np.float64), numbers)
+    most = np.abs(rows).max(axis=-1, keepdims=True) * np.linalg.norm(numbers.astype(np.float64), axis=-1)[:, None]
+    assert (np.abs(multiply(rows, numbers) - wanted) <= 2 * most / 16256).all()
+    got = np.asarray(multiply(lost, numbers))
+    assert np.isnan(got).sum() == 3 * 300 and np.isnan(got[0, :2]).all() and np.isnan(got[1, 2]).all()
+
+
 @pytest.mark.parametrize("kind", KINDS if NIGHTLY else TWO)
 def test_error_of_attention(kind):
     """Of normal data, over a thousand tokens: what quantising costs."""
@@ -148,11 +183,13 @@ def test_writes_in_any_steps_store_the_same_bits(kind):
     assert not np.asarray(whole[0][0]).any()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_scale_of_nan_reaches_who_sees_it_and_nobody_else(which):
+def test_a_scale_of_nan_reaches_who_sees_it_and_nobody_else(which, dtype):
     """Of one token's keys or values in one head: queries before it, and other heads, do not notice."""
     case = Case(lengths=(9,), new=(6,), block_size=4)
     inputs, scale, _ = quantised(case, "int8")
+    inputs = inputs._replace(q=inputs.q.astype(dtype))
     attend = quickly_compiled(
         lambda scale: pallas_kernels.paged_attention(*inputs, kv_scale=scale, kind="int8", implementation="xla")
     )
