@@ -39,5 +39,4 @@ def _in_digits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     unit = jnp.where(jnp.isfinite(size.sum(axis=-1, keepdims=True)), unit, jnp.nan)
     # Rounded by adding 1.5 * 2 ** 23, whose last bits then count: a CPU converts less fast.
     whole = jax.lax.bitcast_convert_type(x * (1 / unit) + ROUNDER, jnp.int32) - np.float32(ROUNDER).view(np.int32)
-    high = (whole + BASE // 2) >> 7
-    return paired(high, whole - BASE * high, -3).astype(jnp.int8), unit
+    return paired(whole >> 7, whole & (BASE - 1), -3).astype(jnp.int8), unit
