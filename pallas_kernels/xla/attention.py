@@ -201,7 +201,8 @@ def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: ja
     by_entry = kv_scale is not None and kinds.scale_axes(kind, head_dim, rank) != ()
     exact = (kv.dtype.itemsize == 1 and not by_entry) or kv.dtype == q.dtype
     dtype = q.dtype if exact else jnp.dtype("float32")
-    as_bytes = kind == "int8" and not by_entry and dtype.itemsize == 2  # as they are stored, for `_product`
+    # As they are stored, for `_product`; by many queries of float32, which are three digits, it would take longer.
+    as_bytes = kind == "int8" and not by_entry and dtype.itemsize <= (4 if tiling.queries == 1 else 2)
     are_finite = kind is not None and not by_entry  # a NaN is in the scales then
     width = kinds.stored_dim(kind, head_dim)
 
@@ -267,8 +268,10 @@ def _product(subscripts: str, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> j
     if b.dtype != jnp.int8:
         return multiply(a, b)
     return jax.lax.platform_dependent(
-        a, b, cpu=functools.partial(digits.product, subscripts), default=lambda a, b: multiply(a, b.astype(dtype))
-    )
+        a, b,
+        cpu=functools.partial(digits.product, subscripts, num_digits=2 if dtype.itemsize == 2 else 3),
+        default=lambda a, b: multiply(a, kinds.widened(b).astype(dtype)),
+    )  # fmt: skip
 
 
 def _of_tokens[T](softmax: T, queries: int, lane: jax.Array | None, place: jax.Array | None) -> T:
