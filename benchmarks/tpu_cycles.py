@@ -57,9 +57,9 @@ class Work(NamedTuple):
 
     @property
     def block_size(self) -> int:
-        if self.latent:
-            return LATENT_BLOCK_SIZE
-        return BLOCK_SIZE if self.kind is None else QUANTISED_BLOCK_SIZE
+        if self.kind is not None:
+            return QUANTISED_BLOCK_SIZE
+        return LATENT_BLOCK_SIZE if self.latent else BLOCK_SIZE
 
 
 WORKS = {
@@ -84,6 +84,8 @@ WORKS = {
     "prefill of 1,024 tokens, deterministic": Work("prefill", tokens=1024, deterministic=True),
     "latent decode 32 x 4096": Work("decode", "deepseek-v3", rows=32, context=4096, latent=True),
     "latent decode 32 x 4096, 16 heads": Work("decode", "deepseek-v2-lite", rows=32, context=4096, latent=True),
+    "latent decode 32 x 4096, int8": Work("decode", "deepseek-v3", rows=32, context=4096, latent=True, kind="int8"),
+    "latent prefill of 1,024 tokens, int8": Work("prefill", "deepseek-v3", tokens=1024, latent=True, kind="int8"),
     "latent prefill of 1,024 tokens": Work("prefill", "deepseek-v3", tokens=1024, latent=True),
     **{
         f"step, decode 64 x {context:,}{how}": Work(
@@ -177,7 +179,7 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from pallas_kernels import SHAPES, AttentionShape, cascade, tpu
-    from pallas_kernels.kinds import storage_of
+    from pallas_kernels.kinds import scale_axes, storage_of
     from pallas_kernels.tpu import pages, step
 
     modules = {n: importlib.import_module(f"pallas_kernels.tpu.{n}") for n in ("decode", "prefill", "write")}
@@ -254,7 +256,8 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
 
     with jax.set_mesh(mesh):
         donated = () if work.kernel == "prefill" and not work.layer else 3
-        scale = None if work.kind is None else array(*pool.shape[:-1], dtype="float32")
+        axes = scale_axes(work.kind, shape.head_dim, shape.rank)
+        scale = None if work.kind is None else array(*pool.shape[:-1], *axes, dtype="float32")
         arguments = (q, k, k, [(pool, scale)] * layers, tables, counts, counts, array(4, work.rows, dtype="int32"))
         program = jax.jit(program, donate_argnums=donated).lower(*arguments).compile().as_text()
     lengths = work.lengths

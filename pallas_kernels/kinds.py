@@ -52,12 +52,17 @@ def encode(x: jax.Array, kind: str, scale_dtype: jnp.dtype, rank: int | None = N
     >>> stored.tolist(), [f"{s:.5f}" for s in scale.tolist()]
     ([[-127, 32, 0, 64]], ['0.00787'])
     """
+    if rank is not None and kind != "int4":  # part by part, as kernels do it: a division by both rounds differently
+        parts = [encode(part, kind, scale_dtype) for part in (x[..., :rank], x[..., rank:])]
+        scale = jnp.stack([scale for _, scale in parts], axis=-1)
+        nan = jnp.isnan(scale).any(axis=-1, keepdims=True)
+        return jnp.concatenate([stored for stored, _ in parts], axis=-1), jnp.where(nan, jnp.nan, scale)
     x = x.astype(jnp.float32)
     finite = jnp.isfinite(x).all(axis=-1)  # asked for by itself: a maximum may drop a NaN
     x = jnp.where(finite[..., None], x, 0.0)
-    largest = jnp.abs(_in_groups(x, kind, rank)).max(axis=-1)
+    largest = jnp.abs(_in_groups(x, kind, None)).max(axis=-1)
     scale = (jnp.maximum(largest, TINY) / LARGEST[kind]).astype(scale_dtype)
-    ratio = x / spread_scales(scale, kind, x.shape[-1], rank)
+    ratio = x / spread_scales(scale, kind, x.shape[-1])
     ratio = jnp.clip(ratio, -LARGEST[kind], LARGEST[kind])  # a scale may have been rounded down
     # By way of 32 bits, for the compiler for tpu7x knows no other.
     stored = _float_bits(ratio, kind) if kind in FLOATS else jnp.round(ratio).astype(jnp.int32).astype(jnp.int8)

@@ -107,8 +107,9 @@ def quantise(
     kv = np.asarray(inputs.kv, np.float32)
     unread = np.isnan(kv).all(axis=-1)
     exact = jnp.asarray(np.where(unread[..., None], 0.0, kv))[..., : case.head_dim]
-    stored, scale = kinds.encode(exact, kind, jnp.dtype(scale_dtype))
-    held = np.where(unread[..., None], np.nan, np.asarray(kinds.decode(stored, scale, kind, case.head_dim)))
+    stored, scale = kinds.encode(exact, kind, jnp.dtype(scale_dtype), case.rank)
+    decoded = kinds.decode(stored, scale, kind, case.head_dim, case.rank)
+    held = np.where(unread[..., None], np.nan, np.asarray(decoded))
     missing = kinds.stored_dim(kind, inputs.kv.shape[-1]) - stored.shape[-1]
     stored = jnp.pad(stored, [(0, 0)] * 4 + [(0, missing)])
     info = jnp.iinfo(stored.dtype)

@@ -14,7 +14,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kinds import encode, sound_scales
 from pallas_kernels.sight import ALL
 from pallas_kernels.tpu.pages import (
     LANES,
@@ -28,7 +27,7 @@ from pallas_kernels.tpu.pages import (
     sublanes,
     vector_bytes,
 )
-from pallas_kernels.tpu.quantised import widen
+from pallas_kernels.tpu.quantised import along_lanes, as_given, quantise, queries_by_scale, scales_of, widen
 
 SEGMENT_TOKENS = 128
 ONE_HEAD_TOKENS = 256  # a segment of one KV head is little work beside what every segment costs
@@ -58,7 +57,7 @@ def decode(
         kind as it came.
       targets: `i32[S]`, the block to write it to; 0: nowhere.
       kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
-      rank: the pool is one of latent rows, with 1 in the place of 2.
+      rank: the pool is one of latent rows, with 1 in the place of 2, and its scales `[.., 1, 1, block_size, 2]`.
       scale, soft_cap, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
       reach: how far back the token sees.
       deterministic: tables of all widths are cut into the same segments, and those of a row are put together in order
@@ -73,6 +72,7 @@ def decode(
     _, stored_parts, num_kv_heads, *_ = kv.shape
     value_dim = head_dim if rank is None else -(-rank // LANES) * LANES
     fused, scaled = new_kv is not None, kv_scale is not None
+    kv_scale = along_lanes(kv_scale, rank)
     pages = Pages.plan(kv, tables, reach, step_tokens or segment_tokens(kv), deterministic)
     segments = segments_per_step(kv, rows, pages)
     block = block_rows(rows, heads, num_kv_heads, head_dim, q.dtype.itemsize)
@@ -111,11 +111,11 @@ def decode(
         aliases = {len(scalars) + len(inputs) + i: len(outputs) + i for i in range(len(pools))}
         outputs += [(output(x.shape, x.dtype, x, new_kv), pool) for x in pools]
         for x, tile in zip(pools, ((sublanes(kv.dtype), head_dim), (LANES,)), strict=False):
-            scratch += [pltpu.VMEM((segments, stored_parts, num_kv_heads, *tile), x.dtype), pltpu.SemaphoreType.DMA(())]
+            scratch += [pltpu.VMEM((segments, *x.shape[1:3], *tile), x.dtype), pltpu.SemaphoreType.DMA(())]
         if scaled:
             scratch += [
-                pltpu.VMEM((block, 2, num_kv_heads, head_dim), jnp.int32),
-                pltpu.VMEM((block, 2, num_kv_heads, LANES), jnp.float32),
+                pltpu.VMEM((block, *kv.shape[1:3], head_dim), jnp.int32),
+                pltpu.VMEM((block, *kv_scale.shape[1:3], LANES), jnp.float32),
             ]
     inputs.append((kv, pool))
     if scaled:
@@ -127,7 +127,7 @@ def decode(
     results = pl.pallas_call(
         functools.partial(
             _kernel, pages=pages, segments=segments, soft_cap=soft_cap is not None, sinks=sinks is not None,
-            lse=return_lse, fused=fused, kind=kind,
+            lse=return_lse, fused=fused, kind=kind, rank=rank,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -150,7 +150,7 @@ def decode(
     lse = results[1][..., 0] if return_lse else None
     if fused:
         kv, kv_scale = results[-2:] if scaled else (results[-1], None)
-    return results[0], lse, kv, kv_scale
+    return results[0], lse, kv, as_given(kv_scale, rank)
 
 
 def page_buffers(kv, kv_scale, count: int, page_size: int) -> list:
@@ -159,7 +159,7 @@ def page_buffers(kv, kv_scale, count: int, page_size: int) -> list:
     shape = (2, count, parts, num_kv_heads, page_size, head_dim)
     scratch = [pltpu.VMEM(shape, kv.dtype), pltpu.SemaphoreType.DMA((2,))]
     if kv_scale is not None:
-        page = (2, count, 2, num_kv_heads, page_size)
+        page = (2, count, *kv_scale.shape[1:3], page_size)
         scratch += [pltpu.VMEM(page, kv_scale.dtype), pltpu.SemaphoreType.DMA((2,))]
     return scratch
 
@@ -202,10 +202,11 @@ def decode_bytes(
         ((segments, parts, num_kv_heads, sublanes(kv.dtype), head_dim), kv.dtype),
     ]
     if kv.dtype.itemsize == 1:  # scales: of pages, of the new tokens, and on their way back
-        twice.append(((segments * pages.pages_per_step, 2, num_kv_heads, pages.page_size), jnp.float32))
-        new = ((block, 2, num_kv_heads, head_dim), jnp.float32)  # as they come, and as they are stored
+        scales = (2, num_kv_heads) if parts == 2 else (1, 2)
+        twice.append(((segments * pages.pages_per_step, *scales, pages.page_size), jnp.float32))
+        new = ((block, parts, num_kv_heads, head_dim), jnp.float32)  # as they come, and as they are stored
         twice.append(new)
-        once += [new, ((block, 2, num_kv_heads, LANES), jnp.float32), ((segments, 2, num_kv_heads, LANES), jnp.float32)]
+        once += [new, ((block, *scales, LANES), jnp.float32), ((segments, *scales, LANES), jnp.float32)]
     return 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
 
 
@@ -218,7 +219,7 @@ def block_rows(rows: int, heads: int, num_kv_heads: int, head_dim: int, itemsize
 
 def _kernel(
     limits, successors, targets, counts, tables, knobs, q_ref, *refs, pages, segments, soft_cap, sinks, lse, fused,
-    kind,
+    kind, rank,
 ):  # fmt: skip
     given: Any = list(refs)
     sinks_ref: Any = given.pop(0) if sinks else None
@@ -233,7 +234,7 @@ def _kernel(
     state, max_ref, sum_ref, out_sum_ref, *write = given
     if fused and kind is not None:  # as they are stored, all at once, for each would wait for its own maximum
         *write, numbers_ref, scales_ref = write
-        _encode(new_refs[0], numbers_ref, scales_ref, kind)
+        _encode(new_refs[0], numbers_ref, scales_ref, kind, rank)
         new_refs = [numbers_ref, scales_ref]
 
     block, blocks = pl.program_id(0), pl.num_programs(0)
@@ -347,8 +348,8 @@ def _kernel(
             at = segment_after(*at, end)
 
         _attend(
-            work, q_ref, block * block_rows, knobs, soft_cap, pages, kind, sinks_ref, out_ref, lse_ref, max_ref,
-            sum_ref, out_sum_ref,
+            work, q_ref, block * block_rows, knobs, soft_cap, pages, kind, rank, sinks_ref, out_ref, lse_ref,
+            max_ref, sum_ref, out_sum_ref,
         )  # fmt: skip
         return next_row, next_part, *beyond, 1 - slot, written
 
@@ -359,8 +360,9 @@ def _kernel(
 
 
 def _attend(
-    work, q_ref, first_row, knobs, soft_cap, pages, kind, sinks_ref, out_ref, lse_ref, max_ref, sum_ref, out_sum_ref
-):
+    work, q_ref, first_row, knobs, soft_cap, pages, kind, rank, sinks_ref, out_ref, lse_ref, max_ref, sum_ref,
+    out_sum_ref,
+):  # fmt: skip
     """One step: each segment's softmax by itself, all heads at once, so that one's products run beside another's
     exponentials; then they are put together, row by row. There is no branch in it, for none may part them."""
     precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
@@ -372,15 +374,16 @@ def _attend(
     )
 
     def scores(_, row, part, limit, buffer):
-        return _per_head(q_ref[row - first_row], buffer[0], 0, kind, matmul)
+        parts = queries_by_scale(q_ref[row - first_row], kind, rank)
+        return [_per_head(q, buffer[0], 0, kind, matmul, lanes) for q, lanes in parts]
 
     value_dim = out_sum_ref.shape[1]
 
-    def soften(logits, _, row, part, limit, buffer):
-        value_scales = None
+    def soften(parts, _, row, part, limit, buffer):
+        logits, value_scales = parts[0], None
         if kind is not None:
-            key_scales, value_scales = _scales(buffer[1], kind, logits.shape[0])
-            logits = logits * key_scales
+            key_scales, value_scales = _scales(buffer[1], kind, rank, logits.shape[0])
+            logits = sum(x * scales for x, scales in zip(parts, key_scales, strict=True))
         logits = logits * knobs[0]
         if soft_cap:
             logits = knobs[1] * jnp.tanh(logits / knobs[1])
@@ -396,7 +399,7 @@ def _attend(
         return highest, total, weights if value_scales is None else weights * value_scales
 
     def accumulate(so_far, highest, weights_sum, weights, there, row, part, limit, buffer):
-        out = _per_head(weights.astype(q_ref.dtype), buffer[0], 1, kind, matmul, value_dim)
+        out = _per_head(weights.astype(q_ref.dtype), buffer[0], 1, kind, matmul, slice(0, value_dim))
         begins = there & (part == 0)
         high, total, out_sum = (lax.select(begins, new, old) for new, old in zip(nothing, so_far, strict=True))
         now = jnp.maximum(high, highest)
@@ -429,35 +432,33 @@ def _as_wide(x, like):
     return jnp.concatenate([x] * -(-lanes // LANES), axis=1)[:, :lanes]
 
 
-def _scales(buffer, kind, num_heads):
-    """Of the keys and of the values of a segment `[pages, 2, K, page_size]`, for each query head: `[H, tokens]`."""
-    num_pages, _, num_kv_heads, page_size = buffer.shape
-    group = num_heads // num_kv_heads
+def _scales(buffer, kind, rank, num_heads):
+    """Of a segment, what each part of the logits is multiplied by, and what the weights are: `[H, tokens]`."""
+    if rank is not None:
+        return scales_of(buffer, 0, kind, rank)  # the same for all heads
+    num_kv_heads = buffer.shape[2]
+    of_heads = [scales_of(buffer, head, kind, rank) for head in range(num_kv_heads)]
 
-    def spread(which, head):
-        line = [buffer[page, which, pl.ds(head, 1)] for page in range(num_pages)]
-        return jnp.broadcast_to(jnp.concatenate(line, axis=1), (group, num_pages * page_size))
+    def spread(lines):
+        return jnp.concatenate([jnp.broadcast_to(x, (num_heads // num_kv_heads, x.shape[1])) for x in lines])
 
-    keys, values = (jnp.concatenate([spread(i, head) for head in range(num_kv_heads)]) for i in (0, 1))
-    return sound_scales(keys, values, kind)
+    return [spread([keys for (keys,), _ in of_heads])], spread([values for _, values in of_heads])
 
 
-def _per_head(x, buffer, which, kind, matmul, value_dim=None):
-    """The products of each head's rows of `x` and its keys (0) or values (1), one below the other. Values are the first
-    `value_dim` entries, of latent rows those of the keys.
+def _per_head(x, buffer, which, kind, matmul, lanes):
+    """The products of each head's rows of `x` and these lanes of its keys (0) or values (1), one below the other.
 
     Two heads meet in one product, side by side, where that fills the matrix unit's columns; of the four parts of its
     result two are kept. What comes of one head's NaN stays in its own columns.
     """
     num_pages, parts, num_kv_heads, page_size, head_dim = buffer.shape
     tokens, group = num_pages * page_size, x.shape[0] // num_kv_heads
-    depth = head_dim if which == 0 else value_dim
-    width = tokens if which == 0 else depth
+    width = tokens if which == 0 else lanes.stop
     pair = 2 if num_kv_heads % 2 == 0 and width == LANES else 1
     results = []
     for head in range(0, num_kv_heads, pair):
         stored = [buffer[:, min(which, parts - 1), head + i].reshape(tokens, head_dim) for i in range(pair)]
-        theirs = [widen(one[:, :depth], kind, x.dtype) for one in stored]
+        theirs = [widen(one[:, lanes], kind, x.dtype) for one in stored]
         contract = _CONTRACT_MINOR if which == 0 else _CONTRACT_INNER
         result = matmul(x[head * group : (head + pair) * group], jnp.concatenate(theirs, axis=which), contract)
         if pair == 2:
@@ -467,7 +468,7 @@ def _per_head(x, buffer, which, kind, matmul, value_dim=None):
     return jnp.concatenate(results)
 
 
-def _encode(new_ref, numbers_ref, scales_ref, kind):
+def _encode(new_ref, numbers_ref, scales_ref, kind, rank):
     """New tokens `[rows, 2, K, D]` as what they are stored as, in 32 bits still, and their scales in all lanes."""
     rows = new_ref.shape[0]
     some = max(n for n in range(1, 9) if rows % n == 0)
@@ -475,9 +476,9 @@ def _encode(new_ref, numbers_ref, scales_ref, kind):
     @pl.loop(0, rows // some)
     def _(i):
         these = pl.ds(i * some, some)
-        numbers, scales = encode(new_ref[these], kind, jnp.dtype(jnp.float32))
-        numbers_ref[these] = numbers.astype(jnp.int32)
-        scales_ref[these] = jnp.broadcast_to(scales[..., None], (*scales.shape, LANES))
+        numbers_ref[these], scales = quantise(new_ref[these], kind, rank)
+        wide = [jnp.broadcast_to(x[..., None], (*x.shape, LANES)) for x in scales]
+        scales_ref[these] = jnp.concatenate(wide, axis=2)
 
 
 def _insert(new, buffer, offset, pages, staged):

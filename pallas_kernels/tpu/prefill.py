@@ -15,11 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kinds import sound_scales
 from pallas_kernels.sight import ALL, Reach, sees
 from pallas_kernels.tpu.decode import page_buffers
 from pallas_kernels.tpu.pages import LANES, MASKED, VMEM_BYTES, Pages, compiler_params, output, sublanes, vector_bytes
-from pallas_kernels.tpu.quantised import widen
+from pallas_kernels.tpu.quantised import along_lanes, queries_by_scale, scales_of, widen
 
 STEP_TOKENS = 256
 HEADS_TOGETHER = 8  # as many heads are worked on without a loop
@@ -79,8 +78,8 @@ def max_tiles(rows: int, places: int, tile_tokens: int) -> int:
 
 
 def prefill(
-    q, kv, tables, tiles, *, tile_tokens, scale, kv_scale=None, kind=None, soft_cap=None, reach=ALL, sight=None,
-    sinks=None, return_lse=False, interpret=False, step_tokens=STEP_TOKENS, deterministic=False,
+    q, kv, tables, tiles, *, tile_tokens, scale, kv_scale=None, kind=None, rank=None, soft_cap=None, reach=ALL,
+    sight=None, sinks=None, return_lse=False, interpret=False, step_tokens=STEP_TOKENS, deterministic=False,
 ):  # fmt: skip
     """Attention of tiles of queries.
 
@@ -90,6 +89,7 @@ def prefill(
       tables: `i32[S, M]`, in range.
       tiles: the work list, positions in range, of `tile_tokens` tokens.
       kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
+      rank: of a pool of latent rows, with 1 in the place of 2, and its scales `[.., 1, 1, block_size, 2]`.
       scale, soft_cap, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
       reach: how far back tokens see, where only a window says so.
       sight: `sight.Tiles` of these tiles, where more does; then `reach` says only which first tokens are seen.
@@ -103,6 +103,7 @@ def prefill(
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
     queries = group * tile_tokens
+    kv_scale = along_lanes(kv_scale, rank)
     # With a sight the walk begins at a key: as that of a query which sees no other.
     reach = reach if sight is None else Reach(1, None, reach.sink_tokens)
     pages = Pages.plan(kv, tables, reach, step_tokens, deterministic)
@@ -139,6 +140,7 @@ def prefill(
             sinks=sinks is not None,
             lse=return_lse,
             kind=kind,
+            rank=rank,
             sights=sight is not None,
             halves=not deterministic,
         ),
@@ -189,13 +191,15 @@ def prefill_bytes(
         ((8, queries), jnp.int32),  # sights
     ]
     if kv.dtype.itemsize == 1:
-        twice.append(((pages.pages_per_step, 2, num_kv_heads, pages.page_size), jnp.float32))
+        scales = (2, num_kv_heads) if parts == 2 else (1, 2)
+        twice.append(((pages.pages_per_step, *scales, pages.page_size), jnp.float32))
     once = [((num_kv_heads, queries, head_dim), dtype), ((num_kv_heads, head_dim, queries), jnp.float32)]
     return 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
 
 
 def _kernel(
-    rows, tokens, starts, limits, tables, knobs, *refs, pages, tile_tokens, soft_cap, sinks, lse, kind, sights, halves
+    rows, tokens, starts, limits, tables, knobs, *refs, pages, tile_tokens, soft_cap, sinks, lse, kind, rank, sights,
+    halves,
 ):  # fmt: skip
     given: Any = list(refs)
     # Of each tile the keys that any query sees, and those that all do.
@@ -270,8 +274,8 @@ def _kernel(
         def attend(count, sure):
             _attend(
                 by_head, [to.at[slot, pl.ds(0, count)] for to, _ in buffers], first_key, start, knobs, soft_cap,
-                tile_tokens, pages, kind, sight_ref, max_ref, sum_ref, out_sum_ref, sure=sure * pages.page_size,
-                exact=lse,
+                tile_tokens, pages, kind, rank, sight_ref, max_ref, sum_ref, out_sum_ref,
+                sure=sure * pages.page_size, exact=lse,
             )  # fmt: skip
 
         # Most steps need no mask; a row's last ones have fewer keys, or known ones before those to mask.
@@ -339,8 +343,8 @@ def _turn(by_head, by_token, tile_tokens, to_heads):
 
 
 def _attend(
-    q_ref, buffers, start, query_start, knobs, soft_cap, tile_tokens, pages, kind, sight_ref, max_ref, sum_ref,
-    out_sum_ref, sure, exact,
+    q_ref, buffers, start, query_start, knobs, soft_cap, tile_tokens, pages, kind, rank, sight_ref, max_ref,
+    sum_ref, out_sum_ref, sure, exact,
 ):  # fmt: skip
     """One step of the online softmax, transposed: keys along sublanes, queries along lanes, so that maxima and sums
     are lane-dense and cost next to nothing. Every query sees the first `sure` keys; the others are masked. `exact` sums
@@ -360,21 +364,19 @@ def _attend(
 
     def scores(head, at, width):
         keys = widen(buffer[:, 0, head].reshape(tokens, head_dim), kind, dtype)
-        return matmul(keys, q_ref[head, pl.ds(at, width)], _CONTRACT_MINOR)
+        parts = queries_by_scale(q_ref[head, pl.ds(at, width)], kind, rank)
+        return [matmul(keys[:, lanes], q, _CONTRACT_MINOR) for q, lanes in parts]
 
-    def scales(head):
-        keys, values = (
-            jnp.concatenate([buffers[1][page, i, pl.ds(head, 1)] for page in range(buffer.shape[0])], axis=1)
-            for i in (0, 1)
-        )
-        return sound_scales(keys, values, kind)
+    def scaled(logits, scales):
+        column = jnp.broadcast_to(scales * knobs[0], (LANES, tokens)).T  # from lanes to sublanes
+        width = logits.shape[1]
+        return logits * jnp.concatenate([column] * -(-width // LANES), axis=1)[:, :width]
 
-    def soften(head, at, width, logits):
+    def soften(head, at, width, parts):
         if kind is None:
-            logits = logits * knobs[0]
-        else:  # from lanes to sublanes
-            column = jnp.broadcast_to(scales(head)[0] * knobs[0], (LANES, tokens)).T
-            logits = logits * jnp.concatenate([column] * -(-width // LANES), axis=1)[:, :width]
+            logits = parts[0] * knobs[0]
+        else:
+            logits = sum(scaled(*x) for x in zip(parts, scales_of(buffers[1], head, kind, rank)[0], strict=True))
         if soft_cap:
             logits = knobs[1] * jnp.tanh(logits)
         if sure < tokens:
@@ -403,7 +405,11 @@ def _attend(
     def accumulate(head, at, width, weights, shrink):
         there = (head, slice(None), pl.ds(at, width))
         values = buffer[:, buffer.shape[1] - 1, head].reshape(tokens, head_dim)  # of latent rows the keys
-        values = values.T if kind is None else (widen(values, kind, jnp.float32).T * scales(head)[1]).astype(dtype)
+        if kind is None:
+            values = values.T
+        else:
+            scales = scales_of(buffers[1], head, kind, rank)[1]
+            values = (widen(values, kind, jnp.float32).T * scales).astype(dtype)
         if not exact:  # the matrix unit has the time to sum, and the vector unit has not
             values = jnp.concatenate([values, ones])
         sums = matmul(values, weights, _CONTRACT_INNER)

@@ -60,7 +60,7 @@ def attend(
             tree, spans = (None if x is None else x.reshape(-1) for x in (tree, spans))
             sight = find_sight(token, lengths - new, begin, token_axes[-1], reach, tree, spans)
         sees["sight"] = _sight_of_tiles(tiles, size, sight, lengths)
-    out, lse = prefill(flat, kv, tables, tiles, tile_tokens=size, **sees, **options)
+    out, lse = prefill(flat, kv, tables, tiles, tile_tokens=size, rank=rank, **sees, **options)
     if not decodes:
         out = out[..., :width].reshape(*q.shape[:-1], width)
         return (out, by_token(lse, tiles, places).reshape(q.shape[:-1])) if return_lse else out

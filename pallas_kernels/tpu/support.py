@@ -26,8 +26,6 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
             f"The pool's head_dim of {kv.shape[-1]} is not a multiple of {LANES}, and a TPU would copy the whole pool: "
             f"store it padded, with CacheConfig(head_dim_multiple={LANES})."
         )
-    if arguments.get("rank") is not None and kind is not None:
-        return f"The TPU kernels read latent rows of bfloat16 or float32, not of {kind}: leave implementation=None."
     if op == "write_kv":
         return None  # what the kernel does not take, a scatter does
     if kind is not None:

@@ -14,10 +14,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import kinds, xla
+from pallas_kernels import xla
 from pallas_kernels.tokens import default_offsets, locate
 from pallas_kernels.tpu.pages import SMEM_ENTRIES, VMEM_BYTES, compiler_params, output, pad, page_tile, vector_bytes
-from pallas_kernels.tpu.quantised import encodable
+from pallas_kernels.tpu.quantised import along_lanes, as_given, encodable, quantise
 
 PAGE_TOKENS = 32  # at most, for a page is fetched and sent whole even if one token of it is new
 RING_BYTES = 24 * 2**20  # of vector memory
@@ -41,14 +41,14 @@ def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kin
     token_axes, rows = k.shape[:-2], tables.shape[0]
     fits = page_size is not None and 0 < 5 * max_runs(token_axes, rows, page_size) <= SMEM_ENTRIES
     if kind is not None and not fits:
-        return xla.write_kv(kv, k, v, tables, lengths, new, offsets=offsets, kv_scale=kv_scale, kind=kind)
+        return xla.write_kv(kv, k, v, tables, lengths, new, offsets=offsets, kv_scale=kv_scale, kind=kind, rank=rank)
     dtype = kv.dtype if kind is None else encodable(k.dtype)
     parts = [pad(x, kv.shape[-1]).astype(dtype) for x in ([k, v] if rank is None else [k])]
     if not fits:
         return scatter(kv, parts, tables, lengths, new, offsets)
     runs = find_runs(kv, token_axes, tables, lengths, new, offsets, page_size)
     flat = [x.reshape(-1, *x.shape[-2:]) for x in parts]
-    return write(kv, flat, runs, kv_scale, kind, page_size=page_size, interpret=interpret)
+    return write(kv, flat, runs, kv_scale, kind, rank, page_size=page_size, interpret=interpret)
 
 
 def page_tokens(kv) -> int | None:
@@ -71,7 +71,7 @@ def _slot_bytes(kv, page_size: int) -> int:
     _, parts, num_kv_heads, _, head_dim = kv.shape
     quantised = kv.dtype.itemsize == 1
     fresh = vector_bytes((parts, page_size, num_kv_heads, head_dim), jnp.float32 if quantised else kv.dtype)
-    scales = 2 * vector_bytes((parts, num_kv_heads, page_size), jnp.float32) if quantised else 0
+    scales = 2 * vector_bytes((2, num_kv_heads, page_size), jnp.float32) if quantised else 0
     return fresh + 2 * vector_bytes((parts, num_kv_heads, page_size, head_dim), kv.dtype) + scales
 
 
@@ -125,7 +125,7 @@ def find_runs(kv, token_axes: tuple[int, ...], tables, lengths, new, offsets, pa
     )  # fmt: skip
 
 
-def write(kv, new, runs: Runs, kv_scale=None, kind=None, *, page_size: int, interpret=False):
+def write(kv, new, runs: Runs, kv_scale=None, kind=None, rank=None, *, page_size: int, interpret=False):
     """Write keys and values (or latent rows alone), `[N, K, D']` in the pool's dtype, where `runs` says. The pool stays
     where it is if donated.
 
@@ -137,10 +137,10 @@ def write(kv, new, runs: Runs, kv_scale=None, kind=None, *, page_size: int, inte
     page = pltpu.VMEM((depth, parts, num_kv_heads, page_size, head_dim), kv.dtype)
     pools, buffers = [kv], [page, page]
     if kind is not None:
-        pools.append(kv_scale)
-        buffers += [pltpu.VMEM((depth, parts, num_kv_heads, page_size), kv_scale.dtype)] * 2
+        pools.append(along_lanes(kv_scale, rank))
+        buffers += [pltpu.VMEM((depth, *pools[1].shape[1:3], page_size), kv_scale.dtype)] * 2
     written = pl.pallas_call(
-        functools.partial(_kernel, page_size=page_size, block_size=kv.shape[3], kind=kind),
+        functools.partial(_kernel, page_size=page_size, block_size=kv.shape[3], kind=kind, rank=rank),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(runs),
             grid=(1,),
@@ -161,10 +161,10 @@ def write(kv, new, runs: Runs, kv_scale=None, kind=None, *, page_size: int, inte
         interpret=interpret,
         name="paged_write",
     )(*runs, *new, *pools)
-    return written[0] if kind is None else tuple(written)
+    return written[0] if kind is None else (written[0], as_given(written[1], rank))
 
 
-def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_size, kind):
+def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_size, kind, rank):
     pools = 1 if kind is None else 2  # keys and values, and their scales
     count = len(refs) - 2 * pools - 2 - 2 * pools  # keys and values: two, or of latent rows one
     sources, refs = refs[:count], refs[count:]
@@ -203,7 +203,7 @@ def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_
     def if_written(entry, do):
         pl.when((entry >= 0) & (entry < count))(lambda: pl.when(blocks[entry] > 0)(lambda: do(entry)))
 
-    def quantise(entry, slot, which):
+    def store(entry, slot, which):
         some = PAGE_TOKENS
         for first in range(0, page_size, some):  # of a long page what is new, no more
 
@@ -212,9 +212,9 @@ def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_
                 these = pl.ds(first, some)
                 # What is packed cannot be turned and then unpacked.
                 turned = jnp.swapaxes(fresh[slot, which, these].astype(jnp.float32), 0, 1)
-                stored = kinds.encode(turned, kind, jnp.dtype(jnp.float32))
-                for (_, _, merged), x in zip(pages, stored, strict=True):
-                    merged[slot, which, :, these] = x
+                numbers, scales = quantise(turned, kind, rank)
+                for (_, _, merged), x in zip(pages, (numbers, jnp.concatenate(scales)), strict=True):
+                    merged[slot, which, :, these] = x.astype(merged.dtype)
 
     def step(entry, _):
         slot = entry & (depth - 1)
@@ -228,7 +228,7 @@ def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_
                 if kind is None:
                     pages[0][2][slot, which] = jnp.swapaxes(fresh[slot, which], 0, 1)
                 else:
-                    quantise(entry, slot, which)
+                    store(entry, slot, which)
 
             @pl.when(ragged(entry))
             def _():

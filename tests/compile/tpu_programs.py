@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import pallas_kernels
 from pallas_kernels import SHAPES
-from pallas_kernels.kinds import storage_of
+from pallas_kernels.kinds import scale_axes, storage_of
 
 TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1"}
 ROWS, BLOCKS_PER_ROW, BLOCK_SIZE = 8, 1024, 16
@@ -50,7 +50,8 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     storage = dtype if kind is None else storage_of(kind)
     pool = {"kv": array(*blocks, stored, spec=(None, None, heads), dtype=storage)}
     if kind is not None:
-        pool["kv_scale"] = array(*blocks, spec=(None, None, heads), dtype="float32")
+        axes = scale_axes(kind, shape.head_dim, shape.rank)
+        pool["kv_scale"] = array(*blocks, *axes, spec=(None, None, heads), dtype="float32")
     q = array(*tokens, shape.num_heads, shape.head_dim, spec=token_spec)
     k = array(*tokens, shape.num_kv_heads, shape.head_dim, spec=token_spec)
     tables = array(rows, blocks_per_row, dtype="int32")
@@ -64,15 +65,17 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     parents |= {"shared": array(4, rows, dtype="int32")} if cascade else {}
 
     def step(q, k, pools, tables, lengths, new, tree):
+        v = k if shape.rank is None else None
         if op == "paged_attention":
             return pallas_kernels.paged_attention(
                 q, tables=tables, lengths=lengths, new=new, **pools[0], **tree, **options
             )
         if op == "write_kv":
-            write = functools.partial(pallas_kernels.write_kv, implementation=implementation, kind=kind)
-            return write(k=k, v=k, tables=tables, lengths=lengths, new=new, **pools[0])
+            write = functools.partial(
+                pallas_kernels.write_kv, implementation=implementation, kind=kind, rank=shape.rank
+            )
+            return write(k=k, v=v, tables=tables, lengths=lengths, new=new, **pools[0])
         written = []
-        v = k if shape.rank is None else None
         for given in pools:  # as a model's layers: each attends with what the last one gave
             arguments = dict(tables=tables, lengths=lengths, new=new, **given, **tree, **options)
             q, pool = pallas_kernels.write_and_attend(q, k, v, **arguments)
@@ -95,6 +98,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
         "pool": layers * sum(x.size * x.dtype.itemsize for x in pool.values()) // chips,
         "alias": memory.alias_size_in_bytes,
         "temp": memory.temp_size_in_bytes,
+        "queries": q.size // shape.head_dim * stored * q.dtype.itemsize // chips,  # as the kernels have them
         "new": 2 * k.size * k.dtype.itemsize,  # the keys and values handed in
         "collectives": len(
             re.findall(r"\b(?:all|reduce|collective)-(?:gather|reduce|to-all|scatter|permute)", compiled.as_text())
@@ -124,10 +128,13 @@ def main(chip, everything=""):
         if everything or chip == "v6e":
             programs |= {
                 "latent, mixed": ("deepseek-v3", "write_and_attend", (64,), {}),
+                "latent, fused, int8": ("deepseek-v3", "write_and_attend", (ROWS, 1), INT8),
                 "write of many tokens, int8": ("llama3-8b", "write_kv", (ROWS, 256), INT8),
             }
         if everything:
             programs |= {
+                "latent, mixed, int8": ("deepseek-v3", "write_and_attend", (64,), INT8),
+                "latent, write of many tokens, int8": ("deepseek-v3", "write_kv", (ROWS, 256), INT8),
                 "latent, fused": ("deepseek-v3", "write_and_attend", (ROWS, 1), {}),
                 "fused, window and soft cap": ("gemma2-2b", "write_and_attend", (ROWS, 1), {}),
                 "decode": ("llama3-8b", "paged_attention", (ROWS, 1), {}),

@@ -233,11 +233,12 @@ def test_no_pool_is_copied_and_what_it_takes():
     choice = jaxkv.explain(q, cache, platform="tpu", scale=0.1)
     assert choice.implementation == "xla" and "head_dim of 576 is not a multiple of 128" in choice.reason
     padded = config.replace(head_dim_multiple=128)
-    for kind, chosen in (("bfloat16", "tpu"), ("int8", "xla")):
-        cache = jax.eval_shape(lambda kind=kind: jaxkv.init(padded.replace(dtype=kind)))
+    for kind, block_size, chosen in (("bfloat16", 16, "tpu"), ("int8", 128, "tpu"), ("int8", 16, "xla")):
+        of_kind = padded.replace(dtype=kind, block_size=block_size)
+        cache = jax.eval_shape(lambda of_kind=of_kind: jaxkv.init(of_kind))
         choice = jaxkv.explain(q, cache, platform="tpu", scale=0.1)
         assert choice.implementation == chosen, choice
-    assert "latent rows of bfloat16 or float32, not of int8" in choice.reason
+    assert "block_size of 16 is not a multiple of 128" in choice.reason
 
 
 K, V = np.ones((ROWS, 1, 1, RANK + ROPE), np.float32), np.ones((ROWS, 1, 1, RANK), np.float32)

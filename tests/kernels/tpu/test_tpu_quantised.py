@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from interpreter import PLAIN, RACES
 from nightly import NIGHTLY
-from test_negative_controls import broken
+from test_negative_controls import SOURCE, broken
 
 import pallas_kernels
 from pallas_kernels import kinds, testing, tpu, xla
@@ -18,31 +18,42 @@ from pallas_kernels.testing import Case
 pytestmark = pytest.mark.timeout(240, method="thread")
 F32 = {"dtype": "float32", "stored_head_dim": 128, "block_size": 128}
 BF16 = {**F32, "dtype": "bfloat16"}
+LATENT = {**F32, "stored_head_dim": 256, "scale": 0.1}
+LATENT_BF16 = {**LATENT, "dtype": "bfloat16"}
 # Lengths around the borders of blocks, rows that are empty or not in the step; odd groups and head_dims.
 DECODE = {
     "int8": [
         Case((0, 129, 128, 300, 1, 127), (0, 1, 1, 1, 1, 0), 10, 2, 80, **F32),
         Case((255, 70), (1, 1), 4, 4, 128, window=100, sink_tokens=4, soft_cap=30.0, sinks=True, **BF16),
         Case((300, 5), (1, 1), 7, 1, 128, **{**F32, "block_size": 256}),
+        # Latent rows, whose values end inside a register, or with one.
+        Case((129, 0, 70), (1, 0, 1), 3, 1, 136, rank=72, window=100, **LATENT),
+        Case((130, 5), (1, 1), 6, 1, 160, rank=128, **{**LATENT_BF16, "block_size": 256}),
     ],
-    "float8_e4m3fn": [Case((130, 128, 0), (1, 1, 0), 10, 2, 80, **F32)],
+    "float8_e4m3fn": [
+        Case((130, 128, 0), (1, 1, 0), 10, 2, 80, **F32),
+        Case((130, 5), (1, 1), 6, 1, 160, rank=128, **LATENT),
+    ],
     "float8_e5m2": [Case((130, 127), (1, 1), 4, 2, 128, **F32)],
 }
 MIXED = {
     "int8": [
         Case((300, 129, 40, 17), (150, 1, 40, 2), 4, 2, 80, packed=True, padding=3, **F32),
         Case((270, 20), (40, 3), 5, 1, 128, packed=True, window=90, sink_tokens=4, sinks=True, soft_cap=20.0, **BF16),
+        Case((140, 20), (20, 3), 2, 1, 136, rank=72, packed=True, **LATENT),
+        Case((270, 20, 129), (40, 3, 1), 3, 1, 160, rank=128, packed=True, padding=2, tree=True, **LATENT_BF16),
     ],
     "float8_e4m3fn": [Case((140, 20), (20, 3), 2, 1, 128, packed=True, **F32)],
 }
 WRITES = [
     Case((128, 0, 129, 255, 300, 17, 127), (128, 0, 4, 127, 170, 1, 0), 2, 2, 128, packed=True, padding=3, **BF16),
     Case((256, 31), (1, 3), 3, 3, 96, padding=1, **F32),
+    Case((131, 0, 128), (5, 0, 128), 2, 1, 136, rank=72, packed=True, padding=3, **LATENT),
 ]
 
 
-def in_a_mode(cases, by_day="int8"):
-    """By day the first case of a kind with races detected, by night all in both modes."""
+def in_a_mode(cases, *by_day):
+    """By day the cases that are named by their kind and number, with races detected; by night all in both modes."""
     return pytest.mark.parametrize(
         ("kind", "case", "mode"),
         [
@@ -50,7 +61,7 @@ def in_a_mode(cases, by_day="int8"):
             for kind, some in cases.items()
             for i, case in enumerate(some)
             for name, mode in (("plain", PLAIN), ("races", RACES))
-            if NIGHTLY or (kind == by_day and i == 0 and name == "races")
+            if NIGHTLY or (name == "races" and (kind, i) in by_day)
         ],
     )
 
@@ -62,7 +73,8 @@ def stored(case, kind):
 
 def new_tokens(case, q):
     shape = (2, *q.shape[:-2], case.num_kv_heads, case.head_dim)
-    return jax.random.normal(jax.random.key(0), shape, q.dtype)
+    k, v = jax.random.normal(jax.random.key(0), shape, q.dtype)
+    return k, v if case.rank is None else None
 
 
 def check(case, out, lse, held, **options):
@@ -80,14 +92,14 @@ def check_decode(tpu, kind, case, mode):
     (q, kv, *rest), scale, _ = stored(case, kind)
     k, v = new_tokens(case, q)
     nan = jnp.full_like(k, jnp.nan)  # what attends before it writes is caught
-    kv, scale = xla.write_kv(kv, nan, nan, *rest, kv_scale=scale, kind=kind)
+    kv, scale = xla.write_kv(kv, nan, None if v is None else nan, *rest, kv_scale=scale, kind=kind, rank=case.rank)
     (out, lse), written = interpreter.run(
         functools.partial(tpu.write_and_attend, kind=kind), q, k, v, kv, *rest, mode=mode,
         **testing.make_options(case), kv_scale=scale, return_lse=True,
     )  # fmt: skip
-    expected = xla.write_kv(kv, k, v, *rest, kv_scale=scale, kind=kind)
+    expected = xla.write_kv(kv, k, v, *rest, kv_scale=scale, kind=kind, rank=case.rank)
     assert_written(written, expected)
-    held = kinds.decode(*expected, kind, case.head_dim)
+    held = kinds.decode(*expected, kind, case.head_dim, case.rank)
     check(case, out, lse, testing.Inputs(q, held, *rest))
 
 
@@ -107,28 +119,32 @@ def check_write(tpu, kind, case, mode):
     inputs, scale, _ = stored(case, kind)
     k, v = new_tokens(case, inputs.q)
     valid = pallas_kernels.locate(k.shape[:-2], inputs.lengths, inputs.new).valid
-    k, v = (jnp.where(valid[..., None, None], x, jnp.nan) for x in (k, v))
+    k, v = (None if x is None else jnp.where(valid[..., None, None], x, jnp.nan) for x in (k, v))
+    k = k.at[(0,) * (k.ndim - 1) + (-1,)].set(jnp.nan)  # then all of that token is
     arguments = (inputs.kv, k, v, *inputs[2:])
-    written = interpreter.run(functools.partial(tpu.write_kv, kind=kind), *arguments, mode=mode, kv_scale=scale)
-    assert_written(written, xla.write_kv(*arguments, kv_scale=scale, kind=kind))
+    options = {"kind": kind, "rank": case.rank}
+    written = interpreter.run(functools.partial(tpu.write_kv, **options), *arguments, mode=mode, kv_scale=scale)
+    assert_written(written, xla.write_kv(*arguments, kv_scale=scale, **options))
 
 
-@in_a_mode(DECODE)
+@in_a_mode(DECODE, ("int8", 0), ("int8", 3))
 def test_decode_with_the_write_fused(kind, case, mode):
     check_decode(tpu, kind, case, mode)
 
 
-@in_a_mode(MIXED, by_day="float8_e4m3fn")
+@in_a_mode(MIXED, ("float8_e4m3fn", 0), ("int8", 2))
 def test_mixed(kind, case, mode):
     check_attention(tpu, kind, case, mode)
 
 
-@in_a_mode({"int8": WRITES})
+@in_a_mode({"int8": WRITES}, ("int8", 0))
 def test_write(kind, case, mode):
     check_write(tpu, kind, case, mode)
 
 
 SMALL_DECODE = Case((129, 5), (1, 1), 2, 2, 128, **F32)
+SMALL_LATENT = Case((129, 5), (1, 1), 2, 1, 136, rank=72, **LATENT)
+SMALL_LATENT_PREFILL = Case((300, 9), (20, 4), 2, 1, 136, rank=72, packed=True, **LATENT)
 SMALL_PREFILL = Case((300, 9), (20, 4), 2, 2, 128, packed=True, **F32)
 # name: (what to run, on which case, the file, what to find there, what to put instead)
 CONTROLS = {
@@ -138,18 +154,19 @@ CONTROLS = {
         "for pages_of, arrived in buffers[:1]:",
     ),
     "the scale of another token": (
-        check_decode, SMALL_DECODE, "decode.py",
-        "jnp.concatenate(line, axis=1), (group",
-        "jnp.concatenate(line, axis=1)[:, ::-1], (group",
+        check_decode, SMALL_DECODE, "quantised.py",
+        "range(buffer.shape[0])], axis=1)",
+        "range(buffer.shape[0])], axis=1)[:, ::-1]",
     ),
     "the scale of another head": (
-        check_decode, SMALL_DECODE, "decode.py", "pl.ds(head, 1)]", "pl.ds(0, 1)]",
+        check_decode, SMALL_DECODE, "quantised.py", "pl.ds(head, 1)]", "pl.ds(0, 1)]",
     ),
     "K's scales for V's": (
-        check_decode, SMALL_DECODE, "decode.py", "spread(i, head)", "spread(0, head)",
+        check_decode, SMALL_DECODE, "quantised.py", "line(1, head), kind", "line(0, head), kind",
     ),
     "scales that nobody sees": (
-        check_decode, SMALL_DECODE, "decode.py", "return sound_scales(keys, values, kind)", "return keys, values",
+        check_decode, SMALL_DECODE, "quantised.py", "sound_scales(line(0, head), line(1, head), kind)",
+        "line(0, head), line(1, head)",
     ),
     "a new scale in another place": (
         check_decode, SMALL_DECODE, "decode.py",
@@ -162,21 +179,92 @@ CONTROLS = {
         "for _, buffer, semaphore in streams[:1]:",
     ),
     "prefill: the scale of another head": (
-        check_attention, SMALL_PREFILL, "prefill.py", "pl.ds(head, 1)]", "pl.ds(0, 1)]",
+        check_attention, SMALL_PREFILL, "quantised.py", "pl.ds(head, 1)]", "pl.ds(0, 1)]",
     ),
     "prefill: scales that nobody sees": (
-        check_attention, SMALL_PREFILL, "prefill.py",
-        "return sound_scales(keys, values, kind)",
-        "return keys, values",
+        check_attention, SMALL_PREFILL, "quantised.py", "sound_scales(line(0, head), line(1, head), kind)",
+        "line(0, head), line(1, head)",
     ),
     "write: only part of what is new": (
         check_write, WRITES[0], "write.py", "(ends[entry] > first)", "(ends[entry] > first + 1)",
     ),
+    "latent: scales not awaited": (
+        check_decode, SMALL_LATENT, "decode.py",
+        "for pages_of, arrived in buffers:",
+        "for pages_of, arrived in buffers[:1]:",
+    ),
+    "latent: the scale of the other part": (
+        check_decode, SMALL_LATENT, "quantised.py", "[keys, line(0, 1)]", "[keys, line(0, 0)]",
+    ),
+    "latent: the scale of another token": (
+        check_decode, SMALL_LATENT, "quantised.py",
+        "range(buffer.shape[0])], axis=1)",
+        "range(buffer.shape[0])], axis=1)[:, ::-1]",
+    ),
+    "latent: values without their scale": (
+        check_decode, SMALL_LATENT, "decode.py", "else weights * value_scales", "else weights",
+    ),
+    "latent: scales that nobody sees": (
+        check_decode, SMALL_LATENT, "quantised.py",
+        "keys, values = sound_scales(line(0, 0), line(0, 0), kind)",
+        "keys = values = line(0, 0)",
+    ),
+    "latent: values in both products": (
+        check_decode, SMALL_LATENT, "quantised.py", "jnp.where(others[2] < rank - below,", "jnp.where(others[2] < 0,",
+    ),
+    "latent: the others in both products": (
+        check_decode, SMALL_LATENT, "quantised.py", "jnp.where(values[2] < rank,", "jnp.where(values[2] < LANES,",
+    ),
+    "latent: a new token's scales swapped": (
+        check_decode, SMALL_LATENT, "decode.py", "for x in scales]", "for x in scales[::-1]]",
+    ),
+    "latent, prefill: scales not awaited": (
+        check_attention, SMALL_LATENT_PREFILL, "pages.py",
+        "for _, buffer, semaphore in streams:",
+        "for _, buffer, semaphore in streams[:1]:",
+    ),
+    "latent, prefill: the scale of the other part": (
+        check_attention, SMALL_LATENT_PREFILL, "quantised.py", "[keys, line(0, 1)]", "[keys, line(0, 0)]",
+    ),
+    "latent, prefill: values without their scale": (
+        check_attention, SMALL_LATENT_PREFILL, "prefill.py", "jnp.float32).T * scales)", "jnp.float32).T)",
+    ),
+    "latent, write: a NaN in one part alone": (
+        check_write, WRITES[2], "quantised.py", "jnp.isnan(parts[0][1] + parts[1][1])", "jnp.isnan(parts[0][1])",
+    ),
+    "latent, write: one part's scale for both": (
+        check_write, WRITES[2], "quantised.py", "jnp.nan, scale) for _, scale in parts]",
+        "jnp.nan, parts[0][1]) for _, scale in parts]",
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("control", CONTROLS if NIGHTLY else list(CONTROLS)[::12])
+@pytest.mark.parametrize("control", CONTROLS if NIGHTLY else ["latent: the scale of another token"])
 def test_control(control, tmp_path, monkeypatch):
     check, case, *change = CONTROLS[control]
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
         check(broken(tmp_path, monkeypatch, *change), "int8", case, PLAIN)
+
+
+def test_every_mistake_can_be_made():
+    """By day too: the text that each changes is still there."""
+    for name, (_, _, file, find, _) in CONTROLS.items():
+        assert find in (SOURCE / file).read_text(), name
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "int4"])
+def test_latent_rows_of_a_kind_are_chosen(kind):
+    arrays = {
+        "kv": ((9, 1, 1, 128, 256), kinds.storage_of(kind)),
+        "kv_scale": ((9, 1, 1, 128, *kinds.scale_axes(kind, 160, 128)), "float32"),
+        "tables": ((2, 4), "int32"),
+    }
+    arguments = {name: jax.ShapeDtypeStruct(*x) for name, x in arrays.items()}
+    arguments |= dict(kind=kind, rank=128, platform="tpu")
+    q, k = (jax.ShapeDtypeStruct((2, 1, heads, 160), "bfloat16") for heads in (6, 1))
+    chosen = [
+        pallas_kernels.explain("paged_attention", q=q, **arguments),
+        pallas_kernels.explain("write_kv", k=k, **arguments),
+        pallas_kernels.explain("write_and_attend", q=q, k=k, **arguments),
+    ]
+    assert {x.implementation for x in chosen} == {"xla" if kind == "int4" else "tpu"}
