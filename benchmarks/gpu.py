@@ -89,12 +89,15 @@ def yardsticks(num_bytes: float) -> Iterator[tuple[str, Callable[[], float]]]:
 
 def work() -> Iterator[Point | tuple[Model, Point]]:
     """What is measured, what matters most first, for the case that time runs out."""
-    llama = (32, 8)
+    llama, latent = (32, 8), Point((128, 1), 32, 4096, 64, head_dim=576, rank=512)
     yield Point(llama, 32, 2048, 16)
     yield Model(), Point(llama, 8, 2048, 16)
     yield Point(llama, 1, 2048, 16, 2048)
     yield Point(llama, 1, 32768, 16)
     yield Point(llama, 32, 2048, 64)
+    for heads in (128, 16, 64):  # DeepSeek V3, V2-Lite and Kimi K2
+        yield dataclasses.replace(latent, heads=(heads, 1))
+    yield dataclasses.replace(latent, heads=(128, 1), batch=1, context=2048, new=2048)
     yield Model(), Point(llama, 32, 2048, 16)
     yield Point(llama, 256, 512, 16)
     yield Point(llama, 8, 2048, 16, 4)  # a draft of three tokens checked
@@ -125,7 +128,8 @@ def measure(end: float, interpret) -> Iterator[dict[str, Any]]:
         row, bandwidth[name] = attempt({"what": name, "by": "jax"}, run)
         yield row | ({"bytes_per_second": bandwidth[name]} if bandwidth[name] else {})
     tiny = Point((2, 1), 1, 70, 16)
-    todo = [tiny, dataclasses.replace(tiny, new=17), (Model(2, 16, 16), tiny)] if dry else work()
+    tiny_latent = Point((16, 1), 1, 70, 16, head_dim=192, rank=128)
+    todo = [tiny, tiny_latent, dataclasses.replace(tiny, new=17), (Model(2, 16, 16), tiny)] if dry else work()
     skipped = 0
     for piece in todo:
         model, point = piece if isinstance(piece, tuple) else (None, piece)

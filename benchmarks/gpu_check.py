@@ -23,6 +23,8 @@ KERNELS = {  # what a kind of case starts, the simplest first: the first to hang
     "few": "paged_decode_split and paged_decode_merge, several tokens a row",
     "one row": "paged_prefill",
     "mixed": "paged_prefill, paged_decode_split and paged_decode_merge",
+    "latent": "paged_latent_decode and paged_decode_merge",
+    "latent mixed": "paged_latent_prefill, paged_latent_decode and paged_decode_merge",
 }
 
 
@@ -52,16 +54,21 @@ def cases(kind: str) -> Iterator[Case]:
         longest = (0, 1, 7, 63, 64, 129, 191) if kind == "short" else (0, 1, 7, 63, 64, 127, 129, 500, 1500)
         lengths = tuple(chosen.choice(longest) for _ in range(1 if kind == "one row" else 4))
         group = chosen.choice((1, 2, 4, 5, 7, 8) if kind == "few" else (1, 2, 4, 5, 7, 8, 16))
-        most_new = {"short": (1,), "decode": (1,), "few": (0, 1, 2, 4)}.get(kind, (0, 1, 2, 65, 200))
+        most_new = {"short": (1,), "decode": (1,), "latent": (0, 1), "few": (0, 1, 2, 4)}.get(kind, (0, 1, 2, 65, 200))
         new = tuple(min(n, chosen.choice(most_new)) for n in lengths)
         if not any(new):
             continue
-        num_kv_heads = chosen.choice((1, 2))
+        num_kv_heads, rows = chosen.choice((1, 2)), {}
+        if kind.startswith("latent"):
+            num_kv_heads, group = 1, chosen.choice((1, 5, 7, 16, 40, 64, 128))
+            rank, rope = chosen.choice(((512, 64), (512, 64), (256, 32), (128, 8), (384, 0)))
+            head_dim, rows = rank + rope, {"rank": rank, "scale": (rank + rope) ** -0.5}
         yield Case(
-            lengths=lengths, new=new, num_kv_heads=num_kv_heads, num_heads=num_kv_heads * group,
+            lengths=lengths, new=new, num_kv_heads=num_kv_heads, num_heads=num_kv_heads * group, **rows,
             head_dim=head_dim, stored_head_dim=-(-head_dim // 64) * 64, dtype=chosen.choice(("bfloat16", "float16")),
             block_size=chosen.choice((8, 16, 24, 32, 64, 128, 256)), window=chosen.choice((None, 1, 100)),
-            packed=kind in ("one row", "mixed") and chosen.random() < 0.5, padding=i % 3 if kind == "mixed" else 0,
+            packed=kind in ("one row", "mixed", "latent mixed") and chosen.random() < 0.5,
+            padding=i % 3 if kind.endswith("mixed") else 0,
             soft_cap=chosen.choice((None, 5.0)), sinks=chosen.random() < 0.3,
         )  # fmt: skip
 

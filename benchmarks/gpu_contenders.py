@@ -29,16 +29,22 @@ class Point:
     block: int
     new: int = 1
     head_dim: int = 128
+    rank: int | None = None  # latent rows, of which so many numbers are the values
+
+    @property
+    def parts(self) -> int:
+        """What a token is stored as: keys and values, or one row."""
+        return 2 if self.rank is None else 1
 
     @property
     def kv_bytes(self) -> int:
-        return self.batch * self.context * self.heads[1] * self.head_dim * 2 * 2
+        return self.batch * self.context * self.heads[1] * self.head_dim * self.parts * 2
 
     @property
     def flops(self) -> float:
         """Of causal attention: both products, over what each new token sees."""
         seen = self.context - self.new / 2
-        return 4 * self.batch * self.new * seen * self.heads[0] * self.head_dim
+        return 2 * self.batch * self.new * seen * self.heads[0] * (self.head_dim + (self.rank or self.head_dim))
 
     @property
     def pools(self) -> int:
@@ -56,7 +62,7 @@ def inputs(point: Point, pools: int) -> dict[str, Any]:
     key = jax.random.key(0)
     held = -(-point.context // point.block)
     blocks = point.batch * held
-    shape = (blocks + 1, 2, point.heads[1], point.block, point.head_dim)
+    shape = (blocks + 1, point.parts, point.heads[1], point.block, point.head_dim)
     make = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
     return {
         "q": jax.random.normal(key, (point.batch, point.new, point.heads[0], point.head_dim), jnp.bfloat16),
@@ -105,6 +111,16 @@ def ours(interpret) -> Callable:
         return gpu.paged_attention(q, kv, tables, lengths, new, interpret=interpret)
 
     return attend
+
+
+def latent(point: Point, attend: Callable, **options) -> Callable:
+    """Attention over latent rows, whose output is made as wide as the next call's queries."""
+
+    def widened(q, *arrays):
+        out = attend(q, *arrays, rank=point.rank, scale=point.head_dim**-0.5, **options)
+        return jnp.concatenate([out, q[..., point.rank :]], axis=-1)
+
+    return widened
 
 
 def by_triton(q, kv, tables, lengths):
@@ -184,6 +200,12 @@ def contenders(point: Point, arrays: dict[str, Any], interpret) -> Iterator[tupl
         return seconds_per_call(attend, q, pools, *rest, expected=point.expected)[0]
 
     expected = point.expected if interpret is None else 1.0
+    if point.rank is not None:
+        by_us = latent(point, gpu.paged_attention, interpret=interpret)
+        yield "ours", lambda: seconds_per_call(by_us, *arrays.values(), expected=expected)
+        if interpret is None:
+            yield "xla", lambda: seconds(latent(point, xla.paged_attention), pools, tables, lengths, new)
+        return
     yield "ours", lambda: seconds_per_call(ours(interpret), *arrays.values(), expected=expected)
     if interpret is not None or point.block == 128:
         return

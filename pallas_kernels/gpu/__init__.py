@@ -1,8 +1,8 @@
 """Paged attention on NVIDIA Hopper GPUs, in Pallas Mosaic GPU.
 
-`step` prepares a step and calls the kernels: `decode` for rows with one new token, `prefill` for the others.
-Both take their work from lists built on the device (`work`) and their tile sizes from `tuning`, and share `tiles`;
-`support` refuses what they cannot do. The write of the cache is XLA's in-place scatter.
+`step` prepares a step and calls the kernels: `decode` for rows with one new token, `prefill` for the others, `latent`
+for both over latent rows. They take their work from lists built on the device (`work`) and their tile sizes from
+`tuning`, and share `tiles`; `support` refuses what they cannot do. The write of the cache is XLA's in-place scatter.
 """
 
 from pallas_kernels.gpu.quantised import KINDS as KINDS
@@ -10,6 +10,7 @@ from pallas_kernels.gpu.step import attend
 from pallas_kernels.gpu.support import unsupported as unsupported
 from pallas_kernels.sight import with_spans
 
+LATENT = True  # it reads latent rows
 VARIANTS = frozenset({"causal", "chunk", "deterministic", "sink_tokens", "spans", "tree"})
 
 

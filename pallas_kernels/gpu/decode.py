@@ -242,7 +242,7 @@ def merge(
     """Combine the items of each row that was cut.
 
     Args:
-      part, part_lse, items, sinks, new_tokens: as of `split`.
+      part, part_lse, items, sinks, new_tokens: as of `split`, or of `latent.split`.
       most_cut: see `decode_items`.
       out, lse: `split`'s output and its logarithm: references where the rows' are written, or else arrays.
       num_blocks: thread blocks to start, at most; each takes several rows if those are more.
@@ -251,14 +251,16 @@ def merge(
     Returns:
       New arrays like `out` and `lse`, with the rows' in them and anything else; nothing if those are references.
     """
-    _, num_kv_heads, head_dim, columns = part.shape
+    _, num_kv_heads, head_dim, _ = part.shape
     group, dtype = out.shape[1] // num_kv_heads, out.dtype
+    columns = -(-new_tokens * group // 8) * 8  # of those of `part`, which may be more
     width = 64  # of the head_dim, in one thread block
     parts = head_dim // width
     at_once = min(max(num_blocks // (num_kv_heads * parts), 1), most_cut)  # rows
     # Items loaded at once: one by one, each would cost the memory's whole latency. More where rows are few, and so cut
     # into many, while thread blocks that each need many registers still fit on the chip all at once.
-    ahead = (128 if most_cut * num_kv_heads <= 64 and not deterministic else 64) // columns
+    ahead = (128 if most_cut * num_kv_heads <= 64 and not deterministic else 64) // columns or 1
+    used = pl.ds(0, columns)
 
     def paged_decode_merge(part_ref, part_lse_ref, items_ref, *others):
         sinks_ref, out_ref, lse_ref, rows_s = (None, *others) if sinks is None else others
@@ -284,8 +286,8 @@ def merge(
                 loaded = []
                 for item in items:
                     at = jnp.minimum(item, stop - 1)
-                    x = plgpu.load(part_ref.at[at, head, pl.ds(d * width, width)], layout=LAYOUT, optimized=False)
-                    x_lse = plgpu.load(part_lse_ref.at[at, head], layout=VECTOR, optimized=False)
+                    x = plgpu.load(part_ref.at[at, head, pl.ds(d * width, width), used], layout=LAYOUT, optimized=False)
+                    x_lse = plgpu.load(part_lse_ref.at[at, head, used], layout=VECTOR, optimized=False)
                     # Past the row's last item, it is loaded again, and weighs nothing.
                     loaded.append((x, x_lse + jnp.where(item < stop, 0.0, -jnp.inf)))
                 for x, x_lse in loaded:
@@ -300,8 +302,9 @@ def merge(
             merged = lax.fori_loop(0, lax.div(stop - first + (ahead - 1), jnp.int32(ahead)), step, zero)
             at = pl.ds(head * group, group), pl.ds(d * width, width)
             finish(
-                merged, None if sinks is None else sinks_ref.at[head], rows_s,
-                [out_ref.at[place + t, *at] for t in range(new_tokens)], lse_ref.at[row, head],
+                merged, None if sinks is None else sinks_ref.at[head, used], rows_s,
+                [out_ref.at[place + t, *at] for t in range(new_tokens)], lse_ref.at[row, head, used],
+                with_lse=d == 0,
             )  # fmt: skip
 
     in_place = isinstance(out, jax.Ref)
@@ -314,13 +317,14 @@ def merge(
     )(part, part_lse, items, *(() if sinks is None else (sinks,)), *((out, lse) if in_place else ()))  # fmt: skip
 
 
-def finish(softmax, sinks_ref, rows_s, tokens, lse_ref) -> None:
+def finish(softmax, sinks_ref, rows_s, tokens, lse_ref, *, with_lse=True) -> None:
     """Write a row's output where its tokens lie, by way of `rows_s`, and its logarithm.
 
     Args:
       softmax: the products with the values, their maximum and their sum, the queries as columns.
       sinks_ref: `f32[columns]`, one more logit for each query that sees anything; or None.
       tokens: for each of the row's tokens, where its heads' output goes.
+      with_lse: whether this thread block writes the logarithm, which those that do other columns have too.
     """
     acc, m, total = softmax
     if sinks_ref is not None:
@@ -332,7 +336,7 @@ def finish(softmax, sinks_ref, rows_s, tokens, lse_ref) -> None:
         total = total * alpha + jnp.where(m == -jnp.inf, 0.0, jnp.exp2(sink - safe))
     total = jnp.where(total == 0.0, 1.0, total)
     store(rows_s.T, (acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [1])).astype(rows_s.dtype))
-    store(lse_ref, (m + jnp.log2(total)) * math.log(2))
+    pl.when(with_lse)(lambda: store(lse_ref, (m + jnp.log2(total)) * math.log(2)))
     plgpu.commit_smem()
     for t, token in enumerate(tokens):
         plgpu.copy_smem_to_gmem(rows_s.at[pl.ds(t * token.shape[0], token.shape[0])], token)

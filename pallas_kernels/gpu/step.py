@@ -1,9 +1,12 @@
 """A step of paged attention: prepare the operands, run the kernels, put their outputs back where the tokens lie."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gpu import decode, prefill, tuning, work
+from pallas_kernels.gpu import decode, latent, prefill, tuning, work
 from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import InterpretParams, logit_scalars, varies
 from pallas_kernels.sight import Reach, Sight, cut, find_sight, of_rows_that_hold
@@ -14,7 +17,7 @@ MOST_COLUMNS = 32  # queries of one row and KV head that the decode kernels take
 
 def attend(
     q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
-    mask=None, return_lse=False, kind=None, chunk=None, sink_tokens=None, tree=None, spans=None,
+    mask=None, return_lse=False, kind=None, rank=None, chunk=None, sink_tokens=None, tree=None, spans=None,
     causal=True, deterministic=False, interpret: InterpretParams = None,
 ):  # fmt: skip
     """[`pallas_kernels.paged_attention`][] on a Hopper GPU, for what `unsupported` does not refuse.
@@ -22,15 +25,22 @@ def attend(
     The decode kernels spread a row over the chip; the prefill kernel shares keys and values among tokens. Rows of a
     padded step that is narrow enough all take the decode kernels. Of any other step those with one new token do and
     those with more take the prefill kernel; both run if the shapes allow both. `deterministic`: so it is of any step.
+    Over latent rows one kernel does both, with lists of work as these have.
 
     `interpret` runs the kernels in Pallas's GPU interpreter, on any machine.
     """
     assert mask is None and (kv_scale is None or kind is not None), "`unsupported` refuses them"
     if q.size == 0:
+        q = q[..., :rank]
         return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if return_lse else q
     token_axes, (num_heads, head_dim) = q.shape[:-2], q.shape[-2:]
     num_rows, width = new.shape[0], token_axes[-1]
-    group = num_heads // kv.shape[2]
+    group, most_columns, prefill_rows, missing = num_heads // kv.shape[2], MOST_COLUMNS, _prefill_rows, 0
+    if rank is not None:
+        missing = -num_heads % 8  # heads, so that bulk copies of any token's are of whole tiles
+        group, most_columns = latent.heads_at_once(num_heads + missing), latent.QUERY_ROWS
+        prefill_rows = functools.partial(_prefill_latent, rank=rank)
+        sinks = None if sinks is None else jnp.pad(sinks, (0, missing))
     capacity = tables.shape[1] * kv.shape[3]
     held, lengths = lengths, jnp.clip(lengths, 0, capacity)  # so that no length reads past its row's table
     scalars = logit_scalars(head_dim**-0.5 if scale is None else scale, soft_cap)
@@ -43,7 +53,7 @@ def attend(
     token = locate(token_axes, lengths, new, offsets)
     token = Tokens(*(x.reshape(-1) for x in token))
     q = q.reshape(-1, num_heads, head_dim)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, -head_dim % 8)))  # bulk copies want steps of 16 bytes
+    q = jnp.pad(q, ((0, 0), (0, missing), (0, -head_dim % 8)))  # bulk copies want steps of 16 bytes
     if len(token_axes) == 2:
         start = jnp.arange(num_rows, dtype=jnp.int32) * width
     else:
@@ -56,9 +66,24 @@ def attend(
         last = lengths[token.row] - 1  # all of the row
         sight = Sight(last, jnp.zeros_like(last), last, jnp.zeros_like(last), None)
 
-    if len(token_axes) == 2 and width * group <= MOST_COLUMNS and (width == 1 or not deterministic):
+    if len(token_axes) == 2 and width * group <= most_columns and (width == 1 or not deterministic):
         out, lse = _decode_rows(
-            q, kv, tables, held, new, start, width, token, None, scalars, sinks, width, None, sight=sight, **options
+            q,
+            kv,
+            tables,
+            held,
+            new,
+            start,
+            width,
+            token,
+            None,
+            scalars,
+            sinks,
+            width,
+            None,
+            rank=rank,
+            sight=sight,
+            **options,
         )
         lse = lse.reshape(num_rows, -1, width, group)
         lse = jnp.swapaxes(lse, 1, 2)
@@ -67,21 +92,35 @@ def attend(
         if width > 1:
             decodes = deterministic or (causal and num_rows > 1)
             least = 2 if decodes else 1  # new tokens of a row that is not decoded
-            out, lse = _prefill_rows(
+            out, lse = prefill_rows(
                 q, kv, tables, lengths, jnp.where(new < least, 0, new), start, token, scalars, sinks, least,
                 sight=sight, **options,
             )  # fmt: skip
             out, lse = jnp.where(seen[:, None, None], out, jnp.zeros_like(out)), jnp.where(seen[:, None], lse, -jnp.inf)
         else:
-            least, out, lse = 2, jnp.zeros_like(q), jnp.full(q.shape[:-1], -jnp.inf)
+            least, out, lse = 2, jnp.zeros_like(q[..., :rank]), jnp.full(q.shape[:-1], -jnp.inf)
         if least == 2:
             place = width if len(token_axes) == 2 else start
             out, alone_lse = _decode_rows(
-                q, kv, tables, held, new, start, place, token, q.shape[0], scalars, sinks, 1, out, **options
+                q,
+                kv,
+                tables,
+                held,
+                new,
+                start,
+                place,
+                token,
+                q.shape[0],
+                scalars,
+                sinks,
+                1,
+                out,
+                rank=rank,
+                **options,
             )
             lse = jnp.where((seen & (new[token.row] == 1))[:, None], alone_lse.reshape(num_rows, -1)[token.row], lse)
-    out = out[..., :head_dim].reshape(*token_axes, num_heads, head_dim)
-    return (out, lse.reshape(*token_axes, num_heads)) if return_lse else out
+    out = out[:, :num_heads, : rank or head_dim].reshape(*token_axes, num_heads, -1)
+    return (out, lse.reshape(*token_axes, -1)[..., :num_heads]) if return_lse else out
 
 
 def tiles_of_a_row(capacity: int, reach: Reach, new_tokens: int, tile_tokens: int) -> int:
@@ -92,7 +131,7 @@ def tiles_of_a_row(capacity: int, reach: Reach, new_tokens: int, tile_tokens: in
 
 def _decode_rows(
     q, kv, tables, lengths, new, start, place, token, alone_of, scalars, sinks, new_tokens, into, *, reach, soft_cap,
-    kv_scale, kind, interpret, deterministic, sight=None,
+    kv_scale, kind, interpret, deterministic, rank=None, sight=None,
 ):  # fmt: skip
     """Attention of rows of at most `new_tokens` tokens each, of which row s's are at `start[s]`.
 
@@ -102,19 +141,28 @@ def _decode_rows(
       alone_of: None takes all rows; a number, those with one new token that is among so many: another has no work.
 
     Returns:
-      `into`, `[N, H, D]`, with the output of those rows' tokens, or a new array that has it where it is None, and the
-      LSE `f32[S, K, new_tokens * group]`; 0 and -inf for tokens that see nothing. Rows not taken have any LSE.
+      `into`, `[N, H, D]` or of latent rows `[N, H, rank]`, with the output of those rows' tokens, or a new array that
+      has it where it is None, and the LSE `f32[S, K, new_tokens * group]`, K of latent rows the tiles of heads; 0 and
+      -inf for tokens that see nothing. Rows not taken have any LSE.
     """
     num_rows, num_kv_heads, block_size = tables.shape[0], kv.shape[2], kv.shape[3]
+    if rank is not None:  # tiles of heads, all of the one KV head
+        num_kv_heads = q.shape[1] // latent.heads_at_once(q.shape[1])
     used = new_tokens * (q.shape[1] // num_kv_heads)
-    columns = -(-used // 8) * 8
-    plan = tuning.decode_plan(kernel_head_dim(q.shape[2]), columns, kv.dtype.itemsize)
+    if rank is None:
+        columns = -(-used // 8) * 8
+        plan = tuning.decode_plan(kernel_head_dim(q.shape[2]), columns, kv.dtype.itemsize)
+        split = functools.partial(decode.split, columns=columns, kv_scale=kv_scale, kind=kind)
+    else:
+        columns, plan = latent.QUERY_ROWS, tuning.latent_plan(kernel_head_dim(q.shape[2]))
     most_tiles = tiles_of_a_row(tables.shape[1] * block_size, reach, new_tokens, plan.tile.tokens)
     items, num_items, most_cut = work.decode_items(
         lengths, new, place, alone_of=alone_of, capacity=tables.shape[1] * block_size, reach=reach,
         tile_tokens=plan.tile.tokens, wave=-(-plan.num_blocks // num_kv_heads), most_tiles=most_tiles,
-        deterministic=deterministic, interpret=interpret,
+        waves=plan.waves, deterministic=deterministic, interpret=interpret,
     )  # fmt: skip
+    if rank is not None:
+        split = functools.partial(latent.split, rank=rank, some_cut=most_cut > 0)
     lines = None
     if sight is not None:  # for each token's heads the same
         nth = jnp.arange(new_tokens, dtype=jnp.int32)[None]
@@ -124,12 +172,12 @@ def _decode_rows(
     if sinks is not None:  # for each token its heads'
         sinks = jnp.tile(sinks.astype(jnp.float32).reshape(num_kv_heads, -1), (1, new_tokens))
         sinks = jnp.pad(sinks, ((0, 0), (0, columns - used)))
-    in_place, refs = not varies(kv), None
+    in_place, refs = not (varies(q) or varies(kv)), None
     if in_place and into is not None:
         refs = jax.new_ref(into), jax.new_ref(jnp.zeros((num_rows, num_kv_heads, columns), jnp.float32))
-    part, part_lse, *new_arrays = decode.split(
-        q, kv, tables, items, scalars, sinks, refs, num_items=num_items, new_tokens=new_tokens, columns=columns,
-        tile=plan.tile, reach=reach, soft_cap=soft_cap, sight=lines, kv_scale=kv_scale, kind=kind, interpret=interpret,
+    part, part_lse, *new_arrays = split(
+        q, kv, tables, items, scalars, sinks, refs, num_items=num_items, new_tokens=new_tokens, tile=plan.tile,
+        reach=reach, soft_cap=soft_cap, sight=lines, interpret=interpret,
     )  # fmt: skip
     if in_place and most_cut:
         refs = refs or tuple(map(jax.new_ref, new_arrays))
@@ -202,11 +250,60 @@ def _prefill_rows(
     out = out[item, :, nth % item_tokens].reshape(num_tokens, num_heads, head_dim)
     lse = lse[:, :, :used].reshape(num_items, num_kv_heads, item_tokens, group)
     lse = lse[item, :, nth % item_tokens].reshape(num_tokens, num_heads)
-    if sinks is not None:
-        with_sink = jnp.logaddexp(lse, sinks.astype(jnp.float32)[None])
-        out = (out.astype(jnp.float32) * jnp.exp(lse - with_sink)[..., None]).astype(out.dtype)
-        lse = with_sink
-    return out, lse
+    return _with_sinks(out, lse, sinks)
+
+
+def _prefill_latent(
+    q, kv, tables, lengths, new, start, token, scalars, sinks, least, *, rank, reach, soft_cap, kv_scale, kind,
+    interpret, deterministic, sight=None,
+):  # fmt: skip
+    """What `_prefill_rows` does, over latent rows, and its output is `[N, H, rank]`. Queries are read, and the output
+    is written, where they lie; but of items in chunks."""
+    num_tokens, num_heads, head_dim = q.shape
+    group = latent.heads_at_once(num_heads)
+    head_tiles, item_tokens = num_heads // group, latent.QUERY_ROWS // group
+    plan = tuning.latent_plan(kernel_head_dim(head_dim))
+    rows = min(new.shape[0], num_tokens // least)
+    num_items = (num_tokens - rows) // item_tokens + rows
+    most_tiles = tiles_of_a_row(tables.shape[1] * kv.shape[3], reach, item_tokens, plan.tile.tokens)
+    chunks = 1 if deterministic else tuning.prefill_chunks(num_items * head_tiles, most_tiles)
+    items, index, first_item, place, sights = work.prefill_items(
+        lengths, new, reach, item_tokens, num_items, plan.tile.tokens, chunks, sight, start
+    )
+    if sights is not None:
+        reach = Reach(1, None, reach.sink_tokens)  # what is seen begins at the first position itself
+        sights = jnp.repeat(sights, group, axis=2)
+        sights = jnp.pad(sights, ((0, 0), (0, 0), (0, latent.QUERY_ROWS - item_tokens * group)))
+    row, first_token, stop, first, last = (items[..., i] for i in range(5))
+    count = jnp.clip(new[row] - index[:, None], 0, item_tokens)
+    role = jnp.where(count > 0, work.PART if chunks > 1 else work.WHOLE, work.UNUSED)
+    lines = (row, first, last, stop, stop - first_token, start[row] + index[:, None], role, count)
+    part, part_lse, out, lse = latent.split(
+        q, kv, tables, jnp.stack(lines, axis=2).reshape(-1, len(lines)), scalars, None, num_items=num_items * chunks,
+        new_tokens=item_tokens, rank=rank, tile=plan.tile, reach=reach, soft_cap=soft_cap, some_cut=chunks > 1,
+        by_item=True, sight=sights, interpret=interpret,
+    )  # fmt: skip
+
+    nth = jnp.where(token.valid, token.position - (lengths - new)[token.row], 0)
+    item = place[jnp.clip(first_item[token.row] + nth // item_tokens, 0, num_items - 1)]
+
+    def of_tokens(x):
+        """From `[W, tiles of heads, 64, ...]`, the queries of items, to `[N, H, ...]`."""
+        x = x[:, :, : item_tokens * group].reshape(num_items, head_tiles, item_tokens, group, *x.shape[3:])
+        return x[item, :, nth % item_tokens].reshape(num_tokens, num_heads, *x.shape[4:])
+
+    if chunks > 1:
+        part, lse = _merge_chunks(jnp.swapaxes(part, 2, 3), part_lse * math.log(2), last > first)
+        out = of_tokens(part.astype(q.dtype))
+    return _with_sinks(out, of_tokens(lse), sinks)
+
+
+def _with_sinks(out, lse, sinks):
+    """Of tokens, `[N, H, D]` and `f32[N, H]`, with one more logit in each softmax's denominator, `[H]`."""
+    if sinks is None:
+        return out, lse
+    with_sink = jnp.logaddexp(lse, sinks.astype(jnp.float32)[None])
+    return (out.astype(jnp.float32) * jnp.exp(lse - with_sink)[..., None]).astype(out.dtype), with_sink
 
 
 def _merge_chunks(out, lse, some):

@@ -11,6 +11,8 @@ from pallas_kernels.sight import unsupported_sight
 
 FALLBACK = "leave implementation=None to use XLA's"
 CAPABILITY = "9.0"  # Hopper: the kernels use its warpgroup matrix instructions, which newer chips do not have either
+# Of latent rows: half of the values' columns are whole tiles; and what shared memory and registers hold.
+RANKS, MOST_RANK, MOST_WIDTH, HEADS_AT_ONCE = 128, 512, 576, 64
 
 
 def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
@@ -18,6 +20,7 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
     if op != "paged_attention":
         return f"The gpu backend has no kernel of its own for {op}; {FALLBACK}."
     q, kv, mask, kv_scale, kind = arguments["q"], arguments["kv"], *map(arguments.get, ("mask", "kv_scale", "kind"))
+    rank = arguments.get("rank")
     head_dim, block_size, stored = q.shape[-1], kv.shape[3], kv.shape[4]
     group = q.shape[-2] // kv.shape[2]
     if mask is not None:
@@ -36,20 +39,41 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
             f"The gpu kernels need a block_size in multiples of {least} tokens{'' if kind is None else f' in {kind}'}, "
             f"not {block_size}; {FALLBACK}."
         )
-    if kernel_head_dim(head_dim) > min(stored, 256):
+    if rank is not None and (why_not := _unsupported_latent(q, kind, rank)):
+        return why_not
+    widest = 256 if rank is None else MOST_WIDTH
+    if kernel_head_dim(head_dim) > min(stored, widest):
         wider = f"store {kernel_head_dim(head_dim)} with CacheConfig(head_dim_multiple=64), or "
         return (
-            f"The gpu kernels read head_dim in multiples of 64 up to 256, but q has {head_dim} and the pool stores "
-            f"{stored}; {wider if head_dim <= 256 else ''}{FALLBACK}."
+            f"The gpu kernels read head_dim in multiples of 64 up to {widest}, but q has {head_dim} and the pool "
+            f"stores {stored}; {wider if head_dim <= widest else ''}{FALLBACK}."
         )
     if "tables" in arguments and (rows := arguments["tables"].shape[0]) > MOST_ROWS:
         return f"The gpu kernels plan steps of at most {MOST_ROWS} rows, not {rows}; take fewer, or {FALLBACK}."
-    if group > 32:
+    if rank is None and group > 32:
         return f"The gpu kernels share a KV head among at most 32 query heads, not {group}; {FALLBACK}."
     capability = _capability()
     if capability not in (None, CAPABILITY):
         return f"The gpu kernels need a Hopper GPU (compute capability {CAPABILITY}), not {capability}; {FALLBACK}."
     return unsupported_sight(arguments)
+
+
+def _unsupported_latent(q, kind: str | None, rank: int) -> str | None:
+    """Of latent rows."""
+    if kind is not None:
+        return f"The gpu kernels read latent rows of bfloat16 or float16, not of {kind}; {FALLBACK}."
+    if rank % RANKS or rank > MOST_RANK:
+        return (
+            f"The gpu kernels read latent rows with a rank in multiples of {RANKS} up to {MOST_RANK}, not {rank}; "
+            f"{FALLBACK}."
+        )
+    heads = q.shape[-2]
+    if heads > HEADS_AT_ONCE and heads % HEADS_AT_ONCE:
+        return (
+            f"The gpu kernels read latent rows for up to {HEADS_AT_ONCE} query heads or a multiple of them, not "
+            f"{heads}; pad q to {-(-heads // HEADS_AT_ONCE) * HEADS_AT_ONCE}, or {FALLBACK}."
+        )
+    return None
 
 
 def kernel_head_dim(head_dim: int) -> int:

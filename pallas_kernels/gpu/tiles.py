@@ -114,7 +114,8 @@ def fetch(
     in_warps,
     scales=None,
 ) -> None:
-    """The producer: copy tiles `start`, `start + 1`, ... of a row's K and V into a ring of slots.
+    """The producer: copy tiles `start`, `start + 1`, ... of a row's K and V into a ring of slots each; of latent rows
+    into one.
 
     Places before `first_seen`, first tokens aside, and from `length` on are not fetched: another piece that is seen is
     fetched in their stead, so that every slot gets the same number of copies. Table entries are clamped into the pool.
@@ -122,13 +123,12 @@ def fetch(
     `scales`: those of a quantised pool, `[num_blocks + 1, 2, K, block_size]`, and their ring, `[stages, 2, tokens]`:
     they come with the keys.
     """
-    (k_s, v_s), (k_ready, v_ready), (k_free, v_free) = slots, ready, free
     num_blocks, _, _, block_size, _ = kv_ref.shape
-    head_dim = k_s.shape[-1]
+    head_dim = slots[0].shape[-1]
     piece, stages = tile.piece(block_size), tile.stages
     low, high = (lax.div(position, jnp.int32(piece)) for position in (first_seen, length - 1))
 
-    refs = ((k_s, k_ready, k_free), (v_s, v_ready, v_free))
+    refs = tuple(zip(slots, ready, free, strict=True))
 
     def stream(*parts):
         @pl.loop(0, num_tiles)
@@ -165,11 +165,11 @@ def fetch(
                 plgpu.barrier_wait(refs[part][2].at[lax.rem(i, jnp.int32(stages))])
 
     if not in_warps:
-        return stream(0, 1)
+        return stream(*range(len(refs)))
 
     @plgpu.warp_map  # a copy by one warp needs no barrier of all four; and K waits for no slot of V's
     def one_warp_each(warp):
-        for part in range(2):
+        for part in range(len(refs)):
             pl.when(warp == part)(functools.partial(stream, part))
 
 

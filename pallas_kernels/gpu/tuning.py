@@ -20,6 +20,7 @@ RESERVED = 1024  # of a multiprocessor's, for each thread block on it
 class DecodePlan:
     tile: Tile
     num_blocks: int  # thread blocks that fill the chip once
+    waves: int | None = None  # full loads of the chip to cut the rows into; None: `work.WAVES`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,14 @@ def decode_plan(head_dim: int, columns: int, itemsize: int = 2) -> DecodePlan:
     blocks = 2 if columns < 32 and 2 * (4 // itemsize * stage + rest + RESERVED) <= SHARED_MEMORY + RESERVED else 1
     stages = min(((SHARED_MEMORY + RESERVED) // blocks - RESERVED - rest) // stage, 16 // itemsize // blocks)
     return DecodePlan(Tile(tokens=64, stages=stages), num_blocks=blocks * here[1])
+
+
+def latent_plan(width: int) -> DecodePlan:
+    """The plan for rows of so many numbers, padded to tiles. One thread block has a multiprocessor to itself, and a
+    part of a row costs it as much as two tiles, so that rows are cut into fewer."""
+    tile = 64 * width * 2  # bytes, of queries as of rows
+    rest = tile + 64 * 64 * 2 + 1024
+    return DecodePlan(Tile(tokens=64, stages=min((SHARED_MEMORY - rest) // tile, 4)), chip()[1], waves=2)
 
 
 def merge_blocks() -> int:

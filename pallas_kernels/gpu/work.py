@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu.tiles import LAYOUT, InterpretParams, store, walk_from
-from pallas_kernels.sight import Reach, Sight, cut
+from pallas_kernels.sight import FAR, Reach, Sight, cut
 
 WAVES = 4  # full loads of the chip to cut decode into, so that the last one, partly filled, costs little
 FEW_TILES = 4  # an item shorter than this spends its time on starting: only what one wave needs is cut finer
@@ -28,7 +28,7 @@ MOST_ROWS = 16_384  # of a step: three numbers of each in a multiprocessor's sha
 UNUSED, WHOLE, PART = 0, 1, 2
 
 
-def decode_capacity(num_rows: int, wave: int, most_tiles: int) -> tuple[int, int]:
+def decode_capacity(num_rows: int, wave: int, most_tiles: int, waves: int | None = None) -> tuple[int, int]:
     """Items that `decode_items` has room for in all, and the most of one row: 1 where rows are never cut.
 
     The kernel that merges a row's items goes through them a few at a time, so a row gets about as many as fill the chip
@@ -37,7 +37,7 @@ def decode_capacity(num_rows: int, wave: int, most_tiles: int) -> tuple[int, int
     if most_tiles <= FEW_TILES:
         return num_rows, 1
     most = min(max(2 * wave, 64), MOST_ITEMS, most_tiles)
-    return min(num_rows + WAVES * wave, num_rows * most), most
+    return min(num_rows + (waves or WAVES) * wave, num_rows * most), most
 
 
 def fixed_edges(most_tiles: int) -> tuple[int, ...]:
@@ -51,7 +51,8 @@ def fixed_edges(most_tiles: int) -> tuple[int, ...]:
 
 def decode_items(
     lengths: jax.Array, new: jax.Array, start: jax.Array | int, *, alone_of: int | None, capacity: int, reach: Reach,
-    tile_tokens: int, wave: int, most_tiles: int, deterministic: bool = False, interpret: InterpretParams = None,
+    tile_tokens: int, wave: int, most_tiles: int, waves: int | None = None, deterministic: bool = False,
+    interpret: InterpretParams = None,
 ) -> tuple[jax.Array, int, int]:  # fmt: skip
     """Cut the rows into items of about the same number of tiles, so that one long row spreads as widely as many short.
 
@@ -67,6 +68,7 @@ def decode_items(
       alone_of: None makes items of all rows; a number, of those with one new token that is among so many.
       capacity: tokens that a row's table has room for: no more of `lengths` counts.
       wave: the number of items that fill the chip once.
+      waves: how often they are to fill it, about; default: `WAVES`.
       most_tiles: of a row, as its table allows.
 
     Returns:
@@ -77,7 +79,7 @@ def decode_items(
       num_items, most_cut: W, of `decode_capacity`; and rows in parts, at most.
     """
     num_rows = lengths.shape[0]
-    num_items, most = decode_capacity(num_rows, wave, most_tiles)
+    num_items, most = decode_capacity(num_rows, wave, most_tiles, waves)
     edges = fixed_edges(most_tiles) if deterministic else ()
     if deterministic:
         most = len(edges) - 1
@@ -143,7 +145,7 @@ def decode_items(
             if deterministic:  # they have no one size
                 size, count = jnp.zeros_like(tiles), sum(where(tiles > edge, 1) for edge in edges[:-1])
             else:
-                size = jnp.maximum(up(total, jnp.full_like(total, WAVES * wave)), 1)
+                size = jnp.maximum(up(total, jnp.full_like(total, (waves or WAVES) * wave)), 1)
                 size = jnp.maximum(size, jnp.minimum(up(total, jnp.full_like(total, wave)), FEW_TILES))
                 count = jnp.maximum(jnp.minimum(up(tiles, size), most), 1)
                 size = jnp.maximum(up(tiles, count), 1)
@@ -230,7 +232,7 @@ def prefill_items(
       items: `i32[W, C, 5]`: row, position of the first token, and position to stop before (the same if empty); first
         tile of the walk (`tiles.walk_from`), and tile to stop before, of the chunk. With `sight` `i32[W, C, 7]`; see
         `prefill.attend`.
-      index: `i32[W]`: each item's first token, counted from its row's first new one.
+      index: `i32[W]`: each item's first token, counted from its row's first new one; `FAR` of an empty item.
       first_item, place: `i32[S]`, `i32[W]`: token i of row s is in item `place[first_item[s] + i // item_tokens]`.
       sights: `i32[W, 3 + words, item_tokens]`, see `sight.Tiles`; or None.
     """
@@ -263,7 +265,8 @@ def prefill_items(
     chunk = jax.lax.broadcasted_iota(jnp.int32, (num_items, chunks), 1)
     first, last = (jnp.minimum(n * size, tiles) + tile for n in (chunk, chunk + 1))
     sights = None if sights is None else sights[order]
-    return jnp.stack([row, start, stop, first, last, *sure], axis=2), index[order], first_item[:-1], place, sights
+    index = jnp.where(used, index, FAR)[order]
+    return jnp.stack([row, start, stop, first, last, *sure], axis=2), index, first_item[:-1], place, sights
 
 
 def _starts(counts: jax.Array) -> jax.Array:

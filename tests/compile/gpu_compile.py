@@ -55,7 +55,10 @@ def standard_output():
             os.close(kept)
 
 
-KERNELS = ("paged_decode_plan", "paged_decode_split", "paged_decode_merge", "paged_prefill")
+KERNELS = (
+    "paged_decode_plan", "paged_decode_split", "paged_decode_merge", "paged_prefill", "paged_latent_decode",
+    "paged_latent_prefill",
+)  # fmt: skip
 COMPILED: dict[str, dict] = {}  # by hash: what the compiler said of it; a process compiles each kernel once
 
 
@@ -86,6 +89,7 @@ def compile_(f, *arguments, **options):
 
 def described(assembly):
     """What PTX and its assembler's report say of a kernel."""
+    traded = re.findall(r"setmaxnreg\.(\w+)\.sync\.aligned\.u32 (\d+)", assembly)
     return {
         "target": re.search(r"\.target (\w+)", assembly).group(1),
         "registers": int(re.search(r"Used (\d+) registers", assembly).group(1)),
@@ -95,7 +99,8 @@ def described(assembly):
         "proxy_fences": len(re.findall(r"fence\.proxy\.async", assembly)),
         "early_launch": sorted(set(re.findall(r"griddepcontrol\.(\w+)", assembly))),
         # Registers of a thread after the warpgroups have traded them: by those that took more, and that gave.
-        "traded": {k: int(n) for k, n in re.findall(r"setmaxnreg\.(\w+)\.sync\.aligned\.u32 (\d+)", assembly)},
+        "traded": {k: int(n) for k, n in traded},
+        "traded_in_all": sum(int(n) for _, n in traded),
     }
 
 
@@ -105,12 +110,13 @@ def attention(shape, *, tokens=1, packed=False, block_size=16, dtype=jnp.bfloat1
     stored = -(-shape.head_dim // 64) * 64
     heads = (shape.num_heads, shape.head_dim)
     q = array((tokens, *heads) if packed else (ROWS, tokens, *heads), dtype)
-    pool = (NUM_BLOCKS, 2, shape.num_kv_heads, block_size)
+    pool = (NUM_BLOCKS, 2 if shape.rank is None else 1, shape.num_kv_heads, block_size)
     kv = array((*pool, stored), dtype if kind is None else storage_of(kind))
     scale = None if kind is None else array(pool, jnp.float32)
     row, sinks = array((ROWS,), jnp.int32), array((shape.num_heads,), jnp.float32) if sinks else None
     options = dict(window=shape.window, soft_cap=shape.soft_cap, return_lse=True, kind=kind, chunk=chunk)
     options |= {"sink_tokens": sink_tokens, "deterministic": deterministic}
+    options |= {} if shape.rank is None else {"rank": shape.rank, "scale": 0.1}
     tree = array(q.shape[:-2], jnp.int32) if tree else None
 
     def f(q, kv, scale, tables, lengths, new, sinks, tree):
@@ -321,6 +327,18 @@ JOBS = {
     "llama3-8b-tree": named("llama3-8b", tree=True, tokens=8),
     "llama3-8b-tree-prefill": named("llama3-8b", tree=True, tokens=64),
     "256-tree": lambda: attention(AttentionShape(16, 1, 256, num_layers=1, window=100), tokens=40, tree=True),
+    "deepseek-v2-lite": named("deepseek-v2-lite", tokens=4, block_size=16),
+    "deepseek-v2-lite-prefill": named("deepseek-v2-lite", tokens=64, block_size=8, sinks=True),
+    "deepseek-v2-lite-tree": named("deepseek-v2-lite", tokens=40, tree=True, deterministic=True),
+    "kimi-k2": named("kimi-k2", packed=True, tokens=256, block_size=128, dtype=jnp.float16),
+    "deepseek-v3": named("deepseek-v3", block_size=64),
+    "deepseek-v3-prefill": named("deepseek-v3", packed=True, tokens=2048, block_size=64),
+    "latent-window": lambda: attention(
+        AttentionShape(40, 1, 320, num_layers=1, window=100, soft_cap=30.0, rank=256),
+        tokens=64,
+        sinks=True,
+        sink_tokens=4,
+    ),
     "step": step,
     "step-shared": lambda: step(shares=True),
     "scanned": scanned,

@@ -12,6 +12,8 @@ import sys
 import pytest
 from nightly import NIGHTLY
 
+import pallas_kernels
+
 SITE = os.environ.get("JAXKV_COMPILE_SITE")
 pytestmark = [
     pytest.mark.skipif(not SITE, reason="JAXKV_COMPILE_SITE does not name a folder with the extra `compile`"),
@@ -68,6 +70,19 @@ if NIGHTLY:
     }
 
 
+# Over latent rows, and the kernels of each. A thread block fills a multiprocessor, 512 threads of 128 registers.
+LATENT = {"deepseek-v3": ("decode",)}
+if NIGHTLY:
+    LATENT |= {
+        "deepseek-v2-lite": ("decode",),
+        "deepseek-v2-lite-prefill": ("decode", "prefill"),
+        "deepseek-v2-lite-tree": ("decode", "prefill"),
+        "kimi-k2": ("decode", "prefill"),
+        "deepseek-v3-prefill": ("decode", "prefill"),
+        "latent-window": ("decode", "prefill"),
+    }
+
+
 KEPT = ["bounds", "heads"] * NIGHTLY
 STEPS = ["step", *["step-shared"] * NIGHTLY]
 
@@ -78,7 +93,8 @@ def report():
     script = pathlib.Path(__file__).with_name("gpu_compile.py")
     controls = ("no-fence", "too-many-registers", *("not-donated", "not-unique") * NIGHTLY)
     controls = [f"control-{name}" for name in controls]
-    jobs = [*DECODE_BUDGETS, *PREFILL, *QUANTISED, "launches", *STEPS, *KEPT, *["scanned"] * NIGHTLY, *controls]
+    jobs = [*DECODE_BUDGETS, *PREFILL, *QUANTISED, *LATENT, "launches", *STEPS, *KEPT, *["scanned"] * NIGHTLY]
+    jobs += controls
     path = os.pathsep.join([str(script.parents[2]), SITE, os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XLA_FLAGS": ""}
     run = subprocess.run([sys.executable, script, *jobs], env=environment, capture_output=True, text=True, timeout=580)
@@ -142,6 +158,22 @@ def test_quantised_within_budget(name, report):
     assert registers_after_trade(prefill) <= 128 * 3 * prefill["registers"] and prefill["shared_memory"] <= 227 * 1024
     assert decode["proxy_fences"] == prefill["proxy_fences"] == 4  # one more than in 16 bits, for K widened
     assert decode["bulk_copies"] >= 5 and prefill["bulk_copies"] >= 5  # q, K, V, and the scales of both
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_within_budget(name, report):
+    assert all(kernel["spills"] == 0 for kernel in report[name].values())
+    for which in LATENT[name]:
+        kernel = report[name][f"paged_latent_{which}"]
+        assert kernel["target"] == "sm_90a"
+        assert kernel["registers"] == 128 and kernel["shared_memory"] <= 227 * 1024
+        assert kernel["traded"]["inc"] > 128 > kernel["traded"]["dec"]
+        assert 128 * kernel["traded_in_all"] <= 64_512  # of one warpgroup that weighs, two that sum, one that copies
+        # Queries times keys, and weights times either half of the values: a step for every 16 numbers.
+        shape = pallas_kernels.SHAPES.get(name.removesuffix("-prefill").removesuffix("-tree"))
+        if shape is not None:
+            assert kernel["wgmma"] == shape.head_dim // 16 + 64 // 16 * shape.rank // 128
+        assert kernel["proxy_fences"] == 6  # weights and V cleaned and the output, of each half, and the last factor
 
 
 def registers_after_trade(kernel):

@@ -229,7 +229,7 @@ def test_no_pool_is_copied_and_what_it_takes():
 
     assert_no_copy(jax.jit(step, donate_argnames="cache"), cache, q, k, jax.ShapeDtypeStruct((4,), jnp.int32))
     choice = jaxkv.explain(q, cache, platform="cuda", scale=0.1)
-    assert choice.implementation == "xla" and "The gpu kernels read no latent rows yet" in choice.reason
+    assert choice.implementation == "gpu", choice
     choice = jaxkv.explain(q, cache, platform="tpu", scale=0.1)
     assert choice.implementation == "xla" and "head_dim of 576 is not a multiple of 128" in choice.reason
     padded = config.replace(head_dim_multiple=128)

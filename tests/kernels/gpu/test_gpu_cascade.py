@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
     not NIGHTLY, reason="by day the same is tried with the TPU kernels, and these are traced"
 )
 B16 = {"dtype": "bfloat16"}
+LATENT = dict(rank=128, scale=0.1, stored_head_dim=192, **B16)
 
 # Rows shorter than their queries, empty ones that some or none ask, one query alone, several items of them; few
 # queries of each row go to the decode kernels.
@@ -23,6 +24,8 @@ MEMORIES = {
     "packed": Case((17, 0, 150, 5), (20, 3, 1, 0), 5, 1, packed=True, padding=2, **B16),
     "padded": Case((70, 0, 9), (130, 130, 1), 2, 1, soft_cap=3.0, sinks=True, **B16),
     "few": Case((150, 0, 2, 70), (3, 1, 3, 0), 10, 2, sinks=True, **B16),
+    "latent": Case((17, 0, 150, 5), (20, 3, 1, 0), 5, 1, 136, packed=True, padding=2, **LATENT),
+    "latent, few": Case((150, 0, 2, 70), (3, 1, 3, 0), 10, 1, 136, **LATENT),
     "one token a row": Case((40, 0, 9), (1, 1, 0), 7, 1, 80, stored_head_dim=128, sinks=True, **B16),
 }
 
@@ -52,6 +55,10 @@ CASES = {
     ),
     "mixed": (
         Case((52, 50, 36, 20, 40, 37), (4, 1, 3, 1, 4, 33), 7, 1, packed=True, padding=3, **B16),
+        {(0, 2, 4): 2, (1, 3): 1}, None,
+    ),
+    "latent rows": (
+        Case((52, 50, 36, 20, 40, 37), (4, 1, 3, 1, 4, 9), 7, 1, 136, packed=True, padding=3, **LATENT),
         {(0, 2, 4): 2, (1, 3): 1}, None,
     ),
     "nobody shares": (Case((25, 33), (1, 1), 2, 1, **B16), {}, None),

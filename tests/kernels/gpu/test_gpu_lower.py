@@ -107,6 +107,24 @@ def test_shard_map_lowers():
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
+def test_latent_rows_lower(tokens):
+    """Tensor parallel: each device has its share of the heads, and all rows; also with 64 bits."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("heads",))
+    heads, nothing = PartitionSpec(None, None, "heads"), PartitionSpec()
+    shape = jax.ShapeDtypeStruct
+    arrays = shape((3, tokens, 32, 576), jnp.bfloat16), shape((9, 1, 1, 16, 576), jnp.bfloat16)
+    tables, row = shape((3, 40), jnp.int32), shape((3,), jnp.int32)
+
+    def attend(*arrays):
+        return gpu.paged_attention(*arrays, rank=512, scale=0.1, window=100, sink_tokens=3)
+
+    divided = jax.shard_map(attend, mesh=mesh, in_specs=(heads, *(nothing,) * 4), out_specs=heads)
+    jax.jit(divided).trace(*arrays, tables, row, row).lower(lowering_platforms=("cuda",))
+    with jax.enable_x64(True):
+        jax.jit(attend).trace(*arrays, tables, row, row).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
 def test_x64_lowers(tokens):
     with jax.enable_x64(True):
         lower(**DEFAULTS | dict(sinks=True, window=100, sink_tokens=33, soft_cap=30.0, tokens=tokens))

@@ -13,10 +13,15 @@ from pallas_kernels.gpu import support
 
 def arguments(*, dtype=jnp.bfloat16, pool_dtype=None, head_dim=128, stored=None, block_size=16, heads=8, **others):
     shape = jax.ShapeDtypeStruct
-    kv = shape((9, 2, 2, block_size, stored or head_dim), pool_dtype or dtype)
+    pool = (9, 2, 2) if "rank" not in others else (9, 1, 1)
+    kv = shape((*pool, block_size, stored or head_dim), pool_dtype or dtype)
     row = shape((2,), jnp.int32)
     q = shape((2, 1, heads, head_dim), dtype)
     return dict(q=q, kv=kv, tables=shape((2, 4), jnp.int32), lengths=row, new=row, **others)
+
+
+def latent(**others):
+    return arguments(**dict(head_dim=576, heads=128, rank=512, scale=0.1) | others)
 
 
 REFUSED = {
@@ -28,6 +33,15 @@ REFUSED = {
     r"store 128 with CacheConfig\(head_dim_multiple=64\)": arguments(head_dim=80),
     "512": arguments(head_dim=512),
     "query heads": arguments(heads=80),
+    "multiples of 128 up to 512, not 500": latent(rank=500),
+    "multiples of 128 up to 512, not 640": latent(rank=640, head_dim=704),
+    "64 query heads or a multiple of them, not 72; pad q to 128": latent(heads=72),
+    "latent rows of bfloat16 or float16, not of int8": latent(
+        pool_dtype=jnp.int8, kind="int8", kv_scale=jax.ShapeDtypeStruct((9, 1, 1, 16, 2), jnp.float32)
+    ),
+    "multiples of 64 up to 576, but q has 640": latent(head_dim=640),
+    r"q has 528 and the pool stores 528; store 576 with": latent(head_dim=528),
+    "multiples of 8 tokens, not 12": latent(block_size=12),
     "16384 rows": arguments() | {"tables": jax.ShapeDtypeStruct((16_385, 4), jnp.int32)},
 }
 
@@ -45,6 +59,22 @@ def test_refusals(word):
 def test_supported(head_dim, stored):
     choice = pallas_kernels.explain(platform="cuda", **arguments(head_dim=head_dim, stored=stored))
     assert choice.implementation == "gpu"
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "kimi-k2", "deepseek-v3"])
+def test_latent_rows_of_a_cache(name):
+    """As `attention` takes them, in the pool that a cache on a GPU makes."""
+    shape = pallas_kernels.SHAPES[name]
+    layers = (jaxkv.LayerConfig.latent(shape.rank, shape.head_dim - shape.rank),)
+    config = jaxkv.CacheConfig(
+        layers=layers, max_seqs=2, max_seq_len=64, num_blocks=8, head_dim_multiple=64, dtype="bfloat16"
+    )
+    cache = jax.eval_shape(lambda: jaxkv.init(config))
+    assert cache.pools[0].kv.shape[-1] == 576
+    for tokens in (1, 9):
+        q = jax.ShapeDtypeStruct((2, tokens, shape.num_heads, shape.head_dim), jnp.bfloat16)
+        choice = jaxkv.explain(q, cache, layer=0, platform="cuda")
+        assert choice.implementation == "gpu", choice
 
 
 @pytest.mark.parametrize("head_dim", [80, 96])

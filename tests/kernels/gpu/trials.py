@@ -50,7 +50,7 @@ class Trial:
         inputs, options = testing.make_inputs(case, poison=self.poison), testing.make_options(case)
         kv, tables = np.array(inputs.kv), np.array(inputs.tables)
         for row, position in self.loud:
-            kv[tables[row, position // case.block_size], 1, :, position % case.block_size] = 100
+            kv[tables[row, position // case.block_size], -1, :, position % case.block_size, : case.rank] = 100
         if self.poison_before_window:
             reach = Reach(case.window, case.chunk)
             assert reach.ends
@@ -77,6 +77,9 @@ class Trial:
         prefill = tuning.PrefillPlan(Tile(tokens=self.prefill_tokens, stages=2))
         monkeypatch.setattr(tuning, "decode_plan", lambda *_: decode)
         monkeypatch.setattr(tuning, "prefill_plan", lambda *_: prefill)
+        heads = -(-self.case.num_heads // 64)
+        latent = tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=self.wave * heads, waves=self.waves)
+        monkeypatch.setattr(tuning, "latent_plan", lambda *_: latent)
         monkeypatch.setattr(tuning, "merge_blocks", lambda: 2)
         monkeypatch.setattr(tuning, "prefill_chunks", lambda *_: self.chunks)
         monkeypatch.setattr(work, "WAVES", self.waves)
@@ -88,7 +91,8 @@ class Trial:
         if self.kind is not None:
             inputs, scale, held = testing.quantise(self.case, inputs, self.kind)
             quantised = {"kv_scale": scale, "kind": self.kind}
-        assert gpu.unsupported("paged_attention", dict(q=inputs.q, kv=inputs.kv, **quantised)) is None
+        given = dict(q=inputs.q, kv=inputs.kv, rank=self.case.rank, **quantised)
+        assert gpu.unsupported("paged_attention", given) is None
         attend = jax.jit(
             lambda *a: gpu.paged_attention(*a, **options, **quantised, return_lse=True, interpret=interpret)
         )
@@ -100,7 +104,7 @@ class Trial:
 
 def attention(
     q, kv, tables, lengths, new, *, offsets=None, scale=None, soft_cap=None, window=None, sinks=None, chunk=None,
-    tree=None, spans=None, sink_tokens=0,
+    tree=None, spans=None, sink_tokens=0, rank=None,
 ):  # fmt: skip
     """Paged attention one token at a time, in float64; table entries are clamped into the pool, lengths to tables."""
     q, kv, tables, lengths, new = (np.asarray(x) for x in (q, kv, tables, lengths, new))
@@ -108,7 +112,7 @@ def attention(
     tables, lengths = np.clip(tables, 0, len(kv) - 1), np.clip(lengths, 0, tables.shape[1] * block_size)
     starts = np.cumsum(new) - new if offsets is None else np.asarray(offsets)
     group, head_dim = q.shape[-2] // kv.shape[2], q.shape[-1]
-    out, lse = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)
+    out, lse = np.zeros((*q.shape[:-1], rank or head_dim)), np.full(q.shape[:-1], -np.inf)
     for row, (length, count) in enumerate(zip(lengths, new, strict=True)):
         first_place = row * q.shape[1] if q.ndim == 4 else starts[row]
         parents, numbers = (
@@ -119,7 +123,8 @@ def attention(
             if last < 0:
                 continue
             seen = np.array(sorted(seen_by(t, last - t, last, window, chunk, parents, numbers, sink_tokens)))
-            k, v = np.moveaxis(kv[tables[row, seen // block_size], :, :, seen % block_size], 1, 0)[..., :head_dim]
+            kept = kv[tables[row, seen // block_size], :, :, seen % block_size]
+            k, v = kept[:, 0, :, :head_dim], kept[:, -1, :, : rank or head_dim]
             k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
             logits = np.einsum("hd,nhd->hn", q[place], k) * (head_dim**-0.5 if scale is None else scale)
             if soft_cap is not None:
@@ -334,4 +339,78 @@ PREFILL = {
     "more new tokens than tokens": Trial(Case((64, 40), (9, 3), **ONE), poison=0.5, lengths=(4, 40)),
     "extreme logits": Trial(Case((100, 20), (9, 2), scale=40.0, **ONE)),
     "nothing to prefill": Trial(Case((9, 3), (1, 0), packed=True, **B16)),
+}  # fmt: skip
+
+# Rows of 136 stored as 192, of which 128 are values.
+LATENT_ROWS = dict(num_kv_heads=1, head_dim=136, stored_head_dim=192, rank=128, scale=0.1)
+ROWS_16 = dict(num_heads=16, **LATENT_ROWS, **B16)
+LATENT = {
+    "lengths": Trial(Case((5, 0, 150, 64), (1, 0, 1, 1), num_heads=5, **LATENT_ROWS, **B16), **SMALL),
+    # Eight tiles in a ring of two: every slot is filled four times.
+    "ring": Trial(Case((500,), (1,), **ROWS_16)),
+    "tails": Trial(Case((63, 127, 191, 1), (1, 1, 1, 1), num_heads=1, block_size=8, **LATENT_ROWS, **F16)),
+    "two tiles of heads, cut": Trial(
+        Case((150, 70), (1, 1), num_heads=128, sinks=True, **LATENT_ROWS, **B16), **SMALL,
+    ),
+    "a loud token": Trial(Case((129, 64), (1, 1), **ROWS_16), loud=((0, 127), (0, 128), (1, 63)), poison=3.0),
+    "window": Trial(Case((300, 70, 237), (1, 1, 1), window=60, max_blocks=25, **ROWS_16), poison_before_window=True),
+    "the window's first token": Trial(Case((190,), (1,), window=60, **ROWS_16), loud=((0, 129), (0, 130))),
+    "window, cut": Trial(
+        Case((500, 350), (1, 1), window=330, block_size=32, sinks=True, soft_cap=5.0, max_blocks=25, **ROWS_16),
+        poison_before_window=True, **SMALL,
+    ),
+    "first tokens, cut": Trial(
+        Case((500, 270, 20), (1, 1, 1), window=200, block_size=32, sink_tokens=70, max_blocks=25, **ROWS_16),
+        poison_before_window=True, **SMALL,
+    ),
+    "chunk": Trial(Case((97, 96, 300), (1, 1, 1), chunk=96, max_blocks=25, **ROWS_16), poison_before_window=True),
+    "wild ids": Trial(
+        Case((150, 30), (1, 1), **ROWS_16), poison=0.5, tables=((0, 1, 10**6), (0, 2, -7), (0, 3, 2**31 - 1)),
+    ),
+    "beyond the table": Trial(Case((64, 40, 96), (1, 1, 1), **ROWS_16), poison=0.5, lengths=(200, 40, 97)),
+    "extreme logits": Trial(Case((200, 20), (1, 1), **ROWS_16 | dict(scale=20.0)), **SMALL),
+    "as published": Trial(
+        Case((130,), (1,), num_kv_heads=1, num_heads=16, head_dim=576, rank=512, scale=0.1, block_size=64, **B16),
+    ),
+    "rank 384, all of it keys": Trial(
+        Case((130,), (1,), num_kv_heads=1, num_heads=7, head_dim=384, rank=384, scale=0.05, **F16), **SMALL,
+    ),
+    "few tokens": Trial(
+        Case((200, 5, 0, 64, 130), (3, 5, 0, 1, 2), num_heads=7, sinks=True, **LATENT_ROWS, **B16), **SMALL,
+    ),
+    "few tokens, window": Trial(
+        Case((318, 70, 64), (4, 3, 4), window=61, block_size=32, max_blocks=25, **ROWS_16), poison_before_window=True,
+        **SMALL,
+    ),
+    "few tokens, more new than tokens": Trial(Case((64, 40), (4, 3), **ROWS_16), poison=0.5, lengths=(3, 40)),
+    "few tokens, tree": Trial(
+        Case((130, 5, 0, 64), (5, 5, 0, 2), tree=True, num_heads=3, **LATENT_ROWS, **B16), loud=((0, 127), (3, 63)),
+        **SMALL,
+    ),
+    "packed": Trial(
+        Case((5, 0, 150, 64), (3, 0, 20, 1), packed=True, padding=3, sinks=True, **ROWS_16), **SMALL,
+    ),
+    "packed, two tiles of heads": Trial(
+        Case((70, 3), (3, 1), packed=True, num_heads=128, **LATENT_ROWS, **B16), **SMALL,
+    ),
+    "prefill": Trial(Case((191, 64, 40), (9, 1, 0), num_heads=5, padding=2, **LATENT_ROWS, **B16), **SMALL),
+    "prefill, ring": Trial(Case((440,), (9,), **ROWS_16)),
+    "prefill, window": Trial(
+        Case((300, 70), (20, 5), window=60, max_blocks=25, **ROWS_16), poison_before_window=True,
+    ),
+    "prefill, the window's first token": Trial(
+        Case((161,), (17,), window=96, **ROWS_16), loud=((0, 64), (0, 65), (0, 160)),
+    ),
+    "prefill, first tokens": Trial(
+        Case((300, 70), (6, 5), window=60, sink_tokens=20, max_blocks=25, **ROWS_16), poison_before_window=True,
+    ),
+    "prefill, chunks": Trial(Case((330, 60), (10, 3), sinks=True, packed=True, **ROWS_16), chunks=3),
+    "prefill, chunks, tree": Trial(Case((200,), (10,), tree=True, num_heads=8, **LATENT_ROWS, **B16), chunks=2),
+    "prefill, tree": Trial(
+        Case((150, 5, 64), (20, 3, 1), tree=True, packed=True, padding=2, **ROWS_16), **SMALL,
+    ),
+    "prefill, spans": Trial(Case((60, 80), (3, 17), spans=True, packed=True, padding=3, **ROWS_16), **SMALL),
+    "prefill, a chunk's edge": Trial(Case((110,), (20,), chunk=96, max_blocks=25, **ROWS_16)),
+    "prefill, explicit offsets": Trial(Case((90, 3, 40), (10, 1, 7), packed=True, **ROWS_16), gaps=2),
+    "prefill, more new than tokens": Trial(Case((64, 40), (9, 3), **ROWS_16), poison=0.5, lengths=(4, 40)),
 }  # fmt: skip
