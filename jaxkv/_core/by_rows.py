@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.numbers import shown
+from jaxkv._core.row_parts import joined, part_of
 from jaxkv._core.state import BlockTables, Pool
 
 
@@ -55,21 +56,63 @@ class RowShards:
         )
 
     @property
-    def shards(self) -> list[Cache]:
-        """Each device's rows as a cache of its own, on that device alone (or on those that heads and contexts are
-        divided over). Outside `jit`; nothing is copied, so donating one takes it from both."""
+    def mesh(self) -> Mesh:
+        """Where it lies. Raises ValueError inside `jit`."""
         mesh = getattr(getattr(self.tables[0].lengths, "sharding", None), "mesh", None)
         if not isinstance(mesh, Mesh):
             raise ValueError(
                 "cache.shards are looked at outside jit; inside, jaxkv.by_rows(function) has each of them."
             )
+        return mesh
+
+    @property
+    def shards(self) -> list[Cache]:
+        """Each device's rows as a cache of its own, on that device alone (or on those that heads and contexts are
+        divided over). Outside `jit`; nothing is copied, so donating one takes it from both."""
+        mesh = self.mesh
         count = mesh.shape[self.axis]
         config = shard_config(self.config, count, self.axis)
-        part = functools.partial(_shard, mesh=mesh, axis=self.axis)
+        part = functools.partial(part_of, mesh=mesh, axis=self.axis)
         return [
             _as_cache(jax.tree.map(functools.partial(part, i=i), self), config, alone=len(mesh.axis_names) == 1)
             for i in range(count)
         ]
+
+    def with_shards(self, shards: Sequence[Cache]) -> "RowShards":
+        """These caches as one again: `shards`, or what functions for one cache made of some of them. Outside `jit`;
+        nothing is copied that lies where `shards` has it.
+
+        Raises:
+          ValueError: not as many, or of another config.
+
+        >>> import jax, jaxkv
+        >>> config = jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=4, max_seq_len=64)
+        >>> cache = jaxkv.init(config, mesh=jax.make_mesh((1,), ("data",)), rows="data")
+        >>> cache = cache.with_shards([jaxkv.extend(cache.shards[0], [3, 0, 20, 1])])
+        >>> cache.shards[0].lengths.tolist()
+        [3, 0, 20, 1]
+        """
+        mesh = self.mesh
+        one = shard_config(self.config, mesh.shape[self.axis], self.axis)
+        if len(shards) != mesh.shape[self.axis] or any(not _is_cache(x) or x.config != one for x in shards):
+            raise ValueError(
+                f"with_shards takes {mesh.shape[self.axis]} caches of the config of cache.shards, as these are changed "
+                f"one by one, not {shown(list(shards))}."
+            )
+        places = [[x.sharding for x in jax.tree.leaves(old)] for old in self.shards]
+        there = [
+            jax.tree.unflatten(jax.tree.structure(new), jax.device_put(jax.tree.leaves(new), place))
+            for new, place in zip(shards, places, strict=True)
+        ]
+        return together(there, jax.tree.map(lambda x: x.sharding.spec, self), mesh)
+
+
+def together(shards: Sequence[Cache], specs: RowShards, mesh: Mesh) -> RowShards:
+    """Caches on each device of an axis as one, of which these are the specs."""
+    leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    parts = zip(*(jax.tree.leaves(shard) for shard in shards), strict=True)
+    found = [joined(one, NamedSharding(mesh, spec)) for one, spec in zip(parts, leaves, strict=True)]
+    return jax.tree.unflatten(structure, found)
 
 
 def by_rows(function: Callable[..., Any], *, whole: Collection[int] = ()) -> Callable[..., Any]:
@@ -137,16 +180,19 @@ def by_rows(function: Callable[..., Any], *, whole: Collection[int] = ()) -> Cal
 @functools.cache
 def shard_config(config: CacheConfig, count: int, axis: str) -> CacheConfig:
     """The config of each of `count` equal parts of a cache's rows and blocks. Raises ValueError."""
-    sizes = {"max_seqs": (config.max_seqs,), "num_blocks": config.group_blocks}
-    for name, numbers in sizes.items():
-        for number in numbers:
-            if number % count:
-                raise ValueError(
-                    f"{name}={number} cannot be divided among the {count} devices of the mesh axis {axis!r}: make it a "
-                    "multiple of it."
-                )
-    blocks = {} if config.contiguous else {"group_blocks": tuple(n // count for n in config.group_blocks)}
-    return config.replace(max_seqs=config.max_seqs // count, **blocks)
+    max_seqs = even_part("max_seqs", config.max_seqs, count, axis)
+    parts = tuple(even_part("num_blocks", n, count, axis) for n in config.group_blocks)
+    return config.replace(max_seqs=max_seqs, **{} if config.contiguous else {"group_blocks": parts})
+
+
+def even_part(name: str, number: int, count: int, axis: str) -> int:
+    """What each of `count` devices has of so many. Raises ValueError."""
+    if number % count:
+        raise ValueError(
+            f"{name}={number} cannot be divided among the {count} devices of the mesh axis {axis!r}: make it a "
+            "multiple of it."
+        )
+    return number // count
 
 
 def specs_of_rows(config: CacheConfig, local: Cache, axis: str) -> RowShards:
@@ -215,22 +261,3 @@ def _together(out: Any, configs: dict[CacheConfig, CacheConfig], axis: str) -> A
         return RowShards(tables=tables, pools=x.pools, config=configs[x.config], axis=axis)
 
     return jax.tree.map(together, out, is_leaf=_is_cache)
-
-
-def _shard(x: jax.Array, i: int, *, mesh: Mesh, axis: str) -> jax.Array:
-    """The i-th part of an array over an axis of its mesh, as an array on the rest of the mesh."""
-    sharding = x.sharding
-    assert isinstance(sharding, NamedSharding)
-    names = [name for name in mesh.axis_names if name != axis]
-    at = mesh.axis_names.index(axis)
-    devices = np.take(mesh.devices, [i], axis=at).squeeze(at)
-    place: Sharding
-    if names:
-        kinds = tuple(k for name, k in zip(mesh.axis_names, mesh.axis_types, strict=True) if name != axis)
-        place = NamedSharding(Mesh(devices, names, axis_types=kinds), PartitionSpec(None, *sharding.spec[1:]))
-    else:
-        place = SingleDeviceSharding(devices.item())
-    shape = (x.shape[0] // mesh.shape[axis], *x.shape[1:])
-    held = {shard.device: shard.data for shard in x.addressable_shards}
-    parts = [held[device] for device in devices.flat]
-    return jax.make_array_from_single_device_arrays(shape, place, parts)

@@ -18,11 +18,11 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.errors import CacheFileError
 from jaxkv._core.numbers import MOST_INDEX, flag, integer
 from jaxkv._engine.loop import Loop, sequence_of
-from jaxkv._engine.pipeline import Pipeline
 from jaxkv._engine.request import Request, problem_of, read_eos, read_salt, upcoming
 from jaxkv._engine.reuse import fingerprint
 from jaxkv._engine.sampling import Choice
 from jaxkv._engine.scheduler import Sequence
+from jaxkv._engine.shards import Shards
 from jaxkv._files.rows import save
 from jaxkv._tiers.saved import SavedRows
 
@@ -34,8 +34,8 @@ class Resumable:
 
     config: CacheConfig
     vocab_size: int | None
-    _loop: Loop
-    _pipeline: Pipeline
+    _loop: Loop | Shards
+    _loops: list[Loop]
     _numbers: "itertools.count[int]"
     _news: dict[Request, None]
     _at_work: Any
@@ -59,21 +59,24 @@ class Resumable:
         (True, True)
         """
         with self._at_work():
-            loop = self._loop
-            if loop.residents.eviction is not None:
+            if self._loops[0].residents.eviction is not None:
                 raise ValueError(
                     "Engine.save takes no engine with evict= yet, for the queries that scores ask for would have to be "
                     "saved, too: let it end its requests first."
                 )
-            loop.settle()
-            rows = {s: s.row for s in loop.scheduler.running if s.row is not None and s.cached}
+            self._loop.settle()
+            # Of several loops, one behind the other.
+            running = [(i, s) for i, loop in enumerate(self._loops) for s in loop.scheduler.running if s.cached]
+            number = self._loops[0].residents.config.max_seqs
+            rows = {s: i * number + s.row for i, s in running if s.row is not None}
             places = {sequence: place for place, sequence in enumerate(rows)}
-            leaders = {f.request: s.request.number for s in loop.open.values() for f in s.followers}
-            told = [r for r in self._news if r not in loop.open and r.given < len(r.tokens)]
+            open_ = {request: s for loop in self._loops for request, s in loop.open.items()}
+            leaders = {f.request: s.request.number for s in open_.values() for f in s.followers}
+            told = [r for r in self._news if r not in open_ and r.given < len(r.tokens)]
             entries = [_written(r, None, None) for r in told]
-            entries += [_written(r, places.get(s), leaders.get(r)) for r, s in loop.open.items()]
+            entries += [_written(r, places.get(s), leaders.get(r)) for r, s in open_.items()]
             state = {"version": VERSION, "next": upcoming(self._numbers), "requests": entries}
-            save(path, loop.cache, list(rows.values()), model=self._model, metadata={KEY: state})
+            save(path, self._loop.cache, list(rows.values()), model=self._model, metadata={KEY: state})
 
     def load(self, path: str | os.PathLike) -> list[Request]:
         """Go on with what `save` of an engine wrote, with the same tokens.
@@ -135,7 +138,7 @@ class Resumable:
                     held = file.saved.lengths[integer("row", place, least=0)]
                     if not 0 < held < len(sequence.tokens):
                         raise ValueError(f"a row holds {held} tokens of {len(sequence.tokens)}")
-                    sequence.host = file.row(place, self.config)
+                    sequence.host = file.row(place, self._loops[0].residents.config)
                 if entry["leader"] is not None:
                     leaders.append((sequence, entry["leader"]))
             first = integer("next", state["next"], least=0, most=None)
@@ -173,11 +176,13 @@ class Resumable:
         if length > most:
             return f"it is to reach {length} tokens, and max_seq_len = {most}: raise max_seq_len"
         tokens, left = [*request.prompt, *request.tokens], request.limit - len(request.tokens)
-        return problem_of(tokens, left, self.config, self.vocab_size, self._loop.residents.holdings)
+        residents = self._loops[0].residents
+        return problem_of(tokens, left, residents.config, self.vocab_size, residents.holdings)
 
     @functools.cached_property  # the engine's parameters stay as they are
     def _model(self) -> str | None:
-        return fingerprint(jax.tree.unflatten(self._pipeline.structure, self._pipeline.leaves))
+        pipeline = self._loops[0].pipeline
+        return fingerprint(jax.tree.unflatten(pipeline.structure, pipeline.leaves))
 
 
 class _Wrong(Exception):

@@ -5,23 +5,23 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.numbers import flag, integer, listed, real, shown
+from jaxkv._core.row_parts import parts_of_model
+from jaxkv._engine.assembly import make_loops, read_longest
 from jaxkv._engine.checkpoint import Resumable
-from jaxkv._engine.draft_model import make_drafter
 from jaxkv._engine.drafts import read_draft
 from jaxkv._engine.eviction import Eviction, read_eviction
-from jaxkv._engine.loop import Loop
-from jaxkv._engine.pipeline import Pipeline
-from jaxkv._engine.prefill import Prefill, check_prefill
+from jaxkv._engine.figures import figures
+from jaxkv._engine.prefill import check_prefill
 from jaxkv._engine.request import Request, handed_out, problem_of, read_eos, read_limits, read_prompt, read_salt
-from jaxkv._engine.resident import Residents, Swap
-from jaxkv._engine.reuse import make_prefix
+from jaxkv._engine.resident import Swap
 from jaxkv._engine.sampling import KINDS, Choice, Kind, read_kinds, read_seed
+from jaxkv._engine.shards import Shards, config_of_all, share_of
 from jaxkv._engine.step import Hook, read_hook, recompute
 from jaxkv._engine.turn import Turn
 from jaxkv._engine.warmup import call_all
+from jaxkv._tiers.prefix_shards import as_one
 
 
 class Engine(Resumable):
@@ -33,6 +33,8 @@ class Engine(Resumable):
 
     Args:
       model: as for `generate`. Its parameters are taken as they are now, and the cache lies on the mesh that they do.
+        Rows, blocks and bytes below are divided over its axis "data": each device has a cache of its own, takes its own
+        steps, and keeps the requests that are placed there, where most of them is known already, or else most room is.
       max_seqs: rows of the cache: sequences computed at the same time.
       max_seq_len: the most tokens of one sequence, prompt and output; default: `longest`, rounded up to a power of 2.
       longest: tokens of the longest sequence to come, if `max_seq_len` is not given.
@@ -63,7 +65,7 @@ class Engine(Resumable):
       **fields: `num_blocks`, `memory_bytes`, `block_size` and other fields of `CacheConfig.from_model`.
 
     Attributes:
-      prefix: its `PrefixCache`, or None.
+      prefix: its `PrefixCache`, or those of all devices that rows are divided over, or None.
       config: of its cache.
 
     >>> import jaxkv
@@ -86,35 +88,34 @@ class Engine(Resumable):
         model_config = getattr(model, "config", None)
         max_seqs = integer("max_seqs", max_seqs, least=1)
         if max_seq_len is None:
-            max_seq_len = max(64, 1 << (integer("longest", longest, least=1) - 1).bit_length())
-            max_seq_len = min(max_seq_len, getattr(model_config, "max_seq_len", max_seq_len))
+            max_seq_len = read_longest(longest, model_config)
         if cache_dtype is not None:
             fields["dtype"] = cache_dtype
-        if fields.get("memory_bytes") is not None:
-            fields["memory_bytes"] = real("memory_bytes", fields["memory_bytes"], least=0)
         host_bandwidth = real("host_bandwidth", host_bandwidth, least=1)
         self.steps_per_dispatch = integer("steps_per_dispatch", steps_per_dispatch, least=1)
         logits_hook, self.seed = read_hook(logits_hook), read_seed(seed)
         self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
         guesses = read_draft(draft, draft_tokens, draft_branches, model, logits_hook, self.steps_per_dispatch)
+        models = parts_of_model(model)
+        max_seqs, fields = share_of(len(models), max_seqs, fields)
         self.step_tokens = max(integer("step_tokens", step_tokens, least=1), max_seqs * (1 + guesses[0]))
         evict = read_eviction(evict, prefix_cache=prefix_cache, draft=draft is not None)
-        self.config = CacheConfig.from_model(
+        config = CacheConfig.from_model(
             evict.model_of(model) if evict else model, max_seqs=max_seqs, max_seq_len=max_seq_len,
             # What windows give back is of use to a prefix cache, so it wants more than they need.
             step_tokens=None if flag("prefix_cache", prefix_cache) else self.step_tokens, **fields,
         )  # fmt: skip
         check_prefill(prefill, model, prefix_cache=prefix_cache, evict=evict)
-        self.prefix = make_prefix(model, self.config, prefix_cache, spill_bytes, disk, disk_bytes)
-        self._residents = Residents(
-            self.config, model, prefix=self.prefix, swap=swap, host_bandwidth=host_bandwidth, eviction=evict
-        )
-        self._pipeline = Pipeline(model, self._residents, logits_hook, self.step_tokens, *guesses)
-        drafter = make_drafter(draft, self.config, self.step_tokens, *guesses)
-        self._prefill = None if prefill is None else Prefill(prefill, self.config, self.step_tokens, self._residents)
-        self._loop = Loop(
-            self._residents, self._pipeline, self.step_tokens, self.steps_per_dispatch, drafter, self._prefill
-        )
+        self.config = config_of_all(config, len(models))
+        self._loops = make_loops(
+            models, config, prefix=(prefix_cache, spill_bytes, disk, disk_bytes), swap=swap, evict=evict,
+            host_bandwidth=host_bandwidth, hook=logits_hook, step_tokens=self.step_tokens,
+            steps_per_dispatch=self.steps_per_dispatch, draft=draft, guesses=guesses, prefill=prefill,
+        )  # fmt: skip
+        self.prefix = as_one([loop.residents.prefix for loop in self._loops])
+        self._loop = Shards(self._loops, model, self.config) if len(models) > 1 else self._loops[0]
+        first = self._loops[0]  # all of them have the same options
+        self._residents, self._pipeline, self._prefill = first.residents, first.pipeline, first.prefill
         self._turn = Turn()
         self._numbers = itertools.count()
         self._news: dict[Request, None] = {}  # who may have tokens that `step` and `run` have not handed out
@@ -122,44 +123,43 @@ class Engine(Resumable):
     # What there is.
 
     @property
-    def cache(self) -> Cache:
-        """The cache as it is now; its rows are empty when no request is under way."""
+    def cache(self) -> Any:
+        """The cache as it is now, a `RowShards` if rows are divided; rows are empty when no request is under way."""
         with self._at_work(is_brief=True):
             return self._loop.cache
 
     @property
     def steps(self) -> int:
-        """Steps computed so far, those of prefill apart not counted."""
-        return self._pipeline.steps
+        """Steps computed so far, those of prefill apart not counted; where rows are divided, of all devices."""
+        return sum(loop.pipeline.steps for loop in self._loops)
 
     @property
     def tokens(self) -> int:
         """Tokens computed so far."""
-        return self._pipeline.tokens + (self._prefill.pipeline.tokens if self._prefill else 0)
+        apart = sum(loop.prefill.pipeline.tokens for loop in self._loops if loop.prefill)
+        return apart + sum(loop.pipeline.tokens for loop in self._loops)
 
     @property
     def set_back(self) -> int:
         """How often a sequence was set back because blocks ran out."""
-        return self._residents.counts["set_back"]
+        return sum(loop.residents.counts["set_back"] for loop in self._loops)
 
     @property
     def blocks_peak(self) -> int:
-        """The most blocks that were in use at once."""
+        """The most blocks that were in use at once; where rows are divided, on each device."""
         with self._at_work(is_brief=True):
-            return sum(int(t.peak) for t in self.cache.tables)
+            return sum(int(t.peak) for loop in self._loops for t in loop.cache.tables)
 
     def stats(self) -> dict[str, Any]:
         """What has been computed so far, as plain numbers; with a prefix cache, also what it saved."""
         with self._at_work(is_brief=True):
-            counts = {name: self._residents.counts[name] for name in ("set_back", "swapped_out")}
-            own: dict[str, Any] = {"steps": self.steps, "tokens": self.tokens, "blocks_peak": self.blocks_peak}
-            own["sent"] = self._prefill.sent if self._prefill else 0
-            own["acceptance"] = self._pipeline.accepted / max(self._pipeline.proposed, 1)
-            return own | counts | (self.prefix.stats() if self.prefix else {})
+            own = figures(self._loops)
+            return own | (self.prefix.stats() if self.prefix else {})
 
     def problem(self, prompt: Sequence[int], max_new_tokens: int) -> str | None:
         """Why a prompt cannot be continued, or None."""
-        return problem_of(prompt, max_new_tokens, self.config, self.vocab_size, self._residents.holdings)
+        own = self._residents
+        return problem_of(prompt, max_new_tokens, own.config, self.vocab_size, own.holdings)
 
     # Requests.
 

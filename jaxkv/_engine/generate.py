@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from jaxkv._core.numbers import integer, listed
+from jaxkv._core.row_parts import parts_of_model
 from jaxkv._engine.engine import Engine
 from jaxkv._engine.request import read_limits, read_prompt
 
@@ -31,7 +32,8 @@ def generate(
       seed: of the random draws. The same seed gives the same tokens.
       n: so many samples of each prompt, which share its blocks.
       progress: show a progress bar (needs tqdm).
-      **engine: how to hold and compute them: see `Engine`. `max_seqs` is 8 at the most if it is not given.
+      **engine: how to hold and compute them: see `Engine`. `max_seqs` is 8 at the most if it is not given, or the
+        devices that rows are divided over.
 
     Returns:
       For each prompt the tokens that follow it; with `n` above 1 a list of n such lists.
@@ -49,7 +51,9 @@ def generate(
     limits = read_limits(max_new_tokens, len(prompts))
     longest = max((len(read_prompt(p)) + n for p, n in zip(prompts, limits, strict=True)), default=1)
     n = integer("n", n, least=1, most=2**16)
-    engine = {"max_seqs": max(1, min(8, n * len(prompts))), "longest": longest} | engine
+    devices = len(parts_of_model(model))
+    max_seqs = max(1, min(8, n * len(prompts)))
+    engine = {"max_seqs": -(-max_seqs // devices) * devices, "longest": longest} | engine
     engine_ = Engine(model, **engine)
     outputs: list[list[int]] = [[] for _ in range(n * len(prompts))]
     tokens = engine_.stream(prompts, limits, temperature, eos, top_k=top_k, top_p=top_p, seed=seed, n=n)

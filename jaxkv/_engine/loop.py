@@ -55,20 +55,55 @@ class Loop:
         """Send a step, and read the one before. Raises OutOfBlocks if there is no room for the only ones to wait."""
         self.is_at_work = True
         try:
-            self._make_sound()
-            self._is_sound = False
-            self._take_in()
-            if self.prefill is not None:
-                is_idle = not (self.scheduler.running or self.pipeline.flights)
-                self.prefill.exchange(self.scheduler.waiting, wait=is_idle)
-            has_sent = self._send()
-            stuck = self._stuck() if self.scheduler.waiting and not (has_sent or self.scheduler.running) else None
-            self._rest()
-            self._is_sound = True
-            if stuck:
-                raise OutOfBlocks(stuck)
+            self.end(self.begin())
         finally:
             self.is_at_work = False
+
+    def begin(self) -> list[Sequence] | None:
+        """The first half of `advance`, which waits for nothing: send a step. Who is due tokens by it; None: there was
+        nothing to send."""
+        self.make_sound()
+        self._is_sound = False
+        self._take_in()
+        if self.prefill is not None:
+            is_idle = not (self.scheduler.running or self.pipeline.flights)
+            self.prefill.exchange(self.scheduler.waiting, wait=is_idle)
+        return self._send()
+
+    def end(self, due: list[Sequence] | None) -> None:
+        """The second half: read the step before."""
+        if due is not None:
+            self._read(self.ahead)
+            for sequence in due:
+                if sequence.length >= sequence.limit and sequence.row is not None:  # nothing more to compute
+                    if self.residents.prefix is not None and len(sequence.tokens) < sequence.cached:
+                        self._read(0)  # it wants to know them
+                    self.scheduler.finish(sequence)
+        stuck = self._stuck() if self.scheduler.waiting and due is None and not self.scheduler.running else None
+        self._rest()
+        self._is_sound = True
+        if stuck:
+            raise OutOfBlocks(stuck)
+
+    def rating(self, request: Request) -> tuple[bool, int, int]:
+        """How well a request would do here: whether it could begin at once, how many of its tokens a prefix cache has,
+        and how many blocks would be left."""
+        residents, others = self.residents, [*self.scheduler.running, *self.scheduler.waiting]
+        others += [sequence_of(sample) for one in self.submitted for sample in one.samples]
+        sequence = sequence_of(request)
+        spare = residents.spare(others, sequence)
+        known = residents.prefix.known(sequence.tokens, salt=sequence.salt) if residents.prefix else 0
+        return len(others) < residents.config.max_seqs and spare >= 0, known, spare
+
+    @property
+    def may_have_more(self) -> bool:
+        """Whether there may be room for one more than is known."""
+        is_idle = not (self.open or self.submitted)
+        return is_idle or (self.residents.may_have_more and not (self.scheduler.waiting or self.submitted))
+
+    def has(self, request: Request) -> bool:
+        """Whether a request has been put here."""
+        return request in self.submitted or any(sample in self.open for sample in request.samples)
 
     def cancel(self, requests: Iterable[Request]) -> None:
         """Have requests taken out by whoever works next."""
@@ -79,7 +114,7 @@ class Loop:
 
     def tidy(self) -> None:
         """Take out what was cancelled."""
-        self._make_sound()
+        self.make_sound()
         self._is_sound = False
         self._take_in()
         self._rest()
@@ -89,7 +124,7 @@ class Loop:
         """Have nothing under way: what was submitted is taken in, and whatever was computed has been read."""
         self.is_at_work = True
         try:
-            self._make_sound()
+            self.make_sound()
             self._is_sound = False
             self._take_in()
             self._read(0)
@@ -117,13 +152,13 @@ class Loop:
 
     def warm(self, kinds: tuple[Kind, ...], counts: tuple[int, ...]) -> list[Callable[[], Any]]:
         """What to call, one after another, to compile all programs."""
-        self._make_sound()
+        self.make_sound()
         steps = tuple({1, self.steps_per_dispatch})
         others = [one.warm() for one in (self.drafter, self.prefill) if one is not None]
         return [*self.pipeline.warm(kinds, counts, steps), *self.residents.warm(), *itertools.chain(*others)]
 
-    def _send(self) -> bool:
-        """Send a step, and read those that are not to be under way beside it; whether there was anything to send."""
+    def _send(self) -> list[Sequence] | None:
+        """Send a step. Who is due tokens by it; None: there was nothing to send."""
         scheduler, residents = self.scheduler, self.residents
         self._guess()
         try:
@@ -137,7 +172,7 @@ class Loop:
                 residents.settle()
                 step = scheduler.plan()
         if not step.counts:
-            return False
+            return None
         steps = 1 if self.submitted else scheduler.stretch(step, self.steps_per_dispatch)
         residents.free_rows(are_wanted=bool(scheduler.waiting))
         work = self.pipeline.send(step, steps)
@@ -149,13 +184,7 @@ class Loop:
                 count > 1 and steps == 1 and not sequence.guesses
             ):  # of a prompt: what it has computed is of use to others already
                 residents.offer(sequence)
-        self._read(self.ahead)
-        for sequence in due:
-            if sequence.length >= sequence.limit and sequence.row is not None:  # nothing more to compute
-                if residents.prefix is not None and len(sequence.tokens) < sequence.cached:
-                    self._read(0)  # it wants to know them
-                scheduler.finish(sequence)
-        return True
+        return due
 
     def _guess(self) -> None:
         """Have tokens guessed that may follow those of decoding rows."""
@@ -218,7 +247,8 @@ class Loop:
     def _all_residents(self) -> list[Residents]:
         return [self.residents] if self.prefill is None else [self.residents, self.prefill.residents]
 
-    def _make_sound(self) -> None:
+    def make_sound(self) -> None:
+        """After a call that was cut off: begin anew with what is certain."""
         if not self._is_sound:
             for residents in self._all_residents():
                 residents.recover()

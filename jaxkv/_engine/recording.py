@@ -16,6 +16,7 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.lines import seen_by_rows
 from jaxkv._core.portrait import FREE, KEPT, MOST_BLOCKS, PALETTE, RESERVED, Square, group_title, squares_of
 from jaxkv._engine.engine import Engine
+from jaxkv._engine.loop import Loop
 from jaxkv._tiers.host import HostBlocks
 
 PLAYER = pathlib.Path(__file__).parent.parent / "data" / "player.html"
@@ -160,6 +161,8 @@ def record(engine: Engine) -> Iterator[Trace]:
     (True, 2)
     """
     trace, loop = Trace(engine.config), engine._loop
+    if not isinstance(loop, Loop):
+        raise ValueError("record looks at one cache, but this engine's rows are divided: record one of one device.")
     advance = loop.advance
 
     def advance_and_look() -> None:

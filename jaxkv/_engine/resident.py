@@ -220,13 +220,16 @@ class Residents:
 
     def has_room(self, running: list[Sequence], sequence: Sequence, source: Sequence | None = None) -> bool:
         """Whether there is a row for a sequence, and blocks for all its tokens beside all of the others'."""
-        if not self._free_rows:
-            return False
+        return bool(self._free_rows) and self.spare(running, sequence, source) >= 0
+
+    def spare(self, running: list[Sequence], sequence: Sequence, source: Sequence | None = None) -> int:
+        """Blocks that are left of the scarcest group when a sequence and all of the others have all their tokens; below
+        0: so many are lacking."""
         shared = self._shared(running, sequence)
         if source is not None:
             shared = source.cached // self.block_size * self.block_size
         grown = [self._growth(s, s.cached) for s in running] + [self._growth(sequence, shared)]
-        return all(map(operator.le, map(sum, zip(*grown, strict=True)), self.available))
+        return min(map(operator.sub, self.available, map(sum, zip(*grown, strict=True))))
 
     def _growth(self, sequence: Sequence, cached: int) -> list[int]:
         """Blocks that a row with `cached` tokens of a sequence takes yet until it has all of them."""

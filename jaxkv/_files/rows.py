@@ -4,13 +4,14 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxkv._core.arguments import row_indices
+from jaxkv._core.by_rows import RowShards
 from jaxkv._core.cache import Cache
 from jaxkv._core.checks import check_on_host
 from jaxkv._core.config import CacheConfig
@@ -23,9 +24,7 @@ from jaxkv._core.reblock import (
     TokensGone,
     clear_unused,
     fit,
-    held_by,
     lacking,
-    reblock,
     tokens_at,
     with_blocks,
 )
@@ -33,12 +32,11 @@ from jaxkv._core.restore import describe_layer, empty_rows, pool_layers, put_row
 from jaxkv._core.state import Pool
 from jaxkv._files.format import SavedCache, stored_parts, write_saved
 from jaxkv._files.parts import Shards, open_saved, write_parts
-
-CONTIGUOUS_BLOCK = 16  # tokens per block of a file from a contiguous cache, whose own blocks are mostly empty
+from jaxkv._files.written import Written
 
 
 def save(
-    path: str | os.PathLike, cache: Cache, rows: Sequence[int] | None = None, *, model: str | None = None,
+    path: str | os.PathLike, cache: Cache | RowShards, rows: Sequence[int] | None = None, *, model: str | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Write rows of a cache to a file, which is replaced at once: a crash on the way leaves the old one.
@@ -68,52 +66,24 @@ def save(
     """
     if not (model is None or isinstance(model, str)):
         raise ValueError(f"model must be a name or a fingerprint, a string, not {model!r}.")
-    check_on_host(cache, "save")
     config = cache.config
-    chosen = _chosen(rows, config.max_seqs)
-    held = [held_by(t, config, g, chosen) for g, t in enumerate(jax.device_get(cache.tables))]
-    lengths = np.asarray(cache.lengths)[chosen]
-    block_size = min(CONTIGUOUS_BLOCK, config.block_size) if config.contiguous else config.block_size
-    plans = [
-        reblock(
-            one.tables,
-            one.lengths,
-            config.block_size,
-            block_size,
-            first=config.first_seen(g, one.lengths),
-            sinks=config.group_sinks[g],
-        )
-        for g, one in enumerate(held)
-    ]
+    rows_ = Written(cache, _chosen(rows, config.max_seqs))
 
     def write(path: pathlib.Path, config: CacheConfig, here: Callable[..., Any] = _all_of) -> None:
-        layers = pool_layers(config)
-        shapes = {"lengths": lengths.shape} | {f"tables.{g}": plan.tables.shape for g, plan in enumerate(plans)}
-        shapes |= {f"held.{g}": (2, *one.lengths.shape) for g, one in enumerate(held) if one.thinned is not None}
-        for i in layers:
-            blocks = len(plans[config.group(i)].slots)
+        shapes = {"lengths": rows_.lengths.shape} | {f"tables.{g}": x.shape for g, x in enumerate(rows_.tables)}
+        shapes |= {f"held.{g}": x.shape for g, x in rows_.held.items()}
+        for i in pool_layers(config):
             for name, minor in stored_parts(config, i).items():
-                shapes[name] = (blocks, *config.pool_shape(i)[1:3], block_size, *minor)
+                blocks = rows_.num_blocks(config.group(i))
+                shapes[name] = (blocks, *config.pool_shape(i)[1:3], rows_.block_size, *minor)
+        write_saved(path, dataclasses.replace(saved, config=config), shapes, rows_.tensors(here))
 
-        def tensors() -> Iterator[np.ndarray]:
-            yield lengths.astype(np.int32)
-            yield from (plan.tables for plan in plans)
-            yield from (np.stack([one.lengths, one.thinned]) for one in held if one.thinned is not None)
-            for i in layers:
-                plan = plans[config.group(i)]
-                arrays = jax.tree.leaves(cache.pool(i).tokens)
-                for x, minor in zip(arrays, stored_parts(config, i).values(), strict=True):
-                    blocks = here(x, lambda x, slots=plan.padded: tokens_at(x, slots))
-                    blocks = blocks[..., : minor[0]] if minor else blocks  # without the padding of the pool
-                    yield clear_unused(np.asarray(blocks)[: len(plan.slots)], plan.slots)
-
-        write_saved(path, dataclasses.replace(saved, config=config), shapes, tensors())
-
-    saved = SavedCache(config=config, lengths=tuple(lengths.tolist()), model=model, metadata=metadata or {},
-                       block_size=block_size, groups=config.groups)  # fmt: skip
+    saved = SavedCache(config=config, lengths=tuple(rows_.lengths.tolist()), model=model, metadata=metadata or {},
+                       block_size=rows_.block_size, groups=config.groups)  # fmt: skip
     if is_here(cache.pools):
         write(pathlib.Path(path), config)
     else:
+        assert isinstance(cache, Cache)
         shards = Shards(cache)
         write_parts(pathlib.Path(path), saved, shards, functools.partial(write, here=shards.here))
 
@@ -141,9 +111,9 @@ def describe(path: str | os.PathLike) -> SavedCache:
 
 
 def load(
-    path: str | os.PathLike, config: CacheConfig | None = None, *, into: Cache | None = None,
+    path: str | os.PathLike, config: CacheConfig | None = None, *, into: Any = None,
     rows: Sequence[int | None] | None = None, model: str | None = None, partial_windows: bool = False,
-) -> Cache:  # fmt: skip
+) -> Any:  # fmt: skip
     """A cache with the rows of a file, or `into` with those rows in places that were empty.
 
     The file is mapped, verified, and copied layer by layer. Blocks are allocated anew: block_size, num_blocks,
@@ -152,7 +122,7 @@ def load(
 
     Args:
       config: of the new cache; its layers and dtypes must be the file's. Default: the saved cache's.
-      into: a cache to restore into, instead; it is not changed, a new one is returned.
+      into: a cache to restore into, instead, a `RowShards` too; it is not changed, a new one is returned.
       rows: for each saved row the row to put it in, or None to leave it out. Default, for rows with tokens: their own
         numbers if all of those are empty, else the first empty rows.
       model: the name or fingerprint that the file must have been saved with; None: whatever it is.
@@ -176,8 +146,6 @@ def load(
     path = pathlib.Path(path)
     if config is not None and into is not None:
         raise ValueError("load takes config, for a new cache, or into, an existing one, not both.")
-    if into is not None:
-        check_on_host(into, "load")
     saved, tensors = open_saved(path)
     if model is not None and model != saved.model:
         whose = "does not say of which model" if saved.model is None else f"is of the model {saved.model!r}"
@@ -187,7 +155,26 @@ def load(
         )
     config = into.config if into is not None else config or saved.config
     check_layers(path, saved.config, config)
-    source, target = _places(path, np.array(saved.lengths), rows, config, into)
+    shards = into.shards if isinstance(into, RowShards) else [into]
+    for one in shards if into is not None else ():
+        check_on_host(one, "load")
+    empty = np.ones(config.max_seqs, bool) if into is None else np.concatenate(list(map(empty_rows, shards)))
+    source, target = _places(path, np.array(saved.lengths), rows, config, empty)
+    if not isinstance(into, RowShards):
+        return _put(path, saved, tensors, config, into, source, target, partial_windows)
+    number, found = config.max_seqs // len(shards), []
+    for i, one in enumerate(shards):
+        own = target // number == i
+        places = source[own], target[own] - i * number
+        found.append(_put(path, saved, tensors, one.config, one, *places, partial_windows))
+    return into.with_shards(found)
+
+
+def _put(
+    path: pathlib.Path, saved: SavedCache, tensors: Mapping[str, np.ndarray], config: CacheConfig, into: Cache | None,
+    source: np.ndarray, target: np.ndarray, partial_windows: bool,
+) -> Cache:  # fmt: skip
+    """A cache of this config, or `into`, with saved rows `source` in its rows `target`."""
     free = config.group_blocks if into is None else jax.device_get([t.num_free for t in into.tables])
     held = [held_rows(saved, tensors, g, source) for g in range(len(saved.groups))]
     plans = _fit(path, saved, held, source, config, free, partial_windows)
@@ -258,10 +245,9 @@ def _chosen(rows: Sequence[int] | None, max_seqs: int) -> np.ndarray:
 
 
 def _places(
-    path: pathlib.Path, lengths: np.ndarray, rows: Sequence[int | None] | None, config: CacheConfig, into: Cache | None
+    path: pathlib.Path, lengths: np.ndarray, rows: Sequence[int | None] | None, config: CacheConfig, empty: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Which saved rows go to which rows."""
-    empty = np.ones(config.max_seqs, bool) if into is None else empty_rows(into)
     if rows is None:
         source, target = np.flatnonzero(lengths > 0), np.flatnonzero(empty)
         if np.isin(source, target).all():

@@ -1,5 +1,6 @@
 """Prefix reuse: keys and values that one sequence computed, found and shared by the next that begins alike."""
 
+import functools
 import os
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from jaxkv._tiers.kept import count_unused, keep
 from jaxkv._tiers.landing import Landing
 from jaxkv._tiers.match import Match
 from jaxkv._tiers.prefix_change import Change
-from jaxkv._tiers.prefix_index import Node, PrefixIndex, digest_of
+from jaxkv._tiers.prefix_index import Node, PrefixIndex, digest_of, needed
 from jaxkv._tiers.read import read_identity, read_tokens
 
 
@@ -74,7 +75,7 @@ class PrefixCache:
         self.config, self.max_pinned = config, real("max_pinned, a share of the blocks,", max_pinned, least=0, most=1)
         self.spill_bytes, self._hash_function = int(real("spill_bytes", spill_bytes, least=0)), hash_function
         self._disk = open_disk(config, self.spill_bytes, disk, disk_bytes, model)
-        self._owner = fingerprint(config, model)
+        self._owner, self._needed = fingerprint(config, model), functools.partial(needed, config)
         self._index = self._empty_index()
         self._told: dict[Place, Block] = {}  # what `events` has told of
         self._landing = Landing()  # where pools have gone that `adopt` was told to use up
@@ -104,6 +105,11 @@ class PrefixCache:
         self._counts["lookups"] += 1
         self._counts["tokens_asked"] += len(tokens)
         return Match(len(chain) * self.config.block_size, tuple(chain))
+
+    def known(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> int:
+        """How many tokens `match` would find without looking at the disk; it is not counted as a lookup."""
+        chain = self._index.walk(self._root(salt, adapter), read_tokens(tokens)[:-1])
+        return self._index.usable(chain, self._needed) * self.config.block_size
 
     def adopt(self, cache: Cache, row: int, match: Match, *, donate: bool = False) -> Cache:
         """The cache in which an empty row holds what was matched. Blocks on the device are shared, not copied.
@@ -335,12 +341,6 @@ class PrefixCache:
         identity = read_identity(salt, adapter)
         self._index.mend()
         return self._index.root(identity)
-
-    def _needed(self, count: int) -> list[np.ndarray]:
-        """For each group which of `count` blocks the token behind them sees: first ones that stay, and the last."""
-        config, length = self.config, count * self.config.block_size
-        firsts = [(sinks, config.first_seen(g, length)) for g, sinks in enumerate(config.group_sinks)]
-        return [np.r_[: min(sinks, first), first:count] for sinks, first in firsts]
 
     def _commit(self, change: Change, chain: Sequence[Node] = (), **counts: int) -> Cache:
         """The last step of every change."""

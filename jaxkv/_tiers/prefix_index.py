@@ -288,3 +288,10 @@ class PrefixIndex:
             if node.parent is parent and node.tokens == tokens:
                 return node
         return None
+
+
+def needed(config: CacheConfig, count: int) -> list[np.ndarray]:
+    """For each group which of `count` blocks the token behind them sees: first ones that stay, and the last."""
+    length = count * config.block_size
+    firsts = [(sinks, config.first_seen(g, length)) for g, sinks in enumerate(config.group_sinks)]
+    return [np.r_[: min(sinks, first), first:count] for sinks, first in firsts]

@@ -53,7 +53,38 @@ def assert_as_alone(mesh, axes_of_tokens, atol=0.0, **axes):
     return compiled, cache
 
 
-def test_each_device_computes_as_if_it_were_alone():
+def files(cache, mesh, path):
+    """What is saved of all of them is loaded into one cache, and into others, row by row."""
+    rows = [2, 0, 1]
+    jaxkv.save(path, cache, rows)
+    lengths = [len(held(cache, row)[0]) for row in rows]
+    one = jaxkv.load(path, ONE.replace(max_seqs=3, num_blocks=8))
+    assert jaxkv.describe(path).lengths == tuple(lengths) == tuple(one.lengths.tolist()) and sum(lengths) > 5
+    empty = jaxkv.init(CONFIG, mesh=mesh, rows="data")
+    back = jaxkv.load(path, into=empty, rows=[1, 3, 2])
+    again = jaxkv.load(path, into=empty)  # where they have been
+    for i, row in enumerate(rows):
+        for x, *others in zip(held(cache, row), held(one, i), held(back, [1, 3, 2][i]), held(again, i), strict=True):
+            assert all(np.array_equal(x, other) for other in others)
+    for shard in (*back.shards, *again.shards):
+        jaxkv.check_invariants(shard)
+    assert {x.sharding for x in jax.tree.leaves(back)} == {x.sharding for x in jax.tree.leaves(empty)}
+    full = empty.with_shards([jaxkv.extend(empty.shards[0], [15, 0])] * 2)  # the first one's is copied to the second
+    assert {x.sharding for x in jax.tree.leaves(full)} == {x.sharding for x in jax.tree.leaves(empty)}
+    with pytest.raises(jaxkv.CacheFileError, match=r"need 2 blocks of 4 tokens, but 0 are free: give the cache more"):
+        jaxkv.load(path, into=full, rows=[None, 3, None])
+    with pytest.raises(ValueError, match=r"with_shards takes 2 caches of the config of cache\.shards"):
+        cache.with_shards(cache.shards[:1])
+
+
+def held(cache, row):
+    """A row's keys and values, layer by layer."""
+    if isinstance(cache, jaxkv.RowShards):
+        cache, row = cache.shards[row // ONE.max_seqs], row % ONE.max_seqs
+    return [x for layer in range(CONFIG.num_layers) for x in jaxkv.gather(cache, row, layer=layer)]
+
+
+def test_each_device_computes_as_if_it_were_alone(tmp_path):
     mesh = make_mesh(data=2)
     compiled, cache = assert_as_alone(mesh, (2, 15))
     assert not MOVES.search(compiled.as_text())
@@ -67,6 +98,7 @@ def test_each_device_computes_as_if_it_were_alone():
     specs = jaxkv.partition_specs(CONFIG, mesh, rows="data")
     assert jax.tree.structure(specs) == jax.tree.structure(cache)
     assert {spec[0] for spec in jax.tree.leaves(specs)} == {"data"}
+    files(cache, mesh, tmp_path / "rows")
     # One cache is not another, and says what to do.
     with pytest.raises(AttributeError, match=r"over the mesh axis 'data', and it has no 'lengths': call .* inside"):
         jaxkv.extend(cache, [1] * 4)
@@ -76,7 +108,15 @@ def test_each_device_computes_as_if_it_were_alone():
 
 @pytest.mark.skipif(not NIGHTLY, reason="its programs take long to compile")
 @pytest.mark.parametrize(
-    ("axes", "other"), [("auto", "none"), ("explicit", "none"), ("auto", "model"), ("auto", "context")]
+    ("axes", "other"),
+    [
+        ("auto", "none"),
+        ("explicit", "none"),
+        ("auto", "model"),
+        ("auto", "context"),
+        ("explicit", "model"),
+        ("explicit", "context"),
+    ],
 )
 def test_packed_tokens_and_other_axes(axes, other):
     sizes = {"data": 2} | ({} if other == "none" else {other: 2})

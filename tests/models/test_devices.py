@@ -52,6 +52,30 @@ def test_the_same_tokens_with_contexts_over_devices(name):
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="each engine has its programs to compile")
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_tokens_with_rows_over_devices(name, sizes):
+    """Where nothing else is divided, the same bits as on one device with what was placed on one of these."""
+    names, rows = ("data", "model")[: len(sizes)], expected(name)[:2]
+    devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
+    model, one = (jaxkv.models.load(DATA / name, mesh=mesh) for mesh in (Mesh(devices, names), None))
+    requests = []
+    for used, few in ((model, rows), (one, rows[:1])):
+        engine = jaxkv.Engine(used, max_seqs=len(few), max_seq_len=64, step_tokens=32)
+        requests.append([engine.submit(row.prompt.tolist(), len(row.tokens), logprobs=3) for row in few])
+        for _ in engine.run():
+            pass
+        assert [r.tokens for r in requests[-1]] == [row.tokens.tolist() for row in few]
+        if used is model:
+            assert engine.steps == sum(loop.pipeline.steps for loop in engine._loops)
+            assert all(loop.pipeline.steps >= len(few[0].tokens) // 2 for loop in engine._loops)
+            held = [{d for x in jax.tree.leaves(loop.cache) for d in x.devices()} for loop in engine._loops]
+            assert held == [set(row.flat) for row in devices.reshape(2, -1)]
+    if len(sizes) == 1:
+        assert requests[0][0].logprobs == requests[1][0].logprobs
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="each engine has its programs to compile")
 @pytest.mark.parametrize("budget", ["ada", "pyramid"])
 def test_the_same_tokens_of_rows_that_give_tokens_up(budget):
     """Heads are thinned where they lie. With "ada" those of one device may keep more than those of another."""

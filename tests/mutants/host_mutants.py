@@ -21,6 +21,7 @@ BLOCKS, DISK, IN_DISK = "_files/blocks.py", "_tiers/disk.py", "tiers/test_prefix
 PREFILL, CHECKPOINT, PARTS = "_engine/prefill.py", "_engine/checkpoint.py", "_files/parts.py"
 IN_PREFILL, IN_CHECKPOINT = "engine/test_prefill.py::", "engine/test_checkpoint.py::"
 IN_PROCESSES = "processes/test_processes.py::"
+SHARDS, IN_SHARDS = "_engine/shards.py", "engine/test_row_shards.py::"
 IN_SPECULATION = "engine/test_speculation.py::"
 IN_INTERRUPTS, IN_FILES = "engine/test_interrupts.py::", "files/test_files.py::"
 
@@ -413,7 +414,7 @@ MUTANTS = {
     ),
     "what rows held is computed again": Mutant(
         CHECKPOINT,
-        "sequence.host = file.row(place, self.config)",
+        "sequence.host = file.row(place, self._loops[0].residents.config)",
         "sequence.host = None",
         IN_CHECKPOINT + "test_tokens_that_were_not_handed_out_are_handed_out_later",
     ),
@@ -483,5 +484,48 @@ MUTANTS = {
         "Counter(reversed(followed))",
         "Counter(followed)",
         IN_SPECULATION + "test_a_run_of_tokens_is_followed_by_what_followed_it_before",
+    ),
+    # Rows over devices.
+    "requests go where least room is": Mutant(
+        SHARDS,
+        "key=lambda both: both[0], reverse=True)",
+        "key=lambda both: both[0])",
+        IN_SHARDS + "test_requests_go_where_most_room_is",
+    ),
+    "who is known matters not": Mutant(
+        LOOP,
+        "spare >= 0, known, spare",
+        "spare >= 0, 0, spare",
+        IN_SHARDS + "test_requests_go_where_their_prompt_is_known",
+    ),
+    "all are placed at once": Mutant(
+        SHARDS,
+        "if rating[0] or must or loop.may_have_more:",
+        "if True:",
+        IN_SHARDS + "test_requests_go_where_most_room_is",
+    ),
+    "a request may be placed twice": Mutant(
+        SHARDS,
+        "if not (request.done or any(loop.has(request) for loop in self.loops)):",
+        "if not request.done:",
+        IN_SHARDS + "test_cut_off_anywhere_it_goes_on",
+    ),
+    "blocks of the second cache are those of the first": Mutant(
+        "_files/written.py",
+        "first += len(plan.slots)",
+        "first += 0",
+        "core/test_by_rows.py::test_each_device_computes_as_if_it_were_alone",
+    ),
+    "rows of a file stand in the order of devices": Mutant(
+        "_files/written.py",
+        "np.concatenate(split, axis=1)[:, order]",
+        "np.concatenate(split, axis=1)",
+        "core/test_by_rows.py::test_each_device_computes_as_if_it_were_alone",
+    ),
+    "rows of the second device are saved as those of the first": Mutant(
+        CHECKPOINT,
+        "i * number + s.row",
+        "s.row",
+        IN_SHARDS + "test_it_goes_on_on_another_number_of_devices",
     ),
 }

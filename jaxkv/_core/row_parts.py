@@ -1,0 +1,69 @@
+"""What each device of a mesh axis has, as arrays of its own, and such parts as one again. Outside of any program, and
+nothing is copied: an array over several devices is made of arrays on one each."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jaxkv._core.shards import mesh_of
+
+AXIS = "data"  # of a model's mesh, for rows
+
+
+def part_of(x: jax.Array, i: int, *, mesh: Mesh, axis: str) -> jax.Array:
+    """The i-th part of an array along an axis of its mesh, as an array on the rest of the mesh: of one that is divided
+    over it, along its first axis, or what a device has of one that is whole on each."""
+    sharding = x.sharding
+    assert isinstance(sharding, NamedSharding)
+    names = [name for name in mesh.axis_names if name != axis]
+    at = mesh.axis_names.index(axis)
+    devices = np.take(mesh.devices, [i], axis=at).squeeze(at)
+    divided = tuple(sharding.spec[:1]) == (axis,)
+    place: Sharding
+    if names:
+        kinds = tuple(k for name, k in zip(mesh.axis_names, mesh.axis_types, strict=True) if name != axis)
+        spec = PartitionSpec(None, *sharding.spec[1:]) if divided else sharding.spec
+        place = NamedSharding(Mesh(devices, names, axis_types=kinds), spec)
+    else:
+        place = SingleDeviceSharding(devices.item())
+    shape = (x.shape[0] // mesh.shape[axis], *x.shape[1:]) if divided else x.shape
+    held = {shard.device: shard.data for shard in x.addressable_shards}
+    return jax.make_array_from_single_device_arrays(shape, place, [held[device] for device in devices.flat])
+
+
+def joined(parts: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
+    """What `part_of` made of an array that was divided; of numbers, one for each part."""
+    pieces = [shard.data for part in parts for shard in part.addressable_shards]
+    if parts[0].ndim == 0:
+        pieces = [jax.device_put(np.asarray(x)[None], x.sharding) for x in pieces]
+        shape: tuple[int, ...] = (len(parts),)
+    else:
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+
+
+def parts_of_model(model: Any, axis: str = AXIS) -> list[Any]:
+    """A model as each device of its mesh's axis for rows has it; the model itself if there is no such axis, or one
+    device of it.
+
+    Raises:
+      ValueError: parameters that are divided over the axis.
+    """
+    mesh = mesh_of(model, axis)
+    if mesh is None or mesh.shape[axis] == 1:
+        return [model]
+
+    def part(x: Any, i: int) -> Any:
+        if not (isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)):
+            return x
+        if axis in jax.tree.leaves(tuple(x.sharding.spec)):
+            raise ValueError(
+                f"Rows are divided over the mesh axis {axis!r}, but so is a parameter of the model, {x.sharding.spec}: "
+                "parameters must be whole on each of its devices."
+            )
+        return part_of(x, i, mesh=mesh, axis=axis)
+
+    return [jax.tree.map(lambda x, i=i: part(x, i), model) for i in range(mesh.shape[axis])]
