@@ -119,6 +119,7 @@ def split(
             if sight is not None:
                 of = lax.div(anew(item), jnp.int32(num_items // sight.shape[0])) if by_item else row
                 lines = [load_wide(sight_ref.at[of, i], shape, 0) for i in range(sight.shape[1])]
+                lines = [plgpu.layout_cast(line, LAYOUT) for line in lines]  # or the search for layouts takes minutes
                 return sees(position, *lines[:3], lines[3:], reach)
             token = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LAYOUT), jnp.int32(at_once))
             last = length - new + token
@@ -127,8 +128,6 @@ def split(
 
         def partly_seen(first, length, new):
             """Does some token not see all of a tile?"""
-            if sight is not None:
-                return jnp.bool_(True)
             partly = first + (tokens - 1) > length - new
             if reach.ends:
                 partly |= first < reach.first(length - 1)
@@ -164,12 +163,14 @@ def split(
                 probe(interpret, *(part_s for _, part_s in q_parts(q_s)), keys)
                 s = pl.run_scoped(queries_times_keys, plgpu.ACC((QUERY_ROWS, tokens), jnp.float32))
                 s = logits_base2(s, scale, cap if soft_cap else None)
-                s = lax.cond(
-                    partly_seen(first, length, new),
-                    lambda s: jnp.where(seen_by_query(s.shape, row, first, length, new), s, -jnp.inf),
-                    lambda s: s,
-                    s,
-                )
+
+                def select_seen(s, first=first):
+                    return jnp.where(seen_by_query(s.shape, row, first, length, new), s, -jnp.inf)
+
+                if sight is not None:
+                    s = select_seen(s)
+                else:
+                    s = lax.cond(partly_seen(first, length, new), select_seen, lambda s: s, s)
                 m, old = jnp.maximum(m, s.max(axis=1)), m
                 safe = safe_maximum(m)
                 alpha = jnp.exp2(old - safe)

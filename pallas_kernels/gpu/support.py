@@ -33,14 +33,14 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
         return f"The gpu kernels compute in bfloat16 or float16, not {q.dtype}; cast q and the pool, or {FALLBACK}."
     if kind is None and kv.dtype != q.dtype:
         return f"The gpu kernels need q and the pool in one dtype, not {q.dtype} and {kv.dtype}; cast q, or {FALLBACK}."
+    if rank is not None and (why_not := _unsupported_latent(q, kind, rank)):
+        return why_not
     least = 8 if kind is None else SCALES_AT_ONCE
     if block_size % least:
         return (
             f"The gpu kernels need a block_size in multiples of {least} tokens{'' if kind is None else f' in {kind}'}, "
             f"not {block_size}; {FALLBACK}."
         )
-    if rank is not None and (why_not := _unsupported_latent(q, kind, rank)):
-        return why_not
     widest = 256 if rank is None else MOST_WIDTH
     if kernel_head_dim(head_dim) > min(stored, widest):
         wider = f"store {kernel_head_dim(head_dim)} with CacheConfig(head_dim_multiple=64), or "

@@ -71,11 +71,11 @@ if NIGHTLY:
 
 
 # Over latent rows, and the kernels of each. A thread block fills a multiprocessor, 512 threads of 128 registers.
-LATENT = {"deepseek-v3": ("decode",)}
+LATENT = {"deepseek-v2-lite-prefill": ("decode", "prefill")}
 if NIGHTLY:
     LATENT |= {
         "deepseek-v2-lite": ("decode",),
-        "deepseek-v2-lite-prefill": ("decode", "prefill"),
+        "deepseek-v3": ("decode",),
         "deepseek-v2-lite-tree": ("decode", "prefill"),
         "kimi-k2": ("decode", "prefill"),
         "deepseek-v3-prefill": ("decode", "prefill"),

@@ -106,6 +106,7 @@ def test_shard_map_lowers():
         attend.trace(q, kv, tables, row, row).lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="by day they are compiled, in tests/compile")
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_latent_rows_lower(tokens):
     """Tensor parallel: each device has its share of the heads, and all rows; also with 64 bits."""

@@ -352,7 +352,7 @@ LATENT = {
     "two tiles of heads, cut": Trial(
         Case((150, 70), (1, 1), num_heads=128, sinks=True, **LATENT_ROWS, **B16), **SMALL,
     ),
-    "a loud token": Trial(Case((129, 64), (1, 1), **ROWS_16), loud=((0, 127), (0, 128), (1, 63)), poison=3.0),
+    "a loud token behind the last": Trial(Case((129, 3), (1, 1), **ROWS_16), loud=((0, 129), (1, 3)), poison=0.5),
     "window": Trial(Case((300, 70, 237), (1, 1, 1), window=60, max_blocks=25, **ROWS_16), poison_before_window=True),
     "the window's first token": Trial(Case((190,), (1,), window=60, **ROWS_16), loud=((0, 129), (0, 130))),
     "window, cut": Trial(
