@@ -30,6 +30,7 @@ from pallas_kernels.gpu.tiles import (
     InterpretParams,
     Tile,
     accumulate,
+    add_sink,
     fetch,
     full,
     load_wide,
@@ -328,12 +329,8 @@ def finish(softmax, sinks_ref, rows_s, tokens, lse_ref, *, with_lse=True) -> Non
     """
     acc, m, total = softmax
     if sinks_ref is not None:
-        sink = plgpu.load(sinks_ref, layout=VECTOR, optimized=False) * math.log2(math.e)
-        m, old = jnp.maximum(m, jnp.where(m == -jnp.inf, -jnp.inf, sink)), m
-        safe = safe_maximum(m)
-        alpha = jnp.exp2(old - safe)
+        m, total, alpha = add_sink(m, total, plgpu.load(sinks_ref, layout=VECTOR, optimized=False))
         acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
-        total = total * alpha + jnp.where(m == -jnp.inf, 0.0, jnp.exp2(sink - safe))
     total = jnp.where(total == 0.0, 1.0, total)
     store(rows_s.T, (acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [1])).astype(rows_s.dtype))
     pl.when(with_lse)(lambda: store(lse_ref, (m + jnp.log2(total)) * math.log(2)))

@@ -2,8 +2,11 @@
 
 One thread block per (work item, KV head): a producer warpgroup streams tiles of K and V (see `tiles.fetch`), and each
 of two consumer warpgroups keeps a running softmax for 64 of the rows, as in FlashAttention-2
-(https://arxiv.org/abs/2307.08691). The query heads of a KV head lie side by side in the tile, so that every tile of K
-and V is used for all of them, and any group size fills the matrix unit.
+(https://arxiv.org/abs/2307.08691). The query heads of a KV head lie below one another in the rows, each with the same
+tokens, so that every tile of K and V is used for all of them, and any group size fills the matrix unit. A head's
+queries are one bulk copy from where they lie, and its output is one to where it belongs, both at any token; the matrix
+unit's own tiles would begin at multiples of 8. So they come and go by way of registers and shared memory laid out in
+single rows, which is the queries' own: all are read before they are laid out, and done with when there is an output.
 
 Only tiles that some token of the item sees are fetched. As in `decode`, what is not seen is selected away, never
 multiplied by zero.
@@ -19,12 +22,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu.quantised import arrivals, settle_scales, slots_and_wide, widen
+from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
     InterpretParams,
     Tile,
     accumulate,
+    add_sink,
     anew,
     fetch,
     full,
@@ -33,6 +38,7 @@ from pallas_kernels.gpu.tiles import (
     probe,
     safe_maximum,
     select_seen_values,
+    store,
     tile_at,
     varies,
 )
@@ -41,40 +47,56 @@ from pallas_kernels.sight import Reach, sees
 CONSUMERS = 2
 HALF = 64  # query rows of one consumer: the matrix unit's width
 QUERY_ROWS = CONSUMERS * HALF
+# Any rows, and no two threads of a warp at one bank; where D fills whole tiles, which this has to be told.
+ROWS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+
+
+def tokens_of(group: int) -> int:
+    """New tokens in one consumer's query rows: row r is head `r // tokens` of token `r % tokens`; there may be rows of
+    no head at the end."""
+    return HALF // group
 
 
 def attend(
-    q, kv, tables, items, scalars, *, group, tile: Tile, reach: Reach, soft_cap: bool, sight=None, kv_scale=None,
-    kind: str | None = None, interpret: InterpretParams = None,
+    q, kv, tables, items, scalars, holes, sinks, *, tile: Tile, reach: Reach, soft_cap: bool, sight=None,
+    kv_scale=None, kind: str | None = None, interpret: InterpretParams = None,
 ):  # fmt: skip
-    """Causal attention of each work item: consecutive tokens of one row of the table.
+    """Causal attention of each work item: consecutive tokens of one row of the table, `2 * tokens_of(group)` at most.
 
     Args:
-      q: `[W // C, K, 128, D]`: query row r of C items, one after another, is head `r % group` of token `r // group`.
-      kv: the pool, `[num_blocks + 1, 2, K, block_size, D']` with `D' >= D`, D a multiple of 64.
+      q: `[N, H, D]`, D a multiple of 8: all tokens of the step.
+      kv: the pool, `[num_blocks + 1, 2, K, block_size, D']`, D' at least the multiple of 64 that D fits in: E.
       tables: `i32[S, M]`.
-      items: `i32[W, 5]`: row of the table, position of the first token, and position to stop before; first tile of K
-        and V, and tile to stop before. With `sight` `i32[W, 7]`: in the place of those positions the first that any
-        token sees and the one to stop before, and at the end the same of what all of them see.
+      items: `i32[W, C, 7]`, of C chunks of the context each; see `work.prefill_items`. With `sight` `i32[W, C, 9]`: in
+        the place of the tokens' positions the first that any of them sees and the one to stop before, and at the end
+        the same of what all of them see.
       scalars: `f32[2]`, see `logits_base2`.
+      holes: `i32[W, 2, 2]`, see `work.bits`: which of the step's tokens belong to no row, `tokens_of(group)` to a
+        consumer, in the step's order. If C is 1: their output is 0.
+      sinks: `f32[K, 64]`, one more logit for each of a consumer's query rows if C is 1, or None.
       reach: how far back tokens see, where only a window says so.
-      sight: `i32[W // C, 3 + W, 128]`, what each query row sees, where more does; see `sight.Tiles`. Then `reach` says
+      sight: `i32[W, 3 + words, 128]`, what each query row sees, where more does; see `sight.Tiles`. Then `reach` says
         only which first tokens are seen.
       kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
 
     Returns:
-      `[W, K, 128, D]` in q's dtype, and the natural logarithm of the softmax's denominator, `f32[W, K, 128]`. Not
-      written for an item without tiles; rows past an item's tokens hold anything.
+      If C is 1, `[N, H, D]` in q's dtype, where tokens of rows without an item hold anything; else of each chunk
+      `[W * C, K, 2, 64, E]`, not written without tiles. And the natural logarithm of the softmax's denominator,
+      `f32[W * C, K, 128]`.
     """
-    (num_groups, num_kv_heads, _, head_dim), num_items = q.shape, items.shape[0]
-    chunks = num_items // num_groups
+    (_, num_heads, stored_dim), (_, chunks, _), num_kv_heads = q.shape, items.shape, kv.shape[2]
+    items = items.reshape(-1, items.shape[2])
+    head_dim, group, num_items = kernel_head_dim(stored_dim), num_heads // num_kv_heads, len(items)
+    own = tokens_of(group)
     tokens, stages = tile.tokens, tile.stages
     pieces = tile.pieces(kv.shape[3])
 
     def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, *others, scratch):
         scale_ref, *others = (None, *others) if kind is None else others
-        sight_ref, out_ref, lse_ref = (None, *others) if sight is None else others
-        (q_s, k_s, v_s, p_s, lse_s, *wide), (q_ready, k_ready, v_ready, k_free, v_free, v_selected, *widened) = scratch
+        sight_ref, *others = (None, *others) if sight is None else others
+        sinks_ref, holes_ref, out_ref, lse_ref = (None, *others) if sinks is None else others
+        ((rows_s, q_s), k_s, v_s, p_s, lse_s, *wide), (q_ready, *barriers) = scratch
+        k_ready, v_ready, k_free, v_free, v_selected, *widened = barriers
         item, head = lax.axis_index("item"), lax.axis_index("head")
         warpgroup = lax.axis_index("warpgroup")
 
@@ -132,8 +154,8 @@ def attend(
                     lines = [load_wide(sight_ref.at[here[0], i, here[1]], s.shape, 0) for i in range(sight.shape[1])]
                     return jnp.where(sees(key, *lines[:3], lines[3:], reach), s, -jnp.inf)
                 # Which of the tile's columns each row sees, for keys counted from the row's first would be spilled.
-                query = plgpu.broadcasted_iota(jnp.int32, (HALF,), 0, layout=LAYOUT.reduce(1)) + anew(warpgroup) * HALF
-                query = jnp.minimum(lax.div(query, jnp.int32(group)) + first_token, stop - 1)
+                query = lax.rem(plgpu.broadcasted_iota(jnp.int32, (HALF,), 0, layout=LAYOUT.reduce(1)), jnp.int32(own))
+                query = jnp.minimum(query + (anew(warpgroup) * own + first_token), stop - 1)
                 column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT)
                 seen = column <= lax.broadcast_in_dim(query - first, s.shape, [0])
                 if reach.ends:
@@ -143,7 +165,7 @@ def attend(
 
             # Does some token of the item not see all of the tile?
             if sight is not None:
-                partly_seen = (first < items_ref[anew(item), 5]) | (first + tokens > items_ref[anew(item), 6])
+                partly_seen = (first < items_ref[anew(item), 7]) | (first + tokens > items_ref[anew(item), 8])
             else:
                 partly_seen = first + (tokens - 1) > first_token
                 if reach.ends:
@@ -183,34 +205,102 @@ def attend(
                 plgpu.barrier_arrive(v_free.at[slot])
             return acc, m, total
 
+        def columns():
+            """All of them. Copies reach beyond a D that fills no tile, as in `decode`: an offset not known to be 0."""
+            return pl.ds(0 if stored_dim == head_dim else jnp.minimum(anew(head), 0), head_dim)
+
+        def at(token, count, nth):
+            """Where so many tokens of one of the KV head's query heads are."""
+            return pl.ds(token, count), anew(head) * group + nth, columns()
+
+        def read_queries():
+            half = anew(warpgroup)
+            first = items_ref[anew(item), 5] + half * own
+            for nth in range(group):  # beyond an item's own tokens, which reach no other query row
+                here = rows_s.at[half, pl.ds(nth * own, own)]
+                plgpu.copy_gmem_to_smem(q_ref.at[at(first, own, nth)], here, q_ready.at[half])
+            plgpu.barrier_wait(q_ready.at[half])
+            queries = plgpu.load(rows_s.at[half], layout=LAYOUT, optimized=False)
+            plgpu.commit_smem()  # all of them are read: they may be overwritten
+            q_s.at[half][...] = queries
+            plgpu.commit_smem()
+
+        def write(acc, m, total):
+            half = anew(warpgroup)
+            if sinks is None:
+                alpha = jnp.ones_like(total)
+            else:
+                sink = plgpu.load(sinks_ref.at[anew(head)], layout=LAYOUT.reduce(1), optimized=False)
+                m, total, alpha = add_sink(m, total, sink)
+            total = jnp.where(total == 0.0, 1.0, total)
+            out = acc * lax.broadcast_in_dim(alpha / total, acc.shape, [0])
+            lse_mine = lse_s.at[half]
+            store(rows_s.at[half], out.astype(q.dtype))
+            lse_mine[...] = (m + jnp.log2(total)) * math.log(2)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(lse_mine, lse_ref.at[anew(item), anew(head), pl.ds(half * HALF, HALF)])
+            if chunks > 1:
+                plgpu.copy_smem_to_gmem(rows_s.at[half], out_ref.at[anew(item), anew(head), half])
+            else:
+                write_tokens(items_ref[anew(item), 5] + half * own, items_ref[anew(item), 6] - half * own)
+            plgpu.wait_smem_to_gmem(0)
+
+        def write_tokens(first, count):
+            """The first `count` of a consumer's tokens: at once if those are all it can have, else in powers of two."""
+
+            def copy(begin, size):
+                @pl.loop(0, group)
+                def _(nth):
+                    here = rows_s.at[anew(warpgroup), pl.ds(nth * own + begin, size)]
+                    plgpu.copy_smem_to_gmem(here, out_ref.at[at(first + begin, size, nth)])
+
+            pl.when(count >= own)(lambda: copy(0, own))
+
+            @pl.when((count > 0) & (count < own))
+            def _():
+                for size in (32, 16, 8, 4, 2, 1):
+                    if size < own:
+                        pl.when((count & size) > 0)(lambda size=size: copy(count & (-2 * size), size))
+
+        def fill_holes():
+            half = anew(warpgroup)
+            words = [holes_ref[anew(item), half, i] for i in range(2)]
+
+            @pl.when((words[0] | words[1]) != 0)
+            def _():
+                store(rows_s.at[half], full((HALF, head_dim), 0.0, LAYOUT).astype(q.dtype))
+                plgpu.commit_smem()
+
+                @pl.loop(jnp.int32(0), jnp.int32(own))
+                def _(i):
+                    word = jnp.where(i < 32, words[0], words[1])
+
+                    @pl.when((lax.shift_right_logical(word, i & 31) & 1) > 0)
+                    def _():
+                        token = (anew(item) * CONSUMERS + half) * own + i
+                        heads = pl.ds(anew(head) * group, group)
+                        plgpu.copy_smem_to_gmem(rows_s.at[half, pl.ds(0, group)], out_ref.at[token, heads, columns()])
+
+                plgpu.wait_smem_to_gmem(0)
+
         @pl.when(warpgroup < CONSUMERS)
         def consume():
             plgpu.set_max_registers(232 if kind is None else 224, action="increase")
             _, first_token, stop, first_seen, start, num_tiles = work()
 
-            @pl.when(num_tiles > 0)
+            @pl.when(items_ref[item, 6] > 0 if chunks == 1 else num_tiles > 0)
             def _():
-                q_mine, mine = q_s.at[warpgroup], pl.ds(warpgroup * HALF, HALF)
-                plgpu.copy_gmem_to_smem(
-                    q_ref.at[lax.div(item, jnp.int32(chunks)), head, mine], q_mine, q_ready.at[warpgroup]
-                )
+                read_queries()
                 scale, cap = scalars_ref[0], scalars_ref[1]
-                plgpu.barrier_wait(q_ready.at[warpgroup])
                 step = functools.partial(consume_tile, first_token, stop, first_seen, start, scale, cap)
                 acc = full((HALF, head_dim), 0.0, LAYOUT)
                 m = full((HALF,), -jnp.inf, LAYOUT.reduce(1))
                 total = full((HALF,), 0.0, LAYOUT.reduce(1))
                 acc, m, total = lax.fori_loop(0, num_tiles, step, (acc, m, total))
-                total = jnp.where(total == 0.0, 1.0, total)
-                half = anew(warpgroup)
-                q_mine, lse_mine, mine = q_s.at[half], lse_s.at[half], pl.ds(half * HALF, HALF)
-                # Into the place of the queries, which are done with.
-                q_mine[...] = (acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [0])).astype(q.dtype)
-                lse_mine[...] = (m + jnp.log2(total)) * math.log(2)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(q_mine, out_ref.at[item, head, mine])
-                plgpu.copy_smem_to_gmem(lse_mine, lse_ref.at[item, head, mine])
-                plgpu.wait_smem_to_gmem(0)
+                write(acc, m, total)
+
+            if chunks == 1:
+                fill_holes()
 
         @pl.when(warpgroup == CONSUMERS)
         def produce():
@@ -224,24 +314,30 @@ def attend(
 
     def paged_prefill(*refs):  # the name that profiles and dumps show
         slots, wide = slots_and_wide(kv.dtype, q.dtype, kind, tile, head_dim)
+        rows = ROWS if stored_dim == head_dim else ()
+        queries = [plgpu.SMEM((CONSUMERS, HALF, head_dim), q.dtype, transforms=x) for x in (rows, OPERAND)]
         buffers = (
-            plgpu.SMEM((CONSUMERS, HALF, head_dim), q.dtype, transforms=OPERAND), slots, slots,
+            # In one place; which the interpreter takes for one buffer of both consumers, that race.
+            plgpu.RefUnion(*queries) if interpret is None else queries, slots, slots,
             plgpu.SMEM((CONSUMERS, HALF, tokens), q.dtype, transforms=OPERAND),
             plgpu.SMEM((CONSUMERS, HALF), jnp.float32), *wide,
         )  # fmt: skip
         k_ready, v_ready = (plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals(kind, pieces))
         free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
         widened = () if kind is None else (plgpu.Barrier(num_arrivals=CONSUMERS),) * 2
-        barriers = (plgpu.Barrier(num_barriers=CONSUMERS), k_ready, v_ready, free, free, free, *widened)
+        q_ready = plgpu.Barrier(num_arrivals=group, num_barriers=CONSUMERS)
+        barriers = (q_ready, k_ready, v_ready, free, free, free, *widened)
         pl.run_scoped(lambda *scratch: kernel(*refs, scratch=scratch), buffers, barriers, collective_axes="warpgroup")
 
+    out = q.shape if chunks == 1 else (num_items, num_kv_heads, CONSUMERS, HALF, head_dim)
+    optional = (x for x in (kv_scale, sight, sinks) if x is not None)
     return plgpu.kernel(
         paged_prefill,
         out_type=(
-            jax.ShapeDtypeStruct((num_items, *q.shape[1:]), q.dtype),
+            jax.ShapeDtypeStruct(out, q.dtype),
             jax.ShapeDtypeStruct((num_items, num_kv_heads, QUERY_ROWS), jnp.float32),
         ),
         grid=(num_items, num_kv_heads), grid_names=("item", "head"),
         num_threads=CONSUMERS + 1, thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
-    )(q, kv, tables, items, scalars, *(x for x in (kv_scale, sight) if x is not None))  # fmt: skip
+    )(q, kv, tables, items, scalars, *optional, holes)  # fmt: skip

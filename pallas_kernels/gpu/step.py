@@ -96,7 +96,9 @@ def attend(
                 q, kv, tables, lengths, jnp.where(new < least, 0, new), start, token, scalars, sinks, least,
                 sight=sight, **options,
             )  # fmt: skip
-            out, lse = jnp.where(seen[:, None, None], out, jnp.zeros_like(out)), jnp.where(seen[:, None], lse, -jnp.inf)
+            if rank is not None:  # the other kernel writes zeros itself
+                out = jnp.where(seen[:, None, None], out, jnp.zeros_like(out))
+            lse = jnp.where(seen[:, None], lse, -jnp.inf)
         else:
             least, out, lse = 2, jnp.zeros_like(q[..., :rank]), jnp.full(q.shape[:-1], -jnp.inf)
         if least == 2:
@@ -210,47 +212,50 @@ def _prefill_rows(
       q: `[N, H, D]`, where row s's tokens lie from `start[s]` on; token: where each of the N belongs.
 
     Returns:
-      `[N, H, D]` and the LSE, `f32[N, H]`; anything for tokens of other rows, and for padding.
+      `[N, H, D]` and the LSE, `f32[N, H]`. Tokens of other rows have anything, and padding an output of 0.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
-    whole = kernel_head_dim(head_dim)
-    plan = tuning.prefill_plan(whole, kv.shape[3], kv.dtype.itemsize)
-    item_tokens = prefill.QUERY_ROWS // group
+    plan = tuning.prefill_plan(kernel_head_dim(head_dim), kv.shape[3], kv.dtype.itemsize)
+    own = prefill.tokens_of(group)
+    item_tokens = prefill.CONSUMERS * own
     rows = min(new.shape[0], num_tokens // least)
     num_items = (num_tokens - rows) // item_tokens + rows  # as many as these can have at the most
     most_tiles = tiles_of_a_row(tables.shape[1] * kv.shape[3], reach, item_tokens, plan.tile.tokens)
     chunks = 1 if deterministic else tuning.prefill_chunks(num_items * num_kv_heads, most_tiles)
-    items, index, first_item, place, sights = work.prefill_items(
-        lengths, new, reach, item_tokens, num_items, plan.tile.tokens, chunks, sight, start
+    items, first_item, place, sights = work.prefill_items(
+        lengths, new, start, reach, item_tokens, num_items, plan.tile.tokens, chunks, sight
     )
-
-    # Gather each item's tokens, [W, tokens, K, group, D], into query rows, [W, K, tokens * group, D].
-    at = (start[items[:, 0, 0]] + index)[:, None] + jnp.arange(item_tokens, dtype=jnp.int32)[None]
-    tiles = q.reshape(num_tokens, num_kv_heads, group, head_dim)[jnp.clip(at, 0, num_tokens - 1)]
-    tiles = jnp.swapaxes(tiles, 1, 2).reshape(num_items, num_kv_heads, item_tokens * group, head_dim)
-    used = item_tokens * group
-    if sights is not None:
-        sights = jnp.repeat(sights, group, axis=2)
-        sights = jnp.pad(sights, ((0, 0), (0, 0), (0, prefill.QUERY_ROWS - used)))
-    tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, prefill.QUERY_ROWS - used), (0, whole - head_dim)))
+    if sights is not None:  # for each head the same
+        sights = _as_query_rows(sights.reshape(*sights.shape[:2], prefill.CONSUMERS, 1, own), group)
+        sights = sights.reshape(*sights.shape[:2], prefill.QUERY_ROWS)
+    of_rows = None
+    if sinks is not None and chunks == 1:
+        of_rows = _as_query_rows(sinks.astype(jnp.float32).reshape(num_kv_heads, group, 1), group)
+    holes = jnp.pad(~token.valid, (0, num_items * item_tokens - num_tokens))
+    holes = work.bits(holes.reshape(num_items, prefill.CONSUMERS, own))
     out, lse = prefill.attend(
-        tiles, kv, tables, items.reshape(-1, items.shape[2]), scalars, group=group, tile=plan.tile, reach=reach,
+        q, kv, tables, items, scalars, holes, of_rows, tile=plan.tile, reach=reach,
         soft_cap=soft_cap, sight=sights, kv_scale=kv_scale, kind=kind, interpret=interpret,
     )  # fmt: skip
 
-    if chunks > 1:
-        out, lse = _merge_chunks(out, lse, items[..., 4] > items[..., 3])
-
-    # And back: each token from its item.
     nth = jnp.where(token.valid, token.position - (lengths - new)[token.row], 0)
     item = place[jnp.clip(first_item[token.row] + nth // item_tokens, 0, num_items - 1)]
-    out = out[:, :, :used, :head_dim].reshape(num_items, num_kv_heads, item_tokens, group, head_dim)
-    out = out[item, :, nth % item_tokens].reshape(num_tokens, num_heads, head_dim)
-    lse = lse[:, :, :used].reshape(num_items, num_kv_heads, item_tokens, group)
-    lse = lse[item, :, nth % item_tokens].reshape(num_tokens, num_heads)
-    return _with_sinks(out, lse, sinks)
+
+    def of_tokens(x):
+        """Of each token, from its item's query rows, `[W, K, 2, 64, ...]`: `[N, K, group, ...]`."""
+        x = x.reshape(num_items, num_kv_heads, prefill.CONSUMERS, prefill.HALF, *x.shape[4:])
+        x = x[:, :, :, : group * own].reshape(*x.shape[:3], group, own, *x.shape[4:])
+        nth_of_item = nth % item_tokens
+        return x[item, :, nth_of_item // own, :, nth_of_item % own]
+
+    if chunks > 1:
+        out, lse = _merge_chunks(out, lse.reshape(out.shape[:-1]), items[..., 4] > items[..., 3])
+        out = of_tokens(out)[..., :head_dim].reshape(q.shape)
+        out = jnp.where(token.valid[:, None, None], out, jnp.zeros_like(out))
+    lse = of_tokens(lse.reshape(*lse.shape[:2], prefill.CONSUMERS, prefill.HALF)).reshape(num_tokens, num_heads)
+    return _with_sinks(out, lse, sinks if chunks > 1 else None)
 
 
 def _prefill_latent(
@@ -267,17 +272,16 @@ def _prefill_latent(
     num_items = (num_tokens - rows) // item_tokens + rows
     most_tiles = tiles_of_a_row(tables.shape[1] * kv.shape[3], reach, item_tokens, plan.tile.tokens)
     chunks = 1 if deterministic else tuning.prefill_chunks(num_items * head_tiles, most_tiles)
-    items, index, first_item, place, sights = work.prefill_items(
-        lengths, new, reach, item_tokens, num_items, plan.tile.tokens, chunks, sight, start
+    items, first_item, place, sights = work.prefill_items(
+        lengths, new, start, reach, item_tokens, num_items, plan.tile.tokens, chunks, sight
     )
     if sights is not None:
         reach = Reach(1, None, reach.sink_tokens)  # what is seen begins at the first position itself
         sights = jnp.repeat(sights, group, axis=2)
         sights = jnp.pad(sights, ((0, 0), (0, 0), (0, latent.QUERY_ROWS - item_tokens * group)))
-    row, first_token, stop, first, last = (items[..., i] for i in range(5))
-    count = jnp.clip(new[row] - index[:, None], 0, item_tokens)
+    row, first_token, stop, first, last, at, count = (items[..., i] for i in range(7))
     role = jnp.where(count > 0, work.PART if chunks > 1 else work.WHOLE, work.UNUSED)
-    lines = (row, first, last, stop, stop - first_token, start[row] + index[:, None], role, count)
+    lines = (row, first, last, stop, stop - first_token, at, role, count)
     part, part_lse, out, lse = latent.split(
         q, kv, tables, jnp.stack(lines, axis=2).reshape(-1, len(lines)), scalars, None, num_items=num_items * chunks,
         new_tokens=item_tokens, rank=rank, tile=plan.tile, reach=reach, soft_cap=soft_cap, some_cut=chunks > 1,
@@ -306,15 +310,23 @@ def _with_sinks(out, lse, sinks):
     return (out.astype(jnp.float32) * jnp.exp(lse - with_sink)[..., None]).astype(out.dtype), with_sink
 
 
+def _as_query_rows(x, group: int):
+    """`[..., group or 1, tokens or 1]` as one for each of a consumer's query rows, `[..., 64]`."""
+    own = prefill.tokens_of(group)
+    x = jnp.broadcast_to(x, (*x.shape[:-2], group, own)).reshape(*x.shape[:-2], group * own)
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, prefill.HALF - group * own)])
+
+
 def _merge_chunks(out, lse, some):
-    """One output of each item, `[W, K, 128, D]`, from those of its chunks, `[W * C, K, 128, D]`, and the LSE likewise.
+    """One output of each item, `[W, K, ..., D]`, from those of its chunks, `[W * C, K, ..., D]`, and the LSE likewise.
 
     Args:
       some: `bool[W, C]`: whether the chunk has any tile; if not, its output is not written.
     """
     out, lse = (x.reshape(*some.shape, *x.shape[1:]) for x in (out, lse))
-    lse = jnp.where(some[..., None, None], lse, -jnp.inf)
+    some = some.reshape(*some.shape, *[1] * (lse.ndim - 2))
+    lse = jnp.where(some, lse, -jnp.inf)
     merged = jax.nn.logsumexp(lse, axis=1)  # -inf where no chunk is seen
     weight = jnp.exp(lse - jnp.where(merged == -jnp.inf, 0.0, merged)[:, None])
-    part = jnp.where(some[..., None, None, None], out.astype(jnp.float32), 0.0) * weight[..., None]
+    part = jnp.where(some[..., None], out.astype(jnp.float32), 0.0) * weight[..., None]
     return part.sum(axis=1).astype(out.dtype), merged

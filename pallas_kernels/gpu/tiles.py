@@ -220,6 +220,16 @@ def safe_maximum(m):
     return jnp.where(m == -jnp.inf, 0.0, m)
 
 
+def add_sink(m, total, sink):
+    """A softmax's maximum and sum with one more logit of its own, in natural terms, where anything was seen at all; and
+    what the products so far are multiplied by."""
+    sink = sink * math.log2(math.e)
+    m, old = jnp.maximum(m, jnp.where(m == -jnp.inf, -jnp.inf, sink)), m
+    safe = safe_maximum(m)
+    alpha = jnp.exp2(old - safe)
+    return m, total * alpha + jnp.where(m == -jnp.inf, 0.0, jnp.exp2(sink - safe)), alpha
+
+
 def store(ref, x) -> None:
     """Store what lies in registers as `LAYOUT` says, in whatever small pieces that takes."""
     if hasattr(plgpu, "store"):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu.tiles import LAYOUT, InterpretParams, store, walk_from
-from pallas_kernels.sight import FAR, Reach, Sight, cut
+from pallas_kernels.sight import Reach, Sight, cut
 
 WAVES = 4  # full loads of the chip to cut decode into, so that the last one, partly filled, costs little
 FEW_TILES = 4  # an item shorter than this spends its time on starting: only what one wave needs is cut finer
@@ -214,25 +214,24 @@ def decode_items(
 
 
 def prefill_items(
-    lengths: jax.Array, new: jax.Array, reach: Reach, item_tokens: int, num_items: int, tile_tokens: int,
-    chunks: int, sight: Sight | None = None, begin: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
+    lengths: jax.Array, new: jax.Array, begin: jax.Array, reach: Reach, item_tokens: int, num_items: int,
+    tile_tokens: int, chunks: int, sight: Sight | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
     """Cut each row's new tokens into items of `item_tokens`, the one that sees the most first.
 
     Thread blocks start in the order of the list, so that the longest do not end it.
 
     Args:
       lengths, new: `i32[S]`; `new` is 0 for rows without work.
+      begin: `i32[S]`: where each row's tokens are among the step's.
       num_items: W, at least the number of items.
       chunks: C, into which to cut what each item sees: few queries on a long context.
-      sight: of the step's tokens, where what they see does not go by `reach` alone; then `begin`, `i32[S]`, says where
-        each row's are.
+      sight: of the step's tokens, where what they see does not go by `reach` alone.
 
     Returns:
-      items: `i32[W, C, 5]`: row, position of the first token, and position to stop before (the same if empty); first
-        tile of the walk (`tiles.walk_from`), and tile to stop before, of the chunk. With `sight` `i32[W, C, 7]`; see
-        `prefill.attend`.
-      index: `i32[W]`: each item's first token, counted from its row's first new one; `FAR` of an empty item.
+      items: `i32[W, C, 7]`: row, position of the first token, and position to stop before (the same if empty); first
+        tile of the walk (`tiles.walk_from`), and tile to stop before, of the chunk; where the first token is among the
+        step's, and how many there are. With `sight` `i32[W, C, 9]`; see `prefill.attend`.
       first_item, place: `i32[S]`, `i32[W]`: token i of row s is in item `place[first_item[s] + i // item_tokens]`.
       sights: `i32[W, 3 + words, item_tokens]`, see `sight.Tiles`; or None.
     """
@@ -243,10 +242,11 @@ def prefill_items(
     index = jnp.where(used, (item - first_item[row]) * item_tokens, 0)
     start = lengths[row] - new[row] + index
     stop = jnp.where(used, jnp.minimum(start + item_tokens, lengths[row]), start)
+    at, count = begin[row] + index, stop - start
     sights, sure = None, ()
     if sight is not None:
         lane = jnp.arange(item_tokens, dtype=jnp.int32)[None]
-        tiles = cut(sight, (begin[row] + index)[:, None] + lane, lane < (stop - start)[:, None])
+        tiles = cut(sight, at[:, None] + lane, lane < count[:, None])
         start, stop, sights, sure = tiles.start, tiles.stop, tiles.tokens, tiles[3:]
         seen, reach = stop - start, Reach(1, None, reach.sink_tokens)  # what is seen begins at `start` itself
     else:
@@ -258,15 +258,21 @@ def prefill_items(
     tile = walk_from(tile, reach, tile_tokens)
     tiles = jnp.where(stop > jnp.maximum(start, 0), -(-stop // tile_tokens) - tile, 0)
     size = -(-tiles // chunks)
-    item = jnp.stack([row, start, stop, tile, tiles, size, *sure], axis=1)[order]
-    row, start, stop, tile, tiles, size, *sure = (
+    item = jnp.stack([row, start, stop, tile, tiles, size, at, count, *sure], axis=1)[order]
+    row, start, stop, tile, tiles, size, *others = (
         jnp.broadcast_to(x, (num_items, chunks)) for x in jnp.split(item, item.shape[1], axis=1)
     )
     chunk = jax.lax.broadcasted_iota(jnp.int32, (num_items, chunks), 1)
     first, last = (jnp.minimum(n * size, tiles) + tile for n in (chunk, chunk + 1))
     sights = None if sights is None else sights[order]
-    index = jnp.where(used, index, FAR)[order]
-    return jnp.stack([row, start, stop, first, last, *sure], axis=2), index, first_item[:-1], place, sights
+    return jnp.stack([row, start, stop, first, last, *others], axis=2), first_item[:-1], place, sights
+
+
+def bits(flags: jax.Array) -> jax.Array:
+    """`i32[..., 2]`: up to 64 flags in the last axis, the first in the lowest bit of the first word."""
+    flags = jnp.pad(flags.astype(jnp.int32), [(0, 0)] * (flags.ndim - 1) + [(0, 64 - flags.shape[-1])])
+    flags = flags.reshape(*flags.shape[:-1], 2, 32)
+    return (flags << jax.lax.broadcasted_iota(jnp.int32, flags.shape, flags.ndim - 1)).sum(axis=-1, dtype=jnp.int32)
 
 
 def _starts(counts: jax.Array) -> jax.Array:

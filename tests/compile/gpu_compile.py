@@ -185,7 +185,8 @@ def launches():
     found = {}
     # Of so many rows XLA would make more launches, where the list of work was left to it; the queries of a head_dim
     # that fills no tile it would pad.
-    for name, step in {"128, 1": (128, 1, 256), "16, 1": (16, 1), "128, 4": (128, 4, ROWS, 80)}.items():
+    steps = {"128, 1": (128, 1, 256), "16, 1": (16, 1), "128, 4": (128, 4, ROWS, 80), "128, 2048": (128, 2048, 1)}
+    for name, step in steps.items():
         one, three = (count(n, *step) for n in (1, 3))
         layer = (three - one) / 2
         found[name] = {"layer": layer, "step": one - layer}

@@ -145,18 +145,21 @@ def test_prefill_within_budget(name, report):
     assert kernel["registers"] == 168 and kernel["shared_memory"] <= 227 * 1024
     assert registers_after_trade(kernel) <= 128 * 3 * kernel["registers"]
     assert kernel["wgmma"] > 0 and kernel["bulk_copies"] >= 3
-    assert kernel["proxy_fences"] == 3  # V cleaned, before the product with V, and before the output leaves
+    # Queries read, and laid out; V cleaned, and before the product with V; before the output leaves; and before zeros
+    # do, where an item's context is not cut.
+    assert kernel["proxy_fences"] == (5 if name == "gemma2-2b-first-tree" else 6)
 
 
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_within_budget(name, report):
     decode, prefill = (report[name][kernel] for kernel in ("paged_decode_split", "paged_prefill"))
-    # Prefill lacks two registers, more at a head_dim of 256 and with first tokens beside a window: to be found.
-    assert decode["spills"] == 0 and prefill["spills"] <= (8 if QUANTISED[name] <= 128 else 68)
+    # At a head_dim of 256 prefill lacks some registers, and more with first tokens beside a window: to be found.
+    assert decode["spills"] == 0 and prefill["spills"] <= (0 if QUANTISED[name] <= 128 else 72)
     assert decode["registers"] <= QUANTISED[name]
     assert decode["shared_memory"] <= (113_000 if QUANTISED[name] <= 128 else 227_000)
     assert registers_after_trade(prefill) <= 128 * 3 * prefill["registers"] and prefill["shared_memory"] <= 227 * 1024
-    assert decode["proxy_fences"] == prefill["proxy_fences"] == 4  # one more than in 16 bits, for K widened
+    # One more than in 16 bits, for K widened.
+    assert decode["proxy_fences"] == 4 and prefill["proxy_fences"] == (6 if name.startswith("gemma2") else 7)
     assert decode["bulk_copies"] >= 5 and prefill["bulk_copies"] >= 5  # q, K, V, and the scales of both
 
 
@@ -193,9 +196,11 @@ def test_launches(report):
     """The write and the attention of a decode layer: one each, and one more where rows may be cut; the list of work is
     one for all layers."""
     launches = dict(report["launches"])
-    assert all(launches.pop(name)["layer"] == 3 for name in ("128, 1", "128, 4"))
+    assert all(launches[name]["layer"] == 3 for name in ("128, 1", "128, 4"))
     assert launches["16, 1"]["layer"] == 2
-    assert all(count["step"] == 1 for count in report["launches"].values())
+    # Queries are read and the output is written by the kernel of prefill, whose list takes XLA some sums.
+    assert launches["128, 2048"]["layer"] == 2 and launches.pop("128, 2048")["step"] <= 8
+    assert all(count["step"] == 1 for count in launches.values())
 
 
 def test_missing_fence_shows(report):

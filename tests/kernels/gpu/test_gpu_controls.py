@@ -43,7 +43,7 @@ def put_in_place(module, changes, monkeypatch) -> None:
         monkeypatch.setattr(gpu, "attend", copy.attend)
     elif module is tiles:
         for user in (decode, prefill):
-            for name in ("fetch", "select_seen_values", "safe_maximum", "logits_base2", "tile_at"):
+            for name in ("fetch", "select_seen_values", "safe_maximum", "logits_base2", "tile_at", "add_sink"):
                 monkeypatch.setattr(user, name, getattr(copy, name))
         monkeypatch.setattr(work, "walk_from", copy.walk_from)
     else:
@@ -104,7 +104,7 @@ MISTAKES = {
         ("(warpgroup == 0) & (role != UNUSED)", "(warpgroup == 0) & (num_tiles > 0)"),
     ),
     "decode: a sink for who sees nothing": (
-        decode, DECODE["sinks"], {"wrong"}, ("jnp.where(m == -jnp.inf, -jnp.inf, sink)", "sink"),
+        tiles, DECODE["sinks"], {"wrong"}, ("jnp.where(m == -jnp.inf, -jnp.inf, sink)", "sink"),
     ),
     "decode: a token sees its successor": (
         decode, DECODE["few tokens"], {"wrong"}, ("last = length - new + token", "last = length - new + token + 1"),
@@ -146,11 +146,11 @@ MISTAKES = {
     ),
     "prefill: a tile before some token's chunk taken for wholly seen": (
         prefill, PREFILL["the chunk's first token"], {"wrong"},
-        ("items_ref[anew(item), 5])", "items_ref[anew(item), 5] - 64)"),
+        ("items_ref[anew(item), 7])", "items_ref[anew(item), 7] - 64)"),
     ),
     "prefill: a tile behind some token taken for wholly seen": (
         prefill, PREFILL["the chunk's first token"], {"wrong"},
-        ("items_ref[anew(item), 6])", "items_ref[anew(item), 6] + 64)"),
+        ("items_ref[anew(item), 8])", "items_ref[anew(item), 8] + 64)"),
     ),
     "prefill: V before the chunk": (
         prefill, PREFILL["chunk"], {"wrong"}, ("first_seen = first_token\n", "first_seen = 0 * first_token\n"),
@@ -206,7 +206,47 @@ MISTAKES = {
         ("share=warpgroup, shares=CONSUMERS", "share=warpgroup + 1, shares=CONSUMERS"),
     ),
     "prefill: heads and tokens mixed up": (
-        prefill, PREFILL["ring"], {"wrong"}, ("lax.div(query, jnp.int32(group))", "query"),
+        prefill, PREFILL["ring"], {"wrong"},
+        ("query = lax.rem(plgpu.broadcasted_iota(jnp.int32, (HALF,), 0, layout=LAYOUT.reduce(1)), jnp.int32(own))",
+         "query = lax.div(plgpu.broadcasted_iota(jnp.int32, (HALF,), 0, layout=LAYOUT.reduce(1)), jnp.int32(group))"),
+    ),
+    "prefill: another head's queries": (
+        prefill, PREFILL["odd places"], {"wrong"},
+        ("q_ref.at[at(first, own, nth)]", "q_ref.at[at(first, own, 0)]"),
+    ),
+    "prefill: both consumers take the same tokens": (
+        prefill, PREFILL["odd places"], {"wrong"},
+        ("first = items_ref[anew(item), 5] + half * own", "first = items_ref[anew(item), 5]"),
+    ),
+    "prefill: a token too many written": (
+        prefill, PREFILL["odd places"], {"wrong", "race"},
+        ("items_ref[anew(item), 6] - half * own)", "items_ref[anew(item), 6] - half * own + 1)"),
+    ),
+    "prefill: a token too few written": (
+        prefill, PREFILL["odd places"], {"wrong"},
+        ("for size in (32, 16, 8, 4, 2, 1)", "for size in (32, 16, 8, 4, 2)"),
+    ),
+    "prefill: the rest of the tokens from their beginning": (
+        prefill, PREFILL["odd places"], {"wrong"}, ("copy(count & (-2 * size), size)", "copy(0 * count, size)"),
+    ),
+    "prefill: another head's output": (
+        prefill, PREFILL["odd places"], {"wrong"},
+        ("out_ref.at[at(first + begin, size, nth)]", "out_ref.at[at(first + begin, size, group - 1 - nth)]"),
+    ),
+    "prefill: rows that see nothing not written": (
+        prefill, PREFILL["more new tokens than tokens"], {"wrong"},
+        ("items_ref[item, 6] > 0 if chunks == 1 else num_tiles > 0", "num_tiles > 0"),
+    ),
+    "prefill: another token's hole": (
+        prefill, PREFILL["odd places"], {"wrong", "race"},
+        ("(anew(item) * CONSUMERS + half) * own + i", "item * 0 + i"),
+    ),
+    "prefill: holes beyond the first 32": (
+        prefill, PREFILL["padding"], {"wrong"}, ("word = jnp.where(i < 32, words[0], words[1])", "word = words[0]"),
+    ),
+    "step: sinks of heads in the tokens' order": (
+        step, PREFILL["sinks"], {"wrong"},
+        ("reshape(num_kv_heads, group, 1), group)", "reshape(num_kv_heads, group, 1)[:, ::-1], group)"),
     ),
     "prefill: a tile of the window's edge taken for wholly seen": (
         prefill, PREFILL["the window's first token"], {"wrong"},
@@ -232,8 +272,7 @@ MISTAKES = {
         prefill, PREFILL["ring"], {"wrong"}, ("acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])\n", "\n"),
     ),
     "step: chunks without tiles counted": (
-        step, PREFILL["chunks"], {"wrong"}, ("_merge_chunks(out, lse, items[..., 4] > items[..., 3])",
-        "_merge_chunks(out, lse, items[..., 4] >= 0)"),
+        step, PREFILL["chunks"], {"wrong"}, ("items[..., 4] > items[..., 3])", "items[..., 4] >= 0)"),
     ),
     "work: chunks that overlap": (
         work, PREFILL["chunks"], {"wrong"}, ("for n in (chunk, chunk + 1))", "for n in (chunk, chunk + 2))"),
@@ -248,8 +287,12 @@ MISTAKES = {
         step, DECODE["explicit offsets"], {"wrong"},
         ("default_offsets(new) if offsets is None else offsets", "default_offsets(new)"),
     ),
-    "step: padding not zeroed": (
-        step, PREFILL["packed"], {"wrong"}, ("seen = token.valid & (token.position >= 0)", "seen = token.row >= 0"),
+    "prefill: padding not zeroed": (
+        prefill, PREFILL["packed"], {"wrong"}, ("fill_holes()\n\n", "pass\n\n"),
+    ),
+    "step: padding not zeroed where the context is cut": (
+        step, PREFILL["chunks"], {"wrong"},
+        ("out = jnp.where(token.valid[:, None, None], out, jnp.zeros_like(out))\n", "\n"),
     ),
     "decode: first tokens left out": (
         step, DECODE["first tokens"], {"wrong"}, ("window, chunk, sink_tokens), soft", "window, chunk, None), soft"),

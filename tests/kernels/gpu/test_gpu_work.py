@@ -14,13 +14,15 @@ from nightly import NIGHTLY
 from pallas_kernels.gpu import tuning, work
 from pallas_kernels.sight import Reach
 
-make_prefill_items = functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))(work.prefill_items)
+make_prefill_items = functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7))(work.prefill_items)
 
 
 def test_items_cover_every_token_once():
     lengths, new = np.array([300, 5, 0, 64, 1000], np.int32), np.array([100, 5, 0, 2, 33], np.int32)
-    items, index, first_item, place, _ = make_prefill_items(lengths, new, Reach(), 16, 14, 64, 2)
-    tiles = [sorted(t for start, stop in chunks[:, 3:] for t in range(start, stop)) for chunks in np.asarray(items)]
+    begin = np.array([7, 200, 0, 110, 300], np.int32)
+    items, first_item, place, _ = make_prefill_items(lengths, new, begin, Reach(), 16, 14, 64, 2)
+    lies, count = np.asarray(items)[:, 0, 5:].T
+    tiles = [sorted(t for start, stop in chunks[:, 3:5] for t in range(start, stop)) for chunks in np.asarray(items)]
     assert tiles == [
         list(range(-(-stop // 64) if stop > start else 0)) for _, start, stop in np.asarray(items)[:, 0, :3]
     ]
@@ -30,7 +32,8 @@ def test_items_cover_every_token_once():
     seen = np.asarray(items[:, 2])[: np.count_nonzero(items[:, 2] > items[:, 1])]
     assert (np.diff(seen) <= 0).all()  # the longest first
     at = np.asarray(place)[np.asarray(first_item)[0] + 50 // 16]  # token 50 of row 0
-    assert items[at, 0] == 0 and index[at] == 48
+    assert items[at, 0] == 0 and lies[at] == 7 + 48
+    assert (count == items[:, 2] - items[:, 1]).all()
 
 
 def decode_items(

@@ -294,7 +294,14 @@ PREFILL = {
         Case((200, 20), (20, 2), window=50, soft_cap=4.0, num_kv_heads=1, head_dim=256, block_size=8, **B16),
     ),
     # The second row has fewer tiles than there are chunks; the first one's queries do not see all of the last.
-    "chunks": Trial(Case((330, 60), (40, 3), sinks=True, packed=True, **ONE), chunks=3),
+    "chunks": Trial(Case((330, 60), (40, 3), sinks=True, packed=True, padding=2, **ONE), chunks=3),
+    # Items of both consumers' tokens, of one's, and of some of it; nothing lies at a multiple of anything.
+    "odd places": Trial(
+        Case((52, 11), (25, 11), packed=True, num_heads=7, num_kv_heads=1, head_dim=96, stored_head_dim=128, **F16),
+        gaps=3,
+    ),
+    "padding": Trial(Case((70, 9), (66, 5), num_heads=1, num_kv_heads=1, **B16)),  # more than 32 places without a token
+    "sinks": Trial(Case((20, 3), (17, 3), num_heads=6, num_kv_heads=2, sinks=True, packed=True, **B16)),
     "chunks, window": Trial(
         Case((430,), (30,), window=200, max_blocks=30, **ONE), chunks=2, poison_before_window=True,
     ),
