@@ -61,9 +61,10 @@ def collectives(config: DecoderConfig, devices: Devices, rows: int, itemsize: in
     """
     by_heads, by_vocab = config.num_heads % devices.tensor == 0, config.vocab_size % devices.tensor == 0
     experts = config.expert_layers or (False,) * config.num_layers
-    shared = config.experts.shared_dim if config.experts else 0
-    widths = [shared if is_expert else config.mlp_dim for is_expert in experts]
-    sums = config.num_layers * by_heads + sum(n > 0 and n % devices.tensor == 0 for n in widths) + by_vocab
+    own, shared = (config.experts.mlp_dim, config.experts.shared_dim) if config.experts else (0, 0)
+    divided = [(own, shared) if is_expert else (config.mlp_dim,) for is_expert in experts]
+    behind = sum(any(n > 0 and n % devices.tensor == 0 for n in widths) for widths in divided)
+    sums = config.num_layers * by_heads + behind + by_vocab
     heads = config.num_heads // (devices.tensor if by_heads else 1)
     output = config.head_dim if config.latent is None else config.latent.rank
     logits = rows * 4 * config.vocab_size // devices.tensor
@@ -132,7 +133,8 @@ def decode_step(config: DecoderConfig, devices: Devices, found: Plan, weights: i
     idle = unread = 0.0  # of experts: those that a token does not go to, and those that none does
     if config.experts is not None:
         experts = config.experts
-        every = 3 * config.embed_dim * experts.mlp_dim * experts.count * sum(config.expert_layers)
+        width = experts.mlp_dim // (devices.tensor if experts.mlp_dim % devices.tensor == 0 else 1)
+        every = 3 * config.embed_dim * width * experts.count * sum(config.expert_layers)
         share = experts.per_token / experts.count
         idle, unread = every * (1 - share), every * (1 - share) ** max(rows, 1)
     seen = [found.mean_len if reach is None else min(found.mean_len, reach) for reach in cache.group_reaches]

@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.layers import ACTIVATIONS, GatedMLP
+from jaxkv.models.partition import AXIS, mesh_of_weights, sharding_of
 
 
 class Experts(nnx.Module):
@@ -41,21 +43,63 @@ class Experts(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[..., M]` to `[..., M]`."""
         tokens = x.reshape(-1, x.shape[-1])
+        mesh = mesh_of_weights(self.gate[...])
+        if mesh is None or self.config.mlp_dim % mesh.shape[AXIS]:
+            y, shared = self.mixed(tokens), self.shared
+        else:
+            y, shared = self._on_devices(tokens, mesh), None if self._divides_shared(mesh) else self.shared
+        y = y.astype(x.dtype).reshape(x.shape)
+        return y if shared is None else y + shared(x)
+
+    def mixed(self, tokens: jax.Array, bias: Any = True) -> jax.Array:
+        """`[N, M]` to `f32[N, M]`: what the chosen experts say. Where a device has a part of their widths, its part of
+        the sum; `bias`: whether the biases behind them are its to add."""
         chosen, weights = self.route(tokens)  # [N, k]
         by_expert = jnp.argsort(chosen.reshape(-1), stable=True)
         expert = chosen.reshape(-1)[by_expert]
         sizes = jnp.bincount(expert, length=self.config.count).astype(jnp.int32)
 
-        def product(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+        def product(x: jax.Array, kernel: nnx.Param, added: nnx.Param | None, is_added: Any = True) -> jax.Array:
             y = jax.lax.ragged_dot(x, kernel[...].astype(x.dtype), sizes)
-            return y if bias is None else y + bias[...].astype(x.dtype)[expert]
+            if added is None:
+                return y
+            own = added[...].astype(x.dtype)[expert]
+            return y + (own if is_added is True else jnp.where(is_added, own, 0))
 
         rows = tokens[by_expert // self.config.per_token]
         hidden = self._gated(product(rows, self.gate, self.gate_bias), product(rows, self.up, self.up_bias))
-        out = product(hidden, self.down, self.down_bias)
-        out = out[jnp.argsort(by_expert)].reshape(*chosen.shape, x.shape[-1]).astype(jnp.float32)
-        y = (out * weights[..., None]).sum(axis=1).astype(x.dtype).reshape(x.shape)
-        return y if self.shared is None else y + self.shared(x)
+        out = product(hidden, self.down, self.down_bias, bias)
+        out = out[jnp.argsort(by_expert)].reshape(*chosen.shape, tokens.shape[-1]).astype(jnp.float32)
+        return (out * weights[..., None]).sum(axis=1)
+
+    def _divides_shared(self, mesh: AbstractMesh) -> bool:
+        """Whether what all tokens go through is divided too, and summed with the rest."""
+        shared = self.shared
+        return shared is not None and shared.down_bias is None and self.config.shared_dim % mesh.shape[AXIS] == 0
+
+    def _on_devices(self, tokens: jax.Array, mesh: AbstractMesh) -> jax.Array:
+        """As `mixed`, on each device with its part of every expert's width, and one sum over devices: left alone, the
+        compiler would bring the experts together."""
+        graph, state = nnx.split(self, nnx.Param)
+        flat = nnx.to_flat_state(state)
+        paths, params = [path for path, _ in flat], [param[...] for _, param in flat]
+        specs = [sharding_of(("experts", *path), x.shape, mesh).spec for path, x in zip(paths, params, strict=True)]
+
+        def on_one(tokens: jax.Array, *params: jax.Array) -> jax.Array:
+            own = [(path, nnx.Param(x)) for path, x in zip(paths, params, strict=True)]
+            experts = nnx.merge(graph, nnx.from_flat_state(own))
+            y = experts.mixed(tokens, bias=jax.lax.axis_index(AXIS) == 0)
+            if experts.shared is not None and self._divides_shared(mesh):
+                y += experts.shared(tokens).astype(jnp.float32)
+            return jax.lax.psum(y, AXIS)
+
+        free = frozenset(
+            name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual
+        )
+        return jax.shard_map(
+            on_one, mesh=mesh, in_specs=(PartitionSpec(), *specs), out_specs=PartitionSpec(), axis_names=free,
+            check_vma=False,
+        )(tokens, *params)  # fmt: skip
 
     def route(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Of each of `[N, M]` tokens the chosen experts `i32[N, k]` and their weights `f32[N, k]`."""

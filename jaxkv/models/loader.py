@@ -40,7 +40,7 @@ def load(
       dtype: float32, bfloat16 or float16, to convert to; default: what the checkpoint has.
       scan: scan over the layers, so that a deep model compiles as fast as a shallow one: see `Decoder`.
       mesh: divide heads, hidden widths and the vocabulary over its axis "model", of which each device then reads its
-        part alone; experts are whole on each. `generate` and `Engine` take the mesh from the model. The axes of what is
+        part alone. `generate` and `Engine` take the mesh from the model. The axes of what is
         loaded are automatic, whatever those of the mesh are.
 
     Raises:

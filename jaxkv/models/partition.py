@@ -1,26 +1,28 @@
 """How a decoder's parameters are divided over the devices of a mesh.
 
-Attention is divided by heads, an MLP by its hidden width, the vocabulary by its entries. The compiler then needs two
-sums over devices a layer, behind attention and behind the MLP. The division is that of Megatron-LM
+Attention is divided by heads, an MLP and each expert by its hidden width, the vocabulary by its entries. There are then
+two sums over devices a layer, behind attention and behind the MLP or the experts. The division is that of Megatron-LM
 (https://arxiv.org/abs/1909.08053).
 """
 
 from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxkv._core.numbers import shown
 
 AXIS = "model"
-# What is divided of each parameter, counted from its last axis, for layers may be stacked in front. Experts and norms
+# What is divided of each parameter, counted from its last axis, for layers may be stacked in front. Norms and routers
 # are whole on each device.
 ATTENTION = {
     "query": -2, "query_bias": -2, "query_up": -2, "key": -2, "key_bias": -2, "value": -2, "value_bias": -2,
     "up": -2, "out": -3, "sinks": -1,
 }  # fmt: skip
 MLP = {"gate": -2, "gate_bias": -1, "up": -2, "up_bias": -1, "down": -1}
+EXPERTS = {"gate": -1, "gate_bias": -1, "up": -1, "up_bias": -1, "down": -2}
 TABLES = {"embed": -2, "head": -2}
-DIVIDED = {"attention": ATTENTION, "mlp": MLP, "shared": MLP}
+DIVIDED = {"attention": ATTENTION, "mlp": MLP, "shared": MLP, "experts": EXPERTS}
 
 
 def automatic(mesh: Any) -> Mesh:
@@ -41,3 +43,10 @@ def sharding_of(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) 
     if axis is not None and AXIS in mesh.axis_names and shape[axis] % mesh.shape[AXIS] == 0:
         spec[axis] = AXIS
     return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def mesh_of_weights(x: jax.Array) -> AbstractMesh | None:
+    """The mesh that a parameter lies on, if the compiler is to divide what is computed over its axis `AXIS`."""
+    mesh = jax.typeof(x).sharding.mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return mesh if kinds.get(AXIS) == AxisType.Auto and mesh.shape[AXIS] > 1 else None

@@ -112,7 +112,10 @@ def test_what_does_not_divide_is_not_summed():
     assert [x.count for x in collectives(dataclasses.replace(SMALL, vocab_size=97), Devices(**shared), 3)] == [4]
     assert [x.count for x in collectives(dataclasses.replace(SMALL, mlp_dim=41), Devices(**shared), 3)] == [3, 1]
     experts = jaxkv.models.loader.read_config(DATA / "qwen3_moe")
-    assert [x.count for x in collectives(experts, Devices(**shared), 3)] == [1 + sum(experts.expert_layers) + 2, 1]
+    assert [x.count for x in collectives(experts, Devices(**shared), 3)] == [2 * experts.num_layers + 1, 1]
+    few = dataclasses.replace(experts, experts=dataclasses.replace(experts.experts, mlp_dim=25))
+    sums = next(x.count for x in collectives(few, Devices(**shared), 3))
+    assert sums == 2 * few.num_layers + 1 - sum(few.expert_layers)
     assert collectives(SMALL, Devices(1, 8, 1), 3) == [] == collectives(SMALL, Devices(2, 1, 2), 0)
 
 

@@ -95,9 +95,10 @@ def test_the_same_tokens_of_rows_that_give_tokens_up(budget):
     assert tokens[0] == tokens[1]
 
 
-def test_a_decode_step_has_two_sums_a_layer():
+@pytest.mark.parametrize("name", ["qwen2", *["qwen3_moe", "gpt_oss"] * NIGHTLY])
+def test_a_decode_step_has_two_sums_a_layer(name):
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
-    model = jaxkv.models.load(DATA / "qwen2", mesh=mesh)
+    model = jaxkv.models.load(DATA / name, mesh=mesh)
     assert model.layers[0].attention.query[...].sharding.spec == P(None, "model", None)
     weights = jax.tree.leaves(model)
     own = sum(x.addressable_shards[0].data.nbytes for x in weights)

@@ -508,7 +508,7 @@ MUTANTS = {
         SHARDS,
         "if not (request.done or any(loop.has(request) for loop in self.loops)):",
         "if not request.done:",
-        IN_SHARDS + "test_cut_off_anywhere_it_goes_on",
+        IN_SHARDS + "test_requests_go_where_most_room_is",
     ),
     "blocks of the second cache are those of the first": Mutant(
         "_files/written.py",
