@@ -90,20 +90,35 @@ STEPS = ["step", *["step-shared"] * NIGHTLY]
 @pytest.fixture(scope="module")
 def report():
     """Everything that gpu_compile.py prints, by job."""
-    script = pathlib.Path(__file__).with_name("gpu_compile.py")
     controls = ("no-fence", "too-many-registers", *("not-donated", "not-unique") * NIGHTLY)
     controls = [f"control-{name}" for name in controls]
-    jobs = [*DECODE_BUDGETS, *PREFILL, *QUANTISED, *LATENT, "launches", *STEPS, *KEPT, *["scanned"] * NIGHTLY]
-    jobs += controls
+    jobs = [*DECODE_BUDGETS, *PREFILL, *QUANTISED, *LATENT, "launches", *STEPS, *KEPT]
+    jobs += [*["scanned"] * NIGHTLY, *controls]
+    found = {}
+    for job in printed_by("gpu_compile.py", *jobs):
+        found |= job
+    return found
+
+
+def printed_by(name, *jobs):
+    """What a script beside this one says, in a process of its own."""
+    script = pathlib.Path(__file__).with_name(name)
     path = os.pathsep.join([str(script.parents[2]), SITE, os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XLA_FLAGS": ""}
     run = subprocess.run([sys.executable, script, *jobs], env=environment, capture_output=True, text=True, timeout=580)
     assert run.returncode == 0, run.stderr[-3000:]
-    found = {}
-    for line in run.stdout.splitlines():
-        if line.startswith("JOB "):
-            found |= json.loads(line.removeprefix("JOB "))
-    return found
+    return [json.loads(line.removeprefix("JOB ")) for line in run.stdout.splitlines() if line.startswith("JOB ")]
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="programs for eight devices take long to compile")
+def test_eight_devices_of_one_box():
+    """Each has its heads' kernels, pools in place, no more memory for larger ones, and one sum a layer."""
+    ((small, large),) = printed_by("gpu_devices.py")
+    for program in (small, large):
+        assert program["kernels"] == 5  # a list of work, and two for each layer
+        assert program["alias"] >= program["pool"]
+        assert program["collectives"] == ["all-reduce"] * 2
+    assert large["pool"] > 1.9 * small["pool"] and large["temp"] == small["temp"] < 5 * 2**20
 
 
 @pytest.mark.parametrize("name", DECODE_BUDGETS)
