@@ -68,23 +68,9 @@ def attend(
 
     if len(token_axes) == 2 and width * group <= most_columns and (width == 1 or not deterministic):
         out, lse = _decode_rows(
-            q,
-            kv,
-            tables,
-            held,
-            new,
-            start,
-            width,
-            token,
-            None,
-            scalars,
-            sinks,
-            width,
-            None,
-            rank=rank,
-            sight=sight,
+            q, kv, tables, held, new, start, width, token, None, scalars, sinks, width, None, rank=rank, sight=sight,
             **options,
-        )
+        )  # fmt: skip
         lse = lse.reshape(num_rows, -1, width, group)
         lse = jnp.swapaxes(lse, 1, 2)
     else:
@@ -104,22 +90,8 @@ def attend(
         if least == 2:
             place = width if len(token_axes) == 2 else start
             out, alone_lse = _decode_rows(
-                q,
-                kv,
-                tables,
-                held,
-                new,
-                start,
-                place,
-                token,
-                q.shape[0],
-                scalars,
-                sinks,
-                1,
-                out,
-                rank=rank,
-                **options,
-            )
+                q, kv, tables, held, new, start, place, token, q.shape[0], scalars, sinks, 1, out, rank=rank, **options
+            )  # fmt: skip
             lse = jnp.where((seen & (new[token.row] == 1))[:, None], alone_lse.reshape(num_rows, -1)[token.row], lse)
     out = out[:, :num_heads, : rank or head_dim].reshape(*token_axes, num_heads, -1)
     return (out, lse.reshape(*token_axes, -1)[..., :num_heads]) if return_lse else out
