@@ -71,6 +71,8 @@ WORKS = {
     "write of 1,024 tokens": Work("write", tokens=1024),
     "write of 32 rows' tokens": Work("write", rows=32),
     "prefill of 1,024 tokens": Work("prefill", tokens=1024),
+    "prefill of 1,024 tokens, 28/4 heads": Work("prefill", "7 x 4 heads", tokens=1024),
+    "prefill of 1,024 tokens, 32/4 heads": Work("prefill", "8 x 4 heads", tokens=1024),
     "chunk of 512 tokens on 4,096": Work("prefill", tokens=512, context=4096),
     "decode 8 x 1024, int8": Work("decode", rows=8, context=1024, kind="int8"),
     "decode 32 x 1024, int8": Work("decode", rows=32, context=1024, kind="int8"),
@@ -184,9 +186,8 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
 
     modules = {n: importlib.import_module(f"pallas_kernels.tpu.{n}") for n in ("decode", "prefill", "write")}
     work = WORKS[name]
-    shape = (SHAPES | {"2 x 4 heads": AttentionShape(8, 4, 128, 1), "1 x 4 heads": AttentionShape(4, 1, 128, 1)})[
-        work.shape
-    ]
+    heads_of = {"2 x 4 heads": (8, 4), "1 x 4 heads": (4, 1), "7 x 4 heads": (28, 4), "8 x 4 heads": (32, 4)}
+    shape = (SHAPES | {name: AttentionShape(*heads, 128, 1) for name, heads in heads_of.items()})[work.shape]
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, -(-shape.head_dim // 128) * 128
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip], chips_per_host_bounds=(1, 1, 1))
     mesh = Mesh(np.array(topology.devices[:1]), ("x",))

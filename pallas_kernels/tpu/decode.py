@@ -19,6 +19,7 @@ from pallas_kernels.tpu.pages import (
     LANES,
     MASKED,
     PAGE_BUFFER_BYTES,
+    SPILL_BYTES,
     VMEM_BYTES,
     Pages,
     compiler_params,
@@ -201,13 +202,15 @@ def decode_bytes(
         ((heads, head_dim), jnp.float32),
         ((segments, parts, num_kv_heads, sublanes(kv.dtype), head_dim), kv.dtype),
     ]
+    if dtype == jnp.float32:  # products of which are those of three parts in bfloat16
+        once.append(((3, parts, num_kv_heads, pages.step_tokens, head_dim), jnp.bfloat16))
     if kv.dtype.itemsize == 1:  # scales: of pages, of the new tokens, and on their way back
         scales = (2, num_kv_heads) if parts == 2 else (1, 2)
         twice.append(((segments * pages.pages_per_step, *scales, pages.page_size), jnp.float32))
         new = ((block, parts, num_kv_heads, head_dim), jnp.float32)  # as they come, and as they are stored
         twice.append(new)
         once += [new, ((block, *scales, LANES), jnp.float32), ((segments, *scales, LANES), jnp.float32)]
-    return 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
+    return SPILL_BYTES + 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
 
 
 def block_rows(rows: int, heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> int:

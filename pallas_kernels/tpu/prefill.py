@@ -17,7 +17,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.sight import ALL, Reach, sees
 from pallas_kernels.tpu.decode import page_buffers
-from pallas_kernels.tpu.pages import LANES, MASKED, VMEM_BYTES, Pages, compiler_params, output, sublanes, vector_bytes
+from pallas_kernels.tpu.pages import (
+    LANES,
+    MASKED,
+    SPILL_BYTES,
+    VMEM_BYTES,
+    Pages,
+    compiler_params,
+    output,
+    sublanes,
+    vector_bytes,
+)
 from pallas_kernels.tpu.quantised import along_lanes, queries_by_scale, scales_of, widen
 
 STEP_TOKENS = 256
@@ -194,7 +204,7 @@ def prefill_bytes(
         scales = (2, num_kv_heads) if parts == 2 else (1, 2)
         twice.append(((pages.pages_per_step, *scales, pages.page_size), jnp.float32))
     once = [((num_kv_heads, queries, head_dim), dtype), ((num_kv_heads, head_dim, queries), jnp.float32)]
-    return 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
+    return SPILL_BYTES + 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
 
 
 def _kernel(

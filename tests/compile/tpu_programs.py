@@ -23,6 +23,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import pallas_kernels
 from pallas_kernels import SHAPES
 from pallas_kernels.kinds import scale_axes, storage_of
+from pallas_kernels.tpu.decode import decode_bytes
+from pallas_kernels.tpu.pages import VMEM_BYTES
+from pallas_kernels.tpu.prefill import prefill_bytes
+from pallas_kernels.tpu.step import tile_tokens
+from pallas_kernels.tpu.write import write_bytes
 
 TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1"}
 ROWS, BLOCKS_PER_ROW, BLOCK_SIZE = 8, 1024, 16
@@ -31,6 +36,21 @@ INT8 = {"kind": "int8", "block_size": 128, "blocks_per_row": 128}
 
 def devices(topology, bounds):
     return topologies.get_topology_desc(platform="tpu", topology_name=topology, chips_per_host_bounds=bounds).devices
+
+
+def vector_memory(text, q, kv, tables, deterministic=False):
+    """Of each kernel in a compiled program the vector memory that it takes, by the compiler and by the model."""
+    heads, rows = q.shape[-2], tables.shape[0]
+    tile = tile_tokens(q.shape[-3], heads, kv, tables, q.dtype, deterministic)
+    models = {
+        "decode": decode_bytes(rows, heads, kv, tables, q.dtype, deterministic=deterministic),
+        "prefill": prefill_bytes(tile, heads, kv, tables, q.dtype, deterministic=deterministic),
+        "write": write_bytes(kv),
+    }
+    found = re.findall(r'%paged_(\w+)[.\d]* = .*?"used_scoped_memory_configs":\[{[^]]*?"size":"(\d+)"}\]', text)
+    return [
+        {"kernel": kernel, "used": int(used), "model": models[kernel], "limit": VMEM_BYTES} for kernel, used in found
+    ]
 
 
 def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16", implementation="tpu",
@@ -92,7 +112,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     donated = () if op == "paged_attention" else 2
     with jax.set_mesh(mesh):
         compiled = jax.jit(step, donate_argnums=donated).lower(*arguments).compile()
-    memory = compiled.memory_analysis()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
     chips = mesh.size if sharded else 1
     return {
         "pool": layers * sum(x.size * x.dtype.itemsize for x in pool.values()) // chips,
@@ -100,10 +120,10 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
         "temp": memory.temp_size_in_bytes,
         "queries": q.size // shape.head_dim * stored * q.dtype.itemsize // chips,  # as the kernels have them
         "new": 2 * k.size * k.dtype.itemsize,  # the keys and values handed in
-        "collectives": len(
-            re.findall(r"\b(?:all|reduce|collective)-(?:gather|reduce|to-all|scatter|permute)", compiled.as_text())
-        ),
-        "kernels": compiled.as_text().count('custom_call_target="tpu_custom_call"'),
+        "collectives": len(re.findall(r"\b(?:all|reduce|collective)-(?:gather|reduce|to-all|scatter|permute)", text)),
+        "kernels": text.count('custom_call_target="tpu_custom_call"'),
+        # Who reads for rows together sends other queries than these, and a device of several has fewer heads.
+        "vector memory": [] if cascade or sharded else vector_memory(text, q, pool["kv"], tables, deterministic),
     }
 
 
