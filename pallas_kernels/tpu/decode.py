@@ -202,8 +202,8 @@ def decode_bytes(
         ((heads, head_dim), jnp.float32),
         ((segments, parts, num_kv_heads, sublanes(kv.dtype), head_dim), kv.dtype),
     ]
-    if dtype == jnp.float32:  # products of which are those of three parts in bfloat16
-        once.append(((3, parts, num_kv_heads, pages.step_tokens, head_dim), jnp.bfloat16))
+    if dtype == jnp.float32:  # products of which are those of three parts in bfloat16, of a head at a time
+        once.append(((3, parts, pages.step_tokens, head_dim), jnp.bfloat16))
     if kv.dtype.itemsize == 1:  # scales: of pages, of the new tokens, and on their way back
         scales = (2, num_kv_heads) if parts == 2 else (1, 2)
         twice.append(((segments * pages.pages_per_step, *scales, pages.page_size), jnp.float32))

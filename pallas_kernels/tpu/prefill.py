@@ -203,7 +203,10 @@ def prefill_bytes(
     if kv.dtype.itemsize == 1:
         scales = (2, num_kv_heads) if parts == 2 else (1, 2)
         twice.append(((pages.pages_per_step, *scales, pages.page_size), jnp.float32))
+        twice.append(((pages.step_tokens, head_dim), jnp.float32))  # keys and values of a head, widened
     once = [((num_kv_heads, queries, head_dim), dtype), ((num_kv_heads, head_dim, queries), jnp.float32)]
+    if dtype == jnp.float32:  # products of which are those of three parts in bfloat16
+        once.append(((3, pages.step_tokens, head_dim), jnp.bfloat16))
     return SPILL_BYTES + 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
 
 
