@@ -135,7 +135,9 @@ def decode_items(
                 of_line += along(wide(rows(i * LINES + j, 1)[-1], 1), 1)
             return of_line, of_row + along(wide(rows(i * LINES, 0)[-1], 0), 0)
 
-        totals = lax.fori_loop(none, all_chunks, add, (nothing(0), nothing(1)))  # the same for each line and each row
+        totals = nothing(0), nothing(1)  # the same for each line and each row
+        if not deterministic:  # a sum that nothing uses does not compile
+            totals = lax.fori_loop(none, all_chunks, add, totals)
 
         def up(x, divisor):
             return lax.div(x + (divisor - 1), divisor)
@@ -143,7 +145,7 @@ def decode_items(
         def cut(tiles, taken, total):
             """How many items of how many tiles, as even as can be, and whether it is more than one."""
             if deterministic:  # they have no one size
-                size, count = jnp.zeros_like(tiles), sum(where(tiles > edge, 1) for edge in edges[:-1])
+                size, count = tiles, sum(where(tiles > edge, 1) for edge in edges[:-1])
             else:
                 size = jnp.maximum(up(total, jnp.full_like(total, (waves or WAVES) * wave)), 1)
                 size = jnp.maximum(size, jnp.minimum(up(total, jnp.full_like(total, wave)), FEW_TILES))

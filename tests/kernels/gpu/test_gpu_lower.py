@@ -133,7 +133,7 @@ def test_x64_lowers(tokens):
 
 @pytest.mark.parametrize(
     "asked",
-    [dict(tree=True, chunk=100, tokens=40)]
+    [dict(tree=True, chunk=100, tokens=40), dict(deterministic=True, tokens=3)]
     + NIGHTLY
     * [
         dict(tree=True, tokens=3),
