@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jaxkv._core.processes import processes_of
 from jaxkv._core.shards import mesh_of
 
 AXIS = "data"  # of a model's mesh, for rows
@@ -46,12 +47,13 @@ def joined(parts: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
 
 
 def parts_of_model(model: Any, axis: str = AXIS) -> list[Any]:
-    """A model as each device of its mesh's axis for rows has it; the model itself if there is no such axis, or one
-    device of it.
+    """A model as each device of its mesh's axis for rows has it, of those in this process; the model itself if there is
+    no such axis, or one device of it.
 
     Raises:
       ValueError: parameters that are divided over the axis.
     """
+    model = in_this_process(model, axis)
     mesh = mesh_of(model, axis)
     if mesh is None or mesh.shape[axis] == 1:
         return [model]
@@ -59,11 +61,47 @@ def parts_of_model(model: Any, axis: str = AXIS) -> list[Any]:
     def part(x: Any, i: int) -> Any:
         if not (isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)):
             return x
-        if axis in jax.tree.leaves(tuple(x.sharding.spec)):
-            raise ValueError(
-                f"Rows are divided over the mesh axis {axis!r}, but so is a parameter of the model, {x.sharding.spec}: "
-                "parameters must be whole on each of its devices."
-            )
+        _check_whole(x, axis)
         return part_of(x, i, mesh=mesh, axis=axis)
 
     return [jax.tree.map(lambda x, i=i: part(x, i), model) for i in range(mesh.shape[axis])]
+
+
+def in_this_process(model: Any, axis: str = AXIS) -> Any:
+    """A model on the mesh of several processes as it lies on this one's devices along the axis for rows; the model
+    itself if all of it is here, or there is no such axis.
+
+    Raises:
+      ValueError: each part of the axis has devices of other processes; parameters that are divided over it.
+    """
+    mesh = mesh_of(model, axis)
+    if mesh is None or mesh.shape[axis] == 1 or processes_of(mesh) == [jax.process_index()]:
+        return model
+    at = mesh.axis_names.index(axis)
+    rest = np.moveaxis(mesh.devices, at, 0).reshape(mesh.shape[axis], -1)
+    own = [i for i, devices in enumerate(rest) if all(d.process_index == jax.process_index() for d in devices)]
+    if not own:
+        raise ValueError(
+            f"Process {jax.process_index()} has no part of the mesh axis {axis!r} to itself, and an Engine serves in "
+            "each process by itself: let the devices of each part of it be of one process."
+        )
+    here = Mesh(np.take(mesh.devices, own, axis=at), mesh.axis_names, axis_types=mesh.axis_types)
+
+    def part(x: Any) -> Any:
+        if not (isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)):
+            return x
+        _check_whole(x, axis)
+        held = {shard.device: shard.data for shard in x.addressable_shards}
+        place = NamedSharding(here, x.sharding.spec)
+        return jax.make_array_from_single_device_arrays(x.shape, place, [held[d] for d in here.devices.flat])
+
+    return jax.tree.map(part, model)
+
+
+def _check_whole(x: jax.Array, axis: str) -> None:
+    spec = x.sharding.spec  # type: ignore[attr-defined]
+    if axis in jax.tree.leaves(tuple(spec)):
+        raise ValueError(
+            f"Rows are divided over the mesh axis {axis!r}, but so is a parameter of the model, {spec}: parameters "
+            "must be whole on each of its devices."
+        )

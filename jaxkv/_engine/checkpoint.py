@@ -71,6 +71,8 @@ class Resumable:
             rows = {s: i * number + s.row for i, s in running if s.row is not None}
             places = {sequence: place for place, sequence in enumerate(rows)}
             open_ = {request: s for loop in self._loops for request, s in loop.open.items()}
+            if len(self._loops) > 1:
+                open_ = dict(sorted(open_.items(), key=lambda item: item[0].number))  # in the order of submission
             leaders = {f.request: s.request.number for s in open_.values() for f in s.followers}
             told = [r for r in self._news if r not in open_ and r.given < len(r.tokens)]
             entries = [_written(r, None, None) for r in told]

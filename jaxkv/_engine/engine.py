@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.numbers import flag, integer, listed, real, shown
-from jaxkv._core.row_parts import parts_of_model
+from jaxkv._core.row_parts import in_this_process, parts_of_model
 from jaxkv._engine.assembly import make_loops, read_longest
 from jaxkv._engine.checkpoint import Resumable
 from jaxkv._engine.drafts import read_draft
@@ -34,7 +34,8 @@ class Engine(Resumable):
     Args:
       model: as for `generate`. Its parameters are taken as they are now, and the cache lies on the mesh that they do.
         Rows, blocks and bytes below are divided over its axis "data": each device has a cache of its own, takes its own
-        steps, and keeps the requests that are placed there, where most of them is known already, or else most room is.
+        steps, and keeps requests that are placed there, where most of them is known, or else most room is. In each of
+        several processes an engine has its own devices of that axis, and sizes are of these.
       max_seqs: rows of the cache: sequences computed at the same time.
       max_seq_len: the most tokens of one sequence, prompt and output; default: `longest`, rounded up to a power of 2.
       longest: tokens of the longest sequence to come, if `max_seq_len` is not given.
@@ -87,8 +88,7 @@ class Engine(Resumable):
             raise ValueError(f"swap must be 'auto', 'always' or 'never', not {swap!r}.")
         model_config = getattr(model, "config", None)
         max_seqs = integer("max_seqs", max_seqs, least=1)
-        if max_seq_len is None:
-            max_seq_len = read_longest(longest, model_config)
+        max_seq_len = read_longest(longest, model_config) if max_seq_len is None else max_seq_len
         if cache_dtype is not None:
             fields["dtype"] = cache_dtype
         host_bandwidth = real("host_bandwidth", host_bandwidth, least=1)
@@ -96,7 +96,7 @@ class Engine(Resumable):
         logits_hook, self.seed = read_hook(logits_hook), read_seed(seed)
         self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
         guesses = read_draft(draft, draft_tokens, draft_branches, model, logits_hook, self.steps_per_dispatch)
-        models = parts_of_model(model)
+        models = parts_of_model(model := in_this_process(model))
         max_seqs, fields = share_of(len(models), max_seqs, fields)
         self.step_tokens = max(integer("step_tokens", step_tokens, least=1), max_seqs * (1 + guesses[0]))
         evict = read_eviction(evict, prefix_cache=prefix_cache, draft=draft is not None)

@@ -47,7 +47,7 @@ class Residents:
         if self.mesh is not None and len(processes_of(self.mesh)) > 1:
             raise ValueError(
                 "An Engine serves from one process, but its model lies on the devices of several: give it a mesh of "
-                "jax.local_devices(), or call the model's steps in all of them yourself."
+                'jax.local_devices(), or one that has an axis "data" for the processes.'
             )
         self.block_size, self.eviction = config.block_size, eviction
         self._landed: collections.deque[tuple[list[jax.Array], list[jax.Array]]] = collections.deque()

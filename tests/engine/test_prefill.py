@@ -1,6 +1,5 @@
 """Prefill apart from decode: the tokens of one cache, whatever the devices, and whatever comes in between."""
 
-import dataclasses
 import functools
 import random
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checksum_model import LONGEST, VOCAB, Checksum, finish
+from checksum_model import LONGEST, VOCAB, Checksum, Placed, finish
 from cutting import cut_anywhere
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from nightly import NIGHTLY
@@ -18,27 +17,6 @@ import jaxkv.models
 
 WINDOWS = (None, 7)
 ROOM = {"max_seqs": 3, "max_seq_len": LONGEST, "block_size": 8, "num_blocks": 6, "step_tokens": 7, "swap": "never"}
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Placed:
-    """A `Checksum` that lies on devices of its own."""
-
-    nothing: jax.Array
-    model: Checksum = dataclasses.field(metadata={"static": True}, default=Checksum(WINDOWS))
-
-    @property
-    def layer_configs(self):
-        return self.model.layer_configs
-
-    @property
-    def dtype(self):
-        return self.model.dtype
-
-    def __call__(self, tokens, *, cache, logits_at):
-        logits, cache = self.model(tokens, cache=cache, logits_at=logits_at)
-        return logits + self.nothing, cache
 
 
 def on(*numbers):

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checksum_model import LONGEST, Checksum, finish
+from checksum_model import LONGEST, Checksum, Placed, finish
 from cutting import cut_anywhere
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from nightly import NIGHTLY
-from test_prefill import Placed, some
+from test_prefill import some
 
 import jaxkv
 
@@ -152,7 +152,9 @@ def test_it_goes_on_on_another_number_of_devices(tmp_path):
             one.step()
         one.save(path)
         held = jaxkv.describe(path).lengths
-        finish(other, [(r, *wanted[r.number]) for r in other.load(path)], WINDOWS)
+        loaded = other.load(path)
+        assert [r.number for r in loaded] == sorted(r.number for r in loaded)
+        finish(other, [(r, *wanted[r.number]) for r in loaded], WINDOWS)
         assert sum(held) > 0
         for _ in one.run():
             pass

@@ -13,9 +13,11 @@ import tempfile
 import time
 import zlib
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import worker
+from checksum_model import Checksum, Placed, continuation
 from nightly import NIGHTLY
 
 import jaxkv
@@ -173,6 +175,24 @@ def test_the_watch_tells_who_is_gone_from_who_has_ended(monkeypatch):
     assert store.said["jaxkv/beats/0"] == "failed with KeyError: 'x'"
     with pytest.raises(ValueError, match="patience must be at least 2"):
         jaxkv.distributed.initialize(patience=1.5)
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="each device has its programs to compile")
+def test_an_engine_in_each_process(tmp_path):
+    """Of one mesh; one is killed, and another process goes on with what it has saved."""
+    texts = ended(start(tmp_path, -1))
+    wanted = [[continuation((None,), [i, *prompt], 12, None) for prompt in worker.PROMPTS] for i in range(2)]
+    for text in texts:
+        assert said(text, "engine") == ["[2, True]"], text
+        assert "has no part of the mesh axis 'data' to itself" in said(text, "refused")[0]
+    assert said(texts[0], "tokens") == [str(wanted[0])] and not said(texts[1], "tokens")
+    assert re.search(r"jaxkv: process 0 ends, because process 1 is gone", texts[0]), texts[0]
+    engine = jaxkv.Engine(Placed(jnp.zeros(()), Checksum((None,))), **worker.ENGINE)
+    requests = engine.load(tmp_path / "engine 1")
+    assert sum(jaxkv.describe(tmp_path / "engine 1").lengths) > 10
+    for _ in engine.run():
+        pass
+    assert [request.tokens for request in requests] == wanted[1]
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="processes are started again and again")

@@ -8,11 +8,14 @@ import time
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
 import jaxkv.distributed
+from jaxkv._core.processes import put
 
+PROMPTS = [[2, 3], [4] * 9, [5, 6, 7], [8] * 5]
+ENGINE = {"max_seqs": 4, "max_seq_len": 48, "block_size": 8, "num_blocks": 18, "step_tokens": 16}
 ROWS, LONGEST, SAVED_EVERY = 3, 24, 20
 SIZES = {"max_seqs": ROWS, "max_seq_len": LONGEST, "num_blocks": 18, "block_size": 4, "dtype": "float32"}
 
@@ -78,6 +81,36 @@ def everything(mesh, folder, process):
     after(cache, range(9, 10**6))  # until the watch ends it
 
 
+def served(folder, process):
+    """An engine in each process, on a mesh of all devices, serves what is submitted there; one is killed at work."""
+    model, devices = placed(), np.array(jax.devices())
+    engine = jaxkv.Engine(model(Mesh(devices, ("data",))), **ENGINE)
+    try:  # each part in both processes
+        jaxkv.Engine(model(Mesh(devices.reshape(2, 2).T, ("data", "model"))), **ENGINE)
+    except ValueError as error:
+        say("refused", error)
+    held = {d.id for x in jax.tree.leaves(engine.cache) for d in x.devices()}
+    say("engine", [len(engine._loops), held == {d.id for d in jax.local_devices()}])
+    requests = [engine.submit([process, *prompt], 12) for prompt in PROMPTS]
+    for _ in range(5):
+        engine.step()
+    engine.save(folder / f"engine {process}")
+    if process == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in engine.run():
+        pass
+    say("tokens", [request.tokens for request in requests])
+    time.sleep(60)  # until the watch ends it
+
+
+def placed():
+    """What makes a model on a mesh."""
+    sys.path.append(str(pathlib.Path(__file__).parents[1]))
+    from checksum_model import Checksum, Placed
+
+    return lambda mesh: Placed(put(np.zeros((), np.float32), NamedSharding(mesh, PartitionSpec())), Checksum((None,)))
+
+
 def many(mesh, folder, last):
     """Steps to the last, from what was saved; killed by whoever started it."""
     path, cache, first = folder / "many", jaxkv.init(config(), mesh=mesh), 0
@@ -98,4 +131,7 @@ if __name__ == "__main__":
     process, port, folder, last = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3]), int(sys.argv[4])
     jaxkv.distributed.initialize(f"127.0.0.1:{port}", 2, process, patience=6)
     mesh = Mesh(np.array(jax.devices()), ("model",))
-    many(mesh, folder, last) if last else everything(mesh, folder, process)
+    if last < 0:
+        served(folder, process)
+    else:
+        many(mesh, folder, last) if last else everything(mesh, folder, process)
