@@ -227,7 +227,7 @@ MISTAKES = {
         ("for size in (32, 16, 8, 4, 2, 1)", "for size in (32, 16, 8, 4, 2)"),
     ),
     "prefill: the rest of the tokens from their beginning": (
-        prefill, PREFILL["odd places"], {"wrong"}, ("copy(count & (-2 * size), size)", "copy(0 * count, size)"),
+        prefill, PREFILL["odd places"], {"wrong", "race"}, ("copy(count & (-2 * size), size)", "copy(0 * count, size)"),
     ),
     "prefill: another head's output": (
         prefill, PREFILL["odd places"], {"wrong"},

@@ -91,7 +91,7 @@ MISTAKES = {
         "few tokens", {"wrong"}, step, "jnp.pad(sinks, (0, missing))", "jnp.pad(sinks, (missing, 0))",
     ),
     "step: heads of another token": (
-        "prefill, ring", UNSYNCHRONISED, step, "start[row] + index[:, None], role", "start[row], role",
+        "prefill, ring", {"wrong", "race"}, step, "at, role, count)", "start[row], role, count)",
     ),
 }  # fmt: skip
 

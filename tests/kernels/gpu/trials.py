@@ -343,7 +343,7 @@ PREFILL = {
         Case((150, 30), (9, 4), packed=True, **B16), poison=0.5, tables=((0, 1, 10**6), (0, 2, -7), (0, 3, 2**31 - 1)),
     ),
     "beyond the table": Trial(Case((64, 40), (9, 3), **ONE), poison=0.5, lengths=(10**6, 40)),
-    "more new tokens than tokens": Trial(Case((64, 40), (9, 3), **ONE), poison=0.5, lengths=(4, 40)),
+    "more new tokens than tokens": Trial(Case((64, 40, 9), (9, 3, 2), **ONE), poison=0.5, lengths=(4, 40, 0)),
     "extreme logits": Trial(Case((100, 20), (9, 2), scale=40.0, **ONE)),
     "nothing to prefill": Trial(Case((9, 3), (1, 0), packed=True, **B16)),
 }  # fmt: skip
