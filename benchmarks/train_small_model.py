@@ -1,16 +1,19 @@
 """Trains the small model that ships with jaxkv, on the sources of Python's own standard library.
 
     python benchmarks/train_small_model.py train --folder DIR --minutes 66   # a checkpoint every few minutes
+    python benchmarks/train_small_model.py train --folder DIR --shipped      # ... and on from the model that ships
     python benchmarks/train_small_model.py export --folder DIR               # from there to jaxkv/data/small
 
 `export` writes the loss curve beside the other results, to `results/train_small_model.json` and `.png` (it needs
-matplotlib).
+matplotlib), and how the model before it and the new one go on from the demo's prompts.
 
-A token is a byte; byte 0, which no source holds, begins and ends a file. The learning rate follows the clock, not the
+A token is a byte; byte 0, which no source holds, begins and ends a file. Sources are read as `ast.unparse` writes them,
+without docstrings: so little a model learns either prose or Python. The learning rate follows the clock, not the
 step count, so that a slow machine gets a finished, if weaker, model in the same time.
 """
 
 import argparse
+import ast
 import json
 import math
 import pathlib
@@ -24,7 +27,9 @@ import numpy as np
 from _harness import RESULTS, save
 from flax import nnx
 
+import jaxkv
 from jaxkv import models
+from jaxkv._cli.generate import DEMO_PROMPTS
 from jaxkv.models import Decoder, DecoderConfig, Rope
 
 CONTEXT, BATCH = 256, 8
@@ -39,11 +44,21 @@ LEFT_OUT = {"site-packages", "dist-packages", "encodings", "pydoc_data", "test",
             "lib2to3", "turtledemo"}  # fmt: skip
 
 
+def plainly(source: bytes) -> bytes:
+    """The same program in one style, without comments and docstrings."""
+    program = ast.parse(source)
+    for node in ast.walk(program):
+        may_have = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if may_have and ast.get_docstring(node, clean=False) is not None:
+            node.body[:1] = [] if node.body[1:] or node is program else [ast.Pass()]
+    return ast.unparse(program).encode() + b"\n"
+
+
 def corpus() -> tuple[np.ndarray, np.ndarray]:
     """Bytes to train on and bytes to validate on (every 20th file)."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     files = sorted(p for p in root.rglob("*.py") if not LEFT_OUT & set(p.relative_to(root).parts))
-    texts = [p.read_bytes() for p in files if not p.name.startswith("_sysconfigdata")]
+    texts = [plainly(p.read_bytes()) for p in files if not p.name.startswith("_sysconfigdata")]
     texts = [text for text in texts if b"\0" not in text and max(map(len, text.split(b"\n"))) < 400]
 
     def join(texts: list[bytes]) -> np.ndarray:
@@ -74,10 +89,11 @@ def adamw(params, grads, moments, step, rate, *, b1=0.9, b2=0.98, decay=0.1, cli
     return jax.tree.map(update, params, first, second), (first, second)
 
 
-def train(folder: pathlib.Path, minutes: float) -> None:
+def train(folder: pathlib.Path, minutes: float, shipped: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text, held_out = corpus()
-    graph, params = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(models.small() if shipped else Decoder(CONFIG, rngs=nnx.Rngs(0)))
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     size = sum(p.size for p in jax.tree.leaves(params))
     print(f"{len(text)} bytes to train on, {len(held_out)} held out, {size} parameters", flush=True)
     moments = (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
@@ -95,12 +111,13 @@ def train(folder: pathlib.Path, minutes: float) -> None:
     checks = [held_out[s + places].astype(np.int32) for s in
               np.random.default_rng(1).integers(0, len(held_out) - CONTEXT - 1, (8, BATCH, 1))]  # fmt: skip
     random, curve, losses = np.random.default_rng(0), [], []
+    peak = PEAK_RATE / 2 if shipped else PEAK_RATE
     began = saved = time.monotonic()
     step = 0
     while (elapsed := time.monotonic() - began) < 60 * minutes:
         step += 1
         progress = elapsed / (60 * minutes)
-        rate = PEAK_RATE * min(1.0, step / WARM_UP_STEPS) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+        rate = peak * min(1.0, step / WARM_UP_STEPS) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
         tokens = text[random.integers(0, len(text) - CONTEXT - 1, (BATCH, 1)) + places].astype(np.int32)
         params, moments, loss = train_step(params, moments, tokens, jnp.float32(step), jnp.float32(rate))
         losses.append(loss)
@@ -123,16 +140,42 @@ def checkpoint(folder: pathlib.Path, params, curve: list[dict]) -> None:
     (folder / "loss.json").write_text(json.dumps(curve))
 
 
+def samples(model: Decoder) -> list[dict]:
+    """Its greedy continuations of the demo's prompts, and whether they are Python but for the last, unfinished line."""
+    rows, prompts = [], [list(prompt.encode()) for prompt in DEMO_PROMPTS]
+    for prompt, tokens in zip(DEMO_PROMPTS, jaxkv.generate(model, prompts, 96), strict=True):
+        text = prompt + bytes(map(int, tokens)).partition(b"\0")[0].decode(errors="replace")
+        complete = text.rpartition("\n")[0]
+        try:
+            ast.parse(complete)
+            rows.append(dict(text=text, valid=len(complete) > len(prompt)))
+        except SyntaxError as error:
+            rows.append(dict(text=text, valid=False, error=error.msg))
+    return rows
+
+
+def loss_on(model: Decoder, text: np.ndarray) -> float:
+    """Nats per byte, in pieces of a context each."""
+    rows = len(text) // (CONTEXT + 1)
+    pieces = text[: rows * (CONTEXT + 1)].reshape(rows, CONTEXT + 1).astype(np.int32)
+    of = jax.jit(loss_of)
+    return float(np.mean([of(model, pieces[i : i + BATCH]) for i in range(0, rows - BATCH + 1, BATCH)]))
+
+
 def export(folder: pathlib.Path) -> None:
+    text, held_out = corpus()
+    before = models.small()
+    facts = dict(before=dict(loss=loss_on(before, held_out), samples=samples(before)))
     graph, params = nnx.split(Decoder(CONFIG, dtype=jnp.float16, rngs=nnx.Rngs(0)))
     with np.load(folder / "weights.npz") as file:
         leaves = [jnp.asarray(file[str(i)], jnp.float16) for i in range(len(file.files))]
     model = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(params), leaves))
     models.save(model, pathlib.Path(models.__file__).parent.parent / "data" / "small")
     curve = json.loads((folder / "loss.json").read_text())
-    text, held_out = corpus()
-    facts = dict(unit="nats per byte", trained_on=len(text), held_out=len(held_out), batch=BATCH, context=CONTEXT,
-                 parameters=sum(leaf.size for leaf in leaves), python=platform.python_version())  # fmt: skip
+    after = models.small()
+    facts |= dict(after=dict(loss=loss_on(after, held_out), samples=samples(after)))
+    facts |= dict(unit="nats per byte", trained_on=len(text), held_out=len(held_out), batch=BATCH, context=CONTEXT,
+                  parameters=sum(leaf.size for leaf in leaves), python=platform.python_version())  # fmt: skip
     save("train_small_model", curve, **facts)
     plot(curve)
 
@@ -154,9 +197,10 @@ def main() -> None:
     parser.add_argument("command", choices=["train", "export"])
     parser.add_argument("--folder", type=pathlib.Path, required=True, help="where the checkpoint and the loss curve go")
     parser.add_argument("--minutes", type=float, default=66.0)
+    parser.add_argument("--shipped", action="store_true", help="begin with the weights that ship")
     arguments = parser.parse_args()
     if arguments.command == "train":
-        train(arguments.folder, arguments.minutes)
+        train(arguments.folder, arguments.minutes, arguments.shipped)
     else:
         export(arguments.folder)
 

@@ -123,7 +123,8 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
 
 
 def small(*, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Decoder:
-    """The model that ships with jaxkv: a byte-level decoder that has read the standard library's sources.
+    """The model that ships with jaxkv: a byte-level decoder that has read the standard library's sources, in the end as
+    `ast.unparse` writes them.
 
     >>> small().config.byte_tokens
     True

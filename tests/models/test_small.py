@@ -1,6 +1,8 @@
 """The models that ship with the package have learnt what they were trained for."""
 
 import argparse
+import ast
+import contextlib
 import functools
 import pathlib
 
@@ -13,6 +15,7 @@ from nightly import NIGHTLY
 
 import jaxkv
 from jaxkv import models
+from jaxkv._cli.generate import DEMO_PROMPTS
 
 
 def test_they_are_small():
@@ -34,6 +37,17 @@ def test_it_expects_python():
     source_loss = float(loss(model, source.reshape(8, 200)))
     junk_loss = float(loss(model, source[::-1].reshape(8, 200)))
     assert source_loss < 1.7 < junk_loss, (source_loss, junk_loss)
+
+
+def test_it_writes_python():
+    """Its likeliest continuations of the demo's prompts, but for the last, unfinished line: three of five."""
+    valid, prompts = 0, [list(prompt.encode()) for prompt in DEMO_PROMPTS]
+    for prompt, tokens in zip(prompts, jaxkv.generate(bundled.small(), prompts, 96), strict=True):
+        complete = bytes([*prompt, *tokens]).partition(b"\0")[0].rpartition(b"\n")[0]
+        with contextlib.suppress(SyntaxError):
+            ast.parse(complete)
+            valid += len(complete) > len(prompt)
+    assert valid >= 3
 
 
 def test_its_tokens_are_bytes():

@@ -195,6 +195,7 @@ def test_an_engine_in_each_process(tmp_path):
     assert [request.tokens for request in requests] == wanted[1]
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not NIGHTLY, reason="processes are started again and again")
 def test_kills_at_random_moments_lose_nothing(tmp_path):
     """1,000 steps; one of the two is killed, twenty times, and the others end with a sentence in good time."""
