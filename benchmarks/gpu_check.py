@@ -1,6 +1,7 @@
 """The GPU kernels' numerics on the chip, and a watchdog: a kernel that waits for ever is named, and the run ends."""
 
 import contextlib
+import dataclasses
 import faulthandler
 import itertools
 import os
@@ -8,10 +9,12 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from unittest import mock
 
 import jax
 
 from pallas_kernels import gpu, testing
+from pallas_kernels.gpu import tuning
 from pallas_kernels.testing import Case
 
 SECONDS = 150
@@ -22,6 +25,7 @@ KERNELS = {  # what a kind of case starts, the simplest first: the first to hang
     "decode": "paged_decode_split and paged_decode_merge",
     "few": "paged_decode_split and paged_decode_merge, several tokens a row",
     "one row": "paged_prefill",
+    "registers": "paged_prefill with its weights in registers",
     "mixed": "paged_prefill, paged_decode_split and paged_decode_merge",
     "latent": "paged_latent_decode and paged_decode_merge",
     "latent mixed": "paged_latent_prefill, paged_latent_decode and paged_decode_merge",
@@ -52,7 +56,7 @@ def cases(kind: str) -> Iterator[Case]:
     for i in itertools.count():
         head_dim = chosen.choice((64, 80, 96, 128, 256))
         longest = (0, 1, 7, 63, 64, 129, 191) if kind == "short" else (0, 1, 7, 63, 64, 127, 129, 500, 1500)
-        lengths = tuple(chosen.choice(longest) for _ in range(1 if kind == "one row" else 4))
+        lengths = tuple(chosen.choice(longest) for _ in range(1 if kind in ("one row", "registers") else 4))
         group = chosen.choice((1, 2, 4, 5, 7, 8) if kind == "few" else (1, 2, 4, 5, 7, 8, 16))
         most_new = {"short": (1,), "decode": (1,), "latent": (0, 1), "few": (0, 1, 2, 4)}.get(kind, (0, 1, 2, 65, 200))
         new = tuple(min(n, chosen.choice(most_new)) for n in lengths)
@@ -82,7 +86,8 @@ def check(interpret, *, each: int, seconds: float = SECONDS) -> list[str]:
             skipped += 1
             continue
         try:
-            with watchdog(f"{KERNELS[kind]}: {case}", HUNG if interpret is None else 600):
+            form = in_registers() if kind == "registers" else contextlib.nullcontext()
+            with form, watchdog(f"{KERNELS[kind]}: {case}", HUNG if interpret is None else 600):
                 check_case(case, interpret)
         except Exception as e:  # the other cases and the measurements are worth having all the same
             failures.append(f"{KERNELS[kind]}: {case}: {repr(e)[:300]}")
@@ -92,6 +97,14 @@ def check(interpret, *, each: int, seconds: float = SECONDS) -> list[str]:
     spent = time.perf_counter() - start
     print(f"{agreed} cases agree with the reference, {len(failures)} do not, {skipped} were skipped; {spent:.0f} s.")
     return failures
+
+
+def in_registers() -> contextlib.AbstractContextManager:
+    """Plans of prefill whose weights are multiplied from registers, which no interpreter has tried."""
+    planned = tuning.prefill_plan
+    return mock.patch.object(
+        tuning, "prefill_plan", lambda *asked: dataclasses.replace(planned(*asked), weights_in_registers=True)
+    )
 
 
 def check_case(case: Case, interpret) -> None:

@@ -38,8 +38,8 @@ def decode_plans() -> Iterator[tuning.DecodePlan]:
 
 
 def prefill_plans() -> Iterator[tuning.PrefillPlan]:
-    for tokens, stages in itertools.product((64, 128), (2, 3, 4)):
-        yield tuning.PrefillPlan(Tile(tokens, stages))
+    for tokens, stages, in_registers in itertools.product((64, 128), (2, 3, 4), (False, True)):
+        yield tuning.PrefillPlan(Tile(tokens, stages), in_registers)
 
 
 def jobs(head_dims: tuple[int, ...]) -> Iterator[Job]:

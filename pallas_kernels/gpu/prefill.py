@@ -59,7 +59,7 @@ def tokens_of(group: int) -> int:
 
 def attend(
     q, kv, tables, items, scalars, holes, sinks, *, tile: Tile, reach: Reach, soft_cap: bool, sight=None,
-    kv_scale=None, kind: str | None = None, interpret: InterpretParams = None,
+    kv_scale=None, kind: str | None = None, weights_in_registers: bool = False, interpret: InterpretParams = None,
 ):  # fmt: skip
     """Causal attention of each work item: consecutive tokens of one row of the table, `2 * tokens_of(group)` at most.
 
@@ -78,6 +78,8 @@ def attend(
       sight: `i32[W, 3 + words, 128]`, what each query row sees, where more does; see `sight.Tiles`. Then `reach` says
         only which first tokens are seen.
       kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
+      weights_in_registers: the softmax's weights are multiplied from where they are made, not from shared memory, which
+        the interpreter does not do.
 
     Returns:
       If C is 1, `[N, H, D]` in q's dtype, where tokens of rows without an item hold anything; else of each chunk
@@ -123,7 +125,7 @@ def attend(
         def consume_tile(first_token, stop, first_seen, start, scale, cap, i, carry):
             acc, m, total = carry
             half = anew(warpgroup)
-            q_mine, p_mine = q_s.at[half], p_s.at[half]
+            q_mine = q_s.at[half]
             slot = lax.rem(i, jnp.int32(stages))
             first = tile_at(start + i, first_seen, reach, tokens) * tokens  # the position of the tile's first token
             plgpu.barrier_wait(k_ready.at[slot])
@@ -178,7 +180,10 @@ def attend(
             total = total * alpha + p.sum(axis=1)
             if kind is not None:
                 p = p * lax.broadcast_in_dim(scales(slot, 1), p.shape, [1])
-            p_mine[...] = p.astype(q.dtype)
+            weights = p.astype(q.dtype)
+            if not weights_in_registers:
+                p_s.at[half][...] = weights
+                weights = p_s.at[half]
 
             plgpu.barrier_wait(v_ready.at[slot])
             if kind is not None:
@@ -198,9 +203,9 @@ def attend(
                     plgpu.barrier_wait(v_selected.at[slot])
 
             plgpu.commit_smem()
-            probe(interpret, p_mine, values)
+            probe(interpret, weights, values)
             acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-            acc = accumulate(interpret, acc, p_mine, values)
+            acc = accumulate(interpret, acc, weights, values)
             if kind is None:
                 plgpu.barrier_arrive(v_free.at[slot])
             return acc, m, total
@@ -319,7 +324,7 @@ def attend(
         buffers = (
             # In one place; which the interpreter takes for one buffer of both consumers, that race.
             plgpu.RefUnion(*queries) if interpret is None else queries, slots, slots,
-            plgpu.SMEM((CONSUMERS, HALF, tokens), q.dtype, transforms=OPERAND),
+            None if weights_in_registers else plgpu.SMEM((CONSUMERS, HALF, tokens), q.dtype, transforms=OPERAND),
             plgpu.SMEM((CONSUMERS, HALF), jnp.float32), *wide,
         )  # fmt: skip
         k_ready, v_ready = (plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals(kind, pieces))

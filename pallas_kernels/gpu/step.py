@@ -210,6 +210,7 @@ def _prefill_rows(
     out, lse = prefill.attend(
         q, kv, tables, items, scalars, holes, of_rows, tile=plan.tile, reach=reach,
         soft_cap=soft_cap, sight=sights, kv_scale=kv_scale, kind=kind, interpret=interpret,
+        weights_in_registers=plan.weights_in_registers and interpret is None,
     )  # fmt: skip
 
     nth = jnp.where(token.valid, token.position - (lengths - new)[token.row], 0)

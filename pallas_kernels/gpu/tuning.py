@@ -26,6 +26,7 @@ class DecodePlan:
 @dataclasses.dataclass(frozen=True)
 class PrefillPlan:
     tile: Tile
+    weights_in_registers: bool = False  # see `prefill.attend`; for a chip to decide
 
 
 type Chip = tuple[str, int]  # its name, and how many multiprocessors it has: chips of one name may differ in that

@@ -5,6 +5,7 @@ Run in a process of its own, with the packages of the extra `compile` on PYTHONP
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -13,6 +14,7 @@ import pathlib
 import re
 import sys
 import tempfile
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ import jaxkv
 import pallas_kernels
 from jaxkv.models import Decoder, DecoderConfig, Rope
 from pallas_kernels import SHAPES, AttentionShape, gpu, xla
+from pallas_kernels.gpu import tuning
 from pallas_kernels.kinds import storage_of
 
 TARGET = pathlib.Path(__file__).with_name("gpu_h200.txtpb").read_text()
@@ -95,6 +98,7 @@ def described(assembly):
         "registers": int(re.search(r"Used (\d+) registers", assembly).group(1)),
         "spills": int(re.search(r"(\d+) bytes spill stores, \d+ bytes spill loads\n", assembly).group(1)),
         "wgmma": len(re.findall(r"wgmma\.mma_async", assembly)),
+        "of_registers": len(re.findall(r"wgmma\.mma_async[^;]*?\}\s*,\s*\{", assembly)),
         "bulk_copies": len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", assembly)),
         "proxy_fences": len(re.findall(r"fence\.proxy\.async", assembly)),
         "early_launch": sorted(set(re.findall(r"griddepcontrol\.(\w+)", assembly))),
@@ -191,6 +195,20 @@ def launches():
         layer = (three - one) / 2
         found[name] = {"layer": layer, "step": one - layer}
     return found
+
+
+def from_registers(job):
+    """The same where prefill's weights are multiplied from where they are made."""
+    planned = tuning.prefill_plan
+
+    def plan(*asked):
+        return dataclasses.replace(planned(*asked), weights_in_registers=True)
+
+    def run():
+        with mock.patch.object(tuning, "prefill_plan", plan):
+            return job()
+
+    return run
 
 
 def step(*, donate=True, unique=True, shares=False):
@@ -300,6 +318,7 @@ JOBS = {
     "llama3-8b-8-tokens": named("llama3-8b", tokens=8),
     "gemma2-2b-4-tokens": named("gemma2-2b", tokens=4, sinks=True),
     "llama3-8b-prefill": named("llama3-8b", tokens=2048, packed=True),
+    "llama3-8b-registers-prefill": from_registers(named("llama3-8b", tokens=2048, packed=True)),
     "llama3.2-1b-prefill": named("llama3.2-1b", tokens=256),
     "qwen2.5-14b-prefill": named("qwen2.5-14b", tokens=256, block_size=64),
     "gemma2-2b-prefill": named("gemma2-2b", tokens=256),

@@ -52,7 +52,7 @@ PREFILL = [
     "llama3-8b-prefill",  # the plain one of a model's step
     *(("gemma2-2b-prefill", "llama3.2-1b-prefill", "qwen2.5-14b-prefill", "phi2-prefill") if NIGHTLY else ()),
     *(("llama3-8b-chunk-prefill", "llama3-8b-tree-prefill", "256-tree", "gemma2-2b-first-tree") if NIGHTLY else ()),
-    *(["llama3-8b-deterministic-prefill"] if NIGHTLY else []),
+    *(["llama3-8b-deterministic-prefill", "llama3-8b-registers-prefill"] if NIGHTLY else []),
     *(f"{head_dim}-{what}" for head_dim in ((64, 96, 128, 256) if NIGHTLY else (256,)) for what in OPTIONS),
 ]
 
@@ -160,6 +160,8 @@ def test_prefill_within_budget(name, report):
     assert kernel["registers"] == 168 and kernel["shared_memory"] <= 227 * 1024
     assert registers_after_trade(kernel) <= 128 * 3 * kernel["registers"]
     assert kernel["wgmma"] > 0 and kernel["bulk_copies"] >= 3
+    # The products with V, if they take their weights from registers: half of all.
+    assert kernel["of_registers"] == (kernel["wgmma"] / 2 if "registers" in name else 0)
     # Queries read, and laid out; V cleaned, and before the product with V; before the output leaves; and before zeros
     # do, where an item's context is not cut.
     assert kernel["proxy_fences"] == (5 if name == "gemma2-2b-first-tree" else 6)
