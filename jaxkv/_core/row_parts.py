@@ -77,15 +77,10 @@ def in_this_process(model: Any, axis: str = AXIS) -> Any:
     mesh = mesh_of(model, axis)
     if mesh is None or mesh.shape[axis] == 1 or processes_of(mesh) == [jax.process_index()]:
         return model
-    at = mesh.axis_names.index(axis)
-    rest = np.moveaxis(mesh.devices, at, 0).reshape(mesh.shape[axis], -1)
-    own = [i for i, devices in enumerate(rest) if all(d.process_index == jax.process_index() for d in devices)]
-    if not own:
-        raise ValueError(
-            f"Process {jax.process_index()} has no part of the mesh axis {axis!r} to itself, and an Engine serves in "
-            "each process by itself: let the devices of each part of it be of one process."
-        )
-    here = Mesh(np.take(mesh.devices, own, axis=at), mesh.axis_names, axis_types=mesh.axis_types)
+    own = _own_parts(mesh, axis)
+    here = Mesh(
+        np.take(mesh.devices, own, axis=mesh.axis_names.index(axis)), mesh.axis_names, axis_types=mesh.axis_types
+    )
 
     def part(x: Any) -> Any:
         if not (isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)):
@@ -96,6 +91,24 @@ def in_this_process(model: Any, axis: str = AXIS) -> Any:
         return jax.make_array_from_single_device_arrays(x.shape, place, [held[d] for d in here.devices.flat])
 
     return jax.tree.map(part, model)
+
+
+def count_parts(model: Any, axis: str = AXIS) -> int:
+    """How many `parts_of_model` makes, without making them. Raises ValueError: none would be of this process."""
+    mesh = mesh_of(model, axis)
+    return 1 if mesh is None or mesh.shape[axis] == 1 else len(_own_parts(mesh, axis))
+
+
+def _own_parts(mesh: Mesh, axis: str) -> list[int]:
+    """Which parts of the axis have no devices of other processes."""
+    parts = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(mesh.shape[axis], -1)
+    own = [i for i, devices in enumerate(parts) if all(d.process_index == jax.process_index() for d in devices)]
+    if not own:
+        raise ValueError(
+            f"Process {jax.process_index()} has no part of the mesh axis {axis!r} to itself, and an Engine serves in "
+            "each process by itself: let the devices of each part of it be of one process."
+        )
+    return own
 
 
 def _check_whole(x: jax.Array, axis: str) -> None:

@@ -118,19 +118,23 @@ def on_shards(
 @functools.partial(jax.jit, static_argnames=("function", "structure", "in_specs", "out_specs", "shards", "static"))
 def _run(leaves, *, function, structure, in_specs, out_specs, shards, static):
     mesh = shards.mesh
-    free = frozenset(
-        name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual
-    )
     leaves = [_placed(x, spec, mesh) for x, spec in zip(leaves, in_specs, strict=True)]
 
     def on_one(*leaves):
         return function(*jax.tree.unflatten(structure, leaves), **dict(static))
 
+    return on_devices(on_one, mesh, in_specs, out_specs)(*leaves)
+
+
+def on_devices(function: Callable, mesh: AbstractMesh, in_specs: Any, out_specs: Any) -> Callable:
+    """`shard_map` over all axes of a mesh that are not those of one around it."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    free = frozenset(name for name, kind in kinds if kind != AxisType.Manual)
     # What a device holds of arrays that are whole on each is the same by construction, and need not be proved; kernels
     # that are told so may use references, which JAX refuses to those of which it thinks that they may differ.
     return jax.shard_map(
-        on_one, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False
-    )(*leaves)  # fmt: skip
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False
+    )  # fmt: skip
 
 
 def _placed(x: Any, spec: PartitionSpec, mesh: AbstractMesh) -> Any:

@@ -8,11 +8,11 @@ from typing import Any
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.numbers import flag, integer, listed, real, shown
 from jaxkv._core.row_parts import in_this_process, parts_of_model
+from jaxkv._engine import figures
 from jaxkv._engine.assembly import make_loops, read_longest
 from jaxkv._engine.checkpoint import Resumable
 from jaxkv._engine.drafts import read_draft
 from jaxkv._engine.eviction import Eviction, read_eviction
-from jaxkv._engine.figures import figures
 from jaxkv._engine.prefill import check_prefill
 from jaxkv._engine.request import Request, handed_out, problem_of, read_eos, read_limits, read_prompt, read_salt
 from jaxkv._engine.resident import Swap
@@ -131,30 +131,28 @@ class Engine(Resumable):
     @property
     def steps(self) -> int:
         """Steps computed so far, those of prefill apart not counted; where rows are divided, of all devices."""
-        return sum(loop.pipeline.steps for loop in self._loops)
+        return figures.steps(self._loops)
 
     @property
     def tokens(self) -> int:
         """Tokens computed so far."""
-        apart = sum(loop.prefill.pipeline.tokens for loop in self._loops if loop.prefill)
-        return apart + sum(loop.pipeline.tokens for loop in self._loops)
+        return figures.tokens(self._loops)
 
     @property
     def set_back(self) -> int:
         """How often a sequence was set back because blocks ran out."""
-        return sum(loop.residents.counts["set_back"] for loop in self._loops)
+        return figures.set_back(self._loops)
 
     @property
     def blocks_peak(self) -> int:
         """The most blocks that were in use at once; where rows are divided, on each device."""
         with self._at_work(is_brief=True):
-            return sum(int(t.peak) for loop in self._loops for t in loop.cache.tables)
+            return figures.blocks_peak(self._loops)
 
     def stats(self) -> dict[str, Any]:
         """What has been computed so far, as plain numbers; with a prefix cache, also what it saved."""
         with self._at_work(is_brief=True):
-            own = figures(self._loops)
-            return own | (self.prefix.stats() if self.prefix else {})
+            return figures.all_of_them(self._loops) | (self.prefix.stats() if self.prefix else {})
 
     def problem(self, prompt: Sequence[int], max_new_tokens: int) -> str | None:
         """Why a prompt cannot be continued, or None."""

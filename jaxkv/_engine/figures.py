@@ -1,4 +1,4 @@
-"""What an engine has computed so far."""
+"""What an engine has computed so far; of several loops together."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,14 +6,32 @@ from typing import Any
 from jaxkv._engine.loop import Loop
 
 
-def figures(loops: Sequence[Loop]) -> dict[str, Any]:
-    """As plain numbers; of several loops together."""
-    pipelines, prefills = [loop.pipeline for loop in loops], [loop.prefill for loop in loops if loop.prefill]
-    found: dict[str, Any] = {
-        "steps": sum(pipeline.steps for pipeline in pipelines),
-        "tokens": sum(one.tokens for one in [*pipelines, *(prefill.pipeline for prefill in prefills)]),
-        "blocks_peak": sum(int(t.peak) for loop in loops for t in loop.cache.tables),
-        "sent": sum(prefill.sent for prefill in prefills),
-        "acceptance": sum(one.accepted for one in pipelines) / max(sum(one.proposed for one in pipelines), 1),
+def steps(loops: Sequence[Loop]) -> int:
+    return sum(loop.pipeline.steps for loop in loops)
+
+
+def tokens(loops: Sequence[Loop]) -> int:
+    prefills = [loop.prefill.pipeline for loop in loops if loop.prefill]
+    return sum(pipeline.tokens for pipeline in [*prefills, *(loop.pipeline for loop in loops)])
+
+
+def set_back(loops: Sequence[Loop]) -> int:
+    return sum(loop.residents.counts["set_back"] for loop in loops)
+
+
+def blocks_peak(loops: Sequence[Loop]) -> int:
+    return sum(int(table.peak) for loop in loops for table in loop.cache.tables)
+
+
+def all_of_them(loops: Sequence[Loop]) -> dict[str, Any]:
+    """As plain numbers."""
+    accepted, proposed = (sum(getattr(loop.pipeline, name) for loop in loops) for name in ("accepted", "proposed"))
+    return {
+        "steps": steps(loops),
+        "tokens": tokens(loops),
+        "blocks_peak": blocks_peak(loops),
+        "sent": sum(loop.prefill.sent for loop in loops if loop.prefill),
+        "acceptance": accepted / max(proposed, 1),
+        "set_back": set_back(loops),
+        "swapped_out": sum(loop.residents.counts["swapped_out"] for loop in loops),
     }
-    return found | {name: sum(loop.residents.counts[name] for loop in loops) for name in ("set_back", "swapped_out")}

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from jaxkv._core.numbers import integer, listed
-from jaxkv._core.row_parts import parts_of_model
+from jaxkv._core.row_parts import count_parts
 from jaxkv._engine.engine import Engine
 from jaxkv._engine.request import read_limits, read_prompt
 
@@ -51,7 +51,7 @@ def generate(
     limits = read_limits(max_new_tokens, len(prompts))
     longest = max((len(read_prompt(p)) + n for p, n in zip(prompts, limits, strict=True)), default=1)
     n = integer("n", n, least=1, most=2**16)
-    devices = len(parts_of_model(model))
+    devices = count_parts(model)
     max_seqs = max(1, min(8, n * len(prompts)))
     engine = {"max_seqs": -(-max_seqs // devices) * devices, "longest": longest} | engine
     engine_ = Engine(model, **engine)

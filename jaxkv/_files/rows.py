@@ -67,19 +67,19 @@ def save(
     if not (model is None or isinstance(model, str)):
         raise ValueError(f"model must be a name or a fingerprint, a string, not {model!r}.")
     config = cache.config
-    rows_ = Written(cache, _chosen(rows, config.max_seqs))
+    written = Written(cache, _chosen(rows, config.max_seqs))
 
     def write(path: pathlib.Path, config: CacheConfig, here: Callable[..., Any] = _all_of) -> None:
-        shapes = {"lengths": rows_.lengths.shape} | {f"tables.{g}": x.shape for g, x in enumerate(rows_.tables)}
-        shapes |= {f"held.{g}": x.shape for g, x in rows_.held.items()}
+        shapes = {"lengths": written.lengths.shape} | {f"tables.{g}": x.shape for g, x in enumerate(written.tables)}
+        shapes |= {f"held.{g}": x.shape for g, x in written.held.items()}
         for i in pool_layers(config):
             for name, minor in stored_parts(config, i).items():
-                blocks = rows_.num_blocks(config.group(i))
-                shapes[name] = (blocks, *config.pool_shape(i)[1:3], rows_.block_size, *minor)
-        write_saved(path, dataclasses.replace(saved, config=config), shapes, rows_.tensors(here))
+                blocks = written.num_blocks(config.group(i))
+                shapes[name] = (blocks, *config.pool_shape(i)[1:3], written.block_size, *minor)
+        write_saved(path, dataclasses.replace(saved, config=config), shapes, written.tensors(here))
 
-    saved = SavedCache(config=config, lengths=tuple(rows_.lengths.tolist()), model=model, metadata=metadata or {},
-                       block_size=rows_.block_size, groups=config.groups)  # fmt: skip
+    saved = SavedCache(config=config, lengths=tuple(written.lengths.tolist()), model=model, metadata=metadata or {},
+                       block_size=written.block_size, groups=config.groups)  # fmt: skip
     if is_here(cache.pools):
         write(pathlib.Path(path), config)
     else:
@@ -111,7 +111,7 @@ def describe(path: str | os.PathLike) -> SavedCache:
 
 
 def load(
-    path: str | os.PathLike, config: CacheConfig | None = None, *, into: Any = None,
+    path: str | os.PathLike, config: CacheConfig | None = None, *, into: Cache | RowShards | None = None,
     rows: Sequence[int | None] | None = None, model: str | None = None, partial_windows: bool = False,
 ) -> Any:  # fmt: skip
     """A cache with the rows of a file, or `into` with those rows in places that were empty.
@@ -155,10 +155,10 @@ def load(
         )
     config = into.config if into is not None else config or saved.config
     check_layers(path, saved.config, config)
-    shards = into.shards if isinstance(into, RowShards) else [into]
-    for one in shards if into is not None else ():
+    shards = into.shards if isinstance(into, RowShards) else [] if into is None else [into]
+    for one in shards:
         check_on_host(one, "load")
-    empty = np.ones(config.max_seqs, bool) if into is None else np.concatenate(list(map(empty_rows, shards)))
+    empty = np.concatenate(list(map(empty_rows, shards))) if shards else np.ones(config.max_seqs, bool)
     source, target = _places(path, np.array(saved.lengths), rows, config, empty)
     if not isinstance(into, RowShards):
         return _put(path, saved, tensors, config, into, source, target, partial_windows)

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
+from jaxkv._core.shards import on_devices
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.layers import ACTIVATIONS, GatedMLP
 from jaxkv.models.partition import AXIS, mesh_of_weights, sharding_of
@@ -93,13 +94,7 @@ class Experts(nnx.Module):
                 y += experts.shared(tokens).astype(jnp.float32)
             return jax.lax.psum(y, AXIS)
 
-        free = frozenset(
-            name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual
-        )
-        return jax.shard_map(
-            on_one, mesh=mesh, in_specs=(PartitionSpec(), *specs), out_specs=PartitionSpec(), axis_names=free,
-            check_vma=False,
-        )(tokens, *params)  # fmt: skip
+        return on_devices(on_one, mesh, (PartitionSpec(), *specs), PartitionSpec())(tokens, *params)
 
     def route(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Of each of `[N, M]` tokens the chosen experts `i32[N, k]` and their weights `f32[N, k]`."""

@@ -27,6 +27,7 @@ from pallas_kernels.gpu.tiles import (
     InterpretParams,
     Tile,
     accumulate,
+    add_sink,
     anew,
     fetch,
     full,
@@ -196,11 +197,8 @@ def split(
             def _():
                 most, sum_of_all, factor = m, total, full((QUERY_ROWS,), 1.0, ROW)
                 if sinks_ref is not None:
-                    sink = plgpu.load(sinks_ref.at[head], layout=ROW, optimized=False) * math.log2(math.e)
-                    most = jnp.maximum(m, jnp.where(m == -jnp.inf, -jnp.inf, sink))
-                    safe = safe_maximum(most)
-                    factor = jnp.exp2(m - safe)
-                    sum_of_all = total * factor + jnp.where(m == -jnp.inf, 0.0, jnp.exp2(sink - safe))
+                    sink = plgpu.load(sinks_ref.at[head], layout=ROW, optimized=False)
+                    most, sum_of_all, factor = add_sink(m, total, sink)
                 leave(most, sum_of_all, factor, lse_ref.at[item if by_item else row, head], math.log(2))
 
             if some_cut:

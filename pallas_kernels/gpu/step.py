@@ -174,6 +174,28 @@ def _decode_rows(
     return out, lse[:, :, :used]
 
 
+def _prefill_items(
+    lengths, new, start, token, sight, least, reach, *, capacity, item_tokens, tile_tokens, deterministic, num_heads
+):  # fmt: skip
+    """The work of rows that have at least `least` new tokens, each item `item_tokens` of them, in thread blocks of one
+    of `num_heads`.
+
+    Returns:
+      `work.prefill_items`' items and sights; and of each token its item and which one of its tokens it is, `i32[N]`.
+    """
+    num_tokens = token.row.shape[0]
+    rows = min(new.shape[0], num_tokens // least)
+    num_items = (num_tokens - rows) // item_tokens + rows  # as many as these can have at the most
+    most_tiles = tiles_of_a_row(capacity, reach, item_tokens, tile_tokens)
+    chunks = 1 if deterministic else tuning.prefill_chunks(num_items * num_heads, most_tiles)
+    items, first_item, place, sights = work.prefill_items(
+        lengths, new, start, reach, item_tokens, num_items, tile_tokens, chunks, sight
+    )
+    nth = jnp.where(token.valid, token.position - (lengths - new)[token.row], 0)
+    item = place[jnp.clip(first_item[token.row] + nth // item_tokens, 0, num_items - 1)]
+    return items, sights, item, nth % item_tokens
+
+
 def _prefill_rows(
     q, kv, tables, lengths, new, start, token, scalars, sinks, least, *, reach, soft_cap, kv_scale, kind, interpret,
     deterministic, sight=None,
@@ -192,13 +214,11 @@ def _prefill_rows(
     plan = tuning.prefill_plan(kernel_head_dim(head_dim), kv.shape[3], kv.dtype.itemsize)
     own = prefill.tokens_of(group)
     item_tokens = prefill.CONSUMERS * own
-    rows = min(new.shape[0], num_tokens // least)
-    num_items = (num_tokens - rows) // item_tokens + rows  # as many as these can have at the most
-    most_tiles = tiles_of_a_row(tables.shape[1] * kv.shape[3], reach, item_tokens, plan.tile.tokens)
-    chunks = 1 if deterministic else tuning.prefill_chunks(num_items * num_kv_heads, most_tiles)
-    items, first_item, place, sights = work.prefill_items(
-        lengths, new, start, reach, item_tokens, num_items, plan.tile.tokens, chunks, sight
-    )
+    items, sights, item, nth = _prefill_items(
+        lengths, new, start, token, sight, least, reach, capacity=tables.shape[1] * kv.shape[3],
+        item_tokens=item_tokens, tile_tokens=plan.tile.tokens, deterministic=deterministic, num_heads=num_kv_heads,
+    )  # fmt: skip
+    num_items, chunks = items.shape[:2]
     if sights is not None:  # for each head the same
         sights = _as_query_rows(sights.reshape(*sights.shape[:2], prefill.CONSUMERS, 1, own), group)
         sights = sights.reshape(*sights.shape[:2], prefill.QUERY_ROWS)
@@ -213,15 +233,11 @@ def _prefill_rows(
         weights_in_registers=plan.weights_in_registers and interpret is None,
     )  # fmt: skip
 
-    nth = jnp.where(token.valid, token.position - (lengths - new)[token.row], 0)
-    item = place[jnp.clip(first_item[token.row] + nth // item_tokens, 0, num_items - 1)]
-
     def of_tokens(x):
         """Of each token, from its item's query rows, `[W, K, 2, 64, ...]`: `[N, K, group, ...]`."""
         x = x.reshape(num_items, num_kv_heads, prefill.CONSUMERS, prefill.HALF, *x.shape[4:])
         x = x[:, :, :, : group * own].reshape(*x.shape[:3], group, own, *x.shape[4:])
-        nth_of_item = nth % item_tokens
-        return x[item, :, nth_of_item // own, :, nth_of_item % own]
+        return x[item, :, nth // own, :, nth % own]
 
     if chunks > 1:
         out, lse = _merge_chunks(out, lse.reshape(out.shape[:-1]), items[..., 4] > items[..., 3])
@@ -241,13 +257,11 @@ def _prefill_latent(
     group = latent.heads_at_once(num_heads)
     head_tiles, item_tokens = num_heads // group, latent.QUERY_ROWS // group
     plan = tuning.latent_plan(kernel_head_dim(head_dim))
-    rows = min(new.shape[0], num_tokens // least)
-    num_items = (num_tokens - rows) // item_tokens + rows
-    most_tiles = tiles_of_a_row(tables.shape[1] * kv.shape[3], reach, item_tokens, plan.tile.tokens)
-    chunks = 1 if deterministic else tuning.prefill_chunks(num_items * head_tiles, most_tiles)
-    items, first_item, place, sights = work.prefill_items(
-        lengths, new, start, reach, item_tokens, num_items, plan.tile.tokens, chunks, sight
-    )
+    items, sights, item, nth = _prefill_items(
+        lengths, new, start, token, sight, least, reach, capacity=tables.shape[1] * kv.shape[3],
+        item_tokens=item_tokens, tile_tokens=plan.tile.tokens, deterministic=deterministic, num_heads=head_tiles,
+    )  # fmt: skip
+    num_items, chunks = items.shape[:2]
     if sights is not None:
         reach = Reach(1, None, reach.sink_tokens)  # what is seen begins at the first position itself
         sights = jnp.repeat(sights, group, axis=2)
@@ -261,13 +275,10 @@ def _prefill_latent(
         by_item=True, sight=sights, interpret=interpret,
     )  # fmt: skip
 
-    nth = jnp.where(token.valid, token.position - (lengths - new)[token.row], 0)
-    item = place[jnp.clip(first_item[token.row] + nth // item_tokens, 0, num_items - 1)]
-
     def of_tokens(x):
         """From `[W, tiles of heads, 64, ...]`, the queries of items, to `[N, H, ...]`."""
         x = x[:, :, : item_tokens * group].reshape(num_items, head_tiles, item_tokens, group, *x.shape[3:])
-        return x[item, :, nth % item_tokens].reshape(num_tokens, num_heads, *x.shape[4:])
+        return x[item, :, nth].reshape(num_tokens, num_heads, *x.shape[4:])
 
     if chunks > 1:
         part, lse = _merge_chunks(jnp.swapaxes(part, 2, 3), part_lse * math.log(2), last > first)

@@ -28,7 +28,7 @@ MOST_ROWS = 16_384  # of a step: three numbers of each in a multiprocessor's sha
 UNUSED, WHOLE, PART = 0, 1, 2
 
 
-def decode_capacity(num_rows: int, wave: int, most_tiles: int, waves: int | None = None) -> tuple[int, int]:
+def decode_capacity(num_rows: int, wave: int, most_tiles: int, waves: int) -> tuple[int, int]:
     """Items that `decode_items` has room for in all, and the most of one row: 1 where rows are never cut.
 
     The kernel that merges a row's items goes through them a few at a time, so a row gets about as many as fill the chip
@@ -37,7 +37,7 @@ def decode_capacity(num_rows: int, wave: int, most_tiles: int, waves: int | None
     if most_tiles <= FEW_TILES:
         return num_rows, 1
     most = min(max(2 * wave, 64), MOST_ITEMS, most_tiles)
-    return min(num_rows + (waves or WAVES) * wave, num_rows * most), most
+    return min(num_rows + waves * wave, num_rows * most), most
 
 
 def fixed_edges(most_tiles: int) -> tuple[int, ...]:
@@ -79,6 +79,7 @@ def decode_items(
       num_items, most_cut: W, of `decode_capacity`; and rows in parts, at most.
     """
     num_rows = lengths.shape[0]
+    waves = waves or WAVES
     num_items, most = decode_capacity(num_rows, wave, most_tiles, waves)
     edges = fixed_edges(most_tiles) if deterministic else ()
     if deterministic:
@@ -147,7 +148,7 @@ def decode_items(
             if deterministic:  # they have no one size
                 size, count = tiles, sum(where(tiles > edge, 1) for edge in edges[:-1])
             else:
-                size = jnp.maximum(up(total, jnp.full_like(total, (waves or WAVES) * wave)), 1)
+                size = jnp.maximum(up(total, jnp.full_like(total, waves * wave)), 1)
                 size = jnp.maximum(size, jnp.minimum(up(total, jnp.full_like(total, wave)), FEW_TILES))
                 count = jnp.maximum(jnp.minimum(up(tiles, size), most), 1)
                 size = jnp.maximum(up(tiles, count), 1)

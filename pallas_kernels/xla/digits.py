@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-BITS, BASE = 7, 128
+BITS = 7
+BASE = 1 << BITS
 ROUNDER = 1.5 * 2.0**23
 
 

@@ -14,7 +14,7 @@ from nightly import NIGHTLY
 from trials import DECODE, PREFILL, Trial
 
 from pallas_kernels import gpu
-from pallas_kernels.gpu import decode, prefill, step, tiles, work
+from pallas_kernels.gpu import decode, latent, prefill, step, tiles, work
 
 pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="a known-bad kernel may hang a GPU")
 
@@ -42,7 +42,7 @@ def put_in_place(module, changes, monkeypatch) -> None:
     if module is step:
         monkeypatch.setattr(gpu, "attend", copy.attend)
     elif module is tiles:
-        for user in (decode, prefill):
+        for user in (decode, prefill, latent):
             for name in ("fetch", "select_seen_values", "safe_maximum", "logits_base2", "tile_at", "add_sink"):
                 monkeypatch.setattr(user, name, getattr(copy, name))
         monkeypatch.setattr(work, "walk_from", copy.walk_from)

@@ -4,10 +4,10 @@ import jax
 import pytest
 from mutants import mutant
 from nightly import NIGHTLY
-from test_gpu_controls import outcome
+from test_gpu_controls import outcome, put_in_place
 from trials import LATENT
 
-from pallas_kernels.gpu import latent, step
+from pallas_kernels.gpu import latent, step, tiles
 
 BY_DAY = ("two tiles of heads, cut",)
 
@@ -69,7 +69,7 @@ MISTAKES = {
         "for x, span in zip(parts, spans, strict=True)\n                ]",
     ),
     "a sink for who sees nothing": (
-        "few tokens", {"wrong"}, latent, "jnp.where(m == -jnp.inf, -jnp.inf, sink)", "sink",
+        "few tokens", {"wrong"}, tiles, "jnp.where(m == -jnp.inf, -jnp.inf, sink)", "sink",
     ),
     "sinks for parts": (
         "two tiles of heads, cut", UNSYNCHRONISED, latent, "@pl.when(role == WHOLE)\n            def _():",
@@ -107,14 +107,8 @@ def test_against_numpy(name, interpret, monkeypatch):
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake(name, monkeypatch):
     trial, expected, module, *changes = MISTAKES[name]
-    copy = mutant(module, *zip(changes[::2], changes[1::2], strict=True))
     LATENT[trial].use_plans(monkeypatch)
-    if module is step:
-        from pallas_kernels import gpu
-
-        monkeypatch.setattr(gpu, "attend", copy.attend)
-    else:
-        monkeypatch.setattr(step, "latent", copy)
+    put_in_place(module, zip(changes[::2], changes[1::2], strict=True), monkeypatch)
     assert outcome(LATENT[trial]) in expected
 
 

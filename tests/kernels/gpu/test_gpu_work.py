@@ -41,7 +41,7 @@ def decode_items(
 ):
     """The list that the kernel makes, one row after the other."""
     reach = reach or Reach()
-    num_items, most = work.decode_capacity(len(lengths), wave, most_tiles)
+    num_items, most = work.decode_capacity(len(lengths), wave, most_tiles, work.WAVES)
     if deterministic:
         most = len(work.fixed_edges(most_tiles)) - 1
         num_items = len(lengths) * most
