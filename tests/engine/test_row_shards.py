@@ -16,6 +16,7 @@ from nightly import NIGHTLY
 from test_prefill import some
 
 import jaxkv
+from jaxkv._engine.shards import share_of
 
 # Two rows on each of two devices, and blocks for one long sequence and a half.
 ROOM = {"max_seqs": 4, "max_seq_len": LONGEST, "block_size": 8, "num_blocks": 18, "step_tokens": 7, "swap": "always"}
@@ -153,12 +154,45 @@ def test_it_goes_on_on_another_number_of_devices(tmp_path):
         one.save(path)
         held = jaxkv.describe(path).lengths
         loaded = other.load(path)
+        assert len(other._loops) == 1 or all(placed(other)) or len(loaded) < 2  # on each device
         assert [r.number for r in loaded] == sorted(r.number for r in loaded)
         finish(other, [(r, *wanted[r.number]) for r in loaded], WINDOWS)
         assert sum(held) > 0
         for _ in one.run():
             pass
     check_empty(engine())
+
+
+def test_one_that_is_stuck_does_not_stop_the_other(monkeypatch):
+    one = engine()
+    one.reset()
+    requests = [(one.submit(prompt, 3), prompt, 3) for prompt in ([1] * 9, [2])]
+
+    def stuck(due):
+        raise jaxkv.OutOfBlocks("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one._loops[0], "end", stuck)
+        for _ in range(5):
+            with pytest.raises(jaxkv.OutOfBlocks, match="no room"):
+                one.step()
+    assert [request.done for request, *_ in requests] == [False, True]
+    finish(one, requests, WINDOWS)
+    check_empty(one)
+
+
+def test_each_device_has_its_share():
+    fields = {
+        "num_blocks": np.int64(18),
+        "memory_bytes": 10.0,
+        "group_blocks": (4, 8),
+        "max_tokens": None,
+        "dtype": "x",
+    }
+    share = {"num_blocks": 9, "memory_bytes": 5.0, "group_blocks": (2, 4), "max_tokens": None, "dtype": "x"}
+    assert share_of(2, 4, fields) == (2, share) and fields["num_blocks"] == 18
+    with pytest.raises(ValueError, match=r"group_blocks=5 cannot be divided among the 2 devices"):
+        share_of(2, 4, {"group_blocks": (4, 5)})
 
 
 def test_bad_meshes():
