@@ -16,6 +16,7 @@ from nightly import NIGHTLY
 from test_prefill import some
 
 import jaxkv
+from jaxkv._core.row_parts import count_parts, parts_of_model
 from jaxkv._engine.shards import share_of
 
 # Two rows on each of two devices, and blocks for one long sequence and a half.
@@ -114,6 +115,7 @@ def test_requests_go_where_most_room_is():
 
 def test_requests_go_where_their_prompt_is_known():
     one = engine()
+    assert [shard.spill_bytes for shard in one.prefix.shards] == [5000, 5000]
     one.reset()
     before = one.stats()
     prompts = [[i] * 17 for i in range(2)]
@@ -193,6 +195,11 @@ def test_each_device_has_its_share():
     assert share_of(2, 4, fields) == (2, share) and fields["num_blocks"] == 18
     with pytest.raises(ValueError, match=r"group_blocks=5 cannot be divided among the 2 devices"):
         share_of(2, 4, {"group_blocks": (4, 5)})
+
+
+def test_generate_has_rows_on_each_device():
+    assert count_parts(over(0, 1)) == len(parts_of_model(over(0, 1))) == 2 and count_parts(MODEL) == 1
+    assert jaxkv.generate(over(0, 1), []) == []  # a row would do, and each device has one
 
 
 def test_bad_meshes():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fixtures import DATA, NAMES, expected
+from flax import nnx
 from jax.sharding import Mesh, PartitionSpec as P
 from nightly import NIGHTLY
 
@@ -16,6 +17,10 @@ import jaxkv
 import jaxkv.models
 from jaxkv._cli.plan_devices import Devices
 from jaxkv._cli.plan_step import collectives
+from jaxkv.models import DecoderConfig, Rope
+from jaxkv.models.config import ExpertsConfig
+from jaxkv.models.experts import Experts
+from jaxkv.models.partition import sharding_of
 
 
 def engine_with_the_same_tokens(model, name):
@@ -123,6 +128,30 @@ def test_a_decode_step_has_two_sums_a_layer(name):
     gathered = 2 * model.config.vocab_size * 4 // 2  # each device sends its half of two rows of logits
     sent = sum(x.sent for x in collectives(model.config, planned, 2, 4))
     assert sent == summed + gathered  # 2 (n - 1) / n is 1 here
+
+
+@pytest.mark.parametrize("mlp_bias", [False, True])  # with it, what all tokens go through has a sum of its own
+def test_experts_with_biases(mlp_bias):
+    """What is added behind the sum over devices is added once."""
+    own = ExpertsConfig(count=3, per_token=2, mlp_dim=6, bias=True, choice_bias=True, shared_dim=4)
+    config = DecoderConfig(
+        vocab_size=8, embed_dim=5, mlp_dim=6, num_heads=2, num_kv_heads=1, head_dim=4, max_seq_len=16, windows=(None,),
+        ropes=(Rope(),), attention_scale=0.5, mlp_bias=mlp_bias,
+    )  # fmt: skip
+    experts, random = Experts(config, own, "float32", nnx.Rngs(0)), np.random.default_rng(0)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
+    graph, state = nnx.split(experts)
+    flat = [(path, x[...] + random.standard_normal(x.shape).astype("float32")) for path, x in nnx.to_flat_state(state)]
+    placed = [(path, jax.device_put(x, sharding_of(("experts", *path), x.shape, mesh))) for path, x in flat]
+    assert sum(x.sharding.spec != P(*[None] * x.ndim) for _, x in placed) >= 8
+    x = jnp.asarray(random.standard_normal((4, 5)).astype("float32"))
+
+    @jax.jit
+    def run(params):
+        state = nnx.from_flat_state([(path, nnx.Param(params[path])) for path, _ in flat])
+        return nnx.merge(graph, state)(x)
+
+    np.testing.assert_allclose(run(dict(placed)), run(dict(flat)), rtol=2e-5, atol=2e-5)
 
 
 def test_what_is_no_mesh():
