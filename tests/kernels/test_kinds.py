@@ -184,17 +184,18 @@ def test_writes_in_any_steps_store_the_same_bits(kind):
     assert not np.asarray(whole[0][0]).any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind, dtype", [("int8", "float32"), ("int8", "bfloat16"), ("int4", "float32")])
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_scale_of_nan_reaches_who_sees_it_and_nobody_else(which, dtype):
+def test_a_scale_of_nan_reaches_who_sees_it_and_nobody_else(which, kind, dtype):
     """Of one token's keys or values in one head: queries before it, and other heads, do not notice."""
     case = Case(lengths=(9,), new=(6,), block_size=4)
-    inputs, scale, _ = quantised(case, "int8")
+    inputs, scale, _ = quantised(case, kind)
     inputs = inputs._replace(q=inputs.q.astype(dtype))
     attend = quickly_compiled(
-        lambda scale: pallas_kernels.paged_attention(*inputs, kv_scale=scale, kind="int8", implementation="xla")
+        lambda scale: pallas_kernels.paged_attention(*inputs, kv_scale=scale, kind=kind, implementation="xla")
     )
     clean = np.asarray(attend(scale))[0]
+    assert np.isfinite(clean).all()  # though what no one sees is NaN
     dirty = np.asarray(attend(scale.at[inputs.tables[0, 1], which, 0, 1].set(jnp.nan)))[0]  # position 5
     sees = np.arange(3, 9) >= 5
     assert np.isnan(dirty[sees, :2]).all()
