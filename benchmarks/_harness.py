@@ -1,6 +1,7 @@
 """What the benchmarks share: timing side by side, a table for people, and a JSON file for later."""
 
 import datetime
+import functools
 import json
 import pathlib
 import platform
@@ -47,18 +48,33 @@ def table(rows: Rows) -> None:
 
 def save(name: str, rows: Rows | dict[str, Rows], **facts: Any) -> pathlib.Path:
     """Write rows, or several tables by name, to `results/<name>.json`, with what one needs to read them later."""
+    file = RESULTS / f"{name}.json"
+    write(file, rows, **facts)
+    print(f"\nWritten to {file.relative_to(pathlib.Path.cwd()) if file.is_relative_to(pathlib.Path.cwd()) else file}.")
+    return file
+
+
+def write(file: pathlib.Path, rows: Rows | dict[str, Rows], **facts: Any) -> None:
+    """What `save` writes, to any file, which is whole at any time."""
     about = {
-        "commit": subprocess.run(
-            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
-        ).stdout.strip(),
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
         "device": f"{jax.devices()[0].device_kind} ({platform.processor() or platform.machine()})",
     }
-    file = RESULTS / f"{name}.json"
-    file.write_text(json.dumps({**about, **facts, "rows": rows}, indent=1) + "\n")
-    print(f"\nWritten to {file.relative_to(pathlib.Path.cwd()) if file.is_relative_to(pathlib.Path.cwd()) else file}.")
-    return file
+    unfinished = file.with_suffix(".part")
+    unfinished.write_text(json.dumps({**about, **facts, "rows": rows}, indent=1) + "\n")
+    unfinished.replace(file)
+
+
+@functools.cache
+def commit() -> str:
+    """Of the sources; unknown where they were copied without their history, or git is not there."""
+    try:
+        described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return described.stdout.strip() or "unknown"
 
 
 def _cell(value: Any) -> str:

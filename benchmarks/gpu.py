@@ -3,17 +3,19 @@
     python benchmarks/gpu.py             everything, in at most 8 minutes; writes results/gpu.json as it goes
     python benchmarks/gpu.py --quick     what matters most, in 90 seconds
     python benchmarks/gpu.py --check     the numerics alone, in less than 3 minutes; names a kernel that hangs
-    python benchmarks/gpu.py --dry-run   a little of everything in the interpreter, without a GPU; writes nothing
+    python benchmarks/gpu.py --only X    what a row says matches a regular expression, such as "prefill.*ours"
+    python benchmarks/gpu.py --dry-run   a little of everything, in the interpreter, and whether everything else at
+                                         least lowers, without a GPU; writes nothing
 
-Decode is bound by memory: its measure is the bytes of K and V that the rows hold, over the time, as a share of what a
-program reads in the same run that does nothing but read. NOTES.md has what each row was predicted to take.
+Decode is bound by memory: its measure is the bytes of K and V that the rows hold, over the time, as a share of what the
+best of some programs reads in the same run that do nothing but read. NOTES.md has what each row was predicted to take.
 """
 
 import argparse
 import collections
 import dataclasses
+import functools
 import importlib.metadata
-import itertools
 import os
 import pathlib
 import tempfile
@@ -27,40 +29,65 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from _harness import save, table
-from gpu_check import check, watchdog
-from gpu_contenders import Model, Point, contenders, inputs, seconds_of
+from _harness import RESULTS, commit, table
+from gpu_book import Book, in_processes
+from gpu_check import check
+from gpu_contenders import Contender, contenders, give_back, lowered, seconds_of, step_of
+from gpu_work import MAX_BYTES, Model, Point, headlines, tiny, work
 
 import pallas_kernels
 
+STARTED = time.time() - time.process_time()  # importing is a part of the time
 LONGEST_MEASUREMENT = 20  # seconds, its compilation included
-MAX_BYTES = 30e9  # of K and V in one measurement
+HUNG, HUNG_MODEL = 60, 150
+DATASHEET = 4.8e12  # bytes a second of an H200's memory, as its maker has it
+SHOWN = ("what", "heads", "batch", "context", "new", "block", "head_dim", "kind", "ragged", "chunk", "by", "seconds",
+         "share", "tflops", "off")  # fmt: skip
+
+type Runs = Iterator[tuple[str, Callable[[], Contender]]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="what matters most")
     parser.add_argument("--check", action="store_true", help="the numerics alone")
+    parser.add_argument("--unchecked", action="store_true", help="without the numerics, where they were checked before")
+    parser.add_argument("--only", default="", metavar="REGEX", help="what a row says, or a part of it")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes in the interpreter; writes nothing")
     parser.add_argument("--seconds", type=float, help="time for all of it; default: 480, or 90 if quick")
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="the folder that gets gpu.json")
+    parser.add_argument("--commit", help="of the sources, where they were copied without their history")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if not options.dry_run and (obstacle := why_not_here()):
-        raise SystemExit(f"{obstacle} Without a Hopper GPU: --dry-run.")
-    interpret = plgpu.InterpretGPUParams() if options.dry_run else None
-    end = time.perf_counter() + (options.seconds or (90 if options.quick else 480))
-    each, seconds = (1, 300) if options.dry_run else (2, 30) if options.quick else (12, 150 if options.check else 100)
-    failures = check(interpret, each=each, seconds=seconds)
-    rows = [{"what": "wrong", "error": failure} for failure in failures]
-    for row in () if options.check else measure(end, interpret):
-        rows.append(row)
-        print(*(f"{key}={value}" for key, value in row.items()), flush=True)
-        if not options.dry_run:  # after every row, so that whatever stops the run loses none
-            save("gpu", rows, max_bytes=MAX_BYTES, jaxlib=importlib.metadata.version("jaxlib"))
-    if rows and not options.check:
-        shown = ("what", "heads", "batch", "context", "new", "block", "by", "seconds", "share", "tflops")
-        table([{key: row.get(key, "") for key in shown} for row in rows])
-    if failures:
-        raise SystemExit(f"{len(failures)} cases differ from the reference.")
+    until = options.until or STARTED + (options.seconds or (90 if options.quick else 480))
+    if options.dry_run:
+        # The interpreter's kernels hold threads, of which XLA has as many as devices and cores.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+        with tempfile.TemporaryDirectory() as folder:
+            options.results = pathlib.Path(folder)
+            raise SystemExit(run(options, until, plgpu.InterpretGPUParams()))
+    raise SystemExit(in_processes(until) if options.worker is None else run(options, until, None))
+
+
+def run(options: argparse.Namespace, until: float, interpret) -> str | int:
+    """Everything in this process; the status it should end with, or what to say."""
+    dry = interpret is not None
+    if not dry and (obstacle := why_not_here()):
+        return f"{obstacle} Without a Hopper GPU: --dry-run."
+    book = Book(
+        options.results / "gpu.json", go_on=bool(options.worker), only=options.only,
+        commit=options.commit or commit(), jaxlib=importlib.metadata.version("jaxlib"), max_bytes=MAX_BYTES,
+    )  # fmt: skip
+    wrong = []
+    if not options.unchecked:
+        each, seconds = (1, 1e9) if dry else (2, 30) if options.quick else (12, 150 if options.check else 100)
+        wrong = check(book, interpret, each=each, seconds=seconds)
+    if not options.check:
+        measure(book, until, interpret, quick=options.quick)
+        rows = [row for row in book.rows if row["what"] not in ("check", "kernels", "lowers")]
+        table([{key: "" if (x := row.get(key)) is None or x is False else x for key in SHOWN} for row in rows])
+    return f"{len(wrong)} cases differ from the reference." if wrong else 0
 
 
 def why_not_here() -> str | None:
@@ -79,121 +106,125 @@ def why_not_here() -> str | None:
     return None if choice.implementation == "gpu" else choice.reason
 
 
-def yardsticks(num_bytes: float) -> Iterator[tuple[str, Callable[[], float]]]:
-    """Bytes a second of programs that do nothing else: one reads and writes, as a copy does, and one only reads."""
-    x = jax.random.normal(jax.random.key(0), (int(num_bytes) // 4,), jnp.float32)
-    for name, f, moved in (("copy", lambda x: x + 1, 2 * x.nbytes), ("read", jnp.max, x.nbytes)):
-        program = jax.jit(f)
-        yield name, lambda program=program, moved=moved: moved / seconds_of(lambda: program(x), moved / 4e12)
+def yardsticks(num_bytes: float) -> Iterator[tuple[str, str, Callable[[], dict[str, float]]]]:
+    """Bytes a second of programs that do nothing else: one reads and writes, as a copy does, and some only read: by
+    the best of them shares are judged, for XLA may do badly at one."""
+    rows = int(num_bytes) // 4 // 4096
+    array = functools.cache(lambda: jax.random.normal(jax.random.key(0), (rows, 4096), jnp.float32))
+
+    def bandwidth(f: Callable, passes: int) -> dict[str, float]:
+        x, program = array(), jax.jit(f)
+        found = passes * x.nbytes / seconds_of(lambda: program(x), passes * x.nbytes / 4e12)
+        return {"bytes_per_second": found, "of_datasheet": found / DATASHEET}
+
+    yield "copy", "add", functools.partial(bandwidth, lambda x: x + 1, 2)
+    for by, axis in (("max of all", None), ("max of rows", 1), ("max of columns", 0)):
+        yield "read", by, functools.partial(bandwidth, functools.partial(jnp.max, axis=axis), 1)
 
 
-def work() -> Iterator[Point | tuple[Model, Point]]:
-    """What is measured, what matters most first, for the case that time runs out."""
-    llama, latent = (32, 8), Point((128, 1), 32, 4096, 64, head_dim=576, rank=512)
-    yield Point(llama, 32, 2048, 16)
-    yield Model(), Point(llama, 8, 2048, 16)
-    yield Point(llama, 1, 2048, 16, 2048)
-    yield Point(llama, 1, 32768, 16)
-    yield Point(llama, 32, 2048, 64)
-    for heads in (128, 16, 64):  # DeepSeek V3, V2-Lite and Kimi K2
-        yield dataclasses.replace(latent, heads=(heads, 1))
-    yield dataclasses.replace(latent, heads=(128, 1), batch=1, context=2048, new=2048)
-    yield Model(), Point(llama, 32, 2048, 16)
-    yield Point(llama, 256, 512, 16)
-    yield Point(llama, 8, 2048, 16, 4)  # a draft of three tokens checked
-    yield Point(llama, 4, 8192, 16, 512)  # a chunk
-    yield from (Point(llama, batch, new, 16, new) for batch, new in ((1, 8192), (8, 1024), (32, 512)))
-    yield Model(), Point(llama, 1, 8192, 16)
-    decode = (
-        Point(heads, batch, context, block)
-        for heads, block, context, batch in itertools.product(
-            (llama, (64, 8), (32, 32)), (16, 64, 128), (2048, 32768, 8192, 512), (32, 1, 256, 8, 64)
-        )
-    )
-    first = {
-        Point(llama, 32, 2048, 16),
-        Point(llama, 1, 32768, 16),
-        Point(llama, 32, 2048, 64),
-        Point(llama, 256, 512, 16),
-    }
-    yield from (point for point in decode if point.kv_bytes <= MAX_BYTES and point not in first)
-
-
-def measure(end: float, interpret) -> Iterator[dict[str, Any]]:
+def measure(book: Book, until: float, interpret, *, quick: bool) -> None:
     """One row for each piece of work and contender, until the time is up."""
     warnings.filterwarnings("ignore", category=DeprecationWarning)  # JAX's Triton kernel
     dry = interpret is not None
-    bandwidth: dict[str, float] = {}
-    for name, run in yardsticks(1e6 if dry else 4e9):
-        row, bandwidth[name] = attempt({"what": name, "by": "jax"}, run)
-        yield row | ({"bytes_per_second": bandwidth[name]} if bandwidth[name] else {})
-    tiny = Point((2, 1), 1, 70, 16)
-    tiny_latent = Point((16, 1), 1, 70, 16, head_dim=192, rank=128)
-    todo = [tiny, tiny_latent, dataclasses.replace(tiny, new=17), (Model(2, 16, 16), tiny)] if dry else work()
+    longest, patience = min(LONGEST_MEASUREMENT, (until - STARTED) / 6), 600 if dry else HUNG
+
+    def time_is_up() -> bool:
+        return not dry and time.time() > until - longest
+
+    for name, by, bandwidth in yardsticks(1e6 if dry else 4e9):
+        book.attempt({"what": name, "by": by}, bandwidth, patience)
+    reads = [row["bytes_per_second"] for row in book.rows if row["what"] == "read" and "bytes_per_second" in row]
+
     skipped = 0
-    for piece in todo:
-        model, point = piece if isinstance(piece, tuple) else (None, piece)
-        row = {"what": "model" if model else "decode" if point.new == 1 else "prefill", **dataclasses.asdict(point)}
-        if time.perf_counter() > end - LONGEST_MEASUREMENT:
+    for model, point, who in tiny() if dry else work():
+        if time_is_up():
             skipped += 1
             continue
+        row = {"what": "model" if model else point.what, **dataclasses.asdict(point)}
         if model:
-            runs = iter([("ours", lambda m=model, p=point: m.seconds(p, interpret))])
-            moved = model.bytes(point)
+            prepare = functools.partial(step_of, model, point, interpret)
+            runs: Runs = iter([("ours", prepare)])
         else:
-            made, arrays = attempt(row, lambda p=point: inputs(p, 1 if dry else p.pools))
-            if arrays is None:  # no memory for it, say
-                yield made
-                continue
-            runs, moved = contenders(point, arrays, interpret), point.kv_bytes
-        while time.perf_counter() <= end - LONGEST_MEASUREMENT:
-            named, contender = attempt(row | {"by": "?"}, lambda runs=runs: next(runs, ()))
-            if not contender:
-                if contender is None:  # its data do not fit
-                    yield named
-                break
-            name, run = contender
-            found, spent = attempt(row | {"by": name}, run, 600 if dry else 60)
-            program = None
-            if isinstance(spent, tuple):
-                spent, program = spent
-            if spent:
-                found["seconds"] = spent
-                if point.new == 1:
-                    found |= {"share": moved / spent / bandwidth["read"]} if bandwidth.get("read") else {}
-                else:
-                    found["tflops"] = point.flops / spent / 1e12
-            yield found
-            if program is not None and not dry:
-                times, kernels = attempt(row | {"what": "kernels", "by": name}, lambda p=program: kernel_seconds(p))
-                yield times | {"kernels": kernels}
+            who = "paged" if quick and who == "all" else who
+            runs = contenders(point, who, interpret)
+        rate = functools.partial(speed, model, point, max(reads, default=None))
+        most = HUNG_MODEL if model and not dry else patience
+        side_by_side(book, row, runs, rate, most, time_is_up, closely=who == "all")
+    if dry:  # everything of true size, as far as it comes without the chip
+        for _, point, who in headlines():
+            row = {"what": "lowers", **dataclasses.asdict(point)}
+            if book.wants(row):
+                book.attempt(row, functools.partial(lowered, point, who), patience)
     if skipped:
-        yield {"what": "skipped", "pieces": skipped}
+        book.attempt({"what": "skipped"}, lambda: {"pieces": skipped}, patience)
+    for name, by, bandwidth in yardsticks(1e6 if dry else 4e9):  # whether the chip is as fast as it was
+        book.attempt({"what": f"{name} again", "by": by}, bandwidth, patience)
 
 
-def attempt(row: dict[str, Any], run: Callable[[], Any], patience: float = 60) -> tuple[dict[str, Any], Any]:
-    """What it gives; or None, and the row with the reason: a contender that cannot do it is a result too."""
-    try:
-        with watchdog(str(row), patience):
-            return row, run()
-    except StopIteration:
-        return row, ()
-    except Exception as e:
-        return row | {"error": repr(e)[:200]}, None
+def side_by_side(
+    book: Book, row: dict[str, Any], runs: Runs, rate: Callable[[float], dict[str, float]], patience: float,
+    time_is_up: Callable[[], bool], *, closely: bool,
+) -> None:  # fmt: skip
+    """Measure everyone at one piece of work: this library first, and again behind the others, when the chip is as warm
+    as it was for them. Looked at closely, everyone's kernels are profiled, and what others compute is compared."""
+    ours: list[Contender] = []
+    out: list[Any] = []
+    measured = 0
+    for name, prepare in runs:
+        what = row | {"by": name}
+        if time_is_up() or not book.wants(what):
+            continue
+        prepared: list[Contender] = []
+
+        def one(prepare=prepare, prepared=prepared, name=name) -> dict[str, Any]:
+            contender = prepare()
+            found: dict[str, Any] = rate(contender.seconds())
+            prepared.append(contender)
+            if closely and contender.once is not None:
+                out.append(contender.once().astype(jnp.float32))
+                if len(out) > 1:
+                    found["off"] = float(jnp.abs(out.pop() - out[0]).max())
+            if name == "ours":
+                ours.append(contender)
+            return found
+
+        book.attempt(what, one, patience)
+        measured += len(prepared)
+        if prepared and prepared[0].wait is jax.block_until_ready and (closely or name == "ours"):
+            profiled = functools.partial(kernel_seconds, prepared[0])
+            book.attempt(what | {"what": "kernels", "of": row["what"]}, profiled, patience)
+        prepared.clear()
+        if name == "torch":
+            give_back()
+    if ours and measured > 1:
+        book.attempt(row | {"by": "ours, again"}, lambda: rate(ours[0].seconds()), patience)
 
 
-def kernel_seconds(run: Callable[[], Any]) -> dict[str, list[float]]:
-    """Of each kernel that one run starts, by name: how often, and the mean of its seconds on the device."""
+def speed(model: Model | None, point: Point, read: float | None, seconds: float) -> dict[str, float]:
+    found = {"seconds": seconds}
+    if model is None and point.what != "decode":
+        found["tflops"] = point.flops / seconds / 1e12
+    if read and point.what != "prefill":
+        found["share"] = (model.bytes(point) if model else point.kv_bytes) / seconds / read
+    return found
+
+
+def kernel_seconds(contender: Contender) -> dict[str, Any]:
+    """Of each kernel that one run starts, by name: how often, and the mean of its seconds on the device; and the
+    seconds of all of them for a call."""
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(run())
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = options.host_tracer_level = 0
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready(contender.run())
         spent = collections.defaultdict(list)
         for file in pathlib.Path(folder).rglob("*.xplane.pb"):
             for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
                 for line in plane.lines if "/device:GPU" in plane.name else ():
                     for event in line.events if "Stream" in line.name else ():
                         spent[event.name].append(event.duration_ns / 1e9)
-    return {name: [len(times), sum(times) / len(times)] for name, times in spent.items()}
+    kernels = {name: [len(times), sum(times) / len(times)] for name, times in spent.items()}
+    return {"device_seconds": sum(sum(times) for times in spent.values()) / contender.calls, "kernels": kernels}
 
 
 if __name__ == "__main__":

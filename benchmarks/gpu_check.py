@@ -1,53 +1,37 @@
-"""The GPU kernels' numerics on the chip, and a watchdog: a kernel that waits for ever is named, and the run ends."""
+"""The GPU kernels' numerics on the chip."""
 
 import contextlib
 import dataclasses
-import faulthandler
+import functools
 import itertools
-import os
 import random
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
+from gpu_book import TRYING, Book
 
-from pallas_kernels import gpu, testing
+from pallas_kernels import gpu, testing, xla
 from pallas_kernels.gpu import tuning
 from pallas_kernels.testing import Case
 
-SECONDS = 150
-HUNG = 60  # seconds for one case or measurement, its compilation included
+HUNG = 60  # seconds for one case, its compilation included
+STEPS = 1000  # of decode, while rows come and go
 
 KERNELS = {  # what a kind of case starts, the simplest first: the first to hang is the one to look at
     "short": "paged_decode_split",
     "decode": "paged_decode_split and paged_decode_merge",
     "few": "paged_decode_split and paged_decode_merge, several tokens a row",
     "one row": "paged_prefill",
-    "registers": "paged_prefill with its weights in registers",
     "mixed": "paged_prefill, paged_decode_split and paged_decode_merge",
+    "quantised": "paged_prefill, paged_decode_split and paged_decode_merge of 8 bits",
     "latent": "paged_latent_decode and paged_decode_merge",
     "latent mixed": "paged_latent_prefill, paged_latent_decode and paged_decode_merge",
+    "registers": "paged_prefill with its weights in registers",
 }
-
-
-@contextlib.contextmanager
-def watchdog(what: str, seconds: float = HUNG) -> Iterator[None]:
-    """End the process with status 3, and say what it was at, if the block takes longer: the device cannot be asked."""
-
-    def give_up() -> None:
-        print(f"HUNG for {seconds:.0f} s: {what}", flush=True)
-        faulthandler.dump_traceback()
-        os._exit(3)
-
-    timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def cases(kind: str) -> Iterator[Case]:
@@ -67,36 +51,48 @@ def cases(kind: str) -> Iterator[Case]:
             num_kv_heads, group = 1, chosen.choice((1, 5, 7, 16, 40, 64, 128))
             rank, rope = chosen.choice(((512, 64), (512, 64), (256, 32), (128, 8), (384, 0)))
             head_dim, rows = rank + rope, {"rank": rank, "scale": (rank + rope) ** -0.5}
+        block_size = chosen.choice((8, 16, 24, 32, 64, 128, 256))
+        if kind == "quantised":
+            block_size = -(-block_size // 32) * 32
         yield Case(
             lengths=lengths, new=new, num_kv_heads=num_kv_heads, num_heads=num_kv_heads * group, **rows,
             head_dim=head_dim, stored_head_dim=-(-head_dim // 64) * 64, dtype=chosen.choice(("bfloat16", "float16")),
-            block_size=chosen.choice((8, 16, 24, 32, 64, 128, 256)), window=chosen.choice((None, 1, 100)),
+            block_size=block_size, window=chosen.choice((None, 1, 100)),
             packed=kind in ("one row", "mixed", "latent mixed") and chosen.random() < 0.5,
             padding=i % 3 if kind.endswith("mixed") else 0,
             soft_cap=chosen.choice((None, 5.0)), sinks=chosen.random() < 0.3,
         )  # fmt: skip
 
 
-def check(interpret, *, each: int, seconds: float = SECONDS) -> list[str]:
-    """Compare cases of every kind with the reference; what differs or does not run."""
-    start, agreed, skipped, failures = time.perf_counter(), 0, 0, []
-    todo = ((name, case) for name in KERNELS for case in itertools.islice(cases(name), each))
-    for kind, case in todo:
-        if time.perf_counter() - start > seconds:
+def check(book: Book, interpret, *, each: int, seconds: float) -> list[dict[str, Any]]:
+    """Compare cases of every kind with the reference, and many steps with XLA's path; what differs or does not run.
+
+    Of every kind one, then of every kind another: so that a time too short leaves none out. A kind that hung or broke
+    the device is not tried again.
+    """
+    start, skipped = time.perf_counter(), 0
+    tried = (row for row in book.rows if row["what"] == "check")
+    bad = {row["by"] for row in tried if row.get("error") == TRYING or "broken" in row}
+    todo: list[tuple[str, str, Callable[[], dict[str, Any]]]] = []
+    for nth, kind in itertools.product(range(each), KERNELS):
+        case = next(itertools.islice(cases(kind), nth, None))
+        todo.append((kind, f"{nth}: {case}", functools.partial(check_case, case, interpret, kind, nth)))
+    steps = 3 if interpret is not None else STEPS
+    todo.insert(len(KERNELS), ("steps", f"{steps} steps of decode", lambda: check_steps(steps, interpret)))
+    for kind, name, run in todo:
+        what = {"what": "check", "by": kind, "kernels": KERNELS.get(kind, KERNELS["decode"]), "case": name}
+        if kind in bad or not book.wants(what) or time.perf_counter() - start > seconds:
             skipped += 1
             continue
-        try:
-            form = in_registers() if kind == "registers" else contextlib.nullcontext()
-            with form, watchdog(f"{KERNELS[kind]}: {case}", HUNG if interpret is None else 600):
-                check_case(case, interpret)
-        except Exception as e:  # the other cases and the measurements are worth having all the same
-            failures.append(f"{KERNELS[kind]}: {case}: {repr(e)[:300]}")
-            print("WRONG", failures[-1], flush=True)
-        else:
-            agreed += 1
+        book.attempt(what, run, HUNG if interpret is None else 600, quiet=True)
+    done = [row for row in book.rows if row["what"] == "check"]
+    wrong = [row for row in done if "error" in row]
     spent = time.perf_counter() - start
-    print(f"{agreed} cases agree with the reference, {len(failures)} do not, {skipped} were skipped; {spent:.0f} s.")
-    return failures
+    print(
+        f"{len(done) - len(wrong)} cases agree with the reference, {len(wrong)} do not, {skipped} were skipped; "
+        f"{spent:.0f} s.", flush=True,
+    )  # fmt: skip
+    return wrong
 
 
 def in_registers() -> contextlib.AbstractContextManager:
@@ -107,14 +103,53 @@ def in_registers() -> contextlib.AbstractContextManager:
     )
 
 
-def check_case(case: Case, interpret) -> None:
+def check_case(case: Case, interpret, kind: str, nth: int) -> dict[str, Any]:
     inputs, options = testing.make_inputs(case), testing.make_options(case)
+    held, quantised = inputs, {}
+    if kind == "quantised":
+        quantised["kind"] = ("int8", "float8_e4m3fn", "float8_e5m2")[nth % 3]
+        inputs, quantised["kv_scale"], held = testing.quantise(case, inputs, quantised["kind"])
 
     def attend(*inputs):
-        return gpu.paged_attention(*inputs, **options, return_lse=True, interpret=interpret)
+        return gpu.paged_attention(*inputs, **options, **quantised, return_lse=True, interpret=interpret)
 
-    out, lse = jax.jit(attend)(*inputs)
+    with in_registers() if kind == "registers" else contextlib.nullcontext():
+        out, lse = jax.jit(attend)(*inputs)
     reference = jax.jit(lambda *x: testing.expected(case, testing.Inputs(*x), return_lse=True))
-    expected_out, expected_lse = reference(*inputs)
+    expected_out, expected_lse = reference(*held)
     testing.assert_close(out, expected_out)
     testing.assert_close(lse, expected_lse, dtype=case.dtype)
+    return {"agrees": True}
+
+
+def check_steps(steps: int, interpret) -> dict[str, Any]:
+    """Decode while rows come, grow and go, one program for all: what nobody holds is NaN, the null block too."""
+    sizes = (32, 16, 4, 128, 16, 80) if interpret is None else (3, 2, 1, 64, 16, 9)
+    rows, heads, num_kv_heads, head_dim, block, held = sizes
+    capacity, pool_blocks = block * held, rows * held + 1
+
+    @jax.jit
+    def step(lengths, key):
+        keys = jax.random.split(key, 6)
+        gone, come = (jax.random.bernoulli(key, p, (rows,)) for key, p in zip(keys[:2], (0.01, 0.1), strict=True))
+        begun = jnp.where(come, jax.random.randint(keys[2], (rows,), 1, capacity), 0)
+        lengths = jnp.where(gone | (lengths >= capacity), 0, jnp.where(lengths == 0, begun, lengths + 1))
+        new = (lengths > 0).astype(jnp.int32)
+        tables = (jax.random.permutation(keys[3], pool_blocks - 1).astype(jnp.int32) + 1).reshape(rows, held)
+        place = jnp.arange(capacity).reshape(held, block) < lengths[:, None, None]
+        kept = jnp.zeros((pool_blocks, block), bool).at[tables].set(place)
+        kv = jax.random.normal(keys[4], (pool_blocks, 2, num_kv_heads, block, head_dim), jnp.bfloat16)
+        kv = jnp.where(kept[:, None, None, :, None], kv, jnp.nan)
+        tables = jnp.where(place.any(axis=2), tables, 0)
+        q = jax.random.normal(keys[5], (rows, 1, heads, head_dim), jnp.bfloat16)
+        out = gpu.paged_attention(q, kv, tables, lengths, new, interpret=interpret)
+        expected = xla.paged_attention(q, kv, tables, lengths, new)
+        return lengths, jnp.abs(out.astype(jnp.float32) - expected.astype(jnp.float32)).max()
+
+    lengths, worst = jnp.zeros(rows, jnp.int32), []
+    for key in jax.random.split(jax.random.key(0), steps):
+        lengths, error = step(lengths, key)
+        worst.append(error)
+    error = float(jnp.stack(worst).max())  # NaN if any is
+    assert error < 0.05, f"a step's output differs by {error}"
+    return {"agrees": True, "largest_error": error}

@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import gpu_contenders as benchmark
 from _harness import save
+from gpu_book import watchdog
+from gpu_contenders import calls_of, ours
+from gpu_work import Point, inputs
 
 from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.tiles import Tile
@@ -29,7 +31,7 @@ LONGEST_PLAN = 30  # seconds for all steps with one plan, their compilation incl
 
 
 # What is tuned: a function of `tuning`, its arguments, the plans to try, and the steps to try them on.
-type Job = tuple[str, tuple[int, int], list[Any], list[benchmark.Point]]
+type Job = tuple[str, tuple[int, int], list[Any], list[Point]]
 
 
 def decode_plans() -> Iterator[tuning.DecodePlan]:
@@ -46,13 +48,13 @@ def jobs(head_dims: tuple[int, ...]) -> Iterator[Job]:
     for head_dim in head_dims:
         for columns in (8, 16):
             heads = (4 * columns, 4)
-            points = [benchmark.Point(heads, batch, context, 16, head_dim=head_dim) for batch, context in DECODE_STEPS]
+            points = [Point(heads, batch, context, 16, head_dim=head_dim) for batch, context in DECODE_STEPS]
             yield "decode_plan", (head_dim, columns), list(decode_plans()), points
-        points = [benchmark.Point((32, 8), batch, new, 16, new, head_dim) for batch, new in PREFILL_STEPS]
+        points = [Point((32, 8), batch, new, 16, new, head_dim) for batch, new in PREFILL_STEPS]
         yield "prefill_plan", (head_dim, 16), list(prefill_plans()), points
 
 
-def seconds(name: str, arguments: tuple[int, int], plan: Any, steps: list[tuple[benchmark.Point, dict]]) -> float:
+def seconds(name: str, arguments: tuple[int, int], plan: Any, steps: list[tuple[Point, dict]]) -> float:
     """Time of all steps with one plan, each in units of what its K and V or its products should take."""
     planned = getattr(tuning, name)
 
@@ -63,8 +65,8 @@ def seconds(name: str, arguments: tuple[int, int], plan: Any, steps: list[tuple[
     with mock.patch.object(tuning, name, patched):
         for point, arrays in steps:
             floor = max(point.kv_bytes / 4e12, point.flops / 6e14)
-            spent, _ = benchmark.seconds_per_call(benchmark.ours(None), *arrays.values(), expected=point.expected)
-            total += spent / floor
+            contender = calls_of(ours(point), *arrays.values(), expected=point.expected)
+            total += contender.seconds() / floor
     return total
 
 
@@ -75,7 +77,7 @@ def tune(job: Job, end: float, rows: list[dict[str, Any]]) -> Any:
     today = getattr(tuning, name)(*arguments)
     times: dict[Any, float] = {}
     try:
-        steps = [(point, benchmark.inputs(point, point.pools)) for point in points]
+        steps = [(point, inputs(point, point.pools)) for point in points]
     except Exception as e:  # no memory for them: another tenant of the chip, say
         print(f"  # {name}{arguments}: {e!r:.200}", flush=True)
         return None
@@ -85,7 +87,8 @@ def tune(job: Job, end: float, rows: list[dict[str, Any]]) -> Any:
             break
         row = {"what": name, "arguments": arguments, "plan": repr(plan)}
         try:
-            times[plan] = seconds(name, arguments, plan, steps)
+            with watchdog(f"{name}{arguments}: {plan}", 2 * LONGEST_PLAN):
+                times[plan] = seconds(name, arguments, plan, steps)
             row["times_the_floor"] = times[plan] / len(steps)
         except Exception as e:  # too much shared memory, say
             row["error"] = repr(e)[:200]

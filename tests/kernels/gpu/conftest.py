@@ -1,9 +1,14 @@
 """Run the GPU kernels natively where there is a GPU, and else in Pallas's interpreter with race detection."""
 
+import pathlib
+import sys
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+sys.path.append(str(pathlib.Path(__file__).parents[3] / "benchmarks"))
 
 
 @pytest.fixture

@@ -1,0 +1,96 @@
+"""`benchmarks/gpu.py`, as far as it comes without a chip: a lent one is not there for finding its mistakes.
+
+Its --dry-run interprets a little of everything.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import gpu_book
+import gpu_contenders
+import gpu_work
+import jax
+import numpy as np
+import pytest
+from nightly import NIGHTLY
+
+pytestmark = [
+    pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it can be run itself"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # JAX's Triton kernel
+]
+
+
+def test_work():
+    """No piece twice, none too large, and what a chip is asked first among the first."""
+    pieces = list(gpu_work.work())
+    assert len(set(pieces)) == len(pieces)
+    assert all(point.kv_bytes <= gpu_work.MAX_BYTES for _, point, _ in pieces)
+    early = [point for _, point, _ in pieces[:20]]
+    assert {(p.batch, p.context) for p in early if p.what == "decode"} >= {(64, 8192), (1, 131_072), (256, 512)}
+    assert {p.kind for p in early} == {None, "int8", "float8_e4m3fn"} and {p.what for p in early} > {"mixed", "prefill"}
+    assert {p.block for p in early[:2]} == {16, 64}
+
+
+@pytest.mark.parametrize("nth", range(len(gpu_work.headlines())) if NIGHTLY else (0,))
+def test_contenders_lower(nth):
+    """Everyone's call of true size, but for PyTorch's and FlashInfer's."""
+    _, point, who = gpu_work.headlines()[nth]
+    said = gpu_contenders.lowered(point, who)
+    assert set(said.values()) == {"lowers"}, said
+    assert said.keys() >= ({"ours", "triton", "cudnn", "cudnn-paged"} if nth == 0 else {"ours"})
+
+
+def test_contenders_compute_the_same(monkeypatch):
+    """Those that run on a CPU: XLA's path, and dense attention on the rows in their tables' order."""
+    point = gpu_work.Point((4, 2), 3, 40, 8)
+
+    def dense(q, kv):
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.nn.dot_product_attention(q, *kv, implementation="xla")
+
+    monkeypatch.setattr(gpu_contenders, "by_cudnn", dense)
+    monkeypatch.setattr(gpu_contenders, "ours", lambda *_: gpu_contenders.xla.paged_attention)
+    runs = dict(gpu_contenders.contenders(point, "all", interpret=object()))
+    outs = {name: runs[name]().once() for name in ("ours", "cudnn")}
+    np.testing.assert_allclose(*(np.asarray(out, np.float32) for out in outs.values()), atol=0.02)
+
+
+def test_a_run_goes_on_behind_what_ended_its_process(tmp_path):
+    """The first worker hangs, the second's device breaks, the third dies; each goes on behind the last."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import os, pathlib, sys, time
+sys.path.append({str(pathlib.Path(gpu_book.__file__).parent)!r})
+import gpu_book
+if "--worker" not in sys.argv:
+    sys.exit(gpu_book.in_processes(time.time() + 100))
+nth = int(sys.argv[sys.argv.index("--worker") + 1])
+book = gpu_book.Book(pathlib.Path({str(tmp_path / "book.json")!r}), go_on=nth > 0, only="what=")
+
+def fails():
+    raise ValueError("no")
+
+def breaks():
+    gpu_book.device_answers = lambda: False
+    raise ValueError("an illegal memory access")
+
+book.attempt({{"what": "fine"}}, lambda: {{"seconds": 1.0}}, 60)
+book.attempt({{"what": "refused", "shape": (1, 2)}}, fails, 60)
+book.attempt({{"what": "hangs"}}, lambda: time.sleep(60), 0.1)
+book.attempt({{"what": "breaks"}}, breaks, 60)
+book.attempt({{"what": "dies"}}, lambda: os.abort(), 60)
+book.attempt({{"what": "last"}}, lambda: {{"seconds": float(nth)}}, 60)
+"""
+    )
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    rows = {row["what"]: row for row in json.loads((tmp_path / "book.json").read_text())["rows"]}
+    assert list(rows) == ["fine", "refused", "hangs", "breaks", "dies", "last"]
+    assert rows["fine"] == {"what": "fine", "seconds": 1.0}
+    assert rows["refused"]["error"] == "ValueError('no')" and rows["refused"]["shape"] == [1, 2]
+    assert rows["hangs"]["error"] == rows["dies"]["error"] == gpu_book.TRYING
+    assert rows["breaks"]["broken"] and rows["last"]["seconds"] == 3.0
+    assert "HUNG for 0 s: what=hangs" in run.stdout
