@@ -31,6 +31,7 @@ class Book:
 
     def __init__(self, file: pathlib.Path, *, go_on: bool = False, only: str = "", **facts: Any) -> None:
         self.file, self.only, self.facts = file, only, facts
+        file.parent.mkdir(parents=True, exist_ok=True)
         self.rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"] if go_on and file.exists() else []
 
     def find(self, what: dict[str, Any]) -> dict[str, Any] | None:
