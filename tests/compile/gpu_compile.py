@@ -166,8 +166,14 @@ def too_many_registers():
     return changed(gpu.prefill, ("set_max_registers(232 if", "set_max_registers(240 if"), job="llama3-8b-prefill")
 
 
-def launches():
-    """What the device is given to do, by width of the table and new tokens of a row: in a layer, and once in a step."""
+# Widths of the table and new tokens of a row. Of so many rows XLA would make more launches, where the list of work was
+# left to it; the queries of a head_dim that fills no tile it would pad.
+DECODE_STEPS = {"128, 1": (128, 1, 256), "16, 1": (16, 1)}
+OTHER_STEPS = {"128, 4": (128, 4, ROWS, 80), "128, 2048": (128, 2048, 1)}
+
+
+def launches(steps):
+    """What the device is given to do in each of some steps: in a layer, and once in all."""
     free = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
 
     def count(num_layers, blocks, tokens, rows=ROWS, head_dim=128):
@@ -187,9 +193,6 @@ def launches():
         return sum(name not in free for name in re.findall(r"^ .* = .*?[)\]}] ([\w-]+)\(", entry, re.MULTILINE))
 
     found = {}
-    # Of so many rows XLA would make more launches, where the list of work was left to it; the queries of a head_dim
-    # that fills no tile it would pad.
-    steps = {"128, 1": (128, 1, 256), "16, 1": (16, 1), "128, 4": (128, 4, ROWS, 80), "128, 2048": (128, 2048, 1)}
     for name, step in steps.items():
         one, three = (count(n, *step) for n in (1, 3))
         layer = (three - one) / 2
@@ -364,7 +367,8 @@ JOBS = {
     "scanned": scanned,
     "bounds": lambda: of_a_cache(bounds=True),
     "heads": lambda: of_a_cache(evict="head"),
-    "launches": launches,
+    "launches": lambda: launches(DECODE_STEPS),
+    "other-launches": lambda: launches(OTHER_STEPS),
     "control-no-fence": without_fence,
     "control-too-many-registers": too_many_registers,
     "control-not-donated": lambda: step(donate=False),
