@@ -30,7 +30,8 @@ from pallas_kernels.tpu.pages import (
 )
 from pallas_kernels.tpu.quantised import along_lanes, queries_by_scale, scales_of, widen
 
-STEP_TOKENS = 256
+STEP_TOKENS = 256  # of the products of a head and of one softmax
+STEPS_TOGETHER = 2  # come at once, and are worked on without a pause where all is seen
 HEADS_TOGETHER = 8  # as many heads are worked on without a loop
 AHEAD = 5  # so many products of queries and keys are under way while the weights of one meet the values
 _CONTRACT_MINOR = (((1,), (1,)), ((), ()))
@@ -116,7 +117,7 @@ def prefill(
     kv_scale = along_lanes(kv_scale, rank)
     # With a sight the walk begins at a key: as that of a query which sees no other.
     reach = reach if sight is None else Reach(1, None, reach.sink_tokens)
-    pages = Pages.plan(kv, tables, reach, step_tokens, deterministic)
+    pages, part_pages = plan_steps(kv, tables, reach, step_tokens, deterministic)
     knobs = jnp.stack([jnp.asarray(x, jnp.float32) for x in (scale, 1.0 if soft_cap is None else soft_cap)])
     factor, cap = (LOG2_E * knobs[0], knobs[1]) if soft_cap is None else (knobs[0] / knobs[1], LOG2_E * knobs[1])
     knobs = jnp.stack([factor, cap])
@@ -140,11 +141,12 @@ def prefill(
     arrays, in_specs = zip(*inputs, strict=True)
     out_shape, out_specs = zip(*outputs, strict=True)
     products = q.size // head_dim * tables.shape[1] * pages.block_size
-    tokens = pltpu.VMEM((2, tile_tokens, num_heads, head_dim), q.dtype)
+    tokens, words = pltpu.VMEM((2, tile_tokens, num_heads, head_dim), q.dtype), Words.of(num_heads, q.dtype)
     results = pl.pallas_call(
         functools.partial(
             _kernel,
             pages=pages,
+            part_pages=part_pages,
             tile_tokens=tile_tokens,
             soft_cap=soft_cap is not None,
             sinks=sinks is not None,
@@ -165,7 +167,8 @@ def prefill(
                 tokens,
                 tokens,
                 pltpu.SemaphoreType.DMA((2, 2)),
-                pltpu.VMEM((num_kv_heads, queries, head_dim), q.dtype),
+                pltpu.VMEM(*words.by_token(tile_tokens, head_dim)),
+                pltpu.VMEM(*words.by_head(num_kv_heads, queries, head_dim)),
                 pltpu.VMEM((num_kv_heads, 1, queries), jnp.float32),
                 pltpu.VMEM((num_kv_heads, 1, queries), jnp.float32),
                 pltpu.VMEM((num_kv_heads, head_dim, queries), jnp.float32),
@@ -182,6 +185,14 @@ def prefill(
     return results[0], results[1].reshape(-1, num_heads, tile_tokens) if return_lse else None
 
 
+def plan_steps(kv, tables, reach: Reach, step_tokens: int, deterministic: bool) -> tuple[Pages, int]:
+    """The walk, and how many of a step's pages are worked on at once."""
+    part = Pages.plan(kv, tables, reach, step_tokens, deterministic)
+    whole = Pages.plan(kv, tables, reach, STEPS_TOGETHER * part.step_tokens, deterministic)
+    fits = whole.page_size == part.page_size and whole.pages_per_step == STEPS_TOGETHER * part.pages_per_step
+    return whole if fits else part, part.pages_per_step
+
+
 def prefill_bytes(
     tile_tokens: int, heads: int, kv, tables, dtype=None, step_tokens: int = STEP_TOKENS, deterministic: bool = False
 ) -> int:  # fmt: skip
@@ -189,7 +200,7 @@ def prefill_bytes(
     _, parts, num_kv_heads, _, head_dim = kv.shape
     dtype = dtype or kv.dtype
     queries = heads // num_kv_heads * tile_tokens
-    pages = Pages.plan(kv, tables, ALL, step_tokens, deterministic)
+    pages, _ = plan_steps(kv, tables, ALL, step_tokens, deterministic)
     statistics = ((num_kv_heads, 1, queries), jnp.float32)
     twice = [
         ((pages.pages_per_step, parts, num_kv_heads, pages.page_size, head_dim), kv.dtype),
@@ -204,15 +215,17 @@ def prefill_bytes(
         scales = (2, num_kv_heads) if parts == 2 else (1, 2)
         twice.append(((pages.pages_per_step, *scales, pages.page_size), jnp.float32))
         twice.append(((pages.step_tokens, head_dim), jnp.float32))  # keys and values of a head, widened
-    once = [((num_kv_heads, queries, head_dim), dtype), ((num_kv_heads, head_dim, queries), jnp.float32)]
+    words = Words.of(heads, dtype)
+    once: list = [words.by_head(num_kv_heads, queries, head_dim), words.by_token(tile_tokens, head_dim)]
+    once.append(((num_kv_heads, head_dim, queries), jnp.float32))
     if dtype == jnp.float32:  # products of which are those of three parts in bfloat16
         once.append(((3, pages.step_tokens, head_dim), jnp.bfloat16))
     return SPILL_BYTES + 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
 
 
 def _kernel(
-    rows, tokens, starts, limits, tables, knobs, *refs, pages, tile_tokens, soft_cap, sinks, lse, kind, rank, sights,
-    halves,
+    rows, tokens, starts, limits, tables, knobs, *refs, pages, part_pages, tile_tokens, soft_cap, sinks, lse, kind,
+    rank, sights, halves,
 ):  # fmt: skip
     given: Any = list(refs)
     # Of each tile the keys that any query sees, and those that all do.
@@ -225,7 +238,9 @@ def _kernel(
     out_hbm = given.pop(0)
     lse_ref: Any = given.pop(0) if lse else None
     buffers = [(given.pop(0), given.pop(0)) for _ in range(streams)]
-    next_slot, q_buffers, out_buffers, moved, by_head, max_ref, sum_ref, out_sum_ref = given
+    next_slot, q_buffers, out_buffers, moved, words_ref, by_head, max_ref, sum_ref, out_sum_ref = given
+    words = Words.of(q_buffers.shape[2], q_buffers.dtype)
+    group = q_buffers.shape[2] // by_head.shape[0]
 
     tile, tiles = pl.program_id(0), pl.num_programs(0)
     start, limit = froms[tile], untils[tile]
@@ -251,18 +266,25 @@ def _kernel(
             source, target = out_buffers.at[tile & 1, pl.ds(0, size)], out_hbm.at[pl.ds(tokens[tile], size)]
             getattr(pltpu.make_async_copy(source, target, moved.at[1, tile & 1]), do)()
 
+    def forget():
+        max_ref[...] = sinks_ref[...] if sinks else jnp.full_like(max_ref, MASKED)
+        sum_ref[...] = jnp.ones_like(sum_ref) if sinks else jnp.zeros_like(sum_ref)
+
+    def turn_queries(tile):
+        together = 16 if isinstance(tile, int) else LANES  # the first tile's, once: less code
+        _to_heads(by_head, q_buffers.at[tile & 1], words_ref.at[0], words, group, tile_tokens, together)
+
     @pl.when(tile == 0)
     def _():
         next_slot[0] = 0
         fetch("start", 0)
         copies("start", 0, 0, 0)
+        forget()
+        out_sum_ref[...] = jnp.zeros_like(out_sum_ref)
+        fetch("wait", 0)
+        turn_queries(0)
 
     pl.when(tile + 1 < tiles)(lambda: fetch("start", tile + 1))
-    fetch("wait", tile)
-    max_ref[...] = sinks_ref[...] if sinks else jnp.full_like(max_ref, MASKED)
-    sum_ref[...] = jnp.ones_like(sum_ref) if sinks else jnp.zeros_like(sum_ref)
-    out_sum_ref[...] = jnp.zeros_like(out_sum_ref)
-    pl.when(limit > 0)(lambda: _turn(by_head, q_buffers.at[mine], tile_tokens, to_heads=True))
 
     def step(i, slot):
         last = i + 1 == steps
@@ -276,49 +298,63 @@ def _kernel(
         if kind is None:
             pages.hide_values(buffers[0][0].at[slot], start, limit, i, steps)
         first_key = (pages.first(start) + i * pages.pages_per_step) * pages.page_size
-        half = max(1, pages.pages_per_step // 2) if halves else pages.pages_per_step
+        parts = pages.pages_per_step // part_pages
 
-        def seen_by_all(count):
+        def seen_by_all(first_key, count):
             if sights:
                 return (first_key + count * pages.page_size <= sure[1][tile]) & (first_key >= sure[0][tile])
             seen = first_key + count * pages.page_size <= start + 1
             return seen & (first_key >= pages.reach.first(limit - 1)) if pages.reach.ends else seen
 
-        def attend(count, sure):
+        def attend(at, count, sure, parts=1):
             _attend(
-                by_head, [to.at[slot, pl.ds(0, count)] for to, _ in buffers], first_key, start, knobs, soft_cap,
-                tile_tokens, pages, kind, rank, sight_ref, max_ref, sum_ref, out_sum_ref,
-                sure=sure * pages.page_size, exact=lse,
+                words, by_head, [to.at[slot, pl.ds(at, parts * count)] for to, _ in buffers],
+                first_key + at * pages.page_size, start, knobs, soft_cap, tile_tokens, pages, parts, kind, rank,
+                sight_ref, max_ref, sum_ref, out_sum_ref, sure=sure * pages.page_size, exact=lse,
             )  # fmt: skip
 
-        # Most steps need no mask; a row's last ones have fewer keys, or known ones before those to mask.
-        few = (half < pages.pages_per_step) & (limit <= first_key + half * pages.page_size)
-        all_seen, half_seen = seen_by_all(pages.pages_per_step), seen_by_all(half)
-        pl.when(all_seen)(lambda: attend(pages.pages_per_step, sure=pages.pages_per_step))
-        if half < pages.pages_per_step:
-            pl.when(~all_seen & few)(lambda: attend(half, sure=0))
-            pl.when(~all_seen & ~few & half_seen)(lambda: attend(pages.pages_per_step, sure=half))
-        pl.when(~all_seen & ~few & ~half_seen)(lambda: attend(pages.pages_per_step, sure=0))
+        def attend_part(at):
+            # Most steps need no mask; a row's last ones have fewer keys, or known ones before those to mask.
+            begin = first_key + at * pages.page_size
+            half = max(1, part_pages // 2) if halves else part_pages
+            few = (half < part_pages) & (limit <= begin + half * pages.page_size)
+            all_seen, half_seen = seen_by_all(begin, part_pages), seen_by_all(begin, half)
+            pl.when(all_seen)(lambda: attend(at, part_pages, sure=part_pages))
+            if half < part_pages:
+                pl.when(~all_seen & few)(lambda: attend(at, half, sure=0))
+                pl.when(~all_seen & ~few & half_seen)(lambda: attend(at, part_pages, sure=half))
+            pl.when(~all_seen & ~few & ~half_seen)(lambda: attend(at, part_pages, sure=0))
+
+        if parts == 1:
+            attend_part(0)
+        else:
+            whole = seen_by_all(first_key, pages.pages_per_step)
+            pl.when(whole)(lambda: attend(0, part_pages, sure=part_pages, parts=parts))
+
+            @pl.loop(0, jnp.where(whole, 0, parts))
+            def _(part):
+                at = part * part_pages
+                pl.when(first_key + at * pages.page_size < limit)(lambda: attend_part(at))
+
         return 1 - slot
 
     next_slot[0] = lax.fori_loop(0, steps, step, next_slot[0])
 
     pl.when(tile >= 2)(lambda: send("wait", tile - 2))
-
-    @pl.when(limit > 0)
-    def _():
-        @pl.loop(0, by_head.shape[0], unroll=unrolled(by_head.shape[0]))
-        def _(head):
-            by_head[head] = (out_sum_ref[head] / sum_ref[head]).astype(by_head.dtype).T
-
-        _turn(by_head, out_buffers.at[mine], tile_tokens, to_heads=False)
-
-    @pl.when(limit == 0)
-    def _():
-        out_buffers[mine] = jnp.zeros(out_buffers.shape[1:], out_buffers.dtype)
-
+    pl.when(tile + 1 < tiles)(lambda: fetch("wait", tile + 1))
     if lse:
         lse_ref[0] = jnp.where(limit > 0, (max_ref[...] + jnp.log2(sum_ref[...])) / LOG2_E, -jnp.inf)
+
+    def result(head):
+        sums = out_sum_ref[head] * jnp.where(limit > 0, 1 / sum_ref[head], 0.0)  # of a place of no token 0 * 0
+        out_sum_ref[head] = jnp.zeros(out_sum_ref.shape[1:], out_sum_ref.dtype)
+        return sums
+
+    # Both at once, without branches: the way back waits for transpositions, the other for stores. Behind the last tile
+    # the queries that are turned mean nothing.
+    _to_tokens(out_buffers.at[mine], result, words_ref.at[1], words, group, tile_tokens)
+    turn_queries(tile + 1)
+    forget()
     send("start", tile)
 
     @pl.when(tile == tiles - 1)
@@ -332,42 +368,147 @@ def unrolled(count: int) -> int:
     return max(n for n in range(1, 9) if count % n == 0)
 
 
-def _turn(by_head, by_token, tile_tokens, to_heads):
-    """From `[tokens, H, D]` to `[K, G * tokens, D]`, or back."""
-    num_heads = by_token.shape[1]
-    group = num_heads // by_head.shape[0]
-    some = sublanes(by_token.dtype)
+class Words(NamedTuple):
+    """How queries and output turn between tokens and heads: through words of 32 bits in vector memory, of which a load
+    or a store takes every n-th line. Two heads' numbers of 16 bits are one word there; of a head by itself two tokens'.
+    An odd n meets another bank of the memory with each line."""
 
-    @pl.loop(0, tile_tokens // some, unroll=unrolled(tile_tokens // some))
+    packed: bool
+    lines: int  # words of a token
+    dtype: Any  # of queries
+
+    @classmethod
+    def of(cls, num_heads: int, dtype) -> "Words":
+        packed = jnp.dtype(dtype).itemsize == 2 and num_heads % 2 == 0
+        return cls(packed, num_heads // 2 if packed else num_heads, jnp.dtype(dtype))
+
+    def by_token(self, tile_tokens: int, head_dim: int) -> tuple[tuple[int, ...], Any]:
+        """Shape and dtype, of queries and of output: tokens of even places, then the others."""
+        lanes = min(head_dim, LANES)
+        return (2, head_dim // lanes, tile_tokens * (self.lines | 1), lanes), jnp.uint32 if self.packed else jnp.float32
+
+    def by_head(self, kv_heads: int, queries: int, head_dim: int) -> tuple[tuple[int, ...], Any]:
+        return (kv_heads, queries // 2 if self.packed else queries, head_dim), jnp.uint32 if self.packed else self.dtype
+
+    def heads_together(self, group: int) -> int:
+        """As many KV heads have a whole number of words."""
+        return 2 if self.packed and group % 2 else 1
+
+    def pack(self, x):
+        return pltpu.bitcast(x, jnp.uint32) if self.packed else x
+
+    def unpack(self, x):
+        return pltpu.bitcast(x, self.dtype) if self.packed else x
+
+    def swap(self, low, high):
+        """Of words of two heads and of two tokens, one from the other."""
+        return (low & jnp.uint32(0xFFFF)) | (high << 16), (low >> 16) | (high & jnp.uint32(0xFFFF0000))
+
+    @staticmethod
+    def put(ref, lines, x) -> None:
+        for nth in range(ref.shape[0]):  # loads and stores of every n-th line are as wide as a register
+            ref[nth, lines] = x[:, nth * ref.shape[2] : (nth + 1) * ref.shape[2]]
+
+    @staticmethod
+    def take(ref, lines):
+        return jnp.concatenate([ref[nth, lines] for nth in range(ref.shape[0])], axis=1)
+
+    def every(self, line, tokens: int, odd: int | None):
+        """A word of each token, or of those of even or odd places."""
+        pitch = self.lines | 1
+        if odd is None:
+            return pl.ds(line, tokens, pitch)
+        return pl.ds(odd * (tokens // 2) * pitch + line, tokens // 2, pitch)
+
+
+def _to_heads(by_head, by_token, words_ref, words, group, tile_tokens, together=LANES):
+    """From `[tokens, H, D]` to `[K, G * tokens, D]`, as words."""
+
+    def store(tokens, lines):
+        some = by_token[tokens]
+        for nth, line in enumerate(lines):
+            words.put(words_ref, line, words.pack(some[nth]) if words.packed else some[nth].astype(words_ref.dtype))
+
+    _each_token(store, words, tile_tokens, together)
+    kv_heads = words.heads_together(group)
+
+    @pl.loop(0, by_head.shape[0] // kv_heads, unroll=unrolled(by_head.shape[0] // kv_heads))
+    def _(some):
+        def put(nth, x):
+            size = x.shape[0]
+            by_head[some * kv_heads + nth // group, pl.ds(nth % group * size, size)] = x
+
+        if not words.packed:
+            for nth in range(group):
+                x = words.take(words_ref, words.every(some * group + nth, tile_tokens, None))
+                put(nth, x.astype(by_head.dtype))
+            return
+        for nth in range(0, kv_heads * group, 2):
+            line = some * (kv_heads * group // 2) + nth // 2
+            even, odd = (words.take(words_ref, words.every(line, tile_tokens, which)) for which in range(2))
+            for i, x in enumerate(words.swap(even, odd)):
+                put(nth + i, x)
+
+
+def _to_tokens(by_token, sums, words_ref, words, group, tile_tokens):
+    """The way back, of quotients `[K, D, G * tokens]`: `sums` gives those of a KV head."""
+    together, kv_heads = words.heads_together(group), words.lines * (2 if words.packed else 1) // group
+
+    @pl.loop(0, kv_heads // together, unroll=unrolled(kv_heads // together))
+    def _(some):
+        heads = []
+        for nth in range(together):
+            turned = sums(some * together + nth).astype(words.dtype).T
+            heads += [turned[i * tile_tokens : (i + 1) * tile_tokens] for i in range(group)]
+        if not words.packed:
+            for nth, x in enumerate(heads):
+                words.put(words_ref, words.every(some * group + nth, tile_tokens, None), x.astype(words_ref.dtype))
+            return
+        for nth in range(0, len(heads), 2):
+            line = some * (len(heads) // 2) + nth // 2
+            for which, x in enumerate(words.swap(words.pack(heads[nth]), words.pack(heads[nth + 1]))):
+                words.put(words_ref, words.every(line, tile_tokens, which), x)
+
+    def load(tokens, lines):
+        some = [words.take(words_ref, line) for line in lines]
+        some = [words.unpack(x) if words.packed else x.astype(words.dtype) for x in some]
+        by_token[tokens] = jnp.stack(some)
+
+    _each_token(load, words, tile_tokens, LANES)
+
+
+def _each_token(do, words, tile_tokens, together):
+    """`do` for every 16 tokens and where their words are, in the order that `every` takes them. So many `together` are
+    worked on without a loop."""
+    together, pitch = min(together, tile_tokens), words.lines | 1
+
+    @pl.loop(0, tile_tokens // together, unroll=tile_tokens == together)
     def _(i):
-        tokens = pl.ds(pl.multiple_of(i * some, some), some)
-
-        def lines(head):
-            first = (head % group) * tile_tokens + i * some
-            return head // group, pl.ds(pl.multiple_of(first, some), some)
-
-        if to_heads:
-            turned = jnp.swapaxes(by_token[tokens], 0, 1)
-            for head in range(num_heads):
-                by_head[lines(head)] = turned[head]
-        else:
-            turned = jnp.stack([by_head[lines(head)] for head in range(num_heads)])
-            by_token[tokens] = jnp.swapaxes(turned, 0, 1)
+        for token in range(0, together, 16):
+            lines = []
+            for nth in range(token, token + 16):
+                if words.packed:
+                    first = i * (together // 2 * pitch) + (nth // 2 + nth % 2 * (tile_tokens // 2)) * pitch
+                else:
+                    first = i * (together * pitch) + nth * pitch
+                lines.append(pl.ds(first, words.lines))
+            do(pl.ds(i * together + token, 16), lines)
 
 
 def _attend(
-    q_ref, buffers, start, query_start, knobs, soft_cap, tile_tokens, pages, kind, rank, sight_ref, max_ref,
-    sum_ref, out_sum_ref, sure, exact,
+    words, q_ref, buffers, start, query_start, knobs, soft_cap, tile_tokens, pages, parts, kind, rank, sight_ref,
+    max_ref, sum_ref, out_sum_ref, sure, exact,
 ):  # fmt: skip
     """One step of the online softmax, transposed: keys along sublanes, queries along lanes, so that maxima and sums
-    are lane-dense and cost next to nothing. Every query sees the first `sure` keys; the others are masked. `exact` sums
-    the weights before they are rounded for the product with the values, as the LSE wants them; else after."""
-    num_kv_heads, queries, head_dim = q_ref.shape
-    buffer = buffers[0]
-    dtype = q_ref.dtype
-    tokens = buffer.shape[0] * buffer.shape[3]
+    are lane-dense and cost next to nothing. Every query sees the first `sure` keys of a part; the others are masked.
+    `exact` sums the weights before they are rounded for the product with the values, as the LSE wants them; else after.
+    """
+    num_kv_heads, head_dim, queries = out_sum_ref.shape
+    dtype = words.dtype
+    part_pages = buffers[0].shape[0] // parts
+    tokens = part_pages * buffers[0].shape[3]
     wide = min(2 * LANES, queries)  # the matrix unit's columns from v6e on
-    precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     matmul = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     ones = jnp.ones((sublanes(dtype), tokens), dtype)
     if sure < tokens:
@@ -375,9 +516,14 @@ def _attend(
         key = pages.position(start + sure + lax.broadcasted_iota(jnp.int32, shape, 0), query_start)
         lane = lax.broadcasted_iota(jnp.int32, shape, 1)
 
-    def scores(head, at, width):
+    def pages_of(part, which=0):
+        return buffers[which].at[pl.ds(part * part_pages, part_pages)]
+
+    def scores(part, head, at, width):
+        buffer = pages_of(part)
         keys = widen(buffer[:, 0, head].reshape(tokens, head_dim), kind, dtype)
-        parts = queries_by_scale(q_ref[head, pl.ds(at, width)], kind, rank)
+        rows = 2 if words.packed else 1
+        parts = queries_by_scale(words.unpack(q_ref[head, pl.ds(at // rows, width // rows)]), kind, rank)
         return [matmul(keys[:, lanes], q, _CONTRACT_MINOR) for q, lanes in parts]
 
     def scaled(logits, scales):
@@ -385,11 +531,12 @@ def _attend(
         width = logits.shape[1]
         return logits * jnp.concatenate([column] * -(-width // LANES), axis=1)[:, :width]
 
-    def soften(head, at, width, parts):
+    def soften(part, head, at, width, products):
         if kind is None:
-            logits = parts[0] * knobs[0]
+            logits = products[0] * knobs[0]
         else:
-            logits = sum(scaled(*x) for x in zip(parts, scales_of(buffers[1], head, kind, rank)[0], strict=True))
+            scales = scales_of(pages_of(part, 1), head, kind, rank)[0]
+            logits = sum(scaled(*x) for x in zip(products, scales, strict=True))
         if soft_cap:
             logits = knobs[1] * jnp.tanh(logits)
         if sure < tokens:
@@ -415,16 +562,19 @@ def _attend(
             sum_ref[there] = shrink * sum_ref[there] + jnp.sum(weights, axis=0, keepdims=True)
         return weights.astype(dtype), shrink
 
-    def accumulate(head, at, width, weights, shrink):
-        there = (head, slice(None), pl.ds(at, width))
+    def values_of(part, head):
+        buffer = pages_of(part)
         values = buffer[:, buffer.shape[1] - 1, head].reshape(tokens, head_dim)  # of latent rows the keys
         if kind is None:
             values = values.T
         else:
-            scales = scales_of(buffers[1], head, kind, rank)[1]
+            scales = scales_of(pages_of(part, 1), head, kind, rank)[1]
             values = (widen(values, kind, jnp.float32).T * scales).astype(dtype)
-        if not exact:  # the matrix unit has the time to sum, and the vector unit has not
-            values = jnp.concatenate([values, ones])
+        # The matrix unit has the time to sum, and the vector unit has not.
+        return values if exact else jnp.concatenate([values, ones])
+
+    def accumulate(_, head, at, width, values, weights, shrink):
+        there = (head, slice(None), pl.ds(at, width))
         sums = matmul(values, weights, _CONTRACT_INNER)
         out_sum_ref[there] = shrink * out_sum_ref[there] + sums[:head_dim]
         if not exact:
@@ -437,12 +587,15 @@ def _attend(
         # Several stages in flight, each of a head and some queries: the matrix unit works on the items before and
         # after the one whose softmax the vector unit works on.
         items = [
-            (some * together + head, at, min(wide, queries - at))
-            for head in range(together) for at in range(0, queries, wide)
+            (part, some * together + head, at, min(wide, queries - at))
+            for part in range(parts) for head in range(together) for at in range(0, queries, wide)
         ]  # fmt: skip
-        logits = {}
+        logits: dict = {}
         for i in range(-AHEAD, len(items)):
             if i + AHEAD < len(items):
                 logits[i + AHEAD] = scores(*items[i + AHEAD])
             if i >= 0:
-                accumulate(*items[i], *soften(*items[i], logits.pop(i)))
+                part, head, at, _ = items[i]
+                if at == 0:
+                    values = values_of(part, head)
+                accumulate(*items[i], values, *soften(*items[i], logits.pop(i)))

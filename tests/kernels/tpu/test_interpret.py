@@ -47,7 +47,8 @@ DECODE = [
 ]
 # (new, length) pairs of PEERS' matrices and more; decode rows among them, alone, and none.
 MIXED = [
-    (Case((37, 1, 0, 64, 90, 16, 17), (20, 1, 0, 1, 64, 2, 17), block_size=8, padding=2, **F32), 32),
+    # One row's context fills a step of 64, worked on without a pause.
+    (Case((37, 1, 0, 64, 140, 16, 17), (20, 1, 0, 1, 64, 2, 17), block_size=8, padding=2, **F32), 32),
     (
         Case(
             (0, 37, 5, 64, 140),

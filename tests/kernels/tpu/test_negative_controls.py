@@ -22,6 +22,7 @@ names = (f"broken_tpu_{i}" for i in itertools.count())
 ROWS = Case((5, 37), (1, 1), 2, 1, 128, 8)
 SHORT = Case((5, 9), (1, 1), 2, 1, 128, 8)
 CHUNKS = Case((37, 30, 9), (20, 7, 4), 2, 1, 128, 8, packed=True, padding=3)
+PACKED = Case((37, 30, 9), (20, 7, 4), 2, 1, 128, 16, dtype="bfloat16", packed=True, padding=3)
 RUNS = Case((70, 21, 3), (60, 2, 0), 1, 1, 128, 8, packed=True, padding=2)
 
 
@@ -192,14 +193,14 @@ CONTROLS = {
     "prefill: pages not awaited": (prefill, CHUNKS, PLAIN, "prefill.py", 'copies("wait", tile, i, slot)', "pass"),
     "causality one too far": (prefill, CHUNKS, PLAIN, "prefill.py", "] <= query", "] <= query + 1"),
     "mask left out": (prefill, CHUNKS, PLAIN, "prefill.py", "<= start + 1", "<= limit"),
-    "mask left out of a half": (prefill, CHUNKS, PLAIN, "prefill.py", "sure=half)", "sure=pages.pages_per_step)"),
+    "mask left out of a half": (prefill, CHUNKS, PLAIN, "prefill.py", "sure=half)", "sure=part_pages)"),
     "half a step too few": (
         prefill,
         CHUNKS,
         PLAIN,
         "prefill.py",
-        "limit <= first_key + half",
-        "limit <= first_key + 2 * half",
+        "limit <= begin + half",
+        "limit <= begin + 2 * half",
     ),
     "weights not summed": (
         prefill,
@@ -233,7 +234,8 @@ CONTROLS = {
         "out_hbm.at[pl.ds(tokens[tile]",
         "out_hbm.at[pl.ds(tokens[0]",
     ),
-    "queries not awaited": (prefill, CHUNKS, PLAIN, "prefill.py", 'fetch("wait", tile)\n', "pass\n"),
+    "queries not awaited": (prefill, CHUNKS, PLAIN, "prefill.py", 'fetch("wait", tile + 1)', "None"),
+    "the first queries not awaited": (prefill, CHUNKS, PLAIN, "prefill.py", 'fetch("wait", 0)', "pass"),
     "output not awaited": (prefill, CHUNKS, PLAIN, "prefill.py", '        send("wait", tile)\n', "        pass\n"),
     "output's buffer used again early": (
         prefill,
@@ -249,8 +251,41 @@ CONTROLS = {
         CHUNKS,
         PLAIN,
         "prefill.py",
-        "(head % group) * tile_tokens",
-        "0 * tile_tokens",
+        "nth % group * size",
+        "0 * size",
+    ),
+    "two heads of a word mixed up": (
+        prefill,
+        PACKED,
+        PLAIN,
+        "prefill.py",
+        "return (low & jnp.uint32(0xFFFF)) | (high << 16), (low >> 16)",
+        "return (low & jnp.uint32(0xFFFF)) | (low << 16), (low >> 16)",
+    ),
+    "sums of the tile before": (
+        prefill,
+        but(CHUNKS, sinks=True),
+        PLAIN,
+        "prefill.py",
+        "out_sum_ref[head] = jnp.zeros(",
+        "_ = (",
+    ),
+    "maxima of the tile before": (prefill, CHUNKS, PLAIN, "prefill.py", "    forget()\n    send(", "    send("),
+    "half of a step left out": (
+        prefill,
+        CHUNKS,
+        PLAIN,
+        "prefill.py",
+        "jnp.where(whole, 0, parts)",
+        "jnp.where(whole, 0, 1)",
+    ),
+    "half of a step twice": (
+        prefill,
+        but(CHUNKS, lengths=(99, 30, 9)),
+        PLAIN,
+        "prefill.py",
+        "pl.ds(part * part_pages",
+        "pl.ds(0 * part_pages",
     ),
     "float32 at bfloat16's precision, decode": (
         precision,
