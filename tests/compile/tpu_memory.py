@@ -8,6 +8,7 @@ from tpu_programs import TOPOLOGIES, devices, vector_memory  # first of all, for
 
 # isort: split
 import json
+import math
 import random
 import sys
 
@@ -63,7 +64,9 @@ def main(chip, count):
             return jax.ShapeDtypeStruct(axes, dtype, sharding=whole)
 
         q, k = (array(*tokens, heads, head_dim) for heads in (group * num_kv_heads, num_kv_heads))
-        pool = (2000, 2 if rank is None else 1, num_kv_heads, block_size)
+        block = (2 if rank is None else 1, num_kv_heads, block_size)
+        # A pool that is written beside one that is kept must fit into a chip's memory.
+        pool = (min(2000, 2**30 // (4 * head_dim * math.prod(block))), *block)
         counts = array(rows, dtype="int32")
         arrays = {
             "q": q, "k": k, "v": k if rank is None else None, "tables": array(rows, blocks, dtype="int32"),
