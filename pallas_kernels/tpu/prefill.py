@@ -2,7 +2,7 @@
 
 A tile is some consecutive tokens of one row, for all heads. Tiles are the grid, as many as the step needs and no more.
 Each walks its row's keys up to its own last position, with two page buffers, on across tiles. Queries come as the model
-has them, tokens by heads, and the output goes back like that: tokens turn into lanes in vector memory.
+has them, tokens by heads, and the output goes back like that: tokens turn into lanes in vector memory, see `words`.
 """
 
 import functools
@@ -29,6 +29,7 @@ from pallas_kernels.tpu.pages import (
     vector_bytes,
 )
 from pallas_kernels.tpu.quantised import along_lanes, queries_by_scale, scales_of, widen
+from pallas_kernels.tpu.words import Words, to_heads, to_tokens
 
 STEP_TOKENS = 256  # of the products of a head and of one softmax
 STEPS_TOGETHER = 2  # come at once, and are worked on without a pause where all is seen
@@ -272,7 +273,7 @@ def _kernel(
 
     def turn_queries(tile):
         together = 16 if isinstance(tile, int) else LANES  # the first tile's, once: less code
-        _to_heads(by_head, q_buffers.at[tile & 1], words_ref.at[0], words, group, tile_tokens, together)
+        to_heads(by_head, q_buffers.at[tile & 1], words_ref.at[0], words, group, tile_tokens, together)
 
     @pl.when(tile == 0)
     def _():
@@ -352,7 +353,7 @@ def _kernel(
 
     # Both at once, without branches: the way back waits for transpositions, the other for stores. Behind the last tile
     # the queries that are turned mean nothing.
-    _to_tokens(out_buffers.at[mine], result, words_ref.at[1], words, group, tile_tokens)
+    to_tokens(out_buffers.at[mine], result, words_ref.at[1], words, group, tile_tokens)
     turn_queries(tile + 1)
     forget()
     send("start", tile)
@@ -361,138 +362,6 @@ def _kernel(
     def _():
         pl.when(tile >= 1)(lambda: send("wait", tile - 1))
         send("wait", tile)
-
-
-def unrolled(count: int) -> int:
-    """How many of a loop's turns to work on at once, that one's waiting hides behind another's work."""
-    return max(n for n in range(1, 9) if count % n == 0)
-
-
-class Words(NamedTuple):
-    """How queries and output turn between tokens and heads: through words of 32 bits in vector memory, of which a load
-    or a store takes every n-th line. Two heads' numbers of 16 bits are one word there; of a head by itself two tokens'.
-    An odd n meets another bank of the memory with each line."""
-
-    packed: bool
-    lines: int  # words of a token
-    dtype: Any  # of queries
-
-    @classmethod
-    def of(cls, num_heads: int, dtype) -> "Words":
-        packed = jnp.dtype(dtype).itemsize == 2 and num_heads % 2 == 0
-        return cls(packed, num_heads // 2 if packed else num_heads, jnp.dtype(dtype))
-
-    def by_token(self, tile_tokens: int, head_dim: int) -> tuple[tuple[int, ...], Any]:
-        """Shape and dtype, of queries and of output: tokens of even places, then the others."""
-        lanes = min(head_dim, LANES)
-        return (2, head_dim // lanes, tile_tokens * (self.lines | 1), lanes), jnp.uint32 if self.packed else jnp.float32
-
-    def by_head(self, kv_heads: int, queries: int, head_dim: int) -> tuple[tuple[int, ...], Any]:
-        return (kv_heads, queries // 2 if self.packed else queries, head_dim), jnp.uint32 if self.packed else self.dtype
-
-    def heads_together(self, group: int) -> int:
-        """As many KV heads have a whole number of words."""
-        return 2 if self.packed and group % 2 else 1
-
-    def pack(self, x):
-        return pltpu.bitcast(x, jnp.uint32) if self.packed else x
-
-    def unpack(self, x):
-        return pltpu.bitcast(x, self.dtype) if self.packed else x
-
-    def swap(self, low, high):
-        """Of words of two heads and of two tokens, one from the other."""
-        return (low & jnp.uint32(0xFFFF)) | (high << 16), (low >> 16) | (high & jnp.uint32(0xFFFF0000))
-
-    @staticmethod
-    def put(ref, lines, x) -> None:
-        for nth in range(ref.shape[0]):  # loads and stores of every n-th line are as wide as a register
-            ref[nth, lines] = x[:, nth * ref.shape[2] : (nth + 1) * ref.shape[2]]
-
-    @staticmethod
-    def take(ref, lines):
-        return jnp.concatenate([ref[nth, lines] for nth in range(ref.shape[0])], axis=1)
-
-    def every(self, line, tokens: int, odd: int | None):
-        """A word of each token, or of those of even or odd places."""
-        pitch = self.lines | 1
-        if odd is None:
-            return pl.ds(line, tokens, pitch)
-        return pl.ds(odd * (tokens // 2) * pitch + line, tokens // 2, pitch)
-
-
-def _to_heads(by_head, by_token, words_ref, words, group, tile_tokens, together=LANES):
-    """From `[tokens, H, D]` to `[K, G * tokens, D]`, as words."""
-
-    def store(tokens, lines):
-        some = by_token[tokens]
-        for nth, line in enumerate(lines):
-            words.put(words_ref, line, words.pack(some[nth]) if words.packed else some[nth].astype(words_ref.dtype))
-
-    _each_token(store, words, tile_tokens, together)
-    kv_heads = words.heads_together(group)
-
-    @pl.loop(0, by_head.shape[0] // kv_heads, unroll=unrolled(by_head.shape[0] // kv_heads))
-    def _(some):
-        def put(nth, x):
-            size = x.shape[0]
-            by_head[some * kv_heads + nth // group, pl.ds(nth % group * size, size)] = x
-
-        if not words.packed:
-            for nth in range(group):
-                x = words.take(words_ref, words.every(some * group + nth, tile_tokens, None))
-                put(nth, x.astype(by_head.dtype))
-            return
-        for nth in range(0, kv_heads * group, 2):
-            line = some * (kv_heads * group // 2) + nth // 2
-            even, odd = (words.take(words_ref, words.every(line, tile_tokens, which)) for which in range(2))
-            for i, x in enumerate(words.swap(even, odd)):
-                put(nth + i, x)
-
-
-def _to_tokens(by_token, sums, words_ref, words, group, tile_tokens):
-    """The way back, of quotients `[K, D, G * tokens]`: `sums` gives those of a KV head."""
-    together, kv_heads = words.heads_together(group), words.lines * (2 if words.packed else 1) // group
-
-    @pl.loop(0, kv_heads // together, unroll=unrolled(kv_heads // together))
-    def _(some):
-        heads = []
-        for nth in range(together):
-            turned = sums(some * together + nth).astype(words.dtype).T
-            heads += [turned[i * tile_tokens : (i + 1) * tile_tokens] for i in range(group)]
-        if not words.packed:
-            for nth, x in enumerate(heads):
-                words.put(words_ref, words.every(some * group + nth, tile_tokens, None), x.astype(words_ref.dtype))
-            return
-        for nth in range(0, len(heads), 2):
-            line = some * (len(heads) // 2) + nth // 2
-            for which, x in enumerate(words.swap(words.pack(heads[nth]), words.pack(heads[nth + 1]))):
-                words.put(words_ref, words.every(line, tile_tokens, which), x)
-
-    def load(tokens, lines):
-        some = [words.take(words_ref, line) for line in lines]
-        some = [words.unpack(x) if words.packed else x.astype(words.dtype) for x in some]
-        by_token[tokens] = jnp.stack(some)
-
-    _each_token(load, words, tile_tokens, LANES)
-
-
-def _each_token(do, words, tile_tokens, together):
-    """`do` for every 16 tokens and where their words are, in the order that `every` takes them. So many `together` are
-    worked on without a loop."""
-    together, pitch = min(together, tile_tokens), words.lines | 1
-
-    @pl.loop(0, tile_tokens // together, unroll=tile_tokens == together)
-    def _(i):
-        for token in range(0, together, 16):
-            lines = []
-            for nth in range(token, token + 16):
-                if words.packed:
-                    first = i * (together // 2 * pitch) + (nth // 2 + nth % 2 * (tile_tokens // 2)) * pitch
-                else:
-                    first = i * (together * pitch) + nth * pitch
-                lines.append(pl.ds(first, words.lines))
-            do(pl.ds(i * together + token, 16), lines)
 
 
 def _attend(
