@@ -219,8 +219,8 @@ def prefill_bytes(
     words = Words.of(heads, dtype)
     once: list = [words.by_head(num_kv_heads, queries, head_dim), words.by_token(tile_tokens, head_dim)]
     once.append(((num_kv_heads, head_dim, queries), jnp.float32))
-    if dtype == jnp.float32:  # products of which are those of three parts in bfloat16
-        once.append(((3, pages.step_tokens, head_dim), jnp.bfloat16))
+    if dtype == jnp.float32:  # products of which are those of three parts in bfloat16, with keys and with values
+        once.append(((2 * 3, pages.step_tokens, head_dim), jnp.bfloat16))
     return SPILL_BYTES + 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
 
 
