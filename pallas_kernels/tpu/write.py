@@ -16,7 +16,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import xla
 from pallas_kernels.tokens import default_offsets, locate
-from pallas_kernels.tpu.pages import SMEM_ENTRIES, VMEM_BYTES, compiler_params, output, pad, page_tile, vector_bytes
+from pallas_kernels.tpu.pages import (
+    SMEM_ENTRIES,
+    SPILL_BYTES,
+    VMEM_BYTES,
+    compiler_params,
+    output,
+    pad,
+    page_tile,
+    vector_bytes,
+)
 from pallas_kernels.tpu.quantised import along_lanes, as_given, encodable, quantise
 
 PAGE_TOKENS = 32  # at most, for a page is fetched and sent whole even if one token of it is new
@@ -76,9 +85,9 @@ def _slot_bytes(kv, page_size: int) -> int:
 
 
 def write_bytes(kv) -> int:
-    """Vector memory that the kernel takes."""
+    """Vector memory that the kernel takes, at most."""
     page_size = page_tokens(kv)
-    return slots(kv, page_size) * _slot_bytes(kv, page_size) if page_size else 0
+    return SPILL_BYTES + slots(kv, page_size) * _slot_bytes(kv, page_size) if page_size else 0
 
 
 def max_runs(token_axes: tuple[int, ...], rows: int, page_size: int) -> int:
