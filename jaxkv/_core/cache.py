@@ -62,12 +62,17 @@ class Cache(Views):
 
         Of a stacked cache, `cache.layers[i]` takes a traced `i` too, and `cache.with_layer(i, layer)` puts it back in
         place: that is for a scan. A list of its layers takes the stacks apart, which copies them.
+
+        In a list a layer made with `shares_with` would not see what the other one writes, so it has no pool there, and
+        attention refuses it: take `cache.with_layer(j, layers[j]).layers[i]`, j being the layer that it reads.
         """
         return Layers(self)
 
     def with_layer(self, i: Any, layer: Layer) -> "Cache":
         """A copy in which layer `i` is what `attention` or `write` made of it."""
         number, place = self._place(i)
+        if (owner := self.config.owner(number)) != number:
+            raise ValueError(f"Layer {number} reads what layer {owner} keeps: it has nothing of its own to put back.")
         if not isinstance(layer, Layer) or layer.config != self.config or layer.number not in self.config.stack(number):
             raise ValueError(f"layer must be what became of layers[{i}] of this cache, not {_described(layer)}.")
         if (layer.place is None) != (place is None):  # a list of layers has taken the stack apart
@@ -137,7 +142,10 @@ class Layers(Sequence[Layer]):
     def __iter__(self) -> Iterator[Layer]:
         for i in range(len(self)):
             one = self._cache.layer(i)
-            yield one if one.place is None else dataclasses.replace(one, pool=self._cache.pool(i), place=None)
+            if self._cache.config.owner(i) != i:
+                yield dataclasses.replace(one, pool=None, place=None)  # type: ignore[arg-type]
+            else:
+                yield one if one.place is None else dataclasses.replace(one, pool=self._cache.pool(i), place=None)
 
     def tree_flatten(self) -> tuple[tuple[Layer, ...], None]:
         return tuple(self), None

@@ -134,7 +134,7 @@ class Layer:
     tables, so donate the cache, not its layers: no buffer can be donated twice.
     """
 
-    pool: Pool
+    pool: Pool  # None in a list of layers, if it reads another's: what that one writes would not reach it
     tables: BlockTables
     place: jax.Array | None = None  # i32[]: which of the layers stacked in the pool it is; None: it has the pool alone
     number: int = dataclasses.field(metadata={"static": True})  # its index; in a stack, the index of one that is alike

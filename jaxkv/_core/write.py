@@ -214,6 +214,12 @@ def layer_of(cache: Any, layer: Any) -> Layer:
     if isinstance(cache, Layer):
         if layer is not None:
             raise ValueError(f"layer={layer} is for a cache, but this is one of its layers: leave it out.")
+        if cache.pool is None:
+            i, owner = cache.number, cache.config.owner(cache.number)
+            raise ValueError(
+                f"Layer {i} reads what layer {owner} keeps, and in a list of layers does not see what that one writes: "
+                f"take cache.with_layer({owner}, layers[{owner}]).layers[{i}] once layer {owner} is written."
+            )
         return cache
     if not isinstance(cache, Cache):
         raise ValueError(f"cache must be a jaxkv.Cache or one of its layers, not {type(cache).__name__}.")

@@ -117,6 +117,38 @@ def test_other_functions_go_by_shared_layers(change):
         np.testing.assert_array_equal(one[1], other[1])
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_list_of_layers_does_not_show_what_an_owner_writes(stacked):
+    """There a layer that reads another's is refused; once the owner is put back, it is as in the cache."""
+    config = make_config(stacked=stacked)
+    q, k, v = random_step(PLACES, 0)
+    num_tokens = jnp.array([6, 0, 3], jnp.int32)
+    expected, _ = step(jaxkv.init(config), q, k, v, num_tokens)
+    cache = jaxkv.extend(jaxkv.init(config), num_tokens)
+    layers = list(cache.layers)
+    out, layers[0] = jaxkv.attention(q[0], k[0], v[0], layers[0])
+    np.testing.assert_array_equal(out, expected[0])
+    refused = r"Layer 2 reads what layer 0 keeps.* take cache.with_layer\(0, layers\[0\]\).layers\[2\]"
+    for call in (
+        lambda: jaxkv.attention(q[2], None, None, layers[2]),
+        lambda: jaxkv.attend(q[2], layers[2]),
+        lambda: jaxkv.explain(q[2], layers[2]),
+        lambda: jax.jit(jaxkv.attend)(q[2], cache.layers[1:][1]),
+    ):
+        with pytest.raises(ValueError, match=refused):
+            call()
+    np.testing.assert_array_equal(jaxkv.positions(layers[2], (ROWS, PLACES)), jaxkv.positions(cache, (ROWS, PLACES)))
+    with_keys = cache.with_layer(0, layers[0])
+    out, layers[2] = jaxkv.attention(q[2], None, None, with_keys.layers[2])
+    np.testing.assert_array_equal(out, expected[2])
+    with pytest.raises(ValueError, match="Layer 2 reads what layer 0 keeps: it has nothing of its own to put back"):
+        cache.with_layer(2, layers[2])
+    layers[1] = jaxkv.write(layers[1], k[1], v[1])
+    cache = cache.with_layers(layers)
+    for layer in (3, 4):
+        np.testing.assert_array_equal(jaxkv.attend(q[layer], cache, layer=layer), expected[layer])
+
+
 def test_no_pool_is_copied():
     config = make_config(num_blocks=2000, max_seq_len=400)
     cache = jax.eval_shape(lambda: jaxkv.init(config))
