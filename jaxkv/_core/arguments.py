@@ -34,7 +34,7 @@ def row_indices(name: str, x: Any, rows: int) -> jax.Array:
         raise ValueError(f"{name} must be a row index or a list of them, not {x.dtype}{list(x.shape)}.")
     if not on_device and x.size and not ((x >= 0) & (x < rows)).all():
         raise IndexError(f"{name} must be rows from 0 to {rows - 1}, not {x.tolist()}.")
-    return jnp.atleast_1d(as_int32(x))
+    return as_int32(x.reshape(-1))
 
 
 def distinct_rows(name: str, x: Any, rows: int) -> np.ndarray:
@@ -62,7 +62,10 @@ def row_mask(name: str, x: Any, rows: int) -> jax.Array:
                 f"{name} must be bool[{rows}], one for each row, or row indices, but its shape is {x.shape}."
             )
         return x
-    return scatter_rows(jnp.zeros(rows, bool), row_indices(name, x, rows), True)
+    indices = row_indices(name, x, rows)
+    if isinstance(x, jax.Array):
+        return scatter_rows(jnp.zeros(rows, bool), indices, True)
+    return jnp.asarray(np.isin(np.arange(rows), x))  # known on the host: nothing runs on the device for it
 
 
 def to_device(x: Any) -> jax.Array:

@@ -1,10 +1,12 @@
 """Whole blocks of keys and values, in and out of pools: in a stack, the same blocks of every layer at once."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv._core.at_hand import own_blocks, part_of
 from jaxkv._core.cache import Cache
@@ -52,21 +54,21 @@ put = jax.jit(put_blocks)
 put_in_place = jax.jit(put_blocks, donate_argnums=0)
 
 
-@jax.jit
-def read_blocks(pool: Pool, blocks: jax.Array) -> Pool:
-    """`[n, ...]`: some blocks of a pool."""
-    return on_shards(pool, _read, (pool, blocks), (POOL, WHOLE), BLOCKS)
+@functools.partial(jax.jit, static_argnames="parts")
+def read_blocks(pool: Pool, blocks: jax.Array, parts: int = 1) -> tuple[Pool, ...]:
+    """`[n, ...]`: some blocks of a pool, in so many parts of equal size."""
+    found = on_shards(pool, _read, (pool, blocks), (POOL, WHOLE), BLOCKS)
+    each = blocks.shape[0] // parts
+    return tuple(jax.tree.map(lambda x, i=i: x[i * each : (i + 1) * each], found) for i in range(parts))
 
 
 def read_group(cache: Cache, group: int, blocks: Any) -> dict[int, Pool]:
     """For each layer of a group the blocks `i32[n]`, as a pool of n blocks; anything for null blocks."""
-    found = {}
+    found: dict[int, Pool] = {}
     for stack in cache.config.group_stacks(group):
         pool = cache.layer(stack[0]).pool
-        part = read_blocks(pool, in_stack(blocks, len(stack), pool.kv.shape[0] // len(stack)))
-        for i, layer in enumerate(stack):
-            own = slice(i * len(blocks), (i + 1) * len(blocks))
-            found[layer] = part if len(stack) == 1 else jax.tree.map(lambda x, own=own: x[own], part)
+        places = in_stack(blocks, len(stack), pool.kv.shape[0] // len(stack))
+        found |= zip(stack, read_blocks(pool, places, parts=len(stack)), strict=True)
     return found
 
 
@@ -94,8 +96,8 @@ def in_stack(blocks: Any, count: int, size: int) -> Any:
     which says that nothing is meant."""
     if count == 1:
         return blocks
-    start = size * jnp.arange(count, dtype=jnp.int32)[:, None]
-    return jnp.where(blocks[None] == NULL_BLOCK, NULL_BLOCK, blocks[None] + start).reshape(-1)
+    start = size * np.arange(count, dtype=np.int32)[:, None]  # on the host, where the blocks may be too
+    return ((blocks[None] + start) * (blocks[None] != NULL_BLOCK).astype(np.int32)).reshape(-1)
 
 
 def padded_size(count: int) -> int:

@@ -13,7 +13,7 @@ from jaxkv._core.allocator import serve, take
 from jaxkv._core.arguments import distinct_rows, row_indices, row_mask, scatter_rows
 from jaxkv._core.cache import Cache
 from jaxkv._core.lines import row_sums, seen_by_rows
-from jaxkv._core.pools import padded_size, put_blocks, put_group, read_group
+from jaxkv._core.pools import padded_size, put, put_group, read_group
 from jaxkv._core.processes import check_here
 from jaxkv._core.state import NULL_BLOCK, Pool
 from jaxkv._core.tables import free, mark_failed
@@ -171,10 +171,22 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
     _check_fits(cache, dst, host)
     if not len(host):
         return cache
-    lengths, firsts, counts, left, thinned = jax.tree.map(
-        jnp.asarray, (host.lengths, host.first, host.count, host.held, host.thinned)
-    )
-    config, number = cache.config, len(host)
+    sizes = tuple(host.blocks[layers[0]].shape[0] for layers in cache.config.groups)
+    held = (host.lengths, host.first, host.count, host.held, host.thinned)
+    tables, targets = _room_for(cache.replace(pools=()), dst, held, sizes)
+    result = cache.replace(tables=tables)
+    for group, target in enumerate(targets):
+        result = put_group(result, group, lambda layer: jax.tree.map(_to_device, host.parts[layer]), target, put)
+    return result
+
+
+@functools.partial(jax.jit, static_argnames="sizes")
+def _room_for(cache: Cache, dst: jax.Array, held: Any, sizes: tuple[int, ...]) -> tuple[Any, list[jax.Array]]:
+    """The tables of a cache without its pools once they have blocks for what `held` says of the rows of a `HostBlocks`,
+    and for each group where its blocks go, `i32[size]`. One program, for outside of any its loop would be compiled each
+    time."""
+    lengths, firsts, counts, left, thinned = jax.tree.map(jnp.asarray, held)
+    config, number = cache.config, lengths.shape[0]
     too_long = lengths > config.max_seq_len
     sensible = _are_empty(cache, dst)
     granted = sensible & ~too_long
@@ -190,44 +202,42 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
     refused, wanted = ~granted, jnp.where(sensible | too_long, lengths, -1)
 
     def of_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
-        """What is said of the rows of `host` for rows of the cache."""
+        """What is said of the rows of the host for rows of the cache."""
         return scatter_rows(jnp.zeros(config.max_seqs, x.dtype), jnp.where(rows, dst, config.max_seqs), x)
 
-    result, groups = cache, []
+    tables, targets = [], []
     for group, (t, first, count, ahead) in enumerate(zip(cache.tables, firsts, counts, aheads, strict=True)):
         heads, all_lines = config.group_heads[group], t.lengths.shape[0]
         line = jnp.where(granted, dst, all_lines)[None] + config.max_seqs * jnp.arange(heads, dtype=jnp.int32)[:, None]
         line = line.ravel()  # past the end: dropped
 
-        def put(old: Any, new: Any, line: jax.Array = line) -> Any:
-            return None if old is None else jnp.asarray(old).at[line].set(new, mode="drop")
+        def put_into(old: Any, new: Any, line: jax.Array = line) -> Any:
+            return None if old is None else old.at[line].set(new, mode="drop")
 
         if not config.contiguous:
             none = jnp.zeros(all_lines, jnp.int32)
             if config.group_sinks[group]:
-                t = take(t, put(none, ahead), at=none)
-            t = take(t, put(none, count - ahead), at=put(none, first))
+                t = take(t, put_into(none, ahead), at=none)
+            t = take(t, put_into(none, count - ahead), at=put_into(none, first))
         needed = jnp.stack([of_rows(need, refused) for need in needs[group]])
         needed = needed[0] if t.parts == 1 else needed
         t = mark_failed(t, of_rows(refused, refused), of_rows(wanted, refused), needed)
         seen = jnp.tile(lengths, heads)
-        held = seen if left[group] is None else left[group]
+        kept = seen if left[group] is None else left[group]
         t = dataclasses.replace(
-            t, lengths=put(t.lengths, held), new=put(t.new, 0), evicted=put(t.evicted, seen - held),
-            thinned=put(t.thinned, thinned[group]),
+            t, lengths=put_into(t.lengths, kept), new=put_into(t.new, 0), evicted=put_into(t.evicted, seen - kept),
+            thinned=put_into(t.thinned, thinned[group]),
         )  # fmt: skip
-        groups.append(t)
+        tables.append(t)
         # Block i is the (i - start)-th of the line in whose range it lies.
-        size = host.blocks[config.groups[group][0]].shape[0]
-        i, end = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(count)
+        i, end = jnp.arange(sizes[group], dtype=jnp.int32), jnp.cumsum(count)
         of = jnp.searchsorted(end, i, side="right", method="compare_all")
         own = jnp.minimum(of, count.shape[0] - 1)
         number_of = i - (end - count)[own]  # of the line's blocks
         column = number_of + jnp.where(number_of < ahead[own], 0, (first - ahead)[own])
         target = t.tables[jnp.minimum(line[own], all_lines - 1), jnp.clip(column, 0, t.tables.shape[1] - 1)]
-        target = jnp.where((of < count.shape[0]) & (line[own] < all_lines), target, NULL_BLOCK)
-        result = put_group(result, group, lambda layer: jax.tree.map(_to_device, host.parts[layer]), target, put_blocks)
-    return result.replace(tables=tuple(groups))
+        targets.append(jnp.where((of < count.shape[0]) & (line[own] < all_lines), target, NULL_BLOCK))
+    return tuple(tables), targets
 
 
 def _row_list(cache: Cache, rows: Any) -> np.ndarray:
@@ -267,13 +277,15 @@ def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:
     indices = np.asarray(dst).tolist()
     if len(set(indices)) != len(indices):
         raise ValueError(f"rows names a row twice: {indices}.")
-    taken = [row for row, is_empty in zip(indices, np.asarray(_are_empty(cache, dst)), strict=True) if not is_empty]
+    empty = _are_empty(cache.replace(pools=()), dst)
+    taken = [row for row, is_empty in zip(indices, np.asarray(empty), strict=True) if not is_empty]
     if taken:
         raise ValueError(
             f"Rows can only be swapped into empty rows, but {taken} hold tokens or blocks: free them first."
         )
 
 
+@jax.jit
 def _are_empty(cache: Cache, rows: jax.Array) -> jax.Array:
     """`bool[n]`: which of the rows exist, hold nothing, and are named for the first time."""
     inside = (rows >= 0) & (rows < cache.lengths.shape[0])

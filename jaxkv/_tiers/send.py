@@ -174,7 +174,7 @@ def _read(cache: Cache, layer: int, plan: Blocks) -> Pool:
     slots = np.maximum(plan.padded, 0)
     block = slots // size + stack.index(layer) * (pool.kv.shape[0] // len(stack))
     if slots.shape[1] == size:
-        return read_blocks(pool, np.asarray(block.max(axis=1), np.int32))
+        return read_blocks(pool, np.asarray(block.max(axis=1), np.int32))[0]
     return _read_tokens(pool, np.asarray(block, np.int32), np.asarray(slots % size, np.int32))
 
 
