@@ -177,7 +177,6 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
     import jax
     import numpy as np
     from jax.experimental import pallas as pl, topologies
-    from jax.experimental.pallas import tpu as pltpu
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from pallas_kernels import SHAPES, AttentionShape, cascade, tpu
@@ -227,9 +226,6 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
     if copies_only:
         modules["decode"]._attend = modules["prefill"]._attend = lambda *args, **kwargs: None
 
-    def far(x):  # a long step's tokens do not stay in vector memory, as XLA would have them here
-        return pltpu.with_memory_space_constraint(x, pltpu.HBM)
-
     options = {"soft_cap": shape.soft_cap, "window": shape.window, "deterministic": work.deterministic}
     options |= {} if shape.rank is None else {"rank": shape.rank, "scale": 0.1}
     tokens = (work.rows, 1) if work.kernel == "decode" else (work.tokens * work.rows,)
@@ -241,7 +237,7 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
 
         kv, scale = pools[0]
         if work.kernel == "write":
-            return tpu.write_kv(kv, far(k), far(v), tables, lengths, new, **quantised(scale))
+            return tpu.write_kv(kv, k, v, tables, lengths, new, **quantised(scale))
         if work.kernel == "prefill" and not work.layer:
             return tpu.paged_attention(q, kv, tables, lengths, new, **options, **quantised(scale))
         written = []

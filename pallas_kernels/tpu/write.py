@@ -142,6 +142,8 @@ def write(kv, new, runs: Runs, kv_scale=None, kind=None, rank=None, *, page_size
     """
     _, parts, num_kv_heads, _, head_dim = kv.shape
     depth = slots(kv, page_size)
+    if not interpret:  # XLA would have what is small in vector memory, from where a copy is a loop, a register a turn
+        new = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in new]
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     page = pltpu.VMEM((depth, parts, num_kv_heads, page_size, head_dim), kv.dtype)
     pools, buffers = [kv], [page, page]

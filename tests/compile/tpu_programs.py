@@ -53,6 +53,14 @@ def vector_memory(text, q, kv, tables, deterministic=False):
     ]
 
 
+def tokens_in_vector_memory(text):
+    """Which of the new tokens that the kernel for the write is handed XLA keeps there."""
+    where = dict(re.findall(r"%([\w.-]+) = (\w+\[[^ ]*) ", text))
+    given = re.findall(r"%paged_write[.\w]* = .*? custom-call\(([^)]*)\)", text)
+    tokens = [where[name] for names in given for name in re.findall(r"%([\w.-]+)", names)]
+    return [x for x in tokens if x.count(",") >= 2 and "S(1)" in x]
+
+
 def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16", implementation="tpu",
             block_size=BLOCK_SIZE, blocks_per_row=BLOCKS_PER_ROW, kind=None, chunk=None, tree=False,
             sink_tokens=None, cascade=False, deterministic=False):  # fmt: skip
@@ -120,6 +128,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
         "temp": memory.temp_size_in_bytes,
         "queries": q.size // shape.head_dim * stored * q.dtype.itemsize // chips,  # as the kernels have them
         "new": 2 * k.size * k.dtype.itemsize,  # the keys and values handed in
+        "tokens in vector memory": tokens_in_vector_memory(text),
         "collectives": len(re.findall(r"\b(?:all|reduce|collective)-(?:gather|reduce|to-all|scatter|permute)", text)),
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
         # Who reads for rows together sends other queries than these, and a device of several has fewer heads.
@@ -142,7 +151,7 @@ def main(chip, everything=""):
             "fused, head_dim 64": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {}),
             "write of many tokens": ("llama3-8b", "write_kv", (ROWS, 256), {}),
             "write of many tokens, small pool": ("llama3-8b", "write_kv", (ROWS, 256), {"blocks_per_row": 256}),
-            "mixed": ("qwen3-30b-a3b", "write_and_attend", (64,), {}),
+            "mixed": ("qwen3-30b-a3b", "write_and_attend", (64,), {"layers": 2}),
             "fused, int8": ("llama3-8b", "write_and_attend", (ROWS, 1), INT8),
         }
         if everything or chip == "v6e":
