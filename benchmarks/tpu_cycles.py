@@ -55,6 +55,10 @@ class Work(NamedTuple):
         length = (lambda row: 128 + 256 * row) if self.ragged else (lambda row: 102 + 117 * (row & 7))
         return [length(row) if self.ragged or self.kept else self.context for row in range(self.rows)]
 
+    def steps(self, block_rows: int, segment: int, segments: int) -> int:
+        """Of a block of rows in decode, each as long as in any other."""
+        return -(-sum(-(-n // segment) for n in self.lengths[:block_rows]) // segments)
+
     @property
     def block_size(self) -> int:
         if self.kind is not None:
@@ -148,10 +152,10 @@ def stand_ins(
 
     row_blocks = work.table // work.block_size
     decodes = work.kernel == "decode"
-    lengths = work.lengths
     limits = Scalars(lambda row: 128 + 256 * row) if work.ragged else number(work.context if decodes else 0)
     limits = Scalars(lambda row: 102 + 117 * (row & 7)) if work.kept else limits
-    steps = -(-sum(-(-n // segment) for n in lengths[:block_rows]) // segments) if decodes else 0
+    successors = Scalars(lambda row: row) if decodes else number(work.rows)
+    steps = work.steps(block_rows, segment, segments) if decodes else 0
     block, knobs = Scalars(lambda i: i + 1), Scalars(lambda i: 0.1, "float32")
     target = Scalars(lambda row: (row + 1) * row_blocks)
     together = work.prefix is not None
@@ -166,7 +170,7 @@ def stand_ins(
         token = Scalars(lambda i: i - (i & (page - 1)))
         runs = [block, number(0), token, place, Scalars(lambda i: (i & (page - 1)) + 1), number(work.rows)]
     return {
-        "paged_decode": [limits, Scalars(lambda row: row), target, number(steps), block, knobs],
+        "paged_decode": [limits, successors, target, number(steps), block, knobs],
         "paged_prefill": [number(0), first, start, limit, block, knobs, *sights],
         "paged_write": runs,
     }
@@ -224,7 +228,8 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
 
     pl.pallas_call = with_scalars
     if copies_only:
-        modules["decode"]._attend = modules["prefill"]._attend = lambda *args, **kwargs: None
+        modules["prefill"]._attend = lambda *args, **kwargs: None
+        modules["decode"]._attend = lambda fetch, work, *args: [fetch(segment) for segment in range(len(work))]
 
     options = {"soft_cap": shape.soft_cap, "window": shape.window, "deterministic": work.deterministic}
     options |= {} if shape.rank is None else {"rank": shape.rank, "scale": 0.1}
@@ -257,13 +262,13 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
         scale = None if work.kind is None else array(*pool.shape[:-1], *axes, dtype="float32")
         arguments = (q, k, k, [(pool, scale)] * layers, tables, counts, counts, array(4, work.rows, dtype="int32"))
         program = jax.jit(program, donate_argnums=donated).lower(*arguments).compile().as_text()
-    lengths = work.lengths
     tiles, streams = work.tokens // tile, 1 if work.kind is None else 2  # scales come and go beside what they scale
-    per_row = [-(-n // work.block_size) for n in lengths]
+    steps = -(-work.rows // block_rows) * work.steps(block_rows, walk.step_tokens, segments)
+    places = (steps + decode.SLOTS - 1) * segments * walk.pages_per_step  # each has a copy, though it may be of nothing
     per_tile = [-(-(work.context + (i + 1) * tile) // work.block_size) for i in range(tiles)]
     runs = work.rows if work.rows > 1 else work.tokens // page
     needed = {  # blocks, queries, new tokens and old pages in; register tiles, output and pages out
-        "decode": (streams * sum(per_row) if shape.window is None else None, streams * work.rows),
+        "decode": (streams * places, streams * work.rows),
         "prefill": (tiles + streams * sum(per_tile), tiles),
         "write": ((2 + (streams if work.rows > 1 else 0)) * runs, streams * runs),
     }

@@ -1,7 +1,7 @@
 """One new token per row: attention over the row's blocks, with the token's own keys and values written on the way.
 
 A row's keys are cut into segments of 128 tokens. A step of the work takes eight of them, one row's or several rows', in
-order; the next step's pages come meanwhile, so that the copies never stop. Short rows therefore cost what their
+order; the next steps' pages come meanwhile, so that the copies never stop. Short rows therefore cost what their
 pages do. All heads share one softmax: its logits are `[H, tokens]`, dense registers. The write changes one register
 tile of rows in the page that has come anyway, and sends that tile back.
 """
@@ -33,12 +33,13 @@ from pallas_kernels.tpu.quantised import along_lanes, as_given, quantise, querie
 SEGMENT_TOKENS = 128
 ONE_HEAD_TOKENS = 256  # a segment of one KV head is little work beside what every segment costs
 SEGMENTS = 8
+SLOTS = 3  # steps whose pages have room: a step's copies start while one is worked on and the next one's still come
 # Of latent rows, which all heads share: a segment's sums are wide and many, so they are put together less often.
 LATENT_TOKENS, LATENT_SEGMENTS = 1024, 4
 AHEAD = 6  # so many segments' products with their keys are under way before the first's with its values
 BLOCK_ROWS = 64  # at most, a power of two: rows whose queries and output are in vector memory together
 BLOCK_BYTES = 4 * 2**20  # of them; they are buffered twice
-STATE = 7  # scalars that go from one grid step to the next
+STATE = 2 * SLOTS + 4  # scalars that go from one grid step to the next
 _CONTRACT_MINOR = (((1,), (1,)), ((), ()))
 _CONTRACT_INNER = (((1,), (0,)), ((), ()))
 
@@ -94,7 +95,7 @@ def decode(
     inputs = [(q, per_block(heads, head_dim))]
     outputs = [(output((rows, heads, value_dim), q.dtype, q, kv), per_block(heads, value_dim))]
     scratch = [
-        *page_buffers(kv, kv_scale, segments * pages.pages_per_step, pages.page_size),
+        *page_buffers(kv, kv_scale, segments * pages.pages_per_step, pages.page_size, SLOTS),
         pltpu.SMEM((STATE,), jnp.int32),
         pltpu.VMEM((heads, LANES), jnp.float32),
         pltpu.VMEM((heads, LANES), jnp.float32),
@@ -154,14 +155,14 @@ def decode(
     return results[0], lse, kv, as_given(kv_scale, rank)
 
 
-def page_buffers(kv, kv_scale, count: int, page_size: int) -> list:
-    """Scratch for two times `count` pages and their semaphores, and the same for their scales."""
+def page_buffers(kv, kv_scale, count: int, page_size: int, slots: int = 2) -> list:
+    """Scratch for `slots` times `count` pages and their semaphores, and the same for their scales."""
     _, parts, num_kv_heads, _, head_dim = kv.shape
-    shape = (2, count, parts, num_kv_heads, page_size, head_dim)
-    scratch = [pltpu.VMEM(shape, kv.dtype), pltpu.SemaphoreType.DMA((2,))]
+    shape = (slots, count, parts, num_kv_heads, page_size, head_dim)
+    scratch = [pltpu.VMEM(shape, kv.dtype), pltpu.SemaphoreType.DMA((slots,))]
     if kv_scale is not None:
-        page = (2, count, *kv_scale.shape[1:3], page_size)
-        scratch += [pltpu.VMEM(page, kv_scale.dtype), pltpu.SemaphoreType.DMA((2,))]
+        page = (slots, count, *kv_scale.shape[1:3], page_size)
+        scratch += [pltpu.VMEM(page, kv_scale.dtype), pltpu.SemaphoreType.DMA((slots,))]
     return scratch
 
 
@@ -173,7 +174,7 @@ def segment_tokens(kv) -> int:
 
 
 def segments_per_step(kv, rows: int, pages: Pages) -> int:
-    """As many as vector memory has room for twice, and no more than there can be."""
+    """As many as each slot has room for, and no more than there can be."""
     _, parts, num_kv_heads, _, head_dim = kv.shape
     segment_bytes = parts * num_kv_heads * head_dim * kv.dtype.itemsize * pages.step_tokens
     most = rows * -(-pages.blocks_per_row * pages.block_size // pages.step_tokens)
@@ -189,8 +190,8 @@ def decode_bytes(
     pages = Pages.plan(kv, tables, ALL, step_tokens or segment_tokens(kv), deterministic)
     segments = segments_per_step(kv, rows, pages)
     block = block_rows(rows, heads, num_kv_heads, head_dim, dtype.itemsize)
+    ahead = [((segments * pages.pages_per_step, parts, num_kv_heads, pages.page_size, head_dim), kv.dtype)]
     twice = [
-        ((segments * pages.pages_per_step, parts, num_kv_heads, pages.page_size, head_dim), kv.dtype),
         ((block, heads, head_dim), dtype),
         ((block, heads, head_dim), dtype),
         ((block, parts, num_kv_heads, head_dim), kv.dtype),
@@ -206,11 +207,12 @@ def decode_bytes(
         once.append(((3, parts, pages.step_tokens, head_dim), jnp.bfloat16))
     if kv.dtype.itemsize == 1:  # scales: of pages, of the new tokens, and on their way back
         scales = (2, num_kv_heads) if parts == 2 else (1, 2)
-        twice.append(((segments * pages.pages_per_step, *scales, pages.page_size), jnp.float32))
+        ahead.append(((segments * pages.pages_per_step, *scales, pages.page_size), jnp.float32))
         new = ((block, parts, num_kv_heads, head_dim), jnp.float32)  # as they come, and as they are stored
         twice.append(new)
         once += [new, ((block, *scales, LANES), jnp.float32), ((segments, *scales, LANES), jnp.float32)]
-    return SPILL_BYTES + 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
+    slots = SLOTS * sum(vector_bytes(*x) for x in ahead)
+    return SPILL_BYTES + slots + 2 * sum(vector_bytes(*x) for x in twice) + sum(vector_bytes(*x) for x in once)
 
 
 def block_rows(rows: int, heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> int:
@@ -267,25 +269,27 @@ def _kernel(
         moved = after(jnp.where(there, row, 0), part)
         return tuple(jnp.where(there, new, old) for new, old in zip(moved, (row, part), strict=True))
 
-    def start(row, part, slot):
-        """Start the copies of the step that begins there. Returns where the next begins, and how many pages come."""
-        end = end_of_block(row)
-
-        def body(segment, at):
-            row, part, count = at
-            safe = jnp.where(row < end, row, 0)
+    def advance(at):
+        """Where the work is once a step is done: where it and the two after it begin, how many pages are coming for the
+        first and for the second, and the first's slot. With it, what starts the copies of each segment of the third."""
+        *marks, _, next_count, slot = at
+        row, part = marks[-2:]
+        end, free = end_of_block(row), jnp.where(slot == 0, SLOTS - 1, slot - 1)
+        segments_to_come, coming = [], jnp.int32(0)
+        for _ in range(segments):
+            there = row < end
+            safe = jnp.where(there, row, 0)
             limit = limits[safe]
+            held = jnp.where(there, jnp.minimum(pages.held(limit - 1, limit, part), pages.pages_per_step), 0)
+            segments_to_come.append((safe, limit - 1, limit, part, held))
+            coming += held
+            row, part = segment_after(row, part, end)
 
-            @pl.when(row < end)
-            def _():
-                arrived = [semaphore.at[slot] for _, semaphore in buffers]
-                coming = list(zip(hbm, buffer(slot, segment), arrived, strict=True))
-                pages.copies("start", coming, tables, row, limit - 1, limit, part)
+        def fetch(segment):
+            arrived = [semaphore.at[free] for _, semaphore in buffers]
+            pages.start(list(zip(hbm, buffer(free, segment), arrived, strict=True)), tables, *segments_to_come[segment])
 
-            held = jnp.minimum(pages.held(limit - 1, limit, part), pages.pages_per_step)
-            return *segment_after(row, part, end), count + jnp.where(row < end, held, 0)
-
-        return lax.fori_loop(0, segments, body, (row, part, jnp.int32(0)))
+        return (*marks[2:], row, part, next_count, coming, jnp.where(slot == SLOTS - 1, 0, slot + 1)), fetch
 
     def await_pages(slot, count):
         for pages_of, arrived in buffers:
@@ -296,12 +300,18 @@ def _kernel(
         """Write the new tokens that a step's segments end with, and hide what no query sees. Returns how many."""
         end = end_of_block(row)
 
-        def body(segment, at):
-            row, part, written = at
-            safe = jnp.where(row < end, row, 0)
-            limit, here = limits[safe], buffer(slot, segment)
-            last = (row < end) & (part + 1 == parts(safe))
-            writes = last & (targets[safe] > 0)
+        def begins(at):
+            segment, row, *_ = at
+            return (segment < segments) & (row < end)
+
+        def body(at):
+            segment, row, part, written = at
+            limit, count = limits[row], parts(row)
+            if not pages.reach.ends:  # nothing is to be done before the row's last segment
+                segment, part = segment + count - 1 - part, count - 1
+            here = buffer(slot, segment)
+            inside = segment < segments
+            writes = inside & (part + 1 == count) & (targets[row] > 0)
             if fused:
 
                 @pl.when(writes)
@@ -314,10 +324,10 @@ def _kernel(
                         _write_back(tile, semaphore, hbm[i], targets[row], limit - 1, pages).start()
 
             if kind is None:
-                pl.when(row < end)(lambda: pages.hide_values(here[0], limit - 1, limit, part, parts(row)))
-            return *segment_after(row, part, end), written + jnp.where(writes, 1, 0)
+                pl.when(inside)(lambda: pages.hide_values(here[0], limit - 1, limit, part, count))
+            return segment + 1, *after(row, part), written + jnp.where(writes, 1, 0)
 
-        return lax.fori_loop(0, segments, body, (row, part, jnp.int32(0)))[-1]
+        return lax.while_loop(begins, body, (jnp.int32(0), row, part, jnp.int32(0)))[-1]
 
     def await_writes(count):
         if fused:
@@ -328,8 +338,16 @@ def _kernel(
 
     @pl.when(block == 0)
     def _():
-        first = successors[0], jnp.int32(0)
-        for i, x in enumerate((*first, *start(*first, 0), 0, 0)):
+        def start(_, at):
+            at, fetch = advance(at)
+            for segment in range(segments):
+                fetch(segment)
+            return at
+
+        nothing = jnp.int32(0)
+        at = (*[successors[0], nothing] * SLOTS, nothing, nothing, jnp.int32(1))
+        at = lax.fori_loop(0, jnp.where(successors[0] < rows, SLOTS - 1, 0), start, at)
+        for i, x in enumerate((*at, 0)):
             state[i] = x
 
     out_ref[...] = jnp.zeros_like(out_ref)
@@ -337,8 +355,9 @@ def _kernel(
         lse_ref[...] = jnp.full_like(lse_ref, -jnp.inf)
 
     def step(_, at):
-        row, part, next_row, next_part, count, slot, written = at
-        beyond = start(next_row, next_part, 1 - slot)
+        *at, written = at
+        row, part, *_, count, _, slot = at
+        following, fetch = advance(at)
         await_pages(slot, count)
         await_writes(written)  # of the step before; they have left by now
         written = prepare(row, part, slot)
@@ -351,10 +370,10 @@ def _kernel(
             at = segment_after(*at, end)
 
         _attend(
-            work, q_ref, block * block_rows, knobs, soft_cap, pages, kind, rank, sinks_ref, out_ref, lse_ref,
+            fetch, work, q_ref, block * block_rows, knobs, soft_cap, pages, kind, rank, sinks_ref, out_ref, lse_ref,
             max_ref, sum_ref, out_sum_ref,
         )  # fmt: skip
-        return next_row, next_part, *beyond, 1 - slot, written
+        return *following, written
 
     at = lax.fori_loop(0, counts[block], step, tuple(state[i] for i in range(STATE)))
     for i in range(STATE):
@@ -363,11 +382,12 @@ def _kernel(
 
 
 def _attend(
-    work, q_ref, first_row, knobs, soft_cap, pages, kind, rank, sinks_ref, out_ref, lse_ref, max_ref, sum_ref,
+    fetch, work, q_ref, first_row, knobs, soft_cap, pages, kind, rank, sinks_ref, out_ref, lse_ref, max_ref, sum_ref,
     out_sum_ref,
 ):  # fmt: skip
     """One step: each segment's softmax by itself, all heads at once, so that one's products run beside another's
-    exponentials; then they are put together, row by row. There is no branch in it, for none may part them."""
+    exponentials; then they are put together, row by row. There is no branch in it, for none may part them. Meanwhile
+    `fetch` starts the copies of a later step's segment, each by its number."""
     precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
     matmul = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     nothing = (
@@ -423,6 +443,7 @@ def _attend(
         if i + AHEAD < len(work):
             logits[i + AHEAD] = scores(*work[i + AHEAD])
         if 0 <= i < len(work):
+            fetch(i)  # among them the scalar unit's work costs nothing
             softmaxes[i] = soften(logits.pop(i), *work[i])
         if i >= 1:
             so_far = accumulate(so_far, *softmaxes.pop(i - 1), *work[i - 1])

@@ -1,7 +1,7 @@
 """How the kernels walk the blocks of a row: in pages, a step of pages at a time, two steps in flight.
 
 A page is what one DMA brings: a block, or a part of one where blocks are larger than a step. A step is what the matrix
-unit works on at once: pages of some hundred tokens, in one of two buffers, while the next step's pages fly.
+unit works on at once: pages of some hundred tokens, in one of some buffers, while the next step's pages fly.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.sight import Reach
 
 SMEM_ENTRIES = 250_000  # i32 that fit the 1 MiB of scalar memory, with some room for the rest
-PAGE_BUFFER_BYTES = 16 * 2**20  # of vector memory, for both buffers
+PAGE_BUFFER_BYTES = 16 * 2**20  # of vector memory, for two buffers; decode has a third
 VMEM_BYTES = 48 * 2**20  # what a kernel may use in all: v5p and tpu7x have 64 MiB, of which XLA wants its part
 SPILL_BYTES = 6 * 2**20  # for registers that a kernel has no room for; in bfloat16 up to 4 MiB were seen
 LANES = 128
@@ -174,6 +174,20 @@ class Pages:
         @pl.when(held < self.pages_per_step)
         def _():
             lax.fori_loop(0, held, page, None)
+
+    def start(self, streams, tables, row, oldest, limit, step, count) -> None:
+        """Start the copies of a step's first `count` pages, without a branch: the others' are of no blocks at all."""
+        begin, last = self.first(oldest) + step * self.pages_per_step, jnp.maximum(self.stop(limit) - 1, 0)
+        for i in range(self.pages_per_step):
+            block, part = self._split(self.page(jnp.minimum(begin + i, last), oldest))
+            size = jnp.where(i < count, 1, 0)
+            where = size * tables[row * self.blocks_per_row + block]
+            for hbm, buffer, semaphore in streams:
+                source = hbm.at[pl.ds(where, size)]
+                if self.page_size < self.block_size:
+                    start = pl.multiple_of(part * self.page_size, self.page_size)
+                    source = hbm.at[pl.ds(where, size), :, :, pl.ds(start, self.page_size)]
+                pltpu.make_async_copy(source, buffer.at[pl.ds(i, size)], semaphore).start()
 
     def _split(self, page: jax.Array) -> tuple[jax.Array, jax.Array]:
         parts = self.block_size // self.page_size

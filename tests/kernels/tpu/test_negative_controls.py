@@ -20,6 +20,7 @@ pytestmark = pytest.mark.timeout(240, method="thread")
 SOURCE = pathlib.Path(pallas_kernels.tpu.__file__).parent
 names = (f"broken_tpu_{i}" for i in itertools.count())
 ROWS = Case((5, 37), (1, 1), 2, 1, 128, 8)
+LONG = Case((5, 165), (1, 1), 2, 1, 128, 8)
 SHORT = Case((5, 9), (1, 1), 2, 1, 128, 8)
 CHUNKS = Case((37, 30, 9), (20, 7, 4), 2, 1, 128, 8, packed=True, padding=3)
 PACKED = Case((37, 30, 9), (20, 7, 4), 2, 1, 128, 16, dtype="bfloat16", packed=True, padding=3)
@@ -84,7 +85,7 @@ def precision(tpu, case, mode):
 # may wait for a copy that nobody starts.
 CONTROLS = {
     "pages not awaited": (decode, ROWS, PLAIN, "decode.py", "        await_pages(slot, count)\n", ""),
-    "one page not awaited": (decode, ROWS, PLAIN, "decode.py", "row < end, held, 0", "row < end, held - 1, 0"),
+    "one page not awaited": (decode, ROWS, PLAIN, "decode.py", "coming += held", "coming += jnp.maximum(held - 1, 0)"),
     "one slot for two steps": (
         decode,
         ROWS,
@@ -92,6 +93,32 @@ CONTROLS = {
         "decode.py",
         "pages_of.at[slot, these]",
         "pages_of.at[0 * slot, these]",
+    ),
+    "a step's pages over those that are worked on": (
+        decode,
+        LONG,
+        RACES,
+        "decode.py",
+        "buffer(free, segment)",
+        "buffer(slot, segment)",
+    ),
+    "a page copied that a row has not": (decode, ROWS, RACES, "pages.py", "jnp.where(i < count, 1, 0)", "jnp.int32(1)"),
+    "a table read past its end": (decode, ROWS, PLAIN, "pages.py", "jnp.minimum(begin + i, last)", "100 + begin + i"),
+    "a row's last segment missed": (
+        decode,
+        ROWS,
+        PLAIN,
+        "decode.py",
+        "segment + count - 1 - part,",
+        "segment + count - part,",
+    ),
+    "a row's end before its step": (
+        decode,
+        LONG,
+        PLAIN,
+        "decode.py",
+        "inside = segment < segments",
+        "inside = segment >= 0",
     ),
     "wrong block": (
         decode,
@@ -179,8 +206,8 @@ CONTROLS = {
         "(block > 0)",
         "(block >= 0)",
         "decode.py",
-        "(targets[safe] > 0)",
-        "(targets[safe] >= 0)",
+        "(targets[row] > 0)",
+        "(targets[row] >= 0)",
     ),
     "decode writes beyond the pool": (
         decode_without_a_block,
