@@ -391,8 +391,8 @@ def _attend(
     def scores(part, head, at, width):
         buffer = pages_of(part)
         keys = widen(buffer[:, 0, head].reshape(tokens, head_dim), kind, dtype)
-        rows = 2 if words.packed else 1
-        parts = queries_by_scale(words.unpack(q_ref[head, pl.ds(at // rows, width // rows)]), kind, rank)
+        lines = pl.ds(at // words.numbers, width // words.numbers)
+        parts = queries_by_scale(words.unpack(q_ref[head, lines]), kind, rank)
         return [matmul(keys[:, lanes], q, _CONTRACT_MINOR) for q, lanes in parts]
 
     def scaled(logits, scales):

@@ -31,13 +31,27 @@ class Words(NamedTuple):
         packed = jnp.dtype(dtype).itemsize == 2 and num_heads % 2 == 0
         return cls(packed, num_heads // 2 if packed else num_heads, jnp.dtype(dtype))
 
+    @property
+    def numbers(self) -> int:
+        """Of a word: of two heads, or of a head two tokens'."""
+        return 2 if self.packed else 1
+
+    @property
+    def num_heads(self) -> int:
+        return self.lines * self.numbers
+
+    @property
+    def pitch(self) -> int:
+        """Lines from one token to the next: odd."""
+        return self.lines | 1
+
     def by_token(self, tile_tokens: int, head_dim: int) -> tuple[tuple[int, ...], Any]:
         """Shape and dtype, of queries and of output: tokens of even places, then the others."""
         lanes = min(head_dim, LANES)
-        return (2, head_dim // lanes, tile_tokens * (self.lines | 1), lanes), jnp.uint32 if self.packed else jnp.float32
+        return (2, head_dim // lanes, tile_tokens * self.pitch, lanes), jnp.uint32 if self.packed else jnp.float32
 
     def by_head(self, kv_heads: int, queries: int, head_dim: int) -> tuple[tuple[int, ...], Any]:
-        return (kv_heads, queries // 2 if self.packed else queries, head_dim), jnp.uint32 if self.packed else self.dtype
+        return (kv_heads, queries // self.numbers, head_dim), jnp.uint32 if self.packed else self.dtype
 
     def heads_together(self, group: int) -> int:
         """As many KV heads have a whole number of words."""
@@ -64,10 +78,9 @@ class Words(NamedTuple):
 
     def every(self, line, tokens: int, odd: int | None):
         """A word of each token, or of those of even or odd places."""
-        pitch = self.lines | 1
         if odd is None:
-            return pl.ds(line, tokens, pitch)
-        return pl.ds(odd * (tokens // 2) * pitch + line, tokens // 2, pitch)
+            return pl.ds(line, tokens, self.pitch)
+        return pl.ds(odd * (tokens // 2) * self.pitch + line, tokens // 2, self.pitch)
 
 
 def to_heads(by_head, by_token, words_ref, words, group, tile_tokens, together=LANES):
@@ -101,7 +114,7 @@ def to_heads(by_head, by_token, words_ref, words, group, tile_tokens, together=L
 
 def to_tokens(by_token, sums, words_ref, words, group, tile_tokens):
     """The way back, of quotients `[K, D, G * tokens]`: `sums` gives those of a KV head."""
-    together, kv_heads = words.heads_together(group), words.lines * (2 if words.packed else 1) // group
+    together, kv_heads = words.heads_together(group), words.num_heads // group
 
     @pl.loop(0, kv_heads // together, unroll=unrolled(kv_heads // together))
     def _(some):
@@ -129,7 +142,7 @@ def to_tokens(by_token, sums, words_ref, words, group, tile_tokens):
 def _each_token(do, words, tile_tokens, together):
     """`do` for every 16 tokens and where their words are, in the order that `every` takes them. So many `together` are
     worked on without a loop."""
-    together, pitch = min(together, tile_tokens), words.lines | 1
+    together, pitch = min(together, tile_tokens), words.pitch
 
     @pl.loop(0, tile_tokens // together, unroll=tile_tokens == together)
     def _(i):
