@@ -1,21 +1,18 @@
 """The GPU kernels' numerics on the chip."""
 
-import contextlib
-import dataclasses
 import functools
 import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from gpu_book import TRYING, Book
+from gpu_plans import FORMS, use_form
 
 from pallas_kernels import gpu, testing, xla
-from pallas_kernels.gpu import tuning
 from pallas_kernels.testing import Case
 
 HUNG = 60  # seconds for one case, its compilation included
@@ -30,7 +27,7 @@ KERNELS = {  # what a kind of case starts, the simplest first: the first to hang
     "quantised": "paged_prefill, paged_decode_split and paged_decode_merge of 8 bits",
     "latent": "paged_latent_decode and paged_decode_merge",
     "latent mixed": "paged_latent_prefill, paged_latent_decode and paged_decode_merge",
-    "registers": "paged_prefill with its weights in registers",
+    **{form: f"paged_prefill in the form {form}" for form in FORMS},
 }
 
 
@@ -40,7 +37,7 @@ def cases(kind: str) -> Iterator[Case]:
     for i in itertools.count():
         head_dim = chosen.choice((64, 80, 96, 128, 256))
         longest = (0, 1, 7, 63, 64, 129, 191) if kind == "short" else (0, 1, 7, 63, 64, 127, 129, 500, 1500)
-        lengths = tuple(chosen.choice(longest) for _ in range(1 if kind in ("one row", "registers") else 4))
+        lengths = tuple(chosen.choice(longest) for _ in range(1 if kind in ("one row", *FORMS) else 4))
         group = chosen.choice((1, 2, 4, 5, 7, 8) if kind == "few" else (1, 2, 4, 5, 7, 8, 16))
         most_new = {"short": (1,), "decode": (1,), "latent": (0, 1), "few": (0, 1, 2, 4)}.get(kind, (0, 1, 2, 65, 200))
         new = tuple(min(n, chosen.choice(most_new)) for n in lengths)
@@ -95,14 +92,6 @@ def check(book: Book, interpret, *, each: int, seconds: float) -> list[dict[str,
     return wrong
 
 
-def in_registers() -> contextlib.AbstractContextManager:
-    """Plans of prefill whose weights are multiplied from registers, which no interpreter has tried."""
-    planned = tuning.prefill_plan
-    return mock.patch.object(
-        tuning, "prefill_plan", lambda *asked: dataclasses.replace(planned(*asked), weights_in_registers=True)
-    )
-
-
 def check_case(case: Case, interpret, kind: str, nth: int) -> dict[str, Any]:
     inputs, options = testing.make_inputs(case), testing.make_options(case)
     held, quantised = inputs, {}
@@ -113,7 +102,7 @@ def check_case(case: Case, interpret, kind: str, nth: int) -> dict[str, Any]:
     def attend(*inputs):
         return gpu.paged_attention(*inputs, **options, **quantised, return_lse=True, interpret=interpret)
 
-    with in_registers() if kind == "registers" else contextlib.nullcontext():
+    with use_form(kind):
         out, lse = jax.jit(attend)(*inputs)
     reference = jax.jit(lambda *x: testing.expected(case, testing.Inputs(*x), return_lse=True))
     expected_out, expected_lse = reference(*held)

@@ -19,6 +19,7 @@ from unittest import mock
 from _harness import save
 from gpu_book import watchdog
 from gpu_contenders import calls_of, ours
+from gpu_plans import FORMS
 from gpu_work import Point, inputs
 
 from pallas_kernels.gpu import tuning
@@ -40,8 +41,8 @@ def decode_plans() -> Iterator[tuning.DecodePlan]:
 
 
 def prefill_plans() -> Iterator[tuning.PrefillPlan]:
-    for tokens, stages, in_registers in itertools.product((64, 128), (2, 3, 4), (False, True)):
-        yield tuning.PrefillPlan(Tile(tokens, stages), in_registers)
+    for tokens, stages, form in itertools.product((64, 128), (2, 3, 4), ({}, *FORMS.values())):
+        yield tuning.PrefillPlan(Tile(tokens, stages), **form)
 
 
 def jobs(head_dims: tuple[int, ...]) -> Iterator[Job]:
@@ -75,6 +76,7 @@ def tune(job: Job, end: float, rows: list[dict[str, Any]]) -> Any:
     name, arguments, plans, points = job
     random.Random(0).shuffle(plans)  # so that whatever the time allows is a fair sample
     today = getattr(tuning, name)(*arguments)
+    plans.sort(key=lambda plan: plan.tile != today.tile)  # the other forms of today's plan, before other tiles
     times: dict[Any, float] = {}
     try:
         steps = [(point, inputs(point, point.pools)) for point in points]

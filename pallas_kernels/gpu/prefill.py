@@ -14,6 +14,7 @@ multiplied by zero.
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -51,6 +52,17 @@ QUERY_ROWS = CONSUMERS * HALF
 ROWS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
 
+class Part(NamedTuple):
+    """What a consumer's loop is over, and what turns products into logits; see `work.prefill_items`."""
+
+    first_token: jax.Array
+    stop: jax.Array
+    first_seen: jax.Array
+    start: jax.Array
+    scale: jax.Array
+    cap: jax.Array
+
+
 def tokens_of(group: int) -> int:
     """New tokens in one consumer's query rows: row r is head `r // tokens` of token `r % tokens`; there may be rows of
     no head at the end."""
@@ -59,7 +71,8 @@ def tokens_of(group: int) -> int:
 
 def attend(
     q, kv, tables, items, scalars, holes, sinks, *, tile: Tile, reach: Reach, soft_cap: bool, sight=None,
-    kv_scale=None, kind: str | None = None, weights_in_registers: bool = False, interpret: InterpretParams = None,
+    kv_scale=None, kind: str | None = None, weights_in_registers: bool = False, in_turns: bool = False,
+    ahead: bool = False, interpret: InterpretParams = None,
 ):  # fmt: skip
     """Causal attention of each work item: consecutive tokens of one row of the table, `2 * tokens_of(group)` at most.
 
@@ -80,6 +93,10 @@ def attend(
       kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
       weights_in_registers: the softmax's weights are multiplied from where they are made, not from shared memory, which
         the interpreter does not do.
+      in_turns: one consumer's products are issued while the other does its softmax. Without `kind`, whose tiles both
+        widen together.
+      ahead: a tile's products with its keys are issued before those of the last one with its values, and its softmax is
+        done under these. Both as in FlashAttention-3 (https://arxiv.org/abs/2407.08608). Without `kind`.
 
     Returns:
       If C is 1, `[N, H, D]` in q's dtype, where tokens of rows without an item hold anything; else of each chunk
@@ -98,7 +115,7 @@ def attend(
         sight_ref, *others = (None, *others) if sight is None else others
         sinks_ref, holes_ref, out_ref, lse_ref = (None, *others) if sinks is None else others
         ((rows_s, q_s), k_s, v_s, p_s, lse_s, *wide), (q_ready, *barriers) = scratch
-        k_ready, v_ready, k_free, v_free, v_selected, *widened = barriers
+        k_ready, v_ready, k_free, v_free, v_selected, turn, *widened = barriers
         item, head = lax.axis_index("item"), lax.axis_index("head")
         warpgroup = lax.axis_index("warpgroup")
 
@@ -119,60 +136,100 @@ def attend(
             plgpu.barrier_arrive(widened[which])
             plgpu.barrier_wait(widened[which])
 
+        def end_turn():
+            if in_turns:
+                plgpu.barrier_arrive(turn)
+
+        def await_turn():
+            if in_turns:
+                plgpu.barrier_wait(turn)
+
+        def pass_turn():
+            """Twice a tile the consumers meet: one has issued its products, and the other has its weights. So that they
+            are half a tile apart, the second meets the first before its loop, and the first the second behind it.
+
+            Both have as many tiles, and so meet as often. Where one waits for the other otherwise, for its share of V,
+            it has ended its turn and not begun the next: the other gets as far without it.
+            """
+            end_turn()
+            await_turn()
+
         def scales(slot, which):
             return plgpu.load(wide[2].at[anew(slot), which], layout=LAYOUT.reduce(0))
 
-        def consume_tile(first_token, stop, first_seen, start, scale, cap, i, carry):
-            acc, m, total = carry
-            half = anew(warpgroup)
-            q_mine = q_s.at[half]
-            slot = lax.rem(i, jnp.int32(stages))
-            first = tile_at(start + i, first_seen, reach, tokens) * tokens  # the position of the tile's first token
+        def slot_of(i):
+            return lax.rem(i, jnp.int32(stages))
+
+        def first_of(part, i):
+            """The position of a tile's first token."""
+            return tile_at(part.start + i, part.first_seen, reach, tokens) * tokens
+
+        def ready_keys(i):
+            slot = slot_of(i)
             plgpu.barrier_wait(k_ready.at[slot])
-            keys, values = k_s.at[slot], v_s.at[slot]
+            if kind is None:
+                return k_s.at[slot]
+            # Once all of K is widened, both have multiplied by the V before, and once V is by this K: each may be
+            # overwritten then.
+            pl.when(anew(warpgroup) == 0)(lambda: settle_scales(wide[2].at[slot], kind))
+            widen_together(k_s.at[slot], wide[0], 0)
+            return wide[0]
+
+        def ready_values(part, i):
+            slot, first = slot_of(i), first_of(part, i)
+            plgpu.barrier_wait(v_ready.at[slot])
             if kind is not None:
-                keys, values, _ = wide
-                # Once all of K is widened, both have multiplied by the V before, and once V is by this K: each may be
-                # overwritten then.
-                pl.when(anew(warpgroup) == 0)(lambda: settle_scales(wide[2].at[slot], kind))
-                widen_together(k_s.at[slot], keys, 0)
+                widen_together(v_s.at[slot], wide[1], 1)
+                plgpu.barrier_arrive(k_free.at[slot])  # and with it the scales
+                plgpu.barrier_arrive(v_free.at[slot])
+                return wide[1]
+            values = v_s.at[slot]
 
-            def queries_times_keys(acc_ref):
-                plgpu.wgmma(acc_ref, q_mine, keys.T)
-                return acc_ref[...]
+            @pl.when((first < part.first_seen) | (first + tokens > part.stop))
+            def _():  # both consumers read all of V: each cleans a share, and waits for the other's
+                sinks = reach.sink_tokens - first if reach.sink_tokens else None
+                select_seen_values(
+                    values, part.first_seen - first, part.stop - first, sinks, share=warpgroup, shares=CONSUMERS
+                )
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(v_selected.at[slot])
+                plgpu.barrier_wait(v_selected.at[slot])
 
-            probe(interpret, q_mine, keys)
-            s = pl.run_scoped(queries_times_keys, plgpu.ACC((HALF, tokens), jnp.float32))
+            return values
+
+        def select_seen(part, first, s):
+            half = anew(warpgroup)
+            if sight is not None:
+                key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT) + first
+                here = lax.div(anew(item), jnp.int32(chunks)), pl.ds(half * HALF, HALF)
+                lines = [load_wide(sight_ref.at[here[0], i, here[1]], s.shape, 0) for i in range(sight.shape[1])]
+                return jnp.where(sees(key, *lines[:3], lines[3:], reach), s, -jnp.inf)
+            # Which of the tile's columns each row sees, for keys counted from the row's first would be spilled.
+            query = lax.rem(plgpu.broadcasted_iota(jnp.int32, (HALF,), 0, layout=LAYOUT.reduce(1)), jnp.int32(own))
+            query = jnp.minimum(query + (half * own + part.first_token), part.stop - 1)
+            column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT)
+            seen = column <= lax.broadcast_in_dim(query - first, s.shape, [0])
+            if reach.ends:
+                near = column >= lax.broadcast_in_dim(reach.first(query) - first, s.shape, [0])
+                seen &= near | (column < reach.sink_tokens - first) if reach.sink_tokens else near
+            return jnp.where(seen, s, -jnp.inf)
+
+        def softmax(part, i, s, m, total):
+            """Of a tile's products with its keys: the weights, what all before is multiplied by, maximum and sum."""
+            slot, first = slot_of(i), first_of(part, i)
             if kind is None:
                 plgpu.barrier_arrive(k_free.at[slot])
             else:
                 s = s * lax.broadcast_in_dim(scales(slot, 0), s.shape, [1])
-            s = logits_base2(s, scale, cap if soft_cap else None)
-
-            def select_seen(s):
-                if sight is not None:
-                    key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT) + first
-                    here = lax.div(anew(item), jnp.int32(chunks)), pl.ds(half * HALF, HALF)
-                    lines = [load_wide(sight_ref.at[here[0], i, here[1]], s.shape, 0) for i in range(sight.shape[1])]
-                    return jnp.where(sees(key, *lines[:3], lines[3:], reach), s, -jnp.inf)
-                # Which of the tile's columns each row sees, for keys counted from the row's first would be spilled.
-                query = lax.rem(plgpu.broadcasted_iota(jnp.int32, (HALF,), 0, layout=LAYOUT.reduce(1)), jnp.int32(own))
-                query = jnp.minimum(query + (anew(warpgroup) * own + first_token), stop - 1)
-                column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=LAYOUT)
-                seen = column <= lax.broadcast_in_dim(query - first, s.shape, [0])
-                if reach.ends:
-                    near = column >= lax.broadcast_in_dim(reach.first(query) - first, s.shape, [0])
-                    seen &= near | (column < reach.sink_tokens - first) if reach.sink_tokens else near
-                return jnp.where(seen, s, -jnp.inf)
-
+            s = logits_base2(s, part.scale, part.cap if soft_cap else None)
             # Does some token of the item not see all of the tile?
             if sight is not None:
                 partly_seen = (first < items_ref[anew(item), 7]) | (first + tokens > items_ref[anew(item), 8])
             else:
-                partly_seen = first + (tokens - 1) > first_token
+                partly_seen = first + (tokens - 1) > part.first_token
                 if reach.ends:
-                    partly_seen |= first < reach.first(stop - 1)
-            s = lax.cond(partly_seen, select_seen, lambda s: s, s)
+                    partly_seen |= first < reach.first(part.stop - 1)
+            s = lax.cond(partly_seen, functools.partial(select_seen, part, first), lambda s: s, s)
             m, old = jnp.maximum(m, s.max(axis=1)), m
             safe = safe_maximum(m)
             alpha = jnp.exp2(old - safe)
@@ -180,35 +237,91 @@ def attend(
             total = total * alpha + p.sum(axis=1)
             if kind is not None:
                 p = p * lax.broadcast_in_dim(scales(slot, 1), p.shape, [1])
-            weights = p.astype(q.dtype)
-            if not weights_in_registers:
-                p_s.at[half][...] = weights
-                weights = p_s.at[half]
+            if ahead or (in_turns and weights_in_registers):
+                # All weights are in the sum, and a store has its place: else the compiler puts their exponentials off,
+                # until the products that they should hide behind are done, or until it is the other's turn.
+                lse_s.at[anew(warpgroup)][...] = total
+            return p, alpha, m, total
 
-            plgpu.barrier_wait(v_ready.at[slot])
-            if kind is not None:
-                widen_together(v_s.at[slot], values, 1)
-                plgpu.barrier_arrive(k_free.at[slot])  # and with it the scales
-                plgpu.barrier_arrive(v_free.at[slot])
-            else:
+        def rescaled(acc, alpha):
+            return acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
 
-                @pl.when((first < first_seen) | (first + tokens > stop))
-                def _():  # both consumers read all of V: each cleans a share, and waits for the other's
-                    sinks = reach.sink_tokens - first if reach.sink_tokens else None
-                    select_seen_values(
-                        values, first_seen - first, stop - first, sinks, share=warpgroup, shares=CONSUMERS
-                    )
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(v_selected.at[slot])
-                    plgpu.barrier_wait(v_selected.at[slot])
+        def operand(weights):
+            """Where the matrix unit reads them."""
+            if weights_in_registers:
+                return weights.astype(q.dtype)
+            here = p_s.at[anew(warpgroup)]
+            here[...] = weights.astype(q.dtype)
+            return here
 
+        def weigh(part, i, m, total):
+            """A tile's products with the keys, and their softmax."""
+            queries, keys = q_s.at[anew(warpgroup)], ready_keys(i)
+
+            def product(s_ref):
+                plgpu.wgmma(s_ref, queries, keys.T)
+                pass_turn()
+                return s_ref[...]
+
+            probe(interpret, queries, keys)
+            s = pl.run_scoped(product, plgpu.ACC((HALF, tokens), jnp.float32))
+            return softmax(part, i, s, m, total)
+
+        def add_values(part, i, acc, weights):
+            weights = operand(weights)
+            end_turn()
+            values, slot = ready_values(part, i), slot_of(i)
             plgpu.commit_smem()
             probe(interpret, weights, values)
-            acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+            await_turn()
             acc = accumulate(interpret, acc, weights, values)
             if kind is None:
                 plgpu.barrier_arrive(v_free.at[slot])
-            return acc, m, total
+            return acc
+
+        def one_by_one(part, i, carry):
+            acc, m, total = carry
+            weights, alpha, m, total = weigh(part, i, m, total)
+            return add_values(part, i, rescaled(acc, alpha), weights), m, total
+
+        def overlapped(part, i, carry):
+            """A tile's products with its keys and, of the tile before, those with its values, which go on while the
+            softmax is done. Its weights are converted behind them, who still read those registers."""
+            acc, m, total, weights = carry
+            weights = operand(weights)
+            end_turn()
+            queries, keys, values = q_s.at[anew(warpgroup)], ready_keys(i), ready_values(part, i - 1)
+            plgpu.commit_smem()
+            probe(interpret, queries, keys, weights, values)
+            await_turn()
+
+            def products(s_ref, acc_ref):
+                if interpret is None:  # which cannot begin with a sum
+                    acc_ref[...] = acc
+                plgpu.wgmma(s_ref, queries, keys.T)
+                plgpu.wgmma(acc_ref, weights, values)
+                pass_turn()
+                weighed = softmax(part, i, plgpu.wgmma_accumulator_load(s_ref, wait_n=1), m, total)
+                return acc_ref[...] if interpret is None else acc + acc_ref[...], *weighed
+
+            sums = ((HALF, n) for n in (tokens, head_dim))
+            acc, weights, alpha, m, total = pl.run_scoped(products, *(plgpu.ACC(x, jnp.float32) for x in sums))
+            plgpu.barrier_arrive(v_free.at[slot_of(i - 1)])
+            return rescaled(acc, alpha), m, total, weights.astype(q.dtype)
+
+        def attend_to(part, num_tiles, acc, m, total):
+            """All tiles of an item."""
+            if not ahead:
+                return lax.fori_loop(0, num_tiles, functools.partial(one_by_one, part), (acc, m, total))
+
+            def some(acc, m, total):
+                weights, _, m, total = weigh(part, jnp.int32(0), m, total)
+                weights = weights.astype(q.dtype)
+                step = functools.partial(overlapped, part)
+                acc, m, total, weights = lax.fori_loop(1, num_tiles, step, (acc, m, total, weights))
+                return add_values(part, num_tiles - 1, acc, weights), m, total
+
+            return lax.cond(num_tiles > 0, some, lambda *x: x, acc, m, total)
 
         def columns():
             """All of them. Copies reach beyond a D that fills no tile, as in `decode`: an offset not known to be 0."""
@@ -296,13 +409,15 @@ def attend(
             @pl.when(items_ref[item, 6] > 0 if chunks == 1 else num_tiles > 0)
             def _():
                 read_queries()
-                scale, cap = scalars_ref[0], scalars_ref[1]
-                step = functools.partial(consume_tile, first_token, stop, first_seen, start, scale, cap)
+                part = Part(first_token, stop, first_seen, start, scalars_ref[0], scalars_ref[1])
                 acc = full((HALF, head_dim), 0.0, LAYOUT)
                 m = full((HALF,), -jnp.inf, LAYOUT.reduce(1))
                 total = full((HALF,), 0.0, LAYOUT.reduce(1))
-                acc, m, total = lax.fori_loop(0, num_tiles, step, (acc, m, total))
+                pl.when(anew(warpgroup) == 1)(pass_turn)
+                acc, m, total = attend_to(part, num_tiles, acc, m, total)
+                pl.when(anew(warpgroup) == 0)(end_turn)
                 write(acc, m, total)
+                pl.when(anew(warpgroup) == 0)(await_turn)  # JAX 0.11's interpreter insists that every arrival is seen
 
             if chunks == 1:
                 fill_holes()
@@ -331,7 +446,8 @@ def attend(
         free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
         widened = () if kind is None else (plgpu.Barrier(num_arrivals=CONSUMERS),) * 2
         q_ready = plgpu.Barrier(num_arrivals=group, num_barriers=CONSUMERS)
-        barriers = (q_ready, k_ready, v_ready, free, free, free, *widened)
+        turn = plgpu.Barrier(num_arrivals=CONSUMERS) if in_turns else None
+        barriers = (q_ready, k_ready, v_ready, free, free, free, turn, *widened)
         pl.run_scoped(lambda *scratch: kernel(*refs, scratch=scratch), buffers, barriers, collective_axes="warpgroup")
 
     out = q.shape if chunks == 1 else (num_items, num_kv_heads, CONSUMERS, HALF, head_dim)

@@ -231,6 +231,8 @@ def _prefill_rows(
         q, kv, tables, items, scalars, holes, of_rows, tile=plan.tile, reach=reach,
         soft_cap=soft_cap, sight=sights, kv_scale=kv_scale, kind=kind, interpret=interpret,
         weights_in_registers=plan.weights_in_registers and interpret is None,
+        in_turns=plan.in_turns and kind is None,
+        ahead=plan.ahead and kind is None and sights is None,  # whose masks take the registers
     )  # fmt: skip
 
     def of_tokens(x):

@@ -26,7 +26,10 @@ class DecodePlan:
 @dataclasses.dataclass(frozen=True)
 class PrefillPlan:
     tile: Tile
-    weights_in_registers: bool = False  # see `prefill.attend`; for a chip to decide
+    # See `prefill.attend`; for a chip to decide.
+    weights_in_registers: bool = False
+    in_turns: bool = False
+    ahead: bool = False
 
 
 type Chip = tuple[str, int]  # its name, and how many multiprocessors it has: chips of one name may differ in that

@@ -5,7 +5,6 @@ Run in a process of its own, with the packages of the extra `compile` on PYTHONP
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import json
@@ -14,18 +13,20 @@ import pathlib
 import re
 import sys
 import tempfile
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import topologies
 
+sys.path += [str(pathlib.Path(__file__).parents[2] / folder) for folder in ("benchmarks", "tests/kernels/gpu")]
+
+from gpu_plans import FORMS, use_form
+
 import jaxkv
 import pallas_kernels
 from jaxkv.models import Decoder, DecoderConfig, Rope
 from pallas_kernels import SHAPES, AttentionShape, gpu, xla
-from pallas_kernels.gpu import tuning
 from pallas_kernels.kinds import storage_of
 
 TARGET = pathlib.Path(__file__).with_name("gpu_h200.txtpb").read_text()
@@ -97,7 +98,9 @@ def described(assembly):
         "target": re.search(r"\.target (\w+)", assembly).group(1),
         "registers": int(re.search(r"Used (\d+) registers", assembly).group(1)),
         "spills": int(re.search(r"(\d+) bytes spill stores, \d+ bytes spill loads\n", assembly).group(1)),
-        "wgmma": len(re.findall(r"wgmma\.mma_async", assembly)),
+        "wgmma": len(re.findall(r"wgmma\.mma_async\.sync", assembly)),
+        "waits": re.findall(r"wgmma\.wait_group\.sync\.aligned (\d)", assembly),
+        "serialized": "wgmma.mma_async instructions are serialized" in assembly,
         "of_registers": len(re.findall(r"wgmma\.mma_async[^;]*?\}\s*,\s*\{", assembly)),
         "bulk_copies": len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", assembly)),
         "proxy_fences": len(re.findall(r"fence\.proxy\.async", assembly)),
@@ -200,15 +203,11 @@ def launches(steps):
     return found
 
 
-def from_registers(job):
-    """The same where prefill's weights are multiplied from where they are made."""
-    planned = tuning.prefill_plan
-
-    def plan(*asked):
-        return dataclasses.replace(planned(*asked), weights_in_registers=True)
+def formed(form, job):
+    """The same with another form of prefill."""
 
     def run():
-        with mock.patch.object(tuning, "prefill_plan", plan):
+        with use_form(form):
             return job()
 
     return run
@@ -307,6 +306,15 @@ def fate(compiled, pools):
     }
 
 
+# One that a model has, of every head_dim one with all options, and one with masks from memory.
+OF_ALL_FORMS = {
+    "llama3-8b-prefill": named("llama3-8b", tokens=2048, packed=True),
+    **{
+        f"{head_dim}-all": options(head_dim, window=100, soft_cap=30.0, sinks=True, sink_tokens=4)
+        for head_dim in HEAD_DIMS
+    },
+    "llama3-8b-tree-prefill": named("llama3-8b", tree=True, tokens=64),
+}
 JOBS = {
     "llama3-8b": named("llama3-8b"),
     "llama3-8b-contiguous": named("llama3-8b", block_size=4096),
@@ -321,7 +329,7 @@ JOBS = {
     "llama3-8b-8-tokens": named("llama3-8b", tokens=8),
     "gemma2-2b-4-tokens": named("gemma2-2b", tokens=4, sinks=True),
     "llama3-8b-prefill": named("llama3-8b", tokens=2048, packed=True),
-    "llama3-8b-registers-prefill": from_registers(named("llama3-8b", tokens=2048, packed=True)),
+    **{f"{name}: {form}": formed(form, job) for (name, job), form in itertools.product(OF_ALL_FORMS.items(), FORMS)},
     "llama3.2-1b-prefill": named("llama3.2-1b", tokens=256),
     "qwen2.5-14b-prefill": named("qwen2.5-14b", tokens=256, block_size=64),
     "gemma2-2b-prefill": named("gemma2-2b", tokens=256),
@@ -377,6 +385,5 @@ JOBS = {
 
 
 if __name__ == "__main__":
-    sys.path.append(str(pathlib.Path(__file__).parents[1] / "kernels" / "gpu"))  # for the mutants
     for job in sys.argv[1:]:
         print("JOB", json.dumps({job: JOBS[job]()}), flush=True)

@@ -3,6 +3,7 @@
 The mistakes that only the compiler's output shows are in tests/compile.
 """
 
+import dataclasses
 import re
 
 import jax
@@ -60,6 +61,7 @@ def early(which: str, indent: int) -> tuple[tuple[str, str], ...]:
 
 
 UNSYNCHRONISED = {"race", "wrong", "barrier"}
+IN_TURNS, AHEAD = (dataclasses.replace(PREFILL["ring"], form=form) for form in ("turns", "ahead"))
 # By name: the module, the trial, how it may end, and what is changed. The first of each group are for every day.
 MISTAKES = {
     "decode: V read before it arrives": (
@@ -142,7 +144,7 @@ MISTAKES = {
     ),
     "prefill: one half's sight for both": (
         prefill, PREFILL["chunk"], {"wrong"},
-        ("pl.ds(half * HALF, HALF)\n                    lines", "pl.ds(0, HALF)\n                    lines"),
+        ("pl.ds(half * HALF, HALF)\n                lines", "pl.ds(0, HALF)\n                lines"),
     ),
     "prefill: a tile before some token's chunk taken for wholly seen": (
         prefill, PREFILL["the chunk's first token"], {"wrong"},
@@ -195,7 +197,7 @@ MISTAKES = {
     ),
     "prefill: a tile taken for wholly seen": (
         prefill, PREFILL["ring"], {"wrong"},
-        ("partly_seen = first + (tokens - 1) > first_token", "partly_seen = first > first_token"),
+        ("partly_seen = first + (tokens - 1) > part.first_token", "partly_seen = first > part.first_token"),
     ),
     "prefill: V read before the other consumer cleaned its share": (
         prefill, PREFILL["tails of wide tiles"], {"race", "wrong"},
@@ -250,18 +252,18 @@ MISTAKES = {
     ),
     "prefill: a tile of the window's edge taken for wholly seen": (
         prefill, PREFILL["the window's first token"], {"wrong"},
-        ("partly_seen |= first < reach.first(stop - 1)", "partly_seen |= first < reach.first(stop - 1) - 1"),
+        ("partly_seen |= first < reach.first(part.stop - 1)", "partly_seen |= first < reach.first(part.stop - 1) - 1"),
     ),
     "prefill: a window one too wide": (
         prefill, PREFILL["the window's first token"], {"wrong"},
         ("reach.first(query) - first", "reach.first(query) - first - 1"),
     ),
     "prefill: V before the window": (
-        prefill, PREFILL["window"], {"wrong"}, ("(first < first_seen) | (first + tokens", "(first + tokens"),
+        prefill, PREFILL["window"], {"wrong"}, ("(first < part.first_seen) | (first + tokens", "(first + tokens"),
     ),
     "prefill: V's tail off by one": (
         prefill, PREFILL["tails of wide tiles"], {"wrong"},
-        ("(first + tokens > stop))", "(first + tokens > stop + 1))"),
+        ("(first + tokens > part.stop))", "(first + tokens > part.stop + 1))"),
     ),
     "prefill: K's slot released before the product": (prefill, PREFILL["ring"], {"race"}, *early("k", indent=16)),
     "prefill: V's slot released before the product": (prefill, PREFILL["ring"], {"race"}, *early("v", indent=16)),
@@ -269,7 +271,24 @@ MISTAKES = {
         prefill, PREFILL["ring"], UNSYNCHRONISED, ("plgpu.barrier_wait(v_ready.at[slot])", "pass"),
     ),
     "prefill: output not rescaled": (
-        prefill, PREFILL["ring"], {"wrong"}, ("acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])\n", "\n"),
+        prefill, PREFILL["ring"], {"wrong"}, ("rescaled(acc, alpha), weights), m", "acc, weights), m"),
+    ),
+    "prefill: a turn not awaited": (
+        prefill, IN_TURNS, {"barrier"}, ("await_turn()\n            acc = accumulate", "acc = accumulate"),
+    ),
+    "prefill, ahead: V's slot released before the product": (
+        prefill, AHEAD, {"race", "wrong"}, ("plgpu.barrier_arrive(v_free.at[slot_of(i - 1)])", "pass"),
+        ("await_turn()\n\n            def", "plgpu.barrier_arrive(v_free.at[slot_of(i - 1)])\n\n            def"),
+    ),
+    "prefill, ahead: V of the tile itself": (
+        prefill, AHEAD, {"wrong", "race", "barrier"}, ("ready_values(part, i - 1)", "ready_values(part, i)"),
+    ),
+    "prefill, ahead: output not rescaled": (
+        prefill, AHEAD, {"wrong"}, ("return rescaled(acc, alpha), m, total, weights", "return acc, m, total, weights"),
+    ),
+    "prefill, ahead: the first tile's sum forgotten": (
+        prefill, AHEAD, {"wrong"},
+        ("weights, _, m, total = weigh(part, jnp", "weights, _, m, _ = weigh(part, jnp"),
     ),
     "step: chunks without tiles counted": (
         step, PREFILL["chunks"], {"wrong"}, ("items[..., 4] > items[..., 3])", "items[..., 4] >= 0)"),

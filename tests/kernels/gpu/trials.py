@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gpu_plans import FORMS
 from seen import seen_by
 
 from pallas_kernels import gpu, testing
@@ -29,6 +30,7 @@ class Trial:
     wave: int = 1  # thread blocks that fill the imagined chip; 1: one item for all of a row
     waves: int = 1
     prefill_tokens: int = 64  # in a tile
+    form: str = ""  # of prefill
     chunks: int = 1  # into which prefill cuts the context
     poison_before_window: bool = False  # NaN in every place that no token of its row sees, wild table entries
     poison: float = np.nan  # of what no row owns and of tails
@@ -74,7 +76,7 @@ class Trial:
 
     def use_plans(self, monkeypatch) -> None:
         decode = tuning.DecodePlan(Tile(tokens=64, stages=2), num_blocks=self.wave * self.case.num_kv_heads)
-        prefill = tuning.PrefillPlan(Tile(tokens=self.prefill_tokens, stages=2))
+        prefill = tuning.PrefillPlan(Tile(tokens=self.prefill_tokens, stages=2), **FORMS.get(self.form, {}))
         monkeypatch.setattr(tuning, "decode_plan", lambda *_: decode)
         monkeypatch.setattr(tuning, "prefill_plan", lambda *_: prefill)
         heads = -(-self.case.num_heads // 64)
@@ -345,6 +347,9 @@ PREFILL = {
     "beyond the table": Trial(Case((64, 40), (9, 3), **ONE), poison=0.5, lengths=(10**6, 40)),
     "more new tokens than tokens": Trial(Case((64, 40, 9), (9, 3, 2), **ONE), poison=0.5, lengths=(4, 40, 0)),
     "extreme logits": Trial(Case((100, 20), (9, 2), scale=40.0, **ONE)),
+    "4, 3, 2, 1 and 0 tiles": Trial(
+        Case((256, 192, 128, 64, 9), (9,) * 5, **ONE), poison=0.5, lengths=(256, 192, 128, 64, 0)
+    ),
     "nothing to prefill": Trial(Case((9, 3), (1, 0), packed=True, **B16)),
 }  # fmt: skip
 
