@@ -100,6 +100,11 @@ def described(assembly):
         "spills": int(re.search(r"(\d+) bytes spill stores, \d+ bytes spill loads\n", assembly).group(1)),
         "wgmma": len(re.findall(r"wgmma\.mma_async\.sync", assembly)),
         "waits": re.findall(r"wgmma\.wait_group\.sync\.aligned (\d)", assembly),
+        # Exponentials, a barrier, and then the matrix unit is waited for.
+        "held": re.search(
+            r"ex2\.(?:(?!ex2\.|wait_group).)*bar\.sync(?:(?!ex2\.|wait_group).)*wait_group\S+ 0", assembly, re.S
+        )
+        is not None,
         "serialized": "wgmma.mma_async instructions are serialized" in assembly,
         "of_registers": len(re.findall(r"wgmma\.mma_async[^;]*?\}\s*,\s*\{", assembly)),
         "bulk_copies": len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", assembly)),

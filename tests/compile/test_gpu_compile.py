@@ -181,6 +181,7 @@ def test_prefill_within_budget(name, report):
     # Each product is waited for, but the next tile's with K while that with V goes on: the weights, which the sum that
     # is stored then is made of, are computed between the two waits.
     assert kernel["waits"] == (["0", "0", "1", "0"] if ahead else ["0", "0"])
+    assert kernel["held"] or not ahead
 
 
 @pytest.mark.parametrize("name", QUANTISED)
