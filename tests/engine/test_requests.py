@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checksum_model import LONGEST, VOCAB, Checksum, continuation, weight
+from compiled import compiled
 from nightly import NIGHTLY
 
 import jaxkv
@@ -331,22 +332,6 @@ def test_numbers_of_every_kind_mean_the_same():
         request = engine.submit(jnp.array([7, 7]), 9, eos=eos)
         list(engine.run())
         assert request.tokens == expected
-
-
-def compiled(call):
-    """How many programs were compiled meanwhile."""
-    count = 0
-
-    def listen(event, duration, **_):
-        nonlocal count
-        count += event == "/jax/core/compile/backend_compile_duration"
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        call()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    return count
 
 
 def test_first_use_compiles_a_chunk_a_step_and_the_zeros_of_a_pool():
