@@ -66,6 +66,9 @@ if NIGHTLY:
         for form in ("registers", "turns", "registers, turns", "ahead", "turns, ahead", "registers, turns, ahead")
     ]
 
+# Where the items' contexts are cut, so that the chip has work.
+CUT = {"gemma2-2b-first-tree", *(f"{head_dim}-{what}" for head_dim in (64, 96, 128) for what in ("plain", "soft-cap"))}
+
 # Both kernels of each, and the most registers of decode.
 QUANTISED = {"llama3-8b-int8": 128}
 if NIGHTLY:
@@ -143,7 +146,7 @@ def test_decode_within_budget(name, report):
 
 
 # Two thread blocks of 128 threads a multiprocessor where rows are few; else as many as can be.
-MERGES = [("llama3-8b", 184), ("one-kv-head", 184), *[("llama2-7b", 96)] * NIGHTLY]
+MERGES = [("llama3-8b", 184), ("one-kv-head", 184), *[("llama2-7b", 104)] * NIGHTLY]
 
 
 @pytest.mark.parametrize(("name", "registers"), MERGES)
@@ -177,7 +180,7 @@ def test_prefill_within_budget(name, report):
     # Queries read, and laid out; V cleaned, and before the product with V; before the output leaves; and before zeros
     # do, where an item's context is not cut.
     ahead = "ahead" in name and "tree" not in name
-    assert kernel["proxy_fences"] == (5 if name == "gemma2-2b-first-tree" else 6) + 2 * ahead
+    assert kernel["proxy_fences"] == (5 if name in CUT else 6) + 2 * ahead
     # Each product is waited for, but the next tile's with K while that with V goes on: the weights, which the sum that
     # is stored then is made of, are computed between the two waits.
     assert kernel["waits"] == (["0", "0", "1", "0"] if ahead else ["0", "0"])
@@ -188,7 +191,8 @@ def test_prefill_within_budget(name, report):
 def test_quantised_within_budget(name, report):
     decode, prefill = (report[name][kernel] for kernel in ("paged_decode_split", "paged_prefill"))
     # At a head_dim of 256 prefill lacks some registers, and more with first tokens beside a window: to be found.
-    assert decode["spills"] == 0 and prefill["spills"] <= (0 if QUANTISED[name] <= 128 else 72)
+    spills = 4 if name == "llama3-8b-float8_e4m3fn" else 0
+    assert decode["spills"] == 0 and prefill["spills"] <= (spills if QUANTISED[name] <= 128 else 72)
     assert decode["registers"] <= QUANTISED[name]
     assert decode["shared_memory"] <= (113_000 if QUANTISED[name] <= 128 else 227_000)
     assert registers_after_trade(prefill) <= 128 * 3 * prefill["registers"] and prefill["shared_memory"] <= 227 * 1024
@@ -258,19 +262,21 @@ def test_step_updates_the_pools_in_place(name, report):
 @pytest.mark.parametrize("name", KEPT)
 def test_layers_that_keep_bounds_or_evict_by_heads(name, report):
     step = report[name]
-    assert step["kernels"] == 4 and step["pool_copies"] == 0  # split and merge of each layer
+    lists = {"bounds": 1, "heads": 2}[name]  # of work: one for each group of layers
+    assert step["kernels"] == lists + 4 and step["pool_copies"] == 0  # split and merge of each layer
     assert step["alias_bytes"] >= step["pool_bytes"] and step["temp_bytes"] < 0.1 * step["pool_bytes"], step
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes long to compile; by day test_tpu.py has it")
 def test_scanned_layers_update_their_pool_in_place(report):
-    """One decode and one merge kernel for all layers. XLA copies a layer's weights to multiply with them, no pool."""
+    """A list of work, one decode and one merge kernel for all layers. XLA copies a layer's weights to multiply with
+    them, no pool."""
     step = report["scanned"]
     assert step["alias_bytes"] >= step["pool_bytes"]
     assert step["pool_copies"] == 0
     assert step["temp_bytes"] < 1.05 * step["weights of a layer"] < step["pool_bytes"] / 4
     assert step["unique_scatters"] == step["scatters"] == 1
-    assert step["kernels"] == 2
+    assert step["kernels"] == 3
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="a step to compile")
