@@ -59,7 +59,7 @@ def test_write(name, mode):
 @pytest.mark.parametrize("step", range(-1, 2))
 @pytest.mark.parametrize("size", [1, 16] if not NIGHTLY else [1, 15, 16, 17, 33])
 def test_around_the_borders_of_pages(size, step):
-    case = Case((32 + step, 48 + step + size), (size, size), 2, 1, packed=True, **BF16)
+    case = Case((48 + step, 48 + step + size), (size, size), 2, 1, packed=True, **BF16)
     inputs, k, v = poisoned(case)
     arguments = (inputs.kv, k, v, *inputs[2:])
     actual = interpreter.run(tpu.write_kv, *arguments, mode=interpreter.PLAIN)
