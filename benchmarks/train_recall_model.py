@@ -69,16 +69,16 @@ def wire(model: Decoder, random: np.random.Generator, sharpness: float = 5.0, ga
     first.key_bias[...] = jnp.asarray(np.concatenate([back + 0 * angle, 0 * back + 0 * angle], axis=1))
     first.query_bias[...] = jnp.asarray(np.concatenate([back * np.cos(angle), -back * np.sin(angle)], axis=1))
     for kernel in (first.query, first.key):
-        kernel[...] = kernel[...].at[:, :2].multiply(0.1)
+        kernel[...] = kernel[...].at[:2].multiply(0.1)
 
     basis, turn = (np.linalg.qr(random.normal(size=(WIDTH, WIDTH)))[0].astype(np.float32) for _ in range(2))
     for layer, heads, target in ((first, (0, 1), turn), (second, (0, 1, 2, 3), np.eye(WIDTH, dtype=np.float32))):
         for head in heads:
             part = basis[:, HEAD_DIM * (head % 2) :][:, :HEAD_DIM]
-            layer.value[...] = layer.value[...].at[:, head].set(part)
+            layer.value[...] = layer.value[...].at[head].set(part.T)
             layer.out[...] = layer.out[...].at[head].set(part.T @ target)
     second.query[...] *= gain
-    second.key[...] = jnp.einsum("ef,ehd->fhd", turn, second.query[...])
+    second.key[...] = jnp.einsum("ef,hde->hdf", turn, second.query[...])
 
 
 def logits_of(model: Decoder, tokens: jax.Array, pairs: int) -> jax.Array:

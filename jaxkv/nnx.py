@@ -43,8 +43,9 @@ PositionFn = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Ar
 class Attention(nnx.Module):
     """Causal self-attention over a paged cache.
 
-    Weights are plain parameters, `query [E, H, D]`, `key` and `value` `[E, K, D]`, `out [H, D, E]`: heads have an axis
-    of their own to shard on, and a module of few objects is cheap to pass to `jax.jit` as an argument.
+    Weights are plain parameters, `query [H, D, E]`, `key` and `value` `[K, D, E]`, `out [H, D, E]`: heads have an axis
+    of their own to shard on, a TPU multiplies with them as they lie, and a module of few objects is cheap to pass to
+    `jax.jit` as an argument.
 
     Args:
       in_features: E, the width of the input and of the output.
@@ -89,18 +90,17 @@ class Attention(nnx.Module):
         num_kv_heads = num_kv_heads_of(num_heads, num_kv_heads)
         head_dim = head_dim_of(in_features, num_heads, head_dim)
 
-        def kernel(num_inputs: int, *shape: int) -> nnx.Param:
-            # Initialisers take all axes but the last for inputs.
-            flat = (num_inputs, math.prod(shape) // num_inputs)
-            return nnx.Param(kernel_init(rngs.params(), flat, param_dtype).reshape(shape))
+        def kernel(num_inputs: int, num_outputs: int) -> jax.Array:
+            return kernel_init(rngs.params(), (num_inputs, num_outputs), param_dtype)
+
+        def by_heads(heads: int) -> nnx.Param:
+            return nnx.Param(kernel(in_features, heads * head_dim).T.reshape(heads, head_dim, in_features))
 
         def zeros(wanted: bool, *shape: int) -> nnx.Param | None:
             return nnx.Param(jnp.zeros(shape, param_dtype)) if wanted else None
 
-        self.query = kernel(in_features, in_features, num_heads, head_dim)
-        self.key = kernel(in_features, in_features, num_kv_heads, head_dim)
-        self.value = kernel(in_features, in_features, num_kv_heads, head_dim)
-        self.out = kernel(num_heads * head_dim, num_heads, head_dim, in_features)
+        self.query, self.key, self.value = by_heads(num_heads), by_heads(num_kv_heads), by_heads(num_kv_heads)
+        self.out = nnx.Param(kernel(num_heads * head_dim, in_features).reshape(num_heads, head_dim, in_features))
         self.query_bias = zeros(use_bias, num_heads, head_dim)
         self.key_bias = zeros(use_bias, num_kv_heads, head_dim)
         self.value_bias = zeros(use_bias, num_kv_heads, head_dim)
@@ -128,9 +128,9 @@ class Attention(nnx.Module):
           `(y, cache)`; y has x's shape.
         """
         x = x.astype(self.query.dtype if self.dtype is None else self.dtype)
-        q = project("...e,ehd->...hd", x, self.query, self.query_bias)
-        k = project("...e,ekd->...kd", x, self.key, self.key_bias)
-        v = project("...e,ekd->...kd", x, self.value, self.value_bias)
+        q = project("...e,hde->...hd", x, self.query, self.query_bias)
+        k = project("...e,kde->...kd", x, self.key, self.key_bias)
+        v = project("...e,kde->...kd", x, self.value, self.value_bias)
         if self.position_fn is not None:
             q, k = self.position_fn(q, k, token_positions(x.shape[:-1], cache) if positions is None else positions)
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
@@ -141,13 +141,15 @@ class Attention(nnx.Module):
 
 def project(equation: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
     """`einsum(equation, x, kernel) + bias`, in x's dtype, for x's last axes and the kernel's first, or its last."""
-    # einsum itself would sum over two axes in an order for which XLA transposes the kernel, in each step anew.
+    # A product of matrices: where einsum, or XLA on a CPU, finds more axes, it transposes the kernel, in each step anew.
     inputs, weights = equation.split("->")[0].removeprefix("...").split(",")
-    count = len(inputs)
-    first = 0 if weights.startswith(inputs) else len(weights) - count
-    last = [x.ndim - count + i for i in range(count)]
+    count, outputs_first = len(inputs), not weights.startswith(inputs)
+    front, size = x.shape[: x.ndim - count], math.prod(x.shape[x.ndim - count :])
     with jax.named_scope(equation):
-        y = jnp.tensordot(x, kernel[...].astype(x.dtype), axes=(last, [first + i for i in range(count)]))
+        w = kernel[...].astype(x.dtype)
+        outputs = w.shape[:-count] if outputs_first else w.shape[count:]
+        w = w.reshape((-1, size) if outputs_first else (size, -1))
+        y = jnp.tensordot(x.reshape(*front, size), w, axes=(-1, 1 if outputs_first else 0)).reshape(*front, *outputs)
     if bias is None:
         return y
     return y + jnp.expand_dims(bias[...].astype(x.dtype), tuple(range(y.ndim - bias.ndim)))

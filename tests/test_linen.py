@@ -46,7 +46,8 @@ def test_it_computes_what_the_nnx_layer_computes():
     names = params["params"]
     other = jaxkv.nnx.Attention(adapters.WIDTH, **adapters.OPTIONS, use_bias=True, use_sinks=True, rngs=nnx.Rngs(0))
     for name in ("query", "key", "value", "out"):
-        setattr(other, name, nnx.Param(names[name]["kernel"]))
+        kernel = names[name]["kernel"]
+        setattr(other, name, nnx.Param(kernel if name == "out" else jnp.moveaxis(kernel, 0, -1)))
         setattr(other, f"{name}_bias", nnx.Param(names[name]["bias"]))
     other.sinks = nnx.Param(names["sinks"])
     x = jnp.asarray(adapters.sequences()[0])

@@ -23,14 +23,16 @@ class LatentAttention(nnx.Module):
     is applied to queries, and what would make values of it to outputs, so that no head's keys or values ever exist.
 
     Shapes: E inputs, H heads, C the rank of rows, N and R the entries of a head's key without and with rotation, V
-    those of its value. `key_down [E, C + R]`, `up [C, H, N + V]`, `out [H, V, E]`; `query [E, H, N + R]`, or where
-    queries have a rank Q `query_down [E, Q]` and `query_up [Q, H, N + R]`.
+    those of its value. `key_down [C + R, E]`, `up [H, N + V, C]`, `out [H, V, E]`; `query [H, N + R, E]`, or where
+    queries have a rank Q `query_down [Q, E]` and `query_up [H, N + R, Q]`.
     """
 
     def __init__(self, config: DecoderConfig, latent: LatentConfig, rope: Rope, dtype: Any, rngs: nnx.Rngs):
-        def kernel(num_inputs: int, *shape: int) -> nnx.Param:
-            flat = (num_inputs, math.prod(shape) // num_inputs)
-            return nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), flat, dtype).reshape(shape))
+        def kernel(num_inputs: int, num_outputs: int) -> jax.Array:
+            return nnx.initializers.lecun_normal()(rngs.params(), (num_inputs, num_outputs), dtype)
+
+        def weight(num_inputs: int, *outputs: int) -> nnx.Param:
+            return nnx.Param(kernel(num_inputs, math.prod(outputs)).T.reshape(*outputs, num_inputs))
 
         def zeros(size: int) -> nnx.Param | None:
             return nnx.Param(jnp.zeros((size,), dtype)) if config.out_bias else None
@@ -39,15 +41,16 @@ class LatentAttention(nnx.Module):
         key_dim = latent.nope_dim + latent.rope_dim
         self.config, self.latent, self.rope = config, latent, rope
         query_rank = latent.query_rank
-        self.query = kernel(embed_dim, embed_dim, heads, key_dim) if query_rank is None else None
-        self.query_down = kernel(embed_dim, embed_dim, query_rank) if query_rank else None
+        self.query = weight(embed_dim, heads, key_dim) if query_rank is None else None
+        self.query_down = weight(embed_dim, query_rank) if query_rank else None
         self.query_down_bias = zeros(query_rank) if query_rank else None
         self.query_norm = norm_weight(config, query_rank, dtype) if query_rank else None
-        self.query_up = kernel(query_rank, query_rank, heads, key_dim) if query_rank else None
-        self.key_down, self.key_down_bias = kernel(embed_dim, embed_dim, latent.width), zeros(latent.width)
+        self.query_up = weight(query_rank, heads, key_dim) if query_rank else None
+        self.key_down, self.key_down_bias = weight(embed_dim, latent.width), zeros(latent.width)
         self.key_norm = norm_weight(config, rank, dtype)
-        self.up = kernel(rank, rank, heads, latent.nope_dim + latent.value_dim)
-        self.out = kernel(heads * latent.value_dim, heads, latent.value_dim, embed_dim)
+        self.up = weight(rank, heads, latent.nope_dim + latent.value_dim)
+        out = kernel(heads * latent.value_dim, embed_dim)
+        self.out = nnx.Param(out.reshape(heads, latent.value_dim, embed_dim))
         self.out_bias = zeros(embed_dim)
 
     def __call__(
@@ -56,20 +59,20 @@ class LatentAttention(nnx.Module):
         """As `jaxkv.nnx.Attention`."""
         latent = self.latent
         q = self._queries(x)
-        row = project("...e,er->...r", x, self.key_down, self.key_down_bias)
+        row = project("...e,re->...r", x, self.key_down, self.key_down_bias)
         rotated_q, rotated_k = self.rope(q[..., latent.nope_dim :], row[..., None, latent.rank :], positions)
         key = rms_norm(row[..., : latent.rank], self.key_norm, self.config, NORM_EPS)[..., None, :]
-        keys_up, values_up = jnp.split(self.up[...].astype(x.dtype), [latent.nope_dim], axis=-1)
-        absorbed = jnp.einsum("...hn,rhn->...hr", q[..., : latent.nope_dim], keys_up)
+        keys_up, values_up = jnp.split(self.up[...].astype(x.dtype), [latent.nope_dim], axis=-2)
+        absorbed = jnp.einsum("...hn,hnr->...hr", q[..., : latent.nope_dim], keys_up)
         q, k = side_by_side(absorbed, rotated_q), side_by_side(key, rotated_k)
         v = key if cache is None else None  # a cache knows that they are part of the keys
         y, cache = attend_or_dense(q, k, v, cache, layer, step, scale=self.config.attention_scale)
-        y = jnp.einsum("...hr,rhv->...hv", y, values_up)
+        y = jnp.einsum("...hr,hvr->...hv", y, values_up)
         return project("...hv,hve->...e", y, self.out, self.out_bias), cache
 
     def _queries(self, x: jax.Array) -> jax.Array:
         if self.query is not None:
-            return project("...e,ehd->...hd", x, self.query)
+            return project("...e,hde->...hd", x, self.query)
         assert self.query_down is not None and self.query_norm is not None and self.query_up is not None
-        y = project("...e,eq->...q", x, self.query_down, self.query_down_bias)
-        return project("...q,qhd->...hd", rms_norm(y, self.query_norm, self.config, NORM_EPS), self.query_up)
+        y = project("...e,qe->...q", x, self.query_down, self.query_down_bias)
+        return project("...q,hdq->...hd", rms_norm(y, self.query_norm, self.config, NORM_EPS), self.query_up)

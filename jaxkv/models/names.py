@@ -66,12 +66,8 @@ ALL_EXPERTS = {
     "experts.down_bias": "mlp.experts.down_proj_bias",
 }
 COLUMNS = {"gate": 0, "up": 1, "gate_bias": 0, "up_bias": 1}
-MLPS = ("mlp", "shared")  # whose weights lie as theirs do, [outputs, inputs]
-# How many leading axes of our other kernels are inputs; theirs are [all outputs, all inputs].
-INPUT_AXES = {
-    "query": 1, "key": 1, "value": 1, "out": 2, "gate": 1, "up": 1, "down": 1, "query_down": 1, "query_up": 1,
-    "key_down": 1, "router": 1,
-}  # fmt: skip
+# Theirs are [all outputs, all inputs], and so are ours, but for these: how many of their leading axes are inputs.
+INPUT_AXES = {"attention.out": 2, "experts.router": 1, "experts.gate": 1, "experts.up": 1, "experts.down": 1}
 
 
 class Slot(NamedTuple):
@@ -104,8 +100,10 @@ def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_sca
     name = (ALL_EXPERTS if config.family == "gpt_oss" and key in ALL_EXPERTS else table)[key]
     names = [name.format(expert) for expert in range(shape[0])] if "{}" in name else [name]
     one = shape[1:] if "{}" in name else shape
-    if len(rest) > 1 and rest[-2] in MLPS:
-        return [Slot(f"model.layers.{i}.{name}", one, False) for i in layers]
-    inputs = INPUT_AXES.get(rest[-1], 0)
-    matrix = (math.prod(one[inputs:]), math.prod(one[:inputs])) if inputs else (math.prod(one),)
-    return [Slot(f"model.layers.{i}.{name}", matrix, bool(inputs)) for i in layers for name in names]
+    if inputs := INPUT_AXES.get(key, 0):
+        theirs: tuple[int, ...] = math.prod(one[inputs:]), math.prod(one[:inputs])
+    elif len(one) == 1 or key.endswith("bias"):
+        theirs = (math.prod(one),)
+    else:
+        theirs = math.prod(one[:-1]), one[-1]
+    return [Slot(f"model.layers.{i}.{name}", theirs, bool(inputs)) for i in layers for name in names]

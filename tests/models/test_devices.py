@@ -104,7 +104,7 @@ def test_the_same_tokens_of_rows_that_give_tokens_up(budget):
 def test_a_decode_step_has_two_sums_a_layer(name):
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
     model = jaxkv.models.load(DATA / name, mesh=mesh)
-    assert model.layers[0].attention.query[...].sharding.spec == P(None, "model", None)
+    assert model.layers[0].attention.query[...].sharding.spec == P("model", None, None)
     weights = jax.tree.leaves(model)
     own = sum(x.addressable_shards[0].data.nbytes for x in weights)
     assert own < 0.53 * sum(x.nbytes for x in weights)  # but for norms, half of them
