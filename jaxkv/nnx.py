@@ -141,7 +141,7 @@ class Attention(nnx.Module):
 
 def project(equation: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
     """`einsum(equation, x, kernel) + bias`, in x's dtype, for x's last axes and the kernel's first, or its last."""
-    # A product of matrices: where einsum, or XLA on a CPU, finds more axes, it transposes the kernel, in each step anew.
+    # A product of matrices: where einsum, or XLA on a CPU, finds more axes, it transposes the kernel, each step anew.
     inputs, weights = equation.split("->")[0].removeprefix("...").split(",")
     count, outputs_first = len(inputs), not weights.startswith(inputs)
     front, size = x.shape[: x.ndim - count], math.prod(x.shape[x.ndim - count :])
