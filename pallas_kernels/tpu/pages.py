@@ -162,14 +162,17 @@ class Pages:
                     source = source.at[:, :, pl.ds(start, self.page_size)]
                 getattr(pltpu.make_async_copy(source, buffer.at[i], semaphore), do)()
 
+        if do == "wait":  # one wait for all
+            count = jnp.minimum(held, self.pages_per_step)
+            for _, buffer, semaphore in streams:
+                these = buffer.at[pl.ds(0, count)]
+                pl.when(count > 0)(pltpu.make_async_copy(these, these, semaphore).wait)
+            return
+
         @pl.when(held >= self.pages_per_step)
-        def _():  # nearly every step: without a loop's overhead, and with one wait for all
-            if do == "wait":
-                for _, buffer, semaphore in streams:
-                    pltpu.make_async_copy(buffer, buffer, semaphore).wait()
-            else:
-                for i in range(self.pages_per_step):
-                    page(i)
+        def _():  # nearly every step: without a loop's overhead
+            for i in range(self.pages_per_step):
+                page(i)
 
         @pl.when(held < self.pages_per_step)
         def _():
@@ -194,9 +197,9 @@ class Pages:
         block = divide(page, parts)
         return block, page - block * parts
 
-    def hide_values(self, buffer, oldest, limit, step, steps) -> None:
+    def hide_values(self, buffer, oldest, limit, step, steps, multiple: int | None = None) -> None:
         """Zero the values of a step that no query sees: they may be NaN, and 0 * NaN is NaN. (Logits are selected.) Of
-        latent rows that is all of them."""
+        latent rows that is all of them. What is worked on is a `multiple` of so many pages; None: all of a step."""
         values_at = buffer.shape[1] - 1
         begin = self.first(oldest) + step * self.pages_per_step
 
@@ -225,4 +228,5 @@ class Pages:
             def clear(page, _):
                 buffer[page, values_at] = jnp.zeros(buffer.shape[2:], buffer.dtype)
 
-            lax.fori_loop(held, self.pages_per_step, clear, None)
+            unit = multiple or self.pages_per_step
+            lax.fori_loop(held, divide(held + (unit - 1), unit) * unit, clear, None)

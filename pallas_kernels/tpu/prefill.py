@@ -246,6 +246,7 @@ def _kernel(
     tile, tiles = pl.program_id(0), pl.num_programs(0)
     start, limit = froms[tile], untils[tile]
     steps = pages.steps(start, limit)
+    half = part_pages // 2 if halves and part_pages % 2 == 0 else part_pages
     mine = tile & 1
 
     def copies(do, tile, step, slot):
@@ -297,7 +298,7 @@ def _kernel(
 
         copies("wait", tile, i, slot)
         if kind is None:
-            pages.hide_values(buffers[0][0].at[slot], start, limit, i, steps)
+            pages.hide_values(buffers[0][0].at[slot], start, limit, i, steps, half)
         first_key = (pages.first(start) + i * pages.pages_per_step) * pages.page_size
         parts = pages.pages_per_step // part_pages
 
@@ -317,7 +318,6 @@ def _kernel(
         def attend_part(at):
             # Most steps need no mask; a row's last ones have fewer keys, or known ones before those to mask.
             begin = first_key + at * pages.page_size
-            half = max(1, part_pages // 2) if halves else part_pages
             few = (half < part_pages) & (limit <= begin + half * pages.page_size)
             all_seen, half_seen = seen_by_all(begin, part_pages), seen_by_all(begin, half)
             pl.when(all_seen)(lambda: attend(at, part_pages, sure=part_pages))

@@ -39,6 +39,10 @@ def prefill(tpu, case, mode):
     interpreter.check_attention(tpu, case, mode, step_tokens=16)
 
 
+def prefill_in_long_steps(tpu, case, mode):
+    interpreter.check_attention(tpu, case, mode, step_tokens=32)
+
+
 def write(tpu, case, mode, offsets=None, block=None):
     inputs = testing.make_inputs(case, poison=7.0)
     k, v = jax.random.normal(jax.random.key(0), (2, *inputs.q.shape[:-2], 1, 128))
@@ -138,7 +142,15 @@ CONTROLS = {
         "covers(position, pages.reach.first(limit - 1) - 1)",
     ),
     "tail not cleared": (decode, ROWS, PLAIN, "pages.py", "keep(held - 1,", "(lambda *_: None)(held - 1,"),
-    "pages not cleared": (decode, ROWS, PLAIN, "pages.py", "lax.fori_loop(held, self", "lax.fori_loop(held, 0 * self"),
+    "pages not cleared": (decode, ROWS, PLAIN, "pages.py", "* unit, clear", "* 0, clear"),
+    "pages not cleared for many": (
+        prefill_in_long_steps,
+        CHUNKS,
+        PLAIN,
+        "prefill.py",
+        "limit, i, steps, half)",
+        "limit, i, steps, 1)",
+    ),
     "write not awaited": (
         decode,
         ROWS,
