@@ -126,6 +126,8 @@ def prefill(
     if sight is not None:
         scalars += tuple(sight[1:])
 
+    if not interpret:  # XLA would have few queries in vector memory, from where a copy is a loop, a register a turn
+        q = pltpu.with_memory_space_constraint(q, pltpu.HBM)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     inputs = [(q, hbm), (kv, hbm)] + ([] if kind is None else [(kv_scale, hbm)])
     outputs = [(output(q.shape, q.dtype, q, kv), hbm)]
