@@ -7,6 +7,7 @@
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -106,19 +107,26 @@ def quantise(
     pool is NaN there is any number, under a scale that is NaN."""
     kv = np.asarray(inputs.kv, np.float32)
     unread = np.isnan(kv).all(axis=-1)
-    exact = jnp.asarray(np.where(unread[..., None], 0.0, kv))[..., : case.head_dim]
-    stored, scale = kinds.encode(exact, kind, jnp.dtype(scale_dtype), case.rank)
-    decoded = kinds.decode(stored, scale, kind, case.head_dim, case.rank)
-    held = np.where(unread[..., None], np.nan, np.asarray(decoded))
+    exact = np.where(unread[..., None], 0.0, kv)[..., : case.head_dim]
+    stored, scale, decoded = (np.asarray(x) for x in _round_trip(exact, kind, jnp.dtype(scale_dtype), case.rank))
+    held = np.where(unread[..., None], np.nan, decoded)
     missing = kinds.stored_dim(kind, inputs.kv.shape[-1]) - stored.shape[-1]
-    stored = jnp.pad(stored, [(0, 0)] * 4 + [(0, missing)])
-    info = jnp.iinfo(stored.dtype)
+    stored = np.pad(stored, [(0, 0)] * 4 + [(0, missing)])
+    info = np.iinfo(stored.dtype)
     noise = np.random.default_rng(seed).integers(info.min, info.max, stored.shape, endpoint=True)
-    hidden = jnp.asarray(unread)
-    stored = jnp.where(hidden[..., None], jnp.asarray(noise, stored.dtype), stored)
-    hidden = hidden.reshape(*hidden.shape, *(1,) * (scale.ndim - hidden.ndim))
-    scale = jnp.where(hidden, jnp.asarray(jnp.nan, scale.dtype), scale)
-    return inputs._replace(kv=stored), scale, inputs._replace(kv=jnp.asarray(held))
+    stored = np.where(unread[..., None], noise.astype(stored.dtype), stored)
+    hidden = unread.reshape(*unread.shape, *(1,) * (scale.ndim - unread.ndim))
+    scale = np.where(hidden, np.asarray(np.nan, scale.dtype), scale)
+    return inputs._replace(kv=jnp.asarray(stored)), jnp.asarray(scale), inputs._replace(kv=jnp.asarray(held))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _round_trip(
+    x: jax.Array, kind: str, scale_dtype: jnp.dtype, rank: int | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What is stored, its scales, and what that means: one program, where by hand each operation would be one."""
+    stored, scale = kinds.encode(x, kind, scale_dtype, rank)
+    return stored, scale, kinds.decode(stored, scale, kind, x.shape[-1], rank)
 
 
 def make_options(case: Case, seed: int = 0) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import functools
 
 import interpreter
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreter import PLAIN, RACES
@@ -12,7 +11,7 @@ from nightly import NIGHTLY
 from test_negative_controls import SOURCE, broken
 
 import pallas_kernels
-from pallas_kernels import kinds, testing, tpu, xla
+from pallas_kernels import kinds, testing, tpu
 from pallas_kernels.testing import Case
 
 pytestmark = pytest.mark.timeout(240, method="thread")
@@ -66,15 +65,12 @@ def in_a_mode(cases, *by_day):
     )
 
 
+decode = jax.jit(kinds.decode, static_argnums=(2, 3, 4))
+
+
 def stored(case, kind):
     inputs, scale, held = testing.quantise(case, testing.make_inputs(case), kind)
     return inputs, scale, held
-
-
-def new_tokens(case, q):
-    shape = (2, *q.shape[:-2], case.num_kv_heads, case.head_dim)
-    k, v = jax.random.normal(jax.random.key(0), shape, q.dtype)
-    return k, v if case.rank is None else None
 
 
 def check(case, out, lse, held, **options):
@@ -90,16 +86,16 @@ def assert_written(got, wanted):
 
 def check_decode(tpu, kind, case, mode):
     (q, kv, *rest), scale, _ = stored(case, kind)
-    k, v = new_tokens(case, q)
-    nan = jnp.full_like(k, jnp.nan)  # what attends before it writes is caught
-    kv, scale = xla.write_kv(kv, nan, None if v is None else nan, *rest, kv_scale=scale, kind=kind, rank=case.rank)
+    k, v = interpreter.new_tokens(case, q)
+    nan = np.full_like(k, np.nan)  # what attends before it writes is caught
+    kv, scale = interpreter.write_kv(kv, nan, None if v is None else nan, *rest, kv_scale=scale, kind=kind, rank=case.rank)
     (out, lse), written = interpreter.run(
         functools.partial(tpu.write_and_attend, kind=kind), q, k, v, kv, *rest, mode=mode,
         **testing.make_options(case), kv_scale=scale, return_lse=True,
     )  # fmt: skip
-    expected = xla.write_kv(kv, k, v, *rest, kv_scale=scale, kind=kind, rank=case.rank)
+    expected = interpreter.write_kv(kv, k, v, *rest, kv_scale=scale, kind=kind, rank=case.rank)
     assert_written(written, expected)
-    held = kinds.decode(*expected, kind, case.head_dim, case.rank)
+    held = decode(*expected, kind, case.head_dim, case.rank)
     check(case, out, lse, testing.Inputs(q, held, *rest))
 
 
@@ -117,14 +113,15 @@ def check_attention(tpu, kind, case, mode, **options):
 
 def check_write(tpu, kind, case, mode):
     inputs, scale, _ = stored(case, kind)
-    k, v = new_tokens(case, inputs.q)
+    k, v = interpreter.new_tokens(case, inputs.q)
     valid = pallas_kernels.locate(k.shape[:-2], inputs.lengths, inputs.new).valid
-    k, v = (None if x is None else jnp.where(valid[..., None, None], x, jnp.nan) for x in (k, v))
-    k = k.at[(0,) * (k.ndim - 1) + (-1,)].set(jnp.nan)  # then all of that token is
+    valid = np.asarray(valid)[..., None, None]
+    k, v = (None if x is None else np.where(valid, x, np.asarray(np.nan, x.dtype)) for x in (k, v))
+    k[(0,) * (k.ndim - 1) + (-1,)] = np.nan  # then all of that token is
     arguments = (inputs.kv, k, v, *inputs[2:])
     options = {"kind": kind, "rank": case.rank}
     written = interpreter.run(functools.partial(tpu.write_kv, **options), *arguments, mode=mode, kv_scale=scale)
-    assert_written(written, xla.write_kv(*arguments, kv_scale=scale, **options))
+    assert_written(written, interpreter.write_kv(*arguments, kv_scale=scale, **options))
 
 
 @in_a_mode(DECODE, ("int8", 0), ("int8", 3))
