@@ -95,7 +95,7 @@ def make_inputs(case: Case, seed: int = 0, *, poison: float = np.nan) -> Inputs:
     q = rng.standard_normal((*tokens, case.num_heads, case.head_dim))
     dtype = jnp.dtype(case.dtype)
     return Inputs(
-        jnp.asarray(q, dtype), jnp.asarray(kv, dtype), jnp.asarray(tables),
+        jnp.asarray(q.astype(dtype)), jnp.asarray(kv.astype(dtype)), jnp.asarray(tables),
         jnp.asarray(case.lengths, jnp.int32), jnp.asarray(case.new, jnp.int32),
     )  # fmt: skip
 

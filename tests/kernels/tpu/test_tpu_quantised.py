@@ -88,7 +88,9 @@ def check_decode(tpu, kind, case, mode):
     (q, kv, *rest), scale, _ = stored(case, kind)
     k, v = interpreter.new_tokens(case, q)
     nan = np.full_like(k, np.nan)  # what attends before it writes is caught
-    kv, scale = interpreter.write_kv(kv, nan, None if v is None else nan, *rest, kv_scale=scale, kind=kind, rank=case.rank)
+    kv, scale = interpreter.write_kv(
+        kv, nan, None if v is None else nan, *rest, kv_scale=scale, kind=kind, rank=case.rank
+    )
     (out, lse), written = interpreter.run(
         functools.partial(tpu.write_and_attend, kind=kind), q, k, v, kv, *rest, mode=mode,
         **testing.make_options(case), kv_scale=scale, return_lse=True,
