@@ -74,7 +74,6 @@ def test_the_model_of_memory(chip):
 
 @pytest.mark.parametrize("scan", [False, True] if NIGHTLY else [True], ids=lambda x: "scanned" if x else "unrolled")
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"] if NIGHTLY else ["v6e"])
-@pytest.mark.skipif(not NIGHTLY, reason="by day a step of each kind of layer is compiled")
 def test_a_whole_decode_step_of_a_real_model(chip, scan):
     """Layers and `extend`: one fused kernel a layer, the cache updated in place, next to no scratch memory.
 
@@ -85,6 +84,7 @@ def test_a_whole_decode_step_of_a_real_model(chip, scan):
     for program in programs:
         assert program["kernels"] == (1 if scan else program["layers"]), program
         assert program["temp"] < 0.01 * program["pools"], program
+        assert not program["large copies"], program  # a weight laid out for something else is turned in every step
         # In bytes (small arrays are padded) and in arrays: all but two that `extend` replaces without reading them.
         assert program["alias"] >= program["cache"] - program["unread"], program
         assert program["aliased arrays"] == program["arrays"] - 2, program

@@ -9,6 +9,7 @@ from tpu_programs import TOPOLOGIES, devices  # first of all, for it sets the en
 # isort: split
 import dataclasses
 import json
+import math
 import re
 import sys
 
@@ -66,7 +67,8 @@ def compile_step(mesh, config, scan):
     with jax.set_mesh(mesh):
         step = jax.jit(decode_step, donate_argnames="cache")
         compiled = step.lower(*on_chip((model, tokens, counts, cache))).compile()
-    memory = compiled.memory_analysis()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    copies = re.findall(r"%([\w.-]+) = \w+\[([\d,]+)\][^ ]* copy\(", text)
     return {
         "layers": config.num_layers,
         "parameters": size(model),
@@ -74,10 +76,11 @@ def compile_step(mesh, config, scan):
         "cache": size(cache),
         "arrays": len(jax.tree.leaves(cache)),
         "unread": sum(size((t.new, t.offsets)) for t in cache.tables),
-        "aliased arrays": len(re.findall(r"(?:may|must)-alias", compiled.as_text().splitlines()[0])),
+        "aliased arrays": len(re.findall(r"(?:may|must)-alias", text.splitlines()[0])),
         "alias": memory.alias_size_in_bytes,
         "temp": memory.temp_size_in_bytes,
-        "kernels": compiled.as_text().count('custom_call_target="tpu_custom_call"'),
+        "kernels": text.count('custom_call_target="tpu_custom_call"'),
+        "large copies": [name for name, axes in copies if math.prod(map(int, axes.split(","))) > 2**20],
     }
 
 
