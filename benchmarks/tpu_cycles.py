@@ -299,7 +299,8 @@ def measure(chip: str, name: str, copies_only: bool = False, layers: int = 1) ->
         command = [sys.executable, __file__, "--program", chip, name, str(int(copies_only)), str(layers)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         profiles = [*pathlib.Path(folder).glob(f"paged_{kernel}*.textproto")]
-        if not profiles or done.returncode:
+        traces = [*pathlib.Path(folder).glob(f"paged_{kernel}*_bundles.txt")]
+        if not profiles or not traces or done.returncode:
             raise RuntimeError(f"The compiler made no profile: {done.stderr[-2000:]}")
         needed, left_out = (json.loads(line) for line in done.stdout.splitlines()[-2:])
         cycles = 0
@@ -308,7 +309,7 @@ def measure(chip: str, name: str, copies_only: bool = False, layers: int = 1) ->
             found = re.findall(r"estimated_cycles: (\d+)\s+num_equivalent_hlos: (\d+)", text)
             cycles += sum(int(n) * int(times) for n, times in found)
         alone = int(re.search(r"estimated_cycles: (\d+)", profiles[0].read_text())[1])
-        trace = next(pathlib.Path(folder).glob(f"paged_{kernel}*_bundles.txt")).read_text()
+        trace = traces[0].read_text()
         executed = trace.count("= dma.hbm_to_vmem"), trace.count("= dma.vmem_to_hbm")
         return alone, cycles, [n - (m or n) for n, m in zip(executed, needed, strict=True)]
 
