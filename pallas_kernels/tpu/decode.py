@@ -22,6 +22,7 @@ from pallas_kernels.tpu.pages import (
     SPILL_BYTES,
     VMEM_BYTES,
     Pages,
+    await_pages,
     compiler_params,
     divide,
     output,
@@ -291,11 +292,6 @@ def _kernel(
 
         return (*marks[2:], row, part, next_count, coming, jnp.where(slot == SLOTS - 1, 0, slot + 1)), fetch
 
-    def await_pages(slot, count):
-        for pages_of, arrived in buffers:
-            these = pages_of.at[slot, pl.ds(0, count)]  # as many as are coming, wherever they lie
-            pl.when(count > 0)(pltpu.make_async_copy(these, these, arrived.at[slot]).wait)
-
     def prepare(row, part, slot):
         """Write the new tokens that a step's segments end with, and hide what no query sees. Returns how many."""
         end = end_of_block(row)
@@ -358,7 +354,7 @@ def _kernel(
         *at, written = at
         row, part, *_, count, _, slot = at
         following, fetch = advance(at)
-        await_pages(slot, count)
+        await_pages(buffers, slot, count)
         await_writes(written)  # of the step before; they have left by now
         written = prepare(row, part, slot)
         end, shown = end_of_block(row), row

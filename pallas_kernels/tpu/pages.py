@@ -66,6 +66,13 @@ def output(shape: tuple[int, ...], dtype, *arrays: jax.Array) -> jax.ShapeDtypeS
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))
 
 
+def await_pages(buffers, slot, count) -> None:
+    """Wait once for each buffer's pages in a slot: `count` are coming, wherever they lie."""
+    for buffer, arrived in buffers:
+        these = buffer.at[slot, pl.ds(0, count)]
+        pl.when(count > 0)(pltpu.make_async_copy(these, these, arrived.at[slot]).wait)
+
+
 def pad(x: jax.Array, size: int, axis: int = -1) -> jax.Array:
     """Zeros at the end of an axis, to make it `size` long."""
     if x.shape[axis] == size:
@@ -143,8 +150,8 @@ class Pages:
         """How many pages there are from a step's first on."""
         return self.stop(limit) - (self.first(oldest) + step * self.pages_per_step)
 
-    def copies(self, do: str, streams, tables, row, oldest, limit, step) -> None:
-        """`do` ("start" or "wait") the copies of one step's pages.
+    def start_held(self, streams, tables, row, oldest, limit, step) -> None:
+        """Start the copies of one step's pages, of those that there are.
 
         A stream is where they come from, `[num_blocks + 1, 2, K, block_size, ...]`, where they go, `[pages, 2, K,
         page_size, ...]`, and their semaphore: keys and values, and their scales if they have any.
@@ -160,14 +167,7 @@ class Pages:
                 if self.page_size < self.block_size:
                     start = pl.multiple_of(part * self.page_size, self.page_size)
                     source = source.at[:, :, pl.ds(start, self.page_size)]
-                getattr(pltpu.make_async_copy(source, buffer.at[i], semaphore), do)()
-
-        if do == "wait":  # one wait for all
-            count = jnp.minimum(held, self.pages_per_step)
-            for _, buffer, semaphore in streams:
-                these = buffer.at[pl.ds(0, count)]
-                pl.when(count > 0)(pltpu.make_async_copy(these, these, semaphore).wait)
-            return
+                pltpu.make_async_copy(source, buffer.at[i], semaphore).start()
 
         @pl.when(held >= self.pages_per_step)
         def _():  # nearly every step: without a loop's overhead

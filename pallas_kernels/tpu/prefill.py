@@ -23,6 +23,7 @@ from pallas_kernels.tpu.pages import (
     SPILL_BYTES,
     VMEM_BYTES,
     Pages,
+    await_pages,
     compiler_params,
     output,
     sublanes,
@@ -251,9 +252,9 @@ def _kernel(
     half = part_pages // 2 if halves and part_pages % 2 == 0 else part_pages
     mine = tile & 1
 
-    def copies(do, tile, step, slot):
+    def start_pages(tile, step, slot):
         coming = [(source, to.at[slot], arrived.at[slot]) for source, (to, arrived) in zip(hbm, buffers, strict=True)]
-        pages.copies(do, coming, tables, rows[tile], froms[tile], untils[tile], step)
+        pages.start_held(coming, tables, rows[tile], froms[tile], untils[tile], step)
 
     def fetch(do, tile):
         @pl.when(limits[tile] > 0)
@@ -282,7 +283,7 @@ def _kernel(
     def _():
         next_slot[0] = 0
         fetch("start", 0)
-        copies("start", 0, 0, 0)
+        start_pages(0, 0, 0)
         forget()
         out_sum_ref[...] = jnp.zeros_like(out_sum_ref)
         fetch("wait", 0)
@@ -296,9 +297,10 @@ def _kernel(
 
         @pl.when(next_tile < tiles)
         def _():
-            copies("start", next_tile, jnp.where(last, 0, i + 1), 1 - slot)
+            start_pages(next_tile, jnp.where(last, 0, i + 1), 1 - slot)
 
-        copies("wait", tile, i, slot)
+        coming = jnp.minimum(pages.held(start, limit, i), pages.pages_per_step)
+        await_pages(buffers, slot, coming)
         if kind is None:
             pages.hide_values(buffers[0][0].at[slot], start, limit, i, steps, half)
         first_key = (pages.first(start) + i * pages.pages_per_step) * pages.page_size

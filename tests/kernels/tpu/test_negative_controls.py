@@ -88,7 +88,7 @@ def precision(tpu, case, mode):
 # name: (what to run, on which case, in which mode, the file, what to find there, what to put instead, and so on). None
 # may wait for a copy that nobody starts.
 CONTROLS = {
-    "pages not awaited": (decode, ROWS, PLAIN, "decode.py", "        await_pages(slot, count)\n", ""),
+    "pages not awaited": (decode, ROWS, PLAIN, "decode.py", "        await_pages(buffers, slot, count)\n", ""),
     "one page not awaited": (decode, ROWS, PLAIN, "decode.py", "coming += held", "coming += jnp.maximum(held - 1, 0)"),
     "one slot for two steps": (
         decode,
@@ -229,7 +229,15 @@ CONTROLS = {
         "(block < kv.shape[0])",
         "(block < 2**30)",
     ),
-    "prefill: pages not awaited": (prefill, CHUNKS, PLAIN, "prefill.py", 'copies("wait", tile, i, slot)', "pass"),
+    "prefill: pages not awaited": (prefill, CHUNKS, PLAIN, "prefill.py", "await_pages(buffers, slot, coming)", "pass"),
+    "prefill: one page not awaited": (
+        prefill,
+        CHUNKS,
+        PLAIN,
+        "prefill.py",
+        "await_pages(buffers, slot, coming)",
+        "await_pages(buffers, slot, jnp.maximum(coming - 1, 0))",
+    ),
     "causality one too far": (prefill, CHUNKS, PLAIN, "prefill.py", "] <= query", "] <= query + 1"),
     "mask left out": (prefill, CHUNKS, PLAIN, "prefill.py", "<= start + 1", "<= limit"),
     "mask left out of a half": (prefill, CHUNKS, PLAIN, "prefill.py", "sure=half)", "sure=part_pages)"),

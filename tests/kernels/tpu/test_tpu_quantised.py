@@ -150,8 +150,8 @@ SMALL_PREFILL = Case((300, 9), (20, 4), 2, 2, 128, packed=True, **F32)
 CONTROLS = {
     "scales not awaited": (
         check_decode, SMALL_DECODE, "decode.py",
-        "for pages_of, arrived in buffers:",
-        "for pages_of, arrived in buffers[:1]:",
+        "await_pages(buffers, slot, count)",
+        "await_pages(buffers[:1], slot, count)",
     ),
     "the scale of another token": (
         check_decode, SMALL_DECODE, "quantised.py",
@@ -174,9 +174,9 @@ CONTROLS = {
         "2) == (inside if old.ndim == 3 else 0) + inside - top",
     ),
     "prefill: scales not awaited": (
-        check_attention, SMALL_PREFILL, "pages.py",
-        "for _, buffer, semaphore in streams:",
-        "for _, buffer, semaphore in streams[:1]:",
+        check_attention, SMALL_PREFILL, "prefill.py",
+        "await_pages(buffers, slot, coming)",
+        "await_pages(buffers[:1], slot, coming)",
     ),
     "prefill: the scale of another head": (
         check_attention, SMALL_PREFILL, "quantised.py", "pl.ds(head, 1)]", "pl.ds(0, 1)]",
@@ -190,8 +190,8 @@ CONTROLS = {
     ),
     "latent: scales not awaited": (
         check_decode, SMALL_LATENT, "decode.py",
-        "for pages_of, arrived in buffers:",
-        "for pages_of, arrived in buffers[:1]:",
+        "await_pages(buffers, slot, count)",
+        "await_pages(buffers[:1], slot, count)",
     ),
     "latent: the scale of the other part": (
         check_decode, SMALL_LATENT, "quantised.py", "[keys, line(0, 1)]", "[keys, line(0, 0)]",
@@ -219,9 +219,9 @@ CONTROLS = {
         check_decode, SMALL_LATENT, "decode.py", "for x in scales]", "for x in scales[::-1]]",
     ),
     "latent, prefill: scales not awaited": (
-        check_attention, SMALL_LATENT_PREFILL, "pages.py",
-        "for _, buffer, semaphore in streams:",
-        "for _, buffer, semaphore in streams[:1]:",
+        check_attention, SMALL_LATENT_PREFILL, "prefill.py",
+        "await_pages(buffers, slot, coming)",
+        "await_pages(buffers[:1], slot, coming)",
     ),
     "latent, prefill: the scale of the other part": (
         check_attention, SMALL_LATENT_PREFILL, "quantised.py", "[keys, line(0, 1)]", "[keys, line(0, 0)]",
