@@ -34,6 +34,7 @@ from jaxkv._core.plan import Step, positions
 from jaxkv._core.tables import extend
 from jaxkv._drop_in import dot_product_attention
 from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, own_inputs, token_positions
+from jaxkv._products import product
 
 __all__ = ["Attention", "CacheVariable", "MultiHeadAttention"]
 
@@ -149,7 +150,7 @@ def project(equation: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | No
         w = kernel[...].astype(x.dtype)
         outputs = w.shape[:-count] if outputs_first else w.shape[count:]
         w = w.reshape((-1, size) if outputs_first else (size, -1))
-        y = jnp.tensordot(x.reshape(*front, size), w, axes=(-1, 1 if outputs_first else 0)).reshape(*front, *outputs)
+        y = product(x.reshape(*front, size), w, outputs_first=outputs_first).reshape(*front, *outputs)
     if bias is None:
         return y
     return y + jnp.expand_dims(bias[...].astype(x.dtype), tuple(range(y.ndim - bias.ndim)))

@@ -79,7 +79,7 @@ def test_dtypes():
 
 def test_no_projection_copies_its_kernel():
     """Neither one that sums over heads and their numbers, nor one that makes them."""
-    x, heads = jnp.zeros((3, 24)), jnp.zeros((3, 4, 6))
+    x, heads = jnp.zeros((40, 24)), jnp.zeros((40, 4, 6))  # of few tokens it is what comes out that is turned
 
     def both(x, heads, into, out):
         return jaxkv.nnx.project("...e,hde->...hd", x, into), jaxkv.nnx.project("...hd,hde->...e", heads, out)

@@ -11,6 +11,7 @@ from jaxkv._core.cache import Cache
 from jaxkv._core.layer import LayerConfig
 from jaxkv._core.plan import Step, plan_step, settled
 from jaxkv._layers import token_positions
+from jaxkv._products import product
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.experts import Experts
 from jaxkv.models.latent import LatentAttention
@@ -96,7 +97,7 @@ class Decoder(nnx.Module):
                 x = x[jnp.arange(x.shape[0]), logits_at] if tokens.ndim == 2 else x[logits_at]
             x = rms_norm(x, self.norm, config)
             table = self.embed if self.head is None else self.head
-            logits = jnp.einsum("...e,ve->...v", x, table[...], preferred_element_type=jnp.float32)
+            logits = product(x, table[...], dtype=jnp.float32)
             if config.logit_soft_cap is not None:
                 logits = config.logit_soft_cap * jnp.tanh(logits / config.logit_soft_cap)
         return logits, cache

@@ -1,0 +1,79 @@
+"""Products of few tokens: what they give, and how a CPU does them."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv._products import FEW, product
+
+OUTPUTS, INPUTS = 48, 24
+
+
+def make(front: tuple[int, ...], dtype=jnp.float32, outputs_first: bool = True):
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((OUTPUTS, INPUTS) if outputs_first else (INPUTS, OUTPUTS))
+    return jnp.asarray(rng.standard_normal((*front, INPUTS)), dtype), jnp.asarray(weight, dtype)
+
+
+@pytest.mark.parametrize("outputs_first", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("front", [(), (0,), (1,), (2,), (5,), (6,), (8,), (9,), (17,), (FEW,), (FEW + 1,), (3, 2)])
+def test_every_form_gives_the_product(front, dtype, outputs_first):
+    x, weight = make(front, dtype, outputs_first)
+    y = product(x, weight, outputs_first=outputs_first)
+    exact = np.float64(x) @ (np.float64(weight).T if outputs_first else np.float64(weight))
+    np.testing.assert_allclose(np.float64(y), exact, rtol=2 * float(jnp.finfo(dtype).eps), atol=4e-6)
+    assert y.dtype == dtype and y.shape == (*front, OUTPUTS)
+
+
+def test_in_another_dtype():
+    for count in (1, 2):
+        x, weight = make((count,), jnp.bfloat16)
+        y = product(x, weight, dtype=jnp.float32)
+        assert y.dtype == jnp.float32
+        np.testing.assert_allclose(y, np.float64(x) @ np.float64(weight).T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("outputs_first", [True, False])
+def test_one_token_widens_no_weight(outputs_first):
+    """XLA wrote all of a weight of bfloat16 down in float32 for it, which took eight times as long as the product."""
+    x, weight = make((1,), jnp.bfloat16, outputs_first)
+    weight = jnp.tile(weight, (16, 16))
+    x = jnp.tile(x, 16)
+    program = jax.jit(lambda x, weight: product(x, weight, outputs_first=outputs_first)).lower(x, weight).compile()
+    assert program.memory_analysis().temp_size_in_bytes < weight.nbytes // 8
+
+
+def test_few_tokens_are_the_right_operand():
+    """A weight is read as it lies: the right operand is what XLA brings into tiles."""
+    for count, shape in ((4, (OUTPUTS, 4)), (7, (OUTPUTS, 8)), (FEW + 1, (FEW + 1, OUTPUTS))):
+        program = jax.jit(product).lower(*make((count,))).compile().as_text()
+        assert re.search(rf"f32\[{shape[0]},{shape[1]}\]\S* (dot|fusion)\(", program), count
+
+
+@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_other_platforms_have_the_plain_product(platform, count):
+    x, weight = make((count,), jnp.bfloat16 if count == 1 else jnp.float32)
+    program = jax.jit(product).trace(x, weight).lower(lowering_platforms=(platform,)).as_text()
+    assert program.count("stablehlo.dot_general") == 1
+    assert not any(f"stablehlo.{name}" in program for name in ("optimization_barrier", "pad", "transpose"))
+
+
+def test_gradients_and_vmap():
+    x, weight = make((3, 7))
+
+    def loss(x, weight):
+        return jnp.sum(jnp.square(product(x, weight)))
+
+    for ours, exact in zip(
+        jax.grad(loss, (0, 1))(x, weight),
+        jax.grad(lambda x, w: jnp.sum(jnp.square(x @ w.T)), (0, 1))(x, weight),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, exact, rtol=1e-5, atol=1e-4)
+    by_one = jax.vmap(product, in_axes=(0, None))(x, weight)
+    np.testing.assert_allclose(by_one, product(x, weight), rtol=1e-5, atol=1e-6)
