@@ -1,7 +1,8 @@
-"""Products of tokens with weights, in the form in which a CPU does those of few tokens fastest.
+"""Products of tokens with weights, in the form in which a CPU does them fastest.
 
 XLA for CPUs brings a product's right operand into tiles, which takes longer than a product of few tokens, and where one
-token meets weights of bfloat16 it first writes all of them down in float32. Other platforms do neither.
+token meets weights of bfloat16 it first writes all of them down in float32. A product by groups it has none: it copies
+the weights of all, and multiplies every token with all of them. Other platforms do nothing of that.
 """
 
 import functools
@@ -10,7 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.xla.work import zero_for
+
 FEW = 32  # tokens; with more the tiles pay
+GROUP_TOKENS = 4, 128  # of a product by groups, so many at a time at the least and at the most
 
 
 def product(x: jax.Array, weight: jax.Array, *, outputs_first: bool = True, dtype: Any = None) -> jax.Array:
@@ -55,3 +59,55 @@ def _columns(count: int) -> int:
 def _kept(y: jax.Array) -> jax.Array:
     """XLA would undo what the form of a product is, seeing what becomes of it."""
     return jax.lax.optimization_barrier(y)
+
+
+def grouped_product(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """As `jax.lax.ragged_dot`: of tokens `[N, I]` the first `sizes[0]` times `weights[0]`, and so on, `[N, O]`.
+
+    Args:
+      x: as many tokens as `i32[E]` sizes say in all.
+      weights: `[E, I, O]`.
+
+    >>> import jax.numpy as jnp
+    >>> grouped_product(jnp.ones((3, 2)), jnp.asarray([[[1.0], [1]], [[2], [2]]]), jnp.asarray([1, 2])).tolist()
+    [[2.0], [4.0], [4.0]]
+    """
+    return _grouped_product(x, weights, sizes)
+
+
+@jax.custom_vjp
+def _grouped_product(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    return jax.lax.platform_dependent(x, weights, sizes, cpu=_group_by_group, default=jax.lax.ragged_dot)
+
+
+def _forward(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _grouped_product(x, weights, sizes), (x, weights, sizes)
+
+
+def _backward(kept: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, weights, sizes = kept
+    _, pull = jax.vjp(lambda x, weights: jax.lax.ragged_dot(x, weights, sizes), x, weights)
+    return (*pull(cotangent), None)
+
+
+_grouped_product.defvjp(_forward, _backward)
+
+
+@jax.jit  # traced once for all layers
+def _group_by_group(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Some tokens of one group at a time, in order: what a group's last ones write behind it is written over."""
+    (num_tokens, size), (groups, _, outputs) = x.shape, weights.shape
+    least, most = GROUP_TOKENS
+    together = min(max(least, 1 << (-(-num_tokens // groups) - 1).bit_length()), most)  # a group's share, or more
+    turns = -(-sizes // together)
+    ends, turn_ends = jnp.cumsum(sizes), jnp.cumsum(turns)
+    x = jnp.pad(x, ((0, together), (0, 0)))
+
+    def turn(i: jax.Array, y: jax.Array) -> jax.Array:
+        group = jnp.searchsorted(turn_ends, i, side="right", method="compare_all")
+        start = ends[group] - sizes[group] + together * (i - turn_ends[group] + turns[group])
+        tokens = jax.lax.dynamic_slice(x, (start, 0), (together, size))
+        return jax.lax.dynamic_update_slice(y, tokens @ weights[group], (start, 0))
+
+    nothing = jnp.zeros((num_tokens + together, outputs), x.dtype) + zero_for(x, weights, sizes).astype(x.dtype)
+    return jax.lax.fori_loop(0, turn_ends[-1], turn, nothing)[:num_tokens]

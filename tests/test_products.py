@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv._products import FEW, product
+from jaxkv._products import FEW, grouped_product, product
 
 OUTPUTS, INPUTS = 48, 24
 
@@ -77,3 +77,64 @@ def test_gradients_and_vmap():
         np.testing.assert_allclose(ours, exact, rtol=1e-5, atol=1e-4)
     by_one = jax.vmap(product, in_axes=(0, None))(x, weight)
     np.testing.assert_allclose(by_one, product(x, weight), rtol=1e-5, atol=1e-6)
+
+
+# Products by groups.
+
+
+def make_groups(sizes: list[int], dtype=jnp.float32):
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.standard_normal((sum(sizes), INPUTS)), dtype)
+    return x, jnp.asarray(rng.standard_normal((len(sizes), INPUTS, OUTPUTS)), dtype), jnp.asarray(sizes, jnp.int32)
+
+
+GROUPS = [[0], [1], [3], [2, 1, 0], [0, 0, 5], [4, 4, 4], [5, 0, 1, 9], [300, 2, 0, 1], [1, 0, 299], [0] * 40 + [7, 1]]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("sizes", GROUPS, ids=str)
+def test_groups_meet_their_own_weights(sizes, dtype):
+    x, weights, counts = make_groups(sizes, dtype)
+    of = np.repeat(np.arange(len(sizes)), sizes)
+    exact = np.einsum("ni,nio->no", np.float64(x), np.float64(weights)[of])
+    y = jax.jit(grouped_product)(x, weights, counts)
+    np.testing.assert_allclose(np.float64(y), exact, rtol=2 * float(jnp.finfo(dtype).eps), atol=4e-6)
+    assert y.dtype == dtype
+
+
+def test_weights_of_empty_groups_are_not_read():
+    x, weights, counts = make_groups([2, 0, 3, 0])
+    poisoned = weights.at[jnp.asarray([1, 3])].set(jnp.nan)
+    np.testing.assert_array_equal(grouped_product(x, poisoned, counts), grouped_product(x, weights, counts))
+
+
+def test_groups_copy_one_weight_at_a_time():
+    x, weights, counts = make_groups([2] * 64)
+    memory = jax.jit(grouped_product).lower(x, weights, counts).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < weights.nbytes // 4
+
+
+def test_one_program_serves_all_sizes():
+    x, weights, _ = make_groups([4, 4, 4])
+    program = jax.jit(lambda *arguments: grouped_product(*arguments))
+    for sizes in ([12, 0, 0], [0, 0, 12], [5, 2, 5]):
+        program(x, weights, jnp.asarray(sizes, jnp.int32))
+    assert program._cache_size() == 1
+
+
+def test_gradients_by_groups():
+    x, weights, counts = make_groups([3, 0, 6])
+
+    def loss(product):
+        return lambda x, weights: jnp.sum(jnp.sin(product(x, weights, counts)))
+
+    ours = jax.grad(loss(grouped_product), (0, 1))(x, weights)
+    for a, b in zip(ours, jax.grad(loss(jax.lax.ragged_dot), (0, 1))(x, weights), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_other_platforms_have_their_ragged_product(platform):
+    x, weights, counts = make_groups([3, 5])
+    program = jax.jit(grouped_product).trace(x, weights, counts).lower(lowering_platforms=(platform,)).as_text()
+    assert "stablehlo.while" not in program and "ragged_dot" in program

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxkv._core.shards import on_devices
+from jaxkv._products import grouped_product
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.layers import ACTIVATIONS, GatedMLP
 from jaxkv.models.partition import AXIS, mesh_of_weights, sharding_of
@@ -61,7 +62,7 @@ class Experts(nnx.Module):
         sizes = jnp.bincount(expert, length=self.config.count).astype(jnp.int32)
 
         def product(x: jax.Array, kernel: nnx.Param, added: nnx.Param | None, is_added: Any = True) -> jax.Array:
-            y = jax.lax.ragged_dot(x, kernel[...].astype(x.dtype), sizes)
+            y = grouped_product(x, kernel[...].astype(x.dtype), sizes)
             if added is None:
                 return y
             own = added[...].astype(x.dtype)[expert]
