@@ -61,6 +61,35 @@ def _kept(y: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(y)
 
 
+def product_by_heads(x: jax.Array, weights: jax.Array, *, outputs_first: bool) -> jax.Array:
+    """`[..., H, I]` times `[H, O, I]`, or `[H, I, O]` without `outputs_first`, head by head: `[..., H, O]`.
+
+    >>> import jax.numpy as jnp
+    >>> product_by_heads(jnp.ones((1, 2, 3)), jnp.ones((2, 4, 3)), outputs_first=True).shape
+    (1, 2, 4)
+    """
+    *front, heads, size = x.shape
+    y = _product_by_heads(x.reshape(-1, heads, size), weights, outputs_first)
+    return y.reshape(*front, *y.shape[1:])
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _product_by_heads(x: jax.Array, weights: jax.Array, outputs_first: bool) -> jax.Array:
+    count = x.shape[0]
+
+    def plain(x: jax.Array, weights: jax.Array) -> jax.Array:
+        return jnp.einsum("thi,hoi->tho" if outputs_first else "thi,hio->tho", x, weights)
+
+    def padded(x: jax.Array, weights: jax.Array) -> jax.Array:  # else it is not x whose axes are put in order
+        x = _kept(jnp.pad(jnp.moveaxis(x, 0, 1), ((0, 0), (0, 1), (0, 0))))
+        y = jnp.einsum("hti,hoi->hto" if outputs_first else "hti,hio->hto", x, weights)
+        return jnp.moveaxis(y[:, :count], 1, 0)
+
+    if count == 0 or (x.dtype != jnp.bfloat16 and (count == 1 or outputs_first)):
+        return plain(x, weights)
+    return jax.lax.platform_dependent(x, weights, cpu=padded, default=plain)
+
+
 def grouped_product(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
     """As `jax.lax.ragged_dot`: of tokens `[N, I]` the first `sizes[0]` times `weights[0]`, and so on, `[N, O]`.
 

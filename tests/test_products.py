@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv._products import FEW, grouped_product, product
+from jaxkv._products import FEW, grouped_product, product, product_by_heads
 
 OUTPUTS, INPUTS = 48, 24
 
@@ -77,6 +77,28 @@ def test_gradients_and_vmap():
         np.testing.assert_allclose(ours, exact, rtol=1e-5, atol=1e-4)
     by_one = jax.vmap(product, in_axes=(0, None))(x, weight)
     np.testing.assert_allclose(by_one, product(x, weight), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("outputs_first", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("front", [(), (0,), (1,), (2,), (3, 4)])
+def test_heads_meet_their_own_weights(front, dtype, outputs_first):
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.standard_normal((*front, 5, INPUTS)), dtype)
+    weights = jnp.asarray(rng.standard_normal((5, OUTPUTS, INPUTS) if outputs_first else (5, INPUTS, OUTPUTS)), dtype)
+    y = product_by_heads(x, weights, outputs_first=outputs_first)
+    exact = np.einsum("...hi,hoi->...ho" if outputs_first else "...hi,hio->...ho", np.float64(x), np.float64(weights))
+    np.testing.assert_allclose(np.float64(y), exact, rtol=2 * float(jnp.finfo(dtype).eps), atol=4e-6)
+    assert y.dtype == dtype and y.shape == exact.shape
+
+
+@pytest.mark.parametrize("outputs_first", [True, False])
+@pytest.mark.parametrize("count", [1, 4])
+def test_no_weight_by_heads_is_widened_or_turned(count, outputs_first):
+    x = jnp.ones((count, 8, 64), jnp.bfloat16)
+    weights = jnp.ones((8, 64, 64), jnp.bfloat16)
+    program = jax.jit(lambda x, w: product_by_heads(x, w, outputs_first=outputs_first)).lower(x, weights).compile()
+    assert program.memory_analysis().temp_size_in_bytes < weights.nbytes // 2
 
 
 # Products by groups.

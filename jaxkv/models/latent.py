@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxkv._core.plan import Step
 from jaxkv._layers import attend_or_dense
+from jaxkv._products import product_by_heads
 from jaxkv.models.config import DecoderConfig, LatentConfig
 from jaxkv.models.layers import norm_weight, rms_norm
 from jaxkv.models.rope import Rope
@@ -23,8 +24,8 @@ class LatentAttention(nnx.Module):
     is applied to queries, and what would make values of it to outputs, so that no head's keys or values ever exist.
 
     Shapes: E inputs, H heads, C the rank of rows, N and R the entries of a head's key without and with rotation, V
-    those of its value. `key_down [C + R, E]`, `up [H, N + V, C]`, `out [H, V, E]`; `query [H, N + R, E]`, or where
-    queries have a rank Q `query_down [Q, E]` and `query_up [H, N + R, Q]`.
+    those of its value. `key_down [C + R, E]`, `key_up [H, N, C]`, `value_up [H, V, C]`, `out [H, V, E]`;
+    `query [H, N + R, E]`, or where queries have a rank Q `query_down [Q, E]` and `query_up [H, N + R, Q]`.
     """
 
     def __init__(self, config: DecoderConfig, latent: LatentConfig, rope: Rope, dtype: Any, rngs: nnx.Rngs):
@@ -48,7 +49,7 @@ class LatentAttention(nnx.Module):
         self.query_up = weight(query_rank, heads, key_dim) if query_rank else None
         self.key_down, self.key_down_bias = weight(embed_dim, latent.width), zeros(latent.width)
         self.key_norm = norm_weight(config, rank, dtype)
-        self.up = weight(rank, heads, latent.nope_dim + latent.value_dim)
+        self.key_up, self.value_up = weight(rank, heads, latent.nope_dim), weight(rank, heads, latent.value_dim)
         out = kernel(heads * latent.value_dim, embed_dim)
         self.out = nnx.Param(out.reshape(heads, latent.value_dim, embed_dim))
         self.out_bias = zeros(embed_dim)
@@ -62,12 +63,11 @@ class LatentAttention(nnx.Module):
         row = project("...e,re->...r", x, self.key_down, self.key_down_bias)
         rotated_q, rotated_k = self.rope(q[..., latent.nope_dim :], row[..., None, latent.rank :], positions)
         key = rms_norm(row[..., : latent.rank], self.key_norm, self.config, NORM_EPS)[..., None, :]
-        keys_up, values_up = jnp.split(self.up[...].astype(x.dtype), [latent.nope_dim], axis=-2)
-        absorbed = jnp.einsum("...hn,hnr->...hr", q[..., : latent.nope_dim], keys_up)
+        absorbed = product_by_heads(q[..., : latent.nope_dim], self.key_up[...].astype(x.dtype), outputs_first=False)
         q, k = side_by_side(absorbed, rotated_q), side_by_side(key, rotated_k)
         v = key if cache is None else None  # a cache knows that they are part of the keys
         y, cache = attend_or_dense(q, k, v, cache, layer, step, scale=self.config.attention_scale)
-        y = jnp.einsum("...hr,hvr->...hv", y, values_up)
+        y = product_by_heads(y, self.value_up[...].astype(x.dtype), outputs_first=True)
         return project("...hv,hve->...e", y, self.out, self.out_bias), cache
 
     def _queries(self, x: jax.Array) -> jax.Array:

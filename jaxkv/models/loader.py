@@ -111,9 +111,9 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         slots = slots_of(path, param.shape, config, model.num_scanned)
         for slot, tensor in zip(slots, np.asarray(param[...]).reshape(len(slots), -1), strict=True):
-            if slot.column is not None:
-                both = tensors.setdefault(slot.name, np.empty(slot.shape, tensor.dtype))
-                both[..., slot.column :: 2] = tensor.reshape(*slot.shape[:-1], -1)
+            if slot.part is not None:
+                whole = tensors.setdefault(slot.name, np.empty(slot.shape, tensor.dtype)).reshape(slot.part.axes)
+                whole[slot.part.where] = tensor.reshape(whole[slot.part.where].shape)
             else:
                 shape = slot.shape[::-1] if slot.transposed else slot.shape
                 tensors[slot.name] = tensor.reshape(shape).T if slot.transposed else tensor.reshape(shape)
@@ -166,7 +166,7 @@ def read_config(folder: pathlib.Path) -> DecoderConfig:
 def _view(tensors: dict[str, Any], slot: Slot) -> np.ndarray:
     """A parameter as it lies in a checkpoint: nothing of a file is read before it is used."""
     x = np.asarray(tensors[slot.name])
-    x = x if slot.column is None else x[..., slot.column :: 2]
+    x = x if slot.part is None else x.reshape(slot.part.axes)[slot.part.where]
     return x.T if slot.transposed else x
 
 

@@ -1,7 +1,9 @@
 """What a decoder's parameters are called in checkpoints, and how they lie there."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxkv.models.config import DecoderConfig
 
@@ -27,7 +29,8 @@ PER_LAYER = {
     "attention.key_down": "self_attn.kv_a_proj_with_mqa.weight",
     "attention.key_down_bias": "self_attn.kv_a_proj_with_mqa.bias",
     "attention.key_norm": "self_attn.kv_a_layernorm.weight",
-    "attention.up": "self_attn.kv_b_proj.weight",
+    "attention.key_up": "self_attn.kv_b_proj.weight",
+    "attention.value_up": "self_attn.kv_b_proj.weight",
     "attention_norm": "input_layernorm.weight",
     "mlp_norm": "post_attention_layernorm.weight",
     "mlp.gate": "mlp.gate_proj.weight",
@@ -70,14 +73,21 @@ COLUMNS = {"gate": 0, "up": 1, "gate_bias": 0, "up_bias": 1}
 INPUT_AXES = {"attention.out": 2, "experts.router": 1, "experts.gate": 1, "experts.up": 1, "experts.down": 1}
 
 
+class Part(NamedTuple):
+    """What of a tensor a parameter is: how the tensor's axes are counted, and the index of the part in it."""
+
+    axes: tuple[int, ...]
+    where: Any
+
+
 class Slot(NamedTuple):
-    """How a parameter is stored in a checkpoint: its name, its shape, whether it lies there transposed, and which of
-    two alternating columns it is; None: all."""
+    """How a parameter is stored in a checkpoint: its name, its shape, whether it lies there transposed, and which part
+    of it the parameter is; None: all."""
 
     name: str
     shape: tuple[int, ...]
     transposed: bool
-    column: int | None = None
+    part: Part | None = None
 
 
 def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_scanned: int) -> list[Slot]:
@@ -94,10 +104,17 @@ def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_sca
         return [Slot(WHOLE[first], shape, False)]
     key, table = ".".join(rest), PER_LAYER | (POST_NORMS if config.post_norms else {})
     if config.family == "gpt_oss" and key in ALL_EXPERTS and key != "experts.router":
-        column = COLUMNS.get(rest[-1])
-        shape = shape if column is None else (*shape[:-1], 2 * shape[-1])
-        return [Slot(f"model.layers.{i}.{ALL_EXPERTS[key]}", shape, False, column) for i in layers]
+        part = None
+        if (column := COLUMNS.get(rest[-1])) is not None:
+            shape = (*shape[:-1], 2 * shape[-1])
+            part = Part(shape, np.s_[..., column::2])
+        return [Slot(f"model.layers.{i}.{ALL_EXPERTS[key]}", shape, False, part) for i in layers]
     name = (ALL_EXPERTS if config.family == "gpt_oss" and key in ALL_EXPERTS else table)[key]
+    if config.latent is not None and key in ("attention.key_up", "attention.value_up"):  # head by head in one tensor
+        (heads, _, rank), nope_dim = shape, config.latent.nope_dim
+        rows = nope_dim + config.latent.value_dim
+        part = Part((heads, rows, rank), np.s_[:, :nope_dim] if key == "attention.key_up" else np.s_[:, nope_dim:])
+        return [Slot(f"model.layers.{i}.{name}", (heads * rows, rank), False, part) for i in layers]
     names = [name.format(expert) for expert in range(shape[0])] if "{}" in name else [name]
     one = shape[1:] if "{}" in name else shape
     if inputs := INPUT_AXES.get(key, 0):
