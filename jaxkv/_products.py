@@ -6,6 +6,7 @@ the weights of all, and multiplies every token with all of them. Other platforms
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ FEW = 32  # tokens; with more the tiles pay
 GROUP_TOKENS = 4, 128  # of a product by groups, so many at a time at the least and at the most
 
 
+@functools.partial(jax.jit, static_argnames=("outputs_first", "dtype"))  # traced once for all layers
 def product(x: jax.Array, weight: jax.Array, *, outputs_first: bool = True, dtype: Any = None) -> jax.Array:
     """`[..., I]` times `[O, I]`, or `[I, O]` without `outputs_first`: `[..., O]`, in `dtype`, by default x's.
 
@@ -25,25 +27,22 @@ def product(x: jax.Array, weight: jax.Array, *, outputs_first: bool = True, dtyp
     [[3.0, 3.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]
     """
     *front, size = x.shape
-    y = _product(x.reshape(-1, size), weight, outputs_first, jnp.dtype(x.dtype if dtype is None else dtype))
-    return y.reshape(*front, y.shape[-1])
+    count = math.prod(front)
 
-
-@functools.partial(jax.jit, static_argnums=(2, 3))  # traced once for all layers
-def _product(x: jax.Array, weight: jax.Array, outputs_first: bool, dtype: jnp.dtype) -> jax.Array:
     def plain(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return jnp.tensordot(x, weight, axes=(1, 1 if outputs_first else 0), preferred_element_type=dtype)
+        return jnp.tensordot(x, weight, axes=(-1, 1 if outputs_first else 0), preferred_element_type=dtype)
 
-    def padded(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return _kept(plain(jnp.pad(x, ((0, 1), (0, 0))), weight))[:1]
+    def with_another(x: jax.Array, weight: jax.Array) -> jax.Array:
+        y = _kept(plain(jnp.pad(x.reshape(count, size), ((0, 1), (0, 0))), weight))
+        return y[:count].reshape(*front, -1)
 
     def turned(x: jax.Array, weight: jax.Array) -> jax.Array:
-        x = jnp.pad(x, ((0, _columns(count) - count), (0, 0)))
-        return _kept(jnp.tensordot(weight, x, axes=(1, 1), preferred_element_type=dtype))[:, :count].T
+        x = jnp.pad(x.reshape(count, size), ((0, _columns(count) - count), (0, 0)))
+        y = _kept(jnp.tensordot(weight, x, axes=(1, 1), preferred_element_type=dtype))
+        return y[:, :count].T.reshape(*front, -1)
 
-    count = x.shape[0]
     if count == 1 and x.dtype == jnp.bfloat16:
-        form = padded
+        form = with_another
     elif 1 < count <= FEW and x.dtype == jnp.float32 and outputs_first:
         form = turned  # the weight as the left operand, which is read as it lies
     else:
@@ -56,11 +55,12 @@ def _columns(count: int) -> int:
     return count if count <= 5 else next(size for size in (8, 16, 32) if count <= size)
 
 
-def _kept(y: jax.Array) -> jax.Array:
-    """XLA would undo what the form of a product is, seeing what becomes of it."""
-    return jax.lax.optimization_barrier(y)
+def _kept(x: jax.Array) -> jax.Array:
+    """XLA would undo what the form of a product is, seeing what it is made of or what becomes of it."""
+    return jax.lax.optimization_barrier(x)
 
 
+@functools.partial(jax.jit, static_argnames="outputs_first")
 def product_by_heads(x: jax.Array, weights: jax.Array, *, outputs_first: bool) -> jax.Array:
     """`[..., H, I]` times `[H, O, I]`, or `[H, I, O]` without `outputs_first`, head by head: `[..., H, O]`.
 
@@ -69,25 +69,20 @@ def product_by_heads(x: jax.Array, weights: jax.Array, *, outputs_first: bool) -
     (1, 2, 4)
     """
     *front, heads, size = x.shape
-    y = _product_by_heads(x.reshape(-1, heads, size), weights, outputs_first)
-    return y.reshape(*front, *y.shape[1:])
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _product_by_heads(x: jax.Array, weights: jax.Array, outputs_first: bool) -> jax.Array:
-    count = x.shape[0]
+    count, inner = math.prod(front), "hoi" if outputs_first else "hio"
 
     def plain(x: jax.Array, weights: jax.Array) -> jax.Array:
-        return jnp.einsum("thi,hoi->tho" if outputs_first else "thi,hio->tho", x, weights)
+        return jnp.einsum(f"...hi,{inner}->...ho", x, weights)
 
-    def padded(x: jax.Array, weights: jax.Array) -> jax.Array:  # else it is not x whose axes are put in order
-        x = _kept(jnp.pad(jnp.moveaxis(x, 0, 1), ((0, 0), (0, 1), (0, 0))))
-        y = jnp.einsum("hti,hoi->hto" if outputs_first else "hti,hio->hto", x, weights)
-        return jnp.moveaxis(y[:, :count], 1, 0)
+    def with_another(x: jax.Array, weights: jax.Array) -> jax.Array:
+        """Padding puts the tokens' axes in order. Where nothing does, XLA puts those of the weights in another."""
+        x = jnp.moveaxis(x.reshape(count, heads, size), 0, 1)
+        y = jnp.einsum(f"hti,{inner}->hto", _kept(jnp.pad(x, ((0, 0), (0, 1), (0, 0)))), weights)
+        return jnp.moveaxis(y[:, :count], 1, 0).reshape(*front, heads, -1)
 
     if count == 0 or (x.dtype != jnp.bfloat16 and (count == 1 or outputs_first)):
         return plain(x, weights)
-    return jax.lax.platform_dependent(x, weights, cpu=padded, default=plain)
+    return jax.lax.platform_dependent(x, weights, cpu=with_another, default=plain)
 
 
 def grouped_product(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
