@@ -11,6 +11,7 @@ from jaxkv._core.layer import LayerConfig, kind_of
 from jaxkv._core.made_like import MadeLike
 from jaxkv._core.numbers import MOST_INDEX, flag, integer, real, shown
 
+BLOCK_SIZE = 16  # tokens, unless it is said
 # What the stored head_dim is rounded up to, by platform: with less, XLA for TPUs copies the whole pool at every step,
 # and the kernels for GPUs refuse it.
 HEAD_DIM_MULTIPLES = {"tpu": 128, "gpu": 64}
@@ -103,6 +104,8 @@ class CacheConfig(MadeLike):
                     "CacheConfig needs max_seq_len, the most tokens of one row (or max_tokens, of all rows)."
                 )
             put("max_seq_len", integer("CacheConfig.max_seq_len (max_tokens, as it is not given)", self.max_tokens))
+            if self.layout == "contiguous":
+                put("max_tokens", None)  # it was said of one row
         if self.layout == "contiguous":
             self._settle_contiguous(put)
         elif self.layout == "paged":
@@ -206,7 +209,7 @@ class CacheConfig(MadeLike):
 
     def _settle_paged(self, put) -> None:
         if self.block_size is None:
-            put("block_size", _Settled(16))
+            put("block_size", _Settled(BLOCK_SIZE))
         if self.group_blocks is not None:
             self._settle_group_blocks(put)
         if self.max_tokens is None and self.num_blocks is None:
@@ -244,7 +247,8 @@ class CacheConfig(MadeLike):
         put("num_blocks", _Settled(most))
 
     def _settle_contiguous(self, put) -> None:
-        fixed = {"block_size": self.max_seq_len, "num_blocks": self.max_seqs}
+        most = self.max_seqs * self.max_seq_len
+        fixed = {"block_size": self.max_seq_len, "num_blocks": self.max_seqs, "max_tokens": most}
         for field, value in fixed.items():
             if getattr(self, field) not in (None, value):
                 raise ValueError(
@@ -252,19 +256,20 @@ class CacheConfig(MadeLike):
                     f"row), not {getattr(self, field)}: leave it out."
                 )
             put(field, _Settled(value))
-        put("max_tokens", _Settled(self.max_seqs * self.max_seq_len))
         put("group_blocks", _SettledBlocks((self.max_seqs,)))
 
     @classmethod
     def from_model(
         cls, model: Any, *, max_seqs: int, max_seq_len: int, num_blocks: int | None = None,
-        memory_bytes: float | None = None, step_tokens: int | None = None, dtype: Any = None, **fields: Any,
+        max_tokens: int | None = None, group_blocks: Sequence[int] | None = None, memory_bytes: float | None = None,
+        step_tokens: int | None = None, dtype: Any = None, **fields: Any,
     ) -> "CacheConfig":  # fmt: skip
         """The config for a model that has `layer_configs` (one `LayerConfig` per layer) and `dtype`; and `scan`, if it
         scans over its layers, for which they are stacked.
 
         Args:
-          num_blocks: blocks per layer. Without it and `memory_bytes`, every row can reach `max_seq_len` at once.
+          num_blocks, max_tokens, group_blocks: see `CacheConfig`. Without them and `memory_bytes`, every row can reach
+            `max_seq_len` at once.
           memory_bytes: as many blocks as fit, the null blocks counted; see `with_memory`.
           step_tokens: the most tokens of one step, all rows together. Then layers with a window get no more blocks than
             their windows and one step can fill.
@@ -272,21 +277,21 @@ class CacheConfig(MadeLike):
         max_seqs = integer("max_seqs", max_seqs, least=1)
         max_seq_len = integer("max_seq_len", max_seq_len, least=1)
         fields.setdefault("stacked", getattr(model, "scan", False))
-        if num_blocks is not None:
-            fields["num_blocks"] = num_blocks
-        elif "group_blocks" not in fields:
-            fields["max_tokens"] = max_seqs * max_seq_len
+        sizes = {"num_blocks": num_blocks, "max_tokens": max_tokens, "group_blocks": group_blocks}
+        sizes = {name: size for name, size in sizes.items() if size is not None}
+        if memory_bytes is not None and sizes:
+            raise ValueError(f"CacheConfig.from_model takes memory_bytes or {' and '.join(sizes)}, not both.")
+        fields |= sizes or {"max_tokens": max_seqs * max_seq_len}
         config = cls(layers=model.layer_configs, max_seqs=max_seqs, max_seq_len=max_seq_len,
                      dtype=model.dtype if dtype is None else dtype, **fields)  # fmt: skip
         if memory_bytes is not None:
-            if num_blocks is not None:
-                raise ValueError("CacheConfig.from_model takes num_blocks or memory_bytes, not both.")
             return config.with_memory(memory_bytes, step_tokens=step_tokens)
-        if config.contiguous or "group_blocks" in fields:
+        if config.contiguous or group_blocks is not None:
             return config
-        if num_blocks is None:
-            num_blocks = max_seqs * config.max_blocks_per_seq  # a row's last block may be partly used
-        return config._with_blocks(num_blocks, step_tokens)
+        # Unless it is said: a row's last block may be partly used.
+        every = config.num_blocks if sizes else max_seqs * config.max_blocks_per_seq
+        sized = config._with_blocks(every, step_tokens)
+        return config if sized.group_blocks == config.group_blocks else sized
 
     def with_memory(self, memory_bytes: float, *, step_tokens: int | None = None) -> "CacheConfig":
         """This config with as many blocks as fit into `memory_bytes`, the null block of every layer counted.

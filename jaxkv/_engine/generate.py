@@ -1,12 +1,21 @@
 """Text generation in one call: token lists in, token lists out."""
 
+import heapq
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from jaxkv._core.config import BLOCK_SIZE
 from jaxkv._core.numbers import integer, listed
 from jaxkv._core.row_parts import count_parts
+from jaxkv._engine.assembly import read_longest
 from jaxkv._engine.engine import Engine
 from jaxkv._engine.request import read_limits, read_prompt
+
+# What has a say in how much room there must be, or wants more than rows take.
+ROOM = {
+    "longest", "max_seq_len", "num_blocks", "max_tokens", "group_blocks", "memory_bytes", "block_size", "layout",
+    "prefix_cache", "draft", "evict", "prefill",
+}  # fmt: skip
 
 
 def generate(
@@ -33,7 +42,8 @@ def generate(
       n: so many samples of each prompt, which share its blocks.
       progress: show a progress bar (needs tqdm).
       **engine: how to hold and compute them: see `Engine`. `max_seqs` is 8 at the most if it is not given, or the
-        devices that rows are divided over.
+        devices that rows are divided over. Unless sizes, a prefix cache or the like are given, there are blocks for
+        the longest rows that may be held at once, rounded up to a power of 2.
 
     Returns:
       For each prompt the tokens that follow it; with `n` above 1 a list of n such lists.
@@ -49,17 +59,33 @@ def generate(
     """
     prompts = listed("prompts", prompts)
     limits = read_limits(max_new_tokens, len(prompts))
-    longest = max((len(read_prompt(p)) + n for p, n in zip(prompts, limits, strict=True)), default=1)
+    lengths = [len(read_prompt(p)) + limit for p, limit in zip(prompts, limits, strict=True)] or [1]
     n = integer("n", n, least=1, most=2**16)
     devices = count_parts(model)
     max_seqs = max(1, min(8, n * len(prompts)))
-    engine = {"max_seqs": -(-max_seqs // devices) * devices, "longest": longest} | engine
-    engine_ = Engine(model, **engine)
+    sizes = {"max_seqs": -(-max_seqs // devices) * devices, "longest": max(lengths)}
+    if not ROOM & engine.keys():
+        max_seqs = integer("max_seqs", engine.get("max_seqs", sizes["max_seqs"]), least=1)
+        max_seq_len = read_longest(max(lengths), getattr(model, "config", None))
+        lengths = [min(length, max_seq_len) for length in lengths]
+        sizes |= _room(lengths, n, max_seqs // devices, max_seq_len, devices)
+    engine_ = Engine(model, **sizes | engine)
     outputs: list[list[int]] = [[] for _ in range(n * len(prompts))]
     tokens = engine_.stream(prompts, limits, temperature, eos, top_k=top_k, top_p=top_p, seed=seed, n=n)
     for index, token in _progress_bar(tokens, n * sum(limits)) if progress else tokens:
         outputs[index].append(token)
     return outputs if n == 1 else [outputs[i : i + n] for i in range(0, len(outputs), n)]
+
+
+def _room(lengths: list[int], n: int, rows: int, max_seq_len: int, devices: int) -> dict[str, int]:
+    """`max_tokens` for n sequences of each length, `rows` at once on each device, if all rows at `max_seq_len` take
+    more."""
+    longest = sorted(heapq.nlargest(rows, lengths) * min(n, rows), reverse=True)[:rows]  # they may meet on one device
+    blocks = sum(-(-length // BLOCK_SIZE) for length in longest)
+    blocks = 1 << max(0, blocks - 1).bit_length()  # few shapes to compile
+    if blocks >= rows * -(-max_seq_len // BLOCK_SIZE):
+        return {}
+    return {"max_tokens": devices * blocks * BLOCK_SIZE}
 
 
 def _progress_bar(tokens: Iterable[tuple[int, int]], total: int) -> Any:

@@ -97,8 +97,18 @@ def test_from_model():
     assert CacheConfig.from_model(Model, **sizes, group_blocks=(5, 7)).group_blocks == (5, 7)
     assert CacheConfig.from_model(Model, **sizes, memory_bytes=100_000, step_tokens=64).bytes <= 100_000
     assert CacheConfig.from_model(Model, **sizes, layout="contiguous").group_blocks == (4,)
-    with pytest.raises(ValueError, match="takes num_blocks or memory_bytes, not both"):
-        CacheConfig.from_model(Model, **sizes, num_blocks=9, memory_bytes=100_000)
+    by_tokens = CacheConfig.from_model(Model, **sizes, max_tokens=100)
+    assert by_tokens.group_blocks == (7, 7) and by_tokens.max_tokens == 100
+    by_tokens = CacheConfig.from_model(Model, **sizes, max_tokens=3990, step_tokens=64)
+    assert by_tokens.group_blocks == (windowed.group_blocks[0], 250)
+    for name, value in (("num_blocks", 9), ("max_tokens", 144), ("group_blocks", (5, 7))):
+        with pytest.raises(ValueError, match=f"takes memory_bytes or {name}, not both"):
+            CacheConfig.from_model(Model, **sizes, **{name: value}, memory_bytes=100_000)
+        assert CacheConfig.from_model(Model, **sizes, **{name: None}).group_blocks == (every, every)
+    with pytest.raises(ValueError, match="max_tokens must be an integer, not 'x'"):
+        CacheConfig.from_model(Model, **sizes, max_tokens="x")
+    with pytest.raises(ValueError, match=r"max_tokens is 4000 in the contiguous layout .* not 100: leave it out"):
+        CacheConfig.from_model(Model, **sizes, max_tokens=100, layout="contiguous")
 
 
 def test_window_blocks():

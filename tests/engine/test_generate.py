@@ -12,6 +12,7 @@ from nightly import NIGHTLY
 
 import jaxkv
 import jaxkv._core.cascade
+import jaxkv._engine.generate
 import jaxkv._engine.step
 from jaxkv._engine.sampling import KINDS, Choice, Sampling, choose
 from jaxkv.models.config import DecoderConfig
@@ -98,6 +99,58 @@ def test_what_prompts_begin_with_is_read_once(model, monkeypatch):
 def test_generate_takes_a_limit_for_each_prompt(model):
     outputs = jaxkv.generate(model, PROMPTS[:3], max_new_tokens=[1, 7, 3], **SMALL)
     assert [len(output) for output in outputs] == [1, 7, 3]
+
+
+LENGTHS = [1, 5, 17, 3, 33, 40, 100]  # and 12 more: 1, 2, 2, 1, 3, 4 and 7 blocks of 16
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({}, 32 * 16),  # 20 blocks of 7 * 8
+        ({"max_seqs": 3}, 16 * 16),  # 14 of 3 * 8, for the longest may meet
+        ({"max_seqs": 2}, None),  # 11 of 2 * 8: no less, rounded up
+        ({"max_seqs": 10**9}, 32 * 16),
+        ({"max_seqs": np.int64(3), "step_tokens": 8, "seed": 1, "cache_dtype": "int8"}, 16 * 16),
+        ({"n": 2}, 32 * 16),  # of 8 * 8: 7, 7, 4, 4, 3, 3, 2 and 2
+        ({"n": 2**16, "max_seqs": 2}, None),
+        ({"max_new_tokens": [1, 1, 1, 1, 1, 1, 900]}, 128 * 16),  # 74 of 7 * 64
+        ({"max_new_tokens": 10**4, "max_seqs": 1}, None),  # ends where the model does
+        ({"max_new_tokens": [1, 1, 1, 1, 1, 1, 10**4]}, 512 * 16),  # 256 of its, and 11
+        *(({option: 64}, None) for option in jaxkv._engine.generate.ROOM),
+    ],
+)
+def test_there_is_room_for_what_rows_can_take(model, monkeypatch, options, tokens):
+    given = []
+
+    class Noted(jaxkv.Engine):
+        def __init__(self, model, **options):
+            given.append(options)
+
+        def stream(self, *args, **options):
+            return []
+
+    monkeypatch.setattr(jaxkv._engine.generate, "Engine", Noted)
+    jaxkv.generate(model, [[1] * length for length in LENGTHS], **{"max_new_tokens": 12} | options)
+    sizes = given[0].get("max_tokens") if "max_tokens" not in options else None
+    assert sizes == tokens
+
+
+def test_where_rows_take_little_there_is_little_room_and_nobody_waits_for_more(model, monkeypatch):
+    made = []
+
+    class Kept(jaxkv.Engine):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(jaxkv._engine.generate, "Engine", Kept)
+    prompts = make_prompts((100, 30, 30, 30, 30, 30, 30, 30))
+    wanted = jaxkv.generate(model, prompts, 40, step_tokens=32, num_blocks=8 * 16)
+    assert jaxkv.generate(model, prompts, 40, step_tokens=32) == wanted
+    assert jaxkv.generate(model, prompts, 40, step_tokens=32, max_seqs=4) == wanted
+    assert [(e.config.num_blocks, e.set_back) for e in made] == [(8 * 16, 0), (64, 0), (32, 0)]
+    assert [e.blocks_peak > e.config.num_blocks // 2 for e in made] == [False, True, True]
 
 
 def test_a_progress_bar_counts_tokens(model, capsys):

@@ -17,6 +17,7 @@ from test_prefill import some
 
 import jaxkv
 from jaxkv._core.row_parts import count_parts, parts_of_model
+from jaxkv._engine.generate import _room as room
 from jaxkv._engine.shards import share_of
 
 # Two rows on each of two devices, and blocks for one long sequence and a half.
@@ -200,6 +201,12 @@ def test_each_device_has_its_share():
 def test_generate_has_rows_on_each_device():
     assert count_parts(over(0, 1)) == len(parts_of_model(over(0, 1))) == 2 and count_parts(MODEL) == 1
     assert jaxkv.generate(over(0, 1), []) == []  # a row would do, and each device has one
+
+
+def test_generate_has_room_for_the_longest_rows_on_each_device():
+    assert room([100, 40, 1], n=1, rows=2, max_seq_len=128, devices=2) == {}  # 7 and 3 of 16 blocks, rounded up
+    assert room([100, 1, 1], n=1, rows=2, max_seq_len=128, devices=2) == {"max_tokens": 2 * 8 * 16}
+    assert room([100, 1, 1], n=2, rows=2, max_seq_len=128, devices=2) == {}
 
 
 def test_bad_meshes():
