@@ -128,16 +128,29 @@ class Attention(nnx.Module):
         Returns:
           `(y, cache)`; y has x's shape.
         """
+        inputs = self.inputs(x, token_positions(x.shape[:-1], cache) if positions is None else positions)
+        y, cache = self.attend(inputs, cache, layer, step)
+        return self.output(y), cache
+
+    def inputs(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Queries, keys and values of tokens, turned by their positions, and sinks: all that `attend` is told of x."""
         x = x.astype(self.query.dtype if self.dtype is None else self.dtype)
         q = project("...e,hde->...hd", x, self.query, self.query_bias)
         k = project("...e,kde->...kd", x, self.key, self.key_bias)
         v = project("...e,kde->...kd", x, self.value, self.value_bias)
         if self.position_fn is not None:
-            q, k = self.position_fn(q, k, token_positions(x.shape[:-1], cache) if positions is None else positions)
-        sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
+            q, k = self.position_fn(q, k, positions)
+        return q, k, v, None if self.sinks is None else self.sinks[...].astype(jnp.float32)
+
+    def attend(self, inputs: tuple, cache: Any, layer: Any, step: Step | None) -> tuple[jax.Array, Any]:
+        """Write keys and values, and attend. No parameter has a part in it."""
+        q, k, v, sinks = inputs
         options = dict(scale=self.scale, soft_cap=self.soft_cap, window=self.window, sinks=sinks)
-        y, cache = attend_or_dense(q, k, v, cache, layer, step, self.position_fn, **options)
-        return project("...hd,hde->...e", y, self.out, self.out_bias), cache
+        return attend_or_dense(q, k, v, cache, layer, step, self.position_fn, **options)
+
+    def output(self, y: jax.Array) -> jax.Array:
+        """What becomes of the heads' outputs, `[..., E]`."""
+        return project("...hd,hde->...e", y, self.out, self.out_bias)
 
 
 def project(equation: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:

@@ -1,7 +1,7 @@
 """One decoder for Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, GPT-OSS, DeepSeek V2 and V3: what tells them apart is in
 the config."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxkv._core.cache import Cache
 from jaxkv._core.layer import LayerConfig
+from jaxkv._core.numbers import shown
 from jaxkv._core.plan import Step, plan_step, settled
 from jaxkv._layers import token_positions
 from jaxkv._products import product
@@ -18,6 +19,8 @@ from jaxkv.models.latent import LatentAttention
 from jaxkv.models.layers import GatedMLP, NormedRope, norm_weight, rms_norm
 from jaxkv.nnx import Attention
 
+Scan = bool | Literal["stacked", "apart"]
+
 
 class Decoder(nnx.Module):
     """A causal language model that keeps its keys and values in a paged cache.
@@ -25,10 +28,12 @@ class Decoder(nnx.Module):
     Args:
       config: its shape.
       dtype: of parameters and computation; norms, rotations, softmax and logits are in float32 all the same.
-      scan: compute the layers in a `jax.lax.scan` over the periods in which they repeat themselves: the program of a
-        deep model is as small, and compiled as fast, as that of one period. Parameters of alike layers are stacked.
-        A TPU reads them where they lie; on a CPU and on NVIDIA GPUs, XLA copies those of a layer before it multiplies
-        with them, which a step of few tokens pays for.
+      scan: compute the layers in a `jax.lax.scan` over the periods in which they repeat themselves. "stacked": the
+        parameters of alike layers are stacked, and the program of a deep model is as small, and compiled as fast, as
+        that of one period. A TPU reads them where they lie; on a CPU and on NVIDIA GPUs, XLA copies those of a layer
+        before it multiplies with them, which a step of few tokens pays for. "apart": they stay as they are, nothing is
+        copied, and only attention is compiled once for all layers, which on a CPU is most of it; a GPU would wait for
+        the host in every layer. True: "apart" on a CPU, else "stacked".
       rngs: the source of the parameters' randomness.
 
     Pass it to `jax.jit` as an argument, like any pytree:
@@ -46,7 +51,9 @@ class Decoder(nnx.Module):
     ' '
     """
 
-    def __init__(self, config: DecoderConfig, *, dtype: Any = jnp.float32, scan: bool = False, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, dtype: Any = jnp.float32, scan: Scan = False, rngs: nnx.Rngs):
+        if scan not in (False, True, "stacked", "apart"):
+            raise ValueError(f'scan must be True, False, "stacked" or "apart", not {shown(scan)}.')
         self.config = config
         self.periods = config.num_layers // config.period if scan else 1
         self.scan = self.periods > 1  # one period alone has nothing to scan over
@@ -54,10 +61,12 @@ class Decoder(nnx.Module):
         init = nnx.initializers.normal(config.embed_dim**-0.5)
         self.embed = nnx.Param(init(rngs.params(), table, dtype))
         blocks = [Block(config, i, dtype, rngs) for i in range(config.num_layers)]
-        # Of each place in the period the layers of all periods, stacked; and the layers that are not scanned.
-        places = range(config.period if self.scan else 0)
-        self.stacks = nnx.List([_stack(blocks[j : self.num_scanned : config.period]) for j in places])
-        self.layers = nnx.List(blocks[self.num_scanned :])
+        # Of each place in the period the layers of all periods, stacked; and the layers that are not.
+        stacked = scan == "stacked" or (scan != "apart" and jax.default_backend() != "cpu")
+        self.num_stacked = self.num_scanned if stacked else 0
+        places = range(config.period if self.num_stacked else 0)
+        self.stacks = nnx.List([_stack(blocks[j : self.num_stacked : config.period]) for j in places])
+        self.layers = nnx.List(blocks[self.num_stacked :])
         self.norm = norm_weight(config, config.embed_dim, dtype)
         self.head = None if config.tie_embeddings else nnx.Param(init(rngs.params(), table, dtype))
 
@@ -87,11 +96,12 @@ class Decoder(nnx.Module):
         with jax.named_scope("embed"):
             x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
             x = x * jnp.asarray(config.embed_scale, x.dtype)
-        if self.scan:
+        scanned = self.num_scanned if cache is None or cache.config.stacked else 0  # else made for layers one by one
+        if scanned:
             x, cache = self._scan(x, positions, cache, step)
-        for i, block in enumerate(self.layers, self.num_scanned):
+        for i in range(scanned, config.num_layers):
             with jax.named_scope(f"layer_{i}"):
-                x, cache = block(x, positions, cache, i, step)
+                x, cache = self._block(i)(x, positions, cache, i, step)
         with jax.named_scope("logits"):
             if logits_at is not None:
                 x = x[jnp.arange(x.shape[0]), logits_at] if tokens.ndim == 2 else x[logits_at]
@@ -107,21 +117,23 @@ class Decoder(nnx.Module):
         """How many layers, from the first on, are scanned: all of them but for a period that ends early."""
         return self.periods * self.config.period if self.scan else 0
 
+    def _block(self, i: int) -> "Block":
+        """The i-th layer; one of stacked ones is copied."""
+        if i >= self.num_stacked:
+            return self.layers[i - self.num_stacked]
+        number, place = divmod(i, self.config.period)
+        return jax.tree.map(lambda leaf: leaf[number], self.stacks[place])
+
     def _scan(self, x: jax.Array, positions: jax.Array, cache: Cache | None, step: Step | None) -> tuple:
         """All whole periods of layers. Only the pools are carried: the tables stay as they are during a step."""
-        size = self.config.period
-        if cache is not None and not cache.config.stacked:  # a cache that is made for layers one by one
-            for i in range(self.periods * size):
-                block = jax.tree.map(lambda leaf, i=i: leaf[i // size], self.stacks[i % size])
-                with jax.named_scope(f"layer_{i}"):
-                    x, cache = block(x, positions, cache, i, step)
-            return x, cache
+        size, apart = self.config.period, list(self.layers)
         if cache is not None:
             assert step is not None
             cache = settled(cache, step.token_axes, step)
 
         def period(carry: tuple, blocks_and_number: tuple) -> tuple[tuple, None]:
             (x, pools), (blocks, number) = carry, blocks_and_number
+            blocks = blocks or [OneOf(apart[j : self.num_scanned : size], number) for j in range(size)]
             for j, block in enumerate(blocks):
                 with jax.named_scope(f"layer_{j}_of_{size}"):
                     if cache is None:
@@ -190,15 +202,50 @@ class Block(nnx.Module):
         self.mlp_post_norm = norm_weight(config, config.embed_dim, dtype) if config.post_norms else None
 
     def __call__(self, x: jax.Array, positions: jax.Array, cache: Cache | None, layer: Any, step: Step | None):
+        inputs = self.inputs(x, positions)
         with jax.named_scope("attention"):
-            y = rms_norm(x, self.attention_norm, self.config)
-            y, cache = self.attention(y, cache, layer=layer, positions=positions, step=step)
+            y, cache = self.attend(inputs, cache, layer, step)
+        return self.output(x, y), cache
+
+    def inputs(self, x: jax.Array, positions: jax.Array) -> tuple:
+        """What attention is told of the residual stream."""
+        with jax.named_scope("attention"):
+            return self.attention.inputs(rms_norm(x, self.attention_norm, self.config), positions)
+
+    def attend(self, inputs: tuple, cache: Cache | None, layer: Any, step: Step | None) -> tuple:
+        return self.attention.attend(inputs, cache, layer, step)
+
+    def output(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """The residual stream after attention, which had this to say, and after what follows it."""
+        with jax.named_scope("attention"):
+            y = self.attention.output(y)
             x = x + (y if self.attention_post_norm is None else rms_norm(y, self.attention_post_norm, self.config))
         with jax.named_scope("mlp"):
             y = rms_norm(x, self.mlp_norm, self.config)
             y = self.experts(y) if self.mlp is None else self.mlp(y)  # type: ignore[misc]
-            x = x + (y if self.mlp_post_norm is None else rms_norm(y, self.mlp_post_norm, self.config))
-        return x, cache
+            return x + (y if self.mlp_post_norm is None else rms_norm(y, self.mlp_post_norm, self.config))
+
+
+class OneOf:
+    """That one of some blocks, alike but for their parameters, whose number a loop has come to.
+
+    Nothing of its parameters is copied, as it is where they are sliced from stacked ones: only what it does with them
+    stands in the program once for every block, and attention once for all.
+    """
+
+    __call__ = Block.__call__
+
+    def __init__(self, blocks: list[Block], number: jax.Array):
+        self.blocks, self.number = blocks, number
+
+    def inputs(self, *args: jax.Array) -> tuple:
+        return jax.lax.switch(self.number, [block.inputs for block in self.blocks], *args)
+
+    def attend(self, *args: Any) -> tuple:
+        return self.blocks[0].attend(*args)
+
+    def output(self, *args: jax.Array) -> jax.Array:
+        return jax.lax.switch(self.number, [block.output for block in self.blocks], *args)
 
 
 def _stack(blocks: list[Block]) -> Block:

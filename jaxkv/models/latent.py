@@ -57,18 +57,27 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x: jax.Array, cache: Any = None, *, layer: Any = 0, positions: jax.Array, step: Step | None = None
     ) -> tuple[jax.Array, Any]:  # fmt: skip
-        """As `jaxkv.nnx.Attention`."""
+        """As `jaxkv.nnx.Attention`, and in the same three parts."""
+        y, cache = self.attend(self.inputs(x, positions), cache, layer, step)
+        return self.output(y), cache
+
+    def inputs(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         latent = self.latent
         q = self._queries(x)
         row = project("...e,re->...r", x, self.key_down, self.key_down_bias)
         rotated_q, rotated_k = self.rope(q[..., latent.nope_dim :], row[..., None, latent.rank :], positions)
         key = rms_norm(row[..., : latent.rank], self.key_norm, self.config, NORM_EPS)[..., None, :]
         absorbed = product_by_heads(q[..., : latent.nope_dim], self.key_up[...].astype(x.dtype), outputs_first=False)
-        q, k = side_by_side(absorbed, rotated_q), side_by_side(key, rotated_k)
+        return side_by_side(absorbed, rotated_q), side_by_side(key, rotated_k), key
+
+    def attend(self, inputs: tuple, cache: Any, layer: Any, step: Step | None) -> tuple[jax.Array, Any]:
+        q, k, key = inputs
         v = key if cache is None else None  # a cache knows that they are part of the keys
-        y, cache = attend_or_dense(q, k, v, cache, layer, step, scale=self.config.attention_scale)
-        y = product_by_heads(y, self.value_up[...].astype(x.dtype), outputs_first=True)
-        return project("...hv,hve->...e", y, self.out, self.out_bias), cache
+        return attend_or_dense(q, k, v, cache, layer, step, scale=self.config.attention_scale)
+
+    def output(self, y: jax.Array) -> jax.Array:
+        y = product_by_heads(y, self.value_up[...].astype(y.dtype), outputs_first=True)
+        return project("...hv,hve->...e", y, self.out, self.out_bias)
 
     def _queries(self, x: jax.Array) -> jax.Array:
         if self.query is not None:

@@ -18,7 +18,7 @@ from jaxkv._core.arguments import to_device
 from jaxkv._files import safetensors
 from jaxkv.models import hugging_face
 from jaxkv.models.config import DecoderConfig
-from jaxkv.models.decoder import Decoder
+from jaxkv.models.decoder import Decoder, Scan
 from jaxkv.models.names import EMBED, HEAD, Slot, slots_of
 from jaxkv.models.partition import AXIS, automatic, sharding_of
 from jaxkv.models.published import LAYER, read_published
@@ -29,7 +29,7 @@ MOST_JSON = 64 << 20  # bytes; the index of a model of 10,000 tensors has one
 
 
 def load(
-    folder: str | os.PathLike, *, dtype: Any = None, scan: bool = False, mesh: Mesh | None = None
+    folder: str | os.PathLike, *, dtype: Any = None, scan: Scan = False, mesh: Mesh | None = None
 ) -> Decoder:  # fmt: skip
     """The model in a Hugging Face folder: config.json, and model.safetensors or several files with their index.
 
@@ -38,7 +38,7 @@ def load(
     Args:
       folder: where they are.
       dtype: float32, bfloat16 or float16, to convert to; default: what the checkpoint has.
-      scan: scan over the layers, so that a deep model compiles as fast as a shallow one: see `Decoder`.
+      scan: scan over the layers, so that a deep model compiles fast: see `Decoder`.
       mesh: divide heads, hidden widths and the vocabulary over its axis "model", of which each device then reads its
         part alone. `generate` and `Engine` take the mesh from the model. The axes of what is
         loaded are automatic, whatever those of the mesh are.
@@ -67,7 +67,7 @@ def load(
     model = nnx.eval_shape(lambda: Decoder(config, scan=scan, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(model)
     params = {
-        path: (slots_of(path, param.shape, config, model.num_scanned), param)
+        path: (slots_of(path, param.shape, config, model.num_stacked), param)
         for path, param in nnx.to_flat_state(state)
     }
     if config.tie_embeddings and HEAD in tensors and EMBED in tensors:
@@ -109,7 +109,7 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
     config = model.config
     tensors: dict[str, np.ndarray] = {}
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        slots = slots_of(path, param.shape, config, model.num_scanned)
+        slots = slots_of(path, param.shape, config, model.num_stacked)
         for slot, tensor in zip(slots, np.asarray(param[...]).reshape(len(slots), -1), strict=True):
             if slot.part is not None:
                 whole = tensors.setdefault(slot.name, np.empty(slot.shape, tensor.dtype)).reshape(slot.part.axes)

@@ -90,16 +90,16 @@ class Slot(NamedTuple):
     part: Part | None = None
 
 
-def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_scanned: int) -> list[Slot]:
+def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_stacked: int) -> list[Slot]:
     """Where the checkpoint keeps the parameter at `path` of a decoder, of `shape` there: one slot, or one for each of
-    the layers, and of the experts, that it is stacked of. The first `num_scanned` layers are stacked."""
+    the layers, and of the experts, that it is stacked of. The first `num_stacked` layers are stacked."""
     first, *rest = path
     if first == "stacks":
         (place, *rest), (count, *shape_of_one) = rest, shape
         layers, shape = range(place, count * config.period, config.period), tuple(shape_of_one)
     elif first == "layers":
         place, *rest = rest
-        layers = range(num_scanned + place, num_scanned + place + 1)
+        layers = range(num_stacked + place, num_stacked + place + 1)
     else:
         return [Slot(WHOLE[first], shape, False)]
     key, table = ".".join(rest), PER_LAYER | (POST_NORMS if config.post_norms else {})

@@ -259,7 +259,7 @@ def scanned(num_layers=8):
         head_dim=shape.head_dim, max_seq_len=8192, windows=(None,) * num_layers, ropes=(Rope(),) * num_layers,
         attention_scale=shape.head_dim**-0.5,
     )  # fmt: skip
-    model = jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, scan=True, rngs=nnx.Rngs(0)))
+    model = jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, scan="stacked", rngs=nnx.Rngs(0)))
     cache_config = jaxkv.CacheConfig.from_model(model, max_seqs=ROWS, max_seq_len=8192, num_blocks=NUM_BLOCKS)
     cache = jax.eval_shape(lambda: jaxkv.init(cache_config))
 

@@ -56,7 +56,7 @@ def compile_step(mesh, config, scan):
         whole = NamedSharding(mesh, PartitionSpec())
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
 
-    model = jax.eval_shape(lambda: Decoder(config, dtype="bfloat16", scan=scan, rngs=nnx.Rngs(0)))
+    model = jax.eval_shape(lambda: Decoder(config, dtype="bfloat16", scan=scan and "stacked", rngs=nnx.Rngs(0)))
     cache_config = jaxkv.CacheConfig.from_model(
         model, max_seqs=ROWS, max_seq_len=CONTEXT, num_blocks=ROWS * CONTEXT // BLOCK_SIZE, block_size=BLOCK_SIZE,
         head_dim_multiple=128,

@@ -23,13 +23,13 @@ CONFIG = DecoderConfig(
 )  # fmt: skip
 
 
-def both(folder):
+def both(folder, scan):
     """The same random model, layer by layer and scanned, by way of a checkpoint."""
     model = Decoder(CONFIG, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     model = jax.tree.map(lambda x: x + jnp.asarray(rng.normal(0, 0.1, x.shape), x.dtype), model)
     save(model, folder)
-    return load(folder), load(folder, scan=True)
+    return load(folder), load(folder, scan=scan)
 
 
 @jax.jit
@@ -50,9 +50,11 @@ def steps(model, **fields):
     jaxkv.check_invariants(cache)
 
 
-def test_two_periods_and_a_rest(tmp_path):
-    plain, scanned = both(tmp_path)
-    assert scanned.scan and (scanned.periods, scanned.num_scanned, len(scanned.layers)) == (2, 2 * LOCAL + 2, 1)
+@pytest.mark.parametrize("scan", ["stacked", "apart"])
+def test_two_periods_and_a_rest(tmp_path, scan):
+    plain, scanned = both(tmp_path, scan)
+    assert scanned.scan and (scanned.periods, scanned.num_scanned) == (2, 2 * LOCAL + 2)
+    assert len(scanned.layers) == (1 if scan == "stacked" else 2 * LOCAL + 3)
     assert jaxkv.CacheConfig.from_model(scanned, max_seqs=1, max_seq_len=8).stacked
     wanted = list(steps(plain))
     for fields in ({}, {"stacked": False}) if NIGHTLY else ({},):  # what is stacked, tests/core/test_stacked.py has too
@@ -65,16 +67,18 @@ def test_two_periods_and_a_rest(tmp_path):
     np.testing.assert_allclose(dense(scanned), dense(plain), rtol=1e-4, atol=1e-5)
 
 
-def test_saved_and_loaded_again(tmp_path):
-    plain, scanned = both(tmp_path / "a")
+@pytest.mark.parametrize("scan", ["stacked", "apart"])
+def test_saved_and_loaded_again(tmp_path, scan):
+    plain, scanned = both(tmp_path / "a", scan)
     save(scanned, tmp_path / "b")
     again = load(tmp_path / "b")
     jax.tree.map(np.testing.assert_array_equal, again, plain)
 
 
+@pytest.mark.parametrize("scan", ["stacked", "apart"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 @pytest.mark.skipif(not NIGHTLY, reason="by day experts are one by one")
-def test_experts_in_scanned_layers(family, tmp_path):
+def test_experts_in_scanned_layers(family, scan, tmp_path):
     """Two periods of two layers; of the second only every other layer has experts."""
     oss = family == "gpt_oss"
     experts = ExpertsConfig(count=3, per_token=2, mlp_dim=8, bias=oss, limit=2.0 if oss else None,
@@ -86,11 +90,29 @@ def test_experts_in_scanned_layers(family, tmp_path):
         expert_layers=(True,) * 4 if oss else (False, True) * 2,
     )  # fmt: skip
     save(Decoder(config, rngs=nnx.Rngs(0)), tmp_path)
-    plain, scanned = load(tmp_path), load(tmp_path, scan=True)
+    plain, scanned = load(tmp_path), load(tmp_path, scan=scan)
     assert plain.config == config and (scanned.periods, scanned.num_scanned) == (2, 4)
     tokens = jnp.arange(9, dtype=jnp.int32)[None]
     dense = jax.jit(lambda model: model(tokens)[0])
     np.testing.assert_allclose(dense(scanned), dense(plain), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scan", [True, False, "stacked", "apart"])
+def test_which_parameters_are_stacked(monkeypatch, scan):
+    config = dataclasses.replace(CONFIG, windows=(None,) * 3, ropes=(FAR,) * 3)
+    stacked = {}
+    for platform in ("cpu", "tpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        model = nnx.eval_shape(lambda: Decoder(config, scan=scan, rngs=nnx.Rngs(0)))
+        assert model.scan == bool(scan) and len(model.layers) == 3 - model.num_stacked
+        stacked[platform] = model.num_stacked
+    assert stacked == {True: {"cpu": 0, "tpu": 3}, "stacked": {"cpu": 3, "tpu": 3}}.get(scan, {"cpu": 0, "tpu": 0})
+
+
+@pytest.mark.parametrize("scan", [None, "yes", 2])
+def test_a_scan_of_another_kind_is_refused(scan):
+    with pytest.raises(ValueError, match=rf'scan must be True, False, "stacked" or "apart", not {scan!r}'):
+        Decoder(CONFIG, scan=scan, rngs=nnx.Rngs(0))
 
 
 def test_one_period_is_not_scanned(tmp_path):
@@ -102,6 +124,6 @@ def test_one_period_is_not_scanned(tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_published_shapes_give_equal_tokens(name):
     prompts = [[1, 2, 3, 4, 5, 6, 7], [8, 9]]
-    models = [load(DATA / name, dtype="float32", scan=scan) for scan in (False, True)]
-    plain, scanned = (jaxkv.generate(model, prompts, max_new_tokens=6) for model in models)
-    assert plain == scanned
+    models = [load(DATA / name, dtype="float32", scan=scan) for scan in (False, "stacked", "apart")]
+    plain, *scanned = (jaxkv.generate(model, prompts, max_new_tokens=6) for model in models)
+    assert scanned == [plain] * 2
