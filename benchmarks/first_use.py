@@ -21,7 +21,8 @@ from typing import Any
 NUM_LAYERS, VOCAB_SIZE = 14, 28_672
 # The lengths of the prompts, and how many tokens are added to each.
 CASES = {"ragged": ([16, 42, 69, 95, 121, 147, 174, 200], 64), "long": ([2048], 128)}
-WAYS = ("transformers", "generate", "generate, scan", "warm Engine", "warm Engine, scan")
+WAYS = ("transformers", "generate", "generate, unrolled", "generate, stacked", "warm Engine", "warm Engine, unrolled")
+SCANS = {"": None, "unrolled": False, "stacked": "stacked"}  # how layers are computed, by the end of the way's name
 
 
 # What runs in processes of its own.
@@ -53,7 +54,7 @@ def measure(way: str, folder: str, prompts: list[list[int]], new: int) -> dict[s
     else:
         import jaxkv
 
-        model = jaxkv.models.load(folder, scan=way.endswith("scan"))
+        model = jaxkv.models.load(folder, scan=SCANS[way.partition(", ")[2]])
         clock.note("load")
         if way.startswith("generate"):
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.cache import Cache
-from jaxkv._core.config import CacheConfig
+from jaxkv._core.config import BLOCK_SIZE, CacheConfig
 from jaxkv._core.empty import init
 from jaxkv._core.layer import LayerConfig
 from jaxkv._core.lines import refuse_gaps
@@ -112,9 +112,9 @@ def _config(k: list[Any], layers: Sequence[LayerConfig] | None, fields: dict[str
     given = [x.shape[2:] for x in k]
     if layers is None:
         layers = tuple(LayerConfig(num_kv_heads=heads, head_dim=head_dim) for heads, head_dim in given)
-    if not {"num_blocks", "max_tokens"} & fields.keys():
+    if fields.get("layout") != "contiguous" and not {"num_blocks", "max_tokens"} & fields.keys():
         # A row's last block may be partly used: whole blocks for every row.
-        size = fields.get("block_size") or 16
+        size = fields.get("block_size") or BLOCK_SIZE
         fields = fields | {"max_tokens": fields["max_seqs"] * -(-fields["max_seq_len"] // size) * size}
     config = CacheConfig(layers=layers, **fields)
     named = [(config.layers[i].num_kv_heads, config.layers[i].head_dim) for i in pool_layers(config)]

@@ -58,10 +58,17 @@ def test_gradients_reach_every_parameter():
 
 def test_scopes_are_named():
     """A profile shows which layer an operation belongs to."""
-    lowered = jax.jit(lambda model, tokens: model(tokens)[0]).lower(load("llama"), np.zeros(3, np.int32))
-    text = lowered.as_text(debug_info=True)
-    for scope in ("embed", "layer_0/attention", "layer_1/mlp", "logits"):
-        assert scope in text
+    scopes = {
+        False: ("layer_0/attention", "layer_1/mlp"),
+        "stacked": ("layer_0_of_1/attention", "layer_0_of_1/mlp"),
+        "apart": ("layer_0_of_1/attention", "branch_1_fun/mlp"),
+    }
+    for scan, own in scopes.items():
+        model = models.load(fixtures.DATA / "llama", scan=scan)
+        lowered = jax.jit(lambda model, tokens: model(tokens)[0]).lower(model, np.zeros(3, np.int32))
+        text = lowered.as_text(debug_info=True)
+        for scope in ("embed", *own, "logits"):
+            assert scope in text
 
 
 def test_layer_configs():
