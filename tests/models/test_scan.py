@@ -11,6 +11,7 @@ from flax import nnx
 from nightly import NIGHTLY
 
 import jaxkv
+import jaxkv.testing
 from jaxkv.models import Decoder, DecoderConfig, ExpertsConfig, Rope, load, save
 
 NEAR, FAR = Rope(theta=100.0), Rope(theta=10_000.0)
@@ -57,7 +58,8 @@ def test_two_periods_and_a_rest(tmp_path, scan):
     assert len(scanned.layers) == (1 if scan == "stacked" else 2 * LOCAL + 3)
     assert jaxkv.CacheConfig.from_model(scanned, max_seqs=1, max_seq_len=8).stacked
     wanted = list(steps(plain))
-    for fields in ({}, {"stacked": False}) if NIGHTLY else ({},):  # what is stacked, tests/core/test_stacked.py has too
+    # Of what is stacked, tests/core/test_stacked.py has more.
+    for fields in ({}, {"stacked": False}) if NIGHTLY or scan == "apart" else ({},):
         for logits, expected in zip(steps(scanned, **fields), wanted, strict=True):
             np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
     if not NIGHTLY:  # dense, by day, in the next tests
@@ -107,6 +109,30 @@ def test_which_parameters_are_stacked(monkeypatch, scan):
         assert model.scan == bool(scan) and len(model.layers) == 3 - model.num_stacked
         stacked[platform] = model.num_stacked
     assert stacked == {True: {"cpu": 0, "tpu": 3}, "stacked": {"cpu": 3, "tpu": 3}}.get(scan, {"cpu": 0, "tpu": 0})
+
+
+def test_what_is_loaded_is_scanned_on_a_cpu(monkeypatch):
+    scanned = {}
+    for platform in ("cpu", "gpu"):
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "default_backend", lambda platform=platform: platform)
+            model = load(DATA / "llama")
+        scanned[platform] = (model.scan, model.num_stacked)
+    assert scanned == {"cpu": (True, 0), "gpu": (False, 0)}
+
+
+def test_no_pool_and_no_parameter_is_copied():
+    """Of stacked ones a layer's parameters are, on a CPU."""
+    config = dataclasses.replace(CONFIG, embed_dim=256, mlp_dim=1024, windows=(None,) * 3, ropes=(FAR,) * 3)
+    donating, scratch = jax.jit(step.__wrapped__, donate_argnames="cache"), {}
+    for scan in ("stacked", "apart"):
+        model = Decoder(config, scan=scan, rngs=nnx.Rngs(0))
+        sizes = jaxkv.CacheConfig.from_model(model, max_seqs=3, max_seq_len=40, num_blocks=4000)
+        cache = jax.eval_shape(lambda sizes=sizes: jaxkv.init(sizes))
+        arguments = model, np.zeros((3, 1), np.int32), np.ones(3, np.int32), cache
+        jaxkv.testing.assert_no_copy(donating, *arguments)
+        scratch[scan] = donating.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    assert scratch["apart"] < 4 * config.embed_dim * config.mlp_dim < scratch["stacked"]
 
 
 @pytest.mark.parametrize("scan", [None, "yes", 2])
