@@ -17,6 +17,7 @@ import json
 import pathlib
 import tempfile
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,14 +101,16 @@ class Slow(Decoder):
         return logits + 0 * x[0, 0], cache
 
 
-def host_time(steps_per_dispatch: int, rows: int = 8, steps: int = 32, loops: int = 40) -> dict[str, float]:
+def host_time(
+    scan: Any, steps_per_dispatch: int, rows: int = 8, steps: int = 32, loops: int = 40
+) -> dict[str, Any]:  # fmt: skip
     """A decode step of 28 layers: what it takes, what its thread does of that, and for how much of it the device is at
     work."""
     config = DecoderConfig(
         vocab_size=64, embed_dim=8, mlp_dim=8, num_heads=2, num_kv_heads=1, head_dim=4, max_seq_len=1024,
         windows=(None,) * 28, ropes=(Rope(),) * 28, attention_scale=0.5,
     )  # fmt: skip
-    model = Slow(config, rngs=nnx.Rngs(0))
+    model = Slow(config, scan=scan, rngs=nnx.Rngs(0))
     model.loops = loops
     engine = jaxkv.Engine(model, max_seqs=rows, max_seq_len=1024, step_tokens=32, steps_per_dispatch=steps_per_dispatch)
     for _ in range(rows):
@@ -124,7 +127,11 @@ def host_time(steps_per_dispatch: int, rows: int = 8, steps: int = 32, loops: in
     runs = [step() for _ in range(7)]
     wall, host = (1e3 * float(np.median(column)) for column in zip(*runs, strict=True))
     share = busy(step)
-    return {"steps per dispatch": steps_per_dispatch, "step ms": wall, "host ms": host, "device share": share}
+    layers, arrays = scan or "one by one", len(jax.tree.leaves((model, engine.cache)))
+    return {
+        "layers": layers, "arrays": arrays, "steps per dispatch": steps_per_dispatch, "step ms": wall, "host ms": host,
+        "device share": share,
+    }  # fmt: skip
 
 
 def busy(run) -> float:
@@ -171,7 +178,7 @@ def main() -> None:
     print(f"{len(requests)} prompts, {num_tokens} new tokens, {blocks} blocks' worth of memory; {same} outputs equal\n")
     table(rows)
     print("\n28 layers beside a slow device\n")
-    host = [host_time(count) for count in (1, 8)]
+    host = [host_time(scan, count) for scan in (False, "apart", "stacked") for count in (1, 8)]
     table(host)
     facts = {"prompts": len(requests), "new_tokens": num_tokens, "blocks": blocks, "outputs_equal": same}
     save("generate", {"throughput": rows, "host": host}, **facts)

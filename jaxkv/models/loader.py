@@ -38,8 +38,8 @@ def load(
     Args:
       folder: where they are.
       dtype: float32, bfloat16 or float16, to convert to; default: what the checkpoint has.
-      scan: how layers are computed: see `Decoder`. Default: "apart" on a CPU, where it compiles faster and is as fast,
-        elsewhere one by one.
+      scan: how layers are computed: see `Decoder`. Default: "apart" on a CPU, where it compiles faster and is as fast;
+        elsewhere, and on a mesh, one by one.
       mesh: divide heads, hidden widths and the vocabulary over its axis "model", of which each device then reads its
         part alone. `generate` and `Engine` take the mesh from the model. The axes of what is
         loaded are automatic, whatever those of the mesh are.
@@ -65,7 +65,7 @@ def load(
         raise ValueError(
             f"{folder} says num_hidden_layers = {config.num_layers}, but it has the tensors of {len(layers)} layers."
         )
-    scan = jax.default_backend() == "cpu" if scan is None else scan
+    scan = mesh is None and jax.default_backend() == "cpu" if scan is None else scan
     model = nnx.eval_shape(lambda: Decoder(config, scan=scan, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(model)
     params = {

@@ -54,9 +54,9 @@ def counted(text):
 
 def load(name, folder, mesh):
     if name != "small":
-        return jaxkv.models.load(DATA / name, scan=False, mesh=mesh)
+        return jaxkv.models.load(DATA / name, mesh=mesh)
     jaxkv.models.save(jaxkv.models.Decoder(SMALL, rngs=nnx.Rngs(0)), folder)
-    return jaxkv.models.load(folder, scan=False, mesh=mesh)
+    return jaxkv.models.load(folder, mesh=mesh)
 
 
 BY_NIGHT = [(name, shape) for name in ("qwen2", "qwen3_moe", "deepseek_v2") for shape in ("2", "4", "1x1x2", "2x2")]

@@ -119,6 +119,7 @@ def test_what_is_loaded_is_scanned_on_a_cpu(monkeypatch):
             model = load(DATA / "llama")
         scanned[platform] = (model.scan, model.num_stacked)
     assert scanned == {"cpu": (True, 0), "gpu": (False, 0)}
+    assert not load(DATA / "llama", mesh=jax.make_mesh((1,), ("model",), devices=jax.devices()[:1])).scan
 
 
 def test_no_pool_and_no_parameter_is_copied():
