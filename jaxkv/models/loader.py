@@ -37,7 +37,8 @@ def load(
 
     Args:
       folder: where they are.
-      dtype: float32, bfloat16 or float16, to convert to; default: what the checkpoint has.
+      dtype: float32, bfloat16 or float16, to convert to; default: what the checkpoint has. Not float16 on a CPU, where
+        XLA widens all weights in every step, and the others are ten times as fast.
       scan: how layers are computed: see `Decoder`. Default: "apart" on a CPU, where it compiles faster and is as fast;
         elsewhere, and on a mesh, one by one.
       mesh: divide heads, hidden widths and the vocabulary over its axis "model", of which each device then reads its
