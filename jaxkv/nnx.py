@@ -128,11 +128,14 @@ class Attention(nnx.Module):
         Returns:
           `(y, cache)`; y has x's shape.
         """
-        inputs = self.inputs(x, token_positions(x.shape[:-1], cache) if positions is None else positions)
-        y, cache = self.attend(inputs, cache, layer, step)
+        if positions is None and self.position_fn is not None:
+            positions = token_positions(x.shape[:-1], cache)
+        y, cache = self.attend(self.inputs(x, positions), cache, layer, step)
         return self.output(y), cache
 
-    def inputs(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    # The three parts of a call, for who computes many layers and compiles attention once: see `jaxkv.models.Decoder`.
+
+    def inputs(self, x: jax.Array, positions: Any) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Queries, keys and values of tokens, turned by their positions, and sinks: all that `attend` is told of x."""
         x = x.astype(self.query.dtype if self.dtype is None else self.dtype)
         q = project("...e,hde->...hd", x, self.query, self.query_bias)
