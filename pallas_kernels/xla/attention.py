@@ -128,31 +128,33 @@ def _attend_tiles(
     (num_heads, head_dim), num_kv_heads = inputs.q.shape[1:], inputs.kv.shape[2]
     work = tiles.plan(tiling, lanes, rows, inputs.sight)
 
-    def step(i, softmax: _Softmax) -> _Softmax:
+    def step(i, made: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        both, values = made
         items = tiles.find_items(tiling, work, rows, i, inputs.sight)
         seen = _read(inputs, items, tiling, tiles.read_queries(inputs.q, items, num_kv_heads))
+        lane, item_top = items.lane, seen.logits.max(axis=-1)
+        if deterministic:
+            item = _Softmax(item_top, *_weigh(seen, _finite(item_top), inputs.q.dtype))
+            merged = _merged_in_order(_Softmax(both[0], values, both[1]), lane, item)
+            return jnp.stack([merged.top, merged.total]), merged.values
         # Items of a lane are neighbours, often in the same step: what the lane has is rescaled once, at the first one.
         # That makes the bits depend on which items share a step; to be deterministic, each has a softmax of its own.
-        lane, item_top = items.lane, seen.logits.max(axis=-1)
-        top = softmax.top.at[lane].max(item_top)
-        reference = item_top if deterministic else tiles.take(top, lane)
-        reference = jnp.where(jnp.isneginf(reference), 0.0, reference)
-        sums = _weigh(seen, reference, inputs.q.dtype)
-        if deterministic:
-            return _merged_in_order(softmax, lane, _Softmax(item_top, *sums))
+        before, both = tiles.take(both[0], lane), both.at[0, lane].max(item_top)
+        reference = _finite(tiles.take(both[0], lane))
+        sums, total = _weigh(seen, reference, inputs.q.dtype)
         first = jnp.append(True, lane[1:] != lane[:-1])[:, None, None]
-        shrink = jnp.where(first, jnp.exp(tiles.take(softmax.top, lane) - reference), 1.0)
-
-        def added(have: jax.Array, new: jax.Array) -> jax.Array:
-            return have.at[lane].multiply(jnp.expand_dims(shrink, range(3, have.ndim))).at[lane].add(new)
-
-        return _Softmax(top, *map(added, softmax[1:], sums))
+        shrink = jnp.where(first, jnp.exp(before - reference), 1.0)
+        both = both.at[1, lane].multiply(shrink).at[1, lane].add(total)
+        return both, values.at[lane].multiply(shrink[..., None]).at[lane].add(sums)
 
     width = head_dim if inputs.rank is None else inputs.rank
     shape = (lanes, num_kv_heads, tiling.queries * (num_heads // num_kv_heads))
-    zeros = jnp.broadcast_to(tiles.zero_for(inputs, rows), (*shape, width))
-    nothing = _Softmax(zeros[..., 0] - jnp.inf, zeros, zeros[..., 0])
-    softmax = jax.lax.fori_loop(0, tiles.cover(work.num_items, tiling.items), step, nothing)
+    zero = tiles.zero_for(inputs, rows)
+    # Tops and totals in one array: each array that a loop begins with is copied once a layer.
+    both = jnp.broadcast_to(jnp.stack([zero - jnp.inf, zero])[:, None, None, None], (2, *shape))
+    steps = tiles.cover(work.num_items, tiling.items)
+    (top, total), values = jax.lax.fori_loop(0, steps, step, (both, jnp.broadcast_to(zero, (*shape, width))))
+    softmax = _Softmax(top, values, total)
 
     lane, place = row, None
     if tiling.queries > 1:  # padding is counted from its row's first token too, and may lie before it
@@ -178,7 +180,7 @@ def _attend_at_once(
         queries = tiles.read_queries(inputs.q, items, num_kv_heads)
     seen = _read(inputs, items, tiling, queries)
     top = seen.logits.max(axis=-1)
-    weighted = _weigh(seen, jnp.where(jnp.isneginf(top), 0.0, top), inputs.q.dtype)
+    weighted = _weigh(seen, _finite(top), inputs.q.dtype)
     return _of_tokens(_Softmax(top, *weighted), tiling.queries, row, place)
 
 
@@ -243,6 +245,11 @@ def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: ja
     if not are_finite:
         values = jnp.where(finite[..., None], values, 0)
     return _Seen(logits, values, value_scales, seen & ~finite[:, :, None])
+
+
+def _finite(top: jax.Array) -> jax.Array:
+    """What to count logits from whose largest is `top`."""
+    return jnp.where(jnp.isneginf(top), 0.0, top)
 
 
 def _weigh(seen: _Seen, reference: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
@@ -313,7 +320,7 @@ def _attend_together(
 def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
     """The softmax over what either has seen."""
     top = jnp.maximum(a.top, b.top)
-    reference = jnp.where(jnp.isneginf(top), 0.0, top)
+    reference = _finite(top)
     x, y = jnp.exp(a.top - reference), jnp.exp(b.top - reference)
 
     def both(of_a: jax.Array, of_b: jax.Array) -> jax.Array:

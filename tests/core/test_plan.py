@@ -287,17 +287,16 @@ def count_operations(planned, num_layers, axes, longest):
         return q, cache
 
     arrays = (jax.ShapeDtypeStruct((*axes, n, 8), jnp.float32) for n in (HEADS, 2))
-    text = jax.jit(step).lower(cache, *arrays, jax.ShapeDtypeStruct((ROWS,), jnp.int32)).compile().as_text()
+    counts = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    text = jax.jit(step, donate_argnums=0).lower(cache, *arrays, counts).compile().as_text()
     entry = text[text.index("\nENTRY") :].splitlines()[2:]
     opcodes = [re.search(r" ([\w-]+)\(", line) for line in entry]
-    return sum(
-        1 for op in opcodes if op and op[1] not in ("parameter", "get-tuple-element", "bitcast", "tuple", "copy")
-    )
+    return sum(1 for op in opcodes if op and op[1] not in ("parameter", "get-tuple-element", "bitcast", "tuple"))
 
 
 @pytest.mark.parametrize("planned", [False, True] if NIGHTLY else [True])
 @pytest.mark.parametrize(("axes", "longest", "most"), [
-    ((ROWS, 1), 40_960, 9), ((9,), 40_960, 13), ((ROWS, 1), 48, 13), ((9,), 48, 15)
+    ((ROWS, 1), 40_960, 7), ((9,), 40_960, 13), ((ROWS, 1), 48, 13), ((9,), 48, 15)
 ])  # fmt: skip
 def test_layers_share_what_follows_from_the_tables(planned, axes, longest, most):
     """Each further layer adds the write, its loops and little else; of short rows the attention, without a loop."""
