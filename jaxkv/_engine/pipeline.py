@@ -87,31 +87,33 @@ class Pipeline:
             end = min(sequence.cached + count, sequence.length)
             given = sequence.tokens[sequence.cached : end]
             given += [FROM_DEVICE] * (end - sequence.cached - len(given))
-            guesses = sequence.guesses[: count - len(given)]
-            parents += range(-1, len(given) - 1)
-            parents += [len(given) + parent for parent in sequence.parents[: len(guesses)]]
-            given += guesses
-            rows[GUESSED, row] = len(guesses)
+            if guesses := sequence.guesses[: count - len(given)]:
+                rows[GUESSED, row] = len(guesses)
+            if self.guesses_trees:
+                parents += range(-1, len(given) - 1)
+                parents += [len(given) + parent for parent in sequence.parents[: len(guesses)]]
             rows[:TOKEN, row] = count, end == sequence.length
             rows[COLUMN, row] = sequence.request.column
             if is_decode:
                 rows[TOKEN, row] = given[0]
             else:
                 tokens += given
+                tokens += guesses
             if self.hook is not None and self._noted.get(row) is not sequence:
                 self._note(sequence, row)
+        has_guesses = self.draft_tokens > 0 and bool(rows[GUESSED].any())
         packed = None
         if not is_decode:
             packed = np.zeros(next(size for size in self.sizes if size >= len(tokens)), np.int32)
             packed[: len(tokens)] = tokens
-            if self.guesses_trees and rows[GUESSED].any():
+            if self.guesses_trees and has_guesses:
                 packed = np.stack([packed, np.full_like(packed, -1)])
                 packed[1, : len(tokens)] = parents
         kind = KINDS[max(sequence.request.kind for sequence, _, _ in work)]
         count = max(sequence.request.num_logprobs for sequence, _, _ in work)
         count = count and 1 << (count - 1).bit_length()  # few programs
         began = time.perf_counter()
-        verify = self.draft_tokens if rows[GUESSED].any() else 0
+        verify = self.draft_tokens if has_guesses else 0
         shape = (packed is not None and packed.shape[-1], kind, count, steps, verify)
         result = self._call(rows, packed, kind, count, steps, verify)
         own = rows[GUESSED] if verify else rows[COUNT] if is_decode else np.ones_like(rows[COUNT])
@@ -136,22 +138,22 @@ class Pipeline:
         """Wait for the oldest step under way: for each sequence its new tokens and, if wanted, log-probabilities."""
         flight = self.flights[0]
         has_waited = not flight.result.numbers.is_ready()
-        numbers = np.asarray(flight.result.numbers)
+        numbers = np.asarray(flight.result.numbers).tolist()
         now = time.perf_counter()
         max_seqs = self.residents.config.max_seqs
-        tokens, rest = np.split(numbers, [flight.steps * max_seqs])
-        tokens, due = tokens.reshape(flight.steps, max_seqs), flight.due
+        size = flight.steps * max_seqs
+        tokens, rest, due = numbers[:size], numbers[size:], flight.due
         if flight.verify:
-            taken, rest = np.split(rest, [max_seqs])
-            due = [self._verified(*one, int(taken[one[1]])) for one in due]
-        room = rest.reshape(-1, 2)
+            taken, rest = rest[:max_seqs], rest[max_seqs:]
+            due = [self._verified(*one, taken[one[1]]) for one in due]
+        room = [rest[i : i + 2] for i in range(0, len(rest), 2)]
         # At the most: when the device was done before this, it is not known since when.
         seconds = (now - max(flight.began, self._idle_since)) / flight.num_tokens
         self._idle_since = now if has_waited else 0.0
         self.residents.computed(room, flight.taken, flight.clock, None if flight.is_first else seconds)
-        if (tokens < 0).any():  # the scheduler counts blocks as the cache does: this would be a bug
+        if min(tokens) < 0:  # the scheduler counts blocks as the cache does: this would be a bug
             check(self.residents.cache)
-        likely = flight.result.likeliest and [
+        likely: Any = flight.result.likeliest and [
             np.asarray(x).reshape(flight.steps, max_seqs, -1) for x in flight.result.likeliest
         ]
         self.flights.popleft()
@@ -159,7 +161,7 @@ class Pipeline:
             (
                 sequence,
                 [
-                    (int(tokens[i, row]), _logprobs(likely, i, row, sequence.request.num_logprobs))
+                    (tokens[i * max_seqs + row], likely and _logprobs(likely, i, row, sequence.request.num_logprobs))
                     for i in range(count)
                 ],
             )

@@ -25,6 +25,7 @@ from jaxkv._tiers.kept import warm
 from jaxkv._tiers.prefix import PrefixCache
 
 Swap = Literal["auto", "always", "never"]
+Room = list[list[int]]  # `room_of` a cache
 
 
 class Residents:
@@ -61,7 +62,7 @@ class Residents:
         self.counts: collections.Counter[str] = collections.Counter()
         self._empty([])
         free_blocks = [0 if config.contiguous else count for count in config.group_blocks]
-        self.measured(np.array([(count, 0) for count in free_blocks]), taken=0, clock=0)
+        self.measured([[count, 0] for count in free_blocks], taken=0, clock=0)
 
     def _new_cache(self) -> Cache:
         # On a device by name, as blocks that come back from the host are: else every program would be compiled for
@@ -74,7 +75,7 @@ class Residents:
         self._free_rows = list(range(self.config.max_seqs - 1, -1, -1))  # the lowest on top
         self._living: set[Sequence] = set()  # who has a row
         self._to_free = to_free
-        self._room: list[list[int]] | None = None  # `room_of` the cache when it was measured; None: not known
+        self._room: Room | None = None  # `room_of` the cache when it was measured; None: not known
         self.taken = self._taken_then = 0  # blocks taken until now, and until the room was measured
         self.clock = self._measured_at = self._given_back_at = 0  # counts what changes the room
 
@@ -127,7 +128,7 @@ class Residents:
     def settle(self) -> None:
         """Have `available` say exactly how many. Waits for the device."""
         if self._to_free or self._room is None or self._measured_at < self.clock:
-            room = np.asarray(self.flush())
+            room = np.asarray(self.flush()).tolist()
             self.measured(room, self.taken, self.clock)
 
     def warm(self) -> list[Any]:
@@ -136,11 +137,11 @@ class Residents:
         calls = [self.flush, lambda: self.call(self._fork, *rows)]
         return calls if self.prefix is None else [*calls, lambda: warm(self.cache)]
 
-    def measured(self, room: np.ndarray, taken: int, clock: int) -> None:
+    def measured(self, room: Room, taken: int, clock: int) -> None:
         """Note what room there was, so many blocks and changes ago."""
-        self._room, self._taken_then, self._measured_at = room.tolist(), taken, clock
+        self._room, self._taken_then, self._measured_at = room, taken, clock
 
-    def computed(self, room: np.ndarray, taken: int, clock: int, seconds_per_token: float | None) -> None:
+    def computed(self, room: Room, taken: int, clock: int, seconds_per_token: float | None) -> None:
         """Note that a step was computed, the room it left, and what it took, unless it was compiled meanwhile."""
         # With a prefix cache, what falls out of windows is first offered to it: there is more room than that.
         leaves = self.prefix is not None and self.config.has_windows
