@@ -18,7 +18,6 @@ from pallas_kernels.sight import ALL
 from pallas_kernels.tpu.pages import (
     LANES,
     MASKED,
-    PAGE_BUFFER_BYTES,
     SPILL_BYTES,
     VMEM_BYTES,
     Pages,
@@ -34,13 +33,14 @@ from pallas_kernels.tpu.quantised import along_lanes, as_given, quantise, querie
 SEGMENT_TOKENS = 128
 ONE_HEAD_TOKENS = 256  # a segment of one KV head is little work beside what every segment costs
 SEGMENTS = 8
-SLOTS = 3  # steps whose pages have room: a step's copies start while one is worked on and the next one's still come
+SLOTS = 4  # steps whose pages have room: a step's copies start while one is worked on and two more still come
+SLOT_BYTES = 24 * 2**20 // SLOTS
 # Of latent rows, which all heads share: a segment's sums are wide and many, so they are put together less often.
 LATENT_TOKENS, LATENT_SEGMENTS = 1024, 4
 AHEAD = 6  # so many segments' products with their keys are under way before the first's with its values
 BLOCK_ROWS = 64  # at most, a power of two: rows whose queries and output are in vector memory together
 BLOCK_BYTES = 4 * 2**20  # of them; they are buffered twice
-STATE = 2 * SLOTS + 4  # scalars that go from one grid step to the next
+STATE = 3 * SLOTS + 1  # scalars that go from one grid step to the next
 _CONTRACT_MINOR = (((1,), (1,)), ((), ()))
 _CONTRACT_INNER = (((1,), (0,)), ((), ()))
 
@@ -168,10 +168,12 @@ def page_buffers(kv, kv_scale, count: int, page_size: int, slots: int = 2) -> li
 
 
 def segment_tokens(kv) -> int:
-    """Tokens of a segment of this pool."""
-    if kv.shape[1] == 1:
-        return LATENT_TOKENS
-    return ONE_HEAD_TOKENS if kv.shape[2] == 1 else SEGMENT_TOKENS
+    """Tokens of a segment of this pool: no more than a slot has room for."""
+    _, parts, num_kv_heads, _, head_dim = kv.shape
+    most = SLOT_BYTES // (parts * num_kv_heads * head_dim * kv.dtype.itemsize)
+    if parts == 1:
+        return min(LATENT_TOKENS, most)
+    return min(ONE_HEAD_TOKENS if num_kv_heads == 1 else SEGMENT_TOKENS, most)
 
 
 def segments_per_step(kv, rows: int, pages: Pages) -> int:
@@ -179,7 +181,7 @@ def segments_per_step(kv, rows: int, pages: Pages) -> int:
     _, parts, num_kv_heads, _, head_dim = kv.shape
     segment_bytes = parts * num_kv_heads * head_dim * kv.dtype.itemsize * pages.step_tokens
     most = rows * -(-pages.blocks_per_row * pages.block_size // pages.step_tokens)
-    return max(1, min(SEGMENTS if parts == 2 else LATENT_SEGMENTS, PAGE_BUFFER_BYTES // (2 * segment_bytes), most))
+    return max(1, min(SEGMENTS if parts == 2 else LATENT_SEGMENTS, SLOT_BYTES // segment_bytes, most))
 
 
 def decode_bytes(
@@ -271,9 +273,10 @@ def _kernel(
         return tuple(jnp.where(there, new, old) for new, old in zip(moved, (row, part), strict=True))
 
     def advance(at):
-        """Where the work is once a step is done: where it and the two after it begin, how many pages are coming for the
-        first and for the second, and the first's slot. With it, what starts the copies of each segment of the third."""
-        *marks, _, next_count, slot = at
+        """Where the work is once a step is done: where it and those after it begin whose pages have room, how many
+        pages are coming for all but the last, and the first's slot. With it, what starts the copies of each segment of
+        the last."""
+        marks, counts, slot = at[: 2 * SLOTS], at[2 * SLOTS : -1], at[-1]
         row, part = marks[-2:]
         end, free = end_of_block(row), jnp.where(slot == 0, SLOTS - 1, slot - 1)
         segments_to_come, coming = [], jnp.int32(0)
@@ -290,7 +293,7 @@ def _kernel(
             arrived = [semaphore.at[free] for _, semaphore in buffers]
             pages.start(list(zip(hbm, buffer(free, segment), arrived, strict=True)), tables, *segments_to_come[segment])
 
-        return (*marks[2:], row, part, next_count, coming, jnp.where(slot == SLOTS - 1, 0, slot + 1)), fetch
+        return (*marks[2:], row, part, *counts[1:], coming, jnp.where(slot == SLOTS - 1, 0, slot + 1)), fetch
 
     def prepare(row, part, slot):
         """Write the new tokens that a step's segments end with, and hide what no query sees. Returns how many."""
@@ -341,7 +344,7 @@ def _kernel(
             return at
 
         nothing = jnp.int32(0)
-        at = (*[successors[0], nothing] * SLOTS, nothing, nothing, jnp.int32(1))
+        at = (*[successors[0], nothing] * SLOTS, *[nothing] * (SLOTS - 1), jnp.int32(1))
         at = lax.fori_loop(0, jnp.where(successors[0] < rows, SLOTS - 1, 0), start, at)
         for i, x in enumerate((*at, 0)):
             state[i] = x
@@ -352,7 +355,7 @@ def _kernel(
 
     def step(_, at):
         *at, written = at
-        row, part, *_, count, _, slot = at
+        row, part, count, slot = *at[:2], at[2 * SLOTS], at[-1]
         following, fetch = advance(at)
         await_pages(buffers, slot, count)
         await_writes(written)  # of the step before; they have left by now
@@ -437,9 +440,9 @@ def _attend(
     so_far, logits, softmaxes = (max_ref[...], sum_ref[...], out_sum_ref[...]), {}, {}
     for i in range(-AHEAD, len(work) + 1):
         if i + AHEAD < len(work):
+            fetch(i + AHEAD)  # among the products the scalar unit's work costs nothing
             logits[i + AHEAD] = scores(*work[i + AHEAD])
         if 0 <= i < len(work):
-            fetch(i)  # among them the scalar unit's work costs nothing
             softmaxes[i] = soften(logits.pop(i), *work[i])
         if i >= 1:
             so_far = accumulate(so_far, *softmaxes.pop(i - 1), *work[i - 1])

@@ -44,6 +44,8 @@ DECODE = [
     (Case((15, 54, 97, 150), (1, 1, 0, 1), 10, 2, 128, 16, window=20, sink_tokens=4, soft_cap=30.0, **BF16), 32),
     (Case((97, 0, 37, 164), (1, 0, 1, 1), 6, 1, 136, 16, rank=72, scale=0.1, window=50, sink_tokens=3, **LATENT), 32),
     (Case((513, 9, 257, 256), (1, 1, 1, 1), 4, 1, 128, 16, **BF16), None),  # one head: segments of 256
+    # Steps of unequally many pages, more than twice around the slots that there are.
+    (Case((121, 300, 5, 0, 37), (1, 1, 1, 0, 1), 2, 1, 128, 8, **F32), 16),
 ]
 # (new, length) pairs of PEERS' matrices and more; decode rows among them, alone, and none.
 MIXED = [
@@ -122,7 +124,7 @@ def steps(step_tokens):
     return {} if step_tokens is None else {"step_tokens": step_tokens}
 
 
-@in_a_mode(DECODE, 0, 5, 8)
+@in_a_mode(DECODE, 0, 5, 8, len(DECODE) - 1)
 def test_decode_with_the_write_fused(case, step_tokens, mode):
     interpreter.check_write_and_attention(tpu, case, mode, **steps(step_tokens))
 

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.timeout(240, method="thread")
 SOURCE = pathlib.Path(pallas_kernels.tpu.__file__).parent
 names = (f"broken_tpu_{i}" for i in itertools.count())
 ROWS = Case((5, 37), (1, 1), 2, 1, 128, 8)
-LONG = Case((5, 165), (1, 1), 2, 1, 128, 8)
+LONG = Case((5, 261), (1, 1), 2, 1, 128, 8)
+FALLING = Case((165, 5), (1, 1), 2, 1, 128, 8)
 SHORT = Case((5, 9), (1, 1), 2, 1, 128, 8)
 CHUNKS = Case((37, 30, 9), (20, 7, 4), 2, 1, 128, 8, packed=True, padding=3)
 PACKED = Case((37, 30, 9), (20, 7, 4), 2, 1, 128, 16, dtype="bfloat16", packed=True, padding=3)
@@ -90,6 +91,15 @@ def precision(tpu, case, mode):
 CONTROLS = {
     "pages not awaited": (decode, ROWS, PLAIN, "decode.py", "        await_pages(buffers, slot, count)\n", ""),
     "one page not awaited": (decode, ROWS, PLAIN, "decode.py", "coming += held", "coming += jnp.maximum(held - 1, 0)"),
+    "the pages of the step after awaited": (
+        decode,
+        FALLING,
+        PLAIN,
+        "decode.py",
+        "at[2 * SLOTS], at[-1]",
+        "at[2 * SLOTS + 1], at[-1]",
+    ),
+    "one slot less than steps": (decode, LONG, RACES, "decode.py", "slot == SLOTS - 1, 0,", "slot == SLOTS - 2, 0,"),
     "one slot for two steps": (
         decode,
         ROWS,
