@@ -440,9 +440,9 @@ def _attend(
     so_far, logits, softmaxes = (max_ref[...], sum_ref[...], out_sum_ref[...]), {}, {}
     for i in range(-AHEAD, len(work) + 1):
         if i + AHEAD < len(work):
-            fetch(i + AHEAD)  # among the products the scalar unit's work costs nothing
             logits[i + AHEAD] = scores(*work[i + AHEAD])
         if 0 <= i < len(work):
+            fetch(i)  # among them the scalar unit's work costs nothing
             softmaxes[i] = soften(logits.pop(i), *work[i])
         if i >= 1:
             so_far = accumulate(so_far, *softmaxes.pop(i - 1), *work[i - 1])
