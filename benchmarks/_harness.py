@@ -39,8 +39,9 @@ def copy_contender(num_bytes: int = 2**28) -> tuple[int, Callable[[], Any]]:
 
 
 def table(rows: Rows) -> None:
-    """Print rows of equal keys."""
-    cells = [[*rows[0]], *([_cell(value) for value in row.values()] for row in rows)]
+    """Print rows; of the columns a row need not have all."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [columns, *([_cell(row[name]) if name in row else "" for name in columns] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))

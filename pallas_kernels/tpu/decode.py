@@ -34,7 +34,7 @@ SEGMENT_TOKENS = 128
 ONE_HEAD_TOKENS = 256  # a segment of one KV head is little work beside what every segment costs
 SEGMENTS = 8
 SLOTS = 4  # steps whose pages have room: a step's copies start while one is worked on and two more still come
-SLOT_BYTES = 24 * 2**20 // SLOTS
+SLOT_BYTES = 24 * 2**20 // SLOTS  # of vector memory
 # Of latent rows, which all heads share: a segment's sums are wide and many, so they are put together less often.
 LATENT_TOKENS, LATENT_SEGMENTS = 1024, 4
 AHEAD = 6  # so many segments' products with their keys are under way before the first's with its values

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.sight import Reach
 
 SMEM_ENTRIES = 250_000  # i32 that fit the 1 MiB of scalar memory, with some room for the rest
-PAGE_BUFFER_BYTES = 16 * 2**20  # of vector memory, for two buffers; decode has a third
+PAGE_BUFFER_BYTES = 16 * 2**20  # of vector memory, for the two buffers of a prefill
 VMEM_BYTES = 48 * 2**20  # what a kernel may use in all: v5p and tpu7x have 64 MiB, of which XLA wants its part
 SPILL_BYTES = 6 * 2**20  # for registers that a kernel has no room for; in bfloat16 up to 4 MiB were seen
 LANES = 128
