@@ -39,8 +39,8 @@ def test_nothing_is_copied(chip):
         assert program["kernels"] >= 1, program
         # A write may lay its tokens out anew; what attends its queries and outputs, where vector memory is small.
         scratch = 0.01 * program["pool"] + 2.1 * program["queries"]
-        if program["op"] == "write_kv":
-            scratch = 2 * program["new"] + 2**20
+        if program["op"] == "write_kv":  # v5p lays a latent token's one head out in four lines
+            scratch = (3 if "latent" in program["name"] else 2) * program["new"] + 2**20
         assert program["temp"] < scratch, program
         assert program["alias"] == (0 if program["op"] == "paged_attention" else program["pool"]), program
         assert program["collectives"] == 0, program
