@@ -72,8 +72,19 @@ def test_the_model_of_memory(chip):
         check_memory(line["kernels"])
 
 
-@pytest.mark.parametrize("scan", [False, True] if NIGHTLY else [True], ids=lambda x: "scanned" if x else "unrolled")
-@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"] if NIGHTLY else ["v6e"])
+LAID_OUT_ANEW = "XLA turns all weights of a scan in every step on tpu7x, those of a plain scan over two products too"
+
+
+@pytest.mark.parametrize(
+    ("chip", "scan"),
+    [
+        *((chip, scan) for chip in ("v5e", "v5p", "v6e") for scan in (False, True)),
+        ("tpu7x", False),
+        pytest.param("tpu7x", True, marks=pytest.mark.xfail(strict=True, reason=LAID_OUT_ANEW)),
+    ]
+    if NIGHTLY
+    else [("v6e", True)],
+)
 def test_a_whole_decode_step_of_a_real_model(chip, scan):
     """Layers and `extend`: one fused kernel a layer, the cache updated in place, next to no scratch memory.
 
