@@ -51,6 +51,7 @@ class Work(NamedTuple):
     step: bool = False
     latent: bool = False
     deterministic: bool = False
+    joined: bool = False  # keys and values stand in one row
     prefix: int | None = None  # tokens that a decode step's rows share beside their context; None: it is not looked for
 
     @property
@@ -85,12 +86,28 @@ WORKS = {
     "decode 32 x 1024, int8": Work("decode", rows=32, context=1024, kind="int8"),
     "decode 64 x 128, int8": Work("decode", rows=64, context=128, kind="int8"),
     "decode 8 x 1024, float8_e4m3fn": Work("decode", rows=8, context=1024, kind="float8_e4m3fn"),
+    "prefill of 1,024 tokens, float8_e4m3fn": Work("prefill", tokens=1024, kind="float8_e4m3fn"),
     "write of 1,024 tokens, int8": Work("write", tokens=1024, kind="int8"),
     "write of 32 rows' tokens, int8": Work("write", rows=32, kind="int8"),
     "prefill of 1,024 tokens, int8": Work("prefill", tokens=1024, kind="int8"),
     "decode 8 x 1024, deterministic": Work("decode", rows=8, context=1024, deterministic=True),
     "decode 64 x 128, deterministic": Work("decode", rows=64, context=128, deterministic=True),
     "prefill of 1,024 tokens, deterministic": Work("prefill", tokens=1024, deterministic=True),
+    **{
+        f"{name}, head_dim 64{', joined' if joined else ''}": work._replace(shape="llama3.2-1b", joined=joined)
+        for name, work in {
+            "decode 8 x 1024": Work("decode", rows=8, context=1024),
+            "decode 64 x 128": Work("decode", rows=64, context=128),
+            "decode 32 rows of 128 to 8,064": Work("decode", rows=32, ragged=True),
+            "write of 1,024 tokens": Work("write", tokens=1024),
+            "write of 32 rows' tokens": Work("write", rows=32),
+            "prefill of 1,024 tokens": Work("prefill", tokens=1024),
+            "chunk of 512 tokens on 4,096": Work("prefill", tokens=512, context=4096),
+            "layer, prefill of 1,024 tokens": Work("prefill", tokens=1024, layer=True),
+            "layer, decode 32 x 1024": Work("decode", rows=32, context=1024, layer=True),
+        }.items()
+        for joined in (False, True)
+    },
     "latent decode 32 x 4096": Work("decode", "deepseek-v3", rows=32, context=4096, latent=True),
     "latent decode 32 x 4096, 16 heads": Work("decode", "deepseek-v2-lite", rows=32, context=4096, latent=True),
     "latent decode 32 x 4096, int8": Work("decode", "deepseek-v3", rows=32, context=4096, latent=True, kind="int8"),
@@ -186,6 +203,7 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
     from jax.experimental import pallas as pl, topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+    from jaxkv._core import joined
     from pallas_kernels import SHAPES, AttentionShape, cascade, tpu
     from pallas_kernels.kinds import scale_axes, storage_of
     from pallas_kernels.tpu import pages, step
@@ -194,7 +212,9 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
     work = WORKS[name]
     heads_of = {"2 x 4 heads": (8, 4), "1 x 4 heads": (4, 1), "7 x 4 heads": (28, 4), "8 x 4 heads": (32, 4)}
     shape = (SHAPES | {name: AttentionShape(*heads, 128, 1) for name, heads in heads_of.items()})[work.shape]
-    heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, -(-shape.head_dim // 128) * 128
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    rank = shape.head_dim if work.joined else shape.rank
+    head_dim = -(-(2 if work.joined else 1) * shape.head_dim // 128) * 128
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip], chips_per_host_bounds=(1, 1, 1))
     mesh = Mesh(np.array(topology.devices[:1]), ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -205,7 +225,7 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
     blocks = work.table // work.block_size
     storage = "bfloat16" if work.kind is None else str(storage_of(work.kind))
     # Several times what is read, or XLA moves the whole pool into vector memory first; but one that large it cannot.
-    parts = 2 if shape.rank is None else 1
+    parts = 2 if rank is None else 1
     read = work.rows * blocks
     pool = array(
         max(4096, min(2 * read, max(read, 2**16))) + 1, parts, kv_heads, work.block_size, head_dim, dtype=storage
@@ -235,22 +255,29 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
         modules["decode"]._attend = lambda fetch, work, *args: [fetch(segment) for segment in range(len(work))]
 
     options = {"soft_cap": shape.soft_cap, "window": shape.window, "deterministic": work.deterministic}
-    options |= {} if shape.rank is None else {"rank": shape.rank, "scale": 0.1}
+    known = {} if rank is None else {"rank": rank}
+    options |= {} if rank is None else known | {"scale": 0.1}
     tokens = (work.rows, 1) if work.kernel == "decode" else (work.tokens * work.rows,)
-    q, k = array(*tokens, heads, head_dim), array(*tokens, kv_heads, head_dim)
+    given = head_dim if shape.rank is not None else shape.head_dim
+    q, k = array(*tokens, heads, given), array(*tokens, kv_heads, given)
 
     def program(q, k, v, pools, tables, lengths, new, shared):
         def quantised(scale):
             return {} if scale is None else {"kv_scale": scale, "kind": work.kind}
 
         kv, scale = pools[0]
+        if work.joined:
+            k, v = joined.rows(k, v), None
+        if shape.rank is not None:
+            v = None
         if work.kernel == "write":
-            return tpu.write_kv(kv, k, v, tables, lengths, new, **quantised(scale))
+            return tpu.write_kv(kv, k, v, tables, lengths, new, **known, **quantised(scale))
         if work.kernel == "prefill" and not work.layer:
+            q = joined.queries(q) if work.joined else q
             return tpu.paged_attention(q, kv, tables, lengths, new, **options, **quantised(scale))
         written = []
         for kv, scale in pools:
-            v = v if shape.rank is None else None
+            q = joined.queries(q) if work.joined else q
             step = dict(q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, **options, **quantised(scale))
             if work.prefix is None:
                 q, kv = tpu.write_and_attend(**step)
@@ -273,7 +300,7 @@ def compile_program(chip: str, name: str, copies_only: bool, layers: int) -> Non
     needed = {  # blocks, queries, new tokens and old pages in; register tiles, output and pages out
         "decode": (streams * places, streams * work.rows),
         "prefill": (tiles + streams * sum(per_tile), tiles),
-        "write": ((2 + (streams if work.rows > 1 else 0)) * runs, streams * runs),
+        "write": ((parts + (streams if work.rows > 1 else 0)) * runs, streams * runs),
     }
     print(json.dumps(needed[work.kernel]))
     print(json.dumps(names_in_branches(program) if work.prefix == 0 else []))

@@ -50,6 +50,7 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
             kept = jnp.tile(keep, (len(stack), 1))[:, None, None]  # [blocks, 1, 1, block_size]
             pool = cache.layer(stack[0]).pool
             kind, head_dim = cache.config.kind(stack[0]), cache.layer_config(stack[0]).head_dim
+            head_dim *= 2 if cache.config.joins(stack[0]) else 1
             padding = jnp.arange(pool.kv.shape[-1]) >= kinds.stored_dim(kind.quantised, head_dim)
             kv = _spoil(kept[..., None] | padding[None, None, None, None], value, pool.kv)
             scale = None if pool.scale is None else _spoil(kept, value, pool.scale)

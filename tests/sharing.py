@@ -51,17 +51,19 @@ def check(backend, run, case, groups, kind=None, writes=False, **options):
     op = backend.write_and_attend if writes else backend.paged_attention
     if writes:
         k, v = jax.random.normal(jax.random.key(0), (2, *inputs.q.shape[:-2], case.num_kv_heads, case.head_dim))
-        hidden = xla.write_kv(inputs.kv, *(jnp.full_like(k, np.nan),) * 2, *inputs[2:])
-        written = xla.write_kv(hidden, k, v, *inputs[2:])
-        exact = exact._replace(kv=xla.write_kv(exact.kv, k, v, *inputs[2:]))
-        arguments |= {"kv": hidden, "k": k.astype(case.dtype), "v": v.astype(case.dtype)}
+        k, v = k.astype(case.dtype), v.astype(case.dtype) if case.rank is None else None
+        write = functools.partial(xla.write_kv, rank=case.rank)
+        hidden = write(inputs.kv, *(x if x is None else jnp.full_like(x, np.nan) for x in (k, v)), *inputs[2:])
+        written = write(hidden, k, v, *inputs[2:])
+        exact = exact._replace(kv=write(exact.kv, k, v, *inputs[2:]))
+        arguments |= {"kv": hidden, "k": k, "v": v}
     static = {name: x for name, x in arguments.items() if not isinstance(x, jax.Array)}
     arrays = {name: x for name, x in arguments.items() if name not in static}
     attend = functools.partial(cascade.read_once, op, backend.paged_attention, return_lse=True)
     result = run(lambda arrays, **static: attend(**arrays, **static), arrays, **static, **options)
     if writes:
         result, pool = result
-        np.testing.assert_array_equal(pool, written)
+        np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (pool, written)))  # a NaN equals a NaN
     out, lse = result
     expected, expected_lse = testing.expected(case, exact, return_lse=True)
     testing.assert_close(out, expected)

@@ -59,6 +59,7 @@ CALLS = {
     "head_dim_multiple": (lambda c, p, x: config(head_dim_multiple=x), without(NO_SIZES, None)),
     "layout": (lambda c, p, x: config(layout=x), [None, "", "dense", 1, [], {}, object(), True]),
     "stacked": (lambda c, p, x: config(stacked=x), [None, "", "yes", 1, 0, [], {}, object()]),
+    "join_kv": (lambda c, p, x: config(join_kv=x), ["", "yes", 1, 0, [], {}, object()]),
     "memory_bytes": (lambda c, p, x: CONFIG.with_memory(x), [*NO_NUMBERS, 0, -1, 1e30, 10**5000, float("inf")]),
     "step_tokens": (lambda c, p, x: CONFIG.with_memory(1e6, step_tokens=x), without(NO_SIZES, None)),
     "num_tokens": (lambda c, p, x: jaxkv.extend(c, x), NO_COUNTS),

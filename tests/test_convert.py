@@ -34,6 +34,7 @@ def assert_holds(cache, k, v, lengths):
     [
         dict(block_size=4),
         dict(block_size=5, max_seq_len=30, max_seqs=6, head_dim_multiple=16),
+        dict(block_size=3, head_dim_multiple=32, join_kv=True),
         dict(layout="contiguous", max_seq_len=13),
         dict(num_blocks=3),
     ],

@@ -17,7 +17,7 @@ from jaxkv._cli.plan_devices import Devices, shapes_of
 from jaxkv._cli.plan_report import Memory, Option, Report
 from jaxkv._cli.plan_step_report import shapes_as_text, step_as_json
 from jaxkv._cli.units import parse_bytes
-from jaxkv._core.config import HEAD_DIM_MULTIPLES
+from jaxkv._core.config import HEAD_DIM_MULTIPLES, JOINING
 from jaxkv._core.layer import KINDS
 from jaxkv._core.numbers import shown
 from jaxkv._core.views import format_bytes
@@ -110,6 +110,7 @@ class _Planner:
         multiple = arguments.head_dim_multiple
         if multiple is None:
             multiple = 1 if self.chip is None else HEAD_DIM_MULTIPLES[self.chip.platform]
+        join_kv = self.chip is not None and self.chip.platform in JOINING
         max_seqs, options, why = devices.rows(arguments.max_seqs), [], ""
         for dtypes in kinds:
             for block_size in block_sizes:
@@ -118,7 +119,8 @@ class _Planner:
                     # Of every block each device has its run, and so the part of a larger pool.
                     found = plan(layers, (left - rest) * devices.context, max_seq_len=max_seq_len, max_seqs=max_seqs,
                                  mean_len=arguments.mean_len, lengths=lengths, step_tokens=arguments.step_tokens,
-                                 block_size=block_size, dtype=dtypes[0], head_dim_multiple=multiple)  # fmt: skip
+                                 block_size=block_size, dtype=dtypes[0], head_dim_multiple=multiple,
+                                 join_kv=join_kv)  # fmt: skip
                 except ValueError as error:
                     found, why = None, str(error)
                 options.append(Option(block_size, dtypes, found))

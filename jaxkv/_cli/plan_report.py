@@ -86,6 +86,8 @@ class Report:
             fields["step_tokens"] = max(self.step_tokens, config.max_seqs)
         if config.head_dim_multiple > 1:
             fields["head_dim_multiple"] = config.head_dim_multiple
+        if any(map(config.joins, range(config.num_layers))):
+            fields["join_kv"] = True
         return fields
 
 

@@ -1,6 +1,5 @@
 """Attention over a cache: where the state meets the kernels."""
 
-import functools
 from typing import Any
 
 import jax
@@ -26,8 +25,10 @@ from jaxkv._core.write import (
     is_spread,
     layer_of,
     layer_specs,
+    new_rows,
     offsets_of,
     open_layer,
+    queries,
     spread,
     storage,
     stripe_of,
@@ -133,6 +134,7 @@ def _store_and_attend(one: Layer, step: Step | None, new: dict, arrays: dict, *,
     own = own_heads(one.pool, one.layer_config.num_kv_heads, q.shape[-2])
     q, arrays = _widened(own, q, arrays)
     offsets, (q, k, v) = offsets_of(q, one), (split_heads(one, x) for x in (q, k, v))
+    q, (k, v) = queries(one, q), new_rows(one, k, v)
     out, written = pallas_kernels.write_and_attend(
         q, k, v, one.pool.kv, one.blocks, t.lengths, t.new, offsets=offsets,
         implementation=implementation, **storage(one), **_of_part(one.pool, arrays | static),
@@ -194,7 +196,7 @@ def _attend(
     q = spread(step, one, turned(one, q))
     own = own_heads(one.pool, one.layer_config.num_kv_heads, q.shape[-2])
     q, arrays = _widened(own, q, arrays)
-    q = split_heads(one, q)
+    q = queries(one, split_heads(one, q))
     out = pallas_kernels.paged_attention(
         q, one.pool.kv, one.blocks, t.lengths, new, offsets=offsets, implementation=implementation,
         **storage(one), **_of_part(one.pool, arrays | static),
@@ -252,12 +254,21 @@ def explain(
     check_tokens(one, {"q": q})
     options = {name: x for name, x in options.items() if name != "num_tokens"}
     cascades = flag("cascade", options.pop("cascade", True))
-    q = jax.eval_shape(functools.partial(split_heads, one), q)
+    q = jax.eval_shape(lambda q: queries(one, split_heads(one, q)), q)
     arguments = dict(q=q, tables=one.tables.tables, **storage(one) | parts_of_blocks(one.pool))
     arguments |= read_options(one, options)
     choice = pallas_kernels.explain(platform=platform, implementation=implementation, **arguments)
     reads_once = cascades and why_alone(choice.implementation, arguments) is None
-    return choice._replace(reason=choice.reason + sharing_in_words(one, reads_once))
+    return choice._replace(reason=choice.reason + _padding_in_words(one) + sharing_in_words(one, reads_once))
+
+
+def _padding_in_words(one: Layer) -> str:
+    """How a layer's head_dim is stored, where that is not as it is."""
+    head_dim, stored = one.layer_config.head_dim, one.pool.kv.shape[-1]
+    if one.config.joins(one.number):
+        return f" Keys and values of {head_dim} stand in one row of {stored}."
+    padded = one.config.padded_head_dim(one.number)
+    return "" if padded == head_dim else f" A head_dim of {head_dim} is stored as {padded}."
 
 
 def _for_rows(one: Layer, step: Step | None, token_axes: tuple[int, ...], options: dict[str, Any]) -> dict[str, Any]:
@@ -268,6 +279,8 @@ def _for_rows(one: Layer, step: Step | None, token_axes: tuple[int, ...], option
             "queries were absorbed, which the cache does not know."
         )
     options = dict(options)
+    if one.config.joins(one.number) and options.get("scale") is None:
+        options["scale"] = one.layer_config.head_dim**-0.5  # the kernels see the width of the row
     shared = shared_in(one, step) if flag("cascade", options.pop("cascade", True)) else None
     tree = read_tree(options.pop("tree", None), token_axes, seen_by_rows(one.tables, one.config))
     if step is not None and step.tree is not None:

@@ -15,6 +15,7 @@ BLOCK_SIZE = 16  # tokens, unless it is said
 # What the stored head_dim is rounded up to, by platform: with less, XLA for TPUs copies the whole pool at every step,
 # and the kernels for GPUs refuse it.
 HEAD_DIM_MULTIPLES = {"tpu": 128, "gpu": 64}
+JOINING = ("tpu",)  # platforms whose kernels read keys and values that stand in one row
 
 
 class _Settled(int):
@@ -43,6 +44,8 @@ class CacheConfig(MadeLike):
       layout: "paged", or "contiguous": one block of `max_seq_len` tokens per row, always the row's own.
       head_dim_multiple: the stored head_dim is rounded up to a multiple of this. Nobody sees the padding, but it takes
         memory. Default: what the platform at hand wants, 128 on TPUs, 64 on NVIDIA GPUs, else 1.
+      join_kv: a head's keys and values stand in one row of the pool where that takes less than padding each, in kinds
+        that are not quantised. Default: on TPUs, where a head_dim of 64 or less then takes half the memory.
       stacked: layers that are alike lie in one array, one after another, so that a `jax.lax.scan` over layers carries
         it in place; `layer` may be traced then. For layers that are not scanned a pool for each is better: XLA on a CPU
         copies a stacked one.
@@ -74,6 +77,7 @@ class CacheConfig(MadeLike):
     dtype: Any = "bfloat16"
     layout: Literal["paged", "contiguous"] = "paged"
     head_dim_multiple: int = None  # type: ignore[assignment]
+    join_kv: bool = None  # type: ignore[assignment]
     stacked: bool = False
 
     def __post_init__(self):
@@ -91,6 +95,9 @@ class CacheConfig(MadeLike):
         put("dtype", kind_of(self.dtype, "CacheConfig.dtype").meaning)
         if self.head_dim_multiple is None:
             put("head_dim_multiple", HEAD_DIM_MULTIPLES.get(jax.default_backend(), 1))
+        if self.join_kv is None:
+            put("join_kv", jax.default_backend() in JOINING)
+        flag("CacheConfig.join_kv", self.join_kv)
         self._drop_settled(put)
         for field in ("max_seqs", "head_dim_multiple", "max_seq_len", "num_blocks", "max_tokens", "block_size"):
             value, optional = getattr(self, field), field != "max_seqs"

@@ -17,7 +17,7 @@ def read_tokens(
     pool: Pool, block: jax.Array, offset: jax.Array, *, config: CacheConfig, layer: int
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and values `[..., K, D]` at places `i32[...]`; 0 for the null block."""
-    kv = numbers(at_places(pool, block, offset), config, layer)  # [..., 2, K, D]
+    kv = numbers(at_places(pool, block, offset), config, layer, axis=-3)  # [..., 2, K, D]
     kv = jnp.where((block != 0)[..., None, None, None], kv, jnp.zeros((), kv.dtype))
     return _keys_and_values(kv, config, layer, axis=-3)
 
@@ -88,10 +88,11 @@ def _keys_and_values(kv: jax.Array, config: CacheConfig, layer: int, axis: int) 
     return keys, (jnp.take(kv, 1, axis=axis) if rank is None else keys[..., :rank])
 
 
-def numbers(part: Pool, config: CacheConfig, layer: int) -> jax.Array:
-    """What a part of a layer's pool means, `[..., D]`: as stored, or of a quantised layer as float32."""
+def numbers(part: Pool, config: CacheConfig, layer: int, axis: int = -4) -> jax.Array:
+    """What a part of a layer's pool means, `[..., 2, ..., D]`: as stored, or of a quantised layer as float32. Keys and
+    values are at `axis`."""
     one, kind = config.layer_config(layer), config.kind(layer).quantised
     if kind is None:
-        return part.kv[..., : one.head_dim]
+        return config.unlaid(layer, part.kv, axis)[..., : one.head_dim]
     decoded = kinds.decode(part.kv, part.scale, kind, one.head_dim, one.rank)  # type: ignore[arg-type]
     return rotate(decoded) if config.rotates(layer) else decoded

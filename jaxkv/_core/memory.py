@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._core import joined
 from jaxkv._core.groups import Groups
 from jaxkv._core.layer import Kind, kind_of
 from jaxkv._core.rotation import rotate
@@ -21,6 +22,7 @@ class Memory(Groups):
     group_blocks: tuple[int, ...]
     dtype: np.dtype
     head_dim_multiple: int
+    join_kv: bool
 
     def kind(self, layer: int) -> Kind:
         """How a layer's elements are stored."""
@@ -33,14 +35,27 @@ class Memory(Groups):
             return False
         return kind.rotates if one.rotate is None else one.rotate
 
+    def joins(self, layer: int) -> bool:
+        """Whether a head's keys and values stand in one row; see `join_kv`."""
+        one = self.layer_config(layer)
+        if not self.join_kv or one.rank is not None or self.kind(layer).quantised is not None:
+            return False
+        return self._padded(2 * one.head_dim) < 2 * self._padded(one.head_dim)
+
     def pool_shape(self, layer: int) -> tuple[int, int, int, int, int]:
         """`[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`; half in int4. Of
-        a latent layer `[num_blocks + 1, 1, 1, block_size, D]`. K is 1 in a layer that evicts by heads."""
+        a layer that joins `[num_blocks + 1, 1, K, block_size, 2 D]`, 2 D rounded up; of a latent one
+        `[num_blocks + 1, 1, 1, block_size, D]`. K is 1 in a layer that evicts by heads."""
         return (self.group_blocks[self.group(layer)] + 1, *self._block_shape(layer))
+
+    def stored_heads(self, layer: int) -> tuple[int, int]:
+        """How many parts a token has, keys and values or one latent row, and of how many heads each is."""
+        one = self.layer_config(layer)
+        return 2 if one.rank is None else 1, 1 if self._evicts_by_heads(layer) else one.num_kv_heads
 
     def padded_head_dim(self, layer: int) -> int:
         """A layer's head_dim, rounded up to a multiple of `head_dim_multiple`."""
-        return -(-self.layer_config(layer).head_dim // self.head_dim_multiple) * self.head_dim_multiple
+        return self._padded(self.layer_config(layer).head_dim)
 
     def scale_shape(self, layer: int) -> tuple[int, ...] | None:
         """The shape of a quantised layer's scales: `[num_blocks + 1, 2, K, block_size]`; with one more axis in int4,
@@ -86,10 +101,17 @@ class Memory(Groups):
         return numbers + (0 if scales is None else math.prod(scales) * kind.scale_dtype.itemsize)
 
     def _block_shape(self, layer: int) -> tuple[int, int, int, int]:
+        parts, heads = self.stored_heads(layer)
+        if self.joins(layer):
+            return (1, heads, self.block_size, self._padded(2 * self.layer_config(layer).head_dim))
         head_dim = kinds.stored_dim(self.kind(layer).quantised, self.padded_head_dim(layer))
-        one = self.layer_config(layer)
-        heads = 1 if self.layer_config(self.owner(layer)).evict == "head" else one.num_kv_heads
-        return (2 if one.rank is None else 1, heads, self.block_size, head_dim)
+        return (parts, heads, self.block_size, head_dim)
+
+    def _evicts_by_heads(self, layer: int) -> bool:
+        return self.layer_config(self.owner(layer)).evict == "head"
+
+    def _padded(self, size: int) -> int:
+        return -(-size // self.head_dim_multiple) * self.head_dim_multiple
 
     def _block_scales(self, layer: int) -> tuple[int, ...] | None:
         if self.kind(layer).quantised is None:
@@ -104,12 +126,22 @@ class Memory(Groups):
     def encode(self, layer: int, k: Any, v: Any, axis: int) -> tuple[jax.Array, jax.Array | None]:
         """A layer's keys and values as they are stored, stacked along `axis`, and their scales. Latent: v is None."""
         kv = jnp.stack([jnp.asarray(x) for x in (k, v) if x is not None], axis)
-        return self.encode_stacked(layer, kv)
+        return self.encode_stacked(layer, kv, axis)
 
-    def encode_stacked(self, layer: int, kv: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def encode_stacked(self, layer: int, kv: jax.Array, axis: int) -> tuple[jax.Array, jax.Array | None]:
         """The same of keys and values `[..., D]` that are stacked already."""
         kv = rotate(kv) if self.rotates(layer) else kv
-        return self.kind(layer).encode(kv, self.layer_config(layer).rank)
+        numbers, scale = self.kind(layer).encode(kv, self.layer_config(layer).rank)
+        return self.laid(layer, numbers, axis), scale
+
+    def laid(self, layer: int, kv: Any, axis: int = 1) -> Any:
+        """Keys and values `[..., 2, ..., D]` as they lie in the layer's pool, but for its padding. Scales are left as
+        they are: no layer that joins has any."""
+        return joined.together(kv, axis) if self.joins(layer) else kv
+
+    def unlaid(self, layer: int, kv: Any, axis: int = 1) -> Any:
+        """What lies in the layer's pool as keys and values `[..., 2, ..., D]`; padded still, if they are apart."""
+        return joined.apart(kv, self.layer_config(layer).head_dim, axis) if self.joins(layer) else kv
 
     @property
     def bytes_per_block(self) -> int:

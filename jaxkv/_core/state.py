@@ -91,7 +91,8 @@ class BlockTables:
 class Pool:
     """One layer's blocks."""
 
-    # [N + 1, 2, K, block_size, D]: keys at 0, values at 1; of a latent layer [N + 1, 1, 1, block_size, D]
+    # [N + 1, 2, K, block_size, D]: keys at 0, values at 1; of a latent layer [N + 1, 1, 1, block_size, D]; of one that
+    # joins them [N + 1, 1, K, block_size, 2 D], values first: see `joined`.
     kv: jax.Array
     # Of quantised kinds [N + 1, 2, K, block_size]; in int4 with an axis of ceil(D / 32), of latent layers of 2.
     scale: jax.Array | None = None
@@ -108,11 +109,12 @@ class Pool:
 
     @property
     def k(self) -> jax.Array:
+        """As they are stored: where keys and values are joined, the whole rows."""
         return self.kv[:, 0]
 
     @property
     def v(self) -> jax.Array:
-        """Of a latent layer the whole rows, of which values are the first numbers."""
+        """The same of values; of a latent layer the whole rows, too, of which values are the first numbers."""
         return self.kv[:, -1]
 
     @property

@@ -1,6 +1,7 @@
 """A step's keys and values into the pools: `write` and `append`."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
+from jaxkv._core import joined
 from jaxkv._core.arguments import row_counts
 from jaxkv._core.at_hand import runs_of
 from jaxkv._core.cache import Cache
@@ -63,7 +65,7 @@ def _store(one: Layer, step: Step | None, k: jax.Array, v: jax.Array | None, *, 
     one = own_lines(one)
     t = one.tables
     k, v = (spread(step, one, turned(one, x)) for x in (k, v))
-    offsets, k, v = offsets_of(k, one), split_heads(one, k), split_heads(one, v)
+    offsets, (k, v) = offsets_of(k, one), new_rows(one, split_heads(one, k), split_heads(one, v))
     written = pallas_kernels.write_kv(
         one.pool.kv, k, v, one.blocks, t.lengths, t.new, offsets=offsets, implementation=implementation,
         **storage(one), **stripe_of(one.pool),
@@ -149,7 +151,8 @@ def open_layer(
 
 def storage(one: Layer) -> dict[str, Any]:
     """What the kernels have to know of how a pool stores its tokens."""
-    kind, rank = one.config.kind(one.number).quantised, one.layer_config.rank
+    kind = one.config.kind(one.number).quantised
+    rank = one.layer_config.head_dim if one.config.joins(one.number) else one.layer_config.rank
     known = {} if kind is None else {"kv_scale": one.pool.scale, "kind": kind}
     return known if rank is None else known | {"rank": rank}
 
@@ -178,6 +181,19 @@ def turned(one: Layer, x: Any) -> Any:
     return rotate(x) if x is not None and one.config.rotates(one.number) else x
 
 
+def new_rows(one: Layer, k: Any, v: Any) -> tuple[Any, Any]:
+    """A step's keys and values `[.., K, D]` as the kernels take them; of a layer that joins them v is None."""
+    if v is None or not one.config.joins(one.number):
+        return k, v
+    check_new(k, v, one.pool.kv, None, one.tables.tables, None)
+    return joined.rows(k, v), None
+
+
+def queries(one: Layer, q: jax.Array) -> jax.Array:
+    """A step's queries `[.., H, D]` as the kernels take them."""
+    return joined.queries(q) if one.config.joins(one.number) else q
+
+
 def as_pool(written: Any, one: Layer, k: jax.Array) -> Pool:
     """A layer's pool of what the kernels have made of it with new keys: its numbers, or them and their scales."""
     kv, scale = written if isinstance(written, tuple) else (written, None)
@@ -198,12 +214,14 @@ def check_heads(one: Layer, *, k: Any = None, v: Any = None, q: Any = None, **op
     """Raise where the heads of a step's arrays do not fit a layer's, before they are divided among devices."""
     if shards_of(one.pool) is None:  # whoever computes with them checks it
         return
-    kv, tables, rank = one.pool.kv, one.tables.tables, one.layer_config.rank
-    kind = one.config.kind(one.number).quantised
+    kv, tables, stored = one.pool.kv, one.tables.tables, storage(one)
+    kind, rank = stored.get("kind"), stored.get("rank")
     q, k, v = jax.eval_shape(lambda: [split_heads(one, x) for x in (q, k, v)])
     if k is not None:
+        k, v = jax.eval_shape(functools.partial(new_rows, one), k, v)
         check_new(k, v, kv, kind, tables, rank)
     if q is not None:
+        q = jax.eval_shape(functools.partial(queries, one), q)
         scale, sinks, alibi = (options.get(name) for name in ("scale", "sinks", "alibi"))
         check_attention(q, kv, tables, None, kind, scale, None, None, sinks, None, rank, None)
         check_variants(q, tables, alibi, None, None, True, None, False)

@@ -180,7 +180,7 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
         for i in layers:
             for name, minor in stored_parts(config, i).items():
                 blocks = tensors[name]
-                if blocks.shape[1:] != (*config.pool_shape(i)[1:3], saved.block_size, *minor):
+                if blocks.shape[1:] != (*config.stored_heads(i), saved.block_size, *minor):
                     raise ValueError(f"{name} {blocks.shape} is not what its config says")
                 if tables.min(initial=0) < 0 or tables.max(initial=0) > len(blocks):
                     raise ValueError(f"tables.{g} names blocks that are not there")
@@ -222,6 +222,8 @@ def _render(config: CacheConfig) -> dict[str, Any]:
     for layer, one in zip(layers, config.layers, strict=True):
         if one.bounds:  # themselves they are not in the file: what loads it makes them
             layer["bounds"] = True
+    if not config.join_kv:  # what does not know it reads the file too
+        del fields["join_kv"]
     return fields | {"layers": layers, "dtype": np.dtype(config.dtype).name}
 
 
@@ -240,7 +242,7 @@ def parse_config(fields: dict[str, Any]) -> CacheConfig:
         rotate = layer.get("rotate", False)
         rotate = None if shares or layer.get("rank") is not None or rotate == kind.rotates else rotate
         layers.append(LayerConfig(**layer | {"dtype": layer["dtype"] if own else None, "rotate": rotate}))
-    return CacheConfig(**fields | {"layers": layers})
+    return CacheConfig(**{"join_kv": False} | fields | {"layers": layers})
 
 
 def _tuples(x: Any) -> Any:

@@ -75,7 +75,7 @@ def save(
         for i in pool_layers(config):
             for name, minor in stored_parts(config, i).items():
                 blocks = written.num_blocks(config.group(i))
-                shapes[name] = (blocks, *config.pool_shape(i)[1:3], written.block_size, *minor)
+                shapes[name] = (blocks, *config.stored_heads(i), written.block_size, *minor)
         write_saved(path, dataclasses.replace(saved, config=config), shapes, written.tensors(here))
 
     saved = SavedCache(config=config, lengths=tuple(written.lengths.tolist()), model=model, metadata=metadata or {},
@@ -117,8 +117,8 @@ def load(
     """A cache with the rows of a file, or `into` with those rows in places that were empty.
 
     The file is mapped, verified, and copied layer by layer. Blocks are allocated anew: block_size, num_blocks,
-    max_seqs, max_seq_len, layout and head_dim_multiple may differ from the saved cache's. Shared blocks stay shared,
-    with a larger block_size as far as whole blocks are.
+    max_seqs, max_seq_len, layout, head_dim_multiple and join_kv may differ from the saved cache's. Shared blocks stay
+    shared, with a larger block_size as far as whole blocks are.
 
     Args:
       config: of the new cache; its layers and dtypes must be the file's. Default: the saved cache's.
@@ -182,7 +182,7 @@ def _put(
     def read(layer: int) -> Pool:
         slots = plans[layer].padded
         parts: Any = [tensors[name] for name in stored_parts(config, layer)]
-        parts = [clear_unused(tokens_at(part, slots, first=1), slots) for part in parts]
+        parts = [config.laid(layer, clear_unused(tokens_at(part, slots, first=1), slots)) for part in parts]
         return Pool(*parts)
 
     loaded = with_blocks(held, saved.groups, plans, config)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxkv._core.by_rows import RowShards
 from jaxkv._core.cache import Cache
 from jaxkv._core.checks import check_on_host
+from jaxkv._core.config import CacheConfig
 from jaxkv._core.reblock import Blocks, clear_unused, held_by, reblock, tokens_at
 from jaxkv._core.restore import pool_layers
 from jaxkv._core.state import NULL_BLOCK
@@ -67,12 +68,15 @@ class Written:
             plans = self.plans[config.group(layer)]
             each = [jax.tree.leaves(one.pool(layer).tokens) for one in self.caches]
             for arrays, minor in zip(zip(*each, strict=True), stored_parts(config, layer).values(), strict=True):
-                pieces = [_blocks(x, plan, minor, here) for x, plan in zip(arrays, plans, strict=True)]
+                both = zip(arrays, plans, strict=True)
+                pieces = [_blocks(config, layer, x, plan, minor, here) for x, plan in both]
                 yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-def _blocks(x: Any, plan: Blocks, minor: Sequence[int], here: Callable[..., Any]) -> np.ndarray:
-    blocks = here(x, lambda x: tokens_at(x, plan.padded))
+def _blocks(
+    config: CacheConfig, layer: int, x: Any, plan: Blocks, minor: Sequence[int], here: Callable[..., Any]
+) -> np.ndarray:
+    blocks = config.unlaid(layer, here(x, lambda x: tokens_at(x, plan.padded)))
     blocks = blocks[..., : minor[0]] if minor else blocks  # without the padding of the pool
     return clear_unused(np.asarray(blocks)[: len(plan.slots)], plan.slots)
 

@@ -53,7 +53,7 @@ def _read(
         # One row's blocks come in the order of its table.
         slots, shapes = plans[layer].padded, (config.pool_shape(layer), config.scale_shape(layer))
         found = [
-            _widened(clear_unused(tokens_at(tensors[name], slots, first=1), slots), shape[1:])
+            _widened(config.laid(layer, clear_unused(tokens_at(tensors[name], slots, first=1), slots)), shape[1:])
             for name, shape in zip(stored_parts(config, layer), shapes, strict=False) if shape is not None
         ]  # fmt: skip
         own = held[config.group(layer)]

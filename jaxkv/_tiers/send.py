@@ -1,6 +1,7 @@
 """Rows from one cache to another, from device to device: `send`, and in two halves for an engine."""
 
 import contextlib
+import dataclasses
 import functools
 from typing import Any
 
@@ -26,10 +27,10 @@ def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
     """Bring rows of one cache into empty rows of another: what was prefilled on some devices is decoded on others.
 
     The blocks go from device to device, in one transfer a layer, where the runtime has a way between them; both caches
-    may lie on meshes, and be divided in different ways. `block_size`, `num_blocks`, `max_seqs`, `max_seq_len`, `layout`
-    and `head_dim_multiple` may differ; layers and dtypes may not. Full blocks that rows share they share afterwards
-    too. Neither cache is used up or changed, so steps in flight go on. Not for use inside `jit`: how much there is to
-    send is data.
+    may lie on meshes, and be divided in different ways. `block_size`, `num_blocks`, `max_seqs`, `max_seq_len`,
+    `layout`, `head_dim_multiple` and `join_kv` may differ; layers and dtypes may not. Full blocks that rows share they
+    share afterwards too. Neither cache is used up or changed, so steps in flight go on. Not for use inside `jit`: how
+    much there is to send is data.
 
     Args:
       rows: of `cache`, a row index or a list of them; `free` them when they are no longer needed there.
@@ -73,7 +74,7 @@ def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
     if not len(source):
         return to
     with _under(cache):
-        parts = {layer: _read(cache, layer, plan) for layer, plan in plans.items()}
+        parts = {layer: _laid_as(to, layer, cache, _read(cache, layer, plan)) for layer, plan in plans.items()}
     sent = with_blocks(held, groups, plans, to.config)
     with _under(to):
         return put_rows(to, target, lengths, sent, lambda layer: _brought(parts[layer], to, layer), in_place=False)
@@ -176,6 +177,14 @@ def _read(cache: Cache, layer: int, plan: Blocks) -> Pool:
     if slots.shape[1] == size:
         return read_blocks(pool, np.asarray(block.max(axis=1), np.int32))[0]
     return _read_tokens(pool, np.asarray(block, np.int32), np.asarray(slots % size, np.int32))
+
+
+def _laid_as(to: Cache, layer: int, cache: Cache, part: Pool) -> Pool:
+    """Blocks of a cache's layer, with keys and values joined or apart as the other cache has them."""
+    if to.config.joins(layer) == cache.config.joins(layer):
+        return part
+    kv = cache.config.unlaid(layer, part.kv)[..., : cache.layer_config(layer).head_dim]
+    return dataclasses.replace(part, kv=to.config.laid(layer, kv))
 
 
 @jax.jit

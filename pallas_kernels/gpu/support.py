@@ -33,7 +33,7 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
         return f"The gpu kernels compute in bfloat16 or float16, not {q.dtype}; cast q and the pool, or {FALLBACK}."
     if kind is None and kv.dtype != q.dtype:
         return f"The gpu kernels need q and the pool in one dtype, not {q.dtype} and {kv.dtype}; cast q, or {FALLBACK}."
-    if rank is not None and (why_not := _unsupported_latent(q, kind, rank)):
+    if rank is not None and (why_not := _unsupported_latent(q, kv.shape[2], kind, rank)):
         return why_not
     least = 8 if kind is None else SCALES_AT_ONCE
     if block_size % least:
@@ -58,8 +58,13 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
     return unsupported_sight(arguments)
 
 
-def _unsupported_latent(q, kind: str | None, rank: int) -> str | None:
+def _unsupported_latent(q, num_kv_heads: int, kind: str | None, rank: int) -> str | None:
     """Of latent rows."""
+    if num_kv_heads > 1:
+        return (
+            f"The gpu kernels read latent rows of one head, not of {num_kv_heads}; give the cache join_kv=False if its "
+            f"keys and values are joined, or {FALLBACK}."
+        )
     if kind is not None:
         return f"The gpu kernels read latent rows of bfloat16 or float16, not of {kind}; {FALLBACK}."
     if rank % RANKS or rank > MOST_RANK:

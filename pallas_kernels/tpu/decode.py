@@ -171,7 +171,7 @@ def segment_tokens(kv) -> int:
     """Tokens of a segment of this pool: no more than a slot has room for."""
     _, parts, num_kv_heads, _, head_dim = kv.shape
     most = SLOT_BYTES // (parts * num_kv_heads * head_dim * kv.dtype.itemsize)
-    if parts == 1:
+    if _is_wide(kv):
         return min(LATENT_TOKENS, most)
     return min(ONE_HEAD_TOKENS if num_kv_heads == 1 else SEGMENT_TOKENS, most)
 
@@ -181,7 +181,13 @@ def segments_per_step(kv, rows: int, pages: Pages) -> int:
     _, parts, num_kv_heads, _, head_dim = kv.shape
     segment_bytes = parts * num_kv_heads * head_dim * kv.dtype.itemsize * pages.step_tokens
     most = rows * -(-pages.blocks_per_row * pages.block_size // pages.step_tokens)
-    return max(1, min(SEGMENTS if parts == 2 else LATENT_SEGMENTS, SLOT_BYTES // segment_bytes, most))
+    return max(1, min(LATENT_SEGMENTS if _is_wide(kv) else SEGMENTS, SLOT_BYTES // segment_bytes, most))
+
+
+def _is_wide(kv) -> bool:
+    """Whether all heads read one row a token, more than a register wide: keys and values of heads may be rows too."""
+    _, parts, num_kv_heads, _, head_dim = kv.shape
+    return parts == 1 and num_kv_heads == 1 and head_dim > LANES
 
 
 def decode_bytes(
@@ -481,7 +487,7 @@ def _per_head(x, buffer, which, kind, matmul, lanes):
     results = []
     for head in range(0, num_kv_heads, pair):
         stored = [buffer[:, min(which, parts - 1), head + i].reshape(tokens, head_dim) for i in range(pair)]
-        theirs = [widen(one[:, lanes], kind, x.dtype) for one in stored]
+        theirs = [widen(one[:, lanes], kind, x.dtype, which) for one in stored]
         contract = _CONTRACT_MINOR if which == 0 else _CONTRACT_INNER
         result = matmul(x[head * group : (head + pair) * group], jnp.concatenate(theirs, axis=which), contract)
         if pair == 2:

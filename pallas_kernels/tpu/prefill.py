@@ -394,7 +394,7 @@ def _attend(
 
     def scores(part, head, at, width):
         buffer = pages_of(part)
-        keys = widen(buffer[:, 0, head].reshape(tokens, head_dim), kind, dtype)
+        keys = widen(buffer[:, 0, head].reshape(tokens, head_dim), kind, dtype, 0)
         lines = pl.ds(at // words.numbers, width // words.numbers)
         parts = queries_by_scale(words.unpack(q_ref[head, lines]), kind, rank)
         return [matmul(keys[:, lanes], q, _CONTRACT_MINOR) for q, lanes in parts]
@@ -442,7 +442,7 @@ def _attend(
             values = values.T
         else:
             scales = scales_of(pages_of(part, 1), head, kind, rank)[1]
-            values = (widen(values, kind, jnp.float32).T * scales).astype(dtype)
+            values = (widen(values, kind, jnp.float32, 1).T * scales).astype(dtype)
         # The matrix unit has the time to sum, and the vector unit has not.
         return values if exact else jnp.concatenate([values, ones])
 

@@ -11,16 +11,34 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kinds import encode, numbers, sound_scales
 from pallas_kernels.tpu.pages import LANES
 
 KINDS = ("int8", "float8_e4m3fn", "float8_e5m2")
+# The least bits, without the sign, of what is not finite, and how far below the sign the bit is that makes it finite.
+NOT_FINITE = {"float8_e4m3fn": (0x7F, 7), "float8_e5m2": (0x7C, 5)}
 
 
-def widen(stored: jax.Array, kind: str | None, dtype: Any) -> jax.Array:
-    """Stored numbers in the dtype that is multiplied; any bits give finite ones."""
-    return stored if kind is None else numbers(stored, kind).astype(dtype)
+def widen(stored: jax.Array, kind: str | None, dtype: Any, which: int) -> jax.Array:
+    """Stored keys (0) or values (1) in the dtype that is multiplied. Any bits of values give finite numbers; a key's
+    NaN stays in its own logit, and that is selected."""
+    if kind not in NOT_FINITE:
+        return stored if kind is None else numbers(stored, kind).astype(dtype)
+    # tpu7x has the conversion, and for chips before it the compiler knows a shorter way than `numbers`.
+    stored = _finite(stored, kind) if which == 1 else stored
+    return lax.bitcast_convert_type(stored, jnp.dtype(kind)).astype(dtype)
+
+
+def _finite(stored: jax.Array, kind: str) -> jax.Array:
+    """Floats of 8 bits of which those that are not finite, which `encode` never stores, are others: four at a time."""
+    least, shift = NOT_FINITE[kind]
+    words = pltpu.bitcast(stored, jnp.uint32)
+    # From the least on a byte carries into its sign's place.
+    carried = (words & jnp.uint32(0x7F7F7F7F)) + jnp.uint32(0x01010101 * (0x80 - least))
+    turned = lax.shift_right_logical(carried & jnp.uint32(0x80808080), jnp.uint32(shift))
+    return pltpu.bitcast(words ^ turned, stored.dtype)
 
 
 def encodable(dtype: Any) -> Any:

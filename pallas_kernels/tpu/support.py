@@ -29,6 +29,8 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
     if op == "write_kv":
         return None  # what the kernel does not take, a scatter does
     if kind is not None:
+        if arguments.get("rank") is not None and kv.shape[2] > 1:
+            return f"The TPU kernels read quantised latent rows of one head, not of {kv.shape[2]}: leave it to XLA."
         if why_not := _unsupported_kind(q, kv, kv_scale, kind):
             return why_not
     elif kv.dtype not in (jnp.bfloat16, jnp.float32):

@@ -21,12 +21,13 @@ from jaxkv._core.empty import _init_pools, _init_tables
 ROWS, LAYERS, HEADS = 8, 2, 32
 
 
-def program(chips, num_blocks, num_kv_heads=8, axes=AxisType.Auto, context=None, block_size=16, **fields):
+def program(chips, num_blocks, num_kv_heads=8, axes=AxisType.Auto, context=None, block_size=16, head_dim=128,
+            **fields):  # fmt: skip
     mesh = Mesh(np.array(chips), (context or "model",), axis_types=(axes,))
-    layer = jaxkv.LayerConfig(num_kv_heads=num_kv_heads, head_dim=128, **fields)
+    layer = jaxkv.LayerConfig(num_kv_heads=num_kv_heads, head_dim=head_dim, **fields)
     config = jaxkv.CacheConfig(
         layers=(layer,) * LAYERS, max_seqs=ROWS, max_seq_len=2048, num_blocks=num_blocks, head_dim_multiple=128,
-        block_size=block_size,
+        block_size=block_size, join_kv=True,
     )  # fmt: skip
     specs = jaxkv.partition_specs(config, mesh, context=context)
     parts = tuple(specs.pools[layers[0]].parts for layers in config.groups)
@@ -35,8 +36,8 @@ def program(chips, num_blocks, num_kv_heads=8, axes=AxisType.Auto, context=None,
     pairs = zip(shapes, jax.tree.leaves(specs), strict=True)
     cache = jax.tree.unflatten(jax.tree.structure(specs), [array(mesh, x.shape, x.dtype, spec) for x, spec in pairs])
     heads = P(None, None, "model") if context is None else P()
-    q = array(mesh, (ROWS, 1, HEADS, 128), jnp.bfloat16, heads)
-    k = array(mesh, (ROWS, 1, num_kv_heads, 128), jnp.bfloat16, heads if num_kv_heads >= len(chips) else P())
+    q = array(mesh, (ROWS, 1, HEADS, head_dim), jnp.bfloat16, heads)
+    k = array(mesh, (ROWS, 1, num_kv_heads, head_dim), jnp.bfloat16, heads if num_kv_heads >= len(chips) else P())
 
     def decode(cache, q, k):
         cache = jaxkv.extend(cache, jnp.ones(ROWS, jnp.int32))
@@ -74,6 +75,10 @@ if __name__ == "__main__":
         {"num_blocks": 32_768, "num_kv_heads": 2},
         {"num_blocks": 32_768, "bounds": True},
         {"num_blocks": 32_768, "evict": "head"},
+        # Keys and values joined.
+        {"num_blocks": 65_536, "head_dim": 64, "bounds": True},
+        {"num_blocks": 65_536, "head_dim": 64, "evict": "head"},
+        {"num_blocks": 32_768, "head_dim": 64, "context": "context", "block_size": 64},
         {"num_blocks": 8_192, "context": "context", "block_size": 64},
         {"num_blocks": 16_384, "context": "context", "block_size": 64, "axes": AxisType.Explicit},
     ]

@@ -49,6 +49,8 @@ def shapes(chip, count):
             options["kind"], block_size = rng.choice(["int8", "float8_e4m3fn"]), rng.choice([128, 256])
         if rng.random() < 0.2:
             heads, group, head_dim, options["rank"] = 1, rng.choice([16, 64, 128]), 640, 512
+        elif "kind" not in options and rng.random() < 0.3:  # keys and values joined
+            options["rank"] = head_dim // 2
         yield heads, group, head_dim, dtype, block_size, rows, rng.choice([4, 64, 512]), tokens, options
 
 

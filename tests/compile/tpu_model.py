@@ -59,7 +59,7 @@ def compile_step(mesh, config, scan):
     model = jax.eval_shape(lambda: Decoder(config, dtype="bfloat16", scan=scan and "stacked", rngs=nnx.Rngs(0)))
     cache_config = jaxkv.CacheConfig.from_model(
         model, max_seqs=ROWS, max_seq_len=CONTEXT, num_blocks=ROWS * CONTEXT // BLOCK_SIZE, block_size=BLOCK_SIZE,
-        head_dim_multiple=128,
+        head_dim_multiple=128, join_kv=True,
     )  # fmt: skip
     cache = jax.eval_shape(lambda: jaxkv.init(cache_config))
     tokens = jax.ShapeDtypeStruct((ROWS, 1), "int32")

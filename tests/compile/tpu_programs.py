@@ -63,29 +63,30 @@ def tokens_in_vector_memory(text):
 
 def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16", implementation="tpu",
             block_size=BLOCK_SIZE, blocks_per_row=BLOCKS_PER_ROW, kind=None, chunk=None, tree=False,
-            sink_tokens=None, cascade=False, deterministic=False):  # fmt: skip
+            sink_tokens=None, cascade=False, deterministic=False, joined=False):  # fmt: skip
     """Compile `op` of one or more layers, one after another, on a donated pool each; bytes per chip."""
     rows = tokens[0] if len(tokens) == 2 else ROWS
     heads = "x" if sharded else None
-    stored = -(-shape.head_dim // 128) * 128
+    head_dim = (2 if joined else 1) * shape.head_dim
+    rank, stored = shape.head_dim if joined else shape.rank, -(-head_dim // 128) * 128
 
     def array(*axes, spec=(), dtype=dtype):
         return jax.ShapeDtypeStruct(axes, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
     token_spec = (*(None for _ in tokens), heads)
-    parts = 2 if shape.rank is None else 1
+    parts = 2 if rank is None else 1
     blocks = (max(rows, ROWS) * blocks_per_row + 1, parts, shape.num_kv_heads, block_size)
     storage = dtype if kind is None else storage_of(kind)
     pool = {"kv": array(*blocks, stored, spec=(None, None, heads), dtype=storage)}
     if kind is not None:
-        axes = scale_axes(kind, shape.head_dim, shape.rank)
+        axes = scale_axes(kind, head_dim, rank)
         pool["kv_scale"] = array(*blocks, *axes, spec=(None, None, heads), dtype="float32")
-    q = array(*tokens, shape.num_heads, shape.head_dim, spec=token_spec)
-    k = array(*tokens, shape.num_kv_heads, shape.head_dim, spec=token_spec)
+    q = array(*tokens, shape.num_heads, head_dim, spec=token_spec)
+    k = array(*tokens, shape.num_kv_heads, head_dim, spec=token_spec)
     tables = array(rows, blocks_per_row, dtype="int32")
     counts = array(rows, dtype="int32")
     options = {"window": shape.window, "soft_cap": shape.soft_cap, "implementation": implementation, "kind": kind}
-    options |= {} if shape.rank is None else {"rank": shape.rank, "scale": 0.1}
+    options |= {} if rank is None else {"rank": rank, "scale": 0.1}
     options |= {} if chunk is None else {"chunk": chunk}
     options |= {} if sink_tokens is None else {"sink_tokens": sink_tokens}
     options |= {"deterministic": True} if deterministic else {}
@@ -93,15 +94,13 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     parents |= {"shared": array(4, rows, dtype="int32")} if cascade else {}
 
     def step(q, k, pools, tables, lengths, new, tree):
-        v = k if shape.rank is None else None
+        v = k if rank is None else None
         if op == "paged_attention":
             return pallas_kernels.paged_attention(
                 q, tables=tables, lengths=lengths, new=new, **pools[0], **tree, **options
             )
         if op == "write_kv":
-            write = functools.partial(
-                pallas_kernels.write_kv, implementation=implementation, kind=kind, rank=shape.rank
-            )
+            write = functools.partial(pallas_kernels.write_kv, implementation=implementation, kind=kind, rank=rank)
             return write(k=k, v=v, tables=tables, lengths=lengths, new=new, **pools[0])
         written = []
         for given in pools:  # as a model's layers: each attends with what the last one gave
@@ -126,7 +125,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
         "pool": layers * sum(x.size * x.dtype.itemsize for x in pool.values()) // chips,
         "alias": memory.alias_size_in_bytes,
         "temp": memory.temp_size_in_bytes,
-        "queries": q.size // shape.head_dim * stored * q.dtype.itemsize // chips,  # as the kernels have them
+        "queries": q.size // head_dim * stored * q.dtype.itemsize // chips,  # as the kernels have them
         "new": 2 * k.size * k.dtype.itemsize,  # the keys and values handed in
         "tokens in vector memory": tokens_in_vector_memory(text),
         "collectives": len(re.findall(r"\b(?:all|reduce|collective)-(?:gather|reduce|to-all|scatter|permute)", text)),
@@ -148,7 +147,7 @@ def main(chip, everything=""):
         mesh = Mesh(np.array(devices(TOPOLOGIES[chip], (1, 1, 1))[:1]), ("x",))  # a tpu7x chip is two
         programs = {
             "fused, chosen by the platform": ("llama3-8b", "write_and_attend", (ROWS, 1), {"implementation": None}),
-            "fused, head_dim 64": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {}),
+            "fused, head_dim 64, joined": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {"joined": True}),
             "write of many tokens": ("llama3-8b", "write_kv", (ROWS, 256), {}),
             "write of many tokens, small pool": ("llama3-8b", "write_kv", (ROWS, 256), {"blocks_per_row": 256}),
             "mixed": ("qwen3-30b-a3b", "write_and_attend", (64,), {"layers": 2}),
@@ -173,7 +172,16 @@ def main(chip, everything=""):
                 "first tokens, tree": ("gemma2-2b", "paged_attention", (ROWS, 40), {"sink_tokens": 4, "tree": True}),
                 "first tokens, int8": ("gemma2-2b", "write_and_attend", (ROWS, 1), INT8 | {"sink_tokens": 4}),
                 "prefill": ("gemma3-1b", "paged_attention", (1, 128), {}),
+                "fused, head_dim 64": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {}),
                 "mixed, head_dim 64": ("llama3.2-1b", "write_and_attend", (64,), {}),
+                "mixed, head_dim 64, joined": ("llama3.2-1b", "write_and_attend", (64,), {"joined": True}),
+                "write of many tokens, joined": ("llama3.2-1b", "write_kv", (ROWS, 256), {"joined": True}),
+                "rows that share, joined": (
+                    "llama3.2-1b",
+                    "write_and_attend",
+                    (64, 1),
+                    {"joined": True, "cascade": True},
+                ),
                 "write of many tokens where attention is refused": (
                     "llama3-8b",
                     "write_kv",

@@ -24,7 +24,9 @@ MIXED = CONFIG.replace(
         jaxkv.LayerConfig(num_kv_heads=HEADS, head_dim=8, evict="head", dtype="int8"),
         jaxkv.LayerConfig(num_kv_heads=HEADS, head_dim=8, shares_with=1),
         jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, evict="head"),
-    )
+    ),
+    head_dim_multiple=16,
+    join_kv=True,
 )
 
 

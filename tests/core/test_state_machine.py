@@ -77,7 +77,7 @@ CONFIGS = {
     ),
     "layers that share, stacked": make_config(
         wide(bounds=True), narrow(6), narrow(3, shares_with=1), wide(bounds=True),
-        block_size=4, max_seq_len=24, group_blocks=(11, 8), head_dim_multiple=8, stacked=True,
+        block_size=4, max_seq_len=24, group_blocks=(11, 8), head_dim_multiple=8, join_kv=True, stacked=True,
     ),
     "contiguous": make_config(
         wide(), narrow(6), wide(3, shares_with=0), layout="contiguous", max_seq_len=13

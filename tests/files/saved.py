@@ -28,6 +28,7 @@ CONFIGS = {
     "blocks of 4": config(),
     "blocks of 1": config(block_size=1, num_blocks=120),
     "blocks of 7, padded": config(block_size=7, head_dim_multiple=16, dtype="float16"),
+    "keys and values joined": config(block_size=3, num_blocks=40, head_dim_multiple=32, join_kv=True),
     "contiguous": contiguous(),
 }
 
@@ -53,11 +54,13 @@ def filled(config):
 def contents(cache, row):
     """The bytes that a row holds in each layer, read off tables and pools: with NumPy, for that compiles nothing."""
     for i, layer in enumerate(cache.config.layers):
-        tables, kv = cache.layer(i).tables, np.asarray(cache.pool(i).kv)
+        tables, kv, d = cache.layer(i).tables, np.asarray(cache.pool(i).kv), layer.head_dim
+        if kv.shape[1] == 1:  # values, then keys, in one row
+            kv = np.concatenate([kv[..., d : 2 * d], kv[..., :d]], axis=1)
         length, size = int(tables.lengths[row]), cache.config.block_size
         first = 0 if layer.window is None else max(0, length + 1 - layer.window)  # what later tokens see
         position = np.arange(first, length)
-        yield kv[np.asarray(tables.tables)[row, position // size], :, :, position % size, : layer.head_dim].tobytes()
+        yield kv[np.asarray(tables.tables)[row, position // size], :, :, position % size, :d].tobytes()
 
 
 def assert_same(old, new, rows=None):

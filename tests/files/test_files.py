@@ -10,6 +10,7 @@ import pytest
 from saved import CONFIGS, LAYERS, append, assert_same, config, contiguous, filled, shared
 
 import jaxkv
+from jaxkv._core import config as cache_config
 from jaxkv._files import safetensors
 
 
@@ -38,6 +39,16 @@ def test_the_same_config_by_itself(caches, path, name):
     assert shared(loaded) == shared(caches[name])
     for new, old in zip(jax.tree.leaves(loaded), jax.tree.leaves(caches[name]), strict=True):
         assert (new.shape, new.dtype, new.weak_type) == (old.shape, old.dtype, old.weak_type)
+
+
+@pytest.mark.parametrize("join_kv", [False, True])
+def test_a_file_says_whether_keys_and_values_are_joined_and_an_older_one_that_they_are_not(path, monkeypatch, join_kv):
+    cache = jaxkv.init(config(head_dim_multiple=32, join_kv=join_kv))
+    jaxkv.save(path, cache)
+    _, fields, _ = safetensors.read_all(path)
+    assert ("join_kv" in json.loads(fields["cache"])["config"]) == join_kv
+    monkeypatch.setattr(cache_config, "JOINING", ("cpu",))  # where they would be, unless it is said
+    assert jaxkv.describe(path).config == cache.config
 
 
 def test_sharing_survives_another_block_size(caches, path):

@@ -126,6 +126,7 @@ def test_what_is_of_another_salt_adapter_model_or_config_is_not_found(tmp_path):
         (config.replace(dtype="bfloat16"), {}),
         (config.replace(dtype="int8"), {}),
         (config.replace(block_size=2), {}),
+        (config.replace(head_dim_multiple=16, join_kv=True), {}),
         (config.replace(layers=layers), {}),
         (make_config(window=6), {}),
     ]

@@ -71,6 +71,8 @@ def assert_sent(old, sent, pairs):
     [
         ({}, {"num_blocks": 9, "max_seq_len": 20, "head_dim_multiple": 16}),  # 16 lanes for 8 numbers
         ({"head_dim_multiple": 16}, {"block_size": 2, "num_blocks": 16}),
+        ({"head_dim_multiple": 16, "join_kv": True}, {"block_size": 2, "num_blocks": 16}),
+        ({}, {"head_dim_multiple": 32, "join_kv": True}),
         ({"layers": ALIKE}, {"layers": ALIKE, "block_size": 3, "stacked": True}),
         ({"layers": ALIKE, "stacked": True}, {"layers": ALIKE, "layout": "contiguous"}),
     ],

@@ -102,6 +102,7 @@ def test_a_row_goes_on_where_it_was():
 
 FIELDS = {
     "head_dim padding": {"head_dim_multiple": 128},
+    "keys and values joined": {"head_dim_multiple": 128, "join_kv": True},
     "bfloat16": {"dtype": "bfloat16"},
     "float16": {"dtype": "float16"},
     "block_size 1": {"block_size": 1, "group_blocks": (60, 20)},

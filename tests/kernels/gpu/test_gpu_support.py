@@ -32,6 +32,8 @@ REFUSED = {
     "block_size": arguments(block_size=12),
     r"store 128 with CacheConfig\(head_dim_multiple=64\)": arguments(head_dim=80),
     "512": arguments(head_dim=512),
+    "one head, not of 2; give the cache join_kv=False": latent()
+    | {"kv": jax.ShapeDtypeStruct((9, 1, 2, 16, 576), jnp.bfloat16)},
     "query heads": arguments(heads=80),
     "multiples of 128 up to 512, not 500": latent(rank=500),
     "multiples of 128 up to 512, not 640": latent(rank=640, head_dim=704),

@@ -46,6 +46,15 @@ DECODE = [
     (Case((513, 9, 257, 256), (1, 1, 1, 1), 4, 1, 128, 16, **BF16), None),  # one head: segments of 256
     # Steps of unequally many pages, more than twice around the slots that there are.
     (Case((121, 300, 5, 0, 37), (1, 1, 1, 0, 1), 2, 1, 128, 8, **F32), 16),
+    # Keys and values joined: rows of several heads, of one, and of more than a register's lanes.
+    (Case((121, 300, 0, 37), (1, 1, 0, 1), 10, 2, 128, 16, rank=64, scale=0.1, window=200, sinks=True, **BF16), None),
+    (Case((257, 256, 5), (1, 1, 1), 5, 1, 128, 16, rank=64, scale=0.1, **BF16), None),
+    (
+        Case(
+            (121, 96, 5), (1, 1, 1), 3, 3, 256, 8, rank=96, scale=0.1, soft_cap=30.0, **{**F32, "stored_head_dim": 256}
+        ),
+        32,
+    ),
 ]
 # (new, length) pairs of PEERS' matrices and more; decode rows among them, alone, and none.
 MIXED = [
@@ -85,6 +94,8 @@ MIXED = [
         64,
     ),
     (Case((150, 40, 190), (33, 1, 40), 3, 1, 128, 16, packed=True, window=50, sink_tokens=40, **BF16), 16),
+    # Keys and values joined.
+    (Case((150, 40, 0, 90), (33, 1, 0, 40), 10, 2, 128, 16, rank=64, scale=0.1, packed=True, sinks=True, **BF16), 64),
 ]
 
 # What goes by a token's chunk, its tree or its span. Rows' first places in a chunk, their last, and one between; trees
@@ -124,7 +135,7 @@ def steps(step_tokens):
     return {} if step_tokens is None else {"step_tokens": step_tokens}
 
 
-@in_a_mode(DECODE, 0, 5, 8, len(DECODE) - 1)
+@in_a_mode(DECODE, 0, 5, 8, 17, 18)
 def test_decode_with_the_write_fused(case, step_tokens, mode):
     interpreter.check_write_and_attention(tpu, case, mode, **steps(step_tokens))
 
@@ -267,6 +278,11 @@ def shape(*axes, dtype="bfloat16"):
         ({"q": shape(131072, 2, 64), "tables": shape(61, 4096, dtype="int32")}, "block_size=32"),
         ({"q": shape(9_000_000, 16, 64)}, "send fewer"),
         ({"kv_scale": shape(9, 2, 2, 16, dtype="float32")}, "kv_scale"),
+        (
+            {"kv": shape(9, 1, 2, 128, 128, dtype="int8"), "kv_scale": shape(9, 1, 2, 128, 2, dtype="float32")}
+            | {"q": shape(2, 1, 4, 128), "kind": "int8", "rank": 64},
+            "of one head, not of 2",
+        ),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

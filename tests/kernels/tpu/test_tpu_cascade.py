@@ -60,6 +60,9 @@ CASES = {
     "latent": (
         Case((49, 20, 33), (1, 1, 1), 6, 1, 136, 16, rank=72, scale=0.1, **LATENT), {(0, 2): 2}, None,
     ),
+    "keys and values joined, the write fused": (
+        Case((49, 20, 33), (1, 1, 1), 6, 2, 128, 16, rank=64, scale=0.1, **BF16), {(0, 2): 2}, None,
+    ),
     "int8": (Case((300, 260), (2, 1), 4, 2, 128, 128, packed=True, **BF16), {(0, 1): 2}, "int8"),
 }  # fmt: skip
 

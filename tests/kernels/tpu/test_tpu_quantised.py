@@ -33,7 +33,10 @@ DECODE = {
         Case((130, 128, 0), (1, 1, 0), 10, 2, 80, **F32),
         Case((130, 5), (1, 1), 6, 1, 160, rank=128, **LATENT),
     ],
-    "float8_e5m2": [Case((130, 127), (1, 1), 4, 2, 128, **F32)],
+    "float8_e5m2": [
+        Case((130, 127), (1, 1), 4, 2, 128, **F32),
+        Case((300, 5), (1, 1), 5, 1, 80, window=100, **BF16),
+    ],
 }
 MIXED = {
     "int8": [
@@ -42,7 +45,11 @@ MIXED = {
         Case((300, 20), (20, 3), 2, 1, 136, rank=72, packed=True, **LATENT),
         Case((270, 20, 129), (40, 3, 1), 3, 1, 160, rank=128, packed=True, padding=2, tree=True, **LATENT_BF16),
     ],
-    "float8_e4m3fn": [Case((140, 20), (20, 3), 2, 1, 128, packed=True, **F32)],
+    "float8_e4m3fn": [
+        Case((140, 20), (20, 3), 2, 1, 128, packed=True, **F32),
+        Case((270, 20), (40, 3), 3, 1, 136, rank=72, packed=True, padding=2, **LATENT_BF16),
+    ],
+    "float8_e5m2": [Case((270, 20), (40, 3), 5, 1, 128, packed=True, window=90, sinks=True, **BF16)],
 }
 WRITES = [
     Case((128, 0, 129, 255, 300, 17, 127), (128, 0, 4, 127, 170, 1, 0), 2, 2, 128, packed=True, padding=3, **BF16),
@@ -126,7 +133,7 @@ def check_write(tpu, kind, case, mode):
     assert_written(written, interpreter.write_kv(*arguments, kv_scale=scale, **options))
 
 
-@in_a_mode(DECODE, ("int8", 0), ("int8", 3))
+@in_a_mode(DECODE, ("int8", 0), ("int8", 3), ("float8_e4m3fn", 0))
 def test_decode_with_the_write_fused(kind, case, mode):
     check_decode(tpu, kind, case, mode)
 
@@ -140,6 +147,14 @@ def test_mixed(kind, case, mode):
 @in_a_mode({"int8": WRITES}, ("int8", 0))
 def test_write(kind, case, mode):
     check_write(tpu, kind, case, mode)
+
+
+def check_float_decode(tpu, _, case, mode):
+    check_decode(tpu, "float8_e4m3fn", case, mode)
+
+
+def check_float_attention(tpu, _, case, mode):
+    check_attention(tpu, "float8_e5m2", case, mode)
 
 
 SMALL_DECODE = Case((129, 5), (1, 1), 2, 2, 128, **F32)
@@ -185,6 +200,19 @@ CONTROLS = {
         check_attention, SMALL_PREFILL, "quantised.py", "sound_scales(line(0, head), line(1, head), kind)",
         "line(0, head), line(1, head)",
     ),
+    "float8: values that are not finite": (
+        check_float_decode, SMALL_DECODE, "quantised.py",
+        "_finite(stored, kind) if which == 1 else stored",
+        "stored",
+    ),
+    "float8: what is finite is another number": (
+        check_float_decode, SMALL_DECODE, "quantised.py", "(0x80 - least)", "(0x81 - least)",
+    ),
+    "float8, prefill: values that are not finite": (
+        check_float_attention, SMALL_PREFILL, "quantised.py",
+        "_finite(stored, kind) if which == 1 else stored",
+        "stored",
+    ),
     "write: only part of what is new": (
         check_write, WRITES[0], "write.py", "(ends[entry] > first)", "(ends[entry] > first + 1)",
     ),
@@ -227,7 +255,7 @@ CONTROLS = {
         check_attention, SMALL_LATENT_PREFILL, "quantised.py", "[keys, line(0, 1)]", "[keys, line(0, 0)]",
     ),
     "latent, prefill: values without their scale": (
-        check_attention, SMALL_LATENT_PREFILL, "prefill.py", "jnp.float32).T * scales)", "jnp.float32).T)",
+        check_attention, SMALL_LATENT_PREFILL, "prefill.py", "jnp.float32, 1).T * scales)", "jnp.float32, 1).T)",
     ),
     "latent, write: a NaN in one part alone": (
         check_write, WRITES[2], "quantised.py", "jnp.isnan(parts[0][1] + parts[1][1])", "jnp.isnan(parts[0][1])",
@@ -239,7 +267,10 @@ CONTROLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("control", CONTROLS if NIGHTLY else ["latent: the scale of another token"])
+@pytest.mark.parametrize(
+    "control",
+    CONTROLS if NIGHTLY else ["latent: the scale of another token", "float8: values that are not finite"],
+)
 def test_control(control, tmp_path, monkeypatch):
     check, case, *change = CONTROLS[control]
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):

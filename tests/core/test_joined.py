@@ -1,0 +1,164 @@
+"""Keys and values of a head in one row: half the memory where both would be padded, and the same in everything else."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.testing import assert_no_copy, permute_blocks, poison
+
+ROWS, BLOCK, HEADS = 3, 4, 4
+LAYERS = (
+    jaxkv.LayerConfig(num_kv_heads=2, head_dim=8),
+    jaxkv.LayerConfig(num_kv_heads=2, head_dim=5, window=6),
+    jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, bounds=True),
+    jaxkv.LayerConfig(num_kv_heads=1, head_dim=9),  # two of which fill no fewer lanes
+    jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, dtype="int8"),
+    jaxkv.LayerConfig.latent(5, 2),
+    jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, shares_with=0),
+)
+JOINED = (0, 1, 2, 6)
+
+quickly_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def make_config(join_kv=True, layers=LAYERS, **fields):
+    fields = dict(num_blocks=30, block_size=BLOCK, max_seq_len=40, head_dim_multiple=16, dtype="float32") | fields
+    return jaxkv.CacheConfig(layers=layers, max_seqs=ROWS, join_kv=join_kv, **fields)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def test_which_layers_join():
+    config = make_config()
+    assert [i for i in range(len(LAYERS)) if config.joins(i)] == list(JOINED)
+    shapes = {0: (31, 1, 2, BLOCK, 16), 1: (31, 1, 2, BLOCK, 16), 3: (31, 2, 1, BLOCK, 16), 4: (31, 2, 2, BLOCK, 16)}
+    assert {i: config.pool_shape(i) for i in shapes} == shapes
+    apart = make_config(join_kv=False)
+    assert all(2 * config.bytes_per_layer_block(i) == apart.bytes_per_layer_block(i) for i in (0, 1))
+    # Where nothing is padded there is nothing to spare.
+    assert not any(make_config(head_dim_multiple=1).joins(i) for i in range(len(LAYERS)))
+    # Of 192 numbers 64 lanes of 256 would be padding; two of them fill three registers.
+    wide = make_config(layers=(jaxkv.LayerConfig(num_kv_heads=1, head_dim=192),), head_dim_multiple=128)
+    assert wide.pool_shape(0) == (31, 1, 1, BLOCK, 384)
+
+
+@pytest.mark.parametrize(
+    ("platform", "stored"), [("tpu", (1, 2, 16, 128)), ("gpu", (2, 2, 16, 64)), ("cpu", (2, 2, 16, 64))]
+)
+def test_what_a_platform_has_by_default(platform, stored, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    layers = (jaxkv.LayerConfig(num_kv_heads=2, head_dim=64),)
+    config = jaxkv.CacheConfig(layers=layers, max_seqs=1, max_tokens=16)
+    assert config.pool_shape(0) == (2, *stored)
+    assert config.join_kv == (platform == "tpu")
+
+
+def step_of(config, axes, seed):
+    """For each layer queries, keys and values."""
+    found = []
+    for i, one in enumerate(config.layers):
+        heads = one.num_kv_heads
+        q, k, v = (normal(seed + 10 * i + j, *axes, h, one.head_dim) for j, h in enumerate((HEADS, heads, heads)))
+        found.append((q, None if one.shares_with is not None else k, None if i in (5, 6) else v))
+    return found
+
+
+@quickly_compiled
+def play(cache, steps, counts, options):
+    outs = []
+    for step, count in zip(steps, counts, strict=True):
+        cache = jaxkv.extend(cache, count)
+        for i, (q, k, v) in enumerate(step):
+            # Without a scale it is that of the head_dim, not of the row.
+            given = {"scale": 0.3} if cache.config.layers[i].rank else options
+            out, cache = jaxkv.attention(q, k, v, cache, layer=i, return_lse=True, **given)
+            outs.append(out)
+    return outs, poison(cache)
+
+
+@pytest.mark.parametrize("fields", [{}, {"stacked": True}, {"layout": "contiguous"}], ids=str)
+def test_everything_is_the_same_as_apart(fields):
+    """A packed prefill over ends of blocks, a decode step, and a padded chunk, with options that go by heads."""
+    whole = "layout" in fields
+    sizes = dict(num_blocks=None, block_size=None) if whole else {}
+    layers = tuple(dataclasses.replace(x, bounds=x.bounds and not whole) for x in LAYERS)
+    axes, counts = ((11,), (ROWS, 1), (ROWS, 5)), ((5, 4, 2), (1, 1, 0), (5, 0, 3))
+    options = {"sinks": jnp.arange(HEADS, dtype=jnp.float32), "soft_cap": 2.0}
+    found = []
+    for join_kv in (True, False):
+        config = make_config(join_kv, layers, **fields, **sizes)
+        steps = [step_of(config, a, 100 * s) for s, a in enumerate(axes)]
+        outs, cache = play(jaxkv.init(config), steps, [np.array(c, np.int32) for c in counts], options)
+        jaxkv.check_invariants(cache)
+        cache = cache if whole else permute_blocks(cache)
+        q = normal(7, ROWS, 2, HEADS, 8)
+        outs.append(jaxkv.attend(q, cache, layer=0, causal=False))
+        for i in range(cache.num_layers):
+            outs += [*jaxkv.gather(cache, 0, layer=i), *cache.separate(i), cache.combined(i)]
+        outs += cache.load(0, 0, 1, 3)
+        k, v = normal(8, 2, 8)
+        outs += jaxkv.gather(cache.store(0, 0, 1, 3, k, v), 0, layer=0)
+        found.append(jax.device_get(outs))
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=2e-6), *found)
+
+
+def test_gradients_go_to_what_was_stored():
+    q, k, v = (normal(i, ROWS, 5, h, 8) for i, h in enumerate((HEADS, 2, 2)))
+
+    def loss(q, k, v, join_kv):
+        cache = jaxkv.extend(jaxkv.init(make_config(join_kv, LAYERS[:1])), [5, 3, 0])
+        return (jaxkv.attention(q, k, v, cache, layer=0)[0] ** 2).sum()
+
+    ours, apart = (jax.grad(loss, (0, 1, 2))(q, k, v, join_kv) for join_kv in (True, False))
+    for one, other in zip(ours, apart, strict=True):
+        assert np.abs(other).max() > 0.1
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_a_head_dim_that_leaves_padding_behind_the_row():
+    """Two times 5 of 16: what pads stays 0, and is not read as values."""
+    config = make_config(layers=LAYERS[1:2])
+    k, v = normal(1, 1, ROWS, 9, 2, 5), normal(2, 1, ROWS, 9, 2, 5)
+    cache = poison(jaxkv.append(jaxkv.init(config), k, v, [9, 4, 0]))
+    stored = np.asarray(cache.pools[0].kv)
+    assert (stored[..., 10:] == 0).all()
+    block = int(cache.tables[0].tables[1, 0])
+    np.testing.assert_array_equal(stored[block, 0, :, :4, :5], v[0, 1, :4].swapaxes(0, 1))
+    np.testing.assert_array_equal(stored[block, 0, :, :4, 5:10], k[0, 1, :4].swapaxes(0, 1))
+
+
+def test_a_step_copies_no_pool():
+    layers = (jaxkv.LayerConfig(num_kv_heads=2, head_dim=64),) * 2
+    cache = jaxkv.init(make_config(layers=layers, num_blocks=4096, head_dim_multiple=128))
+
+    def step(cache, q, k, v):
+        cache = jaxkv.extend(cache, jnp.ones(ROWS, jnp.int32))
+        for layer in range(2):
+            q, cache = jaxkv.attention(q, k, v, cache, layer=layer)
+        return q, cache
+
+    q, k, v = (jnp.zeros((ROWS, 1, heads, 64)) for heads in (HEADS, 2, 2))
+    assert_no_copy(jax.jit(step, donate_argnums=0), cache, q, k, v)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
+def test_which_kernels_read_it(platform):
+    """A TPU's own do, and a GPU's, for which a head_dim of 64 has no padding, say how it comes about that not."""
+    layers = (jaxkv.LayerConfig(num_kv_heads=2, head_dim=64),)
+    config = make_config(layers=layers, head_dim_multiple=128, block_size=16, dtype="bfloat16")
+    q = jax.ShapeDtypeStruct((ROWS, 1, HEADS, 64), jnp.bfloat16)
+    choice = jaxkv.explain(q, jaxkv.init(config), platform=platform)
+    assert choice.implementation == {"tpu": "tpu"}.get(platform, "xla"), choice.reason
+    assert platform != "cuda" or "join_kv=False" in choice.reason
+    assert "Keys and values of 64 stand in one row of 128." in choice.reason
+    apart = jaxkv.explain(q, jaxkv.init(config.replace(join_kv=False)), platform=platform)
+    assert "A head_dim of 64 is stored as 128." in apart.reason
+    exact = jaxkv.explain(q, jaxkv.init(config.replace(head_dim_multiple=1)), platform="cpu")
+    assert "stored as" not in exact.reason and "row" not in exact.reason
