@@ -214,18 +214,20 @@ def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_
     def if_written(entry, do):
         pl.when((entry >= 0) & (entry < count))(lambda: pl.when(blocks[entry] > 0)(lambda: do(entry)))
 
-    def store(entry, slot, which):
+    def store(entry, slot):
         some = PAGE_TOKENS
         for first in range(0, page_size, some):  # of a long page what is new, no more
 
             @pl.when((begins[entry] < first + some) & (ends[entry] > first))
             def _(first=first):
                 these = pl.ds(first, some)
-                # What is packed cannot be turned and then unpacked.
-                turned = jnp.swapaxes(fresh[slot, which, these].astype(jnp.float32), 0, 1)
-                numbers, scales = quantise(turned, kind, rank)
-                for (_, _, merged), x in zip(pages, (numbers, jnp.concatenate(scales)), strict=True):
-                    merged[slot, which, :, these] = x.astype(merged.dtype)
+                # Both in one block of code: while sums over lanes are under way for the one, the other is divided.
+                for which in range(len(sources)):
+                    # What is packed cannot be turned and then unpacked.
+                    turned = jnp.swapaxes(fresh[slot, which, these].astype(jnp.float32), 0, 1)
+                    numbers, scales = quantise(turned, kind, rank)
+                    for (_, _, merged), x in zip(pages, (numbers, jnp.concatenate(scales)), strict=True):
+                        merged[slot, which, :, these] = x.astype(merged.dtype)
 
     def step(entry, _):
         slot = entry & (depth - 1)
@@ -235,11 +237,11 @@ def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_
         @pl.when(blocks[entry] > 0)
         def _():
             fetch("wait", entry)
-            for which in range(len(sources)):
-                if kind is None:
+            if kind is None:
+                for which in range(len(sources)):
                     pages[0][2][slot, which] = jnp.swapaxes(fresh[slot, which], 0, 1)
-                else:
-                    store(entry, slot, which)
+            else:
+                store(entry, slot)
 
             @pl.when(ragged(entry))
             def _():
