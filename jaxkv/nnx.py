@@ -34,7 +34,7 @@ from jaxkv._core.plan import Step, positions
 from jaxkv._core.tables import extend
 from jaxkv._drop_in import dot_product_attention
 from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, own_inputs, token_positions
-from jaxkv._products import product
+from jaxkv._products import into_heads, product
 
 __all__ = ["Attention", "CacheVariable", "MultiHeadAttention"]
 
@@ -166,7 +166,8 @@ def project(equation: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | No
         w = kernel[...].astype(x.dtype)
         outputs = w.shape[:-count] if outputs_first else w.shape[count:]
         w = w.reshape((-1, size) if outputs_first else (size, -1))
-        y = product(x.reshape(*front, size), w, outputs_first=outputs_first).reshape(*front, *outputs)
+        y = product(x.reshape(*front, size), w, outputs_first=outputs_first)
+        y = into_heads(y, outputs) if len(outputs) > 1 else y
     if bias is None:
         return y
     return y + jnp.expand_dims(bias[...].astype(x.dtype), tuple(range(y.ndim - bias.ndim)))

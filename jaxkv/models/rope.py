@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.numbers import integer, real, shown
+from jaxkv._products import into_heads, moves_heads
 from pallas_kernels.joining import side_by_side
 
 
@@ -118,9 +119,41 @@ class Rope:
             cos = cos * self.magnitude
 
         def rotate(x: jax.Array) -> jax.Array:
-            x32 = x.astype(jnp.float32)
-            left, right = (x32[..., ::2], x32[..., 1::2]) if self.interleaved else jnp.split(x32, 2, axis=-1)
-            halves = side_by_side(left, right) if self.interleaved else x32
-            return (halves * cos + side_by_side(right, left) * sin).astype(x.dtype)
+            halves, swapped = pairs(x, self.interleaved)
+            return (halves * cos + swapped * sin).astype(x.dtype)
 
         return rotate(q), rotate(k)
+
+
+def pairs(x: jax.Array, interleaved: bool) -> tuple[jax.Array, jax.Array]:
+    """Of the tokens' heads `[..., H, D]` the entries with the first of each pair in the left half and the second in the
+    right, and the other way round; in float32."""
+    if not moves_heads(math.prod(x.shape[:-2]), x.shape[-1]):
+        return pairs_by_halves(x, interleaved)
+    return jax.lax.platform_dependent(
+        x, tpu=functools.partial(pairs_by_product, interleaved=interleaved),
+        default=functools.partial(pairs_by_halves, interleaved=interleaved),
+    )  # fmt: skip
+
+
+def pairs_by_halves(x: jax.Array, interleaved: bool) -> tuple[jax.Array, jax.Array]:
+    x = x.astype(jnp.float32)
+    left, right = (x[..., ::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
+    return side_by_side(left, right) if interleaved else x, side_by_side(right, left)
+
+
+def pairs_by_product(x: jax.Array, interleaved: bool) -> tuple[jax.Array, jax.Array]:
+    """The same to the bit, by a product with a permutation. A TPU's vector unit moves numbers among lanes a register at
+    a time, and XLA writes down what it moved; the matrix unit moves them on the way to the sum."""
+    *front, heads, size = x.shape
+    x = into_heads(x.reshape(*front, heads * size), (heads, size))
+    order = np.arange(size).reshape((-1, 2) if interleaved else (2, -1))
+    order = order.T if interleaved else order
+    # The highest precision is three parts of bfloat16, in which float32 is exact.
+    precision = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+
+    def moved(to: np.ndarray) -> jax.Array:
+        permutation = jnp.asarray(np.eye(size, dtype=np.float32)[:, to.reshape(-1)], x.dtype)
+        return jnp.matmul(x, permutation, precision=precision, preferred_element_type=jnp.float32)
+
+    return moved(order) if interleaved else x.astype(jnp.float32), moved(order[::-1])
