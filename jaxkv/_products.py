@@ -51,8 +51,8 @@ def product(x: jax.Array, weight: jax.Array, *, outputs_first: bool = True, dtyp
 
 
 def into_heads(x: jax.Array, heads: tuple[int, ...]) -> jax.Array:
-    """A product's `[..., I]` as `[..., *heads]`, without the heads becoming an axis of the product where a TPU would have
-    them in an order of axes that it then copies into another."""
+    """A product's `[..., I]` as `[..., *heads]`, without the heads becoming an axis of the product where a TPU would
+    have them in an order of axes that it then copies into another."""
     front = x.shape[:-1]
     if moves_heads(math.prod(front), heads[-1]):
         x = jax.lax.platform_dependent(x, tpu=_kept, default=lambda x: x)

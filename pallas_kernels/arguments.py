@@ -1,7 +1,5 @@
 """What the front door checks of shapes, dtypes and options: each refusal says what was expected and what came."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,8 +91,11 @@ def check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sink
         if isinstance(x, jax.Array | np.ndarray):
             if x.ndim:
                 raise ValueError(f"{name} must be a number or a scalar array, but its shape is {x.shape}.")
-        elif x is not None and not (math.isfinite(x) and x > 0):
-            raise ValueError(f"{name} must be a finite number above 0, not {x}: leave it out for the default.")
+        elif x is not None and not _above_0(x):
+            raise ValueError(f"{name} must be a finite number above 0, not {x!r:.99}: leave it out for the default.")
+    for name, x in {"sinks": sinks, "mask": mask}.items():
+        if x is not None and not isinstance(x, jax.Array | np.ndarray):
+            raise ValueError(f"{name} must be an array, not {type(x).__name__}: make one of it with jnp.asarray.")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 (a token sees itself), not {window}: None means no window.")
     if sinks is not None and sinks.shape != (num_heads,):
@@ -107,6 +108,12 @@ def check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sink
         raise ValueError(f"chunk={chunk} and window={window} cannot both limit what a token sees: leave one out.")
     if mask is not None and (mask.dtype != jnp.bool_ or mask.shape[:-1] != q.shape[:-2]):
         raise ValueError(f"mask must be bool{[*q.shape[:-2], 'C']}, not {mask.dtype}{list(mask.shape)}.")
+
+
+def _above_0(x) -> bool:
+    """Whether `x` is a number of Python's or NumPy's that float32 has, and above 0."""
+    is_real = isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
+    return is_real and 0 < x <= float(np.finfo(np.float32).max)
 
 
 def check_variants(q, tables, alibi, spans, tree, causal, blocks, deterministic, shared=None, **others) -> None:

@@ -122,7 +122,7 @@ class _Planner:
                                  block_size=block_size, dtype=dtypes[0], head_dim_multiple=multiple,
                                  join_kv=join_kv)  # fmt: skip
                 except ValueError as error:
-                    found, why = None, str(error)
+                    found, why = None, why or str(error)  # of several the first that was asked for
                 options.append(Option(block_size, dtypes, found))
         if not any(option.plan for option in options):
             raise ValueError(why)

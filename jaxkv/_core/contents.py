@@ -23,13 +23,12 @@ def read_tokens(
 
 
 def read_raw(pool: Pool, block: jax.Array, offset: jax.Array) -> tuple[jax.Array | None, ...]:
-    """Of a quantised pool `(k, v, k_scale, v_scale)` at places `i32[n]` as they are stored; 0 for the null block."""
-    found = jax.tree.leaves(at_places(pool, block, offset))
-    held = block != 0
-    kv, scale = (jnp.where(jnp.expand_dims(held, range(1, x.ndim)), x, jnp.zeros((), x.dtype)) for x in found)
-    if kv.shape[1] == 1:
-        return kv[:, 0], None, scale[:, 0], None
-    return kv[:, 0], kv[:, 1], scale[:, 0], scale[:, 1]
+    """Of a quantised pool `(k, v, k_scale, v_scale)` at places `i32[...]` as they are stored; 0 for the null block."""
+    found, held = jax.tree.leaves(at_places(pool, block, offset)), block != 0
+    kv, scale = (jnp.where(jnp.expand_dims(held, range(held.ndim, x.ndim)), x, jnp.zeros((), x.dtype)) for x in found)
+    parts = [[jnp.take(x, i, axis=block.ndim) for x in (kv, scale)] for i in range(kv.shape[block.ndim])]
+    keys, values = parts if len(parts) == 2 else (*parts, (None, None))
+    return keys[0], values[0], keys[1], values[1]
 
 
 def dense(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: CacheConfig, layer: int) -> jax.Array:

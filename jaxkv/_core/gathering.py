@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._core.contents import read_raw
+from jaxkv._core.numbers import integer
 from jaxkv._core.shards import POOL, WHOLE, heads_at, on_shards
 from jaxkv._core.views import Views, check_row
 
@@ -28,7 +29,8 @@ def gather(
       as the head has that holds most, and 0 behind those of the others.
 
     Raises:
-      IndexError: no such row or layer. ValueError: a traced length and no `max_len`.
+      IndexError: no such row or layer. ValueError: a traced length and no `max_len`, or one that is no number of
+      places.
 
     >>> import jax.numpy as jnp, jaxkv
     >>> config = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -44,6 +46,9 @@ def gather(
         if isinstance(length, jax.core.Tracer):
             raise ValueError("gather inside jit needs max_len=, since the row's length is not known there.")
         max_len = int(length.max())
+    max_len = integer("max_len", max_len, least=0)
+    if not max_len:  # one place is read all the same: what is of no size has no place on a mesh
+        return tuple(None if x is None else x[:0] for x in gather(cache, row, layer=layer, max_len=1, raw=raw))
     position = jnp.arange(max_len, dtype=jnp.int32)
     if not raw:
         return cache.read(layer, row, position)

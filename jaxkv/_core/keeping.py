@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.allocator import blocks_for, replace_entries
+from jaxkv._core.arguments import as_int32
 from jaxkv._core.at_hand import at_places, own_places
 from jaxkv._core.cache import Cache
 from jaxkv._core.kept_bounds import renewed, touched
@@ -96,7 +97,7 @@ def _read_path(cache: Cache, path: Any) -> jax.Array:
                 raise ValueError(f"path must increase, but row {row} has {shown(kept)}.")
             if kept and kept[-1] >= most:
                 raise ValueError(f"path goes to token {kept[-1]} of row {row}, which has {most} new tokens.")
-    return jnp.asarray(path, jnp.int32)
+    return as_int32(path)
 
 
 def _shares_new_tokens(cache: Cache, tables: BlockTables) -> jax.Array:
@@ -110,6 +111,8 @@ def _shares_new_tokens(cache: Cache, tables: BlockTables) -> jax.Array:
 def _move(cache: Cache, source: jax.Array, target: jax.Array, moved: jax.Array) -> Cache:
     """The step's tokens `source` i32[S, n] to where its `target` are, in all layers. All are read before any is
     written."""
+    if not source.shape[1]:
+        return cache
     pools, size = list(cache.pools), cache.config.block_size
     for group, tables in enumerate(cache.tables):
         width, before = tables.tables.shape[1], (tables.lengths - tables.new)[:, None]
@@ -142,7 +145,7 @@ def _move_tokens(pool: Pool, old: jax.Array, new: jax.Array, old_offset: jax.Arr
     place = jnp.where(new == NULL_BLOCK, pool.kv.shape[0] + jnp.arange(new.shape[0], dtype=jnp.int32), new)
 
     def move(x: jax.Array, tokens: jax.Array) -> jax.Array:
-        return x.at[place, :, :, new_offset].set(tokens, mode="drop", unique_indices=True)
+        return jnp.asarray(x).at[place, :, :, new_offset].set(tokens, mode="drop", unique_indices=True)
 
     return dataclasses.replace(jax.tree.map(move, pool.tokens, tokens), bounds=pool.bounds)
 

@@ -31,7 +31,9 @@ def _renew(pool: Pool, block: jax.Array, filled: jax.Array, *, config: CacheConf
     keys = jax.tree.map(lambda x: x[block, 0][:, None], pool.tokens)
     place = jnp.where(block == NULL_BLOCK, pool.kv.shape[0] + jnp.arange(block.shape[0], dtype=jnp.int32), block)
     new = _bounds_of(keys, filled, config, layer)
-    return dataclasses.replace(pool, bounds=pool.bounds.at[place].set(new, mode="drop", unique_indices=True))
+    return dataclasses.replace(
+        pool, bounds=jnp.asarray(pool.bounds).at[place].set(new, mode="drop", unique_indices=True)
+    )
 
 
 def bounds_at(pool: Pool, blocks: jax.Array, held: jax.Array) -> jax.Array:

@@ -141,8 +141,8 @@ def split_heads(one: Layer, x: Any) -> Any:
     if x.shape[-2] % heads:
         raise ValueError(f"{x.shape[-2]} heads cannot be shared among {heads} KV heads: H must be a multiple of K.")
     axis = x.ndim - 2
-    x = jnp.moveaxis(x.reshape(*x.shape[:axis], heads, -1, x.shape[-1]), axis, 0)
-    return x.reshape(-1, *x.shape[2:])
+    x = jnp.moveaxis(x.reshape(*x.shape[:axis], heads, x.shape[axis] // heads, x.shape[-1]), axis, 0)
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def join_heads(one: Layer, out: Any, axis: int) -> Any:
@@ -150,8 +150,8 @@ def join_heads(one: Layer, out: Any, axis: int) -> Any:
     heads = _heads_of(one)
     if heads == 1:
         return out
-    out = jnp.moveaxis(out.reshape(heads, -1, *out.shape[1:]), 0, axis)
-    return out.reshape(*out.shape[:axis], -1, *out.shape[axis + 2 :])
+    out = jnp.moveaxis(out.reshape(heads, out.shape[0] // heads, *out.shape[1:]), 0, axis)
+    return out.reshape(*out.shape[:axis], heads * out.shape[axis + 1], *out.shape[axis + 2 :])
 
 
 def split_tokens(one: Layer, x: Any) -> Any:

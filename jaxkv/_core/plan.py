@@ -274,5 +274,10 @@ def _agreed(step: Step) -> "weakref.WeakKeyDictionary[BlockTables, BlockTables |
 def _agree(step: Step, before: BlockTables, after: BlockTables) -> None:
     agreed = _agreed(step)
     agreed[after] = None
-    if before is not after:
-        agreed[before] = after
+    if before is not after and _trace_of(before) is _trace_of(after):
+        agreed[before] = after  # else it is known within a loop's body, or a jit's, that has the tables from outside
+
+
+def _trace_of(tables: BlockTables) -> Any:
+    """Whose tracers tables are made of; None: no one's. Where some may be used, so may others of the same."""
+    return getattr(tables.lengths, "_trace", None)

@@ -102,6 +102,8 @@ def last(x: Any, counts: Any) -> jax.Array:
     [6, 4, 0]
     """
     x, counts = _rows(x, counts)
+    if not x.shape[1]:
+        return jnp.zeros((x.shape[0], *x.shape[2:]), x.dtype)
     places = jnp.clip(counts - 1, 0, x.shape[1] - 1)
     found = x[jnp.arange(x.shape[0], dtype=jnp.int32), places]
     return jnp.where(jnp.expand_dims(counts > 0, range(1, found.ndim)), found, jnp.zeros((), x.dtype))

@@ -168,11 +168,12 @@ def mark_failed(tables: BlockTables, refused: jax.Array, wanted: jax.Array, need
 
 
 def leave_windows(cache: Cache) -> Cache:
-    """Give back the blocks that no row's next token sees, in layers with a window or chunks."""
+    """End the step: give back the blocks that no row's next token sees, in layers with a window or chunks."""
     config = cache.config
-    return cache.replace(
-        tables=tuple(
-            t if reach is None else give_back(t, config.first_seen(group, t.lengths), config.group_sinks[group])
-            for group, (t, reach) in enumerate(zip(cache.tables, config.group_reaches, strict=True))
-        )
-    )
+
+    def leave(group: int, t: BlockTables) -> BlockTables:
+        if config.group_reaches[group] is not None:
+            t = give_back(t, config.first_seen(group, t.lengths), config.group_sinks[group])
+        return dataclasses.replace(t, new=jnp.zeros_like(t.new))  # they may not see any longer what they saw
+
+    return cache.replace(tables=tuple(leave(group, t) for group, t in enumerate(cache.tables)))

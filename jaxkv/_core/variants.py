@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.numbers import integer, shown
+from jaxkv._core.arguments import as_int32
+from jaxkv._core.numbers import flag, integer, shown
 from jaxkv._core.state import BlockTables, Layer
 from pallas_kernels import trees
 from pallas_kernels.dispatch import check_names
@@ -27,8 +28,11 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
     for name in ("spans", "tree"):
         if name in options and getattr(options[name], "dtype", None) != jnp.int32:
             options[name] = as_integers(name, options[name])
-    if "alibi" in options:
-        options["alibi"] = jnp.asarray(options["alibi"])
+    for name in ("alibi", "sinks", "mask"):
+        if name in options and not isinstance(options[name], jax.Array):
+            options[name] = _on_host(name, options[name])
+    if "return_lse" in options:
+        options["return_lse"] = flag("return_lse", options["return_lse"])
     if "blocks" in options:
         options["blocks"] = _read_blocks(options["blocks"], one.tables.tables.shape)
     own, asked = one.layer_config.window, options.get("window")
@@ -55,6 +59,17 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
     if own is not None and "chunk" in options:
         raise ValueError(f"Layer {one.number} has a window of {own} tokens, and cannot take chunk: leave it out.")
     return {"window": own} | ({} if first is None else {"sink_tokens": first}) | options
+
+
+def _on_host(name: str, x: Any) -> jax.Array:
+    """A list of numbers or flags, or a NumPy array of them, on the device. Raises ValueError for anything else."""
+    try:
+        x = np.asarray(x)
+    except ValueError:  # lists of unequal length
+        x = np.asarray(None)
+    if x.dtype.kind not in "fiub" and x.dtype != jnp.bfloat16:
+        raise ValueError(f"{name} must be an array of {'flags' if name == 'mask' else 'numbers'}, not {shown(x)}.")
+    return jnp.asarray(x)
 
 
 # What goes by positions, which places in a layer that evicts are not; and what has an entry for each head or row.
@@ -103,7 +118,7 @@ def as_integers(name: str, x: Any) -> jax.Array:
         raise ValueError(f"{name} must be integers, one for each token, not {x.dtype}: {shown(x)}.")
     if not isinstance(x, jax.Array):
         x = np.clip(x, np.iinfo(np.int32).min, np.iinfo(np.int32).max)
-    return jnp.asarray(x, jnp.int32)
+    return as_int32(x)
 
 
 def read_tree(tree: Any, token_axes: tuple[int, ...], tables: BlockTables) -> jax.Array | None:

@@ -69,7 +69,7 @@ class Views:
         if config.owner(number) != number:
             raise ValueError(f"Layer {number} shares another's keys and values: its index must be a number.")
         stack = config.stack(number)
-        index = jnp.asarray(layer[1], jnp.int32) * config.period + number
+        index = _period(layer[1], -(-(config.num_layers - number) // config.period)) * config.period + number
         places = np.array([stack.index(i) if i in stack else 0 for i in range(config.num_layers)], np.int32)
         return number, jnp.asarray(places).at[index].get(mode="clip", wrap_negative_indices=False)
 
@@ -317,3 +317,15 @@ def check_head(cache: Views, layer: int, head: Any) -> None:
     heads = cache.layer_config(layer).num_kv_heads
     if not isinstance(head, int | np.integer) or not 0 <= head < heads:
         raise IndexError(f"head must be an integer from 0 to {heads - 1} in layer {layer}, not {head!r}.")
+
+
+def _period(number: Any, count: int) -> jax.Array:
+    """Which of so many periods: one that is known must be there, one that is traced is taken for the nearest."""
+    is_array = isinstance(number, jax.Array | np.ndarray)
+    if is_array and (number.ndim or not jnp.issubdtype(number.dtype, jnp.integer)):
+        raise ValueError(f"layer's number of a period must be an integer, not {number.dtype}{list(number.shape)}.")
+    if not isinstance(number, jax.core.Tracer):
+        number = integer("layer's number of a period", number, most=None)
+        if not 0 <= number < count:
+            raise IndexError(f"layer's number of a period must be from 0 to {count - 1}, not {shown(number)}.")
+    return jnp.asarray(number, jnp.int32)

@@ -92,6 +92,9 @@ def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementati
     """
     num_layers = cache.num_layers
     v = [None] * num_layers if v is None else v
+    for name, x in {"k": k, "v": v}.items():
+        if not hasattr(x, "__len__"):
+            raise ValueError(f"{name} must be [L, ...] or one array for each layer, not {type(x).__name__}.")
     if len(k) != num_layers or len(v) != num_layers:
         raise ValueError(
             f"k and v must have one array for each of the {num_layers} layers, but have {len(k)} and {len(v)}."
@@ -111,13 +114,13 @@ def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementati
         if len(token_axes) == 1:
             raise ValueError("Packed tokens need num_tokens, how many of them belong to each row.")
         num_tokens = jnp.full(token_axes[0], token_axes[1], jnp.int32)
-    elif not isinstance(num_tokens, jax.Array):
-        counts = np.asarray(num_tokens)
+    given, num_tokens = num_tokens, row_counts("num_tokens", num_tokens, cache.lengths.shape[0])
+    if not isinstance(given, jax.Array):
+        counts = np.asarray(given)
         places, most = ("T", counts.max(initial=0)) if len(token_axes) == 2 else ("N", counts.sum())
         if most > token_axes[-1]:
             raise ValueError(f"num_tokens asks for {most} tokens, but k and v have {places} = {token_axes[-1]} places.")
     # On the device more tokens than places make no sense, like a negative number, and are refused like one.
-    num_tokens = row_counts("num_tokens", num_tokens, cache.lengths.shape[0])
     end = num_tokens if len(token_axes) == 2 else jnp.cumsum(jnp.clip(num_tokens, 0, token_axes[0] + 1))
     cache = extend(cache, jnp.where((num_tokens > 0) & (end > token_axes[-1]), -1, num_tokens))
     step = plan_step(cache, token_axes)

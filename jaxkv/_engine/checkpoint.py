@@ -146,8 +146,11 @@ class Resumable:
             first = integer("next", state["next"], least=0, most=None)
         except ValueError as error:
             raise _Wrong(error) from error
+        heads = dict(by_number)
         for sequence, leader in leaders:
-            by_number[leader].followers.append(sequence)
+            head = heads.setdefault(leader, sequence)  # itself, if its leader was cancelled while it was saved
+            if head is not sequence:
+                head.followers.append(sequence)
         if len(by_number) + sum(r.done for r in requests) != len(requests):
             raise _Wrong("two have one number")
         # Those with a row first: what was admitted stays ahead of what waits.

@@ -338,11 +338,12 @@ class Engine(Resumable):
 
     @contextlib.contextmanager
     def _at_work(self, *, is_brief: bool = False) -> Iterator[None]:
-        is_new = not self._turn.is_taken
         turn = self._turn.take(is_brief=is_brief)
+        turn.calls += 1
         try:
             yield
         finally:
-            if is_new:
+            turn.calls -= 1
+            if not turn.calls:
                 self._turn.give()
             del turn

@@ -152,6 +152,7 @@ class Residents:
     def recover(self) -> None:
         """After an interrupt: every row is empty, whatever was under way. Raises CacheError if the cache is lost."""
         self._take_landed()
+        self._give_up_failed()
         if self.is_lost and self.prefix is not None:
             with contextlib.suppress(CacheError):
                 self.cache = self.prefix.recover(self.cache)
@@ -165,11 +166,21 @@ class Residents:
     def reset(self) -> None:
         """An empty cache, and an empty prefix cache."""
         self._take_landed()
+        self._give_up_failed()
         if self.is_lost:
             self.cache = self._new_cache()
         if self.prefix is not None:
             self.cache = self.prefix.reset(self.cache)
         self._empty(list(range(self.config.max_seqs)))
+
+    def _give_up_failed(self) -> None:
+        """Delete a cache of which a program failed on the device: that shows where it is waited for alone."""
+        leaves = [x for x in self._leaves if not x.is_deleted()]
+        try:
+            jax.block_until_ready(leaves)
+        except Exception:  # whatever the program raised, a hook's own error too
+            for x in leaves:
+                x.delete()
 
     @property
     def is_lost(self) -> bool:

@@ -73,7 +73,7 @@ def beam_search(
 
     def step(carry: tuple, _: None) -> tuple[tuple, tuple]:
         cache, logits, scores, ended = carry
-        gains = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+        gains = jax.nn.log_softmax(logits, axis=-1)
         stays = jnp.where(jnp.arange(vocab) == 0, 0.0, -jnp.inf)  # what has ended goes on in one way
         gains = jnp.where(ended[:, None], stays[None], gains)
         totals = jnp.where(jnp.isneginf(scores)[:, None], -jnp.inf, scores[:, None] + gains)
@@ -84,10 +84,12 @@ def beam_search(
         cache = extend(reorder(cache, source), is_new.astype(jnp.int32))
         token = jnp.where(is_new, token, 0)
         logits, cache = logits_at(model, token[:, None], cache, jnp.zeros_like(token), cascade=True)
-        return (cache, logits, scores, ended), (source, jnp.where(is_new, token, -1))
+        return (cache, logits.astype(jnp.float32), scores, ended), (source, jnp.where(is_new, token, -1))
 
     scores = jnp.where(first == jnp.arange(rows), 0.0, -jnp.inf)
-    (cache, _, scores, _), chosen = jax.lax.scan(step, (cache, logits, scores, scores < 0), length=count)
+    (cache, _, scores, _), chosen = jax.lax.scan(
+        step, (cache, logits.astype(jnp.float32), scores, scores < 0), length=count
+    )
 
     def trace_back(row: jax.Array, chosen: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         source, token = chosen

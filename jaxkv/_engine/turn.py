@@ -13,6 +13,7 @@ class Held:
 
     def __init__(self, thread: threading.Thread, is_brief: bool):
         self.thread, self.is_brief = thread, is_brief
+        self.calls = 0  # that share it: a thread's generators need not end in the order in which they began
 
 
 class Turn:
@@ -65,9 +66,3 @@ class Turn:
     def give(self) -> None:
         """End it."""
         self._holder.pop("turn", None)
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether any thread is at work."""
-        holder = self._holder.get("turn")
-        return holder is not None and holder() is not None

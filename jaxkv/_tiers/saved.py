@@ -61,11 +61,16 @@ def _read(
     used = [one.tables != NULL_BLOCK for one in held]
     return HostBlocks(
         lengths=np.array([length], np.int32), parts=tuple(parts), groups=config.groups, sights=config.group_sights,
-        first=tuple(np.argmax(x, axis=1).astype(np.int32) for x in used),
+        first=tuple(_first(x, sinks) for x, sinks in zip(used, config.group_sinks, strict=True)),
         count=tuple(x.sum(axis=1, dtype=np.int32) for x in used),
         held=tuple(None if one.thinned is None else one.lengths for one in held),
         thinned=tuple(one.thinned for one in held), rotates=tuple(map(config.rotates, range(config.num_layers))),
     )  # fmt: skip
+
+
+def _first(used: np.ndarray, sinks: int) -> np.ndarray:
+    """The first column of each row that is used, those of its first tokens aside, which a window may leave behind."""
+    return np.argmax(used & (np.arange(used.shape[1]) >= sinks), axis=1).astype(np.int32)
 
 
 def _widened(blocks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

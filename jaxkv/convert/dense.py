@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._core.arguments import row_indices
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import BLOCK_SIZE, CacheConfig
 from jaxkv._core.empty import init
@@ -137,7 +138,4 @@ def row_lengths(lengths: Any, rows: int, most: int) -> np.ndarray:
 
 def row_numbers(cache: Cache, rows: Sequence[int] | None) -> np.ndarray:
     count = cache.lengths.shape[0]
-    chosen = np.arange(count) if rows is None else np.asarray(rows, np.int64).reshape(-1)
-    if ((chosen < 0) | (chosen >= count)).any():
-        raise IndexError(f"rows must be rows from 0 to {count - 1}, not {chosen.tolist()}.")
-    return chosen
+    return np.arange(count) if rows is None else np.asarray(row_indices("rows", rows, count))

@@ -9,6 +9,7 @@ import numpy as np
 from jaxkv._core.cache import Cache
 from jaxkv._core.dense_caches import natural
 from jaxkv._core.lines import refuse_gaps
+from jaxkv._core.numbers import integer
 from jaxkv._core.restore import pool_layers
 from jaxkv.convert.dense import from_dense, refuse_latent, row_numbers
 
@@ -34,7 +35,7 @@ def from_flax(
     [3, 3]
     """
     modules = _modules(collection, paths)
-    index = {path: int(module["cache_index"]) for path, module in modules.items()}
+    index = {path: integer("cache_index", module["cache_index"], least=0) for path, module in modules.items()}
     if len(set(index.values())) > 1:
         raise ValueError(f"All layers must be at the same cache_index, but they are at {index}.")
     if lengths is None:

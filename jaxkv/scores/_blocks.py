@@ -77,7 +77,7 @@ def quest(
         )
     scale = head_dim**-0.5 if scale is None else real("scale", scale)
     with jax.named_scope("quest"):
-        token = jax.tree.map(jnp.ravel, locate(shape[:-2], tables.lengths, tables.new))
+        token = jax.tree.map(jnp.ravel, locate(shape[:-2], tables.lengths, tables.new, tables.offsets))
         queries = q.reshape(-1, num_kv_heads, shape[-2] // num_kv_heads, head_dim).astype(jnp.float32)
 
         def of_tokens(x: jax.Array) -> jax.Array:
@@ -122,8 +122,7 @@ def _largest(queries: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
 def _looked_up(queries: jax.Array, one: Layer, of_tokens: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """The same with the bounds that lie beside the blocks, a few at a time: a copy of all would leave the caches. No
     further than the longest row; what stands for blocks that are not held means nothing."""
-    pool, width, lengths = one.pool.bounds, one.blocks.shape[1], one.tables.lengths
-    assert pool is not None
+    pool, width, lengths = jnp.asarray(one.pool.bounds), one.blocks.shape[1], one.tables.lengths
     size = min(width, max(1, TOGETHER // (one.blocks.shape[0] * math.prod(pool.shape[1:]) * pool.dtype.itemsize)))
     count = -(-width // size)
     blocks = jnp.pad(one.blocks, ((0, 0), (0, count * size - width)))

@@ -52,7 +52,7 @@ def paged_attention(
     if shared is not None:
         together, rows = _attend_together(inputs, rows, Shared.unpack(shared), token)
 
-    listed = tables if blocks is None else blocks
+    listed = tables if sight.blocks is None else sight.blocks
 
     def at_once(most: int) -> tiles.Tiling | None:
         """The tiles of rows of at most so many tokens of this step, if they are read whole."""

@@ -54,7 +54,7 @@ def attention_gradients(
         pull_down -= flat(lse_bar)
 
     tile_queries = min(tiles.PREFILL_QUERIES, longest)
-    tiling = tiles.choose_tiling(queries, kv, tables if blocks is None else blocks, tile_queries)
+    tiling = tiles.choose_tiling(queries, kv, tables if sight.blocks is None else sight.blocks, tile_queries)
     lanes = min(tables.shape[0], num_tokens) + num_tokens // tile_queries
     work = tiles.plan(tiling, lanes, rows, sight)
 

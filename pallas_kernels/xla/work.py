@@ -166,7 +166,9 @@ def find_sight(
     sink_tokens,
 ) -> Sight:  # fmt: skip
     """The sight of a step's tokens, with the options of `paged_attention`."""
-    mask = None if mask is None else mask.reshape(-1, mask.shape[-1])
+    if mask is not None:  # there is always one place, if only one that is not seen
+        mask = mask if mask.shape[-1] else jnp.zeros((*mask.shape[:-1], 1), bool)
+        mask = mask.reshape(-1, mask.shape[-1])
     if tree is not None:
         token = jax.tree.map(jnp.ravel, locate(token_axes, lengths, new, offsets))
         tree = climb(tree.reshape(-1), token, rows.before, rows.start, token_axes[-1])
