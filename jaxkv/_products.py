@@ -61,9 +61,9 @@ def into_heads(x: jax.Array, heads: tuple[int, ...]) -> jax.Array:
 
 def moves_heads(num_tokens: int, head_dim: int) -> bool:
     """Whether a TPU pays for heads that XLA lets become an axis of a product: by its cycle model, v6e, 0.5 to 2 % of a
-    layer of Llama 3 8B from 64 tokens on, 2 to 3 % at a head_dim of 64, more than half of a latent layer's queries. Few
-    tokens of whole registers cost less so."""
-    return num_tokens > FEW or head_dim % 128 != 0
+    layer of Llama 3 8B from 64 tokens on, and more than half of a latent layer's queries, of 192, however few. Few
+    tokens of heads that are whole registers cost less so; heads of less than a register cost more if they wait."""
+    return head_dim >= 128 and (num_tokens > FEW or head_dim % 128 != 0)
 
 
 def _columns(count: int) -> int:

@@ -146,8 +146,10 @@ class Resumable:
             first = integer("next", state["next"], least=0, most=None)
         except ValueError as error:
             raise _Wrong(error) from error
-        heads = dict(by_number)
+        heads, known = dict(by_number), {request.number for request in requests}
         for sequence, leader in leaders:
+            if leader not in known:
+                raise _Wrong(f"one follows {leader}, which is not there")
             head = heads.setdefault(leader, sequence)  # itself, if its leader was cancelled while it was saved
             if head is not sequence:
                 head.followers.append(sequence)

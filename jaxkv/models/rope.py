@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.numbers import integer, real, shown
-from jaxkv._products import into_heads, moves_heads
+from jaxkv._products import moves_heads
 from pallas_kernels.joining import side_by_side
 
 
@@ -128,7 +128,7 @@ class Rope:
 def pairs(x: jax.Array, interleaved: bool) -> tuple[jax.Array, jax.Array]:
     """Of the tokens' heads `[..., H, D]` the entries with the first of each pair in the left half and the second in the
     right, and the other way round; in float32."""
-    if not moves_heads(math.prod(x.shape[:-2]), x.shape[-1]):
+    if not interleaved and not moves_heads(math.prod(x.shape[:-2]), x.shape[-1]):
         return pairs_by_halves(x, interleaved)
     return jax.lax.platform_dependent(
         x, tpu=functools.partial(pairs_by_product, interleaved=interleaved),
@@ -144,9 +144,10 @@ def pairs_by_halves(x: jax.Array, interleaved: bool) -> tuple[jax.Array, jax.Arr
 
 def pairs_by_product(x: jax.Array, interleaved: bool) -> tuple[jax.Array, jax.Array]:
     """The same to the bit, by a product with a permutation. A TPU's vector unit moves numbers among lanes a register at
-    a time, and XLA writes down what it moved; the matrix unit moves them on the way to the sum."""
+    a time, and XLA writes down what it moved, every other one by far the slowest; the matrix unit moves them on the way
+    to the sum."""
     *front, heads, size = x.shape
-    x = into_heads(x.reshape(*front, heads * size), (heads, size))
+    x = jax.lax.optimization_barrier(x.reshape(*front, heads * size)).reshape(x.shape)  # as in `into_heads`
     order = np.arange(size).reshape((-1, 2) if interleaved else (2, -1))
     order = order.T if interleaved else order
     # The highest precision is three parts of bfloat16, in which float32 is exact.

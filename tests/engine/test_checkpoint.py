@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -93,6 +94,50 @@ def test_tokens_that_were_not_handed_out_are_handed_out_later(path):
     assert second.tokens == continuation(WINDOWS, [5], 12, None)
     assert len(held) == 1 and other.tokens - computed == 12 - held[0] < 12  # what its row held is not computed again
     emptied(one)
+
+
+def test_rows_of_which_a_window_leaves_the_first_tokens(path):
+    windows, sizes = ((7, 4),), {"max_seqs": 2, "max_seq_len": 48, "block_size": 4, "num_blocks": 32}
+    one, other = (jaxkv.Engine(Checksum(windows=windows), **sizes) for _ in range(2))
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
+    one.submit(prompt, 16)
+    for _ in range(5):
+        one.step()
+    one.save(path)
+    (request,) = other.load(path)
+    list(other.run())
+    assert request.tokens == continuation(windows, prompt, 16, None)
+    jaxkv.check_invariants(other.cache)
+    assert other.cache.blocks_in_use == 0
+
+
+def test_a_leader_is_cancelled_while_it_is_saved(path, monkeypatch):
+    one, prompt = emptied(engine()), [3, 4] * 8
+    several = one.submit(prompt, 3, n=3)
+    one.step()  # the prompt takes more than one: the others wait for the first
+    settle = one._loop.settle
+
+    def cancelled_meanwhile():
+        settle()
+        thread = threading.Thread(target=several.samples[0].cancel)
+        thread.start()
+        thread.join(0.5)  # it takes itself out of the engine's work when that has ended
+
+    monkeypatch.setattr(one._loop, "settle", cancelled_meanwhile)
+    one.save(path)
+    monkeypatch.undo()
+    emptied(one)
+    requests = [r for r in emptied_by_running(path) if r.number != several.samples[0].number]
+    assert [r.tokens for r in requests] == [continuation(WINDOWS, prompt, 3, None)] * 2
+
+
+def emptied_by_running(path):
+    other = emptied(engine(**OTHER))
+    requests = other.load(path)
+    list(other.run())
+    jaxkv.check_invariants(other.cache)
+    assert other.cache.blocks_in_use == 0
+    return requests
 
 
 def test_how_tokens_are_chosen_is_kept(path):

@@ -259,6 +259,58 @@ def test_one_thread_at_a_time(engines):
     finish_and_check(engine, [])
 
 
+def test_generators_of_one_thread_end_in_any_order(engines):
+    engine, refused = engines["swapped"], []
+
+    def look():
+        try:
+            engine.step()
+        except RuntimeError:
+            refused.append(True)
+        else:
+            refused.append(False)
+
+    def in_a_thread():
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+
+    engine.submit(PROMPTS[0], 3)
+    outer = engine.run()
+    next(outer)
+    inner = engine.stream(PROMPTS[1:2], COUNTS[1:2])
+    next(inner)
+    outer.close()
+    in_a_thread()
+    inner.close()
+    in_a_thread()
+    assert refused == [True, False]
+    finish_and_check(engine, [])
+
+
+def test_a_cache_of_which_a_step_failed_on_the_device_is_lost(engines, monkeypatch):
+    """Its arrays are there, and raise where they are waited for: as behind an accelerator's step that was sent."""
+    for name in ("swapped", "prefix cache"):
+        engine = engines[name]
+        requests = [(engine.submit(p, n), p, n) for p, n in zip(PROMPTS[:2], COUNTS, strict=False)]
+        engine.step()
+
+        def failing(*_, **__):
+            raise RuntimeError("the device failed")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._pipeline, "_program", failing)
+            with pytest.raises(RuntimeError, match="the device failed"):
+                engine.step()
+            patch.setattr(jax, "block_until_ready", failing)
+            with pytest.raises(jaxkv.CacheError, match="cache was lost"):
+                engine.step()
+        with pytest.raises(jaxkv.CacheError, match="cache was lost"):
+            engine.step()
+        engine.reset()
+        finish_and_check(engine, requests)
+
+
 @pytest.mark.parametrize("is_brief", [False, True])
 def test_a_turn_that_only_its_own_garbage_refers_to_is_over(is_brief, monkeypatch):
     """What cut a call off and the call's frame refer to each other; Python finds that out when it looks."""
