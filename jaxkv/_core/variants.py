@@ -30,7 +30,7 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
             options[name] = as_integers(name, options[name])
     for name in ("alibi", "sinks", "mask"):
         if name in options and not isinstance(options[name], jax.Array):
-            options[name] = _on_host(name, options[name])
+            options[name] = _as_array(name, options[name])
     if "return_lse" in options:
         options["return_lse"] = flag("return_lse", options["return_lse"])
     if "blocks" in options:
@@ -61,7 +61,7 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
     return {"window": own} | ({} if first is None else {"sink_tokens": first}) | options
 
 
-def _on_host(name: str, x: Any) -> jax.Array:
+def _as_array(name: str, x: Any) -> jax.Array:
     """A list of numbers or flags, or a NumPy array of them, on the device. Raises ValueError for anything else."""
     try:
         x = np.asarray(x)
