@@ -7,6 +7,7 @@ import pytest
 from three_rows import CONFIG, filled, ones
 
 import jaxkv
+import jaxkv.convert
 import jaxkv.scores
 
 Q = ones(3, 1, 2, 8)
@@ -149,3 +150,14 @@ def test_what_cannot_be_appended(change):
     arguments = {"k": kv, "v": kv, "num_tokens": [1, 1, 1]} | change
     with pytest.raises(ValueError, match=f"^{next(iter(change))} must "):
         jaxkv.append(filled(), **arguments)
+
+
+def test_rows_and_indices_that_are_none_are_not_converted():
+    cache = filled()
+    for rows in ([False, True, False], [0.9], "ab"):
+        with pytest.raises(ValueError, match="rows must be"):
+            jaxkv.convert.to_hugging_face(cache, rows=rows)
+    dense = np.ones((2, 9, 4, 8))
+    for index in (3.7, np.array([1, 2]), None):
+        with pytest.raises(ValueError, match="cache_index must be"):
+            jaxkv.convert.from_flax({"attn": {"cached_key": dense, "cached_value": dense, "cache_index": index}})
