@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv._products import FEW, grouped_product, product, product_by_heads
+from jaxkv._products import FEW, grouped_product, into_heads, product, product_by_heads
 
 OUTPUTS, INPUTS = 48, 24
 
@@ -160,3 +160,15 @@ def test_other_platforms_have_their_ragged_product(platform):
     x, weights, counts = make_groups([3, 5])
     program = jax.jit(grouped_product).trace(x, weights, counts).lower(lowering_platforms=(platform,)).as_text()
     assert "stablehlo.while" not in program and "ragged_dot" in program
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "head_dim", "waits"),
+    [(32, 128, False), (33, 128, True), (33, 256, True), (1, 192, True), (64, 64, False), (64, 96, False)],
+)
+def test_where_heads_wait_for_their_product_on_a_tpu(num_tokens, head_dim, waits):
+    x = jnp.ones((num_tokens, 2 * head_dim))
+    traced = jax.jit(lambda x: into_heads(x, (2, head_dim))).trace(x)
+    for platform, there in (("tpu", waits), ("cpu", False)):
+        assert ("optimization_barrier" in traced.lower(lowering_platforms=(platform,)).as_text()) == there
+    np.testing.assert_array_equal(into_heads(x, (2, head_dim)), x.reshape(num_tokens, 2, head_dim))

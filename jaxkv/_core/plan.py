@@ -279,5 +279,6 @@ def _agree(step: Step, before: BlockTables, after: BlockTables) -> None:
 
 
 def _trace_of(tables: BlockTables) -> Any:
-    """Whose tracers tables are made of; None: no one's. Where some may be used, so may others of the same."""
+    """Whose tracers tables are made of; None: no one's. Where some may be used, so may others of the same. (JAX has no
+    public name for it.)"""
     return getattr(tables.lengths, "_trace", None)

@@ -128,8 +128,7 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
         # A reserved block holds nothing to move.
         used &= np.arange(entries.shape[1]) < -(-lengths // config.block_size)[:, None]
         count.append(used.sum(axis=1, dtype=np.int32))
-        sinks = config.group_sinks[group]
-        first.append(np.argmax(used & (np.arange(entries.shape[1]) >= sinks), axis=1).astype(np.int32))
+        first.append(first_columns(used, config.group_sinks[group]))
         left.append(None if t.evicted is None else lengths)
         thinned.append(None if t.thinned is None else t.thinned[lines])
         ids = entries[used]
@@ -238,6 +237,12 @@ def _room_for(cache: Cache, dst: jax.Array, held: Any, sizes: tuple[int, ...]) -
         target = t.tables[jnp.minimum(line[own], all_lines - 1), jnp.clip(column, 0, t.tables.shape[1] - 1)]
         targets.append(jnp.where((of < count.shape[0]) & (line[own] < all_lines), target, NULL_BLOCK))
     return tuple(tables), targets
+
+
+def first_columns(used: np.ndarray, sinks: int) -> np.ndarray:
+    """`i32[n]`: the first column of each row that is used, but for the `sinks` of its first tokens, which a window may
+    leave behind."""
+    return np.argmax(used & (np.arange(used.shape[1]) >= sinks), axis=1).astype(np.int32)
 
 
 def _row_list(cache: Cache, rows: Any) -> np.ndarray:

@@ -14,7 +14,7 @@ from jaxkv._core.state import NULL_BLOCK, Pool
 from jaxkv._files.format import SavedCache, stored_parts
 from jaxkv._files.parts import open_saved
 from jaxkv._files.rows import check_layers, held_rows
-from jaxkv._tiers.host import HostBlocks
+from jaxkv._tiers.host import HostBlocks, first_columns
 
 
 class SavedRows:
@@ -61,16 +61,11 @@ def _read(
     used = [one.tables != NULL_BLOCK for one in held]
     return HostBlocks(
         lengths=np.array([length], np.int32), parts=tuple(parts), groups=config.groups, sights=config.group_sights,
-        first=tuple(_first(x, sinks) for x, sinks in zip(used, config.group_sinks, strict=True)),
+        first=tuple(first_columns(x, sinks) for x, sinks in zip(used, config.group_sinks, strict=True)),
         count=tuple(x.sum(axis=1, dtype=np.int32) for x in used),
         held=tuple(None if one.thinned is None else one.lengths for one in held),
         thinned=tuple(one.thinned for one in held), rotates=tuple(map(config.rotates, range(config.num_layers))),
     )  # fmt: skip
-
-
-def _first(used: np.ndarray, sinks: int) -> np.ndarray:
-    """The first column of each row that is used, those of its first tokens aside, which a window may leave behind."""
-    return np.argmax(used & (np.arange(used.shape[1]) >= sinks), axis=1).astype(np.int32)
 
 
 def _widened(blocks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

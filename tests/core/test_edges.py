@@ -117,6 +117,8 @@ def test_numbers_of_64_bits_do_not_wrap():
         path = jnp.array([[2**32, 2**32 + 2], [0, -1], [-1, -1]])
         kept = jaxkv.keep(cache, path)
         assert kept.failed.tolist() == [True, False, False] and kept.lengths.tolist() == [5, 1, 0]
+        tree = jnp.full((3, 5), 2**32)  # no token's number: parents are the context
+        assert jaxkv.positions(cache, (3, 5), tree=tree).tolist() == [[0] * 5] * 3
 
 
 def test_no_tokens_at_the_end_of_no_places():
