@@ -1,0 +1,199 @@
+"""The programs whose cycles `tpu_cycles.py` asks the compiler for, each in a process of its own.
+
+    python benchmarks/tpu_programs.py CHIP WORK COPIES_ONLY LAYERS [FOLDER]
+
+With a folder, that of the tpu-inference repository, the kernel is theirs. Prints how many copies in and out a kernel
+needs, and which operations of the program stand in the branch of a condition.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import pallas as pl, topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tpu_peer import compile_peer
+from tpu_works import CHIPS, HEADS, MODELS, WORKS, Work, stand_ins
+
+import jaxkv
+from jaxkv._core import joined
+from jaxkv.models import Decoder, DecoderConfig, Rope
+from pallas_kernels import SHAPES, AttentionShape, cascade, tpu
+from pallas_kernels.kinds import scale_axes, storage_of
+from pallas_kernels.tpu import decode, pages, prefill, step, write
+
+
+class Plan(NamedTuple):
+    """How the kernels cut a work."""
+
+    block_rows: int  # rows of a block in decode
+    segment: int  # keys
+    segments: int  # in a step
+    pages: int  # in a step
+    tile: int  # of queries in prefill, tokens
+    page: int  # that a write goes by, tokens
+
+    @classmethod
+    def of(cls, work: Work, num_heads: int, pool, tables, window: int | None = None) -> "Plan":
+        walk = pages.Pages.plan(pool, tables, window, decode.segment_tokens(pool), work.deterministic)
+        tokens = work.rows if work.prefix is not None else work.tokens
+        return cls(
+            decode.block_rows(work.rows, num_heads, pool.shape[2], pool.shape[-1], 2),
+            walk.step_tokens,
+            decode.segments_per_step(pool, work.rows, walk),
+            walk.pages_per_step,
+            step.tile_tokens(tokens, num_heads, pool, tables, np.dtype("bfloat16"), work.deterministic),
+            write.page_tokens(pool),
+        )
+
+    def copies(self, work: Work, parts: int) -> tuple[int, int]:
+        """In and out, that the kernel of the work needs."""
+        streams = 1 if work.kind is None else 2  # scales come and go beside what they scale
+        if work.kernel == "decode":  # blocks; queries, new tokens, output and new pages come and go with rows
+            steps = -(-work.rows // self.block_rows) * work.steps(self.block_rows, self.segment, self.segments)
+            # Each place of a step has a copy, though it may be of nothing.
+            places = (steps + decode.SLOTS - 1) * self.segments * self.pages
+            return streams * places, streams * work.rows
+        if work.kernel == "prefill":  # queries and blocks; output
+            tiles = work.tokens // self.tile
+            blocks = sum(-(-(work.context + (i + 1) * self.tile) // work.block_size) for i in range(tiles))
+            return tiles + streams * blocks, tiles
+        runs = work.rows if work.rows > 1 else work.tokens // self.page  # new tokens, and old pages of a part; pages
+        return (parts + (streams if work.rows > 1 else 0)) * runs, streams * runs
+
+
+def replace_scalars(work: Work, plan: Plan, copies_only: bool) -> None:
+    """From here on kernels have no arguments in scalar memory; with `copies_only` they compute nothing."""
+    scalars = stand_ins(work, plan.block_rows, plan.segment, plan.segments, plan.tile, plan.page)
+    pallas_call = pl.pallas_call
+
+    def with_scalars(body, *args, grid_spec, **kwargs):
+        given = scalars[kwargs["name"]]
+        if kwargs["name"] == "paged_prefill":
+            object.__setattr__(grid_spec, "grid", (max(1, work.tokens // plan.tile),))
+        return pallas_call(lambda *refs: body(*given, *refs[len(given) :]), *args, grid_spec=grid_spec, **kwargs)
+
+    pl.pallas_call = with_scalars
+    if copies_only:
+        prefill._attend = lambda *args, **kwargs: None
+        decode._attend = lambda fetch, work, *args: [fetch(segment) for segment in range(len(work))]
+
+
+def step_program(work: Work, copies_only: bool, layers: int, array: Callable[..., Any]):
+    """One step of `layers` layers, from q, k and v to the output; with its plan, and how many parts a pool has."""
+    shape = (SHAPES | {name: AttentionShape(*heads, 128, 1) for name, heads in HEADS.items()})[work.shape]
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    rank = shape.head_dim if work.joined else shape.rank
+    head_dim = -(-(2 if work.joined else 1) * shape.head_dim // 128) * 128
+    blocks = work.table // work.block_size
+    storage = "bfloat16" if work.kind is None else str(storage_of(work.kind))
+    # Several times what is read, or XLA moves the whole pool into vector memory first; but one that large it cannot.
+    parts = 2 if rank is None else 1
+    read = work.rows * blocks
+    num_blocks = max(4096, min(2 * read, max(read, 2**16))) + 1
+    pool = array(num_blocks, parts, kv_heads, work.block_size, head_dim, dtype=storage)
+    tables, counts = array(work.rows, blocks, dtype="int32"), array(work.rows, dtype="int32")
+    plan = Plan.of(work, heads, pool, tables, shape.window)
+    replace_scalars(work, plan, copies_only)
+
+    options: dict[str, Any] = {
+        "soft_cap": shape.soft_cap, "window": shape.window, "deterministic": work.deterministic
+    }  # fmt: skip
+    known = {} if rank is None else {"rank": rank}
+    options |= {} if rank is None else known | {"scale": 0.1}
+    tokens = (work.rows, 1) if work.kernel == "decode" else (work.tokens * work.rows,)
+    given = head_dim if shape.rank is not None else shape.head_dim
+    q, k = array(*tokens, heads, given), array(*tokens, kv_heads, given)
+
+    def program(q, k, v, pools, tables, lengths, new, shared):
+        def quantised(scale):
+            return {} if scale is None else {"kv_scale": scale, "kind": work.kind}
+
+        kv, scale = pools[0]
+        if work.joined:
+            k, v = joined.rows(k, v), None
+        if shape.rank is not None:
+            v = None
+        if work.kernel == "write":
+            return tpu.write_kv(kv, k, v, tables, lengths, new, **known, **quantised(scale))
+        if work.kernel == "prefill" and not work.layer:
+            q = joined.queries(q) if work.joined else q
+            return tpu.paged_attention(q, kv, tables, lengths, new, **options, **quantised(scale))
+        written = []
+        for kv, scale in pools:
+            q = joined.queries(q) if work.joined else q
+            step = dict(q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, **options, **quantised(scale))
+            if work.prefix is None:
+                q, kv = tpu.write_and_attend(**step)
+            else:
+                q, kv = cascade.read_once(tpu.write_and_attend, tpu.paged_attention, shared=shared, **step)
+            written.append(kv)
+        return q, written
+
+    axes = scale_axes(work.kind, shape.head_dim, shape.rank)
+    scale = None if work.kind is None else array(*pool.shape[:-1], *axes, dtype="float32")
+    arguments = (q, k, k, [(pool, scale)] * layers, tables, counts, counts, array(4, work.rows, dtype="int32"))
+    donated = () if work.kernel == "prefill" and not work.layer else 3
+    return jax.jit(program, donate_argnums=donated).lower(*arguments), plan, parts
+
+
+def model_program(work: Work, copies_only: bool, layers: int, array: Callable[..., Any]):
+    """One step of a decoder of `layers` layers, as its users call it, weights and all."""
+    fields, rope = MODELS[str(work.model)], Rope(theta=500_000.0)
+    config = DecoderConfig(**fields, windows=(None,) * layers, ropes=(rope,) * layers)
+    model = jax.eval_shape(lambda: Decoder(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
+    places = {"max_seqs": work.rows, "max_seq_len": work.table, "block_size": work.block_size}
+    # As many blocks as in the programs of a step.
+    blocks = max(4096, 2 * work.rows * work.table // work.block_size)
+    cache_config = jaxkv.CacheConfig.from_model(model, num_blocks=blocks, head_dim_multiple=128, **places)
+    cache = jax.eval_shape(lambda: jaxkv.init(cache_config))
+    kv, tables = cache.pools[0].kv, array(work.rows, work.table // work.block_size, dtype="int32")
+    plan = Plan.of(work, config.num_heads, kv, tables)
+    replace_scalars(work, plan, copies_only)
+
+    def program(model, tokens, new, cache):
+        cache = jaxkv.extend(cache, new)
+        return model(tokens, cache=cache, logits_at=jnp.zeros(work.rows, jnp.int32))
+
+    model, cache = jax.tree.map(lambda x: array(*x.shape, dtype=x.dtype), (model, cache))
+    tokens = array(*((work.rows, 1) if work.kernel == "decode" else (work.tokens,)), dtype="int32")
+    new = array(work.rows, dtype="int32")
+    return jax.jit(program, donate_argnames="cache").lower(model, tokens, new, cache), plan, 2
+
+
+def names_in_branches(program: str) -> list[str]:
+    """Of a compiled program's operations those that stand in the branch of a condition."""
+    bodies = dict(re.findall(r"^%?(\S+) \(.*?\{\n(.*?)^\}", program, re.DOTALL | re.MULTILINE))
+    branches = re.findall(r"branch_computations=\{(.*?)\}", program)
+    inside = "".join(bodies[name.strip(" %")] for names in branches for name in names.split(","))
+    return re.findall(r"^ *(?:ROOT )?%(\S+) = ", inside, re.MULTILINE)
+
+
+def main(chip: str, name: str, copies_only: bool, layers: int, folder: str | None = None) -> None:
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip], chips_per_host_bounds=(1, 1, 1))
+    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    work = WORKS[name]
+
+    def array(*axes, dtype: Any = "bfloat16"):
+        return jax.ShapeDtypeStruct(axes, dtype, sharding=whole)
+
+    with jax.set_mesh(mesh):
+        if folder is not None:
+            compile_peer(folder, chip, work, array)
+            return
+        make = step_program if work.model is None else model_program
+        lowered, plan, parts = make(work, copies_only, layers, array)
+        print(json.dumps(plan.copies(work, parts)), flush=True)
+        program = lowered.compile().as_text()
+    print(json.dumps(names_in_branches(program) if work.prefix == 0 else []))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3], bool(int(sys.argv[3])), int(sys.argv[4]), *sys.argv[5:])
