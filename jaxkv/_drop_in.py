@@ -4,8 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv._core.attention import attention
+from jaxkv._core.numbers import integer, listed, shown
+from jaxkv._core.variants import as_array
 
 
 def dot_product_attention(
@@ -113,10 +116,18 @@ def jax_attention(
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
     _refuse("with a cache", {"bias": bias, **lengths, "implementation='cudnn'": implementation == "cudnn" or None})
     if local_window_size is not None:
-        left = local_window_size[0] if isinstance(local_window_size, tuple) else local_window_size
-        options["window"] = left + 1
+        options["window"] = _left_of(local_window_size) + 1
     options |= {"scale": scale, "implementation": implementation, "return_lse": return_residual}
     return attention(query, key, value, cache, **options, **_masked(mask, query, cache))
+
+
+def _left_of(window: Any) -> int:
+    """How many tokens before itself a token sees, of a `local_window_size`. Raises ValueError."""
+    sides = listed("local_window_size", window) if np.ndim(window) else [window] * 2
+    if len(sides) != 2:
+        raise ValueError(f"local_window_size must be (left, right), or one number for both, not {shown(window)}.")
+    left, _ = (integer("local_window_size", side, least=0) for side in sides)
+    return left
 
 
 def _refuse(when: str, given: dict[str, Any]) -> None:
@@ -128,7 +139,7 @@ def _masked(mask: Any, query: jax.Array, cache: Any) -> dict[str, Any]:
     """A mask with an axis of heads as `attention` wants it: `[S, T, C]`, or `[N, C]` packed."""
     if mask is None:
         return {}
-    mask = jnp.asarray(mask)
+    mask = as_array("mask", mask)
     rank = query.ndim  # heads in it too, and C in the place of D
     if mask.ndim > rank or (mask.ndim > 2 and mask.shape[-3] != 1):
         wanted = "[S, 1, T, C]" if rank == 4 else "[1, N, C]"
@@ -138,5 +149,10 @@ def _masked(mask: Any, query: jax.Array, cache: Any) -> dict[str, Any]:
         )
     mask = mask.astype(bool).reshape((1,) * (rank - mask.ndim) + mask.shape)
     mask = mask[:, 0] if rank == 4 else mask[0]
+    if any(m not in (1, n) for m, n in zip(mask.shape, query.shape[:-2], strict=False)):
+        raise ValueError(
+            f"mask must broadcast to the query's tokens {query.shape[:-2]}, but without its heads it has the shape "
+            f"{mask.shape}."
+        )
     columns = cache.config.max_seq_len if mask.shape[-1] == 1 else mask.shape[-1]  # one column is all of them
     return {"mask": jnp.broadcast_to(mask, (*query.shape[:-2], columns))}

@@ -9,6 +9,7 @@ from jaxkv._core.attention import attention
 from jaxkv._core.observing import rotated_by
 from jaxkv._core.plan import Step, positions
 from jaxkv._core.state import Layer
+from pallas_kernels.arguments import check_numbers
 
 
 def attend_or_dense(
@@ -70,7 +71,11 @@ def dense_attention(
 
     Returns:
       The output in q's shape, of the values' width, and dtype. Softmax and accumulation are in float32.
+
+    Raises:
+      ValueError: options that make no sense.
     """
+    check_numbers(scale, soft_cap, window)
     *leading, num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[-2]
     scale = head_dim**-0.5 if scale is None else scale

@@ -87,17 +87,10 @@ def check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sink
             raise ValueError(
                 f"kv_scale must have the pool's shape without its last axis{by_group}, {wanted}, not {kv_scale.shape}."
             )
-    for name, x in {"scale": scale, "soft_cap": soft_cap}.items():
-        if isinstance(x, jax.Array | np.ndarray):
-            if x.ndim:
-                raise ValueError(f"{name} must be a number or a scalar array, but its shape is {x.shape}.")
-        elif x is not None and not _above_0(x):
-            raise ValueError(f"{name} must be a finite number above 0, not {x!r:.99}: leave it out for the default.")
+    check_numbers(scale, soft_cap, window)
     for name, x in {"sinks": sinks, "mask": mask}.items():
-        if x is not None and not isinstance(x, jax.Array | np.ndarray):
+        if x is not None and not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
             raise ValueError(f"{name} must be an array, not {type(x).__name__}: make one of it with jnp.asarray.")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 (a token sees itself), not {window}: None means no window.")
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(
             f"sinks must have one entry for each of the {num_heads} query heads, but its shape is {sinks.shape}."
@@ -107,7 +100,24 @@ def check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sink
     if chunk is not None and window is not None:
         raise ValueError(f"chunk={chunk} and window={window} cannot both limit what a token sees: leave one out.")
     if mask is not None and (mask.dtype != jnp.bool_ or mask.shape[:-1] != q.shape[:-2]):
-        raise ValueError(f"mask must be bool{[*q.shape[:-2], 'C']}, not {mask.dtype}{list(mask.shape)}.")
+        raise ValueError(
+            f"mask must be bool[{', '.join(map(str, q.shape[:-2]))}, C], not {mask.dtype}{list(mask.shape)}."
+        )
+
+
+def check_numbers(scale, soft_cap, window) -> None:
+    for name, x in {"scale": scale, "soft_cap": soft_cap}.items():
+        if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            if x.shape:
+                raise ValueError(f"{name} must be a number or a scalar array, but its shape is {x.shape}.")
+        elif x is not None and not _above_0(x):
+            raise ValueError(f"{name} must be a finite number above 0, not {x!r:.99}: leave it out for the default.")
+    if window is None:
+        return
+    if isinstance(window, bool) or not isinstance(window, int | np.integer):
+        raise ValueError(f"window must be an integer, not {window!r:.99}.")
+    if window < 1:
+        raise ValueError(f"window must be at least 1 (a token sees itself), not {window}: None means no window.")
 
 
 def _above_0(x) -> bool:

@@ -12,6 +12,7 @@ import jax
 
 # Implementation -> the platform that it runs on; None: any.
 IMPLEMENTATIONS = {"xla": None, "reference": None, "gpu": "cuda", "tpu": "tpu"}
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # Options that decide who sees whom, which not every backend knows.
 VARIANTS = ("alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic", "sink_tokens", "stripe")
 USUAL = {"causal": True, "deterministic": False}  # the others: None
@@ -76,6 +77,15 @@ def unsupported(implementation: str, op: str, arguments: dict[str, Any]) -> str 
         return f"The {implementation} kernels read no {kind} pools yet; leave implementation=None to use XLA's."
     check = getattr(backend, "unsupported", None)
     return check(op, arguments) if check else None
+
+
+def read_platform(platform: Any) -> str:
+    """A platform by any of its names. Raises ValueError for what is none."""
+    if platform == "gpu":  # JAX's own other name for it
+        return "cuda"
+    if platform not in PLATFORMS and platform != platform_now():
+        raise ValueError(f"platform must be None or one of {', '.join(PLATFORMS)}, not {platform!r}.")
+    return platform
 
 
 def platform_now() -> str:

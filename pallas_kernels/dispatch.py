@@ -29,6 +29,7 @@ from pallas_kernels.choice import (
     backend_of,
     choose,
     platform_now,
+    read_platform,
     unsupported,
     unusual,
 )
@@ -215,6 +216,7 @@ def explain(
 
     Raises:
       TypeError: an argument that no op takes.
+      ValueError: a platform that there is not, shapes or options that do not fit together.
       NotImplementedError: the named implementation cannot run these arguments.
 
     >>> import jax, jax.numpy as jnp
@@ -223,6 +225,26 @@ def explain(
     'xla'
     """
     check_names(op, arguments)
+    if platform is not None:
+        platform = read_platform(platform)
+    if "q" in arguments and "kv" in arguments and "tables" in arguments:
+        _check_seen(arguments)
+    return _choice(op, platform, implementation, arguments)
+
+
+def _check_seen(arguments: dict[str, Any]) -> None:
+    """What is checked of a call's queries and options. How latent rows are scaled has no say in who runs."""
+    given = {name: parameter.default for name, parameter in _ATTENTION.items()} | arguments
+    if given["rank"] is not None and given["scale"] is None:
+        given["scale"] = 1.0
+    names = ("q", "kv", "tables", "kv_scale", "kind", "scale", "soft_cap", "window", "sinks", "mask", "rank", "chunk")
+    check_attention(**{name: given[name] for name in names})
+    check_variants(**{name: given[name] for name in ("q", "tables", "window", "mask", *VARIANTS) if name != "stripe"})
+    check_stripe(given["stripe"])
+
+
+def _choice(op: str, platform: str | None, implementation: str | None, arguments: dict[str, Any]) -> Choice:
+    """Of arguments that have been checked."""
     if arguments.get("stripe") is not None and (
         op == "write_kv" or stripes.reads_all(arguments["q"].shape[:-2], arguments)
     ):
@@ -230,6 +252,7 @@ def explain(
     return choose(op, implementation, platform, arguments)
 
 
+_ATTENTION = inspect.signature(paged_attention).parameters
 TAKEN = {name for f in (paged_attention, write_kv) for name in inspect.signature(f).parameters} - {"implementation"}
 
 
@@ -304,7 +327,7 @@ _once = jax.jit(_with_gradient, static_argnums=(0, 1, 2))
 
 def _run(op: str, implementation: str | None, arrays: dict[str, jax.Array], static: dict[str, Any]) -> Any:
     arguments: dict[str, Any] = {**arrays, **static}
-    choice = explain(op, implementation=implementation, **arguments)
+    choice = _choice(op, None, implementation, dict(arguments))
 
     def on(name: str) -> Any:
         backend = backend_of(name)

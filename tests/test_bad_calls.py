@@ -10,6 +10,7 @@ import pytest
 from checksum_model import Checksum
 
 import jaxkv
+import jaxkv.convert
 
 LAYER = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
 CONFIG = jaxkv.CacheConfig(layers=(LAYER,), max_seqs=2, max_seq_len=64, num_blocks=8, dtype="float32")
@@ -19,6 +20,7 @@ NO_ROWS = ["1", "", b"1", [[0]], {}, object(), 1j, None, 1.5, [0.5], -1, 2, [0, 
 NO_COUNTS = ["1", [1], [1, 1, 1], [[1, 1]], [1.5, 1], [-1, 0], [None, 1], ["a", 1], {}, object(), None, 1, [True, "a"]]
 NO_TOKENS = ["ab", [1.5], [[1]], {}, object(), None, 7, ["a"], [None]]
 NO_ARRAYS = [None, 1, "a", [], [1, 2], {}, object(), np.ones(3), np.ones((2, 3, 2, 9)), np.ones((3, 3, 2, 8))]
+NO_CONFIGS = [None, 1, "a", {}, [], object(), LAYER]
 NO_LAYERS = [None, "0", 1, -1, 1.5, [], {}, object(), True, 10**30]
 
 
@@ -89,14 +91,43 @@ CALLS = {
     "adopt row": (lambda c, p, x: p.adopt(c, x, p.match([1])), NO_ROWS),
     "make_room num_blocks": (
         lambda c, p, x: p.make_room(c, x),
-        [*without_ones(NO_NUMBERS), 1.5, [1, 1], [1.5], ["a"], 2**31, 10**30],
+        [*without_ones(NO_NUMBERS), 1.5, -1, [1, 1], [1.5], ["a"], 2**31, 10**30],
     ),
+    "config": (lambda c, p, x: jaxkv.init(x), NO_CONFIGS),
+    "specs config": (lambda c, p, x: jaxkv.partition_specs(x), NO_CONFIGS),
+    "index config": (lambda c, p, x: jaxkv.PrefixCache(x), NO_CONFIGS),
+    "left_align counts": (
+        lambda c, p, x: jaxkv.left_align([[1, 2, 3]], x),
+        [[4], [-1], [10**6], [1.5], ["a"], None, 1],
+    ),
+    "last counts": (lambda c, p, x: jaxkv.last([[1, 2, 3]], x), [[4], [-1], [10**6], [1.5], ["a"], None, 1]),
     "match": (lambda c, p, x: p.adopt(c, 1, x), [None, 1, "a", [], {}, object()]),
     "save rows": (lambda c, p, x: jaxkv.save("/nonexistent/a", c, rows=x), without(NO_ROWS, None)),
     "model": (lambda c, p, x: jaxkv.save("/nonexistent/a", c, model=x), [1, 1.5, b"a", [], {}, object(), True]),
     "metadata": (lambda c, p, x: jaxkv.save("/nonexistent/a", c, metadata=x), [1, "a", [1], {"a": object()}, object()]),
 }
 
+# Whatever takes a cache and is given something else.
+OF_A_CACHE = {
+    "append": lambda x: jaxkv.append(x, [ONES], [ONES], [1, 1]),
+    "block_bounds": lambda x: jaxkv.block_bounds(x, layer=0),
+    "check": jaxkv.check,
+    "check_invariants": jaxkv.check_invariants,
+    "evict": lambda x: jaxkv.evict(x, layer=0),
+    "extend": lambda x: jaxkv.extend(x, [1, 1]),
+    "fork": lambda x: jaxkv.fork(x, 0, 1),
+    "free": lambda x: jaxkv.free(x, 0),
+    "gather": lambda x: jaxkv.gather(x, 0, layer=0),
+    "keep": lambda x: jaxkv.keep(x, [[0], [0]]),
+    "plan_step": lambda x: jaxkv.plan_step(x, (2, 1)),
+    "reorder": lambda x: jaxkv.reorder(x, [0, 1]),
+    "reserve": lambda x: jaxkv.reserve(x, [1, 1]),
+    "save": lambda x: jaxkv.save("/nonexistent/a", x),
+    "stats": jaxkv.stats,
+    "swap_out": lambda x: jaxkv.swap_out(x, 0),
+    "to_hugging_face": jaxkv.convert.to_hugging_face,
+    "truncate": lambda x: jaxkv.truncate(x, [0, 0]),
+}
 
 ROOM = {"max_seqs": 3, "max_seq_len": 48, "block_size": 3, "num_blocks": 18, "step_tokens": 7}
 MODEL = Checksum((None, 7))
@@ -137,10 +168,14 @@ OF_AN_ENGINE = [
     (make, "max_seqs", NO_SIZES),
     (make, "max_seq_len", without(NO_SIZES, None)),
     (lambda _, longest: make(_, longest=longest, max_seq_len=None), "longest", NO_SIZES),
+    (make, "longest", NO_SIZES),
+    (make, "draft_tokens", NO_SIZES),
+    (lambda _, model: jaxkv.Engine(model), "model", [None, "small", {}, 1, object()]),
+    (generate, "max_tokens", [*without(NO_NUMBERS, None), 0, -1, 3]),
     (make, "step_tokens", NO_SIZES),
     (make, "steps_per_dispatch", NO_SIZES),
     (make, "seed", [*NO_NUMBERS, 1.5, 10**30]),
-    (make, "spill_bytes", [*NO_NUMBERS, -1, 1.5]),
+    (make, "spill_bytes", [*NO_NUMBERS, -1]),
     (make, "host_bandwidth", [*NO_NUMBERS, 0, -1]),
     (make, "swap", [None, 1, "often", True, [], {}, object()]),
     (make, "num_blocks", without(NO_SIZES, None)),
@@ -206,3 +241,28 @@ def test_a_bad_argument_is_one_sentence(name, state):
 
 def test_there_are_enough():
     assert sum(len(v) for _, v in CALLS.values()) + sum(len(v) for _, _, v in OF_AN_ENGINE) > 1000
+
+
+@pytest.mark.parametrize("name", OF_A_CACHE)
+def test_what_is_no_cache_is_called_so(name, state):
+    for value in (None, 1, "a", [], object(), CONFIG, ONES):
+        with pytest.raises(ValueError, match=r"cache must be a Cache, as jaxkv\.init makes one, not ") as error:
+            OF_A_CACHE[name](value)
+        assert_is_a_sentence(error.value, "cache", value)
+    with pytest.raises(ValueError, match="must be the whole cache, not one of its layers: cache") as error:
+        OF_A_CACHE[name](state[0].layers[0])
+    assert_is_a_sentence(error.value, "cache", "a layer")
+
+
+def test_positions_are_asked_of_a_cache_or_a_layer():
+    for value in (None, 1, "a", [], object()):
+        with pytest.raises(ValueError, match="cache must be a Cache"):
+            jaxkv.positions(value, (2, 1))
+
+
+@pytest.mark.parametrize("name, meant", [("stop", "eos"), ("max_length", "max_seq_len"), ("do_sample", "temperature")])
+def test_what_others_call_an_option_is_named(name, meant):
+    with pytest.raises(TypeError, match=f"Engine and generate take no {name}: did you mean {meant}"):
+        generate(None, **{name: 1})
+    with pytest.raises(TypeError, match=r"take no colour: of a cache it takes block_size, .*, num_blocks"):
+        make(None, colour="red")

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv._core.cache import Cache
+from jaxkv._core.cache import Cache, check_cache
 from jaxkv._core.kept_bounds import bounds_at
 from jaxkv._core.numbers import integer, shown
 from jaxkv._core.shards import POOL, WHOLE, heads_at, on_shards
@@ -95,8 +95,7 @@ def block_bounds(
 
 def tables_of(cache: Any, layer: int) -> BlockTables:
     """The tables of a layer whose blocks hold all heads. Raises ValueError for another."""
-    if not isinstance(cache, Cache):
-        raise ValueError(f"cache must be a Cache, as jaxkv.init makes one, not {shown(cache)}.")
+    check_cache(cache)
     if cache.config.group_evicts[cache.config.group(layer)] == "head":
         raise ValueError(
             f'In layer {layer}, with evict="head", each head has blocks of its own, and none can be chosen for all: '

@@ -7,7 +7,7 @@ computes is, bit by bit, what it would compute alone.
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,11 @@ class RowShards:
     >>> cache, len(cache.shards), cache.shards[0].lengths.tolist()
     (RowShards(4 rows over the mesh axis 'data'), 1, [0, 0, 0, 0])
     """
+
+    NO_CACHE: ClassVar[str] = (
+        "cache must be one cache, but the rows of this one are divided over a mesh axis: call what works on a cache "
+        "inside jaxkv.by_rows, or on one of its shards, cache.shards[i]."
+    )
 
     tables: tuple[BlockTables, ...]
     pools: tuple[Pool | None, ...]

@@ -10,9 +10,17 @@ import jax.numpy as jnp
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.contents import put_part, put_token
 from jaxkv._core.kept_bounds import renewed
+from jaxkv._core.numbers import shown
 from jaxkv._core.shards import POOL, WHOLE, heads_at, on_shards
 from jaxkv._core.state import BlockTables, Layer, Pool
 from jaxkv._core.views import Views, check_head
+
+
+def check_cache(cache: Any) -> None:
+    """Raise ValueError unless it is a whole cache."""
+    if not isinstance(cache, Cache):
+        part = getattr(type(cache), "NO_CACHE", None)  # of what is easily taken for one
+        raise ValueError(part or f"cache must be a Cache, as jaxkv.init makes one, not {shown(cache)}.")
 
 
 @jax.tree_util.register_dataclass

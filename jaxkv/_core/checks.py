@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxkv._core.cache import Cache
+from jaxkv._core.cache import Cache, check_cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.contents import numbers
 from jaxkv._core.errors import CacheError, OutOfBlocks, OutOfWindow, SequenceTooLong
@@ -287,6 +287,7 @@ def _group_stats(t: BlockTables, config: CacheConfig, group: int) -> dict[str, A
 
 def check_on_host(cache: Cache, function: str) -> None:
     """Raise ValueError unless it is one cache, whose numbers are known: what a function needs that reads them."""
+    check_cache(cache)
     if isinstance(cache.lengths, jax.core.Tracer):
         raise ValueError(
             f"{function} cannot be part of jit, grad or vmap: it reads numbers of the cache, which are known outside "

@@ -281,6 +281,12 @@ class CacheConfig(MadeLike):
           step_tokens: the most tokens of one step, all rows together. Then layers with a window get no more blocks than
             their windows and one step can fill.
         """
+        for name in ("layer_configs", "dtype"):
+            if not hasattr(model, name) and not (name == "dtype" and dtype is not None):
+                raise ValueError(
+                    "model must have layer_configs, a LayerConfig for each layer, and dtype, by which its cache is "
+                    f"made, but {shown(model)} has no {name}."
+                )
         max_seqs = integer("max_seqs", max_seqs, least=1)
         max_seq_len = integer("max_seq_len", max_seq_len, least=1)
         fields.setdefault("stacked", getattr(model, "scan", False))
@@ -358,3 +364,9 @@ class CacheConfig(MadeLike):
             stale = {follows[field] for field in follows.keys() & changes.keys()}
         fields: Any = dict.fromkeys(stale) | changes
         return dataclasses.replace(self, **fields)
+
+
+def check_config(config: Any) -> None:
+    """Raise ValueError unless it is a `CacheConfig`."""
+    if not isinstance(config, CacheConfig):
+        raise ValueError(f"config must be a CacheConfig, which says what a cache is made for, not {shown(config)}.")

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxkv._core.arguments import to_device
 from jaxkv._core.by_rows import shard_config, specs_of_rows
 from jaxkv._core.cache import Cache
-from jaxkv._core.config import CacheConfig
+from jaxkv._core.config import CacheConfig, check_config
 from jaxkv._core.lines import numbers_in_parts, refuse_sinks
 from jaxkv._core.numbers import shown
 from jaxkv._core.processes import agree, processes_of, put
@@ -47,6 +47,7 @@ def init(
     >>> jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=4, max_seq_len=64, num_blocks=10))
     Cache(0 of 10 blocks used, 0 tokens in 0 of 4 rows, 1 layer, 11.0 KiB)
     """
+    check_config(config)
     for name, axis in {"context": context, "rows": rows}.items():
         if mesh is None and axis is not None:
             raise ValueError(f"{name} needs mesh=, the devices that it names an axis of, but there is only {axis!r}.")
@@ -119,6 +120,7 @@ def partition_specs(
     >>> jaxkv.partition_specs(config, mesh).pools[0].kv
     P(None, None, 'model')
     """
+    check_config(config)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if not isinstance(mesh, Mesh | AbstractMesh) or mesh.empty:
         what = "there is none" if isinstance(mesh, Mesh | AbstractMesh) else f"not {shown(mesh)}"

@@ -11,7 +11,7 @@ import numpy as np
 from jaxkv._core.allocator import blocks_for, next_blocks, replace_entries, serve, with_taken
 from jaxkv._core.arguments import as_int32
 from jaxkv._core.at_hand import part_of
-from jaxkv._core.cache import Cache
+from jaxkv._core.cache import Cache, check_cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.kept_bounds import renewed
 from jaxkv._core.lines import any_of_row, part_sums, row_needs, seen_by_rows, to_lines
@@ -54,6 +54,7 @@ def evict(cache: Cache, keep: Any = None, *, layer: int, scores: Any = None, bud
     >>> cache.layers[0].held.tolist(), cache.lengths.tolist(), cache.blocks_in_use
     ([10, 20], [40, 20], 3)
     """
+    check_cache(cache)
     config, one = cache.config, cache.layer_config(layer)
     if one.evict is None:
         why = "keeps all tokens" if one.shares_with is None else f"reads what layer {one.shares_with} keeps"

@@ -5,14 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv._core.cache import Cache, check_cache
 from jaxkv._core.contents import read_raw
 from jaxkv._core.numbers import integer
 from jaxkv._core.shards import POOL, WHOLE, heads_at, on_shards
-from jaxkv._core.views import Views, check_row
+from jaxkv._core.views import check_row
 
 
 def gather(
-    cache: Views, row: Any, *, layer: int, max_len: int | None = None, raw: bool = False
+    cache: Cache, row: Any, *, layer: int, max_len: int | None = None, raw: bool = False
 ) -> tuple[Any, ...]:  # fmt: skip
     """The stored keys and values of one row, dense; those of a quantised layer as float32.
 
@@ -40,6 +41,7 @@ def gather(
     >>> k.shape
     (3, 2, 8)
     """
+    check_cache(cache)
     check_row(cache, row)
     if max_len is None:
         length = cache.layer(layer).held[row]

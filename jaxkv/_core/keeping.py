@@ -11,7 +11,7 @@ import numpy as np
 from jaxkv._core.allocator import blocks_for, replace_entries
 from jaxkv._core.arguments import as_int32
 from jaxkv._core.at_hand import at_places, own_places
-from jaxkv._core.cache import Cache
+from jaxkv._core.cache import Cache, check_cache
 from jaxkv._core.kept_bounds import renewed, touched
 from jaxkv._core.lines import any_of_row, to_lines
 from jaxkv._core.numbers import shown
@@ -45,6 +45,7 @@ def keep(cache: Cache, path: Any) -> Cache:
     >>> jaxkv.keep(cache, [[0, 2, -1], [-1, -1, -1]]).lengths.tolist()
     [9, 3]
     """
+    check_cache(cache)
     path = _read_path(cache, path)
     number, is_kept = jnp.arange(path.shape[1], dtype=jnp.int32)[None], path >= 0
     count = jnp.sum(is_kept, axis=1, dtype=jnp.int32)

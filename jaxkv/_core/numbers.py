@@ -1,6 +1,7 @@
 """Numbers as callers hand them in, read in one place: of any type that means a number, finite, and within bounds."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -66,9 +67,10 @@ def listed(name: str, several: Any) -> list[Any]:
 
 
 def shown(value: Any) -> str:
-    """`repr`, cut to what fits into a sentence. Python itself refuses to print an integer of thousands of digits."""
+    """`repr` on one line, cut to what fits into a sentence. Python itself refuses to print an integer of thousands of
+    digits."""
     try:
-        text = repr(value)
+        text = re.sub(r"\s*\n\s*", " ", repr(value))
     except Exception as error:
         return f"something of type {type(value).__name__} that cannot be printed ({type(error).__name__})"
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from jaxkv._core.cache import Cache
+from jaxkv._core.cache import Cache, check_cache
 from jaxkv._core.cascade import blocks_read, can_share, find_sharing
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.lines import seen_by_rows, to_lines
@@ -124,6 +124,7 @@ def plan_step(
     >>> step.positions.tolist()
     [0, 1, 2, 0, 1]
     """
+    check_cache(cache)
     rows = seen_by_rows(cache.tables[0], cache.config)
     token_axes = check_token_axes(rows, token_axes)
     new, tree = rows.new, read_tree(tree, token_axes, rows)
@@ -166,6 +167,8 @@ def positions(cache: Cache | Layer, shape: Sequence[int], *, tree: Any = None) -
     >>> jaxkv.positions(cache, (2, 4)).tolist()
     [[3, 4, 0, 0], [0, 1, 2, 3]]
     """
+    if not isinstance(cache, Layer):
+        check_cache(cache)
     tables = seen_by_rows(cache.tables if isinstance(cache, Layer) else cache.tables[0], cache.config)
     shape = check_token_axes(tables, shape)
     with jax.named_scope("plan"):

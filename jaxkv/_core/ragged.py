@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.numbers import integer
+from jaxkv._core.numbers import integer, shown
 
 
 def counts(
@@ -68,6 +68,8 @@ def counts(
     else:
         found = jnp.sum(row != 0, axis=1, dtype=jnp.int32)
     if check:
+        if isinstance(x, jax.core.Tracer):
+            raise ValueError("check=True cannot be part of jit: holes are looked for on the host. Leave it out there.")
         _check_holes(name, np.asarray(x), max_seqs)
     return found
 
@@ -75,7 +77,7 @@ def counts(
 def left_align(x: Any, counts: Any) -> jax.Array:
     """Rows whose tokens stand last, padding before them, as rows whose tokens stand first: `[S, T, ...]` both.
 
-    The padding goes behind them; `right_align` is the way back.
+    The padding goes behind them; `right_align` is the way back. Counts that are known on the host must be from 0 to T.
 
     >>> import jaxkv
     >>> jaxkv.left_align([[0, 0, 5, 6], [1, 2, 3, 4]], [2, 4]).tolist()
@@ -118,13 +120,25 @@ def _roll(x: Any, counts: Any, direction: Any) -> jax.Array:
 
 
 def _rows(x: Any, counts: Any) -> tuple[jax.Array, jax.Array]:
-    x, counts = jnp.asarray(x), _integers("counts", counts)
+    x, given, counts = jnp.asarray(x), counts, _integers("counts", counts)
     if x.ndim < 2 or counts.shape != x.shape[:1]:
         raise ValueError(f"x must be [S, T, ...] and counts [S], but their shapes are {x.shape} and {counts.shape}.")
+    if not isinstance(given, jax.Array):  # known on the host
+        wrong = np.flatnonzero((np.asarray(given) < 0) | (np.asarray(given) > x.shape[1]))
+        if wrong.size:
+            row = int(wrong[0])
+            raise ValueError(
+                f"counts must be from 0 to {x.shape[1]}, the places of a row, but row {row} has "
+                f"{shown(np.asarray(given)[row].item())}."
+            )
     return x, counts
 
 
 def _integers(name: str, x: Any) -> jax.Array:
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)
+        if x.dtype.kind not in "iub":
+            raise ValueError(f"{name} must be integers, not {x.dtype}.")
     x = jnp.asarray(x)
     if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
         raise ValueError(f"{name} must be integers, not {x.dtype}.")

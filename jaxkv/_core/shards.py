@@ -27,6 +27,8 @@ def heads_at(axis: int, heads: str = KV) -> PartitionSpec:
     return PartitionSpec(*[None] * axis, heads)
 
 
+CONTEXT = "context"  # the axis of a model's mesh for the tokens of blocks
+
 POOL = PartitionSpec(PARTS, None, KV, TOKENS)
 BLOCKS = PartitionSpec(None, None, KV, TOKENS)  # some blocks, that are not where pools have them
 WHOLE = PartitionSpec()
@@ -155,14 +157,19 @@ def mesh_of(tree: Any, axis: str = "model") -> Mesh | None:
     return None
 
 
+def model_mesh(model: Any) -> Mesh | None:
+    """The mesh that a model is divided over, by its heads or its contexts; None if it is not."""
+    return mesh_of(model) or mesh_of(model, CONTEXT)
+
+
 def context_axis(mesh: Mesh | None) -> str | None:
     """The axis that a model's mesh has for contexts, if it has one."""
-    return "context" if mesh is not None and "context" in mesh.axis_names else None
+    return CONTEXT if mesh is not None and CONTEXT in mesh.axis_names else None
 
 
 def place_of(tree: Any) -> Sharding | None:
     """Where what every device is to have goes, to lie with a pytree; None if that lies on a mesh without the axis."""
-    if (mesh := mesh_of(tree)) is not None:
+    if (mesh := model_mesh(tree)) is not None:
         return NamedSharding(mesh, WHOLE)
     placed = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and x.committed)
     devices = next(placed, jnp.zeros(())).sharding.device_set

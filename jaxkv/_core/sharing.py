@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxkv._core.allocator import blocks_for, replace_entries, serve, take
 from jaxkv._core.arguments import row_counts, row_indices, scatter_rows
-from jaxkv._core.cache import Cache
+from jaxkv._core.cache import Cache, check_cache
 from jaxkv._core.lines import any_of_row, part_sums, row_needs, source_lines, to_lines
 from jaxkv._core.pools import copy_blocks, in_stack
 from jaxkv._core.state import GONE, NULL_BLOCK, BlockTables
@@ -43,6 +43,7 @@ def fork(cache: Cache, src: Any, dst: Any) -> Cache:
     >>> cache.lengths.tolist(), cache.blocks_in_use  # 2 full blocks shared, 3 partial ones
     ([40, 40, 40], 5)
     """
+    check_cache(cache)
     rows = cache.lengths.shape[0]
     known = not isinstance(src, jax.Array) and not isinstance(dst, jax.Array)
     given = (src, dst)
@@ -81,6 +82,7 @@ def reorder(cache: Cache, order: Any) -> Cache:
     >>> jaxkv.reorder(jaxkv.extend(cache, [40, 20, 5]), [1, 0, 0]).lengths.tolist()
     [20, 40, 40]
     """
+    check_cache(cache)
     rows = cache.lengths.shape[0]
     if not isinstance(order, jax.Array):
         row_indices("order", order, rows)
@@ -115,6 +117,7 @@ def truncate(cache: Cache, lengths: Any) -> Cache:
     >>> jaxkv.truncate(jaxkv.extend(cache, [40, 20]), [10, 64]).lengths.tolist()
     [10, 20]
     """
+    check_cache(cache)
     return _truncate(cache, row_counts("lengths", lengths, cache.lengths.shape[0]))
 
 

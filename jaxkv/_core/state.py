@@ -4,6 +4,7 @@ S rows, M blocks per row at the most, K KV heads, D head_dim, N = num_blocks.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +136,10 @@ class Layer:
     A model's blocks take theirs and give it back; `cache.with_layers` puts them together again. Layers share their
     tables, so donate the cache, not its layers: no buffer can be donated twice.
     """
+
+    NO_CACHE: ClassVar[str] = (
+        "cache must be the whole cache, not one of its layers: cache.with_layer and cache.with_layers put layers back."
+    )
 
     pool: Pool  # None in a list of layers, if it reads another's: what that one writes would not reach it
     tables: BlockTables

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxkv._core.allocator import blocks_for, give_back, replace_entries, serve, take
 from jaxkv._core.arguments import row_counts, row_mask
-from jaxkv._core.cache import Cache
+from jaxkv._core.cache import Cache, check_cache
 from jaxkv._core.lines import of_parts, row_needs, to_lines
 from jaxkv._core.state import NULL_BLOCK, BlockTables
 
@@ -54,6 +54,7 @@ def extend(cache: Cache, num_tokens: Any) -> Cache:
     >>> cache.lengths.tolist(), cache.failed.tolist()
     ([20, 0, 0], [False, False, True])
     """
+    check_cache(cache)
     return _extend(cache, row_counts("num_tokens", num_tokens, cache.lengths.shape[0]))
 
 
@@ -94,6 +95,7 @@ def reserve(cache: Cache, target_lengths: Any) -> Cache:
     >>> jaxkv.reserve(cache, [33, 0]).blocks_in_use
     3
     """
+    check_cache(cache)
     return _reserve(cache, row_counts("target_lengths", target_lengths, cache.lengths.shape[0]))
 
 
@@ -117,6 +119,7 @@ def free(cache: Cache, rows: Any) -> Cache:
     >>> jaxkv.free(jaxkv.extend(cache, [30, 30]), [0])
     Cache(2 of 4 blocks used, 30 tokens in 1 of 2 rows, 1 layer, 5.0 KiB)
     """
+    check_cache(cache)
     return _free(cache, row_mask("rows", rows, cache.lengths.shape[0]))
 
 

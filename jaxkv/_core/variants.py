@@ -10,7 +10,13 @@ from jaxkv._core.arguments import as_int32
 from jaxkv._core.numbers import flag, integer, shown
 from jaxkv._core.state import BlockTables, Layer
 from pallas_kernels import trees
-from pallas_kernels.dispatch import check_names
+
+# What a call may say; and what `attention` and `attend` read by themselves, to be named beside it.
+OPTIONS = {
+    "alibi", "blocks", "causal", "deterministic", "mask", "return_lse", "scale", "sink_tokens", "sinks", "soft_cap",
+    "spans", "tree", "window",
+}  # fmt: skip
+READ_BEFORE = {"cascade", "implementation", "layer", "num_tokens", "step"}
 
 
 def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
@@ -19,28 +25,27 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
     Raises:
       TypeError: an option that there is not. ValueError: one that does not go with the layer.
     """
-    check_names("attention", options)
+    _check_names(options)
     options = {name: x for name, x in options.items() if x is not None}
     _check_evicting(one, options)
-    for name in ("window", "chunk", "sink_tokens"):
+    for name in ("window", "sink_tokens"):
         if name in options:
             options[name] = integer(name, options[name])
     for name in ("spans", "tree"):
         if name in options and getattr(options[name], "dtype", None) != jnp.int32:
             options[name] = as_integers(name, options[name])
     for name in ("alibi", "sinks", "mask"):
-        if name in options and not isinstance(options[name], jax.Array):
-            options[name] = _as_array(name, options[name])
+        if name in options:
+            options[name] = as_array(name, options[name])
     if "return_lse" in options:
         options["return_lse"] = flag("return_lse", options["return_lse"])
     if "blocks" in options:
         options["blocks"] = _read_blocks(options["blocks"], one.tables.tables.shape)
     own, asked = one.layer_config.window, options.get("window")
     if (chunk := one.layer_config.chunk) is not None:
-        if asked is not None or options.get("chunk", chunk) != chunk:
-            other = f"window={asked}" if asked is not None else f"chunk={options['chunk']}"
+        if asked is not None:
             raise ValueError(
-                f"Layer {one.number} sees chunks of {chunk} tokens, and cannot take {other}: leave it out."
+                f"Layer {one.number} sees chunks of {chunk} tokens, and cannot take window={asked}: leave it out."
             )
         return options | {"chunk": chunk}
     if own is not None and asked is not None and asked > own:
@@ -56,13 +61,24 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
             f"sink_tokens={options['sink_tokens']}: give its LayerConfig as many, or make it without a window, and "
             "give window= with them."
         )
-    if own is not None and "chunk" in options:
-        raise ValueError(f"Layer {one.number} has a window of {own} tokens, and cannot take chunk: leave it out.")
     return {"window": own} | ({} if first is None else {"sink_tokens": first}) | options
 
 
-def _as_array(name: str, x: Any) -> jax.Array:
-    """A list of numbers or flags, or a NumPy array of them, on the device. Raises ValueError for anything else."""
+def _check_names(options: dict[str, Any]) -> None:
+    """Raise TypeError for what is no option."""
+    if unknown := sorted(options.keys() - OPTIONS):
+        instead = {
+            "bias": "a slope by distance is alibi=, one more logit per head sinks=, True and False mask=",
+            "chunk": "a layer's chunk is its LayerConfig's",
+        }
+        way_out = instead.get(unknown[0], f"it takes {', '.join(sorted(OPTIONS | READ_BEFORE))}")
+        raise TypeError(f"attention takes no {' and no '.join(map(str, unknown))}: {way_out}.")
+
+
+def as_array(name: str, x: Any) -> jax.Array:
+    """An array of numbers or flags, or a list of them, on the device. Raises ValueError for anything else."""
+    if isinstance(x, jax.Array):
+        return x
     try:
         x = np.asarray(x)
     except ValueError:  # lists of unequal length
@@ -73,7 +89,7 @@ def _as_array(name: str, x: Any) -> jax.Array:
 
 
 # What goes by positions, which places in a layer that evicts are not; and what has an entry for each head or row.
-BY_POSITION, BY_HEAD = ("window", "sink_tokens", "chunk", "alibi", "mask"), ("sinks", "blocks")
+BY_POSITION, BY_HEAD = ("window", "sink_tokens", "alibi", "mask"), ("sinks", "blocks")
 
 
 def _check_evicting(one: Layer, options: dict[str, Any]) -> None:

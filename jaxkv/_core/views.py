@@ -5,6 +5,7 @@ Sizes are Python numbers outside `jit` and traced arrays inside.
 
 import functools
 import html
+import math
 from typing import Any
 
 import jax
@@ -172,8 +173,8 @@ class Views:
     @property
     def bytes(self) -> int:
         """Bytes of all pools."""
-        leaves = (leaf for leaf in jax.tree.leaves(self.pools) if hasattr(leaf, "dtype"))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        leaves = (leaf for leaf in jax.tree.leaves(self.pools) if hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
+        return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
 
     # Contents.
 
@@ -255,23 +256,24 @@ class Views:
         return jnp.moveaxis(x.reshape(self.layer_config(layer).num_kv_heads, -1, *x.shape[1:]), 0, axis)
 
     def _repr_html_(self) -> str:
-        if self._is_traced or self.lengths.ndim != 1:
+        if self._without_numbers is not None:
             return html.escape(repr(self))
         return block_map(repr(self), self.tables, self.config)
 
     @property
-    def _is_traced(self) -> bool:
-        return any(
-            isinstance(x, jax.core.Tracer) or not hasattr(x, "__array__")
-            for x in (self.tables[0].num_free, self.lengths)
-        )
+    def _without_numbers(self) -> str | None:
+        """What it is, in a word, if it is not one cache whose numbers are known."""
+        numbers = (self.tables[0].num_free, self.lengths)
+        if any(isinstance(x, jax.core.Tracer) or not hasattr(x, "__array__") for x in numbers):
+            return "traced"
+        if not all(jnp.issubdtype(x.dtype, jnp.integer) for x in numbers):
+            return "a gradient"
+        return None if self.lengths.ndim == 1 else f"a stack of {list(self.lengths.shape[:-1])} caches"
 
     def __repr__(self) -> str:
         size = f"{self.num_layers} layer{'s' * (self.num_layers != 1)}, {format_bytes(self.bytes)}"
-        if self._is_traced:
-            return f"Cache(traced, {size})"
-        if self.lengths.ndim != 1:
-            return f"Cache(a stack of {list(self.lengths.shape[:-1])} caches, {size})"
+        if (what := self._without_numbers) is not None:
+            return f"Cache({what}, {size})"
         rows = int(jnp.sum(self.lengths > 0))
         failed = int(jnp.sum(self.failed))
         return (

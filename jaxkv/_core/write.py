@@ -14,7 +14,7 @@ import pallas_kernels
 from jaxkv._core import joined
 from jaxkv._core.arguments import row_counts
 from jaxkv._core.at_hand import runs_of
-from jaxkv._core.cache import Cache
+from jaxkv._core.cache import Cache, check_cache
 from jaxkv._core.kept_bounds import renewed, touched
 from jaxkv._core.lines import own_lines, seen_by_rows, split_heads, split_offsets
 from jaxkv._core.plan import Step, check_plan, plan_step, settle, settled
@@ -90,6 +90,7 @@ def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementati
     >>> jaxkv.append(cache, kv, kv, [5, 3]).lengths.tolist()
     [5, 3]
     """
+    check_cache(cache)
     num_layers = cache.num_layers
     v = [None] * num_layers if v is None else v
     for name, x in {"k": k, "v": v}.items():

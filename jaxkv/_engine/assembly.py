@@ -1,9 +1,11 @@
 """An engine's loop, or one for each device of the mesh axis that rows are divided over, from its options."""
 
+import dataclasses
+import inspect
 from typing import Any
 
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.numbers import integer
+from jaxkv._core.numbers import integer, real
 from jaxkv._core.row_parts import AXIS, parts_of_model
 from jaxkv._engine.draft_model import make_drafter
 from jaxkv._engine.eviction import Eviction
@@ -13,6 +15,25 @@ from jaxkv._engine.prefill import Prefill
 from jaxkv._engine.resident import Residents, Swap
 from jaxkv._engine.reuse import make_prefix
 from jaxkv._engine.step import Hook
+
+# What others call it, by what it is called here.
+MEANT = {
+    "batch_size": "max_seqs", "do_sample": "temperature", "max_length": "max_seq_len",
+    "max_model_len": "max_seq_len", "max_num_seqs": "max_seqs", "max_token": "max_new_tokens",
+    "num_return_sequences": "n", "stop": "eos", "stop_token_ids": "eos",
+}  # fmt: skip
+
+
+def check_fields(fields: dict[str, Any]) -> None:
+    """Raise TypeError for what is no option, and no field of a cache that an engine leaves to its caller."""
+    made = inspect.signature(CacheConfig.from_model).parameters.keys() - {"model", "fields", "step_tokens"}
+    known = made | {field.name for field in dataclasses.fields(CacheConfig)} - {"layers"}
+    for name in fields:
+        if name not in known:
+            meant = (
+                f"did you mean {MEANT[name]}?" if name in MEANT else f"of a cache it takes {', '.join(sorted(known))}."
+            )
+            raise TypeError(f"Engine and generate take no {name}: {meant}")
 
 
 def make_loops(
@@ -26,11 +47,12 @@ def make_loops(
       prefix: of `make_prefix`: whether there is one, bytes in host memory of all together, folder and bytes there.
     """
     count, (is_wanted, spill_bytes, disk, disk_bytes) = len(models), prefix
-    spill_bytes = integer("spill_bytes", spill_bytes, least=0, most=None) // count
+    spill_bytes = real("spill_bytes", spill_bytes, least=0) // count
     drafts, prefills = _parts("draft", draft, count), _parts("prefill", prefill, count)
     loops = []
     for model, own_draft, own_prefill in zip(models, drafts, prefills, strict=True):
         own_prefix = make_prefix(model, config, is_wanted, spill_bytes, disk, disk_bytes)
+        disk = None if own_prefix is None else own_prefix.files  # one folder, of which all know what is in it
         residents = Residents(
             config, model, prefix=own_prefix, swap=swap, host_bandwidth=host_bandwidth, eviction=evict
         )

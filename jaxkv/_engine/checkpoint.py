@@ -171,6 +171,7 @@ class Resumable:
         request.tokens = _tokens(entry["tokens"])
         request.logprobs = [{int(t): float(p) for t, p in one} for one in entry["logprobs"]]
         request.given = integer("given", entry["given"], least=0, most=len(request.tokens))
+        request.error = entry.get("error")
         request.stopped = flag("stopped", entry["stopped"])
         if not request.prompt or len(request.tokens) > request.limit:
             raise ValueError("a request has no prompt, or more tokens than its limit")
@@ -203,6 +204,7 @@ def _written(request: Request, row: int | None, leader: int | None) -> dict[str,
         "choice": dataclasses.asdict(request.choice), "eos": sorted(request.eos),
         "salt": ["bytes", salt.hex()] if isinstance(salt, bytes) else ["str", salt],
         "num_logprobs": request.num_logprobs, "given": request.given, "stopped": request.stopped,
+        "error": request.error,
         # As text, since JSON has neither keys that are numbers nor infinities.
         "logprobs": [[[token, repr(p)] for token, p in one.items()] for one in request.logprobs],
         "row": row, "leader": leader,

@@ -142,18 +142,22 @@ def draft_program(structure: Any, model: Any) -> Any:
     def program(cache: Cache, leaves, rows, tokens, *, kind: Kind, count: int):
         draft, sampling = jax.tree.unflatten(model, leaves), Sampling.unpack(rows[COLUMN])
         fed = rows[FED]
+
+        def guess(logits: jax.Array, cache: Cache) -> jax.Array:  # where there is no choice, any token does
+            return jnp.maximum(choose(kind, logits.astype(jnp.float32), sampling, cache.lengths), 0)
+
         cache = extend(truncate(cache, rows[HELD]), fed)
         places = jnp.maximum((jnp.cumsum(fed) if tokens.ndim == 1 else fed) - 1, 0)
         logits, cache = logits_at(draft, tokens, cache, places)
         if not count:
             return jnp.zeros((0, fed.shape[0]), jnp.int32), cache
-        first = choose(kind, logits.astype(jnp.float32), sampling, cache.lengths)
+        first = guess(logits, cache)
 
         def go_on(carry, _):
             cache, last = carry
             cache = extend(cache, (fed > 0).astype(jnp.int32))
             logits, cache = logits_at(draft, last[:, None], cache, jnp.zeros_like(last))
-            chosen = choose(kind, logits.astype(jnp.float32), sampling, cache.lengths)
+            chosen = guess(logits, cache)
             return (cache, chosen), chosen
 
         (cache, _), others = jax.lax.scan(go_on, (cache, first), length=count - 1)

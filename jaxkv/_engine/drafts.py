@@ -123,9 +123,9 @@ def read_draft(
 ) -> tuple[int, int]:  # fmt: skip
     """How many tokens are guessed at once, 0: none are; and how many branches they have. Raises ValueError."""
     branches = integer("draft_branches", draft_branches, least=1, most=64)
+    count = integer("draft_tokens", draft_tokens, least=1, most=64)
     if draft is None:
         return 0, 1
-    count = integer("draft_tokens", draft_tokens, least=1, most=64)
     if steps_per_dispatch > 1:
         raise ValueError(
             f"draft guesses between steps, so steps_per_dispatch must be 1 with it, not {steps_per_dispatch}."

@@ -9,7 +9,7 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.numbers import flag, integer, listed, real, shown
 from jaxkv._core.row_parts import in_this_process, parts_of_model
 from jaxkv._engine import figures
-from jaxkv._engine.assembly import make_loops, read_longest
+from jaxkv._engine.assembly import check_fields, make_loops, read_longest
 from jaxkv._engine.checkpoint import Resumable
 from jaxkv._engine.drafts import read_draft
 from jaxkv._engine.eviction import Eviction, read_eviction
@@ -29,7 +29,9 @@ class Engine(Resumable):
 
     `submit` takes a request at any time, from any thread; `step` or `run` computes. Everything else is one thread's at
     a time. The next step is sent to the device before the tokens of the last one are read, so tokens come one call of
-    `step` late. Whatever interrupts a call, Ctrl-C too: the engine goes on at the next one, and no request is lost.
+    `step` late. Whatever interrupts a call, Ctrl-C too: the engine goes on at the next one, and no request is lost. If
+    it was JAX's own work on the cache that was interrupted, the next call may say so with a `CacheError`; then `reset`
+    goes on from the tokens that requests have.
 
     Args:
       model: as for `generate`. Its parameters are taken as they are now, and the cache lies on the mesh that they do.
@@ -45,7 +47,8 @@ class Engine(Resumable):
       seed: of the random draws.
       logits_hook: `f(logits f32[S, V], rows) -> logits`, part of the compiled step, before temperature and filters.
         `rows` has `tokens` i32[S, max_seq_len], each row's so far with a number behind them that is no token, `lengths`
-        i32[S] and `numbers` i32[S], of the requests. Rows that no token is due for are of no account.
+        i32[S] and `numbers` i32[S], of the requests. Rows that no token is due for are of no account. Where it
+        leaves no token a logit above -inf, the request ends with an `error`.
       prefix_cache: keep the blocks of what was computed, and share them with prompts that begin alike, in XLA read once
         where that pays; `stats` says how much was saved. See `PrefixCache`. What it must give up on the device goes to
         `spill_bytes` of host memory, and from there to `disk_bytes` in the folder `disk`, for the next process too:
@@ -79,16 +82,18 @@ class Engine(Resumable):
     def __init__(
         self, model: Any, *, max_seqs: int = 8, max_seq_len: int | None = None, longest: int = 1024,
         step_tokens: int = 256, steps_per_dispatch: int = 1, seed: int = 0, logits_hook: Hook | None = None,
-        prefix_cache: bool = False, spill_bytes: int = 0, disk: Any = None, disk_bytes: float | None = None,
+        prefix_cache: bool = False, spill_bytes: float = 0, disk: Any = None, disk_bytes: float | None = None,
         swap: Swap = "auto", host_bandwidth: float = 1e10, draft: Any = None, draft_tokens: int = 4,
         draft_branches: int = 1, cache_dtype: Any = None, evict: Eviction | None = None, prefill: Any = None,
         **fields: Any,
     ):  # fmt: skip
+        check_fields(fields)
         if swap not in ("auto", "always", "never"):
             raise ValueError(f"swap must be 'auto', 'always' or 'never', not {swap!r}.")
         model_config = getattr(model, "config", None)
         max_seqs = integer("max_seqs", max_seqs, least=1)
-        max_seq_len = read_longest(longest, model_config) if max_seq_len is None else max_seq_len
+        sized = read_longest(longest, model_config)
+        max_seq_len = sized if max_seq_len is None else max_seq_len
         if cache_dtype is not None:
             fields["dtype"] = cache_dtype
         host_bandwidth = real("host_bandwidth", host_bandwidth, least=1)
@@ -249,6 +254,10 @@ class Engine(Resumable):
 
         Arguments are those of `generate`, and all of them are checked before this returns. Leaving it early frees its
         rows. With a prefix cache, prompts share blocks only with those of the same `salt`, for example a tenant's name.
+
+        Raises:
+          ValueError: an argument or a prompt that cannot be honoured.
+          FloatingPointError: logits that leave no choice, NaN or all -inf; tokens that came before have been yielded.
         """
         n = integer("n", n, least=1, most=2**16)
         choice = Choice.read(temperature, top_k, top_p, self.seed if seed is None else seed)
@@ -321,8 +330,11 @@ class Engine(Resumable):
                 left = set(requests)
                 while left:
                     self._loop.advance()
+                    failed = [request for request in news if request.error]
                     for request, token in handed_out(news, left):
                         yield request.number, token
+                    for request in failed:
+                        raise FloatingPointError(f"Sequence {request.number} cannot go on: {request.error}.")
             finally:
                 self._withdraw(requests)
 

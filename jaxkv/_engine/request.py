@@ -10,7 +10,7 @@ import numpy as np
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.numbers import MOST_INDEX, integer, shown
 from jaxkv._engine.holdings import Holdings
-from jaxkv._engine.sampling import KINDS, Choice
+from jaxkv._engine.sampling import KINDS, NO_TOKEN, Choice
 
 
 class Request:
@@ -19,6 +19,7 @@ class Request:
     Attributes:
       prompt: its tokens. number: counts requests; its draws depend on the engine's seed, this and the position alone.
       tokens: what has been generated so far, without the stop token.
+      error: why it ended early, if its logits left no choice: NaN, or all -inf, as a hook may make them; else None.
       logprobs: with `submit(logprobs=k)` for each of these a dict from token to log-probability, else empty.
       samples: the requests of each sample, `(request,)` itself if only one was asked for. Where there are several,
         `step` and `run` name these, and `tokens` and `logprobs` here are the first one's.
@@ -36,6 +37,7 @@ class Request:
         self.column, self.kind = choice.column(number), KINDS.index(choice.kind)
         self.news = news  # of who waits for its tokens: it puts itself there when something has come
         self.given = 0  # how many tokens have been handed out
+        self.error: str | None = None
         self.stopped = False  # by a stop token, or because it was cancelled
         self._cancel = cancel
 
@@ -82,6 +84,13 @@ class Request:
     def receive(self, token: int, logprobs: dict[int, float] | None) -> None:
         """Note the next token. An interrupt in between leaves what a second call puts right."""
         self.news[self] = None
+        if token == NO_TOKEN:
+            self.error = (
+                f"after {len(self.prompt)} + {len(self.tokens)} tokens the logits, or what logits_hook made of them, "
+                "are NaN or all -inf, and no token can be chosen"
+            )
+            self.stopped = True
+            return
         if token in self.eos:
             self.stopped = True
             return
@@ -90,7 +99,7 @@ class Request:
         self.tokens.append(token)
 
     def __repr__(self) -> str:
-        state = "done" if self.done else "not done"
+        state = "failed" if self.error else "done" if self.done else "not done"
         return f"Request({self.number}: {len(self.prompt)} + {len(self.tokens)} tokens, {state})"
 
 

@@ -15,7 +15,7 @@ from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
 from jaxkv._core.errors import CacheError, OutOfBlocks
 from jaxkv._core.processes import processes_of
-from jaxkv._core.shards import context_axis, mesh_of, place_of
+from jaxkv._core.shards import context_axis, model_mesh, place_of
 from jaxkv._engine.eviction import Eviction
 from jaxkv._engine.holdings import Holdings, ThinnedHoldings
 from jaxkv._engine.room import between_steps
@@ -44,7 +44,7 @@ class Residents:
         eviction: Eviction | None = None,
     ):  # fmt: skip
         self.config, self.prefix, self.swap, self.host_bandwidth = config, prefix, swap, host_bandwidth
-        self.mesh, self.place = mesh_of(model), place_of(model)  # where the cache is to lie
+        self.mesh, self.place = model_mesh(model), place_of(model)  # where the cache is to lie
         if self.mesh is not None and len(processes_of(self.mesh)) > 1:
             raise ValueError(
                 "An Engine serves from one process, but its model lies on the devices of several: give it a mesh of "

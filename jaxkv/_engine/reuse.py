@@ -1,6 +1,7 @@
 """What an engine keeps of what it has computed: its `PrefixCache`, under the name of its model."""
 
 import hashlib
+import re
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.numbers import flag, integer
+from jaxkv._core.numbers import flag, real
 from jaxkv._tiers.prefix import PrefixCache
 
 
@@ -16,7 +17,7 @@ def make_prefix(
     model: Any, config: CacheConfig, prefix_cache: Any, spill_bytes: Any, disk: Any, disk_bytes: Any
 ) -> PrefixCache | None:  # fmt: skip
     """The `PrefixCache` that the options of an engine ask for. Raises ValueError where these make no sense."""
-    spill_bytes = integer("spill_bytes", spill_bytes, least=0, most=None)
+    spill_bytes = int(real("spill_bytes", spill_bytes, least=0))
     if not flag("prefix_cache", prefix_cache):
         if disk is not None or disk_bytes is not None:
             raise ValueError("disk= and disk_bytes= are for a prefix cache: give prefix_cache=True, too, or neither.")
@@ -31,12 +32,17 @@ def make_prefix(
 
 
 def fingerprint(model: Any) -> str | None:
-    """The same in every process for models of equal parameters and config, and for no others; None without parameters.
+    """The same in every process for models of equal parameters, structure and config, and for no others, as far as
+    these print what tells them apart; None without parameters.
 
     It tells models apart, and is no proof against one who sets out to make another of the same.
     """
-    digest = hashlib.blake2b(f"{type(model).__name__} {getattr(model, 'config', None)!r}".encode(), digest_size=16)
-    arrays = [x for x in jax.tree.leaves(model) if isinstance(x, jax.Array | np.ndarray)]
+    leaves, structure = jax.tree.flatten(model)
+    arrays = [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
+    others = [(i, type(x).__name__, x) for i, x in enumerate(leaves) if not isinstance(x, jax.Array | np.ndarray)]
+    said = f"{type(model).__name__} {getattr(model, 'config', None)!r} {others!r} {structure}"
+    # Where an object lies says nothing of it, and is another place in every process.
+    digest = hashlib.blake2b(re.sub(r" at 0x[0-9a-f]+", "", said).encode(), digest_size=16)
     numbers = [x for x in map(jnp.asarray, arrays) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
     if not numbers:
         return None

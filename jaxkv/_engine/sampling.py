@@ -11,6 +11,7 @@ from jaxkv._core.numbers import integer, listed, real, shown
 
 # What a step's rows ask for at the most: no random numbers, random numbers, or a sort of all logits besides.
 Kind = Literal["greedy", "sampled", "filtered"]
+NO_TOKEN = -2  # the choice among logits of which none is a number above -inf, or any is NaN
 KINDS: tuple[Kind, ...] = ("greedy", "sampled", "filtered")
 
 
@@ -85,9 +86,10 @@ def choose(kind: Kind, logits: jax.Array, sampling: Sampling, positions: jax.Arr
 
     The draw depends on the request's seed and number and the token's position alone, so a request gets the same tokens
     in any row, beside any others, and again after it was set back. `kind` says what no row of the step needs; it
-    changes no token.
+    changes no token. NO_TOKEN where logits leave no choice.
     """
-    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    is_possible = jnp.max(logits, axis=-1) > -jnp.inf  # a NaN is the largest, and not above
+    likeliest = jnp.where(is_possible, jnp.argmax(logits, axis=-1).astype(jnp.int32), NO_TOKEN)
     if kind == "greedy":
         return likeliest
 
@@ -100,7 +102,7 @@ def choose(kind: Kind, logits: jax.Array, sampling: Sampling, positions: jax.Arr
         return jax.random.categorical(key, logits)
 
     drawn = jax.vmap(draw)(logits, *sampling, positions).astype(jnp.int32)
-    return jnp.where(sampling.temperature > 0, drawn, likeliest)
+    return jnp.where((sampling.temperature > 0) & is_possible, drawn, likeliest)
 
 
 def _kept(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """Files that appear whole or not at all."""
 
 import contextlib
+import errno
 import itertools
 import os
 import pathlib
@@ -34,6 +35,8 @@ def replacing(path: str | os.PathLike, *, durable: bool = True) -> Iterator[Bina
     b'new'
     """
     path = pathlib.Path(os.path.realpath(path))  # a link stays a link
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, f"There is no folder {path.parent} to write a file into", str(path))
     if durable:
         remove_leftovers(path.parent, path.name)
     unfinished = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{next(_counter)}.tmp")
@@ -61,7 +64,8 @@ def remove_leftovers(folder: pathlib.Path, name: str | None = None) -> None:
     for file in folder.glob(".*.tmp"):
         found = pattern.fullmatch(file.name)
         if found and not _is_running(int(found[1]), int(found[2])):
-            file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # another user's
+                file.unlink(missing_ok=True)
 
 
 def _is_running(process: int, number: int) -> bool:
@@ -70,7 +74,7 @@ def _is_running(process: int, number: int) -> bool:
         return _FIRST <= number < _FIRST + 2**32
     try:
         os.kill(process, 0)  # signal 0 only asks
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # no process has such a number
         return False
     except PermissionError:
         pass  # it runs, and is another user's

@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.numbers import real, shown
+from jaxkv._core.numbers import MOST_INDEX, real, shown
 from jaxkv._core.restore import describe_layer
 from jaxkv._core.state import Pool
 from jaxkv._files import safetensors
@@ -37,6 +37,7 @@ from jaxkv._files.atomic import remove_leftovers, replacing
 
 FORMAT, VERSION = "jaxkv block", 1
 CHECKSUM = 4  # bytes at the end
+_HEX = "[0-9a-f]"
 _NAME = re.compile(r"[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{40}\.[0-9]+")
 
 
@@ -91,9 +92,11 @@ class BlockFiles:
         self.known: dict[str, Block] = {}  # those that have been asked for
         self.lost: set[str] = set()  # what is damaged and cannot be removed
         self.counts: collections.Counter[str] = collections.Counter()
-        largest = max(map(config.bytes_per_group_block, range(len(config.groups))))
+        tokens = (MOST_INDEX,) * config.block_size
+        headers = (self._header(Block(bytes(20), bytes(20), tokens, g)) for g in range(len(config.groups)))
+        largest = max(len(h) + CHECKSUM + config.bytes_per_group_block(g) for g, h in enumerate(headers))
         if self.most_bytes < largest:
-            raise ValueError(f"disk_bytes must be at least a block's {largest} bytes, not {shown(most_bytes)}.")
+            raise ValueError(f"disk_bytes must be at least a block's file, {largest} bytes, not {shown(most_bytes)}.")
 
     @property
     def num_bytes(self) -> int:
@@ -111,10 +114,13 @@ class BlockFiles:
         self.known[name] = block
         return True
 
+    def keep(self, block: Block) -> bool:
+        """Whether there is a file of a block now, which then counts as just used: others may have removed it."""
+        return self.has(block) and self._touch(self._name(block))
+
     def write(self, block: Block, contents: Sequence[Pool]) -> bool:
         """Have a file of a block, its layers' parts in order; whether it has been written just now."""
-        if self.has(block):
-            self._touch(self._name(block))
+        if self.keep(block):
             return False
         name, header = self._name(block), self._header(block)
         data = [safetensors.as_bytes(np.asarray(x)) for x in jax.tree.leaves(list(contents))]
@@ -169,8 +175,9 @@ class BlockFiles:
         return {"disk_bytes": self.num_bytes} | {f"disk_blocks_{name}": self.counts[name] for name in names}
 
     def clear(self) -> None:
-        """Remove the blocks of this config and model."""
-        for name in [name for name in self.files if name.startswith(f"{self.owner.hex()}/")]:
+        """Remove the blocks of this config and model, those too that others have written."""
+        own = f"{self.owner.hex()}/"
+        for name in {*_found(self.folder, self.owner.hex()), *(name for name in self.files if name.startswith(own))}:
             self._remove(name)
 
     # The parts.
@@ -188,11 +195,18 @@ class BlockFiles:
         specs["checksum"] = (np.dtype(np.uint32), (1,))
         return safetensors.preamble(safetensors.header(specs, fields))
 
-    def _touch(self, name: str) -> None:
+    def _touch(self, name: str) -> bool:
+        """Have a file be the last to go; whether it is there."""
+        try:
+            os.utime(self.folder / name)
+        except FileNotFoundError:
+            self._forget(name)
+            return False
+        except OSError:  # it is another user's
+            pass
         if name in self.files:
             self.files.move_to_end(name)
-        with contextlib.suppress(OSError):
-            os.utime(self.folder / name)
+        return True
 
     def _make_room(self, most_bytes: int) -> None:
         taken = self.num_bytes
@@ -234,7 +248,7 @@ def _parts(config: CacheConfig, layer: int) -> dict[str, Part]:
 def _writable(folder: Any) -> pathlib.Path:
     if not isinstance(folder, str | os.PathLike):
         raise ValueError(f"disk must be a folder, a path, not {shown(folder)}.")
-    path = pathlib.Path(folder)
+    path = pathlib.Path(folder).absolute()  # it stays where it is, wherever the process goes
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -245,12 +259,15 @@ def _writable(folder: Any) -> pathlib.Path:
     return path
 
 
-def _found(folder: pathlib.Path) -> "collections.OrderedDict[str, int]":
-    """Bytes of the blocks in a folder, by name, the least recently used first."""
+def _found(folder: pathlib.Path, owner: str = _HEX * 32) -> "collections.OrderedDict[str, int]":
+    """Bytes of the blocks in a folder, of all owners or of one, by name, the least recently used first."""
     found = []
-    for place in folder.glob("*/*/"):
-        remove_leftovers(place)
-        for path in place.iterdir():
+    for place in folder.glob(f"{owner}/{_HEX * 2}/"):
+        paths: list[pathlib.Path] = []
+        with contextlib.suppress(OSError):  # another user's, which cannot be looked into
+            remove_leftovers(place)
+            paths = list(place.iterdir())
+        for path in paths:
             name = path.relative_to(folder).as_posix()
             with contextlib.suppress(OSError):  # another process may remove it meanwhile
                 if _NAME.fullmatch(name):

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkv._core.arguments import row_indices
 from jaxkv._core.by_rows import RowShards
-from jaxkv._core.cache import Cache
+from jaxkv._core.cache import Cache, check_cache
 from jaxkv._core.checks import check_on_host
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
@@ -66,6 +66,8 @@ def save(
     """
     if not (model is None or isinstance(model, str)):
         raise ValueError(f"model must be a name or a fingerprint, a string, not {model!r}.")
+    if not isinstance(cache, RowShards):
+        check_cache(cache)
     config = cache.config
     written = Written(cache, _chosen(rows, config.max_seqs))
 

@@ -18,10 +18,13 @@ AT_ONCE = 64  # blocks that `flush` reads from the device in one transfer
 
 
 def open_disk(
-    config: CacheConfig, spill_bytes: int, folder: str | os.PathLike | None, disk_bytes: float | None,
+    config: CacheConfig, spill_bytes: int, folder: str | os.PathLike | BlockFiles | None, disk_bytes: float | None,
     model: str | None,
 ) -> BlockFiles | None:  # fmt: skip
-    """The files that the options of a `PrefixCache` ask for. Raises ValueError where these make no sense."""
+    """The files that the options of a `PrefixCache` ask for; those of another one, if they are given in the place of a
+    folder. Raises ValueError where these make no sense."""
+    if isinstance(folder, BlockFiles):
+        return folder
     if not isinstance(model, str | None):
         raise ValueError(f"model must be a name or a fingerprint, a str, not {shown(model)}.")
     if folder is None and disk_bytes is None:
@@ -89,7 +92,7 @@ def flush(index: PrefixIndex, cache: Cache) -> None:
         for node in index.nodes.values():
             if node.host[group] is not None:
                 disk.write(node.block(group), node.host[group])
-            elif node.blocks[group] != NULL_BLOCK and not disk.has(node.block(group)):
+            elif node.blocks[group] != NULL_BLOCK and not disk.keep(node.block(group)):
                 missing.append(node)
         for start in range(0, len(missing), AT_ONCE):
             nodes = missing[start : start + AT_ONCE]

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxkv._core.allocator import serve, take
 from jaxkv._core.arguments import distinct_rows, row_indices, row_mask, scatter_rows
-from jaxkv._core.cache import Cache
+from jaxkv._core.cache import Cache, check_cache
 from jaxkv._core.lines import row_sums, seen_by_rows
 from jaxkv._core.pools import padded_size, put, put_group, read_group
 from jaxkv._core.processes import check_here
@@ -114,6 +114,7 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
     >>> jaxkv.swap_in(cache, 0, host).lengths.tolist()
     [20, 5]
     """
+    check_cache(cache)
     if isinstance(rows, jax.core.Tracer) or isinstance(cache.lengths, jax.core.Tracer):
         raise ValueError("swap_out cannot be part of jit: how much there is to move is data. Call it between steps.")
     check_here(cache.pools, "swap_out")
@@ -166,6 +167,7 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
     >>> jaxkv.swap_in(cache, 0, host).lengths.tolist()
     [20, 5]
     """
+    check_cache(cache)
     dst = row_indices("rows", rows, cache.lengths.shape[0])
     _check_fits(cache, dst, host)
     if not len(host):
@@ -175,7 +177,7 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
     tables, targets = _room_for(cache.replace(pools=()), dst, held, sizes)
     result = cache.replace(tables=tables)
     for group, target in enumerate(targets):
-        result = put_group(result, group, lambda layer: jax.tree.map(_to_device, host.parts[layer]), target, put)
+        result = put_group(result, group, lambda layer: _to_device(host.parts[layer], cache, layer), target, put)
     return result
 
 
@@ -313,8 +315,19 @@ def _pick(places: np.ndarray, x: Any) -> Any:
     return jax.device_put(picked, x.sharding) if isinstance(x, jax.Array) else picked
 
 
-def _to_device(x: Any) -> jax.Array:
-    return jax.device_put(x, jax.memory.Space.Device)
+def _to_device(part: Pool | None, cache: Cache, layer: int) -> Pool:
+    """Blocks in the memory of the device, or devices, that the cache's pool of a layer lies on."""
+    assert part is not None  # of a layer that has blocks
+    pool = cache.layer(layer).pool
+    pool = pool.tokens if part.bounds is None else pool
+
+    def bring(x: Any, own: Any) -> jax.Array:
+        traced = isinstance(x, jax.core.Tracer) or isinstance(own, jax.core.Tracer)
+        if traced or not isinstance(x, jax.Array) or x.sharding.device_set == own.sharding.device_set:
+            return jax.device_put(x, jax.memory.Space.Device)
+        return jax.device_put(x, own.sharding)
+
+    return jax.tree.map(bring, part, pool.like(part))
 
 
 def _to_host(x: jax.Array) -> jax.Array:

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv._core.cache import Cache
-from jaxkv._core.config import CacheConfig
+from jaxkv._core.cache import Cache, check_cache
+from jaxkv._core.config import CacheConfig, check_config
 from jaxkv._core.lines import refuse_evicting
 from jaxkv._core.numbers import integer, real, shown
 from jaxkv._core.pools import put
@@ -47,6 +47,10 @@ class PrefixCache:
       disk_bytes: the most that all blocks in the folder may take; the least recently used go.
       model: the name of what computes the keys and values, or a fingerprint. With `disk`, another's are not found.
 
+    Attributes:
+      files: what it has in the folder, or None. Another index of the process can be given these as `disk`, so that the
+        two mind `disk_bytes` together.
+
     Chaining block hashes is vLLM's idea (automatic prefix caching); comparing the tokens on every hit is what keeps it
     safe. Every method takes `salt`, a str or bytes: sequences with different salts share nothing, for example those of
     two tenants; and `adapter`, a str that names what else the keys and values depend on, such as a LoRA.
@@ -69,12 +73,13 @@ class PrefixCache:
         hash_function: Callable[[Any], Hashable] = hash, disk: str | os.PathLike | None = None,
         disk_bytes: float | None = None, model: str | None = None,
     ):  # fmt: skip
+        check_config(config)
         if config.contiguous:
             raise ValueError('A PrefixCache needs layout="paged": in the contiguous layout rows share no blocks.')
         refuse_evicting(config, "A PrefixCache takes", ("head",))
         self.config, self.max_pinned = config, real("max_pinned, a share of the blocks,", max_pinned, least=0, most=1)
         self.spill_bytes, self._hash_function = int(real("spill_bytes", spill_bytes, least=0)), hash_function
-        self._disk = open_disk(config, self.spill_bytes, disk, disk_bytes, model)
+        self.files = open_disk(config, self.spill_bytes, disk, disk_bytes, model)
         self._owner, self._needed = fingerprint(config, model), functools.partial(needed, config)
         self._index = self._empty_index()
         self._told: dict[Place, Block] = {}  # what `events` has told of
@@ -96,7 +101,7 @@ class PrefixCache:
         tokens = read_tokens(tokens)
         root = self._root(salt, adapter)
         wanted = tokens[: max(len(tokens) - 1, 0)]
-        if self._disk is None:
+        if self.files is None:
             chain = self._index.walk(root, wanted)
             chain = chain[: self._index.usable(chain, self._needed)]
         else:
@@ -188,7 +193,7 @@ class PrefixCache:
         """
         cache = self._whole(cache)
         given: Any = num_blocks if np.ndim(num_blocks) else [num_blocks] * len(cache.tables)
-        wanted = [integer("num_blocks", n) for n in given]
+        wanted = [integer("num_blocks", n, least=0) for n in given]
         if len(wanted) != len(cache.tables):
             raise ValueError(f"num_blocks must have one integer for each of {len(cache.tables)} groups, not {wanted}.")
         if all(n <= int(t.num_free) for n, t in zip(wanted, cache.tables, strict=True)):
@@ -231,8 +236,8 @@ class PrefixCache:
         cache = self._whole(cache)
         index = self._empty_index()
         cache = cache.replace(tables=tuple(map(keep, cache.tables, index.kept)))
-        if self._disk is not None:
-            self._disk.clear()
+        if self.files is not None:
+            self.files.clear()
         self._index = index
         return cache
 
@@ -249,7 +254,7 @@ class PrefixCache:
         16
         """
         change = Change(self._index, self._whole(cache))
-        if self._disk is not None:
+        if self.files is not None:
             flush(self._index, change.cache)
 
     def recover(self, cache: Cache) -> Cache:
@@ -282,11 +287,11 @@ class PrefixCache:
         self._index.mend()
         held = {
             "hit_rate": self._counts["tokens_saved"] / max(self._counts["tokens_asked"], 1),
-            "blocks": [np.count_nonzero(labels) for labels in self._index.kept],
+            "blocks": [int(np.count_nonzero(labels)) for labels in self._index.kept],
             "blocks_pinned": [self.pinned(g) for g in range(len(self.config.groups))],
             "host_bytes": self._index.host_bytes,
         }
-        return self._counts | held | ({} if self._disk is None else self._disk.stats())
+        return self._counts | held | ({} if self.files is None else self.files.stats())
 
     def events(self) -> list[PrefixEvent]:
         """Blocks that were stored or removed since the last call, on the device, on the host and on disk.
@@ -324,8 +329,7 @@ class PrefixCache:
         )
 
     def _whole(self, cache: Cache) -> Cache:
-        if not isinstance(cache, Cache):
-            raise ValueError(f"cache must be a Cache, as jaxkv.init makes one, not {shown(cache)}.")
+        check_cache(cache)
         if cache.config != self.config:
             raise ValueError("This PrefixCache was made for caches of another config: make one from cache.config.")
         if isinstance(cache.lengths, jax.core.Tracer):
@@ -335,7 +339,7 @@ class PrefixCache:
         return whole
 
     def _empty_index(self) -> PrefixIndex:
-        return PrefixIndex(self.config, self.spill_bytes, self._hash_function, self._disk, self._owner)
+        return PrefixIndex(self.config, self.spill_bytes, self._hash_function, self.files, self._owner)
 
     def _root(self, salt: Any, adapter: Any) -> Node:
         identity = read_identity(salt, adapter)

@@ -125,6 +125,8 @@ def read_contents(cache: Cache, group: int, nodes: Sequence[Node]) -> list[list[
     blocks[: len(nodes)] = [node.blocks[group] for node in nodes]
     found = read_group(cache, group, blocks)
     # As if it had lain on one device: so does what comes from a file.
-    parts = [dataclasses.replace(found[layer], heads=None) for layer in cache.config.groups[group]]
+    parts = [
+        dataclasses.replace(found[layer], heads=None, context=None, parts=1) for layer in cache.config.groups[group]
+    ]
     parts = jax.tree.map(np.asarray, parts)
     return [jax.tree.map(lambda x, i=i: x[i].copy(), parts) for i in range(len(nodes))]

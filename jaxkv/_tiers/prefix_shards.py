@@ -5,8 +5,6 @@ from typing import Any
 from jaxkv._core.by_rows import RowShards
 from jaxkv._tiers.prefix import PrefixCache
 
-FOLDER = "disk_bytes"  # of the folder that all of them have
-
 
 class PrefixShards:
     """The `PrefixCache` of each device of an engine whose rows are divided: nothing is shared across devices, but for
@@ -23,7 +21,7 @@ class PrefixShards:
         """As `PrefixCache.stats`, of all together."""
         each = [shard.stats() for shard in self.shards]
         found = {name: _sum([one[name] for one in each]) for name in each[0]}
-        found |= {name: max(one[name] for one in each) for name in (FOLDER,) if name in found}
+        found |= {name: count for name, count in each[0].items() if name.startswith("disk_")}  # they have one folder
         return found | {"hit_rate": found["tokens_saved"] / max(found["tokens_asked"], 1)}
 
     def flush(self, cache: RowShards) -> None:

@@ -19,4 +19,10 @@ def read_identity(salt: Any, adapter: Any) -> tuple[type, str | bytes | None, st
         raise ValueError(f"salt must be a str, bytes or None, not {type(salt).__name__}.")
     if not isinstance(adapter, str | None):
         raise ValueError(f"adapter must be a str or None, not {type(adapter).__name__}.")
+    salt, adapter = _plain(salt), _plain(adapter)
     return type(salt), salt, adapter
+
+
+def _plain(x: Any) -> Any:
+    """What may be of a class of its own, with a `repr` that hides it, as Python's."""
+    return str.__str__(x) if isinstance(x, str) else memoryview(x).tobytes() if isinstance(x, bytes) else x

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.cache import Cache
+from jaxkv._core.checks import check_on_host
 from jaxkv._core.lines import refuse_gaps
 from jaxkv._core.restore import pool_layers
 from jaxkv.convert.dense import as_array, from_dense, refuse_latent, row_lengths, row_numbers
@@ -74,6 +75,7 @@ def to_hugging_face(
     >>> layers[0][0].shape, mask.tolist()
     ((2, 2, 5, 8), [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
     """
+    check_on_host(cache, "to_hugging_face")
     _check_padding(padding)
     refuse_latent(cache, "A Hugging Face model")
     refuse_gaps(cache.config, "to_hugging_face takes")

@@ -90,6 +90,9 @@ class Decoder(nnx.Module):
           `(logits, cache)`, logits `f32[S, T, V]` or `f32[N, V]`, or with `logits_at` `f32[S, V]` or `f32[M, V]`.
         """
         config = self.config
+        if getattr(tokens, "ndim", 0) not in (1, 2) or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            what = f"{tokens.dtype}{list(tokens.shape)}" if hasattr(tokens, "dtype") else shown(tokens)
+            raise ValueError(f"tokens must be an array, i32[S, T] padded or i32[N] packed, not {what}.")
         if cache is not None and step is None:
             step = plan_step(cache, tokens.shape)
         positions = token_positions(tokens.shape) if step is None else step.positions

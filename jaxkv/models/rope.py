@@ -109,6 +109,8 @@ class Rope:
     @functools.partial(jax.jit, static_argnums=0)  # traced once for all layers
     def __call__(self, q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`q [..., H, D]` and `k [..., K, D]` of the tokens at `positions [...]`, turned; computed in float32."""
+        if q.shape[-1] % 2:
+            raise ValueError(f"q and k must have an even head_dim, so that entries can be paired, not {q.shape[-1]}.")
         # Both halves of a head are turned at once: one kernel, not one for each and another to put them together.
         frequencies = self.frequencies(q.shape[-1])
         sign = np.repeat(np.array([-self.magnitude, self.magnitude], np.float32), frequencies.size)

@@ -100,7 +100,7 @@ def test_each_device_computes_as_if_it_were_alone(tmp_path):
     assert {spec[0] for spec in jax.tree.leaves(specs)} == {"data"}
     files(cache, mesh, tmp_path / "rows")
     # One cache is not another, and says what to do.
-    with pytest.raises(AttributeError, match=r"over the mesh axis 'data', and it has no 'lengths': call .* inside"):
+    with pytest.raises(ValueError, match=r"the rows of this one are divided over a mesh axis: call .* inside"):
         jaxkv.extend(cache, [1] * 4)
     with pytest.raises(ValueError, match=r"Argument 1 .* shape \(3,\), whose first axis cannot .* name .* in whole="):
         jaxkv.by_rows(jaxkv.extend)(cache, jnp.ones(3, jnp.int32))

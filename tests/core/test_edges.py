@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from three_rows import CONFIG, filled, ones
 
 import jaxkv
 import jaxkv.convert
+import jaxkv.nnx
 import jaxkv.scores
 
 Q = ones(3, 1, 2, 8)
@@ -163,3 +165,80 @@ def test_rows_and_indices_that_are_none_are_not_converted():
     for index in (3.7, np.array([1, 2]), None):
         with pytest.raises(ValueError, match="cache_index must be"):
             jaxkv.convert.from_flax({"attn": {"cached_key": dense, "cached_value": dense, "cache_index": index}})
+
+
+def test_caches_that_are_no_numbers_can_be_printed():
+    config = jaxkv.CacheConfig(layers=(jaxkv.LayerConfig(num_kv_heads=2, head_dim=4),), max_seqs=2, max_tokens=64)
+    cache = jaxkv.extend(jaxkv.init(config.replace(dtype="float32")), [1, 2])
+    gradient = jax.grad(lambda c: jnp.sum(c.pools[0].kv), allow_int=True)(cache)
+    for text in (repr(gradient), gradient._repr_html_()):
+        assert text.startswith("Cache(a gradient, 1 layer")
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.cache = jaxkv.nnx.CacheVariable(cache)
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), cache)
+    assert repr(shapes) == f"Cache(traced, 1 layer, {repr(cache).split('layer, ')[1]}"
+    assert "Cache(" in str(Model()) and "Cache(" in repr(nnx.state(Model()))
+
+
+def test_explain_refuses_what_attend_refuses():
+    cache, q = filled(), jax.ShapeDtypeStruct((3, 1, 2, 8), jnp.float32)
+    assert jaxkv.explain(q, cache, platform="gpu") == jaxkv.explain(q, cache, platform="cuda")
+    for platform in ("GPU", "cuda:0", 3):
+        with pytest.raises(ValueError, match="platform must be None or one of cpu, cuda, rocm, tpu, not"):
+            jaxkv.explain(q, cache, platform=platform)
+    wrong = {"window": 0, "scale": "a", "soft_cap": -1.0, "sink_tokens": 2, "causal": "x", "sinks": jnp.ones(3)}
+    for name, x in wrong.items():
+        with pytest.raises(ValueError, match=name):
+            jaxkv.explain(q, cache, platform="cuda", **{name: x})
+    with pytest.raises(ValueError, match="1 query heads cannot be shared among"):
+        jaxkv.explain(jax.ShapeDtypeStruct((3, 1, 1, 8), jnp.float32), cache)
+    with pytest.raises(TypeError, match="attention takes no kind: it takes alibi, "):
+        jaxkv.explain(q, cache, kind="int8")
+
+
+@pytest.mark.parametrize(
+    "option", [{"window": 0}, {"window": 2.5}, {"window": "a"}, {"scale": float("nan")}, {"soft_cap": 0.0}]
+)
+def test_without_a_cache_options_are_read_as_with_one(option):
+    layer = jaxkv.nnx.Attention(8, num_heads=2, rngs=nnx.Rngs(0), **option)
+    with pytest.raises(ValueError, match=f"{next(iter(option))} must be "):
+        layer(jnp.ones((1, 3, 8)))
+
+
+def test_masks_and_windows_of_the_drop_ins():
+    cache, q, kv = jaxkv.extend(filled(), [1, 1, 1]), ones(3, 1, 2, 8), ones(3, 1, 2, 8)
+    with pytest.raises(ValueError, match=r"mask must broadcast to the query's tokens \(3, 1\), .* shape \(2, 1, 4\)"):
+        jaxkv.dot_product_attention(q, kv, kv, mask=jnp.ones((2, 1, 1, 4)), cache=cache, layer=0)
+    with pytest.raises(ValueError, match="mask must be an array of flags"):
+        jaxkv.dot_product_attention(q, kv, kv, mask="a", cache=cache, layer=0)
+    for window in ((1, 2, 3), (2, -3), "a", -1, (1,)):
+        with pytest.raises(ValueError, match="local_window_size must be "):
+            jaxkv.jax_attention(q, kv, kv, local_window_size=window, cache=cache, layer=0)
+    by_pair, by_list, alone = (
+        jaxkv.jax_attention(q, kv, kv, local_window_size=window, cache=cache, layer=0)[0]
+        for window in ((1, 0), [1, 0], 1)
+    )
+    assert (by_pair == by_list).all() and (by_pair == alone).all()
+
+
+def test_what_reads_numbers_says_so_inside_jit():
+    with pytest.raises(ValueError, match="to_hugging_face cannot be part of jit"):
+        jax.jit(lambda c: jaxkv.convert.to_hugging_face(c)[1])(filled())
+    with pytest.raises(ValueError, match="check=True cannot be part of jit"):
+        jax.jit(lambda m: jaxkv.counts(mask=m, check=True))(jnp.ones((2, 3), bool))
+
+
+def test_a_row_swaps_into_a_cache_on_another_device():
+    config = jaxkv.CacheConfig(layers=(jaxkv.LayerConfig(num_kv_heads=1, head_dim=4),), max_seqs=4, max_tokens=128)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    one, two = jaxkv.init(config, mesh=mesh, rows="data").shards
+    kv = jnp.arange(2 * 20 * 4.0).reshape(1, 2, 20, 1, 4)
+    one = jaxkv.append(one, *(jax.device_put(x, jax.devices()[0]) for x in (kv, kv)), [20, 3])
+    _, host = jaxkv.swap_out(one, 0)
+    two = jaxkv.swap_in(two, 1, host)
+    jaxkv.check_invariants(two)
+    assert two.pools[0].kv.devices() == {jax.devices()[1]} and two.lengths.tolist() == [0, 20]
+    np.testing.assert_array_equal(jaxkv.gather(two, 1, layer=0)[0], kv[0, 0].astype(jnp.bfloat16))

@@ -297,7 +297,16 @@ CALLS = {
     "window, a word": (lambda c: attend(c, window="a"), ValueError, "window must be an integer, not 'a'"),
     "window, a part": (lambda c: attend(c, window=2.5), ValueError, "window must be an integer, not 2.5"),
     "window, NaN": (lambda c: attend(c, window=float("nan")), ValueError, "window must be an integer, not nan"),
-    "chunk, a word": (lambda c: attend(c, chunk="a"), ValueError, "chunk must be an integer, not 'a'"),
+    "chunk": (
+        lambda c: attend(c, chunk=2),
+        TypeError,
+        "attention takes no chunk: a layer's chunk is its LayerConfig's",
+    ),
+    "what kernels take": (
+        lambda c: attend(c, lengths=ones(3)),
+        TypeError,
+        "attention takes no lengths: it takes alibi, blocks, cascade, causal, .*, window",
+    ),
     "sinks": (
         lambda c: attend(c, sinks=ones(2)),
         ValueError,
@@ -306,7 +315,7 @@ CALLS = {
     "mask": (
         lambda c: attend(c, mask=ones(3, 1, 20)),
         ValueError,
-        r"mask must be bool\[3, 1, 'C'\], not float32\[3, 1, 20\]",
+        r"mask must be bool\[3, 1, C\], not float32\[3, 1, 20\]",
     ),
     "implementation": (
         lambda c: attend(c, implementation="cuda"),

@@ -1,10 +1,19 @@
 """An engine's cache between steps, and logits in another dtype."""
 
+import dataclasses
+import json
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 from checksum_model import Checksum, continuation
+from flax import nnx
 
 import jaxkv
 import jaxkv.models
+from jaxkv._engine.reuse import fingerprint
 
 
 def test_the_cache_is_sound_between_steps_where_windows_are_left():
@@ -27,3 +36,84 @@ def test_beams_of_a_model_whose_logits_are_narrower():
         for dtype in (jnp.float32, jnp.bfloat16)
     )
     assert wide.shape == narrow.shape == (1, 2, 3)
+
+
+def nothing_after(length):
+    """A hook that leaves no token once a row is so long."""
+
+    def hook(logits, rows):
+        return jnp.where((rows.lengths >= length)[:, None], -jnp.inf, logits)
+
+    return hook
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_logits_that_leave_no_choice_end_a_request(steps, temperature):
+    room = dict(max_seqs=2, max_seq_len=48, block_size=8, steps_per_dispatch=steps)
+    engine = jaxkv.Engine(Checksum(), **room, logits_hook=nothing_after(9))
+    failed, fine = engine.submit([5, 7, 11, 2, 3], 8, temperature), engine.submit([5, 7], 6, temperature)
+    news = list(engine.run())
+    assert failed.done and len(failed.tokens) == 4 and "failed" in repr(failed) and len(fine.tokens) == 6
+    assert failed.error.startswith("after 5 + 4 tokens the logits") and fine.error is None
+    assert [token for request, token in news if request is failed] == failed.tokens
+    jaxkv.check_invariants(engine.cache)
+    assert not engine.cache.num_tokens
+    tokens = engine.stream([[5, 7, 11, 2, 3]], 8, temperature)
+    assert len([next(tokens) for _ in range(4)]) == 4
+    with pytest.raises(FloatingPointError, match="Sequence 0 cannot go on: after 5 \\+ 4 tokens"):
+        next(tokens)
+    assert not engine._loop.is_busy
+
+
+def test_a_draft_whose_logits_are_none_costs_no_token():
+    model = jaxkv.models.small()
+    broken = nnx.clone(model)
+    nnx.update(broken, jax.tree.map(lambda x: x * jnp.nan, nnx.state(broken)))
+    prompt = list(b"import ")
+    expected = jaxkv.generate(model, [prompt], 6)
+    assert jaxkv.generate(model, [prompt], 6, draft=broken, draft_tokens=2) == expected
+    with pytest.raises(FloatingPointError, match="NaN or all -inf"):
+        jaxkv.generate(broken, [prompt], 6)
+
+
+def test_stats_are_plain_numbers():
+    engine = jaxkv.Engine(Checksum(), max_seqs=2, max_seq_len=48, block_size=8, prefix_cache=True)
+    engine.submit([5, 7] * 10, 3)
+    list(engine.run())
+    assert json.loads(json.dumps(engine.stats()))["blocks"] and json.dumps(jaxkv.stats(engine.cache))
+
+
+def test_a_mesh_with_an_axis_for_contexts_alone(tmp_path):
+    """What it spills, and what comes back from files, lies side by side in a prompt's blocks."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("context",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    room = dict(max_seqs=1, max_seq_len=48, block_size=8, num_blocks=7, step_tokens=16)
+    model = jax.device_put(jaxkv.models.small(), place)
+    config = jaxkv.CacheConfig.from_model(model, max_seqs=1, max_seq_len=48, block_size=8)
+    kept = dict(prefix_cache=True, spill_bytes=5 * config.bytes_per_block, disk=tmp_path, disk_bytes=10**7)
+    engine = jaxkv.Engine(model, **room, **kept)
+    assert engine.cache.pools[0].context == "context" and len(engine.cache.pools[0].kv.devices()) == 2
+    prompts = [[*range(n, n + 34)] for n in (0, 40, 80)]
+    alone = jaxkv.generate(jaxkv.models.small(), prompts, 4)
+    for i in (0, 1, 2, 0, 1, 2):
+        request = engine.submit(prompts[i], 4)
+        list(engine.run())
+        assert request.tokens == alone[i]
+    stats = engine.stats()
+    assert stats["disk_blocks_read"] and stats["blocks_restored"] > stats["disk_blocks_read"]
+
+
+def test_models_of_equal_arrays_are_told_apart():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True)
+    class Model:
+        w: Any
+        add: float = 0.0
+        theta: float = dataclasses.field(metadata={"static": True}, default=1e4)
+
+    w = jnp.ones(3)
+    models = Model(w), Model(w, add=3.0), Model(w, theta=1e6), Model(w, add=np.float32(3))
+    assert len({fingerprint(model) for model in models}) == 4
+    assert fingerprint(Model(w, theta=len)) == fingerprint(Model(w, theta=len))
+    assert fingerprint(Model(w, theta=lambda x: x)) == fingerprint(Model(w, theta=lambda x: x))  # not by their address

@@ -54,11 +54,11 @@ BAD_ATTENTION = BAD | {
     "sinks": (lambda i: {"sinks": jnp.ones(2)}, r"sinks must have one entry for each of the 4 query heads.*\(2,\)"),
     "mask's dtype": (
         lambda i: {"mask": jnp.ones((2, 1, 48))},
-        r"mask must be bool\[2, 1, 'C'\], not float32\[2, 1, 48\]",
+        r"mask must be bool\[2, 1, C\], not float32\[2, 1, 48\]",
     ),
     "mask's tokens": (
         lambda i: {"mask": jnp.ones((2, 3, 48), bool)},
-        r"mask must be bool\[2, 1, 'C'\], not bool\[2, 3, 48\]",
+        r"mask must be bool\[2, 1, C\], not bool\[2, 3, 48\]",
     ),
     "implementation": (
         lambda i: {"implementation": "triton"},

@@ -155,9 +155,9 @@ def copied(prefix):
     other._index = copy.deepcopy(prefix._index, memo)
     for identity, root in prefix._index.roots.items():
         other._index.roots[identity] = memo[id(root)]  # what is held weakly is not copied
-    if prefix._disk is not None:
-        other._disk = other._index.disk
-        other._disk.folder = shutil.copytree(prefix._disk.folder, new_folder() / "copy")
+    if prefix.files is not None:
+        other.files = other._index.disk
+        other.files.folder = shutil.copytree(prefix.files.folder, new_folder() / "copy")
     return other
 
 
