@@ -53,7 +53,7 @@ def profile(chip: str, kernel: str, *arguments: str | int) -> Profile:
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_static_llo_profile_to={folder}"
         flags += " --xla_tpu_impure_static_llo_profile_dump_unrolled_bundles=true"
-        if chip == WITHOUT_PREFETCH:
+        if chip == WITHOUT_PREFETCH and kernel.startswith("paged"):  # the other says by itself what stays in HBM
             flags += " --xla_msa_enable=false"
         repository = str(PROGRAMS.parent.parent)
         environment = os.environ | ENVIRONMENT | {

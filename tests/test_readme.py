@@ -61,7 +61,7 @@ def said_of(line: str) -> list[str]:
         (row,) = (row for row in measured("tpu_cycles", {"chip": "v6e", "work": work}) if row["shape"] != "gemma2-2b")
         return row
 
-    long = "step, decode 64 x "
+    long, chunk = "step, decode 64 x ", "chunk of 512 tokens on 4,096"
     quest = measured("evict", {"reads": "quest, bounds=True"})
     kept = [row for kind in ("layer", "head") for row in measured("evict", {"cache": kind})]
     adopted, (plain, *_), packed = measured("adoption"), measured("layers"), measured("capacity", {"block_size": 16})
@@ -98,8 +98,12 @@ def said_of(line: str) -> list[str]:
         "TPU decode step of 64 rows": [
             f"{cycles(long + '33,024')['step'] / cycles(long + '256 on 32,768 shared')['step']:.1f}x"
         ],
-        "TPU prefill": [f"{cycles('prefill of 1,024 tokens')['kernel']:,} cycles"],
-        "TPU decode with the write": [f"{cycles('decode 8 x 1024')['of copies']:.2f}x"],
+        "TPU prefill": [f"{cycles('prefill of 1,024 tokens')['kernel']:,} cycles"]
+        + [f"{cycles(w)['kernel'] / cycles(w)['RPA v3']:.2f}x" for w in ("prefill of 1,024 tokens", chunk)],
+        "TPU decode with the write": [
+            f"{cycles('decode 8 x 1024')['of copies']:.2f}x",
+            f"{cycles('decode 8 x 1024')['kernel'] / cycles('decode 8 x 1024')['RPA v3']:.2f}x",
+        ],
         "the same decode, int8": [
             f"{cycles('decode 8 x 1024, int8')['kernel'] / cycles('decode 8 x 1024')['kernel']:.2f}x"
         ],

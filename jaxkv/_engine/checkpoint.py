@@ -16,9 +16,9 @@ import jax
 
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.errors import CacheFileError
-from jaxkv._core.numbers import MOST_INDEX, flag, integer
+from jaxkv._core.numbers import MOST_INDEX, integer
 from jaxkv._engine.loop import Loop, sequence_of
-from jaxkv._engine.request import Request, problem_of, read_eos, read_salt, upcoming
+from jaxkv._engine.request import Request, problem_of, read_eos, read_salt, read_stop, upcoming
 from jaxkv._engine.reuse import fingerprint
 from jaxkv._engine.sampling import Choice
 from jaxkv._engine.scheduler import Sequence
@@ -164,15 +164,16 @@ class Resumable:
         request = Request(
             number=integer("number", entry["number"], least=0), prompt=_tokens(entry["prompt"]),
             limit=integer("limit", entry["limit"], least=1), eos=read_eos(entry["eos"]),
-            choice=Choice.read(choice["temperature"], choice["top_k"], choice["top_p"], choice["seed"]),
+            choice=Choice.read(*(choice[f] for f in ("temperature", "top_k", "top_p", "seed")), choice.get("draws")),
             salt=read_salt(bytes.fromhex(salt) if kind == "bytes" else salt),
             num_logprobs=integer("logprobs", entry["num_logprobs"], least=0), news=self._news, cancel=self.cancel,
         )  # fmt: skip
         request.tokens = _tokens(entry["tokens"])
         request.logprobs = [{int(t): float(p) for t, p in one} for one in entry["logprobs"]]
         request.given = integer("given", entry["given"], least=0, most=len(request.tokens))
-        request.error = entry.get("error")
-        request.stopped = flag("stopped", entry["stopped"])
+        request.stopped, request.error = read_stop(entry["stopped"]), entry.get("error")
+        if not isinstance(request.error, str | None):
+            raise ValueError("what ended a request is no sentence")
         if not request.prompt or len(request.tokens) > request.limit:
             raise ValueError("a request has no prompt, or more tokens than its limit")
         return request

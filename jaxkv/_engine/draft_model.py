@@ -16,12 +16,12 @@ from jaxkv._core.sharing import truncate
 from jaxkv._core.tables import extend
 from jaxkv._engine.drafts import Drafter, Guesses, NGramDrafter
 from jaxkv._engine.program import cache_program
-from jaxkv._engine.sampling import KINDS, Kind, Sampling, choose
+from jaxkv._engine.sampling import FIELDS, KINDS, Kind, Sampling, choose
 from jaxkv._engine.scheduler import Sequence
 from jaxkv._engine.step import logits_at
 
 # What programs are told of each row: how many tokens stay, how many are new, and its `Choice`.
-HELD, FED, COLUMN = 0, 1, slice(2, 7)
+HELD, FED, COLUMN = 0, 1, slice(2, 2 + FIELDS)
 FEW = 2  # tokens that it lacks after a step in which all that it guessed was right
 
 
@@ -108,7 +108,7 @@ class ModelDrafter:
         return True
 
     def _rows(self) -> np.ndarray:
-        rows = np.zeros((7, self.config.max_seqs), np.int32)
+        rows = np.zeros((COLUMN.stop, self.config.max_seqs), np.int32)
         rows[HELD] = [len(held) for held in self._held]
         return rows
 

@@ -169,7 +169,7 @@ class Engine(Resumable):
     def submit(
         self, prompt: Sequence[int], max_new_tokens: int = 64, temperature: float = 0.0, *, top_k: int = 0,
         top_p: float = 1.0, eos: int | Collection[int] | None = None, salt: str | bytes | None = None, n: int = 1,
-        logprobs: int = 0,
+        logprobs: int = 0, seed: int | None = None,
     ) -> Request:  # fmt: skip
         """Ask for a prompt to be continued; `step` and `run` do it. May be called from any thread, and while they run.
 
@@ -179,18 +179,21 @@ class Engine(Resumable):
           n: so many samples, which share the prompt's blocks; see `Request.samples`.
           logprobs: keep the log-probabilities of so many likeliest tokens and of the chosen one, from the model's own
             logits, before temperature and hook.
+          seed: of its random draws, so that it gets the same tokens whatever was asked for before: those that
+            `generate` gives one prompt with this seed. Default: the engine's, and the request's number.
 
         Raises:
           ValueError: an argument that cannot be honoured; nothing has changed then.
         """
         if why := self.problem(prompt, max_new_tokens):
             raise ValueError(f"The prompt cannot be continued: {why}.")
-        choice = Choice.read(temperature, top_k, top_p, self.seed)
         count = integer("n", n, least=1, most=2**16)
+        own = self.seed if seed is None else seed
+        choices = [Choice.read(temperature, top_k, top_p, own, None if seed is None else j) for j in range(count)]
         options = {"eos": read_eos(eos), "salt": read_salt(salt), "num_logprobs": self._read_logprobs(logprobs)}
         request = Request.several([
             self._request(next(self._numbers), prompt, max_new_tokens, choice, self._news, **options)
-            for _ in range(count)
+            for choice in choices
         ])  # fmt: skip
         self._loop.submitted.append(request)
         return request

@@ -109,7 +109,7 @@ class Loop:
         """Have requests taken out by whoever works next."""
         for request in requests:
             if not request.done:
-                request.stopped = True
+                request.stopped = "cancelled"
                 self.cancelled.append(request)
 
     def tidy(self) -> None:

@@ -3,14 +3,17 @@
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from jaxkv._core.config import CacheConfig
-from jaxkv._core.numbers import MOST_INDEX, integer, shown
+from jaxkv._core.numbers import MOST_INDEX, flag, integer, shown
 from jaxkv._engine.holdings import Holdings
 from jaxkv._engine.sampling import KINDS, NO_TOKEN, Choice
+
+Stop = Literal["eos", "cancelled", "error"]
+STOPS: tuple[Stop, ...] = ("eos", "cancelled", "error")
 
 
 class Request:
@@ -38,7 +41,7 @@ class Request:
         self.news = news  # of who waits for its tokens: it puts itself there when something has come
         self.given = 0  # how many tokens have been handed out
         self.error: str | None = None
-        self.stopped = False  # by a stop token, or because it was cancelled
+        self.stopped: Stop | None = None  # what ended it before its limit
         self._cancel = cancel
 
     @classmethod
@@ -56,10 +59,16 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """Whether no more tokens will come: it has ended, or was cancelled."""
+        """Whether no more tokens will come; `ended` says why."""
+        return self.ended is not None
+
+    @property
+    def ended(self) -> Literal["eos", "cancelled", "error", "length"] | None:
+        """Why no more tokens come: a stop token, `cancel`, logits without a choice (see `error`), or as many tokens as
+        were asked for or fit. None: they will. Of several samples the first one's reason, once all have ended."""
         if self.samples != (self,):
-            return all(sample.done for sample in self.samples)
-        return self.stopped or len(self.tokens) >= self.limit
+            return self.samples[0].ended if all(sample.ended for sample in self.samples) else None
+        return self.stopped or ("length" if len(self.tokens) >= self.limit else None)
 
     @property
     def best(self) -> "Request":
@@ -89,17 +98,17 @@ class Request:
                 f"after {len(self.prompt)} + {len(self.tokens)} tokens the logits, or what logits_hook made of them, "
                 "are NaN or all -inf, and no token can be chosen"
             )
-            self.stopped = True
+            self.stopped = "error"
             return
         if token in self.eos:
-            self.stopped = True
+            self.stopped = "eos"
             return
         if logprobs is not None:
             self.logprobs[len(self.tokens) :] = [logprobs]
         self.tokens.append(token)
 
     def __repr__(self) -> str:
-        state = "failed" if self.error else "done" if self.done else "not done"
+        state = self.ended or "not done"
         return f"Request({self.number}: {len(self.prompt)} + {len(self.tokens)} tokens, {state})"
 
 
@@ -171,6 +180,13 @@ def read_salt(salt: Any) -> str | bytes | None:
     if not isinstance(salt, str | bytes | None):
         raise ValueError(f"salt must be a str, bytes or None, not {shown(salt)}.")
     return salt
+
+
+def read_stop(stop: Any) -> Stop | None:
+    """What ended a request, as it was saved: once that was True or False. Raises ValueError."""
+    if stop in STOPS or stop is None:
+        return stop
+    return "eos" if flag("stopped", stop) else None
 
 
 def read_limits(max_new_tokens: Any, count: int) -> list[int]:

@@ -12,6 +12,7 @@ from jaxkv._core.numbers import integer, listed, real, shown
 # What a step's rows ask for at the most: no random numbers, random numbers, or a sort of all logits besides.
 Kind = Literal["greedy", "sampled", "filtered"]
 NO_TOKEN = -2  # the choice among logits of which none is a number above -inf, or any is NaN
+FIELDS = 6  # of `Sampling`
 KINDS: tuple[Kind, ...] = ("greedy", "sampled", "filtered")
 
 
@@ -23,15 +24,17 @@ class Choice:
     top_k: int = 0  # choose among this many likeliest tokens; 0: all
     top_p: float = 1.0  # choose among the likeliest tokens that together have this probability
     seed: int = 0
+    draws: int | None = None  # which of the seed's draws they are; None: those of the request's number
 
     @classmethod
-    def read(cls, temperature: Any, top_k: Any, top_p: Any, seed: Any) -> "Choice":
+    def read(cls, temperature: Any, top_k: Any, top_p: Any, seed: Any, draws: Any = None) -> "Choice":
         """What a caller asks for. Raises ValueError."""
         temperature = real("temperature", temperature, least=0, most=float(np.finfo(np.float32).max))
         top_k, top_p = integer("top_k", top_k, least=0), real("top_p", top_p, most=1)
         if top_p <= 0:
             raise ValueError(f"top_p must be above 0 and at most 1, not {shown(top_p)}.")
-        return cls(temperature, top_k, top_p, read_seed(seed))
+        draws = None if draws is None else integer("draws", draws, least=0)
+        return cls(temperature, top_k, top_p, read_seed(seed), draws)
 
     @property
     def kind(self) -> Kind:
@@ -41,9 +44,10 @@ class Choice:
         return "sampled" if self.top_k == 0 and self.top_p == 1 else "filtered"
 
     def column(self, number: int) -> np.ndarray:
-        """`i32[5]`, one column of what `Sampling.unpack` takes: floats and the seed are there by their bits."""
+        """`i32[FIELDS]`, one column of what `Sampling.unpack` takes: floats and the seed are there by their bits."""
         bits = np.array([self.temperature, self.top_p], np.float32).view(np.int32)
-        return np.array([number, np.uint32(self.seed).view(np.int32), bits[0], self.top_k, bits[1]], np.int32)
+        draws = number if self.draws is None else self.draws
+        return np.array([number, draws, np.uint32(self.seed).view(np.int32), bits[0], self.top_k, bits[1]], np.int32)
 
 
 def read_seed(seed: Any) -> int:
@@ -64,6 +68,7 @@ class Sampling(NamedTuple):
     """How to choose each row's token: arrays, so that another temperature is not another compile."""
 
     numbers: jax.Array  # i32[S]: of the rows' requests
+    draws: jax.Array  # i32[S]
     seeds: jax.Array  # u32[S]
     temperature: jax.Array  # f32[S]
     top_k: jax.Array  # i32[S]
@@ -71,37 +76,37 @@ class Sampling(NamedTuple):
 
     @classmethod
     def unpack(cls, columns: jax.Array) -> "Sampling":
-        """From `i32[5, S]`, the rows' `Choice.column` side by side."""
-        numbers, seeds, temperature, top_k, top_p = columns
+        """From `i32[FIELDS, S]`, the rows' `Choice.column` side by side."""
+        numbers, draws, seeds, temperature, top_k, top_p = columns
 
         def as_float(bits: jax.Array) -> jax.Array:
             return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
         seeds = jax.lax.bitcast_convert_type(seeds, jnp.uint32)
-        return cls(numbers, seeds, as_float(temperature), top_k, as_float(top_p))
+        return cls(numbers, draws, seeds, as_float(temperature), top_k, as_float(top_p))
 
 
 def choose(kind: Kind, logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
     """The next token of each row, `f32[S, V]` to `i32[S]`: the likeliest where the temperature is 0, else a draw.
 
-    The draw depends on the request's seed and number and the token's position alone, so a request gets the same tokens
-    in any row, beside any others, and again after it was set back. `kind` says what no row of the step needs; it
-    changes no token. NO_TOKEN where logits leave no choice.
+    The draw depends on the request's seed, the number of its draws and the token's position alone, so a request gets
+    the same tokens in any row, beside any others, and again after it was set back. `kind` says what no row of the step
+    needs; it changes no token. NO_TOKEN where logits leave no choice.
     """
     is_possible = jnp.max(logits, axis=-1) > -jnp.inf  # a NaN is the largest, and not above
     likeliest = jnp.where(is_possible, jnp.argmax(logits, axis=-1).astype(jnp.int32), NO_TOKEN)
     if kind == "greedy":
         return likeliest
 
-    def draw(logits, number, seed, temperature, top_k, top_p, position):
+    def draw(logits, draws, seed, temperature, top_k, top_p, position):
         # From the likeliest down, so that no temperature makes it overflow.
         logits = (logits - jnp.max(logits)) / jnp.where(temperature > 0, temperature, 1)
         if kind == "filtered":
             logits = jnp.where(_kept(logits, top_k, top_p), logits, -jnp.inf)
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), position)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), draws), position)
         return jax.random.categorical(key, logits)
 
-    drawn = jax.vmap(draw)(logits, *sampling, positions).astype(jnp.int32)
+    drawn = jax.vmap(draw)(logits, *sampling[1:], positions).astype(jnp.int32)
     return jnp.where((sampling.temperature > 0) & is_possible, drawn, likeliest)
 
 

@@ -66,7 +66,7 @@ class Shards:
         """Have requests taken out by whoever works next."""
         for request in requests:
             if not request.done:
-                request.stopped = True
+                request.stopped = "cancelled"
                 for loop in self.loops:
                     loop.cancelled.append(request)
 

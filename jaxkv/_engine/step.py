@@ -16,13 +16,13 @@ from jaxkv._core.plan import plan_step, positions
 from jaxkv._core.tables import extend, leave_windows
 from jaxkv._engine.program import cache_program
 from jaxkv._engine.room import room_of
-from jaxkv._engine.sampling import Kind, Sampling, choose, likeliest
+from jaxkv._engine.sampling import FIELDS, Kind, Sampling, choose, likeliest
 from jaxkv._engine.thinning import noting
 
 # What the host says of each row, as one array: how many tokens it has in this step, whether the token after them is
 # wanted, its next token (FROM_DEVICE: the one chosen last), `Choice.column`, and how many of its tokens are guesses.
-COUNT, DUE, TOKEN, COLUMN, GUESSED = 0, 1, 2, slice(3, 8), 8
-NUM_FIELDS = 9
+COUNT, DUE, TOKEN, COLUMN, GUESSED = 0, 1, 2, slice(3, 3 + FIELDS), 3 + FIELDS
+NUM_FIELDS = GUESSED + 1
 FROM_DEVICE = -1
 
 

@@ -13,6 +13,7 @@ from flax import nnx
 
 import jaxkv
 import jaxkv.models
+from jaxkv._engine.request import read_stop
 from jaxkv._engine.reuse import fingerprint
 
 
@@ -54,7 +55,8 @@ def test_logits_that_leave_no_choice_end_a_request(steps, temperature):
     engine = jaxkv.Engine(Checksum(), **room, logits_hook=nothing_after(9))
     failed, fine = engine.submit([5, 7, 11, 2, 3], 8, temperature), engine.submit([5, 7], 6, temperature)
     news = list(engine.run())
-    assert failed.done and len(failed.tokens) == 4 and "failed" in repr(failed) and len(fine.tokens) == 6
+    assert failed.done and len(failed.tokens) == 4 and "error" in repr(failed) and len(fine.tokens) == 6
+    assert (failed.ended, fine.ended) == ("error", "length")
     assert failed.error.startswith("after 5 + 4 tokens the logits") and fine.error is None
     assert [token for request, token in news if request is failed] == failed.tokens
     jaxkv.check_invariants(engine.cache)
@@ -117,3 +119,48 @@ def test_models_of_equal_arrays_are_told_apart():
     assert len({fingerprint(model) for model in models}) == 4
     assert fingerprint(Model(w, theta=len)) == fingerprint(Model(w, theta=len))
     assert fingerprint(Model(w, theta=lambda x: x)) == fingerprint(Model(w, theta=lambda x: x))  # not by their address
+
+
+def test_a_request_with_a_seed_of_its_own_draws_the_same_whatever_came_before(tmp_path):
+    model, prompt = jaxkv.models.small(), list(b"import ")
+    expected = jaxkv.generate(model, [prompt], 8, 1.0, seed=5, n=2)[0]
+    fields = dict(max_seqs=3, max_seq_len=64, seed=1)
+    engine, other = jaxkv.Engine(model, **fields), jaxkv.Engine(model, **fields)
+    unlike = [engine.submit(prompt, 8, 1.0) for _ in range(2)]
+    request = engine.submit(prompt, 8, 1.0, seed=5, n=2)
+    for _ in range(4):
+        engine.step()
+    engine.save(tmp_path / "engine")
+    list(engine.run())
+    restored = other.load(tmp_path / "engine")
+    list(other.run())
+    assert [sample.tokens for sample in request.samples] == expected and request.tokens != unlike[0].tokens
+    assert unlike[0].tokens != unlike[1].tokens
+    assert [r.tokens for r in restored] == [r.tokens for r in (*unlike, *request.samples)]
+    assert engine.recompute(prompt, expected[1], index=1, temperature=1.0, seed=5) == expected[1]
+    for seed in ("a", 1.5, 10**30):
+        with pytest.raises(ValueError, match="seed must be "):
+            engine.submit(prompt, seed=seed)
+
+
+def test_why_a_request_has_ended(tmp_path):
+    prompt, fields = [5, 7, 11, 2], dict(max_seqs=4, max_seq_len=48, block_size=8)
+    tokens = continuation(Checksum().windows, prompt, 8, None)
+    engine = jaxkv.Engine(Checksum(), **fields)
+    requests = [
+        engine.submit(prompt, 8), engine.submit(prompt, 8, eos=tokens[3]), engine.submit(prompt, 30),
+        engine.submit(prompt, 8, n=2), engine.submit(prompt, 100),
+    ]  # fmt: skip
+    assert {request.ended for request in requests} == {None}
+    engine.step()
+    requests[2].cancel()
+    list(engine.run())
+    assert [request.ended for request in requests] == ["length", "eos", "cancelled", "length", "length"]
+    assert all(request.done for request in requests)
+    engine.save(tmp_path / "engine")
+    restored = jaxkv.Engine(Checksum(), **fields).load(tmp_path / "engine")
+    assert {request.ended for request in restored} <= {"length", "eos", "cancelled"}
+    assert (read_stop(True), read_stop(False), read_stop(None)) == ("eos", None, None)  # as engines once saved it
+    for junk in ("why", 1, []):
+        with pytest.raises(ValueError, match="stopped must be True or False"):
+            read_stop(junk)

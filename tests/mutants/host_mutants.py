@@ -254,8 +254,8 @@ MUTANTS = {
     ),
     "a stop token is part of the output": Mutant(
         REQUEST,
-        "            self.stopped = True\n            return\n",
-        "            self.stopped = True\n",
+        '            self.stopped = "eos"\n            return\n',
+        '            self.stopped = "eos"\n',
         IN_GENERATE + "test_a_stop_token_ends_a_sequence_and_is_not_part_of_it",
     ),
     "words are taken for stop tokens": Mutant(
