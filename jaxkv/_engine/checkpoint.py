@@ -164,7 +164,9 @@ class Resumable:
         request = Request(
             number=integer("number", entry["number"], least=0), prompt=_tokens(entry["prompt"]),
             limit=integer("limit", entry["limit"], least=1), eos=read_eos(entry["eos"]),
-            choice=Choice.read(*(choice[f] for f in ("temperature", "top_k", "top_p", "seed")), choice.get("draws")),
+            choice=Choice.read(
+                choice["temperature"], choice["top_k"], choice["top_p"], choice["seed"], choice.get("draws")
+            ),
             salt=read_salt(bytes.fromhex(salt) if kind == "bytes" else salt),
             num_logprobs=integer("logprobs", entry["num_logprobs"], least=0), news=self._news, cancel=self.cancel,
         )  # fmt: skip

@@ -65,11 +65,6 @@ def generate(
     devices = count_parts(model)
     max_seqs = max(1, min(8, n * len(prompts)))
     sizes = {"max_seqs": -(-max_seqs // devices) * devices, "longest": max(lengths)}
-    if engine.get("max_tokens") is not None and integer("max_tokens", engine["max_tokens"], least=1) < max(lengths):
-        raise ValueError(
-            f"max_tokens={engine['max_tokens']} is what the whole cache holds, and the longest prompt with what is "
-            f"added takes {max(lengths)}: max_new_tokens says how many tokens to add."
-        )
     if not ROOM & engine.keys():
         max_seqs = integer("max_seqs", engine.get("max_seqs", sizes["max_seqs"]), least=1)
         max_seq_len = read_longest(max(lengths), getattr(model, "config", None))

@@ -157,7 +157,7 @@ def problem_of(
         if blocks > (num_blocks := config.group_blocks[group]):
             return (
                 f"its {length} tokens take {blocks} blocks, but the cache has {num_blocks}: raise num_blocks, or "
-                "lower max_new_tokens"
+                "max_tokens, what the whole cache holds, or lower max_new_tokens"
             )
     end = vocab_size or MOST_INDEX
     if min(tokens) < 0 or max(tokens) >= end:

@@ -44,7 +44,11 @@ REFUSED = {
     "multiples of 64 up to 576, but q has 640": latent(head_dim=640),
     r"q has 528 and the pool stores 528; store 576 with": latent(head_dim=528),
     "multiples of 8 tokens, not 12": latent(block_size=12),
-    "16384 rows": arguments() | {"tables": jax.ShapeDtypeStruct((16_385, 4), jnp.int32)},
+    "16384 rows": arguments()
+    | {
+        "q": jax.ShapeDtypeStruct((16_385, 1, 4, 64), jnp.bfloat16),
+        "tables": jax.ShapeDtypeStruct((16_385, 4), jnp.int32),
+    },
 }
 
 

@@ -272,7 +272,7 @@ def shape(*axes, dtype="bfloat16"):
         ({"kv": shape(9, 2, 2, 8, 128)}, "choose 16"),
         ({"kv": shape(9, 2, 2, 16, 128, dtype="float16")}, "bfloat16 or float32"),
         ({"q": shape(2, 1, 4, 64, dtype="float32")}, "cast q"),
-        ({"tables": shape(256, 8192, dtype="int32")}, "block_size=256"),
+        ({"q": shape(256, 1, 4, 64), "tables": shape(256, 8192, dtype="int32")}, "block_size=256"),
         ({"mask": shape(2, 1, 32, dtype="bool")}, "mask"),
         ({"q": shape(2, 1, 2048, 64), "kv": shape(9, 2, 2048, 16, 128)}, "shard the heads"),
         ({"q": shape(131072, 2, 64), "tables": shape(61, 4096, dtype="int32")}, "block_size=32"),
