@@ -24,6 +24,7 @@ IN_PROCESSES = "processes/test_processes.py::"
 SHARDS, IN_SHARDS = "_engine/shards.py", "engine/test_row_shards.py::"
 IN_SPECULATION = "engine/test_speculation.py::"
 IN_INTERRUPTS, IN_FILES = "engine/test_interrupts.py::", "files/test_files.py::"
+IN_EDGES = "engine/test_edges_of_engines.py::"
 
 MUTANTS = {
     # The index.
@@ -527,5 +528,87 @@ MUTANTS = {
         "i * number + s.row",
         "s.row",
         IN_SHARDS + "test_it_goes_on_on_another_number_of_devices",
+    ),
+    # What attackers and a new user met.
+    "logits of NaN are token 0": Mutant(
+        "_engine/sampling.py",
+        "is_possible = jnp.max(logits, axis=-1) > -jnp.inf",
+        "is_possible = jnp.ones(logits.shape[:-1], bool)",
+        IN_EDGES + "test_logits_that_leave_no_choice_end_a_request",
+    ),
+    "a draw is taken where there is no choice": Mutant(
+        "_engine/sampling.py",
+        "(sampling.temperature > 0) & is_possible",
+        "sampling.temperature > 0",
+        IN_EDGES + "test_logits_that_leave_no_choice_end_a_request",
+    ),
+    "a seed's draws go by the request's number": Mutant(
+        "_engine/sampling.py",
+        "draws = number if self.draws is None else self.draws",
+        "draws = number",
+        IN_EDGES + "test_a_request_with_a_seed_of_its_own_draws_the_same_whatever_came_before",
+    ),
+    "whose draws they are is not saved": Mutant(
+        CHECKPOINT,
+        'choice.get("draws")',
+        "None",
+        IN_EDGES + "test_a_request_with_a_seed_of_its_own_draws_the_same_whatever_came_before",
+    ),
+    "what is spilled lies on the axis for contexts": Mutant(
+        CHANGE,
+        "heads=None, context=None, parts=1",
+        "heads=None",
+        IN_EDGES + "test_a_mesh_with_an_axis_for_contexts_alone",
+    ),
+    "a mesh without heads is none": Mutant(
+        "_core/shards.py",
+        "mesh_of(model) or mesh_of(model, CONTEXT)",
+        "mesh_of(model)",
+        IN_EDGES + "test_a_mesh_with_an_axis_for_contexts_alone",
+    ),
+    "static fields are not the model": Mutant(
+        "_engine/reuse.py",
+        " {others!r} {structure}",
+        " {others!r}",
+        IN_EDGES + "test_models_of_equal_arrays_are_told_apart",
+    ),
+    "numbers are not the model": Mutant(
+        "_engine/reuse.py", "{others!r} ", "", IN_EDGES + "test_models_of_equal_arrays_are_told_apart"
+    ),
+    "a file is believed to be there": Mutant(
+        BLOCKS,
+        "        if self.keep(block):\n            return False\n",
+        "        if self.has(block):\n            return False\n",
+        IN_DISK + "test_files_that_others_removed_are_written_again",
+    ),
+    "a flush believes that files are there": Mutant(
+        DISK,
+        "not disk.keep(node.block(group))",
+        "not disk.has(node.block(group))",
+        IN_DISK + "test_files_that_others_removed_are_written_again",
+    ),
+    "what others wrote stays": Mutant(
+        BLOCKS,
+        "{*_found(self.folder, self.owner.hex()), *(",
+        "{*(",
+        IN_DISK + "test_what_another_index_wrote_goes_with_reset",
+    ),
+    "a salt is what it prints": Mutant(
+        READ,
+        "salt, adapter = _plain(salt), _plain(adapter)",
+        "salt = salt",
+        IN_DISK + "test_salts_that_hide_themselves_are_told_apart",
+    ),
+    "each index has a folder's bytes for itself": Mutant(
+        DISK,
+        "        return folder\n",
+        "        return BlockFiles(folder.folder, folder.most_bytes, config, model)\n",
+        IN_DISK + "test_indexes_of_one_process_mind_the_bytes_together",
+    ),
+    "a row comes back to the device that it left": Mutant(
+        "_tiers/host.py",
+        "x.sharding.device_set == own.sharding.device_set",
+        "True",
+        "core/test_edges.py::test_a_row_swaps_into_a_cache_on_another_device",
     ),
 }
