@@ -22,7 +22,6 @@ class Request:
     Attributes:
       prompt: its tokens. number: counts requests; its draws depend on the engine's seed, this and the position alone.
       tokens: what has been generated so far, without the stop token.
-      error: why it ended early, if its logits left no choice: NaN, or all -inf, as a hook may make them; else None.
       logprobs: with `submit(logprobs=k)` for each of these a dict from token to log-probability, else empty.
       samples: the requests of each sample, `(request,)` itself if only one was asked for. Where there are several,
         `step` and `run` name these, and `tokens` and `logprobs` here are the first one's.
@@ -40,7 +39,7 @@ class Request:
         self.column, self.kind = choice.column(number), KINDS.index(choice.kind)
         self.news = news  # of who waits for its tokens: it puts itself there when something has come
         self.given = 0  # how many tokens have been handed out
-        self.error: str | None = None
+        self.failure: str | None = None  # `error`, of this one alone
         self.stopped: Stop | None = None  # what ended it before its limit
         self._cancel = cancel
 
@@ -71,6 +70,12 @@ class Request:
         return self.stopped or ("length" if len(self.tokens) >= self.limit else None)
 
     @property
+    def error(self) -> str | None:
+        """Why it ended early, if its logits left no choice: NaN, or all -inf, as a hook may make them; else None. Of
+        several samples the first one's."""
+        return self.samples[0].failure
+
+    @property
     def best(self) -> "Request":
         """Of its samples the one whose tokens are likeliest in the mean, by the model's own logits (best of n).
 
@@ -94,7 +99,7 @@ class Request:
         """Note the next token. An interrupt in between leaves what a second call puts right."""
         self.news[self] = None
         if token == NO_TOKEN:
-            self.error = (
+            self.failure = (
                 f"after {len(self.prompt)} + {len(self.tokens)} tokens the logits, or what logits_hook made of them, "
                 "are NaN or all -inf, and no token can be chosen"
             )

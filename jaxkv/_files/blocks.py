@@ -199,11 +199,11 @@ class BlockFiles:
         """Have a file be the last to go; whether it is there."""
         try:
             os.utime(self.folder / name)
-        except FileNotFoundError:
+        except PermissionError:  # it is another user's
+            pass
+        except OSError:
             self._forget(name)
             return False
-        except OSError:  # it is another user's
-            pass
         if name in self.files:
             self.files.move_to_end(name)
         return True

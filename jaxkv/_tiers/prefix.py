@@ -14,7 +14,7 @@ from jaxkv._core.lines import refuse_evicting
 from jaxkv._core.numbers import integer, real, shown
 from jaxkv._core.pools import put
 from jaxkv._core.views import check_row
-from jaxkv._files.blocks import Block, fingerprint
+from jaxkv._files.blocks import Block, BlockFiles, fingerprint
 from jaxkv._tiers.disk import flush, open_disk, recall
 from jaxkv._tiers.events import Place, PrefixEvent, differences, holdings
 from jaxkv._tiers.kept import count_unused, keep
@@ -70,7 +70,7 @@ class PrefixCache:
 
     def __init__(
         self, config: CacheConfig, *, spill_bytes: float = 0, max_pinned: float = 0.5,
-        hash_function: Callable[[Any], Hashable] = hash, disk: str | os.PathLike | None = None,
+        hash_function: Callable[[Any], Hashable] = hash, disk: str | os.PathLike | BlockFiles | None = None,
         disk_bytes: float | None = None, model: str | None = None,
     ):  # fmt: skip
         check_config(config)

@@ -56,6 +56,9 @@ def test_logits_that_leave_no_choice_end_a_request(steps, temperature):
     failed, fine = engine.submit([5, 7, 11, 2, 3], 8, temperature), engine.submit([5, 7], 6, temperature)
     news = list(engine.run())
     assert failed.done and len(failed.tokens) == 4 and "error" in repr(failed) and len(fine.tokens) == 6
+    several = engine.submit([5, 7, 11, 2, 3], 8, temperature, n=2)
+    list(engine.run())
+    assert several.ended == "error" and several.error == several.samples[1].error == failed.error
     assert (failed.ended, fine.ended) == ("error", "length")
     assert failed.error.startswith("after 5 + 4 tokens the logits") and fine.error is None
     assert [token for request, token in news if request is failed] == failed.tokens
