@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from checksum_model import Checksum, continuation
 from flax import nnx
+from nightly import NIGHTLY
 
 import jaxkv
 import jaxkv.models
@@ -48,8 +49,7 @@ def nothing_after(length):
     return hook
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(("steps", "temperature"), [(1, 0.0), (3, 1.0)] + NIGHTLY * [(1, 1.0), (3, 0.0)])
 def test_logits_that_leave_no_choice_end_a_request(steps, temperature):
     room = dict(max_seqs=2, max_seq_len=48, block_size=8, steps_per_dispatch=steps)
     engine = jaxkv.Engine(Checksum(), **room, logits_hook=nothing_after(9))
@@ -71,6 +71,7 @@ def test_logits_that_leave_no_choice_end_a_request(steps, temperature):
     assert not engine._loop.is_busy
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="two engines of a real model to compile")
 def test_a_draft_whose_logits_are_none_costs_no_token():
     model = jaxkv.models.small()
     broken = nnx.clone(model)
