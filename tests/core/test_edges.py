@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from nightly import NIGHTLY
 from three_rows import CONFIG, filled, ones
 
 import jaxkv
@@ -51,7 +52,7 @@ def test_rows_that_failed_keep_their_places_for_quest():
     assert [chosen(number, [100, 0]) for number in (0.0, 9.0, -9.0)] == [wanted] * 3
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["int8", *["int4"] * NIGHTLY])
 def test_raw_numbers_of_rows_thinned_by_heads(dtype):
     kv = jax.random.normal(jax.random.key(1), (1, 3, 6, 2, 4))
     sizes, counts = dict(max_seqs=3, max_seq_len=32, num_blocks=24, block_size=4, dtype=dtype), [6, 3, 0]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nightly import NIGHTLY
 
 import jaxkv
 from jaxkv.testing import assert_no_copy, permute_blocks, poison
@@ -83,7 +84,7 @@ def play(cache, steps, counts, options):
     return outs, poison(cache)
 
 
-@pytest.mark.parametrize("fields", [{}, {"stacked": True}, {"layout": "contiguous"}], ids=str)
+@pytest.mark.parametrize("fields", [{}, *[{"stacked": True}, {"layout": "contiguous"}] * NIGHTLY], ids=str)
 def test_everything_is_the_same_as_apart(fields):
     """A packed prefill over ends of blocks, a decode step, and a padded chunk, with options that go by heads."""
     whole = "layout" in fields
