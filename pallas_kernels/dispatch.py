@@ -5,7 +5,7 @@ The choice is made for the platform that a program is lowered for, not for the p
 
 import functools
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from typing import Any
 
 import jax
@@ -248,7 +248,7 @@ def _choice(op: str, platform: str | None, implementation: str | None, arguments
     if arguments.get("stripe") is not None and (
         op == "write_kv" or stripes.reads_all(arguments["q"].shape[:-2], arguments)
     ):
-        del arguments["stripe"]
+        arguments = {name: x for name, x in arguments.items() if name != "stripe"}
     return choose(op, implementation, platform, arguments)
 
 
@@ -256,15 +256,15 @@ _ATTENTION = inspect.signature(paged_attention).parameters
 TAKEN = {name for f in (paged_attention, write_kv) for name in inspect.signature(f).parameters} - {"implementation"}
 
 
-def check_names(op: str, names: Collection[str]) -> None:
-    """Raise TypeError for arguments that no op takes."""
-    unknown = sorted(set(names) - TAKEN)
+def check_names(op: str, names: Collection[str], taken: Set[str] = TAKEN, beside: Set[str] = frozenset()) -> None:
+    """Raise TypeError for arguments that are not `taken`, by default by any op; `beside` is named with these."""
+    unknown = sorted(set(names) - taken)
     if "bias" in unknown:
         raise TypeError(
             f"{op} takes no bias: a slope by distance is alibi=, one more logit per head sinks=, True and False mask=."
         )
     if unknown:
-        raise TypeError(f"{op} takes no {' and no '.join(unknown)}: it takes {', '.join(sorted(TAKEN))}.")
+        raise TypeError(f"{op} takes no {' and no '.join(unknown)}: it takes {', '.join(sorted(taken | beside))}.")
 
 
 def _if_given(**arguments: Any) -> dict[str, Any]:
@@ -327,7 +327,7 @@ _once = jax.jit(_with_gradient, static_argnums=(0, 1, 2))
 
 def _run(op: str, implementation: str | None, arrays: dict[str, jax.Array], static: dict[str, Any]) -> Any:
     arguments: dict[str, Any] = {**arrays, **static}
-    choice = _choice(op, None, implementation, dict(arguments))
+    choice = _choice(op, None, implementation, arguments)
 
     def on(name: str) -> Any:
         backend = backend_of(name)

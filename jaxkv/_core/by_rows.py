@@ -20,6 +20,8 @@ from jaxkv._core.numbers import shown
 from jaxkv._core.row_parts import joined, part_of
 from jaxkv._core.state import BlockTables, Pool
 
+WAY_OUT = "call what works on a cache inside jaxkv.by_rows, or on one of its shards, cache.shards[i]."
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -40,8 +42,7 @@ class RowShards:
     """
 
     NO_CACHE: ClassVar[str] = (
-        "cache must be one cache, but the rows of this one are divided over a mesh axis: call what works on a cache "
-        "inside jaxkv.by_rows, or on one of its shards, cache.shards[i]."
+        f"cache must be one cache, but the rows of this one are divided over a mesh axis: {WAY_OUT}"
     )
 
     tables: tuple[BlockTables, ...]
@@ -56,8 +57,7 @@ class RowShards:
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(
-            f"The rows of this cache are divided over the mesh axis {self.axis!r}, and it has no {name!r}: call what "
-            "works on a cache inside jaxkv.by_rows, or on one of its shards, cache.shards[i]."
+            f"The rows of this cache are divided over the mesh axis {self.axis!r}, and it has no {name!r}: {WAY_OUT}"
         )
 
     @property

@@ -281,8 +281,8 @@ class CacheConfig(MadeLike):
           step_tokens: the most tokens of one step, all rows together. Then layers with a window get no more blocks than
             their windows and one step can fill.
         """
-        for name in ("layer_configs", "dtype"):
-            if not hasattr(model, name) and not (name == "dtype" and dtype is not None):
+        for name in ("layer_configs", "dtype") if dtype is None else ("layer_configs",):
+            if not hasattr(model, name):
                 raise ValueError(
                     "model must have layer_configs, a LayerConfig for each layer, and dtype, by which its cache is "
                     f"made, but {shown(model)} has no {name}."

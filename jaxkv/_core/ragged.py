@@ -135,14 +135,10 @@ def _rows(x: Any, counts: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _integers(name: str, x: Any) -> jax.Array:
-    if not isinstance(x, jax.Array):
-        x = np.asarray(x)
-        if x.dtype.kind not in "iub":
-            raise ValueError(f"{name} must be integers, not {x.dtype}.")
-    x = jnp.asarray(x)
+    x = x if isinstance(x, jax.Array) else np.asarray(x)
     if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
         raise ValueError(f"{name} must be integers, not {x.dtype}.")
-    return x.astype(jnp.int32)
+    return jnp.asarray(x).astype(jnp.int32)
 
 
 def _rows_of(name: str, x: jax.Array) -> jax.Array:

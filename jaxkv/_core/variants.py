@@ -10,13 +10,14 @@ from jaxkv._core.arguments import as_int32
 from jaxkv._core.numbers import flag, integer, shown
 from jaxkv._core.state import BlockTables, Layer
 from pallas_kernels import trees
+from pallas_kernels.dispatch import check_names
 
 # What a call may say; and what `attention` and `attend` read by themselves, to be named beside it.
 OPTIONS = {
     "alibi", "blocks", "causal", "deterministic", "mask", "return_lse", "scale", "sink_tokens", "sinks", "soft_cap",
     "spans", "tree", "window",
 }  # fmt: skip
-READ_BEFORE = {"cascade", "implementation", "layer", "num_tokens", "step"}
+READ_BEFORE = {"cascade", "implementation", "layer", "step"}
 
 
 def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
@@ -25,7 +26,9 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
     Raises:
       TypeError: an option that there is not. ValueError: one that does not go with the layer.
     """
-    _check_names(options)
+    if "chunk" in options:
+        raise TypeError("attention takes no chunk: a layer's chunk is its LayerConfig's.")
+    check_names("attention", options, OPTIONS, READ_BEFORE)
     options = {name: x for name, x in options.items() if x is not None}
     _check_evicting(one, options)
     for name in ("window", "sink_tokens"):
@@ -62,17 +65,6 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
             "give window= with them."
         )
     return {"window": own} | ({} if first is None else {"sink_tokens": first}) | options
-
-
-def _check_names(options: dict[str, Any]) -> None:
-    """Raise TypeError for what is no option."""
-    if unknown := sorted(options.keys() - OPTIONS):
-        instead = {
-            "bias": "a slope by distance is alibi=, one more logit per head sinks=, True and False mask=",
-            "chunk": "a layer's chunk is its LayerConfig's",
-        }
-        way_out = instead.get(unknown[0], f"it takes {', '.join(sorted(OPTIONS | READ_BEFORE))}")
-        raise TypeError(f"attention takes no {' and no '.join(map(str, unknown))}: {way_out}.")
 
 
 def as_array(name: str, x: Any) -> jax.Array:

@@ -173,9 +173,7 @@ class Resumable:
         request.tokens = _tokens(entry["tokens"])
         request.logprobs = [{int(t): float(p) for t, p in one} for one in entry["logprobs"]]
         request.given = integer("given", entry["given"], least=0, most=len(request.tokens))
-        request.stopped, request.failure = read_stop(entry["stopped"]), entry.get("failure")
-        if not isinstance(request.failure, str | None):
-            raise ValueError("what ended a request is no sentence")
+        request.stopped = read_stop(entry["stopped"])
         if not request.prompt or len(request.tokens) > request.limit:
             raise ValueError("a request has no prompt, or more tokens than its limit")
         return request
@@ -207,7 +205,6 @@ def _written(request: Request, row: int | None, leader: int | None) -> dict[str,
         "choice": dataclasses.asdict(request.choice), "eos": sorted(request.eos),
         "salt": ["bytes", salt.hex()] if isinstance(salt, bytes) else ["str", salt],
         "num_logprobs": request.num_logprobs, "given": request.given, "stopped": request.stopped,
-        "failure": request.failure,
         # As text, since JSON has neither keys that are numbers nor infinities.
         "logprobs": [[[token, repr(p)] for token, p in one.items()] for one in request.logprobs],
         "row": row, "leader": leader,

@@ -39,7 +39,6 @@ class Request:
         self.column, self.kind = choice.column(number), KINDS.index(choice.kind)
         self.news = news  # of who waits for its tokens: it puts itself there when something has come
         self.given = 0  # how many tokens have been handed out
-        self.failure: str | None = None  # `error`, of this one alone
         self.stopped: Stop | None = None  # what ended it before its limit
         self._cancel = cancel
 
@@ -73,7 +72,12 @@ class Request:
     def error(self) -> str | None:
         """Why it ended early, if its logits left no choice: NaN, or all -inf, as a hook may make them; else None. Of
         several samples the first one's."""
-        return self.samples[0].failure
+        if self.samples[0].stopped != "error":
+            return None
+        return (
+            f"after {len(self.prompt)} + {len(self.tokens)} tokens the logits, or what logits_hook made of them, are "
+            "NaN or all -inf, and no token can be chosen"
+        )
 
     @property
     def best(self) -> "Request":
@@ -99,10 +103,6 @@ class Request:
         """Note the next token. An interrupt in between leaves what a second call puts right."""
         self.news[self] = None
         if token == NO_TOKEN:
-            self.failure = (
-                f"after {len(self.prompt)} + {len(self.tokens)} tokens the logits, or what logits_hook made of them, "
-                "are NaN or all -inf, and no token can be chosen"
-            )
             self.stopped = "error"
             return
         if token in self.eos:

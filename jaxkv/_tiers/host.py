@@ -318,8 +318,6 @@ def _pick(places: np.ndarray, x: Any) -> Any:
 def _to_device(part: Pool | None, cache: Cache, layer: int) -> Pool:
     """Blocks in the memory of the device, or devices, that the cache's pool of a layer lies on."""
     assert part is not None  # of a layer that has blocks
-    pool = cache.layer(layer).pool
-    pool = pool.tokens if part.bounds is None else pool
 
     def bring(x: Any, own: Any) -> jax.Array:
         traced = isinstance(x, jax.core.Tracer) or isinstance(own, jax.core.Tracer)
@@ -327,7 +325,13 @@ def _to_device(part: Pool | None, cache: Cache, layer: int) -> Pool:
             return jax.device_put(x, jax.memory.Space.Device)
         return jax.device_put(x, own.sharding)
 
-    return jax.tree.map(bring, part, pool.like(part))
+    return jax.tree.map(bring, part, pool_for(part, cache, layer).like(part))
+
+
+def pool_for(part: Pool, cache: Cache, layer: int) -> Pool:
+    """The pool that some blocks are for, without the bounds if they have none."""
+    pool = cache.layer(layer).pool
+    return pool.tokens if part.bounds is None else pool
 
 
 def _to_host(x: jax.Array) -> jax.Array:

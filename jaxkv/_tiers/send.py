@@ -20,7 +20,7 @@ from jaxkv._core.reblock import Blocks, Held, TokensGone, fit, held_by, lacking,
 from jaxkv._core.restore import describe_layer, empty_rows, put_rows
 from jaxkv._core.shards import POOL, WHOLE, heads_at, mesh_of, on_shards
 from jaxkv._core.state import NULL_BLOCK, Pool
-from jaxkv._tiers.host import HostBlocks
+from jaxkv._tiers.host import HostBlocks, pool_for
 
 
 def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
@@ -198,8 +198,7 @@ def _tokens(pool: Pool, block: jax.Array, offset: jax.Array) -> Pool:
 
 def _brought(part: Pool, to: Cache, layer: int) -> Pool:
     """Blocks on the devices of the pool that they are for."""
-    pool = to.layer(layer).pool
-    pool = pool.tokens if part.bounds is None else pool
+    pool = pool_for(part, to, layer)
 
     def bring(x: jax.Array, own: jax.Array) -> jax.Array:
         return jax.device_put(x[..., : own.shape[-1]] if x.ndim > 4 else x, own.sharding)

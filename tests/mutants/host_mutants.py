@@ -24,7 +24,7 @@ IN_PROCESSES = "processes/test_processes.py::"
 SHARDS, IN_SHARDS = "_engine/shards.py", "engine/test_row_shards.py::"
 IN_SPECULATION = "engine/test_speculation.py::"
 IN_INTERRUPTS, IN_FILES = "engine/test_interrupts.py::", "files/test_files.py::"
-IN_EDGES = "engine/test_edges_of_engines.py::"
+IN_EDGES, IN_FOLDER = "engine/test_edges_of_engines.py::", "tiers/test_prefix_folder.py::"
 
 MUTANTS = {
     # The index.
@@ -579,31 +579,31 @@ MUTANTS = {
         BLOCKS,
         "        if self.keep(block):\n            return False\n",
         "        if self.has(block):\n            return False\n",
-        IN_DISK + "test_files_that_others_removed_are_written_again",
+        IN_FOLDER + "test_files_that_others_removed_are_written_again",
     ),
     "a flush believes that files are there": Mutant(
         DISK,
         "not disk.keep(node.block(group))",
         "not disk.has(node.block(group))",
-        IN_DISK + "test_files_that_others_removed_are_written_again",
+        IN_FOLDER + "test_files_that_others_removed_are_written_again",
     ),
     "what others wrote stays": Mutant(
         BLOCKS,
         "{*_found(self.folder, self.owner.hex()), *(",
         "{*(",
-        IN_DISK + "test_what_another_index_wrote_goes_with_reset",
+        IN_FOLDER + "test_what_another_index_wrote_goes_with_reset",
     ),
     "a salt is what it prints": Mutant(
         READ,
         "salt, adapter = _plain(salt), _plain(adapter)",
         "salt = salt",
-        IN_DISK + "test_salts_that_hide_themselves_are_told_apart",
+        IN_FOLDER + "test_salts_that_hide_themselves_are_told_apart",
     ),
     "each index has a folder's bytes for itself": Mutant(
         DISK,
         "        return folder\n",
         "        return BlockFiles(folder.folder, folder.most_bytes, config, model)\n",
-        IN_DISK + "test_indexes_of_one_process_mind_the_bytes_together",
+        IN_FOLDER + "test_indexes_of_one_process_mind_the_bytes_together",
     ),
     "a row comes back to the device that it left": Mutant(
         "_tiers/host.py",
