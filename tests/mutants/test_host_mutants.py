@@ -7,11 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from host_mutants import MUTANTS
+from engine_mutants import MUTANTS as OF_ENGINES
 from nightly import NIGHTLY
+from tier_mutants import MUTANTS as OF_TIERS
 
 import jaxkv
 
+MUTANTS = OF_TIERS | OF_ENGINES
 PACKAGE = pathlib.Path(jaxkv.__file__).parent
 TESTS = pathlib.Path(__file__).parents[1]
 
