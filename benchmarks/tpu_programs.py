@@ -136,8 +136,10 @@ def step_program(work: Work, copies_only: bool, layers: int, array: Callable[...
             written.append(kv)
         return q, written
 
-    axes = scale_axes(work.kind, shape.head_dim, shape.rank)
-    scale = None if work.kind is None else array(*pool.shape[:-1], *axes, dtype="float32")
+    scale = None
+    if work.kind is not None:
+        of_blocks = (num_blocks, 1 if shape.rank else 2, kv_heads, work.block_size)
+        scale = array(*of_blocks, *scale_axes(work.kind, shape.head_dim, shape.rank), dtype="float32")
     arguments = (q, k, k, [(pool, scale)] * layers, tables, counts, counts, array(4, work.rows, dtype="int32"))
     donated = () if work.kernel == "prefill" and not work.layer else 3
     return jax.jit(program, donate_argnums=donated).lower(*arguments), plan, parts

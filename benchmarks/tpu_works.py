@@ -92,6 +92,20 @@ WORKS = {
         }.items()
         for joined in (False, True)
     },
+    **{
+        f"{name}, head_dim 64, int8{', joined' if joined else ''}": work._replace(
+            shape="llama3.2-1b", kind="int8", joined=joined
+        )
+        for name, work in {
+            "decode 8 x 1024": Work("decode", rows=8, context=1024),
+            "decode 32 rows of 128 to 8,064": Work("decode", rows=32, ragged=True),
+            "write of 1,024 tokens": Work("write", tokens=1024),
+            "write of 32 rows' tokens": Work("write", rows=32),
+            "prefill of 1,024 tokens": Work("prefill", tokens=1024),
+            "layer, decode 32 x 1024": Work("decode", rows=32, context=1024, layer=True),
+        }.items()
+        for joined in (False, True)
+    },
     "latent decode 32 x 4096": Work("decode", "deepseek-v3", rows=32, context=4096, latent=True),
     "latent decode 32 x 4096, 16 heads": Work("decode", "deepseek-v2-lite", rows=32, context=4096, latent=True),
     "latent decode 32 x 4096, int8": Work("decode", "deepseek-v3", rows=32, context=4096, latent=True, kind="int8"),

@@ -82,10 +82,13 @@ def check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sink
         )
     if kv_scale is not None:
         wanted = (*kv.shape[:4], *kinds.scale_axes(kind, head_dim, rank))
-        if kv_scale.shape != wanted:
+        of_joined = (kv.shape[0], 2, *kv.shape[2:4])
+        if kv_scale.shape != (of_joined if kinds.is_joined(kv_scale, kind, rank) else wanted):
             by_group = ", and one for every 32 entries of a head" if kind == "int4" else ", and two" if rank else ""
+            joined = f" (or {of_joined}, where keys stand behind the values)" if kind and rank else ""
             raise ValueError(
-                f"kv_scale must have the pool's shape without its last axis{by_group}, {wanted}, not {kv_scale.shape}."
+                f"kv_scale must have the pool's shape without its last axis{by_group}, {wanted}{joined}, not "
+                f"{kv_scale.shape}."
             )
     check_numbers(scale, soft_cap, window)
     for name, x in {"sinks": sinks, "mask": mask}.items():

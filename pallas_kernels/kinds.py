@@ -2,7 +2,8 @@
 
 A token's keys (and its values) have a scale of their own in each head, so what is stored of them depends on that token
 and head alone, never on how steps were split. A latent row, whose first `rank` numbers are its values, has one scale
-for those and one for the others. Kinds of fewer than 8 bits or of 8-bit floats are stored as uint8: XLA on
+for those and one for the others. So has a joined row, a head's values and behind them its keys; but no query of it meets
+the values, so its scales are kept as those of keys and values apart are. Kinds of fewer than 8 bits or of 8-bit floats are stored as uint8: XLA on
 a CPU converts a whole pool of such a dtype wherever it is read.
 """
 
@@ -72,6 +73,18 @@ def encode(x: jax.Array, kind: str, scale_dtype: jnp.dtype, rank: int | None = N
         stored = (low & jnp.uint8(15)) | (high << jnp.uint8(4))
     nan = jnp.asarray(jnp.nan, scale.dtype)
     return stored, jnp.where(jnp.expand_dims(finite, range(finite.ndim, scale.ndim)), scale, nan)
+
+
+def is_joined(kv_scale, kind: str | None, rank: int | None) -> bool:
+    """Whether rows of `rank` values hold keys behind them: then their scales are `[num_blocks + 1, 2, K, block_size]`,
+    what rows are multiplied by as keys and what as values."""
+    return rank is not None and kind is not None and kv_scale is not None and len(kv_scale.shape) == 4
+
+
+def encode_joined(x: jax.Array, kind: str, scale_dtype: jnp.dtype, rank: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Joined rows `[..., D]` as they are stored, and the scales of their keys and of their values, `[...]` each."""
+    (values, value_scale), (keys, key_scale) = (encode(x, kind, scale_dtype) for x in (x[..., :rank], x[..., rank:]))
+    return jnp.concatenate([values, keys], axis=-1), key_scale, value_scale
 
 
 def numbers(stored: jax.Array, kind: str | None) -> jax.Array:

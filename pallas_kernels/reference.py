@@ -28,13 +28,16 @@ def dense(
     What lies past a row's length is whatever its blocks hold.
     """
     blocks = kv[tables]  # [S, M, 2, K, block_size, D]
-    if kind is not None:
+    if kinds.is_joined(kv_scale, kind, rank):
+        assert kv_scale is not None
+        blocks = kinds.decode(jnp.concatenate([blocks, blocks], axis=2), kv_scale[tables], kind, head_dim)
+    elif kind is not None:
         assert kv_scale is not None
         blocks = kinds.decode(blocks, kv_scale[tables], kind, head_dim or blocks.shape[-1], rank)
     elif kv_scale is not None:
         blocks = blocks.astype(jnp.float32) * kv_scale[tables][..., None]
     blocks = blocks.astype(jnp.float32)
-    if rank is not None:
+    if blocks.shape[2] == 1:
         blocks = jnp.concatenate([blocks, blocks], axis=2)
     keys, values = jnp.moveaxis(blocks, 2, 0)  # [S, M, K, block_size, D] each
     rows, num_blocks, heads, block_size, head_dim = keys.shape
@@ -144,6 +147,10 @@ def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kin
     """What [`pallas_kernels.write_kv`][] means: token by token, in a loop."""
     token_axes = k.shape[:-2]
     token = locate(token_axes, lengths, new, offsets)
+    if kinds.is_joined(kv_scale, kind, rank):
+        k, *scales = kinds.encode_joined(k, kind, kv_scale.dtype, rank)
+        scales = write_kv(kv_scale[..., None], *(x[..., None] for x in scales), tables, lengths, new, offsets=offsets)
+        return write_kv(kv, k, None, tables, lengths, new, offsets=offsets), scales[..., 0]
     if kind is not None:  # each token and head by itself: the same write, once for the numbers and once for the scales
         (k, k_scale), (v, v_scale) = (
             (None, None) if x is None else kinds.encode(x, kind, kv_scale.dtype, rank) for x in (k, v)

@@ -41,6 +41,7 @@ class Case:
     tree: bool = False  # of the new tokens
     spans: bool = False
     rank: int | None = None  # latent rows, whose first `rank` numbers are the values; give `scale` too
+    joined: bool = False  # quantised rows of `rank` values have scales for the keys behind them, too
     stored_head_dim: int | None = None  # the pool's minor dimension, when it is padded
     max_blocks: int | None = None  # table width; default: just enough
 
@@ -93,6 +94,8 @@ def make_inputs(case: Case, seed: int = 0, *, poison: float = np.nan) -> Inputs:
             )
     tokens = (sum(case.new) + case.padding,) if case.packed else (len(held), max(case.new) + case.padding)
     q = rng.standard_normal((*tokens, case.num_heads, case.head_dim))
+    if case.joined:
+        q[..., : case.rank] = 0
     dtype = jnp.dtype(case.dtype)
     return Inputs(
         jnp.asarray(q.astype(dtype)), jnp.asarray(kv.astype(dtype)), jnp.asarray(tables),
@@ -108,7 +111,7 @@ def quantise(
     kv = np.asarray(inputs.kv, np.float32)
     unread = np.isnan(kv).all(axis=-1)
     exact = np.where(unread[..., None], 0.0, kv)[..., : case.head_dim]
-    stored, scale, decoded = (np.asarray(x) for x in _round_trip(exact, kind, jnp.dtype(scale_dtype), case.rank))
+    stored, scale, decoded = (np.asarray(x) for x in _round_trip(case, exact, kind, jnp.dtype(scale_dtype)))
     held = np.where(unread[..., None], np.nan, decoded)
     missing = kinds.stored_dim(kind, inputs.kv.shape[-1]) - stored.shape[-1]
     stored = np.pad(stored, [(0, 0)] * 4 + [(0, missing)])
@@ -120,13 +123,27 @@ def quantise(
     return inputs._replace(kv=jnp.asarray(stored)), jnp.asarray(scale), inputs._replace(kv=jnp.asarray(held))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def decode(case: Case, stored: jax.Array, scale: jax.Array, kind: str) -> jax.Array:
+    """What a pool of a kind holds, as float32: of joined rows their values and keys, each by its scale."""
+    if case.joined:
+        keys, values = scale[:, :1], scale[:, 1:]
+        scale = jnp.stack([values, keys], axis=-1)
+    return kinds.decode(stored, scale, kind, case.head_dim, case.rank)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def _round_trip(
-    x: jax.Array, kind: str, scale_dtype: jnp.dtype, rank: int | None
+    case: Case, x: jax.Array, kind: str, scale_dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What is stored, its scales, and what that means: one program, where by hand each operation would be one."""
-    stored, scale = kinds.encode(x, kind, scale_dtype, rank)
-    return stored, scale, kinds.decode(stored, scale, kind, x.shape[-1], rank)
+    if case.joined:
+        assert case.rank is not None
+        stored, *scales = kinds.encode_joined(x, kind, scale_dtype, case.rank)
+        scale = jnp.concatenate(scales, axis=1)
+    else:
+        stored, scale = kinds.encode(x, kind, scale_dtype, case.rank)
+    return stored, scale, decode(case, stored, scale, kind)
 
 
 def make_options(case: Case, seed: int = 0) -> dict[str, Any]:

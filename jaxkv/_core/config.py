@@ -44,8 +44,8 @@ class CacheConfig(MadeLike):
       layout: "paged", or "contiguous": one block of `max_seq_len` tokens per row, always the row's own.
       head_dim_multiple: the stored head_dim is rounded up to a multiple of this. Nobody sees the padding, but it takes
         memory. Default: what the platform at hand wants, 128 on TPUs, 64 on NVIDIA GPUs, else 1.
-      join_kv: a head's keys and values stand in one row of the pool where that takes less than padding each, in kinds
-        that are not quantised. Default: on TPUs, where a head_dim of 64 or less then takes half the memory.
+      join_kv: a head's keys and values stand in one row of the pool where that takes less than padding each, in all
+        kinds but int4. Default: on TPUs, where a head_dim of 64 or less then takes half the memory.
       stacked: layers that are alike lie in one array, one after another, so that a `jax.lax.scan` over layers carries
         it in place; `layer` may be traced then. For layers that are not scanned a pool for each is better: XLA on a CPU
         copies a stacked one.

@@ -22,10 +22,15 @@ def read_tokens(
     return _keys_and_values(kv, config, layer, axis=-3)
 
 
-def read_raw(pool: Pool, block: jax.Array, offset: jax.Array) -> tuple[jax.Array | None, ...]:
-    """Of a quantised pool `(k, v, k_scale, v_scale)` at places `i32[...]` as they are stored; 0 for the null block."""
+def read_raw(
+    pool: Pool, block: jax.Array, offset: jax.Array, *, config: CacheConfig, layer: int
+) -> tuple[jax.Array | None, ...]:
+    """Of a quantised pool `(k, v, k_scale, v_scale)` at places `i32[...]` as they are stored, but for the padding; 0 for the
+    null block."""
     found, held = jax.tree.leaves(at_places(pool, block, offset)), block != 0
     kv, scale = (jnp.where(jnp.expand_dims(held, range(held.ndim, x.ndim)), x, jnp.zeros((), x.dtype)) for x in found)
+    width = kinds.stored_dim(config.kind(layer).quantised, config.layer_config(layer).head_dim)
+    kv = config.unlaid(layer, kv, axis=block.ndim)[..., :width]
     parts = [[jnp.take(x, i, axis=block.ndim) for x in (kv, scale)] for i in range(kv.shape[block.ndim])]
     keys, values = parts if len(parts) == 2 else (*parts, (None, None))
     return keys[0], values[0], keys[1], values[1]
@@ -91,7 +96,8 @@ def numbers(part: Pool, config: CacheConfig, layer: int, axis: int = -4) -> jax.
     """What a part of a layer's pool means, `[..., 2, ..., D]`: as stored, or of a quantised layer as float32. Keys and
     values are at `axis`."""
     one, kind = config.layer_config(layer), config.kind(layer).quantised
+    kv = config.unlaid(layer, part.kv, axis)
     if kind is None:
-        return config.unlaid(layer, part.kv, axis)[..., : one.head_dim]
-    decoded = kinds.decode(part.kv, part.scale, kind, one.head_dim, one.rank)  # type: ignore[arg-type]
+        return kv[..., : one.head_dim]
+    decoded = kinds.decode(kv, part.scale, kind, one.head_dim, one.rank)  # type: ignore[arg-type]
     return rotate(decoded) if config.rotates(layer) else decoded

@@ -1,7 +1,8 @@
 """Keys and values of a head in one row of the pool, `[v | k]`, in layers that `CacheConfig.joins`.
 
 A TPU stores rows of 128 lanes: of a head_dim of 64 half of every row would be padding. A joined row is a latent one,
-whose first numbers are the values: kernels read it as they read those, by queries that are 0 where values stand.
+whose first numbers are the values: kernels read it as they read those, by queries that are 0 where values stand. Scales
+of what is quantised are those of keys and values apart, `[num_blocks + 1, 2, K, block_size]`.
 """
 
 from typing import Any

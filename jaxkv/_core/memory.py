@@ -38,7 +38,7 @@ class Memory(Groups):
     def joins(self, layer: int) -> bool:
         """Whether a head's keys and values stand in one row; see `join_kv`."""
         one = self.layer_config(layer)
-        if not self.join_kv or one.rank is not None or self.kind(layer).quantised is not None:
+        if not self.join_kv or one.rank is not None or self.kind(layer).quantised == "int4":  # scales within heads
             return False
         return self._padded(2 * one.head_dim) < 2 * self._padded(one.head_dim)
 
@@ -116,7 +116,8 @@ class Memory(Groups):
     def _block_scales(self, layer: int) -> tuple[int, ...] | None:
         if self.kind(layer).quantised is None:
             return None
-        return (*self._block_shape(layer)[:3], *self.scale_axes(layer))
+        parts, heads = self.stored_heads(layer)
+        return (parts, heads, self.block_size, *self.scale_axes(layer))
 
     def scale_axes(self, layer: int) -> tuple[int, ...]:
         """What follows `[..., K, block_size]` in the shape of a quantised layer's scales."""
@@ -135,8 +136,8 @@ class Memory(Groups):
         return self.laid(layer, numbers, axis), scale
 
     def laid(self, layer: int, kv: Any, axis: int = 1) -> Any:
-        """Keys and values `[..., 2, ..., D]` as they lie in the layer's pool, but for its padding. Scales are left as
-        they are: no layer that joins has any."""
+        """Keys and values `[..., 2, ..., D]` as they lie in the layer's pool, but for its padding. Their scales lie the
+        same in any."""
         return joined.together(kv, axis) if self.joins(layer) else kv
 
     def unlaid(self, layer: int, kv: Any, axis: int = 1) -> Any:

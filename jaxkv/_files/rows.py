@@ -184,8 +184,8 @@ def _put(
     def read(layer: int) -> Pool:
         slots = plans[layer].padded
         parts: Any = [tensors[name] for name in stored_parts(config, layer)]
-        parts = [config.laid(layer, clear_unused(tokens_at(part, slots, first=1), slots)) for part in parts]
-        return Pool(*parts)
+        kv, *scale = (clear_unused(tokens_at(part, slots, first=1), slots) for part in parts)
+        return Pool(config.laid(layer, kv), *scale)
 
     loaded = with_blocks(held, saved.groups, plans, config)
     try:

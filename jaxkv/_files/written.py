@@ -76,8 +76,9 @@ class Written:
 def _blocks(
     config: CacheConfig, layer: int, x: Any, plan: Blocks, minor: Sequence[int], here: Callable[..., Any]
 ) -> np.ndarray:
-    blocks = config.unlaid(layer, here(x, lambda x: tokens_at(x, plan.padded)))
-    blocks = blocks[..., : minor[0]] if minor else blocks  # without the padding of the pool
+    blocks = here(x, lambda x: tokens_at(x, plan.padded))
+    if minor:  # numbers, without the padding of the pool; scales of keys and values have no further axis
+        blocks = config.unlaid(layer, blocks)[..., : minor[0]]
     return clear_unused(np.asarray(blocks)[: len(plan.slots)], plan.slots)
 
 

@@ -52,10 +52,8 @@ def _read(
     for layer in pool_layers(config):
         # One row's blocks come in the order of its table.
         slots, shapes = plans[layer].padded, (config.pool_shape(layer), config.scale_shape(layer))
-        found = [
-            _widened(config.laid(layer, clear_unused(tokens_at(tensors[name], slots, first=1), slots)), shape[1:])
-            for name, shape in zip(stored_parts(config, layer), shapes, strict=False) if shape is not None
-        ]  # fmt: skip
+        kv, *scale = (clear_unused(tokens_at(tensors[x], slots, first=1), slots) for x in stored_parts(config, layer))
+        found = [_widened(x, shape[1:]) for x, shape in zip((config.laid(layer, kv), *scale), shapes, strict=False)]
         own = held[config.group(layer)]
         parts[layer] = with_bounds(Pool(*found), own.tables, own.lengths, config, layer)  # type: ignore[arg-type]
     used = [one.tables != NULL_BLOCK for one in held]

@@ -66,7 +66,10 @@ def _unsupported_latent(q, num_kv_heads: int, kind: str | None, rank: int) -> st
             f"keys and values are joined, or {FALLBACK}."
         )
     if kind is not None:
-        return f"The gpu kernels read latent rows of bfloat16 or float16, not of {kind}; {FALLBACK}."
+        return (
+            f"The gpu kernels read latent rows of bfloat16 or float16, not of {kind}; give the cache join_kv=False if "
+            f"its keys and values are joined, or {FALLBACK}."
+        )
     if rank % RANKS or rank > MOST_RANK:
         return (
             f"The gpu kernels read latent rows with a rank in multiples of {RANKS} up to {MOST_RANK}, not {rank}; "

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.kinds import is_joined
 from pallas_kernels.sight import ALL
 from pallas_kernels.tpu.pages import (
     LANES,
@@ -60,7 +61,8 @@ def decode(
         kind as it came.
       targets: `i32[S]`, the block to write it to; 0: nowhere.
       kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
-      rank: the pool is one of latent rows, with 1 in the place of 2, and its scales `[.., 1, 1, block_size, 2]`.
+      rank: the pool is one of latent rows, with 1 in the place of 2, and its scales `[.., 1, 1, block_size, 2]`; or of
+        joined ones, whose scales are those of heads.
       scale, soft_cap, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
       reach: how far back the token sees.
       deterministic: tables of all widths are cut into the same segments, and those of a row are put together in order
@@ -75,6 +77,7 @@ def decode(
     _, stored_parts, num_kv_heads, *_ = kv.shape
     value_dim = head_dim if rank is None else -(-rank // LANES) * LANES
     fused, scaled = new_kv is not None, kv_scale is not None
+    rank, joined = (None, rank) if is_joined(kv_scale, kind, rank) else (rank, None)
     kv_scale = along_lanes(kv_scale, rank)
     pages = Pages.plan(kv, tables, reach, step_tokens or segment_tokens(kv), deterministic)
     segments = segments_per_step(kv, rows, pages)
@@ -130,7 +133,7 @@ def decode(
     results = pl.pallas_call(
         functools.partial(
             _kernel, pages=pages, segments=segments, soft_cap=soft_cap is not None, sinks=sinks is not None,
-            lse=return_lse, fused=fused, kind=kind, rank=rank,
+            lse=return_lse, fused=fused, kind=kind, rank=rank, joined=joined,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -215,7 +218,7 @@ def decode_bytes(
     if dtype == jnp.float32:  # products of which are those of three parts in bfloat16, of a head at a time
         once.append(((3, parts, pages.step_tokens, head_dim), jnp.bfloat16))
     if kv.dtype.itemsize == 1:  # scales: of pages, of the new tokens, and on their way back
-        scales = (2, num_kv_heads) if parts == 2 else (1, 2)
+        scales = (2, num_kv_heads)
         ahead.append(((segments * pages.pages_per_step, *scales, pages.page_size), jnp.float32))
         new = ((block, parts, num_kv_heads, head_dim), jnp.float32)  # as they come, and as they are stored
         twice.append(new)
@@ -233,7 +236,7 @@ def block_rows(rows: int, heads: int, num_kv_heads: int, head_dim: int, itemsize
 
 def _kernel(
     limits, successors, targets, counts, tables, knobs, q_ref, *refs, pages, segments, soft_cap, sinks, lse, fused,
-    kind, rank,
+    kind, rank, joined,
 ):  # fmt: skip
     given: Any = list(refs)
     sinks_ref: Any = given.pop(0) if sinks else None
@@ -248,7 +251,7 @@ def _kernel(
     state, max_ref, sum_ref, out_sum_ref, *write = given
     if fused and kind is not None:  # as they are stored, all at once, for each would wait for its own maximum
         *write, numbers_ref, scales_ref = write
-        _encode(new_refs[0], numbers_ref, scales_ref, kind, rank)
+        _encode(new_refs[0], numbers_ref, scales_ref, kind, rank, joined)
         new_refs = [numbers_ref, scales_ref]
 
     block, blocks = pl.program_id(0), pl.num_programs(0)
@@ -497,7 +500,7 @@ def _per_head(x, buffer, which, kind, matmul, lanes):
     return jnp.concatenate(results)
 
 
-def _encode(new_ref, numbers_ref, scales_ref, kind, rank):
+def _encode(new_ref, numbers_ref, scales_ref, kind, rank, joined):
     """New tokens `[rows, 2, K, D]` as what they are stored as, in 32 bits still, and their scales in all lanes."""
     rows = new_ref.shape[0]
     some = max(n for n in range(1, 9) if rows % n == 0)
@@ -505,9 +508,9 @@ def _encode(new_ref, numbers_ref, scales_ref, kind, rank):
     @pl.loop(0, rows // some)
     def _(i):
         these = pl.ds(i * some, some)
-        numbers_ref[these], scales = quantise(new_ref[these], kind, rank)
+        numbers_ref[these], scales = quantise(new_ref[these], kind, rank, joined)
         wide = [jnp.broadcast_to(x[..., None], (*x.shape, LANES)) for x in scales]
-        scales_ref[these] = jnp.concatenate(wide, axis=2)
+        scales_ref[these] = jnp.concatenate(wide, axis=2 if joined is None else 1)
 
 
 def _insert(new, buffer, offset, pages, staged):

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.kinds import is_joined
 from pallas_kernels.sight import ALL, Reach, sees
 from pallas_kernels.tpu.decode import page_buffers
 from pallas_kernels.tpu.pages import (
@@ -102,7 +103,8 @@ def prefill(
       tables: `i32[S, M]`, in range.
       tiles: the work list, positions in range, of `tile_tokens` tokens.
       kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
-      rank: of a pool of latent rows, with 1 in the place of 2, and its scales `[.., 1, 1, block_size, 2]`.
+      rank: of a pool of latent rows, with 1 in the place of 2, and its scales `[.., 1, 1, block_size, 2]`; or of joined
+        ones, whose scales are those of heads.
       scale, soft_cap, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
       reach: how far back tokens see, where only a window says so.
       sight: `sight.Tiles` of these tiles, where more does; then `reach` says only which first tokens are seen.
@@ -116,6 +118,7 @@ def prefill(
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
     queries = group * tile_tokens
+    rank = None if is_joined(kv_scale, kind, rank) else rank  # of what is read in two parts
     kv_scale = along_lanes(kv_scale, rank)
     # With a sight the walk begins at a key: as that of a query which sees no other.
     reach = reach if sight is None else Reach(1, None, reach.sink_tokens)
@@ -216,8 +219,7 @@ def prefill_bytes(
         ((8, queries), jnp.int32),  # sights
     ]
     if kv.dtype.itemsize == 1:
-        scales = (2, num_kv_heads) if parts == 2 else (1, 2)
-        twice.append(((pages.pages_per_step, *scales, pages.page_size), jnp.float32))
+        twice.append(((pages.pages_per_step, 2, num_kv_heads, pages.page_size), jnp.float32))
         twice.append(((pages.step_tokens, head_dim), jnp.float32))  # keys and values of a head, widened
     words = Words.of(heads, dtype)
     once: list = [words.by_head(num_kv_heads, queries, head_dim), words.by_token(tile_tokens, head_dim)]

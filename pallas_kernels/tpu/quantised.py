@@ -2,7 +2,9 @@
 
 A block's scales, `[2, K, block_size]` of float32, lie along lanes. A key's is applied to its logits and a value's to
 its weights, for those are fewer than the entries of a head, and the products stay exact. A latent row has two scales,
-of the numbers that are its values and of the others: its logits are the sum of two products, each with its own.
+of the numbers that are its values and of the others: its logits are the sum of two products, each with its own. Of a
+joined row, a head's values and its keys behind them, queries meet the keys alone: its scales are as those of a head's.
+In what follows `rank` is of latent rows, and `joined` of joined ones.
 """
 
 from typing import Any
@@ -57,19 +59,21 @@ def as_given(kv_scale, rank: int | None):
     return kv_scale if rank is None or kv_scale is None else jnp.swapaxes(kv_scale, -1, -2)[:, None]
 
 
-def quantise(x: jax.Array, kind: str, rank: int | None) -> tuple[jax.Array, list[jax.Array]]:
-    """`kinds.encode` by what a kernel can do: the numbers of `[..., D]` in 32 bits, each of their scales `[...]`."""
-    if rank is None:
+def quantise(x: jax.Array, kind: str, rank: int | None, joined: int | None) -> tuple[jax.Array, list[jax.Array]]:
+    """`kinds.encode` by what a kernel can do: the numbers of `[..., D]` in 32 bits, each of their scales `[...]`. Those
+    of joined rows are of keys first."""
+    if rank is None and joined is None:
         stored, scale = encode(x, kind, jnp.dtype(jnp.float32))
         return stored.astype(jnp.int32), [scale]
     x = x.astype(jnp.float32)
-    is_value = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) < rank
+    is_value = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) < (rank or joined)
     parts = [encode(jnp.where(mine, x, 0.0), kind, jnp.dtype(jnp.float32)) for mine in (is_value, ~is_value)]
-    nan = jnp.isnan(parts[0][1] + parts[1][1])  # of the one or the other: then of both
-    return (
-        parts[0][0].astype(jnp.int32) + parts[1][0].astype(jnp.int32),
-        [jnp.where(nan, jnp.nan, scale) for _, scale in parts],
-    )
+    stored = parts[0][0].astype(jnp.int32) + parts[1][0].astype(jnp.int32)
+    values, others = (scale for _, scale in parts)
+    if rank is None:
+        return stored, [others, values]
+    nan = jnp.isnan(values + others)  # of the one or the other: then of both
+    return stored, [jnp.where(nan, jnp.nan, scale) for scale in (values, others)]
 
 
 def queries_by_scale(q: jax.Array, kind: str | None, rank: int | None) -> list[tuple[jax.Array, slice]]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels.kinds import is_joined
 from pallas_kernels.sight import SIGHTS, unsupported_sight
 from pallas_kernels.tpu.decode import BLOCK_ROWS, decode_bytes
 from pallas_kernels.tpu.pages import LANES, SMEM_ENTRIES, VMEM_BYTES, page_tile
@@ -29,7 +30,8 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
     if op == "write_kv":
         return None  # what the kernel does not take, a scatter does
     if kind is not None:
-        if arguments.get("rank") is not None and kv.shape[2] > 1:
+        rank = arguments.get("rank")
+        if rank is not None and kv.shape[2] > 1 and not is_joined(kv_scale, kind, rank):
             return f"The TPU kernels read quantised latent rows of one head, not of {kv.shape[2]}: leave it to XLA."
         if why_not := _unsupported_kind(q, kv, kv_scale, kind):
             return why_not

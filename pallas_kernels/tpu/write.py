@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import xla
+from pallas_kernels.kinds import is_joined
 from pallas_kernels.tokens import default_offsets, locate
 from pallas_kernels.tpu.pages import (
     SMEM_ENTRIES,
@@ -142,6 +143,7 @@ def write(kv, new, runs: Runs, kv_scale=None, kind=None, rank=None, *, page_size
     """
     _, parts, num_kv_heads, _, head_dim = kv.shape
     depth = slots(kv, page_size)
+    rank, joined = (None, rank) if is_joined(kv_scale, kind, rank) else (rank, None)
     if not interpret:  # XLA would have what is small in vector memory, from where a copy is a loop, a register a turn
         new = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in new]
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
@@ -151,7 +153,9 @@ def write(kv, new, runs: Runs, kv_scale=None, kind=None, rank=None, *, page_size
         pools.append(along_lanes(kv_scale, rank))
         buffers += [pltpu.VMEM((depth, *pools[1].shape[1:3], page_size), kv_scale.dtype)] * 2
     written = pl.pallas_call(
-        functools.partial(_kernel, page_size=page_size, block_size=kv.shape[3], kind=kind, rank=rank),
+        functools.partial(
+            _kernel, page_size=page_size, block_size=kv.shape[3], kind=kind, rank=rank, joined=joined
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(runs),
             grid=(1,),
@@ -175,7 +179,7 @@ def write(kv, new, runs: Runs, kv_scale=None, kind=None, rank=None, *, page_size
     return written[0] if kind is None else (written[0], as_given(written[1], rank))
 
 
-def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_size, kind, rank):
+def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_size, kind, rank, joined):
     pools = 1 if kind is None else 2  # keys and values, and their scales
     count = len(refs) - 2 * pools - 2 - 2 * pools  # keys and values: two, or of latent rows one
     sources, refs = refs[:count], refs[count:]
@@ -225,9 +229,12 @@ def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_
                 for which in range(len(sources)):
                     # What is packed cannot be turned and then unpacked.
                     turned = jnp.swapaxes(fresh[slot, which, these].astype(jnp.float32), 0, 1)
-                    numbers, scales = quantise(turned, kind, rank)
-                    for (_, _, merged), x in zip(pages, (numbers, jnp.concatenate(scales)), strict=True):
-                        merged[slot, which, :, these] = x.astype(merged.dtype)
+                    numbers, scales = quantise(turned, kind, rank, joined)
+                    of_numbers, of_scales = (merged for _, _, merged in pages)
+                    of_numbers[slot, which, :, these] = numbers.astype(of_numbers.dtype)
+                    lines = [(which, jnp.concatenate(scales))] if joined is None else enumerate(scales)
+                    for part, x in lines:
+                        of_scales[slot, part, :, these] = x.astype(of_scales.dtype)
 
     def step(entry, _):
         slot = entry & (depth - 1)

@@ -200,13 +200,18 @@ def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: ja
     num_kv_heads = kv.shape[2]
     # A quantised value is exact in q's dtype: scales are applied to logits and weights, not to keys and values; but for
     # scales that the entries of a head do not share.
-    by_entry = kv_scale is not None and kinds.scale_axes(kind, head_dim, rank) != ()
+    joined = kinds.is_joined(kv_scale, kind, rank)
+    by_entry = kv_scale is not None and kinds.scale_axes(kind, head_dim, None if joined else rank) != ()
     exact = (kv.dtype.itemsize == 1 and not by_entry) or kv.dtype == q.dtype
     dtype = q.dtype if exact else jnp.dtype("float32")
     # As they are stored, for `_product`; by many queries of float32, which are three digits, it would take longer.
     as_bytes = kind == "int8" and not by_entry and dtype.itemsize <= (4 if tiling.queries == 1 else 2)
     are_finite = kind is not None and not by_entry  # a NaN is in the scales then
     width = kinds.stored_dim(kind, head_dim)
+
+    def stored_scales(which: int) -> jax.Array:
+        scales = tiles.read_runs(kv_scale, which, items, tiling.run, *kv_scale.shape[4:]).astype(jnp.float32)
+        return jax.lax.optimization_barrier(scales)  # else XLA puts them in order in each fusion that reads them
 
     def stored(which: int) -> tuple[jax.Array, jax.Array | None]:
         """Keys or values, and the scales that are yet to be applied."""
@@ -215,12 +220,11 @@ def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: ja
             numbers = (kinds.widened(numbers) if numbers.dtype == jnp.int8 else numbers).astype(dtype)
         if kv_scale is None:
             return numbers, None
-        scales = tiles.read_runs(kv_scale, which, items, tiling.run, *kv_scale.shape[4:]).astype(jnp.float32)
-        scales = jax.lax.optimization_barrier(scales)  # else XLA puts them in order in each fusion that reads them
+        scales = stored_scales(which)
         return (numbers * kinds.spread_scales(scales, kind, head_dim, rank), None) if by_entry else (numbers, scales)
 
     keys, key_scales = stored(0)
-    values, value_scales = stored(1) if rank is None else (keys[..., :rank], None)
+    values, value_scales = stored(1) if rank is None else (keys[..., :rank], stored_scales(1) if joined else None)
     seen = jnp.repeat(items.seen, num_heads // num_kv_heads, axis=1)[:, None]
     # What is not seen may hold NaN, and 0 * NaN is NaN. For keys it is the logits that are selected, below.
     visible = seen.any(axis=2)
@@ -362,7 +366,11 @@ def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kin
 
     if kind is None:
         return put(kv, tokens, slice(0, k.shape[-1]))
-    stored, scales = kinds.encode(tokens, kind, kv_scale.dtype, rank)
+    if kinds.is_joined(kv_scale, kind, rank):
+        stored, *scales = kinds.encode_joined(tokens, kind, kv_scale.dtype, rank)
+        scales = jnp.concatenate(scales, axis=1)
+    else:
+        stored, scales = kinds.encode(tokens, kind, kv_scale.dtype, rank)
     return put(kv, stored, slice(0, stored.shape[-1])), put(kv_scale, scales)
 
 

@@ -79,17 +79,25 @@ def attention_gradients(
             x = tiles.read_queries(x, items, num_kv_heads)
             return jnp.where(jnp.expand_dims(sees, range(3, x.ndim)), x, 0.0)
 
+        joined = kinds.is_joined(kv_scale, kind, rank)
+        by_scale = None if joined else rank
+
+        def read_scales(which):
+            scales = tiles.read_runs(kv_scale, which, items, tiling.run, *kv_scale.shape[4:])
+            scales = kinds.spread_scales(scales, kind, head_dim, by_scale)
+            return jnp.where(visible[..., None], scales, 0.0)
+
         def read_stored(which):  # the keys or values as stored, and their scales
             stored = tiles.read_runs(kv, which, items, tiling.run, kinds.stored_dim(kind, head_dim))
             stored = kinds.numbers(stored, kind).astype(jnp.float32)
-            scales = jnp.ones_like(stored[..., :1])
-            if kv_scale is not None:
-                scales = tiles.read_runs(kv_scale, which, items, tiling.run, *kv_scale.shape[4:])
-                scales = kinds.spread_scales(scales, kind, head_dim, rank)
-            return (jnp.where(visible[..., None], x, 0.0) for x in (stored, scales))
+            scales = jnp.ones_like(stored[..., :1]) if kv_scale is None else read_scales(which)
+            return jnp.where(visible[..., None], stored, 0.0), scales
 
         keys, key_scales = read_stored(0)
-        values, value_scales = read_stored(1) if rank is None else (keys[..., :rank], key_scales[..., :rank])
+        if rank is None:
+            values, value_scales = read_stored(1)
+        else:
+            values, value_scales = keys[..., :rank], read_scales(1) if joined else key_scales[..., :rank]
         compute = functools.partial(compute_logits, items.distance)
         logits, pull = jax.vjp(compute, read(queries), keys * key_scales, numbers)
         weights = jnp.where(seen, jnp.exp(logits - read(lse)[..., None]), 0.0)
@@ -105,7 +113,7 @@ def attention_gradients(
         block = jnp.clip(items.block, 0, kv.shape[0] - 1)[:, :, None]
         place = items.offset[:, :, None] + jnp.arange(tiling.run, dtype=jnp.int32)[None, None]
         parts = [(keys, key_scales, keys_bar), (values, value_scales, values_bar)]
-        if rank is not None:  # values are part of the keys
+        if rank is not None and not joined:  # values are part of the keys
             parts = [(keys, key_scales, keys_bar.at[..., :rank].add(values_bar))]
         for which, (stored, scales, bar) in enumerate(parts):
 
@@ -117,7 +125,7 @@ def attention_gradients(
             if "kv" in bars:
                 add("kv", bar * scales)
             if kv_scale is not None:
-                add("kv_scale", kinds.sum_by_scale(bar * stored, kind, rank))
+                add("kv_scale", kinds.sum_by_scale(bar * stored, kind, by_scale))
         return bars
 
     bars = {

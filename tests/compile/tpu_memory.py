@@ -49,7 +49,7 @@ def shapes(chip, count):
             options["kind"], block_size = rng.choice(["int8", "float8_e4m3fn"]), rng.choice([128, 256])
         if rng.random() < 0.2:
             heads, group, head_dim, options["rank"] = 1, rng.choice([16, 64, 128]), 640, 512
-        elif "kind" not in options and rng.random() < 0.3:  # keys and values joined
+        elif rng.random() < 0.3:  # keys and values joined
             options["rank"] = head_dim // 2
         yield heads, group, head_dim, dtype, block_size, rows, rng.choice([4, 64, 512]), tokens, options
 
@@ -67,13 +67,15 @@ def main(chip, count):
 
         q, k = (array(*tokens, heads, head_dim) for heads in (group * num_kv_heads, num_kv_heads))
         block = (2 if rank is None else 1, num_kv_heads, block_size)
+        joined = rank is not None and rank < 512  # then its scales are of keys and of values
+        scales = (2, *block[1:]) if joined else (*block, *scale_axes(kind, head_dim, rank))
         # A pool that is written beside one that is kept must fit into a chip's memory.
         pool = (min(2000, 2**30 // (4 * head_dim * math.prod(block))), *block)
         counts = array(rows, dtype="int32")
         arrays = {
             "q": q, "k": k, "v": k if rank is None else None, "tables": array(rows, blocks, dtype="int32"),
             "kv": array(*pool, head_dim, dtype=dtype if kind is None else storage_of(kind)),
-            "kv_scale": array(*pool, *scale_axes(kind, head_dim, rank), dtype="float32") if kind else None,
+            "kv_scale": array(pool[0], *scales, dtype="float32") if kind else None,
             "lengths": counts, "new": counts, "tree": array(*tokens, dtype="int32") if tree else None,
             "sinks": array(q.shape[-2], dtype="float32") if sinks else None,
         }  # fmt: skip

@@ -79,8 +79,9 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     storage = dtype if kind is None else storage_of(kind)
     pool = {"kv": array(*blocks, stored, spec=(None, None, heads), dtype=storage)}
     if kind is not None:
-        axes = scale_axes(kind, head_dim, rank)
-        pool["kv_scale"] = array(*blocks, *axes, spec=(None, None, heads), dtype="float32")
+        axes = () if joined else scale_axes(kind, head_dim, rank)
+        of_blocks = (blocks[0], 2 if joined else parts, *blocks[2:], *axes)
+        pool["kv_scale"] = array(*of_blocks, spec=(None, None, heads), dtype="float32")
     q = array(*tokens, shape.num_heads, head_dim, spec=token_spec)
     k = array(*tokens, shape.num_kv_heads, head_dim, spec=token_spec)
     tables = array(rows, blocks_per_row, dtype="int32")
@@ -157,6 +158,7 @@ def main(chip, everything=""):
             programs |= {
                 "latent, mixed": ("deepseek-v3", "write_and_attend", (64,), {}),
                 "latent, fused, int8": ("deepseek-v3", "write_and_attend", (ROWS, 1), INT8),
+                "fused, joined, int8": ("llama3.2-1b", "write_and_attend", (ROWS, 1), INT8 | {"joined": True}),
                 "write of many tokens, int8": ("llama3-8b", "write_kv", (ROWS, 256), INT8),
             }
         if everything:
@@ -181,6 +183,19 @@ def main(chip, everything=""):
                     "write_and_attend",
                     (64, 1),
                     {"joined": True, "cascade": True},
+                ),
+                "mixed, joined, int8": ("llama3.2-1b", "write_and_attend", (64,), INT8 | {"joined": True}),
+                "write of many tokens, joined, int8": (
+                    "llama3.2-1b",
+                    "write_kv",
+                    (ROWS, 256),
+                    INT8 | {"joined": True},
+                ),
+                "rows that share, joined, int8": (
+                    "llama3.2-1b",
+                    "write_and_attend",
+                    (16,),
+                    INT8 | {"joined": True, "cascade": True},
                 ),
                 "write of many tokens where attention is refused": (
                     "llama3-8b",

@@ -21,8 +21,9 @@ LAYERS = (
     jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, dtype="int8"),
     jaxkv.LayerConfig.latent(5, 2),
     jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, shares_with=0),
+    jaxkv.LayerConfig(num_kv_heads=1, head_dim=7, dtype="float8_e4m3fn", rotate=True, window=6),
 )
-JOINED = (0, 1, 2, 6)
+JOINED = (0, 1, 2, 4, 6, 7)
 
 quickly_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -39,10 +40,14 @@ def normal(seed, *shape):
 def test_which_layers_join():
     config = make_config()
     assert [i for i in range(len(LAYERS)) if config.joins(i)] == list(JOINED)
-    shapes = {0: (31, 1, 2, BLOCK, 16), 1: (31, 1, 2, BLOCK, 16), 3: (31, 2, 1, BLOCK, 16), 4: (31, 2, 2, BLOCK, 16)}
+    shapes = {0: (31, 1, 2, BLOCK, 16), 1: (31, 1, 2, BLOCK, 16), 3: (31, 2, 1, BLOCK, 16), 4: (31, 1, 2, BLOCK, 16)}
     assert {i: config.pool_shape(i) for i in shapes} == shapes
+    assert config.scale_shape(4) == (31, 2, 2, BLOCK)
     apart = make_config(join_kv=False)
     assert all(2 * config.bytes_per_layer_block(i) == apart.bytes_per_layer_block(i) for i in (0, 1))
+    assert apart.bytes_per_layer_block(4) - config.bytes_per_layer_block(4) == 2 * BLOCK * 16
+    # Entries of a head do not share a scale.
+    assert not make_config(layers=(dataclasses.replace(LAYERS[0], dtype="int4"),)).joins(0)
     # Where nothing is padded there is nothing to spare.
     assert not any(make_config(head_dim_multiple=1).joins(i) for i in range(len(LAYERS)))
     # Of 192 numbers 64 lanes of 256 would be padding; two of them fill three registers.
@@ -103,6 +108,8 @@ def test_everything_is_the_same_as_apart(fields):
         outs.append(jaxkv.attend(q, cache, layer=0, causal=False))
         for i in range(cache.num_layers):
             outs += [*jaxkv.gather(cache, 0, layer=i), *cache.separate(i), cache.combined(i)]
+            if config.kind(i).quantised:
+                outs += jaxkv.gather(cache, 0, layer=i, raw=True)
         outs += cache.load(0, 0, 1, 3)
         k, v = normal(8, 2, 8)
         outs += jaxkv.gather(cache.store(0, 0, 1, 3, k, v), 0, layer=0)

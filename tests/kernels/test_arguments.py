@@ -42,6 +42,12 @@ BAD_ATTENTION = BAD | {
         lambda i: {"kv_scale": i.kv},
         r"kv_scale must have the pool's shape without its last axis, \(7, 2, 2, 16\)",
     ),
+    "kv_scale of latent rows": (
+        lambda i: {
+            "kv": i.kv[:, :1].astype(jnp.int8), "kind": "int8", "rank": 32, "scale": 0.1, "kv_scale": jnp.ones((7, 1, 2, 16)),
+        },
+        r"last axis, and two, \(7, 1, 2, 16, 2\) \(or \(7, 2, 2, 16\), where keys stand behind the values\), not \(7, 1",
+    ),
     "scale's shape": (lambda i: {"scale": jnp.ones(4)}, r"scale must be a number or a scalar array.*\(4,\)"),
     "scale 0": (lambda i: {"scale": 0.0}, r"scale must be a finite number above 0, not 0.0"),
     "scale NaN": (lambda i: {"scale": float("nan")}, r"scale must be a finite number above 0, not nan.*default"),

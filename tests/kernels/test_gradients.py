@@ -116,6 +116,30 @@ def test_scales_of_a_quantised_pool():
     assert_gradients_close(gradient(pallas_kernels.paged_attention), gradient(dequantised))
 
 
+def test_scales_of_joined_rows():
+    """Those of keys by the logits, those of values by the output: as of keys and values apart."""
+    case = Case(lengths=(5, 30), new=(1, 4), head_dim=8)
+    variables, rest, loss = make_problem(case)
+    integers = np.random.default_rng(0).integers(-127, 128, variables["kv"].shape).astype(np.int8)
+    variables["kv_scale"] = jnp.asarray(np.random.default_rng(1).uniform(0.005, 0.02, integers.shape[:-1]), jnp.float32)
+    del variables["kv"]
+    keys, values = integers[:, :1], integers[:, 1:]
+
+    def joined(q, kv, **arguments):
+        q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(8, 0)])
+        return pallas_kernels.paged_attention(q=q, kv=kv, kind="int8", rank=8, **arguments)
+
+    def apart(**arguments):
+        return pallas_kernels.paged_attention(kind="int8", **arguments)
+
+    rows = np.concatenate([values, keys], axis=-1)
+    actual, expected = (
+        jax.jit(jax.grad(lambda variables, f=f, kv=kv: loss(f, variables, rest | {"kv": kv})))(variables)
+        for f, kv in ((joined, rows), (apart, integers))
+    )
+    assert_gradients_close(actual, expected)
+
+
 def test_padding_has_no_gradient():
     """Nor does a NaN in it, in the queries or in the cotangent, reach anything."""
     case = Case(lengths=(5, 40), new=(2, 3), padding=2)

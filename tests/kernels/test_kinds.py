@@ -77,14 +77,19 @@ CASES = {
     "decode": Case(lengths=(17, 0, 40, 16), new=(1, 0, 1, 1), head_dim=80, num_heads=6),
     "chunks under a window": Case(lengths=(17, 3, 40), new=(9, 3, 2), window=7, soft_cap=3.0, block_size=5),
     "packed": Case(lengths=(70, 3, 40), new=(40, 1, 2), packed=True, padding=3, num_kv_heads=4, block_size=1),
+    "joined": Case(lengths=(17, 0, 40, 16), new=(9, 0, 1, 1), head_dim=10, rank=5, scale=0.3, joined=True, window=20),
 }
 
 
-BY_DAY = {"decode": ("int8", "float8_e5m2"), "chunks under a window": ("float8_e4m3fn",), "packed": ("int4",)}
+BY_DAY = {
+    "decode": ("int8", "float8_e5m2"), "chunks under a window": ("float8_e4m3fn",), "packed": ("int4",),
+    "joined": ("int8",),
+}  # fmt: skip
+EACH = [(n, kind) for n in CASES for kind in (KINDS if NIGHTLY else BY_DAY[n]) if (n, kind) != ("joined", "int4")]
 TWO = ("int8", "int4")
 
 
-@pytest.mark.parametrize(("name", "kind"), [(n, kind) for n in CASES for kind in (KINDS if NIGHTLY else BY_DAY[n])])
+@pytest.mark.parametrize(("name", "kind"), EACH)
 def test_attention_over_what_is_stored(name, kind):
     """XLA, in tiles and at once, and the reference against float32 attention over the same numbers, NaN in all that
     must not be read."""
@@ -103,7 +108,7 @@ def test_attention_over_what_is_stored(name, kind):
         testing.assert_close(lse, wanted_lse, dtype="float32")
 
 
-@pytest.mark.parametrize("name", CASES if NIGHTLY else ("decode", "packed"))
+@pytest.mark.parametrize("name", CASES if NIGHTLY else ("decode", "packed", "joined"))
 def test_bytes_are_multiplied_as_they_lie(name):
     """By queries of 16 bits, on a CPU. The LSE, in float32, shows that no more is lost than that."""
     case = CASES[name]

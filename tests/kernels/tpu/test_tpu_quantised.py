@@ -19,6 +19,9 @@ F32 = {"dtype": "float32", "stored_head_dim": 128, "block_size": 128}
 BF16 = {**F32, "dtype": "bfloat16"}
 LATENT = {**F32, "stored_head_dim": 256, "scale": 0.1}
 LATENT_BF16 = {**LATENT, "dtype": "bfloat16"}
+# Keys and values joined: of several heads or one, in one register's lanes or two, with padding behind them or without.
+JOINED = {**F32, "scale": 0.1, "joined": True}
+JOINED_BF16 = {**JOINED, "dtype": "bfloat16"}
 # Lengths around the borders of blocks, rows that are empty or not in the step; odd groups and head_dims.
 DECODE = {
     "int8": [
@@ -28,9 +31,12 @@ DECODE = {
         # Latent rows, whose values end inside a register, or with one.
         Case((129, 0, 70), (1, 0, 1), 3, 1, 136, rank=72, window=100, **LATENT),
         Case((130, 5), (1, 1), 6, 1, 160, rank=128, **{**LATENT_BF16, "block_size": 256}),
+        Case((129, 0, 70), (1, 0, 1), 6, 2, 80, rank=40, window=100, sinks=True, **JOINED),
+        Case((130, 128), (1, 1), 5, 1, 192, rank=96, **{**JOINED_BF16, "stored_head_dim": 256}),
     ],
     "float8_e4m3fn": [
         Case((130, 128, 0), (1, 1, 0), 10, 2, 80, **F32),
+        Case((130, 127), (1, 1), 7, 1, 128, rank=64, **JOINED),
         Case((130, 5), (1, 1), 6, 1, 160, rank=128, **LATENT),
     ],
     "float8_e5m2": [
@@ -44,17 +50,22 @@ MIXED = {
         Case((270, 20), (40, 3), 5, 1, 128, packed=True, window=90, sink_tokens=4, sinks=True, soft_cap=20.0, **BF16),
         Case((300, 20), (20, 3), 2, 1, 136, rank=72, packed=True, **LATENT),
         Case((270, 20, 129), (40, 3, 1), 3, 1, 160, rank=128, packed=True, padding=2, tree=True, **LATENT_BF16),
+        Case((300, 129, 20), (20, 1, 3), 4, 2, 80, rank=40, packed=True, padding=2, **JOINED),
     ],
     "float8_e4m3fn": [
         Case((140, 20), (20, 3), 2, 1, 128, packed=True, **F32),
         Case((270, 20), (40, 3), 3, 1, 136, rank=72, packed=True, padding=2, **LATENT_BF16),
     ],
-    "float8_e5m2": [Case((270, 20), (40, 3), 5, 1, 128, packed=True, window=90, sinks=True, **BF16)],
+    "float8_e5m2": [
+        Case((270, 20), (40, 3), 5, 1, 128, packed=True, window=90, sinks=True, **BF16),
+        Case((270, 20), (40, 3), 5, 1, 128, rank=64, packed=True, window=90, **JOINED_BF16),
+    ],
 }
 WRITES = [
     Case((128, 0, 129, 255, 300, 17, 127), (128, 0, 4, 127, 170, 1, 0), 2, 2, 128, packed=True, padding=3, **BF16),
     Case((256, 31), (1, 3), 3, 3, 96, padding=1, **F32),
     Case((131, 0, 128), (5, 0, 128), 2, 1, 136, rank=72, packed=True, padding=3, **LATENT),
+    Case((131, 0, 128), (5, 0, 128), 6, 3, 80, rank=40, packed=True, padding=3, **JOINED),
 ]
 
 
@@ -70,9 +81,6 @@ def in_a_mode(cases, *by_day):
             if NIGHTLY or (name == "races" and (kind, i) in by_day)
         ],
     )
-
-
-decode = jax.jit(kinds.decode, static_argnums=(2, 3, 4))
 
 
 def stored(case, kind):
@@ -104,7 +112,7 @@ def check_decode(tpu, kind, case, mode):
     )  # fmt: skip
     expected = interpreter.write_kv(kv, k, v, *rest, kv_scale=scale, kind=kind, rank=case.rank)
     assert_written(written, expected)
-    held = decode(*expected, kind, case.head_dim, case.rank)
+    held = testing.decode(case, *expected, kind)
     check(case, out, lse, testing.Inputs(q, held, *rest))
 
 
@@ -133,18 +141,18 @@ def check_write(tpu, kind, case, mode):
     assert_written(written, interpreter.write_kv(*arguments, kv_scale=scale, **options))
 
 
-@in_a_mode(DECODE, ("int8", 0), ("int8", 3), ("float8_e4m3fn", 0))
+@in_a_mode(DECODE, ("int8", 0), ("int8", 3), ("int8", 5), ("float8_e4m3fn", 0))
 def test_decode_with_the_write_fused(kind, case, mode):
     check_decode(tpu, kind, case, mode)
 
 
-@in_a_mode(MIXED, ("float8_e4m3fn", 0), ("int8", 2))
+@in_a_mode(MIXED, ("float8_e4m3fn", 0), ("int8", 2), ("int8", 4))
 def test_mixed(kind, case, mode):
     steps = {"step_tokens": 128} if case.rank == 72 else {}  # the context then fills two steps, taken at once
     check_attention(tpu, kind, case, mode, **steps)
 
 
-@in_a_mode({"int8": WRITES}, ("int8", 0))
+@in_a_mode({"int8": WRITES}, ("int8", 0), ("int8", 3))
 def test_write(kind, case, mode):
     check_write(tpu, kind, case, mode)
 
@@ -160,6 +168,8 @@ def check_float_attention(tpu, _, case, mode):
 SMALL_DECODE = Case((129, 5), (1, 1), 2, 2, 128, **F32)
 SMALL_LATENT = Case((129, 5), (1, 1), 2, 1, 136, rank=72, **LATENT)
 SMALL_LATENT_PREFILL = Case((300, 9), (20, 4), 2, 1, 136, rank=72, packed=True, **LATENT)
+SMALL_JOINED = Case((129, 5), (1, 1), 4, 2, 128, rank=64, **JOINED)
+SMALL_JOINED_PREFILL = Case((300, 9), (20, 4), 4, 2, 128, rank=64, packed=True, **JOINED)
 SMALL_PREFILL = Case((300, 9), (20, 4), 2, 2, 128, packed=True, **F32)
 # name: (what to run, on which case, the file, what to find there, what to put instead)
 CONTROLS = {
@@ -258,18 +268,40 @@ CONTROLS = {
         check_attention, SMALL_LATENT_PREFILL, "prefill.py", "jnp.float32, 1).T * scales)", "jnp.float32, 1).T)",
     ),
     "latent, write: a NaN in one part alone": (
-        check_write, WRITES[2], "quantised.py", "jnp.isnan(parts[0][1] + parts[1][1])", "jnp.isnan(parts[0][1])",
+        check_write, WRITES[2], "quantised.py", "jnp.isnan(values + others)", "jnp.isnan(values)",
     ),
     "latent, write: one part's scale for both": (
-        check_write, WRITES[2], "quantised.py", "jnp.nan, scale) for _, scale in parts]",
-        "jnp.nan, parts[0][1]) for _, scale in parts]",
+        check_write, WRITES[2], "quantised.py", "jnp.nan, scale) for scale in (values, others)]",
+        "jnp.nan, values) for scale in (values, others)]",
+    ),
+    "joined: K's scales for V's": (
+        check_decode, SMALL_JOINED, "quantised.py", "line(1, head), kind", "line(0, head), kind",
+    ),
+    "joined: a new token's scales swapped": (
+        check_decode, SMALL_JOINED, "quantised.py", "return stored, [others, values]", "return stored, [values, others]",
+    ),
+    "joined: a new token's scales of another head": (
+        check_decode, SMALL_JOINED, "decode.py", "axis=2 if joined is None else 1)", "axis=1)[:, :, ::-1]",
+    ),
+    "joined: one scale for a new row": (
+        check_decode, SMALL_JOINED, "decode.py", "if is_joined(kv_scale, kind, rank) else (rank, None)\n    kv_scale",
+        "if is_joined(kv_scale, kind, rank) else (rank, None)\n    joined = joined and 128\n    kv_scale",
+    ),
+    "joined, prefill: K's scales for V's": (
+        check_attention, SMALL_JOINED_PREFILL, "quantised.py", "line(1, head), kind", "line(0, head), kind",
+    ),
+    "joined, write: scales swapped": (
+        check_write, WRITES[3], "quantised.py", "return stored, [others, values]", "return stored, [values, others]",
+    ),
+    "joined, write: both scales in one place": (
+        check_write, WRITES[3], "write.py", "of_scales[slot, part, :, these]", "of_scales[slot, 0, :, these]",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "control",
-    CONTROLS if NIGHTLY else ["latent: the scale of another token", "float8: values that are not finite"],
+    CONTROLS if NIGHTLY else ["joined: a new token's scales of another head", "float8: values that are not finite"],
 )
 def test_control(control, tmp_path, monkeypatch):
     check, case, *change = CONTROLS[control]
@@ -299,3 +331,14 @@ def test_latent_rows_of_a_kind_are_chosen(kind):
         pallas_kernels.explain("write_and_attend", q=q, k=k, **arguments),
     ]
     assert {x.implementation for x in chosen} == {"xla" if kind == "int4" else "tpu"}
+
+
+def test_joined_rows_of_several_heads_are_chosen():
+    """By their scales: other rows of several heads, which have two each, are not read."""
+    q, kv = (jax.ShapeDtypeStruct(*x) for x in (((2, 1, 4, 128), "bfloat16"), ((9, 1, 2, 128, 128), "int8")))
+    joined, latent = (jax.ShapeDtypeStruct(x, "float32") for x in ((9, 2, 2, 128), (9, 1, 2, 128, 2)))
+    tables = jax.ShapeDtypeStruct((2, 4), "int32")
+    given = dict(q=q, kv=kv, tables=tables, kind="int8", rank=64, platform="tpu")
+    for op in ("paged_attention", "write_and_attend"):
+        assert pallas_kernels.explain(op, kv_scale=joined, **given).implementation == "tpu"
+        assert "of one head, not of 2" in pallas_kernels.explain(op, kv_scale=latent, **given).reason
