@@ -25,6 +25,7 @@ from pallas_kernels.tpu.pages import (
     await_pages,
     compiler_params,
     divide,
+    in_hbm,
     output,
     sublanes,
     vector_bytes,
@@ -79,6 +80,7 @@ def decode(
     fused, scaled = new_kv is not None, kv_scale is not None
     rank, joined = (None, rank) if is_joined(kv_scale, kind, rank) else (rank, None)
     kv_scale = along_lanes(kv_scale, rank)
+    kv, kv_scale = (x if x is None else in_hbm(x, interpret) for x in (kv, kv_scale))
     pages = Pages.plan(kv, tables, reach, step_tokens or segment_tokens(kv), deterministic)
     segments = segments_per_step(kv, rows, pages)
     block = block_rows(rows, heads, num_kv_heads, head_dim, q.dtype.itemsize)

@@ -73,6 +73,12 @@ def await_pages(buffers, slot, count) -> None:
         pl.when(count > 0)(pltpu.make_async_copy(these, these, arrived.at[slot]).wait)
 
 
+def in_hbm(x: jax.Array, interpret) -> jax.Array:
+    """An argument of a kernel that stays where it is, and what is made of it in its place. XLA would bring into vector
+    memory all of what is small enough, the scales of a large pool too, and back: once a layer."""
+    return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+
 def pad(x: jax.Array, size: int, axis: int = -1) -> jax.Array:
     """Zeros at the end of an axis, to make it `size` long."""
     if x.shape[axis] == size:

@@ -26,6 +26,7 @@ from pallas_kernels.tpu.pages import (
     Pages,
     await_pages,
     compiler_params,
+    in_hbm,
     output,
     sublanes,
     vector_bytes,
@@ -130,8 +131,8 @@ def prefill(
     if sight is not None:
         scalars += tuple(sight[1:])
 
-    if not interpret:  # XLA would have few queries in vector memory, from where a copy is a loop, a register a turn
-        q = pltpu.with_memory_space_constraint(q, pltpu.HBM)
+    # From vector memory a copy would be a loop, a register a turn.
+    q, kv, kv_scale = (x if x is None else in_hbm(x, interpret) for x in (q, kv, kv_scale))
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     inputs = [(q, hbm), (kv, hbm)] + ([] if kind is None else [(kv_scale, hbm)])
     outputs = [(output(q.shape, q.dtype, q, kv), hbm)]

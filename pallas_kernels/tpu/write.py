@@ -22,6 +22,7 @@ from pallas_kernels.tpu.pages import (
     SPILL_BYTES,
     VMEM_BYTES,
     compiler_params,
+    in_hbm,
     output,
     pad,
     page_tile,
@@ -144,14 +145,14 @@ def write(kv, new, runs: Runs, kv_scale=None, kind=None, rank=None, *, page_size
     _, parts, num_kv_heads, _, head_dim = kv.shape
     depth = slots(kv, page_size)
     rank, joined = (None, rank) if is_joined(kv_scale, kind, rank) else (rank, None)
-    if not interpret:  # XLA would have what is small in vector memory, from where a copy is a loop, a register a turn
-        new = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in new]
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     page = pltpu.VMEM((depth, parts, num_kv_heads, page_size, head_dim), kv.dtype)
     pools, buffers = [kv], [page, page]
     if kind is not None:
         pools.append(along_lanes(kv_scale, rank))
         buffers += [pltpu.VMEM((depth, *pools[1].shape[1:3], page_size), kv_scale.dtype)] * 2
+    # From vector memory a copy would be a loop, a register a turn.
+    new, pools = ([in_hbm(x, interpret) for x in some] for some in (new, pools))
     written = pl.pallas_call(
         functools.partial(
             _kernel, page_size=page_size, block_size=kv.shape[3], kind=kind, rank=rank, joined=joined

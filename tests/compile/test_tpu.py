@@ -45,6 +45,7 @@ def test_nothing_is_copied(chip):
         assert program["alias"] == (0 if program["op"] == "paged_attention" else program["pool"]), program
         assert program["collectives"] == 0, program
         assert not program["tokens in vector memory"], program  # from there they are copied register by register
+        assert not program["pools in vector memory"], program  # all of a pool would come and go in every layer
         check_memory(program["vector memory"])
     assert sum(len(program["vector memory"]) for program in programs) >= (0 if chip == "four" else 8)
     scratch = {program["name"]: program["temp"] for program in programs if program["op"] == "write_kv"}

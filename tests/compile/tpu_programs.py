@@ -61,6 +61,12 @@ def tokens_in_vector_memory(text):
     return [x for x in tokens if x.partition("]")[0].count(",") == 2 and "S(1)" in x]  # pools have more axes
 
 
+def pools_in_vector_memory(text, pool):
+    """Which of a pool's arrays XLA brings there, and back, for some kernel."""
+    shapes = {name: f"[{','.join(map(str, x.shape))}]" for name, x in pool.items()}
+    return [name for name, shape in shapes.items() if re.search(re.escape(shape) + r"\{[^}]*S\(1\)\}", text)]
+
+
 def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16", implementation="tpu",
             block_size=BLOCK_SIZE, blocks_per_row=BLOCKS_PER_ROW, kind=None, chunk=None, tree=False,
             sink_tokens=None, cascade=False, deterministic=False, joined=False):  # fmt: skip
@@ -129,6 +135,7 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
         "queries": q.size // head_dim * stored * q.dtype.itemsize // chips,  # as the kernels have them
         "new": 2 * k.size * k.dtype.itemsize,  # the keys and values handed in
         "tokens in vector memory": tokens_in_vector_memory(text),
+        "pools in vector memory": pools_in_vector_memory(text, pool),
         "collectives": len(re.findall(r"\b(?:all|reduce|collective)-(?:gather|reduce|to-all|scatter|permute)", text)),
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
         # Who reads for rows together sends other queries than these, and a device of several has fewer heads.
@@ -152,7 +159,8 @@ def main(chip, everything=""):
             "write of many tokens": ("llama3-8b", "write_kv", (ROWS, 256), {}),
             "write of many tokens, small pool": ("llama3-8b", "write_kv", (ROWS, 256), {"blocks_per_row": 256}),
             "mixed": ("qwen3-30b-a3b", "write_and_attend", (64,), {"layers": 2}),
-            "fused, int8": ("llama3-8b", "write_and_attend", (ROWS, 1), INT8),
+            "fused, int8": ("llama3-8b", "write_and_attend", (ROWS, 1), INT8 | {"layers": 2}),
+            "fused, small pools": ("llama3-8b", "write_and_attend", (ROWS, 1), {"layers": 2, "blocks_per_row": 64}),
         }
         if everything or chip == "v6e":
             programs |= {
