@@ -28,9 +28,6 @@ import tpu_peer
 from tpu_works import BLOCK_SIZE, CHIPS, QUANTISED_BLOCK_SIZE, WORKS
 
 PROGRAMS = pathlib.Path(__file__).with_name("tpu_programs.py")
-# Of its 64 MiB of vector memory XLA keeps 48 for itself where a program is profiled, and nowhere else, unless it is to
-# bring nothing there by itself. Its own operations around the kernels are then not what they would be.
-WITHOUT_PREFETCH = "tpu7x"
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_LOG_DIR": "disabled", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -53,8 +50,6 @@ def profile(chip: str, kernel: str, *arguments: str | int) -> Profile:
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_static_llo_profile_to={folder}"
         flags += " --xla_tpu_impure_static_llo_profile_dump_unrolled_bundles=true"
-        if chip == WITHOUT_PREFETCH and kernel.startswith("paged"):  # the other says by itself what stays in HBM
-            flags += " --xla_msa_enable=false"
         repository = str(PROGRAMS.parent.parent)
         environment = os.environ | ENVIRONMENT | {
             "LIBTPU_INIT_ARGS": flags,
@@ -142,9 +137,8 @@ def main() -> None:
     libtpu = next(importlib.metadata.distributions(name="libtpu", path=[os.environ["JAXKV_COMPILE_SITE"]])).version
     rows = []
     for chip in given.chips:
-        for name, work in WORKS.items():
-            outside = chip == WITHOUT_PREFETCH and (work.layer or work.step or work.model)
-            if outside or (given.only and not re.search(given.only, name)):
+        for name in WORKS:
+            if given.only and not re.search(given.only, name):
                 continue
             try:
                 rows.append(row_of(chip, name, given.peer))

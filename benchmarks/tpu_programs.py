@@ -150,9 +150,11 @@ def model_program(work: Work, copies_only: bool, layers: int, array: Callable[..
     fields, rope = MODELS[str(work.model)], Rope(theta=500_000.0)
     config = DecoderConfig(**fields, windows=(None,) * layers, ropes=(rope,) * layers)
     model = jax.eval_shape(lambda: Decoder(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
-    places = {"max_seqs": work.rows, "max_seq_len": work.table, "block_size": work.block_size}
+    places: dict[str, Any] = {"max_seqs": work.rows, "max_seq_len": work.table, "block_size": work.block_size}
     # As many blocks as in the programs of a step.
     blocks = max(4096, 2 * work.rows * work.table // work.block_size)
+    if work.kind is not None:
+        places["dtype"] = work.kind
     cache_config = jaxkv.CacheConfig.from_model(model, num_blocks=blocks, head_dim_multiple=128, **places)
     cache = jax.eval_shape(lambda: jaxkv.init(cache_config))
     kv, tables = cache.pools[0].kv, array(work.rows, work.table // work.block_size, dtype="int32")

@@ -150,6 +150,8 @@ WORKS = {
         for name, work in {
             "prefill of 1,024 tokens": Work("prefill", tokens=1024),
             "decode 32 x 1024": Work("decode", rows=32, context=1024),
+            "prefill of 1,024 tokens, int8": Work("prefill", tokens=1024, kind="int8"),
+            "decode 32 x 1024, int8": Work("decode", rows=32, context=1024, kind="int8"),
         }.items()
     },
 }

@@ -20,7 +20,6 @@ from pallas_kernels.tpu.pages import (
     LANES,
     MASKED,
     SPILL_BYTES,
-    VMEM_BYTES,
     Pages,
     await_pages,
     compiler_params,
@@ -84,6 +83,7 @@ def decode(
     pages = Pages.plan(kv, tables, reach, step_tokens or segment_tokens(kv), deterministic)
     segments = segments_per_step(kv, rows, pages)
     block = block_rows(rows, heads, num_kv_heads, head_dim, q.dtype.itemsize)
+    need = decode_bytes(rows, heads, kv, tables, q.dtype, step_tokens, deterministic)
     blocks = -(-rows // block)
     limits = jnp.pad(limits, (0, blocks * block - rows))
     targets = limits if targets is None else jnp.pad(targets, (0, blocks * block - rows))
@@ -151,7 +151,7 @@ def decode(
             transcendentals=context * heads,
             bytes_accessed=stored_parts * context * num_kv_heads * head_dim * kv.dtype.itemsize,
         ),
-        compiler_params=compiler_params(VMEM_BYTES),
+        compiler_params=compiler_params(need),
         interpret=interpret,
         name="paged_decode",
     )(*scalars, *arrays)  # fmt: skip

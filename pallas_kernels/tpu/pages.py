@@ -50,7 +50,8 @@ def divide(x: jax.Array, by: int) -> jax.Array:
 
 def compiler_params(vmem_bytes: int) -> pltpu.CompilerParams:
     """A kernel's steps come one after another, for copies go on from one to the next. Nothing is checked while it runs:
-    every block id was clamped by the caller, and the interpreter's tests have every wait with its start."""
+    every block id was clamped by the caller, and the interpreter's tests have every wait with its start. Of vector
+    memory it gets what it may need, for the rest is where XLA brings what comes next while a kernel runs."""
     return pltpu.CompilerParams(
         dimension_semantics=("arbitrary",), disable_bounds_checks=True, disable_semaphore_checks=True,
         vmem_limit_bytes=vmem_bytes,
@@ -76,7 +77,17 @@ def await_pages(buffers, slot, count) -> None:
 def in_hbm(x: jax.Array, interpret) -> jax.Array:
     """An argument of a kernel that stays where it is, and what is made of it in its place. XLA would bring into vector
     memory all of what is small enough, the scales of a large pool too, and back: once a layer."""
-    return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
+    return x if interpret else _in_hbm(x)
+
+
+@jax.custom_batching.custom_vmap
+def _in_hbm(x: jax.Array) -> jax.Array:
+    return pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+
+@_in_hbm.def_vmap
+def _anywhere(_, in_batched, x):
+    return x, in_batched[0]  # what takes the arrays of a batch apart knows no memories
 
 
 def pad(x: jax.Array, size: int, axis: int = -1) -> jax.Array:

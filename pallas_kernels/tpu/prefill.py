@@ -22,7 +22,6 @@ from pallas_kernels.tpu.pages import (
     LANES,
     MASKED,
     SPILL_BYTES,
-    VMEM_BYTES,
     Pages,
     await_pages,
     compiler_params,
@@ -124,6 +123,7 @@ def prefill(
     # With a sight the walk begins at a key: as that of a query which sees no other.
     reach = reach if sight is None else Reach(1, None, reach.sink_tokens)
     pages, part_pages = plan_steps(kv, tables, reach, step_tokens, deterministic)
+    need = prefill_bytes(tile_tokens, num_heads, kv, tables, q.dtype, step_tokens, deterministic)
     knobs = jnp.stack([jnp.asarray(x, jnp.float32) for x in (scale, 1.0 if soft_cap is None else soft_cap)])
     factor, cap = (LOG2_E * knobs[0], knobs[1]) if soft_cap is None else (knobs[0] / knobs[1], LOG2_E * knobs[1])
     knobs = jnp.stack([factor, cap])
@@ -186,7 +186,7 @@ def prefill(
         cost_estimate=pl.CostEstimate(
             flops=4 * products * head_dim, transcendentals=products, bytes_accessed=2 * q.size * q.dtype.itemsize
         ),
-        compiler_params=compiler_params(VMEM_BYTES),
+        compiler_params=compiler_params(need),
         interpret=interpret,
         name="paged_prefill",
     )(*scalars, *arrays)

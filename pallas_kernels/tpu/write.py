@@ -20,7 +20,6 @@ from pallas_kernels.tokens import default_offsets, locate
 from pallas_kernels.tpu.pages import (
     SMEM_ENTRIES,
     SPILL_BYTES,
-    VMEM_BYTES,
     compiler_params,
     in_hbm,
     output,
@@ -173,7 +172,7 @@ def write(kv, new, runs: Runs, kv_scale=None, kind=None, rank=None, *, page_size
         cost_estimate=pl.CostEstimate(
             flops=0, transcendentals=0, bytes_accessed=2 * parts * new[0].size * new[0].dtype.itemsize
         ),
-        compiler_params=compiler_params(VMEM_BYTES),
+        compiler_params=compiler_params(write_bytes(kv)),
         interpret=interpret,
         name="paged_write",
     )(*runs, *new, *pools)
