@@ -2,9 +2,9 @@
 
 A token's keys (and its values) have a scale of their own in each head, so what is stored of them depends on that token
 and head alone, never on how steps were split. A latent row, whose first `rank` numbers are its values, has one scale
-for those and one for the others. So has a joined row, a head's values and behind them its keys; but no query of it meets
-the values, so its scales are kept as those of keys and values apart are. Kinds of fewer than 8 bits or of 8-bit floats are stored as uint8: XLA on
-a CPU converts a whole pool of such a dtype wherever it is read.
+for those and one for the others. So has a joined row, a head's values and its keys behind them, but its scales are kept
+as those of keys and values apart: no query meets both. Kinds of fewer than 8 bits or of 8-bit floats are stored as
+uint8: XLA on a CPU converts a whole pool of such a dtype wherever it is read.
 """
 
 import math

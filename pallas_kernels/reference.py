@@ -30,7 +30,8 @@ def dense(
     blocks = kv[tables]  # [S, M, 2, K, block_size, D]
     if kinds.is_joined(kv_scale, kind, rank):
         assert kv_scale is not None
-        blocks = kinds.decode(jnp.concatenate([blocks, blocks], axis=2), kv_scale[tables], kind, head_dim)
+        twice = jnp.concatenate([blocks, blocks], axis=2)
+        blocks = kinds.decode(twice, kv_scale[tables], kind, head_dim or kv.shape[-1])
     elif kind is not None:
         assert kv_scale is not None
         blocks = kinds.decode(blocks, kv_scale[tables], kind, head_dim or blocks.shape[-1], rank)

@@ -133,9 +133,7 @@ def decode(case: Case, stored: jax.Array, scale: jax.Array, kind: str) -> jax.Ar
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
-def _round_trip(
-    case: Case, x: jax.Array, kind: str, scale_dtype: jnp.dtype
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _round_trip(case: Case, x: jax.Array, kind: str, scale_dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What is stored, its scales, and what that means: one program, where by hand each operation would be one."""
     if case.joined:
         assert case.rank is not None

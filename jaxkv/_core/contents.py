@@ -25,8 +25,8 @@ def read_tokens(
 def read_raw(
     pool: Pool, block: jax.Array, offset: jax.Array, *, config: CacheConfig, layer: int
 ) -> tuple[jax.Array | None, ...]:
-    """Of a quantised pool `(k, v, k_scale, v_scale)` at places `i32[...]` as they are stored, but for the padding; 0 for the
-    null block."""
+    """Of a quantised pool `(k, v, k_scale, v_scale)` at places `i32[...]` as they are stored, without padding; 0 for
+    the null block."""
     found, held = jax.tree.leaves(at_places(pool, block, offset)), block != 0
     kv, scale = (jnp.where(jnp.expand_dims(held, range(held.ndim, x.ndim)), x, jnp.zeros((), x.dtype)) for x in found)
     width = kinds.stored_dim(config.kind(layer).quantised, config.layer_config(layer).head_dim)

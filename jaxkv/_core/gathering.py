@@ -61,6 +61,6 @@ def gather(
     pool, out = cache.pool(layer), heads_at(block.ndim)
     values = None if cache.config.layer_config(layer).rank is not None else out
     specs = (out, values, out, values)
-    arguments, of = (pool, block, offset), dict(config=cache.config, layer=layer)
-    found = on_shards(pool, read_raw, arguments, (POOL, WHOLE, WHOLE), specs, **of)
+    arguments, read = (pool, block, offset), (POOL, WHOLE, WHOLE)
+    found = on_shards(pool, read_raw, arguments, read, specs, config=cache.config, layer=layer)
     return found if block.ndim == 1 else tuple(None if x is None else jnp.squeeze(x, 2) for x in found)

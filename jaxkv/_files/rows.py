@@ -183,9 +183,9 @@ def _put(
 
     def read(layer: int) -> Pool:
         slots = plans[layer].padded
-        parts: Any = [tensors[name] for name in stored_parts(config, layer)]
-        kv, *scale = (clear_unused(tokens_at(part, slots, first=1), slots) for part in parts)
-        return Pool(config.laid(layer, kv), *scale)
+        parts = [tensors[name] for name in stored_parts(config, layer)]
+        found: list[Any] = [clear_unused(tokens_at(part, slots, first=1), slots) for part in parts]
+        return Pool(config.laid(layer, found[0]), *found[1:])
 
     loaded = with_blocks(held, saved.groups, plans, config)
     try:

@@ -52,8 +52,9 @@ def _read(
     for layer in pool_layers(config):
         # One row's blocks come in the order of its table.
         slots, shapes = plans[layer].padded, (config.pool_shape(layer), config.scale_shape(layer))
-        kv, *scale = (clear_unused(tokens_at(tensors[x], slots, first=1), slots) for x in stored_parts(config, layer))
-        found = [_widened(x, shape[1:]) for x, shape in zip((config.laid(layer, kv), *scale), shapes, strict=False)]
+        found = [clear_unused(tokens_at(tensors[x], slots, first=1), slots) for x in stored_parts(config, layer)]
+        found = [config.laid(layer, found[0]), *found[1:]]
+        found = [_widened(x, shape[1:]) for x, shape in zip(found, shapes, strict=False) if shape is not None]
         own = held[config.group(layer)]
         parts[layer] = with_bounds(Pool(*found), own.tables, own.lengths, config, layer)  # type: ignore[arg-type]
     used = [one.tables != NULL_BLOCK for one in held]

@@ -79,7 +79,6 @@ def decode(
     fused, scaled = new_kv is not None, kv_scale is not None
     rank, joined = (None, rank) if is_joined(kv_scale, kind, rank) else (rank, None)
     kv_scale = along_lanes(kv_scale, rank)
-    kv, kv_scale = (x if x is None else in_hbm(x, interpret) for x in (kv, kv_scale))
     pages = Pages.plan(kv, tables, reach, step_tokens or segment_tokens(kv), deterministic)
     segments = segments_per_step(kv, rows, pages)
     block = block_rows(rows, heads, num_kv_heads, head_dim, q.dtype.itemsize)
@@ -125,9 +124,7 @@ def decode(
                 pltpu.VMEM((block, *kv.shape[1:3], head_dim), jnp.int32),
                 pltpu.VMEM((block, *kv_scale.shape[1:3], LANES), jnp.float32),
             ]
-    inputs.append((kv, pool))
-    if scaled:
-        inputs.append((kv_scale, pool))
+    inputs += [(in_hbm(x, interpret), pool) for x in (kv, kv_scale) if x is not None]
 
     arrays, in_specs = zip(*inputs, strict=True)
     out_shape, out_specs = zip(*outputs, strict=True)

@@ -153,9 +153,7 @@ def write(kv, new, runs: Runs, kv_scale=None, kind=None, rank=None, *, page_size
     # From vector memory a copy would be a loop, a register a turn.
     new, pools = ([in_hbm(x, interpret) for x in some] for some in (new, pools))
     written = pl.pallas_call(
-        functools.partial(
-            _kernel, page_size=page_size, block_size=kv.shape[3], kind=kind, rank=rank, joined=joined
-        ),
+        functools.partial(_kernel, page_size=page_size, block_size=kv.shape[3], kind=kind, rank=rank, joined=joined),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(runs),
             grid=(1,),

@@ -210,6 +210,7 @@ def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: ja
     width = kinds.stored_dim(kind, head_dim)
 
     def stored_scales(which: int) -> jax.Array:
+        assert kv_scale is not None
         scales = tiles.read_runs(kv_scale, which, items, tiling.run, *kv_scale.shape[4:]).astype(jnp.float32)
         return jax.lax.optimization_barrier(scales)  # else XLA puts them in order in each fusion that reads them
 
@@ -367,8 +368,8 @@ def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kin
     if kind is None:
         return put(kv, tokens, slice(0, k.shape[-1]))
     if kinds.is_joined(kv_scale, kind, rank):
-        stored, *scales = kinds.encode_joined(tokens, kind, kv_scale.dtype, rank)
-        scales = jnp.concatenate(scales, axis=1)
+        stored, *both = kinds.encode_joined(tokens, kind, kv_scale.dtype, rank)
+        scales = jnp.concatenate(both, axis=1)
     else:
         stored, scales = kinds.encode(tokens, kind, kv_scale.dtype, rank)
     return put(kv, stored, slice(0, stored.shape[-1])), put(kv_scale, scales)

@@ -29,6 +29,7 @@ BAD = {
     ),
     "lengths' dtype": (lambda i: {"lengths": i.lengths.astype(jnp.uint32)}, r"lengths must be int32, not uint32"),
 }
+INT8_ROWS = {"kind": "int8", "rank": 32, "scale": 0.1}
 BAD_ATTENTION = BAD | {
     "q's rank": (lambda i: {"q": i.q[0, 0]}, r"q must be padded \[S, T, H, D\] or packed \[N, H, D\].*\(4, 64\)"),
     "q's rows": (lambda i: {"q": i.q[:1]}, r"q has 1 rows, but the tables have 2"),
@@ -43,10 +44,8 @@ BAD_ATTENTION = BAD | {
         r"kv_scale must have the pool's shape without its last axis, \(7, 2, 2, 16\)",
     ),
     "kv_scale of latent rows": (
-        lambda i: {
-            "kv": i.kv[:, :1].astype(jnp.int8), "kind": "int8", "rank": 32, "scale": 0.1, "kv_scale": jnp.ones((7, 1, 2, 16)),
-        },
-        r"last axis, and two, \(7, 1, 2, 16, 2\) \(or \(7, 2, 2, 16\), where keys stand behind the values\), not \(7, 1",
+        lambda i: INT8_ROWS | {"kv": i.kv[:, :1].astype(jnp.int8), "kv_scale": jnp.ones((7, 1, 2, 16))},
+        r"and two, \(7, 1, 2, 16, 2\) \(or \(7, 2, 2, 16\), where keys stand behind the values\), not \(7, 1, 2, 16\)",
     ),
     "scale's shape": (lambda i: {"scale": jnp.ones(4)}, r"scale must be a number or a scalar array.*\(4,\)"),
     "scale 0": (lambda i: {"scale": 0.0}, r"scale must be a finite number above 0, not 0.0"),

@@ -278,7 +278,7 @@ CONTROLS = {
         check_decode, SMALL_JOINED, "quantised.py", "line(1, head), kind", "line(0, head), kind",
     ),
     "joined: a new token's scales swapped": (
-        check_decode, SMALL_JOINED, "quantised.py", "return stored, [others, values]", "return stored, [values, others]",
+        check_decode, SMALL_JOINED, "quantised.py", "stored, [others, values]", "stored, [values, others]",
     ),
     "joined: a new token's scales of another head": (
         check_decode, SMALL_JOINED, "decode.py", "axis=2 if joined is None else 1)", "axis=1)[:, :, ::-1]",
@@ -291,7 +291,7 @@ CONTROLS = {
         check_attention, SMALL_JOINED_PREFILL, "quantised.py", "line(1, head), kind", "line(0, head), kind",
     ),
     "joined, write: scales swapped": (
-        check_write, WRITES[3], "quantised.py", "return stored, [others, values]", "return stored, [values, others]",
+        check_write, WRITES[3], "quantised.py", "stored, [others, values]", "stored, [values, others]",
     ),
     "joined, write: both scales in one place": (
         check_write, WRITES[3], "write.py", "of_scales[slot, part, :, these]", "of_scales[slot, 0, :, these]",
