@@ -95,7 +95,7 @@ def test_a_whole_decode_step_of_a_real_model(chip, scan):
     assert len(programs) == 2
     for program in programs:
         assert program["kernels"] == (1 if scan else program["layers"]), program
-        assert program["temp"] < 0.01 * program["pools"], program
+        assert program["temp"] < 0.02 * program["pools"], program  # a layer's pool is 0.03 and more
         assert not program["large copies"], program  # a weight laid out for something else is turned in every step
         # In bytes (small arrays are padded) and in arrays: all but two that `extend` replaces without reading them.
         assert program["alias"] >= program["cache"] - program["unread"], program

@@ -203,7 +203,7 @@ def main(chip, everything=""):
                     "llama3.2-1b",
                     "write_and_attend",
                     (16,),
-                    INT8 | {"joined": True, "cascade": True},
+                    INT8 | {"joined": True, "cascade": True, "blocks_per_row": 256},
                 ),
                 "write of many tokens where attention is refused": (
                     "llama3-8b",

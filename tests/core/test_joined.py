@@ -170,3 +170,27 @@ def test_which_kernels_read_it(platform):
     assert "A head_dim of 64 is stored as 128." in apart.reason
     exact = jaxkv.explain(q, jaxkv.init(config.replace(head_dim_multiple=1)), platform="cpu")
     assert "stored as" not in exact.reason and "row" not in exact.reason
+
+
+@pytest.mark.parametrize("join_kv", [False, True])
+def test_quantised_rows_go_to_either_form(join_kv, tmp_path):
+    """By a file, to another cache and back from the host: the same numbers, under the same scales."""
+    layers = tuple(dataclasses.replace(LAYERS[i], window=None) for i in (4, 7))
+    config = make_config(join_kv, layers)
+    k, v = ([normal(7 * i + j, ROWS, 9, x.num_kv_heads, x.head_dim) for i, x in enumerate(layers)] for j in (0, 1))
+    cache = jaxkv.append(jaxkv.init(config), k, v, [9, 4, 0])
+
+    def raw(cache, row):
+        return [x for i in range(len(layers)) for x in jax.device_get(jaxkv.gather(cache, row, layer=i, raw=True))]
+
+    rows = [raw(cache, 0), raw(cache, 1)]
+    assert [x.shape for x in rows[1]] == [(4, 2, 8)] * 2 + [(4, 2)] * 2 + [(4, 1, 7)] * 2 + [(4, 1)] * 2
+    jaxkv.save(tmp_path / "rows", cache)
+    found = [jaxkv.swap_in(*jaxkv.swap_out(cache, 0)[:1], 2, jaxkv.swap_out(cache, 0)[1])]
+    for other in (make_config(not join_kv, layers, block_size=2, num_blocks=60), config):
+        found += [jaxkv.load(tmp_path / "rows", other), jaxkv.send(cache, [0, 1], to=jaxkv.init(other))]
+    for one, places in zip(found, [(2, 1), *[(0, 1)] * 4], strict=True):
+        jaxkv.check_invariants(one)
+        for row, place in enumerate(places):
+            for actual, expected in zip(raw(one, place), rows[row], strict=True):
+                np.testing.assert_array_equal(actual, expected)
