@@ -3,7 +3,8 @@
     JAXKV_COMPILE_SITE=.venv/compile python benchmarks/tpu_cycles.py [chip ...] [--only REGEX] [--peer FOLDER]
 
 Lines that name a model are of a whole layer of it, with its weights, as `Decoder` computes it; what the second of two
-layers costs. With the folder of the tpu-inference repository, its kernel runs in the same model: see `tpu_peer.py`.
+layers costs. With the folder of the tpu-inference repository, its kernels run in the same model: see `tpu_peer.py` and
+`tpu_batched_peer.py`.
 The model runs the compiled program bundle by bundle. It is deterministic and good for ranking, not absolute. It can be
 silently wrong: it reads scalars of the kernel's arguments as 0, so that a loop runs zero times. The kernels' scalar
 arguments are therefore replaced by arithmetic here, and the copies of the executed trace are counted and compared
@@ -24,6 +25,7 @@ import sys
 import tempfile
 from typing import Any, NamedTuple
 
+import tpu_batched_peer
 import tpu_peer
 from tpu_works import BLOCK_SIZE, CHIPS, QUANTISED_BLOCK_SIZE, WORKS
 
@@ -88,15 +90,18 @@ def measure(chip: str, name: str, copies_only: bool = False, layers: int = 1) ->
     return Measured(alone, total, [n - (m or n) for n, m in zip(executed, needed, strict=True)])
 
 
-def measure_peer(chip: str, name: str, folder: str) -> int:
-    """Cycles of tpu-inference's kernel."""
+def measure_peer(chip: str, name: str, folder: str, block: int | None = None) -> int:
+    """Cycles of tpu-inference's kernel; with `block` of its batched one, in blocks of so many keys."""
     work = WORKS[name]
-    made = profile(chip, tpu_peer.kernel_of(work), name, 0, 1, folder)
+    kernel = tpu_peer.kernel_of(work) if block is None else tpu_batched_peer.KERNEL
+    made = profile(chip, kernel, name, 0, 1, folder, *([] if block is None else [block]))
     if not made.kernels:
         raise RuntimeError(f"The compiler made no profile: {made.error}")
     ((kernel, (cycles, copies, _)),) = made.kernels.items()
-    if copies < tpu_peer.copies_needed(work, kernel):
-        raise RuntimeError(f"It ran {copies} of {tpu_peer.copies_needed(work, kernel)} copies.")
+    asked = (work, kernel) if block is None else (work, block)
+    needed = (tpu_peer if block is None else tpu_batched_peer).copies_needed(*asked)
+    if copies < needed:
+        raise RuntimeError(f"It ran {copies} of {needed} copies.")
     return cycles
 
 
@@ -117,11 +122,16 @@ def row_of(chip: str, name: str, peer: str | None) -> dict[str, Any]:
         return row | {"step": total}
     if work.kernel != "write":
         row["of copies"] = round(cycles / measure(chip, name, copies_only=True).kernel, 2)
-    if peer and tpu_peer.can_run(work):
-        try:
-            row["RPA v3"] = measure_peer(chip, name, peer)
-        except RuntimeError as error:
-            print(f"{chip} {name}, RPA v3: left out. {str(error)[-300:]}")
+    if peer:
+        peers = {"RPA v3": [None] * tpu_peer.can_run(work), "batched RPA": tpu_batched_peer.blocks_for(work)}
+        for kernel, blocks in peers.items():
+            found = []
+            for block in blocks:
+                try:
+                    found.append(measure_peer(chip, name, peer, block))
+                except RuntimeError as error:
+                    print(f"{chip} {name}, {kernel}, {block or ''}: left out. {str(error)[-300:]}")
+            row |= {kernel: min(found)} if found else {}
     return row
 
 
@@ -132,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chips", nargs="*", default=list(CHIPS), metavar="chip", help=" or ".join(CHIPS))
     parser.add_argument("--only", metavar="REGEX", help="works whose names it matches; nothing is written then")
-    parser.add_argument("--peer", metavar="FOLDER", help="of tpu-inference: its RPA v3 beside ours, where it can run")
+    parser.add_argument("--peer", metavar="FOLDER", help="of tpu-inference: its kernels beside ours")
     given = parser.parse_args()
     libtpu = next(importlib.metadata.distributions(name="libtpu", path=[os.environ["JAXKV_COMPILE_SITE"]])).version
     rows = []

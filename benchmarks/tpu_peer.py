@@ -53,7 +53,7 @@ def commit_of(folder: str) -> str:
 def compile_peer(folder: str, chip: str, work: Work, array: Callable[..., Any]) -> None:
     """Compile its step for the same work; the process may be ended by the compiler once the profile is written: on
     bfloat16 exponentials and masks of 16 bits, which only programs to be profiled trip over."""
-    kernel = _load(pathlib.Path(folder))
+    kernel = load(pathlib.Path(folder), PACKAGE, ("util", "kernel"))["kernel"]
     loops: list[Any] = []  # the counters of the loops that are being traced, outermost first
     divide = kernel.cdiv
     kernel.cdiv = lambda a, b: divide(a, b) if isinstance(a, int) else (a + b - 1) >> (b.bit_length() - 1)
@@ -69,17 +69,18 @@ def compile_peer(folder: str, chip: str, work: Work, array: Callable[..., Any]) 
     kernel.ragged_paged_attention.lower(q, k, k, cache, *scalars, **options).compile()
 
 
-def _load(folder: pathlib.Path) -> Any:
-    """The module, without the packages around it, which want what is not here."""
-    names = PACKAGE.split(".")
+def load(folder: pathlib.Path, package: str, modules: tuple[str, ...]) -> dict[str, Any]:
+    """Modules of a package, without the packages around it, which want what is not here."""
+    names, found = package.split("."), {}
     for i in range(len(names)):
         sys.modules.setdefault(".".join(names[: i + 1]), types.ModuleType("empty"))
-    for name in ("util", "kernel"):
-        spec = importlib.util.spec_from_file_location(f"{PACKAGE}.{name}", folder / f"{'/'.join(names)}/{name}.py")
+    for name in modules:
+        spec = importlib.util.spec_from_file_location(f"{package}.{name}", folder / f"{'/'.join(names)}/{name}.py")
         assert spec is not None and spec.loader is not None
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
+        found[name] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        setattr(sys.modules[package], name, found[name])
+        spec.loader.exec_module(found[name])
+    return found
 
 
 def _sizes(work: Work, name: str) -> tuple[int, int, int]:

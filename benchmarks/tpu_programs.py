@@ -1,9 +1,9 @@
 """The programs whose cycles `tpu_cycles.py` asks the compiler for, each in a process of its own.
 
-    python benchmarks/tpu_programs.py CHIP WORK COPIES_ONLY LAYERS [FOLDER]
+    python benchmarks/tpu_programs.py CHIP WORK COPIES_ONLY LAYERS [FOLDER [BLOCK]]
 
-With a folder, that of the tpu-inference repository, the kernel is theirs. Prints how many copies in and out a kernel
-needs, and which operations of the program stand in the branch of a condition.
+With a folder, that of the tpu-inference repository, the kernel is theirs; with a block, their batched one. Prints how
+many copies in and out a kernel needs, and which operations of the program stand in the branch of a condition.
 """
 
 import json
@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tpu_batched_peer
+import tpu_peer
 from flax import nnx
 from jax.experimental import pallas as pl, topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tpu_peer import compile_peer
 from tpu_works import CHIPS, HEADS, MODELS, WORKS, Work, stand_ins
 
 import jaxkv
@@ -179,7 +180,9 @@ def names_in_branches(program: str) -> list[str]:
     return re.findall(r"^ *(?:ROOT )?%(\S+) = ", inside, re.MULTILINE)
 
 
-def main(chip: str, name: str, copies_only: bool, layers: int, folder: str | None = None) -> None:
+def main(
+    chip: str, name: str, copies_only: bool, layers: int, folder: str | None = None, block: str | None = None
+) -> None:  # fmt: skip
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip], chips_per_host_bounds=(1, 1, 1))
     mesh = Mesh(np.array(topology.devices[:1]), ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -190,7 +193,10 @@ def main(chip: str, name: str, copies_only: bool, layers: int, folder: str | Non
 
     with jax.set_mesh(mesh):
         if folder is not None:
-            compile_peer(folder, chip, work, array)
+            if block is None:
+                tpu_peer.compile_peer(folder, chip, work, array)
+            else:
+                tpu_batched_peer.compile_peer(folder, chip, work, array, int(block))
             return
         make = step_program if work.model is None else model_program
         lowered, plan, parts = make(work, copies_only, layers, array)

@@ -58,13 +58,11 @@ PREFILL = [
 
 
 # Other forms of prefill that a plan may choose; see benchmarks/gpu_plans.py.
-FORMS = ["llama3-8b-prefill: registers, turns, ahead"]
-if NIGHTLY:
-    FORMS = [
-        f"{name}: {form}"
-        for name in ("llama3-8b-prefill", "64-all", "96-all", "128-all", "256-all", "llama3-8b-tree-prefill")
-        for form in ("registers", "turns", "registers, turns", "ahead", "turns, ahead", "registers, turns, ahead")
-    ]
+FORMS = [
+    f"{name}: {form}"
+    for name in ("llama3-8b-prefill", "64-all", "96-all", "128-all", "256-all", "llama3-8b-tree-prefill")
+    for form in ("registers", "turns", "registers, turns", "ahead", "turns, ahead", "registers, turns, ahead")
+] * NIGHTLY
 
 # Where the items' contexts are cut, so that the chip has work.
 CUT = {"gemma2-2b-first-tree", *(f"{head_dim}-{what}" for head_dim in (64, 96, 128) for what in ("plain", "soft-cap"))}

@@ -154,13 +154,17 @@ def main(chip, everything=""):
     else:
         mesh = Mesh(np.array(devices(TOPOLOGIES[chip], (1, 1, 1))[:1]), ("x",))  # a tpu7x chip is two
         programs = {
-            "fused, chosen by the platform": ("llama3-8b", "write_and_attend", (ROWS, 1), {"implementation": None}),
+            "fused, chosen by the platform, small pools": (
+                "llama3-8b",
+                "write_and_attend",
+                (ROWS, 1),
+                {"implementation": None, "layers": 2, "blocks_per_row": 64},
+            ),
             "fused, head_dim 64, joined": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {"joined": True}),
             "write of many tokens": ("llama3-8b", "write_kv", (ROWS, 256), {}),
             "write of many tokens, small pool": ("llama3-8b", "write_kv", (ROWS, 256), {"blocks_per_row": 256}),
             "mixed": ("qwen3-30b-a3b", "write_and_attend", (64,), {"layers": 2}),
             "fused, int8": ("llama3-8b", "write_and_attend", (ROWS, 1), INT8 | {"layers": 2}),
-            "fused, small pools": ("llama3-8b", "write_and_attend", (ROWS, 1), {"layers": 2, "blocks_per_row": 64}),
         }
         if everything or chip == "v6e":
             programs |= {

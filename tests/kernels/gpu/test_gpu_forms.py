@@ -35,7 +35,7 @@ def test_against_numpy(name, form, interpret, monkeypatch):
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="sees the interpreter's products")
-@pytest.mark.parametrize("form", ["turns", "turns, ahead"])
+@pytest.mark.parametrize("form", [*["turns"] * NIGHTLY, "turns, ahead"])
 def test_one_multiplies_while_the_other_does_its_softmax(form, interpret, monkeypatch):
     """Which consumer's products are issued, in time: of seven tiles with K and with V, each one's two together but for
     the first tile's with K and the last one's with V."""
