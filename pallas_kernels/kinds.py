@@ -77,8 +77,8 @@ def encode(x: jax.Array, kind: str, scale_dtype: jnp.dtype, rank: int | None = N
 
 def is_joined(kv_scale, kind: str | None, rank: int | None) -> bool:
     """Whether rows of `rank` values hold keys behind them: then their scales are `[num_blocks + 1, 2, K, block_size]`,
-    what rows are multiplied by as keys and what as values."""
-    return rank is not None and kind is not None and kv_scale is not None and len(kv_scale.shape) == 4
+    what rows are multiplied by as keys and what as values. Not in int4, where the entries of a head share none."""
+    return rank is not None and kind not in (None, "int4") and kv_scale is not None and len(kv_scale.shape) == 4
 
 
 def encode_joined(x: jax.Array, kind: str, scale_dtype: jnp.dtype, rank: int) -> tuple[jax.Array, jax.Array, jax.Array]:

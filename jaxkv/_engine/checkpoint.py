@@ -39,7 +39,7 @@ class Resumable:
     _numbers: "itertools.count[int]"
     _news: dict[Request, None]
     _at_work: Any
-    cancel: Any
+    _withdraw: Any
 
     def save(self, path: str | os.PathLike) -> None:
         """Write all requests, and the rows of those under way, to a file, for `load` of an engine in another process.
@@ -168,7 +168,7 @@ class Resumable:
                 choice["temperature"], choice["top_k"], choice["top_p"], choice["seed"], choice.get("draws")
             ),
             salt=read_salt(bytes.fromhex(salt) if kind == "bytes" else salt),
-            num_logprobs=integer("logprobs", entry["num_logprobs"], least=0), news=self._news, cancel=self.cancel,
+            num_logprobs=integer("logprobs", entry["num_logprobs"], least=0), news=self._news, cancel=self._withdraw,
         )  # fmt: skip
         request.tokens = _tokens(entry["tokens"])
         request.logprobs = [{int(t): float(p) for t, p in one} for one in entry["logprobs"]]

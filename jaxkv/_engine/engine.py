@@ -205,7 +205,7 @@ class Engine(Resumable):
         """
         if not isinstance(request, Request):
             raise ValueError(f"request must be what submit returned, not {shown(request)}.")
-        self._withdraw(request.samples)
+        request.cancel()  # the engine that it was submitted to takes it back
 
     def step(self) -> list[tuple[Request, int]]:
         """Send the next step to the device, and read the one before: its `(request, token)` pairs.
@@ -319,7 +319,7 @@ class Engine(Resumable):
         assert isinstance(tokens, list)
         limit = min(int(max_new_tokens), self.config.max_seq_len - len(tokens))
         return Request(
-            number=number, prompt=tokens, limit=limit, choice=choice, news=news, cancel=self.cancel, **options
+            number=number, prompt=tokens, limit=limit, choice=choice, news=news, cancel=self._withdraw, **options
         )
 
     def _read_logprobs(self, logprobs: Any) -> int:

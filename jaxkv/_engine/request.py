@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -29,7 +29,8 @@ class Request:
 
     def __init__(
         self, *, number: int, prompt: list[int], limit: int, choice: Choice, eos: frozenset[int],
-        salt: str | bytes | None, num_logprobs: int, news: "dict[Request, None]", cancel: Callable[["Request"], None],
+        salt: str | bytes | None, num_logprobs: int, news: "dict[Request, None]",
+        cancel: Callable[["Iterable[Request]"], None],
     ):  # fmt: skip
         self.number, self.prompt, self.limit = number, prompt, limit
         self.choice, self.eos, self.salt, self.num_logprobs = choice, eos, salt, num_logprobs
@@ -97,7 +98,7 @@ class Request:
 
     def cancel(self) -> None:
         """Take it back: no more tokens come, and its row is free again. Does nothing if it is done."""
-        self._cancel(self)
+        self._cancel(self.samples)
 
     def receive(self, token: int, logprobs: dict[int, float] | None) -> None:
         """Note the next token. An interrupt in between leaves what a second call puts right."""

@@ -163,6 +163,8 @@ def test_which_kernels_read_it(platform):
     config = make_config(layers=layers, head_dim_multiple=128, block_size=16, dtype="bfloat16")
     q = jax.ShapeDtypeStruct((ROWS, 1, HEADS, 64), jnp.bfloat16)
     choice = jaxkv.explain(q, jaxkv.init(config), platform=platform)
+    int8 = config.replace(dtype="int8", block_size=128, max_seq_len=128)
+    assert jaxkv.explain(q, jaxkv.init(int8), platform=platform).implementation == choice.implementation
     assert choice.implementation == {"tpu": "tpu"}.get(platform, "xla"), choice.reason
     assert platform != "cuda" or "join_kv=False" in choice.reason
     assert "Keys and values of 64 stand in one row of 128." in choice.reason
