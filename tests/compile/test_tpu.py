@@ -95,7 +95,8 @@ def test_a_whole_decode_step_of_a_real_model(chip, scan):
     assert len(programs) == 2
     for program in programs:
         assert program["kernels"] == (1 if scan else program["layers"]), program
-        assert program["temp"] < 0.02 * program["pools"], program  # a layer's pool is 0.03 and more
+        # On a v5e XLA has logits twice, by the look of it; a layer's pool is 0.03 of all and more.
+        assert program["temp"] < 0.01 * program["pools"] + (2 * program["logits"] if chip == "v5e" else 0), program
         assert not program["large copies"], program  # a weight laid out for something else is turned in every step
         # In bytes (small arrays are padded) and in arrays: all but two that `extend` replaces without reading them.
         assert program["alias"] >= program["cache"] - program["unread"], program

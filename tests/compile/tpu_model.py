@@ -73,6 +73,7 @@ def compile_step(mesh, config, scan):
         "layers": config.num_layers,
         "parameters": size(model),
         "pools": size(cache.pools),
+        "logits": 4 * ROWS * config.vocab_size,
         "cache": size(cache),
         "arrays": len(jax.tree.leaves(cache)),
         "unread": sum(size((t.new, t.offsets)) for t in cache.tables),
