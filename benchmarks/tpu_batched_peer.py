@@ -8,6 +8,7 @@ written, as by ours. Of some sizes of blocks the best is reported.
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,17 +25,22 @@ MODULES = ("utils", "configs", "schedule", "stitch_utils", "bref_override", "fla
 VERSIONS = {6: tpu_info.ChipVersion.TPU_V6E, 7: tpu_info.ChipVersion.TPU_7X}
 LANES, BUFFERS = 8, 3  # rows in a step, and steps whose keys have room
 BLOCKS = (128, 256, 512)  # keys of a row in a step
-KERNEL = "RPAd"  # how its name begins
 
 
-def blocks_for(work: Work) -> list[int]:
+def forms(work: Work) -> list[tuple[int, ...]]:
     """The sizes of blocks that are tried; none where rows are not simple to tell."""
     plain = work._replace(context=0, rows=1) == Work("decode") and work.rows % LANES == 0
-    return [size for size in BLOCKS if work.context % size == 0] if plain else []
+    return [(size,) for size in BLOCKS if work.context % size == 0] if plain else []
 
 
-def copies_needed(work: Work, block: int) -> int:
+def kernel_of(_: Work) -> str:
+    """How the name of its kernel for decode begins."""
+    return "RPAd"
+
+
+def copies_needed(work: Work, name: str) -> int:
     """In: of each row and block its pages, the new token and queries, some of nothing."""
+    block = int(re.search(r"-k(\d+)", name)[1])  # type: ignore[index]
     return work.rows * (work.context // block) * (block // work.block_size + 2)
 
 

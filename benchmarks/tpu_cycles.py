@@ -23,12 +23,14 @@ import re
 import subprocess
 import sys
 import tempfile
+import types
 from typing import Any, NamedTuple
 
 import tpu_batched_peer
 import tpu_peer
 from tpu_works import BLOCK_SIZE, CHIPS, QUANTISED_BLOCK_SIZE, WORKS
 
+PEERS = {"RPA v3": tpu_peer, "batched RPA": tpu_batched_peer}
 PROGRAMS = pathlib.Path(__file__).with_name("tpu_programs.py")
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0",
@@ -90,22 +92,19 @@ def measure(chip: str, name: str, copies_only: bool = False, layers: int = 1) ->
     return Measured(alone, total, [n - (m or n) for n, m in zip(executed, needed, strict=True)])
 
 
-def measure_peer(chip: str, name: str, folder: str, block: int | None = None) -> int:
-    """Cycles of tpu-inference's kernel; with `block` of its batched one, in blocks of so many keys."""
+def measure_peer(chip: str, name: str, folder: str, peer: types.ModuleType, form: tuple[int, ...]) -> int:
+    """Cycles of one of tpu-inference's kernels, in one of its forms."""
     work = WORKS[name]
-    kernel = tpu_peer.kernel_of(work) if block is None else tpu_batched_peer.KERNEL
-    made = profile(chip, kernel, name, 0, 1, folder, *([] if block is None else [block]))
+    made = profile(chip, peer.kernel_of(work), name, 0, 1, folder, *form)
     if not made.kernels:
         raise RuntimeError(f"The compiler made no profile: {made.error}")
     ((kernel, (cycles, copies, _)),) = made.kernels.items()
-    asked = (work, kernel) if block is None else (work, block)
-    needed = (tpu_peer if block is None else tpu_batched_peer).copies_needed(*asked)
-    if copies < needed:
-        raise RuntimeError(f"It ran {copies} of {needed} copies.")
+    if copies < peer.copies_needed(work, kernel):
+        raise RuntimeError(f"It ran {copies} of {peer.copies_needed(work, kernel)} copies.")
     return cycles
 
 
-def row_of(chip: str, name: str, peer: str | None) -> dict[str, Any]:
+def row_of(chip: str, name: str, folder: str | None) -> dict[str, Any]:
     """All that is measured of a work."""
     work, (cycles, total, spare) = WORKS[name], measure(chip, name)
     whole = work.layer or work.model is not None
@@ -122,16 +121,14 @@ def row_of(chip: str, name: str, peer: str | None) -> dict[str, Any]:
         return row | {"step": total}
     if work.kernel != "write":
         row["of copies"] = round(cycles / measure(chip, name, copies_only=True).kernel, 2)
-    if peer:
-        peers = {"RPA v3": [None] * tpu_peer.can_run(work), "batched RPA": tpu_batched_peer.blocks_for(work)}
-        for kernel, blocks in peers.items():
-            found = []
-            for block in blocks:
-                try:
-                    found.append(measure_peer(chip, name, peer, block))
-                except RuntimeError as error:
-                    print(f"{chip} {name}, {kernel}, {block or ''}: left out. {str(error)[-300:]}")
-            row |= {kernel: min(found)} if found else {}
+    for called, peer in PEERS.items() if folder else ():
+        found = []
+        for form in peer.forms(work):
+            try:
+                found.append(measure_peer(chip, name, folder, peer, form))
+            except RuntimeError as error:
+                print(f"{chip} {name}, {called} {form}: left out. {str(error)[-300:]}")
+        row |= {called: min(found)} if found else {}
     return row
 
 

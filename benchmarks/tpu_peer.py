@@ -26,10 +26,10 @@ VMEM_BYTES = 64 * 2**20  # more than it needs, and what XLA leaves beside its ow
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 
 
-def can_run(work: Work) -> bool:
-    """Whether a work is one that it is made for, with counters that are simple to tell."""
+def forms(work: Work) -> list[tuple[int, ...]]:
+    """Its one form, which has no parameter, where it is made for a work with counters that are simple to tell."""
     plain = work._replace(context=0, tokens=1, rows=1) in (Work("decode"), Work("prefill"))
-    return plain and (work.kernel == "prefill" or work.context <= 4096)
+    return [()] if plain and (work.kernel == "prefill" or work.context <= 4096) else []
 
 
 def kernel_of(work: Work) -> str:

@@ -26,7 +26,7 @@ import jaxkv
 from jaxkv._core import joined
 from jaxkv.models import Decoder, DecoderConfig, Rope
 from pallas_kernels import SHAPES, AttentionShape, cascade, tpu
-from pallas_kernels.kinds import scale_axes, storage_of
+from pallas_kernels.kinds import scale_shape, storage_of
 from pallas_kernels.tpu import decode, pages, prefill, step, write
 
 
@@ -137,10 +137,8 @@ def step_program(work: Work, copies_only: bool, layers: int, array: Callable[...
             written.append(kv)
         return q, written
 
-    scale = None
-    if work.kind is not None:
-        of_blocks = (num_blocks, 1 if shape.rank else 2, kv_heads, work.block_size)
-        scale = array(*of_blocks, *scale_axes(work.kind, shape.head_dim, shape.rank), dtype="float32")
+    scales = scale_shape(pool.shape, work.kind, shape.head_dim, rank, work.joined)
+    scale = None if work.kind is None else array(*scales, dtype="float32")
     arguments = (q, k, k, [(pool, scale)] * layers, tables, counts, counts, array(4, work.rows, dtype="int32"))
     donated = () if work.kernel == "prefill" and not work.layer else 3
     return jax.jit(program, donate_argnums=donated).lower(*arguments), plan, parts
@@ -180,9 +178,7 @@ def names_in_branches(program: str) -> list[str]:
     return re.findall(r"^ *(?:ROOT )?%(\S+) = ", inside, re.MULTILINE)
 
 
-def main(
-    chip: str, name: str, copies_only: bool, layers: int, folder: str | None = None, block: str | None = None
-) -> None:  # fmt: skip
+def main(chip: str, name: str, copies_only: bool, layers: int, folder: str | None = None, *form: str) -> None:
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip], chips_per_host_bounds=(1, 1, 1))
     mesh = Mesh(np.array(topology.devices[:1]), ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -193,10 +189,7 @@ def main(
 
     with jax.set_mesh(mesh):
         if folder is not None:
-            if block is None:
-                tpu_peer.compile_peer(folder, chip, work, array)
-            else:
-                tpu_batched_peer.compile_peer(folder, chip, work, array, int(block))
+            (tpu_batched_peer if form else tpu_peer).compile_peer(folder, chip, work, array, *map(int, form))
             return
         make = step_program if work.model is None else model_program
         lowered, plan, parts = make(work, copies_only, layers, array)

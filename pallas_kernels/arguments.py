@@ -81,11 +81,12 @@ def check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sink
             "which these shapes do not tell."
         )
     if kv_scale is not None:
-        wanted = (*kv.shape[:4], *kinds.scale_axes(kind, head_dim, rank))
-        of_joined = (kv.shape[0], 2, *kv.shape[2:4])
+        wanted, of_joined = (kinds.scale_shape(kv.shape, kind, head_dim, rank, joined) for joined in (False, True))
         if kv_scale.shape != (of_joined if kinds.is_joined(kv_scale, kind, rank) else wanted):
             by_group = ", and one for every 32 entries of a head" if kind == "int4" else ", and two" if rank else ""
-            joined = f" (or {of_joined}, where keys stand behind the values)" if kind and rank else ""
+            joined = (
+                f" (or {of_joined}, where keys stand behind the values)" if kind not in (None, "int4") and rank else ""
+            )
             raise ValueError(
                 f"kv_scale must have the pool's shape without its last axis{by_group}, {wanted}{joined}, not "
                 f"{kv_scale.shape}."

@@ -81,6 +81,19 @@ def is_joined(kv_scale, kind: str | None, rank: int | None) -> bool:
     return rank is not None and kind not in (None, "int4") and kv_scale is not None and len(kv_scale.shape) == 4
 
 
+def split_rank(kv_scale, kind: str | None, rank: int | None) -> tuple[int | None, int | None]:
+    """The rank of rows that have a scale for each of their parts, and that of joined ones: one of them is None."""
+    return (None, rank) if is_joined(kv_scale, kind, rank) else (rank, None)
+
+
+def scale_shape(
+    numbers: tuple[int, ...], kind: str | None, head_dim: int, rank: int | None = None, joined: bool = False
+) -> tuple[int, ...]:
+    """The shape of the scales of a pool whose numbers are `[num_blocks + 1, 2, K, block_size, ...]`, or 1 for 2."""
+    blocks, _, num_kv_heads, block_size = numbers[:4]
+    return (blocks, 2, num_kv_heads, block_size) if joined else (*numbers[:4], *scale_axes(kind, head_dim, rank))
+
+
 def encode_joined(x: jax.Array, kind: str, scale_dtype: jnp.dtype, rank: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Joined rows `[..., D]` as they are stored, and the scales of their keys and of their values, `[...]` each."""
     (values, value_scale), (keys, key_scale) = (encode(x, kind, scale_dtype) for x in (x[..., :rank], x[..., rank:]))

@@ -28,13 +28,12 @@ def dense(
     What lies past a row's length is whatever its blocks hold.
     """
     blocks = kv[tables]  # [S, M, 2, K, block_size, D]
-    if kinds.is_joined(kv_scale, kind, rank):
+    by_parts, joined = kinds.split_rank(kv_scale, kind, rank)
+    if joined:  # a scale as keys, and one as values
+        blocks = jnp.concatenate([blocks, blocks], axis=2)
+    if kind is not None:
         assert kv_scale is not None
-        twice = jnp.concatenate([blocks, blocks], axis=2)
-        blocks = kinds.decode(twice, kv_scale[tables], kind, head_dim or kv.shape[-1])
-    elif kind is not None:
-        assert kv_scale is not None
-        blocks = kinds.decode(blocks, kv_scale[tables], kind, head_dim or blocks.shape[-1], rank)
+        blocks = kinds.decode(blocks, kv_scale[tables], kind, head_dim or blocks.shape[-1], by_parts)
     elif kv_scale is not None:
         blocks = blocks.astype(jnp.float32) * kv_scale[tables][..., None]
     blocks = blocks.astype(jnp.float32)
@@ -148,14 +147,13 @@ def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kin
     """What [`pallas_kernels.write_kv`][] means: token by token, in a loop."""
     token_axes = k.shape[:-2]
     token = locate(token_axes, lengths, new, offsets)
-    if kinds.is_joined(kv_scale, kind, rank):
-        k, *scales = kinds.encode_joined(k, kind, kv_scale.dtype, rank)
-        scales = write_kv(kv_scale[..., None], *(x[..., None] for x in scales), tables, lengths, new, offsets=offsets)
-        return write_kv(kv, k, None, tables, lengths, new, offsets=offsets), scales[..., 0]
     if kind is not None:  # each token and head by itself: the same write, once for the numbers and once for the scales
-        (k, k_scale), (v, v_scale) = (
-            (None, None) if x is None else kinds.encode(x, kind, kv_scale.dtype, rank) for x in (k, v)
-        )
+        if not kinds.is_joined(kv_scale, kind, rank):
+            (k, k_scale), (v, v_scale) = (
+                (None, None) if x is None else kinds.encode(x, kind, kv_scale.dtype, rank) for x in (k, v)
+            )
+        else:
+            k, k_scale, v_scale = kinds.encode_joined(k, kind, kv_scale.dtype, rank)
         minor = kv_scale.shape[4:] or (1,)
         k_scale, v_scale = (None if x is None else x.reshape(*k.shape[:-1], *minor) for x in (k_scale, v_scale))
         scales = kv_scale.reshape(*kv_scale.shape[:4], *minor)

@@ -182,10 +182,8 @@ def _put(
     plans = _fit(path, saved, held, source, config, free, partial_windows)
 
     def read(layer: int) -> Pool:
-        slots = plans[layer].padded
-        parts = [tensors[name] for name in stored_parts(config, layer)]
-        found: list[Any] = [clear_unused(tokens_at(part, slots, first=1), slots) for part in parts]
-        return Pool(config.laid(layer, found[0]), *found[1:])
+        found: list[Any] = laid_blocks(tensors, config, layer, plans[layer].padded)
+        return Pool(*found)
 
     loaded = with_blocks(held, saved.groups, plans, config)
     try:
@@ -193,6 +191,16 @@ def _put(
     except ValueError as error:
         raise CacheFileError(f"{path} cannot be loaded here: {error} Or load it with a smaller config=.") from error
     return put_rows(cache, target, np.array(saved.lengths)[source], loaded, read, in_place=into is None)
+
+
+def laid_blocks(
+    tensors: Mapping[str, np.ndarray], config: CacheConfig, layer: int, slots: np.ndarray
+) -> list[np.ndarray]:  # fmt: skip
+    """A layer's saved numbers, and scales if it has any, at `slots` of the file, as they lie in its pool but for the
+    padding there."""
+    parts = [tensors[name] for name in stored_parts(config, layer)]
+    kv, *scale = (clear_unused(tokens_at(part, slots, first=1), slots) for part in parts)
+    return [config.laid(layer, kv), *scale]
 
 
 def held_rows(saved: SavedCache, tensors: Mapping[str, np.ndarray], group: int, rows: np.ndarray) -> Held:

@@ -8,12 +8,12 @@ import numpy as np
 
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.kept_bounds import with_bounds
-from jaxkv._core.reblock import Blocks, Held, TokensGone, clear_unused, fit, tokens_at, with_blocks
+from jaxkv._core.reblock import Blocks, Held, TokensGone, fit, with_blocks
 from jaxkv._core.restore import pool_layers
 from jaxkv._core.state import NULL_BLOCK, Pool
-from jaxkv._files.format import SavedCache, stored_parts
+from jaxkv._files.format import SavedCache
 from jaxkv._files.parts import open_saved
-from jaxkv._files.rows import check_layers, held_rows
+from jaxkv._files.rows import check_layers, held_rows, laid_blocks
 from jaxkv._tiers.host import HostBlocks, first_columns
 
 
@@ -51,9 +51,8 @@ def _read(
     parts: list[Pool | None] = [None] * config.num_layers
     for layer in pool_layers(config):
         # One row's blocks come in the order of its table.
-        slots, shapes = plans[layer].padded, (config.pool_shape(layer), config.scale_shape(layer))
-        found = [clear_unused(tokens_at(tensors[x], slots, first=1), slots) for x in stored_parts(config, layer)]
-        found = [config.laid(layer, found[0]), *found[1:]]
+        found = laid_blocks(tensors, config, layer, plans[layer].padded)
+        shapes = config.pool_shape(layer), config.scale_shape(layer)
         found = [_widened(x, shape[1:]) for x, shape in zip(found, shapes, strict=False) if shape is not None]
         own = held[config.group(layer)]
         parts[layer] = with_bounds(Pool(*found), own.tables, own.lengths, config, layer)  # type: ignore[arg-type]

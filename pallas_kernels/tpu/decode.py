@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kinds import is_joined
+from pallas_kernels.kinds import split_rank
 from pallas_kernels.sight import ALL
 from pallas_kernels.tpu.pages import (
     LANES,
@@ -77,7 +77,7 @@ def decode(
     _, stored_parts, num_kv_heads, *_ = kv.shape
     value_dim = head_dim if rank is None else -(-rank // LANES) * LANES
     fused, scaled = new_kv is not None, kv_scale is not None
-    rank, joined = (None, rank) if is_joined(kv_scale, kind, rank) else (rank, None)
+    rank, joined = split_rank(kv_scale, kind, rank)
     kv_scale = along_lanes(kv_scale, rank)
     pages = Pages.plan(kv, tables, reach, step_tokens or segment_tokens(kv), deterministic)
     segments = segments_per_step(kv, rows, pages)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kinds import is_joined
+from pallas_kernels.kinds import split_rank
 from pallas_kernels.sight import ALL, Reach, sees
 from pallas_kernels.tpu.decode import page_buffers
 from pallas_kernels.tpu.pages import (
@@ -118,7 +118,7 @@ def prefill(
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
     queries = group * tile_tokens
-    rank = None if is_joined(kv_scale, kind, rank) else rank  # of what is read in two parts
+    rank, _ = split_rank(kv_scale, kind, rank)
     kv_scale = along_lanes(kv_scale, rank)
     # With a sight the walk begins at a key: as that of a query which sees no other.
     reach = reach if sight is None else Reach(1, None, reach.sink_tokens)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import xla
-from pallas_kernels.kinds import is_joined
+from pallas_kernels.kinds import split_rank
 from pallas_kernels.tokens import default_offsets, locate
 from pallas_kernels.tpu.pages import (
     SMEM_ENTRIES,
@@ -143,7 +143,7 @@ def write(kv, new, runs: Runs, kv_scale=None, kind=None, rank=None, *, page_size
     """
     _, parts, num_kv_heads, _, head_dim = kv.shape
     depth = slots(kv, page_size)
-    rank, joined = (None, rank) if is_joined(kv_scale, kind, rank) else (rank, None)
+    rank, joined = split_rank(kv_scale, kind, rank)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     page = pltpu.VMEM((depth, parts, num_kv_heads, page_size, head_dim), kv.dtype)
     pools, buffers = [kv], [page, page]

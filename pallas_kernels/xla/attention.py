@@ -200,8 +200,8 @@ def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: ja
     num_kv_heads = kv.shape[2]
     # A quantised value is exact in q's dtype: scales are applied to logits and weights, not to keys and values; but for
     # scales that the entries of a head do not share.
-    joined = kinds.is_joined(kv_scale, kind, rank)
-    by_entry = kv_scale is not None and kinds.scale_axes(kind, head_dim, None if joined else rank) != ()
+    by_parts, joined = kinds.split_rank(kv_scale, kind, rank)
+    by_entry = kv_scale is not None and kinds.scale_axes(kind, head_dim, by_parts) != ()
     exact = (kv.dtype.itemsize == 1 and not by_entry) or kv.dtype == q.dtype
     dtype = q.dtype if exact else jnp.dtype("float32")
     # As they are stored, for `_product`; by many queries of float32, which are three digits, it would take longer.

@@ -70,6 +70,8 @@ def attention_gradients(
     if alibi is not None:
         numbers["alibi"] = alibi.astype(jnp.float32).reshape(num_kv_heads, group)
 
+    by_parts, joined = kinds.split_rank(kv_scale, kind, rank)
+
     def step(i, bars):
         items = tiles.find_items(tiling, work, rows, i, sight)
         seen = jnp.repeat(items.seen, group, axis=1)[:, None]  # [items, 1, queries * G, context]
@@ -79,12 +81,9 @@ def attention_gradients(
             x = tiles.read_queries(x, items, num_kv_heads)
             return jnp.where(jnp.expand_dims(sees, range(3, x.ndim)), x, 0.0)
 
-        joined = kinds.is_joined(kv_scale, kind, rank)
-        by_scale = None if joined else rank
-
         def read_scales(which):
             scales = tiles.read_runs(kv_scale, which, items, tiling.run, *kv_scale.shape[4:])
-            scales = kinds.spread_scales(scales, kind, head_dim, by_scale)
+            scales = kinds.spread_scales(scales, kind, head_dim, by_parts)
             return jnp.where(visible[..., None], scales, 0.0)
 
         def read_stored(which):  # the keys or values as stored, and their scales
@@ -125,7 +124,7 @@ def attention_gradients(
             if "kv" in bars:
                 add("kv", bar * scales)
             if kv_scale is not None:
-                add("kv_scale", kinds.sum_by_scale(bar * stored, kind, by_scale))
+                add("kv_scale", kinds.sum_by_scale(bar * stored, kind, by_parts))
         return bars
 
     bars = {

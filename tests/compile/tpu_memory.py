@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_kernels
-from pallas_kernels.kinds import scale_axes, storage_of
+from pallas_kernels.kinds import scale_shape, storage_of
 
 # KV heads, group, head_dim, dtype, block_size, rows, blocks per row, token axes of q, what else there is.
 EDGES = [
@@ -68,14 +68,13 @@ def main(chip, count):
         q, k = (array(*tokens, heads, head_dim) for heads in (group * num_kv_heads, num_kv_heads))
         block = (2 if rank is None else 1, num_kv_heads, block_size)
         joined = rank is not None and rank < 512  # then its scales are of keys and of values
-        scales = (2, *block[1:]) if joined else (*block, *scale_axes(kind, head_dim, rank))
         # A pool that is written beside one that is kept must fit into a chip's memory.
         pool = (min(2000, 2**30 // (4 * head_dim * math.prod(block))), *block)
         counts = array(rows, dtype="int32")
         arrays = {
             "q": q, "k": k, "v": k if rank is None else None, "tables": array(rows, blocks, dtype="int32"),
             "kv": array(*pool, head_dim, dtype=dtype if kind is None else storage_of(kind)),
-            "kv_scale": array(pool[0], *scales, dtype="float32") if kind else None,
+            "kv_scale": array(*scale_shape(pool, kind, head_dim, rank, joined), dtype="float32") if kind else None,
             "lengths": counts, "new": counts, "tree": array(*tokens, dtype="int32") if tree else None,
             "sinks": array(q.shape[-2], dtype="float32") if sinks else None,
         }  # fmt: skip

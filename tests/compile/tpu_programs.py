@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import pallas_kernels
 from pallas_kernels import SHAPES
-from pallas_kernels.kinds import scale_axes, storage_of
+from pallas_kernels.kinds import scale_shape, storage_of
 from pallas_kernels.tpu.decode import decode_bytes
 from pallas_kernels.tpu.pages import VMEM_BYTES
 from pallas_kernels.tpu.prefill import prefill_bytes
@@ -85,9 +85,8 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     storage = dtype if kind is None else storage_of(kind)
     pool = {"kv": array(*blocks, stored, spec=(None, None, heads), dtype=storage)}
     if kind is not None:
-        axes = () if joined else scale_axes(kind, head_dim, rank)
-        of_blocks = (blocks[0], 2 if joined else parts, *blocks[2:], *axes)
-        pool["kv_scale"] = array(*of_blocks, spec=(None, None, heads), dtype="float32")
+        scales = scale_shape(blocks, kind, head_dim, rank, joined)
+        pool["kv_scale"] = array(*scales, spec=(None, None, heads), dtype="float32")
     q = array(*tokens, shape.num_heads, head_dim, spec=token_spec)
     k = array(*tokens, shape.num_kv_heads, head_dim, spec=token_spec)
     tables = array(rows, blocks_per_row, dtype="int32")
@@ -163,7 +162,7 @@ def main(chip, everything=""):
             "fused, head_dim 64, joined": ("llama3.2-1b", "write_and_attend", (ROWS, 1), {"joined": True}),
             "write of many tokens": ("llama3-8b", "write_kv", (ROWS, 256), {}),
             "write of many tokens, small pool": ("llama3-8b", "write_kv", (ROWS, 256), {"blocks_per_row": 256}),
-            "mixed": ("qwen3-30b-a3b", "write_and_attend", (64,), {"layers": 2}),
+            "mixed, small pools": ("qwen3-30b-a3b", "write_and_attend", (64,), {"layers": 2, "blocks_per_row": 64}),
             "fused, int8": ("llama3-8b", "write_and_attend", (ROWS, 1), INT8 | {"layers": 2}),
         }
         if everything or chip == "v6e":

@@ -284,8 +284,8 @@ CONTROLS = {
         check_decode, SMALL_JOINED, "decode.py", "axis=2 if joined is None else 1)", "axis=1)[:, :, ::-1]",
     ),
     "joined: one scale for a new row": (
-        check_decode, SMALL_JOINED, "decode.py", "if is_joined(kv_scale, kind, rank) else (rank, None)\n    kv_scale",
-        "if is_joined(kv_scale, kind, rank) else (rank, None)\n    joined = joined and 128\n    kv_scale",
+        check_decode, SMALL_JOINED, "decode.py", "rank, joined = split_rank(kv_scale, kind, rank)\n",
+        "rank, joined = split_rank(kv_scale, kind, rank)\n    joined = joined and 128\n",
     ),
     "joined, prefill: K's scales for V's": (
         check_attention, SMALL_JOINED_PREFILL, "quantised.py", "line(1, head), kind", "line(0, head), kind",
