@@ -20,10 +20,10 @@ import tpu_peer
 from flax import nnx
 from jax.experimental import pallas as pl, topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tpu_works import CHIPS, HEADS, MODELS, WORKS, Work, stand_ins
+from tpu_works import CHIPS, FORMS, HEADS, MODELS, WORKS, Work, stand_ins
 
 import jaxkv
-from jaxkv._core import joined
+from jaxkv._core.forms import Apart, OneRow, Pairs
 from jaxkv.models import Decoder, DecoderConfig, Rope
 from pallas_kernels import SHAPES, AttentionShape, cascade, tpu
 from pallas_kernels.kinds import scale_shape, storage_of
@@ -90,15 +90,16 @@ def step_program(work: Work, copies_only: bool, layers: int, array: Callable[...
     """One step of `layers` layers, from q, k and v to the output; with its plan, and how many parts a pool has."""
     shape = (SHAPES | {name: AttentionShape(*heads, 128, 1) for name, heads in HEADS.items()})[work.shape]
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    rank = shape.head_dim if work.joined else shape.rank
-    head_dim = -(-(2 if work.joined else 1) * shape.head_dim // 128) * 128
+    form = {False: Apart, "head": OneRow, True: Pairs}[FORMS[work.form]](shape.head_dim)
+    rank = shape.rank or form.rank
+    parts, pool_heads, width = form.block(2 if shape.rank is None else 1, kv_heads)
+    head_dim = -(-width // 128) * 128
     blocks = work.table // work.block_size
     storage = "bfloat16" if work.kind is None else str(storage_of(work.kind))
     # Several times what is read, or XLA moves the whole pool into vector memory first; but one that large it cannot.
-    parts = 2 if rank is None else 1
     read = work.rows * blocks
     num_blocks = max(4096, min(2 * read, max(read, 2**16))) + 1
-    pool = array(num_blocks, parts, kv_heads, work.block_size, head_dim, dtype=storage)
+    pool = array(num_blocks, parts, pool_heads, work.block_size, head_dim, dtype=storage)
     tables, counts = array(work.rows, blocks, dtype="int32"), array(work.rows, dtype="int32")
     plan = Plan.of(work, heads, pool, tables, shape.window)
     replace_scalars(work, plan, copies_only)
@@ -107,7 +108,7 @@ def step_program(work: Work, copies_only: bool, layers: int, array: Callable[...
         "soft_cap": shape.soft_cap, "window": shape.window, "deterministic": work.deterministic
     }  # fmt: skip
     known = {} if rank is None else {"rank": rank}
-    options |= {} if rank is None else known | {"scale": 0.1}
+    options |= known | ({"scale": 0.1} if form.joins or rank is not None else {})
     tokens = (work.rows, 1) if work.kernel == "decode" else (work.tokens * work.rows,)
     given = head_dim if shape.rank is not None else shape.head_dim
     q, k = array(*tokens, heads, given), array(*tokens, kv_heads, given)
@@ -117,27 +118,25 @@ def step_program(work: Work, copies_only: bool, layers: int, array: Callable[...
             return {} if scale is None else {"kv_scale": scale, "kind": work.kind}
 
         kv, scale = pools[0]
-        if work.joined:
-            k, v = joined.rows(k, v), None
-        if shape.rank is not None:
-            v = None
+        k, v = form.new(k, v) if shape.rank is None else (k, None)
         if work.kernel == "write":
             return tpu.write_kv(kv, k, v, tables, lengths, new, **known, **quantised(scale))
         if work.kernel == "prefill" and not work.layer:
-            q = joined.queries(q) if work.joined else q
+            q = form.queries(q, pool_heads)
             return tpu.paged_attention(q, kv, tables, lengths, new, **options, **quantised(scale))
         written = []
         for kv, scale in pools:
-            q = joined.queries(q) if work.joined else q
+            q = form.queries(q, pool_heads)
             step = dict(q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, **options, **quantised(scale))
             if work.prefix is None:
                 q, kv = tpu.write_and_attend(**step)
             else:
                 q, kv = cascade.read_once(tpu.write_and_attend, tpu.paged_attention, shared=shared, **step)
+            q = form.outputs(q, pool_heads)
             written.append(kv)
         return q, written
 
-    scales = scale_shape(pool.shape, work.kind, shape.head_dim, rank, work.joined)
+    scales = scale_shape(pool.shape, work.kind, shape.head_dim, rank, form.rank is not None)
     scale = None if work.kind is None else array(*scales, dtype="float32")
     arguments = (q, k, k, [(pool, scale)] * layers, tables, counts, counts, array(4, work.rows, dtype="int32"))
     donated = () if work.kernel == "prefill" and not work.layer else 3
@@ -149,7 +148,9 @@ def model_program(work: Work, copies_only: bool, layers: int, array: Callable[..
     fields, rope = MODELS[str(work.model)], Rope(theta=500_000.0)
     config = DecoderConfig(**fields, windows=(None,) * layers, ropes=(rope,) * layers)
     model = jax.eval_shape(lambda: Decoder(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
-    places: dict[str, Any] = {"max_seqs": work.rows, "max_seq_len": work.table, "block_size": work.block_size}
+    places: dict[str, Any] = {
+        "max_seqs": work.rows, "max_seq_len": work.table, "block_size": work.block_size, "join_kv": FORMS[work.form],
+    }  # fmt: skip
     # As many blocks as in the programs of a step.
     blocks = max(4096, 2 * work.rows * work.table // work.block_size)
     if work.kind is not None:

@@ -11,7 +11,12 @@ LLAMA = {
     "vocab_size": 1024, "embed_dim": 4096, "mlp_dim": 14336, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128,
     "max_seq_len": 8192, "attention_scale": 0.1, "tie_embeddings": True,
 }  # fmt: skip
-MODELS = {"Llama 3 8B": LLAMA, "the same with norms of queries and keys": LLAMA | {"qk_norm": True}}  # decoders' shapes
+NARROW = LLAMA | {"embed_dim": 2048, "mlp_dim": 8192, "head_dim": 64}
+MODELS = {  # decoders' shapes
+    "Llama 3 8B": LLAMA, "the same with norms of queries and keys": LLAMA | {"qk_norm": True}, "Llama 3.2 1B": NARROW,
+}  # fmt: skip
+# How keys and values stand in a pool's rows, as it is written behind a work's name, and what `CacheConfig` takes for it.
+FORMS = {"": False, ", one row": "head", ", pairs": True}
 
 
 CHIPS = {"v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1"}
@@ -34,7 +39,7 @@ class Work(NamedTuple):
     step: bool = False
     latent: bool = False
     deterministic: bool = False
-    joined: bool = False  # keys and values stand in one row
+    form: str = ""  # of `FORMS`
     model: str | None = None  # of a whole layer of this decoder: norms, projections, rotation and MLP, too
     prefix: int | None = None  # tokens that a decode step's rows share beside their context; None: it is not looked for
 
@@ -78,7 +83,7 @@ WORKS = {
     "decode 64 x 128, deterministic": Work("decode", rows=64, context=128, deterministic=True),
     "prefill of 1,024 tokens, deterministic": Work("prefill", tokens=1024, deterministic=True),
     **{
-        f"{name}, head_dim 64{', joined' if joined else ''}": work._replace(shape="llama3.2-1b", joined=joined)
+        f"{name}, head_dim 64{form}": work._replace(shape="llama3.2-1b", form=form)
         for name, work in {
             "decode 8 x 1024": Work("decode", rows=8, context=1024),
             "decode 64 x 128": Work("decode", rows=64, context=128),
@@ -90,12 +95,10 @@ WORKS = {
             "layer, prefill of 1,024 tokens": Work("prefill", tokens=1024, layer=True),
             "layer, decode 32 x 1024": Work("decode", rows=32, context=1024, layer=True),
         }.items()
-        for joined in (False, True)
+        for form in FORMS
     },
     **{
-        f"{name}, head_dim 64, int8{', joined' if joined else ''}": work._replace(
-            shape="llama3.2-1b", kind="int8", joined=joined
-        )
+        f"{name}, head_dim 64, int8{form}": work._replace(shape="llama3.2-1b", kind="int8", form=form)
         for name, work in {
             "decode 8 x 1024": Work("decode", rows=8, context=1024),
             "decode 32 rows of 128 to 8,064": Work("decode", rows=32, ragged=True),
@@ -104,7 +107,7 @@ WORKS = {
             "prefill of 1,024 tokens": Work("prefill", tokens=1024),
             "layer, decode 32 x 1024": Work("decode", rows=32, context=1024, layer=True),
         }.items()
-        for joined in (False, True)
+        for form in ("", ", one row")
     },
     "latent decode 32 x 4096": Work("decode", "deepseek-v3", rows=32, context=4096, latent=True),
     "latent decode 32 x 4096, 16 heads": Work("decode", "deepseek-v2-lite", rows=32, context=4096, latent=True),
@@ -146,13 +149,21 @@ WORKS = {
     "layer, decode 32 x 1024": Work("decode", rows=32, context=1024, layer=True),
     **{
         f"{model}, {name}": work._replace(model=model)
-        for model in MODELS
+        for model in ("Llama 3 8B", "the same with norms of queries and keys")
         for name, work in {
             "prefill of 1,024 tokens": Work("prefill", tokens=1024),
             "decode 32 x 1024": Work("decode", rows=32, context=1024),
             "prefill of 1,024 tokens, int8": Work("prefill", tokens=1024, kind="int8"),
             "decode 32 x 1024, int8": Work("decode", rows=32, context=1024, kind="int8"),
         }.items()
+    },
+    **{
+        f"Llama 3.2 1B, {name}{form}": work._replace(model="Llama 3.2 1B", form=form)
+        for name, work in {
+            "prefill of 1,024 tokens": Work("prefill", tokens=1024),
+            "decode 32 x 1024": Work("decode", rows=32, context=1024),
+        }.items()
+        for form in (", one row", ", pairs")
     },
 }
 

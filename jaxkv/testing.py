@@ -49,9 +49,8 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
         for stack in cache.config.group_stacks(group):
             kept = jnp.tile(keep, (len(stack), 1))[:, None, None]  # [blocks, 1, 1, block_size]
             pool = cache.layer(stack[0]).pool
-            kind, head_dim = cache.config.kind(stack[0]), cache.layer_config(stack[0]).head_dim
-            head_dim *= 2 if cache.config.joins(stack[0]) else 1
-            padding = jnp.arange(pool.kv.shape[-1]) >= kinds.stored_dim(kind.quantised, head_dim)
+            kind, (*_, width) = cache.config.kind(stack[0]), cache.config.form(stack[0]).block(2, 2)
+            padding = jnp.arange(pool.kv.shape[-1]) >= kinds.stored_dim(kind.quantised, width)
             kv = _spoil(kept[..., None] | padding[None, None, None, None], value, pool.kv)
             scale = None if pool.scale is None else _spoil(kept, value, pool.scale)
             bounds = None if pool.bounds is None else _spoil(kept.any(axis=-1), value, pool.bounds)

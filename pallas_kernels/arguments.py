@@ -64,13 +64,17 @@ def check_new(k, v, kv, kind, tables, rank) -> None:
         raise ValueError(f"k has head_dim {k.shape[-1]}, but the pool stores {kv.shape[4]}.")
 
 
+def check_query_heads(num_heads: int, num_kv_heads: int) -> None:
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"{num_heads} query heads cannot be shared among {num_kv_heads} KV heads: H must be a multiple of K."
+        )
+
+
 def check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank, chunk) -> None:
     _check_tokens("q", q, tables.shape[0], "H, D")
     num_heads, head_dim = q.shape[-2:]
-    if num_heads % kv.shape[2]:
-        raise ValueError(
-            f"{num_heads} query heads cannot be shared among {kv.shape[2]} KV heads: H must be a multiple of K."
-        )
+    check_query_heads(num_heads, kv.shape[2])
     if kinds.stored_dim(kind, head_dim) > kv.shape[4]:
         raise ValueError(f"q has head_dim {head_dim}, but the pool stores {kv.shape[4]}.")
     if rank is not None and not 1 <= rank <= head_dim:

@@ -86,8 +86,10 @@ class Report:
             fields["step_tokens"] = max(self.step_tokens, config.max_seqs)
         if config.head_dim_multiple > 1:
             fields["head_dim_multiple"] = config.head_dim_multiple
-        if any(map(config.joins, range(config.num_layers))):
-            fields["join_kv"] = True
+        if any(config.form(i).joins for i in range(config.num_layers)):
+            whole = config.replace(layers=self.model.layer_configs, group_blocks=config.group_blocks)
+            in_pairs = all(whole.pairs_divide(i, self.devices.tensor) for i in range(config.num_layers))
+            fields["join_kv"] = True if in_pairs else "head"
         return fields
 
 

@@ -28,6 +28,7 @@ from jaxkv._core.write import (
     new_rows,
     offsets_of,
     open_layer,
+    outputs,
     queries,
     spread,
     storage,
@@ -139,7 +140,8 @@ def _store_and_attend(one: Layer, step: Step | None, new: dict, arrays: dict, *,
         q, k, v, one.pool.kv, one.blocks, t.lengths, t.new, offsets=offsets,
         implementation=implementation, **storage(one), **_of_part(one.pool, arrays | static),
     )  # fmt: skip
-    return _for_tokens(one, step, own, _of_whole(one.pool, out, arrays | static)), as_pool(written, one, k)
+    out = _of_whole(one.pool, outputs(one, out), arrays | static)
+    return _for_tokens(one, step, own, out), as_pool(written, one, k)
 
 
 def attend(
@@ -201,7 +203,7 @@ def _attend(
         q, one.pool.kv, one.blocks, t.lengths, new, offsets=offsets, implementation=implementation,
         **storage(one), **_of_part(one.pool, arrays | static),
     )  # fmt: skip
-    return _for_tokens(one, step, own, _of_whole(one.pool, out, arrays | static))
+    return _for_tokens(one, step, own, _of_whole(one.pool, outputs(one, out), arrays | static))
 
 
 def _open_memory(
@@ -265,8 +267,8 @@ def explain(
 def _padding_in_words(one: Layer) -> str:
     """How a layer's head_dim is stored, where that is not as it is."""
     head_dim, stored = one.layer_config.head_dim, one.pool.kv.shape[-1]
-    if one.config.joins(one.number):
-        return f" Keys and values of {head_dim} stand in one row of {stored}."
+    if words := one.config.form(one.number).in_words:
+        return f" {words} stand in one row of {stored}."
     padded = one.config.padded_head_dim(one.number)
     return "" if padded == head_dim else f" A head_dim of {head_dim} is stored as {padded}."
 
@@ -279,7 +281,7 @@ def _for_rows(one: Layer, step: Step | None, token_axes: tuple[int, ...], option
             "queries were absorbed, which the cache does not know."
         )
     options = dict(options)
-    if one.config.joins(one.number) and options.get("scale") is None:
+    if one.config.form(one.number).joins and options.get("scale") is None:
         options["scale"] = one.layer_config.head_dim**-0.5  # the kernels see the width of the row
     shared = shared_in(one, step) if flag("cascade", options.pop("cascade", True)) else None
     tree = read_tree(options.pop("tree", None), token_axes, seen_by_rows(one.tables, one.config))

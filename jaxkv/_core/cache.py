@@ -122,10 +122,13 @@ class Cache(Views):
         if block.ndim:  # of a layer that evicts by heads, whose blocks have one
             block, offset, head = block[head], offset[head], 0
         column, length = position // self.config.block_size, self.layer(layer).held[row]
-        token = Pool(*self.config.encode(layer, k, v, axis=0)).like(pool)
+        form = self.config.form(layer)
+        numbers, scale = self.config.encode(layer, jnp.stack([jnp.asarray(x) for x in (k, v) if x is not None]))
+        token = Pool(form.one_head(numbers), scale).like(pool)
+        row, start = form.place(head)
         number = jnp.arange(pool.kv.shape[2], dtype=jnp.int32)
-        arguments = (pool, block, offset, jnp.int32(head), token, number)
-        pool = on_shards(pool, put_token, arguments, (POOL, WHOLE, WHOLE, WHOLE, WHOLE, heads_at(0)), POOL)
+        arguments, specs = (pool, block, offset, jnp.int32(row), token, number), (POOL, *[WHOLE] * 4, heads_at(0))
+        pool = on_shards(pool, put_token, arguments, specs, POOL, start=start)
         if pool.bounds is not None:
             filled = jnp.clip(length - column * self.config.block_size, 0, self.config.block_size)
             pool = renewed(pool, block[None], filled[None], config=self.config, layer=layer)

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import jax
+from jax.sharding import Mesh
 
 from jaxkv._core.layer import LayerConfig, kind_of
 from jaxkv._core.made_like import MadeLike
+from jaxkv._core.meshes import HEADS, mesh_of
 from jaxkv._core.numbers import MOST_INDEX, flag, integer, real, shown
 
 BLOCK_SIZE = 16  # tokens, unless it is said
@@ -44,8 +46,10 @@ class CacheConfig(MadeLike):
       layout: "paged", or "contiguous": one block of `max_seq_len` tokens per row, always the row's own.
       head_dim_multiple: the stored head_dim is rounded up to a multiple of this. Nobody sees the padding, but it takes
         memory. Default: what the platform at hand wants, 128 on TPUs, 64 on NVIDIA GPUs, else 1.
-      join_kv: a head's keys and values stand in one row of the pool where that takes less than padding each, in all
-        kinds but int4. Default: on TPUs, where a head_dim of 64 or less then takes half the memory.
+      join_kv: what two rows of the pool would be padded for stands in one, in all kinds but int4: the keys of two heads
+        and their values, where a layer has an even number of heads and is not quantised, else a head's values and keys.
+        "head": those in any layer; so it must be on a mesh with a device for each head. Default: on TPUs, where a
+        head_dim of 64 or less then takes half the memory.
       stacked: layers that are alike lie in one array, one after another, so that a `jax.lax.scan` over layers carries
         it in place; `layer` may be traced then. For layers that are not scanned a pool for each is better: XLA on a CPU
         copies a stacked one.
@@ -77,7 +81,7 @@ class CacheConfig(MadeLike):
     dtype: Any = "bfloat16"
     layout: Literal["paged", "contiguous"] = "paged"
     head_dim_multiple: int = None  # type: ignore[assignment]
-    join_kv: bool = None  # type: ignore[assignment]
+    join_kv: bool | Literal["head"] = None  # type: ignore[assignment]
     stacked: bool = False
 
     def __post_init__(self):
@@ -97,7 +101,8 @@ class CacheConfig(MadeLike):
             put("head_dim_multiple", HEAD_DIM_MULTIPLES.get(jax.default_backend(), 1))
         if self.join_kv is None:
             put("join_kv", jax.default_backend() in JOINING)
-        flag("CacheConfig.join_kv", self.join_kv)
+        if not isinstance(self.join_kv, bool) and self.join_kv != "head":
+            raise ValueError(f"CacheConfig.join_kv must be True, False or 'head', not {shown(self.join_kv)}.")
         self._drop_settled(put)
         for field in ("max_seqs", "head_dim_multiple", "max_seq_len", "num_blocks", "max_tokens", "block_size"):
             value, optional = getattr(self, field), field != "max_seqs"
@@ -269,7 +274,7 @@ class CacheConfig(MadeLike):
     def from_model(
         cls, model: Any, *, max_seqs: int, max_seq_len: int, num_blocks: int | None = None,
         max_tokens: int | None = None, group_blocks: Sequence[int] | None = None, memory_bytes: float | None = None,
-        step_tokens: int | None = None, dtype: Any = None, **fields: Any,
+        step_tokens: int | None = None, dtype: Any = None, mesh: Mesh | None = None, **fields: Any,
     ) -> "CacheConfig":  # fmt: skip
         """The config for a model that has `layer_configs` (one `LayerConfig` per layer) and `dtype`; and `scan`, if it
         scans over its layers, for which they are stacked.
@@ -280,6 +285,8 @@ class CacheConfig(MadeLike):
           memory_bytes: as many blocks as fit, the null blocks counted; see `with_memory`.
           step_tokens: the most tokens of one step, all rows together. Then layers with a window get no more blocks than
             their windows and one step can fill.
+          mesh: where the cache is to lie, `init(config, mesh=mesh)`; default: where the model does. What a pair of heads
+            shares it then shares on one device; see `join_kv`.
         """
         for name in ("layer_configs", "dtype") if dtype is None else ("layer_configs",):
             if not hasattr(model, name):
@@ -297,6 +304,10 @@ class CacheConfig(MadeLike):
         fields |= sizes or {"max_tokens": max_seqs * max_seq_len}
         config = cls(layers=model.layer_configs, max_seqs=max_seqs, max_seq_len=max_seq_len,
                      dtype=model.dtype if dtype is None else dtype, **fields)  # fmt: skip
+        mesh = mesh_of(model) if mesh is None else mesh
+        count = mesh.shape.get(HEADS, 1) if mesh is not None else 1
+        if fields.get("join_kv") is None and not all(config.pairs_divide(i, count) for i in range(config.num_layers)):
+            config = config.replace(join_kv="head")
         if memory_bytes is not None:
             return config.with_memory(memory_bytes, step_tokens=step_tokens)
         if config.contiguous or group_blocks is not None:

@@ -30,7 +30,7 @@ def read_raw(
     found, held = jax.tree.leaves(at_places(pool, block, offset)), block != 0
     kv, scale = (jnp.where(jnp.expand_dims(held, range(held.ndim, x.ndim)), x, jnp.zeros((), x.dtype)) for x in found)
     width = kinds.stored_dim(config.kind(layer).quantised, config.layer_config(layer).head_dim)
-    kv = config.unlaid(layer, kv, axis=block.ndim)[..., :width]
+    kv = config.form(layer).unlaid(kv, axis=block.ndim)[..., :width]
     parts = [[jnp.take(x, i, axis=block.ndim) for x in (kv, scale)] for i in range(kv.shape[block.ndim])]
     keys, values = parts if len(parts) == 2 else (*parts, (None, None))
     return keys[0], values[0], keys[1], values[1]
@@ -63,11 +63,14 @@ def dense_pair(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: Cac
     return _keys_and_values(dense(pool, tables, lengths, config=config, layer=layer), config, layer, axis=1)
 
 
-def put_token(pool: Pool, block: jax.Array, offset: jax.Array, head: jax.Array, new: Pool, number: jax.Array) -> Pool:
+def put_token(
+    pool: Pool, block: jax.Array, offset: jax.Array, head: jax.Array, new: Pool, number: jax.Array, *, start: int
+) -> Pool:  # fmt: skip
     """One head of one token replaced, `new` being its numbers and scales; nothing at the null block.
 
     Args:
-      head: which, of all heads; number: `i32[K]`, which of all heads those at hand are.
+      head: which of all the pool's heads; number: `i32[K]`, which of them those at hand are.
+      start: where its numbers begin in a row of the pool.
     """
     block, offset = own_places(pool, block, offset)
     at = jnp.argmax(number == head)
@@ -75,7 +78,7 @@ def put_token(pool: Pool, block: jax.Array, offset: jax.Array, head: jax.Array, 
     place = jnp.where(there, block, pool.kv.shape[0])  # past the end: dropped, never the null block
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:
-        minor = tuple(slice(0, size) for size in new.shape[1:])  # D may be padded in the pool
+        minor = tuple(slice(start, start + size) for size in new.shape[1:])  # not all of a pool's row
         return jnp.asarray(x).at[place, :, at, offset, *minor].set(new, mode="drop")
 
     return dataclasses.replace(jax.tree.map(put, pool.tokens, new), bounds=pool.bounds)
@@ -96,7 +99,7 @@ def numbers(part: Pool, config: CacheConfig, layer: int, axis: int = -4) -> jax.
     """What a part of a layer's pool means, `[..., 2, ..., D]`: as stored, or of a quantised layer as float32. Keys and
     values are at `axis`."""
     one, kind = config.layer_config(layer), config.kind(layer).quantised
-    kv = config.unlaid(layer, part.kv, axis)
+    kv = config.form(layer).unlaid(part.kv, axis)
     if kind is None:
         return kv[..., : one.head_dim]
     decoded = kinds.decode(kv, part.scale, kind, one.head_dim, one.rank)  # type: ignore[arg-type]

@@ -2,13 +2,13 @@
 
 import math
 import os
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core import joined
+from jaxkv._core.forms import Apart, OneRow, Pairs
 from jaxkv._core.groups import Groups
 from jaxkv._core.layer import Kind, kind_of
 from jaxkv._core.rotation import rotate
@@ -22,7 +22,7 @@ class Memory(Groups):
     group_blocks: tuple[int, ...]
     dtype: np.dtype
     head_dim_multiple: int
-    join_kv: bool
+    join_kv: bool | Literal["head"]
 
     def kind(self, layer: int) -> Kind:
         """How a layer's elements are stored."""
@@ -35,16 +35,26 @@ class Memory(Groups):
             return False
         return kind.rotates if one.rotate is None else one.rotate
 
-    def joins(self, layer: int) -> bool:
-        """Whether a head's keys and values stand in one row; see `join_kv`."""
-        one = self.layer_config(layer)
-        if not self.join_kv or one.rank is not None or self.kind(layer).quantised == "int4":  # scales within heads
-            return False
-        return self._padded(2 * one.head_dim) < 2 * self._padded(one.head_dim)
+    def form(self, layer: int) -> Apart:
+        """How a layer's keys and values stand in the rows of its pool; see `join_kv`."""
+        one, kind = self.layer_config(layer), self.kind(layer).quantised
+        # Entries of a head share scales in int4, not the head.
+        is_padded = self._padded(2 * one.head_dim) < 2 * self._padded(one.head_dim)
+        if not self.join_kv or not is_padded or one.rank is not None or kind == "int4":
+            return Apart(one.head_dim)
+        heads = self.stored_heads(layer)[1]
+        in_pairs = self.join_kv != "head" and kind is None and heads % 2 == 0
+        return Pairs(one.head_dim) if in_pairs else OneRow(one.head_dim)
+
+    def pairs_divide(self, layer: int, count: int) -> bool:
+        """Whether a layer's heads, if they stand in pairs, can be divided among `count` devices as heads can."""
+        heads = self.layer_config(layer).num_kv_heads
+        return not isinstance(self.form(layer), Pairs) or heads < count or heads // 2 % count == 0
 
     def pool_shape(self, layer: int) -> tuple[int, int, int, int, int]:
-        """`[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`; half in int4. Of
-        a layer that joins `[num_blocks + 1, 1, K, block_size, 2 D]`, 2 D rounded up; of a latent one
+        """`[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`; half in int4. In
+        pairs of heads `[num_blocks + 1, 2, K / 2, block_size, 2 D]`, with a head's keys and values in one row
+        `[num_blocks + 1, 1, K, block_size, 2 D]`, 2 D rounded up; of a latent layer
         `[num_blocks + 1, 1, 1, block_size, D]`. K is 1 in a layer that evicts by heads."""
         return (self.group_blocks[self.group(layer)] + 1, *self._block_shape(layer))
 
@@ -101,11 +111,8 @@ class Memory(Groups):
         return numbers + (0 if scales is None else math.prod(scales) * kind.scale_dtype.itemsize)
 
     def _block_shape(self, layer: int) -> tuple[int, int, int, int]:
-        parts, heads = self.stored_heads(layer)
-        if self.joins(layer):
-            return (1, heads, self.block_size, self._padded(2 * self.layer_config(layer).head_dim))
-        head_dim = kinds.stored_dim(self.kind(layer).quantised, self.padded_head_dim(layer))
-        return (parts, heads, self.block_size, head_dim)
+        parts, heads, width = self.form(layer).block(*self.stored_heads(layer))
+        return (parts, heads, self.block_size, kinds.stored_dim(self.kind(layer).quantised, self._padded(width)))
 
     def _evicts_by_heads(self, layer: int) -> bool:
         return self.layer_config(self.owner(layer)).evict == "head"
@@ -124,25 +131,15 @@ class Memory(Groups):
         one = self.layer_config(layer)
         return kinds.scale_axes(self.kind(layer).quantised, one.head_dim, one.rank)
 
-    def encode(self, layer: int, k: Any, v: Any, axis: int) -> tuple[jax.Array, jax.Array | None]:
-        """A layer's keys and values as they are stored, stacked along `axis`, and their scales. Latent: v is None."""
-        kv = jnp.stack([jnp.asarray(x) for x in (k, v) if x is not None], axis)
-        return self.encode_stacked(layer, kv, axis)
-
-    def encode_stacked(self, layer: int, kv: jax.Array, axis: int) -> tuple[jax.Array, jax.Array | None]:
-        """The same of keys and values `[..., D]` that are stacked already."""
+    def encode(self, layer: int, kv: Any) -> tuple[jax.Array, jax.Array | None]:
+        """A layer's keys and values `[.., D]` (of a latent one, its rows) as numbers and scales, not laid yet."""
         kv = rotate(kv) if self.rotates(layer) else kv
-        numbers, scale = self.kind(layer).encode(kv, self.layer_config(layer).rank)
-        return self.laid(layer, numbers, axis), scale
+        return self.kind(layer).encode(kv, self.layer_config(layer).rank)
 
-    def laid(self, layer: int, kv: Any, axis: int = 1) -> Any:
-        """Keys and values `[..., 2, ..., D]` as they lie in the layer's pool, but for its padding. Their scales lie the
-        same in any."""
-        return joined.together(kv, axis) if self.joins(layer) else kv
-
-    def unlaid(self, layer: int, kv: Any, axis: int = 1) -> Any:
-        """What lies in the layer's pool as keys and values `[..., 2, ..., D]`; padded still, if they are apart."""
-        return joined.apart(kv, self.layer_config(layer).head_dim, axis) if self.joins(layer) else kv
+    def blocks_of(self, layer: int, kv: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Blocks of a layer, numbers and scales, that hold keys and values `[n, 2, K, block_size, D]`."""
+        numbers, scale = self.encode(layer, kv)
+        return self.form(layer).laid(numbers, axis=1), scale
 
     @property
     def bytes_per_block(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxkv._core.processes import processes_of
-from jaxkv._core.shards import mesh_of
+from jaxkv._core.meshes import mesh_of
 
 AXIS = "data"  # of a model's mesh, for rows
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxkv._core.state import Pool
 
@@ -26,8 +26,6 @@ def heads_at(axis: int, heads: str = KV) -> PartitionSpec:
     """The spec of an array whose heads are at `axis`."""
     return PartitionSpec(*[None] * axis, heads)
 
-
-CONTEXT = "context"  # the axis of a model's mesh for the tokens of blocks
 
 POOL = PartitionSpec(PARTS, None, KV, TOKENS)
 BLOCKS = PartitionSpec(None, None, KV, TOKENS)  # some blocks, that are not where pools have them
@@ -146,34 +144,6 @@ def _placed(x: Any, spec: PartitionSpec, mesh: AbstractMesh) -> Any:
         return x
     named = PartitionSpec(*(name if kinds.get(name) == AxisType.Explicit else None for name in spec))
     return jax.sharding.reshard(x, NamedSharding(mesh, named))
-
-
-def mesh_of(tree: Any, axis: str = "model") -> Mesh | None:
-    """The first mesh with that axis that any of the arrays of a pytree lies on."""
-    for x in jax.tree.leaves(tree):
-        sharding = getattr(x, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) and axis in sharding.mesh.axis_names:
-            return sharding.mesh
-    return None
-
-
-def model_mesh(model: Any) -> Mesh | None:
-    """The mesh that a model is divided over, by its heads or its contexts; None if it is not."""
-    return mesh_of(model) or mesh_of(model, CONTEXT)
-
-
-def context_axis(mesh: Mesh | None) -> str | None:
-    """The axis that a model's mesh has for contexts, if it has one."""
-    return CONTEXT if mesh is not None and CONTEXT in mesh.axis_names else None
-
-
-def place_of(tree: Any) -> Sharding | None:
-    """Where what every device is to have goes, to lie with a pytree; None if that lies on a mesh without the axis."""
-    if (mesh := model_mesh(tree)) is not None:
-        return NamedSharding(mesh, WHOLE)
-    placed = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and x.committed)
-    devices = next(placed, jnp.zeros(())).sharding.device_set
-    return SingleDeviceSharding(*devices) if len(devices) == 1 else None
 
 
 def whole(x: jax.Array) -> jax.Array:

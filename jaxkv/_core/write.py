@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from jaxkv._core import joined
 from jaxkv._core.arguments import row_counts
 from jaxkv._core.at_hand import runs_of
 from jaxkv._core.cache import Cache, check_cache
@@ -22,7 +21,7 @@ from jaxkv._core.rotation import rotate
 from jaxkv._core.shards import NEW, POOL, WHOLE, heads_at, on_shards, shards_of
 from jaxkv._core.state import Layer, Pool
 from jaxkv._core.tables import extend
-from pallas_kernels.arguments import check_attention, check_new, check_variants
+from pallas_kernels.arguments import check_attention, check_new, check_query_heads, check_variants
 
 
 def write(
@@ -156,7 +155,7 @@ def open_layer(
 def storage(one: Layer) -> dict[str, Any]:
     """What the kernels have to know of how a pool stores its tokens."""
     kind = one.config.kind(one.number).quantised
-    rank = one.layer_config.head_dim if one.config.joins(one.number) else one.layer_config.rank
+    rank = one.layer_config.rank or one.config.form(one.number).rank
     known = {} if kind is None else {"kv_scale": one.pool.scale, "kind": kind}
     return known if rank is None else known | {"rank": rank}
 
@@ -186,16 +185,32 @@ def turned(one: Layer, x: Any) -> Any:
 
 
 def new_rows(one: Layer, k: Any, v: Any) -> tuple[Any, Any]:
-    """A step's keys and values `[.., K, D]` as the kernels take them; of a layer that joins them v is None."""
-    if v is None or not one.config.joins(one.number):
-        return k, v
-    check_new(k, v, one.pool.kv, None, one.tables.tables, None)
-    return joined.rows(k, v), None
+    """A step's keys and values `[.., K, D]` as the kernels take them, which see the rows of a pool."""
+    form = one.config.form(one.number)
+    if form.joins:  # what the kernels would say is of rows
+        check_new(k, v, _apart(one), None, one.tables.tables, None)
+    return form.new(k, v)
 
 
 def queries(one: Layer, q: jax.Array) -> jax.Array:
     """A step's queries `[.., H, D]` as the kernels take them."""
-    return joined.queries(q) if one.config.joins(one.number) else q
+    form = one.config.form(one.number)
+    if form.joins:
+        check_query_heads(q.shape[-2], _apart(one).shape[2])
+    return form.queries(q, one.pool.kv.shape[2])
+
+
+def outputs(one: Layer, out: Any) -> Any:
+    """What the kernels return for `queries`, alone or with the LSE, as `[.., H, D]`."""
+    if isinstance(out, tuple):
+        return outputs(one, out[0]), out[1]
+    return one.config.form(one.number).outputs(out, one.pool.kv.shape[2])
+
+
+def _apart(one: Layer) -> jax.ShapeDtypeStruct:
+    """A layer's pool as it would be with keys and values apart."""
+    kv = one.pool.kv
+    return jax.eval_shape(functools.partial(one.config.form(one.number).unlaid, axis=1), kv)
 
 
 def as_pool(written: Any, one: Layer, k: jax.Array) -> Pool:

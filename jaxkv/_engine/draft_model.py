@@ -11,7 +11,7 @@ import numpy as np
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
-from jaxkv._core.shards import mesh_of
+from jaxkv._core.meshes import mesh_of
 from jaxkv._core.sharing import truncate
 from jaxkv._core.tables import extend
 from jaxkv._engine.drafts import Drafter, Guesses, NGramDrafter

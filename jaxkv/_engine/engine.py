@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxkv._core.config import CacheConfig
+from jaxkv._core.meshes import mesh_of
 from jaxkv._core.numbers import flag, integer, listed, real, shown
 from jaxkv._core.row_parts import in_this_process, parts_of_model
 from jaxkv._engine import figures
@@ -108,7 +109,8 @@ class Engine(Resumable):
         config = CacheConfig.from_model(
             evict.model_of(model) if evict else model, max_seqs=max_seqs, max_seq_len=max_seq_len,
             # What windows give back is of use to a prefix cache, so it wants more than they need.
-            step_tokens=None if flag("prefix_cache", prefix_cache) else self.step_tokens, **fields,
+            step_tokens=None if flag("prefix_cache", prefix_cache) else self.step_tokens,
+            mesh=mesh_of(model), **fields,
         )  # fmt: skip
         check_prefill(prefill, model, prefix_cache=prefix_cache, evict=evict)
         self.config = config_of_all(config, len(models))

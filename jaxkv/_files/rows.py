@@ -200,7 +200,7 @@ def laid_blocks(
     padding there."""
     parts = [tensors[name] for name in stored_parts(config, layer)]
     kv, *scale = (clear_unused(tokens_at(part, slots, first=1), slots) for part in parts)
-    return [config.laid(layer, kv), *scale]
+    return [config.form(layer).laid(kv, axis=1), *scale]
 
 
 def held_rows(saved: SavedCache, tensors: Mapping[str, np.ndarray], group: int, rows: np.ndarray) -> Held:

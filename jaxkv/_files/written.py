@@ -78,7 +78,7 @@ def _blocks(
 ) -> np.ndarray:
     blocks = here(x, lambda x: tokens_at(x, plan.padded))
     if minor:  # numbers, without the padding of the pool; scales of keys and values have no further axis
-        blocks = config.unlaid(layer, blocks)[..., : minor[0]]
+        blocks = config.form(layer).unlaid(blocks, axis=1)[..., : minor[0]]
     return clear_unused(np.asarray(blocks)[: len(plan.slots)], plan.slots)
 
 

@@ -14,11 +14,12 @@ from jaxkv._core.at_hand import at_places
 from jaxkv._core.cache import Cache
 from jaxkv._core.checks import check_on_host
 from jaxkv._core.errors import OutOfBlocks
+from jaxkv._core.meshes import mesh_of
 from jaxkv._core.pools import padded_size, read_blocks, read_group
 from jaxkv._core.processes import check_here
 from jaxkv._core.reblock import Blocks, Held, TokensGone, fit, held_by, lacking, with_blocks
 from jaxkv._core.restore import describe_layer, empty_rows, put_rows
-from jaxkv._core.shards import POOL, WHOLE, heads_at, mesh_of, on_shards
+from jaxkv._core.shards import POOL, WHOLE, heads_at, on_shards
 from jaxkv._core.state import NULL_BLOCK, Pool
 from jaxkv._tiers.host import HostBlocks, pool_for
 
@@ -180,11 +181,12 @@ def _read(cache: Cache, layer: int, plan: Blocks) -> Pool:
 
 
 def _laid_as(to: Cache, layer: int, cache: Cache, part: Pool) -> Pool:
-    """Blocks of a cache's layer, with keys and values joined or apart as the other cache has them."""
-    if to.config.joins(layer) == cache.config.joins(layer):
+    """Blocks of a cache's layer, whose keys and values stand in rows as those of the other cache do."""
+    form, other = cache.config.form(layer), to.config.form(layer)
+    if type(form) is type(other):
         return part
-    kv = cache.config.unlaid(layer, part.kv)[..., : cache.layer_config(layer).head_dim]
-    return dataclasses.replace(part, kv=to.config.laid(layer, kv))
+    kv = form.unlaid(part.kv, axis=1)[..., : cache.layer_config(layer).head_dim]
+    return dataclasses.replace(part, kv=other.laid(kv, axis=1))
 
 
 @jax.jit

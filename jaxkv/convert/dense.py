@@ -75,7 +75,7 @@ def from_dense(
         kv = jnp.stack([jnp.asarray(x[own]).astype(exact) for x in (k, v) if x[own] is not None], axis=1)
         blocks = tokens_at(kv.transpose(0, 1, 3, 2, 4), slots, first=1)
         blocks = jnp.where((slots >= 0)[:, None, None, :, None], blocks, jnp.zeros((), kv.dtype))
-        return Pool(*config.encode_stacked(layer, blocks, axis=1))
+        return Pool(*config.blocks_of(layer, blocks))
 
     return put_rows(
         init(config), np.arange(rows), lengths, [Held(plan.tables, lengths) for plan in plans], read, in_place=True

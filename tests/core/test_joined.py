@@ -1,4 +1,4 @@
-"""Keys and values of a head in one row: half the memory where both would be padded, and the same in everything else."""
+"""Rows of two heads, or of a head's keys and values: half the memory where padding would take it, else all the same."""
 
 import dataclasses
 import functools
@@ -10,6 +10,7 @@ import pytest
 from nightly import NIGHTLY
 
 import jaxkv
+from jaxkv._core.forms import Apart, OneRow, Pairs
 from jaxkv.testing import assert_no_copy, permute_blocks, poison
 
 ROWS, BLOCK, HEADS = 3, 4, 4
@@ -22,8 +23,10 @@ LAYERS = (
     jaxkv.LayerConfig.latent(5, 2),
     jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, shares_with=0),
     jaxkv.LayerConfig(num_kv_heads=1, head_dim=7, dtype="float8_e4m3fn", rotate=True, window=6),
+    jaxkv.LayerConfig(num_kv_heads=4, head_dim=7),  # two pairs, and one query head for each head
+    jaxkv.LayerConfig(num_kv_heads=1, head_dim=6),
 )
-JOINED = (0, 1, 2, 4, 6, 7)
+PAIRS, ONE_ROW = (0, 1, 2, 6, 8), (4, 7, 9)
 
 quickly_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -38,25 +41,32 @@ def normal(seed, *shape):
 
 
 def test_which_layers_join():
-    config = make_config()
-    assert [i for i in range(len(LAYERS)) if config.joins(i)] == list(JOINED)
-    shapes = {0: (31, 1, 2, BLOCK, 16), 1: (31, 1, 2, BLOCK, 16), 3: (31, 2, 1, BLOCK, 16), 4: (31, 1, 2, BLOCK, 16)}
+    def forms(config, *kinds):
+        return tuple(i for i in range(config.num_layers) if type(config.form(i)) in kinds)
+
+    config, by_head, apart = make_config(), make_config("head"), make_config(False)
+    assert forms(config, Pairs) == PAIRS and forms(config, OneRow) == ONE_ROW
+    assert forms(by_head, OneRow) == tuple(sorted(PAIRS + ONE_ROW)) and not forms(apart, OneRow, Pairs)
+    shapes = {0: (31, 2, 1, BLOCK, 16), 1: (31, 2, 1, BLOCK, 16), 3: (31, 2, 1, BLOCK, 16), 4: (31, 1, 2, BLOCK, 16)}
+    shapes |= {8: (31, 2, 2, BLOCK, 16), 9: (31, 1, 1, BLOCK, 16)}
     assert {i: config.pool_shape(i) for i in shapes} == shapes
+    assert by_head.pool_shape(8) == (31, 1, 4, BLOCK, 16)
     assert config.scale_shape(4) == (31, 2, 2, BLOCK)
-    apart = make_config(join_kv=False)
-    assert all(2 * config.bytes_per_layer_block(i) == apart.bytes_per_layer_block(i) for i in (0, 1))
+    for one in (config, by_head):
+        assert all(2 * one.bytes_per_layer_block(i) == apart.bytes_per_layer_block(i) for i in (0, 1, 8, 9))
     assert apart.bytes_per_layer_block(4) - config.bytes_per_layer_block(4) == 2 * BLOCK * 16
-    # Entries of a head do not share a scale.
-    assert not make_config(layers=(dataclasses.replace(LAYERS[0], dtype="int4"),)).joins(0)
+    # Entries of a head do not share a scale. Blocks of one head have no pairs.
+    assert forms(make_config(layers=(dataclasses.replace(LAYERS[0], dtype="int4"),)), Apart) == (0,)
+    assert forms(make_config(layers=(dataclasses.replace(LAYERS[0], evict="head"),)), OneRow) == (0,)
     # Where nothing is padded there is nothing to spare.
-    assert not any(make_config(head_dim_multiple=1).joins(i) for i in range(len(LAYERS)))
+    assert not forms(make_config(head_dim_multiple=1), OneRow, Pairs)
     # Of 192 numbers 64 lanes of 256 would be padding; two of them fill three registers.
     wide = make_config(layers=(jaxkv.LayerConfig(num_kv_heads=1, head_dim=192),), head_dim_multiple=128)
     assert wide.pool_shape(0) == (31, 1, 1, BLOCK, 384)
 
 
 @pytest.mark.parametrize(
-    ("platform", "stored"), [("tpu", (1, 2, 16, 128)), ("gpu", (2, 2, 16, 64)), ("cpu", (2, 2, 16, 64))]
+    ("platform", "stored"), [("tpu", (2, 1, 16, 128)), ("gpu", (2, 2, 16, 64)), ("cpu", (2, 2, 16, 64))]
 )
 def test_what_a_platform_has_by_default(platform, stored, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
@@ -98,7 +108,7 @@ def test_everything_is_the_same_as_apart(fields):
     axes, counts = ((11,), (ROWS, 1), (ROWS, 5)), ((5, 4, 2), (1, 1, 0), (5, 0, 3))
     options = {"sinks": jnp.arange(HEADS, dtype=jnp.float32), "soft_cap": 2.0}
     found = []
-    for join_kv in (True, False):
+    for join_kv in (True, "head", False):
         config = make_config(join_kv, layers, **fields, **sizes)
         steps = [step_of(config, a, 100 * s) for s, a in enumerate(axes)]
         outs, cache = play(jaxkv.init(config), steps, [np.array(c, np.int32) for c in counts], options)
@@ -110,11 +120,13 @@ def test_everything_is_the_same_as_apart(fields):
             outs += [*jaxkv.gather(cache, 0, layer=i), *cache.separate(i), cache.combined(i)]
             if config.kind(i).quantised:
                 outs += jaxkv.gather(cache, 0, layer=i, raw=True)
-        outs += cache.load(0, 0, 1, 3)
-        k, v = normal(8, 2, 8)
-        outs += jaxkv.gather(cache.store(0, 0, 1, 3, k, v), 0, layer=0)
+        for layer, head in ((0, 1), (8, 2), (9, 0)):
+            outs += cache.load(layer, 0, head, 3)
+            k, v = normal(8, 2, layers[layer].head_dim)
+            outs += jaxkv.gather(cache.store(layer, 0, head, 3, k, v), 0, layer=layer)
         found.append(jax.device_get(outs))
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=2e-6), *found)
+    for one in found[:2]:
+        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=2e-6), one, found[2])
 
 
 def test_gradients_go_to_what_was_stored():
@@ -124,27 +136,31 @@ def test_gradients_go_to_what_was_stored():
         cache = jaxkv.extend(jaxkv.init(make_config(join_kv, LAYERS[:1])), [5, 3, 0])
         return (jaxkv.attention(q, k, v, cache, layer=0)[0] ** 2).sum()
 
-    ours, apart = (jax.grad(loss, (0, 1, 2))(q, k, v, join_kv) for join_kv in (True, False))
-    for one, other in zip(ours, apart, strict=True):
-        assert np.abs(other).max() > 0.1
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    *joined, apart = (jax.grad(loss, (0, 1, 2))(q, k, v, join_kv) for join_kv in (True, "head", False))
+    for ours in joined:
+        for one, other in zip(ours, apart, strict=True):
+            assert np.abs(other).max() > 0.1
+            np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 def test_a_head_dim_that_leaves_padding_behind_the_row():
     """Two times 5 of 16: what pads stays 0, and is not read as values."""
-    config = make_config(layers=LAYERS[1:2])
     k, v = normal(1, 1, ROWS, 9, 2, 5), normal(2, 1, ROWS, 9, 2, 5)
-    cache = poison(jaxkv.append(jaxkv.init(config), k, v, [9, 4, 0]))
-    stored = np.asarray(cache.pools[0].kv)
-    assert (stored[..., 10:] == 0).all()
-    block = int(cache.tables[0].tables[1, 0])
-    np.testing.assert_array_equal(stored[block, 0, :, :4, :5], v[0, 1, :4].swapaxes(0, 1))
-    np.testing.assert_array_equal(stored[block, 0, :, :4, 5:10], k[0, 1, :4].swapaxes(0, 1))
+    heads_k, heads_v = (x[0, 1, :4].swapaxes(0, 1) for x in (k, v))  # [K, 4, D] of row 1
+    halves = {"head": (heads_v[None], heads_k[None]), True: [np.stack([heads_k[i], heads_v[i]])[:, None] for i in (0, 1)]}
+    for join_kv, (left, right) in halves.items():
+        cache = poison(jaxkv.append(jaxkv.init(make_config(join_kv, LAYERS[1:2])), k, v, [9, 4, 0]))
+        stored = np.asarray(cache.pools[0].kv)
+        assert (stored[..., 10:] == 0).all()
+        block = int(cache.tables[0].tables[1, 0])
+        np.testing.assert_array_equal(stored[block, :, :, :4, :5], left)
+        np.testing.assert_array_equal(stored[block, :, :, :4, 5:10], right)
 
 
-def test_a_step_copies_no_pool():
+@pytest.mark.parametrize("join_kv", [True, "head"])
+def test_a_step_copies_no_pool(join_kv):
     layers = (jaxkv.LayerConfig(num_kv_heads=2, head_dim=64),) * 2
-    cache = jaxkv.init(make_config(layers=layers, num_blocks=4096, head_dim_multiple=128))
+    cache = jaxkv.init(make_config(join_kv, layers=layers, num_blocks=4096, head_dim_multiple=128))
 
     def step(cache, q, k, v):
         cache = jaxkv.extend(cache, jnp.ones(ROWS, jnp.int32))
@@ -158,10 +174,13 @@ def test_a_step_copies_no_pool():
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
 def test_which_kernels_read_it(platform):
-    """A TPU's own do, and a GPU's, for which a head_dim of 64 has no padding, say how it comes about that not."""
+    """A TPU's own do. To a GPU's a pair of heads is one of 128; of a head's keys and values they say why not."""
     layers = (jaxkv.LayerConfig(num_kv_heads=2, head_dim=64),)
-    config = make_config(layers=layers, head_dim_multiple=128, block_size=16, dtype="bfloat16")
+    config = make_config("head", layers, head_dim_multiple=128, block_size=16, dtype="bfloat16")
     q = jax.ShapeDtypeStruct((ROWS, 1, HEADS, 64), jnp.bfloat16)
+    in_pairs = jaxkv.explain(q, jaxkv.init(config.replace(join_kv=True)), platform=platform)
+    assert in_pairs.implementation == {"tpu": "tpu", "cuda": "gpu"}.get(platform, "xla"), in_pairs.reason
+    assert "Two heads of 64 stand in one row of 128." in in_pairs.reason
     choice = jaxkv.explain(q, jaxkv.init(config), platform=platform)
     int8 = config.replace(dtype="int8", block_size=128, max_seq_len=128)
     assert jaxkv.explain(q, jaxkv.init(int8), platform=platform).implementation == choice.implementation

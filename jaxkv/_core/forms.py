@@ -1,0 +1,155 @@
+"""How a token's keys and values stand in the rows of a layer's pool.
+
+A TPU stores rows of 128 lanes: of a head_dim of 64 half of every row would be padding. What two rows would be padded
+for stands in one instead: the keys of two heads, and their values (`Pairs`), or the values and keys of one (`OneRow`).
+Kernels know neither. To them the first is a pool of half as many heads, twice as wide, whose queries are 0 where the
+other head's numbers stand; the second is one of latent rows, whose first numbers are the values. `CacheConfig.form`
+chooses.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.joining import side_by_side
+
+
+class Apart:
+    """Keys and values in rows of their own, or a latent row; as wide as a head_dim is padded to."""
+
+    joins = False  # whether a row holds what two rows would be padded for
+
+    def __init__(self, head_dim: int):
+        self.head_dim = head_dim
+
+    @property
+    def rank(self) -> int | None:
+        """How many numbers of a row are values, if keys stand in the same one, and the layer is not latent."""
+        return None
+
+    @property
+    def in_words(self) -> str:
+        """What stands in one row, where that is more than is said of every layer."""
+        return ""
+
+    def block(self, parts: int, heads: int) -> tuple[int, int, int]:
+        """How many rows a token has, of how many heads each, and their width, of `parts` of `heads` heads."""
+        return parts, heads, self.head_dim
+
+    def laid(self, kv: Any, axis: int) -> Any:
+        """Keys and values `[.., 2, K, .., D]`, 2 at `axis`, as they lie in a pool. NumPy stays NumPy."""
+        return kv
+
+    def unlaid(self, kv: Any, axis: int) -> Any:
+        """The opposite of `laid`, of rows that may be padded; where there is nothing to do, they are padded still."""
+        return kv
+
+    def one_head(self, kv: Any) -> Any:
+        """Keys and values of one head of one token `[2, D]`, as they lie in a row of a pool."""
+        return kv
+
+    def place(self, head: int) -> tuple[int, int]:
+        """Of which of a pool's heads the rows are that hold a head's numbers, and where they begin there."""
+        return head, 0
+
+    def new(self, k: jax.Array, v: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """A step's keys and values `[.., K, D]` as kernels take them."""
+        return k, v
+
+    def queries(self, q: jax.Array, num_kv_heads: int) -> jax.Array:
+        """A step's queries `[.., H, D]` as kernels take them, for a pool of so many heads, those at hand."""
+        return q
+
+    def outputs(self, out: jax.Array, num_kv_heads: int) -> jax.Array:
+        """What kernels return for `queries` as `[.., H, D]`."""
+        return out
+
+
+class OneRow(Apart):
+    """`[v | k]`, a head's values and keys. Scales of what is quantised are those of keys and values apart,
+    `[num_blocks + 1, 2, K, block_size]`."""
+
+    joins = True
+
+    @property
+    def rank(self) -> int | None:
+        return self.head_dim
+
+    @property
+    def in_words(self) -> str:
+        return f"Keys and values of {self.head_dim}"
+
+    def block(self, parts: int, heads: int) -> tuple[int, int, int]:
+        return 1, heads, 2 * self.head_dim
+
+    def laid(self, kv: Any, axis: int) -> Any:
+        numpy = np if isinstance(kv, np.ndarray) else jnp
+        k, v = numpy.split(kv, 2, axis=axis)
+        return numpy.concatenate([v, k], axis=-1)
+
+    def unlaid(self, kv: Any, axis: int) -> Any:
+        numpy = np if isinstance(kv, np.ndarray) else jnp
+        v, k = kv[..., : self.head_dim], kv[..., self.head_dim : 2 * self.head_dim]
+        return numpy.concatenate([k, v], axis=axis)
+
+    def one_head(self, kv: Any) -> Any:
+        return self.laid(kv, axis=0)
+
+    def new(self, k: jax.Array, v: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        assert v is not None
+        return side_by_side(v, k), None
+
+    def queries(self, q: jax.Array, num_kv_heads: int) -> jax.Array:
+        return jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(q.shape[-1], 0)])
+
+
+class Pairs(Apart):
+    """`[k1 | k2]` and `[v1 | v2]`, the keys and the values of two heads."""
+
+    joins = True
+
+    @property
+    def in_words(self) -> str:
+        return f"Two heads of {self.head_dim}"
+
+    def block(self, parts: int, heads: int) -> tuple[int, int, int]:
+        return parts, heads // 2, 2 * self.head_dim
+
+    def laid(self, kv: Any, axis: int) -> Any:
+        numpy = np if isinstance(kv, np.ndarray) else jnp
+        heads = axis % kv.ndim + 1
+        kv = kv.reshape(*kv.shape[:heads], kv.shape[heads] // 2, 2, *kv.shape[heads + 1 :])
+        kv = numpy.moveaxis(kv, heads + 1, -2)
+        return kv.reshape(*kv.shape[:-2], 2 * self.head_dim)
+
+    def unlaid(self, kv: Any, axis: int) -> Any:
+        numpy = np if isinstance(kv, np.ndarray) else jnp
+        heads = axis % kv.ndim + 1
+        kv = kv[..., : 2 * self.head_dim].reshape(*kv.shape[:-1], 2, self.head_dim)
+        kv = numpy.moveaxis(kv, -2, heads + 1)
+        return kv.reshape(*kv.shape[:heads], 2 * kv.shape[heads], *kv.shape[heads + 2 :])
+
+    def place(self, head: int) -> tuple[int, int]:
+        return head // 2, head % 2 * self.head_dim
+
+    def new(self, k: jax.Array, v: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        assert v is not None
+        k, v = (x.reshape(*x.shape[:-2], x.shape[-2] // 2, 2 * x.shape[-1]) for x in (k, v))
+        return k, v
+
+    def queries(self, q: jax.Array, num_kv_heads: int) -> jax.Array:
+        in_second = np.arange(2 * self.head_dim) >= self.head_dim
+        own = in_second == self._is_second(q, num_kv_heads)
+        return jnp.where(own, side_by_side(q, q), jnp.zeros((), q.dtype))
+
+    def outputs(self, out: jax.Array, num_kv_heads: int) -> jax.Array:
+        first, second = out[..., : self.head_dim], out[..., self.head_dim :]
+        return jnp.where(self._is_second(out, num_kv_heads), second, first)
+
+    @staticmethod
+    def _is_second(q: jax.Array, num_pairs: int) -> np.ndarray:
+        """`bool[H, 1]`: which query heads belong to the second head of a pair."""
+        heads = np.arange(q.shape[-2])
+        return (heads // (q.shape[-2] // (2 * num_pairs)) % 2 == 1)[:, None]
