@@ -13,6 +13,7 @@ from pallas_kernels.tpu.prefill import make_tiles, prefill, prefill_bytes
 from pallas_kernels.tpu.quantised import encodable
 
 TILE_QUERIES = 512  # tokens x heads of a group: enough to hide the loading of keys
+TILE_PRODUCTS = 4096  # tokens x all heads: as many as make a loop of products long, of which the ends are not hidden
 
 
 def attend(
@@ -134,7 +135,10 @@ def tile_tokens(most: int, num_heads: int, kv, tables, dtype=None, deterministic
     def fits(tokens: int) -> bool:
         return prefill_bytes(tokens, num_heads, kv, tables, dtype, deterministic=deterministic) <= VMEM_BYTES
 
-    while 2 * tokens * group <= TILE_QUERIES and (deterministic or tokens < most) and fits(2 * tokens):
+    def is_small(tokens: int) -> bool:
+        return tokens * group <= TILE_QUERIES or (tokens <= LANES and tokens * num_heads <= TILE_PRODUCTS)
+
+    while is_small(2 * tokens) and (deterministic or tokens < most) and fits(2 * tokens):
         tokens *= 2
     while tokens > 16 and not fits(tokens):
         tokens //= 2  # not all of a register's lanes are used then
