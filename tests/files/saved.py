@@ -57,6 +57,8 @@ def contents(cache, row):
         tables, kv, d = cache.layer(i).tables, np.asarray(cache.pool(i).kv), layer.head_dim
         if kv.shape[1] == 1:  # values, then keys, in one row
             kv = np.concatenate([kv[..., d : 2 * d], kv[..., :d]], axis=1)
+        elif kv.shape[2] < layer.num_kv_heads:  # two heads in one row
+            kv = np.concatenate([kv[..., :d], kv[..., d : 2 * d]], axis=2)
         length, size = int(tables.lengths[row]), cache.config.block_size
         first = 0 if layer.window is None else max(0, length + 1 - layer.window)  # what later tokens see
         position = np.arange(first, length)

@@ -41,12 +41,12 @@ def test_the_same_config_by_itself(caches, path, name):
         assert (new.shape, new.dtype, new.weak_type) == (old.shape, old.dtype, old.weak_type)
 
 
-@pytest.mark.parametrize("join_kv", [False, True])
+@pytest.mark.parametrize("join_kv", [False, True, "head"])
 def test_a_file_says_whether_keys_and_values_are_joined_and_an_older_one_that_they_are_not(path, monkeypatch, join_kv):
     cache = jaxkv.init(config(head_dim_multiple=32, join_kv=join_kv))
     jaxkv.save(path, cache)
     _, fields, _ = safetensors.read_all(path)
-    assert ("join_kv" in json.loads(fields["cache"])["config"]) == join_kv
+    assert json.loads(fields["cache"])["config"].get("join_kv", False) == join_kv
     monkeypatch.setattr(cache_config, "JOINING", ("cpu",))  # where they would be, unless it is said
     assert jaxkv.describe(path).config == cache.config
 
