@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 BLOCK_SIZE, QUANTISED_BLOCK_SIZE = 16, 128
 LATENT_BLOCK_SIZE = 64  # a token of one row is a fraction of what eight heads take: so many for a copy of that size
 # Query heads and heads of keys and values, of 128 numbers, where no known model is meant.
-HEADS = {"2 x 4 heads": (8, 4), "1 x 4 heads": (4, 1), "7 x 4 heads": (28, 4), "8 x 4 heads": (32, 4)}
+HEADS = {
+    "2 x 4 heads": (8, 4), "1 x 4 heads": (4, 1), "1 x 8 heads": (8, 1), "7 x 4 heads": (28, 4), "8 x 4 heads": (32, 4),
+}  # fmt: skip
 LLAMA = {
     "vocab_size": 1024, "embed_dim": 4096, "mlp_dim": 14336, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128,
     "max_seq_len": 8192, "attention_scale": 0.1, "tie_embeddings": True,
@@ -71,6 +73,14 @@ WORKS = {
     "prefill of 1,024 tokens, 28/4 heads": Work("prefill", "7 x 4 heads", tokens=1024),
     "prefill of 1,024 tokens, 32/4 heads": Work("prefill", "8 x 4 heads", tokens=1024),
     "chunk of 512 tokens on 4,096": Work("prefill", tokens=512, context=4096),
+    **{  # a device's heads, of eight
+        f"{name}, {heads}/1 heads": work._replace(shape=f"1 x {heads} heads")
+        for heads in (4, 8)
+        for name, work in {
+            "prefill of 1,024 tokens": Work("prefill", tokens=1024),
+            "chunk of 512 tokens on 4,096": Work("prefill", tokens=512, context=4096),
+        }.items()
+    },
     "decode 8 x 1024, int8": Work("decode", rows=8, context=1024, kind="int8"),
     "decode 32 x 1024, int8": Work("decode", rows=32, context=1024, kind="int8"),
     "decode 64 x 128, int8": Work("decode", rows=64, context=128, kind="int8"),
@@ -114,6 +124,7 @@ WORKS = {
     "latent decode 32 x 4096, int8": Work("decode", "deepseek-v3", rows=32, context=4096, latent=True, kind="int8"),
     "latent prefill of 1,024 tokens, int8": Work("prefill", "deepseek-v3", tokens=1024, latent=True, kind="int8"),
     "latent prefill of 1,024 tokens": Work("prefill", "deepseek-v3", tokens=1024, latent=True),
+    "latent prefill of 1,024 tokens, 16 heads": Work("prefill", "deepseek-v2-lite", tokens=1024, latent=True),
     **{
         f"step, decode 64 x {context:,}{how}": Work(
             "decode",

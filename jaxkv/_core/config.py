@@ -285,8 +285,8 @@ class CacheConfig(MadeLike):
           memory_bytes: as many blocks as fit, the null blocks counted; see `with_memory`.
           step_tokens: the most tokens of one step, all rows together. Then layers with a window get no more blocks than
             their windows and one step can fill.
-          mesh: where the cache is to lie, `init(config, mesh=mesh)`; default: where the model does. What a pair of heads
-            shares it then shares on one device; see `join_kv`.
+          mesh: where the cache is to lie, `init(config, mesh=mesh)`; default: where the model does. Heads of which its
+            devices get no pairs are not stored in pairs; see `join_kv`.
         """
         for name in ("layer_configs", "dtype") if dtype is None else ("layer_configs",):
             if not hasattr(model, name):

@@ -92,8 +92,8 @@ class BlockTables:
 class Pool:
     """One layer's blocks."""
 
-    # [N + 1, 2, K, block_size, D]: keys at 0, values at 1; of a latent layer [N + 1, 1, 1, block_size, D]; of one that
-    # joins them [N + 1, 1, K, block_size, 2 D], values first: see `joined`.
+    # [N + 1, 2, K, block_size, D]: keys at 0, values at 1; of a latent layer [N + 1, 1, 1, block_size, D]; where a row
+    # holds more, [N + 1, 2, K / 2, block_size, 2 D] or [N + 1, 1, K, block_size, 2 D]: see `forms`.
     kv: jax.Array
     # Of quantised kinds [N + 1, 2, K, block_size]; in int4 with an axis of ceil(D / 32), of latent layers of 2.
     scale: jax.Array | None = None
@@ -110,7 +110,7 @@ class Pool:
 
     @property
     def k(self) -> jax.Array:
-        """As they are stored: where keys and values are joined, the whole rows."""
+        """As they are stored: where rows hold more, the whole rows."""
         return self.kv[:, 0]
 
     @property

@@ -13,7 +13,9 @@ from pallas_kernels.tpu.prefill import make_tiles, prefill, prefill_bytes
 from pallas_kernels.tpu.quantised import encodable
 
 TILE_QUERIES = 512  # tokens x heads of a group: enough to hide the loading of keys
-TILE_PRODUCTS = 4096  # tokens x all heads: as many as make a loop of products long, of which the ends are not hidden
+# Tokens x all heads, by how many tokens there may be: as many as make the loop of products long, of which the ends are
+# not hidden; but of long tiles more lies above the diagonal, and rows of few tokens pay for all of one.
+TILE_PRODUCTS = {128: 4096, 256: 2048}
 
 
 def attend(
@@ -127,8 +129,8 @@ def decode_step(
 
 
 def tile_tokens(most: int, num_heads: int, kv, tables, dtype=None, deterministic: bool = False) -> int:
-    """Tokens of a tile: a power of two, so that its queries fill whole registers; no more than `most` needs, if not
-    `deterministic`."""
+    """Tokens of a tile: a power of two, so that its queries fill whole registers; no more than `most` needs. If
+    `deterministic`, they do not go by `most`, and are the fewer for it."""
     group = num_heads // kv.shape[2]
     tokens = max(LANES // math.gcd(group, LANES), 16)
 
@@ -136,7 +138,9 @@ def tile_tokens(most: int, num_heads: int, kv, tables, dtype=None, deterministic
         return prefill_bytes(tokens, num_heads, kv, tables, dtype, deterministic=deterministic) <= VMEM_BYTES
 
     def is_small(tokens: int) -> bool:
-        return tokens * group <= TILE_QUERIES or (tokens <= LANES and tokens * num_heads <= TILE_PRODUCTS)
+        limits = list(TILE_PRODUCTS.items())[: 1 if deterministic else None]
+        of_heads = any(tokens <= length and tokens * num_heads <= products for length, products in limits)
+        return tokens * group <= TILE_QUERIES or of_heads
 
     while is_small(2 * tokens) and (deterministic or tokens < most) and fits(2 * tokens):
         tokens *= 2

@@ -1,6 +1,7 @@
 """The TPU kernels against the reference, on the interpreter. NaN in everything that must not be read."""
 
 import dataclasses
+import math
 
 import interpreter
 import jax
@@ -13,6 +14,7 @@ from nightly import NIGHTLY
 import pallas_kernels
 from pallas_kernels import testing, tpu
 from pallas_kernels.testing import Case
+from pallas_kernels.tpu.step import tile_tokens
 
 pytestmark = pytest.mark.timeout(240, method="thread")
 BF16 = {"dtype": "bfloat16", "stored_head_dim": 128}
@@ -301,6 +303,22 @@ def test_a_write_stays_in_place_where_attention_is_refused():
     arguments = {"kv": shape(9, 2, 2, 8, 128, dtype="float16"), "tables": shape(256, 8192, dtype="int32")}
     assert pallas_kernels.explain("paged_attention", platform="tpu", **arguments).implementation == "xla"
     assert pallas_kernels.explain("write_kv", platform="tpu", **arguments).implementation == "tpu"
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_kv_heads", "head_dim", "tokens"),
+    [(32, 8, 128, 128), (32, 4, 128, 128), (28, 4, 128, 128), (32, 2, 128, 128), (64, 1, 128, 64), (8, 1, 128, 256),
+     (4, 1, 128, 256), (2, 2, 128, 512), (16, 1, 640, 128), (128, 1, 640, 16)],
+)  # fmt: skip
+def test_tiles_are_cut_by_all_heads(heads, num_kv_heads, head_dim, tokens):
+    """Groups of 8 with 4 KV heads have as many products in a loop as groups of 4 with 8. Latent ones fill memory."""
+    parts = 1 if head_dim > 128 else 2
+    kv = jax.ShapeDtypeStruct((99, parts, num_kv_heads, 16, head_dim), jnp.bfloat16)
+    tables = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    assert tile_tokens(1024, heads, kv, tables, kv.dtype) == tokens
+    small = max(min(tokens, 128), 512 // (heads // num_kv_heads))
+    assert tile_tokens(1024, heads, kv, tables, kv.dtype, deterministic=True) == (small if heads < 128 else tokens)
+    assert tile_tokens(5, heads, kv, tables, kv.dtype) == max(128 // math.gcd(heads // num_kv_heads, 128), 16)
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="every case has its blocks in an order of its own")
