@@ -17,7 +17,7 @@ NARROW = LLAMA | {"embed_dim": 2048, "mlp_dim": 8192, "head_dim": 64}
 MODELS = {  # decoders' shapes
     "Llama 3 8B": LLAMA, "the same with norms of queries and keys": LLAMA | {"qk_norm": True}, "Llama 3.2 1B": NARROW,
 }  # fmt: skip
-# How keys and values stand in a pool's rows, as it is written behind a work's name, and what `CacheConfig` takes for it.
+# How keys and values stand in a pool's rows, as is written behind a work's name, and what `CacheConfig` takes for it.
 FORMS = {"": False, ", one row": "head", ", pairs": True}
 
 

@@ -160,7 +160,7 @@ def partition_specs(
         if is_divided and not config.pairs_divide(layer, mesh.shape[heads]):
             raise ValueError(
                 f"Layer {layer} has its {num_heads} KV heads in {num_heads // 2} pairs, which cannot be divided among "
-                f"the {mesh.shape[heads]} devices of the mesh axis {heads!r}: give the config join_kv=\"head\"."
+                f'the {mesh.shape[heads]} devices of the mesh axis {heads!r}: give the config join_kv="head".'
             )
         by_heads = config.layer_config(layer).evict == "head"  # then it is their blocks that are divided
         places = (heads, None, None, context) if by_heads else (None, None, heads, context)

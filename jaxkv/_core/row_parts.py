@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxkv._core.processes import processes_of
 from jaxkv._core.meshes import mesh_of
+from jaxkv._core.processes import processes_of
 
 AXIS = "data"  # of a model's mesh, for rows
 

@@ -14,8 +14,8 @@ from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
 from jaxkv._core.errors import CacheError, OutOfBlocks
-from jaxkv._core.processes import processes_of
 from jaxkv._core.meshes import context_axis, model_mesh, place_of
+from jaxkv._core.processes import processes_of
 from jaxkv._engine.eviction import Eviction
 from jaxkv._engine.holdings import Holdings, ThinnedHoldings
 from jaxkv._engine.room import between_steps

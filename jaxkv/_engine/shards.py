@@ -15,9 +15,9 @@ from jaxkv._core.by_rows import RowShards, even_part, together
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import partition_specs
 from jaxkv._core.errors import OutOfBlocks
+from jaxkv._core.meshes import context_axis, mesh_of
 from jaxkv._core.numbers import integer, real
 from jaxkv._core.row_parts import AXIS
-from jaxkv._core.meshes import context_axis, mesh_of
 from jaxkv._engine.loop import Loop
 from jaxkv._engine.request import Request
 from jaxkv._engine.sampling import Kind

@@ -26,8 +26,8 @@ import numpy as np
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.errors import CacheFileError, DamagedFile
-from jaxkv._core.processes import exchange, processes_of
 from jaxkv._core.meshes import mesh_of
+from jaxkv._core.processes import exchange, processes_of
 from jaxkv._files import format as one_file, safetensors
 from jaxkv._files.format import AGAIN, CHECKSUMS, SavedCache
 

@@ -147,7 +147,10 @@ def test_a_head_dim_that_leaves_padding_behind_the_row():
     """Two times 5 of 16: what pads stays 0, and is not read as values."""
     k, v = normal(1, 1, ROWS, 9, 2, 5), normal(2, 1, ROWS, 9, 2, 5)
     heads_k, heads_v = (x[0, 1, :4].swapaxes(0, 1) for x in (k, v))  # [K, 4, D] of row 1
-    halves = {"head": (heads_v[None], heads_k[None]), True: [np.stack([heads_k[i], heads_v[i]])[:, None] for i in (0, 1)]}
+    halves = {
+        "head": (heads_v[None], heads_k[None]),
+        True: [np.stack([heads_k[i], heads_v[i]])[:, None] for i in (0, 1)],
+    }
     for join_kv, (left, right) in halves.items():
         cache = poison(jaxkv.append(jaxkv.init(make_config(join_kv, LAYERS[1:2])), k, v, [9, 4, 0]))
         stored = np.asarray(cache.pools[0].kv)

@@ -1,4 +1,4 @@
-"""Pairs of heads over several devices: divided as heads are where there are enough of them, else refused, or avoided."""
+"""Pairs of heads over several devices: divided as heads are where they are enough, else refused, or avoided."""
 
 import types
 

@@ -73,7 +73,10 @@ def assert_sent(old, sent, pairs):
         ({"head_dim_multiple": 16}, {"block_size": 2, "num_blocks": 16}),
         ({"head_dim_multiple": 16, "join_kv": True}, {"block_size": 2, "num_blocks": 16}),
         ({}, {"head_dim_multiple": 32, "join_kv": True}),
-        ({"head_dim_multiple": 16, "join_kv": "head"}, {"head_dim_multiple": 32, "join_kv": True, "block_size": 2, "num_blocks": 16}),
+        (
+            {"head_dim_multiple": 16, "join_kv": "head"},
+            {"head_dim_multiple": 32, "join_kv": True, "block_size": 2, "num_blocks": 16},
+        ),
         ({"layers": ALIKE}, {"layers": ALIKE, "block_size": 3, "stacked": True}),
         ({"layers": ALIKE, "stacked": True}, {"layers": ALIKE, "layout": "contiguous"}),
     ],
