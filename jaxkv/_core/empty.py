@@ -156,11 +156,12 @@ def partition_specs(
 
     def pool(layer: int) -> Pool:
         num_heads = config.layer_config(layer).num_kv_heads
-        is_divided = heads is not None and num_parts(num_heads, mesh.shape[heads], heads) == mesh.shape[heads]
-        if is_divided and not config.pairs_divide(layer, mesh.shape[heads]):
+        count = 1 if heads is None else mesh.shape[heads]
+        is_divided = heads is not None and num_parts(num_heads, count, heads) == count
+        if is_divided and not config.pairs_divide(layer, count):
             raise ValueError(
-                f"Layer {layer} has its {num_heads} KV heads in {num_heads // 2} pairs, which cannot be divided among "
-                f'the {mesh.shape[heads]} devices of the mesh axis {heads!r}: give the config join_kv="head".'
+                f"Layer {layer} has its {num_heads} KV heads in pairs, {num_heads // 2} in all, which cannot be "
+                f'divided among the {count} devices of the mesh axis {heads!r}: give the config join_kv="head".'
             )
         by_heads = config.layer_config(layer).evict == "head"  # then it is their blocks that are divided
         places = (heads, None, None, context) if by_heads else (None, None, heads, context)

@@ -38,9 +38,8 @@ class Memory(Groups):
     def form(self, layer: int) -> Apart:
         """How a layer's keys and values stand in the rows of its pool; see `join_kv`."""
         one, kind = self.layer_config(layer), self.kind(layer).quantised
-        # Entries of a head share scales in int4, not the head.
         is_padded = self._padded(2 * one.head_dim) < 2 * self._padded(one.head_dim)
-        if not self.join_kv or not is_padded or one.rank is not None or kind == "int4":
+        if not self.join_kv or not is_padded or one.rank is not None or kind == "int4":  # scales within heads
             return Apart(one.head_dim)
         heads = self.stored_heads(layer)[1]
         in_pairs = self.join_kv != "head" and kind is None and heads % 2 == 0

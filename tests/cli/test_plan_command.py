@@ -238,6 +238,18 @@ def test_rows_and_contexts_over_devices(folder, capsys):
     assert "jaxkv.init(config, mesh=mesh, context='context', rows='data')" in out
 
 
+def test_heads_that_are_one_to_a_tpu_are_suggested_no_pairs(folder, capsys):
+    model = types.SimpleNamespace(layer_configs=(jaxkv.LayerConfig(num_kv_heads=2, head_dim=16),) * 3, dtype="bfloat16")
+    for devices, joined in ((1, True), (2, "head"), (4, True)):
+        told = ("--chip", "v6e", "--memory", "3MB", "--weights", "1MB", "--dtype", "bfloat16", "--block-size", 16)
+        assert run(folder, *told, "--max-seq-len", 64, "--devices", devices, "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["suggestion"]["join_kv"] == joined
+        config = jaxkv.CacheConfig.from_model(model, **found["suggestion"])
+        jaxkv.partition_specs(config, jax.sharding.AbstractMesh((devices,), ("model",)))
+        assert list(config.group_blocks) == found["options"][0]["group_blocks"]
+
+
 def test_layers_with_windows_have_their_own_blocks_on_many_devices_too(folder, capsys):
     local = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
     (folder / "config.json").write_text(json.dumps(CONFIG | local))

@@ -107,7 +107,7 @@ def test_full_blocks_that_rows_share_they_share_afterwards():
 
 @pytest.mark.parametrize("explicit", [False, True])
 def test_from_one_mesh_to_another(explicit):
-    """Each divides its heads over its own two devices; the blocks have other sizes."""
+    """Each divides its heads over its own two devices; the blocks have other sizes, and rows other forms."""
 
     def mesh(devices):
         if explicit:
@@ -119,7 +119,7 @@ def test_from_one_mesh_to_another(explicit):
 
     first, second = mesh(jax.devices()[:2]), mesh(jax.devices()[2:4])
     with under(first):
-        old = fill(jaxkv.init(config(ALIKE), mesh=first))
+        old = fill(jaxkv.init(config(ALIKE, head_dim_multiple=16, join_kv="head"), mesh=first))
     with under(second):
         to = jaxkv.init(config(ALIKE, block_size=2, num_blocks=20), mesh=second)
     sent = jaxkv.send(old, [0, 2], to=to)
@@ -132,7 +132,8 @@ def test_from_one_mesh_to_another(explicit):
         jaxkv.check_invariants(sent)
         for row, seen in zip((0, 2), expected, strict=True):
             np.testing.assert_array_equal(tokens(sent, row), seen)
-    home = jaxkv.send(sent, [0, 2], to=jaxkv.init(config(ALIKE)))  # and back to one device
+    pairs = config(ALIKE, head_dim_multiple=16, join_kv=True)
+    home = jaxkv.send(sent, [0, 2], to=jaxkv.init(pairs))  # and back to one device
     assert_sent(one, home, [(0, 0), (2, 2)])
 
 
