@@ -101,8 +101,8 @@ class CacheConfig(MadeLike):
             put("head_dim_multiple", HEAD_DIM_MULTIPLES.get(jax.default_backend(), 1))
         if self.join_kv is None:
             put("join_kv", jax.default_backend() in JOINING)
-        if not isinstance(self.join_kv, bool) and self.join_kv != "head":
-            raise ValueError(f"CacheConfig.join_kv must be True, False or 'head', not {shown(self.join_kv)}.")
+        if not (isinstance(self.join_kv, str) and self.join_kv == "head"):
+            put("join_kv", flag("CacheConfig.join_kv", self.join_kv, or_else="head"))
         self._drop_settled(put)
         for field in ("max_seqs", "head_dim_multiple", "max_seq_len", "num_blocks", "max_tokens", "block_size"):
             value, optional = getattr(self, field), field != "max_seqs"

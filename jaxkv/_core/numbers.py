@@ -51,10 +51,11 @@ def real(
     return _bounded(name, number, least, most)
 
 
-def flag(name: str, value: Any) -> bool:
-    """`value` if it is True or False. Raises ValueError."""
+def flag(name: str, value: Any, or_else: str | None = None) -> bool:
+    """`value` if it is True or False. Raises ValueError, which names what else it may be."""
     if not isinstance(value, bool | np.bool):
-        raise ValueError(f"{name} must be True or False, not {shown(value)}.")
+        choices = "True or False" if or_else is None else f"True, False or {or_else!r}"
+        raise ValueError(f"{name} must be {choices}, not {shown(value)}.")
     return bool(value)
 
 
