@@ -27,6 +27,7 @@ LAYERS = (
     jaxkv.LayerConfig(num_kv_heads=1, head_dim=6),
 )
 PAIRS, ONE_ROW = (0, 1, 2, 6, 8), (4, 7, 9)
+JOINED = (True, *["head"] * NIGHTLY, False)  # by day only layers 4, 7 and 9 have keys and values in one row
 
 quickly_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -108,7 +109,7 @@ def test_everything_is_the_same_as_apart(fields):
     axes, counts = ((11,), (ROWS, 1), (ROWS, 5)), ((5, 4, 2), (1, 1, 0), (5, 0, 3))
     options = {"sinks": jnp.arange(HEADS, dtype=jnp.float32), "soft_cap": 2.0}
     found = []
-    for join_kv in (True, "head", False):
+    for join_kv in JOINED:
         config = make_config(join_kv, layers, **fields, **sizes)
         steps = [step_of(config, a, 100 * s) for s, a in enumerate(axes)]
         outs, cache = play(jaxkv.init(config), steps, [np.array(c, np.int32) for c in counts], options)
@@ -125,8 +126,9 @@ def test_everything_is_the_same_as_apart(fields):
             k, v = normal(8, 2, layers[layer].head_dim)
             outs += jaxkv.gather(cache.store(layer, 0, head, 3, k, v), 0, layer=layer)
         found.append(jax.device_get(outs))
-    for one in found[:2]:
-        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=2e-6), one, found[2])
+    *joined, apart = found
+    for one in joined:
+        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=2e-6), one, apart)
 
 
 def test_gradients_go_to_what_was_stored():
@@ -136,7 +138,7 @@ def test_gradients_go_to_what_was_stored():
         cache = jaxkv.extend(jaxkv.init(make_config(join_kv, LAYERS[:1])), [5, 3, 0])
         return (jaxkv.attention(q, k, v, cache, layer=0)[0] ** 2).sum()
 
-    *joined, apart = (jax.grad(loss, (0, 1, 2))(q, k, v, join_kv) for join_kv in (True, "head", False))
+    *joined, apart = (jax.grad(loss, (0, 1, 2))(q, k, v, join_kv) for join_kv in JOINED)
     for ours in joined:
         for one, other in zip(ours, apart, strict=True):
             assert np.abs(other).max() > 0.1
@@ -154,7 +156,7 @@ def test_a_head_dim_that_leaves_padding_behind_the_row():
     for join_kv, (left, right) in halves.items():
         cache = poison(jaxkv.append(jaxkv.init(make_config(join_kv, LAYERS[1:2])), k, v, [9, 4, 0]))
         stored = np.asarray(cache.pools[0].kv)
-        assert (stored[..., 10:] == 0).all()
+        assert (stored[..., 10:] == 0).all() and np.isnan(stored[-1, ..., :10]).all()  # of a free block
         block = int(cache.tables[0].tables[1, 0])
         np.testing.assert_array_equal(stored[block, :, :, :4, :5], left)
         np.testing.assert_array_equal(stored[block, :, :, :4, 5:10], right)

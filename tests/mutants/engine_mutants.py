@@ -304,7 +304,7 @@ MUTANTS = {
         IN_EDGES + "test_a_mesh_with_an_axis_for_contexts_alone",
     ),
     "a mesh without heads is none": Mutant(
-        "_core/shards.py",
+        "_core/meshes.py",
         "mesh_of(model) or mesh_of(model, CONTEXT)",
         "mesh_of(model)",
         IN_EDGES + "test_a_mesh_with_an_axis_for_contexts_alone",

@@ -8,12 +8,13 @@ import sys
 
 import pytest
 from engine_mutants import MUTANTS as OF_ENGINES
+from form_mutants import MUTANTS as OF_FORMS
 from nightly import NIGHTLY
 from tier_mutants import MUTANTS as OF_TIERS
 
 import jaxkv
 
-MUTANTS = OF_TIERS | OF_ENGINES
+MUTANTS = OF_TIERS | OF_ENGINES | OF_FORMS
 PACKAGE = pathlib.Path(jaxkv.__file__).parent
 TESTS = pathlib.Path(__file__).parents[1]
 
