@@ -61,14 +61,19 @@ class Report:
         return decode_step(self.model, self.devices, self.best, self.memory.weights)
 
     @property
+    def _whole(self) -> Any:
+        """The config with all heads, those of other devices too."""
+        config = self.best.config
+        return config.replace(layers=self.model.layer_configs, group_blocks=config.group_blocks)
+
+    @property
     def _size(self) -> dict[str, Any]:
         """What says how large the cache is on all devices together."""
         config = self.best.config
         if self.devices.count == 1:
             return {"memory_bytes": self.memory.cache}
         if self.devices.data == 1:
-            whole = config.replace(layers=self.model.layer_configs, group_blocks=config.group_blocks)
-            return {"memory_bytes": whole.bytes}
+            return {"memory_bytes": self._whole.bytes}
         return {"group_blocks": [blocks * self.devices.data for blocks in config.group_blocks]}
 
     @property
@@ -87,8 +92,7 @@ class Report:
         if config.head_dim_multiple > 1:
             fields["head_dim_multiple"] = config.head_dim_multiple
         if any(config.form(i).joins for i in range(config.num_layers)):
-            whole = config.replace(layers=self.model.layer_configs, group_blocks=config.group_blocks)
-            in_pairs = all(whole.pairs_divide(i, self.devices.tensor) for i in range(config.num_layers))
+            in_pairs = all(self._whole.pairs_divide(i, self.devices.tensor) for i in range(config.num_layers))
             fields["join_kv"] = True if in_pairs else "head"
         return fields
 

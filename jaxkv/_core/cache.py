@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.contents import put_part, put_token
+from jaxkv._core.forms import stacked
 from jaxkv._core.kept_bounds import renewed
 from jaxkv._core.numbers import shown
 from jaxkv._core.shards import POOL, WHOLE, heads_at, on_shards
@@ -123,7 +124,7 @@ class Cache(Views):
             block, offset, head = block[head], offset[head], 0
         column, length = position // self.config.block_size, self.layer(layer).held[row]
         form = self.config.form(layer)
-        numbers, scale = self.config.encode(layer, jnp.stack([jnp.asarray(x) for x in (k, v) if x is not None]))
+        numbers, scale = self.config.encode(layer, stacked(k, v, axis=0))
         token = Pool(form.one_head(numbers), scale).like(pool)
         row, start = form.place(head)
         number = jnp.arange(pool.kv.shape[2], dtype=jnp.int32)

@@ -16,6 +16,11 @@ import numpy as np
 from pallas_kernels.joining import side_by_side
 
 
+def stacked(k: Any, v: Any, axis: int) -> jax.Array:
+    """Keys and values `[.., 2, ..]`, 2 at `axis`; of latent rows, for which v is None, 1."""
+    return jnp.stack([jnp.asarray(x) for x in (k, v) if x is not None], axis)
+
+
 class Apart:
     """Keys and values in rows of their own, or a latent row; as wide as a head_dim is padded to."""
 
@@ -37,6 +42,10 @@ class Apart:
     def block(self, parts: int, heads: int) -> tuple[int, int, int]:
         """How many rows a token has, of how many heads each, and their width, of `parts` of `heads` heads."""
         return parts, heads, self.head_dim
+
+    def heads(self, num_heads: int) -> int:
+        """How many heads a pool holds whose rows are of so many."""
+        return num_heads
 
     def laid(self, kv: Any, axis: int) -> Any:
         """Keys and values `[.., 2, K, .., D]`, 2 at `axis`, as they lie in a pool. NumPy stays NumPy."""
@@ -116,6 +125,9 @@ class Pairs(Apart):
 
     def block(self, parts: int, heads: int) -> tuple[int, int, int]:
         return parts, heads // 2, 2 * self.head_dim
+
+    def heads(self, num_heads: int) -> int:
+        return 2 * num_heads
 
     def laid(self, kv: Any, axis: int) -> Any:
         numpy = np if isinstance(kv, np.ndarray) else jnp

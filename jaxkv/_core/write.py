@@ -188,7 +188,9 @@ def new_rows(one: Layer, k: Any, v: Any) -> tuple[Any, Any]:
     """A step's keys and values `[.., K, D]` as the kernels take them, which see the rows of a pool."""
     form = one.config.form(one.number)
     if form.joins:  # what the kernels would say is of rows
-        check_new(k, v, _apart(one), None, one.tables.tables, None)
+        blocks, _, heads, block_size, _ = one.pool.kv.shape
+        apart = (blocks, 2, form.heads(heads), block_size, form.head_dim)
+        check_new(k, v, jax.ShapeDtypeStruct(apart, one.pool.kv.dtype), None, one.tables.tables, None)
     return form.new(k, v)
 
 
@@ -196,7 +198,7 @@ def queries(one: Layer, q: jax.Array) -> jax.Array:
     """A step's queries `[.., H, D]` as the kernels take them."""
     form = one.config.form(one.number)
     if form.joins:
-        check_query_heads(q.shape[-2], _apart(one).shape[2])
+        check_query_heads(q.shape[-2], form.heads(one.pool.kv.shape[2]))
     return form.queries(q, one.pool.kv.shape[2])
 
 
@@ -205,12 +207,6 @@ def outputs(one: Layer, out: Any) -> Any:
     if isinstance(out, tuple):
         return outputs(one, out[0]), out[1]
     return one.config.form(one.number).outputs(out, one.pool.kv.shape[2])
-
-
-def _apart(one: Layer) -> jax.ShapeDtypeStruct:
-    """A layer's pool as it would be with keys and values apart."""
-    kv = one.pool.kv
-    return jax.eval_shape(functools.partial(one.config.form(one.number).unlaid, axis=1), kv)
 
 
 def as_pool(written: Any, one: Layer, k: jax.Array) -> Pool:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxkv._core.cache import Cache
 from jaxkv._core.config import CacheConfig
 from jaxkv._core.empty import init
+from jaxkv._core.forms import stacked
 from jaxkv._core.kept_bounds import with_bounds
 from jaxkv._core.layer import LayerConfig
 from jaxkv._core.lines import refuse_gaps
@@ -80,8 +81,8 @@ def from_blocks(
     refuse_gaps(config, "from_blocks takes", ("head",))
     cache = init(config)
     for i, (one_k, one_v) in enumerate(zip(k, v, strict=True)):
-        kv = jnp.stack([jnp.asarray(x) for x in (one_k, one_v) if x is not None], axis=1)
-        blocks = with_bounds(Pool(*config.blocks_of(i, kv)), entries, lengths, config, i)
+        blocks = Pool(*config.blocks_of(i, stacked(one_k, one_v, axis=1)))
+        blocks = with_bounds(blocks, entries, lengths, config, i)
         cache = cache.replace_pool(i, put_blocks(cache.pool(i), blocks, jnp.arange(1, num_blocks + 1, dtype=jnp.int32)))
     counts = np.bincount(entries.ravel(), minlength=num_blocks + 1)
     free = 1 + np.flatnonzero(counts[1:] == 0)

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxkv._core.meshes import HEADS
 from jaxkv._core.numbers import shown
 
-AXIS = "model"
+AXIS = HEADS
 # What is divided of each parameter, counted from its last axis, for layers may be stacked in front. Norms and routers
 # are whole on each device.
 ATTENTION = {

@@ -15,7 +15,7 @@ from pallas_kernels.tpu.quantised import encodable
 TILE_QUERIES = 512  # tokens x heads of a group: enough to hide the loading of keys
 # Tokens x all heads, by how many tokens there may be: as many as make the loop of products long, of which the ends are
 # not hidden; but of long tiles more lies above the diagonal, and rows of few tokens pay for all of one.
-TILE_PRODUCTS = {128: 4096, 256: 2048}
+TILE_PRODUCTS = ((128, 4096), (256, 2048))
 
 
 def attend(
@@ -137,9 +137,10 @@ def tile_tokens(most: int, num_heads: int, kv, tables, dtype=None, deterministic
     def fits(tokens: int) -> bool:
         return prefill_bytes(tokens, num_heads, kv, tables, dtype, deterministic=deterministic) <= VMEM_BYTES
 
+    limits = TILE_PRODUCTS[:1] if deterministic else TILE_PRODUCTS
+
     def is_small(tokens: int) -> bool:
-        limits = list(TILE_PRODUCTS.items())[: 1 if deterministic else None]
-        of_heads = any(tokens <= length and tokens * num_heads <= products for length, products in limits)
+        of_heads = any(tokens <= longest and tokens * num_heads <= products for longest, products in limits)
         return tokens * group <= TILE_QUERIES or of_heads
 
     while is_small(2 * tokens) and (deterministic or tokens < most) and fits(2 * tokens):
