@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tpu_works import CHIPS, FORMS, HEADS, MODELS, WORKS, Work, stand_ins
 
 import jaxkv
-from jaxkv._core.forms import Apart, OneRow, Pairs
+from jaxkv._core.config.kv_packing import Apart, OneRow, Pairs
 from jaxkv.models import Decoder, DecoderConfig, Rope
 from pallas_kernels import SHAPES, AttentionShape, cascade, tpu
 from pallas_kernels.kinds import scale_shape, storage_of

@@ -1,41 +1,34 @@
 """A paged KV cache for JAX: immutable, functional, with kernels for TPU and NVIDIA GPU."""
 
-from jaxkv._core.attention import attend as attend, attention as attention, explain as explain
-from jaxkv._core.bounds import BlockBounds as BlockBounds, block_bounds as block_bounds
-from jaxkv._core.by_rows import RowShards as RowShards, by_rows as by_rows
-from jaxkv._core.cache import Cache as Cache
-from jaxkv._core.checks import check as check, check_invariants as check_invariants, stats as stats
-from jaxkv._core.config import CacheConfig as CacheConfig
-from jaxkv._core.empty import init as init, partition_specs as partition_specs
-from jaxkv._core.errors import (
-    CacheError as CacheError,
-    CacheFileError as CacheFileError,
-    DamagedFile as DamagedFile,
-    OutOfBlocks as OutOfBlocks,
-    OutOfWindow as OutOfWindow,
-    SequenceTooLong as SequenceTooLong,
-)
-from jaxkv._core.evicting import evict as evict
-from jaxkv._core.gathering import gather as gather
-from jaxkv._core.keeping import keep as keep
-from jaxkv._core.layer import LayerConfig as LayerConfig
-from jaxkv._core.plan import Step as Step, plan_step as plan_step, positions as positions
-from jaxkv._core.ragged import counts as counts, last as last, left_align as left_align, right_align as right_align
-from jaxkv._core.sharing import fork as fork, reorder as reorder, truncate as truncate
-from jaxkv._core.tables import extend as extend, free as free, reserve as reserve
-from jaxkv._core.write import append as append, write as write
-from jaxkv._drop_in import dot_product_attention as dot_product_attention, jax_attention as jax_attention
-from jaxkv._engine.engine import Engine as Engine
-from jaxkv._engine.eviction import Eviction as Eviction
-from jaxkv._engine.generate import generate as generate
-from jaxkv._engine.search import Beams as Beams, beam_search as beam_search
-from jaxkv._files.rows import describe as describe, load as load, save as save
-from jaxkv._tiers.events import PrefixEvent as PrefixEvent
-from jaxkv._tiers.host import HostBlocks as HostBlocks, swap_in as swap_in, swap_out as swap_out
-from jaxkv._tiers.match import Match as Match
-from jaxkv._tiers.prefix import PrefixCache as PrefixCache
-from jaxkv._tiers.send import send as send
-from pallas_kernels import merge_attention as merge_attention
+from jaxkv._core.attention.attention import attend, attention, explain
+from jaxkv._core.attention.block_selection import BlockBounds, block_bounds
+from jaxkv._core.attention.plan import Step, plan_step, positions
+from jaxkv._core.attention.ragged import counts, last, left_align, right_align
+from jaxkv._core.attention.write import append, write
+from jaxkv._core.blocks.evict import evict
+from jaxkv._core.blocks.sharing import fork, reorder, truncate
+from jaxkv._core.blocks.speculative import keep
+from jaxkv._core.blocks.tables import extend, free, reserve
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.cache.checks import check, check_invariants, stats
+from jaxkv._core.cache.data_parallel import RowShards, by_rows
+from jaxkv._core.cache.gather import gather
+from jaxkv._core.cache.init import init, partition_specs
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv._core.state.errors import CacheError, CacheFileError, DamagedFile, OutOfBlocks, OutOfWindow, SequenceTooLong
+from jaxkv._drop_in import dot_product_attention, jax_attention
+from jaxkv._engine.frontend.engine import Engine
+from jaxkv._engine.frontend.generate import generate
+from jaxkv._engine.programs.beam_search import Beams, beam_search
+from jaxkv._engine.requests.eviction_policy import Eviction
+from jaxkv._files.rows import describe, load, save
+from jaxkv._tiers.host_tier import HostBlocks, swap_in, swap_out
+from jaxkv._tiers.prefix_cache.events import PrefixEvent
+from jaxkv._tiers.prefix_cache.match import Match
+from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
+from jaxkv._tiers.send import send
+from pallas_kernels import merge_attention
 
 __version__ = "0.1.0"
 

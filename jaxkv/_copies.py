@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv._core.cache import Cache
-from jaxkv._core.empty import init
-from jaxkv._core.state import Pool
-from jaxkv._tiers.host import HostBlocks
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.cache.init import init
+from jaxkv._core.state.state import Pool
+from jaxkv._tiers.host_tier import HostBlocks
 
 # What XLA does in place, or without touching memory at all.
 IN_PLACE = {

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.attention import attention
-from jaxkv._core.numbers import integer, listed, shown
-from jaxkv._core.variants import as_array
+from jaxkv._core.attention.attention import attention
+from jaxkv._core.attention.attention_options import as_array
+from jaxkv._core.config.validation import integer, listed, shown
 
 
 def dot_product_attention(

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv._core.attention import attention
-from jaxkv._core.observing import rotated_by
-from jaxkv._core.plan import Step, positions
-from jaxkv._core.state import Layer
+from jaxkv._core.attention.attention import attention
+from jaxkv._core.attention.plan import Step, positions
+from jaxkv._core.attention.query_capture import rotated_by
+from jaxkv._core.state.state import Layer
 from pallas_kernels.arguments import check_numbers
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
-from jaxkv._core.numbers import real
-from jaxkv._core.processes import global_state, store
+from jaxkv._core.config.validation import real
+from jaxkv._core.state.multihost import global_state, store
 
 __all__ = ["initialize"]
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
-from jaxkv._core.plan import Step
+from jaxkv._core.attention.plan import Step
 from jaxkv._drop_in import dot_product_attention
 from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, own_inputs, token_positions
 

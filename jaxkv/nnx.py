@@ -28,10 +28,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxkv._core.attention import attention
-from jaxkv._core.cache import Cache
-from jaxkv._core.plan import Step, positions
-from jaxkv._core.tables import extend
+from jaxkv._core.attention.attention import attention
+from jaxkv._core.attention.plan import Step, positions
+from jaxkv._core.blocks.tables import extend
+from jaxkv._core.cache.cache import Cache
 from jaxkv._drop_in import dot_product_attention
 from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, own_inputs, token_positions
 from jaxkv._products import into_heads, product

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._copies import assert_no_copy as assert_no_copy
-from jaxkv._core.cache import Cache
-from jaxkv._core.lines import block_numbers
-from jaxkv._engine.recording import Trace as Trace, record as record
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.state.head_rows import block_numbers
+from jaxkv._engine.frontend.trace import Trace as Trace, record as record
 from pallas_kernels import kinds
 
 __all__ = ["Trace", "assert_no_copy", "permute_blocks", "poison", "record"]

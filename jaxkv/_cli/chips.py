@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxkv._core.numbers import shown
+from jaxkv._core.config.validation import shown
 
 
 @dataclasses.dataclass(frozen=True)

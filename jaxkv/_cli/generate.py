@@ -8,11 +8,11 @@ from typing import Any
 
 from jaxkv._cli.text import ByteTokenizer, FileTokenizer, TextStream, Tokenizer
 from jaxkv._cli.units import parse_bytes
-from jaxkv._core.checks import stats
-from jaxkv._core.layer import KINDS
-from jaxkv._core.numbers import MOST_INDEX, integer
-from jaxkv._core.views import format_bytes
-from jaxkv._engine.eviction import SCORES, Eviction
+from jaxkv._core.cache.checks import stats
+from jaxkv._core.cache.inspection import format_bytes
+from jaxkv._core.config.layer_config import KINDS
+from jaxkv._core.config.validation import MOST_INDEX, integer
+from jaxkv._engine.requests.eviction_policy import SCORES, Eviction
 
 # Long enough for a decoder of bytes to show what it has learned, and of very different length.
 DEMO_PROMPTS = (

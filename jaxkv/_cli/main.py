@@ -9,7 +9,7 @@ import jax
 from jaxkv import __version__
 from jaxkv._cli.generate import add_generate
 from jaxkv._cli.plan_command import add_plan
-from jaxkv._core.errors import CacheError
+from jaxkv._core.state.errors import CacheError
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._core.config import CacheConfig
-from jaxkv._core.layer import LayerConfig
-from jaxkv._core.numbers import MOST_INDEX, integer, real
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv._core.config.validation import MOST_INDEX, integer, real
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MOST_ROWS = 1 << 20

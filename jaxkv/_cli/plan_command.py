@@ -17,10 +17,10 @@ from jaxkv._cli.plan_devices import Devices, shapes_of
 from jaxkv._cli.plan_report import Memory, Option, Report
 from jaxkv._cli.plan_step_report import shapes_as_text, step_as_json
 from jaxkv._cli.units import parse_bytes
-from jaxkv._core.config import HEAD_DIM_MULTIPLES, JOINING
-from jaxkv._core.layer import KINDS
-from jaxkv._core.numbers import shown
-from jaxkv._core.views import format_bytes
+from jaxkv._core.cache.inspection import format_bytes
+from jaxkv._core.config.cache_config import HEAD_DIM_MULTIPLES, JOINING
+from jaxkv._core.config.layer_config import KINDS
+from jaxkv._core.config.validation import shown
 
 MOST_LENGTHS = 64 << 20  # bytes of a file of lengths
 MOST_SHAPES = 12  # in a table; JSON has all

@@ -8,11 +8,11 @@ from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from jaxkv._core.config import CacheConfig
-from jaxkv._core.empty import partition_specs
-from jaxkv._core.layer import LayerConfig
-from jaxkv._core.numbers import integer, shown
-from jaxkv._core.shards import num_parts
+from jaxkv._core.cache.init import partition_specs
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv._core.config.validation import integer, shown
+from jaxkv._core.state.sharding import num_parts
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.partition import AXIS
 

@@ -10,7 +10,7 @@ from jaxkv._cli.memory_plan import Plan
 from jaxkv._cli.plan_devices import Devices
 from jaxkv._cli.plan_step import DecodeStep, decode_step
 from jaxkv._cli.plan_step_report import step_as_json, step_as_text
-from jaxkv._core.views import format_bytes
+from jaxkv._core.cache.inspection import format_bytes
 
 BAR = 60  # characters
 

@@ -7,7 +7,7 @@ from typing import Any
 from jaxkv._cli.chips import Chip
 from jaxkv._cli.columns import columns
 from jaxkv._cli.plan_step import DecodeStep
-from jaxkv._core.views import format_bytes
+from jaxkv._core.cache.inspection import format_bytes
 
 
 def step_as_json(step: DecodeStep, chip: Chip | None) -> dict[str, Any]:

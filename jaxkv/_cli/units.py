@@ -3,7 +3,7 @@
 import argparse
 import re
 
-from jaxkv._core.numbers import shown
+from jaxkv._core.config.validation import shown
 
 PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 

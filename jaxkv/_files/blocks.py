@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxkv._core.config import CacheConfig
-from jaxkv._core.numbers import MOST_INDEX, real, shown
-from jaxkv._core.restore import describe_layer
-from jaxkv._core.state import Pool
+from jaxkv._core.blocks.restore import describe_layer
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.validation import MOST_INDEX, real, shown
+from jaxkv._core.state.state import Pool
 from jaxkv._files import safetensors
 from jaxkv._files.atomic import remove_leftovers, replacing
 

@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._core.config import CacheConfig
-from jaxkv._core.errors import CacheFileError, DamagedFile
-from jaxkv._core.layer import LayerConfig, kind_of
-from jaxkv._core.numbers import integer, shown
-from jaxkv._core.restore import describe_layer
+from jaxkv._core.blocks.restore import describe_layer
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.layer_config import LayerConfig, kind_of
+from jaxkv._core.config.validation import integer, shown
+from jaxkv._core.state.errors import CacheFileError, DamagedFile
 from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
 from pallas_kernels import kinds

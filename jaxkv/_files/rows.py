@@ -10,15 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv._core.arguments import row_indices
-from jaxkv._core.by_rows import RowShards
-from jaxkv._core.cache import Cache, check_cache
-from jaxkv._core.checks import check_on_host
-from jaxkv._core.config import CacheConfig
-from jaxkv._core.empty import init
-from jaxkv._core.errors import CacheFileError
-from jaxkv._core.processes import is_here
-from jaxkv._core.reblock import (
+from jaxkv._core.blocks.reblock import (
     Blocks,
     Held,
     TokensGone,
@@ -28,11 +20,19 @@ from jaxkv._core.reblock import (
     tokens_at,
     with_blocks,
 )
-from jaxkv._core.restore import describe_layer, empty_rows, pool_layers, put_rows
-from jaxkv._core.state import Pool
+from jaxkv._core.blocks.restore import describe_layer, empty_rows, pool_layers, put_rows
+from jaxkv._core.cache.cache import Cache, check_cache
+from jaxkv._core.cache.checks import check_on_host
+from jaxkv._core.cache.data_parallel import RowShards
+from jaxkv._core.cache.init import init
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.state.arguments import row_indices
+from jaxkv._core.state.errors import CacheFileError
+from jaxkv._core.state.multihost import is_here
+from jaxkv._core.state.state import Pool
 from jaxkv._files.format import SavedCache, stored_parts, write_saved
-from jaxkv._files.parts import Shards, open_saved, write_parts
-from jaxkv._files.written import Written
+from jaxkv._files.multihost_file import Shards, open_saved, write_parts
+from jaxkv._files.snapshot import Written
 
 
 def save(

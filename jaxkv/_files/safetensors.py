@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxkv._core.errors import DamagedFile
+from jaxkv._core.state.errors import DamagedFile
 from jaxkv._files.atomic import replacing
 
 DTYPES = {

@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.arguments import distinct_rows
-from jaxkv._core.at_hand import at_places
-from jaxkv._core.cache import Cache
-from jaxkv._core.checks import check_on_host
-from jaxkv._core.errors import OutOfBlocks
-from jaxkv._core.meshes import mesh_of
-from jaxkv._core.pools import padded_size, read_blocks, read_group
-from jaxkv._core.processes import check_here
-from jaxkv._core.reblock import Blocks, Held, TokensGone, fit, held_by, lacking, with_blocks
-from jaxkv._core.restore import describe_layer, empty_rows, put_rows
-from jaxkv._core.shards import POOL, WHOLE, heads_at, on_shards
-from jaxkv._core.state import NULL_BLOCK, Pool
-from jaxkv._tiers.host import HostBlocks, pool_for
+from jaxkv._core.blocks.block_copy import padded_size, read_blocks, read_group
+from jaxkv._core.blocks.reblock import Blocks, Held, TokensGone, fit, held_by, lacking, with_blocks
+from jaxkv._core.blocks.restore import describe_layer, empty_rows, put_rows
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.cache.checks import check_on_host
+from jaxkv._core.config.mesh_shape import mesh_of
+from jaxkv._core.state.arguments import distinct_rows
+from jaxkv._core.state.errors import OutOfBlocks
+from jaxkv._core.state.multihost import check_here
+from jaxkv._core.state.shard_local import at_places
+from jaxkv._core.state.sharding import POOL, WHOLE, heads_at, on_shards
+from jaxkv._core.state.state import NULL_BLOCK, Pool
+from jaxkv._tiers.host_tier import HostBlocks, pool_for
 
 
 def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:

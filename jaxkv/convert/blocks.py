@@ -7,15 +7,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.cache import Cache
-from jaxkv._core.config import CacheConfig
-from jaxkv._core.empty import init
-from jaxkv._core.forms import stacked
-from jaxkv._core.kept_bounds import with_bounds
-from jaxkv._core.layer import LayerConfig
-from jaxkv._core.lines import refuse_gaps
-from jaxkv._core.pools import put_blocks
-from jaxkv._core.state import NULL_BLOCK, BlockTables, Pool
+from jaxkv._core.blocks.block_copy import put_blocks
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.cache.init import init
+from jaxkv._core.cache.key_bounds import with_bounds
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.kv_packing import stacked
+from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv._core.state.head_rows import refuse_gaps
+from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
 from jaxkv.convert.dense import check_latent
 
 

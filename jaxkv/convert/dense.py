@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.arguments import row_indices
-from jaxkv._core.cache import Cache
-from jaxkv._core.config import BLOCK_SIZE, CacheConfig
-from jaxkv._core.empty import init
-from jaxkv._core.layer import LayerConfig
-from jaxkv._core.lines import refuse_gaps
-from jaxkv._core.reblock import Held, reblock, tokens_at
-from jaxkv._core.restore import pool_layers, put_rows
-from jaxkv._core.state import Pool
+from jaxkv._core.blocks.reblock import Held, reblock, tokens_at
+from jaxkv._core.blocks.restore import pool_layers, put_rows
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.cache.init import init
+from jaxkv._core.config.cache_config import BLOCK_SIZE, CacheConfig
+from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv._core.state.arguments import row_indices
+from jaxkv._core.state.head_rows import refuse_gaps
+from jaxkv._core.state.state import Pool
 
 
 def from_dense(

@@ -6,11 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.cache import Cache
-from jaxkv._core.dense_caches import natural
-from jaxkv._core.lines import refuse_gaps
-from jaxkv._core.numbers import integer
-from jaxkv._core.restore import pool_layers
+from jaxkv._core.blocks.restore import pool_layers
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.config.dense_caches import natural
+from jaxkv._core.config.validation import integer
+from jaxkv._core.state.head_rows import refuse_gaps
 from jaxkv.convert.dense import from_dense, refuse_latent, row_numbers
 
 FLAX_NAMES = ("cached_key", "cached_value", "cache_index")

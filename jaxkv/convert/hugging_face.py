@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.cache import Cache
-from jaxkv._core.checks import check_on_host
-from jaxkv._core.lines import refuse_gaps
-from jaxkv._core.restore import pool_layers
+from jaxkv._core.blocks.restore import pool_layers
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.cache.checks import check_on_host
+from jaxkv._core.state.head_rows import refuse_gaps
 from jaxkv.convert.dense import as_array, from_dense, refuse_latent, row_lengths, row_numbers
 
 Padding = Literal["left", "right"]

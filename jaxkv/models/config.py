@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any, Literal
 
-from jaxkv._core.groups import period_of
-from jaxkv._core.layer import LayerConfig
-from jaxkv._core.numbers import integer, real, shown
+from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv._core.config.layer_groups import period_of
+from jaxkv._core.config.validation import integer, real, shown
 from jaxkv.models.rope import Rope
 
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxkv._core.cache import Cache
-from jaxkv._core.layer import LayerConfig
-from jaxkv._core.numbers import shown
-from jaxkv._core.plan import Step, plan_step, settled
+from jaxkv._core.attention.plan import Step, plan_step, settled
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv._core.config.validation import shown
 from jaxkv._layers import token_positions
 from jaxkv._products import product
 from jaxkv.models.config import DecoderConfig

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxkv._core.shards import on_devices
+from jaxkv._core.state.sharding import on_devices
 from jaxkv._products import grouped_product
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.layers import ACTIVATIONS, GatedMLP

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv._core.numbers import integer, real, shown
+from jaxkv._core.config.validation import integer, real, shown
 
 # Far above any model; what is larger is a mistake, or meant to fill the memory.
 MOST_LAYERS, MOST_HEADS, MOST_DIM = 512, 2**16, 2**24

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jaxkv._core.numbers import integer, shown
+from jaxkv._core.config.validation import integer, shown
 from jaxkv.models import deepseek, gemma3, gpt_oss, qwen3_moe
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.fields import FULL, MOST_DIM, MOST_HEADS, MOST_LAYERS, SLIDING, Fields

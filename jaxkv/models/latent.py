@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxkv._core.plan import Step
+from jaxkv._core.attention.plan import Step
 from jaxkv._layers import attend_or_dense
 from jaxkv._products import product_by_heads
 from jaxkv.models.config import DecoderConfig, LatentConfig

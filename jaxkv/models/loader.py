@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxkv._core.arguments import to_device
+from jaxkv._core.state.arguments import to_device
 from jaxkv._files import safetensors
 from jaxkv.models import hugging_face
 from jaxkv.models.config import DecoderConfig

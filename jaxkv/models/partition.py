@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxkv._core.meshes import HEADS
-from jaxkv._core.numbers import shown
+from jaxkv._core.config.mesh_shape import HEADS
+from jaxkv._core.config.validation import shown
 
 AXIS = HEADS
 # What is divided of each parameter, counted from its last axis, for layers may be stacked in front. Norms and routers

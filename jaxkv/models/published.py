@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._core.numbers import integer
+from jaxkv._core.config.validation import integer
 from jaxkv.models import gemma3
 from jaxkv.models.fields import Fields
 

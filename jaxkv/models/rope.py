@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.numbers import integer, real, shown
+from jaxkv._core.config.validation import integer, real, shown
 from jaxkv._products import moves_heads
 from pallas_kernels.joining import side_by_side
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.bounds import BlockBounds, block_bounds, check_bounds, tables_of
-from jaxkv._core.cache import Cache
-from jaxkv._core.numbers import integer, real
-from jaxkv._core.shards import shards_of
-from jaxkv._core.state import Layer
+from jaxkv._core.attention.block_selection import BlockBounds, block_bounds, check_bounds, tables_of
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.config.validation import integer, real
+from jaxkv._core.state.sharding import shards_of
+from jaxkv._core.state.state import Layer
 from pallas_kernels.tokens import locate
 
 LARGEST = float(np.finfo(np.float32).max)

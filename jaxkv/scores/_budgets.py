@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.cache import Cache
-from jaxkv._core.config import CacheConfig
-from jaxkv._core.numbers import integer, real, shown
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.validation import integer, real, shown
 
 
 def uniform(cache: Cache, keep: float, *, layer: int = 0) -> jax.Array:

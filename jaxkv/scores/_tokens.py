@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv._core.arguments import row_counts
-from jaxkv._core.cache import Cache
-from jaxkv._core.numbers import flag, integer, real
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.config.validation import flag, integer, real
+from jaxkv._core.state.arguments import row_counts
 
 TINY = 1e-12  # what a norm is at least, where it divides
 

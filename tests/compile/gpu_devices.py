@@ -12,7 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxkv
-from jaxkv._core.empty import _init_pools, _init_tables
+from jaxkv._core.cache.init import _init_pools, _init_tables
 
 TARGET = pathlib.Path(__file__).with_name("gpu_h200.txtpb").read_text()
 DEVICES, ROWS, LAYERS, HEADS, KV_HEADS = 8, 8, 2, 64, 8

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxkv
-from jaxkv._core.empty import _init_pools, _init_tables
+from jaxkv._core.cache.init import _init_pools, _init_tables
 
 ROWS, LAYERS, HEADS = 8, 2, 32
 

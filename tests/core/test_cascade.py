@@ -10,7 +10,7 @@ import pytest
 from nightly import NIGHTLY
 
 import jaxkv
-from jaxkv._core import cascade
+from jaxkv._core.attention import shared_prefix as cascade
 from jaxkv.testing import poison
 
 ROWS, HEADS, DIM, PROMPT = 9, 6, 8, 263

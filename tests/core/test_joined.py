@@ -10,7 +10,7 @@ import pytest
 from nightly import NIGHTLY
 
 import jaxkv
-from jaxkv._core.forms import Apart, OneRow, Pairs
+from jaxkv._core.config.kv_packing import Apart, OneRow, Pairs
 from jaxkv.testing import assert_no_copy, permute_blocks, poison
 
 ROWS, BLOCK, HEADS = 3, 4, 4

@@ -11,7 +11,7 @@ from nightly import NIGHTLY
 from test_shards import HEADS, assert_same, step, tokens
 
 import jaxkv
-from jaxkv._core import config as cache_config
+from jaxkv._core.config import cache_config
 
 
 def layers(*heads):

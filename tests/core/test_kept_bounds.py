@@ -15,7 +15,7 @@ from nightly import NIGHTLY
 
 import jaxkv
 import jaxkv.convert
-from jaxkv._core.contents import numbers
+from jaxkv._core.cache.pool_access import numbers
 from jaxkv.testing import assert_no_copy, permute_blocks, poison
 
 ROWS, SIZE, PLACES = 3, 4, 9

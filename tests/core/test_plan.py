@@ -11,7 +11,7 @@ import pytest
 from nightly import NIGHTLY
 
 import jaxkv
-from jaxkv._core.state import STALE
+from jaxkv._core.state.state import STALE
 from jaxkv.testing import poison
 
 ROWS, HEADS = 4, 6

@@ -5,7 +5,7 @@ import re
 import jax
 
 import jaxkv
-from jaxkv._core.portrait import FREE, MOST_BLOCKS, PALETTE
+from jaxkv._core.cache.block_map_html import FREE, MOST_BLOCKS, PALETTE
 
 LAYER = jaxkv.LayerConfig(num_kv_heads=1, head_dim=4)
 

@@ -11,10 +11,10 @@ from flax import nnx
 from nightly import NIGHTLY
 
 import jaxkv
-import jaxkv._core.cascade
-import jaxkv._engine.generate
-import jaxkv._engine.step
-from jaxkv._engine.sampling import KINDS, Choice, Sampling, choose
+import jaxkv._core.attention.shared_prefix
+import jaxkv._engine.frontend.generate
+import jaxkv._engine.programs.step
+from jaxkv._engine.requests.sampling import KINDS, Choice, Sampling, choose
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.rope import Rope
@@ -76,15 +76,15 @@ def test_the_same_tokens_in_every_setting_and_without_a_cache(model, choice, nam
 
 @pytest.mark.skipif(not NIGHTLY, reason="tests/core/test_cascade.py has it by day, without an engine")
 def test_what_prompts_begin_with_is_read_once(model, monkeypatch):
-    shared, plan = [], jaxkv._engine.step.plan_step
+    shared, plan = [], jaxkv._engine.programs.step.plan_step
 
     def planned(*arguments, **options):
         step = plan(*arguments, **options)
         shared.append(step.shared is not None)
         return step
 
-    monkeypatch.setattr(jaxkv._engine.step, "plan_step", planned)
-    monkeypatch.setattr(jaxkv._core.cascade, "WORTH_TOKENS", 512)
+    monkeypatch.setattr(jaxkv._engine.programs.step, "plan_step", planned)
+    monkeypatch.setattr(jaxkv._core.attention.shared_prefix, "WORTH_TOKENS", 512)
     prompts, outputs = [make_prompts((300,))[0] + [i] for i in range(9)], []
     for prefix_cache in (True, False):
         engine = jaxkv.Engine(model, max_seqs=9, max_seq_len=512, step_tokens=64, prefix_cache=prefix_cache)
@@ -117,7 +117,7 @@ LENGTHS = [1, 5, 17, 3, 33, 40, 100]  # and 12 more: 1, 2, 2, 1, 3, 4 and 7 bloc
         ({"max_new_tokens": [1, 1, 1, 1, 1, 1, 900]}, 128 * 16),  # 74 of 7 * 64
         ({"max_new_tokens": 10**4, "max_seqs": 1}, None),  # ends where the model does
         ({"max_new_tokens": [1, 1, 1, 1, 1, 1, 10**4]}, 512 * 16),  # 256 of its, and 11
-        *(({option: 64}, None) for option in jaxkv._engine.generate.ROOM),
+        *(({option: 64}, None) for option in jaxkv._engine.frontend.generate.ROOM),
     ],
 )
 def test_there_is_room_for_what_rows_can_take(model, monkeypatch, options, tokens):
@@ -130,7 +130,7 @@ def test_there_is_room_for_what_rows_can_take(model, monkeypatch, options, token
         def stream(self, *args, **options):
             return []
 
-    monkeypatch.setattr(jaxkv._engine.generate, "Engine", Noted)
+    monkeypatch.setattr(jaxkv._engine.frontend.generate, "Engine", Noted)
     jaxkv.generate(model, [[1] * length for length in LENGTHS], **{"max_new_tokens": 12} | options)
     sizes = given[0].get("max_tokens") if "max_tokens" not in options else None
     assert sizes == tokens
@@ -144,7 +144,7 @@ def test_where_rows_take_little_there_is_little_room_and_nobody_waits_for_more(m
             super().__init__(*args, **options)
             made.append(self)
 
-    monkeypatch.setattr(jaxkv._engine.generate, "Engine", Kept)
+    monkeypatch.setattr(jaxkv._engine.frontend.generate, "Engine", Kept)
     prompts = make_prompts((100, 30, 30, 30, 30, 30, 30, 30))
     wanted = jaxkv.generate(model, prompts, 40, step_tokens=32, num_blocks=8 * 16)
     assert jaxkv.generate(model, prompts, 40, step_tokens=32) == wanted

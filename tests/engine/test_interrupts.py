@@ -19,8 +19,8 @@ from jax._src import core as jax_core
 from nightly import NIGHTLY
 
 import jaxkv
-from jaxkv._engine.turn import Turn
-from jaxkv._tiers.prefix_change import Change
+from jaxkv._engine.frontend.engine_lock import Turn
+from jaxkv._tiers.prefix_cache.transaction import Change
 
 WINDOWS = (None, 7)
 ROOM = {"max_seqs": 3, "max_seq_len": 48, "block_size": 3, "num_blocks": 18, "step_tokens": 7}
@@ -314,7 +314,7 @@ def test_a_cache_of_which_a_step_failed_on_the_device_is_lost(engines, monkeypat
 @pytest.mark.parametrize("is_brief", [False, True])
 def test_a_turn_that_only_its_own_garbage_refers_to_is_over(is_brief, monkeypatch):
     """What cut a call off and the call's frame refer to each other; Python finds that out when it looks."""
-    monkeypatch.setattr("jaxkv._engine.turn.MANY_WAITS", 2)
+    monkeypatch.setattr("jaxkv._engine.frontend.engine_lock.MANY_WAITS", 2)
     turn, errors = Turn(), []
 
     def in_a_thread():

@@ -13,7 +13,7 @@ from compiled import compiled
 from nightly import NIGHTLY
 
 import jaxkv
-from jaxkv._engine.sampling import KINDS
+from jaxkv._engine.requests.sampling import KINDS
 
 WINDOWS = (None, 7)
 ROOM = {"max_seqs": 3, "max_seq_len": LONGEST, "block_size": 3, "num_blocks": 18, "step_tokens": 7}

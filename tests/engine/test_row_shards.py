@@ -16,9 +16,9 @@ from nightly import NIGHTLY
 from test_prefill import some
 
 import jaxkv
-from jaxkv._core.row_parts import count_parts, parts_of_model
-from jaxkv._engine.generate import _room as room
-from jaxkv._engine.shards import share_of
+from jaxkv._core.state.device_arrays import count_parts, parts_of_model
+from jaxkv._engine.frontend.data_parallel import share_of
+from jaxkv._engine.frontend.generate import _room as room
 
 # Two rows on each of two devices, and blocks for one long sequence and a half.
 ROOM = {"max_seqs": 4, "max_seq_len": LONGEST, "block_size": 8, "num_blocks": 18, "step_tokens": 7, "swap": "always"}

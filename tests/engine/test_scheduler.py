@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jaxkv._engine.scheduler import Scheduler, Sequence
+from jaxkv._engine.requests.scheduler import Scheduler, Sequence
 
 
 class Counted:

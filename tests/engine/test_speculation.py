@@ -12,7 +12,7 @@ from checksum_model import LONGEST, VOCAB, WINDOW, Checksum, assert_streams, con
 from nightly import NIGHTLY
 
 import jaxkv
-from jaxkv._engine.drafts import Guesses, NGrams
+from jaxkv._engine.requests.drafters import Guesses, NGrams
 
 WINDOWS = (None, WINDOW)
 TIGHT = {"max_seqs": 3, "max_seq_len": LONGEST, "block_size": 3, "num_blocks": 18, "draft_tokens": 3}

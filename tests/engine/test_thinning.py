@@ -14,11 +14,11 @@ from thinned_model import DIM, HEADS, LONGEST, VOCAB, Alone, Tiny
 
 import jaxkv
 from jaxkv import Eviction, scores
-from jaxkv._core.observing import Queries, note_queries, queries_noted, rotated_by
-from jaxkv._engine.eviction import ALIKE
-from jaxkv._engine.holdings import Holdings, ThinnedHoldings
-from jaxkv._engine.scheduler import Scheduler, Sequence
-from jaxkv._engine.thinning import _queries, scored, thinned
+from jaxkv._core.attention.query_capture import Queries, note_queries, queries_noted, rotated_by
+from jaxkv._engine.programs.eviction import _queries, scored, thinned
+from jaxkv._engine.requests.block_accounting import Holdings, ThinnedHoldings
+from jaxkv._engine.requests.eviction_policy import ALIKE
+from jaxkv._engine.requests.scheduler import Scheduler, Sequence
 
 by_night = pytest.mark.skipif(not NIGHTLY, reason="a program of its own")
 snapkv = functools.partial(scores.snapkv, window_size=4, kernel_size=3)

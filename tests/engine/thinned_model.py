@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv._core.observing import queries_noted
+from jaxkv._core.attention.query_capture import queries_noted
 from jaxkv.scores import ada
 
 VOCAB, LONGEST, HEADS, KV_HEADS, DIM = 61, 48, 4, 2, 4

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv._core.tables import leave_windows
+from jaxkv._core.blocks.tables import leave_windows
 
 LAYERS = (
     jaxkv.LayerConfig(num_kv_heads=2, head_dim=8),

@@ -10,7 +10,7 @@ import pytest
 from saved import CONFIGS, LAYERS, append, assert_same, config, contiguous, filled, shared
 
 import jaxkv
-from jaxkv._core import config as cache_config
+from jaxkv._core.config import cache_config
 from jaxkv._files import safetensors
 
 

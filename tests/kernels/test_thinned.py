@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 from nightly import NIGHTLY
 
 import jaxkv
-from jaxkv._core.lines import join_heads, split_heads
+from jaxkv._core.state.head_rows import join_heads, split_heads
 from jaxkv.testing import poison
 from pallas_kernels import gpu, tpu, xla
 

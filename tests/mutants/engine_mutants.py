@@ -2,23 +2,23 @@
 
 from mutant import Mutant
 
-CHANGE = "_tiers/prefix_change.py"
-ENGINE = "_engine/engine.py"
-LOOP = "_engine/loop.py"
-RESIDENT = "_engine/resident.py"
-REQUEST = "_engine/request.py"
-SCHEDULER = "_engine/scheduler.py"
-PIPELINE = "_engine/pipeline.py"
-TURN = "_engine/turn.py"
+CHANGE = "_tiers/prefix_cache/transaction.py"
+ENGINE = "_engine/frontend/engine.py"
+LOOP = "_engine/runner/engine_core.py"
+RESIDENT = "_engine/runner/cache_manager.py"
+REQUEST = "_engine/requests/request.py"
+SCHEDULER = "_engine/requests/scheduler.py"
+PIPELINE = "_engine/runner/model_runner.py"
+TURN = "_engine/frontend/engine_lock.py"
 IN_REQUESTS = "engine/test_requests.py::"
 IN_GENERATE = "engine/test_generate.py::"
-PREFILL = "_engine/prefill.py"
-CHECKPOINT = "_engine/checkpoint.py"
-PARTS = "_files/parts.py"
+PREFILL = "_engine/runner/disaggregated_prefill.py"
+CHECKPOINT = "_engine/frontend/checkpoint.py"
+PARTS = "_files/multihost_file.py"
 IN_PREFILL = "engine/test_prefill.py::"
 IN_CHECKPOINT = "engine/test_checkpoint.py::"
 IN_PROCESSES = "processes/test_processes.py::"
-SHARDS = "_engine/shards.py"
+SHARDS = "_engine/frontend/data_parallel.py"
 IN_SHARDS = "engine/test_row_shards.py::"
 IN_SPECULATION = "engine/test_speculation.py::"
 IN_INTERRUPTS = "engine/test_interrupts.py::"
@@ -182,49 +182,49 @@ MUTANTS = {
     ),
     # Trees of guesses.
     "the accepted path is not moved": Mutant(
-        "_core/keeping.py",
+        "_core/blocks/speculative.py",
         "moved = is_kept & (path != number) & (path < guessed[:, None])",
         "moved = path > guessed[:, None]",
         IN_SPECULATION + "test_a_tree_of_guesses_changes_no_token",
     ),
     "a right guess after a wrong one": Mutant(
-        "_engine/step.py",
+        "_engine/programs/step.py",
         "is_right[i] & at(on_path, parent[i][None])[0]",
         "is_right[i]",
         IN_SPECULATION + "test_a_tree_of_guesses_changes_no_token",
     ),
     "a tree is computed as a chain": Mutant(
-        "_engine/step.py",
+        "_engine/programs/step.py",
         "places.ravel(), tree=parents)",
         "places.ravel())",
         IN_SPECULATION + "test_a_tree_of_guesses_changes_no_token",
     ),
     "the token chosen after the wrong branch": Mutant(
-        "_engine/step.py",
+        "_engine/programs/step.py",
         "chosen = at(chosen, path)",
         "chosen = chosen + 0 * path",
         IN_SPECULATION + "test_a_tree_of_guesses_changes_no_token",
     ),
     "a guess hangs from the token before its parent": Mutant(
-        "_engine/pipeline.py",
+        "_engine/runner/model_runner.py",
         "[len(given) + parent for parent",
         "[len(given) - 1 + parent for parent",
         IN_SPECULATION + "test_a_tree_of_guesses_changes_no_token",
     ),
     "a path longer than there is room for": Mutant(
-        "_engine/drafts.py",
+        "_engine/requests/drafters.py",
         "len(guesses.tokens) < count",
         "len(guesses.tokens) <= count",
         IN_SPECULATION + "test_a_tree_of_guesses_has_what_is_likeliest_to_come",
     ),
     "what follows a guess is as likely as the guess": Mutant(
-        "_engine/drafts.py",
+        "_engine/requests/drafters.py",
         "- 1, -less, tail)",
         "- 1, 1.0, tail)",
         IN_SPECULATION + "test_a_tree_of_guesses_has_what_is_likeliest_to_come",
     ),
     "the first of equally frequent followers": Mutant(
-        "_engine/drafts.py",
+        "_engine/requests/drafters.py",
         "Counter(reversed(followed))",
         "Counter(followed)",
         IN_SPECULATION + "test_a_run_of_tokens_is_followed_by_what_followed_it_before",
@@ -255,13 +255,13 @@ MUTANTS = {
         IN_SHARDS + "test_requests_go_where_most_room_is",
     ),
     "blocks of the second cache are those of the first": Mutant(
-        "_files/written.py",
+        "_files/snapshot.py",
         "first += len(plan.slots)",
         "first += 0",
         "core/test_by_rows.py::test_each_device_computes_as_if_it_were_alone",
     ),
     "rows of a file stand in the order of devices": Mutant(
-        "_files/written.py",
+        "_files/snapshot.py",
         "np.concatenate(split, axis=1)[:, order]",
         "np.concatenate(split, axis=1)",
         "core/test_by_rows.py::test_each_device_computes_as_if_it_were_alone",
@@ -274,19 +274,19 @@ MUTANTS = {
     ),
     # What attackers and a new user met.
     "logits of NaN are token 0": Mutant(
-        "_engine/sampling.py",
+        "_engine/requests/sampling.py",
         "is_possible = jnp.max(logits, axis=-1) > -jnp.inf",
         "is_possible = jnp.ones(logits.shape[:-1], bool)",
         IN_EDGES + "test_logits_that_leave_no_choice_end_a_request",
     ),
     "a draw is taken where there is no choice": Mutant(
-        "_engine/sampling.py",
+        "_engine/requests/sampling.py",
         "(sampling.temperature > 0) & is_possible",
         "sampling.temperature > 0",
         IN_EDGES + "test_logits_that_leave_no_choice_end_a_request",
     ),
     "a seed's draws go by the request's number": Mutant(
-        "_engine/sampling.py",
+        "_engine/requests/sampling.py",
         "draws = number if self.draws is None else self.draws",
         "draws = number",
         IN_EDGES + "test_a_request_with_a_seed_of_its_own_draws_the_same_whatever_came_before",
@@ -304,18 +304,18 @@ MUTANTS = {
         IN_EDGES + "test_a_mesh_with_an_axis_for_contexts_alone",
     ),
     "a mesh without heads is none": Mutant(
-        "_core/meshes.py",
+        "_core/config/mesh_shape.py",
         "mesh_of(model) or mesh_of(model, CONTEXT)",
         "mesh_of(model)",
         IN_EDGES + "test_a_mesh_with_an_axis_for_contexts_alone",
     ),
     "static fields are not the model": Mutant(
-        "_engine/reuse.py",
+        "_engine/frontend/fingerprint.py",
         " {others!r} {structure}",
         " {others!r}",
         IN_EDGES + "test_models_of_equal_arrays_are_told_apart",
     ),
     "numbers are not the model": Mutant(
-        "_engine/reuse.py", "{others!r} ", "", IN_EDGES + "test_models_of_equal_arrays_are_told_apart"
+        "_engine/frontend/fingerprint.py", "{others!r} ", "", IN_EDGES + "test_models_of_equal_arrays_are_told_apart"
     ),
 }

@@ -2,7 +2,7 @@
 
 from mutant import Mutant
 
-FORMS, MEMORY = "_core/forms.py", "_core/memory.py"
+FORMS, MEMORY = "_core/config/kv_packing.py", "_core/config/byte_sizes.py"
 SAME = "core/test_joined.py::test_everything_is_the_same_as_apart"
 OVER_DEVICES = "core/test_joined_shards.py::"
 
@@ -30,10 +30,11 @@ MUTANTS = {
         OVER_DEVICES + "test_heads_that_are_one_to_a_device_are_no_pairs",
     ),
     "the scale of the row's width": Mutant(
-        "_core/attention.py", "form(one.number).joins and options.get", "form(one.number).rank and options.get", SAME
+        "_core/attention/attention.py", "form(one.number).joins and options.get",
+        "form(one.number).rank and options.get", SAME
     ),
     "an engine's config does not know its mesh": Mutant(
-        "_engine/engine.py", "mesh=mesh_of(model), ", "",
+        "_engine/frontend/engine.py", "mesh=mesh_of(model), ", "",
         OVER_DEVICES + "test_a_config_for_a_model_follows_where_it_lies",
     ),
     "half of what a test spoils is left": Mutant(

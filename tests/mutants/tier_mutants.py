@@ -2,17 +2,17 @@
 
 from mutant import Mutant
 
-INDEX = "_tiers/prefix_index.py"
-CHANGE = "_tiers/prefix_change.py"
-PREFIX = "_tiers/prefix.py"
-READ = "_tiers/read.py"
-ALLOCATOR = "_core/allocator.py"
+INDEX = "_tiers/prefix_cache/index.py"
+CHANGE = "_tiers/prefix_cache/transaction.py"
+PREFIX = "_tiers/prefix_cache/prefix_cache.py"
+READ = "_tiers/prefix_cache/arguments.py"
+ALLOCATOR = "_core/blocks/allocator.py"
 FORMAT = "_files/format.py"
-RESTORE = "_core/restore.py"
+RESTORE = "_core/blocks/restore.py"
 IN_PREFIX = "tiers/test_prefix.py::"
 IN_CUTS = "tiers/test_prefix_interrupts.py::test_a_call_is_cut_off_at_every_line"
 BLOCKS = "_files/blocks.py"
-DISK = "_tiers/disk.py"
+DISK = "_tiers/prefix_cache/disk.py"
 IN_DISK = "tiers/test_prefix_disk.py::"
 IN_FILES = "files/test_files.py::"
 IN_FOLDER = "tiers/test_prefix_folder.py::"
@@ -89,7 +89,7 @@ MUTANTS = {
         IN_PREFIX + "test_only_what_the_row_holds_is_indexed",
     ),
     "what made room is believed to be there": Mutant(
-        "_tiers/landing.py", "np.where(gone, 0, np.asarray(t.kept))", "np.asarray(t.kept)", IN_CUTS
+        "_tiers/prefix_cache/donation_guard.py", "np.where(gone, 0, np.asarray(t.kept))", "np.asarray(t.kept)", IN_CUTS
     ),
     "an old match is believed": Mutant(
         PREFIX,
@@ -104,7 +104,7 @@ MUTANTS = {
         IN_PREFIX + "test_bad_input_is_refused_and_nothing_is_lost",
     ),
     "a pool that was used up is not followed": Mutant(
-        "_tiers/landing.py",
+        "_tiers/prefix_cache/donation_guard.py",
         "                    pools[layer] = structure.unflatten(landed)\n",
         "                    pass\n",
         IN_CUTS,
@@ -148,19 +148,19 @@ MUTANTS = {
     ),
     # Rows in host memory.
     "a row is swapped into one that is not empty": Mutant(
-        "_tiers/host.py",
+        "_tiers/host_tier.py",
         "inside & (cache.lengths[at] == 0) & ~held",
         "inside & ~held",
         "tiers/test_swap.py::test_in_jit_a_row_that_holds_anything_is_left_alone",
     ),
     "a row is swapped into one with reserved blocks": Mutant(
-        "_tiers/host.py",
+        "_tiers/host_tier.py",
         "inside & (cache.lengths[at] == 0) & ~held",
         "inside & (cache.lengths[at] == 0)",
         "tiers/test_swap.py::test_in_jit_a_row_that_holds_anything_is_left_alone",
     ),
     "a row too long for the cache is swapped in": Mutant(
-        "_tiers/host.py",
+        "_tiers/host_tier.py",
         "    granted = sensible & ~too_long\n",
         "    granted = sensible\n",
         "tiers/test_swap.py::test_too_long_for_the_other_cache",
@@ -176,7 +176,7 @@ MUTANTS = {
         ALLOCATOR, "axis=1) > num_free)", "axis=1) > num_free + 1)", "core/test_failures.py"
     ),
     "a failed row is served": Mutant(
-        "_core/tables.py",
+        "_core/blocks/tables.py",
         "(requested > 0) & (requested <= room) & ~cache.failed",
         "(requested > 0) & (requested <= room)",
         "core/test_robust.py",
@@ -216,13 +216,13 @@ MUTANTS = {
         "files/test_damaged_files.py::test_a_failing_save_leaves_the_old_file_and_nothing_else",
     ),
     "blocks are shared that are not full": Mutant(
-        "_core/reblock.py",
+        "_core/blocks/reblock.py",
         "if share and block_places.min() >= 0:",
         "if share:",
         IN_FILES + "test_a_larger_block_that_can_still_be_written_is_not_shared",
     ),
     "what is not a row's is saved": Mutant(
-        "_core/reblock.py",
+        "_core/blocks/reblock.py",
         "[slots < 0] = 0\n",
         "[slots < -1] = 0\n",
         IN_FILES + "test_a_shared_block_is_stored_once_and_nothing_but_tokens_is",
@@ -305,7 +305,7 @@ MUTANTS = {
         IN_FOLDER + "test_indexes_of_one_process_mind_the_bytes_together",
     ),
     "a row comes back to the device that it left": Mutant(
-        "_tiers/host.py",
+        "_tiers/host_tier.py",
         "x.sharding.device_set == own.sharding.device_set",
         "True",
         "core/test_edges.py::test_a_row_swaps_into_a_cache_on_another_device",

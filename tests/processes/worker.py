@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
 import jaxkv.distributed
-from jaxkv._core.processes import put
+from jaxkv._core.state.multihost import put
 
 PROMPTS = [[2, 3], [4] * 9, [5, 6, 7], [8] * 5]
 ENGINE = {"max_seqs": 4, "max_seq_len": 48, "block_size": 8, "num_blocks": 18, "step_tokens": 16}

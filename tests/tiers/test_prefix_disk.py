@@ -17,7 +17,7 @@ from test_prefix import BLOCK, A, B, assert_holds, compute, make_config, start
 import jaxkv
 from jaxkv._files import atomic, blocks
 from jaxkv._files.blocks import Block, BlockFiles
-from jaxkv._tiers.prefix_index import digest_of
+from jaxkv._tiers.prefix_cache.index import digest_of
 
 PLENTY = 10**6
 DATA = pathlib.Path(__file__)

@@ -25,7 +25,7 @@ from test_prefix import BLOCK, compute, contents, make_config
 
 import jaxkv
 from jaxkv._files import atomic, blocks
-from jaxkv._tiers import prefix as watched
+from jaxkv._tiers.prefix_cache import prefix_cache as watched
 
 WATCHED = watched.__file__.rpartition("/")[0]
 FILES = (blocks.__file__, atomic.__file__)

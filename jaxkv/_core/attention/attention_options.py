@@ -1,0 +1,177 @@
+"""Who sees whom, beyond causality: what a layer says of it, and what a call does."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.config.validation import flag, integer, shown
+from jaxkv._core.state.arguments import as_int32
+from jaxkv._core.state.state import BlockTables, Layer
+from pallas_kernels import trees
+from pallas_kernels.dispatch import check_names
+
+# What a call may say; and what `attention` and `attend` read by themselves, to be named beside it.
+OPTIONS = {
+    "alibi", "blocks", "causal", "deterministic", "mask", "return_lse", "scale", "sink_tokens", "sinks", "soft_cap",
+    "spans", "tree", "window",
+}  # fmt: skip
+READ_BEFORE = {"cascade", "implementation", "layer", "step"}
+
+
+def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a call as the kernels take them, a layer's window or chunk among them.
+
+    Raises:
+      TypeError: an option that there is not. ValueError: one that does not go with the layer.
+    """
+    if "chunk" in options:
+        raise TypeError("attention takes no chunk: a layer's chunk is its LayerConfig's.")
+    check_names("attention", options, OPTIONS, READ_BEFORE)
+    options = {name: x for name, x in options.items() if x is not None}
+    _check_evicting(one, options)
+    for name in ("window", "sink_tokens"):
+        if name in options:
+            options[name] = integer(name, options[name])
+    for name in ("spans", "tree"):
+        if name in options and getattr(options[name], "dtype", None) != jnp.int32:
+            options[name] = as_integers(name, options[name])
+    for name in ("alibi", "sinks", "mask"):
+        if name in options:
+            options[name] = as_array(name, options[name])
+    if "return_lse" in options:
+        options["return_lse"] = flag("return_lse", options["return_lse"])
+    if "blocks" in options:
+        options["blocks"] = _read_blocks(options["blocks"], one.tables.tables.shape)
+    own, asked = one.layer_config.window, options.get("window")
+    if (chunk := one.layer_config.chunk) is not None:
+        if asked is not None:
+            raise ValueError(
+                f"Layer {one.number} sees chunks of {chunk} tokens, and cannot take window={asked}: leave it out."
+            )
+        return options | {"chunk": chunk}
+    if own is not None and asked is not None and asked > own:
+        raise ValueError(
+            f"window={asked} is wider than what layer {one.number} keeps, a window of {own} tokens: give its "
+            "LayerConfig the wider one."
+        )
+    first = one.layer_config.sink_tokens
+    if own is not None and options.get("sink_tokens", 0) > (first or 0):
+        kept = "the first ones too" if first is None else f"but for {first} first ones"
+        raise ValueError(
+            f"Layer {one.number} gives back what falls out of its window of {own} tokens, {kept}, and cannot take "
+            f"sink_tokens={options['sink_tokens']}: give its LayerConfig as many, or make it without a window, and "
+            "give window= with them."
+        )
+    return {"window": own} | ({} if first is None else {"sink_tokens": first}) | options
+
+
+def as_array(name: str, x: Any) -> jax.Array:
+    """An array of numbers or flags, or a list of them, on the device. Raises ValueError for anything else."""
+    if isinstance(x, jax.Array):
+        return x
+    try:
+        x = np.asarray(x)
+    except ValueError:  # lists of unequal length
+        x = np.asarray(None)
+    if x.dtype.kind not in "fiub" and x.dtype != jnp.bfloat16:
+        raise ValueError(f"{name} must be an array of {'flags' if name == 'mask' else 'numbers'}, not {shown(x)}.")
+    return jnp.asarray(x)
+
+
+# What goes by positions, which places in a layer that evicts are not; and what has an entry for each head or row.
+BY_POSITION, BY_HEAD = ("window", "sink_tokens", "alibi", "mask"), ("sinks", "blocks")
+
+
+def _check_evicting(one: Layer, options: dict[str, Any]) -> None:
+    evict = one.config.group_evicts[one.group]
+    refused = {None: (), "layer": BY_POSITION, "head": BY_POSITION + BY_HEAD}[evict]
+    for name in refused:
+        if name in options:
+            raise ValueError(
+                f'Layer {one.number} has evict="{evict}", where a token\'s place is not its position, or each head has '
+                f"its own, so it cannot take {name}: leave it out, or make the layer without evict."
+            )
+
+
+def _read_blocks(blocks: Any, table: tuple[int, ...]) -> Any:
+    """Logical blocks of each row. Raises ValueError where they are known on the host and do not increase."""
+    if isinstance(blocks, jax.Array | jax.ShapeDtypeStruct):
+        return blocks
+    blocks = np.asarray(blocks)
+    if blocks.ndim != 2 or blocks.shape[0] != table[0] or not np.issubdtype(blocks.dtype, np.integer):
+        raise ValueError(
+            f"blocks must be i32[{table[0]}, n], the logical blocks of each row to read, not "
+            f"{blocks.dtype}{list(blocks.shape)}."
+        )
+    there = blocks >= 0
+    wrong = (there & (blocks >= table[1])) | (blocks < -1)
+    wrong[:, 1:] |= there[:, 1:] & (blocks[:, 1:] <= blocks[:, :-1])
+    wrong[:, 1:] |= there[:, 1:] & ~there[:, :-1]
+    if wrong.any():
+        row = int(np.argmax(wrong.any(axis=1)))
+        raise ValueError(
+            f"blocks must name blocks 0 to {table[1] - 1} in increasing order, with -1 behind them, but row {row} has "
+            f"{shown(blocks[row].tolist())}."
+        )
+    return as_integers("blocks", blocks)
+
+
+def as_integers(name: str, x: Any) -> jax.Array:
+    """An array of integers as int32; those on the host must fit. Raises ValueError."""
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, one for each token, not {x.dtype}: {shown(x)}.")
+    if not isinstance(x, jax.Array):
+        x = np.clip(x, np.iinfo(np.int32).min, np.iinfo(np.int32).max)
+    return as_int32(x)
+
+
+def read_tree(tree: Any, token_axes: tuple[int, ...], tables: BlockTables) -> jax.Array | None:
+    """The parents of a step's tokens, `i32` of its token axes.
+
+    Raises:
+      ValueError: another shape, or a parent known on the host that is neither -1 nor an earlier token of its row.
+    """
+    if tree is None:
+        return None
+    parents = as_integers("tree", tree)
+    if parents.shape != token_axes:
+        raise ValueError(f"tree must be i32{list(token_axes)}, each token's parent, but its shape is {parents.shape}.")
+    if not isinstance(tree, jax.Array):
+        _check_parents(np.asarray(tree), tables)
+    return parents
+
+
+def _check_parents(parents: np.ndarray, tables: BlockTables) -> None:
+    """Padding may hold anything, where it is known what is padding."""
+    known = not isinstance(tables.new, jax.core.Tracer)
+    number = np.broadcast_to(np.arange(parents.shape[-1]), parents.shape)
+    valid = np.ones(parents.shape, bool)
+    if known:
+        new, start = np.asarray(tables.new), np.asarray(tables.offsets)
+        if parents.ndim == 2:
+            valid = number < new[:, None]
+        else:
+            row = np.maximum(np.searchsorted(start, number, side="right") - 1, 0)
+            number = number - start[row]
+            valid = (number >= 0) & (number < new[row])
+    wrong = valid & ((parents < -1) | (parents >= number))
+    if wrong.any():
+        at = tuple(int(i) for i in np.argwhere(wrong)[0])
+        what = "itself" if parents[at] == number[at] else "no earlier one"
+        raise ValueError(
+            f"tree must name for each token -1, the context, or an earlier token of its row, counted from the first "
+            f"new one, but the parent of token {number[at]} at {list(at)} is {shown(int(parents[at]))}, {what}."
+        )
+
+
+def tree_positions(parents: jax.Array, token: Any, tables: BlockTables) -> jax.Array:
+    """The position of each token of a tree: behind the context, by its depth; 0 for padding."""
+    axes, flat = parents.shape, jax.tree.map(jnp.ravel, token)
+    before = tables.lengths - tables.new
+    start = tables.offsets if len(axes) == 1 else jnp.arange(axes[0], dtype=jnp.int32) * axes[1]
+    depth = trees.climb(parents.reshape(-1), flat, before, start, axes[-1]).depth
+    return jnp.where(flat.valid, before[flat.row] + depth, 0).reshape(axes)

@@ -1,0 +1,117 @@
+"""The least and the largest of what each block's keys hold: enough to tell blocks that cannot matter to a query."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._core.cache.cache import Cache, check_cache
+from jaxkv._core.cache.key_bounds import bounds_at
+from jaxkv._core.config.validation import integer, shown
+from jaxkv._core.state.sharding import POOL, WHOLE, heads_at, on_shards
+from jaxkv._core.state.state import BlockTables
+
+
+class BlockBounds(NamedTuple):
+    """Of every logical block of every row, `f32[S, M, K, D]`; 0 where a row holds no token. `block_bounds` makes it.
+
+    >>> import jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, num_blocks=4))
+    >>> jaxkv.block_bounds(cache, layer=0).low.shape
+    (2, 4, 2, 8)
+    """
+
+    low: jax.Array
+    high: jax.Array
+
+
+def block_bounds(
+    cache: Cache, *, layer: int, bounds: BlockBounds | None = None, last: int | None = None
+) -> BlockBounds:  # fmt: skip
+    """The least and the largest key entries of each block of each row, head by head. Pure and jittable.
+
+    Of a layer made with `LayerConfig(bounds=True)` they lie beside its blocks and are only looked up. Where tokens have
+    gone, after `truncate` and `keep`, those of a row's last block may be too wide until it is written again; they
+    always contain what is held. Of any other layer all keys are read; with `bounds` of before, a decode step reads but
+    the blocks that it wrote: those stand behind every row's others.
+
+    Args:
+      layer: its keys are read as attention sees them, quantised ones too.
+      bounds: those of the same rows before this step. What else has changed a row since, `free`, `truncate`, `fork` or
+        `swap_in`, asks for all of them anew.
+      last: with `bounds`, how many last blocks of each row to look at: `-(-T // block_size) + 1` for T new tokens;
+        default: all. The others are taken over.
+
+    Returns:
+      `BlockBounds`, `f32[S, M, K, D]` each, over the tokens that rows hold, and 0 for blocks without any. A NaN among
+      the keys is one of the bounds, too.
+
+    Raises:
+      ValueError: bounds of another cache or layer, or `last` without them; a layer that evicts by heads, of which each
+        has blocks of its own. IndexError: no such layer.
+
+    From Quest (Tang et al. 2024), which `jaxkv.scores.quest` is named after.
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=1, head_dim=2)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=1, max_seq_len=4, num_blocks=2, block_size=2))
+    >>> k = jnp.array([[3., -1.], [1., 5.], [7., 7.]]).reshape(1, 1, 3, 1, 2)
+    >>> bounds = jaxkv.block_bounds(jaxkv.append(cache, k, k, [3]), layer=0)
+    >>> bounds.low[0, :, 0].tolist(), bounds.high[0, :, 0].tolist()
+    ([[1.0, -1.0], [7.0, 7.0]], [[3.0, 5.0], [7.0, 7.0]])
+    """
+    tables = tables_of(cache, layer)
+    size, (rows, width) = cache.config.block_size, tables.tables.shape
+    if bounds is None and last is not None:
+        raise ValueError("last= says which blocks of the given bounds= are out of date: give those, too, or neither.")
+    if bounds is not None:
+        check_bounds(cache, layer, bounds)
+    count = width if last is None else min(integer("last", last, least=1), width)
+    column = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
+    if count < width:
+        end = -(-tables.lengths // size)
+        column = jnp.maximum(end[:, None] - count, 0) + jnp.arange(count, dtype=jnp.int32)[None]
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    position = column[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]
+    with jax.named_scope("block_bounds"):
+        pool = cache.layer(layer).pool
+        if bounds is None and pool.bounds is not None:
+            held = (tables.tables != 0) & (column * size < tables.lengths[:, None])
+            arguments = (pool, cache.layer(layer).blocks, held)
+            both = on_shards(pool, bounds_at, arguments, (POOL, WHOLE, WHOLE), heads_at(3))
+            return BlockBounds(both[:, :, 0], both[:, :, 1])
+        keys = cache.read(layer, row[:, :, None], position)[0].astype(jnp.float32)
+        block, _ = cache.slots(row[:, :, None], position, layer=layer)
+        held = (block != 0)[..., None, None]
+        low, high = (
+            jnp.where(held.any(axis=2), reduce(jnp.where(held, keys, other), axis=2), jnp.float32(0))
+            for reduce, other in ((jnp.min, jnp.float32(jnp.inf)), (jnp.max, jnp.float32(-jnp.inf)))
+        )
+        if bounds is None:
+            return BlockBounds(low, high)
+        return BlockBounds(*(_put(old, row, column, new) for old, new in zip(bounds, (low, high), strict=True)))
+
+
+def tables_of(cache: Any, layer: int) -> BlockTables:
+    """The tables of a layer whose blocks hold all heads. Raises ValueError for another."""
+    check_cache(cache)
+    if cache.config.group_evicts[cache.config.group(layer)] == "head":
+        raise ValueError(
+            f'In layer {layer}, with evict="head", each head has blocks of its own, and none can be chosen for all: '
+            'make the layer with evict="layer", or without.'
+        )
+    return cache.layer(layer).tables
+
+
+def check_bounds(cache: Cache, layer: int, bounds: Any) -> None:
+    """Raise ValueError unless these can be a layer's bounds."""
+    one = cache.config.layer_config(layer)
+    expected = (*cache.layer(layer).tables.tables.shape, one.num_kv_heads, one.head_dim)
+    shapes = [getattr(x, "shape", None) for x in bounds] if isinstance(bounds, tuple) else shown(bounds)
+    if shapes != [expected] * 2:
+        raise ValueError(f"bounds must be what block_bounds gave for this layer, two {expected}, not {shapes}.")
+
+
+def _put(old: Any, row: jax.Array, column: jax.Array, new: jax.Array) -> jax.Array:
+    return jnp.asarray(old, jnp.float32).at[row, column].set(new, mode="drop", unique_indices=True)

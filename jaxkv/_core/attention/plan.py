@@ -1,0 +1,287 @@
+"""What the layers of a step have in common: `plan_step`, and the step's positions.
+
+It follows from tables, lengths and counts alone, so it is computed once a step. Layers that are called without a plan
+get theirs here too, and find that the tables have been settled already: all of them compute from the same arrays, and
+XLA merges what they have in common.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels
+from jaxkv._core.attention.attention_options import read_tree, tree_positions
+from jaxkv._core.attention.shared_prefix import blocks_read, can_share, find_sharing
+from jaxkv._core.blocks.tables import mark_failed
+from jaxkv._core.cache.cache import Cache, check_cache
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.validation import flag, integer
+from jaxkv._core.state.head_rows import seen_by_rows, to_lines
+from jaxkv._core.state.state import SENSELESS, STALE, BlockTables, Layer
+from pallas_kernels.prefixes import TOGETHER, queries_together
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """What `extend` has made room for, laid out over a step's tokens. Made by `plan_step`.
+
+    >>> import jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, num_blocks=4))
+    >>> step = jaxkv.plan_step(jaxkv.extend(cache, [1, 1]), (2, 1))
+    >>> step.decode, step.token_axes, step.positions.tolist()
+    (True, (2, 1), [[0], [0]])
+    """
+
+    tables: tuple[BlockTables, ...]  # of each group, without the tokens of rows that do not fit, which are marked
+    dropped: jax.Array  # i32[S]: how many tokens that took from each row
+    token: pallas_kernels.Tokens  # where each token belongs; its arrays have the token axes; positions by depth
+    tree: jax.Array | None = None  # i32 of the token axes: the parents of a tree's tokens
+    shared: tuple[jax.Array, ...] | None = None  # of each group, i32[4, S]: rows that read first blocks together
+    token_axes: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # (S, T) or (N,)
+    decode: bool = dataclasses.field(metadata={"static": True})  # no row has more than one token
+    config: CacheConfig = dataclasses.field(metadata={"static": True})
+
+    @property
+    def positions(self) -> jax.Array:
+        """The absolute position of every token, as rotary embeddings want it; 0 for padding."""
+        return self.token.position
+
+    @property
+    def bytes_read(self) -> Any:
+        """Bytes of keys and values, scales included, that the first layer reads in this step: each row's blocks once,
+        those that many rows read together once for 64 queries. An int; within `jit` f32[].
+
+        That is a decode step of up to two query heads to a KV head, of whose number a plan knows nothing: of more ask
+        `bytes_read_by`. Of layers with a window or a chunk, kernels for TPU and GPU read every row by itself, and
+        prompts read what is before them again for every tile of their queries. Where all that tables could hold is
+        little, XLA reads as much.
+        """
+        return self._bytes_read(TOGETHER)
+
+    def bytes_read_by(self, num_heads: int) -> Any:
+        """`bytes_read` with so many query heads in all: the more there are to a KV head, the fewer queries read what
+        rows share together, in XLA and in the kernels for GPUs.
+
+        Raises:
+          ValueError: no multiple of the first layer's KV heads.
+
+        >>> import jaxkv
+        >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+        >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, num_blocks=4, dtype="float32"))
+        >>> jaxkv.plan_step(jaxkv.extend(cache, [1, 1]), (2, 1)).bytes_read_by(num_heads=16) // cache.config.block_size
+        256
+        """
+        num_heads, num_kv_heads = integer("num_heads", num_heads, least=1), self.config.layers[0].num_kv_heads
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of the {num_kv_heads} KV heads, not {num_heads}.")
+        return self._bytes_read(queries_together(num_heads, num_kv_heads))
+
+    def _bytes_read(self, together: int) -> Any:
+        group, size = self.config.group(0), self.config.bytes_per_block_read(0)
+        shared = None if self.shared is None else self.shared[group]
+        blocks = blocks_read(self.config, self.tables[group], group, shared, together)
+        return blocks.astype(jnp.float32) * size if isinstance(blocks, jax.core.Tracer) else int(blocks) * size
+
+
+def plan_step(
+    cache: Cache, token_axes: Sequence[int], *, longest: int | None = None, tree: Any = None, cascade: bool = False
+) -> Step:  # fmt: skip
+    """Plan a step once, for all its layers: give it to `attention`, `write` and `attend` as `step=`.
+
+    The result is the same with and without a plan. With one there is less to trace, and a step of packed tokens of
+    which no row has more than one is computed as the decode step that it is.
+
+    A plan holds until the next function that changes the tables. After that, rows that it says something else of than
+    the cache store no token, their output is 0, and they are marked in `cache.failed`.
+
+    Args:
+      cache: after `extend`.
+      token_axes: `(S, T)` for padded tokens, `(N,)` for packed ones.
+      longest: the most tokens of one row, where the caller knows; rows with more are left out and marked. Outside
+        `jit` packed tokens are counted here.
+      tree: `i32` of the token axes, each token's parent, as for `attention`, which then takes it from the plan.
+        Positions go by depth.
+      cascade: find rows that begin with the same blocks (forks, samples of a prompt, prompts behind a common one), and
+        read what these hold once for all of them where that saves more than it costs; results are then the same but
+        for rounding, and kernels round what is shared and the rest before they put them together. It is decided on the
+        device, step by step, but must be asked for, because it makes programs longer: layers that are not scanned take
+        about twice as long to compile. The others need not know.
+
+    Raises:
+      ValueError: parents known on the host that are no earlier tokens; axes that are not those of a step of this cache.
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> step = jaxkv.plan_step(jaxkv.extend(cache, [3, 2]), (5,))
+    >>> step.positions.tolist()
+    [0, 1, 2, 0, 1]
+    """
+    check_cache(cache)
+    rows = seen_by_rows(cache.tables[0], cache.config)
+    token_axes = check_token_axes(rows, token_axes)
+    new, tree = rows.new, read_tree(tree, token_axes, rows)
+    if longest is not None:
+        longest = integer("longest", longest, least=0)
+    elif len(token_axes) == 1 and not isinstance(new, jax.core.Tracer):
+        longest = int(np.max(np.asarray(new), initial=0))
+    decode = token_axes[-1] <= 1 or (longest is not None and longest <= 1)
+    with jax.named_scope("plan"):
+        tables = tuple(_settle(t, token_axes, longest) for t in cache.tables)
+        t = seen_by_rows(tables[0], cache.config)
+        token = _locate(t, token_axes, tree)
+        shared = None
+        if flag("cascade", cascade) and can_share(cache.config):
+            shared = tuple(find_sharing(cache.config, t, group, t.new) for group, t in enumerate(tables))
+    step = Step(
+        tables=tables, dropped=rows.lengths - t.lengths, token=token, tree=tree, shared=shared,
+        token_axes=token_axes, decode=decode, config=cache.config,
+    )  # fmt: skip
+    for before, after in zip(cache.tables, tables, strict=True):
+        _agree(step, before, after)
+    return step
+
+
+def positions(cache: Cache | Layer, shape: Sequence[int], *, tree: Any = None) -> jax.Array:
+    """The absolute position of every token of this step, as rotary embeddings want it; 0 for padding.
+
+    Args:
+      cache: or one of its layers.
+      shape: `(S, T)` for padded tokens, `(N,)` for packed ones.
+      tree: each token's parent, as for `attention`: a token of a tree stands behind the context by its depth.
+
+    Returns:
+      i32 of that shape.
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> cache = jaxkv.extend(jaxkv.extend(cache, [3, 0]), [2, 4])
+    >>> jaxkv.positions(cache, (2, 4)).tolist()
+    [[3, 4, 0, 0], [0, 1, 2, 3]]
+    """
+    if not isinstance(cache, Layer):
+        check_cache(cache)
+    tables = seen_by_rows(cache.tables if isinstance(cache, Layer) else cache.tables[0], cache.config)
+    shape = check_token_axes(tables, shape)
+    with jax.named_scope("plan"):
+        return _locate(_settle(tables, shape, None), shape, read_tree(tree, shape, tables)).position
+
+
+def _locate(t: BlockTables, token_axes: tuple[int, ...], tree: jax.Array | None) -> pallas_kernels.Tokens:
+    """Where the tokens of settled tables are."""
+    token = pallas_kernels.locate(token_axes, t.lengths, t.new, t.offsets)
+    return token if tree is None else token._replace(position=tree_positions(tree, token, t))
+
+
+def settle(tables: BlockTables, group: int, token_axes: tuple[int, ...], step: Step | None) -> BlockTables:
+    """A group's tables as the layers of a step read them: of rows that do not fit the step's arrays, or of which the
+    plan says something else, the step is taken back."""
+    if step is None:
+        return _settle(tables, token_axes, None)
+    agreed = _agreed(step)
+    if tables in agreed:
+        return agreed[tables] or tables
+    with jax.named_scope("plan"):
+        settled = _hold_against(tables, step.tables[group], step.dropped)
+    _agree(step, tables, settled)
+    return settled
+
+
+def settled(cache: Cache, token_axes: tuple[int, ...], step: Step | None) -> Cache:
+    """A cache with the tables that all layers of a step read: what `attention` would return, but for the pools."""
+    tables = tuple(settle(t, group, token_axes, step) for group, t in enumerate(cache.tables))
+    return cache.replace(tables=tables)
+
+
+def check_plan(step: Any, config: CacheConfig, name: str, token_axes: tuple[int, ...]) -> None:
+    """Raise unless a plan is one, of a cache like this, for the tokens of the array `name`."""
+    if step is None:
+        return
+    if not isinstance(step, Step):
+        raise ValueError(f"step must be what plan_step returned, not {type(step).__name__}.")
+    if step.config != config:
+        raise ValueError("This step was planned for a cache of another config: plan it from the cache it is used with.")
+    if step.token_axes != token_axes:
+        raise ValueError(
+            f"This step was planned for the token axes {step.token_axes}, but {name} has {token_axes}: plan a step for "
+            "these."
+        )
+
+
+def check_token_axes(tables: BlockTables, token_axes: Any) -> tuple[int, ...]:
+    """`(S, T)` or `(N,)` as a tuple of Python integers. Raises ValueError for anything else."""
+    rows = tables.lengths.shape[0]
+    axes = tuple(token_axes) if isinstance(token_axes, Sequence | np.ndarray) else (token_axes,)
+    if len(axes) not in (1, 2) or (len(axes) == 2 and axes[0] != rows):
+        raise ValueError(f"shape must be (N,) or ({rows}, T), the token axes of this step, not {axes}.")
+    return tuple(integer("a token axis", n, least=0) for n in axes)
+
+
+# Which tables have been settled is noted on the objects, beside their fields: that is for one trace, where layers hand
+# on the very same tables. Where an object is made anew (at a jit's or a loop's boundary) it is settled once more, which
+# changes nothing.
+
+
+def _settle(tables: BlockTables, token_axes: tuple[int, ...], longest: int | None) -> BlockTables:
+    """Take back the step of rows that were extended by more tokens than the step's arrays have places for.
+
+    Otherwise the places left unwritten, which may hold another row's old tokens, would count as theirs.
+    """
+    noted = getattr(tables, "_settled_for", None)
+    if noted is not None and noted[0] == token_axes and longest in (None, noted[1]):
+        return tables
+    end = tables.new if len(token_axes) == 2 else tables.offsets + tables.new
+    unfit = (tables.new > 0) & (end > np.int32(token_axes[-1]))
+    if longest is not None and longest < token_axes[-1]:
+        unfit |= tables.new > longest
+    settled = _take_back(tables, unfit, SENSELESS)
+    object.__setattr__(settled, "_settled_for", (token_axes, longest))
+    return settled
+
+
+def _take_back(tables: BlockTables, rows: jax.Array, why: int) -> BlockTables:
+    tables = mark_failed(tables, rows, jnp.full_like(tables.wanted, why), 0)
+    step = jnp.where(rows, tables.new, 0)
+    return dataclasses.replace(tables, lengths=tables.lengths - step, new=tables.new - step)
+
+
+def _hold_against(tables: BlockTables, planned: BlockTables, dropped: jax.Array) -> BlockTables:
+    """Tables of which the plan is another's, row by row: what both say alike is computed, the rest is taken back."""
+    dropped = to_lines(dropped, tables)
+    before = (tables.lengths == planned.lengths + dropped) & (tables.new == planned.new + dropped)
+    after = (tables.lengths == planned.lengths) & (tables.new == planned.new)
+    alike = jnp.all(tables.tables == planned.tables, axis=1) & (tables.offsets == planned.offsets) & (before | after)
+    idle = (tables.new == 0) & (planned.new == 0)
+    tables = _take_back(tables, ~alike & ~idle, STALE)
+    unfit = alike & (dropped > 0) & (tables.new > 0)
+    return _take_back(tables, unfit, SENSELESS)
+
+
+def _agreed(step: Step) -> "weakref.WeakKeyDictionary[BlockTables, BlockTables | None]":
+    """Tables that a plan has been held against, and what came of them; None: themselves."""
+    found = getattr(step, "_agreed", None)
+    if found is None:
+        found = weakref.WeakKeyDictionary()
+        object.__setattr__(step, "_agreed", found)
+    return found
+
+
+def _agree(step: Step, before: BlockTables, after: BlockTables) -> None:
+    agreed = _agreed(step)
+    agreed[after] = None
+    if before is not after and _trace_of(before) is _trace_of(after):
+        agreed[before] = after  # else it is known within a loop's body, or a jit's, that has the tables from outside
+
+
+def _trace_of(tables: BlockTables) -> Any:
+    """Whose tracers tables are made of; None: no one's. Where some may be used, so may others of the same. (JAX has no
+    public name for it.)"""
+    return getattr(tables.lengths, "_trace", None)

@@ -1,0 +1,177 @@
+"""Between ragged batches as others write them, and counts of tokens that stand first in each row, as here.
+
+Others pad on the left, or carry a mask, segment ids or positions. A step here takes `counts i32[S]`, and padded tokens
+`[S, T, ...]` of which row s uses the first `counts[s]` places.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.config.validation import integer, shown
+
+
+def counts(
+    *, mask: Any = None, segment_ids: Any = None, positions: Any = None, max_seqs: int | None = None,
+    check: bool = False,
+) -> jax.Array:  # fmt: skip
+    """How many tokens each row has, from what a model carries beside them. Give one of the first three.
+
+    Args:
+      mask: `bool[S, T]` or integers, true for tokens. Tokens may stand anywhere in their row.
+      segment_ids: `i32[S, T]`, 0 for padding; or packed `i32[N]`, where row s has the tokens of segment s + 1, with
+        `max_seqs`.
+      positions: `i32[S, T]`, -1 for padding: a row has as many tokens as its longest run that rises by one. Or packed
+        `i32[N]`, with `max_seqs`: each run is a row. (Where one row ends at position p, the next must not go on at
+        p + 1.)
+      max_seqs: the rows of packed tokens.
+      check: raise on holes: tokens of a row that do not stand together. Outside of `jit` only.
+
+    Returns:
+      `i32[S]`.
+
+    Raises:
+      ValueError: none or several of the three, another shape, or with `check` a row with holes.
+
+    >>> import jaxkv
+    >>> jaxkv.counts(mask=[[0, 0, 1, 1], [1, 1, 1, 1]]).tolist()
+    [2, 4]
+    >>> jaxkv.counts(segment_ids=[1, 1, 2, 3, 3, 3, 0], max_seqs=4).tolist()
+    [2, 1, 3, 0]
+    >>> jaxkv.counts(positions=[[-1, 7, 8, 9], [0, 1, 0, 0]]).tolist()
+    [3, 2]
+    """
+    named = {"mask": mask, "segment_ids": segment_ids, "positions": positions}
+    given = {name: x for name, x in named.items() if x is not None}
+    if len(given) != 1:
+        what = f"{', '.join(given)} were given" if given else "none was"
+        raise ValueError(f"counts takes one of mask, segment_ids and positions, but {what}.")
+    ((name, x),) = given.items()
+    x = _integers(name, x)
+    if x.ndim == 1 and name != "mask":
+        if max_seqs is None:
+            raise ValueError(f"Packed {name} need max_seqs, the number of rows.")
+        max_seqs = integer("max_seqs", max_seqs, least=1)
+    elif x.ndim != 2:
+        packed = "" if name == "mask" else ", or packed [N]"
+        raise ValueError(f"{name} must be [S, T]{packed}, but its shape is {x.shape}.")
+    elif max_seqs is not None:
+        raise ValueError(f"max_seqs is for packed tokens; {name} of {x.shape[0]} rows need none.")
+    row = _rows_of(name, x)  # of each token, from 1, 0 for none; in a padded row of each run
+    if max_seqs is not None:
+        found = jnp.sum(row[None] == jnp.arange(1, max_seqs + 1, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+    elif name == "positions":
+        runs = jnp.arange(1, x.shape[1] + 1, dtype=jnp.int32)
+        found = jnp.max(jnp.sum(row[:, None] == runs[None, :, None], axis=2, dtype=jnp.int32), axis=1, initial=0)
+    else:
+        found = jnp.sum(row != 0, axis=1, dtype=jnp.int32)
+    if check:
+        if isinstance(x, jax.core.Tracer):
+            raise ValueError("check=True cannot be part of jit: holes are looked for on the host. Leave it out there.")
+        _check_holes(name, np.asarray(x), max_seqs)
+    return found
+
+
+def left_align(x: Any, counts: Any) -> jax.Array:
+    """Rows whose tokens stand last, padding before them, as rows whose tokens stand first: `[S, T, ...]` both.
+
+    The padding goes behind them; `right_align` is the way back. Counts that are known on the host must be from 0 to T.
+
+    >>> import jaxkv
+    >>> jaxkv.left_align([[0, 0, 5, 6], [1, 2, 3, 4]], [2, 4]).tolist()
+    [[5, 6, 0, 0], [1, 2, 3, 4]]
+    """
+    return _roll(x, counts, jnp.negative)
+
+
+def right_align(x: Any, counts: Any) -> jax.Array:
+    """Rows whose tokens stand first as rows whose tokens stand last: the opposite of `left_align`.
+
+    >>> import jaxkv
+    >>> jaxkv.right_align([[5, 6, 0, 0], [1, 2, 3, 4]], [2, 4]).tolist()
+    [[0, 0, 5, 6], [1, 2, 3, 4]]
+    """
+    return _roll(x, counts, jnp.positive)
+
+
+def last(x: Any, counts: Any) -> jax.Array:
+    """What stands at each row's last token, `[S, ...]` of `[S, T, ...]`; 0 for a row without tokens.
+
+    >>> import jaxkv
+    >>> jaxkv.last([[5, 6, 0, 0], [1, 2, 3, 4], [9, 9, 9, 9]], [2, 4, 0]).tolist()
+    [6, 4, 0]
+    """
+    x, counts = _rows(x, counts)
+    if not x.shape[1]:
+        return jnp.zeros((x.shape[0], *x.shape[2:]), x.dtype)
+    places = jnp.clip(counts - 1, 0, x.shape[1] - 1)
+    found = x[jnp.arange(x.shape[0], dtype=jnp.int32), places]
+    return jnp.where(jnp.expand_dims(counts > 0, range(1, found.ndim)), found, jnp.zeros((), x.dtype))
+
+
+def _roll(x: Any, counts: Any, direction: Any) -> jax.Array:
+    """Each row moved round by the number of its tokens, to the left of where they begin."""
+    x, counts = _rows(x, counts)
+    place = jnp.arange(x.shape[1], dtype=jnp.int32)[None] + direction(counts)[:, None]
+    index = jnp.mod(place, max(x.shape[1], 1))
+    return x[jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], index]
+
+
+def _rows(x: Any, counts: Any) -> tuple[jax.Array, jax.Array]:
+    x, given, counts = jnp.asarray(x), counts, _integers("counts", counts)
+    if x.ndim < 2 or counts.shape != x.shape[:1]:
+        raise ValueError(f"x must be [S, T, ...] and counts [S], but their shapes are {x.shape} and {counts.shape}.")
+    if not isinstance(given, jax.Array):  # known on the host
+        wrong = np.flatnonzero((np.asarray(given) < 0) | (np.asarray(given) > x.shape[1]))
+        if wrong.size:
+            row = int(wrong[0])
+            raise ValueError(
+                f"counts must be from 0 to {x.shape[1]}, the places of a row, but row {row} has "
+                f"{shown(np.asarray(given)[row].item())}."
+            )
+    return x, counts
+
+
+def _integers(name: str, x: Any) -> jax.Array:
+    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
+        raise ValueError(f"{name} must be integers, not {x.dtype}.")
+    return jnp.asarray(x).astype(jnp.int32)
+
+
+def _rows_of(name: str, x: jax.Array) -> jax.Array:
+    """The number of each token's row, from 1, and 0 for padding; of positions the number of its run."""
+    if name != "positions":
+        return x
+    before = jnp.concatenate([jnp.full_like(x[..., :1], -2), x[..., :-1]], axis=-1)
+    begins = (x != -1) & ((x != before + 1) | (before == -1))
+    return jnp.where(x == -1, 0, jnp.cumsum(begins.astype(jnp.int32), axis=-1))
+
+
+def _check_holes(name: str, x: np.ndarray, max_seqs: int | None) -> None:
+    """Raise if the tokens of a row do not stand together."""
+    if x.ndim == 1:  # each row is one run by what it is; ids must rise
+        ids = x[x != 0] if name == "segment_ids" else np.zeros(0, np.int32)
+        wrong = np.flatnonzero(np.diff(ids) < 0)
+        if wrong.size or (x[np.argmax(x == 0) :] if name == "segment_ids" and (x == 0).any() else ids[:0]).any():
+            raise ValueError(
+                "Packed segment_ids must rise from row to row and end in padding: the tokens of a row stand together."
+            )
+        if ids.size and ids.max() > (max_seqs or 0):
+            raise ValueError(f"segment_ids go up to {ids.max()}, but max_seqs is {max_seqs}.")
+        return
+    held = x != (-1 if name == "positions" else 0)
+    begins = held & ~np.pad(held, ((0, 0), (1, 0)))[:, :-1]
+    rows = np.flatnonzero(begins.sum(axis=1) > 1)
+    if name == "positions":
+        steps = held[:, 1:] & held[:, :-1] & (np.diff(x, axis=1) != 1)
+        rows = np.union1d(rows, np.flatnonzero(steps.any(axis=1)))
+    if name == "segment_ids":
+        several = [r for r, ids in enumerate(x) if len(set(ids[ids != 0].tolist())) > 1]
+        rows = np.union1d(rows, several)
+    if rows.size:
+        raise ValueError(
+            f"Row {int(rows[0])} of {name} has holes: the tokens of a row must stand together, as one segment."
+        )

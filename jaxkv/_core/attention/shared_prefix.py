@@ -1,0 +1,68 @@
+"""Cascade: rows that begin with the same blocks read them once. Which do, and what a step then reads."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._core.blocks.allocator import blocks_for
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.state.state import BlockTables, Layer
+from pallas_kernels.prefixes import WORTH_ROWS, WORTH_TOKENS, Shared, find_shared
+
+
+def can_share(config: CacheConfig) -> bool:
+    """Whether rows of such a cache can have so much in common that it pays to read it once."""
+    rows_left = config.max_seqs - WORTH_ROWS
+    return not config.contiguous and rows_left > 0 and rows_left * config.max_seq_len > WORTH_TOKENS
+
+
+def find_sharing(config: CacheConfig, tables: BlockTables, group: int, queries: jax.Array) -> jax.Array:
+    """`i32[4, S]`, see `pallas_kernels.prefixes`: who reads what with whom, in the layers of a group."""
+    before = tables.lengths - tables.new
+    if config.group_sinks[group]:  # rows are read one by one
+        return jnp.zeros((4, before.shape[0]), jnp.int32)
+    first = config.first_seen(group, before)
+    return find_shared(tables.tables, before, queries, block_size=config.block_size, first=first, worth=WORTH_TOKENS)
+
+
+def blocks_read(
+    config: CacheConfig, tables: BlockTables, group: int, shared: jax.Array | None, together: int
+) -> jax.Array:  # fmt: skip
+    """`i32[]`: blocks that a layer of a group reads in a step, each row's once and those of many rows once for every so
+    many queries that read together."""
+    first = config.first_seen(group, tables.lengths - tables.new)
+    at_once = jnp.int32(0)
+    if shared is not None:
+        of = Shared.unpack(shared)
+        common = of.tokens // config.block_size
+        at_once = jnp.sum(-(-of.queries // together) * jnp.maximum(common - first, 0))
+        first = jnp.maximum(first, common)
+    first -= jnp.minimum(first, config.group_sinks[group])
+    own = jnp.where(tables.new > 0, blocks_for(tables.lengths, config.block_size) - first, 0)
+    return jnp.sum(own) + at_once
+
+
+def shared_in(one: Layer, step: Any) -> jax.Array | None:
+    """What a planned step says of a layer's rows, as long as its tables are those that it was planned for."""
+    if step is None or step.shared is None:
+        return None
+    shared, planned = step.shared[one.group], step.tables[one.group]
+    if one.tables is planned:
+        return shared
+    return jnp.where(jnp.all(one.tables.tables == planned.tables), shared, 0)
+
+
+def sharing_in_words(one: Layer, reads_once: bool) -> str:
+    """What `explain` says of the rows of a cache that is there, each before its next token; "" if none share."""
+    t = one.tables
+    if isinstance(t.tables, jax.core.Tracer | jax.ShapeDtypeStruct) or not can_share(one.config):
+        return ""
+    t = dataclasses.replace(jax.tree.map(jnp.asarray, t), new=jnp.zeros_like(t.new))
+    shared = Shared.unpack(find_sharing(one.config, t, one.group, jnp.where(t.lengths > 0, 1, 0)))
+    rows, tokens = int((shared.tokens > 0).sum()), int(shared.tokens.max())
+    if not rows:
+        return ""
+    how = "a step planned with cascade=True reads them once" if reads_once else "every row reads them by itself"
+    return f" {rows} rows share up to {tokens} of their first tokens with others: {how}."

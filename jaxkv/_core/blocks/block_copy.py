@@ -1,0 +1,105 @@
+"""Whole blocks of keys and values, in and out of pools: in a stack, the same blocks of every layer at once."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.state.shard_local import own_blocks, part_of
+from jaxkv._core.state.sharding import BLOCKS, POOL, WHOLE, on_shards
+from jaxkv._core.state.state import NULL_BLOCK, Pool
+
+
+def copy_blocks(pool: Pool, source: jax.Array, target: jax.Array) -> Pool:
+    """Copy block `source[i]` over block `target[i]`, but nothing over the null block. All are read before any is
+    written."""
+    source = jnp.where(target == NULL_BLOCK, NULL_BLOCK, source)
+    return on_shards(pool, _copy, (pool, source, target), (POOL, WHOLE, WHOLE), POOL)
+
+
+def put_blocks(pool: Pool, blocks: Pool, target: jax.Array) -> Pool:
+    """`blocks[i]` in the place of block `target[i]`; where that is the null block, nothing happens."""
+    return on_shards(pool, _put, (pool, blocks.like(pool), target), (POOL, BLOCKS, WHOLE), POOL)
+
+
+def _copy(pool: Pool, source: jax.Array, target: jax.Array) -> Pool:
+    source = own_blocks(pool, source)
+    return _put(pool, jax.tree.map(lambda x: x[source], pool), target)
+
+
+def _put(pool: Pool, blocks: Pool, target: jax.Array) -> Pool:
+    target = own_blocks(pool, target)
+    past_the_end = pool.kv.shape[0] + jnp.arange(target.shape[0], dtype=jnp.int32)
+    place = jnp.where(target == NULL_BLOCK, past_the_end, target)
+
+    def put_into(x: jax.Array, new: Any) -> jax.Array:
+        minor = tuple(slice(0, size) for size in new.shape[4:])  # D may be padded in the pool
+        return jnp.asarray(x).at[place, :, :, :, *minor].set(new, mode="drop", unique_indices=True)
+
+    return jax.tree.map(put_into, pool, blocks)
+
+
+def _read(pool: Pool, blocks: Any) -> Pool:
+    if (part := part_of(pool)) is None:
+        return jax.tree.map(lambda x: x[blocks], pool)
+    blocks = part.own(jnp.asarray(blocks))
+    return jax.tree.map(lambda x: part.together(x[blocks]), pool)  # of null blocks, which are 0
+
+
+put = jax.jit(put_blocks)
+put_in_place = jax.jit(put_blocks, donate_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnames="parts")
+def read_blocks(pool: Pool, blocks: jax.Array, parts: int = 1) -> tuple[Pool, ...]:
+    """`[n, ...]`: some blocks of a pool, in so many parts of equal size."""
+    found = on_shards(pool, _read, (pool, blocks), (POOL, WHOLE), BLOCKS)
+    each = blocks.shape[0] // parts
+    return tuple(jax.tree.map(lambda x, i=i: x[i * each : (i + 1) * each], found) for i in range(parts))
+
+
+def read_group(cache: Cache, group: int, blocks: Any) -> dict[int, Pool]:
+    """For each layer of a group the blocks `i32[n]`, as a pool of n blocks; anything for null blocks."""
+    found: dict[int, Pool] = {}
+    for stack in cache.config.group_stacks(group):
+        pool = cache.layer(stack[0]).pool
+        places = in_stack(blocks, len(stack), pool.kv.shape[0] // len(stack))
+        found |= zip(stack, read_blocks(pool, places, parts=len(stack)), strict=True)
+    return found
+
+
+def put_group(
+    cache: Cache, group: int, read: Callable[[int], Pool], target: Any, put: Callable[..., Pool]
+) -> Cache:  # fmt: skip
+    """A cache with other blocks in a group's layers.
+
+    Args:
+      read: gives a layer's new blocks, as a pool of n blocks; D may be less than what is stored.
+      target: `i32[m]`, where the first m go; those that go to the null block are left out, and so are the others.
+      put: `put_blocks`, or what has been compiled of it.
+    """
+    pools = list(cache.pools)
+    for stack in cache.config.group_stacks(group):
+        pool, blocks = cache.layer(stack[0]).pool, [read(layer) for layer in stack]
+        joined = blocks[0] if len(stack) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *blocks)
+        places = jnp.pad(target, (0, joined.kv.shape[0] // len(stack) - target.shape[0]), constant_values=NULL_BLOCK)
+        pools[stack[0]] = put(pool, joined, in_stack(places, len(stack), pool.kv.shape[0] // len(stack)))
+    return cache.replace(pools=tuple(pools))
+
+
+def in_stack(blocks: Any, count: int, size: int) -> Any:
+    """`i32[count * n]`: where blocks `i32[n]` lie in a pool of `count` layers of `size` blocks. The null block stays 0,
+    which says that nothing is meant."""
+    if count == 1:
+        return blocks
+    start = size * np.arange(count, dtype=np.int32)[:, None]  # on the host, where the blocks may be too
+    return ((blocks[None] + start) * (blocks[None] != NULL_BLOCK).astype(np.int32)).reshape(-1)
+
+
+def padded_size(count: int) -> int:
+    """So many places for `count` blocks that there are few different ones."""
+    return 1 << max(count - 1, 0).bit_length()

@@ -1,0 +1,259 @@
+"""Tokens that rows give back before they end, in layers made with `LayerConfig(evict=)`: `evict`."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.blocks.allocator import blocks_for, next_blocks, replace_entries, serve, with_taken
+from jaxkv._core.blocks.tables import mark_failed
+from jaxkv._core.cache.cache import Cache, check_cache
+from jaxkv._core.cache.key_bounds import renewed
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.validation import integer, shown
+from jaxkv._core.state.arguments import as_int32
+from jaxkv._core.state.head_rows import any_of_row, part_sums, row_needs, seen_by_rows, to_lines
+from jaxkv._core.state.shard_local import part_of
+from jaxkv._core.state.sharding import POOL, WHOLE, on_shards
+from jaxkv._core.state.state import NULL_BLOCK, SENSELESS, BlockTables, Pool
+
+
+def evict(cache: Cache, keep: Any = None, *, layer: int, scores: Any = None, budget: Any = None) -> Cache:
+    """Keep some of the tokens that one layer holds of each row, and give the blocks of the others back.
+
+    The kept tokens move to the front in their order. Positions go on from what was seen, so what follows is attention
+    to the kept tokens alone; `cache.layers[i].held` says how many there are. Blocks that others hold too are copied
+    where they change. It is for after a step: what `extend` has made room for must have been written in all layers.
+
+    Args:
+      keep: `bool[S, C]`, or `bool[S, K, C]` for a layer with `evict="head"`, over the tokens held, in their order; all
+        of a row is its own affair, and a row that keeps everything is not touched. What stands behind C is not kept.
+      layer: the layer's index; it must have been made with `LayerConfig(evict=)`.
+      scores: instead of `keep`, `f32[S, K, C]` or `f32[S, C]`, what each token is worth, as `jaxkv.scores` has them. Of
+        a layer with `evict="layer"` the mean of the heads counts.
+      budget: with `scores`, how many tokens to keep: a number, one for each row, `i32[S]`, or for each row and head,
+        `i32[S, K]`. Of equal scores the earlier token is kept.
+
+    Raises:
+      ValueError, IndexError: shapes, dtypes or a layer that do not fit; a budget of 0, or scores that are NaN, where
+        they are known on the host. On the device such a row stays as it was and is marked in `cache.failed`, and so is
+        one for whose copies too few blocks are free.
+
+    With "head" every KV head is a row of its own and gives its own blocks back: what compresses heads differently, such
+    as AdaKV (https://arxiv.org/abs/2407.11550), frees memory here.
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, evict="layer")
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=8))
+    >>> kv = jnp.ones((1, 2, 40, 2, 8))
+    >>> cache = jaxkv.append(cache, kv, kv, [40, 20])
+    >>> cache = jaxkv.evict(cache, scores=jnp.ones((2, 40)), budget=[10, 20], layer=0)
+    >>> cache.layers[0].held.tolist(), cache.lengths.tolist(), cache.blocks_in_use
+    ([10, 20], [40, 20], 3)
+    """
+    check_cache(cache)
+    config, one = cache.config, cache.layer_config(layer)
+    if one.evict is None:
+        why = "keeps all tokens" if one.shares_with is None else f"reads what layer {one.shares_with} keeps"
+        raise ValueError(f'Layer {layer} {why}: evict is for layers made with LayerConfig(evict="layer" or "head").')
+    if (keep is None) == (scores is None) or (scores is None) != (budget is None):
+        raise ValueError("evict takes either keep, or scores and a budget, and neither takes part in the other way.")
+    if keep is not None:
+        given: dict[str, Any] = {"keep": _read_places("keep", keep, cache, layer)}
+    else:
+        given = {"scores": _read_places("scores", scores, cache, layer), "budget": _read_budget(budget, cache, layer)}
+    pools = list(cache.pools)
+    cache_tables, pools[layer] = _evict(cache.tables, cache.pools[layer], given, config, config.group(layer))
+    return cache.replace(tables=cache_tables, pools=tuple(pools))
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _evict(
+    tables: tuple[BlockTables, ...], pool: Pool, given: dict[str, jax.Array], config: CacheConfig, group: int
+) -> tuple[tuple[BlockTables, ...], Pool]:
+    t = tables[group]
+    seen, keep, senseless = seen_by_rows(t, config), given.get("keep"), jnp.zeros(config.max_seqs, bool)
+    if keep is None:
+        keep, senseless = best_of(given["scores"], given["budget"], t, config)
+        senseless &= ~seen.failed
+    keep = _of_lines(keep, t) & (jnp.arange(keep.shape[-1], dtype=jnp.int32)[None] < t.lengths[:, None])
+    move = _plan(t, keep, ~t.failed & ~to_lines(senseless, t), config.block_size)
+    needed = row_needs(move.copied.sum(axis=1, dtype=jnp.int32), t, config)
+    granted = serve([needed], [t])
+    refused, granted = any_of_row(move.changes, config) & ~granted, to_lines(granted, t)
+    move = move._replace(changes=move.changes & granted, copied=move.copied & granted[:, None])
+
+    changed, pool = _carry_out(t, pool, move, config, group)
+    wanted = jnp.where(senseless, SENSELESS, seen.lengths)
+    groups = [*tables[:group], changed, *tables[group + 1 :]]
+    return tuple(
+        mark_failed(other, refused | senseless, wanted, needed if g == group else 0) for g, other in enumerate(groups)
+    ), pool
+
+
+def thin(cache: Cache, keep: jax.Array, *, layer: int) -> Cache:
+    """`evict` of rows none of whose blocks others hold: so there is nothing that could be refused.
+
+    Args:
+      keep: `bool[S, C]`, or of a layer that evicts by heads `bool[K * S, C]`, line by line.
+    """
+    config, group = cache.config, cache.config.group(layer)
+    t, pools = cache.tables[group], list(cache.pools)
+    keep &= jnp.arange(keep.shape[-1], dtype=jnp.int32)[None] < t.lengths[:, None]
+    move = _plan(t, keep, ~t.failed, config.block_size)
+    move = move._replace(copied=jnp.zeros_like(move.copied))
+    changed, pools[layer] = _carry_out(t, pools[layer], move, config, group)
+    return cache.replace(tables=(*cache.tables[:group], changed, *cache.tables[group + 1 :]), pools=tuple(pools))
+
+
+class _Move(NamedTuple):
+    """What becomes of the lines of a table."""
+
+    changes: jax.Array  # bool[R]: lines that lose tokens
+    left: jax.Array  # i32[R]: tokens that they keep
+    source: jax.Array  # i32[R, M * block_size]: the place that the token at each place comes from
+    first: jax.Array  # i32[R]: the first column in which that is another
+    end: jax.Array  # i32[R]: the column behind the last one with a token
+    copied: jax.Array  # bool[R, M]: columns whose block others hold too, so that another is written
+
+
+def _plan(t: BlockTables, keep: jax.Array, allowed: jax.Array, block_size: int) -> _Move:
+    places = jnp.arange(t.tables.shape[1] * block_size, dtype=jnp.int32)[None]
+    count = jnp.sum(keep, axis=1, dtype=jnp.int32)
+    changes = allowed & (count < t.lengths)
+    line, place = (jnp.broadcast_to(x, keep.shape) for x in (_numbers(keep)[:, None], places[:, : keep.shape[1]]))
+    to = jnp.where(keep, jnp.cumsum(keep, axis=1, dtype=jnp.int32) - 1, places.size)
+    source = jnp.broadcast_to(places, (keep.shape[0], places.size)).at[line, to].set(place, mode="drop")
+    kept_so_far = jnp.sum(jnp.cumsum(~keep, axis=1) == 0, axis=1, dtype=jnp.int32)
+    first, end = kept_so_far // block_size, blocks_for(count, block_size)
+    column = jnp.arange(t.tables.shape[1], dtype=jnp.int32)[None]
+    written = changes[:, None] & (column >= first[:, None]) & (column < end[:, None])
+    return _Move(changes, count, source, first, end, written & (t.refcounts[t.tables] > 1))
+
+
+def _carry_out(
+    t: BlockTables, pool: Pool | None, move: _Move, config: CacheConfig, group: int
+) -> tuple[BlockTables, Pool]:
+    assert pool is not None
+    changed = _hold(t, move, config)
+    arrays = (t.tables, changed.tables, move)
+    specs, layer = (POOL, *[WHOLE] * len(arrays)), config.groups[group][0]
+    return changed, on_shards(pool, _compact, (pool, *arrays), specs, POOL, config=config, layer=layer)
+
+
+def _hold(t: BlockTables, move: _Move, config: CacheConfig) -> BlockTables:
+    """Tables in which lines hold what they keep. The copies' blocks are taken before any is given back: so none of
+    them is still to be read."""
+    fresh = next_blocks(t, move.copied)
+    t = with_taken(t, part_sums(move.copied.sum(axis=1, dtype=jnp.int32), t))
+    gone = move.changes[:, None] & (jnp.arange(t.tables.shape[1], dtype=jnp.int32)[None] >= move.end[:, None])
+    t = replace_entries(t, jnp.where(gone | move.copied, NULL_BLOCK, t.tables))
+    assert t.evicted is not None and t.thinned is not None
+    return dataclasses.replace(
+        t,
+        tables=jnp.where(move.copied, fresh, t.tables),
+        lengths=jnp.where(move.changes, move.left, t.lengths),
+        new=jnp.where(to_lines(any_of_row(move.changes, config), t), 0, t.new),
+        evicted=jnp.where(move.changes, t.seen - move.left, t.evicted),
+        thinned=jnp.where(move.changes, move.left, t.thinned),
+    )
+
+
+def _compact(
+    pool: Pool, old: jax.Array, new: jax.Array, move: _Move, *, config: CacheConfig, layer: int
+) -> Pool:  # fmt: skip
+    """The tokens of lines moved up, column by column: a token never comes from an earlier one, so nothing is written
+    that is still to be read."""
+    if (part := part_of(pool)) is not None:
+        old, new, move = jax.tree.map(part.lines, (old, new, move))
+        old, new = part.own(old), part.own(new)
+    size = pool.kv.shape[3]
+    behind = pool.kv.shape[0] + _numbers(old)  # past the end: dropped
+
+    def column(j: jax.Array, pool: Pool) -> Pool:
+        place = jax.lax.dynamic_slice_in_dim(move.source, j * size, size, axis=1)
+        block, offset = jnp.take_along_axis(old, place // size, axis=1), place % size
+        written = move.changes & (j >= move.first) & (j < move.end)
+        target = jnp.where(written, jax.lax.dynamic_index_in_dim(new, j, axis=1, keepdims=False), behind)
+
+        def put(x: jax.Array) -> jax.Array:
+            tokens = jnp.moveaxis(x[block, :, :, offset], 1, 3)
+            return x.at[target].set(tokens, mode="drop", unique_indices=True)
+
+        pool = dataclasses.replace(jax.tree.map(put, pool.tokens), bounds=pool.bounds)
+        if pool.bounds is None:
+            return pool
+        changed, filled = jnp.where(written, target, NULL_BLOCK), jnp.clip(move.left - j * size, 0, size)
+        return renewed(pool, changed, filled, config=config, layer=layer)
+
+    start = jnp.min(jnp.where(move.changes, move.first, old.shape[1]))
+    stop = jnp.max(jnp.where(move.changes, move.end, 0))
+    return jax.lax.fori_loop(start, stop, column, pool)
+
+
+def best_of(scores: jax.Array, budget: jax.Array, t: BlockTables, config: CacheConfig) -> tuple[jax.Array, jax.Array]:
+    """Which tokens have the `budget` best scores of their line, and `bool[S]`: rows of which that makes no sense."""
+    if scores.ndim == 3 and t.lengths.shape[0] == config.max_seqs:
+        scores = scores.mean(axis=1)
+    scores = _of_lines(scores, t)
+    budget = jnp.broadcast_to(_of_lines(budget[..., None], t)[..., 0] if budget.ndim else budget, scores.shape[:1])
+    held = jnp.arange(scores.shape[1], dtype=jnp.int32)[None] < t.lengths[:, None]
+    wrong = (jnp.isnan(scores) & held).any(axis=1) | (budget < 0)
+    order = jnp.argsort(jnp.where(held, -scores, jnp.inf), axis=1, stable=True)
+    rank = jnp.argsort(order, axis=1)
+    return rank < budget[:, None], any_of_row(wrong, config)
+
+
+def _of_lines(x: jax.Array, t: BlockTables) -> jax.Array:
+    """`[S, C]` or `[S, K, C]` for each line of a table; of lines, as it is."""
+    if x.ndim == 3:
+        return jnp.moveaxis(x, 1, 0).reshape(-1, x.shape[-1])
+    return to_lines(x, t)
+
+
+def _numbers(x: jax.Array) -> jax.Array:
+    return jnp.arange(x.shape[0], dtype=jnp.int32)
+
+
+def _read_places(name: str, x: Any, cache: Cache, layer: int) -> jax.Array:
+    """`keep` or `scores`, of tokens that rows hold. Raises ValueError."""
+    on_device = isinstance(x, jax.Array)
+    x = x if on_device else np.asarray(x)
+    rows, one = cache.config.max_seqs, cache.layer_config(layer)
+    by_head = one.evict == "head" or name == "scores"
+    shapes = ((rows,), (rows, one.num_kv_heads)) if by_head else ((rows,),)
+    most, right = cache.config.max_seq_len, jnp.bool_ if name == "keep" else jnp.floating
+    if x.shape[:-1] not in shapes or not 0 < x.shape[-1] <= most or not jnp.issubdtype(x.dtype, right):
+        kind = "bool" if name == "keep" else "floats "
+        wanted = f"{kind}[{rows}, C]" + (f" or [{rows}, {one.num_kv_heads}, C]" if by_head else "")
+        raise ValueError(
+            f"{name} must be {wanted} over the tokens that layer {layer} holds, with C up to {most}, not "
+            f"{x.dtype}{list(x.shape)}."
+        )
+    held = cache.layer(layer).held
+    if not isinstance(held, jax.core.Tracer) and (most := int(held.max())) > x.shape[-1]:
+        raise ValueError(f"{name} has places for {x.shape[-1]} tokens, but a row holds {most} in layer {layer}.")
+    if not on_device and name == "scores" and np.isnan(x).any():
+        raise ValueError(f"scores must be numbers, but one of row {np.argwhere(np.isnan(x))[0][0]} is NaN.")
+    return jnp.asarray(x) if name == "keep" else jnp.asarray(x, jnp.float32)
+
+
+def _read_budget(budget: Any, cache: Cache, layer: int) -> jax.Array:
+    """How many tokens to keep, `i32[]`, `i32[S]` or `i32[S, K]`. Raises ValueError."""
+    rows, one = cache.config.max_seqs, cache.layer_config(layer)
+    if not isinstance(budget, jax.Array):
+        if np.ndim(budget) == 0:
+            return jnp.int32(integer("budget, the tokens to keep,", budget, least=1))
+        budget = np.asarray(budget)
+    shapes = ((), (rows,), (rows, one.num_kv_heads)) if one.evict == "head" else ((), (rows,))
+    if budget.shape not in shapes or not jnp.issubdtype(budget.dtype, jnp.integer):
+        raise ValueError(
+            f"budget must be a number of tokens, or integers of the shape {' or '.join(map(str, shapes[1:]))}, not "
+            f"{shown(budget)}."
+        )
+    if not isinstance(budget, jax.Array) and (budget.min() < 0 or budget.max() < 1):
+        raise ValueError(f"budget must say how many tokens to keep, at least one, not {shown(budget.tolist())}.")
+    return as_int32(budget)

@@ -1,0 +1,116 @@
+"""Blocks from the host into empty rows of a cache."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.blocks.block_copy import put_blocks, put_group, put_in_place
+from jaxkv._core.blocks.reblock import Held, lines_of
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.cache.key_bounds import with_bounds
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.state.head_rows import any_of_row
+from jaxkv._core.state.multihost import put
+from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
+
+
+def put_rows(
+    cache: Cache, rows: np.ndarray, lengths: np.ndarray, held: Sequence[Held],
+    read: Callable[[int], Any], *, in_place: bool,
+) -> Cache:  # fmt: skip
+    """A cache in which `rows` have `lengths` tokens.
+
+    Args:
+      rows: which must be empty; enough blocks must be free.
+      held: what they hold in each group; blocks count from 1, in the order of `read`; 0: none. Rows may share them.
+      read: gives `[n, 2, K, block_size, D]`, a layer's blocks, and any behind them; asked for one layer after another.
+      in_place: the old cache's pools are used up.
+    """
+    groups, result = [], cache
+    for group, (tables, own) in enumerate(zip(cache.tables, held, strict=True)):
+        lines, seen = lines_of(rows, cache.config, group), np.tile(lengths, cache.config.group_heads[group])
+        changed, blocks = _adopt(tables, own, lines, seen, cache.config.contiguous)
+        groups.append(changed)
+        if len(blocks):
+            found = functools.partial(_found, read, own, cache.config)
+            result = put_group(result, group, found, blocks, put_in_place if in_place else put_blocks)
+    return result.replace(tables=tuple(groups))
+
+
+def _adopt(
+    tables: BlockTables, held: Held, rows: np.ndarray, seen: np.ndarray, contiguous: bool
+) -> tuple[BlockTables, np.ndarray]:
+    """Tables in which `rows` hold blocks, and `i32[n]`: the numbers that those got."""
+    entries = held.tables
+    count = int(entries.max(initial=0))
+    used = tables.num_blocks - int(np.sum(tables.num_free))
+    table, refcounts, all_lengths = (np.array(x) for x in (tables.tables, tables.refcounts, tables.lengths))
+    blocks = np.full(count + 1, NULL_BLOCK, np.int32)
+    line, column = np.nonzero(entries)
+    num_free = np.array(tables.num_free)
+    if contiguous:  # every row has its block
+        blocks[entries[line, column]] = table[rows[line], column]
+    else:
+        part = np.zeros(count + 1, np.int32)
+        part[entries[line, column]] = rows[line] // (len(table) // tables.parts)
+        taken = np.bincount(part[1:], minlength=tables.parts)
+        lists = np.asarray(tables.free_list).reshape(tables.parts, -1)
+        for number, (free, left) in enumerate(zip(lists, np.atleast_1d(num_free).tolist(), strict=True)):
+            first = len(free) - left
+            blocks[1:][part[1:] == number] = free[first : first + taken[number]]
+        used, num_free = used + count, num_free - taken.astype(np.int32).reshape(num_free.shape)
+        table[rows, : entries.shape[1]] = blocks[entries]
+        refcounts[blocks[1:]] = np.bincount(entries.ravel(), minlength=count + 1)[1:]
+    all_lengths[rows] = held.lengths
+    changes: dict[str, Any] = {
+        "tables": table,
+        "refcounts": refcounts,
+        "lengths": all_lengths,
+        "num_free": num_free,
+        "peak": np.maximum(np.asarray(tables.peak), used),
+    }
+    if tables.evicted is not None and tables.thinned is not None:
+        evicted, thinned = np.array(tables.evicted), np.array(tables.thinned)
+        evicted[rows], thinned[rows] = seen - held.lengths, 0 if held.thinned is None else held.thinned
+        changes |= {"evicted": evicted, "thinned": thinned}
+    like = {name: _like(getattr(tables, name), value) for name, value in changes.items()}
+    return dataclasses.replace(tables, **like), blocks[1:]
+
+
+def _found(read: Callable[[int], Any], held: Held, config: CacheConfig, layer: int) -> Pool:
+    return with_bounds(read(layer), held.tables, held.lengths, config, layer)
+
+
+def _like(old: jax.Array, new: np.ndarray) -> jax.Array:
+    """`new` where `old` is, so that a compiled step takes one as it takes the other."""
+    new = np.asarray(new, old.dtype)
+    return put(new, old.sharding) if getattr(old, "committed", False) else jnp.asarray(new)
+
+
+def empty_rows(cache: Cache) -> np.ndarray:
+    """`bool[S]`: rows that others can be put into: without tokens and reserved blocks, and not failed."""
+    config, (failed, lengths, tables) = cache.config, jax.device_get((cache.failed, cache.lengths, cache.tables))
+    empty = ~failed & (lengths == 0)
+    for t in () if config.contiguous else tables:
+        empty &= ~any_of_row(t.tables.any(axis=1), config)
+    return empty
+
+
+def pool_layers(config: CacheConfig) -> list[int]:
+    """The layers that have a pool of their own."""
+    return [layer for layer in range(config.num_layers) if config.owner(layer) == layer]
+
+
+def describe_layer(config: CacheConfig, layer: int) -> dict[str, Any]:
+    """What one layer keeps, in plain values; two layers of which this is equal can hold each other's tokens. Bounds
+    follow from those."""
+    said = dataclasses.asdict(config.layers[layer]) | {
+        "dtype": config.kind(layer).name,
+        "rotate": config.rotates(layer),
+    }
+    return {name: x for name, x in said.items() if name != "bounds"}

@@ -1,0 +1,272 @@
+"""Rows that share blocks: `fork`, `reorder` and `truncate`.
+
+They keep the invariant that a block that can still be written belongs to exactly one row: whoever would write into a
+shared block gets a copy of it here, so that the decode path never copies.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.blocks.allocator import blocks_for, replace_entries, serve, take
+from jaxkv._core.blocks.block_copy import copy_blocks, in_stack
+from jaxkv._core.blocks.tables import mark_failed
+from jaxkv._core.cache.cache import Cache, check_cache
+from jaxkv._core.state.arguments import row_counts, row_indices, scatter_rows
+from jaxkv._core.state.head_rows import any_of_row, part_sums, row_needs, source_lines, to_lines
+from jaxkv._core.state.state import GONE, NULL_BLOCK, BlockTables
+
+
+def fork(cache: Cache, src: Any, dst: Any) -> Cache:
+    """Make rows `dst` continue from what rows `src` hold: full blocks are shared, the partial last block is copied.
+
+    What a dst row held before is freed, and its blocks serve for the copies if that makes enough for all of them. A dst
+    row for whose copy there is no block stays as it was and is marked in `cache.failed`.
+
+    Args:
+      src, dst: row indices, or equally long lists of them. No dst row may be a src row of the same call.
+
+    Raises:
+      ValueError, IndexError: rows known on the host that overlap or are out of range. On the device, a dst row with
+        such a src is marked in `cache.failed`, and a dst out of range is ignored.
+
+    Sharing blocks by counting references is vLLM's idea (https://arxiv.org/abs/2309.06180).
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=3, max_seq_len=64, num_blocks=8))
+    >>> cache = jaxkv.fork(jaxkv.extend(cache, [40, 0, 0]), 0, [1, 2])
+    >>> cache.lengths.tolist(), cache.blocks_in_use  # 2 full blocks shared, 3 partial ones
+    ([40, 40, 40], 5)
+    """
+    check_cache(cache)
+    rows = cache.lengths.shape[0]
+    known = not isinstance(src, jax.Array) and not isinstance(dst, jax.Array)
+    given = (src, dst)
+    src, dst = row_indices("src", src, rows), row_indices("dst", dst, rows)
+    if known:
+        _check_pairs(*(np.atleast_1d(x).tolist() for x in given))
+    if src.shape not in (dst.shape, (1,)):
+        raise ValueError(f"src and dst must be equally long, but have {src.shape[0]} and {dst.shape[0]} rows.")
+    return _fork(cache, src, dst)
+
+
+@jax.jit
+def _fork(cache: Cache, src: jax.Array, dst: jax.Array) -> Cache:
+    rows = cache.lengths.shape[0]
+    itself = jnp.arange(rows, dtype=jnp.int32)
+    asked = scatter_rows(itself, dst, jnp.broadcast_to(src, dst.shape))
+    source = jnp.clip(asked, 0, rows - 1)
+    moved = asked != itself
+    sensible = (asked == source) & ~moved[source]
+    granted = _servable(cache, moved & sensible, lambda tables, rows: _adoption(cache, tables, source, rows))
+    return _become(cache, source, granted, moved & ~granted, sensible)
+
+
+def reorder(cache: Cache, order: Any) -> Cache:
+    """Beam search: row s becomes a fork of row `order[s]`, all at once.
+
+    All or nothing for the whole call: if there are too few blocks for the copies, nothing changes and every row that
+    was to change is marked in `cache.failed`. A permutation copies nothing.
+
+    Args:
+      order: `i32[S]`; `order[s] == s` leaves row s alone.
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=3, max_seq_len=64, num_blocks=8))
+    >>> jaxkv.reorder(jaxkv.extend(cache, [40, 20, 5]), [1, 0, 0]).lengths.tolist()
+    [20, 40, 40]
+    """
+    check_cache(cache)
+    rows = cache.lengths.shape[0]
+    if not isinstance(order, jax.Array):
+        row_indices("order", order, rows)
+    return _reorder(cache, row_counts("order", order, rows))
+
+
+@jax.jit
+def _reorder(cache: Cache, order: jax.Array) -> Cache:
+    rows = cache.lengths.shape[0]
+    moved = order != jnp.arange(rows, dtype=jnp.int32)
+    source = jnp.clip(order, 0, rows - 1)
+    sensible = jnp.all(source == order)
+    enough = sensible & _all_fit(cache, [_adoption(cache, tables, source, moved) for tables in cache.tables])
+    return _become(cache, source, moved & enough, moved & ~enough, sensible)
+
+
+def truncate(cache: Cache, lengths: Any) -> Cache:
+    """Roll rows back to their first `lengths[s]` tokens; blocks no longer needed are freed, reserved ones too.
+
+    A row that is not longer than that stays as it is. A row whose new last block is partial and shared with another
+    gets a copy of it; if there is no free block for that, the row stays as it was and is marked in `cache.failed`. So
+    is a row of which layers with a window have given back what the next token would see, or of which `evict` has
+    thinned some of the tokens that would stay. Going back to where the last `extend` started is always possible, if
+    nothing has been evicted since.
+
+    Args:
+      lengths: `i32[S]`, those that were evicted counted too.
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=8))
+    >>> jaxkv.truncate(jaxkv.extend(cache, [40, 20]), [10, 64]).lengths.tolist()
+    [10, 20]
+    """
+    check_cache(cache)
+    return _truncate(cache, row_counts("lengths", lengths, cache.lengths.shape[0]))
+
+
+@jax.jit
+def _truncate(cache: Cache, target: jax.Array) -> Cache:
+    shorter = (target >= 0) & (target < cache.lengths)
+    gone = jnp.zeros_like(shorter)
+    for group, tables in enumerate(cache.tables):
+        if tables.evicted is not None and tables.thinned is not None:
+            thinned = to_lines(target, tables) < tables.evicted + tables.thinned
+            gone |= shorter & (target > 0) & any_of_row(thinned, cache.config)
+            continue
+        column, end = _columns(tables), blocks_for(target, cache.config.block_size)
+        seen = (column >= cache.config.first_seen(group, target)[:, None]) & (column < end[:, None])
+        gone |= shorter & (seen & (tables.tables == NULL_BLOCK)).any(axis=1)
+    granted = _servable(cache, shorter & ~gone, lambda tables, rows: _truncation(cache, tables, target, rows))
+
+    def shorten(tables: BlockTables) -> BlockTables:
+        refused, needed = (shorter & ~granted) | (target < 0), jnp.where(gone, GONE, 1)
+        tables = mark_failed(tables, refused, jnp.where(target < 0, -1, target), needed)
+        rows, lengths = to_lines(granted, tables), _held(tables, target)
+        emptied = rows & to_lines(target == 0, tables)
+        return dataclasses.replace(
+            tables,
+            lengths=jnp.where(rows, lengths, tables.lengths),
+            new=jnp.where(rows, 0, tables.new),
+            evicted=None if tables.evicted is None else jnp.where(emptied, 0, tables.evicted),
+            thinned=None if tables.thinned is None else jnp.where(emptied, 0, tables.thinned),
+        )
+
+    return _carry_out(cache, lambda tables: _truncation(cache, tables, target, granted), shorten)
+
+
+def _held(tables: BlockTables, target: jax.Array) -> jax.Array:
+    """Of the first `target` i32[S] tokens that rows have seen, those that are held, of each line."""
+    target = to_lines(target, tables)
+    return target if tables.evicted is None else jnp.maximum(target - tables.evicted, 0)
+
+
+class _Plan(NamedTuple):
+    """How the tables of one group are to change."""
+
+    entries: jax.Array  # i32[S, M]: the new table, without the last blocks that are to be copied
+    copied: jax.Array  # bool[S]: the row gets a copy of a block,
+    block: jax.Array  # i32[S]: of this one,
+    column: jax.Array  # i32[S]: at this place of its table
+
+
+def _adoption(cache: Cache, tables: BlockTables, source: jax.Array, moved: jax.Array) -> _Plan:
+    """Rows under `moved` become what rows `source` are."""
+    source, moved = source_lines(source, tables), to_lines(moved, tables)
+    block_size, length = cache.config.block_size, tables.lengths[source]
+    if cache.config.contiguous:  # every row keeps its own block
+        first_column = jnp.zeros_like(source)
+        return _Plan(tables.tables, moved & (length > 0), tables.tables[source, 0], first_column)
+    # The first row to take the place of one that moves on itself inherits its last block; all others need a copy.
+    index = jnp.arange(source.shape[0], dtype=jnp.int32)
+    takers = jnp.where(moved, index, source.shape[0])
+    first_taker = jnp.full_like(source, source.shape[0]).at[source].min(takers)
+    inherits = moved[source] & (first_taker[source] == index)
+    copied = moved & (length % block_size > 0) & ~inherits
+    keep = blocks_for(length, block_size) - copied.astype(jnp.int32)
+    entries = jnp.where(_columns(tables) < keep[:, None], tables.tables[source], NULL_BLOCK)
+    column = jnp.minimum(length // block_size, entries.shape[1] - 1)
+    return _Plan(jnp.where(moved[:, None], entries, tables.tables), copied, tables.tables[source, column], column)
+
+
+def _truncation(cache: Cache, tables: BlockTables, target: jax.Array, shorter: jax.Array) -> _Plan:
+    """Rows under `shorter` keep their first `target` tokens."""
+    target, shorter = _held(tables, target), to_lines(shorter, tables)
+    block_size = cache.config.block_size
+    column = jnp.clip(target // block_size, 0, tables.tables.shape[1] - 1)
+    block = tables.tables[jnp.arange(target.shape[0]), column]
+    if cache.config.contiguous:
+        return _Plan(tables.tables, jnp.zeros_like(shorter), block, column)
+    copied = shorter & (target % block_size > 0) & (tables.refcounts[block] > 1)
+    keep = blocks_for(target, block_size) - copied.astype(jnp.int32)
+    dropped = shorter[:, None] & (_columns(tables) >= keep[:, None])
+    return _Plan(jnp.where(dropped, NULL_BLOCK, tables.tables), copied, block, column)
+
+
+def _columns(tables: BlockTables) -> jax.Array:
+    return jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None]
+
+
+def _blocks_taken(cache: Cache, copied: jax.Array) -> jax.Array:
+    """`i32[S]`: blocks that the copies take from the pool."""
+    return jnp.zeros(copied.shape, jnp.int32) if cache.config.contiguous else copied.astype(jnp.int32)
+
+
+def _servable(cache: Cache, wanted: jax.Array, plan_for: Callable[[BlockTables, jax.Array], _Plan]) -> jax.Array:
+    """Which of the wanted rows can be changed: all, if there are blocks for their copies, those counted that the call
+    itself frees; else as many, in order, as the blocks that are free before it serve."""
+    plans = [plan_for(tables, wanted) for tables in cache.tables]
+    pairs = zip(plans, cache.tables, strict=True)
+    served = serve([row_needs(_blocks_taken(cache, p.copied), t, cache.config) for p, t in pairs], cache.tables)
+    return wanted & (served | _all_fit(cache, plans))
+
+
+def _all_fit(cache: Cache, plans: list[_Plan]) -> jax.Array:
+    """Whether the copies of all plans can be met once the blocks that they give up are free."""
+    enough = jnp.array(True)
+    for tables, plan in zip(cache.tables, plans, strict=True):
+        freed = tables if cache.config.contiguous else replace_entries(tables, plan.entries)
+        enough &= jnp.all(part_sums(_blocks_taken(cache, plan.copied), tables) <= freed.num_free)
+    return enough
+
+
+def _become(cache: Cache, source: jax.Array, granted: jax.Array, refused: jax.Array, sensible: jax.Array) -> Cache:
+    """Rows under `granted` become what rows `source` are, their failures included; rows under `refused` fail."""
+
+    def inherit(tables: BlockTables) -> BlockTables:
+        changed, like = to_lines(granted, tables), source_lines(source, tables)
+
+        def from_source(x: jax.Array | None) -> jax.Array | None:
+            return None if x is None else jnp.where(changed, x[like], x)
+
+        names = ("lengths", "failed", "wanted", "needed", "evicted", "thinned")
+        rows: dict[str, Any] = {name: from_source(getattr(tables, name)) for name in names}
+        wanted = jnp.where(sensible, cache.lengths[source], -1)
+        tables = dataclasses.replace(tables, new=jnp.where(changed, 0, tables.new), **rows)
+        return mark_failed(tables, refused, wanted, 1)
+
+    return _carry_out(cache, lambda tables: _adoption(cache, tables, source, granted), inherit)
+
+
+def _carry_out(
+    cache: Cache, plan_for: Callable[[BlockTables], _Plan], update_rows: Callable[[BlockTables], BlockTables]
+) -> Cache:
+    """Change every group's tables as planned, copy the blocks, and update what the tables say of the rows."""
+    pools, groups = list(cache.pools), []
+    for group, tables in enumerate(cache.tables):
+        plan = plan_for(tables)
+        changed = tables
+        if not cache.config.contiguous:
+            # At its column, since nothing may stand before it: the row's other blocks may have left the window.
+            changed = take(replace_entries(tables, plan.entries), _blocks_taken(cache, plan.copied), at=plan.column)
+        target = changed.tables[jnp.arange(plan.column.shape[0]), plan.column]
+        target = jnp.where(plan.copied, target, NULL_BLOCK)
+        for stack in cache.config.group_stacks(group):
+            source, places = (in_stack(x, len(stack), tables.num_blocks + 1) for x in (plan.block, target))
+            pools[stack[0]] = copy_blocks(cache.layer(stack[0]).pool, source, places)
+        groups.append(update_rows(changed))
+    return cache.replace(tables=tuple(groups), pools=tuple(pools))
+
+
+def _check_pairs(src: list[int], dst: list[int]) -> None:
+    if len(set(dst)) != len(dst):
+        raise ValueError(f"dst names a row twice: {dst}. A row can become a fork of one row only.")
+    both = sorted(d for s, d in zip(src * (len(dst) if len(src) == 1 else 1), dst, strict=False) if d in src and s != d)
+    if both:
+        raise ValueError(f"Rows {both} are in src and in dst of the same call; use reorder to exchange rows.")

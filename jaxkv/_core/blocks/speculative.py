@@ -1,0 +1,166 @@
+"""Of a step's tokens some are kept: the accepted path of a tree, or the first so many."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.blocks.allocator import blocks_for, replace_entries
+from jaxkv._core.blocks.block_copy import in_stack
+from jaxkv._core.blocks.tables import mark_failed
+from jaxkv._core.cache.cache import Cache, check_cache
+from jaxkv._core.cache.key_bounds import renewed, touched
+from jaxkv._core.config.validation import shown
+from jaxkv._core.state.arguments import as_int32
+from jaxkv._core.state.head_rows import any_of_row, to_lines
+from jaxkv._core.state.shard_local import at_places, own_places
+from jaxkv._core.state.sharding import POOL, WHOLE, on_shards
+from jaxkv._core.state.state import NULL_BLOCK, SENSELESS, BlockTables, Pool
+
+
+def keep(cache: Cache, path: Any) -> Cache:
+    """Of each row's last step keep some tokens, one behind the other, and take the others back.
+
+    Speculation proposes a tree of tokens, and a path through it is accepted: its tokens move up behind the context, and
+    blocks that are no longer needed are freed. Call it before the next `extend`. Only the kept tokens' keys and values
+    are moved.
+
+    Args:
+      path: `i32[S, n]`, the kept tokens of each row, counted from its first new one, in increasing order, with -1
+        behind them. A row that was not part of the step has -1 alone, and stays as it is.
+
+    Raises:
+      ValueError: a path known on the host that does not increase, or goes beyond the row's new tokens. On the device
+        such a row stays as it was and is marked in `cache.failed`, as is one that has shared these blocks since.
+
+    Trees of proposals are from SpecInfer (https://arxiv.org/abs/2305.09781).
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> cache = jaxkv.extend(jaxkv.extend(cache, [7, 3]), [5, 0])  # a tree of five tokens behind row 0's context
+    >>> jaxkv.keep(cache, [[0, 2, -1], [-1, -1, -1]]).lengths.tolist()
+    [9, 3]
+    """
+    check_cache(cache)
+    path = _read_path(cache, path)
+    number, is_kept = jnp.arange(path.shape[1], dtype=jnp.int32)[None], path >= 0
+    count = jnp.sum(is_kept, axis=1, dtype=jnp.int32)
+    increases = path > jnp.pad(path, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    is_right = jnp.where(number < count[:, None], increases & (path < cache.new[:, None]), path == -1)
+    moved = is_kept & (path != number)
+    changes = moved.any(axis=1) | (count < cache.new)
+    shared = jnp.stack([any_of_row(_shares_new_tokens(cache, t), cache.config) for t in cache.tables]).any(axis=0)
+    refused = (~is_right.all(axis=1) | (changes & shared)) & ~cache.failed
+    changes &= ~refused & ~cache.failed
+    cache = _move(cache, path, number, moved & changes[:, None])
+    cache = _shorten(cache, cache.new - count, changes)
+    return cache.replace(
+        tables=tuple(mark_failed(t, refused, jnp.full_like(count, SENSELESS), 0) for t in cache.tables)
+    )
+
+
+def take_back(cache: Cache, count: jax.Array) -> Cache:
+    """The cache without the last `count[s]` tokens of its rows' last step. They must be in blocks of the row's own."""
+    return _shorten(cache, jnp.clip(count, 0, cache.new), count > 0)
+
+
+def keep_guesses(cache: Cache, path: jax.Array, guessed: jax.Array) -> Cache:
+    """Of the last `guessed[s]` tokens of each row's last step keep those of `path` i32[S, n], counted from the first of
+    them, in increasing order with -1 behind them. They must be in blocks of the row's own."""
+    guessed = jnp.clip(guessed, 0, cache.new)
+    number, is_kept = jnp.arange(path.shape[1], dtype=jnp.int32)[None], path >= 0
+    given = (cache.new - guessed)[:, None]
+    moved = is_kept & (path != number) & (path < guessed[:, None])
+    count = jnp.sum(is_kept, axis=1, dtype=jnp.int32)
+    return take_back(_move(cache, given + path, given + number, moved), guessed - count)
+
+
+def _read_path(cache: Cache, path: Any) -> jax.Array:
+    rows, on_device = cache.lengths.shape[0], isinstance(path, jax.Array)
+    path = path if on_device else np.asarray(path)
+    if path.ndim != 2 or path.shape[0] != rows or not jnp.issubdtype(path.dtype, jnp.integer):
+        raise ValueError(
+            f"path must be i32[{rows}, n], the kept tokens of each row with -1 behind them, not "
+            f"{path.dtype}{list(path.shape)}."
+        )
+    if not on_device:
+        known = not isinstance(cache.new, jax.core.Tracer)
+        new = np.asarray(cache.new) if known else np.full(rows, np.iinfo(np.int32).max)
+        for row, (entries, most) in enumerate(zip(path.tolist(), new.tolist(), strict=True)):
+            kept = entries[: sum(entry >= 0 for entry in entries)]
+            if any(entry != -1 for entry in entries[len(kept) :]) or any(entry < 0 for entry in kept):
+                raise ValueError(f"path must have -1 only behind the kept tokens, but row {row} has {shown(entries)}.")
+            if any(b <= a for a, b in itertools.pairwise(kept)):
+                raise ValueError(f"path must increase, but row {row} has {shown(kept)}.")
+            if kept and kept[-1] >= most:
+                raise ValueError(f"path goes to token {kept[-1]} of row {row}, which has {most} new tokens.")
+    return as_int32(path)
+
+
+def _shares_new_tokens(cache: Cache, tables: BlockTables) -> jax.Array:
+    """`bool[S]`: rows whose last step lies in a block that others hold too, who have been given it since."""
+    size, column = cache.config.block_size, jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None]
+    first, end = (tables.lengths - tables.new) // size, blocks_for(tables.lengths, size)
+    touched = (column >= first[:, None]) & (column < end[:, None]) & (tables.tables != NULL_BLOCK)
+    return (touched & (tables.refcounts[tables.tables] > 1)).any(axis=1)
+
+
+def _move(cache: Cache, source: jax.Array, target: jax.Array, moved: jax.Array) -> Cache:
+    """The step's tokens `source` i32[S, n] to where its `target` are, in all layers. All are read before any is
+    written."""
+    if not source.shape[1]:
+        return cache
+    pools, size = list(cache.pools), cache.config.block_size
+    for group, tables in enumerate(cache.tables):
+        width, before = tables.tables.shape[1], (tables.lengths - tables.new)[:, None]
+        places = [before + to_lines(x, tables) for x in (source, target)]
+
+        def blocks_of(position: jax.Array, tables: BlockTables = tables, width: int = width) -> jax.Array:
+            block = jnp.take_along_axis(tables.tables, jnp.clip(position // size, 0, width - 1), axis=1)
+            return jnp.where(to_lines(moved, tables), block, NULL_BLOCK).reshape(-1)
+
+        blocks = [blocks_of(place) for place in places]
+        for stack in cache.config.group_stacks(group):
+            count = len(stack)
+            stacked = (in_stack(x, count, tables.num_blocks + 1) for x in blocks)
+            offsets = (jnp.tile(x.reshape(-1) % size, count) for x in places)
+            pool, arrays = cache.layer(stack[0]).pool, (*stacked, *offsets)
+            pool = on_shards(pool, _move_tokens, (pool, *arrays), (POOL, *[WHOLE] * 4), POOL)
+            if pool.bounds is not None:  # of what rows still hold before they are shortened: none too narrow
+                begin, end = places[1].min(axis=1), jnp.minimum(places[1].max(axis=1) + 1, tables.lengths)
+                end = jnp.where(moved.any(axis=1), end, begin)
+                block, filled = touched(tables.tables, tables.lengths, begin, end, size, places[1].size)
+                block, filled = in_stack(block, count, tables.num_blocks + 1), jnp.tile(filled, count)
+                pool = renewed(pool, block, filled, config=cache.config, layer=stack[0])
+            pools[stack[0]] = pool
+    return cache.replace(pools=tuple(pools))
+
+
+def _move_tokens(pool: Pool, old: jax.Array, new: jax.Array, old_offset: jax.Array, new_offset: jax.Array) -> Pool:
+    tokens = at_places(pool, old, old_offset)
+    new, new_offset = own_places(pool, new, new_offset)
+    place = jnp.where(new == NULL_BLOCK, pool.kv.shape[0] + jnp.arange(new.shape[0], dtype=jnp.int32), new)
+
+    def move(x: jax.Array, tokens: jax.Array) -> jax.Array:
+        return jnp.asarray(x).at[place, :, :, new_offset].set(tokens, mode="drop", unique_indices=True)
+
+    return dataclasses.replace(jax.tree.map(move, pool.tokens, tokens), bounds=pool.bounds)
+
+
+def _shorten(cache: Cache, dropped: jax.Array, rows: jax.Array) -> Cache:
+    """Rows without the last `dropped[s]` tokens of their last step; what is behind is freed."""
+
+    def shorten(tables: BlockTables) -> BlockTables:
+        changed = to_lines(rows, tables)
+        lengths = tables.lengths - jnp.where(changed, to_lines(dropped, tables), 0)
+        if not cache.config.contiguous:
+            column = jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None]
+            behind = changed[:, None] & (column >= blocks_for(lengths, cache.config.block_size)[:, None])
+            tables = replace_entries(tables, jnp.where(behind, NULL_BLOCK, tables.tables))
+        return dataclasses.replace(tables, lengths=lengths, new=jnp.where(changed, 0, tables.new))
+
+    return cache.replace(tables=tuple(map(shorten, cache.tables)))

@@ -1,0 +1,182 @@
+"""Room for tokens: `extend`, `reserve` and `free`. Index arithmetic only; keys and values are not touched."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.blocks.allocator import blocks_for, give_back, replace_entries, serve, take
+from jaxkv._core.cache.cache import Cache, check_cache
+from jaxkv._core.state.arguments import row_counts, row_mask
+from jaxkv._core.state.head_rows import of_parts, row_needs, to_lines
+from jaxkv._core.state.state import NULL_BLOCK, BlockTables
+
+
+def on_tables(function: Callable[..., Cache]) -> Callable[..., Cache]:
+    """`function(cache, arrays...)`, which changes the tables alone, as one program where it is called outside of any.
+
+    The pools go past it: a program would copy them.
+    """
+    program = jax.jit(function)
+
+    @functools.wraps(function)
+    def run(cache: Cache, *arrays: jax.Array) -> Cache:
+        return program(cache.replace(pools=()), *arrays).replace(pools=cache.pools)
+
+    return run
+
+
+def extend(cache: Cache, num_tokens: Any) -> Cache:
+    """Make room for this step's tokens of every row.
+
+    A row whose request cannot be met (too few free blocks, or past `max_seq_len`) stays as it was and is marked in
+    `cache.failed`; its tokens of this step are dropped, and the other rows go on. Rows are served in order, each all or
+    nothing.
+
+    A row that has failed takes part in nothing until `free`, so that no token ever follows one that was dropped.
+
+    Before that, layers with a window give back the blocks that no next token of their rows can see any more.
+
+    Args:
+      num_tokens: `i32[S]`, tokens of each row in this step; 0: the row is not in this step.
+
+    Raises:
+      ValueError: the wrong shape or dtype; a negative number known on the host (on the device it marks the row).
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=3, max_seq_len=64, num_blocks=4))
+    >>> cache = jaxkv.extend(cache, [20, 0, 60])
+    >>> cache.lengths.tolist(), cache.failed.tolist()
+    ([20, 0, 0], [False, False, True])
+    """
+    check_cache(cache)
+    return _extend(cache, row_counts("num_tokens", num_tokens, cache.lengths.shape[0]))
+
+
+@on_tables
+def _extend(cache: Cache, requested: jax.Array) -> Cache:
+    room = cache.config.max_seq_len - cache.lengths
+    fits = (requested > 0) & (requested <= room) & ~cache.failed
+    cache = leave_windows(cache)
+    granted, needs, tables = _make_room(cache, jnp.where(fits, cache.lengths + requested, 0))
+    granted &= fits
+    refused = (requested != 0) & ~granted & ~cache.failed  # what was refused first is what `check` tells of
+    # Anything past the longest sequence is reported as just too long: the sum could overflow.
+    wanted = jnp.where(requested < 0, -1, cache.lengths + jnp.minimum(requested, room + 1))
+    # A request beyond this belongs to no packed array, and the sum of all must not overflow.
+    counted = jnp.clip(requested, 0, np.iinfo(np.int32).max // requested.shape[0])
+
+    def begin(tables: BlockTables, needed: jax.Array) -> BlockTables:  # every group with arrays of its own, to donate
+        new = to_lines(jnp.where(granted, requested, 0), tables)
+        tables = mark_failed(tables, refused, wanted, needed)
+        offsets = to_lines(jnp.cumsum(counted) - counted, tables)
+        return dataclasses.replace(tables, lengths=tables.lengths + new, new=new, offsets=offsets)
+
+    return cache.replace(tables=tuple(begin(t, n) for t, n in zip(tables, needs, strict=True)))
+
+
+def reserve(cache: Cache, target_lengths: Any) -> Cache:
+    """Give every row the blocks for `target_lengths` tokens, without adding tokens. Doing it again changes nothing.
+
+    Args:
+      target_lengths: `i32[S]`; a row that has enough blocks already keeps them.
+
+    A row whose request cannot be met stays as it was and is marked in `cache.failed`, as in `extend`; one that has
+    failed before takes none.
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> jaxkv.reserve(cache, [33, 0]).blocks_in_use
+    3
+    """
+    check_cache(cache)
+    return _reserve(cache, row_counts("target_lengths", target_lengths, cache.lengths.shape[0]))
+
+
+@on_tables
+def _reserve(cache: Cache, target: jax.Array) -> Cache:
+    fits = (target >= 0) & (target <= cache.config.max_seq_len) & ~cache.failed
+    granted, needs, tables = _make_room(cache, jnp.where(fits, target, 0))
+    refused, wanted = ~(granted & fits | cache.failed), jnp.where(target < 0, -1, target)
+    return cache.replace(tables=tuple(mark_failed(t, refused, wanted, n) for t, n in zip(tables, needs, strict=True)))
+
+
+def free(cache: Cache, rows: Any) -> Cache:
+    """Empty rows: length 0, no failure, and their blocks back to the pool. Freeing an empty row does nothing.
+
+    Args:
+      rows: `bool[S]`, or row indices.
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> jaxkv.free(jaxkv.extend(cache, [30, 30]), [0])
+    Cache(2 of 4 blocks used, 30 tokens in 1 of 2 rows, 1 layer, 5.0 KiB)
+    """
+    check_cache(cache)
+    return _free(cache, row_mask("rows", rows, cache.lengths.shape[0]))
+
+
+@on_tables
+def _free(cache: Cache, rows: jax.Array) -> Cache:
+    def empty(tables: BlockTables) -> BlockTables:
+        mask = to_lines(rows, tables)
+        if not cache.config.contiguous:
+            tables = replace_entries(tables, jnp.where(mask[:, None], NULL_BLOCK, tables.tables))
+        return dataclasses.replace(
+            tables,
+            lengths=jnp.where(mask, 0, tables.lengths),
+            new=jnp.where(mask, 0, tables.new),
+            failed=tables.failed & ~mask,
+            wanted=jnp.where(mask, 0, tables.wanted),
+            needed=jnp.where(mask, 0, tables.needed),
+            evicted=None if tables.evicted is None else jnp.where(mask, 0, tables.evicted),
+            thinned=None if tables.thinned is None else jnp.where(mask, 0, tables.thinned),
+        )
+
+    return cache.replace(tables=tuple(empty(t) for t in cache.tables))
+
+
+def _make_room(cache: Cache, target: jax.Array) -> tuple[jax.Array, list[jax.Array], list[BlockTables]]:
+    """Which rows can have blocks for `target` tokens; the blocks each group needs for it; tables that have them."""
+
+    def need(t: BlockTables) -> jax.Array:
+        held = to_lines(target, t) if t.evicted is None else to_lines(target, t) - t.evicted
+        return jnp.maximum(blocks_for(held, cache.config.block_size) - t.end, 0)
+
+    needs = [need(t) for t in cache.tables]
+    of_rows = [row_needs(n, t, cache.config) for n, t in zip(needs, cache.tables, strict=True)]
+    granted = serve(of_rows, cache.tables)
+    rooms = [take(t, jnp.where(to_lines(granted, t), n, 0)) for t, n in zip(cache.tables, needs, strict=True)]
+    return granted, of_rows, rooms
+
+
+def mark_failed(tables: BlockTables, refused: jax.Array, wanted: jax.Array, needed: Any) -> BlockTables:
+    """Note the rows whose request was refused, the length they asked for (-1: it made no sense) and the blocks, of each
+    part if they are in parts."""
+    needed = of_parts(needed, tables) if jnp.ndim(needed) == 2 else needed
+    refused, wanted, needed = (to_lines(x, tables) for x in (refused, wanted, needed))
+    return dataclasses.replace(
+        tables,
+        failed=tables.failed | refused,
+        wanted=jnp.where(refused, wanted, tables.wanted),
+        needed=jnp.where(refused, needed, tables.needed),
+    )
+
+
+def leave_windows(cache: Cache) -> Cache:
+    """End the step: give back the blocks that no row's next token sees, in layers with a window or chunks."""
+    config = cache.config
+
+    def leave(group: int, t: BlockTables) -> BlockTables:
+        if config.group_reaches[group] is not None:
+            t = give_back(t, config.first_seen(group, t.lengths), config.group_sinks[group])
+        return dataclasses.replace(t, new=jnp.zeros_like(t.new))  # they may not see any longer what they saw
+
+    return cache.replace(tables=tuple(leave(group, t) for group, t in enumerate(cache.tables)))

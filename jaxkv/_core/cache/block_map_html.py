@@ -1,0 +1,123 @@
+"""A cache's picture in a notebook: a map of its blocks, coloured by row."""
+
+import html
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.state.head_rows import block_numbers, seen_by_rows
+from jaxkv._core.state.state import BlockTables
+
+MOST_BLOCKS = 2048  # more squares than this are not drawn
+COLUMNS, SIZE = 32, 20  # of the map: squares beside each other, and pixels of one
+PALETTE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#ff9da7", "#9c755f", "#86bcb6")
+FREE, RESERVED, KEPT = "#eceff1", "#b0bec5", "#cfb53b"
+
+
+class Square(NamedTuple):
+    """What there is to say of one block."""
+
+    block: int
+    rows: tuple[int, ...]  # that hold it
+    filled: int  # of its places, as far as any of them sees
+    first: int  # the position of its first token
+    kept: int  # the label of the prefix that it is kept for, or 0
+
+    def text(self, block_size: int) -> str:
+        """For hovering over it."""
+        kept = f"kept for reuse, prefix {self.kept}" if self.kept else ""
+        if not self.rows:
+            return f"block {self.block}: {kept or 'free'}"
+        several = len(self.rows) > 1
+        parts = [
+            f"row{'s' * several} {', '.join(map(str, self.rows))}",
+            f"{self.filled} of {block_size} tokens",
+            f"positions {self.first} to {self.first + self.filled - 1}" if self.filled else "reserved",
+            f"shared by {len(self.rows)}" if several else "",
+            kept,
+        ]
+        return f"block {self.block}: {', '.join(part for part in parts if part)}"
+
+
+def squares_of(t: BlockTables, config: CacheConfig) -> list[Square]:
+    """A group's blocks in order; its tables must be on the host."""
+    owners: dict[int, list[tuple[int, int, int]]] = {}  # block -> rows, what they see in it, and where that begins
+    block_size, rows = config.block_size, config.max_seqs
+    for line, column in zip(*np.nonzero(t.tables), strict=True):
+        tokens = int(np.clip(t.lengths[line] - column * block_size, 0, block_size))
+        owners.setdefault(int(t.tables[line, column]), []).append((int(line) % rows, tokens, int(column) * block_size))
+    found = []
+    for block in block_numbers(t).tolist():
+        held = owners.get(block, [])
+        filled = max((tokens for _, tokens, _ in held), default=0)
+        first = held[0][2] if held else 0
+        found.append(Square(block, tuple(row for row, *_ in held), filled, first, int(t.kept[block])))
+    return found
+
+
+def group_title(config: CacheConfig, group: int) -> str:
+    """What the layers of a group have in common; "" where there is one group alone."""
+    count, seen = len(config.groups[group]), config.layers[config.groups[group][0]].sight
+    return "" if len(config.groups) == 1 else f"{count} layer{'s' * (count > 1)} {seen}"
+
+
+def block_map(title: str, tables: Sequence[BlockTables], config: CacheConfig) -> str:
+    """HTML: one square per block, filled as far as its tokens reach; a shared block has a frame and its row count."""
+    groups = jax.device_get(tuple(tables))
+    maps = [
+        f'<div style="margin:4px 0 2px">{group_title(config, group)}</div>{_group_map(t, config)}'
+        for group, t in enumerate(groups)
+    ]
+    t = seen_by_rows(groups[0], config)
+    rows = [r for r in range(len(t.lengths)) if t.lengths[r] or t.failed[r]]
+    legend = "".join(
+        f'<span style="margin-right:1em;white-space:nowrap">{_swatch(colour_of(r))} row {r}: {t.lengths[r]} tokens'
+        f"{', failed' if t.failed[r] else ''}</span>"
+        for r in rows[:64]
+    )
+    if any(t.kept.any() for t in groups):
+        legend += f'<span style="margin-right:1em;white-space:nowrap">{_swatch(KEPT)} kept for reuse</span>'
+    return (
+        f'<div style="font:12px sans-serif;max-width:{COLUMNS * (SIZE + 2)}px">'
+        f'<div style="margin-bottom:4px">{html.escape(title)}</div>{"".join(maps)}'
+        f'<div style="margin-top:4px">{legend}<span style="white-space:nowrap">{_swatch(FREE)} free</span></div></div>'
+    )
+
+
+def colour_of(row: int) -> str:
+    return PALETTE[row % len(PALETTE)]
+
+
+def _group_map(t: BlockTables, config: CacheConfig) -> str:
+    found = squares_of(t, config)
+    drawn = "".join(_square(square, config.block_size) for square in found[:MOST_BLOCKS])
+    hidden = len(found) - MOST_BLOCKS
+    more = f"<div>… and {hidden} more blocks</div>" if hidden > 0 else ""
+    columns = min(COLUMNS, len(found))
+    return f'<div style="display:grid;grid-template-columns:repeat({columns},{SIZE}px);gap:2px">{drawn}</div>{more}'
+
+
+def _square(square: Square, block_size: int) -> str:
+    style = (
+        f"width:{SIZE}px;height:{SIZE}px;box-sizing:border-box;font:bold 11px/{SIZE}px sans-serif;text-align:center;"
+        "color:#000;"
+    )
+    title, rows = square.text(block_size), square.rows
+    if not rows:
+        return f'<div title="{title}" style="{style}background:{KEPT if square.kept else FREE}"></div>'
+    # One colour band per owner, from the left; what is not filled is grey, above.
+    share = 100 / len(rows)
+    bands = ",".join(f"{colour_of(row)} {i * share:.0f}% {(i + 1) * share:.0f}%" for i, row in enumerate(rows))
+    empty = 100 - round(100 * square.filled / block_size)
+    background = f"linear-gradient({RESERVED} {empty}%,transparent {empty}%),linear-gradient(to right,{bands})"
+    frame = f"border:2px solid #000;line-height:{SIZE - 4}px;" if len(rows) > 1 else ""
+    return (
+        f'<div title="{title}" style="{style}{frame}background:{background}">{len(rows) if len(rows) > 1 else ""}</div>'
+    )
+
+
+def _swatch(colour: str) -> str:
+    return f'<span style="display:inline-block;width:12px;height:12px;background:{colour}"></span>'

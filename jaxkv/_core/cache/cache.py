@@ -1,0 +1,183 @@
+"""A cache: its tables, its pools and its config as one pytree."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._core.cache.inspection import Views, check_head
+from jaxkv._core.cache.key_bounds import renewed
+from jaxkv._core.cache.pool_access import put_part, put_token
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.kv_packing import stacked
+from jaxkv._core.config.validation import shown
+from jaxkv._core.state.sharding import POOL, WHOLE, heads_at, on_shards
+from jaxkv._core.state.state import BlockTables, Layer, Pool
+
+
+def check_cache(cache: Any) -> None:
+    """Raise ValueError unless it is a whole cache."""
+    if not isinstance(cache, Cache):
+        part = getattr(type(cache), "NO_CACHE", None)  # of what is easily taken for one
+        raise ValueError(part or f"cache must be a Cache, as jaxkv.init makes one, not {shown(cache)}.")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Cache(Views):
+    """An immutable paged KV cache. Made by `jaxkv.init`; every function of the library returns a new one.
+
+    Fields:
+      tables: which blocks each row holds, once for each group of layers.
+      pools: the blocks, one pool a layer.
+      config: what it was made for; static.
+
+    An older cache stays valid unless it was donated:
+
+    >>> import jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, num_blocks=4))
+    >>> longer = jaxkv.extend(cache, [20, 3])
+    >>> cache.lengths.tolist(), longer.lengths.tolist(), longer.blocks_in_use
+    ([0, 0], [20, 3], 3)
+    """
+
+    tables: tuple[BlockTables, ...]  # one per group of layers
+    # One per layer; None for a layer that shares another's, or that is stacked behind another.
+    pools: tuple[Pool | None, ...]
+    config: CacheConfig = dataclasses.field(metadata={"static": True})
+
+    def replace(self, **changes: Any) -> "Cache":
+        """A copy with other fields."""
+        return dataclasses.replace(self, **changes)
+
+    def replace_pool(self, layer: int, pool: Pool) -> "Cache":
+        """A copy in which what a layer reads is another pool."""
+        one, stack = self.layer(layer), self.config.stack(layer)
+        if one.place is not None:  # a part of the pool that it lies in
+            start = stack.index(self.config.owner(layer)) * pool.kv.shape[0]
+            pool = on_shards(one.pool, put_part, (one.pool, pool), (POOL, POOL), POOL, start=start)
+        return self._with_stack(stack[0], pool)
+
+    def _with_stack(self, first: int, pool: Pool) -> "Cache":
+        return self.replace(pools=(*self.pools[:first], pool, *self.pools[first + 1 :]))
+
+    @property
+    def layers(self) -> "Layers":
+        """The layers, one by one: `out, layers[i] = jaxkv.attention(q, k, v, layers[i])` for a `list` of them, then
+        `cache.with_layers(layers)`.
+
+        Of a stacked cache, `cache.layers[i]` takes a traced `i` too, and `cache.with_layer(i, layer)` puts it back in
+        place: that is for a scan. A list of its layers takes the stacks apart, which copies them.
+
+        In a list a layer made with `shares_with` would not see what the other one writes, so it has no pool there, and
+        attention refuses it: take `cache.with_layer(j, layers[j]).layers[i]`, j being the layer that it reads.
+        """
+        return Layers(self)
+
+    def with_layer(self, i: Any, layer: Layer) -> "Cache":
+        """A copy in which layer `i` is what `attention` or `write` made of it."""
+        number, place = self._place(i)
+        if (owner := self.config.owner(number)) != number:
+            raise ValueError(f"Layer {number} reads what layer {owner} keeps: it has nothing of its own to put back.")
+        if not isinstance(layer, Layer) or layer.config != self.config or layer.number not in self.config.stack(number):
+            raise ValueError(f"layer must be what became of layers[{i}] of this cache, not {_described(layer)}.")
+        if (layer.place is None) != (place is None):  # a list of layers has taken the stack apart
+            if layer.number != number or isinstance(i, tuple | jax.Array):
+                raise ValueError(
+                    f"Layer {layer.number} stands in a list of its own, so it can only be put back as layers["
+                    f"{layer.number}], a number, not as layers[{i}]: in a scan take it from cache.layers[i]."
+                )
+            cache = self.replace_pool(number, layer.pool)
+        else:
+            cache = self._with_stack(self.config.stack(number)[0], layer.pool)
+        group = self.config.group(number)
+        tables = _with_failures(self.tables[group], layer.tables)
+        return cache.replace(tables=(*self.tables[:group], tables, *self.tables[group + 1 :]))
+
+    def with_layers(self, layers: Sequence[Layer]) -> "Cache":
+        """A copy with the layers that `list(cache.layers)` has become."""
+        if len(layers) != self.num_layers:
+            raise ValueError(f"layers must have all {self.num_layers} layers of the cache, but has {len(layers)}.")
+        cache = self
+        for i, layer in enumerate(layers):
+            if self.config.owner(i) == i:
+                cache = cache.with_layer(i, layer)
+        return cache
+
+    def store(self, layer: int, row: int, head: int, position: int, k: Any, v: Any) -> "Cache":
+        """A cache in which one head of one token is k, v `[D]`; of a latent layer v is None. For debugging; shared
+        blocks change for all rows."""
+        check_head(self, layer, head)
+        self.token(row, position, layer)  # the same errors
+        block, offset = self.slots(row, position, layer=layer)
+        one = self.layer_config(layer)
+        wanted = (one.head_dim,)
+        if jnp.shape(k) != wanted or (v is not None if one.rank else v is None or jnp.shape(v) != wanted):
+            each = "each, one head of one token" if one.rank is None else "and None, one token of a latent layer"
+            got = None if v is None else jnp.shape(v)
+            raise ValueError(f"k and v must be [{one.head_dim}] {each}, not {jnp.shape(k)} and {got}.")
+        pool = self.pool(layer)
+        if block.ndim:  # of a layer that evicts by heads, whose blocks have one
+            block, offset, head = block[head], offset[head], 0
+        column, length = position // self.config.block_size, self.layer(layer).held[row]
+        form = self.config.form(layer)
+        numbers, scale = self.config.encode(layer, stacked(k, v, axis=0))
+        token = Pool(form.one_head(numbers), scale).like(pool)
+        row, start = form.place(head)
+        number = jnp.arange(pool.kv.shape[2], dtype=jnp.int32)
+        arguments, specs = (pool, block, offset, jnp.int32(row), token, number), (POOL, *[WHOLE] * 4, heads_at(0))
+        pool = on_shards(pool, put_token, arguments, specs, POOL, start=start)
+        if pool.bounds is not None:
+            filled = jnp.clip(length - column * self.config.block_size, 0, self.config.block_size)
+            pool = renewed(pool, block[None], filled[None], config=self.config, layer=layer)
+        return self.replace_pool(self.config.owner(layer), pool)
+
+
+@jax.tree_util.register_pytree_node_class
+class Layers(Sequence[Layer]):
+    """The layers of a cache. What a jit or a tree map makes of it is a tuple of `Layer`."""
+
+    def __init__(self, cache: Cache):
+        self._cache = cache
+
+    def __len__(self) -> int:
+        return self._cache.num_layers
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return tuple(self)[i]
+        return self._cache.layer(i)
+
+    def __iter__(self) -> Iterator[Layer]:
+        for i in range(len(self)):
+            one = self._cache.layer(i)
+            if self._cache.config.owner(i) != i:
+                yield dataclasses.replace(one, pool=None, place=None)  # type: ignore[arg-type]
+            else:
+                yield one if one.place is None else dataclasses.replace(one, pool=self._cache.pool(i), place=None)
+
+    def tree_flatten(self) -> tuple[tuple[Layer, ...], None]:
+        return tuple(self), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, layers: tuple[Layer, ...]) -> Any:
+        return tuple(layers)
+
+
+def _with_failures(tables: BlockTables, layer: BlockTables) -> BlockTables:
+    """A group's tables, and the rows of which a layer has taken the step back."""
+    if layer is tables:
+        return tables
+    newly = layer.failed & ~tables.failed
+    fields = ("lengths", "new", "failed", "wanted", "needed")
+    changes = {name: jnp.where(newly, getattr(layer, name), getattr(tables, name)) for name in fields}
+    return dataclasses.replace(tables, **changes)
+
+
+def _described(layer: Any) -> str:
+    if not isinstance(layer, Layer):
+        return f"a {type(layer).__name__}"
+    return f"layer {layer.number} of a cache of {layer.config.num_layers} layers"

@@ -1,0 +1,268 @@
+"""Rows over the devices of a mesh: a whole cache on each, with tables, pools and free blocks of its own.
+
+A block never leaves its device, so nothing that is done with rows has anything to say to the others, and what each
+computes is, bit by bit, what it would compute alone.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.validation import shown
+from jaxkv._core.state.device_arrays import joined, part_of
+from jaxkv._core.state.state import BlockTables, Pool
+
+WAY_OUT = "call what works on a cache inside jaxkv.by_rows, or on one of its shards, cache.shards[i]."
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class RowShards:
+    """A cache for each device of a mesh axis, as one pytree of arrays that are divided over it. Made by
+    `jaxkv.init(config, mesh=mesh, rows=axis)`, worked on inside `jaxkv.by_rows`.
+
+    Fields:
+      tables, pools: those of all caches, along the first axis; what is one number in a cache is one for each here.
+      config: of all of them together: `max_seqs`, `num_blocks` and so on are totals; static.
+      axis: the mesh axis; static.
+
+    >>> import jax, jaxkv
+    >>> config = jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=4, max_seq_len=64)
+    >>> cache = jaxkv.init(config, mesh=jax.make_mesh((1,), ("data",)), rows="data")
+    >>> cache, len(cache.shards), cache.shards[0].lengths.tolist()
+    (RowShards(4 rows over the mesh axis 'data'), 1, [0, 0, 0, 0])
+    """
+
+    NO_CACHE: ClassVar[str] = (
+        f"cache must be one cache, but the rows of this one are divided over a mesh axis: {WAY_OUT}"
+    )
+
+    tables: tuple[BlockTables, ...]
+    pools: tuple[Pool | None, ...]
+    config: CacheConfig = dataclasses.field(metadata={"static": True})
+    axis: str = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        return f"RowShards({self.config.max_seqs} rows over the mesh axis {self.axis!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"The rows of this cache are divided over the mesh axis {self.axis!r}, and it has no {name!r}: {WAY_OUT}"
+        )
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where it lies. Raises ValueError inside `jit`."""
+        mesh = getattr(getattr(self.tables[0].lengths, "sharding", None), "mesh", None)
+        if not isinstance(mesh, Mesh):
+            raise ValueError(
+                "cache.shards are looked at outside jit; inside, jaxkv.by_rows(function) has each of them."
+            )
+        return mesh
+
+    @property
+    def shards(self) -> list[Cache]:
+        """Each device's rows as a cache of its own, on that device alone (or on those that heads and contexts are
+        divided over). Outside `jit`; nothing is copied, so donating one takes it from both."""
+        mesh = self.mesh
+        count = mesh.shape[self.axis]
+        config = shard_config(self.config, count, self.axis)
+        part = functools.partial(part_of, mesh=mesh, axis=self.axis)
+        return [
+            _as_cache(jax.tree.map(functools.partial(part, i=i), self), config, alone=len(mesh.axis_names) == 1)
+            for i in range(count)
+        ]
+
+    def with_shards(self, shards: Sequence[Cache]) -> "RowShards":
+        """These caches as one again: `shards`, or what functions for one cache made of some of them. Outside `jit`;
+        nothing is copied that lies where `shards` has it.
+
+        Raises:
+          ValueError: not as many, or of another config.
+
+        >>> import jax, jaxkv
+        >>> config = jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=4, max_seq_len=64)
+        >>> cache = jaxkv.init(config, mesh=jax.make_mesh((1,), ("data",)), rows="data")
+        >>> cache = cache.with_shards([jaxkv.extend(cache.shards[0], [3, 0, 20, 1])])
+        >>> cache.shards[0].lengths.tolist()
+        [3, 0, 20, 1]
+        """
+        mesh = self.mesh
+        one = shard_config(self.config, mesh.shape[self.axis], self.axis)
+        if len(shards) != mesh.shape[self.axis] or any(not _is_cache(x) or x.config != one for x in shards):
+            raise ValueError(
+                f"with_shards takes {mesh.shape[self.axis]} caches of the config of cache.shards, as these are changed "
+                f"one by one, not {shown(list(shards))}."
+            )
+        places = [[x.sharding for x in jax.tree.leaves(old)] for old in self.shards]
+        there = [
+            jax.tree.unflatten(jax.tree.structure(new), jax.device_put(jax.tree.leaves(new), place))
+            for new, place in zip(shards, places, strict=True)
+        ]
+        return together(there, jax.tree.map(lambda x: x.sharding.spec, self), mesh)
+
+
+def together(shards: Sequence[Cache], specs: RowShards, mesh: Mesh) -> RowShards:
+    """Caches on each device of an axis as one, of which these are the specs."""
+    leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    parts = zip(*(jax.tree.leaves(shard) for shard in shards), strict=True)
+    found = [joined(one, NamedSharding(mesh, spec)) for one, spec in zip(parts, leaves, strict=True)]
+    return jax.tree.unflatten(structure, found)
+
+
+def by_rows(function: Callable[..., Any], *, whole: Collection[int] = ()) -> Callable[..., Any]:
+    """`function` on each device of a mesh axis, with the rows that are there: `by_rows(step)(tokens, cache)`.
+
+    Inside, what came in as `RowShards` is a `Cache` of that device's rows and blocks, which every function takes; other
+    arrays are divided along their first axis, which is rows, or packed tokens: first all of the first device's, padded,
+    then those of the next. What goes out is put together in the same way, a number as one for each device.
+
+    Args:
+      function: pure, as for `jax.jit`, which goes around this: `jax.jit(jaxkv.by_rows(step), donate_argnums=1)`.
+      whole: numbers of arguments that every device has all of, such as a model. They may be divided over other axes of
+        the mesh.
+
+    Returns:
+      A function of the same arguments, by position.
+
+    Raises:
+      ValueError: no `RowShards` among the arguments, or an array that cannot be divided evenly.
+
+    >>> import jax, jaxkv
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=4, max_seq_len=64)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes), mesh=mesh, rows="data")
+    >>> cache = jax.jit(jaxkv.by_rows(jaxkv.extend))(cache, jax.numpy.array([3, 0, 20, 1]))
+    >>> cache.shards[0].lengths.tolist()
+    [3, 0, 20, 1]
+    """
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Any:
+        caches = [x for x in jax.tree.leaves(arguments, is_leaf=_is_shards) if _is_shards(x)]
+        if not caches:
+            raise ValueError(
+                "by_rows needs a cache whose rows are divided, jaxkv.init(config, mesh=mesh, rows=axis), among its "
+                f"arguments, but there are {shown([type(x).__name__ for x in arguments])}."
+            )
+        axis, mesh = caches[0].axis, jax.typeof(caches[0].tables[0].lengths).sharding.mesh
+        if any(cache.axis != axis for cache in caches) or axis not in mesh.axis_names:
+            raise ValueError(
+                f"All caches of one call must lie on the mesh axis that they were made for, but these were made for "
+                f"{' and '.join(repr(cache.axis) for cache in caches)}, and the mesh has "
+                f"{', '.join(map(repr, mesh.axis_names))}."
+            )
+        count = mesh.shape[axis]
+        configs = {cache.config: shard_config(cache.config, count, axis) for cache in caches}
+        for i, argument in enumerate(arguments):
+            if i not in whole:
+                _check_divides(i, argument, count, axis)
+
+        def on_one(*arguments: Any) -> Any:
+            out = function(*_local(arguments, configs))
+            return _together(out, {local: config for config, local in configs.items()}, axis)
+
+        specs = tuple(PartitionSpec() if i in whole else PartitionSpec(axis) for i in range(len(arguments)))
+        lie = functools.partial(_lying, mesh=mesh, axis=axis)
+        arguments = tuple(jax.tree.map(functools.partial(lie, is_whole=i in whole), x) for i, x in enumerate(arguments))
+        return jax.shard_map(
+            on_one, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(axis), axis_names={axis}, check_vma=False
+        )(*arguments)  # fmt: skip
+
+    return run
+
+
+@functools.cache
+def shard_config(config: CacheConfig, count: int, axis: str) -> CacheConfig:
+    """The config of each of `count` equal parts of a cache's rows and blocks. Raises ValueError."""
+    max_seqs = even_part("max_seqs", config.max_seqs, count, axis)
+    parts = tuple(even_part("num_blocks", n, count, axis) for n in config.group_blocks)
+    return config.replace(max_seqs=max_seqs, **{} if config.contiguous else {"group_blocks": parts})
+
+
+def even_part(name: str, number: int, count: int, axis: str) -> int:
+    """What each of `count` devices has of so many. Raises ValueError."""
+    if number % count:
+        raise ValueError(
+            f"{name}={number} cannot be divided among the {count} devices of the mesh axis {axis!r}: make it a "
+            "multiple of it."
+        )
+    return number // count
+
+
+def specs_of_rows(config: CacheConfig, local: Cache, axis: str) -> RowShards:
+    """The specs of the caches of an axis, from those of one of them."""
+    divided = jax.tree.map(lambda spec: PartitionSpec(axis, *spec[1:]), (local.tables, local.pools))
+    return RowShards(tables=divided[0], pools=divided[1], config=config, axis=axis)
+
+
+def _is_shards(x: Any) -> bool:
+    return isinstance(x, RowShards)
+
+
+def _is_cache(x: Any) -> bool:
+    return isinstance(x, Cache)
+
+
+def _check_divides(number: int, argument: Any, count: int, axis: str) -> None:
+    for x in jax.tree.leaves(argument):
+        shape = jnp.shape(x)
+        if not shape or shape[0] % count:
+            raise ValueError(
+                f"Argument {number} of a function by rows has an array of the shape {shape}, whose first axis cannot "
+                f"be divided among the {count} devices of the mesh axis {axis!r}: name the argument in whole= if each "
+                "is to have all of it."
+            )
+
+
+def _lying(x: Any, *, mesh: AbstractMesh, axis: str, is_whole: bool) -> Any:
+    """An array divided over an axis, or not: where axes are explicit, `shard_map` leaves that to whoever calls it."""
+    if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] != AxisType.Explicit:
+        return x
+    spec = [None if name == axis else name for name in jax.typeof(x).sharding.spec]
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*(spec if is_whole else [axis, *spec[1:]]))))
+
+
+def _local(arguments: Sequence[Any], configs: dict[CacheConfig, CacheConfig]) -> Any:
+    def local(x: Any) -> Any:
+        return _as_cache(x, configs[x.config]) if _is_shards(x) else x
+
+    return jax.tree.map(local, tuple(arguments), is_leaf=_is_shards)
+
+
+def _as_cache(x: RowShards, config: CacheConfig, alone: bool | None = None) -> Cache:
+    """A device's part as a cache; outside of any program `alone` says whether it lies there on no mesh."""
+    one = _number if alone is not None else lambda x: x[0]
+    tables = tuple(dataclasses.replace(t, num_free=one(t.num_free), peak=one(t.peak)) for t in x.tables)
+    pools = tuple(p.like(Pool(p.kv)) if alone and p is not None else p for p in x.pools)
+    return Cache(tables=tables, pools=pools, config=config)
+
+
+def _number(x: jax.Array) -> jax.Array:
+    """An array `[1]` as a number where it lies, whatever mesh is set."""
+    place = x.sharding
+    if isinstance(place, NamedSharding):
+        place = NamedSharding(place.mesh, PartitionSpec())
+    return jax.device_put(np.asarray(x)[0], place)
+
+
+def _together(out: Any, configs: dict[CacheConfig, CacheConfig], axis: str) -> Any:
+    def together(x: Any) -> Any:
+        if not _is_cache(x):
+            return jnp.atleast_1d(x)
+        tables = jax.tree.map(jnp.atleast_1d, x.tables)
+        if x.config not in configs:
+            raise ValueError("A function by rows can only return caches that have come from those it was given.")
+        return RowShards(tables=tables, pools=x.pools, config=configs[x.config], axis=axis)
+
+    return jax.tree.map(together, out, is_leaf=_is_cache)

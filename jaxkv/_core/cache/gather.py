@@ -1,0 +1,66 @@
+"""One row of a cache, dense."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._core.cache.cache import Cache, check_cache
+from jaxkv._core.cache.inspection import check_row
+from jaxkv._core.cache.pool_access import read_raw
+from jaxkv._core.config.validation import integer
+from jaxkv._core.state.sharding import POOL, WHOLE, heads_at, on_shards
+
+
+def gather(
+    cache: Cache, row: Any, *, layer: int, max_len: int | None = None, raw: bool = False
+) -> tuple[Any, ...]:  # fmt: skip
+    """The stored keys and values of one row, dense; those of a quantised layer as float32.
+
+    Args:
+      row: a row index; it may be traced when `max_len` is given.
+      layer: the layer's index.
+      max_len: give it to call this inside `jit`: the result then has this many places, 0 past the row's length.
+      raw: of a quantised layer `(k, v, k_scale, v_scale)` as they are stored, rotated if the layer rotates; of a latent
+        one v and v_scale are None.
+
+    Returns:
+      k, v: `[length, K, D]` each, or `[max_len, K, D]`; 0 for tokens that a layer with a window has given back. Of a
+      latent layer v is the first `rank` numbers of k. Of a layer that evicts: the tokens it holds; if by heads, as many
+      as the head has that holds most, and 0 behind those of the others.
+
+    Raises:
+      IndexError: no such row or layer. ValueError: a traced length and no `max_len`, or one that is no number of
+      places.
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> config = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(layers=(config,), max_seqs=2, max_seq_len=64, num_blocks=4))
+    >>> kv = jnp.ones((1, 2, 5, 2, 8))
+    >>> k, v = jaxkv.gather(jaxkv.append(cache, kv, kv, [5, 3]), 1, layer=0)
+    >>> k.shape
+    (3, 2, 8)
+    """
+    check_cache(cache)
+    check_row(cache, row)
+    if max_len is None:
+        length = cache.layer(layer).held[row]
+        if isinstance(length, jax.core.Tracer):
+            raise ValueError("gather inside jit needs max_len=, since the row's length is not known there.")
+        max_len = int(length.max())
+    max_len = integer("max_len", max_len, least=0)
+    if not max_len:  # one place is read all the same: what is of no size has no place on a mesh
+        return tuple(None if x is None else x[:0] for x in gather(cache, row, layer=layer, max_len=1, raw=raw))
+    position = jnp.arange(max_len, dtype=jnp.int32)
+    if not raw:
+        return cache.read(layer, row, position)
+    kind = cache.config.kind(layer)
+    if kind.quantised is None:
+        raise ValueError(f"raw=True is for quantised layers, and layer {layer} is stored in {kind.name}.")
+    block, offset = cache.slots(row, position, layer=layer)
+    pool, out = cache.pool(layer), heads_at(block.ndim)
+    values = None if cache.config.layer_config(layer).rank is not None else out
+    specs = (out, values, out, values)
+    arguments, read = (pool, block, offset), (POOL, WHOLE, WHOLE)
+    found = on_shards(pool, read_raw, arguments, read, specs, config=cache.config, layer=layer)
+    return found if block.ndim == 1 else tuple(None if x is None else jnp.squeeze(x, 2) for x in found)

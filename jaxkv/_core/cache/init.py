@@ -1,0 +1,267 @@
+"""An empty cache, and where its parts lie on a mesh of devices."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.cache.data_parallel import shard_config, specs_of_rows
+from jaxkv._core.config.cache_config import CacheConfig, check_config
+from jaxkv._core.config.validation import shown
+from jaxkv._core.state.arguments import to_device
+from jaxkv._core.state.head_rows import numbers_in_parts, refuse_sinks
+from jaxkv._core.state.multihost import agree, processes_of, put
+from jaxkv._core.state.sharding import num_parts
+from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
+
+
+def init(
+    config: CacheConfig, *, mesh: Mesh | None = None, heads: str | None = "model", context: str | None = None,
+    rows: str | None = None,
+) -> Any:  # fmt: skip
+    """An empty cache: every block free, every pool a zeroed buffer of its own.
+
+    Args:
+      mesh: the devices to make it on, each its part alone; default: one device. Its axes may be automatic
+        (`jax.sharding.Mesh`) or explicit (`jax.make_mesh`); with explicit ones, calls outside `jit` are made under
+        `jax.set_mesh`. Every function takes such a cache as it takes any other.
+      heads, context: the mesh axes that KV heads, and the tokens of every block, are divided over; see
+        `partition_specs`.
+      rows: the mesh axis that rows and blocks are divided over: a `RowShards` comes out, a cache for each device, which
+        is worked on inside `by_rows`.
+
+    Raises:
+      ValueError: it would take more than the device has, where the device says what that is; a mesh without the axis;
+        heads, blocks or rows that cannot be divided over it; on a mesh of several processes, all of which call this:
+        one with other arguments, or rows.
+
+    >>> import jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=4, max_seq_len=64, num_blocks=10))
+    Cache(0 of 10 blocks used, 0 tokens in 0 of 4 rows, 1 layer, 11.0 KiB)
+    """
+    check_config(config)
+    for name, axis in {"context": context, "rows": rows}.items():
+        if mesh is None and axis is not None:
+            raise ValueError(f"{name} needs mesh=, the devices that it names an axis of, but there is only {axis!r}.")
+    if mesh is None:
+        config.check_memory()
+        # One array after another: the same zeros used twice could not be donated.
+        return Cache(tables=_init_tables(config), pools=_init_pools(config, None, None), config=config)
+    specs = partition_specs(config, mesh, heads, context, rows)
+    if len(processes := processes_of(mesh)) > 1:
+        agree("init", f"{config} {heads} {context} {rows} {mesh} {mesh.devices.ravel()}", processes)
+        if rows is not None:
+            raise ValueError("rows= is for a mesh of one process: give each process a cache of its own rows instead.")
+    divided = [math.prod(mesh.shape[axis] for axis in p.kv if axis is not None) for p in specs.pools if p is not None]
+    config.check_memory(mesh.local_devices[0], min(divided))
+    # By rows, a cache for each device of an axis, one behind the other.
+    count = 1 if rows is None else mesh.shape[rows]
+    one = config if rows is None else shard_config(config, count, rows)
+    on_mesh = functools.partial(NamedSharding, mesh)
+    axes = next((p.heads, p.context) for p in specs.pools if p is not None)
+    parts = tuple(specs.pools[config.stack(layers[0])[0]].parts for layers in config.groups)
+    program = jax.jit(_init_pools, static_argnums=(0, 1, 2, 3, 4), out_shardings=jax.tree.map(on_mesh, specs.pools))
+
+    def laid(x: jax.Array) -> jax.Array:
+        if rows is None:
+            return put(x, on_mesh(PartitionSpec()))
+        return put(np.concatenate([np.atleast_1d(x)] * count), on_mesh(PartitionSpec(rows)))
+
+    tables = jax.tree.map(laid, _init_tables(one, parts))
+    return dataclasses.replace(specs, tables=tables, pools=program(one, *axes, parts, count))
+
+
+def partition_specs(
+    config: CacheConfig, mesh: Mesh | AbstractMesh | None = None, heads: str | None = "model",
+    context: str | None = None, rows: str | None = None,
+) -> Any:  # fmt: skip
+    """How a cache lies on a mesh: a `PartitionSpec` in the place of each array of `init(config, mesh=mesh)`.
+
+    Pools, scales too, are divided over KV heads. Layers with fewer heads than there are devices, latent ones among
+    them, are whole on each device; tables always are. Of layers that evict by heads, whose blocks have one head, each
+    device has as many blocks, for its own heads: a row for whose head it has too few fails, whatever others have.
+
+    With `context`, every block is divided over its tokens too, for contexts that no device holds alone: of `block_size`
+    tokens the first device of the axis has the first run, and so on, so that a row's tokens go round the devices, run
+    by run. Each attends to what it has, and one small gather puts the outputs together by their LSE. Kernels for TPU
+    and GPU, which see blocks of a run's size, take decode steps of layers without windows; the rest XLA does.
+
+    Args:
+      mesh: default: the one that `jax.set_mesh` has set.
+      heads: the mesh axis for KV heads; None: they are not divided, nor by "model" where the mesh has no such axis and
+        `context` or `rows` is given.
+      context: the mesh axis for the tokens of blocks; `block_size` must be a multiple of its devices.
+      rows: the mesh axis for rows: the specs are those of a `RowShards`, everything in which is divided along its first
+        axis.
+
+    Returns:
+      A `Cache` of specs. It serves as `in_specs` and `out_specs` of a `shard_map`, in which all functions work, with
+      `check_vma` too; there, q has the device's query heads, and k and v have its KV heads, or all of them where they
+      are not divided. Through `NamedSharding` it serves as `out_shardings`.
+
+    Raises:
+      ValueError: no mesh, a mesh without the axis, or as many heads as devices or more that cannot be divided evenly;
+        with `context`, blocks that cannot be, or layers that evict or keep bounds.
+
+    Striping a context over devices, so that all have as much to do, is Striped Attention's
+    (https://arxiv.org/abs/2311.09431).
+
+    >>> import jax, jaxkv
+    >>> config = jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> mesh = jax.make_mesh((1,), ("model",))
+    >>> jaxkv.partition_specs(config, mesh).pools[0].kv
+    P(None, None, 'model')
+    """
+    check_config(config)
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if not isinstance(mesh, Mesh | AbstractMesh) or mesh.empty:
+        what = "there is none" if isinstance(mesh, Mesh | AbstractMesh) else f"not {shown(mesh)}"
+        raise ValueError(
+            f"A cache is laid out over the devices of a jax.sharding.Mesh, but {what}: give mesh=, or call this under "
+            "jax.set_mesh(mesh)."
+        )
+    if (context or rows) is not None and heads == "model" and heads not in mesh.axis_names:
+        heads = None
+    for name, axis in {"heads": heads, "context": context, "rows": rows}.items():
+        if axis is not None and axis not in mesh.axis_names:
+            raise ValueError(
+                f"{name} must be an axis of the mesh, {' or '.join(map(repr, mesh.axis_names))}, not {shown(axis)}."
+            )
+    named = [axis for axis in (heads, context, rows) if axis is not None]
+    if len(set(named)) < len(named):
+        raise ValueError(
+            f"heads, context and rows cannot be divided over the same axis of the mesh, but they name "
+            f"{', '.join(map(repr, named))}: name different ones."
+        )
+    if rows is not None:
+        local = partition_specs(shard_config(config, mesh.shape[rows], rows), mesh, heads, context)
+        if any(p is not None and p.parts > 1 for p in local.pools):
+            raise ValueError(
+                f"Blocks of layers that evict by heads are divided over the mesh axis {heads!r}, and cannot be over "
+                f'{rows!r} too: give these layers evict="layer", or heads=None.'
+            )
+        return specs_of_rows(config, local, rows)
+    if context is not None:
+        _check_runs(config, mesh.shape[context], context)
+
+    parts = _parts(config, mesh, heads)
+
+    def pool(layer: int) -> Pool:
+        num_heads = config.layer_config(layer).num_kv_heads
+        count = 1 if heads is None else mesh.shape[heads]
+        is_divided = heads is not None and num_parts(num_heads, count, heads) == count
+        if is_divided and not config.pairs_divide(layer, count):
+            raise ValueError(
+                f"Layer {layer} has its {num_heads} KV heads in pairs, {num_heads // 2} in all, which cannot be "
+                f'divided among the {count} devices of the mesh axis {heads!r}: give the config join_kv="head".'
+            )
+        by_heads = config.layer_config(layer).evict == "head"  # then it is their blocks that are divided
+        places = (heads, None, None, context) if by_heads else (None, None, heads, context)
+        axes = tuple(None if axis == heads and not is_divided else axis for axis in places)
+        spec = PartitionSpec(*axes[: max((i + 1 for i, axis in enumerate(axes) if axis is not None), default=0)])
+        scale, bounds = (None if shape is None else spec for shape in config.stack_shapes(layer)[1:])
+        own = dict(heads=heads, context=context, parts=parts[config.group(layer)])
+        return Pool(kv=spec, scale=scale, bounds=bounds, **own)  # type: ignore[arg-type]
+
+    fields: dict[str, Any] = {field.name: PartitionSpec() for field in dataclasses.fields(BlockTables)}
+    whole, all_held = BlockTables(**fields), BlockTables(**fields | {"evicted": None, "thinned": None})
+    tables = tuple(all_held if evict is None else whole for evict in config.group_evicts)
+    pools = tuple(pool(i) if config.stack(i)[0] == i else None for i in range(config.num_layers))
+    return Cache(tables=tables, pools=pools, config=config)
+
+
+def _parts(config: CacheConfig, mesh: Mesh | AbstractMesh, heads: str | None) -> tuple[int, ...]:
+    """For each group how many parts its blocks are in: of layers that evict by heads, one for each device of the axis.
+
+    Raises:
+      ValueError: there are not as many blocks for each.
+    """
+    if heads is None:
+        return (1,) * len(config.groups)
+    counts = (num_parts(n, mesh.shape[heads], heads) if n > 1 else 1 for n in config.group_heads)
+    parts = tuple(counts)
+    for layers, blocks, count in zip(config.groups, config.group_blocks, parts, strict=True):
+        if blocks % count:
+            raise ValueError(
+                f"The {blocks} blocks of layer {layers[0]}, which evicts by heads, cannot be divided among the {count} "
+                f"devices of the mesh axis {heads!r}: make group_blocks a multiple of it."
+            )
+    return parts
+
+
+def _check_runs(config: CacheConfig, count: int, context: str) -> None:
+    """Raise ValueError unless the tokens of every block can be divided among `count` devices."""
+    if config.block_size % count:
+        raise ValueError(
+            f"Blocks of {config.block_size} tokens cannot be divided among the {count} devices of the mesh axis "
+            f"{context!r}: make block_size a multiple of it, {-(-config.block_size // count) * count}, say."
+        )
+    refuse_sinks(config, f"Divided over the mesh axis {context!r}, a cache takes")
+    for i, layer in enumerate(config.layers):
+        if layer.bounds:
+            raise ValueError(
+                f"Layer {i} keeps bounds of whole blocks, which cannot be divided over the mesh axis {context!r}: make "
+                "it without bounds, or leave context out."
+            )
+        if layer.evict is not None:
+            raise ValueError(
+                f"Layer {i} has evict={layer.evict!r}, which moves tokens from block to block, and its blocks cannot "
+                f"be divided over the mesh axis {context!r}: make it without evict, or leave context out."
+            )
+
+
+def _init_pools(
+    config: CacheConfig, heads: str | None, context: str | None, parts: Sequence[int] | None = None, count: int = 1
+) -> tuple[Pool | None, ...]:  # fmt: skip
+    """Of so many caches, one behind the other."""
+
+    def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return jnp.zeros((count * shape[0], *shape[1:]), dtype)
+
+    def pool(layer: int) -> Pool:
+        kind = config.kind(layer)
+        dtypes = (kind.dtype, kind.scale_dtype, config.bounds_dtype(layer))
+        own = 1 if parts is None else parts[config.group(layer)]
+        pairs = zip(config.stack_shapes(layer, own), dtypes, strict=True)
+        kv, scale, bounds = (None if shape is None else zeros(shape, dtype) for shape, dtype in pairs)
+        return Pool(kv=kv, scale=scale, bounds=bounds, heads=heads, context=context, parts=own)  # type: ignore[arg-type]
+
+    return tuple(pool(i) if config.stack(i)[0] == i else None for i in range(config.num_layers))
+
+
+def _init_tables(config: CacheConfig, parts: Sequence[int] | None = None) -> tuple[BlockTables, ...]:
+    counts = (1,) * len(config.groups) if parts is None else parts
+    return tuple(_init_group(config, group, count) for group, count in enumerate(counts))
+
+
+def _init_group(config: CacheConfig, group: int, parts: int) -> BlockTables:
+    """Made by NumPy, array by array of its own memory: nothing to compile, and all of them can be donated."""
+    rows, num_blocks = config.max_seqs * config.group_heads[group], config.group_blocks[group]
+    evicts = config.group_evicts[group] is not None
+
+    def zeros() -> jax.Array:
+        return to_device(np.zeros(rows, np.int32))
+
+    blocks = numbers_in_parts(num_blocks, parts)
+    if config.contiguous:  # every row has its block from the start, and keeps it
+        tables, num_free = blocks[:, None], 0
+    else:
+        tables, num_free = np.full((rows, config.max_blocks_per_seq), NULL_BLOCK, np.int32), num_blocks
+    num_each = np.int32(num_free) if parts == 1 else np.full(parts, num_free // parts, np.int32)
+    refcounts = np.ones(num_blocks + parts, np.int32)
+    refcounts[NULL_BLOCK] = 0
+    return BlockTables(
+        tables=to_device(tables), lengths=zeros(), new=zeros(), offsets=zeros(), refcounts=to_device(refcounts),
+        kept=to_device(np.zeros(num_blocks + parts, np.int32)), free_list=to_device(blocks),
+        num_free=to_device(num_each), peak=to_device(np.int32(num_blocks - num_free)),
+        failed=to_device(np.zeros(rows, bool)), wanted=zeros(), needed=zeros(),
+        evicted=zeros() if evicts else None, thinned=zeros() if evicts else None,
+    )  # fmt: skip

@@ -1,0 +1,333 @@
+"""Ways to look at a cache: dense copies, single tokens, sizes, and its one-line portrait.
+
+Sizes are Python numbers outside `jit` and traced arrays inside.
+"""
+
+import functools
+import html
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxkv._core.cache.block_map_html import block_map
+from jaxkv._core.cache.pool_access import dense, dense_pair, read_tokens
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv._core.config.validation import integer, shown
+from jaxkv._core.state.head_rows import seen_by_rows
+from jaxkv._core.state.sharding import KV, PARTS, POOL, WHOLE, heads_at, on_shards, whole
+from jaxkv._core.state.state import BlockTables, Layer, Pool
+
+
+class Views:
+    """The part of `Cache` that reads."""
+
+    # Of `Cache`, which is built on this class.
+    tables: tuple[BlockTables, ...]
+    pools: tuple[Pool | None, ...]
+    config: CacheConfig
+
+    def layer(self, layer: Any) -> Layer:
+        """One layer's pool and tables, a pytree of its own. See `layers`."""
+        number, place = self._place(layer)
+        tables = self.tables[self.config.group(number)]
+        pool = self.pools[self.config.stack(number)[0]]
+        assert pool is not None
+        return Layer(pool=pool, tables=tables, place=place, number=number, config=self.config)
+
+    def pool(self, layer: int) -> Pool:
+        """The pool that a layer reads: its own, or the one of the layer it shares with; of a stack, its part."""
+        one, stack = self.layer(layer), self.config.stack(layer)
+        if one.place is None:
+            return one.pool
+        size = one.pool.kv.shape[0] // len(stack)
+        start = stack.index(self.config.owner(layer)) * size
+        return jax.tree.map(lambda x: x[start : start + size], one.pool)
+
+    def _place(self, layer: Any) -> tuple[int, Any]:
+        """A layer of the same kind, by its number, and which one of its stack is meant; None: it has its pool alone."""
+        config = self.config
+        if not isinstance(layer, tuple | jax.Array):
+            owner = config.owner(layer)  # raises for an index out of range, negative ones too
+            return int(layer), jnp.int32(config.stack(owner).index(owner)) if config.stacked else None
+        if not config.stacked:
+            raise ValueError(
+                f"layer must be an integer for this cache, not {shown(layer)}: each layer has a pool of its own. To "
+                "scan over layers make it with CacheConfig(stacked=True)."
+            )
+        if not isinstance(layer, tuple):
+            if config.period != 1:
+                raise ValueError(
+                    f"A traced layer needs layers that are all alike, but these repeat after {config.period}: give "
+                    "layer=(place in the period, period), the first of them a number."
+                )
+            layer = (0, layer)
+        number = integer("layer's first number, a place in the period,", layer[0], least=0, most=config.period - 1)
+        if config.owner(number) != number:
+            raise ValueError(f"Layer {number} shares another's keys and values: its index must be a number.")
+        stack = config.stack(number)
+        index = _period(layer[1], -(-(config.num_layers - number) // config.period)) * config.period + number
+        places = np.array([stack.index(i) if i in stack else 0 for i in range(config.num_layers)], np.int32)
+        return number, jnp.asarray(places).at[index].get(mode="clip", wrap_negative_indices=False)
+
+    def layer_config(self, layer: int) -> LayerConfig:
+        """The config of one layer; IndexError for an index out of range."""
+        return self.config.layer_config(layer)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers are alike."""
+        return self.config.is_uniform
+
+    # What concerns rows is the same in every group.
+
+    @property
+    def lengths(self) -> jax.Array:
+        """`i32[S]`: tokens of each row, this step's included. Before the step it was `lengths - new`.
+
+        Those that `evict` gave back count: `layers[i].held` says what a layer holds.
+        """
+        return seen_by_rows(self.tables[0], self.config).lengths
+
+    @property
+    def new(self) -> jax.Array:
+        """`i32[S]`: how many of `lengths` are this step's; 0 once `evict` has thinned the row in any layer."""
+        first, *others = (t for g, t in enumerate(self.tables) if g == 0 or t.evicted is not None)
+        new = seen_by_rows(first, self.config).new
+        for t in others:
+            new = jnp.minimum(new, seen_by_rows(t, self.config).new)
+        return new
+
+    @property
+    def failed(self) -> jax.Array:
+        """`bool[S]`: rows with a request that could not be met; `jaxkv.check` says why."""
+        return seen_by_rows(self.tables[0], self.config).failed
+
+    @property
+    def num_layers(self) -> int:
+        """Attention layers."""
+        return self.config.num_layers
+
+    # Sizes, in the words of the systems whose contracts the cache meets. Layers of a group count as one.
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all groups together, null blocks not counted."""
+        return sum(t.num_blocks for t in self.tables)
+
+    @property
+    def blocks_in_use(self) -> Any:
+        """Blocks that some row or a `PrefixCache` holds, partly used and reserved ones included, in all groups."""
+        return _number(sum(t.num_used for t in self.tables))
+
+    @property
+    def capacity(self) -> int:
+        """Token places of the group that has most. One row takes at most `max_seq_length`."""
+        heads = self.config.group_heads
+        return max(t.num_blocks // n for t, n in zip(self.tables, heads, strict=True)) * self.config.block_size
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of all rows, as the config says: not rounded up to whole blocks."""
+        return self.config.max_tokens
+
+    @property
+    def num_tokens(self) -> Any:
+        """Tokens of all rows together; a token in a shared block counts in every row."""
+        return _number(jnp.sum(self.lengths))
+
+    @property
+    def is_empty(self) -> Any:
+        """Whether no row holds a token."""
+        return _number(jnp.all(self.lengths == 0))
+
+    @property
+    def max_seq_length(self) -> int:
+        """The most tokens of one row."""
+        return self.config.max_seq_len
+
+    @property
+    def max_prompt_length(self) -> Any:
+        """The most tokens that this step adds to one row."""
+        return _number(jnp.max(self.new))
+
+    @property
+    def max_context_length(self) -> Any:
+        """The most tokens that one row holds."""
+        return _number(jnp.max(self.lengths))
+
+    def cache_length(self, row: int) -> Any:
+        """Tokens that a row held before this step."""
+        check_row(self, row)
+        return _number(self.lengths[row] - self.new[row])
+
+    @property
+    def empty_cache(self) -> Any:
+        """Whether every row was empty before this step."""
+        return _number(jnp.all(self.lengths == self.new))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all pools."""
+        leaves = (leaf for leaf in jax.tree.leaves(self.pools) if hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
+        return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
+
+    # Contents.
+
+    def slots(self, row: Any, position: Any, *, layer: int = 0) -> tuple[jax.Array, jax.Array]:
+        """Physical block and offset of tokens; `row` and `position` broadcast. The null block where there is none.
+
+        In a layer that evicts, positions count the tokens that are held; if it does so by heads, each head has its own
+        place, along one more axis, the last.
+        """
+        one = self.layer(layer)
+        tables, evict = one.tables, self.config.group_evicts[one.group]
+        row, position = jnp.asarray(row, jnp.int32), jnp.asarray(position, jnp.int32)
+        if evict == "head":
+            row, position = (
+                jnp.stack([x] * one.layer_config.num_kv_heads, -1) for x in jnp.broadcast_arrays(row, position)
+            )
+            head = jax.lax.broadcasted_iota(jnp.int32, row.shape, row.ndim - 1)
+            row = jnp.where((row >= 0) & (row < one.rows), row + head * one.rows, -1)
+        return _slots(tables.tables, tables.lengths, row, position, self.config.block_size)
+
+    def read(self, layer: int, row: Any, position: Any) -> tuple[jax.Array, jax.Array]:
+        """Keys and values `[..., K, D]` of tokens; `row` and `position` broadcast. 0 where there is none.
+
+        Only what the row holds is ever shown, never what a block's earlier owner left in it.
+        """
+        block, offset = self.slots(row, position, layer=layer)
+        out = heads_at(block.ndim)
+        k, v = self._read(read_tokens, layer, (block, offset), (out, out))
+        if self._by_heads(layer):  # blocks of one head
+            k, v = k[..., 0, :], v[..., 0, :]
+        return k, v
+
+    def _read(self, function: Any, layer: int, arrays: tuple, out_specs: Any) -> Any:
+        """A function of `contents` of a layer's pool."""
+        pool = self.pool(layer)
+        specs = (POOL, *[WHOLE] * len(arrays))
+        return on_shards(pool, function, (pool, *arrays), specs, out_specs, config=self.config, layer=layer)
+
+    def token(self, row: int, position: int, layer: int = 0) -> tuple[jax.Array, jax.Array]:
+        """Keys and values `[K, D]` of one token. Outside `jit`, IndexError where there is none; inside, zeros."""
+        check_row(self, row)
+        length = self.layer(layer).held[row].max()
+        if not isinstance(length, jax.core.Tracer) and not 0 <= position < int(length):
+            raise IndexError(f"Row {row} holds {int(length)} tokens, so it has no token at position {position}.")
+        block, _ = self.slots(row, position, layer=layer)
+        if not isinstance(block, jax.core.Tracer) and not block.any():
+            sight = self.layer_config(self.config.owner(layer)).sight
+            raise IndexError(
+                f"Layer {layer}, {sight} tokens, has given back the token of row {row} at position {position}."
+            )
+        return self.read(layer, row, position)
+
+    def load(self, layer: int, row: int, head: int, position: int) -> tuple[jax.Array, jax.Array]:
+        """Keys and values `[D]` of one head of one token."""
+        check_head(self, layer, head)
+        k, v = self.token(row, position, layer)
+        return whole(k)[head], whole(v)[head]
+
+    def combined(self, layer: int) -> jax.Array:
+        """A layer as one dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window. Of a
+        latent layer `[S, 1, 1, max_seq_len, D]`."""
+        tables = self.layer(layer).tables
+        found = self._read(dense, layer, (tables.tables, tables.lengths), PartitionSpec(PARTS, None, KV))
+        return self._join(layer, found[:, :, 0], 2) if self._by_heads(layer) else found
+
+    def separate(self, layer: int) -> tuple[jax.Array, jax.Array]:
+        """A layer's keys and values as two dense arrays `[S, K, max_seq_len, D]`; 0 past each row's length."""
+        tables = self.layer(layer).tables
+        k, v = self._read(
+            dense_pair, layer, (tables.tables, tables.lengths), (PartitionSpec(PARTS, KV), PartitionSpec(PARTS, KV))
+        )
+        return (self._join(layer, k[:, 0], 1), self._join(layer, v[:, 0], 1)) if self._by_heads(layer) else (k, v)
+
+    def _by_heads(self, layer: int) -> bool:
+        return self.config.group_evicts[self.config.group(layer)] == "head"
+
+    def _join(self, layer: int, x: jax.Array, axis: int) -> jax.Array:
+        """`[K * S, ...]` of lines as rows, with heads at `axis`."""
+        return jnp.moveaxis(x.reshape(self.layer_config(layer).num_kv_heads, -1, *x.shape[1:]), 0, axis)
+
+    def _repr_html_(self) -> str:
+        if self._without_numbers is not None:
+            return html.escape(repr(self))
+        return block_map(repr(self), self.tables, self.config)
+
+    @property
+    def _without_numbers(self) -> str | None:
+        """What it is, in a word, if it is not one cache whose numbers are known."""
+        numbers = (self.tables[0].num_free, self.lengths)
+        if any(isinstance(x, jax.core.Tracer) or not hasattr(x, "__array__") for x in numbers):
+            return "traced"
+        if not all(jnp.issubdtype(x.dtype, jnp.integer) for x in numbers):
+            return "a gradient"
+        return None if self.lengths.ndim == 1 else f"a stack of {list(self.lengths.shape[:-1])} caches"
+
+    def __repr__(self) -> str:
+        size = f"{self.num_layers} layer{'s' * (self.num_layers != 1)}, {format_bytes(self.bytes)}"
+        if (what := self._without_numbers) is not None:
+            return f"Cache({what}, {size})"
+        rows = int(jnp.sum(self.lengths > 0))
+        failed = int(jnp.sum(self.failed))
+        return (
+            f"Cache({self.blocks_in_use} of {self.num_blocks} blocks used, {self.num_tokens} tokens in {rows} of "
+            f"{self.lengths.size} rows, {f'{failed} failed, ' if failed else ''}{size})"
+        )
+
+
+@functools.partial(jax.jit, static_argnames="block_size")
+def _slots(tables: jax.Array, lengths: jax.Array, row: jax.Array, position: jax.Array, block_size: int) -> Any:
+    rows, width = tables.shape
+    inside = (row >= 0) & (row < rows) & (position >= 0)
+    inside &= position < lengths[jnp.clip(row, 0, rows - 1)]
+    column = jnp.clip(position // block_size, 0, width - 1)
+    block = tables[jnp.clip(row, 0, rows - 1), column]
+    return jnp.where(inside, block, 0), jnp.where(inside, position % block_size, 0)
+
+
+def format_bytes(count: float) -> str:
+    """`12.3 MiB` and the like."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count} B"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _number(x: Any) -> Any:
+    return x if isinstance(x, jax.core.Tracer) else np.asarray(x).item()
+
+
+def check_row(cache: Views, row: Any) -> None:
+    """Raise IndexError unless `row` is one of the cache's, or traced."""
+    rows = cache.lengths.shape[0]
+    if isinstance(row, jax.core.Tracer):
+        return
+    index = row.item() if isinstance(row, jax.Array) and row.ndim == 0 else row
+    if isinstance(index, bool) or not isinstance(index, int | np.integer) or not 0 <= index < rows:
+        raise IndexError(f"row must be an integer from 0 to {rows - 1}, not {row!r}.")
+
+
+def check_head(cache: Views, layer: int, head: Any) -> None:
+    heads = cache.layer_config(layer).num_kv_heads
+    if not isinstance(head, int | np.integer) or not 0 <= head < heads:
+        raise IndexError(f"head must be an integer from 0 to {heads - 1} in layer {layer}, not {head!r}.")
+
+
+def _period(number: Any, count: int) -> jax.Array:
+    """Which of so many periods: one that is known must be there, one that is traced is taken for the nearest."""
+    is_array = isinstance(number, jax.Array | np.ndarray)
+    if is_array and (number.ndim or not jnp.issubdtype(number.dtype, jnp.integer)):
+        raise ValueError(f"layer's number of a period must be an integer, not {number.dtype}{list(number.shape)}.")
+    if not isinstance(number, jax.core.Tracer):
+        number = integer("layer's number of a period", number, most=None)
+        if not 0 <= number < count:
+            raise IndexError(f"layer's number of a period must be from 0 to {count - 1}, not {shown(number)}.")
+    return jnp.asarray(number, jnp.int32)

@@ -1,0 +1,106 @@
+"""What the places of a pool mean: functions of one pool, which `on_shards` runs on each device's part of it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.rotation import rotate
+from jaxkv._core.state.shard_local import at_places, own_places, part_of, runs_of
+from jaxkv._core.state.state import Pool
+from pallas_kernels import kinds
+
+
+def read_tokens(
+    pool: Pool, block: jax.Array, offset: jax.Array, *, config: CacheConfig, layer: int
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values `[..., K, D]` at places `i32[...]`; 0 for the null block."""
+    kv = numbers(at_places(pool, block, offset), config, layer, axis=-3)  # [..., 2, K, D]
+    kv = jnp.where((block != 0)[..., None, None, None], kv, jnp.zeros((), kv.dtype))
+    return _keys_and_values(kv, config, layer, axis=-3)
+
+
+def read_raw(
+    pool: Pool, block: jax.Array, offset: jax.Array, *, config: CacheConfig, layer: int
+) -> tuple[jax.Array | None, ...]:
+    """Of a quantised pool `(k, v, k_scale, v_scale)` at places `i32[...]` as they are stored, without padding; 0 for
+    the null block."""
+    found, held = jax.tree.leaves(at_places(pool, block, offset)), block != 0
+    kv, scale = (jnp.where(jnp.expand_dims(held, range(held.ndim, x.ndim)), x, jnp.zeros((), x.dtype)) for x in found)
+    width = kinds.stored_dim(config.kind(layer).quantised, config.layer_config(layer).head_dim)
+    kv = config.form(layer).unlaid(kv, axis=block.ndim)[..., :width]
+    parts = [[jnp.take(x, i, axis=block.ndim) for x in (kv, scale)] for i in range(kv.shape[block.ndim])]
+    keys, values = parts if len(parts) == 2 else (*parts, (None, None))
+    return keys[0], values[0], keys[1], values[1]
+
+
+def dense(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: CacheConfig, layer: int) -> jax.Array:
+    """The rows of a table, or those of its lines that a device has, as one array `[S, 2, K, max_seq_len, D]`; 0 past
+    each row's length and before its window."""
+    runs, part = runs_of(pool), part_of(pool)
+    if part is not None:
+        tables, lengths = part.own(part.lines(tables)), part.lines(lengths)
+
+    def read(at: Any) -> jax.Array:
+        found = numbers(jax.tree.map(lambda x: x[at], pool.tokens), config, layer)
+        return found if runs is None else runs.gathered(found, found.ndim - 2)
+
+    if config.contiguous:  # row s owns block s + 1: a slice, which moves no data inside jit
+        kv = read(slice(1, None))
+    else:
+        blocks = read(tables)
+        blocks = jnp.moveaxis(blocks, 1, 3)  # [S, 2, K, M, block_size, D]
+        kv = blocks.reshape(*blocks.shape[:3], tables.shape[1] * config.block_size, blocks.shape[-1])
+        kv = kv[..., : config.max_seq_len, :]
+    held = jnp.arange(kv.shape[3], dtype=jnp.int32)[None] < lengths[:, None]
+    return jnp.where(held[:, None, None, :, None], kv, jnp.zeros((), kv.dtype))
+
+
+def dense_pair(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: CacheConfig, layer: int) -> Any:
+    """The same as keys and values, `[S, K, max_seq_len, D]` each."""
+    return _keys_and_values(dense(pool, tables, lengths, config=config, layer=layer), config, layer, axis=1)
+
+
+def put_token(
+    pool: Pool, block: jax.Array, offset: jax.Array, head: jax.Array, new: Pool, number: jax.Array, *, start: int
+) -> Pool:  # fmt: skip
+    """One head of one token replaced, `new` being its numbers and scales; nothing at the null block.
+
+    Args:
+      head: which of all the pool's heads; number: `i32[K]`, which of them those at hand are.
+      start: where its numbers begin in a row of the pool.
+    """
+    block, offset = own_places(pool, block, offset)
+    at = jnp.argmax(number == head)
+    there = (block != 0) & (number[at] == head)
+    place = jnp.where(there, block, pool.kv.shape[0])  # past the end: dropped, never the null block
+
+    def put(x: jax.Array, new: jax.Array) -> jax.Array:
+        minor = tuple(slice(start, start + size) for size in new.shape[1:])  # not all of a pool's row
+        return jnp.asarray(x).at[place, :, at, offset, *minor].set(new, mode="drop")
+
+    return dataclasses.replace(jax.tree.map(put, pool.tokens, new), bounds=pool.bounds)
+
+
+def put_part(pool: Pool, part: Pool, *, start: int) -> Pool:
+    """A pool with other blocks from `start` on."""
+    return jax.tree.map(lambda x, part: x.at[start : start + part.shape[0]].set(part), pool, part)
+
+
+def _keys_and_values(kv: jax.Array, config: CacheConfig, layer: int, axis: int) -> tuple[jax.Array, jax.Array]:
+    rank = config.layer_config(layer).rank
+    keys = jnp.take(kv, 0, axis=axis)
+    return keys, (jnp.take(kv, 1, axis=axis) if rank is None else keys[..., :rank])
+
+
+def numbers(part: Pool, config: CacheConfig, layer: int, axis: int = -4) -> jax.Array:
+    """What a part of a layer's pool means, `[..., 2, ..., D]`: as stored, or of a quantised layer as float32. Keys and
+    values are at `axis`."""
+    one, kind = config.layer_config(layer), config.kind(layer).quantised
+    kv = config.form(layer).unlaid(part.kv, axis)
+    if kind is None:
+        return kv[..., : one.head_dim]
+    decoded = kinds.decode(kv, part.scale, kind, one.head_dim, one.rank)  # type: ignore[arg-type]
+    return rotate(decoded) if config.rotates(layer) else decoded

@@ -1,0 +1,24 @@
+"""One row of a cache by itself."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.state.head_rows import OF_LINES
+from jaxkv._core.state.state import BlockTables
+
+
+def alone(cache: Cache, row: jax.Array) -> Cache:
+    """A cache with this one row, `i32[]`, that reads the same blocks of the same pools. It is for reading alone."""
+
+    def one(tables: BlockTables) -> BlockTables:
+        heads = tables.lengths.shape[0] // cache.config.max_seqs
+        lines = row + cache.config.max_seqs * jnp.arange(heads, dtype=jnp.int32)
+        found = ((name, getattr(tables, name)) for name in OF_LINES)
+        fields: dict[str, Any] = {name: x if x is None else x[lines] for name, x in found}
+        return dataclasses.replace(tables, **fields)
+
+    return cache.replace(config=cache.config.replace(max_seqs=1), tables=tuple(map(one, cache.tables)))

@@ -1,0 +1,176 @@
+"""What a cache takes, and whether a device has it."""
+
+import math
+import os
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.config.kv_packing import Apart, OneRow, Pairs
+from jaxkv._core.config.layer_config import Kind, kind_of
+from jaxkv._core.config.layer_groups import Groups
+from jaxkv._core.config.rotation import rotate
+from pallas_kernels import kinds
+
+
+class Memory(Groups):
+    """The part of `CacheConfig` that counts bytes."""
+
+    # Of `CacheConfig`, which is built on this class.
+    group_blocks: tuple[int, ...]
+    dtype: np.dtype
+    head_dim_multiple: int
+    join_kv: bool | Literal["head"]
+
+    def kind(self, layer: int) -> Kind:
+        """How a layer's elements are stored."""
+        return kind_of(self.layer_config(self.owner(layer)).dtype or self.dtype, "dtype")
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer's heads are rotated before they are stored."""
+        kind, one = self.kind(layer), self.layer_config(self.owner(layer))
+        if kind.quantised is None or one.rank is not None:  # a latent row is no head: its parts are not to be mixed
+            return False
+        return kind.rotates if one.rotate is None else one.rotate
+
+    def form(self, layer: int) -> Apart:
+        """How a layer's keys and values stand in the rows of its pool; see `join_kv`."""
+        one, kind = self.layer_config(layer), self.kind(layer).quantised
+        is_padded = self._padded(2 * one.head_dim) < 2 * self._padded(one.head_dim)
+        if not self.join_kv or not is_padded or one.rank is not None or kind == "int4":  # scales within heads
+            return Apart(one.head_dim)
+        heads = self.stored_heads(layer)[1]
+        in_pairs = self.join_kv != "head" and kind is None and heads % 2 == 0
+        return Pairs(one.head_dim) if in_pairs else OneRow(one.head_dim)
+
+    def pairs_divide(self, layer: int, count: int) -> bool:
+        """Whether a layer's heads, if they stand in pairs, can be divided among `count` devices as heads can."""
+        heads = self.layer_config(layer).num_kv_heads
+        return not isinstance(self.form(layer), Pairs) or heads < count or heads // 2 % count == 0
+
+    def pool_shape(self, layer: int) -> tuple[int, int, int, int, int]:
+        """`[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`; half in int4. In
+        pairs of heads `[num_blocks + 1, 2, K / 2, block_size, 2 D]`, with a head's keys and values in one row
+        `[num_blocks + 1, 1, K, block_size, 2 D]`, 2 D rounded up; of a latent layer
+        `[num_blocks + 1, 1, 1, block_size, D]`. K is 1 in a layer that evicts by heads."""
+        return (self.group_blocks[self.group(layer)] + 1, *self._block_shape(layer))
+
+    def stored_heads(self, layer: int) -> tuple[int, int]:
+        """How many parts a token has, keys and values or one latent row, and of how many heads each is."""
+        one = self.layer_config(layer)
+        return 2 if one.rank is None else 1, 1 if self._evicts_by_heads(layer) else one.num_kv_heads
+
+    def padded_head_dim(self, layer: int) -> int:
+        """A layer's head_dim, rounded up to a multiple of `head_dim_multiple`."""
+        return self._padded(self.layer_config(layer).head_dim)
+
+    def scale_shape(self, layer: int) -> tuple[int, ...] | None:
+        """The shape of a quantised layer's scales: `[num_blocks + 1, 2, K, block_size]`; with one more axis in int4,
+        and of a latent layer `[num_blocks + 1, 1, 1, block_size, 2]`."""
+        block = self._block_scales(layer)
+        return None if block is None else (self.group_blocks[self.group(layer)] + 1, *block)
+
+    def keeps_bounds(self, layer: int) -> bool:
+        """Whether the bounds of each block's keys lie beside it."""
+        return self.layer_config(self.owner(layer)).bounds
+
+    def bounds_shape(self, layer: int) -> tuple[int, ...] | None:
+        """The shape of a layer's bounds: `[num_blocks + 1, 2, K, head_dim]`."""
+        one = self.layer_config(layer)
+        return (self.pool_shape(layer)[0], 2, one.num_kv_heads, one.head_dim) if self.keeps_bounds(layer) else None
+
+    def bounds_dtype(self, layer: int) -> np.dtype:
+        """Of a layer's bounds: what its keys are read as."""
+        kind = self.kind(layer)
+        return kind.dtype if kind.quantised is None else jnp.dtype("float32")
+
+    def stack_shapes(self, layer: int, parts: int = 1) -> tuple[tuple[int, ...] | None, ...]:
+        """The shapes of the pool that a layer lies in, of its scales and of its bounds: as many layers as there are in
+        it. Each of its `parts` has a null block."""
+        shapes = (self.pool_shape(layer), self.scale_shape(layer), self.bounds_shape(layer))
+        count = len(self.stack(layer))
+        return tuple(None if shape is None else (count * (shape[0] + parts - 1), *shape[1:]) for shape in shapes)
+
+    def bytes_per_group_block(self, group: int) -> int:
+        """Bytes of one block over the layers of a group, scales and bounds included."""
+        return sum(map(self.bytes_per_layer_block, self.groups[group]))
+
+    def bytes_per_layer_block(self, layer: int) -> int:
+        """Bytes of one block of one layer, scales and bounds included."""
+        bounds = self.bounds_shape(layer)
+        about = 0 if bounds is None else math.prod(bounds[1:]) * self.bounds_dtype(layer).itemsize
+        return self.bytes_per_block_read(layer) + about
+
+    def bytes_per_block_read(self, layer: int) -> int:
+        """Bytes of one block of one layer that attention reads: keys and values, scales included."""
+        kind, scales = self.kind(layer), self._block_scales(layer)
+        numbers = math.prod(self._block_shape(layer)) * kind.dtype.itemsize
+        return numbers + (0 if scales is None else math.prod(scales) * kind.scale_dtype.itemsize)
+
+    def _block_shape(self, layer: int) -> tuple[int, int, int, int]:
+        parts, heads, width = self.form(layer).block(*self.stored_heads(layer))
+        return (parts, heads, self.block_size, kinds.stored_dim(self.kind(layer).quantised, self._padded(width)))
+
+    def _evicts_by_heads(self, layer: int) -> bool:
+        return self.layer_config(self.owner(layer)).evict == "head"
+
+    def _padded(self, size: int) -> int:
+        return -(-size // self.head_dim_multiple) * self.head_dim_multiple
+
+    def _block_scales(self, layer: int) -> tuple[int, ...] | None:
+        if self.kind(layer).quantised is None:
+            return None
+        parts, heads = self.stored_heads(layer)
+        return (parts, heads, self.block_size, *self.scale_axes(layer))
+
+    def scale_axes(self, layer: int) -> tuple[int, ...]:
+        """What follows `[..., K, block_size]` in the shape of a quantised layer's scales."""
+        one = self.layer_config(layer)
+        return kinds.scale_axes(self.kind(layer).quantised, one.head_dim, one.rank)
+
+    def encode(self, layer: int, kv: Any) -> tuple[jax.Array, jax.Array | None]:
+        """A layer's keys and values `[.., D]` (of a latent one, its rows) as numbers and scales, not laid yet."""
+        kv = rotate(kv) if self.rotates(layer) else kv
+        return self.kind(layer).encode(kv, self.layer_config(layer).rank)
+
+    def blocks_of(self, layer: int, kv: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Blocks of a layer, numbers and scales, that hold keys and values `[n, 2, K, block_size, D]`."""
+        numbers, scale = self.encode(layer, kv)
+        return self.form(layer).laid(numbers, axis=1), scale
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers, of all heads."""
+        return sum(self.bytes_per_group_block(g) * heads for g, heads in enumerate(self.group_heads))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all pools, the null blocks included; the tables' few integers are not counted."""
+        return sum((n + 1) * self.bytes_per_group_block(g) for g, n in enumerate(self.group_blocks))
+
+    @property
+    def dense_bytes(self) -> int:
+        """What a dense cache of the same rows would take: `max_seqs * max_seq_len` places in every layer."""
+        groups = zip(self.groups, self.group_heads, strict=True)
+        block = sum(self.bytes_per_block_read(i) * heads for layers, heads in groups for i in layers)
+        return self.max_seqs * self.max_seq_len * block // self.block_size
+
+    def check_memory(self, device: Any = None, parts: int = 1) -> None:
+        """Raise ValueError if a cache takes more than the memory of a device, by default the one that arrays are made
+        on now, that holds one of equal `parts` of its pools."""
+        probe = jnp.zeros(())
+        if isinstance(probe, jax.core.Tracer):  # nothing is allocated here
+            return
+        device = next(iter(probe.devices())) if device is None else device
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+        if device.platform == "cpu" and hasattr(os, "sysconf"):
+            memory, parts = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 1  # all devices share it
+        entries = len(self.group_blocks) * self.max_seqs * self.max_blocks_per_seq
+        needed = self.bytes // parts + entries * np.dtype(np.int32).itemsize
+        if memory and needed > memory:
+            raise ValueError(
+                f"The cache would take {needed} bytes, but {device} has {memory} bytes of memory: give it fewer "
+                "num_blocks, a smaller max_seqs or max_seq_len, or say memory_bytes and have them chosen."
+            )

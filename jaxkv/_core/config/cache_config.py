@@ -1,0 +1,383 @@
+"""What a cache is made for: static and hashable, so that it is part of a `jit` key. All validation of sizes is here."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Mesh
+
+from jaxkv._core.config.from_dense import MadeLike
+from jaxkv._core.config.layer_config import LayerConfig, kind_of
+from jaxkv._core.config.mesh_shape import HEADS, mesh_of
+from jaxkv._core.config.validation import MOST_INDEX, flag, integer, real, shown
+
+BLOCK_SIZE = 16  # tokens, unless it is said
+# What the stored head_dim is rounded up to, by platform: with less, XLA for TPUs copies the whole pool at every step,
+# and the kernels for GPUs refuse it.
+HEAD_DIM_MULTIPLES = {"tpu": 128, "gpu": 64}
+JOINING = ("tpu",)  # platforms whose kernels read keys and values that stand in one row
+
+
+class _Settled(int):
+    """A size that a config worked out itself: it gives way where `dataclasses.replace` says another."""
+
+
+class _SettledBlocks(tuple[int, ...]):
+    """The same for `group_blocks`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheConfig(MadeLike):
+    """The sizes of a cache.
+
+    Args:
+      layers: one `LayerConfig` per attention layer; they may differ.
+      max_seqs: rows, the sequences held at once; S in shapes.
+      max_seq_len: the most tokens of one row; default: `max_tokens`.
+      num_blocks: blocks per layer. Or say `max_tokens`, and it is `ceil(max_tokens / block_size)`.
+      group_blocks: blocks per layer for each of `groups`, where they differ; then `num_blocks` is the largest. In a
+        layer that evicts by heads a block is of one head: there are K times as many of them.
+      max_tokens: the most tokens of all rows together; default: `num_blocks * block_size`.
+      block_size: tokens per block. Contiguous: `max_seq_len`, set by itself.
+      dtype: the storage of keys and values: bfloat16, float16 or float32; or quantised: int8, float8_e4m3fn,
+        float8_e5m2 or int4, with a scale for each token and head.
+      layout: "paged", or "contiguous": one block of `max_seq_len` tokens per row, always the row's own.
+      head_dim_multiple: the stored head_dim is rounded up to a multiple of this. Nobody sees the padding, but it takes
+        memory. Default: what the platform at hand wants, 128 on TPUs, 64 on NVIDIA GPUs, else 1.
+      join_kv: what two rows of the pool would be padded for stands in one, in all kinds but int4: the keys of two heads
+        and their values, where a layer has an even number of heads and is not quantised, else a head's values and keys.
+        "head": those in any layer; so it must be on a mesh with a device for each head. Default: on TPUs, where a
+        head_dim of 64 or less then takes half the memory.
+      stacked: layers that are alike lie in one array, one after another, so that a `jax.lax.scan` over layers carries
+        it in place; `layer` may be traced then. For layers that are not scanned a pool for each is better: XLA on a CPU
+        copies a stacked one.
+
+    Raises:
+      ValueError: naming the field, its value and what is allowed.
+
+    >>> layer = LayerConfig(num_kv_heads=2, head_dim=64)
+    >>> config = CacheConfig(layers=(layer,) * 2, max_seqs=4, max_seq_len=100, num_blocks=20)
+    >>> config.max_blocks_per_seq, config.bytes_per_block
+    (7, 16384)
+
+    Layers with the same window, or the same chunk, form a group, which has block tables of its own:
+
+    >>> local = LayerConfig(num_kv_heads=2, head_dim=64, window=32)
+    >>> config = CacheConfig(layers=(local, layer, local), max_seqs=4, max_seq_len=100, group_blocks=(12, 28))
+    >>> config.groups, config.group_windows
+    (((0, 2), (1,)), (32, None))
+    """
+
+    layers: Sequence[LayerConfig]  # type: ignore[assignment]
+    max_seqs: int
+    # None is for the caller to leave out; once the config is made, these are integers.
+    max_seq_len: int = None  # type: ignore[assignment]
+    num_blocks: int = None  # type: ignore[assignment]
+    group_blocks: Sequence[int] = None  # type: ignore[assignment]
+    max_tokens: int = None  # type: ignore[assignment]
+    block_size: int = None  # type: ignore[assignment]
+    dtype: Any = "bfloat16"
+    layout: Literal["paged", "contiguous"] = "paged"
+    head_dim_multiple: int = None  # type: ignore[assignment]
+    join_kv: bool | Literal["head"] = None  # type: ignore[assignment]
+    stacked: bool = False
+
+    def __post_init__(self):
+        put = functools.partial(object.__setattr__, self)
+        if isinstance(self.layers, str) or not isinstance(self.layers, Iterable):
+            raise ValueError(f"CacheConfig.layers must be a list of LayerConfigs, not {shown(self.layers)}.")
+        put("layers", tuple(self.layers))
+        if not self.layers:
+            raise ValueError("CacheConfig.layers must name at least one LayerConfig, but it is empty.")
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, LayerConfig):
+                raise ValueError(f"CacheConfig.layers[{i}] must be a LayerConfig, not {shown(layer)}.")
+            self._check_shared(i, layer)
+        flag("CacheConfig.stacked", self.stacked)
+        put("dtype", kind_of(self.dtype, "CacheConfig.dtype").meaning)
+        if self.head_dim_multiple is None:
+            put("head_dim_multiple", HEAD_DIM_MULTIPLES.get(jax.default_backend(), 1))
+        if self.join_kv is None:
+            put("join_kv", jax.default_backend() in JOINING)
+        if not (isinstance(self.join_kv, str) and self.join_kv == "head"):
+            put("join_kv", flag("CacheConfig.join_kv", self.join_kv, or_else="head"))
+        self._drop_settled(put)
+        for field in ("max_seqs", "head_dim_multiple", "max_seq_len", "num_blocks", "max_tokens", "block_size"):
+            value, optional = getattr(self, field), field != "max_seqs"
+            if not (optional and value is None):
+                # Tokens of all rows together are no index of anything.
+                most = 2**62 if field == "max_tokens" else MOST_INDEX
+                put(field, integer(f"CacheConfig.{field}", value, least=1, most=most))
+        if self.max_seq_len is None:
+            if self.max_tokens is None:
+                raise ValueError(
+                    "CacheConfig needs max_seq_len, the most tokens of one row (or max_tokens, of all rows)."
+                )
+            put("max_seq_len", integer("CacheConfig.max_seq_len (max_tokens, as it is not given)", self.max_tokens))
+            if self.layout == "contiguous":
+                put("max_tokens", None)  # it was said of one row
+        if self.layout == "contiguous":
+            self._settle_contiguous(put)
+        elif self.layout == "paged":
+            self._settle_paged(put)
+        else:
+            raise ValueError(f"CacheConfig.layout must be 'paged' or 'contiguous', not {shown(self.layout)}.")
+        self._check_kinds()
+        self._check_indices()
+        self._check_evicting()
+
+    def _drop_settled(self, put) -> None:
+        sizes = [field for field in ("num_blocks", "max_tokens", "group_blocks") if getattr(self, field) is not None]
+        settled = [field for field in sizes if isinstance(getattr(self, field), _Settled | _SettledBlocks)]
+        for field in settled if len(settled) < len(sizes) or self.layout == "contiguous" else ():
+            put(field, None)
+        if self.layout == "contiguous" and isinstance(self.block_size, _Settled):
+            put("block_size", None)
+
+    def _check_kinds(self) -> None:
+        """Raise where a layer cannot be stored in its kind."""
+        for i, layer in enumerate(self.layers):
+            if self.kind(i).name == "int4" and self.padded_head_dim(i) % 2 + layer.head_dim % 2:
+                raise ValueError(
+                    f"int4 stores two numbers to a byte, so head_dim and head_dim_multiple must be even, but layer {i} "
+                    f"has {layer.head_dim} and {self.head_dim_multiple}: choose another dtype for it."
+                )
+
+            if layer.rotate and (self.kind(i).quantised is None or layer.rank is not None):
+                what = f"stored in {self.kind(i).name}" if layer.rank is None else "latent"
+                raise ValueError(
+                    f"CacheConfig.layers[{i}].rotate is for heads in quantised kinds, but the layer is {what}: "
+                    "leave it out, or choose int8, say."
+                )
+
+    def _check_evicting(self) -> None:
+        """Raise where layers that evict cannot have tables of their own, or bounds be of many blocks."""
+        evicting = [i for i, layer in enumerate(self.layers) if layer.evict is not None]
+        if evicting and (self.contiguous or self.stacked):
+            what = "stacked=True, in which layers share tables" if self.stacked else 'layout="contiguous"'
+            raise ValueError(
+                f"CacheConfig.layers[{evicting[0]}].evict gives back blocks of a table of its own, and there are none "
+                f"with {what}: leave one out."
+            )
+        if self.contiguous and any(layer.bounds for layer in self.layers):
+            raise ValueError(
+                'LayerConfig.bounds tell a row\'s blocks apart, and with layout="contiguous" it has one: leave one out.'
+            )
+
+    def _check_indices(self) -> None:
+        """Raise where an int32 cannot count blocks, or the entries of a table."""
+        pairs = zip(self.groups, self.group_blocks, strict=True)
+        most = max((blocks + 1) * (len(layers) if self.stacked else 1) for layers, blocks in pairs)
+        if most > MOST_INDEX:
+            raise ValueError(
+                f"A pool would have {most} blocks, null blocks included, but indices are int32 and end at "
+                f"{MOST_INDEX}: choose fewer, or a larger block_size."
+            )
+        if (entries := self.max_seqs * self.max_blocks_per_seq * max(self.group_heads)) > MOST_INDEX:
+            raise ValueError(
+                f"A table of max_seqs={self.max_seqs} rows of {self.max_blocks_per_seq} blocks has {entries} entries, "
+                f"but there can be {MOST_INDEX}: choose a smaller max_seqs or max_seq_len, or a larger block_size."
+            )
+
+    def _check_shared(self, i: int, layer: LayerConfig) -> None:
+        if layer.shares_with is None:
+            return
+        if layer.shares_with >= i or self.layers[layer.shares_with].shares_with is not None:
+            raise ValueError(
+                f"CacheConfig.layers[{i}].shares_with must be an earlier layer that stores keys and values of its own, "
+                f"not {layer.shares_with}."
+            )
+        owner = self.layers[layer.shares_with]
+        alike = all(getattr(layer, name) == getattr(owner, name) for name in ("num_kv_heads", "head_dim", "rank"))
+        own = (layer.dtype, layer.rotate, layer.evict, layer.bounds)
+        if not alike or own != (None, None, None, False):
+            raise ValueError(
+                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, so it must have the same num_kv_heads "
+                "and head_dim (if latent, the same rank and rope_dim), and no dtype or rotate of its own, nor evict "
+                "or bounds."
+            )
+        if layer.chunk != owner.chunk and (owner.chunk is not None or owner.window is not None):
+            raise ValueError(
+                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, {owner.sight}, and cannot be a layer "
+                f"{layer.sight}."
+            )
+        if owner.evict is not None and layer.reach is not None:
+            raise ValueError(
+                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, which has evict={owner.evict!r}: it "
+                f"cannot be a layer {layer.sight}, for places there are no positions."
+            )
+        if owner.window is not None and (layer.sink_tokens or 0) > (owner.sink_tokens or 0):
+            raise ValueError(
+                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, which keeps "
+                f"{owner.sink_tokens or 'none'} of the first tokens: its own sink_tokens cannot be {layer.sink_tokens}."
+            )
+        if owner.window is not None and (layer.window is None or layer.window > owner.window):
+            raise ValueError(
+                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, which keeps a window of "
+                f"{owner.window} tokens: its own window cannot be {layer.window}."
+            )
+
+    def _settle_paged(self, put) -> None:
+        if self.block_size is None:
+            put("block_size", _Settled(BLOCK_SIZE))
+        if self.group_blocks is not None:
+            self._settle_group_blocks(put)
+        if self.max_tokens is None and self.num_blocks is None:
+            raise ValueError(
+                "CacheConfig needs num_blocks (blocks per layer) or max_tokens (tokens of all rows). For every row to "
+                f"reach max_seq_len at once it would be num_blocks={self.max_seqs * self.max_blocks_per_seq}."
+            )
+        if self.num_blocks is None:
+            put("num_blocks", _Settled(-(-self.max_tokens // self.block_size)))
+        elif self.max_tokens is None:
+            put("max_tokens", _Settled(self.num_blocks * self.block_size))
+        elif self.num_blocks != -(-self.max_tokens // self.block_size):
+            raise ValueError(
+                f"CacheConfig.max_tokens={self.max_tokens} takes {-(-self.max_tokens // self.block_size)} blocks of "
+                f"{self.block_size}, but num_blocks is {self.num_blocks}: name one of the two."
+            )
+        if self.group_blocks is None:
+            put("group_blocks", _SettledBlocks(self.num_blocks * heads for heads in self.group_heads))
+
+    def _settle_group_blocks(self, put) -> None:
+        if isinstance(self.group_blocks, str | bytes) or not isinstance(self.group_blocks, Iterable):
+            raise ValueError(f"CacheConfig.group_blocks must be a list of integers, not {shown(self.group_blocks)}.")
+        blocks = tuple(integer("CacheConfig.group_blocks", n, least=1) for n in self.group_blocks)
+        if len(blocks) != len(self.groups):
+            raise ValueError(
+                f"CacheConfig.group_blocks must have one number for each of the {len(self.groups)} groups of layers "
+                f"(windows {self.group_windows}), not {len(blocks)}."
+            )
+        most = max(-(-n // heads) for n, heads in zip(blocks, self.group_heads, strict=True))
+        if self.num_blocks not in (None, most):
+            raise ValueError(
+                f"CacheConfig.num_blocks is the largest of group_blocks, {most}, not {self.num_blocks}: leave it out."
+            )
+        put("group_blocks", blocks)
+        put("num_blocks", _Settled(most))
+
+    def _settle_contiguous(self, put) -> None:
+        most = self.max_seqs * self.max_seq_len
+        fixed = {"block_size": self.max_seq_len, "num_blocks": self.max_seqs, "max_tokens": most}
+        for field, value in fixed.items():
+            if getattr(self, field) not in (None, value):
+                raise ValueError(
+                    f"CacheConfig.{field} is {value} in the contiguous layout (one block of max_seq_len tokens per "
+                    f"row), not {getattr(self, field)}: leave it out."
+                )
+            put(field, _Settled(value))
+        put("group_blocks", _SettledBlocks((self.max_seqs,)))
+
+    @classmethod
+    def from_model(
+        cls, model: Any, *, max_seqs: int, max_seq_len: int, num_blocks: int | None = None,
+        max_tokens: int | None = None, group_blocks: Sequence[int] | None = None, memory_bytes: float | None = None,
+        step_tokens: int | None = None, dtype: Any = None, mesh: Mesh | None = None, **fields: Any,
+    ) -> "CacheConfig":  # fmt: skip
+        """The config for a model that has `layer_configs` (one `LayerConfig` per layer) and `dtype`; and `scan`, if it
+        scans over its layers, for which they are stacked.
+
+        Args:
+          num_blocks, max_tokens, group_blocks: see `CacheConfig`. Without them and `memory_bytes`, every row can reach
+            `max_seq_len` at once.
+          memory_bytes: as many blocks as fit, the null blocks counted; see `with_memory`.
+          step_tokens: the most tokens of one step, all rows together. Then layers with a window get no more blocks than
+            their windows and one step can fill.
+          mesh: where the cache is to lie, `init(config, mesh=mesh)`; default: where the model does. Heads of which its
+            devices get no pairs are not stored in pairs; see `join_kv`.
+        """
+        for name in ("layer_configs", "dtype") if dtype is None else ("layer_configs",):
+            if not hasattr(model, name):
+                raise ValueError(
+                    "model must have layer_configs, a LayerConfig for each layer, and dtype, by which its cache is "
+                    f"made, but {shown(model)} has no {name}."
+                )
+        max_seqs = integer("max_seqs", max_seqs, least=1)
+        max_seq_len = integer("max_seq_len", max_seq_len, least=1)
+        fields.setdefault("stacked", getattr(model, "scan", False))
+        sizes = {"num_blocks": num_blocks, "max_tokens": max_tokens, "group_blocks": group_blocks}
+        sizes = {name: size for name, size in sizes.items() if size is not None}
+        if memory_bytes is not None and sizes:
+            raise ValueError(f"CacheConfig.from_model takes memory_bytes or {' and '.join(sizes)}, not both.")
+        fields |= sizes or {"max_tokens": max_seqs * max_seq_len}
+        config = cls(layers=model.layer_configs, max_seqs=max_seqs, max_seq_len=max_seq_len,
+                     dtype=model.dtype if dtype is None else dtype, **fields)  # fmt: skip
+        mesh = mesh_of(model) if mesh is None else mesh
+        count = mesh.shape.get(HEADS, 1) if mesh is not None else 1
+        if fields.get("join_kv") is None and not all(config.pairs_divide(i, count) for i in range(config.num_layers)):
+            config = config.replace(join_kv="head")
+        if memory_bytes is not None:
+            return config.with_memory(memory_bytes, step_tokens=step_tokens)
+        if config.contiguous or group_blocks is not None:
+            return config
+        # Unless it is said: a row's last block may be partly used.
+        every = config.num_blocks if sizes else max_seqs * config.max_blocks_per_seq
+        sized = config._with_blocks(every, step_tokens)
+        return config if sized.group_blocks == config.group_blocks else sized
+
+    def with_memory(self, memory_bytes: float, *, step_tokens: int | None = None) -> "CacheConfig":
+        """This config with as many blocks as fit into `memory_bytes`, the null block of every layer counted.
+
+        Layers with a window get as many as they can use (see `from_model`), the others share what is left.
+        """
+        memory_bytes = real("memory_bytes", memory_bytes, least=0)
+        if step_tokens is not None:
+            step_tokens = integer("step_tokens", step_tokens, least=1)
+        if self.contiguous:
+            raise ValueError(
+                f'memory_bytes cannot size a cache with layout="contiguous": it takes {self.bytes} bytes for max_seqs='
+                f"{self.max_seqs} rows of {self.max_seq_len} tokens. Choose those, or the paged layout."
+            )
+        least = self._with_blocks(1, step_tokens).bytes
+        if memory_bytes < least:
+            raise ValueError(
+                f"memory_bytes={memory_bytes:g} is too little: one block of {self.block_size} tokens takes "
+                f"{self.bytes_per_block} bytes over {self.num_layers} layers, and one more is the null block."
+            )
+        most = int(memory_bytes) // (self.bytes_per_group_block(self._widest) * self.group_heads[self._widest])
+        if most > MOST_INDEX // 2:
+            raise ValueError(
+                f"memory_bytes={memory_bytes:g} would hold {most} blocks, more than the {MOST_INDEX // 2} that it can "
+                "be shared out among: give less, or a larger block_size."
+            )
+        num_blocks, step = 1, 1 << most.bit_length()
+        while step := step // 2:
+            if self._with_blocks(num_blocks + step, step_tokens).bytes <= memory_bytes:
+                num_blocks += step
+        return self._with_blocks(num_blocks, step_tokens)
+
+    def _with_blocks(self, num_blocks: int, step_tokens: int | None) -> "CacheConfig":
+        """`num_blocks` for the group that sees furthest, and no more than they can use for the others."""
+        blocks = (
+            num_blocks * self.group_heads[g]
+            if g == self._widest or reach is None
+            else min(num_blocks, self.window_blocks(reach, step_tokens, self.group_sinks[g]))
+            for g, reach in enumerate(self.group_reaches)
+        )
+        return self.replace(group_blocks=tuple(blocks))
+
+    def replace(self, **changes: Any) -> "CacheConfig":
+        """This config with other fields; what follows from them follows anew.
+
+        >>> config = CacheConfig(layers=(LayerConfig(num_kv_heads=1, head_dim=8),), max_seqs=2, max_tokens=100)
+        >>> config.replace(num_blocks=3).max_tokens
+        48
+        """
+        sizes = {"num_blocks", "max_tokens", "group_blocks"}
+        if self.contiguous or "layout" in changes:
+            stale = sizes | {"block_size"}
+        elif sizes & changes.keys():
+            stale = sizes
+        else:
+            follows = {"layers": "group_blocks", "block_size": "max_tokens"}
+            stale = {follows[field] for field in follows.keys() & changes.keys()}
+        fields: Any = dict.fromkeys(stale) | changes
+        return dataclasses.replace(self, **fields)
+
+
+def check_config(config: Any) -> None:
+    """Raise ValueError unless it is a `CacheConfig`."""
+    if not isinstance(config, CacheConfig):
+        raise ValueError(f"config must be a CacheConfig, which says what a cache is made for, not {shown(config)}.")

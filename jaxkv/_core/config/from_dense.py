@@ -1,0 +1,107 @@
+"""Configs from what people have: numbers for all layers alike, or a dense cache."""
+
+import types
+from collections.abc import Iterable
+from typing import Any, Self
+
+from jaxkv._core.config.byte_sizes import Memory
+from jaxkv._core.config.dense_caches import dense_layers
+from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv._core.config.validation import integer, shown
+
+MOST_LAYERS = 2**16
+
+
+class MadeLike(Memory):
+    """The part of `CacheConfig` that is made from what a codebase has at hand."""
+
+    @classmethod
+    def uniform(
+        cls, *, num_layers: int, num_kv_heads: int, head_dim: int, max_seqs: int, max_seq_len: int,
+        windows: Any = None, bounds: bool = False, dtype: Any = "bfloat16", **fields: Any,
+    ) -> Self:  # fmt: skip
+        """The config for layers that are alike but for their windows. Every row can reach `max_seq_len` at once.
+
+        Args:
+          num_layers: attention layers, L in shapes.
+          num_kv_heads, head_dim: of every layer, K and D in shapes.
+          max_seqs: rows, the sequences held at once.
+          max_seq_len: the most tokens of one row.
+          windows: None, one number for all layers, or one entry for each.
+          bounds: whether every layer keeps bounds of its blocks' keys; see `LayerConfig`.
+          dtype: the storage of keys and values; see `CacheConfig`.
+          **fields: `num_blocks` or `memory_bytes` for less than all rows need, `block_size`, `step_tokens` and what
+            else `CacheConfig.from_model` takes.
+
+        Raises:
+          ValueError: naming the field, its value and what is allowed.
+
+        >>> import jaxkv
+        >>> sizes = dict(num_layers=3, num_kv_heads=2, head_dim=64, max_seqs=4, max_seq_len=100)
+        >>> config = jaxkv.CacheConfig.uniform(**sizes, windows=(32, 32, None))
+        >>> config.num_blocks, config.group_windows
+        (28, (32, None))
+        """
+        num_layers = integer("num_layers", num_layers, least=1, most=MOST_LAYERS)
+        layer: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "bounds": bounds}
+        layers = tuple(LayerConfig(**layer, window=window) for window in _for_each(windows, num_layers))
+        return _made(cls, layers, max_seqs, max_seq_len, dtype, fields)
+
+    @classmethod
+    def like(
+        cls, dense_cache: Any, *, max_seqs: int | None = None, max_seq_len: int | None = None, windows: Any = None,
+        bounds: bool = False, dtype: Any = None, heads_first: bool | None = None, **fields: Any,
+    ) -> Self:  # fmt: skip
+        """The config for a paged cache in the place of a dense one: its layers, rows, places and dtype.
+
+        Args:
+          dense_cache: nested mappings, sequences or objects of one key and one value per layer, arrays, tensors or
+            `jax.ShapeDtypeStruct`s. Of Flax, `[B, T, K, D]`, by the names `cached_key` and `cached_value` or `k` and
+            `v`; for NNX `nnx.state(model, nnx.Cache)`. Of Hugging Face, `[B, K, T, D]`: pairs without names, or its
+            cache classes. With an axis of layers before that (a scanned model's), each is a layer.
+          max_seqs: rows; default: B.
+          max_seq_len: the most tokens of one row; default: the most places that a layer has.
+          windows: None, one number for all layers, or one entry for each. A dense cache does not say.
+          bounds: as in `uniform`.
+          dtype: default: the first key's.
+          heads_first: whether arrays are `[B, K, T, D]`, where the rule above is wrong.
+          **fields: as in `uniform`.
+
+        Raises:
+          ValueError: no keys and values, or shapes and dtypes that no cache has.
+
+        >>> import jaxkv, numpy as np
+        >>> flax = {f"layer_{i}": {n: np.zeros((4, 100, 2, 64), "float32") for n in ("k", "v")} for i in range(3)}
+        >>> config = jaxkv.CacheConfig.like(flax)
+        >>> config.num_layers, config.max_seqs, config.max_seq_len, config.num_blocks
+        (3, 4, 100, 28)
+        """
+        found = dense_layers(dense_cache, heads_first)
+        rows = {layer.rows for layer in found}
+        if max_seqs is None and len(rows) > 1:
+            raise ValueError(f"The layers have {sorted(rows)} rows: say max_seqs.")
+        layers = tuple(
+            LayerConfig(num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim, window=window, bounds=bounds)
+            for layer, window in zip(found, _for_each(windows, len(found)), strict=True)
+        )
+        max_seqs = found[0].rows if max_seqs is None else max_seqs
+        max_seq_len = max(layer.places for layer in found) if max_seq_len is None else max_seq_len
+        return _made(cls, layers, max_seqs, max_seq_len, found[0].dtype if dtype is None else dtype, fields)
+
+
+def _made(cls: Any, layers: tuple[LayerConfig, ...], max_seqs: int, max_seq_len: int, dtype: Any, fields: Any) -> Any:
+    model = types.SimpleNamespace(layer_configs=layers, dtype=dtype)
+    return cls.from_model(model, max_seqs=max_seqs, max_seq_len=max_seq_len, **fields)
+
+
+def _for_each(windows: Any, num_layers: int) -> tuple[Any, ...]:
+    """The window of each layer."""
+    if windows is None or not isinstance(windows, Iterable) or isinstance(windows, str):
+        return (windows,) * num_layers
+    windows = tuple(windows)
+    if len(windows) != num_layers:
+        raise ValueError(
+            f"windows must be None, one number, or one entry for each of the {num_layers} layers, not "
+            f"{len(windows)}: {shown(windows)}."
+        )
+    return windows

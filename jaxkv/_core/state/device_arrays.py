@@ -1,0 +1,120 @@
+"""What each device of a mesh axis has, as arrays of its own, and such parts as one again. Outside of any program, and
+nothing is copied: an array over several devices is made of arrays on one each."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jaxkv._core.config.mesh_shape import mesh_of
+from jaxkv._core.state.multihost import processes_of
+
+AXIS = "data"  # of a model's mesh, for rows
+
+
+def part_of(x: jax.Array, i: int, *, mesh: Mesh, axis: str) -> jax.Array:
+    """The i-th part of an array along an axis of its mesh, as an array on the rest of the mesh: of one that is divided
+    over it, along its first axis, or what a device has of one that is whole on each."""
+    sharding = x.sharding
+    assert isinstance(sharding, NamedSharding)
+    names = [name for name in mesh.axis_names if name != axis]
+    at = mesh.axis_names.index(axis)
+    devices = np.take(mesh.devices, [i], axis=at).squeeze(at)
+    divided = tuple(sharding.spec[:1]) == (axis,)
+    place: Sharding
+    if names:
+        kinds = tuple(k for name, k in zip(mesh.axis_names, mesh.axis_types, strict=True) if name != axis)
+        spec = PartitionSpec(None, *sharding.spec[1:]) if divided else sharding.spec
+        place = NamedSharding(Mesh(devices, names, axis_types=kinds), spec)
+    else:
+        place = SingleDeviceSharding(devices.item())
+    shape = (x.shape[0] // mesh.shape[axis], *x.shape[1:]) if divided else x.shape
+    held = {shard.device: shard.data for shard in x.addressable_shards}
+    return jax.make_array_from_single_device_arrays(shape, place, [held[device] for device in devices.flat])
+
+
+def joined(parts: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
+    """What `part_of` made of an array that was divided; of numbers, one for each part."""
+    pieces = [shard.data for part in parts for shard in part.addressable_shards]
+    if parts[0].ndim == 0:
+        pieces = [jax.device_put(np.asarray(x)[None], x.sharding) for x in pieces]
+        shape: tuple[int, ...] = (len(parts),)
+    else:
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+
+
+def parts_of_model(model: Any, axis: str = AXIS) -> list[Any]:
+    """A model as each device of its mesh's axis for rows has it, of those in this process; the model itself if there is
+    no such axis, or one device of it.
+
+    Raises:
+      ValueError: parameters that are divided over the axis.
+    """
+    model = in_this_process(model, axis)
+    mesh = mesh_of(model, axis)
+    if mesh is None or mesh.shape[axis] == 1:
+        return [model]
+
+    def part(x: Any, i: int) -> Any:
+        if not (isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)):
+            return x
+        _check_whole(x, axis)
+        return part_of(x, i, mesh=mesh, axis=axis)
+
+    return [jax.tree.map(lambda x, i=i: part(x, i), model) for i in range(mesh.shape[axis])]
+
+
+def in_this_process(model: Any, axis: str = AXIS) -> Any:
+    """A model on the mesh of several processes as it lies on this one's devices along the axis for rows; the model
+    itself if all of it is here, or there is no such axis.
+
+    Raises:
+      ValueError: each part of the axis has devices of other processes; parameters that are divided over it.
+    """
+    mesh = mesh_of(model, axis)
+    if mesh is None or mesh.shape[axis] == 1 or processes_of(mesh) == [jax.process_index()]:
+        return model
+    own = _own_parts(mesh, axis)
+    here = Mesh(
+        np.take(mesh.devices, own, axis=mesh.axis_names.index(axis)), mesh.axis_names, axis_types=mesh.axis_types
+    )
+
+    def part(x: Any) -> Any:
+        if not (isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)):
+            return x
+        _check_whole(x, axis)
+        held = {shard.device: shard.data for shard in x.addressable_shards}
+        place = NamedSharding(here, x.sharding.spec)
+        return jax.make_array_from_single_device_arrays(x.shape, place, [held[d] for d in here.devices.flat])
+
+    return jax.tree.map(part, model)
+
+
+def count_parts(model: Any, axis: str = AXIS) -> int:
+    """How many `parts_of_model` makes, without making them. Raises ValueError: none would be of this process."""
+    mesh = mesh_of(model, axis)
+    return 1 if mesh is None or mesh.shape[axis] == 1 else len(_own_parts(mesh, axis))
+
+
+def _own_parts(mesh: Mesh, axis: str) -> list[int]:
+    """Which parts of the axis have no devices of other processes."""
+    parts = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(mesh.shape[axis], -1)
+    own = [i for i, devices in enumerate(parts) if all(d.process_index == jax.process_index() for d in devices)]
+    if not own:
+        raise ValueError(
+            f"Process {jax.process_index()} has no part of the mesh axis {axis!r} to itself, and an Engine serves in "
+            "each process by itself: let the devices of each part of it be of one process."
+        )
+    return own
+
+
+def _check_whole(x: jax.Array, axis: str) -> None:
+    spec = x.sharding.spec  # type: ignore[attr-defined]
+    if axis in jax.tree.leaves(tuple(spec)):
+        raise ValueError(
+            f"Rows are divided over the mesh axis {axis!r}, but so is a parameter of the model, {spec}: parameters "
+            "must be whole on each of its devices."
+        )

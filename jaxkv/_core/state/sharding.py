@@ -1,0 +1,206 @@
+"""Pools that lie on several devices, divided over KV heads, over the tokens of each block, or both: whatever reads or
+writes one runs on each device's part by itself.
+
+Left alone, the compiler refuses kernels on a TPU, and elsewhere gathers the pools in silence: right, and slow. So
+everything that touches a pool goes through `on_shards`, which puts a `shard_map` around it. Where there is none to be
+put, on one device or inside a `shard_map` of the caller's, the function runs as it is.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from jaxkv._core.state.state import Pool
+
+# In the specs that are given to `on_shards`: an axis of a pool's KV heads, or of a step's new ones, of query heads, and
+# of a block's tokens; and one of blocks, or of lines, where each head has its own and they are divided instead.
+KV, NEW, Q, TOKENS, PARTS = "kv heads", "new kv heads", "query heads", "tokens of a block", "parts"
+
+
+def heads_at(axis: int, heads: str = KV) -> PartitionSpec:
+    """The spec of an array whose heads are at `axis`."""
+    return PartitionSpec(*[None] * axis, heads)
+
+
+POOL = PartitionSpec(PARTS, None, KV, TOKENS)
+BLOCKS = PartitionSpec(None, None, KV, TOKENS)  # some blocks, that are not where pools have them
+WHOLE = PartitionSpec()
+
+
+class Shards(NamedTuple):
+    """A mesh, and the axes of it that KV heads and the tokens of blocks lie on, but for those of a `shard_map` that
+    this is called in."""
+
+    mesh: AbstractMesh
+    heads: str | None
+    context: str | None
+
+    @property
+    def head_devices(self) -> int:
+        return 1 if self.heads is None else self.mesh.shape[self.heads]
+
+
+def shards_of(pool: Pool) -> Shards | None:
+    """Where a pool lies; None on one device, and inside a `shard_map` over all that it is divided over.
+
+    Raises:
+      ValueError: the pool has been put on a mesh without the axis.
+    """
+    mesh = _mesh_of(pool)
+    if mesh is None:
+        return None
+    heads, context = (None if x is None or _is_manual(mesh, x) else x for x in (pool.heads, pool.context))
+    return None if heads is None and context is None else Shards(mesh, heads, context)
+
+
+def num_parts(num_heads: int, count: int, axis: str) -> int:
+    """Into how many parts KV heads are divided on an axis of `count` devices: 1 if there are fewer of them.
+
+    Raises:
+      ValueError: there are as many or more, but not the same number for each device.
+
+    >>> num_parts(8, 4, "model"), num_parts(2, 4, "model")
+    (4, 1)
+    """
+    if num_heads < count:
+        return 1
+    if num_heads % count:
+        raise ValueError(
+            f"{num_heads} KV heads cannot be divided among the {count} devices of the mesh axis {axis!r}: their number "
+            "must be a multiple of it, or less than it, and then each device has all of them."
+        )
+    return count
+
+
+def on_shards(
+    pool: Pool, function: Callable[..., Any], arguments: tuple, in_specs: tuple, out_specs: Any, *,
+    query_heads: int | None = None, **static: Any,
+) -> Any:  # fmt: skip
+    """`function(*arguments, **static)`, on each device with its own part of pools.
+
+    Args:
+      pool: it says where they are.
+      function: of a module, since it is known again by its identity.
+      arguments: pytrees of arrays, pools among them.
+      in_specs, out_specs: prefixes of them and of what is returned, with `KV`, `Q` and so on for names of axes.
+      query_heads: how many there are, where the function has queries.
+      static: hashable.
+    """
+    shards = shards_of(pool)
+    if shards is None:
+        return function(*arguments, **static)
+    devices = shards.head_devices
+    in_parts = pool.parts > 1
+    by_kv = not in_parts and num_parts(pool.kv.shape[2], devices, str(shards.heads)) == devices
+    by_q = by_kv or in_parts if query_heads is None else query_heads % devices == 0
+    if not by_q:  # every device does everything: none has query heads of its own
+        arguments = jax.tree.map(functools.partial(_on_axis, None), arguments, is_leaf=_is_pool)
+    divided = {KV: by_kv, NEW: by_kv or in_parts, Q: by_q, PARTS: in_parts}
+    axes = {name: shards.heads if is_so else None for name, is_so in divided.items()} | {TOKENS: shards.context}
+
+    def named(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*(axes.get(name) for name in spec))
+
+    leaves, structure = jax.tree.flatten(arguments)
+    specs = jax.tree.leaves(jax.tree.broadcast(in_specs, arguments, is_leaf=_is_spec), is_leaf=_is_spec)
+    out = _run(
+        leaves, function=function, structure=structure, in_specs=tuple(map(named, specs)),
+        out_specs=jax.tree.map(named, out_specs, is_leaf=_is_spec), shards=shards, static=tuple(static.items()),
+    )  # fmt: skip
+    return jax.tree.map(functools.partial(_on_axis, pool.heads), out, is_leaf=_is_pool)
+
+
+@functools.partial(jax.jit, static_argnames=("function", "structure", "in_specs", "out_specs", "shards", "static"))
+def _run(leaves, *, function, structure, in_specs, out_specs, shards, static):
+    mesh = shards.mesh
+    leaves = [_placed(x, spec, mesh) for x, spec in zip(leaves, in_specs, strict=True)]
+
+    def on_one(*leaves):
+        return function(*jax.tree.unflatten(structure, leaves), **dict(static))
+
+    return on_devices(on_one, mesh, in_specs, out_specs)(*leaves)
+
+
+def on_devices(function: Callable, mesh: AbstractMesh, in_specs: Any, out_specs: Any) -> Callable:
+    """`shard_map` over all axes of a mesh that are not those of one around it."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    free = frozenset(name for name, kind in kinds if kind != AxisType.Manual)
+    # What a device holds of arrays that are whole on each is the same by construction, and need not be proved; kernels
+    # that are told so may use references, which JAX refuses to those of which it thinks that they may differ.
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False
+    )  # fmt: skip
+
+
+def _placed(x: Any, spec: PartitionSpec, mesh: AbstractMesh) -> Any:
+    """An array as it is to lie: where axes are explicit, `shard_map` leaves that to whoever calls it."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if AxisType.Explicit not in kinds.values():
+        return x
+    named = PartitionSpec(*(name if kinds.get(name) == AxisType.Explicit else None for name in spec))
+    return jax.sharding.reshard(x, NamedSharding(mesh, named))
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """An array of which every device has all: with explicit axes only that can be indexed."""
+    mesh = jax.typeof(x).sharding.mesh
+    return x if mesh.empty else _placed(x, WHOLE, mesh)
+
+
+def parts_of_blocks(pool: Pool) -> dict[str, Any]:
+    """What the kernels are given of a pool, in shapes: of blocks that are divided, the part that each device has."""
+    shards = shards_of(pool)
+    if shards is None or shards.context is None:
+        return {"kv": pool.kv}
+    count = shards.mesh.shape[shards.context]
+
+    def part(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*x.shape[:3], x.shape[3] // count, *x.shape[4:]), x.dtype)
+
+    scale = {} if pool.scale is None else {"kv_scale": part(pool.scale)}
+    return {"kv": part(pool.kv), "stripe": jax.ShapeDtypeStruct((2,), jnp.int32)} | scale
+
+
+def inside(pool: Pool, axis: str) -> AbstractMesh | None:
+    """The mesh that a pool lies on, inside a `shard_map` over an axis of it; None anywhere else."""
+    mesh = _mesh_of(pool)
+    return mesh if mesh is not None and _is_manual(mesh, axis) else None
+
+
+def _mesh_of(pool: Pool) -> AbstractMesh | None:
+    axes = [("heads", pool.heads), ("context", pool.context)]
+    if not any(axis for _, axis in axes):
+        return None
+    mesh = jax.typeof(pool.kv).sharding.mesh
+    if mesh.empty:
+        return None
+    for name, axis in axes:
+        if axis is not None and axis not in mesh.axis_names:
+            raise ValueError(
+                f"This cache was made for a mesh with the axis {axis!r}, but its pools lie on one with "
+                f"{', '.join(map(repr, mesh.axis_names))}: make it for that mesh, jaxkv.init(config, mesh=..., "
+                f"{name}=...)."
+            )
+    return mesh
+
+
+def _is_manual(mesh: AbstractMesh, axis: str) -> bool:
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] == AxisType.Manual
+
+
+def _is_pool(x: Any) -> bool:
+    return isinstance(x, Pool)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _on_axis(axis: str | None, x: Any) -> Any:
+    """A pool whose heads lie on another axis; anything else as it is."""
+    return dataclasses.replace(x, heads=axis) if _is_pool(x) else x

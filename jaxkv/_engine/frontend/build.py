@@ -1,0 +1,81 @@
+"""An engine's loop, or one for each device of the mesh axis that rows are divided over, from its options."""
+
+import dataclasses
+import inspect
+from typing import Any
+
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.validation import integer, real
+from jaxkv._core.state.device_arrays import AXIS, parts_of_model
+from jaxkv._engine.frontend.fingerprint import make_prefix
+from jaxkv._engine.programs.draft_model import make_drafter
+from jaxkv._engine.programs.step import Hook
+from jaxkv._engine.requests.eviction_policy import Eviction
+from jaxkv._engine.runner.cache_manager import Residents, Swap
+from jaxkv._engine.runner.disaggregated_prefill import Prefill
+from jaxkv._engine.runner.engine_core import Loop
+from jaxkv._engine.runner.model_runner import Pipeline
+
+# What others call it, by what it is called here.
+MEANT = {
+    "batch_size": "max_seqs", "do_sample": "temperature", "max_length": "max_seq_len",
+    "max_model_len": "max_seq_len", "max_num_seqs": "max_seqs", "max_token": "max_new_tokens",
+    "num_return_sequences": "n", "stop": "eos", "stop_token_ids": "eos",
+}  # fmt: skip
+
+
+def check_fields(fields: dict[str, Any]) -> None:
+    """Raise TypeError for what is no option, and no field of a cache that an engine leaves to its caller."""
+    made = inspect.signature(CacheConfig.from_model).parameters.keys() - {"model", "fields", "step_tokens", "mesh"}
+    known = made | {field.name for field in dataclasses.fields(CacheConfig)} - {"layers"}
+    for name in fields:
+        if name not in known:
+            meant = (
+                f"did you mean {MEANT[name]}?" if name in MEANT else f"of a cache it takes {', '.join(sorted(known))}."
+            )
+            raise TypeError(f"Engine and generate take no {name}: {meant}")
+
+
+def make_loops(
+    models: list[Any], config: CacheConfig, *, prefix: tuple[Any, Any, Any, Any], swap: Swap, host_bandwidth: float,
+    evict: Eviction | None, hook: Hook | None, step_tokens: int, steps_per_dispatch: int, draft: Any,
+    guesses: tuple[int, int], prefill: Any,
+) -> list[Loop]:  # fmt: skip
+    """A loop for each of a model's parts; the config is that of each one's cache.
+
+    Args:
+      prefix: of `make_prefix`: whether there is one, bytes in host memory of all together, folder and bytes there.
+    """
+    count, (is_wanted, spill_bytes, disk, disk_bytes) = len(models), prefix
+    spill_bytes = real("spill_bytes", spill_bytes, least=0) // count
+    drafts, prefills = _parts("draft", draft, count), _parts("prefill", prefill, count)
+    loops = []
+    for model, own_draft, own_prefill in zip(models, drafts, prefills, strict=True):
+        own_prefix = make_prefix(model, config, is_wanted, spill_bytes, disk, disk_bytes)
+        disk = None if own_prefix is None else own_prefix.files  # one folder, of which all know what is in it
+        residents = Residents(
+            config, model, prefix=own_prefix, swap=swap, host_bandwidth=host_bandwidth, eviction=evict
+        )
+        pipeline = Pipeline(model, residents, hook, step_tokens, *guesses)
+        drafter = make_drafter(own_draft, config, step_tokens, *guesses)
+        apart = None if own_prefill is None else Prefill(own_prefill, config, step_tokens, residents)
+        loops.append(Loop(residents, pipeline, step_tokens, steps_per_dispatch, drafter, apart))
+    return loops
+
+
+def _parts(name: str, model: Any, count: int) -> list[Any]:
+    if model is None or isinstance(model, str):
+        return [model] * count
+    parts = parts_of_model(model)
+    if len(parts) != count:
+        raise ValueError(
+            f"The model's rows are divided over {count} device{'s' * (count > 1)} of the mesh axis {AXIS!r}, but those "
+            f"of {name}= over {len(parts)}: load it on a mesh with as many."
+        )
+    return parts
+
+
+def read_longest(longest: Any, model_config: Any) -> int:
+    """`max_seq_len` for sequences up to `longest`. Raises ValueError."""
+    length = max(64, 1 << (integer("longest", longest, least=1) - 1).bit_length())
+    return min(length, getattr(model_config, "max_seq_len", length))

@@ -1,0 +1,215 @@
+"""A running engine in a file, and what goes on from it: in another process, and in a cache of another size.
+
+It is the file of a saved cache (see `_files/format`), so it is checked and replaced as those are; the requests stand in
+its metadata. What a row held need not be computed again; whatever else there is follows from the requests.
+"""
+
+import dataclasses
+import functools
+import itertools
+import os
+import pathlib
+from collections.abc import Collection
+from typing import Any
+
+import jax
+
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.validation import MOST_INDEX, integer
+from jaxkv._core.state.errors import CacheFileError
+from jaxkv._engine.frontend.data_parallel import Shards
+from jaxkv._engine.frontend.fingerprint import fingerprint
+from jaxkv._engine.requests.request import Request, problem_of, read_eos, read_salt, read_stop, upcoming
+from jaxkv._engine.requests.sampling import Choice
+from jaxkv._engine.requests.scheduler import Sequence
+from jaxkv._engine.runner.engine_core import Loop, sequence_of
+from jaxkv._files.rows import save
+from jaxkv._tiers.saved_rows import SavedRows
+
+KEY, VERSION = "engine", 1
+
+
+class Resumable:
+    """An engine's `save` and `load`."""
+
+    config: CacheConfig
+    vocab_size: int | None
+    _loop: Loop | Shards
+    _loops: list[Loop]
+    _numbers: "itertools.count[int]"
+    _news: dict[Request, None]
+    _at_work: Any
+    _withdraw: Any
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write all requests, and the rows of those under way, to a file, for `load` of an engine in another process.
+
+        Call it between steps. The file is replaced at once: a crash on the way leaves the old one.
+
+        Raises:
+          ValueError: a cache that cannot be saved. RuntimeError: another thread is at work.
+
+        >>> import jaxkv, tempfile
+        >>> path, model = f"{tempfile.mkdtemp()}/engine.safetensors", jaxkv.models.small()
+        >>> engine = jaxkv.Engine(model, max_seqs=2, max_seq_len=64)
+        >>> request = engine.submit(list(b"import "), max_new_tokens=4)
+        >>> engine.save(path)
+        >>> (other,) = jaxkv.Engine(model, max_seqs=1, max_seq_len=32).load(path)
+        >>> other.number == request.number, other.prompt == request.prompt
+        (True, True)
+        """
+        with self._at_work():
+            if self._loops[0].residents.eviction is not None:
+                raise ValueError(
+                    "Engine.save takes no engine with evict= yet, for the queries that scores ask for would have to be "
+                    "saved, too: let it end its requests first."
+                )
+            self._loop.settle()
+            # Of several loops, one behind the other.
+            running = [(i, s) for i, loop in enumerate(self._loops) for s in loop.scheduler.running if s.cached]
+            number = self._loops[0].residents.config.max_seqs
+            rows = {s: i * number + s.row for i, s in running if s.row is not None}
+            places = {sequence: place for place, sequence in enumerate(rows)}
+            open_ = {request: s for loop in self._loops for request, s in loop.open.items()}
+            if len(self._loops) > 1:
+                open_ = dict(sorted(open_.items(), key=lambda item: item[0].number))  # in the order of submission
+            leaders = {f.request: s.request.number for s in open_.values() for f in s.followers}
+            told = [r for r in self._news if r not in open_ and r.given < len(r.tokens)]
+            entries = [_written(r, None, None) for r in told]
+            entries += [_written(r, places.get(s), leaders.get(r)) for r, s in open_.items()]
+            state = {"version": VERSION, "next": upcoming(self._numbers), "requests": entries}
+            save(path, self._loop.cache, list(rows.values()), model=self._model, metadata={KEY: state})
+
+    def load(self, path: str | os.PathLike) -> list[Request]:
+        """Go on with what `save` of an engine wrote, with the same tokens.
+
+        This engine's model must be that one's, on whatever devices, and so must a hook; sizes and other options may
+        differ. Rows are brought in as there is room; what does not fit in blocks of this cache is computed again.
+
+        Returns:
+          The requests that are not done, and those with tokens that were not handed out, each sample by itself, in
+          the order of submission. `step` and `run` hand out what comes next.
+
+        Raises:
+          FileNotFoundError: there is no such file. DamagedFile: it was truncated or changed. CacheFileError: it is of
+          another model or no engine's, or its requests do not fit. All but the first are ValueErrors.
+          ValueError: this engine has requests that are not done. Nothing has changed then.
+        """
+        with self._at_work():
+            if self._loop.is_busy:
+                raise ValueError("load is for an engine without requests: let its own end first, or make another one.")
+            file = SavedRows(pathlib.Path(path))
+            if KEY not in file.saved.metadata:
+                raise CacheFileError(f"{path} is a saved cache, but not of an engine: Engine.save writes those.")
+            if file.saved.model != self._model:
+                raise CacheFileError(
+                    f"{path} is of an engine with another model, whose keys, values and tokens mean nothing to this "
+                    "one: load it with the model that it was saved with."
+                )
+            file.check_layers(self.config)
+            try:
+                first, requests, sequences = self._read(file, file.saved.metadata[KEY])
+            except (TypeError, KeyError, AttributeError, IndexError, OverflowError, _Wrong) as error:
+                raise CacheFileError(
+                    f"{path} holds requests that this version of jaxkv cannot read ({error}): load it with the version "
+                    "that saved it."
+                ) from error
+            for request in requests:
+                if why := self._problem(request):
+                    raise CacheFileError(f"Request {request.number} of {path} cannot go on here: {why}.")
+            self._loop.adopt(sequences)
+            self._news |= dict.fromkeys(requests)
+            self._numbers = itertools.count(max(first, upcoming(self._numbers)))
+            return requests
+
+    def _read(self, file: SavedRows, state: dict[str, Any]) -> tuple[int, list[Request], list[Sequence]]:
+        if state["version"] != VERSION:
+            raise _Wrong(f"they are in version {state['version']}")
+        requests: list[Request] = []
+        by_number: dict[int, Sequence] = {}
+        leaders: list[tuple[Sequence, int]] = []
+        try:
+            for entry in state["requests"]:
+                request = self._request_of(entry)
+                requests.append(request)
+                if request.done:
+                    continue
+                sequence = sequence_of(request)
+                by_number[request.number] = sequence
+                if (place := entry["row"]) is not None:
+                    held = file.saved.lengths[integer("row", place, least=0)]
+                    if not 0 < held < len(sequence.tokens):
+                        raise ValueError(f"a row holds {held} tokens of {len(sequence.tokens)}")
+                    sequence.host = file.row(place, self._loops[0].residents.config)
+                if entry["leader"] is not None:
+                    leaders.append((sequence, entry["leader"]))
+            first = integer("next", state["next"], least=0, most=None)
+        except ValueError as error:
+            raise _Wrong(error) from error
+        heads, known = dict(by_number), {request.number for request in requests}
+        for sequence, leader in leaders:
+            if leader not in known:
+                raise _Wrong(f"one follows {leader}, which is not there")
+            head = heads.setdefault(leader, sequence)  # itself, if its leader was cancelled while it was saved
+            if head is not sequence:
+                head.followers.append(sequence)
+        if len(by_number) + sum(r.done for r in requests) != len(requests):
+            raise _Wrong("two have one number")
+        # Those with a row first: what was admitted stays ahead of what waits.
+        return first, requests, sorted(by_number.values(), key=lambda s: s.host is None)
+
+    def _request_of(self, entry: dict[str, Any]) -> Request:
+        kind, salt = entry["salt"]
+        choice = entry["choice"]
+        request = Request(
+            number=integer("number", entry["number"], least=0), prompt=_tokens(entry["prompt"]),
+            limit=integer("limit", entry["limit"], least=1), eos=read_eos(entry["eos"]),
+            choice=Choice.read(
+                choice["temperature"], choice["top_k"], choice["top_p"], choice["seed"], choice.get("draws")
+            ),
+            salt=read_salt(bytes.fromhex(salt) if kind == "bytes" else salt),
+            num_logprobs=integer("logprobs", entry["num_logprobs"], least=0), news=self._news, cancel=self._withdraw,
+        )  # fmt: skip
+        request.tokens = _tokens(entry["tokens"])
+        request.logprobs = [{int(t): float(p) for t, p in one} for one in entry["logprobs"]]
+        request.given = integer("given", entry["given"], least=0, most=len(request.tokens))
+        request.stopped = read_stop(entry["stopped"])
+        if not request.prompt or len(request.tokens) > request.limit:
+            raise ValueError("a request has no prompt, or more tokens than its limit")
+        return request
+
+    def _problem(self, request: Request) -> str | None:
+        if request.done:
+            return None
+        length, most = len(request.prompt) + request.limit, self.config.max_seq_len
+        if length > most:
+            return f"it is to reach {length} tokens, and max_seq_len = {most}: raise max_seq_len"
+        tokens, left = [*request.prompt, *request.tokens], request.limit - len(request.tokens)
+        residents = self._loops[0].residents
+        return problem_of(tokens, left, residents.config, self.vocab_size, residents.holdings)
+
+    @functools.cached_property  # the engine's parameters stay as they are
+    def _model(self) -> str | None:
+        pipeline = self._loops[0].pipeline
+        return fingerprint(jax.tree.unflatten(pipeline.structure, pipeline.leaves))
+
+
+class _Wrong(Exception):
+    """What is in the file is no engine's state."""
+
+
+def _written(request: Request, row: int | None, leader: int | None) -> dict[str, Any]:
+    salt = request.salt
+    return {
+        "number": request.number, "prompt": request.prompt, "tokens": request.tokens, "limit": request.limit,
+        "choice": dataclasses.asdict(request.choice), "eos": sorted(request.eos),
+        "salt": ["bytes", salt.hex()] if isinstance(salt, bytes) else ["str", salt],
+        "num_logprobs": request.num_logprobs, "given": request.given, "stopped": request.stopped,
+        # As text, since JSON has neither keys that are numbers nor infinities.
+        "logprobs": [[[token, repr(p)] for token, p in one.items()] for one in request.logprobs],
+        "row": row, "leader": leader,
+    }  # fmt: skip
+
+
+def _tokens(several: Collection[Any]) -> list[int]:
+    return [integer("a token", token, least=0, most=MOST_INDEX) for token in several]

@@ -1,0 +1,152 @@
+"""Rows over the devices of a mesh axis: a loop for each, with a cache of its own, and who is placed where.
+
+Each device runs its own step: what it computes is bit by bit what it would compute alone, a long prompt on one of them
+delays no row of another, and nothing is said between them. A request stays where it was placed: where a prefix cache
+has most of it, else where most blocks would be left.
+"""
+
+import collections
+import concurrent.futures
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jaxkv._core.cache.data_parallel import RowShards, even_part, together
+from jaxkv._core.cache.init import partition_specs
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.mesh_shape import context_axis, mesh_of
+from jaxkv._core.config.validation import integer, real
+from jaxkv._core.state.device_arrays import AXIS
+from jaxkv._core.state.errors import OutOfBlocks
+from jaxkv._engine.requests.request import Request
+from jaxkv._engine.requests.sampling import Kind
+from jaxkv._engine.requests.scheduler import Sequence
+from jaxkv._engine.runner.engine_core import Loop
+
+
+class Shards:
+    """Several loops, which an `Engine` works with as with one."""
+
+    def __init__(self, loops: list[Loop], model: Any, config: CacheConfig):
+        self.loops, self.config = loops, config
+        self.mesh = mesh_of(model, AXIS)
+        self.submitted: collections.deque[Request] = collections.deque()  # who has been placed nowhere yet
+        self.is_at_work = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.submitted) or any(loop.is_busy for loop in self.loops)
+
+    @property
+    def cache(self) -> RowShards:
+        """All caches as one."""
+        assert self.mesh is not None
+        specs = partition_specs(self.config, self.mesh, context=context_axis(self.mesh), rows=AXIS)
+        return together([loop.cache for loop in self.loops], specs, self.mesh)
+
+    def advance(self) -> None:
+        """Send a step to each device that has anything to do, then read those before. Raises as `Loop.advance`."""
+        self.is_at_work = True
+        try:
+            self._place()
+            begun = [(loop, loop.begin()) for loop in self.loops if loop.is_busy]
+            stuck = None
+            for loop, due in begun:
+                try:
+                    loop.end(due)
+                except OutOfBlocks as error:  # the others go on
+                    stuck = error
+            if stuck is not None:
+                raise stuck
+        finally:
+            self.is_at_work = False
+
+    def cancel(self, requests: Iterable[Request]) -> None:
+        """Have requests taken out by whoever works next."""
+        for request in requests:
+            if not request.done:
+                request.stopped = "cancelled"
+                for loop in self.loops:
+                    loop.cancelled.append(request)
+
+    def tidy(self) -> None:
+        """Take out what was cancelled."""
+        for loop in self.loops:
+            loop.tidy()
+
+    def settle(self) -> None:
+        """Have nothing under way, and all that was submitted placed."""
+        self._place(must=True)
+        for loop in self.loops:
+            loop.settle()
+
+    def adopt(self, sequences: list[Sequence]) -> None:
+        """Go on with sequences of another process, spread by their tokens."""
+        followers = {id(follower) for sequence in sequences for follower in sequence.followers}
+        shares: list[list[Sequence]] = [[] for _ in self.loops]
+        for sequence in sequences:
+            if id(sequence) not in followers:
+                least = min(shares, key=lambda share: sum(s.limit for s in share))
+                least += [sequence, *sequence.followers]
+        for loop, share in zip(self.loops, shares, strict=True):
+            loop.adopt(share)
+
+    def reset(self) -> None:
+        """Begin anew with empty caches."""
+        for loop in self.loops:
+            loop.reset()
+
+    def warm(self, kinds: tuple[Kind, ...], counts: tuple[int, ...]) -> list[Callable[[], Any]]:
+        """What to call, one after another, to compile all programs: those of all devices at a time."""
+        each = [loop.warm(kinds, counts) for loop in self.loops]
+        return [functools.partial(_call_together, calls) for calls in zip(*each, strict=True)]
+
+    def _place(self, must: bool = False) -> None:
+        """Give requests to loops, in their order, as long as there is room; or if they must, all of them."""
+        for loop in self.loops:
+            loop.make_sound()
+        while self.submitted:
+            request = self.submitted[0]
+            # A call that was cut off may have left one that is placed already.
+            if not (request.done or any(loop.has(request) for loop in self.loops)):
+                if (best := self._best(request, must)) is None:
+                    break
+                best.submitted.append(request)
+            self.submitted.popleft()
+
+    def _best(self, request: Request, must: bool) -> Loop | None:
+        ratings = [loop.rating(request) for loop in self.loops]
+        for rating, loop in sorted(zip(ratings, self.loops, strict=True), key=lambda both: both[0], reverse=True):
+            if rating[0] or must or loop.may_have_more:
+                return loop
+        return None
+
+
+def share_of(count: int, max_seqs: int, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """What each of `count` devices has of an engine's rows, blocks and bytes. Raises ValueError."""
+    fields = dict(fields)
+    for name in ("num_blocks", "max_tokens"):
+        if fields.get(name) is not None:
+            fields[name] = even_part(name, integer(name, fields[name]), count, AXIS)
+    if fields.get("group_blocks") is not None:
+        fields["group_blocks"] = tuple(even_part("group_blocks", n, count, AXIS) for n in fields["group_blocks"])
+    if fields.get("memory_bytes") is not None:
+        fields["memory_bytes"] = real("memory_bytes", fields["memory_bytes"], least=0) / count
+    return even_part("max_seqs", max_seqs, count, AXIS), fields
+
+
+def config_of_all(config: CacheConfig, count: int) -> CacheConfig:
+    """The config of so many caches together."""
+    if count == 1:
+        return config
+    blocks = {} if config.contiguous else {"group_blocks": tuple(n * count for n in config.group_blocks)}
+    return config.replace(max_seqs=config.max_seqs * count, **blocks)
+
+
+def _call_together(calls: Iterable[Callable[[], Any]]) -> None:
+    """Call functions that each compile something, in threads."""
+    calls = list(calls)
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as threads:
+        for done in [threads.submit(call) for call in calls]:
+            done.result()

@@ -1,0 +1,374 @@
+"""An engine: requests come and go, their prompts are continued together, and no step waits for the one before."""
+
+import contextlib
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.mesh_shape import mesh_of
+from jaxkv._core.config.validation import flag, integer, listed, real, shown
+from jaxkv._core.state.device_arrays import in_this_process, parts_of_model
+from jaxkv._engine.frontend import metrics as figures
+from jaxkv._engine.frontend.build import check_fields, make_loops, read_longest
+from jaxkv._engine.frontend.checkpoint import Resumable
+from jaxkv._engine.frontend.data_parallel import Shards, config_of_all, share_of
+from jaxkv._engine.frontend.engine_lock import Turn
+from jaxkv._engine.frontend.warmup import call_all
+from jaxkv._engine.programs.step import Hook, read_hook, recompute
+from jaxkv._engine.requests.drafters import read_draft
+from jaxkv._engine.requests.eviction_policy import Eviction, read_eviction
+from jaxkv._engine.requests.request import (
+    Request,
+    handed_out,
+    problem_of,
+    read_eos,
+    read_limits,
+    read_prompt,
+    read_salt,
+)
+from jaxkv._engine.requests.sampling import KINDS, Choice, Kind, read_kinds, read_seed
+from jaxkv._engine.runner.cache_manager import Swap
+from jaxkv._engine.runner.disaggregated_prefill import check_prefill
+from jaxkv._tiers.prefix_cache.data_parallel import as_one
+
+
+class Engine(Resumable):
+    """A model and its cache, ready to continue prompts. It keeps its cache between calls.
+
+    `submit` takes a request at any time, from any thread; `step` or `run` computes. Everything else is one thread's at
+    a time. The next step is sent to the device before the tokens of the last one are read, so tokens come one call of
+    `step` late. Whatever interrupts a call, Ctrl-C too: the engine goes on at the next one, and no request is lost. If
+    it was JAX's own work on the cache that was interrupted, the next call may say so with a `CacheError`; then `reset`
+    goes on from the tokens that requests have.
+
+    Args:
+      model: as for `generate`. Its parameters are taken as they are now, and the cache lies on the mesh that they do.
+        Rows, blocks and bytes below are divided over its axis "data": each device has a cache of its own, takes its own
+        steps, and keeps requests that are placed there, where most of them is known, or else most room is. In each of
+        several processes an engine has its own devices of that axis, and sizes are of these.
+      max_seqs: rows of the cache: sequences computed at the same time.
+      max_seq_len: the most tokens of one sequence, prompt and output; default: `longest`, rounded up to a power of 2.
+      longest: tokens of the longest sequence to come, if `max_seq_len` is not given.
+      step_tokens: the most tokens of one step. Longer prompts are computed in chunks beside decoding rows.
+      steps_per_dispatch: decode so many steps in one call of the device when nothing is waiting that could begin. What
+        is submitted meanwhile waits for them.
+      seed: of the random draws.
+      logits_hook: `f(logits f32[S, V], rows) -> logits`, part of the compiled step, before temperature and filters.
+        `rows` has `tokens` i32[S, max_seq_len], each row's so far with a number behind them that is no token, `lengths`
+        i32[S] and `numbers` i32[S], of the requests. Rows that no token is due for are of no account. Where it
+        leaves no token a logit above -inf, the request ends with an `error`.
+      prefix_cache: keep the blocks of what was computed, and share them with prompts that begin alike, in XLA read once
+        where that pays; `stats` says how much was saved. See `PrefixCache`. What it must give up on the device goes to
+        `spill_bytes` of host memory, and from there to `disk_bytes` in the folder `disk`, for the next process too:
+        `engine.prefix.flush(engine.cache)` writes the rest. Files go by a checksum of the model's parameters.
+      swap: what happens to a sequence that is set back because blocks ran out: it is swapped to host memory ("always"),
+        computed again ("never"), or what is estimated to be faster ("auto").
+      host_bandwidth: bytes/s to and from host memory, for that estimate.
+      draft: who guesses tokens, of which one step confirms several: a model with the same vocabulary, which has a cache
+        of its own, or "ngram", for what followed the same tokens before. The same tokens come out, but for rounding.
+      draft_tokens, draft_branches: the most guesses of a row in a step, and from how many earlier places "ngram" takes
+        them: a tree, of which one path counts (32 and 8 do well). `stats()["acceptance"]`: how many were right.
+      evict: an `Eviction`: what rows keep after their prompt, or every so many tokens. What they give up is room for
+        others, which share nothing with them then: samples compute their prompt each for itself. It does not go with
+        `prefix_cache` or `draft`, and rows whose last queries are still wanted are not swapped.
+      prefill: the same model on other devices, which computes prompts there, in a cache of its own of the same size.
+        Their rows are sent to this cache when there is room, so that no prompt delays a decoding row.
+      cache_dtype: what keys and values are stored in, quantised kinds among it; default: the model's dtype.
+      **fields: `num_blocks`, `memory_bytes`, `block_size` and other fields of `CacheConfig.from_model`.
+
+    Attributes:
+      prefix: its `PrefixCache`, or those of all devices that rows are divided over, or None.
+      config: of its cache.
+
+    >>> import jaxkv
+    >>> engine = jaxkv.Engine(jaxkv.models.small(), max_seqs=2, max_seq_len=64)
+    >>> request = engine.submit(list(b"import "), max_new_tokens=4)
+    >>> [token for _, token in engine.run()] == request.tokens, request.done
+    (True, True)
+    """
+
+    def __init__(
+        self, model: Any, *, max_seqs: int = 8, max_seq_len: int | None = None, longest: int = 1024,
+        step_tokens: int = 256, steps_per_dispatch: int = 1, seed: int = 0, logits_hook: Hook | None = None,
+        prefix_cache: bool = False, spill_bytes: float = 0, disk: Any = None, disk_bytes: float | None = None,
+        swap: Swap = "auto", host_bandwidth: float = 1e10, draft: Any = None, draft_tokens: int = 4,
+        draft_branches: int = 1, cache_dtype: Any = None, evict: Eviction | None = None, prefill: Any = None,
+        **fields: Any,
+    ):  # fmt: skip
+        check_fields(fields)
+        if swap not in ("auto", "always", "never"):
+            raise ValueError(f"swap must be 'auto', 'always' or 'never', not {swap!r}.")
+        model_config = getattr(model, "config", None)
+        max_seqs = integer("max_seqs", max_seqs, least=1)
+        sized = read_longest(longest, model_config)
+        max_seq_len = sized if max_seq_len is None else max_seq_len
+        if cache_dtype is not None:
+            fields["dtype"] = cache_dtype
+        host_bandwidth = real("host_bandwidth", host_bandwidth, least=1)
+        self.steps_per_dispatch = integer("steps_per_dispatch", steps_per_dispatch, least=1)
+        logits_hook, self.seed = read_hook(logits_hook), read_seed(seed)
+        self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
+        guesses = read_draft(draft, draft_tokens, draft_branches, model, logits_hook, self.steps_per_dispatch)
+        models = parts_of_model(model := in_this_process(model))
+        max_seqs, fields = share_of(len(models), max_seqs, fields)
+        self.step_tokens = max(integer("step_tokens", step_tokens, least=1), max_seqs * (1 + guesses[0]))
+        evict = read_eviction(evict, prefix_cache=prefix_cache, draft=draft is not None)
+        config = CacheConfig.from_model(
+            evict.model_of(model) if evict else model, max_seqs=max_seqs, max_seq_len=max_seq_len,
+            # What windows give back is of use to a prefix cache, so it wants more than they need.
+            step_tokens=None if flag("prefix_cache", prefix_cache) else self.step_tokens,
+            mesh=mesh_of(model), **fields,
+        )  # fmt: skip
+        check_prefill(prefill, model, prefix_cache=prefix_cache, evict=evict)
+        self.config = config_of_all(config, len(models))
+        self._loops = make_loops(
+            models, config, prefix=(prefix_cache, spill_bytes, disk, disk_bytes), swap=swap, evict=evict,
+            host_bandwidth=host_bandwidth, hook=logits_hook, step_tokens=self.step_tokens,
+            steps_per_dispatch=self.steps_per_dispatch, draft=draft, guesses=guesses, prefill=prefill,
+        )  # fmt: skip
+        self.prefix = as_one([loop.residents.prefix for loop in self._loops])
+        self._loop = Shards(self._loops, model, self.config) if len(models) > 1 else self._loops[0]
+        first = self._loops[0]  # all of them have the same options
+        self._residents, self._pipeline, self._prefill = first.residents, first.pipeline, first.prefill
+        self._turn = Turn()
+        self._numbers = itertools.count()
+        self._news: dict[Request, None] = {}  # who may have tokens that `step` and `run` have not handed out
+
+    # What there is.
+
+    @property
+    def cache(self) -> Any:
+        """The cache as it is now, a `RowShards` if rows are divided; rows are empty when no request is under way."""
+        with self._at_work(is_brief=True):
+            return self._loop.cache
+
+    @property
+    def steps(self) -> int:
+        """Steps computed so far, those of prefill apart not counted; where rows are divided, of all devices."""
+        return figures.steps(self._loops)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed so far."""
+        return figures.tokens(self._loops)
+
+    @property
+    def set_back(self) -> int:
+        """How often a sequence was set back because blocks ran out."""
+        return figures.set_back(self._loops)
+
+    @property
+    def blocks_peak(self) -> int:
+        """The most blocks that were in use at once; where rows are divided, on each device."""
+        with self._at_work(is_brief=True):
+            return figures.blocks_peak(self._loops)
+
+    def stats(self) -> dict[str, Any]:
+        """What has been computed so far, as plain numbers; with a prefix cache, also what it saved."""
+        with self._at_work(is_brief=True):
+            return figures.all_of_them(self._loops) | (self.prefix.stats() if self.prefix else {})
+
+    def problem(self, prompt: Sequence[int], max_new_tokens: int) -> str | None:
+        """Why a prompt cannot be continued, or None."""
+        own = self._residents
+        return problem_of(prompt, max_new_tokens, own.config, self.vocab_size, own.holdings)
+
+    # Requests.
+
+    def submit(
+        self, prompt: Sequence[int], max_new_tokens: int = 64, temperature: float = 0.0, *, top_k: int = 0,
+        top_p: float = 1.0, eos: int | Collection[int] | None = None, salt: str | bytes | None = None, n: int = 1,
+        logprobs: int = 0, seed: int | None = None,
+    ) -> Request:  # fmt: skip
+        """Ask for a prompt to be continued; `step` and `run` do it. May be called from any thread, and while they run.
+
+        Args:
+          max_new_tokens, temperature, top_k, top_p, eos: as for `generate`.
+          salt: with a prefix cache, share blocks only with requests of the same one, for example a tenant's name.
+          n: so many samples, which share the prompt's blocks; see `Request.samples`.
+          logprobs: keep the log-probabilities of so many likeliest tokens and of the chosen one, from the model's own
+            logits, before temperature and hook.
+          seed: of its random draws, so that it gets the same tokens whatever was asked for before: those that
+            `generate` gives one prompt with this seed. Default: the engine's, and the request's number.
+
+        Raises:
+          ValueError: an argument that cannot be honoured; nothing has changed then.
+        """
+        if why := self.problem(prompt, max_new_tokens):
+            raise ValueError(f"The prompt cannot be continued: {why}.")
+        count = integer("n", n, least=1, most=2**16)
+        own = self.seed if seed is None else seed
+        choices = [Choice.read(temperature, top_k, top_p, own, None if seed is None else j) for j in range(count)]
+        options = {"eos": read_eos(eos), "salt": read_salt(salt), "num_logprobs": self._read_logprobs(logprobs)}
+        request = Request.several([
+            self._request(next(self._numbers), prompt, max_new_tokens, choice, self._news, **options)
+            for choice in choices
+        ])  # fmt: skip
+        self._loop.submitted.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Take a request back: no more tokens come, and its row is free again. Does nothing if it is done.
+
+        May be called from any thread; the row is free when the thread that runs the engine comes to it.
+        """
+        if not isinstance(request, Request):
+            raise ValueError(f"request must be what submit returned, not {shown(request)}.")
+        request.cancel()  # the engine that it was submitted to takes it back
+
+    def step(self) -> list[tuple[Request, int]]:
+        """Send the next step to the device, and read the one before: its `(request, token)` pairs.
+
+        Raises:
+          OutOfBlocks: a request cannot begin, because pinned blocks of the prefix cache leave no room.
+          RuntimeError: another thread is at work. CacheError: the cache was lost; see `reset`.
+        """
+        with self._at_work():
+            if self._loop.is_busy:
+                self._loop.advance()
+            return list(handed_out(self._news))
+
+    def run(self) -> Iterator[tuple[Request, int]]:
+        """Yield `(request, token)` as tokens come, until no request is left, those submitted meanwhile included.
+
+        Leaving it early leaves the requests as they are: a later `run` or `step` goes on with them.
+        """
+        with self._at_work():
+            yield from handed_out(self._news)
+            while self._loop.is_busy:
+                self._loop.advance()
+                yield from handed_out(self._news)
+
+    def reset(self) -> None:
+        """Begin anew with an empty cache and prefix cache. Requests that are not done go on from what they have."""
+        with self._at_work():
+            self._loop.reset()
+
+    def warmup(self, *, kinds: Iterable[Kind] = KINDS, logprobs: Iterable[int] = (0,), progress: bool = True) -> None:
+        """Compile what steps and a prefix cache need, so that requests wait for nothing but what swaps and spills need.
+
+        Args:
+          kinds: of requests to come: "greedy" (temperature 0), "sampled" (above), "filtered" (with top_k or top_p).
+          logprobs: numbers of log-probabilities that they want; one program serves up to the next power of 2.
+          progress: show a progress bar, if tqdm is there.
+        """
+        counts = tuple(n and 1 << (n - 1).bit_length() for n in map(self._read_logprobs, listed("logprobs", logprobs)))
+        wanted = read_kinds(kinds)
+        with self._at_work():
+            call_all(self._loop.warm(wanted, counts), progress)
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
+        eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, seed: int | None = None,
+        salt: str | bytes | None = None, n: int = 1,
+    ) -> Iterator[tuple[int, int]]:  # fmt: skip
+        """Yield `(prompt number, token)` as tokens come; `(i * n + j, token)` of sample j of prompt i, if n is not 1.
+
+        Arguments are those of `generate`, and all of them are checked before this returns. Leaving it early frees its
+        rows. With a prefix cache, prompts share blocks only with those of the same `salt`, for example a tenant's name.
+
+        Raises:
+          ValueError: an argument or a prompt that cannot be honoured.
+          FloatingPointError: logits that leave no choice, NaN or all -inf; tokens that came before have been yielded.
+        """
+        n = integer("n", n, least=1, most=2**16)
+        choice = Choice.read(temperature, top_k, top_p, self.seed if seed is None else seed)
+        prompts = listed("prompts", prompts)
+        limits = read_limits(max_new_tokens, len(prompts))
+        options: dict[str, Any] = {"eos": read_eos(eos), "salt": read_salt(salt), "num_logprobs": 0}
+        problems = [
+            f"Prompt {i} cannot be continued: {why}."
+            for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+            if (why := self.problem(prompt, limit))
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
+        news: dict[Request, None] = {}
+        return self._stream(news, [
+            [self._request(i * n + j, prompt, limit, choice, news, **options) for j in range(n)]
+            for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        ])  # fmt: skip
+
+    def recompute(
+        self, prompt: Sequence[int], output: Sequence[int], *, index: int = 0, temperature: float = 0.0, top_k: int = 0,
+        top_p: float = 1.0, seed: int | None = None,
+    ) -> list[int]:  # fmt: skip
+        """The tokens that the model chooses after `prompt` and after each token of `output`, without any cache.
+
+        They equal `output` if `stream` yielded that for prompt number `index` with the same arguments, or its request.
+
+        Raises:
+          ValueError: what is no list of tokens; an engine with `evict=`, whose rows see what a cache has kept.
+        """
+        if (eviction := self._residents.eviction) is not None:
+            kept = f"what {eviction.name} has kept in one"
+            raise ValueError(
+                f"recompute has no cache, and outputs here follow from {kept}: ask an Engine without evict."
+            )
+        choice = Choice.read(temperature, top_k, top_p, self.seed if seed is None else seed)
+        parts, tokens = self._pipeline, read_prompt([*listed("prompt", prompt), *listed("output", output)])
+        if isinstance(tokens, str) or not len(prompt):
+            raise ValueError("The prompt and the output must be lists of token ids, and the prompt not empty.")
+        chosen = recompute(
+            parts.structure, parts.leaves, parts.hook, self.config.max_seq_len, tokens, choice.column(index),
+            choice.kind,
+        )  # fmt: skip
+        return chosen[len(prompt) - 1 : len(tokens) - 1]
+
+    # The parts.
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "An Engine and its requests cannot be copied or pickled: save(path) writes them, and load(path) of another "
+            "engine goes on with them."
+        )
+
+    def _request(self, number: int, prompt: Any, max_new_tokens: int, choice: Choice, news: dict, **options) -> Request:
+        tokens = read_prompt(prompt)
+        assert isinstance(tokens, list)
+        limit = min(int(max_new_tokens), self.config.max_seq_len - len(tokens))
+        return Request(
+            number=number, prompt=tokens, limit=limit, choice=choice, news=news, cancel=self._withdraw, **options
+        )
+
+    def _read_logprobs(self, logprobs: Any) -> int:
+        return integer("logprobs", logprobs, least=0, most=self.vocab_size or 2**16)
+
+    def _stream(self, news: dict[Request, None], prompts: list[list[Request]]) -> Iterator[tuple[int, int]]:
+        requests = [request for samples in prompts for request in samples]
+        with self._at_work():
+            try:
+                self._loop.submitted.extend(map(Request.several, prompts))
+                left = set(requests)
+                while left:
+                    self._loop.advance()
+                    failed = [request for request in news if request.error]
+                    for request, token in handed_out(news, left):
+                        yield request.number, token
+                    for request in failed:
+                        raise FloatingPointError(f"Sequence {request.number} cannot go on: {request.error}.")
+            finally:
+                self._withdraw(requests)
+
+    def _withdraw(self, requests: Iterable[Request]) -> None:
+        self._loop.cancel(requests)
+        if self._loop.is_at_work:  # it will be seen to there
+            return
+        try:
+            with self._at_work(is_brief=True):
+                self._loop.tidy()
+        except Exception:  # the next step meets it again; what may be on its way now must not be replaced by it
+            return
+
+    @contextlib.contextmanager
+    def _at_work(self, *, is_brief: bool = False) -> Iterator[None]:
+        turn = self._turn.take(is_brief=is_brief)
+        turn.calls += 1
+        try:
+            yield
+        finally:
+            turn.calls -= 1
+            if not turn.calls:
+                self._turn.give()
+            del turn

@@ -1,0 +1,97 @@
+"""Text generation in one call: token lists in, token lists out."""
+
+import heapq
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from jaxkv._core.config.cache_config import BLOCK_SIZE
+from jaxkv._core.config.validation import integer, listed
+from jaxkv._core.state.device_arrays import count_parts
+from jaxkv._engine.frontend.build import read_longest
+from jaxkv._engine.frontend.engine import Engine
+from jaxkv._engine.requests.request import read_limits, read_prompt
+
+# What has a say in how much room there must be, or wants more than rows take.
+ROOM = {
+    "longest", "max_seq_len", "num_blocks", "max_tokens", "group_blocks", "memory_bytes", "block_size", "layout",
+    "prefix_cache", "draft", "evict", "prefill",
+}  # fmt: skip
+
+
+def generate(
+    model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
+    eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
+    n: int = 1, progress: bool = False, **engine: Any,
+) -> list[Any]:  # fmt: skip
+    """Continue prompts: token lists in, token lists out.
+
+    Prompts of any length share one paged cache; rows that finish are taken by waiting prompts at once. What a prompt
+    gets does not depend on the others.
+
+    Args:
+      model: called as `logits, cache = model(tokens, cache=cache)` with packed `i32[N]` tokens, or padded `i32[S, 1]`
+        where each row has one; for example what `jaxkv.models.load` returns.
+      prompts: non-empty lists of token ids.
+      max_new_tokens: the most tokens to add, for all prompts or one number for each. A sequence also ends when it
+        reaches `max_seq_len`.
+      temperature: 0: always the likeliest token; above: sample.
+      eos: a token, or several, at which a sequence ends. It is not part of the output.
+      top_k: sample among so many likeliest tokens; 0: all.
+      top_p: sample among the likeliest tokens that together have this probability.
+      seed: of the random draws. The same seed gives the same tokens.
+      n: so many samples of each prompt, which share its blocks.
+      progress: show a progress bar (needs tqdm).
+      **engine: how to hold and compute them: see `Engine`. `max_seqs` is 8 at the most if it is not given, or the
+        devices that rows are divided over. Unless sizes, a prefix cache or the like are given, there are blocks for
+        the longest rows that may be held at once, rounded up to a power of 2.
+
+    Returns:
+      For each prompt the tokens that follow it; with `n` above 1 a list of n such lists.
+
+    Raises:
+      ValueError: an argument or a prompt that cannot be honoured; nothing has been computed then.
+      FloatingPointError: logits that leave no choice, NaN or all -inf.
+
+    >>> import jaxkv
+    >>> model = jaxkv.models.small()
+    >>> outputs = jaxkv.generate(model, [list(b"import "), list(b"def main(")], max_new_tokens=8)
+    >>> [len(tokens) for tokens in outputs]
+    [8, 8]
+    """
+    prompts = listed("prompts", prompts)
+    limits = read_limits(max_new_tokens, len(prompts))
+    lengths = [len(read_prompt(p)) + limit for p, limit in zip(prompts, limits, strict=True)] or [1]
+    n = integer("n", n, least=1, most=2**16)
+    devices = count_parts(model)
+    max_seqs = max(1, min(8, n * len(prompts)))
+    sizes = {"max_seqs": -(-max_seqs // devices) * devices, "longest": max(lengths)}
+    if not ROOM & engine.keys():
+        max_seqs = integer("max_seqs", engine.get("max_seqs", sizes["max_seqs"]), least=1)
+        max_seq_len = read_longest(max(lengths), getattr(model, "config", None))
+        lengths = [min(length, max_seq_len) for length in lengths]
+        sizes |= _room(lengths, n, max_seqs // devices, max_seq_len, devices)
+    engine_ = Engine(model, **sizes | engine)
+    outputs: list[list[int]] = [[] for _ in range(n * len(prompts))]
+    tokens = engine_.stream(prompts, limits, temperature, eos, top_k=top_k, top_p=top_p, seed=seed, n=n)
+    for index, token in _progress_bar(tokens, n * sum(limits)) if progress else tokens:
+        outputs[index].append(token)
+    return outputs if n == 1 else [outputs[i : i + n] for i in range(0, len(outputs), n)]
+
+
+def _room(lengths: list[int], n: int, rows: int, max_seq_len: int, devices: int) -> dict[str, int]:
+    """`max_tokens` for n sequences of each length, `rows` at once on each device, if all rows at `max_seq_len` take
+    more."""
+    longest = sorted(heapq.nlargest(rows, lengths) * min(n, rows), reverse=True)[:rows]  # they may meet on one device
+    blocks = sum(-(-length // BLOCK_SIZE) for length in longest)
+    blocks = 1 << max(0, blocks - 1).bit_length()  # few shapes to compile
+    if blocks >= rows * -(-max_seq_len // BLOCK_SIZE):
+        return {}
+    return {"max_tokens": devices * blocks * BLOCK_SIZE}
+
+
+def _progress_bar(tokens: Iterable[tuple[int, int]], total: int) -> Any:
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        raise ModuleNotFoundError("progress=True needs tqdm: pip install tqdm, or 'jaxkv[hf]'.") from None
+    return tqdm(tokens, total=total, unit=" tokens")

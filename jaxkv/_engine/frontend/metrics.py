@@ -1,0 +1,37 @@
+"""What an engine has computed so far; of several loops together."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxkv._engine.runner.engine_core import Loop
+
+
+def steps(loops: Sequence[Loop]) -> int:
+    return sum(loop.pipeline.steps for loop in loops)
+
+
+def tokens(loops: Sequence[Loop]) -> int:
+    prefills = [loop.prefill.pipeline for loop in loops if loop.prefill]
+    return sum(pipeline.tokens for pipeline in [*prefills, *(loop.pipeline for loop in loops)])
+
+
+def set_back(loops: Sequence[Loop]) -> int:
+    return sum(loop.residents.counts["set_back"] for loop in loops)
+
+
+def blocks_peak(loops: Sequence[Loop]) -> int:
+    return sum(int(table.peak) for loop in loops for table in loop.cache.tables)
+
+
+def all_of_them(loops: Sequence[Loop]) -> dict[str, Any]:
+    """As plain numbers."""
+    accepted, proposed = (sum(getattr(loop.pipeline, name) for loop in loops) for name in ("accepted", "proposed"))
+    return {
+        "steps": steps(loops),
+        "tokens": tokens(loops),
+        "blocks_peak": blocks_peak(loops),
+        "sent": sum(loop.prefill.sent for loop in loops if loop.prefill),
+        "acceptance": accepted / max(proposed, 1),
+        "set_back": set_back(loops),
+        "swapped_out": sum(loop.residents.counts["swapped_out"] for loop in loops),
+    }

@@ -1,0 +1,179 @@
+"""What the blocks of a cache hold, step by step, to look at afterwards: a trace, and a player for it."""
+
+import contextlib
+import html
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxkv._core.cache.block_map_html import FREE, KEPT, MOST_BLOCKS, PALETTE, RESERVED, Square, group_title, squares_of
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.state.head_rows import seen_by_rows
+from jaxkv._engine.frontend.engine import Engine
+from jaxkv._engine.runner.engine_core import Loop
+from jaxkv._tiers.host_tier import HostBlocks
+
+PLAYER = pathlib.Path(__file__).parent.parent / "data" / "player.html"
+
+
+class Frame(NamedTuple):
+    """One look at a cache."""
+
+    groups: tuple[tuple[Square, ...], ...]  # the blocks of each group of layers
+    lengths: tuple[int, ...]  # of each row
+    requests: dict[int, int]  # row -> the number of the request in it
+    on_host: dict[int, int]  # request -> tokens that were moved to host memory
+    note: str
+
+
+class Trace:
+    """What the blocks of a cache held, frame by frame. Made by `record`, or by hand with `add`.
+
+    In a notebook it shows itself as a player: a map of the blocks and blocks in use over time, with nothing fetched
+    and no server behind it.
+
+    Fields:
+      config: of the cache.
+      frames: one for each look.
+
+    >>> import jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=1, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes))
+    >>> trace = Trace(cache.config)
+    >>> cache = trace.add(jaxkv.extend(cache, [40, 0]), "a prompt")
+    >>> cache = trace.add(jaxkv.fork(cache, 0, 1), "a fork of it")
+    >>> trace.blocks_in_use.tolist(), trace.tokens.tolist()
+    ([3, 4], [40, 80])
+    """
+
+    def __init__(self, config: CacheConfig):
+        self.config = config
+        self.frames: list[Frame] = []
+
+    def add(
+        self, cache: Cache, note: str = "", *, requests: Mapping[int, int] | None = None,
+        on_host: Mapping[int, int] | None = None,
+    ) -> Cache:  # fmt: skip
+        """Look at a cache, which waits for what it is computed from. Returns the cache.
+
+        Args:
+          note: what the player says beside it.
+          requests: row -> a number for what is in it.
+          on_host: that number -> tokens in host memory, of what was swapped out.
+        """
+        tables = jax.device_get(cache.tables)
+        groups = tuple(tuple(squares_of(t, self.config)) for t in tables)
+        lengths = tuple(seen_by_rows(tables[0], self.config).lengths.tolist())
+        self.frames.append(Frame(groups, lengths, dict(requests or {}), dict(on_host or {}), note))
+        return cache
+
+    @property
+    def blocks_in_use(self) -> np.ndarray:
+        """`i64[frames]`: blocks that rows hold, of all groups of layers."""
+        return np.array([sum(bool(s.rows) for group in f.groups for s in group) for f in self.frames], np.int64)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """`i64[frames]`: tokens of all rows."""
+        return np.array([sum(f.lengths) for f in self.frames], np.int64)
+
+    @property
+    def bytes_in_use(self) -> np.ndarray:
+        """`i64[frames]`: bytes of the blocks that rows hold."""
+        sizes = [self.config.bytes_per_group_block(g) for g in range(len(self.config.groups))]
+        used = [[sum(bool(s.rows) for s in group) for group in f.groups] for f in self.frames]
+        return np.asarray(used, np.int64).reshape(len(used), len(sizes)) @ np.array(sizes, np.int64)
+
+    def owners(self, group: int = 0) -> np.ndarray:
+        """`i64[frames, blocks]`: the row that holds each block; -1: free, -2: kept for reuse, -3: several rows do."""
+
+        def owner(s: Square) -> int:
+            return (s.rows[0] if len(s.rows) == 1 else -3) if s.rows else -2 if s.kept else -1
+
+        return np.array([[owner(s) for s in f.groups[group]] for f in self.frames], np.int64)
+
+    def html(self, path: str | os.PathLike | None = None) -> str:
+        """A page that plays the trace in any browser; written to `path`, if one is given.
+
+        Each frame is one step. Colours are rows; a number counts the rows that share a block; gold is kept for reuse;
+        a dashed frame was given back just now. Hover over a block to read what it holds.
+        """
+        # "</" must not end the script, whatever a note says.
+        page = PLAYER.read_text(encoding="utf-8").replace(
+            "/*TRACE*/null", json.dumps(self._data()).replace("</", "<\\/")
+        )
+        if path is not None:
+            pathlib.Path(path).write_text(page, encoding="utf-8")
+        return page
+
+    def _repr_html_(self) -> str:
+        height = 190 + 22 * sum(-(-min(n, MOST_BLOCKS) // 32) + 1 for n in self.config.group_blocks)
+        page = html.escape(self.html(), quote=True)
+        return f'<iframe srcdoc="{page}" style="width:100%;height:{height}px;border:0"></iframe>'
+
+    def __repr__(self) -> str:
+        return f"Trace({len(self.frames)} frames, {max(self.blocks_in_use, default=0)} blocks in use at the most)"
+
+    def _data(self) -> dict[str, Any]:
+        """As the player wants it: what blocks hold is numbered, for most of them stay as they were."""
+        states: dict[Square, int] = {}
+
+        def number(s: Square) -> int:
+            return states.setdefault(s._replace(block=0), len(states))
+
+        frames = [
+            {
+                "blocks": [[number(s) for s in group[:MOST_BLOCKS]] for group in f.groups],
+                "used": [sum(bool(s.rows) for s in group) for group in f.groups],
+                "rows": [[row, n, f.requests.get(row)] for row, n in enumerate(f.lengths) if n],
+                "host": [*f.on_host.items()],
+                "note": f.note,
+            }
+            for f in self.frames
+        ]
+        return {
+            "states": [[s.rows, s.filled, s.first, s.kept] for s in states],
+            "frames": frames,
+            "groups": [group_title(self.config, g) for g in range(len(self.config.groups))],
+            "sizes": list(self.config.group_blocks),
+            "blockSize": self.config.block_size,
+            "colours": {"rows": PALETTE, "free": FREE, "reserved": RESERVED, "kept": KEPT},
+        }
+
+
+@contextlib.contextmanager
+def record(engine: Engine) -> Iterator[Trace]:
+    """A `Trace` of an engine's cache: one frame for each step, while the context lasts.
+
+    Looking waits for every step, so an engine that is recorded is slower.
+
+    >>> import jaxkv
+    >>> engine = jaxkv.Engine(jaxkv.models.small(), max_seqs=2, max_seq_len=64)
+    >>> with jaxkv.testing.record(engine) as trace:
+    ...     outputs = [*engine.stream([list(b"import "), list(b"def ")], max_new_tokens=4)]
+    >>> len(trace.frames) >= 4, int(trace.blocks_in_use.max())
+    (True, 2)
+    """
+    trace, loop = Trace(engine.config), engine._loop
+    if not isinstance(loop, Loop):
+        raise ValueError("record looks at one cache, but this engine's rows are divided: record one of one device.")
+    advance = loop.advance
+
+    def advance_and_look() -> None:
+        advance()
+        scheduler = loop.scheduler
+        requests = {s.row: s.request.number for s in scheduler.running if s.row is not None}
+        on_host = {s.request.number: s.host.num_tokens for s in scheduler.waiting if isinstance(s.host, HostBlocks)}
+        trace.add(engine.cache, requests=requests, on_host=on_host)
+
+    setattr(loop, "advance", advance_and_look)  # noqa: B010 (a method cannot be assigned to otherwise)
+    try:
+        yield trace
+    finally:
+        delattr(loop, "advance")

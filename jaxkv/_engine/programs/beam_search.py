@@ -1,0 +1,99 @@
+"""Search over a cache: beams that share what they have in common."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._core.blocks.sharing import reorder
+from jaxkv._core.blocks.tables import extend
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.config.validation import integer
+from jaxkv._engine.programs.step import logits_at
+
+
+class Beams(NamedTuple):
+    """The likeliest continuations of P prompts, B of each, the best first. Made by `beam_search`.
+
+    >>> import jax.numpy as jnp
+    >>> beams = Beams(tokens=jnp.array([[[5, 2], [7, -1]]]), scores=jnp.array([[-0.5, -1.0]]))
+    >>> [token for token in beams.tokens[0, 1].tolist() if token >= 0]
+    [7]
+    """
+
+    tokens: jax.Array  # i32[P, B, n]; behind the stop token -1, and everywhere in a beam that there is not
+    scores: jax.Array  # f32[P, B]: the sum of the tokens' log-probabilities; -inf where there are fewer continuations
+
+
+def beam_search(
+    model: Any, cache: Cache, logits: jax.Array, *, beams: int, max_new_tokens: int, eos: int | None = None
+) -> tuple[Beams, Cache]:
+    """The likeliest continuations, as far as a beam search finds them. Pure, and one program: call it within `jit`.
+
+    Beams share full blocks, those of the prompt and of what they have in common, and copy the last, partial one when
+    they part. What no beam holds any more is free again.
+
+    Args:
+      model: called as `logits, cache = model(tokens, cache=cache)` with `i32[S, 1]`.
+      cache: of `S = P * beams` rows. Row `p * beams` holds prompt p; what the rows behind it hold is given up.
+      logits: `f32[S, V]`, the model's after the last token of each row; only those of rows with a prompt are read.
+      beams: how many continuations of a prompt are followed.
+      max_new_tokens: how long they become.
+      eos: a token at which a continuation ends. Its score then stays as it is.
+
+    Returns:
+      `(beams, cache)`. Row `p * beams + b` holds prompt p and what its b-th beam has added, -1 not counted. Where
+      blocks ran out, rows are marked in `cache.failed`, and the beams mean nothing: see `check`.
+
+    Raises:
+      ValueError: a number of rows that is no multiple of `beams`, or logits of another number.
+
+    Reordering rows instead of their keys and values is how vLLM does it (https://arxiv.org/abs/2309.06180).
+
+    >>> import jax, jax.numpy as jnp, jaxkv
+    >>> model = jaxkv.models.small()
+    >>> config = jaxkv.CacheConfig.from_model(model, max_seqs=2, max_seq_len=32)
+    >>> prompt = list(b"import ")
+    >>> cache = jaxkv.extend(jaxkv.init(config), [len(prompt), 0])
+    >>> logits, cache = model(jnp.array([prompt] * 2), cache=cache, logits_at=jnp.array([len(prompt) - 1] * 2))
+    >>> found, cache = jaxkv.beam_search(model, cache, logits, beams=2, max_new_tokens=3)
+    >>> found.tokens.shape, cache.lengths.tolist()
+    ((1, 2, 3), [10, 10])
+    """
+    beams = integer("beams", beams, least=1)
+    count = integer("max_new_tokens", max_new_tokens, least=1)
+    rows = cache.lengths.shape[0]
+    if rows % beams:
+        raise ValueError(f"The cache must have {beams} rows for each prompt, but it has {rows}.")
+    if logits.ndim != 2 or logits.shape[0] != rows:
+        raise ValueError(f"logits must be f32[{rows}, V], those after each row's last token, not {logits.shape}.")
+    vocab, prompts = logits.shape[1], rows // beams
+    stop = -1 if eos is None else integer("eos", eos, least=0)
+    first = jnp.arange(rows, dtype=jnp.int32) // beams * beams
+
+    def step(carry: tuple, _: None) -> tuple[tuple, tuple]:
+        cache, logits, scores, ended = carry
+        gains = jax.nn.log_softmax(logits, axis=-1)
+        stays = jnp.where(jnp.arange(vocab) == 0, 0.0, -jnp.inf)  # what has ended goes on in one way
+        gains = jnp.where(ended[:, None], stays[None], gains)
+        totals = jnp.where(jnp.isneginf(scores)[:, None], -jnp.inf, scores[:, None] + gains)
+        scores, at = (x.reshape(rows) for x in jax.lax.top_k(totals.reshape(prompts, beams * vocab), beams))
+        source, token = first + at // vocab, at % vocab
+        is_new = ~ended[source] & ~jnp.isneginf(scores)
+        ended = ~is_new | (token == stop)
+        cache = extend(reorder(cache, source), is_new.astype(jnp.int32))
+        token = jnp.where(is_new, token, 0)
+        logits, cache = logits_at(model, token[:, None], cache, jnp.zeros_like(token), cascade=True)
+        return (cache, logits.astype(jnp.float32), scores, ended), (source, jnp.where(is_new, token, -1))
+
+    scores = jnp.where(first == jnp.arange(rows), 0.0, -jnp.inf)
+    (cache, _, scores, _), chosen = jax.lax.scan(
+        step, (cache, logits.astype(jnp.float32), scores, scores < 0), length=count
+    )
+
+    def trace_back(row: jax.Array, chosen: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        source, token = chosen
+        return source[row], token[row]
+
+    _, tokens = jax.lax.scan(trace_back, jnp.arange(rows, dtype=jnp.int32), chosen, reverse=True)
+    return Beams(tokens.T.reshape(prompts, beams, count), scores.reshape(prompts, beams)), cache

@@ -1,0 +1,166 @@
+"""A draft model that guesses tokens, with a cache of its own."""
+
+import functools
+from collections.abc import Callable, Sequence as Several
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.blocks.sharing import truncate
+from jaxkv._core.blocks.tables import extend
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.cache.init import init
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.mesh_shape import mesh_of
+from jaxkv._engine.programs.cache_program import cache_program
+from jaxkv._engine.programs.step import logits_at
+from jaxkv._engine.requests.drafters import Drafter, Guesses, NGramDrafter
+from jaxkv._engine.requests.sampling import FIELDS, KINDS, Kind, Sampling, choose
+from jaxkv._engine.requests.scheduler import Sequence
+
+# What programs are told of each row: how many tokens stay, how many are new, and its `Choice`.
+HELD, FED, COLUMN = 0, 1, slice(2, 2 + FIELDS)
+FEW = 2  # tokens that it lacks after a step in which all that it guessed was right
+
+
+class ModelDrafter:
+    """Guesses by running a smaller model on.
+
+    Its rows follow the engine's: before it guesses, each is cut back to what it has in common with its sequence, and
+    fed what is missing. So it need not be told of rows that are freed, forked, swapped or set back; what is wrong in it
+    costs time, never a token. It has room for all rows at their longest.
+    """
+
+    def __init__(self, model: Any, *, max_seqs: int, max_seq_len: int, step_tokens: int, count: int):
+        sizes: dict[str, Any] = {"max_seqs": max_seqs, "max_seq_len": max_seq_len + count}
+        # What it guessed is taken back, further than windows would allow: a contiguous cache keeps everything.
+        if any(layer.reach is not None for layer in model.layer_configs):
+            sizes["layout"] = "contiguous"
+        self.config = CacheConfig.from_model(model, **sizes)
+        self.leaves, structure = jax.tree.flatten(model)
+        self.step_tokens, self.count, self.mesh = step_tokens, count, mesh_of(self.leaves)
+        empty = jax.eval_shape(lambda: init(self.config, mesh=self.mesh))
+        self._program = draft_program(jax.tree.structure(empty), structure)
+        self._is_sound = False  # no call was cut off
+
+    def guess(self, sequences: Several[Sequence], count: int) -> list[Guesses]:
+        if not sequences:
+            return []
+        self._make_sound()
+        self._is_sound = False
+        for sequence in sequences:
+            row = sequence.row
+            assert row is not None
+            # Its last token is always fed again: the guesses follow from what it gives.
+            self._held[row] = self._held[row][: _common(self._held[row], sequence.tokens[:-1])]
+        while self._feed(sequences):
+            pass
+        rows = self._rows()
+        tokens = np.zeros((self.config.max_seqs, FEW), np.int32)
+        for sequence in sequences:
+            row, held = sequence.row, len(self._held[sequence.row])  # type: ignore[index]
+            missing = sequence.tokens[held:]
+            tokens[row, : len(missing)] = missing
+            rows[FED, row], rows[COLUMN, row] = len(missing), sequence.request.column
+        kind = KINDS[max(sequence.request.kind for sequence in sequences)]
+        chosen = np.asarray(self._call(rows, tokens, kind, self.count))
+        guesses = [chosen[:, sequence.row].tolist() for sequence in sequences]
+        for sequence, guessed in zip(sequences, guesses, strict=True):
+            self._held[sequence.row] = [*sequence.tokens, *guessed[:-1]]  # type: ignore[index]
+        self._is_sound = True
+        return [Guesses.chain(guessed[:count]) for guessed in guesses]
+
+    def warm(self) -> list[Callable[[], Any]]:
+        def call(shape: tuple[int, ...], kind: Kind, count: int) -> None:
+            self._make_sound()
+            self._call(self._rows(), np.zeros(shape, np.int32), kind, count)
+
+        shapes = [((self.config.max_seqs, FEW), kind, self.count) for kind in KINDS]
+        return [functools.partial(call, *one) for one in [((self.step_tokens,), KINDS[0], 0), *shapes]]
+
+    def _make_sound(self) -> None:
+        if not self._is_sound:
+            self._cache = jax.tree.leaves(init(self.config, mesh=self.mesh))
+            self._held: list[list[int]] = [[] for _ in range(self.config.max_seqs)]
+            self._is_sound = True
+
+    def _feed(self, sequences: Several[Sequence]) -> bool:
+        """Give rows that lack many tokens some of them; whether there were any."""
+        rows, packed = self._rows(), list[int]()
+        for sequence in sorted(sequences, key=lambda s: s.row or 0):
+            row = sequence.row
+            assert row is not None
+            held = len(self._held[row])
+            count = min(len(sequence.tokens) - 1 - held, self.step_tokens - len(packed))
+            if len(sequence.tokens) - held > FEW and count:
+                packed += sequence.tokens[held : held + count]
+                rows[FED, row] = count
+        if not packed:
+            return False
+        tokens = np.zeros(self.step_tokens, np.int32)
+        tokens[: len(packed)] = packed
+        self._call(rows, tokens, KINDS[0], 0)
+        for sequence in sequences:
+            row = sequence.row
+            self._held[row] = sequence.tokens[: len(self._held[row]) + rows[FED, row]]  # type: ignore[index]
+        return True
+
+    def _rows(self) -> np.ndarray:
+        rows = np.zeros((COLUMN.stop, self.config.max_seqs), np.int32)
+        rows[HELD] = [len(held) for held in self._held]
+        return rows
+
+    def _call(self, rows: np.ndarray, tokens: np.ndarray, kind: Kind, count: int) -> jax.Array:
+        (chosen,), self._cache = self._program(self._cache, self.leaves, rows, tokens, kind=kind, count=count)
+        return chosen
+
+
+def make_drafter(draft: Any, config: CacheConfig, step_tokens: int, count: int, branches: int) -> Drafter | None:
+    """Who guesses for an engine with a cache like this; `draft` has been read."""
+    if draft is None:
+        return None
+    if isinstance(draft, str):
+        return NGramDrafter(branches)
+    return ModelDrafter(
+        draft, max_seqs=config.max_seqs, max_seq_len=config.max_seq_len, step_tokens=step_tokens, count=count
+    )
+
+
+def _common(held: list[int], tokens: list[int]) -> int:
+    """How many first tokens two lists have in common."""
+    if held[: len(tokens)] == tokens[: len(held)]:
+        return min(len(held), len(tokens))
+    return next(i for i, (a, b) in enumerate(zip(held, tokens, strict=False)) if a != b)
+
+
+@functools.lru_cache(maxsize=16)
+def draft_program(structure: Any, model: Any) -> Any:
+    """Cut rows back, feed them tokens, packed or `[S, FEW]`, and choose `count` tokens after them one by one."""
+
+    def program(cache: Cache, leaves, rows, tokens, *, kind: Kind, count: int):
+        draft, sampling = jax.tree.unflatten(model, leaves), Sampling.unpack(rows[COLUMN])
+        fed = rows[FED]
+
+        def guess(logits: jax.Array, cache: Cache) -> jax.Array:  # where there is no choice, any token does
+            return jnp.maximum(choose(kind, logits.astype(jnp.float32), sampling, cache.lengths), 0)
+
+        cache = extend(truncate(cache, rows[HELD]), fed)
+        places = jnp.maximum((jnp.cumsum(fed) if tokens.ndim == 1 else fed) - 1, 0)
+        logits, cache = logits_at(draft, tokens, cache, places)
+        if not count:
+            return jnp.zeros((0, fed.shape[0]), jnp.int32), cache
+        first = guess(logits, cache)
+
+        def go_on(carry, _):
+            cache, last = carry
+            cache = extend(cache, (fed > 0).astype(jnp.int32))
+            logits, cache = logits_at(draft, last[:, None], cache, jnp.zeros_like(last))
+            chosen = guess(logits, cache)
+            return (cache, chosen), chosen
+
+        (cache, _), others = jax.lax.scan(go_on, (cache, first), length=count - 1)
+        return jnp.concatenate([first[None], others]), cache
+
+    return cache_program(structure, program, static=("kind", "count"))

@@ -1,0 +1,38 @@
+"""What an engine computes between steps: how much room there is, rows that are freed, brought back or forked."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._core.blocks.sharing import fork
+from jaxkv._core.blocks.tables import free, leave_windows
+from jaxkv._core.cache.cache import Cache
+from jaxkv._engine.programs.cache_program import cache_program
+from jaxkv._tiers.host_tier import swap_in
+from jaxkv._tiers.prefix_cache.retained_blocks import count_unused
+
+
+def room_of(cache: Cache) -> jax.Array:
+    """`i32[groups, 2]`: free blocks, and blocks that only an index keeps."""
+    free = (t.num_free if t.parts == 1 else t.parts * t.num_free.min() for t in cache.tables)
+    return jnp.stack([jnp.stack([n, count_unused(t)]) for n, t in zip(free, cache.tables, strict=True)])
+
+
+@functools.lru_cache(maxsize=16)
+def between_steps(structure: Any) -> tuple[Any, Any, Any]:
+    """What is computed between steps: free rows and give back what fell out of windows, `swap_in` and `fork`."""
+
+    def settle(cache: Cache, rows: jax.Array) -> tuple[jax.Array, Cache]:
+        cache = leave_windows(free(cache, rows))
+        return room_of(cache), cache
+
+    def swap_one_in(cache: Cache, rows: jax.Array, host: Any) -> tuple[None, Cache]:
+        return None, swap_in(cache, rows, host)
+
+    def fork_one(cache: Cache, src: jax.Array, dst: jax.Array) -> tuple[None, Cache]:
+        return None, fork(cache, src, dst)
+
+    settle_, swap_, fork_ = (cache_program(structure, f) for f in (settle, swap_one_in, fork_one))
+    return settle_, swap_, fork_

@@ -1,0 +1,287 @@
+"""The programs that an engine runs on the device: one step of every row, or several decode steps at once."""
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.attention.plan import plan_step, positions
+from jaxkv._core.blocks.speculative import keep_guesses, take_back
+from jaxkv._core.blocks.tables import extend, leave_windows
+from jaxkv._core.config.validation import MOST_INDEX, shown
+from jaxkv._core.state.arguments import to_device
+from jaxkv._engine.programs.cache_program import cache_program
+from jaxkv._engine.programs.eviction import noting
+from jaxkv._engine.programs.maintenance import room_of
+from jaxkv._engine.requests.sampling import FIELDS, Kind, Sampling, choose, likeliest
+
+# What the host says of each row, as one array: how many tokens it has in this step, whether the token after them is
+# wanted, its next token (FROM_DEVICE: the one chosen last), `Choice.column`, and how many of its tokens are guesses.
+COUNT, DUE, TOKEN, COLUMN, GUESSED = 0, 1, 2, slice(3, 3 + FIELDS), 3 + FIELDS
+NUM_FIELDS = GUESSED + 1
+FROM_DEVICE = -1
+
+
+class Rows(NamedTuple):
+    """What a hook on logits is told of each row.
+
+    Behind a row's tokens stands a number that is no token: where JAX scatters to an index out of range, it drops it.
+    """
+
+    tokens: jax.Array  # i32[S, max_seq_len]: prompt and output so far
+    lengths: jax.Array  # i32[S]
+    numbers: jax.Array  # i32[S]: of their requests
+
+
+Hook = Callable[[jax.Array, Rows], jax.Array]
+
+
+class Memory(NamedTuple):
+    """What stays on the device from step to step beside the cache."""
+
+    last: jax.Array  # i32[S]: the token chosen last for each row
+    tokens: jax.Array | None  # i32[S, max_seq_len]: those of each row, where a hook wants them
+    queries: tuple[jax.Array, ...] = ()  # [S, W, H, D] of each layer that is thinned, where its score wants them
+
+
+class Result(NamedTuple):
+    """What n steps return beside the cache."""
+
+    # i32[n * S (+ S) + 2 * groups]: the tokens chosen, -1 where a row's tokens did not fit; of a step that verifies
+    # also how many of them count; the room left.
+    numbers: Any
+    memory: Memory
+    likeliest: tuple[jax.Array, jax.Array] | None  # f32 and i32 [n, S, 1 + count]: see `likeliest`
+
+
+@functools.lru_cache(maxsize=16)
+def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool) -> Any:
+    """The compiled step of a model and a cache given as structures of pytrees: engines with equal ones share it.
+
+    A `cache_program` with the arguments `leaves, memory, rows, tokens, kind=, count=, steps=`: the model's leaves,
+    `rows` i32[NUM_FIELDS, S], packed `tokens` i32[N] or None for a step of one token per row, of which there can be
+    several; `count` likeliest tokens are returned. It uses up the memory too, and returns a `Result`. With `verify`,
+    the last of a row's tokens may be guesses, up to so many; then it is as if there had been `verify + 1` steps. If
+    they are trees, `tokens` is i32[2, N], with each token's parent, counted from its row's first, below it.
+    """
+
+    def program(cache, leaves, memory, rows, tokens, *, kind: Kind, count: int, steps: int, verify: int = 0):
+        one = functools.partial(_verify, verify, rows[GUESSED]) if verify else _step
+        if tokens is not None and tokens.ndim == 2:
+            tokens, parents = tokens
+            one = functools.partial(_verify_trees, verify, rows[GUESSED], parents)
+        sampling = Sampling.unpack(rows[COLUMN])
+        run = functools.partial(_run, jax.tree.unflatten(model, leaves), not leave)
+        step = functools.partial(one, run, hook, sampling, kind, count, leave)
+        counts, due, given = rows[COUNT], rows[DUE] != 0, rows[TOKEN]
+        if tokens is None:
+            memory = memory._replace(last=jnp.where(given == FROM_DEVICE, memory.last, given))
+
+            def decode(carry, i):
+                cache, memory = carry
+                active = i < counts
+                out, cache, memory = step(cache, memory, memory.last[:, None], active.astype(jnp.int32), active)
+                return (cache, memory), out
+
+            if steps > 1:
+                (cache, memory), out = jax.lax.scan(decode, (cache, memory), jnp.arange(steps, dtype=jnp.int32))
+            else:
+                (cache, memory), out = decode((cache, memory), jnp.int32(0))
+        else:
+            row = row_of(counts, tokens.shape[0])
+            tokens = jnp.where(tokens == FROM_DEVICE, memory.last[jnp.minimum(row, counts.shape[0] - 1)], tokens)
+            out, cache, memory = step(cache, memory, tokens, counts, due)
+        chosen, likely = out
+        numbers = jnp.concatenate([*(x.ravel() for x in jax.tree.leaves(chosen)), room_of(cache).ravel()])
+        return Result(numbers, memory, likely), cache
+
+    return cache_program(structure, program, donate=(2,), static=("kind", "count", "steps", "verify"))
+
+
+def _step(run, hook, sampling, kind, count, leave, cache, memory, tokens, counts, due):
+    """One step of every row: the token after each row's last, and what is likeliest there."""
+    places = jnp.zeros_like(counts) if tokens.ndim == 2 else jnp.maximum(jnp.cumsum(counts) - 1, 0)
+    logits, cache, memory = run(cache, memory, tokens, counts, places)
+    chosen, likely = _chosen(logits, hook, sampling, kind, count, memory, cache.lengths)
+    cache, memory = _ended(cache, memory, chosen, due, leave)
+    return (jnp.where(cache.failed, -1, chosen), likely), cache, memory
+
+
+def _verify(most, guessed, run, hook, sampling, kind, count, leave, cache, memory, tokens, counts, due):
+    """One step of every row, of which the last `guessed[s]` tokens are guesses: they count as far as they are what is
+    chosen after the tokens before them, and the others are taken back. Then comes the token that is chosen instead of
+    the first wrong one, or after all."""
+    number = jnp.arange(most + 1, dtype=jnp.int32)[:, None]
+    behind = jnp.maximum(guessed[None] - number, 0)  # i32[most + 1, S]: guesses that follow each token
+    places = jnp.maximum(jnp.cumsum(counts)[None] - 1 - behind, 0)
+    logits, cache, memory = run(cache, memory, tokens, counts, places.ravel())
+    lengths = (cache.lengths[None] - behind).ravel()
+    wide, known = jax.tree.map(lambda x: jnp.concatenate([x] * (most + 1)), (sampling, memory))
+    chosen, likely = _chosen(logits, hook, wide, kind, count, known, lengths)
+    chosen = chosen.reshape(places.shape)
+    guesses = tokens[jnp.minimum(places + 1, tokens.shape[0] - 1)]
+    is_right = (number < guessed[None]) & (chosen == guesses)
+    accepted = jnp.sum(jnp.cumprod(is_right.astype(jnp.int32), axis=0), axis=0, dtype=jnp.int32)
+    last = jnp.take_along_axis(chosen, accepted[None], axis=0)[0]
+    cache, memory = _ended(take_back(cache, guessed - accepted), memory, last, due, leave)
+    if likely is not None:
+        likely = jax.tree.map(lambda x: x.reshape(*places.shape, -1), likely)
+    return ((jnp.where(cache.failed[None], -1, chosen), accepted + 1), likely), cache, memory
+
+
+def _verify_trees(most, guessed, parents, run, hook, sampling, kind, count, leave, cache, memory, tokens, counts, due):
+    """As `_verify`, where guesses are trees: of each row's the path counts along which every token is what is chosen
+    after its parent. Numbers count from the row's last given token, which is 0."""
+    number = jnp.arange(most + 1, dtype=jnp.int32)[:, None]
+    first = jnp.maximum(jnp.cumsum(counts) - 1 - guessed, 0)[None]
+    places = first + jnp.minimum(number, guessed[None])
+    parent = jnp.clip(parents[places] - (counts - 1 - guessed)[None], 0, most)
+    logits, cache, memory = run(cache, memory, tokens, counts, places.ravel(), tree=parents)
+
+    def at(x, numbers):
+        return jnp.take_along_axis(x, numbers, axis=0)
+
+    def climb(i, depth):
+        return depth.at[i].set(at(depth, parent[i][None])[0] + 1)
+
+    depth = jax.lax.fori_loop(1, most + 1, climb, jnp.zeros_like(places))
+    lengths = ((cache.lengths - guessed)[None] + depth).ravel()
+    wide = jax.tree.map(lambda x: jnp.concatenate([x] * (most + 1)), sampling)
+    chosen, likely = _chosen(logits, hook, wide, kind, count, memory, lengths)
+    chosen = chosen.reshape(places.shape)
+    is_right = (number > 0) & (number <= guessed[None]) & (at(chosen, parent) == tokens[places])
+
+    def follow(i, on_path):
+        return on_path.at[i].set(is_right[i] & at(on_path, parent[i][None])[0])
+
+    on_path = jax.lax.fori_loop(1, most + 1, follow, jnp.broadcast_to(number == 0, places.shape))
+    accepted = jnp.sum(on_path, axis=0, dtype=jnp.int32) - 1
+    path = jnp.sort(jnp.where(on_path, number, most + 1), axis=0)  # numbers grow along it
+    there = number <= accepted[None]
+    path = jnp.where(there, path, 0)
+    chosen = at(chosen, path)
+    last = at(chosen, accepted[None])[0]
+    cache = keep_guesses(cache, jnp.where(there, path - 1, -1)[1:].T, guessed)
+    cache, memory = _ended(cache, memory, last, due, leave)
+    if likely is not None:
+        likely = jax.tree.map(lambda x: at(x.reshape(*places.shape, -1), path[..., None]), likely)
+    return ((jnp.where(cache.failed[None], -1, chosen), accepted + 1), likely), cache, memory
+
+
+def _run(model, cascade, cache, memory, tokens, counts, places, tree=None):
+    """The logits at some places after a step of every row, which is noted."""
+    cache = extend(cache, counts)
+    rows = rows_of(tokens, counts)
+    if memory.tokens is not None:
+        noted = memory.tokens.at[rows, positions(cache, tokens.shape)].set(tokens, mode="drop")
+        memory = memory._replace(tokens=noted)
+    (logits, cache), queries = noting(
+        memory.queries, cache, lambda: logits_at(model, tokens, cache, places, cascade, tree), rows, tokens.shape
+    )
+    return logits, cache, memory._replace(queries=queries)
+
+
+def _ended(cache, memory, last, due, leave):
+    """What the next step begins with."""
+    cache = leave_windows(cache) if leave else cache
+    return cache, memory._replace(last=jnp.where(due, last, memory.last))
+
+
+def _chosen(logits, hook, sampling, kind, count, memory, lengths):
+    """The token after each of some lengths, and what is likeliest there."""
+    logits = wanted = logits.astype(jnp.float32)
+    if hook is not None:
+        wanted = hooked(hook, logits, rows_so_far(memory.tokens, lengths, sampling.numbers))
+    chosen = choose(kind, wanted, sampling, lengths)
+    return chosen, likeliest(logits, chosen, count) if count else None
+
+
+def logits_at(model, tokens, cache, places, cascade=False, tree=None):
+    """The logits of some tokens only, of each row one if they are padded, if the model can spare the others: a prompt's
+    are large. `cascade`: rows of a common prefix read it once, if the model takes a planned step."""
+    taken = inspect.signature(model.__call__).parameters
+    planned: dict = {}
+    if (cascade or tree is not None) and "step" in taken:
+        planned["step"] = plan_step(cache, tokens.shape, cascade=cascade, tree=tree)
+    if "logits_at" in taken:
+        return model(tokens, cache=cache, logits_at=places, **planned)
+    logits, cache = model(tokens, cache=cache, **planned)
+    return (logits[:, 0] if tokens.ndim == 2 else logits[places]), cache
+
+
+def row_of(counts: jax.Array, num_tokens: int) -> jax.Array:
+    """`i32[N]`: whose row each packed token is; S behind them all."""
+    i = jnp.arange(num_tokens, dtype=jnp.int32)
+    return jnp.searchsorted(jnp.cumsum(counts), i, side="right", method="compare_all").astype(jnp.int32)
+
+
+def rows_of(tokens: jax.Array, counts: jax.Array) -> jax.Array:
+    """i32: whose row each of padded or packed tokens is, `[S, 1]` or `[N]`; S for those that are nobody's."""
+    if tokens.ndim == 1:
+        return row_of(counts, tokens.shape[0])
+    return jnp.where(counts > 0, jnp.arange(counts.shape[0], dtype=jnp.int32), counts.shape[0])[:, None]
+
+
+def read_hook(hook: Any) -> Any:
+    """A `Hook`, or None. Raises ValueError."""
+    if hook is not None and not (callable(hook) and isinstance(hook, Hashable)):
+        raise ValueError(f"logits_hook must be a function, hashable as functions are, or None, not {shown(hook)}.")
+    return hook
+
+
+def rows_so_far(tokens: jax.Array, lengths: jax.Array, numbers: jax.Array) -> Rows:
+    """What a hook is told of rows whose `tokens` i32[S, L] may hold anything behind their lengths."""
+    known = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+    return Rows(jnp.where(known, tokens, MOST_INDEX), lengths, numbers)
+
+
+def hooked(hook: Hook, logits: jax.Array, rows: Rows) -> jax.Array:
+    """What a hook makes of logits. Raises ValueError if that are none."""
+    wanted = hook(logits, rows)
+    if getattr(wanted, "shape", None) != logits.shape:
+        raise ValueError(
+            f"logits_hook must return logits {list(logits.shape)}, as it is given, not "
+            f"{list(jnp.shape(wanted)) if hasattr(wanted, 'shape') else type(wanted).__name__}."
+        )
+    return wanted.astype(jnp.float32)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def note_tokens(memory: Memory, row: jax.Array, tokens: jax.Array) -> Memory:
+    """Memory in which a row has these `i32[max_seq_len]` tokens."""
+    assert memory.tokens is not None
+    return memory._replace(tokens=memory.tokens.at[row].set(tokens))
+
+
+def new_memory(max_seqs: int, max_seq_len: int, hook: Hook | None, queries: tuple[jax.Array, ...] = ()) -> Memory:
+    """Memory of empty rows."""
+    tokens = None if hook is None else to_device(np.zeros((max_seqs, max_seq_len), np.int32))
+    return Memory(to_device(np.zeros(max_seqs, np.int32)), tokens, queries)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "kind", "hook", "width"))
+def _recompute(leaves, tokens, column, *, model, kind, hook, width):
+    """The token that follows each of `i32[T]`, computed without a cache."""
+    logits, _ = jax.tree.unflatten(model, leaves)(tokens[None], cache=None)
+    logits, count = logits[0].astype(jnp.float32), tokens.shape[0]
+    lengths = jnp.arange(1, count + 1, dtype=jnp.int32)
+    sampling = Sampling.unpack(jnp.broadcast_to(column[:, None], (column.shape[0], count)))
+    if hook is not None:
+        padded = jnp.pad(tokens, (0, max(0, width - count)))[:width]
+        known = jnp.broadcast_to(padded[None], (count, padded.shape[0]))
+        logits = hooked(hook, logits, rows_so_far(known, lengths, sampling.numbers))
+    return choose(kind, logits, sampling, lengths)
+
+
+def recompute(
+    model: Any, leaves: list[Any], hook: Hook | None, width: int, tokens: list[int], column: np.ndarray, kind: Kind
+) -> list[int]:
+    """The token that the model chooses after each of `tokens`, without any cache; `width`: the engine's max_seq_len."""
+    padded = np.zeros(1 << (len(tokens) - 1).bit_length(), np.int32)  # few shapes; what comes after is not seen
+    padded[: len(tokens)] = tokens
+    chosen = _recompute(leaves, padded, column, model=model, kind=kind, hook=hook, width=width)
+    return np.asarray(chosen)[: len(tokens)].tolist()

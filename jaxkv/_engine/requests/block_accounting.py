@@ -1,0 +1,118 @@
+"""How many blocks rows hold, take and will have held: counted on the host, so that it need not ask the device."""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._engine.requests.eviction_policy import Eviction
+from jaxkv._engine.requests.scheduler import Sequence
+
+
+class Holdings:
+    """Of rows that keep all that their layers see. Numbers are one for each group of layers."""
+
+    def __init__(self, config: CacheConfig):
+        self.config, self.size = config, config.block_size
+        self.groups = range(len(config.groups))
+        self.block_bytes = [config.bytes_per_group_block(g) for g in self.groups]
+
+    def held(self, prompt: int, cached: int) -> list[int]:
+        """Blocks that a row of so many tokens holds, `prompt` of them its prompt's: at the most."""
+        return [self.at_rest(g, cached) for g in self.groups]
+
+    def taken(self, prompt: int, cached: int, count: int) -> list[int]:
+        """Blocks that `count` more tokens take, on the way of which it is not thinned."""
+        return [-(-(cached + count) // self.size) - -(-cached // self.size)] * len(self.groups)
+
+    def most(self, prompt: int, cached: int, length: int) -> list[int]:
+        """The most blocks that a row with `cached` tokens will hold until it has `length`."""
+        return [self.config.row_blocks(g, length) for g in self.groups]
+
+    def next_point(self, prompt: int, cached: int) -> float:
+        """After how many tokens it is thinned next; infinity: never."""
+        return math.inf
+
+    def growth(self, prompt: int, cached: int, length: int) -> list[int]:
+        """Blocks that it takes yet until it has `length`, some of which it may give back before."""
+        most, held = self.most(prompt, cached, length), self.held(prompt, cached)
+        return [max(0, at_most - now) for at_most, now in zip(most, held, strict=True)]
+
+    def at_rest(self, group: int, length: int) -> int:
+        """Blocks of a row of `length` tokens, all of them kept, between steps."""
+        return -(-length // self.size) - max(0, self.config.first_seen(group, length) - self.config.group_sinks[group])
+
+
+class ThinnedHoldings(Holdings):
+    """Of rows that are thinned. They share nothing, so that what is free follows from what each may hold."""
+
+    def __init__(self, config: CacheConfig, eviction: Eviction, parts: Iterable[int]):
+        super().__init__(config)
+        self.eviction, self.parts = eviction, tuple(parts)  # of each group's blocks
+        kept, self._kept, self.block_bytes = {}, [], []
+        for group, layers in enumerate(config.groups):
+            table = None
+            if config.group_evicts[group] is not None:
+                table = np.maximum.accumulate(eviction.kept(config, layers[0])).tolist()
+            sight = (config.group_reaches[group], config.group_chunks[group], config.group_sinks[group])
+            kind = (
+                *sight,
+                config.group_heads[group],
+                config.group_blocks[group],
+                table and tuple(table),
+            )  # groups that are alike count once
+            if kind not in kept:
+                kept[kind] = group
+                self._kept.append(table)
+                self.block_bytes.append(0)
+            self.block_bytes[list(kept).index(kind)] += config.bytes_per_group_block(group)
+        self.groups = list(kept.values())  # type: ignore[assignment]
+
+    def held(self, prompt: int, cached: int) -> list[int]:
+        point = self.eviction.point_before(prompt, cached)
+        return [self._blocks(g, table, point, cached) for g, table in zip(self.groups, self._kept, strict=True)]
+
+    def taken(self, prompt: int, cached: int, count: int) -> list[int]:
+        point, end, (plain, *_) = (
+            self.eviction.point_before(prompt, cached),
+            cached + count,
+            super().taken(0, cached, count),
+        )
+        return [
+            plain if table is None else self._blocks(g, table, point, end) - self._blocks(g, table, point, cached)
+            for g, table in zip(self.groups, self._kept, strict=True)
+        ]
+
+    def most(self, prompt: int, cached: int, length: int) -> list[int]:
+        every, point = self.eviction.every, self.eviction.point_before(prompt, length)
+        # Where it holds most: as it ends, and before it is thinned, the first time and the last, for what is kept grows
+        # with what was seen.
+        spans = [(point, length)]
+        if cached < prompt:
+            spans.append((0, min(prompt, length)))
+        if every is not None and point > prompt:
+            spans.append((point - every, point))
+        return [
+            self.config.row_blocks(g, length) if table is None else max(self._blocks(g, table, *span) for span in spans)
+            for g, table in zip(self.groups, self._kept, strict=True)
+        ]
+
+    def next_point(self, prompt: int, cached: int) -> float:
+        return self.eviction.point_after(prompt, cached)
+
+    def room(self, sequences: Iterable[Sequence]) -> list[int]:
+        """Blocks that these cannot hold."""
+        held = [self.held(s.prompt, s.cached) for s in sequences]
+        return [self.config.group_blocks[g] - sum(one[i] for one in held) for i, g in enumerate(self.groups)]
+
+    def _blocks(self, group: int, table: list[int] | None, point: int, length: int) -> int:
+        """Blocks of a row of so many tokens that was thinned after `point` of them."""
+        if table is None:
+            return self.at_rest(group, length)
+        heads, size, parts = self.config.group_heads[group], self.size, self.parts[group]
+        tokens = min(point, table[point]) + length - point
+        if self.eviction.budget == "ada" and point:  # heads may have any shares of them, each with a block partly used
+            own = heads // parts  # which may all be of one part
+            return parts * min(own * -(-length // size), (heads * tokens + own * (size - 1)) // size)
+        return heads * -(-tokens // size)

@@ -1,0 +1,159 @@
+"""Speculation: who guesses the tokens to come, so that one step of the model can confirm several.
+
+A guess counts if it is the token that the model itself chooses there, drawn with the same random numbers as without
+guesses (see `sampling.choose`). So speculation changes no token, greedy or sampled, whoever guesses; a good guesser
+only makes steps fewer. The idea is Leviathan et al.'s (https://arxiv.org/abs/2211.17192); that a draft which draws with
+the model's own random numbers agrees with it nearly as often as their rejection sampling is Gumbel coupling
+(https://arxiv.org/abs/2408.07978).
+"""
+
+import collections
+import heapq
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Sequence as Several
+from typing import Any, NamedTuple, Protocol
+
+from jaxkv._core.config.validation import integer, shown
+from jaxkv._engine.requests.scheduler import Sequence
+
+NGRAMS = (4, 3, 2, 1)  # how many last tokens must have been there before: the longest that were decide
+TIMES = 8  # what followed them so many times last is what is gone by
+
+
+class Guesses(NamedTuple):
+    """What may follow a sequence: a tree. Each token follows the one that its parent names; -1: the sequence."""
+
+    tokens: list[int]
+    parents: list[int]  # the place of an earlier one of these tokens
+
+    @classmethod
+    def chain(cls, tokens: list[int]) -> "Guesses":
+        return cls(tokens, list(range(-1, len(tokens) - 1)))
+
+
+class Drafter(Protocol):
+    """Whoever guesses."""
+
+    def guess(self, sequences: Several[Sequence], count: int) -> list[Guesses]:
+        """For each sequence up to `count` tokens that may follow. All their tokens have been read."""
+
+    def warm(self) -> list[Callable[[], Any]]:
+        """What to call, one after another, to compile what is needed."""
+
+
+class NGramDrafter:
+    """What followed the same tokens before in the sequence (https://arxiv.org/abs/2304.04487); with several `branches`
+    as a tree (https://arxiv.org/abs/2305.09781)."""
+
+    def __init__(self, branches: int = 1) -> None:
+        self._branches = branches
+        self._known: weakref.WeakKeyDictionary[Sequence, NGrams] = weakref.WeakKeyDictionary()
+
+    def guess(self, sequences: Several[Sequence], count: int) -> list[Guesses]:
+        found = (self._known.setdefault(s, NGrams(self._branches)) for s in sequences)
+        return [ngrams.guess(s.tokens, count) for ngrams, s in zip(found, sequences, strict=True)]
+
+    def warm(self) -> list[Callable[[], Any]]:
+        return []
+
+
+class NGrams:
+    """What followed each run of a few tokens in a growing list of them, the last times.
+
+    >>> bytes(NGrams().guess(list(b"abcabcab"), 4).tokens)
+    b'cabc'
+    >>> NGrams(2).guess(list(b"ab ac a"), 5)
+    Guesses(tokens=[99, 32, 97, 99, 98], parents=[-1, 0, 1, 2, -1])
+    """
+
+    def __init__(self, branches: int = 1) -> None:
+        self._next: dict[tuple[int, ...], collections.deque[int]] = {}
+        self._noted = 0  # runs that end before this place are there
+        self._branches = branches
+
+    def guess(self, tokens: list[int], count: int) -> Guesses:
+        """Up to `count` tokens that may follow `tokens`, which have only grown since the last call: of all that may
+        those that are likeliest to come, where each has at most so many branches."""
+        self._note(tokens)
+        guesses = Guesses([], [])
+        waiting: list[tuple[float, int, int, tuple[int, ...]]] = []  # least likely last; a parent; what it ends in
+        order = itertools.count()
+
+        def reach(parent: int, share: float, tail: tuple[int, ...]) -> None:
+            for token, of_it in self._shares(tail):
+                heapq.heappush(waiting, (-share * of_it, next(order), parent, (*tail[1 - NGRAMS[0] :], token)))
+
+        reach(-1, 1.0, tuple(tokens[-NGRAMS[0] :]))
+        while waiting and len(guesses.tokens) < count:
+            less, _, parent, tail = heapq.heappop(waiting)
+            guesses.tokens.append(tail[-1])
+            guesses.parents.append(parent)
+            reach(len(guesses.tokens) - 1, -less, tail)
+        return guesses
+
+    def _note(self, tokens: list[int]) -> None:
+        for end in range(max(self._noted, 1), len(tokens)):
+            for n in NGRAMS:
+                if n <= end:
+                    followed = self._next.setdefault(tuple(tokens[end - n : end]), collections.deque(maxlen=TIMES))
+                    followed.append(tokens[end])
+        self._noted = len(tokens)
+
+    def _shares(self, tail: tuple[int, ...]) -> list[tuple[int, float]]:
+        """The likeliest tokens and how likely they are, which counts of little say: that it is one that was not there
+        counts as half a time, and is left to shorter runs, as in prediction by partial matching
+        (https://doi.org/10.1109/TCOM.1984.1096090)."""
+        shares: dict[int, float] = {}
+        left = 1.0
+        for n in NGRAMS:
+            followed = self._next.get(tail[-n:]) if n <= len(tail) else None
+            if followed:
+                for token, times in collections.Counter(reversed(followed)).most_common():  # of equals the last first
+                    shares.setdefault(token, left * times / (len(followed) + 0.5))
+                left *= 0.5 / (len(followed) + 0.5)
+                if len(shares) >= self._branches:
+                    break
+        return list(shares.items())[: self._branches]  # those of longer runs are likelier
+
+
+def read_draft(
+    draft: Any, draft_tokens: Any, draft_branches: Any, model: Any, hook: Any, steps_per_dispatch: int
+) -> tuple[int, int]:  # fmt: skip
+    """How many tokens are guessed at once, 0: none are; and how many branches they have. Raises ValueError."""
+    branches = integer("draft_branches", draft_branches, least=1, most=64)
+    count = integer("draft_tokens", draft_tokens, least=1, most=64)
+    if draft is None:
+        return 0, 1
+    if steps_per_dispatch > 1:
+        raise ValueError(
+            f"draft guesses between steps, so steps_per_dispatch must be 1 with it, not {steps_per_dispatch}."
+        )
+    if isinstance(draft, str):
+        if draft != "ngram":
+            raise ValueError(f'draft must be a model, "ngram" or None, not {shown(draft)}.')
+        if branches > 1:
+            _check_branches(model, hook)
+        return count, branches
+    if not callable(draft) or not hasattr(draft, "layer_configs"):
+        raise ValueError(f'draft must be a model, "ngram" or None, not {shown(draft)}.')
+    if branches > 1:
+        raise ValueError(f'draft_branches={branches} is for draft="ngram": a model guesses one token after another.')
+    theirs, vocab_size = (getattr(getattr(x, "config", None), "vocab_size", None) for x in (draft, model))
+    if None not in (theirs, vocab_size) and theirs != vocab_size:
+        raise ValueError(
+            f"draft has a vocabulary of {theirs} tokens, but the model one of {vocab_size}: a token must mean the same "
+            "to both."
+        )
+    return count, 1
+
+
+def _check_branches(model: Any, hook: Any) -> None:
+    if hook is not None:
+        raise ValueError("A logits_hook is told of one sequence a row, and not of branches: leave draft_branches out.")
+    if "step" not in inspect.signature(model.__call__).parameters:
+        raise ValueError(
+            "draft_branches make a tree, of which step= tells a model, and this one takes no step: leave "
+            "draft_branches out."
+        )

@@ -1,0 +1,206 @@
+"""What is asked of an engine, and what has come of it so far. Nothing here is lost when a step is interrupted."""
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.validation import MOST_INDEX, flag, integer, shown
+from jaxkv._engine.requests.block_accounting import Holdings
+from jaxkv._engine.requests.sampling import KINDS, NO_TOKEN, Choice
+
+Stop = Literal["eos", "cancelled", "error"]
+STOPS: tuple[Stop, ...] = ("eos", "cancelled", "error")
+
+
+class Request:
+    """A prompt to be continued. Made by `Engine.submit`; it is as good a key of a dict as any object.
+
+    Attributes:
+      prompt: its tokens. number: counts requests; its draws depend on the engine's seed, this and the position alone.
+      tokens: what has been generated so far, without the stop token.
+      logprobs: with `submit(logprobs=k)` for each of these a dict from token to log-probability, else empty.
+      samples: the requests of each sample, `(request,)` itself if only one was asked for. Where there are several,
+        `step` and `run` name these, and `tokens` and `logprobs` here are the first one's.
+    """
+
+    def __init__(
+        self, *, number: int, prompt: list[int], limit: int, choice: Choice, eos: frozenset[int],
+        salt: str | bytes | None, num_logprobs: int, news: "dict[Request, None]",
+        cancel: Callable[["Iterable[Request]"], None],
+    ):  # fmt: skip
+        self.number, self.prompt, self.limit = number, prompt, limit
+        self.choice, self.eos, self.salt, self.num_logprobs = choice, eos, salt, num_logprobs
+        self.tokens: list[int] = []
+        self.logprobs: list[dict[int, float]] = []
+        self.samples: tuple[Request, ...] = (self,)
+        self.column, self.kind = choice.column(number), KINDS.index(choice.kind)
+        self.news = news  # of who waits for its tokens: it puts itself there when something has come
+        self.given = 0  # how many tokens have been handed out
+        self.stopped: Stop | None = None  # what ended it before its limit
+        self._cancel = cancel
+
+    @classmethod
+    def several(cls, samples: "Sequence[Request]") -> "Request":
+        """What stands for all of them."""
+        first = samples[0]
+        if len(samples) == 1:
+            return first
+        both = cls(
+            number=first.number, prompt=first.prompt, limit=first.limit, choice=first.choice, eos=first.eos,
+            salt=first.salt, num_logprobs=first.num_logprobs, news=first.news, cancel=first._cancel,
+        )  # fmt: skip
+        both.tokens, both.logprobs, both.samples = first.tokens, first.logprobs, tuple(samples)
+        return both
+
+    @property
+    def done(self) -> bool:
+        """Whether no more tokens will come; `ended` says why."""
+        return self.ended is not None
+
+    @property
+    def ended(self) -> Literal["eos", "cancelled", "error", "length"] | None:
+        """Why no more tokens come: a stop token, `cancel`, logits without a choice (see `error`), or as many tokens as
+        were asked for or fit. None: they will. Of several samples the first one's reason, once all have ended."""
+        if self.samples != (self,):
+            return self.samples[0].ended if all(sample.ended for sample in self.samples) else None
+        return self.stopped or ("length" if len(self.tokens) >= self.limit else None)
+
+    @property
+    def error(self) -> str | None:
+        """Why it ended early, if its logits left no choice: NaN, or all -inf, as a hook may make them; else None. Of
+        several samples the first one's."""
+        if self.samples[0].stopped != "error":
+            return None
+        return (
+            f"after {len(self.prompt)} + {len(self.tokens)} tokens the logits, or what logits_hook made of them, are "
+            "NaN or all -inf, and no token can be chosen"
+        )
+
+    @property
+    def best(self) -> "Request":
+        """Of its samples the one whose tokens are likeliest in the mean, by the model's own logits (best of n).
+
+        Raises:
+          ValueError: it was submitted without `logprobs`, at least 1.
+        """
+        if not self.num_logprobs:
+            raise ValueError("Samples are compared by their log-probabilities: submit the request with logprobs=1.")
+
+        def score(sample: Request) -> float:
+            chosen = [one[token] for token, one in zip(sample.tokens, sample.logprobs, strict=False)]
+            return sum(chosen) / len(chosen) if chosen else -math.inf
+
+        return max(self.samples, key=score)
+
+    def cancel(self) -> None:
+        """Take it back: no more tokens come, and its row is free again. Does nothing if it is done."""
+        self._cancel(self.samples)
+
+    def receive(self, token: int, logprobs: dict[int, float] | None) -> None:
+        """Note the next token. An interrupt in between leaves what a second call puts right."""
+        self.news[self] = None
+        if token == NO_TOKEN:
+            self.stopped = "error"
+            return
+        if token in self.eos:
+            self.stopped = "eos"
+            return
+        if logprobs is not None:
+            self.logprobs[len(self.tokens) :] = [logprobs]
+        self.tokens.append(token)
+
+    def __repr__(self) -> str:
+        state = self.ended or "not done"
+        return f"Request({self.number}: {len(self.prompt)} + {len(self.tokens)} tokens, {state})"
+
+
+def upcoming(numbers: "itertools.count[int]") -> int:
+    """The number that comes next; asking takes none. (A counter of our own would need a lock, which an interrupt might
+    leave closed.)"""
+    return int(repr(numbers).removeprefix("count(").removesuffix(")"))
+
+
+def handed_out(news: dict[Request, None], left: set[Request] | None = None) -> Iterator[tuple[Request, int]]:
+    """The tokens of requests that have not been handed out yet. Of those that are left, drop what is done then."""
+    for request in list(news):
+        while request.given < len(request.tokens):
+            request.given += 1
+            yield request, request.tokens[request.given - 1]
+        news.pop(request, None)
+        if left and request.done:
+            left.discard(request)
+
+
+def read_prompt(prompt: Any) -> list[int] | str:
+    """The prompt's tokens, or why there are none."""
+    try:
+        tokens = np.asarray(prompt)
+    except (ValueError, OverflowError):  # of unequal lists, or numbers beyond any integer type
+        return f"it must be a list of token ids, integers, not {shown(prompt)}"
+    if tokens.shape == (0,):
+        return "it is empty: give at least one token, for example the model's beginning-of-sequence token"
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        return f"it must be a list of token ids, integers, not {shown(prompt)}"
+    return tokens.tolist()
+
+
+def problem_of(
+    prompt: Any, max_new_tokens: Any, config: CacheConfig, vocab_size: int | None, holdings: Holdings
+) -> str | None:  # fmt: skip
+    """Why a prompt cannot be continued in a cache of this config, or None."""
+    tokens = read_prompt(prompt)
+    if isinstance(tokens, str):
+        return tokens
+    if len(tokens) >= config.max_seq_len:
+        most = f"max_seq_len = {config.max_seq_len}"
+        return f"it has {len(tokens)} tokens, and {most} must hold one more: raise max_seq_len"
+    length = min(len(tokens) + integer("max_new_tokens", max_new_tokens, least=1), config.max_seq_len)
+    for group, blocks in zip(holdings.groups, holdings.most(len(tokens), 0, length), strict=True):
+        if blocks > (num_blocks := config.group_blocks[group]):
+            return (
+                f"its {length} tokens take {blocks} blocks, but the cache has {num_blocks}: raise num_blocks, or "
+                "max_tokens, what the whole cache holds, or lower max_new_tokens"
+            )
+    end = vocab_size or MOST_INDEX
+    if min(tokens) < 0 or max(tokens) >= end:
+        return f"it has a token outside of the model's vocabulary, 0 to {end - 1}"
+    return None
+
+
+def read_eos(eos: Any) -> frozenset[int]:
+    """The tokens at which a request ends. Raises ValueError."""
+    if eos is None:
+        return frozenset()
+    if isinstance(eos, str | bytes):
+        raise ValueError(f"eos must be a token id, several, or None, not {shown(eos)}.")
+    several = [eos] if getattr(eos, "shape", None) == () or not isinstance(eos, Collection) else eos
+    return frozenset(integer("eos", token, least=0) for token in several)
+
+
+def read_salt(salt: Any) -> str | bytes | None:
+    """Raises ValueError."""
+    if not isinstance(salt, str | bytes | None):
+        raise ValueError(f"salt must be a str, bytes or None, not {shown(salt)}.")
+    return salt
+
+
+def read_stop(stop: Any) -> Stop | None:
+    """What ended a request, as it was saved: once that was True or False. Raises ValueError."""
+    if stop in STOPS or stop is None:
+        return stop
+    return "eos" if flag("stopped", stop) else None
+
+
+def read_limits(max_new_tokens: Any, count: int) -> list[int]:
+    """The most new tokens of each of `count` prompts, from one number or one for each. Raises ValueError."""
+    is_one = not isinstance(max_new_tokens, Sequence) and not getattr(max_new_tokens, "ndim", 0)
+    limits = [max_new_tokens] * count if is_one or isinstance(max_new_tokens, str | bytes) else list(max_new_tokens)
+    if len(limits) != count:
+        raise ValueError(
+            f"max_new_tokens must be one number or one for each of the {count} prompts, not {len(limits)}."
+        )
+    return [integer("max_new_tokens", limit, least=1) for limit in limits]

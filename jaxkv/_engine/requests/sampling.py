@@ -1,0 +1,130 @@
+"""From logits to the next token, row by row, the same whatever else is in the batch."""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.config.validation import integer, listed, real, shown
+
+# What a step's rows ask for at the most: no random numbers, random numbers, or a sort of all logits besides.
+Kind = Literal["greedy", "sampled", "filtered"]
+NO_TOKEN = -2  # the choice among logits of which none is a number above -inf, or any is NaN
+FIELDS = 6  # of `Sampling`
+KINDS: tuple[Kind, ...] = ("greedy", "sampled", "filtered")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """How a request's tokens are chosen."""
+
+    temperature: float = 0.0  # 0: always the likeliest token
+    top_k: int = 0  # choose among this many likeliest tokens; 0: all
+    top_p: float = 1.0  # choose among the likeliest tokens that together have this probability
+    seed: int = 0
+    draws: int | None = None  # which of the seed's draws they are; None: those of the request's number
+
+    @classmethod
+    def read(cls, temperature: Any, top_k: Any, top_p: Any, seed: Any, draws: Any = None) -> "Choice":
+        """What a caller asks for. Raises ValueError."""
+        temperature = real("temperature", temperature, least=0, most=float(np.finfo(np.float32).max))
+        top_k, top_p = integer("top_k", top_k, least=0), real("top_p", top_p, most=1)
+        if top_p <= 0:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {shown(top_p)}.")
+        draws = None if draws is None else integer("draws", draws, least=0)
+        return cls(temperature, top_k, top_p, read_seed(seed), draws)
+
+    @property
+    def kind(self) -> Kind:
+        """What a step needs that chooses so."""
+        if self.temperature == 0:
+            return "greedy"
+        return "sampled" if self.top_k == 0 and self.top_p == 1 else "filtered"
+
+    def column(self, number: int) -> np.ndarray:
+        """`i32[FIELDS]`, one column of what `Sampling.unpack` takes: floats and the seed are there by their bits."""
+        bits = np.array([self.temperature, self.top_p], np.float32).view(np.int32)
+        draws = number if self.draws is None else self.draws
+        return np.array([number, draws, np.uint32(self.seed).view(np.int32), bits[0], self.top_k, bits[1]], np.int32)
+
+
+def read_seed(seed: Any) -> int:
+    """A seed that fits into 32 bits. Raises ValueError."""
+    return integer("seed", seed, least=-(2**31), most=2**32 - 1) % 2**32
+
+
+def read_kinds(kinds: Any) -> tuple[Kind, ...]:
+    """Each of some kinds once. Raises ValueError."""
+    kinds = listed("kinds", kinds)
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(f"kinds must be among 'greedy', 'sampled' and 'filtered', not {shown(kind)}.")
+    return tuple(kind for kind in KINDS if kind in kinds)
+
+
+class Sampling(NamedTuple):
+    """How to choose each row's token: arrays, so that another temperature is not another compile."""
+
+    numbers: jax.Array  # i32[S]: of the rows' requests
+    draws: jax.Array  # i32[S]
+    seeds: jax.Array  # u32[S]
+    temperature: jax.Array  # f32[S]
+    top_k: jax.Array  # i32[S]
+    top_p: jax.Array  # f32[S]
+
+    @classmethod
+    def unpack(cls, columns: jax.Array) -> "Sampling":
+        """From `i32[FIELDS, S]`, the rows' `Choice.column` side by side."""
+        numbers, draws, seeds, temperature, top_k, top_p = columns
+
+        def as_float(bits: jax.Array) -> jax.Array:
+            return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+        seeds = jax.lax.bitcast_convert_type(seeds, jnp.uint32)
+        return cls(numbers, draws, seeds, as_float(temperature), top_k, as_float(top_p))
+
+
+def choose(kind: Kind, logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
+    """The next token of each row, `f32[S, V]` to `i32[S]`: the likeliest where the temperature is 0, else a draw.
+
+    The draw depends on the request's seed, the number of its draws and the token's position alone, so a request gets
+    the same tokens in any row, beside any others, and again after it was set back. `kind` says what no row of the step
+    needs; it changes no token. NO_TOKEN where logits leave no choice.
+    """
+    is_possible = jnp.max(logits, axis=-1) > -jnp.inf  # a NaN is the largest, and not above
+    likeliest = jnp.where(is_possible, jnp.argmax(logits, axis=-1).astype(jnp.int32), NO_TOKEN)
+    if kind == "greedy":
+        return likeliest
+
+    def draw(logits, draws, seed, temperature, top_k, top_p, position):
+        # From the likeliest down, so that no temperature makes it overflow.
+        logits = (logits - jnp.max(logits)) / jnp.where(temperature > 0, temperature, 1)
+        if kind == "filtered":
+            logits = jnp.where(_kept(logits, top_k, top_p), logits, -jnp.inf)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), draws), position)
+        return jax.random.categorical(key, logits)
+
+    drawn = jax.vmap(draw)(logits, *sampling[1:], positions).astype(jnp.int32)
+    return jnp.where((sampling.temperature > 0) & is_possible, drawn, likeliest)
+
+
+def _kept(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """`bool[V]`: the tokens that are not filtered out, always the likeliest among them."""
+    ordered, tokens = jax.lax.top_k(logits, logits.shape[-1])
+    probabilities = jax.nn.softmax(ordered)
+    before = jnp.cumsum(probabilities) - probabilities  # of the likelier tokens
+    rank = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    # Sums are rounded: where nothing is to be filtered out, the last tokens stay too.
+    within = ((before < top_p) | (top_p == 1)) & ((rank < top_k) | (top_k == 0))
+    kept = within | (rank == 0)
+    return jnp.zeros(logits.shape, bool).at[tokens].set(kept, unique_indices=True)
+
+
+def likeliest(logits: jax.Array, chosen: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities `f32[S, 1 + count]` of the chosen token and of the likeliest, and these tokens, `i32`."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    top, tokens = jax.lax.top_k(logprobs, min(count, logprobs.shape[-1]))
+    tokens = jnp.concatenate([chosen[:, None], tokens.astype(jnp.int32)], axis=1)
+    return jnp.concatenate([jnp.take_along_axis(logprobs, chosen[:, None], axis=1), top], axis=1), tokens

@@ -1,0 +1,359 @@
+"""Sequences in the rows of a cache: how they get in, what is kept of them, and where they go when room runs out."""
+
+import collections
+import contextlib
+import functools
+import math
+import operator
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.cache.init import init
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.mesh_shape import context_axis, model_mesh, place_of
+from jaxkv._core.state.errors import CacheError, OutOfBlocks
+from jaxkv._core.state.multihost import processes_of
+from jaxkv._engine.programs.maintenance import between_steps
+from jaxkv._engine.requests.block_accounting import Holdings, ThinnedHoldings
+from jaxkv._engine.requests.eviction_policy import Eviction
+from jaxkv._engine.requests.scheduler import Sequence
+from jaxkv._tiers.host_tier import swap_out
+from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
+from jaxkv._tiers.prefix_cache.retained_blocks import warm
+
+Swap = Literal["auto", "always", "never"]
+Room = list[list[int]]  # `room_of` a cache
+
+
+class Residents:
+    """The cache of an engine, and the sequences that live in its rows.
+
+    A sequence that is set back is either swapped out to host memory or forgotten and computed again, whichever is
+    estimated to be faster: moving its bytes there and back at `host_bandwidth` bytes/s, or computing its tokens at the
+    rate of the fastest step so far. With a prefix cache it is forgotten, but for what that still has of it later.
+
+    What room there is, is known from the last step that was read: since then at most `taken` more blocks were taken,
+    and what was given back is not counted. `settle` asks the device, and waits for it.
+    """
+
+    def __init__(
+        self, config: CacheConfig, model: Any, *, prefix: PrefixCache | None, swap: Swap, host_bandwidth: float,
+        eviction: Eviction | None = None,
+    ):  # fmt: skip
+        self.config, self.prefix, self.swap, self.host_bandwidth = config, prefix, swap, host_bandwidth
+        self.mesh, self.place = model_mesh(model), place_of(model)  # where the cache is to lie
+        if self.mesh is not None and len(processes_of(self.mesh)) > 1:
+            raise ValueError(
+                "An Engine serves from one process, but its model lies on the devices of several: give it a mesh of "
+                'jax.local_devices(), or one that has an axis "data" for the processes.'
+            )
+        self.block_size, self.eviction = config.block_size, eviction
+        self._landed: collections.deque[tuple[list[jax.Array], list[jax.Array]]] = collections.deque()
+        self._cache: Cache | None = None  # of `_leaves`, when it was asked for
+        self.cache = self._new_cache()
+        parts = (t.parts for t in self.cache.tables)
+        self.holdings = Holdings(config) if eviction is None else ThinnedHoldings(config, eviction, parts)
+        self._structure = jax.tree.structure(self.cache)
+        self._settle, self._swap_in, self._fork = between_steps(self._structure)
+        self.seconds_per_token: float | None = None  # of the fastest step so far
+        self.counts: collections.Counter[str] = collections.Counter()
+        self._empty([])
+        free_blocks = [0 if config.contiguous else count for count in config.group_blocks]
+        self.measured([[count, 0] for count in free_blocks], taken=0, clock=0)
+
+    def _new_cache(self) -> Cache:
+        # On a device by name, as blocks that come back from the host are: else every program would be compiled for
+        # the cache before, and once more for the one after.
+        cache = init(self.config, mesh=self.mesh, context=context_axis(self.mesh))
+        return cache if self.mesh is not None else jax.device_put(cache, self.place)
+
+    def _empty(self, to_free: list[int]) -> None:
+        """No sequence lives here. Rows that the device still has to free are named."""
+        self._free_rows = list(range(self.config.max_seqs - 1, -1, -1))  # the lowest on top
+        self._living: set[Sequence] = set()  # who has a row
+        self._to_free = to_free
+        self._room: Room | None = None  # `room_of` the cache when it was measured; None: not known
+        self.taken = self._taken_then = 0  # blocks taken until now, and until the room was measured
+        self.clock = self._measured_at = self._given_back_at = 0  # counts what changes the room
+
+    # The device.
+
+    @property
+    def cache(self) -> Cache:
+        """The cache as it is now."""
+        self._take_landed()
+        if self._cache is None:
+            self._cache = jax.tree.unflatten(self._structure, self._leaves)
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: Cache) -> None:
+        self._cache, self._leaves = cache, jax.tree.leaves(cache)
+
+    def call(self, program: Any, *arguments: Any, **options: Any) -> list[jax.Array]:
+        """What a `cache_program` returns that is given the cache to use up.
+
+        An interrupt finds either cache whole: `map` and `extend` run to their end before Python can raise it.
+        """
+        self._landed.clear()
+        program = functools.partial(program, **options)
+        self._landed.extend(map(program, [self._leaves], *([argument] for argument in arguments)))
+        out, _ = self._landed[0]
+        self._take_landed()
+        self.clock += 1
+        return out
+
+    def _take_landed(self) -> None:
+        if self._landed:
+            self._cache, self._leaves = None, self._landed[0][1]
+            self._landed.clear()
+
+    def flush(self) -> Any:
+        """Have the device free the rows that were given up; `room_of` the cache, on the device."""
+        mask = np.isin(np.arange(self.config.max_seqs), self._to_free)
+        (room,) = self.call(self._settle, mask)
+        self._to_free = []
+        return room
+
+    def free_rows(self, are_wanted: bool) -> None:
+        """Have the device free the rows that were given up if others want them, or have got them: a first call that
+        needs no row twice does not compile it."""
+        are_wanted |= self.eviction is not None  # of a thinned row `available` counts the blocks already
+        if self._to_free and (are_wanted or not set(self._to_free) <= set(self._free_rows)):
+            self.flush()
+
+    def settle(self) -> None:
+        """Have `available` say exactly how many. Waits for the device."""
+        if self._to_free or self._room is None or self._measured_at < self.clock:
+            room = np.asarray(self.flush()).tolist()
+            self.measured(room, self.taken, self.clock)
+
+    def warm(self) -> list[Any]:
+        """What to call, one after another, to compile what is needed between steps."""
+        rows = np.array([[0], [self.config.max_seqs]], np.int32)  # no such row: ignored
+        calls = [self.flush, lambda: self.call(self._fork, *rows)]
+        return calls if self.prefix is None else [*calls, lambda: warm(self.cache)]
+
+    def measured(self, room: Room, taken: int, clock: int) -> None:
+        """Note what room there was, so many blocks and changes ago."""
+        self._room, self._taken_then, self._measured_at = room, taken, clock
+
+    def computed(self, room: Room, taken: int, clock: int, seconds_per_token: float | None) -> None:
+        """Note that a step was computed, the room it left, and what it took, unless it was compiled meanwhile."""
+        # With a prefix cache, what falls out of windows is first offered to it: there is more room than that.
+        leaves = self.prefix is not None and self.config.has_windows
+        self.measured(room, taken, clock - leaves)
+        if seconds_per_token is not None:
+            self.seconds_per_token = min(seconds_per_token, self.seconds_per_token or seconds_per_token)
+
+    def recover(self) -> None:
+        """After an interrupt: every row is empty, whatever was under way. Raises CacheError if the cache is lost."""
+        self._take_landed()
+        self._give_up_failed()
+        if self.is_lost and self.prefix is not None:
+            with contextlib.suppress(CacheError):
+                self.cache = self.prefix.recover(self.cache)
+        if self.is_lost:
+            raise CacheError(
+                "The engine's cache was lost when a step was interrupted in the middle: engine.reset() starts anew "
+                "with an empty one, and computes the requests that are not done from what they have."
+            )
+        self._empty(list(range(self.config.max_seqs)))
+
+    def reset(self) -> None:
+        """An empty cache, and an empty prefix cache."""
+        self._take_landed()
+        self._give_up_failed()
+        if self.is_lost:
+            self.cache = self._new_cache()
+        if self.prefix is not None:
+            self.cache = self.prefix.reset(self.cache)
+        self._empty(list(range(self.config.max_seqs)))
+
+    def _give_up_failed(self) -> None:
+        """Delete a cache of which a program failed on the device: that shows where it is waited for alone."""
+        leaves = [x for x in self._leaves if not x.is_deleted()]
+        try:
+            jax.block_until_ready(leaves)
+        except Exception:  # whatever the program raised, a hook's own error too
+            for x in leaves:
+                x.delete()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the cache was used up by a program that did not come to its end."""
+        return any(x.is_deleted() for x in self._leaves)
+
+    # Room.
+
+    @property
+    def available(self) -> list[int]:
+        """For each group of layers, blocks that are free or that the prefix cache can spare: at least so many."""
+        if self.config.contiguous:  # every row has its block already
+            return list(self.config.group_blocks)
+        if isinstance(self.holdings, ThinnedHoldings):  # nothing is shared, so the host knows
+            return self.holdings.room(self._living)
+        if self._room is None:
+            self.settle()
+        assert self._room is not None
+        since = self.taken - self._taken_then
+        pinned = [self.prefix.pinned(g) if self.prefix else 0 for g in range(len(self._room))]
+        return [
+            max(0, free_ + max(0, unused - p) - since)
+            for (free_, unused), p in zip(self._room, pinned, strict=True)
+        ]  # fmt: skip
+
+    @property
+    def may_have_more(self) -> bool:
+        """Whether something was given back that `available` does not count yet."""
+        if self.eviction is not None:
+            return False
+        return bool(self._free_rows) and self._given_back_at > self._measured_at
+
+    def make_room(self, num_blocks: int) -> None:
+        """Have `num_blocks` free blocks in every group, at the cost of the prefix cache, and count them as taken."""
+        if self.prefix is not None and num_blocks and not self._are_free(num_blocks):
+            self.settle()
+            if not self._are_free(num_blocks):
+                self.cache = self.prefix.make_room(self.cache, num_blocks)
+                self.clock += 1
+                self.settle()
+        self.taken += num_blocks
+
+    def _are_free(self, num_blocks: int) -> bool:
+        """Whether so many blocks are free for certain, in every group."""
+        if self._room is None:
+            self.settle()
+        assert self._room is not None
+        return num_blocks + self.taken - self._taken_then <= min(free_ for free_, _ in self._room)
+
+    def has_room(self, running: list[Sequence], sequence: Sequence, source: Sequence | None = None) -> bool:
+        """Whether there is a row for a sequence, and blocks for all its tokens beside all of the others'."""
+        return bool(self._free_rows) and self.spare(running, sequence, source) >= 0
+
+    def spare(self, running: list[Sequence], sequence: Sequence, source: Sequence | None = None) -> int:
+        """Blocks that are left of the scarcest group when a sequence and all of the others have all their tokens; below
+        0: so many are lacking."""
+        shared = self._shared(running, sequence)
+        if source is not None:
+            shared = source.cached // self.block_size * self.block_size
+        grown = [self._growth(s, s.cached) for s in running] + [self._growth(sequence, shared)]
+        return min(map(operator.sub, self.available, map(sum, zip(*grown, strict=True))))
+
+    def _growth(self, sequence: Sequence, cached: int) -> list[int]:
+        """Blocks that a row with `cached` tokens of a sequence takes yet until it has all of them."""
+        return self.holdings.growth(sequence.prompt, cached, sequence.length)
+
+    def taken_by(self, sequence: Sequence, count: int) -> list[int]:
+        """Blocks that `count` more tokens of a sequence take in each group of layers."""
+        return self.holdings.taken(sequence.prompt, sequence.cached, count)
+
+    def until(self, sequence: Sequence) -> float:
+        """How many tokens of a sequence can be computed before its row is to be thinned."""
+        return self.holdings.next_point(sequence.prompt, sequence.cached) - sequence.cached
+
+    # Sequences.
+
+    def admit(self, sequence: Sequence) -> None:
+        """Give a sequence a row, and put into it what is there of the sequence already."""
+        match = None
+        if sequence.host is None and self.prefix is not None:
+            match = self.prefix.match(sequence.tokens, salt=sequence.salt)
+        row = self._take_row(must_be_empty=sequence.host is not None or bool(match and match.num_tokens))
+        sequence.row = row
+        self._living.add(sequence)
+        if sequence.host is not None:
+            blocks = sequence.host() if callable(sequence.host) else sequence.host
+            self.make_room(max(int(count.sum()) for count in blocks.count))
+            self.call(self._swap_in, np.array([row], np.int32), blocks)
+            sequence.cached, sequence.host = blocks.num_tokens, None
+        elif self.prefix is not None and match is not None and match.num_tokens:
+            try:
+                try:
+                    self.cache = self.prefix.adopt(self.cache, row, match, donate=True)
+                except ValueError:  # a call that was cut off left the index ahead of the cache; now it follows it
+                    match = self.prefix.match(sequence.tokens, salt=sequence.salt)
+                    self.cache = self.prefix.adopt(self.cache, row, match, donate=True)
+            except OutOfBlocks:  # for what would come back from the host
+                return
+            sequence.cached = match.num_tokens
+            self.taken += match.num_tokens // self.block_size
+            self.clock += 1
+
+    def fork(self, source: Sequence, sequence: Sequence) -> None:
+        """Give a sequence a row that goes on from what `source` holds."""
+        row = self._take_row(must_be_empty=True)
+        self.make_room(1)
+        self.call(self._fork, np.array([source.row], np.int32), np.array([row], np.int32))
+        sequence.row, sequence.cached = row, source.cached
+        self._living.add(sequence)
+
+    def offer(self, sequence: Sequence) -> None:
+        """Let the prefix cache have what a sequence holds."""
+        tokens = sequence.tokens[: sequence.cached]
+        if self.prefix is not None and len(tokens) >= self.block_size:
+            assert sequence.row is not None
+            self.cache = self.prefix.insert(self.cache, sequence.row, tokens, salt=sequence.salt)
+
+    def retire(self, sequence: Sequence) -> None:
+        """Take a sequence's row from it for good."""
+        self.offer(sequence)
+        self._release(sequence)
+
+    def set_back(self, sequence: Sequence) -> None:
+        """Take a sequence's row from it for a while. All its tokens must have been read."""
+        self.counts["set_back"] += 1
+        self.offer(sequence)
+        if self._should_swap(sequence):
+            self.counts["swapped_out"] += 1
+            self.cache, sequence.host = swap_out(self.cache, sequence.row)
+        self._release(sequence)
+
+    def _take_row(self, *, must_be_empty: bool) -> int:
+        row = self._free_rows[-1]
+        if must_be_empty and row in self._to_free:
+            self.flush()
+        return self._free_rows.pop()
+
+    def _release(self, sequence: Sequence) -> None:
+        assert sequence.row is not None
+        self._to_free.append(sequence.row)
+        self._free_rows.append(sequence.row)
+        self._living.discard(sequence)
+        self.clock += 1
+        self._given_back_at = self.clock
+        sequence.row, sequence.cached = None, 0
+
+    @property
+    def to_free(self) -> bool:
+        """Whether there are rows that the device still has to free."""
+        return bool(self._to_free)
+
+    def _should_swap(self, sequence: Sequence) -> bool:
+        if self.eviction is not None and self.eviction.num_queries(self.config.max_seq_len) and math.isfinite(
+            self.eviction.point_after(sequence.prompt, sequence.cached)
+        ):  # fmt: skip
+            return False  # what is remembered of its queries would be lost
+        if self.swap != "auto" or not sequence.cached:
+            return self.swap == "always" and sequence.cached > 0
+        if self.prefix is not None or self.seconds_per_token is None:
+            return False
+        held = self.holdings.held(sequence.prompt, sequence.cached)
+        moved = 2 * sum(map(operator.mul, held, self.holdings.block_bytes))
+        return moved / self.host_bandwidth < sequence.cached * self.seconds_per_token
+
+    def _shared(self, running: list[Sequence], sequence: Sequence) -> int:
+        """How many first tokens of a sequence stand in blocks of running ones, so that it takes none for them."""
+        if self.prefix is None or sequence.host is not None:
+            return 0
+        most, size = 0, self.block_size
+        for other in running:
+            end = min(other.cached, len(other.tokens), len(sequence.tokens) - 1)
+            while other.salt == sequence.salt and most + size <= end and (
+                other.tokens[: most + size] == sequence.tokens[: most + size]
+            ):  # fmt: skip
+                most += size
+        return most

@@ -1,0 +1,149 @@
+"""Prefill apart from decode: prompts are computed on devices of their own, and their rows sent where they go on.
+
+So a long prompt delays no decoding row. The idea is DistServe's and Splitwise's (https://arxiv.org/abs/2401.09670,
+https://arxiv.org/abs/2311.18677); as in the former, a prompt that is computed stays in its row until there is room
+where it goes on, so that neither side needs memory for what is on its way.
+"""
+
+import collections
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.validation import shown
+from jaxkv._engine.requests.request import Request
+from jaxkv._engine.requests.sampling import Choice
+from jaxkv._engine.requests.scheduler import Scheduler, Sequence, Unsure
+from jaxkv._engine.runner.cache_manager import Residents
+from jaxkv._engine.runner.model_runner import Pipeline
+from jaxkv._tiers.host_tier import HostBlocks
+from jaxkv._tiers.send import lifted
+
+MOST_FLIGHTS = 2  # steps under way: one that is computed, and one that waits for it
+
+# No token is chosen here, so it is asked for in the way that costs least.
+_NOBODY = Request(
+    number=0, prompt=[0], limit=1, choice=Choice(), eos=frozenset(), salt=None, num_logprobs=0, news={},
+    cancel=lambda _: None,
+)  # fmt: skip
+
+
+class Prefill:
+    """Computes all tokens of a sequence but its last, which is the first to be computed where it goes on.
+
+    It holds a sequence's place by a sequence of its own, which ends before that token.
+    """
+
+    def __init__(self, model: Any, config: CacheConfig, step_tokens: int, target: Residents):
+        self.step_tokens, self.target = step_tokens, target
+        self.residents = Residents(config, model, prefix=None, swap="never", host_bandwidth=target.host_bandwidth)
+        self.pipeline = Pipeline(model, self.residents, None, step_tokens, 0)
+        self.sent = 0  # rows
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what is under way; all rows are empty."""
+        self.pipeline.clear()
+        self.scheduler = Scheduler(self.residents, step_tokens=self.step_tokens)
+        self._own: dict[Sequence, Sequence] = {}  # what stands here for each sequence
+
+    def warm(self) -> list[Callable[[], Any]]:
+        """What to call, one after another, to compile what is needed here."""
+        return [*self.pipeline.warm(("greedy",), (0,), (1,)), *self.residents.warm()]
+
+    def exchange(self, waiting: collections.deque[Sequence], *, wait: bool) -> None:
+        """Take from a queue what has a prompt to compute, and put back what is computed; compute, meanwhile.
+
+        Args:
+          wait: until something is computed, if anything is; else what is not ready is left for the next call.
+        """
+        for sequence in [s for s in waiting if s.host is None and s.pending > 1]:
+            self._begin(sequence)
+            waiting.remove(sequence)
+        wait, flights = wait and not waiting, self.pipeline.flights
+        while flights and (wait or flights[0].result.numbers.is_ready()):
+            waiting.extend(self._read())
+            wait = False
+        self._send()
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it stands."""
+        for other in self._own:
+            if sequence in other.followers:
+                other.followers.remove(sequence)
+        own = self._own.pop(sequence, None)
+        if own is None:
+            return
+        self.scheduler.finish(own)
+        if own.row is not None:
+            self.residents.retire(own)
+
+    def _begin(self, sequence: Sequence) -> None:
+        tokens = sequence.tokens[:-1]
+        self._own[sequence] = own = Sequence(tokens, len(tokens), sequence.salt, _NOBODY, len(tokens))
+        if sequence.request.tokens:  # it was at work before
+            self.scheduler.waiting.appendleft(own)
+        else:
+            self.scheduler.waiting.append(own)
+
+    def _send(self) -> None:
+        scheduler, flights = self.scheduler, self.pipeline.flights
+        if len(flights) == MOST_FLIGHTS:
+            return
+        try:
+            step = scheduler.plan(certain=not flights)
+        except Unsure:  # the next call knows more
+            return
+        if not (step.counts or flights) and scheduler.waiting:  # there may be more room than was known
+            self.residents.settle()
+            step = scheduler.plan()
+        if step.counts:
+            self.residents.free_rows(are_wanted=bool(scheduler.waiting))
+            self.pipeline.send(step, 1)
+            for own in scheduler.commit(step):
+                scheduler.running.remove(own)  # it keeps its row until it is handed over
+
+    def _read(self) -> list[Sequence]:
+        """Wait for the oldest step under way; who has been computed with it."""
+        ended = {own for own, _ in self.pipeline.read()}
+        ready = [sequence for sequence, own in self._own.items() if own in ended]
+        for sequence in ready:
+            sequence.host = functools.partial(self._hand_over, sequence)
+        return ready
+
+    def _hand_over(self, sequence: Sequence) -> HostBlocks:
+        """A sequence's blocks, on their way to where it goes on; its row is free."""
+        own = self._own.pop(sequence)
+        assert own.row is not None
+        blocks = lifted(self.residents.cache, own.row, own.cached, to=self.target.cache)
+        self.residents.retire(own)
+        self.sent += 1
+        return blocks
+
+
+def check_prefill(prefill: Any, model: Any, **others: Any) -> None:
+    """Raises ValueError unless it can compute prompts for that model."""
+    if prefill is None:
+        return
+    if not callable(prefill) or not hasattr(prefill, "layer_configs"):
+        raise ValueError(f"prefill must be the model once more, on other devices, or None, not {shown(prefill)}.")
+    if prefill.layer_configs != model.layer_configs or _config(prefill) != _config(model):
+        raise ValueError(
+            "prefill must be the same model on other devices, but its layers or its config are others: load both from "
+            "one folder."
+        )
+    reasons = {
+        "prefix_cache": "a prefix cache would have to lie where prompts are computed",
+        "evict": "the queries that scores ask for would have to be sent, too",
+        "sink_tokens": "of rows that keep first tokens before a window blocks are sent from one place on",
+    }
+    others["sink_tokens"] = any(layer.sink_tokens for layer in model.layer_configs)
+    others["evict"] = others["evict"] or any(layer.evict for layer in model.layer_configs)
+    for name, given in others.items():
+        if given:
+            raise ValueError(f"{name}= and prefill= do not go together yet, for {reasons[name]}: leave one out.")
+
+
+def _config(model: Any) -> Any:
+    return getattr(model, "config", None)

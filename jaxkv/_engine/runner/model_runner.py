@@ -1,0 +1,230 @@
+"""Steps under way: sent to the device, and read when they are done."""
+
+import collections
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.blocks.tables import extend
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.cache.checks import check
+from jaxkv._engine.programs import step as on_device
+from jaxkv._engine.programs.eviction import Remembered, remembered, thin_program
+from jaxkv._engine.programs.step import COLUMN, COUNT, DUE, FROM_DEVICE, GUESSED, NUM_FIELDS, TOKEN, Hook, Result
+from jaxkv._engine.requests.sampling import KINDS, Kind
+from jaxkv._engine.requests.scheduler import Sequence, Step
+from jaxkv._engine.runner.cache_manager import Residents
+
+SMALLEST_STEP = 32  # places; smaller ones would be more programs to compile, and hardly faster
+
+
+class Flight(NamedTuple):
+    """One call of the step's program."""
+
+    result: Result
+    due: list[tuple[Sequence, int, int]]  # who gets tokens: a sequence, its row and how many; or of how many guesses
+    steps: int
+    verify: bool
+    num_tokens: int
+    taken: int  # of `Residents`, when it was sent
+    clock: int
+    began: float
+    is_first: bool  # of its shape: it may have been compiled
+
+
+class Pipeline:
+    """The model's steps. The host need not wait for one before it sends the next: tokens stay on the device, too."""
+
+    def __init__(
+        self, model: Any, residents: Residents, hook: Hook | None, step_tokens: int, draft_tokens: int,
+        branches: int = 1,
+    ):  # fmt: skip
+        self.residents, self.hook = residents, hook
+        # Flattening a model takes longer than a step.
+        self.leaves, self.structure = jax.tree.flatten(model)
+        self._program = on_device.step_program(
+            jax.tree.structure(residents.cache), self.structure, hook, residents.prefix is None
+        )
+        # Places of packed steps, so that they come in few shapes: each is a program to compile, and a step that fills a
+        # quarter of its places takes no longer on a chip, and less than it takes to compile another on a CPU.
+        self.sizes = [step_tokens]
+        while self.sizes[0] // 4 >= max(SMALLEST_STEP, residents.config.max_seqs):
+            self.sizes.insert(0, self.sizes[0] // 4)
+        self._shapes: set[Any] = set()  # those called so far
+        self._remembered = Remembered()
+        if (eviction := residents.eviction) is not None:
+            self._remembered = remembered(eviction, residents.cache, self._one_token)
+            self._thin = thin_program(jax.tree.structure(residents.cache), eviction, self._remembered.asked)
+        self.draft_tokens = draft_tokens  # the most guesses of a row
+        self.guesses_trees = branches > 1
+        self.steps = self.tokens = self.proposed = self.accepted = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what is under way."""
+        config = self.residents.config
+        self.flights: collections.deque[Flight] = collections.deque()
+        queries = self._remembered.zeros()
+        memory = on_device.new_memory(config.max_seqs, config.max_seq_len, self.hook, queries)
+        self._memory = jax.device_put(memory, self.residents.place)  # where it comes from the steps, too
+        self._noted: dict[int, Sequence] = {}  # whose tokens the memory has, row by row
+        self._idle_since = 0.0  # when the device was seen to finish
+
+    def send(self, step: Step, steps: int) -> list[tuple[Sequence, int, int]]:
+        """Have a step computed. For each sequence in it: itself, its row, and its number of tokens."""
+        residents = self.residents
+        residents.make_room(max(step.blocks, default=0))
+        work = [(s, s.row, n) for s, n in step.counts.items() if s.row is not None]
+        work.sort(key=lambda one: one[1])  # packed tokens come row by row
+        rows = self._rows()
+        is_decode = steps > 1 or step.is_decode
+        tokens: list[int] = []
+        parents: list[int] = []  # of each token, counted from its row's first
+        for sequence, row, count in work:
+            end = min(sequence.cached + count, sequence.length)
+            given = sequence.tokens[sequence.cached : end]
+            given += [FROM_DEVICE] * (end - sequence.cached - len(given))
+            if guesses := sequence.guesses[: count - len(given)]:
+                rows[GUESSED, row] = len(guesses)
+            if self.guesses_trees:
+                parents += range(-1, len(given) - 1)
+                parents += [len(given) + parent for parent in sequence.parents[: len(guesses)]]
+            rows[:TOKEN, row] = count, end == sequence.length
+            rows[COLUMN, row] = sequence.request.column
+            if is_decode:
+                rows[TOKEN, row] = given[0]
+            else:
+                tokens += given
+                tokens += guesses
+            if self.hook is not None and self._noted.get(row) is not sequence:
+                self._note(sequence, row)
+        has_guesses = self.draft_tokens > 0 and bool(rows[GUESSED].any())
+        packed = None
+        if not is_decode:
+            packed = np.zeros(next(size for size in self.sizes if size >= len(tokens)), np.int32)
+            packed[: len(tokens)] = tokens
+            if self.guesses_trees and has_guesses:
+                packed = np.stack([packed, np.full_like(packed, -1)])
+                packed[1, : len(tokens)] = parents
+        kind = KINDS[max(sequence.request.kind for sequence, _, _ in work)]
+        count = max(sequence.request.num_logprobs for sequence, _, _ in work)
+        count = count and 1 << (count - 1).bit_length()  # few programs
+        began = time.perf_counter()
+        verify = self.draft_tokens if has_guesses else 0
+        shape = (packed is not None and packed.shape[-1], kind, count, steps, verify)
+        result = self._call(rows, packed, kind, count, steps, verify)
+        own = rows[GUESSED] if verify else rows[COUNT] if is_decode else np.ones_like(rows[COUNT])
+        due = [(s, row, int(own[row])) for s, row, _ in work if rows[DUE, row]]
+        self.flights.append(
+            Flight(
+                result, due, max(steps, verify + 1), verify > 0, step.num_tokens, residents.taken, residents.clock,
+                began, shape not in self._shapes,
+            )
+        )  # fmt: skip
+        self._shapes.add(shape)
+        self.steps, self.tokens = self.steps + steps, self.tokens + step.num_tokens
+        return work
+
+    def thin(self, sequences: list[Sequence]) -> None:
+        """Have rows give up what they are not to keep, after the step that was sent last."""
+        if sequences:
+            due = np.isin(np.arange(self.residents.config.max_seqs), [s.row for s in sequences if s.row is not None])
+            self.residents.call(self._thin, due, self._memory.queries)
+
+    def read(self) -> list[tuple[Sequence, list[tuple[int, dict[int, float] | None]]]]:
+        """Wait for the oldest step under way: for each sequence its new tokens and, if wanted, log-probabilities."""
+        flight = self.flights[0]
+        has_waited = not flight.result.numbers.is_ready()
+        numbers = np.asarray(flight.result.numbers).tolist()
+        now = time.perf_counter()
+        max_seqs = self.residents.config.max_seqs
+        size = flight.steps * max_seqs
+        tokens, rest, due = numbers[:size], numbers[size:], flight.due
+        if flight.verify:
+            taken, rest = rest[:max_seqs], rest[max_seqs:]
+            due = [self._verified(*one, taken[one[1]]) for one in due]
+        room = [rest[i : i + 2] for i in range(0, len(rest), 2)]
+        # At the most: when the device was done before this, it is not known since when.
+        seconds = (now - max(flight.began, self._idle_since)) / flight.num_tokens
+        self._idle_since = now if has_waited else 0.0
+        self.residents.computed(room, flight.taken, flight.clock, None if flight.is_first else seconds)
+        if min(tokens) < 0:  # the scheduler counts blocks as the cache does: this would be a bug
+            check(self.residents.cache)
+        likely: Any = flight.result.likeliest and [
+            np.asarray(x).reshape(flight.steps, max_seqs, -1) for x in flight.result.likeliest
+        ]
+        self.flights.popleft()
+        return [
+            (
+                sequence,
+                [
+                    (tokens[i * max_seqs + row], likely and _logprobs(likely, i, row, sequence.request.num_logprobs))
+                    for i in range(count)
+                ],
+            )
+            for sequence, row, count in due
+        ]  # fmt: skip
+
+    def _verified(self, sequence: Sequence, row: int, guessed: int, taken: int) -> tuple[Sequence, int, int]:
+        """Note how many of a sequence's guesses count."""
+        self.proposed, self.accepted = self.proposed + guessed, self.accepted + taken - 1
+        sequence.cached, sequence.unread = sequence.cached + taken - 1, sequence.unread + taken - 1
+        return sequence, row, taken
+
+    def warm(self, kinds: tuple[Kind, ...], counts: tuple[int, ...], steps: tuple[int, ...]) -> list[Any]:
+        """What to call, one after another, to compile the programs of all steps."""
+        rows = self._rows()
+        shapes = [(None, n) for n in steps] + [(np.zeros(size, np.int32), 1) for size in self.sizes]
+        programs = [(*shape, 0) for shape in shapes]
+        if self.draft_tokens:
+            lines = (2,) if self.guesses_trees else ()
+            programs += [(np.zeros((*lines, size), np.int32), 1, self.draft_tokens) for size in self.sizes]
+        calls: list[Any] = [
+            lambda tokens=tokens, n=n, v=v, kind=kind, count=count: self._call(rows, tokens, kind, count, n, v)
+            for tokens, n, v in programs for kind in kinds for count in counts
+        ]  # fmt: skip
+        if self.residents.eviction is not None:
+            calls.append(lambda: self.residents.call(self._thin, rows[COUNT] > 0, self._memory.queries))
+        return calls
+
+    def _call(
+        self, rows: np.ndarray, tokens: np.ndarray | None, kind: Kind, count: int, steps: int, verify: int
+    ) -> Result:  # fmt: skip
+        numbers, *out = self.residents.call(
+            self._program, self.leaves, self._memory, rows, tokens, kind=kind, count=count, steps=steps, verify=verify
+        )
+        structure: Any = jax.tree.structure(self._memory)
+        memory, likely = out[: structure.num_leaves], out[structure.num_leaves :]
+        self._memory = jax.tree.unflatten(structure, memory)
+        for x in (numbers, *likely):
+            x.copy_to_host_async()
+        return Result(numbers, self._memory, (likely[0], likely[1]) if likely else None)
+
+    def _one_token(self, cache: Cache) -> Any:
+        """The model's answer to one token of each row."""
+        tokens = jnp.zeros((cache.config.max_seqs, 1), jnp.int32)
+        cache = extend(cache, jnp.ones(cache.config.max_seqs, jnp.int32))
+        model = jax.tree.unflatten(self.structure, self.leaves)
+        return on_device.logits_at(model, tokens, cache, jnp.zeros(cache.config.max_seqs, jnp.int32))
+
+    def _rows(self) -> np.ndarray:
+        """What the step's program is told of each row if it has nothing to do; a new array, for JAX may keep it."""
+        rows = np.zeros((NUM_FIELDS, self.residents.config.max_seqs), np.int32)
+        rows[TOKEN] = FROM_DEVICE
+        return rows
+
+    def _note(self, sequence: Sequence, row: int) -> None:
+        tokens = np.zeros(self.residents.config.max_seq_len, np.int32)
+        tokens[: len(sequence.tokens)] = sequence.tokens
+        self._memory = on_device.note_tokens(self._memory, np.int32(row), tokens)
+        self._noted[row] = sequence
+
+
+def _logprobs(likely: Any, step: int, row: int, count: int) -> dict[int, float] | None:
+    if not count:
+        return None
+    values, tokens = (x[step, row, : 1 + count].tolist() for x in likely)
+    return dict(zip(tokens[1:], values[1:], strict=True)) | {tokens[0]: values[0]}

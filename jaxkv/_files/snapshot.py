@@ -1,0 +1,99 @@
+"""What a file gets of rows of a cache, or of the caches that its rows are divided among: these stand one behind the
+other, as if they were one."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv._core.blocks.reblock import Blocks, clear_unused, held_by, reblock, tokens_at
+from jaxkv._core.blocks.restore import pool_layers
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.cache.checks import check_on_host
+from jaxkv._core.cache.data_parallel import RowShards
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.state.state import NULL_BLOCK
+from jaxkv._files.format import stored_parts
+
+CONTIGUOUS_BLOCK = 16  # tokens per block of a file from a contiguous cache, whose own blocks are mostly empty
+
+
+class Written:
+    """Rows `i32[n]` of a cache, on their way into a file."""
+
+    def __init__(self, cache: Cache | RowShards, rows: np.ndarray):
+        self.caches = cache.shards if isinstance(cache, RowShards) else [cache]
+        for one in self.caches:
+            check_on_host(one, "save")
+        config, number = self.caches[0].config, len(self.caches)
+        size = config.block_size
+        self.block_size = min(CONTIGUOUS_BLOCK, size) if config.contiguous else size
+        own = [rows[rows // config.max_seqs == i] - i * config.max_seqs for i in range(number)]
+        # From the caches' order back to that of the rows.
+        order = np.argsort(np.argsort(rows // config.max_seqs, kind="stable"), kind="stable")
+        tables = jax.device_get([one.tables for one in self.caches])
+        self.plans: list[list[Blocks]] = []  # of each group, cache by cache
+        self.tables: list[np.ndarray] = []  # of each group, all rows together
+        self.held: dict[int, np.ndarray] = {}  # of groups that evict: what is held, and what was thinned
+        self.lengths = np.concatenate([np.asarray(one.lengths)[r] for one, r in zip(self.caches, own, strict=True)])
+        self.lengths = self.lengths[order].astype(np.int32)
+        for g in range(len(config.groups)):
+            held = [held_by(t[g], config, g, r) for t, r in zip(tables, own, strict=True)]
+            plans = [
+                reblock(
+                    one.tables, one.lengths, size, self.block_size, first=config.first_seen(g, one.lengths),
+                    sinks=config.group_sinks[g],
+                )
+                for one in held
+            ]  # fmt: skip
+            heads = config.group_heads[g]
+            self.plans.append(plans)
+            self.tables.append(_side_by_side(_behind(plans), heads, order))
+            if held[0].thinned is not None:
+                both = [np.stack([one.lengths, one.thinned], axis=1) for one in held]  # type: ignore[list-item]
+                self.held[g] = _side_by_side(both, heads, order).T
+
+    def num_blocks(self, group: int) -> int:
+        """How many blocks of a group come into the file."""
+        return sum(len(plan.slots) for plan in self.plans[group])
+
+    def tensors(self, here: Callable[..., Any]) -> Iterator[np.ndarray]:
+        """One after another; `here(x, read)` has what `read` makes of what is there of a pool's array."""
+        config = self.caches[0].config
+        yield self.lengths
+        yield from self.tables
+        yield from self.held.values()
+        for layer in pool_layers(config):
+            plans = self.plans[config.group(layer)]
+            each = [jax.tree.leaves(one.pool(layer).tokens) for one in self.caches]
+            for arrays, minor in zip(zip(*each, strict=True), stored_parts(config, layer).values(), strict=True):
+                both = zip(arrays, plans, strict=True)
+                pieces = [_blocks(config, layer, x, plan, minor, here) for x, plan in both]
+                yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _blocks(
+    config: CacheConfig, layer: int, x: Any, plan: Blocks, minor: Sequence[int], here: Callable[..., Any]
+) -> np.ndarray:
+    blocks = here(x, lambda x: tokens_at(x, plan.padded))
+    if minor:  # numbers, without the padding of the pool; scales of keys and values have no further axis
+        blocks = config.form(layer).unlaid(blocks, axis=1)[..., : minor[0]]
+    return clear_unused(np.asarray(blocks)[: len(plan.slots)], plan.slots)
+
+
+def _behind(plans: list[Blocks]) -> list[np.ndarray]:
+    """Tables of one width, in which the blocks of one cache come behind those of the ones before."""
+    width, first, found = max(plan.tables.shape[1] for plan in plans), 0, []
+    for plan in plans:
+        table = np.where(plan.tables == NULL_BLOCK, NULL_BLOCK, plan.tables + first).astype(np.int32)
+        found.append(np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=NULL_BLOCK))
+        first += len(plan.slots)
+    return found
+
+
+def _side_by_side(parts: list[np.ndarray], heads: int, order: np.ndarray) -> np.ndarray:
+    """Lines of all caches' rows, head by head, in the order of the rows."""
+    width = parts[0].shape[1]
+    split = [part.reshape(heads, len(part) // heads, width) for part in parts]
+    return np.concatenate(split, axis=1)[:, order].reshape(heads * len(order), width)

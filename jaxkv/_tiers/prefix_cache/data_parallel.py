@@ -1,0 +1,40 @@
+"""A prefix cache for each device that rows are divided over, as one to look at."""
+
+from typing import Any
+
+from jaxkv._core.cache.data_parallel import RowShards
+from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
+
+
+class PrefixShards:
+    """The `PrefixCache` of each device of an engine whose rows are divided: nothing is shared across devices, but for
+    the files of a folder.
+
+    Attributes:
+      shards: of each device.
+    """
+
+    def __init__(self, shards: list[PrefixCache]):
+        self.shards = shards
+
+    def stats(self) -> dict[str, Any]:
+        """As `PrefixCache.stats`, of all together."""
+        each = [shard.stats() for shard in self.shards]
+        found = {name: _sum([one[name] for one in each]) for name in each[0]}
+        found |= {name: count for name, count in each[0].items() if name.startswith("disk_")}  # they have one folder
+        return found | {"hit_rate": found["tokens_saved"] / max(found["tokens_asked"], 1)}
+
+    def flush(self, cache: RowShards) -> None:
+        """As `PrefixCache.flush`."""
+        for shard, own in zip(self.shards, cache.shards, strict=True):
+            shard.flush(own)
+
+
+def as_one(shards: list[PrefixCache | None]) -> Any:
+    """The one that there is, or all of them, or None."""
+    found = [shard for shard in shards if shard is not None]
+    return PrefixShards(found) if len(found) > 1 else next(iter(found), None)
+
+
+def _sum(values: list[Any]) -> Any:
+    return [sum(several) for several in zip(*values, strict=True)] if isinstance(values[0], list) else sum(values)

@@ -1,0 +1,112 @@
+"""The tier on disk of a `PrefixCache`: what leaves the host is written to files, and read back when it is asked for."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.validation import shown
+from jaxkv._core.state.state import NULL_BLOCK
+from jaxkv._files.blocks import Block, BlockFiles
+from jaxkv._tiers.prefix_cache.index import Node, PrefixIndex, digest_of
+from jaxkv._tiers.prefix_cache.transaction import read_contents
+
+AT_ONCE = 64  # blocks that `flush` reads from the device in one transfer
+
+
+def open_disk(
+    config: CacheConfig, spill_bytes: int, folder: str | os.PathLike | BlockFiles | None, disk_bytes: float | None,
+    model: str | None,
+) -> BlockFiles | None:  # fmt: skip
+    """The files that the options of a `PrefixCache` ask for; those of another one, if they are given in the place of a
+    folder. Raises ValueError where these make no sense."""
+    if isinstance(folder, BlockFiles):
+        return folder
+    if not isinstance(model, str | None):
+        raise ValueError(f"model must be a name or a fingerprint, a str, not {shown(model)}.")
+    if folder is None and disk_bytes is None:
+        return None
+    if folder is None or disk_bytes is None:
+        missing = "disk, a folder," if folder is None else "disk_bytes, how much may lie there,"
+        raise ValueError(f"disk and disk_bytes go together, but {missing} is missing: give both, or neither.")
+    largest = max(map(config.bytes_per_group_block, range(len(config.groups))))
+    if spill_bytes < largest:
+        raise ValueError(
+            f"Blocks go to the disk through host memory, so spill_bytes must hold at least one, {largest} bytes, and "
+            f"not {spill_bytes}: a prompt's blocks come back in one go if all of them fit."
+        )
+    return BlockFiles(folder, disk_bytes, config, model)
+
+
+def recall(
+    index: PrefixIndex, root: Node, tokens: Sequence[int], needed: Callable[[int], Sequence[np.ndarray]]
+) -> list[Node]:  # fmt: skip
+    """The chain that `tokens` begin with, as far as a row can adopt it; then on the host, what of it was on disk alone.
+
+    That is bounded by the host memory that neither pinned blocks nor this chain's own take. A file that is damaged or
+    gone is noticed here, and is as if it had never been there.
+
+    Args:
+      needed: gives for each group which of so many blocks a row needs of it.
+    """
+    chain, disk = index.walk(root, tokens), index.disk
+    assert disk is not None
+    if ahead := _count_ahead(index, disk, chain[-1] if chain else root, tokens):
+        chain = index.extend(root, tokens[: (len(chain) + ahead) * index.block_size])
+    there = [np.array([node.has(g) for node in chain], bool) for g in range(len(index.kept))]
+    on_disk = [
+        np.array([not is_there and disk.has(node.block(g)) for node, is_there in zip(chain, there[g], strict=True)])
+        for g in range(len(index.kept))
+    ]
+    room = index.spill_bytes - index.bytes_held({*chain, *index.pins})
+    found: dict[tuple[int, int], Any] = {}  # by group and place in the chain
+    usable = 0
+    for count in range(len(chain), 0, -1):
+        columns = needed(count)
+        sizes = [size * np.count_nonzero(d[n]) for size, d, n in zip(index.block_bytes, on_disk, columns, strict=True)]
+        if sum(sizes) > room or not all((t | d)[n].all() for t, d, n in zip(there, on_disk, columns, strict=True)):
+            continue
+        wanted = [(g, i) for g, n in enumerate(columns) for i in n[on_disk[g][n]].tolist()]
+        for g, i in wanted:
+            if (g, i) not in found and (contents := disk.read(chain[i].block(g))) is not None:
+                found[g, i] = contents
+            on_disk[g][i] = (g, i) in found
+        if all(on_disk[g][i] for g, i in wanted):
+            usable = count
+            break
+    hosted = [(chain[i], g, found[g, i]) for g, i in (wanted if usable else ())]
+    if ahead or hosted:
+        index.hold(index.kept, hosted=hosted, chain=chain)
+    return chain[:usable]
+
+
+def flush(index: PrefixIndex, cache: Cache) -> None:
+    """Have a file of every block that the index holds in a cache or in host memory."""
+    disk = index.disk
+    assert disk is not None
+    for group in range(len(index.kept)):
+        missing = []
+        for node in index.nodes.values():
+            if node.host[group] is not None:
+                disk.write(node.block(group), node.host[group])
+            elif node.blocks[group] != NULL_BLOCK and not disk.keep(node.block(group)):
+                missing.append(node)
+        for start in range(0, len(missing), AT_ONCE):
+            nodes = missing[start : start + AT_ONCE]
+            for node, contents in zip(nodes, read_contents(cache, group, nodes), strict=True):
+                disk.write(node.block(group), contents)
+
+
+def _count_ahead(index: PrefixIndex, disk: BlockFiles, node: Node, tokens: Sequence[int]) -> int:
+    """How many blocks of `tokens` behind a node are on disk, each at least for one group of layers."""
+    digest, depth = node.digest, node.depth
+    for block in list(index.split(tokens))[node.depth + 1 :]:
+        parent, digest = digest, digest_of(digest, block)
+        blocks = [Block(digest, parent, block, group, depth + 1, node.identity) for group in range(len(index.kept))]
+        if not any([disk.has(block) for block in blocks]):
+            break
+        depth += 1
+    return depth - node.depth

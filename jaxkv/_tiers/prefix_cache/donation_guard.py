@@ -1,0 +1,72 @@
+"""Pools that are updated in place, wherever an exception may cut the call off."""
+
+import collections
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv._core.blocks.block_copy import put_blocks
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.state.errors import CacheError
+from jaxkv._core.state.state import Pool
+from jaxkv._tiers.prefix_cache.retained_blocks import keep
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
+def _put(leaves: list[jax.Array], blocks: list[jax.Array], target: jax.Array, structure: Any) -> list[jax.Array]:
+    pool, part = (structure.unflatten(x) for x in (leaves, blocks))
+    return jax.tree.leaves(put_blocks(pool, part, target))
+
+
+class Landing:
+    """Where pools go that are updated in place: at any instruction each is still whole, or its successor is here.
+
+    The successor is kept by the very call that makes it. JAX makes lists without running any Python, and so do `map`
+    and `extend`: no exception can come between the device, which uses up the pool, and whoever keeps the next one.
+    """
+
+    def __init__(self) -> None:
+        self._given: list[tuple[list[jax.Array], Any]] = []
+        self._landed: collections.deque[list[jax.Array]] = collections.deque()
+
+    def put(self, pool: Pool, blocks: Pool, target: Any) -> Pool:
+        """`put_blocks`, using up the pool."""
+        given, structure = jax.tree.flatten(pool)
+        self._given = [*self._given[: len(self._landed)], (given, target)]
+        self._landed.extend(map(_put, [given], [jax.tree.leaves(blocks)], [target], [structure]))
+        return jax.tree.unflatten(structure, self._landed[-1])
+
+    def whole(self, cache: Cache) -> Cache:
+        """The cache, with what has become of those of its pools that were used up here.
+
+        Its rows are as they were. What was put into the pools went to blocks that are free in it, or that it only keeps
+        for an index: it keeps them no longer.
+
+        Raises:
+          CacheError: it was used up elsewhere, or the device failed.
+        """
+        if not any(map(_is_deleted, jax.tree.leaves(cache))):
+            return cache
+        pools, overwritten = list(cache.pools), [np.zeros(t.kept.shape, bool) for t in cache.tables]
+        for layer, pool in enumerate(cache.pools):
+            structure: Any
+            leaves, structure = jax.tree.flatten(pool)
+            for (given, target), landed in zip(self._given, self._landed, strict=False):
+                if leaves and given[0] is leaves[0]:
+                    pools[layer] = structure.unflatten(landed)
+                    blocks = overwritten[cache.config.group(layer)]
+                    blocks[np.asarray(target) % blocks.size] = True  # of stacked layers one lies behind the other
+        cache = cache.replace(pools=tuple(pools))
+        if any(map(_is_deleted, jax.tree.leaves(cache))):
+            raise CacheError(
+                "This cache was used up, donated to a call: go on with the one that the call returned. If that was cut "
+                "off, begin anew: cache = prefix.reset(jaxkv.init(prefix.config))."
+            )
+        kept = (np.where(gone, 0, np.asarray(t.kept)) for t, gone in zip(cache.tables, overwritten, strict=True))
+        return cache.replace(tables=tuple(map(keep, cache.tables, kept)))
+
+
+def _is_deleted(x: Any) -> bool:
+    return isinstance(x, jax.Array) and x.is_deleted()

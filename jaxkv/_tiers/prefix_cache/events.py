@@ -1,0 +1,78 @@
+"""What came into a `PrefixCache` and what left it: found by comparing what it holds with what it held."""
+
+import dataclasses
+from typing import Literal
+
+from jaxkv._core.state.state import NULL_BLOCK
+from jaxkv._files.blocks import Block
+from jaxkv._tiers.prefix_cache.index import PrefixIndex
+
+Tier = Literal["device", "host", "disk"]
+Place = tuple[bytes, int, Tier]  # a chain's digest, a group of layers, and where
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixEvent:
+    """One block that a `PrefixCache` has stored in one place, or removed from it; `PrefixCache.events` gives them.
+
+    Fields:
+      stored: it is there now; or, if False, no longer.
+      hash: of the whole chain of blocks up to this one, its salt and adapter, the config, and the model if it is named:
+        the same in every process. `PrefixCache.hashes` says what a prompt's blocks are called.
+      parent: the hash of the chain before it; None: it is the first.
+      tokens: of this block; `start`: how many stand before it.
+      tier: "device", "host" (its memory) or "disk". A block may be in several.
+      group: of layers; each has its own blocks.
+      salt, adapter: as they were given with it.
+
+    >>> import jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> config = jaxkv.CacheConfig.uniform(**sizes, num_blocks=4)
+    >>> prefix, tokens = jaxkv.PrefixCache(config), [*range(40)]
+    >>> cache = prefix.insert(jaxkv.extend(jaxkv.init(config), [40, 0]), 0, tokens)
+    >>> first, second = prefix.events()
+    >>> first.stored, first.tier, first.start, second.start, second.parent == first.hash
+    (True, 'device', 0, 16, True)
+    >>> [first.hash, second.hash] == prefix.hashes(tokens), prefix.events()
+    (True, [])
+    """
+
+    stored: bool
+    hash: str
+    parent: str | None
+    tokens: tuple[int, ...]
+    start: int
+    tier: Tier
+    group: int
+    salt: str | bytes | None
+    adapter: str | None
+
+
+def holdings(index: PrefixIndex) -> dict[Place, Block]:
+    """Every block that an index holds, and on disk those that it has written or found."""
+    held: dict[Place, Block] = {}
+    for node in index.nodes.values():
+        for group, (number, contents) in enumerate(zip(node.blocks, node.host, strict=True)):
+            tiers: tuple[tuple[Tier, bool], ...] = (("device", number != NULL_BLOCK), ("host", contents is not None))
+            held |= {(node.digest, group, tier): node.block(group) for tier, is_there in tiers if is_there}
+    on_disk = [] if index.disk is None else list(index.disk.known.values())
+    return held | {(block.hash, block.group, "disk"): block for block in on_disk}
+
+
+def differences(before: dict[Place, Block], now: dict[Place, Block]) -> list[PrefixEvent]:
+    """What was removed, ends of chains first, and what was stored, beginnings first."""
+    removed = [(place, block, False) for place, block in before.items() if place not in now]
+    stored = [(place, block, True) for place, block in now.items() if place not in before]
+    ordered = [*sorted(removed, key=_depth, reverse=True), *sorted(stored, key=_depth)]
+    return [
+        PrefixEvent(
+            stored=is_stored, hash=block.hash.hex(), parent=block.parent.hex() if block.depth else None,
+            tokens=block.tokens, start=block.depth * len(block.tokens), tier=tier, group=group,
+            salt=block.identity[1], adapter=block.identity[2],
+        )
+        for (_, group, tier), block, is_stored in ordered
+    ]  # fmt: skip
+
+
+def _depth(change: tuple[Place, Block, bool]) -> int:
+    return change[1].depth

@@ -1,0 +1,354 @@
+"""Prefix reuse: keys and values that one sequence computed, found and shared by the next that begins alike."""
+
+import functools
+import os
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv._core.blocks.block_copy import put
+from jaxkv._core.cache.cache import Cache, check_cache
+from jaxkv._core.cache.inspection import check_row
+from jaxkv._core.config.cache_config import CacheConfig, check_config
+from jaxkv._core.config.validation import integer, real, shown
+from jaxkv._core.state.head_rows import refuse_evicting
+from jaxkv._files.blocks import Block, BlockFiles, fingerprint
+from jaxkv._tiers.prefix_cache.arguments import read_identity, read_tokens
+from jaxkv._tiers.prefix_cache.disk import flush, open_disk, recall
+from jaxkv._tiers.prefix_cache.donation_guard import Landing
+from jaxkv._tiers.prefix_cache.events import Place, PrefixEvent, differences, holdings
+from jaxkv._tiers.prefix_cache.index import Node, PrefixIndex, digest_of, needed
+from jaxkv._tiers.prefix_cache.match import Match
+from jaxkv._tiers.prefix_cache.retained_blocks import count_unused, keep
+from jaxkv._tiers.prefix_cache.transaction import Change
+
+
+class PrefixCache:
+    """An index over the full blocks of a cache, kept on the host, so that equal beginnings are computed once.
+
+    `match` says how much of a prompt is there, `adopt` attaches it to an empty row without a copy, `insert` offers a
+    row's blocks. Indexed blocks stay when their rows are freed, and `make_room` gives back those that no row uses, the
+    least recently used first: call it before a step that may need more blocks than are free. (`jaxkv.Engine` does.)
+
+    Go on with the cache that each method returns. The cache says itself what its kept blocks hold, so an older one is
+    given nothing but what it really has, and an index whose call was cut off, say by Ctrl-C, finds its way back with
+    the next cache it is given; what only the one of them knew is free again then. It is one thread's at a time.
+
+    Args:
+      config: of the caches to come.
+      spill_bytes: host memory for blocks that `make_room` takes from the device; they come back when adopted.
+      max_pinned: the largest share of a group's blocks that may be pinned.
+      hash_function: from a (hash, tokens) pair to a hash, for tests.
+      disk: a folder for blocks that leave host memory, one file each; processes may share it, at a time or one after
+        another. Needs `spill_bytes` that hold a prompt's blocks, for they come back through host memory. A file that is
+        damaged, or of another config, model or salt, is never taken for what was asked.
+      disk_bytes: the most that all blocks in the folder may take; the least recently used go.
+      model: the name of what computes the keys and values, or a fingerprint. With `disk`, another's are not found.
+
+    Attributes:
+      files: what it has in the folder, or None. Another index of the process can be given these as `disk`, so that the
+        two mind `disk_bytes` together.
+
+    Chaining block hashes is vLLM's idea (automatic prefix caching); comparing the tokens on every hit is what keeps it
+    safe. Every method takes `salt`, a str or bytes: sequences with different salts share nothing, for example those of
+    two tenants; and `adapter`, a str that names what else the keys and values depend on, such as a LoRA.
+
+    >>> import jax.numpy as jnp, jaxkv
+    >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
+    >>> config = jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=64, num_blocks=8)
+    >>> cache, prefix = jaxkv.init(config), jaxkv.PrefixCache(config)
+    >>> prompt, kv = list(range(40)), jnp.ones((1, 2, 40, 2, 8))
+    >>> cache = jaxkv.append(cache, kv, kv, [40, 0])
+    >>> cache = prefix.insert(cache, 0, prompt)
+    >>> match = prefix.match([*prompt[:35], 99])
+    >>> cache = prefix.adopt(cache, 1, match)
+    >>> match, cache.lengths.tolist(), cache.blocks_in_use
+    (Match(num_tokens=32), [40, 32], 3)
+    """
+
+    def __init__(
+        self, config: CacheConfig, *, spill_bytes: float = 0, max_pinned: float = 0.5,
+        hash_function: Callable[[Any], Hashable] = hash, disk: str | os.PathLike | BlockFiles | None = None,
+        disk_bytes: float | None = None, model: str | None = None,
+    ):  # fmt: skip
+        check_config(config)
+        if config.contiguous:
+            raise ValueError('A PrefixCache needs layout="paged": in the contiguous layout rows share no blocks.')
+        refuse_evicting(config, "A PrefixCache takes", ("head",))
+        self.config, self.max_pinned = config, real("max_pinned, a share of the blocks,", max_pinned, least=0, most=1)
+        self.spill_bytes, self._hash_function = int(real("spill_bytes", spill_bytes, least=0)), hash_function
+        self.files = open_disk(config, self.spill_bytes, disk, disk_bytes, model)
+        self._owner, self._needed = fingerprint(config, model), functools.partial(needed, config)
+        self._index = self._empty_index()
+        self._told: dict[Place, Block] = {}  # what `events` has told of
+        self._landing = Landing()  # where pools have gone that `adopt` was told to use up
+        self._counts = dict.fromkeys(
+            ("lookups", "hits", "tokens_asked", "tokens_saved", "blocks_evicted", "blocks_spilled", "blocks_restored"),
+            0,
+        )
+
+    # Using it.
+
+    def match(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> Match:
+        """How many of a prompt's first tokens are there: whole blocks, and never the prompt's last token.
+
+        Of layers with a window, only what the next token would see has to be there, the first tokens that they keep
+        too. What is on disk alone is read into host memory, as far as `spill_bytes` go; what others hold there may go
+        to the disk for it.
+        """
+        tokens = read_tokens(tokens)
+        root = self._root(salt, adapter)
+        wanted = tokens[: max(len(tokens) - 1, 0)]
+        if self.files is None:
+            chain = self._index.walk(root, wanted)
+            chain = chain[: self._index.usable(chain, self._needed)]
+        else:
+            chain = recall(self._index, root, wanted, self._needed)
+        self._index.touch(chain)
+        self._counts["lookups"] += 1
+        self._counts["tokens_asked"] += len(tokens)
+        return Match(len(chain) * self.config.block_size, tuple(chain))
+
+    def known(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> int:
+        """How many tokens `match` would find without looking at the disk; it is not counted as a lookup."""
+        chain = self._index.walk(self._root(salt, adapter), read_tokens(tokens)[:-1])
+        return self._index.usable(chain, self._needed) * self.config.block_size
+
+    def adopt(self, cache: Cache, row: int, match: Match, *, donate: bool = False) -> Cache:
+        """The cache in which an empty row holds what was matched. Blocks on the device are shared, not copied.
+
+        Args:
+          donate: update the pools in place where blocks come back from the host; then the given cache is used up. If
+            the call was cut off, `recover` gives it back.
+
+        Raises:
+          IndexError: no such row. ValueError: the row is not empty, or not all that was matched is in this cache: some
+            has been evicted since, or this is an older cache.
+          OutOfBlocks: there is no room for the blocks that come back from the host.
+        """
+        cache = self._whole(cache)
+        check_row(cache, row)
+        if not isinstance(match, Match):
+            raise ValueError(f"match must be what the method match returned, not {shown(match)}.")
+        length, held = jax.device_get((cache.lengths, [t.held for t in cache.tables]))
+        if length[row] or any(h[row] for h in held):
+            raise ValueError(
+                f"Row {row} holds {length[row]} tokens in {max(int(h[row]) for h in held)} blocks: adopt into an empty "
+                "row, or free it first."
+            )
+        if not match.num_tokens:
+            return cache
+        change, chain = Change(self._index, cache), match.nodes
+        is_known = all(node.label in self._index.nodes for node in chain)
+        if not is_known or self._index.usable(chain, self._needed) < len(chain):
+            raise ValueError(
+                "Blocks of this match have been evicted since, or are not in this cache: match the prompt again, and "
+                "adopt into the cache that the last call returned."
+            )
+        needed = self._needed(len(chain))
+        change.restore(chain, needed, self._landing.put if donate else put)
+        change.attach(row, chain, needed)
+        return self._commit(change, chain, hits=1, tokens_saved=match.num_tokens)
+
+    def insert(
+        self, cache: Cache, row: int, tokens: Sequence[int], *, salt: str | bytes | None = None,
+        adapter: str | None = None,
+    ) -> Cache:  # fmt: skip
+        """Index a row's full blocks.
+
+        Args:
+          tokens: what the row holds, from its first token on. If there are fewer than in the row, only those are
+            indexed; tokens that the row does not hold yet are ignored. Blocks that are indexed with another salt or
+            adapter already are left out.
+
+        Returns:
+          The cache, in which these blocks stay when the row is freed. Of a row that `evict` has thinned none are
+          indexed: it is no beginning of another.
+
+        Raises:
+          IndexError: no such row. ValueError: tokens that are not integers, or a salt of the wrong type.
+        """
+        cache = self._whole(cache)
+        check_row(cache, row)
+        tokens, root = read_tokens(tokens), self._root(salt, adapter)
+        thinned = [t.evicted[row] for t in cache.tables if t.evicted is not None]
+        columns, length, thinned = jax.device_get(([t.tables[row] for t in cache.tables], cache.lengths[row], thinned))
+        length = 0 if any(thinned) else length
+        change = Change(self._index, cache)
+        chain = self._index.extend(root, tokens[:length])
+        change.offer(chain, columns)
+        return self._commit(change, chain)
+
+    # Keeping it small.
+
+    def make_room(self, cache: Cache, num_blocks: int | Sequence[int]) -> Cache:
+        """Give indexed blocks back until `num_blocks` are free in every group of layers, or no more can be given.
+
+        Those that a row uses or that are pinned stay. With `spill_bytes`, what goes is kept in host memory.
+
+        Args:
+          num_blocks: an integer, or one for each group of layers.
+        """
+        cache = self._whole(cache)
+        given: Any = num_blocks if np.ndim(num_blocks) else [num_blocks] * len(cache.tables)
+        wanted = [integer("num_blocks", n, least=0) for n in given]
+        if len(wanted) != len(cache.tables):
+            raise ValueError(f"num_blocks must have one integer for each of {len(cache.tables)} groups, not {wanted}.")
+        if all(n <= int(t.num_free) for n, t in zip(wanted, cache.tables, strict=True)):
+            return cache
+        change = Change(self._index, cache)
+        change.evict(wanted)
+        return self._commit(change)
+
+    def pin(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> int:
+        """Keep what is there of `tokens` from being evicted, until `unpin`. Returns how many tokens that is.
+
+        Raises:
+          ValueError: more blocks would be pinned than `max_pinned` allows; nothing is then.
+        """
+        tokens, root = read_tokens(tokens), self._root(salt, adapter)
+        chain, pins = self._index.walk(root, tokens), self._index.pins
+        for group, num_blocks in enumerate(self.config.group_blocks):
+            pinned = self.pinned(group) + sum(1 for node in chain if node not in pins and node.blocks[group])
+            if pinned > (limit := int(self.max_pinned * num_blocks)):
+                raise ValueError(
+                    f"Pinning these {len(chain) * self.config.block_size} tokens would pin {pinned} of {num_blocks} "
+                    f"blocks, more than the {limit} that max_pinned={self.max_pinned} allows: unpin others, or give "
+                    "the cache more num_blocks."
+                )
+        self._index.pins = pins | {node: pins.get(node, 0) + 1 for node in chain}
+        return len(chain) * self.config.block_size
+
+    def unpin(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> None:
+        """Take back one `pin` of the same tokens. Raises ValueError if they are not pinned."""
+        tokens, root = read_tokens(tokens), self._root(salt, adapter)
+        pins = self._index.pins
+        chain = {node for node in self._index.walk(root, tokens) if node in pins}  # what was inserted since is not
+        if not chain:
+            raise ValueError("These tokens are not pinned: unpin takes what pin was given, once for each pin.")
+        left = {node: count - (node in chain) for node, count in pins.items()}
+        self._index.pins = {node: count for node, count in left.items() if count}
+
+    def reset(self, cache: Cache) -> Cache:
+        """Forget everything, pinned blocks and files of this config and model too; what no row holds is free again."""
+        cache = self._whole(cache)
+        index = self._empty_index()
+        cache = cache.replace(tables=tuple(map(keep, cache.tables, index.kept)))
+        if self.files is not None:
+            self.files.clear()
+        self._index = index
+        return cache
+
+    def flush(self, cache: Cache) -> None:
+        """With `disk`, write there what the index has on the device and in host memory, for the next process.
+
+        >>> import jaxkv, tempfile
+        >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+        >>> config = jaxkv.CacheConfig.uniform(**sizes, num_blocks=4)
+        >>> options = dict(spill_bytes=10**4, disk=tempfile.mkdtemp(), disk_bytes=10**5)
+        >>> prefix, tokens = jaxkv.PrefixCache(config, **options), [*range(20)]
+        >>> prefix.flush(prefix.insert(jaxkv.extend(jaxkv.init(config), [20, 0]), 0, tokens))
+        >>> jaxkv.PrefixCache(config, **options).match(tokens).num_tokens
+        16
+        """
+        change = Change(self._index, self._whole(cache))
+        if self.files is not None:
+            flush(self._index, change.cache)
+
+    def recover(self, cache: Cache) -> Cache:
+        """The cache that a call of `adopt` with `donate=True` was given and has used up before it was cut off, say by
+        Ctrl-C: as it was before that call, but for blocks that no row held and that were to make room. Any other cache
+        is returned as it is, and all methods do this by themselves.
+
+        Raises:
+          CacheError: it was used up elsewhere, or the device failed.
+        """
+        return self._whole(cache)
+
+    # Looking at it.
+
+    def available(self, cache: Cache) -> list[int]:
+        """For each group of layers, blocks that are free or that `make_room` could free: at least so many."""
+        cache = self._whole(cache)
+        counts = jax.device_get([(t.num_free, count_unused(t)) for t in cache.tables])
+        return [int(free) + max(0, int(unused) - self.pinned(g)) for g, (free, unused) in enumerate(counts)]
+
+    def pinned(self, group: int) -> int:
+        """Blocks of a group that are pinned."""
+        return sum(1 for node in self._index.pins if node.blocks[group])
+
+    def stats(self) -> dict[str, Any]:
+        """What the index holds and what it has saved so far, as plain numbers.
+
+        `tokens_saved` of `tokens_asked` did not have to be computed; `hit_rate` is their ratio.
+        """
+        self._index.mend()
+        held = {
+            "hit_rate": self._counts["tokens_saved"] / max(self._counts["tokens_asked"], 1),
+            "blocks": [int(np.count_nonzero(labels)) for labels in self._index.kept],
+            "blocks_pinned": [self.pinned(g) for g in range(len(self.config.groups))],
+            "host_bytes": self._index.host_bytes,
+        }
+        return self._counts | held | ({} if self.files is None else self.files.stats())
+
+    def events(self) -> list[PrefixEvent]:
+        """Blocks that were stored or removed since the last call, on the device, on the host and on disk.
+
+        With it, who sends prompts to several processes knows which one holds what. What came and went in between is not
+        told; of a folder's files those are that this index has written or looked for. It costs time and memory for each
+        block that is held.
+        """
+        self._index.mend()
+        held = holdings(self._index)
+        events, self._told = differences(self._told, held), held
+        return events
+
+    def hashes(
+        self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None
+    ) -> list[str]:
+        """What `events` calls the full blocks of `tokens`, whether or not they are there."""
+        digest, found = digest_of(self._owner, read_identity(salt, adapter)), []
+        for block in self._index.split(read_tokens(tokens)):
+            digest = digest_of(digest, block)
+            found.append(digest.hex())
+        return found
+
+    def check_invariants(self, cache: Cache) -> None:
+        """Raise AssertionError unless the index is sound, and follows the cache. For tests and debugging."""
+        Change(self._index, self._whole(cache))
+        self._index.check()
+
+    # The parts.
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "A PrefixCache cannot be copied or pickled, for it follows one line of caches: make another one from its "
+            "config, which fills again as rows are inserted."
+        )
+
+    def _whole(self, cache: Cache) -> Cache:
+        check_cache(cache)
+        if cache.config != self.config:
+            raise ValueError("This PrefixCache was made for caches of another config: make one from cache.config.")
+        if isinstance(cache.lengths, jax.core.Tracer):
+            raise ValueError("A PrefixCache cannot be used inside jit: what it has is known on the host alone.")
+        if (whole := self._landing.whole(cache)) is cache:
+            self._landing = Landing()  # no one needs what has landed any more
+        return whole
+
+    def _empty_index(self) -> PrefixIndex:
+        return PrefixIndex(self.config, self.spill_bytes, self._hash_function, self.files, self._owner)
+
+    def _root(self, salt: Any, adapter: Any) -> Node:
+        identity = read_identity(salt, adapter)
+        self._index.mend()
+        return self._index.root(identity)
+
+    def _commit(self, change: Change, chain: Sequence[Node] = (), **counts: int) -> Cache:
+        """The last step of every change."""
+        self._index.hold(change.kept, hosted=change.spilled, chain=chain)
+        for name, count in (change.counts | counts).items():
+            self._counts[name] += count
+        return change.cache

@@ -1,0 +1,58 @@
+"""Kept blocks on the device: what a `PrefixCache` does to the tables of a cache."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.blocks.allocator import replace_entries
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.state.state import BlockTables
+
+
+@jax.jit
+def keep(tables: BlockTables, kept: jax.Array) -> BlockTables:
+    """Keep other blocks, i32[N + 1]: those that rows hold, or that were kept before."""
+    return replace_entries(tables, tables.tables, jnp.asarray(kept))
+
+
+@jax.jit
+def claim(tables: BlockTables, labels: jax.Array) -> tuple[BlockTables, jax.Array]:
+    """Keep a free block for each of `labels` i32[n], but for zeros at the end. There must be as many.
+
+    Returns:
+      The tables, and i32[n], the blocks; the null block where the label is 0.
+    """
+    place = tables.num_blocks - tables.num_free + jnp.arange(labels.shape[0], dtype=jnp.int32)
+    blocks = jnp.where(labels != 0, tables.free_list.at[place].get(mode="fill", fill_value=0), 0)
+    num_free = tables.num_free - jnp.sum(labels != 0, dtype=jnp.int32)
+    return dataclasses.replace(
+        tables,
+        kept=tables.kept.at[jnp.where(labels != 0, blocks, tables.kept.shape[0])].set(labels, mode="drop"),
+        num_free=num_free,
+        peak=jnp.maximum(tables.peak, tables.num_blocks - num_free),
+    ), blocks  # fmt: skip
+
+
+@jax.jit
+def attach(tables: BlockTables, row: jax.Array, entries: jax.Array, length: jax.Array) -> BlockTables:
+    """An empty row that holds kept blocks, `entries` i32[M]."""
+    here = jnp.arange(tables.lengths.shape[0], dtype=jnp.int32) == row
+    tables = replace_entries(tables, jnp.where(here[:, None], entries[None], tables.tables))
+    return dataclasses.replace(
+        tables, lengths=jnp.where(here, length, tables.lengths), new=jnp.where(here, np.int32(0), tables.new)
+    )
+
+
+def warm(cache: Cache) -> None:
+    """Compile what an index does to the tables of a cache. Nothing changes: no such row, and what was kept is."""
+    for t in cache.tables:
+        keep(t, np.asarray(t.kept))
+        attach(t, np.int32(t.tables.shape[0]), np.zeros(t.tables.shape[1], np.int32), np.int32(0))
+        jax.device_get((t.tables[0], t.lengths[0], t.held))
+
+
+def count_unused(tables: BlockTables) -> jax.Array:
+    """`i32[]`: kept blocks that no row holds."""
+    return jnp.sum((tables.kept != 0) & (tables.refcounts == 1), dtype=jnp.int32)

@@ -1,0 +1,132 @@
+"""What a call does to a cache and to the index of a `PrefixCache`, before either is changed."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+
+import jax
+import numpy as np
+
+from jaxkv._core.blocks.block_copy import padded_size, put_group, read_group
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.state.errors import OutOfBlocks
+from jaxkv._core.state.state import NULL_BLOCK, Pool
+from jaxkv._tiers.prefix_cache.index import Node, PrefixIndex
+from jaxkv._tiers.prefix_cache.retained_blocks import attach, claim, keep
+
+
+class Change:
+    """A new cache, and what the index is to hold with it.
+
+    All is computed here first; `PrefixIndex.hold` is the last step. Cut off before it, a call has changed nothing; cut
+    off in it or behind it, the index finds out from the next cache it is given.
+
+    Args:
+      index: what follows the cache now.
+      cache: what a caller goes on with: the one that the last call returned, or an older one.
+    """
+
+    def __init__(self, index: PrefixIndex, cache: Cache):
+        self.index, self.config = index, cache.config
+        # For each group and block the label that it is to have.
+        self.kept = index.follow(jax.device_get([t.kept for t in cache.tables]))
+        self.spilled: list[tuple[Node, int, list[Pool]]] = []  # what goes to the host, of which group
+        self.restored: dict[tuple[Node, int], int] = {}  # what comes back from there, into which block
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.cache = cache
+        self._keep()  # not what the index does not know
+
+    def offer(self, chain: Sequence[Node], columns: Sequence[np.ndarray]) -> None:
+        """Keep the blocks of a row, for each group i32[M], for the nodes of its tokens that have none."""
+        for group, (blocks, kept) in enumerate(zip(columns, self.kept, strict=True)):
+            for node, block in zip(chain, blocks.tolist(), strict=False):
+                # A block that is kept already is another node's, of another salt: it stays that one's alone.
+                if node.blocks[group] == NULL_BLOCK and block != NULL_BLOCK and not kept[block]:
+                    kept[block] = node.label
+        self._keep()
+
+    def evict(self, wanted: Sequence[int], spared: Collection[Node] = ()) -> None:
+        """Keep fewer blocks, the least recently used first, until `wanted[g]` are free or no more can be given."""
+        nodes, pins = self.index.nodes.values(), self.index.pins
+        sizes = jax.device_get([(t.num_free, t.refcounts) for t in self.cache.tables])
+        for group, (num_free, refcounts) in enumerate(sizes):
+            victims: list[Node] = []
+            for node in nodes if num_free < wanted[group] else ():
+                block = node.blocks[group]
+                if block != NULL_BLOCK and refcounts[block] == 1 and node not in pins and node not in spared:
+                    victims.append(node)
+                    if num_free + len(victims) == wanted[group]:
+                        break
+            if victims:
+                self._spill(group, victims)
+        self._keep()
+
+    def restore(self, chain: Sequence[Node], needed: Sequence[np.ndarray], put: Callable[..., Pool]) -> None:
+        """Bring what is on the host of a chain's nodes `needed[g]` back by `put`, as `put_group` takes it."""
+        missing = [
+            [chain[i] for i in columns.tolist() if chain[i].blocks[group] == NULL_BLOCK]
+            for group, columns in enumerate(needed)
+        ]
+        if not any(missing):
+            return
+        self.evict([len(nodes) for nodes in missing], spared=set(chain))
+        cache, groups = self.cache, list(self.cache.tables)
+        for nodes, tables in zip(missing, groups, strict=True):
+            if len(nodes) > (num_free := int(tables.num_free)):
+                raise OutOfBlocks(
+                    f"{len(nodes)} blocks of this match are in host memory, and there is room for {num_free}: free "
+                    "rows, or compute the prompt without the match."
+                )
+        for group, nodes in enumerate(missing):
+            if not nodes:
+                continue
+            padding = padded_size(len(nodes)) - len(nodes)
+            labels = np.array([node.label for node in nodes] + [0] * padding, np.int32)
+            groups[group], target = claim(groups[group], labels)
+
+            def read(layer: int, group: int = group, nodes: list[Node] = nodes + padding * nodes[:1]) -> Pool:
+                index = self.config.groups[group].index(layer)
+                return jax.tree.map(lambda *blocks: np.stack(blocks), *(node.host[group][index] for node in nodes))
+
+            cache = put_group(cache, group, read, target, put)
+            for node, block in zip(nodes, np.asarray(target).tolist(), strict=False):
+                self.kept[group][block], self.restored[node, group] = node.label, block
+            self.counts["blocks_restored"] += len(nodes)
+        self.cache = cache.replace(tables=tuple(groups))
+
+    def attach(self, row: int, chain: Sequence[Node], needed: Sequence[np.ndarray]) -> None:
+        """Put what a chain's nodes `needed[g]` hold into an empty row."""
+        length, groups = np.int32(len(chain) * self.config.block_size), []
+        for group, (tables, columns) in enumerate(zip(self.cache.tables, needed, strict=True)):
+            entries = np.full(self.config.max_blocks_per_seq, NULL_BLOCK, np.int32)
+            nodes = [chain[i] for i in columns.tolist()]
+            entries[columns] = [node.blocks[group] or self.restored[node, group] for node in nodes]
+            groups.append(attach(tables, np.int32(row), entries, length))
+        self.cache = self.cache.replace(tables=tuple(groups))
+
+    def _spill(self, group: int, victims: list[Node]) -> None:
+        self.kept[group][[node.blocks[group] for node in victims]] = 0
+        self.counts["blocks_evicted"] += len(victims)
+        if self.index.spill_bytes >= self.index.block_bytes[group]:
+            contents = read_contents(self.cache, group, victims)
+            self.spilled += [(node, group, parts) for node, parts in zip(victims, contents, strict=True)]
+            self.counts["blocks_spilled"] += len(victims)
+
+    def _keep(self) -> None:
+        """Have the cache keep what is to be kept: blocks that rows hold, or that it kept before."""
+        pairs = zip(self.cache.tables, self.kept, strict=True)
+        tables = tuple(t if np.array_equal(t.kept, kept) else keep(t, kept) for t, kept in pairs)
+        self.cache = self.cache.replace(tables=tables)
+
+
+def read_contents(cache: Cache, group: int, nodes: Sequence[Node]) -> list[list[Pool]]:
+    """What a cache holds for each of some nodes in a group, layer by layer, copied to host memory."""
+    blocks = np.zeros(padded_size(len(nodes)), np.int32)
+    blocks[: len(nodes)] = [node.blocks[group] for node in nodes]
+    found = read_group(cache, group, blocks)
+    # As if it had lain on one device: so does what comes from a file.
+    parts = [
+        dataclasses.replace(found[layer], heads=None, context=None, parts=1) for layer in cache.config.groups[group]
+    ]
+    parts = jax.tree.map(np.asarray, parts)
+    return [jax.tree.map(lambda x, i=i: x[i].copy(), parts) for i in range(len(nodes))]

@@ -1,0 +1,71 @@
+"""Rows of a saved cache as blocks in host memory, which `swap_in` takes: a file read row by row, when one is wanted."""
+
+import functools
+import pathlib
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from jaxkv._core.blocks.reblock import Blocks, Held, TokensGone, fit, with_blocks
+from jaxkv._core.blocks.restore import pool_layers
+from jaxkv._core.cache.key_bounds import with_bounds
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.state.state import NULL_BLOCK, Pool
+from jaxkv._files.format import SavedCache
+from jaxkv._files.multihost_file import open_saved
+from jaxkv._files.rows import check_layers, held_rows, laid_blocks
+from jaxkv._tiers.host_tier import HostBlocks, first_columns
+
+
+class SavedRows:
+    """What `jaxkv.save` wrote: verified at once, and read when it is asked for. The file may be replaced meanwhile.
+
+    Raises:
+      FileNotFoundError; CacheFileError, a ValueError: as `jaxkv.load`.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+        self.saved: SavedCache
+        self.saved, self._tensors = open_saved(path)
+
+    def check_layers(self, config: CacheConfig) -> None:
+        """Raise CacheFileError unless a cache of this config can hold the rows."""
+        check_layers(self.path, self.saved.config, config)
+
+    def row(self, row: int, config: CacheConfig) -> Callable[[], HostBlocks] | None:
+        """What reads a row, for a cache of this config; None where its blocks would need tokens that are gone."""
+        own = np.array([row])
+        held = [held_rows(self.saved, self._tensors, g, own) for g in range(len(self.saved.groups))]
+        try:
+            plans = fit(config, self.saved.groups, held, self.saved.block_size)
+        except TokensGone:
+            return None
+        held = with_blocks(held, self.saved.groups, plans, config)
+        return functools.partial(_read, self._tensors, config, self.saved.lengths[row], held, plans)
+
+
+def _read(
+    tensors: Mapping[str, np.ndarray], config: CacheConfig, length: int, held: list[Held], plans: dict[int, Blocks]
+) -> HostBlocks:  # fmt: skip
+    parts: list[Pool | None] = [None] * config.num_layers
+    for layer in pool_layers(config):
+        # One row's blocks come in the order of its table.
+        found = laid_blocks(tensors, config, layer, plans[layer].padded)
+        shapes = config.pool_shape(layer), config.scale_shape(layer)
+        found = [_widened(x, shape[1:]) for x, shape in zip(found, shapes, strict=False) if shape is not None]
+        own = held[config.group(layer)]
+        parts[layer] = with_bounds(Pool(*found), own.tables, own.lengths, config, layer)  # type: ignore[arg-type]
+    used = [one.tables != NULL_BLOCK for one in held]
+    return HostBlocks(
+        lengths=np.array([length], np.int32), parts=tuple(parts), groups=config.groups, sights=config.group_sights,
+        first=tuple(first_columns(x, sinks) for x, sinks in zip(used, config.group_sinks, strict=True)),
+        count=tuple(x.sum(axis=1, dtype=np.int32) for x in used),
+        held=tuple(None if one.thinned is None else one.lengths for one in held),
+        thinned=tuple(one.thinned for one in held), rotates=tuple(map(config.rotates, range(config.num_layers))),
+    )  # fmt: skip
+
+
+def _widened(blocks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Blocks of this shape: what is padding in a pool is not in the file."""
+    return np.pad(blocks, [(0, 0), *((0, want - have) for want, have in zip(shape, blocks.shape[1:], strict=True))])
