@@ -111,8 +111,8 @@ def report():
 
 
 def printed_by(name, *jobs):
-    """What a script beside this one says, in a process of its own."""
-    script = pathlib.Path(__file__).with_name(name)
+    """What a script of tests/support says, in a process of its own."""
+    script = pathlib.Path(__file__).parents[1] / "support" / name
     path = os.pathsep.join([str(script.parents[2]), SITE, os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XLA_FLAGS": ""}
     run = subprocess.run([sys.executable, script, *jobs], env=environment, capture_output=True, text=True, timeout=580)

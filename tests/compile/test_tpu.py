@@ -12,7 +12,7 @@ from nightly import NIGHTLY
 
 from pallas_kernels.tpu.pages import SPILL_BYTES
 
-HERE = pathlib.Path(__file__).parent
+SUPPORT = pathlib.Path(__file__).parents[1] / "support"
 SITE = os.environ.get("JAXKV_COMPILE_SITE")
 pytestmark = [
     pytest.mark.skipif(not SITE, reason="JAXKV_COMPILE_SITE does not say where libtpu is (the Makefile does)"),
@@ -22,9 +22,9 @@ pytestmark = [
 
 @functools.cache
 def compile_for(*options, script="tpu_programs.py", timeout=270):
-    path = os.pathsep.join([str(HERE.parent.parent), SITE])
+    path = os.pathsep.join([str(SUPPORT.parents[1]), SITE])
     done = subprocess.run(
-        [sys.executable, HERE / script, *options], env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""},
+        [sys.executable, SUPPORT / script, *options], env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""},
         capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -75,7 +75,7 @@ def test_the_next_process_saves_what_this_one_has_computed(tmp_path):
     serve(make_engine(tmp_path))
     here = pathlib.Path(__file__).parent
     program = (
-        f"import sys; sys.path[:0] = {[str(here), str(here.parent)]!r}; from test_engine_disk import *\n"
+        f"import sys; sys.path[:0] = {[str(here), str(here.parent / 'support')]!r}; from test_engine_disk import *\n"
         "print(serve(make_engine(sys.argv[1])))"
     )
     result = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True)

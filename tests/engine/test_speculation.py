@@ -204,7 +204,7 @@ def test_a_tree_of_guesses_changes_no_token(swap):
 @pytest.mark.parametrize("temperature, dtype", [(0.0, None), (0.7, None), (0.0, "int8")])
 def test_a_tree_of_guesses_changes_no_token_of_a_real_model(temperature, dtype):
     model, outputs, steps = jaxkv.models.small(), {}, {}
-    text = (pathlib.Path(jaxkv.__file__).parent / "_core" / "errors.py").read_bytes()[:180]
+    text = (pathlib.Path(jaxkv.__file__).parent / "_core" / "state" / "errors.py").read_bytes()[:180]
     for branches in (1, 8):
         sizes = {"max_seqs": 2, "max_seq_len": 320, "step_tokens": 66, "draft": "ngram", "draft_tokens": 32}
         engine = jaxkv.Engine(model, draft_branches=branches, cache_dtype=dtype, **sizes)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import topologies
 
-sys.path += [str(pathlib.Path(__file__).parents[2] / folder) for folder in ("benchmarks", "tests/kernels/gpu")]
+sys.path += [str(pathlib.Path(__file__).parents[2] / folder) for folder in ("benchmarks", "tests/support")]
 
 from gpu_plans import FORMS, use_form
 
