@@ -1,6 +1,7 @@
 """The shape of a decoder: everything that tells one family of models from another."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from jaxkv._core.config.layer_config import LayerConfig
@@ -96,19 +97,19 @@ class ExpertsConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, init=False)
 class DecoderConfig:
     """What `Decoder` is built from; frozen and hashable. `jaxkv.models.load` makes it from a config.json.
 
     Fields:
-      family: the Hugging Face `model_type` that it came from; only `save` reads it.
+      family: the Hugging Face `model_type` that it came from; what checkpoints call its parameters follows from it.
       embed_dim, mlp_dim: widths of the residual stream and of the gated MLP.
-      num_heads, num_kv_heads, head_dim: of every attention layer.
-      latent: attention is over latent rows instead.
+      num_heads: query heads of every attention layer.
+      layers: what each layer's attention keeps: its KV heads, their width, its window.
+      latent: attention is over latent rows instead, and `layers` are `LayerConfig.latent`.
       experts: in layers where `expert_layers` says so, what stands in the place of the MLP.
       sinks: one learned logit per head in the softmax's denominator.
       max_seq_len: how many positions the model was trained for.
-      windows: for each layer, of how many last positions a token sees, or None for all; as many as there are layers.
       ropes: each layer's rotary embedding.
       attention_scale: what attention logits are multiplied by.
       attention_soft_cap, logit_soft_cap: c in `c * tanh(x / c)`, on the attention's and on the final logits.
@@ -123,10 +124,18 @@ class DecoderConfig:
       bos_id, eos_ids: the tokens that begin and that end a text.
       byte_tokens: token t below 256 is the byte t, so no tokenizer is needed.
 
+    Args:
+      num_kv_heads, head_dim, windows: in the place of `layers`, where layers differ in nothing but their windows: each
+        layer's KV heads, their width (with `latent` both follow from it), and for each layer of how many last positions
+        a token sees, or None for all. Beside `layers` they are changed in all of those, as `dataclasses.replace` does.
+      **fields: the fields above.
+
     >>> import jaxkv.models
     >>> config = jaxkv.models.small().config
     >>> config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
     (5, 4, 2, 32)
+    >>> config.layers[0].num_kv_heads, config.layers[0].window
+    (2, None)
     """
 
     family: str = "llama"
@@ -134,10 +143,8 @@ class DecoderConfig:
     embed_dim: int
     mlp_dim: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerConfig, ...]
     max_seq_len: int
-    windows: tuple[int | None, ...]
     ropes: tuple[Rope, ...]
     attention_scale: float
     attention_soft_cap: float | None = None
@@ -160,8 +167,22 @@ class DecoderConfig:
     expert_layers: tuple[bool, ...] = ()
     sinks: bool = False
 
-    def __post_init__(self):
-        for name in ("vocab_size", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim", "max_seq_len"):
+    def __init__(
+        self, *, layers: Sequence[LayerConfig] = (), num_kv_heads: int | None = None, head_dim: int | None = None,
+        windows: Sequence[int | None] | None = None, **fields: Any,
+    ):  # fmt: skip
+        values: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(self)} | fields
+        if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(self)}):
+            raise TypeError(f"DecoderConfig has no {', '.join(unknown)}.")
+        values["layers"] = _make_layers(tuple(layers), values["latent"], num_kv_heads, head_dim, windows)
+        if missing := [name for name, value in values.items() if value is dataclasses.MISSING]:
+            raise TypeError(f"DecoderConfig lacks {', '.join(missing)}.")
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
+        for name in ("vocab_size", "embed_dim", "mlp_dim", "num_heads", "max_seq_len"):
             object.__setattr__(self, name, integer(name, getattr(self, name), least=1))
         for name in ("attention_scale", "norm_eps", "norm_offset", "embed_scale"):
             real(name, getattr(self, name), least=0)
@@ -174,17 +195,18 @@ class DecoderConfig:
                 raise ValueError(f"{name} must be True or False, not {shown(getattr(self, name))}.")
         if self.activation not in ("silu", "gelu_tanh"):
             raise ValueError(f"activation must be 'silu' or 'gelu_tanh', not {shown(self.activation)}.")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{self.num_heads} query heads cannot be shared among {self.num_kv_heads} KV heads: "
-                "num_heads must be a multiple of num_kv_heads."
-            )
-        if self.head_dim % 2 and self.latent is None:
-            raise ValueError(
-                f"head_dim must be even, so that the rotary embedding can pair its entries, not {self.head_dim}."
-            )
-        if len(self.windows) != len(self.ropes):
-            both = f"{len(self.windows)} and {len(self.ropes)}"
+        for layer in self.layers if self.latent is None else ():
+            if self.num_heads % layer.num_kv_heads:
+                raise ValueError(
+                    f"{self.num_heads} query heads cannot be shared among {layer.num_kv_heads} KV heads: "
+                    "num_heads must be a multiple of num_kv_heads."
+                )
+            if layer.head_dim % 2:
+                raise ValueError(
+                    f"head_dim must be even, so that the rotary embedding can pair its entries, not {layer.head_dim}."
+                )
+        if len(self.layers) != len(self.ropes):
+            both = f"{len(self.layers)} and {len(self.ropes)}"
             raise ValueError(f"windows and ropes must have one entry per layer, but they have {both}.")
         if len(self.expert_layers) != (self.num_layers if self.experts else 0):
             raise ValueError(
@@ -196,18 +218,55 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
-        return len(self.windows)
+        return len(self.layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Each layer's sliding window; None: it has none."""
+        return tuple(layer.window for layer in self.layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of the first layer; with latent attention as many as there are query heads."""
+        return self.num_heads if self.latent is not None else self.layers[0].num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Entries of a head's query in the first layer."""
+        return self.layers[0].head_dim if self.latent is None else self.latent.nope_dim + self.latent.rope_dim
+
+    @property
+    def layer_kinds(self) -> tuple[Any, ...]:
+        """For each layer what makes it differ from others, hashable."""
+        experts = self.expert_layers or (False,) * self.num_layers
+        return tuple(zip(self.layers, self.ropes, experts, strict=True))
 
     @property
     def period(self) -> int:
         """After how many layers their kinds repeat themselves; the last time may end early."""
-        experts = self.expert_layers or (False,) * self.num_layers
-        return period_of(list(zip(self.windows, self.ropes, experts, strict=True)))
+        return period_of(self.layer_kinds)
 
     @property
     def layer_configs(self) -> tuple[LayerConfig, ...]:
         """What each layer keeps, for `CacheConfig`."""
-        if self.latent is not None:
-            return (LayerConfig.latent(self.latent.rank, self.latent.rope_dim),) * self.num_layers
-        shape: dict[str, Any] = dict(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
-        return tuple(LayerConfig(**shape, window=window) for window in self.windows)
+        return self.layers
+
+
+def _make_layers(
+    layers: tuple[LayerConfig, ...], latent: LatentConfig | None, num_kv_heads: int | None, head_dim: int | None,
+    windows: Sequence[int | None] | None,
+) -> tuple[LayerConfig, ...]:  # fmt: skip
+    """Returns a `LayerConfig` for each layer, made from what they have in common or changed by it."""
+    if not layers and latent is not None:
+        return tuple(LayerConfig.latent(latent.rank, latent.rope_dim, window=window) for window in windows or ())
+    shape: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_dim": head_dim} if latent is None else {}
+    if not layers:
+        if missing := [name for name, value in (shape | {"windows": windows}).items() if value is None]:
+            raise TypeError(f"DecoderConfig lacks layers, or in their place {', '.join(missing)}.")
+        return tuple(LayerConfig(**shape, window=window) for window in windows or ())
+    changes: dict[str, Any] = {name: value for name, value in shape.items() if value is not None}
+    layers = tuple(dataclasses.replace(layer, **changes) for layer in layers)
+    if windows is None:
+        return layers
+    alike = layers if len(layers) == len(windows) else layers[:1] * len(windows)
+    return tuple(dataclasses.replace(layer, window=window) for layer, window in zip(alike, windows, strict=True))

@@ -176,7 +176,7 @@ class Block(nnx.Module):
     """Attention, then a gated MLP or experts, each added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, layer: int, dtype: Any, rngs: nnx.Rngs):
-        rope = config.ropes[layer]
+        rope, kept = config.ropes[layer], config.layers[layer]
         self.config = config
         self.attention_norm = norm_weight(config, config.embed_dim, dtype)
         if config.latent is not None:
@@ -185,15 +185,15 @@ class Block(nnx.Module):
             self.attention = Attention(
                 config.embed_dim,
                 config.num_heads,
-                config.num_kv_heads,
-                config.head_dim,
+                kept.num_kv_heads,
+                kept.head_dim,
                 use_bias=config.qkv_bias,
                 use_out_bias=config.out_bias,
                 use_sinks=config.sinks,
-                position_fn=NormedRope(config, rope, dtype) if config.qk_norm else rope,
+                position_fn=NormedRope(config, kept.head_dim, rope, dtype) if config.qk_norm else rope,
                 scale=config.attention_scale,
                 soft_cap=config.attention_soft_cap,
-                window=config.windows[layer],
+                window=kept.window,
                 param_dtype=dtype,
                 rngs=rngs,
             )

@@ -42,10 +42,10 @@ class GatedMLP(nnx.Module):
 class NormedRope(nnx.Module):
     """A rotation of queries and keys that are RMS-normed first, head by head."""
 
-    def __init__(self, config: DecoderConfig, rope: Rope, dtype: Any):
+    def __init__(self, config: DecoderConfig, head_dim: int, rope: Rope, dtype: Any):
         self.config, self.rope = config, rope
-        self.query_norm = norm_weight(config, config.head_dim, dtype)
-        self.key_norm = norm_weight(config, config.head_dim, dtype)
+        self.query_norm = norm_weight(config, head_dim, dtype)
+        self.key_norm = norm_weight(config, head_dim, dtype)
 
     def __call__(self, q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         return self.rope(rms_norm(q, self.query_norm, self.config), rms_norm(k, self.key_norm, self.config), positions)

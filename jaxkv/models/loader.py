@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,12 +17,14 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxkv._core.state.arguments import to_device
 from jaxkv._files import safetensors
-from jaxkv.models import hugging_face
+from jaxkv.models import config_reader
+from jaxkv.models.checkpoint_formats import LAYER, dequantize
+from jaxkv.models.checkpoint_names import EMBED, HEAD, Slot, slots_of
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.decoder import Decoder, Scan
-from jaxkv.models.names import EMBED, HEAD, Slot, slots_of
+from jaxkv.models.families import FAMILIES
+from jaxkv.models.families.family import read_token_ids
 from jaxkv.models.partition import AXIS, automatic, sharding_of
-from jaxkv.models.published import LAYER, read_published
 
 FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 DATA = pathlib.Path(__file__).parent.parent / "data"
@@ -121,7 +124,7 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
                 shape = slot.shape[::-1] if slot.transposed else slot.shape
                 tensors[slot.name] = tensor.reshape(shape).T if slot.transposed else tensor.reshape(shape)
     safetensors.write(folder / "model.safetensors", tensors)
-    fields = hugging_face.render(config) | {"dtype": str(model.dtype)}
+    fields = config_reader.render(config) | {"dtype": str(model.dtype)}
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
@@ -157,13 +160,27 @@ def read_config(folder: pathlib.Path) -> DecoderConfig:
         raise FileNotFoundError(f"There is no folder {folder}: give one with config.json and *.safetensors in it.")
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder} has no config.json: a Hugging Face model folder needs one.")
-    config = hugging_face.parse(_read_json(folder / "config.json"), str(folder / "config.json"))
+    config = config_reader.parse(_read_json(folder / "config.json"), str(folder / "config.json"))
     if (folder / "generation_config.json").exists():
         eos = _read_json(folder / "generation_config.json").get("eos_token_id")
         if eos is not None:
             where = f"eos_token_id in {folder / 'generation_config.json'}"
-            config = dataclasses.replace(config, eos_ids=hugging_face.token_ids(eos, where))
+            config = dataclasses.replace(config, eos_ids=read_token_ids(eos, where))
     return config
+
+
+def read_published(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns a checkpoint's tensors under the names that a decoder's have, as numbers.
+
+    Left out are buffers that the config determines, and what the family leaves out by name.
+
+    Args:
+      config: its config.json.
+      where: what to call that in errors.
+    """
+    family = FAMILIES.get(config.get("model_type", ""), FAMILIES["llama"])
+    named = {family.name_tensor(name, config): tensor for name, tensor in tensors.items()}
+    return dequantize({name: tensor for name, tensor in named.items() if name is not None}, config, where)
 
 
 def _view(tensors: dict[str, Any], slot: Slot) -> np.ndarray:
@@ -184,19 +201,22 @@ def count_parameters(config: DecoderConfig, devices: int = 1) -> int:
     """The parameters of a decoder, without making any; of one of so many devices that they are divided over."""
     mesh = AbstractMesh((devices,), (AXIS,))
 
-    def count(with_experts: bool, num_layers: int) -> int:
-        few = dataclasses.replace(
-            config, windows=config.windows[:1] * num_layers, ropes=config.ropes[:1] * num_layers,
-            experts=config.experts if with_experts else None, expert_layers=(True,) * (num_layers * with_experts),
+    def count(i: int, num_layers: int) -> int:
+        """Parameters of a decoder of so many layers like the i-th."""
+        has_experts = bool(config.experts) and config.expert_layers[i]
+        alike = dataclasses.replace(
+            config, layers=config.layers[i : i + 1] * num_layers, ropes=config.ropes[i : i + 1] * num_layers,
+            experts=config.experts if has_experts else None, expert_layers=(True,) * (num_layers * has_experts),
         )  # fmt: skip
-        _, state = nnx.split(nnx.eval_shape(lambda: Decoder(few, rngs=nnx.Rngs(0))))
+        _, state = nnx.split(nnx.eval_shape(lambda: Decoder(alike, rngs=nnx.Rngs(0))))
         params = nnx.to_flat_state(state)
         return sum(math.prod(sharding_of(at, x.shape, mesh).shard_shape(x.shape)) for at, x in params)
 
-    # Layers differ in what they see, which changes nothing, and in whether they have experts.
-    layers = config.expert_layers or (False,) * config.num_layers
-    of_layer = {kind: count(kind, 2) - count(kind, 1) for kind in set(layers)}
-    return count(layers[0], 1) - of_layer[layers[0]] + sum(of_layer[kind] for kind in layers)
+    # Layers differ in what they see and in how they rotate, too, which changes nothing.
+    experts = config.expert_layers or (False,) * config.num_layers
+    kinds = [(layer.num_kv_heads, layer.head_dim, has) for layer, has in zip(config.layers, experts, strict=True)]
+    of_layer = {kind: count(i, 2) - count(i, 1) for i, kind in ((kinds.index(kind), kind) for kind in set(kinds))}
+    return count(0, 1) - of_layer[kinds[0]] + sum(of_layer[kind] for kind in kinds)
 
 
 def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:

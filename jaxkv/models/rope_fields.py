@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxkv.models.fields import FULL, SLIDING, Fields, first_given
+from jaxkv.models.config_fields import FULL, SLIDING, Fields, first_given
 from jaxkv.models.rope import Rope
 
 SCALINGS = ("default", "linear", "llama3")

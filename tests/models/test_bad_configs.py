@@ -7,7 +7,7 @@ import time
 import pytest
 
 import jaxkv
-from jaxkv.models import hugging_face
+from jaxkv.models import config_reader
 
 VALUES = [None, True, -1, 0, 1.5, float("nan"), float("inf"), 10**9, 2**40, 10**30, "", "yes", [], [1], {}, {"a": 1}]
 COMMON = {
@@ -58,13 +58,13 @@ def is_right(name, value):
 @pytest.mark.parametrize("family", OWN)
 def test_a_field_of_the_wrong_kind_is_refused_by_name(family):
     fields = {"model_type": family} | COMMON | OWN[family]
-    hugging_face.parse(fields)
+    config_reader.parse(fields)
     for name in fields:
         for value in VALUES:
             if is_right(name, value) or (name, value) == ("num_key_value_heads", None):
                 continue
             with pytest.raises(ValueError) as error:
-                hugging_face.parse(fields | {name: value}, "folder/config.json")
+                config_reader.parse(fields | {name: value}, "folder/config.json")
             assert name in str(error.value) and "folder/config.json" in str(error.value), (name, value, error.value)
             assert len(str(error.value)) < 400
 
@@ -72,19 +72,19 @@ def test_a_field_of_the_wrong_kind_is_refused_by_name(family):
 @pytest.mark.parametrize("where", ["rope_parameters", "rope_scaling"])
 def test_so_is_one_of_the_rotary_embedding(where):
     fields = {"model_type": "llama"} | COMMON | OWN["llama"]
-    hugging_face.parse(fields | {where: ROPE})
+    config_reader.parse(fields | {where: ROPE})
     with pytest.raises(ValueError, match=r"high_freq_factor in .* must be above 9"):
-        hugging_face.parse(fields | {where: ROPE | {"low_freq_factor": 9}})
+        config_reader.parse(fields | {where: ROPE | {"low_freq_factor": 9}})
     for name in ROPE:
         for value in VALUES:
             if not is_right(name, value):
                 with pytest.raises(ValueError, match=r"config\.json") as error:
-                    hugging_face.parse(fields | {where: ROPE | {name: value}})
+                    config_reader.parse(fields | {where: ROPE | {name: value}})
                 assert name in str(error.value)
     for value in VALUES:
         if value not in (None, {}):
             with pytest.raises(ValueError, match=r"config\.json"):
-                hugging_face.parse(fields | {where: value})
+                config_reader.parse(fields | {where: value})
 
 
 @pytest.fixture

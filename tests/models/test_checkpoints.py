@@ -3,15 +3,15 @@
 import functools
 import json
 
-import fixtures
 import jax
 import numpy as np
 import pytest
 from nightly import NIGHTLY
+from support import fixtures
 
 import jaxkv
 from jaxkv import models
-from jaxkv.models import hugging_face
+from jaxkv.models import config_reader
 
 load = functools.cache(lambda name: models.load(fixtures.DATA / name))
 PACKED = 32  # places of a packed step: less than the prompts have together
@@ -110,7 +110,7 @@ def test_padded_and_paged(name):
 
 @pytest.mark.parametrize("name", fixtures.NAMES)
 def test_the_old_form_of_a_config_means_the_same(name):
-    old = hugging_face.parse(json.loads((fixtures.DATA / name / "config_old.json").read_text()))
+    old = config_reader.parse(json.loads((fixtures.DATA / name / "config_old.json").read_text()))
     assert old == load(name).config
 
 

@@ -4,17 +4,17 @@ import dataclasses
 import functools
 import sys
 
-import fixtures
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from nightly import NIGHTLY
+from support import fixtures
 
 import jaxkv
 from jaxkv import models
-from jaxkv.models import Decoder, DecoderConfig, Rope, hugging_face
+from jaxkv.models import Decoder, DecoderConfig, Rope, config_reader
 
 load = functools.cache(lambda name: models.load(fixtures.DATA / name))
 
@@ -146,6 +146,6 @@ def test_llama3_scaling_by_hand():
 def test_bad_configs(change, says):
     good = load("mistral").config
     assert isinstance(good, DecoderConfig)
-    assert hugging_face.parse(hugging_face.render(good)) == good
+    assert config_reader.parse(config_reader.render(good)) == good
     with pytest.raises(ValueError, match=says):
         dataclasses.replace(good, **change)

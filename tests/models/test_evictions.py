@@ -6,11 +6,11 @@
 import dataclasses
 import functools
 
-import fixtures
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import fixtures
 
 import jaxkv
 from jaxkv import models, scores

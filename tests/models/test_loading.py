@@ -4,14 +4,14 @@ import json
 import re
 import shutil
 
-import fixtures
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import fixtures
 
 from jaxkv import models
 from jaxkv._files import safetensors
-from jaxkv.models import hugging_face
+from jaxkv.models import config_reader
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_config_fields(folder, fields, says):
 def test_config_fields_of_a_family(name, fields, says):
     config = json.loads((fixtures.DATA / name / "config.json").read_text()) | fields
     with pytest.raises(ValueError, match=says):
-        hugging_face.parse({k: v for k, v in config.items() if v is not ...})
+        config_reader.parse({k: v for k, v in config.items() if v is not ...})
 
 
 def test_every_wrong_tensor_is_named_at_once(folder):
@@ -199,15 +199,15 @@ def test_absent_fields_have_their_family_s_meaning():
     """What transformers takes for a field that an old config.json leaves out."""
     size = dict(vocab_size=8, hidden_size=64, intermediate_size=8, num_hidden_layers=12, num_attention_heads=4,
                 max_position_embeddings=64)  # fmt: skip
-    llama = hugging_face.parse(size | dict(model_type="llama"))
+    llama = config_reader.parse(size | dict(model_type="llama"))
     assert (llama.num_kv_heads, llama.head_dim, llama.tie_embeddings, llama.ropes[0].theta) == (4, 16, False, 10_000.0)
     size["num_key_value_heads"] = 2
-    assert set(hugging_face.parse(size | dict(model_type="mistral")).windows) == {4096}
-    assert hugging_face.parse(size | dict(model_type="qwen3")).head_dim == 128
-    gemma2 = hugging_face.parse(size | dict(model_type="gemma2"))
+    assert set(config_reader.parse(size | dict(model_type="mistral")).windows) == {4096}
+    assert config_reader.parse(size | dict(model_type="qwen3")).head_dim == 128
+    gemma2 = config_reader.parse(size | dict(model_type="gemma2"))
     assert (gemma2.attention_soft_cap, gemma2.logit_soft_cap, gemma2.tie_embeddings) == (50.0, 30.0, True)
     assert gemma2.windows[:2] == (4096, None)
-    gemma3 = hugging_face.parse(size | dict(model_type="gemma3_text"))
+    gemma3 = config_reader.parse(size | dict(model_type="gemma3_text"))
     assert [window is None for window in gemma3.windows] == [False, False, False, False, False, True] * 2
     assert (gemma3.ropes[0].theta, gemma3.ropes[5].theta) == (10_000.0, 1_000_000.0)
 
@@ -216,4 +216,4 @@ def test_known_fields_cover_what_transformers_writes():
     for name in fixtures.NAMES:
         fields = json.loads((fixtures.DATA / name / "config.json").read_text())
         assert re.fullmatch(r"[\d.]+", fields["transformers_version"])
-        hugging_face.parse(fields)
+        config_reader.parse(fields)

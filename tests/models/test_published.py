@@ -3,18 +3,18 @@
 import json
 import shutil
 
-import fixtures
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from nightly import NIGHTLY
+from support import fixtures
 
 from jaxkv import models
 from jaxkv._files import safetensors
-from jaxkv.models import hugging_face
-from jaxkv.models.published import read_published
+from jaxkv.models import config_reader
+from jaxkv.models.loader import read_published
 
 
 def copy_of(name, tmp_path, change_tensors=None, change_config=None):
@@ -129,17 +129,17 @@ def test_gemma_3_s_missing_fields():
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip
     config = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text, "vision_config": {"a": 1},
               "mm_tokens_per_image": 256, "image_token_index": 262144, "torch_dtype": "bfloat16"}  # fmt: skip
-    parsed = hugging_face.parse(config)
+    parsed = config_reader.parse(config)
     assert (parsed.num_heads, parsed.num_kv_heads, parsed.head_dim, parsed.vocab_size) == (8, 4, 256, 262_208)
     assert (parsed.max_seq_len, parsed.num_layers, parsed.embed_dim, parsed.eos_ids) == (131_072, 34, 2560, (1, 106))
     assert parsed.windows[:6] == (1024,) * 5 + (None,) and parsed.tie_embeddings
     assert (parsed.ropes[0].theta, parsed.ropes[5].theta, parsed.ropes[5].factor) == (1e4, 1e6, 8.0)
     with pytest.raises(ValueError, match="does not know and so cannot honour: audio_config"):
-        hugging_face.parse(config | {"audio_config": {}})
+        config_reader.parse(config | {"audio_config": {}})
     with pytest.raises(ValueError, match=r"text_config in config.json must be an object"):
-        hugging_face.parse(config | {"text_config": 3})
+        config_reader.parse(config | {"text_config": 3})
     with pytest.raises(ValueError, match="model_type = 'llama'"):
-        hugging_face.parse(config | {"text_config": text | {"model_type": "llama"}})
+        config_reader.parse(config | {"text_config": text | {"model_type": "llama"}})
 
 
 SIZE = dict(vocab_size=8, hidden_size=64, intermediate_size=8, num_hidden_layers=5, num_attention_heads=4,
@@ -147,16 +147,16 @@ SIZE = dict(vocab_size=8, hidden_size=64, intermediate_size=8, num_hidden_layers
 
 
 def test_absent_fields_have_their_family_s_meaning():
-    v3 = hugging_face.parse(SIZE | dict(model_type="deepseek_v3"))
+    v3 = config_reader.parse(SIZE | dict(model_type="deepseek_v3"))
     assert (v3.latent.rank, v3.latent.rope_dim, v3.latent.query_rank, v3.head_dim) == (512, 64, 1536, 192)
     assert (v3.experts.count, v3.experts.groups, v3.experts.groups_per_token) == (256, 8, 4)
     assert v3.expert_layers == (False, False, False, True, True) and v3.experts.choice_bias and v3.experts.normalise
-    v2 = hugging_face.parse(SIZE | dict(model_type="deepseek_v2"))
+    v2 = config_reader.parse(SIZE | dict(model_type="deepseek_v2"))
     assert (v2.experts.count, v2.experts.groups, v2.experts.shared_dim, v2.experts.scale) == (64, 1, 2 * 1407, 1.0)
-    oss = hugging_face.parse(SIZE | dict(model_type="gpt_oss", num_key_value_heads=2))
+    oss = config_reader.parse(SIZE | dict(model_type="gpt_oss", num_key_value_heads=2))
     assert oss.windows == (128, None, 128, None, 128) and oss.qkv_bias and oss.out_bias and oss.sinks
     assert (oss.ropes[0].scaling, oss.ropes[0].theta, oss.ropes[0].truncate) == ("yarn", 150_000.0, False)
-    moe = hugging_face.parse(SIZE | dict(model_type="qwen3_moe", num_key_value_heads=2))
+    moe = config_reader.parse(SIZE | dict(model_type="qwen3_moe", num_key_value_heads=2))
     assert moe.expert_layers == (True,) * 5 and moe.experts.count == 128 and moe.qk_norm and not moe.experts.normalise
     assert moe.windows == (None,) * 5
 
@@ -182,7 +182,7 @@ def test_absent_fields_have_their_family_s_meaning():
 def test_what_is_refused(family, fields, says):
     config = SIZE | dict(model_type=family, num_key_value_heads=4) | fields
     with pytest.raises(ValueError, match=says) as caught:
-        hugging_face.parse(config)
+        config_reader.parse(config)
     assert "config.json" in str(caught.value) or "even" in says
     assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
 

@@ -6,9 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv.models.config import DecoderConfig
+from jaxkv.models.families import FAMILIES
+from jaxkv.models.families.family import AsStored, Columns
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Our name -> the checkpoint's, for what there is once and for what each layer has. With {} each expert has one.
+# Our name -> Llama's, for what there is once and for what each layer has. With {} each expert has one of its own. What
+# a family calls otherwise stands in its module.
 WHOLE = {"embed": EMBED, "norm": "model.norm.weight", "head": HEAD}
 PER_LAYER = {
     "attention.query": "self_attn.q_proj.weight",
@@ -51,24 +54,6 @@ PER_LAYER = {
     "experts.shared.up_bias": "mlp.shared_experts.up_proj.bias",
     "experts.shared.down_bias": "mlp.shared_experts.down_proj.bias",
 }
-# Where attention and MLP are followed by norms too, post_attention_layernorm is that norm, no longer the MLP's.
-POST_NORMS = {
-    "attention_post_norm": "post_attention_layernorm.weight",
-    "mlp_norm": "pre_feedforward_layernorm.weight",
-    "mlp_post_norm": "post_feedforward_layernorm.weight",
-}
-# GPT-OSS keeps all experts in one tensor, as [E, inputs, outputs], gates and what they gate in alternating columns.
-ALL_EXPERTS = {
-    "experts.router": "mlp.router.weight",
-    "experts.router_bias": "mlp.router.bias",
-    "experts.gate": "mlp.experts.gate_up_proj",
-    "experts.up": "mlp.experts.gate_up_proj",
-    "experts.gate_bias": "mlp.experts.gate_up_proj_bias",
-    "experts.up_bias": "mlp.experts.gate_up_proj_bias",
-    "experts.down": "mlp.experts.down_proj",
-    "experts.down_bias": "mlp.experts.down_proj_bias",
-}
-COLUMNS = {"gate": 0, "up": 1, "gate_bias": 0, "up_bias": 1}
 # Theirs are [all outputs, all inputs], and so are ours, but for these: how many of their leading axes are inputs.
 INPUT_AXES = {"attention.out": 2, "experts.router": 1, "experts.gate": 1, "experts.up": 1, "experts.down": 1}
 
@@ -95,32 +80,33 @@ def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_sta
     the layers, and of the experts, that it is stacked of. The first `num_stacked` layers are stacked."""
     first, *rest = path
     if first == "stacks":
-        (place, *rest), (count, *shape_of_one) = rest, shape
-        layers, shape = range(place, count * config.period, config.period), tuple(shape_of_one)
+        (place, *rest), (count, *layer_shape) = rest, shape
+        layers, shape = range(place, count * config.period, config.period), tuple(layer_shape)
     elif first == "layers":
         place, *rest = rest
         layers = range(num_stacked + place, num_stacked + place + 1)
     else:
         return [Slot(WHOLE[first], shape, False)]
-    key, table = ".".join(rest), PER_LAYER | (POST_NORMS if config.post_norms else {})
-    if config.family == "gpt_oss" and key in ALL_EXPERTS and key != "experts.router":
-        part = None
-        if (column := COLUMNS.get(rest[-1])) is not None:
-            shape = (*shape[:-1], 2 * shape[-1])
-            part = Part(shape, np.s_[..., column::2])
-        return [Slot(f"model.layers.{i}.{ALL_EXPERTS[key]}", shape, False, part) for i in layers]
-    name = (ALL_EXPERTS if config.family == "gpt_oss" and key in ALL_EXPERTS else table)[key]
+    key = ".".join(rest)
+    tensors = FAMILIES[config.family].tensors
+    name = tensors[key] if key in tensors else PER_LAYER[key]
+    if isinstance(name, AsStored):
+        return [Slot(f"model.layers.{i}.{name.name}", shape, False) for i in layers]
+    if isinstance(name, Columns):
+        shape = (*shape[:-1], name.step * shape[-1])
+        part = Part(shape, np.s_[..., name.first :: name.step])
+        return [Slot(f"model.layers.{i}.{name.name}", shape, False, part) for i in layers]
     if config.latent is not None and key in ("attention.key_up", "attention.value_up"):  # head by head in one tensor
         (heads, _, rank), nope_dim = shape, config.latent.nope_dim
         rows = nope_dim + config.latent.value_dim
         part = Part((heads, rows, rank), np.s_[:, :nope_dim] if key == "attention.key_up" else np.s_[:, nope_dim:])
         return [Slot(f"model.layers.{i}.{name}", (heads * rows, rank), False, part) for i in layers]
     names = [name.format(expert) for expert in range(shape[0])] if "{}" in name else [name]
-    one = shape[1:] if "{}" in name else shape
+    own = shape[1:] if "{}" in name else shape
     if inputs := INPUT_AXES.get(key, 0):
-        theirs: tuple[int, ...] = math.prod(one[inputs:]), math.prod(one[:inputs])
-    elif len(one) == 1 or key.endswith("bias"):
-        theirs = (math.prod(one),)
+        theirs: tuple[int, ...] = math.prod(own[inputs:]), math.prod(own[:inputs])
+    elif len(own) == 1 or key.endswith("bias"):
+        theirs = (math.prod(own),)
     else:
-        theirs = math.prod(one[:-1]), one[-1]
+        theirs = math.prod(own[:-1]), own[-1]
     return [Slot(f"model.layers.{i}.{name}", theirs, bool(inputs)) for i in layers for name in names]

@@ -1,4 +1,4 @@
-"""The fields of a config.json, read one by one: what nobody has read is known to be harmless, or refused."""
+"""The fields of a config.json, read one by one: a field that nobody has read is known to be harmless, or refused."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,12 +27,18 @@ MUST_BE = {
 
 
 class Fields:
-    """A dict that remembers what was read, so that what nobody read can be refused."""
+    """A dict that remembers which fields were read, so that the others can be refused.
+
+    Fields:
+      left: those that nobody has read.
+      where: its name in errors.
+      family: the `model_type`.
+    """
 
     def __init__(self, fields: Any, where: str):
         if not isinstance(fields, Mapping):
             raise ValueError(f"{where} must be an object with fields, not {shown(fields)}.")
-        self.left, self.where = dict(fields), where
+        self.left, self.where, self.family = dict(fields), where, ""
 
     def take(self, name: str, *default: Any) -> Any:
         if name not in self.left and not default:
@@ -79,7 +85,7 @@ class Fields:
     def finish(self) -> None:
         for name, allowed in MUST_BE.items():
             value = self.left.pop(name, allowed[0])
-            if not any(value is one for one in allowed):
+            if not any(value is right for right in allowed):
                 raise self.refuse(name, value, " and ".join(map(repr, allowed)))
         if unknown := sorted(self.left.keys() - HARMLESS):
             fields = ", ".join(f"{shown(name)[1:-1]} = {shown(self.left[name])}" for name in unknown[:10])

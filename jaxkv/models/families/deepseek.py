@@ -1,19 +1,26 @@
-"""DeepSeek V2 and V3: latent attention, leading layers with an MLP, then experts beside a shared one."""
+"""DeepSeek V2 and V3: latent attention, leading layers with an MLP, then experts beside a shared one.
 
+V3 (Kimi K2 too) scores experts by a sigmoid, with a bias that counts in the choice alone, and may carry layers behind
+the last that predict further tokens; they are left out.
+"""
+
+from collections.abc import Mapping
 from typing import Any
 
+from jaxkv.models.checkpoint_formats import LAYER
 from jaxkv.models.config import DecoderConfig, ExpertsConfig, LatentConfig
-from jaxkv.models.fields import FULL, MOST_DIM, MOST_HEADS, Fields
-from jaxkv.models.rope_fields import parse_ropes
+from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, Fields
+from jaxkv.models.families.family import Family, read_common, read_num_layers, render_common
+from jaxkv.models.rope_fields import parse_ropes, render_rope
 
-FAMILIES = ("deepseek_v2", "deepseek_v3")
+V3 = "deepseek_v3"
 # How V2 names its choice of experts: the best ones of all, or of a token's best groups; how V3 names its own.
 GREEDY, IN_GROUPS, BALANCED = "greedy", "group_limited_greedy", "noaux_tc"
 
 
-def parse(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
-    """What a `DecoderConfig` has besides what all families have in common."""
-    v3, num_layers = common["family"] == "deepseek_v3", len(common["windows"])
+def parse(fields: Fields) -> DecoderConfig:
+    num_layers, common, v3 = read_num_layers(fields), read_common(fields, num_kv_heads=(None,)), fields.family == V3
+    has_bias = fields.flag("attention_bias", False)
     latent = LatentConfig(
         rank=fields.size("kv_lora_rank", 512, most=MOST_DIM),
         rope_dim=fields.size("qk_rope_head_dim", 64, most=MOST_DIM),
@@ -29,17 +36,18 @@ def parse(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
     dense = fields.size("first_k_dense_replace", 3 if v3 else 0, least=0)
     fields.must_be("moe_layer_freq", 1)
     fields.must_be("ep_size", 1)
-    fields.size("num_nextn_predict_layers", 1, least=0)  # `published` leaves them out
-    experts = _experts(fields, v3)
+    fields.size("num_nextn_predict_layers", 1, least=0)  # `name_tensor` leaves them out
+    experts = _read_experts(fields, v3)
     expert_layers = tuple(i >= dense for i in range(num_layers))
-    return dict(
-        head_dim=head_dim, latent=latent, ropes=(rope,) * num_layers,
+    return DecoderConfig(**common | dict(
+        latent=latent, windows=(None,) * num_layers, ropes=(rope,) * num_layers,
         attention_scale=head_dim**-0.5 * rope.sharpening(rope.mscale_all_dim) ** 2,
+        qkv_bias=has_bias, out_bias=has_bias, mlp_bias=False if v3 else fields.flag("mlp_bias", False),
         experts=experts if any(expert_layers) else None, expert_layers=expert_layers if any(expert_layers) else (),
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
-def _experts(fields: Fields, v3: bool) -> ExpertsConfig:
+def _read_experts(fields: Fields, v3: bool) -> ExpertsConfig:
     count = fields.size("n_routed_experts", fields.size("num_local_experts", 256 if v3 else 64, most=MOST_HEADS),
                         most=MOST_HEADS)  # fmt: skip
     mlp_dim = fields.size("moe_intermediate_size", 2048 if v3 else 1407, most=MOST_DIM)
@@ -67,16 +75,18 @@ def _experts(fields: Fields, v3: bool) -> ExpertsConfig:
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:
-    """The fields that `parse` reads."""
-    latent, experts, v3 = config.latent, config.experts, config.family == "deepseek_v3"
+    latent, experts, v3 = config.latent, config.experts, config.family == V3
     assert latent is not None
-    fields = {
+    fields = render_common(config) | {
+        "rope_parameters": render_rope(config.ropes[0]), "attention_bias": config.out_bias,
         "kv_lora_rank": latent.rank, "qk_rope_head_dim": latent.rope_dim, "qk_nope_head_dim": latent.nope_dim,
         "v_head_dim": latent.value_dim, "q_lora_rank": latent.query_rank, "head_dim": latent.rope_dim,
         "first_k_dense_replace": config.expert_layers.count(False) if experts else config.num_layers,
     }  # fmt: skip
     if v3:
         fields |= {"rope_interleave": config.ropes[0].interleaved, "num_nextn_predict_layers": 0}
+    else:
+        fields |= {"mlp_bias": config.mlp_bias}
     if experts is None:
         return fields | {"n_routed_experts": 1, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
     method = BALANCED if v3 else GREEDY if experts.groups == experts.groups_per_token else IN_GROUPS
@@ -86,3 +96,15 @@ def render(config: DecoderConfig) -> dict[str, Any]:
         "norm_topk_prob": experts.normalise, "routed_scaling_factor": experts.scale, "n_group": experts.groups,
         "topk_group": experts.groups_per_token,
     }  # fmt: skip
+
+
+def name_tensor(name: str, config: Mapping[str, Any]) -> str | None:
+    """Returns the name itself; None if it belongs to a layer that predicts further tokens."""
+    found, layers, extra = LAYER.match(name), config.get("num_hidden_layers"), config.get("num_nextn_predict_layers", 1)
+    if found is None or not isinstance(layers, int) or not isinstance(extra, int):
+        return name
+    return None if layers <= int(found[1]) < layers + extra else name
+
+
+V2_FAMILY = Family(parse=parse, render=render, architectures=("DeepseekV2ForCausalLM",))
+V3_FAMILY = Family(parse=parse, render=render, architectures=("DeepseekV3ForCausalLM",), name_tensor=name_tensor)

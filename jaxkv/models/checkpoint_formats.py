@@ -1,4 +1,4 @@
-"""Checkpoints as they are published: under other prefixes, with what the decoder has no use for, or quantised.
+"""Formats that checkpoints store weights in: MXFP4 and blocks of float8.
 
 Quantised weights become numbers as each is read, so that a large model never lies in memory twice.
 """
@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv._core.config.validation import integer
-from jaxkv.models import gemma3
-from jaxkv.models.fields import Fields
+from jaxkv.models.config_fields import Fields
 
 MXFP4, FP8 = "mxfp4", "fp8"
 # Buffers in old checkpoints, which the config determines.
@@ -45,30 +44,15 @@ def take_quantization(fields: Fields) -> None:
         fields.take("quantization_config")
 
 
-def read_published(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A checkpoint's tensors under the names that a decoder's have, without those that are left out by name.
-
-    Left out are buffers that the config determines, what sees images in Gemma 3, and the layers behind the last that
-    predict further tokens in DeepSeek V3.
+def dequantize(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns a checkpoint's tensors with those of a quantised format as numbers, without buffers.
 
     Args:
       config: its config.json.
-      where: what to call it in errors.
+      where: the name of that in errors.
     """
-    named = {}
-    for name, tensor in tensors.items():
-        own = gemma3.text_name(name) if config.get("model_type") == gemma3.NESTED else name
-        if own is not None and not BUFFERS.fullmatch(own) and not _is_extra_layer(own, config):
-            named[own] = tensor
-    return _fp8(_mxfp4(named), config, where)
-
-
-def _is_extra_layer(name: str, config: Mapping[str, Any]) -> bool:
-    found, layers = LAYER.match(name), config.get("num_hidden_layers")
-    if found is None or config.get("model_type") != "deepseek_v3" or not isinstance(layers, int):
-        return False
-    extra = config.get("num_nextn_predict_layers", 1)
-    return layers <= int(found[1]) < layers + (extra if isinstance(extra, int) else 0)
+    kept = {name: tensor for name, tensor in tensors.items() if not BUFFERS.fullmatch(name)}
+    return _fp8(_mxfp4(kept), config, where)
 
 
 def _mxfp4(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,22 @@
+"""Model families, one module each: what its config.json says, and what its checkpoints call the parameters.
+
+`FAMILIES` is the registry, by `model_type`. A new family is a module here and a line below; what it needs of the
+decoder goes into `jaxkv.models.config` as an option with a name of its own. Imported by the readers of `jaxkv.models`.
+"""
+
+from jaxkv.models.families import deepseek, gemma2, gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
+from jaxkv.models.families.family import Family as Family
+
+FAMILIES: dict[str, Family] = {
+    "llama": llama.FAMILY,
+    "mistral": mistral.FAMILY,
+    "qwen2": qwen2.FAMILY,
+    "qwen3": qwen3.FAMILY,
+    "gemma2": gemma2.FAMILY,
+    "gemma3_text": gemma3.FAMILY,
+    "deepseek_v2": deepseek.V2_FAMILY,
+    "deepseek_v3": deepseek.V3_FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
+    "gemma3": gemma3.NESTED_FAMILY,
+}

@@ -1,0 +1,136 @@
+"""The contract of a model family, and what the families share: sizes, layer types, windows."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from jaxkv._core.config.validation import integer
+from jaxkv.models.config import DecoderConfig
+from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, MOST_LAYERS, SLIDING, Fields
+
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+}  # fmt: skip
+
+
+class Columns(NamedTuple):
+    """A parameter that is every `step`-th column of a checkpoint's tensor, from column `first` on."""
+
+    name: str
+    first: int
+    step: int
+
+
+class AsStored(NamedTuple):
+    """A parameter that lies in the checkpoint as it lies in the decoder, not transposed."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model family: what its config.json says, and what its checkpoints call a decoder's parameters.
+
+    Fields:
+      parse: reads the fields of a config.json whose `model_type` is `fields.family`.
+      render: writes the fields that `parse` reads; `render_common` has those of all families.
+      architectures: the classes of transformers that compute what `parse` describes.
+      tensors: names of parameters in checkpoints where they differ from Llama's (`checkpoint_names`); `{}` stands for
+        the number of an expert.
+      flatten: moves the fields of a nested text model to the top.
+      name_tensor: the name in the text model of a checkpoint's tensor, given its config.json; None: it is left out.
+    """
+
+    parse: Callable[[Fields], DecoderConfig]
+    render: Callable[[DecoderConfig], dict[str, Any]]
+    architectures: tuple[str, ...]
+    tensors: Mapping[str, str | Columns | AsStored] = dataclasses.field(default_factory=dict)
+    flatten: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = lambda config, where: config
+    name_tensor: Callable[[str, Mapping[str, Any]], str | None] = lambda name, config: name
+
+
+def read_num_layers(fields: Fields) -> int:
+    return fields.size("num_hidden_layers", most=MOST_LAYERS)
+
+
+def read_common(
+    fields: Fields, *, num_kv_heads: tuple[int | None, ...] = (), head_dim: int | None = None, norm_eps: float = 1e-6,
+    activation: tuple[str, str] = ("hidden_act", "silu"), tied: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Reads what every family says, as arguments of `DecoderConfig`.
+
+    Args:
+      num_kv_heads: the family's default, if it has one; None: as many as there are heads.
+      head_dim: the family's default; None: the width over the heads.
+      norm_eps, tied: the family's defaults.
+      activation: the field that names the activation, and its default.
+    """
+    num_heads = fields.size("num_attention_heads", most=MOST_HEADS)
+    embed_dim = fields.size("hidden_size", most=MOST_DIM)
+    head_dim = fields.size("head_dim", head_dim, None, most=MOST_DIM) or head_dim or embed_dim // num_heads
+    kind = fields.take(*activation)
+    if not isinstance(kind, str) or kind not in ACTIVATIONS:
+        raise fields.refuse(activation[0], kind, ", ".join(ACTIVATIONS))
+    tokenizer = fields.take("jaxkv_tokenizer", None)
+    if tokenizer not in (None, "bytes"):
+        raise fields.refuse("jaxkv_tokenizer", tokenizer, "'bytes'")
+    return dict(
+        family=fields.family,
+        vocab_size=fields.size("vocab_size"),
+        embed_dim=embed_dim,
+        mlp_dim=fields.size("intermediate_size", most=MOST_DIM),
+        num_heads=num_heads,
+        num_kv_heads=fields.size("num_key_value_heads", *num_kv_heads, most=MOST_HEADS) or num_heads,
+        head_dim=head_dim,
+        max_seq_len=fields.size("max_position_embeddings"),
+        attention_scale=head_dim**-0.5,
+        norm_eps=fields.number("rms_norm_eps", norm_eps, least=0),
+        activation=ACTIVATIONS[kind],
+        tie_embeddings=fields.flag("tie_word_embeddings", tied),
+        bos_id=fields.size("bos_token_id", None, least=0),
+        eos_ids=read_token_ids(fields.take("eos_token_id", None), f"eos_token_id in {fields.where}"),
+        byte_tokens=tokenizer == "bytes",
+    )
+
+
+def read_token_ids(value: Any, name: str) -> tuple[int, ...]:
+    """Reads one token or a list of tokens; None is no token."""
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(integer(name, token, least=0) for token in tokens)
+
+
+def read_windows(fields: Fields, default: list[str], window: int | None) -> tuple[int | None, ...]:
+    """Reads `layer_types`, by `default` of these kinds, as each layer's sliding window; None: full attention."""
+    types, num_layers = fields.take("layer_types", None) or default, len(default)
+    if not isinstance(types, list) or len(types) != num_layers or not all(x in (FULL, SLIDING) for x in types):
+        raise fields.refuse("layer_types", types, f"one of {FULL} and {SLIDING} for each of the {num_layers} layers")
+    if SLIDING in types and window is None:
+        raise fields.refuse("layer_types", types, f"{SLIDING} only with a sliding_window, and that is off")
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def render_common(config: DecoderConfig, *, activation: str = "hidden_act") -> dict[str, Any]:
+    """Writes the fields that `read_common` reads."""
+    return {
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.embed_dim,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        activation: next(name for name, kind in ACTIVATIONS.items() if kind == config.activation),
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": list(config.eos_ids) or None,
+    } | ({"jaxkv_tokenizer": "bytes"} if config.byte_tokens else {})
+
+
+def render_windows(config: DecoderConfig) -> dict[str, Any]:
+    """Writes the fields that `read_windows` reads, and the window itself."""
+    window = next((window for window in config.windows if window is not None), None)
+    types = [FULL if window is None else SLIDING for window in config.windows]
+    return {"sliding_window": window, "layer_types": types}

@@ -1,0 +1,47 @@
+"""Qwen 2 and 2.5: Llama with biases on queries, keys and values, and sliding windows behind a switch.
+
+The layers from `max_window_layers` on have the window, where `use_sliding_window` is on and no `layer_types` are given.
+"""
+
+from typing import Any
+
+from jaxkv.models.config import DecoderConfig
+from jaxkv.models.config_fields import FULL, SLIDING, Fields
+from jaxkv.models.families.family import (
+    Family,
+    read_common,
+    read_num_layers,
+    read_windows,
+    render_common,
+    render_windows,
+)
+from jaxkv.models.rope_fields import parse_ropes, render_rope
+
+
+def parse(fields: Fields) -> DecoderConfig:
+    num_layers, common = read_num_layers(fields), read_common(fields)
+    rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0)[FULL]
+    return DecoderConfig(
+        **common, windows=read_switched_windows(fields, num_layers), ropes=(rope,) * num_layers, qkv_bias=True
+    )
+
+
+def read_switched_windows(fields: Fields, num_layers: int, every_layer: bool = False) -> tuple[int | None, ...]:
+    """Reads windows behind the switch `use_sliding_window`; with `every_layer` from the first layer on."""
+    window, first = fields.size("sliding_window", 4096, None), fields.size("max_window_layers", 28, least=0)
+    window, first = window if fields.flag("use_sliding_window", False) else None, 0 if every_layer else first
+    types = [SLIDING if window is not None and i >= first else FULL for i in range(num_layers)]
+    return read_windows(fields, types, window)
+
+
+def render_switched_windows(config: DecoderConfig) -> dict[str, Any]:
+    fields = render_windows(config)
+    return fields | {"use_sliding_window": fields["sliding_window"] is not None}
+
+
+def render(config: DecoderConfig) -> dict[str, Any]:
+    rope = {"rope_parameters": render_rope(config.ropes[0])}
+    return render_common(config) | rope | render_switched_windows(config)
+
+
+FAMILY = Family(parse=parse, render=render, architectures=("Qwen2ForCausalLM",))

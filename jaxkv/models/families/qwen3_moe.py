@@ -1,0 +1,59 @@
+"""Qwen 3 with experts in the place of MLPs, in all layers or in some.
+
+A softmax over all experts chooses; the chosen weights are divided by their sum if `norm_topk_prob` is on.
+"""
+
+from typing import Any
+
+from jaxkv.models.config import DecoderConfig, ExpertsConfig
+from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, Fields
+from jaxkv.models.families.family import Family, read_common, read_num_layers, render_common
+from jaxkv.models.families.qwen2 import read_switched_windows, render_switched_windows
+from jaxkv.models.rope_fields import parse_ropes, render_rope
+
+
+def parse(fields: Fields) -> DecoderConfig:
+    num_layers, common = read_num_layers(fields), read_common(fields)
+    has_bias = fields.flag("attention_bias", False)
+    windows = read_switched_windows(
+        fields, num_layers, every_layer=True
+    )  # transformers reads the first, and ignores it
+    count = fields.either("num_experts", "num_local_experts", 128, most=MOST_HEADS)
+    experts = ExpertsConfig(
+        count=count, per_token=fields.size("num_experts_per_tok", 8, most=count),
+        mlp_dim=fields.size("moe_intermediate_size", 768, most=MOST_DIM),
+        normalise=fields.flag("norm_topk_prob", False),
+    )  # fmt: skip
+    layers = _read_expert_layers(fields, num_layers)
+    rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0, yarn=True)[FULL]
+    return DecoderConfig(
+        **common, windows=windows, ropes=(rope,) * num_layers, qk_norm=True, qkv_bias=has_bias, out_bias=has_bias,
+        experts=experts if any(layers) else None, expert_layers=layers if any(layers) else (),
+    )  # fmt: skip
+
+
+def _read_expert_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    every, without = fields.size("decoder_sparse_step", 1), fields.take("mlp_only_layers", None)
+    without = [] if without is None else without
+    if not isinstance(without, list) or not all(type(i) is int for i in without):
+        raise fields.refuse("mlp_only_layers", without, "a list of layers")
+    return tuple(i not in without and (i + 1) % every == 0 for i in range(num_layers))
+
+
+def render(config: DecoderConfig) -> dict[str, Any]:
+    without = [i for i in range(config.num_layers) if not (config.experts and config.expert_layers[i])]
+    windows = render_switched_windows(config)
+    del windows["layer_types"]  # all layers are alike
+    fields = render_common(config) | windows | {
+        "rope_parameters": render_rope(config.ropes[0]), "attention_bias": config.out_bias,
+        "mlp_only_layers": without, "decoder_sparse_step": 1,
+    }  # fmt: skip
+    if config.experts is None:
+        return fields
+    return fields | {
+        "num_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token,
+        "moe_intermediate_size": config.experts.mlp_dim, "norm_topk_prob": config.experts.normalise,
+    }  # fmt: skip
+
+
+FAMILY = Family(parse=parse, render=render, architectures=("Qwen3MoeForCausalLM",))
