@@ -26,7 +26,7 @@ from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.cache.data_parallel import RowShards
 from jaxkv._core.cache.init import init
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.state.arguments import row_indices
+from jaxkv._core.state.arguments import on_host, row_indices
 from jaxkv._core.state.errors import CacheFileError
 from jaxkv._core.state.multihost import is_here
 from jaxkv._core.state.state import Pool
@@ -248,7 +248,7 @@ def _fit(
 def _chosen(rows: Sequence[int] | None, max_seqs: int) -> np.ndarray:
     if rows is None:
         return np.arange(max_seqs)
-    chosen = np.asarray(row_indices("rows", rows, max_seqs))
+    chosen = np.asarray(row_indices("rows", on_host("rows", rows), max_seqs))
     if len(set(chosen.tolist())) < len(chosen) or ((chosen < 0) | (chosen >= max_seqs)).any():
         raise ValueError(f"rows must be different rows from 0 to {max_seqs - 1}, not {chosen.tolist()}.")
     return chosen

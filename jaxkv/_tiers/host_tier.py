@@ -13,7 +13,7 @@ from jaxkv._core.blocks.allocator import serve, take
 from jaxkv._core.blocks.block_copy import padded_size, put, put_group, read_group
 from jaxkv._core.blocks.tables import free, mark_failed
 from jaxkv._core.cache.cache import Cache, check_cache
-from jaxkv._core.state.arguments import distinct_rows, row_indices, row_mask, scatter_rows
+from jaxkv._core.state.arguments import distinct_rows, read_numbers, row_indices, row_mask, scatter_rows
 from jaxkv._core.state.head_rows import row_sums, seen_by_rows
 from jaxkv._core.state.multihost import check_here
 from jaxkv._core.state.state import NULL_BLOCK, Pool
@@ -115,6 +115,7 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
     [20, 5]
     """
     check_cache(cache)
+    rows = read_numbers("rows", rows)
     if isinstance(rows, jax.core.Tracer) or isinstance(cache.lengths, jax.core.Tracer):
         raise ValueError("swap_out cannot be part of jit: how much there is to move is data. Call it between steps.")
     check_here(cache.pools, "swap_out")
@@ -250,7 +251,7 @@ def first_columns(used: np.ndarray, sinks: int) -> np.ndarray:
 def _row_list(cache: Cache, rows: Any) -> np.ndarray:
     """The indices of `rows`, a mask or indices known on the host."""
     count = cache.lengths.shape[0]
-    if np.asarray(rows).dtype == bool:
+    if rows.dtype == bool:
         return np.flatnonzero(row_mask("rows", rows, count))
     return distinct_rows("rows", rows, count)
 

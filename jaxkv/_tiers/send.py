@@ -15,7 +15,7 @@ from jaxkv._core.blocks.restore import describe_layer, empty_rows, put_rows
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.config.mesh_shape import mesh_of
-from jaxkv._core.state.arguments import distinct_rows
+from jaxkv._core.state.arguments import distinct_rows, read_numbers
 from jaxkv._core.state.errors import OutOfBlocks
 from jaxkv._core.state.multihost import check_here
 from jaxkv._core.state.shard_local import at_places
@@ -116,7 +116,7 @@ def _row_blocks(cache: Cache, row: jax.Array, first: jax.Array, count: jax.Array
 
 def _different(cache: Cache, name: str, rows: Any) -> np.ndarray:
     """Row indices, none of them twice."""
-    if isinstance(rows, jax.core.Tracer):
+    if isinstance(rows := read_numbers(name, rows), jax.core.Tracer):
         raise ValueError(f"{name} must be known on the host: send cannot be part of jit. Call it between steps.")
     return distinct_rows(name, rows, cache.config.max_seqs)
 

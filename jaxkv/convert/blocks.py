@@ -14,6 +14,7 @@ from jaxkv._core.cache.key_bounds import with_bounds
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.kv_packing import stacked
 from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv._core.state.arguments import on_host
 from jaxkv._core.state.head_rows import refuse_gaps
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
 from jaxkv.convert.dense import check_latent
@@ -107,7 +108,7 @@ def _check_tables(
     tables: Any, lengths: Any, num_blocks: int, block_size: int, max_seq_len: int | None
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """The table in this library's numbers (blocks from 1, unused entries 0), the lengths, and the longest row."""
-    tables, lengths = np.asarray(tables), np.asarray(lengths)
+    tables, lengths = on_host("tables", tables), on_host("lengths", lengths)
     if tables.ndim != 2 or lengths.shape != tables.shape[:1]:
         raise ValueError(
             f"tables must be [S, M] and lengths [S], but their shapes are {tables.shape} and {lengths.shape}."

@@ -13,7 +13,7 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.init import init
 from jaxkv._core.config.cache_config import BLOCK_SIZE, CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig
-from jaxkv._core.state.arguments import row_indices
+from jaxkv._core.state.arguments import on_host, row_indices
 from jaxkv._core.state.head_rows import refuse_gaps
 from jaxkv._core.state.state import Pool
 
@@ -125,7 +125,7 @@ def _config(k: list[Any], layers: Sequence[LayerConfig] | None, fields: dict[str
 
 
 def row_lengths(lengths: Any, rows: int, most: int) -> np.ndarray:
-    lengths = np.asarray(lengths)
+    lengths = on_host("lengths", lengths)
     if not np.issubdtype(lengths.dtype, np.integer) or lengths.shape not in ((), (rows,)):
         raise ValueError(
             f"lengths must be one integer for each of the {rows} rows, not {lengths.dtype}{list(lengths.shape)}."
@@ -138,4 +138,4 @@ def row_lengths(lengths: Any, rows: int, most: int) -> np.ndarray:
 
 def row_numbers(cache: Cache, rows: Sequence[int] | None) -> np.ndarray:
     count = cache.lengths.shape[0]
-    return np.arange(count) if rows is None else np.asarray(row_indices("rows", rows, count))
+    return np.arange(count) if rows is None else np.asarray(row_indices("rows", on_host("rows", rows), count))

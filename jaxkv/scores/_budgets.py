@@ -8,7 +8,8 @@ import numpy as np
 
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import integer, real, shown
+from jaxkv._core.config.validation import as_scalar, integer, real, shown
+from jaxkv._core.state.arguments import as_int32, read_numbers
 
 
 def uniform(cache: Cache, keep: float, *, layer: int = 0) -> jax.Array:
@@ -32,7 +33,7 @@ def uniform(cache: Cache, keep: float, *, layer: int = 0) -> jax.Array:
 
 def uniform_kept(config: CacheConfig, keep: Any) -> np.ndarray:
     """`i32[max_seq_len + 1]`: how many tokens `uniform` keeps of so many."""
-    lengths = _all_lengths(config)
+    lengths, keep = _all_lengths(config), as_scalar(keep)
     if isinstance(keep, int | np.integer) and not isinstance(keep, bool):
         return np.full(lengths.shape, integer("keep", keep, least=1), np.int32)
     return (lengths * _shares(keep, lengths)).astype(np.int32)
@@ -95,10 +96,11 @@ def ada(score: jax.Array, budget: Any, *, safeguard: float = 0.2) -> jax.Array:
     ([[3, 1]], [[4, 0]])
     """
     safeguard = real("safeguard", safeguard, least=0, most=1)
+    score = jnp.asarray(read_numbers("score", score))
     if np.ndim(score) != 3:
         raise ValueError(f"ada needs scores [S, K, C], of each head by itself, not of the shape {np.shape(score)}.")
     rows, heads, places = score.shape
-    budget = jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (rows,))
+    budget = jnp.broadcast_to(as_int32(read_numbers("budget", budget)), (rows,))
     certain = (budget.astype(jnp.float32) * safeguard + 1e-4).astype(jnp.int32)
     certain = jnp.maximum(certain, jnp.minimum(budget, 1)) if safeguard else certain
     rank = jnp.argsort(jnp.argsort(-score, axis=2, stable=True), axis=2)
@@ -116,6 +118,7 @@ def _all_lengths(config: CacheConfig) -> np.ndarray:
 
 def _shares(keep: Any, lengths: np.ndarray) -> np.ndarray:
     """`f64[n]`: the share of so many tokens that is to be kept."""
+    keep = as_scalar(keep)
     if isinstance(keep, bool) or not isinstance(keep, int | float | np.integer | np.floating):
         raise ValueError(f"keep must be a share of the tokens up to 1.0, or a number of them, not {shown(keep)}.")
     if isinstance(keep, int | np.integer):

@@ -31,7 +31,7 @@ from jaxkv._core.attention.write import (
     values_of,
 )  # fmt: skip
 from jaxkv._core.config.validation import flag
-from jaxkv._core.state.arguments import row_counts
+from jaxkv._core.state.arguments import is_known, read_numbers, row_counts
 from jaxkv._core.state.head_rows import (
     join_heads,
     own_lines,
@@ -228,11 +228,10 @@ def _open_memory(
     if num_tokens is None and not padded:
         raise ValueError("Packed queries need num_tokens, how many of them belong to each row.")
     everything = np.full(rows, token_axes[-1], np.int32)
-    new = row_counts("num_tokens", everything if num_tokens is None else num_tokens, rows)
-    if num_tokens is not None and not isinstance(num_tokens, jax.Array):
-        counts = np.asarray(num_tokens)
-        if (most := counts.max(initial=0) if padded else counts.sum()) > token_axes[-1]:
-            raise ValueError(f"num_tokens asks for {most} queries, but q has places for {token_axes[-1]}.")
+    given = everything if num_tokens is None else read_numbers("num_tokens", num_tokens)
+    new = row_counts("num_tokens", given, rows)
+    if is_known(given) and (most := given.max(initial=0) if padded else given.sum()) > token_axes[-1]:
+        raise ValueError(f"num_tokens asks for {most} queries, but q has places for {token_axes[-1]}.")
     new = jnp.clip(new, 0, token_axes[-1])
     offsets = None if padded else split_offsets(one, jnp.cumsum(new) - new, token_axes[0])
     return one, jnp.where(one.tables.failed, 0, to_lines(new, one.tables)), offsets

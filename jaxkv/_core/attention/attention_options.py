@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.config.validation import flag, integer, shown
-from jaxkv._core.state.arguments import as_int32
+from jaxkv._core.state.arguments import as_int32, is_known, read_numbers
 from jaxkv._core.state.state import BlockTables, Layer
 from pallas_kernels import trees
 from pallas_kernels.dispatch import check_names
@@ -69,12 +69,9 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
 
 def as_array(name: str, x: Any) -> jax.Array:
     """An array of numbers or flags, or a list of them, on the device. Raises ValueError for anything else."""
-    if isinstance(x, jax.Array):
+    x = read_numbers(name, x)
+    if not is_known(x):
         return x
-    try:
-        x = np.asarray(x)
-    except ValueError:  # lists of unequal length
-        x = np.asarray(None)
     if x.dtype.kind not in "fiub" and x.dtype != jnp.bfloat16:
         raise ValueError(f"{name} must be an array of {'flags' if name == 'mask' else 'numbers'}, not {shown(x)}.")
     return jnp.asarray(x)
@@ -99,7 +96,9 @@ def _read_blocks(blocks: Any, table: tuple[int, ...]) -> Any:
     """Logical blocks of each row. Raises ValueError where they are known on the host and do not increase."""
     if isinstance(blocks, jax.Array | jax.ShapeDtypeStruct):
         return blocks
-    blocks = np.asarray(blocks)
+    blocks = read_numbers("blocks", blocks)
+    if not is_known(blocks):
+        return as_integers("blocks", blocks)
     if blocks.ndim != 2 or blocks.shape[0] != table[0] or not np.issubdtype(blocks.dtype, np.integer):
         raise ValueError(
             f"blocks must be i32[{table[0]}, n], the logical blocks of each row to read, not "
@@ -120,12 +119,9 @@ def _read_blocks(blocks: Any, table: tuple[int, ...]) -> Any:
 
 def as_integers(name: str, x: Any) -> jax.Array:
     """An array of integers as int32; those on the host must fit. Raises ValueError."""
-    if not isinstance(x, jax.Array):
-        x = np.asarray(x)
+    x = read_numbers(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers, one for each token, not {x.dtype}: {shown(x)}.")
-    if not isinstance(x, jax.Array):
-        x = np.clip(x, np.iinfo(np.int32).min, np.iinfo(np.int32).max)
     return as_int32(x)
 
 
@@ -137,11 +133,12 @@ def read_tree(tree: Any, token_axes: tuple[int, ...], tables: BlockTables) -> ja
     """
     if tree is None:
         return None
+    tree = read_numbers("tree", tree)
     parents = as_integers("tree", tree)
     if parents.shape != token_axes:
         raise ValueError(f"tree must be i32{list(token_axes)}, each token's parent, but its shape is {parents.shape}.")
-    if not isinstance(tree, jax.Array):
-        _check_parents(np.asarray(tree), tables)
+    if is_known(tree):
+        _check_parents(tree, tables)
     return parents
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.config.validation import integer, shown
+from jaxkv._core.state.arguments import as_int32, is_known, read_numbers
 
 
 def counts(
@@ -120,25 +121,26 @@ def _roll(x: Any, counts: Any, direction: Any) -> jax.Array:
 
 
 def _rows(x: Any, counts: Any) -> tuple[jax.Array, jax.Array]:
-    x, given, counts = jnp.asarray(x), counts, _integers("counts", counts)
+    x, given = jnp.asarray(read_numbers("x", x)), read_numbers("counts", counts)
+    counts = _integers("counts", given)
     if x.ndim < 2 or counts.shape != x.shape[:1]:
         raise ValueError(f"x must be [S, T, ...] and counts [S], but their shapes are {x.shape} and {counts.shape}.")
-    if not isinstance(given, jax.Array):  # known on the host
-        wrong = np.flatnonzero((np.asarray(given) < 0) | (np.asarray(given) > x.shape[1]))
+    if is_known(given):
+        wrong = np.flatnonzero((given < 0) | (given > x.shape[1]))
         if wrong.size:
             row = int(wrong[0])
             raise ValueError(
                 f"counts must be from 0 to {x.shape[1]}, the places of a row, but row {row} has "
-                f"{shown(np.asarray(given)[row].item())}."
+                f"{shown(given[row].item())}."
             )
     return x, counts
 
 
 def _integers(name: str, x: Any) -> jax.Array:
-    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    x = read_numbers(name, x)
     if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
         raise ValueError(f"{name} must be integers, not {x.dtype}.")
-    return jnp.asarray(x).astype(jnp.int32)
+    return as_int32(x)
 
 
 def _rows_of(name: str, x: jax.Array) -> jax.Array:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import pallas_kernels
 from jaxkv._core.attention.plan import Step, check_plan, plan_step, settle, settled
@@ -16,7 +15,7 @@ from jaxkv._core.blocks.tables import extend
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.key_bounds import renewed, touched
 from jaxkv._core.config.rotation import rotate
-from jaxkv._core.state.arguments import row_counts
+from jaxkv._core.state.arguments import is_known, read_numbers, row_counts
 from jaxkv._core.state.head_rows import own_lines, seen_by_rows, split_heads, split_offsets
 from jaxkv._core.state.shard_local import runs_of
 from jaxkv._core.state.sharding import NEW, POOL, WHOLE, heads_at, on_shards, shards_of
@@ -114,10 +113,10 @@ def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementati
         if len(token_axes) == 1:
             raise ValueError("Packed tokens need num_tokens, how many of them belong to each row.")
         num_tokens = jnp.full(token_axes[0], token_axes[1], jnp.int32)
-    given, num_tokens = num_tokens, row_counts("num_tokens", num_tokens, cache.lengths.shape[0])
-    if not isinstance(given, jax.Array):
-        counts = np.asarray(given)
-        places, most = ("T", counts.max(initial=0)) if len(token_axes) == 2 else ("N", counts.sum())
+    given = read_numbers("num_tokens", num_tokens)
+    num_tokens = row_counts("num_tokens", given, cache.lengths.shape[0])
+    if is_known(given):
+        places, most = ("T", given.max(initial=0)) if len(token_axes) == 2 else ("N", given.sum())
         if most > token_axes[-1]:
             raise ValueError(f"num_tokens asks for {most} tokens, but k and v have {places} = {token_axes[-1]} places.")
     # On the device more tokens than places make no sense, like a negative number, and are refused like one.

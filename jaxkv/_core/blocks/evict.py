@@ -14,7 +14,7 @@ from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.key_bounds import renewed
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import integer, shown
-from jaxkv._core.state.arguments import as_int32
+from jaxkv._core.state.arguments import as_int32, is_known, read_numbers
 from jaxkv._core.state.head_rows import any_of_row, part_sums, row_needs, seen_by_rows, to_lines
 from jaxkv._core.state.shard_local import part_of
 from jaxkv._core.state.sharding import POOL, WHOLE, on_shards
@@ -220,8 +220,7 @@ def _numbers(x: jax.Array) -> jax.Array:
 
 def _read_places(name: str, x: Any, cache: Cache, layer: int) -> jax.Array:
     """`keep` or `scores`, of tokens that rows hold. Raises ValueError."""
-    on_device = isinstance(x, jax.Array)
-    x = x if on_device else np.asarray(x)
+    x = read_numbers(name, x)
     rows, one = cache.config.max_seqs, cache.layer_config(layer)
     by_head = one.evict == "head" or name == "scores"
     shapes = ((rows,), (rows, one.num_kv_heads)) if by_head else ((rows,),)
@@ -234,9 +233,9 @@ def _read_places(name: str, x: Any, cache: Cache, layer: int) -> jax.Array:
             f"{x.dtype}{list(x.shape)}."
         )
     held = cache.layer(layer).held
-    if not isinstance(held, jax.core.Tracer) and (most := int(held.max())) > x.shape[-1]:
+    if not isinstance(held, jax.core.Tracer) and (most := int(np.asarray(held).max())) > x.shape[-1]:
         raise ValueError(f"{name} has places for {x.shape[-1]} tokens, but a row holds {most} in layer {layer}.")
-    if not on_device and name == "scores" and np.isnan(x).any():
+    if is_known(x) and name == "scores" and np.isnan(x).any():
         raise ValueError(f"scores must be numbers, but one of row {np.argwhere(np.isnan(x))[0][0]} is NaN.")
     return jnp.asarray(x) if name == "keep" else jnp.asarray(x, jnp.float32)
 
@@ -244,16 +243,15 @@ def _read_places(name: str, x: Any, cache: Cache, layer: int) -> jax.Array:
 def _read_budget(budget: Any, cache: Cache, layer: int) -> jax.Array:
     """How many tokens to keep, `i32[]`, `i32[S]` or `i32[S, K]`. Raises ValueError."""
     rows, one = cache.config.max_seqs, cache.layer_config(layer)
-    if not isinstance(budget, jax.Array):
-        if np.ndim(budget) == 0:
-            return jnp.int32(integer("budget, the tokens to keep,", budget, least=1))
-        budget = np.asarray(budget)
+    budget = read_numbers("budget", budget)
+    if is_known(budget) and budget.ndim == 0:
+        return jnp.int32(integer("budget, the tokens to keep,", budget, least=1))
     shapes = ((), (rows,), (rows, one.num_kv_heads)) if one.evict == "head" else ((), (rows,))
     if budget.shape not in shapes or not jnp.issubdtype(budget.dtype, jnp.integer):
         raise ValueError(
             f"budget must be a number of tokens, or integers of the shape {' or '.join(map(str, shapes[1:]))}, not "
             f"{shown(budget)}."
         )
-    if not isinstance(budget, jax.Array) and (budget.min() < 0 or budget.max() < 1):
+    if is_known(budget) and (budget.min() < 0 or budget.max() < 1):
         raise ValueError(f"budget must say how many tokens to keep, at least one, not {shown(budget.tolist())}.")
     return as_int32(budget)

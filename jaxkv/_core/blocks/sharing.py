@@ -16,7 +16,7 @@ from jaxkv._core.blocks.allocator import blocks_for, replace_entries, serve, tak
 from jaxkv._core.blocks.block_copy import copy_blocks, in_stack
 from jaxkv._core.blocks.tables import mark_failed
 from jaxkv._core.cache.cache import Cache, check_cache
-from jaxkv._core.state.arguments import row_counts, row_indices, scatter_rows
+from jaxkv._core.state.arguments import is_known, read_numbers, row_counts, row_indices, scatter_rows
 from jaxkv._core.state.head_rows import any_of_row, part_sums, row_needs, source_lines, to_lines
 from jaxkv._core.state.state import GONE, NULL_BLOCK, BlockTables
 
@@ -45,10 +45,9 @@ def fork(cache: Cache, src: Any, dst: Any) -> Cache:
     """
     check_cache(cache)
     rows = cache.lengths.shape[0]
-    known = not isinstance(src, jax.Array) and not isinstance(dst, jax.Array)
-    given = (src, dst)
-    src, dst = row_indices("src", src, rows), row_indices("dst", dst, rows)
-    if known:
+    given = read_numbers("src", src), read_numbers("dst", dst)
+    src, dst = row_indices("src", given[0], rows), row_indices("dst", given[1], rows)
+    if all(map(is_known, given)):
         _check_pairs(*(np.atleast_1d(x).tolist() for x in given))
     if src.shape not in (dst.shape, (1,)):
         raise ValueError(f"src and dst must be equally long, but have {src.shape[0]} and {dst.shape[0]} rows.")
@@ -84,7 +83,7 @@ def reorder(cache: Cache, order: Any) -> Cache:
     """
     check_cache(cache)
     rows = cache.lengths.shape[0]
-    if not isinstance(order, jax.Array):
+    if is_known(order := read_numbers("order", order)):
         row_indices("order", order, rows)
     return _reorder(cache, row_counts("order", order, rows))
 

@@ -14,7 +14,7 @@ from jaxkv._core.blocks.tables import mark_failed
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.key_bounds import renewed, touched
 from jaxkv._core.config.validation import shown
-from jaxkv._core.state.arguments import as_int32
+from jaxkv._core.state.arguments import as_int32, is_known, read_numbers
 from jaxkv._core.state.head_rows import any_of_row, to_lines
 from jaxkv._core.state.shard_local import at_places, own_places
 from jaxkv._core.state.sharding import POOL, WHOLE, on_shards
@@ -80,14 +80,13 @@ def keep_guesses(cache: Cache, path: jax.Array, guessed: jax.Array) -> Cache:
 
 
 def _read_path(cache: Cache, path: Any) -> jax.Array:
-    rows, on_device = cache.lengths.shape[0], isinstance(path, jax.Array)
-    path = path if on_device else np.asarray(path)
+    rows, path = cache.lengths.shape[0], read_numbers("path", path)
     if path.ndim != 2 or path.shape[0] != rows or not jnp.issubdtype(path.dtype, jnp.integer):
         raise ValueError(
             f"path must be i32[{rows}, n], the kept tokens of each row with -1 behind them, not "
             f"{path.dtype}{list(path.shape)}."
         )
-    if not on_device:
+    if is_known(path):
         known = not isinstance(cache.new, jax.core.Tracer)
         new = np.asarray(cache.new) if known else np.full(rows, np.iinfo(np.int32).max)
         for row, (entries, most) in enumerate(zip(path.tolist(), new.tolist(), strict=True)):

@@ -18,6 +18,7 @@ from jaxkv._core.cache.pool_access import dense, dense_pair, read_tokens
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.validation import integer, shown
+from jaxkv._core.state.arguments import as_int32, read_numbers
 from jaxkv._core.state.head_rows import seen_by_rows
 from jaxkv._core.state.sharding import KV, PARTS, POOL, WHOLE, heads_at, on_shards, whole
 from jaxkv._core.state.state import BlockTables, Layer, Pool
@@ -186,7 +187,7 @@ class Views:
         """
         one = self.layer(layer)
         tables, evict = one.tables, self.config.group_evicts[one.group]
-        row, position = jnp.asarray(row, jnp.int32), jnp.asarray(position, jnp.int32)
+        row, position = (as_int32(read_numbers(name, x)) for name, x in {"row": row, "position": position}.items())
         if evict == "head":
             row, position = (
                 jnp.stack([x] * one.layer_config.num_kv_heads, -1) for x in jnp.broadcast_arrays(row, position)
@@ -217,7 +218,8 @@ class Views:
         """Keys and values `[K, D]` of one token. Outside `jit`, IndexError where there is none; inside, zeros."""
         check_row(self, row)
         length = self.layer(layer).held[row].max()
-        if not isinstance(length, jax.core.Tracer) and not 0 <= position < int(length):
+        known = not any(isinstance(x, jax.core.Tracer) for x in (length, position))
+        if known and not 0 <= integer("position", position, least=None, most=None) < int(length):
             raise IndexError(f"Row {row} holds {int(length)} tokens, so it has no token at position {position}.")
         block, _ = self.slots(row, position, layer=layer)
         if not isinstance(block, jax.core.Tracer) and not block.any():
@@ -310,13 +312,16 @@ def check_row(cache: Views, row: Any) -> None:
     rows = cache.lengths.shape[0]
     if isinstance(row, jax.core.Tracer):
         return
-    index = row.item() if isinstance(row, jax.Array) and row.ndim == 0 else row
+    index = row.item() if isinstance(row, jax.Array | np.ndarray) and row.ndim == 0 else row
     if isinstance(index, bool) or not isinstance(index, int | np.integer) or not 0 <= index < rows:
         raise IndexError(f"row must be an integer from 0 to {rows - 1}, not {row!r}.")
 
 
 def check_head(cache: Views, layer: int, head: Any) -> None:
     heads = cache.layer_config(layer).num_kv_heads
+    if isinstance(head, jax.core.Tracer):
+        return
+    head = head.item() if isinstance(head, jax.Array | np.ndarray) and head.ndim == 0 else head
     if not isinstance(head, int | np.integer) or not 0 <= head < heads:
         raise IndexError(f"head must be an integer from 0 to {heads - 1} in layer {layer}, not {head!r}.")
 

@@ -20,7 +20,7 @@ def integer(name: str, value: Any, *, least: int | None = None, most: int | None
     >>> integer("max_seqs", np.int64(3), least=1)
     3
     """
-    number = _scalar(value)
+    number = as_scalar(value)
     if isinstance(number, bool | np.bool) or not isinstance(number, int | np.integer):
         raise ValueError(f"{name} must be an integer, not {shown(value)}.")
     return _bounded(name, int(number), least, most)
@@ -37,7 +37,7 @@ def real(
     >>> real("temperature", 1, least=0)
     1.0
     """
-    number = _scalar(value)
+    number = as_scalar(value)
     if isinstance(number, bool | np.bool) or not isinstance(number, int | float | np.integer | np.floating):
         raise ValueError(f"{name} must be a number, not {shown(value)}.")
     try:
@@ -77,7 +77,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
 
 
-def _scalar(value: Any) -> Any:
+def as_scalar(value: Any) -> Any:
+    """Return the Python number that an array without axes holds; anything else as it is."""
     if isinstance(value, jax.core.Tracer):  # no number yet: what is told of it is that it is traced
         return value
     is_array = hasattr(value, "dtype") and hasattr(value, "item") and getattr(value, "shape", None) == ()

@@ -1,61 +1,121 @@
 """Arguments from users: what is known on the host is checked there, what is on the device is left to the device."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.config.validation import MOST_INDEX
+from jaxkv._core.config.validation import MOST_INDEX, shown
+
+
+def read_numbers(name: str, x: Any) -> np.ndarray | jax.Array:
+    """Return numbers or flags as one array: NumPy's where all of them are known on the host, else JAX's.
+
+    Callers hand in Python's numbers, NumPy's, arrays, and lists of all of these in lists. Under `jit` some entries of a
+    list are traced, and others are not.
+
+    Raises:
+      ValueError: lists of unequal lengths.
+    """
+    x = _array_of(x)
+    if isinstance(x, jax.Array):
+        return x
+    if isinstance(x, list | tuple) and any(isinstance(leaf, jax.core.Tracer) for leaf in _leaves(x)):
+        return _stack(name, [read_numbers(name, entry) for entry in x])
+    try:
+        return np.asarray(x)
+    except ValueError:
+        raise ValueError(f"{name} must be an array, or lists of equal lengths, not {shown(x)}.") from None
+
+
+def is_known(x: Any) -> bool:
+    """Whether the entries of `x`, what `read_numbers` returned, are on the host, so that they can be checked."""
+    return isinstance(x, np.ndarray | np.generic)
+
+
+def _leaves(x: Any) -> Iterator[Any]:
+    for entry in x:
+        if isinstance(entry, list | tuple):
+            yield from _leaves(entry)
+        else:
+            yield _array_of(entry)
+
+
+def _array_of(x: Any) -> Any:
+    """Return the array that a Flax variable holds; anything else as it is."""
+    if not isinstance(x, jax.Array) and callable(convert := getattr(x, "__jax_array__", None)):
+        return convert()
+    return x
+
+
+def _stack(name: str, entries: list[Any]) -> jax.Array:
+    """Return arrays of any integer types, or any others, as one."""
+    if len(shapes := {entry.shape for entry in entries}) > 1:
+        raise ValueError(f"{name} must be lists of equal lengths, but has entries of the shapes {sorted(shapes)}.")
+    dtypes = [entry.dtype for entry in entries]
+    if all(jnp.issubdtype(dtype, jnp.bool_) for dtype in dtypes):
+        return jnp.stack([jnp.asarray(entry) for entry in entries])
+    if any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+        return jnp.stack([jnp.asarray(entry, jnp.float32) for entry in entries])
+    return jnp.stack([as_int32(entry) for entry in entries])
 
 
 def row_counts(name: str, x: Any, rows: int) -> jax.Array:
-    """`x` as `i32[rows]`. Lists and NumPy arrays may not be negative; a JAX array is data, and not looked at."""
-    on_device = isinstance(x, jax.Array)
-    x = x if on_device else np.asarray(x)
+    """`x` as `i32[rows]`. What is known on the host may not be negative; a JAX array is data, and not looked at."""
+    x = read_numbers(name, x)
     if x.shape != (rows,):
         raise ValueError(f"{name} must have one integer for each of the {rows} rows, but its shape is {x.shape}.")
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers, not {x.dtype}.")
-    if not on_device and (x < 0).any():
+    if is_known(x) and (x < 0).any():
         row = int(np.argmax(x < 0))
         raise ValueError(f"{name} must not be negative, but row {row} has {x[row]}.")
-    if not on_device:
-        x = x.astype(np.int64) if x.itemsize < 8 else x
-        x = np.minimum(x, MOST_INDEX)
     return as_int32(x)
 
 
 def row_indices(name: str, x: Any, rows: int) -> jax.Array:
     """`x` as `i32[n]` row indices. On the host an index out of range is an IndexError; negative ones do not wrap."""
-    on_device = isinstance(x, jax.Array)
-    x = x if on_device else np.asarray(x)
+    x = read_numbers(name, x)
     if x.ndim > 1 or not (jnp.issubdtype(x.dtype, jnp.integer) or x.size == 0):
         raise ValueError(f"{name} must be a row index or a list of them, not {x.dtype}{list(x.shape)}.")
-    if not on_device and x.size and not ((x >= 0) & (x < rows)).all():
+    if is_known(x) and x.size and not ((x >= 0) & (x < rows)).all():
         raise IndexError(f"{name} must be rows from 0 to {rows - 1}, not {x.tolist()}.")
     return as_int32(x.reshape(-1))
 
 
 def distinct_rows(name: str, x: Any, rows: int) -> np.ndarray:
     """`x`, known on the host, as indices of rows, none of them twice. Raises IndexError, ValueError."""
-    indices = np.asarray(row_indices(name, np.asarray(x), rows))
+    indices = np.asarray(row_indices(name, on_host(name, x), rows))
     if len(set(indices.tolist())) != len(indices):
         raise ValueError(f"{name} names a row twice: {indices.tolist()}.")
     return indices
 
 
+def on_host(name: str, x: Any) -> np.ndarray:
+    """`x` as a NumPy array. Raises ValueError where it is traced."""
+    x = read_numbers(name, x)
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError(f"{name} must be known on the host, not traced: call this between steps, outside of jit.")
+    return np.asarray(x)
+
+
 def as_int32(x: Any) -> jax.Array:
     """`x` as int32. What is more than any row holds stays so, where as int32 it would wrap."""
-    if x.dtype.itemsize > 4 and isinstance(x, jax.Array):
-        x = jnp.minimum(x, MOST_INDEX)
-        x = x if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else jnp.maximum(x, -MOST_INDEX)
+    dtype = jnp.dtype(x.dtype)
+    if jnp.issubdtype(dtype, jnp.integer) and (dtype.itemsize > 4 or dtype == jnp.uint32):
+        at = np if is_known(x) else jnp
+        x = at.minimum(x, at.asarray(MOST_INDEX, dtype))
+        if not jnp.issubdtype(dtype, jnp.unsignedinteger):
+            x = at.maximum(x, at.asarray(-MOST_INDEX, dtype))
     return jnp.asarray(x, jnp.int32)
 
 
 def row_mask(name: str, x: Any, rows: int) -> jax.Array:
     """`x` as `bool[rows]`: a mask, or the indices of the rows it is True for."""
-    if getattr(x, "dtype", None) == jnp.bool_ or (isinstance(x, list | tuple) and any(isinstance(i, bool) for i in x)):
+    x = read_numbers(name, x)
+    if x.dtype == bool:
         x = jnp.asarray(x)
         if x.shape != (rows,):
             raise ValueError(
@@ -63,7 +123,7 @@ def row_mask(name: str, x: Any, rows: int) -> jax.Array:
             )
         return x
     indices = row_indices(name, x, rows)
-    if isinstance(x, jax.Array):
+    if not is_known(x):
         return scatter_rows(jnp.zeros(rows, bool), indices, True)
     return jnp.asarray(np.isin(np.arange(rows), x))  # known on the host: nothing runs on the device for it
 
