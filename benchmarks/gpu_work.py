@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kinds import encode
+from pallas_kernels.common.quantization import encode
 
 # What one piece of work goes round, if pools of its size can: the L2 cache of an H200 keeps 60 MB, however it chooses.
 IN_TURN = 500e6

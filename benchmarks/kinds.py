@@ -17,7 +17,8 @@ import numpy as np
 from _harness import save, table, time_side_by_side
 
 import jaxkv
-from pallas_kernels import SHAPES, kinds, paged_attention
+from pallas_kernels import SHAPES, paged_attention
+from pallas_kernels.common import quantization as kinds
 
 ROWS, PLACES, BLOCK_SIZE, HEAD_DIM = 8, 2048, 16, 128
 

@@ -25,8 +25,9 @@ from tpu_works import CHIPS, FORMS, HEADS, MODELS, WORKS, Work, stand_ins
 import jaxkv
 from jaxkv._core.config.kv_packing import Apart, OneRow, Pairs
 from jaxkv.models import Decoder, DecoderConfig, Rope
-from pallas_kernels import SHAPES, AttentionShape, cascade, tpu
-from pallas_kernels.kinds import scale_shape, storage_of
+from pallas_kernels import SHAPES, AttentionShape, tpu
+from pallas_kernels.api import cascade
+from pallas_kernels.common.quantization import scale_shape, storage_of
 from pallas_kernels.tpu import decode, pages, prefill, step, write
 
 

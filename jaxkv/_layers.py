@@ -9,7 +9,7 @@ from jaxkv._core.attention.attention import attention
 from jaxkv._core.attention.plan import Step, positions
 from jaxkv._core.attention.query_capture import rotated_by
 from jaxkv._core.state.state import Layer
-from pallas_kernels.arguments import check_numbers
+from pallas_kernels.api.arguments import check_numbers
 
 
 def attend_or_dense(

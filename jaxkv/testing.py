@@ -22,7 +22,7 @@ from jaxkv._copies import assert_no_copy as assert_no_copy
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.head_rows import block_numbers
 from jaxkv._engine.frontend.trace import Trace as Trace, record as record
-from pallas_kernels import kinds
+from pallas_kernels.common import quantization as kinds
 
 __all__ = ["Trace", "assert_no_copy", "permute_blocks", "poison", "record"]
 

@@ -9,9 +9,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import kinds
-from pallas_kernels.kinds import LARGEST as KINDS  # noqa: F401 (what it stores)
-from pallas_kernels.tokens import default_offsets, locate
+from pallas_kernels.common import quantization as kinds
+from pallas_kernels.common.quantization import LARGEST as KINDS  # noqa: F401 (what it stores)
+from pallas_kernels.common.ragged_layout import default_offsets, locate
 
 LATENT = True  # it reads latent rows
 # What else it takes.

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import kinds, reference
-from pallas_kernels.sight import Reach
+from pallas_kernels import reference
+from pallas_kernels.common import quantization as kinds
+from pallas_kernels.common.masks import Reach
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,7 +41,7 @@ def pytest_runtest_teardown(item, nextitem):
 @pytest.fixture(scope="module")
 def rows_in_tiles():
     """XLA reads the rows of this file's little caches in tiles, in a loop, as it does with longer ones."""
-    from pallas_kernels.xla import work
+    from pallas_kernels.xla import work_list as work
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work, "AT_ONCE_BYTES", 0)

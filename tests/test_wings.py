@@ -21,7 +21,7 @@ WINGS = (
 # Folders that hold wings and no modules of their own.
 HALLS = ("jaxkv._core", "jaxkv._engine")
 ROOT = pathlib.Path(jaxkv.__file__).parents[1]
-LARGER = {"jaxkv.models": 17, "pallas_kernels": 16}  # not yet cut
+LARGER = {"jaxkv.models": 17}  # not yet cut
 
 
 def imports(source):
@@ -115,11 +115,12 @@ def test_no_circles():
 def test_planted_imports_are_found():
     planted = {
         "jaxkv._core.blocks.tables": "def f():\n    from jaxkv._engine.frontend.engine import Engine\n",
-        "pallas_kernels.tokens": "import jaxkv\n",
+        "pallas_kernels.common.ragged_layout": "import jaxkv\n",
     }
     found = list(misplaced(modules() | planted))
     assert sorted(found) == [
-        ("jaxkv._core.blocks.tables", "jaxkv._engine.frontend.engine.Engine"), ("pallas_kernels.tokens", "jaxkv"),
+        ("jaxkv._core.blocks.tables", "jaxkv._engine.frontend.engine.Engine"),
+        ("pallas_kernels.common.ragged_layout", "jaxkv"),
     ]  # fmt: skip
     loop = {"a": "import b", "b": "from c import d", "c": "import a", "beside": "import a"}
     assert circles(loop).keys() == loop.keys()

@@ -32,7 +32,7 @@ from jaxkv._core.config.validation import integer, shown
 from jaxkv._core.state.errors import CacheFileError, DamagedFile
 from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
-from pallas_kernels import kinds
+from pallas_kernels.common import quantization as kinds
 
 # Version 1 has no stacked and no quantised caches and no latent layers, version 2 no layers that rotate or have chunks,
 # version 3 none that evict; they are otherwise the same.

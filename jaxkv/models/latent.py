@@ -14,7 +14,7 @@ from jaxkv.models.config import DecoderConfig, LatentConfig
 from jaxkv.models.layers import norm_weight, rms_norm
 from jaxkv.models.rope import Rope
 from jaxkv.nnx import project
-from pallas_kernels.joining import side_by_side
+from pallas_kernels.common.xla_cpu import side_by_side
 
 NORM_EPS = 1e-6  # of the norms inside, whatever the other norms of the model have
 

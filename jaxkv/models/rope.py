@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxkv._core.config.validation import integer, real, shown
 from jaxkv._products import moves_heads
-from pallas_kernels.joining import side_by_side
+from pallas_kernels.common.xla_cpu import side_by_side
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

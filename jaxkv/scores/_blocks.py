@@ -13,7 +13,7 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.validation import integer, real
 from jaxkv._core.state.sharding import shards_of
 from jaxkv._core.state.state import Layer
-from pallas_kernels.tokens import locate
+from pallas_kernels.common.ragged_layout import locate
 
 LARGEST = float(np.finfo(np.float32).max)
 TOGETHER = 1 << 20  # bytes of bounds that are looked up at a time

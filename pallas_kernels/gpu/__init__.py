@@ -5,10 +5,10 @@ for both over latent rows. They take their work from lists built on the device (
 `tuning`, and share `tiles`; `support` refuses what they cannot do. The write of the cache is XLA's in-place scatter.
 """
 
-from pallas_kernels.gpu.quantised import KINDS as KINDS
+from pallas_kernels.common.masks import with_spans
+from pallas_kernels.gpu.dequantize import KINDS as KINDS
 from pallas_kernels.gpu.step import attend
 from pallas_kernels.gpu.support import unsupported as unsupported
-from pallas_kernels.sight import with_spans
 
 LATENT = True  # it reads latent rows
 VARIANTS = frozenset({"causal", "chunk", "deterministic", "sink_tokens", "spans", "tree"})

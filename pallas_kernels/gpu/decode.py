@@ -21,8 +21,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.common.masks import Reach, sees
 from pallas_kernels.gpu import tuning
-from pallas_kernels.gpu.quantised import arrivals, load_scales, slots_and_wide, widen
+from pallas_kernels.gpu.dequantize import arrivals, load_scales, slots_and_wide, widen
 from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
@@ -42,8 +43,7 @@ from pallas_kernels.gpu.tiles import (
     tile_at,
     varies,
 )
-from pallas_kernels.gpu.work import UNUSED, WHOLE
-from pallas_kernels.sight import Reach, sees
+from pallas_kernels.gpu.work_items import UNUSED, WHOLE
 
 VECTOR = LAYOUT.reduce(0)  # how one value for each column lies in registers
 
@@ -66,7 +66,7 @@ def split(
         arrays, the rest of which holds anything.
       reach: how far back tokens see.
       sight: `i32[S, 3 + W, columns]`, what each of a row's queries sees where that does not go by `reach` alone; see
-        `sight.Tiles`.
+        `masks.Tiles`.
       kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
       new_tokens: tokens of each row, at most: `new_tokens * H // K <= columns`, a multiple of 8.
 

@@ -19,6 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.common.masks import Reach, sees
 from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import (
@@ -40,8 +41,7 @@ from pallas_kernels.gpu.tiles import (
     tile_at,
     varies,
 )
-from pallas_kernels.gpu.work import UNUSED, WHOLE
-from pallas_kernels.sight import Reach, sees
+from pallas_kernels.gpu.work_items import UNUSED, WHOLE
 
 QUERY_ROWS = 64  # of a thread block: the matrix unit's width
 HALVES = 2  # of the values, a warpgroup's each
@@ -64,7 +64,7 @@ def split(
       q: `[N, H, D]`, D a multiple of 8 and H such as `heads_at_once` takes: all tokens of the step.
       kv: the pool, `[num_blocks + 1, 1, 1, block_size, D']`, D' at least the multiple of 64 that D fits in.
       tables: `i32[S, M]`.
-      items: `i32[W, 7]` or wider, see `work.decode_items`. If `by_item` `i32[W, 8]`: at the end how many
+      items: `i32[W, 7]` or wider, see `work_items.decode_items`. If `by_item` `i32[W, 8]`: at the end how many
         tokens there are.
       scalars: `f32[2]`, see `logits_base2`.
       sinks: `f32[H // h, 64]`, one more logit for each query, or None.
@@ -74,7 +74,7 @@ def split(
       new_tokens: tokens of an item, at most: `new_tokens * h <= 64`.
       some_cut: whether items may be parts.
       by_item: each item has tokens of its own, of which only those there are are written.
-      sight: `i32[S, 3 + W, 64]`, what each query sees, where that does not go by `reach` alone; see `sight.Tiles`. If
+      sight: `i32[S, 3 + W, 64]`, what each query sees, where that does not go by `reach` alone; see `masks.Tiles`. If
         `by_item` `i32[W // C, ..]`, of C items each, one after another.
 
     Returns:

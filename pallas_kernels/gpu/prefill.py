@@ -22,7 +22,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu.quantised import arrivals, settle_scales, slots_and_wide, widen
+from pallas_kernels.common.masks import Reach, sees
+from pallas_kernels.gpu.dequantize import arrivals, settle_scales, slots_and_wide, widen
 from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
@@ -43,7 +44,6 @@ from pallas_kernels.gpu.tiles import (
     tile_at,
     varies,
 )
-from pallas_kernels.sight import Reach, sees
 
 CONSUMERS = 2
 HALF = 64  # query rows of one consumer: the matrix unit's width
@@ -53,7 +53,7 @@ ROWS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))  # type: ig
 
 
 class Part(NamedTuple):
-    """What a consumer's loop is over, and what turns products into logits; see `work.prefill_items`."""
+    """What a consumer's loop is over, and what turns products into logits; see `work_items.prefill_items`."""
 
     first_token: jax.Array
     stop: jax.Array
@@ -80,15 +80,15 @@ def attend(
       q: `[N, H, D]`, D a multiple of 8: all tokens of the step.
       kv: the pool, `[num_blocks + 1, 2, K, block_size, D']`, D' at least the multiple of 64 that D fits in: E.
       tables: `i32[S, M]`.
-      items: `i32[W, C, 7]`, of C chunks of the context each; see `work.prefill_items`. With `sight` `i32[W, C, 9]`: in
-        the place of the tokens' positions the first that any of them sees and the one to stop before, and at the end
-        the same of what all of them see.
+      items: `i32[W, C, 7]`, of C chunks of the context each; see `work_items.prefill_items`. With `sight`
+        `i32[W, C, 9]`: in the place of the tokens' positions the first that any of them sees and the one to stop
+        before, and at the end the same of what all of them see.
       scalars: `f32[2]`, see `logits_base2`.
       holes: `i32[W, 2, 2]`, see `work.bits`: which of the step's tokens belong to no row, `tokens_of(group)` to a
         consumer, in the step's order. If C is 1: their output is 0.
       sinks: `f32[K, 64]`, one more logit for each of a consumer's query rows if C is 1, or None.
       reach: how far back tokens see, where only a window says so.
-      sight: `i32[W, 3 + words, 128]`, what each query row sees, where more does; see `sight.Tiles`. Then `reach` says
+      sight: `i32[W, 3 + words, 128]`, what each query row sees, where more does; see `masks.Tiles`. Then `reach` says
         only which first tokens are seen.
       kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
       weights_in_registers: the softmax's weights are multiplied from where they are made, not from shared memory, which

@@ -6,11 +6,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gpu import decode, latent, prefill, tuning, work
+from pallas_kernels.common.masks import Reach, Sight, cut, find_sight, of_rows_that_hold
+from pallas_kernels.common.ragged_layout import Tokens, default_offsets, locate
+from pallas_kernels.gpu import decode, latent, prefill, tuning, work_items as work
 from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import InterpretParams, logit_scalars, varies
-from pallas_kernels.sight import Reach, Sight, cut, find_sight, of_rows_that_hold
-from pallas_kernels.tokens import Tokens, default_offsets, locate
 
 MOST_COLUMNS = 32  # queries of one row and KV head that the decode kernels take
 

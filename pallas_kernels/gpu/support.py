@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gpu.quantised import SCALES_AT_ONCE
-from pallas_kernels.gpu.work import MOST_ROWS
-from pallas_kernels.sight import unsupported_sight
+from pallas_kernels.common.masks import unsupported_sight
+from pallas_kernels.gpu.dequantize import SCALES_AT_ONCE
+from pallas_kernels.gpu.work_items import MOST_ROWS
 
 FALLBACK = "leave implementation=None to use XLA's"
 CAPABILITY = "9.0"  # Hopper: the kernels use its warpgroup matrix instructions, which newer chips do not have either

@@ -15,7 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.sight import Reach
+from pallas_kernels.common.masks import Reach
 
 InterpretParams = plgpu.InterpretGPUParams | None
 

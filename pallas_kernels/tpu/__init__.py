@@ -4,8 +4,8 @@ Rows with one new token go to the decode kernel, which can write it as well; row
 queries for the prefill kernel. A mixed step runs both, and neither pays for the other's rows.
 """
 
-from pallas_kernels.sight import with_spans
-from pallas_kernels.tpu.quantised import KINDS as KINDS
+from pallas_kernels.common.masks import with_spans
+from pallas_kernels.tpu.quantize import KINDS as KINDS
 from pallas_kernels.tpu.step import attend, decode_step
 from pallas_kernels.tpu.support import unsupported as unsupported
 from pallas_kernels.tpu.write import write_kv as write_kv

@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kinds import split_rank
-from pallas_kernels.sight import ALL
+from pallas_kernels.common.masks import ALL
+from pallas_kernels.common.quantization import split_rank
 from pallas_kernels.tpu.pages import (
     LANES,
     MASKED,
@@ -29,7 +29,7 @@ from pallas_kernels.tpu.pages import (
     sublanes,
     vector_bytes,
 )
-from pallas_kernels.tpu.quantised import along_lanes, as_given, quantise, queries_by_scale, scales_of, widen
+from pallas_kernels.tpu.quantize import along_lanes, as_given, quantise, queries_by_scale, scales_of, widen
 
 SEGMENT_TOKENS = 128
 ONE_HEAD_TOKENS = 256  # a segment of one KV head is little work beside what every segment costs

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.sight import Reach
+from pallas_kernels.common.masks import Reach
 
 SMEM_ENTRIES = 250_000  # i32 that fit the 1 MiB of scalar memory, with some room for the rest
 PAGE_BUFFER_BYTES = 16 * 2**20  # of vector memory, for the two buffers of a prefill

@@ -15,9 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kinds import split_rank
-from pallas_kernels.sight import ALL, Reach, sees
+from pallas_kernels.common.masks import ALL, Reach, sees
+from pallas_kernels.common.quantization import split_rank
 from pallas_kernels.tpu.decode import page_buffers
+from pallas_kernels.tpu.head_transpose import Words, to_heads, to_tokens
 from pallas_kernels.tpu.pages import (
     LANES,
     MASKED,
@@ -30,8 +31,7 @@ from pallas_kernels.tpu.pages import (
     sublanes,
     vector_bytes,
 )
-from pallas_kernels.tpu.quantised import along_lanes, queries_by_scale, scales_of, widen
-from pallas_kernels.tpu.words import Words, to_heads, to_tokens
+from pallas_kernels.tpu.quantize import along_lanes, queries_by_scale, scales_of, widen
 
 STEP_TOKENS = 256  # of the products of a head and of one softmax
 STEPS_TOGETHER = 2  # come at once, and are worked on without a pause where all is seen
@@ -107,7 +107,7 @@ def prefill(
         ones, whose scales are those of heads.
       scale, soft_cap, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
       reach: how far back tokens see, where only a window says so.
-      sight: `sight.Tiles` of these tiles, where more does; then `reach` says only which first tokens are seen.
+      sight: `masks.Tiles` of these tiles, where more does; then `reach` says only which first tokens are seen.
       deterministic: all steps take as many keys at once, those of tables with no room for so many too.
       interpret: run on the CPU, `pltpu.InterpretParams()`.
 

@@ -5,12 +5,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.sight import Reach, Sight, Tiles as SightTiles, cut, find_sight, of_rows_that_hold, see_all
-from pallas_kernels.tokens import default_offsets, locate
+from pallas_kernels.common.masks import Reach, Sight, Tiles as SightTiles, cut, find_sight, of_rows_that_hold, see_all
+from pallas_kernels.common.ragged_layout import default_offsets, locate
 from pallas_kernels.tpu.decode import decode
 from pallas_kernels.tpu.pages import LANES, VMEM_BYTES, pad
 from pallas_kernels.tpu.prefill import make_tiles, prefill, prefill_bytes
-from pallas_kernels.tpu.quantised import encodable
+from pallas_kernels.tpu.quantize import encodable
 
 TILE_QUERIES = 512  # tokens x heads of a group: enough to hide the loading of keys
 # Tokens x all heads, by how many tokens there may be: as many as make the loop of products long, of which the ends are

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.kinds import is_joined
-from pallas_kernels.sight import SIGHTS, unsupported_sight
+from pallas_kernels.common.masks import SIGHTS, unsupported_sight
+from pallas_kernels.common.quantization import is_joined
 from pallas_kernels.tpu.decode import BLOCK_ROWS, decode_bytes
 from pallas_kernels.tpu.pages import LANES, SMEM_ENTRIES, VMEM_BYTES, page_tile
 from pallas_kernels.tpu.prefill import max_tiles, prefill_bytes

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import xla
-from pallas_kernels.kinds import split_rank
-from pallas_kernels.tokens import default_offsets, locate
+from pallas_kernels.common.quantization import split_rank
+from pallas_kernels.common.ragged_layout import default_offsets, locate
 from pallas_kernels.tpu.pages import (
     SMEM_ENTRIES,
     SPILL_BYTES,
@@ -27,7 +27,7 @@ from pallas_kernels.tpu.pages import (
     page_tile,
     vector_bytes,
 )
-from pallas_kernels.tpu.quantised import along_lanes, as_given, encodable, quantise
+from pallas_kernels.tpu.quantize import along_lanes, as_given, encodable, quantise
 
 PAGE_TOKENS = 32  # at most, for a page is fetched and sent whole even if one token of it is new
 RING_BYTES = 24 * 2**20  # of vector memory

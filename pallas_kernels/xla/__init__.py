@@ -4,7 +4,7 @@
 cotangents back through it, for every backend.
 """
 
-from pallas_kernels.kinds import LARGEST as KINDS  # noqa: F401 (what it stores)
+from pallas_kernels.common.quantization import LARGEST as KINDS  # noqa: F401 (what it stores)
 from pallas_kernels.xla.attention import (
     paged_attention as paged_attention,
     write_and_attend as write_and_attend,

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import kinds
-from pallas_kernels.joining import paired
-from pallas_kernels.prefixes import TOGETHER, WORTH_ROWS, Shared, queries_together
-from pallas_kernels.tokens import locate
-from pallas_kernels.xla import digits, work as tiles
+from pallas_kernels.common import quantization as kinds
+from pallas_kernels.common.ragged_layout import locate
+from pallas_kernels.common.shared_prefix import TOGETHER, WORTH_ROWS, Shared, queries_together
+from pallas_kernels.common.xla_cpu import paired
+from pallas_kernels.xla import int8_product as digits, work_list as tiles
 
 
 @functools.partial(

@@ -10,8 +10,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import kinds
-from pallas_kernels.xla import work as tiles
+from pallas_kernels.common import quantization as kinds
+from pallas_kernels.xla import work_list as tiles
 
 _product = functools.partial(jnp.einsum, precision="highest")
 

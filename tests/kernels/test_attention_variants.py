@@ -12,7 +12,7 @@ from nightly import NIGHTLY
 import pallas_kernels
 from pallas_kernels import reference, testing, tpu
 from pallas_kernels.testing import Case
-from pallas_kernels.xla import work
+from pallas_kernels.xla import work_list as work
 
 SIZES = dict(num_heads=10, num_kv_heads=2, head_dim=12, block_size=5)  # groups of 5
 CASES = {

@@ -13,9 +13,9 @@ from nightly import NIGHTLY
 
 import pallas_kernels
 from pallas_kernels import gpu, testing, tpu
-from pallas_kernels.gpu import decode as decode_gpu, tuning, work
+from pallas_kernels.common.masks import ALL, Reach
+from pallas_kernels.gpu import decode as decode_gpu, tuning, work_items as work
 from pallas_kernels.gpu.tiles import Tile
-from pallas_kernels.sight import ALL, Reach
 from pallas_kernels.testing import Case
 from pallas_kernels.tpu import decode
 from pallas_kernels.tpu.pages import Pages

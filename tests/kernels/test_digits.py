@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.xla import digits
+from pallas_kernels.xla import int8_product as digits
 
 product = jax.jit(digits.product, static_argnums=(0, 3))
 

@@ -11,7 +11,7 @@ from nightly import NIGHTLY
 import pallas_kernels
 from pallas_kernels import IMPLEMENTATIONS, reference, testing
 from pallas_kernels.testing import Case
-from pallas_kernels.xla import work
+from pallas_kernels.xla import work_list as work
 
 
 def make_problem(case, seed=0):
@@ -68,7 +68,7 @@ def test_every_implementation(implementation):
     """Kernels have no gradients of their own: the rule is the front door's."""
     variables, _, loss = make_problem(Case(lengths=(5, 17), new=(1, 1), sinks=True, dtype="bfloat16", head_dim=128))
     home = IMPLEMENTATIONS[implementation]
-    if home and home != pallas_kernels.choice.platform_now():
+    if home and home != pallas_kernels.api.backends.platform_now():
         pytest.skip(f"needs the platform {home}")
     attend = functools.partial(pallas_kernels.paged_attention, implementation=implementation)
     actual = jax.jit(jax.grad(functools.partial(loss, attend)))(variables)

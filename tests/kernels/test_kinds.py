@@ -10,9 +10,10 @@ from cases import in_tiles
 from nightly import NIGHTLY
 
 import pallas_kernels
-from pallas_kernels import kinds, reference, testing
+from pallas_kernels import reference, testing
+from pallas_kernels.common import quantization as kinds
 from pallas_kernels.testing import Case
-from pallas_kernels.xla import digits
+from pallas_kernels.xla import int8_product as digits
 
 KINDS = tuple(kinds.LARGEST)
 SCALES = {kind: jnp.dtype("bfloat16" if kind == "int4" else "float32") for kind in KINDS}

@@ -12,7 +12,7 @@ from sharing import share
 
 import pallas_kernels
 from pallas_kernels import testing
-from pallas_kernels.prefixes import TOGETHER, WORTH_ROWS, Shared
+from pallas_kernels.common.shared_prefix import TOGETHER, WORTH_ROWS, Shared
 from pallas_kernels.testing import Case
 
 # Who shares 264 first tokens, who 260; the others: empty, out of the step, alike for a few tokens, alone.

@@ -10,7 +10,9 @@ import sharing
 from nightly import NIGHTLY
 
 import pallas_kernels
-from pallas_kernels import cascade, prefixes, reference, testing, xla
+from pallas_kernels import reference, testing, xla
+from pallas_kernels.api import cascade
+from pallas_kernels.common import shared_prefix as prefixes
 from pallas_kernels.testing import Case
 
 # Groups of five rows, two and one, and who is in none; of some rows all is shared but the last token, of one nothing

@@ -12,8 +12,9 @@ from nightly import NIGHTLY
 from seen import seen_by
 
 import pallas_kernels
-from pallas_kernels import sight, testing
-from pallas_kernels.tokens import default_offsets, locate
+from pallas_kernels import testing
+from pallas_kernels.common import masks as sight
+from pallas_kernels.common.ragged_layout import default_offsets, locate
 
 LENGTHS, NEW = (44, 0, 21, 70), (9, 0, 1, 40)
 PLACES, TILE = 80, 3

@@ -10,7 +10,8 @@ import pytest
 from nightly import NIGHTLY
 
 import pallas_kernels
-from pallas_kernels import stripes, testing
+from pallas_kernels import testing
+from pallas_kernels.common import context_parallel as stripes
 
 SIZES = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 8}
 # Runs of 2, four to a block: rows end before, at and behind each run's end. One row is not in the step.

@@ -12,7 +12,7 @@ from nightly import NIGHTLY
 import pallas_kernels
 from pallas_kernels import reference, testing, xla
 from pallas_kernels.testing import Case
-from pallas_kernels.xla import work
+from pallas_kernels.xla import work_list as work
 
 
 def attend(inputs, **options):

@@ -12,7 +12,7 @@ import numpy as np
 from nightly import NIGHTLY
 
 from pallas_kernels.testing import Case, Inputs
-from pallas_kernels.xla import work
+from pallas_kernels.xla import work_list as work
 
 DIMENSIONS = {
     "block_size": (1, 5, 8, 16, 32, 64, 128),

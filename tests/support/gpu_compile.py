@@ -27,7 +27,7 @@ import jaxkv
 import pallas_kernels
 from jaxkv.models import Decoder, DecoderConfig, Rope
 from pallas_kernels import SHAPES, AttentionShape, gpu, xla
-from pallas_kernels.kinds import storage_of
+from pallas_kernels.common.quantization import storage_of
 
 TARGET = pathlib.Path(__file__).with_name("gpu_h200.txtpb").read_text()
 ROWS, MAX_BLOCKS, NUM_BLOCKS = 8, 128, 1024

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import cascade, testing, xla
-from pallas_kernels.prefixes import Shared
+from pallas_kernels import testing, xla
+from pallas_kernels.api import cascade
+from pallas_kernels.common.shared_prefix import Shared
 
 
 def share(case, inputs, groups):

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_kernels
-from pallas_kernels.kinds import scale_shape, storage_of
+from pallas_kernels.common.quantization import scale_shape, storage_of
 
 # KV heads, group, head_dim, dtype, block_size, rows, blocks per row, token axes of q, what else there is.
 EDGES = [

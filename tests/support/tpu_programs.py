@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import pallas_kernels
 from pallas_kernels import SHAPES
-from pallas_kernels.kinds import scale_shape, storage_of
+from pallas_kernels.common.quantization import scale_shape, storage_of
 from pallas_kernels.tpu.decode import decode_bytes
 from pallas_kernels.tpu.pages import VMEM_BYTES
 from pallas_kernels.tpu.prefill import prefill_bytes

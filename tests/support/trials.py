@@ -13,9 +13,9 @@ from gpu_plans import FORMS
 from seen import seen_by
 
 from pallas_kernels import gpu, testing
-from pallas_kernels.gpu import tuning, work
+from pallas_kernels.common.masks import Reach
+from pallas_kernels.gpu import tuning, work_items as work
 from pallas_kernels.gpu.tiles import Tile
-from pallas_kernels.sight import Reach
 from pallas_kernels.testing import Case, Inputs
 
 B16, F16 = {"dtype": "bfloat16"}, {"dtype": "float16"}

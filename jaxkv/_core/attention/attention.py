@@ -44,7 +44,7 @@ from jaxkv._core.state.head_rows import (
 from jaxkv._core.state.shard_local import OwnHeads, Part, own_heads, part_of, runs_of
 from jaxkv._core.state.sharding import NEW, POOL, WHOLE, Q, heads_at, on_shards, parts_of_blocks
 from jaxkv._core.state.state import Layer, Pool
-from pallas_kernels.cascade import why_alone
+from pallas_kernels.api.cascade import why_alone
 
 BY_HEAD = ("sinks", "alibi")  # options with an entry for each query head
 BY_TOKEN = {"mask", "spans", "tree"}  # and for each token

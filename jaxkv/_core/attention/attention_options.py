@@ -9,8 +9,8 @@ import numpy as np
 from jaxkv._core.config.validation import flag, integer, shown
 from jaxkv._core.state.arguments import as_int32, is_known, read_numbers
 from jaxkv._core.state.state import BlockTables, Layer
-from pallas_kernels import trees
-from pallas_kernels.dispatch import check_names
+from pallas_kernels.api.dispatch import check_names
+from pallas_kernels.common import tree_attention as trees
 
 # What a call may say; and what `attention` and `attend` read by themselves, to be named beside it.
 OPTIONS = {

@@ -23,7 +23,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import flag, integer
 from jaxkv._core.state.head_rows import seen_by_rows, to_lines
 from jaxkv._core.state.state import SENSELESS, STALE, BlockTables, Layer
-from pallas_kernels.prefixes import TOGETHER, queries_together
+from pallas_kernels.common.shared_prefix import TOGETHER, queries_together
 
 
 @jax.tree_util.register_dataclass

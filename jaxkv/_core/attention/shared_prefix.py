@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxkv._core.blocks.allocator import blocks_for
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.state import BlockTables, Layer
-from pallas_kernels.prefixes import WORTH_ROWS, WORTH_TOKENS, Shared, find_shared
+from pallas_kernels.common.shared_prefix import WORTH_ROWS, WORTH_TOKENS, Shared, find_shared
 
 
 def can_share(config: CacheConfig) -> bool:
@@ -19,7 +19,7 @@ def can_share(config: CacheConfig) -> bool:
 
 
 def find_sharing(config: CacheConfig, tables: BlockTables, group: int, queries: jax.Array) -> jax.Array:
-    """`i32[4, S]`, see `pallas_kernels.prefixes`: who reads what with whom, in the layers of a group."""
+    """`i32[4, S]`, see `pallas_kernels.common.shared_prefix`: who reads what with whom, in the layers of a group."""
     before = tables.lengths - tables.new
     if config.group_sinks[group]:  # rows are read one by one
         return jnp.zeros((4, before.shape[0]), jnp.int32)

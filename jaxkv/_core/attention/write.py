@@ -20,7 +20,7 @@ from jaxkv._core.state.head_rows import own_lines, seen_by_rows, split_heads, sp
 from jaxkv._core.state.shard_local import runs_of
 from jaxkv._core.state.sharding import NEW, POOL, WHOLE, heads_at, on_shards, shards_of
 from jaxkv._core.state.state import Layer, Pool
-from pallas_kernels.arguments import check_attention, check_new, check_query_heads, check_variants
+from pallas_kernels.api.arguments import check_attention, check_new, check_query_heads, check_variants
 
 
 def write(

@@ -10,7 +10,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.rotation import rotate
 from jaxkv._core.state.shard_local import at_places, own_places, part_of, runs_of
 from jaxkv._core.state.state import Pool
-from pallas_kernels import kinds
+from pallas_kernels.common import quantization as kinds
 
 
 def read_tokens(

@@ -12,7 +12,7 @@ from jaxkv._core.config.kv_packing import Apart, OneRow, Pairs
 from jaxkv._core.config.layer_config import Kind, kind_of
 from jaxkv._core.config.layer_groups import Groups
 from jaxkv._core.config.rotation import rotate
-from pallas_kernels import kinds
+from pallas_kernels.common import quantization as kinds
 
 
 class Memory(Groups):

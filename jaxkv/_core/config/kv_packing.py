@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.joining import side_by_side
+from pallas_kernels.common.xla_cpu import side_by_side
 
 
 def stacked(k: Any, v: Any, axis: int) -> jax.Array:

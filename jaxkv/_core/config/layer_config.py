@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.config.validation import flag, integer, shown
-from pallas_kernels import kinds
+from pallas_kernels.common import quantization as kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Kind:
     """How keys and values are stored: a static name that chooses the kernel, and what it costs.
 
     Those of 8 bits and fewer are quantised: beside the numbers lie their scales, one for each token and head (see
-    `pallas_kernels.kinds`).
+    `pallas_kernels.common.quantization`).
     """
 
     name: str

@@ -9,7 +9,8 @@ import sharing
 from nightly import NIGHTLY
 from trials import Trial
 
-from pallas_kernels import gpu, prefixes, testing
+from pallas_kernels import gpu, testing
+from pallas_kernels.common import shared_prefix as prefixes
 from pallas_kernels.testing import Case
 
 pytestmark = pytest.mark.skipif(

@@ -15,7 +15,7 @@ from nightly import NIGHTLY
 from trials import DECODE, PREFILL, Trial
 
 from pallas_kernels import gpu
-from pallas_kernels.gpu import decode, latent, prefill, step, tiles, work
+from pallas_kernels.gpu import decode, latent, prefill, step, tiles, work_items as work
 
 pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="a known-bad kernel may hang a GPU")
 

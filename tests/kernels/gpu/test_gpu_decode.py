@@ -7,8 +7,8 @@ from nightly import NIGHTLY
 from trials import DECODE, SMALL, Trial
 
 from pallas_kernels import gpu, testing
-from pallas_kernels.gpu import decode, prefill, step, work
-from pallas_kernels.sight import Reach
+from pallas_kernels.common.masks import Reach
+from pallas_kernels.gpu import decode, prefill, step, work_items as work
 from pallas_kernels.testing import Case
 
 BY_DAY = (

@@ -6,7 +6,7 @@ from nightly import NIGHTLY
 from test_gpu_controls import outcome
 from trials import QUANTISED_DECODE, QUANTISED_PREFILL
 
-from pallas_kernels.gpu import decode, prefill, quantised, tiles
+from pallas_kernels.gpu import decode, dequantize as quantised, prefill, tiles
 
 TRIALS = {f"decode, {name}": trial for name, trial in QUANTISED_DECODE.items()}
 TRIALS |= {f"prefill, {name}": trial for name, trial in QUANTISED_PREFILL.items()}

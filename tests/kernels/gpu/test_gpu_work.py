@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from nightly import NIGHTLY
 
-from pallas_kernels.gpu import tuning, work
-from pallas_kernels.sight import Reach
+from pallas_kernels.common.masks import Reach
+from pallas_kernels.gpu import tuning, work_items as work
 
 make_prefill_items = functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7))(work.prefill_items)
 

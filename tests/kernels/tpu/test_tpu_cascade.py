@@ -9,7 +9,8 @@ import pytest
 import sharing
 from nightly import NIGHTLY
 
-from pallas_kernels import prefixes, testing, tpu
+from pallas_kernels import testing, tpu
+from pallas_kernels.common import shared_prefix as prefixes
 from pallas_kernels.testing import Case
 
 pytestmark = pytest.mark.timeout(240, method="thread")

@@ -11,7 +11,8 @@ from nightly import NIGHTLY
 from test_negative_controls import SOURCE, broken
 
 import pallas_kernels
-from pallas_kernels import kinds, testing, tpu
+from pallas_kernels import testing, tpu
+from pallas_kernels.common import quantization as kinds
 from pallas_kernels.testing import Case
 
 pytestmark = pytest.mark.timeout(240, method="thread")

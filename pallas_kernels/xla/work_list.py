@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.prefixes import Shared
-from pallas_kernels.stripes import places_before, position_of
-from pallas_kernels.tokens import Tokens, default_offsets, locate
-from pallas_kernels.trees import Tree, climb
+from pallas_kernels.common.context_parallel import places_before, position_of
+from pallas_kernels.common.ragged_layout import Tokens, default_offsets, locate
+from pallas_kernels.common.shared_prefix import Shared
+from pallas_kernels.common.tree_attention import Tree, climb
 
 # Found by experiment on two CPU cores, see benchmarks/NOTES.md. A step of the loop should be long enough that its fixed
 # costs do not show, and small enough to stay in cache. Many queries share one reading of their context; one alone gains

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import prefixes
-from pallas_kernels.choice import IMPLEMENTATIONS, backend_of, unsupported, unusual
-from pallas_kernels.merge import merge_attention
-from pallas_kernels.prefixes import TOGETHER, Shared
-from pallas_kernels.tokens import locate
+from pallas_kernels.api.backends import IMPLEMENTATIONS, backend_of, unsupported, unusual
+from pallas_kernels.common import shared_prefix as prefixes
+from pallas_kernels.common.merge import merge_attention
+from pallas_kernels.common.ragged_layout import locate
+from pallas_kernels.common.shared_prefix import TOGETHER, Shared
 
 STORAGE = ("kv_scale", "kind", "rank")
 OF_LOGITS = ("scale", "soft_cap")

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.tokens import Tokens, default_offsets, locate
-from pallas_kernels.trees import climb
+from pallas_kernels.common.ragged_layout import Tokens, default_offsets, locate
+from pallas_kernels.common.tree_attention import climb
 
 TREE_TOKENS = 64  # of a row, at most, for kernels: two words of bits
 WORD = 32
@@ -94,7 +94,7 @@ def find_sight(
       token: where they lie, flat.
       before, start: `i32[S]`: the position of each row's first token of this step, and its place among the tokens.
       longest: at least the tokens of any row.
-      tree: their parents, flat; see `trees.climb`.
+      tree: their parents, flat; see `tree_attention.climb`.
       spans: flat; the tokens of each stand one after another, see `are_runs`. Not with a tree.
     """
     base = before[token.row]

@@ -12,8 +12,8 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels.common.quantization import FLOATS, LARGEST, sound_scales
 from pallas_kernels.gpu.tiles import LAYOUT, OPERAND, Tile
-from pallas_kernels.kinds import FLOATS, LARGEST, sound_scales
 
 KINDS = ("int8", *FLOATS)
 SCALES_AT_ONCE = 32  # a bulk copy into shared memory begins on 128 bytes

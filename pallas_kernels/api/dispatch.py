@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import cascade, stripes
-from pallas_kernels.arguments import (
+from pallas_kernels.api import cascade
+from pallas_kernels.api.arguments import (
     check_attention,
     check_kind,
     check_new,
@@ -21,7 +21,7 @@ from pallas_kernels.arguments import (
     check_stripe,
     check_variants,
 )
-from pallas_kernels.choice import (
+from pallas_kernels.api.backends import (
     IMPLEMENTATIONS,
     USUAL,
     VARIANTS,
@@ -33,6 +33,7 @@ from pallas_kernels.choice import (
     unsupported,
     unusual,
 )
+from pallas_kernels.common import context_parallel as stripes
 
 
 def paged_attention(
@@ -57,7 +58,7 @@ def paged_attention(
       kv_scale: `[num_blocks + 1, 2, K, block_size]`, what the stored values are multiplied by (quantised pools); for
         "int4" with one more axis of `ceil(D / 32)`.
       kind: how a quantised pool stores its numbers: "int8", "float8_e4m3fn", "float8_e5m2" or "int4"; see
-        `pallas_kernels.kinds`. None: as they are.
+        `pallas_kernels.common.quantization`. None: as they are.
       rank: the pool is one of latent rows, `[num_blocks + 1, 1, K, block_size, D']`, of which the first `rank` numbers
         are the values too; then `scale` must be given, and the output is `[..., H, rank]`. Its `kv_scale` is
         `[num_blocks + 1, 1, K, block_size, 2]`, one scale for those numbers and one for the others; or, of rows whose

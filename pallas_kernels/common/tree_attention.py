@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tokens import Tokens
+from pallas_kernels.common.ragged_layout import Tokens
 
 
 class Tree(NamedTuple):

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kinds import encode, numbers, sound_scales
+from pallas_kernels.common.quantization import encode, numbers, sound_scales
 from pallas_kernels.tpu.pages import LANES
 
 KINDS = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -60,8 +60,8 @@ def as_given(kv_scale, rank: int | None):
 
 
 def quantise(x: jax.Array, kind: str, rank: int | None, joined: int | None) -> tuple[jax.Array, list[jax.Array]]:
-    """`kinds.encode` by what a kernel can do: the numbers of `[..., D]` in 32 bits, each of their scales `[...]`. Those
-    of joined rows are of keys first."""
+    """`quantization.encode` by what a kernel can do: the numbers of `[..., D]` in 32 bits, each of their scales
+    `[...]`. Those of joined rows are of keys first."""
     if rank is None and joined is None:
         stored, scale = encode(x, kind, jnp.dtype(jnp.float32))
         return stored.astype(jnp.int32), [scale]

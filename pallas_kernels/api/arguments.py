@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import kinds
+from pallas_kernels.common import quantization as kinds
 
 
 def check_pool(kv, tables, lengths, new, offsets, rank) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tokens import locate
+from pallas_kernels.common.ragged_layout import locate
 
 # What goes by positions or by the places of whole rows, and cannot be said of the part of a row that is at hand.
 POSITIONAL = ("window", "mask", "alibi", "spans", "tree", "chunk", "blocks", "sink_tokens", "shared")

@@ -11,8 +11,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.common.masks import Reach, Sight, cut
 from pallas_kernels.gpu.tiles import LAYOUT, InterpretParams, store, walk_from
-from pallas_kernels.sight import Reach, Sight, cut
 
 WAVES = 4  # full loads of the chip to cut decode into, so that the last one, partly filled, costs little
 FEW_TILES = 4  # an item shorter than this spends its time on starting: only what one wave needs is cut finer
@@ -236,7 +236,7 @@ def prefill_items(
         tile of the walk (`tiles.walk_from`), and tile to stop before, of the chunk; where the first token is among the
         step's, and how many there are. With `sight` `i32[W, C, 9]`; see `prefill.attend`.
       first_item, place: `i32[S]`, `i32[W]`: token i of row s is in item `place[first_item[s] + i // item_tokens]`.
-      sights: `i32[W, 3 + words, item_tokens]`, see `sight.Tiles`; or None.
+      sights: `i32[W, 3 + words, item_tokens]`, see `masks.Tiles`; or None.
     """
     first_item = _starts(-(-new // item_tokens))
     item = jnp.arange(num_items, dtype=jnp.int32)
