@@ -1,14 +1,13 @@
 """What each token sees, as kernels are told it, against counting place by place; and mistakes that this notices."""
 
-import inspect
-import sys
-import types
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from nightly import NIGHTLY
+from planting import Plant, Sources, plant_in_copy
 from seen import seen_by
 
 import pallas_kernels
@@ -16,6 +15,7 @@ from pallas_kernels import testing
 from pallas_kernels.common import masks as sight
 from pallas_kernels.common.ragged_layout import default_offsets, locate
 
+SOURCES = Sources(pathlib.Path(pallas_kernels.__file__).parent, "pallas_kernels")
 LENGTHS, NEW = (44, 0, 21, 70), (9, 0, 1, 40)
 PLACES, TILE = 80, 3
 CASES = {
@@ -86,64 +86,117 @@ def test_against_counting(name, packed):
     assert not differs(sight, packed, **CASES[name])
 
 
-# By name: the case that notices, and what is changed. In each of these the interpreted kernels would be wrong, too.
+# By name: the case that notices, and what is planted. In each of these the interpreted kernels would be wrong, too.
 MISTAKES = {
-    "a chunk that begins one late": ("chunk", "return position & -self.chunk", "return (position + 1) & -self.chunk"),
-    "an odd chunk taken for a window": ("an odd chunk", "lax.rem(position, jnp.int32(self.chunk))", "self.chunk + 1"),
-    "a window one too wide": ("tree, window", "position - (self.window - 1)", "position - self.window"),
-    "a tree's token at its place": ("tree, window", "reach.first(base + found.depth)", "reach.first(token.position)"),
-    "an ancestor at its place": ("tree, window", "theirs = found.depth.at", "theirs = jnp.arange(found.depth.size).at"),
-    "ancestors before the chunk": (
-        "tree, chunk", "seen &= reach.covers(base[:, None] + theirs, first[:, None])", "pass",
+    "a chunk that begins one late": (
+        "chunk",
+        Plant("Reach.first", "position & -self.chunk", "position + 1 & -self.chunk"),
     ),
-    "a tree's token that sees its place's context": ("tree", "base - 1, base, pack", "token.position, base, pack"),
+    "an odd chunk taken for a window": (
+        "an odd chunk",
+        Plant("Reach.first", "position - lax.rem(position, jnp.int32(self.chunk))", "position - self.chunk + 1"),
+    ),
+    "a window one too wide": (
+        "tree, window",
+        Plant("Reach.first", "self.window - 1", "self.window"),
+    ),
+    "a tree's token at its place": (
+        "tree, window",
+        Plant("find_sight", "base + found.depth", "token.position"),
+    ),
+    "an ancestor at its place": (
+        "tree, window",
+        Plant("find_sight", "found.depth.at", "jnp.arange(found.depth.size).at"),
+    ),
+    "ancestors before the chunk": (
+        "tree, chunk",
+        Plant("find_sight", "seen &= reach.covers(base[:, None] + theirs, first[:, None])", ""),
+    ),
+    "a tree's token that sees its place's context": (
+        "tree",
+        Plant("find_sight", "base - 1", "token.position"),
+    ),
     "an ancestor among the first tokens forgotten": (
         "tree, window, first tokens",
-        "reach.covers(base[:, None] + theirs, first[:, None])",
-        "base[:, None] + theirs >= first[:, None]",
+        Plant(
+            "find_sight",
+            "reach.covers(base[:, None] + theirs, first[:, None])",
+            "base[:, None] + theirs >= first[:, None]",
+        ),
     ),
     "a walk from the window where first tokens end in a tree": (
-        "tree, window, first tokens", "jnp.where(base < reach.sink_tokens, 0, first)", "first",
+        "tree, window, first tokens",
+        Plant("find_sight", "jnp.where(base < reach.sink_tokens, 0, first)", "first"),
     ),
     "first tokens forgotten": (
-        "spans, window, first tokens", "reach.covers(key, first) & (key <= last)", "(key >= first) & (key <= last)",
+        "spans, window, first tokens",
+        Plant("sees", "reach.covers(key, first)", "key >= first"),
     ),
     "first tokens behind a token": (
-        "spans, window, first tokens", "reach.covers(key, first) & (key <= last)",
-        "((key >= first) & (key <= last)) | (key < reach.sink_tokens)",
+        "spans, window, first tokens",
+        Plant(
+            "sees",
+            "reach.covers(key, first) & (key <= last)",
+            "(key >= first) & (key <= last) | (key < reach.sink_tokens)",
+        ),
     ),
-    "bits of the first word only": ("tree", "jnp.where(nth >> 5 == i, bits, word)", "bits if i == 0 else word"),
+    "bits of the first word only": (
+        "tree",
+        Plant("sees", "jnp.where(nth >> 5 == i, bits, word)", "bits if i == 0 else word"),
+    ),
     "bits that come round again": (
-        "tree", "jnp.where(nth >> 5 == i, bits, word)", "jnp.where(nth >> 5 <= i, word, bits)",
+        "tree",
+        Plant("sees", "jnp.where(nth >> 5 == i, bits, word)", "jnp.where(nth >> 5 <= i, word, bits)"),
     ),
-    "bits counted from one": ("tree", "nth = key - before", "nth = key - before + 1"),
-    "a bit for two tokens": ("tree", "(nth & (WORD - 1))", "(nth & (WORD - 2))"),
-    "a span that does not look back": ("spans, window", "jnp.minimum(first, own - back)", "first"),
-    "a span that does not look ahead": ("spans", "first, own - back), own + ahead", "first, own - back), own"),
-    "a span over two rows": ("spans", "(token.row[1:] == token.row[:-1]) & (spans", "(spans"),
-    "no span taken for one": ("spans", "token.valid & (spans != 0)", "token.valid"),
-    "a walk that ends at the last context": ("tree", "jnp.maximum(last, own), -1)", "last, -1)"),
+    "bits counted from one": (
+        "tree",
+        Plant("sees", "key - before", "key - before + 1"),
+    ),
+    "a bit for two tokens": (
+        "tree",
+        Plant("sees", "WORD - 1", "WORD - 2"),
+    ),
+    "a span that does not look back": (
+        "spans, window",
+        Plant("find_sight", "jnp.minimum(first, own - back)", "first"),
+    ),
+    "a span that does not look ahead": (
+        "spans",
+        Plant("find_sight", "own + ahead", "own"),
+    ),
+    "a span over two rows": (
+        "spans",
+        Plant("_run_around", "inside[1:] & inside[:-1]", "inside[1:]"),
+        Plant("_run_around", "token.row[1:] == token.row[:-1]", "inside[:-1]"),
+    ),
+    "no span taken for one": (
+        "spans",
+        Plant("_run_around", "token.valid & (spans != 0)", "token.valid"),
+    ),
+    "a walk that ends at the last context": (
+        "tree",
+        Plant("cut", "jnp.maximum(last, own)", "last"),
+    ),
     "a walk from the last token's chunk": (
-        "chunk", "jnp.min(jnp.where(there, first, FAR)", "jnp.max(jnp.where(there, first, 0)",
+        "chunk",
+        Plant("cut", "jnp.min(jnp.where(there, first, FAR), axis=1)", "jnp.max(jnp.where(there, first, 0), axis=1)"),
     ),
     "sure of what the first token sees": (
-        "chunk", "jnp.min(jnp.where(there, last, FAR)", "jnp.max(jnp.where(there, last, 0)",
+        "chunk",
+        Plant("cut", "jnp.min(jnp.where(there, last, FAR), axis=1)", "jnp.max(jnp.where(there, last, 0), axis=1)"),
     ),
     "sure of the first token's chunk": (
-        "chunk", "jnp.max(jnp.where(there, first, 0)", "jnp.min(jnp.where(there, first, FAR)",
+        "chunk",
+        Plant("cut", "jnp.max(jnp.where(there, first, 0), axis=1)", "jnp.min(jnp.where(there, first, FAR), axis=1)"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake(name):
-    case, right, wrong = MISTAKES[name]
-    source = inspect.getsource(sight)
-    assert source.count(right) == 1, f"{right!r} occurs {source.count(right)} times"
-    copy = types.ModuleType("pallas_kernels.sight_mutant")
-    sys.modules[copy.__name__] = copy  # a NamedTuple's annotations look their module up
-    exec(compile(source.replace(right, wrong), name, "exec"), copy.__dict__)
-    assert differs(copy, **CASES[case])
+    case, *plants = MISTAKES[name]
+    _, broken = plant_in_copy(SOURCES, *plants)
+    assert differs(broken, **CASES[case])
 
 
 def test_spans_in_pieces_go_to_xla():

@@ -1,48 +1,62 @@
 """Mistakes about which rows of a pool a head's numbers stand in, and the test that notices each."""
 
-from mutant import Mutant
-
-FORMS, MEMORY = "_core/config/kv_packing.py", "_core/config/byte_sizes.py"
-SAME = "core/test_joined.py::test_everything_is_the_same_as_apart"
-OVER_DEVICES = "core/test_joined_shards.py::"
+from planting import Plant
 
 MUTANTS = {
-    "queries in the other head's half": Mutant(
-        FORMS, "in_second == self._is_second(q", "in_second != self._is_second(q", SAME
+    "queries in the other head's half": (
+        "test_everything_is_the_same_as_apart",
+        Plant(
+            "Pairs.queries",
+            "in_second == self._is_second(q, num_kv_heads)",
+            "in_second != self._is_second(q, num_kv_heads)",
+        ),
     ),
-    "the other head's half of the output": Mutant(FORMS, "second, first)", "first, second)", SAME),
-    "heads of a pair by turns": Mutant(
-        FORMS, "(heads // (q.shape[-2] // (2 * num_pairs)) % 2 == 1)", "(heads % 2 == 1)", SAME
+    "the other head's half of the output": (
+        "test_everything_is_the_same_as_apart",
+        Plant(
+            "Pairs.outputs",
+            "jnp.where(self._is_second(out, num_kv_heads), second, first)",
+            "jnp.where(self._is_second(out, num_kv_heads), first, second)",
+        ),
     ),
-    "a token stored in its pair's first half": Mutant(
-        FORMS, "return head // 2, head % 2 * self.head_dim", "return head // 2, 0",
-        OVER_DEVICES + "test_pairs_are_divided_as_heads_are",
+    "heads of a pair by turns": (
+        "test_everything_is_the_same_as_apart",
+        Plant("Pairs._is_second", "heads // (q.shape[-2] // (2 * num_pairs))", "heads"),
     ),
-    "halves counted from the padding's end": Mutant(
-        FORMS, "kv[..., : 2 * self.head_dim].reshape", "kv[..., -2 * self.head_dim :].reshape", SAME
+    "a token stored in its pair's first half": (
+        "test_pairs_are_divided_as_heads_are",
+        Plant("Pairs.place", "head % 2 * self.head_dim", "0"),
     ),
-    "fewer heads than devices are no pairs": Mutant(
-        MEMORY, "heads < count or heads // 2 % count == 0", "heads // 2 % count == 0",
-        OVER_DEVICES + "test_a_config_for_a_model_follows_where_it_lies",
+    "halves counted from the padding's end": (
+        "test_everything_is_the_same_as_apart",
+        Plant("Pairs.unlaid", "kv[..., :2 * self.head_dim]", "kv[..., -2 * self.head_dim:]"),
     ),
-    "as many heads as devices are pairs": Mutant(
-        MEMORY, "heads < count or heads // 2 % count == 0", "heads <= count or heads // 2 % count == 0",
-        OVER_DEVICES + "test_heads_that_are_one_to_a_device_are_no_pairs",
+    "fewer heads than devices are no pairs": (
+        "test_a_config_for_a_model_follows_where_it_lies",
+        Plant(
+            "Memory.pairs_divide",
+            "not isinstance(self.form(layer), Pairs) or heads < count or heads // 2 % count == 0",
+            "not isinstance(self.form(layer), Pairs) or heads // 2 % count == 0",
+        ),
     ),
-    "the scale of the row's width": Mutant(
-        "_core/attention/attention.py", "form(one.number).joins and options.get",
-        "form(one.number).rank and options.get", SAME
+    "as many heads as devices are pairs": (
+        "test_heads_that_are_one_to_a_device_are_no_pairs",
+        Plant("Memory.pairs_divide", "heads < count", "heads <= count"),
     ),
-    "an engine's config does not know its mesh": Mutant(
-        "_engine/frontend/engine.py", "mesh=mesh_of(model), ", "",
-        OVER_DEVICES + "test_a_config_for_a_model_follows_where_it_lies",
+    "the scale of the row's width": (
+        "test_everything_is_the_same_as_apart",
+        Plant("_for_rows", "one.config.form(one.number).joins", "one.config.form(one.number).rank"),
     ),
-    "half of what a test spoils is left": Mutant(
-        "testing.py", "cache.config.form(stack[0]).block(2, 2)", "(cache.layer_config(stack[0]).head_dim,)",
-        "core/test_joined.py::test_a_head_dim_that_leaves_padding_behind_the_row",
+    "an engine's config does not know its mesh": (
+        "test_a_config_for_a_model_follows_where_it_lies",
+        Plant("Engine.__init__", "mesh_of(model)", "None"),
     ),
-    "pairs sent as a head's keys and values": Mutant(
-        "_tiers/send.py", "if type(form) is type(other):", "if form.joins == other.joins:",
-        "tiers/test_send.py::test_the_next_token_sees_the_same",
+    "half of what a test spoils is left": (
+        "test_a_head_dim_that_leaves_padding_behind_the_row",
+        Plant("poison", "cache.config.form(stack[0]).block(2, 2)", "(cache.layer_config(stack[0]).head_dim,)"),
     ),
-}  # fmt: skip
+    "pairs sent as a head's keys and values": (
+        "test_the_next_token_sees_the_same",
+        Plant("_laid_as", "type(form) is type(other)", "form.joins == other.joins"),
+    ),
+}

@@ -1,313 +1,292 @@
 """Mistakes that could be made in tables, files and what is kept of prompts; for each the test that notices it."""
 
-from mutant import Mutant
-
-INDEX = "_tiers/prefix_cache/index.py"
-CHANGE = "_tiers/prefix_cache/transaction.py"
-PREFIX = "_tiers/prefix_cache/prefix_cache.py"
-READ = "_tiers/prefix_cache/arguments.py"
-ALLOCATOR = "_core/blocks/allocator.py"
-FORMAT = "_files/format.py"
-RESTORE = "_core/blocks/restore.py"
-IN_PREFIX = "tiers/test_prefix.py::"
-IN_CUTS = "tiers/test_prefix_interrupts.py::test_a_call_is_cut_off_at_every_line"
-BLOCKS = "_files/blocks.py"
-DISK = "_tiers/prefix_cache/disk.py"
-IN_DISK = "tiers/test_prefix_disk.py::"
-IN_FILES = "files/test_files.py::"
-IN_FOLDER = "tiers/test_prefix_folder.py::"
+from planting import Plant
 
 MUTANTS = {
     # The index.
-    "a hash is taken for the tokens": Mutant(
-        INDEX,
-        "if node.parent is parent and node.tokens == tokens:",
-        "if node.parent is parent:",
-        IN_PREFIX + "test_a_hash_collision_costs_a_comparison_and_nothing_else",
+    "a hash is taken for the tokens": (
+        "test_a_hash_collision_costs_a_comparison_and_nothing_else",
+        Plant("PrefixIndex._child", "node.parent is parent and node.tokens == tokens", "node.parent is parent"),
     ),
-    "a hash is taken for the chain": Mutant(
-        INDEX,
-        "if node.parent is parent and node.tokens == tokens:",
-        "if node.tokens == tokens:",
-        IN_PREFIX + "test_a_hash_collision_costs_a_comparison_and_nothing_else",
+    "a hash is taken for the chain": (
+        "test_a_hash_collision_costs_a_comparison_and_nothing_else",
+        Plant("PrefixIndex._child", "node.parent is parent and node.tokens == tokens", "node.tokens == tokens"),
     ),
-    "the beginning of a chain goes before its end": Mutant(
-        INDEX,
-        "for node in reversed(list(chain)):",
-        "for node in list(chain):",
-        IN_PREFIX + "test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_beginning",
+    "the beginning of a chain goes before its end": (
+        "test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_beginning",
+        Plant("PrefixIndex.touch", "reversed(list(chain))", "list(chain)"),
     ),
-    "labels of another line of caches are believed": Mutant(
-        INDEX,
-        "known = [np.where(np.isin(labels, np.fromiter(self.nodes, np.int64)), labels, 0) for labels in kept]",
-        "known = [np.where(labels > 0, own, 0) for labels, own in zip(kept, self.kept)]",
-        IN_PREFIX + "test_the_same_block_of_an_older_cache_is_not_taken_for_a_newer_one",
+    "labels of another line of caches are believed": (
+        "test_the_same_block_of_an_older_cache_is_not_taken_for_a_newer_one",
+        Plant(
+            "PrefixIndex.follow",
+            "[np.where(np.isin(labels, np.fromiter(self.nodes, np.int64)), labels, 0) for labels in kept]",
+            "[np.where(labels > 0, own, 0) for labels, own in zip(kept, self.kept)]",
+        ),
     ),
-    "what is cut off is not mended": Mutant(
-        INDEX, "        if self.settled:\n            return\n", "        return\n", IN_CUTS
+    "what is cut off is not mended": (
+        "test_a_call_is_cut_off_at_every_line",
+        Plant("PrefixIndex.mend", "if self.settled:\n    return", "return"),
     ),
-    "the host's memory has no bound": Mutant(
-        INDEX,
-        "for node in list(self.nodes.values()) if self.host_bytes > self.spill_bytes else ():",
-        "for node in ():",
-        IN_PREFIX + "test_the_host_memory_is_bounded",
+    "the host's memory has no bound": (
+        "test_the_host_memory_is_bounded",
+        Plant(
+            "PrefixIndex._spare_host", "list(self.nodes.values()) if self.host_bytes > self.spill_bytes else ()", "()"
+        ),
     ),
-    "what is pinned is let go on the host": Mutant(
-        INDEX,
-        "            if node not in self.pins:\n",
-        "            if True:\n",
-        IN_PREFIX + "test_pins_hold_on_the_host_too_and_while_the_index_grows",
+    "what is pinned is let go on the host": (
+        "test_pins_hold_on_the_host_too_and_while_the_index_grows",
+        Plant("PrefixIndex._spare_host", "node not in self.pins", "True"),
     ),
-    "what holds nothing stays": Mutant(
-        INDEX,
-        "        for node in (*left, *reversed(chain)):\n",
-        "        for node in ():\n",
-        IN_PREFIX + "test_salts_that_are_gone_leave_nothing_behind",
+    "what holds nothing stays": (
+        "test_salts_that_are_gone_leave_nothing_behind",
+        Plant("PrefixIndex.hold", "(*left, *reversed(chain))", "()"),
     ),
-    "the last token is matched too": Mutant(
-        PREFIX,
-        "tokens[: max(len(tokens) - 1, 0)]",
-        "tokens",
-        IN_PREFIX + "test_a_match_is_whole_blocks_and_leaves_a_token_to_compute",
+    "the last token is matched too": (
+        "test_a_match_is_whole_blocks_and_leaves_a_token_to_compute",
+        Plant("PrefixCache.match", "tokens[:max(len(tokens) - 1, 0)]", "tokens"),
     ),
-    "a salt is no matter": Mutant(
-        READ,
-        "return type(salt), salt, adapter",
-        "return type(None), None, adapter",
-        IN_PREFIX + "test_salts_and_adapters_share_nothing",
+    "a salt is no matter": (
+        "test_salts_and_adapters_share_nothing",
+        Plant("read_identity", "(type(salt), salt, adapter)", "(type(None), None, adapter)"),
     ),
-    "an adapter is no matter": Mutant(
-        READ,
-        "return type(salt), salt, adapter",
-        "return type(salt), salt, None",
-        IN_PREFIX + "test_salts_and_adapters_share_nothing",
+    "an adapter is no matter": (
+        "test_salts_and_adapters_share_nothing",
+        Plant("read_identity", "(type(salt), salt, adapter)", "(type(salt), salt, None)"),
     ),
-    "tokens are indexed that the row does not hold": Mutant(
-        PREFIX,
-        "chain = self._index.extend(root, tokens[:length])",
-        "chain = self._index.extend(root, tokens)",
-        IN_PREFIX + "test_only_what_the_row_holds_is_indexed",
+    "tokens are indexed that the row does not hold": (
+        "test_only_what_the_row_holds_is_indexed",
+        Plant("PrefixCache.insert", "tokens[:length]", "tokens"),
     ),
-    "what made room is believed to be there": Mutant(
-        "_tiers/prefix_cache/donation_guard.py", "np.where(gone, 0, np.asarray(t.kept))", "np.asarray(t.kept)", IN_CUTS
+    "what made room is believed to be there": (
+        "test_a_call_is_cut_off_at_every_line",
+        Plant("Landing.whole", "np.where(gone, 0, np.asarray(t.kept))", "np.asarray(t.kept)"),
     ),
-    "an old match is believed": Mutant(
-        PREFIX,
-        "if not is_known or self._index.usable(chain, self._needed) < len(chain):",
-        "if False:",
-        IN_PREFIX + "test_an_older_cache_gets_what_it_has_and_nothing_else",
+    "an old match is believed": (
+        "test_an_older_cache_gets_what_it_has_and_nothing_else",
+        Plant("PrefixCache.adopt", "not is_known or self._index.usable(chain, self._needed) < len(chain)", "False"),
     ),
-    "one block too many can be pinned": Mutant(
-        PREFIX,
-        "if pinned > (limit :=",
-        "if pinned > 1 + (limit :=",
-        IN_PREFIX + "test_bad_input_is_refused_and_nothing_is_lost",
+    "one block too many can be pinned": (
+        "test_bad_input_is_refused_and_nothing_is_lost",
+        Plant(
+            "PrefixCache.pin",
+            "(limit := int(self.max_pinned * num_blocks))",
+            "1 + (limit := int(self.max_pinned * num_blocks))",
+        ),
     ),
-    "a pool that was used up is not followed": Mutant(
-        "_tiers/prefix_cache/donation_guard.py",
-        "                    pools[layer] = structure.unflatten(landed)\n",
-        "                    pass\n",
-        IN_CUTS,
+    "a pool that was used up is not followed": (
+        "test_a_call_is_cut_off_at_every_line",
+        Plant("Landing.whole", "pools[layer] = structure.unflatten(landed)", ""),
     ),
-    "the index changes before the cache": Mutant(
-        PREFIX,
-        "        change.offer(chain, columns)\n",
-        "        change.offer(chain, columns)\n        self._index.hold(change.kept)\n        "
-        "change = Change(self._index, cache)\n",
-        IN_CUTS,
+    "the index changes before the cache": (
+        "test_a_call_is_cut_off_at_every_line",
+        Plant(
+            "PrefixCache.insert",
+            "change.offer(chain, columns)",
+            "change.offer(chain, columns)\nself._index.hold(change.kept)\nchange = Change(self._index, cache)",
+        ),
     ),
-    "a block gets a second salt": Mutant(
-        CHANGE,
-        "block != NULL_BLOCK and not kept[block]:",
-        "block != NULL_BLOCK:",
-        IN_PREFIX + "test_a_block_has_one_salt",
+    "a block gets a second salt": (
+        "test_a_block_has_one_salt",
+        Plant(
+            "Change.offer",
+            "node.blocks[group] == NULL_BLOCK and block != NULL_BLOCK and (not kept[block])",
+            "node.blocks[group] == NULL_BLOCK and block != NULL_BLOCK",
+        ),
     ),
-    "what comes back makes room for itself": Mutant(
-        CHANGE,
-        "spared=set(chain))",
-        "spared=())",
-        IN_PREFIX + "test_what_is_adopted_makes_no_room_for_itself",
+    "what comes back makes room for itself": (
+        "test_what_is_adopted_makes_no_room_for_itself",
+        Plant("Change.restore", "set(chain)", "()"),
     ),
-    "what a row uses is evicted": Mutant(
-        CHANGE,
-        "refcounts[block] == 1 and node not in pins",
-        "node not in pins",
-        IN_PREFIX + "test_what_a_row_uses_or_what_is_pinned_stays",
+    "what a row uses is evicted": (
+        "test_what_a_row_uses_or_what_is_pinned_stays",
+        Plant(
+            "Change.evict",
+            "block != NULL_BLOCK and refcounts[block] == 1 and (node not in pins) and (node not in spared)",
+            "block != NULL_BLOCK and node not in pins and (node not in spared)",
+        ),
     ),
-    "what is pinned is evicted": Mutant(
-        CHANGE,
-        "refcounts[block] == 1 and node not in pins",
-        "refcounts[block] == 1",
-        IN_PREFIX + "test_what_a_row_uses_or_what_is_pinned_stays",
+    "what is pinned is evicted": (
+        "test_what_a_row_uses_or_what_is_pinned_stays",
+        Plant(
+            "Change.evict",
+            "block != NULL_BLOCK and refcounts[block] == 1 and (node not in pins) and (node not in spared)",
+            "block != NULL_BLOCK and refcounts[block] == 1 and (node not in spared)",
+        ),
     ),
-    "blocks come back in another order": Mutant(
-        CHANGE,
-        "for node in nodes))\n",
-        "for node in reversed(nodes)))\n",
-        IN_PREFIX + "test_what_is_evicted_comes_back_from_the_host",
+    "blocks come back in another order": (
+        "test_what_is_evicted_comes_back_from_the_host",
+        Plant(
+            "Change.restore",
+            "(node.host[group][index] for node in nodes)",
+            "(node.host[group][index] for node in reversed(nodes))",
+        ),
     ),
     # Rows in host memory.
-    "a row is swapped into one that is not empty": Mutant(
-        "_tiers/host_tier.py",
-        "inside & (cache.lengths[at] == 0) & ~held",
-        "inside & ~held",
-        "tiers/test_swap.py::test_in_jit_a_row_that_holds_anything_is_left_alone",
+    "a row is swapped into one that is not empty": (
+        "test_in_jit_a_row_that_holds_anything_is_left_alone",
+        Plant("_are_empty", "inside & (cache.lengths[at] == 0)", "inside"),
     ),
-    "a row is swapped into one with reserved blocks": Mutant(
-        "_tiers/host_tier.py",
-        "inside & (cache.lengths[at] == 0) & ~held",
-        "inside & (cache.lengths[at] == 0)",
-        "tiers/test_swap.py::test_in_jit_a_row_that_holds_anything_is_left_alone",
+    "a row is swapped into one with reserved blocks": (
+        "test_in_jit_a_row_that_holds_anything_is_left_alone",
+        Plant("_are_empty", "inside & (cache.lengths[at] == 0)", "inside"),
+        Plant("_are_empty", "~held", "cache.lengths[at] == 0"),
     ),
-    "a row too long for the cache is swapped in": Mutant(
-        "_tiers/host_tier.py",
-        "    granted = sensible & ~too_long\n",
-        "    granted = sensible\n",
-        "tiers/test_swap.py::test_too_long_for_the_other_cache",
+    "a row too long for the cache is swapped in": (
+        "test_too_long_for_the_other_cache",
+        Plant("_room_for", "sensible & ~too_long", "sensible"),
     ),
     # Tables.
-    "the last free block is not served": Mutant(
-        ALLOCATOR, "drop, (need <= num_free)", "drop, (need < num_free)", "core/test_robust.py"
+    "the last free block is not served": (
+        "test_robust.py",
+        Plant("serve", "need <= num_free", "need < num_free"),
     ),
-    "the last block that is left is not served": Mutant(
-        ALLOCATOR, "(before | (need <= left)", "(before | (need < left)", "core/test_failures.py"
+    "the last block that is left is not served": (
+        "test_failures.py",
+        Plant("serve", "need <= left", "need < left"),
     ),
-    "one block more is served than there is": Mutant(
-        ALLOCATOR, "axis=1) > num_free)", "axis=1) > num_free + 1)", "core/test_failures.py"
+    "one block more is served than there is": (
+        "test_failures.py",
+        Plant(
+            "serve",
+            "jnp.cumsum(jnp.where(served[None], need, 0), axis=1) > num_free",
+            "jnp.cumsum(jnp.where(served[None], need, 0), axis=1) > num_free + 1",
+        ),
     ),
-    "a failed row is served": Mutant(
-        "_core/blocks/tables.py",
-        "(requested > 0) & (requested <= room) & ~cache.failed",
-        "(requested > 0) & (requested <= room)",
-        "core/test_robust.py",
+    "a failed row is served": (
+        "test_robust.py",
+        Plant(
+            "_extend", "(requested > 0) & (requested <= room) & ~cache.failed", "(requested > 0) & (requested <= room)"
+        ),
     ),
     # Files.
-    "a failed row is empty": Mutant(
-        RESTORE, "~failed & (", "(", "core/test_robust.py::test_a_failed_row_is_no_place_to_load_into"
+    "a failed row is empty": (
+        "test_a_failed_row_is_no_place_to_load_into",
+        Plant("empty_rows", "~failed & (lengths == 0)", "lengths == 0"),
     ),
-    "a row with reserved blocks is empty": Mutant(
-        RESTORE,
-        "        empty &= ~any_of_row(t.tables.any(axis=1), config)",
-        "        pass",
-        "files/test_refused_files.py::test_what_does_not_fit_into_a_cache",
+    "a row with reserved blocks is empty": (
+        "test_what_does_not_fit_into_a_cache",
+        Plant("empty_rows", "empty &= ~any_of_row(t.tables.any(axis=1), config)", ""),
     ),
-    "a header is not verified": Mutant(
-        FORMAT, "    if expected[0] != zlib.crc32(header):\n", "    if False:\n", "files/test_damaged_files.py"
+    "a header is not verified": (
+        "test_damaged_files.py",
+        Plant("open_saved", "expected[0] != zlib.crc32(header)", "False"),
     ),
-    "a tensor is not verified": Mutant(
-        FORMAT,
-        "        if _checksum(tensor) != checksum:\n",
-        "        if False:\n",
-        "files/test_damaged_files.py::test_every_flipped_byte_is_noticed",
+    "a tensor is not verified": (
+        "test_every_flipped_byte_is_noticed",
+        Plant("open_saved", "_checksum(tensor) != checksum", "False"),
     ),
-    "negative lengths are taken": Mutant(
-        FORMAT, "if (lengths < 0).any() or (lengths", "if (lengths", "files/test_crafted_files.py"
+    "negative lengths are taken": (
+        "test_crafted_files.py",
+        Plant(
+            "_check_tensors",
+            "(lengths < 0).any() or (lengths > config.max_seq_len).any() or len(lengths) > config.max_seqs",
+            "(lengths > config.max_seq_len).any() or len(lengths) > config.max_seqs",
+        ),
     ),
-    "empty rows without end are made": Mutant(
-        FORMAT,
-        "    if config.max_seqs > max(len(lengths), config.num_blocks, MOST_EMPTY_ROWS):\n",
-        "    if False:\n",
-        "files/test_crafted_files.py",
+    "empty rows without end are made": (
+        "test_crafted_files.py",
+        Plant("_check_tensors", "config.max_seqs > max(len(lengths), config.num_blocks, MOST_EMPTY_ROWS)", "False"),
     ),
-    "a file is replaced before it is written": Mutant(
-        "_files/atomic.py",
-        '        with unfinished.open("xb") as file:\n',
-        '        unfinished = path\n        with unfinished.open("wb") as file:\n',
-        "files/test_damaged_files.py::test_a_failing_save_leaves_the_old_file_and_nothing_else",
+    "a file is replaced before it is written": (
+        "test_a_failing_save_leaves_the_old_file_and_nothing_else",
+        Plant(
+            "replacing",
+            "with unfinished.open('xb') as file:\n"
+            "    yield file\n"
+            "    file.flush()\n"
+            "    if durable:\n"
+            "        os.fsync(file.fileno())",
+            "unfinished = path\n"
+            "with unfinished.open('wb') as file:\n"
+            "    yield file\n"
+            "    file.flush()\n"
+            "    if durable:\n"
+            "        os.fsync(file.fileno())",
+        ),
     ),
-    "blocks are shared that are not full": Mutant(
-        "_core/blocks/reblock.py",
-        "if share and block_places.min() >= 0:",
-        "if share:",
-        IN_FILES + "test_a_larger_block_that_can_still_be_written_is_not_shared",
+    "blocks are shared that are not full": (
+        "test_a_larger_block_that_can_still_be_written_is_not_shared",
+        Plant("reblock", "share and block_places.min() >= 0", "share"),
     ),
-    "what is not a row's is saved": Mutant(
-        "_core/blocks/reblock.py",
-        "[slots < 0] = 0\n",
-        "[slots < -1] = 0\n",
-        IN_FILES + "test_a_shared_block_is_stored_once_and_nothing_but_tokens_is",
+    "what is not a row's is saved": (
+        "test_a_shared_block_is_stored_once_and_nothing_but_tokens_is",
+        Plant("clear_unused", "slots < 0", "slots < -1"),
     ),
     # The tier on disk.
-    "a file is taken for what its name says": Mutant(
-        BLOCKS, "if not data.startswith(header) or zlib", "if zlib", IN_DISK + "test_300_damaged_files_are_300_misses"
+    "a file is taken for what its name says": (
+        "test_300_damaged_files_are_300_misses",
+        Plant(
+            "BlockFiles.read",
+            "not data.startswith(header) or zlib.crc32(data[:-CHECKSUM]) != int.from_bytes(data[-CHECKSUM:], 'little')",
+            "zlib.crc32(data[:-CHECKSUM]) != int.from_bytes(data[-CHECKSUM:], 'little')",
+        ),
     ),
-    "a file of the right length and header is taken": Mutant(
-        BLOCKS,
-        'zlib.crc32(data[:-CHECKSUM]) != int.from_bytes(data[-CHECKSUM:], "little"):',
-        "len(data) != size:",
-        IN_DISK + "test_300_damaged_files_are_300_misses",
+    "a file of the right length and header is taken": (
+        "test_300_damaged_files_are_300_misses",
+        Plant("BlockFiles.read", "zlib.crc32(data[:-CHECKSUM])", "len(data)"),
+        Plant("BlockFiles.read", "int.from_bytes(data[-CHECKSUM:], 'little')", "size"),
     ),
-    "another model's files are found": Mutant(
-        BLOCKS,
-        "config.groups, layers, stored, model]",
-        "config.groups, layers, stored]",
-        IN_DISK + "test_what_is_of_another_salt_adapter_model_or_config_is_not_found",
+    "another model's files are found": (
+        "test_what_is_of_another_salt_adapter_model_or_config_is_not_found",
+        Plant(
+            "fingerprint",
+            "[FORMAT, VERSION, config.block_size, config.groups, layers, stored, model]",
+            "[FORMAT, VERSION, config.block_size, config.groups, layers, stored]",
+        ),
     ),
-    "names do not depend on the salt": Mutant(
-        INDEX,
-        "digest = digest_of(self.owner, identity)",
-        "digest = digest_of(self.owner, None)",
-        IN_DISK + "test_what_is_of_another_salt_adapter_model_or_config_is_not_found",
+    "names do not depend on the salt": (
+        "test_what_is_of_another_salt_adapter_model_or_config_is_not_found",
+        Plant("PrefixIndex.root", "digest_of(self.owner, identity)", "digest_of(self.owner, None)"),
     ),
-    "blocks on disk come back where there is no room": Mutant(
-        DISK,
-        "if sum(sizes) > room or not",
-        "if not",
-        IN_DISK + "test_blocks_that_leave_the_host_go_to_files_and_no_others",
+    "blocks on disk come back where there is no room": (
+        "test_blocks_that_leave_the_host_go_to_files_and_no_others",
+        Plant(
+            "recall",
+            "sum(sizes) > room or not all(((t | d)[n].all() for t, d, n in zip(there, on_disk, columns, strict=True)))",
+            "not all(((t | d)[n].all() for t, d, n in zip(there, on_disk, columns, strict=True)))",
+        ),
     ),
-    "the folder has no bound": Mutant(
-        BLOCKS,
-        "while taken > most_bytes:",
-        "while False:",
-        IN_DISK + "test_the_least_recently_used_goes_and_the_next_process_knows_which",
+    "the folder has no bound": (
+        "test_the_least_recently_used_goes_and_the_next_process_knows_which",
+        Plant("BlockFiles._make_room", "taken > most_bytes", "False"),
     ),
-    "what a process of our number left is kept": Mutant(
-        "_files/atomic.py",
-        "return _FIRST <= number < _FIRST + 2**32",
-        "return True",
-        IN_DISK + "test_what_is_left_of_a_process_with_our_number_is_removed",
+    "what a process of our number left is kept": (
+        "test_what_is_left_of_a_process_with_our_number_is_removed",
+        Plant("_is_running", "_FIRST <= number < _FIRST + 2 ** 32", "True"),
     ),
-    "what left the folder is not told": Mutant(
-        BLOCKS,
-        "        self.known.pop(name, None)\n",
-        "",
-        IN_DISK + "test_whoever_follows_the_events_knows_what_is_held",
+    "what left the folder is not told": (
+        "test_whoever_follows_the_events_knows_what_is_held",
+        Plant("BlockFiles._forget", "self.known.pop(name, None)", ""),
     ),
     # What attackers and a new user met.
-    "a file is believed to be there": Mutant(
-        BLOCKS,
-        "        if self.keep(block):\n            return False\n",
-        "        if self.has(block):\n            return False\n",
-        IN_FOLDER + "test_files_that_others_removed_are_written_again",
+    "a file is believed to be there": (
+        "test_files_that_others_removed_are_written_again",
+        Plant("BlockFiles.write", "self.keep(block)", "self.has(block)"),
     ),
-    "a flush believes that files are there": Mutant(
-        DISK,
-        "not disk.keep(node.block(group))",
-        "not disk.has(node.block(group))",
-        IN_FOLDER + "test_files_that_others_removed_are_written_again",
+    "a flush believes that files are there": (
+        "test_files_that_others_removed_are_written_again",
+        Plant("flush", "disk.keep(node.block(group))", "disk.has(node.block(group))"),
     ),
-    "what others wrote stays": Mutant(
-        BLOCKS,
-        "{*_found(self.folder, self.owner.hex()), *(",
-        "{*(",
-        IN_FOLDER + "test_what_another_index_wrote_goes_with_reset",
+    "what others wrote stays": (
+        "test_what_another_index_wrote_goes_with_reset",
+        Plant(
+            "BlockFiles.clear",
+            "{*_found(self.folder, self.owner.hex()), *(name for name in self.files if name.startswith(own))}",
+            "{*(name for name in self.files if name.startswith(own))}",
+        ),
     ),
-    "a salt is what it prints": Mutant(
-        READ,
-        "salt, adapter = _plain(salt), _plain(adapter)",
-        "salt = salt",
-        IN_FOLDER + "test_salts_that_hide_themselves_are_told_apart",
+    "a salt is what it prints": (
+        "test_salts_that_hide_themselves_are_told_apart",
+        Plant("read_identity", "(salt, adapter)", "salt"),
+        Plant("read_identity", "(_plain(salt), _plain(adapter))", "salt"),
     ),
-    "each index has a folder's bytes for itself": Mutant(
-        DISK,
-        "        return folder\n",
-        "        return BlockFiles(folder.folder, folder.most_bytes, config, model)\n",
-        IN_FOLDER + "test_indexes_of_one_process_mind_the_bytes_together",
+    "each index has a folder's bytes for itself": (
+        "test_indexes_of_one_process_mind_the_bytes_together",
+        Plant("open_disk", "return folder", "return BlockFiles(folder.folder, folder.most_bytes, config, model)"),
     ),
-    "a row comes back to the device that it left": Mutant(
-        "_tiers/host_tier.py",
-        "x.sharding.device_set == own.sharding.device_set",
-        "True",
-        "core/test_edges.py::test_a_row_swaps_into_a_cache_on_another_device",
+    "a row comes back to the device that it left": (
+        "test_a_row_swaps_into_a_cache_on_another_device",
+        Plant("_to_device", "x.sharding.device_set == own.sharding.device_set", "True"),
     ),
 }

@@ -16,12 +16,14 @@ import tempfile
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 from jax.experimental import topologies
 
 sys.path += [str(pathlib.Path(__file__).parents[2] / folder) for folder in ("benchmarks", "tests/support")]
 
 from gpu_plans import FORMS, use_form
+from planting import Plant
 
 import jaxkv
 import pallas_kernels
@@ -149,29 +151,25 @@ def options(head_dim, *, window=None, soft_cap=None, sinks=False, sink_tokens=No
     return lambda: attention(shape, tokens=64, sinks=sinks, dtype=dtype, sink_tokens=sink_tokens)
 
 
-def changed(module, *changes, job):
-    """Negative control: a job with a line of a module changed."""
-    from mutants import mutant
+def planted(*plants, job):
+    """Negative control: a job with a mistake in a module."""
+    from gpu_mistakes import plant
 
-    from pallas_kernels.gpu import step
-
-    name = module.__name__.rpartition(".")[2]
-    setattr(step, name, mutant(module, *changes))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch, *plants)
         return JOBS[job]()
-    finally:
-        setattr(step, name, module)
 
 
 def without_fence():
     """V's and P's writes are not published to the matrix unit."""
-    fence = "plgpu.commit_smem()\n                if kind is not None:\n                    plgpu.barrier_arrive(v_free"
-    return changed(gpu.decode, (fence, fence.replace("plgpu.commit_smem()", "pass")), job="llama3-8b")
+    release = "if kind is not None:\n    plgpu.barrier_arrive(v_free.at[slot])"
+    return planted(Plant("decode:split", f"plgpu.commit_smem()\n{release}", release), job="llama3-8b")
 
 
 def too_many_registers():
     """Consumers that ask for more registers than there are: they would wait for ever."""
-    return changed(gpu.prefill, ("set_max_registers(232 if", "set_max_registers(240 if"), job="llama3-8b-prefill")
+    plant = Plant("prefill:attend", "232 if kind is None else 224", "240 if kind is None else 224")
+    return planted(plant, job="llama3-8b-prefill")
 
 
 # Widths of the table and new tokens of a row. Of so many rows XLA would make more launches, where the list of work was

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import pathlib
+import shutil
 
 import interpreter
 import jax
@@ -11,13 +12,15 @@ import numpy as np
 import pytest
 from interpreter import PLAIN, RACES
 from nightly import NIGHTLY
+from planting import Plant, Sources
 
 import pallas_kernels.tpu
 from pallas_kernels import reference, testing
 from pallas_kernels.testing import Case
 
 pytestmark = pytest.mark.timeout(240, method="thread")
-SOURCE = pathlib.Path(pallas_kernels.tpu.__file__).parent
+FOLDER = pathlib.Path(pallas_kernels.tpu.__file__).parent
+SOURCES = Sources(FOLDER, "pallas_kernels.tpu")
 names = (f"broken_tpu_{i}" for i in itertools.count())
 ROWS = Case((5, 37), (1, 1), 2, 1, 128, 8)
 LONG = Case((5, 261), (1, 1), 2, 1, 128, 8)
@@ -86,325 +89,387 @@ def precision(tpu, case, mode):
     )
 
 
-# name: (what to run, on which case, in which mode, the file, what to find there, what to put instead, and so on). None
-# may wait for a copy that nobody starts.
+# name: (what to run, on which case, in which mode, what is planted). None may wait for a copy that nobody starts.
 CONTROLS = {
-    "pages not awaited": (decode, ROWS, PLAIN, "decode.py", "        await_pages(buffers, slot, count)\n", ""),
-    "one page not awaited": (decode, ROWS, PLAIN, "decode.py", "coming += held", "coming += jnp.maximum(held - 1, 0)"),
+    "pages not awaited": (
+        decode,
+        ROWS,
+        PLAIN,
+        Plant("_kernel", "await_pages(buffers, slot, count)", ""),
+    ),
+    "one page not awaited": (
+        decode,
+        ROWS,
+        PLAIN,
+        Plant("_kernel", "coming += held", "coming += jnp.maximum(held - 1, 0)"),
+    ),
     "the pages of the step after awaited": (
         decode,
         FALLING,
         PLAIN,
-        "decode.py",
-        "at[2 * SLOTS], at[-1]",
-        "at[2 * SLOTS + 1], at[-1]",
+        Plant("_kernel", "at[2 * SLOTS]", "at[2 * SLOTS + 1]"),
     ),
-    "one slot less than steps": (decode, LONG, RACES, "decode.py", "slot == SLOTS - 1, 0,", "slot == SLOTS - 2, 0,"),
+    "one slot less than steps": (
+        decode,
+        LONG,
+        RACES,
+        Plant("_kernel", "slot == SLOTS - 1", "slot == SLOTS - 2"),
+    ),
     "one slot for two steps": (
         decode,
         ROWS,
         RACES,
-        "decode.py",
-        "pages_of.at[slot, these]",
-        "pages_of.at[0 * slot, these]",
+        Plant("_kernel", "(slot, these)", "(0 * slot, these)"),
     ),
     "a step's pages over those that are worked on": (
         decode,
         LONG,
         RACES,
-        "decode.py",
-        "buffer(free, segment)",
-        "buffer(slot, segment)",
+        Plant("_kernel", "buffer(free, segment)", "buffer(slot, segment)"),
     ),
-    "a page copied that a row has not": (decode, ROWS, RACES, "pages.py", "jnp.where(i < count, 1, 0)", "jnp.int32(1)"),
-    "a table read past its end": (decode, ROWS, PLAIN, "pages.py", "jnp.minimum(begin + i, last)", "100 + begin + i"),
+    "a page copied that a row has not": (
+        decode,
+        ROWS,
+        RACES,
+        Plant("Pages.start", "jnp.where(i < count, 1, 0)", "jnp.int32(1)"),
+    ),
+    "a table read past its end": (
+        decode,
+        ROWS,
+        PLAIN,
+        Plant("Pages.start", "jnp.minimum(begin + i, last)", "100 + begin + i"),
+    ),
     "a row's last segment missed": (
         decode,
         ROWS,
         PLAIN,
-        "decode.py",
-        "segment + count - 1 - part,",
-        "segment + count - part,",
+        Plant("_kernel", "segment + count - 1", "segment + count"),
     ),
     "a row's end before its step": (
         decode,
         LONG,
         PLAIN,
-        "decode.py",
-        "inside = segment < segments",
-        "inside = segment >= 0",
+        Plant("_kernel", "inside = segment < segments", "inside = segment >= 0"),
     ),
     "wrong block": (
         decode,
         ROWS,
         PLAIN,
-        "pages.py",
-        "row * self.blocks_per_row + block]",
-        "row * self.blocks_per_row]",
+        Plant("Pages.start_held", "row * self.blocks_per_row + block", "row * self.blocks_per_row"),
+        Plant("Pages.start", "row * self.blocks_per_row + block", "row * self.blocks_per_row"),
     ),
-    "mask one too far": (decode, ROWS, PLAIN, "decode.py", "seen = position < limit", "seen = position <= limit"),
+    "mask one too far": (
+        decode,
+        ROWS,
+        PLAIN,
+        Plant("_attend", "position < limit", "position <= limit"),
+    ),
     "window one too far": (
         decode,
         but(ROWS, window=24),
         PLAIN,
-        "decode.py",
-        "covers(position, pages.reach.first(limit - 1))",
-        "covers(position, pages.reach.first(limit - 1) - 1)",
+        Plant("_attend", "pages.reach.first(limit - 1)", "pages.reach.first(limit - 1) - 1"),
     ),
-    "tail not cleared": (decode, ROWS, PLAIN, "pages.py", "keep(held - 1,", "(lambda *_: None)(held - 1,"),
-    "pages not cleared": (decode, ROWS, PLAIN, "pages.py", "* unit, clear", "* 0, clear"),
+    "tail not cleared": (
+        decode,
+        ROWS,
+        PLAIN,
+        Plant(
+            "Pages.hide_values",
+            "keep(held - 1, lambda position: position < limit)",
+            "(lambda *_: None)(held - 1, lambda position: position < limit)",
+        ),
+    ),
+    "pages not cleared": (
+        decode,
+        ROWS,
+        PLAIN,
+        Plant("Pages.hide_values", "divide(held + (unit - 1), unit) * unit", "divide(held + (unit - 1), unit) * 0"),
+    ),
     "pages not cleared for many": (
         prefill_in_long_steps,
         CHUNKS,
         PLAIN,
-        "prefill.py",
-        "limit, i, steps, half)",
-        "limit, i, steps, 1)",
+        Plant(
+            "_kernel",
+            "pages.hide_values(buffers[0][0].at[slot], start, limit, i, steps, half)",
+            "pages.hide_values(buffers[0][0].at[slot], start, limit, i, steps, 1)",
+        ),
     ),
     "write not awaited": (
         decode,
         ROWS,
         PLAIN,
-        "decode.py",
-        "pltpu.make_async_copy(these, these, semaphore).wait",
-        "lambda: None",
+        Plant("_kernel", "pltpu.make_async_copy(these, these, semaphore).wait", "lambda: None"),
     ),
     "write of the wrong tile": (
         decode,
         ROWS,
         PLAIN,
-        "decode.py",
-        "staged[...] = merged",
-        "staged[...] = buffer[there]",
+        Plant("_insert", "staged[...] = merged", "staged[...] = buffer[there]"),
     ),
-    "two rows' writes in one place": (decode, SHORT, PLAIN, "decode.py", "staged.at[written]", "staged.at[0]"),
-    "a row begins with another's sums": (decode, ROWS, PLAIN, "decode.py", "there & (part == 0)", "there & (part < 0)"),
+    "two rows' writes in one place": (
+        decode,
+        SHORT,
+        PLAIN,
+        Plant("_kernel", "staged.at[written]", "staged.at[0]"),
+    ),
+    "a row begins with another's sums": (
+        decode,
+        ROWS,
+        PLAIN,
+        Plant("_attend", "part == 0", "part < 0"),
+    ),
     "a segment that is not there": (
         decode,
         ROWS,
         PLAIN,
-        "decode.py",
-        "lax.select(there, new",
-        "lax.select(there | True, new",
+        Plant("_attend", "lax.select(there, new, old)", "lax.select(there | True, new, old)"),
     ),
     "the sink's logit forgotten": (
         decode,
         but(ROWS, sinks=True),
         PLAIN,
-        "decode.py",
-        "else sinks_ref[...]",
-        "else jnp.full_like(max_ref, MASKED)",
+        Plant("_attend", "sinks_ref[...]", "jnp.full_like(max_ref, MASKED)"),
     ),
     "the sink's weight forgotten": (
         decode,
         but(ROWS, sinks=True),
         PLAIN,
-        "decode.py",
-        "else jnp.ones_like(sum_ref)",
-        "else jnp.zeros_like(sum_ref)",
+        Plant("_attend", "jnp.ones_like(sum_ref)", "jnp.zeros_like(sum_ref)"),
     ),
     "the cap applied once": (
         decode,
         but(ROWS, soft_cap=3.0),
         PLAIN,
-        "decode.py",
-        "jnp.tanh(logits / knobs[1])",
-        "jnp.tanh(logits)",
+        Plant("_attend", "logits / knobs[1]", "logits"),
     ),
     "the heads of a pair swapped": (
         decode,
         but(ROWS, num_heads=4, num_kv_heads=2),
         PLAIN,
-        "decode.py",
-        "result[:, :width], result[:, width:]",
-        "result[:, width:], result[:, :width]",
+        Plant(
+            "_per_head",
+            "jnp.where(first, result[:, :width], result[:, width:])",
+            "jnp.where(first, result[:, width:], result[:, :width])",
+        ),
     ),
-    "an LSE without the sum": (decode, ROWS, PLAIN, "decode.py", "so_far[0] + jnp.log(so_far[1])", "so_far[0]"),
+    "an LSE without the sum": (
+        decode,
+        ROWS,
+        PLAIN,
+        Plant("_attend", "so_far[0] + jnp.log(so_far[1])", "so_far[0]"),
+    ),
     "decode writes the null block": (
         decode_without_a_block,
         SHORT,
         PLAIN,
-        "step.py",
-        "(block > 0)",
-        "(block >= 0)",
-        "decode.py",
-        "(targets[row] > 0)",
-        "(targets[row] >= 0)",
+        Plant("decode_step", "block > 0", "block >= 0"),
+        Plant("_kernel", "targets[row] > 0", "targets[row] >= 0"),
     ),
     "decode writes beyond the pool": (
         decode_without_a_block,
         SHORT,
         PLAIN,
-        "step.py",
-        "(block < kv.shape[0])",
-        "(block < 2**30)",
+        Plant("decode_step", "block < kv.shape[0]", "block < 2 ** 30"),
     ),
-    "prefill: pages not awaited": (prefill, CHUNKS, PLAIN, "prefill.py", "await_pages(buffers, slot, coming)", "pass"),
+    "prefill: pages not awaited": (
+        prefill,
+        CHUNKS,
+        PLAIN,
+        Plant("_kernel", "await_pages(buffers, slot, coming)", ""),
+    ),
     "prefill: one page not awaited": (
         prefill,
         CHUNKS,
         PLAIN,
-        "prefill.py",
-        "await_pages(buffers, slot, coming)",
-        "await_pages(buffers, slot, jnp.maximum(coming - 1, 0))",
+        Plant(
+            "_kernel", "await_pages(buffers, slot, coming)", "await_pages(buffers, slot, jnp.maximum(coming - 1, 0))"
+        ),
     ),
-    "causality one too far": (prefill, CHUNKS, PLAIN, "prefill.py", "] <= query", "] <= query + 1"),
-    "mask left out": (prefill, CHUNKS, PLAIN, "prefill.py", "<= start + 1", "<= limit"),
-    "mask left out of a half": (prefill, CHUNKS, PLAIN, "prefill.py", "sure=half)", "sure=part_pages)"),
+    "causality one too far": (
+        prefill,
+        CHUNKS,
+        PLAIN,
+        Plant("_attend", "key[:, :width] <= query", "key[:, :width] <= query + 1"),
+    ),
+    "mask left out": (
+        prefill,
+        CHUNKS,
+        PLAIN,
+        Plant("_kernel", "start + 1", "limit"),
+    ),
+    "mask left out of a half": (
+        prefill,
+        CHUNKS,
+        PLAIN,
+        Plant("_kernel", "attend(at, part_pages, sure=half)", "attend(at, part_pages, sure=part_pages)"),
+    ),
     "half a step too few": (
         prefill,
         CHUNKS,
         PLAIN,
-        "prefill.py",
-        "limit <= begin + half",
-        "limit <= begin + 2 * half",
+        Plant("_kernel", "half * pages.page_size", "2 * half * pages.page_size"),
     ),
     "weights not summed": (
         prefill,
         CHUNKS,
         RACES,
-        "prefill.py",
-        "concatenate([values, ones])",
-        "concatenate([values, 0 * ones])",
+        Plant("_attend", "[values, ones]", "[values, 0 * ones]"),
     ),
     "a window longer than a step left out": (
         prefill,
         but(CHUNKS, lengths=(99, 30, 9), window=34),
         PLAIN,
-        "prefill.py",
-        "seen & (first_key >= pages.reach.first(limit - 1)) if pages.reach.ends else seen",
-        "seen",
+        Plant("_kernel", "seen & (first_key >= pages.reach.first(limit - 1)) if pages.reach.ends else seen", "seen"),
     ),
     "another tile's queries": (
         prefill,
         CHUNKS,
         PLAIN,
-        "prefill.py",
-        "q_hbm.at[pl.ds(tokens[tile]",
-        "q_hbm.at[pl.ds(tokens[0]",
+        Plant("_kernel", "q_hbm.at[pl.ds(tokens[tile], size)]", "q_hbm.at[pl.ds(tokens[0], size)]"),
     ),
     "output in another tile's place": (
         prefill,
         CHUNKS,
         PLAIN,
-        "prefill.py",
-        "out_hbm.at[pl.ds(tokens[tile]",
-        "out_hbm.at[pl.ds(tokens[0]",
+        Plant("_kernel", "out_hbm.at[pl.ds(tokens[tile], size)]", "out_hbm.at[pl.ds(tokens[0], size)]"),
     ),
-    "queries not awaited": (prefill, CHUNKS, PLAIN, "prefill.py", 'fetch("wait", tile + 1)', "None"),
-    "the first queries not awaited": (prefill, CHUNKS, PLAIN, "prefill.py", 'fetch("wait", 0)', "pass"),
-    "output not awaited": (prefill, CHUNKS, PLAIN, "prefill.py", '        send("wait", tile)\n', "        pass\n"),
+    "queries not awaited": (
+        prefill,
+        CHUNKS,
+        PLAIN,
+        Plant("_kernel", "fetch('wait', tile + 1)", "None"),
+    ),
+    "the first queries not awaited": (
+        prefill,
+        CHUNKS,
+        PLAIN,
+        Plant("_kernel", "fetch('wait', 0)", ""),
+    ),
+    "output not awaited": (
+        prefill,
+        CHUNKS,
+        PLAIN,
+        Plant("_kernel", "send('wait', tile)", ""),
+    ),
     "output's buffer used again early": (
         prefill,
         CHUNKS,
         RACES,
-        "prefill.py",
-        'lambda: send("wait", tile - 2)',
-        "lambda: None",
+        Plant("_kernel", "send('wait', tile - 2)", "None"),
     ),
-    "nobody's tokens left as they were": (prefill, CHUNKS, PLAIN, "prefill.py", "there, -width, 0", "there, 0, 0"),
+    "nobody's tokens left as they were": (
+        prefill,
+        CHUNKS,
+        PLAIN,
+        Plant("make_tiles", "-width", "0"),
+    ),
     "heads of a group mixed up": (
         prefill,
         CHUNKS,
         PLAIN,
-        "words.py",
-        "nth % group * size",
-        "0 * size",
+        Plant("to_heads", "nth % group", "0"),
     ),
     "two heads of a word mixed up": (
         prefill,
         PACKED,
         PLAIN,
-        "words.py",
-        "return (low & jnp.uint32(0xFFFF)) | (high << 16), (low >> 16)",
-        "return (low & jnp.uint32(0xFFFF)) | (low << 16), (low >> 16)",
+        Plant("Words.swap", "high << 16", "low << 16"),
     ),
     "sums of the tile before": (
         prefill,
         but(CHUNKS, sinks=True),
         PLAIN,
-        "prefill.py",
-        "out_sum_ref[head] = jnp.zeros(",
-        "_ = (",
+        Plant(
+            "_kernel",
+            "out_sum_ref[head] = jnp.zeros(out_sum_ref.shape[1:], out_sum_ref.dtype)",
+            "_ = (out_sum_ref.shape[1:], out_sum_ref.dtype)",
+        ),
     ),
-    "maxima of the tile before": (prefill, CHUNKS, PLAIN, "prefill.py", "    forget()\n    send(", "    send("),
+    "maxima of the tile before": (
+        prefill,
+        CHUNKS,
+        PLAIN,
+        Plant("_kernel", "forget()\nsend('start', tile)", "send('start', tile)"),
+    ),
     "half of a step left out": (
         prefill,
         CHUNKS,
         PLAIN,
-        "prefill.py",
-        "jnp.where(whole, 0, parts)",
-        "jnp.where(whole, 0, 1)",
+        Plant("_kernel", "jnp.where(whole, 0, parts)", "jnp.where(whole, 0, 1)"),
     ),
     "half of a step twice": (
         prefill,
         but(CHUNKS, lengths=(99, 30, 9)),
         PLAIN,
-        "prefill.py",
-        "pl.ds(part * part_pages",
-        "pl.ds(0 * part_pages",
+        Plant("_attend", "part * part_pages", "0 * part_pages"),
     ),
     "float32 at bfloat16's precision, decode": (
         precision,
         ROWS,
         PLAIN,
-        "decode.py",
-        "Precision.HIGHEST",
-        "Precision.DEFAULT",
+        Plant("decode:_attend", "lax.Precision.HIGHEST", "lax.Precision.DEFAULT"),
     ),
     "float32 at bfloat16's precision, prefill": (
         precision,
         CHUNKS,
         PLAIN,
-        "prefill.py",
-        "Precision.HIGHEST",
-        "Precision.DEFAULT",
+        Plant("prefill:_attend", "lax.Precision.HIGHEST", "lax.Precision.DEFAULT"),
     ),
     "write: the old page not awaited": (
         write,
         RUNS,
         PLAIN,
-        "write.py",
-        "patching.at[slot]), do)()",
-        'patching.at[slot]), "start")() if do == "start" else None',
+        Plant(
+            "_kernel",
+            "getattr(pltpu.make_async_copy(page(target, entry), old.at[slot], patching.at[slot]), do)()",
+            "getattr(pltpu.make_async_copy(page(target, entry), old.at[slot], patching.at[slot]), "
+            "'start')() if do == 'start' else None",
+        ),
     ),
     "write: a slot refilled too early": (
         write,
         RUNS,
         RACES,
-        "write.py",
-        "entry + depth - 1,",
-        "entry + depth,",
-        "write.py",
-        "(0, depth - 1)",
-        "(0, depth)",
+        Plant("_kernel", "entry + depth - 1", "entry + depth"),
+        Plant("_kernel", "pl.loop(0, depth - 1)", "pl.loop(0, depth)"),
     ),
     "write: a page changed while it leaves": (
         write,
         RUNS,
         RACES,
-        "write.py",
-        'if_written(entry - depth, functools.partial(send, "wait"))',
-        "None",
+        Plant("_kernel", "if_written(entry - depth, functools.partial(send, 'wait'))", "None"),
     ),
-    "write: begins too early": (write, RUNS, PLAIN, "write.py", "place >= begins[entry]", "place >= 0"),
-    "write: ends too late": (write, RUNS, PLAIN, "write.py", "place < ends[entry]", "place <= ends[entry]"),
+    "write: begins too early": (
+        write,
+        RUNS,
+        PLAIN,
+        Plant("_kernel", "place >= begins[entry]", "place >= 0"),
+    ),
+    "write: ends too late": (
+        write,
+        RUNS,
+        PLAIN,
+        Plant("_kernel", "place < ends[entry]", "place <= ends[entry]"),
+    ),
     "write: another token": (
         write,
         RUNS,
         PLAIN,
-        "write.py",
-        "of_row(offsets - before) + start",
-        "of_row(offsets - before) + start + 1",
+        Plant("find_runs", "of_row(offsets - before) + start", "of_row(offsets - before) + start + 1"),
     ),
-    "write: offsets ignored": (write_with_gaps, RUNS, PLAIN, "write.py", "elif offsets is None:", "else:"),
+    "write: offsets ignored": (
+        write_with_gaps,
+        RUNS,
+        PLAIN,
+        Plant("find_runs", "if offsets is None:\n    offsets = default_offsets(new)", "offsets = default_offsets(new)"),
+    ),
     "write: beyond the pool": (
         write_without_a_block,
         RUNS,
         PLAIN,
-        "write.py",
-        "(block < kv.shape[0])\n    return Runs",
-        "(block < 2**30)\n    return Runs",
+        Plant("find_runs", "kv.shape[0]", "2 ** 30"),
     ),
 }
 SPANS = but(CHUNKS, spans=True)
@@ -414,153 +479,156 @@ CONTROLS |= {
         decode,
         but(ROWS, chunk=20),
         PLAIN,
-        "decode.py",
-        "covers(position, pages.reach.first(limit - 1))",
-        "covers(position, pages.reach.first(limit - 1) - 1)",
+        Plant("_attend", "pages.reach.first(limit - 1)", "pages.reach.first(limit - 1) - 1"),
     ),
     "values before the chunk": (
         decode,
         but(ROWS, chunk=20),
         PLAIN,
-        "pages.py",
-        "pl.when(step == in_step)",
-        "pl.when(step < 0)",
+        Plant("Pages.hide_values", "step == in_step", "step < 0"),
     ),
     "pages before the chunk": (
         decode,
         but(ROWS, chunk=16),
         PLAIN,
-        "pages.py",
-        "page = divide(jnp.maximum(self.reach.first(oldest)",
-        "page = 0 * divide(jnp.maximum(self.reach.first(oldest)",
+        Plant(
+            "Pages.first",
+            "divide(jnp.maximum(self.reach.first(oldest), 0), self.page_size)",
+            "0 * divide(jnp.maximum(self.reach.first(oldest), 0), self.page_size)",
+        ),
     ),
     "a chunk forgotten by rows of one token": (
         prefill,
         but(CHUNKS, lengths=(37, 30, 9), new=(20, 1, 1), chunk=16),
         PLAIN,
-        "step.py",
-        "rank=rank, reach=reach, **options",
-        "rank=rank, **options",
+        Plant(
+            "attend",
+            "decode(flat[at], kv, tables, jnp.where(single, lengths, 0), rank=rank, reach=reach, **options)",
+            "decode(flat[at], kv, tables, jnp.where(single, lengths, 0), rank=rank, **options)",
+        ),
     ),
     "sure of what the last token does not see": (
         prefill,
         but(CHUNKS, new=(6, 7, 4), chunk=16),
         PLAIN,
-        "prefill.py",
-        "(first_key >= sure[0][tile])",
-        "(first_key >= 0 * sure[0][tile])",
+        Plant("_kernel", "sure[0][tile]", "0 * sure[0][tile]"),
     ),
     "sure of what the first token does not see": (
         prefill,
         but(CHUNKS, tree=True),
         PLAIN,
-        "prefill.py",
-        "<= sure[1][tile])",
-        "<= sure[1][tile] + pages.step_tokens)",
+        Plant("_kernel", "sure[1][tile]", "sure[1][tile] + pages.step_tokens"),
     ),
     "a walk to the tile's last token": (
         prefill,
         but(SPANS, new=(37, 7, 4), num_heads=32),
         PLAIN,
-        "prefill.py",
-        "froms[tile], untils[tile]\n",
-        "froms[tile], limits[tile]\n",
+        Plant("_kernel", "(froms[tile], untils[tile])", "(froms[tile], limits[tile])"),
     ),
     "heads and tokens of a sight mixed up": (
         prefill,
         but(CHUNKS, tree=True),
         PLAIN,
-        "prefill.py",
-        "jnp.tile(sight.tokens, (1, 1, group))",
-        "jnp.repeat(sight.tokens, group, axis=2)",
+        Plant("prefill", "jnp.tile(sight.tokens, (1, 1, group))", "jnp.repeat(sight.tokens, group, axis=2)"),
     ),
     "the sight of the tile before": (
         prefill,
         but(CHUNKS, tree=True),
         PLAIN,
-        "prefill.py",
-        "lines.shape[1:]), lambda tile, *_: (tile, 0, 0)",
-        "lines.shape[1:]), lambda tile, *_: (jnp.maximum(tile - 1, 0), 0, 0)",
+        Plant("prefill", "(tile, 0, 0)", "(jnp.maximum(tile - 1, 0), 0, 0)"),
     ),
     "a tree taken for a chain": (
         prefill,
         but(CHUNKS, tree=True),
         PLAIN,
-        "step.py",
-        "(chunk, tree, spans))",
-        "(chunk, spans))",
+        Plant("attend", "(chunk, tree, spans)", "(chunk, spans)"),
     ),
 }
 FIRST = but(ROWS, lengths=(21, 60), window=17, sink_tokens=5)
 FIRST_CHUNKS = but(CHUNKS, lengths=(67, 30, 9), window=17, sink_tokens=5)
 # First tokens beside a window.
 FIRST_TOKENS = {
-    "the first tokens left out": (decode, FIRST, PLAIN, "step.py", "chunk, sink_tokens),", "chunk, None),"),
+    "the first tokens left out": (
+        decode,
+        FIRST,
+        PLAIN,
+        Plant(
+            "decode_step",
+            "Reach.within(capacity, window, chunk, sink_tokens)",
+            "Reach.within(capacity, window, chunk, None)",
+        ),
+    ),
     "the first tokens left out of many": (
         prefill,
         FIRST_CHUNKS,
         PLAIN,
-        "step.py",
-        "reach = Reach.within(tables.shape[1] * kv.shape[3], window, chunk, sink_tokens)",
-        "reach = Reach(window, chunk)",
+        Plant(
+            "attend", "Reach.within(tables.shape[1] * kv.shape[3], window, chunk, sink_tokens)", "Reach(window, chunk)"
+        ),
     ),
     "the first tokens' pages taken for the window's": (
         decode,
         FIRST,
         PLAIN,
-        "pages.py",
-        "return self._moved(at, oldest, 1)",
-        "return at",
+        Plant("Pages.page", "self._moved(at, oldest, 1)", "at"),
     ),
-    "the gap read": (decode, FIRST, PLAIN, "pages.py", "page - self.sink_pages, 0)", "0 * page, 0)"),
-    "the gap read for many": (prefill, FIRST_CHUNKS, PLAIN, "pages.py", "page - self.sink_pages, 0)", "0 * page, 0)"),
+    "the gap read": (
+        decode,
+        FIRST,
+        PLAIN,
+        Plant("Pages.first", "page - self.sink_pages", "0 * page"),
+    ),
+    "the gap read for many": (
+        prefill,
+        FIRST_CHUNKS,
+        PLAIN,
+        Plant("Pages.first", "page - self.sink_pages", "0 * page"),
+    ),
     "the gap's values inside a page": (
         decode,
         FIRST,
         PLAIN,
-        "pages.py",
-        "[self.sink_pages - 1] * (self.reach.sink_tokens % self.page_size > 0)",
-        "[]",
+        Plant("Pages.hide_values", "[self.sink_pages - 1] * (self.reach.sink_tokens % self.page_size > 0)", "[]"),
     ),
     "the first tokens counted twice": (
         decode,
         but(FIRST, lengths=(27, 60), sink_tokens=13),
         PLAIN,
-        "pages.py",
-        "jnp.maximum(page - self.sink_pages, 0)",
-        "jnp.where(page > 0, page - self.sink_pages, 0)",
+        Plant(
+            "Pages.first", "jnp.maximum(page - self.sink_pages, 0)", "jnp.where(page > 0, page - self.sink_pages, 0)"
+        ),
     ),
     "the first tokens of many counted twice": (
         prefill,
         but(FIRST_CHUNKS, lengths=(67, 35, 9), sink_tokens=13),
         PLAIN,
-        "pages.py",
-        "jnp.maximum(page - self.sink_pages, 0)",
-        "jnp.where(page > 0, page - self.sink_pages, 0)",
+        Plant(
+            "Pages.first", "jnp.maximum(page - self.sink_pages, 0)", "jnp.where(page > 0, page - self.sink_pages, 0)"
+        ),
     ),
     "first tokens' positions those of the walk": (
         prefill,
         FIRST_CHUNKS,
         PLAIN,
-        "prefill.py",
-        "shape, 0), query_start)",
-        "shape, 0), -1)",
+        Plant(
+            "_attend",
+            "pages.position(start + sure + lax.broadcasted_iota(jnp.int32, shape, 0), query_start)",
+            "pages.position(start + sure + lax.broadcasted_iota(jnp.int32, shape, 0), -1)",
+        ),
     ),
 }
 CONTROLS |= FIRST_TOKENS
 BY_DAY = list(CONTROLS)[: -len(FIRST_TOKENS) : 9]
 
 
-def broken(tmp_path, monkeypatch, *changes):
-    """The kernels' package under another name, with pieces of its source replaced: file, what to find, what to put."""
+def broken(tmp_path, monkeypatch, *plants):
+    """The kernels' package under another name, with mistakes planted in it."""
     name = next(names)
-    (tmp_path / name).mkdir()
-    sources = {path.name: path.read_text() for path in SOURCE.glob("*.py")}
-    for file, find, replace in itertools.batched(changes, 3):
-        assert find in sources[file], f"{find!r} is no longer in {file}: adapt the control"
-        sources[file] = sources[file].replace(find, replace)
-    for file, text in sources.items():
-        (tmp_path / name / file).write_text(text.replace("pallas_kernels.tpu", name))
+    shutil.copytree(FOLDER, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    planted = SOURCES.planted(*plants)
+    for module, path in SOURCES.files.items():
+        text = planted.get(module, path.read_text()).replace("pallas_kernels.tpu", name)
+        (tmp_path / name / path.relative_to(FOLDER)).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     tpu = importlib.import_module(name)
     importlib.import_module(f"{name}.decode").SEGMENTS = 3
@@ -570,17 +638,15 @@ def broken(tmp_path, monkeypatch, *changes):
 
 @pytest.mark.parametrize("control", CONTROLS if NIGHTLY else BY_DAY)
 def test_control(control, tmp_path, monkeypatch):
-    run, case, mode, *changes = CONTROLS[control]
-    tpu = broken(tmp_path, monkeypatch, *changes)
+    run, case, mode, *plants = CONTROLS[control]
+    tpu = broken(tmp_path, monkeypatch, *plants)
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):  # wrong, or raised by the interpreter
         run(tpu, case, mode)
 
 
 def test_every_mistake_can_be_made():
-    """By day too: the text that each changes is still there."""
-    sources = {path.name: path.read_text() for path in SOURCE.glob("*.py")}
-    for name, (_, _, _, *changes) in CONTROLS.items():
-        assert all(find in sources[file] for file, find, _ in itertools.batched(changes, 3)), name
+    for name, (_, _, _, *plants) in CONTROLS.items():
+        assert SOURCES.broken(*plants), name
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="by day test_interpret.py passes on cases like these")

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from interpreter import PLAIN, RACES
 from nightly import NIGHTLY
-from test_negative_controls import SOURCE, broken
+from planting import Plant
+from test_negative_controls import SOURCES, broken
 
 import pallas_kernels
 from pallas_kernels import testing, tpu
@@ -172,132 +173,194 @@ SMALL_LATENT_PREFILL = Case((300, 9), (20, 4), 2, 1, 136, rank=72, packed=True, 
 SMALL_JOINED = Case((129, 5), (1, 1), 4, 2, 128, rank=64, **JOINED)
 SMALL_JOINED_PREFILL = Case((300, 9), (20, 4), 4, 2, 128, rank=64, packed=True, **JOINED)
 SMALL_PREFILL = Case((300, 9), (20, 4), 2, 2, 128, packed=True, **F32)
-# name: (what to run, on which case, the file, what to find there, what to put instead)
+# name: (what to run, on which case, what is planted)
 CONTROLS = {
     "scales not awaited": (
-        check_decode, SMALL_DECODE, "decode.py",
-        "await_pages(buffers, slot, count)",
-        "await_pages(buffers[:1], slot, count)",
+        check_decode,
+        SMALL_DECODE,
+        Plant("_kernel", "await_pages(buffers, slot, count)", "await_pages(buffers[:1], slot, count)"),
     ),
     "the scale of another token": (
-        check_decode, SMALL_DECODE, "quantised.py",
-        "range(buffer.shape[0])], axis=1)",
-        "range(buffer.shape[0])], axis=1)[:, ::-1]",
+        check_decode,
+        SMALL_DECODE,
+        Plant(
+            "scales_of",
+            "jnp.concatenate([buffer[page, part, pl.ds(head, 1)] for page in range(buffer.shape[0])], axis=1)",
+            "jnp.concatenate([buffer[page, part, pl.ds(head, 1)] for page in range(buffer.shape[0])], axis=1)[:, ::-1]",
+        ),
     ),
     "the scale of another head": (
-        check_decode, SMALL_DECODE, "quantised.py", "pl.ds(head, 1)]", "pl.ds(0, 1)]",
+        check_decode,
+        SMALL_DECODE,
+        Plant("scales_of", "pl.ds(head, 1)", "pl.ds(0, 1)"),
     ),
     "K's scales for V's": (
-        check_decode, SMALL_DECODE, "quantised.py", "line(1, head), kind", "line(0, head), kind",
+        check_decode,
+        SMALL_DECODE,
+        Plant("scales_of", "line(1, head)", "line(0, head)"),
     ),
     "scales that nobody sees": (
-        check_decode, SMALL_DECODE, "quantised.py", "sound_scales(line(0, head), line(1, head), kind)",
-        "line(0, head), line(1, head)",
+        check_decode,
+        SMALL_DECODE,
+        Plant("scales_of", "sound_scales(line(0, head), line(1, head), kind)", "(line(0, head), line(1, head))"),
     ),
     "a new scale in another place": (
-        check_decode, SMALL_DECODE, "decode.py",
-        "2) == inside - top",
-        "2) == (inside if old.ndim == 3 else 0) + inside - top",
+        check_decode,
+        SMALL_DECODE,
+        Plant("_insert", "inside - top", "(inside if old.ndim == 3 else 0) + inside - top"),
     ),
     "prefill: scales not awaited": (
-        check_attention, SMALL_PREFILL, "prefill.py",
-        "await_pages(buffers, slot, coming)",
-        "await_pages(buffers[:1], slot, coming)",
+        check_attention,
+        SMALL_PREFILL,
+        Plant("_kernel", "await_pages(buffers, slot, coming)", "await_pages(buffers[:1], slot, coming)"),
     ),
     "prefill: the scale of another head": (
-        check_attention, SMALL_PREFILL, "quantised.py", "pl.ds(head, 1)]", "pl.ds(0, 1)]",
+        check_attention,
+        SMALL_PREFILL,
+        Plant("scales_of", "pl.ds(head, 1)", "pl.ds(0, 1)"),
     ),
     "prefill: scales that nobody sees": (
-        check_attention, SMALL_PREFILL, "quantised.py", "sound_scales(line(0, head), line(1, head), kind)",
-        "line(0, head), line(1, head)",
+        check_attention,
+        SMALL_PREFILL,
+        Plant("scales_of", "sound_scales(line(0, head), line(1, head), kind)", "(line(0, head), line(1, head))"),
     ),
     "float8: values that are not finite": (
-        check_float_decode, SMALL_DECODE, "quantised.py",
-        "_finite(stored, kind) if which == 1 else stored",
-        "stored",
+        check_float_decode,
+        SMALL_DECODE,
+        Plant("widen", "_finite(stored, kind) if which == 1 else stored", "stored"),
     ),
     "float8: what is finite is another number": (
-        check_float_decode, SMALL_DECODE, "quantised.py", "(0x80 - least)", "(0x81 - least)",
+        check_float_decode,
+        SMALL_DECODE,
+        Plant("_finite", "128 - least", "129 - least"),
     ),
     "float8, prefill: values that are not finite": (
-        check_float_attention, SMALL_PREFILL, "quantised.py",
-        "_finite(stored, kind) if which == 1 else stored",
-        "stored",
+        check_float_attention,
+        SMALL_PREFILL,
+        Plant("widen", "_finite(stored, kind) if which == 1 else stored", "stored"),
     ),
     "write: only part of what is new": (
-        check_write, WRITES[0], "write.py", "(ends[entry] > first)", "(ends[entry] > first + 1)",
+        check_write,
+        WRITES[0],
+        Plant("_kernel", "ends[entry] > first", "ends[entry] > first + 1"),
     ),
     "latent: scales not awaited": (
-        check_decode, SMALL_LATENT, "decode.py",
-        "await_pages(buffers, slot, count)",
-        "await_pages(buffers[:1], slot, count)",
+        check_decode,
+        SMALL_LATENT,
+        Plant("_kernel", "await_pages(buffers, slot, count)", "await_pages(buffers[:1], slot, count)"),
     ),
     "latent: the scale of the other part": (
-        check_decode, SMALL_LATENT, "quantised.py", "[keys, line(0, 1)]", "[keys, line(0, 0)]",
+        check_decode,
+        SMALL_LATENT,
+        Plant("scales_of", "line(0, 1)", "line(0, 0)"),
     ),
     "latent: the scale of another token": (
-        check_decode, SMALL_LATENT, "quantised.py",
-        "range(buffer.shape[0])], axis=1)",
-        "range(buffer.shape[0])], axis=1)[:, ::-1]",
+        check_decode,
+        SMALL_LATENT,
+        Plant(
+            "scales_of",
+            "jnp.concatenate([buffer[page, part, pl.ds(head, 1)] for page in range(buffer.shape[0])], axis=1)",
+            "jnp.concatenate([buffer[page, part, pl.ds(head, 1)] for page in range(buffer.shape[0])], axis=1)[:, ::-1]",
+        ),
     ),
     "latent: values without their scale": (
-        check_decode, SMALL_LATENT, "decode.py", "else weights * value_scales", "else weights",
+        check_decode,
+        SMALL_LATENT,
+        Plant("_attend", "weights * value_scales", "weights"),
     ),
     "latent: scales that nobody sees": (
-        check_decode, SMALL_LATENT, "quantised.py",
-        "keys, values = sound_scales(line(0, 0), line(0, 0), kind)",
-        "keys = values = line(0, 0)",
+        check_decode,
+        SMALL_LATENT,
+        Plant("scales_of", "keys, values = sound_scales(line(0, 0), line(0, 0), kind)", "keys = values = line(0, 0)"),
     ),
     "latent: values in both products": (
-        check_decode, SMALL_LATENT, "quantised.py", "jnp.where(others[2] < rank - below,", "jnp.where(others[2] < 0,",
+        check_decode,
+        SMALL_LATENT,
+        Plant("queries_by_scale", "rank - below", "0"),
     ),
     "latent: the others in both products": (
-        check_decode, SMALL_LATENT, "quantised.py", "jnp.where(values[2] < rank,", "jnp.where(values[2] < LANES,",
+        check_decode,
+        SMALL_LATENT,
+        Plant("queries_by_scale", "values[2] < rank", "values[2] < LANES"),
     ),
     "latent: a new token's scales swapped": (
-        check_decode, SMALL_LATENT, "decode.py", "for x in scales]", "for x in scales[::-1]]",
+        check_decode,
+        SMALL_LATENT,
+        Plant(
+            "_encode",
+            "[jnp.broadcast_to(x[..., None], (*x.shape, LANES)) for x in scales]",
+            "[jnp.broadcast_to(x[..., None], (*x.shape, LANES)) for x in scales[::-1]]",
+        ),
     ),
     "latent, prefill: scales not awaited": (
-        check_attention, SMALL_LATENT_PREFILL, "prefill.py",
-        "await_pages(buffers, slot, coming)",
-        "await_pages(buffers[:1], slot, coming)",
+        check_attention,
+        SMALL_LATENT_PREFILL,
+        Plant("_kernel", "await_pages(buffers, slot, coming)", "await_pages(buffers[:1], slot, coming)"),
     ),
     "latent, prefill: the scale of the other part": (
-        check_attention, SMALL_LATENT_PREFILL, "quantised.py", "[keys, line(0, 1)]", "[keys, line(0, 0)]",
+        check_attention,
+        SMALL_LATENT_PREFILL,
+        Plant("scales_of", "line(0, 1)", "line(0, 0)"),
     ),
     "latent, prefill: values without their scale": (
-        check_attention, SMALL_LATENT_PREFILL, "prefill.py", "jnp.float32, 1).T * scales)", "jnp.float32, 1).T)",
+        check_attention,
+        SMALL_LATENT_PREFILL,
+        Plant("_attend", "widen(values, kind, jnp.float32, 1).T * scales", "widen(values, kind, jnp.float32, 1).T"),
     ),
     "latent, write: a NaN in one part alone": (
-        check_write, WRITES[2], "quantised.py", "jnp.isnan(values + others)", "jnp.isnan(values)",
+        check_write,
+        WRITES[2],
+        Plant("quantise", "values + others", "values"),
     ),
     "latent, write: one part's scale for both": (
-        check_write, WRITES[2], "quantised.py", "jnp.nan, scale) for scale in (values, others)]",
-        "jnp.nan, values) for scale in (values, others)]",
+        check_write,
+        WRITES[2],
+        Plant("quantise", "jnp.where(nan, jnp.nan, scale)", "jnp.where(nan, jnp.nan, values)"),
     ),
     "joined: K's scales for V's": (
-        check_decode, SMALL_JOINED, "quantised.py", "line(1, head), kind", "line(0, head), kind",
+        check_decode,
+        SMALL_JOINED,
+        Plant("scales_of", "line(1, head)", "line(0, head)"),
     ),
     "joined: a new token's scales swapped": (
-        check_decode, SMALL_JOINED, "quantised.py", "stored, [others, values]", "stored, [values, others]",
+        check_decode,
+        SMALL_JOINED,
+        Plant("quantise", "[others, values]", "[values, others]"),
     ),
     "joined: a new token's scales of another head": (
-        check_decode, SMALL_JOINED, "decode.py", "axis=2 if joined is None else 1)", "axis=1)[:, :, ::-1]",
+        check_decode,
+        SMALL_JOINED,
+        Plant(
+            "_encode",
+            "jnp.concatenate(wide, axis=2 if joined is None else 1)",
+            "jnp.concatenate(wide, axis=1)[:, :, ::-1]",
+        ),
     ),
     "joined: one scale for a new row": (
-        check_decode, SMALL_JOINED, "decode.py", "rank, joined = split_rank(kv_scale, kind, rank)\n",
-        "rank, joined = split_rank(kv_scale, kind, rank)\n    joined = joined and 128\n",
+        check_decode,
+        SMALL_JOINED,
+        Plant(
+            "decode",
+            "rank, joined = split_rank(kv_scale, kind, rank)",
+            "rank, joined = split_rank(kv_scale, kind, rank)\njoined = joined and 128",
+        ),
     ),
     "joined, prefill: K's scales for V's": (
-        check_attention, SMALL_JOINED_PREFILL, "quantised.py", "line(1, head), kind", "line(0, head), kind",
+        check_attention,
+        SMALL_JOINED_PREFILL,
+        Plant("scales_of", "line(1, head)", "line(0, head)"),
     ),
     "joined, write: scales swapped": (
-        check_write, WRITES[3], "quantised.py", "stored, [others, values]", "stored, [values, others]",
+        check_write,
+        WRITES[3],
+        Plant("quantise", "[others, values]", "[values, others]"),
     ),
     "joined, write: both scales in one place": (
-        check_write, WRITES[3], "write.py", "of_scales[slot, part, :, these]", "of_scales[slot, 0, :, these]",
+        check_write,
+        WRITES[3],
+        Plant("_kernel", "of_scales[slot, part, :, these]", "of_scales[slot, 0, :, these]"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -305,15 +368,14 @@ CONTROLS = {
     CONTROLS if NIGHTLY else ["joined: a new token's scales of another head", "float8: values that are not finite"],
 )
 def test_control(control, tmp_path, monkeypatch):
-    check, case, *change = CONTROLS[control]
+    check, case, *plants = CONTROLS[control]
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
-        check(broken(tmp_path, monkeypatch, *change), "int8", case, PLAIN)
+        check(broken(tmp_path, monkeypatch, *plants), "int8", case, PLAIN)
 
 
 def test_every_mistake_can_be_made():
-    """By day too: the text that each changes is still there."""
-    for name, (_, _, file, find, _) in CONTROLS.items():
-        assert find in (SOURCE / file).read_text(), name
+    for name, (_, _, *plants) in CONTROLS.items():
+        assert SOURCES.broken(*plants), name
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "int4"])
