@@ -30,6 +30,9 @@ class Counted:
 
     may_have_more = False
 
+    def is_coming(self, running, sequence):
+        return False
+
     def settle(self):
         pass
 
@@ -53,7 +56,7 @@ def simulate(requests, *, max_seqs, num_blocks, block_size, step_tokens, most=1)
     rows = Counted(max_seqs, num_blocks, block_size)
     scheduler = Scheduler(rows, step_tokens=step_tokens)
     for i, (prompt, new) in enumerate(requests):
-        scheduler.waiting.append(Sequence([0] * prompt, prompt + new, request=i))
+        scheduler.waiting.add(Sequence([0] * prompt, prompt + new, request=i))
     steps, ended = [], []
     while scheduler.waiting or scheduler.running:
         step = scheduler.plan()
@@ -140,7 +143,7 @@ def test_samples_go_on_from_a_prompt_that_was_there_already():
     first, second = (Sequence([0] * 5, 7, request=i) for i in range(2))
     scheduler = Scheduler(Known(2, 9, 4), step_tokens=8)
     first.followers = [second]
-    scheduler.waiting.append(first)
+    scheduler.waiting.add(first)
     computed = []
     for _ in range(2):
         step = scheduler.plan()

@@ -174,7 +174,8 @@ def test_more_rows_in_the_same_bytes():
         config = jaxkv.CacheConfig(layers=layers if keep == 1.0 else evict.layer_configs(layers), **sizes)
         rows = Counted(Holdings(config) if keep == 1.0 else ThinnedHoldings(config, evict, (1,)), config)
         scheduler = Scheduler(rows, step_tokens=512)
-        scheduler.waiting.extend(Sequence([0] * 128, 160, prompt=128) for _ in range(60))
+        for _ in range(60):
+            scheduler.waiting.add(Sequence([0] * 128, 160, prompt=128))
         most[keep] = 0
         while scheduler.waiting or scheduler.running:
             step = scheduler.plan()

@@ -83,20 +83,44 @@ MUTANTS = {
     ),
     "the oldest is set back": (
         "test_scheduler.py",
-        Plant("Scheduler._schedule", "-1", "0"),
+        Plant("Scheduler._schedule", "max(self.running, key=_order)", "min(self.running, key=_order)"),
     ),
     "who is set back waits behind the others": (
         "test_scheduler.py",
-        Plant("Scheduler._schedule", "self.waiting.appendleft", "self.waiting.append"),
+        Plant("Scheduler._schedule", "self.waiting.add(last)", "last.arrival = None\nself.waiting.add(last)"),
     ),
     "a step has one token too many": (
         "test_scheduler.py",
         Plant("Scheduler._affordable", "sequence.pending + len(sequence.guesses)", "sequence.pending"),
-        Plant("Scheduler._affordable", "self.step_tokens - step.num_tokens", "1 + self.step_tokens - step.num_tokens"),
+        Plant("Scheduler._affordable", "most - step.num_tokens", "1 + most - step.num_tokens"),
     ),
     "prompts come before who is decoding": (
         "test_scheduler.py",
-        Plant("Scheduler.plan", "s.pending > 1", "s.pending <= 1"),
+        Plant("Scheduler.plan", "s.pending <= 1", "s.pending > 1"),
+    ),
+    "short prompts wait for long ones": (
+        "test_a_short_prompt_does_not_wait_for_long_ones",
+        Plant("Scheduler.plan", "step.num_tokens + share", "self.step_tokens"),
+    ),
+    "long prompts wait for short ones": (
+        "test_all_of_every_step_is_used_and_long_prompts_have_their_share_of_it",
+        Plant("Scheduler.plan", "step.num_tokens + share", "step.num_tokens"),
+    ),
+    "prompts of a kind are computed side by side": (
+        "test_prompts_of_a_kind_come_one_after_the_other",
+        Plant("_order_by_size", "(((left - 1) // share).bit_length() + 1) // 2", "left"),
+    ),
+    "who has no room is overtaken for ever": (
+        "test_who_has_room_goes_ahead_a_bounded_number_of_times",
+        Plant("Queue.take", "not is_idle(other)", "0"),
+    ),
+    "the last to come is served first": (
+        "test_a_lower_priority_is_served_earlier",
+        Plant("Sequence.order", "self.arrival or 0", "-(self.arrival or 0)"),
+    ),
+    "who cannot begin stays": (
+        "test_a_request_that_cannot_begin_ends_a_stream_with_its_name",
+        Plant("Loop._refuse", "self.scheduler.finish(sequence)", ""),
     ),
     "log-probabilities are another row's": (
         "test_log_probabilities_are_the_models_own",
@@ -118,9 +142,9 @@ MUTANTS = {
     "samples go on from a token that they choose themselves": (
         "test_samples_go_on_from_a_prompt_that_was_there_already",
         Plant(
-            "Scheduler.plan",
-            "self._split(sequence, certain)\nself._schedule(sequence, step, certain)",
-            "self._schedule(sequence, step, certain)",
+            "Scheduler._admit",
+            "self._split(sequence, certain)\nreturn True",
+            "return True",
         ),
     ),
     "what rows held is computed again": (

@@ -1,6 +1,8 @@
 """What `check` raises: inside `jit` a failure is data (`cache.failed`); these turn it into an exception on the host.
 And what `load` raises about files."""
 
+from typing import Any
+
 
 class CacheError(RuntimeError):
     """A row's request could not be met. The row is as it was before the request.
@@ -20,6 +22,9 @@ class CacheError(RuntimeError):
 class OutOfBlocks(CacheError):
     """The pool had too few free blocks for a row's request.
 
+    Attributes:
+      request: whose it is, where an engine's `step` raises it: it has ended with this as its `error`.
+
     >>> import jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
     >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, num_blocks=4))
@@ -30,6 +35,8 @@ class OutOfBlocks(CacheError):
     ...     print(error)  # doctest: +ELLIPSIS
     Row 1 ...
     """
+
+    request: Any = None
 
 
 class SequenceTooLong(CacheError):

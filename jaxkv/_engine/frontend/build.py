@@ -38,8 +38,8 @@ def check_fields(fields: dict[str, Any]) -> None:
 
 def make_loops(
     models: list[Any], config: CacheConfig, *, prefix: tuple[Any, Any, Any, Any], swap: Swap, host_bandwidth: float,
-    evict: Eviction | None, hook: Hook | None, step_tokens: int, steps_per_dispatch: int, draft: Any,
-    guesses: tuple[int, int], prefill: Any,
+    evict: Eviction | None, hook: Hook | None, step_tokens: int, long_prefill_tokens: int | None,
+    steps_per_dispatch: int, draft: Any, guesses: tuple[int, int], prefill: Any,
 ) -> list[Loop]:  # fmt: skip
     """A loop for each of a model's parts; the config is that of each one's cache.
 
@@ -58,8 +58,9 @@ def make_loops(
         )
         pipeline = Pipeline(model, residents, hook, step_tokens, *guesses)
         drafter = make_drafter(own_draft, config, step_tokens, *guesses)
-        apart = None if own_prefill is None else Prefill(own_prefill, config, step_tokens, residents)
-        loops.append(Loop(residents, pipeline, step_tokens, steps_per_dispatch, drafter, apart))
+        sizes = (step_tokens, long_prefill_tokens)
+        apart = None if own_prefill is None else Prefill(own_prefill, config, *sizes, residents)
+        loops.append(Loop(residents, pipeline, *sizes, steps_per_dispatch, drafter, apart))
     return loops
 
 

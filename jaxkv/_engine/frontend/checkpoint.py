@@ -169,11 +169,12 @@ class Resumable:
             ),
             salt=read_salt(bytes.fromhex(salt) if kind == "bytes" else salt),
             num_logprobs=integer("logprobs", entry["num_logprobs"], least=0), news=self._news, cancel=self._withdraw,
+            priority=integer("priority", entry.get("priority", 0), least=None, most=None),
         )  # fmt: skip
         request.tokens = _tokens(entry["tokens"])
         request.logprobs = [{int(t): float(p) for t, p in one} for one in entry["logprobs"]]
         request.given = integer("given", entry["given"], least=0, most=len(request.tokens))
-        request.stopped = read_stop(entry["stopped"])
+        request.stopped, request.refusal = read_stop(entry["stopped"]), entry.get("refusal")
         if not request.prompt or len(request.tokens) > request.limit:
             raise ValueError("a request has no prompt, or more tokens than its limit")
         return request
@@ -205,6 +206,7 @@ def _written(request: Request, row: int | None, leader: int | None) -> dict[str,
         "choice": dataclasses.asdict(request.choice), "eos": sorted(request.eos),
         "salt": ["bytes", salt.hex()] if isinstance(salt, bytes) else ["str", salt],
         "num_logprobs": request.num_logprobs, "given": request.given, "stopped": request.stopped,
+        "refusal": request.refusal, "priority": request.priority,
         # As text, since JSON has neither keys that are numbers nor infinities.
         "logprobs": [[[token, repr(p)] for token, p in one.items()] for one in request.logprobs],
         "row": row, "leader": leader,

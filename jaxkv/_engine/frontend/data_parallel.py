@@ -17,7 +17,6 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.mesh_shape import context_axis, mesh_of
 from jaxkv._core.config.validation import integer, real
 from jaxkv._core.state.device_arrays import AXIS
-from jaxkv._core.state.errors import OutOfBlocks
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.sampling import Kind
 from jaxkv._engine.requests.scheduler import Sequence
@@ -46,20 +45,26 @@ class Shards:
         return together([loop.cache for loop in self.loops], specs, self.mesh)
 
     def advance(self) -> None:
-        """Send a step to each device that has anything to do, then read those before. Raises as `Loop.advance`."""
+        """Send a step to each device that has anything to do, then read those before."""
         self.is_at_work = True
+        failed: Exception | None = None
         try:
             self._place()
-            begun = [(loop, loop.begin()) for loop in self.loops if loop.is_busy]
-            stuck = None
+            begun = []
+            for loop in [loop for loop in self.loops if loop.is_busy]:
+                try:
+                    begun.append((loop, loop.begin()))
+                except Exception as error:  # the others go on
+                    failed = error
             for loop, due in begun:
                 try:
                     loop.end(due)
-                except OutOfBlocks as error:  # the others go on
-                    stuck = error
-            if stuck is not None:
-                raise stuck
+                except Exception as error:
+                    failed = error
+            if failed is not None:
+                raise failed
         finally:
+            failed = None  # or it and this call would refer to each other
             self.is_at_work = False
 
     def cancel(self, requests: Iterable[Request]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.mesh_shape import mesh_of
-from jaxkv._core.config.validation import flag, integer, listed, real, shown
+from jaxkv._core.config.validation import MOST_INDEX, flag, integer, listed, real, shown
 from jaxkv._core.state.device_arrays import in_this_process, parts_of_model
 from jaxkv._engine.frontend import metrics as figures
 from jaxkv._engine.frontend.build import check_fields, make_loops, read_longest
@@ -22,6 +22,7 @@ from jaxkv._engine.requests.request import (
     Request,
     handed_out,
     problem_of,
+    raise_refusal,
     read_eos,
     read_limits,
     read_prompt,
@@ -51,6 +52,8 @@ class Engine(Resumable):
       max_seq_len: the most tokens of one sequence, prompt and output; default: `longest`, rounded up to a power of 2.
       longest: tokens of the longest sequence to come, if `max_seq_len` is not given.
       step_tokens: the most tokens of one step. Longer prompts are computed in chunks beside decoding rows.
+      long_prefill_tokens: the tokens of a step that prompts get in their order while much shorter ones wait, which get
+        the rest; default: half of what decoding rows leave. With `step_tokens` all of it goes by their order.
       steps_per_dispatch: decode so many steps in one call of the device when nothing is waiting that could begin. What
         is submitted meanwhile waits for them.
       seed: of the random draws.
@@ -90,7 +93,8 @@ class Engine(Resumable):
 
     def __init__(
         self, model: Any, *, max_seqs: int = 8, max_seq_len: int | None = None, longest: int = 1024,
-        step_tokens: int = 256, steps_per_dispatch: int = 1, seed: int = 0, logits_hook: Hook | None = None,
+        step_tokens: int = 256, long_prefill_tokens: int | None = None, steps_per_dispatch: int = 1, seed: int = 0,
+        logits_hook: Hook | None = None,
         prefix_cache: bool = False, spill_bytes: float = 0, disk: Any = None, disk_bytes: float | None = None,
         swap: Swap = "auto", host_bandwidth: float = 1e10, draft: Any = None, draft_tokens: int = 4,
         draft_branches: int = 1, cache_dtype: Any = None, evict: Eviction | None = None, prefill: Any = None,
@@ -113,6 +117,8 @@ class Engine(Resumable):
         models = parts_of_model(model := in_this_process(model))
         max_seqs, fields = share_of(len(models), max_seqs, fields)
         self.step_tokens = max(integer("step_tokens", step_tokens, least=1), max_seqs * (1 + guesses[0]))
+        if long_prefill_tokens is not None:
+            long_prefill_tokens = integer("long_prefill_tokens", long_prefill_tokens, least=1)
         evict = read_eviction(evict, prefix_cache=prefix_cache, draft=draft is not None)
         config = CacheConfig.from_model(
             evict.model_of(model) if evict else model, max_seqs=max_seqs, max_seq_len=max_seq_len,
@@ -125,7 +131,8 @@ class Engine(Resumable):
         self._loops = make_loops(
             models, config, prefix=(prefix_cache, spill_bytes, disk, disk_bytes), swap=swap, evict=evict,
             host_bandwidth=host_bandwidth, hook=logits_hook, step_tokens=self.step_tokens,
-            steps_per_dispatch=self.steps_per_dispatch, draft=draft, guesses=guesses, prefill=prefill,
+            long_prefill_tokens=long_prefill_tokens, steps_per_dispatch=self.steps_per_dispatch, draft=draft,
+            guesses=guesses, prefill=prefill,
         )  # fmt: skip
         self.prefix = as_one([loop.residents.prefix for loop in self._loops])
         self._loop = Shards(self._loops, model, self.config) if len(models) > 1 else self._loops[0]
@@ -179,7 +186,7 @@ class Engine(Resumable):
     def submit(
         self, prompt: Sequence[int], max_new_tokens: int = 64, temperature: float = 0.0, *, top_k: int = 0,
         top_p: float = 1.0, eos: int | Collection[int] | None = None, salt: str | bytes | None = None, n: int = 1,
-        logprobs: int = 0, seed: int | None = None,
+        logprobs: int = 0, seed: int | None = None, priority: int = 0,
     ) -> Request:  # fmt: skip
         """Ask for a prompt to be continued; `step` and `run` do it. May be called from any thread, and while they run.
 
@@ -191,6 +198,8 @@ class Engine(Resumable):
             logits, before temperature and hook.
           seed: of its random draws, so that it gets the same tokens whatever was asked for before: those that
             `generate` gives one prompt with this seed. Default: the engine's, and the request's number.
+          priority: a lower number is served earlier, as in vLLM; of equal ones, who came first. When blocks run out,
+            those that are served last are set back.
 
         Raises:
           ValueError: an argument that cannot be honoured; nothing has changed then.
@@ -201,6 +210,7 @@ class Engine(Resumable):
         own = self.seed if seed is None else seed
         choices = [Choice.read(temperature, top_k, top_p, own, None if seed is None else j) for j in range(count)]
         options = {"eos": read_eos(eos), "salt": read_salt(salt), "num_logprobs": self._read_logprobs(logprobs)}
+        options["priority"] = integer("priority", priority, least=-MOST_INDEX, most=MOST_INDEX)
         request = Request.several([
             self._request(next(self._numbers), prompt, max_new_tokens, choice, self._news, **options)
             for choice in choices
@@ -221,18 +231,21 @@ class Engine(Resumable):
         """Send the next step to the device, and read the one before: its `(request, token)` pairs.
 
         Raises:
-          OutOfBlocks: a request cannot begin, because pinned blocks of the prefix cache leave no room.
+          OutOfBlocks: a request, the error's `request`, cannot begin, because pinned blocks of the prefix cache leave
+            no room. It has ended with an `error` and is named once; the others go on at the next call.
           RuntimeError: another thread is at work. CacheError: the cache was lost; see `reset`.
         """
         with self._at_work():
             if self._loop.is_busy:
                 self._loop.advance()
+            raise_refusal(self._news)
             return list(handed_out(self._news))
 
     def run(self) -> Iterator[tuple[Request, int]]:
         """Yield `(request, token)` as tokens come, until no request is left, those submitted meanwhile included.
 
-        Leaving it early leaves the requests as they are: a later `run` or `step` goes on with them.
+        A request that cannot begin ends with an `error`, which is not raised here. Leaving it early leaves the requests
+        as they are: a later `run` or `step` goes on with them.
         """
         with self._at_work():
             yield from handed_out(self._news)
@@ -271,6 +284,7 @@ class Engine(Resumable):
         Raises:
           ValueError: an argument or a prompt that cannot be honoured.
           FloatingPointError: logits that leave no choice, NaN or all -inf; tokens that came before have been yielded.
+          OutOfBlocks: a prompt cannot begin, because pinned blocks of the prefix cache leave no room.
         """
         n = integer("n", n, least=1, most=2**16)
         choice = Choice.read(temperature, top_k, top_p, self.seed if seed is None else seed)
@@ -346,6 +360,7 @@ class Engine(Resumable):
                     failed = [request for request in news if request.error]
                     for request, token in handed_out(news, left):
                         yield request.number, token
+                    raise_refusal(dict.fromkeys(failed))
                     for request in failed:
                         raise FloatingPointError(f"Sequence {request.number} cannot go on: {request.error}.")
             finally:

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import MOST_INDEX, flag, integer, shown
+from jaxkv._core.state.errors import OutOfBlocks
 from jaxkv._engine.requests.block_accounting import Holdings
 from jaxkv._engine.requests.sampling import KINDS, NO_TOKEN, Choice
 
@@ -30,10 +31,11 @@ class Request:
     def __init__(
         self, *, number: int, prompt: list[int], limit: int, choice: Choice, eos: frozenset[int],
         salt: str | bytes | None, num_logprobs: int, news: "dict[Request, None]",
-        cancel: Callable[["Iterable[Request]"], None],
+        cancel: Callable[["Iterable[Request]"], None], priority: int = 0,
     ):  # fmt: skip
         self.number, self.prompt, self.limit = number, prompt, limit
         self.choice, self.eos, self.salt, self.num_logprobs = choice, eos, salt, num_logprobs
+        self.priority = priority
         self.tokens: list[int] = []
         self.logprobs: list[dict[int, float]] = []
         self.samples: tuple[Request, ...] = (self,)
@@ -41,6 +43,8 @@ class Request:
         self.news = news  # of who waits for its tokens: it puts itself there when something has come
         self.given = 0  # how many tokens have been handed out
         self.stopped: Stop | None = None  # what ended it before its limit
+        self.refusal: str | None = None  # why there is no room for it
+        self.is_refusal_raised = False
         self._cancel = cancel
 
     @classmethod
@@ -52,6 +56,7 @@ class Request:
         both = cls(
             number=first.number, prompt=first.prompt, limit=first.limit, choice=first.choice, eos=first.eos,
             salt=first.salt, num_logprobs=first.num_logprobs, news=first.news, cancel=first._cancel,
+            priority=first.priority,
         )  # fmt: skip
         both.tokens, both.logprobs, both.samples = first.tokens, first.logprobs, tuple(samples)
         return both
@@ -63,19 +68,19 @@ class Request:
 
     @property
     def ended(self) -> Literal["eos", "cancelled", "error", "length"] | None:
-        """Why no more tokens come: a stop token, `cancel`, logits without a choice (see `error`), or as many tokens as
-        were asked for or fit. None: they will. Of several samples the first one's reason, once all have ended."""
+        """Why no more tokens come: a stop token, `cancel`, an `error`, or as many tokens as were asked for or fit.
+        None: they will. Of several samples the first one's reason, once all have ended."""
         if self.samples != (self,):
             return self.samples[0].ended if all(sample.ended for sample in self.samples) else None
         return self.stopped or ("length" if len(self.tokens) >= self.limit else None)
 
     @property
     def error(self) -> str | None:
-        """Why it ended early, if its logits left no choice: NaN, or all -inf, as a hook may make them; else None. Of
-        several samples the first one's."""
+        """Why it ended early, else None: its logits left no choice, NaN or all -inf, as a hook may make them, or there
+        was no room for it, because blocks of the prefix cache are pinned. Of several samples the first one's."""
         if self.samples[0].stopped != "error":
             return None
-        return (
+        return self.samples[0].refusal or (
             f"after {len(self.prompt)} + {len(self.tokens)} tokens the logits, or what logits_hook made of them, are "
             "NaN or all -inf, and no token can be chosen"
         )
@@ -113,6 +118,12 @@ class Request:
             self.logprobs[len(self.tokens) :] = [logprobs]
         self.tokens.append(token)
 
+    def refuse(self, why: str) -> None:
+        """Note that there is no room for it. An interrupt in between leaves what a second call puts right."""
+        self.news[self] = None
+        self.refusal = why
+        self.stopped = "error"
+
     def __repr__(self) -> str:
         state = self.ended or "not done"
         return f"Request({self.number}: {len(self.prompt)} + {len(self.tokens)} tokens, {state})"
@@ -133,6 +144,16 @@ def handed_out(news: dict[Request, None], left: set[Request] | None = None) -> I
         news.pop(request, None)
         if left and request.done:
             left.discard(request)
+
+
+def raise_refusal(news: Iterable[Request]) -> None:
+    """Raises OutOfBlocks for a request for which there is no room, once for each."""
+    for request in news:
+        if request.refusal is not None and not request.is_refusal_raised:
+            request.is_refusal_raised = True
+            error = OutOfBlocks(request.refusal)
+            error.request = request  # who it is of
+            raise error
 
 
 def read_prompt(prompt: Any) -> list[int] | str:

@@ -1,18 +1,23 @@
 """Which tokens of which sequences go into the next step: plain Python on the host, no arrays.
 
 Continuous batching: a row is given back as soon as its sequence ends and taken by a waiting one; long prompts are cut
-into chunks that share steps with decoding rows. When blocks run out, the sequence admitted last is set back: its row is
-taken from it, and it goes on when there is room. The ideas are Orca's (iteration-level scheduling) and vLLM's
-(preemption, chunked prefill).
+into chunks that share steps with decoding rows. When blocks run out, the sequence that comes last in the order of
+service is set back: its row is taken from it, and it goes on when there is room. The ideas are Orca's (iteration-level
+scheduling) and vLLM's (preemption, chunked prefill).
+
+A part of each step goes to prompts in their order, so that nobody starves; the rest goes to much shorter prompts first,
+so that these need not wait for long ones. A sequence for which there is no room is overtaken by others that have room.
 
 Everything is planned with counts alone, so that a step can be planned before the tokens of the one before have come.
 """
 
 import bisect
-import collections
 import dataclasses
 import operator
+from collections.abc import Callable
 from typing import Any, Protocol
+
+from jaxkv._engine.requests.queue import Queue
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,6 +37,9 @@ class Sequence:
     host: Any = None  # where they are instead while it is in no row: `HostBlocks`, or a function that fetches these
     # Those of the same prompt: as soon as all of it but its last token is computed, they go on from there too.
     followers: "list[Sequence]" = dataclasses.field(default_factory=list)
+    priority: int = 0  # the lower, the earlier it is served
+    arrival: int | None = None  # its number among those of one priority, given by the queue
+    overtaken: int = 0  # how often another that came later has begun before it
 
     @property
     def length(self) -> int:
@@ -41,6 +49,11 @@ class Sequence:
     def pending(self) -> int:
         """Tokens yet to be computed: one when decoding, more before that."""
         return self.length - self.cached
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place in the order of service: of two the lower is served first."""
+        return self.priority, self.arrival or 0
 
 
 class Step:
@@ -103,6 +116,9 @@ class Rows(Protocol):
     def has_room(self, running: list[Sequence], sequence: Sequence, source: Sequence | None = None) -> bool:
         """Whether there is a row for a sequence, and blocks for all its tokens beside all of the others'."""
 
+    def is_coming(self, running: list[Sequence], sequence: Sequence) -> bool:
+        """Whether a running sequence is about to compute what a waiting one can share with it then."""
+
     def admit(self, sequence: Sequence) -> None:
         """Give it a row; `cached` says what is there of it already."""
 
@@ -119,15 +135,16 @@ class Rows(Protocol):
 class Scheduler:
     """Sequences waiting, and sequences in rows."""
 
-    def __init__(self, rows: Rows, *, step_tokens: int):
-        self.rows, self.step_tokens = rows, step_tokens
-        self.waiting: collections.deque[Sequence] = collections.deque()
+    def __init__(self, rows: Rows, *, step_tokens: int, long_prefill_tokens: int | None = None):
+        self.rows, self.step_tokens, self.long_prefill_tokens = rows, step_tokens, long_prefill_tokens
+        self.waiting = Queue()
         self.running: list[Sequence] = []  # in the order of admission
         self.times_set_back = 0
         self._spare: list[int] | None = None  # blocks that each group can have; None: to be asked for
+        self._may_admit = True  # right after one was set back there is no room for another
 
     def plan(self, *, certain: bool = True) -> Step:
-        """The next step. Decoding rows come first; what is left of the step goes to prompts, oldest first.
+        """The next step. Decoding rows come first; what is left of the step goes to prompts, those that wait too.
 
         Args:
           certain: all that was computed has been read. Otherwise `available` may be too low, and nothing is decided
@@ -137,23 +154,47 @@ class Scheduler:
           Unsure: not certain, and room may have run out. What was admitted until then stays so.
         """
         step = Step(self.rows)
-        times_set_back, self._spare = self.times_set_back, None
+        self._may_admit, self._spare = True, None
         for sequence in [s for s in self.running if s.followers]:
             self._split(sequence, certain)
-        for sequence in sorted(self.running, key=lambda s: s.pending > 1):  # stable: oldest first among equals
-            if sequence.row is not None:  # it may have been set back by an older one just now
-                self._schedule(sequence, step, certain)
-        # Right after one was set back there is no room for another.
-        while self.waiting and self.times_set_back == times_set_back and step.num_tokens < self.step_tokens:
-            if not self._has_room(self.waiting[0], certain):
-                break
-            sequence = self.waiting[0]
-            self.rows.admit(sequence)
-            self._spare = None
-            self.running.append(self.waiting.popleft())
-            self._split(sequence, certain)  # it may have come with all that they share
-            self._schedule(sequence, step, certain)
+        for sequence in sorted((s for s in self.running if s.pending <= 1), key=_order):
+            self._serve(sequence, step, self.step_tokens, certain)
+        left = self.step_tokens - step.num_tokens
+        share = min(left, -(-left // 2) if self.long_prefill_tokens is None else self.long_prefill_tokens)
+        self._serve_prompts(step, _order, step.num_tokens + share, certain)
+        self._serve_prompts(step, lambda s: _order_by_size(s, share), self.step_tokens, certain)
         return step
+
+    def _serve_prompts(self, step: Step, key: Callable[[Sequence], Any], most: int, certain: bool) -> None:
+        """Give prompts tokens of a step, in the order of a key, until it has `most` tokens."""
+        if step.num_tokens >= most:
+            return
+        prompts = [s for s in self.running if s.pending > max(1, step.counts.get(s, 0))]
+        for sequence in sorted([*prompts, *self.waiting.first()], key=key):
+            if step.num_tokens >= most:
+                break
+            self._serve(sequence, step, most, certain)
+
+    def _serve(self, sequence: Sequence, step: Step, most: int, certain: bool) -> None:
+        """Give a sequence tokens of a step until that has `most`, if it is in a row or can get one."""
+        if sequence.row is not None or self._admit(sequence, certain):
+            self._schedule(sequence, step, most, certain)
+
+    def _admit(self, sequence: Sequence, certain: bool) -> bool:
+        """Give a waiting sequence a row, if it may begin and there is room."""
+        if not (self._may_admit and self.waiting.may_begin(sequence, self._is_coming)) or self._is_coming(sequence):
+            return False
+        if not self._has_room(sequence, certain):
+            return False
+        self.rows.admit(sequence)
+        self._spare = None
+        self.waiting.take(sequence, self._is_coming)
+        self.running.append(sequence)
+        self._split(sequence, certain)  # it may have come with all that they share
+        return True
+
+    def _is_coming(self, sequence: Sequence) -> bool:
+        return self.rows.is_coming(self.running, sequence)
 
     def stretch(self, step: Step, most: int) -> int:
         """Let a decode step go on for up to `most` tokens of each sequence, if all know what to do until then and no
@@ -211,11 +252,11 @@ class Scheduler:
         self._hand_on(sequence)  # there is no room: they compute the prompt again
 
     def _hand_on(self, sequence: Sequence) -> None:
-        """Let the first of those that follow a sequence go ahead of the others."""
+        """Have the first of those that follow a sequence wait in its place, and the others follow that one."""
         if sequence.followers:
             first, *others = sequence.followers
             sequence.followers, first.followers = [], others
-            self.waiting.appendleft(first)
+            self.waiting.add(first)
 
     def _has_room(self, sequence: Sequence, certain: bool, source: Sequence | None = None) -> bool:
         if self.rows.has_room(self.running, sequence, source):
@@ -227,25 +268,27 @@ class Scheduler:
         self.rows.settle()
         return self.rows.has_room(self.running, sequence, source)
 
-    def _schedule(self, sequence: Sequence, step: Step, certain: bool) -> None:
-        while step.num_tokens < self.step_tokens:
-            count, blocks = self._affordable(sequence, step, certain)
+    def _schedule(self, sequence: Sequence, step: Step, most: int, certain: bool) -> None:
+        """Compute as many tokens of a sequence as there is room for, until the step has `most`."""
+        step.remove(sequence)
+        while step.num_tokens < most:
+            count, blocks = self._affordable(sequence, step, most, certain)
             if count:
                 step.add(sequence, count, blocks)
                 return
-            newest = self.running[-1]
-            step.remove(newest)
-            self.rows.set_back(newest)
-            self._spare = None
-            self.running.remove(newest)
-            self.waiting.appendleft(newest)
+            last = max(self.running, key=_order)
+            step.remove(last)
+            self.rows.set_back(last)
+            self._spare, self._may_admit = None, False
+            self.running.remove(last)
+            self.waiting.add(last)
             self.times_set_back += 1
-            if newest is sequence:
+            if last is sequence:
                 return
 
-    def _affordable(self, sequence: Sequence, step: Step, certain: bool) -> tuple[int, list[int]]:
+    def _affordable(self, sequence: Sequence, step: Step, most: int, certain: bool) -> tuple[int, list[int]]:
         """How many of its tokens the step and the blocks that are left have room for, and the step's blocks then."""
-        wanted = min(sequence.pending + len(sequence.guesses), self.step_tokens - step.num_tokens)
+        wanted = min(sequence.pending + len(sequence.guesses), most - step.num_tokens)
         if sequence.followers and sequence.pending > 1:
             wanted = min(wanted, sequence.pending - 1)
         wanted = int(min(wanted, self.rows.until(sequence)))
@@ -268,3 +311,16 @@ class Scheduler:
 
 def _fits(blocks: list[int], available: list[int]) -> bool:
     return all(map(operator.le, blocks, available))
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order
+
+
+def _order_by_size(sequence: Sequence, share: int) -> tuple[int, int, int | None]:
+    """By what is left to compute, in shares of a step: up to 1, 4, 16 ... are alike.
+
+    In fine steps two long prompts of nearly equal length would be computed side by side, and both end late.
+    """
+    left = 1 if sequence.host is not None else sequence.pending
+    return sequence.priority, (((left - 1) // share).bit_length() + 1) // 2, sequence.arrival

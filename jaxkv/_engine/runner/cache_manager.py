@@ -230,6 +230,10 @@ class Residents:
         assert self._room is not None
         return num_blocks + self.taken - self._taken_then <= min(free_ for free_, _ in self._room)
 
+    def is_coming(self, running: list[Sequence], sequence: Sequence) -> bool:
+        """Whether a running sequence is about to compute what a waiting one can share with it then."""
+        return False
+
     def has_room(self, running: list[Sequence], sequence: Sequence, source: Sequence | None = None) -> bool:
         """Whether there is a row for a sequence, and blocks for all its tokens beside all of the others'."""
         return bool(self._free_rows) and self.spare(running, sequence, source) >= 0

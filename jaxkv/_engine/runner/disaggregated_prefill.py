@@ -5,13 +5,13 @@ https://arxiv.org/abs/2311.18677); as in the former, a prompt that is computed s
 where it goes on, so that neither side needs memory for what is on its way.
 """
 
-import collections
 import functools
 from collections.abc import Callable
 from typing import Any
 
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import shown
+from jaxkv._engine.requests.queue import Queue
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.sampling import Choice
 from jaxkv._engine.requests.scheduler import Scheduler, Sequence, Unsure
@@ -35,8 +35,10 @@ class Prefill:
     It holds a sequence's place by a sequence of its own, which ends before that token.
     """
 
-    def __init__(self, model: Any, config: CacheConfig, step_tokens: int, target: Residents):
-        self.step_tokens, self.target = step_tokens, target
+    def __init__(
+        self, model: Any, config: CacheConfig, step_tokens: int, long_prefill_tokens: int | None, target: Residents
+    ):  # fmt: skip
+        self.step_tokens, self.long_prefill_tokens, self.target = step_tokens, long_prefill_tokens, target
         self.residents = Residents(config, model, prefix=None, swap="never", host_bandwidth=target.host_bandwidth)
         self.pipeline = Pipeline(model, self.residents, None, step_tokens, 0)
         self.sent = 0  # rows
@@ -45,14 +47,16 @@ class Prefill:
     def restart(self) -> None:
         """Forget what is under way; all rows are empty."""
         self.pipeline.clear()
-        self.scheduler = Scheduler(self.residents, step_tokens=self.step_tokens)
+        self.scheduler = Scheduler(
+            self.residents, step_tokens=self.step_tokens, long_prefill_tokens=self.long_prefill_tokens
+        )
         self._own: dict[Sequence, Sequence] = {}  # what stands here for each sequence
 
     def warm(self) -> list[Callable[[], Any]]:
         """What to call, one after another, to compile what is needed here."""
         return [*self.pipeline.warm(("greedy",), (0,), (1,)), *self.residents.warm()]
 
-    def exchange(self, waiting: collections.deque[Sequence], *, wait: bool) -> None:
+    def exchange(self, waiting: Queue, *, wait: bool) -> None:
         """Take from a queue what has a prompt to compute, and put back what is computed; compute, meanwhile.
 
         Args:
@@ -63,7 +67,8 @@ class Prefill:
             waiting.remove(sequence)
         wait, flights = wait and not waiting, self.pipeline.flights
         while flights and (wait or flights[0].result.numbers.is_ready()):
-            waiting.extend(self._read())
+            for sequence in self._read():
+                waiting.add(sequence)
             wait = False
         self._send()
 
@@ -81,11 +86,12 @@ class Prefill:
 
     def _begin(self, sequence: Sequence) -> None:
         tokens = sequence.tokens[:-1]
-        self._own[sequence] = own = Sequence(tokens, len(tokens), sequence.salt, _NOBODY, len(tokens))
-        if sequence.request.tokens:  # it was at work before
-            self.scheduler.waiting.appendleft(own)
-        else:
-            self.scheduler.waiting.append(own)
+        own = Sequence(
+            tokens, len(tokens), sequence.salt, _NOBODY, len(tokens), priority=sequence.priority,
+            arrival=sequence.arrival,
+        )  # fmt: skip
+        self._own[sequence] = own
+        self.scheduler.waiting.add(own)
 
     def _send(self) -> None:
         scheduler, flights = self.scheduler, self.pipeline.flights

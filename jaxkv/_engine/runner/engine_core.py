@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxkv._core.cache.cache import Cache
-from jaxkv._core.state.errors import OutOfBlocks
 from jaxkv._engine.requests.drafters import Drafter
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.sampling import Kind
@@ -25,11 +24,12 @@ class Loop:
     """
 
     def __init__(
-        self, residents: Residents, pipeline: Pipeline, step_tokens: int, steps_per_dispatch: int,
-        drafter: Drafter | None, prefill: Prefill | None,
+        self, residents: Residents, pipeline: Pipeline, step_tokens: int, long_prefill_tokens: int | None,
+        steps_per_dispatch: int, drafter: Drafter | None, prefill: Prefill | None,
     ):  # fmt: skip
         self.residents, self.pipeline, self.drafter, self.prefill = residents, pipeline, drafter, prefill
-        self.step_tokens, self.steps_per_dispatch = step_tokens, steps_per_dispatch
+        self.step_tokens, self.long_prefill_tokens = step_tokens, long_prefill_tokens
+        self.steps_per_dispatch = steps_per_dispatch
         self.ahead = 1 if drafter is None else 0  # steps under way while the next one is planned
         # Whatever thread puts something in, the one at work takes it out.
         self.submitted: collections.deque[Request] = collections.deque()
@@ -52,7 +52,7 @@ class Loop:
         return self.residents.cache
 
     def advance(self) -> None:
-        """Send a step, and read the one before. Raises OutOfBlocks if there is no room for the only ones to wait."""
+        """Send a step, and read the one before."""
         self.is_at_work = True
         try:
             self.end(self.begin())
@@ -79,11 +79,10 @@ class Loop:
                     if self.residents.prefix is not None and len(sequence.tokens) < sequence.cached:
                         self._read(0)  # it wants to know them
                     self.scheduler.finish(sequence)
-        stuck = self._stuck() if self.scheduler.waiting and due is None and not self.scheduler.running else None
+        elif self.scheduler.waiting and not self.scheduler.running:  # all that there is does not suffice
+            self._refuse(self.scheduler.waiting.first()[0])
         self._rest()
         self._is_sound = True
-        if stuck:
-            raise OutOfBlocks(stuck)
 
     def rating(self, request: Request) -> tuple[bool, int, int]:
         """How well a request would do here: whether it could begin at once, how many of its tokens a prefix cache has,
@@ -138,7 +137,9 @@ class Loop:
         self._is_sound = False
         self.open |= {sequence.request: sequence for sequence in sequences}
         followers = {id(follower) for sequence in sequences for follower in sequence.followers}
-        self.scheduler.waiting.extend(s for s in sequences if id(s) not in followers)
+        for sequence in sequences:
+            if id(sequence) not in followers:
+                self.scheduler.waiting.add(sequence)
         self._is_sound = True
 
     def reset(self) -> None:
@@ -228,7 +229,8 @@ class Loop:
             if len(request.prompt) > 1 and self.residents.eviction is None:
                 for first in new[:1]:
                     first.followers, new = new[1:], [first]
-            self.scheduler.waiting.extend(new)
+            for first in new:
+                self.scheduler.waiting.add(first)
         while self.cancelled:
             sequence = self.open.pop(self.cancelled[0], None)
             if sequence is not None:
@@ -259,20 +261,27 @@ class Loop:
         self.pipeline.clear()
         if self.prefill is not None:
             self.prefill.restart()
-        self.scheduler = Scheduler(self.residents, step_tokens=self.step_tokens)
+        self.scheduler = Scheduler(
+            self.residents, step_tokens=self.step_tokens, long_prefill_tokens=self.long_prefill_tokens
+        )
         self.open = {request: sequence_of(request) for request in self.open if not request.done}
-        self.scheduler.waiting.extend(self.open.values())
+        for sequence in self.open.values():
+            self.scheduler.waiting.add(sequence)
 
-    def _stuck(self) -> str:
-        waiting = self.scheduler.waiting[0]
-        return (
-            f"There is no room for prompt {waiting.request.number} with {len(waiting.tokens)} tokens: "
+    def _refuse(self, sequence: Sequence) -> None:
+        """End a request for which there is no room, whatever ends before it."""
+        request = sequence.request
+        request.refuse(
+            f"There is no room for prompt {request.number} with {len(sequence.tokens)} tokens: "
             f"{self.residents.available} blocks can be had. Unpin blocks of the prefix cache, or give the cache more "
             "num_blocks."
         )
+        self.scheduler.finish(sequence)
+        del self.open[request]
 
 
 def sequence_of(request: Request) -> Sequence:
     """A request at its beginning: nothing of it is in any cache."""
     limit = len(request.prompt) + request.limit
-    return Sequence([*request.prompt, *request.tokens], limit, request.salt, request, len(request.prompt))
+    tokens = [*request.prompt, *request.tokens]
+    return Sequence(tokens, limit, request.salt, request, len(request.prompt), priority=request.priority)
