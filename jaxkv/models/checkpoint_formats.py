@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from jaxkv._core.config.validation import integer
-from jaxkv.models.config_fields import Fields
 
 MXFP4, FP8 = "mxfp4", "fp8"
 # Buffers in old checkpoints, which the config determines.
@@ -35,13 +34,6 @@ class Quantised:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self.read().astype(dtype or self.dtype, copy=False)
-
-
-def take_quantization(fields: Fields) -> None:
-    """Take a config's `quantization_config`, if it is of a kind that is read here."""
-    quantization = fields.left.get("quantization_config")
-    if isinstance(quantization, Mapping) and quantization.get("quant_method") in (MXFP4, FP8):
-        fields.take("quantization_config")
 
 
 def dequantize(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], where: str) -> dict[str, Any]:

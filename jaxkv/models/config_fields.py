@@ -4,26 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxkv._core.config.validation import integer, real, shown
+from jaxkv.models.config import DecoderConfig
+from jaxkv.models.config_gate import check_left
 
 # Far above any model; what is larger is a mistake, or meant to fill the memory.
 MOST_LAYERS, MOST_HEADS, MOST_DIM = 512, 2**16, 2**24
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Fields that change nothing in what a decoder computes.
-HARMLESS = {
-    "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout", "auto_map", "aux_loss_alpha",
-    "cache_implementation", "chunk_size_feed_forward", "dtype",
-    "id2label", "initializer_range", "is_decoder", "label2id", "num_logits_to_keep", "output_attentions",
-    "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
-    "router_aux_loss_coef", "seq_aux", "torch_dtype",
-    "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
-}  # fmt: skip
-# Fields that must have one of these values where they occur.
-MUST_BE = {
-    "add_cross_attention": (False,),
-    "is_encoder_decoder": (False,),
-    "tie_encoder_decoder": (False,),
-    "use_bidirectional_attention": (None, False),
-}
 
 
 class Fields:
@@ -33,12 +19,20 @@ class Fields:
       left: those that nobody has read.
       where: its name in errors.
       family: the `model_type`.
+      passed: the unread ones that were passed over, by name.
     """
 
     def __init__(self, fields: Any, where: str):
         if not isinstance(fields, Mapping):
             raise ValueError(f"{where} must be an object with fields, not {shown(fields)}.")
         self.left, self.where, self.family = dict(fields), where, ""
+        self.passed: list[str] = []
+
+    def nest(self, fields: Any, where: str) -> "Fields":
+        """Returns the fields of a part of this config; what is passed there is passed here."""
+        part = Fields(fields, f"{where} in {self.where}")
+        part.passed = self.passed
+        return part
 
     def take(self, name: str, *default: Any) -> Any:
         if name not in self.left and not default:
@@ -82,15 +76,9 @@ class Fields:
             f"{self.where} has {name} = {shown(value)}, which the decoder cannot honour; it knows {honoured}."
         )
 
-    def finish(self) -> None:
-        for name, allowed in MUST_BE.items():
-            value = self.left.pop(name, allowed[0])
-            if not any(value is right for right in allowed):
-                raise self.refuse(name, value, " and ".join(map(repr, allowed)))
-        if unknown := sorted(self.left.keys() - HARMLESS):
-            fields = ", ".join(f"{shown(name)[1:-1]} = {shown(self.left[name])}" for name in unknown[:10])
-            fields += f", and {len(unknown) - 10} more" if len(unknown) > 10 else ""
-            raise ValueError(f"{self.where} has fields that the decoder does not know and so cannot honour: {fields}.")
+    def finish(self, decoder: DecoderConfig | None = None) -> None:
+        """Refuses what nobody has read and what would change a decoder; see `jaxkv.models.config_gate`."""
+        self.passed += check_left(self.left, self.where, decoder)
 
 
 def first_given(*values: Any) -> Any:

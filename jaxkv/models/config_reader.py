@@ -1,31 +1,36 @@
 """A Hugging Face config.json to a `DecoderConfig` and back: a field is honoured, known to be harmless, or refused."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxkv._core.config.validation import shown
-from jaxkv.models.checkpoint_formats import take_quantization
+from jaxkv.models.checkpoint_formats import FP8, MXFP4
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import Fields
+from jaxkv.models.config_gate import check_architectures, drop_ignored, warn_passed
 from jaxkv.models.families import FAMILIES, Family
 
 
-def parse(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
+def parse(config: Mapping[str, Any], where: str = "config.json", ignore: str | Iterable[str] = ()) -> DecoderConfig:
     """Reads a config.json, in the old or the new form.
 
     Args:
       config: its fields.
       where: its name in errors.
+      ignore: names of fields to read as though they were not there.
 
     Raises:
       ValueError: a family or a field that the decoder cannot honour, or a field that is missing; all by name.
     """
+    config = drop_ignored(config, ignore)
     family = find_family(config, where)
+    check_architectures(config, family.architectures, where)
     fields = Fields(family.flatten(config, where), where)
     fields.family = fields.take("model_type")
-    take_quantization(fields)
+    _take_quantization(fields)
     decoder = family.parse(fields)
-    fields.finish()
+    fields.finish(decoder)
+    warn_passed(fields.passed, where)
     return decoder
 
 
@@ -43,3 +48,10 @@ def find_family(config: Mapping[str, Any], where: str = "config.json") -> Family
 def render(config: DecoderConfig) -> dict[str, Any]:
     """Writes the fields of a config.json, in the new form, that `parse` reads as `config`."""
     return FAMILIES[config.family].render(config)
+
+
+def _take_quantization(fields: Fields) -> None:
+    """Takes a config's `quantization_config` if it is of a kind that is read."""
+    quantization = fields.left.get("quantization_config")
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") in (MXFP4, FP8):
+        fields.take("quantization_config")

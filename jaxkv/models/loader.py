@@ -6,7 +6,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxkv._core.config.validation import shown
 from jaxkv._core.state.arguments import to_device
 from jaxkv._files import safetensors
 from jaxkv.models import config_reader
@@ -28,11 +29,13 @@ from jaxkv.models.partition import AXIS, automatic, sharding_of
 
 FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 DATA = pathlib.Path(__file__).parent.parent / "data"
+MOST_WRONG = 12  # tensors, in an error
 MOST_JSON = 64 << 20  # bytes; the index of a model of 10,000 tensors has one
 
 
 def load(
-    folder: str | os.PathLike, *, dtype: Any = None, scan: Scan | None = None, mesh: Mesh | None = None
+    folder: str | os.PathLike, *, dtype: Any = None, scan: Scan | None = None, mesh: Mesh | None = None,
+    ignore: str | Iterable[str] = (),
 ) -> Decoder:  # fmt: skip
     """The model in a Hugging Face folder: config.json, and model.safetensors or several files with their index.
 
@@ -47,6 +50,9 @@ def load(
       mesh: divide heads, hidden widths and the vocabulary over its axis "model", of which each device then reads its
         part alone. `generate` and `Engine` take the mesh from the model. The axes of what is
         loaded are automatic, whatever those of the mesh are.
+      ignore: names of fields of config.json to read as though they were not there. An unknown field that could change
+        what a decoder computes is refused, and you may know better; one that is off, or that says nothing of a decoder,
+        is passed with a warning.
 
     Raises:
       FileNotFoundError: the folder or one of its files is missing.
@@ -60,8 +66,9 @@ def load(
     """
     folder = pathlib.Path(folder)
     wanted = _float_dtype(dtype) if dtype is not None else None
-    config = read_config(folder)
+    config = read_config(folder, ignore)
     path = folder / "config.json"
+    _refuse_quantised(folder)
     tensors = read_published(_read_tensors(folder), _read_json(path), str(path))
     # A layer more or less is found below, and by name; making many only to miss them takes long.
     layers = {int(found[1]) for name in tensors if (found := LAYER.match(name))}
@@ -154,13 +161,13 @@ def recaller(*, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Decoder:
     return load(DATA / "recall", dtype=dtype, mesh=mesh)
 
 
-def read_config(folder: pathlib.Path) -> DecoderConfig:
+def read_config(folder: pathlib.Path, ignore: str | Iterable[str] = ()) -> DecoderConfig:
     """A folder's config.json; generation_config.json, where there is one, knows better what ends a text."""
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder}: give one with config.json and *.safetensors in it.")
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder} has no config.json: a Hugging Face model folder needs one.")
-    config = config_reader.parse(_read_json(folder / "config.json"), str(folder / "config.json"))
+    config = config_reader.parse(_read_json(folder / "config.json"), str(folder / "config.json"), ignore)
     if (folder / "generation_config.json").exists():
         eos = _read_json(folder / "generation_config.json").get("eos_token_id")
         if eos is not None:
@@ -257,8 +264,20 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     return content
 
 
+def _refuse_quantised(folder: pathlib.Path) -> None:
+    """Refuses a folder that states its quantisation in hf_quant_config.json: none that is stated there is read."""
+    path = folder / "hf_quant_config.json"
+    stated = _read_json(path).get("quantization") if path.exists() else None
+    kind = stated.get("quant_algo") if isinstance(stated, Mapping) else None
+    if kind is not None:
+        raise ValueError(
+            f"{folder} is quantised as {shown(kind)} by hf_quant_config.json, which is not read: give a folder with "
+            "weights of 16 or 32 bits, in MXFP4, or in blocks of float8."
+        )
+
+
 def _check(folder: pathlib.Path, slots: list[Slot], tensors: dict[str, Any]) -> None:
-    """Raises one error with everything that is wrong."""
+    """Raises one error with everything that is wrong, up to `MOST_WRONG`."""
     wanted = {slot.name: slot.shape for slot in slots}
     wrong = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.keys())]
     wrong += [f"{name} is unknown" for name in sorted(tensors.keys() - wanted.keys())]
@@ -269,4 +288,5 @@ def _check(folder: pathlib.Path, slots: list[Slot], tensors: dict[str, Any]) -> 
         elif tensor.dtype not in FLOATS:
             wrong.append(f"{name} has dtype {tensor.dtype}, not float32, bfloat16 or float16")
     if wrong:
-        raise ValueError(f"The tensors in {folder} do not fit its config.json: {'; '.join(wrong)}.")
+        more = f"; and {len(wrong) - MOST_WRONG} more" if len(wrong) > MOST_WRONG else ""
+        raise ValueError(f"The tensors in {folder} do not fit its config.json: {'; '.join(wrong[:MOST_WRONG])}{more}.")

@@ -4,7 +4,7 @@
     VENV/bin/python tests/data/make_fixtures.py [NAME ...]
 
 Every parameter is random, norms and biases too, so that a term that is missing shows. (Those with experts, and
-gemma3_nested, were made with torch 2.15.0.)
+gemma3_nested, were made with torch 2.15.0; mixtral and qwen2_yarn with 2.14.1.)
 """
 
 import json
@@ -77,6 +77,10 @@ FIXTURES |= {
         **TINY, moe_intermediate_size=24, num_experts=6, num_experts_per_tok=3, norm_topk_prob=True,
         mlp_only_layers=[0], rope_parameters=dict(rope_type="default", rope_theta=500.0),
     ),
+    "mixtral": transformers.MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_yarn": transformers.Qwen2Config(
+        **{k: v for k, v in TINY.items() if k != "head_dim"}, rope_parameters=YARN | dict(attention_factor=1.25),
+    ),
     "gemma3_nested": transformers.Gemma3Config(
         text_config=FIXTURES["gemma3"].to_dict() | dict(num_hidden_layers=2, layer_types=SLIDING_FIRST[:2]),
         vision_config=dict(model_type="siglip_vision_model", hidden_size=8, intermediate_size=8, num_hidden_layers=1,
@@ -86,7 +90,7 @@ FIXTURES |= {
 }  # fmt: skip
 # Their seeds are their places here.
 ORDER = ["gemma2", "gemma3", "llama", "llama3", "llama_linear", "mistral", "qwen2", "qwen3", "deepseek_v2",
-         "deepseek_v3", "gpt_oss", "qwen3_moe", "gemma3_nested"]  # fmt: skip
+         "deepseek_v3", "gpt_oss", "qwen3_moe", "gemma3_nested", "mixtral", "qwen2_yarn"]  # fmt: skip
 OLD_YARN = {name: value for name, value in YARN.items() if name not in ("rope_type", "rope_theta")}
 FP8_BLOCK = 16  # DeepSeek publishes blocks of 128
 SHARDED = "qwen3"
@@ -129,6 +133,11 @@ OLD_FORMS = {
     "qwen3_moe": (
         ["rope_parameters", "num_experts", "num_local_experts"],
         dict(rope_theta=500.0, rope_scaling=None, num_local_experts=6, max_window_layers=2),
+    ),
+    "mixtral": (["rope_parameters"], dict(rope_theta=1_000_000.0, router_aux_loss_coef=0.02)),
+    "qwen2_yarn": (
+        ["rope_parameters", "layer_types"],
+        dict(rope_theta=500.0, rope_scaling=OLD_YARN | dict(type="yarn", attention_factor=1.25)),
     ),
     "gemma3_nested": ([], {}),
 }  # fmt: skip

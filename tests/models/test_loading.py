@@ -72,7 +72,10 @@ def test_unknown_family(folder):
         (dict(num_experts=4, sliding_window=7), "cannot honour: num_experts = 4, sliding_window = 7"),
         (dict(hidden_act="relu"), "hidden_act = 'relu', which the decoder cannot honour; it knows silu"),
         (dict(is_encoder_decoder=True), "is_encoder_decoder = True"),
-        (dict(rope_parameters=dict(rope_type="yarn", factor=4.0)), "rope_type = 'yarn'.* default, linear, llama3"),
+        (
+            dict(rope_parameters=dict(rope_type="dynamic", factor=4.0)),
+            "rope_type = 'dynamic'.* default, linear, llama3, yarn",
+        ),
         (dict(rope_parameters=dict(rope_type="default", mrope_section=[1, 2])), r"mrope_section = \[1, 2\]"),
         (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor = 0.5"),
         (dict(rope_parameters=dict(rope_type="linear")), "rotary embedding in .* lacks the field factor"),

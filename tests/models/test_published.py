@@ -135,7 +135,7 @@ def test_gemma_3_s_missing_fields():
     assert parsed.windows[:6] == (1024,) * 5 + (None,) and parsed.tie_embeddings
     assert (parsed.ropes[0].theta, parsed.ropes[5].theta, parsed.ropes[5].factor) == (1e4, 1e6, 8.0)
     with pytest.raises(ValueError, match="does not know and so cannot honour: audio_config"):
-        config_reader.parse(config | {"audio_config": {}})
+        config_reader.parse(config | {"audio_config": {"a": 1}})
     with pytest.raises(ValueError, match=r"text_config in config.json must be an object"):
         config_reader.parse(config | {"text_config": 3})
     with pytest.raises(ValueError, match="model_type = 'llama'"):

@@ -4,7 +4,7 @@
 decoder goes into `jaxkv.models.config` as an option with a name of its own. Imported by the readers of `jaxkv.models`.
 """
 
-from jaxkv.models.families import deepseek, gemma2, gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
+from jaxkv.models.families import deepseek, gemma2, gemma3, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from jaxkv.models.families.family import Family as Family
 
 FAMILIES: dict[str, Family] = {
@@ -16,7 +16,9 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": gemma3.FAMILY,
     "deepseek_v2": deepseek.V2_FAMILY,
     "deepseek_v3": deepseek.V3_FAMILY,
+    "kimi_k2": deepseek.V3_FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
+    "mixtral": mixtral.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
     "gemma3": gemma3.NESTED_FAMILY,
 }

@@ -13,13 +13,13 @@ from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, Fields
 from jaxkv.models.families.family import Family, read_common, read_num_layers, render_common
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
-V3 = "deepseek_v3"
+V2, V3 = "deepseek_v2", "deepseek_v3"  # and kimi_k2, which is V3 under another name
 # How V2 names its choice of experts: the best ones of all, or of a token's best groups; how V3 names its own.
 GREEDY, IN_GROUPS, BALANCED = "greedy", "group_limited_greedy", "noaux_tc"
 
 
 def parse(fields: Fields) -> DecoderConfig:
-    num_layers, common, v3 = read_num_layers(fields), read_common(fields, num_kv_heads=(None,)), fields.family == V3
+    num_layers, common, v3 = read_num_layers(fields), read_common(fields, num_kv_heads=(None,)), fields.family != V2
     has_bias = fields.flag("attention_bias", False)
     latent = LatentConfig(
         rank=fields.size("kv_lora_rank", 512, most=MOST_DIM),
@@ -32,7 +32,7 @@ def parse(fields: Fields) -> DecoderConfig:
     if (written := fields.size("qk_head_dim", head_dim)) != head_dim:
         raise fields.refuse("qk_head_dim", written, f"the sum of qk_nope_head_dim and qk_rope_head_dim, {head_dim}")
     interleaved = fields.flag("rope_interleave", True) if v3 else True
-    rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0, yarn=True, interleaved=interleaved)[FULL]
+    rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0, interleaved=interleaved)[FULL]
     dense = fields.size("first_k_dense_replace", 3 if v3 else 0, least=0)
     fields.must_be("moe_layer_freq", 1)
     fields.must_be("ep_size", 1)
@@ -40,6 +40,7 @@ def parse(fields: Fields) -> DecoderConfig:
     experts = _read_experts(fields, v3)
     expert_layers = tuple(i >= dense for i in range(num_layers))
     return DecoderConfig(**common | dict(
+        family=V3 if v3 else V2,
         latent=latent, windows=(None,) * num_layers, ropes=(rope,) * num_layers,
         attention_scale=head_dim**-0.5 * rope.sharpening(rope.mscale_all_dim) ** 2,
         qkv_bias=has_bias, out_bias=has_bias, mlp_bias=False if v3 else fields.flag("mlp_bias", False),

@@ -82,7 +82,7 @@ def read_common(
         num_heads=num_heads,
         num_kv_heads=fields.size("num_key_value_heads", *num_kv_heads, most=MOST_HEADS) or num_heads,
         head_dim=head_dim,
-        max_seq_len=fields.size("max_position_embeddings"),
+        max_seq_len=_read_max_seq_len(fields),
         attention_scale=head_dim**-0.5,
         norm_eps=fields.number("rms_norm_eps", norm_eps, least=0),
         activation=ACTIVATIONS[kind],
@@ -91,6 +91,12 @@ def read_common(
         eos_ids=read_token_ids(fields.take("eos_token_id", None), f"eos_token_id in {fields.where}"),
         byte_tokens=tokenizer == "bytes",
     )
+
+
+def _read_max_seq_len(fields: Fields) -> int:
+    """Reads `max_position_embeddings`, or where it is missing the name that the first conversions of LLaMA gave it."""
+    name, first_name = "max_position_embeddings", "max_sequence_length"
+    return fields.size(first_name if name not in fields.left and first_name in fields.left else name)
 
 
 def read_token_ids(value: Any, name: str) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from jaxkv.models.families.gemma2 import TENSORS, read_gemma, render_gemma
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 NESTED, TEXT = "gemma3", "gemma3_text"
+ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 # What a text_config leaves out where it means these.
 DEFAULTS = {
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -64,8 +65,8 @@ def flatten(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     # What of the text model is said outside holds for both.
     both = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "torch_dtype", "dtype")
     said = {name: outer.take(name) for name in both if name in outer.left}
-    outer.finish()
-    return DEFAULTS | text.left | said | {"model_type": family}
+    rest = {name: value for name, value in outer.left.items() if name not in text.left}  # for the gate
+    return rest | DEFAULTS | text.left | said | {"model_type": family}
 
 
 def name_tensor(name: str, config: Mapping[str, Any]) -> str | None:
@@ -76,8 +77,8 @@ def name_tensor(name: str, config: Mapping[str, Any]) -> str | None:
     return new.sub("model.", name) if new.match(name) else old.sub("", name, count=1) if old.match(name) else name
 
 
-FAMILY = Family(parse=parse, render=render, architectures=("Gemma3ForCausalLM",), tensors=TENSORS)
+FAMILY = Family(parse=parse, render=render, architectures=ARCHITECTURES, tensors=TENSORS)
 NESTED_FAMILY = Family(
-    parse=parse, render=render, architectures=("Gemma3ForConditionalGeneration",), tensors=TENSORS, flatten=flatten,
+    parse=parse, render=render, architectures=ARCHITECTURES, tensors=TENSORS, flatten=flatten,
     name_tensor=name_tensor,
 )  # fmt: skip

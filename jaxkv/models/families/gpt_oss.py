@@ -47,7 +47,7 @@ def parse(fields: Fields) -> DecoderConfig:
         count=count, per_token=per_token, mlp_dim=common["mlp_dim"], scores="softmax_of_chosen", bias=True,
         limit=fields.number("swiglu_limit", 7.0, above=0), alpha=fields.number("swiglu_alpha", 1.702, above=0),
     )  # fmt: skip
-    rope = parse_ropes(fields, common["max_seq_len"], theta=150_000.0, yarn=True, default=ROPE)[FULL]
+    rope = parse_ropes(fields, common["max_seq_len"], theta=150_000.0, default=ROPE)[FULL]
     return DecoderConfig(
         **common, windows=windows, ropes=(rope,) * num_layers, qkv_bias=has_bias, out_bias=has_bias, sinks=True,
         experts=experts, expert_layers=(True,) * num_layers,

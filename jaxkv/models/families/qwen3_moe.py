@@ -25,7 +25,7 @@ def parse(fields: Fields) -> DecoderConfig:
         normalise=fields.flag("norm_topk_prob", False),
     )  # fmt: skip
     layers = _read_expert_layers(fields, num_layers)
-    rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0, yarn=True)[FULL]
+    rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0)[FULL]
     return DecoderConfig(
         **common, windows=windows, ropes=(rope,) * num_layers, qk_norm=True, qkv_bias=has_bias, out_bias=has_bias,
         experts=experts if any(layers) else None, expert_layers=layers if any(layers) else (),

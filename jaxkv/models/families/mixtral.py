@@ -1,0 +1,42 @@
+"""Mixtral: Mistral with experts in the place of every MLP, chosen by a softmax over the chosen ones alone."""
+
+from typing import Any
+
+from jaxkv.models.config import DecoderConfig, ExpertsConfig
+from jaxkv.models.config_fields import FULL, MOST_HEADS, Fields
+from jaxkv.models.families.family import Family, read_common, read_num_layers, render_common
+from jaxkv.models.rope_fields import parse_ropes, render_rope
+
+TENSORS = {
+    "experts.router": "block_sparse_moe.gate.weight",
+    "experts.gate": "block_sparse_moe.experts.{}.w1.weight",
+    "experts.up": "block_sparse_moe.experts.{}.w3.weight",
+    "experts.down": "block_sparse_moe.experts.{}.w2.weight",
+}
+
+
+def parse(fields: Fields) -> DecoderConfig:
+    num_layers, common = read_num_layers(fields), read_common(fields, num_kv_heads=(8,), norm_eps=1e-5)
+    window = fields.size("sliding_window", None)
+    fields.take("router_jitter_noise", None)  # of training alone
+    count = fields.either("num_local_experts", "num_experts", 8, most=MOST_HEADS)
+    experts = ExpertsConfig(
+        count=count, per_token=fields.size("num_experts_per_tok", 2, most=count), mlp_dim=common["mlp_dim"],
+        scores="softmax_of_chosen",
+    )  # fmt: skip
+    rope = parse_ropes(fields, common["max_seq_len"], theta=1_000_000.0)[FULL]
+    return DecoderConfig(
+        **common, windows=(window,) * num_layers, ropes=(rope,) * num_layers, experts=experts,
+        expert_layers=(True,) * num_layers,
+    )  # fmt: skip
+
+
+def render(config: DecoderConfig) -> dict[str, Any]:
+    assert config.experts is not None
+    return render_common(config) | {
+        "rope_parameters": render_rope(config.ropes[0]), "sliding_window": config.windows[0],
+        "num_local_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token,
+    }  # fmt: skip
+
+
+FAMILY = Family(parse=parse, render=render, architectures=("MixtralForCausalLM",), tensors=TENSORS)
