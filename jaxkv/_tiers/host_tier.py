@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -15,11 +16,10 @@ from jaxkv._core.blocks.tables import free, mark_failed
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.state.arguments import distinct_rows, read_numbers, row_indices, row_mask, scatter_rows
 from jaxkv._core.state.head_rows import row_sums, seen_by_rows
-from jaxkv._core.state.multihost import check_here
+from jaxkv._core.state.multihost import check_here, place_like
 from jaxkv._core.state.state import NULL_BLOCK, Pool
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class HostBlocks:
     """What rows held, in host memory. Made by `swap_out`; `host[i]` is one of the rows.
@@ -45,6 +45,9 @@ class HostBlocks:
     groups: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
     sights: tuple[str, ...] = dataclasses.field(metadata={"static": True})  # of each group
     rotates: tuple[bool, ...] = dataclasses.field(metadata={"static": True})  # of each layer: are its heads rotated?
+    # Whether the cache was committed to its devices. What lies in pinned memory always is, and so would be whatever a
+    # program makes of it: of a cache that was not, a program is given NumPy arrays.
+    committed: bool = dataclasses.field(default=True, metadata={"static": True})
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -87,6 +90,28 @@ class HostBlocks:
 
     def __repr__(self) -> str:
         return f"HostBlocks({self.num_tokens} tokens of {len(self)} rows, {self.bytes} bytes)"
+
+
+_DATA = [field.name for field in dataclasses.fields(HostBlocks) if not field.metadata.get("static")]
+_STATIC = [field.name for field in dataclasses.fields(HostBlocks) if field.metadata.get("static")]
+
+
+def _flatten(host: HostBlocks) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    def free(x: Any) -> Any:
+        return np.asarray(x) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else x
+
+    data = {name: getattr(host, name) for name in _DATA}
+    if not host.committed:
+        data["parts"] = jax.tree.map(free, host.parts)
+    keyed = [(jax.tree_util.GetAttrKey(name), x) for name, x in data.items()]
+    return keyed, tuple(getattr(host, name) for name in _STATIC)
+
+
+def _unflatten(static: tuple[Any, ...], data: Iterable[Any]) -> HostBlocks:
+    return HostBlocks(**dict(zip(_DATA, data, strict=True)), **dict(zip(_STATIC, static, strict=True)))
+
+
+jax.tree_util.register_pytree_with_keys(HostBlocks, _flatten, _unflatten)
 
 
 def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
@@ -142,6 +167,7 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
         lengths=np.asarray(seen_by_rows(tables[0], config).lengths)[moved], first=tuple(first), count=tuple(count),
         held=tuple(left), thinned=tuple(thinned), parts=tuple(parts), groups=config.groups, sights=config.group_sights,
         rotates=tuple(map(config.rotates, range(cache.num_layers))),
+        committed=all(x.committed for x in jax.tree.leaves(cache.pools)),
     )  # fmt: skip
     return free(cache, moved), host
 
@@ -319,14 +345,7 @@ def _pick(places: np.ndarray, x: Any) -> Any:
 def _to_device(part: Pool | None, cache: Cache, layer: int) -> Pool:
     """Blocks in the memory of the device, or devices, that the cache's pool of a layer lies on."""
     assert part is not None  # of a layer that has blocks
-
-    def bring(x: Any, own: Any) -> jax.Array:
-        traced = isinstance(x, jax.core.Tracer) or isinstance(own, jax.core.Tracer)
-        if traced or not isinstance(x, jax.Array) or x.sharding.device_set == own.sharding.device_set:
-            return jax.device_put(x, jax.memory.Space.Device)
-        return jax.device_put(x, own.sharding)
-
-    return jax.tree.map(bring, part, pool_for(part, cache, layer).like(part))
+    return jax.tree.map(place_like, part, pool_for(part, cache, layer).like(part))
 
 
 def pool_for(part: Pool, cache: Cache, layer: int) -> Pool:

@@ -17,7 +17,7 @@ from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.config.mesh_shape import mesh_of
 from jaxkv._core.state.arguments import distinct_rows, read_numbers
 from jaxkv._core.state.errors import OutOfBlocks
-from jaxkv._core.state.multihost import check_here
+from jaxkv._core.state.multihost import check_here, place_like
 from jaxkv._core.state.shard_local import at_places
 from jaxkv._core.state.sharding import POOL, WHOLE, heads_at, on_shards
 from jaxkv._core.state.state import NULL_BLOCK, Pool
@@ -203,7 +203,7 @@ def _brought(part: Pool, to: Cache, layer: int) -> Pool:
     pool = pool_for(part, to, layer)
 
     def bring(x: jax.Array, own: jax.Array) -> jax.Array:
-        return jax.device_put(x[..., : own.shape[-1]] if x.ndim > 4 else x, own.sharding)
+        return place_like(x[..., : own.shape[-1]] if x.ndim > 4 else x, own)
 
     return jax.tree.map(bring, part.like(pool), pool)
 

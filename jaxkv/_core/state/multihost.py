@@ -91,6 +91,23 @@ def put(x: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
+def place_like(x: Any, own: Any) -> Any:
+    """Return `x` where the array `own` lies, committed to its devices only where `own` is.
+
+    So a compiled step takes what is made of it as it takes what was made of `own`.
+
+    Traced arrays, of which nobody knows where they lie, come into the memory of the device.
+    """
+    if any(isinstance(y, jax.core.Tracer) for y in (x, own)):
+        is_there = jax.typeof(x).memory_space == jax.memory.Space.Device
+        return x if is_there else jax.device_put(x, jax.memory.Space.Device)
+    if own.committed:
+        is_there = isinstance(x, jax.Array) and x.committed and x.sharding.device_set == own.sharding.device_set
+        return jax.device_put(x, jax.memory.Space.Device) if is_there else put(x, own.sharding)
+    # What is committed stays so wherever JAX puts it; only by way of the host it becomes free.
+    return jax.device_put(np.asarray(x)) if isinstance(x, np.ndarray) or x.committed else x
+
+
 def is_here(tree: Any) -> bool:
     """Whether all arrays of a pytree lie on devices of this process."""
     return all(x.is_fully_addressable for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
