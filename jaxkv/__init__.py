@@ -23,7 +23,8 @@ from jaxkv._engine.frontend.generate import generate
 from jaxkv._engine.programs.beam_search import Beams, beam_search
 from jaxkv._engine.requests.eviction_policy import Eviction
 from jaxkv._files.rows import describe, load, save
-from jaxkv._tiers.host_tier import HostBlocks, swap_in, swap_out
+from jaxkv._tiers.host_blocks import HostBlocks as HostBlocks
+from jaxkv._tiers.host_tier import swap_in as swap_in, swap_out as swap_out
 from jaxkv._tiers.prefix_cache.events import PrefixEvent
 from jaxkv._tiers.prefix_cache.match import Match
 from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache

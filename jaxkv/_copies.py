@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.init import init
 from jaxkv._core.state.state import Pool
-from jaxkv._tiers.host_tier import HostBlocks
+from jaxkv._tiers.host_blocks import HostBlocks
 
 # What XLA does in place, or without touching memory at all.
 IN_PLACE = {

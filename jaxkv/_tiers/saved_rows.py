@@ -14,7 +14,8 @@ from jaxkv._core.state.state import NULL_BLOCK, Pool
 from jaxkv._files.format import SavedCache
 from jaxkv._files.multihost_file import open_saved
 from jaxkv._files.rows import check_layers, held_rows, laid_blocks
-from jaxkv._tiers.host_tier import HostBlocks, first_columns
+from jaxkv._tiers.host_blocks import HostBlocks
+from jaxkv._tiers.host_tier import first_columns
 
 
 class SavedRows:

@@ -21,7 +21,8 @@ from jaxkv._core.state.multihost import check_here, place_like
 from jaxkv._core.state.shard_local import at_places
 from jaxkv._core.state.sharding import POOL, WHOLE, heads_at, on_shards
 from jaxkv._core.state.state import NULL_BLOCK, Pool
-from jaxkv._tiers.host_tier import HostBlocks, pool_for
+from jaxkv._tiers.host_blocks import HostBlocks
+from jaxkv._tiers.host_tier import pool_for
 
 
 def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:

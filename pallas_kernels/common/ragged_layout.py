@@ -8,9 +8,11 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 
+@functools.partial(jax.export.register_namedtuple_serialization, serialized_name="pallas_kernels.Tokens")
 class Tokens(NamedTuple):
     """One entry per token place, `[S, T]` padded or `[N]` packed.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 # Found by experiment on two CPU cores, see benchmarks/NOTES.md: queries that are computed together, how many rows that
@@ -28,6 +29,7 @@ def queries_together(num_heads: int, num_kv_heads: int) -> int:
     return max(8, min(TOGETHER, 128 * num_kv_heads // num_heads))
 
 
+@functools.partial(jax.export.register_namedtuple_serialization, serialized_name="pallas_kernels.Shared")
 class Shared(NamedTuple):
     """What rows read together with others, an entry for each, `i32[S]`. Made by `find_shared`.
 

@@ -1,8 +1,10 @@
 """The least and the largest of what each block's keys hold: enough to tell blocks that cannot matter to a query."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from jaxkv._core.cache.cache import Cache, check_cache
@@ -12,6 +14,7 @@ from jaxkv._core.state.sharding import POOL, WHOLE, heads_at, on_shards
 from jaxkv._core.state.state import BlockTables
 
 
+@functools.partial(jax.export.register_namedtuple_serialization, serialized_name="jaxkv.BlockBounds")
 class BlockBounds(NamedTuple):
     """Of every logical block of every row, `f32[S, M, K, D]`; 0 where a row holds no token. `block_bounds` makes it.
 

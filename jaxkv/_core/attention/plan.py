@@ -23,9 +23,11 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import flag, integer
 from jaxkv._core.state.head_rows import seen_by_rows, to_lines
 from jaxkv._core.state.state import SENSELESS, STALE, BlockTables, Layer
+from jaxkv._core.state.static_fields import register_export
 from pallas_kernels.common.shared_prefix import TOGETHER, queries_together
 
 
+@register_export
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Step:

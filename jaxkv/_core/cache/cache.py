@@ -15,6 +15,7 @@ from jaxkv._core.config.kv_packing import stacked
 from jaxkv._core.config.validation import shown
 from jaxkv._core.state.sharding import POOL, WHOLE, heads_at, on_shards
 from jaxkv._core.state.state import BlockTables, Layer, Pool
+from jaxkv._core.state.static_fields import register_export
 
 
 def check_cache(cache: Any) -> None:
@@ -24,6 +25,7 @@ def check_cache(cache: Any) -> None:
         raise ValueError(part or f"cache must be a Cache, as jaxkv.init makes one, not {shown(cache)}.")
 
 
+@register_export
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Cache(Views):

@@ -19,10 +19,12 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import shown
 from jaxkv._core.state.device_arrays import joined, part_of
 from jaxkv._core.state.state import BlockTables, Pool
+from jaxkv._core.state.static_fields import register_export
 
 WAY_OUT = "call what works on a cache inside jaxkv.by_rows, or on one of its shards, cache.shards[i]."
 
 
+@register_export
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class RowShards:

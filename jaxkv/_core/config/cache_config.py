@@ -128,6 +128,12 @@ class CacheConfig(MadeLike):
         self._check_indices()
         self._check_evicting()
 
+    @property
+    def settled_fields(self) -> tuple[str, ...]:
+        """Names of the sizes that the config worked out by itself."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return tuple(name for name, x in values.items() if isinstance(x, _Settled | _SettledBlocks))
+
     def _drop_settled(self, put) -> None:
         sizes = [field for field in ("num_blocks", "max_tokens", "group_blocks") if getattr(self, field) is not None]
         settled = [field for field in sizes if isinstance(getattr(self, field), _Settled | _SettledBlocks)]

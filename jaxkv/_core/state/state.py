@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv._core.state.static_fields import register_export
 
 # Block 0 is never allocated and never written: unused table entries point at it, so that any fetch is in bounds.
 NULL_BLOCK = 0
@@ -22,6 +23,7 @@ SENSELESS, STALE = -1, -2
 GONE = -1
 
 
+@register_export
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class BlockTables:
@@ -87,6 +89,7 @@ class BlockTables:
         return self.num_blocks - (self.num_free if self.parts == 1 else self.num_free.sum())
 
 
+@register_export
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pool:
@@ -128,6 +131,7 @@ class Pool:
         return dataclasses.replace(self, heads=other.heads, context=other.context, parts=other.parts)
 
 
+@register_export
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Layer:

@@ -17,7 +17,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.head_rows import seen_by_rows
 from jaxkv._engine.frontend.engine import Engine
 from jaxkv._engine.runner.engine_core import Loop
-from jaxkv._tiers.host_tier import HostBlocks
+from jaxkv._tiers.host_blocks import HostBlocks
 
 PLAYER = pathlib.Path(__file__).parent.parent / "data" / "player.html"
 

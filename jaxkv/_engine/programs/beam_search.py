@@ -1,8 +1,10 @@
 """Search over a cache: beams that share what they have in common."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from jaxkv._core.blocks.sharing import reorder
@@ -12,6 +14,7 @@ from jaxkv._core.config.validation import integer
 from jaxkv._engine.programs.step import logits_at
 
 
+@functools.partial(jax.export.register_namedtuple_serialization, serialized_name="jaxkv.Beams")
 class Beams(NamedTuple):
     """The likeliest continuations of P prompts, B of each, the best first. Made by `beam_search`.
 

@@ -17,7 +17,7 @@ from jaxkv._engine.requests.sampling import Choice
 from jaxkv._engine.requests.scheduler import Scheduler, Sequence, Unsure
 from jaxkv._engine.runner.cache_manager import Residents
 from jaxkv._engine.runner.model_runner import Pipeline
-from jaxkv._tiers.host_tier import HostBlocks
+from jaxkv._tiers.host_blocks import HostBlocks
 from jaxkv._tiers.send import lifted
 
 MOST_FLIGHTS = 2  # steps under way: one that is computed, and one that waits for it

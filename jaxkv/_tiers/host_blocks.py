@@ -1,0 +1,114 @@
+"""What rows held, in host memory."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv._core.blocks.block_copy import padded_size
+from jaxkv._core.state.state import Pool
+from jaxkv._core.state.static_fields import register_export
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class HostBlocks:
+    """What rows held, in host memory. Made by `swap_out`; `host[i]` is one of the rows.
+
+    Blocks stand row by row, in the order of the row's table. Arrays are padded to a power of two, so that a program
+    that takes them compiles for few shapes.
+
+    >>> import jaxkv
+    >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig.uniform(**sizes, num_blocks=4))
+    >>> cache, host = jaxkv.swap_out(jaxkv.extend(cache, [20, 5]), [0, 1])
+    >>> len(host), host[1].num_tokens, host[1].lengths.tolist()
+    (2, 5, [5])
+    """
+
+    lengths: np.ndarray  # i32[n]: tokens of each row, those that were evicted counted too
+    # For each group; of one that evicts by heads n is K * n, line by line: see `lines`.
+    first: tuple[np.ndarray, ...]  # i32[n]: the column of the row's first block in its table, but for `group_sinks`
+    count: tuple[np.ndarray, ...]  # i32[n]: blocks of the row
+    held: tuple[np.ndarray | None, ...]  # i32[n]: tokens that are left; None: all, in a group that does not evict
+    thinned: tuple[np.ndarray | None, ...]  # i32[n]: as in `BlockTables`
+    parts: tuple[Pool | None, ...]  # of each layer its B blocks; None for a layer that shares another's
+    groups: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
+    sights: tuple[str, ...] = dataclasses.field(metadata={"static": True})  # of each group
+    rotates: tuple[bool, ...] = dataclasses.field(metadata={"static": True})  # of each layer: are its heads rotated?
+    # Whether the cache was committed to its devices. What lies in pinned memory always is, and so would be whatever a
+    # program makes of it: of a cache that was not, a program is given NumPy arrays.
+    committed: bool = dataclasses.field(default=True, metadata={"static": True})
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def blocks(self) -> tuple[Any, ...]:
+        """For each layer `[B, 2, K, block_size, D]`, or None for a layer that shares another's."""
+        return tuple(None if part is None else part.kv for part in self.parts)
+
+    def __getitem__(self, i: int) -> "HostBlocks":
+        if not 0 <= operator.index(i) < len(self):
+            raise IndexError(f"There are {len(self)} rows, so there is no row {i!r} among them.")
+        parts, lines = list(self.parts), []
+        for layers, count in zip(self.groups, self.count, strict=True):
+            lines.append(np.arange(i, len(count), len(self)))
+            end = np.cumsum(count)
+            places = np.concatenate([np.arange(end[line] - count[line], end[line]) for line in lines[-1]])
+            padded = np.zeros(padded_size(len(places)), np.int32)
+            padded[: len(places)] = places
+            for layer in layers:
+                parts[layer] = jax.tree.map(functools.partial(_pick, padded), parts[layer])
+
+        def of_row(several: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(x if x is None else x[own] for x, own in zip(several, lines, strict=True))
+
+        return dataclasses.replace(
+            self, lengths=self.lengths[i : i + 1], first=of_row(self.first), count=of_row(self.count),
+            held=of_row(self.held), thinned=of_row(self.thinned), parts=tuple(parts),
+        )  # fmt: skip
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return int(self.lengths.sum())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all blocks, scales included."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.parts))
+
+    def __repr__(self) -> str:
+        return f"HostBlocks({self.num_tokens} tokens of {len(self)} rows, {self.bytes} bytes)"
+
+
+_DATA = [field.name for field in dataclasses.fields(HostBlocks) if not field.metadata.get("static")]
+_STATIC = [field.name for field in dataclasses.fields(HostBlocks) if field.metadata.get("static")]
+
+
+def _flatten(host: HostBlocks) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    def free(x: Any) -> Any:
+        return np.asarray(x) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else x
+
+    data = {name: getattr(host, name) for name in _DATA}
+    if not host.committed:
+        data["parts"] = jax.tree.map(free, host.parts)
+    keyed = [(jax.tree_util.GetAttrKey(name), x) for name, x in data.items()]
+    return keyed, tuple(getattr(host, name) for name in _STATIC)
+
+
+def _unflatten(static: tuple[Any, ...], data: Iterable[Any]) -> HostBlocks:
+    return HostBlocks(**dict(zip(_DATA, data, strict=True)), **dict(zip(_STATIC, static, strict=True)))
+
+
+jax.tree_util.register_pytree_with_keys(HostBlocks, _flatten, _unflatten)
+register_export(HostBlocks)
+
+
+def _pick(places: np.ndarray, x: Any) -> Any:
+    picked = np.asarray(x)[places]
+    return jax.device_put(picked, x.sharding) if isinstance(x, jax.Array) else picked
