@@ -45,7 +45,7 @@ MUTANTS = {
     ),
     "the scale of the row's width": (
         "test_everything_is_the_same_as_apart",
-        Plant("_for_rows", "one.config.form(one.number).joins", "one.config.form(one.number).rank"),
+        Plant("_kernel_options", "layer.config.form(layer.number).joins", "layer.config.form(layer.number).rank"),
     ),
     "an engine's config does not know its mesh": (
         "test_a_config_for_a_model_follows_where_it_lies",

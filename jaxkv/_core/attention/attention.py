@@ -8,46 +8,31 @@ import numpy as np
 
 import pallas_kernels
 from jaxkv._core.attention.attention_options import read_options, read_tree
+from jaxkv._core.attention.layer_call import (
+    check_tokens,
+    find_layer,
+    layer_specs,
+    make_call,
+    name_values,
+    open_layer,
+)
+from jaxkv._core.attention.layout_adapters import (
+    BY_HEAD,
+    adapt,
+    check_heads,
+    kernel_layout,
+    storage_arguments,
+)
 from jaxkv._core.attention.plan import Step
 from jaxkv._core.attention.query_capture import note_queries
 from jaxkv._core.attention.shared_prefix import shared_in, sharing_in_words
-from jaxkv._core.attention.write import (
-    as_pool,
-    check_heads,
-    check_tokens,
-    gathered,
-    is_spread,
-    layer_of,
-    layer_specs,
-    new_rows,
-    offsets_of,
-    open_layer,
-    outputs,
-    queries,
-    spread,
-    storage,
-    stripe_of,
-    turned,
-    values_of,
-)  # fmt: skip
+from jaxkv._core.attention.write import make_pool
 from jaxkv._core.config.validation import flag
 from jaxkv._core.state.arguments import is_known, read_numbers, row_counts
-from jaxkv._core.state.head_rows import (
-    join_heads,
-    own_lines,
-    seen_by_rows,
-    split_heads,
-    split_offsets,
-    split_tokens,
-    to_lines,
-)
-from jaxkv._core.state.shard_local import OwnHeads, Part, own_heads, part_of, runs_of
+from jaxkv._core.state.head_rows import seen_by_rows, to_lines
 from jaxkv._core.state.sharding import NEW, POOL, WHOLE, Q, heads_at, on_shards, parts_of_blocks
-from jaxkv._core.state.state import Layer, Pool
+from jaxkv._core.state.state import Layer
 from pallas_kernels.api.cascade import why_alone
-
-BY_HEAD = ("sinks", "alibi")  # options with an entry for each query head
-BY_TOKEN = {"mask", "spans", "tree"}  # and for each token
 
 
 def attention(
@@ -118,38 +103,34 @@ def attention(
             "attend(q, cache, layer=..., causal=False)."
         )
     if k is None and v is None:
-        one = layer_of(cache, layer)
-        if one.config.owner(one.number) != one.number:
+        found = find_layer(cache, layer)
+        if found.config.owner(found.number) != found.number:
             return attend(q, cache, layer=layer, step=step, implementation=implementation, **options), cache
-    one, put_back = open_layer(cache, layer, step, stores=True, q=q, k=k, **values_of(cache, layer, v))
-    note_queries(one.number, q, options.get("scale"))
-    arrays, static = _divided(_for_rows(one, step, q.shape[:-2], options))
-    check_heads(one, q=q, k=k, v=v, **arrays, **static)
+    opened, put_back = open_layer(cache, layer, step, stores=True, q=q, k=k, **name_values(cache, layer, v))
+    note_queries(opened.number, q, options.get("scale"))
+    arrays, static = _split_static(_kernel_options(opened, step, q.shape[:-2], options))
+    check_heads(opened, q=q, k=k, v=v, **arrays, **static)
     with jax.named_scope("attention"):
         token, outs = heads_at(q.ndim - 2, NEW), _out_specs(q, static)
-        arguments = (one, step, dict(q=q, k=k, v=v), arrays)
-        specs = (layer_specs(one), WHOLE, dict(q=heads_at(q.ndim - 2, Q), k=token, v=token), _option_specs(arrays))
+        arguments = (opened, step, dict(q=q, k=k, v=v), arrays)
+        specs = (layer_specs(opened), WHOLE, dict(q=heads_at(q.ndim - 2, Q), k=token, v=token), _option_specs(arrays))
         out, pool = on_shards(
-            one.pool, _store_and_attend, arguments, specs, (outs, POOL), query_heads=q.shape[-2],
+            opened.pool, _store_and_attend, arguments, specs, (outs, POOL), query_heads=q.shape[-2],
             implementation=implementation, **static,
         )  # fmt: skip
         return out, put_back(pool)
 
 
-def _store_and_attend(one: Layer, step: Step | None, new: dict, arrays: dict, *, implementation: Any, **static: Any):
-    part, one = part_of(one.pool), own_lines(one)
-    arrays, t = _of_lines(part, arrays), one.tables
-    q, k, v = (spread(step, one, turned(one, new[name])) for name in ("q", "k", "v"))
-    own = own_heads(one.pool, one.layer_config.num_kv_heads, q.shape[-2])
-    q, arrays = _widened(own, q, arrays)
-    offsets, (q, k, v) = offsets_of(q, one), (split_heads(one, x) for x in (q, k, v))
-    q, (k, v) = queries(one, q), new_rows(one, k, v)
+def _store_and_attend(
+    layer: Layer, step: Step | None, new: dict, arrays: dict, *, implementation: Any, **static: Any
+) -> tuple[Any, Any]:  # fmt: skip
+    call, undo = adapt(make_call(layer, step, **new, options=arrays | static))
+    layer, lengths = call.layer, call.layer.tables.lengths
     out, written = pallas_kernels.write_and_attend(
-        q, k, v, one.pool.kv, one.blocks, t.lengths, t.new, offsets=offsets,
-        implementation=implementation, **storage(one), **_of_part(one.pool, arrays | static),
+        call.q, call.k, call.v, layer.pool.kv, layer.blocks, lengths, call.query_lens, offsets=call.query_starts,
+        implementation=implementation, **storage_arguments(layer), **call.options,
     )  # fmt: skip
-    out = _of_whole(one.pool, outputs(one, out), arrays | static)
-    return _for_tokens(one, step, own, out), as_pool(written, one, k)
+    return undo(out), make_pool(written, layer, call.tokens)
 
 
 def attend(
@@ -177,64 +158,59 @@ def attend(
     (2, 9, 4, 8)
     """
     if causal is not True or num_tokens is not None:
-        one, new, offsets = _open_memory(cache, layer, step, q, causal, num_tokens)
-        given, options = None, _for_rows(one, None, q.shape[:-2], options) | {"causal": False}
+        opened, query_lens, query_starts = _open_memory(cache, layer, step, q, causal, num_tokens)
+        given, options = None, _kernel_options(opened, None, q.shape[:-2], options) | {"causal": False}
     else:
-        one, _ = open_layer(cache, layer, step, q=q)
-        note_queries(one.number, q, options.get("scale"))
-        t, given, options = one.tables, step, _for_rows(one, step, q.shape[:-2], options)
-        new, offsets = t.new, None if is_spread(step) else offsets_of(q, one)
-    arrays, static = _divided(options)
-    check_heads(one, q=q, **arrays, **static)
+        opened, _ = open_layer(cache, layer, step, q=q)
+        note_queries(opened.number, q, options.get("scale"))
+        given, options = step, _kernel_options(opened, step, q.shape[:-2], options)
+        query_lens = query_starts = None
+    arrays, static = _split_static(options)
+    check_heads(opened, q=q, **arrays, **static)
     with jax.named_scope("attend"):
-        arguments = (one, given, q, new, offsets, arrays)
-        specs = (layer_specs(one), WHOLE, heads_at(q.ndim - 2, Q), WHOLE, WHOLE, _option_specs(arrays))
+        arguments = (opened, given, q, query_lens, query_starts, arrays)
+        specs = (layer_specs(opened), WHOLE, heads_at(q.ndim - 2, Q), WHOLE, WHOLE, _option_specs(arrays))
         return on_shards(
-            one.pool, _attend, arguments, specs, _out_specs(q, static), query_heads=q.shape[-2],
+            opened.pool, _attend, arguments, specs, _out_specs(q, static), query_heads=q.shape[-2],
             implementation=implementation, **static,
         )  # fmt: skip
 
 
 def _attend(
-    one: Layer, step: Step | None, q: jax.Array, new: jax.Array, offsets: jax.Array | None, arrays: dict, *,
-    implementation: Any, **static: Any,
+    layer: Layer, step: Step | None, q: jax.Array, query_lens: jax.Array | None, query_starts: jax.Array | None,
+    arrays: dict, *, implementation: Any, **static: Any,
 ) -> Any:  # fmt: skip
-    part, one = part_of(one.pool), own_lines(one)
-    arrays, t = _of_lines(part, arrays), one.tables
-    if part is not None:
-        new, offsets = part.first(new), None if offsets is None else part.first(offsets)
-    q = spread(step, one, turned(one, q))
-    own = own_heads(one.pool, one.layer_config.num_kv_heads, q.shape[-2])
-    q, arrays = _widened(own, q, arrays)
-    q = queries(one, split_heads(one, q))
+    call = make_call(layer, step, query_lens=query_lens, query_starts=query_starts, q=q, options=arrays | static)
+    call, undo = adapt(call)
+    layer = call.layer
     out = pallas_kernels.paged_attention(
-        q, one.pool.kv, one.blocks, t.lengths, new, offsets=offsets, implementation=implementation,
-        **storage(one), **_of_part(one.pool, arrays | static),
+        call.q, layer.pool.kv, layer.blocks, layer.tables.lengths, call.query_lens, offsets=call.query_starts,
+        implementation=implementation, **storage_arguments(layer), **call.options,
     )  # fmt: skip
-    return _for_tokens(one, step, own, _of_whole(one.pool, outputs(one, out), arrays | static))
+    return undo(out)
 
 
 def _open_memory(
     cache: Any, layer: Any, step: Step | None, q: jax.Array, causal: Any, num_tokens: Any
 ) -> tuple[Layer, jax.Array, jax.Array | None]:
-    """A layer that other sequences read, how many queries each row has, and where packed ones start."""
-    one = layer_of(cache, layer)
-    token_axes = check_tokens(one, {"q": q})
+    """Returns a layer that other sequences read, how many queries each row has, and where packed rows start."""
+    found = find_layer(cache, layer)
+    token_axes = check_tokens(found, {"q": q})
     if flag("causal", causal):
         raise ValueError("num_tokens is for causal=False; otherwise extend has said how many tokens a row has.")
     if step is not None:
         raise ValueError("A step is planned for a cache's own new tokens: leave step out with causal=False.")
-    rows, padded = one.rows, len(token_axes) == 2
+    rows, padded = found.rows, len(token_axes) == 2
     if num_tokens is None and not padded:
         raise ValueError("Packed queries need num_tokens, how many of them belong to each row.")
     everything = np.full(rows, token_axes[-1], np.int32)
     given = everything if num_tokens is None else read_numbers("num_tokens", num_tokens)
-    new = row_counts("num_tokens", given, rows)
+    query_lens = row_counts("num_tokens", given, rows)
     if is_known(given) and (most := given.max(initial=0) if padded else given.sum()) > token_axes[-1]:
         raise ValueError(f"num_tokens asks for {most} queries, but q has places for {token_axes[-1]}.")
-    new = jnp.clip(new, 0, token_axes[-1])
-    offsets = None if padded else split_offsets(one, jnp.cumsum(new) - new, token_axes[0])
-    return one, jnp.where(one.tables.failed, 0, to_lines(new, one.tables)), offsets
+    query_lens = jnp.clip(query_lens, 0, token_axes[-1])
+    query_starts = None if padded else jnp.cumsum(query_lens) - query_lens
+    return found, jnp.where(found.tables.failed, 0, to_lines(query_lens, found.tables)), query_starts
 
 
 def explain(
@@ -259,51 +235,51 @@ def explain(
     >>> print(jaxkv.explain(jax.ShapeDtypeStruct((2, 1, 4, 8), jnp.bfloat16), cache, platform="cpu").reason)
     There are no kernels for the platform 'cpu'; XLA runs on all of them.
     """
-    one = layer_of(cache, 0 if layer is None and not isinstance(cache, Layer) else layer)
-    check_tokens(one, {"q": q})
+    found = find_layer(cache, 0 if layer is None and not isinstance(cache, Layer) else layer)
+    check_tokens(found, {"q": q})
     options = {name: x for name, x in options.items() if name != "num_tokens"}
     cascades = flag("cascade", options.pop("cascade", True))
-    q = jax.eval_shape(lambda q: queries(one, split_heads(one, q)), q)
-    arguments = dict(q=q, tables=one.tables.tables, **storage(one) | parts_of_blocks(one.pool))
-    arguments |= read_options(one, options)
+    q, _, _ = kernel_layout(found, q=q)
+    arguments = dict(q=q, tables=found.tables.tables, **storage_arguments(found) | parts_of_blocks(found.pool))
+    arguments |= read_options(found, options)
     choice = pallas_kernels.explain(platform=platform, implementation=implementation, **arguments)
     reads_once = cascades and why_alone(choice.implementation, arguments) is None
-    return choice._replace(reason=choice.reason + _padding_in_words(one) + sharing_in_words(one, reads_once))
+    return choice._replace(reason=choice.reason + _describe_padding(found) + sharing_in_words(found, reads_once))
 
 
-def _padding_in_words(one: Layer) -> str:
-    """How a layer's head_dim is stored, where that is not as it is."""
-    head_dim, stored = one.layer_config.head_dim, one.pool.kv.shape[-1]
-    if words := one.config.form(one.number).in_words:
+def _describe_padding(layer: Layer) -> str:
+    """Returns a sentence about how a layer's head_dim is stored; "" where it is stored as it is."""
+    head_dim, stored = layer.layer_config.head_dim, layer.pool.kv.shape[-1]
+    if words := layer.config.form(layer.number).in_words:
         return f" {words} stand in one row of {stored}."
-    padded = one.config.padded_head_dim(one.number)
+    padded = layer.config.padded_head_dim(layer.number)
     return "" if padded == head_dim else f" A head_dim of {head_dim} is stored as {padded}."
 
 
-def _for_rows(one: Layer, step: Step | None, token_axes: tuple[int, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The options as the kernels take them, those with an entry for each token spread as the tokens are."""
-    if one.layer_config.rank is not None and options.get("scale") is None:
+def _kernel_options(
+    layer: Layer, step: Step | None, token_axes: tuple[int, ...], options: dict[str, Any]
+) -> dict[str, Any]:  # fmt: skip
+    """Returns a call's options and a layer's own as the kernels take them."""
+    if layer.layer_config.rank is not None and options.get("scale") is None:
         raise ValueError(
-            f"Layer {one.number} is latent, so scale= must be given: it goes by the width that heads had before "
+            f"Layer {layer.number} is latent, so scale= must be given: it goes by the width that heads had before "
             "queries were absorbed, which the cache does not know."
         )
     options = dict(options)
-    if one.config.form(one.number).joins and options.get("scale") is None:
-        options["scale"] = one.layer_config.head_dim**-0.5  # the kernels see the width of the row
-    shared = shared_in(one, step) if flag("cascade", options.pop("cascade", True)) else None
-    tree = read_tree(options.pop("tree", None), token_axes, seen_by_rows(one.tables, one.config))
+    if layer.config.form(layer.number).joins and options.get("scale") is None:
+        options["scale"] = layer.layer_config.head_dim**-0.5  # the kernels see the width of the row
+    shared = shared_in(layer, step) if flag("cascade", options.pop("cascade", True)) else None
+    tree = read_tree(options.pop("tree", None), token_axes, seen_by_rows(layer.tables, layer.config))
     if step is not None and step.tree is not None:
         if tree is not None:
             raise ValueError("This step was planned with a tree: leave tree out, or plan the step without one.")
         tree = step.tree
-    options = read_options(one, options | {"tree": tree})
-    for name in BY_TOKEN & options.keys():
-        options[name] = split_tokens(one, spread(step, one, options[name]))
+    options = read_options(layer, options | {"tree": tree})
     return options if shared is None else options | {"shared": shared}
 
 
-def _divided(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options that are arrays, and those that are not."""
+def _split_static(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the options that are arrays, and those that are not."""
     arrays = {name: x for name, x in options.items() if isinstance(x, jax.Array | np.ndarray)}
     return arrays, {name: x for name, x in options.items() if name not in arrays}
 
@@ -315,50 +291,3 @@ def _option_specs(arrays: dict[str, Any]) -> dict[str, Any]:
 def _out_specs(q: jax.Array, static: dict[str, Any]) -> Any:
     heads = heads_at(q.ndim - 2, Q)
     return (heads, heads) if static.get("return_lse") else heads
-
-
-def _widened(own: OwnHeads | None, q: jax.Array, arrays: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
-    """Queries and options with a place for each KV head, where a device has more KV heads than its queries belong
-    to."""
-    if own is None:
-        return q, arrays
-    return own.spread(q, -2), {name: own.spread(x, -1) if name in BY_HEAD else x for name, x in arrays.items()}
-
-
-def _of_lines(part: Part | None, options: dict[str, Any]) -> dict[str, Any]:
-    """What is said of tokens, for those of the lines that a device has."""
-    return options if part is None else {name: part.first(x) if name in BY_TOKEN else x for name, x in options.items()}
-
-
-def _of_part(pool: Pool, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a call, for the part of every row that a device holds."""
-    if not (stripe := stripe_of(pool)):
-        return options
-    return {name: x for name, x in options.items() if name != "sinks"} | stripe | {"return_lse": True}
-
-
-def _of_whole(pool: Pool, out: Any, options: dict[str, Any]) -> Any:
-    """What the devices have found in their parts of rows, put together: one small gather. A sink, which is in no part,
-    is put to it."""
-    if (runs := runs_of(pool)) is None:
-        return out
-    out, lse = out
-    both = runs.gathered(jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1), 0, tiled=False)
-    whole, lse = pallas_kernels.merge_attention(both[..., :-1], both[..., -1])
-    if (sinks := options.get("sinks")) is not None:
-        with_sink = jnp.logaddexp(lse, jnp.broadcast_to(sinks.astype(jnp.float32), lse.shape))
-        saw = ~jnp.isneginf(lse)
-        whole *= jnp.where(saw, jnp.exp(lse - with_sink), 0.0)[..., None]
-        lse = jnp.where(saw, with_sink, lse)
-    whole = whole.astype(out.dtype)
-    return (whole, lse) if options.get("return_lse") else whole
-
-
-def _for_tokens(one: Layer, step: Step | None, own: OwnHeads | None, out: Any) -> Any:
-    if isinstance(out, tuple):
-        out = (out[0], join_heads(one, out[1], out[1].ndim - 1))
-        lse = out[1] if own is None else own.gathered(out[1], -1)
-        return _for_tokens(one, step, own, out[0]), gathered(step, lse, -float("inf"))
-    out = join_heads(one, out, out.ndim - 2)
-    out = out if own is None else own.gathered(out, -2)
-    return gathered(step, turned(one, out), 0.0)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._core.cache.cache import Cache
-from jaxkv._core.state.head_rows import OF_LINES
+from jaxkv._core.state.head_rows import HEAD_ROW_FIELDS
 from jaxkv._core.state.state import BlockTables
 
 
@@ -17,7 +17,7 @@ def alone(cache: Cache, row: jax.Array) -> Cache:
     def one(tables: BlockTables) -> BlockTables:
         heads = tables.lengths.shape[0] // cache.config.max_seqs
         lines = row + cache.config.max_seqs * jnp.arange(heads, dtype=jnp.int32)
-        found = ((name, getattr(tables, name)) for name in OF_LINES)
+        found = ((name, getattr(tables, name)) for name in HEAD_ROW_FIELDS)
         fields: dict[str, Any] = {name: x if x is None else x[lines] for name, x in found}
         return dataclasses.replace(tables, **fields)
 

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.state.shard_local import part_of
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Layer
 
-OF_LINES = ("tables", "lengths", "new", "offsets", "failed", "wanted", "needed", "evicted", "thinned")
+HEAD_ROW_FIELDS = ("tables", "lengths", "new", "offsets", "failed", "wanted", "needed", "evicted", "thinned")
 
 
 def refuse_evicting(config: CacheConfig, what: str, kinds: tuple[str, ...] = ("layer", "head")) -> None:
@@ -118,18 +117,6 @@ def source_lines(source: jax.Array, tables: BlockTables) -> jax.Array:
 def _heads_of(one: Layer) -> int:
     """How many lines a row has: of those that are at hand."""
     return one.tables.lengths.shape[0] // one.config.max_seqs
-
-
-def own_lines(one: Layer) -> Layer:
-    """A layer with the lines of the heads that the device at hand has, in blocks as it has them."""
-    part = part_of(one.pool)
-    if part is None:
-        return one
-    t = one.tables
-    fields: dict[str, Any] = {name: getattr(t, name) for name in OF_LINES}
-    fields = {name: x if x is None else part.lines(x) for name, x in fields.items()}
-    fields["tables"] = part.own(fields["tables"])
-    return dataclasses.replace(one, tables=dataclasses.replace(t, **fields))
 
 
 def split_heads(one: Layer, x: Any) -> Any:

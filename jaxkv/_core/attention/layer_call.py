@@ -1,0 +1,173 @@
+"""One layer's share of a step: which layer is meant, whether the arrays fit it, and what goes to a kernel."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxkv._core.attention.plan import Step, check_plan, settle, settled
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.state.head_rows import HEAD_ROW_FIELDS
+from jaxkv._core.state.shard_local import part_of
+from jaxkv._core.state.sharding import POOL, WHOLE
+from jaxkv._core.state.state import Layer, Pool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerCall:
+    """Arrays of one layer and one step on their way to a kernel. Layout adapters return changed copies."""
+
+    layer: Layer
+    step: Step | None = None
+    q: jax.Array | None = None  # [S, T, H, D] or [N, H, D]; None: a write
+    k: jax.Array | None = None  # the same with K heads; None: a read
+    v: jax.Array | None = None
+    query_lens: jax.Array  # i32[S]: tokens of each row in this step
+    query_starts: jax.Array | None = None  # i32[S]: where packed rows start; None: padded
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # as the kernels take them
+
+    def replace(self, **changes: Any) -> "LayerCall":
+        """Returns a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def map_tokens(self, function: Callable[[Any], Any]) -> "LayerCall":
+        """Returns a copy whose q, k and v, where there are any, went through `function`."""
+        changes = {name: function(x) for name in ("q", "k", "v") if (x := getattr(self, name)) is not None}
+        return self.replace(**changes)
+
+    def map_options(self, names: Any, function: Callable[[Any], Any]) -> "LayerCall":
+        """Returns a copy whose options of those names, where they are given, went through `function`."""
+        changes = {name: function(self.options[name]) for name in names if name in self.options}
+        return self.replace(options=self.options | changes) if changes else self
+
+    @property
+    def tokens(self) -> jax.Array:
+        """Queries, or keys where there are none: they tell the layout."""
+        tokens = self.k if self.q is None else self.q
+        assert tokens is not None
+        return tokens
+
+
+def make_call(layer: Layer, step: Step | None, *, query_lens: Any = None, query_starts: Any = None, **rest: Any):
+    """Returns the `LayerCall` of a layer, with the tables of the heads whose blocks this device holds.
+
+    `query_lens` (one for each of the table's rows, all heads) and `query_starts` are of queries that are another
+    sequence's; default: the step's own.
+    """
+    part = part_of(layer.pool)
+    if part is not None:
+        fields: dict[str, Any] = {name: getattr(layer.tables, name) for name in HEAD_ROW_FIELDS}
+        fields = {name: x if x is None else part.lines(x) for name, x in fields.items()}
+        fields["tables"] = part.own(fields["tables"])
+        layer = dataclasses.replace(layer, tables=dataclasses.replace(layer.tables, **fields))
+        query_lens = None if query_lens is None else part.first(query_lens)
+    call = LayerCall(layer=layer, step=step, query_lens=layer.tables.new if query_lens is None else query_lens, **rest)
+    if call.tokens.ndim == 4:
+        return call
+    return call.replace(query_starts=layer.tables.offsets if query_starts is None else query_starts)
+
+
+def find_layer(cache: Any, layer: Any) -> Layer:
+    """Returns the layer that a cache and an index name, or the layer that was given itself."""
+    if isinstance(cache, Layer):
+        if layer is not None:
+            raise ValueError(f"layer={layer} is for a cache, but this is one of its layers: leave it out.")
+        if cache.pool is None:
+            i, owner = cache.number, cache.config.owner(cache.number)
+            raise ValueError(
+                f"Layer {i} reads what layer {owner} keeps, and in a list of layers does not see what that one writes: "
+                f"take cache.with_layer({owner}, layers[{owner}]).layers[{i}] once layer {owner} is written."
+            )
+        return cache
+    if not isinstance(cache, Cache):
+        raise ValueError(f"cache must be a jaxkv.Cache or one of its layers, not {type(cache).__name__}.")
+    if layer is None:
+        raise ValueError("layer must say which of the cache's layers is meant, unless one of cache.layers is given.")
+    return cache.layer(layer)
+
+
+def open_layer(
+    cache: Any, layer: Any, step: Step | None, *, stores: bool = False, **arrays: Any
+) -> tuple[Layer, Callable[[Pool], Any]]:  # fmt: skip
+    """Returns one layer with its tables settled for a step, and a function that puts a new pool back where it was.
+
+    Args:
+      cache: a cache, or one of its layers, which needs no `layer`.
+      stores: raise if the layer has no keys and values of its own.
+      **arrays: the step's arrays, `[S, T, heads, head_dim]` or `[N, heads, head_dim]`.
+    """
+    found = find_layer(cache, layer)
+    token_axes = check_tokens(found, arrays)
+    if stores:
+        check_stores(found)
+    check_plan(step, found.config, next(iter(arrays)), token_axes)
+    if isinstance(cache, Layer):
+        found = dataclasses.replace(found, tables=settle(found.tables, found.group, token_axes, step))
+        return found, lambda pool: dataclasses.replace(found, pool=pool)
+    cache = settled(cache, token_axes, step)
+    found = cache.layer(layer)
+    return found, lambda pool: cache.with_layer(layer, dataclasses.replace(found, pool=pool))
+
+
+def layer_specs(layer: Layer) -> Any:
+    """Returns the specs of a layer for `on_shards`."""
+    place = None if layer.place is None else WHOLE
+    return dataclasses.replace(layer, pool=POOL, tables=WHOLE, place=place)  # type: ignore[arg-type]
+
+
+def name_values(cache: Any, layer: Any, v: Any) -> dict[str, Any]:
+    """Returns `{"v": v}` for the checks of a step's arrays; nothing for a latent layer, which must be given none."""
+    found = find_layer(cache, layer)
+    rank = found.layer_config.rank
+    if rank is None:
+        return {"v": v}
+    if v is not None:
+        raise ValueError(
+            f"Layer {found.number} is latent, its values are the first {rank} numbers of its keys: give it None for v."
+        )
+    return {}
+
+
+def check_tokens(layer: Layer, arrays: dict[str, Any]) -> tuple[int, ...]:
+    """Returns the token axes of a step's arrays; each must be `[S, T, heads, head_dim]` or `[N, heads, head_dim]`."""
+    head_dim, rows = layer.layer_config.head_dim, layer.rows
+    token_axes = None
+    for name, x in arrays.items():
+        if not hasattr(x, "ndim"):
+            raise ValueError(f"{name} must be an array, not {type(x).__name__}: convert it with jnp.asarray.")
+        if x.ndim not in (3, 4):
+            raise ValueError(
+                f"{name} must be [S, T, heads, {head_dim}] or packed [N, heads, {head_dim}], but its shape is "
+                f"{x.shape}."
+            )
+        if x.ndim == 4 and x.shape[0] != rows:
+            raise ValueError(
+                f"{name} has {x.shape[0]} rows, but the cache has {rows}: give every row a place, used or not."
+            )
+        if x.shape[-1] != head_dim and (rank := layer.layer_config.rank) is not None:
+            raise ValueError(
+                f"{name} has {x.shape[-1]} numbers a head, but layer {layer.number} is latent, with {rank} + "
+                f"{head_dim - rank}: queries come absorbed, and behind them and the keys their rotated part."
+            )
+        if x.shape[-1] != head_dim:
+            raise ValueError(
+                f"{name} has head_dim {x.shape[-1]}, but layer {layer.number} of the cache has {head_dim}."
+            )
+        token_axes = token_axes or (name, x.shape[:-2])
+        if x.shape[:-2] != token_axes[1]:
+            raise ValueError(
+                f"{name} has the token axes {x.shape[:-2]}, but {token_axes[0]} has {token_axes[1]}: they must agree."
+            )
+    assert token_axes is not None
+    return token_axes[1]
+
+
+def check_stores(layer: Layer) -> None:
+    """Raises ValueError for a layer that reads another's keys and values."""
+    owner = layer.config.owner(layer.number)
+    if owner != layer.number:
+        raise ValueError(
+            f"Layer {layer.number} reads the keys and values of layer {owner} and stores none: give it None in "
+            "their place."
+        )
