@@ -39,7 +39,7 @@ class Counted:
     def has_room(self, running, sequence, source=None):
         return bool(self.free) and sum(self.blocks(s.length) for s in [*running, sequence]) <= self.num_blocks
 
-    def admit(self, sequence):
+    def admit(self, running, sequence):
         sequence.row = self.free.pop(0)
         self.held[sequence.row] = 0
 
@@ -132,12 +132,12 @@ def test_samples_go_on_from_a_prompt_that_was_there_already():
     """All of it but its last token, as from a prefix cache: nothing more of it is computed before they share it."""
 
     class Known(Counted):
-        def admit(self, sequence):
-            super().admit(sequence)
+        def admit(self, running, sequence):
+            super().admit(running, sequence)
             sequence.cached = self.held[sequence.row] = sequence.length - 1
 
         def fork(self, source, sequence):
-            super().admit(sequence)
+            super().admit([], sequence)
             sequence.cached = self.held[sequence.row] = source.cached
 
     first, second = (Sequence([0] * 5, 7, request=i) for i in range(2))

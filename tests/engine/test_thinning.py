@@ -154,7 +154,10 @@ class Counted:
         growth = sum(self.holdings.growth(s.prompt, s.cached, s.length)[0] for s in [*running, sequence])
         return growth <= available
 
-    def admit(self, sequence):
+    def is_coming(self, running, sequence):
+        return False
+
+    def admit(self, running, sequence):
         sequence.row = 1
         self.living.append(sequence)
 

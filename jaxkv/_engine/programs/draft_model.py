@@ -25,6 +25,29 @@ HELD, FED, COLUMN = 0, 1, slice(2, 2 + FIELDS)
 FEW = 2  # tokens that it lacks after a step in which all that it guessed was right
 
 
+class Held:
+    """What a row of the draft's cache holds: the first tokens of a sequence, and guesses behind them."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []  # the sequence's own list, which only grows
+        self.count = 0  # of these that are held
+        self.guesses: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count + len(self.guesses)
+
+    def follow(self, tokens: list[int]) -> None:
+        """Cut back to what it has in common with a sequence's tokens. The last of them is always fed again: the guesses
+        follow from what it gives. Tokens that were compared before are not compared again."""
+        most = len(tokens) - 1
+        if tokens is not self.tokens:  # another sequence has come into this row
+            common = _common(self.tokens[: self.count], tokens)
+            self.guesses = self.guesses if common == self.count else []
+            self.tokens, self.count = tokens, common
+        ahead = tokens[self.count : self.count + len(self.guesses)]
+        self.count, self.guesses = min(most, self.count + _common(self.guesses, ahead)), []
+
+
 class ModelDrafter:
     """Guesses by running a smaller model on.
 
@@ -53,8 +76,7 @@ class ModelDrafter:
         for sequence in sequences:
             row = sequence.row
             assert row is not None
-            # Its last token is always fed again: the guesses follow from what it gives.
-            self._held[row] = self._held[row][: _common(self._held[row], sequence.tokens[:-1])]
+            self._held[row].follow(sequence.tokens)
         while self._feed(sequences):
             pass
         rows = self._rows()
@@ -68,7 +90,8 @@ class ModelDrafter:
         chosen = np.asarray(self._call(rows, tokens, kind, self.count))
         guesses = [chosen[:, sequence.row].tolist() for sequence in sequences]
         for sequence, guessed in zip(sequences, guesses, strict=True):
-            self._held[sequence.row] = [*sequence.tokens, *guessed[:-1]]  # type: ignore[index]
+            of_row = self._held[sequence.row]  # type: ignore[index]
+            of_row.count, of_row.guesses = len(sequence.tokens), guessed[:-1]
         self._is_sound = True
         return [Guesses.chain(guessed[:count]) for guessed in guesses]
 
@@ -83,7 +106,7 @@ class ModelDrafter:
     def _make_sound(self) -> None:
         if not self._is_sound:
             self._cache = jax.tree.leaves(init(self.config, mesh=self.mesh))
-            self._held: list[list[int]] = [[] for _ in range(self.config.max_seqs)]
+            self._held = [Held() for _ in range(self.config.max_seqs)]
             self._is_sound = True
 
     def _feed(self, sequences: Several[Sequence]) -> bool:
@@ -103,8 +126,7 @@ class ModelDrafter:
         tokens[: len(packed)] = packed
         self._call(rows, tokens, KINDS[0], 0)
         for sequence in sequences:
-            row = sequence.row
-            self._held[row] = sequence.tokens[: len(self._held[row]) + rows[FED, row]]  # type: ignore[index]
+            self._held[sequence.row].count += int(rows[FED, sequence.row])  # type: ignore[index]
         return True
 
     def _rows(self) -> np.ndarray:

@@ -40,6 +40,7 @@ class Sequence:
     priority: int = 0  # the lower, the earlier it is served
     arrival: int | None = None  # its number among those of one priority, given by the queue
     overtaken: int = 0  # how often another that came later has begun before it
+    block_hashes: list[int] = dataclasses.field(default_factory=list)  # of its full blocks, as far as they were needed
 
     @property
     def length(self) -> int:
@@ -119,8 +120,8 @@ class Rows(Protocol):
     def is_coming(self, running: list[Sequence], sequence: Sequence) -> bool:
         """Whether a running sequence is about to compute what a waiting one can share with it then."""
 
-    def admit(self, sequence: Sequence) -> None:
-        """Give it a row; `cached` says what is there of it already."""
+    def admit(self, running: list[Sequence], sequence: Sequence) -> None:
+        """Give it a row; `cached` says what is there of it already, of running ones too."""
 
     def fork(self, source: Sequence, sequence: Sequence) -> None:
         """Give it a row that goes on from what `source` holds."""
@@ -186,7 +187,7 @@ class Scheduler:
             return False
         if not self._has_room(sequence, certain):
             return False
-        self.rows.admit(sequence)
+        self.rows.admit(self.running, sequence)
         self._spare = None
         self.waiting.take(sequence, self._is_coming)
         self.running.append(sequence)

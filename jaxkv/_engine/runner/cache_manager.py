@@ -5,6 +5,7 @@ import contextlib
 import functools
 import math
 import operator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -18,6 +19,7 @@ from jaxkv._core.state.errors import CacheError, OutOfBlocks
 from jaxkv._core.state.multihost import processes_of
 from jaxkv._engine.programs.maintenance import between_steps
 from jaxkv._engine.requests.block_accounting import Holdings, ThinnedHoldings
+from jaxkv._engine.requests.common_beginning import count_common_blocks
 from jaxkv._engine.requests.eviction_policy import Eviction
 from jaxkv._engine.requests.scheduler import Sequence
 from jaxkv._tiers.host_tier import swap_out
@@ -231,8 +233,9 @@ class Residents:
         return num_blocks + self.taken - self._taken_then <= min(free_ for free_, _ in self._room)
 
     def is_coming(self, running: list[Sequence], sequence: Sequence) -> bool:
-        """Whether a running sequence is about to compute what a waiting one can share with it then."""
-        return False
+        """Whether a running sequence, served as early, is about to compute what a waiting one can share with it."""
+        prompts = [s for s in running if s.pending > 1 and s.priority <= sequence.priority]
+        return any(other.cached < common * self.block_size for other, common in self._common(prompts, sequence))
 
     def has_room(self, running: list[Sequence], sequence: Sequence, source: Sequence | None = None) -> bool:
         """Whether there is a row for a sequence, and blocks for all its tokens beside all of the others'."""
@@ -241,8 +244,9 @@ class Residents:
     def spare(self, running: list[Sequence], sequence: Sequence, source: Sequence | None = None) -> int:
         """Blocks that are left of the scarcest group when a sequence and all of the others have all their tokens; below
         0: so many are lacking."""
-        shared = self._shared(running, sequence)
-        if source is not None:
+        if source is None:
+            shared, _ = self._shared(running, sequence)
+        else:
             shared = source.cached // self.block_size * self.block_size
         grown = [self._growth(s, s.cached) for s in running] + [self._growth(sequence, shared)]
         return min(map(operator.sub, self.available, map(sum, zip(*grown, strict=True))))
@@ -261,10 +265,11 @@ class Residents:
 
     # Sequences.
 
-    def admit(self, sequence: Sequence) -> None:
+    def admit(self, running: list[Sequence], sequence: Sequence) -> None:
         """Give a sequence a row, and put into it what is there of the sequence already."""
         match = None
         if sequence.host is None and self.prefix is not None:
+            self._offer_shared(running, sequence)
             match = self.prefix.match(sequence.tokens, salt=sequence.salt)
         row = self._take_row(must_be_empty=sequence.host is not None or bool(match and match.num_tokens))
         sequence.row = row
@@ -287,6 +292,14 @@ class Residents:
             self.taken += match.num_tokens // self.block_size
             self.clock += 1
 
+    def _offer_shared(self, running: list[Sequence], sequence: Sequence) -> None:
+        """Let the prefix cache have what a sequence that begins shares with a running one."""
+        shared, source = self._shared(running, sequence)
+        if source is None or self.prefix is None:
+            return
+        if self.prefix.known(sequence.tokens, salt=sequence.salt) < shared:
+            self.offer(source, shared)
+
     def fork(self, source: Sequence, sequence: Sequence) -> None:
         """Give a sequence a row that goes on from what `source` holds."""
         row = self._take_row(must_be_empty=True)
@@ -295,9 +308,9 @@ class Residents:
         sequence.row, sequence.cached = row, source.cached
         self._living.add(sequence)
 
-    def offer(self, sequence: Sequence) -> None:
-        """Let the prefix cache have what a sequence holds."""
-        tokens = sequence.tokens[: sequence.cached]
+    def offer(self, sequence: Sequence, count: int | None = None) -> None:
+        """Let the prefix cache have what a sequence holds, or so many first tokens."""
+        tokens = sequence.tokens[: sequence.cached if count is None else count]
         if self.prefix is not None and len(tokens) >= self.block_size:
             assert sequence.row is not None
             self.cache = self.prefix.insert(self.cache, sequence.row, tokens, salt=sequence.salt)
@@ -349,15 +362,19 @@ class Residents:
         moved = 2 * sum(map(operator.mul, held, self.holdings.block_bytes))
         return moved / self.host_bandwidth < sequence.cached * self.seconds_per_token
 
-    def _shared(self, running: list[Sequence], sequence: Sequence) -> int:
-        """How many first tokens of a sequence stand in blocks of running ones, so that it takes none for them."""
+    def _shared(self, running: list[Sequence], sequence: Sequence) -> tuple[int, Sequence | None]:
+        """How many first tokens of a sequence stand in blocks of a running one, so that it takes none for them; and
+        which that is."""
+        most, source = 0, None
+        for other, common in self._common(running, sequence):
+            if (shared := min(common, other.cached // self.block_size)) > most:
+                most, source = shared, other
+        return most * self.block_size, source
+
+    def _common(self, running: list[Sequence], sequence: Sequence) -> Iterator[tuple[Sequence, int]]:
+        """Running sequences, and how many first blocks a waiting one has in common with each."""
         if self.prefix is None or sequence.host is not None:
-            return 0
-        most, size = 0, self.block_size
+            return
+        most = (len(sequence.tokens) - 1) // self.block_size
         for other in running:
-            end = min(other.cached, len(other.tokens), len(sequence.tokens) - 1)
-            while other.salt == sequence.salt and most + size <= end and (
-                other.tokens[: most + size] == sequence.tokens[: most + size]
-            ):  # fmt: skip
-                most += size
-        return most
+            yield other, min(most, count_common_blocks(other, sequence, self.block_size))

@@ -181,9 +181,10 @@ class Loop:
         if residents.eviction is not None:
             self.pipeline.thin([s for s in step.counts if residents.eviction.is_due(s)])
         for sequence, _, count in work:
-            if (
-                count > 1 and steps == 1 and not sequence.guesses
-            ):  # of a prompt: what it has computed is of use to others already
+            # Of a prompt what it has computed is of use to others already. Who needs it before it is whole asks for it
+            # when it begins, but what falls out of windows would be gone then.
+            is_prompt = count > 1 and steps == 1 and not sequence.guesses
+            if is_prompt and (sequence.pending <= 1 or residents.config.has_windows):
                 residents.offer(sequence)
         return due
 
