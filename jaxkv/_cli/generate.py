@@ -88,12 +88,18 @@ def generate(arguments: argparse.Namespace) -> int:
         "seed": arguments.seed,
     }
     tokens = [tokenizer.encode(prompt) for prompt in prompts]
-    engine = jaxkv.Engine(
+    with jaxkv.Engine(
         model, max_seqs=arguments.max_seqs, max_seq_len=arguments.max_seq_len, memory_bytes=arguments.memory,
         block_size=arguments.block_size, longest=max(map(len, tokens)) + max_new_tokens,
         cache_dtype=arguments.cache_dtype, evict=_eviction(arguments), **_prefix(arguments),
-    )  # fmt: skip
+    ) as engine:  # fmt: skip
+        return _continue(arguments, engine, tokenizer, prompts, tokens, max_new_tokens, choice, model)
 
+
+def _continue(
+    arguments: argparse.Namespace, engine: Any, tokenizer: Tokenizer, prompts: list[str], tokens: list[list[int]],
+    max_new_tokens: int, choice: dict[str, Any], model: Any,
+) -> int:  # fmt: skip
     # A prompt that cannot be continued does not take the others with it.
     problems = {i: why for i, t in enumerate(tokens) if (why := engine.problem(t, max_new_tokens))}
     for i, why in problems.items():

@@ -104,8 +104,11 @@ def load(
             return to_device(read((slice(None),) * len(shape)))
         return jax.make_array_from_callback(shape, sharding_of(path, shape, mesh), read)
 
-    loaded = [(path, param.replace(array(path, slots, param.shape))) for path, (slots, param) in params.items()]
-    return nnx.merge(graph, nnx.from_flat_state(loaded))
+    # Flax's split and merge leave circles behind that hold what they were given until Python collects its garbage: so
+    # they are given the arrays' numbers.
+    arrays = [array(path, slots, param.shape) for path, (slots, param) in params.items()]
+    numbered = [(path, param.replace(i)) for i, (path, (_, param)) in enumerate(params.items())]
+    return jax.tree.map(arrays.__getitem__, nnx.merge(graph, nnx.from_flat_state(numbered)))
 
 
 def save(model: Decoder, folder: str | os.PathLike) -> None:

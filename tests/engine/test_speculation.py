@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checksum_model import LONGEST, VOCAB, WINDOW, Checksum, assert_streams, continuation, weight
+from checksum_model import LONGEST, VOCAB, WINDOW, Several, assert_streams, continuation
 from nightly import NIGHTLY
 
 import jaxkv
@@ -16,30 +16,6 @@ from jaxkv._engine.requests.drafters import Guesses, NGrams
 
 WINDOWS = (None, WINDOW)
 TIGHT = {"max_seqs": 3, "max_seq_len": LONGEST, "block_size": 3, "num_blocks": 18, "draft_tokens": 3}
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Several(Checksum):
-    """Answers for any tokens of a step, each by what stands before it; a draft of it is wrong every `wrong`th time."""
-
-    wrong: int = 0
-
-    def __call__(self, tokens, *, cache, logits_at):
-        token = jaxkv.plan_step(cache, tokens.shape).token
-        at = (jnp.arange(tokens.shape[0]), logits_at) if tokens.ndim == 2 else logits_at
-        row, end = token.row[at], token.position[at][:, None] + 1
-        rows, position = jnp.arange(cache.config.max_seqs)[:, None], jnp.arange(cache.config.max_seq_len)[None]
-        total = jnp.zeros(row.shape, jnp.int32)
-        for layer, window in enumerate(self.windows):
-            k, v = (x.astype(jnp.float32)[..., None, None] for x in (tokens, token.position))
-            cache = jaxkv.write(cache, k, v, layer=layer)
-            k, v = (x[..., 0, 0].astype(jnp.int32)[row] for x in cache.read(layer, rows, position))
-            seen = (position < end) & (position >= end - (window or LONGEST))
-            total += jnp.sum(jnp.where(seen, (k + 1) * weight(layer, v), 0), axis=1, dtype=jnp.int32)
-        if self.wrong:
-            total += (total % self.wrong == 0).astype(jnp.int32)
-        return jax.nn.one_hot(total % VOCAB, VOCAB), cache
 
 
 ENGINES = {"some wrong, prefix cache": (Several(WINDOWS, wrong=3), {"prefix_cache": True, "spill_bytes": 1000})}

@@ -118,3 +118,10 @@ def _check_whole(x: jax.Array, axis: str) -> None:
             f"Rows are divided over the mesh axis {axis!r}, but so is a parameter of the model, {spec}: parameters "
             "must be whole on each of its devices."
         )
+
+
+def delete(tree: Any) -> None:
+    """Free the memory of all arrays in a pytree, whoever still names them."""
+    for x in jax.tree.leaves(tree):
+        if isinstance(x, jax.Array) and not x.is_deleted():
+            x.delete()

@@ -9,6 +9,7 @@ import functools
 import itertools
 import os
 import pathlib
+import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -39,7 +40,6 @@ class Resumable:
     _numbers: "itertools.count[int]"
     _news: dict[Request, None]
     _at_work: Any
-    _withdraw: Any
 
     def save(self, path: str | os.PathLike) -> None:
         """Write all requests, and the rows of those under way, to a file, for `load` of an engine in another process.
@@ -168,8 +168,8 @@ class Resumable:
                 choice["temperature"], choice["top_k"], choice["top_p"], choice["seed"], choice.get("draws")
             ),
             salt=read_salt(bytes.fromhex(salt) if kind == "bytes" else salt),
-            num_logprobs=integer("logprobs", entry["num_logprobs"], least=0), news=self._news, cancel=self._withdraw,
-            priority=integer("priority", entry.get("priority", 0), least=None, most=None),
+            num_logprobs=integer("logprobs", entry["num_logprobs"], least=0), news=self._news,
+            engine=weakref.ref(self), priority=integer("priority", entry.get("priority", 0), least=None, most=None),
         )  # fmt: skip
         request.tokens = _tokens(entry["tokens"])
         request.logprobs = [{int(t): float(p) for t, p in one} for one in entry["logprobs"]]

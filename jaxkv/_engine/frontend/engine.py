@@ -1,7 +1,7 @@
 """An engine: requests come and go, their prompts are continued together, and no step waits for the one before."""
 
-import contextlib
 import itertools
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +14,7 @@ from jaxkv._engine.frontend.build import check_fields, make_loops, read_longest
 from jaxkv._engine.frontend.checkpoint import Resumable
 from jaxkv._engine.frontend.data_parallel import Shards, config_of_all, share_of
 from jaxkv._engine.frontend.engine_lock import Turn
+from jaxkv._engine.frontend.lifetime import Closable
 from jaxkv._engine.frontend.warmup import call_all
 from jaxkv._engine.programs.step import Hook, read_hook, recompute
 from jaxkv._engine.requests.drafters import read_draft
@@ -34,7 +35,7 @@ from jaxkv._engine.runner.disaggregated_prefill import check_prefill
 from jaxkv._tiers.prefix_cache.data_parallel import as_one
 
 
-class Engine(Resumable):
+class Engine(Closable, Resumable):
     """A model and its cache, ready to continue prompts. It keeps its cache between calls.
 
     `submit` takes a request at any time, from any thread; `step` or `run` computes. Everything else is one thread's at
@@ -178,8 +179,14 @@ class Engine(Resumable):
 
     def problem(self, prompt: Sequence[int], max_new_tokens: int) -> str | None:
         """Why a prompt cannot be continued, or None."""
+        self._turn.refuse_closed()
         own = self._residents
         return problem_of(prompt, max_new_tokens, own.config, self.vocab_size, own.holdings)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left to do: `run` would end at once, and `step` return nothing."""
+        return not (self._loop.is_busy or self._news)
 
     # Requests.
 
@@ -216,6 +223,7 @@ class Engine(Resumable):
             for choice in choices
         ])  # fmt: skip
         self._loop.submitted.append(request)
+        self._turn.refuse_closed()  # by another thread, meanwhile
         return request
 
     def cancel(self, request: Request) -> None:
@@ -247,10 +255,12 @@ class Engine(Resumable):
         A request that cannot begin ends with an `error`, which is not raised here. Leaving it early leaves the requests
         as they are: a later `run` or `step` goes on with them.
         """
-        with self._at_work():
+        with self._in_turn():
+            self._turn.refuse_closed()
             yield from handed_out(self._news)
             while self._loop.is_busy:
-                self._loop.advance()
+                with self._compute():
+                    self._loop.advance()
                 yield from handed_out(self._news)
 
     def reset(self) -> None:
@@ -321,6 +331,7 @@ class Engine(Resumable):
                 f"recompute has no cache, and outputs here follow from {kept}: ask an Engine without evict."
             )
         choice = Choice.read(temperature, top_k, top_p, self.seed if seed is None else seed)
+        self._turn.refuse_closed()
         parts, tokens = self._pipeline, read_prompt([*listed("prompt", prompt), *listed("output", output)])
         if isinstance(tokens, str) or not len(prompt):
             raise ValueError("The prompt and the output must be lists of token ids, and the prompt not empty.")
@@ -332,18 +343,12 @@ class Engine(Resumable):
 
     # The parts.
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "An Engine and its requests cannot be copied or pickled: save(path) writes them, and load(path) of another "
-            "engine goes on with them."
-        )
-
     def _request(self, number: int, prompt: Any, max_new_tokens: int, choice: Choice, news: dict, **options) -> Request:
         tokens = read_prompt(prompt)
         assert isinstance(tokens, list)
         limit = min(int(max_new_tokens), self.config.max_seq_len - len(tokens))
         return Request(
-            number=number, prompt=tokens, limit=limit, choice=choice, news=news, cancel=self._withdraw, **options
+            number=number, prompt=tokens, limit=limit, choice=choice, news=news, engine=weakref.ref(self), **options
         )
 
     def _read_logprobs(self, logprobs: Any) -> int:
@@ -351,12 +356,13 @@ class Engine(Resumable):
 
     def _stream(self, news: dict[Request, None], prompts: list[list[Request]]) -> Iterator[tuple[int, int]]:
         requests = [request for samples in prompts for request in samples]
-        with self._at_work():
+        with self._in_turn():
             try:
                 self._loop.submitted.extend(map(Request.several, prompts))
                 left = set(requests)
                 while left:
-                    self._loop.advance()
+                    with self._compute():
+                        self._loop.advance()
                     failed = [request for request in news if request.error]
                     for request, token in handed_out(news, left):
                         yield request.number, token
@@ -365,25 +371,3 @@ class Engine(Resumable):
                         raise FloatingPointError(f"Sequence {request.number} cannot go on: {request.error}.")
             finally:
                 self._withdraw(requests)
-
-    def _withdraw(self, requests: Iterable[Request]) -> None:
-        self._loop.cancel(requests)
-        if self._loop.is_at_work:  # it will be seen to there
-            return
-        try:
-            with self._at_work(is_brief=True):
-                self._loop.tidy()
-        except Exception:  # the next step meets it again; what may be on its way now must not be replaced by it
-            return
-
-    @contextlib.contextmanager
-    def _at_work(self, *, is_brief: bool = False) -> Iterator[None]:
-        turn = self._turn.take(is_brief=is_brief)
-        turn.calls += 1
-        try:
-            yield
-        finally:
-            turn.calls -= 1
-            if not turn.calls:
-                self._turn.give()
-            del turn

@@ -1,9 +1,11 @@
-"""An engine is one thread's at a time."""
+"""An engine is one thread's at a time, until it is closed."""
 
+import contextlib
 import gc
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 
 MANY_WAITS = 10_000
 
@@ -22,6 +24,8 @@ class Turn:
     def __init__(self) -> None:
         self._holder: dict[str, weakref.ref[Held]] = {}
         self._stale = threading.Lock()
+        self.is_closed = False
+        self._computing: weakref.ref[Held] | None = None  # within a turn, who uses what the engine holds
 
     def take(self, *, is_brief: bool = False) -> Held:
         """Begin to work: keep what is returned until the end. A thread that is at work already gets what it has.
@@ -66,3 +70,42 @@ class Turn:
     def give(self) -> None:
         """End it."""
         self._holder.pop("turn", None)
+
+    # A generator keeps its turn while its caller does something else; what is held is in use only now and then.
+
+    def refuse_closed(self) -> None:
+        """Raise RuntimeError if the engine is closed."""
+        if self.is_closed:
+            raise RuntimeError(
+                "This engine is closed and has given its memory back: make another Engine, which can load what this "
+                "one saved before."
+            )
+
+    @contextlib.contextmanager
+    def compute(self) -> Iterator[None]:
+        """Use what the engine holds: nobody gives it back meanwhile. Raises RuntimeError if it is closed."""
+        outer = self._computing and self._computing()
+        if outer is not None and outer.thread is threading.current_thread():
+            yield
+            return
+        mine = Held(threading.current_thread(), True)
+        self._computing = weakref.ref(mine)
+        try:
+            self.refuse_closed()  # asked after the line above: whoever closes it does the two the other way round
+            yield
+        finally:
+            self._computing = None
+            del mine  # as a turn it is over when no one refers to it: a call that is cut off leaves none behind
+
+    def close(self) -> bool:
+        """Let no one begin to compute any more, and wait for who does. False: it is this thread, which must go on
+        first."""
+        self.is_closed = True
+        while True:
+            computing = self._computing and self._computing()
+            if computing is None or not computing.thread.is_alive():
+                return True
+            if computing.thread is threading.current_thread():
+                return False
+            del computing
+            time.sleep(1e-4)

@@ -70,11 +70,11 @@ def generate(
         max_seq_len = read_longest(max(lengths), getattr(model, "config", None))
         lengths = [min(length, max_seq_len) for length in lengths]
         sizes |= _room(lengths, n, max_seqs // devices, max_seq_len, devices)
-    engine_ = Engine(model, **sizes | engine)
     outputs: list[list[int]] = [[] for _ in range(n * len(prompts))]
-    tokens = engine_.stream(prompts, limits, temperature, eos, top_k=top_k, top_p=top_p, seed=seed, n=n)
-    for index, token in _progress_bar(tokens, n * sum(limits)) if progress else tokens:
-        outputs[index].append(token)
+    with Engine(model, **sizes | engine) as engine_:
+        tokens = engine_.stream(prompts, limits, temperature, eos, top_k=top_k, top_p=top_p, seed=seed, n=n)
+        for index, token in _progress_bar(tokens, n * sum(limits)) if progress else tokens:
+            outputs[index].append(token)
     return outputs if n == 1 else [outputs[i : i + n] for i in range(0, len(outputs), n)]
 
 

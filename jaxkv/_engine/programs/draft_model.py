@@ -14,6 +14,7 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.init import init
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.mesh_shape import mesh_of
+from jaxkv._core.state.device_arrays import delete
 from jaxkv._engine.programs.cache_program import cache_program
 from jaxkv._engine.programs.step import logits_at
 from jaxkv._engine.requests.drafters import Drafter, Guesses, NGramDrafter
@@ -67,6 +68,8 @@ class ModelDrafter:
         empty = jax.eval_shape(lambda: init(self.config, mesh=self.mesh))
         self._program = draft_program(jax.tree.structure(empty), structure)
         self._is_sound = False  # no call was cut off
+        self._cache: list[jax.Array] = []
+        self._held: list[Held] = []  # of each row
 
     def guess(self, sequences: Several[Sequence], count: int) -> list[Guesses]:
         if not sequences:
@@ -102,6 +105,10 @@ class ModelDrafter:
 
         shapes = [((self.config.max_seqs, FEW), kind, self.count) for kind in KINDS]
         return [functools.partial(call, *one) for one in [((self.step_tokens,), KINDS[0], 0), *shapes]]
+
+    def close(self) -> None:
+        delete(self._cache)
+        self._cache, self._held, self.leaves, self._is_sound = [], [], [], False
 
     def _make_sound(self) -> None:
         if not self._is_sound:

@@ -1,6 +1,5 @@
 """What an `Eviction` does on the device: remember the last queries of rows, and thin those that are due."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.single_row import alone
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._engine.programs.cache_program import cache_program
+from jaxkv._engine.programs.program_cache import share_programs
 from jaxkv._engine.requests.eviction_policy import Eviction
 from jaxkv.scores._budgets import ada
 
@@ -95,7 +95,7 @@ def noting(memory: tuple[jax.Array, ...], cache: Cache, run: Callable[[], Any], 
     return out, tuple(queries)
 
 
-@functools.lru_cache(maxsize=16)
+@share_programs
 def thin_program(structure: Any, eviction: Eviction, asked: tuple[Queries, ...]) -> Any:
     """The compiled eviction of a cache of this structure: a `cache_program` with the arguments `due` bool[S], the rows
     to be thinned, and the queries that are remembered."""

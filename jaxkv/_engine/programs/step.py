@@ -17,6 +17,7 @@ from jaxkv._core.state.arguments import to_device
 from jaxkv._engine.programs.cache_program import cache_program
 from jaxkv._engine.programs.eviction import noting
 from jaxkv._engine.programs.maintenance import room_of
+from jaxkv._engine.programs.program_cache import share_programs
 from jaxkv._engine.requests.sampling import FIELDS, Kind, Sampling, choose, likeliest
 
 # What the host says of each row, as one array: how many tokens it has in this step, whether the token after them is
@@ -58,7 +59,7 @@ class Result(NamedTuple):
     likeliest: tuple[jax.Array, jax.Array] | None  # f32 and i32 [n, S, 1 + count]: see `likeliest`
 
 
-@functools.lru_cache(maxsize=16)
+@share_programs
 def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool) -> Any:
     """The compiled step of a model and a cache given as structures of pytrees: engines with equal ones share it.
 
@@ -263,18 +264,22 @@ def new_memory(max_seqs: int, max_seq_len: int, hook: Hook | None, queries: tupl
     return Memory(to_device(np.zeros(max_seqs, np.int32)), tokens, queries)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "kind", "hook", "width"))
-def _recompute(leaves, tokens, column, *, model, kind, hook, width):
+@share_programs
+def recompute_program(model: Any, hook: Hook | None, width: int) -> Any:
     """The token that follows each of `i32[T]`, computed without a cache."""
-    logits, _ = jax.tree.unflatten(model, leaves)(tokens[None], cache=None)
-    logits, count = logits[0].astype(jnp.float32), tokens.shape[0]
-    lengths = jnp.arange(1, count + 1, dtype=jnp.int32)
-    sampling = Sampling.unpack(jnp.broadcast_to(column[:, None], (column.shape[0], count)))
-    if hook is not None:
-        padded = jnp.pad(tokens, (0, max(0, width - count)))[:width]
-        known = jnp.broadcast_to(padded[None], (count, padded.shape[0]))
-        logits = hooked(hook, logits, rows_so_far(known, lengths, sampling.numbers))
-    return choose(kind, logits, sampling, lengths)
+
+    def program(leaves, tokens, column, *, kind):
+        logits, _ = jax.tree.unflatten(model, leaves)(tokens[None], cache=None)
+        logits, count = logits[0].astype(jnp.float32), tokens.shape[0]
+        lengths = jnp.arange(1, count + 1, dtype=jnp.int32)
+        sampling = Sampling.unpack(jnp.broadcast_to(column[:, None], (column.shape[0], count)))
+        if hook is not None:
+            padded = jnp.pad(tokens, (0, max(0, width - count)))[:width]
+            known = jnp.broadcast_to(padded[None], (count, padded.shape[0]))
+            logits = hooked(hook, logits, rows_so_far(known, lengths, sampling.numbers))
+        return choose(kind, logits, sampling, lengths)
+
+    return jax.jit(program, static_argnames="kind")
 
 
 def recompute(
@@ -283,5 +288,5 @@ def recompute(
     """The token that the model chooses after each of `tokens`, without any cache; `width`: the engine's max_seq_len."""
     padded = np.zeros(1 << (len(tokens) - 1).bit_length(), np.int32)  # few shapes; what comes after is not seen
     padded[: len(tokens)] = tokens
-    chosen = _recompute(leaves, padded, column, model=model, kind=kind, hook=hook, width=width)
+    chosen = recompute_program(model, hook, width)(leaves, padded, column, kind=kind)
     return np.asarray(chosen)[: len(tokens)].tolist()

@@ -42,6 +42,9 @@ class Drafter(Protocol):
     def warm(self) -> list[Callable[[], Any]]:
         """What to call, one after another, to compile what is needed."""
 
+    def close(self) -> None:
+        """Give back what lies on a device."""
+
 
 class NGramDrafter:
     """What followed the same tokens before in the sequence (https://arxiv.org/abs/2304.04487); with several `branches`
@@ -57,6 +60,9 @@ class NGramDrafter:
 
     def warm(self) -> list[Callable[[], Any]]:
         return []
+
+    def close(self) -> None:
+        self._known.clear()
 
 
 class NGrams:

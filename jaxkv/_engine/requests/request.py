@@ -31,21 +31,21 @@ class Request:
     def __init__(
         self, *, number: int, prompt: list[int], limit: int, choice: Choice, eos: frozenset[int],
         salt: str | bytes | None, num_logprobs: int, news: "dict[Request, None]",
-        cancel: Callable[["Iterable[Request]"], None], priority: int = 0,
+        engine: Callable[[], Any] = lambda: None, priority: int = 0,
     ):  # fmt: skip
         self.number, self.prompt, self.limit = number, prompt, limit
         self.choice, self.eos, self.salt, self.num_logprobs = choice, eos, salt, num_logprobs
         self.priority = priority
         self.tokens: list[int] = []
         self.logprobs: list[dict[int, float]] = []
-        self.samples: tuple[Request, ...] = (self,)
+        self._samples: tuple[Request, ...] = ()  # where it stands for several; it must not name itself
         self.column, self.kind = choice.column(number), KINDS.index(choice.kind)
         self.news = news  # of who waits for its tokens: it puts itself there when something has come
         self.given = 0  # how many tokens have been handed out
         self.stopped: Stop | None = None  # what ended it before its limit
         self.refusal: str | None = None  # why there is no room for it
         self.is_refusal_raised = False
-        self._cancel = cancel
+        self._engine = engine  # a weak reference: who keeps a result keeps no memory of a device
 
     @classmethod
     def several(cls, samples: "Sequence[Request]") -> "Request":
@@ -55,11 +55,16 @@ class Request:
             return first
         both = cls(
             number=first.number, prompt=first.prompt, limit=first.limit, choice=first.choice, eos=first.eos,
-            salt=first.salt, num_logprobs=first.num_logprobs, news=first.news, cancel=first._cancel,
+            salt=first.salt, num_logprobs=first.num_logprobs, news=first.news, engine=first._engine,
             priority=first.priority,
         )  # fmt: skip
-        both.tokens, both.logprobs, both.samples = first.tokens, first.logprobs, tuple(samples)
+        both.tokens, both.logprobs, both._samples = first.tokens, first.logprobs, tuple(samples)
         return both
+
+    @property
+    def samples(self) -> "tuple[Request, ...]":
+        """The requests of each sample; itself alone if only one was asked for."""
+        return self._samples or (self,)
 
     @property
     def done(self) -> bool:
@@ -70,7 +75,7 @@ class Request:
     def ended(self) -> Literal["eos", "cancelled", "error", "length"] | None:
         """Why no more tokens come: a stop token, `cancel`, an `error`, or as many tokens as were asked for or fit.
         None: they will. Of several samples the first one's reason, once all have ended."""
-        if self.samples != (self,):
+        if self._samples:
             return self.samples[0].ended if all(sample.ended for sample in self.samples) else None
         return self.stopped or ("length" if len(self.tokens) >= self.limit else None)
 
@@ -103,7 +108,8 @@ class Request:
 
     def cancel(self) -> None:
         """Take it back: no more tokens come, and its row is free again. Does nothing if it is done."""
-        self._cancel(self.samples)
+        if (engine := self._engine()) is not None:
+            engine._withdraw(self.samples)
 
     def receive(self, token: int, logprobs: dict[int, float] | None) -> None:
         """Note the next token. An interrupt in between leaves what a second call puts right."""
@@ -153,7 +159,10 @@ def raise_refusal(news: Iterable[Request]) -> None:
             request.is_refusal_raised = True
             error = OutOfBlocks(request.refusal)
             error.request = request  # who it is of
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback names this frame: a circle, which would keep the engine
 
 
 def read_prompt(prompt: Any) -> list[int] | str:

@@ -15,6 +15,7 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.init import init
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.mesh_shape import context_axis, model_mesh, place_of
+from jaxkv._core.state.device_arrays import delete
 from jaxkv._core.state.errors import CacheError, OutOfBlocks
 from jaxkv._core.state.multihost import processes_of
 from jaxkv._engine.programs.maintenance import between_steps
@@ -174,6 +175,15 @@ class Residents:
         if self.prefix is not None:
             self.cache = self.prefix.reset(self.cache)
         self._empty(list(range(self.config.max_seqs)))
+
+    def close(self) -> None:
+        """Give back the memory of the cache, and what a prefix cache has on the host."""
+        self._take_landed()
+        delete(self._leaves)
+        self._cache, self._leaves = None, []
+        if self.prefix is not None:
+            self.prefix.forget()
+        self._empty([])
 
     def _give_up_failed(self) -> None:
         """Delete a cache of which a program failed on the device: that shows where it is waited for alone."""

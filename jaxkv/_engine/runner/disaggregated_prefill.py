@@ -5,9 +5,9 @@ https://arxiv.org/abs/2311.18677); as in the former, a prompt that is computed s
 where it goes on, so that neither side needs memory for what is on its way.
 """
 
-import functools
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import shown
@@ -25,8 +25,19 @@ MOST_FLIGHTS = 2  # steps under way: one that is computed, and one that waits fo
 # No token is chosen here, so it is asked for in the way that costs least.
 _NOBODY = Request(
     number=0, prompt=[0], limit=1, choice=Choice(), eos=frozenset(), salt=None, num_logprobs=0, news={},
-    cancel=lambda _: None,
 )  # fmt: skip
+
+
+class Elsewhere(NamedTuple):
+    """Where a sequence's blocks are until they are handed over. It names neither, for they name it."""
+
+    prefill: "weakref.ref[Prefill]"
+    sequence: "weakref.ref[Sequence]"
+
+    def __call__(self) -> HostBlocks:
+        prefill, sequence = self.prefill(), self.sequence()
+        assert prefill is not None and sequence is not None
+        return prefill._hand_over(sequence)
 
 
 class Prefill:
@@ -51,6 +62,12 @@ class Prefill:
             self.residents, step_tokens=self.step_tokens, long_prefill_tokens=self.long_prefill_tokens
         )
         self._own: dict[Sequence, Sequence] = {}  # what stands here for each sequence
+
+    def close(self) -> None:
+        """Give back what lies on its devices."""
+        self.pipeline.close()
+        self.residents.close()
+        self._own = {}
 
     def warm(self) -> list[Callable[[], Any]]:
         """What to call, one after another, to compile what is needed here."""
@@ -115,7 +132,7 @@ class Prefill:
         ended = {own for own, _ in self.pipeline.read()}
         ready = [sequence for sequence, own in self._own.items() if own in ended]
         for sequence in ready:
-            sequence.host = functools.partial(self._hand_over, sequence)
+            sequence.host = Elsewhere(weakref.ref(self), weakref.ref(sequence))
         return ready
 
     def _hand_over(self, sequence: Sequence) -> HostBlocks:

@@ -151,6 +151,21 @@ class Loop:
         self._rest()
         self._is_sound = True
 
+    def close(self) -> None:
+        """Give back what lies on devices, whoever names this; requests that are not done are cancelled."""
+        submitted = [sample for request in self.submitted for sample in request.samples]
+        for request in (*self.open, *submitted):
+            if not request.done:
+                request.stopped = "cancelled"
+        for one in (self.residents, self.pipeline, self.drafter, self.prefill):
+            if one is not None:
+                one.close()
+        self.submitted.clear()
+        self.cancelled.clear()
+        self.open = {}
+        self.scheduler = self._new_scheduler()
+        self._is_sound = True
+
     def warm(self, kinds: tuple[Kind, ...], counts: tuple[int, ...]) -> list[Callable[[], Any]]:
         """What to call, one after another, to compile all programs."""
         self.make_sound()
@@ -262,12 +277,13 @@ class Loop:
         self.pipeline.clear()
         if self.prefill is not None:
             self.prefill.restart()
-        self.scheduler = Scheduler(
-            self.residents, step_tokens=self.step_tokens, long_prefill_tokens=self.long_prefill_tokens
-        )
+        self.scheduler = self._new_scheduler()
         self.open = {request: sequence_of(request) for request in self.open if not request.done}
         for sequence in self.open.values():
             self.scheduler.waiting.add(sequence)
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(self.residents, step_tokens=self.step_tokens, long_prefill_tokens=self.long_prefill_tokens)
 
     def _refuse(self, sequence: Sequence) -> None:
         """End a request for which there is no room, whatever ends before it."""

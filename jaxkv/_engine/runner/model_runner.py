@@ -11,6 +11,7 @@ import numpy as np
 from jaxkv._core.blocks.tables import extend
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check
+from jaxkv._core.state.device_arrays import delete
 from jaxkv._engine.programs import step as on_device
 from jaxkv._engine.programs.eviction import Remembered, remembered, thin_program
 from jaxkv._engine.programs.step import COLUMN, COUNT, DUE, FROM_DEVICE, GUESSED, NUM_FIELDS, TOKEN, Hook, Result
@@ -72,6 +73,12 @@ class Pipeline:
         self._memory = jax.device_put(memory, self.residents.place)  # where it comes from the steps, too
         self._noted: dict[int, Sequence] = {}  # whose tokens the memory has, row by row
         self._idle_since = 0.0  # when the device was seen to finish
+
+    def close(self) -> None:
+        """Give back what lies on the device, and name the model no more."""
+        delete([[flight.result for flight in self.flights], self._memory])
+        self.flights.clear()
+        self.leaves, self._noted = [], {}
 
     def send(self, step: Step, steps: int) -> list[tuple[Sequence, int, int]]:
         """Have a step computed. For each sequence in it: itself, its row, and its number of tokens."""

@@ -241,6 +241,10 @@ class PrefixCache:
         self._index = index
         return cache
 
+    def forget(self) -> None:
+        """Give back the host memory, and forget what any cache holds. Files stay: see `flush`."""
+        self._index, self._landing, self._told = self._empty_index(), Landing(), {}
+
     def flush(self, cache: Cache) -> None:
         """With `disk`, write there what the index has on the device and in host memory, for the next process.
 
