@@ -1,6 +1,7 @@
 """How much a cache of given memory holds. The arithmetic is `CacheConfig`'s own; here it is asked for many sizes."""
 
 import bisect
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -115,26 +116,96 @@ def plan(
     expected = Lengths.read(mean_len, lengths, max_seq_len)
     if max_seqs is not None:
         max_seqs = integer("max_seqs", max_seqs, least=1)
+    sizes = _Sizes(layers, max_seq_len, fields)
+    probe = sizes.make_config(1)
+    if memory_bytes < sum(2 * size for size in sizes.group_bytes):  # a block and the null block; this says so
+        sizes.make_whole(probe).with_memory(memory_bytes, step_tokens=step_tokens)
 
-    def config(rows: int) -> CacheConfig:
-        sizes = CacheConfig(layers=layers, max_seqs=rows, max_seq_len=max_seq_len, num_blocks=1, **fields)
-        return sizes.with_memory(memory_bytes, step_tokens=max(step_tokens, rows))
+    def choose_config(rows: int) -> CacheConfig:
+        return sizes.fill(sizes.make_config(rows), memory_bytes, max(step_tokens, rows))
 
-    columns = -(-max_seq_len // config(1).block_size)
-    blocks = min(expected.blocks(config(1).block_size), columns)
+    columns = -(-max_seq_len // probe.block_size)
+    blocks = min(expected.blocks(probe.block_size), columns)
     most = min(MOST_ROWS, MOST_INDEX // columns) if max_seqs is None else max_seqs
 
-    def rows_of(blocks_each: float, config_of: Any) -> int:
-        def too_many(rows: int) -> bool:
+    def count_rows(blocks_each: float, config_of: Any) -> int:
+        def is_too_many(rows: int) -> bool:
             return not _hold(config_of(rows), rows, blocks_each, step_tokens)
 
-        return bisect.bisect_left(range(1, most + 1), True, key=too_many)
+        return bisect.bisect_left(range(1, most + 1), True, key=is_too_many)
 
-    rows = rows_of(blocks, config if max_seqs is None else lambda _: config(max_seqs))
-    chosen = config(max(rows, 1) if max_seqs is None else max_seqs)
-    full_rows = min(rows, rows_of(columns, lambda _: chosen))
+    fixed = choose_config(1 if max_seqs is None else max_seqs)
+    rows_matter = max_seqs is None and any(reach is not None for reach in probe.group_reaches)
+    rows = count_rows(blocks, choose_config if rows_matter else lambda _: fixed)
+    chosen = choose_config(max(rows, 1) if max_seqs is None else max_seqs)
+    full_rows = min(rows, count_rows(columns, lambda _: chosen))
     waste = 1 - expected.mean / (expected.blocks(chosen.block_size) * chosen.block_size)
-    return Plan(config=chosen, rows=rows, full_rows=full_rows, waste=waste, mean_len=expected.mean)
+    return Plan(config=sizes.make_whole(chosen), rows=rows, full_rows=full_rows, waste=waste, mean_len=expected.mean)
+
+
+def needed_bytes(
+    layers: Sequence[LayerConfig], rows: int, length: int, *, max_seq_len: int, step_tokens: int, **fields: Any
+) -> int:
+    """Bytes of the pools of a cache in which so many rows of so many tokens fit at once.
+
+    >>> layers = [LayerConfig(num_kv_heads=8, head_dim=128)] * 32
+    >>> round(needed_bytes(layers, 100, 8192, max_seq_len=8192, step_tokens=256, dtype="bfloat16") / 2**30, 1)
+    100.0
+    """
+    sizes = _Sizes(layers, max_seq_len, fields)
+    probe = sizes.make_config(rows)
+    return sizes.count_bytes(sizes.limit(probe, rows * -(-length // probe.block_size), max(step_tokens, rows)))
+
+
+class _Sizes:
+    """The arithmetic of `CacheConfig`, over each kind of layers once: a model of 100 layers has two or three."""
+
+    def __init__(self, layers: Sequence[LayerConfig], max_seq_len: int, fields: dict[str, Any]):
+        self.layers, self.max_seq_len, self.fields = tuple(layers), max_seq_len, fields
+        # What shares with another layer, or evicts, counts for itself.
+        apart = any(layer.shares_with is not None or layer.evict is not None for layer in self.layers)
+        counts = collections.Counter(self.layers)
+        self.kinds = self.layers if apart else tuple(counts)
+        probe = self.make_config(1)
+        self.group_bytes = [
+            sum(probe.bytes_per_layer_block(i) * (1 if apart else counts[self.kinds[i]]) for i in group)
+            for group in probe.groups
+        ]
+
+    def make_config(self, rows: int) -> CacheConfig:
+        """Returns a config of one layer a kind, whose blocks are still to be chosen."""
+        return CacheConfig(
+            layers=self.kinds, max_seqs=rows, max_seq_len=self.max_seq_len, num_blocks=1, **self.fields
+        )  # fmt: skip
+
+    def make_whole(self, config: CacheConfig) -> CacheConfig:
+        """Returns the config of all layers with as many blocks."""
+        return config.replace(layers=self.layers, group_blocks=config.group_blocks)
+
+    def count_bytes(self, blocks: Sequence[int]) -> int:
+        return sum((n + 1) * size for n, size in zip(blocks, self.group_bytes, strict=True))
+
+    def limit(self, config: CacheConfig, num_blocks: int, step_tokens: int) -> list[int]:
+        """Returns each group's blocks: so many, but no more than windows can use."""
+        reaches, heads, sinks = config.group_reaches, config.group_heads, config.group_sinks
+        widest = max(range(len(reaches)), key=lambda g: reaches[g] or math.inf)
+        return [
+            num_blocks * heads[g] if g == widest or reach is None
+            else min(num_blocks, config.window_blocks(reach, step_tokens, sinks[g]))
+            for g, reach in enumerate(reaches)
+        ]  # fmt: skip
+
+    def fill(self, config: CacheConfig, memory_bytes: float, step_tokens: int) -> CacheConfig:
+        """Returns the config with as many blocks as fit, as `CacheConfig.with_memory` chooses them."""
+        most = int(memory_bytes) // min(self.group_bytes)
+        if most > MOST_INDEX // 2:
+            self.make_whole(config).with_memory(memory_bytes, step_tokens=step_tokens)  # may say that they are too many
+
+        def is_too_much(num_blocks: int) -> bool:
+            return self.count_bytes(self.limit(config, num_blocks, step_tokens)) > memory_bytes
+
+        num_blocks = max(1, bisect.bisect_left(range(1, min(most, MOST_INDEX // 2) + 2), True, key=is_too_much))
+        return config.replace(group_blocks=tuple(self.limit(config, num_blocks, step_tokens)))
 
 
 def _hold(config: CacheConfig, rows: int, blocks_each: float, step_tokens: int) -> bool:

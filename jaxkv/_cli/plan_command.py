@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import pathlib
 import re
 from collections.abc import Sequence
@@ -12,14 +13,14 @@ import jax.numpy as jnp
 
 from jaxkv._cli import plan_report
 from jaxkv._cli.chips import CHIPS, Chip, chip_named
-from jaxkv._cli.memory_plan import BLOCK_SIZES, plan
+from jaxkv._cli.memory_plan import BLOCK_SIZES, needed_bytes, plan
 from jaxkv._cli.plan_devices import Devices, shapes_of
-from jaxkv._cli.plan_report import Memory, Option, Report
+from jaxkv._cli.plan_report import Asked, Memory, Option, Report
 from jaxkv._cli.plan_step_report import shapes_as_text, step_as_json
 from jaxkv._cli.units import parse_bytes
 from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.cache_config import HEAD_DIM_MULTIPLES, JOINING
-from jaxkv._core.config.layer_config import KINDS
+from jaxkv._core.config.layer_config import KINDS, LayerConfig
 from jaxkv._core.config.validation import shown
 
 MOST_LENGTHS = 64 << 20  # bytes of a file of lengths
@@ -40,7 +41,7 @@ def add_plan(commands: Any) -> None:
     add(
         "--weights",
         type=parse_bytes,
-        help="what the whole model takes; default: its files' size, or what the config says",
+        help="what the whole model takes; default: what models.load makes of them",
     )
     add("--devices", default="1",
         help="each with so much memory: a number, which heads and weights are divided over; or tensor x data x context "
@@ -62,14 +63,13 @@ def add_plan(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from jaxkv.models.loader import read_config
-
-    config = read_config(arguments.model)
+    config, stated = _read_model(arguments.model)
     chip = None if arguments.chip is None else chip_named(arguments.chip)
     if arguments.memory is None and chip is None:
         raise ValueError("Say how much memory a device has with --memory, such as 80GB, or what it is with --chip.")
     devices = Devices.read(arguments.devices)
-    weights = (arguments.weights, "as told") if arguments.weights is not None else _weights(arguments.model)
+    told = arguments.weights
+    weights = _weights(arguments.model, config, stated) if told is None else (told, "as told")
     lengths = None if arguments.lengths is None else _lengths(arguments.lengths)
     planner = _Planner(arguments, config, chip, weights, lengths)
     if arguments.shapes:
@@ -130,7 +130,28 @@ class _Planner:
             model=config, memory=Memory(total, weights, source, rest), max_seq_len=max_seq_len,
             step_tokens=arguments.step_tokens, is_told=arguments.mean_len is not None or lengths is not None,
             options=options, devices=devices, chip=self.chip,
+            asked=self._answer(devices, layers, max_seq_len, kinds, multiple),
         )  # fmt: skip
+
+    def _answer(
+        self, devices: Devices, layers: Sequence[LayerConfig], max_seq_len: int, kinds: list[list[str]], multiple: int
+    ) -> list[Asked]:
+        """What the rows that were asked for need of each device, by dtype; nothing where none were."""
+        arguments = self.arguments
+        if arguments.max_seqs is None:
+            return []
+        length = arguments.mean_len if self.lengths is None else sum(self.lengths) / len(self.lengths)
+        length = max_seq_len if length is None else min(math.ceil(length), max_seq_len)
+        rows, block_size = arguments.max_seqs // devices.data, (arguments.block_size or [16])[0]
+        join_kv = self.chip is not None and self.chip.platform in JOINING
+        return [
+            Asked(arguments.max_seqs, length, dtypes[0], needed_bytes(
+                layers, rows, length, max_seq_len=max_seq_len, step_tokens=arguments.step_tokens,
+                block_size=block_size, dtype=dtypes[0], head_dim_multiple=multiple, join_kv=join_kv,
+            ) // devices.context)
+            for dtypes in kinds
+            if arguments.dtype is not None or KINDS[dtypes[0]].bytes_per_element <= 2
+        ]  # fmt: skip
 
 
 def _compare(planner: _Planner, devices: Devices) -> int:
@@ -181,20 +202,24 @@ def _kinds(names: list[str] | None) -> list[list[str]]:
     return list(kinds.values())
 
 
-def _weights(folder: pathlib.Path) -> tuple[int, str]:
-    """Bytes of a model's weights, and where that is known from."""
-    from jaxkv.models.loader import count_parameters, read_config, weight_files
+def _read_model(folder: pathlib.Path) -> tuple[Any, str]:
+    """The model's config and, if its weights are quantised in a way that `load` does not read, how: only shapes count
+    here."""
+    from jaxkv.models.loader import read_config, stated_quantization
 
-    try:
-        files = weight_files(folder)
-        return sum(file.stat().st_size for file in files), f"{len(files)} file{'s' * (len(files) > 1)}"
-    except FileNotFoundError:
-        pass
-    config, fields = read_config(folder), json.loads((folder / "config.json").read_text())
-    dtype = fields.get("dtype") or fields.get("torch_dtype") or "bfloat16"
+    stated = stated_quantization(folder)
+    return read_config(folder, ("quantization_config",) if stated else ()), stated
+
+
+def _weights(folder: pathlib.Path, config: Any, stated: str) -> tuple[int, str]:
+    """Bytes of a model's weights as `load` makes them, and where that is known from."""
+    from jaxkv.models.loader import count_parameters, read_dtype
+
+    dtype = read_dtype(folder)
     try:
         element = jnp.dtype(dtype).itemsize
     except TypeError:
         raise ValueError(f"{folder} has weights of {dtype}, whose size is not known: say it with --weights.") from None
     count = count_parameters(config)
-    return count * element, f"{count:,} parameters of {dtype}"
+    note = f"; the folder has them as {stated}, which load does not read" if stated else ""
+    return count * element, f"{count:,} parameters of {dtype}{note}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 from typing import Any, NamedTuple
 
 from jaxkv._cli.chips import Chip
@@ -11,6 +12,7 @@ from jaxkv._cli.plan_devices import Devices
 from jaxkv._cli.plan_step import DecodeStep, decode_step
 from jaxkv._cli.plan_step_report import step_as_json, step_as_text
 from jaxkv._core.cache.inspection import format_bytes
+from jaxkv._core.config.layer_config import KINDS
 
 BAR = 60  # characters
 
@@ -36,9 +38,18 @@ class Option(NamedTuple):
     plan: Plan | None
 
 
+class Asked(NamedTuple):
+    """What so many rows of so many tokens take of each device in a dtype, in bytes."""
+
+    rows: int
+    length: int
+    dtype: str
+    bytes: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that is told."""
+    """All that is told. asked: what rows that were asked for need, by dtype."""
 
     model: Any  # its DecoderConfig
     memory: Memory
@@ -48,12 +59,19 @@ class Report:
     options: list[Option]
     devices: Devices
     chip: Chip | None
+    asked: list[Asked] = dataclasses.field(default_factory=list)
 
-    @property
+    @functools.cached_property
     def best(self) -> Plan:
-        """The one to start from: blocks of 16, where they fit, in the first dtype."""
-        fitting = [option.plan for option in self.options if option.plan]
-        return next((found for found in fitting if found.config.block_size == 16), fitting[0])
+        """The one to start from: blocks of 16, where they fit, in the first dtype in which the rows fit that were asked
+        for, and that a kernel of the chip reads."""
+        fitting = [option for option in self.options if option.plan]
+        enough = {asked.dtype for asked in self.asked if asked.bytes <= self.memory.cache}
+        read = [option for option in fitting if has_kernel(option.dtypes[0], self.chip)] or fitting
+        good = [option for option in read if option.dtypes[0] in enough] or read
+        first = next((option for option in good if option.block_size == 16), good[0])
+        assert first.plan is not None
+        return first.plan
 
     @functools.cached_property
     def step(self) -> DecodeStep:
@@ -81,8 +99,8 @@ class Report:
         """The arguments of `CacheConfig.from_model`."""
         config = self.best.config
         fields = {
-            "max_seqs": config.max_seqs * self.devices.data,
-            "max_seq_len": self.max_seq_len,
+            "max_seqs": max(1, min(config.max_seqs, self.best.rows)) * self.devices.data,
+            "max_seq_len": self.max_seq_len if self.best.full_rows else min(self.max_seq_len, self.best.tokens),
             **self._size,
             "block_size": config.block_size,
             "dtype": str(config.dtype),
@@ -102,7 +120,12 @@ def as_json(report: Report) -> dict[str, Any]:
     model, memory, devices = report.model, report.memory, report.devices
     kept = model.layer_configs[0]
     options = [
-        {"block_size": option.block_size, "dtypes": option.dtypes, "fits": option.plan is not None}
+        {
+            "block_size": option.block_size,
+            "dtypes": option.dtypes,
+            "fits": option.plan is not None,
+            "has_kernel": has_kernel(option.dtypes[0], report.chip),
+        }
         | ({} if option.plan is None else _facts(option.plan, devices))
         for option in report.options
     ]
@@ -117,6 +140,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "step": step_as_json(report.step, report.chip),
         "max_seq_len": report.max_seq_len,
         "mean_len": report.best.mean_len,
+        "asked": [asked._asdict() | {"fits": asked.bytes <= memory.cache} for asked in report.asked],
         "options": options,
         "suggestion": report.suggestion,
     }  # fmt: skip
@@ -147,10 +171,51 @@ def _facts(found: Plan, devices: Devices) -> dict[str, Any]:
 
 
 def as_text(report: Report) -> str:
-    parts = [_head(report), _bar(report.memory), "", _table(report.options, report.devices), "", _tail(report)]
+    table = _table(report.options, report.devices, report.chip)
+    parts = [_answer(report), _head(report), _bar(report.memory), "", table, "", _tail(report)]
     if report.chip is not None:
         parts[-1:-1] = [step_as_text(report.step, report.chip), ""]
     return "\n".join(parts)
+
+
+def has_kernel(dtype: str, chip: Chip | None) -> bool:
+    """Whether a kernel of a chip reads what is stored so; True where no chip was said."""
+    kind = KINDS[dtype].quantised
+    if chip is None or kind is None:
+        return True
+    return kind in importlib.import_module(f"pallas_kernels.{chip.platform}").KINDS
+
+
+def _answer(report: Report) -> str:
+    """What was asked, in a sentence or two: whether rows fit, or how many."""
+    memory, chip = report.memory, report.chip
+    device = _with_article("device" if chip is None else chip.name)
+    room = f"beside {format_bytes(memory.weights)} of weights {device} has {format_bytes(memory.cache)}"
+    if not report.asked:
+        size = report.best.config.block_size
+        by_dtype = [
+            f"{option.plan.rows * report.devices.data:,} in {option.dtypes[0]}"
+            for option in report.options if option.plan and option.block_size == size
+        ]  # fmt: skip
+        return f"{_capitalize(room)}: it holds {', '.join(by_dtype)} rows of {report.best.mean_len:,g} tokens each."
+    first = report.asked[0]
+    needs = ", ".join(f"{format_bytes(asked.bytes)} in {asked.dtype}" for asked in report.asked)
+    fits = [asked.dtype for asked in report.asked if asked.bytes <= memory.cache]
+    read = [dtype for dtype in fits if has_kernel(dtype, chip)]
+    verdict = f"{read[0]} fits" if read else f"{fits[0]} fits, but no kernel reads it" if fits else "none fits"
+    whole = f"{first.rows:,} rows of {first.length:,} tokens need {needs}"
+    whole += " of each device" if report.devices.count > 1 else ""
+    held = report.best.rows * report.devices.data
+    less = "" if fits else f" In {report.best.config.dtype} {held:,} rows of {report.best.mean_len:,g} tokens do."
+    return f"{whole}; {room}: {verdict}.{less}"
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'aehiou' else 'a'} {name}"
+
+
+def _capitalize(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _head(report: Report) -> str:
@@ -193,9 +258,10 @@ def _bar(memory: Memory) -> str:
     return f"[{line}]\n {legend}"
 
 
-def _table(options: list[Option], devices: Devices) -> str:
+def _table(options: list[Option], devices: Devices, chip: Chip | None) -> str:
     lines = [("block_size", "dtype", "bytes/token", "blocks", "tokens", "rows", "full rows", "waste")]
-    for block_size, dtypes, found in options:
+    for block_size, names, found in options:
+        dtypes = [name + "*" * (not has_kernel(name, chip)) for name in names]
         if found is None:
             lines.append((str(block_size), ", ".join(dtypes), "does not fit", "", "", "", "", ""))
             continue
@@ -204,7 +270,12 @@ def _table(options: list[Option], devices: Devices) -> str:
         lines.append((str(block_size), ", ".join(dtypes), format_bytes(found.marginal_bytes), blocks,
                       f"{facts['tokens']:,}", f"{facts['rows']:,}", f"{facts['full_rows']:,}",
                       f"{found.waste:.2%}"))  # fmt: skip
-    return columns(lines, left=(1,))
+    table = columns(lines, left=(1,))
+    if chip is not None and any("*" in name for line in lines for name in line[1:2]):
+        table += (
+            f"\n* no kernel for {'an' if chip.name[0] in 'aehiou' else 'a'} {chip.name} reads it: XLA does, slower."
+        )
+    return table
 
 
 def _tail(report: Report) -> str:

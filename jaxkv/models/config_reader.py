@@ -53,5 +53,10 @@ def render(config: DecoderConfig) -> dict[str, Any]:
 def _take_quantization(fields: Fields) -> None:
     """Takes a config's `quantization_config` if it is of a kind that is read."""
     quantization = fields.left.get("quantization_config")
-    if isinstance(quantization, Mapping) and quantization.get("quant_method") in (MXFP4, FP8):
+    if isinstance(quantization, Mapping) and is_read(quantization):
         fields.take("quantization_config")
+
+
+def is_read(quantization: Mapping[str, Any]) -> bool:
+    """Whether weights are read that a `quantization_config` describes."""
+    return quantization.get("quant_method") in (MXFP4, FP8)

@@ -269,14 +269,43 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 def _refuse_quantised(folder: pathlib.Path) -> None:
     """Refuses a folder that states its quantisation in hf_quant_config.json: none that is stated there is read."""
-    path = folder / "hf_quant_config.json"
-    stated = _read_json(path).get("quantization") if path.exists() else None
-    kind = stated.get("quant_algo") if isinstance(stated, Mapping) else None
-    if kind is not None:
+    if (kind := _read_quant_config(folder)) is not None:
         raise ValueError(
             f"{folder} is quantised as {shown(kind)} by hf_quant_config.json, which is not read: give a folder with "
             "weights of 16 or 32 bits, in MXFP4, or in blocks of float8."
         )
+
+
+def _read_quant_config(folder: pathlib.Path) -> Any:
+    """Returns what hf_quant_config.json says of weights; None: nothing, or there is none."""
+    path = folder / "hf_quant_config.json"
+    stated = _read_json(path).get("quantization") if path.exists() else None
+    return stated.get("quant_algo") if isinstance(stated, Mapping) else None
+
+
+def stated_quantization(folder: pathlib.Path) -> str:
+    """Returns the name of a quantisation that a folder states and `load` does not read; "" if there is none."""
+    path = folder / "config.json"
+    stated = _read_json(path).get("quantization_config") if path.is_file() else None
+    if isinstance(stated, Mapping) and not config_reader.is_read(stated):
+        return str(stated.get("quant_method") or stated.get("quant_algo") or "quantised weights")[:40]
+    return str(_read_quant_config(folder) or "")[:40]
+
+
+def read_dtype(folder: pathlib.Path) -> str:
+    """Returns the dtype that `load` makes a folder's weights, by default: the embeddings', or what config.json says
+    where there are no files."""
+    try:
+        for file in weight_files(folder):
+            for name, tensor in safetensors.read(file).items():
+                if name.endswith(EMBED.removeprefix("model.")) and tensor.dtype in FLOATS:
+                    return tensor.dtype.name
+    except FileNotFoundError:
+        pass
+    fields = _read_json(folder / "config.json")
+    inner = fields.get("text_config")
+    fields = (inner if isinstance(inner, Mapping) else {}) | fields
+    return str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16")
 
 
 def _check(folder: pathlib.Path, slots: list[Slot], tensors: dict[str, Any]) -> None:

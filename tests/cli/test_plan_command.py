@@ -162,21 +162,6 @@ def test_the_table(folder, capsys):
     assert eval(call, {"jaxkv": jaxkv, "model": model}).bytes <= 2_000_000
 
 
-def test_weights_are_the_files_or_what_the_config_says(folder, capsys):
-    from flax import nnx
-
-    from jaxkv import models
-
-    assert run(folder, "--memory", "3MB") == 0
-    config = models.loader.read_config(folder)
-    model = models.Decoder(config, rngs=nnx.Rngs(0))
-    count = sum(x.size for x in jax.tree.leaves(nnx.state(model)))
-    assert f"({count:,} parameters of float16)" in capsys.readouterr().out
-    models.save(model, folder)
-    assert run(folder, "--memory", "3MB") == 0
-    assert "of weights (1 file)" in capsys.readouterr().out
-
-
 def test_over_devices(folder, capsys):
     """Each has so much memory; heads are divided, or whole on each where there are fewer of them."""
     told = ("--memory", "3MB", "--rest", 0, "--max-seq-len", 64, "--block-size", 16, "--dtype", "float32", "--json")
