@@ -1,13 +1,14 @@
 """Attention over a cache: where the state meets the kernels."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from jaxkv._core.attention.attention_options import read_options, read_tree
+from jaxkv._core.attention.attention_options import AttendOptions, AttentionOptions, read_options, read_tree
 from jaxkv._core.attention.layer_call import (
     check_tokens,
     find_layer,
@@ -37,7 +38,7 @@ from pallas_kernels.api.cascade import why_alone
 
 def attention(
     q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: Any, *, layer: Any = None,
-    step: Step | None = None, implementation: str | None = None, **options: Any,
+    step: Step | None = None, implementation: str | None = None, **options: Unpack[AttentionOptions],
 ) -> tuple[Any, Any]:  # fmt: skip
     """Store this step's keys and values of one layer, and attend causally to everything up to each token.
 
@@ -135,7 +136,7 @@ def _store_and_attend(
 
 def attend(
     q: jax.Array, cache: Any, *, layer: Any = None, step: Step | None = None, implementation: str | None = None,
-    causal: bool = True, num_tokens: Any = None, **options: Any,
+    causal: bool = True, num_tokens: Any = None, **options: Unpack[AttendOptions],
 ) -> Any:  # fmt: skip
     """The reading half of `attention`: attend to what `write` or `append` has stored. Arguments as there.
 
@@ -157,15 +158,16 @@ def attend(
     >>> jaxkv.attend(jnp.ones((2, 9, 4, 8)), memory, layer=0, causal=False).shape
     (2, 9, 4, 8)
     """
+    query_lens: jax.Array | None = None
+    query_starts: jax.Array | None = None
     if causal is not True or num_tokens is not None:
         opened, query_lens, query_starts = _open_memory(cache, layer, step, q, causal, num_tokens)
-        given, options = None, _kernel_options(opened, None, q.shape[:-2], options) | {"causal": False}
+        given, read = None, _kernel_options(opened, None, q.shape[:-2], options) | {"causal": False}
     else:
         opened, _ = open_layer(cache, layer, step, q=q)
         note_queries(opened.number, q, options.get("scale"))
-        given, options = step, _kernel_options(opened, step, q.shape[:-2], options)
-        query_lens = query_starts = None
-    arrays, static = _split_static(options)
+        given, read = step, _kernel_options(opened, step, q.shape[:-2], options)
+    arrays, static = _split_static(read)
     check_heads(opened, q=q, **arrays, **static)
     with jax.named_scope("attend"):
         arguments = (opened, given, q, query_lens, query_starts, arrays)
@@ -215,7 +217,7 @@ def _open_memory(
 
 def explain(
     q: Any, cache: Any, *, layer: Any = None, platform: str | None = None, implementation: str | None = None,
-    **options: Any,
+    **options: Unpack[AttendOptions],
 ) -> pallas_kernels.Choice:  # fmt: skip
     """Which implementation `attend` picks for such queries, and why.
 
@@ -237,11 +239,11 @@ def explain(
     """
     found = find_layer(cache, 0 if layer is None and not isinstance(cache, Layer) else layer)
     check_tokens(found, {"q": q})
-    options = {name: x for name, x in options.items() if name != "num_tokens"}
-    cascades = flag("cascade", options.pop("cascade", True))
+    read = {name: x for name, x in options.items() if name != "num_tokens"}
+    cascades = flag("cascade", read.pop("cascade", True))
     q, _, _ = kernel_layout(found, q=q)
     arguments = dict(q=q, tables=found.tables.tables, **storage_arguments(found) | parts_of_blocks(found.pool))
-    arguments |= read_options(found, options)
+    arguments |= read_options(found, read)
     choice = pallas_kernels.explain(platform=platform, implementation=implementation, **arguments)
     reads_once = cascades and why_alone(choice.implementation, arguments) is None
     return choice._replace(reason=choice.reason + _describe_padding(found) + sharing_in_words(found, reads_once))
@@ -257,15 +259,15 @@ def _describe_padding(layer: Layer) -> str:
 
 
 def _kernel_options(
-    layer: Layer, step: Step | None, token_axes: tuple[int, ...], options: dict[str, Any]
+    layer: Layer, step: Step | None, token_axes: tuple[int, ...], given: Mapping[str, Any]
 ) -> dict[str, Any]:  # fmt: skip
     """Returns a call's options and a layer's own as the kernels take them."""
+    options = dict(given)
     if layer.layer_config.rank is not None and options.get("scale") is None:
         raise ValueError(
             f"Layer {layer.number} is latent, so scale= must be given: it goes by the width that heads had before "
             "queries were absorbed, which the cache does not know."
         )
-    options = dict(options)
     if layer.config.form(layer.number).joins and options.get("scale") is None:
         options["scale"] = layer.layer_config.head_dim**-0.5  # the kernels see the width of the row
     shared = shared_in(layer, step) if flag("cascade", options.pop("cascade", True)) else None

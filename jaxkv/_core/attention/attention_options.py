@@ -1,6 +1,6 @@
 """Who sees whom, beyond causality: what a layer says of it, and what a call does."""
 
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,32 @@ from jaxkv._core.state.state import BlockTables, Layer
 from pallas_kernels.api.dispatch import check_names
 from pallas_kernels.common import tree_attention as trees
 
-# What a call may say; and what `attention` and `attend` read by themselves, to be named beside it.
-OPTIONS = {
-    "alibi", "blocks", "causal", "deterministic", "mask", "return_lse", "scale", "sink_tokens", "sinks", "soft_cap",
-    "spans", "tree", "window",
-}  # fmt: skip
+
+class AttentionOptions(TypedDict, total=False):
+    """Options of `attention` that change which keys a token sees or how it weighs them; meanings stand there."""
+
+    scale: float | jax.Array | None
+    soft_cap: float | jax.Array | None
+    window: int | None
+    sink_tokens: int | None
+    sinks: Any  # f32[H]
+    mask: Any  # bool[S, T, C] or bool[N, C]
+    alibi: Any  # f32[H]
+    spans: Any  # i32[S, T] or i32[N]
+    tree: Any  # i32[S, T] or i32[N]
+    deterministic: bool
+    cascade: bool
+    return_lse: bool
+
+
+class AttendOptions(AttentionOptions, total=False):
+    """Options of `attend`: those of `attention`, and which blocks to read."""
+
+    blocks: Any  # i32[S, n]
+
+
+# What the kernels take of them; and what `attention` and `attend` read by themselves, to be named beside it.
+OPTIONS = AttendOptions.__optional_keys__ - {"cascade"} | {"causal"}
 READ_BEFORE = {"cascade", "implementation", "layer", "step"}
 
 

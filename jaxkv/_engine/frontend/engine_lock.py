@@ -84,7 +84,7 @@ class Turn:
     @contextlib.contextmanager
     def compute(self) -> Iterator[None]:
         """Use what the engine holds: nobody gives it back meanwhile. Raises RuntimeError if it is closed."""
-        outer = self._computing and self._computing()
+        outer = self._computing() if self._computing is not None else None
         if outer is not None and outer.thread is threading.current_thread():
             yield
             return
@@ -102,7 +102,7 @@ class Turn:
         first."""
         self.is_closed = True
         while True:
-            computing = self._computing and self._computing()
+            computing = self._computing() if self._computing is not None else None
             if computing is None or not computing.thread.is_alive():
                 return True
             if computing.thread is threading.current_thread():
