@@ -43,7 +43,7 @@ def add_generate(commands: Any) -> None:
         type=parse_bytes,
         help="what the cache may take, for example 512MiB or 2GB; default: what all rows need",
     )
-    add("--block-size", type=int, default=16, help="tokens per block; default: %(default)s")
+    add("--block-size", type=int, help="tokens per block; default: what the kernels of the platform take, 16 on a CPU")
     add(
         "--dtype",
         help="compute and cache in this dtype; default: float32 for the built-in model, else the checkpoint's",

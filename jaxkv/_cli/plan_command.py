@@ -19,8 +19,9 @@ from jaxkv._cli.plan_report import Asked, Memory, Option, Report
 from jaxkv._cli.plan_step_report import shapes_as_text, step_as_json
 from jaxkv._cli.units import parse_bytes
 from jaxkv._core.cache.inspection import format_bytes
-from jaxkv._core.config.cache_config import HEAD_DIM_MULTIPLES, JOINING
-from jaxkv._core.config.layer_config import KINDS, LayerConfig
+from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size, kernel_platform
+from jaxkv._core.config.cache_config import JOINING
+from jaxkv._core.config.layer_config import KINDS, LayerConfig, kind_of
 from jaxkv._core.config.validation import shown
 
 MOST_LENGTHS = 64 << 20  # bytes of a file of lengths
@@ -90,8 +91,8 @@ class _Planner:
     weights: tuple[int, str]  # bytes, and where that is known from
     lengths: list[int] | None
 
-    def report(self, devices: Devices, kinds: list[list[str]], block_sizes: Sequence[int]) -> Report:
-        """What fits. Raises ValueError if nothing does."""
+    def report(self, devices: Devices, kinds: list[list[str]], block_sizes: Sequence[int | None]) -> Report:
+        """What fits; None among the sizes is the one that a cache has by default. Raises ValueError if nothing does."""
         arguments, config, source, lengths = self.arguments, self.config, self.weights[1], self.lengths
         layers = [devices.layer(layer) for layer in config.layer_configs]
         total = arguments.memory if self.chip is None or arguments.memory is not None else self.chip.memory
@@ -113,7 +114,8 @@ class _Planner:
         join_kv = self.chip is not None and self.chip.platform in JOINING
         max_seqs, options, why = devices.rows(arguments.max_seqs), [], ""
         for dtypes in kinds:
-            for block_size in block_sizes:
+            for asked in block_sizes:
+                block_size = asked or self._default_size(dtypes[0], multiple, max_seqs, max_seq_len)
                 try:
                     devices.check(config.layer_configs, block_size)
                     # Of every block each device has its run, and so the part of a larger pool.
@@ -142,16 +144,21 @@ class _Planner:
             return []
         length = arguments.mean_len if self.lengths is None else sum(self.lengths) / len(self.lengths)
         length = max_seq_len if length is None else min(math.ceil(length), max_seq_len)
-        rows, block_size = arguments.max_seqs // devices.data, (arguments.block_size or [16])[0]
+        rows, said = arguments.max_seqs // devices.data, (arguments.block_size or [None])[0]
         join_kv = self.chip is not None and self.chip.platform in JOINING
         return [
             Asked(arguments.max_seqs, length, dtypes[0], needed_bytes(
                 layers, rows, length, max_seq_len=max_seq_len, step_tokens=arguments.step_tokens,
-                block_size=block_size, dtype=dtypes[0], head_dim_multiple=multiple, join_kv=join_kv,
+                block_size=said or self._default_size(dtypes[0], multiple, rows, max_seq_len), dtype=dtypes[0],
+                head_dim_multiple=multiple, join_kv=join_kv,
             ) // devices.context)
             for dtypes in kinds
             if arguments.dtype is not None or KINDS[dtypes[0]].bytes_per_element <= 2
         ]  # fmt: skip
+
+    def _default_size(self, dtype: str, head_dim_multiple: int, max_seqs: int | None, max_seq_len: int) -> int:
+        kinds = [kind_of(dtype, "--dtype")]
+        return choose_block_size(kernel_platform(head_dim_multiple), kinds, max_seqs or 1, max_seq_len)
 
 
 def _compare(planner: _Planner, devices: Devices) -> int:
@@ -164,7 +171,7 @@ def _compare(planner: _Planner, devices: Devices) -> int:
     found, why = [], ""
     for shape in shapes_of(devices.count, planner.config):
         try:
-            report = planner.report(shape, _kinds(arguments.dtype)[:1], arguments.block_size or (16,))
+            report = planner.report(shape, _kinds(arguments.dtype)[:1], arguments.block_size or (None,))
             found.append((plan_report.held(report), report.step))
         except ValueError as error:
             why = str(error)

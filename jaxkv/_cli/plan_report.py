@@ -63,13 +63,14 @@ class Report:
 
     @functools.cached_property
     def best(self) -> Plan:
-        """The one to start from: blocks of 16, where they fit, in the first dtype in which the rows fit that were asked
-        for, and that a kernel of the chip reads."""
+        """The one to start from: blocks of the default size, where they fit, in the first dtype in which the rows fit
+        that were asked for, and that a kernel of the chip reads."""
         fitting = [option for option in self.options if option.plan]
         enough = {asked.dtype for asked in self.asked if asked.bytes <= self.memory.cache}
         read = [option for option in fitting if has_kernel(option.dtypes[0], self.chip)] or fitting
         good = [option for option in read if option.dtypes[0] in enough] or read
-        first = next((option for option in good if option.block_size == 16), good[0])
+        usual = (x for x in good if x.plan and x.block_size == x.plan.config.default_block_size)
+        first = next(usual, good[0])
         assert first.plan is not None
         return first.plan
 

@@ -11,7 +11,7 @@ from jaxkv._core.blocks.reblock import Held, reblock, tokens_at
 from jaxkv._core.blocks.restore import pool_layers, put_rows
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.init import init
-from jaxkv._core.config.cache_config import BLOCK_SIZE, CacheConfig
+from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.state.arguments import on_host, row_indices
 from jaxkv._core.state.head_rows import refuse_gaps
@@ -115,7 +115,7 @@ def _config(k: list[Any], layers: Sequence[LayerConfig] | None, fields: dict[str
         layers = tuple(LayerConfig(num_kv_heads=heads, head_dim=head_dim) for heads, head_dim in given)
     if fields.get("layout") != "contiguous" and not {"num_blocks", "max_tokens"} & fields.keys():
         # A row's last block may be partly used: whole blocks for every row.
-        size = fields.get("block_size") or BLOCK_SIZE
+        size = CacheConfig(layers=layers, **fields | {"max_tokens": fields["max_seqs"]}).block_size
         fields = fields | {"max_tokens": fields["max_seqs"] * -(-fields["max_seq_len"] // size) * size}
     config = CacheConfig(layers=layers, **fields)
     named = [(config.layers[i].num_kv_heads, config.layers[i].head_dim) for i in pool_layers(config)]

@@ -33,6 +33,7 @@ from pallas_kernels.api.backends import (
     unsupported,
     unusual,
 )
+from pallas_kernels.api.sizes import warn_of_sizes
 from pallas_kernels.common import context_parallel as stripes
 
 
@@ -331,6 +332,8 @@ _once = jax.jit(_with_gradient, static_argnums=(0, 1, 2))
 def _run(op: str, implementation: str | None, arrays: dict[str, jax.Array], static: dict[str, Any]) -> Any:
     arguments: dict[str, Any] = {**arrays, **static}
     choice = _choice(op, None, implementation, arguments)
+    if implementation is None and choice.implementation == "xla":
+        warn_of_sizes(op, choice.reason, arguments)
 
     def on(name: str) -> Any:
         backend = backend_of(name)

@@ -189,7 +189,8 @@ def shard_config(config: CacheConfig, count: int, axis: str) -> CacheConfig:
     """The config of each of `count` equal parts of a cache's rows and blocks. Raises ValueError."""
     max_seqs = even_part("max_seqs", config.max_seqs, count, axis)
     parts = tuple(even_part("num_blocks", n, count, axis) for n in config.group_blocks)
-    return config.replace(max_seqs=max_seqs, **{} if config.contiguous else {"group_blocks": parts})
+    fields: dict[str, Any] = {} if config.contiguous else {"group_blocks": parts, "block_size": config.block_size}
+    return config.replace(max_seqs=max_seqs, **fields)
 
 
 def even_part(name: str, number: int, count: int, axis: str) -> int:

@@ -8,15 +8,12 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
+from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size, kernel_platform
 from jaxkv._core.config.from_dense import MadeLike
 from jaxkv._core.config.layer_config import LayerConfig, kind_of
 from jaxkv._core.config.mesh_shape import HEADS, mesh_of
 from jaxkv._core.config.validation import MOST_INDEX, flag, integer, real, shown
 
-BLOCK_SIZE = 16  # tokens, unless it is said
-# What the stored head_dim is rounded up to, by platform: with less, XLA for TPUs copies the whole pool at every step,
-# and the kernels for GPUs refuse it.
-HEAD_DIM_MULTIPLES = {"tpu": 128, "gpu": 64}
 JOINING = ("tpu",)  # platforms whose kernels read keys and values that stand in one row
 
 
@@ -40,7 +37,10 @@ class CacheConfig(MadeLike):
       group_blocks: blocks per layer for each of `groups`, where they differ; then `num_blocks` is the largest. In a
         layer that evicts by heads a block is of one head: there are K times as many of them.
       max_tokens: the most tokens of all rows together; default: `num_blocks * block_size`.
-      block_size: tokens per block. Contiguous: `max_seq_len`, set by itself.
+      block_size: tokens per block. Contiguous: `max_seq_len`, set by itself. Default: what the kernels of the platform
+        take, 16 where they take that; in quantised kinds 128 on TPUs and 32 on NVIDIA GPUs, and on TPUs as many as let
+        the block tables of all rows fit their scalar memory. The platform is told by `head_dim_multiple`, the one at
+        hand if that is left out.
       dtype: the storage of keys and values: bfloat16, float16 or float32; or quantised: int8, float8_e4m3fn,
         float8_e5m2 or int4, with a scale for each token and head.
       layout: "paged", or "contiguous": one block of `max_seq_len` tokens per row, always the row's own.
@@ -133,6 +133,13 @@ class CacheConfig(MadeLike):
         """Names of the sizes that the config worked out by itself."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return tuple(name for name, x in values.items() if isinstance(x, _Settled | _SettledBlocks))
+
+    @property
+    def default_block_size(self) -> int:
+        """The `block_size` of such a cache where nobody says it."""
+        kinds = [self.kind(i) for i in range(self.num_layers)]
+        lines = self.max_seqs * max(self.group_heads, default=1)
+        return choose_block_size(kernel_platform(self.head_dim_multiple), kinds, lines, self.max_seq_len)
 
     def _drop_settled(self, put) -> None:
         sizes = [field for field in ("num_blocks", "max_tokens", "group_blocks") if getattr(self, field) is not None]
@@ -227,7 +234,7 @@ class CacheConfig(MadeLike):
 
     def _settle_paged(self, put) -> None:
         if self.block_size is None:
-            put("block_size", _Settled(BLOCK_SIZE))
+            put("block_size", _Settled(self.default_block_size))
         if self.group_blocks is not None:
             self._settle_group_blocks(put)
         if self.max_tokens is None and self.num_blocks is None:
@@ -379,6 +386,8 @@ class CacheConfig(MadeLike):
         else:
             follows = {"layers": "group_blocks", "block_size": "max_tokens"}
             stale = {follows[field] for field in follows.keys() & changes.keys()}
+        if isinstance(self.block_size, _Settled):
+            stale = stale | {"block_size"}
         fields: Any = dict.fromkeys(stale) | changes
         return dataclasses.replace(self, **fields)
 

@@ -4,7 +4,8 @@ import heapq
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from jaxkv._core.config.cache_config import BLOCK_SIZE
+from jaxkv._core.config.block_size import BLOCK_SIZE
+from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import integer, listed
 from jaxkv._core.state.device_arrays import count_parts
 from jaxkv._engine.frontend.build import read_longest
@@ -69,7 +70,11 @@ def generate(
         max_seqs = integer("max_seqs", engine.get("max_seqs", sizes["max_seqs"]), least=1)
         max_seq_len = read_longest(max(lengths), getattr(model, "config", None))
         lengths = [min(length, max_seq_len) for length in lengths]
-        sizes |= _room(lengths, n, max_seqs // devices, max_seq_len, devices)
+        stored = {name: engine[name] for name in ("head_dim_multiple", "join_kv") if name in engine}
+        block_size = CacheConfig.from_model(
+            model, max_seqs=max_seqs, max_seq_len=max_seq_len, dtype=engine.get("cache_dtype"), **stored
+        ).block_size
+        sizes |= _room(lengths, n, max_seqs // devices, max_seq_len, devices, block_size)
     outputs: list[list[int]] = [[] for _ in range(n * len(prompts))]
     with Engine(model, **sizes | engine) as engine_:
         tokens = engine_.stream(prompts, limits, temperature, eos, top_k=top_k, top_p=top_p, seed=seed, n=n)
@@ -78,15 +83,17 @@ def generate(
     return outputs if n == 1 else [outputs[i : i + n] for i in range(0, len(outputs), n)]
 
 
-def _room(lengths: list[int], n: int, rows: int, max_seq_len: int, devices: int) -> dict[str, int]:
+def _room(
+    lengths: list[int], n: int, rows: int, max_seq_len: int, devices: int, block_size: int = BLOCK_SIZE
+) -> dict[str, int]:  # fmt: skip
     """`max_tokens` for n sequences of each length, `rows` at once on each device, if all rows at `max_seq_len` take
     more."""
     longest = sorted(heapq.nlargest(rows, lengths) * min(n, rows), reverse=True)[:rows]  # they may meet on one device
-    blocks = sum(-(-length // BLOCK_SIZE) for length in longest)
+    blocks = sum(-(-length // block_size) for length in longest)
     blocks = 1 << max(0, blocks - 1).bit_length()  # few shapes to compile
-    if blocks >= rows * -(-max_seq_len // BLOCK_SIZE):
+    if blocks >= rows * -(-max_seq_len // block_size):
         return {}
-    return {"max_tokens": devices * blocks * BLOCK_SIZE}
+    return {"max_tokens": devices * blocks * block_size}
 
 
 def _progress_bar(tokens: Iterable[tuple[int, int]], total: int) -> Any:
