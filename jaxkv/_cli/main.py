@@ -9,6 +9,7 @@ import jax
 from jaxkv import __version__
 from jaxkv._cli.generate import add_generate
 from jaxkv._cli.plan_command import add_plan
+from jaxkv._core.config.validation import shown
 from jaxkv._core.state.errors import CacheError
 
 
@@ -24,6 +25,12 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it when it ends
         return 141
+    except UnicodeEncodeError as error:  # what the terminal sent is no text
+        half = error.object[error.start : error.end]
+        print(
+            f"jaxkv: {shown(error.object)} holds {half!a}, which is no character: write it in UTF-8.", file=sys.stderr
+        )
+        return 2
     except (ValueError, OSError, ModuleNotFoundError, CacheError) as error:  # what a user can mend
         print(f"jaxkv: {error}", file=sys.stderr)
         return 2

@@ -97,6 +97,7 @@ class BlockFiles:
         largest = max(len(h) + CHECKSUM + config.bytes_per_group_block(g) for g, h in enumerate(headers))
         if self.most_bytes < largest:
             raise ValueError(f"disk_bytes must be at least a block's file, {largest} bytes, not {shown(most_bytes)}.")
+        self._make_room(self.most_bytes)  # there may be more from before
 
     @property
     def num_bytes(self) -> int:

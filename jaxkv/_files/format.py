@@ -97,11 +97,24 @@ def described(saved: SavedCache) -> dict[str, str]:
     fields["cache"] = json.dumps({"config": _render(saved.config), "groups": saved.groups, "size": saved.block_size})
     if saved.model is not None:
         fields["model"] = saved.model
+    if (name := _find_other_key(saved.metadata)) is not None:
+        raise ValueError(
+            f"metadata must be a dict of what JSON can hold, whose names are all strings, but it has {shown(name[0])}: "
+            "convert it first."
+        )
     try:
         fields["metadata"] = json.dumps(dict(saved.metadata), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"metadata must be a dict of what JSON can hold, but {error}: convert it first.") from error
     return fields
+
+
+def _find_other_key(x: Any) -> tuple[Any] | None:
+    """Return the first name in nested mappings that is no string: JSON would turn it into one, which may be there."""
+    if isinstance(x, Mapping):
+        other = next(((name,) for name in x if not isinstance(name, str)), None)
+        return other or next(filter(None, map(_find_other_key, x.values())), None)
+    return next(filter(None, map(_find_other_key, x)), None) if isinstance(x, list | tuple) else None
 
 
 def open_saved(path: pathlib.Path) -> tuple[SavedCache, dict[str, np.ndarray]]:

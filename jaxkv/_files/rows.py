@@ -289,7 +289,7 @@ def check_layers(path: pathlib.Path, saved: CacheConfig, config: CacheConfig) ->
     for i in range(config.num_layers):
         theirs, ours = (describe_layer(c, i) for c in (saved, config))
         wrong = [name for name in ours if theirs[name] != ours[name]]
-        if wrong == ["dtype"]:
+        if set(wrong) <= {"dtype", "rotate"} and "dtype" in wrong:
             raise CacheFileError(
                 f"{path} has layer {i} in {theirs['dtype']}, but the cache has {ours['dtype']}: load it into a cache "
                 f"of {theirs['dtype']}; keys and values are not converted."

@@ -39,6 +39,7 @@ class HostBlocks:
     groups: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
     sights: tuple[str, ...] = dataclasses.field(metadata={"static": True})  # of each group
     rotates: tuple[bool, ...] = dataclasses.field(metadata={"static": True})  # of each layer: are its heads rotated?
+    kinds: tuple[str, ...] = dataclasses.field(metadata={"static": True})  # of each layer: bytes do not tell
     # Whether the cache was committed to its devices. What lies in pinned memory always is, and so would be whatever a
     # program makes of it: of a cache that was not, a program is given NumPy arrays.
     committed: bool = dataclasses.field(default=True, metadata={"static": True})

@@ -72,6 +72,7 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
         lengths=np.asarray(seen_by_rows(tables[0], config).lengths)[moved], first=tuple(first), count=tuple(count),
         held=tuple(left), thinned=tuple(thinned), parts=tuple(parts), groups=config.groups, sights=config.group_sights,
         rotates=tuple(map(config.rotates, range(cache.num_layers))),
+        kinds=config.kind_names,
         committed=all(x.committed for x in jax.tree.leaves(cache.pools)),
     )  # fmt: skip
     return free(cache, moved), host
@@ -200,7 +201,8 @@ def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:
         )
     for layers in cache.config.groups:
         for layer in layers:
-            held, own = (_described(part) for part in (host.parts[layer], cache.layer(layer).pool))
+            kinds, parts = (host.kinds, cache.config.kind_names), (host.parts[layer], cache.layer(layer).pool)
+            held, own = (_described(part, kind[layer]) for part, kind in zip(parts, kinds, strict=True))
             if held != own:
                 raise ValueError(
                     f"The blocks of layer {layer} are {held}, but the cache's are {own}: swap them into a cache "
@@ -235,11 +237,12 @@ def _are_empty(cache: Cache, rows: jax.Array) -> jax.Array:
     return inside & (cache.lengths[at] == 0) & ~held & ~named_before
 
 
-def _described(pool: Pool | None) -> str:
-    """The dtypes and shapes of a pool's blocks."""
+def _described(pool: Pool | None, kind: str) -> str:
+    """The kind of a pool's blocks, and the dtypes and shapes of what is stored."""
     fields = {"": "kv", " with scales ": "scale", " with bounds ": "bounds"}
     arrays = {word: getattr(pool, field, None) for word, field in fields.items()}
-    return "".join(f"{word}{x.dtype}{list(x.shape[1:])}" for word, x in arrays.items() if x is not None)
+    named = {word: kind if field == "kv" else None for word, field in fields.items()}
+    return "".join(f"{word}{named[word] or x.dtype}{list(x.shape[1:])}" for word, x in arrays.items() if x is not None)
 
 
 def _to_device(part: Pool | None, cache: Cache, layer: int) -> Pool:

@@ -64,6 +64,7 @@ def _read(
         count=tuple(x.sum(axis=1, dtype=np.int32) for x in used),
         held=tuple(None if one.thinned is None else one.lengths for one in held),
         thinned=tuple(one.thinned for one in held), rotates=tuple(map(config.rotates, range(config.num_layers))),
+        kinds=config.kind_names,
     )  # fmt: skip
 
 

@@ -99,6 +99,7 @@ def lifted(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
     return HostBlocks(
         lengths=length, first=tuple(first), count=tuple(count), held=none, thinned=none, parts=parts,
         groups=config.groups, sights=config.group_sights, rotates=tuple(map(config.rotates, range(cache.num_layers))),
+        kinds=config.kind_names,
     )  # fmt: skip
 
 

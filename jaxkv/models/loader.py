@@ -236,7 +236,7 @@ def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
         weights = _read_json(index).get("weight_map")
         named = list(weights.values()) if isinstance(weights, dict) else []
         files = sorted(set(named)) if all(isinstance(file, str) for file in named) else []
-        if not files or any(pathlib.Path(file).name != file for file in files):
+        if not files or any(pathlib.Path(file).name != file or file in ("", "..") for file in files):
             raise ValueError(f"{index} must have a weight_map from tensors to files in its own folder.")
     elif (folder / "model.safetensors").exists():
         files = ["model.safetensors"]
@@ -244,7 +244,7 @@ def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
         raise FileNotFoundError(
             f"{folder} has neither model.safetensors nor model.safetensors.index.json: no other format is read."
         )
-    if missing := [file for file in files if not (folder / file).exists()]:
+    if missing := [file for file in files if not (folder / file).is_file()]:
         raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}, which its index names.")
     return [folder / file for file in files]
 

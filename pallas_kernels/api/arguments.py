@@ -38,6 +38,11 @@ def _check_tokens(name: str, x, rows: int, inner: str) -> None:
 
 def check_kind(kv, kv_scale, kind, head_dim: int) -> None:
     if kind is None:
+        if kv.dtype == jnp.uint8:
+            raise ValueError(
+                "kv holds bytes, which stand for numbers of a quantised kind, and kind says of none: name it, one of "
+                f"{', '.join(kinds.LARGEST)}."
+            )
         return
     if kind not in kinds.LARGEST:
         raise ValueError(f"kind must be None or one of {', '.join(kinds.LARGEST)}, not {kind!r}.")
@@ -49,6 +54,15 @@ def check_kind(kv, kv_scale, kind, head_dim: int) -> None:
         raise ValueError(f"A pool of kind {kind} needs kv_scale, what its numbers are multiplied by.")
     if kv_scale.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"kv_scale must be float32 or bfloat16, not {kv_scale.dtype}.")
+
+
+def check_new_scale(kv_scale, kind) -> None:
+    """Of a call that writes: without a kind the scales would be left as they are."""
+    if kv_scale is not None and kind is None:
+        raise ValueError(
+            f"kv_scale without kind does not say how to store new numbers: name the kind, one of "
+            f"{', '.join(kinds.LARGEST)}, or leave kv_scale out."
+        )
 
 
 def check_new(k, v, kv, kind, tables, rank) -> None:

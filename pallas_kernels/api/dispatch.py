@@ -17,6 +17,7 @@ from pallas_kernels.api.arguments import (
     check_attention,
     check_kind,
     check_new,
+    check_new_scale,
     check_pool,
     check_stripe,
     check_variants,
@@ -158,6 +159,7 @@ def write_kv(
     """
     check_pool(kv, tables, lengths, new, offsets, rank)
     check_kind(kv, kv_scale, kind, k.shape[-1])
+    check_new_scale(kv_scale, kind)
     check_new(k, v, kv, kind, tables, rank)
     check_stripe(stripe)
     if stripe is not None:
@@ -190,6 +192,7 @@ def write_and_attend(
     """
     check_pool(kv, tables, lengths, new, offsets, rank)
     check_kind(kv, kv_scale, kind, q.shape[-1])
+    check_new_scale(kv_scale, kind)
     check_new(k, v, kv, kind, tables, rank)
     options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
     check_names("write_and_attend", variants)

@@ -10,7 +10,7 @@ def merge_attention(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Ar
     Args:
       outs: `[P, ..., H, D]`, the outputs of P parts.
       lses: `f32[P, ..., H]`, the natural logarithms of their softmax denominators. A part with -inf saw nothing, and
-        what its output holds is not read.
+        what its output holds is not read. Beside one with +inf no other part has any weight.
 
     Returns:
       `(out, lse)`, `[..., H, D]` in `outs`' dtype and `f32[..., H]`; 0 and -inf where no part saw anything.
@@ -31,6 +31,10 @@ def merge_attention(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Ar
             f"outs must be [P, ..., H, D] and lses [P, ..., H], but their shapes are {outs.shape} and {lses.shape}."
         )
     lses = lses.astype(jnp.float32)
+    # Parts without bounds leave nothing to the others, and share alike.
+    boundless = jnp.isposinf(lses)
+    is_boundless = boundless.any(axis=0)
+    lses = jnp.where(is_boundless[None], jnp.where(boundless, 0.0, -jnp.inf), lses)
     seen = ~jnp.isneginf(lses)
     finite = jnp.where(seen, lses, 0.0)  # selected before the arithmetic too, so that gradients stay finite
     top = jax.lax.stop_gradient(jnp.max(jnp.where(seen, finite, -jnp.inf), axis=0, initial=-jnp.inf))
@@ -40,4 +44,5 @@ def merge_attention(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Ar
     total = jnp.where(nothing, 1.0, jnp.sum(weights, axis=0))
     values = jnp.where(seen[..., None], outs.astype(jnp.float32), 0.0)
     out = jnp.sum(values * weights[..., None], axis=0) / total[..., None]
-    return out.astype(outs.dtype), jnp.where(nothing, -jnp.inf, top + jnp.log(total))
+    lse = jnp.where(nothing, -jnp.inf, top + jnp.log(total))
+    return out.astype(outs.dtype), jnp.where(is_boundless, jnp.inf, lse)

@@ -224,9 +224,7 @@ class Views:
         block, _ = self.slots(row, position, layer=layer)
         if not isinstance(block, jax.core.Tracer) and not block.any():
             sight = self.layer_config(self.config.owner(layer)).sight
-            raise IndexError(
-                f"Layer {layer}, {sight} tokens, has given back the token of row {row} at position {position}."
-            )
+            raise IndexError(f"Layer {layer}, {sight}, has given back the token of row {row} at position {position}.")
         return self.read(layer, row, position)
 
     def load(self, layer: int, row: int, head: int, position: int) -> tuple[jax.Array, jax.Array]:

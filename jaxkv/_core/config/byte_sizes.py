@@ -24,6 +24,11 @@ class Memory(Groups):
     head_dim_multiple: int
     join_kv: bool | Literal["head"]
 
+    @property
+    def kind_names(self) -> tuple[str, ...]:
+        """For each layer the name of what it is stored in: of several kinds the pool is one of bytes."""
+        return tuple(self.kind(layer).name for layer in range(self.num_layers))
+
     def kind(self, layer: int) -> Kind:
         """How a layer's elements are stored."""
         return kind_of(self.layer_config(self.owner(layer)).dtype or self.dtype, "dtype")

@@ -68,10 +68,10 @@ ROTATED = ("int4",)  # the small model's loss says so; elsewhere it does not car
 def kind_of(dtype: Any, field: str) -> Kind:
     try:
         name = jnp.dtype(dtype).name
-    except TypeError:
-        name = str(dtype)
-    if name not in KINDS:
-        raise ValueError(f"{field} must be one of {', '.join(KINDS)}, not {name}.")
+    except Exception:  # NumPy reads dicts and lists, too, and has errors of many types for them
+        name = dtype
+    if not isinstance(name, str) or name not in KINDS:
+        raise ValueError(f"{field} must be one of {', '.join(KINDS)}, not {shown(dtype)}.")
     return KINDS[name]
 
 

@@ -102,6 +102,7 @@ class Resumable:
             if KEY not in file.saved.metadata:
                 raise CacheFileError(f"{path} is a saved cache, but not of an engine: Engine.save writes those.")
             if file.saved.model != self._model:
+                file.check_layers(self.config)  # of the same model in another dtype it says that
                 raise CacheFileError(
                     f"{path} is of an engine with another model, whose keys, values and tokens mean nothing to this "
                     "one: load it with the model that it was saved with."

@@ -12,6 +12,7 @@ from jaxkv._core.blocks.tables import extend
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.validation import integer
 from jaxkv._engine.programs.step import logits_at
+from jaxkv._engine.requests.request import read_eos
 
 
 @functools.partial(jax.export.register_namedtuple_serialization, serialized_name="jaxkv.Beams")
@@ -29,7 +30,7 @@ class Beams(NamedTuple):
 
 
 def beam_search(
-    model: Any, cache: Cache, logits: jax.Array, *, beams: int, max_new_tokens: int, eos: int | None = None
+    model: Any, cache: Cache, logits: jax.Array, *, beams: int, max_new_tokens: int, eos: Any = None
 ) -> tuple[Beams, Cache]:
     """The likeliest continuations, as far as a beam search finds them. Pure, and one program: call it within `jit`.
 
@@ -42,7 +43,7 @@ def beam_search(
       logits: `f32[S, V]`, the model's after the last token of each row; only those of rows with a prompt are read.
       beams: how many continuations of a prompt are followed.
       max_new_tokens: how long they become.
-      eos: a token at which a continuation ends. Its score then stays as it is.
+      eos: a token at which a continuation ends, or several. Its score then stays as it is.
 
     Returns:
       `(beams, cache)`. Row `p * beams + b` holds prompt p and what its b-th beam has added, -1 not counted. Where
@@ -71,7 +72,7 @@ def beam_search(
     if logits.ndim != 2 or logits.shape[0] != rows:
         raise ValueError(f"logits must be f32[{rows}, V], those after each row's last token, not {logits.shape}.")
     vocab, prompts = logits.shape[1], rows // beams
-    stop = -1 if eos is None else integer("eos", eos, least=0)
+    stops = jnp.array(sorted(read_eos(eos)), jnp.int32)
     first = jnp.arange(rows, dtype=jnp.int32) // beams * beams
 
     def step(carry: tuple, _: None) -> tuple[tuple, tuple]:
@@ -83,7 +84,7 @@ def beam_search(
         scores, at = (x.reshape(rows) for x in jax.lax.top_k(totals.reshape(prompts, beams * vocab), beams))
         source, token = first + at // vocab, at % vocab
         is_new = ~ended[source] & ~jnp.isneginf(scores)
-        ended = ~is_new | (token == stop)
+        ended = ~is_new | (token[:, None] == stops[None]).any(axis=1)
         cache = extend(reorder(cache, source), is_new.astype(jnp.int32))
         token = jnp.where(is_new, token, 0)
         logits, cache = logits_at(model, token[:, None], cache, jnp.zeros_like(token), cascade=True)

@@ -77,6 +77,8 @@ class PrefixCache:
         if config.contiguous:
             raise ValueError('A PrefixCache needs layout="paged": in the contiguous layout rows share no blocks.')
         refuse_evicting(config, "A PrefixCache takes", ("head",))
+        if not callable(hash_function):
+            raise ValueError(f"hash_function must be a function of a (hash, tokens) pair, not {shown(hash_function)}.")
         self.config, self.max_pinned = config, real("max_pinned, a share of the blocks,", max_pinned, least=0, most=1)
         self.spill_bytes, self._hash_function = int(real("spill_bytes", spill_bytes, least=0)), hash_function
         self.files = open_disk(config, self.spill_bytes, disk, disk_bytes, model)
@@ -280,7 +282,8 @@ class PrefixCache:
         return [int(free) + max(0, int(unused) - self.pinned(g)) for g, (free, unused) in enumerate(counts)]
 
     def pinned(self, group: int) -> int:
-        """Blocks of a group that are pinned."""
+        """Blocks of a group that are pinned. Raises ValueError where there is no such group."""
+        group = integer("group", group, least=0, most=len(self.config.groups) - 1)
         return sum(1 for node in self._index.pins if node.blocks[group])
 
     def stats(self) -> dict[str, Any]:
