@@ -225,22 +225,23 @@ class Residents:
             return False
         return bool(self._free_rows) and self._given_back_at > self._measured_at
 
-    def make_room(self, num_blocks: int) -> None:
-        """Have `num_blocks` free blocks in every group, at the cost of the prefix cache, and count them as taken."""
-        if self.prefix is not None and num_blocks and not self._are_free(num_blocks):
+    def make_room(self, num_blocks: list[int]) -> None:
+        """Have so many free blocks in each group, at the cost of the prefix cache, and count them as taken."""
+        if self.prefix is not None and any(num_blocks) and not self._are_free(num_blocks):
             self.settle()
             if not self._are_free(num_blocks):
                 self.cache = self.prefix.make_room(self.cache, num_blocks)
                 self.clock += 1
                 self.settle()
-        self.taken += num_blocks
+        self.taken += max(num_blocks, default=0)
 
-    def _are_free(self, num_blocks: int) -> bool:
-        """Whether so many blocks are free for certain, in every group."""
+    def _are_free(self, num_blocks: list[int]) -> bool:
+        """Whether so many blocks are free for certain, in each group."""
         if self._room is None:
             self.settle()
         assert self._room is not None
-        return num_blocks + self.taken - self._taken_then <= min(free_ for free_, _ in self._room)
+        since = self.taken - self._taken_then
+        return all(n + since <= free_ for n, (free_, _) in zip(num_blocks, self._room, strict=True))
 
     def is_coming(self, running: list[Sequence], sequence: Sequence) -> bool:
         """Whether a running sequence, served as early, is about to compute what a waiting one can share with it."""
@@ -286,7 +287,7 @@ class Residents:
         self._living.add(sequence)
         if sequence.host is not None:
             blocks = sequence.host() if callable(sequence.host) else sequence.host
-            self.make_room(max(int(count.sum()) for count in blocks.count))
+            self.make_room([int(count.sum()) for count in blocks.count])
             self.call(self._swap_in, np.array([row], np.int32), blocks)
             sequence.cached, sequence.host = blocks.num_tokens, None
         elif self.prefix is not None and match is not None and match.num_tokens:
@@ -313,7 +314,7 @@ class Residents:
     def fork(self, source: Sequence, sequence: Sequence) -> None:
         """Give a sequence a row that goes on from what `source` holds."""
         row = self._take_row(must_be_empty=True)
-        self.make_room(1)
+        self.make_room([1] * len(self.config.groups))
         self.call(self._fork, np.array([source.row], np.int32), np.array([row], np.int32))
         sequence.row, sequence.cached = row, source.cached
         self._living.add(sequence)

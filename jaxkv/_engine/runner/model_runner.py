@@ -83,7 +83,7 @@ class Pipeline:
     def send(self, step: Step, steps: int) -> list[tuple[Sequence, int, int]]:
         """Have a step computed. For each sequence in it: itself, its row, and its number of tokens."""
         residents = self.residents
-        residents.make_room(max(step.blocks, default=0))
+        residents.make_room(step.blocks)
         work = [(s, s.row, n) for s, n in step.counts.items() if s.row is not None]
         work.sort(key=lambda one: one[1])  # packed tokens come row by row
         rows = self._rows()
