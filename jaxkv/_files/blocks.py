@@ -115,18 +115,34 @@ class BlockFiles:
         self.known[name] = block
         return True
 
+    def has_seen(self, block: Block) -> bool:
+        """Whether there was a file of a block when it was last looked for."""
+        return self._name(block) in self.files
+
     def keep(self, block: Block) -> bool:
         """Whether there is a file of a block now, which then counts as just used: others may have removed it."""
         return self.has(block) and self._touch(self._name(block))
 
-    def write(self, block: Block, contents: Sequence[Pool]) -> bool:
-        """Have a file of a block, its layers' parts in order; whether it has been written just now."""
-        if self.keep(block):
+    def spare(self, block: Block) -> None:
+        """Have a block's file, if there is one, be the first to go."""
+        name = self._name(block)
+        if name in self.files:
+            self.files.move_to_end(name, last=False)
+            with contextlib.suppress(OSError):  # for the next process
+                os.utime(self.folder / name, (0, 0))
+
+    def write(self, block: Block, contents: Sequence[Pool], *, is_spare: bool = False) -> bool:
+        """Have a file of a block, its layers' parts in order; whether it has been written just now.
+
+        Args:
+          is_spare: it is the first to go, and no other one goes for it.
+        """
+        if self.has(block) if is_spare else self.keep(block):
             return False
         name, header = self._name(block), self._header(block)
         data = [safetensors.as_bytes(np.asarray(x)) for x in jax.tree.leaves(list(contents))]
         size = len(header) + sum(map(len, data)) + CHECKSUM
-        if size > self.most_bytes or name in self.lost:
+        if size + is_spare * self.num_bytes > self.most_bytes or name in self.lost:
             return False
         path = self.folder / name
         try:
@@ -143,6 +159,8 @@ class BlockFiles:
             return False
         self.files[name], self.known[name] = size, block
         self.counts["written"] += 1
+        if is_spare:
+            self.spare(block)
         return True
 
     def read(self, block: Block) -> list[Pool] | None:

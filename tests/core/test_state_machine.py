@@ -293,6 +293,12 @@ class Machine(RuleBasedStateMachine):
 
     # A block that the index has stays when its rows go, and is found by what its tokens are.
 
+    def held(self):
+        """The names of what the index has on the device, for each group."""
+        nodes = self.prefix._index.nodes.values()
+        names = {n: (n.identity[1], tuple(token for one in n.chain for token in one.tokens)) for n in nodes}
+        return [{names[n] for n in nodes if n.blocks[g]} for g in range(len(self.config.groups))]
+
     def is_paged(self):
         return not self.oracle.contiguous
 
@@ -320,8 +326,9 @@ class Machine(RuleBasedStateMachine):
         if not self.oracle.is_empty(row):
             with pytest.raises(ValueError, match="adopt into an empty row"):
                 self.prefix.adopt(self.cache, row, match)
-        elif self.oracle.adopt(row, keys, tokens):
+        elif self.oracle.can_adopt(keys):
             self.cache = self.prefix.adopt(self.cache, row, match, donate=True)
+            self.oracle.adopt(row, keys, tokens, self.held())
         else:
             with pytest.raises(jaxkv.OutOfBlocks, match="are in host memory"):
                 self.prefix.adopt(self.cache, row, match)
@@ -331,7 +338,7 @@ class Machine(RuleBasedStateMachine):
     @rule(wanted=st.integers(1, 9))
     def make_room(self, wanted):
         self.cache = self.prefix.make_room(self.cache, wanted)
-        self.oracle.make_room([wanted] * len(self.oracle.groups))
+        self.oracle.make_room([wanted] * len(self.oracle.groups), self.held())
         self.compare()
 
     @precondition(lambda self: len(self.inserted) > 3)

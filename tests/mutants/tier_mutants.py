@@ -14,7 +14,7 @@ MUTANTS = {
     ),
     "the beginning of a chain goes before its end": (
         "test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_beginning",
-        Plant("PrefixIndex.touch", "reversed(list(chain))", "list(chain)"),
+        Plant("Ends.least_needed", "self._freed(end, g, passed[g])", "reversed([*self._freed(end, g, passed[g])])"),
     ),
     "labels of another line of caches are believed": (
         "test_the_same_block_of_an_older_cache_is_not_taken_for_a_newer_one",
@@ -30,17 +30,15 @@ MUTANTS = {
     ),
     "the host's memory has no bound": (
         "test_the_host_memory_is_bounded",
-        Plant(
-            "PrefixIndex._spare_host", "list(self.nodes.values()) if self.host_bytes > self.spill_bytes else ()", "()"
-        ),
+        Plant("PrefixIndex._spare_host", "self.host_bytes - self.spill_bytes", "0"),
     ),
     "what is pinned is let go on the host": (
         "test_pins_hold_on_the_host_too_and_while_the_index_grows",
-        Plant("PrefixIndex._spare_host", "node not in self.pins", "True"),
+        Plant("PrefixIndex._spare_host", "pinned.union(own)", "set(own)"),
     ),
     "what holds nothing stays": (
         "test_salts_that_are_gone_leave_nothing_behind",
-        Plant("PrefixIndex.hold", "(*left, *reversed(chain))", "()"),
+        Plant("PrefixIndex.hold", "(*left, *reversed(chain), *reversed(pruned))", "()"),
     ),
     "the last token is matched too": (
         "test_a_match_is_whole_blocks_and_leaves_a_token_to_compute",
@@ -64,7 +62,7 @@ MUTANTS = {
     ),
     "an old match is believed": (
         "test_an_older_cache_gets_what_it_has_and_nothing_else",
-        Plant("PrefixCache.adopt", "not is_known or self._index.usable(chain, self._needed) < len(chain)", "False"),
+        Plant("PrefixCache.adopt", "not is_known or self._index.usable(chain) < len(chain)", "False"),
     ),
     "one block too many can be pinned": (
         "test_bad_input_is_refused_and_nothing_is_lost",
@@ -102,17 +100,68 @@ MUTANTS = {
         "test_what_a_row_uses_or_what_is_pinned_stays",
         Plant(
             "Change.evict",
-            "block != NULL_BLOCK and refcounts[block] == 1 and (node not in pins) and (node not in spared)",
-            "block != NULL_BLOCK and node not in pins and (node not in spared)",
+            "block != NULL_BLOCK and refcounts[block] == 1 and (node not in pinned) and (node not in spared)",
+            "block != NULL_BLOCK and node not in pinned and (node not in spared)",
         ),
     ),
     "what is pinned is evicted": (
         "test_what_a_row_uses_or_what_is_pinned_stays",
         Plant(
             "Change.evict",
-            "block != NULL_BLOCK and refcounts[block] == 1 and (node not in pins) and (node not in spared)",
+            "block != NULL_BLOCK and refcounts[block] == 1 and (node not in pinned) and (node not in spared)",
             "block != NULL_BLOCK and refcounts[block] == 1 and (node not in spared)",
         ),
+    ),
+    # What is worth keeping.
+    "a window's middle is worth as much as its end": (
+        "test_nine_tenths_are_found_at_one_and_a_half_of_the_windows_blocks",
+        Plant("Ends.least_needed", "((node, g) for node in self.spare[g].values())", "()"),
+    ),
+    "where a chat went on stays an end": (
+        "test_nine_tenths_are_found_at_one_and_a_half_of_the_windows_blocks",
+        Plant("Ends.use", "self._remove(end)", ""),
+    ),
+    "where prompts part is no end": (
+        "test_nine_tenths_are_found_at_one_and_a_half_of_the_windows_blocks",
+        Plant("Ends.use", "node.is_fork and can[number]", "False"),
+    ),
+    "what was found before is worth no more": (
+        "test_nine_tenths_are_found_at_one_and_a_half_of_the_windows_blocks",
+        Plant("Ends._by_worth", "len(ends)", "0"),
+    ),
+    "a row's end is worth as much as another": (
+        "test_where_a_row_goes_on_is_worth_less_than_where_none_does",
+        Plant(
+            "Change.evict", "self.index.ends.least_needed([group], is_running)", "self.index.ends.least_needed([group])"
+        ),
+    ),
+    "an end that lacks something is one all the same": (
+        "test_what_one_group_cannot_serve_any_more_no_other_one_keeps",
+        Plant("Ends.settle", "self._move_back(end)", ""),
+    ),
+    "an end that lacks something is none": (
+        "test_a_window_that_is_gone_leaves_what_can_be_served_without_it",
+        Plant("Ends._move_back", "self._needed(chain) if chain else {}", "{}"),
+    ),
+    "a pin is of whole chains": (
+        "test_a_pin_is_of_what_a_match_needs",
+        Plant(
+            "PrefixIndex.needed",
+            "[[chain[i] for i in columns.tolist()] for columns in needed(self.config, len(chain))]",
+            "[list(chain) for columns in needed(self.config, len(chain))]",
+        ),
+    ),
+    "files of windows that are left behind stay": (
+        "test_so_it_is_in_host_memory_and_on_disk",
+        Plant("BlockFiles.spare", "name in self.files", "False"),
+    ),
+    "an end on disk is no end": (
+        "test_so_it_is_in_host_memory_and_on_disk",
+        Plant("is_on_disk", "disk.has_seen(node.block(group))", "False"),
+    ),
+    "windows get no blocks for what is kept": (
+        "test_a_prefix_cache_costs_less_than_a_third_of_the_tokens",
+        Plant("CacheConfig._with_blocks", "int(own * RETAINED_SHARE * whole / taken) if prefix_cache else 0", "0"),
     ),
     "blocks come back in another order": (
         "test_what_is_evicted_comes_back_from_the_host",
@@ -242,9 +291,9 @@ MUTANTS = {
     "blocks on disk come back where there is no room": (
         "test_blocks_that_leave_the_host_go_to_files_and_no_others",
         Plant(
-            "recall",
-            "sum(sizes) > room or not all(((t | d)[n].all() for t, d, n in zip(there, on_disk, columns, strict=True)))",
-            "not all(((t | d)[n].all() for t, d, n in zip(there, on_disk, columns, strict=True)))",
+            "_can_recall",
+            "found & ((taken <= room) | (taken == 0))",
+            "found",
         ),
     ),
     "the folder has no bound": (
@@ -287,6 +336,6 @@ MUTANTS = {
     ),
     "a row comes back to the device that it left": (
         "test_a_row_swaps_into_a_cache_on_another_device",
-        Plant("_to_device", "x.sharding.device_set == own.sharding.device_set", "True"),
+        Plant("place_like", "x.sharding.device_set == own.sharding.device_set", "True"),
     ),
 }

@@ -336,10 +336,6 @@ class Oracle:
         size, ids = self.config.block_size, [token.id for token in tokens]
         return [(salt, tuple(ids[:end])) for end in range(size, len(ids) + 1, size)]
 
-    def touch(self, keys):
-        for key in reversed(keys):
-            self.index[key] = self.index.pop(key)
-
     def insert(self, r, salt):
         row = self.rows[r]
         keys = self.keys(salt, row.tokens)
@@ -353,7 +349,6 @@ class Oracle:
                     and all(o.blocks[g] is not block for o in self.index.values())
                 ):
                     one.blocks[g], one.on_host[g] = row.blocks[g][column], False
-        self.touch(keys)
 
     def needed(self, g, count):
         """The columns that the token behind `count` full blocks sees, or would write behind."""
@@ -370,7 +365,6 @@ class Oracle:
                 for g in self.groups
                 for c in self.needed(g, count)
             ):
-                self.touch([key for key in keys[:count] if key in self.index])
                 return keys[:count]
         return []
 
@@ -379,21 +373,30 @@ class Oracle:
         in_rows = {id(block) for row in self.rows for block in row.blocks[g]}
         return [key for key, one in self.index.items() if one.blocks[g] and id(one.blocks[g]) not in in_rows]
 
-    def make_room(self, wanted, spared=()):
+    def make_room(self, wanted, held, spared=()):
+        """Which blocks go is the index's choice: `held` says what it has on the device afterwards, for each group."""
         for g in self.groups:
-            missing = wanted[g] - self.free_blocks(g)
-            for key in [key for key in self.unused(g) if key not in spared][: max(0, missing)]:
+            missing = max(0, wanted[g] - self.free_blocks(g))
+            could_go = [key for key in self.unused(g) if key not in spared]
+            gone = [key for key in could_go if key not in held[g]]
+            assert len(gone) == min(missing, len(could_go)), "as many go as must, and can"
+            for key in gone:
                 self.index[key].blocks[g], self.index[key].on_host[g] = None, True
 
-    def adopt(self, r, keys, tokens) -> bool:
-        """Whether there was room for what is on the host."""
+    def can_adopt(self, keys) -> bool:
+        """Whether there is room for what is on the host."""
         count = len(keys)
         absent = [[c for c in self.needed(g, count) if not self.index[keys[c]].blocks[g]] for g in self.groups]
         for g in self.groups:
             spared = sum(1 for key in keys if key in self.index and self.index[key].blocks[g])
             if any(absent) and len(absent[g]) > self.free_blocks(g) + max(0, len(self.unused(g)) - spared):
                 return False
-        self.make_room([len(columns) for columns in absent], keys)
+        return True
+
+    def adopt(self, r, keys, tokens, held):
+        count = len(keys)
+        absent = [[c for c in self.needed(g, count) if not self.index[keys[c]].blocks[g]] for g in self.groups]
+        self.make_room([len(columns) for columns in absent], held, keys)
         row = self.rows[r]
         for g in self.groups:
             for c in absent[g]:
@@ -402,9 +405,7 @@ class Oracle:
             needed = self.needed(g, count)
             row.blocks[g] = [self.index[keys[c]].blocks[g] if c in needed else None for c in range(count)]
         row.tokens, row.new = list(tokens[: count * self.config.block_size]), 0
-        self.touch([key for key in keys if key in self.index])
         self.note_peak()
-        return True
 
     # Comparison.
 

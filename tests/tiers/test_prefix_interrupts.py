@@ -27,7 +27,7 @@ import jaxkv
 from jaxkv._files import atomic, blocks
 from jaxkv._tiers.prefix_cache import prefix_cache as watched
 
-WATCHED = watched.__file__.rpartition("/")[0]
+WATCHED = str(pathlib.Path(watched.__file__).parents[1])  # all tiers
 FILES = (blocks.__file__, atomic.__file__)
 A, B, C = list(range(20)), list(range(100, 130)), [*range(8), *range(200, 218)]
 PROMPTS = [(tokens, salt) for tokens in (A, B, C) for salt in (None, "other")]

@@ -1,7 +1,7 @@
 """The tier on disk of a `PrefixCache`: what leaves the host is written to files, and read back when it is asked for."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,10 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import shown
 from jaxkv._core.state.state import NULL_BLOCK
 from jaxkv._files.blocks import Block, BlockFiles
-from jaxkv._tiers.prefix_cache.index import Node, PrefixIndex, digest_of
-from jaxkv._tiers.prefix_cache.transaction import read_contents
+from jaxkv._tiers.prefix_cache.ends import can_serve, needed
+from jaxkv._tiers.prefix_cache.index import PrefixIndex, digest_of
+from jaxkv._tiers.prefix_cache.node import Node
+from jaxkv._tiers.prefix_cache.retained_blocks import read_contents
 
 AT_ONCE = 64  # blocks that `flush` reads from the device in one transfer
 
@@ -41,46 +43,55 @@ def open_disk(
     return BlockFiles(folder, disk_bytes, config, model)
 
 
-def recall(
-    index: PrefixIndex, root: Node, tokens: Sequence[int], needed: Callable[[int], Sequence[np.ndarray]]
-) -> list[Node]:  # fmt: skip
+def recall(index: PrefixIndex, root: Node, tokens: Sequence[int]) -> list[Node]:
     """The chain that `tokens` begin with, as far as a row can adopt it; then on the host, what of it was on disk alone.
 
     That is bounded by the host memory that neither pinned blocks nor this chain's own take. A file that is damaged or
     gone is noticed here, and is as if it had never been there.
-
-    Args:
-      needed: gives for each group which of so many blocks a row needs of it.
     """
-    chain, disk = index.walk(root, tokens), index.disk
+    chain, disk = index.look(root, tokens), index.disk
     assert disk is not None
     if ahead := _count_ahead(index, disk, chain[-1] if chain else root, tokens):
         chain = index.extend(root, tokens[: (len(chain) + ahead) * index.block_size])
-    there = [np.array([node.has(g) for node in chain], bool) for g in range(len(index.kept))]
+    groups = range(len(index.kept))
+    there = [np.array([node.has(g) for node in chain], bool) for g in groups]
     on_disk = [
-        np.array([not is_there and disk.has(node.block(g)) for node, is_there in zip(chain, there[g], strict=True)])
-        for g in range(len(index.kept))
+        np.array(
+            [not is_there and disk.has(node.block(g)) for node, is_there in zip(chain, there[g], strict=True)], bool
+        )
+        for g in groups
     ]
-    room = index.spill_bytes - index.bytes_held({*chain, *index.pins})
+    room = index.spill_bytes - index.bytes_held(chain)
     found: dict[tuple[int, int], Any] = {}  # by group and place in the chain
-    usable = 0
-    for count in range(len(chain), 0, -1):
-        columns = needed(count)
-        sizes = [size * np.count_nonzero(d[n]) for size, d, n in zip(index.block_bytes, on_disk, columns, strict=True)]
-        if sum(sizes) > room or not all((t | d)[n].all() for t, d, n in zip(there, on_disk, columns, strict=True)):
-            continue
+    while count := int(np.flatnonzero(_can_recall(index, there, on_disk, room))[-1]):
+        columns = needed(index.config, count)
         wanted = [(g, i) for g, n in enumerate(columns) for i in n[on_disk[g][n]].tolist()]
         for g, i in wanted:
             if (g, i) not in found and (contents := disk.read(chain[i].block(g))) is not None:
                 found[g, i] = contents
             on_disk[g][i] = (g, i) in found
         if all(on_disk[g][i] for g, i in wanted):
-            usable = count
             break
-    hosted = [(chain[i], g, found[g, i]) for g, i in (wanted if usable else ())]
+    hosted = [(chain[i], g, found[g, i]) for g, i in (wanted if count else ())]
+    if count:
+        chain[count - 1].is_proven = True
     if ahead or hosted:
-        index.hold(index.kept, hosted=hosted, chain=chain)
-    return chain[:usable]
+        index.hold(index.kept, hosted=hosted, chain=chain[:count], pruned=chain)
+    return chain[:count]
+
+
+def _can_recall(
+    index: PrefixIndex, there: Sequence[np.ndarray], on_disk: Sequence[np.ndarray], room: int
+) -> np.ndarray:  # fmt: skip
+    """`bool[n + 1]`: behind how many nodes of a chain a row can go on, with what is on disk and fits on the host."""
+    found = can_serve(index.config, [t | d for t, d in zip(there, on_disk, strict=True)])
+    counts, taken = np.arange(found.size), np.zeros(found.size, np.int64)
+    for group, (d, size) in enumerate(zip(on_disk, index.block_bytes, strict=True)):
+        total = np.concatenate([[0], np.cumsum(d)])
+        first = index.config.first_seen(group, counts * index.block_size)
+        sinks = np.minimum(index.config.group_sinks[group], first)
+        taken += size * (total[counts] - total[first] + total[sinks])
+    return found & ((taken <= room) | (taken == 0))
 
 
 def flush(index: PrefixIndex, cache: Cache) -> None:
@@ -89,7 +100,7 @@ def flush(index: PrefixIndex, cache: Cache) -> None:
     assert disk is not None
     for group in range(len(index.kept)):
         missing = []
-        for node in index.nodes.values():
+        for node, _ in index.ends.least_needed([group]):
             if node.host[group] is not None:
                 disk.write(node.block(group), node.host[group])
             elif node.blocks[group] != NULL_BLOCK and not disk.keep(node.block(group)):

@@ -10,10 +10,8 @@ is one instruction. `settled` says that nothing was cut off; `mend` computes wha
 """
 
 import collections
-import dataclasses
+import functools
 import hashlib
-import itertools
-import secrets
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
@@ -22,14 +20,14 @@ import numpy as np
 
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.state import NULL_BLOCK
-from jaxkv._files.blocks import Block, BlockFiles
+from jaxkv._files.blocks import BlockFiles
+from jaxkv._tiers.prefix_cache.ends import Ends, can_serve, needed, no_disk
+from jaxkv._tiers.prefix_cache.node import Node
 
-# Unlike those of any other index of this process and, since they start anywhere, of the one that a cache was saved by.
-_numbers = itertools.count(secrets.randbits(31))
 
-
-def _new_label() -> int:
-    return next(_numbers) % (2**31 - 1) + 1
+def is_on_disk(disk: BlockFiles, node: Node, group: int) -> bool:
+    """Whether there is a file of what a node held for a group, as far as is known."""
+    return disk.has_seen(node.block(group))
 
 
 def digest_of(before: bytes, what: Any) -> bytes:
@@ -37,38 +35,8 @@ def digest_of(before: bytes, what: Any) -> bytes:
     return hashlib.blake2b(before + repr(what).encode(), digest_size=20).digest()
 
 
-@dataclasses.dataclass(eq=False)
-class Node:
-    """One full block of tokens behind everything that stands before it."""
-
-    parent: "Node | None"  # None: a root, which stands for what is the same for all tokens, and has none itself
-    tokens: tuple[int, ...]
-    hash: Any  # of the whole chain up to here
-    blocks: list[int]  # for each group of layers the physical block; NULL_BLOCK: there is none
-    host: list[Any]  # for each group its contents in host memory, or None
-    digest: bytes  # of the whole chain, too: the same in every process, and no two chains have the same
-    identity: Hashable  # whose it is: a root's
-    depth: int = -1  # blocks before it
-    num_children: int = 0
-    label: int = dataclasses.field(default_factory=_new_label)
-
-    @property
-    def is_hollow(self) -> bool:
-        """Whether nothing is left of it but its place in a chain."""
-        return not any(self.blocks) and not any(x is not None for x in self.host)
-
-    def has(self, group: int) -> bool:
-        """Whether its keys and values are there, on the device or the host."""
-        return self.blocks[group] != NULL_BLOCK or self.host[group] is not None
-
-    def block(self, group: int) -> Block:
-        """What a file of it is of."""
-        assert self.parent is not None
-        return Block(self.digest, self.parent.digest, self.tokens, group, self.depth, self.identity)
-
-
 class PrefixIndex:
-    """Nodes found by the hash of their chain, in the order of their last use.
+    """Nodes found by the hash of their chain, and the ends of chains in the order of their last use.
 
     A hash only says where to look: a node is taken for what was asked when its tokens and its parent are the same. So
     a collision costs a comparison, and never gives another prompt's keys and values.
@@ -78,12 +46,18 @@ class PrefixIndex:
         self, config: CacheConfig, spill_bytes: int, hash_function: Callable[[Any], Hashable],
         disk: BlockFiles | None = None, owner: bytes = b"",
     ):  # fmt: skip
-        self.block_size, self.spill_bytes, self.hash_function = config.block_size, spill_bytes, hash_function
+        self.config, self.block_size = config, config.block_size
+        self.spill_bytes, self.hash_function = spill_bytes, hash_function
         self.disk, self.owner = disk, owner  # where blocks go that leave the host; who computes them, for digests
         self.block_bytes = [config.bytes_per_group_block(g) for g in range(len(config.groups))]
-        # By label; the least recently used first; of those used together, the ends of chains first.
-        self.nodes: collections.OrderedDict[int, Node] = collections.OrderedDict()
-        self.pins: dict[Node, int] = {}  # how often each is pinned; never changed, only replaced
+        self.nodes: dict[int, Node] = {}  # by label
+        self.ends = Ends(
+            config, no_disk if disk is None else functools.partial(is_on_disk, disk)
+        )  # where prompts may go on
+        self.pins: dict[
+            Node, int
+        ] = {}  # how often each chain is pinned, by its last node; never changed, only replaced
+        self._pinned: tuple[dict[Node, int], list[set[Node]]] = (self.pins, [set() for _ in config.groups])
         # For each group and block the label of what it holds, as the cache says; 0: not kept.
         self.kept = [np.zeros(n + 1, np.int32) for n in config.group_blocks]
         # What follows from these.
@@ -114,6 +88,15 @@ class PrefixIndex:
             node = found
         return chain
 
+    def look(self, root: Node, tokens: Sequence[int]) -> list[Node]:
+        """`walk` for who may go on from there: where a prompt ends, the next may end too."""
+        chain = self.walk(root, tokens)
+        self.ends.clock += 1
+        if chain:
+            chain[-1].is_fork |= chain[-1].num_children > 0
+            chain[-1].is_proven = True
+        return chain
+
     def extend(self, root: Node, tokens: Sequence[int]) -> list[Node]:
         """The chain of all full blocks of `tokens`; new nodes are hollow, until `hold` puts something into them."""
         self.settled = False
@@ -126,28 +109,23 @@ class PrefixIndex:
                     node, block, self.hash_function((node.hash, block)), [NULL_BLOCK] * groups, [None] * groups,
                     digest_of(node.digest, block), node.identity, node.depth + 1,
                 )  # fmt: skip
+                node.is_fork |= node.num_children > 0
                 self.nodes[found.label] = found
                 self._link(found)
             chain.append(found)
             node = found
         return chain
 
-    def usable(self, chain: Sequence[Node], needed: Callable[[int], Sequence[np.ndarray]]) -> int:
-        """How many nodes of a chain a row can adopt: the most of which every group has what the next token sees.
-
-        Args:
-          needed: gives for each group which of so many blocks a row needs of it.
-        """
+    def usable(self, chain: Sequence[Node]) -> int:
+        """How many nodes of a chain a row can adopt: the most of which every group has what the next token sees."""
         present = [np.array([node.has(g) for node in chain], bool) for g in range(len(self.kept))]
-        for count in range(len(chain), 0, -1):
-            if all(p[columns].all() for p, columns in zip(present, needed(count), strict=True)):
-                return count
-        return 0
+        return int(np.flatnonzero(can_serve(self.config, present))[-1])
 
-    def touch(self, chain: Iterable[Node]) -> None:
+    def use(self, chain: Sequence[Node]) -> None:
         """Note that a chain was used just now."""
-        for node in reversed(list(chain)):
-            self.nodes.move_to_end(node.label)
+        self.settled = False
+        self._use(chain)
+        self.settled = True
 
     def split(self, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """The full blocks of `tokens`."""
@@ -166,12 +144,13 @@ class PrefixIndex:
         return [labels.copy() for labels in known]
 
     def hold(
-        self, kept: Sequence[np.ndarray], *, hosted: Iterable[tuple[Node, int, Any]] = (), chain: Sequence[Node] = ()
-    ) -> None:
+        self, kept: Sequence[np.ndarray], *, hosted: Iterable[tuple[Node, int, Any]] = (), chain: Sequence[Node] = (),
+        pruned: Sequence[Node] = (),
+    ) -> None:  # fmt: skip
         """Have the nodes hold the blocks that `kept` says, and for each `(node, group, contents)` these on the host.
 
-        What is on the device is held no longer on the host. Nodes that hold nothing then are forgotten. `chain` is what
-        was used just now.
+        What is on the device is held no longer on the host. Nodes that hold nothing then are forgotten, those among
+        `pruned` too. `chain` is what was used just now.
         """
         self.settled = False
         changed = [
@@ -183,6 +162,7 @@ class PrefixIndex:
         for group, _, label, _ in changed:
             if label:
                 self.nodes[label].blocks[group] = NULL_BLOCK
+        hosted = list(hosted)
         for node, group, contents in hosted:
             self._host(node, group, contents)
         for group, block, _, label in changed:
@@ -190,9 +170,11 @@ class PrefixIndex:
                 self.nodes[label].blocks[group] = block
                 self._host(self.nodes[label], group, None)
         self.kept = [labels.copy() for labels in kept]
-        self.touch(chain)
-        self._spare_host()
-        for node in (*left, *reversed(chain)):
+        found = (self.nodes[label] for *_, label in changed if label)
+        self.ends.settle((*left, *found, *(node for node, *_ in hosted)))
+        self._use(chain)
+        self._spare_host(chain)
+        for node in (*left, *reversed(chain), *reversed(pruned)):
             self._prune(node)
         self.settled = True
 
@@ -201,10 +183,26 @@ class PrefixIndex:
         """What the nodes hold in host memory."""
         return sum(n * size for n, size in zip(self.num_hosted, self.block_bytes, strict=True))
 
-    def bytes_held(self, nodes: Iterable[Node]) -> int:
-        """What some of them hold there."""
-        sizes = self.block_bytes
-        return sum(size for node in nodes for x, size in zip(node.host, sizes, strict=True) if x is not None)
+    def bytes_held(self, chain: Iterable[Node]) -> int:
+        """What a chain holds there, and what is pinned."""
+        each = zip(self.pinned, self.block_bytes, strict=True)
+        nodes = set(chain)
+        return sum(size for g, (pinned, size) in enumerate(each) for n in nodes | pinned if n.host[g] is not None)
+
+    @property
+    def pinned(self) -> list[set[Node]]:
+        """For each group the nodes whose blocks are pinned: those that pinned chains need of it."""
+        if self._pinned[0] is not (pins := self.pins):
+            nodes: list[set[Node]] = [set() for _ in self.kept]
+            for end in pins:
+                for group, own in enumerate(self.needed(end.chain)):
+                    nodes[group].update(own)
+            self._pinned = (pins, nodes)
+        return self._pinned[1]
+
+    def needed(self, chain: Sequence[Node]) -> list[list[Node]]:
+        """For each group the nodes whose blocks a row needs that goes on behind a chain."""
+        return [[chain[i] for i in columns.tolist()] for columns in needed(self.config, len(chain))]
 
     def mend(self) -> None:
         """Make good what an exception has cut off: compute anew what follows from the nodes and the labels."""
@@ -224,6 +222,7 @@ class PrefixIndex:
         for group, labels in enumerate(self.kept):
             for block in np.flatnonzero(labels).tolist():
                 self.nodes[int(labels[block])].blocks[group] = block
+        self.ends.rebuild(self.nodes.values())
         self._spare_host()
         for node in list(self.nodes.values()):
             self._prune(node)
@@ -247,6 +246,7 @@ class PrefixIndex:
             assert not node.is_hollow or node.num_children or node in self.pins, "what holds nothing is forgotten"
         assert sum(map(len, self.buckets.values())) == len(self.nodes), "every node is found once"
         assert all(n.label in self.nodes for n in self.pins), "what is pinned is there"
+        self.ends.check(self.nodes.values())
 
     # The parts. Each leaves the index unsettled if it is cut off.
 
@@ -259,21 +259,35 @@ class PrefixIndex:
         self.num_hosted[group] += (contents is not None) - (node.host[group] is not None)
         node.host[group] = contents
 
-    def _spare_host(self) -> None:
-        """Hold `spill_bytes` in host memory at the most: the least recently used goes, to the disk if there is one."""
-        for node in list(self.nodes.values()) if self.host_bytes > self.spill_bytes else ():
-            if node not in self.pins:
-                for group, contents in enumerate(node.host):
-                    if self.disk is not None and contents is not None:
-                        self.disk.write(node.block(group), contents)
-                    self._host(node, group, None)
-                self._prune(node)
-                if self.host_bytes <= self.spill_bytes:
+    def _use(self, chain: Sequence[Node]) -> None:
+        for node, group in self.ends.use(chain):
+            if self.disk is not None:
+                self.disk.spare(node.block(group))
+
+    def _spare_host(self, chain: Sequence[Node] = ()) -> None:
+        """Hold `spill_bytes` in host memory at the most: what is needed least goes, to the disk if there is one. What a
+        chain needs stays."""
+        if (excess := self.host_bytes - self.spill_bytes) <= 0:
+            return
+        dropped, spared = [], [pinned.union(own) for pinned, own in zip(self.pinned, self.needed(chain), strict=True)]
+        for node, group in self.ends.least_needed(range(len(self.kept))):
+            if node.host[group] is not None and node not in spared[group]:
+                dropped.append((node, group, self.ends.is_needed(node, group)))
+                excess -= self.block_bytes[group]
+                if excess <= 0:
                     break
+        for node, group, is_needed in dropped:
+            if self.disk is not None:
+                self.disk.write(node.block(group), node.host[group], is_spare=not is_needed)
+            self._host(node, group, None)
+        self.ends.settle(node for node, *_ in dropped)
+        for node, *_ in dropped:
+            self._prune(node)
 
     def _prune(self, node: Node) -> None:
         """Forget a hollow node that no chain goes through, and those before it that nothing needs any more."""
         while node.label in self.nodes and node.is_hollow and not (node.num_children or node in self.pins):
+            self.ends.forget(node)
             bucket = self.buckets[node.hash]
             bucket.remove(node)
             if not bucket:
@@ -288,10 +302,3 @@ class PrefixIndex:
             if node.parent is parent and node.tokens == tokens:
                 return node
         return None
-
-
-def needed(config: CacheConfig, count: int) -> list[np.ndarray]:
-    """For each group which of `count` blocks the token behind them sees: first ones that stay, and the last."""
-    length = count * config.block_size
-    firsts = [(sinks, config.first_seen(g, length)) for g, sinks in enumerate(config.group_sinks)]
-    return [np.r_[: min(sinks, first), first:count] for sinks, first in firsts]

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxkv._tiers.prefix_cache.index import Node
+from jaxkv._tiers.prefix_cache.node import Node
 
 
 @dataclasses.dataclass(frozen=True)

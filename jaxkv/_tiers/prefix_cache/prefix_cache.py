@@ -1,6 +1,5 @@
 """Prefix reuse: keys and values that one sequence computed, found and shared by the next that begins alike."""
 
-import functools
 import os
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -18,9 +17,11 @@ from jaxkv._files.blocks import Block, BlockFiles, fingerprint
 from jaxkv._tiers.prefix_cache.arguments import read_identity, read_tokens
 from jaxkv._tiers.prefix_cache.disk import flush, open_disk, recall
 from jaxkv._tiers.prefix_cache.donation_guard import Landing
+from jaxkv._tiers.prefix_cache.ends import needed
 from jaxkv._tiers.prefix_cache.events import Place, PrefixEvent, differences, holdings
-from jaxkv._tiers.prefix_cache.index import Node, PrefixIndex, digest_of, needed
+from jaxkv._tiers.prefix_cache.index import PrefixIndex, digest_of
 from jaxkv._tiers.prefix_cache.match import Match
+from jaxkv._tiers.prefix_cache.node import Node
 from jaxkv._tiers.prefix_cache.retained_blocks import count_unused, keep
 from jaxkv._tiers.prefix_cache.transaction import Change
 
@@ -31,6 +32,9 @@ class PrefixCache:
     `match` says how much of a prompt is there, `adopt` attaches it to an empty row without a copy, `insert` offers a
     row's blocks. Indexed blocks stay when their rows are freed, and `make_room` gives back those that no row uses, the
     least recently used first: call it before a step that may need more blocks than are free. (`jaxkv.Engine` does.)
+
+    Each group of layers keeps what a next prompt needs of it. Layers with a window or chunk need the last ones behind
+    which a prompt may go on: where one ended, or where prompts part. They keep those, and give up what lies between.
 
     Go on with the cache that each method returns. The cache says itself what its kept blocks hold, so an older one is
     given nothing but what it really has, and an index whose call was cut off, say by Ctrl-C, finds its way back with
@@ -82,7 +86,7 @@ class PrefixCache:
         self.config, self.max_pinned = config, real("max_pinned, a share of the blocks,", max_pinned, least=0, most=1)
         self.spill_bytes, self._hash_function = int(real("spill_bytes", spill_bytes, least=0)), hash_function
         self.files = open_disk(config, self.spill_bytes, disk, disk_bytes, model)
-        self._owner, self._needed = fingerprint(config, model), functools.partial(needed, config)
+        self._owner = fingerprint(config, model)
         self._index = self._empty_index()
         self._told: dict[Place, Block] = {}  # what `events` has told of
         self._landing = Landing()  # where pools have gone that `adopt` was told to use up
@@ -104,11 +108,11 @@ class PrefixCache:
         root = self._root(salt, adapter)
         wanted = tokens[: max(len(tokens) - 1, 0)]
         if self.files is None:
-            chain = self._index.walk(root, wanted)
-            chain = chain[: self._index.usable(chain, self._needed)]
+            chain = self._index.look(root, wanted)
+            chain = chain[: self._index.usable(chain)]
         else:
-            chain = recall(self._index, root, wanted, self._needed)
-        self._index.touch(chain)
+            chain = recall(self._index, root, wanted)
+        self._index.use(chain)
         self._counts["lookups"] += 1
         self._counts["tokens_asked"] += len(tokens)
         return Match(len(chain) * self.config.block_size, tuple(chain))
@@ -116,7 +120,7 @@ class PrefixCache:
     def known(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> int:
         """How many tokens `match` would find without looking at the disk; it is not counted as a lookup."""
         chain = self._index.walk(self._root(salt, adapter), read_tokens(tokens)[:-1])
-        return self._index.usable(chain, self._needed) * self.config.block_size
+        return self._index.usable(chain) * self.config.block_size
 
     def adopt(self, cache: Cache, row: int, match: Match, *, donate: bool = False) -> Cache:
         """The cache in which an empty row holds what was matched. Blocks on the device are shared, not copied.
@@ -144,14 +148,14 @@ class PrefixCache:
             return cache
         change, chain = Change(self._index, cache), match.nodes
         is_known = all(node.label in self._index.nodes for node in chain)
-        if not is_known or self._index.usable(chain, self._needed) < len(chain):
+        if not is_known or self._index.usable(chain) < len(chain):
             raise ValueError(
                 "Blocks of this match have been evicted since, or are not in this cache: match the prompt again, and "
                 "adopt into the cache that the last call returned."
             )
-        needed = self._needed(len(chain))
-        change.restore(chain, needed, self._landing.put if donate else put)
-        change.attach(row, chain, needed)
+        columns = needed(self.config, len(chain))
+        change.restore(chain, columns, self._landing.put if donate else put)
+        change.attach(row, chain, columns)
         return self._commit(change, chain, hits=1, tokens_saved=match.num_tokens)
 
     def insert(
@@ -207,30 +211,34 @@ class PrefixCache:
     def pin(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> int:
         """Keep what is there of `tokens` from being evicted, until `unpin`. Returns how many tokens that is.
 
+        Of layers with a window that is what the next token would see.
+
         Raises:
           ValueError: more blocks would be pinned than `max_pinned` allows; nothing is then.
         """
         tokens, root = read_tokens(tokens), self._root(salt, adapter)
-        chain, pins = self._index.walk(root, tokens), self._index.pins
-        for group, num_blocks in enumerate(self.config.group_blocks):
-            pinned = self.pinned(group) + sum(1 for node in chain if node not in pins and node.blocks[group])
+        chain, index = self._index.walk(root, tokens), self._index
+        for group, (own, num_blocks) in enumerate(zip(index.needed(chain), self.config.group_blocks, strict=True)):
+            pinned = sum(1 for node in index.pinned[group].union(own) if node.blocks[group])
             if pinned > (limit := int(self.max_pinned * num_blocks)):
                 raise ValueError(
                     f"Pinning these {len(chain) * self.config.block_size} tokens would pin {pinned} of {num_blocks} "
                     f"blocks, more than the {limit} that max_pinned={self.max_pinned} allows: unpin others, or give "
                     "the cache more num_blocks."
                 )
-        self._index.pins = pins | {node: pins.get(node, 0) + 1 for node in chain}
+        if chain:
+            index.pins = index.pins | {chain[-1]: index.pins.get(chain[-1], 0) + 1}
         return len(chain) * self.config.block_size
 
     def unpin(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> None:
         """Take back one `pin` of the same tokens. Raises ValueError if they are not pinned."""
         tokens, root = read_tokens(tokens), self._root(salt, adapter)
         pins = self._index.pins
-        chain = {node for node in self._index.walk(root, tokens) if node in pins}  # what was inserted since is not
-        if not chain:
+        # What was inserted since the pin stands behind its end.
+        end = next((node for node in reversed(self._index.walk(root, tokens)) if node in pins), None)
+        if end is None:
             raise ValueError("These tokens are not pinned: unpin takes what pin was given, once for each pin.")
-        left = {node: count - (node in chain) for node, count in pins.items()}
+        left = pins | {end: pins[end] - 1}
         self._index.pins = {node: count for node, count in left.items() if count}
 
     def reset(self, cache: Cache) -> Cache:
@@ -284,7 +292,7 @@ class PrefixCache:
     def pinned(self, group: int) -> int:
         """Blocks of a group that are pinned. Raises ValueError where there is no such group."""
         group = integer("group", group, least=0, most=len(self.config.groups) - 1)
-        return sum(1 for node in self._index.pins if node.blocks[group])
+        return sum(1 for node in self._index.pinned[group] if node.blocks[group])
 
     def stats(self) -> dict[str, Any]:
         """What the index holds and what it has saved so far, as plain numbers.

@@ -1,14 +1,17 @@
 """Kept blocks on the device: what a `PrefixCache` does to the tables of a cache."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.blocks.allocator import replace_entries
+from jaxkv._core.blocks.block_copy import padded_size, read_group
 from jaxkv._core.cache.cache import Cache
-from jaxkv._core.state.state import BlockTables
+from jaxkv._core.state.state import BlockTables, Pool
+from jaxkv._tiers.prefix_cache.node import Node
 
 
 @jax.jit
@@ -56,3 +59,16 @@ def warm(cache: Cache) -> None:
 def count_unused(tables: BlockTables) -> jax.Array:
     """`i32[]`: kept blocks that no row holds."""
     return jnp.sum((tables.kept != 0) & (tables.refcounts == 1), dtype=jnp.int32)
+
+
+def read_contents(cache: Cache, group: int, nodes: Sequence[Node]) -> list[list[Pool]]:
+    """What a cache holds for each of some nodes in a group, layer by layer, copied to host memory."""
+    blocks = np.zeros(padded_size(len(nodes)), np.int32)
+    blocks[: len(nodes)] = [node.blocks[group] for node in nodes]
+    found = read_group(cache, group, blocks)
+    # As if it had lain on one device: so does what comes from a file.
+    parts = [
+        dataclasses.replace(found[layer], heads=None, context=None, parts=1) for layer in cache.config.groups[group]
+    ]
+    parts = jax.tree.map(np.asarray, parts)
+    return [jax.tree.map(lambda x, i=i: x[i].copy(), parts) for i in range(len(nodes))]

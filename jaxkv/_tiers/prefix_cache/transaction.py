@@ -1,18 +1,18 @@
 """What a call does to a cache and to the index of a `PrefixCache`, before either is changed."""
 
 import collections
-import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
 import jax
 import numpy as np
 
-from jaxkv._core.blocks.block_copy import padded_size, put_group, read_group
+from jaxkv._core.blocks.block_copy import padded_size, put_group
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.errors import OutOfBlocks
 from jaxkv._core.state.state import NULL_BLOCK, Pool
-from jaxkv._tiers.prefix_cache.index import Node, PrefixIndex
-from jaxkv._tiers.prefix_cache.retained_blocks import attach, claim, keep
+from jaxkv._tiers.prefix_cache.index import PrefixIndex
+from jaxkv._tiers.prefix_cache.node import Node
+from jaxkv._tiers.prefix_cache.retained_blocks import attach, claim, keep, read_contents
 
 
 class Change:
@@ -46,14 +46,23 @@ class Change:
         self._keep()
 
     def evict(self, wanted: Sequence[int], spared: Collection[Node] = ()) -> None:
-        """Keep fewer blocks, the least recently used first, until `wanted[g]` are free or no more can be given."""
-        nodes, pins = self.index.nodes.values(), self.index.pins
+        """Keep fewer blocks, in each group what is needed least first, until `wanted[g]` are free or no more can be
+        given."""
         sizes = jax.device_get([(t.num_free, t.refcounts) for t in self.cache.tables])
+        whole = [(g, sizes[g][1]) for g in self.index.ends.whole]
+
+        def is_running(node: Node) -> bool:
+            """Whether a row holds a chain to its end: it will come with another one as it goes on."""
+            blocks = [(node.blocks[g], refcounts) for g, refcounts in whole]
+            return not node.is_fork and any(block != NULL_BLOCK and refcounts[block] > 1 for block, refcounts in blocks)
+
         for group, (num_free, refcounts) in enumerate(sizes):
+            pinned = self.index.pinned[group]
             victims: list[Node] = []
-            for node in nodes if num_free < wanted[group] else ():
+            least_needed = self.index.ends.least_needed([group], is_running)
+            for node, _ in least_needed if num_free < wanted[group] else ():
                 block = node.blocks[group]
-                if block != NULL_BLOCK and refcounts[block] == 1 and node not in pins and node not in spared:
+                if block != NULL_BLOCK and refcounts[block] == 1 and node not in pinned and node not in spared:
                     victims.append(node)
                     if num_free + len(victims) == wanted[group]:
                         break
@@ -117,16 +126,3 @@ class Change:
         pairs = zip(self.cache.tables, self.kept, strict=True)
         tables = tuple(t if np.array_equal(t.kept, kept) else keep(t, kept) for t, kept in pairs)
         self.cache = self.cache.replace(tables=tables)
-
-
-def read_contents(cache: Cache, group: int, nodes: Sequence[Node]) -> list[list[Pool]]:
-    """What a cache holds for each of some nodes in a group, layer by layer, copied to host memory."""
-    blocks = np.zeros(padded_size(len(nodes)), np.int32)
-    blocks[: len(nodes)] = [node.blocks[group] for node in nodes]
-    found = read_group(cache, group, blocks)
-    # As if it had lain on one device: so does what comes from a file.
-    parts = [
-        dataclasses.replace(found[layer], heads=None, context=None, parts=1) for layer in cache.config.groups[group]
-    ]
-    parts = jax.tree.map(np.asarray, parts)
-    return [jax.tree.map(lambda x, i=i: x[i].copy(), parts) for i in range(len(nodes))]
