@@ -206,6 +206,58 @@ def windows(requests: int, facts: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def window_chats(requests: int, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Chats in turn on a model with windows: what is found again, by how many blocks the windows get; and how many
+    tokens fit into memory with a prefix cache and without."""
+    window, block_size, count = 64, 8, 6
+    shape = DecoderConfig(
+        vocab_size=256, embed_dim=64, mlp_dim=128, num_heads=2, num_kv_heads=1, head_dim=32, max_seq_len=1024,
+        windows=local_and_global(6, window), ropes=(Rope(),) * 6, attention_scale=32**-0.5,
+    )  # fmt: skip
+    model, rng = Decoder(shape, rngs=nnx.Rngs(0)), np.random.default_rng(3)
+    texts = [[list(SOURCE[at : at + 80]) for at in rng.integers(0, 50_000, TURNS + 1)] for _ in range(count)]
+    own = count * -(-(window - 1 + block_size - 1) // block_size)  # blocks of all windows
+    rows: list[dict[str, Any]] = []
+    for share in (1.5, 2.0, 4.0):
+        engine = jaxkv.Engine(
+            model, max_seqs=2, max_seq_len=1024, block_size=block_size, step_tokens=64, prefix_cache=True,
+            group_blocks=(int(share * own), 400),
+        )  # fmt: skip
+        said: list[list[int]] = [[] for _ in texts]
+        findable = found = 0
+        for turn in range(TURNS + 1):
+            for i, chat in enumerate(texts):
+                findable += max(0, len(said[i]) - 1) // block_size * block_size
+                said[i] += chat[turn]
+                request = engine.submit(said[i], max_new_tokens=16)
+                list(engine.run())
+                said[i] += request.tokens
+        found = engine.stats()["tokens_saved"]
+        rows.append({
+            "what": f"{count} chats of {TURNS + 1} turns, window {window}",
+            "blocks of windows": f"{share:g} x their own",
+            "findable": findable, "found": found, "share": found / findable,
+        })  # fmt: skip
+    for name, (num_layers, num_kv_heads, head_dim, window) in GEMMA_3.items():
+        layers = tuple(
+            jaxkv.LayerConfig(num_kv_heads=num_kv_heads, head_dim=head_dim, window=w)
+            for w in local_and_global(num_layers, window)
+        )
+        gemma = types.SimpleNamespace(dtype=jnp.bfloat16, layer_configs=layers)
+        sizes = {"max_seqs": 8, "max_seq_len": 32768, "memory_bytes": 16e9}
+        ways = {
+            "no prefix cache": {"step_tokens": 2048}, "as many blocks in every group": {},
+            "by what is kept": {"step_tokens": 2048, "prefix_cache": True},
+        }  # fmt: skip
+        fits = {way: jaxkv.CacheConfig.from_model(gemma, **sizes, **options) for way, options in ways.items()}
+        for way, config in fits.items():
+            rows.append({
+                "what": f"{name} in 16 GB", "blocks of windows": way, "tokens": config.max_tokens,
+                "share": config.max_tokens / fits["no prefix cache"].max_tokens,
+            })  # fmt: skip
+    return rows
+
+
 def swapping(requests: int, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """Too few blocks for all rows to reach their ends at once, so that sequences are set back."""
     model = jaxkv.models.small()
@@ -240,7 +292,7 @@ def main() -> None:
     )
     requests = parser.parse_args().requests
     tables, facts = {}, {}
-    for part in (reuse, windows, swapping):
+    for part in (reuse, windows, window_chats, swapping):
         tables[part.__name__] = part(requests, facts)
         if part is reuse:
             print(", ".join(f"{name} {value:.4g}" for name, value in facts.items()))

@@ -14,6 +14,9 @@ from jaxkv._core.config.layer_config import LayerConfig, kind_of
 from jaxkv._core.config.mesh_shape import HEADS, mesh_of
 from jaxkv._core.config.validation import MOST_INDEX, flag, integer, real, shown
 
+# Of the bytes of layers that see everything, what windows get for prompts in no row: they serve as many as are kept
+# of the others at usual lengths, and no more than 1.25 times fewer tokens fit.
+RETAINED_SHARE = 0.25
 JOINING = ("tpu",)  # platforms whose kernels read keys and values that stand in one row
 
 
@@ -287,7 +290,8 @@ class CacheConfig(MadeLike):
     def from_model(
         cls, model: Any, *, max_seqs: int, max_seq_len: int, num_blocks: int | None = None,
         max_tokens: int | None = None, group_blocks: Sequence[int] | None = None, memory_bytes: float | None = None,
-        step_tokens: int | None = None, dtype: Any = None, mesh: Mesh | None = None, **fields: Any,
+        step_tokens: int | None = None, prefix_cache: bool = False, dtype: Any = None, mesh: Mesh | None = None,
+        **fields: Any,
     ) -> "CacheConfig":  # fmt: skip
         """The config for a model that has `layer_configs` (one `LayerConfig` per layer) and `dtype`; and `scan`, if it
         scans over its layers, for which they are stacked.
@@ -298,6 +302,8 @@ class CacheConfig(MadeLike):
           memory_bytes: as many blocks as fit, the null blocks counted; see `with_memory`.
           step_tokens: the most tokens of one step, all rows together. Then layers with a window get no more blocks than
             their windows and one step can fill.
+          prefix_cache: a `PrefixCache` is to keep windows of prompts that are in no row. Then layers with a window get
+            more, up to a quarter of the bytes of those without, shared out by what their rows take.
           mesh: where the cache is to lie, `init(config, mesh=mesh)`; default: where the model does. Heads of which its
             devices get no pairs are not stored in pairs; see `join_kv`.
         """
@@ -322,20 +328,22 @@ class CacheConfig(MadeLike):
         if fields.get("join_kv") is None and not all(config.pairs_divide(i, count) for i in range(config.num_layers)):
             config = config.replace(join_kv="head")
         if memory_bytes is not None:
-            return config.with_memory(memory_bytes, step_tokens=step_tokens)
+            return config.with_memory(memory_bytes, step_tokens=step_tokens, prefix_cache=prefix_cache)
         if config.contiguous or group_blocks is not None:
             return config
         # Unless it is said: a row's last block may be partly used.
         every = config.num_blocks if sizes else max_seqs * config.max_blocks_per_seq
-        sized = config._with_blocks(every, step_tokens)
+        sized = config._with_blocks(every, step_tokens, flag("prefix_cache", prefix_cache))
         return config if sized.group_blocks == config.group_blocks else sized
 
-    def with_memory(self, memory_bytes: float, *, step_tokens: int | None = None) -> "CacheConfig":
+    def with_memory(
+        self, memory_bytes: float, *, step_tokens: int | None = None, prefix_cache: bool = False
+    ) -> "CacheConfig":  # fmt: skip
         """This config with as many blocks as fit into `memory_bytes`, the null block of every layer counted.
 
         Layers with a window get as many as they can use (see `from_model`), the others share what is left.
         """
-        memory_bytes = real("memory_bytes", memory_bytes, least=0)
+        memory_bytes, prefix_cache = real("memory_bytes", memory_bytes, least=0), flag("prefix_cache", prefix_cache)
         if step_tokens is not None:
             step_tokens = integer("step_tokens", step_tokens, least=1)
         if self.contiguous:
@@ -343,7 +351,7 @@ class CacheConfig(MadeLike):
                 f'memory_bytes cannot size a cache with layout="contiguous": it takes {self.bytes} bytes for max_seqs='
                 f"{self.max_seqs} rows of {self.max_seq_len} tokens. Choose those, or the paged layout."
             )
-        least = self._with_blocks(1, step_tokens).bytes
+        least = self._with_blocks(1, step_tokens, prefix_cache).bytes
         if memory_bytes < least:
             raise ValueError(
                 f"memory_bytes={memory_bytes:g} is too little: one block of {self.block_size} tokens takes "
@@ -357,18 +365,24 @@ class CacheConfig(MadeLike):
             )
         num_blocks, step = 1, 1 << most.bit_length()
         while step := step // 2:
-            if self._with_blocks(num_blocks + step, step_tokens).bytes <= memory_bytes:
+            if self._with_blocks(num_blocks + step, step_tokens, prefix_cache).bytes <= memory_bytes:
                 num_blocks += step
-        return self._with_blocks(num_blocks, step_tokens)
+        return self._with_blocks(num_blocks, step_tokens, prefix_cache)
 
-    def _with_blocks(self, num_blocks: int, step_tokens: int | None) -> "CacheConfig":
+    def _with_blocks(self, num_blocks: int, step_tokens: int | None, prefix_cache: bool) -> "CacheConfig":
         """`num_blocks` for the group that sees furthest, and no more than they can use for the others."""
-        blocks = (
-            num_blocks * self.group_heads[g]
-            if g == self._widest or reach is None
-            else min(num_blocks, self.window_blocks(reach, step_tokens, self.group_sinks[g]))
+        blocks = [num_blocks * heads for heads in self.group_heads]
+        windows = {
+            g: min(num_blocks, self.window_blocks(reach, step_tokens, self.group_sinks[g]))
             for g, reach in enumerate(self.group_reaches)
-        )
+            if g != self._widest and reach is not None
+        }
+        bytes_of = [self.bytes_per_group_block(g) for g in range(len(blocks))]
+        taken = sum(n * bytes_of[g] for g, n in windows.items())
+        whole = sum(n * bytes_of[g] for g, n in enumerate(blocks) if g not in windows)
+        for g, own in windows.items():
+            more = int(own * RETAINED_SHARE * whole / taken) if prefix_cache else 0
+            blocks[g] = min(num_blocks, own + more)
         return self.replace(group_blocks=tuple(blocks))
 
     def replace(self, **changes: Any) -> "CacheConfig":

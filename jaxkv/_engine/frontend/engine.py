@@ -123,9 +123,8 @@ class Engine(Closable, Resumable):
         evict = read_eviction(evict, prefix_cache=prefix_cache, draft=draft is not None)
         config = CacheConfig.from_model(
             evict.model_of(model) if evict else model, max_seqs=max_seqs, max_seq_len=max_seq_len,
-            # What windows give back is of use to a prefix cache, so it wants more than they need.
-            step_tokens=None if flag("prefix_cache", prefix_cache) else self.step_tokens,
-            mesh=mesh_of(model), **fields,
+            step_tokens=self.step_tokens, prefix_cache=flag("prefix_cache", prefix_cache), mesh=mesh_of(model),
+            **fields,
         )  # fmt: skip
         check_prefill(prefill, model, prefix_cache=prefix_cache, evict=evict)
         self.config = config_of_all(config, len(models))
