@@ -13,6 +13,7 @@ from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.layer_config import KINDS
 from jaxkv._core.config.validation import MOST_INDEX, integer
 from jaxkv._engine.requests.eviction_policy import SCORES, Eviction
+from jaxkv._files.hub import find_folder
 
 # Long enough for a decoder of bytes to show what it has learned, and of very different length.
 DEMO_PROMPTS = (
@@ -28,7 +29,11 @@ def add_generate(commands: Any) -> None:
     parser = commands.add_parser("generate", help="continue prompts", description="Continue prompts, all at once.")
     parser.set_defaults(run=generate)
     add = parser.add_argument
-    add("--model", type=pathlib.Path, help="a Hugging Face folder; default: a small model of Python source, built in")
+    add(
+        "--model",
+        type=pathlib.Path,
+        help="a Hugging Face folder or owner/name; default: a small model of Python source, built in",
+    )
     add("--prompt", action="append", default=[], help="a prompt; may be given several times")
     add("--prompts", type=pathlib.Path, help="a text file with one prompt per line")
     add("--max-new-tokens", type=int, default=96, help="default: %(default)s")
@@ -79,6 +84,7 @@ def generate(arguments: argparse.Namespace) -> int:
     if arguments.model is None:
         model, tokenizer = jaxkv.models.small(**options), ByteTokenizer()
     else:
+        arguments.model = find_folder(arguments.model)
         model = jaxkv.models.load(arguments.model, **options)
         tokenizer = ByteTokenizer() if model.config.byte_tokens else FileTokenizer(arguments.model)
     choice = {

@@ -23,6 +23,7 @@ from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size,
 from jaxkv._core.config.cache_config import JOINING
 from jaxkv._core.config.layer_config import KINDS, LayerConfig, kind_of
 from jaxkv._core.config.validation import shown
+from jaxkv._files.hub import find_folder
 
 MOST_LENGTHS = 64 << 20  # bytes of a file of lengths
 MOST_SHAPES = 12  # in a table; JSON has all
@@ -64,6 +65,7 @@ def add_plan(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    arguments.model = find_folder(arguments.model, weights=False)
     config, stated = _read_model(arguments.model)
     chip = None if arguments.chip is None else chip_named(arguments.chip)
     if arguments.memory is None and chip is None:

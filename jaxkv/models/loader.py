@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxkv._core.config.validation import shown
 from jaxkv._core.state.arguments import to_device
 from jaxkv._files import safetensors
+from jaxkv._files.hub import find_folder
 from jaxkv.models import config_reader
 from jaxkv.models.checkpoint_formats import LAYER, dequantize
 from jaxkv.models.checkpoint_names import EMBED, HEAD, Slot, slots_of
@@ -42,7 +43,8 @@ def load(
     Weights in MXFP4 (GPT-OSS) and in blocks of float8 (DeepSeek V3) become numbers as they are read.
 
     Args:
-      folder: where they are.
+      folder: where they are; or a name on the Hugging Face hub, "owner/name": then from the cache of huggingface_hub,
+        the extra `hf`, which downloads what it lacks.
       dtype: float32, bfloat16 or float16, to convert to; default: what the checkpoint has. Not float16 on a CPU, where
         XLA widens all weights in every step, and the others are ten times as fast.
       scan: how layers are computed: see `Decoder`. Default: "apart" on a CPU, where it compiles faster and is as fast;
@@ -64,7 +66,7 @@ def load(
     >>> load(folder, dtype="bfloat16").dtype
     dtype(bfloat16)
     """
-    folder = pathlib.Path(folder)
+    folder = find_folder(folder)
     wanted = _float_dtype(dtype) if dtype is not None else None
     config = read_config(folder, ignore)
     path = folder / "config.json"
@@ -304,7 +306,7 @@ def read_dtype(folder: pathlib.Path) -> str:
         pass
     fields = _read_json(folder / "config.json")
     inner = fields.get("text_config")
-    fields = (inner if isinstance(inner, Mapping) else {}) | fields
+    fields = dict(inner if isinstance(inner, Mapping) else {}) | fields
     return str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16")
 
 

@@ -26,6 +26,7 @@ from jaxkv._engine.requests.request import (
     raise_refusal,
     read_eos,
     read_limits,
+    read_model_eos,
     read_prompt,
     read_salt,
 )
@@ -114,6 +115,7 @@ class Engine(Closable, Resumable):
         self.steps_per_dispatch = integer("steps_per_dispatch", steps_per_dispatch, least=1)
         logits_hook, self.seed = read_hook(logits_hook), read_seed(seed)
         self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
+        self.eos_ids = read_model_eos(model_config)
         guesses = read_draft(draft, draft_tokens, draft_branches, model, logits_hook, self.steps_per_dispatch)
         models = parts_of_model(model := in_this_process(model))
         max_seqs, fields = share_of(len(models), max_seqs, fields)
@@ -215,7 +217,11 @@ class Engine(Closable, Resumable):
         count = integer("n", n, least=1, most=2**16)
         own = self.seed if seed is None else seed
         choices = [Choice.read(temperature, top_k, top_p, own, None if seed is None else j) for j in range(count)]
-        options = {"eos": read_eos(eos), "salt": read_salt(salt), "num_logprobs": self._read_logprobs(logprobs)}
+        options = {
+            "eos": read_eos(eos, self.eos_ids),
+            "salt": read_salt(salt),
+            "num_logprobs": self._read_logprobs(logprobs),
+        }
         options["priority"] = integer("priority", priority, least=-MOST_INDEX, most=MOST_INDEX)
         request = Request.several([
             self._request(next(self._numbers), prompt, max_new_tokens, choice, self._news, **options)
@@ -299,7 +305,7 @@ class Engine(Closable, Resumable):
         choice = Choice.read(temperature, top_k, top_p, self.seed if seed is None else seed)
         prompts = listed("prompts", prompts)
         limits = read_limits(max_new_tokens, len(prompts))
-        options: dict[str, Any] = {"eos": read_eos(eos), "salt": read_salt(salt), "num_logprobs": 0}
+        options: dict[str, Any] = {"eos": read_eos(eos, self.eos_ids), "salt": read_salt(salt), "num_logprobs": 0}
         problems = [
             f"Prompt {i} cannot be continued: {why}."
             for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))

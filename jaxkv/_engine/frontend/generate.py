@@ -36,7 +36,8 @@ def generate(
       max_new_tokens: the most tokens to add, for all prompts or one number for each. A sequence also ends when it
         reaches `max_seq_len`.
       temperature: 0: always the likeliest token; above: sample.
-      eos: a token, or several, at which a sequence ends. It is not part of the output.
+      eos: a token, or several, at which a sequence ends. It is not part of the output. Default: those that the model's
+        own config names, `model.config.eos_ids`; (): none.
       top_k: sample among so many likeliest tokens; 0: all.
       top_p: sample among the likeliest tokens that together have this probability.
       seed: of the random draws. The same seed gives the same tokens.

@@ -201,10 +201,18 @@ def problem_of(
     return None
 
 
-def read_eos(eos: Any) -> frozenset[int]:
-    """The tokens at which a request ends. Raises ValueError."""
+def read_model_eos(config: Any) -> tuple[int, ...]:
+    """Returns the tokens that end a text by a model's own config: its `eos_ids`, where it has such."""
+    ids = getattr(config, "eos_ids", None)
+    if not isinstance(ids, tuple | list | set | frozenset):
+        return ()
+    return tuple(token for token in ids if isinstance(token, int) and not isinstance(token, bool) and token >= 0)
+
+
+def read_eos(eos: Any, own: Collection[int] = ()) -> frozenset[int]:
+    """The tokens at which a request ends; with None the model's `own`. Raises ValueError."""
     if eos is None:
-        return frozenset()
+        return frozenset(own)
     if isinstance(eos, str | bytes):
         raise ValueError(f"eos must be a token id, several, or None, not {shown(eos)}.")
     several = [eos] if getattr(eos, "shape", None) == () or not isinstance(eos, Collection) else eos

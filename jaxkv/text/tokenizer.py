@@ -1,0 +1,212 @@
+"""A model's own tokenizer, and its text as tokens come."""
+
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxkv._core.config.validation import integer, shown
+from jaxkv._files.hub import find_folder
+from jaxkv.text.chat_template import ChatTemplate
+
+MOST_JSON = 64 << 20  # bytes of a config; a tokenizer.json may be larger
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """The tokenizer of a model: a folder's tokenizer.json, and the chat template beside it.
+
+    Args:
+      source: the folder, or a name on the Hugging Face hub, `"owner/name"`.
+
+    Raises:
+      FileNotFoundError: there is no such folder, or it has no tokenizer.json.
+      ModuleNotFoundError: the extra `hf` is not installed.
+      ValueError: a file that cannot be read.
+
+    >>> text = Tokenizer("path/to/folder")  # doctest: +SKIP
+    >>> ids = text.chat([{"role": "user", "content": "What is the capital of France?"}])  # doctest: +SKIP
+    >>> stream = text.stream()  # doctest: +SKIP
+    >>> for token in jaxkv.generate(model, [ids])[0]:  # doctest: +SKIP
+    ...     print(stream.add(token), end="")
+    """
+
+    def __init__(self, source: str | os.PathLike):
+        self.folder = find_folder(source, weights=False)
+        file = self.folder / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"{self.folder} has no tokenizer.json: save the model's tokenizer there.")
+        try:
+            import tokenizers
+        except ImportError:
+            raise ModuleNotFoundError(
+                "Reading a model's tokenizer needs the extra 'hf': pip install 'jaxkv[hf]'."
+            ) from None
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{file} is not a tokenizer that the tokenizers library can read: {error}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._config = _read_json(self.folder / "tokenizer_config.json")
+        self._template: ChatTemplate | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are, added ones included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Returns the tokens of a text.
+
+        Args:
+          special: put the tokens around it that the tokenizer puts around a text, such as the one that begins it; those
+            that the text begins or ends with already are not put there twice.
+        """
+        if not isinstance(text, str):
+            raise ValueError(f"text must be a string, not {shown(text)}.")
+        plain = self._encode(text, False)
+        if not special:
+            return plain
+        whole = self._encode(text, True)
+        extra = len(whole) - len(plain)
+        start = next((i for i in range(extra + 1) if whole[i : i + len(plain)] == plain), None)
+        if start is None:  # the tokenizer puts them elsewhere
+            return whole
+        before, after = whole[:start], whole[start + len(plain) :]
+        before = [] if plain[: len(before)] == before else before
+        after = [] if after and plain[-len(after) :] == after else after
+        return before + plain + after
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
+
+    def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
+        """Returns the text of tokens; with `special` also of those that stand for no text."""
+        ids = [integer("token", token, least=0, most=2**32 - 1) for token in tokens]
+        return self._tokenizer.decode(ids, skip_special_tokens=not special)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """Returns the tokens of a conversation, as the model's chat template writes it.
+
+        Args:
+          messages: `{"role": "user", "content": "..."}` and so on, in their order.
+          add_generation_prompt: end where the model's answer begins.
+          **variables: more that the template may ask for, such as `tools` or `enable_thinking`; JSON's types.
+
+        Raises:
+          ValueError: there is no template, it fails, or it takes too long or too much; or messages of another form.
+        """
+        return self._encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables), False)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """Returns what `chat` makes tokens of."""
+        wanted = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+        if (
+            not wanted
+            or not messages
+            or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages)
+        ):
+            raise ValueError(
+                'messages must be a list of messages such as {"role": "user", "content": "..."}, not '
+                f"{shown(messages)}."
+            )
+        if self._template is None:
+            self._template = ChatTemplate(self._find_template(), str(self.folder))
+        return self._template.render(
+            self._special_tokens()
+            | variables
+            | {"messages": list(map(dict, messages)), "add_generation_prompt": bool(add_generation_prompt)}
+        )
+
+    def stream(self, prompt: Iterable[int] = ()) -> "TextStream":
+        """Returns what makes text of tokens one by one, behind those of a prompt."""
+        return TextStream(self, list(prompt))
+
+    def _find_template(self) -> str:
+        file = self.folder / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text(encoding="utf-8", errors="replace")
+        for config in (self._config, _read_json(self.folder / "chat_template.json")):
+            found = config.get("chat_template")
+            if isinstance(found, list):  # several, by name
+                named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, Mapping)}
+                found = named.get("default", next(iter(named.values()), None))
+            if isinstance(found, str):
+                return found
+        raise ValueError(
+            f"{self.folder} has no chat template, in chat_template.jinja or tokenizer_config.json: a model without "
+            "one is not made for chats, so give encode a text to continue."
+        )
+
+    def _special_tokens(self) -> dict[str, str]:
+        """The names under which templates know special tokens."""
+        found = {}
+        for config in (_read_json(self.folder / "special_tokens_map.json"), self._config):
+            for name in SPECIAL:
+                token = config.get(name)
+                token = token.get("content") if isinstance(token, Mapping) else token
+                if isinstance(token, str):
+                    found[name] = token
+        return found
+
+
+class TextStream:
+    """Text that grows token by token behind a prompt: what each token adds, once it is certain.
+
+    The prompt's tokens are decoded with the others, for many tokenizers drop the space before a text's first word. Only
+    the last few tokens are decoded again for each.
+    """
+
+    KEPT = 16  # tokens that are decoded again, so that words and characters join as in the whole text
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]):
+        self._tokenizer, self._tokens = tokenizer, list(prompt)[-self.KEPT :]
+        self._shown = tokenizer.decode(self._tokens).rstrip("\ufffd")
+        self.text = ""
+
+    def add(self, token: int) -> str:
+        """Returns the text that the token completes; a character may take several tokens."""
+        self._tokens.append(token)
+        added = self._grow(self._tokenizer.decode(self._tokens).rstrip("\ufffd"))
+        if added and len(self._tokens) > 4 * self.KEPT:
+            self._forget()
+        return added
+
+    def finish(self) -> str:
+        """Returns what is left, with replacement characters for one that never was complete."""
+        return self._grow(self._tokenizer.decode(self._tokens))
+
+    def _grow(self, text: str) -> str:
+        if not text.startswith(self._shown):  # nothing certain yet
+            return ""
+        added, self._shown = text[len(self._shown) :], text
+        self.text += added
+        return added
+
+    def _forget(self) -> None:
+        """Drops leading tokens where the text of the others is the end of what has been shown."""
+        last = self._tokens[-self.KEPT :]
+        text = self._tokenizer.decode(last)
+        if text and self._shown.endswith(text):
+            self._tokens, self._shown = last, text
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Returns what a file says; nothing if there is none. Raises ValueError."""
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > MOST_JSON:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, more than such a file can need.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {str(error).splitlines()[0]}.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}.")
+    return content
