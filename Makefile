@@ -5,6 +5,7 @@
 #   make test LATEST=1          with the newest of everything, not the versions in constraints/
 #   make test TESTS=tests/kernels
 #   make test JAXKV_NIGHTLY=1   more of what takes long: random operations, whole models compiled
+#   make night                  all of that, file by file; called again at the same commit it goes on where it was cut
 
 PYTHON ?= python3
 EXTRAS ?=
@@ -32,13 +33,26 @@ export JAX_PLATFORMS := cpu
 PARALLEL := -n auto --dist worksteal
 endif
 
-.PHONY: demo test lint constraints clean
+.PHONY: demo test night lint constraints clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/python -m jaxkv generate
 
 test: $(VENV)/test.installed $(if $(EXTRAS)$(JAX),,$(VENV)/compile.installed)
 	JAXKV_COMPILE_SITE=$(abspath $(VENV)/compile) $(BIN)/python -m pytest $(PARALLEL) $(TESTS)
+
+# Hours on two cores. Each file's seconds are kept beside the environment: what has passed at this commit is not run again.
+NIGHT := $(VENV)/night/$(shell git rev-parse --short HEAD 2>/dev/null)
+night: $(VENV)/test.installed $(VENV)/compile.installed
+	@mkdir -p $(NIGHT); failed=; files=$$(find $(TESTS) -name 'test_*.py' | sort); \
+	for file in $$files; do \
+	  passed=$(NIGHT)/$$(echo $$file | tr / .); [ -e $$passed ] && continue; \
+	  begin=$$(date +%s); echo "$$file: $$(ls $(NIGHT) | wc -l) of $$(echo $$files | wc -w) files have passed"; \
+	  JAXKV_NIGHTLY=1 JAXKV_COMPILE_SITE=$(abspath $(VENV)/compile) $(BIN)/python -m pytest -q $(PARALLEL) $$file \
+	    && echo $$(($$(date +%s) - begin)) > $$passed || failed="$$failed $$file"; \
+	done; \
+	cat $(NIGHT)/* 2>/dev/null | awk '{s += $$1} END {printf "%d files passed in %.1f hours\n", NR, s / 3600}'; \
+	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check

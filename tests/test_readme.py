@@ -160,3 +160,14 @@ def test_the_versions_last_proved_are_those_of_the_constraints():
 def test_what_it_names_exists():
     for path in re.findall(r"(?:\]\(|`)((?:notebooks|benchmarks|tests|jaxkv|pallas_kernels)/[\w./-]+)", TEXT):
         assert (ROOT / path).exists(), path
+
+
+def test_a_kernel_is_tested_without_its_chip_as_contributing_says():
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    exec(block, {})
+
+
+def test_architecture_names_what_is_there():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    for path in re.findall(r"`((?:jaxkv|pallas_kernels|tests)/[\w/]+(?:\.py)?)/?`", text):
+        assert (ROOT / path).exists(), path
