@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from jaxkv._cli.text import ByteTokenizer, FileTokenizer, TextStream, Tokenizer
+from jaxkv._cli.text import ByteTokenizer, TextStream, Tokenizer
 from jaxkv._cli.units import parse_bytes
 from jaxkv._core.cache.checks import stats
 from jaxkv._core.cache.inspection import format_bytes
@@ -75,6 +75,7 @@ def add_generate(commands: Any) -> None:
 def generate(arguments: argparse.Namespace) -> int:
     """Continue prompts, stream the text, and end with a report."""
     import jaxkv
+    import jaxkv.text
 
     prompts = _prompts(arguments)
     max_new_tokens = integer("max_new_tokens", arguments.max_new_tokens, least=1, most=MOST_INDEX // 2)
@@ -86,7 +87,7 @@ def generate(arguments: argparse.Namespace) -> int:
     else:
         arguments.model = find_folder(arguments.model)
         model = jaxkv.models.load(arguments.model, **options)
-        tokenizer = ByteTokenizer() if model.config.byte_tokens else FileTokenizer(arguments.model)
+        tokenizer = ByteTokenizer() if model.config.byte_tokens else jaxkv.text.Tokenizer(arguments.model)
     choice = {
         "temperature": arguments.temperature,
         "top_k": arguments.top_k,

@@ -4,7 +4,7 @@ import json
 import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from jaxkv._core.config.validation import integer, shown
 from jaxkv._files.hub import find_folder
@@ -156,19 +156,23 @@ class Tokenizer:
         return found
 
 
+class Decodes(Protocol):
+    def decode(self, tokens: Iterable[int]) -> str: ...
+
+
 class TextStream:
     """Text that grows token by token behind a prompt: what each token adds, once it is certain.
 
     The prompt's tokens are decoded with the others, for many tokenizers drop the space before a text's first word. Only
-    the last few tokens are decoded again for each.
+    the last few tokens are decoded again for each. `text` is all of it, the prompt's included.
     """
 
     KEPT = 16  # tokens that are decoded again, so that words and characters join as in the whole text
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int]):
+    def __init__(self, tokenizer: Decodes, prompt: list[int]):
         self._tokenizer, self._tokens = tokenizer, list(prompt)[-self.KEPT :]
         self._shown = tokenizer.decode(self._tokens).rstrip("\ufffd")
-        self.text = ""
+        self.text = tokenizer.decode(prompt).rstrip("\ufffd")
 
     def add(self, token: int) -> str:
         """Returns the text that the token completes; a character may take several tokens."""
