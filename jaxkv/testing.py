@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxkv._copies import assert_no_copy as assert_no_copy
 from jaxkv._core.cache.cache import Cache
+from jaxkv._core.state.columns import blocks_of
 from jaxkv._core.state.head_rows import block_numbers
 from jaxkv._engine.frontend.trace import Trace as Trace, record as record
 from pallas_kernels.common import quantization as kinds
@@ -40,8 +41,12 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
     True
     """
     pools = list(cache.pools)
-    row, position = jnp.arange(cache.config.max_seqs)[:, None], jnp.arange(cache.config.max_seq_len)[None]
+    size, row = cache.config.block_size, jnp.arange(cache.config.max_seqs)[:, None]
     for group, tables in enumerate(cache.tables):
+        skipped = None if tables.skipped is None else tables.skipped[:, None]
+        columns = jnp.arange(cache.config.table_widths[group], dtype=jnp.int32)[None]
+        block = blocks_of(columns, skipped, cache.config.group_sinks[group])
+        position = (block[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]).reshape(len(block), -1)
         keep = jnp.ones(tables.kept.shape, bool).at[block_numbers(tables)].set(False) | (tables.kept != 0)
         keep = jnp.repeat(keep[:, None], cache.config.block_size, axis=1)
         held = cache.slots(row, position, layer=cache.config.groups[group][0])

@@ -28,7 +28,7 @@ import numpy as np
 from jaxkv._core.blocks.restore import describe_layer
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig, kind_of
-from jaxkv._core.config.validation import integer, shown
+from jaxkv._core.config.validation import MOST_TOKENS, integer, shown
 from jaxkv._core.state.errors import CacheFileError, DamagedFile
 from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
@@ -172,7 +172,8 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
     config, lengths = saved.config, tensors["lengths"]
     if saved.groups != config.groups:
         raise ValueError(f"its layers form the groups {saved.groups}, not {config.groups}")
-    if (lengths < 0).any() or (lengths > config.max_seq_len).any() or len(lengths) > config.max_seqs:
+    most = MOST_TOKENS if config.is_endless else config.max_seq_len
+    if (lengths < 0).any() or (lengths > most).any() or len(lengths) > config.max_seqs:
         raise ValueError(f"its lengths do not fit {config.max_seqs} rows of up to {config.max_seq_len} tokens")
     if config.max_seqs > max(len(lengths), config.num_blocks, MOST_EMPTY_ROWS):
         raise ValueError(f"it has {config.max_seqs} rows, but {config.num_blocks} blocks")
@@ -182,9 +183,10 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
         if config.group_evicts[g] is not None:
             held = _held(tensors[f"held.{g}"], np.tile(lengths, config.group_heads[g]), f"held.{g}")
             expected.add(f"held.{g}")
-        column = np.arange(-(-int(held.max(initial=0)) // saved.block_size))
-        if tables.shape != (len(held), len(column)):
+        width = -(-int(held.max(initial=0)) // saved.block_size)
+        if tables.shape != (len(held), width):
             raise ValueError(f"tables.{g} {tables.shape} does not hold the rows")
+        column = np.arange(width)
         first = config.first_seen(g, held) * config.block_size // saved.block_size
         end = -(-held // saved.block_size)
         kept = (column >= first[:, None]) | (column < config.group_sinks[g])

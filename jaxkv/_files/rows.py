@@ -27,6 +27,7 @@ from jaxkv._core.cache.data_parallel import RowShards
 from jaxkv._core.cache.init import init
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.arguments import on_host, row_indices
+from jaxkv._core.state.columns import are_too_long
 from jaxkv._core.state.errors import CacheFileError
 from jaxkv._core.state.multihost import is_here
 from jaxkv._core.state.state import Pool
@@ -219,8 +220,9 @@ def _fit(
 ) -> dict[int, Blocks]:  # fmt: skip
     """For each layer with a pool the blocks that the saved rows `source` need, where each group has so many free."""
     lengths = np.array(saved.lengths)[source]
-    for row, length in zip(source, lengths, strict=True):
-        if length > config.max_seq_len:
+    own = [None if one.thinned is None else one.lengths for one in held]
+    for row, length, too_long in zip(source, lengths, are_too_long(lengths, own, config), strict=True):
+        if too_long:
             raise CacheFileError(
                 f"Row {row} of {path} has {length} tokens, but max_seq_len = {config.max_seq_len}: give the cache a "
                 "larger one, or leave the row out."

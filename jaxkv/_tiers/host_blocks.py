@@ -31,7 +31,7 @@ class HostBlocks:
 
     lengths: np.ndarray  # i32[n]: tokens of each row, those that were evicted counted too
     # For each group; of one that evicts by heads n is K * n, line by line: see `lines`.
-    first: tuple[np.ndarray, ...]  # i32[n]: the column of the row's first block in its table, but for `group_sinks`
+    first: tuple[np.ndarray, ...]  # i32[n]: the row's first block, by its number in the row, but for `group_sinks`
     count: tuple[np.ndarray, ...]  # i32[n]: blocks of the row
     held: tuple[np.ndarray | None, ...]  # i32[n]: tokens that are left; None: all, in a group that does not evict
     thinned: tuple[np.ndarray | None, ...]  # i32[n]: as in `BlockTables`

@@ -13,9 +13,10 @@ from jaxkv._core.blocks.block_copy import padded_size, put, put_group, read_grou
 from jaxkv._core.blocks.tables import free, mark_failed
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.state.arguments import distinct_rows, read_numbers, row_indices, row_mask, scatter_rows
+from jaxkv._core.state.columns import are_too_long, rows_entries, skipped_for
 from jaxkv._core.state.head_rows import row_sums, seen_by_rows
 from jaxkv._core.state.multihost import check_here, place_like
-from jaxkv._core.state.state import NULL_BLOCK, Pool
+from jaxkv._core.state.state import NULL_BLOCK, TOO_LONG, Pool
 from jaxkv._tiers.host_blocks import HostBlocks
 
 
@@ -55,7 +56,7 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
     first, count, left, thinned = [], [], [], []
     for group, t in enumerate(tables):
         lines = np.concatenate([moved + head * config.max_seqs for head in range(config.group_heads[group])])
-        entries, lengths = t.tables[lines], t.lengths[lines]
+        entries, lengths = rows_entries(t, config, group, lines), t.lengths[lines]
         used = entries != NULL_BLOCK
         # A reserved block holds nothing to move.
         used &= np.arange(entries.shape[1]) < -(-lengths // config.block_size)[:, None]
@@ -121,12 +122,15 @@ def _room_for(cache: Cache, dst: jax.Array, held: Any, sizes: tuple[int, ...]) -
     time."""
     lengths, firsts, counts, left, thinned = jax.tree.map(jnp.asarray, held)
     config, number = cache.config, lengths.shape[0]
-    too_long = lengths > config.max_seq_len
+    too_long = are_too_long(lengths, left, config)
     sensible = _are_empty(cache, dst)
     granted = sensible & ~too_long
     aheads = [jnp.minimum(count, sinks) for count, sinks in zip(counts, config.group_sinks, strict=True)]
-    for t, first, count, ahead in zip(cache.tables, firsts, counts, aheads, strict=True):
-        granted &= (first + count - ahead <= t.tables.shape[1]).reshape(-1, number).all(axis=0)
+    ends = [first + count - ahead for first, count, ahead in zip(firsts, counts, aheads, strict=True)]
+    skips = [skipped_for(first, end, config, g) for g, (first, end) in enumerate(zip(firsts, ends, strict=True))]
+    firsts = [first - skipped for first, skipped in zip(firsts, skips, strict=True)]  # now columns
+    for t, end, skipped in zip(cache.tables, ends, skips, strict=True):
+        granted &= (end - skipped <= t.tables.shape[1]).reshape(-1, number).all(axis=0)
     needs = [  # of each part of a group's blocks, if they are in parts
         count.reshape(t.parts, -1, number).sum(axis=1, dtype=jnp.int32)
         for count, t in zip(counts, cache.tables, strict=True)
@@ -153,14 +157,14 @@ def _room_for(cache: Cache, dst: jax.Array, held: Any, sizes: tuple[int, ...]) -
             if config.group_sinks[group]:
                 t = take(t, put_into(none, ahead), at=none)
             t = take(t, put_into(none, count - ahead), at=put_into(none, first))
-        needed = jnp.stack([of_rows(need, refused) for need in needs[group]])
+        needed = jnp.stack([of_rows(jnp.where(too_long, TOO_LONG, need), refused) for need in needs[group]])
         needed = needed[0] if t.parts == 1 else needed
         t = mark_failed(t, of_rows(refused, refused), of_rows(wanted, refused), needed)
         seen = jnp.tile(lengths, heads)
         kept = seen if left[group] is None else left[group]
         t = dataclasses.replace(
             t, lengths=put_into(t.lengths, kept), new=put_into(t.new, 0), evicted=put_into(t.evicted, seen - kept),
-            thinned=put_into(t.thinned, thinned[group]),
+            thinned=put_into(t.thinned, thinned[group]), skipped=put_into(t.skipped, skips[group]),
         )  # fmt: skip
         tables.append(t)
         # Block i is the (i - start)-th of the line in whose range it lies.

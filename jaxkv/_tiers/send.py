@@ -16,6 +16,7 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.config.mesh_shape import mesh_of
 from jaxkv._core.state.arguments import distinct_rows, read_numbers
+from jaxkv._core.state.columns import are_too_long, columns_of
 from jaxkv._core.state.errors import OutOfBlocks
 from jaxkv._core.state.multihost import check_here, place_like
 from jaxkv._core.state.shard_local import at_places
@@ -109,8 +110,9 @@ def _row_blocks(cache: Cache, row: jax.Array, first: jax.Array, count: jax.Array
     parts: list[Pool | None] = [None] * cache.num_layers
     for group, (t, size) in enumerate(zip(cache.tables, sizes, strict=True)):
         i = jnp.arange(size, dtype=jnp.int32)
-        column = jnp.minimum(first[group] + i, t.tables.shape[1] - 1)
-        blocks = jnp.where(i < count[group], t.tables[row, column], NULL_BLOCK)
+        skipped = None if t.skipped is None else t.skipped[row]
+        column = columns_of(first[group] + i, skipped, cache.config.group_sinks[group])
+        blocks = jnp.where(i < count[group], t.tables[row, jnp.clip(column, 0, t.tables.shape[1] - 1)], NULL_BLOCK)
         for layer, part in read_group(cache, group, blocks).items():
             parts[layer] = part
     return parts
@@ -143,8 +145,9 @@ def _fit(
 ) -> dict[int, Blocks]:  # fmt: skip
     """For each layer the blocks that the rows need. Raises unless they have a place."""
     config, tables = to.config, jax.device_get(to.tables)
-    for row, length in zip(source, np.asarray(cache.lengths)[source], strict=True):
-        if length > config.max_seq_len:
+    lengths, own = np.asarray(cache.lengths)[source], [None if x.thinned is None else x.lengths for x in held]
+    for row, length, too_long in zip(source, lengths, are_too_long(lengths, own, config), strict=True):
+        if too_long:
             raise ValueError(
                 f"Row {row} has {length} tokens, but the cache sent to takes {config.max_seq_len}: give it a larger "
                 "max_seq_len, or leave the row out."

@@ -15,6 +15,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.kv_packing import stacked
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.state.arguments import on_host
+from jaxkv._core.state.columns import columns_for
 from jaxkv._core.state.head_rows import refuse_gaps
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
 from jaxkv.convert.dense import check_latent
@@ -95,13 +96,14 @@ def from_blocks(
     def i32(x: Any) -> Any:
         return jnp.array(x, jnp.int32)  # a copy: asarray may share the caller's memory, which is not immutable
 
-    def fill(empty: BlockTables) -> BlockTables:
+    def fill(empty: BlockTables, group: int) -> BlockTables:
+        placed, _ = columns_for(entries[:, :columns], config, group)
         return dataclasses.replace(
-            empty, tables=i32(entries[:, :columns]), lengths=i32(lengths), refcounts=i32(refcounts),
+            empty, tables=i32(placed), lengths=i32(lengths), refcounts=i32(refcounts),
             free_list=i32(free_list), num_free=i32(len(free)), peak=i32(num_blocks - len(free)),
         )  # fmt: skip
 
-    return cache.replace(tables=tuple(fill(t) for t in cache.tables))
+    return cache.replace(tables=tuple(fill(t, group) for group, t in enumerate(cache.tables)))
 
 
 def _check_tables(

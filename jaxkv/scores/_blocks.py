@@ -1,5 +1,6 @@
 """Which blocks to read: those that a query may care for most."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.attention.block_selection import BlockBounds, block_bounds, check_bounds, tables_of
+from jaxkv._core.attention.block_selection import BlockBounds, block_bounds, blocks_of_bounds, check_bounds, tables_of
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.validation import integer, real
+from jaxkv._core.state.columns import logical_entries
 from jaxkv._core.state.sharding import shards_of
 from jaxkv._core.state.state import Layer
 from pallas_kernels.common.ragged_layout import locate
@@ -60,7 +62,12 @@ def quest(
     tables, size = tables_of(cache, layer), cache.config.block_size
     if bounds is not None:
         check_bounds(cache, layer, bounds)
-    one = cache.layer(layer)
+    one, group = cache.layer(layer), cache.config.group(layer)
+    if tables.skipped is not None:  # a column for each block
+        width, sinks = blocks_of_bounds(cache, layer), cache.config.group_sinks[group]
+        entries = logical_entries(tables.tables, tables.skipped, width, sinks)
+        tables = dataclasses.replace(tables, tables=entries, skipped=None)
+        one = dataclasses.replace(one, tables=tables)
     looks_up = bounds is None and one.pool.bounds is not None and shards_of(one.pool) is None
     if bounds is None and not looks_up:
         bounds = block_bounds(cache, layer=layer)

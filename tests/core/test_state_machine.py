@@ -362,7 +362,7 @@ class Machine(RuleBasedStateMachine):
         for layer, actual in enumerate(dense):
             for r, row in enumerate(self.oracle.rows):
                 held = row.blocks[self.oracle.group(layer)]
-                for position, token in enumerate(row.tokens):
+                for position, token in enumerate(row.tokens[: self.config.max_seq_len]):
                     column = position // self.config.block_size
                     if not self.oracle.out_of_window(self.oracle.group(layer), column, len(row.tokens)):
                         assert held[column] is not None

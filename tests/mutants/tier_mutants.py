@@ -229,8 +229,8 @@ MUTANTS = {
         "test_crafted_files.py",
         Plant(
             "_check_tensors",
-            "(lengths < 0).any() or (lengths > config.max_seq_len).any() or len(lengths) > config.max_seqs",
-            "(lengths > config.max_seq_len).any() or len(lengths) > config.max_seqs",
+            "(lengths < 0).any() or (lengths > most).any() or len(lengths) > config.max_seqs",
+            "(lengths > most).any() or len(lengths) > config.max_seqs",
         ),
     ),
     "empty rows without end are made": (

@@ -119,10 +119,22 @@ class Oracle:
                 if self.out_of_window(g, column, len(row.tokens)):
                     row.blocks[g][column] = None
 
+    def too_long(self, row, length) -> bool:
+        """Whether a row of so many tokens would hold more than `max_seq_len` at once in some group, or more blocks than
+        a table has columns for."""
+        if self.contiguous or None in self.windows:
+            return length > self.config.max_seq_len
+        for window, held, width in zip(self.windows, row.blocks, self.config.table_widths, strict=True):
+            first = max(0, len(row.tokens) - max(window, 2) + 1)
+            begin = next((column for column, block in enumerate(held) if block), 0)
+            if length - first > self.config.max_seq_len or self.blocks_for(length) - begin > width:
+                return True
+        return False
+
     def grow(self, row, length) -> bool:
         """Give a row the blocks for `length` tokens in every group, or leave it alone and say no."""
         more = [max(0, self.blocks_for(length) - len(held)) for held in row.blocks]
-        if length > self.config.max_seq_len or any(more[g] > self.free_blocks(g) for g in self.groups):
+        if self.too_long(row, length) or any(more[g] > self.free_blocks(g) for g in self.groups):
             return False
         for held, count in zip(row.blocks, more, strict=True):
             held += [Block() for _ in range(count)]
@@ -418,7 +430,7 @@ class Oracle:
             assert np.asarray(tables.failed).tolist() == [row.failed for row in self.rows]
             assert tables.num_free == self.free_blocks(g)
             assert tables.peak == self.peak[g]
-            entries = np.asarray(tables.tables)
+            entries = in_order(tables)
             held = [row.blocks[g] + [None] * (entries.shape[1] - len(row.blocks[g])) for row in self.rows]
             assert pattern(entries.tolist(), 0) == pattern([[b and id(b) for b in row] for row in held], None)
         for layer, actual in enumerate(dense):
@@ -426,11 +438,21 @@ class Oracle:
             for r, row in enumerate(self.rows):
                 held = np.array([block is not None for block in row.blocks[self.group(layer)]], bool)
                 positions = np.flatnonzero(np.repeat(held, self.config.block_size)[: len(row.tokens)])
+                positions = positions[positions < self.config.max_seq_len]  # as far as they are shown
                 if positions.size:
                     tokens = np.array([row.tokens[p][owner] for p in positions.tolist()])  # [C, 2, K, D]
                     expected[r][:, :, positions] = np.moveaxis(tokens, 0, 2)
             if not np.array_equal(actual, expected):  # to say how takes long
                 np.testing.assert_array_equal(actual, expected)
+
+
+def in_order(tables):
+    """The entries of tables without sinks, `[S, blocks]`: a column for each of a row's blocks, also where rows slid."""
+    entries = np.asarray(tables.tables)
+    if tables.skipped is None:
+        return entries
+    skipped = np.asarray(tables.skipped).tolist()
+    return np.stack([np.pad(row, (n, max(skipped) - n)) for row, n in zip(entries, skipped, strict=True)])
 
 
 def pattern(held, nothing):

@@ -64,7 +64,7 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
     if "return_lse" in options:
         options["return_lse"] = flag("return_lse", options["return_lse"])
     if "blocks" in options:
-        options["blocks"] = _read_blocks(options["blocks"], one.tables.tables.shape)
+        options["blocks"] = _read_blocks(options["blocks"], (one.rows, one.config.max_blocks_per_seq))
     own, asked = one.layer_config.window, options.get("window")
     if (chunk := one.layer_config.chunk) is not None:
         if asked is not None:

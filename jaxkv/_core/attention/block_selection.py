@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.key_bounds import bounds_at
 from jaxkv._core.config.validation import integer, shown
+from jaxkv._core.state.columns import logical_entries
 from jaxkv._core.state.sharding import POOL, WHOLE, heads_at, on_shards
 from jaxkv._core.state.state import BlockTables
 
@@ -64,8 +65,8 @@ def block_bounds(
     >>> bounds.low[0, :, 0].tolist(), bounds.high[0, :, 0].tolist()
     ([[1.0, -1.0], [7.0, 7.0]], [[3.0, 5.0], [7.0, 7.0]])
     """
-    tables = tables_of(cache, layer)
-    size, (rows, width) = cache.config.block_size, tables.tables.shape
+    tables, size = tables_of(cache, layer), cache.config.block_size
+    rows, width = cache.config.max_seqs, blocks_of_bounds(cache, layer)
     if bounds is None and last is not None:
         raise ValueError("last= says which blocks of the given bounds= are out of date: give those, too, or neither.")
     if bounds is not None:
@@ -78,10 +79,14 @@ def block_bounds(
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     position = column[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]
     with jax.named_scope("block_bounds"):
+        group = cache.config.group(layer)
         pool = cache.layer(layer).pool
         if bounds is None and pool.bounds is not None:
-            held = (tables.tables != 0) & (column * size < tables.lengths[:, None])
-            arguments = (pool, cache.layer(layer).blocks, held)
+            entries = logical_entries(tables.tables, tables.skipped, width, cache.config.group_sinks[group])
+            held = (entries != 0) & (column * size < tables.lengths[:, None])
+            one = cache.layer(layer)
+            blocks = entries if one.place is None else entries + one.place * (tables.num_blocks + 1)
+            arguments = (pool, blocks, held)
             both = on_shards(pool, bounds_at, arguments, (POOL, WHOLE, WHOLE), heads_at(3))
             return BlockBounds(both[:, :, 0], both[:, :, 1])
         keys = cache.read(layer, row[:, :, None], position)[0].astype(jnp.float32)
@@ -107,10 +112,17 @@ def tables_of(cache: Any, layer: int) -> BlockTables:
     return cache.layer(layer).tables
 
 
+def blocks_of_bounds(cache: Cache, layer: int) -> int:
+    """Of how many blocks of each row there are bounds: of the first that there may be, where rows slide."""
+    group = cache.config.group(layer)
+    slides = cache.config.group_slides[group]
+    return cache.config.max_blocks_per_seq if slides else cache.config.table_widths[group]
+
+
 def check_bounds(cache: Cache, layer: int, bounds: Any) -> None:
     """Raise ValueError unless these can be a layer's bounds."""
     one = cache.config.layer_config(layer)
-    expected = (*cache.layer(layer).tables.tables.shape, one.num_kv_heads, one.head_dim)
+    expected = (cache.config.max_seqs, blocks_of_bounds(cache, layer), one.num_kv_heads, one.head_dim)
     shapes = [getattr(x, "shape", None) for x in bounds] if isinstance(bounds, tuple) else shown(bounds)
     if shapes != [expected] * 2:
         raise ValueError(f"bounds must be what block_bounds gave for this layer, two {expected}, not {shapes}.")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pallas_kernels
 from jaxkv._core.attention.layer_call import LayerCall
 from jaxkv._core.attention.plan import Step
+from jaxkv._core.attention.table_columns import add_columns, begin_with_table, columns_of_blocks, mask_of_columns
 from jaxkv._core.config.kv_packing import Apart
 from jaxkv._core.config.rotation import rotate
 from jaxkv._core.state.head_rows import join_heads, seen_by_rows, split_heads, split_offsets, split_tokens
@@ -21,6 +22,7 @@ from jaxkv._core.state.shard_local import OwnHeads, Runs, own_heads, runs_of
 from jaxkv._core.state.sharding import shards_of
 from jaxkv._core.state.state import Layer
 from pallas_kernels.api.arguments import check_attention, check_new, check_query_heads, check_variants
+from pallas_kernels.common.ragged_layout import locate
 
 BY_HEAD = ("sinks", "alibi")  # options with an entry for each query head
 BY_TOKEN = ("mask", "spans", "tree")  # and for each token
@@ -49,6 +51,38 @@ class Adapter(Protocol):
 def is_packed_decode(step: Step | None) -> bool:
     """Tells whether a step of packed tokens has no row with more than one of them."""
     return step is not None and step.decode and len(step.token_axes) == 1 and step.token_axes[0] > 0
+
+
+class TableColumns(NamedTuple):
+    """Rows that slid along their table begin with it, and what is said of positions and blocks is said of columns."""
+
+    aligned: bool
+    apart: bool
+
+    @classmethod
+    def match(cls, call: LayerCall) -> "TableColumns | None":
+        options, tables = call.options, call.layer.tables
+        if tables.skipped is None and "blocks" not in options:
+            return None
+        # Slopes alone go by how far tokens are apart.
+        return cls(bool(options.get("deterministic")), "alibi" in options and bool(options.get("sink_tokens")))
+
+    def inputs(self, call: LayerCall) -> LayerCall:
+        layer, options = add_columns(call.layer, aligned=self.aligned, apart=self.apart), dict(call.options)
+        tables = layer.tables
+        if tables.skipped is not None and any(self):
+            options.pop("shared", None)  # what rows share was found in other columns
+        if "blocks" in options:
+            options["blocks"] = columns_of_blocks(layer, options["blocks"])
+        if "mask" in options and tables.skipped is not None:
+            axes, row = call.tokens.shape[:-2], jnp.arange(tables.lengths.shape[0], dtype=jnp.int32)
+            if len(axes) == 1:
+                row = locate(axes, tables.lengths, call.query_lens, call.query_starts).row
+            options["mask"] = mask_of_columns(layer, options["mask"], row)
+        return call.replace(layer=begin_with_table(layer), options=options)
+
+    def outputs(self, output: Output) -> Output:
+        return output
 
 
 class DecodePacking(NamedTuple):
@@ -195,7 +229,7 @@ class KVPacking(NamedTuple):
 
 
 ADAPTERS: tuple[type[Adapter], ...] = (
-    DecodePacking, HeadRotation, ReplicatedHeads, HeadRows, ContextShards, KVPacking,
+    TableColumns, DecodePacking, HeadRotation, ReplicatedHeads, HeadRows, ContextShards, KVPacking,
 )  # fmt: skip
 
 

@@ -261,6 +261,8 @@ def _hold_against(tables: BlockTables, planned: BlockTables, dropped: jax.Array)
     before = (tables.lengths == planned.lengths + dropped) & (tables.new == planned.new + dropped)
     after = (tables.lengths == planned.lengths) & (tables.new == planned.new)
     alike = jnp.all(tables.tables == planned.tables, axis=1) & (tables.offsets == planned.offsets) & (before | after)
+    if tables.skipped is not None:
+        alike &= tables.skipped == planned.skipped
     idle = (tables.new == 0) & (planned.new == 0)
     tables = _take_back(tables, ~alike & ~idle, STALE)
     unfit = alike & (dropped > 0) & (tables.new > 0)

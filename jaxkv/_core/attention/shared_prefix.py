@@ -24,6 +24,8 @@ def find_sharing(config: CacheConfig, tables: BlockTables, group: int, queries: 
     if config.group_sinks[group]:  # rows are read one by one
         return jnp.zeros((4, before.shape[0]), jnp.int32)
     first = config.first_seen(group, before)
+    if tables.skipped is not None:  # what rows share stands in the same columns, or is read one by one
+        before, first = before - tables.skipped * config.block_size, jnp.maximum(first - tables.skipped, 0)
     return find_shared(tables.tables, before, queries, block_size=config.block_size, first=first, worth=WORTH_TOKENS)
 
 
@@ -37,6 +39,7 @@ def blocks_read(
     if shared is not None:
         of = Shared.unpack(shared)
         common = of.tokens // config.block_size
+        common = common if tables.skipped is None else jnp.where(common > 0, common + tables.skipped, 0)
         at_once = jnp.sum(-(-of.queries // together) * jnp.maximum(common - first, 0))
         first = jnp.maximum(first, common)
     first -= jnp.minimum(first, config.group_sinks[group])
@@ -51,7 +54,10 @@ def shared_in(one: Layer, step: Any) -> jax.Array | None:
     shared, planned = step.shared[one.group], step.tables[one.group]
     if one.tables is planned:
         return shared
-    return jnp.where(jnp.all(one.tables.tables == planned.tables), shared, 0)
+    alike = jnp.all(one.tables.tables == planned.tables)
+    if planned.skipped is not None:
+        alike &= jnp.all(one.tables.skipped == planned.skipped)
+    return jnp.where(alike, shared, 0)
 
 
 def sharing_in_words(one: Layer, reads_once: bool) -> str:

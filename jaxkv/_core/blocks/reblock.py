@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxkv._core.blocks.block_copy import padded_size
 from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.state.columns import rows_entries
 from jaxkv._core.state.state import NULL_BLOCK
 
 
@@ -26,7 +27,7 @@ class Blocks(NamedTuple):
 class Held(NamedTuple):
     """What rows hold in the layers of a group; line by line in one that evicts by heads, see `lines`."""
 
-    tables: np.ndarray  # i32[n, M]: their blocks
+    tables: np.ndarray  # i32[n, blocks]: their blocks, one behind the other from the first on
     lengths: np.ndarray  # i32[n]: the tokens in them
     thinned: np.ndarray | None = None  # i32[n], as in `BlockTables`, in a layer that evicts
 
@@ -35,7 +36,7 @@ def held_by(tables: Any, config: CacheConfig, group: int, rows: np.ndarray) -> H
     """What a group's tables, on the host, say that `rows` i32[R] hold."""
     lines = lines_of(rows, config, group)
     thinned = None if tables.thinned is None else np.asarray(tables.thinned)[lines]
-    return Held(np.asarray(tables.tables)[lines], np.asarray(tables.lengths)[lines], thinned)
+    return Held(rows_entries(tables, config, group, lines), np.asarray(tables.lengths)[lines], thinned)
 
 
 def lines_of(rows: np.ndarray, config: CacheConfig, group: int) -> np.ndarray:

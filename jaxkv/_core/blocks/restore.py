@@ -14,6 +14,7 @@ from jaxkv._core.blocks.reblock import Held, lines_of
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.key_bounds import with_bounds
 from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.state.columns import columns_for
 from jaxkv._core.state.head_rows import any_of_row
 from jaxkv._core.state.multihost import put
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
@@ -34,7 +35,7 @@ def put_rows(
     groups, result = [], cache
     for group, (tables, own) in enumerate(zip(cache.tables, held, strict=True)):
         lines, seen = lines_of(rows, cache.config, group), np.tile(lengths, cache.config.group_heads[group])
-        changed, blocks = _adopt(tables, own, lines, seen, cache.config.contiguous)
+        changed, blocks = _adopt(tables, own, lines, seen, cache.config, group)
         groups.append(changed)
         if len(blocks):
             found = functools.partial(_found, read, own, cache.config)
@@ -43,7 +44,7 @@ def put_rows(
 
 
 def _adopt(
-    tables: BlockTables, held: Held, rows: np.ndarray, seen: np.ndarray, contiguous: bool
+    tables: BlockTables, held: Held, rows: np.ndarray, seen: np.ndarray, config: CacheConfig, group: int
 ) -> tuple[BlockTables, np.ndarray]:
     """Tables in which `rows` hold blocks, and `i32[n]`: the numbers that those got."""
     entries = held.tables
@@ -53,7 +54,7 @@ def _adopt(
     blocks = np.full(count + 1, NULL_BLOCK, np.int32)
     line, column = np.nonzero(entries)
     num_free = np.array(tables.num_free)
-    if contiguous:  # every row has its block
+    if config.contiguous:  # every row has its block
         blocks[entries[line, column]] = table[rows[line], column]
     else:
         part = np.zeros(count + 1, np.int32)
@@ -64,7 +65,8 @@ def _adopt(
             first = len(free) - left
             blocks[1:][part[1:] == number] = free[first : first + taken[number]]
         used, num_free = used + count, num_free - taken.astype(np.int32).reshape(num_free.shape)
-        table[rows, : entries.shape[1]] = blocks[entries]
+        placed, skipped = columns_for(blocks[entries], config, group)
+        table[rows] = placed
         refcounts[blocks[1:]] = np.bincount(entries.ravel(), minlength=count + 1)[1:]
     all_lengths[rows] = held.lengths
     changes: dict[str, Any] = {
@@ -74,6 +76,10 @@ def _adopt(
         "num_free": num_free,
         "peak": np.maximum(np.asarray(tables.peak), used),
     }
+    if tables.skipped is not None:
+        all_skipped = np.array(tables.skipped)
+        all_skipped[rows] = skipped
+        changes["skipped"] = all_skipped
     if tables.evicted is not None and tables.thinned is not None:
         evicted, thinned = np.array(tables.evicted), np.array(tables.thinned)
         evicted[rows], thinned[rows] = seen - held.lengths, 0 if held.thinned is None else held.thinned

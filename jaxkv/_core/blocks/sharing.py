@@ -17,6 +17,7 @@ from jaxkv._core.blocks.block_copy import copy_blocks, in_stack
 from jaxkv._core.blocks.tables import mark_failed
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.state.arguments import is_known, read_numbers, row_counts, row_indices, scatter_rows
+from jaxkv._core.state.columns import blocks_of, relative
 from jaxkv._core.state.head_rows import any_of_row, part_sums, row_needs, source_lines, to_lines
 from jaxkv._core.state.state import GONE, NULL_BLOCK, BlockTables
 
@@ -129,8 +130,13 @@ def _truncate(cache: Cache, target: jax.Array) -> Cache:
             thinned = to_lines(target, tables) < tables.evicted + tables.thinned
             gone |= shorter & (target > 0) & any_of_row(thinned, cache.config)
             continue
-        column, end = _columns(tables), blocks_for(target, cache.config.block_size)
-        seen = (column >= cache.config.first_seen(group, target)[:, None]) & (column < end[:, None])
+        sinks = cache.config.group_sinks[group]
+        first, end = cache.config.first_seen(group, target), blocks_for(target, cache.config.block_size)
+        block = _columns(tables)
+        if tables.skipped is not None:
+            block = blocks_of(block, tables.skipped[:, None], sinks)
+            gone |= shorter & (jnp.maximum(first, sinks) < jnp.minimum(end, sinks + tables.skipped))
+        seen = (block >= first[:, None]) & (block < end[:, None])
         gone |= shorter & (seen & (tables.tables == NULL_BLOCK)).any(axis=1)
     granted = _servable(cache, shorter & ~gone, lambda tables, rows: _truncation(cache, tables, target, rows))
 
@@ -143,6 +149,7 @@ def _truncate(cache: Cache, target: jax.Array) -> Cache:
             tables,
             lengths=jnp.where(rows, lengths, tables.lengths),
             new=jnp.where(rows, 0, tables.new),
+            skipped=None if tables.skipped is None else jnp.where(emptied, 0, tables.skipped),
             evicted=None if tables.evicted is None else jnp.where(emptied, 0, tables.evicted),
             thinned=None if tables.thinned is None else jnp.where(emptied, 0, tables.thinned),
         )
@@ -168,7 +175,7 @@ class _Plan(NamedTuple):
 def _adoption(cache: Cache, tables: BlockTables, source: jax.Array, moved: jax.Array) -> _Plan:
     """Rows under `moved` become what rows `source` are."""
     source, moved = source_lines(source, tables), to_lines(moved, tables)
-    block_size, length = cache.config.block_size, tables.lengths[source]
+    block_size, length = cache.config.block_size, relative(tables, cache.config.block_size).lengths[source]
     if cache.config.contiguous:  # every row keeps its own block
         first_column = jnp.zeros_like(source)
         return _Plan(tables.tables, moved & (length > 0), tables.tables[source, 0], first_column)
@@ -188,6 +195,8 @@ def _truncation(cache: Cache, tables: BlockTables, target: jax.Array, shorter: j
     """Rows under `shorter` keep their first `target` tokens."""
     target, shorter = _held(tables, target), to_lines(shorter, tables)
     block_size = cache.config.block_size
+    if tables.skipped is not None:  # counted from the first column on
+        target = jnp.maximum(target - tables.skipped * block_size, 0)
     column = jnp.clip(target // block_size, 0, tables.tables.shape[1] - 1)
     block = tables.tables[jnp.arange(target.shape[0]), column]
     if cache.config.contiguous:
@@ -234,7 +243,7 @@ def _become(cache: Cache, source: jax.Array, granted: jax.Array, refused: jax.Ar
         def from_source(x: jax.Array | None) -> jax.Array | None:
             return None if x is None else jnp.where(changed, x[like], x)
 
-        names = ("lengths", "failed", "wanted", "needed", "evicted", "thinned")
+        names = ("lengths", "failed", "wanted", "needed", "skipped", "evicted", "thinned")
         rows: dict[str, Any] = {name: from_source(getattr(tables, name)) for name in names}
         wanted = jnp.where(sensible, cache.lengths[source], -1)
         tables = dataclasses.replace(tables, new=jnp.where(changed, 0, tables.new), **rows)

@@ -15,6 +15,7 @@ from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.key_bounds import renewed, touched
 from jaxkv._core.config.validation import shown
 from jaxkv._core.state.arguments import as_int32, is_known, read_numbers
+from jaxkv._core.state.columns import relative
 from jaxkv._core.state.head_rows import any_of_row, to_lines
 from jaxkv._core.state.shard_local import at_places, own_places
 from jaxkv._core.state.sharding import POOL, WHOLE, on_shards
@@ -103,6 +104,7 @@ def _read_path(cache: Cache, path: Any) -> jax.Array:
 def _shares_new_tokens(cache: Cache, tables: BlockTables) -> jax.Array:
     """`bool[S]`: rows whose last step lies in a block that others hold too, who have been given it since."""
     size, column = cache.config.block_size, jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None]
+    tables = relative(tables, size)
     first, end = (tables.lengths - tables.new) // size, blocks_for(tables.lengths, size)
     touched = (column >= first[:, None]) & (column < end[:, None]) & (tables.tables != NULL_BLOCK)
     return (touched & (tables.refcounts[tables.tables] > 1)).any(axis=1)
@@ -114,7 +116,7 @@ def _move(cache: Cache, source: jax.Array, target: jax.Array, moved: jax.Array) 
     if not source.shape[1]:
         return cache
     pools, size = list(cache.pools), cache.config.block_size
-    for group, tables in enumerate(cache.tables):
+    for group, tables in enumerate(relative(t, size) for t in cache.tables):
         width, before = tables.tables.shape[1], (tables.lengths - tables.new)[:, None]
         places = [before + to_lines(x, tables) for x in (source, target)]
 
@@ -158,7 +160,9 @@ def _shorten(cache: Cache, dropped: jax.Array, rows: jax.Array) -> Cache:
         lengths = tables.lengths - jnp.where(changed, to_lines(dropped, tables), 0)
         if not cache.config.contiguous:
             column = jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None]
-            behind = changed[:, None] & (column >= blocks_for(lengths, cache.config.block_size)[:, None])
+            end = blocks_for(lengths, cache.config.block_size)
+            end = end if tables.skipped is None else end - tables.skipped
+            behind = changed[:, None] & (column >= end[:, None])
             tables = replace_entries(tables, jnp.where(behind, NULL_BLOCK, tables.tables))
         return dataclasses.replace(tables, lengths=lengths, new=jnp.where(changed, 0, tables.new))
 

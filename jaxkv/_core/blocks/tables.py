@@ -11,9 +11,11 @@ import numpy as np
 
 from jaxkv._core.blocks.allocator import blocks_for, give_back, replace_entries, serve, take
 from jaxkv._core.cache.cache import Cache, check_cache
+from jaxkv._core.config.validation import MOST_TOKENS
 from jaxkv._core.state.arguments import row_counts, row_mask
-from jaxkv._core.state.head_rows import of_parts, row_needs, to_lines
-from jaxkv._core.state.state import NULL_BLOCK, BlockTables
+from jaxkv._core.state.columns import columns_of, slide
+from jaxkv._core.state.head_rows import by_row, of_parts, row_needs, to_lines
+from jaxkv._core.state.state import NULL_BLOCK, TOO_LONG, BlockTables
 
 
 def on_tables(function: Callable[..., Cache]) -> Callable[..., Cache]:
@@ -35,7 +37,7 @@ def extend(cache: Cache, num_tokens: Any) -> Cache:
 
     A row whose request cannot be met (too few free blocks, or past `max_seq_len`) stays as it was and is marked in
     `cache.failed`; its tokens of this step are dropped, and the other rows go on. Rows are served in order, each all or
-    nothing.
+    nothing. Where no layer keeps all tokens, `max_seq_len` is of those that are held at once: see `CacheConfig`.
 
     A row that has failed takes part in nothing until `free`, so that no token ever follows one that was dropped.
 
@@ -60,7 +62,7 @@ def extend(cache: Cache, num_tokens: Any) -> Cache:
 
 @on_tables
 def _extend(cache: Cache, requested: jax.Array) -> Cache:
-    room = cache.config.max_seq_len - cache.lengths
+    room = room_left(cache)
     fits = (requested > 0) & (requested <= room) & ~cache.failed
     cache = leave_windows(cache)
     granted, needs, tables = _make_room(cache, jnp.where(fits, cache.lengths + requested, 0))
@@ -68,6 +70,7 @@ def _extend(cache: Cache, requested: jax.Array) -> Cache:
     refused = (requested != 0) & ~granted & ~cache.failed  # what was refused first is what `check` tells of
     # Anything past the longest sequence is reported as just too long: the sum could overflow.
     wanted = jnp.where(requested < 0, -1, cache.lengths + jnp.minimum(requested, room + 1))
+    needs = [jnp.where(requested > room, TOO_LONG, needed) for needed in needs]
     # A request beyond this belongs to no packed array, and the sum of all must not overflow.
     counted = jnp.clip(requested, 0, np.iinfo(np.int32).max // requested.shape[0])
 
@@ -101,8 +104,10 @@ def reserve(cache: Cache, target_lengths: Any) -> Cache:
 
 @on_tables
 def _reserve(cache: Cache, target: jax.Array) -> Cache:
-    fits = (target >= 0) & (target <= cache.config.max_seq_len) & ~cache.failed
+    is_long = target - cache.lengths > room_left(cache)
+    fits = (target >= 0) & ~is_long & ~cache.failed
     granted, needs, tables = _make_room(cache, jnp.where(fits, target, 0))
+    needs = [jnp.where(is_long, TOO_LONG, needed) for needed in needs]
     refused, wanted = ~(granted & fits | cache.failed), jnp.where(target < 0, -1, target)
     return cache.replace(tables=tuple(mark_failed(t, refused, wanted, n) for t, n in zip(tables, needs, strict=True)))
 
@@ -136,6 +141,7 @@ def _free(cache: Cache, rows: jax.Array) -> Cache:
             failed=tables.failed & ~mask,
             wanted=jnp.where(mask, 0, tables.wanted),
             needed=jnp.where(mask, 0, tables.needed),
+            skipped=None if tables.skipped is None else jnp.where(mask, 0, tables.skipped),
             evicted=None if tables.evicted is None else jnp.where(mask, 0, tables.evicted),
             thinned=None if tables.thinned is None else jnp.where(mask, 0, tables.thinned),
         )
@@ -143,17 +149,48 @@ def _free(cache: Cache, rows: jax.Array) -> Cache:
     return cache.replace(tables=tuple(empty(t) for t in cache.tables))
 
 
+def room_left(cache: Cache) -> jax.Array:
+    """`i32[S]`: how many tokens rows may have more, if there are blocks for them: until a layer would hold more than
+    `max_seq_len` of one at once."""
+    config, lengths = cache.config, cache.lengths
+    if not config.is_endless:
+        return config.max_seq_len - lengths
+    room = MOST_TOKENS - lengths
+
+    for group, t in enumerate(cache.tables):
+        if t.evicted is None:
+            held = t.lengths - config.first_position(group, t.lengths)
+        else:
+            held = by_row(t.lengths, config).max(axis=0)
+        room = jnp.minimum(room, config.max_seq_len - held)
+    return room
+
+
 def _make_room(cache: Cache, target: jax.Array) -> tuple[jax.Array, list[jax.Array], list[BlockTables]]:
     """Which rows can have blocks for `target` tokens; the blocks each group needs for it; tables that have them."""
+    config = cache.config
 
-    def need(t: BlockTables) -> jax.Array:
+    def end_of(t: BlockTables) -> jax.Array:
+        """The columns that a row fills with so many tokens."""
         held = to_lines(target, t) if t.evicted is None else to_lines(target, t) - t.evicted
-        return jnp.maximum(blocks_for(held, cache.config.block_size) - t.end, 0)
+        end = blocks_for(held, config.block_size)
+        return end if t.skipped is None else end - t.skipped
 
-    needs = [need(t) for t in cache.tables]
-    of_rows = [row_needs(n, t, cache.config) for n, t in zip(needs, cache.tables, strict=True)]
-    granted = serve(of_rows, cache.tables)
-    rooms = [take(t, jnp.where(to_lines(granted, t), n, 0)) for t, n in zip(cache.tables, needs, strict=True)]
+    widened = enumerate(cache.tables)
+    tables = [slide(t, end_of(t), config.group_sinks[g], config.group_units[g]) for g, t in widened]
+    needs = [jnp.maximum(end_of(t) - t.end, 0) for t in tables]
+    of_rows = [row_needs(n, t, config) for n, t in zip(needs, tables, strict=True)]
+    if any(config.group_slides):  # what a step may still see, between two of them, can leave too few columns
+        wide = [end_of(t) > t.tables.shape[1] for t in tables if t.skipped is not None]
+        is_wide = functools.reduce(jnp.logical_or, wide)
+        granted = serve([jnp.where(is_wide, 0, n) for n in of_rows], tables) & ~is_wide
+        of_rows = [
+            n if t.skipped is None else jnp.where(is_wide & (n <= t.num_free), TOO_LONG, n)
+            for n, t in zip(of_rows, tables, strict=True)
+        ]
+    else:
+        granted = serve(of_rows, tables)
+    rooms = [take(t, jnp.where(to_lines(granted, t), n, 0)) for t, n in zip(tables, needs, strict=True)]
     return granted, of_rows, rooms
 
 
@@ -176,7 +213,8 @@ def leave_windows(cache: Cache) -> Cache:
 
     def leave(group: int, t: BlockTables) -> BlockTables:
         if config.group_reaches[group] is not None:
-            t = give_back(t, config.first_seen(group, t.lengths), config.group_sinks[group])
+            first, sinks = config.first_seen(group, t.lengths), config.group_sinks[group]
+            t = give_back(t, columns_of(first, t.skipped, sinks), sinks)
         return dataclasses.replace(t, new=jnp.zeros_like(t.new))  # they may not see any longer what they saw
 
     return cache.replace(tables=tuple(leave(group, t) for group, t in enumerate(cache.tables)))

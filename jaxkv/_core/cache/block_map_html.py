@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.state.columns import blocks_of
 from jaxkv._core.state.head_rows import block_numbers, seen_by_rows
 from jaxkv._core.state.state import BlockTables
 
@@ -42,13 +43,14 @@ class Square(NamedTuple):
         return f"block {self.block}: {', '.join(part for part in parts if part)}"
 
 
-def squares_of(t: BlockTables, config: CacheConfig) -> list[Square]:
+def squares_of(t: BlockTables, config: CacheConfig, group: int) -> list[Square]:
     """A group's blocks in order; its tables must be on the host."""
     owners: dict[int, list[tuple[int, int, int]]] = {}  # block -> rows, what they see in it, and where that begins
-    block_size, rows = config.block_size, config.max_seqs
+    block_size, rows, sinks = config.block_size, config.max_seqs, config.group_sinks[group]
     for line, column in zip(*np.nonzero(t.tables), strict=True):
-        tokens = int(np.clip(t.lengths[line] - column * block_size, 0, block_size))
-        owners.setdefault(int(t.tables[line, column]), []).append((int(line) % rows, tokens, int(column) * block_size))
+        first = int(blocks_of(column, None if t.skipped is None else t.skipped[line], sinks)) * block_size
+        tokens = int(np.clip(t.lengths[line] - first, 0, block_size))
+        owners.setdefault(int(t.tables[line, column]), []).append((int(line) % rows, tokens, first))
     found = []
     for block in block_numbers(t).tolist():
         held = owners.get(block, [])
@@ -68,7 +70,7 @@ def block_map(title: str, tables: Sequence[BlockTables], config: CacheConfig) ->
     """HTML: one square per block, filled as far as its tokens reach; a shared block has a frame and its row count."""
     groups = jax.device_get(tuple(tables))
     maps = [
-        f'<div style="margin:4px 0 2px">{group_title(config, group)}</div>{_group_map(t, config)}'
+        f'<div style="margin:4px 0 2px">{group_title(config, group)}</div>{_group_map(t, config, group)}'
         for group, t in enumerate(groups)
     ]
     t = seen_by_rows(groups[0], config)
@@ -91,8 +93,8 @@ def colour_of(row: int) -> str:
     return PALETTE[row % len(PALETTE)]
 
 
-def _group_map(t: BlockTables, config: CacheConfig) -> str:
-    found = squares_of(t, config)
+def _group_map(t: BlockTables, config: CacheConfig, group: int) -> str:
+    found = squares_of(t, config, group)
     drawn = "".join(_square(square, config.block_size) for square in found[:MOST_BLOCKS])
     hidden = len(found) - MOST_BLOCKS
     more = f"<div>… and {hidden} more blocks</div>" if hidden > 0 else ""

@@ -9,16 +9,18 @@ from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.key_bounds import filled_of
 from jaxkv._core.cache.pool_access import numbers
 from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.validation import MOST_TOKENS
+from jaxkv._core.state.columns import relative
 from jaxkv._core.state.errors import CacheError, OutOfBlocks, OutOfWindow, SequenceTooLong
 from jaxkv._core.state.head_rows import block_numbers, by_row, row_sums, seen_by_rows
-from jaxkv._core.state.state import GONE, NULL_BLOCK, STALE, BlockTables
+from jaxkv._core.state.state import GONE, NULL_BLOCK, STALE, TOO_LONG, BlockTables
 
 
 def check(cache: Cache) -> None:
     """Raise if a request of any row could not be met, in one sentence that names rows, needs and what is free.
 
     Raises:
-      SequenceTooLong: a row was to hold more than `max_seq_len` tokens.
+      SequenceTooLong: a row was to hold more than `max_seq_len` tokens at once.
       OutOfBlocks: there were too few free blocks.
       OutOfWindow: a row was truncated to where layers with a window no longer hold what it would see.
       CacheError: a request made no sense: a negative number of tokens, more than were given, or a row out of range.
@@ -39,14 +41,15 @@ def check(cache: Cache) -> None:
     if not rows.size:
         return
     limit = cache.config.max_seq_len
-    too_long = [r for r in rows if t.wanted[r] > limit]
+    too_long = [r for r in rows if t.needed[r] == TOO_LONG]
     senseless = [r for r in rows if t.wanted[r] < 0]
     gone = [r for r in rows if t.needed[r] == GONE]
     if too_long:
         holders = _list(f"row {r} (it holds {t.lengths[r]})" for r in too_long)
+        at_once = " at once" if cache.config.is_endless else ""
         raise SequenceTooLong(
-            f"More than max_seq_len = {limit} tokens were asked for in {holders}. The row is as it was before; "
-            "truncate or free it, or give the cache a larger max_seq_len."
+            f"More than max_seq_len = {limit} tokens{at_once} were asked for in {holders}. The row is as it was "
+            "before; truncate or free it, or give the cache a larger max_seq_len."
         )
     stale = [r for r in rows if t.wanted[r] == STALE]
     senseless = [r for r in senseless if r not in stale]
@@ -155,10 +158,11 @@ def check_invariants(cache: Cache) -> None:
 def _check_bounds(cache: Cache, layer: int) -> None:
     """The bounds of each block of a stack contain every key that rows hold in it; a NaN says of nothing where it is."""
     config, tables = cache.config, jax.device_get(cache.layer(layer).tables)
+    tables = relative(tables, config.block_size)
     for one in config.stack(layer):
         pool = cache.pool(one)
         keys, bounds = (np.asarray(x, np.float32)[1:] for x in (numbers(pool, config, one)[:, 0], pool.bounds))
-        filled = filled_of(tables.tables, tables.lengths, config.block_size, len(keys))
+        filled = filled_of(np.asarray(tables.tables), np.asarray(tables.lengths), config.block_size, len(keys))
         is_free = np.arange(config.block_size) >= filled[:, None]
         low, high = bounds[:, 0, :, None], bounds[:, 1, :, None]
         for is_inside, what in ((keys >= low) | np.isnan(low), "below"), ((keys <= high) | np.isnan(high), "above"):
@@ -174,10 +178,12 @@ def _said_of_rows(t: BlockTables, field: str, config: CacheConfig) -> np.ndarray
 
 def _check_tables(t: BlockTables, config: CacheConfig, group: int) -> None:
     block_size, num_blocks = config.block_size, t.free_list.shape[0]
-    assert ((t.lengths >= 0) & (t.lengths <= config.max_seq_len)).all(), f"lengths fit: {t.lengths}"
+    most = MOST_TOKENS if config.is_endless else config.max_seq_len
+    held_most = most if t.evicted is None else config.max_seq_len
+    assert ((t.lengths >= 0) & (t.lengths <= held_most)).all(), f"lengths fit: {t.lengths}"
     assert ((t.new >= 0) & (t.new <= t.lengths)).all(), f"new within [0, lengths]: {t.new} of {t.lengths}"
     if t.evicted is not None and t.thinned is not None:
-        assert ((t.evicted >= 0) & (t.seen <= config.max_seq_len)).all(), f"seen fits: {t.lengths}, {t.evicted}"
+        assert ((t.evicted >= 0) & (t.seen <= most)).all(), f"seen fits: {t.lengths}, {t.evicted}"
         assert ((t.thinned >= 0) & (t.thinned <= t.lengths - t.new)).all(), f"thinned: {t.thinned} of {t.lengths}"
         assert ((t.thinned == 0) | (t.evicted > 0)).all(), f"thinned, so some are gone: {t.thinned}, {t.evicted}"
     each, numbers, lines = num_blocks // t.parts, block_numbers(t), np.split(t.tables, t.parts)
@@ -186,16 +192,24 @@ def _check_tables(t: BlockTables, config: CacheConfig, group: int) -> None:
     for own, entries in zip(np.split(numbers, t.parts), lines, strict=True):
         assert np.isin(entries, [NULL_BLOCK, *own]).all(), "table entries name blocks, of their part"
     used = t.tables != NULL_BLOCK
+    assert t.tables.shape[1] == config.table_widths[group], f"the table's columns: {t.tables.shape}"
     column = np.arange(t.tables.shape[1])
     end = np.max(np.where(used, column + 1, 0), axis=1)
     sinks = config.group_sinks[group]
+    first_seen = config.first_seen(group, t.lengths - t.new)
+    assert (t.skipped is not None) == config.group_slides[group], "rows slide where they can outgrow their table"
+    if t.skipped is not None:
+        assert (t.skipped % config.group_units[group] == 0).all(), f"rows slide by whole chunks: {t.skipped}"
+        assert ((t.skipped >= 0) & ((t.skipped == 0) | (t.lengths > 0))).all(), f"an empty row begins anew: {t.skipped}"
+        assert ((t.skipped == 0) | (first_seen >= sinks + t.skipped)).all(), f"what is seen is there: {t.skipped}"
+        first_seen, t = first_seen - t.skipped, relative(t, block_size)
     first = np.min(np.where(used & (column >= sinks), column, end[:, None]), axis=1)
     together = (column >= first[:, None]) | (column < sinks)
     assert (used == (together & (column < end[:, None]))).all(), "a row's entries stand together"
     first = np.where((first <= sinks) | (end <= sinks), 0, first)
     assert (end >= -(-t.lengths // block_size)).all(), f"every row has the blocks for its tokens: {end}, {t.lengths}"
-    seen = config.first_seen(group, t.lengths - t.new)
-    assert (first <= np.where(t.lengths > 0, seen, 0)).all(), f"what this step's tokens see is held: {first}, {seen}"
+    seen = np.where(t.lengths > 0, first_seen, 0)
+    assert (first <= seen).all(), f"what this step's tokens see is held: {first}, {seen}"
     counts = np.bincount(t.tables.ravel(), minlength=len(t.refcounts))
     counts[NULL_BLOCK] = 0
     assert np.isin(np.flatnonzero(t.kept), numbers).all(), "the null block is nobody's"
@@ -265,6 +279,7 @@ def _group_stats(t: BlockTables, config: CacheConfig, group: int) -> dict[str, A
     used = int(t.num_used)
     entries = t.tables != NULL_BLOCK
     end = np.max(np.where(entries, np.arange(1, t.tables.shape[1] + 1), 0), axis=1)
+    of_columns = relative(t, config.block_size).lengths
     counts = np.bincount(t.tables.ravel(), minlength=len(t.refcounts))[1:]
     return {
         "window": config.group_windows[group],
@@ -278,7 +293,7 @@ def _group_stats(t: BlockTables, config: CacheConfig, group: int) -> dict[str, A
         "blocks_kept": int(np.count_nonzero(t.kept)),
         "blocks_peak": int(t.peak),
         # Only behind its last token has a row empty places: what fell out of a window is in front.
-        "waste_per_row": row_sums(end * config.block_size - t.lengths, config).tolist(),
+        "waste_per_row": row_sums(end * config.block_size - of_columns, config).tolist(),
         "held_per_row": row_sums(t.lengths, config).tolist(),
         "bytes_used": used * config.bytes_per_group_block(group),
         "bytes_peak": int(t.peak) * config.bytes_per_group_block(group),

@@ -172,8 +172,11 @@ def partition_specs(
         return Pool(kv=spec, scale=scale, bounds=bounds, **own)  # type: ignore[arg-type]
 
     fields: dict[str, Any] = {field.name: PartitionSpec() for field in dataclasses.fields(BlockTables)}
-    whole, all_held = BlockTables(**fields), BlockTables(**fields | {"evicted": None, "thinned": None})
-    tables = tuple(all_held if evict is None else whole for evict in config.group_evicts)
+    evicts, slides = ({"evicted": None, "thinned": None}, {"skipped": None})
+    tables = tuple(
+        BlockTables(**fields | ({} if evict else evicts) | ({} if slide else slides))
+        for evict, slide in zip(config.group_evicts, config.group_slides, strict=True)
+    )
     pools = tuple(pool(i) if config.stack(i)[0] == i else None for i in range(config.num_layers))
     return Cache(tables=tables, pools=pools, config=config)
 
@@ -254,7 +257,7 @@ def _init_group(config: CacheConfig, group: int, parts: int) -> BlockTables:
     if config.contiguous:  # every row has its block from the start, and keeps it
         tables, num_free = blocks[:, None], 0
     else:
-        tables, num_free = np.full((rows, config.max_blocks_per_seq), NULL_BLOCK, np.int32), num_blocks
+        tables, num_free = np.full((rows, config.table_widths[group]), NULL_BLOCK, np.int32), num_blocks
     num_each = np.int32(num_free) if parts == 1 else np.full(parts, num_free // parts, np.int32)
     refcounts = np.ones(num_blocks + parts, np.int32)
     refcounts[NULL_BLOCK] = 0
@@ -263,5 +266,6 @@ def _init_group(config: CacheConfig, group: int, parts: int) -> BlockTables:
         kept=to_device(np.zeros(num_blocks + parts, np.int32)), free_list=to_device(blocks),
         num_free=to_device(num_each), peak=to_device(np.int32(num_blocks - num_free)),
         failed=to_device(np.zeros(rows, bool)), wanted=zeros(), needed=zeros(),
+        skipped=zeros() if config.group_slides[group] else None,
         evicted=zeros() if evicts else None, thinned=zeros() if evicts else None,
     )  # fmt: skip

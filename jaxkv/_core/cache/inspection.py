@@ -19,6 +19,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.validation import integer, shown
 from jaxkv._core.state.arguments import as_int32, read_numbers
+from jaxkv._core.state.columns import columns_of, logical_entries
 from jaxkv._core.state.head_rows import seen_by_rows
 from jaxkv._core.state.sharding import KV, PARTS, POOL, WHOLE, heads_at, on_shards, whole
 from jaxkv._core.state.state import BlockTables, Layer, Pool
@@ -194,7 +195,8 @@ class Views:
             )
             head = jax.lax.broadcasted_iota(jnp.int32, row.shape, row.ndim - 1)
             row = jnp.where((row >= 0) & (row < one.rows), row + head * one.rows, -1)
-        return _slots(tables.tables, tables.lengths, row, position, self.config.block_size)
+        sinks = self.config.group_sinks[one.group]
+        return _slots(tables, row, position, self.config.block_size, sinks)
 
     def read(self, layer: int, row: Any, position: Any) -> tuple[jax.Array, jax.Array]:
         """Keys and values `[..., K, D]` of tokens; `row` and `position` broadcast. 0 where there is none.
@@ -235,18 +237,21 @@ class Views:
 
     def combined(self, layer: int) -> jax.Array:
         """A layer as one dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window. Of a
-        latent layer `[S, 1, 1, max_seq_len, D]`."""
-        tables = self.layer(layer).tables
-        found = self._read(dense, layer, (tables.tables, tables.lengths), PartitionSpec(PARTS, None, KV))
+        latent layer `[S, 1, 1, max_seq_len, D]`. Of a row that has gone on beyond `max_seq_len`, its first places."""
+        found = self._read(dense, layer, self._logical(layer), PartitionSpec(PARTS, None, KV))
         return self._join(layer, found[:, :, 0], 2) if self._by_heads(layer) else found
 
     def separate(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """A layer's keys and values as two dense arrays `[S, K, max_seq_len, D]`; 0 past each row's length."""
-        tables = self.layer(layer).tables
-        k, v = self._read(
-            dense_pair, layer, (tables.tables, tables.lengths), (PartitionSpec(PARTS, KV), PartitionSpec(PARTS, KV))
-        )
+        specs = (PartitionSpec(PARTS, KV), PartitionSpec(PARTS, KV))
+        k, v = self._read(dense_pair, layer, self._logical(layer), specs)
         return (self._join(layer, k[:, 0], 1), self._join(layer, v[:, 0], 1)) if self._by_heads(layer) else (k, v)
+
+    def _logical(self, layer: int) -> tuple[jax.Array, jax.Array]:
+        """The blocks of a layer's rows, one behind the other from their first on, and their lengths."""
+        tables, group = self.layer(layer).tables, self.config.group(layer)
+        width, sinks = self.config.max_blocks_per_seq, self.config.group_sinks[group]
+        return logical_entries(tables.tables, tables.skipped, width, sinks), tables.lengths
 
     def _by_heads(self, layer: int) -> bool:
         return self.config.group_evicts[self.config.group(layer)] == "head"
@@ -282,13 +287,15 @@ class Views:
         )
 
 
-@functools.partial(jax.jit, static_argnames="block_size")
-def _slots(tables: jax.Array, lengths: jax.Array, row: jax.Array, position: jax.Array, block_size: int) -> Any:
-    rows, width = tables.shape
+@functools.partial(jax.jit, static_argnames=("block_size", "sinks"))
+def _slots(tables: BlockTables, row: jax.Array, position: jax.Array, block_size: int, sinks: int) -> Any:
+    rows, width = tables.tables.shape
+    own = jnp.clip(row, 0, rows - 1)
     inside = (row >= 0) & (row < rows) & (position >= 0)
-    inside &= position < lengths[jnp.clip(row, 0, rows - 1)]
-    column = jnp.clip(position // block_size, 0, width - 1)
-    block = tables[jnp.clip(row, 0, rows - 1), column]
+    inside &= position < tables.lengths[own]
+    column = columns_of(position // block_size, None if tables.skipped is None else tables.skipped[own], sinks)
+    inside &= column >= 0
+    block = tables.tables[own, jnp.clip(column, 0, width - 1)]
     return jnp.where(inside, block, 0), jnp.where(inside, position % block_size, 0)
 
 

@@ -172,7 +172,7 @@ class Memory(Groups):
         memory = (device.memory_stats() or {}).get("bytes_limit")
         if device.platform == "cpu" and hasattr(os, "sysconf"):
             memory, parts = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 1  # all devices share it
-        entries = len(self.group_blocks) * self.max_seqs * self.max_blocks_per_seq
+        entries = self.max_seqs * sum(w * n for w, n in zip(self.table_widths, self.group_heads, strict=True))
         needed = self.bytes // parts + entries * np.dtype(np.int32).itemsize
         if memory and needed > memory:
             raise ValueError(

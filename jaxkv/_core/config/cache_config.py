@@ -35,7 +35,10 @@ class CacheConfig(MadeLike):
     Args:
       layers: one `LayerConfig` per attention layer; they may differ.
       max_seqs: rows, the sequences held at once; S in shapes.
-      max_seq_len: the most tokens of one row; default: `max_tokens`.
+      max_seq_len: the most tokens of one row; default: `max_tokens`. Where no layer keeps all of them, for each has a
+        window, chunks or `evict`, it is the most that a layer holds of a row at once, what the next tokens see and they
+        themselves: the row goes on without end, to 2**30 tokens. Positions are counted on; whether a model means
+        something by those that it was not trained on is for its rotation to say.
       num_blocks: blocks per layer. Or say `max_tokens`, and it is `ceil(max_tokens / block_size)`.
       group_blocks: blocks per layer for each of `groups`, where they differ; then `num_blocks` is the largest. In a
         layer that evicts by heads a block is of one head: there are K times as many of them.
@@ -191,9 +194,11 @@ class CacheConfig(MadeLike):
                 f"A pool would have {most} blocks, null blocks included, but indices are int32 and end at "
                 f"{MOST_INDEX}: choose fewer, or a larger block_size."
             )
-        if (entries := self.max_seqs * self.max_blocks_per_seq * max(self.group_heads)) > MOST_INDEX:
+        widths = zip(self.table_widths, self.group_heads, strict=True)
+        width, heads = max(widths, key=lambda both: both[0] * both[1])
+        if (entries := self.max_seqs * width * heads) > MOST_INDEX:
             raise ValueError(
-                f"A table of max_seqs={self.max_seqs} rows of {self.max_blocks_per_seq} blocks has {entries} entries, "
+                f"A table of max_seqs={self.max_seqs} rows of {width} blocks has {entries} entries, "
                 f"but there can be {MOST_INDEX}: choose a smaller max_seqs or max_seq_len, or a larger block_size."
             )
 

@@ -1,6 +1,7 @@
 """Which layers share a block table, what of a row they keep, and how many blocks that takes."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -20,6 +21,11 @@ def period_of(kinds: Sequence[Any]) -> int:
     return next((n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n]), len(kinds))
 
 
+# Columns that every table may have, needed or not: so few cost nothing, and rows of short caches never slide. Tables
+# whose rows do not slide may have so many entries in all.
+FEW_COLUMNS, FEW_ENTRIES = 64, 2**15
+
+
 class Groups:
     """The part of `CacheConfig` that knows groups: layers with the same window or chunk, which share a table.
 
@@ -31,6 +37,7 @@ class Groups:
     max_seqs: int
     max_seq_len: int
     block_size: int
+    group_blocks: Sequence[int]
     layout: Literal["paged", "contiguous"]
     stacked: bool
 
@@ -51,8 +58,49 @@ class Groups:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """The width of a block table; M in shapes."""
+        """The most blocks of a row, of layers that keep everything."""
         return -(-self.max_seq_len // self.block_size)
+
+    @functools.cached_property
+    def is_endless(self) -> bool:
+        """Whether rows may go on beyond `max_seq_len`, for no layer keeps all of their tokens."""
+        pairs = zip(self.group_reaches, self.group_evicts, strict=True)
+        return not self.contiguous and all(reach is not None or evict is not None for reach, evict in pairs)
+
+    @functools.cached_property
+    def table_widths(self) -> tuple[int, ...]:
+        """For each group the columns of its block tables, M in shapes: what a row can hold at once.
+
+        That is no more than `max_seq_len` tokens, and no more blocks than there are. A row that outgrows its table
+        slides along it: see `columns`.
+        """
+        return tuple(map(self._table_width, range(len(self.groups))))
+
+    def _table_width(self, group: int) -> int:
+        most, held = self.max_blocks_per_seq, max(FEW_COLUMNS, self.group_blocks[group])
+        if self.group_evicts[group] is not None:
+            return min(most, held)
+        if self.group_reaches[group] is None:
+            return min(most, max(held, FEW_ENTRIES // self.max_seqs))
+        apart = self.group_sinks[group] + self.group_units[group] - 1
+        # Tokens of an endless row may begin anywhere in a block.
+        return min(most + 1 + apart if self.is_endless else most, held + apart)
+
+    def row_places(self, group: int) -> int:
+        """The most tokens of a row that a group's layers hold at once, in layers whose rows do not slide."""
+        return min(self.max_seq_len, self.table_widths[group] * self.block_size)
+
+    @functools.cached_property
+    def group_units(self) -> tuple[int, ...]:
+        """For each group how many blocks at a time a row slides by: whole chunks, so that they begin where they did."""
+        chunks = (1 if chunk is None else chunk for chunk in self.group_chunks)
+        return tuple(math.lcm(chunk, self.block_size) // self.block_size for chunk in chunks)
+
+    @functools.cached_property
+    def group_slides(self) -> tuple[bool, ...]:
+        """For each group whether its rows may outgrow their table's columns, and slide along it."""
+        pairs = zip(self.group_reaches, self.table_widths, strict=True)
+        return tuple(reach is not None and (self.is_endless or w < self.max_blocks_per_seq) for reach, w in pairs)
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -154,13 +202,17 @@ class Groups:
 
         The row's last block counts as seen even where it is not: it tells where the next one goes.
         """
+        return self.first_position(group, length) // self.block_size
+
+    def first_position(self, group: int, length: Any) -> Any:
+        """The same position by position: the first that the next token sees, or the row's last."""
         window, chunk = self.group_windows[group], self.group_chunks[group]
         maths = jnp if isinstance(length, jax.Array) else np  # the host's stay on the host
         if chunk is not None:
             unseen = maths.minimum(length // chunk * chunk, length - 1)
         else:
             unseen = length * 0 if window is None else length - max(window, 2) + 1
-        return maths.maximum(unseen, 0) // self.block_size
+        return maths.maximum(unseen, 0)
 
     def row_blocks(self, group: int, length: int) -> int:
         """The most blocks that a row of up to `length` tokens holds in a group's layers, growing one by one."""

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 MOST_INDEX = 2**31 - 1  # what an int32 holds: lengths, counts and indices are int32 on the device
+MOST_TOKENS = 2**30  # of a row without end: what is added to its length must not overflow
 
 
 def integer(name: str, value: Any, *, least: int | None = None, most: int | None = MOST_INDEX) -> int:

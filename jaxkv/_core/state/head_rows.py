@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Layer
 
-HEAD_ROW_FIELDS = ("tables", "lengths", "new", "offsets", "failed", "wanted", "needed", "evicted", "thinned")
+HEAD_ROW_FIELDS = ("tables", "lengths", "new", "offsets", "failed", "wanted", "needed", "skipped", "evicted", "thinned")
 
 
 def refuse_evicting(config: CacheConfig, what: str, kinds: tuple[str, ...] = ("layer", "head")) -> None:

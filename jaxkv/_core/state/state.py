@@ -1,6 +1,6 @@
 """The state of a cache: immutable pytrees of arrays. Fields and shapes, no algorithm.
 
-S rows, M blocks per row at the most, K KV heads, D head_dim, N = num_blocks.
+S rows, M columns of a block table, K KV heads, D head_dim, N = num_blocks.
 """
 
 import dataclasses
@@ -19,8 +19,9 @@ NULL_BLOCK = 0
 # In `BlockTables.wanted`: no length, for the request made no sense; or the step was planned for other tables.
 SENSELESS, STALE = -1, -2
 
-# In `BlockTables.needed`: no block would help, the tokens that a row was to go back to have been given back.
-GONE = -1
+# In `BlockTables.needed`: no block would help. The tokens that a row was to go back to have been given back; or it was
+# to hold more tokens than a row may.
+GONE, TOO_LONG = -1, -2
 
 
 @register_export
@@ -53,7 +54,10 @@ class BlockTables:
     peak: jax.Array  # i32[]: the most blocks ever in use at once
     failed: jax.Array  # bool[S]: a request of the row could not be met; cleared by `free`
     wanted: jax.Array  # i32[S]: the length that request asked for, or SENSELESS, or STALE
-    needed: jax.Array  # i32[S]: the blocks it needed, or GONE
+    needed: jax.Array  # i32[S]: the blocks it needed, or GONE, or TOO_LONG
+    # Of layers with a window or chunks whose rows may outgrow their table, i32[S]: how many blocks of a row have left
+    # it. Behind the first ones that stay, column c stands for the row's block c + skipped. See `columns`.
+    skipped: jax.Array | None = None
     # Of a layer that evicts. Where it does so by heads, S is K * S in all shapes here; see `lines`.
     evicted: jax.Array | None = None  # i32[S]: tokens that were given back; `lengths` are those that are held
     thinned: jax.Array | None = None  # i32[S]: of the tokens held the first so many, some of those before which went

@@ -68,7 +68,7 @@ class Trace:
           on_host: that number -> tokens in host memory, of what was swapped out.
         """
         tables = jax.device_get(cache.tables)
-        groups = tuple(tuple(squares_of(t, self.config)) for t in tables)
+        groups = tuple(tuple(squares_of(t, self.config, group)) for group, t in enumerate(tables))
         lengths = tuple(seen_by_rows(tables[0], self.config).lengths.tolist())
         self.frames.append(Frame(groups, lengths, dict(requests or {}), dict(on_host or {}), note))
         return cache

@@ -12,6 +12,7 @@ from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.inspection import check_row
 from jaxkv._core.config.cache_config import CacheConfig, check_config
 from jaxkv._core.config.validation import integer, real, shown
+from jaxkv._core.state.columns import row_entries
 from jaxkv._core.state.head_rows import refuse_evicting
 from jaxkv._files.blocks import Block, BlockFiles, fingerprint
 from jaxkv._tiers.prefix_cache.arguments import read_identity, read_tokens
@@ -180,11 +181,13 @@ class PrefixCache:
         check_row(cache, row)
         tokens, root = read_tokens(tokens), self._root(salt, adapter)
         thinned = [t.evicted[row] for t in cache.tables if t.evicted is not None]
-        columns, length, thinned = jax.device_get(([t.tables[row] for t in cache.tables], cache.lengths[row], thinned))
+        tables = [(t.tables[row], None if t.skipped is None else t.skipped[row]) for t in cache.tables]
+        tables, length, thinned = jax.device_get((tables, cache.lengths[row], thinned))
         length = 0 if any(thinned) else length
         change = Change(self._index, cache)
         chain = self._index.extend(root, tokens[:length])
-        change.offer(chain, columns)
+        held = [row_entries(own, skipped, self.config, group) for group, (own, skipped) in enumerate(tables)]
+        change.offer(chain, held)
         return self._commit(change, chain)
 
     # Keeping it small.

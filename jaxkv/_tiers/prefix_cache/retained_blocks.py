@@ -39,21 +39,24 @@ def claim(tables: BlockTables, labels: jax.Array) -> tuple[BlockTables, jax.Arra
 
 
 @jax.jit
-def attach(tables: BlockTables, row: jax.Array, entries: jax.Array, length: jax.Array) -> BlockTables:
-    """An empty row that holds kept blocks, `entries` i32[M]."""
+def attach(
+    tables: BlockTables, row: jax.Array, entries: jax.Array, length: jax.Array, skipped: jax.Array
+) -> BlockTables:
+    """An empty row that holds kept blocks, `entries` i32[M], behind those that it has skipped."""
     here = jnp.arange(tables.lengths.shape[0], dtype=jnp.int32) == row
     tables = replace_entries(tables, jnp.where(here[:, None], entries[None], tables.tables))
     return dataclasses.replace(
-        tables, lengths=jnp.where(here, length, tables.lengths), new=jnp.where(here, np.int32(0), tables.new)
-    )
+        tables, lengths=jnp.where(here, length, tables.lengths), new=jnp.where(here, np.int32(0), tables.new),
+        skipped=None if tables.skipped is None else jnp.where(here, skipped, tables.skipped),
+    )  # fmt: skip
 
 
 def warm(cache: Cache) -> None:
     """Compile what an index does to the tables of a cache. Nothing changes: no such row, and what was kept is."""
     for t in cache.tables:
         keep(t, np.asarray(t.kept))
-        attach(t, np.int32(t.tables.shape[0]), np.zeros(t.tables.shape[1], np.int32), np.int32(0))
-        jax.device_get((t.tables[0], t.lengths[0], t.held))
+        attach(t, np.int32(t.tables.shape[0]), np.zeros(t.tables.shape[1], np.int32), np.int32(0), np.int32(0))
+        jax.device_get((t.tables[0], t.lengths[0], t.held, None if t.skipped is None else t.skipped[0]))
 
 
 def count_unused(tables: BlockTables) -> jax.Array:

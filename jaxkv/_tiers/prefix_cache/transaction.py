@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxkv._core.blocks.block_copy import padded_size, put_group
 from jaxkv._core.cache.cache import Cache
+from jaxkv._core.state.columns import columns_for
 from jaxkv._core.state.errors import OutOfBlocks
 from jaxkv._core.state.state import NULL_BLOCK, Pool
 from jaxkv._tiers.prefix_cache.index import PrefixIndex
@@ -36,9 +37,10 @@ class Change:
         self.cache = cache
         self._keep()  # not what the index does not know
 
-    def offer(self, chain: Sequence[Node], columns: Sequence[np.ndarray]) -> None:
-        """Keep the blocks of a row, for each group i32[M], for the nodes of its tokens that have none."""
-        for group, (blocks, kept) in enumerate(zip(columns, self.kept, strict=True)):
+    def offer(self, chain: Sequence[Node], held: Sequence[np.ndarray]) -> None:
+        """Keep the blocks of a row, for each group `i32[blocks]` from its first on, for the nodes of its tokens that
+        have none."""
+        for group, (blocks, kept) in enumerate(zip(held, self.kept, strict=True)):
             for node, block in zip(chain, blocks.tolist(), strict=False):
                 # A block that is kept already is another node's, of another salt: it stays that one's alone.
                 if node.blocks[group] == NULL_BLOCK and block != NULL_BLOCK and not kept[block]:
@@ -107,10 +109,11 @@ class Change:
         """Put what a chain's nodes `needed[g]` hold into an empty row."""
         length, groups = np.int32(len(chain) * self.config.block_size), []
         for group, (tables, columns) in enumerate(zip(self.cache.tables, needed, strict=True)):
-            entries = np.full(self.config.max_blocks_per_seq, NULL_BLOCK, np.int32)
+            entries = np.full(len(chain), NULL_BLOCK, np.int32)
             nodes = [chain[i] for i in columns.tolist()]
             entries[columns] = [node.blocks[group] or self.restored[node, group] for node in nodes]
-            groups.append(attach(tables, np.int32(row), entries, length))
+            placed, skipped = columns_for(entries[None], self.config, group)
+            groups.append(attach(tables, np.int32(row), placed[0], length, skipped[0]))
         self.cache = self.cache.replace(tables=tuple(groups))
 
     def _spill(self, group: int, victims: list[Node]) -> None:

@@ -1,0 +1,141 @@
+"""Which block of a row stands in which column of its table.
+
+A table has room for what a row can hold at once. A row that grows longer, in layers with a window or chunks, slides
+along it: columns of blocks that were given back leave the table, those behind them move up, and `skipped` counts how
+many have left. The first `sinks` blocks, which such a layer may keep, stay in the first columns.
+
+Kernels know nothing of it. They see a row that begins with its table: `relative`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.validation import MOST_TOKENS
+from jaxkv._core.state.state import NULL_BLOCK, BlockTables
+
+
+def columns_of(block: Any, skipped: Any, sinks: int) -> Any:
+    """The columns of a row's blocks; -1 for one that has left the table. Arrays broadcast; NumPy stays NumPy."""
+    if skipped is None:
+        return block
+    maths = np if isinstance(block, np.ndarray) else jnp
+    column = maths.where(block < sinks, block, block - skipped)
+    return maths.where((block < sinks) | (column >= sinks), column, np.int32(-1))
+
+
+def blocks_of(column: Any, skipped: Any, sinks: int) -> Any:
+    """The opposite: which of a row's blocks stand in columns."""
+    if skipped is None:
+        return column
+    maths = np if isinstance(column, np.ndarray) else jnp
+    return maths.where(column < sinks, column, column + skipped)
+
+
+def logical_entries(entries: Any, skipped: Any, width: int, sinks: int) -> Any:
+    """`i32[S, width]`: the entries of tables `[S, M]` with a column for each of a row's first `width` blocks. NumPy
+    stays NumPy."""
+    if skipped is None and entries.shape[1] >= width:
+        return entries[:, :width]
+    maths = np if isinstance(entries, np.ndarray) else jnp
+    block = maths.arange(width, dtype=np.int32)[None]
+    column = columns_of(block, None if skipped is None else skipped[:, None], sinks)
+    column = maths.broadcast_to(column, (entries.shape[0], width))
+    there = (column >= 0) & (column < entries.shape[1])
+    found = maths.take_along_axis(entries, maths.clip(column, 0, entries.shape[1] - 1), axis=1)
+    return maths.where(there, found, np.int32(NULL_BLOCK))
+
+
+def row_entries(entries: np.ndarray, skipped: Any, config: CacheConfig, group: int) -> np.ndarray:
+    """`i32[blocks]`: which blocks a row holds, one behind the other from its first on, by its part of a group's tables
+    on the host."""
+    own = None if skipped is None else np.reshape(skipped, 1)
+    width = len(entries) + (0 if own is None else int(own[0]))
+    return logical_entries(entries[None], own, width, config.group_sinks[group])[0]
+
+
+def rows_entries(tables: BlockTables, config: CacheConfig, group: int, lines: np.ndarray) -> np.ndarray:
+    """`i32[n, blocks]`: which blocks lines `i32[n]` of a group's tables, on the host, hold: one behind the other from
+    their first on, as many as the longest of them has or all have columns."""
+    skipped = None if tables.skipped is None else np.asarray(tables.skipped)[lines]
+    entries = np.asarray(tables.tables)[lines]
+    width = entries.shape[1] + (0 if skipped is None else int(skipped.max(initial=0)))
+    return logical_entries(entries, skipped, width, config.group_sinks[group])
+
+
+def are_too_long(lengths: Any, held: Sequence[Any], config: CacheConfig) -> Any:
+    """`bool[n]`: which rows of `lengths` i32[n] tokens a cache cannot hold, whatever blocks it has.
+
+    Args:
+      held: for each group what its lines hold of them, where it evicts, else None.
+    """
+    if not config.is_endless:
+        return lengths > config.max_seq_len
+    found = lengths > MOST_TOKENS
+    for group, own in enumerate(held):
+        if own is None:
+            at_once = lengths - config.first_position(group, lengths)
+        else:
+            at_once = own.reshape(-1, lengths.shape[0]).max(axis=0)
+        found = found | (at_once > config.max_seq_len)
+    return found
+
+
+def relative(tables: BlockTables, block_size: int) -> BlockTables:
+    """The same tables of rows that begin with their table: what has left it is not counted."""
+    if tables.skipped is None:
+        return tables
+    return dataclasses.replace(tables, lengths=tables.lengths - tables.skipped * block_size, skipped=None)
+
+
+def skipped_for(first: Any, end: Any, config: CacheConfig, group: int) -> Any:
+    """How many blocks leave the table of a row that begins to hold those from `first` to `end`, and first ones."""
+    sinks, unit, width = config.group_sinks[group], config.group_units[group], config.table_widths[group]
+    maths = jnp if isinstance(end, jax.Array) else np
+    skipped = maths.maximum(first - sinks, 0) // unit * unit
+    return maths.where(end > width, skipped, skipped * 0)
+
+
+def columns_for(entries: np.ndarray, config: CacheConfig, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Entries `i32[n, M]` of a group's tables, and how many blocks have left, of rows that are to hold blocks
+    `i32[n, blocks]`, one behind the other from their first on."""
+    width, sinks, count = config.table_widths[group], config.group_sinks[group], entries.shape[1]
+    block = np.arange(count)
+    used = entries != NULL_BLOCK
+    end = np.max(np.where(used, block + 1, 0), axis=1, initial=0)
+    first = np.min(np.where(used & (block >= sinks), block, end[:, None]), axis=1, initial=count)
+    skipped = skipped_for(first, end, config, group).astype(np.int32)
+    number = blocks_of(np.arange(width)[None], skipped[:, None], sinks)
+    padded = np.pad(entries, ((0, 0), (0, 1)), constant_values=NULL_BLOCK)
+    return np.take_along_axis(padded, np.minimum(number, count), axis=1).astype(np.int32), skipped
+
+
+def slide(tables: BlockTables, needed: jax.Array, sinks: int, unit: int) -> BlockTables:
+    """Tables in which rows that need more than the columns there are, `needed` i32[S], have left behind those of blocks
+    that they have given back. Nothing is done where there are none, as in most steps."""
+    if tables.skipped is None:
+        return tables
+    width = tables.tables.shape[1]
+    State = tuple[jax.Array, jax.Array, jax.Array]
+
+    def is_short(state: State) -> jax.Array:
+        return jnp.any(state[0])
+
+    def move(state: State) -> State:
+        short, entries, skipped = state
+        column = jnp.arange(width, dtype=jnp.int32)[None]
+        first = jnp.min(jnp.where((entries != NULL_BLOCK) & (column >= sinks), column, width), axis=1)
+        count = jnp.where(short & (first < width), (first - sinks) // unit * unit, 0)
+        source = jnp.where(column < sinks, column, column + count[:, None])
+        moved = jnp.take_along_axis(entries, jnp.minimum(source, width - 1), axis=1)
+        # None is short any more; it varies over the same mesh axes as before.
+        return short & False, jnp.where(source < width, moved, NULL_BLOCK), skipped + count
+
+    state = (needed > width, tables.tables, tables.skipped)
+    _, entries, skipped = jax.lax.while_loop(is_short, move, state)
+    return dataclasses.replace(tables, tables=entries, skipped=skipped)
