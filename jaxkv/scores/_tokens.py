@@ -17,7 +17,8 @@ def streaming_llm(cache: Cache, *, layer: int, n_sink: int = 4) -> jax.Array:
     """The first `n_sink` tokens are worth most, then the last ones.
 
     Returns:
-      `f32[S, K, C]`, -inf where nothing is held, C being `max_seq_len`: as all scores.
+      `f32[S, K, C]`, -inf where nothing is held, C being `max_seq_len`, or what all blocks hold if that is less: as
+      all scores.
 
     From StreamingLLM (https://arxiv.org/abs/2309.17453).
 
@@ -207,6 +208,7 @@ def expected_attention(
 
 def _held(cache: Cache, layer: int) -> jax.Array:
     """`bool[S, K, C]`: where a layer holds a token."""
+    cache = _as_long_as_rows_can_be(cache, layer)
     one = cache.layer(layer)
     held, heads = one.held, cache.layer_config(layer).num_kv_heads
     held = held if held.ndim == 2 else jnp.broadcast_to(held[:, None], (held.shape[0], heads))
@@ -216,8 +218,16 @@ def _held(cache: Cache, layer: int) -> jax.Array:
 
 def _tokens(cache: Cache, layer: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A layer's keys and values, f32[S, K, C, D], and where there are any, bool[S, K, C]."""
+    cache = _as_long_as_rows_can_be(cache, layer)
     keys, values = (x.astype(jnp.float32) for x in cache.separate(layer))
     return keys, values, _held(cache, layer)
+
+
+def _as_long_as_rows_can_be(cache: Cache, layer: int) -> Cache:
+    """The same cache with no more places to a row than a layer's table has: for reading that layer."""
+    group = cache.config.group(layer)
+    places = cache.config.max_seq_len if cache.config.group_slides[group] else cache.config.row_places(group)
+    return cache.replace(config=cache.config.replace(max_seq_len=places))
 
 
 def _scores(found: jax.Array, held: jax.Array) -> jax.Array:

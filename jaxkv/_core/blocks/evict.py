@@ -75,6 +75,7 @@ def _evict(
     tables: tuple[BlockTables, ...], pool: Pool, given: dict[str, jax.Array], config: CacheConfig, group: int
 ) -> tuple[tuple[BlockTables, ...], Pool]:
     t = tables[group]
+    given = {name: x if name == "budget" else x[..., : config.row_places(group)] for name, x in given.items()}
     seen, keep, senseless = seen_by_rows(t, config), given.get("keep"), jnp.zeros(config.max_seqs, bool)
     if keep is None:
         keep, senseless = best_of(given["scores"], given["budget"], t, config)
@@ -114,14 +115,14 @@ class _Move(NamedTuple):
 
     changes: jax.Array  # bool[R]: lines that lose tokens
     left: jax.Array  # i32[R]: tokens that they keep
-    source: jax.Array  # i32[R, M * block_size]: the place that the token at each place comes from
+    source: jax.Array  # i32[R, n]: of as many as can be kept, the place that the token at each place comes from
     first: jax.Array  # i32[R]: the first column in which that is another
     end: jax.Array  # i32[R]: the column behind the last one with a token
     copied: jax.Array  # bool[R, M]: columns whose block others hold too, so that another is written
 
 
 def _plan(t: BlockTables, keep: jax.Array, allowed: jax.Array, block_size: int) -> _Move:
-    places = jnp.arange(t.tables.shape[1] * block_size, dtype=jnp.int32)[None]
+    places = jnp.arange(-(-keep.shape[1] // block_size) * block_size, dtype=jnp.int32)[None]  # no more is kept
     count = jnp.sum(keep, axis=1, dtype=jnp.int32)
     changes = allowed & (count < t.lengths)
     line, place = (jnp.broadcast_to(x, keep.shape) for x in (_numbers(keep)[:, None], places[:, : keep.shape[1]]))

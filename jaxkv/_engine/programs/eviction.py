@@ -114,11 +114,14 @@ def thinned(
     lines = [cache.layer(i).tables.lengths.shape[0] for i in layers]
     tables = [jnp.asarray(eviction.kept(config, i)) for i in layers]
     rows = jnp.argsort(~due, stable=True)
+    # No more than tables have room for, however long rows may become.
+    places = max((config.row_places(config.group(i)) for i in layers), default=config.max_seq_len)
 
     # Scores are made row by row: keys and queries of one row at a time are all that has to be there in float32.
     def choose(n: jax.Array, keep: list[jax.Array]) -> list[jax.Array]:
         row = rows[n]
         one = alone(cache, row)
+        one = one.replace(config=one.config.replace(max_seq_len=places))
         for j, i in enumerate(layers):
             options = _queries(eviction, one, i, memory[j][row], asked[j]) if memory else {}
             score, budget = scored(eviction, one, i, options), tables[j][one.lengths]
@@ -129,7 +132,7 @@ def thinned(
             keep[j] = keep[j].at[row + heads * config.max_seqs].set(best)
         return keep
 
-    keep = [jnp.ones((count, config.max_seq_len), bool) for count in lines]
+    keep = [jnp.ones((count, places), bool) for count in lines]
     keep = jax.lax.fori_loop(0, jnp.sum(due, dtype=jnp.int32), choose, keep)
     for i, kept in zip(layers, keep, strict=True):
         cache = thin(cache, kept, layer=i)
