@@ -1,4 +1,5 @@
-"""What managing the cache brings: prefix reuse in chats, windows that give memory back, swapping against recomputing.
+"""What managing the cache brings: prefix reuse in chats, windows that give memory back, swapping against recomputing;
+and what short rows cost that may become long, see `long_rows.py`.
 
     python benchmarks/serving.py
 
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from _harness import save, table
 from flax import nnx
+from long_rows import long_rows
 
 import jaxkv
 from jaxkv.models import Decoder, DecoderConfig, Rope
@@ -292,7 +294,7 @@ def main() -> None:
     )
     requests = parser.parse_args().requests
     tables, facts = {}, {}
-    for part in (reuse, windows, window_chats, swapping):
+    for part in (reuse, windows, window_chats, swapping, long_rows):
         tables[part.__name__] = part(requests, facts)
         if part is reuse:
             print(", ".join(f"{name} {value:.4g}" for name, value in facts.items()))
