@@ -184,6 +184,51 @@ def test_one_that_is_stuck_does_not_stop_the_other(monkeypatch):
     check_empty(one)
 
 
+def pin_on(one, device, prompt):
+    """Keep the blocks of a prompt on one device."""
+    request = one.submit(prompt, 1)
+    one._loop.submitted.remove(request)
+    one._loops[device].receive(request)
+    list(one.run())
+    assert one.prefix.shards[device].pin(prompt) == len(prompt) - 1
+
+
+def test_one_that_cannot_begin_on_one_device_waits_for_the_other():
+    """Four of nine blocks are pinned on each, then on one of them."""
+    one = engine()
+    one.reset()
+    pinned = [[1] * 33, [2] * 33]
+    pin_on(one, 1, pinned[1])
+    busy = [(one.submit([3] * 30, 17), [3] * 30, 17)]
+    one.step()
+    assert placed(one) == [1, 0]
+    big = one.submit([5] * 41, 7)
+    smalls = [(one.submit([i] * 5, 3), [i] * 5, 3) for i in (6, 7)]
+    for _ in range(8):
+        one.step()
+    assert not big.done and all(request.done for request, *_ in smalls)
+    finish(one, [*busy, *smalls, (big, big.prompt, 7)], WINDOWS)
+    assert big.ended == "length"
+    pin_on(one, 0, pinned[0])
+    big, small = one.submit([5] * 41, 7), one.submit([8] * 5, 3)
+    with pytest.raises(jaxkv.OutOfBlocks, match="no room for prompt") as caught:
+        for _ in range(20):
+            one.step()
+    assert caught.value.request is big and big.ended == "error"
+    finish(one, [(small, small.prompt, 3)], WINDOWS)
+    one.reset()
+
+
+def test_what_begins_alike_at_once_goes_to_one_device():
+    one = engine()
+    one.reset()
+    computed = one.tokens
+    requests = [(one.submit([*range(20, 37), i], 2), [*range(20, 37), i], 2) for i in range(2)]
+    finish(one, requests, WINDOWS)
+    assert one.tokens - computed == 16 + 2 * (2 + 1)
+    check_empty(one)
+
+
 def test_each_device_has_its_share():
     fields = {
         "num_blocks": np.int64(18),

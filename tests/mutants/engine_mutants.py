@@ -198,27 +198,23 @@ MUTANTS = {
     # Rows over devices.
     "requests go where least room is": (
         "test_requests_go_where_most_room_is",
-        Plant(
-            "Shards._best",
-            "sorted(zip(ratings, self.loops, strict=True), key=lambda both: both[0], reverse=True)",
-            "sorted(zip(ratings, self.loops, strict=True), key=lambda both: both[0])",
-        ),
+        Plant("Shards._best", "max", "min"),
     ),
     "who is known matters not": (
         "test_requests_go_where_their_prompt_is_known",
-        Plant(
-            "Loop.rating",
-            "(len(others) < residents.config.max_seqs and spare >= 0, known, spare)",
-            "(len(others) < residents.config.max_seqs and spare >= 0, 0, spare)",
-        ),
+        Plant("Shards._best", "loop.known(sequence)", "0"),
     ),
     "all are placed at once": (
         "test_requests_go_where_most_room_is",
-        Plant("Shards._best", "rating[0] or must or loop.may_have_more", "True"),
+        Plant("Shards._best", "is_anywhere_alike or loop.may_have_room(sequence)", "True"),
     ),
     "a request may be placed twice": (
         "test_requests_go_where_most_room_is",
-        Plant("Shards._place", "request.done or any((loop.has(request) for loop in self.loops))", "request.done"),
+        Plant("Shards._place_first", "request.done or any((loop.has(request) for loop in self.loops))", "request.done"),
+    ),
+    "a request that fits on another device is refused": (
+        "test_one_that_cannot_begin_on_one_device_waits_for_the_other",
+        Plant("Shards._best", "must or not any((loop.open for loop in self.loops))", "True"),
     ),
     "blocks of the second cache are those of the first": (
         "test_each_device_computes_as_if_it_were_alone",

@@ -8,6 +8,7 @@ has most of it, else where most blocks would be left.
 import collections
 import concurrent.futures
 import functools
+import heapq
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,10 +18,11 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.mesh_shape import context_axis, mesh_of
 from jaxkv._core.config.validation import integer, real
 from jaxkv._core.state.device_arrays import AXIS
+from jaxkv._engine.requests.queue import LOOK_AHEAD, MOST_OVERTAKEN
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.sampling import Kind
 from jaxkv._engine.requests.scheduler import Sequence
-from jaxkv._engine.runner.engine_core import Loop
+from jaxkv._engine.runner.engine_core import Loop, sequence_of
 
 
 class Shards:
@@ -30,6 +32,7 @@ class Shards:
         self.loops, self.config = loops, config
         self.mesh = mesh_of(model, AXIS)
         self.submitted: collections.deque[Request] = collections.deque()  # who has been placed nowhere yet
+        self._sequences: dict[Request, Sequence] = {}  # of theirs, where they were looked at
         self.is_at_work = False
 
     @property
@@ -120,21 +123,45 @@ class Shards:
         """Give requests to loops, in their order, as long as there is room; or if they must, all of them."""
         for loop in self.loops:
             loop.make_sound()
-        while self.submitted:
-            request = self.submitted[0]
+        while self._place_first(must):
+            pass
+
+    def _place_first(self, must: bool) -> bool:
+        """Place those of the first requests for which there is room; whether there were any."""
+        passed: list[Request] = []
+        was_one_placed = False
+        count = len(self.submitted) if must else LOOK_AHEAD
+        for request in heapq.nsmallest(count, list(self.submitted), key=lambda r: r.priority):  # who came first
             # A call that was cut off may have left one that is placed already.
-            if not (request.done or any(loop.has(request) for loop in self.loops)):
-                if (best := self._best(request, must)) is None:
-                    break
-                best.submitted.append(request)
-            self.submitted.popleft()
+            if request.done or any(loop.has(request) for loop in self.loops):
+                self._forget(request)
+            elif (best := self._best(request, must)) is not None:
+                best.receive(request)
+                self._forget(request)
+                was_one_placed = True
+                for other in passed:
+                    other.overtaken += 1
+            elif request.overtaken >= MOST_OVERTAKEN:
+                break
+            else:
+                passed.append(request)
+        return was_one_placed
 
     def _best(self, request: Request, must: bool) -> Loop | None:
-        ratings = [loop.rating(request) for loop in self.loops]
-        for rating, loop in sorted(zip(ratings, self.loops, strict=True), key=lambda both: both[0], reverse=True):
-            if rating[0] or must or loop.may_have_more:
-                return loop
-        return None
+        """Where a request is to go: of those with room where most of it is known, else where most room is left."""
+        if request not in self._sequences:
+            self._sequences[request] = sequence_of(request)
+        sequence = self._sequences[request]
+        spare = {loop: loop.spare(sequence) for loop in self.loops}
+        found = [loop for loop, (has_room, _) in spare.items() if has_room]
+        if not found:
+            is_anywhere_alike = must or not any(loop.open for loop in self.loops)  # no room will come
+            found = [loop for loop in self.loops if is_anywhere_alike or loop.may_have_room(sequence)]
+        return max(found, key=lambda loop: (loop.known(sequence), spare[loop]), default=None)
+
+    def _forget(self, request: Request) -> None:
+        self.submitted.remove(request)
+        self._sequences.pop(request, None)
 
 
 def share_of(count: int, max_seqs: int, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:

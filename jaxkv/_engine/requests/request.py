@@ -46,6 +46,7 @@ class Request:
         self.refusal: str | None = None  # why there is no room for it
         self.is_refusal_raised = False
         self._engine = engine  # a weak reference: who keeps a result keeps no memory of a device
+        self.overtaken = 0  # how often one that came later was placed before it, where rows are divided
 
     @classmethod
     def several(cls, samples: "Sequence[Request]") -> "Request":

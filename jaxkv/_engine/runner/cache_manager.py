@@ -262,6 +262,16 @@ class Residents:
         grown = [self._growth(s, s.cached) for s in running] + [self._growth(sequence, shared)]
         return min(map(operator.sub, self.available, map(sum, zip(*grown, strict=True))))
 
+    def can_hold(self, sequence: Sequence) -> bool:
+        """Whether there is room for a sequence beside what is pinned, once all others have ended."""
+        if self.prefix is None:
+            return True
+        pinned = [self.prefix.pinned(group) for group in self.holdings.groups]
+        own = self.known([], sequence) // self.block_size if any(pinned) else 0
+        most = self.holdings.most(sequence.prompt, 0, sequence.length)
+        groups = zip(self.holdings.groups, most, pinned, strict=True)
+        return all(blocks - own <= self.config.group_blocks[group] - n for group, blocks, n in groups)
+
     def _growth(self, sequence: Sequence, cached: int) -> list[int]:
         """Blocks that a row with `cached` tokens of a sequence takes yet until it has all of them."""
         return self.holdings.growth(sequence.prompt, cached, sequence.length)
@@ -381,6 +391,13 @@ class Residents:
             if (shared := min(common, other.cached // self.block_size)) > most:
                 most, source = shared, other
         return most * self.block_size, source
+
+    def known(self, others: list[Sequence], sequence: Sequence) -> int:
+        """How many first tokens of a sequence the prefix cache has, or will have when these have computed theirs."""
+        if self.prefix is None:
+            return 0
+        common = (blocks * self.block_size for _, blocks in self._common(others, sequence))
+        return max(self.prefix.known(sequence.tokens, salt=sequence.salt), *common, 0)
 
     def _common(self, running: list[Sequence], sequence: Sequence) -> Iterator[tuple[Sequence, int]]:
         """Running sequences, and how many first blocks a waiting one has in common with each."""

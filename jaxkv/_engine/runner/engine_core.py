@@ -84,21 +84,29 @@ class Loop:
         self._rest()
         self._is_sound = True
 
-    def rating(self, request: Request) -> tuple[bool, int, int]:
-        """How well a request would do here: whether it could begin at once, how many of its tokens a prefix cache has,
-        and how many blocks would be left."""
+    def spare(self, sequence: Sequence) -> tuple[bool, int]:
+        """Whether a sequence could begin here at once, and how many blocks would be left."""
         residents, others = self.residents, [*self.scheduler.running, *self.scheduler.waiting]
-        others += [sequence_of(sample) for one in self.submitted for sample in one.samples]
-        sequence = sequence_of(request)
+        if not self.open:
+            residents.settle()
         spare = residents.spare(others, sequence)
-        known = residents.prefix.known(sequence.tokens, salt=sequence.salt) if residents.prefix else 0
-        return len(others) < residents.config.max_seqs and spare >= 0, known, spare
+        return len(others) < residents.config.max_seqs and spare >= 0, spare
 
-    @property
-    def may_have_more(self) -> bool:
-        """Whether there may be room for one more than is known."""
-        is_idle = not (self.open or self.submitted)
-        return is_idle or (self.residents.may_have_more and not (self.scheduler.waiting or self.submitted))
+    def known(self, sequence: Sequence) -> int:
+        """How many of a sequence's first tokens a prefix cache has here, or will have."""
+        return self.residents.known([*self.scheduler.running, *self.scheduler.waiting], sequence)
+
+    def may_have_room(self, sequence: Sequence) -> bool:
+        """Whether there may be room for a sequence, of which nothing is known yet."""
+        residents = self.residents
+        return residents.may_have_more and not self.scheduler.waiting and residents.can_hold(sequence)
+
+    def receive(self, request: Request) -> None:
+        """Have a request wait here."""
+        self._is_sound = False
+        self.submitted.append(request)
+        self._take_in()
+        self._is_sound = True
 
     def has(self, request: Request) -> bool:
         """Whether a request has been put here."""
