@@ -1,0 +1,207 @@
+"""Random runs of an engine over all of its options; each request must get what an engine gives it that serves it alone.
+
+`python tests/support/random_runs.py FIRST COUNT` runs seeds from the command line and says what went wrong.
+"""
+
+import dataclasses
+import functools
+import random
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from checksum_model import LONGEST, VOCAB, Checksum, Placed, Several
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxkv
+
+MOST_STEPS = 1500  # that a run takes: more is a standstill
+KNOWN = [[random.Random(i).randrange(VOCAB) for _ in range(30)] for i in range(3)]
+FULL, MIXED, FIRST = (None,), (None, 7), (None, (7, 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What programs are compiled for: the rest of an engine's options is drawn for each run."""
+
+    windows: tuple[Any, ...] = FULL
+    prefix_cache: bool = False
+    block_size: int = 3
+    step_tokens: int = 7
+    steps_per_dispatch: int = 1
+    draft: str | None = None
+    evict: str | None = None
+    devices: int = 1
+
+
+SHAPES = [
+    Shape(prefix_cache=True),
+    Shape(MIXED, steps_per_dispatch=3, block_size=4),
+    Shape(FIRST, step_tokens=24),
+    Shape(MIXED, prefix_cache=True, block_size=4, step_tokens=16),
+    Shape(prefix_cache=True, draft="ngram", step_tokens=24, block_size=4),
+    Shape(prefix_cache=True, steps_per_dispatch=4, step_tokens=40, block_size=4),
+    Shape(evict="streaming_llm", step_tokens=9),
+    Shape(prefix_cache=True, devices=2, block_size=4, step_tokens=9),
+    Shape(devices=2, steps_per_dispatch=2, block_size=4, step_tokens=11),
+]
+
+
+@functools.cache
+def model_of(shape: Shape) -> Any:
+    model = (Several if shape.draft else Checksum)(shape.windows)
+    if shape.devices == 1:
+        return model
+    place = Mesh(np.array(jax.devices()[: shape.devices]), ("data",))
+    return Placed(jax.device_put(jnp.zeros(()), NamedSharding(place, PartitionSpec())), model)
+
+
+def options_of(shape: Shape) -> dict[str, Any]:
+    evict = shape.evict and jaxkv.Eviction(shape.evict, 0.6, every=5)
+    return {"max_seq_len": LONGEST, "block_size": shape.block_size, "evict": evict}
+
+
+def new_engine(shape: Shape, draw: random.Random) -> jaxkv.Engine:
+    """An engine with few blocks, of which a run can make do."""
+    least = -(-LONGEST // shape.block_size) + 1
+    options = options_of(shape) | {
+        "max_seqs": 4 * shape.devices, "num_blocks": shape.devices * draw.choice([least, least + 5, 3 * least]),
+        "step_tokens": shape.step_tokens, "long_prefill_tokens": draw.choice([None, None, 1, 3, 99]),
+        "steps_per_dispatch": shape.steps_per_dispatch, "swap": draw.choice(["always", "never", "auto"]),
+    }  # fmt: skip
+    if shape.prefix_cache:
+        options |= {"prefix_cache": True, "spill_bytes": draw.choice([0, 0, 10**4])}
+    if shape.draft:
+        options |= {"draft": shape.draft, "draft_tokens": 4}
+    return jaxkv.Engine(model_of(shape), **options)
+
+
+@functools.cache
+def lone_engine(shape: Shape) -> jaxkv.Engine:
+    """Serves one request at a time, in a row of its own."""
+    return jaxkv.Engine(Checksum(shape.windows), max_seqs=1, step_tokens=LONGEST, **options_of(shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def lone_tokens(shape: Shape, prompt: tuple[int, ...], fields: tuple[tuple[str, Any], ...]) -> list[list[int]]:
+    engine = lone_engine(dataclasses.replace(shape, prefix_cache=False, draft=None, devices=1, steps_per_dispatch=1))
+    request = engine.submit(list(prompt), **dict(fields))
+    list(engine.run())
+    return [sample.tokens for sample in request.samples]
+
+
+def draw_request(draw: random.Random) -> tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]:
+    """A prompt, what its tokens follow from, and what they must not follow from."""
+    begin = draw.choice(KNOWN)[: draw.randint(1, 28)]
+    prompt = begin + [draw.randrange(VOCAB) for _ in range(draw.choice([0, 0, 1, 2, 5]))]
+    fields: dict[str, Any] = {"max_new_tokens": draw.randint(1, 14)}
+    if draw.random() < 0.3:
+        fields |= {"temperature": draw.choice([0.7, 1.5]), "seed": draw.randrange(4), "top_k": draw.choice([0, 20])}
+    if draw.random() < 0.3:
+        fields |= {"eos": draw.randrange(VOCAB)}
+    if draw.random() < 0.25:
+        fields |= {"n": draw.randint(2, 5)}
+    return tuple(prompt), fields, {"priority": draw.choice([0, 0, 0, -1, 2]), "salt": draw.choice([None, None, "a"])}
+
+
+class Run:
+    """One engine and its requests, from a seed."""
+
+    def __init__(self, seed: int, shapes: list[Shape] | None = None):
+        self.draw = random.Random(seed)
+        shapes = SHAPES if shapes is None else shapes
+        self.shape = shapes[seed % len(shapes)]
+        self.engine = new_engine(self.shape, self.draw)
+        self.requests: list[tuple[jaxkv.Request, tuple[int, ...], dict[str, Any]]] = []
+        self.told: dict[jaxkv.Request, list[int]] = {}
+        self.pins: list[tuple[Any, list[int], Any]] = []
+        self.had_pins = False
+        self.steps = 0
+
+    def go(self) -> None:
+        for _ in range(self.draw.randint(5, 25)):
+            self.act()
+        while self.engine._loop.is_busy:
+            self.step()
+            assert self.steps < MOST_STEPS, "it stands still"
+        self.step()
+        self.check()
+
+    def act(self) -> None:
+        draw, engine = self.draw, self.engine
+        for _ in range(draw.choice([0, 1, 1, 2, 6])):
+            prompt, fields, others = draw_request(draw)
+            self.requests.append((engine.submit(list(prompt), **fields, **others), prompt, fields))
+        if self.requests and draw.random() < 0.15:
+            request = draw.choice(self.requests)[0]
+            draw.choice(request.samples).cancel() if draw.random() < 0.5 else request.cancel()
+        if engine.prefix is not None and draw.random() < 0.2:
+            self.pin()
+        if self.pins and draw.random() < 0.2:
+            self.unpin()
+        for _ in range(draw.choice([0, 1, 2, 5])):
+            self.step()
+
+    def step(self) -> None:
+        self.steps += 1
+        try:
+            for request, token in self.engine.step():
+                if token is not None:  # else it is an end that is told
+                    self.told.setdefault(request, []).append(token)
+        except jaxkv.OutOfBlocks as error:
+            assert self.had_pins and error.request.ended == "error", "nothing but pins keeps a request from beginning"
+
+    def pin(self) -> None:
+        prefix = self.draw.choice(getattr(self.engine.prefix, "shards", [self.engine.prefix]))
+        tokens, salt = self.draw.choice(KNOWN)[: self.draw.randint(3, 30)], self.draw.choice([None, "a"])
+        try:
+            if prefix.pin(tokens, salt=salt):
+                self.pins.append((prefix, tokens, salt))
+                self.had_pins = True
+        except ValueError:  # more than may be pinned
+            pass
+
+    def unpin(self) -> None:
+        prefix, tokens, salt = self.pins.pop(self.draw.randrange(len(self.pins)))
+        prefix.unpin(tokens, salt=salt)
+
+    def check(self) -> None:
+        for request, prompt, fields in self.requests:
+            wanted = lone_tokens(self.shape, prompt, tuple(fields.items()))
+            for sample, tokens in zip(request.samples, wanted, strict=True):
+                assert sample.done and self.told.get(sample, []) == sample.tokens
+                if sample.ended in ("cancelled", "error"):
+                    assert sample.ended == "cancelled" or self.had_pins
+                    assert sample.tokens == tokens[: len(sample.tokens)], (sample, tokens)
+                else:
+                    assert sample.tokens == tokens, (sample, sample.tokens, tokens)
+        while self.pins:
+            self.unpin()
+        for loop in self.engine._loops:
+            jaxkv.check_invariants(loop.cache)
+            assert loop.cache.is_empty and not loop.open
+            assert not (loop.scheduler.waiting or loop.scheduler.running)
+            if loop.residents.prefix is not None:
+                loop.residents.prefix.check_invariants(loop.cache)
+            else:
+                assert not loop.cache.blocks_in_use
+
+
+def main(first: int, count: int) -> None:
+    wrong = 0
+    for seed in range(first, first + count):
+        try:
+            Run(seed).go()
+        except Exception as error:
+            wrong += 1
+            shape = SHAPES[seed % len(SHAPES)]
+            print(f"seed {seed} {shape}: {type(error).__name__}: {str(error)[:500]}", flush=True)
+        if seed % 50 == 49:
+            print(f"{seed + 1 - first} runs, {wrong} wrong", flush=True)
+    print(f"{count} runs, {wrong} wrong")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:3]))
