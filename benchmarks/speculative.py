@@ -44,7 +44,9 @@ def measure(name: str, model, draft, prompts, arguments, **guesses) -> tuple[dic
     steps, begun, start = engine.steps, time.process_time(), time.perf_counter()
     requests, times = [engine.submit(prompt, arguments.tokens) for prompt in prompts], 0
     while not all(request.done for request in requests):
-        times += len({request for request, _ in engine.step()})  # a row's steps are those that gave it tokens
+        times += len(
+            {request for request, token in engine.step() if token is not None}
+        )  # a row's steps are those that gave it tokens
     seconds, count = time.perf_counter() - start, sum(len(request.tokens) for request in requests)
     row = {
         "guesses": name,

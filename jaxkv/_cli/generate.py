@@ -40,6 +40,7 @@ def add_generate(commands: Any) -> None:
     add("--temperature", type=float, default=0.7, help="0: always the likeliest token; default: %(default)s")
     add("--top-k", type=int, default=0, help="sample among so many likeliest tokens; 0, the default: all")
     add("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this probability; default: 1")
+    add("--min-p", type=float, default=0.0, help="sample among tokens of this share of the likeliest one; default: 0")
     add("--seed", type=int, default=0, help="of the random draws; default: %(default)s")
     add("--max-seqs", type=int, default=8, help="sequences computed at the same time; default: %(default)s")
     add("--max-seq-len", type=int, help="the most tokens of a sequence; default: what the prompts need")
@@ -92,6 +93,7 @@ def generate(arguments: argparse.Namespace) -> int:
         "temperature": arguments.temperature,
         "top_k": arguments.top_k,
         "top_p": arguments.top_p,
+        "min_p": arguments.min_p,
         "seed": arguments.seed,
     }
     tokens = [tokenizer.encode(prompt) for prompt in prompts]

@@ -172,7 +172,7 @@ def test_a_crash_while_it_is_saved_leaves_the_one_before(path, monkeypatch):
     assert os.listdir(path.parent) == [path.name]
     emptied(one)
     (request,) = one.load(path)
-    assert request.prompt == [3, 4] and len(told(one)[request.number]) == 3
+    assert request.prompt == [3, 4] and len(told(one)[request.number]) == 3 + 1
 
 
 def rewritten(path, change):

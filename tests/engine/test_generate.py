@@ -14,7 +14,7 @@ import jaxkv
 import jaxkv._core.attention.shared_prefix
 import jaxkv._engine.frontend.generate
 import jaxkv._engine.programs.step
-from jaxkv._engine.requests.sampling import KINDS, Choice, Sampling, choose
+from jaxkv._engine.requests.sampling import KINDS, Choice, Sampling, _kept, choose
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.rope import Rope
@@ -236,13 +236,48 @@ def test_sampling_keeps_to_top_k_and_top_p():
     np.testing.assert_allclose(drawn(1.0, 0, 0.69), [0, 4 / 7, 3 / 7, 0], atol=0.07)
     np.testing.assert_allclose(drawn(1.0, 0, 0.71), [0, 4 / 9, 3 / 9, 2 / 9], atol=0.07)
     np.testing.assert_allclose(drawn(1.0, 0, 1e-60), [0, 1, 0, 0])
+    np.testing.assert_allclose(drawn(1.0, 3, 0.5), [0, 4 / 7, 3 / 7, 0], atol=0.07)  # 4/9 of the three is below a half
+    np.testing.assert_allclose(drawn(1.0, 3, 0.44), [0, 1, 0, 0])
+    np.testing.assert_allclose(drawn(1.0, 0, 1.0, 0.7), [0, 4 / 7, 3 / 7, 0], atol=0.07)
+    np.testing.assert_allclose(drawn(1.0, 0, 1.0, 0.3), [0, 4 / 9, 3 / 9, 2 / 9], atol=0.07)
+    np.testing.assert_allclose(drawn(2.0, 0, 1.0, 0.8), drawn(2.0, 2), atol=0.1)  # of the heated distribution
     np.testing.assert_allclose(drawn(0.01), [0, 1, 0, 0])
     np.testing.assert_allclose(drawn(1e-45), [0, 1, 0, 0])
+
+
+def test_filters_are_applied_one_after_the_other():
+    """As transformers' warpers do it: each has what the one before left. With ties, and thousands of tokens."""
+
+    def kept(logits, top_k, top_p, min_p):
+        logits = np.asarray(logits, np.float64)
+        order = np.argsort(-logits, kind="stable")
+        order = order[: top_k or None]
+        share = np.exp(logits[order] - logits[order[0]])
+        before = np.cumsum(share / share.sum()) - share / share.sum()
+        order = [t for t, b in zip(order, before, strict=True) if t == order[0] or b < top_p - 1e-9 or top_p == 1]
+        return {int(t) for t in order if np.exp(logits[t] - logits[order[0]]) >= min_p}
+
+    def found(logits, *filters):
+        return set(np.flatnonzero(jax.jit(_kept)(jnp.asarray(logits, jnp.float32), *filters)).tolist())
+
+    assert len(found(np.zeros(100), 10, np.float32(0.5), np.float32(0))) == 5
+    for k in (0, 1, 7, 10, 100):
+        for tenths in range(1, 10):
+            count = len(found(np.zeros(100), k, np.float32(tenths / 10), np.float32(0)))
+            assert count == -(-(k or 100) * tenths // 10), (k, tenths)
+    draw = np.random.default_rng(0)
+    for _ in range(30):
+        logits = draw.normal(size=997).astype(np.float32) * draw.uniform(0.5, 4)
+        filters = int(draw.choice([0, 1, 5, 50, 2000])), np.float32(draw.choice([1, 0.9, 0.55, 0.1]))
+        filters += (np.float32(draw.choice([0, 0.01, 0.3, 1])),)
+        assert found(logits, *filters) == kept(logits, *filters), filters
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        ({"min_p": -0.1}, "min_p must be at least 0, not -0.1"),
+        ({"min_p": 1.5}, "min_p must be at most 1, not 1.5"),
         ({"temperature": -1}, "temperature must be at least 0, not -1"),
         ({"temperature": float("nan")}, "temperature must be a finite number, not nan"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, not 0.0"),

@@ -54,11 +54,12 @@ def test_requests_come_and_go_at_random(way):
             told.setdefault(request, []).append(token)
     for request, token in engine.run():
         told.setdefault(request, []).append(token)
+    assert engine.is_idle
     cancelled = 0
     for request, (prompt, count, stops) in requests.items():
         expected = continuation(WINDOWS, prompt, count, None)
         end = next((i for i, token in enumerate(expected) if token in stops), len(expected))
-        assert request.done and request.tokens == told.get(request, [])
+        assert request.done and [*request.tokens, None] == told[request]
         if request.tokens != expected[:end]:
             assert request.stopped and request.tokens == expected[: len(request.tokens)]
             cancelled += 1
@@ -158,7 +159,7 @@ def test_samples_share_the_prompts_blocks(way):
     several = engine.submit(prompt, 4, n=3)
     engine.step()
     several.cancel()
-    assert several.done and not list(engine.run())
+    assert several.done and list(engine.run()) == [(sample, None) for sample in several.samples]
     assert_empty(engine)
 
 
@@ -201,7 +202,7 @@ def test_run_serves_what_is_submitted_from_its_loop():
             requests[4].cancel()
             engine.cancel(requests[4])
     assert all(request.done for request in requests) and len(requests) == 5
-    assert [[t for r, t in pairs if r is request] for request in requests] == [r.tokens for r in requests]
+    assert [[t for r, t in pairs if r is request] for request in requests] == [[*r.tokens, None] for r in requests]
     assert list(engine.run()) == [] == engine.step()
     assert_empty(engine)
 
@@ -210,7 +211,43 @@ def test_leaving_run_leaves_the_requests():
     engine = new_engine()
     request = engine.submit([4, 5], 9)
     first = list(itertools.islice(engine.run(), 3))
-    assert [token for _, token in [*first, *engine.run()]] == request.tokens == continuation(WINDOWS, [4, 5], 9, None)
+    assert [token for _, token in [*first, *engine.run()]] == [*request.tokens, None]
+    assert request.tokens == continuation(WINDOWS, [4, 5], 9, None)
+
+
+def test_ends_are_told_once():
+    """By the last item of each, whatever ended it: at its first token, cancelled before and after it began, at once."""
+    prompt = KNOWN[0][:6]
+    expected = continuation(WINDOWS, prompt, 12, None)
+    stop = next(token for token in expected if token != expected[0])
+    for steps in (1, 4):
+        engine = new_engine(steps_per_dispatch=steps)
+        asked = {"stops": {"eos": stop, "logprobs": 1}, "at once": {"eos": [stop, expected[0]]}, "limit": {}}
+        requests = {name: engine.submit(prompt, 12, **options) for name, options in asked.items()}
+        requests["cancelled"], requests["waits"] = engine.submit(prompt, 12), engine.submit(prompt, 12, n=2)
+        told = {}
+        for request, token in engine.run():
+            assert not engine.is_idle or request.done
+            told.setdefault(request, []).append(token)
+            if request is requests["cancelled"] and len(told[request]) == 2:
+                request.cancel()
+                requests["waits"].cancel()
+        assert engine.is_idle and engine.step() == []
+        ends = {name: request.ended for name, request in requests.items()}
+        assert ends == {
+            "stops": "eos", "at once": "eos", "limit": "length", "cancelled": "cancelled", "waits": "cancelled",
+        }  # fmt: skip
+        for sample in (sample for request in requests.values() for sample in request.samples):
+            assert told[sample] == [*sample.tokens, None]
+        stopped, at_once = requests["stops"], requests["at once"]
+        assert stopped.stop_token == stop and at_once.stop_token == expected[0] and not at_once.tokens
+        likely = math.log(math.e / (math.e + VOCAB - 1))
+        assert stopped.stop_logprob == pytest.approx(likely) and at_once.stop_logprob is None
+        assert requests["limit"].stop_token is requests["cancelled"].stop_token is None
+    engine = new_engine()
+    request = engine.submit(prompt, 5)
+    request.cancel()  # from outside of any loop
+    assert not engine.is_idle and engine.step() == [(request, None)] and engine.is_idle
 
 
 def test_two_streams_in_turns():
@@ -341,7 +378,7 @@ def test_first_use_compiles_a_chunk_a_step_and_the_zeros_of_a_pool():
         engine = jaxkv.Engine(Checksum((None,)), max_seqs=2, max_seq_len=43, block_size=3, num_blocks=23, step_tokens=9)
         requests = [engine.submit([i, 1, 2], 4) for i in range(2)]
         assert engine.cache.lengths.committed  # else all would compile again for what comes back from the host
-        assert len(list(engine.run())) == 8
+        assert len(list(engine.run())) == 8 + len(requests)
         assert all(request.done for request in requests)
 
     jnp.zeros(3, jnp.float32)  # the conversion of its 0 is in other tests, too

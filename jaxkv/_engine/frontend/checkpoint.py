@@ -74,7 +74,7 @@ class Resumable:
             if len(self._loops) > 1:
                 open_ = dict(sorted(open_.items(), key=lambda item: item[0].number))  # in the order of submission
             leaders = {f.request: s.request.number for s in open_.values() for f in s.followers}
-            told = [r for r in self._news if r not in open_ and r.given < len(r.tokens)]
+            told = [r for r in self._news if r not in open_ and r.has_news]
             entries = [_written(r, None, None) for r in told]
             entries += [_written(r, places.get(s), leaders.get(r)) for r, s in open_.items()]
             state = {"version": VERSION, "next": upcoming(self._numbers), "requests": entries}
@@ -166,7 +166,8 @@ class Resumable:
             number=integer("number", entry["number"], least=0), prompt=_tokens(entry["prompt"]),
             limit=integer("limit", entry["limit"], least=1), eos=read_eos(entry["eos"]),
             choice=Choice.read(
-                choice["temperature"], choice["top_k"], choice["top_p"], choice["seed"], choice.get("draws")
+                choice["temperature"], choice["top_k"], choice["top_p"], choice.get("min_p", 0.0), choice["seed"],
+                choice.get("draws"),
             ),
             salt=read_salt(bytes.fromhex(salt) if kind == "bytes" else salt),
             num_logprobs=integer("logprobs", entry["num_logprobs"], least=0), news=self._news,
@@ -176,6 +177,9 @@ class Resumable:
         request.logprobs = [{int(t): float(p) for t, p in one} for one in entry["logprobs"]]
         request.given = integer("given", entry["given"], least=0, most=len(request.tokens))
         request.stopped, request.refusal = read_stop(entry["stopped"]), entry.get("refusal")
+        if (token := entry.get("stop_token")) is not None:
+            logprob = entry["stop_logprob"]
+            request.stop = (*_tokens([token]), None if logprob == "None" else float(logprob))
         if not request.prompt or len(request.tokens) > request.limit:
             raise ValueError("a request has no prompt, or more tokens than its limit")
         return request
@@ -207,7 +211,8 @@ def _written(request: Request, row: int | None, leader: int | None) -> dict[str,
         "choice": dataclasses.asdict(request.choice), "eos": sorted(request.eos),
         "salt": ["bytes", salt.hex()] if isinstance(salt, bytes) else ["str", salt],
         "num_logprobs": request.num_logprobs, "given": request.given, "stopped": request.stopped,
-        "refusal": request.refusal, "priority": request.priority,
+        "refusal": request.refusal, "stop_token": request.stop_token, "stop_logprob": repr(request.stop_logprob),
+        "priority": request.priority,
         # As text, since JSON has neither keys that are numbers nor infinities.
         "logprobs": [[[token, repr(p)] for token, p in one.items()] for one in request.logprobs],
         "row": row, "leader": leader,

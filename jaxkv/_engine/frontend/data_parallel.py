@@ -73,8 +73,7 @@ class Shards:
     def cancel(self, requests: Iterable[Request]) -> None:
         """Have requests taken out by whoever works next."""
         for request in requests:
-            if not request.done:
-                request.stopped = "cancelled"
+            if request.withdraw():
                 for loop in self.loops:
                     loop.cancelled.append(request)
 
@@ -108,8 +107,7 @@ class Shards:
     def close(self) -> None:
         """Give back what lies on all devices."""
         for sample in (sample for request in self.submitted for sample in request.samples):
-            if not sample.done:
-                sample.stopped = "cancelled"
+            sample.withdraw()
         self.submitted.clear()
         for loop in self.loops:
             loop.close()

@@ -1,5 +1,6 @@
 """An engine: requests come and go, their prompts are continued together, and no step waits for the one before."""
 
+import functools
 import itertools
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -89,8 +90,8 @@ class Engine(Closable, Resumable):
     >>> import jaxkv
     >>> engine = jaxkv.Engine(jaxkv.models.small(), max_seqs=2, max_seq_len=64)
     >>> request = engine.submit(list(b"import "), max_new_tokens=4)
-    >>> [token for _, token in engine.run()] == request.tokens, request.done
-    (True, True)
+    >>> [token for _, token in engine.run()] == [*request.tokens, None], request.ended
+    (True, 'length')
     """
 
     def __init__(
@@ -193,13 +194,13 @@ class Engine(Closable, Resumable):
 
     def submit(
         self, prompt: Sequence[int], max_new_tokens: int = 64, temperature: float = 0.0, *, top_k: int = 0,
-        top_p: float = 1.0, eos: int | Collection[int] | None = None, salt: str | bytes | None = None, n: int = 1,
-        logprobs: int = 0, seed: int | None = None, priority: int = 0,
+        top_p: float = 1.0, min_p: float = 0.0, eos: int | Collection[int] | None = None,
+        salt: str | bytes | None = None, n: int = 1, logprobs: int = 0, seed: int | None = None, priority: int = 0,
     ) -> Request:  # fmt: skip
         """Ask for a prompt to be continued; `step` and `run` do it. May be called from any thread, and while they run.
 
         Args:
-          max_new_tokens, temperature, top_k, top_p, eos: as for `generate`.
+          max_new_tokens, temperature, top_k, top_p, min_p, eos: as for `generate`.
           salt: with a prefix cache, share blocks only with requests of the same one, for example a tenant's name.
           n: so many samples, which share the prompt's blocks; see `Request.samples`.
           logprobs: keep the log-probabilities of so many likeliest tokens and of the chosen one, from the model's own
@@ -216,7 +217,8 @@ class Engine(Closable, Resumable):
             raise ValueError(f"The prompt cannot be continued: {why}.")
         count = integer("n", n, least=1, most=2**16)
         own = self.seed if seed is None else seed
-        choices = [Choice.read(temperature, top_k, top_p, own, None if seed is None else j) for j in range(count)]
+        choice = functools.partial(Choice.read, temperature, top_k, top_p, min_p, own)
+        choices = [choice(None if seed is None else j) for j in range(count)]
         options = {
             "eos": read_eos(eos, self.eos_ids),
             "salt": read_salt(salt),
@@ -240,8 +242,10 @@ class Engine(Closable, Resumable):
             raise ValueError(f"request must be what submit returned, not {shown(request)}.")
         request.cancel()  # the engine that it was submitted to takes it back
 
-    def step(self) -> list[tuple[Request, int]]:
+    def step(self) -> list[tuple[Request, int | None]]:
         """Send the next step to the device, and read the one before: its `(request, token)` pairs.
+
+        Each request's last pair is `(request, None)`: it has ended, by whatever `request.ended` says.
 
         Raises:
           OutOfBlocks: a request, the error's `request`, cannot begin, because pinned blocks of the prefix cache leave
@@ -254,18 +258,20 @@ class Engine(Closable, Resumable):
             raise_refusal(self._news)
             return list(handed_out(self._news))
 
-    def run(self) -> Iterator[tuple[Request, int]]:
+    def run(self) -> Iterator[tuple[Request, int | None]]:
         """Yield `(request, token)` as tokens come, until no request is left, those submitted meanwhile included.
 
+        Each request's last pair is `(request, None)`: it has ended, by a stop token, `cancel`, an error or its limit.
         A request that cannot begin ends with an `error`, which is not raised here. Leaving it early leaves the requests
         as they are: a later `run` or `step` goes on with them.
         """
         with self._in_turn():
             self._turn.refuse_closed()
             yield from handed_out(self._news)
-            while self._loop.is_busy:
-                with self._compute():
-                    self._loop.advance()
+            while not self.is_idle:
+                if self._loop.is_busy:
+                    with self._compute():
+                        self._loop.advance()
                 yield from handed_out(self._news)
 
     def reset(self) -> None:
@@ -277,7 +283,8 @@ class Engine(Closable, Resumable):
         """Compile what steps and a prefix cache need, so that requests wait for nothing but what swaps and spills need.
 
         Args:
-          kinds: of requests to come: "greedy" (temperature 0), "sampled" (above), "filtered" (with top_k or top_p).
+          kinds: of requests to come: "greedy" (temperature 0), "sampled" (above), "filtered" (with top_k, top_p or
+            min_p).
           logprobs: numbers of log-probabilities that they want; one program serves up to the next power of 2.
           progress: show a progress bar, if tqdm is there.
         """
@@ -288,8 +295,8 @@ class Engine(Closable, Resumable):
 
     def stream(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
-        eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, seed: int | None = None,
-        salt: str | bytes | None = None, n: int = 1,
+        eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+        seed: int | None = None, salt: str | bytes | None = None, n: int = 1,
     ) -> Iterator[tuple[int, int]]:  # fmt: skip
         """Yield `(prompt number, token)` as tokens come; `(i * n + j, token)` of sample j of prompt i, if n is not 1.
 
@@ -302,7 +309,7 @@ class Engine(Closable, Resumable):
           OutOfBlocks: a prompt cannot begin, because pinned blocks of the prefix cache leave no room.
         """
         n = integer("n", n, least=1, most=2**16)
-        choice = Choice.read(temperature, top_k, top_p, self.seed if seed is None else seed)
+        choice = Choice.read(temperature, top_k, top_p, min_p, self.seed if seed is None else seed)
         prompts = listed("prompts", prompts)
         limits = read_limits(max_new_tokens, len(prompts))
         options: dict[str, Any] = {"eos": read_eos(eos, self.eos_ids), "salt": read_salt(salt), "num_logprobs": 0}
@@ -321,7 +328,7 @@ class Engine(Closable, Resumable):
 
     def recompute(
         self, prompt: Sequence[int], output: Sequence[int], *, index: int = 0, temperature: float = 0.0, top_k: int = 0,
-        top_p: float = 1.0, seed: int | None = None,
+        top_p: float = 1.0, min_p: float = 0.0, seed: int | None = None,
     ) -> list[int]:  # fmt: skip
         """The tokens that the model chooses after `prompt` and after each token of `output`, without any cache.
 
@@ -335,7 +342,7 @@ class Engine(Closable, Resumable):
             raise ValueError(
                 f"recompute has no cache, and outputs here follow from {kept}: ask an Engine without evict."
             )
-        choice = Choice.read(temperature, top_k, top_p, self.seed if seed is None else seed)
+        choice = Choice.read(temperature, top_k, top_p, min_p, self.seed if seed is None else seed)
         self._turn.refuse_closed()
         parts, tokens = self._pipeline, read_prompt([*listed("prompt", prompt), *listed("output", output)])
         if isinstance(tokens, str) or not len(prompt):
@@ -369,8 +376,11 @@ class Engine(Closable, Resumable):
                     with self._compute():
                         self._loop.advance()
                     failed = [request for request in news if request.error]
-                    for request, token in handed_out(news, left):
-                        yield request.number, token
+                    for request, token in handed_out(news):
+                        if token is None:
+                            left.discard(request)
+                        else:
+                            yield request.number, token
                     raise_refusal(dict.fromkeys(failed))
                     for request in failed:
                         raise FloatingPointError(f"Sequence {request.number} cannot go on: {request.error}.")

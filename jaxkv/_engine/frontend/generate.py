@@ -21,8 +21,8 @@ ROOM = {
 
 def generate(
     model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
-    eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
-    n: int = 1, progress: bool = False, **engine: Any,
+    eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+    seed: int = 0, n: int = 1, progress: bool = False, **engine: Any,
 ) -> list[Any]:  # fmt: skip
     """Continue prompts: token lists in, token lists out.
 
@@ -39,7 +39,8 @@ def generate(
       eos: a token, or several, at which a sequence ends. It is not part of the output. Default: those that the model's
         own config names, `model.config.eos_ids`; (): none.
       top_k: sample among so many likeliest tokens; 0: all.
-      top_p: sample among the likeliest tokens that together have this probability.
+      top_p: of these, sample among the likeliest that together have this share of their probability.
+      min_p: of these, sample among those that have at least this share of the likeliest one's probability.
       seed: of the random draws. The same seed gives the same tokens.
       n: so many samples of each prompt, which share its blocks.
       progress: show a progress bar (needs tqdm).
@@ -78,7 +79,9 @@ def generate(
         sizes |= _room(lengths, n, max_seqs // devices, max_seq_len, devices, block_size)
     outputs: list[list[int]] = [[] for _ in range(n * len(prompts))]
     with Engine(model, **sizes | engine) as engine_:
-        tokens = engine_.stream(prompts, limits, temperature, eos, top_k=top_k, top_p=top_p, seed=seed, n=n)
+        tokens = engine_.stream(
+            prompts, limits, temperature, eos, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, n=n
+        )
         for index, token in _progress_bar(tokens, n * sum(limits)) if progress else tokens:
             outputs[index].append(token)
     return outputs if n == 1 else [outputs[i : i + n] for i in range(0, len(outputs), n)]

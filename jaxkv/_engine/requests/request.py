@@ -42,7 +42,9 @@ class Request:
         self.column, self.kind = choice.column(number), KINDS.index(choice.kind)
         self.news = news  # of who waits for its tokens: it puts itself there when something has come
         self.given = 0  # how many tokens have been handed out
+        self.is_end_told = False
         self.stopped: Stop | None = None  # what ended it before its limit
+        self.stop: tuple[int, float | None] | None = None  # the stop token, and its log-probability if wanted
         self.refusal: str | None = None  # why there is no room for it
         self.is_refusal_raised = False
         self._engine = engine  # a weak reference: who keeps a result keeps no memory of a device
@@ -79,6 +81,18 @@ class Request:
         if self._samples:
             return self.samples[0].ended if all(sample.ended for sample in self.samples) else None
         return self.stopped or ("length" if len(self.tokens) >= self.limit else None)
+
+    @property
+    def stop_token(self) -> int | None:
+        """The stop token that ended it, which is none of its `tokens`. Of several samples the first one's."""
+        stop = self.samples[0].stop
+        return None if stop is None else stop[0]
+
+    @property
+    def stop_logprob(self) -> float | None:
+        """The log-probability of `stop_token` by the model's own logits, if it was submitted with `logprobs`."""
+        stop = self.samples[0].stop
+        return None if stop is None else stop[1]
 
     @property
     def error(self) -> str | None:
@@ -119,11 +133,25 @@ class Request:
             self.stopped = "error"
             return
         if token in self.eos:
+            self.stop = (token, None if logprobs is None else logprobs[token])
             self.stopped = "eos"
             return
         if logprobs is not None:
             self.logprobs[len(self.tokens) :] = [logprobs]
         self.tokens.append(token)
+
+    def withdraw(self) -> bool:
+        """Note that it was taken back, unless it is done; whether it was not."""
+        if self.done:
+            return False
+        self.stopped = "cancelled"
+        self.news[self] = None
+        return True
+
+    @property
+    def has_news(self) -> bool:
+        """Whether it has tokens that were not handed out, or has ended and nobody was told."""
+        return self.given < len(self.tokens) or (self.done and not self.is_end_told)
 
     def refuse(self, why: str) -> None:
         """Note that there is no room for it. An interrupt in between leaves what a second call puts right."""
@@ -142,15 +170,18 @@ def upcoming(numbers: "itertools.count[int]") -> int:
     return int(repr(numbers).removeprefix("count(").removesuffix(")"))
 
 
-def handed_out(news: dict[Request, None], left: set[Request] | None = None) -> Iterator[tuple[Request, int]]:
-    """The tokens of requests that have not been handed out yet. Of those that are left, drop what is done then."""
+def handed_out(news: dict[Request, None]) -> Iterator[tuple[Request, int | None]]:
+    """The tokens of requests that have not been handed out yet, and None behind those of a request that has ended."""
     for request in list(news):
-        while request.given < len(request.tokens):
-            request.given += 1
-            yield request, request.tokens[request.given - 1]
+        while request.has_news:
+            while request.given < len(request.tokens):
+                request.given += 1
+                yield request, request.tokens[request.given - 1]
+            if request.done and not request.is_end_told:
+                request.is_end_told = True
+                yield request, None
+            news.pop(request, None)  # another thread may cancel it now: so it is asked again
         news.pop(request, None)
-        if left and request.done:
-            left.discard(request)
 
 
 def raise_refusal(news: Iterable[Request]) -> None:

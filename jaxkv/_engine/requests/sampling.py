@@ -12,7 +12,7 @@ from jaxkv._core.config.validation import integer, listed, real, shown
 # What a step's rows ask for at the most: no random numbers, random numbers, or a sort of all logits besides.
 Kind = Literal["greedy", "sampled", "filtered"]
 NO_TOKEN = -2  # the choice among logits of which none is a number above -inf, or any is NaN
-FIELDS = 6  # of `Sampling`
+FIELDS = 7  # of `Sampling`
 KINDS: tuple[Kind, ...] = ("greedy", "sampled", "filtered")
 
 
@@ -22,32 +22,37 @@ class Choice:
 
     temperature: float = 0.0  # 0: always the likeliest token
     top_k: int = 0  # choose among this many likeliest tokens; 0: all
-    top_p: float = 1.0  # choose among the likeliest tokens that together have this probability
+    top_p: float = 1.0  # of these, among the likeliest that together have this share of their probability
+    min_p: float = 0.0  # of these, among those that have this share of the likeliest one's probability
     seed: int = 0
     draws: int | None = None  # which of the seed's draws they are; None: those of the request's number
 
     @classmethod
-    def read(cls, temperature: Any, top_k: Any, top_p: Any, seed: Any, draws: Any = None) -> "Choice":
+    def read(
+        cls, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, draws: Any = None
+    ) -> "Choice":  # fmt: skip
         """What a caller asks for. Raises ValueError."""
         temperature = real("temperature", temperature, least=0, most=float(np.finfo(np.float32).max))
         top_k, top_p = integer("top_k", top_k, least=0), real("top_p", top_p, most=1)
         if top_p <= 0:
             raise ValueError(f"top_p must be above 0 and at most 1, not {shown(top_p)}.")
+        min_p = real("min_p", min_p, least=0, most=1)
         draws = None if draws is None else integer("draws", draws, least=0)
-        return cls(temperature, top_k, top_p, read_seed(seed), draws)
+        return cls(temperature, top_k, top_p, min_p, read_seed(seed), draws)
 
     @property
     def kind(self) -> Kind:
         """What a step needs that chooses so."""
         if self.temperature == 0:
             return "greedy"
-        return "sampled" if self.top_k == 0 and self.top_p == 1 else "filtered"
+        return "sampled" if (self.top_k, self.top_p, self.min_p) == (0, 1, 0) else "filtered"
 
     def column(self, number: int) -> np.ndarray:
         """`i32[FIELDS]`, one column of what `Sampling.unpack` takes: floats and the seed are there by their bits."""
-        bits = np.array([self.temperature, self.top_p], np.float32).view(np.int32)
+        temperature, top_p, min_p = np.array([self.temperature, self.top_p, self.min_p], np.float32).view(np.int32)
         draws = number if self.draws is None else self.draws
-        return np.array([number, draws, np.uint32(self.seed).view(np.int32), bits[0], self.top_k, bits[1]], np.int32)
+        seed = np.uint32(self.seed).view(np.int32)
+        return np.array([number, draws, seed, temperature, self.top_k, top_p, min_p], np.int32)
 
 
 def read_seed(seed: Any) -> int:
@@ -73,17 +78,18 @@ class Sampling(NamedTuple):
     temperature: jax.Array  # f32[S]
     top_k: jax.Array  # i32[S]
     top_p: jax.Array  # f32[S]
+    min_p: jax.Array  # f32[S]
 
     @classmethod
     def unpack(cls, columns: jax.Array) -> "Sampling":
         """From `i32[FIELDS, S]`, the rows' `Choice.column` side by side."""
-        numbers, draws, seeds, temperature, top_k, top_p = columns
+        numbers, draws, seeds, temperature, top_k, top_p, min_p = columns
 
         def as_float(bits: jax.Array) -> jax.Array:
             return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
         seeds = jax.lax.bitcast_convert_type(seeds, jnp.uint32)
-        return cls(numbers, draws, seeds, as_float(temperature), top_k, as_float(top_p))
+        return cls(numbers, draws, seeds, as_float(temperature), top_k, as_float(top_p), as_float(min_p))
 
 
 def choose(kind: Kind, logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
@@ -98,11 +104,11 @@ def choose(kind: Kind, logits: jax.Array, sampling: Sampling, positions: jax.Arr
     if kind == "greedy":
         return likeliest
 
-    def draw(logits, draws, seed, temperature, top_k, top_p, position):
+    def draw(logits, draws, seed, temperature, top_k, top_p, min_p, position):
         # From the likeliest down, so that no temperature makes it overflow.
         logits = (logits - jnp.max(logits)) / jnp.where(temperature > 0, temperature, 1)
         if kind == "filtered":
-            logits = jnp.where(_kept(logits, top_k, top_p), logits, -jnp.inf)
+            logits = jnp.where(_kept(logits, top_k, top_p, min_p), logits, -jnp.inf)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), draws), position)
         return jax.random.categorical(key, logits)
 
@@ -110,15 +116,22 @@ def choose(kind: Kind, logits: jax.Array, sampling: Sampling, positions: jax.Arr
     return jnp.where((sampling.temperature > 0) & is_possible, drawn, likeliest)
 
 
-def _kept(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """`bool[V]`: the tokens that are not filtered out, always the likeliest among them."""
+def _kept(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+    """`bool[V]`: the tokens that are not filtered out, always the likeliest among them.
+
+    Each filter has the distribution that the one before has left, as in transformers, SGLang, FlashInfer and llama.cpp:
+    `top_p` is a share of the probability of the `top_k`.
+    """
     ordered, tokens = jax.lax.top_k(logits, logits.shape[-1])
-    probabilities = jax.nn.softmax(ordered)
-    before = jnp.cumsum(probabilities) - probabilities  # of the likelier tokens
     rank = jnp.arange(logits.shape[0], dtype=jnp.int32)
-    # Sums are rounded: where nothing is to be filtered out, the last tokens stay too.
-    within = ((before < top_p) | (top_p == 1)) & ((rank < top_k) | (top_k == 0))
-    kept = within | (rank == 0)
+    among_likeliest = (rank < top_k) | (top_k == 0)
+    probabilities = jax.nn.softmax(jnp.where(among_likeliest, ordered, -jnp.inf))
+    before = jnp.cumsum(probabilities) - probabilities  # of the likelier tokens
+    # Sums are rounded: where nothing is to be filtered out, the last tokens stay too, and what reaches top_p but for
+    # rounding has reached it.
+    within = (before < top_p - 4 * jnp.finfo(jnp.float32).eps) | (top_p == 1)
+    is_likely = jnp.exp(ordered - ordered[0]) >= min_p
+    kept = (among_likeliest & within & is_likely) | (rank == 0)
     return jnp.zeros(logits.shape, bool).at[tokens].set(kept, unique_indices=True)
 
 

@@ -115,8 +115,7 @@ class Loop:
     def cancel(self, requests: Iterable[Request]) -> None:
         """Have requests taken out by whoever works next."""
         for request in requests:
-            if not request.done:
-                request.stopped = "cancelled"
+            if request.withdraw():
                 self.cancelled.append(request)
 
     def tidy(self) -> None:
@@ -163,8 +162,7 @@ class Loop:
         """Give back what lies on devices, whoever names this; requests that are not done are cancelled."""
         submitted = [sample for request in self.submitted for sample in request.samples]
         for request in (*self.open, *submitted):
-            if not request.done:
-                request.stopped = "cancelled"
+            request.withdraw()
         for one in (self.residents, self.pipeline, self.drafter, self.prefill):
             if one is not None:
                 one.close()
