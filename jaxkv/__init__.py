@@ -45,7 +45,7 @@ __all__ = [
 
 
 def __getattr__(name: str):  # what needs Flax, or is for tests, is imported when it is asked for
-    if name in ("convert", "distributed", "linen", "models", "nnx", "scores", "testing"):
+    if name in ("convert", "distributed", "hooks", "linen", "models", "nnx", "scores", "testing"):
         import importlib
 
         return importlib.import_module(f"jaxkv.{name}")

@@ -30,7 +30,7 @@ def test_every_public_name_resolves_and_is_documented(package):
             assert not first_line.startswith(f"{name}("), f"{package.__name__}.{name} has only a generated docstring"
 
 
-MODULES = ("convert", "distributed", "linen", "models", "nnx", "scores", "testing")
+MODULES = ("convert", "distributed", "hooks", "linen", "models", "nnx", "scores", "testing")
 PUBLIC = (*PACKAGES, *(getattr(jaxkv, name) for name in MODULES))
 
 

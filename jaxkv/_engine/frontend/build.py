@@ -11,6 +11,7 @@ from jaxkv._engine.frontend.fingerprint import make_prefix
 from jaxkv._engine.programs.draft_model import make_drafter
 from jaxkv._engine.programs.step import Hook
 from jaxkv._engine.requests.eviction_policy import Eviction
+from jaxkv._engine.requests.hook_args import HookArgs
 from jaxkv._engine.runner.cache_manager import Residents, Swap
 from jaxkv._engine.runner.disaggregated_prefill import Prefill
 from jaxkv._engine.runner.engine_core import Loop
@@ -39,7 +40,7 @@ def check_fields(fields: dict[str, Any]) -> None:
 
 def make_loops(
     models: list[Any], config: CacheConfig, *, prefix: tuple[Any, Any, Any, Any], swap: Swap, host_bandwidth: float,
-    evict: Eviction | None, hook: Hook | None, step_tokens: int, long_prefill_tokens: int | None,
+    evict: Eviction | None, hook: Hook | None, hook_args: HookArgs, step_tokens: int, long_prefill_tokens: int | None,
     steps_per_dispatch: int, draft: Any, guesses: tuple[int, int], prefill: Any,
 ) -> list[Loop]:  # fmt: skip
     """A loop for each of a model's parts; the config is that of each one's cache.
@@ -57,7 +58,7 @@ def make_loops(
         residents = Residents(
             config, model, prefix=own_prefix, swap=swap, host_bandwidth=host_bandwidth, eviction=evict
         )
-        pipeline = Pipeline(model, residents, hook, step_tokens, *guesses)
+        pipeline = Pipeline(model, residents, hook, step_tokens, *guesses, hook_args)
         drafter = make_drafter(own_draft, config, step_tokens, *guesses)
         sizes = (step_tokens, long_prefill_tokens)
         apart = None if own_prefill is None else Prefill(own_prefill, config, *sizes, residents)

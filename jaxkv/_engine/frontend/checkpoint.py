@@ -20,6 +20,7 @@ from jaxkv._core.config.validation import MOST_INDEX, integer
 from jaxkv._core.state.errors import CacheFileError
 from jaxkv._engine.frontend.data_parallel import Shards
 from jaxkv._engine.frontend.fingerprint import fingerprint
+from jaxkv._engine.requests.hook_args import HookArgs, from_json
 from jaxkv._engine.requests.request import Request, problem_of, read_eos, read_salt, read_stop, upcoming
 from jaxkv._engine.requests.sampling import Choice
 from jaxkv._engine.requests.scheduler import Sequence
@@ -39,6 +40,7 @@ class Resumable:
     _loops: list[Loop]
     _numbers: "itertools.count[int]"
     _news: dict[Request, None]
+    _hook_args: HookArgs
     _at_work: Any
 
     def save(self, path: str | os.PathLike) -> None:
@@ -75,8 +77,8 @@ class Resumable:
                 open_ = dict(sorted(open_.items(), key=lambda item: item[0].number))  # in the order of submission
             leaders = {f.request: s.request.number for s in open_.values() for f in s.followers}
             told = [r for r in self._news if r not in open_ and r.has_news]
-            entries = [_written(r, None, None) for r in told]
-            entries += [_written(r, places.get(s), leaders.get(r)) for r, s in open_.items()]
+            entries = [_written(r, None, None, self._hook_args) for r in told]
+            entries += [_written(r, places.get(s), leaders.get(r), self._hook_args) for r, s in open_.items()]
             state = {"version": VERSION, "next": upcoming(self._numbers), "requests": entries}
             save(path, self._loop.cache, list(rows.values()), model=self._model, metadata={KEY: state})
 
@@ -172,6 +174,7 @@ class Resumable:
             salt=read_salt(bytes.fromhex(salt) if kind == "bytes" else salt),
             num_logprobs=integer("logprobs", entry["num_logprobs"], least=0), news=self._news,
             engine=weakref.ref(self), priority=integer("priority", entry.get("priority", 0), least=None, most=None),
+            hook_args=self._hook_args.read(from_json(entry.get("hook_args"))),
         )  # fmt: skip
         request.tokens = _tokens(entry["tokens"])
         request.logprobs = [{int(t): float(p) for t, p in one} for one in entry["logprobs"]]
@@ -204,7 +207,7 @@ class _Wrong(Exception):
     """What is in the file is no engine's state."""
 
 
-def _written(request: Request, row: int | None, leader: int | None) -> dict[str, Any]:
+def _written(request: Request, row: int | None, leader: int | None, hook_args: HookArgs) -> dict[str, Any]:
     salt = request.salt
     return {
         "number": request.number, "prompt": request.prompt, "tokens": request.tokens, "limit": request.limit,
@@ -212,7 +215,7 @@ def _written(request: Request, row: int | None, leader: int | None) -> dict[str,
         "salt": ["bytes", salt.hex()] if isinstance(salt, bytes) else ["str", salt],
         "num_logprobs": request.num_logprobs, "given": request.given, "stopped": request.stopped,
         "refusal": request.refusal, "stop_token": request.stop_token, "stop_logprob": repr(request.stop_logprob),
-        "priority": request.priority,
+        "priority": request.priority, "hook_args": hook_args.to_json(request.hook_args),
         # As text, since JSON has neither keys that are numbers nor infinities.
         "logprobs": [[[token, repr(p)] for token, p in one.items()] for one in request.logprobs],
         "row": row, "leader": leader,

@@ -17,9 +17,10 @@ from jaxkv._engine.frontend.data_parallel import Shards, config_of_all, share_of
 from jaxkv._engine.frontend.engine_lock import Turn
 from jaxkv._engine.frontend.lifetime import Closable
 from jaxkv._engine.frontend.warmup import call_all
-from jaxkv._engine.programs.step import Hook, read_hook, recompute
+from jaxkv._engine.programs.step import Hook, column_of, read_hook, recompute
 from jaxkv._engine.requests.drafters import read_draft
 from jaxkv._engine.requests.eviction_policy import Eviction, read_eviction
+from jaxkv._engine.requests.hook_args import HookArgs
 from jaxkv._engine.requests.request import (
     Request,
     handed_out,
@@ -61,9 +62,10 @@ class Engine(Closable, Resumable):
         is submitted meanwhile waits for them.
       seed: of the random draws.
       logits_hook: `f(logits f32[S, V], rows) -> logits`, part of the compiled step, before temperature and filters.
-        `rows` has `tokens` i32[S, max_seq_len], each row's so far with a number behind them that is no token, `lengths`
-        i32[S] and `numbers` i32[S], of the requests. Rows that no token is due for are of no account. Where it
-        leaves no token a logit above -inf, the request ends with an `error`.
+        `rows` has `tokens` i32[S, max_seq_len], each row's so far with a number behind them that is no token,
+        `lengths` and `prompt_lengths` i32[S], `numbers` i32[S] of the requests, and `hook_args`, what `submit` was
+        given for them; `jaxkv.hooks` has what hooks are made of. Rows that no token is due for are of no account. Where
+        it leaves no token a logit above -inf, the request ends with an `error`.
       prefix_cache: keep the blocks of what was computed, and share them with prompts that begin alike, in XLA read once
         where that pays; `stats` says how much was saved. See `PrefixCache`. What it must give up on the device goes to
         `spill_bytes` of host memory, and from there to `disk_bytes` in the folder `disk`, for the next process too:
@@ -114,7 +116,7 @@ class Engine(Closable, Resumable):
             fields["dtype"] = cache_dtype
         host_bandwidth = real("host_bandwidth", host_bandwidth, least=1)
         self.steps_per_dispatch = integer("steps_per_dispatch", steps_per_dispatch, least=1)
-        logits_hook, self.seed = read_hook(logits_hook), read_seed(seed)
+        logits_hook, self.seed, self._hook_args = read_hook(logits_hook), read_seed(seed), HookArgs()
         self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
         self.eos_ids = read_model_eos(model_config)
         guesses = read_draft(draft, draft_tokens, draft_branches, model, logits_hook, self.steps_per_dispatch)
@@ -133,7 +135,7 @@ class Engine(Closable, Resumable):
         self.config = config_of_all(config, len(models))
         self._loops = make_loops(
             models, config, prefix=(prefix_cache, spill_bytes, disk, disk_bytes), swap=swap, evict=evict,
-            host_bandwidth=host_bandwidth, hook=logits_hook, step_tokens=self.step_tokens,
+            host_bandwidth=host_bandwidth, hook=logits_hook, hook_args=self._hook_args, step_tokens=self.step_tokens,
             long_prefill_tokens=long_prefill_tokens, steps_per_dispatch=self.steps_per_dispatch, draft=draft,
             guesses=guesses, prefill=prefill,
         )  # fmt: skip
@@ -196,6 +198,7 @@ class Engine(Closable, Resumable):
         self, prompt: Sequence[int], max_new_tokens: int = 64, temperature: float = 0.0, *, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, eos: int | Collection[int] | None = None,
         salt: str | bytes | None = None, n: int = 1, logprobs: int = 0, seed: int | None = None, priority: int = 0,
+        hook_args: Any = None,
     ) -> Request:  # fmt: skip
         """Ask for a prompt to be continued; `step` and `run` do it. May be called from any thread, and while they run.
 
@@ -209,6 +212,8 @@ class Engine(Closable, Resumable):
             `generate` gives one prompt with this seed. Default: the engine's, and the request's number.
           priority: a lower number is served earlier, as in vLLM; of equal ones, who came first. When blocks run out,
             those that are served last are set back.
+          hook_args: numbers for the `logits_hook`, in `rows.hook_args` for each row: a pytree of numbers and small
+            arrays, with the same fields and shapes in every request. Zeros stand for who gives none.
 
         Raises:
           ValueError: an argument that cannot be honoured; nothing has changed then.
@@ -225,6 +230,7 @@ class Engine(Closable, Resumable):
             "num_logprobs": self._read_logprobs(logprobs),
         }
         options["priority"] = integer("priority", priority, least=-MOST_INDEX, most=MOST_INDEX)
+        options["hook_args"] = self._read_hook_args(hook_args)
         request = Request.several([
             self._request(next(self._numbers), prompt, max_new_tokens, choice, self._news, **options)
             for choice in choices
@@ -328,7 +334,7 @@ class Engine(Closable, Resumable):
 
     def recompute(
         self, prompt: Sequence[int], output: Sequence[int], *, index: int = 0, temperature: float = 0.0, top_k: int = 0,
-        top_p: float = 1.0, min_p: float = 0.0, seed: int | None = None,
+        top_p: float = 1.0, min_p: float = 0.0, seed: int | None = None, hook_args: Any = None,
     ) -> list[int]:  # fmt: skip
         """The tokens that the model chooses after `prompt` and after each token of `output`, without any cache.
 
@@ -347,10 +353,10 @@ class Engine(Closable, Resumable):
         parts, tokens = self._pipeline, read_prompt([*listed("prompt", prompt), *listed("output", output)])
         if isinstance(tokens, str) or not len(prompt):
             raise ValueError("The prompt and the output must be lists of token ids, and the prompt not empty.")
+        column, form = column_of(choice, index, len(prompt), self._read_hook_args(hook_args), self._hook_args)
         chosen = recompute(
-            parts.structure, parts.leaves, parts.hook, self.config.max_seq_len, tokens, choice.column(index),
-            choice.kind,
-        )  # fmt: skip
+            parts.structure, parts.leaves, parts.hook, self.config.max_seq_len, tokens, column, choice.kind, form
+        )
         return chosen[len(prompt) - 1 : len(tokens) - 1]
 
     # The parts.
@@ -362,6 +368,11 @@ class Engine(Closable, Resumable):
         return Request(
             number=number, prompt=tokens, limit=limit, choice=choice, news=news, engine=weakref.ref(self), **options
         )
+
+    def _read_hook_args(self, hook_args: Any) -> Any:
+        if hook_args is not None and self._pipeline.hook is None:
+            raise ValueError("hook_args are for a logits_hook, and this Engine has none: make it with logits_hook=.")
+        return self._hook_args.read(hook_args)
 
     def _read_logprobs(self, logprobs: Any) -> int:
         return integer("logprobs", logprobs, least=0, most=self.vocab_size or 2**16)

@@ -18,12 +18,14 @@ from jaxkv._engine.programs.cache_program import cache_program
 from jaxkv._engine.programs.eviction import noting
 from jaxkv._engine.programs.maintenance import room_of
 from jaxkv._engine.programs.program_cache import share_programs
-from jaxkv._engine.requests.sampling import FIELDS, Kind, Sampling, choose, likeliest
+from jaxkv._engine.requests.hook_args import Form, HookArgs
+from jaxkv._engine.requests.sampling import FIELDS, Choice, Kind, Sampling, choose, likeliest
 
 # What the host says of each row, as one array: how many tokens it has in this step, whether the token after them is
-# wanted, its next token (FROM_DEVICE: the one chosen last), `Choice.column`, and how many of its tokens are guesses.
-COUNT, DUE, TOKEN, COLUMN, GUESSED = 0, 1, 2, slice(3, 3 + FIELDS), 3 + FIELDS
-NUM_FIELDS = GUESSED + 1
+# wanted, its next token (FROM_DEVICE: the one chosen last), `Choice.column`, how many of its tokens are guesses, and
+# the length of its prompt. Behind them come the numbers of a request for the hook, as its `Form` packs them.
+COUNT, DUE, TOKEN, COLUMN, GUESSED, PROMPT = 0, 1, 2, slice(3, 3 + FIELDS), 3 + FIELDS, 4 + FIELDS
+NUM_FIELDS = PROMPT + 1
 FROM_DEVICE = -1
 
 
@@ -36,6 +38,22 @@ class Rows(NamedTuple):
     tokens: jax.Array  # i32[S, max_seq_len]: prompt and output so far
     lengths: jax.Array  # i32[S]
     numbers: jax.Array  # i32[S]: of their requests
+    prompt_lengths: jax.Array  # i32[S]: so many of the tokens are the prompt
+    hook_args: Any  # of the requests, each leaf [S, ...]; zeros of who gave none; None while nobody has
+
+
+class Asked(NamedTuple):
+    """What is asked of each row."""
+
+    sampling: Sampling
+    prompt_lengths: jax.Array  # i32[S]
+    hook_args: Any
+
+    @classmethod
+    def unpack(cls, rows: jax.Array, form: Form | None) -> "Asked":
+        """From `rows` as a step's program is given them."""
+        hook_args = None if form is None else form.unpack(rows[NUM_FIELDS:])
+        return cls(Sampling.unpack(rows[COLUMN]), rows[PROMPT], hook_args)
 
 
 Hook = Callable[[jax.Array, Rows], jax.Array]
@@ -64,20 +82,21 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool) -> 
     """The compiled step of a model and a cache given as structures of pytrees: engines with equal ones share it.
 
     A `cache_program` with the arguments `leaves, memory, rows, tokens, kind=, count=, steps=`: the model's leaves,
-    `rows` i32[NUM_FIELDS, S], packed `tokens` i32[N] or None for a step of one token per row, of which there can be
+    `rows` i32[NUM_FIELDS + n, S] with the hook's n numbers by their `form`, packed `tokens` i32[N] or None for a step
+    of one token per row, of which there can be
     several; `count` likeliest tokens are returned. It uses up the memory too, and returns a `Result`. With `verify`,
     the last of a row's tokens may be guesses, up to so many; then it is as if there had been `verify + 1` steps. If
     they are trees, `tokens` is i32[2, N], with each token's parent, counted from its row's first, below it.
     """
 
-    def program(cache, leaves, memory, rows, tokens, *, kind: Kind, count: int, steps: int, verify: int = 0):
+    def program(cache, leaves, memory, rows, tokens, *, kind: Kind, count: int, steps: int, verify: int = 0, form=None):
         one = functools.partial(_verify, verify, rows[GUESSED]) if verify else _step
         if tokens is not None and tokens.ndim == 2:
             tokens, parents = tokens
             one = functools.partial(_verify_trees, verify, rows[GUESSED], parents)
-        sampling = Sampling.unpack(rows[COLUMN])
+        asked = Asked.unpack(rows, form)
         run = functools.partial(_run, jax.tree.unflatten(model, leaves), not leave)
-        step = functools.partial(one, run, hook, sampling, kind, count, leave)
+        step = functools.partial(one, run, hook, asked, kind, count, leave)
         counts, due, given = rows[COUNT], rows[DUE] != 0, rows[TOKEN]
         if tokens is None:
             memory = memory._replace(last=jnp.where(given == FROM_DEVICE, memory.last, given))
@@ -100,19 +119,19 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool) -> 
         numbers = jnp.concatenate([*(x.ravel() for x in jax.tree.leaves(chosen)), room_of(cache).ravel()])
         return Result(numbers, memory, likely), cache
 
-    return cache_program(structure, program, donate=(2,), static=("kind", "count", "steps", "verify"))
+    return cache_program(structure, program, donate=(2,), static=("kind", "count", "steps", "verify", "form"))
 
 
-def _step(run, hook, sampling, kind, count, leave, cache, memory, tokens, counts, due):
+def _step(run, hook, asked, kind, count, leave, cache, memory, tokens, counts, due):
     """One step of every row: the token after each row's last, and what is likeliest there."""
     places = jnp.zeros_like(counts) if tokens.ndim == 2 else jnp.maximum(jnp.cumsum(counts) - 1, 0)
     logits, cache, memory = run(cache, memory, tokens, counts, places)
-    chosen, likely = _chosen(logits, hook, sampling, kind, count, memory, cache.lengths)
+    chosen, likely = _chosen(logits, hook, asked, kind, count, memory, cache.lengths)
     cache, memory = _ended(cache, memory, chosen, due, leave)
     return (jnp.where(cache.failed, -1, chosen), likely), cache, memory
 
 
-def _verify(most, guessed, run, hook, sampling, kind, count, leave, cache, memory, tokens, counts, due):
+def _verify(most, guessed, run, hook, asked, kind, count, leave, cache, memory, tokens, counts, due):
     """One step of every row, of which the last `guessed[s]` tokens are guesses: they count as far as they are what is
     chosen after the tokens before them, and the others are taken back. Then comes the token that is chosen instead of
     the first wrong one, or after all."""
@@ -121,7 +140,7 @@ def _verify(most, guessed, run, hook, sampling, kind, count, leave, cache, memor
     places = jnp.maximum(jnp.cumsum(counts)[None] - 1 - behind, 0)
     logits, cache, memory = run(cache, memory, tokens, counts, places.ravel())
     lengths = (cache.lengths[None] - behind).ravel()
-    wide, known = jax.tree.map(lambda x: jnp.concatenate([x] * (most + 1)), (sampling, memory))
+    wide, known = jax.tree.map(lambda x: jnp.concatenate([x] * (most + 1)), (asked, memory))
     chosen, likely = _chosen(logits, hook, wide, kind, count, known, lengths)
     chosen = chosen.reshape(places.shape)
     guesses = tokens[jnp.minimum(places + 1, tokens.shape[0] - 1)]
@@ -134,7 +153,7 @@ def _verify(most, guessed, run, hook, sampling, kind, count, leave, cache, memor
     return ((jnp.where(cache.failed[None], -1, chosen), accepted + 1), likely), cache, memory
 
 
-def _verify_trees(most, guessed, parents, run, hook, sampling, kind, count, leave, cache, memory, tokens, counts, due):
+def _verify_trees(most, guessed, parents, run, hook, asked, kind, count, leave, cache, memory, tokens, counts, due):
     """As `_verify`, where guesses are trees: of each row's the path counts along which every token is what is chosen
     after its parent. Numbers count from the row's last given token, which is 0."""
     number = jnp.arange(most + 1, dtype=jnp.int32)[:, None]
@@ -151,7 +170,7 @@ def _verify_trees(most, guessed, parents, run, hook, sampling, kind, count, leav
 
     depth = jax.lax.fori_loop(1, most + 1, climb, jnp.zeros_like(places))
     lengths = ((cache.lengths - guessed)[None] + depth).ravel()
-    wide = jax.tree.map(lambda x: jnp.concatenate([x] * (most + 1)), sampling)
+    wide = jax.tree.map(lambda x: jnp.concatenate([x] * (most + 1)), asked)
     chosen, likely = _chosen(logits, hook, wide, kind, count, memory, lengths)
     chosen = chosen.reshape(places.shape)
     is_right = (number > 0) & (number <= guessed[None]) & (at(chosen, parent) == tokens[places])
@@ -192,12 +211,12 @@ def _ended(cache, memory, last, due, leave):
     return cache, memory._replace(last=jnp.where(due, last, memory.last))
 
 
-def _chosen(logits, hook, sampling, kind, count, memory, lengths):
+def _chosen(logits, hook, asked, kind, count, memory, lengths):
     """The token after each of some lengths, and what is likeliest there."""
     logits = wanted = logits.astype(jnp.float32)
     if hook is not None:
-        wanted = hooked(hook, logits, rows_so_far(memory.tokens, lengths, sampling.numbers))
-    chosen = choose(kind, wanted, sampling, lengths)
+        wanted = hooked(hook, logits, rows_so_far(memory.tokens, lengths, asked))
+    chosen = choose(kind, wanted, asked.sampling, lengths)
     return chosen, likeliest(logits, chosen, count) if count else None
 
 
@@ -234,10 +253,10 @@ def read_hook(hook: Any) -> Any:
     return hook
 
 
-def rows_so_far(tokens: jax.Array, lengths: jax.Array, numbers: jax.Array) -> Rows:
+def rows_so_far(tokens: jax.Array, lengths: jax.Array, asked: Asked) -> Rows:
     """What a hook is told of rows whose `tokens` i32[S, L] may hold anything behind their lengths."""
     known = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
-    return Rows(jnp.where(known, tokens, MOST_INDEX), lengths, numbers)
+    return Rows(jnp.where(known, tokens, MOST_INDEX), lengths, asked.sampling.numbers, *asked[1:])
 
 
 def hooked(hook: Hook, logits: jax.Array, rows: Rows) -> jax.Array:
@@ -268,25 +287,40 @@ def new_memory(max_seqs: int, max_seq_len: int, hook: Hook | None, queries: tupl
 def recompute_program(model: Any, hook: Hook | None, width: int) -> Any:
     """The token that follows each of `i32[T]`, computed without a cache."""
 
-    def program(leaves, tokens, column, *, kind):
+    def program(leaves, tokens, column, *, kind, form):
         logits, _ = jax.tree.unflatten(model, leaves)(tokens[None], cache=None)
         logits, count = logits[0].astype(jnp.float32), tokens.shape[0]
         lengths = jnp.arange(1, count + 1, dtype=jnp.int32)
-        sampling = Sampling.unpack(jnp.broadcast_to(column[:, None], (column.shape[0], count)))
+        asked = Asked.unpack(jnp.broadcast_to(column[:, None], (column.shape[0], count)), form)
         if hook is not None:
             padded = jnp.pad(tokens, (0, max(0, width - count)))[:width]
             known = jnp.broadcast_to(padded[None], (count, padded.shape[0]))
-            logits = hooked(hook, logits, rows_so_far(known, lengths, sampling.numbers))
-        return choose(kind, logits, sampling, lengths)
+            logits = hooked(hook, logits, rows_so_far(known, lengths, asked))
+        return choose(kind, logits, asked.sampling, lengths)
 
-    return jax.jit(program, static_argnames="kind")
+    return jax.jit(program, static_argnames=("kind", "form"))
+
+
+def column_of(
+    choice: Choice, number: int, prompt: int, leaves: list[np.ndarray] | None, hook_args: HookArgs
+) -> tuple[np.ndarray, Form | None]:  # fmt: skip
+    """One column of a step's `rows`, of a request that nothing is computed of yet, and what it ends with."""
+    form = hook_args.form
+    column = np.zeros(NUM_FIELDS, np.int32)
+    column[COLUMN], column[PROMPT] = choice.column(number), prompt
+    return (column if form is None else np.concatenate([column, form.pack(leaves)])), form
 
 
 def recompute(
-    model: Any, leaves: list[Any], hook: Hook | None, width: int, tokens: list[int], column: np.ndarray, kind: Kind
-) -> list[int]:
-    """The token that the model chooses after each of `tokens`, without any cache; `width`: the engine's max_seq_len."""
+    model: Any, leaves: list[Any], hook: Hook | None, width: int, tokens: list[int], column: np.ndarray, kind: Kind,
+    form: Form | None = None,
+) -> list[int]:  # fmt: skip
+    """The token that the model chooses after each of `tokens`, without any cache.
+
+    Args:
+      width: the engine's max_seq_len. column: one of a step's `rows`.
+    """
     padded = np.zeros(1 << (len(tokens) - 1).bit_length(), np.int32)  # few shapes; what comes after is not seen
     padded[: len(tokens)] = tokens
-    chosen = recompute_program(model, hook, width)(leaves, padded, column, kind=kind)
+    chosen = recompute_program(model, hook, width)(leaves, padded, column, kind=kind, form=form)
     return np.asarray(chosen)[: len(tokens)].tolist()

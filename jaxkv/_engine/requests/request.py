@@ -31,11 +31,11 @@ class Request:
     def __init__(
         self, *, number: int, prompt: list[int], limit: int, choice: Choice, eos: frozenset[int],
         salt: str | bytes | None, num_logprobs: int, news: "dict[Request, None]",
-        engine: Callable[[], Any] = lambda: None, priority: int = 0,
+        engine: Callable[[], Any] = lambda: None, priority: int = 0, hook_args: list[np.ndarray] | None = None,
     ):  # fmt: skip
         self.number, self.prompt, self.limit = number, prompt, limit
         self.choice, self.eos, self.salt, self.num_logprobs = choice, eos, salt, num_logprobs
-        self.priority = priority
+        self.priority, self.hook_args = priority, hook_args
         self.tokens: list[int] = []
         self.logprobs: list[dict[int, float]] = []
         self._samples: tuple[Request, ...] = ()  # where it stands for several; it must not name itself
@@ -59,7 +59,7 @@ class Request:
         both = cls(
             number=first.number, prompt=first.prompt, limit=first.limit, choice=first.choice, eos=first.eos,
             salt=first.salt, num_logprobs=first.num_logprobs, news=first.news, engine=first._engine,
-            priority=first.priority,
+            priority=first.priority, hook_args=first.hook_args,
         )  # fmt: skip
         both.tokens, both.logprobs, both._samples = first.tokens, first.logprobs, tuple(samples)
         return both

@@ -14,7 +14,19 @@ from jaxkv._core.cache.checks import check
 from jaxkv._core.state.device_arrays import delete
 from jaxkv._engine.programs import step as on_device
 from jaxkv._engine.programs.eviction import Remembered, remembered, thin_program
-from jaxkv._engine.programs.step import COLUMN, COUNT, DUE, FROM_DEVICE, GUESSED, NUM_FIELDS, TOKEN, Hook, Result
+from jaxkv._engine.programs.step import (
+    COLUMN,
+    COUNT,
+    DUE,
+    FROM_DEVICE,
+    GUESSED,
+    NUM_FIELDS,
+    PROMPT,
+    TOKEN,
+    Hook,
+    Result,
+)
+from jaxkv._engine.requests.hook_args import Form, HookArgs
 from jaxkv._engine.requests.sampling import KINDS, Kind
 from jaxkv._engine.requests.scheduler import Sequence, Step
 from jaxkv._engine.runner.cache_manager import Residents
@@ -41,9 +53,10 @@ class Pipeline:
 
     def __init__(
         self, model: Any, residents: Residents, hook: Hook | None, step_tokens: int, draft_tokens: int,
-        branches: int = 1,
+        branches: int = 1, hook_args: HookArgs | None = None,
     ):  # fmt: skip
         self.residents, self.hook = residents, hook
+        self.hook_args = hook_args or HookArgs()
         # Flattening a model takes longer than a step.
         self.leaves, self.structure = jax.tree.flatten(model)
         self._program = on_device.step_program(
@@ -86,7 +99,8 @@ class Pipeline:
         residents.make_room(step.blocks)
         work = [(s, s.row, n) for s, n in step.counts.items() if s.row is not None]
         work.sort(key=lambda one: one[1])  # packed tokens come row by row
-        rows = self._rows()
+        form = self.hook_args.form
+        rows = self._rows(form)
         is_decode = steps > 1 or step.is_decode
         tokens: list[int] = []
         parents: list[int] = []  # of each token, counted from its row's first
@@ -101,6 +115,9 @@ class Pipeline:
                 parents += [len(given) + parent for parent in sequence.parents[: len(guesses)]]
             rows[:TOKEN, row] = count, end == sequence.length
             rows[COLUMN, row] = sequence.request.column
+            rows[PROMPT, row] = sequence.prompt
+            if form is not None:
+                rows[NUM_FIELDS:, row] = form.pack(sequence.request.hook_args)
             if is_decode:
                 rows[TOKEN, row] = given[0]
             else:
@@ -121,8 +138,8 @@ class Pipeline:
         count = count and 1 << (count - 1).bit_length()  # few programs
         began = time.perf_counter()
         verify = self.draft_tokens if has_guesses else 0
-        shape = (packed is not None and packed.shape[-1], kind, count, steps, verify)
-        result = self._call(rows, packed, kind, count, steps, verify)
+        shape = (packed is not None and packed.shape[-1], kind, count, steps, verify, form)
+        result = self._call(rows, packed, kind, count, steps, verify, form)
         own = rows[GUESSED] if verify else rows[COUNT] if is_decode else np.ones_like(rows[COUNT])
         due = [(s, row, int(own[row])) for s, row, _ in work if rows[DUE, row]]
         self.flights.append(
@@ -183,14 +200,15 @@ class Pipeline:
 
     def warm(self, kinds: tuple[Kind, ...], counts: tuple[int, ...], steps: tuple[int, ...]) -> list[Any]:
         """What to call, one after another, to compile the programs of all steps."""
-        rows = self._rows()
+        form = self.hook_args.form
+        rows = self._rows(form)
         shapes = [(None, n) for n in steps] + [(np.zeros(size, np.int32), 1) for size in self.sizes]
         programs = [(*shape, 0) for shape in shapes]
         if self.draft_tokens:
             lines = (2,) if self.guesses_trees else ()
             programs += [(np.zeros((*lines, size), np.int32), 1, self.draft_tokens) for size in self.sizes]
         calls: list[Any] = [
-            lambda tokens=tokens, n=n, v=v, kind=kind, count=count: self._call(rows, tokens, kind, count, n, v)
+            lambda tokens=tokens, n=n, v=v, kind=kind, count=count: self._call(rows, tokens, kind, count, n, v, form)
             for tokens, n, v in programs for kind in kinds for count in counts
         ]  # fmt: skip
         if self.residents.eviction is not None:
@@ -198,10 +216,20 @@ class Pipeline:
         return calls
 
     def _call(
-        self, rows: np.ndarray, tokens: np.ndarray | None, kind: Kind, count: int, steps: int, verify: int
+        self, rows: np.ndarray, tokens: np.ndarray | None, kind: Kind, count: int, steps: int, verify: int,
+        form: Form | None,
     ) -> Result:  # fmt: skip
         numbers, *out = self.residents.call(
-            self._program, self.leaves, self._memory, rows, tokens, kind=kind, count=count, steps=steps, verify=verify
+            self._program,
+            self.leaves,
+            self._memory,
+            rows,
+            tokens,
+            kind=kind,
+            count=count,
+            steps=steps,
+            verify=verify,
+            form=form,
         )
         structure: Any = jax.tree.structure(self._memory)
         memory, likely = out[: structure.num_leaves], out[structure.num_leaves :]
@@ -217,9 +245,10 @@ class Pipeline:
         model = jax.tree.unflatten(self.structure, self.leaves)
         return on_device.logits_at(model, tokens, cache, jnp.zeros(cache.config.max_seqs, jnp.int32))
 
-    def _rows(self) -> np.ndarray:
+    def _rows(self, form: Form | None) -> np.ndarray:
         """What the step's program is told of each row if it has nothing to do; a new array, for JAX may keep it."""
-        rows = np.zeros((NUM_FIELDS, self.residents.config.max_seqs), np.int32)
+        size = 0 if form is None else len(form.pack(None))
+        rows = np.zeros((NUM_FIELDS + size, self.residents.config.max_seqs), np.int32)
         rows[TOKEN] = FROM_DEVICE
         return rows
 

@@ -1,0 +1,105 @@
+"""Numbers that a request gives a hook on logits: a pytree of them, the same for all requests but for the values."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.config.validation import shown
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What the pytrees of an engine's requests have in common. It is hashable, for it is compiled in."""
+
+    structure: Any
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]  # "int32" or "float32", of each leaf
+
+    def pack(self, leaves: list[np.ndarray] | None) -> np.ndarray:
+        """`i32[size]`: the numbers by their bits; zeros where a request gave none."""
+        if leaves is None:
+            return np.zeros(sum(map(math.prod, self.shapes)), np.int32)
+        bits = [x.astype(dtype).ravel().view(np.int32) for x, dtype in zip(leaves, self.dtypes, strict=True)]
+        return np.concatenate([np.zeros(0, np.int32), *bits])
+
+    def unpack(self, bits: jax.Array) -> Any:
+        """The pytree of arrays `[S, ...]` from `i32[size, S]`."""
+        leaves, at = [], 0
+        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
+            size = math.prod(shape)
+            leaves.append(jax.lax.bitcast_convert_type(bits[at : at + size].T.reshape(-1, *shape), jnp.dtype(dtype)))
+            at += size
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+class HookArgs:
+    """What an engine knows of its requests' numbers: their form, once one of them has given some."""
+
+    def __init__(self) -> None:
+        self.form: Form | None = None
+
+    def read(self, value: Any) -> list[np.ndarray] | None:
+        """A request's numbers; they decide the form if they are the first. Raises ValueError."""
+        if value is None:
+            return None
+        leaves, structure = jax.tree.flatten(value)
+        arrays = [_read_numbers(x) for x in leaves]
+        shapes, dtypes = tuple(x.shape for x in arrays), tuple(x.dtype.name for x in arrays)
+        known = self.form or Form(structure, shapes, dtypes)
+        if (structure, shapes) != (known.structure, known.shapes):
+            wanted = jax.tree.unflatten(known.structure, [list(shape) for shape in known.shapes])
+            raise ValueError(
+                f"hook_args must have the structure and shapes of this engine's first, {wanted}, not {shown(value)}: "
+                "give every request the same fields, and arrays as long as the longest."
+            )
+        # Whoever gave 0 may be followed by one who gives 0.5.
+        both = tuple("float32" if "float32" in pair else "int32" for pair in zip(dtypes, known.dtypes, strict=True))
+        self.form = dataclasses.replace(known, dtypes=both)
+        return arrays
+
+    def to_json(self, leaves: list[np.ndarray] | None) -> Any:
+        """What a file says of a request's numbers; `from_json` reads it. Raises ValueError for pytrees of classes."""
+        return None if leaves is None or self.form is None else to_json(jax.tree.unflatten(self.form.structure, leaves))
+
+
+def _read_numbers(x: Any) -> np.ndarray:
+    try:
+        array = np.asarray(x)
+    except (ValueError, TypeError, OverflowError):
+        array = np.asarray(None)
+    if array.dtype == bool or np.issubdtype(array.dtype, np.integer):
+        if array.size and not -(2**31) <= int(array.min()) <= int(array.max()) < 2**31:
+            raise ValueError(f"hook_args must be numbers of 32 bits, not {shown(x)}.")
+        return array.astype(np.int32)
+    if array.dtype == object or not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"hook_args must be a pytree of numbers and arrays of numbers, not of {shown(x)}.")
+    return array.astype(np.float32)
+
+
+def to_json(value: Any) -> Any:
+    """A request's pytree of dicts, lists, tuples and numbers for a file."""
+    if isinstance(value, dict):
+        return {"dict": [[key, to_json(x)] for key, x in value.items()]}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [to_json(x) for x in value]}
+    if value is None:
+        return None
+    array = _read_numbers(value)
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "numbers": list(map(repr, array.ravel().tolist()))}
+
+
+def from_json(entry: Any) -> Any:
+    """What `to_json` wrote. Raises KeyError, TypeError or ValueError for anything else."""
+    if entry is None:
+        return None
+    if "dict" in entry:
+        return {key: from_json(x) for key, x in entry["dict"]}
+    for kind in (list, tuple):
+        if kind.__name__ in entry:
+            return kind(from_json(x) for x in entry[kind.__name__])
+    dtype = {"int32": np.int32, "float32": np.float32}[entry["dtype"]]
+    return np.array([float(x) for x in entry["numbers"]]).astype(dtype).reshape(entry["shape"])

@@ -1,0 +1,153 @@
+"""Hooks on logits by request: its own numbers, and where its output begins, however its steps are cut."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checksum_model import LONGEST, VOCAB, Checksum, Several, weight
+from compiled import compiled
+
+import jaxkv
+import jaxkv.hooks
+
+WINDOWS = (None, 7)
+ROOM = {"max_seqs": 3, "max_seq_len": LONGEST, "block_size": 3, "num_blocks": 48, "step_tokens": 7}
+STOP = 11
+
+
+def hook(logits, rows):
+    """All of them, over a distribution in which every token has a logit of its own."""
+    logits = logits * 2 + jnp.arange(VOCAB, dtype=jnp.float32)[None] / VOCAB
+    if (args := rows.hook_args) is None:
+        return logits
+    logits = jaxkv.hooks.repetition_penalty(logits, rows, args["repetition"])
+    logits = jaxkv.hooks.presence_penalty(logits, rows, args["presence"])
+    logits = jaxkv.hooks.frequency_penalty(logits, rows, args["frequency"])
+    logits = jaxkv.hooks.logit_bias(logits, args["tokens"], args["biases"])
+    return jaxkv.hooks.min_tokens(logits, rows, args["min_tokens"], [STOP, -1])
+
+
+def expected(prompt, count, *, repetition, presence, frequency, tokens, biases, min_tokens):
+    out = []
+    while len(out) < count:
+        row = [*prompt, *out]
+        total = 0
+        for layer, window in enumerate(WINDOWS):
+            for p in range(max(0, len(row) - (window or LONGEST)), len(row)):
+                total += (row[p] + 1) * int(weight(layer, p))
+        logits = np.arange(VOCAB) / VOCAB
+        logits[total % VOCAB] += 2
+        times = np.bincount(out, minlength=VOCAB)
+        logits = np.where(times > 0, logits / (repetition or 1), logits)
+        logits = logits - presence * (times > 0) - frequency * times
+        for token, bias in zip(tokens, biases, strict=True):
+            logits[token] += bias if token >= 0 else 0
+        if len(out) < min_tokens:
+            logits[STOP] = -np.inf
+        token = int(np.argmax(logits))
+        if token == STOP:
+            break
+        out.append(token)
+    return out
+
+
+NOTHING = {"repetition": 0, "presence": 0, "frequency": 0, "tokens": [-1, -1], "biases": [0, 0], "min_tokens": 0}
+ASKED = [
+    NOTHING,
+    NOTHING | {"presence": 2.5},
+    NOTHING | {"frequency": 0.75},
+    NOTHING | {"repetition": 4.0},
+    NOTHING | {"tokens": [5, 60], "biases": [3.0, -1.5]},
+    NOTHING | {"tokens": [STOP, -1], "biases": [9.0, 0.0], "min_tokens": 6},
+    NOTHING | {"tokens": [np.int64(STOP), np.array(3)], "biases": [9.0, np.float64(9.5)], "min_tokens": np.int32(2)},
+]
+PROMPTS = [[7, 8, 9, 96, 95, 7, 1, 2, 3, 4, 5, 6], [96], [95, 96] * 5]
+WAYS = {
+    "plain": {},
+    "several steps": {"steps_per_dispatch": 3},
+    "set back": {"num_blocks": 15, "swap": "never"},
+    "ngram": {"draft": "ngram", "draft_tokens": 3},
+    "prefix cache": {"prefix_cache": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_request_has_its_own_numbers(way):
+    model = Several(WINDOWS) if way == "ngram" else Checksum(WINDOWS)
+    engine = jaxkv.Engine(model, **ROOM | WAYS[way], logits_hook=hook)
+    asked = [(PROMPTS[i % 3], 10, args) for i, args in enumerate(ASKED)]
+    requests = [engine.submit(prompt, n, eos=STOP, hook_args=args) for prompt, n, args in asked]
+    requests.append(engine.submit(PROMPTS[0], 10, eos=STOP))  # which gives none
+    several = engine.submit(PROMPTS[0], 10, eos=STOP, n=2, hook_args=ASKED[1])
+    list(engine.run())
+    zeros = NOTHING | {"tokens": [0, 0]}
+    for request, (prompt, n, args) in zip(requests, [*asked, (PROMPTS[0], 10, zeros)], strict=True):
+        assert request.tokens == expected(prompt, n, **args), (way, args)
+    assert all(s.tokens == expected(PROMPTS[0], 10, **ASKED[1]) for s in several.samples)
+    assert len({tuple(r.tokens) for r in requests}) > 5 and requests[5].ended == "eos" and len(requests[5].tokens) == 6
+    assert way != "set back" or engine.set_back
+    assert way != "plain" or compiled(lambda: (engine.submit([1], 3, hook_args=ASKED[3]), list(engine.run()))) == 0
+
+
+def test_numbers_go_with_a_saved_engine(tmp_path):
+    engine = jaxkv.Engine(Checksum(WINDOWS), **ROOM, logits_hook=hook)
+    asked = [(PROMPTS[i % 3], 10, args) for i, args in enumerate(ASKED)]
+    for prompt, n, args in asked:
+        engine.submit(prompt, n, eos=STOP, hook_args=args)
+    for _ in range(4):
+        engine.step()
+    engine.save(tmp_path / "engine")
+    other = jaxkv.Engine(Checksum(WINDOWS), **ROOM, logits_hook=hook)
+    requests = {request.number: request for request in other.load(tmp_path / "engine")}
+    list(other.run())
+    assert requests
+    for number, request in requests.items():
+        prompt, n, args = asked[number]
+        assert request.tokens == expected(prompt, n, **args)
+
+
+def test_recompute_is_given_the_same_numbers():
+    model = jaxkv.models.small()
+    penalise = functools.partial(jaxkv.hooks.presence_penalty)
+    engine = jaxkv.Engine(
+        model, max_seqs=2, max_seq_len=64, logits_hook=lambda logits, rows: penalise(logits, rows, rows.hook_args[0])
+    )
+    request = engine.submit(list(b"import "), 12, hook_args=(30.0,))
+    list(engine.run())
+    assert len(set(request.tokens)) == 12
+    assert engine.recompute(request.prompt, request.tokens, hook_args=(30.0,)) == request.tokens
+    assert engine.recompute(request.prompt, request.tokens, hook_args=(0.0,)) != request.tokens
+
+
+def test_numbers_that_do_not_fit_are_refused():
+    engine = jaxkv.Engine(Checksum(WINDOWS), **ROOM, logits_hook=hook)
+    with pytest.raises(ValueError, match="hook_args are for a logits_hook, and this Engine has none"):
+        jaxkv.Engine(Checksum(WINDOWS), **ROOM).submit([1], 1, hook_args=3)
+    for bad in ("a", [object()], 1j, {"a": 2**40}, {"a": b"x"}):
+        with pytest.raises(ValueError, match="hook_args must be"):
+            engine.submit([1], 1, hook_args=bad)
+    engine.submit([1], 1, hook_args=NOTHING)  # which decides
+    for bad in (3, {"presence": 1}, NOTHING | {"tokens": [1, 2, 3]}):
+        with pytest.raises(ValueError, match="hook_args must have the structure and shapes of this engine's first"):
+            engine.submit([1], 1, hook_args=bad)
+    list(engine.run())
+
+
+def test_prompts_are_no_output():
+    @dataclasses.dataclass
+    class Told:
+        tokens: jax.Array
+        lengths: jax.Array
+        prompt_lengths: jax.Array
+
+    rows = Told(jnp.array([[3, 3, 1, 3, 9], [2, 9, 9, 9, 9]]), jnp.array([4, 1]), jnp.array([2, 1]))
+    count = jaxkv.hooks.count_output(rows, 5)
+    assert count.tolist() == [[0, 1, 0, 1, 0], [0] * 5]
+    logits = jnp.ones((2, 5))
+    with jax.disable_jit():
+        assert jaxkv.hooks.frequency_penalty(logits, rows, jnp.array([1.0, 2.0])).tolist() == [[1, 0, 1, 0, 1], [1] * 5]
+    short = jaxkv.hooks.min_tokens(logits, rows, jnp.array([3, 0]), jnp.array([[0, -1], [1, 7]]))
+    assert jnp.isneginf(short).tolist() == [[True, False, False, False, False], [False] * 5]
