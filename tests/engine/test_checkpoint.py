@@ -90,7 +90,7 @@ def test_tokens_that_were_not_handed_out_are_handed_out_later(path):
     first, second = other.load(path)
     assert first.done and first.tokens == requests[0].tokens
     tokens = told(other)
-    assert tokens == {first.number: first.tokens, second.number: second.tokens}
+    assert tokens == {first.number: [*first.tokens, None], second.number: [*second.tokens, None]}
     assert second.tokens == continuation(WINDOWS, [5], 12, None)
     assert len(held) == 1 and other.tokens - computed == 12 - held[0] < 12  # what its row held is not computed again
     emptied(one)
