@@ -18,8 +18,8 @@ from jaxkv._core.state.static_fields import register_export
 class HostBlocks:
     """What rows held, in host memory. Made by `swap_out`; `host[i]` is one of the rows.
 
-    Blocks stand row by row, in the order of the row's table. Arrays are padded to a power of two, so that a program
-    that takes them compiles for few shapes.
+    A block that several of the rows share is here once. Arrays are padded to a power of two, so that a program that
+    takes them compiles for few shapes.
 
     >>> import jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -33,6 +33,7 @@ class HostBlocks:
     # For each group; of one that evicts by heads n is K * n, line by line: see `lines`.
     first: tuple[np.ndarray, ...]  # i32[n]: the row's first block, by its number in the row, but for `group_sinks`
     count: tuple[np.ndarray, ...]  # i32[n]: blocks of the row
+    order: tuple[np.ndarray, ...]  # i32[m]: which of the B blocks they are, row by row, in the order of their tables
     held: tuple[np.ndarray | None, ...]  # i32[n]: tokens that are left; None: all, in a group that does not evict
     thinned: tuple[np.ndarray | None, ...]  # i32[n]: as in `BlockTables`
     parts: tuple[Pool | None, ...]  # of each layer its B blocks; None for a layer that shares another's
@@ -55,22 +56,22 @@ class HostBlocks:
     def __getitem__(self, i: int) -> "HostBlocks":
         if not 0 <= operator.index(i) < len(self):
             raise IndexError(f"There are {len(self)} rows, so there is no row {i!r} among them.")
-        parts, lines = list(self.parts), []
-        for layers, count in zip(self.groups, self.count, strict=True):
+        parts, lines, orders = list(self.parts), [], []
+        for layers, count, order in zip(self.groups, self.count, self.order, strict=True):
             lines.append(np.arange(i, len(count), len(self)))
             end = np.cumsum(count)
-            places = np.concatenate([np.arange(end[line] - count[line], end[line]) for line in lines[-1]])
-            padded = np.zeros(padded_size(len(places)), np.int32)
-            padded[: len(places)] = places
+            named = np.concatenate([order[end[line] - count[line] : end[line]] for line in lines[-1]])
+            blocks, own = np.unique(named, return_inverse=True)
+            orders.append(pad(own))
             for layer in layers:
-                parts[layer] = jax.tree.map(functools.partial(_pick, padded), parts[layer])
+                parts[layer] = jax.tree.map(functools.partial(_pick, pad(blocks)), parts[layer])
 
         def of_row(several: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(x if x is None else x[own] for x, own in zip(several, lines, strict=True))
 
         return dataclasses.replace(
             self, lengths=self.lengths[i : i + 1], first=of_row(self.first), count=of_row(self.count),
-            held=of_row(self.held), thinned=of_row(self.thinned), parts=tuple(parts),
+            order=tuple(orders), held=of_row(self.held), thinned=of_row(self.thinned), parts=tuple(parts),
         )  # fmt: skip
 
     @property
@@ -108,6 +109,18 @@ def _unflatten(static: tuple[Any, ...], data: Iterable[Any]) -> HostBlocks:
 
 jax.tree_util.register_pytree_with_keys(HostBlocks, _flatten, _unflatten)
 register_export(HostBlocks)
+
+
+def in_order(counts: Iterable[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """The `order` of blocks of which none is shared, of each group `counts` i32[n] for each row."""
+    return tuple(pad(np.arange(count.sum(), dtype=np.int32)) for count in counts)
+
+
+def pad(blocks: np.ndarray) -> np.ndarray:
+    """`i32[...]`: these numbers, and 0 behind them up to a power of two."""
+    padded = np.full(padded_size(len(blocks)), 0, np.int32)
+    padded[: len(blocks)] = blocks
+    return padded
 
 
 def _pick(places: np.ndarray, x: Any) -> Any:

@@ -1,6 +1,5 @@
 """Rows in host memory: `swap_out` and `swap_in`."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -8,23 +7,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.blocks.allocator import serve, take
-from jaxkv._core.blocks.block_copy import padded_size, put, put_group, read_group
-from jaxkv._core.blocks.tables import free, mark_failed
+from jaxkv._core.blocks.block_copy import put, put_group, read_group
+from jaxkv._core.blocks.tables import free
 from jaxkv._core.cache.cache import Cache, check_cache
-from jaxkv._core.state.arguments import distinct_rows, read_numbers, row_indices, row_mask, scatter_rows
-from jaxkv._core.state.columns import are_too_long, rows_entries, skipped_for
-from jaxkv._core.state.head_rows import row_sums, seen_by_rows
+from jaxkv._core.state.arguments import distinct_rows, read_numbers, row_indices, row_mask
+from jaxkv._core.state.columns import rows_entries
+from jaxkv._core.state.head_rows import seen_by_rows
 from jaxkv._core.state.multihost import check_here, place_like
-from jaxkv._core.state.state import NULL_BLOCK, TOO_LONG, Pool
-from jaxkv._tiers.host_blocks import HostBlocks
+from jaxkv._core.state.state import NULL_BLOCK, Pool
+from jaxkv._tiers.host_blocks import HostBlocks, pad
+from jaxkv._tiers.host_room import are_empty, find_held_blocks, make_room, may_share
 
 
 def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
     """Move rows to host memory and free them. Not for use inside `jit`: how much there is to move is data.
 
     The blocks of all rows go in one transfer per layer, to pinned memory where the platform has it. A block that
-    several rows share is moved with each of them.
+    several of them share is moved once, and they share it again when they come back.
 
     Args:
       rows: `bool[S]`, a row index or a list of them.
@@ -53,7 +52,7 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
     moved, config = _row_list(cache, rows), cache.config
     tables = jax.device_get(cache.tables)
     parts: list[Pool | None] = [None] * cache.num_layers
-    first, count, left, thinned = [], [], [], []
+    first, count, order, left, thinned = [], [], [], [], []
     for group, t in enumerate(tables):
         lines = np.concatenate([moved + head * config.max_seqs for head in range(config.group_heads[group])])
         entries, lengths = rows_entries(t, config, group, lines), t.lengths[lines]
@@ -64,15 +63,14 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
         first.append(first_columns(used, config.group_sinks[group]))
         left.append(None if t.evicted is None else lengths)
         thinned.append(None if t.thinned is None else t.thinned[lines])
-        ids = entries[used]
-        padded = np.full(padded_size(len(ids)), NULL_BLOCK, np.int32)
-        padded[: len(ids)] = ids
-        for layer, part in read_group(cache, group, padded).items():
+        ids, own = np.unique(entries[used], return_inverse=True)
+        order.append(pad(own))
+        for layer, part in read_group(cache, group, pad(ids)).items():
             parts[layer] = jax.tree.map(_to_host, part)
     host = HostBlocks(
         lengths=np.asarray(seen_by_rows(tables[0], config).lengths)[moved], first=tuple(first), count=tuple(count),
-        held=tuple(left), thinned=tuple(thinned), parts=tuple(parts), groups=config.groups, sights=config.group_sights,
-        rotates=tuple(map(config.rotates, range(cache.num_layers))),
+        order=tuple(order), held=tuple(left), thinned=tuple(thinned), parts=tuple(parts), groups=config.groups,
+        sights=config.group_sights, rotates=tuple(map(config.rotates, range(cache.num_layers))),
         kinds=config.kind_names,
         committed=all(x.committed for x in jax.tree.leaves(cache.pools)),
     )  # fmt: skip
@@ -91,6 +89,9 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
     Raises:
       ValueError: a row that is not empty (outside `jit`), or blocks of another shape or dtype than the cache's.
 
+    Full blocks that rows of `host` share are shared again. So are those that a row of the cache holds already, equal to
+    the bit: no block is taken for them.
+
     Rows for which there are too few free blocks stay empty and are marked in `cache.failed`, as are rows that are not
     empty inside `jit`.
 
@@ -106,76 +107,26 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
     _check_fits(cache, dst, host)
     if not len(host):
         return cache
-    sizes = tuple(host.blocks[layers[0]].shape[0] for layers in cache.config.groups)
-    held = (host.lengths, host.first, host.count, host.held, host.thinned)
-    tables, targets = _room_for(cache.replace(pools=()), dst, held, sizes)
+    parts = [None if part is None else _to_device(part, cache, layer) for layer, part in enumerate(host.parts)]
+    lines = (host.lengths, host.first, host.count, host.order, host.held, host.thinned)
+    held = [jnp.zeros(parts[layers[0]].kv.shape[0], jnp.int32) for layers in host.groups]  # type: ignore[union-attr]
+    if may_share(cache):
+        held = find_held_blocks(cache, parts, lines)
+    tables, targets = make_room(cache.replace(pools=()), dst, lines, held)
     result = cache.replace(tables=tables)
     for group, target in enumerate(targets):
-        result = put_group(result, group, lambda layer: _to_device(host.parts[layer], cache, layer), target, put)
+        result = put_group(result, group, functools.partial(_pick_parts, parts, host.order[group], target), target, put)
     return result
 
 
-@functools.partial(jax.jit, static_argnames="sizes")
-def _room_for(cache: Cache, dst: jax.Array, held: Any, sizes: tuple[int, ...]) -> tuple[Any, list[jax.Array]]:
-    """The tables of a cache without its pools once they have blocks for what `held` says of the rows of a `HostBlocks`,
-    and for each group where its blocks go, `i32[size]`. One program, for outside of any its loop would be compiled each
-    time."""
-    lengths, firsts, counts, left, thinned = jax.tree.map(jnp.asarray, held)
-    config, number = cache.config, lengths.shape[0]
-    too_long = are_too_long(lengths, left, config)
-    sensible = _are_empty(cache, dst)
-    granted = sensible & ~too_long
-    aheads = [jnp.minimum(count, sinks) for count, sinks in zip(counts, config.group_sinks, strict=True)]
-    ends = [first + count - ahead for first, count, ahead in zip(firsts, counts, aheads, strict=True)]
-    skips = [skipped_for(first, end, config, g) for g, (first, end) in enumerate(zip(firsts, ends, strict=True))]
-    firsts = [first - skipped for first, skipped in zip(firsts, skips, strict=True)]  # now columns
-    for t, end, skipped in zip(cache.tables, ends, skips, strict=True):
-        granted &= (end - skipped <= t.tables.shape[1]).reshape(-1, number).all(axis=0)
-    needs = [  # of each part of a group's blocks, if they are in parts
-        count.reshape(t.parts, -1, number).sum(axis=1, dtype=jnp.int32)
-        for count, t in zip(counts, cache.tables, strict=True)
-    ]
-    if not config.contiguous:
-        granted &= serve([jnp.where(granted[None], need, 0) for need in needs], cache.tables)
-    refused, wanted = ~granted, jnp.where(sensible | too_long, lengths, -1)
-
-    def of_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
-        """What is said of the rows of the host for rows of the cache."""
-        return scatter_rows(jnp.zeros(config.max_seqs, x.dtype), jnp.where(rows, dst, config.max_seqs), x)
-
-    tables, targets = [], []
-    for group, (t, first, count, ahead) in enumerate(zip(cache.tables, firsts, counts, aheads, strict=True)):
-        heads, all_lines = config.group_heads[group], t.lengths.shape[0]
-        line = jnp.where(granted, dst, all_lines)[None] + config.max_seqs * jnp.arange(heads, dtype=jnp.int32)[:, None]
-        line = line.ravel()  # past the end: dropped
-
-        def put_into(old: Any, new: Any, line: jax.Array = line) -> Any:
-            return None if old is None else old.at[line].set(new, mode="drop")
-
-        if not config.contiguous:
-            none = jnp.zeros(all_lines, jnp.int32)
-            if config.group_sinks[group]:
-                t = take(t, put_into(none, ahead), at=none)
-            t = take(t, put_into(none, count - ahead), at=put_into(none, first))
-        needed = jnp.stack([of_rows(jnp.where(too_long, TOO_LONG, need), refused) for need in needs[group]])
-        needed = needed[0] if t.parts == 1 else needed
-        t = mark_failed(t, of_rows(refused, refused), of_rows(wanted, refused), needed)
-        seen = jnp.tile(lengths, heads)
-        kept = seen if left[group] is None else left[group]
-        t = dataclasses.replace(
-            t, lengths=put_into(t.lengths, kept), new=put_into(t.new, 0), evicted=put_into(t.evicted, seen - kept),
-            thinned=put_into(t.thinned, thinned[group]), skipped=put_into(t.skipped, skips[group]),
-        )  # fmt: skip
-        tables.append(t)
-        # Block i is the (i - start)-th of the line in whose range it lies.
-        i, end = jnp.arange(sizes[group], dtype=jnp.int32), jnp.cumsum(count)
-        of = jnp.searchsorted(end, i, side="right", method="compare_all")
-        own = jnp.minimum(of, count.shape[0] - 1)
-        number_of = i - (end - count)[own]  # of the line's blocks
-        column = number_of + jnp.where(number_of < ahead[own], 0, (first - ahead)[own])
-        target = t.tables[jnp.minimum(line[own], all_lines - 1), jnp.clip(column, 0, t.tables.shape[1] - 1)]
-        targets.append(jnp.where((of < count.shape[0]) & (line[own] < all_lines), target, NULL_BLOCK))
-    return tuple(tables), targets
+def _pick_parts(parts: list[Pool | None], order: Any, target: jax.Array, layer: int) -> Pool:
+    """Blocks of a layer, one for each of `target`: of those that several rows share one for each, if none are shared in
+    the cache."""
+    part = parts[layer]
+    assert part is not None  # of a layer that has blocks
+    if target.shape[0] == part.kv.shape[0]:
+        return part
+    return jax.tree.map(lambda x: x[jnp.asarray(order)], part)
 
 
 def first_columns(used: np.ndarray, sinks: int) -> np.ndarray:
@@ -222,23 +173,12 @@ def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:
     indices = np.asarray(dst).tolist()
     if len(set(indices)) != len(indices):
         raise ValueError(f"rows names a row twice: {indices}.")
-    empty = _are_empty(cache.replace(pools=()), dst)
+    empty = are_empty(cache.replace(pools=()), dst)
     taken = [row for row, is_empty in zip(indices, np.asarray(empty), strict=True) if not is_empty]
     if taken:
         raise ValueError(
             f"Rows can only be swapped into empty rows, but {taken} hold tokens or blocks: free them first."
         )
-
-
-@jax.jit
-def _are_empty(cache: Cache, rows: jax.Array) -> jax.Array:
-    """`bool[n]`: which of the rows exist, hold nothing, and are named for the first time."""
-    inside = (rows >= 0) & (rows < cache.lengths.shape[0])
-    at = jnp.where(inside, rows, 0)
-    blocks = row_sums(cache.tables[0].held, cache.config)
-    held = jnp.zeros(rows.shape, bool) if cache.config.contiguous else blocks[at] > 0
-    named_before = jnp.any(jnp.tril(rows[:, None] == rows[None], -1), axis=1)
-    return inside & (cache.lengths[at] == 0) & ~held & ~named_before
 
 
 def _described(pool: Pool | None, kind: str) -> str:

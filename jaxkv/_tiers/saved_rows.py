@@ -14,7 +14,7 @@ from jaxkv._core.state.state import NULL_BLOCK, Pool
 from jaxkv._files.format import SavedCache
 from jaxkv._files.multihost_file import open_saved
 from jaxkv._files.rows import check_layers, held_rows, laid_blocks
-from jaxkv._tiers.host_blocks import HostBlocks
+from jaxkv._tiers.host_blocks import HostBlocks, in_order
 from jaxkv._tiers.host_tier import first_columns
 
 
@@ -61,7 +61,7 @@ def _read(
     return HostBlocks(
         lengths=np.array([length], np.int32), parts=tuple(parts), groups=config.groups, sights=config.group_sights,
         first=tuple(first_columns(x, sinks) for x, sinks in zip(used, config.group_sinks, strict=True)),
-        count=tuple(x.sum(axis=1, dtype=np.int32) for x in used),
+        count=(count := tuple(x.sum(axis=1, dtype=np.int32) for x in used)), order=in_order(count),
         held=tuple(None if one.thinned is None else one.lengths for one in held),
         thinned=tuple(one.thinned for one in held), rotates=tuple(map(config.rotates, range(config.num_layers))),
         kinds=config.kind_names,

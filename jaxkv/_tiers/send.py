@@ -22,7 +22,7 @@ from jaxkv._core.state.multihost import check_here, place_like
 from jaxkv._core.state.shard_local import at_places
 from jaxkv._core.state.sharding import POOL, WHOLE, heads_at, on_shards
 from jaxkv._core.state.state import NULL_BLOCK, Pool
-from jaxkv._tiers.host_blocks import HostBlocks
+from jaxkv._tiers.host_blocks import HostBlocks, in_order
 from jaxkv._tiers.host_tier import pool_for
 
 
@@ -98,7 +98,8 @@ def lifted(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
         found = _row_blocks(cache, np.int32(row), np.concatenate(first), np.concatenate(count), sizes=sizes)
     parts = tuple(None if part is None else _brought(part, to, layer) for layer, part in enumerate(found))
     return HostBlocks(
-        lengths=length, first=tuple(first), count=tuple(count), held=none, thinned=none, parts=parts,
+        lengths=length, first=tuple(first), count=tuple(count), order=in_order(count), held=none,
+        thinned=none, parts=parts,
         groups=config.groups, sights=config.group_sights, rotates=tuple(map(config.rotates, range(cache.num_layers))),
         kinds=config.kind_names,
     )  # fmt: skip

@@ -44,7 +44,7 @@ def take(tables: BlockTables, count: jax.Array, at: jax.Array | None = None) -> 
     There must be as many.
     """
     width, end = tables.tables.shape[1], tables.end if at is None else at
-    next_free = of_parts(_next_free(tables), tables)
+    next_free = of_parts(first_free(tables), tables)
     # The blocks of one row stand one after another in the free list: fetch a whole window of it for each row, laid so
     # that the first of them falls on the row's first unused column.
     windows = next_free + _cumsum(count, tables.parts) - count - end + width
@@ -65,7 +65,7 @@ def with_taken(tables: BlockTables, count: jax.Array) -> BlockTables:
 def next_blocks(tables: BlockTables, taken: jax.Array) -> jax.Array:
     """A free block wherever `taken` bool[S, M] says so, the null block elsewhere. They are still free."""
     at = _cumsum(taken.ravel(), tables.parts).reshape(taken.shape) - 1
-    next_free = _next_free(tables)
+    next_free = first_free(tables)
     at += next_free if tables.parts == 1 else of_parts(next_free, tables)[:, None]
     return jnp.where(taken, tables.free_list.at[at].get(mode="fill", fill_value=NULL_BLOCK), NULL_BLOCK)
 
@@ -81,7 +81,7 @@ def replace_entries(tables: BlockTables, entries: jax.Array, kept: jax.Array | N
     if kept is not None:
         left += (kept != 0).astype(jnp.int32) - (tables.kept != 0).astype(jnp.int32)
     freed = (left == 0).at[NULL_BLOCK].set(False)
-    rank, next_free = _cumsum(freed, tables.parts), _next_free(tables)
+    rank, next_free = _cumsum(freed, tables.parts), first_free(tables)
     if tables.parts > 1:
         next_free = jnp.repeat(next_free, freed.shape[0] // tables.parts)
     block = jnp.arange(freed.shape[0], dtype=jnp.int32)
@@ -144,7 +144,7 @@ def give_back(tables: BlockTables, first: jax.Array, sinks: int = 0) -> BlockTab
     )
 
 
-def _next_free(tables: BlockTables) -> jax.Array:
+def first_free(tables: BlockTables) -> jax.Array:
     """`i32[]`: where in the free list the next block to be taken stands; `i32[P]`, of each part."""
     if tables.parts == 1:
         return tables.num_blocks - tables.num_free

@@ -1,0 +1,118 @@
+"""Room in a cache for rows that come back from the host: which get blocks, and which blocks stand for them already."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.blocks.tables import mark_failed
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.state.arguments import scatter_rows
+from jaxkv._core.state.columns import are_too_long, skipped_for
+from jaxkv._core.state.head_rows import row_sums
+from jaxkv._core.state.state import NULL_BLOCK, TOO_LONG, Pool
+from jaxkv._tiers.shared_blocks import find_held, grant_rows, list_entries, part_of_blocks, put_entries, take_blocks
+
+
+def may_share(cache: Cache) -> bool:
+    """Whether a row of the cache may hold blocks that rows from the host can share: it has a full one."""
+    if cache.config.contiguous:
+        return False
+    if isinstance(cache.lengths, jax.core.Tracer):
+        return True
+    return any(bool((np.asarray(t.lengths) >= cache.config.block_size).any()) for t in cache.tables)
+
+
+@jax.jit
+def find_held_blocks(cache: Cache, parts: list[Pool | None], lines: Any) -> list[jax.Array]:
+    """For each group `i32[B]`: the blocks of the cache that are equal to blocks of a host and can be shared."""
+    lengths, firsts, counts, orders, left, _ = jax.tree.map(jnp.asarray, lines)
+    found = []
+    for group, sinks in enumerate(cache.config.group_sinks):
+        entries = list_entries(firsts[group], counts[group], orders[group], sinks)
+        tokens = jnp.tile(lengths, cache.config.group_heads[group]) if left[group] is None else left[group]
+        found.append(find_held(cache, group, entries, tokens, parts))
+    return found
+
+
+@jax.jit
+def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+    """Returns the tables of a cache without its pools once the rows of a host have blocks in them, and for each group
+    where its blocks go, `i32[B]`; `i32[m]` of a contiguous cache, which shares none.
+
+    One program, for outside of any its loop would be compiled each time.
+
+    Args:
+      lines: what a `HostBlocks` says of its rows.
+      held: for each group `i32[B]`, a block of the cache that stands for it already.
+    """
+    lengths, firsts, counts, orders, left, thinned = jax.tree.map(jnp.asarray, lines)
+    config, number = cache.config, lengths.shape[0]
+    entries = [
+        list_entries(first, count, order, sinks)
+        for first, count, order, sinks in zip(firsts, counts, orders, config.group_sinks, strict=True)
+    ]
+    too_long = are_too_long(lengths, left, config)
+    sensible = are_empty(cache, dst)
+    granted = sensible & ~too_long
+    skips = []
+    for group, (t, first, count) in enumerate(zip(cache.tables, firsts, counts, strict=True)):
+        end = first + count - jnp.minimum(count, config.group_sinks[group])
+        skips.append(skipped_for(first, end, config, group))
+        granted &= (end - skips[-1] <= t.tables.shape[1]).reshape(-1, number).all(axis=0)
+    entries = [e.skip(skipped[e.line]) for e, skipped in zip(entries, skips, strict=True)]
+    parts = [
+        part_of_blocks(e, count.shape[0], there.shape[0], t.parts)
+        for e, count, there, t in zip(entries, counts, held, cache.tables, strict=True)
+    ]
+    if config.contiguous:
+        taken = [jnp.zeros(there.shape, bool) for there in held]
+        needs = [jnp.zeros((t.parts, number), jnp.int32) for t in cache.tables]
+    else:
+        granted, taken, needs = grant_rows(cache.tables, entries, held, parts, granted)
+    refused, wanted = ~granted, jnp.where(sensible | too_long, lengths, -1)
+
+    def of_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
+        """What is said of the rows of the host for rows of the cache."""
+        return scatter_rows(jnp.zeros(config.max_seqs, x.dtype), jnp.where(rows, dst, config.max_seqs), x)
+
+    tables, targets = [], []
+    for group, (t, e) in enumerate(zip(cache.tables, entries, strict=True)):
+        heads, all_lines = config.group_heads[group], t.lengths.shape[0]
+        line = jnp.where(granted, dst, all_lines)[None] + config.max_seqs * jnp.arange(heads, dtype=jnp.int32)[:, None]
+        line = jnp.minimum(line, all_lines).ravel()  # past the end: dropped
+
+        def put_into(old: Any, new: Any, line: jax.Array = line) -> Any:
+            return None if old is None else old.at[line].set(new, mode="drop")
+
+        if config.contiguous:
+            own = t.tables.at[line[e.line], e.column].get(mode="fill", fill_value=NULL_BLOCK)
+            targets.append(jnp.where(e.is_there, own, NULL_BLOCK))
+        else:
+            t, block = take_blocks(t, taken[group], parts[group])
+            t = put_entries(t, e, line, jnp.where(taken[group], block, held[group]), taken[group])
+            targets.append(block)
+        needed = jnp.stack([of_rows(jnp.where(too_long, TOO_LONG, need), refused) for need in needs[group]])
+        needed = needed[0] if t.parts == 1 else needed
+        t = mark_failed(t, of_rows(refused, refused), of_rows(wanted, refused), needed)
+        seen = jnp.tile(lengths, heads)
+        kept = seen if left[group] is None else left[group]
+        t = dataclasses.replace(t, lengths=put_into(t.lengths, kept), new=put_into(t.new, 0))
+        t = dataclasses.replace(
+            t, evicted=put_into(t.evicted, seen - kept), thinned=put_into(t.thinned, thinned[group])
+        )
+        tables.append(dataclasses.replace(t, skipped=put_into(t.skipped, skips[group])))
+    return tuple(tables), targets
+
+
+@jax.jit
+def are_empty(cache: Cache, rows: jax.Array) -> jax.Array:
+    """`bool[n]`: which of the rows exist, hold nothing, and are named for the first time."""
+    inside = (rows >= 0) & (rows < cache.lengths.shape[0])
+    at = jnp.where(inside, rows, 0)
+    blocks = row_sums(cache.tables[0].held, cache.config)
+    held = jnp.zeros(rows.shape, bool) if cache.config.contiguous else blocks[at] > 0
+    named_before = jnp.any(jnp.tril(rows[:, None] == rows[None], -1), axis=1)
+    return inside & (cache.lengths[at] == 0) & ~held & ~named_before
