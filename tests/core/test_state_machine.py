@@ -375,12 +375,14 @@ def ids(tokens):
 
 def widen(host, config):
     """The same with as many places as two rows can take, so that one program serves all; NaN in those unused."""
-    parts = list(host.parts)
-    for layers, count in zip(host.groups, host.count, strict=True):
-        wider = functools.partial(in_more_places, places=2 * config.max_blocks_per_seq, used=count.sum())
+    parts, orders, places = list(host.parts), [], 2 * config.max_blocks_per_seq
+    for layers, count, order in zip(host.groups, host.count, host.order, strict=True):
+        named = order[: count.sum()]
+        orders.append(np.pad(named, (0, places - len(named))))
+        wider = functools.partial(in_more_places, places=places, used=max(named, default=-1) + 1)
         for layer in layers:
             parts[layer] = jax.tree.map(wider, parts[layer])
-    return dataclasses.replace(host, parts=tuple(parts))
+    return dataclasses.replace(host, parts=tuple(parts), order=tuple(orders))
 
 
 def in_more_places(held, places, used):

@@ -50,11 +50,11 @@ class Indexed:
 
 
 class Stored:
-    """A row in host memory: its tokens, and for each group which columns of its table had a block for them."""
+    """A row in host memory: its tokens, and for each group the blocks that it had for them, column by column."""
 
     def __init__(self, row, num_columns):
         self.tokens = list(row.tokens)
-        self.columns = [[block is not None for block in held[:num_columns]] for held in row.blocks]
+        self.blocks = [held[:num_columns] for held in row.blocks]
 
 
 class Oracle:
@@ -328,18 +328,42 @@ class Oracle:
         return stored
 
     def swap_in(self, rows, stored):
+        """Blocks that rows shared are shared again, and full ones that a row has now, from the first on."""
+        there = [{} for _ in self.groups]  # what stands for a block that was swapped out
+        if not self.contiguous:
+            for one, g in itertools.product(stored, self.groups):
+                there[g] |= self.held_alike(g, one)
         for r, one in zip(rows, stored, strict=True):
             if not 0 <= r < len(self.rows):
                 continue
-            row = self.rows[r]
-            enough = self.contiguous or all(sum(one.columns[g]) <= self.free_blocks(g) for g in self.groups)
+            row, fresh = self.rows[r], [[] for _ in self.groups]
+            if not self.contiguous:
+                fresh = [[b for b in one.blocks[g] if b is not None and b not in there[g]] for g in self.groups]
+            enough = all(len(blocks) <= self.free_blocks(g) for g, blocks in enumerate(fresh))
             if not self.is_empty(r) or not enough:
                 row.failed = True
                 continue
             row.tokens, row.new = list(one.tokens), 0
             if not self.contiguous:
-                row.blocks = [[Block() if had else None for had in columns] for columns in one.columns]
+                for g, blocks in enumerate(fresh):
+                    there[g] |= {block: Block() for block in blocks}
+                    row.blocks[g] = [None if block is None else there[g][block] for block in one.blocks[g]]
             self.note_peak()
+
+    def held_alike(self, g, stored):
+        """The blocks of the row that begins like a stored one for longest, by the blocks that they equal."""
+        size, best = self.config.block_size, {}
+        full = [c for c, b in enumerate(stored.blocks[g]) if b is not None and (c + 1) * size <= len(stored.tokens)]
+        for row in self.rows:
+            found = {}
+            for column in full:
+                end = (column + 1) * size
+                own, other = (x.tokens[column * size : end] for x in (row, stored))
+                if end > len(row.tokens) - row.new or row.blocks[g][column] is None or own != other:
+                    break
+                found[stored.blocks[g][column]] = row.blocks[g][column]
+            best = max(best, found, key=len)
+        return best
 
     # Prefix reuse.
 
