@@ -37,6 +37,20 @@ def find_held_blocks(cache: Cache, parts: list[Pool | None], lines: Any) -> list
     return found
 
 
+def find_blocks_of(cache: Cache, lines: Any, none: list[jax.Array], source: Any, num_blocks: Any) -> list[jax.Array]:
+    """For each group `i32[B]`: the blocks that row `source` has where a host's one row has its first `num_blocks`."""
+    lengths, firsts, counts, orders, *_ = jax.tree.map(jnp.asarray, lines)
+    found = []
+    for group, (t, sinks) in enumerate(zip(cache.tables, cache.config.group_sinks, strict=True)):
+        entries = list_entries(firsts[group], counts[group], orders[group], sinks)
+        end = (entries.column + 1) * cache.config.block_size
+        shared = entries.is_there & (entries.column < num_blocks) & (end <= lengths[0])
+        place = jnp.where(shared, entries.block, none[group].shape[0])
+        own = t.tables[source, jnp.clip(entries.column, 0, t.tables.shape[1] - 1)]
+        found.append(none[group].at[place].set(own, mode="drop"))
+    return found
+
+
 @jax.jit
 def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
     """Returns the tables of a cache without its pools once the rows of a host have blocks in them, and for each group

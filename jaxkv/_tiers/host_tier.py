@@ -16,7 +16,7 @@ from jaxkv._core.state.head_rows import seen_by_rows
 from jaxkv._core.state.multihost import check_here, place_like
 from jaxkv._core.state.state import NULL_BLOCK, Pool
 from jaxkv._tiers.host_blocks import HostBlocks, pad
-from jaxkv._tiers.host_room import are_empty, find_held_blocks, make_room, may_share
+from jaxkv._tiers.host_room import are_empty, find_blocks_of, find_held_blocks, make_room, may_share
 
 
 def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
@@ -107,26 +107,38 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
     _check_fits(cache, dst, host)
     if not len(host):
         return cache
+    return _bring_in(cache, dst, host)
+
+
+def swap_in_beside(cache: Cache, row: Any, host: HostBlocks, source: Any, num_blocks: Any) -> Cache:
+    """Bring one row back; row `source` has the same first tokens, and `num_blocks` blocks of theirs are shared."""
+    dst = row_indices("row", row, cache.lengths.shape[0])
+    _check_fits(cache, dst, host)
+    return _bring_in(cache, dst, host, (source, num_blocks))
+
+
+def _bring_in(cache: Cache, dst: jax.Array, host: HostBlocks, beside: tuple[Any, Any] | None = None) -> Cache:
+    """Rows from a host in rows `dst`, sharing what is equal, or what is said to be that of a row and its blocks."""
     parts = [None if part is None else _to_device(part, cache, layer) for layer, part in enumerate(host.parts)]
     lines = (host.lengths, host.first, host.count, host.order, host.held, host.thinned)
     held = [jnp.zeros(parts[layers[0]].kv.shape[0], jnp.int32) for layers in host.groups]  # type: ignore[union-attr]
-    if may_share(cache):
+    if beside is not None:
+        held = find_blocks_of(cache, lines, held, *beside)
+    elif may_share(cache):
         held = find_held_blocks(cache, parts, lines)
     tables, targets = make_room(cache.replace(pools=()), dst, lines, held)
     result = cache.replace(tables=tables)
     for group, target in enumerate(targets):
-        result = put_group(result, group, functools.partial(_pick_parts, parts, host.order[group], target), target, put)
+        order = jnp.asarray(host.order[group]) if cache.config.contiguous else None
+        result = put_group(result, group, functools.partial(_pick_parts, parts, order), target, put)
     return result
 
 
-def _pick_parts(parts: list[Pool | None], order: Any, target: jax.Array, layer: int) -> Pool:
-    """Blocks of a layer, one for each of `target`: of those that several rows share one for each, if none are shared in
-    the cache."""
+def _pick_parts(parts: list[Pool | None], order: jax.Array | None, layer: int) -> Pool:
+    """The moved blocks of a layer, or, where none can be shared, those of each row in `order`."""
     part = parts[layer]
     assert part is not None  # of a layer that has blocks
-    if target.shape[0] == part.kv.shape[0]:
-        return part
-    return jax.tree.map(lambda x: x[jnp.asarray(order)], part)
+    return part if order is None else jax.tree.map(lambda x: x[order], part)
 
 
 def first_columns(used: np.ndarray, sinks: int) -> np.ndarray:

@@ -67,6 +67,24 @@ def _fork(cache: Cache, src: jax.Array, dst: jax.Array) -> Cache:
     return _become(cache, source, granted, moved & ~granted, sensible)
 
 
+def share_first_blocks(cache: Cache, src: Any, dst: Any, num_blocks: Any) -> Cache:
+    """An empty row `dst` that begins with the first `num_blocks` blocks of row `src`, which must be full ones.
+
+    For layers that keep all their tokens.
+    """
+
+    def begin(tables: BlockTables) -> BlockTables:
+        taken = _columns(tables)[0] < num_blocks
+        row = jnp.where(taken, tables.tables[src], tables.tables[dst])
+        tables = replace_entries(tables, tables.tables.at[dst].set(row))
+        return dataclasses.replace(
+            tables, lengths=tables.lengths.at[dst].set(num_blocks * cache.config.block_size),
+            new=tables.new.at[dst].set(0),
+        )  # fmt: skip
+
+    return cache.replace(tables=tuple(map(begin, cache.tables)))
+
+
 def reorder(cache: Cache, order: Any) -> Cache:
     """Beam search: row s becomes a fork of row `order[s]`, all at once.
 

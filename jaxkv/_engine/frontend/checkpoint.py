@@ -129,11 +129,13 @@ class Resumable:
         if state["version"] != VERSION:
             raise _Wrong(f"they are in version {state['version']}")
         requests: list[Request] = []
+        prompts: dict[tuple[int, ...], list[int]] = {}
         by_number: dict[int, Sequence] = {}
         leaders: list[tuple[Sequence, int]] = []
         try:
             for entry in state["requests"]:
                 request = self._request_of(entry)
+                request.prompt = prompts.setdefault(tuple(request.prompt), request.prompt)  # samples share one
                 requests.append(request)
                 if request.done:
                     continue
@@ -144,6 +146,7 @@ class Resumable:
                     if not 0 < held < len(sequence.tokens):
                         raise ValueError(f"a row holds {held} tokens of {len(sequence.tokens)}")
                     sequence.host = file.row(place, self._loops[0].residents.config)
+                    sequence.num_hosted = held
                 if entry["leader"] is not None:
                     leaders.append((sequence, entry["leader"]))
             first = integer("next", state["next"], least=0, most=None)

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv._core.blocks.sharing import fork
+from jaxkv._core.blocks.sharing import fork, share_first_blocks
 from jaxkv._core.blocks.tables import free, leave_windows
 from jaxkv._core.cache.cache import Cache
 from jaxkv._engine.programs.cache_program import cache_program
-from jaxkv._tiers.host_tier import swap_in
+from jaxkv._tiers.host_tier import swap_in_beside
 from jaxkv._tiers.prefix_cache.retained_blocks import count_unused
 
 
@@ -21,18 +21,27 @@ def room_of(cache: Cache) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=16)
-def between_steps(structure: Any) -> tuple[Any, Any, Any]:
-    """What is computed between steps: free rows and give back what fell out of windows, `swap_in` and `fork`."""
+def between_steps(structure: Any) -> tuple[Any, Any, Any, Any]:
+    """What is computed between steps: free rows and give back what fell out of windows, bring a row back, `fork`, and
+    begin a row with another's first blocks.
+
+    A row that comes back has its first `num_blocks` blocks from row `source`.
+    """
 
     def settle(cache: Cache, rows: jax.Array) -> tuple[jax.Array, Cache]:
         cache = leave_windows(free(cache, rows))
         return room_of(cache), cache
 
-    def swap_one_in(cache: Cache, rows: jax.Array, host: Any) -> tuple[None, Cache]:
-        return None, swap_in(cache, rows, host)
+    def swap_one_in(
+        cache: Cache, row: jax.Array, host: Any, source: jax.Array, num_blocks: jax.Array
+    ) -> tuple[None, Cache]:
+        return None, swap_in_beside(cache, row, host, source, num_blocks)
 
     def fork_one(cache: Cache, src: jax.Array, dst: jax.Array) -> tuple[None, Cache]:
         return None, fork(cache, src, dst)
 
-    settle_, swap_, fork_ = (cache_program(structure, f) for f in (settle, swap_one_in, fork_one))
-    return settle_, swap_, fork_
+    def begin_one(cache: Cache, src: jax.Array, dst: jax.Array, num_blocks: jax.Array) -> tuple[None, Cache]:
+        return None, share_first_blocks(cache, src, dst, num_blocks)
+
+    settle_, swap_, fork_, begin_ = (cache_program(structure, f) for f in (settle, swap_one_in, fork_one, begin_one))
+    return settle_, swap_, fork_, begin_

@@ -62,6 +62,8 @@ class Request:
             priority=first.priority, hook_args=first.hook_args,
         )  # fmt: skip
         both.tokens, both.logprobs, both._samples = first.tokens, first.logprobs, tuple(samples)
+        for sample in samples:
+            sample.prompt = first.prompt  # one list: so samples of one request know each other
         return both
 
     @property

@@ -35,6 +35,7 @@ class Sequence:
     guesses: list[int] = dataclasses.field(default_factory=list)  # what may follow all its tokens, to be verified
     parents: list[int] = dataclasses.field(default_factory=list)  # of which guess each follows; -1: of its tokens
     host: Any = None  # where they are instead while it is in no row: `HostBlocks`, or a function that fetches these
+    num_hosted: int | None = None  # how many tokens `host` has; None: all but the last
     # Those of the same prompt: as soon as all of it but its last token is computed, they go on from there too.
     followers: "list[Sequence]" = dataclasses.field(default_factory=list)
     priority: int = 0  # the lower, the earlier it is served

@@ -60,7 +60,7 @@ class Residents:
         parts = (t.parts for t in self.cache.tables)
         self.holdings = Holdings(config) if eviction is None else ThinnedHoldings(config, eviction, parts)
         self._structure = jax.tree.structure(self.cache)
-        self._settle, self._swap_in, self._fork = between_steps(self._structure)
+        self._settle, self._swap_in, self._fork, self._begin = between_steps(self._structure)
         self.seconds_per_token: float | None = None  # of the fastest step so far
         self.counts: collections.Counter[str] = collections.Counter()
         self._empty([])
@@ -245,6 +245,8 @@ class Residents:
 
     def is_coming(self, running: list[Sequence], sequence: Sequence) -> bool:
         """Whether a running sequence, served as early, is about to compute what a waiting one can share with it."""
+        if sequence.host is not None:
+            return False
         prompts = [s for s in running if s.pending > 1 and s.priority <= sequence.priority]
         return any(other.cached < common * self.block_size for other, common in self._common(prompts, sequence))
 
@@ -288,18 +290,26 @@ class Residents:
 
     def admit(self, running: list[Sequence], sequence: Sequence) -> None:
         """Give a sequence a row, and put into it what is there of the sequence already."""
-        match = None
+        match, source, shared = None, None, 0
         if sequence.host is None and self.prefix is not None:
             self._offer_shared(running, sequence)
             match = self.prefix.match(sequence.tokens, salt=sequence.salt)
-        row = self._take_row(must_be_empty=sequence.host is not None or bool(match and match.num_tokens))
+        else:
+            shared, source = self._shared(running, sequence)
+        is_there = sequence.host is not None or source is not None or bool(match and match.num_tokens)
+        row = self._take_row(must_be_empty=is_there)
         sequence.row = row
         self._living.add(sequence)
+        first = shared // self.block_size
         if sequence.host is not None:
             blocks = sequence.host() if callable(sequence.host) else sequence.host
-            self.make_room([int(count.sum()) for count in blocks.count])
-            self.call(self._swap_in, np.array([row], np.int32), blocks)
+            self.make_room([int(count.sum()) - first for count in blocks.count])
+            beside = np.int32(0 if source is None else source.row), np.int32(first)
+            self.call(self._swap_in, np.array([row], np.int32), blocks, *beside)
             sequence.cached, sequence.host = blocks.num_tokens, None
+        elif source is not None:
+            self.call(self._begin, np.int32(source.row), np.int32(row), np.int32(first))
+            sequence.cached = shared
         elif self.prefix is not None and match is not None and match.num_tokens:
             try:
                 try:
@@ -347,6 +357,7 @@ class Residents:
         self.offer(sequence)
         if self._should_swap(sequence):
             self.counts["swapped_out"] += 1
+            sequence.num_hosted = sequence.cached
             self.cache, sequence.host = swap_out(self.cache, sequence.row)
         self._release(sequence)
 
@@ -400,9 +411,20 @@ class Residents:
         return max(self.prefix.known(sequence.tokens, salt=sequence.salt), *common, 0)
 
     def _common(self, running: list[Sequence], sequence: Sequence) -> Iterator[tuple[Sequence, int]]:
-        """Running sequences, and how many first blocks a waiting one has in common with each."""
+        """Running sequences, and how many first blocks a waiting one has in common with each: without a prefix cache,
+        or if it comes back from the host, other samples of the same request."""
         if self.prefix is None or sequence.host is not None:
-            return
-        most = (len(sequence.tokens) - 1) // self.block_size
+            if self.eviction is not None or self.config.has_windows or self.config.contiguous:
+                return  # a row has not all of its first blocks, or they are its own
+            running = [s for s in running if are_siblings(s, sequence)]
+        end = len(sequence.tokens) - 1
+        if sequence.host is not None and sequence.num_hosted is not None:
+            end = min(end, sequence.num_hosted)
+        most = end // self.block_size
         for other in running:
             yield other, min(most, count_common_blocks(other, sequence, self.block_size))
+
+
+def are_siblings(a: Sequence, b: Sequence) -> bool:
+    """Whether both are samples of one request, which have one prompt."""
+    return a.request is not None and b.request is not None and a.request.prompt is b.request.prompt
