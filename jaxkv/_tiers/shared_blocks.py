@@ -13,6 +13,8 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.columns import columns_of
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
 
+State = tuple[jax.Array, jax.Array, jax.Array]  # of a search: entries compared, rows alike so far, the last such row
+
 
 class Entries(NamedTuple):
     """The entries that lines of a host bring into the tables of a group, m of them, line by line."""
@@ -75,11 +77,11 @@ def find_held(cache: Cache, group: int, entries: Entries, held: jax.Array, parts
         start = jnp.argmax(entries.line == line)
         num_full = jnp.sum(is_full & (entries.line == line), dtype=jnp.int32)
 
-        def go_on(state: tuple[jax.Array, ...]) -> jax.Array:
+        def go_on(state: State) -> jax.Array:
             number, alike, _ = state
             return alike.any() & (number < num_full)
 
-        def compare(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def compare(state: State) -> State:
             number, alike, row = state
             at = entries.column[start + number]
             own = look_up(lines, jnp.broadcast_to(at, lines.shape))

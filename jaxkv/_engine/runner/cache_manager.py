@@ -301,14 +301,14 @@ class Residents:
         sequence.row = row
         self._living.add(sequence)
         first = shared // self.block_size
+        beside = np.int32(0 if source is None or source.row is None else source.row)
         if sequence.host is not None:
             blocks = sequence.host() if callable(sequence.host) else sequence.host
             self.make_room([int(count.sum()) - first for count in blocks.count])
-            beside = np.int32(0 if source is None else source.row), np.int32(first)
-            self.call(self._swap_in, np.array([row], np.int32), blocks, *beside)
+            self.call(self._swap_in, np.array([row], np.int32), blocks, beside, np.int32(first))
             sequence.cached, sequence.host = blocks.num_tokens, None
         elif source is not None:
-            self.call(self._begin, np.int32(source.row), np.int32(row), np.int32(first))
+            self.call(self._begin, beside, np.int32(row), np.int32(first))
             sequence.cached = shared
         elif self.prefix is not None and match is not None and match.num_tokens:
             try:
