@@ -174,16 +174,33 @@ MUTANTS = {
     # Rows in host memory.
     "a row is swapped into one that is not empty": (
         "test_in_jit_a_row_that_holds_anything_is_left_alone",
-        Plant("_are_empty", "inside & (cache.lengths[at] == 0)", "inside"),
+        Plant("are_empty", "inside & (cache.lengths[at] == 0)", "inside"),
     ),
     "a row is swapped into one with reserved blocks": (
         "test_in_jit_a_row_that_holds_anything_is_left_alone",
-        Plant("_are_empty", "inside & (cache.lengths[at] == 0)", "inside"),
-        Plant("_are_empty", "~held", "cache.lengths[at] == 0"),
+        Plant("are_empty", "inside & (cache.lengths[at] == 0)", "inside"),
+        Plant("are_empty", "~held", "cache.lengths[at] == 0"),
     ),
     "a row too long for the cache is swapped in": (
         "test_too_long_for_the_other_cache",
-        Plant("_room_for", "sensible & ~too_long", "sensible"),
+        Plant("make_room", "sensible & ~too_long", "sensible"),
+    ),
+    # What rows share on their way.
+    "what a step is still to write is shared": (
+        "test_what_can_still_be_written_is_not_shared",
+        Plant("find_held", "t.lengths - t.new", "t.lengths"),
+    ),
+    "blocks are shared that differ in another layer": (
+        "test_others_with_the_same_beginning_in_the_deepest_layer_only",
+        Plant("find_held.verify", "jnp.where(equal, found, NULL_BLOCK)", "found"),
+    ),
+    "a row that is refused keeps its share": (
+        "test_a_row_that_is_refused_leaves_its_share_to_the_next",
+        Plant("grant_rows.serve", "already | new & granted", "already | new"),
+    ),
+    "a block that was free counts an owner too many": (
+        "test_siblings_travel_together",
+        Plant("put_entries", "counts.at[jnp.where(taken, block, counts.shape[0])].add(-1, mode='drop')", "counts"),
     ),
     # Tables.
     "the last free block is not served": (
