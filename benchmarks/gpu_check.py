@@ -100,7 +100,7 @@ def check_case(case: Case, interpret, kind: str, nth: int) -> dict[str, Any]:
         inputs, quantised["kv_scale"], held = testing.quantise(case, inputs, quantised["kind"])
 
     def attend(*inputs):
-        return gpu.paged_attention(*inputs, **options, **quantised, return_lse=True, interpret=interpret)
+        return testing.run(gpu.paged_attention, *inputs, **options, **quantised, return_lse=True, interpret=interpret)
 
     with use_form(kind):
         out, lse = jax.jit(attend)(*inputs)
@@ -131,8 +131,8 @@ def check_steps(steps: int, interpret) -> dict[str, Any]:
         kv = jnp.where(kept[:, None, None, :, None], kv, jnp.nan)
         tables = jnp.where(place.any(axis=2), tables, 0)
         q = jax.random.normal(keys[5], (rows, 1, heads, head_dim), jnp.bfloat16)
-        out = gpu.paged_attention(q, kv, tables, lengths, new, interpret=interpret)
-        expected = xla.paged_attention(q, kv, tables, lengths, new)
+        out = testing.run(gpu.paged_attention, q, kv, tables, lengths, new, interpret=interpret)
+        expected = testing.run(xla.paged_attention, q, kv, tables, lengths, new)
         return lengths, jnp.abs(out.astype(jnp.float32) - expected.astype(jnp.float32)).max()
 
     lengths, worst = jnp.zeros(rows, jnp.int32), []

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from gpu_work import Model, Point, Rivals, inputs
 
-from pallas_kernels import gpu, xla
+from pallas_kernels import gpu, testing, xla
 
 MOST_COPIED = 10e9  # bytes of K and V that others get in a layout of their own
 
@@ -75,8 +75,10 @@ def ours(point: Point, interpret=None) -> Callable:
     def attend(q, pool, tables, lengths, new):
         kv, options = (pool, {}) if point.kind is None else (pool[0], {"kv_scale": pool[1], "kind": point.kind})
         if point.rank is None:
-            return gpu.paged_attention(q, kv, tables, lengths, new, **options, interpret=interpret)
-        return latent(point, gpu.paged_attention, interpret=interpret)(q, kv, tables, lengths, new)
+            return testing.run(gpu.paged_attention, q, kv, tables, lengths, new, **options, interpret=interpret)
+        return latent(point, functools.partial(testing.run, gpu.paged_attention), interpret=interpret)(
+            q, kv, tables, lengths, new
+        )
 
     return attend
 
@@ -208,7 +210,7 @@ def contenders(point: Point, who: Rivals, interpret=None) -> Iterator[tuple[str,
     step = "tables", "lengths", "new"
     yield "ours", against(ours(point, interpret), pools, *step)
     if point.rank is not None:
-        yield "xla", against(latent(point, xla.paged_attention), pools, *step)
+        yield "xla", against(latent(point, functools.partial(testing.run, xla.paged_attention)), pools, *step)
     if who == "none" or point.rank is not None or point.kind is not None or point.chunk:
         return
 
@@ -236,7 +238,7 @@ def contenders(point: Point, who: Rivals, interpret=None) -> Iterator[tuple[str,
     if not point.ragged:
         yield "torch", lambda: by_torch(point)
     if point.kv_bytes < 1e9:
-        yield "xla", against(xla.paged_attention, pools, *step)
+        yield "xla", against(functools.partial(testing.run, xla.paged_attention), pools, *step)
 
 
 def lowered(point: Point, who: Rivals) -> dict[str, str]:
@@ -284,7 +286,7 @@ def step_of(model: Model, point: Point, interpret=None) -> Contender:
     @jax.jit
     def layer(x, pool, weights, tables, lengths, new):
         k, v = jnp.split((x @ weights["kv"]).reshape(shape), 2, axis=2)
-        pool = xla.write_kv(pool, k, v, tables, lengths, new)
+        pool = testing.run(xla.write_kv, pool, k, v, tables, lengths, new)
         out = ours(point, interpret)((x @ weights["q"]).reshape(shape), pool, tables, lengths, new)
         x = x + out.reshape(point.batch, -1) @ weights["o"]
         gate, up = jnp.split(x @ weights["up"], 2, axis=1)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.quantization import encode
+from pallas_kernels.common.quantization import FORMATS
 
 # What one piece of work goes round, if pools of its size can: the L2 cache of an H200 keeps 60 MB, however it chooses.
 IN_TURN = 500e6
@@ -85,7 +85,7 @@ def inputs(point: Point, pools: int) -> dict[str, Any]:
     @jax.jit
     def make(key):
         x = jax.random.normal(key, shape, jnp.bfloat16)
-        return x if point.kind is None else encode(x, point.kind, jnp.dtype(jnp.float32))
+        return x if point.kind is None else FORMATS[point.kind].encode(x, jnp.dtype(jnp.float32))
 
     tokens = (point.chunk + point.batch - 1,) if point.chunk else (point.batch, point.new)
     new = jnp.full(point.batch, point.new, jnp.int32)

@@ -18,7 +18,7 @@ from _harness import save, table, time_side_by_side
 
 import jaxkv
 from pallas_kernels import SHAPES, paged_attention
-from pallas_kernels.common import quantization as kinds
+from pallas_kernels.common.quantization import FORMATS, QUANTIZED
 
 ROWS, PLACES, BLOCK_SIZE, HEAD_DIM = 8, 2048, 16, 128
 
@@ -31,7 +31,7 @@ def contender(kind: str | None):
     kv = jnp.asarray(rng.standard_normal(pool, np.float32), jnp.bfloat16)
     options = {}
     if kind is not None:
-        kv, scale = kinds.encode(kv, kind, jnp.dtype("bfloat16" if kind == "int4" else "float32"))
+        kv, scale = FORMATS[kind].encode(kv)
         options = {"kv_scale": scale}
     q = jnp.asarray(rng.standard_normal((ROWS, 1, shape.num_heads, shape.head_dim)), jnp.bfloat16)
     tables = jnp.asarray(1 + rng.permutation(ROWS * width).reshape(ROWS, width), jnp.int32)
@@ -81,13 +81,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 32768], help="of which errors are measured")
     arguments = parser.parse_args()
-    seconds = time_side_by_side({kind: contender(kind) for kind in (None, *kinds.LARGEST)}, arguments.repeats)
+    seconds = time_side_by_side({kind: contender(kind) for kind in (None, *QUANTIZED)}, arguments.repeats)
     model, rows = jaxkv.models.small(), []
     exact = loss(model, "float32", None)
     layer = jaxkv.LayerConfig(num_kv_heads=8, head_dim=HEAD_DIM)
     sizes = dict(layers=(layer,), max_seqs=ROWS, max_seq_len=PLACES, num_blocks=ROWS * PLACES // BLOCK_SIZE)
     full = jaxkv.CacheConfig(**sizes).bytes
-    for kind in kinds.LARGEST:
+    for kind in QUANTIZED:
         row = {"kind": kind, "capacity": full / jaxkv.CacheConfig(**sizes, dtype=kind).bytes}
         row |= {"ms": seconds[kind] * 1e3, "speed": seconds[None] / seconds[kind]}
         for tokens in arguments.tokens:

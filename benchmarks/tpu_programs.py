@@ -25,9 +25,10 @@ from tpu_works import CHIPS, FORMS, HEADS, MODELS, WORKS, Work, stand_ins
 import jaxkv
 from jaxkv._core.config.kv_packing import Apart, OneRow, Pairs
 from jaxkv.models import Decoder, DecoderConfig, Rope
-from pallas_kernels import SHAPES, AttentionShape, tpu
+from pallas_kernels import SHAPES, AttentionShape, testing, tpu
 from pallas_kernels.api import cascade
-from pallas_kernels.common.quantization import scale_shape, storage_of
+from pallas_kernels.common.batch import bundle_call
+from pallas_kernels.common.quantization import find_format
 from pallas_kernels.tpu import decode, pages, prefill, step, write
 
 
@@ -96,7 +97,7 @@ def step_program(work: Work, copies_only: bool, layers: int, array: Callable[...
     parts, pool_heads, width = form.block(2 if shape.rank is None else 1, kv_heads)
     head_dim = -(-width // 128) * 128
     blocks = work.table // work.block_size
-    storage = "bfloat16" if work.kind is None else str(storage_of(work.kind))
+    storage = "bfloat16" if work.kind is None else str(find_format(work.kind).storage_dtype)
     # Several times what is read, or XLA moves the whole pool into vector memory first; but one that large it cannot.
     read = work.rows * blocks
     num_blocks = max(4096, min(2 * read, max(read, 2**16))) + 1
@@ -121,23 +122,25 @@ def step_program(work: Work, copies_only: bool, layers: int, array: Callable[...
         kv, scale = pools[0]
         k, v = form.new(k, v) if shape.rank is None else (k, None)
         if work.kernel == "write":
-            return tpu.write_kv(kv, k, v, tables, lengths, new, **known, **quantised(scale))
+            return testing.run(tpu.write_kv, kv, k, v, tables, lengths, new, **known, **quantised(scale))
         if work.kernel == "prefill" and not work.layer:
             q = form.queries(q, pool_heads)
-            return tpu.paged_attention(q, kv, tables, lengths, new, **options, **quantised(scale))
+            return testing.run(tpu.paged_attention, q, kv, tables, lengths, new, **options, **quantised(scale))
         written = []
         for kv, scale in pools:
             q = form.queries(q, pool_heads)
             step = dict(q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, **options, **quantised(scale))
             if work.prefix is None:
-                q, kv = tpu.write_and_attend(**step)
+                q, kv = testing.run(tpu.write_and_attend, **step)
             else:
-                q, kv = cascade.read_once(tpu.write_and_attend, tpu.paged_attention, shared=shared, **step)
+                call = bundle_call(**step, shared=shared)
+                q, stored = cascade.read_once(tpu.write_and_attend, tpu.paged_attention, call)
+                kv = stored.pools
             q = form.outputs(q, pool_heads)
             written.append(kv)
         return q, written
 
-    scales = scale_shape(pool.shape, work.kind, shape.head_dim, rank, form.rank is not None)
+    scales = find_format(work.kind).scale_shape(pool.shape, shape.head_dim, rank, form.rank is not None)
     scale = None if work.kind is None else array(*scales, dtype="float32")
     arguments = (q, k, k, [(pool, scale)] * layers, tables, counts, counts, array(4, work.rows, dtype="int32"))
     donated = () if work.kernel == "prefill" and not work.layer else 3

@@ -23,7 +23,6 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.columns import blocks_of
 from jaxkv._core.state.head_rows import block_numbers
 from jaxkv._engine.frontend.trace import Trace as Trace, record as record
-from pallas_kernels.common import quantization as kinds
 
 __all__ = ["Trace", "assert_no_copy", "permute_blocks", "poison", "record"]
 
@@ -55,7 +54,7 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
             kept = jnp.tile(keep, (len(stack), 1))[:, None, None]  # [blocks, 1, 1, block_size]
             pool = cache.layer(stack[0]).pool
             kind, (*_, width) = cache.config.kind(stack[0]), cache.config.form(stack[0]).block(2, 2)
-            padding = jnp.arange(pool.kv.shape[-1]) >= kinds.stored_dim(kind.quantised, width)
+            padding = jnp.arange(pool.kv.shape[-1]) >= kind.stored_dim(width)
             kv = _spoil(kept[..., None] | padding[None, None, None, None], value, pool.kv)
             scale = None if pool.scale is None else _spoil(kept, value, pool.scale)
             bounds = None if pool.bounds is None else _spoil(kept.any(axis=-1), value, pool.bounds)

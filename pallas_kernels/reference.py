@@ -4,36 +4,55 @@ Written to be checked by eye, not to be fast: every token gets its own dense cop
 other backend is tested against this file.
 """
 
-import functools
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import quantization as kinds
-from pallas_kernels.common.quantization import LARGEST as KINDS  # noqa: F401 (what it stores)
+from pallas_kernels.common.batch import (
+    AttentionOptions,
+    MaskSpec,
+    PagedBatch,
+    StoredKV,
+    bundle_call,
+)
 from pallas_kernels.common.ragged_layout import default_offsets, locate
 
-LATENT = True  # it reads latent rows
-# What else it takes.
-VARIANTS = frozenset({"alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic", "sink_tokens"})
+
+def paged_attention(q, kv, tables, lengths, new, **options: Any) -> Any:
+    """Computes what [`pallas_kernels.paged_attention`][] means. Arguments and options as there."""
+    call = bundle_call(q=q, kv=kv, tables=tables, lengths=lengths, new=new, **options)
+    return attend(q, call.stored, call.batch, call.mask, call.options)
+
+
+def write_kv(kv, k, v, tables, lengths, new, **options: Any) -> Any:
+    """Stores what [`pallas_kernels.write_kv`][] does. Arguments and options as there."""
+    call = bundle_call(kv=kv, tables=tables, lengths=lengths, new=new, **options)
+    return store(k, v, call.stored, call.batch).pools
 
 
 def dense(
     kv: jax.Array, tables: jax.Array, kv_scale: jax.Array | None = None, kind: str | None = None,
     head_dim: int | None = None, rank: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Keys and values of every row laid out densely, float32 `[S, C, K, D]` with `C = max_blocks_per_seq * block_size`.
-    With `rank` the values are the first so many numbers of the keys.
+    """Returns keys and values of every row laid out densely, float32 `[S, C, K, D]` with
+    `C = max_blocks_per_seq * block_size`. With `rank` the values are the first so many numbers of the keys.
 
     What lies past a row's length is whatever its blocks hold.
     """
+    return read_rows(StoredKV.bundle(kv, kv_scale, kind, rank), tables, head_dim)
+
+
+def read_rows(stored: StoredKV, tables: jax.Array, head_dim: int | None) -> tuple[jax.Array, jax.Array]:
+    """`dense` of a bundled pool."""
+    kv, kv_scale, rank = stored.kv, stored.scale, stored.latent_rank
     blocks = kv[tables]  # [S, M, 2, K, block_size, D]
-    by_parts, joined = kinds.split_rank(kv_scale, kind, rank)
-    if joined:  # a scale as keys, and one as values
+    if stored.is_packed:  # a scale as keys, and one as values
         blocks = jnp.concatenate([blocks, blocks], axis=2)
-    if kind is not None:
+    if stored.format.is_quantized:
         assert kv_scale is not None
-        blocks = kinds.decode(blocks, kv_scale[tables], kind, head_dim or blocks.shape[-1], by_parts)
+        blocks = stored.format.decode(blocks, kv_scale[tables], head_dim or blocks.shape[-1], stored.half_rank)
     elif kv_scale is not None:
         blocks = blocks.astype(jnp.float32) * kv_scale[tables][..., None]
     blocks = blocks.astype(jnp.float32)
@@ -48,17 +67,18 @@ def dense(
     return flatten(keys), flatten(values)[..., :rank]
 
 
-@functools.partial(jax.jit, static_argnames=("window", "return_lse", "kind", "rank", "causal", "chunk", "sink_tokens"))
-def paged_attention(
-    q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
-    mask=None, return_lse=False, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True, chunk=None,
-    blocks=None, deterministic=False, sink_tokens=None,
-):  # fmt: skip
-    """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
+@jax.jit
+def attend(q, stored: StoredKV, batch: PagedBatch, spec: MaskSpec, options: AttentionOptions) -> Any:
+    """`paged_attention` of bundled arguments."""
     *token_axes, num_heads, head_dim = q.shape
-    scale = head_dim**-0.5 if scale is None else scale
+    tables, lengths, new, offsets, _ = batch
+    window, chunk, sink_tokens, causal, mask, spans, tree, blocks = (
+        getattr(spec, field.name) for field in dataclasses.fields(spec)
+    )
+    soft_cap, sinks, alibi, return_lse = options.soft_cap, options.sinks, options.alibi, options.return_lse
+    scale = options.logit_scale(head_dim)
     token = locate(tuple(token_axes), lengths, new, offsets)
-    keys, values = (x[..., :head_dim] for x in dense(kv, tables, kv_scale, kind, head_dim, rank))
+    keys, values = (x[..., :head_dim] for x in read_rows(stored, tables, head_dim))
     context = jnp.arange(keys.shape[1]).reshape(*[1] * len(token_axes), -1)
 
     # Where each token and each place of its row stand, [tokens, 1] and [tokens, C].
@@ -80,7 +100,7 @@ def paged_attention(
     if blocks is not None:  # what does not increase is not there
         highest = jax.lax.cummax(jnp.pad(blocks, ((0, 0), (1, 0)), constant_values=-1)[:, :-1], axis=1)
         listed = jnp.where(blocks > highest, blocks, -1)
-        seen &= (context[..., None] // kv.shape[3] == listed[token.row][..., None, :]).any(axis=-1)
+        seen &= (context[..., None] // stored.kv.shape[3] == listed[token.row][..., None, :]).any(axis=-1)
     seen &= token.valid[..., None]
     if mask is not None:
         in_mask = jnp.zeros(seen.shape, bool).at[..., : mask.shape[-1]].set(mask[..., : seen.shape[-1]])
@@ -142,23 +162,27 @@ def _climb(tree, token, before, index):
     return depth.reshape(axes), ancestors.reshape(*axes, -1)
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "rank"))
-def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None):
-    """What [`pallas_kernels.write_kv`][] means: token by token, in a loop."""
+@jax.jit
+def store(k: Any, v: Any, stored: StoredKV, batch: PagedBatch) -> StoredKV:
+    """`write_kv` of bundled arguments: token by token, in a loop."""
+    kv, kv_scale, format = stored.kv, stored.scale, stored.format
+    tables, lengths, new, offsets, _ = batch
     token_axes = k.shape[:-2]
     token = locate(token_axes, lengths, new, offsets)
-    if kind is not None:  # each token and head by itself: the same write, once for the numbers and once for the scales
-        if not kinds.is_joined(kv_scale, kind, rank):
-            (k, k_scale), (v, v_scale) = (
-                (None, None) if x is None else kinds.encode(x, kind, kv_scale.dtype, rank) for x in (k, v)
-            )
+    if format.is_quantized:  # each token and head by itself: the same write, once for the numbers, once for the scales
+        assert kv_scale is not None
+        k_scale: Any
+        v_scale: Any
+        if stored.packed_rank is not None:
+            k, k_scale, v_scale = format.encode_packed(k, kv_scale.dtype, stored.packed_rank)
         else:
-            k, k_scale, v_scale = kinds.encode_joined(k, kind, kv_scale.dtype, rank)
+            (k, k_scale), (v, v_scale) = (
+                (None, None) if x is None else format.encode(x, kv_scale.dtype, stored.latent_rank) for x in (k, v)
+            )
         minor = kv_scale.shape[4:] or (1,)
         k_scale, v_scale = (None if x is None else x.reshape(*k.shape[:-1], *minor) for x in (k_scale, v_scale))
-        scales = kv_scale.reshape(*kv_scale.shape[:4], *minor)
-        scales = write_kv(scales, k_scale, v_scale, tables, lengths, new, offsets=offsets)
-        return write_kv(kv, k, v, tables, lengths, new, offsets=offsets), scales.reshape(kv_scale.shape)
+        scales = store(k_scale, v_scale, StoredKV(kv_scale.reshape(*kv_scale.shape[:4], *minor)), batch).kv
+        return stored.replace(store(k, v, StoredKV(kv), batch).kv, scales.reshape(kv_scale.shape))
     block_size, head_dim = kv.shape[3], k.shape[-1]
     tokens = jnp.stack([k] if v is None else [k, v], axis=-3)  # [..., 2, K, D]; a latent row is stored once
     tokens, row, position, valid = (
@@ -170,4 +194,4 @@ def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kin
         place = (block, slice(None), slice(None), position[i] % block_size, slice(0, head_dim))
         return kv.at[place].set(jnp.where(valid[i], tokens[i].astype(kv.dtype), kv[place]))
 
-    return jax.lax.fori_loop(0, row.shape[0], write, kv)
+    return stored.replace(jax.lax.fori_loop(0, row.shape[0], write, kv), stored.scale)

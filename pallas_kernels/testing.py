@@ -8,6 +8,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import reference
-from pallas_kernels.common import quantization as kinds
+from pallas_kernels.common.batch import bundle_call
 from pallas_kernels.common.masks import Reach
+from pallas_kernels.common.quantization import FORMATS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +116,7 @@ def quantise(
     exact = np.where(unread[..., None], 0.0, kv)[..., : case.head_dim]
     stored, scale, decoded = (np.asarray(x) for x in _round_trip(case, exact, kind, jnp.dtype(scale_dtype)))
     held = np.where(unread[..., None], np.nan, decoded)
-    missing = kinds.stored_dim(kind, inputs.kv.shape[-1]) - stored.shape[-1]
+    missing = FORMATS[kind].stored_dim(inputs.kv.shape[-1]) - stored.shape[-1]
     stored = np.pad(stored, [(0, 0)] * 4 + [(0, missing)])
     info = np.iinfo(stored.dtype)
     noise = np.random.default_rng(seed).integers(info.min, info.max, stored.shape, endpoint=True)
@@ -130,7 +132,7 @@ def decode(case: Case, stored: jax.Array, scale: jax.Array, kind: str) -> jax.Ar
     if case.joined:
         keys, values = scale[:, :1], scale[:, 1:]
         scale = jnp.stack([values, keys], axis=-1)
-    return kinds.decode(stored, scale, kind, case.head_dim, case.rank)
+    return FORMATS[kind].decode(stored, scale, case.head_dim, case.rank)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
@@ -138,10 +140,10 @@ def _round_trip(case: Case, x: jax.Array, kind: str, scale_dtype: jnp.dtype) -> 
     """What is stored, its scales, and what that means: one program, where by hand each operation would be one."""
     if case.joined:
         assert case.rank is not None
-        stored, *scales = kinds.encode_joined(x, kind, scale_dtype, case.rank)
+        stored, *scales = FORMATS[kind].encode_packed(x, scale_dtype, case.rank)
         scale = jnp.concatenate(scales, axis=1)
     else:
-        stored, scale = kinds.encode(x, kind, scale_dtype, case.rank)
+        stored, scale = FORMATS[kind].encode(x, scale_dtype, case.rank)
     return stored, scale, decode(case, stored, scale, kind)
 
 
@@ -193,6 +195,29 @@ def expected(case: Case, inputs: Inputs, **options: Any) -> Any:
     q, kv, *rest = inputs
     options = make_options(case) | options
     return reference.paged_attention(q.astype(jnp.float32), kv.astype(jnp.float32), *rest, **options)
+
+
+POSITIONAL = {
+    "paged_attention": ("q", "kv", "tables", "lengths", "new"),
+    "write_kv": ("kv", "k", "v", "tables", "lengths", "new"),
+    "write_and_attend": ("q", "k", "v", "kv", "tables", "lengths", "new"),
+}
+
+
+def run(op: Callable, *arrays: Any, interpret: Any = None, step_tokens: int | None = None, **options: Any) -> Any:
+    """Returns what a backend's function of one of the names in `POSITIONAL` does, called as the public one is.
+
+    `interpret` and `step_tokens` are for kernels.
+    """
+    names = POSITIONAL[op.__name__]
+    call = bundle_call(**dict(zip(names, arrays, strict=False)), **options)
+    others = {name: x for name, x in (("interpret", interpret), ("step_tokens", step_tokens)) if x is not None}
+    if op.__name__ == "write_kv":
+        return op(call.k, call.v, call.stored, call.batch, **others).pools
+    if op.__name__ == "paged_attention":
+        return op(call.q, *call[:4], **others)
+    out, written = op(call.q, call.k, call.v, *call[:4], **others)
+    return out, written.pools
 
 
 # (bound for 99 % of the values, bound for all of them), relative to the magnitude of attention's output, about 1.

@@ -10,10 +10,10 @@ from jaxkv._cli.text import ByteTokenizer, TextStream, Tokenizer
 from jaxkv._cli.units import parse_bytes
 from jaxkv._core.cache.checks import stats
 from jaxkv._core.cache.inspection import format_bytes
-from jaxkv._core.config.layer_config import KINDS
 from jaxkv._core.config.validation import MOST_INDEX, integer
 from jaxkv._engine.requests.eviction_policy import SCORES, Eviction
 from jaxkv._files.hub import find_folder
+from pallas_kernels.common.quantization import FORMATS
 
 # Long enough for a decoder of bytes to show what it has learned, and of very different length.
 DEMO_PROMPTS = (
@@ -54,7 +54,7 @@ def add_generate(commands: Any) -> None:
         "--dtype",
         help="compute and cache in this dtype; default: float32 for the built-in model, else the checkpoint's",
     )
-    add("--cache-dtype", choices=sorted(KINDS), help="store keys and values in this; default: what is computed in")
+    add("--cache-dtype", choices=sorted(FORMATS), help="store keys and values in this; default: what is computed in")
     add("--evict", choices=SCORES, help="after the prompt keep the tokens of each row that this score finds best")
     add("--keep", type=_share, help="with --evict: a share, or a number of tokens; default: 0.5")
     add(
@@ -131,7 +131,7 @@ def _continue(
     if engine.prefix is not None:
         engine.prefix.flush(engine.cache)
     # A cache that rounds more than the model does, or gives tokens up, gives tokens of its own.
-    checked = not arguments.no_check and arguments.evict is None and engine.config.kind(0).meaning == model.dtype
+    checked = not arguments.no_check and arguments.evict is None and engine.config.kind(0).declared_dtype == model.dtype
     print(_report(engine, tokens, outputs, times, choice if checked else None))
     return 1 if problems else 0
 

@@ -21,9 +21,10 @@ from jaxkv._cli.units import parse_bytes
 from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size, kernel_platform
 from jaxkv._core.config.cache_config import JOINING
-from jaxkv._core.config.layer_config import KINDS, LayerConfig, kind_of
+from jaxkv._core.config.layer_config import LayerConfig, kind_of
 from jaxkv._core.config.validation import shown
 from jaxkv._files.hub import find_folder
+from pallas_kernels.common.quantization import FORMATS
 
 MOST_LENGTHS = 64 << 20  # bytes of a file of lengths
 MOST_SHAPES = 12  # in a table; JSON has all
@@ -59,7 +60,7 @@ def add_plan(commands: Any) -> None:
     add("--step-tokens", type=int, default=256,
         help="tokens of one step, which layers with a window hold too; default: %(default)s, as generate")  # fmt: skip
     add("--block-size", type=int, action="append", help="only this; may be given several times")
-    add("--dtype", choices=sorted(KINDS), action="append", help="only this; may be given several times")
+    add("--dtype", choices=sorted(FORMATS), action="append", help="only this; may be given several times")
     add("--head-dim-multiple", type=int, help="pad head_dim to a multiple of this; default: what the chip wants, or 1")
     add("--json", action="store_true", help="print all of it as JSON")
 
@@ -155,7 +156,7 @@ class _Planner:
                 head_dim_multiple=multiple, join_kv=join_kv,
             ) // devices.context)
             for dtypes in kinds
-            if arguments.dtype is not None or KINDS[dtypes[0]].bytes_per_element <= 2
+            if arguments.dtype is not None or FORMATS[dtypes[0]].bytes_per_element <= 2
         ]  # fmt: skip
 
     def _default_size(self, dtype: str, head_dim_multiple: int, max_seqs: int | None, max_seq_len: int) -> int:
@@ -206,8 +207,8 @@ def _lengths(file: pathlib.Path) -> list[int]:
 def _kinds(names: list[str] | None) -> list[list[str]]:
     """The dtypes, those that cost the same together."""
     kinds: dict[Any, list[str]] = {}
-    for name in names or KINDS:
-        kinds.setdefault(KINDS[name].bytes_per_element, []).append(name)
+    for name in names or FORMATS:
+        kinds.setdefault(FORMATS[name].bytes_per_element, []).append(name)
     return list(kinds.values())
 
 

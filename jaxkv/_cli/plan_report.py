@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 from typing import Any, NamedTuple
 
 from jaxkv._cli.chips import Chip
@@ -12,7 +11,8 @@ from jaxkv._cli.plan_devices import Devices
 from jaxkv._cli.plan_step import DecodeStep, decode_step
 from jaxkv._cli.plan_step_report import step_as_json, step_as_text
 from jaxkv._core.cache.inspection import format_bytes
-from jaxkv._core.config.layer_config import KINDS
+from pallas_kernels.api.backends import find_backend
+from pallas_kernels.common.quantization import FORMATS
 
 BAR = 60  # characters
 
@@ -181,10 +181,9 @@ def as_text(report: Report) -> str:
 
 def has_kernel(dtype: str, chip: Chip | None) -> bool:
     """Whether a kernel of a chip reads what is stored so; True where no chip was said."""
-    kind = KINDS[dtype].quantised
-    if chip is None or kind is None:
+    if chip is None or not FORMATS[dtype].is_quantized:
         return True
-    return kind in importlib.import_module(f"pallas_kernels.{chip.platform}").KINDS
+    return dtype in find_backend(chip.platform).FORMATS
 
 
 def _answer(report: Report) -> str:

@@ -259,7 +259,7 @@ class BlockFiles:
 def _parts(config: CacheConfig, layer: int) -> dict[str, Part]:
     """dtype and shape of a layer's part of a block, by the fields of a `Pool`."""
     kind, shapes = config.kind(layer), (config.pool_shape(layer), config.scale_shape(layer), config.bounds_shape(layer))
-    dtypes = (kind.dtype, kind.scale_dtype, config.bounds_dtype(layer))
+    dtypes = (kind.storage_dtype, kind.scale_dtype, config.bounds_dtype(layer))
     fields = zip(("kv", "scale", "bounds"), dtypes, shapes, strict=True)
     return {field: (np.dtype(dtype), shape[1:]) for field, dtype, shape in fields if shape is not None}
 

@@ -32,7 +32,6 @@ from jaxkv._core.config.validation import MOST_TOKENS, integer, shown
 from jaxkv._core.state.errors import CacheFileError, DamagedFile
 from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
-from pallas_kernels.common import quantization as kinds
 
 # Version 1 has no stacked and no quantised caches and no latent layers, version 2 no layers that rotate or have chunks,
 # version 3 none that evict; they are otherwise the same.
@@ -220,15 +219,15 @@ def _held(both: np.ndarray, lengths: np.ndarray, name: str) -> np.ndarray:
 def _dtype(config: CacheConfig, name: str) -> np.dtype:
     what, _, index = name.partition(".")
     if what == "layer":
-        return config.kind(int(index)).dtype
+        return config.kind(int(index)).storage_dtype
     return config.kind(int(index)).scale_dtype if what == "scale" else np.dtype(np.int32)
 
 
 def stored_parts(config: CacheConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer, numbers and scales, and what follows `[.., K, block_size]` in their shapes."""
-    kind, head_dim = config.kind(layer).quantised, config.layers[layer].head_dim
-    parts: dict[str, tuple[int, ...]] = {f"layer.{layer}": (kinds.stored_dim(kind, head_dim),)}
-    return parts if kind is None else parts | {f"scale.{layer}": config.scale_axes(layer)}
+    kind, head_dim = config.kind(layer), config.layers[layer].head_dim
+    parts: dict[str, tuple[int, ...]] = {f"layer.{layer}": (kind.stored_dim(head_dim),)}
+    return parts if not kind.is_quantized else parts | {f"scale.{layer}": config.scale_axes(layer)}
 
 
 def _render(config: CacheConfig) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def from_dense(
     def read(layer: int) -> Pool:
         slots, own = plans[config.group(layer)].padded, pool_layers(config).index(layer)
         kind = config.kind(layer)
-        exact = jnp.float32 if kind.quantised else kind.dtype  # keys and values may come in different dtypes
+        exact = jnp.float32 if kind.is_quantized else kind.storage_dtype  # keys and values may come in different dtypes
         kv = jnp.stack([jnp.asarray(x[own]).astype(exact) for x in (k, v) if x[own] is not None], axis=1)
         blocks = tokens_at(kv.transpose(0, 1, 3, 2, 4), slots, first=1)
         blocks = jnp.where((slots >= 0)[:, None, None, :, None], blocks, jnp.zeros((), kv.dtype))

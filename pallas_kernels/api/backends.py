@@ -1,21 +1,16 @@
-"""Which backend runs an op: what each takes, what is asked for, and why nothing faster does.
-
-A backend is a module with some of the functions `paged_attention`, `write_kv` and `write_and_attend`, and
-`unsupported(op, arguments) -> str | None`: why it cannot run `op` on arguments of these shapes, and the way out.
-"""
+"""Which backend runs an op, and why nothing faster does: see `backend` for what one provides."""
 
 import importlib
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
+
+from pallas_kernels.api.backend import Backend
+from pallas_kernels.common.batch import Call
 
 # Implementation -> the platform that it runs on; None: any.
 IMPLEMENTATIONS = {"xla": None, "reference": None, "gpu": "cuda", "tpu": "tpu"}
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-# Options that decide who sees whom, which not every backend knows.
-VARIANTS = ("alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic", "sink_tokens", "stripe")
-USUAL = {"causal": True, "deterministic": False}  # the others: None
 
 
 class Choice(NamedTuple):
@@ -32,64 +27,59 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(op: str, implementation: str | None, platform: str | None, arguments: dict[str, Any]) -> Choice:
-    """What `explain` says of arguments that are known to be an op's."""
+def choose(op: str, implementation: str | None, platform: str | None, call: Call) -> Choice:
+    """Returns what `explain` says of a call of an op."""
     if implementation is not None:
-        if why_not := unsupported(implementation, op, arguments):
+        if why_not := unsupported(implementation, op, call):
             raise NotImplementedError(why_not)
         return Choice(implementation, "It was asked for by name.")
-    platform = platform or platform_now()
+    platform = platform or current_platform()
     for name, home in IMPLEMENTATIONS.items():
         if home == platform:
-            if why_not := unsupported(name, op, arguments):
+            if why_not := unsupported(name, op, call):
                 return Choice("xla", why_not)
             return Choice(name, f"The {name} kernel supports these shapes and options.")
     return Choice("xla", f"There are no kernels for the platform {platform!r}; XLA runs on all of them.")
 
 
-def unusual(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of the variants that ask for anything."""
-    given = {name: options[name] for name in VARIANTS if options.get(name) is not None}
-    return {name: x for name, x in given.items() if not (name in USUAL and bool(x) == USUAL[name])}
-
-
-def backend_of(implementation: str) -> ModuleType:
-    """Its module. Raises ValueError for a name that there is not."""
+def find_backend(implementation: str) -> Backend:
+    """Returns the backend of this name. Raises ValueError for a name that there is not."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, not {implementation!r}.")
-    return importlib.import_module(f"pallas_kernels.{implementation}")  # when needed: a kernel's imports are not cheap
+    # Imported when needed: a kernel's imports are not cheap.
+    name = "api.reference_backend" if implementation == "reference" else implementation
+    return cast(Backend, importlib.import_module(f"pallas_kernels.{name}"))
 
 
-def unsupported(implementation: str, op: str, arguments: dict[str, Any]) -> str | None:
-    """Why it cannot run an op on these arguments, and the way out; None: it can."""
-    backend = backend_of(implementation)
-    if not hasattr(backend, op):
+def unsupported(implementation: str, op: str, call: Call) -> str | None:
+    """Returns why a backend cannot run a call of an op, and the way out; None: it can."""
+    backend = find_backend(implementation)
+    if (op == "write_kv" and backend.write_kv is None) or (op == "write_and_attend" and not backend.write_and_attend):
         return (
             f"The {implementation} backend has no kernel of its own for {op}; leave implementation=None to use XLA's."
         )
-    if arguments.get("rank") is not None and not getattr(backend, "LATENT", False):
+    if call.stored.latent_rank is not None and not backend.READS_LATENT_ROWS:
         return f"The {implementation} kernels read no latent rows yet; leave implementation=None to use XLA's."
-    for name in unusual(arguments):
-        if name not in getattr(backend, "VARIANTS", ()):
+    for name in call.given_options():
+        if name not in backend.OPTIONS:
             return f"The {implementation} kernels take no {name} yet; leave implementation=None to use XLA's."
-    kind = arguments.get("kind")
-    if kind is not None and kind not in getattr(backend, "KINDS", ()):
-        return f"The {implementation} kernels read no {kind} pools yet; leave implementation=None to use XLA's."
-    check = getattr(backend, "unsupported", None)
-    return check(op, arguments) if check else None
+    format = call.stored.format
+    if format.is_quantized and format.name not in backend.FORMATS:
+        return f"The {implementation} kernels read no {format.name} pools yet; leave implementation=None to use XLA's."
+    return backend.unsupported(op, call)
 
 
 def read_platform(platform: Any) -> str:
-    """A platform by any of its names. Raises ValueError for what is none."""
+    """Returns a platform by any of its names. Raises ValueError for what is none."""
     if platform == "gpu":  # JAX's own other name for it
         return "cuda"
-    if platform not in PLATFORMS and platform != platform_now():
+    if platform not in PLATFORMS and platform != current_platform():
         raise ValueError(f"platform must be None or one of {', '.join(PLATFORMS)}, not {platform!r}.")
     return platform
 
 
-def platform_now() -> str:
-    """What a program traced now is lowered for, if it does not say: the mesh's platform, else the default backend's."""
+def current_platform() -> str:
+    """Returns what a program traced now is lowered for, if it does not say: the mesh's platform, else the default."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     platform = device.platform if device is not None else jax.default_backend()
     return "cuda" if platform == "gpu" else platform

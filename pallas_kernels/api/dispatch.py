@@ -3,10 +3,11 @@
 The choice is made for the platform that a program is lowered for, not for the process's default device.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Collection, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,27 +16,24 @@ import numpy as np
 from pallas_kernels.api import cascade
 from pallas_kernels.api.arguments import (
     check_attention,
-    check_kind,
+    check_context_shard,
+    check_format,
     check_new,
     check_new_scale,
     check_pool,
-    check_stripe,
-    check_variants,
 )
 from pallas_kernels.api.backends import (
     IMPLEMENTATIONS,
-    USUAL,
-    VARIANTS,
     Choice,
-    backend_of,
     choose,
-    platform_now,
+    current_platform,
+    find_backend,
     read_platform,
     unsupported,
-    unusual,
 )
 from pallas_kernels.api.sizes import warn_of_sizes
-from pallas_kernels.common import context_parallel as stripes
+from pallas_kernels.common import context_parallel
+from pallas_kernels.common.batch import Call, StoredKV, bundle_call
 
 
 def paged_attention(
@@ -116,21 +114,17 @@ def paged_attention(
     >>> out.shape, lse.shape
     ((2, 1, 4, 64), (2, 1, 4))
     """
-    check_pool(kv, tables, lengths, new, offsets, rank)
-    check_kind(kv, kv_scale, kind, q.shape[-1])
-    check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank, chunk)
-    variants = dict(alibi=alibi, spans=spans, tree=tree, causal=causal, chunk=chunk, blocks=blocks)
-    variants["deterministic"] = deterministic
-    check_variants(q, tables, shared=shared, window=window, sink_tokens=sink_tokens, mask=mask, **variants)
-    check_stripe(stripe)
-    options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
-    options |= unusual(variants | {"sink_tokens": sink_tokens})
-    options |= _if_given(shared=shared, stripe=stripe)
-    if stripe is not None and stripes.reads_all(q.shape[:-2], options):
-        lengths, new = stripes.own_rows(lengths, new, options.pop("stripe"), kv.shape[3])
-    arguments = dict(q=q, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, kv_scale=kv_scale, **options)
-    arguments |= _if_given(kind=kind, rank=rank)
-    return _differentiable("paged_attention", implementation, arguments)
+    call = bundle_call(
+        q=q, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, kv_scale=kv_scale, kind=kind, rank=rank,
+        scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse, alibi=alibi,
+        spans=spans, tree=tree, causal=causal, chunk=chunk, blocks=blocks, deterministic=deterministic,
+        sink_tokens=sink_tokens, shared=shared, stripe=stripe,
+    )  # fmt: skip
+    check_pool(call.stored, call.batch)
+    check_format(call.stored, q.shape[-1])
+    check_attention(call)
+    check_context_shard(stripe)
+    return _attend(implementation, call)
 
 
 def write_kv(
@@ -157,17 +151,16 @@ def write_kv(
     >>> write_kv(kv, k, k, *tables).shape == kv.shape
     True
     """
-    check_pool(kv, tables, lengths, new, offsets, rank)
-    check_kind(kv, kv_scale, kind, k.shape[-1])
+    call = bundle_call(
+        k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, kv_scale=kv_scale if kind else None,
+        kind=kind, rank=rank, stripe=stripe,
+    )  # fmt: skip
+    check_pool(call.stored, call.batch)
+    check_format(call.stored, k.shape[-1])
     check_new_scale(kv_scale, kind)
-    check_new(k, v, kv, kind, tables, rank)
-    check_stripe(stripe)
-    if stripe is not None:
-        k, v, lengths, new = stripes.own_tokens(k, v, lengths, new, offsets, stripe, kv.shape[3])
-        offsets = None
-    arguments = dict(kv=kv, k=k, v=v, tables=tables, lengths=lengths, new=new, offsets=offsets)
-    arguments |= _if_given(kv_scale=kv_scale if kind else None, kind=kind, rank=rank)
-    return _differentiable("write_kv", implementation, arguments)
+    check_new(k, v, call.stored, tables.shape[0])
+    check_context_shard(stripe)
+    return _write(implementation, call).pools
 
 
 def write_and_attend(
@@ -190,24 +183,23 @@ def write_and_attend(
     >>> out.shape
     (2, 1, 4, 64)
     """
-    check_pool(kv, tables, lengths, new, offsets, rank)
-    check_kind(kv, kv_scale, kind, q.shape[-1])
-    check_new_scale(kv_scale, kind)
-    check_new(k, v, kv, kind, tables, rank)
-    options = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, mask=mask, return_lse=return_lse)
     check_names("write_and_attend", variants)
-    options |= _if_given(shared=variants.get("shared"))
-    variants = unusual(variants)
-    check_attention(q, kv, tables, kv_scale, kind, scale, soft_cap, window, sinks, mask, rank, variants.get("chunk"))
-    whom = {name: variants.get(name, USUAL.get(name)) for name in VARIANTS}
-    check_variants(q, tables, window=window, mask=mask, **whom)
-    options |= variants
-    arguments = dict(q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets, **options)
-    arguments |= _if_given(kv_scale=kv_scale if kind else None, kind=kind, rank=rank)
-    fused = implementation or {home: name for name, home in IMPLEMENTATIONS.items()}.get(platform_now())
-    if fused in IMPLEMENTATIONS and unsupported(fused, "write_and_attend", arguments) is None:
-        return _differentiable("write_and_attend", implementation, arguments)
-    return _write_then_attend(implementation, **arguments)
+    call = bundle_call(
+        q=q, k=k, v=v, kv=kv, tables=tables, lengths=lengths, new=new, offsets=offsets,
+        kv_scale=kv_scale if kind else None, kind=kind, rank=rank, scale=scale, soft_cap=soft_cap, window=window,
+        sinks=sinks, mask=mask, return_lse=return_lse, **variants,
+    )  # fmt: skip
+    check_pool(call.stored, call.batch)
+    check_format(call.stored, q.shape[-1])
+    check_new_scale(kv_scale, kind)
+    check_new(k, v, call.stored, tables.shape[0])
+    check_attention(call)
+    fused = implementation or {home: name for name, home in IMPLEMENTATIONS.items()}.get(current_platform())
+    if fused in IMPLEMENTATIONS and unsupported(fused, "write_and_attend", call) is None:
+        out, written = _differentiable("write_and_attend", implementation, call)
+    else:
+        out, written = _write_then_attend(implementation, call)
+    return out, written.pools
 
 
 def explain(
@@ -234,32 +226,23 @@ def explain(
     check_names(op, arguments)
     if platform is not None:
         platform = read_platform(platform)
-    if "q" in arguments and "kv" in arguments and "tables" in arguments:
-        _check_seen(arguments)
-    return _choice(op, platform, implementation, arguments)
+    call = bundle_call(**arguments)
+    if call.q is not None and call.stored.kv is not None and call.batch.block_tables is not None:
+        options = call.options
+        if call.stored.latent_rank is not None and options.scale is None:  # which has no say in who runs
+            options = dataclasses.replace(options, scale=1.0)
+        check_attention(call._replace(options=options))
+        check_context_shard(call.batch.context_shard)
+    return _choose(op, platform, implementation, call)
 
 
-def _check_seen(arguments: dict[str, Any]) -> None:
-    """What is checked of a call's queries and options. How latent rows are scaled has no say in who runs."""
-    given = {name: parameter.default for name, parameter in _ATTENTION.items()} | arguments
-    if given["rank"] is not None and given["scale"] is None:
-        given["scale"] = 1.0
-    names = ("q", "kv", "tables", "kv_scale", "kind", "scale", "soft_cap", "window", "sinks", "mask", "rank", "chunk")
-    check_attention(**{name: given[name] for name in names})
-    check_variants(**{name: given[name] for name in ("q", "tables", "window", "mask", *VARIANTS) if name != "stripe"})
-    check_stripe(given["stripe"])
+def _choose(op: str, platform: str | None, implementation: str | None, call: Call) -> Choice:
+    """Returns who runs a call that has been checked."""
+    if op == "write_kv" or context_parallel.reads_whole_rows(call):  # then a shard of every block is as a whole one
+        call = call._replace(batch=call.batch._replace(context_shard=None))
+    return choose(op, implementation, platform, call)
 
 
-def _choice(op: str, platform: str | None, implementation: str | None, arguments: dict[str, Any]) -> Choice:
-    """Of arguments that have been checked."""
-    if arguments.get("stripe") is not None and (
-        op == "write_kv" or stripes.reads_all(arguments["q"].shape[:-2], arguments)
-    ):
-        arguments = {name: x for name, x in arguments.items() if name != "stripe"}
-    return choose(op, implementation, platform, arguments)
-
-
-_ATTENTION = inspect.signature(paged_attention).parameters
 TAKEN = {name for f in (paged_attention, write_kv) for name in inspect.signature(f).parameters} - {"implementation"}
 
 
@@ -274,56 +257,77 @@ def check_names(op: str, names: Collection[str], taken: Set[str] = TAKEN, beside
         raise TypeError(f"{op} takes no {' and no '.join(unknown)}: it takes {', '.join(sorted(taken | beside))}.")
 
 
-def _if_given(**arguments: Any) -> dict[str, Any]:
-    """Those that are not None: backends that do not know them are not asked about them."""
-    return {name: x for name, x in arguments.items() if x is not None}
+def _attend(implementation: str | None, call: Call) -> Any:
+    """`paged_attention` of a call that has been checked."""
+    if call.batch.context_shard is not None and context_parallel.reads_whole_rows(call):
+        call = call._replace(batch=context_parallel.select_local_rows(call.batch, call.stored.kv.shape[3]))
+    return _differentiable("paged_attention", implementation, call)
 
 
-def _differentiable(op: str, implementation: str | None, arguments: dict[str, Any]) -> Any:
+def _write(implementation: str | None, call: Call) -> StoredKV:
+    """`write_kv` of a call that has been checked."""
+    if call.batch.context_shard is not None:
+        k, v, batch = context_parallel.select_local_tokens(call.k, call.v, call.batch, call.stored.kv.shape[3])
+        call = call._replace(k=k, v=v, batch=batch)
+    return _differentiable("write_kv", implementation, call)
+
+
+def _write_then_attend(implementation: str | None, call: Call) -> tuple[Any, StoredKV]:
+    written = _write(None, Call(call.stored, call.batch, k=call.k, v=call.v))
+    return _attend(implementation, call._replace(stored=written, k=None, v=None)), written
+
+
+def _differentiable(op: str, implementation: str | None, call: Call) -> Any:
     """`_run` with a gradient (reverse mode) whatever the backend: kernels have none of their own."""
-    arrays = {name: jnp.asarray(x) for name, x in arguments.items() if isinstance(x, jax.Array | np.ndarray)}
-    static = tuple((name, x) for name, x in arguments.items() if name not in arrays)
-    return _once(op, implementation, static, arrays)
+    leaves, tree = jax.tree.flatten(call)
+    arrays = [jnp.asarray(x) if isinstance(x, jax.Array | np.ndarray) else None for x in leaves]
+    static = tuple(None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves)
+    return _once(op, implementation, _Static(tree, static), arrays)
+
+
+class _Static(NamedTuple):
+    """What a program is compiled for, of a call: all but its arrays."""
+
+    tree: Any
+    numbers: tuple
+
+    def call(self, arrays: list) -> Call:
+        """Returns the call with these arrays."""
+        return self.tree.unflatten([n if x is None else x for x, n in zip(arrays, self.numbers, strict=True)])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _with_gradient(op: str, implementation: str | None, static: tuple, arrays: dict[str, jax.Array]) -> Any:
-    return _run(op, implementation, arrays, dict(static))
+def _with_gradient(op: str, implementation: str | None, static: _Static, arrays: list) -> Any:
+    return _run(op, implementation, static, arrays)
 
 
-def _forward(op: str, implementation: str | None, static: tuple, arrays: dict[str, jax.Array]) -> tuple[Any, Any]:
-    """The result, and what pulls its cotangent back to the arrays'."""
-    options = dict(static)
+def _forward(op: str, implementation: str | None, static: _Static, arrays: list) -> tuple[Any, Any]:
+    """Returns the result, and what pulls its cotangent back to the arrays'."""
     if op == "paged_attention":
-        out, lse = _run(op, implementation, arrays, options | {"return_lse": True})
+        call = static.call(arrays)
+        asked = jax.tree.structure(call._replace(options=dataclasses.replace(call.options, return_lse=True)))
+        out, lse = _run(op, implementation, static._replace(tree=asked), arrays)
         pull = jax.tree_util.Partial(functools.partial(_pull_attention, static), arrays, out, lse)
-        return ((out, lse) if options["return_lse"] else out), pull
+        return ((out, lse) if call.options.return_lse else out), pull
     from pallas_kernels import xla
 
-    plain = xla.write_kv if op == "write_kv" else functools.partial(_write_then_attend, implementation)
-    return jax.vjp(lambda arrays: plain(**arrays, **options), arrays)
+    def plain(arrays: list) -> Any:
+        call = static.call(arrays)
+        if op == "write_kv":
+            return xla.write_kv(call.k, call.v, call.stored, call.batch)
+        return _write_then_attend(implementation, call)
+
+    return jax.vjp(plain, arrays)
 
 
-def _write_then_attend(
-    implementation: str | None, *, q, k, v, kv, tables, lengths, new, offsets, kv_scale=None, kind=None, rank=None,
-    stripe=None, **options,
-) -> Any:  # fmt: skip
-    stored = dict(offsets=offsets, kind=kind, rank=rank, stripe=stripe)
-    written = write_kv(kv, k, v, tables, lengths, new, kv_scale=kv_scale, **stored)
-    kv, kv_scale = (written, None) if kind is None else written
-    out = paged_attention(
-        q, kv, tables, lengths, new, kv_scale=kv_scale, implementation=implementation, **stored, **options
-    )
-    return out, written
-
-
-def _pull_attention(static: tuple, arrays: dict[str, jax.Array], out, lse, cotangent) -> tuple[dict[str, Any]]:
+def _pull_attention(static: _Static, arrays: list, out, lse, cotangent) -> tuple[list]:
     from pallas_kernels.xla.gradients import attention_gradients
 
-    options = dict(static)
-    out_bar, lse_bar = cotangent if options.pop("return_lse") else (cotangent, None)
-    gradients = attention_gradients(out_bar, lse_bar, out, lse, **arrays, **options)
-    return ({name: gradients.get(name) for name in arrays},)  # None: an integer has no gradient
+    call = static.call(arrays)
+    out_bar, lse_bar = cotangent if call.options.return_lse else (cotangent, None)
+    gradients = attention_gradients(out_bar, lse_bar, out, lse, call)
+    bars = static.tree.flatten_up_to(gradients)
+    return ([None if x is None else bar for x, bar in zip(arrays, bars, strict=True)],)
 
 
 _with_gradient.defvjp(_forward, lambda op, implementation, static, pull, cotangent: pull(cotangent))
@@ -332,27 +336,37 @@ _with_gradient.defvjp(_forward, lambda op, implementation, static, pull, cotange
 _once = jax.jit(_with_gradient, static_argnums=(0, 1, 2))
 
 
-def _run(op: str, implementation: str | None, arrays: dict[str, jax.Array], static: dict[str, Any]) -> Any:
-    arguments: dict[str, Any] = {**arrays, **static}
-    choice = _choice(op, None, implementation, arguments)
+def _run(op: str, implementation: str | None, static: _Static, arrays: list) -> Any:
+    call = static.call(arrays)
+    choice = _choose(op, None, implementation, call)
     if implementation is None and choice.implementation == "xla":
-        warn_of_sizes(op, choice.reason, arguments)
+        warn_of_sizes(op, choice.reason, call)
 
     def on(name: str) -> Any:
-        backend = backend_of(name)
-        run = getattr(backend, op) if hasattr(backend, op) else functools.partial(_write_then_attend, name)
-        # What has no function of its own gets there by one that has.
-        if "shared" not in arrays or not hasattr(backend, op):
-            return lambda arrays: run(**arrays, **static)
-        if cascade.why_alone(name, arguments) is not None:
-            return lambda arrays: run(**{k: x for k, x in arrays.items() if k != "shared"}, **static)
-        if not cascade.shares(name):
-            # On a GPU the host takes the branches, and all would wait for it.
-            run = functools.partial(cascade.read_once, run, backend.paged_attention, branches=name == "tpu")
-        return lambda arrays: run(**arrays, **static)
+        return lambda arrays: _run_on(name, op, static.call(arrays))
 
     platform = IMPLEMENTATIONS[choice.implementation]
     if implementation is not None or platform is None:
         return on(choice.implementation)(arrays)
     # The program may still be lowered for another platform than the one guessed: decide there.
     return jax.lax.platform_dependent(arrays, default=on("xla"), **{platform: on(choice.implementation)})
+
+
+def _run_on(name: str, op: str, call: Call) -> Any:
+    """Returns what a backend makes of a call that it supports, an op that it lacks by those that it has."""
+    backend: Any = find_backend(name)
+    q, k, v, stored, batch, mask, options = (call.q, call.k, call.v, *call[:4])
+    if op == "write_kv" and backend.write_kv is not None:
+        return backend.write_kv(k, v, stored, batch)
+    if op != "paged_attention" and backend.write_and_attend is None:
+        return _write_then_attend(name, call)
+    new = () if op == "paged_attention" else (k, v)
+    run = backend.paged_attention if op == "paged_attention" else backend.write_and_attend
+    if options.shared is None:
+        return run(q, *new, stored, batch, mask, options)
+    if cascade.cascade_refusal(name, call) is not None:
+        return run(q, *new, stored, batch, mask, dataclasses.replace(options, shared=None))
+    if backend.READS_SHARED_ONCE:
+        return run(q, *new, stored, batch, mask, options)
+    # On a GPU the host takes the branches, and all would wait for it.
+    return cascade.read_once(run, backend.paged_attention, call, branches=name == "tpu")

@@ -5,17 +5,18 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.api.backends import IMPLEMENTATIONS, platform_now, unsupported
+from pallas_kernels.api.backends import IMPLEMENTATIONS, current_platform, unsupported
+from pallas_kernels.common.batch import Call, bundle_call  # noqa: F401 (the doctest's)
 
 BLOCK_SIZES = tuple(8 << i for i in range(13))
 HEAD_DIM_MULTIPLES = (64, 128)
 _WARNED: set[tuple[str, str]] = set()  # implementations, and the sizes that they would run with
 
 
-def warn_of_sizes(op: str, reason: str, arguments: dict[str, Any]) -> None:
+def warn_of_sizes(op: str, reason: str, call: Call) -> None:
     """Warn, once for each sizes that would help, if kernels of the platform at hand would run with other sizes."""
-    name = next((name for name, home in IMPLEMENTATIONS.items() if home == platform_now()), None)
-    if name is not None and op == "paged_attention" and (sizes := find_sizes(name, op, arguments)) is not None:
+    name = next((name for name, home in IMPLEMENTATIONS.items() if home == current_platform()), None)
+    if name is not None and op == "paged_attention" and (sizes := find_sizes(name, op, call)) is not None:
         if (name, sizes) in _WARNED:
             return
         _WARNED.add((name, sizes))
@@ -26,7 +27,7 @@ def warn_of_sizes(op: str, reason: str, arguments: dict[str, Any]) -> None:
         )
 
 
-def find_sizes(name: str, op: str, arguments: dict[str, Any]) -> str | None:
+def find_sizes(name: str, op: str, call: Call) -> str | None:
     """Return the sizes of a cache with which an implementation takes arguments that it refuses, as Python writes them.
 
     None: no size would help, or none is needed.
@@ -34,24 +35,23 @@ def find_sizes(name: str, op: str, arguments: dict[str, Any]) -> str | None:
     >>> shape = jax.ShapeDtypeStruct
     >>> q, kv = shape((2, 1, 4, 128), "bfloat16"), shape((9, 2, 2, 16, 128), "int8")
     >>> tables, scale = shape((2, 4), "int32"), shape((9, 2, 2, 16), "float32")
-    >>> find_sizes("tpu", "paged_attention", dict(q=q, kv=kv, tables=tables, kv_scale=scale, kind="int8"))
+    >>> call = bundle_call(q=q, kv=kv, tables=tables, kv_scale=scale, kind="int8")
+    >>> find_sizes("tpu", "paged_attention", call)
     'block_size=128'
     """
-    kv, tables = arguments["kv"], arguments["tables"]
+    (kv, scale), tables = (call.stored.kv, call.stored.scale), call.batch.block_tables
     stored, size = kv.shape[4], kv.shape[3]
-    if unsupported(name, op, arguments) is None:
+    if unsupported(name, op, call) is None:
         return None
     tokens = tables.shape[1] * size
     widths = {-(-stored // m) * m: f"head_dim_multiple={m}" for m in HEAD_DIM_MULTIPLES} | {stored: ""}
     for width, said in sorted(widths.items()):
         for block_size in dict.fromkeys((size, *(n for n in BLOCK_SIZES if n > size))):
-            changed = arguments | {
-                "kv": _resized(kv, {3: block_size, 4: width}),
-                "tables": _resized(tables, {1: -(-tokens // block_size)}),
-            }
-            if arguments.get("kv_scale") is not None:
-                changed["kv_scale"] = _resized(arguments["kv_scale"], {3: block_size})
-            if unsupported(name, op, changed) is None:
+            sized = call.stored.replace(
+                _resized(kv, {3: block_size, 4: width}), None if scale is None else _resized(scale, {3: block_size})
+            )
+            batch = call.batch._replace(block_tables=_resized(tables, {1: -(-tokens // block_size)}))
+            if unsupported(name, op, call._replace(stored=sized, batch=batch)) is None:
                 sizes = [f"block_size={block_size}"] if block_size != size else []
                 return ", ".join(sizes + [said] * bool(said))
     return None

@@ -4,19 +4,18 @@ A window or a chunk is a `Reach`, a function of a token's position. What goes by
 as long as its chunk or its span, and among the tokens of a tree a bit for each that stands above it.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.ragged_layout import Tokens, default_offsets, locate
+from pallas_kernels.common.batch import Call, MaskSpec, PagedBatch
+from pallas_kernels.common.ragged_layout import Tokens, default_offsets
 from pallas_kernels.common.tree_attention import climb
 
 TREE_TOKENS = 64  # of a row, at most, for kernels: two words of bits
 WORD = 32
-SIGHTS = ("chunk", "spans", "tree")  # options with which kernels of many tokens a row read a `Sight`
 FAR = 2**30
 
 
@@ -47,9 +46,9 @@ class Reach(NamedTuple):
         return position - lax.rem(position, jnp.int32(self.chunk))
 
     @classmethod
-    def within(cls, capacity: int, window: int | None, chunk: int | None, sink_tokens: int | None) -> "Reach":
-        """That of rows of at most so many tokens."""
-        return cls(window, chunk, min(sink_tokens or 0, capacity))
+    def of_mask(cls, mask: MaskSpec, capacity: int) -> "Reach":
+        """Returns that of rows of at most so many tokens."""
+        return cls(mask.window, mask.chunk, min(mask.sink_tokens or 0, capacity))
 
     def covers(self, key: jax.Array, first: jax.Array) -> jax.Array:
         """Is the key seen, if not for causality, by who sees those from `first` on?"""
@@ -116,9 +115,10 @@ def find_sight(
     return Sight(token.position, jnp.maximum(first, 0), base - 1, base, pack(seen))
 
 
-def of_rows_that_hold(lengths: jax.Array, new: jax.Array, offsets: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """`new` without the queries of rows that hold nothing, which see nothing, and where packed ones lie still."""
-    return jnp.where(lengths > 0, new, 0), default_offsets(new) if offsets is None else offsets
+def drop_empty_rows(batch: PagedBatch) -> PagedBatch:
+    """Returns the batch without the queries of rows that hold nothing, which see nothing; packed ones lie still."""
+    starts = default_offsets(batch.query_lens) if batch.query_starts is None else batch.query_starts
+    return batch._replace(query_lens=jnp.where(batch.kv_lens > 0, batch.query_lens, 0), query_starts=starts)
 
 
 def see_all(lengths: jax.Array, there: jax.Array) -> Tiles:
@@ -149,29 +149,10 @@ def are_runs(token: Tokens, spans: jax.Array) -> jax.Array:
     return jnp.all(~same | (place[1:] == place[:-1] + 1))
 
 
-def with_spans(
-    kernel: Callable, q, kv, tables, lengths, new, *, offsets=None, spans=None, **options
-) -> Any:  # fmt: skip
-    """`kernel`; where there are spans, if each one's tokens stand one after another, as images' and prompts' do, and
-    else XLA: only the device knows. A token that is alone in its row is its whole span."""
-    if spans is None or q.shape[-3] == 1:
-        return kernel(q, kv, tables, lengths, new, offsets=offsets, **options)
-    from pallas_kernels import xla
-
-    token = jax.tree.map(jnp.ravel, locate(q.shape[:-2], lengths, new, offsets))
-    kernels_own = {name: options.pop(name) for name in ("interpret", "step_tokens") if name in options}
-    given = dict(offsets=offsets, spans=spans, **options)
-    return lax.cond(
-        are_runs(token, spans.reshape(-1)),
-        lambda: kernel(q, kv, tables, lengths, new, **kernels_own, **given),
-        lambda: xla.paged_attention(q, kv, tables, lengths, new, **given),
-    )
-
-
-def unsupported_sight(arguments: dict[str, Any]) -> str | None:
-    """Why kernels do not take the tree or the spans among an op's arguments, or None."""
-    tree = arguments.get("tree")
-    if arguments.get("deterministic") and arguments.get("spans") is not None:
+def sight_refusal(call: Call) -> str | None:
+    """Returns why kernels do not take the tree or the spans of a call, or None."""
+    tree = call.mask.tree
+    if call.options.deterministic and call.mask.spans is not None:
         return (
             "With deterministic the kernels take no spans, for whether they can depends on those of all rows: leave "
             "implementation=None to use XLA's."

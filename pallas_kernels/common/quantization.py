@@ -1,146 +1,209 @@
-"""Quantised storage: numbers of 8 or 4 bits and their scales, symmetric around 0.
+"""How keys and values are stored: as they are, or as numbers of 8 or 4 bits with scales, symmetric around 0.
 
-A token's keys (and its values) have a scale of their own in each head, so what is stored of them depends on that token
-and head alone, never on how steps were split. A latent row, whose first `rank` numbers are its values, has one scale
-for those and one for the others. So has a joined row, a head's values and its keys behind them, but its scales are kept
-as those of keys and values apart: no query meets both. Kinds of fewer than 8 bits or of 8-bit floats are stored as
-uint8: XLA on a CPU converts a whole pool of such a dtype wherever it is read.
+`FORMATS` is the one list of storage formats, for the kernels and for the cache. A token's keys (and its values) have a
+scale of their own in each head, so the stored bits depend on that token and head alone, never on how steps were split.
+A latent row, whose first `rank` numbers are its values, has one scale for those and one for the others. So has a packed
+row, a head's values and its keys behind them, but its scales are kept as those of keys and values apart: no query meets
+both. Formats of fewer than 8 bits or of 8-bit floats are stored as uint8: XLA on a CPU converts a whole pool of such a
+dtype wherever it is read.
 """
 
+import dataclasses
+import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-# What the largest number of a token and head becomes.
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int4": 7.0}
-FLOATS = ("float8_e4m3fn", "float8_e5m2")
-# Of each its bits, and how much less the exponent's bias is than float32's.
-MANTISSA = {"float8_e4m3fn": (3, 120), "float8_e5m2": (2, 112)}
-GROUP = 32  # entries of a head that share a scale in int4
+FLOAT32 = np.dtype("float32")
 TINY = 1e-8  # where the largest number is below this, it is taken for this
 
 
-def storage_of(kind: str) -> jnp.dtype:
-    """The dtype of a pool of this kind."""
-    return jnp.dtype("int8" if kind == "int8" else "uint8")
+class Float8(NamedTuple):
+    """The bits of an 8-bit float."""
+
+    mantissa: int
+    bias: int  # how much less the exponent's bias is than float32's
+    not_finite: int  # the least bits, without the sign, that are NaN or infinity
 
 
-def stored_dim(kind: str | None, head_dim: int) -> int:
-    """Entries that a head takes in the pool: two to a byte in int4.
+@dataclasses.dataclass(frozen=True, eq=False)
+class StorageFormat:
+    """How the numbers of a pool are stored.
 
-    >>> stored_dim("int4", 80), stored_dim("int8", 80), stored_dim(None, 80)
+    >>> FORMATS["int4"].stored_dim(80), FORMATS["int8"].stored_dim(80), UNQUANTIZED.stored_dim(80)
     (40, 80, 80)
     """
-    return head_dim // 2 if kind == "int4" else head_dim
+
+    name: str
+    storage_dtype: np.dtype  # of the pool
+    largest: float | None = None  # what the largest number of a group becomes; None: stored as they are, no scales
+    group_size: int | None = None  # entries of a head that share a scale; None: all of them
+    numbers_per_entry: int = 1  # of the pool
+    scale_dtype: np.dtype = FLOAT32  # of a cache's scales
+    rotates: bool = False  # whether a cache rotates heads before it stores them, if nothing else is said
+    float8: Float8 | None = None
+    to_bits: Callable[[jax.Array], jax.Array] = lambda x: x  # numbers within `largest` as they are stored
+    from_bits: Callable[[jax.Array], jax.Array] = lambda x: x  # and back, in a dtype that holds them exactly
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether numbers are multiplied by scales when they are read."""
+        return self.largest is not None
+
+    @property
+    def kind(self) -> str | None:
+        """Returns the argument `kind` of `paged_attention`: None for what is stored as it is."""
+        return self.name if self.is_quantized else None
+
+    @property
+    def declared_dtype(self) -> np.dtype:
+        """The dtype that the format is named after."""
+        return jnp.dtype(self.name)
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes of one number, scales aside."""
+        return self.storage_dtype.itemsize / self.numbers_per_entry
+
+    def stored_dim(self, head_dim: int) -> int:
+        """Returns the entries that a head takes in the pool."""
+        return head_dim // self.numbers_per_entry
+
+    def scale_axes(self, head_dim: int, rank: int | None = None) -> tuple[int, ...]:
+        """Returns what follows `[..., K, block_size]` in the shape of the scales."""
+        if self.group_size is not None:
+            return (-(-head_dim // self.group_size),)
+        return () if rank is None else (2,)
+
+    def has_entry_scales(self, head_dim: int, rank: int | None = None) -> bool:
+        """Whether the entries of a head do not all share one scale."""
+        return self.scale_axes(head_dim, rank) != ()
+
+    def scale_shape(
+        self, kv_shape: tuple[int, ...], head_dim: int, rank: int | None = None, packed: bool = False
+    ) -> tuple[int, ...]:
+        """Returns the shape of the scales of a pool `[num_blocks + 1, 2, K, block_size, ...]`, or with 1 for 2."""
+        blocks, _, num_kv_heads, block_size = kv_shape[:4]
+        return (blocks, 2, num_kv_heads, block_size) if packed else (*kv_shape[:4], *self.scale_axes(head_dim, rank))
+
+    def encode(
+        self, x: jax.Array, scale_dtype: np.dtype | None = None, rank: int | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns numbers `[..., D]` as they are stored, and their scales `[...]`, with one more axis where a head has
+        several: of `ceil(D / group_size)`, or of latent rows 2.
+
+        A NaN or an infinity anywhere in a head makes its scale NaN, and so all that is read of that token and head.
+
+        >>> stored, scale = FORMATS["int8"].encode(jnp.array([[-1.0, 0.25, 0.0, 0.5]]))
+        >>> stored.tolist(), [f"{s:.5f}" for s in scale.tolist()]
+        ([[-127, 32, 0, 64]], ['0.00787'])
+        """
+        if rank is not None and self.group_size is None:  # half by half, as kernels do it: else it rounds differently
+            halves = [self.encode(half, scale_dtype) for half in (x[..., :rank], x[..., rank:])]
+            scale = jnp.stack([scale for _, scale in halves], axis=-1)
+            nan = jnp.isnan(scale).any(axis=-1, keepdims=True)
+            return jnp.concatenate([stored for stored, _ in halves], axis=-1), jnp.where(nan, jnp.nan, scale)
+        assert self.largest is not None, f"{self.name} has no scales"
+        x = x.astype(jnp.float32)
+        finite = jnp.isfinite(x).all(axis=-1)  # asked for by itself: a maximum may drop a NaN
+        x = jnp.where(finite[..., None], x, 0.0)
+        largest = jnp.abs(self._in_groups(x)).max(axis=-1)
+        scale = (jnp.maximum(largest, TINY) / self.largest).astype(scale_dtype or self.scale_dtype)
+        ratio = x / self.spread_scales(scale, x.shape[-1])
+        stored = self.to_bits(jnp.clip(ratio, -self.largest, self.largest))  # a scale may have been rounded down
+        nan = jnp.asarray(jnp.nan, scale.dtype)
+        return stored, jnp.where(jnp.expand_dims(finite, range(finite.ndim, scale.ndim)), scale, nan)
+
+    def encode_packed(
+        self, x: jax.Array, scale_dtype: np.dtype | None, rank: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns packed rows `[..., D]` as they are stored, and the scales of their keys and of their values."""
+        (values, value_scale), (keys, key_scale) = (self.encode(x, scale_dtype) for x in (x[..., :rank], x[..., rank:]))
+        return jnp.concatenate([values, keys], axis=-1), key_scale, value_scale
+
+    def decode(self, stored: jax.Array, scale: jax.Array, head_dim: int, rank: int | None = None) -> jax.Array:
+        """Returns what is stored as float32 `[..., D]`."""
+        stored = stored[..., : self.stored_dim(head_dim)]
+        return self.from_bits(stored).astype(jnp.float32) * self.spread_scales(scale, head_dim, rank)
+
+    def spread_scales(self, scale: jax.Array, head_dim: int, rank: int | None = None) -> jax.Array:
+        """Returns the factor of each entry of a head: `[..., D]`, or `[..., 1]` where they share one."""
+        scale = scale.astype(jnp.float32)
+        if self.group_size is not None:
+            return jnp.repeat(scale, self.group_size, axis=-1)[..., :head_dim]
+        if rank is not None:
+            return jnp.where(np.arange(head_dim) < rank, scale[..., :1], scale[..., 1:])
+        return scale[..., None]
+
+    def sum_by_scale(self, x: jax.Array, rank: int | None = None) -> jax.Array:
+        """Returns sums over the entries `[..., D]` that share a scale: the transpose of `spread_scales`."""
+        return self._in_groups(x, rank).sum(axis=-1)
+
+    def hide_bad_scales(self, keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns scales of keys and values such that what no query sees does nothing in a kernel, whatever they hold.
+
+        A weight of 0 times NaN is NaN, so a value's scale that is not finite becomes 0, and the key's NaN in its stead,
+        for logits are selected. Who sees such a token gets NaN in that head, in the LSE too.
+        """
+        assert self.largest is not None, f"{self.name} has no scales"
+        most = float(jnp.finfo(jnp.float32).max) / self.largest
+        finite = (values <= most) & (values >= -most)
+        return jnp.where(finite, keys, jnp.nan), jnp.where(finite, values, 0.0)
+
+    def _in_groups(self, x: jax.Array, rank: int | None = None) -> jax.Array:
+        """`[..., D]` to `[..., groups, entries]`: those that share a scale together, and zeros behind them."""
+        if self.group_size is None and rank is None:
+            return x
+
+        def padded(x: jax.Array, size: int) -> jax.Array:
+            return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+
+        if self.group_size is not None:
+            count = math.ceil(x.shape[-1] / self.group_size)
+            return padded(x, count * self.group_size).reshape(*x.shape[:-1], count, self.group_size)
+        size = max(rank or 0, x.shape[-1] - (rank or 0))
+        return jnp.stack([padded(x[..., :rank], size), padded(x[..., rank:], size)], axis=-2)
 
 
-def scale_axes(kind: str | None, head_dim: int, rank: int | None = None) -> tuple[int, ...]:
-    """What follows `[..., K, block_size]` in the shape of the scales."""
-    if kind == "int4":
-        return (-(-head_dim // GROUP),)
-    return () if rank is None else (2,)
-
-
-def encode(x: jax.Array, kind: str, scale_dtype: jnp.dtype, rank: int | None = None) -> tuple[jax.Array, jax.Array]:
-    """Numbers `[..., D]` as they are stored, and their scales `[...]`; in int4 `[..., ceil(D / 32)]`, of latent rows
-    `[..., 2]`.
-
-    A NaN or an infinity anywhere in a head makes its scale NaN, and so all that is read of that token and head.
-
-    >>> stored, scale = encode(jnp.array([[-1.0, 0.25, 0.0, 0.5]]), "int8", jnp.dtype("float32"))
-    >>> stored.tolist(), [f"{s:.5f}" for s in scale.tolist()]
-    ([[-127, 32, 0, 64]], ['0.00787'])
-    """
-    if rank is not None and kind != "int4":  # part by part, as kernels do it: a division by both rounds differently
-        parts = [encode(part, kind, scale_dtype) for part in (x[..., :rank], x[..., rank:])]
-        scale = jnp.stack([scale for _, scale in parts], axis=-1)
-        nan = jnp.isnan(scale).any(axis=-1, keepdims=True)
-        return jnp.concatenate([stored for stored, _ in parts], axis=-1), jnp.where(nan, jnp.nan, scale)
-    x = x.astype(jnp.float32)
-    finite = jnp.isfinite(x).all(axis=-1)  # asked for by itself: a maximum may drop a NaN
-    x = jnp.where(finite[..., None], x, 0.0)
-    largest = jnp.abs(_in_groups(x, kind, None)).max(axis=-1)
-    scale = (jnp.maximum(largest, TINY) / LARGEST[kind]).astype(scale_dtype)
-    ratio = x / spread_scales(scale, kind, x.shape[-1])
-    ratio = jnp.clip(ratio, -LARGEST[kind], LARGEST[kind])  # a scale may have been rounded down
-    # By way of 32 bits, for the compiler for tpu7x knows no other.
-    stored = _float_bits(ratio, kind) if kind in FLOATS else jnp.round(ratio).astype(jnp.int32).astype(jnp.int8)
-    if kind == "int4":
-        # Entry i of the first half of a head stands in the low bits of byte i, that of the second half above it.
-        low, high = jnp.split(stored.astype(jnp.uint8), 2, axis=-1)
-        stored = (low & jnp.uint8(15)) | (high << jnp.uint8(4))
-    nan = jnp.asarray(jnp.nan, scale.dtype)
-    return stored, jnp.where(jnp.expand_dims(finite, range(finite.ndim, scale.ndim)), scale, nan)
-
-
-def is_joined(kv_scale, kind: str | None, rank: int | None) -> bool:
-    """Whether rows of `rank` values hold keys behind them: then their scales are `[num_blocks + 1, 2, K, block_size]`,
-    what rows are multiplied by as keys and what as values. Not in int4, where the entries of a head share none."""
-    return rank is not None and kind not in (None, "int4") and kv_scale is not None and len(kv_scale.shape) == 4
-
-
-def split_rank(kv_scale, kind: str | None, rank: int | None) -> tuple[int | None, int | None]:
-    """The rank of rows that have a scale for each of their parts, and that of joined ones: one of them is None."""
-    return (None, rank) if is_joined(kv_scale, kind, rank) else (rank, None)
-
-
-def scale_shape(
-    numbers: tuple[int, ...], kind: str | None, head_dim: int, rank: int | None = None, joined: bool = False
-) -> tuple[int, ...]:
-    """The shape of the scales of a pool whose numbers are `[num_blocks + 1, 2, K, block_size, ...]`, or 1 for 2."""
-    blocks, _, num_kv_heads, block_size = numbers[:4]
-    return (blocks, 2, num_kv_heads, block_size) if joined else (*numbers[:4], *scale_axes(kind, head_dim, rank))
-
-
-def encode_joined(x: jax.Array, kind: str, scale_dtype: jnp.dtype, rank: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Joined rows `[..., D]` as they are stored, and the scales of their keys and of their values, `[...]` each."""
-    (values, value_scale), (keys, key_scale) = (encode(x, kind, scale_dtype) for x in (x[..., :rank], x[..., rank:]))
-    return jnp.concatenate([values, keys], axis=-1), key_scale, value_scale
-
-
-def numbers(stored: jax.Array, kind: str | None) -> jax.Array:
-    """What is stored as numbers that a scale is still missing from, in a dtype that holds them exactly."""
-    if kind in FLOATS:
-        return float_numbers(stored, kind).astype(jnp.bfloat16)
-    if kind == "int4":
-        signed = stored.astype(jnp.int8)  # the top bits of a byte are its sign
-        low = jnp.right_shift(jnp.left_shift(signed, jnp.int8(4)), jnp.int8(4))
-        return jnp.concatenate([low, jnp.right_shift(signed, jnp.int8(4))], axis=-1)
-    return stored
-
-
-def widened(stored: jax.Array) -> jax.Array:
-    """Bytes with a sign as float32.
+def widen_int8(stored: jax.Array) -> jax.Array:
+    """Returns int8 as float32.
 
     By way of their bits, which are put into a float of 2 ** 23: XLA for CPUs converts bytes four times slower.
 
-    >>> widened(jnp.array([-128, -1, 0, 127], jnp.int8)).tolist()
+    >>> widen_int8(jnp.array([-128, -1, 0, 127], jnp.int8)).tolist()
     [-128.0, -1.0, 0.0, 127.0]
     """
     bits = (stored.astype(jnp.int32) + 128) | (150 << 23)
     return jax.lax.bitcast_convert_type(bits, jnp.float32) - (2.0**23 + 128)
 
 
-def float_numbers(stored: jax.Array, kind: str) -> jax.Array:
-    """The bits of floats of 8 as float32. Those that `encode` never stores, of NaN and infinity, give some number."""
-    mantissa, bias = MANTISSA[kind]
-    bits = stored.astype(jnp.int32)
-    magnitude = bits & 0x7F
-    # The fractions of the least normal number have no exponent: they get its, and what it stands for is taken away.
-    small = magnitude < 1 << mantissa
-    wide = (magnitude + (jnp.where(small, bias + 1, bias) << mantissa)) << (23 - mantissa)
-    number = jax.lax.bitcast_convert_type(wide, jnp.float32) - jnp.where(small, 2.0 ** (bias - 126), 0.0)
-    return jnp.where(bits >= 128, -number, number)
+def _round_to_int8(x: jax.Array) -> jax.Array:
+    # By way of 32 bits, for the compiler for tpu7x knows no other.
+    return jnp.round(x).astype(jnp.int32).astype(jnp.int8)
 
 
-def _float_bits(x: jax.Array, kind: str) -> jax.Array:
-    """Float32 within a float of 8 bits' range as its bits, rounded to the nearest, ties to even.
+def _pack_int4(x: jax.Array) -> jax.Array:
+    """Entry i of the first half of a head stands in the low bits of byte i, that of the second half above it."""
+    low, high = jnp.split(_round_to_int8(x).astype(jnp.uint8), 2, axis=-1)
+    return (low & jnp.uint8(15)) | (high << jnp.uint8(4))
+
+
+def _unpack_int4(stored: jax.Array) -> jax.Array:
+    signed = stored.astype(jnp.int8)  # the top bits of a byte are its sign
+    low = jnp.right_shift(jnp.left_shift(signed, jnp.int8(4)), jnp.int8(4))
+    return jnp.concatenate([low, jnp.right_shift(signed, jnp.int8(4))], axis=-1)
+
+
+def _round_to_float8(x: jax.Array, float8: Float8) -> jax.Array:
+    """Returns the bits of float32 within an 8-bit float's range, rounded to the nearest, ties to even.
 
     In integers, for XLA's compiler for TPUs ends the process at the conversion.
     """
-    mantissa, bias = MANTISSA[kind]
+    mantissa, bias, _ = float8
     cut = 23 - mantissa
     wide = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
     normal = ((wide + ((1 << (cut - 1)) - 1) + ((wide >> cut) & 1)) >> cut) - (bias << mantissa)
@@ -149,50 +212,52 @@ def _float_bits(x: jax.Array, kind: str) -> jax.Array:
     return jnp.where(x < 0, magnitude + 128, magnitude).astype(jnp.uint8)
 
 
-def spread_scales(scale: jax.Array, kind: str | None, head_dim: int, rank: int | None = None) -> jax.Array:
-    """Scales as what each entry of a head is multiplied by: `[..., D]`, or `[..., 1]` where they have one."""
-    scale = scale.astype(jnp.float32)
-    if kind == "int4":
-        return jnp.repeat(scale, GROUP, axis=-1)[..., :head_dim]
-    if rank is not None:
-        return jnp.where(np.arange(head_dim) < rank, scale[..., :1], scale[..., 1:])
-    return scale[..., None]
+def _read_float8(stored: jax.Array, float8: Float8) -> jax.Array:
+    """Returns the numbers of bits of 8-bit floats. Those that are never stored, of NaN and infinity, give any."""
+    mantissa, bias, _ = float8
+    bits = stored.astype(jnp.int32)
+    magnitude = bits & 0x7F
+    # The fractions of the least normal number have no exponent: they get its, and what it stands for is taken away.
+    small = magnitude < 1 << mantissa
+    wide = (magnitude + (jnp.where(small, bias + 1, bias) << mantissa)) << (23 - mantissa)
+    number = jax.lax.bitcast_convert_type(wide, jnp.float32) - jnp.where(small, 2.0 ** (bias - 126), 0.0)
+    return jnp.where(bits >= 128, -number, number).astype(jnp.bfloat16)
 
 
-def sound_scales(keys: jax.Array, values: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
-    """Scales of keys and values such that what no query sees does nothing in a kernel, whatever they hold.
+def _make_float8(name: str, largest: float, float8: Float8) -> StorageFormat:
+    return StorageFormat(
+        name, np.dtype("uint8"), largest, float8=float8, to_bits=functools.partial(_round_to_float8, float8=float8),
+        from_bits=functools.partial(_read_float8, float8=float8),
+    )  # fmt: skip
 
-    A weight of 0 times NaN is NaN, so a value's scale that is not finite becomes 0, and the key's NaN in its stead, for
-    logits are selected. Who sees such a token gets NaN in that head, in the LSE too.
+
+# In order of their bytes. A format that is not quantized is named after its dtype.
+FORMATS = {
+    format.name: format
+    for format in (
+        *(StorageFormat(name, jnp.dtype(name)) for name in ("bfloat16", "float16", "float32")),
+        StorageFormat("int8", np.dtype("int8"), 127.0, to_bits=_round_to_int8),
+        _make_float8("float8_e4m3fn", 448.0, Float8(3, 120, 0x7F)),
+        _make_float8("float8_e5m2", 57344.0, Float8(2, 112, 0x7C)),
+        StorageFormat(
+            "int4", np.dtype("uint8"), 7.0, group_size=32, numbers_per_entry=2, scale_dtype=jnp.dtype("bfloat16"),
+            rotates=True,  # the small model's loss says so; elsewhere it does not care: see benchmarks/NOTES.md
+            to_bits=_pack_int4, from_bits=_unpack_int4,
+        ),
+    )
+}  # fmt: skip
+QUANTIZED = tuple(name for name, format in FORMATS.items() if format.is_quantized)
+UNQUANTIZED = StorageFormat("as they are", FLOAT32)  # a pool in any dtype, which the pool itself says
+
+
+def find_format(kind: str | None) -> StorageFormat:
+    """Returns the format of a pool of this `kind`, the argument of `paged_attention`.
+
+    Raises:
+      ValueError: a kind that there is not.
     """
-    most = float(jnp.finfo(jnp.float32).max) / LARGEST[kind]
-    finite = (values <= most) & (values >= -most)
-    return jnp.where(finite, keys, jnp.nan), jnp.where(finite, values, 0.0)
-
-
-def sum_by_scale(x: jax.Array, kind: str | None, rank: int | None = None) -> jax.Array:
-    """Sums over the entries `[..., D]` that share a scale: the opposite of `spread_scales`."""
-    return _in_groups(x, kind, rank).sum(axis=-1)
-
-
-def decode(
-    stored: jax.Array, scale: jax.Array, kind: str | None, head_dim: int, rank: int | None = None
-) -> jax.Array:  # fmt: skip
-    """What is stored as float32 `[..., D]`."""
-    stored = stored[..., : stored_dim(kind, head_dim)]
-    return numbers(stored, kind).astype(jnp.float32) * spread_scales(scale, kind, head_dim, rank)
-
-
-def _in_groups(x: jax.Array, kind: str | None, rank: int | None) -> jax.Array:
-    """`[..., D]` to `[..., groups, entries]`, those that share a scale together and zeros behind them."""
-    if kind != "int4" and rank is None:
-        return x
-
-    def padded(x: jax.Array, size: int) -> jax.Array:
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
-
-    if kind == "int4":
-        count = math.ceil(x.shape[-1] / GROUP)
-        return padded(x, count * GROUP).reshape(*x.shape[:-1], count, GROUP)
-    size = max(rank or 0, x.shape[-1] - (rank or 0))
-    return jnp.stack([padded(x[..., :rank], size), padded(x[..., rank:], size)], axis=-2)
+    if kind is None:
+        return UNQUANTIZED
+    if kind not in QUANTIZED:
+        raise ValueError(f"kind must be None or one of {', '.join(QUANTIZED)}, not {kind!r}.")
+    return FORMATS[kind]

@@ -1,19 +1,26 @@
 """Paged attention on NVIDIA Hopper GPUs, in Pallas Mosaic GPU.
 
 `step` prepares a step and calls the kernels: `decode` for rows with one new token, `prefill` for the others, `latent`
-for both over latent rows. They take their work from lists built on the device (`work`) and their tile sizes from
+for both over latent rows. They take their work from lists built on the device (`work_items`) and their tile sizes from
 `tuning`, and share `tiles`; `support` refuses what they cannot do. The write of the cache is XLA's in-place scatter.
 """
 
-from pallas_kernels.common.masks import with_spans
-from pallas_kernels.gpu.dequantize import KINDS as KINDS
+from pallas_kernels.common.batch import AttentionOptions, MaskSpec, PagedBatch, StoredKV
+from pallas_kernels.gpu.dequantize import FORMATS as FORMATS
 from pallas_kernels.gpu.step import attend
 from pallas_kernels.gpu.support import unsupported as unsupported
+from pallas_kernels.xla.spans import attend_spans
 
-LATENT = True  # it reads latent rows
-VARIANTS = frozenset({"causal", "chunk", "deterministic", "sink_tokens", "spans", "tree"})
+# See `api.backend`.
+OPTIONS = ("causal", "chunk", "deterministic", "sink_tokens", "spans", "tree")
+READS_LATENT_ROWS = True
+READS_SHARED_ONCE = False
+write_kv = None
+write_and_attend = None
 
 
-def paged_attention(q, *arrays, **options):
-    """What [`pallas_kernels.paged_attention`][] means; see `step.attend`."""
-    return with_spans(attend, q, *arrays, **options)
+def paged_attention(
+    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: AttentionOptions, *, interpret=None
+):  # fmt: skip
+    """Computes what [`pallas_kernels.paged_attention`][] does; see `step.attend`."""
+    return attend_spans(attend, q, stored, batch, mask, options, interpret=interpret)

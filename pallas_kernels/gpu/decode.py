@@ -21,7 +21,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.masks import Reach, sees
+from pallas_kernels.common.masks import sees
 from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.dequantize import arrivals, load_scales, slots_and_wide, widen
 from pallas_kernels.gpu.support import kernel_head_dim
@@ -29,7 +29,9 @@ from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
     InterpretParams,
+    Operands,
     Tile,
+    Walk,
     accumulate,
     add_sink,
     fetch,
@@ -48,33 +50,26 @@ from pallas_kernels.gpu.work_items import UNUSED, WHOLE
 VECTOR = LAYOUT.reduce(0)  # how one value for each column lies in registers
 
 
-def split(
-    q, kv, tables, items, scalars, sinks, into=None, *, num_items, new_tokens, columns, tile: Tile, reach: Reach,
-    soft_cap: bool, sight=None, kv_scale=None, kind: str | None = None, interpret: InterpretParams = None,
-):  # fmt: skip
+def split(operands: Operands, items, into=None, *, num_items, new_tokens, columns, tile: Tile, sight=None):
     """Attention of each work item: a range of one row's tiles.
 
     Args:
-      q: `[N, H, D]`, D a multiple of 8: all tokens of the step.
-      kv: the pool, `[num_blocks + 1, 2, K, block_size, D']`, D' at least the multiple of 64 that D fits in: E.
-      tables: `i32[S, M]`.
+      operands: sinks as `f32[K, columns]`.
       items: `i32[W, 12]` or more lines, see `decode_items`.
-      num_items: W.
-      scalars: `f32[2]`, see `logits_base2`.
-      sinks: `f32[K, columns]`, one more logit in each softmax's denominator, or None.
       into: references to `[N, H, D]` and `f32[S, K, columns]`, of which only the items' own are written; None makes new
         arrays, the rest of which holds anything.
-      reach: how far back tokens see.
+      num_items: W.
+      new_tokens: tokens of each row, at most: `new_tokens * H // K <= columns`, a multiple of 8.
       sight: `i32[S, 3 + W, columns]`, what each of a row's queries sees where that does not go by `reach` alone; see
         `masks.Tiles`.
-      kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
-      new_tokens: tokens of each row, at most: `new_tokens * H // K <= columns`, a multiple of 8.
 
     Returns:
       `f32[W, K, E, columns]` and `f32[W, K, columns]`: of each item of a row that was cut the normalised output, and
       the base-2 logarithm of its softmax's denominator; then, if `into` is None, the output and its natural logarithm
       for the rows that were not.
     """
+    q, stored, tables, scalars, reach, soft_cap, interpret, sinks = operands
+    kv, kv_scale, format, quantized = stored.kv, stored.scale, stored.format, stored.format.is_quantized
     num_heads, head_dim = q.shape[1], kernel_head_dim(q.shape[2])
     num_rows, num_kv_heads = tables.shape[0], kv.shape[2]
     group = num_heads // num_kv_heads
@@ -82,7 +77,7 @@ def split(
     pieces = tile.pieces(kv.shape[3])
 
     def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, *others, scratch):
-        scale_ref, *others = (None, *others) if kind is None else others
+        scale_ref, *others = others if quantized else (None, *others)
         (q_s, k_s, v_s, p_s, rows_s, *wide), (q_ready, k_ready, v_ready, k_free, v_free) = scratch
         sinks_ref, *others = (None, *others) if sinks is None else others
         sight_ref, *others = (None, *others) if sight is None else others
@@ -129,10 +124,10 @@ def split(
                 first = tile_at(start + i, first_seen, reach, tokens) * tokens  # the position of the tile's first token
                 plgpu.barrier_wait(k_ready.at[slot])
                 keys, values = k_s.at[slot], v_s.at[slot]
-                if kind is not None:
+                if quantized:
                     keys, values, scales_s = wide
-                    key_scales, value_scales = load_scales(scales_s.at[slot], kind)
-                    widen(k_s.at[slot], keys, kind)
+                    key_scales, value_scales = load_scales(scales_s.at[slot], format)
+                    widen(k_s.at[slot], keys, format)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(k_free.at[slot])
 
@@ -142,7 +137,7 @@ def split(
 
                 probe(interpret, keys, q_s)
                 s = pl.run_scoped(keys_times_queries, plgpu.ACC((tokens, columns), jnp.float32))
-                if kind is None:
+                if not quantized:
                     plgpu.barrier_arrive(k_free.at[slot])
                 else:
                     s = s * lax.broadcast_in_dim(key_scales, s.shape, [0])
@@ -154,13 +149,13 @@ def split(
                 p = jnp.exp2(s - lax.broadcast_in_dim(safe, s.shape, [1]))
                 # Summed over the tile's tokens only at the end: a sum across warps in every step costs more.
                 total = total * lax.broadcast_in_dim(alpha, total.shape, [1]) + p
-                if kind is not None:
+                if quantized:
                     p = p * lax.broadcast_in_dim(value_scales, p.shape, [0])
                 p_s.T[...] = p.astype(q.dtype)
 
                 plgpu.barrier_wait(v_ready.at[slot])
-                if kind is not None:
-                    widen(v_s.at[slot], values, kind)
+                if quantized:
+                    widen(v_s.at[slot], values, format)
                 else:
 
                     @pl.when((first < first_seen) | (first + tokens > length))
@@ -169,12 +164,12 @@ def split(
                         select_seen_values(values, first_seen - first, length - first, sinks)
 
                 plgpu.commit_smem()
-                if kind is not None:
+                if quantized:
                     plgpu.barrier_arrive(v_free.at[slot])
                 probe(interpret, values, p_s)
                 acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
                 acc = accumulate(interpret, acc, values.T, p_s.T)
-                if kind is None:
+                if not quantized:
                     plgpu.barrier_arrive(v_free.at[slot])
                 return acc, m, total
 
@@ -202,20 +197,20 @@ def split(
         @pl.when((warpgroup == 1) & (num_tiles > 0))
         def produce():
             fetch(
-                kv_ref, tables_ref, row, head, start, num_tiles, first_seen, length, tile, reach,
-                (k_s, v_s), (k_ready, v_ready), (k_free, v_free), in_warps=not varies(kv),
-                scales=None if kind is None else (scale_ref, wide[2]),
+                kv_ref, tables_ref, Walk(row, head, start, num_tiles, first_seen, length), tile, reach,
+                ((k_s, v_s), (k_ready, v_ready), (k_free, v_free)), in_warps=not varies(kv),
+                scales=(scale_ref, wide[2]) if quantized else None,
             )  # fmt: skip
 
     def paged_decode_split(*refs):  # the name that profiles and dumps show
-        slots, wide = slots_and_wide(kv.dtype, q.dtype, kind, tile, head_dim)
+        slots, wide = slots_and_wide(kv.dtype, q.dtype, format, tile, head_dim)
         buffers = (
             plgpu.SMEM((columns, head_dim), q.dtype, transforms=OPERAND), slots, slots,
             plgpu.SMEM((columns, tokens), q.dtype, transforms=OPERAND),
             plgpu.SMEM((columns, head_dim), q.dtype),  # the queries as they come, and in the end the output
             *wide,
         )  # fmt: skip
-        k_ready, v_ready = (plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals(kind, pieces))
+        k_ready, v_ready = (plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals(format, pieces))
         free = plgpu.Barrier(num_barriers=stages)
         barriers = (plgpu.Barrier(num_arrivals=new_tokens), k_ready, v_ready, free, free)
         pl.run_scoped(lambda *scratch: kernel(*refs, scratch=scratch), buffers, barriers, collective_axes="warpgroup")
@@ -228,36 +223,36 @@ def split(
     if into is None:
         outputs = (*outputs, shape(q.shape, q.dtype), shape((num_rows, num_kv_heads, columns), jnp.float32))
     optional = (x for x in (kv_scale, sinks, sight) if x is not None)
-    operands = (q, kv, tables, items, scalars, *optional, *(into or ()))
     return plgpu.kernel(
         paged_decode_split, out_type=outputs,
         grid=(num_items, num_kv_heads), grid_names=("item", "head"), num_threads=2, thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
-    )(*operands)  # fmt: skip
+    )(q, kv, tables, items, scalars, *optional, *(into or ()))  # fmt: skip
 
 
 def merge(
-    part, part_lse, items, sinks, out, lse, *, new_tokens, most_cut, num_blocks, deterministic: bool = False,
+    parts, items, sinks, into, *, new_tokens, most_cut, num_blocks, deterministic: bool = False,
     interpret: InterpretParams = None,
 ):  # fmt: skip
     """Combine the items of each row that was cut.
 
     Args:
-      part, part_lse, items, sinks, new_tokens: as of `split`, or of `latent.split`.
+      parts, items, sinks, new_tokens: as of `split`, or of `latent.split`; the parts' output and its logarithm.
       most_cut: see `decode_items`.
-      out, lse: `split`'s output and its logarithm: references where the rows' are written, or else arrays.
+      into: `split`'s output and its logarithm: references where the rows' are written, or else arrays.
       num_blocks: thread blocks to start, at most; each takes several rows if those are more.
       deterministic: as many steps for a row however many others there are.
 
     Returns:
-      New arrays like `out` and `lse`, with the rows' in them and anything else; nothing if those are references.
+      New arrays like `into`, with the rows' in them and anything else; nothing if those are references.
     """
+    (part, part_lse), (out, lse) = parts, into
     _, num_kv_heads, head_dim, _ = part.shape
     group, dtype = out.shape[1] // num_kv_heads, out.dtype
     columns = -(-new_tokens * group // 8) * 8  # of those of `part`, which may be more
     width = 64  # of the head_dim, in one thread block
-    parts = head_dim // width
-    at_once = min(max(num_blocks // (num_kv_heads * parts), 1), most_cut)  # rows
+    pieces = head_dim // width
+    at_once = min(max(num_blocks // (num_kv_heads * pieces), 1), most_cut)  # rows
     # Items loaded at once: one by one, each would cost the memory's whole latency. More where rows are few, and so cut
     # into many, while thread blocks that each need many registers still fit on the chip all at once.
     ahead = (128 if most_cut * num_kv_heads <= 64 and not deterministic else 64) // columns or 1
@@ -312,7 +307,7 @@ def merge(
     return plgpu.kernel(
         paged_decode_merge,
         out_type=() if in_place else tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse)),
-        grid=(at_once, num_kv_heads, parts), grid_names=("row", "head", "part"),
+        grid=(at_once, num_kv_heads, pieces), grid_names=("row", "head", "part"),
         scratch_types=[plgpu.SMEM((columns, width), dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
     )(part, part_lse, items, *(() if sinks is None else (sinks,)), *((out, lse) if in_place else ()))  # fmt: skip

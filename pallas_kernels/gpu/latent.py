@@ -19,14 +19,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.masks import Reach, sees
+from pallas_kernels.common.masks import sees
 from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
-    InterpretParams,
+    Operands,
     Tile,
+    Walk,
     accumulate,
     add_sink,
     anew,
@@ -39,7 +40,6 @@ from pallas_kernels.gpu.tiles import (
     select_seen_values,
     store,
     tile_at,
-    varies,
 )
 from pallas_kernels.gpu.work_items import UNUSED, WHOLE
 
@@ -53,21 +53,17 @@ ROW = LAYOUT.reduce(1)  # how one value for each query lies in registers
 
 
 def split(
-    q, kv, tables, items, scalars, sinks, into=None, *, num_items, new_tokens, rank: int, tile: Tile, reach: Reach,
-    soft_cap: bool, some_cut: bool, by_item: bool = False, sight=None, interpret: InterpretParams = None,
+    operands: Operands, items, into=None, *, num_items, new_tokens, tile: Tile, some_cut: bool, by_item: bool = False,
+    sight=None,
 ):  # fmt: skip
     """Attention of each work item: a range of one row's tiles, for some of its new tokens.
 
     Query c of tile j of the heads is head `j * h + c % h` of token `c // h`, where h is `heads_at_once(H)`.
 
     Args:
-      q: `[N, H, D]`, D a multiple of 8 and H such as `heads_at_once` takes: all tokens of the step.
-      kv: the pool, `[num_blocks + 1, 1, 1, block_size, D']`, D' at least the multiple of 64 that D fits in.
-      tables: `i32[S, M]`.
+      operands: H such as `heads_at_once` takes; sinks as `f32[H // h, 64]`.
       items: `i32[W, 7]` or wider, see `work_items.decode_items`. If `by_item` `i32[W, 8]`: at the end how many
         tokens there are.
-      scalars: `f32[2]`, see `logits_base2`.
-      sinks: `f32[H // h, 64]`, one more logit for each query, or None.
       into: references to the output and its logarithm, as below, of which only the items' own are written; None makes
         new arrays, the rest of which holds anything.
       num_items: W.
@@ -82,6 +78,9 @@ def split(
       base-2 logarithm of its softmax's denominator; None and None if there are none. Then, if `into` is None, of the
       others the output, `[N, H, rank]`, and its natural logarithm, `f32[S, H // h, 64]`, or `[W, ..]` if `by_item`.
     """
+    q, stored, tables, scalars, reach, soft_cap, interpret, sinks = operands
+    kv, rank = stored.kv, stored.latent_rank
+    assert rank is not None
     (num_tokens, num_heads, _), width = q.shape, kernel_head_dim(q.shape[2])
     at_once = heads_at_once(num_heads)
     head_tiles, tokens, stages = num_heads // at_once, tile.tokens, tile.stages
@@ -274,8 +273,8 @@ def split(
             plgpu.set_max_registers(REGISTERS["produce"], action="decrease")
             row, start, num_tiles, length, *_, first_seen = work()
             fetch(
-                kv_ref, tables_ref, row, 0, start, num_tiles, first_seen, length, tile, reach, (rows_s,), (ready,),
-                (free,), in_warps=not (varies(q) or varies(kv)),
+                kv_ref, tables_ref, Walk(row, 0, start, num_tiles, first_seen, length), tile, reach,
+                ((rows_s,), (ready,), (free,)), in_warps=operands.is_uniform,
             )  # fmt: skip
 
     def run(*refs):

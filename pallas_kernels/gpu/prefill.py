@@ -22,14 +22,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.masks import Reach, sees
+from pallas_kernels.common.masks import sees
 from pallas_kernels.gpu.dequantize import arrivals, settle_scales, slots_and_wide, widen
 from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import (
     LAYOUT,
     OPERAND,
-    InterpretParams,
-    Tile,
+    Operands,
+    Walk,
     accumulate,
     add_sink,
     anew,
@@ -44,6 +44,7 @@ from pallas_kernels.gpu.tiles import (
     tile_at,
     varies,
 )
+from pallas_kernels.gpu.tuning import PrefillPlan
 
 CONSUMERS = 2
 HALF = 64  # query rows of one consumer: the matrix unit's width
@@ -69,40 +70,31 @@ def tokens_of(group: int) -> int:
     return HALF // group
 
 
-def attend(
-    q, kv, tables, items, scalars, holes, sinks, *, tile: Tile, reach: Reach, soft_cap: bool, sight=None,
-    kv_scale=None, kind: str | None = None, weights_in_registers: bool = False, in_turns: bool = False,
-    ahead: bool = False, interpret: InterpretParams = None,
-):  # fmt: skip
+def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
     """Causal attention of each work item: consecutive tokens of one row of the table, `2 * tokens_of(group)` at most.
 
     Args:
-      q: `[N, H, D]`, D a multiple of 8: all tokens of the step.
-      kv: the pool, `[num_blocks + 1, 2, K, block_size, D']`, D' at least the multiple of 64 that D fits in: E.
-      tables: `i32[S, M]`.
+      operands: sinks as `f32[K, 64]`, for each of a consumer's query rows if C is 1.
       items: `i32[W, C, 7]`, of C chunks of the context each; see `work_items.prefill_items`. With `sight`
         `i32[W, C, 9]`: in the place of the tokens' positions the first that any of them sees and the one to stop
         before, and at the end the same of what all of them see.
-      scalars: `f32[2]`, see `logits_base2`.
       holes: `i32[W, 2, 2]`, see `work.bits`: which of the step's tokens belong to no row, `tokens_of(group)` to a
         consumer, in the step's order. If C is 1: their output is 0.
-      sinks: `f32[K, 64]`, one more logit for each of a consumer's query rows if C is 1, or None.
-      reach: how far back tokens see, where only a window says so.
+      plan: which ways of `tuning.PrefillPlan` to go. `in_turns` and `ahead` not for a quantized pool, whose tiles both
+        consumers widen together.
       sight: `i32[W, 3 + words, 128]`, what each query row sees, where more does; see `masks.Tiles`. Then `reach` says
         only which first tokens are seen.
-      kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
-      weights_in_registers: the softmax's weights are multiplied from where they are made, not from shared memory, which
-        the interpreter does not do.
-      in_turns: one consumer's products are issued while the other does its softmax. Without `kind`, whose tiles both
-        widen together.
-      ahead: a tile's products with its keys are issued before those of the last one with its values, and its softmax is
-        done under these. Both as in FlashAttention-3 (https://arxiv.org/abs/2407.08608). Without `kind`.
 
     Returns:
       If C is 1, `[N, H, D]` in q's dtype, where tokens of rows without an item hold anything; else of each chunk
       `[W * C, K, 2, 64, E]`, not written without tiles. And the natural logarithm of the softmax's denominator,
       `f32[W * C, K, 128]`.
     """
+    q, stored, tables, scalars, reach, soft_cap, interpret, sinks = operands
+    kv, kv_scale, format, quantized = stored.kv, stored.scale, stored.format, stored.format.is_quantized
+    tile, weights_in_registers, in_turns, ahead = (
+        plan.tile, plan.weights_in_registers, plan.in_turns, plan.ahead
+    )  # fmt: skip
     (_, num_heads, stored_dim), (_, chunks, _), num_kv_heads = q.shape, items.shape, kv.shape[2]
     items = items.reshape(-1, items.shape[2])
     head_dim, group, num_items = kernel_head_dim(stored_dim), num_heads // num_kv_heads, len(items)
@@ -111,7 +103,7 @@ def attend(
     pieces = tile.pieces(kv.shape[3])
 
     def kernel(q_ref, kv_ref, tables_ref, items_ref, scalars_ref, *others, scratch):
-        scale_ref, *others = (None, *others) if kind is None else others
+        scale_ref, *others = others if quantized else (None, *others)
         sight_ref, *others = (None, *others) if sight is None else others
         sinks_ref, holes_ref, out_ref, lse_ref = (None, *others) if sinks is None else others
         ((rows_s, q_s), k_s, v_s, p_s, lse_s, *wide), (q_ready, *barriers) = scratch
@@ -131,7 +123,7 @@ def attend(
 
         def widen_together(stored, tile_s, which):
             """Each consumer does a share, and waits for the other's."""
-            widen(stored, tile_s, kind, share=anew(warpgroup), shares=CONSUMERS)
+            widen(stored, tile_s, format, share=anew(warpgroup), shares=CONSUMERS)
             plgpu.commit_smem()
             plgpu.barrier_arrive(widened[which])
             plgpu.barrier_wait(widened[which])
@@ -167,18 +159,18 @@ def attend(
         def ready_keys(i):
             slot = slot_of(i)
             plgpu.barrier_wait(k_ready.at[slot])
-            if kind is None:
+            if not quantized:
                 return k_s.at[slot]
             # Once all of K is widened, both have multiplied by the V before, and once V is by this K: each may be
             # overwritten then.
-            pl.when(anew(warpgroup) == 0)(lambda: settle_scales(wide[2].at[slot], kind))
+            pl.when(anew(warpgroup) == 0)(lambda: settle_scales(wide[2].at[slot], format))
             widen_together(k_s.at[slot], wide[0], 0)
             return wide[0]
 
         def ready_values(part, i):
             slot, first = slot_of(i), first_of(part, i)
             plgpu.barrier_wait(v_ready.at[slot])
-            if kind is not None:
+            if quantized:
                 widen_together(v_s.at[slot], wide[1], 1)
                 plgpu.barrier_arrive(k_free.at[slot])  # and with it the scales
                 plgpu.barrier_arrive(v_free.at[slot])
@@ -217,7 +209,7 @@ def attend(
         def softmax(part, i, s, m, total):
             """Of a tile's products with its keys: the weights, what all before is multiplied by, maximum and sum."""
             slot, first = slot_of(i), first_of(part, i)
-            if kind is None:
+            if not quantized:
                 plgpu.barrier_arrive(k_free.at[slot])
             else:
                 s = s * lax.broadcast_in_dim(scales(slot, 0), s.shape, [1])
@@ -235,7 +227,7 @@ def attend(
             alpha = jnp.exp2(old - safe)
             p = jnp.exp2(s - lax.broadcast_in_dim(safe, s.shape, [0]))
             total = total * alpha + p.sum(axis=1)
-            if kind is not None:
+            if quantized:
                 p = p * lax.broadcast_in_dim(scales(slot, 1), p.shape, [1])
             if ahead or (in_turns and weights_in_registers):
                 # All weights are in the sum, and a store has its place: else the compiler puts their exponentials off,
@@ -275,7 +267,7 @@ def attend(
             probe(interpret, weights, values)
             await_turn()
             acc = accumulate(interpret, acc, weights, values)
-            if kind is None:
+            if not quantized:
                 plgpu.barrier_arrive(v_free.at[slot])
             return acc
 
@@ -403,7 +395,7 @@ def attend(
 
         @pl.when(warpgroup < CONSUMERS)
         def consume():
-            plgpu.set_max_registers(232 if kind is None else 224, action="increase")
+            plgpu.set_max_registers(224 if quantized else 232, action="increase")
             _, first_token, stop, first_seen, start, num_tiles = work()
 
             @pl.when(items_ref[item, 6] > 0 if chunks == 1 else num_tiles > 0)
@@ -424,16 +416,16 @@ def attend(
 
         @pl.when(warpgroup == CONSUMERS)
         def produce():
-            plgpu.set_max_registers(40 if kind is None else 56, action="decrease")  # it copies scales as well
+            plgpu.set_max_registers(56 if quantized else 40, action="decrease")  # it copies scales as well
             row, _, stop, first_seen, start, num_tiles = work()
             fetch(
-                kv_ref, tables_ref, row, head, start, num_tiles, first_seen, stop, tile, reach,
-                (k_s, v_s), (k_ready, v_ready), (k_free, v_free), in_warps=not varies(kv),
-                scales=None if kind is None else (scale_ref, wide[2]),
+                kv_ref, tables_ref, Walk(row, head, start, num_tiles, first_seen, stop), tile, reach,
+                ((k_s, v_s), (k_ready, v_ready), (k_free, v_free)), in_warps=not varies(kv),
+                scales=(scale_ref, wide[2]) if quantized else None,
             )  # fmt: skip
 
     def paged_prefill(*refs):  # the name that profiles and dumps show
-        slots, wide = slots_and_wide(kv.dtype, q.dtype, kind, tile, head_dim)
+        slots, wide = slots_and_wide(kv.dtype, q.dtype, format, tile, head_dim)
         rows = ROWS if stored_dim == head_dim else ()
         queries = [plgpu.SMEM((CONSUMERS, HALF, head_dim), q.dtype, transforms=x) for x in (rows, OPERAND)]
         buffers = (
@@ -442,9 +434,9 @@ def attend(
             None if weights_in_registers else plgpu.SMEM((CONSUMERS, HALF, tokens), q.dtype, transforms=OPERAND),
             plgpu.SMEM((CONSUMERS, HALF), jnp.float32), *wide,
         )  # fmt: skip
-        k_ready, v_ready = (plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals(kind, pieces))
+        k_ready, v_ready = (plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals(format, pieces))
         free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
-        widened = () if kind is None else (plgpu.Barrier(num_arrivals=CONSUMERS),) * 2
+        widened = (plgpu.Barrier(num_arrivals=CONSUMERS),) * (2 if quantized else 0)
         q_ready = plgpu.Barrier(num_arrivals=group, num_barriers=CONSUMERS)
         turn = plgpu.Barrier(num_arrivals=CONSUMERS) if in_turns else None
         barriers = (q_ready, k_ready, v_ready, free, free, free, turn, *widened)

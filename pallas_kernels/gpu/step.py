@@ -2,23 +2,35 @@
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.masks import Reach, Sight, cut, find_sight, of_rows_that_hold
+from pallas_kernels.common.batch import AttentionOptions, MaskSpec, PagedBatch, StoredKV
+from pallas_kernels.common.masks import Reach, Sight, cut, drop_empty_rows, find_sight
 from pallas_kernels.common.ragged_layout import Tokens, default_offsets, locate
 from pallas_kernels.gpu import decode, latent, prefill, tuning, work_items as work
 from pallas_kernels.gpu.support import kernel_head_dim
-from pallas_kernels.gpu.tiles import InterpretParams, logit_scalars, varies
+from pallas_kernels.gpu.tiles import InterpretParams, Operands, logit_scalars
 
 MOST_COLUMNS = 32  # queries of one row and KV head that the decode kernels take
 
 
+class Rows(NamedTuple):
+    """The rows of a step, whose tokens are flat."""
+
+    kv_lens: jax.Array  # i32[S]
+    query_lens: jax.Array  # i32[S]
+    start: jax.Array  # i32[S]: where each row's tokens begin
+    token: Tokens  # where each of the N belongs
+    sight: Sight | None
+    deterministic: bool
+
+
 def attend(
-    q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
-    mask=None, return_lse=False, kind=None, rank=None, chunk=None, sink_tokens=None, tree=None, spans=None,
-    causal=True, deterministic=False, interpret: InterpretParams = None,
+    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: AttentionOptions, *,
+    interpret: InterpretParams = None,
 ):  # fmt: skip
     """[`pallas_kernels.paged_attention`][] on a Hopper GPU, for what `unsupported` does not refuse.
 
@@ -29,48 +41,47 @@ def attend(
 
     `interpret` runs the kernels in Pallas's GPU interpreter, on any machine.
     """
-    assert mask is None and (kv_scale is None or kind is not None), "`unsupported` refuses them"
+    kv, rank, sinks = stored.kv, stored.latent_rank, options.sinks
+    causal, deterministic, return_lse = mask.causal, options.deterministic, options.return_lse
     if q.size == 0:
         q = q[..., :rank]
         return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if return_lse else q
     token_axes, (num_heads, head_dim) = q.shape[:-2], q.shape[-2:]
-    num_rows, width = new.shape[0], token_axes[-1]
+    num_rows, width = batch.query_lens.shape[0], token_axes[-1]
     group, most_columns, prefill_rows, missing = num_heads // kv.shape[2], MOST_COLUMNS, _prefill_rows, 0
     if rank is not None:
         missing = -num_heads % 8  # heads, so that bulk copies of any token's are of whole tiles
         group, most_columns = latent.heads_at_once(num_heads + missing), latent.QUERY_ROWS
-        prefill_rows = functools.partial(_prefill_latent, rank=rank)
+        prefill_rows = _prefill_latent
         sinks = None if sinks is None else jnp.pad(sinks, (0, missing))
-    capacity = tables.shape[1] * kv.shape[3]
-    held, lengths = lengths, jnp.clip(lengths, 0, capacity)  # so that no length reads past its row's table
-    scalars = logit_scalars(head_dim**-0.5 if scale is None else scale, soft_cap)
-    options = dict(
-        reach=Reach.within(capacity, window, chunk, sink_tokens), soft_cap=soft_cap is not None, kv_scale=kv_scale,
-        kind=kind, interpret=interpret, deterministic=deterministic,
-    )  # fmt: skip
+    capacity, held = batch.block_tables.shape[1] * kv.shape[3], batch.kv_lens
+    batch = batch._replace(kv_lens=jnp.clip(held, 0, capacity))  # so that no length reads past its row's table
     if not causal:
-        new, offsets = of_rows_that_hold(lengths, new, offsets)
-    token = locate(token_axes, lengths, new, offsets)
+        batch = drop_empty_rows(batch)
+    tables, kv_lens, query_lens, query_starts, _ = batch
+    token = locate(token_axes, kv_lens, query_lens, query_starts)
     token = Tokens(*(x.reshape(-1) for x in token))
     q = q.reshape(-1, num_heads, head_dim)
     q = jnp.pad(q, ((0, 0), (0, missing), (0, -head_dim % 8)))  # bulk copies want steps of 16 bytes
     if len(token_axes) == 2:
         start = jnp.arange(num_rows, dtype=jnp.int32) * width
     else:
-        start = default_offsets(new) if offsets is None else offsets
+        start = default_offsets(query_lens) if query_starts is None else query_starts
+    operands = Operands(
+        q, stored, tables, logit_scalars(options.logit_scale(head_dim), options.soft_cap),
+        Reach.of_mask(mask, capacity), options.soft_cap is not None, interpret, sinks,
+    )  # fmt: skip
     sight = None
-    if width > 1 and any(x is not None for x in (chunk, tree, spans)):
-        tree, spans = (None if x is None else x.reshape(-1) for x in (tree, spans))
-        sight = find_sight(token, lengths - new, start, width, options["reach"], tree, spans)
+    if width > 1 and mask.by_token:
+        tree, spans = (None if x is None else x.reshape(-1) for x in (mask.tree, mask.spans))
+        sight = find_sight(token, kv_lens - query_lens, start, width, operands.reach, tree, spans)
     elif width > 1 and not causal:
-        last = lengths[token.row] - 1  # all of the row
+        last = kv_lens[token.row] - 1  # all of the row
         sight = Sight(last, jnp.zeros_like(last), last, jnp.zeros_like(last), None)
+    rows = Rows(kv_lens, query_lens, start, token, sight, deterministic)
 
     if len(token_axes) == 2 and width * group <= most_columns and (width == 1 or not deterministic):
-        out, lse = _decode_rows(
-            q, kv, tables, held, new, start, width, token, None, scalars, sinks, width, None, rank=rank, sight=sight,
-            **options,
-        )  # fmt: skip
+        out, lse = _decode_rows(operands, rows._replace(kv_lens=held), width, None, width, None)
         lse = lse.reshape(num_rows, -1, width, group)
         lse = jnp.swapaxes(lse, 1, 2)
     else:
@@ -78,10 +89,8 @@ def attend(
         if width > 1:
             decodes = deterministic or (causal and num_rows > 1)
             least = 2 if decodes else 1  # new tokens of a row that is not decoded
-            out, lse = prefill_rows(
-                q, kv, tables, lengths, jnp.where(new < least, 0, new), start, token, scalars, sinks, least,
-                sight=sight, **options,
-            )  # fmt: skip
+            many = rows._replace(query_lens=jnp.where(query_lens < least, 0, query_lens))
+            out, lse = prefill_rows(operands, many, least)
             if rank is not None:  # the other kernel writes zeros itself
                 out = jnp.where(seen[:, None, None], out, jnp.zeros_like(out))
             lse = jnp.where(seen[:, None], lse, -jnp.inf)
@@ -89,10 +98,11 @@ def attend(
             least, out, lse = 2, jnp.zeros_like(q[..., :rank]), jnp.full(q.shape[:-1], -jnp.inf)
         if least == 2:
             place = width if len(token_axes) == 2 else start
-            out, alone_lse = _decode_rows(
-                q, kv, tables, held, new, start, place, token, q.shape[0], scalars, sinks, 1, out, rank=rank, **options
-            )  # fmt: skip
-            lse = jnp.where((seen & (new[token.row] == 1))[:, None], alone_lse.reshape(num_rows, -1)[token.row], lse)
+            alone = rows._replace(kv_lens=held, sight=None)
+            out, alone_lse = _decode_rows(operands, alone, place, q.shape[0], 1, out)
+            lse = jnp.where(
+                (seen & (query_lens[token.row] == 1))[:, None], alone_lse.reshape(num_rows, -1)[token.row], lse
+            )
     out = out[:, :num_heads, : rank or head_dim].reshape(*token_axes, num_heads, -1)
     return (out, lse.reshape(*token_axes, -1)[..., :num_heads]) if return_lse else out
 
@@ -103,15 +113,12 @@ def tiles_of_a_row(capacity: int, reach: Reach, new_tokens: int, tile_tokens: in
     return most if seen is None else min(most, -(-seen // tile_tokens) + 1 + (reach.sink_tokens > 0))
 
 
-def _decode_rows(
-    q, kv, tables, lengths, new, start, place, token, alone_of, scalars, sinks, new_tokens, into, *, reach, soft_cap,
-    kv_scale, kind, interpret, deterministic, rank=None, sight=None,
-):  # fmt: skip
-    """Attention of rows of at most `new_tokens` tokens each, of which row s's are at `start[s]`.
+def _decode_rows(operands: Operands, rows: Rows, place, alone_of: int | None, new_tokens: int, into):
+    """Attention of rows of at most `new_tokens` tokens each.
 
     Args:
-      lengths: `i32[S]`, which may be more than their tables have room for.
-      place: `start`, as `work.decode_items` takes it.
+      rows: whose lengths may be more than their tables have room for.
+      place: their start, as `work.decode_items` takes it.
       alone_of: None takes all rows; a number, those with one new token that is among so many: another has no work.
 
     Returns:
@@ -119,6 +126,8 @@ def _decode_rows(
       has it where it is None, and the LSE `f32[S, K, new_tokens * group]`, K of latent rows the tiles of heads; 0 and
       -inf for tokens that see nothing. Rows not taken have any LSE.
     """
+    q, stored, tables, _, reach, _, interpret, sinks = operands
+    kv, rank, (_, new, start, token, sight, deterministic) = stored.kv, stored.latent_rank, rows
     num_rows, num_kv_heads, block_size = tables.shape[0], kv.shape[2], kv.shape[3]
     if rank is not None:  # tiles of heads, all of the one KV head
         num_kv_heads = q.shape[1] // latent.heads_at_once(q.shape[1])
@@ -126,17 +135,20 @@ def _decode_rows(
     if rank is None:
         columns = -(-used // 8) * 8
         plan = tuning.decode_plan(kernel_head_dim(q.shape[2]), columns, kv.dtype.itemsize)
-        split = functools.partial(decode.split, columns=columns, kv_scale=kv_scale, kind=kind)
+        split = functools.partial(decode.split, columns=columns)
     else:
         columns, plan = latent.QUERY_ROWS, tuning.latent_plan(kernel_head_dim(q.shape[2]))
     most_tiles = tiles_of_a_row(tables.shape[1] * block_size, reach, new_tokens, plan.tile.tokens)
     items, num_items, most_cut = work.decode_items(
-        lengths, new, place, alone_of=alone_of, capacity=tables.shape[1] * block_size, reach=reach,
-        tile_tokens=plan.tile.tokens, wave=-(-plan.num_blocks // num_kv_heads), most_tiles=most_tiles,
-        waves=plan.waves, deterministic=deterministic, interpret=interpret,
+        rows.kv_lens, new, place,
+        work.Cutting(
+            tables.shape[1] * block_size, reach, plan.tile.tokens, -(-plan.num_blocks // num_kv_heads), most_tiles,
+            plan.waves, deterministic,
+        ),
+        alone_of=alone_of, interpret=interpret,
     )  # fmt: skip
     if rank is not None:
-        split = functools.partial(latent.split, rank=rank, some_cut=most_cut > 0)
+        split = functools.partial(latent.split, some_cut=most_cut > 0)
     lines = None
     if sight is not None:  # for each token's heads the same
         nth = jnp.arange(new_tokens, dtype=jnp.int32)[None]
@@ -146,19 +158,19 @@ def _decode_rows(
     if sinks is not None:  # for each token its heads'
         sinks = jnp.tile(sinks.astype(jnp.float32).reshape(num_kv_heads, -1), (1, new_tokens))
         sinks = jnp.pad(sinks, ((0, 0), (0, columns - used)))
-    in_place, refs = not (varies(q) or varies(kv)), None
+    in_place, refs = operands.is_uniform, None
     if in_place and into is not None:
         refs = jax.new_ref(into), jax.new_ref(jnp.zeros((num_rows, num_kv_heads, columns), jnp.float32))
     part, part_lse, *new_arrays = split(
-        q, kv, tables, items, scalars, sinks, refs, num_items=num_items, new_tokens=new_tokens, tile=plan.tile,
-        reach=reach, soft_cap=soft_cap, sight=lines, interpret=interpret,
+        operands._replace(sinks=sinks), items, refs, num_items=num_items, new_tokens=new_tokens, tile=plan.tile,
+        sight=lines,
     )  # fmt: skip
     if in_place and most_cut:
         refs = refs or tuple(map(jax.new_ref, new_arrays))
     out, lse = refs or new_arrays
     if most_cut:
         merged = decode.merge(
-            part, part_lse, items, sinks, out, lse, new_tokens=new_tokens, most_cut=most_cut,
+            (part, part_lse), items, sinks, (out, lse), new_tokens=new_tokens, most_cut=most_cut,
             num_blocks=tuning.merge_blocks(), interpret=interpret, deterministic=deterministic,
         )  # fmt: skip
     if refs:
@@ -174,18 +186,18 @@ def _decode_rows(
     return out, lse[:, :, :used]
 
 
-def _prefill_items(
-    lengths, new, start, token, sight, least, reach, *, capacity, item_tokens, tile_tokens, deterministic, num_heads
-):  # fmt: skip
+def _prefill_items(operands: Operands, rows: Rows, least: int, *, item_tokens, tile_tokens, num_heads):
     """The work of rows that have at least `least` new tokens, each item `item_tokens` of them, in thread blocks of one
     of `num_heads`.
 
     Returns:
       `work.prefill_items`' items and sights; and of each token its item and which one of its tokens it is, `i32[N]`.
     """
+    lengths, new, start, token, sight, deterministic = rows
+    reach, capacity = operands.reach, operands.tables.shape[1] * operands.stored.kv.shape[3]
     num_tokens = token.row.shape[0]
-    rows = min(new.shape[0], num_tokens // least)
-    num_items = (num_tokens - rows) // item_tokens + rows  # as many as these can have at the most
+    num_rows = min(new.shape[0], num_tokens // least)
+    num_items = (num_tokens - num_rows) // item_tokens + num_rows  # as many as these can have at the most
     most_tiles = tiles_of_a_row(capacity, reach, item_tokens, tile_tokens)
     chunks = 1 if deterministic else tuning.prefill_chunks(num_items * num_heads, most_tiles)
     items, first_item, place, sights = work.prefill_items(
@@ -196,18 +208,14 @@ def _prefill_items(
     return items, sights, item, nth % item_tokens
 
 
-def _prefill_rows(
-    q, kv, tables, lengths, new, start, token, scalars, sinks, least, *, reach, soft_cap, kv_scale, kind, interpret,
-    deterministic, sight=None,
-):  # fmt: skip
+def _prefill_rows(operands: Operands, rows: Rows, least: int):
     """Attention of the rows that have at least `least` new tokens, if any.
-
-    Args:
-      q: `[N, H, D]`, where row s's tokens lie from `start[s]` on; token: where each of the N belongs.
 
     Returns:
       `[N, H, D]` and the LSE, `f32[N, H]`. Tokens of other rows have anything, and padding an output of 0.
     """
+    q, stored, _, _, _, _, interpret, sinks = operands
+    kv, quantized, token = stored.kv, stored.format.is_quantized, rows.token
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
@@ -215,8 +223,7 @@ def _prefill_rows(
     own = prefill.tokens_of(group)
     item_tokens = prefill.CONSUMERS * own
     items, sights, item, nth = _prefill_items(
-        lengths, new, start, token, sight, least, reach, capacity=tables.shape[1] * kv.shape[3],
-        item_tokens=item_tokens, tile_tokens=plan.tile.tokens, deterministic=deterministic, num_heads=num_kv_heads,
+        operands, rows, least, item_tokens=item_tokens, tile_tokens=plan.tile.tokens, num_heads=num_kv_heads,
     )  # fmt: skip
     num_items, chunks = items.shape[:2]
     if sights is not None:  # for each head the same
@@ -228,11 +235,12 @@ def _prefill_rows(
     holes = jnp.pad(~token.valid, (0, num_items * item_tokens - num_tokens))
     holes = work.bits(holes.reshape(num_items, prefill.CONSUMERS, own))
     out, lse = prefill.attend(
-        q, kv, tables, items, scalars, holes, of_rows, tile=plan.tile, reach=reach,
-        soft_cap=soft_cap, sight=sights, kv_scale=kv_scale, kind=kind, interpret=interpret,
-        weights_in_registers=plan.weights_in_registers and interpret is None,
-        in_turns=plan.in_turns and kind is None,
-        ahead=plan.ahead and kind is None and sights is None,  # whose masks take the registers
+        operands._replace(sinks=of_rows), items, holes,
+        tuning.PrefillPlan(
+            plan.tile, plan.weights_in_registers and interpret is None, plan.in_turns and not quantized,
+            plan.ahead and not quantized and sights is None,  # whose masks take the registers
+        ),
+        sight=sights,
     )  # fmt: skip
 
     def of_tokens(x):
@@ -249,32 +257,29 @@ def _prefill_rows(
     return _with_sinks(out, lse, sinks if chunks > 1 else None)
 
 
-def _prefill_latent(
-    q, kv, tables, lengths, new, start, token, scalars, sinks, least, *, rank, reach, soft_cap, kv_scale, kind,
-    interpret, deterministic, sight=None,
-):  # fmt: skip
+def _prefill_latent(operands: Operands, rows: Rows, least: int):
     """What `_prefill_rows` does, over latent rows, and its output is `[N, H, rank]`. Queries are read, and the output
     is written, where they lie; but of items in chunks."""
+    q, sinks = operands.q, operands.sinks
     num_tokens, num_heads, head_dim = q.shape
     group = latent.heads_at_once(num_heads)
     head_tiles, item_tokens = num_heads // group, latent.QUERY_ROWS // group
     plan = tuning.latent_plan(kernel_head_dim(head_dim))
     items, sights, item, nth = _prefill_items(
-        lengths, new, start, token, sight, least, reach, capacity=tables.shape[1] * kv.shape[3],
-        item_tokens=item_tokens, tile_tokens=plan.tile.tokens, deterministic=deterministic, num_heads=head_tiles,
+        operands, rows, least, item_tokens=item_tokens, tile_tokens=plan.tile.tokens, num_heads=head_tiles,
     )  # fmt: skip
-    num_items, chunks = items.shape[:2]
+    (num_items, chunks, _), reach = items.shape, operands.reach
     if sights is not None:
-        reach = Reach(1, None, reach.sink_tokens)  # what is seen begins at the first position itself
+        reach = Reach(1, None, operands.reach.sink_tokens)  # what is seen begins at the first position itself
         sights = jnp.repeat(sights, group, axis=2)
         sights = jnp.pad(sights, ((0, 0), (0, 0), (0, latent.QUERY_ROWS - item_tokens * group)))
     row, first_token, stop, first, last, at, count = (items[..., i] for i in range(7))
     role = jnp.where(count > 0, work.PART if chunks > 1 else work.WHOLE, work.UNUSED)
     lines = (row, first, last, stop, stop - first_token, at, role, count)
     part, part_lse, out, lse = latent.split(
-        q, kv, tables, jnp.stack(lines, axis=2).reshape(-1, len(lines)), scalars, None, num_items=num_items * chunks,
-        new_tokens=item_tokens, rank=rank, tile=plan.tile, reach=reach, soft_cap=soft_cap, some_cut=chunks > 1,
-        by_item=True, sight=sights, interpret=interpret,
+        operands._replace(sinks=None, reach=reach), jnp.stack(lines, axis=2).reshape(-1, len(lines)),
+        num_items=num_items * chunks, new_tokens=item_tokens, tile=plan.tile, some_cut=chunks > 1, by_item=True,
+        sight=sights,
     )  # fmt: skip
 
     def of_tokens(x):

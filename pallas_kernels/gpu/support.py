@@ -1,11 +1,10 @@
 """What the kernels cannot do, by name and with the way out."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.masks import unsupported_sight
+from pallas_kernels.common.batch import Call
+from pallas_kernels.common.masks import sight_refusal
 from pallas_kernels.gpu.dequantize import SCALES_AT_ONCE
 from pallas_kernels.gpu.work_items import MOST_ROWS
 
@@ -15,15 +14,15 @@ CAPABILITY = "9.0"  # Hopper: the kernels use its warpgroup matrix instructions,
 RANKS, MOST_RANK, MOST_WIDTH, HEADS_AT_ONCE = 128, 512, 576, 64
 
 
-def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
-    """Why the kernels cannot run `op` on arguments of these shapes and dtypes, and the way out; None if they can."""
+def unsupported(op: str, call: Call) -> str | None:
+    """Returns why the kernels cannot run `op` on a call of these shapes, and the way out; None if they can."""
     if op != "paged_attention":
         return f"The gpu backend has no kernel of its own for {op}; {FALLBACK}."
-    q, kv, mask, kv_scale, kind = arguments["q"], arguments["kv"], *map(arguments.get, ("mask", "kv_scale", "kind"))
-    rank = arguments.get("rank")
+    q, (kv, kv_scale, rank) = call.q, (call.stored.kv, call.stored.scale, call.stored.latent_rank)
+    kind, tables = call.stored.format.kind, call.batch.block_tables
     head_dim, block_size, stored = q.shape[-1], kv.shape[3], kv.shape[4]
     group = q.shape[-2] // kv.shape[2]
-    if mask is not None:
+    if call.mask.mask is not None:
         return f"The gpu kernels take no mask besides causality and window; {FALLBACK}."
     if kv_scale is not None and kind is None:
         return f"The gpu kernels take no kv_scale without a kind; name it, or {FALLBACK}."
@@ -33,7 +32,7 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
         return f"The gpu kernels compute in bfloat16 or float16, not {q.dtype}; cast q and the pool, or {FALLBACK}."
     if kind is None and kv.dtype != q.dtype:
         return f"The gpu kernels need q and the pool in one dtype, not {q.dtype} and {kv.dtype}; cast q, or {FALLBACK}."
-    if rank is not None and (why_not := _unsupported_latent(q, kv.shape[2], kind, rank)):
+    if rank is not None and (why_not := _latent_refusal(q, kv.shape[2], kind, rank)):
         return why_not
     least = 8 if kind is None else SCALES_AT_ONCE
     if block_size % least:
@@ -48,17 +47,17 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
             f"The gpu kernels read head_dim in multiples of 64 up to {widest}, but q has {head_dim} and the pool "
             f"stores {stored}; {wider if head_dim <= widest else ''}{FALLBACK}."
         )
-    if "tables" in arguments and (rows := arguments["tables"].shape[0]) > MOST_ROWS:
+    if tables is not None and (rows := tables.shape[0]) > MOST_ROWS:
         return f"The gpu kernels plan steps of at most {MOST_ROWS} rows, not {rows}; take fewer, or {FALLBACK}."
     if rank is None and group > 32:
         return f"The gpu kernels share a KV head among at most 32 query heads, not {group}; {FALLBACK}."
     capability = _capability()
     if capability not in (None, CAPABILITY):
         return f"The gpu kernels need a Hopper GPU (compute capability {CAPABILITY}), not {capability}; {FALLBACK}."
-    return unsupported_sight(arguments)
+    return sight_refusal(call)
 
 
-def _unsupported_latent(q, num_kv_heads: int, kind: str | None, rank: int) -> str | None:
+def _latent_refusal(q, num_kv_heads: int, kind: str | None, rank: int) -> str | None:
     """Of latent rows."""
     if num_kv_heads > 1:
         return (

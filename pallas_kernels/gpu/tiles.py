@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -15,9 +16,29 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.common.batch import StoredKV
 from pallas_kernels.common.masks import Reach
 
 InterpretParams = plgpu.InterpretGPUParams | None
+
+
+class Operands(NamedTuple):
+    """What every kernel over a step's tokens takes."""
+
+    q: jax.Array  # [N, H, D], D a multiple of 8: all tokens of the step
+    stored: StoredKV  # D' of the pool at least the multiple of 64 that D fits in: E; scales of float32
+    tables: jax.Array  # i32[S, M]
+    scalars: jax.Array  # f32[2], see `logits_base2`
+    reach: Reach  # how far back tokens see, where a `sight` does not say more
+    soft_cap: bool
+    interpret: InterpretParams
+    sinks: jax.Array | None = None  # one more logit in each softmax's denominator
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether outputs can be written through references: see `varies`."""
+        return not (varies(self.q) or varies(self.stored.kv))
+
 
 LAYOUT = plgpu.Layout.WGMMA  # how a product's result lies in registers
 # How a 16-bit operand lies in shared memory. (The stubs take the classes for abstract ones.)
@@ -96,24 +117,18 @@ def anew(x):
     return lax.optimization_barrier(x)
 
 
-def fetch(
-    kv_ref,
-    tables_ref,
-    row,
-    head,
-    start,
-    num_tiles,
-    first_seen,
-    length,
-    tile: Tile,
-    reach: Reach,
-    slots,
-    ready,
-    free,
-    *,
-    in_warps,
-    scales=None,
-) -> None:
+class Walk(NamedTuple):
+    """The tiles of a row that a thread block walks over: see `fetch`."""
+
+    row: jax.Array
+    head: jax.Array | int
+    start: jax.Array
+    num_tiles: jax.Array
+    first_seen: jax.Array
+    length: jax.Array
+
+
+def fetch(kv_ref, tables_ref, walk: Walk, tile: Tile, reach: Reach, rings, *, in_warps, scales=None) -> None:
     """The producer: copy tiles `start`, `start + 1`, ... of a row's K and V into a ring of slots each; of latent rows
     into one.
 
@@ -121,8 +136,10 @@ def fetch(
     fetched in their stead, so that every slot gets the same number of copies. Table entries are clamped into the pool.
 
     `scales`: those of a quantised pool, `[num_blocks + 1, 2, K, block_size]`, and their ring, `[stages, 2, tokens]`:
-    they come with the keys.
+    they come with the keys. `rings`: the slots, and the barriers that say that one is ready, or free.
     """
+    row, head, start, num_tiles, first_seen, length = walk
+    slots, ready, free = rings
     num_blocks, _, _, block_size, _ = kv_ref.shape
     head_dim = slots[0].shape[-1]
     piece, stages = tile.piece(block_size), tile.stages

@@ -25,10 +25,16 @@ class DecodePlan:
 
 @dataclasses.dataclass(frozen=True)
 class PrefillPlan:
+    """Ways of prefill, for a chip to decide; two are FlashAttention-3's (https://arxiv.org/abs/2407.08608)."""
+
     tile: Tile
-    # See `prefill.attend`; for a chip to decide.
+    # The softmax's weights are multiplied from where they are made, not from shared memory, which the interpreter does
+    # not do.
     weights_in_registers: bool = False
+    # One consumer's products are issued while the other does its softmax.
     in_turns: bool = False
+    # A tile's products with its keys are issued before those of the last one with its values, and its softmax is done
+    # under these.
     ahead: bool = False
 
 

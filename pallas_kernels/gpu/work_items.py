@@ -4,6 +4,7 @@ Their sizes are static, so a list may end in empty items, whose thread blocks re
 """
 
 import itertools
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -49,9 +50,20 @@ def fixed_edges(most_tiles: int) -> tuple[int, ...]:
     return tuple(edges)
 
 
+class Cutting(NamedTuple):
+    """How `decode_items` cuts rows."""
+
+    capacity: int  # tokens that a row's table has room for: no more of its length counts
+    reach: Reach
+    tile_tokens: int
+    wave: int  # the number of items that fill the chip once
+    most_tiles: int  # of a row, as its table allows
+    waves: int | None = None  # how often items are to fill the chip, about; None: `WAVES`
+    deterministic: bool = False
+
+
 def decode_items(
-    lengths: jax.Array, new: jax.Array, start: jax.Array | int, *, alone_of: int | None, capacity: int, reach: Reach,
-    tile_tokens: int, wave: int, most_tiles: int, waves: int | None = None, deterministic: bool = False,
+    lengths: jax.Array, new: jax.Array, start: jax.Array | int, cutting: Cutting, *, alone_of: int | None,
     interpret: InterpretParams = None,
 ) -> tuple[jax.Array, int, int]:  # fmt: skip
     """Cut the rows into items of about the same number of tiles, so that one long row spreads as widely as many short.
@@ -66,10 +78,6 @@ def decode_items(
       lengths, new: `i32[S]`; `new` is 0 for rows that have no token in the step, but whose places are to be written.
       start: `i32[S]`: the row's first token among the step's; or for how many tokens each row has room.
       alone_of: None makes items of all rows; a number, of those with one new token that is among so many.
-      capacity: tokens that a row's table has room for: no more of `lengths` counts.
-      wave: the number of items that fill the chip once.
-      waves: how often they are to fill it, about; default: `WAVES`.
-      most_tiles: of a row, as its table allows.
 
     Returns:
       items: `i32[W, 12]`, and lines behind those that are for no use. In line w of item w: row, first tile of the walk
@@ -78,6 +86,7 @@ def decode_items(
         rows there are.
       num_items, most_cut: W, of `decode_capacity`; and rows in parts, at most.
     """
+    capacity, reach, tile_tokens, wave, most_tiles, waves, deterministic = cutting
     num_rows = lengths.shape[0]
     waves = waves or WAVES
     num_items, most = decode_capacity(num_rows, wave, most_tiles, waves)

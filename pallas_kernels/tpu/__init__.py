@@ -4,29 +4,34 @@ Rows with one new token go to the decode kernel, which can write it as well; row
 queries for the prefill kernel. A mixed step runs both, and neither pays for the other's rows.
 """
 
-from pallas_kernels.common.masks import with_spans
-from pallas_kernels.tpu.quantize import KINDS as KINDS
+from pallas_kernels.common.batch import AttentionOptions, MaskSpec, PagedBatch, StoredKV
+from pallas_kernels.tpu.quantize import FORMATS as FORMATS
 from pallas_kernels.tpu.step import attend, decode_step
 from pallas_kernels.tpu.support import unsupported as unsupported
 from pallas_kernels.tpu.write import write_kv as write_kv
+from pallas_kernels.xla.spans import attend_spans
 
-LATENT = True  # it reads latent rows
-VARIANTS = frozenset({"causal", "chunk", "deterministic", "sink_tokens", "spans", "tree"})
-
-
-def paged_attention(q, kv, tables, lengths, new, *, interpret=False, **options):
-    """What [`pallas_kernels.paged_attention`][] means. `interpret`: run on the CPU, `pltpu.InterpretParams()`."""
-    return with_spans(attend, q, kv, tables, lengths, new, interpret=interpret, **options)
+# See `api.backend`.
+OPTIONS = ("causal", "chunk", "deterministic", "sink_tokens", "spans", "tree")
+READS_LATENT_ROWS = True
+READS_SHARED_ONCE = False
 
 
-def write_and_attend(q, k, v, kv, tables, lengths, new, *, interpret=False, **options):
-    """What [`pallas_kernels.write_and_attend`][] means: one kernel for a decode step `[S, 1, H, D]`, else two."""
+def paged_attention(
+    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: AttentionOptions, *, interpret=False,
+    step_tokens=None,
+):  # fmt: skip
+    """Computes what [`pallas_kernels.paged_attention`][] does. `interpret`: on the CPU, `pltpu.InterpretParams()`."""
+    return attend_spans(attend, q, stored, batch, mask, options, interpret=interpret, step_tokens=step_tokens)
+
+
+def write_and_attend(
+    q, k, v, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: AttentionOptions, *, interpret=False,
+    step_tokens=None,
+):  # fmt: skip
+    """Writes and attends, in one kernel for a decode step `[S, 1, H, D]`, else in two."""
+    own = dict(interpret=interpret, step_tokens=step_tokens)
     if q.ndim == 4 and q.shape[1] == 1:
-        return decode_step(q, kv, tables, lengths, new, k=k, v=v, interpret=interpret, **options)
-    quantised = {"kv_scale": options.pop("kv_scale", None), "kind": options.pop("kind", None)}
-    offsets, rank = options.get("offsets"), options.get("rank")
-    written = write_kv(kv, k, v, tables, lengths, new, offsets=offsets, rank=rank, interpret=interpret, **quantised)
-    if quantised["kind"] is None:
-        return with_spans(attend, q, written, tables, lengths, new, interpret=interpret, **options), written
-    kv, quantised["kv_scale"] = written
-    return with_spans(attend, q, kv, tables, lengths, new, interpret=interpret, **quantised, **options), written
+        return decode_step(q, stored, batch, mask, options, new=(k, v), **own)
+    stored = write_kv(k, v, stored, batch, interpret=interpret)
+    return attend_spans(attend, q, stored, batch, mask, options, **own), stored

@@ -7,15 +7,15 @@ tile of rows in the page that has come anyway, and sends that tile back.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.common.batch import AttentionOptions, StoredKV
 from pallas_kernels.common.masks import ALL
-from pallas_kernels.common.quantization import split_rank
 from pallas_kernels.tpu.pages import (
     LANES,
     MASKED,
@@ -29,7 +29,14 @@ from pallas_kernels.tpu.pages import (
     sublanes,
     vector_bytes,
 )
-from pallas_kernels.tpu.quantize import along_lanes, as_given, quantise, queries_by_scale, scales_of, widen
+from pallas_kernels.tpu.quantize import (
+    quantize,
+    queries_by_scale,
+    read_scales,
+    scales_along_lanes,
+    scales_as_given,
+    widen,
+)
 
 SEGMENT_TOKENS = 128
 ONE_HEAD_TOKENS = 256  # a segment of one KV head is little work beside what every segment costs
@@ -47,38 +54,35 @@ _CONTRACT_INNER = (((1,), (0,)), ((), ()))
 
 
 def decode(
-    q, kv, tables, limits, *, new_kv=None, targets=None, kv_scale=None, kind=None, rank=None, scale, soft_cap=None,
-    reach=ALL, sinks=None, return_lse=False, interpret=False, step_tokens=None, deterministic=False,
+    q, stored: StoredKV, tables, limits, options: AttentionOptions, *, reach=ALL, new_kv=None, targets=None,
+    interpret=False, step_tokens=None,
 ):  # fmt: skip
     """Attention of one token per row, the last of the row's `limits` tokens.
 
     Args:
       q: `[S, H, D']`, padded to the pool's head_dim.
-      kv: the pool, `[num_blocks + 1, 2, K, block_size, D']`.
+      stored: the pool; its scales are of float32.
       tables: `i32[S, M]`, in range.
       limits: `i32[S]`, tokens of each row; 0 for rows to skip.
-      new_kv: `[S, 2, K, D']`, what to write at position `limits - 1` first, in the pool's dtype; for a pool of a
-        kind as it came.
-      targets: `i32[S]`, the block to write it to; 0: nowhere.
-      kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
-      rank: the pool is one of latent rows, with 1 in the place of 2, and its scales `[.., 1, 1, block_size, 2]`; or of
-        joined ones, whose scales are those of heads.
-      scale, soft_cap, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
+      options: with a scale. If deterministic, tables of all widths are cut into the same segments, and those of a row
+        are put together in order in any case.
       reach: how far back the token sees.
-      deterministic: tables of all widths are cut into the same segments, and those of a row are put together in order
-        in any case.
+      new_kv: `[S, 2, K, D']`, what to write at position `limits - 1` first, in the pool's dtype; for a quantized pool
+        as it came.
+      targets: `i32[S]`, the block to write it to; 0: nowhere.
       interpret: run on the CPU, `pltpu.InterpretParams()`.
 
     Returns:
-      `(out [S, H, D'], lse f32[S, H] or None, kv, kv_scale)`; the pool in the same memory when it was donated. Of
-      latent rows out is no wider than `rank` needs.
+      `(out [S, H, D'], lse f32[S, H] or None, the pool)`; the pool in the same memory when it was donated. Of latent
+      rows out is no wider than their rank needs.
     """
+    kv, rank, deterministic, return_lse = stored.kv, stored.latent_rank, options.deterministic, options.return_lse
+    soft_cap, sinks = options.soft_cap, options.sinks
     rows, heads, head_dim = q.shape
     _, stored_parts, num_kv_heads, *_ = kv.shape
     value_dim = head_dim if rank is None else -(-rank // LANES) * LANES
+    kv_scale = scales_along_lanes(stored)
     fused, scaled = new_kv is not None, kv_scale is not None
-    rank, joined = split_rank(kv_scale, kind, rank)
-    kv_scale = along_lanes(kv_scale, rank)
     pages = Pages.plan(kv, tables, reach, step_tokens or segment_tokens(kv), deterministic)
     segments = segments_per_step(kv, rows, pages)
     block = block_rows(rows, heads, num_kv_heads, head_dim, q.dtype.itemsize)
@@ -90,7 +94,7 @@ def decode(
     steps = -(-jnp.sum(parts, axis=1, dtype=jnp.int32) // segments)
     ids = jnp.where(limits > 0, jnp.arange(limits.size, dtype=jnp.int32), limits.size)
     successors = lax.cummin(jnp.append(ids, jnp.int32(limits.size)), reverse=True)  # at 0 the first row with tokens
-    knobs = jnp.stack([jnp.asarray(x, jnp.float32) for x in (scale, 1.0 if soft_cap is None else soft_cap)])
+    knobs = jnp.stack([jnp.asarray(x, jnp.float32) for x in (options.scale, 1.0 if soft_cap is None else soft_cap)])
     scalars = (limits, successors, targets, steps, tables.reshape(-1), knobs)
 
     def per_block(*shape):
@@ -132,7 +136,7 @@ def decode(
     results = pl.pallas_call(
         functools.partial(
             _kernel, pages=pages, segments=segments, soft_cap=soft_cap is not None, sinks=sinks is not None,
-            lse=return_lse, fused=fused, kind=kind, rank=rank, joined=joined,
+            lse=return_lse, fused=fused, stored=stored.replace(None),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -155,7 +159,7 @@ def decode(
     lse = results[1][..., 0] if return_lse else None
     if fused:
         kv, kv_scale = results[-2:] if scaled else (results[-1], None)
-    return results[0], lse, kv, as_given(kv_scale, rank)
+    return results[0], lse, stored.replace(kv, scales_as_given(kv_scale, stored))
 
 
 def page_buffers(kv, kv_scale, count: int, page_size: int, slots: int = 2) -> list:
@@ -235,11 +239,12 @@ def block_rows(rows: int, heads: int, num_kv_heads: int, head_dim: int, itemsize
 
 def _kernel(
     limits, successors, targets, counts, tables, knobs, q_ref, *refs, pages, segments, soft_cap, sinks, lse, fused,
-    kind, rank, joined,
+    stored,
 ):  # fmt: skip
     given: Any = list(refs)
     sinks_ref: Any = given.pop(0) if sinks else None
-    streams = 1 if kind is None else 2  # keys and values, and their scales
+    quantized = stored.format.is_quantized
+    streams = 2 if quantized else 1  # keys and values, and their scales
     new_refs = [given.pop(0)] if fused else []
     hbm = [given.pop(0) for _ in range(streams)]
     out_ref = given.pop(0)
@@ -248,9 +253,9 @@ def _kernel(
         hbm = [given.pop(0) for _ in range(streams)]  # the output is the input's memory
     buffers = [(given.pop(0), given.pop(0)) for _ in range(streams)]
     state, max_ref, sum_ref, out_sum_ref, *write = given
-    if fused and kind is not None:  # as they are stored, all at once, for each would wait for its own maximum
+    if fused and quantized:  # as they are stored, all at once, for each would wait for its own maximum
         *write, numbers_ref, scales_ref = write
-        _encode(new_refs[0], numbers_ref, scales_ref, kind, rank, joined)
+        _encode(new_refs[0], numbers_ref, scales_ref, stored)
         new_refs = [numbers_ref, scales_ref]
 
     block, blocks = pl.program_id(0), pl.num_programs(0)
@@ -330,7 +335,7 @@ def _kernel(
                         _insert(new, here[i], limit - 1 - begin, pages, tile)
                         _write_back(tile, semaphore, hbm[i], targets[row], limit - 1, pages).start()
 
-            if kind is None:
+            if not quantized:
                 pl.when(inside)(lambda: pages.hide_values(here[0], limit - 1, limit, part, count))
             return segment + 1, *after(row, part), written + jnp.where(writes, 1, 0)
 
@@ -377,8 +382,8 @@ def _kernel(
             at = segment_after(*at, end)
 
         _attend(
-            fetch, work, q_ref, block * block_rows, knobs, soft_cap, pages, kind, rank, sinks_ref, out_ref, lse_ref,
-            max_ref, sum_ref, out_sum_ref,
+            fetch, work, q_ref, block * block_rows, (knobs, soft_cap), pages, stored, sinks_ref, (out_ref, lse_ref),
+            Softmax(max_ref, sum_ref, out_sum_ref),
         )  # fmt: skip
         return *following, written
 
@@ -388,13 +393,19 @@ def _kernel(
     pl.when(block == blocks - 1)(lambda: await_writes(at[-1]))
 
 
-def _attend(
-    fetch, work, q_ref, first_row, knobs, soft_cap, pages, kind, rank, sinks_ref, out_ref, lse_ref, max_ref, sum_ref,
-    out_sum_ref,
-):  # fmt: skip
+class Softmax(NamedTuple):
+    """References to a softmax in the making."""
+
+    max: Any
+    sum: Any
+    out_sum: Any
+
+
+def _attend(fetch, work, q_ref, first_row, logit_numbers, pages, stored: StoredKV, sinks_ref, results, softmax):
     """One step: each segment's softmax by itself, all heads at once, so that one's products run beside another's
     exponentials; then they are put together, row by row. There is no branch in it, for none may part them. Meanwhile
     `fetch` starts the copies of a later step's segment, each by its number."""
+    (knobs, soft_cap), (out_ref, lse_ref), (max_ref, sum_ref, out_sum_ref) = logit_numbers, results, softmax
     precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
     matmul = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     nothing = (
@@ -404,15 +415,15 @@ def _attend(
     )
 
     def scores(_, row, part, limit, buffer):
-        parts = queries_by_scale(q_ref[row - first_row], kind, rank)
-        return [_per_head(q, buffer[0], 0, kind, matmul, lanes) for q, lanes in parts]
+        parts = queries_by_scale(q_ref[row - first_row], stored)
+        return [_per_head(q, buffer[0], 0, stored, matmul, lanes) for q, lanes in parts]
 
     value_dim = out_sum_ref.shape[1]
 
     def soften(parts, _, row, part, limit, buffer):
         logits, value_scales = parts[0], None
-        if kind is not None:
-            key_scales, value_scales = _scales(buffer[1], kind, rank, logits.shape[0])
+        if stored.format.is_quantized:
+            key_scales, value_scales = _read_all_scales(buffer[1], stored, logits.shape[0])
             logits = sum(x * scales for x, scales in zip(parts, key_scales, strict=True))
         logits = logits * knobs[0]
         if soft_cap:
@@ -429,7 +440,7 @@ def _attend(
         return highest, total, weights if value_scales is None else weights * value_scales
 
     def accumulate(so_far, highest, weights_sum, weights, there, row, part, limit, buffer):
-        out = _per_head(weights.astype(q_ref.dtype), buffer[0], 1, kind, matmul, slice(0, value_dim))
+        out = _per_head(weights.astype(q_ref.dtype), buffer[0], 1, stored, matmul, slice(0, value_dim))
         begins = there & (part == 0)
         high, total, out_sum = (lax.select(begins, new, old) for new, old in zip(nothing, so_far, strict=True))
         now = jnp.maximum(high, highest)
@@ -463,12 +474,12 @@ def _as_wide(x, like):
     return jnp.concatenate([x] * -(-lanes // LANES), axis=1)[:, :lanes]
 
 
-def _scales(buffer, kind, rank, num_heads):
+def _read_all_scales(buffer, stored: StoredKV, num_heads):
     """Of a segment, what each part of the logits is multiplied by, and what the weights are: `[H, tokens]`."""
-    if rank is not None:
-        return scales_of(buffer, 0, kind, rank)  # the same for all heads
+    if stored.half_rank is not None:
+        return read_scales(buffer, 0, stored)  # the same for all heads
     num_kv_heads = buffer.shape[2]
-    of_heads = [scales_of(buffer, head, kind, rank) for head in range(num_kv_heads)]
+    of_heads = [read_scales(buffer, head, stored) for head in range(num_kv_heads)]
 
     def spread(lines):
         return jnp.concatenate([jnp.broadcast_to(x, (num_heads // num_kv_heads, x.shape[1])) for x in lines])
@@ -476,7 +487,7 @@ def _scales(buffer, kind, rank, num_heads):
     return [spread([keys for (keys,), _ in of_heads])], spread([values for _, values in of_heads])
 
 
-def _per_head(x, buffer, which, kind, matmul, lanes):
+def _per_head(x, buffer, which, stored: StoredKV, matmul, lanes):
     """The products of each head's rows of `x` and these lanes of its keys (0) or values (1), one below the other.
 
     Two heads meet in one product, side by side, where that fills the matrix unit's columns; of the four parts of its
@@ -488,8 +499,8 @@ def _per_head(x, buffer, which, kind, matmul, lanes):
     pair = 2 if num_kv_heads % 2 == 0 and width == LANES else 1
     results = []
     for head in range(0, num_kv_heads, pair):
-        stored = [buffer[:, min(which, parts - 1), head + i].reshape(tokens, head_dim) for i in range(pair)]
-        theirs = [widen(one[:, lanes], kind, x.dtype, which) for one in stored]
+        heads = [buffer[:, min(which, parts - 1), head + i].reshape(tokens, head_dim) for i in range(pair)]
+        theirs = [widen(numbers[:, lanes], stored.format, x.dtype, which) for numbers in heads]
         contract = _CONTRACT_MINOR if which == 0 else _CONTRACT_INNER
         result = matmul(x[head * group : (head + pair) * group], jnp.concatenate(theirs, axis=which), contract)
         if pair == 2:
@@ -499,7 +510,7 @@ def _per_head(x, buffer, which, kind, matmul, lanes):
     return jnp.concatenate(results)
 
 
-def _encode(new_ref, numbers_ref, scales_ref, kind, rank, joined):
+def _encode(new_ref, numbers_ref, scales_ref, stored: StoredKV):
     """New tokens `[rows, 2, K, D]` as what they are stored as, in 32 bits still, and their scales in all lanes."""
     rows = new_ref.shape[0]
     some = max(n for n in range(1, 9) if rows % n == 0)
@@ -507,9 +518,9 @@ def _encode(new_ref, numbers_ref, scales_ref, kind, rank, joined):
     @pl.loop(0, rows // some)
     def _(i):
         these = pl.ds(i * some, some)
-        numbers_ref[these], scales = quantise(new_ref[these], kind, rank, joined)
+        numbers_ref[these], scales = quantize(new_ref[these], stored)
         wide = [jnp.broadcast_to(x[..., None], (*x.shape, LANES)) for x in scales]
-        scales_ref[these] = jnp.concatenate(wide, axis=2 if joined is None else 1)
+        scales_ref[these] = jnp.concatenate(wide, axis=1 if stored.is_packed else 2)
 
 
 def _insert(new, buffer, offset, pages, staged):

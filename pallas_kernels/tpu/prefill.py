@@ -15,9 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.common.batch import AttentionOptions, StoredKV
 from pallas_kernels.common.masks import ALL, Reach, sees
-from pallas_kernels.common.quantization import split_rank
-from pallas_kernels.tpu.decode import page_buffers
+from pallas_kernels.tpu.decode import Softmax, page_buffers
 from pallas_kernels.tpu.head_transpose import Words, to_heads, to_tokens
 from pallas_kernels.tpu.pages import (
     LANES,
@@ -31,7 +31,7 @@ from pallas_kernels.tpu.pages import (
     sublanes,
     vector_bytes,
 )
-from pallas_kernels.tpu.quantize import along_lanes, queries_by_scale, scales_of, widen
+from pallas_kernels.tpu.quantize import queries_by_scale, read_scales, scales_along_lanes, widen
 
 STEP_TOKENS = 256  # of the products of a head and of one softmax
 STEPS_TOGETHER = 2  # come at once, and are worked on without a pause where all is seen
@@ -92,39 +92,37 @@ def max_tiles(rows: int, places: int, tile_tokens: int) -> int:
 
 
 def prefill(
-    q, kv, tables, tiles, *, tile_tokens, scale, kv_scale=None, kind=None, rank=None, soft_cap=None, reach=ALL,
-    sight=None, sinks=None, return_lse=False, interpret=False, step_tokens=STEP_TOKENS, deterministic=False,
+    q, stored: StoredKV, tables, tiles, options: AttentionOptions, *, tile_tokens, reach=ALL, sight=None,
+    interpret=False, step_tokens=None,
 ):  # fmt: skip
     """Attention of tiles of queries.
 
     Args:
       q: `[N, H, D']`, padded to the pool's head_dim.
-      kv: the pool, `[num_blocks + 1, 2, K, block_size, D']`.
+      stored: the pool; its scales are of float32.
       tables: `i32[S, M]`, in range.
       tiles: the work list, positions in range, of `tile_tokens` tokens.
-      kv_scale: `f32[num_blocks + 1, 2, K, block_size]`, the scales of a pool of `kind`.
-      rank: of a pool of latent rows, with 1 in the place of 2, and its scales `[.., 1, 1, block_size, 2]`; or of joined
-        ones, whose scales are those of heads.
-      scale, soft_cap, sinks: as for `pallas_kernels.paged_attention`; `scale` has no default.
+      options: with a scale. If deterministic, all steps take as many keys at once, those of tables with no room for so
+        many too.
       reach: how far back tokens see, where only a window says so.
       sight: `masks.Tiles` of these tiles, where more does; then `reach` says only which first tokens are seen.
-      deterministic: all steps take as many keys at once, those of tables with no room for so many too.
       interpret: run on the CPU, `pltpu.InterpretParams()`.
 
     Returns:
       `(out in q's shape, lse f32[tiles, H, tile_tokens] or None)`; arbitrary at places without a tile.
     """
+    kv, soft_cap, sinks = stored.kv, options.soft_cap, options.sinks
+    return_lse, deterministic, step_tokens = options.return_lse, options.deterministic, step_tokens or STEP_TOKENS
     _, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
     queries = group * tile_tokens
-    rank, _ = split_rank(kv_scale, kind, rank)
-    kv_scale = along_lanes(kv_scale, rank)
+    kv_scale = scales_along_lanes(stored)
     # With a sight the walk begins at a key: as that of a query which sees no other.
     reach = reach if sight is None else Reach(1, None, reach.sink_tokens)
     pages, part_pages = plan_steps(kv, tables, reach, step_tokens, deterministic)
     need = prefill_bytes(tile_tokens, num_heads, kv, tables, q.dtype, step_tokens, deterministic)
-    knobs = jnp.stack([jnp.asarray(x, jnp.float32) for x in (scale, 1.0 if soft_cap is None else soft_cap)])
+    knobs = jnp.stack([jnp.asarray(x, jnp.float32) for x in (options.scale, 1.0 if soft_cap is None else soft_cap)])
     factor, cap = (LOG2_E * knobs[0], knobs[1]) if soft_cap is None else (knobs[0] / knobs[1], LOG2_E * knobs[1])
     knobs = jnp.stack([factor, cap])
     scalars = (*tiles[1:], tables.reshape(-1), knobs)
@@ -134,7 +132,7 @@ def prefill(
     # From vector memory a copy would be a loop, a register a turn.
     q, kv, kv_scale = (x if x is None else in_hbm(x, interpret) for x in (q, kv, kv_scale))
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    inputs = [(q, hbm), (kv, hbm)] + ([] if kind is None else [(kv_scale, hbm)])
+    inputs = [(q, hbm), (kv, hbm)] + ([(kv_scale, hbm)] if stored.format.is_quantized else [])
     outputs = [(output(q.shape, q.dtype, q, kv), hbm)]
     if sight is not None:  # of each tile, for each query
         lines = jnp.tile(sight.tokens, (1, 1, group))
@@ -159,8 +157,7 @@ def prefill(
             soft_cap=soft_cap is not None,
             sinks=sinks is not None,
             lse=return_lse,
-            kind=kind,
-            rank=rank,
+            stored=stored.replace(None),
             sights=sight is not None,
             halves=not deterministic,
         ),
@@ -231,14 +228,14 @@ def prefill_bytes(
 
 
 def _kernel(
-    rows, tokens, starts, limits, tables, knobs, *refs, pages, part_pages, tile_tokens, soft_cap, sinks, lse, kind,
-    rank, sights, halves,
+    rows, tokens, starts, limits, tables, knobs, *refs, pages, part_pages, tile_tokens, soft_cap, sinks, lse,
+    stored, sights, halves,
 ):  # fmt: skip
     given: Any = list(refs)
     # Of each tile the keys that any query sees, and those that all do.
     froms, untils, *sure = [given.pop(0) for _ in range(4)] if sights else (starts, limits)
     q_hbm = given.pop(0)
-    streams = 1 if kind is None else 2  # keys and values, and their scales
+    streams = 2 if stored.format.is_quantized else 1  # keys and values, and their scales
     hbm = [given.pop(0) for _ in range(streams)]
     sight_ref: Any = given.pop(0) if sights else None
     sinks_ref: Any = given.pop(0) if sinks else None
@@ -304,7 +301,7 @@ def _kernel(
 
         coming = jnp.minimum(pages.held(start, limit, i), pages.pages_per_step)
         await_pages(buffers, slot, coming)
-        if kind is None:
+        if not stored.format.is_quantized:
             pages.hide_values(buffers[0][0].at[slot], start, limit, i, steps, half)
         first_key = (pages.first(start) + i * pages.pages_per_step) * pages.page_size
         parts = pages.pages_per_step // part_pages
@@ -317,9 +314,9 @@ def _kernel(
 
         def attend(at, count, sure, parts=1):
             _attend(
-                words, by_head, [to.at[slot, pl.ds(at, parts * count)] for to, _ in buffers],
-                first_key + at * pages.page_size, start, knobs, soft_cap, tile_tokens, pages, parts, kind, rank,
-                sight_ref, max_ref, sum_ref, out_sum_ref, sure=sure * pages.page_size, exact=lse,
+                _Tile(words, tile_tokens, pages, stored, soft_cap, lse), by_head,
+                [to.at[slot, pl.ds(at, parts * count)] for to, _ in buffers], first_key + at * pages.page_size, start,
+                knobs, parts, sight_ref, Softmax(max_ref, sum_ref, out_sum_ref), sure=sure * pages.page_size,
             )  # fmt: skip
 
         def attend_part(at):
@@ -371,14 +368,24 @@ def _kernel(
         send("wait", tile)
 
 
-def _attend(
-    words, q_ref, buffers, start, query_start, knobs, soft_cap, tile_tokens, pages, parts, kind, rank, sight_ref,
-    max_ref, sum_ref, out_sum_ref, sure, exact,
-):  # fmt: skip
+class _Tile(NamedTuple):
+    """What all steps of a tile have in common."""
+
+    words: Words
+    tile_tokens: int
+    pages: Pages
+    stored: StoredKV
+    soft_cap: bool
+    exact: bool
+
+
+def _attend(tile: _Tile, q_ref, buffers, start, query_start, knobs, parts, sight_ref, softmax: Softmax, sure):
     """One step of the online softmax, transposed: keys along sublanes, queries along lanes, so that maxima and sums
     are lane-dense and cost next to nothing. Every query sees the first `sure` keys of a part; the others are masked.
     `exact` sums the weights before they are rounded for the product with the values, as the LSE wants them; else after.
     """
+    words, tile_tokens, pages, stored, soft_cap, exact = tile
+    max_ref, sum_ref, out_sum_ref = softmax
     num_kv_heads, head_dim, queries = out_sum_ref.shape
     dtype = words.dtype
     part_pages = buffers[0].shape[0] // parts
@@ -397,9 +404,9 @@ def _attend(
 
     def scores(part, head, at, width):
         buffer = pages_of(part)
-        keys = widen(buffer[:, 0, head].reshape(tokens, head_dim), kind, dtype, 0)
+        keys = widen(buffer[:, 0, head].reshape(tokens, head_dim), stored.format, dtype, 0)
         lines = pl.ds(at // words.numbers, width // words.numbers)
-        parts = queries_by_scale(words.unpack(q_ref[head, lines]), kind, rank)
+        parts = queries_by_scale(words.unpack(q_ref[head, lines]), stored)
         return [matmul(keys[:, lanes], q, _CONTRACT_MINOR) for q, lanes in parts]
 
     def scaled(logits, scales):
@@ -408,11 +415,11 @@ def _attend(
         return logits * jnp.concatenate([column] * -(-width // LANES), axis=1)[:, :width]
 
     def soften(part, head, at, width, products):
-        if kind is None:
-            logits = products[0] * knobs[0]
-        else:
-            scales = scales_of(pages_of(part, 1), head, kind, rank)[0]
+        if stored.format.is_quantized:
+            scales = read_scales(pages_of(part, 1), head, stored)[0]
             logits = sum(scaled(*x) for x in zip(products, scales, strict=True))
+        else:
+            logits = products[0] * knobs[0]
         if soft_cap:
             logits = knobs[1] * jnp.tanh(logits)
         if sure < tokens:
@@ -422,10 +429,10 @@ def _attend(
                 if pages.reach.ends:
                     seen &= pages.reach.covers(key[:, :width], pages.reach.first(query))
             else:
-                first, last, before, *words = (
+                first, last, before, *bits = (
                     sight_ref[0, pl.ds(i, 1), pl.ds(at, width)] for i in range(sight_ref.shape[1])
                 )
-                seen = sees(key[:, :width], first, last, before, words, pages.reach)
+                seen = sees(key[:, :width], first, last, before, bits, pages.reach)
             masked = jnp.where(seen, logits[sure:], MASKED)
             logits = jnp.concatenate([logits[:sure], masked]) if sure else masked
         there = (head, slice(None), pl.ds(at, width))
@@ -441,11 +448,11 @@ def _attend(
     def values_of(part, head):
         buffer = pages_of(part)
         values = buffer[:, buffer.shape[1] - 1, head].reshape(tokens, head_dim)  # of latent rows the keys
-        if kind is None:
-            values = values.T
+        if stored.format.is_quantized:
+            scales = read_scales(pages_of(part, 1), head, stored)[1]
+            values = (widen(values, stored.format, jnp.float32, 1).T * scales).astype(dtype)
         else:
-            scales = scales_of(pages_of(part, 1), head, kind, rank)[1]
-            values = (widen(values, kind, jnp.float32, 1).T * scales).astype(dtype)
+            values = values.T
         # The matrix unit has the time to sum, and the vector unit has not.
         return values if exact else jnp.concatenate([values, ones])
 

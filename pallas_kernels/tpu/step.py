@@ -1,11 +1,13 @@
 """From a step's arguments to the kernels' and back: sorting rows, cutting tiles, padding heads. All on the device."""
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.masks import Reach, Sight, Tiles as SightTiles, cut, find_sight, of_rows_that_hold, see_all
+from pallas_kernels.common.batch import AttentionOptions, MaskSpec, PagedBatch, StoredKV
+from pallas_kernels.common.masks import Reach, Sight, Tiles as SightTiles, cut, drop_empty_rows, find_sight, see_all
 from pallas_kernels.common.ragged_layout import default_offsets, locate
 from pallas_kernels.tpu.decode import decode
 from pallas_kernels.tpu.pages import LANES, VMEM_BYTES, pad
@@ -19,61 +21,56 @@ TILE_PRODUCTS = ((128, 4096), (256, 2048))
 
 
 def attend(
-    q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, scale=None, mask=None,
-    window=None, chunk=None, sink_tokens=None, tree=None, spans=None, causal=True, return_lse=False,
-    interpret=False, deterministic=False, **options,
+    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: AttentionOptions, *, interpret=False,
+    step_tokens=None,
 ):  # fmt: skip
-    """Attention of a step whose keys and values are in the pool. Arguments as for `pallas_kernels.paged_attention`."""
-    if not causal:
-        new, offsets = of_rows_that_hold(lengths, new, offsets)
+    """Attention of a step whose keys and values are in the pool."""
+    own = dict(interpret=interpret, step_tokens=step_tokens)
+    if not mask.causal:
+        batch = drop_empty_rows(batch)
     if q.ndim == 4 and q.shape[1] == 1:
-        return decode_step(
-            q, kv, tables, lengths, new, kv_scale=kv_scale, kind=kind, rank=rank, scale=scale, window=window,
-            chunk=chunk, sink_tokens=sink_tokens, return_lse=return_lse, interpret=interpret,
-            deterministic=deterministic, **options,
-        )[0]  # fmt: skip
+        return decode_step(q, stored, batch, mask, options, **own)[0]
+    kv, (tables, kv_lens, query_lens, query_starts, _) = stored.kv, batch
     *token_axes, num_heads, head_dim = q.shape
-    rows, stored = tables.shape[0], kv.shape[-1]
-    width = head_dim if rank is None else rank  # of the values
+    rows, width, deterministic = tables.shape[0], stored.value_dim(head_dim), options.deterministic
     if not q.size:
         q = q[..., :width]
-        return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if return_lse else q
-    lengths = jnp.clip(lengths, new if causal else 0, tables.shape[1] * kv.shape[3])
+        return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if options.return_lse else q
+    kv_lens = jnp.clip(kv_lens, query_lens if mask.causal else 0, tables.shape[1] * kv.shape[3])
     tables = jnp.clip(tables, 0, kv.shape[0] - 1)
-    options |= {"scale": head_dim**-0.5 if scale is None else scale, "return_lse": return_lse, "interpret": interpret}
-    options |= {"kv_scale": kv_scale, "kind": kind, "deterministic": deterministic}
-    reach = Reach.within(tables.shape[1] * kv.shape[3], window, chunk, sink_tokens)
+    options = dataclasses.replace(options, scale=options.logit_scale(head_dim))
+    reach = Reach.of_mask(mask, tables.shape[1] * kv.shape[3])
 
-    flat = pad(q.reshape(-1, num_heads, head_dim), stored)
+    flat = pad(q.reshape(-1, num_heads, head_dim), kv.shape[-1])
     places = flat.shape[0]
     if q.ndim == 4:
-        begin, new = jnp.arange(rows, dtype=jnp.int32) * token_axes[1], jnp.minimum(new, token_axes[1])
+        begin, query_lens = jnp.arange(rows, dtype=jnp.int32) * token_axes[1], jnp.minimum(query_lens, token_axes[1])
     else:
-        begin = default_offsets(new) if offsets is None else offsets
-    decodes = causal or deterministic  # a step of one token a row does, and T must not matter
-    single = (new == 1) & decodes
+        begin = default_offsets(query_lens) if query_starts is None else query_starts
+    decodes = mask.causal or deterministic  # a step of one token a row does, and T must not matter
+    single = (query_lens == 1) & decodes
     size = tile_tokens(token_axes[-1], num_heads, kv, tables, q.dtype, deterministic)
     # Queries that are not the row's own have no position: their tiles only number them. They come as many.
-    tiles = make_tiles(begin, lengths if causal else new, new, single, places=places, tile_tokens=size)
-    sees: dict = {"reach": reach}
-    if not causal or any(x is not None for x in (chunk, tree, spans)):
+    tiles = make_tiles(
+        begin, kv_lens if mask.causal else query_lens, query_lens, single, places=places, tile_tokens=size
+    )
+    sight_of_tiles = None
+    if mask.by_token or not mask.causal:
         sight = None
-        if causal:
-            token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), lengths, new, offsets))
-            tree, spans = (None if x is None else x.reshape(-1) for x in (tree, spans))
-            sight = find_sight(token, lengths - new, begin, token_axes[-1], reach, tree, spans)
-        sees["sight"] = _sight_of_tiles(tiles, size, sight, lengths)
-    out, lse = prefill(flat, kv, tables, tiles, tile_tokens=size, rank=rank, **sees, **options)
+        if mask.causal:
+            token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), kv_lens, query_lens, query_starts))
+            tree, spans = (None if x is None else x.reshape(-1) for x in (mask.tree, mask.spans))
+            sight = find_sight(token, kv_lens - query_lens, begin, token_axes[-1], reach, tree, spans)
+        sight_of_tiles = _sight_of_tiles(tiles, size, sight, kv_lens)
+    out, lse = prefill(flat, stored, tables, tiles, options, tile_tokens=size, reach=reach, sight=sight_of_tiles, **own)
     if not decodes:
         out = out[..., :width].reshape(*q.shape[:-1], width)
-        return (out, by_token(lse, tiles, places).reshape(q.shape[:-1])) if return_lse else out
+        return (out, by_token(lse, tiles, places).reshape(q.shape[:-1])) if options.return_lse else out
     at = jnp.clip(begin, 0, places - 1)
-    alone, alone_lse, *_ = decode(
-        flat[at], kv, tables, jnp.where(single, lengths, 0), rank=rank, reach=reach, **options
-    )
+    alone, alone_lse, _ = decode(flat[at], stored, tables, jnp.where(single, kv_lens, 0), options, reach=reach, **own)
     at = jnp.where(single & (begin < places), begin, places)  # the others are dropped
     out = out[..., :width].at[at].set(alone[..., :width], mode="drop").reshape(*q.shape[:-1], width)
-    if not return_lse:
+    if not options.return_lse:
         return out
     lse = by_token(lse, tiles, places).at[at].set(alone_lse, mode="drop")
     return out, lse.reshape(q.shape[:-1])
@@ -101,31 +98,33 @@ def by_token(lse, tiles, places: int):
 
 
 def decode_step(
-    q, kv, tables, lengths, new, *, k=None, v=None, offsets=None, kv_scale=None, kind=None, rank=None, scale=None,
-    mask=None, window=None, chunk=None, sink_tokens=None, tree=None, spans=None, causal=True, return_lse=False,
-    **options,
+    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: AttentionOptions, *, new=None, interpret=False,
+    step_tokens=None,
 ):  # fmt: skip
-    """One padded token per row, `q [S, 1, H, D]`, written first where `k` and `v` are given.
+    """Attention of one padded token per row, `q [S, 1, H, D]`, whose `new` keys and values are written first.
 
     Returns:
-      `(out, kv)` or `((out, lse), kv)`; of a quantised pool `(kv, kv_scale)` in kv's place.
+      `(out, the pool)` or `((out, lse), the pool)`.
     """
-    head_dim, stored = q.shape[-1], kv.shape[-1]
+    kv, (tables, kv_lens, query_lens, _, _), head_dim = stored.kv, batch, q.shape[-1]
     block_size = kv.shape[3]
     capacity = tables.shape[1] * block_size
-    position = jnp.clip(lengths - new, 0, capacity - 1)
-    if k is not None:
+    position = jnp.clip(kv_lens - query_lens, 0, capacity - 1)
+    new_kv = targets = None
+    if new is not None:
         block = jnp.take_along_axis(tables, position[:, None] // block_size, axis=1)[:, 0]
-        options["targets"] = jnp.where((block > 0) & (block < kv.shape[0]), block, 0)
-        tokens = jnp.stack([x[:, 0] for x in (k, v) if x is not None], axis=1)
-        options["new_kv"] = pad(tokens, stored).astype(kv.dtype if kind is None else encodable(tokens.dtype))
-    out, lse, kv, kv_scale = decode(
-        pad(q[:, 0], stored), kv, jnp.clip(tables, 0, kv.shape[0] - 1), jnp.where(new > 0, position + 1, 0),
-        kv_scale=kv_scale, kind=kind, rank=rank, scale=head_dim**-0.5 if scale is None else scale,
-        reach=Reach.within(capacity, window, chunk, sink_tokens), return_lse=return_lse, **options,
+        targets = jnp.where((block > 0) & (block < kv.shape[0]), block, 0)
+        tokens = jnp.stack([x[:, 0] for x in new if x is not None], axis=1)
+        dtype = encodable(tokens.dtype) if stored.format.is_quantized else kv.dtype
+        new_kv = pad(tokens, kv.shape[-1]).astype(dtype)
+    out, lse, stored = decode(
+        pad(q[:, 0], kv.shape[-1]), stored, jnp.clip(tables, 0, kv.shape[0] - 1),
+        jnp.where(query_lens > 0, position + 1, 0),
+        dataclasses.replace(options, scale=options.logit_scale(head_dim)), reach=Reach.of_mask(mask, capacity),
+        new_kv=new_kv, targets=targets, interpret=interpret, step_tokens=step_tokens,
     )  # fmt: skip
-    out = out[:, None, :, : head_dim if rank is None else rank]
-    return (out, lse[:, None]) if return_lse else out, kv if kind is None else (kv, kv_scale)
+    out = out[:, None, :, : stored.value_dim(head_dim)]
+    return (out, lse[:, None]) if options.return_lse else out, stored
 
 
 def tile_tokens(most: int, num_heads: int, kv, tables, dtype=None, deterministic: bool = False) -> int:

@@ -1,23 +1,23 @@
 """What the TPU kernels cannot do, and the way out, in sentences."""
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.common.masks import SIGHTS, unsupported_sight
-from pallas_kernels.common.quantization import is_joined
+from pallas_kernels.common.batch import Call, StoredKV
+from pallas_kernels.common.masks import sight_refusal
 from pallas_kernels.tpu.decode import BLOCK_ROWS, decode_bytes
 from pallas_kernels.tpu.pages import LANES, SMEM_ENTRIES, VMEM_BYTES, page_tile
 from pallas_kernels.tpu.prefill import max_tiles, prefill_bytes
 from pallas_kernels.tpu.step import tile_tokens
 
 
-def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
-    """Why `op` cannot run as a TPU kernel on arguments of these shapes and dtypes, or None. Reads no values."""
-    kv, tables, q = (arguments.get(name) for name in ("kv", "tables", "q"))
-    kind, kv_scale = arguments.get("kind"), arguments.get("kv_scale")
-    for name, x in {"mask": arguments.get("mask"), "kv_scale without a kind": None if kind else kv_scale}.items():
+def unsupported(op: str, call: Call) -> str | None:
+    """Returns why `op` cannot run as a TPU kernel on a call of these shapes and dtypes, or None. Reads no values."""
+    stored, q, tables = call.stored, call.q, call.batch.block_tables
+    kv, quantized = stored.kv, stored.format.is_quantized
+    refused = {"mask": call.mask.mask, "kv_scale without a kind": None if quantized else stored.scale}
+    for name, x in refused.items():
         if x is not None:
             return f"The TPU kernels do not take {name}: leave implementation=None, and XLA runs it."
     if kv is None:
@@ -29,28 +29,29 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
         )
     if op == "write_kv":
         return None  # what the kernel does not take, a scatter does
-    if kind is not None:
-        rank = arguments.get("rank")
-        if rank is not None and kv.shape[2] > 1 and not is_joined(kv_scale, kind, rank):
-            return f"The TPU kernels read quantised latent rows of one head, not of {kv.shape[2]}: leave it to XLA."
-        if why_not := _unsupported_kind(q, kv, kv_scale, kind):
+    if quantized:
+        if stored.half_rank is not None and kv.shape[2] > 1:
+            return f"The TPU kernels read quantized latent rows of one head, not of {kv.shape[2]}: leave it to XLA."
+        if why_not := _quantized_refusal(q, stored):
             return why_not
     elif kv.dtype not in (jnp.bfloat16, jnp.float32):
         return f"The TPU kernels read pools of bfloat16 or float32, not {kv.dtype}: choose one of them, or XLA."
     elif q is not None and q.dtype != kv.dtype:
         return f"The TPU kernels multiply like with like, but q is {q.dtype} and the pool {kv.dtype}: cast q."
-    if why_not := unsupported_sight(arguments):
+    if why_not := sight_refusal(call):
         return why_not
     tile = page_tile(kv.dtype)
     if kv.shape[3] % tile:
-        what = f"the rows of a TPU's {kv.dtype} tile" if kind is None else "the lanes that a block's scales lie along"
+        what = f"the rows of a TPU's {kv.dtype} tile"
+        if quantized:
+            what = "the lanes that a block's scales lie along"
         return (
             f"The block_size of {kv.shape[3]} is not a multiple of {tile}, {what}: choose "
             f"{-(-kv.shape[3] // tile) * tile}."
         )
     if tables is None:
         return None
-    deterministic = bool(arguments.get("deterministic"))
+    deterministic = bool(call.options.deterministic)
     need = vector_memory(q, kv, tables, deterministic)
     if need > VMEM_BYTES:
         return (
@@ -59,8 +60,7 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
             f"may: shard the heads, or use bfloat16."
         )
     rows, blocks_per_row = tables.shape
-    sights = not arguments.get("causal", True) or any(arguments.get(name) is not None for name in SIGHTS)
-    entries = scalar_entries(q, kv, tables, sights, deterministic)
+    entries = scalar_entries(q, kv, tables, call.mask.by_token or not call.mask.causal, deterministic)
     if entries + rows * blocks_per_row > SMEM_ENTRIES:
         block_size, context = kv.shape[3], blocks_per_row * kv.shape[3]
         if entries + rows > SMEM_ENTRIES:
@@ -74,11 +74,11 @@ def unsupported(op: str, arguments: dict[str, Any]) -> str | None:
     return None
 
 
-def _unsupported_kind(q, kv, kv_scale, kind) -> str | None:
-    if kv_scale is not None and kv_scale.dtype != jnp.float32:
-        return f"The TPU kernels read scales of float32, not {kv_scale.dtype}: cast them, or choose XLA."
+def _quantized_refusal(q, stored: StoredKV) -> str | None:
+    if stored.scale is not None and stored.scale.dtype != jnp.float32:
+        return f"The TPU kernels read scales of float32, not {stored.scale.dtype}: cast them, or choose XLA."
     if q is not None and q.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"The TPU kernels multiply {kind} with queries of bfloat16 or float32, not {q.dtype}: cast q."
+        return f"The TPU kernels multiply {stored.format.name} with q in bfloat16 or float32, not {q.dtype}: cast q."
     return None
 
 

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import xla
-from pallas_kernels.common.quantization import split_rank
+from pallas_kernels.common.batch import PagedBatch, StoredKV
 from pallas_kernels.common.ragged_layout import default_offsets, locate
 from pallas_kernels.tpu.pages import (
     SMEM_ENTRIES,
@@ -27,7 +27,7 @@ from pallas_kernels.tpu.pages import (
     page_tile,
     vector_bytes,
 )
-from pallas_kernels.tpu.quantize import along_lanes, as_given, encodable, quantise
+from pallas_kernels.tpu.quantize import encodable, quantize, scales_along_lanes, scales_as_given
 
 PAGE_TOKENS = 32  # at most, for a page is fetched and sent whole even if one token of it is new
 RING_BYTES = 24 * 2**20  # of vector memory
@@ -45,20 +45,21 @@ class Runs(NamedTuple):
     total: jax.Array  # i32[1]: how many entries there are
 
 
-def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, interpret=False):
-    """What [`pallas_kernels.write_kv`][] means, in place if kv is donated; tokens without a block go nowhere."""
+def write_kv(k, v, stored: StoredKV, batch: PagedBatch, *, interpret=False) -> StoredKV:
+    """Stores what [`pallas_kernels.write_kv`][] does, in place if kv is donated; tokens without a block go nowhere."""
+    kv, quantized = stored.kv, stored.format.is_quantized
     page_size = page_tokens(kv)
-    token_axes, rows = k.shape[:-2], tables.shape[0]
+    token_axes, rows = k.shape[:-2], batch.block_tables.shape[0]
     fits = page_size is not None and 0 < 5 * max_runs(token_axes, rows, page_size) <= SMEM_ENTRIES
-    if kind is not None and not fits:
-        return xla.write_kv(kv, k, v, tables, lengths, new, offsets=offsets, kv_scale=kv_scale, kind=kind, rank=rank)
-    dtype = kv.dtype if kind is None else encodable(k.dtype)
-    parts = [pad(x, kv.shape[-1]).astype(dtype) for x in ([k, v] if rank is None else [k])]
+    if quantized and not fits:
+        return xla.write_kv(k, v, stored, batch)
+    dtype = encodable(k.dtype) if quantized else kv.dtype
+    halves = [pad(x, kv.shape[-1]).astype(dtype) for x in ([k, v] if stored.latent_rank is None else [k])]
     if not fits:
-        return scatter(kv, parts, tables, lengths, new, offsets)
-    runs = find_runs(kv, token_axes, tables, lengths, new, offsets, page_size)
-    flat = [x.reshape(-1, *x.shape[-2:]) for x in parts]
-    return write(kv, flat, runs, kv_scale, kind, rank, page_size=page_size, interpret=interpret)
+        return stored.replace(scatter(kv, halves, batch), stored.scale)
+    runs = find_runs(kv, token_axes, batch, page_size)
+    flat = [x.reshape(-1, *x.shape[-2:]) for x in halves]
+    return write(stored, flat, runs, page_size=page_size, interpret=interpret)
 
 
 def page_tokens(kv) -> int | None:
@@ -99,17 +100,18 @@ def max_runs(token_axes: tuple[int, ...], rows: int, page_size: int) -> int:
     return min(places, places // page_size + 2 * rows)
 
 
-def find_runs(kv, token_axes: tuple[int, ...], tables, lengths, new, offsets, page_size: int) -> Runs:
+def find_runs(kv, token_axes: tuple[int, ...], batch: PagedBatch, page_size: int) -> Runs:
     """The pages that a step writes. Whatever the arguments hold, nothing outside the tables and the tokens is named."""
+    tables, kv_lens, query_lens, query_starts, _ = batch
     rows, blocks_per_row = tables.shape
     parts = kv.shape[3] // page_size
     places = token_axes[-1]
     if len(token_axes) == 2:
-        offsets = jnp.arange(rows, dtype=jnp.int32) * places
-    elif offsets is None:
-        offsets = default_offsets(new)
-    before = lengths - new
-    there = jnp.clip(new, 0, places if len(token_axes) == 2 else places - offsets)
+        query_starts = jnp.arange(rows, dtype=jnp.int32) * places
+    elif query_starts is None:
+        query_starts = default_offsets(query_lens)
+    before = kv_lens - query_lens
+    there = jnp.clip(query_lens, 0, places if len(token_axes) == 2 else places - query_starts)
     begin = jnp.maximum(before, 0)
     end = jnp.minimum(before + there, blocks_per_row * kv.shape[3])
     first = begin // page_size
@@ -129,31 +131,31 @@ def find_runs(kv, token_axes: tuple[int, ...], tables, lengths, new, offsets, pa
     block = tables.reshape(-1)[jnp.clip(cell, 0, tables.size - 1)]
     writes = (entry < stop[-1]) & (block > 0) & (block < kv.shape[0])
     return Runs(
-        jnp.where(writes, block, 0), page % parts, of_row(offsets - before) + start,
+        jnp.where(writes, block, 0), page % parts, of_row(query_starts - before) + start,
         jnp.clip(of_row(begin) - start, 0, page_size), jnp.clip(of_row(end) - start, 0, page_size),
         jnp.minimum(stop[-1:], entry.size),
     )  # fmt: skip
 
 
-def write(kv, new, runs: Runs, kv_scale=None, kind=None, rank=None, *, page_size: int, interpret=False):
+def write(stored: StoredKV, new, runs: Runs, *, page_size: int, interpret=False) -> StoredKV:
     """Write keys and values (or latent rows alone), `[N, K, D']` in the pool's dtype, where `runs` says. The pool stays
     where it is if donated.
 
-    For a pool of a kind they are numbers as they came, and `(kv, kv_scale)` is returned.
+    For a quantized pool they are numbers as they came.
     """
+    kv = stored.kv
     _, parts, num_kv_heads, _, head_dim = kv.shape
     depth = slots(kv, page_size)
-    rank, joined = split_rank(kv_scale, kind, rank)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     page = pltpu.VMEM((depth, parts, num_kv_heads, page_size, head_dim), kv.dtype)
     pools, buffers = [kv], [page, page]
-    if kind is not None:
-        pools.append(along_lanes(kv_scale, rank))
-        buffers += [pltpu.VMEM((depth, *pools[1].shape[1:3], page_size), kv_scale.dtype)] * 2
+    if stored.format.is_quantized:
+        pools.append(scales_along_lanes(stored))
+        buffers += [pltpu.VMEM((depth, *pools[1].shape[1:3], page_size), pools[1].dtype)] * 2
     # From vector memory a copy would be a loop, a register a turn.
     new, pools = ([in_hbm(x, interpret) for x in some] for some in (new, pools))
     written = pl.pallas_call(
-        functools.partial(_kernel, page_size=page_size, block_size=kv.shape[3], kind=kind, rank=rank, joined=joined),
+        functools.partial(_kernel, page_size=page_size, block_size=kv.shape[3], stored=stored.replace(None)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(runs),
             grid=(1,),
@@ -174,11 +176,12 @@ def write(kv, new, runs: Runs, kv_scale=None, kind=None, rank=None, *, page_size
         interpret=interpret,
         name="paged_write",
     )(*runs, *new, *pools)
-    return written[0] if kind is None else (written[0], as_given(written[1], rank))
+    return stored.replace(written[0], scales_as_given(written[1], stored) if len(written) == 2 else stored.scale)
 
 
-def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_size, kind, rank, joined):
-    pools = 1 if kind is None else 2  # keys and values, and their scales
+def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_size, stored):
+    quantized = stored.format.is_quantized
+    pools = 2 if quantized else 1  # keys and values, and their scales
     count = len(refs) - 2 * pools - 2 - 2 * pools  # keys and values: two, or of latent rows one
     sources, refs = refs[:count], refs[count:]
     targets, fresh, *buffers, semaphores = refs[pools : 2 * pools], *refs[2 * pools :]
@@ -227,10 +230,10 @@ def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_
                 for which in range(len(sources)):
                     # What is packed cannot be turned and then unpacked.
                     turned = jnp.swapaxes(fresh[slot, which, these].astype(jnp.float32), 0, 1)
-                    numbers, scales = quantise(turned, kind, rank, joined)
+                    numbers, scales = quantize(turned, stored)
                     of_numbers, of_scales = (merged for _, _, merged in pages)
                     of_numbers[slot, which, :, these] = numbers.astype(of_numbers.dtype)
-                    lines = [(which, jnp.concatenate(scales))] if joined is None else enumerate(scales)
+                    lines = enumerate(scales) if stored.is_packed else [(which, jnp.concatenate(scales))]
                     for part, x in lines:
                         of_scales[slot, part, :, these] = x.astype(of_scales.dtype)
 
@@ -242,11 +245,11 @@ def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_
         @pl.when(blocks[entry] > 0)
         def _():
             fetch("wait", entry)
-            if kind is None:
+            if quantized:
+                store(entry, slot)
+            else:
                 for which in range(len(sources)):
                     pages[0][2][slot, which] = jnp.swapaxes(fresh[slot, which], 0, 1)
-            else:
-                store(entry, slot)
 
             @pl.when(ragged(entry))
             def _():
@@ -262,14 +265,15 @@ def _kernel(blocks, parts, tokens, begins, ends, total, *refs, page_size, block_
     pl.loop(count - depth, count)(lambda entry: if_written(entry, functools.partial(send, "wait")))
 
 
-def scatter(kv, parts, tables, lengths, new, offsets):
+def scatter(kv, parts, batch: PagedBatch):
     """The write in XLA, for pools that the kernel does not take: rows of the minor dimension to their places.
 
     A scatter of whole tokens, or of a part of the minor dimension, is less work on paper, but for many tokens XLA then
     turns the whole pool into another layout and back.
     """
     token_axes, num_heads, block_size = parts[0].shape[:-2], kv.shape[1] * kv.shape[2], kv.shape[3]
-    token = jax.tree.map(jnp.ravel, locate(token_axes, lengths, new, offsets))
+    tables = batch.block_tables
+    token = jax.tree.map(jnp.ravel, locate(token_axes, *batch[1:4]))
     block = tables[token.row, token.position // block_size]
     valid = token.valid & (token.position >= 0) & (token.position < tables.shape[1] * block_size)
     valid &= (block > 0) & (block < kv.shape[0])

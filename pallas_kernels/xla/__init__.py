@@ -4,14 +4,21 @@
 cotangents back through it, for every backend.
 """
 
-from pallas_kernels.common.quantization import LARGEST as KINDS  # noqa: F401 (what it stores)
+from pallas_kernels.common.batch import Call
+from pallas_kernels.common.quantization import QUANTIZED
 from pallas_kernels.xla.attention import (
     paged_attention as paged_attention,
     write_and_attend as write_and_attend,
     write_kv as write_kv,
 )
 
-LATENT = True  # it reads latent rows
-SHARES = True  # it reads once what rows have in common
-# What else it takes.
-VARIANTS = frozenset({"alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic", "sink_tokens", "stripe"})
+# See `api.backend`.
+FORMATS = QUANTIZED
+OPTIONS = ("alibi", "spans", "tree", "causal", "chunk", "blocks", "deterministic", "sink_tokens", "stripe")
+READS_LATENT_ROWS = True
+READS_SHARED_ONCE = True
+
+
+def unsupported(op: str, call: Call) -> str | None:
+    """Nothing is."""
+    return None

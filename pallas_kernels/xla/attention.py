@@ -14,43 +14,35 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import quantization as kinds
+from pallas_kernels.common.batch import AttentionOptions, MaskSpec, PagedBatch, StoredKV
+from pallas_kernels.common.quantization import widen_int8
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.shared_prefix import TOGETHER, WORTH_ROWS, Shared, queries_together
 from pallas_kernels.common.xla_cpu import paired
 from pallas_kernels.xla import int8_product as digits, work_list as tiles
 
 
-@functools.partial(
-    jax.jit, static_argnames=("window", "return_lse", "kind", "rank", "causal", "chunk", "deterministic", "sink_tokens")
-)
-def paged_attention(
-    q, kv, tables, lengths, new, *, offsets=None, kv_scale=None, scale=None, soft_cap=None, window=None, sinks=None,
-    mask=None, return_lse=False, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True, chunk=None,
-    blocks=None, deterministic=False, sink_tokens=None, shared=None, stripe=None,
-):  # fmt: skip
-    """What [`pallas_kernels.paged_attention`][] means. Shapes and arguments as there."""
+@jax.jit
+def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: AttentionOptions):
+    """Computes what [`pallas_kernels.paged_attention`][] means."""
     *token_axes, num_heads, head_dim = q.shape
-    num_tokens = math.prod(token_axes)
-    width = head_dim if rank is None else rank  # of the values
+    kv, tables, deterministic, sinks = stored.kv, batch.block_tables, options.deterministic, options.sinks
+    num_tokens, width = math.prod(token_axes), stored.value_dim(head_dim)
     if num_tokens == 0:
         q = q[..., :width]
-        return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if return_lse else q
-    rows = tiles.find_rows(tuple(token_axes), tables, lengths, new, offsets)._replace(stripe=stripe)
-    token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), lengths, new, offsets))
-    scale = jnp.asarray(head_dim**-0.5 if scale is None else scale, jnp.float32)
-    soft_cap = None if soft_cap is None else jnp.asarray(soft_cap, jnp.float32)
-    sight = tiles.find_sight(
-        tuple(token_axes), rows, lengths, new, offsets, window=window, chunk=chunk, causal=causal, mask=mask,
-        spans=spans, tree=tree, blocks=blocks, sink_tokens=sink_tokens,
-    )  # fmt: skip
-    alibi = None if alibi is None else alibi.astype(jnp.float32).reshape(kv.shape[2], -1)
+        return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if options.return_lse else q
+    rows = tiles.find_rows(tuple(token_axes), batch)
+    token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), *batch[1:4]))
+    scale = jnp.asarray(options.logit_scale(head_dim), jnp.float32)
+    soft_cap = None if options.soft_cap is None else jnp.asarray(options.soft_cap, jnp.float32)
+    sight = tiles.find_sight(tuple(token_axes), rows, batch, mask)
+    alibi = None if options.alibi is None else options.alibi.astype(jnp.float32).reshape(kv.shape[2], -1)
     flat_q = q.reshape(num_tokens, num_heads, head_dim)
-    inputs = _Inputs(flat_q, kv, kv_scale, kind, rank, scale, soft_cap, alibi, sight)
+    inputs = _Inputs(flat_q, stored, scale, soft_cap, alibi, sight)
 
     together = None
-    if shared is not None:
-        together, rows = _attend_together(inputs, rows, Shared.unpack(shared), token)
+    if options.shared is not None:
+        together, rows = _attend_together(inputs, rows, Shared.unpack(options.shared), token)
 
     listed = tables if sight.blocks is None else sight.blocks
 
@@ -92,7 +84,7 @@ def paged_attention(
         top, values = higher, values * shrink[..., None]
     out = jnp.where(nothing[..., None], 0.0, values / jnp.where(nothing, 1.0, total)[..., None])
     out = out.astype(q.dtype).reshape(*q.shape[:-1], width)
-    if not return_lse:
+    if not options.return_lse:
         return out
     lse = jnp.where(nothing, -jnp.inf, top + jnp.log(jnp.where(nothing, 1.0, total)))
     return out, lse.reshape(q.shape[:-1])
@@ -102,10 +94,7 @@ class _Inputs(NamedTuple):
     """What the tiles of a step share; tokens are flat."""
 
     q: jax.Array  # [tokens, H, D]
-    kv: jax.Array
-    kv_scale: jax.Array | None
-    kind: str | None
-    rank: int | None  # values are the first so many numbers of the keys; None: they are stored themselves
+    stored: StoredKV
     scale: jax.Array
     soft_cap: jax.Array | None
     alibi: jax.Array | None  # f32[K, G]
@@ -125,7 +114,7 @@ def _attend_tiles(
 ) -> _Softmax:  # fmt: skip
     """The softmax of every token, `[tokens, H]`, of the rows whose `count` is not 0. Tokens say in which row they are,
     None: in one each; and which of its tokens they are, None: the only one."""
-    (num_heads, head_dim), num_kv_heads = inputs.q.shape[1:], inputs.kv.shape[2]
+    (num_heads, head_dim), num_kv_heads = inputs.q.shape[1:], inputs.stored.kv.shape[2]
     work = tiles.plan(tiling, lanes, rows, inputs.sight)
 
     def step(i, made: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -147,7 +136,7 @@ def _attend_tiles(
         both = both.at[1, lane].multiply(shrink).at[1, lane].add(total)
         return both, values.at[lane].multiply(shrink[..., None]).at[lane].add(sums)
 
-    width = head_dim if inputs.rank is None else inputs.rank
+    width = inputs.stored.value_dim(head_dim)
     shape = (lanes, num_kv_heads, tiling.queries * (num_heads // num_kv_heads))
     zero = tiles.zero_for(inputs, rows)
     # Tops and totals in one array: each array that a loop begins with is copied once a layer.
@@ -169,7 +158,7 @@ def _attend_at_once(
     """The softmax of every token, `[tokens, H]`, if rows are read whole: the loop of one step, without what only a loop
     needs."""
     items = tiles.whole_rows(tiling, rows, inputs.sight)
-    num_kv_heads = inputs.kv.shape[2]
+    num_kv_heads = inputs.stored.kv.shape[2]
     if token_axes[1:] == (tiling.queries,):  # a tile's tokens lie together, and need no looking up
         row = place = None
         queries = tiles.by_head(inputs.q.reshape(*token_axes, *inputs.q.shape[1:]), num_kv_heads)
@@ -195,37 +184,40 @@ class _Seen(NamedTuple):
 
 def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: jax.Array) -> _Seen:
     """What queries `[items, K, queries * G, D]` see."""
-    q, kv, kv_scale, kind, rank, scale, soft_cap, alibi, _ = inputs
+    q, stored, scale, soft_cap, alibi, _ = inputs
+    kv, format, rank, halves = stored.kv, stored.format, stored.latent_rank, stored.half_rank
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = kv.shape[2]
-    # A quantised value is exact in q's dtype: scales are applied to logits and weights, not to keys and values; but for
+    # A quantized value is exact in q's dtype: scales are applied to logits and weights, not to keys and values; but for
     # scales that the entries of a head do not share.
-    by_parts, joined = kinds.split_rank(kv_scale, kind, rank)
-    by_entry = kv_scale is not None and kinds.scale_axes(kind, head_dim, by_parts) != ()
+    by_entry = stored.scale is not None and format.has_entry_scales(head_dim, halves)
     exact = (kv.dtype.itemsize == 1 and not by_entry) or kv.dtype == q.dtype
     dtype = q.dtype if exact else jnp.dtype("float32")
     # As they are stored, for `_product`; by many queries of float32, which are three digits, it would take longer.
-    as_bytes = kind == "int8" and not by_entry and dtype.itemsize <= (4 if tiling.queries == 1 else 2)
-    are_finite = kind is not None and not by_entry  # a NaN is in the scales then
-    width = kinds.stored_dim(kind, head_dim)
+    as_bytes = format.storage_dtype == jnp.int8 and not by_entry and dtype.itemsize <= (4 if tiling.queries == 1 else 2)
+    are_finite = format.is_quantized and not by_entry  # a NaN is in the scales then
+    width = format.stored_dim(head_dim)
 
-    def stored_scales(which: int) -> jax.Array:
-        assert kv_scale is not None
-        scales = tiles.read_runs(kv_scale, which, items, tiling.run, *kv_scale.shape[4:]).astype(jnp.float32)
+    def read_scales(which: int) -> jax.Array:
+        assert stored.scale is not None
+        scales = tiles.read_runs(stored.scale, which, items, tiling.run, *stored.scale.shape[4:]).astype(jnp.float32)
         return jax.lax.optimization_barrier(scales)  # else XLA puts them in order in each fusion that reads them
 
-    def stored(which: int) -> tuple[jax.Array, jax.Array | None]:
+    def read(which: int) -> tuple[jax.Array, jax.Array | None]:
         """Keys or values, and the scales that are yet to be applied."""
-        numbers = kinds.numbers(tiles.read_runs(kv, which, items, tiling.run, width), kind)
+        numbers = format.from_bits(tiles.read_runs(kv, which, items, tiling.run, width))
         if not as_bytes:
-            numbers = (kinds.widened(numbers) if numbers.dtype == jnp.int8 else numbers).astype(dtype)
-        if kv_scale is None:
+            numbers = (widen_int8(numbers) if numbers.dtype == jnp.int8 else numbers).astype(dtype)
+        if stored.scale is None:
             return numbers, None
-        scales = stored_scales(which)
-        return (numbers * kinds.spread_scales(scales, kind, head_dim, rank), None) if by_entry else (numbers, scales)
+        scales = read_scales(which)
+        return (numbers * format.spread_scales(scales, head_dim, halves), None) if by_entry else (numbers, scales)
 
-    keys, key_scales = stored(0)
-    values, value_scales = stored(1) if rank is None else (keys[..., :rank], stored_scales(1) if joined else None)
+    keys, key_scales = read(0)
+    if rank is None:
+        values, value_scales = read(1)
+    else:
+        values, value_scales = keys[..., :rank], read_scales(1) if stored.is_packed else None
     seen = jnp.repeat(items.seen, num_heads // num_kv_heads, axis=1)[:, None]
     # What is not seen may hold NaN, and 0 * NaN is NaN. For keys it is the logits that are selected, below.
     visible = seen.any(axis=2)
@@ -239,7 +231,7 @@ def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: ja
     logits *= scale
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
-    logits = jnp.where(seen, tiles.bent(logits, alibi, items.distance), -jnp.inf)
+    logits = jnp.where(seen, tiles.add_slopes(logits, alibi, items.distance), -jnp.inf)
     if tiling.queries == 1:
         return _Seen(logits, values, value_scales, None)
     # One query may see a NaN that another one must not.
@@ -282,7 +274,7 @@ def _product(subscripts: str, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> j
     return jax.lax.platform_dependent(
         a, b,
         cpu=functools.partial(digits.product, subscripts, num_digits=2 if dtype.itemsize == 2 else 3),
-        default=lambda a, b: multiply(a, kinds.widened(b).astype(dtype)),
+        default=lambda a, b: multiply(a, widen_int8(b).astype(dtype)),
     )  # fmt: skip
 
 
@@ -308,8 +300,14 @@ def _attend_together(
     if sight.tree is not None:
         position = jnp.where(token.valid, tiles.take(rows.before, token.row) + sight.tree.depth, 0)
     groups, place = tiles.find_groups(rows, shared, token._replace(position=position))
-    most, queries = max(1, rows.tables.shape[0] // WORTH_ROWS), queries_together(inputs.q.shape[1], inputs.kv.shape[2])
-    tiling, lanes = tiles.choose_tiling(inputs.q, inputs.kv, rows.tables, queries), most * -(-TOGETHER // queries)
+    most, queries = (
+        max(1, rows.tables.shape[0] // WORTH_ROWS),
+        queries_together(inputs.q.shape[1], inputs.stored.kv.shape[2]),
+    )
+    tiling, lanes = (
+        tiles.choose_tiling(inputs.q, inputs.stored.kv, rows.tables, queries),
+        most * -(-TOGETHER // queries),
+    )
     # All of it lies before the step's tokens, of which spans and trees speak.
     inputs = inputs._replace(sight=sight._replace(causal=False, spans=None, tree=None))
     leader = jnp.clip(tiles.take(shared.leader, token.row), 0, rows.tables.shape[0] - 1)
@@ -346,13 +344,13 @@ def _merged_in_order(softmax: _Softmax, lane: jax.Array, items: _Softmax) -> _So
     return jax.lax.fori_loop(0, lane.shape[0], merge, softmax)
 
 
-def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None):
-    """What [`pallas_kernels.write_kv`][] means, as one in-place scatter (of a quantised pool one more, of scales)."""
-    token_axes = k.shape[:-2]
-    token = locate(token_axes, lengths, new, offsets)
+def write_kv(k, v, stored: StoredKV, batch: PagedBatch) -> StoredKV:
+    """Stores what [`pallas_kernels.write_kv`][] does, by one in-place scatter, and one more of scales."""
+    kv, format, token_axes = stored.kv, stored.format, k.shape[:-2]
+    token = locate(token_axes, *batch[1:4])
     block_size = kv.shape[3]
     column, offset = tiles.parts(token.position, block_size)
-    block = tables[token.row, column].reshape(-1)
+    block = batch.block_tables[token.row, column].reshape(-1)
     count = block.shape[0]
     # Padding goes to places of its own past the pool's end, where mode="drop" drops it. Not to -1, which would wrap.
     dropped = kv.shape[0] + jnp.arange(count, dtype=jnp.int32)
@@ -365,21 +363,18 @@ def write_kv(kv, k, v, tables, lengths, new, *, offsets=None, kv_scale=None, kin
         place = pool.at[block, :, :, offset.reshape(-1), *minor]
         return place.set(values.astype(pool.dtype), mode="drop", unique_indices=True)
 
-    if kind is None:
-        return put(kv, tokens, slice(0, k.shape[-1]))
-    if kinds.is_joined(kv_scale, kind, rank):
-        stored, *both = kinds.encode_joined(tokens, kind, kv_scale.dtype, rank)
+    if not format.is_quantized:
+        return stored.replace(put(kv, tokens, slice(0, k.shape[-1])), stored.scale)
+    assert stored.scale is not None
+    if stored.packed_rank is not None:
+        numbers, *both = format.encode_packed(tokens, stored.scale.dtype, stored.packed_rank)
         scales = jnp.concatenate(both, axis=1)
     else:
-        stored, scales = kinds.encode(tokens, kind, kv_scale.dtype, rank)
-    return put(kv, stored, slice(0, stored.shape[-1])), put(kv_scale, scales)
+        numbers, scales = format.encode(tokens, stored.scale.dtype, stored.latent_rank)
+    return stored.replace(put(kv, numbers, slice(0, numbers.shape[-1])), put(stored.scale, scales))
 
 
-def write_and_attend(
-    q, k, v, kv, tables, lengths, new, *, offsets=None, kv_scale=None, kind=None, rank=None, **options
-):  # fmt: skip
-    """What [`pallas_kernels.write_and_attend`][] means: one after the other."""
-    stored = dict(offsets=offsets, kind=kind, rank=rank)
-    written = write_kv(kv, k, v, tables, lengths, new, kv_scale=kv_scale, **stored)
-    kv, kv_scale = (written, None) if kind is None else written
-    return paged_attention(q, kv, tables, lengths, new, kv_scale=kv_scale, **stored, **options), written
+def write_and_attend(q, k, v, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: AttentionOptions):
+    """Writes, then attends."""
+    stored = write_kv(k, v, stored, batch)
+    return paged_attention(q, stored, batch, mask, options), stored

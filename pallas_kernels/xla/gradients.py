@@ -4,46 +4,56 @@ As in FlashAttention (https://arxiv.org/abs/2205.14135) weights are not kept but
 same work list as in the forward pass, from the logarithm of the softmax's denominator.
 """
 
+import dataclasses
 import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import quantization as kinds
+from pallas_kernels.common.batch import Call
 from pallas_kernels.xla import work_list as tiles
 
 _product = functools.partial(jnp.einsum, precision="highest")
 
 
-def attention_gradients(
-    out_bar, lse_bar, out, lse, *, q, kv, tables, lengths, new, offsets=None, kv_scale=None, scale=None, soft_cap=None,
-    window=None, sinks=None, mask=None, kind=None, rank=None, alibi=None, spans=None, tree=None, causal=True,
-    chunk=None, blocks=None, deterministic=False, sink_tokens=None, shared=None, stripe=None,
-):  # fmt: skip
-    """Cotangents of `paged_attention`'s floating-point arguments, by name, in their shapes and dtypes.
+def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
+    """Returns the cotangents of the floating-point arrays of `paged_attention`'s call, in their shapes and dtypes.
 
     Args:
       out_bar, lse_bar: the cotangents of the output and of the LSE (None: zero).
-      out, lse: what `paged_attention` returned for the other arguments.
+      out, lse: what `paged_attention` returned for the call.
+
+    Returns:
+      The call with cotangents for arrays, and None for all that has none.
 
     Rows are read by themselves, also those that are `shared`.
     """
-    arguments = dict(q=q, kv=kv, kv_scale=kv_scale, scale=scale, soft_cap=soft_cap, sinks=sinks, alibi=alibi)
+    q, stored, options, (kv, kv_scale) = call.q, call.stored, call.options, (call.stored.kv, call.stored.scale)
+    format, rank, halves, packed = stored.format, stored.latent_rank, stored.half_rank, stored.is_packed
+    soft_cap, sinks, alibi, tables = options.soft_cap, options.sinks, options.alibi, call.batch.block_tables
+    arguments = dict(q=q, kv=kv, kv_scale=kv_scale, scale=options.scale, soft_cap=soft_cap, sinks=sinks, alibi=alibi)
     differentiable = {
         name: x for name, x in arguments.items() if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
     }
+
+    def bundle(bars: dict[str, jax.Array]) -> Call:
+        found = {name: bars[name].astype(x.dtype) for name, x in differentiable.items()}
+        numbers = {name: found.get(name) for name in ("scale", "soft_cap", "sinks", "alibi")}
+        nothing = jax.tree.map(lambda _: None, call)
+        return nothing._replace(
+            q=found.get("q"), stored=stored.replace(found.get("kv"), found.get("kv_scale")),
+            options=dataclasses.replace(nothing.options, **numbers),
+        )  # fmt: skip
+
     if q.size == 0:
-        return {name: jnp.zeros_like(x) for name, x in differentiable.items()}
+        return bundle({name: jnp.zeros_like(x) for name, x in differentiable.items()})
     *token_axes, num_heads, head_dim = q.shape
     num_tokens, longest = math.prod(token_axes), token_axes[-1]
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
-    rows = tiles.find_rows(tuple(token_axes), tables, lengths, new, offsets)._replace(stripe=stripe)
-    sight = tiles.find_sight(
-        tuple(token_axes), rows, lengths, new, offsets, window=window, chunk=chunk, causal=causal, mask=mask,
-        spans=spans, tree=tree, blocks=blocks, sink_tokens=sink_tokens,
-    )  # fmt: skip
+    rows = tiles.find_rows(tuple(token_axes), call.batch)
+    sight = tiles.find_sight(tuple(token_axes), rows, call.batch, call.mask)
 
     def flat(x: jax.Array) -> jax.Array:
         return x.reshape(num_tokens, *x.shape[len(token_axes) :]).astype(jnp.float32)
@@ -62,15 +72,13 @@ def attention_gradients(
         logits = _product("ikqd,ikcd->ikqc", q, keys) * numbers["scale"]
         if soft_cap is not None:
             logits = numbers["soft_cap"] * jnp.tanh(logits / numbers["soft_cap"])
-        return tiles.bent(logits, numbers.get("alibi"), distance)
+        return tiles.add_slopes(logits, numbers.get("alibi"), distance)
 
-    numbers = {"scale": jnp.float32(head_dim**-0.5 if scale is None else scale)}
+    numbers = {"scale": jnp.float32(options.logit_scale(head_dim))}
     if soft_cap is not None:
         numbers["soft_cap"] = jnp.float32(soft_cap)
     if alibi is not None:
         numbers["alibi"] = alibi.astype(jnp.float32).reshape(num_kv_heads, group)
-
-    by_parts, joined = kinds.split_rank(kv_scale, kind, rank)
 
     def step(i, bars):
         items = tiles.find_items(tiling, work, rows, i, sight)
@@ -83,20 +91,20 @@ def attention_gradients(
 
         def read_scales(which):
             scales = tiles.read_runs(kv_scale, which, items, tiling.run, *kv_scale.shape[4:])
-            scales = kinds.spread_scales(scales, kind, head_dim, by_parts)
+            scales = format.spread_scales(scales, head_dim, halves)
             return jnp.where(visible[..., None], scales, 0.0)
 
         def read_stored(which):  # the keys or values as stored, and their scales
-            stored = tiles.read_runs(kv, which, items, tiling.run, kinds.stored_dim(kind, head_dim))
-            stored = kinds.numbers(stored, kind).astype(jnp.float32)
-            scales = jnp.ones_like(stored[..., :1]) if kv_scale is None else read_scales(which)
-            return jnp.where(visible[..., None], stored, 0.0), scales
+            bits = tiles.read_runs(kv, which, items, tiling.run, format.stored_dim(head_dim))
+            numbers = format.from_bits(bits).astype(jnp.float32)
+            scales = jnp.ones_like(numbers[..., :1]) if kv_scale is None else read_scales(which)
+            return jnp.where(visible[..., None], numbers, 0.0), scales
 
         keys, key_scales = read_stored(0)
         if rank is None:
             values, value_scales = read_stored(1)
         else:
-            values, value_scales = keys[..., :rank], read_scales(1) if joined else key_scales[..., :rank]
+            values, value_scales = keys[..., :rank], read_scales(1) if packed else key_scales[..., :rank]
         compute = functools.partial(compute_logits, items.distance)
         logits, pull = jax.vjp(compute, read(queries), keys * key_scales, numbers)
         weights = jnp.where(seen, jnp.exp(logits - read(lse)[..., None]), 0.0)
@@ -111,10 +119,10 @@ def attention_gradients(
         bars["numbers"] = jax.tree.map(jnp.add, bars["numbers"], numbers_bar)
         block = jnp.clip(items.block, 0, kv.shape[0] - 1)[:, :, None]
         place = items.offset[:, :, None] + jnp.arange(tiling.run, dtype=jnp.int32)[None, None]
-        parts = [(keys, key_scales, keys_bar), (values, value_scales, values_bar)]
-        if rank is not None and not joined:  # values are part of the keys
-            parts = [(keys, key_scales, keys_bar.at[..., :rank].add(values_bar))]
-        for which, (stored, scales, bar) in enumerate(parts):
+        halves_bar = [(keys, key_scales, keys_bar), (values, value_scales, values_bar)]
+        if rank is not None and not packed:  # values are part of the keys
+            halves_bar = [(keys, key_scales, keys_bar.at[..., :rank].add(values_bar))]
+        for which, (content, scales, bar) in enumerate(halves_bar):
 
             def add(name, update, which=which):  # [items, K, pieces * run, ...] into the pool's places
                 runs = update.reshape(*update.shape[:2], tiling.pieces, tiling.run, *update.shape[3:])
@@ -124,7 +132,7 @@ def attention_gradients(
             if "kv" in bars:
                 add("kv", bar * scales)
             if kv_scale is not None:
-                add("kv_scale", kinds.sum_by_scale(bar * stored, kind, by_parts))
+                add("kv_scale", format.sum_by_scale(bar * content, halves))
         return bars
 
     bars = {
@@ -146,4 +154,4 @@ def attention_gradients(
         nothing = jnp.isneginf(lse)
         share = jnp.where(nothing, 0.0, jnp.exp(sinks.astype(jnp.float32)[None] - jnp.where(nothing, 0.0, lse)))
         bars["sinks"] = -jnp.where(nothing, 0.0, share * pull_down).sum(axis=0)
-    return {name: bars[name].astype(x.dtype) for name, x in differentiable.items()}
+    return bundle(bars)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.context_parallel import places_before, position_of
+from pallas_kernels.common.batch import MaskSpec, PagedBatch
+from pallas_kernels.common.context_parallel import count_local_tokens, position_of
 from pallas_kernels.common.ragged_layout import Tokens, default_offsets, locate
 from pallas_kernels.common.shared_prefix import Shared
 from pallas_kernels.common.tree_attention import Tree, climb
@@ -105,24 +106,26 @@ class Rows(NamedTuple):
     # each token's position.
     order: jax.Array | None = None
     position: jax.Array | None = None
-    stripe: jax.Array | None = None  # i32[2]: which of how many runs of every block are at hand; None: all of it
+    shard: jax.Array | None = None  # i32[2]: which of how many runs of every block are at hand; None: all of it
 
     def places(self, position: jax.Array, tiling: Tiling) -> jax.Array:
         """How many of a row's places before a position are at hand."""
         most = jnp.clip(position, 0, None)
-        held = most if self.stripe is None else places_before(most, self.stripe, tiling.block_size)
+        held = most if self.shard is None else count_local_tokens(most, self.shard, tiling.block_size)
         return jnp.minimum(held, tiling.capacity)
 
 
-def find_rows(token_axes: tuple[int, ...], tables, lengths, new, offsets) -> Rows:
-    """The rows of a step whose tokens have the axes `(S, T)` or `(N,)`."""
+def find_rows(token_axes: tuple[int, ...], batch: PagedBatch) -> Rows:
+    """Returns the rows of a step whose tokens have the axes `(S, T)` or `(N,)`."""
+    tables, kv_lens, query_lens, query_starts, shard = batch
     if len(token_axes) == 2:
         start = jnp.arange(tables.shape[0], dtype=jnp.int32) * token_axes[1]
         room = jnp.full_like(start, token_axes[1])
     else:
-        start = default_offsets(new) if offsets is None else offsets
+        start = default_offsets(query_lens) if query_starts is None else query_starts
         room = token_axes[0] - start
-    return Rows(tables, lengths - new, lengths, start, jnp.maximum(jnp.minimum(new, room), 0))
+    count = jnp.maximum(jnp.minimum(query_lens, room), 0)
+    return Rows(tables, kv_lens - query_lens, kv_lens, start, count, shard=shard)
 
 
 def find_groups(rows: Rows, shared: Shared, token: Tokens) -> tuple[Rows, jax.Array]:
@@ -136,7 +139,7 @@ def find_groups(rows: Rows, shared: Shared, token: Tokens) -> tuple[Rows, jax.Ar
     nearest = jnp.where(shared.tokens > 0, rows.before, jnp.iinfo(jnp.int32).max)
     before = jnp.full_like(rows.before, jnp.iinfo(jnp.int32).max).at[shared.leader].min(nearest)
     groups = Rows(
-        rows.tables, before, shared.tokens, shared.place, shared.queries, None, order, token.position, rows.stripe
+        rows.tables, before, shared.tokens, shared.place, shared.queries, None, order, token.position, rows.shard
     )
     return groups, place
 
@@ -161,23 +164,21 @@ class Sight(NamedTuple):
         return jnp.minimum(cover(tiling.runs(tokens), tiling.pieces), first_tile)
 
 
-def find_sight(
-    token_axes: tuple[int, ...], rows: Rows, lengths, new, offsets, *, window, chunk, causal, mask, spans, tree, blocks,
-    sink_tokens,
-) -> Sight:  # fmt: skip
-    """The sight of a step's tokens, with the options of `paged_attention`."""
+def find_sight(token_axes: tuple[int, ...], rows: Rows, batch: PagedBatch, spec: MaskSpec) -> Sight:
+    """Returns what the tokens of a step see."""
+    mask, blocks, tree = spec.mask, spec.blocks, None
     if mask is not None:  # there is always one place, if only one that is not seen
         mask = mask if mask.shape[-1] else jnp.zeros((*mask.shape[:-1], 1), bool)
         mask = mask.reshape(-1, mask.shape[-1])
-    if tree is not None:
-        token = jax.tree.map(jnp.ravel, locate(token_axes, lengths, new, offsets))
-        tree = climb(tree.reshape(-1), token, rows.before, rows.start, token_axes[-1])
+    if spec.tree is not None:
+        token = jax.tree.map(jnp.ravel, locate(token_axes, *batch[1:4]))
+        tree = climb(spec.tree.reshape(-1), token, rows.before, rows.start, token_axes[-1])
     if blocks is not None:  # no block is read twice; there is always one, if only none
         blocks = blocks if blocks.shape[1] else jnp.full((blocks.shape[0], 1), -1, jnp.int32)
         highest = jax.lax.cummax(jnp.pad(blocks, ((0, 0), (1, 0)), constant_values=-1)[:, :-1], axis=1)
         blocks = jnp.where((blocks > highest) & (blocks < rows.tables.shape[1]), blocks, -1)
-    spans = None if spans is None else spans.reshape(-1)
-    return Sight(window, chunk, causal, mask, spans, tree, blocks, sink_tokens or 0)
+    spans = None if spec.spans is None else spec.spans.reshape(-1)
+    return Sight(spec.window, spec.chunk, spec.causal, mask, spans, tree, blocks, spec.sink_tokens or 0)
 
 
 class Lane(NamedTuple):
@@ -313,10 +314,10 @@ def _see(tiling: Tiling, rows: Rows, sight: Sight, lane: Lane, tile: jax.Array, 
         logical = blocks if whole else blocks.at[lane.row, logical].get(mode="fill", fill_value=-1)
         own &= (logical >= 0)[:, :, None]
         logical = jnp.maximum(logical, 0)
-    if rows.stripe is None:
+    if rows.shard is None:
         position = logical[:, :, None] * tiling.block_size + place
     else:
-        position = position_of(logical[:, :, None], place, rows.stripe, tiling.block_size)
+        position = position_of(logical[:, :, None], place, rows.shard, tiling.block_size)
     if rows.first is not None:
         own &= position >= take(rows.first, lane.row)[:, :, None]
     own, position = (x.reshape(-1, 1, tiling.pieces * tiling.run) for x in (own, position))
@@ -351,8 +352,8 @@ def _see(tiling: Tiling, rows: Rows, sight: Sight, lane: Lane, tile: jax.Array, 
     return Items(lane.row, token, block, jnp.broadcast_to(offset, block.shape), seen, jnp.abs(query - key))
 
 
-def bent(logits: jax.Array, alibi: jax.Array | None, distance: jax.Array) -> jax.Array:
-    """Logits `[items, K, queries * G, context]` less the slope of each head, `[K, G]`, times the distance."""
+def add_slopes(logits: jax.Array, alibi: jax.Array | None, distance: jax.Array) -> jax.Array:
+    """Returns logits `[items, K, queries * G, context]` less the slope of each head, `[K, G]`, times the distance."""
     if alibi is None:
         return logits
     queries, group = distance.shape[1], alibi.shape[1]

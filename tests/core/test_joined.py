@@ -119,7 +119,7 @@ def test_everything_is_the_same_as_apart(fields):
         outs.append(jaxkv.attend(q, cache, layer=0, causal=False))
         for i in range(cache.num_layers):
             outs += [*jaxkv.gather(cache, 0, layer=i), *cache.separate(i), cache.combined(i)]
-            if config.kind(i).quantised:
+            if config.kind(i).is_quantized:
                 outs += jaxkv.gather(cache, 0, layer=i, raw=True)
         for layer, head in ((0, 1), (8, 2), (9, 0)):
             outs += cache.load(layer, 0, head, 3)

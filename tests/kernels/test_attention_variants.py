@@ -11,6 +11,8 @@ from nightly import NIGHTLY
 
 import pallas_kernels
 from pallas_kernels import reference, testing, tpu
+from pallas_kernels.api import reference_backend
+from pallas_kernels.common.batch import MaskSpec, PagedBatch
 from pallas_kernels.testing import Case
 from pallas_kernels.xla import work_list as work
 
@@ -90,9 +92,9 @@ def test_what_lies_between_first_tokens_and_window_is_not_read(window, length, t
     """Of a row of 16 tiles of 64 tokens only the first is, and those of the window, each once."""
     case = Case(lengths=(length,), new=(1,), num_heads=2, num_kv_heads=1, head_dim=4, block_size=16)
     inputs = testing.make_inputs(case)
-    rows = work.find_rows((1, 1), inputs.tables, inputs.lengths, inputs.new, None)
-    options = {"causal": True} | dict.fromkeys(("mask", "spans", "tree", "blocks", "chunk"))
-    sight = work.find_sight((1, 1), rows, *inputs[3:5], None, window=window, sink_tokens=5, **options)
+    batch = PagedBatch(*inputs[2:])
+    rows = work.find_rows((1, 1), batch)
+    sight = work.find_sight((1, 1), rows, batch, MaskSpec(window=window, sink_tokens=5))
     tiling = work.choose_tiling(inputs.q.reshape(1, 2, 4), inputs.kv, inputs.tables, 1)
     assert int(work.plan(tiling, 1, rows, sight).num_items) == tiles
     between = inputs.tables[0, 1 : max((length - window) // 16, 1)]
@@ -108,7 +110,7 @@ def arguments():
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-@pytest.mark.parametrize("name", sorted(reference.VARIANTS - tpu.VARIANTS))
+@pytest.mark.parametrize("name", sorted(set(reference_backend.OPTIONS) - set(tpu.OPTIONS)))
 def test_kernels_refuse_by_name(platform, name):
     inputs, tokens = arguments()
     value = tokens | {

@@ -31,7 +31,8 @@ SIZES = {
     "gpu": dict(num_heads=5, num_kv_heads=1, head_dim=64, block_size=16, dtype="bfloat16"),
 }
 INTERPRETERS = {
-    "tpu": (tpu.paged_attention, pltpu.InterpretParams()), "gpu": (gpu.paged_attention, plgpu.InterpretGPUParams()),
+    "tpu": (functools.partial(testing.run, tpu.paged_attention), pltpu.InterpretParams()),
+    "gpu": (functools.partial(testing.run, gpu.paged_attention), plgpu.InterpretGPUParams()),
 }  # fmt: skip
 
 
@@ -140,8 +141,9 @@ def test_a_rows_items_do_not_depend_on_its_neighbours():
     @functools.partial(jax.jit, static_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
     def items_of(lengths, capacity):
         return work.decode_items(
-            lengths, jnp.ones_like(lengths), 1, alone_of=None, capacity=capacity, reach=Reach(), tile_tokens=64,
-            wave=33, most_tiles=capacity // 64, deterministic=True, interpret=plgpu.InterpretGPUParams(),
+            lengths, jnp.ones_like(lengths), 1,
+            work.Cutting(capacity, Reach(), 64, 33, capacity // 64, deterministic=True), alone_of=None,
+            interpret=plgpu.InterpretGPUParams(),
         )[0]  # fmt: skip
 
     def parts(rows, capacity):
@@ -196,11 +198,11 @@ def test_no_kernels_tiles_go_by_who_else_is_there(monkeypatch):
     given = [shape((2, 16, 8, 128), jnp.bfloat16), kv, tables[1], *[shape((2,), jnp.int32)] * 2]
     for tokens in (1, 2, 16):
         given[0] = shape((2, tokens, 8, 128), jnp.bfloat16)
-        jax.eval_shape(functools.partial(gpu.paged_attention, deterministic=True), *given)
+        jax.eval_shape(functools.partial(testing.run, gpu.paged_attention, deterministic=True), *given)
     assert merges == [(True, 1)] * 3
     with pytest.raises(AssertionError, match="how many tiles there are"):
         given[0] = shape((2, 16, 8, 128), jnp.bfloat16)
-        jax.eval_shape(functools.partial(gpu.paged_attention), *given)
+        jax.eval_shape(functools.partial(testing.run, gpu.paged_attention), *given)
 
 
 def test_spans_are_not_for_kernels():

@@ -68,7 +68,7 @@ def test_every_implementation(implementation):
     """Kernels have no gradients of their own: the rule is the front door's."""
     variables, _, loss = make_problem(Case(lengths=(5, 17), new=(1, 1), sinks=True, dtype="bfloat16", head_dim=128))
     home = IMPLEMENTATIONS[implementation]
-    if home and home != pallas_kernels.api.backends.platform_now():
+    if home and home != pallas_kernels.api.backends.current_platform():
         pytest.skip(f"needs the platform {home}")
     attend = functools.partial(pallas_kernels.paged_attention, implementation=implementation)
     actual = jax.jit(jax.grad(functools.partial(loss, attend)))(variables)

@@ -11,12 +11,11 @@ from nightly import NIGHTLY
 
 import pallas_kernels
 from pallas_kernels import reference, testing
-from pallas_kernels.common import quantization as kinds
+from pallas_kernels.common.quantization import FORMATS, QUANTIZED as KINDS
 from pallas_kernels.testing import Case
 from pallas_kernels.xla import int8_product as digits
 
-KINDS = tuple(kinds.LARGEST)
-SCALES = {kind: jnp.dtype("bfloat16" if kind == "int4" else "float32") for kind in KINDS}
+SCALES = {kind: FORMATS[kind].scale_dtype for kind in KINDS}
 # Rounding to so many steps, or to so many bits, of normal data; in the Euclidean norm.
 ROUND_TRIP = {"int8": 0.008, "float8_e4m3fn": 0.03, "float8_e5m2": 0.06, "int4": 0.11}
 ATTENTION = {"int8": 0.01, "float8_e4m3fn": 0.04, "float8_e5m2": 0.085, "int4": 0.16}
@@ -26,8 +25,8 @@ quickly_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_opt
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def round_trip(x, kind, scale_dtype):
-    stored, scale = kinds.encode(x, kind, scale_dtype)
-    return kinds.decode(stored, scale, kind, x.shape[-1]), stored, scale
+    stored, scale = FORMATS[kind].encode(x, scale_dtype)
+    return FORMATS[kind].decode(stored, scale, x.shape[-1]), stored, scale
 
 
 def normal(*shape, seed=0):
@@ -44,8 +43,8 @@ def test_round_trip(kind, size):
     x = normal(50, 3, 80) * np.float32(size)
     got, stored, scale = round_trip(x, kind, SCALES[kind])
     assert error(got / np.float32(size), x / np.float32(size)) < ROUND_TRIP[kind]
-    assert stored.shape[-1] == kinds.stored_dim(kind, 80) and stored.dtype == kinds.storage_of(kind)
-    assert scale.shape == (50, 3, *kinds.scale_axes(kind, 80)) and scale.dtype == SCALES[kind]
+    assert stored.shape[-1] == FORMATS[kind].stored_dim(80) and stored.dtype == FORMATS[kind].storage_dtype
+    assert scale.shape == (50, 3, *FORMATS[kind].scale_axes(80)) and scale.dtype == SCALES[kind]
 
 
 def test_int8_of_small_numbers():
@@ -161,8 +160,8 @@ def test_error_of_attention(kind):
 def test_writes_in_any_steps_store_the_same_bits(kind):
     """Ten tokens of two rows at once, one after another, or packed: one pool. NaN stays with its token and head."""
     block_size, head_dim = 4, 64
-    kv = jnp.zeros((9, 2, 2, block_size, head_dim // 2 if kind == "int4" else head_dim), kinds.storage_of(kind))
-    scale = jnp.zeros((9, 2, 2, block_size, *kinds.scale_axes(kind, head_dim)), SCALES[kind])
+    kv = jnp.zeros((9, 2, 2, block_size, FORMATS[kind].stored_dim(head_dim)), FORMATS[kind].storage_dtype)
+    scale = jnp.zeros((9, 2, 2, block_size, *FORMATS[kind].scale_axes(head_dim)), SCALES[kind])
     tables = jnp.array([[3, 7, 1], [5, 2, 8]], jnp.int32)
     k, v = (jnp.asarray(normal(2, 10, 2, head_dim, seed=s)) for s in (1, 2))
     k = k.at[0, 4, 1, 3].set(jnp.nan)
@@ -185,7 +184,7 @@ def test_writes_in_any_steps_store_the_same_bits(kind):
     ):
         for a, b in zip(whole, other, strict=True):
             np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-    read = np.asarray(kinds.decode(*whole, kind, head_dim))
+    read = np.asarray(FORMATS[kind].decode(*whole, head_dim))
     assert np.isnan(read[7, 0, 1, 0]).all() and np.isnan(read).sum() == head_dim
     assert not np.asarray(whole[0][0]).any()
 

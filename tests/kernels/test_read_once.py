@@ -11,8 +11,9 @@ from nightly import NIGHTLY
 
 import pallas_kernels
 from pallas_kernels import reference, testing, xla
-from pallas_kernels.api import cascade
+from pallas_kernels.api import cascade, reference_backend
 from pallas_kernels.common import shared_prefix as prefixes
+from pallas_kernels.common.batch import bundle_call
 from pallas_kernels.testing import Case
 
 # Groups of five rows, two and one, and who is in none; of some rows all is shared but the last token, of one nothing
@@ -50,7 +51,7 @@ def run(function, arrays, **static):
 @pytest.mark.parametrize("name", CASES)
 def test_rows_get_what_they_get_by_themselves(name):
     case, groups, kind = CASES[name]
-    sharing.check(reference if kind is None else xla, run, case, groups, kind)
+    sharing.check(reference_backend if kind is None else xla, run, case, groups, kind)
 
 
 def test_where_nobody_shares_the_first_call_is_not_made():
@@ -60,13 +61,13 @@ def test_where_nobody_shares_the_first_call_is_not_made():
     shared = jnp.zeros((4, 2), jnp.int32).at[1].set(jnp.arange(2))
     calls = []
 
-    def attend(q, *arrays, **options):
+    def attend(q, *bundles):
         jax.debug.callback(lambda x: calls.append(x.shape), q)
-        return reference.paged_attention(q, *arrays, **options)
+        return reference.attend(q, *bundles)
 
     @jax.jit
     def both(shared):
-        once = cascade.read_once(reference.paged_attention, attend, shared=shared, **inputs._asdict())
+        once = cascade.read_once(reference.attend, attend, bundle_call(shared=shared, **inputs._asdict()))
         return once, reference.paged_attention(*inputs)
 
     once, alone = both(shared)
@@ -99,7 +100,7 @@ SHAPES = dict(
 ])  # fmt: skip
 def test_who_reads_alone(implementation, options, why):
     """A decode step that reads once has the kernel of many queries; one that does not is the program without it."""
-    found = cascade.why_alone(implementation, SHAPES | options)
+    found = cascade.cascade_refusal(implementation, bundle_call(**SHAPES | options))
     assert found is None if why is None else why in found
     if implementation in ("tpu", "gpu"):
         attend = functools.partial(pallas_kernels.paged_attention, implementation=implementation)

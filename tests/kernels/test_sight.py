@@ -13,7 +13,9 @@ from seen import seen_by
 import pallas_kernels
 from pallas_kernels import testing
 from pallas_kernels.common import masks as sight
+from pallas_kernels.common.batch import AttentionOptions, MaskSpec, PagedBatch, StoredKV
 from pallas_kernels.common.ragged_layout import default_offsets, locate
+from pallas_kernels.xla.spans import attend_spans
 
 SOURCES = Sources(pathlib.Path(pallas_kernels.__file__).parent, "pallas_kernels")
 LENGTHS, NEW = (44, 0, 21, 70), (9, 0, 1, 40)
@@ -207,7 +209,11 @@ def test_spans_in_pieces_go_to_xla():
     def kernel(q, *_, **__):
         return jnp.full_like(q, 7)
 
-    attend = jax.jit(lambda spans, *x: sight.with_spans(kernel, *x, spans=spans))
+    attend = jax.jit(
+        lambda spans, q, kv, *x: attend_spans(
+            kernel, q, StoredKV(kv), PagedBatch(*x), MaskSpec(spans=spans), AttentionOptions()
+        )
+    )
     for runs in ([[3, 3, 0, 5], [3, 5, 5, 3]], [[0, 4, 0, 7], [4, 4, 7, 7]]):
         assert (attend(jnp.asarray(runs, jnp.int32), *inputs) == 7).all()
     pieces = jnp.asarray([[3, 0, 3, 0], [0, 0, 0, 0]], jnp.int32)

@@ -71,7 +71,9 @@ def trace_steps(monkeypatch, case, max_blocks, **options):
     tables = jnp.pad(inputs.tables, ((0, 0), (0, max_blocks - inputs.tables.shape[1])))
     with monkeypatch.context() as patch:
         patch.setattr(work, "find_items", counting)
-        jax.jit(lambda *args: xla.paged_attention.__wrapped__(*args, **options))(*inputs._replace(tables=tables))
+        jax.jit(lambda *args: testing.run(xla.paged_attention.__wrapped__, *args, **options))(
+            *inputs._replace(tables=tables)
+        )
         jax.effects_barrier()
     return sorted(steps)  # callbacks come in any order
 
@@ -105,7 +107,7 @@ def compile_decode(max_seq_len, block_size=16):
         jax.ShapeDtypeStruct((rows, max_seq_len // block_size), jnp.int32),
         *[jax.ShapeDtypeStruct((rows,), jnp.int32)] * 2,
     )
-    return jax.jit(xla.paged_attention).lower(*arguments).compile()
+    return jax.jit(functools.partial(testing.run, xla.paged_attention)).lower(*arguments).compile()
 
 
 def test_memory_is_one_step_of_the_loop():
@@ -137,7 +139,7 @@ def count_equations(jaxpr):
 def test_the_program_is_small():
     def size(new, widened):
         inputs = widened(testing.make_inputs(Case(lengths=(50, 300), new=new)))
-        return count_equations(jax.make_jaxpr(xla.paged_attention)(*inputs).jaxpr)
+        return count_equations(jax.make_jaxpr(functools.partial(testing.run, xla.paged_attention))(*inputs).jaxpr)
 
     decode, mixed = (size(new, in_tiles) for new in ((1, 1), (1, 40)))
     assert 100 < decode < 600 and mixed < 1200  # the lower bound: the count sees into the loops

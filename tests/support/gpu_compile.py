@@ -28,8 +28,8 @@ from planting import Plant
 import jaxkv
 import pallas_kernels
 from jaxkv.models import Decoder, DecoderConfig, Rope
-from pallas_kernels import SHAPES, AttentionShape, gpu, xla
-from pallas_kernels.common.quantization import storage_of
+from pallas_kernels import SHAPES, AttentionShape, gpu, testing, xla
+from pallas_kernels.common.quantization import find_format
 
 TARGET = pathlib.Path(__file__).with_name("gpu_h200.txtpb").read_text()
 ROWS, MAX_BLOCKS, NUM_BLOCKS = 8, 128, 1024
@@ -125,7 +125,7 @@ def attention(shape, *, tokens=1, packed=False, block_size=16, dtype=jnp.bfloat1
     heads = (shape.num_heads, shape.head_dim)
     q = array((tokens, *heads) if packed else (ROWS, tokens, *heads), dtype)
     pool = (NUM_BLOCKS, 2 if shape.rank is None else 1, shape.num_kv_heads, block_size)
-    kv = array((*pool, stored), dtype if kind is None else storage_of(kind))
+    kv = array((*pool, stored), dtype if kind is None else find_format(kind).storage_dtype)
     scale = None if kind is None else array(pool, jnp.float32)
     row, sinks = array((ROWS,), jnp.int32), array((shape.num_heads,), jnp.float32) if sinks else None
     options = dict(window=shape.window, soft_cap=shape.soft_cap, return_lse=True, kind=kind, chunk=chunk)
@@ -134,7 +134,9 @@ def attention(shape, *, tokens=1, packed=False, block_size=16, dtype=jnp.bfloat1
     tree = array(q.shape[:-2], jnp.int32) if tree else None
 
     def f(q, kv, scale, tables, lengths, new, sinks, tree):
-        return gpu.paged_attention(q, kv, tables, lengths, new, sinks=sinks, kv_scale=scale, tree=tree, **options)
+        return testing.run(
+            gpu.paged_attention, q, kv, tables, lengths, new, sinks=sinks, kv_scale=scale, tree=tree, **options
+        )
 
     return compile_(f, q, kv, scale, array((ROWS, MAX_BLOCKS), jnp.int32), row, row, sinks, tree)[1]
 
@@ -188,7 +190,10 @@ def launches(steps):
         queries = tuple(array((rows, tokens, 32, head_dim)) for _ in pools)
 
         def layers(pools, queries, new, tables, lengths, counts):
-            pools = [xla.write_kv(pool, kv, kv, tables, lengths, counts) for pool, kv in zip(pools, new, strict=True)]
+            pools = [
+                testing.run(xla.write_kv, pool, kv, kv, tables, lengths, counts)
+                for pool, kv in zip(pools, new, strict=True)
+            ]
             attend = functools.partial(pallas_kernels.paged_attention, implementation="gpu")
             return pools, [attend(q, pool, tables, lengths, counts) for q, pool in zip(queries, pools, strict=True)]
 
@@ -233,7 +238,7 @@ def step(*, donate=True, unique=True, shares=False):
             q = (x @ w["q"]).reshape(ROWS, 1, heads, head_dim)
             k, v = jnp.split((x @ w["kv"]).reshape(ROWS, 1, 2 * kv_heads, head_dim), 2, axis=2)
             if unique:
-                pool = xla.write_kv(pool, k, v, tables, lengths, new)
+                pool = testing.run(xla.write_kv, pool, k, v, tables, lengths, new)
             else:  # negative control
                 block = jnp.take_along_axis(tables, ((lengths - 1) // 16)[:, None], axis=1)[:, 0]
                 pool = pool.at[block, :, :, (lengths - 1) % 16].add(jnp.stack([k[:, 0], v[:, 0]], axis=1))
@@ -343,7 +348,7 @@ JOBS = {
     **{f"{head_dim}-all": options(head_dim, window=100, soft_cap=30.0, sinks=True) for head_dim in HEAD_DIMS},
     **{
         f"{name}-{kind}": named(name, tokens=64, block_size=32, kind=kind)
-        for name, kind in itertools.product(("llama3-8b", "llama3.2-1b", "gemma2-2b"), gpu.KINDS)
+        for name, kind in itertools.product(("llama3-8b", "llama3.2-1b", "gemma2-2b"), gpu.FORMATS)
     },
     "window-int8": lambda: attention(
         AttentionShape(32, 8, 128, num_layers=1, window=100), tokens=64, block_size=32, kind="int8"

@@ -1,5 +1,7 @@
 """Runs a TPU kernel on the CPU: uninitialised memory is NaN, reads out of bounds raise, races are found."""
 
+import functools
+
 import jax
 import numpy as np
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
@@ -15,11 +17,15 @@ PLAIN = pltpu.InterpretParams(**STRICT)
 RACES = pltpu.InterpretParams(**STRICT, detect_races=True, dma_execution_mode="eager", vector_clock_size=64)
 MODES = {"plain": PLAIN, "races": RACES}
 
-write_kv = jax.jit(xla.write_kv, static_argnames=("kind", "rank"))  # one program, not one for each operation
+# One program, not one for each operation.
+write_kv = jax.jit(functools.partial(testing.run, xla.write_kv), static_argnames=("kind", "rank"))
 
 
 def run(function, *arrays, mode, **options):
     """`function` on the interpreter, compiled. Raises AssertionError where a race was found."""
+    bound = function if isinstance(function, functools.partial) else functools.partial(function)
+    if getattr(bound.func, "__name__", None) in testing.POSITIONAL:
+        function = functools.partial(testing.run, bound.func, *bound.args, **bound.keywords)
     pltpu.reset_tpu_interpret_mode_state()
     try:
         # Most of the time goes into compiling the interpreter's program, which runs once: compile it carelessly.

@@ -8,6 +8,7 @@ import numpy as np
 
 from pallas_kernels import testing, xla
 from pallas_kernels.api import cascade
+from pallas_kernels.common.batch import bundle_call
 from pallas_kernels.common.shared_prefix import Shared
 
 
@@ -53,17 +54,22 @@ def check(backend, run, case, groups, kind=None, writes=False, **options):
     if writes:
         k, v = jax.random.normal(jax.random.key(0), (2, *inputs.q.shape[:-2], case.num_kv_heads, case.head_dim))
         k, v = k.astype(case.dtype), v.astype(case.dtype) if case.rank is None else None
-        write = functools.partial(xla.write_kv, rank=case.rank)
+        write = functools.partial(testing.run, xla.write_kv, rank=case.rank)
         hidden = write(inputs.kv, *(x if x is None else jnp.full_like(x, np.nan) for x in (k, v)), *inputs[2:])
         written = write(hidden, k, v, *inputs[2:])
         exact = exact._replace(kv=write(exact.kv, k, v, *inputs[2:]))
         arguments |= {"kv": hidden, "k": k, "v": v}
     static = {name: x for name, x in arguments.items() if not isinstance(x, jax.Array)}
     arrays = {name: x for name, x in arguments.items() if name not in static}
-    attend = functools.partial(cascade.read_once, op, backend.paged_attention, return_lse=True)
-    result = run(lambda arrays, **static: attend(**arrays, **static), arrays, **static, **options)
+
+    def attend(arrays, **static):
+        others = {name: static.pop(name) for name in ("interpret", "step_tokens", "branches") if name in static}
+        call = bundle_call(**arrays, **static, return_lse=True)
+        return cascade.read_once(op, backend.paged_attention, call, **others)
+
+    result = run(attend, arrays, **static, **options)
     if writes:
-        result, pool = result
+        result, pool = result[0], result[1].pools
         np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (pool, written)))  # a NaN equals a NaN
     out, lse = result
     expected, expected_lse = testing.expected(case, exact, return_lse=True)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_kernels
-from pallas_kernels.common.quantization import scale_shape, storage_of
+from pallas_kernels.common.quantization import find_format
 
 # KV heads, group, head_dim, dtype, block_size, rows, blocks per row, token axes of q, what else there is.
 EDGES = [
@@ -71,10 +71,11 @@ def main(chip, count):
         # A pool that is written beside one that is kept must fit into a chip's memory.
         pool = (min(2000, 2**30 // (4 * head_dim * math.prod(block))), *block)
         counts = array(rows, dtype="int32")
+        scales = find_format(kind).scale_shape(pool, head_dim, rank, joined)
         arrays = {
             "q": q, "k": k, "v": k if rank is None else None, "tables": array(rows, blocks, dtype="int32"),
-            "kv": array(*pool, head_dim, dtype=dtype if kind is None else storage_of(kind)),
-            "kv_scale": array(*scale_shape(pool, kind, head_dim, rank, joined), dtype="float32") if kind else None,
+            "kv": array(*pool, head_dim, dtype=dtype if kind is None else find_format(kind).storage_dtype),
+            "kv_scale": None if kind is None else array(*scales, dtype="float32"),
             "lengths": counts, "new": counts, "tree": array(*tokens, dtype="int32") if tree else None,
             "sinks": array(q.shape[-2], dtype="float32") if sinks else None,
         }  # fmt: skip

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import pallas_kernels
 from pallas_kernels import SHAPES
-from pallas_kernels.common.quantization import scale_shape, storage_of
+from pallas_kernels.common.quantization import find_format
 from pallas_kernels.tpu.decode import decode_bytes
 from pallas_kernels.tpu.pages import VMEM_BYTES
 from pallas_kernels.tpu.prefill import prefill_bytes
@@ -82,10 +82,10 @@ def program(mesh, shape, op, tokens, *, layers=1, sharded=False, dtype="bfloat16
     token_spec = (*(None for _ in tokens), heads)
     parts = 2 if rank is None else 1
     blocks = (max(rows, ROWS) * blocks_per_row + 1, parts, shape.num_kv_heads, block_size)
-    storage = dtype if kind is None else storage_of(kind)
+    storage = dtype if kind is None else find_format(kind).storage_dtype
     pool = {"kv": array(*blocks, stored, spec=(None, None, heads), dtype=storage)}
     if kind is not None:
-        scales = scale_shape(blocks, kind, head_dim, rank, joined)
+        scales = find_format(kind).scale_shape(blocks, head_dim, rank, joined)
         pool["kv_scale"] = array(*scales, spec=(None, None, heads), dtype="float32")
     q = array(*tokens, shape.num_heads, head_dim, spec=token_spec)
     k = array(*tokens, shape.num_kv_heads, head_dim, spec=token_spec)

@@ -13,6 +13,7 @@ from gpu_plans import FORMS
 from seen import seen_by
 
 from pallas_kernels import gpu, testing
+from pallas_kernels.common.batch import bundle_call
 from pallas_kernels.common.masks import Reach
 from pallas_kernels.gpu import tuning, work_items as work
 from pallas_kernels.gpu.tiles import Tile
@@ -94,9 +95,11 @@ class Trial:
             inputs, scale, held = testing.quantise(self.case, inputs, self.kind)
             quantised = {"kv_scale": scale, "kind": self.kind}
         given = dict(q=inputs.q, kv=inputs.kv, rank=self.case.rank, **quantised)
-        assert gpu.unsupported("paged_attention", given) is None
+        assert gpu.unsupported("paged_attention", bundle_call(**given)) is None
         attend = jax.jit(
-            lambda *a: gpu.paged_attention(*a, **options, **quantised, return_lse=True, interpret=interpret)
+            lambda *a: testing.run(
+                gpu.paged_attention, *a, **options, **quantised, return_lse=True, interpret=interpret
+            )
         )
         out, lse = attend(*inputs)
         expected_out, expected_lse = attention(*held, **options)

@@ -33,7 +33,8 @@ from jaxkv._core.state.arguments import is_known, read_numbers, row_counts
 from jaxkv._core.state.head_rows import seen_by_rows, to_lines
 from jaxkv._core.state.sharding import NEW, POOL, WHOLE, Q, heads_at, on_shards, parts_of_blocks
 from jaxkv._core.state.state import Layer
-from pallas_kernels.api.cascade import why_alone
+from pallas_kernels.api.cascade import cascade_refusal
+from pallas_kernels.common.batch import bundle_call
 
 
 def attention(
@@ -245,7 +246,7 @@ def explain(
     arguments = dict(q=q, tables=found.tables.tables, **storage_arguments(found) | parts_of_blocks(found.pool))
     arguments |= read_options(found, read)
     choice = pallas_kernels.explain(platform=platform, implementation=implementation, **arguments)
-    reads_once = cascades and why_alone(choice.implementation, arguments) is None
+    reads_once = cascades and cascade_refusal(choice.implementation, bundle_call(**arguments)) is None
     return choice._replace(reason=choice.reason + _describe_padding(found) + sharing_in_words(found, reads_once))
 
 

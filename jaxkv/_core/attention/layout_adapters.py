@@ -21,7 +21,8 @@ from jaxkv._core.state.head_rows import join_heads, seen_by_rows, split_heads, s
 from jaxkv._core.state.shard_local import OwnHeads, Runs, own_heads, runs_of
 from jaxkv._core.state.sharding import shards_of
 from jaxkv._core.state.state import Layer
-from pallas_kernels.api.arguments import check_attention, check_new, check_query_heads, check_variants
+from pallas_kernels.api.arguments import check_attention, check_new, check_query_heads
+from pallas_kernels.common.batch import StoredKV, bundle_call
 from pallas_kernels.common.ragged_layout import locate
 
 BY_HEAD = ("sinks", "alibi")  # options with an entry for each query head
@@ -215,7 +216,7 @@ class KVPacking(NamedTuple):
         if call.k is not None:  # what the kernels would say is of rows
             apart = (blocks, 2, self.form.heads(heads), block_size, self.form.head_dim)
             shape = jax.ShapeDtypeStruct(apart, self.layer.pool.kv.dtype)
-            check_new(call.k, call.v, shape, None, self.layer.tables.tables, None)
+            check_new(call.k, call.v, StoredKV(shape), self.layer.tables.tables.shape[0])
             k, v = self.form.new(call.k, call.v)
             call = call.replace(k=k, v=v)
         if call.q is not None:
@@ -263,7 +264,7 @@ def kernel_layout(layer: Layer, *, q: Any = None, k: Any = None, v: Any = None) 
 
 def storage_arguments(layer: Layer) -> dict[str, Any]:
     """Returns what the kernels have to know of how a pool stores its tokens."""
-    kind = layer.config.kind(layer.number).quantised
+    kind = layer.config.kind(layer.number).kind
     rank = layer.layer_config.rank or layer.config.form(layer.number).rank
     known = {} if kind is None else {"kv_scale": layer.pool.scale, "kind": kind}
     return known if rank is None else known | {"rank": rank}
@@ -273,12 +274,11 @@ def check_heads(layer: Layer, *, k: Any = None, v: Any = None, q: Any = None, **
     """Raises where the heads of a step's arrays do not fit a layer's, before they are divided among devices."""
     if shards_of(layer.pool) is None:  # whoever computes with them checks it
         return
-    kv, tables, stored = layer.pool.kv, layer.tables.tables, storage_arguments(layer)
-    kind, rank = stored.get("kind"), stored.get("rank")
+    known = dict(kv=layer.pool.kv, tables=layer.tables.tables) | storage_arguments(layer)
+    known.pop("kv_scale", None)
     q, k, v = kernel_layout(layer, q=q, k=k, v=v)
     if k is not None:
-        check_new(k, v, kv, kind, tables, rank)
+        check_new(k, v, bundle_call(**known).stored, layer.tables.tables.shape[0])
     if q is not None:
-        scale, sinks, alibi = (options.get(name) for name in ("scale", "sinks", "alibi"))
-        check_attention(q, kv, tables, None, kind, scale, None, None, sinks, None, rank, None)
-        check_variants(q, tables, alibi, None, None, True, None, False)
+        options = {name: options.get(name) for name in ("scale", "sinks", "alibi")}
+        check_attention(bundle_call(q=q, **known, **options))

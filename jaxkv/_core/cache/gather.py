@@ -55,7 +55,7 @@ def gather(
     if not raw:
         return cache.read(layer, row, position)
     kind = cache.config.kind(layer)
-    if kind.quantised is None:
+    if not kind.is_quantized:
         raise ValueError(f"raw=True is for quantised layers, and layer {layer} is stored in {kind.name}.")
     block, offset = cache.slots(row, position, layer=layer)
     pool, out = cache.pool(layer), heads_at(block.ndim)

@@ -231,7 +231,7 @@ def _init_pools(
 
     def pool(layer: int) -> Pool:
         kind = config.kind(layer)
-        dtypes = (kind.dtype, kind.scale_dtype, config.bounds_dtype(layer))
+        dtypes = (kind.storage_dtype, kind.scale_dtype, config.bounds_dtype(layer))
         own = 1 if parts is None else parts[config.group(layer)]
         pairs = zip(config.stack_shapes(layer, own), dtypes, strict=True)
         kv, scale, bounds = (None if shape is None else zeros(shape, dtype) for shape, dtype in pairs)

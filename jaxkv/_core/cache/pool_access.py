@@ -10,7 +10,6 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.rotation import rotate
 from jaxkv._core.state.shard_local import at_places, own_places, part_of, runs_of
 from jaxkv._core.state.state import Pool
-from pallas_kernels.common import quantization as kinds
 
 
 def read_tokens(
@@ -29,7 +28,7 @@ def read_raw(
     the null block."""
     found, held = jax.tree.leaves(at_places(pool, block, offset)), block != 0
     kv, scale = (jnp.where(jnp.expand_dims(held, range(held.ndim, x.ndim)), x, jnp.zeros((), x.dtype)) for x in found)
-    width = kinds.stored_dim(config.kind(layer).quantised, config.layer_config(layer).head_dim)
+    width = config.kind(layer).stored_dim(config.layer_config(layer).head_dim)
     kv = config.form(layer).unlaid(kv, axis=block.ndim)[..., :width]
     parts = [[jnp.take(x, i, axis=block.ndim) for x in (kv, scale)] for i in range(kv.shape[block.ndim])]
     keys, values = parts if len(parts) == 2 else (*parts, (None, None))
@@ -98,9 +97,9 @@ def _keys_and_values(kv: jax.Array, config: CacheConfig, layer: int, axis: int) 
 def numbers(part: Pool, config: CacheConfig, layer: int, axis: int = -4) -> jax.Array:
     """What a part of a layer's pool means, `[..., 2, ..., D]`: as stored, or of a quantised layer as float32. Keys and
     values are at `axis`."""
-    one, kind = config.layer_config(layer), config.kind(layer).quantised
+    one, kind = config.layer_config(layer), config.kind(layer)
     kv = config.form(layer).unlaid(part.kv, axis)
-    if kind is None:
+    if not kind.is_quantized:
         return kv[..., : one.head_dim]
-    decoded = kinds.decode(kv, part.scale, kind, one.head_dim, one.rank)  # type: ignore[arg-type]
+    decoded = kind.decode(kv, part.scale, one.head_dim, one.rank)  # type: ignore[arg-type]
     return rotate(decoded) if config.rotates(layer) else decoded

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jaxkv._core.config.layer_config import Kind
+from pallas_kernels.common.quantization import StorageFormat
 
 BLOCK_SIZE = 16  # tokens: few are wasted, and kernels read keys and values that are not quantised
 # What the stored head_dim is rounded up to, by platform: with less, XLA for TPUs copies the whole pool at every step,
@@ -15,7 +15,7 @@ TABLE_ENTRIES = {"tpu": 200_000}
 
 
 def choose_block_size(
-    platform: str | None, kinds: Iterable[Kind], max_seqs: int, max_seq_len: int
+    platform: str | None, kinds: Iterable[StorageFormat], max_seqs: int, max_seq_len: int
 ) -> int:  # fmt: skip
     """Return the tokens of a block with which the kernels of a platform take a cache.
 
@@ -31,7 +31,7 @@ def choose_block_size(
     >>> choose_block_size("tpu", [bfloat16], 256, 32768), choose_block_size(None, [int8], 8, 4096)
     (64, 16)
     """
-    is_quantized = any(kind.quantised is not None for kind in kinds)
+    is_quantized = any(kind.is_quantized for kind in kinds)
     size = QUANTIZED_BLOCK_SIZES.get(platform or "", BLOCK_SIZE) if is_quantized else BLOCK_SIZE
     most = TABLE_ENTRIES.get(platform or "")
     while most is not None and max_seqs * -(-max_seq_len // size) > most and size < max_seq_len:

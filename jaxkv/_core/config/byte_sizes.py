@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.config.kv_packing import Apart, OneRow, Pairs
-from jaxkv._core.config.layer_config import Kind, kind_of
+from jaxkv._core.config.layer_config import kind_of
 from jaxkv._core.config.layer_groups import Groups
 from jaxkv._core.config.rotation import rotate
-from pallas_kernels.common import quantization as kinds
+from pallas_kernels.common.quantization import StorageFormat
 
 
 class Memory(Groups):
@@ -29,25 +29,27 @@ class Memory(Groups):
         """For each layer the name of what it is stored in: of several kinds the pool is one of bytes."""
         return tuple(self.kind(layer).name for layer in range(self.num_layers))
 
-    def kind(self, layer: int) -> Kind:
+    def kind(self, layer: int) -> StorageFormat:
         """How a layer's elements are stored."""
         return kind_of(self.layer_config(self.owner(layer)).dtype or self.dtype, "dtype")
 
     def rotates(self, layer: int) -> bool:
         """Whether a layer's heads are rotated before they are stored."""
         kind, one = self.kind(layer), self.layer_config(self.owner(layer))
-        if kind.quantised is None or one.rank is not None:  # a latent row is no head: its parts are not to be mixed
+        if not kind.is_quantized or one.rank is not None:  # a latent row is no head: its parts are not to be mixed
             return False
         return kind.rotates if one.rotate is None else one.rotate
 
     def form(self, layer: int) -> Apart:
         """How a layer's keys and values stand in the rows of its pool; see `join_kv`."""
-        one, kind = self.layer_config(layer), self.kind(layer).quantised
+        one, kind = self.layer_config(layer), self.kind(layer)
         is_padded = self._padded(2 * one.head_dim) < 2 * self._padded(one.head_dim)
-        if not self.join_kv or not is_padded or one.rank is not None or kind == "int4":  # scales within heads
+        if (
+            not self.join_kv or not is_padded or one.rank is not None or kind.group_size is not None
+        ):  # scales within heads
             return Apart(one.head_dim)
         heads = self.stored_heads(layer)[1]
-        in_pairs = self.join_kv != "head" and kind is None and heads % 2 == 0
+        in_pairs = self.join_kv != "head" and not kind.is_quantized and heads % 2 == 0
         return Pairs(one.head_dim) if in_pairs else OneRow(one.head_dim)
 
     def pairs_divide(self, layer: int, count: int) -> bool:
@@ -89,7 +91,7 @@ class Memory(Groups):
     def bounds_dtype(self, layer: int) -> np.dtype:
         """Of a layer's bounds: what its keys are read as."""
         kind = self.kind(layer)
-        return kind.dtype if kind.quantised is None else jnp.dtype("float32")
+        return jnp.dtype("float32") if kind.is_quantized else kind.storage_dtype
 
     def stack_shapes(self, layer: int, parts: int = 1) -> tuple[tuple[int, ...] | None, ...]:
         """The shapes of the pool that a layer lies in, of its scales and of its bounds: as many layers as there are in
@@ -111,12 +113,12 @@ class Memory(Groups):
     def bytes_per_block_read(self, layer: int) -> int:
         """Bytes of one block of one layer that attention reads: keys and values, scales included."""
         kind, scales = self.kind(layer), self._block_scales(layer)
-        numbers = math.prod(self._block_shape(layer)) * kind.dtype.itemsize
+        numbers = math.prod(self._block_shape(layer)) * kind.storage_dtype.itemsize
         return numbers + (0 if scales is None else math.prod(scales) * kind.scale_dtype.itemsize)
 
     def _block_shape(self, layer: int) -> tuple[int, int, int, int]:
         parts, heads, width = self.form(layer).block(*self.stored_heads(layer))
-        return (parts, heads, self.block_size, kinds.stored_dim(self.kind(layer).quantised, self._padded(width)))
+        return (parts, heads, self.block_size, self.kind(layer).stored_dim(self._padded(width)))
 
     def _evicts_by_heads(self, layer: int) -> bool:
         return self.layer_config(self.owner(layer)).evict == "head"
@@ -125,7 +127,7 @@ class Memory(Groups):
         return -(-size // self.head_dim_multiple) * self.head_dim_multiple
 
     def _block_scales(self, layer: int) -> tuple[int, ...] | None:
-        if self.kind(layer).quantised is None:
+        if not self.kind(layer).is_quantized:
             return None
         parts, heads = self.stored_heads(layer)
         return (parts, heads, self.block_size, *self.scale_axes(layer))
@@ -133,12 +135,15 @@ class Memory(Groups):
     def scale_axes(self, layer: int) -> tuple[int, ...]:
         """What follows `[..., K, block_size]` in the shape of a quantised layer's scales."""
         one = self.layer_config(layer)
-        return kinds.scale_axes(self.kind(layer).quantised, one.head_dim, one.rank)
+        return self.kind(layer).scale_axes(one.head_dim, one.rank)
 
     def encode(self, layer: int, kv: Any) -> tuple[jax.Array, jax.Array | None]:
         """A layer's keys and values `[.., D]` (of a latent one, its rows) as numbers and scales, not laid yet."""
         kv = rotate(kv) if self.rotates(layer) else kv
-        return self.kind(layer).encode(kv, self.layer_config(layer).rank)
+        kind, kv = self.kind(layer), jnp.asarray(kv)
+        if not kind.is_quantized:
+            return kv.astype(kind.storage_dtype), None
+        return kind.encode(kv, rank=self.layer_config(layer).rank)
 
     def blocks_of(self, layer: int, kv: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Blocks of a layer, numbers and scales, that hold keys and values `[n, 2, K, block_size, D]`."""

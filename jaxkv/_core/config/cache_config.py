@@ -102,7 +102,7 @@ class CacheConfig(MadeLike):
                 raise ValueError(f"CacheConfig.layers[{i}] must be a LayerConfig, not {shown(layer)}.")
             self._check_shared(i, layer)
         flag("CacheConfig.stacked", self.stacked)
-        put("dtype", kind_of(self.dtype, "CacheConfig.dtype").meaning)
+        put("dtype", kind_of(self.dtype, "CacheConfig.dtype").declared_dtype)
         if self.head_dim_multiple is None:
             put("head_dim_multiple", HEAD_DIM_MULTIPLES.get(jax.default_backend(), 1))
         if self.join_kv is None:
@@ -158,13 +158,14 @@ class CacheConfig(MadeLike):
     def _check_kinds(self) -> None:
         """Raise where a layer cannot be stored in its kind."""
         for i, layer in enumerate(self.layers):
-            if self.kind(i).name == "int4" and self.padded_head_dim(i) % 2 + layer.head_dim % 2:
+            kind = self.kind(i)
+            if any(size % kind.numbers_per_entry for size in (self.padded_head_dim(i), layer.head_dim)):
                 raise ValueError(
-                    f"int4 stores two numbers to a byte, so head_dim and head_dim_multiple must be even, but layer {i} "
-                    f"has {layer.head_dim} and {self.head_dim_multiple}: choose another dtype for it."
+                    f"{kind.name} stores two numbers to a byte, so head_dim and head_dim_multiple must be even, but "
+                    f"layer {i} has {layer.head_dim} and {self.head_dim_multiple}: choose another dtype for it."
                 )
 
-            if layer.rotate and (self.kind(i).quantised is None or layer.rank is not None):
+            if layer.rotate and (not kind.is_quantized or layer.rank is not None):
                 what = f"stored in {self.kind(i).name}" if layer.rank is None else "latent"
                 raise ValueError(
                     f"CacheConfig.layers[{i}].rotate is for heads in quantised kinds, but the layer is {what}: "

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkv._core.config.layer_config import KINDS
 from jaxkv._core.config.validation import shown
+from pallas_kernels.common.quantization import FORMATS
 
 # What a key and its value are called where a layer's cache has named fields, and whether heads stand before tokens.
 NAMES = {
@@ -106,7 +106,7 @@ def _read(where: str, key: Any, value: Any, heads_first: bool) -> list[Dense]:
     rows, *middle, head_dim = shape[-4:]
     num_kv_heads, places = middle if heads_first else middle[::-1]
     dtype = str(key.dtype).removeprefix("torch.")
-    if dtype not in KINDS:
+    if dtype not in FORMATS:
         dtype = np.dtype(key.dtype).name if isinstance(key.dtype, np.dtype) else dtype
     one = Dense(num_kv_heads, head_dim, places, rows, dtype)
     return [one] * (shape[0] if len(shape) == 5 else 1)

@@ -3,76 +3,21 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkv._core.config.validation import flag, integer, shown
-from pallas_kernels.common import quantization as kinds
+from pallas_kernels.common.quantization import FORMATS, StorageFormat
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """How keys and values are stored: a static name that chooses the kernel, and what it costs.
-
-    Those of 8 bits and fewer are quantised: beside the numbers lie their scales, one for each token and head (see
-    `pallas_kernels.common.quantization`).
-    """
-
-    name: str
-    bytes_per_element: float
-
-    @property
-    def rotates(self) -> bool:
-        """Whether heads are rotated if nothing else is said."""
-        return self.name in ROTATED
-
-    @property
-    def quantised(self) -> str | None:
-        """The name that the kernels know a quantised kind by."""
-        return self.name if self.name in kinds.LARGEST else None
-
-    @property
-    def meaning(self) -> np.dtype:
-        """The dtype that it is named after."""
-        return jnp.dtype(self.name)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Of the array that it is stored in."""
-        return kinds.storage_of(self.name) if self.quantised else self.meaning
-
-    def encode(self, x: Any, rank: int | None = None) -> tuple[jax.Array, jax.Array | None]:
-        """Numbers `[..., D]` as they are stored, and the scales of a quantised kind; of latent rows with `rank`."""
-        x = jnp.asarray(x)
-        return kinds.encode(x, self.name, self.scale_dtype, rank) if self.quantised else (x.astype(self.dtype), None)
-
-    @property
-    def scale_dtype(self) -> np.dtype:
-        """Of its scales. Where many entries share one, 4 bytes do not show."""
-        return jnp.dtype("bfloat16" if self.name == "int4" else "float32")
-
-
-KINDS = {
-    kind.name: kind
-    for kind in (
-        Kind("bfloat16", 2), Kind("float16", 2), Kind("float32", 4),
-        Kind("int8", 1), Kind("float8_e4m3fn", 1), Kind("float8_e5m2", 1), Kind("int4", 0.5),
-    )
-}  # fmt: skip
-
-
-ROTATED = ("int4",)  # the small model's loss says so; elsewhere it does not care: see benchmarks/NOTES.md
-
-
-def kind_of(dtype: Any, field: str) -> Kind:
+def kind_of(dtype: Any, field: str) -> StorageFormat:
+    """Returns the storage format that a dtype, or its name, means. Raises ValueError, naming the field."""
     try:
         name = jnp.dtype(dtype).name
     except Exception:  # NumPy reads dicts and lists, too, and has errors of many types for them
         name = dtype
-    if not isinstance(name, str) or name not in KINDS:
-        raise ValueError(f"{field} must be one of {', '.join(KINDS)}, not {shown(dtype)}.")
-    return KINDS[name]
+    if not isinstance(name, str) or name not in FORMATS:
+        raise ValueError(f"{field} must be one of {', '.join(FORMATS)}, not {shown(dtype)}.")
+    return FORMATS[name]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,7 +71,7 @@ class LayerConfig:
         if not (self.rotate is None or isinstance(self.rotate, bool)):
             raise ValueError(f"LayerConfig.rotate must be True, False or None, not {shown(self.rotate)}.")
         if self.dtype is not None:
-            object.__setattr__(self, "dtype", kind_of(self.dtype, "LayerConfig.dtype").meaning)
+            object.__setattr__(self, "dtype", kind_of(self.dtype, "LayerConfig.dtype").declared_dtype)
 
         if self.chunk is not None and self.window is not None:
             raise ValueError(

@@ -3,6 +3,7 @@
 Its --dry-run interprets a little of everything.
 """
 
+import functools
 import json
 import pathlib
 import subprocess
@@ -15,6 +16,8 @@ import jax
 import numpy as np
 import pytest
 from nightly import NIGHTLY
+
+from pallas_kernels import testing
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it can be run itself"),
@@ -55,7 +58,9 @@ def test_contenders_compute_the_same(monkeypatch):
             return jax.nn.dot_product_attention(q, *kv, implementation="xla")
 
     monkeypatch.setattr(gpu_contenders, "by_cudnn", dense)
-    monkeypatch.setattr(gpu_contenders, "ours", lambda *_: gpu_contenders.xla.paged_attention)
+    monkeypatch.setattr(
+        gpu_contenders, "ours", lambda *_: functools.partial(testing.run, gpu_contenders.xla.paged_attention)
+    )
     runs = dict(gpu_contenders.contenders(point, "all", interpret=object()))
     outs = {name: runs[name]().once() for name in ("ours", "cudnn")}
     np.testing.assert_allclose(*(np.asarray(out, np.float32) for out in outs.values()), atol=0.02)

@@ -40,7 +40,7 @@ def test_queries_that_see_all_of_a_row(name, interpret, monkeypatch):
     q = testing.make_inputs(dataclasses.replace(case, lengths=case.new)).q
     inputs = inputs._replace(q=q, new=jnp.asarray(case.new, jnp.int32))
     options = testing.make_options(case) | {"causal": False}
-    attend = jax.jit(lambda *x: gpu.paged_attention(*x, **options, return_lse=True, interpret=interpret))
+    attend = jax.jit(lambda *x: testing.run(gpu.paged_attention, *x, **options, return_lse=True, interpret=interpret))
     out, lse = attend(*inputs)
     expected, expected_lse = testing.expected(case, inputs, return_lse=True, causal=False)
     testing.assert_close(out, expected)

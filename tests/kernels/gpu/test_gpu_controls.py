@@ -54,11 +54,11 @@ MISTAKES = {
         ),
         Plant(
             "split",
-            "if kind is None:\n"
+            "if not quantized:\n"
             "    plgpu.barrier_arrive(k_free.at[slot])\n"
             "else:\n"
             "    s = s * lax.broadcast_in_dim(key_scales, s.shape, [0])",
-            "if kind is not None:\n    s = s * lax.broadcast_in_dim(key_scales, s.shape, [0])",
+            "if quantized:\n    s = s * lax.broadcast_in_dim(key_scales, s.shape, [0])",
         ),
     ),
     "decode: V's slot released before the product": (
@@ -69,7 +69,7 @@ MISTAKES = {
             "plgpu.barrier_wait(v_ready.at[slot])",
             "plgpu.barrier_wait(v_ready.at[slot])\nplgpu.barrier_arrive(v_free.at[slot])",
         ),
-        Plant("split", "if kind is None:\n    plgpu.barrier_arrive(v_free.at[slot])", ""),
+        Plant("split", "if not quantized:\n    plgpu.barrier_arrive(v_free.at[slot])", ""),
     ),
     "decode: queries read before they arrive": (
         DECODE["ring"],
@@ -180,8 +180,8 @@ MISTAKES = {
         {"wrong"},
         Plant(
             "attend",
-            "Reach.within(capacity, window, chunk, sink_tokens)",
-            "Reach.within(capacity, window, chunk if width > 1 else None, sink_tokens)",
+            "Reach.of_mask(mask, capacity)",
+            "Reach.of_mask(mask, capacity)._replace(chunk=mask.chunk if width > 1 else None)",
         ),
     ),
     "prefill: one half's sight for both": (
@@ -399,11 +399,11 @@ MISTAKES = {
         ),
         Plant(
             "attend.kernel.softmax",
-            "if kind is None:\n"
+            "if not quantized:\n"
             "    plgpu.barrier_arrive(k_free.at[slot])\n"
             "else:\n"
             "    s = s * lax.broadcast_in_dim(scales(slot, 0), s.shape, [1])",
-            "if kind is not None:\n    s = s * lax.broadcast_in_dim(scales(slot, 0), s.shape, [1])",
+            "if quantized:\n    s = s * lax.broadcast_in_dim(scales(slot, 0), s.shape, [1])",
         ),
     ),
     "prefill: V's slot released before the product": (
@@ -414,7 +414,7 @@ MISTAKES = {
             "plgpu.barrier_wait(v_ready.at[slot])",
             "plgpu.barrier_wait(v_ready.at[slot])\nplgpu.barrier_arrive(v_free.at[slot])",
         ),
-        Plant("attend.kernel.add_values", "if kind is None:\n    plgpu.barrier_arrive(v_free.at[slot])", ""),
+        Plant("attend.kernel.add_values", "if not quantized:\n    plgpu.barrier_arrive(v_free.at[slot])", ""),
     ),
     "prefill: V read before it arrives": (
         PREFILL["ring"],
@@ -487,7 +487,11 @@ MISTAKES = {
     "step: offsets not heeded": (
         DECODE["explicit offsets"],
         {"wrong"},
-        Plant("attend", "default_offsets(new) if offsets is None else offsets", "default_offsets(new)"),
+        Plant(
+            "attend",
+            "default_offsets(query_lens) if query_starts is None else query_starts",
+            "default_offsets(query_lens)",
+        ),
     ),
     "prefill: padding not zeroed": (
         PREFILL["packed"],
@@ -504,8 +508,8 @@ MISTAKES = {
         {"wrong"},
         Plant(
             "attend",
-            "Reach.within(capacity, window, chunk, sink_tokens)",
-            "Reach.within(capacity, window, chunk, None)",
+            "Reach.of_mask(mask, capacity)",
+            "Reach.of_mask(mask, capacity)._replace(sink_tokens=0)",
         ),
     ),
     "prefill: first tokens left out": (
@@ -513,8 +517,8 @@ MISTAKES = {
         {"wrong"},
         Plant(
             "attend",
-            "Reach.within(capacity, window, chunk, sink_tokens)",
-            "Reach.within(capacity, window, chunk, None)",
+            "Reach.of_mask(mask, capacity)",
+            "Reach.of_mask(mask, capacity)._replace(sink_tokens=0)",
         ),
     ),
     "decode: the gap's values": (

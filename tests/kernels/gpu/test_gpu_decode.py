@@ -29,8 +29,8 @@ def test_trials_are_what_they_say(interpret, monkeypatch):
         trial.use_plans(monkeypatch)
         inputs = trial.inputs()[0]
         rows, *_ = work.decode_items(
-            inputs.lengths, inputs.new, 1, alone_of=None, capacity=10**4, reach=Reach(), tile_tokens=64,
-            wave=trial.wave, most_tiles=100, interpret=interpret,
+            inputs.lengths, inputs.new, 1, work.Cutting(10**4, Reach(), 64, trial.wave, 100), alone_of=None,
+            interpret=interpret,
         )  # fmt: skip
         sizes = rows[:, 2] - rows[:, 1]
         assert sizes[sizes > 0].tolist() == items
@@ -44,7 +44,7 @@ def test_traced_scale_and_cap(interpret, monkeypatch):
 
     @jax.jit
     def attend(scale, soft_cap, *inputs):
-        return gpu.paged_attention(*inputs, scale=scale, soft_cap=soft_cap, interpret=interpret)
+        return testing.run(gpu.paged_attention, *inputs, scale=scale, soft_cap=soft_cap, interpret=interpret)
 
     testing.assert_close(attend(0.2, 4.0, *inputs), testing.expected(case, inputs))
 
@@ -56,7 +56,7 @@ def test_vmap(interpret, monkeypatch):
     Trial(case).use_plans(monkeypatch)
     inputs = [testing.make_inputs(case, seed) for seed in (0, 1)]
     batched = jax.tree.map(lambda *x: jnp.stack(x), *inputs)
-    out = jax.vmap(lambda *inputs: gpu.paged_attention(*inputs, interpret=interpret))(*batched)
+    out = jax.vmap(lambda *inputs: testing.run(gpu.paged_attention, *inputs, interpret=interpret))(*batched)
     for i in range(2):
         testing.assert_close(out[i], testing.expected(case, inputs[i]))
 

@@ -68,9 +68,9 @@ def test_what_takes_another_form(name, monkeypatch):
     trial.use_plans(monkeypatch)
     attend, taken = prefill.attend, []
 
-    def spy(*arguments, **options):
-        taken.append(tuple(options[form] for form in ("weights_in_registers", "in_turns", "ahead")))
-        return attend(*arguments, **options)
+    def spy(operands, items, holes, plan, **options):
+        taken.append((plan.weights_in_registers, plan.in_turns, plan.ahead))
+        return attend(operands, items, holes, plan, **options)
 
     monkeypatch.setattr(prefill, "attend", spy)
     inputs, options = trial.inputs()
@@ -78,5 +78,5 @@ def test_what_takes_another_form(name, monkeypatch):
         inputs, options["kv_scale"], _ = testing.quantise(trial.case, inputs, trial.kind)
         options["kind"] = trial.kind
     interpret = plgpu.InterpretGPUParams()
-    jax.eval_shape(lambda *x: gpu.paged_attention(*x, **options, interpret=interpret), *inputs)
+    jax.eval_shape(lambda *x: testing.run(gpu.paged_attention, *x, **options, interpret=interpret), *inputs)
     assert taken == [expected]

@@ -1,5 +1,6 @@
 """Lower the kernels for CUDA on any machine: layouts, swizzles and shared memory of a sample of all shapes."""
 
+import functools
 import itertools
 import random
 
@@ -10,7 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec
 from nightly import NIGHTLY
 
-from pallas_kernels import gpu
+from pallas_kernels import gpu, testing
+from pallas_kernels.common.batch import bundle_call
 from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.tiles import Tile
 
@@ -59,11 +61,11 @@ def lower(*, block_size, head_dim, group, dtype, window, soft_cap, sinks, tokens
     tables, row = shape((rows, 4), jnp.int32), shape((rows,), jnp.int32)
     sinks = shape((num_heads,), jnp.float32) if sinks else None
     by_token = {name: shape(q.shape[:2], jnp.int32) for name, given in (("tree", tree), ("spans", spans)) if given}
-    assert gpu.unsupported("paged_attention", dict(q=q, kv=kv)) is None
+    assert gpu.unsupported("paged_attention", bundle_call(q=q, kv=kv)) is None
 
     def attend(q, kv, tables, lengths, new, sinks, by_token):
         options = dict(window=window, soft_cap=soft_cap, **by_token, **others)
-        return gpu.paged_attention(q, kv, tables, lengths, new, sinks=sinks, **options)
+        return testing.run(gpu.paged_attention, q, kv, tables, lengths, new, sinks=sinks, **options)
 
     jax.jit(attend).trace(q, kv, tables, row, row, sinks, by_token).lower(lowering_platforms=("cuda",))
 
@@ -87,7 +89,9 @@ DEFAULTS = dict(
 def test_vmap_lowers():
     q, kv = jnp.zeros((2, 3, 1, 8, 64), jnp.bfloat16), jnp.zeros((2, 9, 2, 2, 16, 64), jnp.bfloat16)
     tables, row = jnp.zeros((2, 3, 4), jnp.int32), jnp.ones((2, 3), jnp.int32)
-    jax.jit(jax.vmap(gpu.paged_attention)).trace(q, kv, tables, row, row).lower(lowering_platforms=("cuda",))
+    jax.jit(jax.vmap(functools.partial(testing.run, gpu.paged_attention))).trace(q, kv, tables, row, row).lower(
+        lowering_platforms=("cuda",)
+    )
 
 
 def test_shard_map_lowers():
@@ -98,7 +102,10 @@ def test_shard_map_lowers():
     kv, tables = shape((9, 2, 4, 16, 64), jnp.bfloat16), shape((3, 40), jnp.int32)  # long enough for rows to be cut
     attend = jax.jit(
         jax.shard_map(
-            gpu.paged_attention, mesh=mesh, in_specs=(heads, heads, nothing, nothing, nothing), out_specs=heads
+            functools.partial(testing.run, gpu.paged_attention),
+            mesh=mesh,
+            in_specs=(heads, heads, nothing, nothing, nothing),
+            out_specs=heads,
         )
     )
     for tokens in (1, 3, 40) if NIGHTLY else (3, 40):
@@ -117,7 +124,7 @@ def test_latent_rows_lower(tokens):
     tables, row = shape((3, 40), jnp.int32), shape((3,), jnp.int32)
 
     def attend(*arrays):
-        return gpu.paged_attention(*arrays, rank=512, scale=0.1, window=100, sink_tokens=3)
+        return testing.run(gpu.paged_attention, *arrays, rank=512, scale=0.1, window=100, sink_tokens=3)
 
     divided = jax.shard_map(attend, mesh=mesh, in_specs=(heads, *(nothing,) * 4), out_specs=heads)
     jax.jit(divided).trace(*arrays, tables, row, row).lower(lowering_platforms=("cuda",))

@@ -98,8 +98,8 @@ def test_kernel_makes_this_list(name, interpret):
     new *= name != "no row"
     place = random.integers(-2, 90, num_rows).astype(np.int32) if packed else 5 * np.arange(num_rows)
     items, num_items, most_cut = work.decode_items(
-        jnp.asarray(lengths), jnp.asarray(new), jnp.asarray(place) if packed else 5, alone_of=60 if packed else None,
-        capacity=capacity, reach=reach, tile_tokens=64, wave=wave, most_tiles=100, interpret=interpret, **options,
+        jnp.asarray(lengths), jnp.asarray(new), jnp.asarray(place) if packed else 5,
+        work.Cutting(capacity, reach, 64, wave, 100, **options), alone_of=60 if packed else None, interpret=interpret,
     )  # fmt: skip
     taken = (new == 1) & (place >= 0) & (place < 60) if packed else None
     expected = decode_items(np.clip(lengths, 0, capacity), new, taken, reach, wave, 100, place, **options)

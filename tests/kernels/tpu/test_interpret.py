@@ -13,6 +13,7 @@ from nightly import NIGHTLY
 
 import pallas_kernels
 from pallas_kernels import testing, tpu
+from pallas_kernels.common.batch import bundle_call
 from pallas_kernels.testing import Case
 from pallas_kernels.tpu.step import tile_tokens
 
@@ -218,7 +219,7 @@ def test_no_tokens_at_all():
     case = Case((20, 33), (0, 0), 2, 1, 128, 16, packed=True, **BF16)
     inputs = testing.make_inputs(case)
     assert inputs.q.shape[0] == 0
-    out, lse = tpu.paged_attention(*inputs, return_lse=True)
+    out, lse = testing.run(tpu.paged_attention, *inputs, return_lse=True)
     assert out.shape == (0, 2, 128) and lse.shape == (0, 2)
 
 
@@ -290,8 +291,8 @@ def shape(*axes, dtype="bfloat16"):
 )
 def test_refusals_name_the_way_out(changes, way_out):
     arguments = {"q": shape(2, 1, 4, 64), "kv": shape(9, 2, 2, 16, 128), "tables": shape(2, 4, dtype="int32")}
-    assert tpu.unsupported("paged_attention", arguments) is None
-    assert way_out in tpu.unsupported("paged_attention", arguments | changes)
+    assert tpu.unsupported("paged_attention", bundle_call(**arguments)) is None
+    assert way_out in tpu.unsupported("paged_attention", bundle_call(**arguments | changes))
     choice = pallas_kernels.explain(platform="tpu", **arguments | changes)
     assert choice.implementation == "xla" and way_out in choice.reason
     with pytest.raises(NotImplementedError, match="TPU"):

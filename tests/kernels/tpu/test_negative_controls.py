@@ -82,7 +82,7 @@ def decode_without_a_block(tpu, case, mode):
 def precision(tpu, case, mode):
     """A CPU multiplies in float32 whatever it is told: what a TPU is told stands in the program."""
     inputs = testing.make_inputs(case)
-    program = str(jax.make_jaxpr(lambda *x: tpu.paged_attention(*x))(*inputs))
+    program = str(jax.make_jaxpr(lambda *x: testing.run(tpu.paged_attention, *x))(*inputs))
     products = program.count("dot_general[")
     assert products and program.count("HIGHEST, Precision.HIGHEST") + program.count("precision=HIGHEST") >= products, (
         "error: products of float32 at less than its precision"
@@ -463,7 +463,11 @@ CONTROLS = {
         write_with_gaps,
         RUNS,
         PLAIN,
-        Plant("find_runs", "if offsets is None:\n    offsets = default_offsets(new)", "offsets = default_offsets(new)"),
+        Plant(
+            "find_runs",
+            "if query_starts is None:\n    query_starts = default_offsets(query_lens)",
+            "query_starts = default_offsets(query_lens)",
+        ),
     ),
     "write: beyond the pool": (
         write_without_a_block,
@@ -503,8 +507,8 @@ CONTROLS |= {
         PLAIN,
         Plant(
             "attend",
-            "decode(flat[at], kv, tables, jnp.where(single, lengths, 0), rank=rank, reach=reach, **options)",
-            "decode(flat[at], kv, tables, jnp.where(single, lengths, 0), rank=rank, **options)",
+            "decode(flat[at], stored, tables, jnp.where(single, kv_lens, 0), options, reach=reach, **own)",
+            "decode(flat[at], stored, tables, jnp.where(single, kv_lens, 0), options, **own)",
         ),
     ),
     "sure of what the last token does not see": (
@@ -541,7 +545,7 @@ CONTROLS |= {
         prefill,
         but(CHUNKS, tree=True),
         PLAIN,
-        Plant("attend", "(chunk, tree, spans)", "(chunk, spans)"),
+        Plant("attend", "mask.by_token or not mask.causal", "mask.chunk is not None or not mask.causal"),
     ),
 }
 FIRST = but(ROWS, lengths=(21, 60), window=17, sink_tokens=5)
@@ -554,17 +558,15 @@ FIRST_TOKENS = {
         PLAIN,
         Plant(
             "decode_step",
-            "Reach.within(capacity, window, chunk, sink_tokens)",
-            "Reach.within(capacity, window, chunk, None)",
+            "Reach.of_mask(mask, capacity)",
+            "Reach.of_mask(mask, capacity)._replace(sink_tokens=0)",
         ),
     ),
     "the first tokens left out of many": (
         prefill,
         FIRST_CHUNKS,
         PLAIN,
-        Plant(
-            "attend", "Reach.within(tables.shape[1] * kv.shape[3], window, chunk, sink_tokens)", "Reach(window, chunk)"
-        ),
+        Plant("attend", "Reach.of_mask(mask, tables.shape[1] * kv.shape[3])", "Reach(mask.window, mask.chunk)"),
     ),
     "the first tokens' pages taken for the window's": (
         decode,

@@ -13,7 +13,7 @@ from test_negative_controls import SOURCES, broken
 
 import pallas_kernels
 from pallas_kernels import testing, tpu
-from pallas_kernels.common import quantization as kinds
+from pallas_kernels.common.quantization import FORMATS
 from pallas_kernels.testing import Case
 
 pytestmark = pytest.mark.timeout(240, method="thread")
@@ -184,7 +184,7 @@ CONTROLS = {
         check_decode,
         SMALL_DECODE,
         Plant(
-            "scales_of",
+            "read_scales",
             "jnp.concatenate([buffer[page, part, pl.ds(head, 1)] for page in range(buffer.shape[0])], axis=1)",
             "jnp.concatenate([buffer[page, part, pl.ds(head, 1)] for page in range(buffer.shape[0])], axis=1)[:, ::-1]",
         ),
@@ -192,17 +192,21 @@ CONTROLS = {
     "the scale of another head": (
         check_decode,
         SMALL_DECODE,
-        Plant("scales_of", "pl.ds(head, 1)", "pl.ds(0, 1)"),
+        Plant("read_scales", "pl.ds(head, 1)", "pl.ds(0, 1)"),
     ),
     "K's scales for V's": (
         check_decode,
         SMALL_DECODE,
-        Plant("scales_of", "line(1, head)", "line(0, head)"),
+        Plant("read_scales", "line(1, head)", "line(0, head)"),
     ),
     "scales that nobody sees": (
         check_decode,
         SMALL_DECODE,
-        Plant("scales_of", "sound_scales(line(0, head), line(1, head), kind)", "(line(0, head), line(1, head))"),
+        Plant(
+            "read_scales",
+            "stored.format.hide_bad_scales(line(0, head), line(1, head))",
+            "(line(0, head), line(1, head))",
+        ),
     ),
     "a new scale in another place": (
         check_decode,
@@ -217,12 +221,16 @@ CONTROLS = {
     "prefill: the scale of another head": (
         check_attention,
         SMALL_PREFILL,
-        Plant("scales_of", "pl.ds(head, 1)", "pl.ds(0, 1)"),
+        Plant("read_scales", "pl.ds(head, 1)", "pl.ds(0, 1)"),
     ),
     "prefill: scales that nobody sees": (
         check_attention,
         SMALL_PREFILL,
-        Plant("scales_of", "sound_scales(line(0, head), line(1, head), kind)", "(line(0, head), line(1, head))"),
+        Plant(
+            "read_scales",
+            "stored.format.hide_bad_scales(line(0, head), line(1, head))",
+            "(line(0, head), line(1, head))",
+        ),
     ),
     "float8: values that are not finite": (
         check_float_decode,
@@ -232,7 +240,7 @@ CONTROLS = {
     "float8: what is finite is another number": (
         check_float_decode,
         SMALL_DECODE,
-        Plant("_finite", "128 - least", "129 - least"),
+        Plant("_clear_not_finite", "128 - least", "129 - least"),
     ),
     "float8, prefill: values that are not finite": (
         check_float_attention,
@@ -252,13 +260,13 @@ CONTROLS = {
     "latent: the scale of the other part": (
         check_decode,
         SMALL_LATENT,
-        Plant("scales_of", "line(0, 1)", "line(0, 0)"),
+        Plant("read_scales", "line(0, 1)", "line(0, 0)"),
     ),
     "latent: the scale of another token": (
         check_decode,
         SMALL_LATENT,
         Plant(
-            "scales_of",
+            "read_scales",
             "jnp.concatenate([buffer[page, part, pl.ds(head, 1)] for page in range(buffer.shape[0])], axis=1)",
             "jnp.concatenate([buffer[page, part, pl.ds(head, 1)] for page in range(buffer.shape[0])], axis=1)[:, ::-1]",
         ),
@@ -271,7 +279,11 @@ CONTROLS = {
     "latent: scales that nobody sees": (
         check_decode,
         SMALL_LATENT,
-        Plant("scales_of", "keys, values = sound_scales(line(0, 0), line(0, 0), kind)", "keys = values = line(0, 0)"),
+        Plant(
+            "read_scales",
+            "keys, values = stored.format.hide_bad_scales(line(0, 0), line(0, 0))",
+            "keys = values = line(0, 0)",
+        ),
     ),
     "latent: values in both products": (
         check_decode,
@@ -300,39 +312,43 @@ CONTROLS = {
     "latent, prefill: the scale of the other part": (
         check_attention,
         SMALL_LATENT_PREFILL,
-        Plant("scales_of", "line(0, 1)", "line(0, 0)"),
+        Plant("read_scales", "line(0, 1)", "line(0, 0)"),
     ),
     "latent, prefill: values without their scale": (
         check_attention,
         SMALL_LATENT_PREFILL,
-        Plant("_attend", "widen(values, kind, jnp.float32, 1).T * scales", "widen(values, kind, jnp.float32, 1).T"),
+        Plant(
+            "_attend",
+            "widen(values, stored.format, jnp.float32, 1).T * scales",
+            "widen(values, stored.format, jnp.float32, 1).T",
+        ),
     ),
     "latent, write: a NaN in one part alone": (
         check_write,
         WRITES[2],
-        Plant("quantise", "values + others", "values"),
+        Plant("quantize", "values + others", "values"),
     ),
     "latent, write: one part's scale for both": (
         check_write,
         WRITES[2],
-        Plant("quantise", "jnp.where(nan, jnp.nan, scale)", "jnp.where(nan, jnp.nan, values)"),
+        Plant("quantize", "jnp.where(nan, jnp.nan, scale)", "jnp.where(nan, jnp.nan, values)"),
     ),
     "joined: K's scales for V's": (
         check_decode,
         SMALL_JOINED,
-        Plant("scales_of", "line(1, head)", "line(0, head)"),
+        Plant("read_scales", "line(1, head)", "line(0, head)"),
     ),
     "joined: a new token's scales swapped": (
         check_decode,
         SMALL_JOINED,
-        Plant("quantise", "[others, values]", "[values, others]"),
+        Plant("quantize", "[others, values]", "[values, others]"),
     ),
     "joined: a new token's scales of another head": (
         check_decode,
         SMALL_JOINED,
         Plant(
             "_encode",
-            "jnp.concatenate(wide, axis=2 if joined is None else 1)",
+            "jnp.concatenate(wide, axis=1 if stored.is_packed else 2)",
             "jnp.concatenate(wide, axis=1)[:, :, ::-1]",
         ),
     ),
@@ -340,20 +356,20 @@ CONTROLS = {
         check_decode,
         SMALL_JOINED,
         Plant(
-            "decode",
-            "rank, joined = split_rank(kv_scale, kind, rank)",
-            "rank, joined = split_rank(kv_scale, kind, rank)\njoined = joined and 128",
+            "quantize",
+            "lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) < rank",
+            "lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) < 128",
         ),
     ),
     "joined, prefill: K's scales for V's": (
         check_attention,
         SMALL_JOINED_PREFILL,
-        Plant("scales_of", "line(1, head)", "line(0, head)"),
+        Plant("read_scales", "line(1, head)", "line(0, head)"),
     ),
     "joined, write: scales swapped": (
         check_write,
         WRITES[3],
-        Plant("quantise", "[others, values]", "[values, others]"),
+        Plant("quantize", "[others, values]", "[values, others]"),
     ),
     "joined, write: both scales in one place": (
         check_write,
@@ -381,8 +397,8 @@ def test_every_mistake_can_be_made():
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "int4"])
 def test_latent_rows_of_a_kind_are_chosen(kind):
     arrays = {
-        "kv": ((9, 1, 1, 128, 256), kinds.storage_of(kind)),
-        "kv_scale": ((9, 1, 1, 128, *kinds.scale_axes(kind, 160, 128)), "float32"),
+        "kv": ((9, 1, 1, 128, 256), FORMATS[kind].storage_dtype),
+        "kv_scale": ((9, 1, 1, 128, *FORMATS[kind].scale_axes(160, 128)), "float32"),
         "tables": ((2, 4), "int32"),
     }
     arguments = {name: jax.ShapeDtypeStruct(*x) for name, x in arrays.items()}

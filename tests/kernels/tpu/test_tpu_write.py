@@ -94,7 +94,7 @@ def test_tokens_without_a_block_go_nowhere(block_size):
 
     def write(wild, *rest, **options):  # one program, which writes once for each
         kv, k, v, lengths, new = rest
-        return jax.lax.map(lambda tables: tpu.write_kv(kv, k, v, tables, lengths, new, **options), wild)
+        return jax.lax.map(lambda tables: testing.run(tpu.write_kv, kv, k, v, tables, lengths, new, **options), wild)
 
     arguments = (wild, inputs.kv, k, v, inputs.lengths, inputs.new)
     actual = interpreter.run(write, *arguments, mode=interpreter.PLAIN)

@@ -1,0 +1,142 @@
+"""The arguments of every backend, bundled: the pool, where the step's tokens lie, what they see, what logits become."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_kernels.common.quantization import UNQUANTIZED, StorageFormat, find_format
+
+register = jax.tree_util.register_dataclass
+
+
+@functools.partial(register, data_fields=("kv", "scale"), meta_fields=("format", "latent_rank", "is_packed"))
+@dataclasses.dataclass(frozen=True)
+class StoredKV:
+    """One layer's pool, and how it stores its numbers."""
+
+    kv: Any  # [num_blocks + 1, 2, K, block_size, D'], keys at 0 and values at 1; of latent rows with 1 for 2
+    scale: Any = None  # see `StorageFormat.scale_shape`
+    format: StorageFormat = UNQUANTIZED
+    latent_rank: int | None = None  # rows whose first so many numbers are the values, too
+    is_packed: bool = False  # such rows hold a head's keys behind its values, and have scales of both apart
+
+    @classmethod
+    def bundle(cls, kv: Any, scale: Any = None, kind: str | None = None, rank: int | None = None) -> "StoredKV":
+        """Returns the pool of public arguments. Only the shape of its scales says whether rows are packed."""
+        format = find_format(kind)
+        may_pack = rank is not None and format.is_quantized and format.group_size is None
+        return cls(kv, scale, format, rank, may_pack and scale is not None and len(scale.shape) == 4)
+
+    @property
+    def half_rank(self) -> int | None:
+        """The rank of rows that have a scale for each half."""
+        return None if self.is_packed else self.latent_rank
+
+    @property
+    def packed_rank(self) -> int | None:
+        """The rank of packed rows."""
+        return self.latent_rank if self.is_packed else None
+
+    @property
+    def pools(self) -> Any:
+        """The array or, of a quantized pool, the two: what public functions return."""
+        return (self.kv, self.scale) if self.format.is_quantized else self.kv
+
+    def value_dim(self, head_dim: int) -> int:
+        """Returns the width of the values, and of the output."""
+        return head_dim if self.latent_rank is None else self.latent_rank
+
+    def replace(self, kv: Any, scale: Any = None) -> "StoredKV":
+        """Returns the same with other arrays."""
+        return dataclasses.replace(self, kv=kv, scale=scale)
+
+
+class PagedBatch(NamedTuple):
+    """Where the tokens of a step lie, an entry for each row."""
+
+    block_tables: Any  # i32[S, M]: the physical block of each logical block
+    kv_lens: Any  # i32[S]: tokens of each row, this step's included
+    query_lens: Any  # i32[S]: how many of them are this step's
+    query_starts: jax.Array | None = None  # i32[S]: where packed tokens of each row start; None: one after another
+    context_shard: jax.Array | None = None  # i32[2]: the pool holds this one of so many equal runs of every block
+
+
+@functools.partial(
+    register, data_fields=("mask", "spans", "tree", "blocks"),
+    meta_fields=("window", "chunk", "sink_tokens", "causal"),
+)  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class MaskSpec:
+    """Which positions of its row a token sees; see `pallas_kernels.paged_attention`."""
+
+    window: int | None = None
+    chunk: int | None = None
+    sink_tokens: int | None = None
+    causal: bool = True
+    mask: jax.Array | None = None
+    spans: jax.Array | None = None
+    tree: jax.Array | None = None
+    blocks: jax.Array | None = None
+
+    @property
+    def by_token(self) -> bool:
+        """Whether more than a token's position and a window decides what it sees."""
+        return any(x is not None for x in (self.chunk, self.tree, self.spans))
+
+
+@functools.partial(
+    register, data_fields=("scale", "soft_cap", "sinks", "alibi", "shared"),
+    meta_fields=("return_lse", "deterministic"),
+)  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """What becomes of logits, and how the result is to be computed; see `pallas_kernels.paged_attention`."""
+
+    scale: Any = None
+    soft_cap: Any = None
+    sinks: jax.Array | None = None
+    alibi: jax.Array | None = None
+    shared: Any = None  # i32[4, S]
+    return_lse: bool = False
+    deterministic: bool = False
+
+    def logit_scale(self, head_dim: int) -> Any:
+        """Returns what products are multiplied by."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+
+class Call(NamedTuple):
+    """The arguments of an op. Where only shapes are asked about, what is not known is None."""
+
+    stored: StoredKV
+    batch: PagedBatch
+    mask: MaskSpec = MaskSpec()
+    options: AttentionOptions = AttentionOptions()
+    q: Any = None
+    k: Any = None
+    v: Any = None
+
+    def given_options(self) -> dict[str, Any]:
+        """Returns by their public names the options that ask for more than causal attention over whole rows."""
+        mask, options = self.mask, self.options
+        fields = {
+            "alibi": options.alibi, "spans": mask.spans, "tree": mask.tree, "causal": None if mask.causal else False,
+            "chunk": mask.chunk, "blocks": mask.blocks, "deterministic": options.deterministic or None,
+            "sink_tokens": mask.sink_tokens, "stripe": self.batch.context_shard,
+        }  # fmt: skip
+        return {name: x for name, x in fields.items() if x is not None}
+
+
+def bundle_call(*, kv: Any = None, tables: Any = None, lengths: Any = None, new: Any = None, **given: Any) -> Call:
+    """Returns the call of an op's public arguments, by name."""
+
+    def take(*names: str) -> dict[str, Any]:
+        return {name: given.pop(name) for name in names if name in given}
+
+    stored = StoredKV.bundle(kv, given.pop("kv_scale", None), given.pop("kind", None), given.pop("rank", None))
+    batch = PagedBatch(tables, lengths, new, given.pop("offsets", None), given.pop("stripe", None))
+    mask = MaskSpec(**take(*(field.name for field in dataclasses.fields(MaskSpec))))
+    options = AttentionOptions(**take(*(field.name for field in dataclasses.fields(AttentionOptions))))
+    return Call(stored, batch, mask, options, **given)
