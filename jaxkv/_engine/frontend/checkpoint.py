@@ -21,7 +21,15 @@ from jaxkv._core.state.errors import CacheFileError
 from jaxkv._engine.frontend.data_parallel import Shards
 from jaxkv._engine.frontend.fingerprint import fingerprint
 from jaxkv._engine.requests.hook_args import HookArgs, from_json
-from jaxkv._engine.requests.request import Request, problem_of, read_eos, read_salt, read_stop, upcoming
+from jaxkv._engine.requests.request import (
+    Request,
+    problem_of,
+    read_eos,
+    read_keep_prefix,
+    read_salt,
+    read_stop,
+    upcoming,
+)
 from jaxkv._engine.requests.sampling import Choice
 from jaxkv._engine.requests.scheduler import Sequence
 from jaxkv._engine.runner.engine_core import Loop, sequence_of
@@ -178,6 +186,7 @@ class Resumable:
             num_logprobs=integer("logprobs", entry["num_logprobs"], least=0), news=self._news,
             engine=weakref.ref(self), priority=integer("priority", entry.get("priority", 0), least=None, most=None),
             hook_args=self._hook_args.read(from_json(entry.get("hook_args"))),
+            keep_prefix=read_keep_prefix(entry.get("keep_prefix", True)),
         )  # fmt: skip
         request.tokens = _tokens(entry["tokens"])
         request.logprobs = [{int(t): float(p) for t, p in one} for one in entry["logprobs"]]
@@ -219,6 +228,7 @@ def _written(request: Request, row: int | None, leader: int | None, hook_args: H
         "num_logprobs": request.num_logprobs, "given": request.given, "stopped": request.stopped,
         "refusal": request.refusal, "stop_token": request.stop_token, "stop_logprob": repr(request.stop_logprob),
         "priority": request.priority, "hook_args": hook_args.to_json(request.hook_args),
+        "keep_prefix": request.keep_prefix,
         # As text, since JSON has neither keys that are numbers nor infinities.
         "logprobs": [[[token, repr(p)] for token, p in one.items()] for one in request.logprobs],
         "row": row, "leader": leader,

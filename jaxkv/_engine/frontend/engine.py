@@ -22,11 +22,13 @@ from jaxkv._engine.requests.drafters import read_draft
 from jaxkv._engine.requests.eviction_policy import Eviction, read_eviction
 from jaxkv._engine.requests.hook_args import HookArgs
 from jaxkv._engine.requests.request import (
+    KeepPrefix,
     Request,
     handed_out,
     problem_of,
     raise_refusal,
     read_eos,
+    read_keep_prefix,
     read_limits,
     read_model_eos,
     read_prompt,
@@ -198,7 +200,7 @@ class Engine(Closable, Resumable):
         self, prompt: Sequence[int], max_new_tokens: int = 64, temperature: float = 0.0, *, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, eos: int | Collection[int] | None = None,
         salt: str | bytes | None = None, n: int = 1, logprobs: int = 0, seed: int | None = None, priority: int = 0,
-        hook_args: Any = None,
+        hook_args: Any = None, keep_prefix: KeepPrefix = True,
     ) -> Request:  # fmt: skip
         """Ask for a prompt to be continued; `step` and `run` do it. May be called from any thread, and while they run.
 
@@ -214,6 +216,9 @@ class Engine(Closable, Resumable):
             those that are served last are set back.
           hook_args: numbers for the `logits_hook`, in `rows.hook_args` for each row: a pytree of numbers and small
             arrays, with the same fields and shapes in every request. Zeros stand for who gives none.
+          keep_prefix: with a prefix cache, what it keeps of the request for others to find. True: all that was
+            computed. "prompt": blocks of the prompt alone, say where outputs are never continued. False: nothing, and
+            meanwhile nobody shares with it. It may find what others have left in any case.
 
         Raises:
           ValueError: an argument that cannot be honoured; nothing has changed then.
@@ -229,6 +234,7 @@ class Engine(Closable, Resumable):
             "salt": read_salt(salt),
             "num_logprobs": self._read_logprobs(logprobs),
         }
+        options["keep_prefix"] = read_keep_prefix(keep_prefix)
         options["priority"] = integer("priority", priority, least=-MOST_INDEX, most=MOST_INDEX)
         options["hook_args"] = self._read_hook_args(hook_args)
         request = Request.several([

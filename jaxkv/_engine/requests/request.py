@@ -14,6 +14,7 @@ from jaxkv._engine.requests.block_accounting import Holdings
 from jaxkv._engine.requests.sampling import KINDS, NO_TOKEN, Choice
 
 Stop = Literal["eos", "cancelled", "error"]
+KeepPrefix = Literal[True, False, "prompt"]
 STOPS: tuple[Stop, ...] = ("eos", "cancelled", "error")
 
 
@@ -32,10 +33,11 @@ class Request:
         self, *, number: int, prompt: list[int], limit: int, choice: Choice, eos: frozenset[int],
         salt: str | bytes | None, num_logprobs: int, news: "dict[Request, None]",
         engine: Callable[[], Any] = lambda: None, priority: int = 0, hook_args: list[np.ndarray] | None = None,
+        keep_prefix: KeepPrefix = True,
     ):  # fmt: skip
         self.number, self.prompt, self.limit = number, prompt, limit
         self.choice, self.eos, self.salt, self.num_logprobs = choice, eos, salt, num_logprobs
-        self.priority, self.hook_args = priority, hook_args
+        self.priority, self.hook_args, self.keep_prefix = priority, hook_args, keep_prefix
         self.tokens: list[int] = []
         self.logprobs: list[dict[int, float]] = []
         self._samples: tuple[Request, ...] = ()  # where it stands for several; it must not name itself
@@ -48,6 +50,8 @@ class Request:
         self.refusal: str | None = None  # why there is no room for it
         self.is_refusal_raised = False
         self._engine = engine  # a weak reference: who keeps a result keeps no memory of a device
+        self._first: Request | None = None  # the sample that began for it
+        self._has_begun = False
         self.overtaken = 0  # how often one that came later was placed before it, where rows are divided
 
     @classmethod
@@ -59,8 +63,10 @@ class Request:
         both = cls(
             number=first.number, prompt=first.prompt, limit=first.limit, choice=first.choice, eos=first.eos,
             salt=first.salt, num_logprobs=first.num_logprobs, news=first.news, engine=first._engine,
-            priority=first.priority, hook_args=first.hook_args,
+            priority=first.priority, hook_args=first.hook_args, keep_prefix=first.keep_prefix,
         )  # fmt: skip
+        for sample in samples[1:]:
+            sample._first = first
         both.tokens, both.logprobs, both._samples = first.tokens, first.logprobs, tuple(samples)
         for sample in samples:
             sample.prompt = first.prompt  # one list: so samples of one request know each other
@@ -127,6 +133,15 @@ class Request:
         """Take it back: no more tokens come, and its row is free again. Does nothing if it is done."""
         if (engine := self._engine()) is not None:
             engine._withdraw(self.samples)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has had a row, or a sample of the same prompt has."""
+        return (self._first or self)._has_begun
+
+    def begin(self) -> None:
+        """Note that it has a row."""
+        (self._first or self)._has_begun = True
 
     def receive(self, token: int, logprobs: dict[int, float] | None) -> None:
         """Note the next token. An interrupt in between leaves what a second call puts right."""
@@ -251,6 +266,12 @@ def read_eos(eos: Any, own: Collection[int] = ()) -> frozenset[int]:
         raise ValueError(f"eos must be a token id, several, or None, not {shown(eos)}.")
     several = [eos] if getattr(eos, "shape", None) == () or not isinstance(eos, Collection) else eos
     return frozenset(integer("eos", token, least=0) for token in several)
+
+
+def read_keep_prefix(keep_prefix: Any) -> KeepPrefix:
+    """Raises ValueError."""
+    is_prompt = isinstance(keep_prefix, str) and keep_prefix == "prompt"
+    return "prompt" if is_prompt else flag("keep_prefix", keep_prefix, or_else="prompt")
 
 
 def read_salt(salt: Any) -> str | bytes | None:

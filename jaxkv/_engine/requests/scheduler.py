@@ -13,6 +13,7 @@ Everything is planned with counts alone, so that a step can be planned before th
 
 import bisect
 import dataclasses
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -41,6 +42,7 @@ class Sequence:
     priority: int = 0  # the lower, the earlier it is served
     arrival: int | None = None  # its number among those of one priority, given by the queue
     overtaken: int = 0  # how often another that came later has begun before it
+    shareable: float = math.inf  # so many first tokens may be shared, and kept in a prefix cache
     block_hashes: list[int] = dataclasses.field(default_factory=list)  # of its full blocks, as far as they were needed
 
     @property

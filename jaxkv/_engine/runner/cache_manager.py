@@ -24,6 +24,7 @@ from jaxkv._engine.requests.common_beginning import count_common_blocks
 from jaxkv._engine.requests.eviction_policy import Eviction
 from jaxkv._engine.requests.scheduler import Sequence
 from jaxkv._tiers.host_tier import swap_out
+from jaxkv._tiers.prefix_cache.match import Match
 from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
 from jaxkv._tiers.prefix_cache.retained_blocks import warm
 
@@ -36,7 +37,8 @@ class Residents:
 
     A sequence that is set back is either swapped out to host memory or forgotten and computed again, whichever is
     estimated to be faster: moving its bytes there and back at `host_bandwidth` bytes/s, or computing its tokens at the
-    rate of the fastest step so far. With a prefix cache it is forgotten, but for what that still has of it later.
+    rate of the fastest step so far. With a prefix cache that may keep its blocks it is forgotten, but for what that
+    still has of it later.
 
     What room there is, is known from the last step that was read: since then at most `taken` more blocks were taken,
     and what was given back is not counted. `settle` asks the device, and waits for it.
@@ -293,13 +295,13 @@ class Residents:
         match, source, shared = None, None, 0
         if sequence.host is None and self.prefix is not None:
             self._offer_shared(running, sequence)
-            match = self.prefix.match(sequence.tokens, salt=sequence.salt)
+            match = self._match(sequence)
         else:
             shared, source = self._shared(running, sequence)
         is_there = sequence.host is not None or source is not None or bool(match and match.num_tokens)
         row = self._take_row(must_be_empty=is_there)
         sequence.row = row
-        self._living.add(sequence)
+        self._note_begun(sequence)
         first = shared // self.block_size
         beside = np.int32(0 if source is None or source.row is None else source.row)
         if sequence.host is not None:
@@ -315,13 +317,25 @@ class Residents:
                 try:
                     self.cache = self.prefix.adopt(self.cache, row, match, donate=True)
                 except ValueError:  # a call that was cut off left the index ahead of the cache; now it follows it
-                    match = self.prefix.match(sequence.tokens, salt=sequence.salt)
+                    match = self._match(sequence)
                     self.cache = self.prefix.adopt(self.cache, row, match, donate=True)
             except OutOfBlocks:  # for what would come back from the host
                 return
             sequence.cached = match.num_tokens
             self.taken += match.num_tokens // self.block_size
             self.clock += 1
+
+    def _match(self, sequence: Sequence) -> Match:
+        """What the prefix cache has of a sequence. Only its first lookup counts: later ones find what it left there."""
+        assert self.prefix is not None
+        is_repeat = sequence.request is not None and sequence.request.has_begun
+        return self.prefix.match(sequence.tokens, salt=sequence.salt, is_repeat=is_repeat)
+
+    def _note_begun(self, sequence: Sequence) -> None:
+        """Note that a sequence has a row."""
+        self._living.add(sequence)
+        if sequence.request is not None:
+            sequence.request.begin()
 
     def _offer_shared(self, running: list[Sequence], sequence: Sequence) -> None:
         """Let the prefix cache have what a sequence that begins shares with a running one."""
@@ -337,11 +351,12 @@ class Residents:
         self.make_room([1] * len(self.config.groups))
         self.call(self._fork, np.array([source.row], np.int32), np.array([row], np.int32))
         sequence.row, sequence.cached = row, source.cached
-        self._living.add(sequence)
+        self._note_begun(sequence)
 
     def offer(self, sequence: Sequence, count: int | None = None) -> None:
-        """Let the prefix cache have what a sequence holds, or so many first tokens."""
-        tokens = sequence.tokens[: sequence.cached if count is None else count]
+        """Let the prefix cache have what a sequence holds, or so many first tokens, as far as it may be shared."""
+        most = sequence.cached if count is None else count
+        tokens = sequence.tokens[: int(min(most, sequence.shareable))]
         if self.prefix is not None and len(tokens) >= self.block_size:
             assert sequence.row is not None
             self.cache = self.prefix.insert(self.cache, sequence.row, tokens, salt=sequence.salt)
@@ -388,7 +403,7 @@ class Residents:
             return False  # what is remembered of its queries would be lost
         if self.swap != "auto" or not sequence.cached:
             return self.swap == "always" and sequence.cached > 0
-        if self.prefix is not None or self.seconds_per_token is None:
+        if (self.prefix is not None and sequence.shareable) or self.seconds_per_token is None:
             return False
         held = self.holdings.held(sequence.prompt, sequence.cached)
         moved = 2 * sum(map(operator.mul, held, self.holdings.block_bytes))
@@ -413,7 +428,8 @@ class Residents:
     def _common(self, running: list[Sequence], sequence: Sequence) -> Iterator[tuple[Sequence, int]]:
         """Running sequences, and how many first blocks a waiting one has in common with each: without a prefix cache,
         or if it comes back from the host, other samples of the same request."""
-        if self.prefix is None or sequence.host is not None:
+        by_prefix = self.prefix is not None and sequence.host is None
+        if not by_prefix:
             if self.eviction is not None or self.config.has_windows or self.config.contiguous:
                 return  # a row has not all of its first blocks, or they are its own
             running = [s for s in running if are_siblings(s, sequence)]
@@ -422,7 +438,8 @@ class Residents:
             end = min(end, sequence.num_hosted)
         most = end // self.block_size
         for other in running:
-            yield other, min(most, count_common_blocks(other, sequence, self.block_size))
+            common = min(most, count_common_blocks(other, sequence, self.block_size))
+            yield other, int(min(common, other.shareable // self.block_size)) if by_prefix else common
 
 
 def are_siblings(a: Sequence, b: Sequence) -> bool:

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -307,4 +308,7 @@ def sequence_of(request: Request) -> Sequence:
     """A request at its beginning: nothing of it is in any cache."""
     limit = len(request.prompt) + request.limit
     tokens = [*request.prompt, *request.tokens]
-    return Sequence(tokens, limit, request.salt, request, len(request.prompt), priority=request.priority)
+    shareable = {True: math.inf, False: 0, "prompt": len(request.prompt)}[request.keep_prefix]
+    return Sequence(
+        tokens, limit, request.salt, request, len(request.prompt), priority=request.priority, shareable=shareable
+    )

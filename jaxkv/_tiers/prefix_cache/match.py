@@ -23,3 +23,4 @@ class Match:
 
     num_tokens: int
     nodes: tuple[Node, ...] = dataclasses.field(repr=False)
+    is_repeat: bool = dataclasses.field(default=False, repr=False)  # it counts in no statistics

@@ -11,7 +11,7 @@ from jaxkv._core.blocks.block_copy import put
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.inspection import check_row
 from jaxkv._core.config.cache_config import CacheConfig, check_config
-from jaxkv._core.config.validation import integer, real, shown
+from jaxkv._core.config.validation import flag, integer, real, shown
 from jaxkv._core.state.columns import row_entries
 from jaxkv._core.state.head_rows import refuse_evicting
 from jaxkv._files.blocks import Block, BlockFiles, fingerprint
@@ -98,14 +98,21 @@ class PrefixCache:
 
     # Using it.
 
-    def match(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> Match:
+    def match(
+        self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None,
+        is_repeat: bool = False,
+    ) -> Match:  # fmt: skip
         """How many of a prompt's first tokens are there: whole blocks, and never the prompt's last token.
 
         Of layers with a window, only what the next token would see has to be there, the first tokens that they keep
         too. What is on disk alone is read into host memory, as far as `spill_bytes` go; what others hold there may go
         to the disk for it.
+
+        Args:
+          is_repeat: a request that has asked before asks again, and may find what it has left here itself: neither
+            this lookup nor an `adopt` of what it finds counts in `stats`.
         """
-        tokens = read_tokens(tokens)
+        tokens, is_repeat = read_tokens(tokens), flag("is_repeat", is_repeat)
         root = self._root(salt, adapter)
         wanted = tokens[: max(len(tokens) - 1, 0)]
         if self.files is None:
@@ -114,9 +121,10 @@ class PrefixCache:
         else:
             chain = recall(self._index, root, wanted)
         self._index.use(chain)
-        self._counts["lookups"] += 1
-        self._counts["tokens_asked"] += len(tokens)
-        return Match(len(chain) * self.config.block_size, tuple(chain))
+        if not is_repeat:
+            self._counts["lookups"] += 1
+            self._counts["tokens_asked"] += len(tokens)
+        return Match(len(chain) * self.config.block_size, tuple(chain), is_repeat)
 
     def known(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> int:
         """How many tokens `match` would find without looking at the disk; it is not counted as a lookup."""
@@ -157,7 +165,8 @@ class PrefixCache:
         columns = needed(self.config, len(chain))
         change.restore(chain, columns, self._landing.put if donate else put)
         change.attach(row, chain, columns)
-        return self._commit(change, chain, hits=1, tokens_saved=match.num_tokens)
+        saved = {} if match.is_repeat else {"hits": 1, "tokens_saved": match.num_tokens}
+        return self._commit(change, chain, **saved)
 
     def insert(
         self, cache: Cache, row: int, tokens: Sequence[int], *, salt: str | bytes | None = None,
@@ -300,7 +309,8 @@ class PrefixCache:
     def stats(self) -> dict[str, Any]:
         """What the index holds and what it has saved so far, as plain numbers.
 
-        `tokens_saved` of `tokens_asked` did not have to be computed; `hit_rate` is their ratio.
+        `tokens_saved` of `tokens_asked` did not have to be computed; `hit_rate` is their ratio. A request counts once:
+        one that an `Engine` sets back and takes up again finds its own blocks, which saves nothing.
         """
         self._index.mend()
         held = {
