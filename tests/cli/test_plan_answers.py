@@ -67,7 +67,7 @@ def test_the_first_line_answers_what_was_asked(tmp_path, capsys):
     layers = (jaxkv.LayerConfig(num_kv_heads=8, head_dim=128),) * 32
     model = types.SimpleNamespace(layer_configs=layers, dtype="bfloat16")
     config = eval(call, {"jaxkv": jaxkv, "model": model})
-    assert config.dtype == "int8" and config.num_blocks >= 100 * 8192 // 16 and config.max_seqs == 100
+    assert config.dtype == "int8" and config.num_blocks * config.block_size >= 100 * 8192 and config.max_seqs == 100
     assert config.bytes <= 53.6 * 2**30
     assert run(tmp_path, *told[:2], "--max-seqs", 1000, "--max-seq-len", 8192) == 0
     out = capsys.readouterr().out
@@ -93,7 +93,7 @@ def test_what_no_kernel_reads_is_marked(tmp_path, capsys):
     assert all(option["has_kernel"] for option in json.loads(capsys.readouterr().out)["options"])
     assert run(folder, "--chip", "h100") == 0
     out = capsys.readouterr().out
-    kinds = set(importlib.import_module("pallas_kernels.gpu").KINDS)
+    kinds = set(importlib.import_module("pallas_kernels.gpu").FORMATS)
     assert ("int4*" in out) == ("int4" not in kinds) == ("* no kernel for an h100 reads it" in out)
     assert "int8*" not in out and "bfloat16*" not in out
 
