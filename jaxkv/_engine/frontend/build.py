@@ -27,7 +27,7 @@ MEANT = {
 
 def check_fields(fields: dict[str, Any]) -> None:
     """Raise TypeError for what is no option, and no field of a cache that an engine leaves to its caller."""
-    made = inspect.signature(CacheConfig.from_model).parameters.keys()
+    made = set(inspect.signature(CacheConfig.from_model).parameters)
     made -= {"model", "fields", "step_tokens", "prefix_cache", "mesh"}
     known = made | {field.name for field in dataclasses.fields(CacheConfig)} - {"layers"}
     for name in fields:

@@ -194,7 +194,7 @@ class Resumable:
         request.stopped, request.refusal = read_stop(entry["stopped"]), entry.get("refusal")
         if (token := entry.get("stop_token")) is not None:
             logprob = entry["stop_logprob"]
-            request.stop = (*_tokens([token]), None if logprob == "None" else float(logprob))
+            request.stop = _tokens([token])[0], None if logprob == "None" else float(logprob)
         if not request.prompt or len(request.tokens) > request.limit:
             raise ValueError("a request has no prompt, or more tokens than its limit")
         return request
