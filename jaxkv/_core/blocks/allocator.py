@@ -1,4 +1,4 @@
-"""The allocator: index arithmetic on `BlockTables`, on the device, without a loop over blocks or tokens."""
+"""The allocator: index arithmetic on `BlockTables` on the device, without a loop over blocks or tokens."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from jaxkv._core.state.state import NULL_BLOCK, BlockTables
 
 
 def blocks_for(lengths: jax.Array, block_size: int) -> jax.Array:
-    """How many blocks hold `lengths` tokens."""
+    """Returns the number of blocks that hold `lengths` tokens."""
     return (lengths + block_size - 1) // block_size
 
 
 def serve(needs: Sequence[jax.Array], groups: Sequence[BlockTables]) -> jax.Array:
-    """`bool[S]`: which rows get the `needs[g][s]` blocks they ask for: in order, each all or nothing in all groups.
+    """Returns `bool[S]`, the rows that get the `needs[g][s]` blocks they ask for: in order, all or nothing per row.
 
-    Of a group whose blocks are in parts, it is `needs[g][p, s]`.
+    A group whose blocks are in shards has `needs[g][p, s]`.
     """
     need = jnp.concatenate([jnp.atleast_2d(need) for need in needs])  # [G, S]
     num_free = jnp.concatenate([jnp.atleast_1d(tables.num_free) for tables in groups])[:, None]
@@ -27,26 +27,26 @@ def serve(needs: Sequence[jax.Array], groups: Sequence[BlockTables]) -> jax.Arra
         return served & (jnp.cumsum(jnp.where(served[None], need, 0), axis=1) > num_free).any(axis=0)
 
     def drop(served: jax.Array) -> jax.Array:
-        # The rows before the first that misses are served for good; no row that needs more than they leave can be.
+        # Rows before the first one that lacks blocks are final; no row that needs more than they leave can be served.
         first = jnp.argmax(missing(served))
         before = jnp.arange(served.shape[0]) < first
         left = num_free - jnp.sum(jnp.where((served & before)[None], need, 0), axis=1, keepdims=True, dtype=jnp.int32)
         return served & (before | (need <= left).all(axis=0))
 
-    # No iteration at all as long as there are blocks for everyone. (The first guess is computed from the data so that,
-    # inside `shard_map`, it varies over the same mesh axes.)
+    # No iteration while there are blocks for all rows. (The first guess is computed from the data, so that it varies
+    # over the same mesh axes inside `shard_map`.)
     return jax.lax.while_loop(lambda served: missing(served).any(), drop, (need <= num_free).all(axis=0))
 
 
 def take(tables: BlockTables, count: jax.Array, at: jax.Array | None = None) -> BlockTables:
-    """Put `count[s]` free blocks into the table of each row, at column `at[s]`: by default behind those it has.
+    """Puts `count[s]` free blocks into each row's table from column `at[s]` on; default: after the row's last block.
 
-    There must be as many.
+    The caller makes sure that there are enough free blocks.
     """
     width, end = tables.tables.shape[1], tables.end if at is None else at
     next_free = of_parts(first_free(tables), tables)
-    # The blocks of one row stand one after another in the free list: fetch a whole window of it for each row, laid so
-    # that the first of them falls on the row's first unused column.
+    # A row's new blocks are consecutive in the free list. Each row fetches a slice of table width, aligned so that its
+    # first new block falls on its first unused column.
     windows = next_free + _cumsum(count, tables.parts) - count - end + width
     free_list = jnp.pad(tables.free_list, width)
     fresh = jax.vmap(lambda start: jax.lax.dynamic_slice_in_dim(free_list, start, width))(windows)
@@ -57,13 +57,13 @@ def take(tables: BlockTables, count: jax.Array, at: jax.Array | None = None) -> 
 
 
 def with_taken(tables: BlockTables, count: jax.Array) -> BlockTables:
-    """Tables of which the next `count` free blocks, of each part, are in use."""
+    """Marks the next `count` free blocks of each shard as used."""
     tables = dataclasses.replace(tables, num_free=tables.num_free - count)
     return dataclasses.replace(tables, peak=jnp.maximum(tables.peak, tables.num_used))
 
 
 def next_blocks(tables: BlockTables, taken: jax.Array) -> jax.Array:
-    """A free block wherever `taken` bool[S, M] says so, the null block elsewhere. They are still free."""
+    """Returns a free block wherever `taken` bool[S, M] is True, else the null block. The blocks stay marked as free."""
     at = _cumsum(taken.ravel(), tables.parts).reshape(taken.shape) - 1
     next_free = first_free(tables)
     at += next_free if tables.parts == 1 else of_parts(next_free, tables)[:, None]
@@ -71,10 +71,9 @@ def next_blocks(tables: BlockTables, taken: jax.Array) -> jax.Array:
 
 
 def replace_entries(tables: BlockTables, entries: jax.Array, kept: jax.Array | None = None) -> BlockTables:
-    """Put `entries` i32[S, M] in the place of the table, and free the blocks that nothing refers to any more.
+    """Replaces the table by `entries` i32[S, M], and frees the blocks that nothing refers to any more.
 
-    New entries, and blocks newly in `kept` i32[N + 1], must be blocks that are held already. Blocks freed last are
-    taken first.
+    New entries, and blocks newly in `kept` i32[N + 1], must be in use already. Blocks freed last are taken first.
     """
     old, changed = tables.tables, entries != tables.tables
     left = tables.refcounts + _references(tables, entries, changed) - _references(tables, old, changed)
@@ -98,8 +97,8 @@ def replace_entries(tables: BlockTables, entries: jax.Array, kept: jax.Array | N
 
 
 def give_back(tables: BlockTables, first: jax.Array, sinks: int = 0) -> BlockTables:
-    """Free the blocks before column `first[s]` of each row, but for its first `sinks`: nothing is done where there are
-    none, as in most steps."""
+    """Frees the blocks before column `first[s]` of each row, except its first `sinks`. Most steps have none to free,
+    and then nothing runs."""
     column, end = jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None], tables.end
     first_held = end - tables.held
     if sinks:
@@ -111,13 +110,13 @@ def give_back(tables: BlockTables, first: jax.Array, sinks: int = 0) -> BlockTab
         return jnp.any(first_held + dropped < first)
 
     def drop(state: State) -> State:
-        """One block of each row that has one to drop."""
+        """Drops one block of each row that has one to drop."""
         dropped, refcounts, free_list, num_free = state
         at = first_held + dropped
         block = jnp.take_along_axis(tables.tables, jnp.minimum(at, column.size - 1)[:, None], axis=1)[:, 0]
         block = jnp.where(at < first, block, tables.num_blocks + 1)  # past the end: dropped
         left = refcounts.at[block].add(-1, mode="drop")
-        # Of several rows that let go of the same block, one hands it back.
+        # If several rows drop the same block, one of them frees it.
         row = jnp.arange(block.size, dtype=jnp.int32)
         one = jnp.full_like(refcounts, block.size).at[block].min(row, mode="drop")
         freed = (left.at[block].get(mode="fill", fill_value=1) == 0) & (
@@ -132,7 +131,7 @@ def give_back(tables: BlockTables, first: jax.Array, sinks: int = 0) -> BlockTab
             num_free + rank[-1],
         )
 
-    # Like in `serve`, the counter is computed from the data.
+    # The counter is computed from the data, as in `serve`.
     state = (jnp.zeros_like(first), tables.refcounts, tables.free_list, tables.num_free)
     _, refcounts, free_list, num_free = jax.lax.while_loop(more, drop, state)
     return dataclasses.replace(
@@ -145,7 +144,7 @@ def give_back(tables: BlockTables, first: jax.Array, sinks: int = 0) -> BlockTab
 
 
 def first_free(tables: BlockTables) -> jax.Array:
-    """`i32[]`: where in the free list the next block to be taken stands; `i32[P]`, of each part."""
+    """Returns the index in the free list of the next block to take: `i32[]`, or `i32[P]` with P shards."""
     if tables.parts == 1:
         return tables.num_blocks - tables.num_free
     end = tables.num_blocks // tables.parts * jnp.arange(1, tables.parts + 1, dtype=jnp.int32)
@@ -153,12 +152,12 @@ def first_free(tables: BlockTables) -> jax.Array:
 
 
 def _cumsum(x: jax.Array, parts: int) -> jax.Array:
-    """Sums of the numbers so far, in each part by itself."""
+    """Computes the cumulative sum within each shard."""
     x = x if parts == 1 else x.reshape(parts, -1)
     return jnp.cumsum(x, axis=-1, dtype=jnp.int32).reshape(-1)
 
 
 def _references(tables: BlockTables, entries: jax.Array, counted: jax.Array) -> jax.Array:
-    """`i32[N + 1]`: how often each block stands under `counted`; never the null block."""
+    """Counts how often each block is in `entries` under `counted`, `i32[N + 1]`; 0 for the null block."""
     entries = jnp.where(counted & (entries != NULL_BLOCK), entries, tables.refcounts.shape[0])
     return jnp.zeros_like(tables.refcounts).at[entries].add(1, mode="drop")

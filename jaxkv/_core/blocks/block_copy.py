@@ -1,4 +1,4 @@
-"""Whole blocks of keys and values, in and out of pools: in a stack, the same blocks of every layer at once."""
+"""Copies of whole blocks, in and out of pools; in a stack, of the same blocks of every layer at once."""
 
 import functools
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from jaxkv._core.state.state import NULL_BLOCK, Pool
 
 
 def copy_blocks(pool: Pool, source: jax.Array, target: jax.Array) -> Pool:
-    """Copy block `source[i]` over block `target[i]`, but nothing over the null block. All are read before any is
+    """Copies block `source[i]` over block `target[i]`, except over the null block. All blocks are read before any is
     written."""
     source = jnp.where(target == NULL_BLOCK, NULL_BLOCK, source)
     return on_shards(pool, _copy, (pool, source, target), (POOL, WHOLE, WHOLE), POOL)
 
 
 def put_blocks(pool: Pool, blocks: Pool, target: jax.Array) -> Pool:
-    """`blocks[i]` in the place of block `target[i]`; where that is the null block, nothing happens."""
+    """Writes `blocks[i]` over block `target[i]`, except over the null block."""
     return on_shards(pool, _put, (pool, blocks.like(pool), target), (POOL, BLOCKS, WHOLE), POOL)
 
 
@@ -56,14 +56,14 @@ put_in_place = jax.jit(put_blocks, donate_argnums=0)
 
 @functools.partial(jax.jit, static_argnames="parts")
 def read_blocks(pool: Pool, blocks: jax.Array, parts: int = 1) -> tuple[Pool, ...]:
-    """`[n, ...]`: some blocks of a pool, in so many parts of equal size."""
+    """Reads blocks of a pool, `[n, ...]`, split into `parts` equal pieces."""
     found = on_shards(pool, _read, (pool, blocks), (POOL, WHOLE), BLOCKS)
     each = blocks.shape[0] // parts
     return tuple(jax.tree.map(lambda x, i=i: x[i * each : (i + 1) * each], found) for i in range(parts))
 
 
 def read_group(cache: Cache, group: int, blocks: Any) -> dict[int, Pool]:
-    """For each layer of a group the blocks `i32[n]`, as a pool of n blocks; anything for null blocks."""
+    """Reads the blocks `i32[n]` of each layer of a group as a pool of n blocks; null blocks hold any numbers."""
     found: dict[int, Pool] = {}
     for stack in cache.config.group_stacks(group):
         pool = cache.layer(stack[0]).pool
@@ -75,12 +75,12 @@ def read_group(cache: Cache, group: int, blocks: Any) -> dict[int, Pool]:
 def put_group(
     cache: Cache, group: int, read: Callable[[int], Pool], target: Any, put: Callable[..., Pool]
 ) -> Cache:  # fmt: skip
-    """A cache with other blocks in a group's layers.
+    """Writes new blocks into the layers of a group, and returns the cache.
 
     Args:
-      read: gives a layer's new blocks, as a pool of n blocks; D may be less than what is stored.
-      target: `i32[m]`, where the first m go; those that go to the null block are left out, and so are the others.
-      put: `put_blocks`, or what has been compiled of it.
+      read: returns a layer's new blocks, as a pool of n blocks; D may be less than the stored one.
+      target: `i32[m]`, the targets of the first m blocks. Blocks for the null block are skipped, as are the others.
+      put: `put_blocks`, or a compiled version of it.
     """
     pools = list(cache.pools)
     for stack in cache.config.group_stacks(group):
@@ -92,8 +92,8 @@ def put_group(
 
 
 def in_stack(blocks: Any, count: int, size: int) -> Any:
-    """`i32[count * n]`: where blocks `i32[n]` lie in a pool of `count` layers of `size` blocks. The null block stays 0,
-    which says that nothing is meant."""
+    """Returns the indices `i32[count * n]` of blocks `i32[n]` in a pool of `count` stacked layers of `size` blocks. The
+    null block stays 0 in every layer."""
     if count == 1:
         return blocks
     start = size * np.arange(count, dtype=np.int32)[:, None]  # on the host, where the blocks may be too
@@ -101,5 +101,5 @@ def in_stack(blocks: Any, count: int, size: int) -> Any:
 
 
 def padded_size(count: int) -> int:
-    """So many places for `count` blocks that there are few different ones."""
+    """Rounds `count` up to a power of two, so that programs compile for few sizes."""
     return 1 << max(count - 1, 0).bit_length()

@@ -1,4 +1,4 @@
-"""Tokens that rows give back before they end, in layers made with `LayerConfig(evict=)`: `evict`."""
+"""Eviction of tokens from rows, in layers made with `LayerConfig(evict=)`: `evict`."""
 
 import dataclasses
 import functools
@@ -22,28 +22,28 @@ from jaxkv._core.state.state import NULL_BLOCK, SENSELESS, BlockTables, Pool
 
 
 def evict(cache: Cache, keep: Any = None, *, layer: int, scores: Any = None, budget: Any = None) -> Cache:
-    """Keep some of the tokens that one layer holds of each row, and give the blocks of the others back.
+    """Keeps some of the tokens that one layer holds of each row, and frees the blocks of the others.
 
-    The kept tokens move to the front in their order. Positions go on from what was seen, so what follows is attention
-    to the kept tokens alone; `cache.layers[i].held` says how many there are. Blocks that others hold too are copied
-    where they change. It is for after a step: what `extend` has made room for must have been written in all layers.
+    The kept tokens move to the front, in order. Later tokens attend to the kept tokens only, and positions continue
+    from all tokens seen; `cache.layers[i].held` counts the kept ones. Shared blocks are copied before they change.
+    Call this after a step: the tokens that `extend` made room for must have been written in all layers.
 
     Args:
-      keep: `bool[S, C]`, or `bool[S, K, C]` for a layer with `evict="head"`, over the tokens held, in their order; all
-        of a row is its own affair, and a row that keeps everything is not touched. What stands behind C is not kept.
+      keep: `bool[S, C]`, or `bool[S, K, C]` for a layer with `evict="head"`, over the tokens held, in order. Tokens
+        from index C on are dropped. Rows are independent, and a row that keeps everything is not touched.
       layer: the layer's index; it must have been made with `LayerConfig(evict=)`.
-      scores: instead of `keep`, `f32[S, K, C]` or `f32[S, C]`, what each token is worth, as `jaxkv.scores` has them. Of
-        a layer with `evict="layer"` the mean of the heads counts.
-      budget: with `scores`, how many tokens to keep: a number, one for each row, `i32[S]`, or for each row and head,
-        `i32[S, K]`. Of equal scores the earlier token is kept.
+      scores: instead of `keep`, the scores of the tokens, `f32[S, K, C]` or `f32[S, C]`, as from `jaxkv.scores`. A
+        layer with `evict="layer"` uses the mean over the heads.
+      budget: with `scores`, the number of tokens to keep: one number, one for each row, `i32[S]`, or one for each row
+        and head, `i32[S, K]`. Of equal scores the earlier token is kept.
 
     Raises:
-      ValueError, IndexError: shapes, dtypes or a layer that do not fit; a budget of 0, or scores that are NaN, where
-        they are known on the host. On the device such a row stays as it was and is marked in `cache.failed`, and so is
-        one for whose copies too few blocks are free.
+      ValueError, IndexError: shapes, dtypes or a layer do not fit; a budget of 0 or a NaN score is known on the host.
+        On the device such a row stays as it was and is marked in `cache.failed`, as is a row with too few free blocks
+        for its copies.
 
-    With "head" every KV head is a row of its own and gives its own blocks back: what compresses heads differently, such
-    as AdaKV (https://arxiv.org/abs/2407.11550), frees memory here.
+    With "head" every KV head is a row of its own and frees its own blocks, so that methods which compress heads
+    differently, such as AdaKV (https://arxiv.org/abs/2407.11550), free memory here.
 
     >>> import jax.numpy as jnp, jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, evict="layer")
@@ -96,10 +96,10 @@ def _evict(
 
 
 def thin(cache: Cache, keep: jax.Array, *, layer: int) -> Cache:
-    """`evict` of rows none of whose blocks others hold: so there is nothing that could be refused.
+    """Evicts tokens of rows whose blocks are not shared, like `evict`, so that no row can be refused.
 
     Args:
-      keep: `bool[S, C]`, or of a layer that evicts by heads `bool[K * S, C]`, line by line.
+      keep: `bool[S, C]`, or `bool[K * S, C]` by head rows for a layer that evicts by heads.
     """
     config, group = cache.config, cache.config.group(layer)
     t, pools = cache.tables[group], list(cache.pools)
@@ -111,14 +111,14 @@ def thin(cache: Cache, keep: jax.Array, *, layer: int) -> Cache:
 
 
 class _Move(NamedTuple):
-    """What becomes of the lines of a table."""
+    """Planned moves of tokens, by head rows (R)."""
 
-    changes: jax.Array  # bool[R]: lines that lose tokens
+    changes: jax.Array  # bool[R]: head rows that lose tokens
     left: jax.Array  # i32[R]: tokens that they keep
-    source: jax.Array  # i32[R, n]: of as many as can be kept, the place that the token at each place comes from
-    first: jax.Array  # i32[R]: the first column in which that is another
-    end: jax.Array  # i32[R]: the column behind the last one with a token
-    copied: jax.Array  # bool[R, M]: columns whose block others hold too, so that another is written
+    source: jax.Array  # i32[R, n]: the old slot of the token at each new slot
+    first: jax.Array  # i32[R]: the first column whose tokens change
+    end: jax.Array  # i32[R]: the column after the last one with a token
+    copied: jax.Array  # bool[R, M]: columns whose block is shared, so that a new one is written
 
 
 def _plan(t: BlockTables, keep: jax.Array, allowed: jax.Array, block_size: int) -> _Move:
@@ -146,8 +146,8 @@ def _carry_out(
 
 
 def _hold(t: BlockTables, move: _Move, config: CacheConfig) -> BlockTables:
-    """Tables in which lines hold what they keep. The copies' blocks are taken before any is given back: so none of
-    them is still to be read."""
+    """Returns the tables after the moves. Blocks for copies are taken before any are freed, so that none of them is
+    read later."""
     fresh = next_blocks(t, move.copied)
     t = with_taken(t, part_sums(move.copied.sum(axis=1, dtype=jnp.int32), t))
     gone = move.changes[:, None] & (jnp.arange(t.tables.shape[1], dtype=jnp.int32)[None] >= move.end[:, None])
@@ -166,8 +166,8 @@ def _hold(t: BlockTables, move: _Move, config: CacheConfig) -> BlockTables:
 def _compact(
     pool: Pool, old: jax.Array, new: jax.Array, move: _Move, *, config: CacheConfig, layer: int
 ) -> Pool:  # fmt: skip
-    """The tokens of lines moved up, column by column: a token never comes from an earlier one, so nothing is written
-    that is still to be read."""
+    """Moves the tokens of head rows forward, column by column. A token never moves backward, so that no slot is
+    overwritten before it is read."""
     if (part := part_of(pool)) is not None:
         old, new, move = jax.tree.map(part.lines, (old, new, move))
         old, new = part.own(old), part.own(new)
@@ -196,7 +196,7 @@ def _compact(
 
 
 def best_of(scores: jax.Array, budget: jax.Array, t: BlockTables, config: CacheConfig) -> tuple[jax.Array, jax.Array]:
-    """Which tokens have the `budget` best scores of their line, and `bool[S]`: rows of which that makes no sense."""
+    """Returns the tokens with the `budget` best scores of each head row, and `bool[S]`, the rows with invalid input."""
     if scores.ndim == 3 and t.lengths.shape[0] == config.max_seqs:
         scores = scores.mean(axis=1)
     scores = _of_lines(scores, t)
@@ -209,7 +209,7 @@ def best_of(scores: jax.Array, budget: jax.Array, t: BlockTables, config: CacheC
 
 
 def _of_lines(x: jax.Array, t: BlockTables) -> jax.Array:
-    """`[S, C]` or `[S, K, C]` for each line of a table; of lines, as it is."""
+    """Expands `[S, C]` or `[S, K, C]` to the head rows of a table; head rows stay as they are."""
     if x.ndim == 3:
         return jnp.moveaxis(x, 1, 0).reshape(-1, x.shape[-1])
     return to_lines(x, t)
@@ -220,7 +220,7 @@ def _numbers(x: jax.Array) -> jax.Array:
 
 
 def _read_places(name: str, x: Any, cache: Cache, layer: int) -> jax.Array:
-    """`keep` or `scores`, of tokens that rows hold. Raises ValueError."""
+    """Reads `keep` or `scores` over the tokens that rows hold. Raises ValueError."""
     x = read_numbers(name, x)
     rows, one = cache.config.max_seqs, cache.layer_config(layer)
     by_head = one.evict == "head" or name == "scores"
@@ -242,7 +242,7 @@ def _read_places(name: str, x: Any, cache: Cache, layer: int) -> jax.Array:
 
 
 def _read_budget(budget: Any, cache: Cache, layer: int) -> jax.Array:
-    """How many tokens to keep, `i32[]`, `i32[S]` or `i32[S, K]`. Raises ValueError."""
+    """Reads the number of tokens to keep, `i32[]`, `i32[S]` or `i32[S, K]`. Raises ValueError."""
     rows, one = cache.config.max_seqs, cache.layer_config(layer)
     budget = read_numbers("budget", budget)
     if is_known(budget) and budget.ndim == 0:

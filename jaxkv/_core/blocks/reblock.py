@@ -1,4 +1,4 @@
-"""Tokens in blocks of one size, seen as blocks of another. On the host: index arithmetic of NumPy."""
+"""Tokens in blocks of one size, regrouped into blocks of another: NumPy index arithmetic on the host."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,40 +12,40 @@ from jaxkv._core.state.state import NULL_BLOCK
 
 
 class Blocks(NamedTuple):
-    """The blocks that rows need: which, and where each of their tokens is now."""
+    """The blocks that rows need, and the current slot of each of their tokens."""
 
     tables: np.ndarray  # i32[R, M]: blocks from 1 in the order of `slots`; null where a row has none
     slots: np.ndarray  # i64[n, new_size]: block * old_size + offset of each token; -1: no token
 
     @property
     def padded(self) -> np.ndarray:
-        """`slots` with empty blocks behind them, so that a program that takes them compiles for few shapes."""
+        """`slots` padded with empty blocks, so that programs that take them compile for few shapes."""
         count = len(self.slots)
         return np.pad(self.slots, ((0, padded_size(count) - count), (0, 0)), constant_values=-1)
 
 
 class Held(NamedTuple):
-    """What rows hold in the layers of a group; line by line in one that evicts by heads, see `lines`."""
+    """What rows hold in the layers of a group, by head rows if it evicts by heads; see `head_rows`."""
 
-    tables: np.ndarray  # i32[n, blocks]: their blocks, one behind the other from the first on
+    tables: np.ndarray  # i32[n, blocks]: their blocks in order, from the first block on
     lengths: np.ndarray  # i32[n]: the tokens in them
     thinned: np.ndarray | None = None  # i32[n], as in `BlockTables`, in a layer that evicts
 
 
 def held_by(tables: Any, config: CacheConfig, group: int, rows: np.ndarray) -> Held:
-    """What a group's tables, on the host, say that `rows` i32[R] hold."""
+    """Returns what `rows` i32[R] hold, by a group's tables on the host."""
     lines = lines_of(rows, config, group)
     thinned = None if tables.thinned is None else np.asarray(tables.thinned)[lines]
     return Held(rows_entries(tables, config, group, lines), np.asarray(tables.lengths)[lines], thinned)
 
 
 def lines_of(rows: np.ndarray, config: CacheConfig, group: int) -> np.ndarray:
-    """The lines of rows in a group's tables."""
+    """Returns the indices of the rows' head rows in a group's tables."""
     return np.concatenate([rows + head * config.max_seqs for head in range(config.group_heads[group])])
 
 
 class TokensGone(ValueError):
-    """A row has given tokens back that its blocks would need."""
+    """A row has freed tokens that its new blocks would need."""
 
     def __init__(self, row: int, start: int, needed: int, layer: int | None = None):
         super().__init__(f"row {row} holds tokens from {start} on, not from {needed}")
@@ -56,20 +56,20 @@ def reblock(
     tables: np.ndarray, lengths: np.ndarray, old_size: int, new_size: int, *, first: np.ndarray | None = None,
     sinks: int = 0, share: bool = True, partial: bool = False,
 ) -> Blocks:  # fmt: skip
-    """The same tokens in blocks of `new_size`.
+    """Regroups the tokens of rows into blocks of `new_size`.
 
     Args:
       tables: `i32[R, M]`, the blocks of `old_size` tokens that each row holds; null entries before others are blocks
-        that fell out of the row's window.
+        that left the row's sliding window.
       lengths: `i32[R]`, tokens of each row.
-      first: `i32[R]`: a row needs the tokens from this block of `new_size` on; default: all.
-      sinks: of what is before that, its first so many blocks of `new_size` too.
-      share: rows that hold the same tokens of the same blocks have one block for them, if it is full. Sharing of whole
-        blocks survives a smaller `new_size`; with a larger one, as far as whole new blocks are shared.
-      partial: where a row's first block would begin with tokens that it has given back, leave their places empty.
+      first: `i32[R]`, the first block of `new_size` that each row needs; default: 0.
+      sinks: number of leading blocks of `new_size` that a row needs too.
+      share: whether rows that hold the same tokens of the same blocks share full new blocks. Sharing of whole blocks
+        survives a smaller `new_size`; with a larger one only whole new blocks stay shared.
+      partial: whether slots of freed tokens at the start of a row's first block may stay empty.
 
     Raises:
-      TokensGone: a row's first block would begin with tokens that it has given back.
+      TokensGone: a row's first block would begin with freed tokens, and `partial` is False.
 
     Row 1 is a fork of row 0, which holds blocks 3 and 1:
 
@@ -103,8 +103,8 @@ def reblock(
 
 
 def lacking(plan: Blocks, num_free: Any) -> tuple[int, int] | None:
-    """What rows need and what there is, where they need more blocks than are free, of any part if `num_free` is
-    i32[P]."""
+    """Returns the blocks needed and free if rows need more than are free, else None; for the shard that lacks most if
+    `num_free` is i32[P]."""
     num_free = np.atleast_1d(num_free)
     if len(num_free) == 1:
         needs = [len(plan.slots)]
@@ -117,16 +117,16 @@ def lacking(plan: Blocks, num_free: Any) -> tuple[int, int] | None:
 def fit(
     config: CacheConfig, groups: Sequence[Sequence[int]], held: Sequence[Held], old_size: int, *, partial: bool = False
 ) -> dict[int, Blocks]:  # fmt: skip
-    """For each layer with a pool the blocks that rows need in a cache of this config.
+    """Returns, for each layer with a pool, the blocks that rows need in a cache of this config.
 
     Args:
-      groups, held: how their layers are grouped now, and what the rows hold in each group. A contiguous cache's one
-        group may be several elsewhere.
-      old_size: of their blocks now.
+      groups, held: the current groups of layers, and what the rows hold in each. The one group of a contiguous cache
+        may become several.
+      old_size: the current block size.
       partial: as for `reblock`.
 
     Raises:
-      TokensGone: as `reblock`; it says in which layer.
+      TokensGone: as `reblock`; names the layer.
     """
     plans: dict[int, Blocks] = {}
     for g, layers in enumerate(config.groups):
@@ -149,7 +149,7 @@ def fit(
 def with_blocks(
     held: Sequence[Held], groups: Sequence[Sequence[int]], plans: dict[int, Blocks], config: CacheConfig
 ) -> list[Held]:
-    """The same tokens in the blocks that `fit` says, for each group of `config`; `groups` are those of `held`."""
+    """Returns the rows' blocks as `fit` planned them, for each group of `config`; `groups` are those of `held`."""
     found = []
     for layer, *_ in config.groups:
         own = next(one for one, members in zip(held, groups, strict=True) if layer in members)
@@ -158,12 +158,12 @@ def with_blocks(
 
 
 def tokens_at(kv: Any, slots: np.ndarray, *, first: int = 0) -> Any:
-    """`[n, 2, K, new_size, D]`: the keys and values at `slots`; whatever stands where there is no token.
+    """Reads the keys and values at `slots`, `[n, 2, K, new_size, D]`; slots without a token hold any numbers.
 
     Args:
-      kv: `[N, 2, K, old_size, D]`, a pool's array or one in a file. Scales may have no last axis, here and there.
+      kv: `[N, 2, K, old_size, D]`, a pool's array or one in a file. Scales may lack the last axis, in kv and result.
       slots: as in `Blocks`.
-      first: the number of kv's first block.
+      first: index of kv's first block.
     """
     old_size = kv.shape[3]
     block = np.maximum(slots // old_size - first, 0)
@@ -174,7 +174,7 @@ def tokens_at(kv: Any, slots: np.ndarray, *, first: int = 0) -> Any:
 
 
 def clear_unused(blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """`blocks` with zeros where there is no token, in place where that is possible."""
+    """Zeroes the slots of `blocks` that hold no token, in place if `blocks` is writeable."""
     blocks = blocks if blocks.flags.writeable else blocks.copy()
     blocks.transpose(0, 3, 1, 2, *range(4, blocks.ndim))[slots < 0] = 0
     return blocks

@@ -1,4 +1,4 @@
-"""Blocks from the host into empty rows of a cache."""
+"""Writes of blocks from the host into empty rows of a cache."""
 
 import dataclasses
 import functools
@@ -24,13 +24,13 @@ def put_rows(
     cache: Cache, rows: np.ndarray, lengths: np.ndarray, held: Sequence[Held],
     read: Callable[[int], Any], *, in_place: bool,
 ) -> Cache:  # fmt: skip
-    """A cache in which `rows` have `lengths` tokens.
+    """Returns a cache in which `rows` have `lengths` tokens.
 
     Args:
-      rows: which must be empty; enough blocks must be free.
-      held: what they hold in each group; blocks count from 1, in the order of `read`; 0: none. Rows may share them.
-      read: gives `[n, 2, K, block_size, D]`, a layer's blocks, and any behind them; asked for one layer after another.
-      in_place: the old cache's pools are used up.
+      rows: indices of empty rows; enough blocks must be free.
+      held: what the rows hold in each group. Blocks count from 1, in the order of `read`; 0: none. Rows may share them.
+      read: returns a layer's blocks `[n, 2, K, block_size, D]`, more may follow; called for one layer after another.
+      in_place: whether the old cache's pools are donated.
     """
     groups, result = [], cache
     for group, (tables, own) in enumerate(zip(cache.tables, held, strict=True)):
@@ -46,7 +46,7 @@ def put_rows(
 def _adopt(
     tables: BlockTables, held: Held, rows: np.ndarray, seen: np.ndarray, config: CacheConfig, group: int
 ) -> tuple[BlockTables, np.ndarray]:
-    """Tables in which `rows` hold blocks, and `i32[n]`: the numbers that those got."""
+    """Returns tables in which `rows` hold blocks, and the indices `i32[n]` of those blocks."""
     entries = held.tables
     count = int(entries.max(initial=0))
     used = tables.num_blocks - int(np.sum(tables.num_free))
@@ -54,7 +54,7 @@ def _adopt(
     blocks = np.full(count + 1, NULL_BLOCK, np.int32)
     line, column = np.nonzero(entries)
     num_free = np.array(tables.num_free)
-    if config.contiguous:  # every row has its block
+    if config.contiguous:  # every row has its own block
         blocks[entries[line, column]] = table[rows[line], column]
     else:
         part = np.zeros(count + 1, np.int32)
@@ -93,13 +93,13 @@ def _found(read: Callable[[int], Any], held: Held, config: CacheConfig, layer: i
 
 
 def _like(old: jax.Array, new: np.ndarray) -> jax.Array:
-    """`new` where `old` is, so that a compiled step takes one as it takes the other."""
+    """Puts `new` on the devices of `old`, so that a compiled step takes either."""
     new = np.asarray(new, old.dtype)
     return put(new, old.sharding) if getattr(old, "committed", False) else jnp.asarray(new)
 
 
 def empty_rows(cache: Cache) -> np.ndarray:
-    """`bool[S]`: rows that others can be put into: without tokens and reserved blocks, and not failed."""
+    """Returns `bool[S]`, the rows without tokens, reserved blocks or failures."""
     config, (failed, lengths, tables) = cache.config, jax.device_get((cache.failed, cache.lengths, cache.tables))
     empty = ~failed & (lengths == 0)
     for t in () if config.contiguous else tables:
@@ -108,13 +108,13 @@ def empty_rows(cache: Cache) -> np.ndarray:
 
 
 def pool_layers(config: CacheConfig) -> list[int]:
-    """The layers that have a pool of their own."""
+    """Returns the layers that store keys and values of their own."""
     return [layer for layer in range(config.num_layers) if config.owner(layer) == layer]
 
 
 def describe_layer(config: CacheConfig, layer: int) -> dict[str, Any]:
-    """What one layer keeps, in plain values; two layers of which this is equal can hold each other's tokens. Bounds
-    follow from those."""
+    """Describes what one layer stores, in plain values. Layers with equal descriptions can hold each other's tokens;
+    bounds are left out, since they follow from the keys."""
     said = dataclasses.asdict(config.layers[layer]) | {
         "dtype": config.kind(layer).name,
         "rotate": config.rotates(layer),

@@ -23,19 +23,19 @@ from jaxkv._core.state.state import GONE, NULL_BLOCK, BlockTables
 
 
 def fork(cache: Cache, src: Any, dst: Any) -> Cache:
-    """Make rows `dst` continue from what rows `src` hold: full blocks are shared, the partial last block is copied.
+    """Makes rows `dst` continue from rows `src`: full blocks are shared, the partial last block is copied.
 
-    What a dst row held before is freed, and its blocks serve for the copies if that makes enough for all of them. A dst
-    row for whose copy there is no block stays as it was and is marked in `cache.failed`.
+    The blocks that a dst row held before are freed, and used for the copies if all copies can then be made. A dst row
+    without a block for its copy stays as it was and is marked in `cache.failed`.
 
     Args:
       src, dst: row indices, or equally long lists of them. No dst row may be a src row of the same call.
 
     Raises:
-      ValueError, IndexError: rows known on the host that overlap or are out of range. On the device, a dst row with
-        such a src is marked in `cache.failed`, and a dst out of range is ignored.
+      ValueError, IndexError: rows known on the host overlap or are out of range. On the device, a dst row with such a
+        src is marked in `cache.failed`, and a dst out of range is ignored.
 
-    Sharing blocks by counting references is vLLM's idea (https://arxiv.org/abs/2309.06180).
+    Sharing blocks by reference counts follows vLLM (https://arxiv.org/abs/2309.06180).
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -68,9 +68,9 @@ def _fork(cache: Cache, src: jax.Array, dst: jax.Array) -> Cache:
 
 
 def share_first_blocks(cache: Cache, src: Any, dst: Any, num_blocks: Any) -> Cache:
-    """An empty row `dst` that begins with the first `num_blocks` blocks of row `src`, which must be full ones.
+    """Makes an empty row `dst` begin with the first `num_blocks` blocks of row `src`, which must be full.
 
-    For layers that keep all their tokens.
+    Every layer must keep all its tokens.
     """
 
     def begin(tables: BlockTables) -> BlockTables:
@@ -86,10 +86,10 @@ def share_first_blocks(cache: Cache, src: Any, dst: Any, num_blocks: Any) -> Cac
 
 
 def reorder(cache: Cache, order: Any) -> Cache:
-    """Beam search: row s becomes a fork of row `order[s]`, all at once.
+    """Makes every row s a fork of row `order[s]`, all at once, as in beam search.
 
-    All or nothing for the whole call: if there are too few blocks for the copies, nothing changes and every row that
-    was to change is marked in `cache.failed`. A permutation copies nothing.
+    The call is all or nothing: with too few blocks for the copies nothing changes, and every row that should have
+    changed is marked in `cache.failed`. A permutation copies nothing.
 
     Args:
       order: `i32[S]`; `order[s] == s` leaves row s alone.
@@ -118,16 +118,15 @@ def _reorder(cache: Cache, order: jax.Array) -> Cache:
 
 
 def truncate(cache: Cache, lengths: Any) -> Cache:
-    """Roll rows back to their first `lengths[s]` tokens; blocks no longer needed are freed, reserved ones too.
+    """Rolls rows back to their first `lengths[s]` tokens and frees the blocks no longer needed, reserved ones too.
 
-    A row that is not longer than that stays as it is. A row whose new last block is partial and shared with another
-    gets a copy of it; if there is no free block for that, the row stays as it was and is marked in `cache.failed`. So
-    is a row of which layers with a window have given back what the next token would see, or of which `evict` has
-    thinned some of the tokens that would stay. Going back to where the last `extend` started is always possible, if
-    nothing has been evicted since.
+    A row that is not longer stays as it is. If a row's new last block is partial and shared, the row gets a copy of the
+    block. A row stays as it was and is marked in `cache.failed` if there is no free block for that copy, if layers with
+    a sliding window have freed tokens that the next token would attend to, or if `evict` has dropped some of the tokens
+    that would stay. Rolling back to where the last `extend` started always succeeds, unless tokens were evicted since.
 
     Args:
-      lengths: `i32[S]`, those that were evicted counted too.
+      lengths: `i32[S]`, evicted tokens counted too.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -176,28 +175,28 @@ def _truncate(cache: Cache, target: jax.Array) -> Cache:
 
 
 def _held(tables: BlockTables, target: jax.Array) -> jax.Array:
-    """Of the first `target` i32[S] tokens that rows have seen, those that are held, of each line."""
+    """Returns how many of the first `target` i32[S] tokens of each row are held, for each head row."""
     target = to_lines(target, tables)
     return target if tables.evicted is None else jnp.maximum(target - tables.evicted, 0)
 
 
 class _Plan(NamedTuple):
-    """How the tables of one group are to change."""
+    """Planned changes to the tables of one group."""
 
-    entries: jax.Array  # i32[S, M]: the new table, without the last blocks that are to be copied
-    copied: jax.Array  # bool[S]: the row gets a copy of a block,
-    block: jax.Array  # i32[S]: of this one,
-    column: jax.Array  # i32[S]: at this place of its table
+    entries: jax.Array  # i32[S, M]: the new table, without the last blocks that will be copied
+    copied: jax.Array  # bool[S]: whether the row gets a copy of a block
+    block: jax.Array  # i32[S]: the block that is copied
+    column: jax.Array  # i32[S]: the column of the copy in the row's table
 
 
 def _adoption(cache: Cache, tables: BlockTables, source: jax.Array, moved: jax.Array) -> _Plan:
-    """Rows under `moved` become what rows `source` are."""
+    """Plans that rows under `moved` become copies of rows `source`."""
     source, moved = source_lines(source, tables), to_lines(moved, tables)
     block_size, length = cache.config.block_size, relative(tables, cache.config.block_size).lengths[source]
     if cache.config.contiguous:  # every row keeps its own block
         first_column = jnp.zeros_like(source)
         return _Plan(tables.tables, moved & (length > 0), tables.tables[source, 0], first_column)
-    # The first row to take the place of one that moves on itself inherits its last block; all others need a copy.
+    # If a source row moves too, the first row that becomes it inherits its last block; all others need a copy.
     index = jnp.arange(source.shape[0], dtype=jnp.int32)
     takers = jnp.where(moved, index, source.shape[0])
     first_taker = jnp.full_like(source, source.shape[0]).at[source].min(takers)
@@ -210,10 +209,10 @@ def _adoption(cache: Cache, tables: BlockTables, source: jax.Array, moved: jax.A
 
 
 def _truncation(cache: Cache, tables: BlockTables, target: jax.Array, shorter: jax.Array) -> _Plan:
-    """Rows under `shorter` keep their first `target` tokens."""
+    """Plans that rows under `shorter` keep their first `target` tokens."""
     target, shorter = _held(tables, target), to_lines(shorter, tables)
     block_size = cache.config.block_size
-    if tables.skipped is not None:  # counted from the first column on
+    if tables.skipped is not None:  # columns count from the first block that stays in the table
         target = jnp.maximum(target - tables.skipped * block_size, 0)
     column = jnp.clip(target // block_size, 0, tables.tables.shape[1] - 1)
     block = tables.tables[jnp.arange(target.shape[0]), column]
@@ -230,13 +229,13 @@ def _columns(tables: BlockTables) -> jax.Array:
 
 
 def _blocks_taken(cache: Cache, copied: jax.Array) -> jax.Array:
-    """`i32[S]`: blocks that the copies take from the pool."""
+    """Returns `i32[S]`, the blocks that the copies take from the pool."""
     return jnp.zeros(copied.shape, jnp.int32) if cache.config.contiguous else copied.astype(jnp.int32)
 
 
 def _servable(cache: Cache, wanted: jax.Array, plan_for: Callable[[BlockTables, jax.Array], _Plan]) -> jax.Array:
-    """Which of the wanted rows can be changed: all, if there are blocks for their copies, those counted that the call
-    itself frees; else as many, in order, as the blocks that are free before it serve."""
+    """Returns the wanted rows that can change. All can if the free blocks, with those that the call frees, suffice for
+    the copies; else rows are served in order with the blocks that were free before."""
     plans = [plan_for(tables, wanted) for tables in cache.tables]
     pairs = zip(plans, cache.tables, strict=True)
     served = serve([row_needs(_blocks_taken(cache, p.copied), t, cache.config) for p, t in pairs], cache.tables)
@@ -244,7 +243,7 @@ def _servable(cache: Cache, wanted: jax.Array, plan_for: Callable[[BlockTables, 
 
 
 def _all_fit(cache: Cache, plans: list[_Plan]) -> jax.Array:
-    """Whether the copies of all plans can be met once the blocks that they give up are free."""
+    """Tells whether there are enough blocks for all planned copies once the plans have freed theirs."""
     enough = jnp.array(True)
     for tables, plan in zip(cache.tables, plans, strict=True):
         freed = tables if cache.config.contiguous else replace_entries(tables, plan.entries)
@@ -253,7 +252,7 @@ def _all_fit(cache: Cache, plans: list[_Plan]) -> jax.Array:
 
 
 def _become(cache: Cache, source: jax.Array, granted: jax.Array, refused: jax.Array, sensible: jax.Array) -> Cache:
-    """Rows under `granted` become what rows `source` are, their failures included; rows under `refused` fail."""
+    """Makes rows under `granted` copies of rows `source`, failures included; marks rows under `refused` as failed."""
 
     def inherit(tables: BlockTables) -> BlockTables:
         changed, like = to_lines(granted, tables), source_lines(source, tables)
@@ -273,13 +272,13 @@ def _become(cache: Cache, source: jax.Array, granted: jax.Array, refused: jax.Ar
 def _carry_out(
     cache: Cache, plan_for: Callable[[BlockTables], _Plan], update_rows: Callable[[BlockTables], BlockTables]
 ) -> Cache:
-    """Change every group's tables as planned, copy the blocks, and update what the tables say of the rows."""
+    """Changes every group's tables as planned, copies the blocks, and updates the tables' row fields."""
     pools, groups = list(cache.pools), []
     for group, tables in enumerate(cache.tables):
         plan = plan_for(tables)
         changed = tables
         if not cache.config.contiguous:
-            # At its column, since nothing may stand before it: the row's other blocks may have left the window.
+            # Given by column: the row's earlier blocks may have left the window, so that no block precedes this one.
             changed = take(replace_entries(tables, plan.entries), _blocks_taken(cache, plan.copied), at=plan.column)
         target = changed.tables[jnp.arange(plan.column.shape[0]), plan.column]
         target = jnp.where(plan.copied, target, NULL_BLOCK)

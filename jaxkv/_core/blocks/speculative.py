@@ -1,4 +1,4 @@
-"""Of a step's tokens some are kept: the accepted path of a tree, or the first so many."""
+"""Keeps some of a step's tokens: the accepted path of a tree, or a prefix."""
 
 import dataclasses
 import itertools
@@ -23,21 +23,21 @@ from jaxkv._core.state.state import NULL_BLOCK, SENSELESS, BlockTables, Pool
 
 
 def keep(cache: Cache, path: Any) -> Cache:
-    """Of each row's last step keep some tokens, one behind the other, and take the others back.
+    """Keeps some tokens of each row's last step, compacts them, and rolls the others back.
 
-    Speculation proposes a tree of tokens, and a path through it is accepted: its tokens move up behind the context, and
-    blocks that are no longer needed are freed. Call it before the next `extend`. Only the kept tokens' keys and values
-    are moved.
+    Speculative decoding proposes a tree of tokens and accepts a path through the tree. The path's tokens move up right
+    after the context, and blocks no longer needed are freed. Only the keys and values of kept tokens move. Call this
+    before the next `extend`.
 
     Args:
-      path: `i32[S, n]`, the kept tokens of each row, counted from its first new one, in increasing order, with -1
-        behind them. A row that was not part of the step has -1 alone, and stays as it is.
+      path: `i32[S, n]`, the kept tokens of each row, counted from its first new one, in increasing order, padded with
+        -1. A row that was not in the step has -1 only, and stays as it is.
 
     Raises:
-      ValueError: a path known on the host that does not increase, or goes beyond the row's new tokens. On the device
-        such a row stays as it was and is marked in `cache.failed`, as is one that has shared these blocks since.
+      ValueError: a path known on the host does not increase, or goes beyond the row's new tokens. On the device such a
+        row stays as it was and is marked in `cache.failed`, as is a row whose new blocks were shared since the step.
 
-    Trees of proposals are from SpecInfer (https://arxiv.org/abs/2305.09781).
+    Token trees follow SpecInfer (https://arxiv.org/abs/2305.09781).
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -65,13 +65,13 @@ def keep(cache: Cache, path: Any) -> Cache:
 
 
 def take_back(cache: Cache, count: jax.Array) -> Cache:
-    """The cache without the last `count[s]` tokens of its rows' last step. They must be in blocks of the row's own."""
+    """Drops the last `count[s]` tokens of each row's last step. Their blocks must not be shared."""
     return _shorten(cache, jnp.clip(count, 0, cache.new), count > 0)
 
 
 def keep_guesses(cache: Cache, path: jax.Array, guessed: jax.Array) -> Cache:
-    """Of the last `guessed[s]` tokens of each row's last step keep those of `path` i32[S, n], counted from the first of
-    them, in increasing order with -1 behind them. They must be in blocks of the row's own."""
+    """Keeps those of the last `guessed[s]` tokens of each row's last step that are in `path` i32[S, n]. The path counts
+    from the first guessed token, increases and is padded with -1. The tokens' blocks must not be shared."""
     guessed = jnp.clip(guessed, 0, cache.new)
     number, is_kept = jnp.arange(path.shape[1], dtype=jnp.int32)[None], path >= 0
     given = (cache.new - guessed)[:, None]
@@ -102,7 +102,7 @@ def _read_path(cache: Cache, path: Any) -> jax.Array:
 
 
 def _shares_new_tokens(cache: Cache, tables: BlockTables) -> jax.Array:
-    """`bool[S]`: rows whose last step lies in a block that others hold too, who have been given it since."""
+    """Returns `bool[S]`, the rows whose last step has tokens in a block that was shared since."""
     size, column = cache.config.block_size, jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None]
     tables = relative(tables, size)
     first, end = (tables.lengths - tables.new) // size, blocks_for(tables.lengths, size)
@@ -111,7 +111,7 @@ def _shares_new_tokens(cache: Cache, tables: BlockTables) -> jax.Array:
 
 
 def _move(cache: Cache, source: jax.Array, target: jax.Array, moved: jax.Array) -> Cache:
-    """The step's tokens `source` i32[S, n] to where its `target` are, in all layers. All are read before any is
+    """Moves the step's tokens `source` i32[S, n] to the slots of `target` in all layers. All are read before any is
     written."""
     if not source.shape[1]:
         return cache
@@ -131,7 +131,7 @@ def _move(cache: Cache, source: jax.Array, target: jax.Array, moved: jax.Array) 
             offsets = (jnp.tile(x.reshape(-1) % size, count) for x in places)
             pool, arrays = cache.layer(stack[0]).pool, (*stacked, *offsets)
             pool = on_shards(pool, _move_tokens, (pool, *arrays), (POOL, *[WHOLE] * 4), POOL)
-            if pool.bounds is not None:  # of what rows still hold before they are shortened: none too narrow
+            if pool.bounds is not None:  # from the tokens held before rows are shortened: no bound gets too narrow
                 begin, end = places[1].min(axis=1), jnp.minimum(places[1].max(axis=1) + 1, tables.lengths)
                 end = jnp.where(moved.any(axis=1), end, begin)
                 block, filled = touched(tables.tables, tables.lengths, begin, end, size, places[1].size)
@@ -153,7 +153,7 @@ def _move_tokens(pool: Pool, old: jax.Array, new: jax.Array, old_offset: jax.Arr
 
 
 def _shorten(cache: Cache, dropped: jax.Array, rows: jax.Array) -> Cache:
-    """Rows without the last `dropped[s]` tokens of their last step; what is behind is freed."""
+    """Drops the last `dropped[s]` tokens of the rows' last step, and frees the blocks after the rest."""
 
     def shorten(tables: BlockTables) -> BlockTables:
         changed = to_lines(rows, tables)

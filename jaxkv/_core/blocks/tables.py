@@ -1,4 +1,4 @@
-"""Room for tokens: `extend`, `reserve` and `free`. Index arithmetic only; keys and values are not touched."""
+"""Blocks for tokens: `extend`, `reserve` and `free`. Index arithmetic only; keys and values are not touched."""
 
 import dataclasses
 import functools
@@ -19,9 +19,9 @@ from jaxkv._core.state.state import NULL_BLOCK, TOO_LONG, BlockTables
 
 
 def on_tables(function: Callable[..., Cache]) -> Callable[..., Cache]:
-    """`function(cache, arrays...)`, which changes the tables alone, as one program where it is called outside of any.
+    """Compiles `function(cache, arrays...)`, which changes block tables only, as one program.
 
-    The pools go past it: a program would copy them.
+    The pools bypass the program, which would copy them.
     """
     program = jax.jit(function)
 
@@ -33,21 +33,22 @@ def on_tables(function: Callable[..., Cache]) -> Callable[..., Cache]:
 
 
 def extend(cache: Cache, num_tokens: Any) -> Cache:
-    """Make room for this step's tokens of every row.
+    """Allocates blocks for this step's tokens of every row.
 
-    A row whose request cannot be met (too few free blocks, or past `max_seq_len`) stays as it was and is marked in
-    `cache.failed`; its tokens of this step are dropped, and the other rows go on. Rows are served in order, each all or
-    nothing. Where no layer keeps all tokens, `max_seq_len` is of those that are held at once: see `CacheConfig`.
+    First, layers with a sliding window free the blocks that no later token of a row can attend to.
 
-    A row that has failed takes part in nothing until `free`, so that no token ever follows one that was dropped.
+    Rows are served in order, each all or nothing. A row whose request cannot be met (too few free blocks, or past
+    `max_seq_len`) stays as it was and is marked in `cache.failed`. Its tokens of this step are dropped, and the other
+    rows go on. If no layer keeps all tokens, `max_seq_len` limits the tokens held at once: see `CacheConfig`.
 
-    Before that, layers with a window give back the blocks that no next token of their rows can see any more.
+    A failed row is left out of every step until `free`, so that no token ever follows a dropped one.
 
     Args:
       num_tokens: `i32[S]`, tokens of each row in this step; 0: the row is not in this step.
 
     Raises:
-      ValueError: the wrong shape or dtype; a negative number known on the host (on the device it marks the row).
+      ValueError: a wrong shape or dtype; a negative number known on the host. On the device a negative number marks
+        the row in `cache.failed`.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -67,14 +68,14 @@ def _extend(cache: Cache, requested: jax.Array) -> Cache:
     cache = leave_windows(cache)
     granted, needs, tables = _make_room(cache, jnp.where(fits, cache.lengths + requested, 0))
     granted &= fits
-    refused = (requested != 0) & ~granted & ~cache.failed  # what was refused first is what `check` tells of
-    # Anything past the longest sequence is reported as just too long: the sum could overflow.
+    refused = (requested != 0) & ~granted & ~cache.failed  # `check` reports the first refusal
+    # Any length past the longest sequence is reported as just too long: the sum could overflow.
     wanted = jnp.where(requested < 0, -1, cache.lengths + jnp.minimum(requested, room + 1))
     needs = [jnp.where(requested > room, TOO_LONG, needed) for needed in needs]
-    # A request beyond this belongs to no packed array, and the sum of all must not overflow.
+    # No packed array holds more than this, and the sum of all requests must not overflow.
     counted = jnp.clip(requested, 0, np.iinfo(np.int32).max // requested.shape[0])
 
-    def begin(tables: BlockTables, needed: jax.Array) -> BlockTables:  # every group with arrays of its own, to donate
+    def begin(tables: BlockTables, needed: jax.Array) -> BlockTables:  # own arrays for every group, to donate
         new = to_lines(jnp.where(granted, requested, 0), tables)
         tables = mark_failed(tables, refused, wanted, needed)
         offsets = to_lines(jnp.cumsum(counted) - counted, tables)
@@ -84,13 +85,13 @@ def _extend(cache: Cache, requested: jax.Array) -> Cache:
 
 
 def reserve(cache: Cache, target_lengths: Any) -> Cache:
-    """Give every row the blocks for `target_lengths` tokens, without adding tokens. Doing it again changes nothing.
+    """Allocates the blocks for `target_lengths` tokens of every row, without adding tokens. Repeating changes nothing.
+
+    A row whose request cannot be met stays as it was and is marked in `cache.failed`, as in `extend`. A row that failed
+    before gets no blocks.
 
     Args:
       target_lengths: `i32[S]`; a row that has enough blocks already keeps them.
-
-    A row whose request cannot be met stays as it was and is marked in `cache.failed`, as in `extend`; one that has
-    failed before takes none.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -113,7 +114,7 @@ def _reserve(cache: Cache, target: jax.Array) -> Cache:
 
 
 def free(cache: Cache, rows: Any) -> Cache:
-    """Empty rows: length 0, no failure, and their blocks back to the pool. Freeing an empty row does nothing.
+    """Empties rows: sets their length to 0, clears failures and frees their blocks. An empty row stays empty.
 
     Args:
       rows: `bool[S]`, or row indices.
@@ -150,8 +151,8 @@ def _free(cache: Cache, rows: jax.Array) -> Cache:
 
 
 def room_left(cache: Cache) -> jax.Array:
-    """`i32[S]`: how many tokens rows may have more, if there are blocks for them: until a layer would hold more than
-    `max_seq_len` of one at once."""
+    """Returns `i32[S]`, the tokens that each row may still add, if there are blocks for them, before a layer would hold
+    more than `max_seq_len` tokens of the row at once."""
     config, lengths = cache.config, cache.lengths
     if not config.is_endless:
         return config.max_seq_len - lengths
@@ -167,11 +168,11 @@ def room_left(cache: Cache) -> jax.Array:
 
 
 def _make_room(cache: Cache, target: jax.Array) -> tuple[jax.Array, list[jax.Array], list[BlockTables]]:
-    """Which rows can have blocks for `target` tokens; the blocks each group needs for it; tables that have them."""
+    """Returns the rows that get blocks for `target` tokens, the blocks each group needs, and the new tables."""
     config = cache.config
 
     def end_of(t: BlockTables) -> jax.Array:
-        """The columns that a row fills with so many tokens."""
+        """Returns the columns that a row fills with `target` tokens."""
         held = to_lines(target, t) if t.evicted is None else to_lines(target, t) - t.evicted
         end = blocks_for(held, config.block_size)
         return end if t.skipped is None else end - t.skipped
@@ -180,7 +181,7 @@ def _make_room(cache: Cache, target: jax.Array) -> tuple[jax.Array, list[jax.Arr
     tables = [slide(t, end_of(t), config.group_sinks[g], config.group_units[g]) for g, t in widened]
     needs = [jnp.maximum(end_of(t) - t.end, 0) for t in tables]
     of_rows = [row_needs(n, t, config) for n, t in zip(needs, tables, strict=True)]
-    if any(config.group_slides):  # what a step may still see, between two of them, can leave too few columns
+    if any(config.group_slides):  # blocks that a step may still attend to can leave too few columns
         wide = [end_of(t) > t.tables.shape[1] for t in tables if t.skipped is not None]
         is_wide = functools.reduce(jnp.logical_or, wide)
         granted = serve([jnp.where(is_wide, 0, n) for n in of_rows], tables) & ~is_wide
@@ -195,8 +196,8 @@ def _make_room(cache: Cache, target: jax.Array) -> tuple[jax.Array, list[jax.Arr
 
 
 def mark_failed(tables: BlockTables, refused: jax.Array, wanted: jax.Array, needed: Any) -> BlockTables:
-    """Note the rows whose request was refused, the length they asked for (-1: it made no sense) and the blocks, of each
-    part if they are in parts."""
+    """Marks rows whose request was refused, with the length (-1: invalid) and blocks (per shard if sharded) that they
+    asked for."""
     needed = of_parts(needed, tables) if jnp.ndim(needed) == 2 else needed
     refused, wanted, needed = (to_lines(x, tables) for x in (refused, wanted, needed))
     return dataclasses.replace(
@@ -208,13 +209,13 @@ def mark_failed(tables: BlockTables, refused: jax.Array, wanted: jax.Array, need
 
 
 def leave_windows(cache: Cache) -> Cache:
-    """End the step: give back the blocks that no row's next token sees, in layers with a window or chunks."""
+    """Ends the step: frees the blocks that no row's next token attends to, in layers with a window or chunks."""
     config = cache.config
 
     def leave(group: int, t: BlockTables) -> BlockTables:
         if config.group_reaches[group] is not None:
             first, sinks = config.first_seen(group, t.lengths), config.group_sinks[group]
             t = give_back(t, columns_of(first, t.skipped, sinks), sinks)
-        return dataclasses.replace(t, new=jnp.zeros_like(t.new))  # they may not see any longer what they saw
+        return dataclasses.replace(t, new=jnp.zeros_like(t.new))  # their context may be gone
 
     return cache.replace(tables=tuple(leave(group, t) for group, t in enumerate(cache.tables)))

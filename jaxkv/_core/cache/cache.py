@@ -1,4 +1,4 @@
-"""A cache: its tables, its pools and its config as one pytree."""
+"""A cache: its block tables, pools and config as one pytree."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -19,9 +19,9 @@ from jaxkv._core.state.static_fields import register_export
 
 
 def check_cache(cache: Any) -> None:
-    """Raise ValueError unless it is a whole cache."""
+    """Raises ValueError unless `cache` is a whole cache."""
     if not isinstance(cache, Cache):
-        part = getattr(type(cache), "NO_CACHE", None)  # of what is easily taken for one
+        part = getattr(type(cache), "NO_CACHE", None)  # the message of a class easily taken for one
         raise ValueError(part or f"cache must be a Cache, as jaxkv.init makes one, not {shown(cache)}.")
 
 
@@ -29,12 +29,12 @@ def check_cache(cache: Any) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Cache(Views):
-    """An immutable paged KV cache. Made by `jaxkv.init`; every function of the library returns a new one.
+    """An immutable paged KV cache, made by `jaxkv.init`. Every function of the library returns a new one.
 
     Fields:
-      tables: which blocks each row holds, once for each group of layers.
-      pools: the blocks, one pool a layer.
-      config: what it was made for; static.
+      tables: the block tables of each group of layers.
+      pools: the blocks, one pool per layer.
+      config: the sizes of the cache; static.
 
     An older cache stays valid unless it was donated:
 
@@ -47,18 +47,18 @@ class Cache(Views):
     """
 
     tables: tuple[BlockTables, ...]  # one per group of layers
-    # One per layer; None for a layer that shares another's, or that is stacked behind another.
+    # One per layer; None for a layer that shares another's, or that is stacked after another.
     pools: tuple[Pool | None, ...]
     config: CacheConfig = dataclasses.field(metadata={"static": True})
 
     def replace(self, **changes: Any) -> "Cache":
-        """A copy with other fields."""
+        """Returns a copy with other fields."""
         return dataclasses.replace(self, **changes)
 
     def replace_pool(self, layer: int, pool: Pool) -> "Cache":
-        """A copy in which what a layer reads is another pool."""
+        """Returns a copy in which a layer reads another pool."""
         one, stack = self.layer(layer), self.config.stack(layer)
-        if one.place is not None:  # a part of the pool that it lies in
+        if one.place is not None:  # a slice of the stack's pool
             start = stack.index(self.config.owner(layer)) * pool.kv.shape[0]
             pool = on_shards(one.pool, put_part, (one.pool, pool), (POOL, POOL), POOL, start=start)
         return self._with_stack(stack[0], pool)
@@ -68,25 +68,25 @@ class Cache(Views):
 
     @property
     def layers(self) -> "Layers":
-        """The layers, one by one: `out, layers[i] = jaxkv.attention(q, k, v, layers[i])` for a `list` of them, then
-        `cache.with_layers(layers)`.
+        """The layers of the cache. Make a `list` of them, call `out, layers[i] = jaxkv.attention(q, k, v, layers[i])`
+        for each, then `cache.with_layers(layers)`.
 
-        Of a stacked cache, `cache.layers[i]` takes a traced `i` too, and `cache.with_layer(i, layer)` puts it back in
-        place: that is for a scan. A list of its layers takes the stacks apart, which copies them.
+        In a scan over a stacked cache, `cache.layers[i]` takes a traced `i`, and `cache.with_layer(i, layer)` puts the
+        layer back in place. A list of a stacked cache's layers splits the stacks, which copies them.
 
-        In a list a layer made with `shares_with` would not see what the other one writes, so it has no pool there, and
-        attention refuses it: take `cache.with_layer(j, layers[j]).layers[i]`, j being the layer that it reads.
+        In a list, a layer with `shares_with` has no pool, since the other layer's writes would not reach it, and
+        attention refuses it: use `cache.with_layer(j, layers[j]).layers[i]`, where j is the layer that it reads.
         """
         return Layers(self)
 
     def with_layer(self, i: Any, layer: Layer) -> "Cache":
-        """A copy in which layer `i` is what `attention` or `write` made of it."""
+        """Returns a copy with layer `i` as `attention` or `write` returned it."""
         number, place = self._place(i)
         if (owner := self.config.owner(number)) != number:
             raise ValueError(f"Layer {number} reads what layer {owner} keeps: it has nothing of its own to put back.")
         if not isinstance(layer, Layer) or layer.config != self.config or layer.number not in self.config.stack(number):
             raise ValueError(f"layer must be what became of layers[{i}] of this cache, not {_described(layer)}.")
-        if (layer.place is None) != (place is None):  # a list of layers has taken the stack apart
+        if (layer.place is None) != (place is None):  # a list of layers has split the stack
             if layer.number != number or isinstance(i, tuple | jax.Array):
                 raise ValueError(
                     f"Layer {layer.number} stands in a list of its own, so it can only be put back as layers["
@@ -100,7 +100,7 @@ class Cache(Views):
         return cache.replace(tables=(*self.tables[:group], tables, *self.tables[group + 1 :]))
 
     def with_layers(self, layers: Sequence[Layer]) -> "Cache":
-        """A copy with the layers that `list(cache.layers)` has become."""
+        """Returns a copy with the updated layers of `list(cache.layers)`."""
         if len(layers) != self.num_layers:
             raise ValueError(f"layers must have all {self.num_layers} layers of the cache, but has {len(layers)}.")
         cache = self
@@ -110,8 +110,8 @@ class Cache(Views):
         return cache
 
     def store(self, layer: int, row: int, head: int, position: int, k: Any, v: Any) -> "Cache":
-        """A cache in which one head of one token is k, v `[D]`; of a latent layer v is None. For debugging; shared
-        blocks change for all rows."""
+        """Returns a cache with k, v `[D]` stored for one head of one token; v is None for a latent layer. For
+        debugging: shared blocks change for all rows."""
         check_head(self, layer, head)
         self.token(row, position, layer)  # the same errors
         block, offset = self.slots(row, position, layer=layer)
@@ -122,7 +122,7 @@ class Cache(Views):
             got = None if v is None else jnp.shape(v)
             raise ValueError(f"k and v must be [{one.head_dim}] {each}, not {jnp.shape(k)} and {got}.")
         pool = self.pool(layer)
-        if block.ndim:  # of a layer that evicts by heads, whose blocks have one
+        if block.ndim:  # a layer that evicts by heads has one head per block
             block, offset, head = block[head], offset[head], 0
         column, length = position // self.config.block_size, self.layer(layer).held[row]
         form = self.config.form(layer)
@@ -140,7 +140,7 @@ class Cache(Views):
 
 @jax.tree_util.register_pytree_node_class
 class Layers(Sequence[Layer]):
-    """The layers of a cache. What a jit or a tree map makes of it is a tuple of `Layer`."""
+    """The layers of a cache. `jit` and tree maps turn them into a tuple of `Layer`."""
 
     def __init__(self, cache: Cache):
         self._cache = cache
@@ -170,7 +170,7 @@ class Layers(Sequence[Layer]):
 
 
 def _with_failures(tables: BlockTables, layer: BlockTables) -> BlockTables:
-    """A group's tables, and the rows of which a layer has taken the step back."""
+    """Returns a group's tables, with the rows marked whose step a layer has reverted."""
     if layer is tables:
         return tables
     newly = layer.failed & ~tables.failed

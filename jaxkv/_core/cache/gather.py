@@ -1,4 +1,4 @@
-"""One row of a cache, dense."""
+"""Reads one row of a cache as dense arrays."""
 
 from typing import Any
 
@@ -15,23 +15,23 @@ from jaxkv._core.state.sharding import POOL, WHOLE, heads_at, on_shards
 def gather(
     cache: Cache, row: Any, *, layer: int, max_len: int | None = None, raw: bool = False
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The stored keys and values of one row, dense; those of a quantised layer as float32.
+    """Returns the stored keys and values of one row, dense; float32 for a quantized layer.
 
     Args:
       row: a row index; it may be traced when `max_len` is given.
       layer: the layer's index.
-      max_len: give it to call this inside `jit`: the result then has this many places, 0 past the row's length.
-      raw: of a quantised layer `(k, v, k_scale, v_scale)` as they are stored, rotated if the layer rotates; of a latent
-        one v and v_scale are None.
+      max_len: number of tokens of the result, 0 past the row's length; required inside `jit`.
+      raw: whether to return a quantized layer's `(k, v, k_scale, v_scale)` as stored, rotated if the layer rotates.
+        For a latent layer v and v_scale are None.
 
     Returns:
-      k, v: `[length, K, D]` each, or `[max_len, K, D]`; 0 for tokens that a layer with a window has given back. Of a
-      latent layer v is the first `rank` numbers of k. Of a layer that evicts: the tokens it holds; if by heads, as many
-      as the head has that holds most, and 0 behind those of the others.
+      k, v: `[length, K, D]` each, or `[max_len, K, D]`; 0 for tokens that a layer with a window has freed. For a latent
+      layer v is the first `rank` entries of k. A layer that evicts returns the tokens it holds; if by heads, as many as
+      the head that holds most, and 0 after those of the others.
 
     Raises:
-      IndexError: no such row or layer. ValueError: a traced length and no `max_len`, or one that is no number of
-      places.
+      IndexError: no such row or layer. ValueError: the length is traced and there is no `max_len`; `max_len` is not a
+      non-negative integer; `raw` is for quantized layers only.
 
     >>> import jax.numpy as jnp, jaxkv
     >>> config = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -49,7 +49,7 @@ def gather(
             raise ValueError("gather inside jit needs max_len=, since the row's length is not known there.")
         max_len = int(length.max())
     max_len = integer("max_len", max_len, least=0)
-    if not max_len:  # one place is read all the same: what is of no size has no place on a mesh
+    if not max_len:  # one token is read: an empty array cannot be placed on a mesh
         return tuple(None if x is None else x[:0] for x in gather(cache, row, layer=layer, max_len=1, raw=raw))
     position = jnp.arange(max_len, dtype=jnp.int32)
     if not raw:

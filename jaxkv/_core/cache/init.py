@@ -1,4 +1,4 @@
-"""An empty cache, and where its parts lie on a mesh of devices."""
+"""Makes an empty cache, and the specs of its arrays on a mesh of devices."""
 
 import dataclasses
 import functools
@@ -26,21 +26,21 @@ def init(
     config: CacheConfig, *, mesh: Mesh | None = None, heads: str | None = "model", context: str | None = None,
     rows: str | None = None,
 ) -> Any:  # fmt: skip
-    """An empty cache: every block free, every pool a zeroed buffer of its own.
+    """Makes an empty cache: every block is free, every pool is a zeroed buffer of its own.
 
     Args:
-      mesh: the devices to make it on, each its part alone; default: one device. Its axes may be automatic
-        (`jax.sharding.Mesh`) or explicit (`jax.make_mesh`); with explicit ones, calls outside `jit` are made under
-        `jax.set_mesh`. Every function takes such a cache as it takes any other.
+      mesh: the devices to make the cache on, each its shard only; default: one device. Axes may be automatic
+        (`jax.sharding.Mesh`) or explicit (`jax.make_mesh`); with explicit axes make calls outside `jit` under
+        `jax.set_mesh`. Every function takes such a cache like any other.
       heads, context: the mesh axes that KV heads, and the tokens of every block, are divided over; see
         `partition_specs`.
-      rows: the mesh axis that rows and blocks are divided over: a `RowShards` comes out, a cache for each device, which
-        is worked on inside `by_rows`.
+      rows: the mesh axis that rows and blocks are divided over. The result is then a `RowShards` with a cache for each
+        device, to be used inside `by_rows`.
 
     Raises:
-      ValueError: it would take more than the device has, where the device says what that is; a mesh without the axis;
-        heads, blocks or rows that cannot be divided over it; on a mesh of several processes, all of which call this:
-        one with other arguments, or rows.
+      ValueError: the cache would exceed the memory that the device reports; the mesh lacks an axis; heads, blocks or
+        rows cannot be divided over their axis. On a mesh of several processes, all of which must call this: one
+        process passes other arguments, or `rows` is given.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -62,7 +62,7 @@ def init(
             raise ValueError("rows= is for a mesh of one process: give each process a cache of its own rows instead.")
     divided = [math.prod(mesh.shape[axis] for axis in p.kv if axis is not None) for p in specs.pools if p is not None]
     config.check_memory(mesh.local_devices[0], min(divided))
-    # By rows, a cache for each device of an axis, one behind the other.
+    # With rows=, one cache for each device of the axis, concatenated.
     count = 1 if rows is None else mesh.shape[rows]
     one = config if rows is None else shard_config(config, count, rows)
     on_mesh = functools.partial(NamedSharding, mesh)
@@ -83,24 +83,24 @@ def partition_specs(
     config: CacheConfig, mesh: Mesh | AbstractMesh | None = None, heads: str | None = "model",
     context: str | None = None, rows: str | None = None,
 ) -> Any:  # fmt: skip
-    """How a cache lies on a mesh: a `PartitionSpec` in the place of each array of `init(config, mesh=mesh)`.
+    """Returns how a cache is sharded: a `PartitionSpec` for each array of `init(config, mesh=mesh)`.
 
-    Pools, scales too, are divided over KV heads. Layers with fewer heads than there are devices, latent ones among
-    them, are whole on each device; tables always are. Of layers that evict by heads, whose blocks have one head, each
-    device has as many blocks, for its own heads: a row for whose head it has too few fails, whatever others have.
+    Pools and scales are divided over KV heads. Block tables are replicated, as are layers with fewer heads than there
+    are devices, latent ones among them. If a layer evicts by heads, a block holds one head, and each device has an
+    equal share of the blocks for its own heads. A row fails if one device has too few, however many others have.
 
-    With `context`, every block is divided over its tokens too, for contexts that no device holds alone: of `block_size`
-    tokens the first device of the axis has the first run, and so on, so that a row's tokens go round the devices, run
-    by run. Each attends to what it has, and one small gather puts the outputs together by their LSE. Kernels for TPU
-    and GPU, which see blocks of a run's size, take decode steps of layers without windows; the rest XLA does.
+    With `context` the tokens of every block are divided too, for contexts that do not fit on one device: the first
+    device of the axis has the first run of each block's tokens, the second the next run, and so on. Each device attends
+    to its tokens, and one small gather merges the outputs by their LSE. Kernels for TPU and GPU, which read blocks of a
+    run's size, compute decode steps of layers without windows; XLA computes the rest.
 
     Args:
-      mesh: default: the one that `jax.set_mesh` has set.
-      heads: the mesh axis for KV heads; None: they are not divided, nor by "model" where the mesh has no such axis and
-        `context` or `rows` is given.
-      context: the mesh axis for the tokens of blocks; `block_size` must be a multiple of its devices.
-      rows: the mesh axis for rows: the specs are those of a `RowShards`, everything in which is divided along its first
-        axis.
+      mesh: default: the mesh set by `jax.set_mesh`.
+      heads: the mesh axis for KV heads; None: they are not divided. "model" counts as None if the mesh has no such axis
+        and `context` or `rows` is given.
+      context: the mesh axis for the tokens of blocks; `block_size` must be a multiple of its number of devices.
+      rows: the mesh axis for rows: the specs are those of a `RowShards`, in which every array is divided along its
+        first axis.
 
     Returns:
       A `Cache` of specs. It serves as `in_specs` and `out_specs` of a `shard_map`, in which all functions work, with
@@ -108,11 +108,10 @@ def partition_specs(
       are not divided. Through `NamedSharding` it serves as `out_shardings`.
 
     Raises:
-      ValueError: no mesh, a mesh without the axis, or as many heads as devices or more that cannot be divided evenly;
-        with `context`, blocks that cannot be, or layers that evict or keep bounds.
+      ValueError: there is no mesh, or it lacks an axis; heads, at least as many as devices, cannot be divided evenly;
+        with `context`, blocks cannot be divided evenly, or layers evict or store bounds.
 
-    Striping a context over devices, so that all have as much to do, is Striped Attention's
-    (https://arxiv.org/abs/2311.09431).
+    Striping a context over devices to balance their work follows Striped Attention (https://arxiv.org/abs/2311.09431).
 
     >>> import jax, jaxkv
     >>> config = jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -163,7 +162,7 @@ def partition_specs(
                 f"Layer {layer} has its {num_heads} KV heads in pairs, {num_heads // 2} in all, which cannot be "
                 f'divided among the {count} devices of the mesh axis {heads!r}: give the config join_kv="head".'
             )
-        by_heads = config.layer_config(layer).evict == "head"  # then it is their blocks that are divided
+        by_heads = config.layer_config(layer).evict == "head"  # then blocks are divided
         places = (heads, None, None, context) if by_heads else (None, None, heads, context)
         axes = tuple(None if axis == heads and not is_divided else axis for axis in places)
         spec = PartitionSpec(*axes[: max((i + 1 for i, axis in enumerate(axes) if axis is not None), default=0)])
@@ -182,10 +181,10 @@ def partition_specs(
 
 
 def _parts(config: CacheConfig, mesh: Mesh | AbstractMesh, heads: str | None) -> tuple[int, ...]:
-    """For each group how many parts its blocks are in: of layers that evict by heads, one for each device of the axis.
+    """Returns the number of shards of each group's blocks: one per device of the axis if the layer evicts by heads.
 
     Raises:
-      ValueError: there are not as many blocks for each.
+      ValueError: the blocks cannot be divided evenly.
     """
     if heads is None:
         return (1,) * len(config.groups)
@@ -201,7 +200,7 @@ def _parts(config: CacheConfig, mesh: Mesh | AbstractMesh, heads: str | None) ->
 
 
 def _check_runs(config: CacheConfig, count: int, context: str) -> None:
-    """Raise ValueError unless the tokens of every block can be divided among `count` devices."""
+    """Raises ValueError unless the tokens of every block can be divided among `count` devices."""
     if config.block_size % count:
         raise ValueError(
             f"Blocks of {config.block_size} tokens cannot be divided among the {count} devices of the mesh axis "
@@ -224,7 +223,7 @@ def _check_runs(config: CacheConfig, count: int, context: str) -> None:
 def _init_pools(
     config: CacheConfig, heads: str | None, context: str | None, parts: Sequence[int] | None = None, count: int = 1
 ) -> tuple[Pool | None, ...]:  # fmt: skip
-    """Of so many caches, one behind the other."""
+    """Makes the zeroed pools of `count` caches, concatenated."""
 
     def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
         return jnp.zeros((count * shape[0], *shape[1:]), dtype)
@@ -246,7 +245,7 @@ def _init_tables(config: CacheConfig, parts: Sequence[int] | None = None) -> tup
 
 
 def _init_group(config: CacheConfig, group: int, parts: int) -> BlockTables:
-    """Made by NumPy, array by array of its own memory: nothing to compile, and all of them can be donated."""
+    """Makes the tables of a group by NumPy: nothing compiles, and each array can be donated."""
     rows, num_blocks = config.max_seqs * config.group_heads[group], config.group_blocks[group]
     evicts = config.group_evicts[group] is not None
 
@@ -254,7 +253,7 @@ def _init_group(config: CacheConfig, group: int, parts: int) -> BlockTables:
         return to_device(np.zeros(rows, np.int32))
 
     blocks = numbers_in_parts(num_blocks, parts)
-    if config.contiguous:  # every row has its block from the start, and keeps it
+    if config.contiguous:  # every row always has its own block
         tables, num_free = blocks[:, None], 0
     else:
         tables, num_free = np.full((rows, config.table_widths[group]), NULL_BLOCK, np.int32), num_blocks

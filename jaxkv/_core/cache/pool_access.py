@@ -1,4 +1,4 @@
-"""What the places of a pool mean: functions of one pool, which `on_shards` runs on each device's part of it."""
+"""Reads and writes of slots: functions of one pool, which `on_shards` runs on each device's shard."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ from jaxkv._core.state.state import Pool
 def read_tokens(
     pool: Pool, block: jax.Array, offset: jax.Array, *, config: CacheConfig, layer: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values `[..., K, D]` at places `i32[...]`; 0 for the null block."""
+    """Reads keys and values `[..., K, D]` of slots `i32[...]`; 0 for the null block."""
     kv = numbers(at_places(pool, block, offset), config, layer, axis=-3)  # [..., 2, K, D]
     kv = jnp.where((block != 0)[..., None, None, None], kv, jnp.zeros((), kv.dtype))
     return _keys_and_values(kv, config, layer, axis=-3)
@@ -24,8 +24,8 @@ def read_tokens(
 def read_raw(
     pool: Pool, block: jax.Array, offset: jax.Array, *, config: CacheConfig, layer: int
 ) -> tuple[jax.Array | None, ...]:
-    """Of a quantised pool `(k, v, k_scale, v_scale)` at places `i32[...]` as they are stored, without padding; 0 for
-    the null block."""
+    """Reads `(k, v, k_scale, v_scale)` of slots `i32[...]` of a quantized pool as stored, without padding; 0 for the
+    null block."""
     found, held = jax.tree.leaves(at_places(pool, block, offset)), block != 0
     kv, scale = (jnp.where(jnp.expand_dims(held, range(held.ndim, x.ndim)), x, jnp.zeros((), x.dtype)) for x in found)
     width = config.kind(layer).stored_dim(config.layer_config(layer).head_dim)
@@ -36,8 +36,8 @@ def read_raw(
 
 
 def dense(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: CacheConfig, layer: int) -> jax.Array:
-    """The rows of a table, or those of its lines that a device has, as one array `[S, 2, K, max_seq_len, D]`; 0 past
-    each row's length and before its window."""
+    """Reads the rows of a table, or the device's head rows, as one array `[S, 2, K, max_seq_len, D]`; 0 past each row's
+    length and before its window."""
     runs, part = runs_of(pool), part_of(pool)
     if part is not None:
         tables, lengths = part.own(part.lines(tables)), part.lines(lengths)
@@ -58,18 +58,18 @@ def dense(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: CacheCon
 
 
 def dense_pair(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: CacheConfig, layer: int) -> Any:
-    """The same as keys and values, `[S, K, max_seq_len, D]` each."""
+    """Reads the same as keys and values, `[S, K, max_seq_len, D]` each."""
     return _keys_and_values(dense(pool, tables, lengths, config=config, layer=layer), config, layer, axis=1)
 
 
 def put_token(
     pool: Pool, block: jax.Array, offset: jax.Array, head: jax.Array, new: Pool, number: jax.Array, *, start: int
 ) -> Pool:  # fmt: skip
-    """One head of one token replaced, `new` being its numbers and scales; nothing at the null block.
+    """Replaces one head of one token by `new`, its numbers and scales; does nothing at the null block.
 
     Args:
-      head: which of all the pool's heads; number: `i32[K]`, which of them those at hand are.
-      start: where its numbers begin in a row of the pool.
+      head: index among all the pool's heads; number: `i32[K]`, the indices of this device's heads.
+      start: where the head's numbers begin in a row of the pool.
     """
     block, offset = own_places(pool, block, offset)
     at = jnp.argmax(number == head)
@@ -77,14 +77,14 @@ def put_token(
     place = jnp.where(there, block, pool.kv.shape[0])  # past the end: dropped, never the null block
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:
-        minor = tuple(slice(start, start + size) for size in new.shape[1:])  # not all of a pool's row
+        minor = tuple(slice(start, start + size) for size in new.shape[1:])  # may be less than a pool's row
         return jnp.asarray(x).at[place, :, at, offset, *minor].set(new, mode="drop")
 
     return dataclasses.replace(jax.tree.map(put, pool.tokens, new), bounds=pool.bounds)
 
 
 def put_part(pool: Pool, part: Pool, *, start: int) -> Pool:
-    """A pool with other blocks from `start` on."""
+    """Replaces the blocks of a pool from `start` on by `part`."""
     return jax.tree.map(lambda x, part: x.at[start : start + part.shape[0]].set(part), pool, part)
 
 
@@ -95,7 +95,7 @@ def _keys_and_values(kv: jax.Array, config: CacheConfig, layer: int, axis: int) 
 
 
 def numbers(part: Pool, config: CacheConfig, layer: int, axis: int = -4) -> jax.Array:
-    """What a part of a layer's pool means, `[..., 2, ..., D]`: as stored, or of a quantised layer as float32. Keys and
+    """Decodes blocks or slots of a layer's pool to `[..., 2, ..., D]`: as stored, or float32 if quantized. Keys and
     values are at `axis`."""
     one, kind = config.layer_config(layer), config.kind(layer)
     kv = config.form(layer).unlaid(part.kv, axis)

@@ -1,14 +1,14 @@
-"""How many tokens a block holds where nobody says it: what the kernels of a platform read."""
+"""The default block size: the one that the kernels of a platform read."""
 
 from collections.abc import Iterable
 
 from pallas_kernels.common.quantization import StorageFormat
 
-BLOCK_SIZE = 16  # tokens: few are wasted, and kernels read keys and values that are not quantised
-# What the stored head_dim is rounded up to, by platform: with less, XLA for TPUs copies the whole pool at every step,
-# and the kernels for GPUs refuse it.
+BLOCK_SIZE = 16  # tokens: wastes few, and kernels read it in formats that are not quantized
+# The multiple that the stored head_dim is rounded up to, by platform: with a smaller one XLA for TPUs copies the whole
+# pool at every step, and the GPU kernels refuse the pool.
 HEAD_DIM_MULTIPLES = {"tpu": 128, "gpu": 64}
-# Of quantised kinds: a block's scales fill the lanes of a TPU's register, or one bulk copy of a GPU.
+# For quantized formats: a block's scales fill the lanes of a TPU's register, or one bulk copy of a GPU.
 QUANTIZED_BLOCK_SIZES = {"tpu": 128, "gpu": 32}
 # Entries of block tables that fit a TPU's scalar memory, beside the work list of a step.
 TABLE_ENTRIES = {"tpu": 200_000}
@@ -17,12 +17,12 @@ TABLE_ENTRIES = {"tpu": 200_000}
 def choose_block_size(
     platform: str | None, kinds: Iterable[StorageFormat], max_seqs: int, max_seq_len: int
 ) -> int:  # fmt: skip
-    """Return the tokens of a block with which the kernels of a platform take a cache.
+    """Returns the tokens of a block that the kernels of a platform read.
 
     Args:
-      platform: "tpu" or "gpu"; None, or one without kernels: it is 16.
-      kinds: how the layers are stored.
-      max_seqs: lines of the largest block table: rows, or as many for each head of a layer that evicts by heads.
+      platform: "tpu" or "gpu"; None or a platform without kernels gives 16.
+      kinds: storage formats of the layers.
+      max_seqs: rows of the largest block table; times K if a layer evicts by heads.
 
     >>> from jaxkv._core.config.layer_config import kind_of
     >>> bfloat16, int8 = kind_of("bfloat16", "dtype"), kind_of("int8", "dtype")
@@ -40,9 +40,9 @@ def choose_block_size(
 
 
 def kernel_platform(head_dim_multiple: int) -> str | None:
-    """Return the platform whose kernels read such heads, or None.
+    """Returns the platform whose kernels read heads of this multiple, or None.
 
-    It is the one at hand where nobody said what to round up to, and else the one that it was said for.
+    The default multiple names the current platform.
 
     >>> kernel_platform(128), kernel_platform(64), kernel_platform(1)
     ('tpu', 'gpu', None)

@@ -1,4 +1,4 @@
-"""What a cache takes, and whether a device has it."""
+"""The bytes of a cache, and whether a device has them."""
 
 import math
 import os
@@ -16,9 +16,9 @@ from pallas_kernels.common.quantization import StorageFormat
 
 
 class Memory(Groups):
-    """The part of `CacheConfig` that counts bytes."""
+    """Byte counts of a `CacheConfig`."""
 
-    # Of `CacheConfig`, which is built on this class.
+    # Fields of `CacheConfig`, which inherits this class.
     group_blocks: tuple[int, ...]
     dtype: np.dtype
     head_dim_multiple: int
@@ -26,22 +26,22 @@ class Memory(Groups):
 
     @property
     def kind_names(self) -> tuple[str, ...]:
-        """For each layer the name of what it is stored in: of several kinds the pool is one of bytes."""
+        """Name of each layer's storage format."""
         return tuple(self.kind(layer).name for layer in range(self.num_layers))
 
     def kind(self, layer: int) -> StorageFormat:
-        """How a layer's elements are stored."""
+        """Returns the storage format of a layer."""
         return kind_of(self.layer_config(self.owner(layer)).dtype or self.dtype, "dtype")
 
     def rotates(self, layer: int) -> bool:
-        """Whether a layer's heads are rotated before they are stored."""
+        """Tells whether a layer's heads are rotated before they are stored."""
         kind, one = self.kind(layer), self.layer_config(self.owner(layer))
-        if not kind.is_quantized or one.rank is not None:  # a latent row is no head: its parts are not to be mixed
+        if not kind.is_quantized or one.rank is not None:  # a latent row is no head: its entries must not be mixed
             return False
         return kind.rotates if one.rotate is None else one.rotate
 
     def form(self, layer: int) -> Apart:
-        """How a layer's keys and values stand in the rows of its pool; see `join_kv`."""
+        """Returns how keys and values are packed into the rows of a layer's pool; see `join_kv`."""
         one, kind = self.layer_config(layer), self.kind(layer)
         is_padded = self._padded(2 * one.head_dim) < 2 * self._padded(one.head_dim)
         if (
@@ -53,65 +53,65 @@ class Memory(Groups):
         return Pairs(one.head_dim) if in_pairs else OneRow(one.head_dim)
 
     def pairs_divide(self, layer: int, count: int) -> bool:
-        """Whether a layer's heads, if they stand in pairs, can be divided among `count` devices as heads can."""
+        """Tells whether a layer's packed heads can be divided among `count` devices like unpacked ones."""
         heads = self.layer_config(layer).num_kv_heads
         return not isinstance(self.form(layer), Pairs) or heads < count or heads // 2 % count == 0
 
     def pool_shape(self, layer: int) -> tuple[int, int, int, int, int]:
-        """`[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`; half in int4. In
-        pairs of heads `[num_blocks + 1, 2, K / 2, block_size, 2 D]`, with a head's keys and values in one row
-        `[num_blocks + 1, 1, K, block_size, 2 D]`, 2 D rounded up; of a latent layer
+        """Returns `[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`; half in
+        int4. With pairs of heads `[num_blocks + 1, 2, K / 2, block_size, 2 D]`; with a head's keys and values in one
+        row `[num_blocks + 1, 1, K, block_size, 2 D]`, 2 D rounded up; for a latent layer
         `[num_blocks + 1, 1, 1, block_size, D]`. K is 1 in a layer that evicts by heads."""
         return (self.group_blocks[self.group(layer)] + 1, *self._block_shape(layer))
 
     def stored_heads(self, layer: int) -> tuple[int, int]:
-        """How many parts a token has, keys and values or one latent row, and of how many heads each is."""
+        """Returns how many arrays store a token (2: key and value, 1: a latent row), and the heads of each."""
         one = self.layer_config(layer)
         return 2 if one.rank is None else 1, 1 if self._evicts_by_heads(layer) else one.num_kv_heads
 
     def padded_head_dim(self, layer: int) -> int:
-        """A layer's head_dim, rounded up to a multiple of `head_dim_multiple`."""
+        """Returns a layer's head_dim, rounded up to a multiple of `head_dim_multiple`."""
         return self._padded(self.layer_config(layer).head_dim)
 
     def scale_shape(self, layer: int) -> tuple[int, ...] | None:
-        """The shape of a quantised layer's scales: `[num_blocks + 1, 2, K, block_size]`; with one more axis in int4,
-        and of a latent layer `[num_blocks + 1, 1, 1, block_size, 2]`."""
+        """Returns the shape of a quantized layer's scales: `[num_blocks + 1, 2, K, block_size]`; one more axis in int4;
+        for a latent layer `[num_blocks + 1, 1, 1, block_size, 2]`."""
         block = self._block_scales(layer)
         return None if block is None else (self.group_blocks[self.group(layer)] + 1, *block)
 
     def keeps_bounds(self, layer: int) -> bool:
-        """Whether the bounds of each block's keys lie beside it."""
+        """Tells whether a layer stores bounds of each block's keys."""
         return self.layer_config(self.owner(layer)).bounds
 
     def bounds_shape(self, layer: int) -> tuple[int, ...] | None:
-        """The shape of a layer's bounds: `[num_blocks + 1, 2, K, head_dim]`."""
+        """Returns the shape of a layer's bounds: `[num_blocks + 1, 2, K, head_dim]`."""
         one = self.layer_config(layer)
         return (self.pool_shape(layer)[0], 2, one.num_kv_heads, one.head_dim) if self.keeps_bounds(layer) else None
 
     def bounds_dtype(self, layer: int) -> np.dtype:
-        """Of a layer's bounds: what its keys are read as."""
+        """Returns the dtype of a layer's bounds: the dtype that its keys are read in."""
         kind = self.kind(layer)
         return jnp.dtype("float32") if kind.is_quantized else kind.storage_dtype
 
     def stack_shapes(self, layer: int, parts: int = 1) -> tuple[tuple[int, ...] | None, ...]:
-        """The shapes of the pool that a layer lies in, of its scales and of its bounds: as many layers as there are in
-        it. Each of its `parts` has a null block."""
+        """Returns the shapes of the pool that stores a layer, its scales and its bounds, over all layers of its stack.
+        Each of the `parts` shards has a null block."""
         shapes = (self.pool_shape(layer), self.scale_shape(layer), self.bounds_shape(layer))
         count = len(self.stack(layer))
         return tuple(None if shape is None else (count * (shape[0] + parts - 1), *shape[1:]) for shape in shapes)
 
     def bytes_per_group_block(self, group: int) -> int:
-        """Bytes of one block over the layers of a group, scales and bounds included."""
+        """Returns the bytes of one block over the layers of a group, scales and bounds included."""
         return sum(map(self.bytes_per_layer_block, self.groups[group]))
 
     def bytes_per_layer_block(self, layer: int) -> int:
-        """Bytes of one block of one layer, scales and bounds included."""
+        """Returns the bytes of one block of one layer, scales and bounds included."""
         bounds = self.bounds_shape(layer)
         about = 0 if bounds is None else math.prod(bounds[1:]) * self.bounds_dtype(layer).itemsize
         return self.bytes_per_block_read(layer) + about
 
     def bytes_per_block_read(self, layer: int) -> int:
-        """Bytes of one block of one layer that attention reads: keys and values, scales included."""
+        """Returns the bytes that attention reads of one block of one layer: keys, values and scales."""
         kind, scales = self.kind(layer), self._block_scales(layer)
         numbers = math.prod(self._block_shape(layer)) * kind.storage_dtype.itemsize
         return numbers + (0 if scales is None else math.prod(scales) * kind.scale_dtype.itemsize)
@@ -133,12 +133,12 @@ class Memory(Groups):
         return (parts, heads, self.block_size, *self.scale_axes(layer))
 
     def scale_axes(self, layer: int) -> tuple[int, ...]:
-        """What follows `[..., K, block_size]` in the shape of a quantised layer's scales."""
+        """Returns the axes after `[..., K, block_size]` in the shape of a quantized layer's scales."""
         one = self.layer_config(layer)
         return self.kind(layer).scale_axes(one.head_dim, one.rank)
 
     def encode(self, layer: int, kv: Any) -> tuple[jax.Array, jax.Array | None]:
-        """A layer's keys and values `[.., D]` (of a latent one, its rows) as numbers and scales, not laid yet."""
+        """Encodes a layer's keys and values, or latent rows, `[.., D]` as numbers and scales, not packed yet."""
         kv = rotate(kv) if self.rotates(layer) else kv
         kind, kv = self.kind(layer), jnp.asarray(kv)
         if not kind.is_quantized:
@@ -146,7 +146,7 @@ class Memory(Groups):
         return kind.encode(kv, rank=self.layer_config(layer).rank)
 
     def blocks_of(self, layer: int, kv: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Blocks of a layer, numbers and scales, that hold keys and values `[n, 2, K, block_size, D]`."""
+        """Encodes keys and values `[n, 2, K, block_size, D]` as a layer's blocks: numbers and scales."""
         numbers, scale = self.encode(layer, kv)
         return self.form(layer).laid(numbers, axis=1), scale
 
@@ -162,14 +162,14 @@ class Memory(Groups):
 
     @property
     def dense_bytes(self) -> int:
-        """What a dense cache of the same rows would take: `max_seqs * max_seq_len` places in every layer."""
+        """Bytes of a dense cache of the same rows: `max_seqs * max_seq_len` slots in every layer."""
         groups = zip(self.groups, self.group_heads, strict=True)
         block = sum(self.bytes_per_block_read(i) * heads for layers, heads in groups for i in layers)
         return self.max_seqs * self.max_seq_len * block // self.block_size
 
     def check_memory(self, device: Any = None, parts: int = 1) -> None:
-        """Raise ValueError if a cache takes more than the memory of a device, by default the one that arrays are made
-        on now, that holds one of equal `parts` of its pools."""
+        """Raises ValueError if a cache exceeds the memory of `device`, which holds one of `parts` equal shards of its
+        pools. Default: the device that arrays are made on now."""
         probe = jnp.zeros(())
         if isinstance(probe, jax.core.Tracer):  # nothing is allocated here
             return

@@ -1,4 +1,4 @@
-"""What a cache is made for: static and hashable, so that it is part of a `jit` key. All validation of sizes is here."""
+"""The sizes of a cache: static and hashable, so that they are part of a `jit` key. All sizes are validated here."""
 
 import dataclasses
 import functools
@@ -14,18 +14,18 @@ from jaxkv._core.config.layer_config import LayerConfig, kind_of
 from jaxkv._core.config.mesh_shape import HEADS, mesh_of
 from jaxkv._core.config.validation import MOST_INDEX, flag, integer, real, shown
 
-# Of the bytes of layers that see everything, what windows get for prompts in no row: they serve as many as are kept
-# of the others at usual lengths, and no more than 1.25 times fewer tokens fit.
+# Share of the full layers' bytes that sliding windows get for prompts in no row. The windows then serve as many prompts
+# as the full layers keep at usual lengths, and at most 1.25 times fewer tokens fit.
 RETAINED_SHARE = 0.25
-JOINING = ("tpu",)  # platforms whose kernels read keys and values that stand in one row
+JOINING = ("tpu",)  # platforms whose kernels read keys and values stored in one row
 
 
 class _Settled(int):
-    """A size that a config worked out itself: it gives way where `dataclasses.replace` says another."""
+    """A size that the config derived: `dataclasses.replace` may give another."""
 
 
 class _SettledBlocks(tuple[int, ...]):
-    """The same for `group_blocks`."""
+    """A derived `group_blocks`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,41 +34,41 @@ class CacheConfig(MadeLike):
 
     Args:
       layers: one `LayerConfig` per attention layer; they may differ.
-      max_seqs: rows, the sequences held at once; S in shapes.
-      max_seq_len: the most tokens of one row; default: `max_tokens`. Where no layer keeps all of them, for each has a
-        window, chunks or `evict`, it is the most that a layer holds of a row at once, what the next tokens see and they
-        themselves: the row goes on without end, to 2**30 tokens. Positions are counted on; whether a model means
-        something by those that it was not trained on is for its rotation to say.
-      num_blocks: blocks per layer. Or say `max_tokens`, and it is `ceil(max_tokens / block_size)`.
-      group_blocks: blocks per layer for each of `groups`, where they differ; then `num_blocks` is the largest. In a
-        layer that evicts by heads a block is of one head: there are K times as many of them.
-      max_tokens: the most tokens of all rows together; default: `num_blocks * block_size`.
-      block_size: tokens per block. Contiguous: `max_seq_len`, set by itself. Default: what the kernels of the platform
-        take, 16 where they take that; in quantised kinds 128 on TPUs and 32 on NVIDIA GPUs, and on TPUs as many as let
-        the block tables of all rows fit their scalar memory. The platform is told by `head_dim_multiple`, the one at
-        hand if that is left out.
-      dtype: the storage of keys and values: bfloat16, float16 or float32; or quantised: int8, float8_e4m3fn,
-        float8_e5m2 or int4, with a scale for each token and head.
-      layout: "paged", or "contiguous": one block of `max_seq_len` tokens per row, always the row's own.
-      head_dim_multiple: the stored head_dim is rounded up to a multiple of this. Nobody sees the padding, but it takes
-        memory. Default: what the platform at hand wants, 128 on TPUs, 64 on NVIDIA GPUs, else 1.
-      join_kv: what two rows of the pool would be padded for stands in one, in all kinds but int4: the keys of two heads
-        and their values, where a layer has an even number of heads and is not quantised, else a head's values and keys.
-        "head": those in any layer; so it must be on a mesh with a device for each head. Default: on TPUs, where a
-        head_dim of 64 or less then takes half the memory.
-      stacked: layers that are alike lie in one array, one after another, so that a `jax.lax.scan` over layers carries
-        it in place; `layer` may be traced then. For layers that are not scanned a pool for each is better: XLA on a CPU
-        copies a stacked one.
+      max_seqs: number of rows, the sequences held at once; S in shapes.
+      max_seq_len: maximum tokens of one row; default: `max_tokens`. If every layer has a window, chunks or `evict`, a
+        row may grow to 2**30 tokens, and `max_seq_len` limits what a layer holds of a row at once: the tokens that the
+        next ones attend to, and the next ones. Positions keep counting up; whether a model handles positions beyond
+        its training depends on its RoPE.
+      num_blocks: blocks per layer. Default: `ceil(max_tokens / block_size)`.
+      group_blocks: blocks per layer for each of `groups`, where they differ; `num_blocks` is then the largest. In a
+        layer that evicts by heads a block belongs to one head, and there are K times as many blocks.
+      max_tokens: maximum tokens of all rows together; default: `num_blocks * block_size`.
+      block_size: tokens per block; always `max_seq_len` if contiguous. Default: the size that the platform's kernels
+        read: 16; for quantized formats 128 on TPUs and 32 on NVIDIA GPUs; on TPUs larger where the block tables of all
+        rows would not fit in scalar memory. `head_dim_multiple` tells the platform; if left out, it is the current
+        one.
+      dtype: storage format of keys and values: bfloat16, float16 or float32; or quantized, with a scale for each token
+        and head: int8, float8_e4m3fn, float8_e5m2 or int4.
+      layout: "paged", or "contiguous": each row always has one block of `max_seq_len` tokens of its own.
+      head_dim_multiple: the stored head_dim is rounded up to a multiple of this. Results never show the padding, but
+        the padding takes memory. Default for the current platform: 128 on TPUs, 64 on NVIDIA GPUs, else 1.
+      join_kv: whether two pool rows that would be padded are stored as one, in all formats but int4. One row holds the
+        keys, or the values, of two heads if the layer has an even number of heads and is not quantized; else the
+        values and keys of one head. "head": always one head's; a mesh with a device for each head needs this.
+        Default: True on TPUs, where a head_dim of 64 or less then takes half the memory.
+      stacked: whether equal layers are stored in one array, so that a `jax.lax.scan` over layers carries the array in
+        place; `layer` may then be traced. Without a scan separate pools are better: XLA on a CPU copies a stacked
+        pool.
 
     Raises:
-      ValueError: naming the field, its value and what is allowed.
+      ValueError: a field has a value that is not allowed. The message names the field, the value and what is allowed.
 
     >>> layer = LayerConfig(num_kv_heads=2, head_dim=64)
     >>> config = CacheConfig(layers=(layer,) * 2, max_seqs=4, max_seq_len=100, num_blocks=20)
     >>> config.max_blocks_per_seq, config.bytes_per_block
     (7, 16384)
 
-    Layers with the same window, or the same chunk, form a group, which has block tables of its own:
+    Layers with the same window, or the same chunk, form a group with its own block tables:
 
     >>> local = LayerConfig(num_kv_heads=2, head_dim=64, window=32)
     >>> config = CacheConfig(layers=(local, layer, local), max_seqs=4, max_seq_len=100, group_blocks=(12, 28))
@@ -78,7 +78,7 @@ class CacheConfig(MadeLike):
 
     layers: Sequence[LayerConfig]  # type: ignore[assignment]
     max_seqs: int
-    # None is for the caller to leave out; once the config is made, these are integers.
+    # None means left out by the caller; `__post_init__` makes all of these integers.
     max_seq_len: int = None  # type: ignore[assignment]
     num_blocks: int = None  # type: ignore[assignment]
     group_blocks: Sequence[int] = None  # type: ignore[assignment]
@@ -113,7 +113,7 @@ class CacheConfig(MadeLike):
         for field in ("max_seqs", "head_dim_multiple", "max_seq_len", "num_blocks", "max_tokens", "block_size"):
             value, optional = getattr(self, field), field != "max_seqs"
             if not (optional and value is None):
-                # Tokens of all rows together are no index of anything.
+                # Tokens of all rows together index nothing, so they may exceed an int32.
                 most = 2**62 if field == "max_tokens" else MOST_INDEX
                 put(field, integer(f"CacheConfig.{field}", value, least=1, most=most))
         if self.max_seq_len is None:
@@ -123,7 +123,7 @@ class CacheConfig(MadeLike):
                 )
             put("max_seq_len", integer("CacheConfig.max_seq_len (max_tokens, as it is not given)", self.max_tokens))
             if self.layout == "contiguous":
-                put("max_tokens", None)  # it was said of one row
+                put("max_tokens", None)  # the caller meant one row
         if self.layout == "contiguous":
             self._settle_contiguous(put)
         elif self.layout == "paged":
@@ -136,13 +136,13 @@ class CacheConfig(MadeLike):
 
     @property
     def settled_fields(self) -> tuple[str, ...]:
-        """Names of the sizes that the config worked out by itself."""
+        """Names of the sizes that the config derived."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return tuple(name for name, x in values.items() if isinstance(x, _Settled | _SettledBlocks))
 
     @property
     def default_block_size(self) -> int:
-        """The `block_size` of such a cache where nobody says it."""
+        """The `block_size` of this cache if none is given."""
         kinds = [self.kind(i) for i in range(self.num_layers)]
         lines = self.max_seqs * max(self.group_heads, default=1)
         return choose_block_size(kernel_platform(self.head_dim_multiple), kinds, lines, self.max_seq_len)
@@ -156,7 +156,7 @@ class CacheConfig(MadeLike):
             put("block_size", None)
 
     def _check_kinds(self) -> None:
-        """Raise where a layer cannot be stored in its kind."""
+        """Raises ValueError if a layer cannot be stored in its format."""
         for i, layer in enumerate(self.layers):
             kind = self.kind(i)
             if any(size % kind.numbers_per_entry for size in (self.padded_head_dim(i), layer.head_dim)):
@@ -173,7 +173,7 @@ class CacheConfig(MadeLike):
                 )
 
     def _check_evicting(self) -> None:
-        """Raise where layers that evict cannot have tables of their own, or bounds be of many blocks."""
+        """Raises ValueError if layers that evict lack their own tables, or rows with bounds have one block."""
         evicting = [i for i, layer in enumerate(self.layers) if layer.evict is not None]
         if evicting and (self.contiguous or self.stacked):
             what = "stacked=True, in which layers share tables" if self.stacked else 'layout="contiguous"'
@@ -187,7 +187,7 @@ class CacheConfig(MadeLike):
             )
 
     def _check_indices(self) -> None:
-        """Raise where an int32 cannot count blocks, or the entries of a table."""
+        """Raises ValueError if an int32 cannot count the blocks, or the entries of a table."""
         pairs = zip(self.groups, self.group_blocks, strict=True)
         most = max((blocks + 1) * (len(layers) if self.stacked else 1) for layers, blocks in pairs)
         if most > MOST_INDEX:
@@ -299,19 +299,19 @@ class CacheConfig(MadeLike):
         step_tokens: int | None = None, prefix_cache: bool = False, dtype: Any = None, mesh: Mesh | None = None,
         **fields: Any,
     ) -> "CacheConfig":  # fmt: skip
-        """The config for a model that has `layer_configs` (one `LayerConfig` per layer) and `dtype`; and `scan`, if it
-        scans over its layers, for which they are stacked.
+        """Makes the config for a model with `layer_configs` (one `LayerConfig` per layer) and `dtype`. The layers are
+        stacked if the model has a true `scan`, that is, scans over its layers.
 
         Args:
           num_blocks, max_tokens, group_blocks: see `CacheConfig`. Without them and `memory_bytes`, every row can reach
             `max_seq_len` at once.
-          memory_bytes: as many blocks as fit, the null blocks counted; see `with_memory`.
-          step_tokens: the most tokens of one step, all rows together. Then layers with a window get no more blocks than
+          memory_bytes: bytes of all blocks, null blocks included; see `with_memory`.
+          step_tokens: maximum tokens of one step, all rows together. Layers with a window then get no more blocks than
             their windows and one step can fill.
-          prefix_cache: a `PrefixCache` is to keep windows of prompts that are in no row. Then layers with a window get
-            more, up to a quarter of the bytes of those without, shared out by what their rows take.
-          mesh: where the cache is to lie, `init(config, mesh=mesh)`; default: where the model does. Heads of which its
-            devices get no pairs are not stored in pairs; see `join_kv`.
+          prefix_cache: whether a `PrefixCache` will keep windows of prompts that are in no row. Layers with a window
+            then get up to a quarter of the bytes of the other layers more, in proportion to what their rows take.
+          mesh: the mesh of the cache, as in `init(config, mesh=mesh)`; default: the model's. Heads are not stored in
+            pairs if pairs cannot be divided among its devices; see `join_kv`.
         """
         for name in ("layer_configs", "dtype") if dtype is None else ("layer_configs",):
             if not hasattr(model, name):
@@ -337,7 +337,7 @@ class CacheConfig(MadeLike):
             return config.with_memory(memory_bytes, step_tokens=step_tokens, prefix_cache=prefix_cache)
         if config.contiguous or group_blocks is not None:
             return config
-        # Unless it is said: a row's last block may be partly used.
+        # By default every row gets whole blocks: its last block may be partly used.
         every = config.num_blocks if sizes else max_seqs * config.max_blocks_per_seq
         sized = config._with_blocks(every, step_tokens, flag("prefix_cache", prefix_cache))
         return config if sized.group_blocks == config.group_blocks else sized
@@ -345,9 +345,9 @@ class CacheConfig(MadeLike):
     def with_memory(
         self, memory_bytes: float, *, step_tokens: int | None = None, prefix_cache: bool = False
     ) -> "CacheConfig":  # fmt: skip
-        """This config with as many blocks as fit into `memory_bytes`, the null block of every layer counted.
+        """Returns this config with as many blocks as fit into `memory_bytes`, every layer's null block included.
 
-        Layers with a window get as many as they can use (see `from_model`), the others share what is left.
+        Layers with a window get as many blocks as they can use (see `from_model`); the others share the rest.
         """
         memory_bytes, prefix_cache = real("memory_bytes", memory_bytes, least=0), flag("prefix_cache", prefix_cache)
         if step_tokens is not None:
@@ -376,7 +376,7 @@ class CacheConfig(MadeLike):
         return self._with_blocks(num_blocks, step_tokens, prefix_cache)
 
     def _with_blocks(self, num_blocks: int, step_tokens: int | None, prefix_cache: bool) -> "CacheConfig":
-        """`num_blocks` for the group that sees furthest, and no more than they can use for the others."""
+        """Gives `num_blocks` to the group with the longest context, and to the others what they can use at most."""
         blocks = [num_blocks * heads for heads in self.group_heads]
         windows = {
             g: min(num_blocks, self.window_blocks(reach, step_tokens, self.group_sinks[g]))
@@ -392,7 +392,7 @@ class CacheConfig(MadeLike):
         return self.replace(group_blocks=tuple(blocks))
 
     def replace(self, **changes: Any) -> "CacheConfig":
-        """This config with other fields; what follows from them follows anew.
+        """Returns this config with other fields; sizes derived from them are derived again.
 
         >>> config = CacheConfig(layers=(LayerConfig(num_kv_heads=1, head_dim=8),), max_seqs=2, max_tokens=100)
         >>> config.replace(num_blocks=3).max_tokens
@@ -413,6 +413,6 @@ class CacheConfig(MadeLike):
 
 
 def check_config(config: Any) -> None:
-    """Raise ValueError unless it is a `CacheConfig`."""
+    """Raises ValueError unless `config` is a `CacheConfig`."""
     if not isinstance(config, CacheConfig):
         raise ValueError(f"config must be a CacheConfig, which says what a cache is made for, not {shown(config)}.")

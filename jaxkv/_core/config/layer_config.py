@@ -1,4 +1,4 @@
-"""One attention layer: its shape, its storage, and what differs from the other layers."""
+"""The config of one attention layer: its shape, its storage, and what it keeps of a row."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ def kind_of(dtype: Any, field: str) -> StorageFormat:
     """Returns the storage format that a dtype, or its name, means. Raises ValueError, naming the field."""
     try:
         name = jnp.dtype(dtype).name
-    except Exception:  # NumPy reads dicts and lists, too, and has errors of many types for them
+    except Exception:  # NumPy reads dicts and lists too, and raises errors of many types for them
         name = dtype
     if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"{field} must be one of {', '.join(FORMATS)}, not {shown(dtype)}.")
@@ -22,28 +22,28 @@ def kind_of(dtype: Any, field: str) -> StorageFormat:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One attention layer: its shape, and what differs from the other layers.
+    """The config of one attention layer.
 
     Args:
       num_kv_heads: KV heads, K in shapes.
       head_dim: elements per head, D in shapes.
-      window: a token sees only the last `window` positions, its own included; None: all. What no later token can see
-        is given back to the pool.
-      sink_tokens: with `window`, a token sees the first so many of its row too, and they stay: what lies between is
-        given back (StreamingLLM, https://arxiv.org/abs/2309.17453).
-      chunk: a token sees only its own chunk, from `position // chunk * chunk` on (Llama 4's local layers). What lies
-        before the next token's is given back. Not with `window`.
-      dtype: the layer's storage, when it is not the cache's.
-      shares_with: an earlier layer whose keys and values this one reads. It stores none of its own.
-      rank: of a latent layer, how many numbers of a token are its values too; see `latent`.
-      rotate: of a quantised layer: whether heads are rotated before they are stored, so that channels much
-        larger than the others do not take all of the scale; see `jaxkv._core.config.rotation`. Queries and outputs
-        follow by themselves. None: as the kind does best.
-      evict: "layer" or "head": tokens of a row may be given back by `jaxkv.evict`, whole or head by head. Such a layer
-        has block tables of its own, with "head" one for each KV head, and blocks of one head. Not with `window` or
-        `chunk`.
-      bounds: the least and the largest key entries of every block lie beside it, kept by whatever writes, for
-        `block_bounds` and `jaxkv.scores.quest` to read few blocks. Not with `evict="head"`.
+      window: sliding window: a token attends to the last `window` positions, its own included; None: to all. Blocks
+        that no later token can attend to are freed.
+      sink_tokens: with `window`, the number of leading tokens of a row that stay and that every token attends to too
+        (StreamingLLM, https://arxiv.org/abs/2309.17453).
+      chunk: a token attends to its own chunk only, from position `position // chunk * chunk` on (Llama 4's local
+        layers). Blocks before the next token's chunk are freed. Not with `window`.
+      dtype: the layer's storage format; default: the cache's.
+      shares_with: index of an earlier layer whose keys and values this one reads. The layer stores none of its own.
+      rank: for a latent layer, the number of leading entries of a token that are its values too; see `latent`.
+      rotate: for a quantized layer, whether heads are rotated before they are stored, so that a few large channels do
+        not determine the scale; see `jaxkv._core.config.rotation`. Queries and outputs are rotated to match. None: the
+        storage format's default.
+      evict: "layer" or "head": `jaxkv.evict` may drop tokens of a row, for the whole layer or head by head. The layer
+        has its own block tables; with "head" one for each KV head, and each block holds one head. Not with `window`
+        or `chunk`.
+      bounds: whether every block's minimum and maximum key entries are stored beside the block and updated by every
+        write, so that `block_bounds` and `jaxkv.scores.quest` can select blocks. Not with `evict="head"`.
 
     >>> LayerConfig(num_kv_heads=2, head_dim=64).dim
     128
@@ -106,15 +106,15 @@ class LayerConfig:
 
     @classmethod
     def latent(cls, rank: int = 512, rope_dim: int = 64, **fields: Any) -> "LayerConfig":
-        """A layer that keeps one row `[rank + rope_dim]` a token, without heads; the values are its first `rank`
-        numbers, so a token is stored once.
+        """Makes a layer that stores one latent row `[rank + rope_dim]` per token, without heads. The row's first `rank`
+        entries are the values, so that a token is stored once.
 
-        Queries come absorbed, `[.., H, rank + rope_dim]`, keys as `[.., 1, rank + rope_dim]`, values as None; the
-        output is `[.., H, rank]`, and `attention` and `attend` want `scale=`.
+        Pass absorbed queries `[.., H, rank + rope_dim]`, keys `[.., 1, rank + rope_dim]` and None as values. The
+        output is `[.., H, rank]`. `attention` and `attend` require `scale=`.
 
         Args:
-          rank: numbers of a token that all heads' keys and values are made from.
-          rope_dim: numbers of the key that carries positions, shared by all heads.
+          rank: entries of a token that all heads' keys and values are made from.
+          rope_dim: entries of the key that carry positions, shared by all heads.
           **fields: `window`, `dtype`, `bounds` and `shares_with`.
 
         From DeepSeek-V2 (https://arxiv.org/abs/2405.04434).
@@ -127,12 +127,12 @@ class LayerConfig:
 
     @property
     def reach(self) -> int | None:
-        """How many last positions a token sees at the most, by window or chunk; None: all."""
+        """Maximum number of positions that a token attends to, by window or chunk; None: all."""
         return self.chunk if self.window is None else self.window
 
     @property
     def sight(self) -> str:
-        """What a token sees, in words."""
+        """The positions that a token attends to, in words."""
         if self.chunk is not None:
             return f"with chunks of {self.chunk}"
         if self.evict is not None:
@@ -142,5 +142,5 @@ class LayerConfig:
 
     @property
     def dim(self) -> int:
-        """Elements of one token's keys (and as many of its values, but in a latent layer, which stores none)."""
+        """Elements of one token's keys; its values have as many, except in a latent layer, which stores none."""
         return self.num_kv_heads * self.head_dim

@@ -1,10 +1,10 @@
-"""Which block of a row stands in which column of its table.
+"""Columns of a row's blocks in its block table.
 
-A table has room for what a row can hold at once. A row that grows longer, in layers with a window or chunks, slides
-along it: columns of blocks that were given back leave the table, those behind them move up, and `skipped` counts how
-many have left. The first `sinks` blocks, which such a layer may keep, stay in the first columns.
+A table has columns for the blocks that a row can hold at once. In layers with a window or chunks, a longer row slides
+along the table: columns of freed blocks leave, later columns move up, and `skipped` counts those that left. The first
+`sinks` blocks, which such a layer may keep, stay in the first columns.
 
-Kernels know nothing of it. They see a row that begins with its table: `relative`.
+Kernels do not know of this. They get rows that begin with their table: `relative`.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxkv._core.state.state import NULL_BLOCK, BlockTables
 
 
 def columns_of(block: Any, skipped: Any, sinks: int) -> Any:
-    """The columns of a row's blocks; -1 for one that has left the table. Arrays broadcast; NumPy stays NumPy."""
+    """Returns the columns of a row's blocks; -1 for one that left the table. Arrays broadcast; NumPy stays NumPy."""
     if skipped is None:
         return block
     maths = np if isinstance(block, np.ndarray) else jnp
@@ -30,7 +30,7 @@ def columns_of(block: Any, skipped: Any, sinks: int) -> Any:
 
 
 def blocks_of(column: Any, skipped: Any, sinks: int) -> Any:
-    """The opposite: which of a row's blocks stand in columns."""
+    """Returns the row's blocks in the given columns, the inverse of `columns_of`."""
     if skipped is None:
         return column
     maths = np if isinstance(column, np.ndarray) else jnp
@@ -38,8 +38,8 @@ def blocks_of(column: Any, skipped: Any, sinks: int) -> Any:
 
 
 def logical_entries(entries: Any, skipped: Any, width: int, sinks: int) -> Any:
-    """`i32[S, width]`: the entries of tables `[S, M]` with a column for each of a row's first `width` blocks. NumPy
-    stays NumPy."""
+    """Returns the entries of tables `[S, M]` with a column for each of a row's first `width` blocks, `i32[S, width]`.
+    NumPy stays NumPy."""
     if skipped is None and entries.shape[1] >= width:
         return entries[:, :width]
     maths = np if isinstance(entries, np.ndarray) else jnp
@@ -52,16 +52,15 @@ def logical_entries(entries: Any, skipped: Any, width: int, sinks: int) -> Any:
 
 
 def row_entries(entries: np.ndarray, skipped: Any, config: CacheConfig, group: int) -> np.ndarray:
-    """`i32[blocks]`: which blocks a row holds, one behind the other from its first on, by its part of a group's tables
-    on the host."""
+    """Returns `i32[blocks]`, the blocks of a row in order, from its `entries` of a group's table on the host."""
     own = None if skipped is None else np.reshape(skipped, 1)
     width = len(entries) + (0 if own is None else int(own[0]))
     return logical_entries(entries[None], own, width, config.group_sinks[group])[0]
 
 
 def rows_entries(tables: BlockTables, config: CacheConfig, group: int, lines: np.ndarray) -> np.ndarray:
-    """`i32[n, blocks]`: which blocks lines `i32[n]` of a group's tables, on the host, hold: one behind the other from
-    their first on, as many as the longest of them has or all have columns."""
+    """Returns `i32[n, blocks]`, the blocks of head rows `i32[n]` of a group's tables on the host, in order. There are
+    as many columns as the table has, or more if rows have slid."""
     skipped = None if tables.skipped is None else np.asarray(tables.skipped)[lines]
     entries = np.asarray(tables.tables)[lines]
     width = entries.shape[1] + (0 if skipped is None else int(skipped.max(initial=0)))
@@ -69,10 +68,10 @@ def rows_entries(tables: BlockTables, config: CacheConfig, group: int, lines: np
 
 
 def are_too_long(lengths: Any, held: Sequence[Any], config: CacheConfig) -> Any:
-    """`bool[n]`: which rows of `lengths` i32[n] tokens a cache cannot hold, whatever blocks it has.
+    """Returns `bool[n]`, the rows of `lengths` i32[n] tokens that a cache cannot hold, however many blocks it has.
 
     Args:
-      held: for each group what its lines hold of them, where it evicts, else None.
+      held: for each group the tokens that its head rows hold if it evicts, else None.
     """
     if not config.is_endless:
         return lengths > config.max_seq_len
@@ -87,14 +86,14 @@ def are_too_long(lengths: Any, held: Sequence[Any], config: CacheConfig) -> Any:
 
 
 def relative(tables: BlockTables, block_size: int) -> BlockTables:
-    """The same tables of rows that begin with their table: what has left it is not counted."""
+    """Returns tables whose rows begin with their table: `lengths` leaves out blocks that left."""
     if tables.skipped is None:
         return tables
     return dataclasses.replace(tables, lengths=tables.lengths - tables.skipped * block_size, skipped=None)
 
 
 def skipped_for(first: Any, end: Any, config: CacheConfig, group: int) -> Any:
-    """How many blocks leave the table of a row that begins to hold those from `first` to `end`, and first ones."""
+    """Returns the blocks that leave the table of a row that holds blocks `first` to `end` and its sinks."""
     sinks, unit, width = config.group_sinks[group], config.group_units[group], config.table_widths[group]
     maths = jnp if isinstance(end, jax.Array) else np
     skipped = maths.maximum(first - sinks, 0) // unit * unit
@@ -102,8 +101,8 @@ def skipped_for(first: Any, end: Any, config: CacheConfig, group: int) -> Any:
 
 
 def columns_for(entries: np.ndarray, config: CacheConfig, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Entries `i32[n, M]` of a group's tables, and how many blocks have left, of rows that are to hold blocks
-    `i32[n, blocks]`, one behind the other from their first on."""
+    """Returns table entries `i32[n, M]` and the number of blocks that left, for rows of a group that will hold blocks
+    `i32[n, blocks]`, in order."""
     width, sinks, count = config.table_widths[group], config.group_sinks[group], entries.shape[1]
     block = np.arange(count)
     used = entries != NULL_BLOCK
@@ -116,8 +115,8 @@ def columns_for(entries: np.ndarray, config: CacheConfig, group: int) -> tuple[n
 
 
 def slide(tables: BlockTables, needed: jax.Array, sinks: int, unit: int) -> BlockTables:
-    """Tables in which rows that need more than the columns there are, `needed` i32[S], have left behind those of blocks
-    that they have given back. Nothing is done where there are none, as in most steps."""
+    """Removes the columns of freed blocks from rows that need more columns, `needed` i32[S], than there are. Most steps
+    have no such rows, and then nothing runs."""
     if tables.skipped is None:
         return tables
     width = tables.tables.shape[1]
@@ -133,7 +132,7 @@ def slide(tables: BlockTables, needed: jax.Array, sinks: int, unit: int) -> Bloc
         count = jnp.where(short & (first < width), (first - sinks) // unit * unit, 0)
         source = jnp.where(column < sinks, column, column + count[:, None])
         moved = jnp.take_along_axis(entries, jnp.minimum(source, width - 1), axis=1)
-        # None is short any more; it varies over the same mesh axes as before.
+        # No row is short any more; `&` keeps the mesh axes that the flag varies over.
         return short & False, jnp.where(source < width, moved, NULL_BLOCK), skipped + count
 
     state = (needed > width, tables.tables, tables.skipped)
