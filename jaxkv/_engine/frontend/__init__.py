@@ -1,4 +1,4 @@
-"""What users hold: `Engine`, `generate`, checkpoints, traces, one engine over data-parallel devices.
+"""What users call: `Engine`, `generate`, checkpoints, traces, and one engine over data-parallel devices.
 
 Stands on `runner`. An option of `Engine` is read in `build`.
 """

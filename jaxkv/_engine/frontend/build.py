@@ -1,4 +1,4 @@
-"""An engine's loop, or one for each device of the mesh axis that rows are divided over, from its options."""
+"""Makes an engine's loop from its options, or one per device of the mesh axis that rows are divided over."""
 
 import dataclasses
 import inspect
@@ -17,7 +17,7 @@ from jaxkv._engine.runner.disaggregated_prefill import Prefill
 from jaxkv._engine.runner.engine_core import Loop
 from jaxkv._engine.runner.model_runner import Pipeline
 
-# What others call it, by what it is called here.
+# Other libraries' names of options, by the name here.
 MEANT = {
     "batch_size": "max_seqs", "do_sample": "temperature", "max_length": "max_seq_len",
     "max_model_len": "max_seq_len", "max_num_seqs": "max_seqs", "max_token": "max_new_tokens",
@@ -26,7 +26,7 @@ MEANT = {
 
 
 def check_fields(fields: dict[str, Any]) -> None:
-    """Raise TypeError for what is no option, and no field of a cache that an engine leaves to its caller."""
+    """Raises TypeError for a name that is neither an option nor a cache field open to the caller."""
     made = set(inspect.signature(CacheConfig.from_model).parameters)
     made -= {"model", "fields", "step_tokens", "prefix_cache", "mesh"}
     known = made | {field.name for field in dataclasses.fields(CacheConfig)} - {"layers"}
@@ -43,10 +43,10 @@ def make_loops(
     evict: Eviction | None, hook: Hook | None, hook_args: HookArgs, step_tokens: int, long_prefill_tokens: int | None,
     steps_per_dispatch: int, draft: Any, guesses: tuple[int, int], prefill: Any,
 ) -> list[Loop]:  # fmt: skip
-    """A loop for each of a model's parts; the config is that of each one's cache.
+    """Makes a loop for each shard of a model; `config` is that of each shard's cache.
 
     Args:
-      prefix: of `make_prefix`: whether there is one, bytes in host memory of all together, folder and bytes there.
+      prefix: for `make_prefix`: whether there is one, total bytes of host memory, folder and bytes there.
     """
     count, (is_wanted, spill_bytes, disk, disk_bytes) = len(models), prefix
     spill_bytes = real("spill_bytes", spill_bytes, least=0) // count
@@ -54,7 +54,7 @@ def make_loops(
     loops = []
     for model, own_draft, own_prefill in zip(models, drafts, prefills, strict=True):
         own_prefix = make_prefix(model, config, is_wanted, spill_bytes, disk, disk_bytes)
-        disk = None if own_prefix is None else own_prefix.files  # one folder, of which all know what is in it
+        disk = None if own_prefix is None else own_prefix.files  # one folder, whose index all of them share
         residents = Residents(
             config, model, prefix=own_prefix, swap=swap, host_bandwidth=host_bandwidth, eviction=evict
         )
@@ -79,6 +79,6 @@ def _parts(name: str, model: Any, count: int) -> list[Any]:
 
 
 def read_longest(longest: Any, model_config: Any) -> int:
-    """`max_seq_len` for sequences up to `longest`. Raises ValueError."""
+    """Returns `max_seq_len` for sequences up to `longest`. Raises ValueError."""
     length = max(64, 1 << (integer("longest", longest, least=1) - 1).bit_length())
     return min(length, getattr(model_config, "max_seq_len", length))

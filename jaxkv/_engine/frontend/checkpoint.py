@@ -1,7 +1,7 @@
-"""A running engine in a file, and what goes on from it: in another process, and in a cache of another size.
+"""Saves a running engine to a file, to go on in another process, and in a cache of another size.
 
-It is the file of a saved cache (see `_files/format`), so it is checked and replaced as those are; the requests stand in
-its metadata. What a row held need not be computed again; whatever else there is follows from the requests.
+The file is that of a saved cache (see `_files/format`), checked and replaced in the same way; its metadata holds the
+requests. Saved rows need not be computed again; all other state follows from the requests.
 """
 
 import dataclasses
@@ -52,12 +52,12 @@ class Resumable:
     _at_work: Any
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write all requests, and the rows of those under way, to a file, for `load` of an engine in another process.
+        """Writes all requests, and the rows of the running ones, to a file for `load` in another process.
 
-        Call it between steps. The file is replaced at once: a crash on the way leaves the old one.
+        Call it between steps. The file is replaced atomically: a crash on the way leaves the old one.
 
         Raises:
-          ValueError: a cache that cannot be saved. RuntimeError: another thread is at work.
+          ValueError: a cache that cannot be saved. RuntimeError: another thread is using the engine.
 
         >>> import jaxkv, tempfile
         >>> path, model = f"{tempfile.mkdtemp()}/engine.safetensors", jaxkv.models.small()
@@ -91,19 +91,19 @@ class Resumable:
             save(path, self._loop.cache, list(rows.values()), model=self._model, metadata={KEY: state})
 
     def load(self, path: str | os.PathLike) -> list[Request]:
-        """Go on with what `save` of an engine wrote, with the same tokens.
+        """Resumes the requests that `save` of an engine wrote, with the same tokens.
 
-        This engine's model must be that one's, on whatever devices, and so must a hook; sizes and other options may
-        differ. Rows are brought in as there is room; what does not fit in blocks of this cache is computed again.
+        The model must be the saved engine's, on any devices, and so must a hook; sizes and other options may differ.
+        Rows are loaded as there is room; rows that do not fit in blocks of this cache are computed again.
 
         Returns:
-          The requests that are not done, and those with tokens that were not handed out, each sample by itself, in
-          the order of submission. `step` and `run` hand out what comes next.
+          The requests that are not done, and those with tokens that were not handed out, in the order of submission;
+          each sample is a request. `step` and `run` hand out their next tokens.
 
         Raises:
-          FileNotFoundError: there is no such file. DamagedFile: it was truncated or changed. CacheFileError: it is of
+          FileNotFoundError: no such file. DamagedFile: the file was truncated or changed. CacheFileError: it is of
           another model or no engine's, or its requests do not fit. All but the first are ValueErrors.
-          ValueError: this engine has requests that are not done. Nothing has changed then.
+          ValueError: this engine has requests that are not done. The engine is unchanged then.
         """
         with self._at_work():
             if self._loop.is_busy:
@@ -112,7 +112,7 @@ class Resumable:
             if KEY not in file.saved.metadata:
                 raise CacheFileError(f"{path} is a saved cache, but not of an engine: Engine.save writes those.")
             if file.saved.model != self._model:
-                file.check_layers(self.config)  # of the same model in another dtype it says that
+                file.check_layers(self.config)  # for the same model in another dtype the error says so
                 raise CacheFileError(
                     f"{path} is of an engine with another model, whose keys, values and tokens mean nothing to this "
                     "one: load it with the model that it was saved with."
@@ -169,7 +169,7 @@ class Resumable:
                 head.followers.append(sequence)
         if len(by_number) + sum(r.done for r in requests) != len(requests):
             raise _Wrong("two have one number")
-        # Those with a row first: what was admitted stays ahead of what waits.
+        # Sequences with a row first: admitted ones stay ahead of waiting ones.
         return first, requests, sorted(by_number.values(), key=lambda s: s.host is None)
 
     def _request_of(self, entry: dict[str, Any]) -> Request:
@@ -216,7 +216,7 @@ class Resumable:
 
 
 class _Wrong(Exception):
-    """What is in the file is no engine's state."""
+    """Raised when the file does not hold an engine's state."""
 
 
 def _written(request: Request, row: int | None, leader: int | None, hook_args: HookArgs) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Rows over the devices of a mesh axis: a loop for each, with a cache of its own, and who is placed where.
+"""Data-parallel rows over the devices of a mesh axis: a loop and a cache for each, and the placement of requests.
 
-Each device runs its own step: what it computes is bit by bit what it would compute alone, a long prompt on one of them
-delays no row of another, and nothing is said between them. A request stays where it was placed: where a prefix cache
-has most of it, else where most blocks would be left.
+Each device runs its own steps, without communication: its results equal to the bit those of a lone device, and a long
+prompt on one device delays no row of another. A request stays where it was placed: where a prefix cache has most of it,
+else where most blocks would be left.
 """
 
 import collections
@@ -26,29 +26,29 @@ from jaxkv._engine.runner.engine_core import Loop, sequence_of
 
 
 class Shards:
-    """Several loops, which an `Engine` works with as with one."""
+    """Several loops with the interface of one, for an `Engine`."""
 
     def __init__(self, loops: list[Loop], model: Any, config: CacheConfig):
         self.loops, self.config = loops, config
         self.mesh = mesh_of(model, AXIS)
-        self.submitted: collections.deque[Request] = collections.deque()  # who has been placed nowhere yet
-        self._sequences: dict[Request, Sequence] = {}  # of theirs, where they were looked at
+        self.submitted: collections.deque[Request] = collections.deque()  # requests not placed yet
+        self._sequences: dict[Request, Sequence] = {}  # the sequences of requests considered so far
         self.is_at_work = False
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is anything to do."""
+        """Tells whether there is work left."""
         return bool(self.submitted) or any(loop.is_busy for loop in self.loops)
 
     @property
     def cache(self) -> RowShards:
-        """All caches as one."""
+        """The caches of all devices as one."""
         assert self.mesh is not None
         specs = partition_specs(self.config, self.mesh, context=context_axis(self.mesh), rows=AXIS)
         return together([loop.cache for loop in self.loops], specs, self.mesh)
 
     def advance(self) -> None:
-        """Send a step to each device that has anything to do, then read those before."""
+        """Sends a step to each device that has work, then reads the steps before."""
         self.is_at_work = True
         failed: Exception | None = None
         try:
@@ -67,29 +67,29 @@ class Shards:
             if failed is not None:
                 raise failed
         finally:
-            failed = None  # or it and this call would refer to each other
+            failed = None  # or the error and this frame would refer to each other
             self.is_at_work = False
 
     def cancel(self, requests: Iterable[Request]) -> None:
-        """Have requests taken out by whoever works next."""
+        """Marks requests for removal by the next thread that runs the engine."""
         for request in requests:
             if request.withdraw():
                 for loop in self.loops:
                     loop.cancelled.append(request)
 
     def tidy(self) -> None:
-        """Take out what was cancelled."""
+        """Removes cancelled requests."""
         for loop in self.loops:
             loop.tidy()
 
     def settle(self) -> None:
-        """Have nothing under way, and all that was submitted placed."""
+        """Reads all in-flight steps and places all submitted requests."""
         self._place(must=True)
         for loop in self.loops:
             loop.settle()
 
     def adopt(self, sequences: list[Sequence]) -> None:
-        """Go on with sequences of another process, spread by their tokens."""
+        """Adopts sequences of another process, balanced by their tokens."""
         followers = {id(follower) for sequence in sequences for follower in sequence.followers}
         shares: list[list[Sequence]] = [[] for _ in self.loops]
         for sequence in sequences:
@@ -100,12 +100,12 @@ class Shards:
             loop.adopt(share)
 
     def reset(self) -> None:
-        """Begin anew with empty caches."""
+        """Starts again with empty caches."""
         for loop in self.loops:
             loop.reset()
 
     def close(self) -> None:
-        """Give back what lies on all devices."""
+        """Frees the memory on all devices."""
         for sample in (sample for request in self.submitted for sample in request.samples):
             sample.withdraw()
         self.submitted.clear()
@@ -113,24 +113,24 @@ class Shards:
             loop.close()
 
     def warm(self, kinds: tuple[Kind, ...], counts: tuple[int, ...]) -> list[Callable[[], Any]]:
-        """What to call, one after another, to compile all programs: those of all devices at a time."""
+        """Returns functions that compile all programs when called in order, for all devices together."""
         each = [loop.warm(kinds, counts) for loop in self.loops]
         return [functools.partial(_call_together, calls) for calls in zip(*each, strict=True)]
 
     def _place(self, must: bool = False) -> None:
-        """Give requests to loops, in their order, as long as there is room; or if they must, all of them."""
+        """Gives requests to loops, in order, while there is room; with `must`, all of them."""
         for loop in self.loops:
             loop.make_sound()
         while self._place_first(must):
             pass
 
     def _place_first(self, must: bool) -> bool:
-        """Place those of the first requests for which there is room; whether there were any."""
+        """Places those of the first requests that have room; tells whether there were any."""
         passed: list[Request] = []
         was_one_placed = False
         count = len(self.submitted) if must else LOOK_AHEAD
-        for request in heapq.nsmallest(count, list(self.submitted), key=lambda r: r.priority):  # who came first
-            # A call that was cut off may have left one that is placed already.
+        for request in heapq.nsmallest(count, list(self.submitted), key=lambda r: r.priority):  # the earliest
+            # An interrupted call may have left a request that is placed already.
             if request.done or any(loop.has(request) for loop in self.loops):
                 self._forget(request)
             elif (best := self._best(request, must)) is not None:
@@ -146,14 +146,14 @@ class Shards:
         return was_one_placed
 
     def _best(self, request: Request, must: bool) -> Loop | None:
-        """Where a request is to go: of those with room where most of it is known, else where most room is left."""
+        """Returns the loop for a request: of those with room, the one that has most of it, else most room."""
         if request not in self._sequences:
             self._sequences[request] = sequence_of(request)
         sequence = self._sequences[request]
         spare = {loop: loop.spare(sequence) for loop in self.loops}
         found = [loop for loop, (has_room, _) in spare.items() if has_room]
         if not found:
-            is_anywhere_alike = must or not any(loop.open for loop in self.loops)  # no room will come
+            is_anywhere_alike = must or not any(loop.open for loop in self.loops)  # no room will be freed
             found = [loop for loop in self.loops if is_anywhere_alike or loop.may_have_room(sequence)]
         return max(found, key=lambda loop: (loop.known(sequence), spare[loop]), default=None)
 
@@ -163,7 +163,7 @@ class Shards:
 
 
 def share_of(count: int, max_seqs: int, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """What each of `count` devices has of an engine's rows, blocks and bytes. Raises ValueError."""
+    """Returns the share of each of `count` devices in rows, blocks and bytes. Raises ValueError."""
     fields = dict(fields)
     for name in ("num_blocks", "max_tokens"):
         if fields.get(name) is not None:
@@ -176,7 +176,7 @@ def share_of(count: int, max_seqs: int, fields: dict[str, Any]) -> tuple[int, di
 
 
 def config_of_all(config: CacheConfig, count: int) -> CacheConfig:
-    """The config of so many caches together."""
+    """Returns the config of `count` caches together."""
     if count == 1:
         return config
     blocks = {} if config.contiguous else {"group_blocks": tuple(n * count for n in config.group_blocks)}
@@ -184,10 +184,10 @@ def config_of_all(config: CacheConfig, count: int) -> CacheConfig:
 
 
 def _call_together(calls: Iterable[Callable[[], Any]]) -> None:
-    """Call functions that each compile something, in threads."""
+    """Calls functions that each compile something, in threads."""
     calls = list(calls)
     with concurrent.futures.ThreadPoolExecutor(len(calls)) as threads:
-        for _ in threads.map(_call, calls):  # no frame here names what raises: that would be a circle
+        for _ in threads.map(_call, calls):  # no frame here refers to the error: that would be a cycle
             pass
 
 

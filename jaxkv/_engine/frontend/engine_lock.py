@@ -1,4 +1,4 @@
-"""An engine is one thread's at a time, until it is closed."""
+"""The lock of an engine: one thread at a time uses it, until it is closed."""
 
 import contextlib
 import gc
@@ -11,28 +11,28 @@ MANY_WAITS = 10_000
 
 
 class Held:
-    """A turn that a thread has taken. It is over when no one refers to this any more, or at `Turn.give`."""
+    """A thread's hold on the lock. It ends when nothing refers to it any more, or at `Turn.give`."""
 
     def __init__(self, thread: threading.Thread, is_brief: bool):
         self.thread, self.is_brief = thread, is_brief
-        self.calls = 0  # that share it: a thread's generators need not end in the order in which they began
+        self.calls = 0  # calls that share it: a thread's generators may end in any order
 
 
 class Turn:
-    """Who is at work. A call that is cut off takes its turn with it, so none can be left behind."""
+    """The lock. An interrupted call drops its hold with its frame, so the lock is never left taken."""
 
     def __init__(self) -> None:
         self._holder: dict[str, weakref.ref[Held]] = {}
         self._stale = threading.Lock()
         self.is_closed = False
-        self._computing: weakref.ref[Held] | None = None  # within a turn, who uses what the engine holds
+        self._computing: weakref.ref[Held] | None = None  # within a hold, the call that uses the engine's memory
 
     def take(self, *, is_brief: bool = False) -> Held:
-        """Begin to work: keep what is returned until the end. A thread that is at work already gets what it has.
+        """Takes the lock until the returned hold ends. A thread that has the lock gets its own hold again.
 
         Args:
-          is_brief: whoever else comes meanwhile waits. For what may be called from any thread, so that the one that
-            works is not refused because of it.
+          is_brief: other threads wait meanwhile. For calls that any thread may make, so that the thread that runs the
+            engine is not refused because of them.
 
         Raises:
           RuntimeError: another thread is at work.
@@ -40,12 +40,12 @@ class Turn:
         waits, has_looked = 0, False
         while True:
             mine = Held(threading.current_thread(), is_brief)
-            holder = self._holder.setdefault("turn", weakref.ref(mine))  # one operation: only one thread succeeds
+            holder = self._holder.setdefault("turn", weakref.ref(mine))  # atomic: only one thread succeeds
             held = holder()
             if held is not None and held.thread is mine.thread:
                 return held
             if held is not None and held.is_brief and held.thread.is_alive():
-                del held  # the turn is over when no one refers to it
+                del held  # the hold ends when nothing refers to it
                 time.sleep(1e-4)
                 waits += 1
                 if waits % MANY_WAITS == 0:
@@ -57,8 +57,8 @@ class Turn:
                         f"This engine is at work in the thread {held.thread.name!r}, and is one thread's at a time: "
                         "let its stream or run end or close it first. submit and cancel can be called from any thread."
                     )
-                # What cut a call off and the call's own frame may refer to each other, and be gone but for Python to
-                # find out.
+                # The interrupt and the frame of the call that it ended may refer to each other: then only the garbage
+                # collector frees them.
                 del held
                 gc.collect()
                 has_looked = True
@@ -68,13 +68,13 @@ class Turn:
                     del self._holder["turn"]
 
     def give(self) -> None:
-        """End it."""
+        """Releases the hold."""
         self._holder.pop("turn", None)
 
-    # A generator keeps its turn while its caller does something else; what is held is in use only now and then.
+    # A generator keeps its hold while its caller does something else; it uses the memory only now and then.
 
     def refuse_closed(self) -> None:
-        """Raise RuntimeError if the engine is closed."""
+        """Raises RuntimeError if the engine is closed."""
         if self.is_closed:
             raise RuntimeError(
                 "This engine is closed and has given its memory back: make another Engine, which can load what this "
@@ -83,7 +83,7 @@ class Turn:
 
     @contextlib.contextmanager
     def compute(self) -> Iterator[None]:
-        """Use what the engine holds: nobody gives it back meanwhile. Raises RuntimeError if it is closed."""
+        """Protects the engine's memory from `close` while in use. Raises RuntimeError if it is closed."""
         outer = self._computing() if self._computing is not None else None
         if outer is not None and outer.thread is threading.current_thread():
             yield
@@ -91,15 +91,15 @@ class Turn:
         mine = Held(threading.current_thread(), True)
         self._computing = weakref.ref(mine)
         try:
-            self.refuse_closed()  # asked after the line above: whoever closes it does the two the other way round
+            self.refuse_closed()  # checked after the line above: `close` does the two in the opposite order
             yield
         finally:
             self._computing = None
-            del mine  # as a turn it is over when no one refers to it: a call that is cut off leaves none behind
+            del mine  # ends when nothing refers to it: an interrupted call leaves none behind
 
     def close(self) -> bool:
-        """Let no one begin to compute any more, and wait for who does. False: it is this thread, which must go on
-        first."""
+        """Refuses new computation and waits for the current one. Returns False if that is this thread's, which must
+        end first."""
         self.is_closed = True
         while True:
             computing = self._computing() if self._computing is not None else None

@@ -1,4 +1,4 @@
-"""What an engine keeps of what it has computed: its `PrefixCache`, under the name of its model."""
+"""Makes an engine's `PrefixCache`, keyed by a fingerprint of its model."""
 
 import hashlib
 import re
@@ -16,7 +16,7 @@ from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
 def make_prefix(
     model: Any, config: CacheConfig, prefix_cache: Any, spill_bytes: Any, disk: Any, disk_bytes: Any
 ) -> PrefixCache | None:  # fmt: skip
-    """The `PrefixCache` that the options of an engine ask for. Raises ValueError where these make no sense."""
+    """Makes the `PrefixCache` that an engine's options ask for. Raises ValueError for invalid options."""
     spill_bytes = int(real("spill_bytes", spill_bytes, least=0))
     if not flag("prefix_cache", prefix_cache):
         if disk is not None or disk_bytes is not None:
@@ -32,16 +32,16 @@ def make_prefix(
 
 
 def fingerprint(model: Any) -> str | None:
-    """The same in every process for models of equal parameters, structure and config, and for no others, as far as
-    these print what tells them apart; None without parameters.
+    """Returns a fingerprint: equal in every process for models of equal parameters, structure and config, and for no
+    others as far as their `repr` differs; None without parameters.
 
-    It tells models apart, and is no proof against one who sets out to make another of the same.
+    It tells models apart, but is not secure against deliberate collisions.
     """
     leaves, structure = jax.tree.flatten(model)
     arrays = [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
     others = [(i, type(x).__name__, x) for i, x in enumerate(leaves) if not isinstance(x, jax.Array | np.ndarray)]
     said = f"{type(model).__name__} {getattr(model, 'config', None)!r} {others!r} {structure}"
-    # Where an object lies says nothing of it, and is another place in every process.
+    # An object's address says nothing about it, and differs between processes.
     digest = hashlib.blake2b(re.sub(r" at 0x[0-9a-f]+", "", said).encode(), digest_size=16)
     numbers = [x for x in map(jnp.asarray, arrays) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
     if not numbers:
@@ -53,7 +53,7 @@ def fingerprint(model: Any) -> str | None:
 
 @jax.jit
 def _mixed(x: jax.Array) -> jax.Array:
-    """`u32[2]`: of all bits and where they stand (the finaliser of MurmurHash3)."""
+    """Returns `u32[2]`, a hash of all bits and their positions (the finaliser of MurmurHash3)."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
     size = x.dtype.itemsize

@@ -12,7 +12,7 @@ from jaxkv._engine.frontend.build import read_longest
 from jaxkv._engine.frontend.engine import Engine
 from jaxkv._engine.requests.request import read_limits, read_prompt
 
-# What has a say in how much room there must be, or wants more than rows take.
+# Options that set the size of the cache, or need more blocks than rows take.
 ROOM = {
     "longest", "max_seq_len", "num_blocks", "max_tokens", "group_blocks", "memory_bytes", "block_size", "layout",
     "prefix_cache", "draft", "evict", "prefill",
@@ -24,36 +24,36 @@ def generate(
     eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
     seed: int = 0, n: int = 1, progress: bool = False, **engine: Any,
 ) -> list[Any]:  # fmt: skip
-    """Continue prompts: token lists in, token lists out.
+    """Continues prompts: token lists in, token lists out.
 
-    Prompts of any length share one paged cache; rows that finish are taken by waiting prompts at once. What a prompt
-    gets does not depend on the others.
+    Prompts of any length share one paged cache; waiting prompts take finished rows at once. The output of a prompt does
+    not depend on the others.
 
     Args:
       model: called as `logits, cache = model(tokens, cache=cache)` with packed `i32[N]` tokens, or padded `i32[S, 1]`
         where each row has one; for example what `jaxkv.models.load` returns.
       prompts: non-empty lists of token ids.
-      max_new_tokens: the most tokens to add, for all prompts or one number for each. A sequence also ends when it
+      max_new_tokens: the limit of new tokens, for all prompts or one number for each. A sequence also ends when it
         reaches `max_seq_len`.
       temperature: 0: always the likeliest token; above: sample.
-      eos: a token, or several, at which a sequence ends. It is not part of the output. Default: those that the model's
-        own config names, `model.config.eos_ids`; (): none.
-      top_k: sample among so many likeliest tokens; 0: all.
+      eos: a stop token, or several, at which a sequence ends. It is not part of the output. Default: those of the
+        model's config, `model.config.eos_ids`; (): none.
+      top_k: sample among the `top_k` likeliest tokens; 0: all.
       top_p: of these, sample among the likeliest that together have this share of their probability.
       min_p: of these, sample among those that have at least this share of the likeliest one's probability.
-      seed: of the random draws. The same seed gives the same tokens.
-      n: so many samples of each prompt, which share its blocks.
+      seed: the seed of the random draws. The same seed gives the same tokens.
+      n: the number of samples of each prompt, which share its blocks.
       progress: show a progress bar (needs tqdm).
-      **engine: how to hold and compute them: see `Engine`. `max_seqs` is 8 at the most if it is not given, or the
-        devices that rows are divided over. Unless sizes, a prefix cache or the like are given, there are blocks for
-        the longest rows that may be held at once, rounded up to a power of 2.
+      **engine: options of `Engine`. The default of `max_seqs` is at most 8, or the number of devices that rows are
+        divided over. Unless sizes, a prefix cache or the like are given, there are blocks for the longest rows that may
+        run at once, rounded up to a power of 2.
 
     Returns:
       For each prompt the tokens that follow it; with `n` above 1 a list of n such lists.
 
     Raises:
-      ValueError: an argument or a prompt that cannot be honoured; nothing has been computed then.
-      FloatingPointError: logits that leave no choice, NaN or all -inf.
+      ValueError: an invalid argument or prompt; nothing has been computed then.
+      FloatingPointError: logits that are NaN or all -inf.
 
     >>> import jaxkv
     >>> model = jaxkv.models.small()
@@ -90,9 +90,9 @@ def generate(
 def _room(
     lengths: list[int], n: int, rows: int, max_seq_len: int, devices: int, block_size: int = BLOCK_SIZE
 ) -> dict[str, int]:  # fmt: skip
-    """`max_tokens` for n sequences of each length, `rows` at once on each device, if all rows at `max_seq_len` take
-    more."""
-    longest = sorted(heapq.nlargest(rows, lengths) * min(n, rows), reverse=True)[:rows]  # they may meet on one device
+    """Returns `max_tokens` for n sequences of each length, `rows` at once on each device, if all rows at `max_seq_len`
+    take more."""
+    longest = sorted(heapq.nlargest(rows, lengths) * min(n, rows), reverse=True)[:rows]  # all may be on one device
     blocks = sum(-(-length // block_size) for length in longest)
     blocks = 1 << max(0, blocks - 1).bit_length()  # few shapes to compile
     if blocks >= rows * -(-max_seq_len // block_size):

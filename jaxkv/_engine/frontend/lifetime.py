@@ -1,4 +1,4 @@
-"""How long an engine holds memory of its devices: until it is closed, or nobody names it any more."""
+"""The lifetime of an engine's device memory: until it is closed, or nothing refers to it any more."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -11,10 +11,10 @@ from jaxkv._engine.runner.engine_core import Loop
 
 
 class Closable:
-    """An engine's `close`, and who may use what it holds until then.
+    """An engine's `close`, and the locks around its memory until then.
 
-    Nothing that outlives an engine names it, its requests among it: so what it holds is free when its last name is
-    gone, without the garbage collector.
+    Nothing that outlives an engine refers to it, not even its requests. So its memory is freed with its last reference,
+    without the garbage collector.
     """
 
     _loop: Loop | Shards
@@ -22,11 +22,11 @@ class Closable:
     _turn: Turn
 
     def close(self) -> None:
-        """Give back the memory of the cache, and of all else that the engine holds on devices and the host, at once.
+        """Frees at once the memory of the cache, and all else that the engine holds on devices and the host.
 
-        Requests that are not done are cancelled; tokens that came stay with their requests. Later calls but `close` are
-        refused. May be called from any thread: a step that is under way there ends first. What `engine.cache` gave is
-        deleted, too; the model is not. `with Engine(...) as engine:` closes it at the end.
+        Requests that are not done are cancelled; requests keep their tokens. Later calls except `close` are refused.
+        May be called from any thread: a step running there ends first. Caches from `engine.cache` are deleted too; the
+        model is not. `with Engine(...) as engine:` closes it at the end.
 
         >>> import jaxkv
         >>> with jaxkv.Engine(jaxkv.models.small(), max_seqs=2, max_seq_len=64) as engine:
@@ -40,7 +40,7 @@ class Closable:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """Tells whether `close` was called."""
         return self._turn.is_closed
 
     def __enter__(self) -> Self:
@@ -57,28 +57,28 @@ class Closable:
         )
 
     def _release(self) -> None:
-        """Give everything back; a second call ends what a first one was cut off from."""
+        """Frees everything; a second call completes an interrupted first one."""
         self._loop.close()
 
     def _withdraw(self, requests: Iterable[Request]) -> None:
         self._loop.cancel(requests)
-        if self._loop.is_at_work:  # it will be seen to there
+        if self._loop.is_at_work:  # that call will release it
             return
         try:
             with self._at_work(is_brief=True):
                 self._loop.tidy()
-        except Exception:  # the next step meets it again; what may be on its way now must not be replaced by it
+        except Exception:  # the next step raises it again; it must not replace an error that may be raised now
             return
 
     @contextlib.contextmanager
     def _at_work(self, *, is_brief: bool = False) -> Iterator[None]:
-        """Take the turn, and use what the engine holds."""
+        """Takes the lock and uses the engine's memory."""
         with self._in_turn(is_brief=is_brief), self._compute():
             yield
 
     @contextlib.contextmanager
     def _in_turn(self, *, is_brief: bool = False) -> Iterator[None]:
-        """Let no other thread work. Of a generator, whose turn goes on while others could close the engine."""
+        """Locks out other threads. For a generator, whose hold lasts while others could close the engine."""
         turn = self._turn.take(is_brief=is_brief)
         turn.calls += 1
         try:
@@ -91,7 +91,7 @@ class Closable:
 
     @contextlib.contextmanager
     def _compute(self) -> Iterator[None]:
-        """Use what the engine holds, within a turn. If it was closed from in here, that is done at the end."""
+        """Uses the engine's memory, within a hold. A `close` from within takes effect at the end."""
         try:
             with self._turn.compute():
                 yield

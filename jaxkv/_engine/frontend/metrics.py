@@ -1,4 +1,4 @@
-"""What an engine has computed so far; of several loops together."""
+"""The counters of an engine, summed over its loops."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ def blocks_peak(loops: Sequence[Loop]) -> int:
 
 
 def all_of_them(loops: Sequence[Loop]) -> dict[str, Any]:
-    """As plain numbers."""
+    """Returns the counters as plain numbers."""
     accepted, proposed = (sum(getattr(loop.pipeline, name) for loop in loops) for name in ("accepted", "proposed"))
     return {
         "steps": steps(loops),

@@ -1,4 +1,4 @@
-"""What the blocks of a cache hold, step by step, to look at afterwards: a trace, and a player for it."""
+"""A trace of the contents of a cache's blocks, step by step, and a player for it."""
 
 import contextlib
 import html
@@ -23,24 +23,23 @@ PLAYER = pathlib.Path(__file__).parent.parent / "data" / "player.html"
 
 
 class Frame(NamedTuple):
-    """One look at a cache."""
+    """The state of a cache at one time."""
 
     groups: tuple[tuple[Square, ...], ...]  # the blocks of each group of layers
-    lengths: tuple[int, ...]  # of each row
+    lengths: tuple[int, ...]  # tokens of each row
     requests: dict[int, int]  # row -> the number of the request in it
     on_host: dict[int, int]  # request -> tokens that were moved to host memory
     note: str
 
 
 class Trace:
-    """What the blocks of a cache held, frame by frame. Made by `record`, or by hand with `add`.
+    """The contents of a cache's blocks, frame by frame. Made by `record`, or by hand with `add`.
 
-    In a notebook it shows itself as a player: a map of the blocks and blocks in use over time, with nothing fetched
-    and no server behind it.
+    A notebook shows it as a player: a map of the blocks, and blocks in use over time, without a server or downloads.
 
     Fields:
-      config: of the cache.
-      frames: one for each look.
+      config: the cache's config.
+      frames: one for each `add`.
 
     >>> import jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=1, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -60,12 +59,12 @@ class Trace:
         self, cache: Cache, note: str = "", *, requests: Mapping[int, int] | None = None,
         on_host: Mapping[int, int] | None = None,
     ) -> Cache:  # fmt: skip
-        """Look at a cache, which waits for what it is computed from. Returns the cache.
+        """Adds a frame, which waits for the cache to be computed. Returns the cache.
 
         Args:
-          note: what the player says beside it.
-          requests: row -> a number for what is in it.
-          on_host: that number -> tokens in host memory, of what was swapped out.
+          note: text that the player shows beside the frame.
+          requests: row -> the number of the request in it.
+          on_host: that number -> tokens in host memory, for requests that are swapped out.
         """
         tables = jax.device_get(cache.tables)
         groups = tuple(tuple(squares_of(t, self.config, group)) for group, t in enumerate(tables))
@@ -75,7 +74,7 @@ class Trace:
 
     @property
     def blocks_in_use(self) -> np.ndarray:
-        """`i64[frames]`: blocks that rows hold, of all groups of layers."""
+        """`i64[frames]`: blocks that rows hold, in all groups of layers."""
         return np.array([sum(bool(s.rows) for group in f.groups for s in group) for f in self.frames], np.int64)
 
     @property
@@ -91,7 +90,7 @@ class Trace:
         return np.asarray(used, np.int64).reshape(len(used), len(sizes)) @ np.array(sizes, np.int64)
 
     def owners(self, group: int = 0) -> np.ndarray:
-        """`i64[frames, blocks]`: the row that holds each block; -1: free, -2: kept for reuse, -3: several rows do."""
+        """Returns `i64[frames, blocks]`: the row of each block; -1: free, -2: kept for reuse, -3: several rows."""
 
         def owner(s: Square) -> int:
             return (s.rows[0] if len(s.rows) == 1 else -3) if s.rows else -2 if s.kept else -1
@@ -99,12 +98,12 @@ class Trace:
         return np.array([[owner(s) for s in f.groups[group]] for f in self.frames], np.int64)
 
     def html(self, path: str | os.PathLike | None = None) -> str:
-        """A page that plays the trace in any browser; written to `path`, if one is given.
+        """Returns a page that plays the trace in any browser; also written to `path`, if given.
 
-        Each frame is one step. Colours are rows; a number counts the rows that share a block; gold is kept for reuse;
-        a dashed frame was given back just now. Hover over a block to read what it holds.
+        Each frame is one step. Colours are rows; a number counts the rows that share a block; gold blocks are kept for
+        reuse; dashed blocks were just freed. Hover over a block to read its contents.
         """
-        # "</" must not end the script, whatever a note says.
+        # "</" in a note must not end the script.
         page = PLAYER.read_text(encoding="utf-8").replace(
             "/*TRACE*/null", json.dumps(self._data()).replace("</", "<\\/")
         )
@@ -121,7 +120,7 @@ class Trace:
         return f"Trace({len(self.frames)} frames, {max(self.blocks_in_use, default=0)} blocks in use at the most)"
 
     def _data(self) -> dict[str, Any]:
-        """As the player wants it: what blocks hold is numbered, for most of them stay as they were."""
+        """Returns the player's data: block contents are numbered, since most stay unchanged."""
         states: dict[Square, int] = {}
 
         def number(s: Square) -> int:
@@ -149,9 +148,9 @@ class Trace:
 
 @contextlib.contextmanager
 def record(engine: Engine) -> Iterator[Trace]:
-    """A `Trace` of an engine's cache: one frame for each step, while the context lasts.
+    """Records a `Trace` of an engine's cache: one frame for each step, while the context lasts.
 
-    Looking waits for every step, so an engine that is recorded is slower.
+    Each frame waits for its step, so a recorded engine is slower.
 
     >>> import jaxkv
     >>> engine = jaxkv.Engine(jaxkv.models.small(), max_seqs=2, max_seq_len=64)

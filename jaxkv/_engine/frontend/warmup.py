@@ -1,11 +1,11 @@
-"""Programs compiled before they are needed."""
+"""Compiles programs before they are needed."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
 def call_all(calls: Sequence[Callable[[], Any]], progress: bool) -> None:
-    """Make calls, each of which compiles something; with a progress bar, if wanted and tqdm is there."""
+    """Calls functions that each compile something; with a progress bar, if wanted and tqdm is installed."""
     bar: Iterable[Callable[[], Any]] = calls
     try:
         from tqdm.auto import tqdm

@@ -1,4 +1,4 @@
-"""How many blocks rows hold, take and will have held: counted on the host, so that it need not ask the device."""
+"""Block accounting: counts on the host the blocks that rows hold and will hold, without asking the device."""
 
 import math
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from jaxkv._engine.requests.scheduler import Sequence
 
 
 class Holdings:
-    """Of rows that keep all that their layers see. Numbers are one for each group of layers."""
+    """Block counts of rows that keep all that their layers see, one number for each group of layers."""
 
     def __init__(self, config: CacheConfig):
         self.config, self.size = config, config.block_size
@@ -19,33 +19,33 @@ class Holdings:
         self.block_bytes = [config.bytes_per_group_block(g) for g in self.groups]
 
     def held(self, prompt: int, cached: int) -> list[int]:
-        """Blocks that a row of so many tokens holds, `prompt` of them its prompt's: at the most."""
+        """Returns an upper bound on the blocks of a row with `cached` tokens and a prompt of `prompt`."""
         return [self.at_rest(g, cached) for g in self.groups]
 
     def taken(self, prompt: int, cached: int, count: int) -> list[int]:
-        """Blocks that `count` more tokens take, on the way of which it is not thinned."""
+        """Returns the blocks that `count` more tokens take, with no eviction in between."""
         return [-(-(cached + count) // self.size) - -(-cached // self.size)] * len(self.groups)
 
     def most(self, prompt: int, cached: int, length: int) -> list[int]:
-        """The most blocks that a row with `cached` tokens will hold until it has `length`."""
+        """Returns the peak number of blocks of a row that grows from `cached` tokens to `length`."""
         return [self.config.row_blocks(g, length) for g in self.groups]
 
     def next_point(self, prompt: int, cached: int) -> float:
-        """After how many tokens it is thinned next; infinity: never."""
+        """Returns the row length at its next eviction; infinity: never."""
         return math.inf
 
     def growth(self, prompt: int, cached: int, length: int) -> list[int]:
-        """Blocks that it takes yet until it has `length`, some of which it may give back before."""
+        """Returns the blocks it takes until it has `length` tokens; some may be freed before."""
         most, held = self.most(prompt, cached, length), self.held(prompt, cached)
         return [max(0, at_most - now) for at_most, now in zip(most, held, strict=True)]
 
     def at_rest(self, group: int, length: int) -> int:
-        """Blocks of a row of `length` tokens, all of them kept, between steps."""
+        """Returns the blocks of a row of `length` tokens between steps, without eviction."""
         return -(-length // self.size) - max(0, self.config.first_seen(group, length) - self.config.group_sinks[group])
 
 
 class ThinnedHoldings(Holdings):
-    """Of rows that are thinned. They share nothing, so that what is free follows from what each may hold."""
+    """Block counts of rows that evict. They share nothing, so free blocks follow from each row's bound."""
 
     def __init__(self, config: CacheConfig, eviction: Eviction, parts: Iterable[int]):
         super().__init__(config)
@@ -102,12 +102,12 @@ class ThinnedHoldings(Holdings):
         return self.eviction.point_after(prompt, cached)
 
     def room(self, sequences: Iterable[Sequence]) -> list[int]:
-        """Blocks that these cannot hold."""
+        """Returns the blocks that these sequences cannot hold."""
         held = [self.held(s.prompt, s.cached) for s in sequences]
         return [self.config.group_blocks[g] - sum(one[i] for one in held) for i, g in enumerate(self.groups)]
 
     def _blocks(self, group: int, table: list[int] | None, point: int, length: int) -> int:
-        """Blocks of a row of so many tokens that was thinned after `point` of them."""
+        """Returns the blocks of a row of `length` tokens that last evicted after `point`."""
         if table is None:
             return self.at_rest(group, length)
         heads, size, parts = self.config.group_heads[group], self.size, self.parts[group]

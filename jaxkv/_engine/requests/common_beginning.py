@@ -1,4 +1,4 @@
-"""What sequences begin with in common, without a comparison of their tokens in every step.
+"""Finds common prefixes of sequences without comparing their tokens in every step.
 
 Each full block of a sequence has a number for all tokens up to its end, computed once. A collision of two numbers makes
 the host think that blocks are shared that are not, which costs a step or so, and never a token: what a row is given is
@@ -11,7 +11,7 @@ from jaxkv._engine.requests.scheduler import Sequence
 
 
 def count_common_blocks(a: Sequence, b: Sequence, block_size: int) -> int:
-    """How many first blocks of two sequences have equal tokens, and may be shared."""
+    """Returns the number of leading blocks with equal tokens, which two sequences may share."""
     if a.salt != b.salt:
         return 0
     hashes, others = block_hashes(a, block_size), block_hashes(b, block_size)
@@ -19,7 +19,7 @@ def count_common_blocks(a: Sequence, b: Sequence, block_size: int) -> int:
 
 
 def block_hashes(sequence: Sequence, block_size: int) -> list[int]:
-    """For each full block of a sequence the hash of all tokens up to its end: the same list, which grows."""
+    """Returns, for each full block, the hash of all tokens up to its end: always the same, growing list."""
     hashes, tokens = sequence.block_hashes, sequence.tokens
     for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
         hashes.append(hash((hashes[-1] if hashes else 0, tuple(tokens[start : start + block_size]))))

@@ -1,7 +1,7 @@
-"""Speculation: who guesses the tokens to come, so that one step of the model can confirm several.
+"""Speculative decoding: drafters guess the next tokens, so that one step of the model can verify several.
 
 A guess counts if it is the token that the model itself chooses there, drawn with the same random numbers as without
-guesses (see `sampling.choose`). So speculation changes no token, greedy or sampled, whoever guesses; a good guesser
+guesses (see `sampling.choose`). So speculation changes no token, greedy or sampled, whoever guesses; a good drafter
 only makes steps fewer. The idea is Leviathan et al.'s (https://arxiv.org/abs/2211.17192); that a draft which draws with
 the model's own random numbers agrees with it nearly as often as their rejection sampling is Gumbel coupling
 (https://arxiv.org/abs/2408.07978).
@@ -18,15 +18,15 @@ from typing import Any, NamedTuple, Protocol
 from jaxkv._core.config.validation import integer, shown
 from jaxkv._engine.requests.scheduler import Sequence
 
-NGRAMS = (4, 3, 2, 1)  # how many last tokens must have been there before: the longest that were decide
-TIMES = 8  # what followed them so many times last is what is gone by
+NGRAMS = (4, 3, 2, 1)  # lengths of the n-grams looked up: the longest that occurred before decides
+TIMES = 8  # most recent occurrences of an n-gram that count
 
 
 class Guesses(NamedTuple):
-    """What may follow a sequence: a tree. Each token follows the one that its parent names; -1: the sequence."""
+    """A tree of draft tokens. Each token follows the one that its parent names; -1: the sequence."""
 
     tokens: list[int]
-    parents: list[int]  # the place of an earlier one of these tokens
+    parents: list[int]  # the index of an earlier one of these tokens
 
     @classmethod
     def chain(cls, tokens: list[int]) -> "Guesses":
@@ -34,21 +34,21 @@ class Guesses(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Whoever guesses."""
+    """The interface of a drafter."""
 
     def guess(self, sequences: Several[Sequence], count: int) -> list[Guesses]:
-        """For each sequence up to `count` tokens that may follow. All their tokens have been read."""
+        """Returns up to `count` draft tokens per sequence. All their tokens have been read."""
 
     def warm(self) -> list[Callable[[], Any]]:
-        """What to call, one after another, to compile what is needed."""
+        """Returns functions that compile all programs when called in order."""
 
     def close(self) -> None:
-        """Give back what lies on a device."""
+        """Frees the device memory."""
 
 
 class NGramDrafter:
-    """What followed the same tokens before in the sequence (https://arxiv.org/abs/2304.04487); with several `branches`
-    as a tree (https://arxiv.org/abs/2305.09781)."""
+    """Drafts the tokens that followed the same n-gram earlier in the sequence (https://arxiv.org/abs/2304.04487); with
+    several `branches` as a tree (https://arxiv.org/abs/2305.09781)."""
 
     def __init__(self, branches: int = 1) -> None:
         self._branches = branches
@@ -66,7 +66,7 @@ class NGramDrafter:
 
 
 class NGrams:
-    """What followed each run of a few tokens in a growing list of them, the last times.
+    """An index of the tokens that most recently followed each n-gram of a growing token list.
 
     >>> bytes(NGrams().guess(list(b"abcabcab"), 4).tokens)
     b'cabc'
@@ -76,12 +76,12 @@ class NGrams:
 
     def __init__(self, branches: int = 1) -> None:
         self._next: dict[tuple[int, ...], collections.deque[int]] = {}
-        self._noted = 0  # runs that end before this place are there
+        self._noted = 0  # n-grams that end before this position are indexed
         self._branches = branches
 
     def guess(self, tokens: list[int], count: int) -> Guesses:
-        """Up to `count` tokens that may follow `tokens`, which have only grown since the last call: of all that may
-        those that are likeliest to come, where each has at most so many branches."""
+        """Returns the up to `count` likeliest tokens to follow, as a tree with a bounded number of branches. `tokens`
+        must extend the list of the last call."""
         self._note(tokens)
         guesses = Guesses([], [])
         waiting: list[tuple[float, int, int, tuple[int, ...]]] = []  # least likely last; a parent; what it ends in
@@ -108,8 +108,8 @@ class NGrams:
         self._noted = len(tokens)
 
     def _shares(self, tail: tuple[int, ...]) -> list[tuple[int, float]]:
-        """The likeliest tokens and how likely they are, which counts of little say: that it is one that was not there
-        counts as half a time, and is left to shorter runs, as in prediction by partial matching
+        """Returns the likeliest tokens and their estimated probabilities. An unseen token counts as half an occurrence
+        and is left to shorter n-grams, as in prediction by partial matching
         (https://doi.org/10.1109/TCOM.1984.1096090)."""
         shares: dict[int, float] = {}
         left = 1.0
@@ -127,7 +127,7 @@ class NGrams:
 def read_draft(
     draft: Any, draft_tokens: Any, draft_branches: Any, model: Any, hook: Any, steps_per_dispatch: int
 ) -> tuple[int, int]:  # fmt: skip
-    """How many tokens are guessed at once, 0: none are; and how many branches they have. Raises ValueError."""
+    """Returns the draft tokens of a step (0: no drafting) and their branches. Raises ValueError."""
     branches = integer("draft_branches", draft_branches, least=1, most=64)
     count = integer("draft_tokens", draft_tokens, least=1, most=64)
     if draft is None:

@@ -1,4 +1,4 @@
-"""How an engine's rows give tokens up while they are served: `Eviction`."""
+"""The eviction policy of an engine's rows: `Eviction`."""
 
 import dataclasses
 import functools
@@ -18,38 +18,38 @@ from jaxkv.scores._budgets import pyramid_kept, uniform_kept
 
 Budget = Literal["uniform", "pyramid", "ada"]
 
-ALIKE = (scores.streaming_llm, scores.tova)  # they say the same of all heads of a layer
+ALIKE = (scores.streaming_llm, scores.tova)  # they score all heads of a layer alike
 SCORES = [name for name in scores.__all__ if name not in ("ada", "pyramid", "quest", "uniform")]
 
 
 @dataclasses.dataclass(frozen=True)
 class Eviction:
-    """What rows keep after their prompt, or every so many tokens, in layers that see everything.
+    """An eviction policy: which tokens rows keep after their prompt, or periodically, in full-attention layers.
 
-    For `generate(evict=)` and `Engine(evict=)`. The prompt itself sees all of its tokens; what comes later sees those
-    that are kept, and the blocks of the others are free for other requests. Layers with a window or chunks, which give
-    tokens back by themselves, are left as they are.
+    For `generate(evict=)` and `Engine(evict=)`. The prompt itself sees all of its tokens. Later tokens see those that
+    are kept; the blocks of the others are freed for other requests. Layers with a sliding window or chunks, which free
+    blocks by themselves, are left as they are.
 
     Args:
-      score: what a token is worth, one of `jaxkv.scores` or its name, `functools.partial` for its options; or a
+      score: rates each token: one of `jaxkv.scores` or its name, `functools.partial` for its options; or a
         function of your own, called as `score(cache, layer=i)` with a cache of one row, that returns `f32[1, K, C]` or
         `f32[1, C]`. If it has a parameter `q`, it gets the row's last queries, `[1, T, H, D]`, with `num_tokens`,
         `i32[1]`, how many of them there are, and `scale`, if it has that; with `rotate`, queries before they are
-        rotated, and what rotates them. What is NaN is worth least.
-      keep: a float up to 1, a share: `int(keep * tokens)` of the tokens that a row has seen, in the mean of layers and
-        heads; or an integer, that many.
-      budget: how they are shared out: "uniform" the same for all, "pyramid" more to the first layers than to the last,
+        rotated, and the function that rotates them. NaN ranks lowest.
+      keep: a float up to 1, a share: `int(keep * tokens)` of a row's tokens so far, averaged over layers and
+        heads; or an integer, a number of tokens.
+      budget: how tokens are divided: "uniform" the same for all, "pyramid" more to the first layers than to the last,
         "ada" so that the heads of a layer compete.
-      every: keep no more than that after every so many tokens too; None: once, after the prompt.
-      by: "layer": tokens go whole, by the mean of the heads; "head": each KV head chooses its own, in blocks of its
-        own. Default: "head", as most scores were published, but where the score says the same of all heads, and in
+      every: evict again after every `every` tokens; None: once, after the prompt.
+      by: "layer": evicts whole tokens, by the mean of the heads; "head": each KV head evicts its own, in blocks of its
+        own. Default: "head", as most scores were published; "layer" where the score rates all heads alike, and in
         latent layers.
-      queries: how many last queries of each row to remember for a score that takes them, those at most that came since
-        the row was thinned before. Default: what the score looks at: `window_size` if it has that, one for `tova`, else
-        all, which take about as much room as keys.
+      queries: how many last queries of each row to remember for a score that takes them, at most those since its last
+        eviction. Default: those that the score reads: `window_size` if it has that, one for `tova`, else all, which
+        take about as much room as keys.
 
     Raises:
-      ValueError: in one sentence, what cannot be.
+      ValueError: an argument is invalid.
 
     >>> import functools, jaxkv
     >>> eviction = jaxkv.Eviction(functools.partial(jaxkv.scores.snapkv, window_size=8), keep=0.25, every=64)
@@ -101,16 +101,16 @@ class Eviction:
 
     @property
     def name(self) -> str:
-        """Of the score."""
+        """The name of the score."""
         return getattr(self._function, "__name__", type(self._function).__name__)
 
     @functools.cached_property
     def parameters(self) -> dict[str, Any]:
-        """The parameters of the score, and what they are if nobody says."""
+        """Returns the parameters of the score and their defaults."""
         return {name: one.default for name, one in inspect.signature(self.score).parameters.items()}  # type: ignore[arg-type]
 
     def num_queries(self, max_seq_len: int) -> int:
-        """How many last queries of each row are to be remembered."""
+        """Returns the number of last queries to remember for each row."""
         if "q" not in self.parameters:
             return 0
         window = self.parameters.get("window_size")
@@ -120,7 +120,7 @@ class Eviction:
     # What layers keep.
 
     def layer_configs(self, layers: Iterable[LayerConfig]) -> tuple[LayerConfig, ...]:
-        """Layers that see everything, made so that they evict."""
+        """Returns the layer configs, with eviction in layers of full attention."""
         layers = tuple(layers)
         is_free = [one.reach is None and one.shares_with is None for one in layers]
         readers = [one.shares_with for one in layers if one.shares_with is not None and one.reach is not None]
@@ -132,7 +132,7 @@ class Eviction:
         )
 
     def model_of(self, model: Any) -> Any:
-        """What `CacheConfig.from_model` asks of a model, for a cache that can be thinned."""
+        """Returns a stand-in for the model in `CacheConfig.from_model`, for a cache that can evict."""
         dtype = getattr(model, "dtype", None)
         return types.SimpleNamespace(layer_configs=self.layer_configs(model.layer_configs), dtype=dtype, scan=False)
 
@@ -142,7 +142,7 @@ class Eviction:
         return self.by or ("layer" if self._function in ALIKE else "head")
 
     def kept(self, config: CacheConfig, layer: int) -> np.ndarray:
-        """`i32[max_seq_len + 1]`: how many tokens of so many a layer keeps, of each head in the mean."""
+        """Returns `i32[max_seq_len + 1]`: tokens a layer keeps at each row length, averaged over heads."""
         if self.budget != "pyramid":
             return uniform_kept(config, self.keep)
         window = self.parameters.get("window_size", 64)
@@ -151,25 +151,25 @@ class Eviction:
     # When.
 
     def point_before(self, prompt: int, cached: int) -> int:
-        """After how many tokens a row was last thinned that has `cached` tokens now; 0: never."""
+        """Returns the row length at the last eviction of a row with `cached` tokens; 0: never."""
         if cached < prompt or self.every is None:
             return prompt if cached >= prompt else 0
         return prompt + (cached - prompt) // self.every * self.every
 
     def point_after(self, prompt: int, cached: int) -> float:
-        """After how many tokens such a row is thinned next; infinity: never."""
+        """Returns the row length at the next eviction; infinity: never."""
         if cached < prompt:
             return prompt
         return float("inf") if self.every is None else self.point_before(prompt, cached) + self.every
 
     def is_due(self, sequence: Sequence) -> bool:
-        """Whether a sequence's row is to be thinned now, and goes on after that."""
+        """Tells whether a sequence's row must evict now and goes on afterwards."""
         point = self.point_before(sequence.prompt, sequence.cached)
         return 0 < point == sequence.cached and sequence.length < sequence.limit
 
 
 def read_eviction(evict: Any, **others: Any) -> Eviction | None:
-    """An `Eviction`, or None. Raises ValueError for anything else, and for options that do not go with it."""
+    """Returns an `Eviction` or None. Raises ValueError for anything else, and for incompatible options."""
     if evict is None:
         return None
     if not isinstance(evict, Eviction):

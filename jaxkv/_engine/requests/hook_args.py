@@ -1,4 +1,4 @@
-"""Numbers that a request gives a hook on logits: a pytree of them, the same for all requests but for the values."""
+"""The numbers that requests pass to a logits hook: pytrees of one structure, differing only in values."""
 
 import dataclasses
 import math
@@ -13,21 +13,21 @@ from jaxkv._core.config.validation import shown
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What the pytrees of an engine's requests have in common. It is hashable, for it is compiled in."""
+    """The common structure of the pytrees of an engine's requests. Hashable, since programs compile it in."""
 
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]  # "int32" or "float32", of each leaf
 
     def pack(self, leaves: list[np.ndarray] | None) -> np.ndarray:
-        """`i32[size]`: the numbers by their bits; zeros where a request gave none."""
+        """Returns `i32[size]`: the numbers' bits; zeros if a request gave none."""
         if leaves is None:
             return np.zeros(sum(map(math.prod, self.shapes)), np.int32)
         bits = [x.astype(dtype).ravel().view(np.int32) for x, dtype in zip(leaves, self.dtypes, strict=True)]
         return np.concatenate([np.zeros(0, np.int32), *bits])
 
     def unpack(self, bits: jax.Array) -> Any:
-        """The pytree of arrays `[S, ...]` from `i32[size, S]`."""
+        """Returns the pytree of arrays `[S, ...]` from `i32[size, S]`."""
         leaves, at = [], 0
         for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
             size = math.prod(shape)
@@ -37,13 +37,13 @@ class Form:
 
 
 class HookArgs:
-    """What an engine knows of its requests' numbers: their form, once one of them has given some."""
+    """Reads requests' numbers, and keeps their common form once a request has given some."""
 
     def __init__(self) -> None:
         self.form: Form | None = None
 
     def read(self, value: Any) -> list[np.ndarray] | None:
-        """A request's numbers; they decide the form if they are the first. Raises ValueError."""
+        """Returns a request's numbers; the first ones fix the form. Raises ValueError."""
         if value is None:
             return None
         leaves, structure = jax.tree.flatten(value)
@@ -62,7 +62,7 @@ class HookArgs:
         return arrays
 
     def to_json(self, leaves: list[np.ndarray] | None) -> Any:
-        """What a file says of a request's numbers; `from_json` reads it. Raises ValueError for pytrees of classes."""
+        """Returns a request's numbers as JSON, for `from_json`. Raises ValueError for pytrees of classes."""
         return None if leaves is None or self.form is None else to_json(jax.tree.unflatten(self.form.structure, leaves))
 
 
@@ -81,7 +81,7 @@ def _read_numbers(x: Any) -> np.ndarray:
 
 
 def to_json(value: Any) -> Any:
-    """A request's pytree of dicts, lists, tuples and numbers for a file."""
+    """Returns a request's pytree of dicts, lists, tuples and numbers as JSON."""
     if isinstance(value, dict):
         return {"dict": [[key, to_json(x)] for key, x in value.items()]}
     if type(value) in (list, tuple):
@@ -93,7 +93,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(entry: Any) -> Any:
-    """What `to_json` wrote. Raises KeyError, TypeError or ValueError for anything else."""
+    """Returns what `to_json` wrote. Raises KeyError, TypeError or ValueError for anything else."""
     if entry is None:
         return None
     if "dict" in entry:

@@ -1,7 +1,7 @@
-"""Who waits, in the order in which they are to be served.
+"""The queue of waiting sequences, in the order of service.
 
-A lower priority comes first, then who came first. Where there is no room for who comes first, others may go ahead, each
-of those that wait being overtaken a bounded number of times: then nobody behind it begins before it does.
+A lower priority comes first, then the earlier arrival. If the first one does not fit, others may overtake it, a bounded
+number of times: then no later sequence begins before it does.
 """
 
 import bisect
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 LOOK_AHEAD = 32  # sequences that are looked at for one that may begin
-MOST_OVERTAKEN = 16  # times that a sequence is overtaken for lack of room
+MOST_OVERTAKEN = 16  # times that a sequence may be overtaken for lack of room
 
 
 class Queue:
-    """Sequences that wait, the first to be served first. Those that come back keep their place."""
+    """Waiting sequences in the order of service. Those that come back keep their place in it."""
 
     def __init__(self) -> None:
         self._sequences: list[Any] = []
@@ -31,7 +31,7 @@ class Queue:
         return sequence in self._sequences
 
     def add(self, sequence: Any) -> None:
-        """Have a sequence wait. Those that follow it get their places behind it."""
+        """Adds a sequence; those that follow it are ordered behind it."""
         for new in (sequence, *sequence.followers):
             if new.arrival is None:
                 new.arrival = next(self._arrivals)
@@ -41,20 +41,20 @@ class Queue:
         self._sequences.remove(sequence)
 
     def first(self, count: int = LOOK_AHEAD) -> list[Any]:
-        """The first of them."""
+        """Returns the first sequences."""
         return self._sequences[:count]
 
     def may_begin(self, sequence: Any, is_idle: Callable[[Any], bool]) -> bool:
-        """Whether nobody before a sequence was overtaken so often that it has to begin first.
+        """Tells whether no earlier sequence has been overtaken so often that it must begin first.
 
         Args:
-          is_idle: whether one waits for something else than room, so that no one who goes ahead delays it.
+          is_idle: tells whether a sequence waits for something other than room, so that overtaking does not delay it.
         """
         before = itertools.takewhile(lambda other: other is not sequence, self._sequences)
         return all(other.overtaken < MOST_OVERTAKEN or is_idle(other) for other in before)
 
     def take(self, sequence: Any, is_idle: Callable[[Any], bool]) -> None:
-        """Remove a sequence that begins, and count who is overtaken by it."""
+        """Removes a sequence that begins, and counts it for each sequence it overtakes."""
         place = self._sequences.index(sequence)
         for other in self._sequences[:place]:
             other.overtaken += not is_idle(other)

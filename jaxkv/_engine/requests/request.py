@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what has come of it so far. Nothing here is lost when a step is interrupted."""
+"""Requests and the tokens generated for them so far. Nothing here is lost when a step is interrupted."""
 
 import itertools
 import math
@@ -19,13 +19,13 @@ STOPS: tuple[Stop, ...] = ("eos", "cancelled", "error")
 
 
 class Request:
-    """A prompt to be continued. Made by `Engine.submit`; it is as good a key of a dict as any object.
+    """A prompt to be continued, made by `Engine.submit`. It is hashable by identity.
 
     Attributes:
-      prompt: its tokens. number: counts requests; its draws depend on the engine's seed, this and the position alone.
+      prompt: its tokens. number: counts requests; draws depend only on the engine's seed, this and the position.
       tokens: what has been generated so far, without the stop token.
-      logprobs: with `submit(logprobs=k)` for each of these a dict from token to log-probability, else empty.
-      samples: the requests of each sample, `(request,)` itself if only one was asked for. Where there are several,
+      logprobs: with `submit(logprobs=k)`, for each token a dict from token to log-probability, else empty.
+      samples: the request of each sample; `(request,)` itself if only one was asked for. If there are several,
         `step` and `run` name these, and `tokens` and `logprobs` here are the first one's.
     """
 
@@ -40,23 +40,23 @@ class Request:
         self.priority, self.hook_args, self.keep_prefix = priority, hook_args, keep_prefix
         self.tokens: list[int] = []
         self.logprobs: list[dict[int, float]] = []
-        self._samples: tuple[Request, ...] = ()  # where it stands for several; it must not name itself
+        self._samples: tuple[Request, ...] = ()  # where it stands for several; never itself
         self.column, self.kind = choice.column(number), KINDS.index(choice.kind)
-        self.news = news  # of who waits for its tokens: it puts itself there when something has come
+        self.news = news  # the reader's set: the request adds itself there when it has news
         self.given = 0  # how many tokens have been handed out
         self.is_end_told = False
         self.stopped: Stop | None = None  # what ended it before its limit
         self.stop: tuple[int, float | None] | None = None  # the stop token, and its log-probability if wanted
         self.refusal: str | None = None  # why there is no room for it
         self.is_refusal_raised = False
-        self._engine = engine  # a weak reference: who keeps a result keeps no memory of a device
+        self._engine = engine  # a weak reference: keeping a result keeps no device memory
         self._first: Request | None = None  # the sample that began for it
         self._has_begun = False
-        self.overtaken = 0  # how often one that came later was placed before it, where rows are divided
+        self.overtaken = 0  # how often a later one was placed before it, where rows are divided
 
     @classmethod
     def several(cls, samples: "Sequence[Request]") -> "Request":
-        """What stands for all of them."""
+        """Makes the request that stands for all samples."""
         first = samples[0]
         if len(samples) == 1:
             return first
@@ -74,38 +74,38 @@ class Request:
 
     @property
     def samples(self) -> "tuple[Request, ...]":
-        """The requests of each sample; itself alone if only one was asked for."""
+        """The request of each sample; only itself if one was asked for."""
         return self._samples or (self,)
 
     @property
     def done(self) -> bool:
-        """Whether no more tokens will come; `ended` says why."""
+        """Tells whether no more tokens will come; `ended` says why."""
         return self.ended is not None
 
     @property
     def ended(self) -> Literal["eos", "cancelled", "error", "length"] | None:
-        """Why no more tokens come: a stop token, `cancel`, an `error`, or as many tokens as were asked for or fit.
-        None: they will. Of several samples the first one's reason, once all have ended."""
+        """Why it ended: a stop token, `cancel`, an `error`, or the limit of tokens asked for or that fit. None: it goes
+        on. With several samples: the first one's reason, once all have ended."""
         if self._samples:
             return self.samples[0].ended if all(sample.ended for sample in self.samples) else None
         return self.stopped or ("length" if len(self.tokens) >= self.limit else None)
 
     @property
     def stop_token(self) -> int | None:
-        """The stop token that ended it, which is none of its `tokens`. Of several samples the first one's."""
+        """The stop token that ended it, not part of `tokens`. With several samples: the first one's."""
         stop = self.samples[0].stop
         return None if stop is None else stop[0]
 
     @property
     def stop_logprob(self) -> float | None:
-        """The log-probability of `stop_token` by the model's own logits, if it was submitted with `logprobs`."""
+        """The log-probability of `stop_token` under the model's own logits, if submitted with `logprobs`."""
         stop = self.samples[0].stop
         return None if stop is None else stop[1]
 
     @property
     def error(self) -> str | None:
-        """Why it ended early, else None: its logits left no choice, NaN or all -inf, as a hook may make them, or there
-        was no room for it, because blocks of the prefix cache are pinned. Of several samples the first one's."""
+        """Why it failed, else None: its logits were NaN or all -inf, as a hook may make them, or pinned blocks of the
+        prefix cache left no room. With several samples: the first one's."""
         if self.samples[0].stopped != "error":
             return None
         return self.samples[0].refusal or (
@@ -115,7 +115,7 @@ class Request:
 
     @property
     def best(self) -> "Request":
-        """Of its samples the one whose tokens are likeliest in the mean, by the model's own logits (best of n).
+        """The sample with the highest mean log-probability under the model's own logits (best of n).
 
         Raises:
           ValueError: it was submitted without `logprobs`, at least 1.
@@ -130,21 +130,21 @@ class Request:
         return max(self.samples, key=score)
 
     def cancel(self) -> None:
-        """Take it back: no more tokens come, and its row is free again. Does nothing if it is done."""
+        """Cancels the request: no more tokens come, and its row is freed. Does nothing if it is done."""
         if (engine := self._engine()) is not None:
             engine._withdraw(self.samples)
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has had a row, or a sample of the same prompt has."""
+        """Tells whether it, or a sample of the same prompt, has had a row."""
         return (self._first or self)._has_begun
 
     def begin(self) -> None:
-        """Note that it has a row."""
+        """Records that it has a row."""
         (self._first or self)._has_begun = True
 
     def receive(self, token: int, logprobs: dict[int, float] | None) -> None:
-        """Note the next token. An interrupt in between leaves what a second call puts right."""
+        """Records the next token. After an interrupt, a second call completes it."""
         self.news[self] = None
         if token == NO_TOKEN:
             self.stopped = "error"
@@ -158,7 +158,7 @@ class Request:
         self.tokens.append(token)
 
     def withdraw(self) -> bool:
-        """Note that it was taken back, unless it is done; whether it was not."""
+        """Records the cancellation, unless it is done; tells whether it was not."""
         if self.done:
             return False
         self.stopped = "cancelled"
@@ -167,11 +167,11 @@ class Request:
 
     @property
     def has_news(self) -> bool:
-        """Whether it has tokens that were not handed out, or has ended and nobody was told."""
+        """Tells whether it has tokens, or an end, that were not handed out."""
         return self.given < len(self.tokens) or (self.done and not self.is_end_told)
 
     def refuse(self, why: str) -> None:
-        """Note that there is no room for it. An interrupt in between leaves what a second call puts right."""
+        """Records that there is no room for it. After an interrupt, a second call completes it."""
         self.news[self] = None
         self.refusal = why
         self.stopped = "error"
@@ -182,13 +182,13 @@ class Request:
 
 
 def upcoming(numbers: "itertools.count[int]") -> int:
-    """The number that comes next; asking takes none. (A counter of our own would need a lock, which an interrupt might
+    """Returns the next number without taking it. (A counter of our own would need a lock, which an interrupt might
     leave closed.)"""
     return int(repr(numbers).removeprefix("count(").removesuffix(")"))
 
 
 def handed_out(news: dict[Request, None]) -> Iterator[tuple[Request, int | None]]:
-    """The tokens of requests that have not been handed out yet, and None behind those of a request that has ended."""
+    """Yields the tokens of requests not handed out yet, and None after those of a request that has ended."""
     for request in list(news):
         while request.has_news:
             while request.given < len(request.tokens):
@@ -202,12 +202,12 @@ def handed_out(news: dict[Request, None]) -> Iterator[tuple[Request, int | None]
 
 
 def raise_refusal(news: Iterable[Request]) -> None:
-    """Raises OutOfBlocks for a request for which there is no room, once for each."""
+    """Raises OutOfBlocks once for each request that has no room."""
     for request in news:
         if request.refusal is not None and not request.is_refusal_raised:
             request.is_refusal_raised = True
             error = OutOfBlocks(request.refusal)
-            error.request = request  # who it is of
+            error.request = request  # the request that failed
             try:
                 raise error
             finally:
@@ -215,7 +215,7 @@ def raise_refusal(news: Iterable[Request]) -> None:
 
 
 def read_prompt(prompt: Any) -> list[int] | str:
-    """The prompt's tokens, or why there are none."""
+    """Returns the prompt's tokens, or why it has none."""
     try:
         tokens = np.asarray(prompt)
     except (ValueError, OverflowError):  # of unequal lists, or numbers beyond any integer type
@@ -230,7 +230,7 @@ def read_prompt(prompt: Any) -> list[int] | str:
 def problem_of(
     prompt: Any, max_new_tokens: Any, config: CacheConfig, vocab_size: int | None, holdings: Holdings
 ) -> str | None:  # fmt: skip
-    """Why a prompt cannot be continued in a cache of this config, or None."""
+    """Returns why a prompt cannot be continued in a cache of this config, or None."""
     tokens = read_prompt(prompt)
     if isinstance(tokens, str):
         return tokens
@@ -259,7 +259,7 @@ def read_model_eos(config: Any) -> tuple[int, ...]:
 
 
 def read_eos(eos: Any, own: Collection[int] = ()) -> frozenset[int]:
-    """The tokens at which a request ends; with None the model's `own`. Raises ValueError."""
+    """Returns the stop tokens of a request; with None the model's `own`. Raises ValueError."""
     if eos is None:
         return frozenset(own)
     if isinstance(eos, str | bytes):
@@ -275,21 +275,21 @@ def read_keep_prefix(keep_prefix: Any) -> KeepPrefix:
 
 
 def read_salt(salt: Any) -> str | bytes | None:
-    """Raises ValueError."""
+    """Returns a valid salt. Raises ValueError."""
     if not isinstance(salt, str | bytes | None):
         raise ValueError(f"salt must be a str, bytes or None, not {shown(salt)}.")
     return salt
 
 
 def read_stop(stop: Any) -> Stop | None:
-    """What ended a request, as it was saved: once that was True or False. Raises ValueError."""
+    """Returns what ended a saved request; older files say True or False. Raises ValueError."""
     if stop in STOPS or stop is None:
         return stop
     return "eos" if flag("stopped", stop) else None
 
 
 def read_limits(max_new_tokens: Any, count: int) -> list[int]:
-    """The most new tokens of each of `count` prompts, from one number or one for each. Raises ValueError."""
+    """Returns the limits of `count` prompts, from one number or one for each. Raises ValueError."""
     is_one = not isinstance(max_new_tokens, Sequence) and not getattr(max_new_tokens, "ndim", 0)
     limits = [max_new_tokens] * count if is_one or isinstance(max_new_tokens, str | bytes) else list(max_new_tokens)
     if len(limits) != count:

@@ -1,4 +1,4 @@
-"""From logits to the next token, row by row, the same whatever else is in the batch."""
+"""Sampling: from logits to each row's next token, independent of the rest of the batch."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -9,9 +9,9 @@ import numpy as np
 
 from jaxkv._core.config.validation import integer, listed, real, shown
 
-# What a step's rows ask for at the most: no random numbers, random numbers, or a sort of all logits besides.
+# What the rows of a step need at most: no random numbers, random numbers, or also a sort of all logits.
 Kind = Literal["greedy", "sampled", "filtered"]
-NO_TOKEN = -2  # the choice among logits of which none is a number above -inf, or any is NaN
+NO_TOKEN = -2  # chosen where no logit is above -inf, or any is NaN
 FIELDS = 7  # of `Sampling`
 KINDS: tuple[Kind, ...] = ("greedy", "sampled", "filtered")
 
@@ -31,7 +31,7 @@ class Choice:
     def read(
         cls, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, draws: Any = None
     ) -> "Choice":  # fmt: skip
-        """What a caller asks for. Raises ValueError."""
+        """Makes the choice that a caller asks for. Raises ValueError."""
         temperature = real("temperature", temperature, least=0, most=float(np.finfo(np.float32).max))
         top_k, top_p = integer("top_k", top_k, least=0), real("top_p", top_p, most=1)
         if top_p <= 0:
@@ -42,13 +42,13 @@ class Choice:
 
     @property
     def kind(self) -> Kind:
-        """What a step needs that chooses so."""
+        """The kind of step that this choice needs."""
         if self.temperature == 0:
             return "greedy"
         return "sampled" if (self.top_k, self.top_p, self.min_p) == (0, 1, 0) else "filtered"
 
     def column(self, number: int) -> np.ndarray:
-        """`i32[FIELDS]`, one column of what `Sampling.unpack` takes: floats and the seed are there by their bits."""
+        """Returns `i32[FIELDS]`, one column for `Sampling.unpack`: floats and the seed as their bits."""
         temperature, top_p, min_p = np.array([self.temperature, self.top_p, self.min_p], np.float32).view(np.int32)
         draws = number if self.draws is None else self.draws
         seed = np.uint32(self.seed).view(np.int32)
@@ -56,12 +56,12 @@ class Choice:
 
 
 def read_seed(seed: Any) -> int:
-    """A seed that fits into 32 bits. Raises ValueError."""
+    """Returns a seed that fits into 32 bits. Raises ValueError."""
     return integer("seed", seed, least=-(2**31), most=2**32 - 1) % 2**32
 
 
 def read_kinds(kinds: Any) -> tuple[Kind, ...]:
-    """Each of some kinds once. Raises ValueError."""
+    """Returns each of the kinds once. Raises ValueError."""
     kinds = listed("kinds", kinds)
     for kind in kinds:
         if kind not in KINDS:
@@ -70,7 +70,7 @@ def read_kinds(kinds: Any) -> tuple[Kind, ...]:
 
 
 class Sampling(NamedTuple):
-    """How to choose each row's token: arrays, so that another temperature is not another compile."""
+    """The sampling parameters of each row, as arrays: another temperature needs no other compile."""
 
     numbers: jax.Array  # i32[S]: of the rows' requests
     draws: jax.Array  # i32[S]
@@ -82,7 +82,7 @@ class Sampling(NamedTuple):
 
     @classmethod
     def unpack(cls, columns: jax.Array) -> "Sampling":
-        """From `i32[FIELDS, S]`, the rows' `Choice.column` side by side."""
+        """Unpacks `i32[FIELDS, S]`, the rows' `Choice.column` side by side."""
         numbers, draws, seeds, temperature, top_k, top_p, min_p = columns
 
         def as_float(bits: jax.Array) -> jax.Array:
@@ -93,11 +93,11 @@ class Sampling(NamedTuple):
 
 
 def choose(kind: Kind, logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
-    """The next token of each row, `f32[S, V]` to `i32[S]`: the likeliest where the temperature is 0, else a draw.
+    """Chooses the next token of each row, `f32[S, V]` to `i32[S]`: the likeliest at temperature 0, else a draw.
 
-    The draw depends on the request's seed, the number of its draws and the token's position alone, so a request gets
-    the same tokens in any row, beside any others, and again after it was set back. `kind` says what no row of the step
-    needs; it changes no token. NO_TOKEN where logits leave no choice.
+    The draw depends only on the request's seed, the number of its draws and the token's position. So a request gets the
+    same tokens in any row, beside any others, and again after preemption. `kind` says what no row of the step needs; it
+    changes no token. Returns NO_TOKEN where logits leave no choice.
     """
     is_possible = jnp.max(logits, axis=-1) > -jnp.inf  # a NaN is the largest, and not above
     likeliest = jnp.where(is_possible, jnp.argmax(logits, axis=-1).astype(jnp.int32), NO_TOKEN)
@@ -117,9 +117,9 @@ def choose(kind: Kind, logits: jax.Array, sampling: Sampling, positions: jax.Arr
 
 
 def _kept(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """`bool[V]`: the tokens that are not filtered out, always the likeliest among them.
+    """Returns `bool[V]`: the tokens that pass the filters, always including the likeliest.
 
-    Each filter has the distribution that the one before has left, as in transformers, SGLang, FlashInfer and llama.cpp:
+    Each filter works on the distribution that the previous one left, as in transformers, SGLang, FlashInfer, llama.cpp:
     `top_p` is a share of the probability of the `top_k`.
     """
     ordered, tokens = jax.lax.top_k(logits, logits.shape[-1])
@@ -136,7 +136,7 @@ def _kept(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Arra
 
 
 def likeliest(logits: jax.Array, chosen: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities `f32[S, 1 + count]` of the chosen token and of the likeliest, and these tokens, `i32`."""
+    """Returns log-probabilities `f32[S, 1 + count]` of the chosen and the likeliest tokens, and these, `i32`."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     top, tokens = jax.lax.top_k(logprobs, min(count, logprobs.shape[-1]))
     tokens = jnp.concatenate([chosen[:, None], tokens.astype(jnp.int32)], axis=1)
