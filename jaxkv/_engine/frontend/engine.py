@@ -1,4 +1,4 @@
-"""An engine: requests come and go, their prompts are continued together, and no step waits for the one before."""
+"""The engine: continuous batching of requests, with asynchronous steps that do not wait for the one before."""
 
 import functools
 import itertools
@@ -41,55 +41,55 @@ from jaxkv._tiers.prefix_cache.data_parallel import as_one
 
 
 class Engine(Closable, Resumable):
-    """A model and its cache, ready to continue prompts. It keeps its cache between calls.
+    """A model and its cache, ready to continue prompts. The cache persists between calls.
 
-    `submit` takes a request at any time, from any thread; `step` or `run` computes. Everything else is one thread's at
-    a time. The next step is sent to the device before the tokens of the last one are read, so tokens come one call of
-    `step` late. Whatever interrupts a call, Ctrl-C too: the engine goes on at the next one, and no request is lost. If
-    it was JAX's own work on the cache that was interrupted, the next call may say so with a `CacheError`; then `reset`
-    goes on from the tokens that requests have.
+    `submit` adds a request at any time, from any thread; `step` or `run` computes. All other methods are for one thread
+    at a time. The next step is sent to the device before the tokens of the last one are read, so tokens come one call
+    of `step` late. After any interrupt, Ctrl-C too, the engine goes on at the next call, and no request is lost. If JAX
+    was interrupted while it worked on the cache, the next call may raise a `CacheError`; then `reset` goes on from the
+    tokens that requests have.
 
     Args:
-      model: as for `generate`. Its parameters are taken as they are now, and the cache lies on the mesh that they do.
-        Rows, blocks and bytes below are divided over its axis "data": each device has a cache of its own, takes its own
-        steps, and keeps requests that are placed there, where most of them is known, or else most room is. In each of
-        several processes an engine has its own devices of that axis, and sizes are of these.
+      model: as for `generate`. Its parameters are read now, and the cache is placed on the parameters' mesh. Rows,
+        blocks and bytes below are divided over the mesh axis "data". Each of its devices has its own cache, takes its
+        own steps and keeps the requests placed there: where most of their prefix is cached, else where most room is. In
+        each of several processes an engine has its own devices of that axis, and sizes are of these.
       max_seqs: rows of the cache: sequences computed at the same time.
-      max_seq_len: the most tokens of one sequence, prompt and output; default: `longest`, rounded up to a power of 2.
-      longest: tokens of the longest sequence to come, if `max_seq_len` is not given.
-      step_tokens: the most tokens of one step. Longer prompts are computed in chunks beside decoding rows.
-      long_prefill_tokens: the tokens of a step that prompts get in their order while much shorter ones wait, which get
-        the rest; default: half of what decoding rows leave. With `step_tokens` all of it goes by their order.
-      steps_per_dispatch: decode so many steps in one call of the device when nothing is waiting that could begin. What
-        is submitted meanwhile waits for them.
-      seed: of the random draws.
+      max_seq_len: the limit of tokens of a sequence, prompt and output; default: `longest`, rounded up to a power of 2.
+      longest: tokens of the longest expected sequence, if `max_seq_len` is not given.
+      step_tokens: the limit of tokens of a step. Longer prompts are computed in chunks beside decoding rows.
+      long_prefill_tokens: tokens of a step for prompts in their order while much shorter prompts wait, which get the
+        rest; default: half of what decoding rows leave. With `step_tokens` all prompts are served in order.
+      steps_per_dispatch: decode steps in one call of the device while no waiting request could begin. Requests
+        submitted meanwhile wait for them.
+      seed: the seed of the random draws.
       logits_hook: `f(logits f32[S, V], rows) -> logits`, part of the compiled step, before temperature and filters.
-        `rows` has `tokens` i32[S, max_seq_len], each row's so far with a number behind them that is no token,
-        `lengths` and `prompt_lengths` i32[S], `numbers` i32[S] of the requests, and `hook_args`, what `submit` was
-        given for them; `jaxkv.hooks` has what hooks are made of. Rows that no token is due for are of no account. Where
-        it leaves no token a logit above -inf, the request ends with an `error`.
-      prefix_cache: keep the blocks of what was computed, and share them with prompts that begin alike, in XLA read once
-        where that pays; `stats` says how much was saved. See `PrefixCache`. What it must give up on the device goes to
-        `spill_bytes` of host memory, and from there to `disk_bytes` in the folder `disk`, for the next process too:
-        `engine.prefix.flush(engine.cache)` writes the rest. Files go by a checksum of the model's parameters.
-      swap: what happens to a sequence that is set back because blocks ran out: it is swapped to host memory ("always"),
-        computed again ("never"), or what is estimated to be faster ("auto").
+        `rows` has `tokens` i32[S, max_seq_len], each row's tokens so far and then a number that is no token, `lengths`
+        and `prompt_lengths` i32[S], `numbers` i32[S] of the requests, and their `hook_args` from `submit`;
+        `jaxkv.hooks` has building blocks. The logits of rows that get no token are ignored. If a row has no logit above
+        -inf left, its request ends with an `error`.
+      prefix_cache: keep computed blocks and share them with prompts of the same prefix; XLA reads them once where that
+        pays. `stats` reports the savings. See `PrefixCache`. Blocks evicted from the device go to `spill_bytes` of host
+        memory, and from there to `disk_bytes` in the folder `disk`, for the next process too:
+        `engine.prefix.flush(engine.cache)` writes the rest. Files are keyed by a checksum of the model's parameters.
+      swap: how to preempt a sequence when blocks run out: swap it to host memory ("always"), compute it again
+        ("never"), or whichever is estimated to be faster ("auto").
       host_bandwidth: bytes/s to and from host memory, for that estimate.
-      draft: who guesses tokens, of which one step confirms several: a model with the same vocabulary, which has a cache
-        of its own, or "ngram", for what followed the same tokens before. The same tokens come out, but for rounding.
-      draft_tokens, draft_branches: the most guesses of a row in a step, and from how many earlier places "ngram" takes
-        them: a tree, of which one path counts (32 and 8 do well). `stats()["acceptance"]`: how many were right.
-      evict: an `Eviction`: what rows keep after their prompt, or every so many tokens. What they give up is room for
-        others, which share nothing with them then: samples compute their prompt each for itself. It does not go with
-        `prefix_cache` or `draft`, and rows whose last queries are still wanted are not swapped.
-      prefill: the same model on other devices, which computes prompts there, in a cache of its own of the same size.
-        Their rows are sent to this cache when there is room, so that no prompt delays a decoding row.
-      cache_dtype: what keys and values are stored in, quantised kinds among it; default: the model's dtype.
+      draft: the drafter for speculative decoding: a model with the same vocabulary, which has its own cache, or
+        "ngram", for tokens that followed the same ones before. The output is the same, up to rounding.
+      draft_tokens, draft_branches: the limit of draft tokens of a row in a step, and the branches of the tree that
+        "ngram" drafts, one path of which is accepted (32 and 8 do well). See `stats()["acceptance"]`.
+      evict: an `Eviction`: which tokens rows keep after their prompt, or periodically. Evicted blocks are free for
+        other rows. Rows then share nothing: each sample computes its prompt. Not with `prefix_cache` or `draft`. Rows
+        whose last queries are still needed are not swapped.
+      prefill: the same model on other devices, which computes prompts in its own cache of the same size. Rows are sent
+        to this cache when there is room, so that no prompt delays a decoding row.
+      cache_dtype: the dtype of stored keys and values, or a quantised format; default: the model's dtype.
       **fields: `num_blocks`, `memory_bytes`, `block_size` and other fields of `CacheConfig.from_model`.
 
     Attributes:
       prefix: its `PrefixCache`, or those of all devices that rows are divided over, or None.
-      config: of its cache.
+      config: the config of its cache.
 
     >>> import jaxkv
     >>> engine = jaxkv.Engine(jaxkv.models.small(), max_seqs=2, max_seq_len=64)
@@ -147,19 +147,19 @@ class Engine(Closable, Resumable):
         self._residents, self._pipeline, self._prefill = first.residents, first.pipeline, first.prefill
         self._turn = Turn()
         self._numbers = itertools.count()
-        self._news: dict[Request, None] = {}  # who may have tokens that `step` and `run` have not handed out
+        self._news: dict[Request, None] = {}  # requests that may have tokens not handed out by `step` and `run`
 
     # What there is.
 
     @property
     def cache(self) -> Any:
-        """The cache as it is now, a `RowShards` if rows are divided; rows are empty when no request is under way."""
+        """The current cache, a `RowShards` if rows are divided; rows are empty when no request is running."""
         with self._at_work(is_brief=True):
             return self._loop.cache
 
     @property
     def steps(self) -> int:
-        """Steps computed so far, those of prefill apart not counted; where rows are divided, of all devices."""
+        """Steps computed so far on all devices, those of disaggregated prefill not counted."""
         return figures.steps(self._loops)
 
     @property
@@ -169,29 +169,29 @@ class Engine(Closable, Resumable):
 
     @property
     def set_back(self) -> int:
-        """How often a sequence was set back because blocks ran out."""
+        """Preemptions so far, because blocks ran out."""
         return figures.set_back(self._loops)
 
     @property
     def blocks_peak(self) -> int:
-        """The most blocks that were in use at once; where rows are divided, on each device."""
+        """The peak number of blocks in use; where rows are divided, of each device."""
         with self._at_work(is_brief=True):
             return figures.blocks_peak(self._loops)
 
     def stats(self) -> dict[str, Any]:
-        """What has been computed so far, as plain numbers; with a prefix cache, also what it saved."""
+        """Returns counters of the work so far as plain numbers; with a prefix cache, also its savings."""
         with self._at_work(is_brief=True):
             return figures.all_of_them(self._loops) | (self.prefix.stats() if self.prefix else {})
 
     def problem(self, prompt: Sequence[int], max_new_tokens: int) -> str | None:
-        """Why a prompt cannot be continued, or None."""
+        """Returns why a prompt cannot be continued, or None."""
         self._turn.refuse_closed()
         own = self._residents
         return problem_of(prompt, max_new_tokens, own.config, self.vocab_size, own.holdings)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is left to do: `run` would end at once, and `step` return nothing."""
+        """Tells whether no work is left: `run` would end at once, and `step` return nothing."""
         return not (self._loop.is_busy or self._news)
 
     # Requests.
@@ -202,26 +202,26 @@ class Engine(Closable, Resumable):
         salt: str | bytes | None = None, n: int = 1, logprobs: int = 0, seed: int | None = None, priority: int = 0,
         hook_args: Any = None, keep_prefix: KeepPrefix = True,
     ) -> Request:  # fmt: skip
-        """Ask for a prompt to be continued; `step` and `run` do it. May be called from any thread, and while they run.
+        """Adds a request to continue a prompt, for `step` and `run`. May be called from any thread, and meanwhile.
 
         Args:
           max_new_tokens, temperature, top_k, top_p, min_p, eos: as for `generate`.
-          salt: with a prefix cache, share blocks only with requests of the same one, for example a tenant's name.
-          n: so many samples, which share the prompt's blocks; see `Request.samples`.
-          logprobs: keep the log-probabilities of so many likeliest tokens and of the chosen one, from the model's own
-            logits, before temperature and hook.
-          seed: of its random draws, so that it gets the same tokens whatever was asked for before: those that
-            `generate` gives one prompt with this seed. Default: the engine's, and the request's number.
-          priority: a lower number is served earlier, as in vLLM; of equal ones, who came first. When blocks run out,
-            those that are served last are set back.
+          salt: with a prefix cache, share blocks only with requests of the same salt, for example a tenant's name.
+          n: the number of samples, which share the prompt's blocks; see `Request.samples`.
+          logprobs: keep the log-probabilities of this number of likeliest tokens and of the chosen one, from the
+            model's own logits, before temperature and hook.
+          seed: the seed of its random draws, which makes its tokens independent of earlier requests: those that
+            `generate` gives one prompt with this seed. Default: the engine's seed and the request's number.
+          priority: a lower number is served earlier, as in vLLM; equal ones in order of arrival. When blocks run out,
+            the requests that are served last are preempted.
           hook_args: numbers for the `logits_hook`, in `rows.hook_args` for each row: a pytree of numbers and small
-            arrays, with the same fields and shapes in every request. Zeros stand for who gives none.
-          keep_prefix: with a prefix cache, what it keeps of the request for others to find. True: all that was
-            computed. "prompt": blocks of the prompt alone, say where outputs are never continued. False: nothing, and
-            meanwhile nobody shares with it. It may find what others have left in any case.
+            arrays, with the same fields and shapes in every request. Requests without them get zeros.
+          keep_prefix: with a prefix cache, the blocks of the request that it keeps for others. True: all blocks.
+            "prompt": blocks of the prompt alone, say where outputs are never continued. False: none, and no request
+            shares with it meanwhile. In any case it may use blocks of others.
 
         Raises:
-          ValueError: an argument that cannot be honoured; nothing has changed then.
+          ValueError: an invalid argument; nothing has changed then.
         """
         if why := self.problem(prompt, max_new_tokens):
             raise ValueError(f"The prompt cannot be continued: {why}.")
@@ -242,27 +242,27 @@ class Engine(Closable, Resumable):
             for choice in choices
         ])  # fmt: skip
         self._loop.submitted.append(request)
-        self._turn.refuse_closed()  # by another thread, meanwhile
+        self._turn.refuse_closed()  # another thread may have closed it meanwhile
         return request
 
     def cancel(self, request: Request) -> None:
-        """Take a request back: no more tokens come, and its row is free again. Does nothing if it is done.
+        """Cancels a request: no more tokens come, and its row is freed. Does nothing if it is done.
 
-        May be called from any thread; the row is free when the thread that runs the engine comes to it.
+        May be called from any thread; the thread that runs the engine frees the row at its next step.
         """
         if not isinstance(request, Request):
             raise ValueError(f"request must be what submit returned, not {shown(request)}.")
-        request.cancel()  # the engine that it was submitted to takes it back
+        request.cancel()  # goes to the engine that it was submitted to
 
     def step(self) -> list[tuple[Request, int | None]]:
-        """Send the next step to the device, and read the one before: its `(request, token)` pairs.
+        """Sends the next step to the device, and returns the `(request, token)` pairs of the step before.
 
-        Each request's last pair is `(request, None)`: it has ended, by whatever `request.ended` says.
+        Each request's last pair is `(request, None)`: it has ended, for the reason in `request.ended`.
 
         Raises:
           OutOfBlocks: a request, the error's `request`, cannot begin, because pinned blocks of the prefix cache leave
-            no room. It has ended with an `error` and is named once; the others go on at the next call.
-          RuntimeError: another thread is at work. CacheError: the cache was lost; see `reset`.
+            no room. It has ended with an `error` and is raised once; the others go on at the next call.
+          RuntimeError: another thread is using the engine. CacheError: the cache was lost; see `reset`.
         """
         with self._at_work():
             if self._loop.is_busy:
@@ -271,11 +271,11 @@ class Engine(Closable, Resumable):
             return list(handed_out(self._news))
 
     def run(self) -> Iterator[tuple[Request, int | None]]:
-        """Yield `(request, token)` as tokens come, until no request is left, those submitted meanwhile included.
+        """Yields `(request, token)` as tokens come, until no request is left, including those submitted meanwhile.
 
         Each request's last pair is `(request, None)`: it has ended, by a stop token, `cancel`, an error or its limit.
-        A request that cannot begin ends with an `error`, which is not raised here. Leaving it early leaves the requests
-        as they are: a later `run` or `step` goes on with them.
+        A request that cannot begin ends with an `error`, which is not raised here. Closing the iterator early keeps all
+        requests: a later `run` or `step` goes on with them.
         """
         with self._in_turn():
             self._turn.refuse_closed()
@@ -287,18 +287,18 @@ class Engine(Closable, Resumable):
                 yield from handed_out(self._news)
 
     def reset(self) -> None:
-        """Begin anew with an empty cache and prefix cache. Requests that are not done go on from what they have."""
+        """Empties the cache and the prefix cache. Requests that are not done go on from their tokens."""
         with self._at_work():
             self._loop.reset()
 
     def warmup(self, *, kinds: Iterable[Kind] = KINDS, logprobs: Iterable[int] = (0,), progress: bool = True) -> None:
-        """Compile what steps and a prefix cache need, so that requests wait for nothing but what swaps and spills need.
+        """Compiles programs of steps and the prefix cache in advance; only those of swaps and spills come later.
 
         Args:
-          kinds: of requests to come: "greedy" (temperature 0), "sampled" (above), "filtered" (with top_k, top_p or
+          kinds: of expected requests: "greedy" (temperature 0), "sampled" (above), "filtered" (with top_k, top_p or
             min_p).
-          logprobs: numbers of log-probabilities that they want; one program serves up to the next power of 2.
-          progress: show a progress bar, if tqdm is there.
+          logprobs: their values of `logprobs`; one program serves up to the next power of 2.
+          progress: show a progress bar, if tqdm is installed.
         """
         counts = tuple(n and 1 << (n - 1).bit_length() for n in map(self._read_logprobs, listed("logprobs", logprobs)))
         wanted = read_kinds(kinds)
@@ -310,14 +310,14 @@ class Engine(Closable, Resumable):
         eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
         seed: int | None = None, salt: str | bytes | None = None, n: int = 1,
     ) -> Iterator[tuple[int, int]]:  # fmt: skip
-        """Yield `(prompt number, token)` as tokens come; `(i * n + j, token)` of sample j of prompt i, if n is not 1.
+        """Yields `(prompt number, token)` as tokens come; `(i * n + j, token)` for sample j of prompt i, if n is not 1.
 
-        Arguments are those of `generate`, and all of them are checked before this returns. Leaving it early frees its
+        Arguments are those of `generate`; all are checked before this returns. Closing the iterator early frees its
         rows. With a prefix cache, prompts share blocks only with those of the same `salt`, for example a tenant's name.
 
         Raises:
-          ValueError: an argument or a prompt that cannot be honoured.
-          FloatingPointError: logits that leave no choice, NaN or all -inf; tokens that came before have been yielded.
+          ValueError: an invalid argument or prompt.
+          FloatingPointError: logits that are NaN or all -inf; earlier tokens have been yielded.
           OutOfBlocks: a prompt cannot begin, because pinned blocks of the prefix cache leave no room.
         """
         n = integer("n", n, least=1, most=2**16)
@@ -342,12 +342,12 @@ class Engine(Closable, Resumable):
         self, prompt: Sequence[int], output: Sequence[int], *, index: int = 0, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int | None = None, hook_args: Any = None,
     ) -> list[int]:  # fmt: skip
-        """The tokens that the model chooses after `prompt` and after each token of `output`, without any cache.
+        """Computes without any cache the tokens that the model chooses after `prompt` and each token of `output`.
 
         They equal `output` if `stream` yielded that for prompt number `index` with the same arguments, or its request.
 
         Raises:
-          ValueError: what is no list of tokens; an engine with `evict=`, whose rows see what a cache has kept.
+          ValueError: not a list of tokens; an engine with `evict=`, whose rows see only the tokens kept in its cache.
         """
         if (eviction := self._residents.eviction) is not None:
             kept = f"what {eviction.name} has kept in one"

@@ -269,7 +269,7 @@ def read_eos(eos: Any, own: Collection[int] = ()) -> frozenset[int]:
 
 
 def read_keep_prefix(keep_prefix: Any) -> KeepPrefix:
-    """Raises ValueError."""
+    """Returns a valid `keep_prefix`. Raises ValueError."""
     is_prompt = isinstance(keep_prefix, str) and keep_prefix == "prompt"
     return "prompt" if is_prompt else flag("keep_prefix", keep_prefix, or_else="prompt")
 

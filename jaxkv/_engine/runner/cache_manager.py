@@ -1,4 +1,4 @@
-"""Sequences in the rows of a cache: how they get in, what is kept of them, and where they go when room runs out."""
+"""The cache manager: gives sequences rows and blocks of a cache, and preempts them when blocks run out."""
 
 import collections
 import contextlib
@@ -33,9 +33,9 @@ Room = list[list[int]]  # `room_of` a cache
 
 
 class Residents:
-    """The cache of an engine, and the sequences that live in its rows.
+    """The cache of an engine, and the sequences in its rows.
 
-    A sequence that is set back is either swapped out to host memory or forgotten and computed again, whichever is
+    A preempted sequence is either swapped out to host memory or dropped and computed again, whichever is
     estimated to be faster: moving its bytes there and back at `host_bandwidth` bytes/s, or computing its tokens at the
     rate of the fastest step so far. With a prefix cache that may keep its blocks it is forgotten, but for what that
     still has of it later.
@@ -49,7 +49,7 @@ class Residents:
         eviction: Eviction | None = None,
     ):  # fmt: skip
         self.config, self.prefix, self.swap, self.host_bandwidth = config, prefix, swap, host_bandwidth
-        self.mesh, self.place = model_mesh(model), place_of(model)  # where the cache is to lie
+        self.mesh, self.place = model_mesh(model), place_of(model)  # the placement of the cache
         if self.mesh is not None and len(processes_of(self.mesh)) > 1:
             raise ValueError(
                 "An Engine serves from one process, but its model lies on the devices of several: give it a mesh of "
@@ -57,7 +57,7 @@ class Residents:
             )
         self.block_size, self.eviction = config.block_size, eviction
         self._landed: collections.deque[tuple[list[jax.Array], list[jax.Array]]] = collections.deque()
-        self._cache: Cache | None = None  # of `_leaves`, when it was asked for
+        self._cache: Cache | None = None  # made of `_leaves` on demand
         self.cache = self._new_cache()
         parts = (t.parts for t in self.cache.tables)
         self.holdings = Holdings(config) if eviction is None else ThinnedHoldings(config, eviction, parts)
@@ -76,19 +76,19 @@ class Residents:
         return cache if self.mesh is not None else jax.device_put(cache, self.place)
 
     def _empty(self, to_free: list[int]) -> None:
-        """No sequence lives here. Rows that the device still has to free are named."""
+        """Resets to no sequences; `to_free` are rows that the device still has to free."""
         self._free_rows = list(range(self.config.max_seqs - 1, -1, -1))  # the lowest on top
-        self._living: set[Sequence] = set()  # who has a row
+        self._living: set[Sequence] = set()  # sequences with a row
         self._to_free = to_free
-        self._room: Room | None = None  # `room_of` the cache when it was measured; None: not known
-        self.taken = self._taken_then = 0  # blocks taken until now, and until the room was measured
-        self.clock = self._measured_at = self._given_back_at = 0  # counts what changes the room
+        self._room: Room | None = None  # the last measured `room_of` the cache; None: unknown
+        self.taken = self._taken_then = 0  # blocks taken so far, and when the room was measured
+        self.clock = self._measured_at = self._given_back_at = 0  # counts changes of the room
 
     # The device.
 
     @property
     def cache(self) -> Cache:
-        """The cache as it is now."""
+        """The current cache."""
         self._take_landed()
         if self._cache is None:
             self._cache = jax.tree.unflatten(self._structure, self._leaves)
@@ -99,7 +99,7 @@ class Residents:
         self._cache, self._leaves = cache, jax.tree.leaves(cache)
 
     def call(self, program: Any, *arguments: Any, **options: Any) -> list[jax.Array]:
-        """What a `cache_program` returns that is given the cache to use up.
+        """Runs a `cache_program` with the cache donated, and returns its other results.
 
         An interrupt finds either cache whole: `map` and `extend` run to their end before Python can raise it.
         """
@@ -117,45 +117,45 @@ class Residents:
             self._landed.clear()
 
     def flush(self) -> Any:
-        """Have the device free the rows that were given up; `room_of` the cache, on the device."""
+        """Frees the retired rows on the device; returns `room_of` the cache, on the device."""
         mask = np.isin(np.arange(self.config.max_seqs), self._to_free)
         (room,) = self.call(self._settle, mask)
         self._to_free = []
         return room
 
     def free_rows(self, are_wanted: bool) -> None:
-        """Have the device free the rows that were given up if others want them, or have got them: a first call that
-        needs no row twice does not compile it."""
-        are_wanted |= self.eviction is not None  # of a thinned row `available` counts the blocks already
+        """Frees the retired rows on the device if other sequences want or have them. So a first call that reuses no row
+        does not compile the program."""
+        are_wanted |= self.eviction is not None  # with eviction, `available` counts their blocks already
         if self._to_free and (are_wanted or not set(self._to_free) <= set(self._free_rows)):
             self.flush()
 
     def settle(self) -> None:
-        """Have `available` say exactly how many. Waits for the device."""
+        """Makes `available` exact. Waits for the device."""
         if self._to_free or self._room is None or self._measured_at < self.clock:
             room = np.asarray(self.flush()).tolist()
             self.measured(room, self.taken, self.clock)
 
     def warm(self) -> list[Any]:
-        """What to call, one after another, to compile what is needed between steps."""
+        """Returns functions that compile the programs between steps when called in order."""
         rows = np.array([[0], [self.config.max_seqs]], np.int32)  # no such row: ignored
         calls = [self.flush, lambda: self.call(self._fork, *rows)]
         return calls if self.prefix is None else [*calls, lambda: warm(self.cache)]
 
     def measured(self, room: Room, taken: int, clock: int) -> None:
-        """Note what room there was, so many blocks and changes ago."""
+        """Records the room as of earlier values of `taken` and `clock`."""
         self._room, self._taken_then, self._measured_at = room, taken, clock
 
     def computed(self, room: Room, taken: int, clock: int, seconds_per_token: float | None) -> None:
-        """Note that a step was computed, the room it left, and what it took, unless it was compiled meanwhile."""
-        # With a prefix cache, what falls out of windows is first offered to it: there is more room than that.
+        """Records a computed step: the room it left, and its speed unless it was compiled meanwhile."""
+        # With a prefix cache, blocks that leave windows are first offered to it: there is more room than that.
         leaves = self.prefix is not None and self.config.has_windows
         self.measured(room, taken, clock - leaves)
         if seconds_per_token is not None:
             self.seconds_per_token = min(seconds_per_token, self.seconds_per_token or seconds_per_token)
 
     def recover(self) -> None:
-        """After an interrupt: every row is empty, whatever was under way. Raises CacheError if the cache is lost."""
+        """Empties all rows after an interrupt, in-flight steps too. Raises CacheError if the cache is lost."""
         self._take_landed()
         self._give_up_failed()
         if self.is_lost and self.prefix is not None:
@@ -169,7 +169,7 @@ class Residents:
         self._empty(list(range(self.config.max_seqs)))
 
     def reset(self) -> None:
-        """An empty cache, and an empty prefix cache."""
+        """Resets to an empty cache and an empty prefix cache."""
         self._take_landed()
         self._give_up_failed()
         if self.is_lost:
@@ -179,7 +179,7 @@ class Residents:
         self._empty(list(range(self.config.max_seqs)))
 
     def close(self) -> None:
-        """Give back the memory of the cache, and what a prefix cache has on the host."""
+        """Frees the memory of the cache, and the host memory of a prefix cache."""
         self._take_landed()
         delete(self._leaves)
         self._cache, self._leaves = None, []
@@ -188,24 +188,24 @@ class Residents:
         self._empty([])
 
     def _give_up_failed(self) -> None:
-        """Delete a cache of which a program failed on the device: that shows where it is waited for alone."""
+        """Deletes a cache whose program failed on the device: only waiting for the cache shows that."""
         leaves = [x for x in self._leaves if not x.is_deleted()]
         try:
             jax.block_until_ready(leaves)
-        except Exception:  # whatever the program raised, a hook's own error too
+        except Exception:  # any error of the program, a hook's own too
             for x in leaves:
                 x.delete()
 
     @property
     def is_lost(self) -> bool:
-        """Whether the cache was used up by a program that did not come to its end."""
+        """Tells whether the cache was donated to a program that did not finish."""
         return any(x.is_deleted() for x in self._leaves)
 
     # Room.
 
     @property
     def available(self) -> list[int]:
-        """For each group of layers, blocks that are free or that the prefix cache can spare: at least so many."""
+        """Returns a lower bound, for each group of layers, on blocks free or evictable from the prefix cache."""
         if self.config.contiguous:  # every row has its block already
             return list(self.config.group_blocks)
         if isinstance(self.holdings, ThinnedHoldings):  # nothing is shared, so the host knows
@@ -222,13 +222,13 @@ class Residents:
 
     @property
     def may_have_more(self) -> bool:
-        """Whether something was given back that `available` does not count yet."""
+        """Tells whether blocks were freed that `available` does not count yet."""
         if self.eviction is not None:
             return False
         return bool(self._free_rows) and self._given_back_at > self._measured_at
 
     def make_room(self, num_blocks: list[int]) -> None:
-        """Have so many free blocks in each group, at the cost of the prefix cache, and count them as taken."""
+        """Makes this number of blocks free in each group, evicting from the prefix cache, and counts them as taken."""
         if self.prefix is not None and any(num_blocks) and not self._are_free(num_blocks):
             self.settle()
             if not self._are_free(num_blocks):
@@ -238,7 +238,7 @@ class Residents:
         self.taken += max(num_blocks, default=0)
 
     def _are_free(self, num_blocks: list[int]) -> bool:
-        """Whether so many blocks are free for certain, in each group."""
+        """Tells whether this number of blocks is certainly free in each group."""
         if self._room is None:
             self.settle()
         assert self._room is not None
@@ -246,19 +246,19 @@ class Residents:
         return all(n + since <= free_ for n, (free_, _) in zip(num_blocks, self._room, strict=True))
 
     def is_coming(self, running: list[Sequence], sequence: Sequence) -> bool:
-        """Whether a running sequence, served as early, is about to compute what a waiting one can share with it."""
+        """Tells whether a running sequence, served as early, is about to compute blocks to share with this one."""
         if sequence.host is not None:
             return False
         prompts = [s for s in running if s.pending > 1 and s.priority <= sequence.priority]
         return any(other.cached < common * self.block_size for other, common in self._common(prompts, sequence))
 
     def has_room(self, running: list[Sequence], sequence: Sequence, source: Sequence | None = None) -> bool:
-        """Whether there is a row for a sequence, and blocks for all its tokens beside all of the others'."""
+        """Tells whether there is a row, and blocks for all its tokens beside those of all others."""
         return bool(self._free_rows) and self.spare(running, sequence, source) >= 0
 
     def spare(self, running: list[Sequence], sequence: Sequence, source: Sequence | None = None) -> int:
-        """Blocks that are left of the scarcest group when a sequence and all of the others have all their tokens; below
-        0: so many are lacking."""
+        """Returns the blocks left in the scarcest group once this sequence and all others have all their tokens; below
+        0: the blocks that are missing."""
         if source is None:
             shared, _ = self._shared(running, sequence)
         else:
@@ -267,7 +267,7 @@ class Residents:
         return min(map(operator.sub, self.available, map(sum, zip(*grown, strict=True))))
 
     def can_hold(self, sequence: Sequence) -> bool:
-        """Whether there is room for a sequence beside what is pinned, once all others have ended."""
+        """Tells whether a sequence fits beside pinned blocks, once all others have ended."""
         if self.prefix is None:
             return True
         pinned = [self.prefix.pinned(group) for group in self.holdings.groups]
@@ -277,21 +277,21 @@ class Residents:
         return all(blocks - own <= self.config.group_blocks[group] - n for group, blocks, n in groups)
 
     def _growth(self, sequence: Sequence, cached: int) -> list[int]:
-        """Blocks that a row with `cached` tokens of a sequence takes yet until it has all of them."""
+        """Returns the blocks that a row with `cached` tokens of a sequence still takes until its end."""
         return self.holdings.growth(sequence.prompt, cached, sequence.length)
 
     def taken_by(self, sequence: Sequence, count: int) -> list[int]:
-        """Blocks that `count` more tokens of a sequence take in each group of layers."""
+        """Returns the blocks that `count` more tokens of a sequence take in each group of layers."""
         return self.holdings.taken(sequence.prompt, sequence.cached, count)
 
     def until(self, sequence: Sequence) -> float:
-        """How many tokens of a sequence can be computed before its row is to be thinned."""
+        """Returns the tokens that can be computed before its row must evict."""
         return self.holdings.next_point(sequence.prompt, sequence.cached) - sequence.cached
 
     # Sequences.
 
     def admit(self, running: list[Sequence], sequence: Sequence) -> None:
-        """Give a sequence a row, and put into it what is there of the sequence already."""
+        """Gives a sequence a row, filled with its tokens that are cached already."""
         match, source, shared = None, None, 0
         if sequence.host is None and self.prefix is not None:
             self._offer_shared(running, sequence)
@@ -316,29 +316,29 @@ class Residents:
             try:
                 try:
                     self.cache = self.prefix.adopt(self.cache, row, match, donate=True)
-                except ValueError:  # a call that was cut off left the index ahead of the cache; now it follows it
+                except ValueError:  # an interrupted call left the index ahead of the cache; now they agree
                     match = self._match(sequence)
                     self.cache = self.prefix.adopt(self.cache, row, match, donate=True)
-            except OutOfBlocks:  # for what would come back from the host
+            except OutOfBlocks:  # no room for blocks from the host
                 return
             sequence.cached = match.num_tokens
             self.taken += match.num_tokens // self.block_size
             self.clock += 1
 
     def _match(self, sequence: Sequence) -> Match:
-        """What the prefix cache has of a sequence. Only its first lookup counts: later ones find what it left there."""
+        """Looks a sequence up in the prefix cache. Only its first lookup counts: later ones find its own blocks."""
         assert self.prefix is not None
         is_repeat = sequence.request is not None and sequence.request.has_begun
         return self.prefix.match(sequence.tokens, salt=sequence.salt, is_repeat=is_repeat)
 
     def _note_begun(self, sequence: Sequence) -> None:
-        """Note that a sequence has a row."""
+        """Records that a sequence has a row."""
         self._living.add(sequence)
         if sequence.request is not None:
             sequence.request.begin()
 
     def _offer_shared(self, running: list[Sequence], sequence: Sequence) -> None:
-        """Let the prefix cache have what a sequence that begins shares with a running one."""
+        """Offers the prefix cache the blocks that a sequence which begins shares with a running one."""
         shared, source = self._shared(running, sequence)
         if source is None or self.prefix is None:
             return
@@ -346,7 +346,7 @@ class Residents:
             self.offer(source, shared)
 
     def fork(self, source: Sequence, sequence: Sequence) -> None:
-        """Give a sequence a row that goes on from what `source` holds."""
+        """Gives a sequence a row that is a fork of the row of `source`."""
         row = self._take_row(must_be_empty=True)
         self.make_room([1] * len(self.config.groups))
         self.call(self._fork, np.array([source.row], np.int32), np.array([row], np.int32))
@@ -354,7 +354,7 @@ class Residents:
         self._note_begun(sequence)
 
     def offer(self, sequence: Sequence, count: int | None = None) -> None:
-        """Let the prefix cache have what a sequence holds, or so many first tokens, as far as it may be shared."""
+        """Offers the prefix cache the shareable tokens of a sequence, or at most its first `count` tokens."""
         most = sequence.cached if count is None else count
         tokens = sequence.tokens[: int(min(most, sequence.shareable))]
         if self.prefix is not None and len(tokens) >= self.block_size:
@@ -362,12 +362,12 @@ class Residents:
             self.cache = self.prefix.insert(self.cache, sequence.row, tokens, salt=sequence.salt)
 
     def retire(self, sequence: Sequence) -> None:
-        """Take a sequence's row from it for good."""
+        """Frees a sequence's row for good."""
         self.offer(sequence)
         self._release(sequence)
 
     def set_back(self, sequence: Sequence) -> None:
-        """Take a sequence's row from it for a while. All its tokens must have been read."""
+        """Preempts a sequence. All its tokens must have been read."""
         self.counts["set_back"] += 1
         self.offer(sequence)
         if self._should_swap(sequence):
@@ -393,14 +393,14 @@ class Residents:
 
     @property
     def to_free(self) -> bool:
-        """Whether there are rows that the device still has to free."""
+        """Tells whether there are rows that the device still has to free."""
         return bool(self._to_free)
 
     def _should_swap(self, sequence: Sequence) -> bool:
         if self.eviction is not None and self.eviction.num_queries(self.config.max_seq_len) and math.isfinite(
             self.eviction.point_after(sequence.prompt, sequence.cached)
         ):  # fmt: skip
-            return False  # what is remembered of its queries would be lost
+            return False  # its remembered queries would be lost
         if self.swap != "auto" or not sequence.cached:
             return self.swap == "always" and sequence.cached > 0
         if (self.prefix is not None and sequence.shareable) or self.seconds_per_token is None:
@@ -410,8 +410,8 @@ class Residents:
         return moved / self.host_bandwidth < sequence.cached * self.seconds_per_token
 
     def _shared(self, running: list[Sequence], sequence: Sequence) -> tuple[int, Sequence | None]:
-        """How many first tokens of a sequence stand in blocks of a running one, so that it takes none for them; and
-        which that is."""
+        """Returns the number of leading tokens that a sequence can share with a running one, so that they take no
+        blocks; and that one."""
         most, source = 0, None
         for other, common in self._common(running, sequence):
             if (shared := min(common, other.cached // self.block_size)) > most:
@@ -419,19 +419,19 @@ class Residents:
         return most * self.block_size, source
 
     def known(self, others: list[Sequence], sequence: Sequence) -> int:
-        """How many first tokens of a sequence the prefix cache has, or will have when these have computed theirs."""
+        """Returns the leading tokens of a sequence that the prefix cache has, or will have after `others`."""
         if self.prefix is None:
             return 0
         common = (blocks * self.block_size for _, blocks in self._common(others, sequence))
         return max(self.prefix.known(sequence.tokens, salt=sequence.salt), *common, 0)
 
     def _common(self, running: list[Sequence], sequence: Sequence) -> Iterator[tuple[Sequence, int]]:
-        """Running sequences, and how many first blocks a waiting one has in common with each: without a prefix cache,
-        or if it comes back from the host, other samples of the same request."""
+        """Yields running sequences, and the number of leading blocks in common with each. Without a prefix cache, or
+        for a sequence on the host: only other samples of the same request."""
         by_prefix = self.prefix is not None and sequence.host is None
         if not by_prefix:
             if self.eviction is not None or self.config.has_windows or self.config.contiguous:
-                return  # a row has not all of its first blocks, or they are its own
+                return  # a row lacks some of its first blocks, or shares none
             running = [s for s in running if are_siblings(s, sequence)]
         end = len(sequence.tokens) - 1
         if sequence.host is not None and sequence.num_hosted is not None:
@@ -443,5 +443,5 @@ class Residents:
 
 
 def are_siblings(a: Sequence, b: Sequence) -> bool:
-    """Whether both are samples of one request, which have one prompt."""
+    """Tells whether both are samples of one request, which share a prompt."""
     return a.request is not None and b.request is not None and a.request.prompt is b.request.prompt

@@ -1,8 +1,8 @@
-"""Prefill apart from decode: prompts are computed on devices of their own, and their rows sent where they go on.
+"""Disaggregated prefill: computes prompts on separate devices, and sends their rows to the decode cache.
 
 So a long prompt delays no decoding row. The idea is DistServe's and Splitwise's (https://arxiv.org/abs/2401.09670,
-https://arxiv.org/abs/2311.18677); as in the former, a prompt that is computed stays in its row until there is room
-where it goes on, so that neither side needs memory for what is on its way.
+https://arxiv.org/abs/2311.18677). As in the former, a computed prompt stays in its row until the decode cache has room,
+so that neither side needs memory for rows in transit.
 """
 
 import weakref
@@ -20,16 +20,16 @@ from jaxkv._engine.runner.model_runner import Pipeline
 from jaxkv._tiers.host_blocks import HostBlocks
 from jaxkv._tiers.send import lifted
 
-MOST_FLIGHTS = 2  # steps under way: one that is computed, and one that waits for it
+MOST_FLIGHTS = 2  # in-flight steps: one that runs, and one that waits for it
 
-# No token is chosen here, so it is asked for in the way that costs least.
+# No token is chosen here, so this is the cheapest choice.
 _NOBODY = Request(
     number=0, prompt=[0], limit=1, choice=Choice(), eos=frozenset(), salt=None, num_logprobs=0, news={},
 )  # fmt: skip
 
 
 class Elsewhere(NamedTuple):
-    """Where a sequence's blocks are until they are handed over. It names neither, for they name it."""
+    """Fetches a sequence's blocks at hand-over. Holds weak references only, since both sides refer to it."""
 
     prefill: "weakref.ref[Prefill]"
     sequence: "weakref.ref[Sequence]"
@@ -41,9 +41,9 @@ class Elsewhere(NamedTuple):
 
 
 class Prefill:
-    """Computes all tokens of a sequence but its last, which is the first to be computed where it goes on.
+    """Computes all tokens of a sequence but its last, which is the first one that the decode engine computes.
 
-    It holds a sequence's place by a sequence of its own, which ends before that token.
+    Each sequence is represented here by one of its own, which ends before that token.
     """
 
     def __init__(
@@ -56,28 +56,28 @@ class Prefill:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what is under way; all rows are empty."""
+        """Forgets in-flight work; all rows are empty."""
         self.pipeline.clear()
         self.scheduler = Scheduler(
             self.residents, step_tokens=self.step_tokens, long_prefill_tokens=self.long_prefill_tokens
         )
-        self._own: dict[Sequence, Sequence] = {}  # what stands here for each sequence
+        self._own: dict[Sequence, Sequence] = {}  # the local stand-in of each sequence
 
     def close(self) -> None:
-        """Give back what lies on its devices."""
+        """Frees the memory on its devices."""
         self.pipeline.close()
         self.residents.close()
         self._own = {}
 
     def warm(self) -> list[Callable[[], Any]]:
-        """What to call, one after another, to compile what is needed here."""
+        """Returns functions that compile all programs here when called in order."""
         return [*self.pipeline.warm(("greedy",), (0,), (1,)), *self.residents.warm()]
 
     def exchange(self, waiting: Queue, *, wait: bool) -> None:
-        """Take from a queue what has a prompt to compute, and put back what is computed; compute, meanwhile.
+        """Takes sequences with prompts to compute from a queue, puts computed ones back, and computes meanwhile.
 
         Args:
-          wait: until something is computed, if anything is; else what is not ready is left for the next call.
+          wait: wait for the running steps, if any; else unfinished ones are left for the next call.
         """
         for sequence in [s for s in waiting if s.host is None and s.pending > 1]:
             self._begin(sequence)
@@ -90,7 +90,7 @@ class Prefill:
         self._send()
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it stands."""
+        """Forgets a sequence in any state."""
         for other in self._own:
             if sequence in other.followers:
                 other.followers.remove(sequence)
@@ -118,17 +118,17 @@ class Prefill:
             step = scheduler.plan(certain=not flights)
         except Unsure:  # the next call knows more
             return
-        if not (step.counts or flights) and scheduler.waiting:  # there may be more room than was known
+        if not (step.counts or flights) and scheduler.waiting:  # there may be more room than known
             self.residents.settle()
             step = scheduler.plan()
         if step.counts:
             self.residents.free_rows(are_wanted=bool(scheduler.waiting))
             self.pipeline.send(step, 1)
             for own in scheduler.commit(step):
-                scheduler.running.remove(own)  # it keeps its row until it is handed over
+                scheduler.running.remove(own)  # it keeps its row until hand-over
 
     def _read(self) -> list[Sequence]:
-        """Wait for the oldest step under way; who has been computed with it."""
+        """Waits for the oldest in-flight step; returns the sequences that it completed."""
         ended = {own for own, _ in self.pipeline.read()}
         ready = [sequence for sequence, own in self._own.items() if own in ended]
         for sequence in ready:
@@ -136,7 +136,7 @@ class Prefill:
         return ready
 
     def _hand_over(self, sequence: Sequence) -> HostBlocks:
-        """A sequence's blocks, on their way to where it goes on; its row is free."""
+        """Sends a sequence's blocks to the decode devices and frees its row."""
         own = self._own.pop(sequence)
         assert own.row is not None
         blocks = lifted(self.residents.cache, own.row, own.cached, to=self.target.cache)
@@ -146,7 +146,7 @@ class Prefill:
 
 
 def check_prefill(prefill: Any, model: Any, **others: Any) -> None:
-    """Raises ValueError unless it can compute prompts for that model."""
+    """Raises ValueError unless `prefill` can compute prompts for that model."""
     if prefill is None:
         return
     if not callable(prefill) or not hasattr(prefill, "layer_configs"):

@@ -1,4 +1,4 @@
-"""Steps under way: sent to the device, and read when they are done."""
+"""The model runner: sends steps to the device, and reads them when they are done."""
 
 import collections
 import time
@@ -31,25 +31,25 @@ from jaxkv._engine.requests.sampling import KINDS, Kind
 from jaxkv._engine.requests.scheduler import Sequence, Step
 from jaxkv._engine.runner.cache_manager import Residents
 
-SMALLEST_STEP = 32  # places; smaller ones would be more programs to compile, and hardly faster
+SMALLEST_STEP = 32  # tokens; smaller sizes would be more programs to compile, and hardly faster
 
 
 class Flight(NamedTuple):
     """One call of the step's program."""
 
     result: Result
-    due: list[tuple[Sequence, int, int]]  # who gets tokens: a sequence, its row and how many; or of how many guesses
+    due: list[tuple[Sequence, int, int]]  # sequences, their rows, and numbers of new or of draft tokens
     steps: int
     verify: bool
     num_tokens: int
-    taken: int  # of `Residents`, when it was sent
+    taken: int  # `Residents.taken` when it was sent
     clock: int
     began: float
-    is_first: bool  # of its shape: it may have been compiled
+    is_first: bool  # first of its shape: it may have been compiled
 
 
 class Pipeline:
-    """The model's steps. The host need not wait for one before it sends the next: tokens stay on the device, too."""
+    """Sends the model's steps without waiting for the one before: tokens stay on the device, too."""
 
     def __init__(
         self, model: Any, residents: Residents, hook: Hook | None, step_tokens: int, draft_tokens: int,
@@ -62,39 +62,39 @@ class Pipeline:
         self._program = on_device.step_program(
             jax.tree.structure(residents.cache), self.structure, hook, residents.prefix is None
         )
-        # Places of packed steps, so that they come in few shapes: each is a program to compile, and a step that fills a
-        # quarter of its places takes no longer on a chip, and less than it takes to compile another on a CPU.
+        # Sizes of packed steps: few, since each is a program to compile. A step that fills a quarter of its slots takes
+        # no longer on a chip, and on a CPU less than compiling another program.
         self.sizes = [step_tokens]
         while self.sizes[0] // 4 >= max(SMALLEST_STEP, residents.config.max_seqs):
             self.sizes.insert(0, self.sizes[0] // 4)
-        self._shapes: set[Any] = set()  # those called so far
+        self._shapes: set[Any] = set()  # shapes called so far
         self._remembered = Remembered()
         if (eviction := residents.eviction) is not None:
             self._remembered = remembered(eviction, residents.cache, self._one_token)
             self._thin = thin_program(jax.tree.structure(residents.cache), eviction, self._remembered.asked)
-        self.draft_tokens = draft_tokens  # the most guesses of a row
+        self.draft_tokens = draft_tokens  # the limit of draft tokens of a row
         self.guesses_trees = branches > 1
         self.steps = self.tokens = self.proposed = self.accepted = 0
         self.clear()
 
     def clear(self) -> None:
-        """Forget what is under way."""
+        """Forgets in-flight steps."""
         config = self.residents.config
         self.flights: collections.deque[Flight] = collections.deque()
         queries = self._remembered.zeros()
         memory = on_device.new_memory(config.max_seqs, config.max_seq_len, self.hook, queries)
-        self._memory = jax.device_put(memory, self.residents.place)  # where it comes from the steps, too
-        self._noted: dict[int, Sequence] = {}  # whose tokens the memory has, row by row
+        self._memory = jax.device_put(memory, self.residents.place)  # where steps return it, too
+        self._noted: dict[int, Sequence] = {}  # the sequence of each row whose tokens the memory has
         self._idle_since = 0.0  # when the device was seen to finish
 
     def close(self) -> None:
-        """Give back what lies on the device, and name the model no more."""
+        """Frees the device memory and the reference to the model."""
         delete([[flight.result for flight in self.flights], self._memory])
         self.flights.clear()
         self.leaves, self._noted = [], {}
 
     def send(self, step: Step, steps: int) -> list[tuple[Sequence, int, int]]:
-        """Have a step computed. For each sequence in it: itself, its row, and its number of tokens."""
+        """Sends a step. Returns for each sequence that gets tokens: itself, its row, and a number of tokens."""
         residents = self.residents
         residents.make_room(step.blocks)
         work = [(s, s.row, n) for s, n in step.counts.items() if s.row is not None]
@@ -103,7 +103,7 @@ class Pipeline:
         rows = self._rows(form)
         is_decode = steps > 1 or step.is_decode
         tokens: list[int] = []
-        parents: list[int] = []  # of each token, counted from its row's first
+        parents: list[int] = []  # parent of each token, counted from its row's first
         for sequence, row, count in work:
             end = min(sequence.cached + count, sequence.length)
             given = sequence.tokens[sequence.cached : end]
@@ -135,7 +135,7 @@ class Pipeline:
                 packed[1, : len(tokens)] = parents
         kind = KINDS[max(sequence.request.kind for sequence, _, _ in work)]
         count = max(sequence.request.num_logprobs for sequence, _, _ in work)
-        count = count and 1 << (count - 1).bit_length()  # few programs
+        count = count and 1 << (count - 1).bit_length()  # a power of 2: few programs
         began = time.perf_counter()
         verify = self.draft_tokens if has_guesses else 0
         shape = (packed is not None and packed.shape[-1], kind, count, steps, verify, form)
@@ -153,13 +153,13 @@ class Pipeline:
         return work
 
     def thin(self, sequences: list[Sequence]) -> None:
-        """Have rows give up what they are not to keep, after the step that was sent last."""
+        """Evicts tokens of the rows of sequences, after the step that was sent last."""
         if sequences:
             due = np.isin(np.arange(self.residents.config.max_seqs), [s.row for s in sequences if s.row is not None])
             self.residents.call(self._thin, due, self._memory.queries)
 
     def read(self) -> list[tuple[Sequence, list[tuple[int, dict[int, float] | None]]]]:
-        """Wait for the oldest step under way: for each sequence its new tokens and, if wanted, log-probabilities."""
+        """Waits for the oldest in-flight step; returns each sequence's new tokens and any log-probabilities."""
         flight = self.flights[0]
         has_waited = not flight.result.numbers.is_ready()
         numbers = np.asarray(flight.result.numbers).tolist()
@@ -171,7 +171,7 @@ class Pipeline:
             taken, rest = rest[:max_seqs], rest[max_seqs:]
             due = [self._verified(*one, taken[one[1]]) for one in due]
         room = [rest[i : i + 2] for i in range(0, len(rest), 2)]
-        # At the most: when the device was done before this, it is not known since when.
+        # An upper bound: it is unknown when the device finished, if it was done before this.
         seconds = (now - max(flight.began, self._idle_since)) / flight.num_tokens
         self._idle_since = now if has_waited else 0.0
         self.residents.computed(room, flight.taken, flight.clock, None if flight.is_first else seconds)
@@ -193,13 +193,13 @@ class Pipeline:
         ]  # fmt: skip
 
     def _verified(self, sequence: Sequence, row: int, guessed: int, taken: int) -> tuple[Sequence, int, int]:
-        """Note how many of a sequence's guesses count."""
+        """Records how many of a sequence's draft tokens are accepted."""
         self.proposed, self.accepted = self.proposed + guessed, self.accepted + taken - 1
         sequence.cached, sequence.unread = sequence.cached + taken - 1, sequence.unread + taken - 1
         return sequence, row, taken
 
     def warm(self, kinds: tuple[Kind, ...], counts: tuple[int, ...], steps: tuple[int, ...]) -> list[Any]:
-        """What to call, one after another, to compile the programs of all steps."""
+        """Returns functions that compile the programs of all steps when called in order."""
         form = self.hook_args.form
         rows = self._rows(form)
         shapes = [(None, n) for n in steps] + [(np.zeros(size, np.int32), 1) for size in self.sizes]
@@ -239,14 +239,14 @@ class Pipeline:
         return Result(numbers, self._memory, (likely[0], likely[1]) if likely else None)
 
     def _one_token(self, cache: Cache) -> Any:
-        """The model's answer to one token of each row."""
+        """Runs the model on one token of each row."""
         tokens = jnp.zeros((cache.config.max_seqs, 1), jnp.int32)
         cache = extend(cache, jnp.ones(cache.config.max_seqs, jnp.int32))
         model = jax.tree.unflatten(self.structure, self.leaves)
         return on_device.logits_at(model, tokens, cache, jnp.zeros(cache.config.max_seqs, jnp.int32))
 
     def _rows(self, form: Form | None) -> np.ndarray:
-        """What the step's program is told of each row if it has nothing to do; a new array, for JAX may keep it."""
+        """Returns the step's input for idle rows; a new array, since JAX may keep it."""
         size = 0 if form is None else len(form.pack(None))
         rows = np.zeros((NUM_FIELDS + size, self.residents.config.max_seqs), np.int32)
         rows[TOKEN] = FROM_DEVICE
