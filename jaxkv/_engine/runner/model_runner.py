@@ -94,7 +94,7 @@ class Pipeline:
         self.leaves, self._noted = [], {}
 
     def send(self, step: Step, steps: int) -> list[tuple[Sequence, int, int]]:
-        """Sends a step. Returns for each sequence that gets tokens: itself, its row, and a number of tokens."""
+        """Sends a step. Returns each sequence in it with its row and its number of tokens."""
         residents = self.residents
         residents.make_room(step.blocks)
         work = [(s, s.row, n) for s, n in step.counts.items() if s.row is not None]
