@@ -238,7 +238,8 @@ def explain(
 
 def _choose(op: str, platform: str | None, implementation: str | None, call: Call) -> Choice:
     """Returns who runs a call that has been checked."""
-    if op == "write_kv" or context_parallel.reads_whole_rows(call):  # then a shard of every block is as a whole one
+    # A shard of every block is as a whole one where only tokens are written, or every query sees its whole row.
+    if call.batch.context_shard is not None and (op == "write_kv" or context_parallel.reads_whole_rows(call)):
         call = call._replace(batch=call.batch._replace(context_shard=None))
     return choose(op, implementation, platform, call)
 
