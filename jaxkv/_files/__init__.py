@@ -1,4 +1,4 @@
-"""What a saved file of a cache holds, and how it gets into another.
+"""Saved caches: the file format, and saving to and loading from it.
 
-Stands on `_core`. A new version of the file begins in `format`; older ones must go on loading.
+Imports `_core`. A new version of the file begins in `format`; older versions must go on loading.
 """

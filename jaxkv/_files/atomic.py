@@ -11,21 +11,21 @@ import socket
 from collections.abc import Iterator
 from typing import BinaryIO
 
-_FIRST = secrets.randbits(62)  # unlike another process's, which may have had the same number
+_FIRST = secrets.randbits(62)  # differs from that of an earlier process with the same id
 _counter = itertools.count(_FIRST)
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of `path` when the block ends, and never before.
+    """Yields a file to write that replaces `path` when the block ends, and never before.
 
-    It is written beside `path`, in the same file system, brought to the disk, and renamed. Whatever ends the block or
-    the process before that, `path` is what it was. An exception removes the unfinished file; what a killed process
-    left is removed by the next call for the same path on the same machine.
+    The file is written beside `path`, in the same file system, flushed to the disk, and renamed. If the block or the
+    process ends earlier, `path` is unchanged. An exception removes the unfinished file. The next call for the same path
+    on the same machine removes what a killed process left.
 
     Args:
-      durable: bring it to the disk first. Without, a power failure may leave a file of that name that is damaged, and
-        what killed processes left stays until `remove_leftovers`.
+      durable: flush the file to the disk first. Without this, a power failure may leave a damaged file of that name,
+        and files left by killed processes stay until `remove_leftovers`.
 
     >>> import tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "x"
@@ -55,8 +55,9 @@ def replacing(path: str | os.PathLike, *, durable: bool = True) -> Iterator[Bina
 
 
 def remove_leftovers(folder: pathlib.Path, name: str | None = None) -> None:
-    """Remove unfinished files, of one name or of all, whose process has ended. Another machine's are left alone: its
-    processes cannot be seen here."""
+    """Removes unfinished files, of one name or of all, whose process has ended.
+
+    Files of another machine stay: its processes cannot be seen here."""
     if os.name != "posix":  # elsewhere there is no way to ask for a process without touching it
         return
     of_whom = r"\..+\." if name is None else re.escape(f".{name}.")
@@ -69,7 +70,7 @@ def remove_leftovers(folder: pathlib.Path, name: str | None = None) -> None:
 
 
 def _is_running(process: int, number: int) -> bool:
-    """Whether the process is there that writes file `number`. One that ended may have had the number that is ours."""
+    """Tells whether the process that writes file `number` runs. An ended process may have had our process id."""
     if process == os.getpid():
         return _FIRST <= number < _FIRST + 2**32
     try:
@@ -77,12 +78,12 @@ def _is_running(process: int, number: int) -> bool:
     except (ProcessLookupError, OverflowError):  # no process has such a number
         return False
     except PermissionError:
-        pass  # it runs, and is another user's
+        pass  # the process runs, and belongs to another user
     return True
 
 
 def _sync_folder(folder: pathlib.Path) -> None:
-    """Bring the new name itself to the disk, where folders can be synced."""
+    """Flushes the new name itself to the disk, where folders can be synced."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -2,12 +2,12 @@
 
     folder/<who computed them>/<2 digits>/<hash of the block's chain>.<group>
 
-A file's header follows from what is asked for, so it is not parsed but compared: a file of another config, model,
-prompt or salt, or of another place in the folder, is no match, whatever its name says. Behind it come the arrays, and a
-CRC-32 of everything. What does not match, to the byte, is as if it were not there, and is removed.
+The expected header is known before a file is read, so the header is compared and not parsed. A file of another config,
+model, prompt or salt, or under another name, does not match. The arrays follow the header, and then a CRC-32 of
+everything. A file that does not match to the byte counts as missing, and is removed.
 
-Files appear whole or not at all (`replacing`), but are not forced onto the disk one by one: what a power failure leaves
-half written does not match either.
+Files appear whole or not at all (`replacing`), but are not flushed to the disk one by one: a file that a power failure
+leaves half written does not match either.
 """
 
 import collections
@@ -45,19 +45,20 @@ Part = tuple[np.dtype, tuple[int, ...]]  # dtype and shape
 
 
 class Block(NamedTuple):
-    """What a file must be of, and what follows from its hash."""
+    """A block's identity: everything that the header of its file must state."""
 
-    hash: bytes  # of the chain of blocks that ends with it
-    parent: bytes  # of the chain before it
+    hash: bytes  # of the chain of blocks that ends with this one
+    parent: bytes  # of the chain that ends before this block
     tokens: tuple[int, ...]
-    group: int  # of layers
-    depth: int = 0  # blocks before it
-    identity: Any = None  # whose it is; not in the file
+    group: int  # of layers that share a block table
+    depth: int = 0  # number of blocks before this one
+    identity: Any = None  # of the owner; not in the file
 
 
 def fingerprint(config: CacheConfig, model: str | None) -> bytes:
-    """`[16]`: the same for caches whose blocks hold the same numbers: of these layers, in blocks of this size, computed
-    by this model."""
+    """Returns 16 bytes that are equal for caches whose blocks are interchangeable.
+
+    Such caches have the same layers, the same block size and the same model."""
     layers = [describe_layer(config, i) | {"shares_with": config.owner(i)} for i in range(config.num_layers)]
     parts = [_parts(config, i).values() for layers in config.groups for i in layers]
     stored = [[(dtype.name, shape) for dtype, shape in part] for part in parts]
@@ -66,18 +67,18 @@ def fingerprint(config: CacheConfig, model: str | None) -> bytes:
 
 
 class BlockFiles:
-    """The blocks of a config and model in a folder, at most so many bytes of them.
+    """Blocks of one config and model in a folder, within a limit of `most_bytes`.
 
-    The least recently used goes first, whoever's it is; the files' own times tell the next process. Several processes
-    may use one folder at a time, and find each other's blocks; each minds the bytes of the files that it has seen.
-    Nothing here raises because a file is damaged or gone, or the disk full: such a block is not there.
+    The least recently used file is removed first, whoever owns it; file times carry the order to the next process.
+    Several processes may use one folder at a time, and find each other's blocks. Each counts the bytes of the files
+    that it has seen. A damaged or missing file, or a full disk, raises nothing: such a block counts as missing.
 
     Args:
-      folder: made if it is not there. Files in it that are no blocks are left alone.
-      most_bytes: of all blocks in it.
+      folder: created if missing. Files in it that are not blocks stay.
+      most_bytes: limit for all blocks in the folder.
 
     Raises:
-      ValueError: no folder that can be written to, or a number of bytes that it cannot hold.
+      ValueError: the folder cannot be written to, or `most_bytes` is not a valid limit.
     """
 
     def __init__(self, folder: str | os.PathLike, most_bytes: float, config: CacheConfig, model: str | None):
@@ -85,27 +86,27 @@ class BlockFiles:
         whole = shutil.disk_usage(self.folder).total
         self.most_bytes = int(real("disk_bytes", most_bytes, above=0, most=whole))
         self.config, self.owner = config, fingerprint(config, model)
-        # Of each group, by layer.
+        # One entry a group, by layer.
         self._parts = [{layer: _parts(config, layer) for layer in layers} for layers in config.groups]
-        # Bytes by name, the least recently used first. What a file takes is only noted when it is there.
+        # Bytes by name, the least recently used first. A file's size is recorded only once the file exists.
         self.files = _found(self.folder)
-        self.known: dict[str, Block] = {}  # those that have been asked for
-        self.lost: set[str] = set()  # what is damaged and cannot be removed
+        self.known: dict[str, Block] = {}  # blocks that were asked for
+        self.lost: set[str] = set()  # damaged files that cannot be removed
         self.counts: collections.Counter[str] = collections.Counter()
         tokens = (MOST_INDEX,) * config.block_size
         headers = (self._header(Block(bytes(20), bytes(20), tokens, g)) for g in range(len(config.groups)))
         largest = max(len(h) + CHECKSUM + config.bytes_per_group_block(g) for g, h in enumerate(headers))
         if self.most_bytes < largest:
             raise ValueError(f"disk_bytes must be at least a block's file, {largest} bytes, not {shown(most_bytes)}.")
-        self._make_room(self.most_bytes)  # there may be more from before
+        self._make_room(self.most_bytes)  # an earlier process may have left more
 
     @property
     def num_bytes(self) -> int:
-        """What all blocks in the folder take, as far as they have been seen."""
+        """Bytes of all blocks in the folder that this process has seen."""
         return sum(self.files.values())
 
     def has(self, block: Block) -> bool:
-        """Whether there is a file of a block; what is in it, `read` finds out."""
+        """Tells whether a block has a file. Only `read` checks the contents."""
         name = self._name(block)
         if name not in self.files and name not in self.lost:
             with contextlib.suppress(OSError):  # another process may have written it
@@ -116,15 +117,15 @@ class BlockFiles:
         return True
 
     def has_seen(self, block: Block) -> bool:
-        """Whether there was a file of a block when it was last looked for."""
+        """Tells whether a block had a file when it was last looked for."""
         return self._name(block) in self.files
 
     def keep(self, block: Block) -> bool:
-        """Whether there is a file of a block now, which then counts as just used: others may have removed it."""
+        """Marks a block's file as just used, and tells whether it still exists: other processes may have removed it."""
         return self.has(block) and self._touch(self._name(block))
 
     def spare(self, block: Block) -> None:
-        """Have a block's file, if there is one, be the first to go."""
+        """Makes a block's file, if there is one, the first to be removed."""
         name = self._name(block)
         if name in self.files:
             self.files.move_to_end(name, last=False)
@@ -132,10 +133,10 @@ class BlockFiles:
                 os.utime(self.folder / name, (0, 0))
 
     def write(self, block: Block, contents: Sequence[Pool], *, is_spare: bool = False) -> bool:
-        """Have a file of a block, its layers' parts in order; whether it has been written just now.
+        """Writes a block's file from its contents, layer by layer, and tells whether this call wrote it.
 
         Args:
-          is_spare: it is the first to go, and no other one goes for it.
+          is_spare: this file is the first to be removed, and no other file is removed for it.
         """
         if self.has(block) if is_spare else self.keep(block):
             return False
@@ -164,7 +165,7 @@ class BlockFiles:
         return True
 
     def read(self, block: Block) -> list[Pool] | None:
-        """A block's parts, layer by layer; None if there is no file, or it is not that block's to the last byte."""
+        """Returns a block's contents, layer by layer; None if the file is missing or differs in any byte."""
         name, header = self._name(block), self._header(block)
         size = len(header) + self.config.bytes_per_group_block(block.group) + CHECKSUM
         path = self.folder / name
@@ -189,12 +190,12 @@ class BlockFiles:
         return contents
 
     def stats(self) -> dict[str, int]:
-        """What the folder holds, and what has become of blocks so far. Refused: the disk would not take them."""
+        """Returns the folder's contents and the counts so far. `refused`: blocks that the disk could not take."""
         names = ("written", "read", "dropped", "damaged", "refused")
         return {"disk_bytes": self.num_bytes} | {f"disk_blocks_{name}": self.counts[name] for name in names}
 
     def clear(self) -> None:
-        """Remove the blocks of this config and model, those too that others have written."""
+        """Removes the blocks of this config and model, including those of other processes."""
         own = f"{self.owner.hex()}/"
         for name in {*_found(self.folder, self.owner.hex()), *(name for name in self.files if name.startswith(own))}:
             self._remove(name)
@@ -215,10 +216,10 @@ class BlockFiles:
         return safetensors.preamble(safetensors.header(specs, fields))
 
     def _touch(self, name: str) -> bool:
-        """Have a file be the last to go; whether it is there."""
+        """Makes a file the last to be removed, and tells whether it exists."""
         try:
             os.utime(self.folder / name)
-        except PermissionError:  # it is another user's
+        except PermissionError:  # the file belongs to another user
             pass
         except OSError:
             self._forget(name)
@@ -257,7 +258,7 @@ class BlockFiles:
 
 
 def _parts(config: CacheConfig, layer: int) -> dict[str, Part]:
-    """dtype and shape of a layer's part of a block, by the fields of a `Pool`."""
+    """Returns dtype and shape of a layer's data in a block, by the fields of a `Pool`."""
     kind, shapes = config.kind(layer), (config.pool_shape(layer), config.scale_shape(layer), config.bounds_shape(layer))
     dtypes = (kind.storage_dtype, kind.scale_dtype, config.bounds_dtype(layer))
     fields = zip(("kv", "scale", "bounds"), dtypes, shapes, strict=True)
@@ -267,7 +268,7 @@ def _parts(config: CacheConfig, layer: int) -> dict[str, Part]:
 def _writable(folder: Any) -> pathlib.Path:
     if not isinstance(folder, str | os.PathLike):
         raise ValueError(f"disk must be a folder, a path, not {shown(folder)}.")
-    path = pathlib.Path(folder).absolute()  # it stays where it is, wherever the process goes
+    path = pathlib.Path(folder).absolute()  # independent of later changes of the working directory
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -279,11 +280,11 @@ def _writable(folder: Any) -> pathlib.Path:
 
 
 def _found(folder: pathlib.Path, owner: str = _HEX * 32) -> "collections.OrderedDict[str, int]":
-    """Bytes of the blocks in a folder, of all owners or of one, by name, the least recently used first."""
+    """Returns the bytes of a folder's blocks by name, of all owners or of one, the least recently used first."""
     found = []
     for place in folder.glob(f"{owner}/{_HEX * 2}/"):
         paths: list[pathlib.Path] = []
-        with contextlib.suppress(OSError):  # another user's, which cannot be looked into
+        with contextlib.suppress(OSError):  # a folder of another user, which cannot be read
             remove_leftovers(place)
             paths = list(place.iterdir())
         for path in paths:

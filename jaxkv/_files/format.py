@@ -1,19 +1,19 @@
-"""The file of a saved cache: one safetensors file, which any reader of that format opens.
+"""The file of a saved cache: one safetensors file that any safetensors reader opens.
 
     lengths      i32[R]                        tokens of each saved row
-    tables.g     i32[R, M]                     for each group of layers: blocks from 1; 0: none
-    held.g       i32[2, R]                     of a layer that evicts: the tokens that it holds, and `thinned` of them
+    tables.g     i32[R, M]                     block table of each layer group: blocks from 1; 0: none
+    held.g       i32[2, R]                     for a layer that evicts: the tokens that it holds, and `thinned`
     layer.i      [n, 2, K, block_size, D]      for each layer with a pool: block b at b - 1, keys at 0, values at 1;
-                                               of a latent layer [n, 1, 1, block_size, D]
+                                               for a latent layer [n, 1, 1, block_size, D]
     checksums    u32[...]                      of the header, then of every tensor before this one
 
-Of a layer that evicts by heads R is K * R in its group's tensors, all rows of the first head first.
+For a layer that evicts by heads, R is K * R in its group's tensors, all rows of the first head first.
 
-The metadata in the header names the format, its version, the cache's config and, if it was given, the model.
+The metadata in the header names the format, its version, the cache's config and, if given, the model.
 
-The checksums come last, so that a cache goes to the disk layer by layer, with one layer in host memory. They are
-CRC-32: they find damage, and are quick. They are no signature, but neither would a longer hash be: who can change the
-file can change its hash as well.
+The checksums come last, so that a cache is written layer by layer, with one layer in host memory. CRC-32 is quick and
+finds damage. It is no signature, but a longer hash would be none either: whoever can change the file can change its
+hash as well.
 """
 
 import dataclasses
@@ -34,24 +34,24 @@ from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
 
 # Version 1 has no stacked and no quantised caches and no latent layers, version 2 no layers that rotate or have chunks,
-# version 3 none that evict; they are otherwise the same.
+# version 3 no layers that evict. The versions are otherwise the same.
 FORMAT, VERSION, KNOWN = "jaxkv cache", "4", ("1", "2", "3", "4")
 CHECKSUMS = "checksums"
-MOST_EMPTY_ROWS = 1 << 16  # rows of a cache that has fewer blocks; more make no sense, and their tables take memory
+MOST_EMPTY_ROWS = 1 << 16  # limit of rows for a cache with fewer blocks: tables of more rows only take memory
 CHUNK = 1 << 24  # bytes read at a time while a file is verified
 AGAIN = "Get a whole copy of it, or save the cache again."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedCache:
-    """What `describe` says of a file.
+    """Description of a saved cache, as `describe` returns it.
 
     Fields:
       config: the config of the cache that was saved.
       lengths: tokens of each saved row.
       model, metadata: as given to `save`.
       block_size: tokens per block in the file.
-      groups: the layers that share a table in the file.
+      groups: the layers that share a block table in the file.
     """
 
     config: CacheConfig
@@ -65,11 +65,11 @@ class SavedCache:
 def write_saved(
     path: pathlib.Path, saved: SavedCache, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[np.ndarray]
 ) -> None:
-    """Write a file.
+    """Writes a file.
 
     Args:
-      shapes: of all tensors, by name, in the order of the file.
-      tensors: themselves; each is written before the next is asked for.
+      shapes: shape of each tensor by name, in the order of the file.
+      tensors: the tensors in that order; each is written before the next is asked for.
     """
     fields = described(saved)
     specs = {name: (_dtype(saved.config, name), shape) for name, shape in shapes.items()}
@@ -91,7 +91,7 @@ def write_saved(
 
 
 def described(saved: SavedCache) -> dict[str, str]:
-    """What the header says of a saved cache. Raises ValueError for metadata that it cannot hold."""
+    """Returns the header's fields for a saved cache. Raises ValueError for metadata that JSON cannot hold."""
     fields = {"format": FORMAT, "version": VERSION}
     fields["cache"] = json.dumps({"config": _render(saved.config), "groups": saved.groups, "size": saved.block_size})
     if saved.model is not None:
@@ -109,7 +109,7 @@ def described(saved: SavedCache) -> dict[str, str]:
 
 
 def _find_other_key(x: Any) -> tuple[Any] | None:
-    """Return the first name in nested mappings that is no string: JSON would turn it into one, which may be there."""
+    """Returns the first key in nested mappings that is no string: JSON would make it one, which may exist."""
     if isinstance(x, Mapping):
         other = next(((name,) for name in x if not isinstance(name, str)), None)
         return other or next(filter(None, map(_find_other_key, x.values())), None)
@@ -117,7 +117,7 @@ def _find_other_key(x: Any) -> tuple[Any] | None:
 
 
 def open_saved(path: pathlib.Path) -> tuple[SavedCache, dict[str, np.ndarray]]:
-    """What a file says, and its tensors: mapped, verified, and as the config has them."""
+    """Returns a file's description and its tensors: memory-mapped, verified, and matching the config."""
     tensors, fields, header = safetensors.read_all(path)
     if fields.get("format") != FORMAT:
         raise CacheFileError(f"{path} is a safetensors file, but not of a cache: jaxkv.save writes those.")
@@ -161,13 +161,13 @@ def _saved(fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> Save
 def _checksum(tensor: np.ndarray) -> int:
     data = safetensors.as_bytes(tensor)
     checksum = 0
-    for begin in range(0, len(data), CHUNK):  # a mapped file's pages can go again as soon as they are read
+    for begin in range(0, len(data), CHUNK):  # pages of a mapped file can be released as soon as they are read
         checksum = zlib.crc32(data[begin : begin + CHUNK], checksum)
     return checksum
 
 
 def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
-    """Raise ValueError unless the tensors are what a cache of this config is saved as."""
+    """Raises ValueError unless names, shapes and contents of the tensors match the config."""
     config, lengths = saved.config, tensors["lengths"]
     if saved.groups != config.groups:
         raise ValueError(f"its layers form the groups {saved.groups}, not {config.groups}")
@@ -207,7 +207,7 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
 
 
 def _held(both: np.ndarray, lengths: np.ndarray, name: str) -> np.ndarray:
-    """The tokens that lines of a layer that evicts hold, of so many. Raises ValueError."""
+    """Checks and returns the tokens that the rows of a layer that evicts hold, out of `lengths`. Raises ValueError."""
     if both.shape != (2, len(lengths)) or both.dtype != np.int32:
         raise ValueError(f"{name} {both.shape} does not speak of the rows")
     held, thinned = both
@@ -224,7 +224,7 @@ def _dtype(config: CacheConfig, name: str) -> np.dtype:
 
 
 def stored_parts(config: CacheConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of a layer, numbers and scales, and what follows `[.., K, block_size]` in their shapes."""
+    """Returns a layer's tensors, values and scales, by name, with the axes that follow `[.., K, block_size]`."""
     kind, head_dim = config.kind(layer), config.layers[layer].head_dim
     parts: dict[str, tuple[int, ...]] = {f"layer.{layer}": (kind.stored_dim(head_dim),)}
     return parts if not kind.is_quantized else parts | {f"scale.{layer}": config.scale_axes(layer)}
@@ -234,22 +234,22 @@ def _render(config: CacheConfig) -> dict[str, Any]:
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     layers = [describe_layer(config, i) for i in range(config.num_layers)]
     for layer, one in zip(layers, config.layers, strict=True):
-        if one.bounds:  # themselves they are not in the file: what loads it makes them
+        if one.bounds:  # the file does not hold the bounds: loading computes them
             layer["bounds"] = True
-    if not config.join_kv:  # what does not know it reads the file too
+    if not config.join_kv:  # so that older readers, which do not know the field, read the file too
         del fields["join_kv"]
     return fields | {"layers": layers, "dtype": np.dtype(config.dtype).name}
 
 
 def parse_config(fields: dict[str, Any]) -> CacheConfig:
-    """A config as the header has it. Raises ValueError and what else may come of a header that is wrong."""
+    """Returns the config that a header states. Raises ValueError, or others for a header that is wrong."""
     if not isinstance(fields, dict) or not all(isinstance(layer, dict) for layer in fields["layers"]):
         raise ValueError("its config is none")
     fields = {name: _tuples(value) for name, value in fields.items()}
     layers = []
     for layer in fields["layers"]:
-        # One that names the cache's own dtype is the same as one that names none; one that shares must name none. So it
-        # is with whether heads are rotated.
+        # A layer that names the cache's own dtype equals a layer that names none; a layer that shares must name none.
+        # The same holds for the rotation of heads.
         kind = kind_of(layer["dtype"], "its dtype")
         shares = layer["shares_with"] is not None
         own = layer["dtype"] != fields["dtype"] and not shares

@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, or a name on the Hugging Face hub, by way of the huggingface_hub library."""
+"""Finds a model's files: in a folder, or by name on the Hugging Face hub through the huggingface_hub library."""
 
 import os
 import pathlib
@@ -8,22 +8,22 @@ from typing import Any
 from jaxkv._core.config.validation import shown
 
 WANTED = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
-TEXT = ("*.json", "*.jinja", "*.model", "*.txt")  # all of them but the weights
+TEXT = ("*.json", "*.jinja", "*.model", "*.txt")  # all files but the weights
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def find_folder(source: Any, *, weights: bool = True) -> pathlib.Path:
     """Returns the folder of a model: the given one, or the snapshot of `owner/name` in the hub's cache.
 
-    What is not in the cache is downloaded, by the library's own token, folder and offline mode.
+    Missing files are downloaded, with the library's own token, cache folder and offline mode.
 
     Args:
       source: a folder, or the name of a repository.
       weights: download tensors too.
 
     Raises:
-      FileNotFoundError: there is no such folder, and no such repository can be had.
-      ModuleNotFoundError: it is a name, and huggingface_hub is not installed.
+      FileNotFoundError: there is no such folder, and no such repository can be downloaded.
+      ModuleNotFoundError: `source` is a repository, and huggingface_hub is not installed.
     """
     if not isinstance(source, str | os.PathLike):
         raise ValueError(f"A model must be a folder or the name of a repository, owner/name, not {shown(source)}.")
@@ -43,7 +43,7 @@ def find_folder(source: Any, *, weights: bool = True) -> pathlib.Path:
     patterns = list(WANTED if weights else TEXT)
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # the library, and what it downloads with, raise many kinds
+    except Exception as error:  # the library and its HTTP client raise many types
         why = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise FileNotFoundError(
             f"There is no folder {source}, and the Hugging Face hub does not give a repository of this name "

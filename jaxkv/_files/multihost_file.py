@@ -1,13 +1,13 @@
 """The file of a cache that several processes saved together: a manifest, and beside it a file of each process.
 
-A part is the file of a saved cache (see `format`) whose layers have some of the KV heads: those that lie on the devices
-of its process. The manifest says which, in shards of the mesh's axis; layers that are not divided are whole in each.
-A part's name is new with every save and its parts go only when the next manifest is there, so a crash leaves what was.
+The file of a process is a saved cache (see `format`) with the KV heads on the devices of that process. The manifest
+lists them as shards of the mesh's axis. Layers that are not sharded are whole in each file. Every save uses new names,
+and old files are removed only after the next manifest is written, so a crash leaves the previous save.
 
-    manifest: no tensors but the checksum of its header, in which stand
+    manifest: only the checksum of its header as a tensor; the header holds
       cache    as in a file of one process
-      parts    for each its name, and the numbers of its shards
-      shards   how many there are
+      parts    name and shard numbers of each process's file
+      shards   number of shards
 """
 
 import contextlib
@@ -35,7 +35,7 @@ FORMAT, VERSION = "jaxkv cache in parts", "1"
 
 
 class Shards:
-    """Which KV heads of a cache lie on the devices of this process, and are its to save."""
+    """The KV heads of a cache that lie on the devices of this process, which saves them."""
 
     def __init__(self, cache: Cache):
         pool = next(pool for pool in cache.pools if pool is not None)
@@ -59,7 +59,7 @@ class Shards:
         self.is_first = here == self.processes[0]
 
     def config(self, config: CacheConfig) -> CacheConfig:
-        """What this process's part of the cache is a cache of."""
+        """Returns the config of this process's share of the cache."""
         layers = []
         for i, layer in enumerate(config.layers):
             heads = layer.num_kv_heads
@@ -69,7 +69,7 @@ class Shards:
         return config.replace(layers=tuple(layers))
 
     def here(self, x: Any, read: Callable[[Any], Any]) -> np.ndarray:
-        """What `read` makes of a pool's array, of this process's heads, which stay at the third axis."""
+        """Applies `read` to this process's heads of a pool's array; heads stay at the third axis."""
         pieces = {self._number(s): s.data for s in x.addressable_shards}
         own = [0] if x.is_fully_replicated else self.own
         return np.concatenate([np.asarray(read(pieces[number])) for number in own], axis=2)
@@ -86,10 +86,10 @@ class Shards:
 def write_parts(
     path: pathlib.Path, saved: SavedCache, shards: Shards, write: Callable[[pathlib.Path, CacheConfig], None]
 ) -> None:
-    """Write this process's part with `write`, and when all processes have, the manifest. All call this.
+    """Writes this process's file with `write`, then the manifest once all processes are done. All processes call this.
 
     Raises:
-      OSError: another process could not write its part. What this one's writing raises.
+      OSError: another process could not write its file. Errors of this process's `write` pass through.
     """
     token = exchange("save", secrets.token_hex(8), shards.processes)[0]
     me = jax.process_index()
@@ -110,7 +110,7 @@ def write_parts(
 
 
 def open_saved(path: pathlib.Path) -> tuple[SavedCache, Mapping[str, np.ndarray]]:
-    """What a file says, and its tensors, whether one process wrote it or several; each part is verified."""
+    """Returns a file's description and tensors, written by one process or by several; verifies each file."""
     tensors, fields, header = safetensors.read_all(path)
     if fields.get("format") != FORMAT:
         return one_file.open_saved(path)
@@ -143,7 +143,7 @@ def open_saved(path: pathlib.Path) -> tuple[SavedCache, Mapping[str, np.ndarray]
 
 
 class Joined(Mapping[str, np.ndarray]):
-    """The tensors of all parts: heads side by side where they are divided, put together when they are asked for."""
+    """The tensors of all processes' files, with sharded heads concatenated on access."""
 
     def __init__(self, shared: Mapping[str, np.ndarray], config: CacheConfig, parts: list[Any], count: int):
         self._shared, self._config, self._parts, self._count = shared, config, parts, count
@@ -154,7 +154,7 @@ class Joined(Mapping[str, np.ndarray]):
             return self._shared[name]
         heads = self._config.layers[int(number)].num_kv_heads
         if all(config.layers[int(number)].num_kv_heads == heads for _, config, _ in self._parts):
-            return self._shared[name]  # it is whole in each
+            return self._shared[name]  # whole in each file
         size, pieces = heads // self._count, {}
         for numbers, _, tensors in self._parts:
             for i, shard in enumerate(numbers):
@@ -178,7 +178,7 @@ def _write_manifest(path: pathlib.Path, saved: SavedCache, parts: dict[str, list
     header = safetensors.header({CHECKSUMS: (np.dtype(np.uint32), (1,))}, fields)
     safetensors.write(path, {CHECKSUMS: np.array([zlib.crc32(header)], np.uint32)}, fields)
     old = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.\d+")
-    for file in path.parent.iterdir():  # of the manifest before, or of a save that was cut off
+    for file in path.parent.iterdir():  # left by the previous manifest, or by an interrupted save
         if old.fullmatch(file.name) and file.name not in parts:
             with contextlib.suppress(OSError):  # the next save tries again
                 file.unlink()
@@ -193,7 +193,7 @@ def _tried(call: Callable[[], None]) -> Exception | None:
 
 
 def _together(what: str, error: Exception | None, path: pathlib.Path, shards: Shards) -> None:
-    """Raise in all processes if one could not go on."""
+    """Raises in all processes if one of them failed."""
     told = exchange(what, "" if error is None else f"{type(error).__name__}: {error}", shards.processes)
     if error is not None:
         raise error

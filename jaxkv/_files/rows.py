@@ -1,4 +1,4 @@
-"""Rows of a cache to a file and back: `save`, `load` and `describe`. The file is described in `file_format.py`."""
+"""Saves rows of a cache to a file and loads them: `save`, `load` and `describe`. For the file see `format`."""
 
 import dataclasses
 import functools
@@ -40,20 +40,20 @@ def save(
     path: str | os.PathLike, cache: Cache | RowShards, rows: Sequence[int] | None = None, *, model: str | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Write rows of a cache to a file, which is replaced at once: a crash on the way leaves the old one.
+    """Writes rows of a cache to a file, replaced atomically: a crash leaves the old file.
 
-    Blocks that several rows share are stored once. A step's bookkeeping, reserved blocks, failures and tokens that
-    have fallen out of a window are not stored. Of a cache on the devices of several processes each writes a file of its
-    own beside this one, which says what belongs together; all of them call this, with one path that all can reach.
+    Blocks that several rows share are stored once. A step's bookkeeping, reserved blocks, failures and tokens outside
+    of a sliding window are not stored. With a cache on the devices of several processes, each process writes a file of
+    its own beside this one, which lists them. All processes call this, with one path that all can reach.
 
     Args:
       path: the file, by custom `*.safetensors`.
-      rows: which; default: all, empty ones too.
+      rows: the rows to save; default: all, including empty rows.
       model: the name of the model that computed the keys and values, or a fingerprint; `load` compares it.
-      metadata: what else to keep, anything that JSON can hold.
+      metadata: anything else to store that JSON can hold.
 
     Raises:
-      ValueError, IndexError: rows that are not there or named twice, a model or metadata that cannot be stored.
+      ValueError, IndexError: rows that do not exist or are named twice, a model or metadata that cannot be stored.
 
     >>> import jax.numpy as jnp, jaxkv, tempfile
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -96,7 +96,7 @@ def _all_of(x: Any, read: Callable[[Any], Any]) -> Any:
 
 
 def describe(path: str | os.PathLike) -> SavedCache:
-    """What is in a saved cache: its config, lengths, model and metadata. The file is verified as a whole.
+    """Returns config, lengths, model and metadata of a saved cache. Verifies the whole file.
 
     Raises:
       FileNotFoundError; CacheFileError, a ValueError: as `load`.
@@ -117,26 +117,26 @@ def load(
     path: str | os.PathLike, config: CacheConfig | None = None, *, into: Cache | RowShards | None = None,
     rows: Sequence[int | None] | None = None, model: str | None = None, partial_windows: bool = False,
 ) -> Any:  # fmt: skip
-    """A cache with the rows of a file, or `into` with those rows in places that were empty.
+    """Returns a cache with the rows of a file, or `into` with those rows restored into empty rows.
 
-    The file is mapped, verified, and copied layer by layer. Blocks are allocated anew: block_size, num_blocks,
+    The file is memory-mapped, verified, and copied layer by layer. New blocks are allocated: block_size, num_blocks,
     max_seqs, max_seq_len, layout, head_dim_multiple and join_kv may differ from the saved cache's. Shared blocks stay
-    shared, with a larger block_size as far as whole blocks are.
+    shared; with a larger block_size, as far as whole blocks are shared.
 
     Args:
-      config: of the new cache; its layers and dtypes must be the file's. Default: the saved cache's.
-      into: a cache to restore into, instead, a `RowShards` too; it is not changed, a new one is returned.
-      rows: for each saved row the row to put it in, or None to leave it out. Default, for rows with tokens: their own
+      config: config of the new cache; its layers and dtypes must match the file's. Default: the saved cache's.
+      into: a cache or `RowShards` to restore into instead; it stays unchanged, and a new one is returned.
+      rows: for each saved row the row to restore it into, or None to skip it. Default, for rows with tokens: their own
         numbers if all of those are empty, else the first empty rows.
-      model: the name or fingerprint that the file must have been saved with; None: whatever it is.
-      partial_windows: of a layer with a window a row holds only the last tokens. In larger blocks the first of them may
-        begin with tokens that are gone; no later token sees them, but after `truncate` to fewer tokens than were saved
-        one might. So such a row is refused, unless this says that it will not be truncated so far.
+      model: the name or fingerprint that the file must have been saved with; None: any.
+      partial_windows: accept rows whose first block of a sliding window is incomplete. Such a row holds only its last
+        tokens, and larger blocks may begin with tokens that were not saved. No later token sees those, but a token
+        after `truncate` below the saved length might. Set this if rows will not be truncated so far.
 
     Raises:
       FileNotFoundError: there is no such file.
-      DamagedFile: it was truncated or changed. CacheFileError: it is whole, but of another model, of other layers or
-        dtypes, from a newer version of the format, or its rows do not fit. Both are ValueErrors.
+      DamagedFile: the file was truncated or changed. CacheFileError: the file is intact, but of another model, of other
+        layers or dtypes, from a newer version of the format, or its rows do not fit. Both are ValueErrors.
 
     >>> import jaxkv, tempfile
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -177,7 +177,7 @@ def _put(
     path: pathlib.Path, saved: SavedCache, tensors: Mapping[str, np.ndarray], config: CacheConfig, into: Cache | None,
     source: np.ndarray, target: np.ndarray, partial_windows: bool,
 ) -> Cache:  # fmt: skip
-    """A cache of this config, or `into`, with saved rows `source` in its rows `target`."""
+    """Returns a cache of this config, or `into`, with saved rows `source` in its rows `target`."""
     free = config.group_blocks if into is None else jax.device_get([t.num_free for t in into.tables])
     held = [held_rows(saved, tensors, g, source) for g in range(len(saved.groups))]
     plans = _fit(path, saved, held, source, config, free, partial_windows)
@@ -197,15 +197,16 @@ def _put(
 def laid_blocks(
     tensors: Mapping[str, np.ndarray], config: CacheConfig, layer: int, slots: np.ndarray
 ) -> list[np.ndarray]:  # fmt: skip
-    """A layer's saved numbers, and scales if it has any, at `slots` of the file, as they lie in its pool but for the
-    padding there."""
+    """Returns a layer's saved values, and scales if any, at `slots` of the file, in the pool's layout without its
+    padding."""
+
     parts = [tensors[name] for name in stored_parts(config, layer)]
     kv, *scale = (clear_unused(tokens_at(part, slots, first=1), slots) for part in parts)
     return [config.form(layer).laid(kv, axis=1), *scale]
 
 
 def held_rows(saved: SavedCache, tensors: Mapping[str, np.ndarray], group: int, rows: np.ndarray) -> Held:
-    """What saved rows hold in a group's layers."""
+    """Returns the tokens that saved rows hold in a group's layers."""
     number = len(saved.lengths)
     lines = np.concatenate([rows + head * number for head in range(saved.config.group_heads[group])])
     tables, both = tensors[f"tables.{group}"], tensors.get(f"held.{group}")
@@ -218,7 +219,7 @@ def _fit(
     path: pathlib.Path, saved: SavedCache, held: list[Held], source: np.ndarray, config: CacheConfig,
     free: Sequence[Any], partial: bool,
 ) -> dict[int, Blocks]:  # fmt: skip
-    """For each layer with a pool the blocks that the saved rows `source` need, where each group has so many free."""
+    """Plans, for each layer with a pool, the blocks of saved rows `source`, within the `free` blocks of its group."""
     lengths = np.array(saved.lengths)[source]
     own = [None if one.thinned is None else one.lengths for one in held]
     for row, length, too_long in zip(source, lengths, are_too_long(lengths, own, config), strict=True):
@@ -259,7 +260,7 @@ def _chosen(rows: Sequence[int] | None, max_seqs: int) -> np.ndarray:
 def _places(
     path: pathlib.Path, lengths: np.ndarray, rows: Sequence[int | None] | None, config: CacheConfig, empty: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which saved rows go to which rows."""
+    """Returns the saved rows to restore, and the rows to restore them into."""
     if rows is None:
         source, target = np.flatnonzero(lengths > 0), np.flatnonzero(empty)
         if np.isin(source, target).all():
@@ -283,7 +284,7 @@ def _places(
 
 
 def check_layers(path: pathlib.Path, saved: CacheConfig, config: CacheConfig) -> None:
-    """Raise CacheFileError unless a cache of one config can hold the keys and values of the other."""
+    """Raises CacheFileError unless a cache of `config` can hold the keys and values of `saved`."""
     if saved.num_layers != config.num_layers:
         raise CacheFileError(
             f"{path} has {saved.num_layers} layers, but the cache has {config.num_layers}: it is of another model."

@@ -1,4 +1,4 @@
-"""Reading and writing safetensors files with NumPy alone.
+"""Reads and writes safetensors files with NumPy alone.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, little-endian; a JSON header
 that gives each tensor's dtype, shape and range of bytes; then those bytes, row-major and without gaps.
@@ -37,11 +37,11 @@ MAX_HEADER = 100_000_000  # bytes; the reference implementation's own limit
 MAX_SIZE, MAX_RANK = 2**62, 16
 WAY_OUT = "Get a whole copy of it."
 
-PYTORCH = {"format": "pt"}  # what transformers asks for before it reads a file
+PYTORCH = {"format": "pt"}  # transformers requires this before it reads a file
 
 
 class Contents(NamedTuple):
-    """What is in a file."""
+    """The contents of a file."""
 
     tensors: dict[str, np.ndarray]  # in the file's order
     metadata: dict[str, str]
@@ -49,16 +49,16 @@ class Contents(NamedTuple):
 
 
 def read(path: pathlib.Path) -> dict[str, np.ndarray]:
-    """The tensors of a file, as read-only views of the file itself: nothing is loaded before it is used.
+    """Returns a file's tensors as read-only views of the mapped file: nothing is loaded before it is used.
 
     Raises:
-      DamagedFile, a ValueError: the file is truncated, or its header does not describe it.
+      DamagedFile, a ValueError: the file is truncated, or does not match its header.
     """
     return read_all(path).tensors
 
 
 def read_all(path: pathlib.Path) -> Contents:
-    """`read`, with the header's text and the metadata in it."""
+    """Reads a file as `read` does, and also returns the header's text and metadata."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
@@ -101,16 +101,16 @@ def read_all(path: pathlib.Path) -> Contents:
             name: np.asarray(data[begin:stop]).view(dtype).reshape(shape)
             for name, (dtype, shape, begin, stop) in places.items()
         }
-    except ValueError as error:  # such as no elements in more places than there are addresses
+    except ValueError as error:  # such as an empty tensor with axes beyond the address space
         raise DamagedFile(f"{path} has a tensor that cannot be made ({error}). {WAY_OUT}") from error
     return Contents(tensors, metadata, text)
 
 
 def write(path: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] = PYTORCH) -> None:
-    """Save tensors by name. The file is replaced at once, or stays as it was.
+    """Saves tensors by name. The file is replaced atomically, or stays unchanged.
 
     Raises:
-      ValueError: a dtype that the format has no name for.
+      ValueError: the format has no name for a dtype.
     """
     text = header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata)
     with replacing(path) as file:
@@ -120,7 +120,7 @@ def write(path: pathlib.Path, tensors: Mapping[str, np.ndarray], metadata: Mappi
 
 
 def header(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """The header's text, for tensors of these dtypes and shapes that follow in this order."""
+    """Returns the header's text for tensors of these dtypes and shapes in this order."""
     names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
     fields: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -134,17 +134,17 @@ def header(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], metadata: Ma
 
 
 def preamble(header: bytes) -> bytes:
-    """What a file begins with: the header behind its length."""
+    """Returns the start of a file: the header's length, then the header."""
     return len(header).to_bytes(8, "little") + header
 
 
 def as_bytes(tensor: np.ndarray) -> np.ndarray:
-    """`u8[n]`: a tensor's bytes, row-major; a view where it already lies so."""
+    """Returns a tensor's bytes, `u8[n]`, row-major; a view if the tensor is contiguous."""
     return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
 
 
 def _place(entry: dict) -> tuple[np.dtype, tuple[int, ...], int, int]:
-    """dtype, shape, first byte and the one after the last, of one entry of the header."""
+    """Returns dtype, shape, first byte and end byte (exclusive) of an entry of the header."""
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"unknown dtype {entry['dtype']!r}")
     begin, stop = entry["data_offsets"]

@@ -1,5 +1,4 @@
-"""What a file gets of rows of a cache, or of the caches that its rows are divided among: these stand one behind the
-other, as if they were one."""
+"""Collects the tensors to save of rows of a cache, or of a `RowShards`, whose caches are concatenated as one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ CONTIGUOUS_BLOCK = 16  # tokens per block of a file from a contiguous cache, who
 
 
 class Written:
-    """Rows `i32[n]` of a cache, on their way into a file."""
+    """Snapshot of rows `i32[n]` of a cache, to be written into a file."""
 
     def __init__(self, cache: Cache | RowShards, rows: np.ndarray):
         self.caches = cache.shards if isinstance(cache, RowShards) else [cache]
@@ -30,12 +29,12 @@ class Written:
         size = config.block_size
         self.block_size = min(CONTIGUOUS_BLOCK, size) if config.contiguous else size
         own = [rows[rows // config.max_seqs == i] - i * config.max_seqs for i in range(number)]
-        # From the caches' order back to that of the rows.
+        # Maps the order of the caches back to the order of the rows.
         order = np.argsort(np.argsort(rows // config.max_seqs, kind="stable"), kind="stable")
         tables = jax.device_get([one.tables for one in self.caches])
-        self.plans: list[list[Blocks]] = []  # of each group, cache by cache
-        self.tables: list[np.ndarray] = []  # of each group, all rows together
-        self.held: dict[int, np.ndarray] = {}  # of groups that evict: what is held, and what was thinned
+        self.plans: list[list[Blocks]] = []  # by group, then by cache
+        self.tables: list[np.ndarray] = []  # by group, for all rows
+        self.held: dict[int, np.ndarray] = {}  # for groups that evict: tokens held, and `thinned`
         self.lengths = np.concatenate([np.asarray(one.lengths)[r] for one, r in zip(self.caches, own, strict=True)])
         self.lengths = self.lengths[order].astype(np.int32)
         for g in range(len(config.groups)):
@@ -55,11 +54,11 @@ class Written:
                 self.held[g] = _side_by_side(both, heads, order).T
 
     def num_blocks(self, group: int) -> int:
-        """How many blocks of a group come into the file."""
+        """Returns the number of blocks of a group in the file."""
         return sum(len(plan.slots) for plan in self.plans[group])
 
     def tensors(self, here: Callable[..., Any]) -> Iterator[np.ndarray]:
-        """One after another; `here(x, read)` has what `read` makes of what is there of a pool's array."""
+        """Yields the tensors in order; `here(x, read)` applies `read` to this process's share of a pool's array."""
         config = self.caches[0].config
         yield self.lengths
         yield from self.tables
@@ -77,13 +76,13 @@ def _blocks(
     config: CacheConfig, layer: int, x: Any, plan: Blocks, minor: Sequence[int], here: Callable[..., Any]
 ) -> np.ndarray:
     blocks = here(x, lambda x: tokens_at(x, plan.padded))
-    if minor:  # numbers, without the padding of the pool; scales of keys and values have no further axis
+    if minor:  # values, without the pool's padding; scales have no further axis
         blocks = config.form(layer).unlaid(blocks, axis=1)[..., : minor[0]]
     return clear_unused(np.asarray(blocks)[: len(plan.slots)], plan.slots)
 
 
 def _behind(plans: list[Blocks]) -> list[np.ndarray]:
-    """Tables of one width, in which the blocks of one cache come behind those of the ones before."""
+    """Returns block tables of one width, with the blocks of the caches numbered consecutively."""
     width, first, found = max(plan.tables.shape[1] for plan in plans), 0, []
     for plan in plans:
         table = np.where(plan.tables == NULL_BLOCK, NULL_BLOCK, plan.tables + first).astype(np.int32)
@@ -93,7 +92,7 @@ def _behind(plans: list[Blocks]) -> list[np.ndarray]:
 
 
 def _side_by_side(parts: list[np.ndarray], heads: int, order: np.ndarray) -> np.ndarray:
-    """Lines of all caches' rows, head by head, in the order of the rows."""
+    """Concatenates the table rows of all caches, head by head, in the order of the rows."""
     width = parts[0].shape[1]
     split = [part.reshape(heads, len(part) // heads, width) for part in parts]
     return np.concatenate(split, axis=1)[:, order].reshape(heads * len(order), width)

@@ -1,16 +1,16 @@
-"""What is worth keeping, or reading, of a cache: small pure functions, each with its paper. `import jaxkv.scores`.
+"""Scores for evicting tokens and selecting blocks: small pure functions, each with its paper. `import jaxkv.scores`.
 
-Scores say what each token that a layer holds is worth, `f32[S, K, C]`, for `jaxkv.evict(cache, scores=, budget=)`:
+Scores rate each token that a layer holds, `f32[S, K, C]`, for `jaxkv.evict(cache, scores=, budget=)`:
 
-- `streaming_llm`: the first tokens, and the last ones.
-- `knorm`, `keydiff`: what keys say of themselves: small ones, and those unlike the others.
-- `snapkv`, `tova`, `observed_attention`: what the last queries looked at, the very last one, or all of a step.
-- `expected_attention`: what the queries to come will look at, if they are like those before.
+- `streaming_llm`: prefers the first and the last tokens.
+- `knorm`, `keydiff`: rate keys alone: by a small norm, or by their difference from the other keys.
+- `snapkv`, `tova`, `observed_attention`: attention of the last queries, of the last query, or of all queries of a step.
+- `expected_attention`: expected attention of future queries, if they resemble past queries.
 
-Budgets say how many to keep: `uniform` a share or a number of each row, `pyramid` more in the first layers than in the
-last, `ada` so that the heads of a layer compete. A score of your own is any function that gives such an array.
+Budgets set the number of tokens to keep: `uniform` a share or a number in each row, `pyramid` more in the first layers
+than in the last, `ada` lets the heads of a layer compete. Any function that returns such an array can be a score.
 
-`quest` gives nothing up: it chooses the blocks that a step's queries may care for most, for `jaxkv.attend(blocks=)`.
+`quest` evicts nothing: it selects the blocks most relevant to a step's queries, for `jaxkv.attend(blocks=)`.
 """
 
 from jaxkv.scores._blocks import quest as quest

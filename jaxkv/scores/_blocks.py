@@ -1,4 +1,4 @@
-"""Which blocks to read: those that a query may care for most."""
+"""Selects the blocks to read: those most relevant to a query."""
 
 import dataclasses
 import math
@@ -18,34 +18,34 @@ from jaxkv._core.state.state import Layer
 from pallas_kernels.common.ragged_layout import locate
 
 LARGEST = float(np.finfo(np.float32).max)
-TOGETHER = 1 << 20  # bytes of bounds that are looked up at a time
+TOGETHER = 1 << 20  # bytes of bounds that are gathered at a time
 
 
 def quest(
     cache: Cache, *, layer: int, q: Any, num_blocks: int, bounds: BlockBounds | None = None,
     scale: float | None = None,
 ) -> jax.Array:  # fmt: skip
-    """The blocks of each row whose keys the step's queries may care for most, for `attend(blocks=)`. Pure and jittable.
+    """Selects the blocks of each row most relevant to the step's queries, for `attend(blocks=)`. Pure and jittable.
 
-    No key of a block has a larger logit than its `block_bounds` allow. From these bounds each head gives every block a
-    share, as if they were the logits of all its tokens, and a block counts by the shares that all heads of all of the
-    step's tokens give it. The blocks that hold the step's tokens are always among those chosen, as many as fit.
+    A block's `block_bounds` limit the logits of its keys. Each head applies a softmax to these upper bounds, as if they
+    were the logits of all tokens of the block. A block's score is the sum over all heads and all of the step's tokens.
+    The blocks that hold the step's tokens are always selected, as many as fit.
 
     Args:
       q: `[S, T, H, D]` or packed `[N, H, D]`, as `attend` takes it; H query heads, rotated as the keys are.
-      num_blocks: how many blocks of each row, n; a number, for it is a shape.
-      bounds: of this layer as it is now; default: those that a layer made with `LayerConfig(bounds=True)` keeps; for
-        any other they are computed, which reads all keys. Give those that `block_bounds(..., bounds=, last=)` keeps up
-        to date, and little more is read than what is chosen.
-      scale: of the logits; default `D ** -0.5`.
+      num_blocks: number of blocks a row, n; a Python integer, since it sets a shape.
+      bounds: current bounds of this layer. Default: those that a layer made with `LayerConfig(bounds=True)` keeps; for
+        any other layer they are computed, which reads all keys. With bounds that `block_bounds(..., bounds=, last=)`
+        keeps up to date, little more than the selected blocks is read.
+      scale: factor of the logits; default `D ** -0.5`.
 
     Returns:
-      `i32[S, n]`: logical blocks in increasing order, -1 behind them.
+      `i32[S, n]`: logical blocks in increasing order, then -1.
 
     Raises:
-      ValueError: queries that are not the step's, or of heads that do not go with the layer's; `num_blocks` below 1.
+      ValueError: `q` does not match the step's tokens or the layer's heads, or `num_blocks` is below 1.
 
-    After Quest (Tang et al. 2024), which chooses for each head by itself; here blocks hold all heads.
+    After Quest (Tang et al. 2024), which selects for each head separately; here blocks hold all heads.
 
     >>> import jax, jaxkv, jaxkv.scores
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=1, max_seq_len=64)
@@ -88,7 +88,7 @@ def quest(
         queries = q.reshape(-1, num_kv_heads, shape[-2] // num_kv_heads, head_dim).astype(jnp.float32)
 
         def of_tokens(x: jax.Array) -> jax.Array:
-            # Padded tokens have their rows' bounds in order: taken by index, they would be copied.
+            # The bounds of padded tokens are in the order of the rows: indexing would copy them.
             return _repeated(x, shape[1]) if padded else x[token.row]
 
         if looks_up:
@@ -116,10 +116,10 @@ def quest(
 
 
 def _largest(queries: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-    """The largest that products `[n, K, G, M]` of queries `[n, K, G, D]` with keys within bounds `[n, M, K, D]` can be:
-    each entry takes the bound that is better for it.
+    """Computes upper bounds `[n, K, G, M]` of the products of queries `[n, K, G, D]` with keys within bounds
+    `[n, M, K, D]`: each entry takes the larger of its two products.
 
-    As sums of products, which read the bounds as they lie: a CPU would transpose them for dots with so few queries.
+    Sums of products read the bounds in place: a CPU would transpose them for dots with few queries.
     """
     entries = queries[:, None]
     better = jnp.maximum(entries, 0) * high[:, :, :, None] + jnp.minimum(entries, 0) * low[:, :, :, None]
@@ -127,8 +127,9 @@ def _largest(queries: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
 
 
 def _looked_up(queries: jax.Array, one: Layer, of_tokens: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The same with the bounds that lie beside the blocks, a few at a time: a copy of all would leave the caches. No
-    further than the longest row; what stands for blocks that are not held means nothing."""
+    """Computes the same from the bounds stored beside the blocks, a few at a time: a copy of all would not fit a CPU's
+    caches. Stops at the longest row; entries of blocks that are not held are meaningless."""
+
     pool, width, lengths = jnp.asarray(one.pool.bounds), one.blocks.shape[1], one.tables.lengths
     size = min(width, max(1, TOGETHER // (one.blocks.shape[0] * math.prod(pool.shape[1:]) * pool.dtype.itemsize)))
     count = -(-width // size)
@@ -145,5 +146,5 @@ def _looked_up(queries: jax.Array, one: Layer, of_tokens: Callable[[jax.Array], 
 
 
 def _repeated(x: jax.Array, count: int) -> jax.Array:
-    """`[S, ...]` as `[S * count, ...]`, each row so many times."""
+    """Repeats each row `count` times: `[S, ...]` to `[S * count, ...]`."""
     return jnp.broadcast_to(x[:, None], (x.shape[0], count, *x.shape[1:])).reshape(-1, *x.shape[1:])

@@ -1,4 +1,4 @@
-"""How many tokens to keep of each row, layer and head: see `jaxkv.scores`."""
+"""Budgets: the number of tokens to keep in each row, layer and head. See `jaxkv.scores`."""
 
 from typing import Any
 
@@ -13,10 +13,11 @@ from jaxkv._core.state.arguments import as_int32, read_numbers
 
 
 def uniform(cache: Cache, keep: float, *, layer: int = 0) -> jax.Array:
-    """The same share of each row's tokens, or the same number, in every layer.
+    """Returns the same share of each row's tokens, or the same number, in every layer.
 
     Args:
-      keep: a float up to 1, a share: `int(keep * tokens)` of the tokens that a row has seen; or an integer, that many.
+      keep: a float up to 1: keeps `int(keep * tokens)` of the tokens that a row has seen; or an integer number of
+        tokens.
 
     Returns:
       `i32[S]`.
@@ -27,12 +28,12 @@ def uniform(cache: Cache, keep: float, *, layer: int = 0) -> jax.Array:
     >>> jaxkv.scores.uniform(cache, 0.25).tolist(), jaxkv.scores.uniform(cache, 7).tolist()
     ([5, 1], [7, 7])
     """
-    del layer  # the same in all
+    del layer  # the same in all layers
     return jnp.asarray(uniform_kept(cache.config, keep))[cache.lengths]
 
 
 def uniform_kept(config: CacheConfig, keep: Any) -> np.ndarray:
-    """`i32[max_seq_len + 1]`: how many tokens `uniform` keeps of so many."""
+    """Returns `i32[max_seq_len + 1]`: the number of tokens that `uniform` keeps, by row length."""
     lengths, keep = _all_lengths(config), as_scalar(keep)
     if isinstance(keep, int | np.integer) and not isinstance(keep, bool):
         return np.full(lengths.shape, integer("keep", keep, least=1), np.int32)
@@ -40,13 +41,13 @@ def uniform_kept(config: CacheConfig, keep: Any) -> np.ndarray:
 
 
 def pyramid(cache: Cache, keep: float, *, layer: int, window_size: int = 64, beta: int = 20) -> jax.Array:
-    """More tokens in the first layers than in the last, in the mean over layers as many as `uniform`.
+    """Returns larger budgets for the first layers than for the last; the mean over layers equals `uniform`.
 
     Args:
-      keep: as of `uniform`.
-      window_size: tokens that every layer keeps, at the least: the queries that `snapkv` asks.
-      beta: how steep it is: the last layer has a share of `1 / beta` beside the window. Rows for which this gives less
-        than the window, or more than there is, have the same in every layer.
+      keep: as in `uniform`.
+      window_size: minimum number of tokens in every layer: the queries that `snapkv` uses.
+      beta: steepness: the last layer has a share of `1 / beta` beside the window. Rows for which this gives less than
+        the window, or more than their tokens, have the same budget in every layer.
 
     Returns:
       `i32[S]`.
@@ -63,7 +64,7 @@ def pyramid(cache: Cache, keep: float, *, layer: int, window_size: int = 64, bet
 
 
 def pyramid_kept(config: CacheConfig, keep: Any, layer: int, window_size: Any = 64, beta: Any = 20) -> np.ndarray:
-    """`i32[max_seq_len + 1]`: how many tokens of so many `pyramid` keeps in a layer."""
+    """Returns `i32[max_seq_len + 1]`: the number of tokens that `pyramid` keeps in a layer, by row length."""
     window_size, beta = integer("window_size", window_size, least=1), integer("beta", beta, least=1)
     layers, lengths = config.num_layers, _all_lengths(config)
     place = config.owner(layer)
@@ -78,12 +79,12 @@ def pyramid_kept(config: CacheConfig, keep: Any, layer: int, window_size: Any = 
 
 
 def ada(score: jax.Array, budget: Any, *, safeguard: float = 0.2) -> jax.Array:
-    """One budget for a layer, for which its heads compete: the best tokens of all heads together are kept.
+    """Divides one budget of a layer among its heads: the best tokens of all heads together are kept.
 
     Args:
       score: `f32[S, K, C]`.
-      budget: for each head in the mean, a number or `i32[S]`.
-      safeguard: the share of it that each head has for certain, one token at the least if it is not 0.
+      budget: mean number of tokens a head, a number or `i32[S]`.
+      safeguard: share of the budget that is guaranteed to each head, at least one token unless 0.
 
     Returns:
       `i32[S, K]`, for a layer that evicts by heads.
@@ -112,12 +113,12 @@ def ada(score: jax.Array, budget: Any, *, safeguard: float = 0.2) -> jax.Array:
 
 
 def _all_lengths(config: CacheConfig) -> np.ndarray:
-    """What is worked out on the host for every length is exact, and the device looks it up."""
+    """Returns all row lengths: budgets are computed exactly on the host, and the device looks them up."""
     return np.arange(config.max_seq_len + 1)
 
 
 def _shares(keep: Any, lengths: np.ndarray) -> np.ndarray:
-    """`f64[n]`: the share of so many tokens that is to be kept."""
+    """Returns `f64[n]`: the share of the tokens to keep, for each length."""
     keep = as_scalar(keep)
     if isinstance(keep, bool) or not isinstance(keep, int | float | np.integer | np.floating):
         raise ValueError(f"keep must be a share of the tokens up to 1.0, or a number of them, not {shown(keep)}.")

@@ -1,4 +1,4 @@
-"""What each token that a layer holds is worth: see `jaxkv.scores`."""
+"""Scores of the tokens that a layer holds. See `jaxkv.scores`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +10,15 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.validation import flag, integer, real
 from jaxkv._core.state.arguments import row_counts
 
-TINY = 1e-12  # what a norm is at least, where it divides
+TINY = 1e-12  # lower bound of a norm in a denominator
 
 
 def streaming_llm(cache: Cache, *, layer: int, n_sink: int = 4) -> jax.Array:
-    """The first `n_sink` tokens are worth most, then the last ones.
+    """Scores the first `n_sink` tokens highest, then later tokens above earlier ones.
 
     Returns:
-      `f32[S, K, C]`, -inf where nothing is held, C being `max_seq_len`, or what all blocks hold if that is less: as
-      all scores.
+      `f32[S, K, C]`, -inf where no token is held, like all scores. C is `max_seq_len`, or the capacity of all blocks if
+      that is less.
 
     From StreamingLLM (https://arxiv.org/abs/2309.17453).
 
@@ -34,7 +34,7 @@ def streaming_llm(cache: Cache, *, layer: int, n_sink: int = 4) -> jax.Array:
 
 
 def knorm(cache: Cache, *, layer: int) -> jax.Array:
-    """Keys with a small norm are worth most: it is they that attention goes to.
+    """Scores keys with a small norm highest: they receive most attention.
 
     From "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression" (https://arxiv.org/abs/2406.11430).
 
@@ -49,7 +49,7 @@ def knorm(cache: Cache, *, layer: int) -> jax.Array:
 
 
 def keydiff(cache: Cache, *, layer: int) -> jax.Array:
-    """Keys least like the mean of all directions are worth most.
+    """Scores keys that differ most from the mean direction highest.
 
     From KeyDiff (https://arxiv.org/abs/2504.15364).
 
@@ -69,13 +69,15 @@ def snapkv(
     cache: Cache, *, layer: int, q: jax.Array, num_tokens: Any = None, scale: float | None = None,
     window_size: int = 64, kernel_size: int = 5,
 ) -> jax.Array:  # fmt: skip
-    """What the last `window_size` queries attend to, in the mean of `kernel_size` neighbours; they themselves stay.
+    """Scores tokens by the attention of the last `window_size` queries, averaged over `kernel_size` neighbours.
+
+    The tokens of these queries are always kept.
 
     Args:
-      q: `[S, T, H, D]`, queries of each row's last tokens as `attention` takes them, row s at its first places.
-      num_tokens: `i32[S]`, how many of them there are; default: those of the last step, which must be the last thing
-        that the layer has seen.
-      scale: what logits are multiplied by; default `head_dim ** -0.5`.
+      q: `[S, T, H, D]`, queries of each row's last tokens as `attention` takes them, padded at the end of each row.
+      num_tokens: `i32[S]`, number of queries of each row; default: the tokens of the last step, which must be the last
+        tokens that the layer has seen.
+      scale: factor of the logits; default `head_dim ** -0.5`.
 
     From SnapKV (https://arxiv.org/abs/2404.14469).
 
@@ -106,10 +108,10 @@ def snapkv(
 def tova(
     cache: Cache, *, layer: int, q: jax.Array, num_tokens: Any = None, scale: float | None = None
 ) -> jax.Array:  # fmt: skip
-    """What the last query attends to, in the mean of all heads; its own token stays. Arguments as of `snapkv`.
+    """Scores tokens by the last query's attention, averaged over all heads; its token is kept. Arguments: see `snapkv`.
 
     Raises:
-      ValueError: a layer that evicts by heads, of which each may hold other tokens.
+      ValueError: the layer evicts by heads, and each head may hold other tokens.
 
     From TOVA (https://arxiv.org/abs/2401.06104).
 
@@ -130,7 +132,7 @@ def tova(
 def observed_attention(
     cache: Cache, *, layer: int, q: jax.Array, num_tokens: Any = None, scale: float | None = None
 ) -> jax.Array:  # fmt: skip
-    """What all queries of a step attend to, in the mean over those that could. Arguments as of `snapkv`.
+    """Scores tokens by the mean attention of the step's queries that can see them. Arguments: see `snapkv`.
 
     From H2O (https://arxiv.org/abs/2306.14048), whose heavy hitters these are.
 
@@ -152,16 +154,17 @@ def expected_attention(
     num_tokens: Any = None, n_future_positions: int = 512, n_sink: int = 4, use_covariance: bool = True,
     use_vnorm: bool = True, epsilon: float = 0.0,
 ) -> jax.Array:  # fmt: skip
-    """What queries to come will attend to, if they are drawn from a Gaussian of those seen, rotated ahead; times the
-    norm of the values. The first `n_sink` tokens stay.
+    """Scores tokens by the expected attention of future queries, times the norm of the values.
+
+    Future queries follow a Gaussian fitted to `q`, rotated to later positions. The first `n_sink` tokens are kept.
 
     Args:
-      q: `[S, T, H, D]`, the queries of a prompt before they are rotated, row s at its first places.
+      q: `[S, T, H, D]`, the queries of a prompt before rotation, padded at the end of each row.
       rotate: rotary embedding, from `(x [n, heads, D], positions i32[n])` to the same shape.
-      num_tokens: `i32[S]`, how many of the queries there are; default: those of the last step.
-      n_future_positions: how many positions ahead.
-      use_covariance, use_vnorm, epsilon: without them the mean alone counts, or attention alone; what is added before
-        the norm.
+      num_tokens: `i32[S]`, number of queries of each row; default: the tokens of the last step.
+      n_future_positions: number of future positions.
+      use_covariance: use the covariance of the queries, not the mean alone.
+      use_vnorm, epsilon: multiply by the norm of the values, after adding `epsilon` to the attention.
 
     From Expected Attention (https://arxiv.org/abs/2510.00636).
 
@@ -188,7 +191,7 @@ def expected_attention(
     spread = jnp.einsum("stkgd,stkge->skgde", apart, apart) / many[..., None]
 
     def turned(length: jax.Array) -> jax.Array:
-        """`[D, D]`: what the positions ahead do to a vector, in the mean; row d to the d-th unit vector."""
+        """Returns the mean rotation of the future positions, `[D, D]`; row d is the rotated d-th unit vector."""
         unit = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), (ahead, size, size))
         return rotate(unit, length + jnp.arange(ahead, dtype=jnp.int32)).mean(axis=0)
 
@@ -207,7 +210,7 @@ def expected_attention(
 
 
 def _held(cache: Cache, layer: int) -> jax.Array:
-    """`bool[S, K, C]`: where a layer holds a token."""
+    """Returns `bool[S, K, C]`: where a layer holds a token."""
     cache = _as_long_as_rows_can_be(cache, layer)
     one = cache.layer(layer)
     held, heads = one.held, cache.layer_config(layer).num_kv_heads
@@ -217,14 +220,14 @@ def _held(cache: Cache, layer: int) -> jax.Array:
 
 
 def _tokens(cache: Cache, layer: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A layer's keys and values, f32[S, K, C, D], and where there are any, bool[S, K, C]."""
+    """Returns a layer's keys and values, f32[S, K, C, D], and where it holds tokens, bool[S, K, C]."""
     cache = _as_long_as_rows_can_be(cache, layer)
     keys, values = (x.astype(jnp.float32) for x in cache.separate(layer))
     return keys, values, _held(cache, layer)
 
 
 def _as_long_as_rows_can_be(cache: Cache, layer: int) -> Cache:
-    """The same cache with no more places to a row than a layer's table has: for reading that layer."""
+    """Returns the cache with `max_seq_len` limited to the slots of a layer's block table, to read that layer."""
     group = cache.config.group(layer)
     places = cache.config.max_seq_len if cache.config.group_slides[group] else cache.config.row_places(group)
     return cache.replace(config=cache.config.replace(max_seq_len=places))
@@ -235,7 +238,7 @@ def _scores(found: jax.Array, held: jax.Array) -> jax.Array:
 
 
 def _with_most(found: jax.Array, of: jax.Array, certain: jax.Array) -> jax.Array:
-    """Scores in which the `certain` tokens have the best that any other of the row has."""
+    """Returns scores in which the `certain` tokens have the maximum over the other tokens of the row."""
     most = jnp.max(found, axis=(1, 2), where=of, initial=0.0, keepdims=True)
     return jnp.where(certain, most, found)
 
@@ -249,7 +252,7 @@ def _directions(x: jax.Array) -> jax.Array:
 
 
 def _softmax(logits: jax.Array, seen: jax.Array) -> jax.Array:
-    """Over the last axis, 0 where nothing is seen."""
+    """Computes the softmax over the last axis; 0 where nothing is visible."""
     logits = jnp.where(seen, logits, -jnp.inf)
     most = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - jnp.where(jnp.isfinite(most), most, 0.0))
@@ -257,7 +260,7 @@ def _softmax(logits: jax.Array, seen: jax.Array) -> jax.Array:
 
 
 def _queries(cache: Cache, layer: int, q: jax.Array, num_tokens: Any) -> tuple[jax.Array, jax.Array]:
-    """Queries, and `i32[S]`, how many of them are a row's. Raises ValueError."""
+    """Returns the queries, and their number in each row, `i32[S]`. Raises ValueError."""
     one = cache.layer_config(layer)
     rows, heads = cache.config.max_seqs, one.num_kv_heads
     if q.ndim != 4 or (q.shape[0], q.shape[3]) != (rows, one.head_dim) or q.shape[2] % heads:
@@ -272,8 +275,9 @@ def _queries(cache: Cache, layer: int, q: jax.Array, num_tokens: Any) -> tuple[j
 def _attention(
     cache: Cache, layer: int, q: jax.Array, num_tokens: Any, scale: float | None, last: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What the last queries of each row attend to: `f32[S, K, G, n, C]`, 0 for queries that are not there; how many
-    queries a row has; and where it holds tokens."""
+    """Returns the attention of each row's last queries, `f32[S, K, G, n, C]`, 0 for missing queries; the number of
+    queries of each row; and where the row holds tokens."""
+
     keys, _, held = _tokens(cache, layer)
     q, asked = _queries(cache, layer, q, num_tokens)
     rows, heads, _, size = keys.shape
