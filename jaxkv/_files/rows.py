@@ -199,7 +199,6 @@ def laid_blocks(
 ) -> list[np.ndarray]:  # fmt: skip
     """Returns a layer's saved values, and scales if any, at `slots` of the file, in the pool's layout without its
     padding."""
-
     parts = [tensors[name] for name in stored_parts(config, layer)]
     kv, *scale = (clear_unused(tokens_at(part, slots, first=1), slots) for part in parts)
     return [config.form(layer).laid(kv, axis=1), *scale]

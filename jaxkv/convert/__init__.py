@@ -1,12 +1,12 @@
-"""Between a `Cache` and what others hold. Import it by name: `import jaxkv.convert`.
+"""Converts a `Cache` to and from the caches of other systems. Import it by name: `import jaxkv.convert`.
 
-- `from_dense(k, v, lengths)`: dense arrays, a row's tokens one after another.
-- `from_flax(collection)`, `to_flax(cache, collection)`: the cache of Flax's own layers, Linen's or NNX's.
+- `from_dense(k, v, lengths)`: dense arrays, a row's tokens in order.
+- `from_flax(collection)`, `to_flax(cache, collection)`: the cache of Flax's own layers, Linen or NNX.
 - `from_hugging_face(past_key_values)`, `to_hugging_face(cache)`: keys and values of each layer, padded to one length.
-- `from_blocks(...)`: blocks and tables of another paged cache.
+- `from_blocks(...)`: blocks and block tables of another paged cache.
 
-So a row that one system has begun another goes on with. Nothing of theirs is imported: tensors are turned into arrays,
-and collections are nested dicts. For the sizes alone, without tokens, see `jaxkv.CacheConfig.like`.
+One system can thus continue a row that another began. None of the other systems is imported: tensors become arrays, and
+collections are nested dicts. For the sizes alone, without tokens, see `jaxkv.CacheConfig.like`.
 """
 
 from jaxkv.convert.blocks import from_blocks as from_blocks

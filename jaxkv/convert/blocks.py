@@ -1,4 +1,4 @@
-"""A cache around keys, values and tables that exist already, from another system or a file."""
+"""Makes a cache from existing keys, values and block tables, of another system or a file."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,20 +25,20 @@ def from_blocks(
     *, k: Sequence[Any], v: Sequence[Any], tables: Any, lengths: Any, layout: str = "head_major",
     max_seq_len: int | None = None, layers: Sequence[LayerConfig] | None = None, **fields: Any,
 ) -> Cache:  # fmt: skip
-    """A cache around existing blocks. They are copied; everything is validated.
+    """Makes a cache from existing blocks. The blocks are copied, and everything is validated.
 
     Args:
       k, v: one array per layer, `[n, K, block_size, D]`, or `[n, block_size, K, D]` with `layout="token_major"`.
-        Blocks are numbered from 0; there is no null block among them. Of a latent layer v has None.
-      tables: `i32[S, M]`, the block of each logical block. Entries past a row's length are ignored.
-      lengths: `i32[S]`, the tokens of each row.
+        Blocks are numbered from 0, without a null block. For a latent layer v has None.
+      tables: `i32[S, M]`, the physical block of each logical block. Entries past a row's length are ignored.
+      lengths: `i32[S]`, number of tokens of each row.
       max_seq_len: default `M * block_size`.
-      layers: the layers' configs, if they have windows or are latent; by default read off the shapes.
+      layers: the layers' configs, if they have windows or are latent; by default inferred from the shapes.
       **fields: other fields of `CacheConfig`.
 
     Raises:
-      ValueError: shapes that disagree, a length beyond the table, a block id out of range, or a block that a row can
-        still write into and that another row holds too.
+      ValueError: shapes that disagree, a length beyond the table, a block id out of range, or a block that one row can
+        still write into and another row shares.
 
     >>> import numpy as np, jaxkv
     >>> blocks = np.ones((3, 2, 4, 8), np.float32)
@@ -109,7 +109,7 @@ def from_blocks(
 def _check_tables(
     tables: Any, lengths: Any, num_blocks: int, block_size: int, max_seq_len: int | None
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """The table in this library's numbers (blocks from 1, unused entries 0), the lengths, and the longest row."""
+    """Returns the block table in jaxkv's numbering (blocks from 1, unused entries 0), the lengths, and max_seq_len."""
     tables, lengths = on_host("tables", tables), on_host("lengths", lengths)
     if tables.ndim != 2 or lengths.shape != tables.shape[:1]:
         raise ValueError(

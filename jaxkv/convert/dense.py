@@ -1,4 +1,4 @@
-"""A cache around dense arrays, a row's tokens one after another from the first place."""
+"""Makes a cache from dense arrays that hold each row's tokens in order, from index 0."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,15 +21,15 @@ from jaxkv._core.state.state import Pool
 def from_dense(
     k: Sequence[Any], v: Sequence[Any], lengths: Any, *, layers: Sequence[LayerConfig] | None = None, **fields: Any
 ) -> Cache:
-    """A cache that holds the tokens of dense arrays; row s becomes row s.
+    """Makes a cache that holds the tokens of dense arrays; row s becomes row s.
 
     Args:
       k, v: one array `[S, C, K, D]` per layer, or all in one `[L, S, C, K, D]`; layers may differ in K and D. Layers
-        that read another's have none, latent ones None for v.
-      lengths: `i32[S]`: the first so many of a row's C places hold its tokens.
-      layers: the layers' configs, if they have windows or are latent; by default read off the shapes.
-      **fields: other fields of `CacheConfig`. Defaults: max_seqs S, max_seq_len C, the arrays' dtype, and as many
-        blocks as let every row reach max_seq_len.
+        that read another layer's KV have none; latent layers have None for v.
+      lengths: `i32[S]`: number of tokens of each row, at the first indices of C.
+      layers: the layers' configs, if they have windows or are latent; by default inferred from the shapes.
+      **fields: other fields of `CacheConfig`. Defaults: max_seqs S, max_seq_len C, the arrays' dtype, and enough blocks
+        for every row to reach max_seq_len.
 
     Raises:
       ValueError: shapes that disagree, a length beyond C or max_seq_len, or too few blocks.
@@ -55,7 +55,7 @@ def from_dense(
     if rows > config.max_seqs:
         raise ValueError(f"k and v have {rows} rows, but max_seqs = {config.max_seqs}.")
     lengths = row_lengths(lengths, rows, min(places, config.max_seq_len))
-    # Dense rows are blocks of C tokens, one for each row.
+    # Dense rows are blocks of C tokens, one a row.
     tables = np.arange(1, rows + 1, dtype=np.int32)[:, None]
     refuse_gaps(config, "from_dense takes", ("head",))
     plans = []
@@ -83,7 +83,7 @@ def from_dense(
 
 
 def check_latent(layers: Sequence[LayerConfig], v: Sequence[Any]) -> None:
-    """Raise unless exactly the latent layers have no values."""
+    """Raises ValueError unless exactly the latent layers have no values."""
     for i, (layer, one_v) in enumerate(zip(layers, v, strict=True)):
         if (layer.rank is None) == (one_v is None):
             what = "no values, for they are part of its keys" if layer.rank else "values"
@@ -91,7 +91,7 @@ def check_latent(layers: Sequence[LayerConfig], v: Sequence[Any]) -> None:
 
 
 def refuse_latent(cache: Cache, whose: str) -> None:
-    """Raise where a layer keeps latent rows: keys and values of heads are made from them by the model's weights."""
+    """Raises where a layer keeps latent rows: only the model's weights make keys and values of heads from them."""
     latent = [i for i, layer in enumerate(cache.config.layers) if layer.rank is not None]
     if latent:
         raise ValueError(
@@ -101,7 +101,7 @@ def refuse_latent(cache: Cache, whose: str) -> None:
 
 
 def as_array(x: Any) -> Any:
-    """A NumPy or JAX array; a PyTorch tensor as NumPy, which has no bfloat16 of its own."""
+    """Returns a NumPy or JAX array; a PyTorch tensor becomes a NumPy array, which lacks a native bfloat16."""
     if hasattr(x, "detach"):
         x = x.detach().cpu()
         if str(x.dtype) == "torch.bfloat16":

@@ -1,4 +1,4 @@
-"""To and from the collections in which Flax's own attention layers keep their dense caches."""
+"""Converts to and from the collections in which Flax's own attention layers keep their dense caches."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,12 +19,12 @@ FLAX_NAMES = ("cached_key", "cached_value", "cache_index")
 def from_flax(
     collection: Mapping[Any, Any], lengths: Any = None, *, paths: Sequence[str] | None = None, **fields: Any
 ) -> Cache:
-    """A cache from the one of a Flax model that decodes: `cached_key`, `cached_value` and `cache_index` of its layers.
+    """Makes a cache from a decoding Flax model's: `cached_key`, `cached_value` and `cache_index` of its layers.
 
     Args:
       collection: nested dicts, such as Linen's `variables["cache"]`, or for NNX
         `nnx.to_pure_dict(nnx.state(model, nnx.Cache))`. Keys and values are `[B, T, K, D]`.
-      lengths: `i32[B]`; default: the index, which Flax keeps for the whole batch.
+      lengths: `i32[B]`; default: `cache_index`, which Flax keeps for the whole batch.
       paths: the attention modules in the order of the layers, such as "decoder/layer_0/attention"; default: all,
         sorted by name, numbers as numbers.
       **fields: as in `from_dense`.
@@ -48,15 +48,16 @@ def to_flax(
     cache: Cache, collection: Mapping[Any, Any], rows: Sequence[int] | None = None, *,
     paths: Sequence[str] | None = None,
 ) -> dict[Any, Any]:  # fmt: skip
-    """A Flax model's own cache with the tokens of ours in it, from where the model goes on.
+    """Returns a Flax model's own cache with the tokens of a `Cache`, for the model to continue.
 
     Args:
       collection: the model's cache, for its structure, sizes and dtypes; nested dicts, as for `from_flax`.
-      rows: which rows; default: all. As many as the model's batch, and of one length, for Flax has one index for all.
+      rows: the rows to convert; default: all. Their number must be the model's batch size, and their lengths must be
+        equal, since Flax has one index for all.
       paths: as in `from_flax`.
 
     Returns:
-      A new collection. With NNX: `nnx.update(model, ...)` takes it.
+      A new collection. For NNX, pass it to `nnx.update(model, ...)`.
 
     >>> import jaxkv, numpy as np
     >>> layer = {"cached_key": np.ones((2, 9, 4, 8)), "cached_value": np.ones((2, 9, 4, 8)), "cache_index": 3}
@@ -96,7 +97,7 @@ def to_flax(
 
 
 def _modules(collection: Mapping[Any, Any], paths: Sequence[str] | None) -> dict[str, Mapping[str, Any]]:
-    """The attention modules of a Flax collection, by path, in the order of the layers."""
+    """Returns the attention modules of a Flax collection, by path, in the order of the layers."""
     found: dict[str, Mapping[str, Any]] = {}
 
     def walk(node: Any, path: tuple[str, ...]) -> None:

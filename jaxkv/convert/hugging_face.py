@@ -1,4 +1,4 @@
-"""To and from what Hugging Face models keep: a key and a value per layer, heads first, rows padded to one length."""
+"""Converts to and from Hugging Face caches: a key and a value per layer, heads first, rows padded to one length."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -17,16 +17,16 @@ Padding = Literal["left", "right"]
 
 
 def from_hugging_face(past_key_values: Any, lengths: Any = None, *, padding: Padding = "left", **fields: Any) -> Cache:
-    """A cache from what a Hugging Face model keeps: for each layer a key and a value, `[B, K, T, D]`.
+    """Makes a cache from a Hugging Face model's: for each layer a key and a value, `[B, K, T, D]`.
 
     Args:
-      past_key_values: `(key, value)` for each layer, as tuples or as their cache classes give them when iterated;
-        NumPy arrays, JAX arrays or PyTorch tensors.
+      past_key_values: `(key, value)` for each layer, as tuples or as transformers' cache classes yield them; NumPy
+        arrays, JAX arrays or PyTorch tensors.
       lengths: `i32[B]`, tokens of each row without padding: the sums of the attention mask. Default: T.
-      padding: where the padding is; "left" is their habit when they generate.
+      padding: the side of the padding; transformers generates with "left".
       **fields: as in `from_dense`.
 
-    A row's first token is at position 0, whatever padding stood before it, as their models count it.
+    A row's first token is at position 0, whatever padding precedes it, as in transformers.
 
     >>> import jaxkv, numpy as np
     >>> key = np.ones((2, 4, 7, 8), np.float32)
@@ -45,7 +45,7 @@ def from_hugging_face(past_key_values: Any, lengths: Any = None, *, padding: Pad
         raise ValueError("past_key_values must have at least one layer, but is empty.")
     batch, _, places, _ = pairs[0][0].shape
     lengths = row_lengths(places if lengths is None else lengths, batch, places)
-    # Move each row's tokens to the front; what comes round from there is past its length.
+    # Rolls each row's tokens to the front; the padding wraps around to behind its length.
     start = places - lengths if padding == "left" else np.zeros_like(lengths)
     index = (np.arange(places) + start[:, None]) % max(places, 1)
 
@@ -59,15 +59,15 @@ def from_hugging_face(past_key_values: Any, lengths: Any = None, *, padding: Pad
 def to_hugging_face(
     cache: Cache, rows: Sequence[int] | None = None, *, padding: Padding = "left"
 ) -> tuple[tuple[tuple[jax.Array, jax.Array], ...], jax.Array]:
-    """Rows of a cache as a Hugging Face model keeps them.
+    """Returns rows of a cache in the format of Hugging Face models.
 
     Args:
-      rows: which; default: all.
-      padding: where shorter rows get their padding, zeros.
+      rows: the rows to convert; default: all.
+      padding: the side on which shorter rows are padded with zeros.
 
     Returns:
       `(past_key_values, attention_mask)`: for each layer `(key, value)`, `[B, K, T, D]` each, T the longest row; the
-      mask is `i32[B, T]`, 1 for a token. Tokens that have fallen out of a layer's window are zeros there.
+      mask is `i32[B, T]`, 1 for a token. Tokens outside of a layer's sliding window are zeros in that layer.
 
     >>> import jax.numpy as jnp, jaxkv
     >>> kv = jnp.ones((1, 2, 40, 2, 8))

@@ -1,17 +1,17 @@
 """A Flax NNX decoder that reads Hugging Face checkpoints. Import it by name: `import jaxkv.models`.
 
-- `load(folder)`: the model in a folder with config.json and *.safetensors; `save(model, folder)` is the way back.
-- `small()`: the little model that comes with jaxkv, a decoder of bytes that has read Python's standard library.
-- `recaller()`: a tiny one that recalls pairs anywhere in 1,024 tokens, to try a cache with that keeps or reads less.
-- `Decoder`: what both are, one module for all families; `DecoderConfig`, `LatentConfig`, `ExpertsConfig` and `Rope` say
-  which. It takes tokens and a cache, and gives logits and the cache:
+- `load(folder)`: loads the model in a folder with config.json and *.safetensors; `save(model, folder)` writes it.
+- `small()`: a small model that ships with jaxkv, a byte-level decoder trained on Python's standard library.
+- `recaller()`: a tiny model that recalls pairs anywhere in 1,024 tokens, to test a cache that evicts or reads less.
+- `Decoder`: one module for all families, configured by `DecoderConfig`, `LatentConfig`, `ExpertsConfig` and `Rope`. A
+  call takes tokens and a cache, and returns logits and the cache:
 
     model = jaxkv.models.load("path/to/folder", dtype="bfloat16")
     config = jaxkv.CacheConfig.from_model(model, max_seqs=8, max_seq_len=4096, memory_bytes=8e9)
     logits, cache = model(tokens, cache=jaxkv.extend(jaxkv.init(config), num_tokens))
 
-`jaxkv.generate(model, prompts)` and `jaxkv.Engine(model)` do that step by step. A model of your own needs no more than
-`layer_configs`, `dtype` and such a call to be served by them.
+`jaxkv.generate(model, prompts)` and `jaxkv.Engine(model)` run such steps. To be served by them, your own model only
+needs `layer_configs`, `dtype` and such a call.
 """
 
 from jaxkv.models.config import (

@@ -1,6 +1,6 @@
-"""Formats that checkpoints store weights in: MXFP4 and blocks of float8.
+"""Dequantizes the weight formats of checkpoints: MXFP4 and block-scaled float8.
 
-Quantised weights become numbers as each is read, so that a large model never lies in memory twice.
+Each quantized weight is dequantized when it is read, so that a large model is never in memory twice.
 """
 
 import dataclasses
@@ -13,17 +13,17 @@ import numpy as np
 from jaxkv._core.config.validation import integer
 
 MXFP4, FP8 = "mxfp4", "fp8"
-# Buffers in old checkpoints, which the config determines.
+# Buffers in old checkpoints that follow from the config.
 BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
-# The numbers of 4 bits, one of which is a sign: OCP Microscaling Formats, https://arxiv.org/abs/2310.10537.
+# The values of the 4-bit codes, with a sign bit: OCP Microscaling Formats, https://arxiv.org/abs/2310.10537.
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 FP4 = np.concatenate([FP4, -FP4])
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantised:
-    """A tensor that becomes numbers when it is asked for."""
+    """A quantized tensor that is dequantized on access."""
 
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
@@ -37,22 +37,22 @@ class Quantised:
 
 
 def dequantize(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns a checkpoint's tensors with those of a quantised format as numbers, without buffers.
+    """Returns a checkpoint's tensors with quantized ones dequantized, and without buffers.
 
     Args:
-      config: its config.json.
-      where: the name of that in errors.
+      config: the checkpoint's config.json.
+      where: name of the config in errors.
     """
     kept = {name: tensor for name, tensor in tensors.items() if not BUFFERS.fullmatch(name)}
     return _fp8(_mxfp4(kept), config, where)
 
 
 def _mxfp4(tensors: dict[str, Any]) -> dict[str, Any]:
-    """GPT-OSS: of `[E, out, in]` blocks `u8[E, out, in / 32, 16]`, two numbers to a byte, and scales, powers of two."""
+    """GPT-OSS: `[E, out, in]` as blocks `u8[E, out, in / 32, 16]`, two values a byte, and power-of-two scales."""
     for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
         blocks, scales = tensors[f"{name}_blocks"], tensors.get(f"{name}_scales")
         if scales is None or blocks.ndim < 2 or blocks.dtype != np.uint8 or blocks.shape[:-1] != scales.shape:
-            continue  # they are refused as they are, by name
+            continue  # left as they are, and refused by name later
         del tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
         *outer, rows, groups, size = blocks.shape
 
@@ -66,7 +66,7 @@ def _mxfp4(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fp8(tensors: dict[str, Any], config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """DeepSeek V3: beside a matrix of 8-bit floats a scale for each of its blocks."""
+    """DeepSeek V3: a matrix of 8-bit floats with a scale for each of its blocks."""
     names = [name.removesuffix("_scale_inv") for name in tensors if name.endswith(".weight_scale_inv")]
     quantization = config.get("quantization_config")
     sizes = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None

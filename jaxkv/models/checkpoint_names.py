@@ -1,4 +1,4 @@
-"""What a decoder's parameters are called in checkpoints, and how they lie there."""
+"""Names, shapes and layouts of a decoder's parameters in checkpoints."""
 
 import math
 from typing import Any, NamedTuple
@@ -10,8 +10,8 @@ from jaxkv.models.families import FAMILIES
 from jaxkv.models.families.family import AsStored, Columns
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Our name -> Llama's, for what there is once and for what each layer has. With {} each expert has one of its own. What
-# a family calls otherwise stands in its module.
+# Our name -> Llama's, for parameters of the model and of each layer. A name with {} exists once for each expert. A
+# family's module lists the names that differ.
 WHOLE = {"embed": EMBED, "norm": "model.norm.weight", "head": HEAD}
 PER_LAYER = {
     "attention.query": "self_attn.q_proj.weight",
@@ -54,20 +54,20 @@ PER_LAYER = {
     "experts.shared.up_bias": "mlp.shared_experts.up_proj.bias",
     "experts.shared.down_bias": "mlp.shared_experts.down_proj.bias",
 }
-# Theirs are [all outputs, all inputs], and so are ours, but for these: how many of their leading axes are inputs.
+# Checkpoints store [all outputs, all inputs], as we do but for these: their number of leading input axes.
 INPUT_AXES = {"attention.out": 2, "experts.router": 1, "experts.gate": 1, "experts.up": 1, "experts.down": 1}
 
 
 class Part(NamedTuple):
-    """What of a tensor a parameter is: how the tensor's axes are counted, and the index of the part in it."""
+    """The part of a tensor that a parameter is: the tensor's reshaped axes, and the part's index in it."""
 
     axes: tuple[int, ...]
     where: Any
 
 
 class Slot(NamedTuple):
-    """How a parameter is stored in a checkpoint: its name, its shape, whether it lies there transposed, and which part
-    of it the parameter is; None: all."""
+    """A parameter in a checkpoint: tensor name, shape, whether it is transposed, and the part of the tensor that the
+    parameter is; None: all."""
 
     name: str
     shape: tuple[int, ...]
@@ -76,8 +76,9 @@ class Slot(NamedTuple):
 
 
 def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_stacked: int) -> list[Slot]:
-    """Where the checkpoint keeps the parameter at `path` of a decoder, of `shape` there: one slot, or one for each of
-    the layers, and of the experts, that it is stacked of. The first `num_stacked` layers are stacked."""
+    """Returns the checkpoint slots of the parameter at `path` of a decoder, of `shape` there.
+
+    A stacked parameter has one slot for each layer and expert. The first `num_stacked` layers are stacked."""
     first, *rest = path
     if first == "stacks":
         (place, *rest), (count, *layer_shape) = rest, shape
@@ -96,7 +97,7 @@ def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_sta
         shape = (*shape[:-1], name.step * shape[-1])
         part = Part(shape, np.s_[..., name.first :: name.step])
         return [Slot(f"model.layers.{i}.{name.name}", shape, False, part) for i in layers]
-    if config.latent is not None and key in ("attention.key_up", "attention.value_up"):  # head by head in one tensor
+    if config.latent is not None and key in ("attention.key_up", "attention.value_up"):  # both in one tensor
         (heads, _, rank), nope_dim = shape, config.latent.nope_dim
         rows = nope_dim + config.latent.value_dim
         part = Part((heads, rows, rank), np.s_[:, :nope_dim] if key == "attention.key_up" else np.s_[:, nope_dim:])

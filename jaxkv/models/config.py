@@ -1,4 +1,4 @@
-"""The shape of a decoder: everything that tells one family of models from another."""
+"""The configuration of a decoder: everything that differs between model families."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from jaxkv.models.rope import Rope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """Attention over latent rows, as in DeepSeek.
+    """Latent attention (MLA), as in DeepSeek.
 
     Fields:
-      rank, rope_dim: what a row holds: so many numbers that keys and values are made from, and a rotated key.
-      nope_dim, value_dim: entries of a head's key that are not rotated, and of its value.
-      query_rank: queries are made from so many numbers, too; None: from the token itself.
+      rank, rope_dim: sizes of a latent row's two fields: the compressed keys and values, and a rotated key.
+      nope_dim, value_dim: sizes of the unrotated entries of a head's key, and of its value.
+      query_rank: rank of the compressed queries; None: queries are projected from the token itself.
 
     >>> LatentConfig(rank=512, rope_dim=64, nope_dim=128, value_dim=128).width
     576
@@ -38,7 +38,7 @@ class LatentConfig:
 
     @property
     def width(self) -> int:
-        """Of a row."""
+        """Entries of a latent row."""
         return self.rank + self.rope_dim
 
 
@@ -47,15 +47,15 @@ class ExpertsConfig:
     """The experts of a layer, and how tokens are routed to them.
 
     Fields:
-      count, per_token: experts, and to how many of them a token goes.
-      mlp_dim: of one expert.
-      scores: of the logits: a softmax over all, or over the chosen ones, or a sigmoid of each.
-      normalise: the chosen ones' scores are divided by their sum; `scale` is what they are multiplied by after that.
-      groups, groups_per_token: experts lie in so many groups, and a token is routed within its best ones: by the best
-        expert of a group, or with a sigmoid by the sum of the best two.
-      bias: router and experts have biases. choice_bias: one more for each expert, which counts in the choice alone.
-      shared_dim: of an MLP that all tokens go through besides; 0: there is none.
-      limit, alpha: with a limit, gates are at most that and the others at most so far from 0, and a token becomes
+      count, per_token: number of experts, and of experts chosen for each token.
+      mlp_dim: hidden width of one expert.
+      scores: from the logits: a softmax over all experts, or over the chosen ones, or a sigmoid of each.
+      normalise: divide the chosen experts' scores by their sum; then `scale` multiplies them.
+      groups, groups_per_token: number of expert groups, and of the groups among which a token is routed. A group is
+        rated by its best expert, or with a sigmoid by the sum of its best two.
+      bias: router and experts have biases. choice_bias: a further bias for each expert that affects the choice alone.
+      shared_dim: hidden width of an MLP that also processes all tokens; 0: none.
+      limit, alpha: with a limit, gates are clipped from above and `up` to `[-limit, limit]`, and the output is
         `down((up + 1) * gate * sigmoid(alpha * gate))`.
 
     >>> ExpertsConfig(count=32, per_token=4, mlp_dim=2880).scores
@@ -99,35 +99,35 @@ class ExpertsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, init=False)
 class DecoderConfig:
-    """What `Decoder` is built from; frozen and hashable. `jaxkv.models.load` makes it from a config.json.
+    """Configuration of a `Decoder`; frozen and hashable. `jaxkv.models.load` makes it from a config.json.
 
     Fields:
-      family: the Hugging Face `model_type` that it came from; what checkpoints call its parameters follows from it.
+      family: the Hugging Face `model_type`, which determines the parameter names in checkpoints.
       embed_dim, mlp_dim: widths of the residual stream and of the gated MLP.
       num_heads: query heads of every attention layer.
-      layers: what each layer's attention keeps: its KV heads, their width, its window.
-      latent: attention is over latent rows instead, and `layers` are `LayerConfig.latent`.
-      experts: in layers where `expert_layers` says so, what stands in the place of the MLP.
+      layers: cache config of each layer: its KV heads, their width, its window.
+      latent: latent attention instead; `layers` are then `LayerConfig.latent`.
+      experts: experts in place of the MLP, in the layers that `expert_layers` selects.
       sinks: one learned logit per head in the softmax's denominator.
-      max_seq_len: how many positions the model was trained for.
+      max_seq_len: number of positions that the model was trained for.
       ropes: each layer's rotary embedding.
-      attention_scale: what attention logits are multiplied by.
+      attention_scale: factor of the attention logits.
       attention_soft_cap, logit_soft_cap: c in `c * tanh(x / c)`, on the attention's and on the final logits.
       norm_eps: epsilon of every RMS norm.
-      norm_offset: what is added to a norm's weight before it scales (Gemma stores it around 0, not 1).
+      norm_offset: added to a norm's weight before scaling (Gemma stores weights around 0, not 1).
       qk_norm: RMS norms on each head's queries and keys, before the rotation.
-      post_norms: norms after attention and after the MLP too, before their sums with the residual stream.
-      qkv_bias, out_bias, mlp_bias: which projections have biases.
+      post_norms: also norms after attention and after the MLP, before they are added to the residual stream.
+      qkv_bias, out_bias, mlp_bias: whether these projections have biases.
       activation: of the gated MLP.
-      embed_scale: what embeddings are multiplied by.
+      embed_scale: factor of the embeddings.
       tie_embeddings: the output head is the embedding table.
       bos_id, eos_ids: the tokens that begin and that end a text.
       byte_tokens: token t below 256 is the byte t, so no tokenizer is needed.
 
     Args:
-      num_kv_heads, head_dim, windows: in the place of `layers`, where layers differ in nothing but their windows: each
-        layer's KV heads, their width (with `latent` both follow from it), and for each layer of how many last positions
-        a token sees, or None for all. Beside `layers` they are changed in all of those, as `dataclasses.replace` does.
+      num_kv_heads, head_dim, windows: instead of `layers`, where layers differ only in their windows: KV heads of each
+        layer, their width (`latent` determines both), and each layer's sliding window, or None. Given together with
+        `layers`, they replace the values in all of those, as `dataclasses.replace` does.
       **fields: the fields above.
 
     >>> import jaxkv.models
@@ -222,12 +222,12 @@ class DecoderConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Each layer's sliding window; None: it has none."""
+        """Each layer's sliding window, or None."""
         return tuple(layer.window for layer in self.layers)
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads of the first layer; with latent attention as many as there are query heads."""
+        """KV heads of the first layer; with latent attention the number of query heads."""
         return self.num_heads if self.latent is not None else self.layers[0].num_kv_heads
 
     @property
@@ -237,18 +237,18 @@ class DecoderConfig:
 
     @property
     def layer_kinds(self) -> tuple[Any, ...]:
-        """For each layer what makes it differ from others, hashable."""
+        """For each layer a hashable value of everything in which layers may differ."""
         experts = self.expert_layers or (False,) * self.num_layers
         return tuple(zip(self.layers, self.ropes, experts, strict=True))
 
     @property
     def period(self) -> int:
-        """After how many layers their kinds repeat themselves; the last time may end early."""
+        """Number of layers after which their kinds repeat; the last period may be incomplete."""
         return period_of(self.layer_kinds)
 
     @property
     def layer_configs(self) -> tuple[LayerConfig, ...]:
-        """What each layer keeps, for `CacheConfig`."""
+        """Cache config of each layer, for `CacheConfig`."""
         return self.layers
 
 
@@ -256,7 +256,7 @@ def _make_layers(
     layers: tuple[LayerConfig, ...], latent: LatentConfig | None, num_kv_heads: int | None, head_dim: int | None,
     windows: Sequence[int | None] | None,
 ) -> tuple[LayerConfig, ...]:  # fmt: skip
-    """Returns a `LayerConfig` for each layer, made from what they have in common or changed by it."""
+    """Returns a `LayerConfig` for each layer, made from the common values or updated with them."""
     if not layers and latent is not None:
         return tuple(LayerConfig.latent(latent.rank, latent.rope_dim, window=window) for window in windows or ())
     shape: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_dim": head_dim} if latent is None else {}

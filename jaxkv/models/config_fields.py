@@ -1,4 +1,4 @@
-"""The fields of a config.json, read one by one: a field that nobody has read is known to be harmless, or refused."""
+"""Reads a config.json field by field: a field that is never read must be known to be harmless, or is refused."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from jaxkv._core.config.validation import integer, real, shown
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_gate import check_left
 
-# Far above any model; what is larger is a mistake, or meant to fill the memory.
+# Far above any model: a larger value is a mistake, or meant to exhaust memory.
 MOST_LAYERS, MOST_HEADS, MOST_DIM = 512, 2**16, 2**24
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -16,10 +16,10 @@ class Fields:
     """A dict that remembers which fields were read, so that the others can be refused.
 
     Fields:
-      left: those that nobody has read.
-      where: its name in errors.
+      left: fields not read yet.
+      where: name of the config in errors.
       family: the `model_type`.
-      passed: the unread ones that were passed over, by name.
+      passed: names of unread fields that were accepted.
     """
 
     def __init__(self, fields: Any, where: str):
@@ -29,7 +29,7 @@ class Fields:
         self.passed: list[str] = []
 
     def nest(self, fields: Any, where: str) -> "Fields":
-        """Returns the fields of a part of this config; what is passed there is passed here."""
+        """Returns the fields of a nested config; fields accepted there are accepted here."""
         part = Fields(fields, f"{where} in {self.where}")
         part.passed = self.passed
         return part
@@ -39,7 +39,7 @@ class Fields:
             raise ValueError(f"{self.where} lacks the field {name}.")
         return self.left.pop(name, *default)
 
-    # Those of one type; a default of None means that there need be none, and then None may be written, too.
+    # Readers of one type. With a default of None the field may be missing, or be written as null.
 
     def size(self, name: str, *default: int | None, least: int = 1, most: int = 2**31 - 1) -> Any:
         value = self.take(name, *default[:1])
@@ -60,14 +60,14 @@ class Fields:
         return value
 
     def either(self, name: str, other: str, default: int, *, most: int) -> int:
-        """A size that has two names."""
+        """Reads a size that has two names."""
         values = {key: self.size(key, None, most=most) for key in (name, other)}
         if None not in values.values() and values[name] != values[other]:
             raise self.refuse(other, values[other], f"it only where it is the same as {name}, {values[name]}")
         return first_given(*values.values(), default)
 
     def must_be(self, name: str, allowed: Any) -> None:
-        """Refuse a field that is there with another value."""
+        """Refuses a field that is present with another value."""
         if (value := self.take(name, allowed)) != allowed or type(value) is not type(allowed):
             raise self.refuse(name, value, repr(allowed))
 
@@ -77,10 +77,10 @@ class Fields:
         )
 
     def finish(self, decoder: DecoderConfig | None = None) -> None:
-        """Refuses what nobody has read and what would change a decoder; see `jaxkv.models.config_gate`."""
+        """Refuses unread fields that would change a decoder; see `jaxkv.models.config_gate`."""
         self.passed += check_left(self.left, self.where, decoder)
 
 
 def first_given(*values: Any) -> Any:
-    """The first that is not None."""
+    """Returns the first value that is not None."""
     return next(value for value in values if value is not None)

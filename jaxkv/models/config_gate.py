@@ -1,7 +1,7 @@
-"""Decides on the fields of a config.json that no family has read: passed, passed with a warning, or refused.
+"""Decides on the fields of a config.json that no family reads: accepts them, warns, or refuses them.
 
-The gate is wide, for people's files carry switches of trainers, servers and converters. It is safe, for a field whose
-name has a word of what decoders compute, and that is on, is refused unless it says what the decoder does anyway.
+The check is lenient, since configs carry switches of trainers, servers and converters. The check is safe: a field that
+is on and whose name has a word of a decoder's computation is refused, unless it states what the decoder does anyway.
 """
 
 import pathlib
@@ -15,7 +15,7 @@ from jaxkv.models.config import DecoderConfig
 
 PACKAGE = str(pathlib.Path(__file__).parents[1])
 MOST_NAMES = 10  # in an error
-# Fields that transformers writes everywhere and that change nothing in what a decoder computes: not worth a warning.
+# Fields that transformers writes everywhere and that do not change a decoder's computation: not worth a warning.
 HARMLESS = {
     "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout", "auto_map", "aux_loss_alpha",
     "cache_implementation", "chunk_size_feed_forward", "dtype",
@@ -45,7 +45,7 @@ MUST_BE = {
     "logit_scale": (1,),
     "lm_head_multiplier": (1,),
 }
-# Names under which a config says again what the decoder does. Lengths are limits, and limits change nothing.
+# Names under which a config repeats what the decoder does. Lengths are limits, and limits change nothing.
 REPEATED: dict[str, Callable[[DecoderConfig], Any]] = {}
 for _names, _value in (
     ("n_embd d_model dim embed_dim", lambda c: c.embed_dim),
@@ -68,7 +68,7 @@ for _names, _value in (
     ("shared_expert_intermediate_size", lambda c: c.experts.shared_dim if c.experts else 0),
 ):
     REPEATED |= dict.fromkeys(_names.split(), _value)
-# Whole names of what trainers, servers, tokenizers and text generation are told: they say nothing of a decoder...
+# Whole names of what trainers, servers, tokenizers and text generation are told: they do not describe a decoder...
 UNRELATED = re.compile(
     r".*_token_ids?|[a-z]+_token|.*_words_ids|suppress_tokens|.*tokenizer.*|.*template.*|.*trust_remote_code.*"
     r"|.*(version|commit|revision|license|author|language|languages|url|path|_name|tags?|date|description)"
@@ -89,7 +89,7 @@ STRONG = re.compile(r"rope|rotary|norm|bias|scal|cap|clip|window|chunk|expert|qu
 TRAINERS = re.compile(
     r"(max_)?grad(ient)?_?(norm|clip).*|clip_grad.*|(use_)?fused?_.*|expert_parallel.*|router_jitter.*"
 )
-# Parts of names of what changes a decoder. What has none of them, and is no number, cannot be a size or a factor.
+# Words in names of fields that change a decoder. A field without them that is no number is no size or factor.
 DECODER = re.compile(
     r"rope|rotary|yarn|theta|freq|norm|bias|scal|multipl|factor|coef|ratio|cap|clip|window|chunk|span|stride|alibi"
     r"|expert|moe|rout|gat|topk|top_k|quant|bits|compress|sparse|attn|attention|head|query|key|kv|qk|latent|lora|rank"
@@ -114,10 +114,10 @@ def drop_ignored(config: Any, ignore: str | Iterable[str]) -> Any:
 
 
 def check_architectures(config: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    """Refuses a config that names other classes than those that compute what a family describes.
+    """Refuses a config that names other classes than a family's own.
 
     Raises:
-      ValueError: it names classes, and none of the known ones.
+      ValueError: the config names classes, and none of the known ones.
     """
     named = config.get("architectures")
     names = [named] if isinstance(named, str) else named
@@ -132,15 +132,15 @@ def check_architectures(config: Mapping[str, Any], known: tuple[str, ...], where
 
 
 def check_left(left: Mapping[str, Any], where: str, decoder: DecoderConfig | None) -> list[str]:
-    """Returns those of the fields that nobody has read which are passed, and deserve a warning.
+    """Returns the unread fields that are accepted but deserve a warning.
 
     Args:
-      left: the fields.
-      where: the name of the config in errors.
-      decoder: what the config has been read as; None: the fields are of a part of it, where every one counts.
+      left: the unread fields.
+      where: name of the config in errors.
+      decoder: the decoder that the config describes; None: the fields are of a nested config, where every field counts.
 
     Raises:
-      ValueError: fields that would change a decoder, and that are not off; all are named.
+      ValueError: fields that would change a decoder and are not off; all are named.
     """
     for name, allowed in MUST_BE.items():
         if name in left and not any(_is_same(left[name], value) for value in allowed):
@@ -164,7 +164,7 @@ def check_left(left: Mapping[str, Any], where: str, decoder: DecoderConfig | Non
 
 
 def warn_passed(names: list[str], where: str) -> None:
-    """Warns once of all fields that were passed."""
+    """Warns once of all fields that were accepted."""
     if names:
         warnings.warn(
             f"{where} has fields that are off, say a known size again or say nothing of a decoder, and were passed "
@@ -178,7 +178,7 @@ def _is_passed(name: str, value: Any, decoder: DecoderConfig | None) -> bool:
         return True
     if decoder is not None and name in REPEATED:
         said = REPEATED[name](decoder)
-        # A switch that is off says something where the decoder has it on; a size that is left open does not.
+        # A switch that is off contradicts a decoder that has it on; a missing size does not.
         return _is_same(value, said) or (_is_off(value) and (_is_off(said) or value is None))
     if _is_off(value):
         return True
@@ -196,5 +196,5 @@ def _is_off(value: Any) -> bool:
 
 
 def _is_same(value: Any, known: Any) -> bool:
-    """Whether two values are equal, and both or neither are booleans."""
+    """Tells whether two values are equal, and both or neither are booleans."""
     return isinstance(value, bool) == isinstance(known, bool) and value == known

@@ -1,4 +1,4 @@
-"""A Hugging Face config.json to a `DecoderConfig` and back: a field is honoured, known to be harmless, or refused."""
+"""Converts a Hugging Face config.json to a `DecoderConfig` and back: a field is honoured, harmless, or refused."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,8 +16,8 @@ def parse(config: Mapping[str, Any], where: str = "config.json", ignore: str | I
 
     Args:
       config: its fields.
-      where: its name in errors.
-      ignore: names of fields to read as though they were not there.
+      where: name of the config in errors.
+      ignore: names of fields to treat as missing.
 
     Raises:
       ValueError: a family or a field that the decoder cannot honour, or a field that is missing; all by name.
@@ -51,12 +51,12 @@ def render(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _take_quantization(fields: Fields) -> None:
-    """Takes a config's `quantization_config` if it is of a kind that is read."""
+    """Takes a config's `quantization_config` if its format is supported."""
     quantization = fields.left.get("quantization_config")
     if isinstance(quantization, Mapping) and is_read(quantization):
         fields.take("quantization_config")
 
 
 def is_read(quantization: Mapping[str, Any]) -> bool:
-    """Whether weights are read that a `quantization_config` describes."""
+    """Tells whether the weights that a `quantization_config` describes can be read."""
     return quantization.get("quant_method") in (MXFP4, FP8)

@@ -1,5 +1,5 @@
-"""One decoder for Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, GPT-OSS, DeepSeek V2 and V3: what tells them apart is in
-the config."""
+"""One decoder for Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, GPT-OSS, DeepSeek V2 and V3: the config holds all
+differences."""
 
 from typing import Any, Literal
 
@@ -26,13 +26,13 @@ class Decoder(nnx.Module):
     """A causal language model that keeps its keys and values in a paged cache.
 
     Args:
-      config: its shape.
-      dtype: of parameters and computation; norms, rotations, softmax and logits are in float32 all the same.
-      scan: compute the layers in a `jax.lax.scan` over the periods in which they repeat themselves. "stacked": the
-        parameters of alike layers are stacked, and the program of a deep model is as small, and compiled as fast, as
-        that of one period. A TPU reads them where they lie; on a CPU and on NVIDIA GPUs, XLA copies those of a layer
-        before it multiplies with them, which a step of few tokens pays for. "apart": they stay as they are, nothing is
-        copied, and only attention is compiled once for all layers, which on a CPU is most of it; a GPU would wait for
+      config: its configuration.
+      dtype: of parameters and computation; norms, rotations, softmax and logits are always in float32.
+      scan: compute the layers in a `jax.lax.scan` over the periods in which they repeat. "stacked": stacks the
+        parameters of equal layers, so that a deep model's program is as small, and compiles as fast, as that of one
+        period. A TPU reads stacked parameters in place; on a CPU and on NVIDIA GPUs, XLA copies a layer's parameters
+        before each product, which slows steps of few tokens. "apart": leaves the parameters apart, copies nothing, and
+        compiles only attention once for all layers, which on a CPU is most of the compile time; a GPU would wait for
         the host in every layer. True: "apart" on a CPU, else "stacked".
       rngs: the source of the parameters' randomness.
 
@@ -56,12 +56,12 @@ class Decoder(nnx.Module):
             raise ValueError(f'scan must be True, False, "stacked" or "apart", not {shown(scan)}.')
         self.config = config
         self.periods = config.num_layers // config.period if scan else 1
-        self.scan = self.periods > 1  # one period alone has nothing to scan over
+        self.scan = self.periods > 1  # a single period has nothing to scan over
         table = (config.vocab_size, config.embed_dim)
         init = nnx.initializers.normal(config.embed_dim**-0.5)
         self.embed = nnx.Param(init(rngs.params(), table, dtype))
         blocks = [Block(config, i, dtype, rngs) for i in range(config.num_layers)]
-        # Of each place in the period the layers of all periods, stacked; and the layers that are not.
+        # For each index in the period the layers of all periods, stacked; and the layers that are not stacked.
         stacked = scan == "stacked" or (scan != "apart" and jax.default_backend() != "cpu")
         self.num_stacked = self.num_scanned if stacked else 0
         places = range(config.period if self.num_stacked else 0)
@@ -74,17 +74,16 @@ class Decoder(nnx.Module):
         self, tokens: jax.Array, cache: Cache | None = None, *, logits_at: jax.Array | None = None,
         step: Step | None = None,
     ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
-        """Logits of the token after each of these.
+        """Computes the next-token logits of each token.
 
         Args:
           tokens: `i32[S, T]` padded or `i32[N]` packed. Padding may hold anything: ids out of range read as the nearest
             valid one.
-          cache: one that `jaxkv.extend` has made room in for these tokens. None: each row of `[S, T]`, or all of `[T]`,
+          cache: a cache that `jaxkv.extend` has prepared for these tokens. None: each row of `[S, T]`, or all of `[T]`,
             is one whole sequence, attended densely.
-          logits_at: the tokens whose logits are wanted: `i32[S]`, one place of each padded row, or `i32[M]` of packed
-            tokens. A prompt needs only its last, and a large vocabulary's logits of all its tokens take much room.
-
-          step: what `jaxkv.plan_step` made of this step; by default it is made here.
+          logits_at: the tokens whose logits are wanted: `i32[S]`, one index into each padded row, or `i32[M]` of packed
+            tokens. A prompt needs only its last token's; with a large vocabulary the logits of all take much memory.
+          step: the result of `jaxkv.plan_step` for this step; by default computed here.
 
         Returns:
           `(logits, cache)`, logits `f32[S, T, V]` or `f32[N, V]`, or with `logits_at` `f32[S, V]` or `f32[M, V]`.
@@ -99,7 +98,7 @@ class Decoder(nnx.Module):
         with jax.named_scope("embed"):
             x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
             x = x * jnp.asarray(config.embed_scale, x.dtype)
-        scanned = self.num_scanned if cache is None or cache.config.stacked else 0  # else made for layers one by one
+        scanned = self.num_scanned if cache is None or cache.config.stacked else 0  # else layers run one by one
         if scanned:
             x, cache = self._scan(x, positions, cache, step)
         for i in range(scanned, config.num_layers):
@@ -117,18 +116,18 @@ class Decoder(nnx.Module):
 
     @property
     def num_scanned(self) -> int:
-        """How many layers, from the first on, are scanned: all of them but for a period that ends early."""
+        """Number of leading layers that are scanned: all but those of an incomplete last period."""
         return self.periods * self.config.period if self.scan else 0
 
     def _block(self, i: int) -> "Block":
-        """The i-th layer; one of stacked ones is copied."""
+        """Returns the i-th layer; copies it if it is stacked."""
         if i >= self.num_stacked:
             return self.layers[i - self.num_stacked]
         number, place = divmod(i, self.config.period)
         return jax.tree.map(lambda leaf: leaf[number], self.stacks[place])
 
     def _scan(self, x: jax.Array, positions: jax.Array, cache: Cache | None, step: Step | None) -> tuple:
-        """All whole periods of layers. Only the pools are carried: the tables stay as they are during a step."""
+        """Computes all whole periods of layers. Only the pools are carried: block tables are constant during a step."""
         size, apart = self.config.period, list(self.layers)
         if cache is not None:
             assert step is not None
@@ -142,7 +141,7 @@ class Decoder(nnx.Module):
                     if cache is None:
                         x, _ = block(x, positions, None, 0, None)
                         continue
-                    repeats = cache.config.period  # of what layers keep: it may be shorter than the model's
+                    repeats = cache.config.period  # of the cache's layers: it may be shorter than the model's
                     layer = (j % repeats, number * (size // repeats) + j // repeats)
                     x, after = block(x, positions, cache.replace(pools=pools), layer, step)
                     pools = after.pools
@@ -163,12 +162,12 @@ class Decoder(nnx.Module):
 
     @property
     def max_seq_len(self) -> int:
-        """How many positions the model was trained for."""
+        """Number of positions that the model was trained for."""
         return self.config.max_seq_len
 
     @property
     def layer_configs(self) -> tuple[LayerConfig, ...]:
-        """What each layer keeps, for `CacheConfig`."""
+        """Cache config of each layer, for `CacheConfig`."""
         return self.config.layer_configs
 
 
@@ -211,7 +210,7 @@ class Block(nnx.Module):
         return self.output(x, y), cache
 
     def inputs(self, x: jax.Array, positions: jax.Array) -> tuple:
-        """What attention is told of the residual stream."""
+        """Computes the inputs of attention from the residual stream."""
         with jax.named_scope("attention"):
             return self.attention.inputs(rms_norm(x, self.attention_norm, self.config), positions)
 
@@ -219,7 +218,7 @@ class Block(nnx.Module):
         return self.attention.attend(inputs, cache, layer, step)
 
     def output(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """The residual stream after attention, which had this to say, and after what follows it."""
+        """Adds attention's output `y` to the residual stream, then the MLP's or the experts' output."""
         with jax.named_scope("attention"):
             y = self.attention.output(y)
             x = x + (y if self.attention_post_norm is None else rms_norm(y, self.attention_post_norm, self.config))
@@ -230,10 +229,10 @@ class Block(nnx.Module):
 
 
 class OneOf:
-    """That one of some blocks, alike but for their parameters, whose number a loop has come to.
+    """One of several blocks that differ only in parameters, selected by a loop's index.
 
-    Nothing of its parameters is copied, as it is where they are sliced from stacked ones: only what it does with them
-    stands in the program once for every block, and attention once for all.
+    No parameters are copied, unlike slices of stacked parameters. The program holds the products with parameters once
+    for each block, and attention once for all.
     """
 
     __call__ = Block.__call__
@@ -252,5 +251,5 @@ class OneOf:
 
 
 def _stack(blocks: list[Block]) -> Block:
-    """Blocks that are alike as one, whose parameters have an axis for them in front."""
+    """Stacks equal blocks into one, with a leading axis for the blocks in each parameter."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)

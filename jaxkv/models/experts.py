@@ -1,6 +1,6 @@
-"""Experts: of many MLPs each token goes through the few that a router chooses for it.
+"""Mixture of experts: a router chooses a few of many MLPs for each token.
 
-Tokens are sorted by expert, and each product is one over groups of rows, as in MegaBlocks
+Tokens are sorted by expert, and each product is a grouped matrix product, as in MegaBlocks
 (https://arxiv.org/abs/2211.15841): no expert has a capacity, and no token is dropped.
 """
 
@@ -19,9 +19,9 @@ from jaxkv.models.partition import AXIS, mesh_of_weights, sharding_of
 
 
 class Experts(nnx.Module):
-    """What `ExpertsConfig` says, in a block's place for an MLP.
+    """The experts of `ExpertsConfig`, in place of a block's MLP.
 
-    Weights of all E experts lie in one array each: `gate` and `up [E, M, F]`, `down [E, F, M]`; `router [M, E]`.
+    Weights of all E experts are stacked in one array: `gate` and `up [E, M, F]`, `down [E, F, M]`; `router [M, E]`.
     """
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig, dtype: Any, rngs: nnx.Rngs):
@@ -43,7 +43,7 @@ class Experts(nnx.Module):
         self.shared = GatedMLP(config, experts.shared_dim, dtype, rngs) if experts.shared_dim else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[..., M]` to `[..., M]`."""
+        """Maps `[..., M]` to `[..., M]`."""
         tokens = x.reshape(-1, x.shape[-1])
         mesh = mesh_of_weights(self.gate[...])
         if mesh is None or self.config.mlp_dim % mesh.shape[AXIS]:
@@ -54,8 +54,8 @@ class Experts(nnx.Module):
         return y if shared is None else y + shared(x)
 
     def mixed(self, tokens: jax.Array, bias: Any = True) -> jax.Array:
-        """`[N, M]` to `f32[N, M]`: what the chosen experts say. Where a device has a part of their widths, its part of
-        the sum; `bias`: whether the biases behind them are its to add."""
+        """Computes the weighted sum of the chosen experts, `[N, M]` to `f32[N, M]`. On a device with a shard of the
+        experts' widths, the device's term of the sum; `bias` tells whether this device adds the output biases."""
         chosen, weights = self.route(tokens)  # [N, k]
         by_expert = jnp.argsort(chosen.reshape(-1), stable=True)
         expert = chosen.reshape(-1)[by_expert]
@@ -75,13 +75,14 @@ class Experts(nnx.Module):
         return (out * weights[..., None]).sum(axis=1)
 
     def _divides_shared(self, mesh: AbstractMesh) -> bool:
-        """Whether what all tokens go through is divided too, and summed with the rest."""
+        """Tells whether the shared MLP is sharded too, and summed together with the experts."""
         shared = self.shared
         return shared is not None and shared.down_bias is None and self.config.shared_dim % mesh.shape[AXIS] == 0
 
     def _on_devices(self, tokens: jax.Array, mesh: AbstractMesh) -> jax.Array:
-        """As `mixed`, on each device with its part of every expert's width, and one sum over devices: left alone, the
-        compiler would bring the experts together."""
+        """Computes `mixed` on each device with its shard of every expert's width, then one sum over devices.
+
+        Without this the compiler would gather the experts."""
         graph, state = nnx.split(self, nnx.Param)
         flat = nnx.to_flat_state(state)
         paths, params = [path for path, _ in flat], [param[...] for _, param in flat]
@@ -98,7 +99,7 @@ class Experts(nnx.Module):
         return on_devices(on_one, mesh, (PartitionSpec(), *specs), PartitionSpec())(tokens, *params)
 
     def route(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of each of `[N, M]` tokens the chosen experts `i32[N, k]` and their weights `f32[N, k]`."""
+        """Returns the chosen experts `i32[N, k]` of tokens `[N, M]`, and their weights `f32[N, k]`."""
         config = self.config
         logits = jnp.einsum("nm,me->ne", tokens.astype(jnp.float32), self.router[...].astype(jnp.float32))
         if self.router_bias is not None:
@@ -108,7 +109,7 @@ class Experts(nnx.Module):
             return chosen, jax.nn.softmax(best, axis=-1)
         scores = jax.nn.softmax(logits, axis=-1) if config.scores == "softmax" else jax.nn.sigmoid(logits)
         preferred = scores
-        if self.choice_bias is not None:  # it balances the load: it changes who is chosen, not by which weight
+        if self.choice_bias is not None:  # balances the load: affects the choice, not the weights
             preferred = scores + self.choice_bias[...].astype(jnp.float32)[None]
         _, chosen = jax.lax.top_k(self._within_groups(preferred), config.per_token)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
@@ -117,7 +118,7 @@ class Experts(nnx.Module):
         return chosen, weights * config.scale
 
     def _within_groups(self, scores: jax.Array) -> jax.Array:
-        """-inf for experts outside a token's best groups, which are taken for devices in DeepSeek's papers."""
+        """Sets -inf for experts outside of a token's best groups, which stand for devices in DeepSeek's papers."""
         config = self.config
         if config.groups == config.groups_per_token:
             return scores

@@ -1,4 +1,4 @@
-"""Latent attention (MLA): all heads' keys and values are made from one short row a token; a cache keeps the rows."""
+"""Latent attention (MLA): one short row a token determines all heads' keys and values; the cache keeps the rows."""
 
 import math
 from typing import Any
@@ -16,15 +16,15 @@ from jaxkv.models.rope import Rope
 from jaxkv.nnx import project
 from pallas_kernels.common.xla_cpu import side_by_side
 
-NORM_EPS = 1e-6  # of the norms inside, whatever the other norms of the model have
+NORM_EPS = 1e-6  # of the inner norms, independent of the model's other norms
 
 
 class LatentAttention(nnx.Module):
-    """The attention of DeepSeek-V2 (https://arxiv.org/abs/2405.04434), always absorbed: what would make keys of a row
-    is applied to queries, and what would make values of it to outputs, so that no head's keys or values ever exist.
+    """The attention of DeepSeek-V2 (https://arxiv.org/abs/2405.04434), always absorbed: the key up-projection applies
+    to queries, and the value up-projection to outputs, so that no head's keys or values are ever computed.
 
-    Shapes: E inputs, H heads, C the rank of rows, N and R the entries of a head's key without and with rotation, V
-    those of its value. `key_down [C + R, E]`, `key_up [H, N, C]`, `value_up [H, V, C]`, `out [H, V, E]`;
+    Shapes: E inputs, H heads, C the rank of rows, N and R the unrotated and rotated entries of a head's key, V the
+    entries of its value. `key_down [C + R, E]`, `key_up [H, N, C]`, `value_up [H, V, C]`, `out [H, V, E]`;
     `query [H, N + R, E]`, or where queries have a rank Q `query_down [Q, E]` and `query_up [H, N + R, Q]`.
     """
 
@@ -57,7 +57,7 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x: jax.Array, cache: Any = None, *, layer: Any = 0, positions: jax.Array, step: Step | None = None
     ) -> tuple[jax.Array, Any]:  # fmt: skip
-        """As `jaxkv.nnx.Attention`, and in the same three parts."""
+        """Attends as `jaxkv.nnx.Attention` does, in the same three steps."""
         y, cache = self.attend(self.inputs(x, positions), cache, layer, step)
         return self.output(y), cache
 
@@ -72,7 +72,7 @@ class LatentAttention(nnx.Module):
 
     def attend(self, inputs: tuple, cache: Any, layer: Any, step: Step | None) -> tuple[jax.Array, Any]:
         q, k, key = inputs
-        v = key if cache is None else None  # a cache knows that they are part of the keys
+        v = key if cache is None else None  # in a cache the values are part of the keys
         return attend_or_dense(q, k, v, cache, layer, step, scale=self.config.attention_scale)
 
     def output(self, y: jax.Array) -> jax.Array:

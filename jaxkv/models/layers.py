@@ -1,4 +1,4 @@
-"""What a decoder's blocks are made of besides attention and experts: the gated MLP and norms."""
+"""Layers of a decoder's blocks besides attention and experts: the gated MLP and norms."""
 
 import functools
 from typing import Any
@@ -17,7 +17,7 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approx
 class GatedMLP(nnx.Module):
     """`down(activation(gate(x)) * up(x))` (Shazeer, 2020: https://arxiv.org/abs/2002.05202), `mlp_dim` wide.
 
-    Weights are `[outputs, inputs]`, as checkpoints have them.
+    Weights are `[outputs, inputs]`, as in checkpoints.
     """
 
     def __init__(self, config: DecoderConfig, mlp_dim: int, dtype: Any, rngs: nnx.Rngs):
@@ -52,7 +52,7 @@ class NormedRope(nnx.Module):
 
 
 def rms_norm(x: jax.Array, weight: nnx.Param, config: DecoderConfig, eps: float | None = None) -> jax.Array:
-    """`x` over its root mean square, scaled; in float32 (Zhang and Sennrich, 2019: https://arxiv.org/abs/1910.07467)."""
+    """Computes the RMS norm in float32 (Zhang and Sennrich, 2019: https://arxiv.org/abs/1910.07467)."""
     return _normed(x, weight[...], config.norm_eps if eps is None else eps, config.norm_offset)
 
 

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a `Decoder` and back."""
+"""Loads a `Decoder` from a Hugging Face folder, and saves it as one."""
 
 import dataclasses
 import functools
@@ -30,31 +30,30 @@ from jaxkv.models.partition import AXIS, automatic, sharding_of
 
 FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 DATA = pathlib.Path(__file__).parent.parent / "data"
-MOST_WRONG = 12  # tensors, in an error
-MOST_JSON = 64 << 20  # bytes; the index of a model of 10,000 tensors has one
+MOST_WRONG = 12  # tensors named in an error
+MOST_JSON = 64 << 20  # bytes; the index of a model of 10,000 tensors has 1 MiB
 
 
 def load(
     folder: str | os.PathLike, *, dtype: Any = None, scan: Scan | None = None, mesh: Mesh | None = None,
     ignore: str | Iterable[str] = (),
 ) -> Decoder:  # fmt: skip
-    """The model in a Hugging Face folder: config.json, and model.safetensors or several files with their index.
+    """Loads the model in a Hugging Face folder: config.json, and model.safetensors or several files with their index.
 
-    Weights in MXFP4 (GPT-OSS) and in blocks of float8 (DeepSeek V3) become numbers as they are read.
+    Weights in MXFP4 (GPT-OSS) and block-scaled float8 (DeepSeek V3) are dequantized as they are read.
 
     Args:
-      folder: where they are; or a name on the Hugging Face hub, "owner/name": then from the cache of huggingface_hub,
-        the extra `hf`, which downloads what it lacks.
-      dtype: float32, bfloat16 or float16, to convert to; default: what the checkpoint has. Not float16 on a CPU, where
-        XLA widens all weights in every step, and the others are ten times as fast.
+      folder: a folder; or a name on the Hugging Face hub, "owner/name", which huggingface_hub (the extra `hf`) loads
+        from its cache, downloading what is missing.
+      dtype: float32, bfloat16 or float16, to convert to; default: the checkpoint's. Avoid float16 on a CPU, where XLA
+        widens all weights in every step; the others are ten times as fast.
       scan: how layers are computed: see `Decoder`. Default: "apart" on a CPU, where it compiles faster and is as fast;
         elsewhere, and on a mesh, one by one.
-      mesh: divide heads, hidden widths and the vocabulary over its axis "model", of which each device then reads its
-        part alone. `generate` and `Engine` take the mesh from the model. The axes of what is
-        loaded are automatic, whatever those of the mesh are.
-      ignore: names of fields of config.json to read as though they were not there. An unknown field that could change
-        what a decoder computes is refused, and you may know better; one that is off, or that says nothing of a decoder,
-        is passed with a warning.
+      mesh: shard heads, hidden widths and the vocabulary over its axis "model"; each device reads only its shard.
+        `generate` and `Engine` take the mesh from the model. The parameters' mesh axes are automatic, whatever the
+        types of the given mesh's axes.
+      ignore: names of fields of config.json to treat as missing. An unknown field that could change a decoder's
+        computation is refused unless named here; a field that is off, or unrelated to a decoder, only warns.
 
     Raises:
       FileNotFoundError: the folder or one of its files is missing.
@@ -72,7 +71,7 @@ def load(
     path = folder / "config.json"
     _refuse_quantised(folder)
     tensors = read_published(_read_tensors(folder), _read_json(path), str(path))
-    # A layer more or less is found below, and by name; making many only to miss them takes long.
+    # A wrong number of layers is found below, by name; creating many missing layers would take long.
     layers = {int(found[1]) for name in tensors if (found := LAYER.match(name))}
     if config.num_layers > 2 * len(layers) + 1:
         raise ValueError(
@@ -95,7 +94,7 @@ def load(
     mesh = None if mesh is None else automatic(mesh)
 
     def array(path: tuple, slots: list[Slot], shape: tuple[int, ...]) -> jax.Array:
-        # As many axes as there are slots for are in front; of the others a device's part may be read alone.
+        # The leading axes stack the slots; of the other axes a device's shard can be read alone.
         front = next(i for i in range(len(shape) + 1) if math.prod(shape[:i]) == len(slots))
 
         def read(index: Any) -> Any:
@@ -106,15 +105,15 @@ def load(
             return to_device(read((slice(None),) * len(shape)))
         return jax.make_array_from_callback(shape, sharding_of(path, shape, mesh), read)
 
-    # Flax's split and merge leave circles behind that hold what they were given until Python collects its garbage: so
-    # they are given the arrays' numbers.
+    # Flax's split and merge leave reference cycles that hold their inputs until Python's garbage collection: so they
+    # are given the arrays' indices.
     arrays = [array(path, slots, param.shape) for path, (slots, param) in params.items()]
     numbered = [(path, param.replace(i)) for i, (path, (_, param)) in enumerate(params.items())]
     return jax.tree.map(arrays.__getitem__, nnx.merge(graph, nnx.from_flat_state(numbered)))
 
 
 def save(model: Decoder, folder: str | os.PathLike) -> None:
-    """Write a model as a Hugging Face folder that `load` and transformers read: config.json and model.safetensors.
+    """Writes a model as a Hugging Face folder that `load` and transformers read: config.json and model.safetensors.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -141,8 +140,8 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
 
 
 def small(*, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Decoder:
-    """The model that ships with jaxkv: a byte-level decoder that has read the standard library's sources, in the end as
-    `ast.unparse` writes them.
+    """Loads the model that ships with jaxkv: a byte-level decoder trained on the standard library's sources, at the end
+    as `ast.unparse` writes them.
 
     >>> small().config.byte_tokens
     True
@@ -151,11 +150,11 @@ def small(*, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Decoder:
 
 
 def recaller(*, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Decoder:
-    """A second one, tiny, that recalls pairs anywhere in 1,024 tokens: what a cache that keeps less is tried with.
+    """Loads a tiny model that recalls pairs anywhere in 1,024 tokens, to test a cache that evicts.
 
-    A context begins with token 0. In it stand up to 32 different keys (tokens 2 to 65), each with a value (66 to 129)
-    right behind it, among tokens that mean nothing (130 to 191). Then it is asked, by token 1 and a key, any number of
-    times: the likeliest token after the key is the key's value.
+    A context begins with token 0. It holds up to 32 different keys (tokens 2 to 65), each followed by its value (66 to
+    129), among filler tokens (130 to 191). Then come any number of queries, token 1 and a key: the likeliest next token
+    is the key's value.
 
     >>> import jax.numpy as jnp
     >>> context = [0, 150, 2, 66, 151, 3, 67, 152, 4, 68, 153]
@@ -167,7 +166,7 @@ def recaller(*, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Decoder:
 
 
 def read_config(folder: pathlib.Path, ignore: str | Iterable[str] = ()) -> DecoderConfig:
-    """A folder's config.json; generation_config.json, where there is one, knows better what ends a text."""
+    """Reads a folder's config.json; the end tokens of generation_config.json, if present, take priority."""
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder}: give one with config.json and *.safetensors in it.")
     if not (folder / "config.json").exists():
@@ -182,13 +181,13 @@ def read_config(folder: pathlib.Path, ignore: str | Iterable[str] = ()) -> Decod
 
 
 def read_published(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns a checkpoint's tensors under the names that a decoder's have, as numbers.
+    """Returns a checkpoint's tensors under a decoder's checkpoint names, dequantized.
 
-    Left out are buffers that the config determines, and what the family leaves out by name.
+    Skips buffers that the config determines, and the names that the family skips.
 
     Args:
-      config: its config.json.
-      where: what to call that in errors.
+      config: the checkpoint's config.json.
+      where: name of the config in errors.
     """
     family = FAMILIES.get(config.get("model_type", ""), FAMILIES["llama"])
     named = {family.name_tensor(name, config): tensor for name, tensor in tensors.items()}
@@ -196,7 +195,7 @@ def read_published(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any],
 
 
 def _view(tensors: dict[str, Any], slot: Slot) -> np.ndarray:
-    """A parameter as it lies in a checkpoint: nothing of a file is read before it is used."""
+    """Returns a parameter as a view of the checkpoint: nothing of a file is read before it is used."""
     x = np.asarray(tensors[slot.name])
     x = x if slot.part is None else x.reshape(slot.part.axes)[slot.part.where]
     return x.T if slot.transposed else x
@@ -210,11 +209,11 @@ def _float_dtype(dtype: Any) -> np.dtype:
 
 @functools.cache
 def count_parameters(config: DecoderConfig, devices: int = 1) -> int:
-    """The parameters of a decoder, without making any; of one of so many devices that they are divided over."""
+    """Counts a decoder's parameters on each of `devices` devices, without creating any."""
     mesh = AbstractMesh((devices,), (AXIS,))
 
     def count(i: int, num_layers: int) -> int:
-        """Parameters of a decoder of so many layers like the i-th."""
+        """Counts the parameters of a decoder with `num_layers` layers like the i-th."""
         has_experts = bool(config.experts) and config.expert_layers[i]
         alike = dataclasses.replace(
             config, layers=config.layers[i : i + 1] * num_layers, ropes=config.ropes[i : i + 1] * num_layers,
@@ -224,7 +223,7 @@ def count_parameters(config: DecoderConfig, devices: int = 1) -> int:
         params = nnx.to_flat_state(state)
         return sum(math.prod(sharding_of(at, x.shape, mesh).shard_shape(x.shape)) for at, x in params)
 
-    # Layers differ in what they see and in how they rotate, too, which changes nothing.
+    # Layers also differ in window and rotation, which does not change the count.
     experts = config.expert_layers or (False,) * config.num_layers
     kinds = [(layer.num_kv_heads, layer.head_dim, has) for layer, has in zip(config.layers, experts, strict=True)]
     of_layer = {kind: count(i, 2) - count(i, 1) for i, kind in ((kinds.index(kind), kind) for kind in set(kinds))}
@@ -232,7 +231,7 @@ def count_parameters(config: DecoderConfig, devices: int = 1) -> int:
 
 
 def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The files that a folder's tensors are in. FileNotFoundError where one is missing."""
+    """Returns the files of a folder's tensors. Raises FileNotFoundError where one is missing."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         weights = _read_json(index).get("weight_map")
@@ -270,7 +269,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _refuse_quantised(folder: pathlib.Path) -> None:
-    """Refuses a folder that states its quantisation in hf_quant_config.json: none that is stated there is read."""
+    """Refuses a folder that states its quantization in hf_quant_config.json: no format stated there is supported."""
     if (kind := _read_quant_config(folder)) is not None:
         raise ValueError(
             f"{folder} is quantised as {shown(kind)} by hf_quant_config.json, which is not read: give a folder with "
@@ -279,14 +278,14 @@ def _refuse_quantised(folder: pathlib.Path) -> None:
 
 
 def _read_quant_config(folder: pathlib.Path) -> Any:
-    """Returns what hf_quant_config.json says of weights; None: nothing, or there is none."""
+    """Returns the statement of hf_quant_config.json on weights; None: no statement, or no such file."""
     path = folder / "hf_quant_config.json"
     stated = _read_json(path).get("quantization") if path.exists() else None
     return stated.get("quant_algo") if isinstance(stated, Mapping) else None
 
 
 def stated_quantization(folder: pathlib.Path) -> str:
-    """Returns the name of a quantisation that a folder states and `load` does not read; "" if there is none."""
+    """Returns the name of a quantization that a folder states and `load` does not support; "" if there is none."""
     path = folder / "config.json"
     stated = _read_json(path).get("quantization_config") if path.is_file() else None
     if isinstance(stated, Mapping) and not config_reader.is_read(stated):
@@ -295,8 +294,8 @@ def stated_quantization(folder: pathlib.Path) -> str:
 
 
 def read_dtype(folder: pathlib.Path) -> str:
-    """Returns the dtype that `load` makes a folder's weights, by default: the embeddings', or what config.json says
-    where there are no files."""
+    """Returns the default dtype of `load` for a folder: that of the embeddings, or of config.json where there are no
+    files."""
     try:
         for file in weight_files(folder):
             for name, tensor in safetensors.read(file).items():
@@ -311,7 +310,7 @@ def read_dtype(folder: pathlib.Path) -> str:
 
 
 def _check(folder: pathlib.Path, slots: list[Slot], tensors: dict[str, Any]) -> None:
-    """Raises one error with everything that is wrong, up to `MOST_WRONG`."""
+    """Raises one error that names all wrong tensors, up to `MOST_WRONG`."""
     wanted = {slot.name: slot.shape for slot in slots}
     wrong = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.keys())]
     wrong += [f"{name} is unknown" for name in sorted(tensors.keys() - wanted.keys())]

@@ -1,7 +1,7 @@
-"""How a decoder's parameters are divided over the devices of a mesh.
+"""Shards a decoder's parameters over the devices of a mesh.
 
-Attention is divided by heads, an MLP and each expert by its hidden width, the vocabulary by its entries. There are then
-two sums over devices a layer, behind attention and behind the MLP or the experts. The division is that of Megatron-LM
+Attention is sharded by heads, an MLP and each expert by its hidden width, the vocabulary by its entries. Each layer has
+two sums over devices, after attention and after the MLP or the experts. This is the partitioning of Megatron-LM
 (https://arxiv.org/abs/1909.08053).
 """
 
@@ -14,8 +14,8 @@ from jaxkv._core.config.mesh_shape import HEADS
 from jaxkv._core.config.validation import shown
 
 AXIS = HEADS
-# What is divided of each parameter, counted from its last axis, for layers may be stacked in front. Norms and routers
-# are whole on each device.
+# The sharded axis of each parameter, counted from the last, since layers may be stacked in front. Norms and routers are
+# replicated.
 ATTENTION = {
     "query": -3, "query_bias": -2, "query_up": -3, "key": -3, "key_bias": -2, "value": -3, "value_bias": -2,
     "key_up": -3, "value_up": -3, "out": -3, "sinks": -1,
@@ -27,10 +27,10 @@ DIVIDED = {"attention": ATTENTION, "mlp": MLP, "shared": MLP, "experts": EXPERTS
 
 
 def automatic(mesh: Any) -> Mesh:
-    """The mesh with axes over which the compiler divides what is computed.
+    """Returns the mesh with automatic axes: the compiler shards the computation over them.
 
     Raises:
-      ValueError: it is no mesh.
+      ValueError: the argument is no mesh.
     """
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes it, not {shown(mesh)}.")
@@ -38,7 +38,7 @@ def automatic(mesh: Any) -> Mesh:
 
 
 def sharding_of(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """How the parameter at `path` of a decoder lies; whole on each device where it cannot be divided evenly."""
+    """Returns the sharding of the parameter at `path` of a decoder; replicated if it cannot be divided evenly."""
     axis = TABLES.get(path[0]) if len(path) == 1 else DIVIDED.get(path[-2], {}).get(path[-1])
     spec: list[str | None] = [None] * len(shape)
     if axis is not None and AXIS in mesh.axis_names and shape[axis] % mesh.shape[AXIS] == 0:
@@ -47,7 +47,7 @@ def sharding_of(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) 
 
 
 def mesh_of_weights(x: jax.Array) -> AbstractMesh | None:
-    """The mesh that a parameter lies on, if the compiler is to divide what is computed over its axis `AXIS`."""
+    """Returns a parameter's mesh, if the compiler is to shard the computation over its axis `AXIS`; else None."""
     mesh = jax.typeof(x).sharding.mesh
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return mesh if kinds.get(AXIS) == AxisType.Auto and mesh.shape[AXIS] > 1 else None

@@ -1,4 +1,4 @@
-"""Rotary position embedding, with the rescalings that published checkpoints use."""
+"""Rotary position embedding, with the scalings of published checkpoints."""
 
 import dataclasses
 import functools
@@ -16,20 +16,20 @@ from pallas_kernels.common.xla_cpu import side_by_side
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Turn each pair (i, i + D/2) of a head's entries by an angle that grows with the token's position.
+    """Rotates each pair (i, i + D/2) of a head's entries by an angle proportional to the token's position.
 
-    It fits the `position_fn` of `jaxkv.nnx.Attention` and `jaxkv.linen.Attention`. From RoFormer
+    An instance can be the `position_fn` of `jaxkv.nnx.Attention` and `jaxkv.linen.Attention`. From RoFormer
     (https://arxiv.org/abs/2104.09864).
 
     Fields:
       theta: the base of the wavelengths.
       scaling: "linear" divides every frequency by `factor`; "llama3" does so only for waves longer than
         `original_max_position / low_freq_factor`, leaves those shorter than `original_max_position / high_freq_factor`
-        as they are, and blends in between; "yarn" (https://arxiv.org/abs/2309.00071) leaves those that turn more than
+        unchanged, and blends in between; "yarn" (https://arxiv.org/abs/2309.00071) leaves those that turn more than
         `beta_fast` times within `original_max_position`, divides those that turn less than `beta_slow` times, and
-        blends in between, from whole pairs on if `truncate`.
-      attention_factor, mscale, mscale_all_dim: with "yarn", what gives `magnitude`.
-      interleaved: the pairs are (2 i, 2 i + 1). They come out as (i, i + D/2), in queries and keys alike.
+        blends in between, with bounds rounded to whole pairs if `truncate`.
+      attention_factor, mscale, mscale_all_dim: with "yarn", these determine `magnitude`.
+      interleaved: the pairs are (2 i, 2 i + 1). The output has them at (i, i + D/2), in queries and keys alike.
 
     >>> q = k = jnp.ones((3, 2, 8))
     >>> Rope(theta=10_000.0)(q, k, jnp.arange(3))[0].shape
@@ -63,7 +63,7 @@ class Rope:
 
     @property
     def magnitude(self) -> float:
-        """What queries and keys are multiplied by as they are turned: with more positions logits get sharper."""
+        """Factor of rotated queries and keys: with more positions logits get sharper."""
         if self.scaling != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -73,7 +73,7 @@ class Rope:
         return self.sharpening(1.0)
 
     def sharpening(self, mscale: float | None) -> float:
-        """YaRN's factor for so many times more positions; 1 where it is not asked for."""
+        """Returns YaRN's magnitude for the factor by which positions are extended; 1 where `mscale` is not set."""
         if self.scaling != "yarn" or not mscale or self.factor <= 1:
             return 1.0
         return 0.1 * mscale * math.log(self.factor) + 1.0
@@ -95,9 +95,9 @@ class Rope:
         return frequency.astype(np.float32)
 
     def _blended(self, head_dim: int) -> tuple[float, float]:
-        """The pairs between which YaRN blends."""
+        """Returns the pairs between which YaRN blends."""
 
-        def pair(turns: float) -> float:  # the one that turns so many times within the original context
+        def pair(turns: float) -> float:  # the pair that turns `turns` times within the original context
             return head_dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
         low, high = pair(self.beta_fast), pair(self.beta_slow)
@@ -108,10 +108,10 @@ class Rope:
 
     @functools.partial(jax.jit, static_argnums=0)  # traced once for all layers
     def __call__(self, q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`q [..., H, D]` and `k [..., K, D]` of the tokens at `positions [...]`, turned; computed in float32."""
+        """Rotates `q [..., H, D]` and `k [..., K, D]` of the tokens at `positions [...]`; computes in float32."""
         if q.shape[-1] % 2:
             raise ValueError(f"q and k must have an even head_dim, so that entries can be paired, not {q.shape[-1]}.")
-        # Both halves of a head are turned at once: one kernel, not one for each and another to put them together.
+        # Rotates both halves of a head at once: one kernel, not one for each half and another to concatenate them.
         frequencies = self.frequencies(q.shape[-1])
         sign = np.repeat(np.array([-self.magnitude, self.magnitude], np.float32), frequencies.size)
         twice = jnp.expand_dims(np.tile(frequencies, 2), tuple(range(positions.ndim + 1)))
@@ -128,8 +128,8 @@ class Rope:
 
 
 def pairs(x: jax.Array, interleaved: bool) -> tuple[jax.Array, jax.Array]:
-    """Of the tokens' heads `[..., H, D]` the entries with the first of each pair in the left half and the second in the
-    right, and the other way round; in float32."""
+    """Returns heads `[..., H, D]` with each pair's first entry in the left half and its second in the right, and the
+    same with the halves exchanged; in float32."""
     if not interleaved and not moves_heads(math.prod(x.shape[:-2]), x.shape[-1]):
         return pairs_by_halves(x, interleaved)
     return jax.lax.platform_dependent(
@@ -145,14 +145,15 @@ def pairs_by_halves(x: jax.Array, interleaved: bool) -> tuple[jax.Array, jax.Arr
 
 
 def pairs_by_product(x: jax.Array, interleaved: bool) -> tuple[jax.Array, jax.Array]:
-    """The same to the bit, by a product with a permutation. A TPU's vector unit moves numbers among lanes a register at
-    a time, and XLA writes down what it moved, every other one by far the slowest; the matrix unit moves them on the way
-    to the sum."""
+    """Computes the same bits by a product with a permutation matrix.
+
+    A TPU's vector unit permutes lanes a register at a time, and XLA stores the result; a stride of two is by far the
+    slowest. The matrix unit permutes on the way to the sum."""
     *front, heads, size = x.shape
     x = jax.lax.optimization_barrier(x.reshape(*front, heads * size)).reshape(x.shape)  # as in `into_heads`
     order = np.arange(size).reshape((-1, 2) if interleaved else (2, -1))
     order = order.T if interleaved else order
-    # The highest precision is three parts of bfloat16, in which float32 is exact.
+    # The highest precision splits float32 exactly into three bfloat16 terms.
     precision = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
 
     def moved(to: np.ndarray) -> jax.Array:

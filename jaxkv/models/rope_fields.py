@@ -1,4 +1,4 @@
-"""Rotary embeddings as a config.json writes them, in the old form (`rope_scaling`) and the new (`rope_parameters`)."""
+"""Reads and writes the rotary embeddings of a config.json, as `rope_scaling` (old) or `rope_parameters` (new)."""
 
 from typing import Any
 
@@ -14,19 +14,19 @@ def parse_ropes(
     fields: Fields, max_seq_len: int, *, theta: float, local_theta: float | None = None,
     default: dict[str, Any] | None = None, interleaved: bool = False,
 ) -> dict[str, Rope]:  # fmt: skip
-    """The rotary embedding of each kind of layer.
+    """Returns the rotary embedding of each kind of layer.
 
     Args:
-      theta: where the config says none.
-      local_theta: the same for layers with a window, where a family gives them a rotation of their own.
-      default: what it takes where there is nothing.
-      interleaved: how it pairs entries.
+      theta: default of `rope_theta`.
+      local_theta: the same for layers with a sliding window, where a family gives them a rotation of their own.
+      default: the family's default parameters.
+      interleaved: whether the family pairs adjacent entries.
     """
     new, old = fields.take("rope_parameters", None), fields.take("rope_scaling", None)
     if new is not None and old is not None:
         raise fields.refuse("rope_scaling", old, "it only where there are no rope_parameters, its new name")
     theta = fields.number("rope_theta", theta, least=1)
-    # Phi 3 began to write it beside the others; there transformers gives it priority.
+    # Phi 3 introduced it beside the other fields; transformers gives it priority there.
     original = fields.size("original_max_position_embeddings", None)
 
     def parse(parameters: Any, theta: float) -> Rope:
@@ -36,7 +36,7 @@ def parse_ropes(
     if local_theta is None:
         rope = parse(first_given(new, old, default, {}), theta)
         return {FULL: rope, SLIDING: rope}
-    # Gemma 3 rescales only what its full-attention layers see; the others keep short waves of their own.
+    # Gemma 3 scales only the rotation of its full-attention layers; the others have short waves of their own.
     local_theta = fields.number("rope_local_base_freq", local_theta, least=1)
     kinds = fields.nest({FULL: first_given(old, {})} if new is None else new, "rope_parameters")
     ropes = {FULL: parse(kinds.take(FULL, None), theta), SLIDING: parse(kinds.take(SLIDING, None), local_theta)}
@@ -70,7 +70,7 @@ def _parse(fields: Fields, theta: float, max_seq_len: int, original: int | None,
 
 
 def _read_factor(fields: Fields, scaling: str, max_seq_len: int) -> float:
-    """Reads by what positions are stretched; with YaRN it may be left open, and follows from the lengths."""
+    """Reads the factor that extends positions; with YaRN it may be missing, and then follows from the lengths."""
     if scaling == "yarn" and "factor" in fields.left and fields.left["factor"] is None:
         fields.take("factor")
         trained = fields.left.get("original_max_position_embeddings", max_seq_len)
@@ -79,7 +79,7 @@ def _read_factor(fields: Fields, scaling: str, max_seq_len: int) -> float:
 
 
 def render_rope(rope: Rope) -> dict[str, Any]:
-    """The fields of one rotary embedding, in the new form."""
+    """Returns the fields of one rotary embedding, in the new form."""
     fields: dict[str, Any] = {"rope_type": rope.scaling, "rope_theta": rope.theta}
     if rope.scaling != "default":
         fields["factor"] = rope.factor

@@ -129,7 +129,6 @@ def _largest(queries: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
 def _looked_up(queries: jax.Array, one: Layer, of_tokens: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Computes the same from the bounds stored beside the blocks, a few at a time: a copy of all would not fit a CPU's
     caches. Stops at the longest row; entries of blocks that are not held are meaningless."""
-
     pool, width, lengths = jnp.asarray(one.pool.bounds), one.blocks.shape[1], one.tables.lengths
     size = min(width, max(1, TOGETHER // (one.blocks.shape[0] * math.prod(pool.shape[1:]) * pool.dtype.itemsize)))
     count = -(-width // size)

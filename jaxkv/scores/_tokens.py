@@ -277,7 +277,6 @@ def _attention(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the attention of each row's last queries, `f32[S, K, G, n, C]`, 0 for missing queries; the number of
     queries of each row; and where the row holds tokens."""
-
     keys, _, held = _tokens(cache, layer)
     q, asked = _queries(cache, layer, q, num_tokens)
     rows, heads, _, size = keys.shape
