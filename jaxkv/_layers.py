@@ -14,13 +14,15 @@ from pallas_kernels.api.arguments import check_numbers
 
 def attend_or_dense(
     q: jax.Array, k: jax.Array, v: Any, cache: Any, layer: Any, step: Step | None, position_fn: Any = None,
-    **options: Any,
+    deterministic: bool = False, **options: Any,
 ):  # fmt: skip
     """`(out, cache)`: `jaxkv.attention`, or without a cache `dense_attention`. A window of None is the cache's own.
-    `position_fn` has rotated queries and keys."""
+    `position_fn` has rotated queries and keys. `deterministic` is for attention with a cache."""
     if cache is None:
         return dense_attention(q, k, v, **options), None
     options = {name: x for name, x in options.items() if x is not None}
+    if deterministic:
+        options["deterministic"] = True
     with rotated_by(position_fn):
         return attention(q, k, v, cache, layer=None if isinstance(cache, Layer) else layer, step=step, **options)
 

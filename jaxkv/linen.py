@@ -105,7 +105,7 @@ class Attention(linen.Module):
             sinks = self.param("sinks", linen.initializers.zeros, (self.num_heads,), self.param_dtype).astype(
                 jnp.float32
             )
-        options = dict(scale=self.scale, soft_cap=self.soft_cap, window=self.window, sinks=sinks)
+        options: dict[str, Any] = dict(scale=self.scale, soft_cap=self.soft_cap, window=self.window, sinks=sinks)
         y, cache = attend_or_dense(q, k, v, cache, layer, step, self.position_fn, **options)
         use_out_bias = self.use_bias if self.use_out_bias is None else self.use_out_bias
         return dense("out", x.shape[-1], (-2, -1), use_out_bias)(y), cache

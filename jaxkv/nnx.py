@@ -113,7 +113,7 @@ class Attention(nnx.Module):
 
     def __call__(
         self, x: jax.Array, cache: Any = None, *, layer: Any = 0, positions: jax.Array | None = None,
-        step: Step | None = None,
+        step: Step | None = None, deterministic: bool = False,
     ) -> tuple[jax.Array, Any]:  # fmt: skip
         """Attend.
 
@@ -124,13 +124,14 @@ class Attention(nnx.Module):
           layer: which of the cache's layers this one writes and reads.
           positions: `i32[S, T]` or `i32[N]` for `position_fn`; default: the cache's. A model of many layers asks once.
           step: what `jaxkv.plan_step` made of this step. A model of many layers makes it once.
+          deterministic: with a cache, that of `jaxkv.attention`.
 
         Returns:
           `(y, cache)`; y has x's shape.
         """
         if positions is None and self.position_fn is not None:
             positions = token_positions(x.shape[:-1], cache)
-        y, cache = self.attend(self.inputs(x, positions), cache, layer, step)
+        y, cache = self.attend(self.inputs(x, positions), cache, layer, step, deterministic)
         return self.output(y), cache
 
     # The three parts of a call, for who computes many layers and compiles attention once: see `jaxkv.models.Decoder`.
@@ -145,11 +146,13 @@ class Attention(nnx.Module):
             q, k = self.position_fn(q, k, positions)
         return q, k, v, None if self.sinks is None else self.sinks[...].astype(jnp.float32)
 
-    def attend(self, inputs: tuple, cache: Any, layer: Any, step: Step | None) -> tuple[jax.Array, Any]:
+    def attend(
+        self, inputs: tuple, cache: Any, layer: Any, step: Step | None, deterministic: bool = False
+    ) -> tuple[jax.Array, Any]:
         """Write keys and values, and attend. No parameter has a part in it."""
         q, k, v, sinks = inputs
         options = dict(scale=self.scale, soft_cap=self.soft_cap, window=self.window, sinks=sinks)
-        return attend_or_dense(q, k, v, cache, layer, step, self.position_fn, **options)
+        return attend_or_dense(q, k, v, cache, layer, step, self.position_fn, deterministic, **options)
 
     def output(self, y: jax.Array) -> jax.Array:
         """What becomes of the heads' outputs, `[..., E]`."""

@@ -72,7 +72,7 @@ class Decoder(nnx.Module):
 
     def __call__(
         self, tokens: jax.Array, cache: Cache | None = None, *, logits_at: jax.Array | None = None,
-        step: Step | None = None,
+        step: Step | None = None, deterministic: bool = False,
     ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
         """Computes the next-token logits of each token.
 
@@ -84,6 +84,7 @@ class Decoder(nnx.Module):
           logits_at: the tokens whose logits are wanted: `i32[S]`, one index into each padded row, or `i32[M]` of packed
             tokens. A prompt needs only its last token's; with a large vocabulary the logits of all take much memory.
           step: the result of `jaxkv.plan_step` for this step; by default computed here.
+          deterministic: with a cache, that of `jaxkv.attention` in every layer.
 
         Returns:
           `(logits, cache)`, logits `f32[S, T, V]` or `f32[N, V]`, or with `logits_at` `f32[S, V]` or `f32[M, V]`.
@@ -100,10 +101,10 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(config.embed_scale, x.dtype)
         scanned = self.num_scanned if cache is None or cache.config.stacked else 0  # else layers run one by one
         if scanned:
-            x, cache = self._scan(x, positions, cache, step)
+            x, cache = self._scan(x, positions, cache, step, deterministic)
         for i in range(scanned, config.num_layers):
             with jax.named_scope(f"layer_{i}"):
-                x, cache = self._block(i)(x, positions, cache, i, step)
+                x, cache = self._block(i)(x, positions, cache, i, step, deterministic)
         with jax.named_scope("logits"):
             if logits_at is not None:
                 x = x[jnp.arange(x.shape[0]), logits_at] if tokens.ndim == 2 else x[logits_at]
@@ -126,7 +127,9 @@ class Decoder(nnx.Module):
         number, place = divmod(i, self.config.period)
         return jax.tree.map(lambda leaf: leaf[number], self.stacks[place])
 
-    def _scan(self, x: jax.Array, positions: jax.Array, cache: Cache | None, step: Step | None) -> tuple:
+    def _scan(
+        self, x: jax.Array, positions: jax.Array, cache: Cache | None, step: Step | None, deterministic: bool
+    ) -> tuple:
         """Computes all whole periods of layers. Only the pools are carried: block tables are constant during a step."""
         size, apart = self.config.period, list(self.layers)
         if cache is not None:
@@ -143,7 +146,7 @@ class Decoder(nnx.Module):
                         continue
                     repeats = cache.config.period  # of the cache's layers: it may be shorter than the model's
                     layer = (j % repeats, number * (size // repeats) + j // repeats)
-                    x, after = block(x, positions, cache.replace(pools=pools), layer, step)
+                    x, after = block(x, positions, cache.replace(pools=pools), layer, step, deterministic)
                     pools = after.pools
             return (x, pools), None
 
@@ -203,10 +206,13 @@ class Block(nnx.Module):
         self.attention_post_norm = norm_weight(config, config.embed_dim, dtype) if config.post_norms else None
         self.mlp_post_norm = norm_weight(config, config.embed_dim, dtype) if config.post_norms else None
 
-    def __call__(self, x: jax.Array, positions: jax.Array, cache: Cache | None, layer: Any, step: Step | None):
+    def __call__(
+        self, x: jax.Array, positions: jax.Array, cache: Cache | None, layer: Any, step: Step | None,
+        deterministic: bool = False,
+    ):  # fmt: skip
         inputs = self.inputs(x, positions)
         with jax.named_scope("attention"):
-            y, cache = self.attend(inputs, cache, layer, step)
+            y, cache = self.attend(inputs, cache, layer, step, deterministic)
         return self.output(x, y), cache
 
     def inputs(self, x: jax.Array, positions: jax.Array) -> tuple:
@@ -214,8 +220,10 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             return self.attention.inputs(rms_norm(x, self.attention_norm, self.config), positions)
 
-    def attend(self, inputs: tuple, cache: Cache | None, layer: Any, step: Step | None) -> tuple:
-        return self.attention.attend(inputs, cache, layer, step)
+    def attend(
+        self, inputs: tuple, cache: Cache | None, layer: Any, step: Step | None, deterministic: bool = False
+    ) -> tuple:
+        return self.attention.attend(inputs, cache, layer, step, deterministic)
 
     def output(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Adds attention's output `y` to the residual stream, then the MLP's or the experts' output."""

@@ -70,10 +70,13 @@ class LatentAttention(nnx.Module):
         absorbed = product_by_heads(q[..., : latent.nope_dim], self.key_up[...].astype(x.dtype), outputs_first=False)
         return side_by_side(absorbed, rotated_q), side_by_side(key, rotated_k), key
 
-    def attend(self, inputs: tuple, cache: Any, layer: Any, step: Step | None) -> tuple[jax.Array, Any]:
+    def attend(
+        self, inputs: tuple, cache: Any, layer: Any, step: Step | None, deterministic: bool = False
+    ) -> tuple[jax.Array, Any]:
         q, k, key = inputs
         v = key if cache is None else None  # in a cache the values are part of the keys
-        return attend_or_dense(q, k, v, cache, layer, step, scale=self.config.attention_scale)
+        scale = self.config.attention_scale
+        return attend_or_dense(q, k, v, cache, layer, step, deterministic=deterministic, scale=scale)
 
     def output(self, y: jax.Array) -> jax.Array:
         y = product_by_heads(y, self.value_up[...].astype(y.dtype), outputs_first=True)

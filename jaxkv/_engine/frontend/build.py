@@ -5,11 +5,11 @@ import inspect
 from typing import Any
 
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import integer, real
+from jaxkv._core.config.validation import flag, integer, real
 from jaxkv._core.state.device_arrays import AXIS, parts_of_model
 from jaxkv._engine.frontend.fingerprint import make_prefix
 from jaxkv._engine.programs.draft_model import make_drafter
-from jaxkv._engine.programs.step import Hook
+from jaxkv._engine.programs.step import Hook, takes
 from jaxkv._engine.requests.eviction_policy import Eviction
 from jaxkv._engine.requests.hook_args import HookArgs
 from jaxkv._engine.runner.cache_manager import Residents, Swap
@@ -38,10 +38,24 @@ def check_fields(fields: dict[str, Any]) -> None:
             raise TypeError(f"Engine and generate take no {name}: {meant}")
 
 
+def read_deterministic(deterministic: Any, *models: Any) -> bool:
+    """Whether attention is to be deterministic. Raises ValueError where one of the models, None aside, takes no such
+    option."""
+    if not flag("deterministic", deterministic):
+        return False
+    for model in models:
+        if model is not None and not takes(model, "deterministic"):
+            raise ValueError(
+                "Engine(deterministic=True) is for a model that is called with deterministic=True and gives it to "
+                f"jaxkv.attention, as those of jaxkv.models do: {type(model).__name__} takes no such option."
+            )
+    return True
+
+
 def make_loops(
     models: list[Any], config: CacheConfig, *, prefix: tuple[Any, Any, Any, Any], swap: Swap, host_bandwidth: float,
     evict: Eviction | None, hook: Hook | None, hook_args: HookArgs, step_tokens: int, long_prefill_tokens: int | None,
-    steps_per_dispatch: int, draft: Any, guesses: tuple[int, int], prefill: Any,
+    steps_per_dispatch: int, draft: Any, guesses: tuple[int, int], prefill: Any, deterministic: bool,
 ) -> list[Loop]:  # fmt: skip
     """Makes a loop for each shard of a model; `config` is that of each shard's cache.
 
@@ -58,10 +72,10 @@ def make_loops(
         residents = Residents(
             config, model, prefix=own_prefix, swap=swap, host_bandwidth=host_bandwidth, eviction=evict
         )
-        pipeline = Pipeline(model, residents, hook, step_tokens, *guesses, hook_args)
+        pipeline = Pipeline(model, residents, hook, step_tokens, *guesses, hook_args, deterministic)
         drafter = make_drafter(own_draft, config, step_tokens, *guesses)
         sizes = (step_tokens, long_prefill_tokens)
-        apart = None if own_prefill is None else Prefill(own_prefill, config, *sizes, residents)
+        apart = None if own_prefill is None else Prefill(own_prefill, config, *sizes, residents, deterministic)
         loops.append(Loop(residents, pipeline, *sizes, steps_per_dispatch, drafter, apart))
     return loops
 

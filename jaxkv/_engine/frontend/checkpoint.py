@@ -10,7 +10,7 @@ import itertools
 import os
 import pathlib
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -50,6 +50,7 @@ class Resumable:
     _news: dict[Request, None]
     _hook_args: HookArgs
     _at_work: Any
+    _read_adapter: Callable[[Any], int]
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes all requests, and the rows of the running ones, to a file for `load` in another process.
@@ -187,6 +188,7 @@ class Resumable:
             engine=weakref.ref(self), priority=integer("priority", entry.get("priority", 0), least=None, most=None),
             hook_args=self._hook_args.read(from_json(entry.get("hook_args"))),
             keep_prefix=read_keep_prefix(entry.get("keep_prefix", True)),
+            adapter=self._read_adapter(entry.get("adapter", 0)),
         )  # fmt: skip
         request.tokens = _tokens(entry["tokens"])
         request.logprobs = [{int(t): float(p) for t, p in one} for one in entry["logprobs"]]
@@ -228,7 +230,7 @@ def _written(request: Request, row: int | None, leader: int | None, hook_args: H
         "num_logprobs": request.num_logprobs, "given": request.given, "stopped": request.stopped,
         "refusal": request.refusal, "stop_token": request.stop_token, "stop_logprob": repr(request.stop_logprob),
         "priority": request.priority, "hook_args": hook_args.to_json(request.hook_args),
-        "keep_prefix": request.keep_prefix,
+        "keep_prefix": request.keep_prefix, "adapter": request.adapter,
         # As text, since JSON has neither keys that are numbers nor infinities.
         "logprobs": [[[token, repr(p)] for token, p in one.items()] for one in request.logprobs],
         "row": row, "leader": leader,

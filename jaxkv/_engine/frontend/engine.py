@@ -11,13 +11,13 @@ from jaxkv._core.config.mesh_shape import mesh_of
 from jaxkv._core.config.validation import MOST_INDEX, flag, integer, listed, real, shown
 from jaxkv._core.state.device_arrays import in_this_process, parts_of_model
 from jaxkv._engine.frontend import metrics as figures
-from jaxkv._engine.frontend.build import check_fields, make_loops, read_longest
+from jaxkv._engine.frontend.build import check_fields, make_loops, read_deterministic, read_longest
 from jaxkv._engine.frontend.checkpoint import Resumable
 from jaxkv._engine.frontend.data_parallel import Shards, config_of_all, share_of
 from jaxkv._engine.frontend.engine_lock import Turn
 from jaxkv._engine.frontend.lifetime import Closable
 from jaxkv._engine.frontend.warmup import call_all
-from jaxkv._engine.programs.step import Hook, column_of, read_hook, recompute
+from jaxkv._engine.programs.step import ADAPTERS, Hook, column_of, read_hook, recompute, takes
 from jaxkv._engine.requests.drafters import read_draft
 from jaxkv._engine.requests.eviction_policy import Eviction, read_eviction
 from jaxkv._engine.requests.hook_args import HookArgs
@@ -65,9 +65,9 @@ class Engine(Closable, Resumable):
       seed: the seed of the random draws.
       logits_hook: `f(logits f32[S, V], rows) -> logits`, part of the compiled step, before temperature and filters.
         `rows` has `tokens` i32[S, max_seq_len], each row's tokens so far and then a number that is no token, `lengths`
-        and `prompt_lengths` i32[S], `numbers` i32[S] of the requests, and their `hook_args` from `submit`;
-        `jaxkv.hooks` has building blocks. The logits of rows that get no token are ignored. If a row has no logit above
-        -inf left, its request ends with an `error`.
+        and `prompt_lengths` i32[S], `numbers` and `adapters` i32[S] of the requests, and their `hook_args` from
+        `submit`; `jaxkv.hooks` has building blocks. The logits of rows that get no token are ignored. If a row has no
+        logit above -inf left, its request ends with an `error`.
       prefix_cache: keep computed blocks and share them with prompts of the same prefix; XLA reads them once where that
         pays. `stats` reports the savings. See `PrefixCache`. Blocks evicted from the device go to `spill_bytes` of host
         memory, and from there to `disk_bytes` in the folder `disk`, for the next process too:
@@ -84,6 +84,9 @@ class Engine(Closable, Resumable):
         whose last queries are still needed are not swapped.
       prefill: the same model on other devices, which computes prompts in its own cache of the same size. Rows are sent
         to this cache when there is room, so that no prompt delays a decoding row.
+      deterministic: call the model with `deterministic=True`, which the models of `jaxkv.models` give to
+        `jaxkv.attention`: a row's attention is the same to the bit whatever other rows, blocks and order there are, at
+        the cost of some speed. The model's other sums are computed by XLA as ever.
       cache_dtype: the dtype of stored keys and values, or a quantised format; default: the model's dtype.
       **fields: `num_blocks`, `memory_bytes`, `block_size` and other fields of `CacheConfig.from_model`.
 
@@ -105,7 +108,7 @@ class Engine(Closable, Resumable):
         prefix_cache: bool = False, spill_bytes: float = 0, disk: Any = None, disk_bytes: float | None = None,
         swap: Swap = "auto", host_bandwidth: float = 1e10, draft: Any = None, draft_tokens: int = 4,
         draft_branches: int = 1, cache_dtype: Any = None, evict: Eviction | None = None, prefill: Any = None,
-        **fields: Any,
+        deterministic: bool = False, **fields: Any,
     ):  # fmt: skip
         check_fields(fields)
         if swap not in ("auto", "always", "never"):
@@ -133,13 +136,15 @@ class Engine(Closable, Resumable):
             step_tokens=self.step_tokens, prefix_cache=flag("prefix_cache", prefix_cache), mesh=mesh_of(model),
             **fields,
         )  # fmt: skip
+        deterministic = read_deterministic(deterministic, model, prefill)
+        self._takes_adapters = logits_hook is not None or takes(model, ADAPTERS)
         check_prefill(prefill, model, prefix_cache=prefix_cache, evict=evict)
         self.config = config_of_all(config, len(models))
         self._loops = make_loops(
             models, config, prefix=(prefix_cache, spill_bytes, disk, disk_bytes), swap=swap, evict=evict,
             host_bandwidth=host_bandwidth, hook=logits_hook, hook_args=self._hook_args, step_tokens=self.step_tokens,
             long_prefill_tokens=long_prefill_tokens, steps_per_dispatch=self.steps_per_dispatch, draft=draft,
-            guesses=guesses, prefill=prefill,
+            guesses=guesses, prefill=prefill, deterministic=deterministic,
         )  # fmt: skip
         self.prefix = as_one([loop.residents.prefix for loop in self._loops])
         self._loop = Shards(self._loops, model, self.config) if len(models) > 1 else self._loops[0]
@@ -200,7 +205,7 @@ class Engine(Closable, Resumable):
         self, prompt: Sequence[int], max_new_tokens: int = 64, temperature: float = 0.0, *, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, eos: int | Collection[int] | None = None,
         salt: str | bytes | None = None, n: int = 1, logprobs: int = 0, seed: int | None = None, priority: int = 0,
-        hook_args: Any = None, keep_prefix: KeepPrefix = True,
+        hook_args: Any = None, keep_prefix: KeepPrefix = True, adapter: int = 0,
     ) -> Request:  # fmt: skip
         """Adds a request to continue a prompt, for `step` and `run`. May be called from any thread, and meanwhile.
 
@@ -219,6 +224,10 @@ class Engine(Closable, Resumable):
           keep_prefix: with a prefix cache, the blocks of the request that it keeps for others. True: all blocks.
             "prompt": blocks of the prompt alone, say where outputs are never continued. False: none, and no request
             shares with it meanwhile. In any case it may use blocks of others.
+          adapter: the number of the adapter, such as a LoRA, that its keys, values and tokens depend on; 0: none. A
+            model whose call has an argument `adapters` gets those of all rows, i32[S], and a hook has them in
+            `rows.adapters`. With a prefix cache only requests of the same adapter share blocks; `PrefixCache` names it
+            `adapter=str(number)`, and None for 0.
 
         Raises:
           ValueError: an invalid argument; nothing has changed then.
@@ -234,6 +243,7 @@ class Engine(Closable, Resumable):
             "salt": read_salt(salt),
             "num_logprobs": self._read_logprobs(logprobs),
         }
+        options["adapter"] = self._read_adapter(adapter)
         options["keep_prefix"] = read_keep_prefix(keep_prefix)
         options["priority"] = integer("priority", priority, least=-MOST_INDEX, most=MOST_INDEX)
         options["hook_args"] = self._read_hook_args(hook_args)
@@ -341,6 +351,7 @@ class Engine(Closable, Resumable):
     def recompute(
         self, prompt: Sequence[int], output: Sequence[int], *, index: int = 0, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int | None = None, hook_args: Any = None,
+        adapter: int = 0,
     ) -> list[int]:  # fmt: skip
         """Computes without any cache the tokens that the model chooses after `prompt` and each token of `output`.
 
@@ -359,7 +370,8 @@ class Engine(Closable, Resumable):
         parts, tokens = self._pipeline, read_prompt([*listed("prompt", prompt), *listed("output", output)])
         if isinstance(tokens, str) or not len(prompt):
             raise ValueError("The prompt and the output must be lists of token ids, and the prompt not empty.")
-        column, form = column_of(choice, index, len(prompt), self._read_hook_args(hook_args), self._hook_args)
+        own = self._read_adapter(adapter), self._read_hook_args(hook_args), self._hook_args
+        column, form = column_of(choice, index, len(prompt), *own)
         chosen = recompute(
             parts.structure, parts.leaves, parts.hook, self.config.max_seq_len, tokens, column, choice.kind, form
         )
@@ -379,6 +391,15 @@ class Engine(Closable, Resumable):
         if hook_args is not None and self._pipeline.hook is None:
             raise ValueError("hook_args are for a logits_hook, and this Engine has none: make it with logits_hook=.")
         return self._hook_args.read(hook_args)
+
+    def _read_adapter(self, adapter: Any) -> int:
+        number = integer("adapter", adapter, least=0, most=MOST_INDEX)
+        if number and not self._takes_adapters:
+            raise ValueError(
+                "adapter= is for a model whose call has an argument adapters, or a logits_hook, and this Engine has "
+                "neither."
+            )
+        return number
 
     def _read_logprobs(self, logprobs: Any) -> int:
         return integer("logprobs", logprobs, least=0, most=self.vocab_size or 2**16)

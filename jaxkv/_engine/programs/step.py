@@ -23,10 +23,13 @@ from jaxkv._engine.requests.sampling import FIELDS, Choice, Kind, Sampling, choo
 
 # What the host says of each row, as one array: how many tokens it has in this step, whether the token after them is
 # wanted, its next token (FROM_DEVICE: the one chosen last), `Choice.column`, how many of its tokens are guesses, and
-# the length of its prompt. Behind them come the numbers of a request for the hook, as its `Form` packs them.
+# the length of its prompt, and its adapter. Behind them come the numbers of a request for the hook, as its `Form`
+# packs them.
 COUNT, DUE, TOKEN, COLUMN, GUESSED, PROMPT = 0, 1, 2, slice(3, 3 + FIELDS), 3 + FIELDS, 4 + FIELDS
-NUM_FIELDS = PROMPT + 1
+ADAPTER = PROMPT + 1
+NUM_FIELDS = ADAPTER + 1
 FROM_DEVICE = -1
+ADAPTERS = "adapters"  # the argument by which a model is given those of its rows
 
 
 class Rows(NamedTuple):
@@ -40,6 +43,7 @@ class Rows(NamedTuple):
     numbers: jax.Array  # i32[S]: of their requests
     prompt_lengths: jax.Array  # i32[S]: so many of the tokens are the prompt
     hook_args: Any  # of the requests, each leaf [S, ...]; zeros of who gave none; None while nobody has
+    adapters: Any = None  # i32[S]: of the requests; 0 of who named none
 
 
 class Asked(NamedTuple):
@@ -48,12 +52,13 @@ class Asked(NamedTuple):
     sampling: Sampling
     prompt_lengths: jax.Array  # i32[S]
     hook_args: Any
+    adapters: jax.Array  # i32[S]
 
     @classmethod
     def unpack(cls, rows: jax.Array, form: Form | None) -> "Asked":
         """From `rows` as a step's program is given them."""
         hook_args = None if form is None else form.unpack(rows[NUM_FIELDS:])
-        return cls(Sampling.unpack(rows[COLUMN]), rows[PROMPT], hook_args)
+        return cls(Sampling.unpack(rows[COLUMN]), rows[PROMPT], hook_args, rows[ADAPTER])
 
 
 Hook = Callable[[jax.Array, Rows], jax.Array]
@@ -78,7 +83,7 @@ class Result(NamedTuple):
 
 
 @share_programs
-def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool) -> Any:
+def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool, deterministic: bool = False) -> Any:
     """The compiled step of a model and a cache given as structures of pytrees: engines with equal ones share it.
 
     A `cache_program` with the arguments `leaves, memory, rows, tokens, kind=, count=, steps=`: the model's leaves,
@@ -95,7 +100,11 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool) -> 
             tokens, parents = tokens
             one = functools.partial(_verify_trees, verify, rows[GUESSED], parents)
         asked = Asked.unpack(rows, form)
-        run = functools.partial(_run, jax.tree.unflatten(model, leaves), not leave)
+        answer = functools.partial(
+            logits_at, jax.tree.unflatten(model, leaves), cascade=not (leave or deterministic), adapters=asked.adapters,
+            deterministic=deterministic,
+        )  # fmt: skip
+        run = functools.partial(_run, answer)
         step = functools.partial(one, run, hook, asked, kind, count, leave)
         counts, due, given = rows[COUNT], rows[DUE] != 0, rows[TOKEN]
         if tokens is None:
@@ -192,7 +201,7 @@ def _verify_trees(most, guessed, parents, run, hook, asked, kind, count, leave, 
     return ((jnp.where(cache.failed[None], -1, chosen), accepted + 1), likely), cache, memory
 
 
-def _run(model, cascade, cache, memory, tokens, counts, places, tree=None):
+def _run(answer, cache, memory, tokens, counts, places, tree=None):
     """The logits at some places after a step of every row, which is noted."""
     cache = extend(cache, counts)
     rows = rows_of(tokens, counts)
@@ -200,7 +209,7 @@ def _run(model, cascade, cache, memory, tokens, counts, places, tree=None):
         noted = memory.tokens.at[rows, positions(cache, tokens.shape)].set(tokens, mode="drop")
         memory = memory._replace(tokens=noted)
     (logits, cache), queries = noting(
-        memory.queries, cache, lambda: logits_at(model, tokens, cache, places, cascade, tree), rows, tokens.shape
+        memory.queries, cache, lambda: answer(tokens, cache, places, tree=tree), rows, tokens.shape
     )
     return logits, cache, memory._replace(queries=queries)
 
@@ -220,17 +229,24 @@ def _chosen(logits, hook, asked, kind, count, memory, lengths):
     return chosen, likeliest(logits, chosen, count) if count else None
 
 
-def logits_at(model, tokens, cache, places, cascade=False, tree=None):
+def logits_at(model, tokens, cache, places, cascade=False, tree=None, adapters=None, deterministic=False):
     """The logits of some tokens only, of each row one if they are padded, if the model can spare the others: a prompt's
-    are large. `cascade`: rows of a common prefix read it once, if the model takes a planned step."""
-    taken = inspect.signature(model.__call__).parameters
-    planned: dict = {}
-    if (cascade or tree is not None) and "step" in taken:
+    are large. `cascade`: rows of a common prefix read it once, if the model takes a planned step. `adapters` i32[S]:
+    those of rows, for a model that takes them."""
+    planned: dict = {"deterministic": True} if deterministic else {}
+    if takes(model, ADAPTERS):
+        planned[ADAPTERS] = jnp.zeros_like(cache.lengths) if adapters is None else adapters
+    if (cascade or tree is not None) and takes(model, "step"):
         planned["step"] = plan_step(cache, tokens.shape, cascade=cascade, tree=tree)
-    if "logits_at" in taken:
+    if takes(model, "logits_at"):
         return model(tokens, cache=cache, logits_at=places, **planned)
     logits, cache = model(tokens, cache=cache, **planned)
     return (logits[:, 0] if tokens.ndim == 2 else logits[places]), cache
+
+
+def takes(model: Any, name: str) -> bool:
+    """Whether a model's call has an argument of this name."""
+    return name in inspect.signature(model.__call__).parameters
 
 
 def row_of(counts: jax.Array, num_tokens: int) -> jax.Array:
@@ -288,7 +304,9 @@ def recompute_program(model: Any, hook: Hook | None, width: int) -> Any:
     """The token that follows each of `i32[T]`, computed without a cache."""
 
     def program(leaves, tokens, column, *, kind, form):
-        logits, _ = jax.tree.unflatten(model, leaves)(tokens[None], cache=None)
+        whole = jax.tree.unflatten(model, leaves)
+        own = {ADAPTERS: column[ADAPTER][None]} if takes(whole, ADAPTERS) else {}
+        logits, _ = whole(tokens[None], cache=None, **own)
         logits, count = logits[0].astype(jnp.float32), tokens.shape[0]
         lengths = jnp.arange(1, count + 1, dtype=jnp.int32)
         asked = Asked.unpack(jnp.broadcast_to(column[:, None], (column.shape[0], count)), form)
@@ -302,12 +320,12 @@ def recompute_program(model: Any, hook: Hook | None, width: int) -> Any:
 
 
 def column_of(
-    choice: Choice, number: int, prompt: int, leaves: list[np.ndarray] | None, hook_args: HookArgs
+    choice: Choice, number: int, prompt: int, adapter: int, leaves: list[np.ndarray] | None, hook_args: HookArgs
 ) -> tuple[np.ndarray, Form | None]:  # fmt: skip
     """One column of a step's `rows`, of a request that nothing is computed of yet, and what it ends with."""
     form = hook_args.form
     column = np.zeros(NUM_FIELDS, np.int32)
-    column[COLUMN], column[PROMPT] = choice.column(number), prompt
+    column[COLUMN], column[PROMPT], column[ADAPTER] = choice.column(number), prompt, adapter
     return (column if form is None else np.concatenate([column, form.pack(leaves)])), form
 
 

@@ -12,7 +12,7 @@ from jaxkv._engine.requests.scheduler import Sequence
 
 def count_common_blocks(a: Sequence, b: Sequence, block_size: int) -> int:
     """Returns the number of leading blocks with equal tokens, which two sequences may share."""
-    if a.salt != b.salt:
+    if a.salt != b.salt or a.adapter != b.adapter:
         return 0
     hashes, others = block_hashes(a, block_size), block_hashes(b, block_size)
     return bisect.bisect(range(min(len(hashes), len(others))), False, key=lambda i: hashes[i] != others[i])

@@ -33,11 +33,11 @@ class Request:
         self, *, number: int, prompt: list[int], limit: int, choice: Choice, eos: frozenset[int],
         salt: str | bytes | None, num_logprobs: int, news: "dict[Request, None]",
         engine: Callable[[], Any] = lambda: None, priority: int = 0, hook_args: list[np.ndarray] | None = None,
-        keep_prefix: KeepPrefix = True,
+        keep_prefix: KeepPrefix = True, adapter: int = 0,
     ):  # fmt: skip
         self.number, self.prompt, self.limit = number, prompt, limit
         self.choice, self.eos, self.salt, self.num_logprobs = choice, eos, salt, num_logprobs
-        self.priority, self.hook_args, self.keep_prefix = priority, hook_args, keep_prefix
+        self.priority, self.hook_args, self.keep_prefix, self.adapter = priority, hook_args, keep_prefix, adapter
         self.tokens: list[int] = []
         self.logprobs: list[dict[int, float]] = []
         self._samples: tuple[Request, ...] = ()  # where it stands for several; never itself
@@ -63,7 +63,7 @@ class Request:
         both = cls(
             number=first.number, prompt=first.prompt, limit=first.limit, choice=first.choice, eos=first.eos,
             salt=first.salt, num_logprobs=first.num_logprobs, news=first.news, engine=first._engine,
-            priority=first.priority, hook_args=first.hook_args, keep_prefix=first.keep_prefix,
+            priority=first.priority, hook_args=first.hook_args, keep_prefix=first.keep_prefix, adapter=first.adapter,
         )  # fmt: skip
         for sample in samples[1:]:
             sample._first = first

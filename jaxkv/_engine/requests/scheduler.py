@@ -42,8 +42,14 @@ class Sequence:
     priority: int = 0  # the lower, the earlier it is served
     arrival: int | None = None  # its number within its priority, given by the queue
     overtaken: int = 0  # how often a later sequence has begun before it
+    adapter: int = 0  # the adapter that its keys and values depend on; 0: none
     shareable: float = math.inf  # leading tokens that may be shared, and kept in a prefix cache
     block_hashes: list[int] = dataclasses.field(default_factory=list)  # hashes of its full blocks, computed as needed
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Returns the salt and adapter by which a prefix cache tells its tokens from others."""
+        return {"salt": self.salt, "adapter": str(self.adapter) if self.adapter else None}
 
     @property
     def length(self) -> int:

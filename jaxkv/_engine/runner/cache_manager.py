@@ -329,7 +329,7 @@ class Residents:
         """Looks a sequence up in the prefix cache. Only its first lookup counts: later ones find its own blocks."""
         assert self.prefix is not None
         is_repeat = sequence.request is not None and sequence.request.has_begun
-        return self.prefix.match(sequence.tokens, salt=sequence.salt, is_repeat=is_repeat)
+        return self.prefix.match(sequence.tokens, **sequence.identity, is_repeat=is_repeat)
 
     def _note_begun(self, sequence: Sequence) -> None:
         """Records that a sequence has a row."""
@@ -342,7 +342,7 @@ class Residents:
         shared, source = self._shared(running, sequence)
         if source is None or self.prefix is None:
             return
-        if self.prefix.known(sequence.tokens, salt=sequence.salt) < shared:
+        if self.prefix.known(sequence.tokens, **sequence.identity) < shared:
             self.offer(source, shared)
 
     def fork(self, source: Sequence, sequence: Sequence) -> None:
@@ -359,7 +359,7 @@ class Residents:
         tokens = sequence.tokens[: int(min(most, sequence.shareable))]
         if self.prefix is not None and len(tokens) >= self.block_size:
             assert sequence.row is not None
-            self.cache = self.prefix.insert(self.cache, sequence.row, tokens, salt=sequence.salt)
+            self.cache = self.prefix.insert(self.cache, sequence.row, tokens, **sequence.identity)
 
     def retire(self, sequence: Sequence) -> None:
         """Frees a sequence's row for good."""
@@ -423,7 +423,7 @@ class Residents:
         if self.prefix is None:
             return 0
         common = (blocks * self.block_size for _, blocks in self._common(others, sequence))
-        return max(self.prefix.known(sequence.tokens, salt=sequence.salt), *common, 0)
+        return max(self.prefix.known(sequence.tokens, **sequence.identity), *common, 0)
 
     def _common(self, running: list[Sequence], sequence: Sequence) -> Iterator[tuple[Sequence, int]]:
         """Yields running sequences, and the number of leading blocks in common with each. Without a prefix cache, or

@@ -47,11 +47,12 @@ class Prefill:
     """
 
     def __init__(
-        self, model: Any, config: CacheConfig, step_tokens: int, long_prefill_tokens: int | None, target: Residents
-    ):  # fmt: skip
+        self, model: Any, config: CacheConfig, step_tokens: int, long_prefill_tokens: int | None, target: Residents,
+        deterministic: bool = False,
+    ):  # fmt: skip  # fmt: skip
         self.step_tokens, self.long_prefill_tokens, self.target = step_tokens, long_prefill_tokens, target
         self.residents = Residents(config, model, prefix=None, swap="never", host_bandwidth=target.host_bandwidth)
-        self.pipeline = Pipeline(model, self.residents, None, step_tokens, 0)
+        self.pipeline = Pipeline(model, self.residents, None, step_tokens, 0, deterministic=deterministic)
         self.sent = 0  # rows
         self.restart()
 
@@ -105,7 +106,7 @@ class Prefill:
         tokens = sequence.tokens[:-1]
         own = Sequence(
             tokens, len(tokens), sequence.salt, _NOBODY, len(tokens), priority=sequence.priority,
-            arrival=sequence.arrival,
+            arrival=sequence.arrival, adapter=sequence.adapter,
         )  # fmt: skip
         self._own[sequence] = own
         self.scheduler.waiting.add(own)

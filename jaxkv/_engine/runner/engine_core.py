@@ -310,5 +310,6 @@ def sequence_of(request: Request) -> Sequence:
     tokens = [*request.prompt, *request.tokens]
     shareable = {True: math.inf, False: 0, "prompt": len(request.prompt)}[request.keep_prefix]
     return Sequence(
-        tokens, limit, request.salt, request, len(request.prompt), priority=request.priority, shareable=shareable
-    )
+        tokens, limit, request.salt, request, len(request.prompt), priority=request.priority, shareable=shareable,
+        adapter=request.adapter,
+    )  # fmt: skip

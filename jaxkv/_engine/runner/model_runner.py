@@ -15,6 +15,7 @@ from jaxkv._core.state.device_arrays import delete
 from jaxkv._engine.programs import step as on_device
 from jaxkv._engine.programs.eviction import Remembered, remembered, thin_program
 from jaxkv._engine.programs.step import (
+    ADAPTER,
     COLUMN,
     COUNT,
     DUE,
@@ -53,14 +54,14 @@ class Pipeline:
 
     def __init__(
         self, model: Any, residents: Residents, hook: Hook | None, step_tokens: int, draft_tokens: int,
-        branches: int = 1, hook_args: HookArgs | None = None,
+        branches: int = 1, hook_args: HookArgs | None = None, deterministic: bool = False,
     ):  # fmt: skip
         self.residents, self.hook = residents, hook
         self.hook_args = hook_args or HookArgs()
         # Flattening a model takes longer than a step.
         self.leaves, self.structure = jax.tree.flatten(model)
         self._program = on_device.step_program(
-            jax.tree.structure(residents.cache), self.structure, hook, residents.prefix is None
+            jax.tree.structure(residents.cache), self.structure, hook, residents.prefix is None, deterministic
         )
         # Sizes of packed steps: few, since each is a program to compile. A step that fills a quarter of its slots takes
         # no longer on a chip, and on a CPU less than compiling another program.
@@ -115,7 +116,7 @@ class Pipeline:
                 parents += [len(given) + parent for parent in sequence.parents[: len(guesses)]]
             rows[:TOKEN, row] = count, end == sequence.length
             rows[COLUMN, row] = sequence.request.column
-            rows[PROMPT, row] = sequence.prompt
+            rows[PROMPT, row], rows[ADAPTER, row] = sequence.prompt, sequence.adapter
             if form is not None:
                 rows[NUM_FIELDS:, row] = form.pack(sequence.request.hook_args)
             if is_decode:

@@ -1,0 +1,105 @@
+"""Requests of several adapters in one batch: each gets what its own makes of its tokens, and shares with its own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from checksum_model import LONGEST, VOCAB, Checksum, is_seen, weight
+
+import jaxkv
+
+WINDOWS = (None, 7)
+ROOM = {"max_seqs": 3, "max_seq_len": LONGEST, "block_size": 3, "num_blocks": 60, "step_tokens": 7}
+PROMPT = list(range(3, 17))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Adapted(Checksum):
+    """Its keys depend on the adapter, so that those of another give another token."""
+
+    def __call__(self, tokens, *, cache, logits_at, adapters):
+        assert adapters.shape == (cache.config.max_seqs,) and adapters.dtype == jnp.int32
+        row = jaxkv.plan_step(cache, tokens.shape).token.row
+        return super().__call__(tokens + 7 * adapters[row], cache=cache, logits_at=logits_at)
+
+
+def continuation(prompt, count, adapter):
+    tokens = list(prompt)
+    for end in range(len(prompt), len(prompt) + count):
+        total = sum(
+            (tokens[p] + 7 * adapter + 1) * int(weight(layer, p))
+            for layer, window in enumerate(WINDOWS)
+            for p in range(end)
+            if is_seen(p, end, window)
+        )
+        tokens.append(total % VOCAB)
+    return tokens[len(prompt) :]
+
+
+WAYS = {
+    "plain": {},
+    "several steps": {"steps_per_dispatch": 3},
+    "prefix cache": {"prefix_cache": True},
+    "swapped": {"num_blocks": 19, "swap": "always"},
+    "prefill apart": {"prefill": Adapted(WINDOWS)},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_request_has_its_own_adapter(way):
+    engine = jaxkv.Engine(Adapted(WINDOWS), **ROOM | WAYS[way])
+    requests = [engine.submit(PROMPT, 12, adapter=adapter, n=n) for adapter, n in ((0, 1), (1, 2), (2, 1), (1, 1))]
+    list(engine.run())
+    for request in requests:
+        for sample in request.samples:
+            assert sample.tokens == continuation(PROMPT, 12, request.adapter), way
+    assert len({tuple(request.tokens) for request in requests}) == 3
+    assert way != "swapped" or engine.stats()["swapped_out"]
+
+
+def test_requests_of_one_adapter_share_blocks():
+    engine = jaxkv.Engine(Adapted(WINDOWS), **ROOM, prefix_cache=True)
+    for adapter in (0, 1, 0, 1, 1):
+        request = engine.submit(PROMPT, 5, adapter=adapter)
+        list(engine.run())
+        assert request.tokens == continuation(PROMPT, 5, adapter)
+    assert engine.stats()["hits"] == 3
+    assert [bool(engine.prefix.known(PROMPT, adapter=x)) for x in (None, "1", "2")] == [True, True, False]
+
+
+def test_an_adapter_goes_with_a_saved_engine(tmp_path):
+    engine = jaxkv.Engine(Adapted(WINDOWS), **ROOM)
+    engine.submit(PROMPT, 9, adapter=2)
+    engine.submit(PROMPT, 9, adapter=1, n=2)
+    for _ in range(4):
+        engine.step()
+    engine.save(tmp_path / "engine")
+    other = jaxkv.Engine(Adapted(WINDOWS), **ROOM)
+    requests = other.load(tmp_path / "engine")
+    list(other.run())
+    assert [request.adapter for request in requests] == [2, 1, 1]
+    assert all(request.tokens == continuation(PROMPT, 9, request.adapter) for request in requests)
+
+
+def test_a_hook_is_told_of_adapters():
+    def hook(logits, rows):
+        return jax.nn.one_hot((rows.adapters + rows.lengths) % VOCAB, VOCAB)
+
+    engine = jaxkv.Engine(Checksum(WINDOWS), **ROOM, logits_hook=hook)
+    requests = [engine.submit(PROMPT, 3, adapter=adapter) for adapter in (0, 5)]
+    list(engine.run())
+    assert [request.tokens for request in requests] == [[14, 15, 16], [19, 20, 21]]
+
+
+def test_adapters_that_mean_nothing_are_refused():
+    engine = jaxkv.Engine(Checksum(WINDOWS), **ROOM)
+    with pytest.raises(ValueError, match="adapter= is for a model whose call has an argument adapters"):
+        engine.submit(PROMPT, 3, adapter=1)
+    assert engine.submit(PROMPT, 1, adapter=0) and not engine.is_idle
+    engine = jaxkv.Engine(Adapted(WINDOWS), **ROOM)
+    for adapter in (-1, "lora", 1.5, None, 2**31):
+        with pytest.raises(ValueError, match="adapter must be"):
+            engine.submit(PROMPT, 3, adapter=adapter)
+    assert engine.is_idle
