@@ -1,4 +1,4 @@
-"""Does a compiled step copy a pool? It tells by what it aliases, by its instructions, and by its scratch memory."""
+"""Detects copies of a pool in a compiled step, by its aliases, its instructions, and its scratch memory."""
 
 import functools
 import math
@@ -14,7 +14,7 @@ from jaxkv._core.cache.init import init
 from jaxkv._core.state.state import Pool
 from jaxkv._tiers.host_blocks import HostBlocks
 
-# What XLA does in place, or without touching memory at all.
+# Operations that XLA does in place, or without touching memory.
 IN_PLACE = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "fusion", "custom-call",
     "dynamic-update-slice", "scatter", "optimization-barrier", "async-start", "async-update", "async-done",
@@ -24,27 +24,27 @@ INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%?(?P<name>\S+) = \(?(?P<dtype>\w+)\[(?P<dims>[\d,]+)\]\S* (?P<opcode>[\w-]+)\("
 )
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
-NAMED = 3  # buffers in a message
-LARGE = 1 << 27  # bytes of a pool of which no step reads all at once, as it may with a little one
+NAMED = 3  # buffers named in a message
+LARGE = 1 << 27  # bytes of a pool that no step reads as a whole; a step may do so with a small pool
 
 
 def assert_no_copy(jitted: Any, *args: Any, temp_fraction: float = 0.5, **kwargs: Any) -> None:
-    """Raise AssertionError if a compiled step copies a pool of its cache instead of updating it in place.
+    """Raises AssertionError if a compiled step copies a pool of its cache instead of updating it in place.
 
     Args:
       jitted: a function under `jax.jit` or `nnx.jit` that donates its cache and returns it.
       *args, **kwargs: its arguments, a `Cache` among them. Nothing is run, so arrays may be `jax.ShapeDtypeStruct`s:
         `jax.eval_shape(lambda: jaxkv.init(config))` is a cache that takes no memory.
-      temp_fraction: scratch memory of more than this share of the largest pool must be the model's own: no large part
-        of it blocks of a pool, and a small share of the pool when the step is compiled once more, for a cache with many
-        times the blocks and max_seq_len.
+      temp_fraction: scratch memory above this share of the largest pool must be the model's own: no large part of the
+        scratch memory may be blocks of a pool, and it must be a small share of the pool when the step is compiled again
+        for a cache with many times the blocks and max_seq_len.
 
     Raises:
-      AssertionError: naming the instruction or the buffers, their shapes and where they come from.
+      AssertionError: names the instruction or the buffers, their shapes and their origin.
       ValueError: no cache among the arguments.
 
-    Copies hide well: a pool that is padded or transposed for a kernel, converted as a whole, carried through `scan` as
-    `xs` and `ys`, or simply not donated. Each doubles the memory, and costs time that grows with the pool.
+    Copies are easy to miss: a pool that is padded or transposed for a kernel, converted as a whole, passed through
+    `scan` as `xs` and `ys`, or not donated. Each doubles the memory, and costs time that grows with the pool.
 
     >>> import jax, jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -82,7 +82,7 @@ def assert_no_copy(jitted: Any, *args: Any, temp_fraction: float = 0.5, **kwargs
     factor = 1 << math.ceil(math.log2(max(4 * scratch / max(temp_fraction, 0.01), LARGE) / largest))
     grown = None if blocks else _scratch_of_a_larger_cache(jitted, args, kwargs, factor)
     if grown is not None and grown.scratch <= temp_fraction / 2 * grown.largest:
-        return  # the model's own
+        return  # the model's own scratch memory
     why = "part of it are blocks" if blocks else "it is not known whether it grows with the cache"
     if grown is not None:
         why = f"with {factor} times the blocks and max_seq_len it is {grown.scratch}"
@@ -94,10 +94,10 @@ def assert_no_copy(jitted: Any, *args: Any, temp_fraction: float = 0.5, **kwargs
 
 
 class Grown(NamedTuple):
-    """Bytes of a step for a larger cache."""
+    """Scratch memory of a step for a larger cache, in bytes."""
 
     scratch: int
-    largest: int  # pool
+    largest: int  # of the pools
 
 
 class Instruction(NamedTuple):
@@ -107,8 +107,8 @@ class Instruction(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     opcode: str
-    origin: str  # of which operation of JAX it was made, or ""
-    is_fused: bool  # a part of another one: it has no buffer
+    origin: str  # the JAX operation that the instruction comes from, or ""
+    is_fused: bool  # inside another instruction, without a buffer of its own
 
     @property
     def bytes(self) -> int:
@@ -135,19 +135,19 @@ def _instructions(text: str) -> Iterator[Instruction]:
 
 
 def _buffers(text: str, pools: list[Any]) -> Iterator[Instruction]:
-    """What a program computes into memory of its own, as far as its text tells."""
+    """Yields the instructions that need new memory, as far as the program's text tells."""
     for one in _instructions(text):
         if not (one.is_fused or one.opcode in NO_BUFFER or any(_as_large(one.shape, pool) for pool in pools)):
             yield one
 
 
 def _scratch_of_a_larger_cache(jitted: Any, args: Any, kwargs: Any, factor: int) -> Grown | None:
-    """What the step takes if its caches are so many times larger; None where it cannot be had for such a cache."""
+    """Returns the step's scratch memory for caches `factor` times larger; None if the step fails for them."""
     larger = functools.partial(_larger, factor)
     try:
         args, kwargs = jax.tree.map(larger, (args, kwargs), is_leaf=lambda x: isinstance(x, Cache))
         memory = jitted.lower(*args, **kwargs).compile().memory_analysis()
-    except Exception:  # whatever another shape breaks in a step that others wrote
+    except Exception:  # another shape may break a user's step in any way
         return None
     return Grown(memory.temp_size_in_bytes, max(map(_bytes, _pools((args, kwargs)))))
 
@@ -166,7 +166,7 @@ def _larger(factor: int, x: Any) -> Any:
 
 def _pools(tree: Any) -> list[Any]:
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Pool | HostBlocks))
-    return [x.kv for x in leaves if isinstance(x, Pool)]  # not what lies on the host
+    return [x.kv for x in leaves if isinstance(x, Pool)]  # not the pools on the host
 
 
 def _bytes(x: Any) -> int:
@@ -174,10 +174,10 @@ def _bytes(x: Any) -> int:
 
 
 def _as_large(shape: tuple[int, ...], pool: Any) -> bool:
-    """Whether an array has at least a pool's elements, and an axis that can be the pool's blocks."""
+    """Tells whether an array has at least a pool's elements, and an axis that can be the pool's blocks."""
     return math.prod(shape) >= math.prod(pool.shape) and any(d % pool.shape[0] == 0 for d in shape)
 
 
 def _is_blocks(shape: tuple[int, ...], pools: list[Any]) -> bool:
-    """Whether an array has the axes of a pool's blocks, as they lie there or those of the keys or values alone."""
+    """Tells whether an array has the axes of a pool's blocks, whole or of the keys or values alone."""
     return any(shape[-len(block) :] == block for pool in pools for block in (pool.shape[1:], pool.shape[2:]))

@@ -1,4 +1,4 @@
-"""Attention with the arguments of others, and a cache: what stands in for Flax's and JAX's functions of that name."""
+"""Drop-in replacements with a cache for Flax's and JAX's `dot_product_attention`."""
 
 from typing import Any
 
@@ -17,20 +17,20 @@ def dot_product_attention(
     dtype: Any = None, precision: Any = None, module: Any = None, promote_dtype: Any = None, is_causal: bool = False, *,
     cache: Any = None, **options: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Flax's `dot_product_attention` over a paged cache: its arguments, `cache=`, and the cache given back.
+    """Computes Flax's `dot_product_attention` over a paged cache: its arguments and `cache=`; also returns the cache.
 
-    With a cache the step's keys and values are stored, and attention is causal over all that the row holds, whatever
-    `is_causal` says; see `attention`. Without one it is Flax's own function.
+    With a cache the step's keys and values are stored, and attention is causal over all tokens of the row, whatever
+    `is_causal` says; see `attention`. Without a cache this is Flax's own function.
 
     Args:
-      query: `[S, T, H, D]` padded or `[N, H, D]` packed; the rows that `extend` has made room in.
+      query: `[S, T, H, D]` padded or `[N, H, D]` packed; for the rows that `extend` has prepared.
       key, value: the same with K heads: this step's tokens alone.
-      mask: true where a token may look, `[S, 1, T, C]` or what broadcasts to it (packed: `[1, N, C]`); column c is the
-        row's position c. It takes away from causality and adds nothing. Leave out one that only says what is causal or
-        padding: a cache knows, and kernels take no mask.
-      dtype: what queries, keys and values are cast to first.
+      mask: true where a token may attend, broadcastable to `[S, 1, T, C]` (packed: `[1, N, C]`); column c is the row's
+        position c. A mask only restricts causal attention. Omit a mask that only marks causality or padding: the cache
+        knows both, and kernels take no mask.
+      dtype: queries, keys and values are first cast to this dtype.
       bias, module, dropout_rate: refused with a cache, the last unless `deterministic`.
-      broadcast_dropout, dropout_rng, precision, promote_dtype, is_causal: have no say with a cache.
+      broadcast_dropout, dropout_rng, precision, promote_dtype, is_causal: ignored with a cache.
       cache: one of a cache's `layers`, or a cache, with `layer=`.
       **options: with a cache, `layer`, `step`, `implementation`, `scale`, `soft_cap`, `sinks`, `window` and
         `return_lse`, as in `attention`.
@@ -39,7 +39,7 @@ def dot_product_attention(
       `(out, cache)`; out is `[S, T, H, D]` or `[N, H, D]`.
 
     Raises:
-      ValueError: what a cache cannot do, by name; and as `attention`.
+      ValueError: names arguments that a cache does not support; and as `attention`.
 
     >>> import jax.numpy as jnp, jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -75,27 +75,27 @@ def jax_attention(
     key_value_seq_lengths: Any = None, local_window_size: int | tuple[int, int] | None = None,
     implementation: str | None = None, return_residual: bool = False, cache: Any = None, **options: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """`jax.nn.dot_product_attention` over a paged cache: its arguments, `cache=`, and the cache given back.
+    """Computes `jax.nn.dot_product_attention` over a paged cache: its arguments and `cache=`; also returns the cache.
 
-    With a cache the step's keys and values are stored, and attention is causal over all that the row holds, whatever
-    `is_causal` says; see `attention`. Without one it is JAX's own function.
+    With a cache the step's keys and values are stored, and attention is causal over all tokens of the row, whatever
+    `is_causal` says; see `attention`. Without a cache this is JAX's own function.
 
     Args:
       query, key, value, mask, cache: as in `jaxkv.dot_product_attention`.
-      scale: of the logits; default: the head_dim to the power of -0.5.
-      local_window_size: `(left, right)`, or one number for both: a token sees `left` tokens before itself. What is to
-        its right no token of a cache sees.
+      scale: factor of the logits; default `head_dim ** -0.5`.
+      local_window_size: `(left, right)`, or one number for both: a token sees `left` tokens before itself. With a cache
+        no token sees later tokens.
       implementation: None, "xla", "gpu", "tpu" or "reference", as in `attention`; "cudnn" cannot read blocks.
-      return_residual: the output is `(out, lse)`, the logarithm of the softmax's denominator with it, `[S, T, H]`.
+      return_residual: return `(out, lse)` as output; lse is the log of the softmax's denominator, `[S, T, H]`.
       bias, query_seq_lengths, key_value_seq_lengths: refused with a cache, which knows its lengths.
-      is_causal: has no say with a cache.
+      is_causal: ignored with a cache.
       **options: with a cache, `layer`, `step`, `soft_cap` and `sinks`, as in `attention`.
 
     Returns:
       `(out, cache)`, out as JAX's function returns it.
 
     Raises:
-      ValueError: what a cache cannot do, by name; and as `attention`.
+      ValueError: names arguments that a cache does not support; and as `attention`.
 
     >>> import jax.numpy as jnp, jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -122,7 +122,7 @@ def jax_attention(
 
 
 def _left_of(window: Any) -> int:
-    """How many tokens before itself a token sees, of a `local_window_size`. Raises ValueError."""
+    """Returns the left size of a `local_window_size`. Raises ValueError."""
     sides = listed("local_window_size", window) if np.ndim(window) else [window] * 2
     if len(sides) != 2:
         raise ValueError(f"local_window_size must be (left, right), or one number for both, not {shown(window)}.")
@@ -136,11 +136,11 @@ def _refuse(when: str, given: dict[str, Any]) -> None:
 
 
 def _masked(mask: Any, query: jax.Array, cache: Any) -> dict[str, Any]:
-    """A mask with an axis of heads as `attention` wants it: `[S, T, C]`, or `[N, C]` packed."""
+    """Returns a mask without its axis of heads, as `attention` expects it: `[S, T, C]`, or `[N, C]` packed."""
     if mask is None:
         return {}
     mask = as_array("mask", mask)
-    rank = query.ndim  # heads in it too, and C in the place of D
+    rank = query.ndim  # with an axis of heads, and C in place of D
     if mask.ndim > rank or (mask.ndim > 2 and mask.shape[-3] != 1):
         wanted = "[S, 1, T, C]" if rank == 4 else "[1, N, C]"
         raise ValueError(
@@ -154,5 +154,5 @@ def _masked(mask: Any, query: jax.Array, cache: Any) -> dict[str, Any]:
             f"mask must broadcast to the query's tokens {query.shape[:-2]}, but without its heads it has the shape "
             f"{mask.shape}."
         )
-    columns = cache.config.max_seq_len if mask.shape[-1] == 1 else mask.shape[-1]  # one column is all of them
+    columns = cache.config.max_seq_len if mask.shape[-1] == 1 else mask.shape[-1]  # a single column broadcasts to all
     return {"mask": jnp.broadcast_to(mask, (*query.shape[:-2], columns))}

@@ -1,4 +1,4 @@
-"""What the two Flax adapters share: attention with or without a cache, and where tokens are."""
+"""Shared helpers of the two Flax adapters: attention with or without a cache, and token positions."""
 
 from typing import Any
 
@@ -16,8 +16,10 @@ def attend_or_dense(
     q: jax.Array, k: jax.Array, v: Any, cache: Any, layer: Any, step: Step | None, position_fn: Any = None,
     deterministic: bool = False, **options: Any,
 ):  # fmt: skip
-    """`(out, cache)`: `jaxkv.attention`, or without a cache `dense_attention`. A window of None is the cache's own.
-    `position_fn` has rotated queries and keys. `deterministic` is for attention with a cache."""
+    """Returns `(out, cache)` of `jaxkv.attention`, or without a cache of `dense_attention`.
+
+    A window of None is the cache's own. `position_fn` has already rotated queries and keys. `deterministic` applies to
+    attention with a cache."""
     if cache is None:
         return dense_attention(q, k, v, **options), None
     options = {name: x for name, x in options.items() if x is not None}
@@ -28,14 +30,14 @@ def attend_or_dense(
 
 
 def token_positions(shape: tuple[int, ...], cache: Any = None) -> jax.Array:
-    """`i32` of `shape`: the cache's positions, or without one 0, 1, 2 ... along the last axis."""
+    """Returns positions, `i32` of `shape`: the cache's, or without a cache 0, 1, 2 ... along the last axis."""
     if cache is None:
         return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     return positions(cache, shape)
 
 
 def own_inputs(inputs_q: Any, inputs_k: Any, inputs_v: Any) -> tuple[Any, Any]:
-    """What keys and values are made of, by Flax's rule: of what was given before them."""
+    """Returns the inputs of keys and values by Flax's rule: each defaults to the preceding input."""
     if inputs_k is None and inputs_v is not None:
         raise ValueError("inputs_v needs inputs_k: for both to be the same, give it as inputs_k alone.")
     inputs_k = inputs_q if inputs_k is None else inputs_k
@@ -43,7 +45,7 @@ def own_inputs(inputs_q: Any, inputs_k: Any, inputs_v: Any) -> tuple[Any, Any]:
 
 
 def num_kv_heads_of(num_heads: int, num_kv_heads: int | None) -> int:
-    """The number of KV heads, all heads by default. Raises ValueError where they cannot be shared evenly."""
+    """Returns the number of KV heads, by default `num_heads`. Raises ValueError if it does not divide `num_heads`."""
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
@@ -54,7 +56,7 @@ def num_kv_heads_of(num_heads: int, num_kv_heads: int | None) -> int:
 
 
 def head_dim_of(in_features: int, num_heads: int, head_dim: int | None) -> int:
-    """The head dimension, `in_features // num_heads` by default. Raises ValueError where that is no whole number."""
+    """Returns the head dimension, by default `in_features / num_heads`. Raises ValueError if that is no integer."""
     if head_dim is None and in_features % num_heads:
         raise ValueError(f"in_features {in_features} is not a multiple of num_heads {num_heads}: give head_dim.")
     return in_features // num_heads if head_dim is None else head_dim
@@ -64,7 +66,7 @@ def dense_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | None = None, soft_cap: float | None = None,
     window: int | None = None, sinks: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Causal attention of whole sequences, every key and value at hand: for training, and to check the cache against.
+    """Computes causal attention of whole sequences from dense keys and values: for training, and as a reference.
 
     Args:
       q: `[S, T, H, D]`, or `[T, H, D]` for one sequence.
@@ -75,13 +77,13 @@ def dense_attention(
       The output in q's shape, of the values' width, and dtype. Softmax and accumulation are in float32.
 
     Raises:
-      ValueError: options that make no sense.
+      ValueError: invalid options.
     """
     check_numbers(scale, soft_cap, window)
     *leading, num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[-2]
     scale = head_dim**-0.5 if scale is None else scale
-    # Heads first, and the G queries of a KV head one after another: one plain batched matrix product per KV head.
+    # Heads come first, with the G queries of a KV head adjacent: one plain batched matrix product per KV head.
     grouped = q.reshape(*leading, num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     grouped = jnp.moveaxis(grouped, -4, -2)  # [..., K, G, T, D]
     shape = grouped.shape

@@ -1,8 +1,8 @@
-"""Products of tokens with weights, in the form in which a CPU does them fastest.
+"""Computes products of tokens with weights, in the form that is fastest on a CPU.
 
-XLA for CPUs brings a product's right operand into tiles, which takes longer than a product of few tokens, and where one
-token meets weights of bfloat16 it first writes all of them down in float32. A product by groups it has none: it copies
-the weights of all, and multiplies every token with all of them. Other platforms do nothing of that.
+XLA for CPUs packs a product's right operand into tiles, which takes longer than a product of few tokens. With a single
+token and bfloat16 weights, it first converts all weights to float32. It has no grouped product: it copies the weights
+of all groups, and multiplies every token with all of them. Other platforms do none of this.
 """
 
 import functools
@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from pallas_kernels.xla.work_list import zero_for
 
 FEW = 32  # tokens; with more the tiles pay
-GROUP_TOKENS = 4, 128  # of a product by groups, so many at a time at the least and at the most
+GROUP_TOKENS = 4, 128  # minimum and maximum number of tokens at a time in a grouped product
 
 
 @functools.partial(jax.jit, static_argnames=("outputs_first", "dtype"))  # traced once for all layers
 def product(x: jax.Array, weight: jax.Array, *, outputs_first: bool = True, dtype: Any = None) -> jax.Array:
-    """`[..., I]` times `[O, I]`, or `[I, O]` without `outputs_first`: `[..., O]`, in `dtype`, by default x's.
+    """Computes `[..., I]` times `[O, I]`, or `[I, O]` without `outputs_first`: `[..., O]`, in `dtype`, by default x's.
 
     >>> import jax.numpy as jnp
     >>> product(jnp.ones((2, 3)), jnp.ones((4, 3))).tolist()
@@ -44,15 +44,16 @@ def product(x: jax.Array, weight: jax.Array, *, outputs_first: bool = True, dtyp
     if count == 1 and x.dtype == jnp.bfloat16:
         form = with_another
     elif 1 < count <= FEW and x.dtype == jnp.float32 and outputs_first:
-        form = turned  # the weight as the left operand, which is read as it lies
+        form = turned  # the weight as the left operand, which is read in place
     else:
         return plain(x, weight)
     return jax.lax.platform_dependent(x, weight, cpu=form, default=plain)
 
 
 def into_heads(x: jax.Array, heads: tuple[int, ...]) -> jax.Array:
-    """A product's `[..., I]` as `[..., *heads]`, without the heads becoming an axis of the product where a TPU would
-    have them in an order of axes that it then copies into another."""
+    """Reshapes a product's `[..., I]` to `[..., *heads]`.
+
+    Keeps the heads from becoming an axis of the product where a TPU would choose an axis order and then transpose."""
     front = x.shape[:-1]
     if moves_heads(math.prod(front), heads[-1]):
         x = jax.lax.platform_dependent(x, tpu=_kept, default=lambda x: x)
@@ -60,25 +61,27 @@ def into_heads(x: jax.Array, heads: tuple[int, ...]) -> jax.Array:
 
 
 def moves_heads(num_tokens: int, head_dim: int) -> bool:
-    """Whether a TPU pays for heads that XLA lets become an axis of a product: by its cycle model, v6e, 0.5 to 2 % of a
-    layer of Llama 3 8B from 64 tokens on, and more than half of a latent layer's queries, of 192, however few. Few
-    tokens of heads that are whole registers cost less so; heads of less than a register cost more if they wait."""
+    """Tells whether heads as an axis of a product cost time on a TPU.
+
+    By the v6e cycle model they cost 0.5 to 2 % of a layer of Llama 3 8B from 64 tokens on, and more than half of a
+    latent layer's queries, of 192, for any number of tokens. Few tokens are faster with that axis if heads are whole
+    registers; heads of less than a register are slower without it."""
     return head_dim >= 128 and (num_tokens > FEW or head_dim % 128 != 0)
 
 
 def _columns(count: int) -> int:
-    """Of a right operand, padded: half a vector of them, a vector, or two."""
+    """Returns the padded number of columns of a right operand: half a vector, a vector, or two."""
     return count if count <= 5 else next(size for size in (8, 16, 32) if count <= size)
 
 
 def _kept(x: jax.Array) -> jax.Array:
-    """XLA would undo what the form of a product is, seeing what it is made of or what becomes of it."""
+    """Keeps XLA from simplifying a product's form by its operands or its uses."""
     return jax.lax.optimization_barrier(x)
 
 
 @functools.partial(jax.jit, static_argnames="outputs_first")
 def product_by_heads(x: jax.Array, weights: jax.Array, *, outputs_first: bool) -> jax.Array:
-    """`[..., H, I]` times `[H, O, I]`, or `[H, I, O]` without `outputs_first`, head by head: `[..., H, O]`.
+    """Computes `[..., H, I]` times `[H, O, I]`, or `[H, I, O]` without `outputs_first`, by head: `[..., H, O]`.
 
     >>> import jax.numpy as jnp
     >>> product_by_heads(jnp.ones((1, 2, 3)), jnp.ones((2, 4, 3)), outputs_first=True).shape
@@ -91,7 +94,7 @@ def product_by_heads(x: jax.Array, weights: jax.Array, *, outputs_first: bool) -
         return jnp.einsum(f"...hi,{inner}->...ho", x, weights)
 
     def with_another(x: jax.Array, weights: jax.Array) -> jax.Array:
-        """Padding puts the tokens' axes in order. Where nothing does, XLA puts those of the weights in another."""
+        """Pads, which fixes the order of the tokens' axes. Otherwise XLA would transpose the weights."""
         x = jnp.moveaxis(x.reshape(count, heads, size), 0, 1)
         y = jnp.einsum(f"hti,{inner}->hto", _kept(jnp.pad(x, ((0, 0), (0, 1), (0, 0)))), weights)
         return jnp.moveaxis(y[:, :count], 1, 0).reshape(*front, heads, -1)
@@ -102,10 +105,10 @@ def product_by_heads(x: jax.Array, weights: jax.Array, *, outputs_first: bool) -
 
 
 def grouped_product(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    """As `jax.lax.ragged_dot`: of tokens `[N, I]` the first `sizes[0]` times `weights[0]`, and so on, `[N, O]`.
+    """Computes `jax.lax.ragged_dot`: the first `sizes[0]` of tokens `[N, I]` times `weights[0]`, and so on, `[N, O]`.
 
     Args:
-      x: as many tokens as `i32[E]` sizes say in all.
+      x: tokens; their number is the sum of the `i32[E]` sizes.
       weights: `[E, I, O]`.
 
     >>> import jax.numpy as jnp
@@ -135,7 +138,7 @@ _grouped_product.defvjp(_forward, _backward)
 
 @jax.jit  # traced once for all layers
 def _group_by_group(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Some tokens of one group at a time, in order: what a group's last ones write behind it is written over."""
+    """Computes a few tokens of one group at a time, in order: later groups overwrite writes past a group's end."""
     (num_tokens, size), (groups, _, outputs) = x.shape, weights.shape
     least, most = GROUP_TOKENS
     together = min(max(least, 1 << (-(-num_tokens // groups) - 1).bit_length()), most)  # a group's share, or more

@@ -1,6 +1,6 @@
-"""Several processes with one cache: `initialize`, which also watches over the others.
+"""Several processes with one cache: `initialize` also monitors the other processes.
 
-`import jaxkv.distributed` before anything is computed.
+`import jaxkv.distributed` before any computation.
 """
 
 import atexit
@@ -28,19 +28,19 @@ def initialize(
     coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None, *,
     patience: float = 10, **options: Any,
 ) -> None:  # fmt: skip
-    """`jax.distributed.initialize`, and a watch over the other processes: when one is gone, this one ends.
+    """Calls `jax.distributed.initialize`, and monitors the other processes: when one is lost, this process ends.
 
-    By itself JAX waits for a process that is gone until some timeout of its transport, and then ends without saying
-    why. Here every process says twice a second that it is there; when another has said nothing for `patience` seconds,
-    or has ended with an exception, this process prints one sentence and exits with status 1. Process 0 coordinates:
-    when it is gone, JAX may end the others first.
+    By itself JAX waits for a lost process until a timeout of its transport, and then ends without a reason. Here every
+    process sends a heartbeat twice a second. When another process has sent none for `patience` seconds, or has ended
+    with an exception, this process prints one sentence and exits with status 1. Process 0 coordinates: when it is lost,
+    JAX may end the others first.
 
     Args:
-      patience: seconds without a sign of another process until it counts as gone.
+      patience: seconds without a heartbeat until another process counts as lost.
       coordinator_address, num_processes, process_id, **options: as for `jax.distributed.initialize`.
 
     Raises:
-      ValueError: a patience below 2 seconds. What JAX raises.
+      ValueError: a patience below 2 seconds. Errors of JAX pass through.
 
     >>> import jaxkv
     >>> jaxkv.distributed.initialize("10.0.0.1:8476", num_processes=2, process_id=0, patience=0)
@@ -48,7 +48,7 @@ def initialize(
     ValueError: patience must be at least 2, not 0.0.
     """
     patience = real("patience", patience, least=2, most=3600)
-    options.setdefault("heartbeat_timeout_seconds", int(2 * patience) + 10)  # JAX's own watch comes second
+    options.setdefault("heartbeat_timeout_seconds", int(2 * patience) + 10)  # later than our own heartbeat timeout
     jax.distributed.initialize(coordinator_address, num_processes, process_id, **options)
     if jax.process_count() > 1:
         _say_when_aborted(str(global_state().coordinator_address))
@@ -56,11 +56,11 @@ def initialize(
 
 
 def _say_when_aborted(address: str) -> None:
-    """JAX aborts a process whose coordinator is gone at once, in C++: nothing comes between but a signal's handler."""
+    """Prints a sentence when JAX, in C++, aborts a process without coordinator: only a signal handler runs then."""
     host, _, port = address.rpartition(":")
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
-    def handler(_: int) -> None:  # when it returns, the process is aborted as it would have been
+    def handler(_: int) -> None:  # when the handler returns, the process aborts as before
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
         except OSError:
@@ -71,7 +71,7 @@ def _say_when_aborted(address: str) -> None:
         ctypes.CDLL(None).signal(signal.SIGABRT, handler)
 
 
-_kept: list[Any] = []  # what C code calls
+_kept: list[Any] = []  # keeps alive the callbacks that C code calls
 
 
 def _say(why: str) -> None:
@@ -81,19 +81,19 @@ def _say(why: str) -> None:
 
 def _exit(why: str) -> None:
     _say(why)
-    os._exit(1)  # its other threads may be waiting for what never comes
+    os._exit(1)  # other threads may wait forever
 
 
 class _Watch(threading.Thread):
-    """Says that this process is there, and looks for the others."""
+    """Sends this process's heartbeat, and checks those of the others."""
 
     def __init__(self, client: Any, process: int, count: int, patience: float):
         super().__init__(name="jaxkv watch", daemon=True)
         self.client, self.process, self.patience = client, process, patience
-        # Of each process what it said last, and when that was heard; it may take long to come.
+        # Last message of each process, and the time of its arrival, which may be late.
         self.heard: dict[int, tuple[str, float] | None] = {p: None for p in range(count) if p != process}
         self.is_over = False
-        atexit.register(self.end)  # called before JAX's own, in which processes wait for each other
+        atexit.register(self.end)  # runs before JAX's own handler, in which processes wait for each other
         self._hook, sys.excepthook = sys.excepthook, self.failed
 
     def run(self) -> None:
@@ -117,7 +117,7 @@ class _Watch(threading.Thread):
             text = next((v for k, v in said.items() if k.rsplit("/", 1)[-1] == str(process)), None)
             last = self.heard[process]
             if text is None and last is None:
-                continue  # it has not begun: whoever waits for it in JAX has a timeout there
+                continue  # not started yet: JAX has its own timeout for that
             if text is not None and text.startswith(FAILED):
                 _exit(f"process {process} {text}")
             if text == ENDED:
@@ -128,12 +128,12 @@ class _Watch(threading.Thread):
                 _exit(f"process {process} is gone: it has given no sign for {now - last[1]:.0f} s")
 
     def failed(self, kind: Any, error: Any, traceback: Any) -> None:
-        """An exception ends this process."""
+        """Reports that an exception ends this process."""
         self._hook(kind, error, traceback)
         self._end(f"{FAILED} with {kind.__name__}: {str(error)[:200]}")
 
     def end(self) -> None:
-        """This process ends as it should."""
+        """Reports that this process ends normally."""
         self._end(ENDED)
 
     def _end(self, how: str) -> None:
@@ -142,7 +142,7 @@ class _Watch(threading.Thread):
             try:
                 self._say(how)
             except Exception:
-                return  # whom could it be told
+                return  # nobody is left to tell
 
     def _say(self, text: str) -> None:
         self.client.key_value_set(f"jaxkv/beats/{self.process}", text, allow_overwrite=True)

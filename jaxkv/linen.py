@@ -1,13 +1,13 @@
 """A paged cache in Flax Linen models. Import it by name: `import jaxkv.linen`.
 
-- `Attention`: a layer for models to come, projections around `jaxkv.attention`.
-- `MultiHeadDotProductAttention`: Flax's own layer, its arguments and parameters, over a cache: for models that use it
-  already.
+- `Attention`: a layer for new models: projections around `jaxkv.attention`.
+- `MultiHeadDotProductAttention`: Flax's own layer, with its arguments and parameters, over a cache: for models that use
+  it.
 
 The cache is an argument and a result, not a variable: there is no `mutable=` collection, and a checkpoint of the model
-does not hold it. A model that computes queries, keys and values itself calls `jaxkv.attention`, or
+does not contain the cache. A model that computes queries, keys and values itself calls `jaxkv.attention`, or
 `jaxkv.dot_product_attention`, which has the arguments of `linen.dot_product_attention`. Either way the model's blocks
-take a layer of the cache and give it back, and the step donates the whole cache:
+take a layer of the cache and return it, and the step donates the whole cache:
 
     def step(variables, tokens, num_tokens, cache):
         cache = jaxkv.extend(cache, num_tokens)  # make room, once a step
@@ -36,7 +36,7 @@ class Attention(linen.Module):
     """Causal self-attention over a paged cache.
 
     The cache is an argument and a result: there is no `mutable=` collection. Parameters have Flax's own names, `query`,
-    `key`, `value` and `out`, each with a `kernel` and perhaps a `bias`.
+    `key`, `value` and `out`, each with a `kernel` and optionally a `bias`.
 
     Attributes:
       num_heads: H.
@@ -46,14 +46,14 @@ class Attention(linen.Module):
       use_out_bias: a bias on the output projection; default `use_bias`.
       use_sinks: one learned logit per head in the softmax's denominator.
       position_fn: called as `f(q, k, positions) -> (q, k)` before attention, for RoPE or any other encoding, with an
-        `i32` position for each token. It may be a module. For example `jaxkv.models.Rope()`.
+        `i32` position for each token. May be a module. For example `jaxkv.models.Rope()`.
       scale, soft_cap, window: as for `jaxkv.attention`.
-      dtype: what to compute in; default: what inputs and parameters promote to.
-      param_dtype: what the parameters are stored in.
+      dtype: dtype of the computation; default: the promoted dtype of inputs and parameters.
+      param_dtype: dtype of the parameters.
       kernel_init: the projections' initialiser.
 
     Raises:
-      ValueError: heads that cannot be shared, or a width that is no multiple of them.
+      ValueError: `num_heads` is no multiple of `num_kv_heads`, or E no multiple of `num_heads`.
 
     >>> import jax, jax.numpy as jnp, jaxkv, jaxkv.linen
     >>> attn = jaxkv.linen.Attention(num_heads=4, num_kv_heads=2, head_dim=16)
@@ -85,7 +85,7 @@ class Attention(linen.Module):
         self, x: jax.Array, cache: Any = None, *, layer: Any = 0, positions: jax.Array | None = None,
         step: Step | None = None,
     ) -> tuple[jax.Array, Any]:  # fmt: skip
-        """Attend. Arguments and results are those of [`jaxkv.nnx.Attention`][]."""
+        """Computes self-attention. Arguments and results are those of [`jaxkv.nnx.Attention`][]."""
         num_kv_heads = num_kv_heads_of(self.num_heads, self.num_kv_heads)
         head_dim = head_dim_of(x.shape[-1], self.num_heads, self.head_dim)
 
@@ -115,9 +115,9 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
     """Flax's `linen.MultiHeadDotProductAttention` over a paged cache: its attributes, its parameters, and `cache=` in
     the call.
 
-    A call returns `(y, cache)`. With a cache, tokens are prefilled and decoded, many or one a row, and causal; `decode`
-    has no say, there is no collection "cache", and a checkpoint of Flax's layer fits. Without a cache it is Flax's
-    layer, and returns `(y, None)`.
+    A call returns `(y, cache)`. With a cache, the layer prefills and decodes, many tokens or one a row, and is causal.
+    `decode` is ignored, there is no collection "cache", and checkpoints of Flax's layer load. Without a cache the layer
+    is Flax's, and returns `(y, None)`.
 
     Raises:
       ValueError: with a cache: another `attention_fn` than Flax's, dropout that is not deterministic, `sow_weights`, or
@@ -139,17 +139,17 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         cache: Any = None, layer: Any = None, step: Step | None = None, mask: Any = None,
         deterministic: bool | None = None, dropout_rng: Any = None, sow_weights: bool = False, **others: Any,
     ) -> tuple[jax.Array, Any]:  # fmt: skip
-        """Attend.
+        """Computes attention.
 
         Args:
           inputs_q: `[S, T, E]` padded or `[N, E]` packed. inputs_k, inputs_v: of the same tokens; default: inputs_q.
-          cache: one of a cache's `layers` that `jaxkv.extend` has made room in, or a cache, with `layer=`.
-          step: what `jaxkv.plan_step` made of this step.
+          cache: one of the `layers` of a cache that `jaxkv.extend` has prepared, or a cache, with `layer=`.
+          step: the result of `jaxkv.plan_step` for this step.
           mask: as in `jaxkv.dot_product_attention`.
           deterministic, dropout_rng, sow_weights, **others: Flax's.
 
         Returns:
-          `(y, cache)`; y has inputs_q's shape, but for `out_features`.
+          `(y, cache)`; y has inputs_q's shape, except for `out_features`.
         """
         if cache is None:
             y = super().__call__(inputs_q, inputs_k, inputs_v, mask=mask, deterministic=deterministic,

@@ -1,12 +1,12 @@
 """A paged cache in Flax NNX models. Import it by name: `import jaxkv.nnx`.
 
-- `Attention`: a layer for models to come, projections around `jaxkv.attention`, the cache taken and given back.
-- `MultiHeadAttention`: Flax's own layer, its arguments and parameters, over a cache: for models that use it already.
-- `CacheVariable`: an `nnx.Variable` around a cache, for code that changes its cache in place.
+- `Attention`: a layer for new models: projections around `jaxkv.attention`; takes and returns the cache.
+- `MultiHeadAttention`: Flax's own layer, with its arguments and parameters, over a cache: for models that use it.
+- `CacheVariable`: an `nnx.Variable` around a cache, for code that updates its cache in place.
 
 A model that computes queries, keys and values itself calls `jaxkv.attention`, or `jaxkv.dot_product_attention`, which
-has the arguments of `nnx.dot_product_attention`. Either way the model's blocks take a layer of the cache and give it
-back, and the step donates the whole cache:
+has the arguments of `nnx.dot_product_attention`. Either way the model's blocks take a layer of the cache and return it,
+and the step donates the whole cache:
 
     def step(model, tokens, num_tokens, cache):
         cache = jaxkv.extend(cache, num_tokens)  # make room, once a step
@@ -15,8 +15,8 @@ back, and the step donates the whole cache:
 
     step = jax.jit(step, donate_argnames="cache")
 
-`jax.jit` with the model as an argument costs less Python a step than `nnx.jit`; what the model itself changes, a
-`CacheVariable` too, only `nnx.jit` brings back.
+`jax.jit` with the model as an argument costs less Python time a step than `nnx.jit`. Only `nnx.jit` returns what the
+model changes in itself, including a `CacheVariable`.
 """
 
 import functools
@@ -45,7 +45,7 @@ class Attention(nnx.Module):
     """Causal self-attention over a paged cache.
 
     Weights are plain parameters, `query [H, D, E]`, `key` and `value` `[K, D, E]`, `out [H, D, E]`: heads have an axis
-    of their own to shard on, a TPU multiplies with them as they lie, and a module of few objects is cheap to pass to
+    of their own to shard on, a TPU multiplies without transposing them, and a module of few objects is cheap to pass to
     `jax.jit` as an argument.
 
     Args:
@@ -57,17 +57,17 @@ class Attention(nnx.Module):
       use_out_bias: a bias on the output projection; default `use_bias`.
       use_sinks: one learned logit per head in the softmax's denominator.
       position_fn: called as `f(q, k, positions) -> (q, k)` before attention, for RoPE or any other encoding, with an
-        `i32` position for each token. It may be a module of its own. For example `jaxkv.models.Rope()`.
+        `i32` position for each token. May be a module. For example `jaxkv.models.Rope()`.
       scale, soft_cap, window: as for `jaxkv.attention`.
-      dtype: what to compute in; default `param_dtype`.
-      param_dtype: what the parameters are stored in.
+      dtype: dtype of the computation; default `param_dtype`.
+      param_dtype: dtype of the parameters.
       kernel_init: the projections' initialiser.
       rngs: the source of the parameters' randomness.
 
     Raises:
-      ValueError: heads that cannot be shared, or a width that is no multiple of them.
+      ValueError: `num_heads` is no multiple of `num_kv_heads`, or `in_features` no multiple of `num_heads`.
 
-    The caller makes room once per step with `jaxkv.extend`, then calls every layer:
+    The caller allocates once per step with `jaxkv.extend`, then calls every layer:
 
     >>> import jax.numpy as jnp, jaxkv, jaxkv.nnx
     >>> from flax import nnx
@@ -115,15 +115,15 @@ class Attention(nnx.Module):
         self, x: jax.Array, cache: Any = None, *, layer: Any = 0, positions: jax.Array | None = None,
         step: Step | None = None, deterministic: bool = False,
     ) -> tuple[jax.Array, Any]:  # fmt: skip
-        """Attend.
+        """Computes self-attention.
 
         Args:
           x: `[S, T, E]` padded or `[N, E]` packed.
-          cache: one that `jaxkv.extend` has made room in for these tokens, or one of its `layers`. None: attend to x
-            alone, each row of `[S, T, E]`, or all of `[T, E]`, being one whole sequence.
-          layer: which of the cache's layers this one writes and reads.
-          positions: `i32[S, T]` or `i32[N]` for `position_fn`; default: the cache's. A model of many layers asks once.
-          step: what `jaxkv.plan_step` made of this step. A model of many layers makes it once.
+          cache: a cache that `jaxkv.extend` has prepared for these tokens, or one of its `layers`. None: attend to x
+            alone; each row of `[S, T, E]`, or all of `[T, E]`, is one whole sequence.
+          layer: index of the cache's layer to write and read.
+          positions: `i32[S, T]` or `i32[N]` for `position_fn`; default: the cache's. Compute once for many layers.
+          step: the result of `jaxkv.plan_step` for this step. Compute once for many layers.
           deterministic: with a cache, that of `jaxkv.attention`.
 
         Returns:
@@ -134,10 +134,10 @@ class Attention(nnx.Module):
         y, cache = self.attend(self.inputs(x, positions), cache, layer, step, deterministic)
         return self.output(y), cache
 
-    # The three parts of a call, for who computes many layers and compiles attention once: see `jaxkv.models.Decoder`.
+    # The three parts of a call, for models that compile attention once for many layers: see `jaxkv.models.Decoder`.
 
     def inputs(self, x: jax.Array, positions: Any) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Queries, keys and values of tokens, turned by their positions, and sinks: all that `attend` is told of x."""
+        """Computes all inputs of `attend` from x: queries and keys, rotated, values, and sinks."""
         x = x.astype(self.query.dtype if self.dtype is None else self.dtype)
         q = project("...e,hde->...hd", x, self.query, self.query_bias)
         k = project("...e,kde->...kd", x, self.key, self.key_bias)
@@ -149,19 +149,20 @@ class Attention(nnx.Module):
     def attend(
         self, inputs: tuple, cache: Any, layer: Any, step: Step | None, deterministic: bool = False
     ) -> tuple[jax.Array, Any]:
-        """Write keys and values, and attend. No parameter has a part in it."""
+        """Writes keys and values, and attends. Uses no parameters."""
         q, k, v, sinks = inputs
         options = dict(scale=self.scale, soft_cap=self.soft_cap, window=self.window, sinks=sinks)
         return attend_or_dense(q, k, v, cache, layer, step, self.position_fn, deterministic, **options)
 
     def output(self, y: jax.Array) -> jax.Array:
-        """What becomes of the heads' outputs, `[..., E]`."""
+        """Projects the heads' outputs to `[..., E]`."""
         return project("...hd,hde->...e", y, self.out, self.out_bias)
 
 
 def project(equation: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
-    """`einsum(equation, x, kernel) + bias`, in x's dtype, for x's last axes and the kernel's first, or its last."""
-    # A product of matrices: where einsum, or XLA on a CPU, finds more axes, it transposes the kernel, each step anew.
+    """Computes `einsum(equation, x, kernel) + bias` in x's dtype, over x's last axes and the kernel's first or last."""
+    # Uses a product of matrices: with more axes, einsum, or XLA on a CPU, would transpose the kernel in every step.
+
     inputs, weights = equation.split("->")[0].removeprefix("...").split(",")
     count, outputs_first = len(inputs), not weights.startswith(inputs)
     front, size = x.shape[: x.ndim - count], math.prod(x.shape[x.ndim - count :])
@@ -179,9 +180,9 @@ def project(equation: str, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | No
 class MultiHeadAttention(nnx.MultiHeadAttention):
     """Flax's `nnx.MultiHeadAttention` over a paged cache: its arguments, its parameters, and `cache=` in the call.
 
-    A call returns `(y, cache)`. With a cache, tokens are prefilled and decoded, many or one a row, and causal whatever
-    `is_causal` says; `decode` has no say, `init_cache` is not needed, and a checkpoint of Flax's layer fits. Without a
-    cache it is Flax's layer, and returns `(y, None)`.
+    A call returns `(y, cache)`. With a cache, the layer prefills and decodes, many tokens or one a row, and is causal
+    whatever `is_causal` says. `decode` is ignored, `init_cache` is not needed, and checkpoints of Flax's layer load.
+    Without a cache the layer is Flax's, and returns `(y, None)`.
 
     Raises:
       ValueError: with a cache: another `attention_fn` than Flax's, dropout that is not deterministic, `sow_weights`, or
@@ -203,18 +204,18 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         deterministic: bool | None = None, rngs: Any = None, sow_weights: bool = False, decode: bool | None = None,
         is_causal: bool = False, out_sharding: Any = None, qkv_sharding: Any = None, **others: Any,
     ) -> tuple[jax.Array, Any]:  # fmt: skip
-        """Attend.
+        """Computes attention.
 
         Args:
           inputs_q: `[S, T, E]` padded or `[N, E]` packed. inputs_k, inputs_v: of the same tokens; default: inputs_q.
-          cache: one of a cache's `layers` that `jaxkv.extend` has made room in, or a cache, with `layer=`; or one
-            of the `layers` of a `CacheVariable`, which is changed in place.
-          step: what `jaxkv.plan_step` made of this step.
+          cache: one of the `layers` of a cache that `jaxkv.extend` has prepared, or a cache, with `layer=`; or one of
+            the `layers` of a `CacheVariable`, which is updated in place.
+          step: the result of `jaxkv.plan_step` for this step.
           mask: as in `jaxkv.dot_product_attention`.
           deterministic, rngs, sow_weights, decode, is_causal, out_sharding, qkv_sharding, **others: Flax's.
 
         Returns:
-          `(y, cache)`; y has inputs_q's shape, but for `out_features`.
+          `(y, cache)`; y has inputs_q's shape, except for `out_features`.
         """
         if cache is None:
             dense = functools.partial(
@@ -249,13 +250,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
 
 class CacheVariable(nnx.Cache[Cache]):
-    """An `nnx.Variable` around a cache, for models that change their cache in place, as Flax's own layers do.
+    """An `nnx.Variable` around a cache, for models that update their cache in place, as Flax's own layers do.
 
-    `variable[...]` is the cache, `variable[...] = cache` another in its place, and its attributes are the cache's:
-    `variable.lengths`. `nnx.Cache` selects it: `nnx.state(model, nnx.Cache)`.
+    `variable[...]` is the cache, `variable[...] = cache` replaces it, and its attributes are the cache's:
+    `variable.lengths`. `nnx.Cache` selects the variable: `nnx.state(model, nnx.Cache)`.
 
-    Under `nnx.jit` what a step has put into it comes back, and `nnx.jit(step, donate_argnums=0)`, where the model is
-    the step's first argument, updates the pools in place. Under `jax.jit` it must be returned, or it is lost.
+    `nnx.jit` returns a step's changes of the variable; `nnx.jit(step, donate_argnums=0)`, with the model as the step's
+    first argument, updates the pools in place. Under `jax.jit` the step must return the variable, or changes are lost.
 
     >>> import jax.numpy as jnp, jaxkv, jaxkv.nnx
     >>> from flax import nnx
@@ -276,19 +277,19 @@ class CacheVariable(nnx.Cache[Cache]):
     [2, 0]
     """
 
-    # Not a copy of it, as Flax makes of a Variable's value: the layers of a step know their tables by identity.
+    # Returns the value itself, not a copy as Flax does: the layers of a step know their tables by identity.
     def get_value(self, *, index: Any = ...) -> Cache:
-        """The cache."""
+        """Returns the cache."""
         self._check_index(index)
         return self.get_raw_value()
 
     def set_value(self, value: Cache, *, index: Any = ...) -> None:
-        """Put another cache in its place."""
+        """Replaces the cache."""
         self._check_index(index)
         self.set_raw_value(value)
 
     def extend(self, num_tokens: Any) -> None:
-        """Make room for a step's tokens; see `jaxkv.extend`."""
+        """Allocates blocks for a step's tokens; see `jaxkv.extend`."""
         self.set_value(extend(self.get_value(), num_tokens))
 
     def attention(self, q: jax.Array, k: Any, v: Any, *, layer: Any, **options: Any) -> Any:
@@ -303,14 +304,14 @@ class CacheVariable(nnx.Cache[Cache]):
 
     @property
     def layers(self) -> "tuple[LayerInPlace, ...]":
-        """The layers, one for each of a model's blocks to change in place: `out = layer.attention(q, k, v)`."""
+        """The layers, one for each block of a model to update in place: `out = layer.attention(q, k, v)`."""
         return tuple(LayerInPlace(self, layer) for layer in range(self.get_value().num_layers))
 
     def apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function of the cache, such as `jaxkv.fork`, and keep the cache that it returns.
+        """Calls a function of the cache, such as `jaxkv.fork`, and keeps the returned cache.
 
         Returns:
-          None; or, of a function that returns `(out, cache)`, out.
+          None; or `out`, if the function returns `(out, cache)`.
         """
         out, result = None, function(self.get_value(), *args, **kwargs)
         if isinstance(result, tuple):
@@ -329,7 +330,7 @@ class CacheVariable(nnx.Cache[Cache]):
 
 
 class LayerInPlace(NamedTuple):
-    """One layer of a `CacheVariable`, made by its `layers`: not arrays, but a place in the variable."""
+    """One layer of a `CacheVariable`, made by its `layers`: a reference into the variable, without arrays."""
 
     variable: CacheVariable
     layer: int

@@ -1,9 +1,9 @@
-"""For tests of what you build on jaxkv. Import it by name: `import jaxkv.testing`.
+"""Helpers to test code built on jaxkv. Import it by name: `import jaxkv.testing`.
 
 - `assert_no_copy(jitted, *args)`: fails if XLA copies a pool in your step instead of updating it in place.
-- `poison(cache)`: NaN in every place that holds no token. Whatever your step computes must stay the same, bit by bit.
-- `permute_blocks(cache)`: the same rows in other blocks. Again, nothing may change.
-- `record(engine)`: a `Trace` of what its cache's blocks hold, step by step, and a player to look at it.
+- `poison(cache)`: sets every slot without a token to NaN. Your step's results must stay the same, bit by bit.
+- `permute_blocks(cache)`: moves the rows to other blocks. Again, no result may change.
+- `record(engine)`: records a `Trace` of the contents of the cache's blocks, step by step, with a player.
 
     step = jax.jit(step, donate_argnames="cache")
     jaxkv.testing.assert_no_copy(step, model, tokens, num_tokens, cache)
@@ -28,10 +28,11 @@ __all__ = ["Trace", "assert_no_copy", "permute_blocks", "poison", "record"]
 
 
 def poison(cache: Cache, value: float = np.nan) -> Cache:
-    """The same cache with every place that holds no row's token set to `value`: free blocks, and what lies past the
-    last token of each row. Of quantised layers it is the scales; their numbers become any. Whatever computes with the
-    cache must give the same, bit by bit. The null block stays 0, and so does what pads heads, which kernels may read
-    (`head_dim_multiple`); blocks that a `PrefixCache` keeps stay as they are.
+    """Returns the cache with every slot that holds no row's token set to `value`: free blocks, and slots past the
+    last token of each row. Computations with the cache must give the same results, bit by bit.
+
+    In quantized layers the scales are set, and the values become arbitrary. The null block and the padding of heads
+    (`head_dim_multiple`), which kernels may read, stay 0. Blocks that a `PrefixCache` keeps stay unchanged.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -63,7 +64,7 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
 
 
 def permute_blocks(cache: Cache, seed: int = 0) -> Cache:
-    """The same cache with its blocks in another physical order. Whatever computes with it must give the same.
+    """Returns the cache with its blocks in another physical order. Computations with the cache must not change.
 
     Raises:
       ValueError: the layout is contiguous, where row s holds block s + 1 by definition.
@@ -100,6 +101,6 @@ def permute_blocks(cache: Cache, seed: int = 0) -> Cache:
 
 
 def _spoil(keep: jax.Array, value: float, x: jax.Array) -> jax.Array:
-    """`value` wherever `keep` does not say otherwise; in integers, which have no NaN, some number."""
+    """Sets `value` wherever `keep` is false; an arbitrary number in integers, which have no NaN."""
     spoilt = jnp.asarray(value if jnp.issubdtype(x.dtype, jnp.floating) else 85, x.dtype)
     return jnp.where(keep.reshape(*keep.shape, *(1,) * (x.ndim - keep.ndim)), x, spoilt)

@@ -1,4 +1,4 @@
-"""The front door of `python -m jaxkv`: one file for each command, and what they share.
+"""The commands of `python -m jaxkv`: one file for each command, and shared helpers.
 
-Stands on everything else; nothing imports it.
+Imports everything else; nothing imports this package.
 """

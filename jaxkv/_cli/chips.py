@@ -1,4 +1,4 @@
-"""What a device has, by the name of its chip: the makers' own figures, of which every bound is a bound from below."""
+"""Devices by chip name, with the makers' own figures: every time computed from them is a lower bound."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from jaxkv._core.config.validation import shown
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What devices are joined by, and the bytes/s that each can send, over all its links at once."""
+    """An interconnect of devices, and the bytes/s that each device can send over all its links at once."""
 
     name: str
     rate: float
@@ -18,11 +18,11 @@ class Chip:
     """A device as JAX counts them.
 
     Fields:
-      platform: "tpu" or "gpu", which says what head_dim is padded to.
-      memory: bytes. memory_rate: bytes/s read from it.
-      peak: operations/s of its matrix units in bfloat16, without sparsity; an addition counts as a multiplication does.
-      link: between devices of one pod or box, of which there are `reach`; network: between these.
-      source: where the figures are from.
+      platform: "tpu" or "gpu", which determines the padding of head_dim.
+      memory: bytes. memory_rate: bytes/s read from memory.
+      peak: operations/s of the matrix units in bfloat16, without sparsity; additions count like multiplications.
+      link: between the `reach` devices of a pod or host; network: between pods or hosts.
+      source: origin of the figures.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Chip:
     source: str
 
 
-# Makers add both directions of a link; half of that is sent. Networks are given by host or pod, and shared out.
+# Makers add both directions of a link; half of that is sent. Networks are given a host or pod, and divided here.
 NVLINK, INFINIBAND = Link("NVLink 4", 450e9), Link("InfiniBand NDR", 50e9)  # 900 GB/s both ways; 400 Gb/s for each GPU
 CHIPS = {
     chip.name: chip
@@ -61,7 +61,7 @@ CHIPS = {
 
 
 def chip_named(name: str) -> Chip:
-    """The chip. Raises ValueError for one whose figures are not known.
+    """Returns a chip by name. Raises ValueError for an unknown chip.
 
     >>> chip_named("h200").link.name
     'NVLink 4'

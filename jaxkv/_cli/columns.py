@@ -1,10 +1,10 @@
-"""Text in columns."""
+"""Formats text in columns."""
 
 from collections.abc import Collection, Sequence
 
 
 def columns(lines: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
-    """Lines of cells, each column as wide as its widest; those of `left` begin at the same place, the others end so.
+    """Formats lines of cells, each column as wide as its widest cell; columns in `left` are left-aligned, others right.
 
     >>> print(columns([("block_size", "rows"), ("16", "1,024")]))
     block_size   rows

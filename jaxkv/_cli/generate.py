@@ -1,4 +1,4 @@
-"""`python -m jaxkv generate`: continue prompts, stream the text, and end with a report."""
+"""`python -m jaxkv generate`: continues prompts, streams the text, and prints a report."""
 
 import argparse
 import pathlib
@@ -15,7 +15,7 @@ from jaxkv._engine.requests.eviction_policy import SCORES, Eviction
 from jaxkv._files.hub import find_folder
 from pallas_kernels.common.quantization import FORMATS
 
-# Long enough for a decoder of bytes to show what it has learned, and of very different length.
+# Long enough to show what a byte-level decoder has learned, and of very different lengths.
 DEMO_PROMPTS = (
     "import os\nimport sys\n\ndef main(",
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
@@ -74,7 +74,7 @@ def add_generate(commands: Any) -> None:
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    """Continue prompts, stream the text, and end with a report."""
+    """Continues prompts, streams the text, and prints a report."""
     import jaxkv
     import jaxkv.text
 
@@ -109,7 +109,7 @@ def _continue(
     arguments: argparse.Namespace, engine: Any, tokenizer: Tokenizer, prompts: list[str], tokens: list[list[int]],
     max_new_tokens: int, choice: dict[str, Any], model: Any,
 ) -> int:  # fmt: skip
-    # A prompt that cannot be continued does not take the others with it.
+    # A prompt that cannot be continued does not stop the others.
     problems = {i: why for i, t in enumerate(tokens) if (why := engine.problem(t, max_new_tokens))}
     for i, why in problems.items():
         print(f"jaxkv: prompt {i + 1} is left out: {why}.", file=sys.stderr)
@@ -130,14 +130,14 @@ def _continue(
     printer.finish()
     if engine.prefix is not None:
         engine.prefix.flush(engine.cache)
-    # A cache that rounds more than the model does, or gives tokens up, gives tokens of its own.
+    # A cache that rounds more than the model, or evicts, leads to other tokens.
     checked = not arguments.no_check and arguments.evict is None and engine.config.kind(0).declared_dtype == model.dtype
     print(_report(engine, tokens, outputs, times, choice if checked else None))
     return 1 if problems else 0
 
 
 def _share(text: str) -> float:
-    """A number of tokens, or a share of them."""
+    """Parses a number of tokens, or a share of them."""
     return int(text) if text.strip().isdigit() else float(text)
 
 
@@ -152,7 +152,7 @@ def _eviction(arguments: argparse.Namespace) -> Eviction | None:
 
 
 def _prefix(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of an engine whose prompts' blocks are there for the next one."""
+    """Returns the options of an engine that keeps prompts' blocks for later prompts."""
     if arguments.prefix_disk is None:
         if arguments.prefix_disk_bytes is not None:
             raise ValueError("--prefix-disk-bytes is for --prefix-disk, the folder: give both, or neither.")
@@ -189,9 +189,9 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 
 
 class _Printer:
-    """Text as it comes: the one prompt's as it is, several prompts' line by line behind their numbers."""
+    """Prints text as it is generated: a single prompt's unchanged, several prompts' line by line with their numbers."""
 
-    PROGRESS_FROM = 16  # prompts; more than this would only scroll by
+    PROGRESS_FROM = 16  # prompts; the text of more would only scroll by
 
     def __init__(self, numbers: list[int], prompts: list[str], streams: list[TextStream]):
         self.numbers, self.streams = numbers, streams
@@ -215,7 +215,7 @@ class _Printer:
 
     def _show(self, index: int, text: str) -> None:
         self.unprinted[index] += text
-        if self.bar is not None:  # everything is shown at the end
+        if self.bar is not None:  # the text is printed at the end
             return
         if self.alone:
             print(self.unprinted[index], end="", flush=True)

@@ -22,16 +22,16 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
-    except BrokenPipeError:  # whoever read the output has enough of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it when it ends
+    except BrokenPipeError:  # the reader closed the output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
         return 141
-    except UnicodeEncodeError as error:  # what the terminal sent is no text
+    except UnicodeEncodeError as error:  # the terminal's input is no valid text
         half = error.object[error.start : error.end]
         print(
             f"jaxkv: {shown(error.object)} holds {half!a}, which is no character: write it in UTF-8.", file=sys.stderr
         )
         return 2
-    except (ValueError, OSError, ModuleNotFoundError, CacheError) as error:  # what a user can mend
+    except (ValueError, OSError, ModuleNotFoundError, CacheError) as error:  # errors that a user can fix
         print(f"jaxkv: {error}", file=sys.stderr)
         return 2
     except (MemoryError, jax.errors.JaxRuntimeError) as error:

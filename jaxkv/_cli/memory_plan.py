@@ -1,4 +1,4 @@
-"""How much a cache of given memory holds. The arithmetic is `CacheConfig`'s own; here it is asked for many sizes."""
+"""Computes the capacity of a cache in a given memory, by `CacheConfig`'s own arithmetic for many sizes."""
 
 import bisect
 import collections
@@ -15,19 +15,19 @@ from jaxkv._core.config.validation import MOST_INDEX, integer, real
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MOST_ROWS = 1 << 20
-ASSUMED_MEAN = 2048  # tokens of a row, where nobody says, and half of the most is more
+ASSUMED_MEAN = 2048  # default tokens of a row, unless half of max_seq_len is less
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """How long rows are: all of them, as they were once seen, or what they are on the average."""
+    """Row lengths: a sample of observed lengths, or their mean."""
 
     mean: float
     seen: np.ndarray | None = None  # i64[n]
 
     @classmethod
     def read(cls, mean_len: Any, lengths: Any, max_seq_len: int) -> "Lengths":
-        """From what callers say: one of the two, or neither. Raises ValueError for what no row can have."""
+        """Makes lengths from at most one of the two arguments. Raises ValueError for impossible lengths."""
         if lengths is None:
             mean = min(max_seq_len / 2, ASSUMED_MEAN) if mean_len is None else real("mean_len", mean_len, above=0)
             if mean > max_seq_len:
@@ -45,10 +45,10 @@ class Lengths:
         return cls(mean=float(seen.mean()), seen=seen.astype(np.int64))
 
     def blocks(self, block_size: int) -> float:
-        """Blocks of a row, on the average."""
+        """Returns the mean number of blocks of a row."""
         if self.seen is not None:
             return float(np.mean(-(-self.seen // block_size)))
-        # A row's last block is as likely to be filled up to any of its places.
+        # A row's last block is filled up to each slot with equal probability.
         return (self.mean + (block_size - 1) / 2) / block_size
 
 
@@ -57,11 +57,11 @@ class Plan:
     """One way to use the memory.
 
     Fields:
-      config: what makes this cache; its `bytes` are the pools', null blocks and padding of head_dim included.
-      rows: how many rows of the lengths to expect fit at once, one step's tokens included.
-      full_rows: how many rows of `max_seq_len` tokens.
-      waste: the share of places in rows' blocks that hold no token, expected at those lengths.
-      mean_len: tokens of a row to expect.
+      config: the cache's config; its `bytes` are the pools', including null blocks and padding of head_dim.
+      rows: number of rows of the expected lengths that fit at once, including one step's tokens.
+      full_rows: number of rows of `max_seq_len` tokens that fit at once.
+      waste: expected share of slots in rows' blocks that hold no token.
+      mean_len: expected tokens of a row.
     """
 
     config: CacheConfig
@@ -72,19 +72,19 @@ class Plan:
 
     @property
     def bytes_per_token(self) -> int:
-        """Over all layers."""
+        """Bytes of a token over all layers."""
         return self.config.bytes_per_block // self.config.block_size
 
     @property
     def marginal_bytes(self) -> int:
-        """What one more token takes in a row of `mean_len`: layers whose window is full give back as much."""
+        """Bytes of one more token in a row of `mean_len`: layers whose window is full release as much."""
         groups = enumerate(self.config.group_reaches)
         growing = (group for group, window in groups if window is None or window > self.mean_len)
         return sum(map(self.config.bytes_per_group_block, growing)) // self.config.block_size
 
     @property
     def tokens(self) -> int:
-        """Places for tokens in the layers that have most."""
+        """Number of token slots in the layers that have most."""
         return max(self.config.group_blocks) * self.config.block_size
 
 
@@ -92,15 +92,15 @@ def plan(
     layers: Sequence[LayerConfig], memory_bytes: int, *, max_seq_len: int, max_seqs: int | None = None,
     mean_len: float | None = None, lengths: Sequence[int] | None = None, step_tokens: int = 256, **fields: Any,
 ) -> Plan:  # fmt: skip
-    """The cache that fits into `memory_bytes`.
+    """Returns the plan of the cache that fits into `memory_bytes`.
 
     Args:
       layers: one `LayerConfig` per layer.
-      max_seq_len: the most tokens of one row.
-      max_seqs: rows; default: as many of the lengths to expect as fit at once, but at least one.
-      mean_len: tokens of a row on the average; default: half of `max_seq_len`, but no more than 2048.
-      lengths: or the lengths of many rows, as they were seen.
-      step_tokens: the most tokens of one step, which bounds what layers with a window hold.
+      max_seq_len: maximum number of tokens of a row.
+      max_seqs: number of rows; default: the rows of expected lengths that fit at once, at least one.
+      mean_len: mean number of tokens of a row; default: half of `max_seq_len`, at most 2048.
+      lengths: instead of `mean_len`, observed lengths of many rows.
+      step_tokens: maximum number of tokens of a step, which bounds the blocks of layers with a sliding window.
       **fields: other fields of `CacheConfig`, such as block_size and dtype.
 
     Raises:
@@ -118,7 +118,7 @@ def plan(
         max_seqs = integer("max_seqs", max_seqs, least=1)
     sizes = _Sizes(layers, max_seq_len, fields)
     probe = sizes.make_config(1)
-    if memory_bytes < sum(2 * size for size in sizes.group_bytes):  # a block and the null block; this says so
+    if memory_bytes < sum(2 * size for size in sizes.group_bytes):  # a block and the null block; the call raises
         sizes.make_whole(probe).with_memory(memory_bytes, step_tokens=step_tokens)
 
     def choose_config(rows: int) -> CacheConfig:
@@ -146,7 +146,7 @@ def plan(
 def needed_bytes(
     layers: Sequence[LayerConfig], rows: int, length: int, *, max_seq_len: int, step_tokens: int, **fields: Any
 ) -> int:
-    """Bytes of the pools of a cache in which so many rows of so many tokens fit at once.
+    """Returns the pool bytes of a cache in which `rows` rows of `length` tokens fit at once.
 
     >>> layers = [LayerConfig(num_kv_heads=8, head_dim=128)] * 32
     >>> round(needed_bytes(layers, 100, 8192, max_seq_len=8192, step_tokens=256, dtype="bfloat16") / 2**30, 1)
@@ -158,11 +158,11 @@ def needed_bytes(
 
 
 class _Sizes:
-    """The arithmetic of `CacheConfig`, over each kind of layers once: a model of 100 layers has two or three."""
+    """The arithmetic of `CacheConfig`, once for each kind of layer: a model of 100 layers has two or three kinds."""
 
     def __init__(self, layers: Sequence[LayerConfig], max_seq_len: int, fields: dict[str, Any]):
         self.layers, self.max_seq_len, self.fields = tuple(layers), max_seq_len, fields
-        # What shares with another layer, or evicts, counts for itself.
+        # Layers that share KV with another layer, or evict, are counted one by one.
         apart = any(layer.shares_with is not None or layer.evict is not None for layer in self.layers)
         counts = collections.Counter(self.layers)
         self.kinds = self.layers if apart else tuple(counts)
@@ -173,20 +173,20 @@ class _Sizes:
         ]
 
     def make_config(self, rows: int) -> CacheConfig:
-        """Returns a config of one layer a kind, whose blocks are still to be chosen."""
+        """Returns a config with one layer of each kind; its number of blocks is set later."""
         return CacheConfig(
             layers=self.kinds, max_seqs=rows, max_seq_len=self.max_seq_len, num_blocks=1, **self.fields
         )  # fmt: skip
 
     def make_whole(self, config: CacheConfig) -> CacheConfig:
-        """Returns the config of all layers with as many blocks."""
+        """Returns the config of all layers with the same number of blocks."""
         return config.replace(layers=self.layers, group_blocks=config.group_blocks)
 
     def count_bytes(self, blocks: Sequence[int]) -> int:
         return sum((n + 1) * size for n, size in zip(blocks, self.group_bytes, strict=True))
 
     def limit(self, config: CacheConfig, num_blocks: int, step_tokens: int) -> list[int]:
-        """Returns each group's blocks: so many, but no more than windows can use."""
+        """Returns the blocks of each group: `num_blocks`, but no more than its sliding window can use."""
         reaches, heads, sinks = config.group_reaches, config.group_heads, config.group_sinks
         widest = max(range(len(reaches)), key=lambda g: reaches[g] or math.inf)
         return [
@@ -196,10 +196,10 @@ class _Sizes:
         ]  # fmt: skip
 
     def fill(self, config: CacheConfig, memory_bytes: float, step_tokens: int) -> CacheConfig:
-        """Returns the config with as many blocks as fit, as `CacheConfig.with_memory` chooses them."""
+        """Returns the config with the largest number of blocks that fits, as in `CacheConfig.with_memory`."""
         most = int(memory_bytes) // min(self.group_bytes)
         if most > MOST_INDEX // 2:
-            self.make_whole(config).with_memory(memory_bytes, step_tokens=step_tokens)  # may say that they are too many
+            self.make_whole(config).with_memory(memory_bytes, step_tokens=step_tokens)  # may raise for too many blocks
 
         def is_too_much(num_blocks: int) -> bool:
             return self.count_bytes(self.limit(config, num_blocks, step_tokens)) > memory_bytes
@@ -209,7 +209,7 @@ class _Sizes:
 
 
 def _hold(config: CacheConfig, rows: int, blocks_each: float, step_tokens: int) -> bool:
-    """Whether so many rows can have so many blocks at once, on the average."""
+    """Tells whether `rows` rows with a mean of `blocks_each` blocks fit at once."""
     needed, all_blocks = config.replace(max_seqs=rows), math.ceil(rows * blocks_each)
     return all(
         blocks >= (all_blocks if window is None

@@ -1,4 +1,4 @@
-"""`python -m jaxkv plan`: how much a cache for a model holds in a given memory, before anything is loaded."""
+"""`python -m jaxkv plan`: computes the capacity of a model's cache in a given memory, without loading the model."""
 
 import argparse
 import dataclasses
@@ -27,7 +27,7 @@ from jaxkv._files.hub import find_folder
 from pallas_kernels.common.quantization import FORMATS
 
 MOST_LENGTHS = 64 << 20  # bytes of a file of lengths
-MOST_SHAPES = 12  # in a table; JSON has all
+MOST_SHAPES = 12  # in a table; JSON lists all
 
 
 def add_plan(commands: Any) -> None:
@@ -86,16 +86,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Planner:
-    """All that is the same, however devices are arranged."""
+    """The inputs of a plan that do not depend on the mesh shape."""
 
     arguments: argparse.Namespace
     config: Any  # the model's
     chip: Chip | None
-    weights: tuple[int, str]  # bytes, and where that is known from
+    weights: tuple[int, str]  # bytes, and the source of that figure
     lengths: list[int] | None
 
     def report(self, devices: Devices, kinds: list[list[str]], block_sizes: Sequence[int | None]) -> Report:
-        """What fits; None among the sizes is the one that a cache has by default. Raises ValueError if nothing does."""
+        """Returns the report of the plans that fit; size None is the default. Raises ValueError if nothing fits."""
         arguments, config, source, lengths = self.arguments, self.config, self.weights[1], self.lengths
         layers = [devices.layer(layer) for layer in config.layer_configs]
         total = arguments.memory if self.chip is None or arguments.memory is not None else self.chip.memory
@@ -121,13 +121,13 @@ class _Planner:
                 block_size = asked or self._default_size(dtypes[0], multiple, max_seqs, max_seq_len)
                 try:
                     devices.check(config.layer_configs, block_size)
-                    # Of every block each device has its run, and so the part of a larger pool.
+                    # Each device has a run of every block's tokens, and so a shard of a larger pool.
                     found = plan(layers, (left - rest) * devices.context, max_seq_len=max_seq_len, max_seqs=max_seqs,
                                  mean_len=arguments.mean_len, lengths=lengths, step_tokens=arguments.step_tokens,
                                  block_size=block_size, dtype=dtypes[0], head_dim_multiple=multiple,
                                  join_kv=join_kv)  # fmt: skip
                 except ValueError as error:
-                    found, why = None, why or str(error)  # of several the first that was asked for
+                    found, why = None, why or str(error)  # the first of several reasons
                 options.append(Option(block_size, dtypes, found))
         if not any(option.plan for option in options):
             raise ValueError(why)
@@ -141,7 +141,7 @@ class _Planner:
     def _answer(
         self, devices: Devices, layers: Sequence[LayerConfig], max_seq_len: int, kinds: list[list[str]], multiple: int
     ) -> list[Asked]:
-        """What the rows that were asked for need of each device, by dtype; nothing where none were."""
+        """Returns the memory that the requested rows need on each device, by dtype; empty without a request."""
         arguments = self.arguments
         if arguments.max_seqs is None:
             return []
@@ -165,7 +165,7 @@ class _Planner:
 
 
 def _compare(planner: _Planner, devices: Devices) -> int:
-    """Print what becomes of a step with each shape of so many devices."""
+    """Prints the decode step of each mesh shape with this number of devices."""
     chip, arguments = planner.chip, planner.arguments
     if chip is None:
         raise ValueError("--shapes compares how long a decode step takes at least: say where with --chip.")
@@ -191,7 +191,7 @@ def _compare(planner: _Planner, devices: Devices) -> int:
 
 
 def _lengths(file: pathlib.Path) -> list[int]:
-    """The numbers in a file, however they are parted."""
+    """Reads the numbers in a file, with any separators."""
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not a file: --lengths takes one with the lengths of sequences.")
     if file.stat().st_size > MOST_LENGTHS:
@@ -205,7 +205,7 @@ def _lengths(file: pathlib.Path) -> list[int]:
 
 
 def _kinds(names: list[str] | None) -> list[list[str]]:
-    """The dtypes, those that cost the same together."""
+    """Groups the dtypes that take the same memory."""
     kinds: dict[Any, list[str]] = {}
     for name in names or FORMATS:
         kinds.setdefault(FORMATS[name].bytes_per_element, []).append(name)
@@ -213,8 +213,8 @@ def _kinds(names: list[str] | None) -> list[list[str]]:
 
 
 def _read_model(folder: pathlib.Path) -> tuple[Any, str]:
-    """The model's config and, if its weights are quantised in a way that `load` does not read, how: only shapes count
-    here."""
+    """Returns the model's config and the name of its quantization if `load` does not support it: a plan needs only
+    shapes."""
     from jaxkv.models.loader import read_config, stated_quantization
 
     stated = stated_quantization(folder)
@@ -222,7 +222,7 @@ def _read_model(folder: pathlib.Path) -> tuple[Any, str]:
 
 
 def _weights(folder: pathlib.Path, config: Any, stated: str) -> tuple[int, str]:
-    """Bytes of a model's weights as `load` makes them, and where that is known from."""
+    """Returns the bytes of a model's weights as `load` makes them, and the source of that figure."""
     from jaxkv.models.loader import count_parameters, read_dtype
 
     dtype = read_dtype(folder)

@@ -1,4 +1,4 @@
-"""A model and its cache divided over the devices of a mesh, as `models.load(folder, mesh=)` and `init(mesh=)` do."""
+"""Shards a model and its cache over the devices of a mesh, as `models.load(folder, mesh=)` and `init(mesh=)` do."""
 
 import dataclasses
 import math
@@ -25,9 +25,9 @@ class Devices:
     """The shape of a mesh.
 
     Fields:
-      tensor: devices that heads, the MLPs' width and the vocabulary are divided over.
-      data: parts of the rows, each with blocks and tables of its own, and the whole model.
-      context: devices that the tokens of every block are divided over.
+      tensor: number of devices over which heads, MLP widths and the vocabulary are sharded.
+      data: number of data-parallel groups of rows, each with its own blocks, block tables and whole model.
+      context: number of devices over which the tokens of every block are sharded.
     """
 
     tensor: int = 1
@@ -43,7 +43,7 @@ class Devices:
 
     @classmethod
     def read(cls, text: str) -> "Devices":
-        """From `8`, `8x16` or `8x4x2`. Raises ValueError.
+        """Parses `8`, `8x16` or `8x4x2`. Raises ValueError.
 
         >>> Devices.read("8x4x2")
         Devices(tensor=8, data=4, context=2)
@@ -65,22 +65,22 @@ class Devices:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Axes and their sizes, those that are divided over."""
+        """Names and sizes of the axes that shard anything."""
         axes = {"data": self.data, AXIS: self.tensor, "context": self.context}
         return {name: size for name, size in axes.items() if size > 1}
 
     @property
     def axes(self) -> dict[str, str]:
-        """What `jaxkv.init` is told of them."""
+        """The axis arguments of `jaxkv.init`."""
         return {name: axis for name, axis in (("context", "context"), ("rows", "data")) if axis in self.mesh}
 
     def layer(self, layer: LayerConfig) -> LayerConfig:
-        """What each device keeps of a layer. Raises ValueError for heads that cannot be divided."""
+        """Returns the layer that each device keeps. Raises ValueError for heads that cannot be sharded."""
         parts = num_parts(layer.num_kv_heads, self.tensor, AXIS)
         return dataclasses.replace(layer, num_kv_heads=layer.num_kv_heads // parts)
 
     def weights(self, config: DecoderConfig, total: int) -> int:
-        """Bytes of the weights on each device, of `total` bytes."""
+        """Returns the bytes of the weights on each device, out of `total` bytes."""
         from jaxkv.models.loader import count_parameters
 
         if self.tensor == 1:
@@ -88,7 +88,7 @@ class Devices:
         return -(-total * count_parameters(config, self.tensor) // count_parameters(config))
 
     def rows(self, max_seqs: int | None) -> int | None:
-        """Of so many rows those of each part. Raises ValueError where they cannot be divided."""
+        """Returns the rows of each data-parallel group. Raises ValueError if `max_seqs` cannot be divided."""
         if max_seqs is None:
             return None
         if integer("--max-seqs", max_seqs, least=1) % self.data:
@@ -99,7 +99,7 @@ class Devices:
         return max_seqs // self.data
 
     def check(self, layers: Any, block_size: int) -> None:
-        """Raise ValueError, as `jaxkv.init` does, for layers or blocks that cannot be divided so."""
+        """Raises ValueError, as `jaxkv.init` does, for layers or blocks that cannot be sharded."""
         if not self.mesh:
             return
         config = CacheConfig(
@@ -111,7 +111,7 @@ class Devices:
 
 
 def shapes_of(count: int, config: DecoderConfig) -> Iterator[Devices]:
-    """The meshes of so many devices on which heads are divided evenly, over no more devices than there are."""
+    """Yields the meshes of `count` devices that shard query heads evenly, at most one device a head."""
     for tensor in _divisors(math.gcd(count, config.num_heads)):
         for context in _divisors(count // tensor):
             yield Devices(tensor, count // tensor // context, context)

@@ -1,4 +1,4 @@
-"""What `plan` has found, as text for a person and as JSON for a program."""
+"""Formats the results of `plan` as text and as JSON."""
 
 import dataclasses
 import functools
@@ -18,11 +18,11 @@ BAR = 60  # characters
 
 
 class Memory(NamedTuple):
-    """Bytes of a device and what is in them."""
+    """Memory of a device in bytes, and its use."""
 
     total: int
     weights: int
-    source: str  # where the weights' size is known from
+    source: str  # source of the weights' size
     rest: int
 
     @property
@@ -31,7 +31,7 @@ class Memory(NamedTuple):
 
 
 class Option(NamedTuple):
-    """A block size and dtypes that cost the same, and the plan of each part of the data; None: it does not fit."""
+    """A block size, dtypes of equal cost, and the plan of each data-parallel group; None: does not fit."""
 
     block_size: int
     dtypes: list[str]
@@ -39,7 +39,7 @@ class Option(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What so many rows of so many tokens take of each device in a dtype, in bytes."""
+    """Bytes on each device of the requested rows and tokens in a dtype."""
 
     rows: int
     length: int
@@ -49,13 +49,13 @@ class Asked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that is told. asked: what rows that were asked for need, by dtype."""
+    """All results of a plan. asked: memory of the requested rows, by dtype."""
 
-    model: Any  # its DecoderConfig
+    model: Any  # the model's DecoderConfig
     memory: Memory
     max_seq_len: int
     step_tokens: int
-    is_told: bool  # the lengths to expect were said
+    is_told: bool  # the expected lengths were given
     options: list[Option]
     devices: Devices
     chip: Chip | None
@@ -63,8 +63,8 @@ class Report:
 
     @functools.cached_property
     def best(self) -> Plan:
-        """The one to start from: blocks of the default size, where they fit, in the first dtype in which the rows fit
-        that were asked for, and that a kernel of the chip reads."""
+        """The plan to start from: the default block size if it fits, in the first dtype that a kernel of the chip reads
+        and in which the requested rows fit."""
         fitting = [option for option in self.options if option.plan]
         enough = {asked.dtype for asked in self.asked if asked.bytes <= self.memory.cache}
         read = [option for option in fitting if has_kernel(option.dtypes[0], self.chip)] or fitting
@@ -76,18 +76,18 @@ class Report:
 
     @functools.cached_property
     def step(self) -> DecodeStep:
-        """A decode step of all rows."""
+        """Decode step of all rows."""
         return decode_step(self.model, self.devices, self.best, self.memory.weights)
 
     @property
     def _whole(self) -> Any:
-        """The config with all heads, those of other devices too."""
+        """Config with all heads, including those of other devices."""
         config = self.best.config
         return config.replace(layers=self.model.layer_configs, group_blocks=config.group_blocks)
 
     @property
     def _size(self) -> dict[str, Any]:
-        """What says how large the cache is on all devices together."""
+        """Arguments that set the size of the cache on all devices together."""
         config = self.best.config
         if self.devices.count == 1:
             return {"memory_bytes": self.memory.cache}
@@ -97,7 +97,7 @@ class Report:
 
     @property
     def suggestion(self) -> dict[str, Any]:
-        """The arguments of `CacheConfig.from_model`."""
+        """Arguments of `CacheConfig.from_model`."""
         config = self.best.config
         fields = {
             "max_seqs": max(1, min(config.max_seqs, self.best.rows)) * self.devices.data,
@@ -117,7 +117,7 @@ class Report:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """Sizes in bytes, lengths in tokens; blocks, tokens and rows over all devices, bytes of each."""
+    """Returns the report as JSON: lengths in tokens; blocks, tokens and rows of all devices, bytes of each device."""
     model, memory, devices = report.model, report.memory, report.devices
     kept = model.layer_configs[0]
     options = [
@@ -148,7 +148,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def held(report: Report) -> dict[str, int]:
-    """What each device holds."""
+    """Returns the bytes that each device holds."""
     found, context = report.best, report.devices.context
     return {
         "weights": report.memory.weights,
@@ -180,14 +180,14 @@ def as_text(report: Report) -> str:
 
 
 def has_kernel(dtype: str, chip: Chip | None) -> bool:
-    """Whether a kernel of a chip reads what is stored so; True where no chip was said."""
+    """Tells whether a kernel of the chip reads this dtype; True without a chip."""
     if chip is None or not FORMATS[dtype].is_quantized:
         return True
     return dtype in find_backend(chip.platform).FORMATS
 
 
 def _answer(report: Report) -> str:
-    """What was asked, in a sentence or two: whether rows fit, or how many."""
+    """Answers in a sentence or two whether the requested rows fit, or how many rows fit."""
     memory, chip = report.memory, report.chip
     device = _with_article("device" if chip is None else chip.name)
     room = f"beside {format_bytes(memory.weights)} of weights {device} has {format_bytes(memory.cache)}"
@@ -243,7 +243,7 @@ def _head(report: Report) -> str:
 
 
 def _bar(memory: Memory) -> str:
-    """The device's memory as a line, and what its parts mean."""
+    """Draws the device's memory as a bar with a legend."""
     parts = {"weights": (memory.weights, "█"), "cache": (memory.cache, "▒"), "rest": (memory.rest, "·")}
     ends, before = [], 0
     for size, _ in parts.values():

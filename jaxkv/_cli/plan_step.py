@@ -1,8 +1,8 @@
-"""What a decode step asks of each device, counted before anything is loaded: bytes read and sent, and operations.
+"""Counts the bytes read and sent and the operations of a decode step on each device, without loading the model.
 
-A step takes at least `max(bytes read / memory's rate, operations / peak) + bytes sent / the interconnect's rate`: while
-it computes it can read, but a layer's sum or gather waits for what is computed, and what comes after waits for it. How
-long a first byte is on its way does not count. With more devices a step comes further from that.
+A step takes at least `max(bytes read / memory's rate, operations / peak) + bytes sent / the interconnect's rate`.
+Reading overlaps with computation, but a layer's all-reduce or all-gather waits for its inputs, and the next layer waits
+for its result. Latency is not counted; with more devices a step is further from this bound.
 """
 
 import dataclasses
@@ -14,18 +14,18 @@ from jaxkv._cli.memory_plan import Plan
 from jaxkv._cli.plan_devices import Devices
 from jaxkv.models.config import DecoderConfig
 
-ITEMSIZE = 2  # of what is computed with: bfloat16
+ITEMSIZE = 2  # of computation: bfloat16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """So many of the same in a step.
+    """Equal collectives of a step.
 
     Fields:
       kind: "all-reduce", a sum, or "all-gather".
-      over: "tensor" or "context"; devices: how many of them take part.
-      count: in a step.
-      size: bytes of what is summed, or of a device's own part of what is gathered.
+      over: "tensor" or "context"; devices: number of devices that take part.
+      count: number of such collectives in a step.
+      size: bytes of the summed array, or of a device's own shard of the gathered array.
     """
 
     kind: Literal["all-reduce", "all-gather"]
@@ -36,15 +36,15 @@ class Collective:
 
     @property
     def sent(self) -> int:
-        """Bytes that each device sends, the least that do: in a ring, say."""
+        """Minimum bytes that each device sends, as in a ring."""
         others = self.devices - 1
         return self.count * (
             self.size * others if self.kind == "all-gather" else 2 * self.size * others // self.devices
         )
 
     def sent_over(self, chip: Chip, taken: int = 1) -> dict[Link, float]:
-        """The same by what it is sent over. Boxes and pods are filled first, `taken` devices by another axis already;
-        between those that are full each byte goes once, and the devices of a box share that work."""
+        """Returns the bytes sent over each link. Hosts and pods are filled first, `taken` devices by another axis
+        already. Between full ones each byte is sent once, and the devices of a host share that work."""
         room = max(chip.reach // taken, 1)
         near = self.devices if self.devices <= room else math.gcd(self.devices, room)
         outside = self.sent * (self.devices // near - 1) / (self.devices - 1)
@@ -52,12 +52,11 @@ class Collective:
 
 
 def collectives(config: DecoderConfig, devices: Devices, rows: int, itemsize: int = ITEMSIZE) -> list[Collective]:
-    """Those of a decode step in which each part of the data has so many rows, and computes with so many bytes a number.
+    """Returns the collectives of a decode step of `rows` rows a data-parallel group, with `itemsize` bytes a value.
 
-    Over `tensor` a layer has two sums of `[rows, embed_dim]`, behind attention and behind the MLP, and there is one
-    more behind the embedding; the logits, in float32, are brought together once. What cannot be divided is whole on
-    each device, and needs no sum. Over `context` a layer gathers a float32 output and LSE for every query head. Over
-    `data` nothing is said.
+    Over `tensor` a layer has two sums of `[rows, embed_dim]`, after attention and after the MLP, and the embedding adds
+    one more; the logits, in float32, are gathered once. Parameters that cannot be sharded are replicated, and need no
+    sum. Over `context` a layer gathers a float32 output and LSE for every query head. Over `data` nothing is sent.
     """
     by_heads, by_vocab = config.num_heads % devices.tensor == 0, config.vocab_size % devices.tensor == 0
     experts = config.expert_layers or (False,) * config.num_layers
@@ -79,14 +78,14 @@ def collectives(config: DecoderConfig, devices: Devices, rows: int, itemsize: in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeStep:
-    """What each device does in a step that adds a token to every row.
+    """The work of each device in a step that adds a token to every row.
 
     Fields:
-      rows: of the device's part of the data.
-      read_weights, read_cache: bytes. An expert is read if a token comes to it, where all are as likely.
+      rows: rows of the device's data-parallel group.
+      read_weights, read_cache: bytes. An expert is read if a token is routed to it; all experts are equally likely.
       flops: operations of matrix products.
-      collectives: what is sent between devices.
-      devices: of which it is one.
+      collectives: collectives between devices.
+      devices: the mesh.
     """
 
     rows: int
@@ -98,31 +97,31 @@ class DecodeStep:
 
     @property
     def sent(self) -> int:
-        """Bytes."""
+        """Bytes that each device sends."""
         return sum(x.sent for x in self.collectives)
 
     def sent_over(self, chip: Chip) -> list[tuple[Collective, Link, float]]:
-        """By collective and by what it goes over: tensor parallel devices are neighbours, contexts go around them."""
+        """Returns bytes by collective and link: tensor-parallel devices are neighbours, context goes around them."""
         taken = {"tensor": 1, "context": self.devices.tensor}
         return [(x, *found) for x in self.collectives for found in x.sent_over(chip, taken[x.over]).items()]
 
     def seconds(self, chip: Chip) -> dict[str, float]:
-        """The bound's parts: "read", "compute" and "send"; and all of it, "step"."""
+        """Returns the terms of the bound, "read", "compute" and "send", and the total, "step"."""
         read, compute = (self.read_weights + self.read_cache) / chip.memory_rate, self.flops / chip.peak
         send = sum(sent / link.rate for _, link, sent in self.sent_over(chip))
         return {"read": read, "compute": compute, "send": send, "step": max(read, compute) + send}
 
     def tokens_per_second(self, chip: Chip) -> float:
-        """The most that all devices can make together."""
+        """Returns the upper bound of tokens/s of all devices together."""
         return self.rows * self.devices.data / self.seconds(chip)["step"]
 
 
 def decode_step(config: DecoderConfig, devices: Devices, found: Plan, weights: int) -> DecodeStep:
-    """Of all the rows that a plan of one part of the data has room for, each with `mean_len` tokens.
+    """Returns the decode step of all rows that a data-parallel group's plan holds, each with `mean_len` tokens.
 
     Args:
-      found: the plan for what each device has of a layer's heads, its blocks whole.
-      weights: their bytes on a device.
+      found: the plan for each device's heads, with whole blocks.
+      weights: bytes of the weights on a device.
     """
     from jaxkv.models.loader import count_parameters
 
@@ -130,7 +129,7 @@ def decode_step(config: DecoderConfig, devices: Devices, found: Plan, weights: i
     count = count_parameters(config, devices.tensor)
     table = 0 if config.tie_embeddings else config.vocab_size * config.embed_dim
     table //= devices.tensor if config.vocab_size % devices.tensor == 0 else 1
-    idle = unread = 0.0  # of experts: those that a token does not go to, and those that none does
+    idle = unread = 0.0  # of experts: those that one token skips, and those that all tokens skip
     if config.experts is not None:
         experts = config.experts
         width = experts.mlp_dim // (devices.tensor if experts.mlp_dim % devices.tensor == 0 else 1)

@@ -1,4 +1,4 @@
-"""The bound of a decode step, as text and as JSON; and of many shapes of a mesh, one line each."""
+"""Formats the bound of a decode step as text and as JSON, and of many mesh shapes as a table."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from jaxkv._core.cache.inspection import format_bytes
 
 
 def step_as_json(step: DecodeStep, chip: Chip | None) -> dict[str, Any]:
-    """Bytes, operations and seconds of each device; rows and tokens/s of all together."""
+    """Returns bytes, operations and seconds of each device, and rows and tokens/s of all devices."""
     fields: dict[str, Any] = {
         "rows": step.rows * step.devices.data,
         "read_weights": round(step.read_weights),
@@ -29,7 +29,7 @@ def step_as_json(step: DecodeStep, chip: Chip | None) -> dict[str, Any]:
 
 
 def step_as_text(step: DecodeStep, chip: Chip) -> str:
-    """What each device does, at which rate, and how long that takes at least."""
+    """Describes each device's work, the rates, and the minimum time."""
     seconds, memory = step.seconds(chip), f"memory, {chip.memory_rate / 1e9:,.0f} GB/s"
     lines = [
         ("a decode step", "bytes", "over", "ms"),
@@ -52,7 +52,7 @@ def step_as_text(step: DecodeStep, chip: Chip) -> str:
 
 
 def shapes_as_text(shapes: Sequence[tuple[dict[str, int], DecodeStep]], chip: Chip) -> str:
-    """A line for each shape: what a device of it holds, and its step."""
+    """Formats a line for each mesh shape: memory of a device, and its step."""
     lines = [("shape", "weights", "cache", "rows", "tokens", "sent", "step, ms", "tokens/s")]
     for held, step in shapes:
         d = step.devices

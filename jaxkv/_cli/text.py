@@ -1,4 +1,4 @@
-"""Text to tokens and back, for the command line."""
+"""Converts text to tokens and back, for the command line."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -12,7 +12,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Every byte of UTF-8 is a token."""
+    """A tokenizer for which every byte of UTF-8 is a token."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Parses human-readable sizes."""
 
 import argparse
 import re
@@ -9,7 +9,7 @@ PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def parse_bytes(text: str) -> int:
-    """`80GB` is 80e9 bytes, `80GiB` is 80 * 2**30; a letter alone, `80G`, is binary too. For argparse.
+    """Parses bytes, for argparse: `80GB` is 80e9, `80GiB` is 80 * 2**30; a letter alone, `80G`, is binary too.
 
     >>> parse_bytes("80GB"), parse_bytes("1.5 KiB"), parse_bytes("2M"), parse_bytes("10")
     (80000000000, 1536, 2097152, 10)
