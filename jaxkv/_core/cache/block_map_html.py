@@ -1,4 +1,4 @@
-"""A cache's picture in a notebook: a map of its blocks, coloured by row."""
+"""The HTML display of a cache in a notebook: a map of its blocks, coloured by row."""
 
 import html
 from collections.abc import Sequence
@@ -12,23 +12,23 @@ from jaxkv._core.state.columns import blocks_of
 from jaxkv._core.state.head_rows import block_numbers, seen_by_rows
 from jaxkv._core.state.state import BlockTables
 
-MOST_BLOCKS = 2048  # more squares than this are not drawn
-COLUMNS, SIZE = 32, 20  # of the map: squares beside each other, and pixels of one
+MOST_BLOCKS = 2048  # maximum number of squares drawn
+COLUMNS, SIZE = 32, 20  # squares per line of the map, and pixels of a square
 PALETTE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#ff9da7", "#9c755f", "#86bcb6")
 FREE, RESERVED, KEPT = "#eceff1", "#b0bec5", "#cfb53b"
 
 
 class Square(NamedTuple):
-    """What there is to say of one block."""
+    """The facts drawn about one block."""
 
     block: int
-    rows: tuple[int, ...]  # that hold it
-    filled: int  # of its places, as far as any of them sees
+    rows: tuple[int, ...]  # rows that hold the block
+    filled: int  # slots with tokens of any of these rows
     first: int  # the position of its first token
-    kept: int  # the label of the prefix that it is kept for, or 0
+    kept: int  # label of the prefix that the block is kept for, or 0
 
     def text(self, block_size: int) -> str:
-        """For hovering over it."""
+        """Returns the text shown on hovering."""
         kept = f"kept for reuse, prefix {self.kept}" if self.kept else ""
         if not self.rows:
             return f"block {self.block}: {kept or 'free'}"
@@ -44,8 +44,8 @@ class Square(NamedTuple):
 
 
 def squares_of(t: BlockTables, config: CacheConfig, group: int) -> list[Square]:
-    """A group's blocks in order; its tables must be on the host."""
-    owners: dict[int, list[tuple[int, int, int]]] = {}  # block -> rows, what they see in it, and where that begins
+    """Returns a group's blocks in order; its tables must be on the host."""
+    owners: dict[int, list[tuple[int, int, int]]] = {}  # block -> rows, tokens in the block, first position
     block_size, rows, sinks = config.block_size, config.max_seqs, config.group_sinks[group]
     for line, column in zip(*np.nonzero(t.tables), strict=True):
         first = int(blocks_of(column, None if t.skipped is None else t.skipped[line], sinks)) * block_size
@@ -61,13 +61,13 @@ def squares_of(t: BlockTables, config: CacheConfig, group: int) -> list[Square]:
 
 
 def group_title(config: CacheConfig, group: int) -> str:
-    """What the layers of a group have in common; "" where there is one group alone."""
+    """Returns a title for the layers of a group; "" if there is one group."""
     count, seen = len(config.groups[group]), config.layers[config.groups[group][0]].sight
     return "" if len(config.groups) == 1 else f"{count} layer{'s' * (count > 1)} {seen}"
 
 
 def block_map(title: str, tables: Sequence[BlockTables], config: CacheConfig) -> str:
-    """HTML: one square per block, filled as far as its tokens reach; a shared block has a frame and its row count."""
+    """Returns HTML with a square per block, filled by its share of tokens; shared blocks show a frame and row count."""
     groups = jax.device_get(tuple(tables))
     maps = [
         f'<div style="margin:4px 0 2px">{group_title(config, group)}</div>{_group_map(t, config, group)}'
@@ -110,7 +110,7 @@ def _square(square: Square, block_size: int) -> str:
     title, rows = square.text(block_size), square.rows
     if not rows:
         return f'<div title="{title}" style="{style}background:{KEPT if square.kept else FREE}"></div>'
-    # One colour band per owner, from the left; what is not filled is grey, above.
+    # One colour band per owner, from the left; the unfilled share is grey, at the top.
     share = 100 / len(rows)
     bands = ",".join(f"{colour_of(row)} {i * share:.0f}% {(i + 1) * share:.0f}%" for i, row in enumerate(rows))
     empty = 100 - round(100 * square.filled / block_size)

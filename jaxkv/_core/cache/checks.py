@@ -1,4 +1,4 @@
-"""Questions to a cache on the host: did a row fail, is the state sound, what is in use. They read the device back."""
+"""Checks and statistics of a cache on the host: failed rows, consistency, usage. They read arrays from the device."""
 
 from typing import Any, NamedTuple
 
@@ -17,13 +17,14 @@ from jaxkv._core.state.state import GONE, NULL_BLOCK, STALE, TOO_LONG, BlockTabl
 
 
 def check(cache: Cache) -> None:
-    """Raise if a request of any row could not be met, in one sentence that names rows, needs and what is free.
+    """Raises if a request of any row could not be met. The message names the rows, what they need and what is free.
 
     Raises:
-      SequenceTooLong: a row was to hold more than `max_seq_len` tokens at once.
+      SequenceTooLong: a row would have held more than `max_seq_len` tokens at once.
       OutOfBlocks: there were too few free blocks.
-      OutOfWindow: a row was truncated to where layers with a window no longer hold what it would see.
-      CacheError: a request made no sense: a negative number of tokens, more than were given, or a row out of range.
+      OutOfWindow: a row was truncated to where layers with a window have freed tokens that it would attend to.
+      CacheError: a request was invalid: a negative number of tokens, more than were given, or a row out of range; or a
+        plan was made for other tables.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -74,7 +75,7 @@ def check(cache: Cache) -> None:
             f"Truncating {asked} goes back to what layers {sights} have given back. The row "
             "is as it was before; free it and compute its tokens again, or fork it before it goes on."
         )
-    # The group that lacks most is what stood in the way.
+    # Reports the group that lacks most blocks.
     lack = max(lacks, key=lambda lack: int(lack.needed[rows].max()) - lack.num_free)
     group, needed, held, num_free, num_blocks = lack
     t, parts = groups[group], cache.tables[group].parts
@@ -94,7 +95,7 @@ def check(cache: Cache) -> None:
 
 
 class _Lack(NamedTuple):
-    """What rows need of a group's blocks, or of a part of them, and what there is."""
+    """The blocks that rows need of a group, or of one of its shards, and those that are there."""
 
     group: int
     needed: np.ndarray  # i32[S]
@@ -114,7 +115,7 @@ def _lacks(t: BlockTables, group: int, config: CacheConfig) -> list[_Lack]:
 
 
 def check_invariants(cache: Cache) -> None:
-    """Raise AssertionError unless the whole state is consistent. For tests and debugging; it reads everything back.
+    """Raises AssertionError unless the whole state is consistent. For tests and debugging; reads all arrays.
 
     >>> import jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -138,7 +139,7 @@ def check_invariants(cache: Cache) -> None:
         assert pool.parts == cache.tables[config.group(layer)].parts, f"layer {layer}: parts of tables and pool"
         blocks = pool.kv.shape[0] // len(config.stack(layer)) // pool.parts
         null_blocks = pool.kv[::blocks] if pool.parts == 1 else pool.kv
-        # Each process looks at its part; a cache of NumPy arrays, as device_get makes one, is whole.
+        # Each process checks its own shards; a cache of NumPy arrays, as from device_get, is whole.
         on_host = not isinstance(null_blocks, jax.Array)
         here = [null_blocks] if on_host else [shard.data for shard in null_blocks.addressable_shards]
         here = here if pool.parts == 1 else [np.asarray(x)[::blocks] for x in here]
@@ -150,13 +151,13 @@ def check_invariants(cache: Cache) -> None:
         _check_tables(t, config, group)
         for field in ("seen", "new", "offsets", "failed", "wanted"):
             said, first = (_said_of_rows(one, field, config) for one in (t, groups[0]))
-            # A row's step is over in a layer in which it was thinned.
+            # Eviction ends the row's step in its layer.
             alike = (said == first) | ((said == 0) | (first == 0) if field == "new" else False)
             assert alike.all(), f"every group says the same of rows: {field}"
 
 
 def _check_bounds(cache: Cache, layer: int) -> None:
-    """The bounds of each block of a stack contain every key that rows hold in it; a NaN says of nothing where it is."""
+    """Asserts that the bounds of each block in a stack contain all keys that rows hold there; NaN bounds pass."""
     config, tables = cache.config, jax.device_get(cache.layer(layer).tables)
     tables = relative(tables, config.block_size)
     for one in config.stack(layer):
@@ -170,7 +171,7 @@ def _check_bounds(cache: Cache, layer: int) -> None:
 
 
 def _said_of_rows(t: BlockTables, field: str, config: CacheConfig) -> np.ndarray:
-    """A field of a group's tables for rows, of which all lines must say the same."""
+    """Returns a field of a group's tables for rows; asserts that all head rows agree."""
     lines = by_row(getattr(t, field), config)
     assert (lines == lines[0]).all(), f"all heads say the same of a row: {field}"
     return lines[0]
@@ -234,14 +235,14 @@ def _check_tables(t: BlockTables, config: CacheConfig, group: int) -> None:
 
 
 def stats(cache: Cache) -> dict[str, Any]:
-    """What is in use, as plain numbers.
+    """Returns the usage of a cache as plain numbers.
 
     Returns:
-      A dict: blocks (in all, used, free, peak, shared by several rows, kept by a `PrefixCache`), tokens, bytes, rows in
-      use, failed rows, and waste: token places in rows' blocks that hold no token, in all and per row. Shared blocks
-      are full. With several groups of layers, blocks and waste are their sums; `groups` has each group's own. Tokens
-      are those seen; what layers that evict hold of them is in `groups`, `held_per_row`, of all heads together if they
-      do it by heads.
+      A dict: blocks (total, used, free, peak, shared by several rows, kept by a `PrefixCache`), tokens, bytes, rows in
+      use, failed rows, and waste: slots in rows' blocks that hold no token, in total and per row. Shared blocks are
+      full. With several groups of layers, blocks and waste are sums; `groups` has the numbers of each group. Tokens are
+      those seen; `held_per_row` in `groups` counts those that layers which evict still hold, summed over heads if they
+      evict by heads.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -292,7 +293,7 @@ def _group_stats(t: BlockTables, config: CacheConfig, group: int) -> dict[str, A
         "blocks_shared": int((counts > 1).sum()),
         "blocks_kept": int(np.count_nonzero(t.kept)),
         "blocks_peak": int(t.peak),
-        # Only behind its last token has a row empty places: what fell out of a window is in front.
+        # A row has empty slots after its last token only; blocks that left a window precede.
         "waste_per_row": row_sums(end * config.block_size - of_columns, config).tolist(),
         "held_per_row": row_sums(t.lengths, config).tolist(),
         "bytes_used": used * config.bytes_per_group_block(group),
@@ -301,7 +302,7 @@ def _group_stats(t: BlockTables, config: CacheConfig, group: int) -> dict[str, A
 
 
 def check_on_host(cache: Cache, function: str) -> None:
-    """Raise ValueError unless it is one cache, whose numbers are known: what a function needs that reads them."""
+    """Raises ValueError unless `cache` is one cache with known numbers, which `function` reads."""
     check_cache(cache)
     if isinstance(cache.lengths, jax.core.Tracer):
         raise ValueError(
@@ -321,7 +322,7 @@ def _list(parts: Any) -> str:
 
 
 def _sights(cache: Cache) -> list[str]:
-    """What tokens see in the layers of each group, in words."""
+    """Returns what tokens attend to in the layers of each group, in words."""
     return [cache.config.layers[layers[0]].sight for layers in cache.config.groups]
 
 

@@ -1,7 +1,7 @@
-"""Rows over the devices of a mesh: a whole cache on each, with tables, pools and free blocks of its own.
+"""Rows divided over the devices of a mesh: each has a whole cache, with its own tables, pools and free blocks.
 
-A block never leaves its device, so nothing that is done with rows has anything to say to the others, and what each
-computes is, bit by bit, what it would compute alone.
+A block never leaves its device, so that work on rows needs no communication, and each device computes bit by bit what
+it would compute alone.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ WAY_OUT = "call what works on a cache inside jaxkv.by_rows, or on one of its sha
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class RowShards:
-    """A cache for each device of a mesh axis, as one pytree of arrays that are divided over it. Made by
-    `jaxkv.init(config, mesh=mesh, rows=axis)`, worked on inside `jaxkv.by_rows`.
+    """A cache for each device of a mesh axis, as one pytree of arrays that are divided over the axis. Made by
+    `jaxkv.init(config, mesh=mesh, rows=axis)`, used inside `jaxkv.by_rows`.
 
     Fields:
-      tables, pools: those of all caches, along the first axis; what is one number in a cache is one for each here.
-      config: of all of them together: `max_seqs`, `num_blocks` and so on are totals; static.
+      tables, pools: those of all caches, along the first axis; a single number becomes one number per cache.
+      config: the config of all caches together: `max_seqs`, `num_blocks` and so on are totals; static.
       axis: the mesh axis; static.
 
     >>> import jax, jaxkv
@@ -64,7 +64,7 @@ class RowShards:
 
     @property
     def mesh(self) -> Mesh:
-        """Where it lies. Raises ValueError inside `jit`."""
+        """The mesh of the arrays. Raises ValueError inside `jit`."""
         mesh = getattr(getattr(self.tables[0].lengths, "sharding", None), "mesh", None)
         if not isinstance(mesh, Mesh):
             raise ValueError(
@@ -75,7 +75,7 @@ class RowShards:
     @property
     def shards(self) -> list[Cache]:
         """Each device's rows as a cache of its own, on that device alone (or on those that heads and contexts are
-        divided over). Outside `jit`; nothing is copied, so donating one takes it from both."""
+        divided over). For use outside `jit`. Nothing is copied, so that donating a shard invalidates both."""
         mesh = self.mesh
         count = mesh.shape[self.axis]
         config = shard_config(self.config, count, self.axis)
@@ -86,11 +86,11 @@ class RowShards:
         ]
 
     def with_shards(self, shards: Sequence[Cache]) -> "RowShards":
-        """These caches as one again: `shards`, or what functions for one cache made of some of them. Outside `jit`;
-        nothing is copied that lies where `shards` has it.
+        """Joins `shards`, each as it was or as functions for one cache returned it. For use outside `jit`. Arrays that
+        are still on their device are not copied.
 
         Raises:
-          ValueError: not as many, or of another config.
+          ValueError: the number of caches or their config differs.
 
         >>> import jax, jaxkv
         >>> config = jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=4, max_seq_len=64)
@@ -115,7 +115,7 @@ class RowShards:
 
 
 def together(shards: Sequence[Cache], specs: RowShards, mesh: Mesh) -> RowShards:
-    """Caches on each device of an axis as one, of which these are the specs."""
+    """Joins the caches of the devices of an axis into one with these specs."""
     leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     parts = zip(*(jax.tree.leaves(shard) for shard in shards), strict=True)
     found = [joined(one, NamedSharding(mesh, spec)) for one, spec in zip(parts, leaves, strict=True)]
@@ -123,22 +123,23 @@ def together(shards: Sequence[Cache], specs: RowShards, mesh: Mesh) -> RowShards
 
 
 def by_rows(function: Callable[..., Any], *, whole: Collection[int] = ()) -> Callable[..., Any]:
-    """`function` on each device of a mesh axis, with the rows that are there: `by_rows(step)(tokens, cache)`.
+    """Maps `function` over the devices of a mesh axis, each with its own rows: `by_rows(step)(tokens, cache)`.
 
-    Inside, what came in as `RowShards` is a `Cache` of that device's rows and blocks, which every function takes; other
-    arrays are divided along their first axis, which is rows, or packed tokens: first all of the first device's, padded,
-    then those of the next. What goes out is put together in the same way, a number as one for each device.
+    Inside, a `RowShards` argument is a `Cache` of the device's rows and blocks, which every function takes. Other
+    arrays are divided along their first axis: rows, or packed tokens, padded per device and in device order. Results
+    are joined in the same way; a number becomes one number per device.
 
     Args:
-      function: pure, as for `jax.jit`, which goes around this: `jax.jit(jaxkv.by_rows(step), donate_argnums=1)`.
-      whole: numbers of arguments that every device has all of, such as a model. They may be divided over other axes of
-        the mesh.
+      function: a pure function, as for `jax.jit`. Apply `jit` last:
+        `jax.jit(jaxkv.by_rows(step), donate_argnums=1)`.
+      whole: indices of arguments that are passed whole to every device, such as a model. They may be divided over other
+        axes of the mesh.
 
     Returns:
       A function of the same arguments, by position.
 
     Raises:
-      ValueError: no `RowShards` among the arguments, or an array that cannot be divided evenly.
+      ValueError: there is no `RowShards` among the arguments, or an array cannot be divided evenly.
 
     >>> import jax, jaxkv
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -186,7 +187,7 @@ def by_rows(function: Callable[..., Any], *, whole: Collection[int] = ()) -> Cal
 
 @functools.cache
 def shard_config(config: CacheConfig, count: int, axis: str) -> CacheConfig:
-    """The config of each of `count` equal parts of a cache's rows and blocks. Raises ValueError."""
+    """Returns the config of each of `count` equal shards of a cache's rows and blocks. Raises ValueError."""
     max_seqs = even_part("max_seqs", config.max_seqs, count, axis)
     parts = tuple(even_part("num_blocks", n, count, axis) for n in config.group_blocks)
     fields: dict[str, Any] = {} if config.contiguous else {"group_blocks": parts, "block_size": config.block_size}
@@ -194,7 +195,7 @@ def shard_config(config: CacheConfig, count: int, axis: str) -> CacheConfig:
 
 
 def even_part(name: str, number: int, count: int, axis: str) -> int:
-    """What each of `count` devices has of so many. Raises ValueError."""
+    """Returns `number // count`. Raises ValueError if the division is not even."""
     if number % count:
         raise ValueError(
             f"{name}={number} cannot be divided among the {count} devices of the mesh axis {axis!r}: make it a "
@@ -204,7 +205,7 @@ def even_part(name: str, number: int, count: int, axis: str) -> int:
 
 
 def specs_of_rows(config: CacheConfig, local: Cache, axis: str) -> RowShards:
-    """The specs of the caches of an axis, from those of one of them."""
+    """Returns the specs of the caches of an axis, from those of one cache."""
     divided = jax.tree.map(lambda spec: PartitionSpec(axis, *spec[1:]), (local.tables, local.pools))
     return RowShards(tables=divided[0], pools=divided[1], config=config, axis=axis)
 
@@ -229,7 +230,7 @@ def _check_divides(number: int, argument: Any, count: int, axis: str) -> None:
 
 
 def _lying(x: Any, *, mesh: AbstractMesh, axis: str, is_whole: bool) -> Any:
-    """An array divided over an axis, or not: where axes are explicit, `shard_map` leaves that to whoever calls it."""
+    """Reshards an array over the axis, or as whole, if the axis is explicit: `shard_map` leaves that to its caller."""
     if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] != AxisType.Explicit:
         return x
     spec = [None if name == axis else name for name in jax.typeof(x).sharding.spec]
@@ -244,7 +245,7 @@ def _local(arguments: Sequence[Any], configs: dict[CacheConfig, CacheConfig]) ->
 
 
 def _as_cache(x: RowShards, config: CacheConfig, alone: bool | None = None) -> Cache:
-    """A device's part as a cache; outside of any program `alone` says whether it lies there on no mesh."""
+    """Returns a device's shard as a cache. Outside `jit`, `alone` tells whether the shard is on no mesh."""
     one = _number if alone is not None else lambda x: x[0]
     tables = tuple(dataclasses.replace(t, num_free=one(t.num_free), peak=one(t.peak)) for t in x.tables)
     pools = tuple(p.like(Pool(p.kv)) if alone and p is not None else p for p in x.pools)
@@ -252,7 +253,7 @@ def _as_cache(x: RowShards, config: CacheConfig, alone: bool | None = None) -> C
 
 
 def _number(x: jax.Array) -> jax.Array:
-    """An array `[1]` as a number where it lies, whatever mesh is set."""
+    """Returns an array `[1]` as a number on the same devices, whatever mesh is set."""
     place = x.sharding
     if isinstance(place, NamedSharding):
         place = NamedSharding(place.mesh, PartitionSpec())

@@ -1,4 +1,4 @@
-"""Ways to look at a cache: dense copies, single tokens, sizes, and its one-line portrait.
+"""Ways to read a cache: dense copies, single tokens, sizes, and its `repr`.
 
 Sizes are Python numbers outside `jit` and traced arrays inside.
 """
@@ -26,15 +26,15 @@ from jaxkv._core.state.state import BlockTables, Layer, Pool
 
 
 class Views:
-    """The part of `Cache` that reads."""
+    """The reading methods of a `Cache`."""
 
-    # Of `Cache`, which is built on this class.
+    # Fields of `Cache`, which inherits this class.
     tables: tuple[BlockTables, ...]
     pools: tuple[Pool | None, ...]
     config: CacheConfig
 
     def layer(self, layer: Any) -> Layer:
-        """One layer's pool and tables, a pytree of its own. See `layers`."""
+        """Returns one layer's pool and tables as a pytree of their own. See `layers`."""
         number, place = self._place(layer)
         tables = self.tables[self.config.group(number)]
         pool = self.pools[self.config.stack(number)[0]]
@@ -42,7 +42,7 @@ class Views:
         return Layer(pool=pool, tables=tables, place=place, number=number, config=self.config)
 
     def pool(self, layer: int) -> Pool:
-        """The pool that a layer reads: its own, or the one of the layer it shares with; of a stack, its part."""
+        """Returns the pool that a layer reads: its own, or that of the layer it shares with; its slice of a stack."""
         one, stack = self.layer(layer), self.config.stack(layer)
         if one.place is None:
             return one.pool
@@ -51,7 +51,7 @@ class Views:
         return jax.tree.map(lambda x: x[start : start + size], one.pool)
 
     def _place(self, layer: Any) -> tuple[int, Any]:
-        """A layer of the same kind, by its number, and which one of its stack is meant; None: it has its pool alone."""
+        """Returns the index of an equal layer, and the layer's index in its stack; None: its pool has one layer."""
         config = self.config
         if not isinstance(layer, tuple | jax.Array):
             owner = config.owner(layer)  # raises for an index out of range, negative ones too
@@ -77,27 +77,27 @@ class Views:
         return number, jnp.asarray(places).at[index].get(mode="clip", wrap_negative_indices=False)
 
     def layer_config(self, layer: int) -> LayerConfig:
-        """The config of one layer; IndexError for an index out of range."""
+        """Returns the config of one layer. Raises IndexError for an index out of range."""
         return self.config.layer_config(layer)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers are alike."""
+        """Whether all layers are equal."""
         return self.config.is_uniform
 
-    # What concerns rows is the same in every group.
+    # The values of rows are equal in every group.
 
     @property
     def lengths(self) -> jax.Array:
-        """`i32[S]`: tokens of each row, this step's included. Before the step it was `lengths - new`.
+        """`i32[S]`: tokens of each row, this step's included; `lengths - new` before the step.
 
-        Those that `evict` gave back count: `layers[i].held` says what a layer holds.
+        Evicted tokens count; `layers[i].held` counts the tokens that a layer holds.
         """
         return seen_by_rows(self.tables[0], self.config).lengths
 
     @property
     def new(self) -> jax.Array:
-        """`i32[S]`: how many of `lengths` are this step's; 0 once `evict` has thinned the row in any layer."""
+        """`i32[S]`: this step's tokens among `lengths`; 0 after `evict` has dropped tokens of the row in any layer."""
         first, *others = (t for g, t in enumerate(self.tables) if g == 0 or t.evicted is not None)
         new = seen_by_rows(first, self.config).new
         for t in others:
@@ -114,27 +114,27 @@ class Views:
         """Attention layers."""
         return self.config.num_layers
 
-    # Sizes, in the words of the systems whose contracts the cache meets. Layers of a group count as one.
+    # Sizes, by the names of the systems whose contracts the cache meets. Layers of a group count as one.
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all groups together, null blocks not counted."""
+        """Blocks of all groups together, without null blocks."""
         return sum(t.num_blocks for t in self.tables)
 
     @property
     def blocks_in_use(self) -> Any:
-        """Blocks that some row or a `PrefixCache` holds, partly used and reserved ones included, in all groups."""
+        """Blocks of all groups that a row or a `PrefixCache` holds, partly used and reserved ones included."""
         return _number(sum(t.num_used for t in self.tables))
 
     @property
     def capacity(self) -> int:
-        """Token places of the group that has most. One row takes at most `max_seq_length`."""
+        """Slots of the group that has most. One row takes at most `max_seq_length`."""
         heads = self.config.group_heads
         return max(t.num_blocks // n for t, n in zip(self.tables, heads, strict=True)) * self.config.block_size
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of all rows, as the config says: not rounded up to whole blocks."""
+        """Maximum tokens of all rows, as given by the config, not rounded up to whole blocks."""
         return self.config.max_tokens
 
     @property
@@ -149,21 +149,21 @@ class Views:
 
     @property
     def max_seq_length(self) -> int:
-        """The most tokens of one row."""
+        """Maximum tokens of one row."""
         return self.config.max_seq_len
 
     @property
     def max_prompt_length(self) -> Any:
-        """The most tokens that this step adds to one row."""
+        """Maximum tokens that this step adds to one row."""
         return _number(jnp.max(self.new))
 
     @property
     def max_context_length(self) -> Any:
-        """The most tokens that one row holds."""
+        """Maximum tokens that any row holds."""
         return _number(jnp.max(self.lengths))
 
     def cache_length(self, row: int) -> Any:
-        """Tokens that a row held before this step."""
+        """Returns the tokens that a row held before this step."""
         check_row(self, row)
         return _number(self.lengths[row] - self.new[row])
 
@@ -181,10 +181,11 @@ class Views:
     # Contents.
 
     def slots(self, row: Any, position: Any, *, layer: int = 0) -> tuple[jax.Array, jax.Array]:
-        """Physical block and offset of tokens; `row` and `position` broadcast. The null block where there is none.
+        """Returns the physical block and offset of tokens; the null block where there is none. `row` and `position`
+        broadcast.
 
-        In a layer that evicts, positions count the tokens that are held; if it does so by heads, each head has its own
-        place, along one more axis, the last.
+        In a layer that evicts, positions count the tokens held. If it evicts by heads, the result has one more axis at
+        the end, with each head's own slot.
         """
         one = self.layer(layer)
         tables, evict = one.tables, self.config.group_evicts[one.group]
@@ -199,9 +200,9 @@ class Views:
         return _slots(tables, row, position, self.config.block_size, sinks)
 
     def read(self, layer: int, row: Any, position: Any) -> tuple[jax.Array, jax.Array]:
-        """Keys and values `[..., K, D]` of tokens; `row` and `position` broadcast. 0 where there is none.
+        """Returns keys and values `[..., K, D]` of tokens; 0 where there is none. `row` and `position` broadcast.
 
-        Only what the row holds is ever shown, never what a block's earlier owner left in it.
+        The result has only tokens that the row holds, never those of a block's earlier owner.
         """
         block, offset = self.slots(row, position, layer=layer)
         out = heads_at(block.ndim)
@@ -211,13 +212,13 @@ class Views:
         return k, v
 
     def _read(self, function: Any, layer: int, arrays: tuple, out_specs: Any) -> Any:
-        """A function of `contents` of a layer's pool."""
+        """Runs a function of `pool_access` on a layer's pool."""
         pool = self.pool(layer)
         specs = (POOL, *[WHOLE] * len(arrays))
         return on_shards(pool, function, (pool, *arrays), specs, out_specs, config=self.config, layer=layer)
 
     def token(self, row: int, position: int, layer: int = 0) -> tuple[jax.Array, jax.Array]:
-        """Keys and values `[K, D]` of one token. Outside `jit`, IndexError where there is none; inside, zeros."""
+        """Returns keys and values `[K, D]` of one token. A missing one raises IndexError; inside `jit` it is zeros."""
         check_row(self, row)
         length = self.layer(layer).held[row].max()
         known = not any(isinstance(x, jax.core.Tracer) for x in (length, position))
@@ -230,25 +231,25 @@ class Views:
         return self.read(layer, row, position)
 
     def load(self, layer: int, row: int, head: int, position: int) -> tuple[jax.Array, jax.Array]:
-        """Keys and values `[D]` of one head of one token."""
+        """Returns the key and the value `[D]` of one head of one token."""
         check_head(self, layer, head)
         k, v = self.token(row, position, layer)
         return whole(k)[head], whole(v)[head]
 
     def combined(self, layer: int) -> jax.Array:
-        """A layer as one dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window. Of a
-        latent layer `[S, 1, 1, max_seq_len, D]`. Of a row that has gone on beyond `max_seq_len`, its first places."""
+        """Returns a layer as a dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window.
+        For a latent layer `[S, 1, 1, max_seq_len, D]`. A row longer than `max_seq_len` is cut to its first tokens."""
         found = self._read(dense, layer, self._logical(layer), PartitionSpec(PARTS, None, KV))
         return self._join(layer, found[:, :, 0], 2) if self._by_heads(layer) else found
 
     def separate(self, layer: int) -> tuple[jax.Array, jax.Array]:
-        """A layer's keys and values as two dense arrays `[S, K, max_seq_len, D]`; 0 past each row's length."""
+        """Returns a layer's keys and values as two dense arrays `[S, K, max_seq_len, D]`; 0 past row lengths."""
         specs = (PartitionSpec(PARTS, KV), PartitionSpec(PARTS, KV))
         k, v = self._read(dense_pair, layer, self._logical(layer), specs)
         return (self._join(layer, k[:, 0], 1), self._join(layer, v[:, 0], 1)) if self._by_heads(layer) else (k, v)
 
     def _logical(self, layer: int) -> tuple[jax.Array, jax.Array]:
-        """The blocks of a layer's rows, one behind the other from their first on, and their lengths."""
+        """Returns the blocks of a layer's rows in order from the first on, and the rows' lengths."""
         tables, group = self.layer(layer).tables, self.config.group(layer)
         width, sinks = self.config.max_blocks_per_seq, self.config.group_sinks[group]
         return logical_entries(tables.tables, tables.skipped, width, sinks), tables.lengths
@@ -257,7 +258,7 @@ class Views:
         return self.config.group_evicts[self.config.group(layer)] == "head"
 
     def _join(self, layer: int, x: jax.Array, axis: int) -> jax.Array:
-        """`[K * S, ...]` of lines as rows, with heads at `axis`."""
+        """Returns `[K * S, ...]` of head rows as rows, with heads at `axis`."""
         return jnp.moveaxis(x.reshape(self.layer_config(layer).num_kv_heads, -1, *x.shape[1:]), 0, axis)
 
     def _repr_html_(self) -> str:
@@ -267,7 +268,7 @@ class Views:
 
     @property
     def _without_numbers(self) -> str | None:
-        """What it is, in a word, if it is not one cache whose numbers are known."""
+        """What the object is, in a word, if it is not one cache with known numbers."""
         numbers = (self.tables[0].num_free, self.lengths)
         if any(isinstance(x, jax.core.Tracer) or not hasattr(x, "__array__") for x in numbers):
             return "traced"
@@ -300,7 +301,7 @@ def _slots(tables: BlockTables, row: jax.Array, position: jax.Array, block_size:
 
 
 def format_bytes(count: float) -> str:
-    """`12.3 MiB` and the like."""
+    """Returns a byte count as text, such as `12.3 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.1f} {unit}" if unit != "B" else f"{count} B"
@@ -313,7 +314,7 @@ def _number(x: Any) -> Any:
 
 
 def check_row(cache: Views, row: Any) -> None:
-    """Raise IndexError unless `row` is one of the cache's, or traced."""
+    """Raises IndexError unless `row` is one of the cache's, or traced."""
     rows = cache.lengths.shape[0]
     if isinstance(row, jax.core.Tracer):
         return
@@ -332,7 +333,7 @@ def check_head(cache: Views, layer: int, head: Any) -> None:
 
 
 def _period(number: Any, count: int) -> jax.Array:
-    """Which of so many periods: one that is known must be there, one that is traced is taken for the nearest."""
+    """Returns a period's index below `count`. Raises IndexError if known and out of range; callers clip traced ones."""
     is_array = isinstance(number, jax.Array | np.ndarray)
     if is_array and (number.ndim or not jnp.issubdtype(number.dtype, jnp.integer)):
         raise ValueError(f"layer's number of a period must be an integer, not {number.dtype}{list(number.shape)}.")

@@ -1,8 +1,8 @@
 """Bounds of blocks' keys as a leaf of their pool, in layers made with `LayerConfig(bounds=True)`.
 
-Whatever puts tokens into a block makes its bounds anew from what it then holds, so that they are right whoever wrote
-it, in whatever kind; what moves blocks moves them along. Only where tokens go (`truncate`, `keep`) they stay as they
-were, too wide, until the block is written again.
+Every write of tokens into a block recomputes the block's bounds from its tokens, so that they are right in any storage
+format. Moves of blocks move the bounds along. Where tokens are dropped (`truncate`, `keep`), the bounds stay too wide
+until the block is written again.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from jaxkv._core.state.state import NULL_BLOCK, Pool
 
 
 def renewed(pool: Pool, block: jax.Array, filled: jax.Array, *, config: CacheConfig, layer: int) -> Pool:
-    """A pool in which the bounds of blocks `i32[n]` are those of the tokens in their first `filled` i32[n] places. The
-    null block is left out."""
+    """Recomputes the bounds of blocks `i32[n]` from the tokens in their first `filled` i32[n] slots. The null block is
+    left out."""
     arguments, specs = (pool, block, filled), (POOL, WHOLE, WHOLE)
     return on_shards(pool, _renew, arguments, specs, POOL, config=config, layer=layer)
 
@@ -37,7 +37,7 @@ def _renew(pool: Pool, block: jax.Array, filled: jax.Array, *, config: CacheConf
 
 
 def bounds_at(pool: Pool, blocks: jax.Array, held: jax.Array) -> jax.Array:
-    """`f32[..., 2, K, D]`: the bounds of blocks `i32[...]`; 0 for those that are not `held`."""
+    """Reads the bounds of blocks `i32[...]`, `f32[..., 2, K, D]`; 0 for those that are not `held`."""
     assert pool.bounds is not None
     return jnp.where(held[..., None, None, None], pool.bounds[blocks].astype(jnp.float32), jnp.float32(0))
 
@@ -45,14 +45,14 @@ def bounds_at(pool: Pool, blocks: jax.Array, held: jax.Array) -> jax.Array:
 def touched(
     blocks: jax.Array, lengths: jax.Array, begin: jax.Array, end: jax.Array, size: int, most: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The blocks, and how many tokens each holds, in which the places from `begin` to `end` of each row are.
+    """Returns the blocks that contain positions `begin` to `end` of each row, and the tokens that each block holds.
 
     Args:
       blocks: `i32[S, M]`; lengths: `i32[S]`, tokens of each row.
-      most: places of all rows together, at the most.
+      most: maximum number of such positions in all rows.
 
     Returns:
-      `i32[n]` each; null blocks behind them.
+      `i32[n]` each, padded with null blocks.
     """
     rows, width = blocks.shape
     first = jax.lax.div(begin, jnp.int32(size))
@@ -67,8 +67,8 @@ def touched(
 
 
 def with_bounds(part: Pool, tables: np.ndarray, lengths: np.ndarray, config: CacheConfig, layer: int) -> Pool:
-    """Blocks that are to be put into a layer, the first of them block 1 of tables `i32[n, M]` whose rows hold `lengths`
-    i32[n] tokens, with the bounds of those, if the layer keeps them. NumPy stays NumPy."""
+    """Adds bounds, if the layer stores them, to blocks that will be put into the layer. The first block is block 1 of
+    tables `i32[n, M]`, whose rows hold `lengths` i32[n] tokens. NumPy stays NumPy."""
     if not config.keeps_bounds(layer):
         return part.tokens
     filled = filled_of(tables, lengths, config.block_size, part.kv.shape[0])
@@ -77,7 +77,7 @@ def with_bounds(part: Pool, tables: np.ndarray, lengths: np.ndarray, config: Cac
 
 
 def filled_of(tables: np.ndarray, lengths: np.ndarray, size: int, count: int) -> np.ndarray:
-    """`i32[count]`: tokens in blocks 1, 2 .. of tables `i32[n, M]`, whose rows hold `lengths` i32[n] of them."""
+    """Returns `i32[count]`, tokens in blocks 1, 2 .. of tables `i32[n, M]` whose rows hold `lengths` i32[n] tokens."""
     held = np.clip(lengths[:, None] - size * np.arange(tables.shape[1]), 0, size)
     filled = np.zeros(max(count, int(tables.max(initial=0))) + 1, np.int32)
     np.maximum.at(filled, tables, np.where(tables == NULL_BLOCK, 0, held))
@@ -85,7 +85,7 @@ def filled_of(tables: np.ndarray, lengths: np.ndarray, size: int, count: int) ->
 
 
 def _bounds_of(part: Pool, filled: jax.Array, config: CacheConfig, layer: int) -> jax.Array:
-    """`[n, 2, K, D]`: the least and the largest of keys in the first places of blocks; 0 where there are none."""
+    """Computes the minimum and maximum of keys in the filled slots of blocks, `[n, 2, K, D]`; 0 for empty blocks."""
     keys = numbers(part, config, layer)[:, 0]  # [n, K, block_size, D]
     place = jnp.arange(keys.shape[2], dtype=jnp.int32)
     held = (place[None] < filled[:, None])[:, None, :, None]

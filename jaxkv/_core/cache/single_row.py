@@ -1,4 +1,4 @@
-"""One row of a cache by itself."""
+"""A cache of a single row."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from jaxkv._core.state.state import BlockTables
 
 
 def alone(cache: Cache, row: jax.Array) -> Cache:
-    """A cache with this one row, `i32[]`, that reads the same blocks of the same pools. It is for reading alone."""
+    """Returns a read-only cache of one row, `i32[]`, that reads the same blocks of the same pools."""
 
     def one(tables: BlockTables) -> BlockTables:
         heads = tables.lengths.shape[0] // cache.config.max_seqs

@@ -26,7 +26,7 @@ class Memory(Groups):
 
     @property
     def kind_names(self) -> tuple[str, ...]:
-        """Name of each layer's storage format."""
+        """Name of each layer's storage format; a pool of several formats is one of bytes."""
         return tuple(self.kind(layer).name for layer in range(self.num_layers))
 
     def kind(self, layer: int) -> StorageFormat:

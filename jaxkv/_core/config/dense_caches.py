@@ -1,4 +1,4 @@
-"""Where the keys and values lie in the dense caches of others: nested collections of Flax, pairs of Hugging Face."""
+"""Finds the keys and values in dense caches: nested collections of Flax, pairs of Hugging Face."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 from jaxkv._core.config.validation import shown
 from pallas_kernels.common.quantization import FORMATS
 
-# What a key and its value are called where a layer's cache has named fields, and whether heads stand before tokens.
+# Field names of a layer's keys and values, and whether heads come before tokens.
 NAMES = {
     ("cached_key", "cached_value"): False,
     ("k", "v"): False,
@@ -21,7 +21,7 @@ LISTS = (("key_cache", "value_cache"),)  # one list of all layers' keys and one 
 
 
 class Dense(NamedTuple):
-    """One layer's dense cache: what is to be known of its shape."""
+    """The shape and dtype of one layer's dense cache."""
 
     num_kv_heads: int
     head_dim: int
@@ -31,10 +31,10 @@ class Dense(NamedTuple):
 
 
 def dense_layers(cache: Any, heads_first: bool | None = None) -> list[Dense]:
-    """The layers of a dense cache, in order; mappings are sorted by name, numbers in names as numbers.
+    """Returns the layers of a dense cache in order. Mappings are sorted by name, with numbers in names as numbers.
 
     Raises:
-      ValueError: there is none in it, or arrays that cannot be a layer's keys and values.
+      ValueError: there is no layer, or its arrays cannot be keys and values.
     """
     found = [
         layer
@@ -50,12 +50,12 @@ def dense_layers(cache: Any, heads_first: bool | None = None) -> list[Dense]:
 
 
 def natural(text: str) -> list[Any]:
-    """A key that sorts layer_2 before layer_10."""
+    """Returns a sort key that puts layer_2 before layer_10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
 
 
 def _pairs(node: Any, where: str) -> Iterator[tuple[str, Any, Any, bool]]:
-    """`(where, key, value, heads_first)` of every layer's pair of arrays."""
+    """Yields `(where, key, value, heads_first)` for every layer's pair of arrays."""
     fields = node if isinstance(node, Mapping) else _attributes(node)
     for names, first in NAMES.items():
         if all(_is_array(fields.get(name)) for name in names):
@@ -71,7 +71,7 @@ def _pairs(node: Any, where: str) -> Iterator[tuple[str, Any, Any, bool]]:
             yield from _pairs(node[name], f"{where}/{name}" if where else str(name))
     elif isinstance(node, list | tuple) or "layers" in fields:
         layers = node if isinstance(node, list | tuple) else fields["layers"]
-        if len(layers) >= 2 and all(map(_is_array, layers[:2])):  # behind a pair may stand what else a layer keeps
+        if len(layers) >= 2 and all(map(_is_array, layers[:2])):  # other data of the layer may follow the pair
             yield where or "the cache", layers[0], layers[1], True
             return
         for i, child in enumerate(layers):
@@ -79,7 +79,7 @@ def _pairs(node: Any, where: str) -> Iterator[tuple[str, Any, Any, bool]]:
 
 
 def _attributes(node: Any) -> Mapping[str, Any]:
-    """The fields of an object that keeps keys and values as attributes."""
+    """Returns the fields of an object that holds keys and values as attributes."""
     names = {name for names in (*NAMES, *LISTS, ("layers",)) for name in names}
     if _is_array(node) or node is None:
         return {}
@@ -95,7 +95,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _read(where: str, key: Any, value: Any, heads_first: bool) -> list[Dense]:
-    """The layer of a pair, or the several that lie stacked in one with an axis more."""
+    """Returns the layer of a pair of arrays, or the layers stacked along one more axis."""
     shape, other = tuple(key.shape), tuple(value.shape)
     if shape != other or len(shape) not in (4, 5) or 0 in (shape[-1], shape[-2], shape[-3]):
         axes = "[B, K, T, D]" if heads_first else "[B, T, K, D]"

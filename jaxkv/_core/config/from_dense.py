@@ -1,4 +1,4 @@
-"""Configs from what people have: numbers for all layers alike, or a dense cache."""
+"""Configs from sizes of equal layers, or from a dense cache."""
 
 import types
 from collections.abc import Iterable
@@ -13,28 +13,28 @@ MOST_LAYERS = 2**16
 
 
 class MadeLike(Memory):
-    """The part of `CacheConfig` that is made from what a codebase has at hand."""
+    """Constructors of `CacheConfig` from sizes or a dense cache."""
 
     @classmethod
     def uniform(
         cls, *, num_layers: int, num_kv_heads: int, head_dim: int, max_seqs: int, max_seq_len: int,
         windows: Any = None, bounds: bool = False, dtype: Any = "bfloat16", **fields: Any,
     ) -> Self:  # fmt: skip
-        """The config for layers that are alike but for their windows. Every row can reach `max_seq_len` at once.
+        """Makes the config for layers equal but for their windows. All rows can reach `max_seq_len` at once.
 
         Args:
-          num_layers: attention layers, L in shapes.
-          num_kv_heads, head_dim: of every layer, K and D in shapes.
-          max_seqs: rows, the sequences held at once.
-          max_seq_len: the most tokens of one row.
-          windows: None, one number for all layers, or one entry for each.
-          bounds: whether every layer keeps bounds of its blocks' keys; see `LayerConfig`.
-          dtype: the storage of keys and values; see `CacheConfig`.
-          **fields: `num_blocks` or `memory_bytes` for less than all rows need, `block_size`, `step_tokens` and what
-            else `CacheConfig.from_model` takes.
+          num_layers: number of attention layers, L in shapes.
+          num_kv_heads, head_dim: KV heads and head_dim of every layer, K and D in shapes.
+          max_seqs: number of rows, the sequences held at once.
+          max_seq_len: maximum tokens of one row.
+          windows: sliding windows: None, one number for all layers, or one entry for each.
+          bounds: whether every layer stores bounds of its blocks' keys; see `LayerConfig`.
+          dtype: storage format of keys and values; see `CacheConfig`.
+          **fields: `num_blocks` or `memory_bytes` for fewer blocks than all rows need, `block_size`, `step_tokens` and
+            other arguments of `CacheConfig.from_model`.
 
         Raises:
-          ValueError: naming the field, its value and what is allowed.
+          ValueError: a field has a value that is not allowed. The message names the field, value and what is allowed.
 
         >>> import jaxkv
         >>> sizes = dict(num_layers=3, num_kv_heads=2, head_dim=64, max_seqs=4, max_seq_len=100)
@@ -52,23 +52,24 @@ class MadeLike(Memory):
         cls, dense_cache: Any, *, max_seqs: int | None = None, max_seq_len: int | None = None, windows: Any = None,
         bounds: bool = False, dtype: Any = None, heads_first: bool | None = None, **fields: Any,
     ) -> Self:  # fmt: skip
-        """The config for a paged cache in the place of a dense one: its layers, rows, places and dtype.
+        """Makes the config for a paged cache that replaces a dense one, with its layers, rows, length and dtype.
 
         Args:
-          dense_cache: nested mappings, sequences or objects of one key and one value per layer, arrays, tensors or
-            `jax.ShapeDtypeStruct`s. Of Flax, `[B, T, K, D]`, by the names `cached_key` and `cached_value` or `k` and
-            `v`; for NNX `nnx.state(model, nnx.Cache)`. Of Hugging Face, `[B, K, T, D]`: pairs without names, or its
-            cache classes. With an axis of layers before that (a scanned model's), each is a layer.
-          max_seqs: rows; default: B.
-          max_seq_len: the most tokens of one row; default: the most places that a layer has.
-          windows: None, one number for all layers, or one entry for each. A dense cache does not say.
+          dense_cache: nested mappings, sequences or objects with one key and one value per layer: arrays, tensors or
+            `jax.ShapeDtypeStruct`s. Flax: `[B, T, K, D]`, named `cached_key` and `cached_value` or `k` and `v`; for
+            NNX pass `nnx.state(model, nnx.Cache)`. Hugging Face: `[B, K, T, D]`, unnamed pairs or its cache classes.
+            A leading axis of layers (a scanned model's) is split into layers.
+          max_seqs: number of rows; default: B.
+          max_seq_len: maximum tokens of one row; default: the largest T of a layer.
+          windows: sliding windows, which a dense cache does not tell: None, one number for all layers, or one entry
+            for each.
           bounds: as in `uniform`.
-          dtype: default: the first key's.
-          heads_first: whether arrays are `[B, K, T, D]`, where the rule above is wrong.
+          dtype: storage format; default: the first key's dtype.
+          heads_first: whether arrays are `[B, K, T, D]`, to override the rule above.
           **fields: as in `uniform`.
 
         Raises:
-          ValueError: no keys and values, or shapes and dtypes that no cache has.
+          ValueError: there are no keys and values, or their shapes and dtypes fit no cache.
 
         >>> import jaxkv, numpy as np
         >>> flax = {f"layer_{i}": {n: np.zeros((4, 100, 2, 64), "float32") for n in ("k", "v")} for i in range(3)}
@@ -95,7 +96,7 @@ def _made(cls: Any, layers: tuple[LayerConfig, ...], max_seqs: int, max_seq_len:
 
 
 def _for_each(windows: Any, num_layers: int) -> tuple[Any, ...]:
-    """The window of each layer."""
+    """Returns the window of each layer."""
     if windows is None or not isinstance(windows, Iterable) or isinstance(windows, str):
         return (windows,) * num_layers
     windows = tuple(windows)

@@ -1,10 +1,9 @@
-"""How a token's keys and values stand in the rows of a layer's pool.
+"""Packing of a token's keys and values into the rows of a layer's pool.
 
-A TPU stores rows of 128 lanes: of a head_dim of 64 half of every row would be padding. What two rows would be padded
-for stands in one instead: the keys of two heads, and their values (`Pairs`), or the values and keys of one (`OneRow`).
-Kernels know neither. To them the first is a pool of half as many heads, twice as wide, whose queries are 0 where the
-other head's numbers stand; the second is one of latent rows, whose first numbers are the values. `CacheConfig.form`
-chooses.
+A TPU stores rows of 128 lanes: with a head_dim of 64 half of every row would be padding. Two such rows are packed into
+one instead: the keys, or the values, of two heads (`Pairs`), or the values and keys of one head (`OneRow`). Kernels
+know neither. They read `Pairs` as a pool with half the heads, twice as wide, and queries that are 0 at the other head's
+entries; and `OneRow` as a pool of latent rows, whose first entries are the values. `CacheConfig.form` chooses.
 """
 
 from typing import Any
@@ -17,67 +16,67 @@ from pallas_kernels.common.xla_cpu import side_by_side
 
 
 def stacked(k: Any, v: Any, axis: int) -> jax.Array:
-    """Keys and values `[.., 2, ..]`, 2 at `axis`; of latent rows, for which v is None, 1."""
+    """Stacks keys and values as `[.., 2, ..]`, 2 at `axis`; 1 for latent rows, whose v is None."""
     return jnp.stack([jnp.asarray(x) for x in (k, v) if x is not None], axis)
 
 
 class Apart:
-    """Keys and values in rows of their own, or a latent row; as wide as a head_dim is padded to."""
+    """No packing: keys and values in rows of their own, or a latent row, as wide as the padded head_dim."""
 
-    joins = False  # whether a row holds what two rows would be padded for
+    joins = False  # whether a row packs two rows that would be padded
 
     def __init__(self, head_dim: int):
         self.head_dim = head_dim
 
     @property
     def rank(self) -> int | None:
-        """How many numbers of a row are values, if keys stand in the same one, and the layer is not latent."""
+        """Number of a row's leading entries that are values, if keys follow in the same row; else None."""
         return None
 
     @property
     def in_words(self) -> str:
-        """What stands in one row, where that is more than is said of every layer."""
+        """What one row packs, in words; "" without packing."""
         return ""
 
     def block(self, parts: int, heads: int) -> tuple[int, int, int]:
-        """How many rows a token has, of how many heads each, and their width, of `parts` of `heads` heads."""
+        """Returns the rows of a token, the heads of each and the width, for `parts` arrays of `heads` heads."""
         return parts, heads, self.head_dim
 
     def heads(self, num_heads: int) -> int:
-        """How many heads a pool holds whose rows are of so many."""
+        """Returns the number of heads of a pool whose rows have `num_heads` packed heads."""
         return num_heads
 
     def laid(self, kv: Any, axis: int) -> Any:
-        """Keys and values `[.., 2, K, .., D]`, 2 at `axis`, as they lie in a pool. NumPy stays NumPy."""
+        """Packs keys and values `[.., 2, K, .., D]`, 2 at `axis`, as in a pool. NumPy stays NumPy."""
         return kv
 
     def unlaid(self, kv: Any, axis: int) -> Any:
-        """The opposite of `laid`, of rows that may be padded; where there is nothing to do, they are padded still."""
+        """Inverts `laid`, for rows that may be padded; without packing they stay padded."""
         return kv
 
     def one_head(self, kv: Any) -> Any:
-        """Keys and values of one head of one token `[2, D]`, as they lie in a row of a pool."""
+        """Packs the key and value of one head of one token, `[2, D]`, as in a row of a pool."""
         return kv
 
     def place(self, head: int) -> tuple[int, int]:
-        """Of which of a pool's heads the rows are that hold a head's numbers, and where they begin there."""
+        """Returns the packed head whose rows hold a head, and the offset of the head's entries in them."""
         return head, 0
 
     def new(self, k: jax.Array, v: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        """A step's keys and values `[.., K, D]` as kernels take them."""
+        """Packs a step's keys and values `[.., K, D]` as kernels take them."""
         return k, v
 
     def queries(self, q: jax.Array, num_kv_heads: int) -> jax.Array:
-        """A step's queries `[.., H, D]` as kernels take them, for a pool of so many heads, those at hand."""
+        """Packs a step's queries `[.., H, D]` as kernels take them, for this device's `num_kv_heads` packed heads."""
         return q
 
     def outputs(self, out: jax.Array, num_kv_heads: int) -> jax.Array:
-        """What kernels return for `queries` as `[.., H, D]`."""
+        """Unpacks the kernels' outputs for `queries` to `[.., H, D]`."""
         return out
 
 
 class OneRow(Apart):
-    """`[v | k]`, a head's values and keys. Scales of what is quantised are those of keys and values apart,
+    """`[v | k]`, a head's values and keys in one row. Scales of a quantized pool stay apart for keys and values,
     `[num_blocks + 1, 2, K, block_size]`."""
 
     joins = True
@@ -115,7 +114,7 @@ class OneRow(Apart):
 
 
 class Pairs(Apart):
-    """`[k1 | k2]` and `[v1 | v2]`, the keys and the values of two heads."""
+    """`[k1 | k2]` and `[v1 | v2]`, the keys and the values of two heads in one row each."""
 
     joins = True
 
@@ -162,6 +161,6 @@ class Pairs(Apart):
 
     @staticmethod
     def _is_second(q: jax.Array, num_pairs: int) -> np.ndarray:
-        """`bool[H, 1]`: which query heads belong to the second head of a pair."""
+        """Returns `bool[H, 1]`, the query heads of the second head of a pair."""
         heads = np.arange(q.shape[-2])
         return (heads // (q.shape[-2] // (2 * num_pairs)) % 2 == 1)[:, None]

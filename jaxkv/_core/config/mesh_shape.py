@@ -1,4 +1,4 @@
-"""On which devices a pytree lies, and by which axes of their mesh."""
+"""The devices of a pytree, and the axes of their mesh."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-HEADS = "model"  # the axis of a model's mesh for heads, unless it is said
-CONTEXT = "context"  # and that for the tokens of blocks
+HEADS = "model"  # the default mesh axis for heads
+CONTEXT = "context"  # the mesh axis for the tokens of blocks
 
 
 def mesh_of(tree: Any, axis: str = HEADS) -> Mesh | None:
-    """The first mesh with that axis that any of the arrays of a pytree lies on."""
+    """Returns the first mesh with that axis among those of a pytree's arrays."""
     for x in jax.tree.leaves(tree):
         sharding = getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) and axis in sharding.mesh.axis_names:
@@ -20,17 +20,17 @@ def mesh_of(tree: Any, axis: str = HEADS) -> Mesh | None:
 
 
 def model_mesh(model: Any) -> Mesh | None:
-    """The mesh that a model is divided over, by its heads or its contexts; None if it is not."""
+    """Returns the mesh that a model is divided over by heads or contexts; None if there is none."""
     return mesh_of(model) or mesh_of(model, CONTEXT)
 
 
 def context_axis(mesh: Mesh | None) -> str | None:
-    """The axis that a model's mesh has for contexts, if it has one."""
+    """Returns the mesh axis for contexts, if the mesh has one."""
     return CONTEXT if mesh is not None and CONTEXT in mesh.axis_names else None
 
 
 def place_of(tree: Any) -> Sharding | None:
-    """Where what every device is to have goes, to lie with a pytree; None if that lies on a mesh without the axis."""
+    """Returns the sharding that replicates arrays over a pytree's devices; None for a mesh without the axes."""
     if (mesh := model_mesh(tree)) is not None:
         return NamedSharding(mesh, PartitionSpec())
     placed = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and x.committed)

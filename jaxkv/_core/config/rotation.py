@@ -1,8 +1,8 @@
-"""A rotation of each head that spreads what a few channels hold over all of them, before numbers are quantised.
+"""A rotation of each head before quantization, which spreads a few large channels over all channels.
 
-Where some channels are much larger than the others, they set the scale, and the others are rounded away. A Hadamard
-matrix mixes all channels with equal weight, as in QuaRot (https://arxiv.org/abs/2404.00456): it depends on no data,
-queries rotated like the keys see the same logits, and the output, rotated like the values, is rotated back.
+Channels much larger than the others determine the scale, and the others are rounded away. A Hadamard matrix mixes all
+channels with equal weight, as in QuaRot (https://arxiv.org/abs/2404.00456). The matrix depends on no data. Queries are
+rotated like the keys, which keeps the logits, and the output, rotated like the values, is rotated back.
 """
 
 import jax
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """`[..., D]` rotated, in the same dtype. To rotate twice is to do nothing: the matrix is its own inverse.
+    """Rotates `[..., D]` and keeps the dtype. Rotating twice changes nothing: the matrix is its own inverse.
 
-    D is a power of two times an odd number; along that one it is the reflection of all ones, `1 - 2 / n` and `-2 / n`.
+    D is a power of two times an odd n; the factor n is mixed by a reflection with entries `1 - 2 / n` and `-2 / n`.
 
     >>> x = jnp.arange(80.0)
     >>> bool(jnp.allclose(rotate(rotate(x)), x, atol=1e-4)), bool(jnp.isclose((rotate(x) ** 2).sum(), (x**2).sum()))

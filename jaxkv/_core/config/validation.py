@@ -1,4 +1,4 @@
-"""Numbers as callers hand them in, read in one place: of any type that means a number, finite, and within bounds."""
+"""Validation of callers' numbers: any numeric type is read, and must be finite and within bounds."""
 
 import math
 import re
@@ -9,14 +9,14 @@ import jax
 import numpy as np
 
 MOST_INDEX = 2**31 - 1  # what an int32 holds: lengths, counts and indices are int32 on the device
-MOST_TOKENS = 2**30  # of a row without end: what is added to its length must not overflow
+MOST_TOKENS = 2**30  # of an endless row: sums with its length must not overflow
 
 
 def integer(name: str, value: Any, *, least: int | None = None, most: int | None = MOST_INDEX) -> int:
-    """`value` as an int: Python's, NumPy's, or an integer array without axes.
+    """Returns `value` as an int: a Python or NumPy integer, or an integer array without axes.
 
     Raises:
-      ValueError: it is none (a bool, a float and a string are not), or out of bounds.
+      ValueError: `value` is no integer (bools, floats and strings are none), or out of bounds.
 
     >>> integer("max_seqs", np.int64(3), least=1)
     3
@@ -30,10 +30,10 @@ def integer(name: str, value: Any, *, least: int | None = None, most: int | None
 def real(
     name: str, value: Any, *, least: float | None = None, most: float | None = None, above: float | None = None
 ) -> float:
-    """`value` as a finite float: any real number of Python's or NumPy's, or an array without axes.
+    """Returns `value` as a finite float: any real Python or NumPy number, or an array without axes.
 
     Raises:
-      ValueError: it is no number (a bool and a string are not), not finite, or out of bounds.
+      ValueError: `value` is no number (bools and strings are none), not finite, or out of bounds.
 
     >>> real("temperature", 1, least=0)
     1.0
@@ -53,7 +53,7 @@ def real(
 
 
 def flag(name: str, value: Any, or_else: str | None = None) -> bool:
-    """`value` if it is True or False. Raises ValueError, which names what else it may be."""
+    """Returns `value` if it is True or False. Raises ValueError, which names the alternative `or_else`."""
     if not isinstance(value, bool | np.bool):
         choices = "True or False" if or_else is None else f"True, False or {or_else!r}"
         raise ValueError(f"{name} must be {choices}, not {shown(value)}.")
@@ -61,7 +61,7 @@ def flag(name: str, value: Any, or_else: str | None = None) -> bool:
 
 
 def listed(name: str, several: Any) -> list[Any]:
-    """What a caller gives several of, one after another. Raises ValueError if it is no list or anything like it."""
+    """Returns an iterable argument as a list. Raises ValueError for text, mappings and anything not iterable."""
     is_one = isinstance(several, str | bytes | Mapping) or getattr(several, "shape", None) == ()
     if is_one or not isinstance(several, Iterable):
         raise ValueError(f"{name} must be a list, not {shown(several)}.")
@@ -69,8 +69,8 @@ def listed(name: str, several: Any) -> list[Any]:
 
 
 def shown(value: Any) -> str:
-    """`repr` on one line, cut to what fits into a sentence. Python itself refuses to print an integer of thousands of
-    digits."""
+    """Returns `repr` on one line, cut to fit into a sentence. Values that `repr` refuses, such as integers of thousands
+    of digits, are named by type."""
     try:
         text = re.sub(r"\s*\n\s*", " ", repr(value))
     except Exception as error:
@@ -79,8 +79,8 @@ def shown(value: Any) -> str:
 
 
 def as_scalar(value: Any) -> Any:
-    """Return the Python number that an array without axes holds; anything else as it is."""
-    if isinstance(value, jax.core.Tracer):  # no number yet: what is told of it is that it is traced
+    """Returns the Python number that an array without axes holds; anything else as it is."""
+    if isinstance(value, jax.core.Tracer):  # no number yet: errors report that the value is traced
         return value
     is_array = hasattr(value, "dtype") and hasattr(value, "item") and getattr(value, "shape", None) == ()
     return value.item() if is_array else value

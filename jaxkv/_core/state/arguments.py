@@ -1,4 +1,4 @@
-"""Arguments from users: what is known on the host is checked there, what is on the device is left to the device."""
+"""Arguments from users. Values known on the host are checked; values on the device are not read."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,10 +11,10 @@ from jaxkv._core.config.validation import MOST_INDEX, shown
 
 
 def read_numbers(name: str, x: Any) -> np.ndarray | jax.Array:
-    """Return numbers or flags as one array: NumPy's where all of them are known on the host, else JAX's.
+    """Returns numbers or flags as one array: NumPy's if all of them are known on the host, else JAX's.
 
-    Callers hand in Python's numbers, NumPy's, arrays, and lists of all of these in lists. Under `jit` some entries of a
-    list are traced, and others are not.
+    Callers pass Python or NumPy numbers, arrays, and nested lists of these. Under `jit` some entries of a list may be
+    traced and others not.
 
     Raises:
       ValueError: lists of unequal lengths.
@@ -31,7 +31,7 @@ def read_numbers(name: str, x: Any) -> np.ndarray | jax.Array:
 
 
 def is_known(x: Any) -> bool:
-    """Whether the entries of `x`, what `read_numbers` returned, are on the host, so that they can be checked."""
+    """Tells whether the entries of `x`, a result of `read_numbers`, are on the host and can be checked."""
     return isinstance(x, np.ndarray | np.generic)
 
 
@@ -44,14 +44,14 @@ def _leaves(x: Any) -> Iterator[Any]:
 
 
 def _array_of(x: Any) -> Any:
-    """Return the array that a Flax variable holds; anything else as it is."""
+    """Returns the array that a Flax variable holds; anything else as it is."""
     if not isinstance(x, jax.Array) and callable(convert := getattr(x, "__jax_array__", None)):
         return convert()
     return x
 
 
 def _stack(name: str, entries: list[Any]) -> jax.Array:
-    """Return arrays of any integer types, or any others, as one."""
+    """Stacks arrays of bools, floats or integers of any size as bool, float32 or int32."""
     if len(shapes := {entry.shape for entry in entries}) > 1:
         raise ValueError(f"{name} must be lists of equal lengths, but has entries of the shapes {sorted(shapes)}.")
     dtypes = [entry.dtype for entry in entries]
@@ -63,7 +63,7 @@ def _stack(name: str, entries: list[Any]) -> jax.Array:
 
 
 def row_counts(name: str, x: Any, rows: int) -> jax.Array:
-    """`x` as `i32[rows]`. What is known on the host may not be negative; a JAX array is data, and not looked at."""
+    """Returns `x` as `i32[rows]`. Raises ValueError for negative numbers known on the host; JAX arrays are not read."""
     x = read_numbers(name, x)
     if x.shape != (rows,):
         raise ValueError(f"{name} must have one integer for each of the {rows} rows, but its shape is {x.shape}.")
@@ -76,7 +76,7 @@ def row_counts(name: str, x: Any, rows: int) -> jax.Array:
 
 
 def row_indices(name: str, x: Any, rows: int) -> jax.Array:
-    """`x` as `i32[n]` row indices. On the host an index out of range is an IndexError; negative ones do not wrap."""
+    """Returns `x` as `i32[n]` row indices. Raises IndexError for one out of range on the host; none wraps around."""
     x = read_numbers(name, x)
     if x.ndim > 1 or not (jnp.issubdtype(x.dtype, jnp.integer) or x.size == 0):
         raise ValueError(f"{name} must be a row index or a list of them, not {x.dtype}{list(x.shape)}.")
@@ -86,7 +86,7 @@ def row_indices(name: str, x: Any, rows: int) -> jax.Array:
 
 
 def distinct_rows(name: str, x: Any, rows: int) -> np.ndarray:
-    """`x`, known on the host, as indices of rows, none of them twice. Raises IndexError, ValueError."""
+    """Returns `x`, known on the host, as row indices without duplicates. Raises IndexError, ValueError."""
     indices = np.asarray(row_indices(name, on_host(name, x), rows))
     if len(set(indices.tolist())) != len(indices):
         raise ValueError(f"{name} names a row twice: {indices.tolist()}.")
@@ -94,7 +94,7 @@ def distinct_rows(name: str, x: Any, rows: int) -> np.ndarray:
 
 
 def on_host(name: str, x: Any) -> np.ndarray:
-    """`x` as a NumPy array. Raises ValueError where it is traced."""
+    """Returns `x` as a NumPy array. Raises ValueError if `x` is traced."""
     x = read_numbers(name, x)
     if isinstance(x, jax.core.Tracer):
         raise ValueError(f"{name} must be known on the host, not traced: call this between steps, outside of jit.")
@@ -102,7 +102,7 @@ def on_host(name: str, x: Any) -> np.ndarray:
 
 
 def as_int32(x: Any) -> jax.Array:
-    """`x` as int32. What is more than any row holds stays so, where as int32 it would wrap."""
+    """Returns `x` as int32. Numbers that would wrap are clipped, and still exceed what any row holds."""
     dtype = jnp.dtype(x.dtype)
     if jnp.issubdtype(dtype, jnp.integer) and (dtype.itemsize > 4 or dtype == jnp.uint32):
         at = np if is_known(x) else jnp
@@ -113,7 +113,7 @@ def as_int32(x: Any) -> jax.Array:
 
 
 def row_mask(name: str, x: Any, rows: int) -> jax.Array:
-    """`x` as `bool[rows]`: a mask, or the indices of the rows it is True for."""
+    """Returns a mask, or the indices of its True rows, as `bool[rows]`."""
     x = read_numbers(name, x)
     if x.dtype == bool:
         x = jnp.asarray(x)
@@ -125,15 +125,15 @@ def row_mask(name: str, x: Any, rows: int) -> jax.Array:
     indices = row_indices(name, x, rows)
     if not is_known(x):
         return scatter_rows(jnp.zeros(rows, bool), indices, True)
-    return jnp.asarray(np.isin(np.arange(rows), x))  # known on the host: nothing runs on the device for it
+    return jnp.asarray(np.isin(np.arange(rows), x))  # on the host, so that nothing runs on the device
 
 
 def to_device(x: Any) -> jax.Array:
-    """A NumPy array on the device, in memory of its own: unlike `jnp.array` this compiles nothing for its shape."""
+    """Copies a NumPy array to the device; unlike `jnp.array` without compiling for its shape."""
     return jax.device_put(x, may_alias=False)
 
 
 def scatter_rows(per_row: jax.Array, rows: jax.Array, values: Any) -> jax.Array:
-    """`per_row` with `values` at `rows`; indices out of range, negative ones too, are dropped."""
+    """Returns `per_row` with `values` at `rows`; indices out of range, negative ones too, are dropped."""
     rows = jnp.where((rows >= 0) & (rows < per_row.shape[0]), rows, per_row.shape[0])
     return per_row.at[rows].set(values, mode="drop")

@@ -1,5 +1,5 @@
-"""What each device of a mesh axis has, as arrays of its own, and such parts as one again. Outside of any program, and
-nothing is copied: an array over several devices is made of arrays on one each."""
+"""Splits arrays into the shards of a mesh axis, and joins such shards, outside `jit`. Nothing is copied: an array over
+several devices consists of one array per device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +11,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jaxkv._core.config.mesh_shape import mesh_of
 from jaxkv._core.state.multihost import processes_of
 
-AXIS = "data"  # of a model's mesh, for rows
+AXIS = "data"  # the mesh axis for rows
 
 
 def part_of(x: jax.Array, i: int, *, mesh: Mesh, axis: str) -> jax.Array:
-    """The i-th part of an array along an axis of its mesh, as an array on the rest of the mesh: of one that is divided
-    over it, along its first axis, or what a device has of one that is whole on each."""
+    """Returns the i-th shard of an array along a mesh axis, as an array on the rest of the mesh: a slice of the first
+    axis if that is divided over the mesh axis, else the replica."""
     sharding = x.sharding
     assert isinstance(sharding, NamedSharding)
     names = [name for name in mesh.axis_names if name != axis]
@@ -36,7 +36,7 @@ def part_of(x: jax.Array, i: int, *, mesh: Mesh, axis: str) -> jax.Array:
 
 
 def joined(parts: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
-    """What `part_of` made of an array that was divided; of numbers, one for each part."""
+    """Joins shards, as `part_of` returns them, along the first axis; numbers become an array of one per shard."""
     pieces = [shard.data for part in parts for shard in part.addressable_shards]
     if parts[0].ndim == 0:
         pieces = [jax.device_put(np.asarray(x)[None], x.sharding) for x in pieces]
@@ -47,11 +47,11 @@ def joined(parts: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
 
 
 def parts_of_model(model: Any, axis: str = AXIS) -> list[Any]:
-    """A model as each device of its mesh's axis for rows has it, of those in this process; the model itself if there is
-    no such axis, or one device of it.
+    """Returns a model's replica for each device of the mesh axis for rows, of this process; the model itself if there
+    is no such axis, or it has one device.
 
     Raises:
-      ValueError: parameters that are divided over the axis.
+      ValueError: a parameter is divided over the axis.
     """
     model = in_this_process(model, axis)
     mesh = mesh_of(model, axis)
@@ -68,11 +68,11 @@ def parts_of_model(model: Any, axis: str = AXIS) -> list[Any]:
 
 
 def in_this_process(model: Any, axis: str = AXIS) -> Any:
-    """A model on the mesh of several processes as it lies on this one's devices along the axis for rows; the model
+    """Returns a model of several processes as it is on this process's devices along the axis for rows; the model
     itself if all of it is here, or there is no such axis.
 
     Raises:
-      ValueError: each part of the axis has devices of other processes; parameters that are divided over it.
+      ValueError: each shard of the axis has devices of other processes; a parameter is divided over the axis.
     """
     mesh = mesh_of(model, axis)
     if mesh is None or mesh.shape[axis] == 1 or processes_of(mesh) == [jax.process_index()]:
@@ -94,13 +94,13 @@ def in_this_process(model: Any, axis: str = AXIS) -> Any:
 
 
 def count_parts(model: Any, axis: str = AXIS) -> int:
-    """How many `parts_of_model` makes, without making them. Raises ValueError: none would be of this process."""
+    """Returns the number of models that `parts_of_model` makes. Raises ValueError if this process has none."""
     mesh = mesh_of(model, axis)
     return 1 if mesh is None or mesh.shape[axis] == 1 else len(_own_parts(mesh, axis))
 
 
 def _own_parts(mesh: Mesh, axis: str) -> list[int]:
-    """Which parts of the axis have no devices of other processes."""
+    """Returns the shards of the axis without devices of other processes."""
     parts = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(mesh.shape[axis], -1)
     own = [i for i, devices in enumerate(parts) if all(d.process_index == jax.process_index() for d in devices)]
     if not own:
@@ -121,7 +121,7 @@ def _check_whole(x: jax.Array, axis: str) -> None:
 
 
 def delete(tree: Any) -> None:
-    """Free the memory of all arrays in a pytree, whoever still names them."""
+    """Frees the memory of all arrays in a pytree, even if they are still referenced."""
     for x in jax.tree.leaves(tree):
         if isinstance(x, jax.Array) and not x.is_deleted():
             x.delete()

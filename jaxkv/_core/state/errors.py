@@ -1,5 +1,5 @@
-"""What `check` raises: inside `jit` a failure is data (`cache.failed`); these turn it into an exception on the host.
-And what `load` raises about files."""
+"""Exceptions. `check` turns failures, which inside `jit` are data (`cache.failed`), into exceptions on the host; `load`
+raises those about files."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class OutOfBlocks(CacheError):
     """The pool had too few free blocks for a row's request.
 
     Attributes:
-      request: whose it is, where an engine's `step` raises it: it has ended with this as its `error`.
+      request: the request that ended with this as its `error`, if an engine's `step` raised it.
 
     >>> import jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -55,7 +55,7 @@ class SequenceTooLong(CacheError):
 
 
 class OutOfWindow(CacheError):
-    """A row was to go back to tokens that layers with a sliding window have given back.
+    """A row should roll back to tokens that layers with a sliding window have freed.
 
     >>> import jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=1, max_seq_len=64)
@@ -70,7 +70,7 @@ class OutOfWindow(CacheError):
 
 
 class CacheFileError(ValueError):
-    """A saved cache that cannot be used here: another model, other layers, a newer version, or too little room.
+    """A saved cache cannot be used here: another model, other layers, a newer version, or too few rows or blocks.
 
     >>> import jaxkv, tempfile
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -86,7 +86,7 @@ class CacheFileError(ValueError):
 
 
 class DamagedFile(CacheFileError):
-    """A file that is not what was written: truncated, or changed afterwards.
+    """A file was truncated or changed after it was written.
 
     >>> import jaxkv, pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "chat.safetensors"
@@ -100,4 +100,4 @@ class DamagedFile(CacheFileError):
 
 
 for _error in (CacheError, OutOfBlocks, OutOfWindow, SequenceTooLong, CacheFileError, DamagedFile):
-    _error.__module__ = "jaxkv"  # the name that users know, in tracebacks too
+    _error.__module__ = "jaxkv"  # the public name, in tracebacks too

@@ -1,8 +1,8 @@
-"""Lines of a table: one for each row, or, where a layer evicts by heads, one for each KV head of each row.
+"""Head rows of a table: one for each row, or one for each KV head of each row if a layer evicts by heads.
 
-A head is a row of its own then, and kernels take it as one: tables `[K * S, M]`, blocks of one head, queries
-`[K * S, T, G, D]`. Heads come first, line `k * S + s` is head k of row s: so packed tokens stay runs, head by head, and
-what is said of rows is said of lines by repeating it.
+Kernels then take a head as a row of its own: tables `[K * S, M]`, blocks of one head, queries `[K * S, T, G, D]`. Heads
+come first: head row `k * S + s` is head k of row s. Packed tokens thus stay consecutive head by head, and values of
+rows are repeated to become values of head rows.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ HEAD_ROW_FIELDS = ("tables", "lengths", "new", "offsets", "failed", "wanted", "n
 
 
 def refuse_evicting(config: CacheConfig, what: str, kinds: tuple[str, ...] = ("layer", "head")) -> None:
-    """Raise ValueError where a layer evicts, whole tokens or by heads, for a function that does not know that."""
+    """Raises ValueError if a layer evicts, for a function that does not support that."""
     for i, layer in enumerate(config.layers):
         if layer.evict in kinds:
             raise ValueError(f"{what} no layers with evict={layer.evict!r} yet, but layer {i} has it: leave it out.")
 
 
 def refuse_sinks(config: CacheConfig, what: str) -> None:
-    """Raise ValueError where rows of a layer keep first tokens before its window, for a function that does not know."""
+    """Raises ValueError if a layer keeps sink tokens before its window, for a function that does not support that."""
     for i, layer in enumerate(config.layers):
         if layer.sink_tokens is not None and layer.shares_with is None and not config.contiguous:
             raise ValueError(
@@ -36,43 +36,43 @@ def refuse_sinks(config: CacheConfig, what: str) -> None:
 
 
 def refuse_gaps(config: CacheConfig, what: str, kinds: tuple[str, ...] = ("layer", "head")) -> None:
-    """`refuse_evicting` and `refuse_sinks`: for a function that takes rows to hold all tokens from one on."""
+    """Calls `refuse_evicting` and `refuse_sinks`, for a function that assumes rows without gaps."""
     refuse_evicting(config, what, kinds)
     refuse_sinks(config, what)
 
 
 def to_lines(x: Any, tables: BlockTables) -> Any:
-    """`[S, ...]` of rows, or a scalar, for each line of a table."""
+    """Repeats `[S, ...]` of rows for the head rows of a table; a scalar stays."""
     if not jnp.ndim(x) or x.shape[0] == (lines := tables.lengths.shape[0]):
         return x
     return jnp.tile(x, (lines // x.shape[0], *(1,) * (x.ndim - 1)))
 
 
 def by_row(x: Any, config: CacheConfig) -> Any:
-    """`[S * n, ...]` of lines as `[n, S, ...]`."""
+    """Reshapes `[S * n, ...]` of head rows to `[n, S, ...]`."""
     return x.reshape(-1, config.max_seqs, *x.shape[1:])
 
 
 def row_sums(x: Any, config: CacheConfig) -> Any:
-    """`i32[S]`: what the lines of each row have together."""
+    """Sums `i32[S * n]` over the head rows of each row, to `i32[S]`."""
     return x if x.shape[0] == config.max_seqs else by_row(x, config).sum(axis=0, dtype=x.dtype)
 
 
 def part_sums(x: jax.Array, tables: BlockTables) -> jax.Array:
-    """`i32[]`: all numbers of lines together; `i32[P]` where a table's blocks are in parts."""
+    """Sums values of head rows: to `i32[]`, or per shard `i32[P]` if a table's blocks are in shards."""
     x = x if tables.parts == 1 else x.reshape(tables.parts, -1)
     return x.sum(axis=-1, dtype=x.dtype)
 
 
 def row_needs(x: jax.Array, tables: BlockTables, config: CacheConfig) -> jax.Array:
-    """`i32[S]`: what the lines of each row need together of a table's blocks; of each part of them, `i32[P, S]`."""
+    """Sums the blocks that the head rows of each row need: to `i32[S]`, or per shard `i32[P, S]`."""
     if tables.parts == 1:
         return row_sums(x, config)
     return x.reshape(tables.parts, -1, config.max_seqs).sum(axis=1, dtype=x.dtype)
 
 
 def of_parts(x: Any, tables: BlockTables) -> jax.Array:
-    """What is said of a table's parts, `[P]` or of their rows `[P, S]`, for each line; where there is one, as it is."""
+    """Repeats values of shards, `[P]` or `[P, S]`, for each head row; with one shard they stay as they are."""
     if tables.parts == 1:
         return x
     lines = tables.lengths.shape[0] // tables.parts
@@ -82,23 +82,23 @@ def of_parts(x: Any, tables: BlockTables) -> jax.Array:
 
 
 def block_numbers(tables: BlockTables) -> np.ndarray:
-    """`i32[N]`: a table's blocks, without the null blocks."""
+    """Returns `i32[N]`, a table's blocks without the null blocks."""
     return numbers_in_parts(tables.num_blocks, tables.parts)
 
 
 def numbers_in_parts(num_blocks: int, parts: int) -> np.ndarray:
-    """`i32[N]`: so many blocks in so many parts, each behind a null block."""
+    """Returns `i32[N]`, the indices of `num_blocks` blocks in `parts` shards, each after a null block."""
     number = np.arange(num_blocks + parts, dtype=np.int32)
     return number[number % (len(number) // parts) != NULL_BLOCK]
 
 
 def any_of_row(x: Any, config: CacheConfig) -> Any:
-    """`bool[S]`: whether it is so for any line of a row."""
+    """Returns `bool[S]`: whether `x` is True for any head row of a row."""
     return x if x.shape[0] == config.max_seqs else by_row(x, config).any(axis=0)
 
 
 def seen_by_rows(tables: BlockTables, config: CacheConfig) -> BlockTables:
-    """Tables that say of rows what all groups say alike: lengths are the tokens that a row has seen."""
+    """Returns tables with the values of rows that are equal in all groups: lengths are the tokens a row has seen."""
     if tables.evicted is None:
         return tables
     rows = {
@@ -108,20 +108,20 @@ def seen_by_rows(tables: BlockTables, config: CacheConfig) -> BlockTables:
 
 
 def source_lines(source: jax.Array, tables: BlockTables) -> jax.Array:
-    """`i32[S]`, the rows that rows are to be like, for lines: each head is to be like the same head of the other."""
+    """Expands source rows `i32[S]` to head rows: each head's source is the same head of the source row."""
     rows = source.shape[0]
     head = jnp.arange(tables.lengths.shape[0], dtype=jnp.int32) // rows
     return to_lines(source, tables) + head * rows
 
 
 def _heads_of(one: Layer) -> int:
-    """How many lines a row has: of those that are at hand."""
+    """Returns the number of head rows per row on this device."""
     return one.tables.lengths.shape[0] // one.config.max_seqs
 
 
 def split_heads(one: Layer, x: Any) -> Any:
-    """Queries, keys or values `[S, T, heads, D]` or `[N, heads, D]` as the lines' own, `[K * S, T, heads / K, D]` or
-    `[K * N, heads / K, D]`, of a layer that evicts by heads."""
+    """Splits queries, keys or values `[S, T, heads, D]` or `[N, heads, D]` into head rows, `[K * S, T, heads / K, D]`
+    or `[K * N, heads / K, D]`, for a layer that evicts by heads."""
     heads = _heads_of(one)
     if heads == 1 or x is None:
         return x
@@ -133,7 +133,7 @@ def split_heads(one: Layer, x: Any) -> Any:
 
 
 def join_heads(one: Layer, out: Any, axis: int) -> Any:
-    """The opposite of `split_heads`, of an array with its heads at `axis`."""
+    """Inverts `split_heads`, for a result with its heads at `axis`."""
     heads = _heads_of(one)
     if heads == 1:
         return out
@@ -142,16 +142,16 @@ def join_heads(one: Layer, out: Any, axis: int) -> Any:
 
 
 def split_tokens(one: Layer, x: Any) -> Any:
-    """What is said of tokens, `[S, T]` or `[N]`, for those of all lines."""
+    """Repeats values of tokens, `[S, T]` or `[N]`, for all head rows."""
     heads = _heads_of(one)
     return x if heads == 1 or x is None else jnp.tile(x, (heads, *(1,) * (x.ndim - 1)))
 
 
 def split_offsets(one: Layer, offsets: Any, count: int) -> Any:
-    """Where each line's packed tokens start, `count` of each head one after another."""
+    """Returns the start of each head row's packed tokens; each head has `count` consecutive tokens."""
     heads = _heads_of(one)
     if heads == 1 or offsets is None:
         return offsets
-    # Where a row's tokens do not fit it has none: its lines start where the next head's do.
+    # A row whose tokens do not fit has none: its head rows start where the next head's do.
     start = jnp.minimum(offsets[: one.config.max_seqs], count)
     return (start[None] + count * jnp.arange(heads, dtype=jnp.int32)[:, None]).reshape(-1)

@@ -1,7 +1,7 @@
-"""Several processes that run one program: what they tell each other, and arrays that lie on the devices of all.
+"""Several processes that run one program: messages between them, and arrays on the devices of all.
 
-Texts go through the key-value store of JAX's coordinator, not through devices: so it works while a program differs from
-process to process, which is what there is to find out.
+Messages go through the key-value store of JAX's coordinator, not through devices, so that they arrive even if the
+processes' programs differ, which is the fault to detect.
 """
 
 import collections
@@ -12,34 +12,35 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed  # the store has no public door
+from jax._src import distributed  # the store has no public API
 from jax.sharding import Mesh, Sharding
 
-PATIENCE = 60  # seconds until the others must have come to the same place
+PATIENCE = 60  # seconds until the other processes must make the same call
 
 _counts: collections.defaultdict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 def global_state() -> Any:
-    """What JAX knows of the processes."""
+    """Returns JAX's state of the processes."""
     return distributed.global_state
 
 
 def store() -> Any:
-    """The coordinator's key-value store; None in a process by itself."""
+    """Returns the coordinator's key-value store; None in a single process."""
     return distributed.global_state.client
 
 
 def processes_of(mesh: Mesh) -> list[int]:
-    """The processes whose devices a mesh has."""
+    """Returns the processes that own a mesh's devices."""
     return sorted({device.process_index for device in mesh.devices.flat})
 
 
 def exchange(what: str, said: str, processes: Iterable[int]) -> list[str]:
-    """What each of some processes says here, in their order. All of them call this, and this one is among them.
+    """Exchanges messages among processes, and returns them in order. All of them, this one included, must call this.
 
     Raises:
-      RuntimeError: one did not come.
+      RuntimeError: one process did not call this in time, or there is no coordinator.
+      ValueError: this process is not among them.
     """
     processes, client = list(processes), store()
     if client is None:
@@ -58,7 +59,7 @@ def exchange(what: str, said: str, processes: Iterable[int]) -> list[str]:
         return f"jaxkv/{group}/{number}/{process}"
 
     client.key_value_set(key(number, me), f".{said}")  # there are no empty values
-    if number > 1:  # whoever has said something after it has heard it
+    if number > 1:  # every process that sent the next message has read this one
         client.key_value_delete(key(number - 2, me))
     heard = []
     for process in processes:
@@ -73,7 +74,7 @@ def exchange(what: str, said: str, processes: Iterable[int]) -> list[str]:
 
 
 def agree(what: str, said: str, processes: Iterable[int]) -> None:
-    """Raise ValueError in every process unless all say the same."""
+    """Raises ValueError in every process unless all pass the same text."""
     processes = list(processes)
     heard = exchange(what, hashlib.blake2b(said.encode(), digest_size=16).hexdigest(), processes)
     if others := [p for p, x in zip(processes, heard, strict=True) if x != heard[0]]:
@@ -84,7 +85,7 @@ def agree(what: str, said: str, processes: Iterable[int]) -> None:
 
 
 def put(x: Any, sharding: Sharding) -> jax.Array:
-    """An array that is the same in all processes, on the devices of all. They need not talk about it."""
+    """Puts an array, equal in all processes, on the devices of all, without communication."""
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     x = np.asarray(x)
@@ -92,11 +93,11 @@ def put(x: Any, sharding: Sharding) -> jax.Array:
 
 
 def place_like(x: Any, own: Any) -> Any:
-    """Return `x` where the array `own` lies, committed to its devices only where `own` is.
+    """Returns `x` on the devices of the array `own`, committed only if `own` is.
 
-    So a compiled step takes what is made of it as it takes what was made of `own`.
+    A compiled step then takes arrays made from `x` like those made from `own`.
 
-    Traced arrays, of which nobody knows where they lie, come into the memory of the device.
+    Traced arrays, whose devices are unknown, move to device memory.
     """
     if any(isinstance(y, jax.core.Tracer) for y in (x, own)):
         is_there = jax.typeof(x).memory_space == jax.memory.Space.Device
@@ -104,17 +105,17 @@ def place_like(x: Any, own: Any) -> Any:
     if own.committed:
         is_there = isinstance(x, jax.Array) and x.committed and x.sharding.device_set == own.sharding.device_set
         return jax.device_put(x, jax.memory.Space.Device) if is_there else put(x, own.sharding)
-    # What is committed stays so wherever JAX puts it; only by way of the host it becomes free.
+    # A committed array stays committed wherever JAX puts it, unless it goes through the host.
     return jax.device_put(np.asarray(x)) if isinstance(x, np.ndarray) or x.committed else x
 
 
 def is_here(tree: Any) -> bool:
-    """Whether all arrays of a pytree lie on devices of this process."""
+    """Tells whether all arrays of a pytree are on devices of this process."""
     return all(x.is_fully_addressable for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
 
 
 def check_here(tree: Any, function: str) -> None:
-    """Raise ValueError unless a function that reads blocks to move them finds all of them in this process."""
+    """Raises ValueError unless all arrays are in this process, as `function`, which moves blocks, requires."""
     if not is_here(tree):
         raise ValueError(
             f"{function} takes caches on devices of one process, but this one lies on those of others too: save and "

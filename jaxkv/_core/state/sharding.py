@@ -1,9 +1,9 @@
-"""Pools that lie on several devices, divided over KV heads, over the tokens of each block, or both: whatever reads or
-writes one runs on each device's part by itself.
+"""Pools divided over devices by KV heads, by the tokens of each block, or both. Functions that read or write a pool run
+on each device's shard.
 
-Left alone, the compiler refuses kernels on a TPU, and elsewhere gathers the pools in silence: right, and slow. So
-everything that touches a pool goes through `on_shards`, which puts a `shard_map` around it. Where there is none to be
-put, on one device or inside a `shard_map` of the caller's, the function runs as it is.
+Without that, the compiler refuses kernels on a TPU, and elsewhere silently gathers the pools, which is slow. So every
+access to a pool goes through `on_shards`, which wraps the function in a `shard_map`. On one device, or inside a
+`shard_map` of the caller, the function runs as it is.
 """
 
 import dataclasses
@@ -17,24 +17,24 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxkv._core.state.state import Pool
 
-# In the specs that are given to `on_shards`: an axis of a pool's KV heads, or of a step's new ones, of query heads, and
-# of a block's tokens; and one of blocks, or of lines, where each head has its own and they are divided instead.
+# Axis names in the specs for `on_shards`: a pool's KV heads, a step's new KV heads, query heads, a block's tokens; and
+# blocks, or head rows, which are divided instead where each head has its own.
 KV, NEW, Q, TOKENS, PARTS = "kv heads", "new kv heads", "query heads", "tokens of a block", "parts"
 
 
 def heads_at(axis: int, heads: str = KV) -> PartitionSpec:
-    """The spec of an array whose heads are at `axis`."""
+    """Returns the spec of an array whose heads are at `axis`."""
     return PartitionSpec(*[None] * axis, heads)
 
 
 POOL = PartitionSpec(PARTS, None, KV, TOKENS)
-BLOCKS = PartitionSpec(None, None, KV, TOKENS)  # some blocks, that are not where pools have them
+BLOCKS = PartitionSpec(None, None, KV, TOKENS)  # blocks copied out of a pool
 WHOLE = PartitionSpec()
 
 
 class Shards(NamedTuple):
-    """A mesh, and the axes of it that KV heads and the tokens of blocks lie on, but for those of a `shard_map` that
-    this is called in."""
+    """A mesh, and its axes that KV heads and the tokens of blocks are divided over, except those of a surrounding
+    `shard_map`."""
 
     mesh: AbstractMesh
     heads: str | None
@@ -46,10 +46,10 @@ class Shards(NamedTuple):
 
 
 def shards_of(pool: Pool) -> Shards | None:
-    """Where a pool lies; None on one device, and inside a `shard_map` over all that it is divided over.
+    """Returns a pool's shards; None on one device, and inside a `shard_map` over all axes that divide the pool.
 
     Raises:
-      ValueError: the pool has been put on a mesh without the axis.
+      ValueError: the pool is on a mesh without the axis.
     """
     mesh = _mesh_of(pool)
     if mesh is None:
@@ -59,10 +59,10 @@ def shards_of(pool: Pool) -> Shards | None:
 
 
 def num_parts(num_heads: int, count: int, axis: str) -> int:
-    """Into how many parts KV heads are divided on an axis of `count` devices: 1 if there are fewer of them.
+    """Returns the number of shards of KV heads on an axis of `count` devices: 1 if there are fewer heads.
 
     Raises:
-      ValueError: there are as many or more, but not the same number for each device.
+      ValueError: there are at least `count` heads, but not equally many for each device.
 
     >>> num_parts(8, 4, "model"), num_parts(2, 4, "model")
     (4, 1)
@@ -81,15 +81,15 @@ def on_shards(
     pool: Pool, function: Callable[..., Any], arguments: tuple, in_specs: tuple, out_specs: Any, *,
     query_heads: int | None = None, **static: Any,
 ) -> Any:  # fmt: skip
-    """`function(*arguments, **static)`, on each device with its own part of pools.
+    """Runs `function(*arguments, **static)` on each device with its own shard of pools.
 
     Args:
-      pool: it says where they are.
-      function: of a module, since it is known again by its identity.
+      pool: the pool whose mesh and axes are used.
+      function: a module-level function, since it is cached by identity.
       arguments: pytrees of arrays, pools among them.
-      in_specs, out_specs: prefixes of them and of what is returned, with `KV`, `Q` and so on for names of axes.
-      query_heads: how many there are, where the function has queries.
-      static: hashable.
+      in_specs, out_specs: spec prefixes of the arguments and of the result, with `KV`, `Q` and so on as axis names.
+      query_heads: number of query heads, if the function takes queries.
+      static: hashable keyword arguments.
     """
     shards = shards_of(pool)
     if shards is None:
@@ -98,7 +98,7 @@ def on_shards(
     in_parts = pool.parts > 1
     by_kv = not in_parts and num_parts(pool.kv.shape[2], devices, str(shards.heads)) == devices
     by_q = by_kv or in_parts if query_heads is None else query_heads % devices == 0
-    if not by_q:  # every device does everything: none has query heads of its own
+    if not by_q:  # every device computes all query heads
         arguments = jax.tree.map(functools.partial(_on_axis, None), arguments, is_leaf=_is_pool)
     divided = {KV: by_kv, NEW: by_kv or in_parts, Q: by_q, PARTS: in_parts}
     axes = {name: shards.heads if is_so else None for name, is_so in divided.items()} | {TOKENS: shards.context}
@@ -127,18 +127,18 @@ def _run(leaves, *, function, structure, in_specs, out_specs, shards, static):
 
 
 def on_devices(function: Callable, mesh: AbstractMesh, in_specs: Any, out_specs: Any) -> Callable:
-    """`shard_map` over all axes of a mesh that are not those of one around it."""
+    """Wraps a function in a `shard_map` over all mesh axes but those of a surrounding one."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     free = frozenset(name for name, kind in kinds if kind != AxisType.Manual)
-    # What a device holds of arrays that are whole on each is the same by construction, and need not be proved; kernels
-    # that are told so may use references, which JAX refuses to those of which it thinks that they may differ.
+    # Replicated arrays are equal on all devices by construction, which need not be proved. Without the check kernels
+    # may use references, which JAX refuses for arrays that it assumes may differ.
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False
     )  # fmt: skip
 
 
 def _placed(x: Any, spec: PartitionSpec, mesh: AbstractMesh) -> Any:
-    """An array as it is to lie: where axes are explicit, `shard_map` leaves that to whoever calls it."""
+    """Reshards an array to its spec if axes are explicit, which `shard_map` leaves to its caller."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if AxisType.Explicit not in kinds.values():
         return x
@@ -147,13 +147,13 @@ def _placed(x: Any, spec: PartitionSpec, mesh: AbstractMesh) -> Any:
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """An array of which every device has all: with explicit axes only that can be indexed."""
+    """Returns a replicated copy of an array: with explicit axes only such arrays can be indexed."""
     mesh = jax.typeof(x).sharding.mesh
     return x if mesh.empty else _placed(x, WHOLE, mesh)
 
 
 def parts_of_blocks(pool: Pool) -> dict[str, Any]:
-    """What the kernels are given of a pool, in shapes: of blocks that are divided, the part that each device has."""
+    """Returns the shapes of a pool that kernels get; each device's run if the tokens of blocks are divided."""
     shards = shards_of(pool)
     if shards is None or shards.context is None:
         return {"kv": pool.kv}
@@ -167,7 +167,7 @@ def parts_of_blocks(pool: Pool) -> dict[str, Any]:
 
 
 def inside(pool: Pool, axis: str) -> AbstractMesh | None:
-    """The mesh that a pool lies on, inside a `shard_map` over an axis of it; None anywhere else."""
+    """Returns a pool's mesh inside a `shard_map` over the given axis; None anywhere else."""
     mesh = _mesh_of(pool)
     return mesh if mesh is not None and _is_manual(mesh, axis) else None
 
@@ -202,5 +202,5 @@ def _is_spec(x: Any) -> bool:
 
 
 def _on_axis(axis: str | None, x: Any) -> Any:
-    """A pool whose heads lie on another axis; anything else as it is."""
+    """Returns a pool with `axis` as its heads' axis; anything else as it is."""
     return dataclasses.replace(x, heads=axis) if _is_pool(x) else x

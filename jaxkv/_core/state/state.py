@@ -1,4 +1,4 @@
-"""The state of a cache: immutable pytrees of arrays. Fields and shapes, no algorithm.
+"""The state of a cache: immutable pytrees of arrays. Fields and shapes, no algorithms.
 
 S rows, M columns of a block table, K KV heads, D head_dim, N = num_blocks.
 """
@@ -16,11 +16,11 @@ from jaxkv._core.state.static_fields import register_export
 # Block 0 is never allocated and never written: unused table entries point at it, so that any fetch is in bounds.
 NULL_BLOCK = 0
 
-# In `BlockTables.wanted`: no length, for the request made no sense; or the step was planned for other tables.
+# In `BlockTables.wanted`, instead of a length: the request was invalid, or the step was planned for other tables.
 SENSELESS, STALE = -1, -2
 
-# In `BlockTables.needed`: no block would help. The tokens that a row was to go back to have been given back; or it was
-# to hold more tokens than a row may.
+# In `BlockTables.needed`, where no block would help: the tokens that a row should roll back to have been freed, or the
+# row would exceed the maximum tokens.
 GONE, TOO_LONG = -1, -2
 
 
@@ -28,39 +28,39 @@ GONE, TOO_LONG = -1, -2
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class BlockTables:
-    """Which blocks each row holds, and which are free. Shared by the layers of a group.
+    """The blocks that each row holds, and the free ones. Shared by the layers of a group.
 
-    The free blocks are the last `num_free` entries of `free_list`, the next one to be taken first. Whatever stands
-    before them is out of date.
+    The free blocks are the last `num_free` entries of `free_list`, the next one to be taken first. The entries before
+    them are stale.
 
-    Of a layer whose heads have blocks of their own, divided over P devices, blocks are in P parts, each with a null
-    block of its own before it, though tables name the first one alone: lines in the p-th of P equal runs have blocks of
-    the p-th part. Then `refcounts` and `kept` are i32[N + P], `free_list` is one such list behind the other, and
-    `num_free` says i32[P] how many are free of each.
+    If a layer's heads have blocks of their own, divided over P devices, blocks are in P shards. Each shard begins with
+    its own null block, but tables use only the first null block. Head rows in the p-th of P equal runs have blocks of
+    the p-th shard. `refcounts` and `kept` are then i32[N + P], `free_list` concatenates the shards' lists, and
+    `num_free` i32[P] counts the free blocks of each shard.
     """
 
-    # Logical block -> physical block. A row's entries stand one after another, with null blocks behind them, and before
-    # them for what has fallen out of a window.
+    # Logical block -> physical block. A row's entries are consecutive; null blocks follow, and precede them where
+    # blocks have left a sliding window.
     tables: jax.Array  # i32[S, M]
     lengths: jax.Array  # i32[S]: tokens of each row, the current step's included
-    new: jax.Array  # i32[S]: how many of them are the current step's
-    offsets: jax.Array  # i32[S]: where each row's tokens start in a packed step
-    refcounts: jax.Array  # i32[N + 1]: who holds a block, rows and index; a free one keeps the 1 its next owner needs
-    # i32[N + 1]: the label of what a `PrefixCache` keeps in the block, whether or not a row holds it too; 0: nothing.
-    # So a cache says itself what its kept blocks hold, and an index never takes one for what it was or will be.
+    new: jax.Array  # i32[S]: the current step's tokens among them
+    offsets: jax.Array  # i32[S]: start of each row's tokens in a packed step
+    refcounts: jax.Array  # i32[N + 1]: holders of a block, rows and index; 1 if free, as its next owner needs
+    # i32[N + 1]: the label of the prefix that a `PrefixCache` keeps in the block, even if a row holds the block too; 0:
+    # none. The labels belong to the cache, so that an index never mistakes a block for its earlier or later content.
     kept: jax.Array
     free_list: jax.Array  # i32[N]
     num_free: jax.Array  # i32[], or i32[P]
-    peak: jax.Array  # i32[]: the most blocks ever in use at once
+    peak: jax.Array  # i32[]: maximum number of blocks ever in use at once
     failed: jax.Array  # bool[S]: a request of the row could not be met; cleared by `free`
-    wanted: jax.Array  # i32[S]: the length that request asked for, or SENSELESS, or STALE
-    needed: jax.Array  # i32[S]: the blocks it needed, or GONE, or TOO_LONG
-    # Of layers with a window or chunks whose rows may outgrow their table, i32[S]: how many blocks of a row have left
-    # it. Behind the first ones that stay, column c stands for the row's block c + skipped. See `columns`.
+    wanted: jax.Array  # i32[S]: the length that the request asked for, or SENSELESS, or STALE
+    needed: jax.Array  # i32[S]: the blocks that the request needed, or GONE, or TOO_LONG
+    # For layers with a window or chunks whose rows may outgrow their table, i32[S]: number of a row's blocks that left
+    # it. After the leading blocks that stay, column c is the row's block c + skipped. See `columns`.
     skipped: jax.Array | None = None
-    # Of a layer that evicts. Where it does so by heads, S is K * S in all shapes here; see `lines`.
-    evicted: jax.Array | None = None  # i32[S]: tokens that were given back; `lengths` are those that are held
-    thinned: jax.Array | None = None  # i32[S]: of the tokens held the first so many, some of those before which went
+    # For a layer that evicts. If it evicts by heads, S is K * S in all shapes here; see `head_rows`.
+    evicted: jax.Array | None = None  # i32[S]: tokens that were evicted; `lengths` counts the tokens held
+    thinned: jax.Array | None = None  # i32[S]: number of leading held tokens among which some were evicted
 
     @property
     def held(self) -> jax.Array:
@@ -75,7 +75,7 @@ class BlockTables:
 
     @property
     def seen(self) -> jax.Array:
-        """`i32[S]`: tokens that each row was given, where the next one's position goes on."""
+        """`i32[S]`: tokens that each row was given, which is the position of the next one."""
         return self.lengths if self.evicted is None else self.lengths + self.evicted
 
     @property
@@ -84,7 +84,7 @@ class BlockTables:
 
     @property
     def parts(self) -> int:
-        """How many parts blocks are in, P."""
+        """Number of shards of the blocks, P."""
         return self.num_free.shape[0] if self.num_free.ndim else 1
 
     @property
@@ -97,41 +97,41 @@ class BlockTables:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pool:
-    """One layer's blocks."""
+    """The blocks of one layer."""
 
-    # [N + 1, 2, K, block_size, D]: keys at 0, values at 1; of a latent layer [N + 1, 1, 1, block_size, D]; where a row
-    # holds more, [N + 1, 2, K / 2, block_size, 2 D] or [N + 1, 1, K, block_size, 2 D]: see `forms`.
+    # [N + 1, 2, K, block_size, D]: keys at 0, values at 1; for a latent layer [N + 1, 1, 1, block_size, D]; if packed
+    # [N + 1, 2, K / 2, block_size, 2 D] or [N + 1, 1, K, block_size, 2 D]: see `kv_packing`.
     kv: jax.Array
-    # Of quantised kinds [N + 1, 2, K, block_size]; in int4 with an axis of ceil(D / 32), of latent layers of 2.
+    # If quantized, [N + 1, 2, K, block_size]; one more axis of ceil(D / 32) in int4, of 2 for latent layers.
     scale: jax.Array | None = None
-    # Of a layer that keeps bounds [N + 1, 2, K, D]: the least and the largest entries of each block's keys, and what is
-    # wider than that where tokens have gone; see `kept_bounds`.
+    # For a layer with bounds, [N + 1, 2, K, D]: minimum and maximum entries of each block's keys; wider where tokens
+    # were dropped. See `key_bounds`.
     bounds: jax.Array | None = None
-    # The mesh axis that heads lie on; the mesh itself is part of the arrays' types. None: they lie on one device.
+    # The mesh axis that heads are divided over; the mesh itself is part of the arrays' types. None: one device.
     heads: str | None = dataclasses.field(default=None, metadata={"static": True})
-    # The mesh axis that the tokens of every block are divided over, in equal runs; None: they lie on one device.
+    # The mesh axis that the tokens of every block are divided over, in equal runs. None: one device.
     context: str | None = dataclasses.field(default=None, metadata={"static": True})
-    # How many devices of the heads' axis the blocks are divided among, each with a null block of its own and those of
-    # its heads: see `BlockTables`. 1: a block holds all heads, or all blocks lie on each device.
+    # Number of devices of the heads' axis that the blocks are divided among, each with its own null block and blocks
+    # of its own heads: see `BlockTables`. 1: a block holds all heads, or each device has all blocks.
     parts: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def k(self) -> jax.Array:
-        """As they are stored: where rows hold more, the whole rows."""
+        """Keys as stored; whole pool rows where keys and values are packed."""
         return self.kv[:, 0]
 
     @property
     def v(self) -> jax.Array:
-        """The same of values; of a latent layer the whole rows, too, of which values are the first numbers."""
+        """Values as stored; whole pool rows where packed, or latent, whose first entries are the values."""
         return self.kv[:, -1]
 
     @property
     def tokens(self) -> "Pool":
-        """What the blocks hold of each token: all but what is said of blocks."""
+        """The per-token arrays of the pool: all but the bounds of blocks."""
         return dataclasses.replace(self, bounds=None)
 
     def like(self, other: "Pool") -> "Pool":
-        """These blocks, on the axes of another pool."""
+        """Returns these blocks with the mesh axes of another pool."""
         return dataclasses.replace(self, heads=other.heads, context=other.context, parts=other.parts)
 
 
@@ -139,30 +139,30 @@ class Pool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Layer:
-    """One layer as attention sees it: its pool, and the tables of its group. Made by `cache.layers`.
+    """One layer as attention takes it: its pool, and the tables of its group. Made by `cache.layers`.
 
-    A model's blocks take theirs and give it back; `cache.with_layers` puts them together again. Layers share their
-    tables, so donate the cache, not its layers: no buffer can be donated twice.
+    Each block of a model takes its layer and returns the layer updated; `cache.with_layers` puts the layers back.
+    Layers share their tables, so donate the cache, not its layers: no buffer can be donated twice.
     """
 
     NO_CACHE: ClassVar[str] = (
         "cache must be the whole cache, not one of its layers: cache.with_layer and cache.with_layers put layers back."
     )
 
-    pool: Pool  # None in a list of layers, if it reads another's: what that one writes would not reach it
+    pool: Pool  # None in a list of layers if the layer reads another's pool, whose writes it would miss
     tables: BlockTables
-    place: jax.Array | None = None  # i32[]: which of the layers stacked in the pool it is; None: it has the pool alone
-    number: int = dataclasses.field(metadata={"static": True})  # its index; in a stack, the index of one that is alike
+    place: jax.Array | None = None  # i32[]: index of the layer in its stack's pool; None: the pool has one layer
+    number: int = dataclasses.field(metadata={"static": True})  # its index; in a stack, that of an equal layer
     config: CacheConfig = dataclasses.field(metadata={"static": True})
 
     @property
     def layer_config(self) -> LayerConfig:
-        """What the layer is made for."""
+        """The config of the layer."""
         return self.config.layers[self.number]
 
     @property
     def group(self) -> int:
-        """The group of layers whose tables these are."""
+        """The layer's group, whose tables these are."""
         return self.config.group(self.number)
 
     @property
@@ -172,14 +172,14 @@ class Layer:
 
     @property
     def held(self) -> jax.Array:
-        """`i32[S]`: tokens that the layer holds of each row; `i32[S, K]` where it evicts by heads."""
+        """`i32[S]`: tokens that the layer holds of each row; `i32[S, K]` if the layer evicts by heads."""
         heads = self.config.group_heads[self.group]
         lengths = self.tables.lengths
         return lengths if self.config.group_evicts[self.group] != "head" else lengths.reshape(heads, -1).T
 
     @property
     def blocks(self) -> jax.Array:
-        """`i32[S, M]`: where the layer's blocks lie in its pool."""
+        """`i32[S, M]`: indices of the layer's blocks in its pool."""
         if self.place is None:
             return self.tables.tables
         return self.tables.tables + self.place * (self.tables.num_blocks + 1)

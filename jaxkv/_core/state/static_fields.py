@@ -1,4 +1,4 @@
-"""The static fields of pytrees as bytes, so that `jax.export` can serialize programs that take or return them."""
+"""Serializes the static fields of pytrees, so that `jax.export` can serialize programs that take or return them."""
 
 import dataclasses
 import json
@@ -14,9 +14,9 @@ _CONFIG = "CacheConfig"
 
 
 def register_export[T: type](cls: T) -> T:
-    """Register a pytree class whose static fields are configs, strings, numbers and tuples of them with `jax.export`.
+    """Registers a pytree class whose static fields are configs, strings, numbers and tuples of them with `jax.export`.
 
-    Its name there is its own, under `jaxkv`, wherever the class lies.
+    The registered name is `jaxkv.` and the class name, in whatever module the class is.
 
     >>> import jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -33,12 +33,12 @@ def register_export[T: type](cls: T) -> T:
 
 
 def render_static(fields: Any) -> bytes:
-    """Return static fields as JSON."""
+    """Returns static fields as JSON."""
     return json.dumps(fields, default=_render_config, allow_nan=False).encode()
 
 
 def parse_static(data: bytes) -> Any:
-    """Return what `render_static` was given. Raises ValueError for what it did not write."""
+    """Returns the fields that `render_static` wrote. Raises ValueError for other data."""
     return _as_tuples(json.loads(bytes(data), object_hook=_parse_config))
 
 
@@ -48,7 +48,7 @@ def _render_config(config: Any) -> dict[str, Any]:
     layers = [dataclasses.asdict(layer) for layer in config.layers]
     for layer in layers:
         layer["dtype"] = None if layer["dtype"] is None else kind_of(layer["dtype"], "dtype").name
-    # What the config has worked out by itself it works out again; the block size and what follow the platform stay.
+    # Derived sizes are derived again on load, except the block size, which depends on the platform.
     given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     given = {name: x for name, x in given.items() if name == "block_size" or name not in config.settled_fields}
     return {_CONFIG: given | {"dtype": kind_of(config.dtype, "dtype").name, "layers": layers}}
