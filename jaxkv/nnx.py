@@ -293,13 +293,13 @@ class CacheVariable(nnx.Cache[Cache]):
         self.set_value(extend(self.get_value(), num_tokens))
 
     def attention(self, q: jax.Array, k: Any, v: Any, *, layer: Any, **options: Any) -> Any:
-        """Store and attend; see `jaxkv.attention`. Returns its output alone."""
+        """Stores and attends; see `jaxkv.attention`. Returns its output alone."""
         out, cache = attention(q, k, v, self.get_value(), layer=layer, **options)
         self.set_value(cache)
         return out
 
     def positions(self, axes: Any) -> jax.Array:
-        """The positions of a step's tokens; see `jaxkv.positions`."""
+        """Returns the positions of a step's tokens; see `jaxkv.positions`."""
         return positions(self.get_value(), axes)
 
     @property
@@ -336,9 +336,9 @@ class LayerInPlace(NamedTuple):
     layer: int
 
     def attention(self, q: jax.Array, k: Any, v: Any, **options: Any) -> Any:
-        """Store and attend; see `jaxkv.attention`. Returns its output alone."""
+        """Stores and attends; see `jaxkv.attention`. Returns its output alone."""
         return self.variable.attention(q, k, v, layer=self.layer, **options)
 
     def positions(self, axes: Any) -> jax.Array:
-        """The positions of a step's tokens; see `jaxkv.positions`."""
+        """Returns the positions of a step's tokens; see `jaxkv.positions`."""
         return self.variable.positions(axes)

@@ -33,7 +33,7 @@ from jaxkv._core.state.errors import CacheFileError, DamagedFile
 from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
 
-# Version 1 has no stacked and no quantised caches and no latent layers, version 2 no layers that rotate or have chunks,
+# Version 1 has no stacked and no quantized caches and no latent layers, version 2 no layers that rotate or have chunks,
 # version 3 no layers that evict. The versions are otherwise the same.
 FORMAT, VERSION, KNOWN = "jaxkv cache", "4", ("1", "2", "3", "4")
 CHECKSUMS = "checksums"

@@ -68,7 +68,7 @@ for _names, _value in (
     ("shared_expert_intermediate_size", lambda c: c.experts.shared_dim if c.experts else 0),
 ):
     REPEATED |= dict.fromkeys(_names.split(), _value)
-# Whole names of what trainers, servers, tokenizers and text generation are told: they do not describe a decoder...
+# Whole names of settings of trainers, servers, tokenizers and text generation: they do not describe a decoder...
 UNRELATED = re.compile(
     r".*_token_ids?|[a-z]+_token|.*_words_ids|suppress_tokens|.*tokenizer.*|.*template.*|.*trust_remote_code.*"
     r"|.*(version|commit|revision|license|author|language|languages|url|path|_name|tags?|date|description)"

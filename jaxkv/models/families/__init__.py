@@ -1,7 +1,7 @@
-"""Model families, one module each: what its config.json says, and what its checkpoints call the parameters.
+"""Model families, one module each: the fields of config.json, and the parameter names in checkpoints.
 
-`FAMILIES` is the registry, by `model_type`. A new family is a module here and a line below; what it needs of the
-decoder goes into `jaxkv.models.config` as an option with a name of its own. Imported by the readers of `jaxkv.models`.
+`FAMILIES` is the registry, by `model_type`. A new family is a module here and a line below; new decoder features become
+named options in `jaxkv.models.config`. Imported by the readers of `jaxkv.models`.
 """
 
 from jaxkv.models.families import deepseek, gemma2, gemma3, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe

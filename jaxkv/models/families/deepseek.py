@@ -1,7 +1,7 @@
 """DeepSeek V2 and V3: latent attention, leading layers with an MLP, then experts beside a shared one.
 
-V3 (Kimi K2 too) scores experts by a sigmoid, with a bias that counts in the choice alone, and may carry layers behind
-the last that predict further tokens; they are left out.
+V3 (and Kimi K2) scores experts by a sigmoid, with a bias that affects the choice alone. Its extra layers behind the
+last, for multi-token prediction, are skipped.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, Fields
 from jaxkv.models.families.family import Family, read_common, read_num_layers, render_common
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
-V2, V3 = "deepseek_v2", "deepseek_v3"  # and kimi_k2, which is V3 under another name
-# How V2 names its choice of experts: the best ones of all, or of a token's best groups; how V3 names its own.
+V2, V3 = "deepseek_v2", "deepseek_v3"  # and kimi_k2, another name of V3
+# V2's names for choosing the best experts of all, or of a token's best groups; V3's name.
 GREEDY, IN_GROUPS, BALANCED = "greedy", "group_limited_greedy", "noaux_tc"
 
 
@@ -36,7 +36,7 @@ def parse(fields: Fields) -> DecoderConfig:
     dense = fields.size("first_k_dense_replace", 3 if v3 else 0, least=0)
     fields.must_be("moe_layer_freq", 1)
     fields.must_be("ep_size", 1)
-    fields.size("num_nextn_predict_layers", 1, least=0)  # `name_tensor` leaves them out
+    fields.size("num_nextn_predict_layers", 1, least=0)  # `name_tensor` skips them
     experts = _read_experts(fields, v3)
     expert_layers = tuple(i >= dense for i in range(num_layers))
     return DecoderConfig(**common | dict(
@@ -62,7 +62,7 @@ def _read_experts(fields: Fields, v3: bool) -> ExpertsConfig:
     if method == GREEDY:
         groups = within = 1
     normalise = fields.flag("norm_topk_prob", v3)
-    if normalise and not v3:  # transformers reads it and then ignores it
+    if normalise and not v3:  # transformers reads the field and then ignores it
         raise fields.refuse("norm_topk_prob", normalise, "False")
     try:
         return ExpertsConfig(
@@ -100,7 +100,7 @@ def render(config: DecoderConfig) -> dict[str, Any]:
 
 
 def name_tensor(name: str, config: Mapping[str, Any]) -> str | None:
-    """Returns the name itself; None if it belongs to a layer that predicts further tokens."""
+    """Returns the name itself; None for a tensor of a multi-token prediction layer."""
     found, layers, extra = LAYER.match(name), config.get("num_hidden_layers"), config.get("num_nextn_predict_layers", 1)
     if found is None or not isinstance(layers, int) or not isinstance(extra, int):
         return name

@@ -1,4 +1,4 @@
-"""The contract of a model family, and what the families share: sizes, layer types, windows."""
+"""The contract of a model family, and shared readers: sizes, layer types, windows."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -22,23 +22,23 @@ class Columns(NamedTuple):
 
 
 class AsStored(NamedTuple):
-    """A parameter that lies in the checkpoint as it lies in the decoder, not transposed."""
+    """A parameter that the checkpoint stores as the decoder does, not transposed."""
 
     name: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model family: what its config.json says, and what its checkpoints call a decoder's parameters.
+    """One model family: the fields of its config.json, and the parameter names in its checkpoints.
 
     Fields:
       parse: reads the fields of a config.json whose `model_type` is `fields.family`.
       render: writes the fields that `parse` reads; `render_common` has those of all families.
-      architectures: the classes of transformers that compute what `parse` describes.
+      architectures: the transformers classes of this family.
       tensors: names of parameters in checkpoints where they differ from Llama's (`checkpoint_names`); `{}` stands for
         the number of an expert.
       flatten: moves the fields of a nested text model to the top.
-      name_tensor: the name in the text model of a checkpoint's tensor, given its config.json; None: it is left out.
+      name_tensor: returns a checkpoint tensor's name in the text model, given its config.json; None: skipped.
     """
 
     parse: Callable[[Fields], DecoderConfig]
@@ -57,11 +57,11 @@ def read_common(
     fields: Fields, *, num_kv_heads: tuple[int | None, ...] = (), head_dim: int | None = None, norm_eps: float = 1e-6,
     activation: tuple[str, str] = ("hidden_act", "silu"), tied: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Reads what every family says, as arguments of `DecoderConfig`.
+    """Reads the fields common to all families, as arguments of `DecoderConfig`.
 
     Args:
-      num_kv_heads: the family's default, if it has one; None: as many as there are heads.
-      head_dim: the family's default; None: the width over the heads.
+      num_kv_heads: the family's default, if any; None: the number of query heads.
+      head_dim: the family's default; None: `hidden_size / num_attention_heads`.
       norm_eps, tied: the family's defaults.
       activation: the field that names the activation, and its default.
     """
@@ -94,7 +94,7 @@ def read_common(
 
 
 def _read_max_seq_len(fields: Fields) -> int:
-    """Reads `max_position_embeddings`, or where it is missing the name that the first conversions of LLaMA gave it."""
+    """Reads `max_position_embeddings`, or if missing its name in the first conversions of LLaMA."""
     name, first_name = "max_position_embeddings", "max_sequence_length"
     return fields.size(first_name if name not in fields.left and first_name in fields.left else name)
 
@@ -106,7 +106,7 @@ def read_token_ids(value: Any, name: str) -> tuple[int, ...]:
 
 
 def read_windows(fields: Fields, default: list[str], window: int | None) -> tuple[int | None, ...]:
-    """Reads `layer_types`, by `default` of these kinds, as each layer's sliding window; None: full attention."""
+    """Reads `layer_types`, or `default`, as each layer's sliding window; None: full attention."""
     types, num_layers = fields.take("layer_types", None) or default, len(default)
     if not isinstance(types, list) or len(types) != num_layers or not all(x in (FULL, SLIDING) for x in types):
         raise fields.refuse("layer_types", types, f"one of {FULL} and {SLIDING} for each of the {num_layers} layers")

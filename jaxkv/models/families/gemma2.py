@@ -1,6 +1,6 @@
-"""Gemma 2: norms around zero, before and behind attention and MLP, soft caps, a window in every other layer.
+"""Gemma 2: norm weights around zero, norms before and after attention and MLP, soft caps, alternate sliding windows.
 
-Embeddings are multiplied by the root of their width; `query_pre_attn_scalar` stands in the place of the head width.
+Embeddings are multiplied by the square root of their width; `query_pre_attn_scalar` replaces the head width.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from jaxkv.models.families.family import (
 )
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
-# Attention and MLP are followed by norms too, so post_attention_layernorm is that norm, no longer the MLP's.
+# Attention and MLP are also followed by norms: post_attention_layernorm is the one after attention, not the MLP's.
 TENSORS = {
     "attention_post_norm": "post_attention_layernorm.weight",
     "mlp_norm": "pre_feedforward_layernorm.weight",
@@ -35,8 +35,8 @@ def parse(fields: Fields) -> DecoderConfig:
 
 
 def read_gemma(fields: Fields, *, attention_soft_cap: float | None, logit_soft_cap: float | None) -> dict[str, Any]:
-    """Reads what Gemma 2 and 3 say alike, given their default soft caps, as arguments of `DecoderConfig`."""
-    fields.take("hidden_act", None)  # they write both, and mean the other one
+    """Reads the fields common to Gemma 2 and 3, with their default soft caps, as arguments of `DecoderConfig`."""
+    fields.take("hidden_act", None)  # configs have both; `hidden_activation` counts
     common = read_common(fields, head_dim=256, tied=True, activation=(ACTIVATION, "gelu_pytorch_tanh"))
     has_bias = fields.flag("attention_bias", False)
     return common | dict(

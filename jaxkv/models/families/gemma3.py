@@ -1,7 +1,7 @@
 """Gemma 3: Gemma 2 with norms on queries and keys, no soft caps, five layers with a window to one without.
 
-Layers with a window have a rotary embedding of their own. As it is published for text and images, the text model's
-config lies inside, and its weights under a prefix; the text model is what is read, and what sees images is left out.
+Layers with a window have a rotary embedding of their own. Models for text and images nest the text model's config, and
+prefix its weights; only the text model is read, and the vision tower is skipped.
 """
 
 import re
@@ -16,7 +16,7 @@ from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 NESTED, TEXT = "gemma3", "gemma3_text"
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
-# What a text_config leaves out where it means these.
+# Defaults of fields that a text_config may omit.
 DEFAULTS = {
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
@@ -27,13 +27,13 @@ VISION_FIELDS = (
     "image_token_id", "boi_token_id", "eoi_token_id",
 )  # fmt: skip
 VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
-# As transformers wrote them at first, and as it does since; a head lies beside the text model.
+# Prefixes of older and newer versions of transformers; the output head is beside the text model.
 SPELLINGS = (re.compile(r"language_model\.(?=(model|lm_head)\.)"), re.compile(r"model\.language_model\."))
 
 
 def parse(fields: Fields) -> DecoderConfig:
     num_layers, common = read_num_layers(fields), read_gemma(fields, attention_soft_cap=None, logit_soft_cap=None)
-    if (soft_cap := common["attention_soft_cap"]) is not None:  # transformers reads it and then ignores it
+    if (soft_cap := common["attention_soft_cap"]) is not None:  # transformers reads the field and then ignores it
         raise fields.refuse("attn_logit_softcapping", soft_cap, "None")
     pattern = fields.size("sliding_window_pattern", 6)
     types = [SLIDING if (i + 1) % pattern else FULL for i in range(num_layers)]
@@ -52,7 +52,7 @@ def render(config: DecoderConfig) -> dict[str, Any]:
 
 
 def flatten(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Moves what a nested config says of text to the top."""
+    """Moves the fields of a nested text config to the top."""
     outer = Fields(config, where)
     outer.take("model_type")
     for name in VISION_FIELDS:
@@ -62,7 +62,7 @@ def flatten(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     family = text.take("model_type", TEXT)
     if family != TEXT:
         raise text.refuse("model_type", family, TEXT)
-    # What of the text model is said outside holds for both.
+    # Fields of the text model in the outer config hold for both.
     both = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "torch_dtype", "dtype")
     said = {name: outer.take(name) for name in both if name in outer.left}
     rest = {name: value for name, value in outer.left.items() if name not in text.left}  # for the gate
@@ -70,7 +70,7 @@ def flatten(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def name_tensor(name: str, config: Mapping[str, Any]) -> str | None:
-    """Returns the name of a tensor in the text model; None if it belongs to what sees images."""
+    """Returns the name of a tensor in the text model; None for a tensor of the vision tower."""
     if VISION.match(name):
         return None
     old, new = SPELLINGS

@@ -1,7 +1,7 @@
 """GPT-OSS: a sink in every head, windows in every other layer, biases everywhere, YaRN.
 
-Every layer has experts, chosen by a softmax over the chosen ones alone, with a clipped gate. All experts lie in one
-tensor, as `[E, inputs, outputs]`, gates and what they gate in alternating columns.
+Every layer has experts, weighted by a softmax over the chosen ones alone, with a clipped gate. All experts are in one
+tensor `[E, inputs, outputs]`, with gate and up projections in alternating columns.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ def parse(fields: Fields) -> DecoderConfig:
     windows = read_windows(fields, types, fields.size("sliding_window", 128, None))
     count = fields.either("num_local_experts", "num_experts", 128, most=MOST_HEADS)
     per_token = fields.either("num_experts_per_tok", "experts_per_token", 4, most=count)
-    fields.size("initial_context_length", None)  # the old name of what stands in the rotary embedding too
+    fields.size("initial_context_length", None)  # old name of a field of the rotary embedding
     experts = ExpertsConfig(
         count=count, per_token=per_token, mlp_dim=common["mlp_dim"], scores="softmax_of_chosen", bias=True,
         limit=fields.number("swiglu_limit", 7.0, above=0), alpha=fields.number("swiglu_alpha", 1.702, above=0),

@@ -1,6 +1,6 @@
-"""Llama 1 to 3 and what is built like them (Yi, SmolLM2, DeepSeek-R1-Distill-Llama): the plainest of the decoders.
+"""Llama 1 to 3 and models built like them (Yi, SmolLM2, DeepSeek-R1-Distill-Llama): the plainest of the decoders.
 
-Its own: biases on all projections of attention, and on those of the MLP, by two switches.
+Two switches add biases to all projections of attention, and to those of the MLP.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts in the place of every MLP, chosen by a softmax over the chosen ones alone."""
+"""Mixtral: Mistral with experts in place of every MLP, weighted by a softmax over the chosen ones alone."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ TENSORS = {
 def parse(fields: Fields) -> DecoderConfig:
     num_layers, common = read_num_layers(fields), read_common(fields, num_kv_heads=(8,), norm_eps=1e-5)
     window = fields.size("sliding_window", None)
-    fields.take("router_jitter_noise", None)  # of training alone
+    fields.take("router_jitter_noise", None)  # used in training alone
     count = fields.either("num_local_experts", "num_experts", 8, most=MOST_HEADS)
     experts = ExpertsConfig(
         count=count, per_token=fields.size("num_experts_per_tok", 2, most=count), mlp_dim=common["mlp_dim"],

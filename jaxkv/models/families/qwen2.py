@@ -1,6 +1,6 @@
 """Qwen 2 and 2.5: Llama with biases on queries, keys and values, and sliding windows behind a switch.
 
-The layers from `max_window_layers` on have the window, where `use_sliding_window` is on and no `layer_types` are given.
+With `use_sliding_window` and without `layer_types`, the layers from `max_window_layers` on have the window.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Qwen 3 with experts in the place of MLPs, in all layers or in some.
+"""Qwen 3 with experts in place of MLPs, in all layers or in some.
 
 A softmax over all experts chooses; the chosen weights are divided by their sum if `norm_topk_prob` is on.
 """
@@ -17,7 +17,7 @@ def parse(fields: Fields) -> DecoderConfig:
     has_bias = fields.flag("attention_bias", False)
     windows = read_switched_windows(
         fields, num_layers, every_layer=True
-    )  # transformers reads the first, and ignores it
+    )  # transformers reads max_window_layers, and ignores it
     count = fields.either("num_experts", "num_local_experts", 128, most=MOST_HEADS)
     experts = ExpertsConfig(
         count=count, per_token=fields.size("num_experts_per_tok", 8, most=count),
