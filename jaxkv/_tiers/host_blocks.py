@@ -1,4 +1,4 @@
-"""What rows held, in host memory."""
+"""The contents of rows, in host memory."""
 
 import dataclasses
 import functools
@@ -16,10 +16,10 @@ from jaxkv._core.state.static_fields import register_export
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class HostBlocks:
-    """What rows held, in host memory. Made by `swap_out`; `host[i]` is one of the rows.
+    """The contents of rows, in host memory. Made by `swap_out`; `host[i]` is one of the rows.
 
-    A block that several of the rows share is here once. Arrays are padded to a power of two, so that a program that
-    takes them compiles for few shapes.
+    A block that several rows share is stored once. Arrays are padded to a power of two, so that programs compile for
+    few shapes.
 
     >>> import jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -29,14 +29,14 @@ class HostBlocks:
     (2, 5, [5])
     """
 
-    lengths: np.ndarray  # i32[n]: tokens of each row, those that were evicted counted too
+    lengths: np.ndarray  # i32[n]: tokens of each row, evicted ones included
     # For each group; of one that evicts by heads n is K * n, line by line: see `lines`.
-    first: tuple[np.ndarray, ...]  # i32[n]: the row's first block, by its number in the row, but for `group_sinks`
+    first: tuple[np.ndarray, ...]  # i32[n]: logical index of the row's first block after `group_sinks`
     count: tuple[np.ndarray, ...]  # i32[n]: blocks of the row
-    order: tuple[np.ndarray, ...]  # i32[m]: which of the B blocks they are, row by row, in the order of their tables
-    held: tuple[np.ndarray | None, ...]  # i32[n]: tokens that are left; None: all, in a group that does not evict
+    order: tuple[np.ndarray, ...]  # i32[m]: indices into the B blocks, row by row, in the order of their tables
+    held: tuple[np.ndarray | None, ...]  # i32[n]: tokens left; None: all, in a group that does not evict
     thinned: tuple[np.ndarray | None, ...]  # i32[n]: as in `BlockTables`
-    parts: tuple[Pool | None, ...]  # of each layer its B blocks; None for a layer that shares another's
+    parts: tuple[Pool | None, ...]  # the B blocks of each layer; None for a layer that shares another's
     groups: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
     sights: tuple[str, ...] = dataclasses.field(metadata={"static": True})  # of each group
     rotates: tuple[bool, ...] = dataclasses.field(metadata={"static": True})  # of each layer: are its heads rotated?
@@ -50,7 +50,7 @@ class HostBlocks:
 
     @property
     def blocks(self) -> tuple[Any, ...]:
-        """For each layer `[B, 2, K, block_size, D]`, or None for a layer that shares another's."""
+        """`[B, 2, K, block_size, D]` for each layer, or None for a layer that shares another's."""
         return tuple(None if part is None else part.kv for part in self.parts)
 
     def __getitem__(self, i: int) -> "HostBlocks":
@@ -76,12 +76,12 @@ class HostBlocks:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all rows."""
+        """The number of tokens of all rows."""
         return int(self.lengths.sum())
 
     @property
     def bytes(self) -> int:
-        """Bytes of all blocks, scales included."""
+        """The bytes of all blocks, scales included."""
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.parts))
 
     def __repr__(self) -> str:
@@ -112,12 +112,12 @@ register_export(HostBlocks)
 
 
 def in_order(counts: Iterable[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """The `order` of blocks of which none is shared, of each group `counts` i32[n] for each row."""
+    """Returns `order` for unshared blocks, from `counts` i32[n] of each group: the blocks of each row."""
     return tuple(pad(np.arange(count.sum(), dtype=np.int32)) for count in counts)
 
 
 def pad(blocks: np.ndarray) -> np.ndarray:
-    """`i32[...]`: these numbers, and 0 behind them up to a power of two."""
+    """Returns `i32[...]`: these numbers, padded with 0 to a power of two."""
     padded = np.full(padded_size(len(blocks)), 0, np.int32)
     padded[: len(blocks)] = blocks
     return padded

@@ -1,4 +1,4 @@
-"""Room in a cache for rows that come back from the host: which get blocks, and which blocks stand for them already."""
+"""Allocates blocks for rows that return from the host, and finds equal blocks that are in the cache already."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ from jaxkv._tiers.shared_blocks import find_held, grant_rows, list_entries, part
 
 
 def may_share(cache: Cache) -> bool:
-    """Whether a row of the cache may hold blocks that rows from the host can share: it has a full one."""
+    """Tells whether a row of the cache holds a full block, which rows from the host could share."""
     if cache.config.contiguous:
         return False
     if isinstance(cache.lengths, jax.core.Tracer):
@@ -27,7 +27,7 @@ def may_share(cache: Cache) -> bool:
 
 @jax.jit
 def find_held_blocks(cache: Cache, parts: list[Pool | None], lines: Any) -> list[jax.Array]:
-    """For each group `i32[B]`: the blocks of the cache that are equal to blocks of a host and can be shared."""
+    """Returns, for each group, `i32[B]`: blocks of the cache that equal blocks of a host and can be shared."""
     lengths, firsts, counts, orders, left, _ = jax.tree.map(jnp.asarray, lines)
     found = []
     for group, sinks in enumerate(cache.config.group_sinks):
@@ -38,7 +38,7 @@ def find_held_blocks(cache: Cache, parts: list[Pool | None], lines: Any) -> list
 
 
 def find_blocks_of(cache: Cache, lines: Any, none: list[jax.Array], source: Any, num_blocks: Any) -> list[jax.Array]:
-    """For each group `i32[B]`: the blocks that row `source` has where a host's one row has its first `num_blocks`."""
+    """Returns, for each group, `i32[B]`: the blocks of row `source` for the first `num_blocks` of a host's row."""
     lengths, firsts, counts, orders, *_ = jax.tree.map(jnp.asarray, lines)
     found = []
     for group, (t, sinks) in enumerate(zip(cache.tables, cache.config.group_sinks, strict=True)):
@@ -53,14 +53,14 @@ def find_blocks_of(cache: Cache, lines: Any, none: list[jax.Array], source: Any,
 
 @jax.jit
 def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
-    """Returns the tables of a cache without its pools once the rows of a host have blocks in them, and for each group
-    where its blocks go, `i32[B]`; `i32[m]` of a contiguous cache, which shares none.
+    """Returns the tables of a cache, without its pools, with blocks for the rows of a host; and for each group the
+    destination of its blocks, `i32[B]`; `i32[m]` of a contiguous cache, which shares none.
 
-    One program, for outside of any its loop would be compiled each time.
+    This is one program, since outside of any its loop would be compiled each time.
 
     Args:
-      lines: what a `HostBlocks` says of its rows.
-      held: for each group `i32[B]`, a block of the cache that stands for it already.
+      lines: the row metadata of a `HostBlocks`.
+      held: for each group `i32[B]`, an equal block that the cache has already.
     """
     lengths, firsts, counts, orders, left, thinned = jax.tree.map(jnp.asarray, lines)
     config, number = cache.config, lengths.shape[0]
@@ -89,7 +89,7 @@ def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -
     refused, wanted = ~granted, jnp.where(sensible | too_long, lengths, -1)
 
     def of_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
-        """What is said of the rows of the host for rows of the cache."""
+        """Maps values of the host's rows to rows of the cache."""
         return scatter_rows(jnp.zeros(config.max_seqs, x.dtype), jnp.where(rows, dst, config.max_seqs), x)
 
     tables, targets = [], []
@@ -123,7 +123,7 @@ def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -
 
 @jax.jit
 def are_empty(cache: Cache, rows: jax.Array) -> jax.Array:
-    """`bool[n]`: which of the rows exist, hold nothing, and are named for the first time."""
+    """Returns `bool[n]`: which rows exist, are empty, and are named for the first time."""
     inside = (rows >= 0) & (rows < cache.lengths.shape[0])
     at = jnp.where(inside, rows, 0)
     blocks = row_sums(cache.tables[0].held, cache.config)

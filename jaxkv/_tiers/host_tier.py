@@ -1,4 +1,4 @@
-"""Rows in host memory: `swap_out` and `swap_in`."""
+"""Swaps rows to host memory and back: `swap_out` and `swap_in`."""
 
 import functools
 from typing import Any
@@ -20,16 +20,16 @@ from jaxkv._tiers.host_room import are_empty, find_blocks_of, find_held_blocks, 
 
 
 def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
-    """Move rows to host memory and free them. Not for use inside `jit`: how much there is to move is data.
+    """Moves rows to host memory and frees them. Not for use inside `jit`: the amount to move depends on data.
 
     The blocks of all rows go in one transfer per layer, to pinned memory where the platform has it. A block that
-    several of them share is moved once, and they share it again when they come back.
+    several rows share is moved once, and shared again when they come back.
 
     Args:
       rows: `bool[S]`, a row index or a list of them.
 
     Returns:
-      `(cache, host)`: the rows are empty, and `host` holds what they held, in the order of `rows`.
+      `(cache, host)`: the rows are empty, and `host` holds their contents, in the order of `rows`.
 
     Raises:
       IndexError: no such row. ValueError: a row named twice, or called inside `jit`.
@@ -78,22 +78,22 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
 
 
 def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
-    """Bring rows back from host memory, equal to the bit, into empty rows of this cache or of another like it.
+    """Copies rows back from host memory, equal to the bit, into empty rows of this cache or another like it.
 
     Under `jax.jit(jaxkv.swap_in, donate_argnames="cache")` the pools are updated in place.
 
     Args:
-      rows: a row index, or as many as `host` has rows.
-      host: what `swap_out` returned.
+      rows: a row index, or one for each row of `host`.
+      host: the result of `swap_out`.
 
     Raises:
       ValueError: a row that is not empty (outside `jit`), or blocks of another shape or dtype than the cache's.
 
-    Full blocks that rows of `host` share are shared again. So are those that a row of the cache holds already, equal to
-    the bit: no block is taken for them.
+    Full blocks that rows of `host` share are shared again. A full block that equals one of a row of the cache to the
+    bit is shared with it, and takes no free block.
 
-    Rows for which there are too few free blocks stay empty and are marked in `cache.failed`, as are rows that are not
-    empty inside `jit`.
+    Rows with too few free blocks stay empty and are marked in `cache.failed`. Inside `jit`, rows that are not empty are
+    marked too.
 
     >>> import jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -111,14 +111,14 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
 
 
 def swap_in_beside(cache: Cache, row: Any, host: HostBlocks, source: Any, num_blocks: Any) -> Cache:
-    """Bring one row back; row `source` has the same first tokens, and `num_blocks` blocks of theirs are shared."""
+    """Copies one row back, sharing `num_blocks` leading blocks with row `source`, which has the same tokens."""
     dst = row_indices("row", row, cache.lengths.shape[0])
     _check_fits(cache, dst, host)
     return _bring_in(cache, dst, host, (source, num_blocks))
 
 
 def _bring_in(cache: Cache, dst: jax.Array, host: HostBlocks, beside: tuple[Any, Any] | None = None) -> Cache:
-    """Rows from a host in rows `dst`, sharing what is equal, or what is said to be that of a row and its blocks."""
+    """Copies a host's rows to rows `dst`, sharing equal blocks, or those of a given row and number."""
     parts = [None if part is None else _to_device(part, cache, layer) for layer, part in enumerate(host.parts)]
     lines = (host.lengths, host.first, host.count, host.order, host.held, host.thinned)
     held = [jnp.zeros(parts[layers[0]].kv.shape[0], jnp.int32) for layers in host.groups]  # type: ignore[union-attr]
@@ -135,20 +135,20 @@ def _bring_in(cache: Cache, dst: jax.Array, host: HostBlocks, beside: tuple[Any,
 
 
 def _pick_parts(parts: list[Pool | None], order: jax.Array | None, layer: int) -> Pool:
-    """The moved blocks of a layer, or, where none can be shared, those of each row in `order`."""
+    """Returns the moved blocks of a layer, or, where none can be shared, those of each row in `order`."""
     part = parts[layer]
     assert part is not None  # of a layer that has blocks
     return part if order is None else jax.tree.map(lambda x: x[order], part)
 
 
 def first_columns(used: np.ndarray, sinks: int) -> np.ndarray:
-    """`i32[n]`: the first column of each row that is used, but for the `sinks` of its first tokens, which a window may
-    leave behind."""
+    """Returns `i32[n]`: the first used column of each row after the `sinks` columns of its first tokens, which a window
+    keeps."""
     return np.argmax(used & (np.arange(used.shape[1]) >= sinks), axis=1).astype(np.int32)
 
 
 def _row_list(cache: Cache, rows: Any) -> np.ndarray:
-    """The indices of `rows`, a mask or indices known on the host."""
+    """Returns the indices of `rows`, a mask or indices known on the host."""
     count = cache.lengths.shape[0]
     if rows.dtype == bool:
         return np.flatnonzero(row_mask("rows", rows, count))
@@ -194,7 +194,7 @@ def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:
 
 
 def _described(pool: Pool | None, kind: str) -> str:
-    """The kind of a pool's blocks, and the dtypes and shapes of what is stored."""
+    """Describes a pool's blocks: their kind, dtypes and shapes."""
     fields = {"": "kv", " with scales ": "scale", " with bounds ": "bounds"}
     arrays = {word: getattr(pool, field, None) for word, field in fields.items()}
     named = {word: kind if field == "kv" else None for word, field in fields.items()}
@@ -202,19 +202,19 @@ def _described(pool: Pool | None, kind: str) -> str:
 
 
 def _to_device(part: Pool | None, cache: Cache, layer: int) -> Pool:
-    """Blocks in the memory of the device, or devices, that the cache's pool of a layer lies on."""
+    """Returns blocks on the device, or devices, of the cache's pool of a layer."""
     assert part is not None  # of a layer that has blocks
     return jax.tree.map(place_like, part, pool_for(part, cache, layer).like(part))
 
 
 def pool_for(part: Pool, cache: Cache, layer: int) -> Pool:
-    """The pool that some blocks are for, without the bounds if they have none."""
+    """Returns the pool that blocks are for, without bounds if they have none."""
     pool = cache.layer(layer).pool
     return pool.tokens if part.bounds is None else pool
 
 
 def _to_host(x: jax.Array) -> jax.Array:
-    """In pinned host memory where the platform has it, for which transfers are fastest."""
+    """Copies to the host, to pinned memory where the platform has it: transfers are fastest there."""
     kinds = {memory.kind for device in x.devices() for memory in device.addressable_memories()}
     kind = "pinned_host" if "pinned_host" in kinds else None
     return x if kind is None else jax.device_put(x, x.sharding.with_memory_kind(kind))

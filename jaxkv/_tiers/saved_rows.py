@@ -1,4 +1,4 @@
-"""Rows of a saved cache as blocks in host memory, which `swap_in` takes: a file read row by row, when one is wanted."""
+"""Reads rows of a saved cache on demand, as blocks in host memory for `swap_in`."""
 
 import functools
 import pathlib
@@ -19,7 +19,7 @@ from jaxkv._tiers.host_tier import first_columns
 
 
 class SavedRows:
-    """What `jaxkv.save` wrote: verified at once, and read when it is asked for. The file may be replaced meanwhile.
+    """The rows of a file of `jaxkv.save`: verified at once, read on demand. The file may be replaced meanwhile.
 
     Raises:
       FileNotFoundError; CacheFileError, a ValueError: as `jaxkv.load`.
@@ -31,11 +31,11 @@ class SavedRows:
         self.saved, self._tensors = open_saved(path)
 
     def check_layers(self, config: CacheConfig) -> None:
-        """Raise CacheFileError unless a cache of this config can hold the rows."""
+        """Raises CacheFileError unless a cache of this config can hold the rows."""
         check_layers(self.path, self.saved.config, config)
 
     def row(self, row: int, config: CacheConfig) -> Callable[[], HostBlocks] | None:
-        """What reads a row, for a cache of this config; None where its blocks would need tokens that are gone."""
+        """Returns a function that reads a row for a cache of this config; None if its blocks need lost tokens."""
         own = np.array([row])
         held = [held_rows(self.saved, self._tensors, g, own) for g in range(len(self.saved.groups))]
         try:
@@ -69,5 +69,5 @@ def _read(
 
 
 def _widened(blocks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Blocks of this shape: what is padding in a pool is not in the file."""
+    """Returns blocks padded to this shape: a pool's padding is not in the file."""
     return np.pad(blocks, [(0, 0), *((0, want - have) for want, have in zip(shape, blocks.shape[1:], strict=True))])

@@ -1,4 +1,4 @@
-"""Rows from one cache to another, from device to device: `send`, and in two halves for an engine."""
+"""Sends rows from one cache to another, from device to device: `send`, and in two halves for an engine."""
 
 import contextlib
 import dataclasses
@@ -27,28 +27,28 @@ from jaxkv._tiers.host_tier import pool_for
 
 
 def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
-    """Bring rows of one cache into empty rows of another: what was prefilled on some devices is decoded on others.
+    """Copies rows of one cache into empty rows of another, to prefill on some devices and decode on others.
 
-    The blocks go from device to device, in one transfer a layer, where the runtime has a way between them; both caches
-    may lie on meshes, and be divided in different ways. `block_size`, `num_blocks`, `max_seqs`, `max_seq_len`,
-    `layout`, `head_dim_multiple` and `join_kv` may differ; layers and dtypes may not. Full blocks that rows share they
-    share afterwards too. Neither cache is used up or changed, so steps in flight go on. Not for use inside `jit`: how
-    much there is to send is data.
+    The blocks go from device to device, in one transfer per layer, where the runtime supports it. Both caches may lie
+    on meshes, sharded in different ways. `block_size`, `num_blocks`, `max_seqs`, `max_seq_len`, `layout`,
+    `head_dim_multiple` and `join_kv` may differ; layers and dtypes may not. Full blocks that rows share stay shared.
+    Neither cache is donated or changed, so in-flight steps go on. Not for use inside `jit`: the amount to send depends
+    on data.
 
     Args:
-      rows: of `cache`, a row index or a list of them; `free` them when they are no longer needed there.
-      to: the cache that gets them.
-      at: which rows of `to`, as many; default: those of the same numbers.
+      rows: a row index of `cache` or a list of them; `free` them when they are no longer needed there.
+      to: the destination cache.
+      at: the rows of `to`, one for each; default: the same indices.
 
     Returns:
-      `to` with the rows: equal to the bit.
+      `to` with the rows, equal to the bit.
 
     Raises:
       ValueError: caches of other layers or dtypes, a row named twice or not empty, a row longer than `to.max_seq_len`,
-        or one whose window begins with tokens that larger blocks would need and that are gone.
-      IndexError: no such row. OutOfBlocks: `to` has too few free ones.
+        or a row that has lost tokens before its window that larger blocks would need.
+      IndexError: no such row. OutOfBlocks: `to` has too few free blocks.
 
-    Prefill apart from decode is DistServe's and Splitwise's (https://arxiv.org/abs/2401.09670,
+    Disaggregated prefill is from DistServe and Splitwise (https://arxiv.org/abs/2401.09670,
     https://arxiv.org/abs/2311.18677).
 
     >>> import jax.numpy as jnp, jaxkv
@@ -84,10 +84,9 @@ def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
 
 
 def lifted(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
-    """What a row holds, on its way to the devices of another cache of the same config, as `swap_in` takes it.
+    """Sends a row to the devices of another cache of the same config, as `HostBlocks` for `swap_in`.
 
-    Nothing is waited for, neither here nor there: what the row holds follows from `num_tokens`, in layers that do not
-    evict.
+    Does not wait for either device: in layers that do not evict, the contents of the row follow from `num_tokens`.
     """
     config, length = cache.config, np.array([num_tokens], np.int32)
     groups, none = range(len(config.groups)), (None,) * len(config.groups)
@@ -107,7 +106,7 @@ def lifted(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
 
 @functools.partial(jax.jit, static_argnames="sizes")
 def _row_blocks(cache: Cache, row: jax.Array, first: jax.Array, count: jax.Array, *, sizes: tuple[int, ...]):
-    """For each layer that many blocks of a row; anything behind the last."""
+    """Returns `sizes` blocks of a row for each layer, with undefined contents behind the last block."""
     parts: list[Pool | None] = [None] * cache.num_layers
     for group, (t, size) in enumerate(zip(cache.tables, sizes, strict=True)):
         i = jnp.arange(size, dtype=jnp.int32)
@@ -120,7 +119,7 @@ def _row_blocks(cache: Cache, row: jax.Array, first: jax.Array, count: jax.Array
 
 
 def _different(cache: Cache, name: str, rows: Any) -> np.ndarray:
-    """Row indices, none of them twice."""
+    """Returns distinct row indices."""
     if isinstance(rows := read_numbers(name, rows), jax.core.Tracer):
         raise ValueError(f"{name} must be known on the host: send cannot be part of jit. Call it between steps.")
     return distinct_rows(name, rows, cache.config.max_seqs)
@@ -144,7 +143,7 @@ def _check_layers(cache: Cache, to: Cache) -> None:
 def _fit(
     cache: Cache, source: np.ndarray, held: list[Held], to: Cache, target: np.ndarray
 ) -> dict[int, Blocks]:  # fmt: skip
-    """For each layer the blocks that the rows need. Raises unless they have a place."""
+    """Returns the blocks that the rows need in each layer. Raises if they do not fit."""
     config, tables = to.config, jax.device_get(to.tables)
     lengths, own = np.asarray(cache.lengths)[source], [None if x.thinned is None else x.lengths for x in held]
     for row, length, too_long in zip(source, lengths, are_too_long(lengths, own, config), strict=True):
@@ -177,7 +176,7 @@ def _fit(
 
 
 def _read(cache: Cache, layer: int, plan: Blocks) -> Pool:
-    """A layer's tokens in blocks of the other cache's size, `[n, 2, K, new_size, D]`, where they lie now."""
+    """Returns a layer's tokens in blocks of the other cache's size, `[n, 2, K, new_size, D]`, on their devices."""
     pool, stack, size = cache.layer(layer).pool.tokens, cache.config.stack(layer), cache.config.block_size
     slots = np.maximum(plan.padded, 0)
     block = slots // size + stack.index(layer) * (pool.kv.shape[0] // len(stack))
@@ -187,7 +186,7 @@ def _read(cache: Cache, layer: int, plan: Blocks) -> Pool:
 
 
 def _laid_as(to: Cache, layer: int, cache: Cache, part: Pool) -> Pool:
-    """Blocks of a cache's layer, whose keys and values stand in rows as those of the other cache do."""
+    """Returns blocks of a cache's layer in the key and value layout of the other cache."""
     form, other = cache.config.form(layer), to.config.form(layer)
     if type(form) is type(other):
         return part
@@ -205,7 +204,7 @@ def _tokens(pool: Pool, block: jax.Array, offset: jax.Array) -> Pool:
 
 
 def _brought(part: Pool, to: Cache, layer: int) -> Pool:
-    """Blocks on the devices of the pool that they are for."""
+    """Returns blocks on the devices of their destination pool."""
     pool = pool_for(part, to, layer)
 
     def bring(x: jax.Array, own: jax.Array) -> jax.Array:
@@ -215,7 +214,7 @@ def _brought(part: Pool, to: Cache, layer: int) -> Pool:
 
 
 def _under(cache: Cache) -> contextlib.AbstractContextManager:
-    """Where calls on a cache are to be made: under its mesh, if it has one."""
+    """Returns the context for calls on a cache: its mesh, if it has one."""
     pool = next(pool for pool in cache.pools if pool is not None)
     axis = pool.heads or pool.context
     mesh = None if axis is None else mesh_of(cache.pools, axis)

@@ -1,4 +1,4 @@
-"""Blocks that rows share when they come back from the host: among themselves, and with rows that are there already."""
+"""Finds the blocks that rows from the host share, among themselves and with rows in the cache."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ State = tuple[jax.Array, jax.Array, jax.Array]  # of a search: entries compared,
 
 
 class Entries(NamedTuple):
-    """The entries that lines of a host bring into the tables of a group, m of them, line by line."""
+    """The m table entries of a host's lines in a group, line by line."""
 
     line: jax.Array  # i32[m]: of which of the host's lines it is
     number: jax.Array  # i32[m]: how many entries of its line stand before it
@@ -28,7 +28,7 @@ class Entries(NamedTuple):
     is_there: jax.Array  # bool[m]: the others are padding
 
     def skip(self, columns: jax.Array) -> "Entries":
-        """The entries in tables that skip so many columns, i32[m]."""
+        """Returns the entries in tables that skip `columns` i32[m] columns."""
         return self._replace(column=self.column - jnp.where(self.is_ahead, 0, columns))
 
 
@@ -46,9 +46,8 @@ def list_entries(first: jax.Array, count: jax.Array, order: jax.Array, sinks: in
 def find_held(cache: Cache, group: int, entries: Entries, held: jax.Array, parts: Sequence[Pool | None]) -> jax.Array:
     """Returns `i32[B]`: for each block that was moved the equal one of the cache that can be shared, or the null block.
 
-    A row that is there is looked for whose blocks, from the first on, are equal to the bit. Only blocks that are full
-    in both rows are shared, for no one writes into these any more; what a row's last step wrote, or is still to write,
-    is not looked at.
+    Searches for a row in the cache whose leading blocks are equal to the bit. Only blocks that are full in both rows
+    are shared, since these are never written again; blocks of a row's last or next step are not compared.
 
     Args:
       held: `i32[n]`, tokens that are held of each line of the host.
@@ -60,7 +59,7 @@ def find_held(cache: Cache, group: int, entries: Entries, held: jax.Array, parts
     sinks, width = cache.config.group_sinks[group], t.tables.shape[1]
 
     def look_up(lines: jax.Array, number: jax.Array) -> jax.Array:
-        """Which blocks of the cache are block `number` of rows' lines."""
+        """Returns the cache's blocks at logical index `number` of lines."""
         column = columns_of(number, None if t.skipped is None else t.skipped[lines], sinks)
         own = t.tables[lines, jnp.clip(column, 0, width - 1)]
         return jnp.where((column >= 0) & (column < width), own, NULL_BLOCK)
@@ -72,7 +71,7 @@ def find_held(cache: Cache, group: int, entries: Entries, held: jax.Array, parts
     offset = (len(probed) - 1) * (pool.kv.shape[0] // len(probed))
 
     def find_row(line: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of a line of the host: the line of the cache that begins like it for longest, and by how many entries."""
+        """Finds the line of the cache with the longest prefix in common with a host's line, and its entries."""
         lines = (line // num_hosts) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
         start = jnp.argmax(entries.line == line)
         num_full = jnp.sum(is_full & (entries.line == line), dtype=jnp.int32)
@@ -112,7 +111,7 @@ def find_held(cache: Cache, group: int, entries: Entries, held: jax.Array, parts
 
 
 def _are_equal(theirs: Pool, ours: Any) -> jax.Array:
-    """`bool[n]`: which blocks are equal to the bit, in what `ours` has of them."""
+    """Returns `bool[n]`: which blocks are equal to the bit, in the arrays that `ours` has."""
 
     def are(x: jax.Array, own: jax.Array) -> jax.Array:
         x = x[(slice(None),) * 4 + tuple(slice(0, size) for size in own.shape[4:])]  # D may be padded in the pool
@@ -136,7 +135,7 @@ def grant_rows(
 ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:  # fmt: skip
     """Returns which rows of a host get blocks: in order, each all or nothing in all groups.
 
-    A block is taken by the first of those that share it that gets all of its own.
+    The first sharing row that gets all of its own blocks takes a shared block.
 
     Args:
       held: for each group `i32[B]`, the block of the cache that stands for a moved block already, as `find_held` says.
@@ -173,13 +172,13 @@ def grant_rows(
 
 
 def part_of_blocks(entries: Entries, num_lines: int, num_blocks: int, parts: int) -> jax.Array:
-    """Returns `i32[B]`: in which of a table's parts each moved block goes; lines in P equal runs are in P parts."""
+    """Returns `i32[B]`: the part of a table for each moved block; lines in P equal runs are in P parts."""
     place = jnp.where(entries.is_there, entries.block, num_blocks)
     return jnp.zeros(num_blocks, jnp.int32).at[place].set(entries.line * parts // num_lines, mode="drop")
 
 
 def take_blocks(tables: BlockTables, taken: jax.Array, part: jax.Array) -> tuple[BlockTables, jax.Array]:
-    """Returns tables of which a free block is in use for each of `taken` bool[B], and `i32[B]`: which one."""
+    """Returns tables with a free block allocated for each of `taken` bool[B], and `i32[B]`: these blocks."""
     of_part = taken[None] & (part[None] == jnp.arange(tables.parts, dtype=jnp.int32)[:, None])
     rank = jnp.cumsum(of_part, axis=1, dtype=jnp.int32)
     at = jnp.where(of_part, rank, 0).sum(axis=0, dtype=jnp.int32) - 1 + jnp.atleast_1d(first_free(tables))[part]

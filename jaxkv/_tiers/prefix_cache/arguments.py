@@ -1,4 +1,4 @@
-"""What a `PrefixCache` is asked about, read in one place."""
+"""Reads the arguments of `PrefixCache` methods."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def read_tokens(tokens: Any) -> list[int]:
-    """Raises ValueError."""
+    """Returns a list of tokens. Raises ValueError."""
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or not (np.issubdtype(tokens.dtype, np.integer) or not tokens.size):
         raise ValueError(f"tokens must be a list of integers, not {tokens.dtype}{list(tokens.shape)}.")
@@ -14,7 +14,7 @@ def read_tokens(tokens: Any) -> list[int]:
 
 
 def read_identity(salt: Any, adapter: Any) -> tuple[type, str | bytes | None, str | None]:
-    """Whose tokens they are: no two that are different have anything in common. Raises ValueError."""
+    """Returns the key of a salt and an adapter: different keys share nothing. Raises ValueError."""
     if not isinstance(salt, str | bytes | None):
         raise ValueError(f"salt must be a str, bytes or None, not {type(salt).__name__}.")
     if not isinstance(adapter, str | None):
@@ -24,5 +24,5 @@ def read_identity(salt: Any, adapter: Any) -> tuple[type, str | bytes | None, st
 
 
 def _plain(x: Any) -> Any:
-    """What may be of a class of its own, with a `repr` that hides it, as Python's."""
+    """Returns an instance of a subclass of str or bytes as the plain type."""
     return str.__str__(x) if isinstance(x, str) else memoryview(x).tobytes() if isinstance(x, bytes) else x

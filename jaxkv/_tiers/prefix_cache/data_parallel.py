@@ -1,4 +1,4 @@
-"""A prefix cache for each device that rows are divided over, as one to look at."""
+"""The prefix caches of data-parallel devices, viewed as one."""
 
 from typing import Any
 
@@ -7,31 +7,30 @@ from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
 
 
 class PrefixShards:
-    """The `PrefixCache` of each device of an engine whose rows are divided: nothing is shared across devices, but for
-    the files of a folder.
+    """The `PrefixCache` of each device of an engine whose rows are divided. Devices share only the files of a folder.
 
     Attributes:
-      shards: of each device.
+      shards: the `PrefixCache` of each device.
     """
 
     def __init__(self, shards: list[PrefixCache]):
         self.shards = shards
 
     def stats(self) -> dict[str, Any]:
-        """As `PrefixCache.stats`, of all together."""
+        """Returns `PrefixCache.stats`, of all together."""
         each = [shard.stats() for shard in self.shards]
         found = {name: _sum([one[name] for one in each]) for name in each[0]}
         found |= {name: count for name, count in each[0].items() if name.startswith("disk_")}  # they have one folder
         return found | {"hit_rate": found["tokens_saved"] / max(found["tokens_asked"], 1)}
 
     def flush(self, cache: RowShards) -> None:
-        """As `PrefixCache.flush`."""
+        """Writes to disk, as `PrefixCache.flush`."""
         for shard, own in zip(self.shards, cache.shards, strict=True):
             shard.flush(own)
 
 
 def as_one(shards: list[PrefixCache | None]) -> Any:
-    """The one that there is, or all of them, or None."""
+    """Returns the only shard, or all of them, or None."""
     found = [shard for shard in shards if shard is not None]
     return PrefixShards(found) if len(found) > 1 else next(iter(found), None)
 

@@ -1,4 +1,4 @@
-"""The tier on disk of a `PrefixCache`: what leaves the host is written to files, and read back when it is asked for."""
+"""The disk tier of a `PrefixCache`: blocks that leave the host are written to files, and read back on demand."""
 
 import os
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ def open_disk(
     config: CacheConfig, spill_bytes: int, folder: str | os.PathLike | BlockFiles | None, disk_bytes: float | None,
     model: str | None,
 ) -> BlockFiles | None:  # fmt: skip
-    """The files that the options of a `PrefixCache` ask for; those of another one, if they are given in the place of a
-    folder. Raises ValueError where these make no sense."""
+    """Opens the files for the options of a `PrefixCache`, or returns another one's, if given in place of a folder.
+    Raises ValueError for invalid options."""
     if isinstance(folder, BlockFiles):
         return folder
     if not isinstance(model, str | None):
@@ -44,10 +44,10 @@ def open_disk(
 
 
 def recall(index: PrefixIndex, root: Node, tokens: Sequence[int]) -> list[Node]:
-    """The chain that `tokens` begin with, as far as a row can adopt it; then on the host, what of it was on disk alone.
+    """Returns the chain of a prefix of `tokens`, as far as a row can adopt it; reads blocks on disk alone to the host.
 
-    That is bounded by the host memory that neither pinned blocks nor this chain's own take. A file that is damaged or
-    gone is noticed here, and is as if it had never been there.
+    The host memory left by pinned blocks and this chain's own bounds the chain. Damaged or missing files are detected
+    here, and treated as if they had never existed.
     """
     chain, disk = index.look(root, tokens), index.disk
     assert disk is not None
@@ -83,7 +83,7 @@ def recall(index: PrefixIndex, root: Node, tokens: Sequence[int]) -> list[Node]:
 def _can_recall(
     index: PrefixIndex, there: Sequence[np.ndarray], on_disk: Sequence[np.ndarray], room: int
 ) -> np.ndarray:  # fmt: skip
-    """`bool[n + 1]`: behind how many nodes of a chain a row can go on, with what is on disk and fits on the host."""
+    """Returns `bool[n + 1]`: after how many nodes a row can go on, with disk blocks that fit on the host."""
     found = can_serve(index.config, [t | d for t, d in zip(there, on_disk, strict=True)])
     counts, taken = np.arange(found.size), np.zeros(found.size, np.int64)
     for group, (d, size) in enumerate(zip(on_disk, index.block_bytes, strict=True)):
@@ -95,7 +95,7 @@ def _can_recall(
 
 
 def flush(index: PrefixIndex, cache: Cache) -> None:
-    """Have a file of every block that the index holds in a cache or in host memory."""
+    """Writes a file of every block that the index holds in a cache or in host memory."""
     disk = index.disk
     assert disk is not None
     for group in range(len(index.kept)):
@@ -112,7 +112,7 @@ def flush(index: PrefixIndex, cache: Cache) -> None:
 
 
 def _count_ahead(index: PrefixIndex, disk: BlockFiles, node: Node, tokens: Sequence[int]) -> int:
-    """How many blocks of `tokens` behind a node are on disk, each at least for one group of layers."""
+    """Returns the number of blocks of `tokens` after a node on disk, each for one group of layers at least."""
     digest, depth = node.digest, node.depth
     for block in list(index.split(tokens))[node.depth + 1 :]:
         parent, digest = digest, digest_of(digest, block)

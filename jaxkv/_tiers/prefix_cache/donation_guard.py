@@ -1,4 +1,4 @@
-"""Pools that are updated in place, wherever an exception may cut the call off."""
+"""Guards pools that are updated in place against exceptions at any point of the call."""
 
 import collections
 import functools
@@ -21,10 +21,10 @@ def _put(leaves: list[jax.Array], blocks: list[jax.Array], target: jax.Array, st
 
 
 class Landing:
-    """Where pools go that are updated in place: at any instruction each is still whole, or its successor is here.
+    """Holds the successors of donated pools: at any instruction a pool is still whole, or its successor is here.
 
-    The successor is kept by the very call that makes it. JAX makes lists without running any Python, and so do `map`
-    and `extend`: no exception can come between the device, which uses up the pool, and whoever keeps the next one.
+    The call that makes the successor also stores it. JAX makes lists without running any Python, and so do `map` and
+    `extend`: no exception can come between the donation of a pool and the storing of the next one.
     """
 
     def __init__(self) -> None:
@@ -32,20 +32,20 @@ class Landing:
         self._landed: collections.deque[list[jax.Array]] = collections.deque()
 
     def put(self, pool: Pool, blocks: Pool, target: Any) -> Pool:
-        """`put_blocks`, using up the pool."""
+        """Calls `put_blocks`, donating the pool."""
         given, structure = jax.tree.flatten(pool)
         self._given = [*self._given[: len(self._landed)], (given, target)]
         self._landed.extend(map(_put, [given], [jax.tree.leaves(blocks)], [target], [structure]))
         return jax.tree.unflatten(structure, self._landed[-1])
 
     def whole(self, cache: Cache) -> Cache:
-        """The cache, with what has become of those of its pools that were used up here.
+        """Returns the cache with the successors of pools that were donated here.
 
-        Its rows are as they were. What was put into the pools went to blocks that are free in it, or that it only keeps
-        for an index: it keeps them no longer.
+        Its rows are unchanged. Writes went only to blocks that are free in it, or that it keeps for an index alone; it
+        no longer keeps these.
 
         Raises:
-          CacheError: it was used up elsewhere, or the device failed.
+          CacheError: it was donated elsewhere, or the device failed.
         """
         if not any(map(_is_deleted, jax.tree.leaves(cache))):
             return cache

@@ -1,4 +1,4 @@
-"""What came into a `PrefixCache` and what left it: found by comparing what it holds with what it held."""
+"""The events of a `PrefixCache`: blocks stored and removed, by comparing its contents with the last ones."""
 
 import dataclasses
 from typing import Literal
@@ -13,17 +13,17 @@ Place = tuple[bytes, int, Tier]  # a chain's digest, a group of layers, and wher
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixEvent:
-    """One block that a `PrefixCache` has stored in one place, or removed from it; `PrefixCache.events` gives them.
+    """One block that a `PrefixCache` has stored in a tier, or removed from it; see `PrefixCache.events`.
 
     Fields:
-      stored: it is there now; or, if False, no longer.
-      hash: of the whole chain of blocks up to this one, its salt and adapter, the config, and the model if it is named:
-        the same in every process. `PrefixCache.hashes` says what a prompt's blocks are called.
+      stored: True: stored; False: removed.
+      hash: the hash of the chain of blocks up to this one, its salt and adapter, the config, and the model if named:
+        the same in every process. `PrefixCache.hashes` returns those of a prompt's blocks.
       parent: the hash of the chain before it; None: it is the first.
-      tokens: of this block; `start`: how many stand before it.
+      tokens: the tokens of this block. start: the number of tokens before it.
       tier: "device", "host" (its memory) or "disk". A block may be in several.
-      group: of layers; each has its own blocks.
-      salt, adapter: as they were given with it.
+      group: the group of layers; each has its own blocks.
+      salt, adapter: as given with the tokens.
 
     >>> import jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -49,7 +49,7 @@ class PrefixEvent:
 
 
 def holdings(index: PrefixIndex) -> dict[Place, Block]:
-    """Every block that an index holds, and on disk those that it has written or found."""
+    """Returns every block that an index holds, and on disk those that it has written or found."""
     held: dict[Place, Block] = {}
     for node in index.nodes.values():
         for group, (number, contents) in enumerate(zip(node.blocks, node.host, strict=True)):
@@ -60,7 +60,7 @@ def holdings(index: PrefixIndex) -> dict[Place, Block]:
 
 
 def differences(before: dict[Place, Block], now: dict[Place, Block]) -> list[PrefixEvent]:
-    """What was removed, ends of chains first, and what was stored, beginnings first."""
+    """Returns the events: removals, ends of chains first, then stores, beginnings first."""
     removed = [(place, block, False) for place, block in before.items() if place not in now]
     stored = [(place, block, True) for place, block in now.items() if place not in before]
     ordered = [*sorted(removed, key=_depth, reverse=True), *sorted(stored, key=_depth)]

@@ -1,4 +1,4 @@
-"""What `PrefixCache.match` has found."""
+"""The result of `PrefixCache.match`."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from jaxkv._tiers.prefix_cache.node import Node
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """What a `PrefixCache` has of a prompt: its first `num_tokens` tokens, whole blocks.
+    """The cached prefix of a prompt: its first `num_tokens` tokens, in whole blocks.
 
     >>> import jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)

@@ -1,4 +1,4 @@
-"""One block of tokens behind all that stand before it, and where its keys and values are."""
+"""A node of the index: one block of tokens in the context of its prefix, and where its keys and values are."""
 
 import dataclasses
 import itertools
@@ -19,33 +19,33 @@ def _new_label() -> int:
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """One full block of tokens behind everything that stands before it."""
+    """One full block of tokens in the context of its whole prefix."""
 
-    parent: "Node | None"  # None: a root, which stands for what is the same for all tokens, and has none itself
+    parent: "Node | None"  # None: a root, which stands for an identity and has no tokens
     tokens: tuple[int, ...]
-    hash: Any  # of the whole chain up to here
+    hash: Any  # hash of the whole chain up to here
     blocks: list[int]  # for each group of layers the physical block; NULL_BLOCK: there is none
-    host: list[Any]  # for each group its contents in host memory, or None
-    digest: bytes  # of the whole chain, too: the same in every process, and no two chains have the same
-    identity: Hashable  # whose it is: a root's
+    host: list[Any]  # its contents in host memory for each group, or None
+    digest: bytes  # digest of the whole chain: equal in every process, and unique
+    identity: Hashable  # the identity of its root
     depth: int = -1  # blocks before it
     num_children: int = 0
-    is_fork: bool = False  # whether prompts have parted behind it, or one has ended there that others go beyond
-    is_proven: bool = False  # whether one was looked for that ends there, as far as it is known
+    is_fork: bool = False  # whether prompts part behind it, or one ended there that others go beyond
+    is_proven: bool = False  # whether a lookup has ended there
     label: int = dataclasses.field(default_factory=_new_label)
 
     @property
     def is_hollow(self) -> bool:
-        """Whether nothing is left of it but its place in a chain."""
+        """Tells whether it has no contents, only its place in a chain."""
         return not any(self.blocks) and not any(x is not None for x in self.host)
 
     def has(self, group: int) -> bool:
-        """Whether its keys and values are there, on the device or the host."""
+        """Tells whether its keys and values are on the device or the host."""
         return self.blocks[group] != NULL_BLOCK or self.host[group] is not None
 
     @property
     def chain(self) -> "list[Node]":
-        """All nodes up to it."""
+        """Returns all nodes up to it."""
         nodes, node = [], self
         while node.parent is not None:
             nodes.append(node)
@@ -53,6 +53,6 @@ class Node:
         return nodes[::-1]
 
     def block(self, group: int) -> Block:
-        """What a file of it is of."""
+        """Returns the description of its file."""
         assert self.parent is not None
         return Block(self.digest, self.parent.digest, self.tokens, group, self.depth, self.identity)

@@ -1,4 +1,4 @@
-"""Prefix reuse: keys and values that one sequence computed, found and shared by the next that begins alike."""
+"""Prefix caching: sequences reuse the keys and values of earlier sequences with the same prefix."""
 
 import os
 from collections.abc import Callable, Hashable, Sequence
@@ -28,37 +28,37 @@ from jaxkv._tiers.prefix_cache.transaction import Change
 
 
 class PrefixCache:
-    """An index over the full blocks of a cache, kept on the host, so that equal beginnings are computed once.
+    """An index on the host over the full blocks of a cache, so that common prefixes are computed once.
 
-    `match` says how much of a prompt is there, `adopt` attaches it to an empty row without a copy, `insert` offers a
-    row's blocks. Indexed blocks stay when their rows are freed, and `make_room` gives back those that no row uses, the
-    least recently used first: call it before a step that may need more blocks than are free. (`jaxkv.Engine` does.)
+    `match` finds the cached prefix of a prompt, `adopt` attaches it to an empty row without a copy, `insert` offers a
+    row's blocks. Indexed blocks stay when their rows are freed. `make_room` frees those that no row uses, the least
+    recently used first: call it before a step that may need more blocks than are free. (`jaxkv.Engine` does.)
 
-    Each group of layers keeps what a next prompt needs of it. Layers with a window or chunk need the last ones behind
-    which a prompt may go on: where one ended, or where prompts part. They keep those, and give up what lies between.
+    Each group of layers keeps the blocks that a next prompt needs of it. Layers with a sliding window or chunk need
+    only the last ones before a point where a prompt may go on: where one ended, or where prompts part.
 
-    Go on with the cache that each method returns. The cache says itself what its kept blocks hold, so an older one is
-    given nothing but what it really has, and an index whose call was cut off, say by Ctrl-C, finds its way back with
-    the next cache it is given; what only the one of them knew is free again then. It is one thread's at a time.
+    Go on with the cache that each method returns. The cache itself records the contents of its kept blocks, so an older
+    cache gets only blocks that it really has. An index whose call was interrupted, say by Ctrl-C, recovers with the
+    next cache that it gets; blocks known to only one of the two are freed. Use it from one thread at a time.
 
     Args:
-      config: of the caches to come.
+      config: the config of the caches.
       spill_bytes: host memory for blocks that `make_room` takes from the device; they come back when adopted.
       max_pinned: the largest share of a group's blocks that may be pinned.
       hash_function: from a (hash, tokens) pair to a hash, for tests.
-      disk: a folder for blocks that leave host memory, one file each; processes may share it, at a time or one after
-        another. Needs `spill_bytes` that hold a prompt's blocks, for they come back through host memory. A file that is
-        damaged, or of another config, model or salt, is never taken for what was asked.
-      disk_bytes: the most that all blocks in the folder may take; the least recently used go.
-      model: the name of what computes the keys and values, or a fingerprint. With `disk`, another's are not found.
+      disk: a folder for blocks that leave host memory, one file each. Processes may share it, concurrently or one after
+        another. Needs `spill_bytes` that hold a prompt's blocks, since they return through host memory. Damaged files
+        and those of another config, model or salt are never used.
+      disk_bytes: the limit of bytes of all blocks in the folder; the least recently used are deleted.
+      model: the name of the model, or a fingerprint. With `disk`, blocks of another model are not found.
 
     Attributes:
-      files: what it has in the folder, or None. Another index of the process can be given these as `disk`, so that the
-        two mind `disk_bytes` together.
+      files: its files in the folder, or None. Pass them as `disk` to another index of the process, so that both count
+        towards one `disk_bytes`.
 
-    Chaining block hashes is vLLM's idea (automatic prefix caching); comparing the tokens on every hit is what keeps it
-    safe. Every method takes `salt`, a str or bytes: sequences with different salts share nothing, for example those of
-    two tenants; and `adapter`, a str that names what else the keys and values depend on, such as a LoRA.
+    Chaining block hashes is vLLM's idea (automatic prefix caching); comparing the tokens on every hit makes it safe.
+    Every method takes `salt`, a str or bytes: sequences with different salts share nothing, for example those of two
+    tenants; and `adapter`, a str that names another dependency of the keys and values, such as a LoRA.
 
     >>> import jax.numpy as jnp, jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -89,8 +89,8 @@ class PrefixCache:
         self.files = open_disk(config, self.spill_bytes, disk, disk_bytes, model)
         self._owner = fingerprint(config, model)
         self._index = self._empty_index()
-        self._told: dict[Place, Block] = {}  # what `events` has told of
-        self._landing = Landing()  # where pools have gone that `adopt` was told to use up
+        self._told: dict[Place, Block] = {}  # blocks that `events` has reported
+        self._landing = Landing()  # successors of the pools donated to `adopt`
         self._counts = dict.fromkeys(
             ("lookups", "hits", "tokens_asked", "tokens_saved", "blocks_evicted", "blocks_spilled", "blocks_restored"),
             0,
@@ -102,11 +102,10 @@ class PrefixCache:
         self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None,
         is_repeat: bool = False,
     ) -> Match:  # fmt: skip
-        """How many of a prompt's first tokens are there: whole blocks, and never the prompt's last token.
+        """Finds the cached prefix of a prompt: whole blocks, and never the prompt's last token.
 
-        Of layers with a window, only what the next token would see has to be there, the first tokens that they keep
-        too. What is on disk alone is read into host memory, as far as `spill_bytes` go; what others hold there may go
-        to the disk for it.
+        Layers with a sliding window need only the blocks that the next token sees, leading ones that they keep too.
+        Blocks on disk alone are read into host memory, up to `spill_bytes`; other blocks there may move to the disk.
 
         Args:
           is_repeat: a request that has asked before asks again, and may find what it has left here itself: neither
@@ -127,21 +126,21 @@ class PrefixCache:
         return Match(len(chain) * self.config.block_size, tuple(chain), is_repeat)
 
     def known(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> int:
-        """How many tokens `match` would find without looking at the disk; it is not counted as a lookup."""
+        """Returns how many tokens `match` would find without the disk; does not count as a lookup."""
         chain = self._index.walk(self._root(salt, adapter), read_tokens(tokens)[:-1])
         return self._index.usable(chain) * self.config.block_size
 
     def adopt(self, cache: Cache, row: int, match: Match, *, donate: bool = False) -> Cache:
-        """The cache in which an empty row holds what was matched. Blocks on the device are shared, not copied.
+        """Returns the cache with the matched prefix in an empty row. Blocks on the device are shared, not copied.
 
         Args:
-          donate: update the pools in place where blocks come back from the host; then the given cache is used up. If
-            the call was cut off, `recover` gives it back.
+          donate: update the pools in place where blocks come back from the host; the given cache is donated. If the
+            call was interrupted, `recover` returns it.
 
         Raises:
-          IndexError: no such row. ValueError: the row is not empty, or not all that was matched is in this cache: some
+          IndexError: no such row. ValueError: the row is not empty, or not all of the match is in this cache: some
             has been evicted since, or this is an older cache.
-          OutOfBlocks: there is no room for the blocks that come back from the host.
+          OutOfBlocks: no room for the blocks that come back from the host.
         """
         cache = self._whole(cache)
         check_row(cache, row)
@@ -172,16 +171,16 @@ class PrefixCache:
         self, cache: Cache, row: int, tokens: Sequence[int], *, salt: str | bytes | None = None,
         adapter: str | None = None,
     ) -> Cache:  # fmt: skip
-        """Index a row's full blocks.
+        """Indexes a row's full blocks.
 
         Args:
-          tokens: what the row holds, from its first token on. If there are fewer than in the row, only those are
-            indexed; tokens that the row does not hold yet are ignored. Blocks that are indexed with another salt or
-            adapter already are left out.
+          tokens: the tokens of the row, from its first on. If there are fewer than in the row, only those are indexed;
+            tokens that the row does not hold yet are ignored. Blocks that are indexed with another salt or adapter
+            already are left out.
 
         Returns:
-          The cache, in which these blocks stay when the row is freed. Of a row that `evict` has thinned none are
-          indexed: it is no beginning of another.
+          The cache, which keeps these blocks when the row is freed. A row that `evict` has thinned is not indexed: it
+          is no prefix of another.
 
         Raises:
           IndexError: no such row. ValueError: tokens that are not integers, or a salt of the wrong type.
@@ -202,9 +201,9 @@ class PrefixCache:
     # Keeping it small.
 
     def make_room(self, cache: Cache, num_blocks: int | Sequence[int]) -> Cache:
-        """Give indexed blocks back until `num_blocks` are free in every group of layers, or no more can be given.
+        """Frees indexed blocks until `num_blocks` are free in every group of layers, or no more can be freed.
 
-        Those that a row uses or that are pinned stay. With `spill_bytes`, what goes is kept in host memory.
+        Blocks that a row uses or that are pinned stay. With `spill_bytes`, freed blocks are kept in host memory.
 
         Args:
           num_blocks: an integer, or one for each group of layers.
@@ -221,12 +220,12 @@ class PrefixCache:
         return self._commit(change)
 
     def pin(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> int:
-        """Keep what is there of `tokens` from being evicted, until `unpin`. Returns how many tokens that is.
+        """Pins the cached prefix of `tokens` against eviction, until `unpin`. Returns its number of tokens.
 
-        Of layers with a window that is what the next token would see.
+        In layers with a sliding window it pins the blocks that the next token sees.
 
         Raises:
-          ValueError: more blocks would be pinned than `max_pinned` allows; nothing is then.
+          ValueError: more blocks would be pinned than `max_pinned` allows; none is pinned then.
         """
         tokens, root = read_tokens(tokens), self._root(salt, adapter)
         chain, index = self._index.walk(root, tokens), self._index
@@ -243,10 +242,10 @@ class PrefixCache:
         return len(chain) * self.config.block_size
 
     def unpin(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> None:
-        """Take back one `pin` of the same tokens. Raises ValueError if they are not pinned."""
+        """Undoes one `pin` of the same tokens. Raises ValueError if they are not pinned."""
         tokens, root = read_tokens(tokens), self._root(salt, adapter)
         pins = self._index.pins
-        # What was inserted since the pin stands behind its end.
+        # Blocks inserted since the pin are behind its end.
         end = next((node for node in reversed(self._index.walk(root, tokens)) if node in pins), None)
         if end is None:
             raise ValueError("These tokens are not pinned: unpin takes what pin was given, once for each pin.")
@@ -254,7 +253,7 @@ class PrefixCache:
         self._index.pins = {node: count for node, count in left.items() if count}
 
     def reset(self, cache: Cache) -> Cache:
-        """Forget everything, pinned blocks and files of this config and model too; what no row holds is free again."""
+        """Drops all blocks, pinned ones and files of this config and model too; frees those that no row holds."""
         cache = self._whole(cache)
         index = self._empty_index()
         cache = cache.replace(tables=tuple(map(keep, cache.tables, index.kept)))
@@ -264,11 +263,11 @@ class PrefixCache:
         return cache
 
     def forget(self) -> None:
-        """Give back the host memory, and forget what any cache holds. Files stay: see `flush`."""
+        """Frees the host memory, and forgets the blocks of any cache. Files stay: see `flush`."""
         self._index, self._landing, self._told = self._empty_index(), Landing(), {}
 
     def flush(self, cache: Cache) -> None:
-        """With `disk`, write there what the index has on the device and in host memory, for the next process.
+        """Writes to `disk` the blocks that the index has on the device and in host memory, for the next process.
 
         >>> import jaxkv, tempfile
         >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -284,30 +283,30 @@ class PrefixCache:
             flush(self._index, change.cache)
 
     def recover(self, cache: Cache) -> Cache:
-        """The cache that a call of `adopt` with `donate=True` was given and has used up before it was cut off, say by
-        Ctrl-C: as it was before that call, but for blocks that no row held and that were to make room. Any other cache
-        is returned as it is, and all methods do this by themselves.
+        """Returns the cache that was donated to an interrupted call of `adopt` with `donate=True`, as it was before
+        that call, except for blocks that no row held and that were to make room. Returns any other cache as it is. All
+        methods do this by themselves.
 
         Raises:
-          CacheError: it was used up elsewhere, or the device failed.
+          CacheError: it was donated elsewhere, or the device failed.
         """
         return self._whole(cache)
 
     # Looking at it.
 
     def available(self, cache: Cache) -> list[int]:
-        """For each group of layers, blocks that are free or that `make_room` could free: at least so many."""
+        """Returns a lower bound, for each group of layers, on blocks free or that `make_room` could free."""
         cache = self._whole(cache)
         counts = jax.device_get([(t.num_free, count_unused(t)) for t in cache.tables])
         return [int(free) + max(0, int(unused) - self.pinned(g)) for g, (free, unused) in enumerate(counts)]
 
     def pinned(self, group: int) -> int:
-        """Blocks of a group that are pinned. Raises ValueError where there is no such group."""
+        """Returns the pinned blocks of a group. Raises ValueError for no such group."""
         group = integer("group", group, least=0, most=len(self.config.groups) - 1)
         return sum(1 for node in self._index.pinned[group] if node.blocks[group])
 
     def stats(self) -> dict[str, Any]:
-        """What the index holds and what it has saved so far, as plain numbers.
+        """Returns the contents of the index and its savings so far, as plain numbers.
 
         `tokens_saved` of `tokens_asked` did not have to be computed; `hit_rate` is their ratio. A request counts once:
         one that an `Engine` sets back and takes up again finds its own blocks, which saves nothing.
@@ -322,11 +321,11 @@ class PrefixCache:
         return self._counts | held | ({} if self.files is None else self.files.stats())
 
     def events(self) -> list[PrefixEvent]:
-        """Blocks that were stored or removed since the last call, on the device, on the host and on disk.
+        """Returns the blocks stored or removed since the last call, on the device, on the host and on disk.
 
-        With it, who sends prompts to several processes knows which one holds what. What came and went in between is not
-        told; of a folder's files those are that this index has written or looked for. It costs time and memory for each
-        block that is held.
+        A router of prompts to several processes can track their contents with it. Blocks that came and went in between
+        are not reported. Of a folder's files, those are that this index has written or looked up. It costs time and
+        memory for each block that is held.
         """
         self._index.mend()
         held = holdings(self._index)
@@ -336,7 +335,7 @@ class PrefixCache:
     def hashes(
         self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None
     ) -> list[str]:
-        """What `events` calls the full blocks of `tokens`, whether or not they are there."""
+        """Returns the hashes in `events` of the full blocks of `tokens`, whether or not they are cached."""
         digest, found = digest_of(self._owner, read_identity(salt, adapter)), []
         for block in self._index.split(read_tokens(tokens)):
             digest = digest_of(digest, block)
@@ -344,7 +343,7 @@ class PrefixCache:
         return found
 
     def check_invariants(self, cache: Cache) -> None:
-        """Raise AssertionError unless the index is sound, and follows the cache. For tests and debugging."""
+        """Raises AssertionError unless the index is sound, and follows the cache. For tests and debugging."""
         Change(self._index, self._whole(cache))
         self._index.check()
 
@@ -363,7 +362,7 @@ class PrefixCache:
         if isinstance(cache.lengths, jax.core.Tracer):
             raise ValueError("A PrefixCache cannot be used inside jit: what it has is known on the host alone.")
         if (whole := self._landing.whole(cache)) is cache:
-            self._landing = Landing()  # no one needs what has landed any more
+            self._landing = Landing()  # successors are no longer needed
         return whole
 
     def _empty_index(self) -> PrefixIndex:
@@ -375,7 +374,7 @@ class PrefixCache:
         return self._index.root(identity)
 
     def _commit(self, change: Change, chain: Sequence[Node] = (), **counts: int) -> Cache:
-        """The last step of every change."""
+        """Does the last step of every change."""
         self._index.hold(change.kept, hosted=change.spilled, chain=chain)
         for name, count in (change.counts | counts).items():
             self._counts[name] += count

@@ -1,4 +1,4 @@
-"""Kept blocks on the device: what a `PrefixCache` does to the tables of a cache."""
+"""Table operations for the blocks that a `PrefixCache` keeps on the device."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from jaxkv._tiers.prefix_cache.node import Node
 
 @jax.jit
 def keep(tables: BlockTables, kept: jax.Array) -> BlockTables:
-    """Keep other blocks, i32[N + 1]: those that rows hold, or that were kept before."""
+    """Replaces the kept blocks, i32[N + 1], by others that rows hold or that were kept before."""
     return replace_entries(tables, tables.tables, jnp.asarray(kept))
 
 
 @jax.jit
 def claim(tables: BlockTables, labels: jax.Array) -> tuple[BlockTables, jax.Array]:
-    """Keep a free block for each of `labels` i32[n], but for zeros at the end. There must be as many.
+    """Keeps a free block for each of `labels` i32[n], except zeros at the end. There must be enough.
 
     Returns:
       The tables, and i32[n], the blocks; the null block where the label is 0.
@@ -42,7 +42,7 @@ def claim(tables: BlockTables, labels: jax.Array) -> tuple[BlockTables, jax.Arra
 def attach(
     tables: BlockTables, row: jax.Array, entries: jax.Array, length: jax.Array, skipped: jax.Array
 ) -> BlockTables:
-    """An empty row that holds kept blocks, `entries` i32[M], behind those that it has skipped."""
+    """Attaches kept blocks, `entries` i32[M], to an empty row, after those that it skips."""
     here = jnp.arange(tables.lengths.shape[0], dtype=jnp.int32) == row
     tables = replace_entries(tables, jnp.where(here[:, None], entries[None], tables.tables))
     return dataclasses.replace(
@@ -52,7 +52,7 @@ def attach(
 
 
 def warm(cache: Cache) -> None:
-    """Compile what an index does to the tables of a cache. Nothing changes: no such row, and what was kept is."""
+    """Compiles the table operations of an index, without changing a row or the kept blocks."""
     for t in cache.tables:
         keep(t, np.asarray(t.kept))
         attach(t, np.int32(t.tables.shape[0]), np.zeros(t.tables.shape[1], np.int32), np.int32(0), np.int32(0))
@@ -60,12 +60,12 @@ def warm(cache: Cache) -> None:
 
 
 def count_unused(tables: BlockTables) -> jax.Array:
-    """`i32[]`: kept blocks that no row holds."""
+    """Returns `i32[]`: the number of kept blocks that no row holds."""
     return jnp.sum((tables.kept != 0) & (tables.refcounts == 1), dtype=jnp.int32)
 
 
 def read_contents(cache: Cache, group: int, nodes: Sequence[Node]) -> list[list[Pool]]:
-    """What a cache holds for each of some nodes in a group, layer by layer, copied to host memory."""
+    """Returns the contents of nodes in a group, layer by layer, copied to host memory."""
     blocks = np.zeros(padded_size(len(nodes)), np.int32)
     blocks[: len(nodes)] = [node.blocks[group] for node in nodes]
     found = read_group(cache, group, blocks)

@@ -1,4 +1,4 @@
-"""What a call does to a cache and to the index of a `PrefixCache`, before either is changed."""
+"""Transactions on a cache and the index of a `PrefixCache`, computed before either is changed."""
 
 import collections
 from collections.abc import Callable, Collection, Sequence
@@ -17,28 +17,28 @@ from jaxkv._tiers.prefix_cache.retained_blocks import attach, claim, keep, read_
 
 
 class Change:
-    """A new cache, and what the index is to hold with it.
+    """A new cache, and the new contents of the index.
 
-    All is computed here first; `PrefixIndex.hold` is the last step. Cut off before it, a call has changed nothing; cut
-    off in it or behind it, the index finds out from the next cache it is given.
+    All is computed here first; `PrefixIndex.hold` is the last step. A call interrupted before it has changed nothing;
+    after an interrupt in or behind it, the index follows the next cache that it gets.
 
     Args:
-      index: what follows the cache now.
-      cache: what a caller goes on with: the one that the last call returned, or an older one.
+      index: the index to change.
+      cache: the caller's cache: the one that the last call returned, or an older one.
     """
 
     def __init__(self, index: PrefixIndex, cache: Cache):
         self.index, self.config = index, cache.config
-        # For each group and block the label that it is to have.
+        # The new label of each group's blocks.
         self.kept = index.follow(jax.device_get([t.kept for t in cache.tables]))
-        self.spilled: list[tuple[Node, int, list[Pool]]] = []  # what goes to the host, of which group
-        self.restored: dict[tuple[Node, int], int] = {}  # what comes back from there, into which block
+        self.spilled: list[tuple[Node, int, list[Pool]]] = []  # contents that go to the host, by node and group
+        self.restored: dict[tuple[Node, int], int] = {}  # the block of each node and group that comes back
         self.counts: collections.Counter[str] = collections.Counter()
         self.cache = cache
-        self._keep()  # not what the index does not know
+        self._keep()  # drops blocks that the index does not know
 
     def offer(self, chain: Sequence[Node], held: Sequence[np.ndarray]) -> None:
-        """Keep the blocks of a row, for each group `i32[blocks]` from its first on, for the nodes of its tokens that
+        """Keeps the blocks of a row, for each group `i32[blocks]` from its first on, for the nodes of its tokens that
         have none."""
         for group, (blocks, kept) in enumerate(zip(held, self.kept, strict=True)):
             for node, block in zip(chain, blocks.tolist(), strict=False):
@@ -48,13 +48,13 @@ class Change:
         self._keep()
 
     def evict(self, wanted: Sequence[int], spared: Collection[Node] = ()) -> None:
-        """Keep fewer blocks, in each group what is needed least first, until `wanted[g]` are free or no more can be
-        given."""
+        """Evicts kept blocks, in each group the least needed first, until `wanted[g]` are free or no more can be
+        freed."""
         sizes = jax.device_get([(t.num_free, t.refcounts) for t in self.cache.tables])
         whole = [(g, sizes[g][1]) for g in self.index.ends.whole]
 
         def is_running(node: Node) -> bool:
-            """Whether a row holds a chain to its end: it will come with another one as it goes on."""
+            """Tells whether a row holds a chain to its end: it will offer a longer one as it goes on."""
             blocks = [(node.blocks[g], refcounts) for g, refcounts in whole]
             return not node.is_fork and any(block != NULL_BLOCK and refcounts[block] > 1 for block, refcounts in blocks)
 
@@ -73,7 +73,7 @@ class Change:
         self._keep()
 
     def restore(self, chain: Sequence[Node], needed: Sequence[np.ndarray], put: Callable[..., Pool]) -> None:
-        """Bring what is on the host of a chain's nodes `needed[g]` back by `put`, as `put_group` takes it."""
+        """Restores the blocks of a chain's nodes `needed[g]` from the host by `put`, called as for `put_group`."""
         missing = [
             [chain[i] for i in columns.tolist() if chain[i].blocks[group] == NULL_BLOCK]
             for group, columns in enumerate(needed)
@@ -106,7 +106,7 @@ class Change:
         self.cache = cache.replace(tables=tuple(groups))
 
     def attach(self, row: int, chain: Sequence[Node], needed: Sequence[np.ndarray]) -> None:
-        """Put what a chain's nodes `needed[g]` hold into an empty row."""
+        """Attaches the blocks of a chain's nodes `needed[g]` to an empty row."""
         length, groups = np.int32(len(chain) * self.config.block_size), []
         for group, (tables, columns) in enumerate(zip(self.cache.tables, needed, strict=True)):
             entries = np.full(len(chain), NULL_BLOCK, np.int32)
@@ -125,7 +125,7 @@ class Change:
             self.counts["blocks_spilled"] += len(victims)
 
     def _keep(self) -> None:
-        """Have the cache keep what is to be kept: blocks that rows hold, or that it kept before."""
+        """Updates the blocks that the cache keeps: blocks that rows hold, or that it kept before."""
         pairs = zip(self.cache.tables, self.kept, strict=True)
         tables = tuple(t if np.array_equal(t.kept, kept) else keep(t, kept) for t, kept in pairs)
         self.cache = self.cache.replace(tables=tables)
