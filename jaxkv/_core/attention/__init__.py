@@ -1,4 +1,4 @@
-"""A step over a cache: its plan, the write of keys and values, and attention by the kernels.
+"""One step over a cache: its plan, the write of keys and values, and attention by the kernels.
 
 Stands on `blocks`. An option of `attention` goes into `attention_options`, what a step computes once into `plan`.
 """

@@ -1,4 +1,4 @@
-"""Attention over a cache: where the state meets the kernels."""
+"""Attention over a cache: passes the state to the kernels."""
 
 from collections.abc import Mapping
 from typing import Any, Unpack
@@ -41,47 +41,47 @@ def attention(
     q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: Any, *, layer: Any = None,
     step: Step | None = None, implementation: str | None = None, **options: Unpack[AttentionOptions],
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Store this step's keys and values of one layer, and attend causally to everything up to each token.
+    """Stores this step's keys and values of one layer, and attends causally to the context of each token.
 
-    Call `extend` once before the step's first layer; it says which tokens there are.
+    Call `extend` once before the step's first layer; it sets the number of tokens of each row.
 
     Args:
-      q: `[S, T, H, D]` padded (row s uses its first `num_tokens[s]` places) or `[N, H, D]` packed (rows one after
-        another, as many places each as `num_tokens` asked for).
+      q: `[S, T, H, D]` padded (row s uses its first `num_tokens[s]` slots) or `[N, H, D]` packed (rows one after
+        another, each with its `num_tokens` slots).
       k, v: the same with K heads. H must be a multiple of K. None for a layer that shares another's (`shares_with`).
         For a latent layer (`LayerConfig.latent`) q is absorbed, k `[.., 1, rank + rope_dim]`, v None, and out
         `[.., H, rank]`.
       cache: a cache, or one of its `layers`.
-      layer: the layer's index, for a cache. In a stacked one it may be traced.
-      step: what `plan_step` made of this step; without it the same is found out here.
-      implementation: None picks what the platform has and falls back to "xla"; or "xla", "gpu", "tpu", "reference".
-      scale: what the logits are multiplied by, a float or a scalar array; default `head_dim ** -0.5`. A latent layer
-        must be given one.
+      layer: the layer's index, for a cache. In a stacked cache it may be traced.
+      step: the plan of this step from `plan_step`; without it the same is computed here.
+      implementation: None picks the platform's kernels and falls back to "xla"; or "xla", "gpu", "tpu", "reference".
+      scale: the factor of the logits, a float or a scalar array; default `head_dim ** -0.5`. Required for a latent
+        layer.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after `scale`.
-      window: a token sees only the last `window` positions, its own included; default: the layer's own, which it cannot
-        exceed. A layer's chunk is always its own.
-      sink_tokens: with `window`, it sees the first so many positions of its row, too (StreamingLLM); default: the
-        layer's own. A layer made with a window and without them has given the first ones back.
+      window: a token sees only the last `window` positions, its own included; default and upper limit: the layer's own
+        window. A layer's chunk cannot be changed.
+      sink_tokens: with `window`, a token also sees the first `sink_tokens` positions of its row (StreamingLLM);
+        default: the layer's own. A layer made with a window and no sink tokens has freed its first blocks.
       sinks: `f32[H]`, one more logit per head in the softmax's denominator, without a value.
       mask: `bool[S, T, C]` padded or `bool[N, C]` packed, and-ed with causality: may the token see position c of its
-        row? Positions from C on are not seen. Kernels for TPU and GPU take none: then XLA runs.
-      alibi: `f32[H]`, the slope of what each logit loses with the distance of the positions, after `soft_cap`.
+        row? Positions from C on are not seen. Kernels for TPU and GPU do not support it: then XLA runs.
+      alibi: `f32[H]`, slopes: each logit is lowered by the slope times the distance of the positions, after `soft_cap`.
       spans: `i32[S, T]` or `i32[N]`, 0 for none: tokens of one row and one step with the same number see each other,
-        whatever their order, window and chunk. Kernels take those that stand one after another; else XLA runs.
+        regardless of order, window and chunk. Kernels support contiguous spans; else XLA runs.
       tree: `i32[S, T]` or `i32[N]`, each token's parent, counted from the row's first new token; -1 is the context. A
         token sees the context, its ancestors and itself. Parents that are known on the host must be -1 or an earlier
         token; a step planned with a tree has it already.
-      deterministic: a row's output is the same to the bit, whoever else is in the batch, in any row and blocks, and
-        whether a prompt comes at once or in pieces of two tokens or more; see `pallas_kernels.paged_attention`.
+      deterministic: a row's output is the same to the bit for any other rows in the batch, in any row and blocks, and
+        for a prompt in one step or in pieces of two tokens or more; see `pallas_kernels.paged_attention`.
       cascade: False: read every row by itself, also in a step that was planned with `cascade=True`.
       return_lse: also return the natural logarithm of the softmax's denominator, `f32[S, T, H]` or `f32[N, H]`.
 
     Returns:
       `(out, cache)`; out has q's shape and dtype, and is 0 for padding and for rows that failed. With `return_lse`,
-      out is `(out, lse)`. Of a layer, `(out, layer)`.
+      out is `(out, lse)`. For a layer, `(out, layer)`.
 
     Raises:
-      ValueError, IndexError: shapes, dtypes, options or a layer that do not fit. TypeError: no such option.
+      ValueError, IndexError: invalid shapes, dtypes, options or layer. TypeError: no such option.
 
     >>> import jax.numpy as jnp, jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -92,7 +92,7 @@ def attention(
     >>> out.shape
     (2, 3, 4, 8)
 
-    Layer by layer, for models whose blocks take a cache of their own and give it back:
+    Layer by layer, for models whose blocks take and return a cache of their own:
 
     >>> cache = jaxkv.extend(cache, [3, 1])
     >>> layers = list(cache.layers)
@@ -139,14 +139,14 @@ def attend(
     q: jax.Array, cache: Any, *, layer: Any = None, step: Step | None = None, implementation: str | None = None,
     causal: bool = True, num_tokens: Any = None, **options: Unpack[AttendOptions],
 ) -> Any:  # fmt: skip
-    """The reading half of `attention`: attend to what `write` or `append` has stored. Arguments as there.
+    """Attends to the keys and values stored by `write` or `append`. Arguments are those of `attention`.
 
     Args:
-      causal: False: the queries are another sequence's, and each sees all that its row holds (cross-attention). The
+      causal: False: the queries are another sequence's, and each sees all tokens of its row (cross-attention). The
         cache is written once, and read by any number of steps.
-      blocks: (an option) `i32[S, n]`: read these logical blocks of each row and no others, in increasing order, with
-        -1 behind them.
-      num_tokens: `i32[S]`, with `causal=False`: how many queries of each row there are; default: all T padded ones.
+      blocks: (an option) `i32[S, n]`: read only these logical blocks of each row, in increasing order, padded with -1
+        at the end.
+      num_tokens: `i32[S]`, with `causal=False`: the number of queries of each row; default: all T padded ones.
 
     Returns:
       The output, or `(out, lse)` with `return_lse`.
@@ -196,7 +196,7 @@ def _attend(
 def _open_memory(
     cache: Any, layer: Any, step: Step | None, q: jax.Array, causal: Any, num_tokens: Any
 ) -> tuple[Layer, jax.Array, jax.Array | None]:
-    """Returns a layer that other sequences read, how many queries each row has, and where packed rows start."""
+    """Returns a layer for cross-attention, the query lens of its rows, and the starts of packed rows."""
     found = find_layer(cache, layer)
     token_axes = check_tokens(found, {"q": q})
     if flag("causal", causal):
@@ -220,7 +220,7 @@ def explain(
     q: Any, cache: Any, *, layer: Any = None, platform: str | None = None, implementation: str | None = None,
     **options: Unpack[AttendOptions],
 ) -> pallas_kernels.Choice:  # fmt: skip
-    """Which implementation `attend` picks for such queries, and why.
+    """Explains which implementation `attend` picks for such queries, and why.
 
     Args:
       q: the queries, or a `jax.ShapeDtypeStruct` of their shape and dtype.
@@ -230,7 +230,7 @@ def explain(
       **options: as for `attend`.
 
     Raises:
-      TypeError: an option that `attend` does not take.
+      TypeError: not an option of `attend`.
 
     >>> import jax, jax.numpy as jnp, jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)

@@ -1,4 +1,4 @@
-"""Who sees whom, beyond causality: what a layer says of it, and what a call does."""
+"""Options of attention beyond causality, from a layer's config and from a call."""
 
 from typing import Any, TypedDict
 
@@ -14,7 +14,7 @@ from pallas_kernels.common import tree_attention as trees
 
 
 class AttentionOptions(TypedDict, total=False):
-    """Options of `attention` that change which keys a token sees or how it weighs them; meanings stand there."""
+    """Options of `attention` that change which keys a token sees or their weights; documented there."""
 
     scale: float | jax.Array | None
     soft_cap: float | jax.Array | None
@@ -36,16 +36,16 @@ class AttendOptions(AttentionOptions, total=False):
     blocks: Any  # i32[S, n]
 
 
-# What the kernels take of them; and what `attention` and `attend` read by themselves, to be named beside it.
+# Options that the kernels take, and others that `attention` and `attend` read themselves, for error messages.
 OPTIONS = AttendOptions.__optional_keys__ - {"cascade"} | {"causal"}
 READ_BEFORE = {"cascade", "implementation", "layer", "step"}
 
 
 def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a call as the kernels take them, a layer's window or chunk among them.
+    """Returns the options of a call for the kernels, with the layer's window or chunk.
 
     Raises:
-      TypeError: an option that there is not. ValueError: one that does not go with the layer.
+      TypeError: no such option. ValueError: an option that the layer does not support.
     """
     if "chunk" in options:
         raise TypeError("attention takes no chunk: a layer's chunk is its LayerConfig's.")
@@ -89,7 +89,7 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_array(name: str, x: Any) -> jax.Array:
-    """An array of numbers or flags, or a list of them, on the device. Raises ValueError for anything else."""
+    """Returns an array or list of numbers or flags as a device array. Raises ValueError for anything else."""
     x = read_numbers(name, x)
     if not is_known(x):
         return x
@@ -98,7 +98,7 @@ def as_array(name: str, x: Any) -> jax.Array:
     return jnp.asarray(x)
 
 
-# What goes by positions, which places in a layer that evicts are not; and what has an entry for each head or row.
+# Options by positions, which differ from slots in a layer that evicts; and options by head or row.
 BY_POSITION, BY_HEAD = ("window", "sink_tokens", "alibi", "mask"), ("sinks", "blocks")
 
 
@@ -114,7 +114,7 @@ def _check_evicting(one: Layer, options: dict[str, Any]) -> None:
 
 
 def _read_blocks(blocks: Any, table: tuple[int, ...]) -> Any:
-    """Logical blocks of each row. Raises ValueError where they are known on the host and do not increase."""
+    """Returns logical blocks of each row. Raises ValueError if they are known on the host and do not increase."""
     if isinstance(blocks, jax.Array | jax.ShapeDtypeStruct):
         return blocks
     blocks = read_numbers("blocks", blocks)
@@ -139,7 +139,7 @@ def _read_blocks(blocks: Any, table: tuple[int, ...]) -> Any:
 
 
 def as_integers(name: str, x: Any) -> jax.Array:
-    """An array of integers as int32; those on the host must fit. Raises ValueError."""
+    """Returns an array of integers as int32; those on the host must fit. Raises ValueError."""
     x = read_numbers(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers, one for each token, not {x.dtype}: {shown(x)}.")
@@ -147,7 +147,7 @@ def as_integers(name: str, x: Any) -> jax.Array:
 
 
 def read_tree(tree: Any, token_axes: tuple[int, ...], tables: BlockTables) -> jax.Array | None:
-    """The parents of a step's tokens, `i32` of its token axes.
+    """Returns the parents of a step's tokens, `i32` of its token axes.
 
     Raises:
       ValueError: another shape, or a parent known on the host that is neither -1 nor an earlier token of its row.
@@ -164,7 +164,7 @@ def read_tree(tree: Any, token_axes: tuple[int, ...], tables: BlockTables) -> ja
 
 
 def _check_parents(parents: np.ndarray, tables: BlockTables) -> None:
-    """Padding may hold anything, where it is known what is padding."""
+    """Checks all parents except padding, where padding is known."""
     known = not isinstance(tables.new, jax.core.Tracer)
     number = np.broadcast_to(np.arange(parents.shape[-1]), parents.shape)
     valid = np.ones(parents.shape, bool)
@@ -187,7 +187,7 @@ def _check_parents(parents: np.ndarray, tables: BlockTables) -> None:
 
 
 def tree_positions(parents: jax.Array, token: Any, tables: BlockTables) -> jax.Array:
-    """The position of each token of a tree: behind the context, by its depth; 0 for padding."""
+    """Returns the position of each token of a tree: the context length plus its depth; 0 for padding."""
     axes, flat = parents.shape, jax.tree.map(jnp.ravel, token)
     before = tables.lengths - tables.new
     start = tables.offsets if len(axes) == 1 else jnp.arange(axes[0], dtype=jnp.int32) * axes[1]

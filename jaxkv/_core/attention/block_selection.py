@@ -1,4 +1,4 @@
-"""The least and the largest of what each block's keys hold: enough to tell blocks that cannot matter to a query."""
+"""Elementwise bounds on the keys of each block, to skip blocks that cannot matter to a query."""
 
 import functools
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from jaxkv._core.state.state import BlockTables
 
 @functools.partial(jax.export.register_namedtuple_serialization, serialized_name="jaxkv.BlockBounds")
 class BlockBounds(NamedTuple):
-    """Of every logical block of every row, `f32[S, M, K, D]`; 0 where a row holds no token. `block_bounds` makes it.
+    """Key bounds of every logical block of every row, `f32[S, M, K, D]`; 0 without tokens. From `block_bounds`.
 
     >>> import jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -33,27 +33,27 @@ class BlockBounds(NamedTuple):
 def block_bounds(
     cache: Cache, *, layer: int, bounds: BlockBounds | None = None, last: int | None = None
 ) -> BlockBounds:  # fmt: skip
-    """The least and the largest key entries of each block of each row, head by head. Pure and jittable.
+    """Computes the elementwise least and largest keys of each block of each row and head. Pure and jittable.
 
-    Of a layer made with `LayerConfig(bounds=True)` they lie beside its blocks and are only looked up. Where tokens have
-    gone, after `truncate` and `keep`, those of a row's last block may be too wide until it is written again; they
-    always contain what is held. Of any other layer all keys are read; with `bounds` of before, a decode step reads but
-    the blocks that it wrote: those stand behind every row's others.
+    A layer made with `LayerConfig(bounds=True)` stores them beside its blocks: they are only looked up. After
+    `truncate` and `keep`, the bounds of a row's last block may be too wide until it is written again; they always
+    contain the keys held. Any other layer reads all keys; with the previous `bounds`, a decode step reads only the
+    blocks that it wrote, the last ones of each row.
 
     Args:
       layer: its keys are read as attention sees them, quantised ones too.
-      bounds: those of the same rows before this step. What else has changed a row since, `free`, `truncate`, `fork` or
-        `swap_in`, asks for all of them anew.
-      last: with `bounds`, how many last blocks of each row to look at: `-(-T // block_size) + 1` for T new tokens;
-        default: all. The others are taken over.
+      bounds: those of the same rows before this step. After any other change of a row (`free`, `truncate`, `fork`,
+        `swap_in`), compute all of them again.
+      last: with `bounds`, the number of last blocks of each row to read: `-(-T // block_size) + 1` for T new tokens;
+        default: all. The others are copied from `bounds`.
 
     Returns:
       `BlockBounds`, `f32[S, M, K, D]` each, over the tokens that rows hold, and 0 for blocks without any. A NaN among
-      the keys is one of the bounds, too.
+      the keys shows in the bounds.
 
     Raises:
-      ValueError: bounds of another cache or layer, or `last` without them; a layer that evicts by heads, of which each
-        has blocks of its own. IndexError: no such layer.
+      ValueError: bounds of another cache or layer, or `last` without them; a layer that evicts by heads, since each
+        head has its own blocks. IndexError: no such layer.
 
     From Quest (Tang et al. 2024), which `jaxkv.scores.quest` is named after.
 
@@ -102,7 +102,7 @@ def block_bounds(
 
 
 def tables_of(cache: Any, layer: int) -> BlockTables:
-    """The tables of a layer whose blocks hold all heads. Raises ValueError for another."""
+    """Returns the tables of a layer whose blocks hold all heads. Raises ValueError for any other."""
     check_cache(cache)
     if cache.config.group_evicts[cache.config.group(layer)] == "head":
         raise ValueError(
@@ -113,14 +113,14 @@ def tables_of(cache: Any, layer: int) -> BlockTables:
 
 
 def blocks_of_bounds(cache: Cache, layer: int) -> int:
-    """Of how many blocks of each row there are bounds: of the first that there may be, where rows slide."""
+    """Returns the number of blocks of each row with bounds, an upper bound where rows slide."""
     group = cache.config.group(layer)
     slides = cache.config.group_slides[group]
     return cache.config.max_blocks_per_seq if slides else cache.config.table_widths[group]
 
 
 def check_bounds(cache: Cache, layer: int, bounds: Any) -> None:
-    """Raise ValueError unless these can be a layer's bounds."""
+    """Raises ValueError unless these can be a layer's bounds."""
     one = cache.config.layer_config(layer)
     expected = (cache.config.max_seqs, blocks_of_bounds(cache, layer), one.num_kv_heads, one.head_dim)
     shapes = [getattr(x, "shape", None) for x in bounds] if isinstance(bounds, tuple) else shown(bounds)

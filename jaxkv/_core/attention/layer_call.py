@@ -1,4 +1,4 @@
-"""One layer's share of a step: which layer is meant, whether the arrays fit it, and what goes to a kernel."""
+"""One layer's call in a step: finds the layer, checks the arrays, and collects the kernel's arguments."""
 
 import dataclasses
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class LayerCall:
 
     @property
     def tokens(self) -> jax.Array:
-        """Queries, or keys where there are none: they tell the layout."""
+        """Returns the queries, or the keys if there are none: they show the layout."""
         tokens = self.k if self.q is None else self.q
         assert tokens is not None
         return tokens

@@ -1,4 +1,4 @@
-"""Between a step's arrays as a model has them and as kernels read them: one adapter for each difference.
+"""Layout adapters between a model's arrays and those that kernels read: one for each difference.
 
 An adapter changes a `LayerCall` on its way to the kernel (`inputs`) and undoes that in what comes back (`outputs`).
 `adapt` folds a call over the list `ADAPTERS`; `write`, `attention` and `attend` do nothing else. Order matters: each
@@ -30,13 +30,13 @@ BY_TOKEN = ("mask", "spans", "tree")  # and for each token
 
 
 class Output(NamedTuple):
-    """What attention returns: `[.., H, D]`, and the LSE `f32[.., H]` where it was asked for."""
+    """The output of attention: `[.., H, D]`, and the LSE `f32[.., H]` where requested."""
 
     out: jax.Array
     lse: jax.Array | None = None
 
     def map(self, out: Callable[[jax.Array], jax.Array], lse: Callable[[jax.Array], jax.Array]) -> "Output":
-        """Returns both, each by a function of its own."""
+        """Returns both, each mapped by its own function."""
         return Output(out(self.out), None if self.lse is None else lse(self.lse))
 
 

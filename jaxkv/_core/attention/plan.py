@@ -1,8 +1,8 @@
-"""What the layers of a step have in common: `plan_step`, and the step's positions.
+"""Plans a step, for all its layers: `plan_step`, and the step's positions.
 
-It follows from tables, lengths and counts alone, so it is computed once a step. Layers that are called without a plan
-get theirs here too, and find that the tables have been settled already: all of them compute from the same arrays, and
-XLA merges what they have in common.
+A plan follows from tables, lengths and counts alone, so it is computed once a step. Layers that are called without a
+plan get theirs here too, and find that the tables have been settled already: all of them compute from the same arrays,
+and XLA merges their common work.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from pallas_kernels.common.shared_prefix import TOGETHER, queries_together
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """What `extend` has made room for, laid out over a step's tokens. Made by `plan_step`.
+    """The plan of a step: the tokens that `extend` has made room for. Made by `plan_step`.
 
     >>> import jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -42,8 +42,8 @@ class Step:
     """
 
     tables: tuple[BlockTables, ...]  # of each group, without the tokens of rows that do not fit, which are marked
-    dropped: jax.Array  # i32[S]: how many tokens that took from each row
-    token: pallas_kernels.Tokens  # where each token belongs; its arrays have the token axes; positions by depth
+    dropped: jax.Array  # i32[S]: tokens dropped from each row
+    token: pallas_kernels.Tokens  # the row and position of each token, of the token axes; positions by depth
     tree: jax.Array | None = None  # i32 of the token axes: the parents of a tree's tokens
     shared: tuple[jax.Array, ...] | None = None  # of each group, i32[4, S]: rows that read first blocks together
     token_axes: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # (S, T) or (N,)
@@ -58,21 +58,20 @@ class Step:
     @property
     def bytes_read(self) -> Any:
         """Bytes of keys and values, scales included, that the first layer reads in this step: each row's blocks once,
-        those that many rows read together once for 64 queries. An int; within `jit` f32[].
+        blocks shared by many rows once per 64 queries. An int; within `jit` f32[].
 
-        That is a decode step of up to two query heads to a KV head, of whose number a plan knows nothing: of more ask
-        `bytes_read_by`. Of layers with a window or a chunk, kernels for TPU and GPU read every row by itself, and
-        prompts read what is before them again for every tile of their queries. Where all that tables could hold is
-        little, XLA reads as much.
+        This assumes a decode step of up to two query heads per KV head, since a plan does not know that number: for
+        more use `bytes_read_by`. In layers with a sliding window or chunk, kernels for TPU and GPU read every row by
+        itself, and prompts read their context again for every tile of queries. For small tables XLA reads them whole.
         """
         return self._bytes_read(TOGETHER)
 
     def bytes_read_by(self, num_heads: int) -> Any:
-        """`bytes_read` with so many query heads in all: the more there are to a KV head, the fewer queries read what
-        rows share together, in XLA and in the kernels for GPUs.
+        """Returns `bytes_read` for `num_heads` query heads in all. With more of them per KV head, fewer queries read
+        shared blocks together, in XLA and in the kernels for GPUs.
 
         Raises:
-          ValueError: no multiple of the first layer's KV heads.
+          ValueError: not a multiple of the first layer's KV heads.
 
         >>> import jaxkv
         >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -95,26 +94,25 @@ class Step:
 def plan_step(
     cache: Cache, token_axes: Sequence[int], *, longest: int | None = None, tree: Any = None, cascade: bool = False
 ) -> Step:  # fmt: skip
-    """Plan a step once, for all its layers: give it to `attention`, `write` and `attend` as `step=`.
+    """Plans a step once, for all its layers: pass it to `attention`, `write` and `attend` as `step=`.
 
-    The result is the same with and without a plan. With one there is less to trace, and a step of packed tokens of
-    which no row has more than one is computed as the decode step that it is.
+    The result is the same with and without a plan. With a plan there is less to trace, and packed tokens with at most
+    one in each row are computed as a decode step.
 
-    A plan holds until the next function that changes the tables. After that, rows that it says something else of than
-    the cache store no token, their output is 0, and they are marked in `cache.failed`.
+    A plan is valid until the next function that changes the tables. After that, rows whose plan differs from the cache
+    store no token, their output is 0, and they are marked in `cache.failed`.
 
     Args:
       cache: after `extend`.
       token_axes: `(S, T)` for padded tokens, `(N,)` for packed ones.
-      longest: the most tokens of one row, where the caller knows; rows with more are left out and marked. Outside
+      longest: the limit of tokens of a row, if the caller knows it; rows with more are left out and marked. Outside
         `jit` packed tokens are counted here.
       tree: `i32` of the token axes, each token's parent, as for `attention`, which then takes it from the plan.
         Positions go by depth.
-      cascade: find rows that begin with the same blocks (forks, samples of a prompt, prompts behind a common one), and
-        read what these hold once for all of them where that saves more than it costs; results are then the same but
-        for rounding, and kernels round what is shared and the rest before they put them together. It is decided on the
-        device, step by step, but must be asked for, because it makes programs longer: layers that are not scanned take
-        about twice as long to compile. The others need not know.
+      cascade: find rows with a common prefix of blocks (forks, samples of a prompt, a common system prompt), and read
+        these once for all rows where that saves more than it costs. Results are the same up to rounding: kernels round
+        the shared part and the rest before they merge them. The device decides in each step, but it must be requested,
+        because programs become longer: layers that are not scanned take about twice as long to compile.
 
     Raises:
       ValueError: parents known on the host that are no earlier tokens; axes that are not those of a step of this cache.
@@ -152,12 +150,12 @@ def plan_step(
 
 
 def positions(cache: Cache | Layer, shape: Sequence[int], *, tree: Any = None) -> jax.Array:
-    """The absolute position of every token of this step, as rotary embeddings want it; 0 for padding.
+    """Returns the absolute position of every token of this step, for rotary embeddings; 0 for padding.
 
     Args:
-      cache: or one of its layers.
+      cache: a cache, or one of its layers.
       shape: `(S, T)` for padded tokens, `(N,)` for packed ones.
-      tree: each token's parent, as for `attention`: a token of a tree stands behind the context by its depth.
+      tree: each token's parent, as for `attention`: a tree token's position is the context length plus its depth.
 
     Returns:
       i32 of that shape.
@@ -178,14 +176,14 @@ def positions(cache: Cache | Layer, shape: Sequence[int], *, tree: Any = None) -
 
 
 def _locate(t: BlockTables, token_axes: tuple[int, ...], tree: jax.Array | None) -> pallas_kernels.Tokens:
-    """Where the tokens of settled tables are."""
+    """Locates the tokens of settled tables."""
     token = pallas_kernels.locate(token_axes, t.lengths, t.new, t.offsets)
     return token if tree is None else token._replace(position=tree_positions(tree, token, t))
 
 
 def settle(tables: BlockTables, group: int, token_axes: tuple[int, ...], step: Step | None) -> BlockTables:
-    """A group's tables as the layers of a step read them: of rows that do not fit the step's arrays, or of which the
-    plan says something else, the step is taken back."""
+    """Returns a group's tables as the layers of a step read them: reverts the step of rows that do not fit the step's
+    arrays, or whose plan differs."""
     if step is None:
         return _settle(tables, token_axes, None)
     agreed = _agreed(step)
@@ -198,13 +196,13 @@ def settle(tables: BlockTables, group: int, token_axes: tuple[int, ...], step: S
 
 
 def settled(cache: Cache, token_axes: tuple[int, ...], step: Step | None) -> Cache:
-    """A cache with the tables that all layers of a step read: what `attention` would return, but for the pools."""
+    """Returns a cache with the tables that all layers of a step read, as `attention` returns, with old pools."""
     tables = tuple(settle(t, group, token_axes, step) for group, t in enumerate(cache.tables))
     return cache.replace(tables=tables)
 
 
 def check_plan(step: Any, config: CacheConfig, name: str, token_axes: tuple[int, ...]) -> None:
-    """Raise unless a plan is one, of a cache like this, for the tokens of the array `name`."""
+    """Raises unless `step` is a plan for a cache like this and for the tokens of the array `name`."""
     if step is None:
         return
     if not isinstance(step, Step):
@@ -219,7 +217,7 @@ def check_plan(step: Any, config: CacheConfig, name: str, token_axes: tuple[int,
 
 
 def check_token_axes(tables: BlockTables, token_axes: Any) -> tuple[int, ...]:
-    """`(S, T)` or `(N,)` as a tuple of Python integers. Raises ValueError for anything else."""
+    """Returns `(S, T)` or `(N,)` as a tuple of Python integers. Raises ValueError for anything else."""
     rows = tables.lengths.shape[0]
     axes = tuple(token_axes) if isinstance(token_axes, Sequence | np.ndarray) else (token_axes,)
     if len(axes) not in (1, 2) or (len(axes) == 2 and axes[0] != rows):
@@ -233,9 +231,9 @@ def check_token_axes(tables: BlockTables, token_axes: Any) -> tuple[int, ...]:
 
 
 def _settle(tables: BlockTables, token_axes: tuple[int, ...], longest: int | None) -> BlockTables:
-    """Take back the step of rows that were extended by more tokens than the step's arrays have places for.
+    """Reverts the step of rows that were extended by more tokens than the step's arrays have.
 
-    Otherwise the places left unwritten, which may hold another row's old tokens, would count as theirs.
+    Otherwise the unwritten slots, which may hold another row's old tokens, would count as theirs.
     """
     noted = getattr(tables, "_settled_for", None)
     if noted is not None and noted[0] == token_axes and longest in (None, noted[1]):
@@ -256,7 +254,7 @@ def _take_back(tables: BlockTables, rows: jax.Array, why: int) -> BlockTables:
 
 
 def _hold_against(tables: BlockTables, planned: BlockTables, dropped: jax.Array) -> BlockTables:
-    """Tables of which the plan is another's, row by row: what both say alike is computed, the rest is taken back."""
+    """Reconciles tables with a plan for others, row by row: reverts the step of rows that differ."""
     dropped = to_lines(dropped, tables)
     before = (tables.lengths == planned.lengths + dropped) & (tables.new == planned.new + dropped)
     after = (tables.lengths == planned.lengths) & (tables.new == planned.new)
@@ -270,7 +268,7 @@ def _hold_against(tables: BlockTables, planned: BlockTables, dropped: jax.Array)
 
 
 def _agreed(step: Step) -> "weakref.WeakKeyDictionary[BlockTables, BlockTables | None]":
-    """Tables that a plan has been held against, and what came of them; None: themselves."""
+    """Returns the map from tables reconciled with a plan to the results; None: unchanged."""
     found = getattr(step, "_agreed", None)
     if found is None:
         found = weakref.WeakKeyDictionary()
@@ -286,6 +284,6 @@ def _agree(step: Step, before: BlockTables, after: BlockTables) -> None:
 
 
 def _trace_of(tables: BlockTables) -> Any:
-    """Whose tracers tables are made of; None: no one's. Where some may be used, so may others of the same. (JAX has no
-    public name for it.)"""
+    """Returns the trace of the tracers in tables; None: no tracers. Tracers of one trace may be used together. (JAX has
+    no public name for it.)"""
     return getattr(tables.lengths, "_trace", None)

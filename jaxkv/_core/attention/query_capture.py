@@ -1,4 +1,4 @@
-"""Queries as attention meets them, for whoever asks while a model is traced: what scores by queries choose by."""
+"""Captures the queries of attention while a model is traced, for eviction scores that use queries."""
 
 import contextlib
 import contextvars
@@ -12,16 +12,16 @@ Rotate = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Queries(NamedTuple):
-    """What one layer asks in a step."""
+    """The queries of one layer in a step."""
 
     q: jax.Array  # [S, T, H, D] or [N, H, D], as attention takes them
-    scale: float | None  # that its logits are multiplied by; None: head_dim ** -0.5
-    rotate: Rotate | None  # from (x [n, heads, D], positions i32[n]) to x, as these were; None: nobody said
+    scale: float | None  # factor of its logits; None: head_dim ** -0.5
+    rotate: Rotate | None  # from (x [n, heads, D], positions i32[n]) to x, the queries' rotation; None: unknown
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """The half that queries see of `f(q, k, positions) -> (q, k)`."""
+    """The rotation of queries in `f(q, k, positions) -> (q, k)`."""
 
     both: Callable[..., tuple[jax.Array, jax.Array]]
 
@@ -35,7 +35,7 @@ _rotate: contextvars.ContextVar[Rotate | None] = contextvars.ContextVar("rotate"
 
 @contextlib.contextmanager
 def queries_noted() -> Iterator[dict[int, Queries]]:
-    """What each layer asks of a cache within, by the layer's number: values of the trace that is at work."""
+    """Collects the queries of each layer within, by the layer's index: values of the current trace."""
     found: dict[int, Queries] = {}
     before = _found.set(found)
     try:
@@ -45,15 +45,15 @@ def queries_noted() -> Iterator[dict[int, Queries]]:
 
 
 def note_queries(layer: int, q: jax.Array, scale: Any) -> None:
-    """Tell who asks of a layer's queries."""
+    """Reports a layer's queries to the captures in progress."""
     if (found := _found.get()) is not None:
         found[layer] = Queries(q, scale, _rotate.get())
 
 
 @contextlib.contextmanager
 def rotated_by(position_fn: Any) -> Iterator[None]:
-    """Say how the queries that are noted within were rotated: by `f(q, k, positions)`, or its `rope`, if more than that
-    becomes of them."""
+    """Sets the rotation of the queries captured within: `f(q, k, positions)`, or its `rope`, if it does more than
+    rotate."""
     before = _rotate.set(None if position_fn is None else Rotation(getattr(position_fn, "rope", position_fn)))
     try:
         yield

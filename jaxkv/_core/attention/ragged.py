@@ -1,7 +1,7 @@
-"""Between ragged batches as others write them, and counts of tokens that stand first in each row, as here.
+"""Converts ragged batches of other conventions to counts of tokens at the start of each row.
 
 Others pad on the left, or carry a mask, segment ids or positions. A step here takes `counts i32[S]`, and padded tokens
-`[S, T, ...]` of which row s uses the first `counts[s]` places.
+`[S, T, ...]`, where row s uses the first `counts[s]` slots.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ def counts(
     *, mask: Any = None, segment_ids: Any = None, positions: Any = None, max_seqs: int | None = None,
     check: bool = False,
 ) -> jax.Array:  # fmt: skip
-    """How many tokens each row has, from what a model carries beside them. Give one of the first three.
+    """Computes the number of tokens of each row from a mask, segment ids or positions: give one of the three.
 
     Args:
       mask: `bool[S, T]` or integers, true for tokens. Tokens may stand anywhere in their row.
@@ -28,7 +28,7 @@ def counts(
         `i32[N]`, with `max_seqs`: each run is a row. (Where one row ends at position p, the next must not go on at
         p + 1.)
       max_seqs: the rows of packed tokens.
-      check: raise on holes: tokens of a row that do not stand together. Outside of `jit` only.
+      check: raise on holes: tokens of a row that are not contiguous. Outside of `jit` only.
 
     Returns:
       `i32[S]`.
@@ -76,9 +76,9 @@ def counts(
 
 
 def left_align(x: Any, counts: Any) -> jax.Array:
-    """Rows whose tokens stand last, padding before them, as rows whose tokens stand first: `[S, T, ...]` both.
+    """Converts rows padded on the left to rows padded on the right: `[S, T, ...]` both.
 
-    The padding goes behind them; `right_align` is the way back. Counts that are known on the host must be from 0 to T.
+    `right_align` is the inverse. Counts that are known on the host must be from 0 to T.
 
     >>> import jaxkv
     >>> jaxkv.left_align([[0, 0, 5, 6], [1, 2, 3, 4]], [2, 4]).tolist()
@@ -88,7 +88,7 @@ def left_align(x: Any, counts: Any) -> jax.Array:
 
 
 def right_align(x: Any, counts: Any) -> jax.Array:
-    """Rows whose tokens stand first as rows whose tokens stand last: the opposite of `left_align`.
+    """Converts rows padded on the right to rows padded on the left: the inverse of `left_align`.
 
     >>> import jaxkv
     >>> jaxkv.right_align([[5, 6, 0, 0], [1, 2, 3, 4]], [2, 4]).tolist()
@@ -98,7 +98,7 @@ def right_align(x: Any, counts: Any) -> jax.Array:
 
 
 def last(x: Any, counts: Any) -> jax.Array:
-    """What stands at each row's last token, `[S, ...]` of `[S, T, ...]`; 0 for a row without tokens.
+    """Returns the entry at each row's last token, `[S, ...]` of `[S, T, ...]`; 0 for a row without tokens.
 
     >>> import jaxkv
     >>> jaxkv.last([[5, 6, 0, 0], [1, 2, 3, 4], [9, 9, 9, 9]], [2, 4, 0]).tolist()
@@ -113,7 +113,7 @@ def last(x: Any, counts: Any) -> jax.Array:
 
 
 def _roll(x: Any, counts: Any, direction: Any) -> jax.Array:
-    """Each row moved round by the number of its tokens, to the left of where they begin."""
+    """Rolls each row by the number of its tokens, in the given direction."""
     x, counts = _rows(x, counts)
     place = jnp.arange(x.shape[1], dtype=jnp.int32)[None] + direction(counts)[:, None]
     index = jnp.mod(place, max(x.shape[1], 1))
@@ -144,7 +144,7 @@ def _integers(name: str, x: Any) -> jax.Array:
 
 
 def _rows_of(name: str, x: jax.Array) -> jax.Array:
-    """The number of each token's row, from 1, and 0 for padding; of positions the number of its run."""
+    """Returns the number of each token's row, from 1, and 0 for padding; for positions the number of its run."""
     if name != "positions":
         return x
     before = jnp.concatenate([jnp.full_like(x[..., :1], -2), x[..., :-1]], axis=-1)
@@ -153,7 +153,7 @@ def _rows_of(name: str, x: jax.Array) -> jax.Array:
 
 
 def _check_holes(name: str, x: np.ndarray, max_seqs: int | None) -> None:
-    """Raise if the tokens of a row do not stand together."""
+    """Raises if the tokens of a row are not contiguous."""
     if x.ndim == 1:  # each row is one run by what it is; ids must rise
         ids = x[x != 0] if name == "segment_ids" else np.zeros(0, np.int32)
         wrong = np.flatnonzero(np.diff(ids) < 0)

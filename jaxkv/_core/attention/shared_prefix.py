@@ -1,4 +1,4 @@
-"""Cascade: rows that begin with the same blocks read them once. Which do, and what a step then reads."""
+"""Cascade attention: finds rows with a common prefix of blocks, which are read once, and counts the reads."""
 
 import dataclasses
 from typing import Any
@@ -13,13 +13,13 @@ from pallas_kernels.common.shared_prefix import WORTH_ROWS, WORTH_TOKENS, Shared
 
 
 def can_share(config: CacheConfig) -> bool:
-    """Whether rows of such a cache can have so much in common that it pays to read it once."""
+    """Tells whether rows of such a cache can share enough blocks that reading them once pays."""
     rows_left = config.max_seqs - WORTH_ROWS
     return not config.contiguous and rows_left > 0 and rows_left * config.max_seq_len > WORTH_TOKENS
 
 
 def find_sharing(config: CacheConfig, tables: BlockTables, group: int, queries: jax.Array) -> jax.Array:
-    """`i32[4, S]`, see `pallas_kernels.common.shared_prefix`: who reads what with whom, in the layers of a group."""
+    """Returns `i32[4, S]`, the sharing of rows in a group's layers: see `pallas_kernels.common.shared_prefix`."""
     before = tables.lengths - tables.new
     if config.group_sinks[group]:  # rows are read one by one
         return jnp.zeros((4, before.shape[0]), jnp.int32)
@@ -32,8 +32,8 @@ def find_sharing(config: CacheConfig, tables: BlockTables, group: int, queries: 
 def blocks_read(
     config: CacheConfig, tables: BlockTables, group: int, shared: jax.Array | None, together: int
 ) -> jax.Array:  # fmt: skip
-    """`i32[]`: blocks that a layer of a group reads in a step, each row's once and those of many rows once for every so
-    many queries that read together."""
+    """Returns `i32[]`: blocks that a layer of a group reads in a step, each row's once, and shared blocks once for
+    every `together` queries."""
     first = config.first_seen(group, tables.lengths - tables.new)
     at_once = jnp.int32(0)
     if shared is not None:
@@ -48,7 +48,7 @@ def blocks_read(
 
 
 def shared_in(one: Layer, step: Any) -> jax.Array | None:
-    """What a planned step says of a layer's rows, as long as its tables are those that it was planned for."""
+    """Returns a plan's sharing of a layer's rows, as long as it was made for the layer's tables."""
     if step is None or step.shared is None:
         return None
     shared, planned = step.shared[one.group], step.tables[one.group]
@@ -61,7 +61,7 @@ def shared_in(one: Layer, step: Any) -> jax.Array | None:
 
 
 def sharing_in_words(one: Layer, reads_once: bool) -> str:
-    """What `explain` says of the rows of a cache that is there, each before its next token; "" if none share."""
+    """Describes the sharing of a concrete cache's rows for `explain`, each before its next token; "" if none."""
     t = one.tables
     if isinstance(t.tables, jax.core.Tracer | jax.ShapeDtypeStruct) or not can_share(one.config):
         return ""

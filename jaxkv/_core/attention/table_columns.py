@@ -1,4 +1,4 @@
-"""Rows that have slid along their table, as kernels read them: as rows that begin with it.
+"""Converts rows that have slid along their table to rows that begin with it, as kernels read them.
 
 Kernels measure no positions but distances, so a row may be shorter by what has left its table. Where more counts than
 distances, columns are put back.

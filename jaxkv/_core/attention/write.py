@@ -1,4 +1,4 @@
-"""A step's keys and values into the pools: `write` and `append`."""
+"""Writes a step's keys and values into the pools: `write` and `append`."""
 
 import dataclasses
 import math
@@ -30,20 +30,20 @@ def write(
     cache: Any, k: jax.Array, v: jax.Array | None, *, layer: Any = None, step: Step | None = None,
     implementation: str | None = None,
 ) -> Any:  # fmt: skip
-    """Store this step's keys and values of one layer. `extend` must have made room for them.
+    """Stores this step's keys and values of one layer. `extend` must have made room for them.
 
     Args:
       cache: a cache, or one of its `layers`.
-      k, v: `[S, T, K, D]` padded or `[N, K, D]` packed; cast to the pool's dtype. Of a latent layer v is None.
+      k, v: `[S, T, K, D]` padded or `[N, K, D]` packed; cast to the pool's dtype. For a latent layer v is None.
       layer, step, implementation: as in `attention`.
 
     Returns:
       The cache, or the layer.
 
     Raises:
-      ValueError, IndexError: shapes, dtypes or a layer that do not fit the cache.
+      ValueError, IndexError: invalid shapes, dtypes or layer.
 
-    A row with more new tokens than `k` has places for is left as it was and marked in `cache.failed`.
+    A row with more new tokens than `k` has stays unchanged and is marked in `cache.failed`.
 
     >>> import jax.numpy as jnp, jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -73,14 +73,14 @@ def _store(layer: Layer, step: Step | None, k: jax.Array, v: jax.Array | None, *
 
 
 def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementation: str | None = None) -> Cache:
-    """Add tokens to every row in all layers at once: `extend`, then `write` for each layer.
+    """Adds tokens to every row in all layers at once: `extend`, then `write` for each layer.
 
     Args:
       k, v: `[L, S, T, K, D]` padded or `[L, N, K, D]` packed, or a sequence of one such array per layer, with None for
-        layers that share another's. Of latent layers v has None, or is None if all are.
-      num_tokens: `i32[S]`, how many each row adds; default: all T places of every row (padded only).
+        layers that share another's. For latent layers v has None, or is None if all are latent.
+      num_tokens: `i32[S]`, the tokens that each row adds; default: all T of every row (padded only).
 
-    A row whose tokens do not fit stays as it was and is marked in `cache.failed`: all or nothing.
+    A row whose tokens do not fit stays unchanged and is marked in `cache.failed`: all or nothing.
 
     >>> import jax.numpy as jnp, jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -130,7 +130,7 @@ def append(cache: Cache, k: Any, v: Any, num_tokens: Any = None, *, implementati
 
 
 def make_pool(written: Any, layer: Layer, tokens: jax.Array) -> Pool:
-    """Returns a layer's pool made of what a kernel wrote: the numbers, or them and their scales.
+    """Returns a layer's pool from a kernel's results: the numbers, or the numbers and their scales.
 
     `tokens` has the token axes of what was written.
     """
