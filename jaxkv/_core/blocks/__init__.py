@@ -1,4 +1,4 @@
-"""Which blocks a row holds: room for tokens, sharing, roll back, eviction, copies of blocks.
+"""Changes to the blocks that a row holds: allocation, sharing, rollback, eviction, copies.
 
 Stands on `cache`. A new function that moves blocks between rows and the free list goes here, on top of `allocator`.
 """

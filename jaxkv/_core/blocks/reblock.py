@@ -117,7 +117,7 @@ def lacking(plan: Blocks, num_free: Any) -> tuple[int, int] | None:
 def fit(
     config: CacheConfig, groups: Sequence[Sequence[int]], held: Sequence[Held], old_size: int, *, partial: bool = False
 ) -> dict[int, Blocks]:  # fmt: skip
-    """Returns, for each layer with a pool, the blocks that rows need in a cache of this config.
+    """Returns the blocks that rows need in a cache of this config, for each layer with a pool.
 
     Args:
       groups, held: the current groups of layers, and what the rows hold in each. The one group of a contiguous cache

@@ -1,4 +1,4 @@
-"""The `Cache` itself: made empty, read, checked, drawn. Nothing here changes which blocks a row holds.
+"""The `Cache` itself: how to make, read, check and draw one. Nothing here changes the blocks that a row holds.
 
 Stands on `state`. A new way to look at a cache goes into `inspection`, a new invariant into `checks`.
 """

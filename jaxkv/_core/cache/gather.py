@@ -31,7 +31,7 @@ def gather(
 
     Raises:
       IndexError: no such row or layer. ValueError: the length is traced and there is no `max_len`; `max_len` is not a
-      non-negative integer; `raw` is for quantized layers only.
+      non-negative integer; `raw` is given for a layer that is not quantized.
 
     >>> import jax.numpy as jnp, jaxkv
     >>> config = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
