@@ -16,10 +16,8 @@ def attend_or_dense(
     q: jax.Array, k: jax.Array, v: Any, cache: Any, layer: Any, step: Step | None, position_fn: Any = None,
     deterministic: bool = False, **options: Any,
 ):  # fmt: skip
-    """Returns `(out, cache)` of `jaxkv.attention`, or without a cache of `dense_attention`.
-
-    A window of None is the cache's own. `position_fn` has already rotated queries and keys. `deterministic` applies to
-    attention with a cache."""
+    """Returns `(out, cache)` of `jaxkv.attention`, or without a cache of `dense_attention`. A window of None is the
+    cache's own. `position_fn` has rotated queries and keys. `deterministic` applies to attention with a cache."""
     if cache is None:
         return dense_attention(q, k, v, **options), None
     options = {name: x for name, x in options.items() if x is not None}

@@ -51,9 +51,8 @@ def product(x: jax.Array, weight: jax.Array, *, outputs_first: bool = True, dtyp
 
 
 def into_heads(x: jax.Array, heads: tuple[int, ...]) -> jax.Array:
-    """Reshapes a product's `[..., I]` to `[..., *heads]`.
-
-    Keeps the heads from becoming an axis of the product where a TPU would choose an axis order and then transpose."""
+    """Reshapes a product's `[..., I]` to `[..., *heads]`. Keeps the heads from becoming an axis of the product where a
+    TPU would choose an axis order and then transpose."""
     front = x.shape[:-1]
     if moves_heads(math.prod(front), heads[-1]):
         x = jax.lax.platform_dependent(x, tpu=_kept, default=lambda x: x)

@@ -55,9 +55,8 @@ def replacing(path: str | os.PathLike, *, durable: bool = True) -> Iterator[Bina
 
 
 def remove_leftovers(folder: pathlib.Path, name: str | None = None) -> None:
-    """Removes unfinished files, of one name or of all, whose process has ended.
-
-    Files of another machine stay: its processes cannot be seen here."""
+    """Removes unfinished files, of one name or of all, whose process has ended. Files of another machine stay: its
+    processes cannot be seen here."""
     if os.name != "posix":  # elsewhere there is no way to ask for a process without touching it
         return
     of_whom = r"\..+\." if name is None else re.escape(f".{name}.")

@@ -56,9 +56,8 @@ class Block(NamedTuple):
 
 
 def fingerprint(config: CacheConfig, model: str | None) -> bytes:
-    """Returns 16 bytes that are equal for caches whose blocks are interchangeable.
-
-    Such caches have the same layers, the same block size and the same model."""
+    """Returns 16 bytes that are equal for caches whose blocks are interchangeable: of the same layers, block size and
+    model."""
     layers = [describe_layer(config, i) | {"shares_with": config.owner(i)} for i in range(config.num_layers)]
     parts = [_parts(config, i).values() for layers in config.groups for i in layers]
     stored = [[(dtype.name, shape) for dtype, shape in part] for part in parts]

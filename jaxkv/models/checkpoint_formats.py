@@ -48,7 +48,7 @@ def dequantize(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], whe
 
 
 def _mxfp4(tensors: dict[str, Any]) -> dict[str, Any]:
-    """GPT-OSS: `[E, out, in]` as blocks `u8[E, out, in / 32, 16]`, two values a byte, and power-of-two scales."""
+    """Dequantizes GPT-OSS: blocks `u8[E, out, in / 32, 16]` of two values a byte, power-of-two scales."""
     for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
         blocks, scales = tensors[f"{name}_blocks"], tensors.get(f"{name}_scales")
         if scales is None or blocks.ndim < 2 or blocks.dtype != np.uint8 or blocks.shape[:-1] != scales.shape:
@@ -66,7 +66,7 @@ def _mxfp4(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fp8(tensors: dict[str, Any], config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """DeepSeek V3: a matrix of 8-bit floats with a scale for each of its blocks."""
+    """Dequantizes DeepSeek V3: a matrix of 8-bit floats with a scale for each of its blocks."""
     names = [name.removesuffix("_scale_inv") for name in tensors if name.endswith(".weight_scale_inv")]
     quantization = config.get("quantization_config")
     sizes = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None

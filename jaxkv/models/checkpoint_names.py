@@ -76,9 +76,8 @@ class Slot(NamedTuple):
 
 
 def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_stacked: int) -> list[Slot]:
-    """Returns the checkpoint slots of the parameter at `path` of a decoder, of `shape` there.
-
-    A stacked parameter has one slot for each layer and expert. The first `num_stacked` layers are stacked."""
+    """Returns checkpoint slots of the parameter at `path` of a decoder, of `shape` there. A stacked parameter has one
+    slot for each layer and expert. The first `num_stacked` layers are stacked."""
     first, *rest = path
     if first == "stacks":
         (place, *rest), (count, *layer_shape) = rest, shape

@@ -80,9 +80,8 @@ class Experts(nnx.Module):
         return shared is not None and shared.down_bias is None and self.config.shared_dim % mesh.shape[AXIS] == 0
 
     def _on_devices(self, tokens: jax.Array, mesh: AbstractMesh) -> jax.Array:
-        """Computes `mixed` on each device with its shard of every expert's width, then one sum over devices.
-
-        Without this the compiler would gather the experts."""
+        """Computes `mixed` on each device with its shard of every expert's width, then one sum over devices. Without
+        this the compiler would gather the experts."""
         graph, state = nnx.split(self, nnx.Param)
         flat = nnx.to_flat_state(state)
         paths, params = [path for path, _ in flat], [param[...] for _, param in flat]
