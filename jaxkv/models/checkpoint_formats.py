@@ -48,7 +48,7 @@ def dequantize(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], whe
 
 
 def _mxfp4(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Dequantizes GPT-OSS: blocks `u8[E, out, in / 32, 16]` of two values a byte, power-of-two scales."""
+    """Dequantizes GPT-OSS `[E, out, in]`: blocks `u8[E, out, in / 32, 16]`, two values a byte, scales powers of 2."""
     for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
         blocks, scales = tensors[f"{name}_blocks"], tensors.get(f"{name}_scales")
         if scales is None or blocks.ndim < 2 or blocks.dtype != np.uint8 or blocks.shape[:-1] != scales.shape:
