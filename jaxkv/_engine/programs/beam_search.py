@@ -1,4 +1,4 @@
-"""Search over a cache: beams that share what they have in common."""
+"""Beam search over a cache: beams share the blocks of their common prefix."""
 
 import functools
 from typing import Any, NamedTuple
@@ -25,32 +25,32 @@ class Beams(NamedTuple):
     [7]
     """
 
-    tokens: jax.Array  # i32[P, B, n]; behind the stop token -1, and everywhere in a beam that there is not
+    tokens: jax.Array  # i32[P, B, n]; -1 after the stop token, and everywhere in a missing beam
     scores: jax.Array  # f32[P, B]: the sum of the tokens' log-probabilities; -inf where there are fewer continuations
 
 
 def beam_search(
     model: Any, cache: Cache, logits: jax.Array, *, beams: int, max_new_tokens: int, eos: Any = None
 ) -> tuple[Beams, Cache]:
-    """The likeliest continuations, as far as a beam search finds them. Pure, and one program: call it within `jit`.
+    """Searches the likeliest continuations with beams. Pure, and one program: call it within `jit`.
 
-    Beams share full blocks, those of the prompt and of what they have in common, and copy the last, partial one when
-    they part. What no beam holds any more is free again.
+    Beams share the full blocks of the prompt and of their common prefix, and copy the last, partial one when they part.
+    Blocks that no beam holds any more are freed.
 
     Args:
       model: called as `logits, cache = model(tokens, cache=cache)` with `i32[S, 1]`.
-      cache: of `S = P * beams` rows. Row `p * beams` holds prompt p; what the rows behind it hold is given up.
-      logits: `f32[S, V]`, the model's after the last token of each row; only those of rows with a prompt are read.
-      beams: how many continuations of a prompt are followed.
-      max_new_tokens: how long they become.
-      eos: a token at which a continuation ends, or several. Its score then stays as it is.
+      cache: a cache of `S = P * beams` rows. Row `p * beams` holds prompt p; the rows behind it are emptied.
+      logits: `f32[S, V]`, the model's after the last token of each row; only rows with a prompt are read.
+      beams: the number of continuations of a prompt.
+      max_new_tokens: the length of the continuations.
+      eos: a stop token, or several. The score of an ended continuation stays unchanged.
 
     Returns:
-      `(beams, cache)`. Row `p * beams + b` holds prompt p and what its b-th beam has added, -1 not counted. Where
-      blocks ran out, rows are marked in `cache.failed`, and the beams mean nothing: see `check`.
+      `(beams, cache)`. Row `p * beams + b` holds prompt p and the tokens of its b-th beam, -1 not counted. If blocks
+      ran out, rows are marked in `cache.failed`, and the beams are invalid: see `check`.
 
     Raises:
-      ValueError: a number of rows that is no multiple of `beams`, or logits of another number.
+      ValueError: a number of rows that is not a multiple of `beams`, or logits of another number.
 
     Reordering rows instead of their keys and values is how vLLM does it (https://arxiv.org/abs/2309.06180).
 
@@ -78,7 +78,7 @@ def beam_search(
     def step(carry: tuple, _: None) -> tuple[tuple, tuple]:
         cache, logits, scores, ended = carry
         gains = jax.nn.log_softmax(logits, axis=-1)
-        stays = jnp.where(jnp.arange(vocab) == 0, 0.0, -jnp.inf)  # what has ended goes on in one way
+        stays = jnp.where(jnp.arange(vocab) == 0, 0.0, -jnp.inf)  # an ended beam has one continuation
         gains = jnp.where(ended[:, None], stays[None], gains)
         totals = jnp.where(jnp.isneginf(scores)[:, None], -jnp.inf, scores[:, None] + gains)
         scores, at = (x.reshape(rows) for x in jax.lax.top_k(totals.reshape(prompts, beams * vocab), beams))

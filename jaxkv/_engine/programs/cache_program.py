@@ -1,4 +1,4 @@
-"""Compiled programs that use up a cache and return the next one."""
+"""Compiled programs that take a donated cache and return the next one."""
 
 import functools
 from collections.abc import Callable
@@ -15,14 +15,14 @@ def cache_program(
     donate: tuple[int, ...] = (),
     static: tuple[str, ...] = (),
 ) -> Any:
-    """`function(cache, ...) -> (out, cache)`, compiled over the leaves of a cache of this tree structure.
+    """Compiles `function(cache, ...) -> (out, cache)` over the leaves of a cache of this tree structure.
 
-    It takes a list and returns two, the leaves of `out` and of the cache. JAX builds lists without running any Python,
-    which it would for the cache's own classes: so no interrupt can come between the device, which uses up the cache
-    that it was given, and whoever keeps the one that is returned. It is faster, too.
+    The program takes a list and returns two, the leaves of `out` and of the cache. JAX builds lists without running any
+    Python, which it would for the cache's own classes: so no interrupt can come between the donation of the cache and
+    the storing of the returned one. It is faster, too.
 
     Args:
-      donate: other arguments that are used up. static: names of those that are compiled in.
+      donate: other donated arguments. static: names of those that are compiled in.
     """
 
     @functools.partial(jax.jit, donate_argnums=(0, *donate), static_argnames=static)

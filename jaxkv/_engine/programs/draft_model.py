@@ -1,4 +1,4 @@
-"""A draft model that guesses tokens, with a cache of its own."""
+"""Speculative decoding by a draft model with its own cache."""
 
 import functools
 from collections.abc import Callable, Sequence as Several
@@ -23,23 +23,23 @@ from jaxkv._engine.requests.scheduler import Sequence
 
 # What programs are told of each row: how many tokens stay, how many are new, and its `Choice`.
 HELD, FED, COLUMN = 0, 1, slice(2, 2 + FIELDS)
-FEW = 2  # tokens that it lacks after a step in which all that it guessed was right
+FEW = 2  # tokens that it lacks after a step in which all drafts were accepted
 
 
 class Held:
-    """What a row of the draft's cache holds: the first tokens of a sequence, and guesses behind them."""
+    """The contents of a row of the draft's cache: the first tokens of a sequence, then draft tokens."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []  # the sequence's own list, which only grows
-        self.count = 0  # of these that are held
+        self.count = 0  # how many of these are held
         self.guesses: list[int] = []
 
     def __len__(self) -> int:
         return self.count + len(self.guesses)
 
     def follow(self, tokens: list[int]) -> None:
-        """Cut back to what it has in common with a sequence's tokens. The last of them is always fed again: the guesses
-        follow from what it gives. Tokens that were compared before are not compared again."""
+        """Truncates to the common prefix with a sequence's tokens. The last token is always fed again: the drafts
+        follow from its logits. Tokens that were compared before are not compared again."""
         most = len(tokens) - 1
         if tokens is not self.tokens:  # another sequence has come into this row
             common = _common(self.tokens[: self.count], tokens)
@@ -50,16 +50,16 @@ class Held:
 
 
 class ModelDrafter:
-    """Guesses by running a smaller model on.
+    """Drafts tokens by running a smaller model ahead.
 
-    Its rows follow the engine's: before it guesses, each is cut back to what it has in common with its sequence, and
-    fed what is missing. So it need not be told of rows that are freed, forked, swapped or set back; what is wrong in it
-    costs time, never a token. It has room for all rows at their longest.
+    Its rows follow the engine's: before drafting, each is truncated to the common prefix with its sequence, and fed the
+    missing tokens. So it needs no notice of rows that are freed, forked, swapped or preempted; wrong contents cost
+    time, never a token. It has room for all rows at their longest.
     """
 
     def __init__(self, model: Any, *, max_seqs: int, max_seq_len: int, step_tokens: int, count: int):
         sizes: dict[str, Any] = {"max_seqs": max_seqs, "max_seq_len": max_seq_len + count}
-        # What it guessed is taken back, further than windows would allow: a contiguous cache keeps everything.
+        # Drafts are rolled back further than windows would allow: a contiguous cache keeps everything.
         if any(layer.reach is not None for layer in model.layer_configs):
             sizes["layout"] = "contiguous"
         self.config = CacheConfig.from_model(model, **sizes)
@@ -67,7 +67,7 @@ class ModelDrafter:
         self.step_tokens, self.count, self.mesh = step_tokens, count, mesh_of(self.leaves)
         empty = jax.eval_shape(lambda: init(self.config, mesh=self.mesh))
         self._program = draft_program(jax.tree.structure(empty), structure)
-        self._is_sound = False  # no call was cut off
+        self._is_sound = False  # no call was interrupted
         self._cache: list[jax.Array] = []
         self._held: list[Held] = []  # of each row
 
@@ -117,7 +117,7 @@ class ModelDrafter:
             self._is_sound = True
 
     def _feed(self, sequences: Several[Sequence]) -> bool:
-        """Give rows that lack many tokens some of them; whether there were any."""
+        """Feeds rows that lack many tokens some of them; tells whether there were any."""
         rows, packed = self._rows(), list[int]()
         for sequence in sorted(sequences, key=lambda s: s.row or 0):
             row = sequence.row
@@ -147,7 +147,7 @@ class ModelDrafter:
 
 
 def make_drafter(draft: Any, config: CacheConfig, step_tokens: int, count: int, branches: int) -> Drafter | None:
-    """Who guesses for an engine with a cache like this; `draft` has been read."""
+    """Makes the drafter of an engine with a cache like this; `draft` has been checked."""
     if draft is None:
         return None
     if isinstance(draft, str):
@@ -158,7 +158,7 @@ def make_drafter(draft: Any, config: CacheConfig, step_tokens: int, count: int, 
 
 
 def _common(held: list[int], tokens: list[int]) -> int:
-    """How many first tokens two lists have in common."""
+    """Returns the length of the common prefix of two lists."""
     if held[: len(tokens)] == tokens[: len(held)]:
         return min(len(held), len(tokens))
     return next(i for i, (a, b) in enumerate(zip(held, tokens, strict=False)) if a != b)
@@ -166,7 +166,7 @@ def _common(held: list[int], tokens: list[int]) -> int:
 
 @functools.lru_cache(maxsize=16)
 def draft_program(structure: Any, model: Any) -> Any:
-    """Cut rows back, feed them tokens, packed or `[S, FEW]`, and choose `count` tokens after them one by one."""
+    """Compiles a program that truncates rows, feeds tokens, packed or `[S, FEW]`, and drafts `count` tokens."""
 
     def program(cache: Cache, leaves, rows, tokens, *, kind: Kind, count: int):
         draft, sampling = jax.tree.unflatten(model, leaves), Sampling.unpack(rows[COLUMN])

@@ -1,4 +1,4 @@
-"""What an `Eviction` does on the device: remember the last queries of rows, and thin those that are due."""
+"""`Eviction` on the device: remembers the last queries of rows, and evicts tokens of rows that are due."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,26 +20,26 @@ from jaxkv.scores._budgets import ada
 
 
 def evicting_layers(config: CacheConfig) -> list[int]:
-    """The layers that are thinned."""
+    """Returns the layers that evict."""
     return [i for i, layer in enumerate(config.layers) if layer.evict is not None]
 
 
-# Queries: of each row the last W of each layer that is thinned, the one at position p at place p % W.
+# The last W queries of each row in each layer that evicts; that at position p is in slot p % W.
 
 
 class Remembered(NamedTuple):
-    """What is to be remembered of queries: for each layer that is thinned, or of none."""
+    """The queries to remember: for each layer that evicts, or for none."""
 
     shapes: tuple[tuple[tuple[int, ...], Any], ...] = ()  # [S, W, H, D], and the dtype
-    asked: tuple[Queries, ...] = ()  # how they were scaled and rotated, without themselves
+    asked: tuple[Queries, ...] = ()  # their scale and rotation, without the queries
 
     def zeros(self) -> tuple[jax.Array, ...]:
-        """Of rows that have asked nothing yet."""
+        """Returns the memory of rows without queries."""
         return tuple(jnp.zeros(*one) for one in self.shapes)
 
 
 def remembered(eviction: Eviction, cache: Cache, run: Callable[[Cache], Any]) -> Remembered:
-    """What a score wants to know of queries.
+    """Returns the queries that a score needs.
 
     Args:
       run: calls the model with a cache that has room for one token of each row; it is only traced.
@@ -72,10 +72,10 @@ def remembered(eviction: Eviction, cache: Cache, run: Callable[[Cache], Any]) ->
 
 
 def noting(memory: tuple[jax.Array, ...], cache: Cache, run: Callable[[], Any], rows: jax.Array, axes: Any) -> Any:
-    """What `run`, a step of a cache, returns, and the queries that are remembered after it.
+    """Calls `run`, a step of a cache; returns its result and the queries remembered after it.
 
     Args:
-      rows: i32 of the token axes `axes`: whose row each token is, or one for each row of them; S: nobody's.
+      rows: i32 of the token axes `axes`: the row of each token, or one for each row of them; S: padding.
     """
     if not memory:
         return run(), memory
@@ -83,7 +83,7 @@ def noting(memory: tuple[jax.Array, ...], cache: Cache, run: Callable[[], Any], 
         out = run()
     place, size = positions(cache, axes), memory[0].shape[1]
     length = jnp.append(cache.lengths, 0)[rows]
-    place = jnp.where(place >= length - size, place % size, size)  # of more than there is room for, the last
+    place = jnp.where(place >= length - size, place % size, size)  # of too many, the last
     layers = evicting_layers(cache.config)
     try:
         queries = [x.at[rows, place].set(found[i].q, mode="drop") for i, x in zip(layers, memory, strict=True)]
@@ -97,8 +97,8 @@ def noting(memory: tuple[jax.Array, ...], cache: Cache, run: Callable[[], Any], 
 
 @share_programs
 def thin_program(structure: Any, eviction: Eviction, asked: tuple[Queries, ...]) -> Any:
-    """The compiled eviction of a cache of this structure: a `cache_program` with the arguments `due` bool[S], the rows
-    to be thinned, and the queries that are remembered."""
+    """Compiles the eviction in a cache of this structure: a `cache_program` with the arguments `due` bool[S], the rows
+    that evict, and the remembered queries."""
 
     def program(cache: Cache, due: jax.Array, memory: tuple[jax.Array, ...]) -> tuple[None, Cache]:
         return None, thinned(eviction, asked, cache, due, memory)
@@ -109,15 +109,15 @@ def thin_program(structure: Any, eviction: Eviction, asked: tuple[Queries, ...])
 def thinned(
     eviction: Eviction, asked: tuple[Queries, ...], cache: Cache, due: jax.Array, memory: tuple[jax.Array, ...]
 ) -> Cache:
-    """A cache in which the rows under `due` have given up what they are not to keep."""
+    """Returns a cache in which the rows under `due` have evicted tokens."""
     config, layers = cache.config, evicting_layers(cache.config)
     lines = [cache.layer(i).tables.lengths.shape[0] for i in layers]
     tables = [jnp.asarray(eviction.kept(config, i)) for i in layers]
     rows = jnp.argsort(~due, stable=True)
-    # No more than tables have room for, however long rows may become.
+    # At most the capacity of the tables, at any row length.
     places = max((config.row_places(config.group(i)) for i in layers), default=config.max_seq_len)
 
-    # Scores are made row by row: keys and queries of one row at a time are all that has to be there in float32.
+    # Scores are computed row by row: only the keys and queries of one row at a time are in float32.
     def choose(n: jax.Array, keep: list[jax.Array]) -> list[jax.Array]:
         row = rows[n]
         one = alone(cache, row)
@@ -140,7 +140,7 @@ def thinned(
 
 
 def scored(eviction: Eviction, one: Cache, layer: int, options: dict[str, Any]) -> jax.Array:
-    """What the tokens of a cache of one row are worth, with nothing that is NaN."""
+    """Returns the scores of the tokens in a cache of one row, without NaN."""
     score: Any = eviction.score
     found = score(one, layer=layer, **options)
     heads, places = one.config.layers[layer].num_kv_heads, one.config.max_seq_len
@@ -158,7 +158,7 @@ def scored(eviction: Eviction, one: Cache, layer: int, options: dict[str, Any]) 
 
 
 def _queries(eviction: Eviction, one: Cache, layer: int, line: jax.Array, asked: Queries) -> dict[str, Any]:
-    """The options of a score that say what a row asked last, since it was thinned: of these the places are known."""
+    """Returns a score's options with a row's last queries since its last eviction, whose slots are known."""
     t, size = one.layer(layer).tables, line.shape[0]
     assert t.thinned is not None
     length, count = one.lengths[0], jnp.minimum(jnp.min(t.lengths - t.thinned), size)
@@ -170,5 +170,5 @@ def _queries(eviction: Eviction, one: Cache, layer: int, line: jax.Array, asked:
     if asked.rotate is not None and "rotate" in eviction.parameters:
         options["rotate"] = asked.rotate
         factor = asked.rotate(jnp.ones((1, *q.shape[1:]), jnp.float32), jnp.zeros(1, jnp.int32))  # of YaRN, say
-        q = asked.rotate(q.astype(jnp.float32), count - length - number) / jnp.square(factor)  # turned back
+        q = asked.rotate(q.astype(jnp.float32), count - length - number) / jnp.square(factor)  # rotated back
     return options | {"q": q[None], "num_tokens": count[None]}

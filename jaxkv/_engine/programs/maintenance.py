@@ -1,4 +1,4 @@
-"""What an engine computes between steps: how much room there is, rows that are freed, brought back or forked."""
+"""Programs between steps: measure room, and free, restore or fork rows."""
 
 import functools
 from typing import Any
@@ -15,17 +15,17 @@ from jaxkv._tiers.prefix_cache.retained_blocks import count_unused
 
 
 def room_of(cache: Cache) -> jax.Array:
-    """`i32[groups, 2]`: free blocks, and blocks that only an index keeps."""
+    """Returns `i32[groups, 2]`: free blocks, and blocks that only an index keeps."""
     free = (t.num_free if t.parts == 1 else t.parts * t.num_free.min() for t in cache.tables)
     return jnp.stack([jnp.stack([n, count_unused(t)]) for n, t in zip(free, cache.tables, strict=True)])
 
 
 @functools.lru_cache(maxsize=16)
 def between_steps(structure: Any) -> tuple[Any, Any, Any, Any]:
-    """What is computed between steps: free rows and give back what fell out of windows, bring a row back, `fork`, and
-    begin a row with another's first blocks.
+    """Compiles the programs between steps: free rows and blocks that left windows, restore a row, `fork`, and begin a
+    row with another's first blocks.
 
-    A row that comes back has its first `num_blocks` blocks from row `source`.
+    A restored row shares its first `num_blocks` blocks with row `source`.
     """
 
     def settle(cache: Cache, rows: jax.Array) -> tuple[jax.Array, Cache]:

@@ -1,4 +1,4 @@
-"""Compiled programs that engines share, without keeping what a user's function names."""
+"""A cache of compiled programs shared by engines, which keeps no user's function alive."""
 
 import dataclasses
 import functools
@@ -13,10 +13,10 @@ MOST_PROGRAMS = 16
 
 
 def share_programs(make: Callable[..., Any]) -> Callable[..., Any]:
-    """`functools.lru_cache` of a function that makes a program from structures of pytrees, flags and users' functions.
+    """Caches a function that makes a program from structures of pytrees, flags and users' functions.
 
-    A function may name arrays in its closure, and these would live as long as the cache. So programs with such a one
-    live as long as it does: they name it weakly, and whoever calls them keeps it.
+    A function may hold arrays in its closure, and a `functools.lru_cache` would keep these. So programs of such a
+    function live as long as it does: they refer to it weakly, and their caller keeps it.
     """
     shared = functools.lru_cache(maxsize=MOST_PROGRAMS)(make)
 
@@ -25,7 +25,7 @@ def share_programs(make: Callable[..., Any]) -> Callable[..., Any]:
         functions = [x for x in arguments if not _is_plain(x)]
         if not functions:
             return shared(*arguments)
-        owner = getattr(functions[0], "__self__", functions[0])  # a method is another object each time it is asked for
+        owner = getattr(functions[0], "__self__", functions[0])  # a method is a new object at each access
         if len(functions) > 1 or not callable(functions[0]) or (programs := _programs_of(owner)) is None:
             return make(*arguments)
         named = tuple(None if x is functions[0] else x for x in arguments)
@@ -39,7 +39,7 @@ def share_programs(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Borrowed:
-    """A function that is called as long as somebody else keeps it."""
+    """A function that is called through a weak reference."""
 
     def __init__(self, function: Callable[..., Any]):
         is_method = isinstance(function, types.MethodType)
@@ -51,11 +51,11 @@ class Borrowed:
         return function(*arguments, **options)
 
 
-_by_owner: dict[int, tuple[weakref.ref, dict[Any, Any]]] = {}  # by identity: what is equal may name other arrays
+_by_owner: dict[int, tuple[weakref.ref, dict[Any, Any]]] = {}  # by identity: equal functions may hold other arrays
 
 
 def _programs_of(owner: Any) -> dict[Any, Any] | None:
-    """The programs that live as long as an object; None if that cannot be told."""
+    """Returns the programs that live as long as an object; None if it takes no weak reference."""
     number = id(owner)
     found = _by_owner.get(number)
     if found is not None and found[0]() is owner:
@@ -75,7 +75,7 @@ def _forget(number: int, gone: weakref.ref) -> None:
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether an argument certainly names no array: not by a closure, a default, or what it is bound to."""
+    """Tells whether an argument certainly holds no array: not by a closure, a default, or a bound object."""
     if isinstance(x, types.FunctionType):
         defaults = (*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values())
         return not (x.__closure__ or x.__dict__) and _is_plain(defaults)

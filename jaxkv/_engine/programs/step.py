@@ -33,21 +33,21 @@ ADAPTERS = "adapters"  # the argument by which a model is given those of its row
 
 
 class Rows(NamedTuple):
-    """What a hook on logits is told of each row.
+    """The input of a logits hook for each row.
 
-    Behind a row's tokens stands a number that is no token: where JAX scatters to an index out of range, it drops it.
+    A row's tokens are padded with a number that is no token: JAX drops scatters to indices out of range.
     """
 
     tokens: jax.Array  # i32[S, max_seq_len]: prompt and output so far
     lengths: jax.Array  # i32[S]
     numbers: jax.Array  # i32[S]: of their requests
-    prompt_lengths: jax.Array  # i32[S]: so many of the tokens are the prompt
-    hook_args: Any  # of the requests, each leaf [S, ...]; zeros of who gave none; None while nobody has
+    prompt_lengths: jax.Array  # i32[S]: how many of the tokens are the prompt
+    hook_args: Any  # of the requests, each leaf [S, ...]; zeros for requests without any; None if none has any
     adapters: Any = None  # i32[S]: of the requests; 0 of who named none
 
 
 class Asked(NamedTuple):
-    """What is asked of each row."""
+    """The host's fields of each row, unpacked."""
 
     sampling: Sampling
     prompt_lengths: jax.Array  # i32[S]
@@ -56,7 +56,7 @@ class Asked(NamedTuple):
 
     @classmethod
     def unpack(cls, rows: jax.Array, form: Form | None) -> "Asked":
-        """From `rows` as a step's program is given them."""
+        """Unpacks `rows`, the argument of a step's program."""
         hook_args = None if form is None else form.unpack(rows[NUM_FIELDS:])
         return cls(Sampling.unpack(rows[COLUMN]), rows[PROMPT], hook_args, rows[ADAPTER])
 
@@ -65,15 +65,15 @@ Hook = Callable[[jax.Array, Rows], jax.Array]
 
 
 class Memory(NamedTuple):
-    """What stays on the device from step to step beside the cache."""
+    """State on the device from step to step, beside the cache."""
 
     last: jax.Array  # i32[S]: the token chosen last for each row
     tokens: jax.Array | None  # i32[S, max_seq_len]: those of each row, where a hook wants them
-    queries: tuple[jax.Array, ...] = ()  # [S, W, H, D] of each layer that is thinned, where its score wants them
+    queries: tuple[jax.Array, ...] = ()  # [S, W, H, D] of each layer that evicts, if its score needs them
 
 
 class Result(NamedTuple):
-    """What n steps return beside the cache."""
+    """The result of n steps beside the cache."""
 
     # i32[n * S (+ S) + 2 * groups]: the tokens chosen, -1 where a row's tokens did not fit; of a step that verifies
     # also how many of them count; the room left.
@@ -84,7 +84,7 @@ class Result(NamedTuple):
 
 @share_programs
 def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool, deterministic: bool = False) -> Any:
-    """The compiled step of a model and a cache given as structures of pytrees: engines with equal ones share it.
+    """Compiles the step of a model and a cache given as structures of pytrees: engines with equal ones share it.
 
     A `cache_program` with the arguments `leaves, memory, rows, tokens, kind=, count=, steps=`: the model's leaves,
     `rows` i32[NUM_FIELDS + n, S] with the hook's n numbers by their `form`, packed `tokens` i32[N] or None for a step
@@ -132,7 +132,7 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool, det
 
 
 def _step(run, hook, asked, kind, count, leave, cache, memory, tokens, counts, due):
-    """One step of every row: the token after each row's last, and what is likeliest there."""
+    """Computes one step of every row: the token after each row's last, and the likeliest ones there."""
     places = jnp.zeros_like(counts) if tokens.ndim == 2 else jnp.maximum(jnp.cumsum(counts) - 1, 0)
     logits, cache, memory = run(cache, memory, tokens, counts, places)
     chosen, likely = _chosen(logits, hook, asked, kind, count, memory, cache.lengths)
@@ -141,9 +141,9 @@ def _step(run, hook, asked, kind, count, leave, cache, memory, tokens, counts, d
 
 
 def _verify(most, guessed, run, hook, asked, kind, count, leave, cache, memory, tokens, counts, due):
-    """One step of every row, of which the last `guessed[s]` tokens are guesses: they count as far as they are what is
-    chosen after the tokens before them, and the others are taken back. Then comes the token that is chosen instead of
-    the first wrong one, or after all."""
+    """Computes one step of every row, whose last `guessed[s]` tokens are drafts. Accepts them up to the first that
+    differs from the token chosen there, and rolls the others back. Then comes the token chosen instead of the first
+    wrong one, or after all."""
     number = jnp.arange(most + 1, dtype=jnp.int32)[:, None]
     behind = jnp.maximum(guessed[None] - number, 0)  # i32[most + 1, S]: guesses that follow each token
     places = jnp.maximum(jnp.cumsum(counts)[None] - 1 - behind, 0)
@@ -163,7 +163,7 @@ def _verify(most, guessed, run, hook, asked, kind, count, leave, cache, memory, 
 
 
 def _verify_trees(most, guessed, parents, run, hook, asked, kind, count, leave, cache, memory, tokens, counts, due):
-    """As `_verify`, where guesses are trees: of each row's the path counts along which every token is what is chosen
+    """Does `_verify` for trees of draft tokens: accepts the path of each row along which every token is the one chosen
     after its parent. Numbers count from the row's last given token, which is 0."""
     number = jnp.arange(most + 1, dtype=jnp.int32)[:, None]
     first = jnp.maximum(jnp.cumsum(counts) - 1 - guessed, 0)[None]
@@ -202,7 +202,7 @@ def _verify_trees(most, guessed, parents, run, hook, asked, kind, count, leave, 
 
 
 def _run(answer, cache, memory, tokens, counts, places, tree=None):
-    """The logits at some places after a step of every row, which is noted."""
+    """Computes and records a step of every row; returns the logits at some tokens."""
     cache = extend(cache, counts)
     rows = rows_of(tokens, counts)
     if memory.tokens is not None:
@@ -215,13 +215,13 @@ def _run(answer, cache, memory, tokens, counts, places, tree=None):
 
 
 def _ended(cache, memory, last, due, leave):
-    """What the next step begins with."""
+    """Returns the state for the next step."""
     cache = leave_windows(cache) if leave else cache
     return cache, memory._replace(last=jnp.where(due, last, memory.last))
 
 
 def _chosen(logits, hook, asked, kind, count, memory, lengths):
-    """The token after each of some lengths, and what is likeliest there."""
+    """Chooses the token after each of some lengths, and returns the likeliest ones there."""
     logits = wanted = logits.astype(jnp.float32)
     if hook is not None:
         wanted = hooked(hook, logits, rows_so_far(memory.tokens, lengths, asked))
@@ -250,33 +250,33 @@ def takes(model: Any, name: str) -> bool:
 
 
 def row_of(counts: jax.Array, num_tokens: int) -> jax.Array:
-    """`i32[N]`: whose row each packed token is; S behind them all."""
+    """Returns `i32[N]`: the row of each packed token; S behind them all."""
     i = jnp.arange(num_tokens, dtype=jnp.int32)
     return jnp.searchsorted(jnp.cumsum(counts), i, side="right", method="compare_all").astype(jnp.int32)
 
 
 def rows_of(tokens: jax.Array, counts: jax.Array) -> jax.Array:
-    """i32: whose row each of padded or packed tokens is, `[S, 1]` or `[N]`; S for those that are nobody's."""
+    """Returns i32, the row of each padded or packed token, `[S, 1]` or `[N]`; S for padding."""
     if tokens.ndim == 1:
         return row_of(counts, tokens.shape[0])
     return jnp.where(counts > 0, jnp.arange(counts.shape[0], dtype=jnp.int32), counts.shape[0])[:, None]
 
 
 def read_hook(hook: Any) -> Any:
-    """A `Hook`, or None. Raises ValueError."""
+    """Returns a `Hook`, or None. Raises ValueError."""
     if hook is not None and not (callable(hook) and isinstance(hook, Hashable)):
         raise ValueError(f"logits_hook must be a function, hashable as functions are, or None, not {shown(hook)}.")
     return hook
 
 
 def rows_so_far(tokens: jax.Array, lengths: jax.Array, asked: Asked) -> Rows:
-    """What a hook is told of rows whose `tokens` i32[S, L] may hold anything behind their lengths."""
+    """Returns the hook's input for rows whose `tokens` i32[S, L] may hold anything behind their lengths."""
     known = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
     return Rows(jnp.where(known, tokens, MOST_INDEX), lengths, asked.sampling.numbers, *asked[1:])
 
 
 def hooked(hook: Hook, logits: jax.Array, rows: Rows) -> jax.Array:
-    """What a hook makes of logits. Raises ValueError if that are none."""
+    """Applies a hook to logits. Raises ValueError if the result is no logits."""
     wanted = hook(logits, rows)
     if getattr(wanted, "shape", None) != logits.shape:
         raise ValueError(
@@ -288,20 +288,20 @@ def hooked(hook: Hook, logits: jax.Array, rows: Rows) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def note_tokens(memory: Memory, row: jax.Array, tokens: jax.Array) -> Memory:
-    """Memory in which a row has these `i32[max_seq_len]` tokens."""
+    """Returns memory in which a row has these `i32[max_seq_len]` tokens."""
     assert memory.tokens is not None
     return memory._replace(tokens=memory.tokens.at[row].set(tokens))
 
 
 def new_memory(max_seqs: int, max_seq_len: int, hook: Hook | None, queries: tuple[jax.Array, ...] = ()) -> Memory:
-    """Memory of empty rows."""
+    """Returns the memory of empty rows."""
     tokens = None if hook is None else to_device(np.zeros((max_seqs, max_seq_len), np.int32))
     return Memory(to_device(np.zeros(max_seqs, np.int32)), tokens, queries)
 
 
 @share_programs
 def recompute_program(model: Any, hook: Hook | None, width: int) -> Any:
-    """The token that follows each of `i32[T]`, computed without a cache."""
+    """Compiles a program for the token that follows each of `i32[T]`, computed without a cache."""
 
     def program(leaves, tokens, column, *, kind, form):
         whole = jax.tree.unflatten(model, leaves)
@@ -322,7 +322,7 @@ def recompute_program(model: Any, hook: Hook | None, width: int) -> Any:
 def column_of(
     choice: Choice, number: int, prompt: int, adapter: int, leaves: list[np.ndarray] | None, hook_args: HookArgs
 ) -> tuple[np.ndarray, Form | None]:  # fmt: skip
-    """One column of a step's `rows`, of a request that nothing is computed of yet, and what it ends with."""
+    """Returns one column of a step's `rows`, for a request at its beginning, and the form of its last fields."""
     form = hook_args.form
     column = np.zeros(NUM_FIELDS, np.int32)
     column[COLUMN], column[PROMPT], column[ADAPTER] = choice.column(number), prompt, adapter
@@ -333,12 +333,12 @@ def recompute(
     model: Any, leaves: list[Any], hook: Hook | None, width: int, tokens: list[int], column: np.ndarray, kind: Kind,
     form: Form | None = None,
 ) -> list[int]:  # fmt: skip
-    """The token that the model chooses after each of `tokens`, without any cache.
+    """Computes the token that the model chooses after each of `tokens`, without any cache.
 
     Args:
       width: the engine's max_seq_len. column: one of a step's `rows`.
     """
-    padded = np.zeros(1 << (len(tokens) - 1).bit_length(), np.int32)  # few shapes; what comes after is not seen
+    padded = np.zeros(1 << (len(tokens) - 1).bit_length(), np.int32)  # few shapes; padding is not seen
     padded[: len(tokens)] = tokens
     chosen = recompute_program(model, hook, width)(leaves, padded, column, kind=kind, form=form)
     return np.asarray(chosen)[: len(tokens)].tolist()
