@@ -21,10 +21,9 @@ from jaxkv._engine.programs.program_cache import share_programs
 from jaxkv._engine.requests.hook_args import Form, HookArgs
 from jaxkv._engine.requests.sampling import FIELDS, Choice, Kind, Sampling, choose, likeliest
 
-# What the host says of each row, as one array: how many tokens it has in this step, whether the token after them is
-# wanted, its next token (FROM_DEVICE: the one chosen last), `Choice.column`, how many of its tokens are guesses, and
-# the length of its prompt, and its adapter. Behind them come the numbers of a request for the hook, as its `Form`
-# packs them.
+# The host's fields of each row, as one array: its tokens in this step, whether the token after them is wanted, its next
+# token (FROM_DEVICE: the one chosen last), `Choice.column`, its number of draft tokens, the length of its prompt, and
+# its adapter. Then come the numbers of a request for the hook, as its `Form` packs them.
 COUNT, DUE, TOKEN, COLUMN, GUESSED, PROMPT = 0, 1, 2, slice(3, 3 + FIELDS), 3 + FIELDS, 4 + FIELDS
 ADAPTER = PROMPT + 1
 NUM_FIELDS = ADAPTER + 1
@@ -230,9 +229,9 @@ def _chosen(logits, hook, asked, kind, count, memory, lengths):
 
 
 def logits_at(model, tokens, cache, places, cascade=False, tree=None, adapters=None, deterministic=False):
-    """The logits of some tokens only, of each row one if they are padded, if the model can spare the others: a prompt's
-    are large. `cascade`: rows of a common prefix read it once, if the model takes a planned step. `adapters` i32[S]:
-    those of rows, for a model that takes them."""
+    """Returns the logits of some tokens, one of each row if padded; computes only these if the model can, since those
+    of a prompt are large. `cascade`: rows of a common prefix read it once, if the model takes a planned step.
+    `adapters` i32[S]: those of the rows, for a model that takes them."""
     planned: dict = {"deterministic": True} if deterministic else {}
     if takes(model, ADAPTERS):
         planned[ADAPTERS] = jnp.zeros_like(cache.lengths) if adapters is None else adapters

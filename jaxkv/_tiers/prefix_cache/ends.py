@@ -1,11 +1,11 @@
-"""Where prompts may go on from what a `PrefixCache` holds, and which blocks each of these ends needs.
+"""The ends of a `PrefixCache`: where prompts may go on, and which blocks each end needs.
 
-A row goes on behind `n` blocks of a chain if every group of layers has what the token behind them sees: all blocks of a
-layer that sees everything, the last window, chunk and first tokens of the others. Such a place is an *end* if a prompt
-is likely to go on there: where what was computed stops, where prompts part, or where one was found before. A block is
-worth as much as the last used of the ends that need it, in its own group; one that no end needs goes first.
+A row can go on after `n` blocks of a chain if every group of layers has the blocks that the next token sees: all blocks
+of a full-attention layer, the last window, chunk and first tokens of the others. Such a node is an *end* if a prompt is
+likely to go on there: where a computation stopped, where prompts part, or where one was found before. A block ranks
+with the last used of the ends that need it, in its own group; a block that no end needs is evicted first.
 
-So a window's middle goes before its last blocks, and what a group cannot serve any more is kept in no other one.
+So the middle of a window layer's blocks is evicted before its last ones, and no group keeps what another cannot serve.
 """
 
 import collections
@@ -22,21 +22,21 @@ from jaxkv._tiers.prefix_cache.node import Node
 
 @dataclasses.dataclass(eq=False)
 class End:
-    """A node behind which a prompt may go on; or, where what follows is on disk alone, one that leads there."""
+    """A node after which a prompt may go on; or, if the next blocks are on disk alone, one that leads there."""
 
     node: Node
-    windows: dict[int, list[Node]]  # by group, of layers that do not see everything, what it needs; the last first
-    used: int  # when
+    windows: dict[int, list[Node]]  # the nodes it needs by group, except of full attention; the last first
+    used: int  # time of the last use
 
 
 class Ends:
     """The ends among the nodes of an index, the least recently used first.
 
-    What is certain is `order`, each change of which is one instruction; `rebuild` computes the rest anew.
+    The durable state is `order`, each change of which is one instruction; `rebuild` recomputes the rest.
 
     Args:
-      config: of the caches.
-      is_on_disk: whether there is a file of what a node held for a group. It need not be in memory to be found.
+      config: the config of the caches.
+      is_on_disk: tells whether a node's block of a group has a file. Then it is found without being in memory.
     """
 
     def __init__(self, config: CacheConfig, is_on_disk: Callable[[Node, int], bool]):
@@ -51,25 +51,25 @@ class Ends:
     def _clear(self) -> None:
         self.num_ends: dict[int, int] = {}  # by a node's label: ends at it or behind it
         self.users: list[dict[int, set[int]]] = [{} for _ in self.groups]  # of windows: which ends need a node
-        # For each group the nodes that hold something which no end needs, in the order in which that came about.
+        # For each group the nodes with blocks that no end needs, in the order in which they became unneeded.
         self.spare: list[collections.OrderedDict[int, Node]] = [collections.OrderedDict() for _ in self.groups]
 
     def can_serve(self, chain: Sequence[Node]) -> np.ndarray:
-        """`bool[n + 1]`: behind how many of a chain's n nodes a row can go on, with what comes from the disk."""
+        """Returns `bool[n + 1]`: after how many of a chain's n nodes a row can go on, disk blocks included."""
         return can_serve(self.config, [np.array([self.holds(n, g) for n in chain], bool) for g in self.groups])
 
     def holds(self, node: Node, group: int) -> bool:
-        """Whether a node's keys and values are there, wherever."""
+        """Tells whether a node's keys and values are in any tier."""
         return node.has(group) or self._is_on_disk(node, group)
 
     # What happens to them.
 
     def use(self, chain: Sequence[Node]) -> list[tuple[Node, int]]:
-        """Note that a chain was used just now, as far as it can be served. What it passes by is no end any more, but
-        for places where prompts part.
+        """Records the use of a chain, as far as it can be served. Nodes that it passes are no ends any more, except
+        where prompts part.
 
         Returns:
-          `(node, group)`, of windows, which no end needs any more.
+          `(node, group)` of window layers that no end needs any more.
         """
         can = self.can_serve(chain)
         count = int(np.flatnonzero(can)[-1])
@@ -88,7 +88,7 @@ class Ends:
         return [(node, g) for node, g in needed_no_more if not self.is_needed(node, g)]
 
     def settle(self, changed: Iterable[Node]) -> None:
-        """Follow what some nodes hold now: an end that lacks something moves back to where its chain can be served."""
+        """Follows changes of nodes: an end that lacks a block moves back to where its chain can be served."""
         changed = list(dict.fromkeys(changed))
         lacking: set[int] = set()
         for node, g in itertools.product(changed, self.groups):
@@ -103,14 +103,14 @@ class Ends:
             self._sort(node)
 
     def forget(self, node: Node) -> None:
-        """Let go of a node that holds nothing in memory. If it is an end, the one before it leads there."""
+        """Forgets a node without blocks in memory. If it is an end, the node before leads there."""
         end = self.order.get(node.label)
         if end is not None:
             self._replace(end, node.parent, {})
 
     def rebuild(self, nodes: Iterable[Node]) -> None:
-        """Compute anew what follows from `order` and from what the nodes hold; `nodes`: all of them, or those that may
-        have changed."""
+        """Recomputes everything that follows from `order` and from the nodes' blocks; `nodes`: all of them, or those
+        that may have changed."""
         ends, spare = list(self.order.values()), [node for held in self.spare for node in held.values()]
         nodes = list(nodes)
         self.order = collections.OrderedDict()
@@ -130,10 +130,10 @@ class Ends:
     def least_needed(
         self, groups: Sequence[int], go_first: Callable[[Node], bool] | None = None
     ) -> Iterator[tuple[Node, int]]:  # fmt: skip
-        """Yield `(node, group)`, all that groups hold: what can be spared best first, ends of chains first.
+        """Yields `(node, group)` for all blocks of groups, in the order of eviction, ends of chains first.
 
         Args:
-          go_first: says of an end's node whether it is worth less than others, however lately it was used.
+          go_first: tells whether an end's node ranks below the others, regardless of its last use.
         """
         for g in groups:
             yield from ((node, g) for node in self.spare[g].values())
@@ -143,9 +143,8 @@ class Ends:
                 yield from ((node, g) for node in self._freed(end, g, passed[g]))
 
     def _by_worth(self, go_first: Callable[[Node], bool] | None) -> Iterator[End]:
-        """All ends, those first that are worth least to windows. One behind which a prompt was looked for before counts
-        as used later by as many lookups as there are ends: so questions that come once do not drive out what they
-        begin with."""
+        """Yields all ends, the least valuable to windows first. An end found by a lookup before counts as used later
+        by one lookup per end: so prompts that come once do not evict their common prefix."""
         ends, lesser = self.order.values(), set()
         if go_first is not None:
             lesser = {end.node.label for end in ends if go_first(end.node)}
@@ -156,7 +155,7 @@ class Ends:
         yield from (end for end in merged if end.node.label not in lesser)
 
     def _freed(self, end: End, group: int, passed: collections.Counter[int]) -> Iterator[Node]:
-        """What a group holds for an end, and for no other that is not among those passed."""
+        """Yields a group's nodes that an end needs, and no other except those passed."""
         if group in self.windows:
             for node in end.windows.get(group, ()):
                 passed[node.label] += 1
@@ -172,7 +171,7 @@ class Ends:
             node = node.parent
 
     def check(self, nodes: Iterable[Node]) -> None:
-        """Raise AssertionError unless what follows from `order` is what is noted."""
+        """Raises AssertionError unless the derived state follows from `order`."""
         nodes = list(nodes)
         by_label = {node.label: node for node in nodes}
         num_ends: collections.Counter[int] = collections.Counter()
@@ -202,7 +201,7 @@ class Ends:
         return {g: [chain[i] for i in columns[g][::-1].tolist()] for g in self.windows}
 
     def is_needed(self, node: Node, group: int) -> bool:
-        """Whether an end needs what a node holds for a group."""
+        """Tells whether an end needs a node's block of a group."""
         return node.label in (self.num_ends if group in self.whole else self.users[group])
 
     def _sort(self, node: Node) -> None:
@@ -215,7 +214,7 @@ class Ends:
     def _add(self, chain: Sequence[Node]) -> None:
         node = chain[-1]
         if node.label in self.order and len(self.order[node.label].windows) < len(self.windows):
-            self._remove(self.order[node.label])  # it has led to what was on disk alone
+            self._remove(self.order[node.label])  # it led to blocks on disk alone
         if node.label not in self.order:
             end = self.order[node.label] = End(node, self._needed(chain), self.clock)
             self._count(node, None, 1)
@@ -227,7 +226,7 @@ class Ends:
         self._count(end.node, None, -1)
 
     def _move_back(self, end: End) -> None:
-        """Have an end be where its chain can still be served, if anywhere, as the least recently used."""
+        """Moves an end to where its chain can still be served, if anywhere, as the least recently used."""
         node = end.node
         while node.parent is not None and not all(self.holds(node, g) for g in self.groups):
             node = node.parent
@@ -238,7 +237,7 @@ class Ends:
         self._replace(end, chain[-1] if chain else None, self._needed(chain) if chain else {})
 
     def _replace(self, end: End, node: Node | None, windows: dict[int, list[Node]]) -> None:
-        """Have an earlier node be the end instead, as the least recently used; unless there is none, or it is one."""
+        """Makes an earlier node the end instead, as the least recently used; unless there is none, or it is one."""
         if node is None or node.parent is None or node.label in self.order:
             self._remove(end)
             return
@@ -250,7 +249,7 @@ class Ends:
         self._count(end.node, node, -1)
 
     def _count(self, node: Node, until: Node | None, by: int) -> None:
-        """Count an end at a node, for it and for those before it, but for `until` and what is before that."""
+        """Counts an end at a node, for it and the nodes before it, down to but excluding `until`."""
         while node.parent is not None and node is not until:
             count = self.num_ends[node.label] = self.num_ends.get(node.label, 0) + by
             if not count:
@@ -276,12 +275,12 @@ class Ends:
 
 
 def no_disk(node: Node, group: int) -> bool:
-    """Of an index without a folder."""
+    """Tells that no block is on disk, for an index without a folder."""
     return False
 
 
 def can_serve(config: CacheConfig, present: Sequence[np.ndarray]) -> np.ndarray:
-    """`bool[n + 1]`: behind how many of n blocks a row can go on, if each group has `present[g]` bool[n] of them."""
+    """Returns `bool[n + 1]`: after how many of n blocks a row can go on, if groups have `present[g]` bool[n]."""
     counts = np.arange(len(present[0]) + 1)
     found = np.ones(counts.size, bool)
     for group, there in enumerate(present):
@@ -293,7 +292,7 @@ def can_serve(config: CacheConfig, present: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def needed(config: CacheConfig, count: int) -> list[np.ndarray]:
-    """For each group which of `count` blocks the token behind them sees: first ones that stay, and the last."""
+    """Returns, for each group, which of `count` blocks the next token sees: leading ones that stay, and the last."""
     length = count * config.block_size
     firsts = [(sinks, config.first_seen(g, length)) for g, sinks in enumerate(config.group_sinks)]
     return [np.r_[: min(sinks, first), first:count] for sinks, first in firsts]

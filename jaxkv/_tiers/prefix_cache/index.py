@@ -1,12 +1,12 @@
 """The index of a `PrefixCache`: full blocks of tokens, chained. Plain Python on the host.
 
-A cache says of each block it keeps which node it keeps it for, by the node's label; the index says what the label
-stands for. No label is given twice, so whatever cache is handed in, a block is taken for what it holds or not at all:
-nothing depends on the index having heard of everything that became of the cache. Where the two differ (a call was cut
-off, or this is an older cache), `follow` believes the cache.
+A cache records the label of the node that it keeps each block for; the index maps labels to nodes. No label is used
+twice, so for any cache that is passed in, a block is taken for its contents or not at all: the index need not know all
+changes of the cache. Where the two differ (after an interrupted call, or for an older cache), `follow` believes the
+cache.
 
-What an exception can cut off, at any instruction, is only ever half of what follows from `nodes`, each change of which
-is one instruction. `settled` says that nothing was cut off; `mend` computes what follows anew.
+An exception at any instruction can only interrupt updates of state derived from `nodes`, each change of which is one
+instruction. `settled` tells that none was interrupted; `mend` recomputes the derived state.
 """
 
 import collections
@@ -26,20 +26,20 @@ from jaxkv._tiers.prefix_cache.node import Node
 
 
 def is_on_disk(disk: BlockFiles, node: Node, group: int) -> bool:
-    """Whether there is a file of what a node held for a group, as far as is known."""
+    """Tells whether a node's block of a group has a file, as far as is known."""
     return disk.has_seen(node.block(group))
 
 
 def digest_of(before: bytes, what: Any) -> bytes:
-    """`[20]`: of a chain that ends with `what`, tokens or whose they are, behind a chain of the digest `before`."""
+    """Returns the 20-byte digest of a chain: `what`, tokens or an identity, after a chain of digest `before`."""
     return hashlib.blake2b(before + repr(what).encode(), digest_size=20).digest()
 
 
 class PrefixIndex:
-    """Nodes found by the hash of their chain, and the ends of chains in the order of their last use.
+    """Nodes by the hash of their chain, and the ends of chains in the order of their last use.
 
-    A hash only says where to look: a node is taken for what was asked when its tokens and its parent are the same. So
-    a collision costs a comparison, and never gives another prompt's keys and values.
+    A hash is only a hint: a node matches if its tokens and its parent are the same. So a collision costs a comparison,
+    and never gives another prompt's keys and values.
     """
 
     def __init__(
@@ -48,19 +48,17 @@ class PrefixIndex:
     ):  # fmt: skip
         self.config, self.block_size = config, config.block_size
         self.spill_bytes, self.hash_function = spill_bytes, hash_function
-        self.disk, self.owner = disk, owner  # where blocks go that leave the host; who computes them, for digests
+        self.disk, self.owner = disk, owner  # the tier below the host; the model's name, for digests
         self.block_bytes = [config.bytes_per_group_block(g) for g in range(len(config.groups))]
         self.nodes: dict[int, Node] = {}  # by label
         self.ends = Ends(
             config, no_disk if disk is None else functools.partial(is_on_disk, disk)
         )  # where prompts may go on
-        self.pins: dict[
-            Node, int
-        ] = {}  # how often each chain is pinned, by its last node; never changed, only replaced
+        self.pins: dict[Node, int] = {}  # pins of each chain by its last node; never changed, only replaced
         self._pinned: tuple[dict[Node, int], list[set[Node]]] = (self.pins, [set() for _ in config.groups])
-        # For each group and block the label of what it holds, as the cache says; 0: not kept.
+        # For each group and block the label that the cache records; 0: not kept.
         self.kept = [np.zeros(n + 1, np.int32) for n in config.group_blocks]
-        # What follows from these.
+        # State derived from these.
         self.settled = True
         self.buckets: dict[Hashable, list[Node]] = {}
         self.num_hosted = [0] * len(self.kept)  # for each group, nodes with contents in host memory
@@ -70,7 +68,7 @@ class PrefixIndex:
     # Chains of tokens.
 
     def root(self, identity: Hashable) -> Node:
-        """Where the chains of one identity start; chains of different identities never meet."""
+        """Returns the root of the chains of an identity; different identities share no nodes."""
         root = self.roots.get(identity)
         if root is None:
             digest = digest_of(self.owner, identity)
@@ -78,7 +76,7 @@ class PrefixIndex:
         return root
 
     def walk(self, root: Node, tokens: Sequence[int]) -> list[Node]:
-        """The longest known chain of full blocks that `tokens` begins with."""
+        """Returns the longest known chain of full blocks that is a prefix of `tokens`."""
         chain, node = [], root
         for block in self.split(tokens):
             found = self._child(node, block)
@@ -89,7 +87,7 @@ class PrefixIndex:
         return chain
 
     def look(self, root: Node, tokens: Sequence[int]) -> list[Node]:
-        """`walk` for who may go on from there: where a prompt ends, the next may end too."""
+        """Does `walk` for a lookup: where a prompt ends, the next may end too."""
         chain = self.walk(root, tokens)
         self.ends.clock += 1
         if chain:
@@ -98,7 +96,7 @@ class PrefixIndex:
         return chain
 
     def extend(self, root: Node, tokens: Sequence[int]) -> list[Node]:
-        """The chain of all full blocks of `tokens`; new nodes are hollow, until `hold` puts something into them."""
+        """Returns the chain of all full blocks of `tokens`; new nodes are hollow until `hold` fills them."""
         self.settled = False
         chain, node = [], root
         for block in self.split(tokens):
@@ -117,25 +115,25 @@ class PrefixIndex:
         return chain
 
     def usable(self, chain: Sequence[Node]) -> int:
-        """How many nodes of a chain a row can adopt: the most of which every group has what the next token sees."""
+        """Returns how many nodes of a chain a row can adopt, so that every group has what the next token sees."""
         present = [np.array([node.has(g) for node in chain], bool) for g in range(len(self.kept))]
         return int(np.flatnonzero(can_serve(self.config, present))[-1])
 
     def use(self, chain: Sequence[Node]) -> None:
-        """Note that a chain was used just now."""
+        """Records the use of a chain."""
         self.settled = False
         self._use(chain)
         self.settled = True
 
     def split(self, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """The full blocks of `tokens`."""
+        """Yields the full blocks of `tokens`."""
         size = self.block_size
         return (tuple(tokens[i : i + size]) for i in range(0, len(tokens) - size + 1, size))
 
     # What they hold.
 
     def follow(self, kept: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Have the nodes hold what a cache says; the labels of `kept` without those that stand for nothing here."""
+        """Updates the nodes from a cache; returns the labels of `kept` without those unknown here."""
         self.mend()
         if all(map(np.array_equal, kept, self.kept)):
             return [labels.copy() for labels in self.kept]
@@ -147,10 +145,10 @@ class PrefixIndex:
         self, kept: Sequence[np.ndarray], *, hosted: Iterable[tuple[Node, int, Any]] = (), chain: Sequence[Node] = (),
         pruned: Sequence[Node] = (),
     ) -> None:  # fmt: skip
-        """Have the nodes hold the blocks that `kept` says, and for each `(node, group, contents)` these on the host.
+        """Updates the nodes: blocks of `kept` on the device, and each `(node, group, contents)` on the host.
 
-        What is on the device is held no longer on the host. Nodes that hold nothing then are forgotten, those among
-        `pruned` too. `chain` is what was used just now.
+        Blocks on the device are dropped from the host. Nodes left empty are forgotten, those among `pruned` too.
+        `chain` was used just now.
         """
         self.settled = False
         changed = [
@@ -180,18 +178,18 @@ class PrefixIndex:
 
     @property
     def host_bytes(self) -> int:
-        """What the nodes hold in host memory."""
+        """The bytes of the nodes in host memory."""
         return sum(n * size for n, size in zip(self.num_hosted, self.block_bytes, strict=True))
 
     def bytes_held(self, chain: Iterable[Node]) -> int:
-        """What a chain holds there, and what is pinned."""
+        """Returns the bytes in host memory of a chain and of pinned nodes."""
         each = zip(self.pinned, self.block_bytes, strict=True)
         nodes = set(chain)
         return sum(size for g, (pinned, size) in enumerate(each) for n in nodes | pinned if n.host[g] is not None)
 
     @property
     def pinned(self) -> list[set[Node]]:
-        """For each group the nodes whose blocks are pinned: those that pinned chains need of it."""
+        """Returns, for each group, the nodes whose blocks are pinned: those that pinned chains need of it."""
         if self._pinned[0] is not (pins := self.pins):
             nodes: list[set[Node]] = [set() for _ in self.kept]
             for end in pins:
@@ -201,11 +199,11 @@ class PrefixIndex:
         return self._pinned[1]
 
     def needed(self, chain: Sequence[Node]) -> list[list[Node]]:
-        """For each group the nodes whose blocks a row needs that goes on behind a chain."""
+        """Returns, for each group, the nodes whose blocks a row needs to go on after a chain."""
         return [[chain[i] for i in columns.tolist()] for columns in needed(self.config, len(chain))]
 
     def mend(self) -> None:
-        """Make good what an exception has cut off: compute anew what follows from the nodes and the labels."""
+        """Repairs interrupted updates: recomputes the state derived from the nodes and the labels."""
         if self.settled:
             return
         self.buckets, self.num_hosted = {}, [0] * len(self.kept)
@@ -229,7 +227,7 @@ class PrefixIndex:
         self.settled = True
 
     def check(self) -> None:
-        """Raise AssertionError unless what follows from the nodes is what is noted."""
+        """Raises AssertionError unless the derived state follows from the nodes."""
         self.mend()
         for group, labels in enumerate(self.kept):
             blocks = sorted(n.blocks[group] for n in self.nodes.values() if n.blocks[group] != NULL_BLOCK)
@@ -248,7 +246,7 @@ class PrefixIndex:
         assert all(n.label in self.nodes for n in self.pins), "what is pinned is there"
         self.ends.check(self.nodes.values())
 
-    # The parts. Each leaves the index unsettled if it is cut off.
+    # Helpers. Each leaves the index unsettled if it is interrupted.
 
     def _link(self, node: Node) -> None:
         assert node.parent is not None
@@ -265,8 +263,8 @@ class PrefixIndex:
                 self.disk.spare(node.block(group))
 
     def _spare_host(self, chain: Sequence[Node] = ()) -> None:
-        """Hold `spill_bytes` in host memory at the most: what is needed least goes, to the disk if there is one. What a
-        chain needs stays."""
+        """Limits host memory to `spill_bytes`: the least needed blocks go, to the disk if there is one. Blocks that a
+        chain needs stay."""
         if (excess := self.host_bytes - self.spill_bytes) <= 0:
             return
         dropped, spared = [], [pinned.union(own) for pinned, own in zip(self.pinned, self.needed(chain), strict=True)]
@@ -285,7 +283,7 @@ class PrefixIndex:
             self._prune(node)
 
     def _prune(self, node: Node) -> None:
-        """Forget a hollow node that no chain goes through, and those before it that nothing needs any more."""
+        """Forgets a hollow node that no chain goes through, and those before it that nothing needs any more."""
         while node.label in self.nodes and node.is_hollow and not (node.num_children or node in self.pins):
             self.ends.forget(node)
             bucket = self.buckets[node.hash]
