@@ -10,7 +10,7 @@ from flax import nnx
 
 import jaxkv
 from jaxkv._layers import attention
-from jaxkv.models.config import DecoderConfig
+from jaxkv.models.config import DecoderConfig, LatentConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.rope import Rope
 
@@ -48,8 +48,11 @@ def test_a_model_that_takes_no_such_option_is_refused():
         jaxkv.Engine(Told(), **ROOM, deterministic=1)
 
 
-@pytest.mark.parametrize("scan", [False, True, "apart"])
-def test_decoders_give_it_to_attention(scan, monkeypatch):
+LATENT = LatentConfig(rank=8, rope_dim=4, nope_dim=4, value_dim=4)
+
+
+@pytest.mark.parametrize(("scan", "latent"), [(False, None), (True, None), ("apart", None), (False, LATENT)])
+def test_decoders_give_it_to_attention(scan, latent, monkeypatch):
     told = []
 
     def spy(*arguments, **options):
@@ -58,7 +61,8 @@ def test_decoders_give_it_to_attention(scan, monkeypatch):
 
     monkeypatch.setattr("jaxkv._layers.attention", spy)
     config = DecoderConfig(
-        vocab_size=16, embed_dim=8, mlp_dim=8, num_heads=2, num_kv_heads=1, head_dim=4, max_seq_len=64,
+        vocab_size=16, embed_dim=8, mlp_dim=8, num_heads=2, num_kv_heads=1 if latent is None else 2, max_seq_len=64,
+        head_dim=4 if latent is None else 8, latent=latent,
         windows=(None,) * 2, ropes=(Rope(),) * 2, attention_scale=0.5,
     )  # fmt: skip
     model = Decoder(config, scan=scan, rngs=nnx.Rngs(0))
