@@ -55,7 +55,7 @@ def is_packed_decode(step: Step | None) -> bool:
 
 
 class TableColumns(NamedTuple):
-    """Rows that slid along their table begin with it, and what is said of positions and blocks is said of columns."""
+    """Rows that slid along their table begin with it; options by position and block go by column instead."""
 
     aligned: bool
     apart: bool
@@ -272,7 +272,7 @@ def storage_arguments(layer: Layer) -> dict[str, Any]:
 
 def check_heads(layer: Layer, *, k: Any = None, v: Any = None, q: Any = None, **options: Any) -> None:
     """Raises where the heads of a step's arrays do not fit a layer's, before they are divided among devices."""
-    if shards_of(layer.pool) is None:  # whoever computes with them checks it
+    if shards_of(layer.pool) is None:  # the computation checks it
         return
     known = dict(kv=layer.pool.kv, tables=layer.tables.tables) | storage_arguments(layer)
     known.pop("kv_scale", None)

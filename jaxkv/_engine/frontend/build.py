@@ -39,7 +39,7 @@ def check_fields(fields: dict[str, Any]) -> None:
 
 
 def read_deterministic(deterministic: Any, *models: Any) -> bool:
-    """Whether attention is to be deterministic. Raises ValueError where one of the models, None aside, takes no such
+    """Tells whether to use deterministic attention. Raises ValueError if one of the models, None aside, takes no such
     option."""
     if not flag("deterministic", deterministic):
         return False

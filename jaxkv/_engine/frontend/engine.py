@@ -85,8 +85,8 @@ class Engine(Closable, Resumable):
       prefill: the same model on other devices, which computes prompts in its own cache of the same size. Rows are sent
         to this cache when there is room, so that no prompt delays a decoding row.
       deterministic: call the model with `deterministic=True`, which the models of `jaxkv.models` give to
-        `jaxkv.attention`: a row's attention is the same to the bit whatever other rows, blocks and order there are, at
-        the cost of some speed. The model's other sums are computed by XLA as ever.
+        `jaxkv.attention`: a row's attention is the same to the bit with any other rows, blocks and order, at
+        the cost of some speed. XLA computes the model's other sums as usual.
       cache_dtype: the dtype of stored keys and values, or a quantised format; default: the model's dtype.
       **fields: `num_blocks`, `memory_bytes`, `block_size` and other fields of `CacheConfig.from_model`.
 

@@ -35,7 +35,7 @@ class Turn:
             engine is not refused because of them.
 
         Raises:
-          RuntimeError: another thread is at work.
+          RuntimeError: another thread has the lock.
         """
         waits, has_looked = 0, False
         while True:

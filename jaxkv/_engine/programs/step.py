@@ -86,11 +86,10 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool, det
     """Compiles the step of a model and a cache given as structures of pytrees: engines with equal ones share it.
 
     A `cache_program` with the arguments `leaves, memory, rows, tokens, kind=, count=, steps=`: the model's leaves,
-    `rows` i32[NUM_FIELDS + n, S] with the hook's n numbers by their `form`, packed `tokens` i32[N] or None for a step
-    of one token per row, of which there can be
-    several; `count` likeliest tokens are returned. It uses up the memory too, and returns a `Result`. With `verify`,
-    the last of a row's tokens may be guesses, up to so many; then it is as if there had been `verify + 1` steps. If
-    they are trees, `tokens` is i32[2, N], with each token's parent, counted from its row's first, below it.
+    `rows` i32[NUM_FIELDS + n, S] with the hook's n numbers by their `form`, packed `tokens` i32[N], or None for one or
+    several steps of one token per row; `count` likeliest tokens are returned. The memory is donated too, and the result
+    is a `Result`. With `verify`, up to `verify` last tokens of a row may be drafts; the result is that of `verify + 1`
+    steps. For trees, `tokens` is i32[2, N], with each token's parent, counted from its row's first, below it.
     """
 
     def program(cache, leaves, memory, rows, tokens, *, kind: Kind, count: int, steps: int, verify: int = 0, form=None):
@@ -244,7 +243,7 @@ def logits_at(model, tokens, cache, places, cascade=False, tree=None, adapters=N
 
 
 def takes(model: Any, name: str) -> bool:
-    """Whether a model's call has an argument of this name."""
+    """Tells whether a model's call has an argument of this name."""
     return name in inspect.signature(model.__call__).parameters
 
 

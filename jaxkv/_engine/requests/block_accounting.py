@@ -86,8 +86,8 @@ class ThinnedHoldings(Holdings):
 
     def most(self, prompt: int, cached: int, length: int) -> list[int]:
         every, point = self.eviction.every, self.eviction.point_before(prompt, length)
-        # Where it holds most: as it ends, and before it is thinned, the first time and the last, for what is kept grows
-        # with what was seen.
+        # It peaks at its end, and before its first and last eviction, since the number of kept tokens grows with its
+        # length.
         spans = [(point, length)]
         if cached < prompt:
             spans.append((0, min(prompt, length)))

@@ -1,7 +1,7 @@
 """Speculative decoding: drafters guess the next tokens, so that one step of the model can verify several.
 
 A guess counts if it is the token that the model itself chooses there, drawn with the same random numbers as without
-guesses (see `sampling.choose`). So speculation changes no token, greedy or sampled, whoever guesses; a good drafter
+guesses (see `sampling.choose`). So speculation changes no token, greedy or sampled, with any drafter; a good drafter
 only makes steps fewer. The idea is Leviathan et al.'s (https://arxiv.org/abs/2211.17192); that a draft which draws with
 the model's own random numbers agrees with it nearly as often as their rejection sampling is Gumbel coupling
 (https://arxiv.org/abs/2408.07978).

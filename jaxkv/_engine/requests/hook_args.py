@@ -56,7 +56,7 @@ class HookArgs:
                 f"hook_args must have the structure and shapes of this engine's first, {wanted}, not {shown(value)}: "
                 "give every request the same fields, and arrays as long as the longest."
             )
-        # Whoever gave 0 may be followed by one who gives 0.5.
+        # A request with 0 may be followed by one with 0.5.
         both = tuple("float32" if "float32" in pair else "int32" for pair in zip(dtypes, known.dtypes, strict=True))
         self.form = dataclasses.replace(known, dtypes=both)
         return arrays

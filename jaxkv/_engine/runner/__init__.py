@@ -1,4 +1,4 @@
-"""What runs a schedule on a device: who holds which rows, steps under way, prompts computed apart.
+"""Runs a schedule on a device: cache manager, model runner with in-flight steps, disaggregated prefill.
 
 Stands on `programs`. The order of what happens between two steps is in `engine_core`.
 """

@@ -179,7 +179,7 @@ class PrefixCache:
             already are left out.
 
         Returns:
-          The cache, which keeps these blocks when the row is freed. A row that `evict` has thinned is not indexed: it
+          The cache, which keeps these blocks when the row is freed. A row with evicted tokens is not indexed: it
           is no prefix of another.
 
         Raises:
