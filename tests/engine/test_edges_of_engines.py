@@ -61,7 +61,7 @@ def test_logits_that_leave_no_choice_end_a_request(steps, temperature):
     assert several.ended == "error" and several.error == several.samples[1].error == failed.error
     assert (failed.ended, fine.ended) == ("error", "length")
     assert failed.error.startswith("after 5 + 4 tokens the logits") and fine.error is None
-    assert [token for request, token in news if request is failed] == failed.tokens
+    assert [token for request, token in news if request is failed] == [*failed.tokens, None]
     jaxkv.check_invariants(engine.cache)
     assert not engine.cache.num_tokens
     tokens = engine.stream([[5, 7, 11, 2, 3]], 8, temperature)

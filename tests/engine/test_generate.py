@@ -127,6 +127,12 @@ def test_there_is_room_for_what_rows_can_take(model, monkeypatch, options, token
         def __init__(self, model, **options):
             given.append(options)
 
+        def __enter__(self):
+            return self
+
+        def close(self):
+            pass
+
         def stream(self, *args, **options):
             return []
 
@@ -137,12 +143,16 @@ def test_there_is_room_for_what_rows_can_take(model, monkeypatch, options, token
 
 
 def test_where_rows_take_little_there_is_little_room_and_nobody_waits_for_more(model, monkeypatch):
-    made = []
+    made, peaks = [], []
 
     class Kept(jaxkv.Engine):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             made.append(self)
+
+        def close(self):
+            peaks.append(self.blocks_peak)
+            super().close()
 
     monkeypatch.setattr(jaxkv._engine.frontend.generate, "Engine", Kept)
     prompts = make_prompts((100, 30, 30, 30, 30, 30, 30, 30))
@@ -150,7 +160,7 @@ def test_where_rows_take_little_there_is_little_room_and_nobody_waits_for_more(m
     assert jaxkv.generate(model, prompts, 40, step_tokens=32) == wanted
     assert jaxkv.generate(model, prompts, 40, step_tokens=32, max_seqs=4) == wanted
     assert [(e.config.num_blocks, e.set_back) for e in made] == [(8 * 16, 0), (64, 0), (32, 0)]
-    assert [e.blocks_peak > e.config.num_blocks // 2 for e in made] == [False, True, True]
+    assert [peak > e.config.num_blocks // 2 for peak, e in zip(peaks, made, strict=True)] == [False, True, True]
 
 
 def test_a_progress_bar_counts_tokens(model, capsys):
@@ -359,8 +369,8 @@ def test_reuse_swapping_and_recomputing_change_no_token(model, choice, ways):
     for way in ways:
         engine = jaxkv.Engine(model, **TIGHT, **REUSE[way])
         for _ in range(2):  # in the second round everything has been there before
-            outputs = [[] for _ in CHATS]
-            for index, token in engine.stream(CHATS, 12, **choice):
+            outputs = [[] for _ in 2 * CHATS]  # two samples of each, for whom alone there is always room
+            for index, token in engine.stream(CHATS, 12, n=2, **choice):
                 outputs[index].append(token)
             jaxkv.check_invariants(engine.cache)
             assert not engine.cache.lengths.any()
@@ -368,12 +378,12 @@ def test_reuse_swapping_and_recomputing_change_no_token(model, choice, ways):
                 engine.prefix.check_invariants(engine.cache)
             else:
                 assert engine.cache.blocks_in_use == 0
-            for i, (prompt, output) in enumerate(zip(CHATS, outputs, strict=True)):
-                assert engine.recompute(prompt, output, index=i, **choice) == output, way
+            for i, output in enumerate(outputs):
+                assert engine.recompute(CHATS[i // 2], output, index=i, **choice) == output, way
         stats = engine.stats()
         assert stats["set_back"] > 0 and (stats["swapped_out"] > 0) == (way == "swapped"), way
         if engine.prefix:
-            prompts_and_outputs = 2 * sum(len(prompt) + 11 for prompt in CHATS)
+            prompts_and_outputs = 2 * sum(len(prompt) + 2 * 11 for prompt in CHATS)
             assert stats["tokens_saved"] > 0 and stats["tokens"] < 0.75 * prompts_and_outputs, way
         if "spill_bytes" in REUSE[way]:
             assert stats["blocks_spilled"] > 0 and stats["blocks_restored"] > 0
@@ -402,7 +412,7 @@ def test_pins_that_leave_no_room_are_named(model):
 def test_the_cheaper_of_swapping_and_recomputing_is_chosen(model):
     def swapped(host_bandwidth):
         engine = jaxkv.Engine(model, **TIGHT, host_bandwidth=host_bandwidth)
-        list(engine.stream(CHATS, 12))
+        list(engine.stream(CHATS, 12, n=2))
         assert engine.set_back > 0
         return engine.stats()["swapped_out"]
 

@@ -74,8 +74,9 @@ def generate(
         lengths = [min(length, max_seq_len) for length in lengths]
         stored = {name: engine[name] for name in ("head_dim_multiple", "join_kv") if name in engine}
         block_size = CacheConfig.from_model(
-            model, max_seqs=max_seqs, max_seq_len=max_seq_len, dtype=engine.get("cache_dtype"), **stored
-        ).block_size
+            model, max_seqs=min(max_seqs, sizes["max_seqs"]), max_seq_len=max_seq_len,
+            dtype=engine.get("cache_dtype"), **stored,
+        ).block_size  # fmt: skip
         sizes |= _room(lengths, n, max_seqs // devices, max_seq_len, devices, block_size)
     outputs: list[list[int]] = [[] for _ in range(n * len(prompts))]
     with Engine(model, **sizes | engine) as engine_:
