@@ -68,17 +68,21 @@ def assert_no_copy(jitted: Any, *args: Any, temp_fraction: float = 0.5, **kwargs
             'the cache, jax.jit(step, donate_argnames="cache"), and return it with the shapes and dtypes it came with.'
         )
     text = compiled.as_text()
-    for one in _instructions(text):
-        if one.opcode not in IN_PLACE and any(_as_large(one.shape, pool) for pool in pools):
+    for instruction in _instructions(text):
+        if instruction.opcode not in IN_PLACE and any(_as_large(instruction.shape, pool) for pool in pools):
             raise AssertionError(
-                f"A whole pool goes through the instruction {one.opcode} ({one}). Index or slice the pool instead, and "
-                "write into it with jaxkv.write or .at[...]."
+                f"A whole pool goes through the instruction {instruction.opcode} ({instruction}). Index or slice "
+                "the pool instead, and write into it with jaxkv.write or .at[...]."
             )
     largest, scratch = max(map(_bytes, pools)), memory.temp_size_in_bytes
     if scratch <= temp_fraction * largest:
         return
-    buffers = sorted(_buffers(text, pools), key=lambda one: -one.bytes)
-    blocks = [one for one in buffers if one.bytes > temp_fraction * largest / 2 and _is_blocks(one.shape, pools)]
+    buffers = sorted(_buffers(text, pools), key=lambda instruction: -instruction.bytes)
+    blocks = [
+        instruction
+        for instruction in buffers
+        if instruction.bytes > temp_fraction * largest / 2 and _is_blocks(instruction.shape, pools)
+    ]
     factor = 1 << math.ceil(math.log2(max(4 * scratch / max(temp_fraction, 0.01), LARGE) / largest))
     grown = None if blocks else _scratch_of_a_larger_cache(jitted, args, kwargs, factor)
     if grown is not None and grown.scratch <= temp_fraction / 2 * grown.largest:
@@ -136,9 +140,13 @@ def _instructions(text: str) -> Iterator[Instruction]:
 
 def _buffers(text: str, pools: list[Any]) -> Iterator[Instruction]:
     """Yields the instructions that need new memory, as far as the program's text tells."""
-    for one in _instructions(text):
-        if not (one.is_fused or one.opcode in NO_BUFFER or any(_as_large(one.shape, pool) for pool in pools)):
-            yield one
+    for instruction in _instructions(text):
+        if not (
+            instruction.is_fused
+            or instruction.opcode in NO_BUFFER
+            or any(_as_large(instruction.shape, pool) for pool in pools)
+        ):
+            yield instruction
 
 
 def _scratch_of_a_larger_cache(jitted: Any, args: Any, kwargs: Any, factor: int) -> Grown | None:

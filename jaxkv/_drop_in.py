@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.attention.attention import attention
-from jaxkv._core.attention.attention_options import as_array
-from jaxkv._core.config.validation import integer, listed, shown
+from jaxkv._core.attention.attention_options import to_array
+from jaxkv._core.config.validation import integer, read_list, show
 
 
 def dot_product_attention(
@@ -123,9 +123,9 @@ def jax_attention(
 
 def _left_of(window: Any) -> int:
     """Returns the left size of a `local_window_size`. Raises ValueError."""
-    sides = listed("local_window_size", window) if np.ndim(window) else [window] * 2
+    sides = read_list("local_window_size", window) if np.ndim(window) else [window] * 2
     if len(sides) != 2:
-        raise ValueError(f"local_window_size must be (left, right), or one number for both, not {shown(window)}.")
+        raise ValueError(f"local_window_size must be (left, right), or one number for both, not {show(window)}.")
     left, _ = (integer("local_window_size", side, least=0) for side in sides)
     return left
 
@@ -139,7 +139,7 @@ def _masked(mask: Any, query: jax.Array, cache: Any) -> dict[str, Any]:
     """Returns a mask without its axis of heads, as `attention` expects it: `[S, T, C]`, or `[N, C]` packed."""
     if mask is None:
         return {}
-    mask = as_array("mask", mask)
+    mask = to_array("mask", mask)
     rank = query.ndim  # with an axis of heads, and C in place of D
     if mask.ndim > rank or (mask.ndim > 2 and mask.shape[-3] != 1):
         wanted = "[S, 1, T, C]" if rank == 4 else "[1, N, C]"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxkv._core.attention.attention import attention
 from jaxkv._core.attention.plan import Step, positions
-from jaxkv._core.attention.query_capture import rotated_by
+from jaxkv._core.attention.query_capture import capture_rotation
 from jaxkv._core.state.state import Layer
 from pallas_kernels.api.arguments import check_numbers
 
@@ -23,7 +23,7 @@ def attend_or_dense(
     options = {name: x for name, x in options.items() if x is not None}
     if deterministic:
         options["deterministic"] = True
-    with rotated_by(position_fn):
+    with capture_rotation(position_fn):
         return attention(q, k, v, cache, layer=None if isinstance(cache, Layer) else layer, step=step, **options)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxkv._core.config.validation import real
-from jaxkv._core.state.multihost import global_state, store
+from jaxkv._core.state.multihost import coordinator_store, global_state
 
 __all__ = ["initialize"]
 
@@ -52,7 +52,7 @@ def initialize(
     jax.distributed.initialize(coordinator_address, num_processes, process_id, **options)
     if jax.process_count() > 1:
         _say_when_aborted(str(global_state().coordinator_address))
-        _Watch(store(), jax.process_index(), jax.process_count(), patience).start()
+        _Watch(coordinator_store(), jax.process_index(), jax.process_count(), patience).start()
 
 
 def _say_when_aborted(address: str) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from jaxkv._copies import assert_no_copy as assert_no_copy
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.columns import blocks_of
-from jaxkv._core.state.head_rows import block_numbers
+from jaxkv._core.state.head_rows import list_blocks
 from jaxkv._engine.frontend.trace import Trace as Trace, record as record
 
 __all__ = ["Trace", "assert_no_copy", "permute_blocks", "poison", "record"]
@@ -47,14 +47,14 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
         columns = jnp.arange(cache.config.table_widths[group], dtype=jnp.int32)[None]
         block = blocks_of(columns, skipped, cache.config.group_sinks[group])
         position = (block[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]).reshape(len(block), -1)
-        keep = jnp.ones(tables.kept.shape, bool).at[block_numbers(tables)].set(False) | (tables.kept != 0)
+        keep = jnp.ones(tables.kept.shape, bool).at[list_blocks(tables)].set(False) | (tables.kept != 0)
         keep = jnp.repeat(keep[:, None], cache.config.block_size, axis=1)
         held = cache.slots(row, position, layer=cache.config.groups[group][0])
         keep = keep.at[held].set(True)
         for stack in cache.config.group_stacks(group):
             kept = jnp.tile(keep, (len(stack), 1))[:, None, None]  # [blocks, 1, 1, block_size]
             pool = cache.layer(stack[0]).pool
-            kind, (*_, width) = cache.config.kind(stack[0]), cache.config.form(stack[0]).block(2, 2)
+            kind, (*_, width) = cache.config.kind(stack[0]), cache.config.form(stack[0]).row_shape(2, 2)
             padding = jnp.arange(pool.kv.shape[-1]) >= kind.stored_dim(width)
             kv = _spoil(kept[..., None] | padding[None, None, None, None], value, pool.kv)
             scale = None if pool.scale is None else _spoil(kept, value, pool.scale)
@@ -81,7 +81,7 @@ def permute_blocks(cache: Cache, seed: int = 0) -> Cache:
     pools, groups = list(cache.pools), []
     for group, t in enumerate(cache.tables):
         order = np.arange(t.refcounts.shape[0], dtype=np.int32)
-        for own in np.split(block_numbers(t), t.parts):
+        for own in np.split(list_blocks(t), t.parts):
             order[own] = rng.permutation(own)
         new_id = jnp.asarray(order)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxkv._core.config.validation import shown
+from jaxkv._core.config.validation import show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def chip_named(name: str) -> Chip:
     """
     if name.lower() not in CHIPS:
         raise ValueError(
-            f"--chip must be one of {', '.join(CHIPS)}, not {shown(name)}: of another, say what each device has with "
+            f"--chip must be one of {', '.join(CHIPS)}, not {show(name)}: of another, say what each device has with "
             "--memory."
         )
     return CHIPS[name.lower()]

@@ -9,7 +9,7 @@ import jax
 from jaxkv import __version__
 from jaxkv._cli.generate import add_generate
 from jaxkv._cli.plan_command import add_plan
-from jaxkv._core.config.validation import shown
+from jaxkv._core.config.validation import show
 from jaxkv._core.state.errors import CacheError
 
 
@@ -27,9 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         return 141
     except UnicodeEncodeError as error:  # the terminal's input is no valid text
         half = error.object[error.start : error.end]
-        print(
-            f"jaxkv: {shown(error.object)} holds {half!a}, which is no character: write it in UTF-8.", file=sys.stderr
-        )
+        print(f"jaxkv: {show(error.object)} holds {half!a}, which is no character: write it in UTF-8.", file=sys.stderr)
         return 2
     except (ValueError, OSError, ModuleNotFoundError, CacheError) as error:  # errors that a user can fix
         print(f"jaxkv: {error}", file=sys.stderr)

@@ -78,7 +78,7 @@ class Plan:
     @property
     def marginal_bytes(self) -> int:
         """Bytes of one more token in a row of `mean_len`: layers whose window is full release as much."""
-        groups = enumerate(self.config.group_reaches)
+        groups = enumerate(self.config.group_visible_tokens)
         growing = (group for group, window in groups if window is None or window > self.mean_len)
         return sum(map(self.config.bytes_per_group_block, growing)) // self.config.block_size
 
@@ -135,7 +135,7 @@ def plan(
         return bisect.bisect_left(range(1, most + 1), True, key=is_too_many)
 
     fixed = choose_config(1 if max_seqs is None else max_seqs)
-    rows_matter = max_seqs is None and any(reach is not None for reach in probe.group_reaches)
+    rows_matter = max_seqs is None and any(reach is not None for reach in probe.group_visible_tokens)
     rows = count_rows(blocks, choose_config if rows_matter else lambda _: fixed)
     chosen = choose_config(max(rows, 1) if max_seqs is None else max_seqs)
     full_rows = min(rows, count_rows(columns, lambda _: chosen))
@@ -187,7 +187,7 @@ class _Sizes:
 
     def limit(self, config: CacheConfig, num_blocks: int, step_tokens: int) -> list[int]:
         """Returns the blocks of each group: `num_blocks`, but no more than its sliding window can use."""
-        reaches, heads, sinks = config.group_reaches, config.group_heads, config.group_sinks
+        reaches, heads, sinks = config.group_visible_tokens, config.group_heads, config.group_sinks
         widest = max(range(len(reaches)), key=lambda g: reaches[g] or math.inf)
         return [
             num_blocks * heads[g] if g == widest or reach is None
@@ -214,5 +214,7 @@ def _hold(config: CacheConfig, rows: int, blocks_each: float, step_tokens: int) 
     return all(
         blocks >= (all_blocks if window is None
                    else min(all_blocks, needed.window_blocks(window, max(step_tokens, rows), sinks)))
-        for blocks, window, sinks in zip(config.group_blocks, config.group_reaches, config.group_sinks, strict=True)
+        for blocks, window, sinks in zip(
+            config.group_blocks, config.group_visible_tokens, config.group_sinks, strict=True
+        )
     )  # fmt: skip

@@ -15,14 +15,14 @@ from jaxkv._cli import plan_report
 from jaxkv._cli.chips import CHIPS, Chip, chip_named
 from jaxkv._cli.memory_plan import BLOCK_SIZES, needed_bytes, plan
 from jaxkv._cli.plan_devices import Devices, shapes_of
-from jaxkv._cli.plan_report import Asked, Memory, Option, Report
+from jaxkv._cli.plan_report import Asked, DeviceMemory, Option, Report
 from jaxkv._cli.plan_step_report import shapes_as_text, step_as_json
 from jaxkv._cli.units import parse_bytes
 from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size, kernel_platform
 from jaxkv._core.config.cache_config import JOINING
 from jaxkv._core.config.layer_config import LayerConfig, kind_of
-from jaxkv._core.config.validation import shown
+from jaxkv._core.config.validation import show
 from jaxkv._files.hub import find_folder
 from pallas_kernels.common.quantization import FORMATS
 
@@ -132,7 +132,7 @@ class _Planner:
         if not any(option.plan for option in options):
             raise ValueError(why)
         return Report(
-            model=config, memory=Memory(total, weights, source, rest), max_seq_len=max_seq_len,
+            model=config, memory=DeviceMemory(total, weights, source, rest), max_seq_len=max_seq_len,
             step_tokens=arguments.step_tokens, is_told=arguments.mean_len is not None or lengths is not None,
             options=options, devices=devices, chip=self.chip,
             asked=self._answer(devices, layers, max_seq_len, kinds, multiple),
@@ -199,7 +199,7 @@ def _lengths(file: pathlib.Path) -> list[int]:
     words = [word for word in re.split(r"[\s,;\[\]]+", file.read_text(encoding="utf-8", errors="replace")) if word]
     wrong = next((word for word in words if not re.fullmatch(r"[0-9]{1,18}", word)), None)
     if wrong is not None or not words:
-        what = f"has {shown(wrong)} in it" if wrong is not None else "is empty"
+        what = f"has {show(wrong)} in it" if wrong is not None else "is empty"
         raise ValueError(f"{file} must have whole numbers, the lengths of sequences in tokens, but {what}.")
     return [int(word) for word in words]
 

@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh
 from jaxkv._core.cache.init import partition_specs
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig
-from jaxkv._core.config.validation import integer, shown
-from jaxkv._core.state.sharding import num_parts
+from jaxkv._core.config.validation import integer, show
+from jaxkv._core.state.sharding import count_shards
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.partition import AXIS
 
@@ -52,7 +52,7 @@ class Devices:
         if len(numbers) > len(PARTS) or not all(re.fullmatch(r"-?[0-9]{1,99}", number) for number in numbers):
             raise ValueError(
                 "--devices must be a number, or numbers for tensor x data x context, such as 8, 8x16 or 8x4x2, not "
-                f"{shown(text)}."
+                f"{show(text)}."
             )
         return cls(*map(int, numbers))
 
@@ -76,7 +76,7 @@ class Devices:
 
     def layer(self, layer: LayerConfig) -> LayerConfig:
         """Returns the layer that each device keeps. Raises ValueError for heads that cannot be sharded."""
-        parts = num_parts(layer.num_kv_heads, self.tensor, AXIS)
+        parts = count_shards(layer.num_kv_heads, self.tensor, AXIS)
         return dataclasses.replace(layer, num_kv_heads=layer.num_kv_heads // parts)
 
     def weights(self, config: DecoderConfig, total: int) -> int:

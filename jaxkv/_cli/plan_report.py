@@ -17,7 +17,7 @@ from pallas_kernels.common.quantization import FORMATS
 BAR = 60  # characters
 
 
-class Memory(NamedTuple):
+class DeviceMemory(NamedTuple):
     """Memory of a device in bytes, and its use."""
 
     total: int
@@ -52,7 +52,7 @@ class Report:
     """All results of a plan. asked: memory of the requested rows, by dtype."""
 
     model: Any  # the model's DecoderConfig
-    memory: Memory
+    memory: DeviceMemory
     max_seq_len: int
     step_tokens: int
     is_told: bool  # the expected lengths were given
@@ -242,7 +242,7 @@ def _head(report: Report) -> str:
     )
 
 
-def _bar(memory: Memory) -> str:
+def _bar(memory: DeviceMemory) -> str:
     """Draws the device's memory as a bar with a legend."""
     parts = {"weights": (memory.weights, "█"), "cache": (memory.cache, "▒"), "rest": (memory.rest, "·")}
     ends, before = [], 0

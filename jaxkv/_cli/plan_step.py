@@ -136,7 +136,7 @@ def decode_step(config: DecoderConfig, devices: Devices, found: Plan, weights: i
         every = 3 * config.embed_dim * width * experts.count * sum(config.expert_layers)
         share = experts.per_token / experts.count
         idle, unread = every * (1 - share), every * (1 - share) ** max(rows, 1)
-    seen = [found.mean_len if reach is None else min(found.mean_len, reach) for reach in cache.group_reaches]
+    seen = [found.mean_len if reach is None else min(found.mean_len, reach) for reach in cache.group_visible_tokens]
     of_token = [cache.bytes_per_group_block(group) / cache.block_size for group in range(len(cache.groups))]
     widths = 2 * config.head_dim if config.latent is None else config.latent.width + config.latent.rank
     heads = config.num_heads // (devices.tensor if config.num_heads % devices.tensor == 0 else 1)

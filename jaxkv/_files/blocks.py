@@ -30,7 +30,7 @@ import numpy as np
 
 from jaxkv._core.blocks.restore import describe_layer
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import MOST_INDEX, real, shown
+from jaxkv._core.config.validation import MOST_INDEX, real, show
 from jaxkv._core.state.state import Pool
 from jaxkv._files import safetensors
 from jaxkv._files.atomic import remove_leftovers, replacing
@@ -44,7 +44,7 @@ _NAME = re.compile(r"[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{40}\.[0-9]+")
 Part = tuple[np.dtype, tuple[int, ...]]  # dtype and shape
 
 
-class Block(NamedTuple):
+class SavedBlock(NamedTuple):
     """A block's identity: everything that the header of its file must state."""
 
     hash: bytes  # of the chain of blocks that ends with this one
@@ -89,14 +89,14 @@ class BlockFiles:
         self._parts = [{layer: _parts(config, layer) for layer in layers} for layers in config.groups]
         # Bytes by name, the least recently used first. A file's size is recorded only once the file exists.
         self.files = _found(self.folder)
-        self.known: dict[str, Block] = {}  # blocks that were asked for
+        self.known: dict[str, SavedBlock] = {}  # blocks that were asked for
         self.lost: set[str] = set()  # damaged files that cannot be removed
         self.counts: collections.Counter[str] = collections.Counter()
         tokens = (MOST_INDEX,) * config.block_size
-        headers = (self._header(Block(bytes(20), bytes(20), tokens, g)) for g in range(len(config.groups)))
+        headers = (self._header(SavedBlock(bytes(20), bytes(20), tokens, g)) for g in range(len(config.groups)))
         largest = max(len(h) + CHECKSUM + config.bytes_per_group_block(g) for g, h in enumerate(headers))
         if self.most_bytes < largest:
-            raise ValueError(f"disk_bytes must be at least a block's file, {largest} bytes, not {shown(most_bytes)}.")
+            raise ValueError(f"disk_bytes must be at least a block's file, {largest} bytes, not {show(most_bytes)}.")
         self._make_room(self.most_bytes)  # an earlier process may have left more
 
     @property
@@ -104,7 +104,7 @@ class BlockFiles:
         """Bytes of all blocks in the folder that this process has seen."""
         return sum(self.files.values())
 
-    def has(self, block: Block) -> bool:
+    def has(self, block: SavedBlock) -> bool:
         """Tells whether a block has a file. Only `read` checks the contents."""
         name = self._name(block)
         if name not in self.files and name not in self.lost:
@@ -115,15 +115,15 @@ class BlockFiles:
         self.known[name] = block
         return True
 
-    def has_seen(self, block: Block) -> bool:
+    def has_seen(self, block: SavedBlock) -> bool:
         """Tells whether a block had a file when it was last looked for."""
         return self._name(block) in self.files
 
-    def keep(self, block: Block) -> bool:
+    def keep(self, block: SavedBlock) -> bool:
         """Marks a block's file as just used, and tells whether it still exists: other processes may have removed it."""
         return self.has(block) and self._touch(self._name(block))
 
-    def spare(self, block: Block) -> None:
+    def spare(self, block: SavedBlock) -> None:
         """Makes a block's file, if there is one, the first to be removed."""
         name = self._name(block)
         if name in self.files:
@@ -131,7 +131,7 @@ class BlockFiles:
             with contextlib.suppress(OSError):  # for the next process
                 os.utime(self.folder / name, (0, 0))
 
-    def write(self, block: Block, contents: Sequence[Pool], *, is_spare: bool = False) -> bool:
+    def write(self, block: SavedBlock, contents: Sequence[Pool], *, is_spare: bool = False) -> bool:
         """Writes a block's file from its contents, layer by layer, and tells whether this call wrote it.
 
         Args:
@@ -163,7 +163,7 @@ class BlockFiles:
             self.spare(block)
         return True
 
-    def read(self, block: Block) -> list[Pool] | None:
+    def read(self, block: SavedBlock) -> list[Pool] | None:
         """Returns a block's contents, layer by layer; None if the file is missing or differs in any byte."""
         name, header = self._name(block), self._header(block)
         size = len(header) + self.config.bytes_per_group_block(block.group) + CHECKSUM
@@ -201,11 +201,11 @@ class BlockFiles:
 
     # The parts.
 
-    def _name(self, block: Block) -> str:
+    def _name(self, block: SavedBlock) -> str:
         name = block.hash.hex()
         return f"{self.owner.hex()}/{name[:2]}/{name}.{block.group}"
 
-    def _header(self, block: Block) -> bytes:
+    def _header(self, block: SavedBlock) -> bytes:
         said = {"hash": block.hash.hex(), "parent": block.parent.hex(), "tokens": block.tokens, "group": block.group}
         fields = {"format": FORMAT, "version": str(VERSION), "config": self.owner.hex(), "block": json.dumps(said)}
         specs: dict[str, Part] = {}
@@ -266,7 +266,7 @@ def _parts(config: CacheConfig, layer: int) -> dict[str, Part]:
 
 def _writable(folder: Any) -> pathlib.Path:
     if not isinstance(folder, str | os.PathLike):
-        raise ValueError(f"disk must be a folder, a path, not {shown(folder)}.")
+        raise ValueError(f"disk must be a folder, a path, not {show(folder)}.")
     path = pathlib.Path(folder).absolute()  # independent of later changes of the working directory
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ import numpy as np
 from jaxkv._core.blocks.restore import describe_layer
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig, kind_of
-from jaxkv._core.config.validation import MOST_TOKENS, integer, shown
+from jaxkv._core.config.validation import MOST_TOKENS, integer, show
 from jaxkv._core.state.errors import CacheFileError, DamagedFile
 from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
@@ -98,7 +98,7 @@ def described(saved: SavedCache) -> dict[str, str]:
         fields["model"] = saved.model
     if (name := _find_other_key(saved.metadata)) is not None:
         raise ValueError(
-            f"metadata must be a dict of what JSON can hold, whose names are all strings, but it has {shown(name[0])}: "
+            f"metadata must be a dict of what JSON can hold, whose names are all strings, but it has {show(name[0])}: "
             "convert it first."
         )
     try:
@@ -186,7 +186,7 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
         if tables.shape != (len(held), width):
             raise ValueError(f"tables.{g} {tables.shape} does not hold the rows")
         column = np.arange(width)
-        first = config.first_seen(g, held) * config.block_size // saved.block_size
+        first = config.first_visible_block(g, held) * config.block_size // saved.block_size
         end = -(-held // saved.block_size)
         kept = (column >= first[:, None]) | (column < config.group_sinks[g])
         if ((tables != 0) != (kept & (column < end[:, None]))).any():
@@ -200,7 +200,7 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
                     raise ValueError(f"tables.{g} names blocks that are not there")
                 expected.add(name)
     if unknown := sorted(tensors.keys() - expected):
-        raise ValueError(f"it has tensors that no cache has: {shown(unknown)}")
+        raise ValueError(f"it has tensors that no cache has: {show(unknown)}")
     for name, tensor in tensors.items():
         if tensor.dtype != _dtype(config, name):
             raise ValueError(f"{name} is in {tensor.dtype}")
@@ -233,8 +233,8 @@ def stored_parts(config: CacheConfig, layer: int) -> dict[str, tuple[int, ...]]:
 def _render(config: CacheConfig) -> dict[str, Any]:
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     layers = [describe_layer(config, i) for i in range(config.num_layers)]
-    for layer, one in zip(layers, config.layers, strict=True):
-        if one.bounds:  # the file does not hold the bounds: loading computes them
+    for layer, found in zip(layers, config.layers, strict=True):
+        if found.bounds:  # the file does not hold the bounds: loading computes them
             layer["bounds"] = True
     if not config.join_kv:  # so that older readers, which do not know the field, read the file too
         del fields["join_kv"]

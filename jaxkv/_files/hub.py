@@ -5,7 +5,7 @@ import pathlib
 import re
 from typing import Any
 
-from jaxkv._core.config.validation import shown
+from jaxkv._core.config.validation import show
 
 WANTED = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
 TEXT = ("*.json", "*.jinja", "*.model", "*.txt")  # all files but the weights
@@ -26,7 +26,7 @@ def find_folder(source: Any, *, weights: bool = True) -> pathlib.Path:
       ModuleNotFoundError: `source` is a repository, and huggingface_hub is not installed.
     """
     if not isinstance(source, str | os.PathLike):
-        raise ValueError(f"A model must be a folder or the name of a repository, owner/name, not {shown(source)}.")
+        raise ValueError(f"A model must be a folder or the name of a repository, owner/name, not {show(source)}.")
     folder = pathlib.Path(source)
     if folder.is_dir():
         return folder

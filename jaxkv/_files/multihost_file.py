@@ -25,16 +25,16 @@ import numpy as np
 
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.mesh_shape import mesh_of
+from jaxkv._core.config.mesh_shape import find_mesh
 from jaxkv._core.state.errors import CacheFileError, DamagedFile
-from jaxkv._core.state.multihost import exchange, processes_of
+from jaxkv._core.state.multihost import exchange, list_processes
 from jaxkv._files import format as one_file, safetensors
 from jaxkv._files.format import AGAIN, CHECKSUMS, SavedCache
 
 FORMAT, VERSION = "jaxkv cache in parts", "1"
 
 
-class Shards:
+class SavedShards:
     """The KV heads of a cache that lie on the devices of this process, which saves them."""
 
     def __init__(self, cache: Cache):
@@ -49,9 +49,9 @@ class Shards:
                 "A cache on several processes can be saved where blocks hold all heads, but this one's have one: give "
                 'the layers evict="layer", or send its rows to a cache of one process, and save that.'
             )
-        mesh = mesh_of(cache.pools, pool.heads)
+        mesh = find_mesh(cache.pools, pool.heads)
         assert mesh is not None
-        self.count, self.processes = mesh.shape[pool.heads], processes_of(mesh)
+        self.count, self.processes = mesh.shape[pool.heads], list_processes(mesh)
         divided = [i for i, p in enumerate(cache.pools) if p is not None and not p.kv.is_fully_replicated]
         self.divided = frozenset(x for i in divided for x in cache.config.stack(i))
         here = jax.process_index()
@@ -84,7 +84,7 @@ class Shards:
 
 
 def write_parts(
-    path: pathlib.Path, saved: SavedCache, shards: Shards, write: Callable[[pathlib.Path, CacheConfig], None]
+    path: pathlib.Path, saved: SavedCache, shards: SavedShards, write: Callable[[pathlib.Path, CacheConfig], None]
 ) -> None:
     """Writes this process's file with `write`, then the manifest once all processes are done. All processes call this.
 
@@ -135,10 +135,10 @@ def open_saved(path: pathlib.Path) -> tuple[SavedCache, Mapping[str, np.ndarray]
         raise CacheFileError(
             f"{path} cannot be read by this version of jaxkv ({error}): load it with the version that saved it."
         ) from error
-    if not is_whole or len({(one.lengths, one.groups) for _, one, _ in found}) > 1:
+    if not is_whole or len({(layer.lengths, layer.groups) for _, layer, _ in found}) > 1:
         raise DamagedFile(f"{path} is damaged: its parts do not make a whole. {AGAIN}")
     _, first, shared = found[0]
-    joined = Joined(shared, config, [(numbers, one.config, own) for numbers, one, own in found], count)
+    joined = Joined(shared, config, [(numbers, layer.config, own) for numbers, layer, own in found], count)
     return dataclasses.replace(first, config=config), joined
 
 
@@ -192,7 +192,7 @@ def _tried(call: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _together(what: str, error: Exception | None, path: pathlib.Path, shards: Shards) -> None:
+def _together(what: str, error: Exception | None, path: pathlib.Path, shards: SavedShards) -> None:
     """Raises in all processes if one of them failed."""
     told = exchange(what, "" if error is None else f"{type(error).__name__}: {error}", shards.processes)
     if error is not None:

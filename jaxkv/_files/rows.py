@@ -11,14 +11,14 @@ import jax
 import numpy as np
 
 from jaxkv._core.blocks.reblock import (
-    Blocks,
-    Held,
+    BlockPlan,
+    HeldBlocks,
     TokensGone,
     clear_unused,
+    describe_lack,
+    fill_blocks,
     fit,
-    lacking,
-    tokens_at,
-    with_blocks,
+    gather_slots,
 )
 from jaxkv._core.blocks.restore import describe_layer, empty_rows, pool_layers, put_rows
 from jaxkv._core.cache.cache import Cache, check_cache
@@ -26,13 +26,13 @@ from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.cache.data_parallel import RowShards
 from jaxkv._core.cache.init import init
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.state.arguments import on_host, row_indices
+from jaxkv._core.state.arguments import require_host, row_indices
 from jaxkv._core.state.columns import are_too_long
 from jaxkv._core.state.errors import CacheFileError
-from jaxkv._core.state.multihost import is_here
+from jaxkv._core.state.multihost import is_local
 from jaxkv._core.state.state import Pool
 from jaxkv._files.format import SavedCache, stored_parts, write_saved
-from jaxkv._files.multihost_file import Shards, open_saved, write_parts
+from jaxkv._files.multihost_file import SavedShards, open_saved, write_parts
 from jaxkv._files.snapshot import Written
 
 
@@ -83,11 +83,11 @@ def save(
 
     saved = SavedCache(config=config, lengths=tuple(written.lengths.tolist()), model=model, metadata=metadata or {},
                        block_size=written.block_size, groups=config.groups)  # fmt: skip
-    if is_here(cache.pools):
+    if is_local(cache.pools):
         write(pathlib.Path(path), config)
     else:
         assert isinstance(cache, Cache)
-        shards = Shards(cache)
+        shards = SavedShards(cache)
         write_parts(pathlib.Path(path), saved, shards, functools.partial(write, here=shards.here))
 
 
@@ -159,17 +159,17 @@ def load(
     config = into.config if into is not None else config or saved.config
     check_layers(path, saved.config, config)
     shards = into.shards if isinstance(into, RowShards) else [] if into is None else [into]
-    for one in shards:
-        check_on_host(one, "load")
+    for layer in shards:
+        check_on_host(layer, "load")
     empty = np.concatenate(list(map(empty_rows, shards))) if shards else np.ones(config.max_seqs, bool)
     source, target = _places(path, np.array(saved.lengths), rows, config, empty)
     if not isinstance(into, RowShards):
         return _put(path, saved, tensors, config, into, source, target, partial_windows)
     number, found = config.max_seqs // len(shards), []
-    for i, one in enumerate(shards):
+    for i, layer in enumerate(shards):
         own = target // number == i
         places = source[own], target[own] - i * number
-        found.append(_put(path, saved, tensors, one.config, one, *places, partial_windows))
+        found.append(_put(path, saved, tensors, layer.config, layer, *places, partial_windows))
     return into.with_shards(found)
 
 
@@ -186,7 +186,7 @@ def _put(
         found: list[Any] = laid_blocks(tensors, config, layer, plans[layer].padded)
         return Pool(*found)
 
-    loaded = with_blocks(held, saved.groups, plans, config)
+    loaded = fill_blocks(held, saved.groups, plans, config)
     try:
         cache = init(config) if into is None else into
     except ValueError as error:
@@ -200,27 +200,27 @@ def laid_blocks(
     """Returns a layer's saved values, and scales if any, at `slots` of the file, in the pool's layout without its
     padding."""
     parts = [tensors[name] for name in stored_parts(config, layer)]
-    kv, *scale = (clear_unused(tokens_at(part, slots, first=1), slots) for part in parts)
-    return [config.form(layer).laid(kv, axis=1), *scale]
+    kv, *scale = (clear_unused(gather_slots(part, slots, first=1), slots) for part in parts)
+    return [config.form(layer).pack(kv, axis=1), *scale]
 
 
-def held_rows(saved: SavedCache, tensors: Mapping[str, np.ndarray], group: int, rows: np.ndarray) -> Held:
+def held_rows(saved: SavedCache, tensors: Mapping[str, np.ndarray], group: int, rows: np.ndarray) -> HeldBlocks:
     """Returns the tokens that saved rows hold in a group's layers."""
     number = len(saved.lengths)
     lines = np.concatenate([rows + head * number for head in range(saved.config.group_heads[group])])
     tables, both = tensors[f"tables.{group}"], tensors.get(f"held.{group}")
     if both is None:
-        return Held(tables[lines], tensors["lengths"][lines])
-    return Held(tables[lines], both[0, lines], both[1, lines])
+        return HeldBlocks(tables[lines], tensors["lengths"][lines])
+    return HeldBlocks(tables[lines], both[0, lines], both[1, lines])
 
 
 def _fit(
-    path: pathlib.Path, saved: SavedCache, held: list[Held], source: np.ndarray, config: CacheConfig,
+    path: pathlib.Path, saved: SavedCache, held: list[HeldBlocks], source: np.ndarray, config: CacheConfig,
     free: Sequence[Any], partial: bool,
-) -> dict[int, Blocks]:  # fmt: skip
+) -> dict[int, BlockPlan]:  # fmt: skip
     """Plans, for each layer with a pool, the blocks of saved rows `source`, within the `free` blocks of its group."""
     lengths = np.array(saved.lengths)[source]
-    own = [None if one.thinned is None else one.lengths for one in held]
+    own = [None if layer.thinned is None else layer.lengths for layer in held]
     for row, length, too_long in zip(source, lengths, are_too_long(lengths, own, config), strict=True):
         if too_long:
             raise CacheFileError(
@@ -237,7 +237,7 @@ def _fit(
             f"{lengths[gone.row]} tokens, with partial_windows=True."
         ) from None
     for layers, num_free in zip(config.groups, free, strict=True):
-        if (lack := lacking(plans[layers[0]], num_free)) and not config.contiguous:
+        if (lack := describe_lack(plans[layers[0]], num_free)) and not config.contiguous:
             need, few = lack
             raise CacheFileError(
                 f"The rows of {path} need {need} blocks of {config.block_size} tokens, but {few} "
@@ -250,7 +250,7 @@ def _fit(
 def _chosen(rows: Sequence[int] | None, max_seqs: int) -> np.ndarray:
     if rows is None:
         return np.arange(max_seqs)
-    chosen = np.asarray(row_indices("rows", on_host("rows", rows), max_seqs))
+    chosen = np.asarray(row_indices("rows", require_host("rows", rows), max_seqs))
     if len(set(chosen.tolist())) < len(chosen) or ((chosen < 0) | (chosen >= max_seqs)).any():
         raise ValueError(f"rows must be different rows from 0 to {max_seqs - 1}, not {chosen.tolist()}.")
     return chosen

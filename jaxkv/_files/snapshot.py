@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv._core.blocks.reblock import Blocks, clear_unused, held_by, reblock, tokens_at
+from jaxkv._core.blocks.reblock import BlockPlan, clear_unused, find_held, gather_slots, reblock
 from jaxkv._core.blocks.restore import pool_layers
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
@@ -23,34 +23,35 @@ class Written:
 
     def __init__(self, cache: Cache | RowShards, rows: np.ndarray):
         self.caches = cache.shards if isinstance(cache, RowShards) else [cache]
-        for one in self.caches:
-            check_on_host(one, "save")
+        for layer in self.caches:
+            check_on_host(layer, "save")
         config, number = self.caches[0].config, len(self.caches)
         size = config.block_size
         self.block_size = min(CONTIGUOUS_BLOCK, size) if config.contiguous else size
         own = [rows[rows // config.max_seqs == i] - i * config.max_seqs for i in range(number)]
         # Maps the order of the caches back to the order of the rows.
         order = np.argsort(np.argsort(rows // config.max_seqs, kind="stable"), kind="stable")
-        tables = jax.device_get([one.tables for one in self.caches])
-        self.plans: list[list[Blocks]] = []  # by group, then by cache
+        tables = jax.device_get([layer.tables for layer in self.caches])
+        self.plans: list[list[BlockPlan]] = []  # by group, then by cache
         self.tables: list[np.ndarray] = []  # by group, for all rows
         self.held: dict[int, np.ndarray] = {}  # for groups that evict: tokens held, and `thinned`
-        self.lengths = np.concatenate([np.asarray(one.lengths)[r] for one, r in zip(self.caches, own, strict=True)])
+        self.lengths = np.concatenate([np.asarray(layer.lengths)[r] for layer, r in zip(self.caches, own, strict=True)])
         self.lengths = self.lengths[order].astype(np.int32)
         for g in range(len(config.groups)):
-            held = [held_by(t[g], config, g, r) for t, r in zip(tables, own, strict=True)]
+            held = [find_held(t[g], config, g, r) for t, r in zip(tables, own, strict=True)]
             plans = [
                 reblock(
-                    one.tables, one.lengths, size, self.block_size, first=config.first_seen(g, one.lengths),
+                    layer.tables, layer.lengths, size, self.block_size,
+                    first=config.first_visible_block(g, layer.lengths),
                     sinks=config.group_sinks[g],
                 )
-                for one in held
+                for layer in held
             ]  # fmt: skip
             heads = config.group_heads[g]
             self.plans.append(plans)
             self.tables.append(_side_by_side(_behind(plans), heads, order))
             if held[0].thinned is not None:
-                both = [np.stack([one.lengths, one.thinned], axis=1) for one in held]  # type: ignore[list-item]
+                both = [np.stack([layer.lengths, layer.thinned], axis=1) for layer in held]  # type: ignore[list-item]
                 self.held[g] = _side_by_side(both, heads, order).T
 
     def num_blocks(self, group: int) -> int:
@@ -65,7 +66,7 @@ class Written:
         yield from self.held.values()
         for layer in pool_layers(config):
             plans = self.plans[config.group(layer)]
-            each = [jax.tree.leaves(one.pool(layer).tokens) for one in self.caches]
+            each = [jax.tree.leaves(found.pool(layer).tokens) for found in self.caches]
             for arrays, minor in zip(zip(*each, strict=True), stored_parts(config, layer).values(), strict=True):
                 both = zip(arrays, plans, strict=True)
                 pieces = [_blocks(config, layer, x, plan, minor, here) for x, plan in both]
@@ -73,15 +74,15 @@ class Written:
 
 
 def _blocks(
-    config: CacheConfig, layer: int, x: Any, plan: Blocks, minor: Sequence[int], here: Callable[..., Any]
+    config: CacheConfig, layer: int, x: Any, plan: BlockPlan, minor: Sequence[int], here: Callable[..., Any]
 ) -> np.ndarray:
-    blocks = here(x, lambda x: tokens_at(x, plan.padded))
+    blocks = here(x, lambda x: gather_slots(x, plan.padded))
     if minor:  # values, without the pool's padding; scales have no further axis
-        blocks = config.form(layer).unlaid(blocks, axis=1)[..., : minor[0]]
+        blocks = config.form(layer).unpack(blocks, axis=1)[..., : minor[0]]
     return clear_unused(np.asarray(blocks)[: len(plan.slots)], plan.slots)
 
 
-def _behind(plans: list[Blocks]) -> list[np.ndarray]:
+def _behind(plans: list[BlockPlan]) -> list[np.ndarray]:
     """Returns block tables of one width, with the blocks of the caches numbered consecutively."""
     width, first, found = max(plan.tables.shape[1] for plan in plans), 0, []
     for plan in plans:

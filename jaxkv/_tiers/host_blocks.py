@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv._core.blocks.block_copy import padded_size
+from jaxkv._core.blocks.block_copy import pad_size
 from jaxkv._core.state.state import Pool
 from jaxkv._core.state.static_fields import register_export
 
@@ -118,7 +118,7 @@ def in_order(counts: Iterable[np.ndarray]) -> tuple[np.ndarray, ...]:
 
 def pad(blocks: np.ndarray) -> np.ndarray:
     """Returns `i32[...]`: these numbers, padded with 0 to a power of two."""
-    padded = np.full(padded_size(len(blocks)), 0, np.int32)
+    padded = np.full(pad_size(len(blocks)), 0, np.int32)
     padded[: len(blocks)] = blocks
     return padded
 

@@ -11,7 +11,7 @@ from jaxkv._core.blocks.tables import mark_failed
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.arguments import scatter_rows
 from jaxkv._core.state.columns import are_too_long, skipped_for
-from jaxkv._core.state.head_rows import row_sums
+from jaxkv._core.state.head_rows import sum_rows
 from jaxkv._core.state.state import NULL_BLOCK, TOO_LONG, Pool
 from jaxkv._tiers.shared_blocks import find_held, grant_rows, list_entries, part_of_blocks, put_entries, take_blocks
 
@@ -22,7 +22,7 @@ def may_share(cache: Cache) -> bool:
         return False
     if isinstance(cache.lengths, jax.core.Tracer):
         return True
-    return any(bool((np.asarray(t.lengths) >= cache.config.block_size).any()) for t in cache.tables)
+    return any(bool((np.asarray(tables.lengths) >= cache.config.block_size).any()) for tables in cache.tables)
 
 
 @jax.jit
@@ -41,12 +41,12 @@ def find_blocks_of(cache: Cache, lines: Any, none: list[jax.Array], source: Any,
     """Returns, for each group, `i32[B]`: the blocks of row `source` for the first `num_blocks` of a host's row."""
     lengths, firsts, counts, orders, *_ = jax.tree.map(jnp.asarray, lines)
     found = []
-    for group, (t, sinks) in enumerate(zip(cache.tables, cache.config.group_sinks, strict=True)):
+    for group, (tables, sinks) in enumerate(zip(cache.tables, cache.config.group_sinks, strict=True)):
         entries = list_entries(firsts[group], counts[group], orders[group], sinks)
         end = (entries.column + 1) * cache.config.block_size
         shared = entries.is_there & (entries.column < num_blocks) & (end <= lengths[0])
         place = jnp.where(shared, entries.block, none[group].shape[0])
-        own = t.tables[source, jnp.clip(entries.column, 0, t.tables.shape[1] - 1)]
+        own = tables.tables[source, jnp.clip(entries.column, 0, tables.tables.shape[1] - 1)]
         found.append(none[group].at[place].set(own, mode="drop"))
     return found
 
@@ -72,18 +72,18 @@ def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -
     sensible = are_empty(cache, dst)
     granted = sensible & ~too_long
     skips = []
-    for group, (t, first, count) in enumerate(zip(cache.tables, firsts, counts, strict=True)):
+    for group, (group_tables, first, count) in enumerate(zip(cache.tables, firsts, counts, strict=True)):
         end = first + count - jnp.minimum(count, config.group_sinks[group])
         skips.append(skipped_for(first, end, config, group))
-        granted &= (end - skips[-1] <= t.tables.shape[1]).reshape(-1, number).all(axis=0)
+        granted &= (end - skips[-1] <= group_tables.tables.shape[1]).reshape(-1, number).all(axis=0)
     entries = [e.skip(skipped[e.line]) for e, skipped in zip(entries, skips, strict=True)]
     parts = [
-        part_of_blocks(e, count.shape[0], there.shape[0], t.parts)
-        for e, count, there, t in zip(entries, counts, held, cache.tables, strict=True)
+        part_of_blocks(e, count.shape[0], there.shape[0], group_tables.parts)
+        for e, count, there, group_tables in zip(entries, counts, held, cache.tables, strict=True)
     ]
     if config.contiguous:
         taken = [jnp.zeros(there.shape, bool) for there in held]
-        needs = [jnp.zeros((t.parts, number), jnp.int32) for t in cache.tables]
+        needs = [jnp.zeros((group_tables.parts, number), jnp.int32) for group_tables in cache.tables]
     else:
         granted, taken, needs = grant_rows(cache.tables, entries, held, parts, granted)
     refused, wanted = ~granted, jnp.where(sensible | too_long, lengths, -1)
@@ -93,8 +93,8 @@ def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -
         return scatter_rows(jnp.zeros(config.max_seqs, x.dtype), jnp.where(rows, dst, config.max_seqs), x)
 
     tables, targets = [], []
-    for group, (t, e) in enumerate(zip(cache.tables, entries, strict=True)):
-        heads, all_lines = config.group_heads[group], t.lengths.shape[0]
+    for group, (group_tables, e) in enumerate(zip(cache.tables, entries, strict=True)):
+        heads, all_lines = config.group_heads[group], group_tables.lengths.shape[0]
         line = jnp.where(granted, dst, all_lines)[None] + config.max_seqs * jnp.arange(heads, dtype=jnp.int32)[:, None]
         line = jnp.minimum(line, all_lines).ravel()  # past the end: dropped
 
@@ -102,22 +102,26 @@ def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -
             return None if old is None else old.at[line].set(new, mode="drop")
 
         if config.contiguous:
-            own = t.tables.at[line[e.line], e.column].get(mode="fill", fill_value=NULL_BLOCK)
+            own = group_tables.tables.at[line[e.line], e.column].get(mode="fill", fill_value=NULL_BLOCK)
             targets.append(jnp.where(e.is_there, own, NULL_BLOCK))
         else:
-            t, block = take_blocks(t, taken[group], parts[group])
-            t = put_entries(t, e, line, jnp.where(taken[group], block, held[group]), taken[group])
+            group_tables, block = take_blocks(group_tables, taken[group], parts[group])
+            group_tables = put_entries(group_tables, e, line, jnp.where(taken[group], block, held[group]), taken[group])
             targets.append(block)
         needed = jnp.stack([of_rows(jnp.where(too_long, TOO_LONG, need), refused) for need in needs[group]])
-        needed = needed[0] if t.parts == 1 else needed
-        t = mark_failed(t, of_rows(refused, refused), of_rows(wanted, refused), needed)
+        needed = needed[0] if group_tables.parts == 1 else needed
+        group_tables = mark_failed(group_tables, of_rows(refused, refused), of_rows(wanted, refused), needed)
         seen = jnp.tile(lengths, heads)
         kept = seen if left[group] is None else left[group]
-        t = dataclasses.replace(t, lengths=put_into(t.lengths, kept), new=put_into(t.new, 0))
-        t = dataclasses.replace(
-            t, evicted=put_into(t.evicted, seen - kept), thinned=put_into(t.thinned, thinned[group])
+        group_tables = dataclasses.replace(
+            group_tables, lengths=put_into(group_tables.lengths, kept), new=put_into(group_tables.new, 0)
         )
-        tables.append(dataclasses.replace(t, skipped=put_into(t.skipped, skips[group])))
+        group_tables = dataclasses.replace(
+            group_tables,
+            evicted=put_into(group_tables.evicted, seen - kept),
+            thinned=put_into(group_tables.thinned, thinned[group]),
+        )
+        tables.append(dataclasses.replace(group_tables, skipped=put_into(group_tables.skipped, skips[group])))
     return tuple(tables), targets
 
 
@@ -126,7 +130,7 @@ def are_empty(cache: Cache, rows: jax.Array) -> jax.Array:
     """Returns `bool[n]`: which rows exist, are empty, and are named for the first time."""
     inside = (rows >= 0) & (rows < cache.lengths.shape[0])
     at = jnp.where(inside, rows, 0)
-    blocks = row_sums(cache.tables[0].held, cache.config)
+    blocks = sum_rows(cache.tables[0].held, cache.config)
     held = jnp.zeros(rows.shape, bool) if cache.config.contiguous else blocks[at] > 0
     named_before = jnp.any(jnp.tril(rows[:, None] == rows[None], -1), axis=1)
     return inside & (cache.lengths[at] == 0) & ~held & ~named_before

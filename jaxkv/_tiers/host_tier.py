@@ -12,8 +12,8 @@ from jaxkv._core.blocks.tables import free
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.state.arguments import distinct_rows, read_numbers, row_indices, row_mask
 from jaxkv._core.state.columns import rows_entries
-from jaxkv._core.state.head_rows import seen_by_rows
-from jaxkv._core.state.multihost import check_here, place_like
+from jaxkv._core.state.head_rows import row_tables
+from jaxkv._core.state.multihost import check_local, place_like
 from jaxkv._core.state.state import NULL_BLOCK, Pool
 from jaxkv._tiers.host_blocks import HostBlocks, pad
 from jaxkv._tiers.host_room import are_empty, find_blocks_of, find_held_blocks, make_room, may_share
@@ -48,29 +48,29 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
     rows = read_numbers("rows", rows)
     if isinstance(rows, jax.core.Tracer) or isinstance(cache.lengths, jax.core.Tracer):
         raise ValueError("swap_out cannot be part of jit: how much there is to move is data. Call it between steps.")
-    check_here(cache.pools, "swap_out")
+    check_local(cache.pools, "swap_out")
     moved, config = _row_list(cache, rows), cache.config
     tables = jax.device_get(cache.tables)
     parts: list[Pool | None] = [None] * cache.num_layers
     first, count, order, left, thinned = [], [], [], [], []
-    for group, t in enumerate(tables):
+    for group, group_tables in enumerate(tables):
         lines = np.concatenate([moved + head * config.max_seqs for head in range(config.group_heads[group])])
-        entries, lengths = rows_entries(t, config, group, lines), t.lengths[lines]
+        entries, lengths = rows_entries(group_tables, config, group, lines), group_tables.lengths[lines]
         used = entries != NULL_BLOCK
         # A reserved block holds nothing to move.
         used &= np.arange(entries.shape[1]) < -(-lengths // config.block_size)[:, None]
         count.append(used.sum(axis=1, dtype=np.int32))
         first.append(first_columns(used, config.group_sinks[group]))
-        left.append(None if t.evicted is None else lengths)
-        thinned.append(None if t.thinned is None else t.thinned[lines])
+        left.append(None if group_tables.evicted is None else lengths)
+        thinned.append(None if group_tables.thinned is None else group_tables.thinned[lines])
         ids, own = np.unique(entries[used], return_inverse=True)
         order.append(pad(own))
         for layer, part in read_group(cache, group, pad(ids)).items():
             parts[layer] = jax.tree.map(_to_host, part)
     host = HostBlocks(
-        lengths=np.asarray(seen_by_rows(tables[0], config).lengths)[moved], first=tuple(first), count=tuple(count),
+        lengths=np.asarray(row_tables(tables[0], config).lengths)[moved], first=tuple(first), count=tuple(count),
         order=tuple(order), held=tuple(left), thinned=tuple(thinned), parts=tuple(parts), groups=config.groups,
-        sights=config.group_sights, rotates=tuple(map(config.rotates, range(cache.num_layers))),
+        sights=config.group_retentions, rotates=tuple(map(config.rotates, range(cache.num_layers))),
         kinds=config.kind_names,
         committed=all(x.committed for x in jax.tree.leaves(cache.pools)),
     )  # fmt: skip
@@ -160,7 +160,7 @@ def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:
         raise ValueError(f"host must be what swap_out returned, not {type(host).__name__}.")
     if dst.shape[0] != len(host):
         raise ValueError(f"rows must name {len(host)} rows, one for each that was swapped out, not {dst.shape[0]}.")
-    groups, sights = cache.config.groups, cache.config.group_sights
+    groups, sights = cache.config.groups, cache.config.group_retentions
     if (host.groups, host.sights) != (groups, sights):
         raise ValueError(
             f"These blocks come from a cache whose layers form the groups {host.groups} {host.sights}, but "

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from jaxkv._core.blocks.reblock import Blocks, Held, TokensGone, fit, with_blocks
+from jaxkv._core.blocks.reblock import BlockPlan, HeldBlocks, TokensGone, fill_blocks, fit
 from jaxkv._core.blocks.restore import pool_layers
-from jaxkv._core.cache.key_bounds import with_bounds
+from jaxkv._core.cache.key_bounds import add_bounds
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.state import NULL_BLOCK, Pool
 from jaxkv._files.format import SavedCache
@@ -42,12 +42,13 @@ class SavedRows:
             plans = fit(config, self.saved.groups, held, self.saved.block_size)
         except TokensGone:
             return None
-        held = with_blocks(held, self.saved.groups, plans, config)
+        held = fill_blocks(held, self.saved.groups, plans, config)
         return functools.partial(_read, self._tensors, config, self.saved.lengths[row], held, plans)
 
 
 def _read(
-    tensors: Mapping[str, np.ndarray], config: CacheConfig, length: int, held: list[Held], plans: dict[int, Blocks]
+    tensors: Mapping[str, np.ndarray], config: CacheConfig, length: int, held: list[HeldBlocks],
+    plans: dict[int, BlockPlan],
 ) -> HostBlocks:  # fmt: skip
     parts: list[Pool | None] = [None] * config.num_layers
     for layer in pool_layers(config):
@@ -56,14 +57,14 @@ def _read(
         shapes = config.pool_shape(layer), config.scale_shape(layer)
         found = [_widened(x, shape[1:]) for x, shape in zip(found, shapes, strict=False) if shape is not None]
         own = held[config.group(layer)]
-        parts[layer] = with_bounds(Pool(*found), own.tables, own.lengths, config, layer)  # type: ignore[arg-type]
-    used = [one.tables != NULL_BLOCK for one in held]
+        parts[layer] = add_bounds(Pool(*found), own.tables, own.lengths, config, layer)  # type: ignore[arg-type]
+    used = [group.tables != NULL_BLOCK for group in held]
     return HostBlocks(
-        lengths=np.array([length], np.int32), parts=tuple(parts), groups=config.groups, sights=config.group_sights,
+        lengths=np.array([length], np.int32), parts=tuple(parts), groups=config.groups, sights=config.group_retentions,
         first=tuple(first_columns(x, sinks) for x, sinks in zip(used, config.group_sinks, strict=True)),
         count=(count := tuple(x.sum(axis=1, dtype=np.int32) for x in used)), order=in_order(count),
-        held=tuple(None if one.thinned is None else one.lengths for one in held),
-        thinned=tuple(one.thinned for one in held), rotates=tuple(map(config.rotates, range(config.num_layers))),
+        held=tuple(None if group.thinned is None else group.lengths for group in held),
+        thinned=tuple(group.thinned for group in held), rotates=tuple(map(config.rotates, range(config.num_layers))),
         kinds=config.kind_names,
     )  # fmt: skip
 

@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.blocks.block_copy import padded_size, read_blocks, read_group
-from jaxkv._core.blocks.reblock import Blocks, Held, TokensGone, fit, held_by, lacking, with_blocks
+from jaxkv._core.blocks.block_copy import pad_size, read_blocks, read_group
+from jaxkv._core.blocks.reblock import BlockPlan, HeldBlocks, TokensGone, describe_lack, fill_blocks, find_held, fit
 from jaxkv._core.blocks.restore import describe_layer, empty_rows, put_rows
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
-from jaxkv._core.config.mesh_shape import mesh_of
+from jaxkv._core.config.mesh_shape import find_mesh
 from jaxkv._core.state.arguments import distinct_rows, read_numbers
 from jaxkv._core.state.columns import are_too_long, columns_of
 from jaxkv._core.state.errors import OutOfBlocks
-from jaxkv._core.state.multihost import check_here, place_like
-from jaxkv._core.state.shard_local import at_places
-from jaxkv._core.state.sharding import POOL, WHOLE, heads_at, on_shards
+from jaxkv._core.state.multihost import check_local, place_like
+from jaxkv._core.state.shard_local import read_slots
+from jaxkv._core.state.sharding import POOL, WHOLE, head_spec, run_on_shards
 from jaxkv._core.state.state import NULL_BLOCK, Pool
 from jaxkv._tiers.host_blocks import HostBlocks, in_order
 from jaxkv._tiers.host_tier import pool_for
@@ -60,11 +60,11 @@ def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
     >>> jaxkv.send(prefill, 0, to=decode, at=1).lengths.tolist()
     [0, 20]
     """
-    for one in (cache, to):
-        if not isinstance(one, Cache):
-            raise ValueError(f"send takes two caches, not {type(one).__name__}.")
-        check_on_host(one, "send")
-        check_here(one.pools, "send")
+    for found in (cache, to):
+        if not isinstance(found, Cache):
+            raise ValueError(f"send takes two caches, not {type(found).__name__}.")
+        check_on_host(found, "send")
+        check_local(found.pools, "send")
     _check_layers(cache, to)
     source = _different(cache, "rows", rows)
     target = _different(to, "at", source if at is None else at)
@@ -72,13 +72,13 @@ def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
         raise ValueError(f"at must name {len(source)} rows, one for each that is sent, not {len(target)}.")
     lengths = np.asarray(cache.lengths)[source]
     groups = cache.config.groups
-    held = [held_by(t, cache.config, g, source) for g, t in enumerate(jax.device_get(cache.tables))]
+    held = [find_held(tables, cache.config, g, source) for g, tables in enumerate(jax.device_get(cache.tables))]
     plans = _fit(cache, source, held, to, target)
     if not len(source):
         return to
     with _under(cache):
         parts = {layer: _laid_as(to, layer, cache, _read(cache, layer, plan)) for layer, plan in plans.items()}
-    sent = with_blocks(held, groups, plans, to.config)
+    sent = fill_blocks(held, groups, plans, to.config)
     with _under(to):
         return put_rows(to, target, lengths, sent, lambda layer: _brought(parts[layer], to, layer), in_place=False)
 
@@ -90,16 +90,17 @@ def lifted(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
     """
     config, length = cache.config, np.array([num_tokens], np.int32)
     groups, none = range(len(config.groups)), (None,) * len(config.groups)
-    first = [np.asarray(config.first_seen(g, length), np.int32) for g in groups]
+    first = [np.asarray(config.first_visible_block(g, length), np.int32) for g in groups]
     count = [np.asarray(-(-length // config.block_size) - f, np.int32) for f in first]
-    sizes = tuple(padded_size(int(n[0])) for n in count)
+    sizes = tuple(pad_size(int(n[0])) for n in count)
     with _under(cache):
         found = _row_blocks(cache, np.int32(row), np.concatenate(first), np.concatenate(count), sizes=sizes)
     parts = tuple(None if part is None else _brought(part, to, layer) for layer, part in enumerate(found))
     return HostBlocks(
         lengths=length, first=tuple(first), count=tuple(count), order=in_order(count), held=none,
         thinned=none, parts=parts,
-        groups=config.groups, sights=config.group_sights, rotates=tuple(map(config.rotates, range(cache.num_layers))),
+        groups=config.groups, sights=config.group_retentions,
+        rotates=tuple(map(config.rotates, range(cache.num_layers))),
         kinds=config.kind_names,
     )  # fmt: skip
 
@@ -108,11 +109,13 @@ def lifted(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
 def _row_blocks(cache: Cache, row: jax.Array, first: jax.Array, count: jax.Array, *, sizes: tuple[int, ...]):
     """Returns `sizes` blocks of a row for each layer, with undefined contents behind the last block."""
     parts: list[Pool | None] = [None] * cache.num_layers
-    for group, (t, size) in enumerate(zip(cache.tables, sizes, strict=True)):
+    for group, (tables, size) in enumerate(zip(cache.tables, sizes, strict=True)):
         i = jnp.arange(size, dtype=jnp.int32)
-        skipped = None if t.skipped is None else t.skipped[row]
+        skipped = None if tables.skipped is None else tables.skipped[row]
         column = columns_of(first[group] + i, skipped, cache.config.group_sinks[group])
-        blocks = jnp.where(i < count[group], t.tables[row, jnp.clip(column, 0, t.tables.shape[1] - 1)], NULL_BLOCK)
+        blocks = jnp.where(
+            i < count[group], tables.tables[row, jnp.clip(column, 0, tables.tables.shape[1] - 1)], NULL_BLOCK
+        )
         for layer, part in read_group(cache, group, blocks).items():
             parts[layer] = part
     return parts
@@ -133,16 +136,16 @@ def _check_layers(cache: Cache, to: Cache) -> None:
         )
     for layer, (our, their) in enumerate(zip(ours, theirs, strict=True)):
         if wrong := [name for name in our if our[name] != their[name]]:
-            one, other = (", ".join(f"{name} = {x[name]}" for name in wrong) for x in (our, their))
+            found, other = (", ".join(f"{name} = {x[name]}" for name in wrong) for x in (our, their))
             raise ValueError(
-                f"Layer {layer} has {one}, but that of the cache sent to has {other}: make both with the same layers "
+                f"Layer {layer} has {found}, but that of the cache sent to has {other}: make both with the same layers "
                 "and dtypes; keys and values are not converted."
             )
 
 
 def _fit(
-    cache: Cache, source: np.ndarray, held: list[Held], to: Cache, target: np.ndarray
-) -> dict[int, Blocks]:  # fmt: skip
+    cache: Cache, source: np.ndarray, held: list[HeldBlocks], to: Cache, target: np.ndarray
+) -> dict[int, BlockPlan]:  # fmt: skip
     """Returns the blocks that the rows need in each layer. Raises if they do not fit."""
     config, tables = to.config, jax.device_get(to.tables)
     lengths, own = np.asarray(cache.lengths)[source], [None if x.thinned is None else x.lengths for x in held]
@@ -165,8 +168,8 @@ def _fit(
             f"of its window, but in blocks of {config.block_size} they begin at {gone.needed}: send it to a cache with "
             f"a block_size that divides {cache.config.block_size}."
         ) from None
-    for layers, t in zip(config.groups, tables, strict=True):
-        if (lack := lacking(plans[layers[0]], t.num_free)) and not config.contiguous:
+    for layers, group_tables in zip(config.groups, tables, strict=True):
+        if (lack := describe_lack(plans[layers[0]], group_tables.num_free)) and not config.contiguous:
             need, few = lack
             raise OutOfBlocks(
                 f"These rows need {need} blocks of {config.block_size} tokens, but in the cache sent to {few} "
@@ -175,7 +178,7 @@ def _fit(
     return plans
 
 
-def _read(cache: Cache, layer: int, plan: Blocks) -> Pool:
+def _read(cache: Cache, layer: int, plan: BlockPlan) -> Pool:
     """Returns a layer's tokens in blocks of the other cache's size, `[n, 2, K, new_size, D]`, on their devices."""
     pool, stack, size = cache.layer(layer).pool.tokens, cache.config.stack(layer), cache.config.block_size
     slots = np.maximum(plan.padded, 0)
@@ -190,17 +193,17 @@ def _laid_as(to: Cache, layer: int, cache: Cache, part: Pool) -> Pool:
     form, other = cache.config.form(layer), to.config.form(layer)
     if type(form) is type(other):
         return part
-    kv = form.unlaid(part.kv, axis=1)[..., : cache.layer_config(layer).head_dim]
-    return dataclasses.replace(part, kv=other.laid(kv, axis=1))
+    kv = form.unpack(part.kv, axis=1)[..., : cache.layer_config(layer).head_dim]
+    return dataclasses.replace(part, kv=other.pack(kv, axis=1))
 
 
 @jax.jit
 def _read_tokens(pool: Pool, block: jax.Array, offset: jax.Array) -> Pool:
-    return on_shards(pool, _tokens, (pool, block, offset), (POOL, WHOLE, WHOLE), heads_at(2))
+    return run_on_shards(pool, _tokens, (pool, block, offset), (POOL, WHOLE, WHOLE), head_spec(2))
 
 
 def _tokens(pool: Pool, block: jax.Array, offset: jax.Array) -> Pool:
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 3), at_places(pool, block, offset))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 3), read_slots(pool, block, offset))
 
 
 def _brought(part: Pool, to: Cache, layer: int) -> Pool:
@@ -217,5 +220,5 @@ def _under(cache: Cache) -> contextlib.AbstractContextManager:
     """Returns the context for calls on a cache: its mesh, if it has one."""
     pool = next(pool for pool in cache.pools if pool is not None)
     axis = pool.heads or pool.context
-    mesh = None if axis is None else mesh_of(cache.pools, axis)
+    mesh = None if axis is None else find_mesh(cache.pools, axis)
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)

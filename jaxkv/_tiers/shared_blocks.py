@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv._core.blocks.allocator import first_free, with_taken
+from jaxkv._core.blocks.allocator import first_free, mark_taken
 from jaxkv._core.blocks.block_copy import read_blocks, read_group
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.columns import columns_of
@@ -53,18 +53,18 @@ def find_held(cache: Cache, group: int, entries: Entries, held: jax.Array, parts
       held: `i32[n]`, tokens that are held of each line of the host.
       parts: the moved blocks of each layer, on the device.
     """
-    t, size = cache.tables[group], cache.config.block_size
+    tables, size = cache.tables[group], cache.config.block_size
     num_moved = parts[cache.config.groups[group][0]].kv.shape[0]  # type: ignore[union-attr]
     is_full = entries.is_there & ((entries.column + 1) * size <= held[entries.line])
-    sinks, width = cache.config.group_sinks[group], t.tables.shape[1]
+    sinks, width = cache.config.group_sinks[group], tables.tables.shape[1]
 
     def look_up(lines: jax.Array, number: jax.Array) -> jax.Array:
         """Returns the cache's blocks at logical index `number` of lines."""
-        column = columns_of(number, None if t.skipped is None else t.skipped[lines], sinks)
-        own = t.tables[lines, jnp.clip(column, 0, width - 1)]
+        column = columns_of(number, None if tables.skipped is None else tables.skipped[lines], sinks)
+        own = tables.tables[lines, jnp.clip(column, 0, width - 1)]
         return jnp.where((column >= 0) & (column < width), own, NULL_BLOCK)
 
-    written = t.lengths - t.new
+    written = tables.lengths - tables.new
     num_rows, num_hosts = cache.config.max_seqs, held.shape[0] // cache.config.group_heads[group]
     probed = cache.config.group_stacks(group)[-1]  # the deepest layer: what it holds depends on all tokens before
     probe, pool = parts[probed[-1]], cache.layer(probed[0]).pool
@@ -156,8 +156,8 @@ def grant_rows(
             for e, there, already in zip(entries, held, taken, strict=True)
         ]  # fmt: skip
         needs = [
-            jnp.zeros(t.parts, jnp.int32).at[part].add(new.astype(jnp.int32))
-            for t, part, new in zip(groups, parts, fresh, strict=True)
+            jnp.zeros(tables.parts, jnp.int32).at[part].add(new.astype(jnp.int32))
+            for tables, part, new in zip(groups, parts, fresh, strict=True)
         ]
         fits = jnp.stack([jnp.all(need <= left) for need, left in zip(needs, free, strict=True)]).all()
         granted = sensible[row] & fits
@@ -166,7 +166,7 @@ def grant_rows(
         return (taken, free), (granted, needs)
 
     none = [jnp.zeros(there.shape, bool) for there in held]
-    free = [jnp.atleast_1d(t.num_free) for t in groups]
+    free = [jnp.atleast_1d(tables.num_free) for tables in groups]
     (taken, _), (granted, needs) = jax.lax.scan(serve, (none, free), jnp.arange(num_rows, dtype=jnp.int32))
     return granted, taken, [need.T for need in needs]
 
@@ -184,7 +184,7 @@ def take_blocks(tables: BlockTables, taken: jax.Array, part: jax.Array) -> tuple
     at = jnp.where(of_part, rank, 0).sum(axis=0, dtype=jnp.int32) - 1 + jnp.atleast_1d(first_free(tables))[part]
     block = jnp.where(taken, tables.free_list.at[at].get(mode="fill", fill_value=NULL_BLOCK), NULL_BLOCK)
     count = rank[:, -1]
-    return with_taken(tables, count[0] if tables.parts == 1 else count), block
+    return mark_taken(tables, count[0] if tables.parts == 1 else count), block
 
 
 def put_entries(

@@ -10,11 +10,11 @@ import numpy as np
 from jaxkv._core.blocks.block_copy import put_blocks
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.init import init
-from jaxkv._core.cache.key_bounds import with_bounds
+from jaxkv._core.cache.key_bounds import add_bounds
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.kv_packing import stacked
+from jaxkv._core.config.kv_packing import stack_kv
 from jaxkv._core.config.layer_config import LayerConfig
-from jaxkv._core.state.arguments import on_host
+from jaxkv._core.state.arguments import require_host
 from jaxkv._core.state.columns import columns_for
 from jaxkv._core.state.head_rows import refuse_gaps
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
@@ -83,8 +83,8 @@ def from_blocks(
     refuse_gaps(config, "from_blocks takes", ("head",))
     cache = init(config)
     for i, (one_k, one_v) in enumerate(zip(k, v, strict=True)):
-        blocks = Pool(*config.blocks_of(i, stacked(one_k, one_v, axis=1)))
-        blocks = with_bounds(blocks, entries, lengths, config, i)
+        blocks = Pool(*config.blocks_of(i, stack_kv(one_k, one_v, axis=1)))
+        blocks = add_bounds(blocks, entries, lengths, config, i)
         cache = cache.replace_pool(i, put_blocks(cache.pool(i), blocks, jnp.arange(1, num_blocks + 1, dtype=jnp.int32)))
     counts = np.bincount(entries.ravel(), minlength=num_blocks + 1)
     free = 1 + np.flatnonzero(counts[1:] == 0)
@@ -110,7 +110,7 @@ def _check_tables(
     tables: Any, lengths: Any, num_blocks: int, block_size: int, max_seq_len: int | None
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Returns the block table in jaxkv's numbering (blocks from 1, unused entries 0), the lengths, and max_seq_len."""
-    tables, lengths = on_host("tables", tables), on_host("lengths", lengths)
+    tables, lengths = require_host("tables", tables), require_host("lengths", lengths)
     if tables.ndim != 2 or lengths.shape != tables.shape[:1]:
         raise ValueError(
             f"tables must be [S, M] and lengths [S], but their shapes are {tables.shape} and {lengths.shape}."

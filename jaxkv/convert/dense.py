@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.blocks.reblock import Held, reblock, tokens_at
+from jaxkv._core.blocks.reblock import HeldBlocks, gather_slots, reblock
 from jaxkv._core.blocks.restore import pool_layers, put_rows
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.init import init
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig
-from jaxkv._core.state.arguments import on_host, row_indices
+from jaxkv._core.state.arguments import require_host, row_indices
 from jaxkv._core.state.head_rows import refuse_gaps
 from jaxkv._core.state.state import Pool
 
@@ -60,7 +60,7 @@ def from_dense(
     refuse_gaps(config, "from_dense takes", ("head",))
     plans = []
     for group, blocks in enumerate(config.group_blocks):
-        first = config.first_seen(group, lengths)
+        first = config.first_visible_block(group, lengths)
         plan = reblock(tables, lengths, places, config.block_size, first=first, share=False)
         if len(plan.slots) > blocks:
             raise ValueError(
@@ -73,12 +73,17 @@ def from_dense(
         kind = config.kind(layer)
         exact = jnp.float32 if kind.is_quantized else kind.storage_dtype  # keys and values may come in different dtypes
         kv = jnp.stack([jnp.asarray(x[own]).astype(exact) for x in (k, v) if x[own] is not None], axis=1)
-        blocks = tokens_at(kv.transpose(0, 1, 3, 2, 4), slots, first=1)
+        blocks = gather_slots(kv.transpose(0, 1, 3, 2, 4), slots, first=1)
         blocks = jnp.where((slots >= 0)[:, None, None, :, None], blocks, jnp.zeros((), kv.dtype))
         return Pool(*config.blocks_of(layer, blocks))
 
     return put_rows(
-        init(config), np.arange(rows), lengths, [Held(plan.tables, lengths) for plan in plans], read, in_place=True
+        init(config),
+        np.arange(rows),
+        lengths,
+        [HeldBlocks(plan.tables, lengths) for plan in plans],
+        read,
+        in_place=True,
     )
 
 
@@ -125,7 +130,7 @@ def _config(k: list[Any], layers: Sequence[LayerConfig] | None, fields: dict[str
 
 
 def row_lengths(lengths: Any, rows: int, most: int) -> np.ndarray:
-    lengths = on_host("lengths", lengths)
+    lengths = require_host("lengths", lengths)
     if not np.issubdtype(lengths.dtype, np.integer) or lengths.shape not in ((), (rows,)):
         raise ValueError(
             f"lengths must be one integer for each of the {rows} rows, not {lengths.dtype}{list(lengths.shape)}."
@@ -138,4 +143,4 @@ def row_lengths(lengths: Any, rows: int, most: int) -> np.ndarray:
 
 def row_numbers(cache: Cache, rows: Sequence[int] | None) -> np.ndarray:
     count = cache.lengths.shape[0]
-    return np.arange(count) if rows is None else np.asarray(row_indices("rows", on_host("rows", rows), count))
+    return np.arange(count) if rows is None else np.asarray(row_indices("rows", require_host("rows", rows), count))

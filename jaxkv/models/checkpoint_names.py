@@ -58,7 +58,7 @@ PER_LAYER = {
 INPUT_AXES = {"attention.out": 2, "experts.router": 1, "experts.gate": 1, "experts.up": 1, "experts.down": 1}
 
 
-class Part(NamedTuple):
+class TensorSlice(NamedTuple):
     """The part of a tensor that a parameter is: the tensor's reshaped axes, and the part's index in it."""
 
     axes: tuple[int, ...]
@@ -72,7 +72,7 @@ class Slot(NamedTuple):
     name: str
     shape: tuple[int, ...]
     transposed: bool
-    part: Part | None = None
+    part: TensorSlice | None = None
 
 
 def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_stacked: int) -> list[Slot]:
@@ -94,12 +94,14 @@ def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_sta
         return [Slot(f"model.layers.{i}.{name.name}", shape, False) for i in layers]
     if isinstance(name, Columns):
         shape = (*shape[:-1], name.step * shape[-1])
-        part = Part(shape, np.s_[..., name.first :: name.step])
+        part = TensorSlice(shape, np.s_[..., name.first :: name.step])
         return [Slot(f"model.layers.{i}.{name.name}", shape, False, part) for i in layers]
     if config.latent is not None and key in ("attention.key_up", "attention.value_up"):  # both in one tensor
         (heads, _, rank), nope_dim = shape, config.latent.nope_dim
         rows = nope_dim + config.latent.value_dim
-        part = Part((heads, rows, rank), np.s_[:, :nope_dim] if key == "attention.key_up" else np.s_[:, nope_dim:])
+        part = TensorSlice(
+            (heads, rows, rank), np.s_[:, :nope_dim] if key == "attention.key_up" else np.s_[:, nope_dim:]
+        )
         return [Slot(f"model.layers.{i}.{name}", (heads * rows, rank), False, part) for i in layers]
     names = [name.format(expert) for expert in range(shape[0])] if "{}" in name else [name]
     own = shape[1:] if "{}" in name else shape

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from jaxkv._core.config.layer_config import LayerConfig
-from jaxkv._core.config.layer_groups import period_of
-from jaxkv._core.config.validation import integer, real, shown
+from jaxkv._core.config.layer_groups import find_period
+from jaxkv._core.config.validation import integer, real, show
 from jaxkv.models.rope import Rope
 
 
@@ -192,9 +192,9 @@ class DecoderConfig:
         flags = ("qk_norm", "post_norms", "qkv_bias", "out_bias", "mlp_bias", "tie_embeddings", "byte_tokens", "sinks")
         for name in flags:
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, not {shown(getattr(self, name))}.")
+                raise ValueError(f"{name} must be True or False, not {show(getattr(self, name))}.")
         if self.activation not in ("silu", "gelu_tanh"):
-            raise ValueError(f"activation must be 'silu' or 'gelu_tanh', not {shown(self.activation)}.")
+            raise ValueError(f"activation must be 'silu' or 'gelu_tanh', not {show(self.activation)}.")
         for layer in self.layers if self.latent is None else ():
             if self.num_heads % layer.num_kv_heads:
                 raise ValueError(
@@ -244,7 +244,7 @@ class DecoderConfig:
     @property
     def period(self) -> int:
         """Number of layers after which their kinds repeat; the last period may be incomplete."""
-        return period_of(self.layer_kinds)
+        return find_period(self.layer_kinds)
 
     @property
     def layer_configs(self) -> tuple[LayerConfig, ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv._core.config.validation import integer, real, shown
+from jaxkv._core.config.validation import integer, real, show
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_gate import check_left
 
@@ -24,7 +24,7 @@ class Fields:
 
     def __init__(self, fields: Any, where: str):
         if not isinstance(fields, Mapping):
-            raise ValueError(f"{where} must be an object with fields, not {shown(fields)}.")
+            raise ValueError(f"{where} must be an object with fields, not {show(fields)}.")
         self.left, self.where, self.family = dict(fields), where, ""
         self.passed: list[str] = []
 
@@ -73,7 +73,7 @@ class Fields:
 
     def refuse(self, name: str, value: Any, honoured: Any) -> ValueError:
         return ValueError(
-            f"{self.where} has {name} = {shown(value)}, which the decoder cannot honour; it knows {honoured}."
+            f"{self.where} has {name} = {show(value)}, which the decoder cannot honour; it knows {honoured}."
         )
 
     def finish(self, decoder: DecoderConfig | None = None) -> None:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxkv._core.config.validation import shown
+from jaxkv._core.config.validation import show
 from jaxkv.models.config import DecoderConfig
 
 PACKAGE = str(pathlib.Path(__file__).parents[1])
@@ -125,7 +125,7 @@ def check_architectures(config: Mapping[str, Any], known: tuple[str, ...], where
         return
     if not {str(name).lower() for name in names} & {name.lower() for name in known}:
         raise ValueError(
-            f"{where} is of the class (architectures) {shown(names)}, but the decoder computes {' and '.join(known)}: "
+            f"{where} is of the class (architectures) {show(names)}, but the decoder computes {' and '.join(known)}: "
             "a draft head, a classifier or another body is not read. If it is that class by another name, give "
             'ignore=("architectures",).'
         )
@@ -145,16 +145,16 @@ def check_left(left: Mapping[str, Any], where: str, decoder: DecoderConfig | Non
     for name, allowed in MUST_BE.items():
         if name in left and not any(_is_same(left[name], value) for value in allowed):
             raise ValueError(
-                f"{where} has {name} = {shown(left[name])}, which the decoder cannot honour; it knows "
+                f"{where} has {name} = {show(left[name])}, which the decoder cannot honour; it knows "
                 f"{' and '.join(map(repr, allowed))}."
             )
     left = {name: left[name] for name in sorted(left.keys() - HARMLESS - MUST_BE.keys())}
     refused = [name for name, value in left.items() if not _is_passed(name, value, decoder)]
     if refused:
         some = refused[:MOST_NAMES]
-        fields = ", ".join(f"{shown(name)[1:-1]} = {shown(left[name])}" for name in some)
+        fields = ", ".join(f"{show(name)[1:-1]} = {show(left[name])}" for name in some)
         fields += f", and {len(refused) - len(some)} more" if len(refused) > len(some) else ""
-        names = ", ".join(f'"{shown(name)[1:-1]}"' for name in refused[:3]) + ("," if len(refused) == 1 else "")
+        names = ", ".join(f'"{show(name)[1:-1]}"' for name in refused[:3]) + ("," if len(refused) == 1 else "")
         names += ", ..." if len(refused) > 3 else ""
         raise ValueError(
             f"{where} has fields that the decoder does not know and so cannot honour: {fields}. If they change nothing "
@@ -168,7 +168,7 @@ def warn_passed(names: list[str], where: str) -> None:
     if names:
         warnings.warn(
             f"{where} has fields that are off, say a known size again or say nothing of a decoder, and were passed "
-            f"over: {', '.join(shown(name)[1:-1] for name in names)}.",
+            f"over: {', '.join(show(name)[1:-1] for name in names)}.",
             skip_file_prefixes=(PACKAGE,),
         )
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxkv._core.config.validation import shown
+from jaxkv._core.config.validation import show
 from jaxkv.models.checkpoint_formats import FP8, MXFP4
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import Fields
@@ -40,7 +40,7 @@ def find_family(config: Mapping[str, Any], where: str = "config.json") -> Family
     if not isinstance(name, str) or name not in FAMILIES:
         *names, last = FAMILIES
         raise ValueError(
-            f"{where} is of the family (model_type) {shown(name)}, but the decoder knows {', '.join(names)} and {last}."
+            f"{where} is of the family (model_type) {show(name)}, but the decoder knows {', '.join(names)} and {last}."
         )
     return FAMILIES[name]
 

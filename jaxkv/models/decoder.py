@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxkv._core.attention.plan import Step, plan_step, settled
+from jaxkv._core.attention.plan import Step, plan_step, settle_cache
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.layer_config import LayerConfig
-from jaxkv._core.config.validation import shown
+from jaxkv._core.config.validation import show
 from jaxkv._layers import token_positions
 from jaxkv._products import product
 from jaxkv.models.config import DecoderConfig
@@ -53,7 +53,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, dtype: Any = jnp.float32, scan: Scan = False, rngs: nnx.Rngs):
         if scan not in (False, True, "stacked", "apart"):
-            raise ValueError(f'scan must be True, False, "stacked" or "apart", not {shown(scan)}.')
+            raise ValueError(f'scan must be True, False, "stacked" or "apart", not {show(scan)}.')
         self.config = config
         self.periods = config.num_layers // config.period if scan else 1
         self.scan = self.periods > 1  # a single period has nothing to scan over
@@ -91,7 +91,7 @@ class Decoder(nnx.Module):
         """
         config = self.config
         if getattr(tokens, "ndim", 0) not in (1, 2) or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            what = f"{tokens.dtype}{list(tokens.shape)}" if hasattr(tokens, "dtype") else shown(tokens)
+            what = f"{tokens.dtype}{list(tokens.shape)}" if hasattr(tokens, "dtype") else show(tokens)
             raise ValueError(f"tokens must be an array, i32[S, T] padded or i32[N] packed, not {what}.")
         if cache is not None and step is None:
             step = plan_step(cache, tokens.shape)
@@ -134,7 +134,7 @@ class Decoder(nnx.Module):
         size, apart = self.config.period, list(self.layers)
         if cache is not None:
             assert step is not None
-            cache = settled(cache, step.token_axes, step)
+            cache = settle_cache(cache, step.token_axes, step)
 
         def period(carry: tuple, blocks_and_number: tuple) -> tuple[tuple, None]:
             (x, pools), (blocks, number) = carry, blocks_and_number

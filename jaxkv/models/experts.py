@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxkv._core.state.sharding import on_devices
+from jaxkv._core.state.sharding import map_devices
 from jaxkv._products import grouped_product
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.layers import ACTIVATIONS, GatedMLP
@@ -95,7 +95,7 @@ class Experts(nnx.Module):
                 y += experts.shared(tokens).astype(jnp.float32)
             return jax.lax.psum(y, AXIS)
 
-        return on_devices(on_one, mesh, (PartitionSpec(), *specs), PartitionSpec())(tokens, *params)
+        return map_devices(on_one, mesh, (PartitionSpec(), *specs), PartitionSpec())(tokens, *params)
 
     def route(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the chosen experts `i32[N, k]` of tokens `[N, M]`, and their weights `f32[N, k]`."""

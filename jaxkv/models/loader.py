@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxkv._core.config.validation import shown
+from jaxkv._core.config.validation import show
 from jaxkv._core.state.arguments import to_device
 from jaxkv._files import safetensors
 from jaxkv._files.hub import find_folder
@@ -272,7 +272,7 @@ def _refuse_quantised(folder: pathlib.Path) -> None:
     """Refuses a folder that states its quantization in hf_quant_config.json: no format stated there is supported."""
     if (kind := _read_quant_config(folder)) is not None:
         raise ValueError(
-            f"{folder} is quantised as {shown(kind)} by hf_quant_config.json, which is not read: give a folder with "
+            f"{folder} is quantised as {show(kind)} by hf_quant_config.json, which is not read: give a folder with "
             "weights of 16 or 32 bits, in MXFP4, or in blocks of float8."
         )
 

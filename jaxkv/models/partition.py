@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxkv._core.config.mesh_shape import HEADS
-from jaxkv._core.config.validation import shown
+from jaxkv._core.config.validation import show
 
 AXIS = HEADS
 # The sharded axis of each parameter, counted from the last, since layers may be stacked in front. Norms and routers are
@@ -33,7 +33,7 @@ def automatic(mesh: Any) -> Mesh:
       ValueError: the argument is no mesh.
     """
     if not isinstance(mesh, Mesh):
-        raise ValueError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes it, not {shown(mesh)}.")
+        raise ValueError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes it, not {show(mesh)}.")
     return Mesh(mesh.devices, mesh.axis_names)
 
 

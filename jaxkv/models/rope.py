@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.config.validation import integer, real, shown
+from jaxkv._core.config.validation import integer, real, show
 from jaxkv._products import moves_heads
 from pallas_kernels.common.xla_cpu import side_by_side
 
@@ -59,7 +59,7 @@ class Rope:
         real("high_freq_factor", self.high_freq_factor, above=self.low_freq_factor)
         integer("original_max_position", self.original_max_position, least=1)
         if self.scaling not in ("default", "linear", "llama3", "yarn"):
-            raise ValueError(f"scaling must be 'default', 'linear', 'llama3' or 'yarn', not {shown(self.scaling)}.")
+            raise ValueError(f"scaling must be 'default', 'linear', 'llama3' or 'yarn', not {show(self.scaling)}.")
 
     @property
     def magnitude(self) -> float:

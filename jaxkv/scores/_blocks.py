@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.attention.block_selection import BlockBounds, block_bounds, blocks_of_bounds, check_bounds, tables_of
+from jaxkv._core.attention.block_selection import BlockBounds, block_bounds, blocks_of_bounds, check_bounds, find_tables
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.validation import integer, real
 from jaxkv._core.state.columns import logical_entries
-from jaxkv._core.state.sharding import shards_of
+from jaxkv._core.state.sharding import find_pool_mesh
 from jaxkv._core.state.state import Layer
 from pallas_kernels.common.ragged_layout import locate
 
@@ -59,19 +59,19 @@ def quest(
     ((1, 3), 12, (1, 1, 4, 8))
     """
     num_blocks = integer("num_blocks", num_blocks, least=1)
-    tables, size = tables_of(cache, layer), cache.config.block_size
+    tables, size = find_tables(cache, layer), cache.config.block_size
     if bounds is not None:
         check_bounds(cache, layer, bounds)
-    one, group = cache.layer(layer), cache.config.group(layer)
+    found, group = cache.layer(layer), cache.config.group(layer)
     if tables.skipped is not None:  # a column for each block
         width, sinks = blocks_of_bounds(cache, layer), cache.config.group_sinks[group]
         entries = logical_entries(tables.tables, tables.skipped, width, sinks)
         tables = dataclasses.replace(tables, tables=entries, skipped=None)
-        one = dataclasses.replace(one, tables=tables)
-    looks_up = bounds is None and one.pool.bounds is not None and shards_of(one.pool) is None
+        found = dataclasses.replace(found, tables=tables)
+    looks_up = bounds is None and found.pool.bounds is not None and find_pool_mesh(found.pool) is None
     if bounds is None and not looks_up:
         bounds = block_bounds(cache, layer=layer)
-    of_layer, (rows, width) = one.layer_config, tables.tables.shape
+    of_layer, (rows, width) = found.layer_config, tables.tables.shape
     num_kv_heads, head_dim = of_layer.num_kv_heads, of_layer.head_dim
     shape = tuple(getattr(q, "shape", ()))
     padded = len(shape) == 4
@@ -92,7 +92,7 @@ def quest(
             return _repeated(x, shape[1]) if padded else x[token.row]
 
         if looks_up:
-            logits = _looked_up(queries, one, of_tokens)
+            logits = _looked_up(queries, found, of_tokens)
         else:
             assert bounds is not None
             logits = _largest(queries, *map(of_tokens, bounds))
@@ -126,20 +126,20 @@ def _largest(queries: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
     return jnp.moveaxis(jnp.sum(better, axis=-1), 1, 3)
 
 
-def _looked_up(queries: jax.Array, one: Layer, of_tokens: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def _looked_up(queries: jax.Array, layer: Layer, of_tokens: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Computes the same from the bounds stored beside the blocks, a few at a time: a copy of all would not fit a CPU's
     caches. Stops at the longest row; entries of blocks that are not held are meaningless."""
-    pool, width, lengths = jnp.asarray(one.pool.bounds), one.blocks.shape[1], one.tables.lengths
-    size = min(width, max(1, TOGETHER // (one.blocks.shape[0] * math.prod(pool.shape[1:]) * pool.dtype.itemsize)))
+    pool, width, lengths = jnp.asarray(layer.pool.bounds), layer.blocks.shape[1], layer.tables.lengths
+    size = min(width, max(1, TOGETHER // (layer.blocks.shape[0] * math.prod(pool.shape[1:]) * pool.dtype.itemsize)))
     count = -(-width // size)
-    blocks = jnp.pad(one.blocks, ((0, 0), (0, count * size - width)))
+    blocks = jnp.pad(layer.blocks, ((0, 0), (0, count * size - width)))
 
     def some(i: jax.Array, logits: jax.Array) -> jax.Array:
         both = pool[jax.lax.dynamic_slice_in_dim(blocks, i * size, size, axis=1)].astype(jnp.float32)
         part = _largest(queries, of_tokens(both[:, :, 0]), of_tokens(both[:, :, 1]))
         return jax.lax.dynamic_update_slice_in_dim(logits, part, i * size, axis=3)
 
-    stop = -(-jnp.max(lengths, initial=0) // (size * one.config.block_size))
+    stop = -(-jnp.max(lengths, initial=0) // (size * layer.config.block_size))
     logits = jnp.zeros((*queries.shape[:-1], count * size), jnp.float32)
     return jax.lax.fori_loop(0, stop, some, logits)[..., :width]
 

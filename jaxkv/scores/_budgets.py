@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import as_scalar, integer, real, shown
-from jaxkv._core.state.arguments import as_int32, read_numbers
+from jaxkv._core.config.validation import integer, read_scalar, real, show
+from jaxkv._core.state.arguments import cast_int32, read_numbers
 
 
 def uniform(cache: Cache, keep: float, *, layer: int = 0) -> jax.Array:
@@ -34,7 +34,7 @@ def uniform(cache: Cache, keep: float, *, layer: int = 0) -> jax.Array:
 
 def uniform_kept(config: CacheConfig, keep: Any) -> np.ndarray:
     """Returns `i32[max_seq_len + 1]`: the number of tokens that `uniform` keeps, by row length."""
-    lengths, keep = _all_lengths(config), as_scalar(keep)
+    lengths, keep = _all_lengths(config), read_scalar(keep)
     if isinstance(keep, int | np.integer) and not isinstance(keep, bool):
         return np.full(lengths.shape, integer("keep", keep, least=1), np.int32)
     return (lengths * _shares(keep, lengths)).astype(np.int32)
@@ -101,7 +101,7 @@ def ada(score: jax.Array, budget: Any, *, safeguard: float = 0.2) -> jax.Array:
     if np.ndim(score) != 3:
         raise ValueError(f"ada needs scores [S, K, C], of each head by itself, not of the shape {np.shape(score)}.")
     rows, heads, places = score.shape
-    budget = jnp.broadcast_to(as_int32(read_numbers("budget", budget)), (rows,))
+    budget = jnp.broadcast_to(cast_int32(read_numbers("budget", budget)), (rows,))
     certain = (budget.astype(jnp.float32) * safeguard + 1e-4).astype(jnp.int32)
     certain = jnp.maximum(certain, jnp.minimum(budget, 1)) if safeguard else certain
     rank = jnp.argsort(jnp.argsort(-score, axis=2, stable=True), axis=2)
@@ -119,9 +119,9 @@ def _all_lengths(config: CacheConfig) -> np.ndarray:
 
 def _shares(keep: Any, lengths: np.ndarray) -> np.ndarray:
     """Returns `f64[n]`: the share of the tokens to keep, for each length."""
-    keep = as_scalar(keep)
+    keep = read_scalar(keep)
     if isinstance(keep, bool) or not isinstance(keep, int | float | np.integer | np.floating):
-        raise ValueError(f"keep must be a share of the tokens up to 1.0, or a number of them, not {shown(keep)}.")
+        raise ValueError(f"keep must be a share of the tokens up to 1.0, or a number of them, not {show(keep)}.")
     if isinstance(keep, int | np.integer):
         return np.minimum(integer("keep", keep, least=1) / np.maximum(lengths, 1), 1.0)
     return np.full(lengths.shape, real("keep, a share,", keep, above=0, most=1))

@@ -212,8 +212,8 @@ def expected_attention(
 def _held(cache: Cache, layer: int) -> jax.Array:
     """Returns `bool[S, K, C]`: where a layer holds a token."""
     cache = _as_long_as_rows_can_be(cache, layer)
-    one = cache.layer(layer)
-    held, heads = one.held, cache.layer_config(layer).num_kv_heads
+    found = cache.layer(layer)
+    held, heads = found.held, cache.layer_config(layer).num_kv_heads
     held = held if held.ndim == 2 else jnp.broadcast_to(held[:, None], (held.shape[0], heads))
     place = jnp.arange(cache.config.max_seq_len, dtype=jnp.int32)[None, None]
     return place < held[..., None]
@@ -261,11 +261,11 @@ def _softmax(logits: jax.Array, seen: jax.Array) -> jax.Array:
 
 def _queries(cache: Cache, layer: int, q: jax.Array, num_tokens: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the queries, and their number in each row, `i32[S]`. Raises ValueError."""
-    one = cache.layer_config(layer)
-    rows, heads = cache.config.max_seqs, one.num_kv_heads
-    if q.ndim != 4 or (q.shape[0], q.shape[3]) != (rows, one.head_dim) or q.shape[2] % heads:
+    found = cache.layer_config(layer)
+    rows, heads = cache.config.max_seqs, found.num_kv_heads
+    if q.ndim != 4 or (q.shape[0], q.shape[3]) != (rows, found.head_dim) or q.shape[2] % heads:
         raise ValueError(
-            f"q must be [{rows}, T, H, {one.head_dim}], the queries of each row's last tokens, with H a multiple of "
+            f"q must be [{rows}, T, H, {found.head_dim}], the queries of each row's last tokens, with H a multiple of "
             f"{heads}, but its shape is {q.shape}."
         )
     new = cache.layer(layer).tables.new[:rows]

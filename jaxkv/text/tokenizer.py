@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from jaxkv._core.config.validation import integer, shown
+from jaxkv._core.config.validation import integer, show
 from jaxkv._files.hub import find_folder
 from jaxkv.text.chat_template import ChatTemplate
 
@@ -65,7 +65,7 @@ class Tokenizer:
             that the text begins or ends with already are not put there twice.
         """
         if not isinstance(text, str):
-            raise ValueError(f"text must be a string, not {shown(text)}.")
+            raise ValueError(f"text must be a string, not {show(text)}.")
         plain = self._encode(text, False)
         if not special:
             return plain
@@ -114,7 +114,7 @@ class Tokenizer:
         ):
             raise ValueError(
                 'messages must be a list of messages such as {"role": "user", "content": "..."}, not '
-                f"{shown(messages)}."
+                f"{show(messages)}."
             )
         if self._template is None:
             self._template = ChatTemplate(self._find_template(), str(self.folder))

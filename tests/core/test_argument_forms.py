@@ -11,7 +11,7 @@ from flax import nnx
 import jaxkv
 import jaxkv.convert
 import jaxkv.scores
-from jaxkv._core.state.arguments import as_int32, read_numbers
+from jaxkv._core.state.arguments import cast_int32, read_numbers
 
 EVICTS = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, evict="layer")
 PLAIN = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -165,8 +165,8 @@ def test_traced_numbers_beside_others_keep_their_values():
 
 def test_numbers_beyond_int32_stay_large():
     for x in (np.uint32(2**32 - 1), np.int64(2**40), jnp.uint32(2**32 - 1)):
-        assert as_int32(x) == 2**31 - 1
-    assert as_int32(np.int64(-(2**40))) == -(2**31) + 1
+        assert cast_int32(x) == 2**31 - 1
+    assert cast_int32(np.int64(-(2**40))) == -(2**31) + 1
 
 
 def test_flax_variables_are_their_arrays():

@@ -15,7 +15,7 @@ from nightly import NIGHTLY
 
 import jaxkv
 import jaxkv.convert
-from jaxkv._core.cache.pool_access import numbers
+from jaxkv._core.cache.pool_access import decode_kv
 from jaxkv.testing import assert_no_copy, permute_blocks, poison
 
 ROWS, SIZE, PLACES = 3, 4, 9
@@ -51,7 +51,7 @@ def wider(cache):
     for layer in range(cache.num_layers):
         table, lengths = (np.asarray(x) for x in (cache.layer(layer).tables.tables, cache.layer(layer).tables.lengths))
         pool = cache.pool(layer)
-        keys, bounds = (np.asarray(x, np.float32) for x in (numbers(pool, config, layer)[:, 0], pool.bounds))
+        keys, bounds = (np.asarray(x, np.float32) for x in (decode_kv(pool, config, layer)[:, 0], pool.bounds))
         for row, column in np.argwhere(table * (np.arange(table.shape[1]) * config.block_size < lengths[:, None])):
             held = keys[table[row, column], :, : lengths[row] - column * config.block_size]
             found[row, column] |= (np.stack([held.min(axis=1), held.max(axis=1)]) != bounds[table[row, column]]).any()

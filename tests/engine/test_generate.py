@@ -14,7 +14,7 @@ import jaxkv
 import jaxkv._core.attention.shared_prefix
 import jaxkv._engine.frontend.generate
 import jaxkv._engine.programs.step
-from jaxkv._engine.requests.sampling import KINDS, Choice, Sampling, _kept, choose
+from jaxkv._engine.requests.sampling import KINDS, Sampling, SamplingParams, _kept, choose
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.rope import Rope
@@ -223,11 +223,15 @@ def next_tokens(kind, logits, choices):
 def test_rows_get_the_same_token_whatever_the_others_ask_for():
     """What a step leaves out because none of its rows needs it changes no row."""
     logits = jax.random.normal(jax.random.key(1), (300, VOCAB)) * 3
-    choices = {"greedy": Choice(0.0, 3, 0.5), "sampled": Choice(1.3), "filtered": Choice(0.7, 9, 0.9)}
+    choices = {
+        "greedy": SamplingParams(0.0, 3, 0.5),
+        "sampled": SamplingParams(1.3),
+        "filtered": SamplingParams(0.7, 9, 0.9),
+    }
     mixed = [choices[KINDS[i % 3]] for i in range(300)]
     expected = next_tokens("filtered", logits, mixed)
     for i, kind in enumerate(KINDS):
-        enough = [choice if choice.kind in KINDS[: i + 1] else Choice() for choice in mixed]
+        enough = [choice if choice.kind in KINDS[: i + 1] else SamplingParams() for choice in mixed]
         for j, (token, choice) in enumerate(zip(next_tokens(kind, logits, enough), mixed, strict=True)):
             assert token == expected[j] or choice.kind not in KINDS[: i + 1]
     greedy, sampled = (next_tokens("filtered", logits, [choices[kind]] * 300) for kind in KINDS[:2])
@@ -238,7 +242,7 @@ def test_sampling_keeps_to_top_k_and_top_p():
     logits = jnp.log(jnp.array([[0.1, 0.4, 0.3, 0.2]] * 400))
 
     def drawn(*choice):
-        choice = Choice(*choice)
+        choice = SamplingParams(*choice)
         return np.bincount(next_tokens(choice.kind, logits, [choice] * 400), minlength=4) / 400
 
     np.testing.assert_allclose(drawn(1.0), [0.1, 0.4, 0.3, 0.2], atol=0.07)

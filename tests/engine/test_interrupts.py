@@ -19,7 +19,7 @@ from jax._src import core as jax_core
 from nightly import NIGHTLY
 
 import jaxkv
-from jaxkv._engine.frontend.engine_lock import Turn
+from jaxkv._engine.frontend.engine_lock import EngineLock
 from jaxkv._tiers.prefix_cache.transaction import Change
 
 WINDOWS = (None, 7)
@@ -315,7 +315,7 @@ def test_a_cache_of_which_a_step_failed_on_the_device_is_lost(engines, monkeypat
 def test_a_turn_that_only_its_own_garbage_refers_to_is_over(is_brief, monkeypatch):
     """What cut a call off and the call's frame refer to each other; Python finds that out when it looks."""
     monkeypatch.setattr("jaxkv._engine.frontend.engine_lock.MANY_WAITS", 2)
-    turn, errors = Turn(), []
+    turn, errors = EngineLock(), []
 
     def in_a_thread():
         def take():

@@ -16,8 +16,8 @@ from nightly import NIGHTLY
 from test_prefill import some
 
 import jaxkv
-from jaxkv._core.state.device_arrays import count_parts, parts_of_model
-from jaxkv._engine.frontend.data_parallel import share_of
+from jaxkv._core.state.device_arrays import count_model_shards, split_model
+from jaxkv._engine.frontend.data_parallel import split_fields
 from jaxkv._engine.frontend.generate import _room as room
 
 # Two rows on each of two devices, and blocks for one long sequence and a half.
@@ -238,13 +238,13 @@ def test_each_device_has_its_share():
         "dtype": "x",
     }
     share = {"num_blocks": 9, "memory_bytes": 5.0, "group_blocks": (2, 4), "max_tokens": None, "dtype": "x"}
-    assert share_of(2, 4, fields) == (2, share) and fields["num_blocks"] == 18
+    assert split_fields(2, 4, fields) == (2, share) and fields["num_blocks"] == 18
     with pytest.raises(ValueError, match=r"group_blocks=5 cannot be divided among the 2 devices"):
-        share_of(2, 4, {"group_blocks": (4, 5)})
+        split_fields(2, 4, {"group_blocks": (4, 5)})
 
 
 def test_generate_has_rows_on_each_device():
-    assert count_parts(over(0, 1)) == len(parts_of_model(over(0, 1))) == 2 and count_parts(MODEL) == 1
+    assert count_model_shards(over(0, 1)) == len(split_model(over(0, 1))) == 2 and count_model_shards(MODEL) == 1
     assert jaxkv.generate(over(0, 1), []) == []  # a row would do, and each device has one
 
 

@@ -14,8 +14,8 @@ from thinned_model import DIM, HEADS, LONGEST, VOCAB, Alone, Tiny
 
 import jaxkv
 from jaxkv import Eviction, scores
-from jaxkv._core.attention.query_capture import Queries, note_queries, queries_noted, rotated_by
-from jaxkv._engine.programs.eviction import _queries, scored, thinned
+from jaxkv._core.attention.query_capture import Queries, capture_queries, capture_rotation, record_queries
+from jaxkv._engine.programs.eviction import _queries, score_tokens, thin_rows
 from jaxkv._engine.requests.block_accounting import Holdings, ThinnedHoldings
 from jaxkv._engine.requests.eviction_policy import ALIKE
 from jaxkv._engine.requests.scheduler import Scheduler, Sequence
@@ -201,13 +201,13 @@ def test_thinning_copies_no_pool_and_reads_keys_of_one_row_at_a_time():
     config = jaxkv.CacheConfig(layers=layers, max_seqs=8, max_seq_len=64, num_blocks=4000, block_size=4)
     cache = jax.eval_shape(lambda: jaxkv.init(config))
     queries = (jax.ShapeDtypeStruct((8, 4, HEADS, DIM), jnp.float32),)
-    run = jax.jit(functools.partial(thinned, eviction, (Queries(None, None, None),)), donate_argnums=0)
+    run = jax.jit(functools.partial(thin_rows, eviction, (Queries(None, None, None),)), donate_argnums=0)
     jaxkv.testing.assert_no_copy(run, cache, jax.ShapeDtypeStruct((8,), bool), queries)
 
 
 def test_scores_that_are_no_numbers_are_worth_least():
     cache = jaxkv.init(jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=2, head_dim=4, max_seqs=1, max_seq_len=8))
-    found = scored(Eviction(lambda cache, layer: jnp.full((1, 8), np.nan).at[0, 2].set(1.0)), cache, 0, {})
+    found = score_tokens(Eviction(lambda cache, layer: jnp.full((1, 8), np.nan).at[0, 2].set(1.0)), cache, 0, {})
     assert found.tolist() == [[-np.inf, -np.inf, 1.0] + [-np.inf] * 5]
 
 
@@ -257,7 +257,7 @@ def test_what_does_not_go_together_is_refused():
         jaxkv.Engine(Tiny((3, 5)), evict=evict, **TIGHT)
     cache = jaxkv.init(jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=2, head_dim=4, max_seqs=1, max_seq_len=8))
     with pytest.raises(ValueError, match=r"must return floats \[1, 2, 8\] or \[1, 8\], what each token that layer 0"):
-        scored(Eviction(lambda cache, layer: cache.lengths), cache, 0, {})
+        score_tokens(Eviction(lambda cache, layer: cache.lengths), cache, 0, {})
 
 
 def test_defaults_follow_the_score():
@@ -277,9 +277,9 @@ def test_queries_are_turned_back_for_scores_that_rotate_them_ahead():
 
     @jax.jit
     def turned_back(raw):
-        with queries_noted() as found, rotated_by(rope):
+        with capture_queries() as found, capture_rotation(rope):
             q, _ = rope(raw, raw, jnp.arange(length))
-            note_queries(0, q, 0.5)
+            record_queries(0, q, 0.5)
         noted.update({0: found[0]._replace(q=None)})
         held = types.SimpleNamespace(lengths=jnp.array([length, length]), thinned=jnp.array([0, 1]))
         one = types.SimpleNamespace(lengths=jnp.array([length]), layer=lambda i: types.SimpleNamespace(tables=held))

@@ -26,14 +26,14 @@ MUTANTS = {
     ),
     "requests are lost with a call": (
         "test_every_line_of_one_step_and_of_leaving_a_stream",
-        Plant("Loop._restart", "{request: sequence_of(request) for request in self.open if not request.done}", "{}"),
+        Plant("Loop._restart", "{request: make_sequence(request) for request in self.open if not request.done}", "{}"),
     ),
     "a request is taken in twice": (
         "test_a_request_that_is_taken_in_is_not_taken_in_again",
         Plant(
             "Loop._take_in",
-            "[sequence_of(s) for s in request.samples if not (s.done or s in self.open)]",
-            "[sequence_of(s) for s in request.samples]",
+            "[make_sequence(s) for s in request.samples if not (s.done or s in self.open)]",
+            "[make_sequence(s) for s in request.samples]",
         ),
     ),
     "a cancelled request keeps its row": (
@@ -148,7 +148,7 @@ MUTANTS = {
     ),
     "numbers of requests are given again": (
         "test_it_goes_on_with_the_same_tokens",
-        Plant("Resumable.load", "itertools.count(max(first, upcoming(self._numbers)))", "itertools.count()"),
+        Plant("Resumable.load", "itertools.count(max(first, peek(self._numbers)))", "itertools.count()"),
     ),
     "a part of a save that failed is left": (
         "test_one_cache_over_two_processes",
@@ -255,7 +255,7 @@ MUTANTS = {
     ),
     "a mesh without heads is none": (
         "test_a_mesh_with_an_axis_for_contexts_alone",
-        Plant("model_mesh", "mesh_of(model) or mesh_of(model, CONTEXT)", "mesh_of(model)"),
+        Plant("model_mesh", "find_mesh(model) or find_mesh(model, CONTEXT)", "find_mesh(model)"),
     ),
     "static fields are not the model": (
         "test_models_of_equal_arrays_are_told_apart",

@@ -6,7 +6,7 @@ MUTANTS = {
     "queries in the other head's half": (
         "test_everything_is_the_same_as_apart",
         Plant(
-            "Pairs.queries",
+            "Pairs.pack_queries",
             "in_second == self._is_second(q, num_kv_heads)",
             "in_second != self._is_second(q, num_kv_heads)",
         ),
@@ -14,7 +14,7 @@ MUTANTS = {
     "the other head's half of the output": (
         "test_everything_is_the_same_as_apart",
         Plant(
-            "Pairs.outputs",
+            "Pairs.unpack_outputs",
             "jnp.where(self._is_second(out, num_kv_heads), second, first)",
             "jnp.where(self._is_second(out, num_kv_heads), first, second)",
         ),
@@ -25,11 +25,11 @@ MUTANTS = {
     ),
     "a token stored in its pair's first half": (
         "test_pairs_are_divided_as_heads_are",
-        Plant("Pairs.place", "head % 2 * self.head_dim", "0"),
+        Plant("Pairs.locate_head", "head % 2 * self.head_dim", "0"),
     ),
     "halves counted from the padding's end": (
         "test_everything_is_the_same_as_apart",
-        Plant("Pairs.unlaid", "kv[..., :2 * self.head_dim]", "kv[..., -2 * self.head_dim:]"),
+        Plant("Pairs.unpack", "kv[..., :2 * self.head_dim]", "kv[..., -2 * self.head_dim:]"),
     ),
     "fewer heads than devices are no pairs": (
         "test_a_config_for_a_model_follows_where_it_lies",
@@ -49,11 +49,11 @@ MUTANTS = {
     ),
     "an engine's config does not know its mesh": (
         "test_a_config_for_a_model_follows_where_it_lies",
-        Plant("Engine.__init__", "mesh_of(model)", "None"),
+        Plant("Engine.__init__", "find_mesh(model)", "None"),
     ),
     "half of what a test spoils is left": (
         "test_a_head_dim_that_leaves_padding_behind_the_row",
-        Plant("poison", "cache.config.form(stack[0]).block(2, 2)", "(cache.layer_config(stack[0]).head_dim,)"),
+        Plant("poison", "cache.config.form(stack[0]).row_shape(2, 2)", "(cache.layer_config(stack[0]).head_dim,)"),
     ),
     "pairs sent as a head's keys and values": (
         "test_the_next_token_sees_the_same",

@@ -174,11 +174,11 @@ MUTANTS = {
     # Rows in host memory.
     "a row is swapped into one that is not empty": (
         "test_in_jit_a_row_that_holds_anything_is_left_alone",
-        Plant("are_empty", "inside & (cache.lengths[at] == 0)", "inside"),
+        Plant("are_empty", "inside & (cache.lengths[at] == 0)", "enclosing_mesh"),
     ),
     "a row is swapped into one with reserved blocks": (
         "test_in_jit_a_row_that_holds_anything_is_left_alone",
-        Plant("are_empty", "inside & (cache.lengths[at] == 0)", "inside"),
+        Plant("are_empty", "inside & (cache.lengths[at] == 0)", "enclosing_mesh"),
         Plant("are_empty", "~held", "cache.lengths[at] == 0"),
     ),
     "a row too long for the cache is swapped in": (
@@ -205,16 +205,16 @@ MUTANTS = {
     # Tables.
     "the last free block is not served": (
         "test_robust.py",
-        Plant("serve", "need <= num_free", "need < num_free"),
+        Plant("grant_rows", "need <= num_free", "need < num_free"),
     ),
     "the last block that is left is not served": (
         "test_failures.py",
-        Plant("serve", "need <= left", "need < left"),
+        Plant("grant_rows", "need <= left", "need < left"),
     ),
     "one block more is served than there is": (
         "test_failures.py",
         Plant(
-            "serve",
+            "grant_rows",
             "jnp.cumsum(jnp.where(served[None], need, 0), axis=1) > num_free",
             "jnp.cumsum(jnp.where(served[None], need, 0), axis=1) > num_free + 1",
         ),
@@ -232,7 +232,7 @@ MUTANTS = {
     ),
     "a row with reserved blocks is empty": (
         "test_what_does_not_fit_into_a_cache",
-        Plant("empty_rows", "empty &= ~any_of_row(t.tables.any(axis=1), config)", ""),
+        Plant("empty_rows", "empty &= ~any_head(t.tables.any(axis=1), config)", ""),
     ),
     "a header is not verified": (
         "test_damaged_files.py",

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv._core.blocks.tables import leave_windows
+from jaxkv._core.blocks.tables import release_windows
 
 LAYERS = (
     jaxkv.LayerConfig(num_kv_heads=2, head_dim=8),
@@ -77,4 +77,4 @@ def assert_same(old, new, rows=None):
 
 def shared(cache):
     """Blocks that several rows share, in each group, of those that the next step will not give back."""
-    return [group["blocks_shared"] for group in jaxkv.stats(leave_windows(cache))["groups"]]
+    return [group["blocks_shared"] for group in jaxkv.stats(release_windows(cache))["groups"]]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv._core.attention.query_capture import queries_noted
+from jaxkv._core.attention.query_capture import capture_queries
 from jaxkv.scores import ada
 
 VOCAB, LONGEST, HEADS, KV_HEADS, DIM = 61, 48, 4, 2, 4
@@ -56,7 +56,7 @@ class Alone:
 
         @jax.jit
         def step(cache, tokens, count):
-            with queries_noted() as found:
+            with capture_queries() as found:
                 logits, cache = model(tokens[None], cache=jaxkv.extend(cache, count[None]), logits_at=count - 1)
             return jnp.argmax(logits[0]), {i: found[i].q[0] for i in self.layers}, cache
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
 import jaxkv.distributed
-from jaxkv._core.state.multihost import put
+from jaxkv._core.state.multihost import put_replicated
 
 PROMPTS = [[2, 3], [4] * 9, [5, 6, 7], [8] * 5]
 ENGINE = {"max_seqs": 4, "max_seq_len": 48, "block_size": 8, "num_blocks": 18, "step_tokens": 16}
@@ -107,7 +107,9 @@ def placed():
     """What makes a model on a mesh."""
     from checksum_model import Checksum, Placed
 
-    return lambda mesh: Placed(put(np.zeros((), np.float32), NamedSharding(mesh, PartitionSpec())), Checksum((None,)))
+    return lambda mesh: Placed(
+        put_replicated(np.zeros((), np.float32), NamedSharding(mesh, PartitionSpec())), Checksum((None,))
+    )
 
 
 def many(mesh, folder, last):

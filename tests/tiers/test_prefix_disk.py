@@ -16,7 +16,7 @@ from test_prefix import BLOCK, A, B, assert_holds, compute, make_config, start
 
 import jaxkv
 from jaxkv._files import atomic, blocks
-from jaxkv._files.blocks import Block, BlockFiles
+from jaxkv._files.blocks import BlockFiles, SavedBlock
 from jaxkv._tiers.prefix_cache.index import digest_of
 
 PLENTY = 10**6
@@ -148,7 +148,7 @@ def test_every_kind_of_storage_comes_back_to_the_bit(tmp_path, fields):
     files = BlockFiles(tmp_path, PLENTY, config, None)
     pools = [jax.tree.map(noise, jaxkv.init(config).pool(layer)) for layer in range(2)]
     contents = [jax.tree.map(lambda x: np.asarray(x)[3], pool) for pool in pools]
-    block = Block(b"h" * 20, b"p" * 20, (1, 2, 3, 4), 0)
+    block = SavedBlock(b"h" * 20, b"p" * 20, (1, 2, 3, 4), 0)
     assert files.write(block, contents) and not files.write(block, contents)
     found = BlockFiles(tmp_path, PLENTY, config, None).read(block)
     for new, old in zip(jax.tree.leaves(found), jax.tree.leaves(contents), strict=True):
@@ -171,7 +171,7 @@ def chain_blocks(files, count, seed=0):
             jax.tree.map(lambda x: rng.standard_normal(x.shape[1:], np.float32), jaxkv.init(files.config).pool(layer))
             for layer in range(2)
         ]
-        yield Block(digest, parent, tokens, 0), contents
+        yield SavedBlock(digest, parent, tokens, 0), contents
 
 
 def equal(found, contents):

@@ -217,7 +217,7 @@ def share_found(config, work, warm=2, **options):
 def own_blocks(config, windows):
     """For each group the blocks of so many windows; of one that sees everything, enough."""
     most = [max(len(blocks_needed(config, g, count)) for count in range(1, 20)) for g in range(len(config.groups))]
-    return [10**3 if reach is None else n * windows for n, reach in zip(most, config.group_reaches, strict=True)]
+    return [10**3 if reach is None else n * windows for n, reach in zip(most, config.group_visible_tokens, strict=True)]
 
 
 @pytest.mark.parametrize("work", WORKS)
@@ -234,7 +234,7 @@ def test_nine_tenths_are_found_at_one_and_a_half_of_the_windows_blocks(name, wor
 def test_so_it_is_in_host_memory_and_on_disk(name, tier, tmp_path):
     """The device has room for a row's window and hardly more."""
     config = make_config(name)
-    window = config.group_reaches.index(max(r for r in config.group_reaches if r is not None))
+    window = config.group_visible_tokens.index(max(r for r in config.group_visible_tokens if r is not None))
     own = own_blocks(config, 6)[window]
     blocks = [own // 6 + 4 if g == window else 200 for g in range(2)]
     config = make_config(name, num_blocks=None, group_blocks=blocks)

@@ -25,13 +25,13 @@ from jaxkv._core.attention.layout_adapters import (
     storage_arguments,
 )
 from jaxkv._core.attention.plan import Step
-from jaxkv._core.attention.query_capture import note_queries
-from jaxkv._core.attention.shared_prefix import shared_in, sharing_in_words
+from jaxkv._core.attention.query_capture import record_queries
+from jaxkv._core.attention.shared_prefix import describe_sharing, find_planned_sharing
 from jaxkv._core.attention.write import make_pool
 from jaxkv._core.config.validation import flag
 from jaxkv._core.state.arguments import is_known, read_numbers, row_counts
-from jaxkv._core.state.head_rows import seen_by_rows, to_lines
-from jaxkv._core.state.sharding import NEW, POOL, WHOLE, Q, heads_at, on_shards, parts_of_blocks
+from jaxkv._core.state.head_rows import repeat_for_heads, row_tables
+from jaxkv._core.state.sharding import NEW, POOL, WHOLE, Q, head_spec, run_on_shards, shard_shapes
 from jaxkv._core.state.state import Layer
 from pallas_kernels.api.cascade import cascade_refusal
 from pallas_kernels.common.batch import bundle_call
@@ -109,14 +109,14 @@ def attention(
         if found.config.owner(found.number) != found.number:
             return attend(q, cache, layer=layer, step=step, implementation=implementation, **options), cache
     opened, put_back = open_layer(cache, layer, step, stores=True, q=q, k=k, **name_values(cache, layer, v))
-    note_queries(opened.number, q, options.get("scale"))
+    record_queries(opened.number, q, options.get("scale"))
     arrays, static = _split_static(_kernel_options(opened, step, q.shape[:-2], options))
     check_heads(opened, q=q, k=k, v=v, **arrays, **static)
     with jax.named_scope("attention"):
-        token, outs = heads_at(q.ndim - 2, NEW), _out_specs(q, static)
+        token, outs = head_spec(q.ndim - 2, NEW), _out_specs(q, static)
         arguments = (opened, step, dict(q=q, k=k, v=v), arrays)
-        specs = (layer_specs(opened), WHOLE, dict(q=heads_at(q.ndim - 2, Q), k=token, v=token), _option_specs(arrays))
-        out, pool = on_shards(
+        specs = (layer_specs(opened), WHOLE, dict(q=head_spec(q.ndim - 2, Q), k=token, v=token), _option_specs(arrays))
+        out, pool = run_on_shards(
             opened.pool, _store_and_attend, arguments, specs, (outs, POOL), query_heads=q.shape[-2],
             implementation=implementation, **static,
         )  # fmt: skip
@@ -166,14 +166,14 @@ def attend(
         given, read = None, _kernel_options(opened, None, q.shape[:-2], options) | {"causal": False}
     else:
         opened, _ = open_layer(cache, layer, step, q=q)
-        note_queries(opened.number, q, options.get("scale"))
+        record_queries(opened.number, q, options.get("scale"))
         given, read = step, _kernel_options(opened, step, q.shape[:-2], options)
     arrays, static = _split_static(read)
     check_heads(opened, q=q, **arrays, **static)
     with jax.named_scope("attend"):
         arguments = (opened, given, q, query_lens, query_starts, arrays)
-        specs = (layer_specs(opened), WHOLE, heads_at(q.ndim - 2, Q), WHOLE, WHOLE, _option_specs(arrays))
-        return on_shards(
+        specs = (layer_specs(opened), WHOLE, head_spec(q.ndim - 2, Q), WHOLE, WHOLE, _option_specs(arrays))
+        return run_on_shards(
             opened.pool, _attend, arguments, specs, _out_specs(q, static), query_heads=q.shape[-2],
             implementation=implementation, **static,
         )  # fmt: skip
@@ -213,7 +213,7 @@ def _open_memory(
         raise ValueError(f"num_tokens asks for {most} queries, but q has places for {token_axes[-1]}.")
     query_lens = jnp.clip(query_lens, 0, token_axes[-1])
     query_starts = None if padded else jnp.cumsum(query_lens) - query_lens
-    return found, jnp.where(found.tables.failed, 0, to_lines(query_lens, found.tables)), query_starts
+    return found, jnp.where(found.tables.failed, 0, repeat_for_heads(query_lens, found.tables)), query_starts
 
 
 def explain(
@@ -243,17 +243,17 @@ def explain(
     read = {name: x for name, x in options.items() if name != "num_tokens"}
     cascades = flag("cascade", read.pop("cascade", True))
     q, _, _ = kernel_layout(found, q=q)
-    arguments = dict(q=q, tables=found.tables.tables, **storage_arguments(found) | parts_of_blocks(found.pool))
+    arguments = dict(q=q, tables=found.tables.tables, **storage_arguments(found) | shard_shapes(found.pool))
     arguments |= read_options(found, read)
     choice = pallas_kernels.explain(platform=platform, implementation=implementation, **arguments)
     reads_once = cascades and cascade_refusal(choice.implementation, bundle_call(**arguments)) is None
-    return choice._replace(reason=choice.reason + _describe_padding(found) + sharing_in_words(found, reads_once))
+    return choice._replace(reason=choice.reason + _describe_padding(found) + describe_sharing(found, reads_once))
 
 
 def _describe_padding(layer: Layer) -> str:
     """Returns a sentence about how a layer's head_dim is stored; "" where it is stored as it is."""
     head_dim, stored = layer.layer_config.head_dim, layer.pool.kv.shape[-1]
-    if words := layer.config.form(layer.number).in_words:
+    if words := layer.config.form(layer.number).description:
         return f" {words} stand in one row of {stored}."
     padded = layer.config.padded_head_dim(layer.number)
     return "" if padded == head_dim else f" A head_dim of {head_dim} is stored as {padded}."
@@ -271,8 +271,8 @@ def _kernel_options(
         )
     if layer.config.form(layer.number).joins and options.get("scale") is None:
         options["scale"] = layer.layer_config.head_dim**-0.5  # the kernels see the width of the row
-    shared = shared_in(layer, step) if flag("cascade", options.pop("cascade", True)) else None
-    tree = read_tree(options.pop("tree", None), token_axes, seen_by_rows(layer.tables, layer.config))
+    shared = find_planned_sharing(layer, step) if flag("cascade", options.pop("cascade", True)) else None
+    tree = read_tree(options.pop("tree", None), token_axes, row_tables(layer.tables, layer.config))
     if step is not None and step.tree is not None:
         if tree is not None:
             raise ValueError("This step was planned with a tree: leave tree out, or plan the step without one.")
@@ -288,9 +288,9 @@ def _split_static(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def _option_specs(arrays: dict[str, Any]) -> dict[str, Any]:
-    return {name: heads_at(0, Q) if name in BY_HEAD else WHOLE for name in arrays}
+    return {name: head_spec(0, Q) if name in BY_HEAD else WHOLE for name in arrays}
 
 
 def _out_specs(q: jax.Array, static: dict[str, Any]) -> Any:
-    heads = heads_at(q.ndim - 2, Q)
+    heads = head_spec(q.ndim - 2, Q)
     return (heads, heads) if static.get("return_lse") else heads

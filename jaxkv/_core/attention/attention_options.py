@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.config.validation import flag, integer, shown
-from jaxkv._core.state.arguments import as_int32, is_known, read_numbers
+from jaxkv._core.config.validation import flag, integer, show
+from jaxkv._core.state.arguments import cast_int32, is_known, read_numbers
 from jaxkv._core.state.state import BlockTables, Layer
 from pallas_kernels.api.dispatch import check_names
 from pallas_kernels.common import tree_attention as trees
@@ -41,7 +41,7 @@ OPTIONS = AttendOptions.__optional_keys__ - {"cascade"} | {"causal"}
 READ_BEFORE = {"cascade", "implementation", "layer", "step"}
 
 
-def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
+def read_options(layer: Layer, options: dict[str, Any]) -> dict[str, Any]:
     """Returns the options of a call for the kernels, with the layer's window or chunk.
 
     Raises:
@@ -51,50 +51,50 @@ def read_options(one: Layer, options: dict[str, Any]) -> dict[str, Any]:
         raise TypeError("attention takes no chunk: a layer's chunk is its LayerConfig's.")
     check_names("attention", options, OPTIONS, READ_BEFORE)
     options = {name: x for name, x in options.items() if x is not None}
-    _check_evicting(one, options)
+    _check_evicting(layer, options)
     for name in ("window", "sink_tokens"):
         if name in options:
             options[name] = integer(name, options[name])
     for name in ("spans", "tree"):
         if name in options and getattr(options[name], "dtype", None) != jnp.int32:
-            options[name] = as_integers(name, options[name])
+            options[name] = to_integers(name, options[name])
     for name in ("alibi", "sinks", "mask"):
         if name in options:
-            options[name] = as_array(name, options[name])
+            options[name] = to_array(name, options[name])
     if "return_lse" in options:
         options["return_lse"] = flag("return_lse", options["return_lse"])
     if "blocks" in options:
-        options["blocks"] = _read_blocks(options["blocks"], (one.rows, one.config.max_blocks_per_seq))
-    own, asked = one.layer_config.window, options.get("window")
-    if (chunk := one.layer_config.chunk) is not None:
+        options["blocks"] = _read_blocks(options["blocks"], (layer.rows, layer.config.max_blocks_per_seq))
+    own, asked = layer.layer_config.window, options.get("window")
+    if (chunk := layer.layer_config.chunk) is not None:
         if asked is not None:
             raise ValueError(
-                f"Layer {one.number} sees chunks of {chunk} tokens, and cannot take window={asked}: leave it out."
+                f"Layer {layer.number} sees chunks of {chunk} tokens, and cannot take window={asked}: leave it out."
             )
         return options | {"chunk": chunk}
     if own is not None and asked is not None and asked > own:
         raise ValueError(
-            f"window={asked} is wider than what layer {one.number} keeps, a window of {own} tokens: give its "
+            f"window={asked} is wider than what layer {layer.number} keeps, a window of {own} tokens: give its "
             "LayerConfig the wider one."
         )
-    first = one.layer_config.sink_tokens
+    first = layer.layer_config.sink_tokens
     if own is not None and options.get("sink_tokens", 0) > (first or 0):
         kept = "the first ones too" if first is None else f"but for {first} first ones"
         raise ValueError(
-            f"Layer {one.number} gives back what falls out of its window of {own} tokens, {kept}, and cannot take "
+            f"Layer {layer.number} gives back what falls out of its window of {own} tokens, {kept}, and cannot take "
             f"sink_tokens={options['sink_tokens']}: give its LayerConfig as many, or make it without a window, and "
             "give window= with them."
         )
     return {"window": own} | ({} if first is None else {"sink_tokens": first}) | options
 
 
-def as_array(name: str, x: Any) -> jax.Array:
+def to_array(name: str, x: Any) -> jax.Array:
     """Returns an array or list of numbers or flags as a device array. Raises ValueError for anything else."""
     x = read_numbers(name, x)
     if not is_known(x):
         return x
     if x.dtype.kind not in "fiub" and x.dtype != jnp.bfloat16:
-        raise ValueError(f"{name} must be an array of {'flags' if name == 'mask' else 'numbers'}, not {shown(x)}.")
+        raise ValueError(f"{name} must be an array of {'flags' if name == 'mask' else 'numbers'}, not {show(x)}.")
     return jnp.asarray(x)
 
 
@@ -102,14 +102,14 @@ def as_array(name: str, x: Any) -> jax.Array:
 BY_POSITION, BY_HEAD = ("window", "sink_tokens", "alibi", "mask"), ("sinks", "blocks")
 
 
-def _check_evicting(one: Layer, options: dict[str, Any]) -> None:
-    evict = one.config.group_evicts[one.group]
+def _check_evicting(layer: Layer, options: dict[str, Any]) -> None:
+    evict = layer.config.group_evicts[layer.group]
     refused = {None: (), "layer": BY_POSITION, "head": BY_POSITION + BY_HEAD}[evict]
     for name in refused:
         if name in options:
             raise ValueError(
-                f'Layer {one.number} has evict="{evict}", where a token\'s place is not its position, or each head has '
-                f"its own, so it cannot take {name}: leave it out, or make the layer without evict."
+                f'Layer {layer.number} has evict="{evict}", where a token\'s place is not its position, or each head '
+                f"has its own, so it cannot take {name}: leave it out, or make the layer without evict."
             )
 
 
@@ -119,7 +119,7 @@ def _read_blocks(blocks: Any, table: tuple[int, ...]) -> Any:
         return blocks
     blocks = read_numbers("blocks", blocks)
     if not is_known(blocks):
-        return as_integers("blocks", blocks)
+        return to_integers("blocks", blocks)
     if blocks.ndim != 2 or blocks.shape[0] != table[0] or not np.issubdtype(blocks.dtype, np.integer):
         raise ValueError(
             f"blocks must be i32[{table[0]}, n], the logical blocks of each row to read, not "
@@ -133,17 +133,17 @@ def _read_blocks(blocks: Any, table: tuple[int, ...]) -> Any:
         row = int(np.argmax(wrong.any(axis=1)))
         raise ValueError(
             f"blocks must name blocks 0 to {table[1] - 1} in increasing order, with -1 behind them, but row {row} has "
-            f"{shown(blocks[row].tolist())}."
+            f"{show(blocks[row].tolist())}."
         )
-    return as_integers("blocks", blocks)
+    return to_integers("blocks", blocks)
 
 
-def as_integers(name: str, x: Any) -> jax.Array:
+def to_integers(name: str, x: Any) -> jax.Array:
     """Returns an array of integers as int32; those on the host must fit. Raises ValueError."""
     x = read_numbers(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{name} must be integers, one for each token, not {x.dtype}: {shown(x)}.")
-    return as_int32(x)
+        raise ValueError(f"{name} must be integers, one for each token, not {x.dtype}: {show(x)}.")
+    return cast_int32(x)
 
 
 def read_tree(tree: Any, token_axes: tuple[int, ...], tables: BlockTables) -> jax.Array | None:
@@ -155,7 +155,7 @@ def read_tree(tree: Any, token_axes: tuple[int, ...], tables: BlockTables) -> ja
     if tree is None:
         return None
     tree = read_numbers("tree", tree)
-    parents = as_integers("tree", tree)
+    parents = to_integers("tree", tree)
     if parents.shape != token_axes:
         raise ValueError(f"tree must be i32{list(token_axes)}, each token's parent, but its shape is {parents.shape}.")
     if is_known(tree):
@@ -182,7 +182,7 @@ def _check_parents(parents: np.ndarray, tables: BlockTables) -> None:
         what = "itself" if parents[at] == number[at] else "no earlier one"
         raise ValueError(
             f"tree must name for each token -1, the context, or an earlier token of its row, counted from the first "
-            f"new one, but the parent of token {number[at]} at {list(at)} is {shown(int(parents[at]))}, {what}."
+            f"new one, but the parent of token {number[at]} at {list(at)} is {show(int(parents[at]))}, {what}."
         )
 
 

@@ -8,10 +8,10 @@ import jax.export
 import jax.numpy as jnp
 
 from jaxkv._core.cache.cache import Cache, check_cache
-from jaxkv._core.cache.key_bounds import bounds_at
-from jaxkv._core.config.validation import integer, shown
+from jaxkv._core.cache.key_bounds import read_bounds
+from jaxkv._core.config.validation import integer, show
 from jaxkv._core.state.columns import logical_entries
-from jaxkv._core.state.sharding import POOL, WHOLE, heads_at, on_shards
+from jaxkv._core.state.sharding import POOL, WHOLE, head_spec, run_on_shards
 from jaxkv._core.state.state import BlockTables
 
 
@@ -65,7 +65,7 @@ def block_bounds(
     >>> bounds.low[0, :, 0].tolist(), bounds.high[0, :, 0].tolist()
     ([[1.0, -1.0], [7.0, 7.0]], [[3.0, 5.0], [7.0, 7.0]])
     """
-    tables, size = tables_of(cache, layer), cache.config.block_size
+    tables, size = find_tables(cache, layer), cache.config.block_size
     rows, width = cache.config.max_seqs, blocks_of_bounds(cache, layer)
     if bounds is None and last is not None:
         raise ValueError("last= says which blocks of the given bounds= are out of date: give those, too, or neither.")
@@ -84,10 +84,10 @@ def block_bounds(
         if bounds is None and pool.bounds is not None:
             entries = logical_entries(tables.tables, tables.skipped, width, cache.config.group_sinks[group])
             held = (entries != 0) & (column * size < tables.lengths[:, None])
-            one = cache.layer(layer)
-            blocks = entries if one.place is None else entries + one.place * (tables.num_blocks + 1)
+            found = cache.layer(layer)
+            blocks = entries if found.place is None else entries + found.place * (tables.num_blocks + 1)
             arguments = (pool, blocks, held)
-            both = on_shards(pool, bounds_at, arguments, (POOL, WHOLE, WHOLE), heads_at(3))
+            both = run_on_shards(pool, read_bounds, arguments, (POOL, WHOLE, WHOLE), head_spec(3))
             return BlockBounds(both[:, :, 0], both[:, :, 1])
         keys = cache.read(layer, row[:, :, None], position)[0].astype(jnp.float32)
         block, _ = cache.slots(row[:, :, None], position, layer=layer)
@@ -101,7 +101,7 @@ def block_bounds(
         return BlockBounds(*(_put(old, row, column, new) for old, new in zip(bounds, (low, high), strict=True)))
 
 
-def tables_of(cache: Any, layer: int) -> BlockTables:
+def find_tables(cache: Any, layer: int) -> BlockTables:
     """Returns the tables of a layer whose blocks hold all heads. Raises ValueError for any other."""
     check_cache(cache)
     if cache.config.group_evicts[cache.config.group(layer)] == "head":
@@ -121,9 +121,9 @@ def blocks_of_bounds(cache: Cache, layer: int) -> int:
 
 def check_bounds(cache: Cache, layer: int, bounds: Any) -> None:
     """Raises ValueError unless these can be a layer's bounds."""
-    one = cache.config.layer_config(layer)
-    expected = (cache.config.max_seqs, blocks_of_bounds(cache, layer), one.num_kv_heads, one.head_dim)
-    shapes = [getattr(x, "shape", None) for x in bounds] if isinstance(bounds, tuple) else shown(bounds)
+    found = cache.config.layer_config(layer)
+    expected = (cache.config.max_seqs, blocks_of_bounds(cache, layer), found.num_kv_heads, found.head_dim)
+    shapes = [getattr(x, "shape", None) for x in bounds] if isinstance(bounds, tuple) else show(bounds)
     if shapes != [expected] * 2:
         raise ValueError(f"bounds must be what block_bounds gave for this layer, two {expected}, not {shapes}.")
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from jaxkv._core.attention.plan import Step, check_plan, settle, settled
+from jaxkv._core.attention.plan import Step, check_plan, settle_cache, settle_tables
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.head_rows import HEAD_ROW_FIELDS
-from jaxkv._core.state.shard_local import part_of
+from jaxkv._core.state.shard_local import find_head_shard
 from jaxkv._core.state.sharding import POOL, WHOLE
 from jaxkv._core.state.state import Layer, Pool
 
@@ -55,7 +55,7 @@ def make_call(layer: Layer, step: Step | None, *, query_lens: Any = None, query_
     `query_lens` (one for each of the table's rows, all heads) and `query_starts` are of queries that are another
     sequence's; default: the step's own.
     """
-    part = part_of(layer.pool)
+    part = find_head_shard(layer.pool)
     if part is not None:
         fields: dict[str, Any] = {name: getattr(layer.tables, name) for name in HEAD_ROW_FIELDS}
         fields = {name: x if x is None else part.lines(x) for name, x in fields.items()}
@@ -103,9 +103,9 @@ def open_layer(
         check_stores(found)
     check_plan(step, found.config, next(iter(arrays)), token_axes)
     if isinstance(cache, Layer):
-        found = dataclasses.replace(found, tables=settle(found.tables, found.group, token_axes, step))
+        found = dataclasses.replace(found, tables=settle_tables(found.tables, found.group, token_axes, step))
         return found, lambda pool: dataclasses.replace(found, pool=pool)
-    cache = settled(cache, token_axes, step)
+    cache = settle_cache(cache, token_axes, step)
     found = cache.layer(layer)
     return found, lambda pool: cache.with_layer(layer, dataclasses.replace(found, pool=pool))
 

@@ -17,9 +17,9 @@ from jaxkv._core.attention.plan import Step
 from jaxkv._core.attention.table_columns import add_columns, begin_with_table, columns_of_blocks, mask_of_columns
 from jaxkv._core.config.kv_packing import Apart
 from jaxkv._core.config.rotation import rotate
-from jaxkv._core.state.head_rows import join_heads, seen_by_rows, split_heads, split_offsets, split_tokens
-from jaxkv._core.state.shard_local import OwnHeads, Runs, own_heads, runs_of
-from jaxkv._core.state.sharding import shards_of
+from jaxkv._core.state.head_rows import join_heads, row_tables, split_heads, split_offsets, split_tokens
+from jaxkv._core.state.shard_local import BlockRuns, LocalHeads, find_block_runs, find_local_heads
+from jaxkv._core.state.sharding import find_pool_mesh
 from jaxkv._core.state.state import Layer
 from pallas_kernels.api.arguments import check_attention, check_new, check_query_heads
 from pallas_kernels.common.batch import StoredKV, bundle_call
@@ -96,7 +96,7 @@ class DecodePacking(NamedTuple):
         return cls(call.step) if call.step is not None and is_packed_decode(call.step) else None
 
     def inputs(self, call: LayerCall) -> LayerCall:
-        starts = seen_by_rows(call.layer.tables, call.layer.config).offsets
+        starts = row_tables(call.layer.tables, call.layer.config).offsets
 
         def unpack(x: jax.Array) -> jax.Array:
             return x[jnp.clip(starts, 0, x.shape[0] - 1)][:, None]
@@ -130,13 +130,13 @@ class HeadRotation(NamedTuple):
 class ReplicatedHeads(NamedTuple):
     """A device holds all KV heads, more than its query heads belong to: these get a place for each KV head."""
 
-    heads: OwnHeads
+    heads: LocalHeads
 
     @classmethod
     def match(cls, call: LayerCall) -> "ReplicatedHeads | None":
         if call.q is None:
             return None
-        heads = own_heads(call.layer.pool, call.layer.layer_config.num_kv_heads, call.q.shape[-2])
+        heads = find_local_heads(call.layer.pool, call.layer.layer_config.num_kv_heads, call.q.shape[-2])
         return None if heads is None else cls(heads)
 
     def inputs(self, call: LayerCall) -> LayerCall:
@@ -172,13 +172,13 @@ class HeadRows(NamedTuple):
 class ContextShards(NamedTuple):
     """A device holds a run of every block's tokens: attention over these, then one small gather puts all together."""
 
-    runs: Runs
+    runs: BlockRuns
     sinks: jax.Array | None
     return_lse: bool
 
     @classmethod
     def match(cls, call: LayerCall) -> "ContextShards | None":
-        runs = runs_of(call.layer.pool)
+        runs = find_block_runs(call.layer.pool)
         if runs is None:
             return None
         return cls(runs, call.options.get("sinks"), bool(call.options.get("return_lse")))
@@ -217,16 +217,16 @@ class KVPacking(NamedTuple):
             apart = (blocks, 2, self.form.heads(heads), block_size, self.form.head_dim)
             shape = jax.ShapeDtypeStruct(apart, self.layer.pool.kv.dtype)
             check_new(call.k, call.v, StoredKV(shape), self.layer.tables.tables.shape[0])
-            k, v = self.form.new(call.k, call.v)
+            k, v = self.form.pack_kv(call.k, call.v)
             call = call.replace(k=k, v=v)
         if call.q is not None:
             check_query_heads(call.q.shape[-2], self.form.heads(heads))
-            call = call.replace(q=self.form.queries(call.q, heads))
+            call = call.replace(q=self.form.pack_queries(call.q, heads))
         return call
 
     def outputs(self, output: Output) -> Output:
         num_heads = self.layer.pool.kv.shape[2]
-        return output.map(lambda x: self.form.outputs(x, num_heads), lambda lse: lse)
+        return output.map(lambda x: self.form.unpack_outputs(x, num_heads), lambda lse: lse)
 
 
 ADAPTERS: tuple[type[Adapter], ...] = (
@@ -272,7 +272,7 @@ def storage_arguments(layer: Layer) -> dict[str, Any]:
 
 def check_heads(layer: Layer, *, k: Any = None, v: Any = None, q: Any = None, **options: Any) -> None:
     """Raises where the heads of a step's arrays do not fit a layer's, before they are divided among devices."""
-    if shards_of(layer.pool) is None:  # the computation checks it
+    if find_pool_mesh(layer.pool) is None:  # the computation checks it
         return
     known = dict(kv=layer.pool.kv, tables=layer.tables.tables) | storage_arguments(layer)
     known.pop("kv_scale", None)

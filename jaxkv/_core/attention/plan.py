@@ -16,12 +16,12 @@ import numpy as np
 
 import pallas_kernels
 from jaxkv._core.attention.attention_options import read_tree, tree_positions
-from jaxkv._core.attention.shared_prefix import blocks_read, can_share, find_sharing
+from jaxkv._core.attention.shared_prefix import can_share, count_blocks_read, find_sharing
 from jaxkv._core.blocks.tables import mark_failed
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import flag, integer
-from jaxkv._core.state.head_rows import seen_by_rows, to_lines
+from jaxkv._core.state.head_rows import repeat_for_heads, row_tables
 from jaxkv._core.state.state import SENSELESS, STALE, BlockTables, Layer
 from jaxkv._core.state.static_fields import register_export
 from pallas_kernels.common.shared_prefix import TOGETHER, queries_together
@@ -87,7 +87,7 @@ class Step:
     def _bytes_read(self, together: int) -> Any:
         group, size = self.config.group(0), self.config.bytes_per_block_read(0)
         shared = None if self.shared is None else self.shared[group]
-        blocks = blocks_read(self.config, self.tables[group], group, shared, together)
+        blocks = count_blocks_read(self.config, self.tables[group], group, shared, together)
         return blocks.astype(jnp.float32) * size if isinstance(blocks, jax.core.Tracer) else int(blocks) * size
 
 
@@ -125,7 +125,7 @@ def plan_step(
     [0, 1, 2, 0, 1]
     """
     check_cache(cache)
-    rows = seen_by_rows(cache.tables[0], cache.config)
+    rows = row_tables(cache.tables[0], cache.config)
     token_axes = check_token_axes(rows, token_axes)
     new, tree = rows.new, read_tree(tree, token_axes, rows)
     if longest is not None:
@@ -134,18 +134,21 @@ def plan_step(
         longest = int(np.max(np.asarray(new), initial=0))
     decode = token_axes[-1] <= 1 or (longest is not None and longest <= 1)
     with jax.named_scope("plan"):
-        tables = tuple(_settle(t, token_axes, longest) for t in cache.tables)
-        t = seen_by_rows(tables[0], cache.config)
-        token = _locate(t, token_axes, tree)
+        tables = tuple(_drop_unfit_rows(group_tables, token_axes, longest) for group_tables in cache.tables)
+        group_tables = row_tables(tables[0], cache.config)
+        token = _locate(group_tables, token_axes, tree)
         shared = None
         if flag("cascade", cascade) and can_share(cache.config):
-            shared = tuple(find_sharing(cache.config, t, group, t.new) for group, t in enumerate(tables))
+            shared = tuple(
+                find_sharing(cache.config, group_tables, group, group_tables.new)
+                for group, group_tables in enumerate(tables)
+            )
     step = Step(
-        tables=tables, dropped=rows.lengths - t.lengths, token=token, tree=tree, shared=shared,
+        tables=tables, dropped=rows.lengths - group_tables.lengths, token=token, tree=tree, shared=shared,
         token_axes=token_axes, decode=decode, config=cache.config,
     )  # fmt: skip
     for before, after in zip(cache.tables, tables, strict=True):
-        _agree(step, before, after)
+        _note_reconciled(step, before, after)
     return step
 
 
@@ -169,35 +172,37 @@ def positions(cache: Cache | Layer, shape: Sequence[int], *, tree: Any = None) -
     """
     if not isinstance(cache, Layer):
         check_cache(cache)
-    tables = seen_by_rows(cache.tables if isinstance(cache, Layer) else cache.tables[0], cache.config)
+    tables = row_tables(cache.tables if isinstance(cache, Layer) else cache.tables[0], cache.config)
     shape = check_token_axes(tables, shape)
     with jax.named_scope("plan"):
-        return _locate(_settle(tables, shape, None), shape, read_tree(tree, shape, tables)).position
+        return _locate(_drop_unfit_rows(tables, shape, None), shape, read_tree(tree, shape, tables)).position
 
 
-def _locate(t: BlockTables, token_axes: tuple[int, ...], tree: jax.Array | None) -> pallas_kernels.Tokens:
+def _locate(tables: BlockTables, token_axes: tuple[int, ...], tree: jax.Array | None) -> pallas_kernels.Tokens:
     """Locates the tokens of settled tables."""
-    token = pallas_kernels.locate(token_axes, t.lengths, t.new, t.offsets)
-    return token if tree is None else token._replace(position=tree_positions(tree, token, t))
+    token = pallas_kernels.locate(token_axes, tables.lengths, tables.new, tables.offsets)
+    return token if tree is None else token._replace(position=tree_positions(tree, token, tables))
 
 
-def settle(tables: BlockTables, group: int, token_axes: tuple[int, ...], step: Step | None) -> BlockTables:
+def settle_tables(tables: BlockTables, group: int, token_axes: tuple[int, ...], step: Step | None) -> BlockTables:
     """Returns a group's tables as the layers of a step read them: reverts the step of rows that do not fit the step's
     arrays, or whose plan differs."""
     if step is None:
-        return _settle(tables, token_axes, None)
-    agreed = _agreed(step)
+        return _drop_unfit_rows(tables, token_axes, None)
+    agreed = _reconciled_tables(step)
     if tables in agreed:
         return agreed[tables] or tables
     with jax.named_scope("plan"):
-        settled = _hold_against(tables, step.tables[group], step.dropped)
-    _agree(step, tables, settled)
+        settled = _reconcile(tables, step.tables[group], step.dropped)
+    _note_reconciled(step, tables, settled)
     return settled
 
 
-def settled(cache: Cache, token_axes: tuple[int, ...], step: Step | None) -> Cache:
+def settle_cache(cache: Cache, token_axes: tuple[int, ...], step: Step | None) -> Cache:
     """Returns a cache with the tables that all layers of a step read, as `attention` returns, with old pools."""
-    tables = tuple(settle(t, group, token_axes, step) for group, t in enumerate(cache.tables))
+    tables = tuple(
+        settle_tables(group_tables, group, token_axes, step) for group, group_tables in enumerate(cache.tables)
+    )
     return cache.replace(tables=tables)
 
 
@@ -230,7 +235,7 @@ def check_token_axes(tables: BlockTables, token_axes: Any) -> tuple[int, ...]:
 # changes nothing.
 
 
-def _settle(tables: BlockTables, token_axes: tuple[int, ...], longest: int | None) -> BlockTables:
+def _drop_unfit_rows(tables: BlockTables, token_axes: tuple[int, ...], longest: int | None) -> BlockTables:
     """Reverts the step of rows that were extended by more tokens than the step's arrays have.
 
     Otherwise the unwritten slots, which may hold another row's old tokens, would count as theirs.
@@ -242,48 +247,48 @@ def _settle(tables: BlockTables, token_axes: tuple[int, ...], longest: int | Non
     unfit = (tables.new > 0) & (end > np.int32(token_axes[-1]))
     if longest is not None and longest < token_axes[-1]:
         unfit |= tables.new > longest
-    settled = _take_back(tables, unfit, SENSELESS)
+    settled = _revert_step(tables, unfit, SENSELESS)
     object.__setattr__(settled, "_settled_for", (token_axes, longest))
     return settled
 
 
-def _take_back(tables: BlockTables, rows: jax.Array, why: int) -> BlockTables:
+def _revert_step(tables: BlockTables, rows: jax.Array, why: int) -> BlockTables:
     tables = mark_failed(tables, rows, jnp.full_like(tables.wanted, why), 0)
     step = jnp.where(rows, tables.new, 0)
     return dataclasses.replace(tables, lengths=tables.lengths - step, new=tables.new - step)
 
 
-def _hold_against(tables: BlockTables, planned: BlockTables, dropped: jax.Array) -> BlockTables:
+def _reconcile(tables: BlockTables, planned: BlockTables, dropped: jax.Array) -> BlockTables:
     """Reconciles tables with a plan for others, row by row: reverts the step of rows that differ."""
-    dropped = to_lines(dropped, tables)
+    dropped = repeat_for_heads(dropped, tables)
     before = (tables.lengths == planned.lengths + dropped) & (tables.new == planned.new + dropped)
     after = (tables.lengths == planned.lengths) & (tables.new == planned.new)
     alike = jnp.all(tables.tables == planned.tables, axis=1) & (tables.offsets == planned.offsets) & (before | after)
     if tables.skipped is not None:
         alike &= tables.skipped == planned.skipped
     idle = (tables.new == 0) & (planned.new == 0)
-    tables = _take_back(tables, ~alike & ~idle, STALE)
+    tables = _revert_step(tables, ~alike & ~idle, STALE)
     unfit = alike & (dropped > 0) & (tables.new > 0)
-    return _take_back(tables, unfit, SENSELESS)
+    return _revert_step(tables, unfit, SENSELESS)
 
 
-def _agreed(step: Step) -> "weakref.WeakKeyDictionary[BlockTables, BlockTables | None]":
+def _reconciled_tables(step: Step) -> "weakref.WeakKeyDictionary[BlockTables, BlockTables | None]":
     """Returns the map from tables reconciled with a plan to the results; None: unchanged."""
-    found = getattr(step, "_agreed", None)
+    found = getattr(step, "_reconciled_tables", None)
     if found is None:
         found = weakref.WeakKeyDictionary()
-        object.__setattr__(step, "_agreed", found)
+        object.__setattr__(step, "_reconciled_tables", found)
     return found
 
 
-def _agree(step: Step, before: BlockTables, after: BlockTables) -> None:
-    agreed = _agreed(step)
+def _note_reconciled(step: Step, before: BlockTables, after: BlockTables) -> None:
+    agreed = _reconciled_tables(step)
     agreed[after] = None
-    if before is not after and _trace_of(before) is _trace_of(after):
+    if before is not after and _current_trace(before) is _current_trace(after):
         agreed[before] = after  # else it is known within a loop's body, or a jit's, that has the tables from outside
 
 
-def _trace_of(tables: BlockTables) -> Any:
+def _current_trace(tables: BlockTables) -> Any:
     """Returns the trace of the tracers in tables; None: no tracers. Tracers of one trace may be used together. (JAX has
     no public name for it.)"""
     return getattr(tables.lengths, "_trace", None)

@@ -34,7 +34,7 @@ _rotate: contextvars.ContextVar[Rotate | None] = contextvars.ContextVar("rotate"
 
 
 @contextlib.contextmanager
-def queries_noted() -> Iterator[dict[int, Queries]]:
+def capture_queries() -> Iterator[dict[int, Queries]]:
     """Collects the queries of each layer within, by the layer's index: values of the current trace."""
     found: dict[int, Queries] = {}
     before = _found.set(found)
@@ -44,14 +44,14 @@ def queries_noted() -> Iterator[dict[int, Queries]]:
         _found.reset(before)
 
 
-def note_queries(layer: int, q: jax.Array, scale: Any) -> None:
+def record_queries(layer: int, q: jax.Array, scale: Any) -> None:
     """Reports a layer's queries to the captures in progress."""
     if (found := _found.get()) is not None:
         found[layer] = Queries(q, scale, _rotate.get())
 
 
 @contextlib.contextmanager
-def rotated_by(position_fn: Any) -> Iterator[None]:
+def capture_rotation(position_fn: Any) -> Iterator[None]:
     """Sets the rotation of the queries captured within: `f(q, k, positions)`, or its `rope`, if it does more than
     rotate."""
     before = _rotate.set(None if position_fn is None else Rotation(getattr(position_fn, "rope", position_fn)))

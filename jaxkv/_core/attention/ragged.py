@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.config.validation import integer, shown
-from jaxkv._core.state.arguments import as_int32, is_known, read_numbers
+from jaxkv._core.config.validation import integer, show
+from jaxkv._core.state.arguments import cast_int32, is_known, read_numbers
 
 
 def counts(
@@ -131,7 +131,7 @@ def _rows(x: Any, counts: Any) -> tuple[jax.Array, jax.Array]:
             row = int(wrong[0])
             raise ValueError(
                 f"counts must be from 0 to {x.shape[1]}, the places of a row, but row {row} has "
-                f"{shown(given[row].item())}."
+                f"{show(given[row].item())}."
             )
     return x, counts
 
@@ -140,7 +140,7 @@ def _integers(name: str, x: Any) -> jax.Array:
     x = read_numbers(name, x)
     if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
         raise ValueError(f"{name} must be integers, not {x.dtype}.")
-    return as_int32(x)
+    return cast_int32(x)
 
 
 def _rows_of(name: str, x: jax.Array) -> jax.Array:

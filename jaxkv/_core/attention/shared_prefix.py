@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv._core.blocks.allocator import blocks_for
+from jaxkv._core.blocks.allocator import count_blocks
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.state import BlockTables, Layer
 from pallas_kernels.common.shared_prefix import WORTH_ROWS, WORTH_TOKENS, Shared, find_shared
@@ -23,18 +23,18 @@ def find_sharing(config: CacheConfig, tables: BlockTables, group: int, queries: 
     before = tables.lengths - tables.new
     if config.group_sinks[group]:  # rows are read one by one
         return jnp.zeros((4, before.shape[0]), jnp.int32)
-    first = config.first_seen(group, before)
+    first = config.first_visible_block(group, before)
     if tables.skipped is not None:  # what rows share stands in the same columns, or is read one by one
         before, first = before - tables.skipped * config.block_size, jnp.maximum(first - tables.skipped, 0)
     return find_shared(tables.tables, before, queries, block_size=config.block_size, first=first, worth=WORTH_TOKENS)
 
 
-def blocks_read(
+def count_blocks_read(
     config: CacheConfig, tables: BlockTables, group: int, shared: jax.Array | None, together: int
 ) -> jax.Array:  # fmt: skip
     """Returns `i32[]`: blocks that a layer of a group reads in a step, each row's once, and shared blocks once for
     every `together` queries."""
-    first = config.first_seen(group, tables.lengths - tables.new)
+    first = config.first_visible_block(group, tables.lengths - tables.new)
     at_once = jnp.int32(0)
     if shared is not None:
         of = Shared.unpack(shared)
@@ -43,30 +43,30 @@ def blocks_read(
         at_once = jnp.sum(-(-of.queries // together) * jnp.maximum(common - first, 0))
         first = jnp.maximum(first, common)
     first -= jnp.minimum(first, config.group_sinks[group])
-    own = jnp.where(tables.new > 0, blocks_for(tables.lengths, config.block_size) - first, 0)
+    own = jnp.where(tables.new > 0, count_blocks(tables.lengths, config.block_size) - first, 0)
     return jnp.sum(own) + at_once
 
 
-def shared_in(one: Layer, step: Any) -> jax.Array | None:
+def find_planned_sharing(layer: Layer, step: Any) -> jax.Array | None:
     """Returns a plan's sharing of a layer's rows, as long as it was made for the layer's tables."""
     if step is None or step.shared is None:
         return None
-    shared, planned = step.shared[one.group], step.tables[one.group]
-    if one.tables is planned:
+    shared, planned = step.shared[layer.group], step.tables[layer.group]
+    if layer.tables is planned:
         return shared
-    alike = jnp.all(one.tables.tables == planned.tables)
+    alike = jnp.all(layer.tables.tables == planned.tables)
     if planned.skipped is not None:
-        alike &= jnp.all(one.tables.skipped == planned.skipped)
+        alike &= jnp.all(layer.tables.skipped == planned.skipped)
     return jnp.where(alike, shared, 0)
 
 
-def sharing_in_words(one: Layer, reads_once: bool) -> str:
+def describe_sharing(layer: Layer, reads_once: bool) -> str:
     """Describes the sharing of a concrete cache's rows for `explain`, each before its next token; "" if none."""
-    t = one.tables
-    if isinstance(t.tables, jax.core.Tracer | jax.ShapeDtypeStruct) or not can_share(one.config):
+    tables = layer.tables
+    if isinstance(tables.tables, jax.core.Tracer | jax.ShapeDtypeStruct) or not can_share(layer.config):
         return ""
-    t = dataclasses.replace(jax.tree.map(jnp.asarray, t), new=jnp.zeros_like(t.new))
-    shared = Shared.unpack(find_sharing(one.config, t, one.group, jnp.where(t.lengths > 0, 1, 0)))
+    tables = dataclasses.replace(jax.tree.map(jnp.asarray, tables), new=jnp.zeros_like(tables.new))
+    shared = Shared.unpack(find_sharing(layer.config, tables, layer.group, jnp.where(tables.lengths > 0, 1, 0)))
     rows, tokens = int((shared.tokens > 0).sum()), int(shared.tokens.max())
     if not rows:
         return ""

@@ -20,9 +20,9 @@ from jaxkv._core.attention.layout_adapters import adapt, check_heads, storage_ar
 from jaxkv._core.attention.plan import Step, plan_step
 from jaxkv._core.blocks.tables import extend
 from jaxkv._core.cache.cache import Cache, check_cache
-from jaxkv._core.cache.key_bounds import renewed, touched
+from jaxkv._core.cache.key_bounds import find_touched_blocks, renew_bounds
 from jaxkv._core.state.arguments import is_known, read_numbers, row_counts
-from jaxkv._core.state.sharding import NEW, POOL, WHOLE, heads_at, on_shards
+from jaxkv._core.state.sharding import NEW, POOL, WHOLE, head_spec, run_on_shards
 from jaxkv._core.state.state import Layer, Pool
 
 
@@ -57,9 +57,9 @@ def write(
     opened, put_back = open_layer(cache, layer, step, stores=True, k=k, **name_values(cache, layer, v))
     check_heads(opened, k=k, v=v)
     with jax.named_scope("write"):
-        token = heads_at(k.ndim - 2, NEW)
+        token = head_spec(k.ndim - 2, NEW)
         arguments, specs = (opened, step, k, v), (layer_specs(opened), WHOLE, token, token)
-        return put_back(on_shards(opened.pool, _store, arguments, specs, POOL, implementation=implementation))
+        return put_back(run_on_shards(opened.pool, _store, arguments, specs, POOL, implementation=implementation))
 
 
 def _store(layer: Layer, step: Step | None, k: jax.Array, v: jax.Array | None, *, implementation: str | None) -> Pool:
@@ -139,5 +139,7 @@ def make_pool(written: Any, layer: Layer, tokens: jax.Array) -> Pool:
     if pool.bounds is None:
         return pool
     size, most = layer.config.block_size, math.prod(tokens.shape[:-2])
-    block, filled = touched(layer.blocks, tables.lengths, tables.lengths - tables.new, tables.lengths, size, most)
-    return renewed(pool, block, filled, config=layer.config, layer=layer.number)
+    block, filled = find_touched_blocks(
+        layer.blocks, tables.lengths, tables.lengths - tables.new, tables.lengths, size, most
+    )
+    return renew_bounds(pool, block, filled, config=layer.config, layer=layer.number)

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxkv._core.state.head_rows import of_parts, part_sums
+from jaxkv._core.state.head_rows import repeat_for_shards, sum_shards
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables
 
 
-def blocks_for(lengths: jax.Array, block_size: int) -> jax.Array:
+def count_blocks(lengths: jax.Array, block_size: int) -> jax.Array:
     """Returns the number of blocks that hold `lengths` tokens."""
     return (lengths + block_size - 1) // block_size
 
 
-def serve(needs: Sequence[jax.Array], groups: Sequence[BlockTables]) -> jax.Array:
+def grant_rows(needs: Sequence[jax.Array], groups: Sequence[BlockTables]) -> jax.Array:
     """Returns `bool[S]`, the rows that get the `needs[g][s]` blocks they ask for: in order, all or nothing per row.
 
     A group whose blocks are in shards has `needs[g][p, s]`.
@@ -38,13 +38,13 @@ def serve(needs: Sequence[jax.Array], groups: Sequence[BlockTables]) -> jax.Arra
     return jax.lax.while_loop(lambda served: missing(served).any(), drop, (need <= num_free).all(axis=0))
 
 
-def take(tables: BlockTables, count: jax.Array, at: jax.Array | None = None) -> BlockTables:
+def take_blocks(tables: BlockTables, count: jax.Array, at: jax.Array | None = None) -> BlockTables:
     """Puts `count[s]` free blocks into each row's table from column `at[s]` on; default: after the row's last block.
 
     The caller makes sure that there are enough free blocks.
     """
     width, end = tables.tables.shape[1], tables.end if at is None else at
-    next_free = of_parts(first_free(tables), tables)
+    next_free = repeat_for_shards(first_free(tables), tables)
     # A row's new blocks are consecutive in the free list. Each row fetches a slice of table width, aligned so that its
     # first new block falls on its first unused column.
     windows = next_free + _cumsum(count, tables.parts) - count - end + width
@@ -53,20 +53,20 @@ def take(tables: BlockTables, count: jax.Array, at: jax.Array | None = None) -> 
     column = jnp.arange(width, dtype=jnp.int32)[None]
     is_fresh = (column >= end[:, None]) & (column < (end + count)[:, None])
     tables = dataclasses.replace(tables, tables=jnp.where(is_fresh, fresh, tables.tables))
-    return with_taken(tables, part_sums(count, tables))
+    return mark_taken(tables, sum_shards(count, tables))
 
 
-def with_taken(tables: BlockTables, count: jax.Array) -> BlockTables:
+def mark_taken(tables: BlockTables, count: jax.Array) -> BlockTables:
     """Marks the next `count` free blocks of each shard as used."""
     tables = dataclasses.replace(tables, num_free=tables.num_free - count)
     return dataclasses.replace(tables, peak=jnp.maximum(tables.peak, tables.num_used))
 
 
-def next_blocks(tables: BlockTables, taken: jax.Array) -> jax.Array:
+def pick_free_blocks(tables: BlockTables, taken: jax.Array) -> jax.Array:
     """Returns a free block wherever `taken` bool[S, M] is True, else the null block. The blocks stay marked as free."""
     at = _cumsum(taken.ravel(), tables.parts).reshape(taken.shape) - 1
     next_free = first_free(tables)
-    at += next_free if tables.parts == 1 else of_parts(next_free, tables)[:, None]
+    at += next_free if tables.parts == 1 else repeat_for_shards(next_free, tables)[:, None]
     return jnp.where(taken, tables.free_list.at[at].get(mode="fill", fill_value=NULL_BLOCK), NULL_BLOCK)
 
 
@@ -88,7 +88,7 @@ def replace_entries(tables: BlockTables, entries: jax.Array, kept: jax.Array | N
     return dataclasses.replace(
         tables,
         tables=entries,
-        # A free block keeps the 1 its next owner needs, so that `take` writes no counts.
+        # A free block keeps the 1 its next owner needs, so that `take_blocks` writes no counts.
         refcounts=left + freed.astype(jnp.int32),
         kept=tables.kept if kept is None else kept,
         free_list=jnp.asarray(tables.free_list).at[place].set(block, mode="drop", unique_indices=True),
@@ -96,7 +96,7 @@ def replace_entries(tables: BlockTables, entries: jax.Array, kept: jax.Array | N
     )
 
 
-def give_back(tables: BlockTables, first: jax.Array, sinks: int = 0) -> BlockTables:
+def free_leading_blocks(tables: BlockTables, first: jax.Array, sinks: int = 0) -> BlockTables:
     """Frees the blocks before column `first[s]` of each row, except its first `sinks`. Most steps have none to free,
     and then nothing runs."""
     column, end = jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None], tables.end
@@ -118,9 +118,9 @@ def give_back(tables: BlockTables, first: jax.Array, sinks: int = 0) -> BlockTab
         left = refcounts.at[block].add(-1, mode="drop")
         # If several rows drop the same block, one of them frees it.
         row = jnp.arange(block.size, dtype=jnp.int32)
-        one = jnp.full_like(refcounts, block.size).at[block].min(row, mode="drop")
+        lowest = jnp.full_like(refcounts, block.size).at[block].min(row, mode="drop")
         freed = (left.at[block].get(mode="fill", fill_value=1) == 0) & (
-            one.at[block].get(mode="fill", fill_value=-1) == row
+            lowest.at[block].get(mode="fill", fill_value=-1) == row
         )
         rank = jnp.cumsum(freed, dtype=jnp.int32)
         place = jnp.where(freed, tables.num_blocks - num_free - rank, tables.num_blocks + row)
@@ -131,7 +131,7 @@ def give_back(tables: BlockTables, first: jax.Array, sinks: int = 0) -> BlockTab
             num_free + rank[-1],
         )
 
-    # The counter is computed from the data, as in `serve`.
+    # The counter is computed from the data, as in `grant_rows`.
     state = (jnp.zeros_like(first), tables.refcounts, tables.free_list, tables.num_free)
     _, refcounts, free_list, num_free = jax.lax.while_loop(more, drop, state)
     return dataclasses.replace(

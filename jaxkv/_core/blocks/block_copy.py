@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.cache.cache import Cache
-from jaxkv._core.state.shard_local import own_blocks, part_of
-from jaxkv._core.state.sharding import BLOCKS, POOL, WHOLE, on_shards
+from jaxkv._core.state.shard_local import find_head_shard, localize_blocks
+from jaxkv._core.state.sharding import BLOCKS, POOL, WHOLE, run_on_shards
 from jaxkv._core.state.state import NULL_BLOCK, Pool
 
 
@@ -18,21 +18,21 @@ def copy_blocks(pool: Pool, source: jax.Array, target: jax.Array) -> Pool:
     """Copies block `source[i]` over block `target[i]`, except over the null block. All blocks are read before any is
     written."""
     source = jnp.where(target == NULL_BLOCK, NULL_BLOCK, source)
-    return on_shards(pool, _copy, (pool, source, target), (POOL, WHOLE, WHOLE), POOL)
+    return run_on_shards(pool, _copy, (pool, source, target), (POOL, WHOLE, WHOLE), POOL)
 
 
 def put_blocks(pool: Pool, blocks: Pool, target: jax.Array) -> Pool:
     """Writes `blocks[i]` over block `target[i]`, except over the null block."""
-    return on_shards(pool, _put, (pool, blocks.like(pool), target), (POOL, BLOCKS, WHOLE), POOL)
+    return run_on_shards(pool, _put, (pool, blocks.like(pool), target), (POOL, BLOCKS, WHOLE), POOL)
 
 
 def _copy(pool: Pool, source: jax.Array, target: jax.Array) -> Pool:
-    source = own_blocks(pool, source)
+    source = localize_blocks(pool, source)
     return _put(pool, jax.tree.map(lambda x: x[source], pool), target)
 
 
 def _put(pool: Pool, blocks: Pool, target: jax.Array) -> Pool:
-    target = own_blocks(pool, target)
+    target = localize_blocks(pool, target)
     past_the_end = pool.kv.shape[0] + jnp.arange(target.shape[0], dtype=jnp.int32)
     place = jnp.where(target == NULL_BLOCK, past_the_end, target)
 
@@ -44,7 +44,7 @@ def _put(pool: Pool, blocks: Pool, target: jax.Array) -> Pool:
 
 
 def _read(pool: Pool, blocks: Any) -> Pool:
-    if (part := part_of(pool)) is None:
+    if (part := find_head_shard(pool)) is None:
         return jax.tree.map(lambda x: x[blocks], pool)
     blocks = part.own(jnp.asarray(blocks))
     return jax.tree.map(lambda x: part.together(x[blocks]), pool)  # of null blocks, which are 0
@@ -57,7 +57,7 @@ put_in_place = jax.jit(put_blocks, donate_argnums=0)
 @functools.partial(jax.jit, static_argnames="parts")
 def read_blocks(pool: Pool, blocks: jax.Array, parts: int = 1) -> tuple[Pool, ...]:
     """Reads blocks of a pool, `[n, ...]`, split into `parts` equal pieces."""
-    found = on_shards(pool, _read, (pool, blocks), (POOL, WHOLE), BLOCKS)
+    found = run_on_shards(pool, _read, (pool, blocks), (POOL, WHOLE), BLOCKS)
     each = blocks.shape[0] // parts
     return tuple(jax.tree.map(lambda x, i=i: x[i * each : (i + 1) * each], found) for i in range(parts))
 
@@ -67,7 +67,7 @@ def read_group(cache: Cache, group: int, blocks: Any) -> dict[int, Pool]:
     found: dict[int, Pool] = {}
     for stack in cache.config.group_stacks(group):
         pool = cache.layer(stack[0]).pool
-        places = in_stack(blocks, len(stack), pool.kv.shape[0] // len(stack))
+        places = stack_blocks(blocks, len(stack), pool.kv.shape[0] // len(stack))
         found |= zip(stack, read_blocks(pool, places, parts=len(stack)), strict=True)
     return found
 
@@ -87,11 +87,11 @@ def put_group(
         pool, blocks = cache.layer(stack[0]).pool, [read(layer) for layer in stack]
         joined = blocks[0] if len(stack) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *blocks)
         places = jnp.pad(target, (0, joined.kv.shape[0] // len(stack) - target.shape[0]), constant_values=NULL_BLOCK)
-        pools[stack[0]] = put(pool, joined, in_stack(places, len(stack), pool.kv.shape[0] // len(stack)))
+        pools[stack[0]] = put(pool, joined, stack_blocks(places, len(stack), pool.kv.shape[0] // len(stack)))
     return cache.replace(pools=tuple(pools))
 
 
-def in_stack(blocks: Any, count: int, size: int) -> Any:
+def stack_blocks(blocks: Any, count: int, size: int) -> Any:
     """Returns the indices `i32[count * n]` of blocks `i32[n]` in a pool of `count` stacked layers of `size` blocks. The
     null block stays 0 in every layer."""
     if count == 1:
@@ -100,6 +100,6 @@ def in_stack(blocks: Any, count: int, size: int) -> Any:
     return ((blocks[None] + start) * (blocks[None] != NULL_BLOCK).astype(np.int32)).reshape(-1)
 
 
-def padded_size(count: int) -> int:
+def pad_size(count: int) -> int:
     """Rounds `count` up to a power of two, so that programs compile for few sizes."""
     return 1 << max(count - 1, 0).bit_length()

@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.blocks.allocator import blocks_for, next_blocks, replace_entries, serve, with_taken
+from jaxkv._core.blocks.allocator import count_blocks, grant_rows, mark_taken, pick_free_blocks, replace_entries
 from jaxkv._core.blocks.tables import mark_failed
 from jaxkv._core.cache.cache import Cache, check_cache
-from jaxkv._core.cache.key_bounds import renewed
+from jaxkv._core.cache.key_bounds import renew_bounds
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import integer, shown
-from jaxkv._core.state.arguments import as_int32, is_known, read_numbers
-from jaxkv._core.state.head_rows import any_of_row, part_sums, row_needs, seen_by_rows, to_lines
-from jaxkv._core.state.shard_local import part_of
-from jaxkv._core.state.sharding import POOL, WHOLE, on_shards
+from jaxkv._core.config.validation import integer, show
+from jaxkv._core.state.arguments import cast_int32, is_known, read_numbers
+from jaxkv._core.state.head_rows import any_head, repeat_for_heads, row_tables, sum_needs, sum_shards
+from jaxkv._core.state.shard_local import find_head_shard
+from jaxkv._core.state.sharding import POOL, WHOLE, run_on_shards
 from jaxkv._core.state.state import NULL_BLOCK, SENSELESS, BlockTables, Pool
 
 
@@ -55,9 +55,9 @@ def evict(cache: Cache, keep: Any = None, *, layer: int, scores: Any = None, bud
     ([10, 20], [40, 20], 3)
     """
     check_cache(cache)
-    config, one = cache.config, cache.layer_config(layer)
-    if one.evict is None:
-        why = "keeps all tokens" if one.shares_with is None else f"reads what layer {one.shares_with} keeps"
+    config, found = cache.config, cache.layer_config(layer)
+    if found.evict is None:
+        why = "keeps all tokens" if found.shares_with is None else f"reads what layer {found.shares_with} keeps"
         raise ValueError(f'Layer {layer} {why}: evict is for layers made with LayerConfig(evict="layer" or "head").')
     if (keep is None) == (scores is None) or (scores is None) != (budget is None):
         raise ValueError("evict takes either keep, or scores and a budget, and neither takes part in the other way.")
@@ -74,20 +74,24 @@ def evict(cache: Cache, keep: Any = None, *, layer: int, scores: Any = None, bud
 def _evict(
     tables: tuple[BlockTables, ...], pool: Pool, given: dict[str, jax.Array], config: CacheConfig, group: int
 ) -> tuple[tuple[BlockTables, ...], Pool]:
-    t = tables[group]
+    group_tables = tables[group]
     given = {name: x if name == "budget" else x[..., : config.row_places(group)] for name, x in given.items()}
-    seen, keep, senseless = seen_by_rows(t, config), given.get("keep"), jnp.zeros(config.max_seqs, bool)
+    seen, keep, senseless = row_tables(group_tables, config), given.get("keep"), jnp.zeros(config.max_seqs, bool)
     if keep is None:
-        keep, senseless = best_of(given["scores"], given["budget"], t, config)
+        keep, senseless = select_best(given["scores"], given["budget"], group_tables, config)
         senseless &= ~seen.failed
-    keep = _of_lines(keep, t) & (jnp.arange(keep.shape[-1], dtype=jnp.int32)[None] < t.lengths[:, None])
-    move = _plan(t, keep, ~t.failed & ~to_lines(senseless, t), config.block_size)
-    needed = row_needs(move.copied.sum(axis=1, dtype=jnp.int32), t, config)
-    granted = serve([needed], [t])
-    refused, granted = any_of_row(move.changes, config) & ~granted, to_lines(granted, t)
+    keep = _repeat_for_heads(keep, group_tables) & (
+        jnp.arange(keep.shape[-1], dtype=jnp.int32)[None] < group_tables.lengths[:, None]
+    )
+    move = _plan(
+        group_tables, keep, ~group_tables.failed & ~repeat_for_heads(senseless, group_tables), config.block_size
+    )
+    needed = sum_needs(move.copied.sum(axis=1, dtype=jnp.int32), group_tables, config)
+    granted = grant_rows([needed], [group_tables])
+    refused, granted = any_head(move.changes, config) & ~granted, repeat_for_heads(granted, group_tables)
     move = move._replace(changes=move.changes & granted, copied=move.copied & granted[:, None])
 
-    changed, pool = _carry_out(t, pool, move, config, group)
+    changed, pool = _carry_out(group_tables, pool, move, config, group)
     wanted = jnp.where(senseless, SENSELESS, seen.lengths)
     groups = [*tables[:group], changed, *tables[group + 1 :]]
     return tuple(
@@ -102,11 +106,11 @@ def thin(cache: Cache, keep: jax.Array, *, layer: int) -> Cache:
       keep: `bool[S, C]`, or `bool[K * S, C]` by head rows for a layer that evicts by heads.
     """
     config, group = cache.config, cache.config.group(layer)
-    t, pools = cache.tables[group], list(cache.pools)
-    keep &= jnp.arange(keep.shape[-1], dtype=jnp.int32)[None] < t.lengths[:, None]
-    move = _plan(t, keep, ~t.failed, config.block_size)
+    tables, pools = cache.tables[group], list(cache.pools)
+    keep &= jnp.arange(keep.shape[-1], dtype=jnp.int32)[None] < tables.lengths[:, None]
+    move = _plan(tables, keep, ~tables.failed, config.block_size)
     move = move._replace(copied=jnp.zeros_like(move.copied))
-    changed, pools[layer] = _carry_out(t, pools[layer], move, config, group)
+    changed, pools[layer] = _carry_out(tables, pools[layer], move, config, group)
     return cache.replace(tables=(*cache.tables[:group], changed, *cache.tables[group + 1 :]), pools=tuple(pools))
 
 
@@ -121,45 +125,45 @@ class _Move(NamedTuple):
     copied: jax.Array  # bool[R, M]: columns whose block is shared, so that a new one is written
 
 
-def _plan(t: BlockTables, keep: jax.Array, allowed: jax.Array, block_size: int) -> _Move:
+def _plan(tables: BlockTables, keep: jax.Array, allowed: jax.Array, block_size: int) -> _Move:
     places = jnp.arange(-(-keep.shape[1] // block_size) * block_size, dtype=jnp.int32)[None]  # no more is kept
     count = jnp.sum(keep, axis=1, dtype=jnp.int32)
-    changes = allowed & (count < t.lengths)
+    changes = allowed & (count < tables.lengths)
     line, place = (jnp.broadcast_to(x, keep.shape) for x in (_numbers(keep)[:, None], places[:, : keep.shape[1]]))
     to = jnp.where(keep, jnp.cumsum(keep, axis=1, dtype=jnp.int32) - 1, places.size)
     source = jnp.broadcast_to(places, (keep.shape[0], places.size)).at[line, to].set(place, mode="drop")
     kept_so_far = jnp.sum(jnp.cumsum(~keep, axis=1) == 0, axis=1, dtype=jnp.int32)
-    first, end = kept_so_far // block_size, blocks_for(count, block_size)
-    column = jnp.arange(t.tables.shape[1], dtype=jnp.int32)[None]
+    first, end = kept_so_far // block_size, count_blocks(count, block_size)
+    column = jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None]
     written = changes[:, None] & (column >= first[:, None]) & (column < end[:, None])
-    return _Move(changes, count, source, first, end, written & (t.refcounts[t.tables] > 1))
+    return _Move(changes, count, source, first, end, written & (tables.refcounts[tables.tables] > 1))
 
 
 def _carry_out(
-    t: BlockTables, pool: Pool | None, move: _Move, config: CacheConfig, group: int
+    tables: BlockTables, pool: Pool | None, move: _Move, config: CacheConfig, group: int
 ) -> tuple[BlockTables, Pool]:
     assert pool is not None
-    changed = _hold(t, move, config)
-    arrays = (t.tables, changed.tables, move)
+    changed = _hold(tables, move, config)
+    arrays = (tables.tables, changed.tables, move)
     specs, layer = (POOL, *[WHOLE] * len(arrays)), config.groups[group][0]
-    return changed, on_shards(pool, _compact, (pool, *arrays), specs, POOL, config=config, layer=layer)
+    return changed, run_on_shards(pool, _compact, (pool, *arrays), specs, POOL, config=config, layer=layer)
 
 
-def _hold(t: BlockTables, move: _Move, config: CacheConfig) -> BlockTables:
+def _hold(tables: BlockTables, move: _Move, config: CacheConfig) -> BlockTables:
     """Returns the tables after the moves. Blocks for copies are taken before any are freed, so that none of them is
     read later."""
-    fresh = next_blocks(t, move.copied)
-    t = with_taken(t, part_sums(move.copied.sum(axis=1, dtype=jnp.int32), t))
-    gone = move.changes[:, None] & (jnp.arange(t.tables.shape[1], dtype=jnp.int32)[None] >= move.end[:, None])
-    t = replace_entries(t, jnp.where(gone | move.copied, NULL_BLOCK, t.tables))
-    assert t.evicted is not None and t.thinned is not None
+    fresh = pick_free_blocks(tables, move.copied)
+    tables = mark_taken(tables, sum_shards(move.copied.sum(axis=1, dtype=jnp.int32), tables))
+    gone = move.changes[:, None] & (jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None] >= move.end[:, None])
+    tables = replace_entries(tables, jnp.where(gone | move.copied, NULL_BLOCK, tables.tables))
+    assert tables.evicted is not None and tables.thinned is not None
     return dataclasses.replace(
-        t,
-        tables=jnp.where(move.copied, fresh, t.tables),
-        lengths=jnp.where(move.changes, move.left, t.lengths),
-        new=jnp.where(to_lines(any_of_row(move.changes, config), t), 0, t.new),
-        evicted=jnp.where(move.changes, t.seen - move.left, t.evicted),
-        thinned=jnp.where(move.changes, move.left, t.thinned),
+        tables,
+        tables=jnp.where(move.copied, fresh, tables.tables),
+        lengths=jnp.where(move.changes, move.left, tables.lengths),
+        new=jnp.where(repeat_for_heads(any_head(move.changes, config), tables), 0, tables.new),
+        evicted=jnp.where(move.changes, tables.seen - move.left, tables.evicted),
+        thinned=jnp.where(move.changes, move.left, tables.thinned),
     )
 
 
@@ -168,7 +172,7 @@ def _compact(
 ) -> Pool:  # fmt: skip
     """Moves the tokens of head rows forward, column by column. A token never moves backward, so that no slot is
     overwritten before it is read."""
-    if (part := part_of(pool)) is not None:
+    if (part := find_head_shard(pool)) is not None:
         old, new, move = jax.tree.map(part.lines, (old, new, move))
         old, new = part.own(old), part.own(new)
     size = pool.kv.shape[3]
@@ -188,31 +192,35 @@ def _compact(
         if pool.bounds is None:
             return pool
         changed, filled = jnp.where(written, target, NULL_BLOCK), jnp.clip(move.left - j * size, 0, size)
-        return renewed(pool, changed, filled, config=config, layer=layer)
+        return renew_bounds(pool, changed, filled, config=config, layer=layer)
 
     start = jnp.min(jnp.where(move.changes, move.first, old.shape[1]))
     stop = jnp.max(jnp.where(move.changes, move.end, 0))
     return jax.lax.fori_loop(start, stop, column, pool)
 
 
-def best_of(scores: jax.Array, budget: jax.Array, t: BlockTables, config: CacheConfig) -> tuple[jax.Array, jax.Array]:
+def select_best(
+    scores: jax.Array, budget: jax.Array, tables: BlockTables, config: CacheConfig
+) -> tuple[jax.Array, jax.Array]:
     """Returns the tokens with the `budget` best scores of each head row, and `bool[S]`, the rows with invalid input."""
-    if scores.ndim == 3 and t.lengths.shape[0] == config.max_seqs:
+    if scores.ndim == 3 and tables.lengths.shape[0] == config.max_seqs:
         scores = scores.mean(axis=1)
-    scores = _of_lines(scores, t)
-    budget = jnp.broadcast_to(_of_lines(budget[..., None], t)[..., 0] if budget.ndim else budget, scores.shape[:1])
-    held = jnp.arange(scores.shape[1], dtype=jnp.int32)[None] < t.lengths[:, None]
+    scores = _repeat_for_heads(scores, tables)
+    budget = jnp.broadcast_to(
+        _repeat_for_heads(budget[..., None], tables)[..., 0] if budget.ndim else budget, scores.shape[:1]
+    )
+    held = jnp.arange(scores.shape[1], dtype=jnp.int32)[None] < tables.lengths[:, None]
     wrong = (jnp.isnan(scores) & held).any(axis=1) | (budget < 0)
     order = jnp.argsort(jnp.where(held, -scores, jnp.inf), axis=1, stable=True)
     rank = jnp.argsort(order, axis=1)
-    return rank < budget[:, None], any_of_row(wrong, config)
+    return rank < budget[:, None], any_head(wrong, config)
 
 
-def _of_lines(x: jax.Array, t: BlockTables) -> jax.Array:
+def _repeat_for_heads(x: jax.Array, tables: BlockTables) -> jax.Array:
     """Expands `[S, C]` or `[S, K, C]` to the head rows of a table; head rows stay as they are."""
     if x.ndim == 3:
         return jnp.moveaxis(x, 1, 0).reshape(-1, x.shape[-1])
-    return to_lines(x, t)
+    return repeat_for_heads(x, tables)
 
 
 def _numbers(x: jax.Array) -> jax.Array:
@@ -222,13 +230,13 @@ def _numbers(x: jax.Array) -> jax.Array:
 def _read_places(name: str, x: Any, cache: Cache, layer: int) -> jax.Array:
     """Reads `keep` or `scores` over the tokens that rows hold. Raises ValueError."""
     x = read_numbers(name, x)
-    rows, one = cache.config.max_seqs, cache.layer_config(layer)
-    by_head = one.evict == "head" or name == "scores"
-    shapes = ((rows,), (rows, one.num_kv_heads)) if by_head else ((rows,),)
+    rows, found = cache.config.max_seqs, cache.layer_config(layer)
+    by_head = found.evict == "head" or name == "scores"
+    shapes = ((rows,), (rows, found.num_kv_heads)) if by_head else ((rows,),)
     most, right = cache.config.max_seq_len, jnp.bool_ if name == "keep" else jnp.floating
     if x.shape[:-1] not in shapes or not 0 < x.shape[-1] <= most or not jnp.issubdtype(x.dtype, right):
         kind = "bool" if name == "keep" else "floats "
-        wanted = f"{kind}[{rows}, C]" + (f" or [{rows}, {one.num_kv_heads}, C]" if by_head else "")
+        wanted = f"{kind}[{rows}, C]" + (f" or [{rows}, {found.num_kv_heads}, C]" if by_head else "")
         raise ValueError(
             f"{name} must be {wanted} over the tokens that layer {layer} holds, with C up to {most}, not "
             f"{x.dtype}{list(x.shape)}."
@@ -243,16 +251,16 @@ def _read_places(name: str, x: Any, cache: Cache, layer: int) -> jax.Array:
 
 def _read_budget(budget: Any, cache: Cache, layer: int) -> jax.Array:
     """Reads the number of tokens to keep, `i32[]`, `i32[S]` or `i32[S, K]`. Raises ValueError."""
-    rows, one = cache.config.max_seqs, cache.layer_config(layer)
+    rows, found = cache.config.max_seqs, cache.layer_config(layer)
     budget = read_numbers("budget", budget)
     if is_known(budget) and budget.ndim == 0:
         return jnp.int32(integer("budget, the tokens to keep,", budget, least=1))
-    shapes = ((), (rows,), (rows, one.num_kv_heads)) if one.evict == "head" else ((), (rows,))
+    shapes = ((), (rows,), (rows, found.num_kv_heads)) if found.evict == "head" else ((), (rows,))
     if budget.shape not in shapes or not jnp.issubdtype(budget.dtype, jnp.integer):
         raise ValueError(
             f"budget must be a number of tokens, or integers of the shape {' or '.join(map(str, shapes[1:]))}, not "
-            f"{shown(budget)}."
+            f"{show(budget)}."
         )
     if is_known(budget) and (budget.min() < 0 or budget.max() < 1):
-        raise ValueError(f"budget must say how many tokens to keep, at least one, not {shown(budget.tolist())}.")
-    return as_int32(budget)
+        raise ValueError(f"budget must say how many tokens to keep, at least one, not {show(budget.tolist())}.")
+    return cast_int32(budget)

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkv._core.blocks.block_copy import padded_size
+from jaxkv._core.blocks.block_copy import pad_size
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.columns import rows_entries
 from jaxkv._core.state.state import NULL_BLOCK
 
 
-class Blocks(NamedTuple):
+class BlockPlan(NamedTuple):
     """The blocks that rows need, and the current slot of each of their tokens."""
 
     tables: np.ndarray  # i32[R, M]: blocks from 1 in the order of `slots`; null where a row has none
@@ -21,10 +21,10 @@ class Blocks(NamedTuple):
     def padded(self) -> np.ndarray:
         """`slots` padded with empty blocks, so that programs that take them compile for few shapes."""
         count = len(self.slots)
-        return np.pad(self.slots, ((0, padded_size(count) - count), (0, 0)), constant_values=-1)
+        return np.pad(self.slots, ((0, pad_size(count) - count), (0, 0)), constant_values=-1)
 
 
-class Held(NamedTuple):
+class HeldBlocks(NamedTuple):
     """What rows hold in the layers of a group, by head rows if it evicts by heads; see `head_rows`."""
 
     tables: np.ndarray  # i32[n, blocks]: their blocks in order, from the first block on
@@ -32,14 +32,14 @@ class Held(NamedTuple):
     thinned: np.ndarray | None = None  # i32[n], as in `BlockTables`, in a layer that evicts
 
 
-def held_by(tables: Any, config: CacheConfig, group: int, rows: np.ndarray) -> Held:
+def find_held(tables: Any, config: CacheConfig, group: int, rows: np.ndarray) -> HeldBlocks:
     """Returns what `rows` i32[R] hold, by a group's tables on the host."""
-    lines = lines_of(rows, config, group)
+    lines = find_head_rows(rows, config, group)
     thinned = None if tables.thinned is None else np.asarray(tables.thinned)[lines]
-    return Held(rows_entries(tables, config, group, lines), np.asarray(tables.lengths)[lines], thinned)
+    return HeldBlocks(rows_entries(tables, config, group, lines), np.asarray(tables.lengths)[lines], thinned)
 
 
-def lines_of(rows: np.ndarray, config: CacheConfig, group: int) -> np.ndarray:
+def find_head_rows(rows: np.ndarray, config: CacheConfig, group: int) -> np.ndarray:
     """Returns the indices of the rows' head rows in a group's tables."""
     return np.concatenate([rows + head * config.max_seqs for head in range(config.group_heads[group])])
 
@@ -55,7 +55,7 @@ class TokensGone(ValueError):
 def reblock(
     tables: np.ndarray, lengths: np.ndarray, old_size: int, new_size: int, *, first: np.ndarray | None = None,
     sinks: int = 0, share: bool = True, partial: bool = False,
-) -> Blocks:  # fmt: skip
+) -> BlockPlan:  # fmt: skip
     """Regroups the tokens of rows into blocks of `new_size`.
 
     Args:
@@ -99,10 +99,10 @@ def reblock(
             if number > len(slots):
                 slots.append(block_places)
             entries[row, i] = number
-    return Blocks(entries, np.array(slots, np.int64).reshape(-1, new_size))
+    return BlockPlan(entries, np.array(slots, np.int64).reshape(-1, new_size))
 
 
-def lacking(plan: Blocks, num_free: Any) -> tuple[int, int] | None:
+def describe_lack(plan: BlockPlan, num_free: Any) -> tuple[int, int] | None:
     """Returns the blocks needed and free if rows need more than are free, else None; for the shard that lacks most if
     `num_free` is i32[P]."""
     num_free = np.atleast_1d(num_free)
@@ -115,8 +115,9 @@ def lacking(plan: Blocks, num_free: Any) -> tuple[int, int] | None:
 
 
 def fit(
-    config: CacheConfig, groups: Sequence[Sequence[int]], held: Sequence[Held], old_size: int, *, partial: bool = False
-) -> dict[int, Blocks]:  # fmt: skip
+    config: CacheConfig, groups: Sequence[Sequence[int]], held: Sequence[HeldBlocks], old_size: int, *,
+    partial: bool = False,
+) -> dict[int, BlockPlan]:  # fmt: skip
     """Returns the blocks that rows need in a cache of this config, for each layer with a pool.
 
     Args:
@@ -128,16 +129,16 @@ def fit(
     Raises:
       TokensGone: as `reblock`; names the layer.
     """
-    plans: dict[int, Blocks] = {}
+    plans: dict[int, BlockPlan] = {}
     for g, layers in enumerate(config.groups):
-        found: dict[int, Blocks] = {}
+        found: dict[int, BlockPlan] = {}
         for layer in layers:
             group = next(i for i, members in enumerate(groups) if layer in members)
             if group not in found:
                 tables, lengths, _ = held[group]
                 try:
                     found[group] = reblock(
-                        tables, lengths, old_size, config.block_size, first=config.first_seen(g, lengths),
+                        tables, lengths, old_size, config.block_size, first=config.first_visible_block(g, lengths),
                         sinks=config.group_sinks[g], share=not config.contiguous, partial=partial,
                     )  # fmt: skip
                 except TokensGone as gone:
@@ -146,23 +147,23 @@ def fit(
     return plans
 
 
-def with_blocks(
-    held: Sequence[Held], groups: Sequence[Sequence[int]], plans: dict[int, Blocks], config: CacheConfig
-) -> list[Held]:
+def fill_blocks(
+    held: Sequence[HeldBlocks], groups: Sequence[Sequence[int]], plans: dict[int, BlockPlan], config: CacheConfig
+) -> list[HeldBlocks]:
     """Returns the rows' blocks as `fit` planned them, for each group of `config`; `groups` are those of `held`."""
     found = []
     for layer, *_ in config.groups:
-        own = next(one for one, members in zip(held, groups, strict=True) if layer in members)
+        own = next(item for item, members in zip(held, groups, strict=True) if layer in members)
         found.append(own._replace(tables=plans[layer].tables))
     return found
 
 
-def tokens_at(kv: Any, slots: np.ndarray, *, first: int = 0) -> Any:
+def gather_slots(kv: Any, slots: np.ndarray, *, first: int = 0) -> Any:
     """Reads the keys and values at `slots`, `[n, 2, K, new_size, D]`; slots without a token hold any numbers.
 
     Args:
       kv: `[N, 2, K, old_size, D]`, a pool's array or one in a file. Scales may lack the last axis, in kv and result.
-      slots: as in `Blocks`.
+      slots: as in `BlockPlan`.
       first: index of kv's first block.
     """
     old_size = kv.shape[3]

@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.blocks.block_copy import put_blocks, put_group, put_in_place
-from jaxkv._core.blocks.reblock import Held, lines_of
+from jaxkv._core.blocks.reblock import HeldBlocks, find_head_rows
 from jaxkv._core.cache.cache import Cache
-from jaxkv._core.cache.key_bounds import with_bounds
+from jaxkv._core.cache.key_bounds import add_bounds
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.columns import columns_for
-from jaxkv._core.state.head_rows import any_of_row
-from jaxkv._core.state.multihost import put
+from jaxkv._core.state.head_rows import any_head
+from jaxkv._core.state.multihost import put_replicated
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
 
 
 def put_rows(
-    cache: Cache, rows: np.ndarray, lengths: np.ndarray, held: Sequence[Held],
+    cache: Cache, rows: np.ndarray, lengths: np.ndarray, held: Sequence[HeldBlocks],
     read: Callable[[int], Any], *, in_place: bool,
 ) -> Cache:  # fmt: skip
     """Returns a cache in which `rows` have `lengths` tokens.
@@ -34,7 +34,7 @@ def put_rows(
     """
     groups, result = [], cache
     for group, (tables, own) in enumerate(zip(cache.tables, held, strict=True)):
-        lines, seen = lines_of(rows, cache.config, group), np.tile(lengths, cache.config.group_heads[group])
+        lines, seen = find_head_rows(rows, cache.config, group), np.tile(lengths, cache.config.group_heads[group])
         changed, blocks = _adopt(tables, own, lines, seen, cache.config, group)
         groups.append(changed)
         if len(blocks):
@@ -44,7 +44,7 @@ def put_rows(
 
 
 def _adopt(
-    tables: BlockTables, held: Held, rows: np.ndarray, seen: np.ndarray, config: CacheConfig, group: int
+    tables: BlockTables, held: HeldBlocks, rows: np.ndarray, seen: np.ndarray, config: CacheConfig, group: int
 ) -> tuple[BlockTables, np.ndarray]:
     """Returns tables in which `rows` hold blocks, and the indices `i32[n]` of those blocks."""
     entries = held.tables
@@ -88,22 +88,22 @@ def _adopt(
     return dataclasses.replace(tables, **like), blocks[1:]
 
 
-def _found(read: Callable[[int], Any], held: Held, config: CacheConfig, layer: int) -> Pool:
-    return with_bounds(read(layer), held.tables, held.lengths, config, layer)
+def _found(read: Callable[[int], Any], held: HeldBlocks, config: CacheConfig, layer: int) -> Pool:
+    return add_bounds(read(layer), held.tables, held.lengths, config, layer)
 
 
 def _like(old: jax.Array, new: np.ndarray) -> jax.Array:
     """Puts `new` on the devices of `old`, so that a compiled step takes either."""
     new = np.asarray(new, old.dtype)
-    return put(new, old.sharding) if getattr(old, "committed", False) else jnp.asarray(new)
+    return put_replicated(new, old.sharding) if getattr(old, "committed", False) else jnp.asarray(new)
 
 
 def empty_rows(cache: Cache) -> np.ndarray:
     """Returns `bool[S]`, the rows without tokens, reserved blocks or failures."""
     config, (failed, lengths, tables) = cache.config, jax.device_get((cache.failed, cache.lengths, cache.tables))
     empty = ~failed & (lengths == 0)
-    for t in () if config.contiguous else tables:
-        empty &= ~any_of_row(t.tables.any(axis=1), config)
+    for group_tables in () if config.contiguous else tables:
+        empty &= ~any_head(group_tables.tables.any(axis=1), config)
     return empty
 
 

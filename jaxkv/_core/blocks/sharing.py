@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.blocks.allocator import blocks_for, replace_entries, serve, take
-from jaxkv._core.blocks.block_copy import copy_blocks, in_stack
+from jaxkv._core.blocks.allocator import count_blocks, grant_rows, replace_entries, take_blocks
+from jaxkv._core.blocks.block_copy import copy_blocks, stack_blocks
 from jaxkv._core.blocks.tables import mark_failed
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.state.arguments import is_known, read_numbers, row_counts, row_indices, scatter_rows
 from jaxkv._core.state.columns import blocks_of, relative
-from jaxkv._core.state.head_rows import any_of_row, part_sums, row_needs, source_lines, to_lines
+from jaxkv._core.state.head_rows import any_head, repeat_for_heads, source_head_rows, sum_needs, sum_shards
 from jaxkv._core.state.state import GONE, NULL_BLOCK, BlockTables
 
 
@@ -144,11 +144,11 @@ def _truncate(cache: Cache, target: jax.Array) -> Cache:
     gone = jnp.zeros_like(shorter)
     for group, tables in enumerate(cache.tables):
         if tables.evicted is not None and tables.thinned is not None:
-            thinned = to_lines(target, tables) < tables.evicted + tables.thinned
-            gone |= shorter & (target > 0) & any_of_row(thinned, cache.config)
+            thinned = repeat_for_heads(target, tables) < tables.evicted + tables.thinned
+            gone |= shorter & (target > 0) & any_head(thinned, cache.config)
             continue
         sinks = cache.config.group_sinks[group]
-        first, end = cache.config.first_seen(group, target), blocks_for(target, cache.config.block_size)
+        first, end = cache.config.first_visible_block(group, target), count_blocks(target, cache.config.block_size)
         block = _columns(tables)
         if tables.skipped is not None:
             block = blocks_of(block, tables.skipped[:, None], sinks)
@@ -160,8 +160,8 @@ def _truncate(cache: Cache, target: jax.Array) -> Cache:
     def shorten(tables: BlockTables) -> BlockTables:
         refused, needed = (shorter & ~granted) | (target < 0), jnp.where(gone, GONE, 1)
         tables = mark_failed(tables, refused, jnp.where(target < 0, -1, target), needed)
-        rows, lengths = to_lines(granted, tables), _held(tables, target)
-        emptied = rows & to_lines(target == 0, tables)
+        rows, lengths = repeat_for_heads(granted, tables), _held(tables, target)
+        emptied = rows & repeat_for_heads(target == 0, tables)
         return dataclasses.replace(
             tables,
             lengths=jnp.where(rows, lengths, tables.lengths),
@@ -176,7 +176,7 @@ def _truncate(cache: Cache, target: jax.Array) -> Cache:
 
 def _held(tables: BlockTables, target: jax.Array) -> jax.Array:
     """Returns how many of the first `target` i32[S] tokens of each row are held, for each head row."""
-    target = to_lines(target, tables)
+    target = repeat_for_heads(target, tables)
     return target if tables.evicted is None else jnp.maximum(target - tables.evicted, 0)
 
 
@@ -191,7 +191,7 @@ class _Plan(NamedTuple):
 
 def _adoption(cache: Cache, tables: BlockTables, source: jax.Array, moved: jax.Array) -> _Plan:
     """Plans that rows under `moved` become copies of rows `source`."""
-    source, moved = source_lines(source, tables), to_lines(moved, tables)
+    source, moved = source_head_rows(source, tables), repeat_for_heads(moved, tables)
     block_size, length = cache.config.block_size, relative(tables, cache.config.block_size).lengths[source]
     if cache.config.contiguous:  # every row keeps its own block
         first_column = jnp.zeros_like(source)
@@ -202,7 +202,7 @@ def _adoption(cache: Cache, tables: BlockTables, source: jax.Array, moved: jax.A
     first_taker = jnp.full_like(source, source.shape[0]).at[source].min(takers)
     inherits = moved[source] & (first_taker[source] == index)
     copied = moved & (length % block_size > 0) & ~inherits
-    keep = blocks_for(length, block_size) - copied.astype(jnp.int32)
+    keep = count_blocks(length, block_size) - copied.astype(jnp.int32)
     entries = jnp.where(_columns(tables) < keep[:, None], tables.tables[source], NULL_BLOCK)
     column = jnp.minimum(length // block_size, entries.shape[1] - 1)
     return _Plan(jnp.where(moved[:, None], entries, tables.tables), copied, tables.tables[source, column], column)
@@ -210,7 +210,7 @@ def _adoption(cache: Cache, tables: BlockTables, source: jax.Array, moved: jax.A
 
 def _truncation(cache: Cache, tables: BlockTables, target: jax.Array, shorter: jax.Array) -> _Plan:
     """Plans that rows under `shorter` keep their first `target` tokens."""
-    target, shorter = _held(tables, target), to_lines(shorter, tables)
+    target, shorter = _held(tables, target), repeat_for_heads(shorter, tables)
     block_size = cache.config.block_size
     if tables.skipped is not None:  # columns count from the first block that stays in the table
         target = jnp.maximum(target - tables.skipped * block_size, 0)
@@ -219,7 +219,7 @@ def _truncation(cache: Cache, tables: BlockTables, target: jax.Array, shorter: j
     if cache.config.contiguous:
         return _Plan(tables.tables, jnp.zeros_like(shorter), block, column)
     copied = shorter & (target % block_size > 0) & (tables.refcounts[block] > 1)
-    keep = blocks_for(target, block_size) - copied.astype(jnp.int32)
+    keep = count_blocks(target, block_size) - copied.astype(jnp.int32)
     dropped = shorter[:, None] & (_columns(tables) >= keep[:, None])
     return _Plan(jnp.where(dropped, NULL_BLOCK, tables.tables), copied, block, column)
 
@@ -238,7 +238,10 @@ def _servable(cache: Cache, wanted: jax.Array, plan_for: Callable[[BlockTables, 
     the copies; else rows are served in order with the blocks that were free before."""
     plans = [plan_for(tables, wanted) for tables in cache.tables]
     pairs = zip(plans, cache.tables, strict=True)
-    served = serve([row_needs(_blocks_taken(cache, p.copied), t, cache.config) for p, t in pairs], cache.tables)
+    served = grant_rows(
+        [sum_needs(_blocks_taken(cache, p.copied), group_tables, cache.config) for p, group_tables in pairs],
+        cache.tables,
+    )
     return wanted & (served | _all_fit(cache, plans))
 
 
@@ -247,7 +250,7 @@ def _all_fit(cache: Cache, plans: list[_Plan]) -> jax.Array:
     enough = jnp.array(True)
     for tables, plan in zip(cache.tables, plans, strict=True):
         freed = tables if cache.config.contiguous else replace_entries(tables, plan.entries)
-        enough &= jnp.all(part_sums(_blocks_taken(cache, plan.copied), tables) <= freed.num_free)
+        enough &= jnp.all(sum_shards(_blocks_taken(cache, plan.copied), tables) <= freed.num_free)
     return enough
 
 
@@ -255,7 +258,7 @@ def _become(cache: Cache, source: jax.Array, granted: jax.Array, refused: jax.Ar
     """Makes rows under `granted` copies of rows `source`, failures included; marks rows under `refused` as failed."""
 
     def inherit(tables: BlockTables) -> BlockTables:
-        changed, like = to_lines(granted, tables), source_lines(source, tables)
+        changed, like = repeat_for_heads(granted, tables), source_head_rows(source, tables)
 
         def from_source(x: jax.Array | None) -> jax.Array | None:
             return None if x is None else jnp.where(changed, x[like], x)
@@ -279,11 +282,13 @@ def _carry_out(
         changed = tables
         if not cache.config.contiguous:
             # Given by column: the row's earlier blocks may have left the window, so that no block precedes this one.
-            changed = take(replace_entries(tables, plan.entries), _blocks_taken(cache, plan.copied), at=plan.column)
+            changed = take_blocks(
+                replace_entries(tables, plan.entries), _blocks_taken(cache, plan.copied), at=plan.column
+            )
         target = changed.tables[jnp.arange(plan.column.shape[0]), plan.column]
         target = jnp.where(plan.copied, target, NULL_BLOCK)
         for stack in cache.config.group_stacks(group):
-            source, places = (in_stack(x, len(stack), tables.num_blocks + 1) for x in (plan.block, target))
+            source, places = (stack_blocks(x, len(stack), tables.num_blocks + 1) for x in (plan.block, target))
             pools[stack[0]] = copy_blocks(cache.layer(stack[0]).pool, source, places)
         groups.append(update_rows(changed))
     return cache.replace(tables=tuple(groups), pools=tuple(pools))

@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.blocks.allocator import blocks_for, replace_entries
-from jaxkv._core.blocks.block_copy import in_stack
+from jaxkv._core.blocks.allocator import count_blocks, replace_entries
+from jaxkv._core.blocks.block_copy import stack_blocks
 from jaxkv._core.blocks.tables import mark_failed
 from jaxkv._core.cache.cache import Cache, check_cache
-from jaxkv._core.cache.key_bounds import renewed, touched
-from jaxkv._core.config.validation import shown
-from jaxkv._core.state.arguments import as_int32, is_known, read_numbers
+from jaxkv._core.cache.key_bounds import find_touched_blocks, renew_bounds
+from jaxkv._core.config.validation import show
+from jaxkv._core.state.arguments import cast_int32, is_known, read_numbers
 from jaxkv._core.state.columns import relative
-from jaxkv._core.state.head_rows import any_of_row, to_lines
-from jaxkv._core.state.shard_local import at_places, own_places
-from jaxkv._core.state.sharding import POOL, WHOLE, on_shards
+from jaxkv._core.state.head_rows import any_head, repeat_for_heads
+from jaxkv._core.state.shard_local import localize_slots, read_slots
+from jaxkv._core.state.sharding import POOL, WHOLE, run_on_shards
 from jaxkv._core.state.state import NULL_BLOCK, SENSELESS, BlockTables, Pool
 
 
@@ -54,17 +54,19 @@ def keep(cache: Cache, path: Any) -> Cache:
     is_right = jnp.where(number < count[:, None], increases & (path < cache.new[:, None]), path == -1)
     moved = is_kept & (path != number)
     changes = moved.any(axis=1) | (count < cache.new)
-    shared = jnp.stack([any_of_row(_shares_new_tokens(cache, t), cache.config) for t in cache.tables]).any(axis=0)
+    shared = jnp.stack([any_head(_shares_new_tokens(cache, tables), cache.config) for tables in cache.tables]).any(
+        axis=0
+    )
     refused = (~is_right.all(axis=1) | (changes & shared)) & ~cache.failed
     changes &= ~refused & ~cache.failed
     cache = _move(cache, path, number, moved & changes[:, None])
     cache = _shorten(cache, cache.new - count, changes)
     return cache.replace(
-        tables=tuple(mark_failed(t, refused, jnp.full_like(count, SENSELESS), 0) for t in cache.tables)
+        tables=tuple(mark_failed(tables, refused, jnp.full_like(count, SENSELESS), 0) for tables in cache.tables)
     )
 
 
-def take_back(cache: Cache, count: jax.Array) -> Cache:
+def revert_tokens(cache: Cache, count: jax.Array) -> Cache:
     """Drops the last `count[s]` tokens of each row's last step. Their blocks must not be shared."""
     return _shorten(cache, jnp.clip(count, 0, cache.new), count > 0)
 
@@ -77,7 +79,7 @@ def keep_guesses(cache: Cache, path: jax.Array, guessed: jax.Array) -> Cache:
     given = (cache.new - guessed)[:, None]
     moved = is_kept & (path != number) & (path < guessed[:, None])
     count = jnp.sum(is_kept, axis=1, dtype=jnp.int32)
-    return take_back(_move(cache, given + path, given + number, moved), guessed - count)
+    return revert_tokens(_move(cache, given + path, given + number, moved), guessed - count)
 
 
 def _read_path(cache: Cache, path: Any) -> jax.Array:
@@ -93,19 +95,19 @@ def _read_path(cache: Cache, path: Any) -> jax.Array:
         for row, (entries, most) in enumerate(zip(path.tolist(), new.tolist(), strict=True)):
             kept = entries[: sum(entry >= 0 for entry in entries)]
             if any(entry != -1 for entry in entries[len(kept) :]) or any(entry < 0 for entry in kept):
-                raise ValueError(f"path must have -1 only behind the kept tokens, but row {row} has {shown(entries)}.")
+                raise ValueError(f"path must have -1 only behind the kept tokens, but row {row} has {show(entries)}.")
             if any(b <= a for a, b in itertools.pairwise(kept)):
-                raise ValueError(f"path must increase, but row {row} has {shown(kept)}.")
+                raise ValueError(f"path must increase, but row {row} has {show(kept)}.")
             if kept and kept[-1] >= most:
                 raise ValueError(f"path goes to token {kept[-1]} of row {row}, which has {most} new tokens.")
-    return as_int32(path)
+    return cast_int32(path)
 
 
 def _shares_new_tokens(cache: Cache, tables: BlockTables) -> jax.Array:
     """Returns `bool[S]`, the rows whose last step has tokens in a block that was shared since."""
     size, column = cache.config.block_size, jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None]
     tables = relative(tables, size)
-    first, end = (tables.lengths - tables.new) // size, blocks_for(tables.lengths, size)
+    first, end = (tables.lengths - tables.new) // size, count_blocks(tables.lengths, size)
     touched = (column >= first[:, None]) & (column < end[:, None]) & (tables.tables != NULL_BLOCK)
     return (touched & (tables.refcounts[tables.tables] > 1)).any(axis=1)
 
@@ -116,34 +118,34 @@ def _move(cache: Cache, source: jax.Array, target: jax.Array, moved: jax.Array) 
     if not source.shape[1]:
         return cache
     pools, size = list(cache.pools), cache.config.block_size
-    for group, tables in enumerate(relative(t, size) for t in cache.tables):
+    for group, tables in enumerate(relative(group_tables, size) for group_tables in cache.tables):
         width, before = tables.tables.shape[1], (tables.lengths - tables.new)[:, None]
-        places = [before + to_lines(x, tables) for x in (source, target)]
+        places = [before + repeat_for_heads(x, tables) for x in (source, target)]
 
         def blocks_of(position: jax.Array, tables: BlockTables = tables, width: int = width) -> jax.Array:
             block = jnp.take_along_axis(tables.tables, jnp.clip(position // size, 0, width - 1), axis=1)
-            return jnp.where(to_lines(moved, tables), block, NULL_BLOCK).reshape(-1)
+            return jnp.where(repeat_for_heads(moved, tables), block, NULL_BLOCK).reshape(-1)
 
         blocks = [blocks_of(place) for place in places]
         for stack in cache.config.group_stacks(group):
             count = len(stack)
-            stacked = (in_stack(x, count, tables.num_blocks + 1) for x in blocks)
+            stacked = (stack_blocks(x, count, tables.num_blocks + 1) for x in blocks)
             offsets = (jnp.tile(x.reshape(-1) % size, count) for x in places)
             pool, arrays = cache.layer(stack[0]).pool, (*stacked, *offsets)
-            pool = on_shards(pool, _move_tokens, (pool, *arrays), (POOL, *[WHOLE] * 4), POOL)
+            pool = run_on_shards(pool, _move_tokens, (pool, *arrays), (POOL, *[WHOLE] * 4), POOL)
             if pool.bounds is not None:  # from the tokens held before rows are shortened: no bound gets too narrow
                 begin, end = places[1].min(axis=1), jnp.minimum(places[1].max(axis=1) + 1, tables.lengths)
                 end = jnp.where(moved.any(axis=1), end, begin)
-                block, filled = touched(tables.tables, tables.lengths, begin, end, size, places[1].size)
-                block, filled = in_stack(block, count, tables.num_blocks + 1), jnp.tile(filled, count)
-                pool = renewed(pool, block, filled, config=cache.config, layer=stack[0])
+                block, filled = find_touched_blocks(tables.tables, tables.lengths, begin, end, size, places[1].size)
+                block, filled = stack_blocks(block, count, tables.num_blocks + 1), jnp.tile(filled, count)
+                pool = renew_bounds(pool, block, filled, config=cache.config, layer=stack[0])
             pools[stack[0]] = pool
     return cache.replace(pools=tuple(pools))
 
 
 def _move_tokens(pool: Pool, old: jax.Array, new: jax.Array, old_offset: jax.Array, new_offset: jax.Array) -> Pool:
-    tokens = at_places(pool, old, old_offset)
-    new, new_offset = own_places(pool, new, new_offset)
+    tokens = read_slots(pool, old, old_offset)
+    new, new_offset = localize_slots(pool, new, new_offset)
     place = jnp.where(new == NULL_BLOCK, pool.kv.shape[0] + jnp.arange(new.shape[0], dtype=jnp.int32), new)
 
     def move(x: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -156,11 +158,11 @@ def _shorten(cache: Cache, dropped: jax.Array, rows: jax.Array) -> Cache:
     """Drops the last `dropped[s]` tokens of the rows' last step, and frees the blocks after the rest."""
 
     def shorten(tables: BlockTables) -> BlockTables:
-        changed = to_lines(rows, tables)
-        lengths = tables.lengths - jnp.where(changed, to_lines(dropped, tables), 0)
+        changed = repeat_for_heads(rows, tables)
+        lengths = tables.lengths - jnp.where(changed, repeat_for_heads(dropped, tables), 0)
         if not cache.config.contiguous:
             column = jnp.arange(tables.tables.shape[1], dtype=jnp.int32)[None]
-            end = blocks_for(lengths, cache.config.block_size)
+            end = count_blocks(lengths, cache.config.block_size)
             end = end if tables.skipped is None else end - tables.skipped
             behind = changed[:, None] & (column >= end[:, None])
             tables = replace_entries(tables, jnp.where(behind, NULL_BLOCK, tables.tables))

@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.blocks.allocator import blocks_for, give_back, replace_entries, serve, take
+from jaxkv._core.blocks.allocator import count_blocks, free_leading_blocks, grant_rows, replace_entries, take_blocks
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.config.validation import MOST_TOKENS
 from jaxkv._core.state.arguments import row_counts, row_mask
 from jaxkv._core.state.columns import columns_of, slide
-from jaxkv._core.state.head_rows import by_row, of_parts, row_needs, to_lines
+from jaxkv._core.state.head_rows import group_by_row, repeat_for_heads, repeat_for_shards, sum_needs
 from jaxkv._core.state.state import NULL_BLOCK, TOO_LONG, BlockTables
 
 
-def on_tables(function: Callable[..., Cache]) -> Callable[..., Cache]:
+def jit_tables(function: Callable[..., Cache]) -> Callable[..., Cache]:
     """Compiles `function(cache, arrays...)`, which changes block tables only, as one program.
 
     The pools bypass the program, which would copy them.
@@ -61,11 +61,11 @@ def extend(cache: Cache, num_tokens: Any) -> Cache:
     return _extend(cache, row_counts("num_tokens", num_tokens, cache.lengths.shape[0]))
 
 
-@on_tables
+@jit_tables
 def _extend(cache: Cache, requested: jax.Array) -> Cache:
     room = room_left(cache)
     fits = (requested > 0) & (requested <= room) & ~cache.failed
-    cache = leave_windows(cache)
+    cache = release_windows(cache)
     granted, needs, tables = _make_room(cache, jnp.where(fits, cache.lengths + requested, 0))
     granted &= fits
     refused = (requested != 0) & ~granted & ~cache.failed  # `check` reports the first refusal
@@ -76,12 +76,12 @@ def _extend(cache: Cache, requested: jax.Array) -> Cache:
     counted = jnp.clip(requested, 0, np.iinfo(np.int32).max // requested.shape[0])
 
     def begin(tables: BlockTables, needed: jax.Array) -> BlockTables:  # own arrays for every group, to donate
-        new = to_lines(jnp.where(granted, requested, 0), tables)
+        new = repeat_for_heads(jnp.where(granted, requested, 0), tables)
         tables = mark_failed(tables, refused, wanted, needed)
-        offsets = to_lines(jnp.cumsum(counted) - counted, tables)
+        offsets = repeat_for_heads(jnp.cumsum(counted) - counted, tables)
         return dataclasses.replace(tables, lengths=tables.lengths + new, new=new, offsets=offsets)
 
-    return cache.replace(tables=tuple(begin(t, n) for t, n in zip(tables, needs, strict=True)))
+    return cache.replace(tables=tuple(begin(group_tables, n) for group_tables, n in zip(tables, needs, strict=True)))
 
 
 def reserve(cache: Cache, target_lengths: Any) -> Cache:
@@ -103,14 +103,18 @@ def reserve(cache: Cache, target_lengths: Any) -> Cache:
     return _reserve(cache, row_counts("target_lengths", target_lengths, cache.lengths.shape[0]))
 
 
-@on_tables
+@jit_tables
 def _reserve(cache: Cache, target: jax.Array) -> Cache:
     is_long = target - cache.lengths > room_left(cache)
     fits = (target >= 0) & ~is_long & ~cache.failed
     granted, needs, tables = _make_room(cache, jnp.where(fits, target, 0))
     needs = [jnp.where(is_long, TOO_LONG, needed) for needed in needs]
     refused, wanted = ~(granted & fits | cache.failed), jnp.where(target < 0, -1, target)
-    return cache.replace(tables=tuple(mark_failed(t, refused, wanted, n) for t, n in zip(tables, needs, strict=True)))
+    return cache.replace(
+        tables=tuple(
+            mark_failed(group_tables, refused, wanted, n) for group_tables, n in zip(tables, needs, strict=True)
+        )
+    )
 
 
 def free(cache: Cache, rows: Any) -> Cache:
@@ -129,10 +133,10 @@ def free(cache: Cache, rows: Any) -> Cache:
     return _free(cache, row_mask("rows", rows, cache.lengths.shape[0]))
 
 
-@on_tables
+@jit_tables
 def _free(cache: Cache, rows: jax.Array) -> Cache:
     def empty(tables: BlockTables) -> BlockTables:
-        mask = to_lines(rows, tables)
+        mask = repeat_for_heads(rows, tables)
         if not cache.config.contiguous:
             tables = replace_entries(tables, jnp.where(mask[:, None], NULL_BLOCK, tables.tables))
         return dataclasses.replace(
@@ -147,7 +151,7 @@ def _free(cache: Cache, rows: jax.Array) -> Cache:
             thinned=None if tables.thinned is None else jnp.where(mask, 0, tables.thinned),
         )
 
-    return cache.replace(tables=tuple(empty(t) for t in cache.tables))
+    return cache.replace(tables=tuple(empty(group_tables) for group_tables in cache.tables))
 
 
 def room_left(cache: Cache) -> jax.Array:
@@ -158,11 +162,11 @@ def room_left(cache: Cache) -> jax.Array:
         return config.max_seq_len - lengths
     room = MOST_TOKENS - lengths
 
-    for group, t in enumerate(cache.tables):
-        if t.evicted is None:
-            held = t.lengths - config.first_position(group, t.lengths)
+    for group, tables in enumerate(cache.tables):
+        if tables.evicted is None:
+            held = tables.lengths - config.first_position(group, tables.lengths)
         else:
-            held = by_row(t.lengths, config).max(axis=0)
+            held = group_by_row(tables.lengths, config).max(axis=0)
         room = jnp.minimum(room, config.max_seq_len - held)
     return room
 
@@ -171,35 +175,49 @@ def _make_room(cache: Cache, target: jax.Array) -> tuple[jax.Array, list[jax.Arr
     """Returns the rows that get blocks for `target` tokens, the blocks each group needs, and the new tables."""
     config = cache.config
 
-    def end_of(t: BlockTables) -> jax.Array:
+    def end_of(group_tables: BlockTables) -> jax.Array:
         """Returns the columns that a row fills with `target` tokens."""
-        held = to_lines(target, t) if t.evicted is None else to_lines(target, t) - t.evicted
-        end = blocks_for(held, config.block_size)
-        return end if t.skipped is None else end - t.skipped
+        held = (
+            repeat_for_heads(target, group_tables)
+            if group_tables.evicted is None
+            else repeat_for_heads(target, group_tables) - group_tables.evicted
+        )
+        end = count_blocks(held, config.block_size)
+        return end if group_tables.skipped is None else end - group_tables.skipped
 
     widened = enumerate(cache.tables)
-    tables = [slide(t, end_of(t), config.group_sinks[g], config.group_units[g]) for g, t in widened]
-    needs = [jnp.maximum(end_of(t) - t.end, 0) for t in tables]
-    of_rows = [row_needs(n, t, config) for n, t in zip(needs, tables, strict=True)]
+    tables = [
+        slide(group_tables, end_of(group_tables), config.group_sinks[g], config.group_units[g])
+        for g, group_tables in widened
+    ]
+    needs = [jnp.maximum(end_of(group_tables) - group_tables.end, 0) for group_tables in tables]
+    of_rows = [sum_needs(n, group_tables, config) for n, group_tables in zip(needs, tables, strict=True)]
     if any(config.group_slides):  # blocks that a step may still attend to can leave too few columns
-        wide = [end_of(t) > t.tables.shape[1] for t in tables if t.skipped is not None]
+        wide = [
+            end_of(group_tables) > group_tables.tables.shape[1]
+            for group_tables in tables
+            if group_tables.skipped is not None
+        ]
         is_wide = functools.reduce(jnp.logical_or, wide)
-        granted = serve([jnp.where(is_wide, 0, n) for n in of_rows], tables) & ~is_wide
+        granted = grant_rows([jnp.where(is_wide, 0, n) for n in of_rows], tables) & ~is_wide
         of_rows = [
-            n if t.skipped is None else jnp.where(is_wide & (n <= t.num_free), TOO_LONG, n)
-            for n, t in zip(of_rows, tables, strict=True)
+            n if group_tables.skipped is None else jnp.where(is_wide & (n <= group_tables.num_free), TOO_LONG, n)
+            for n, group_tables in zip(of_rows, tables, strict=True)
         ]
     else:
-        granted = serve(of_rows, tables)
-    rooms = [take(t, jnp.where(to_lines(granted, t), n, 0)) for t, n in zip(tables, needs, strict=True)]
+        granted = grant_rows(of_rows, tables)
+    rooms = [
+        take_blocks(group_tables, jnp.where(repeat_for_heads(granted, group_tables), n, 0))
+        for group_tables, n in zip(tables, needs, strict=True)
+    ]
     return granted, of_rows, rooms
 
 
 def mark_failed(tables: BlockTables, refused: jax.Array, wanted: jax.Array, needed: Any) -> BlockTables:
     """Marks rows whose request was refused, with the length (-1: invalid) and blocks (per shard if sharded) that they
     asked for."""
-    needed = of_parts(needed, tables) if jnp.ndim(needed) == 2 else needed
-    refused, wanted, needed = (to_lines(x, tables) for x in (refused, wanted, needed))
+    needed = repeat_for_shards(needed, tables) if jnp.ndim(needed) == 2 else needed
+    refused, wanted, needed = (repeat_for_heads(x, tables) for x in (refused, wanted, needed))
     return dataclasses.replace(
         tables,
         failed=tables.failed | refused,
@@ -208,14 +226,14 @@ def mark_failed(tables: BlockTables, refused: jax.Array, wanted: jax.Array, need
     )
 
 
-def leave_windows(cache: Cache) -> Cache:
+def release_windows(cache: Cache) -> Cache:
     """Ends the step: frees the blocks that no row's next token attends to, in layers with a window or chunks."""
     config = cache.config
 
-    def leave(group: int, t: BlockTables) -> BlockTables:
-        if config.group_reaches[group] is not None:
-            first, sinks = config.first_seen(group, t.lengths), config.group_sinks[group]
-            t = give_back(t, columns_of(first, t.skipped, sinks), sinks)
-        return dataclasses.replace(t, new=jnp.zeros_like(t.new))  # their context may be gone
+    def leave(group: int, tables: BlockTables) -> BlockTables:
+        if config.group_visible_tokens[group] is not None:
+            first, sinks = config.first_visible_block(group, tables.lengths), config.group_sinks[group]
+            tables = free_leading_blocks(tables, columns_of(first, tables.skipped, sinks), sinks)
+        return dataclasses.replace(tables, new=jnp.zeros_like(tables.new))  # their context may be gone
 
-    return cache.replace(tables=tuple(leave(group, t) for group, t in enumerate(cache.tables)))
+    return cache.replace(tables=tuple(leave(group, tables) for group, tables in enumerate(cache.tables)))

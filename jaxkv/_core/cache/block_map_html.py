@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.columns import blocks_of
-from jaxkv._core.state.head_rows import block_numbers, seen_by_rows
+from jaxkv._core.state.head_rows import list_blocks, row_tables
 from jaxkv._core.state.state import BlockTables
 
 MOST_BLOCKS = 2048  # maximum number of squares drawn
@@ -43,26 +43,26 @@ class Square(NamedTuple):
         return f"block {self.block}: {', '.join(part for part in parts if part)}"
 
 
-def squares_of(t: BlockTables, config: CacheConfig, group: int) -> list[Square]:
+def list_squares(tables: BlockTables, config: CacheConfig, group: int) -> list[Square]:
     """Returns a group's blocks in order; its tables must be on the host."""
     owners: dict[int, list[tuple[int, int, int]]] = {}  # block -> rows, tokens in the block, first position
     block_size, rows, sinks = config.block_size, config.max_seqs, config.group_sinks[group]
-    for line, column in zip(*np.nonzero(t.tables), strict=True):
-        first = int(blocks_of(column, None if t.skipped is None else t.skipped[line], sinks)) * block_size
-        tokens = int(np.clip(t.lengths[line] - first, 0, block_size))
-        owners.setdefault(int(t.tables[line, column]), []).append((int(line) % rows, tokens, first))
+    for line, column in zip(*np.nonzero(tables.tables), strict=True):
+        first = int(blocks_of(column, None if tables.skipped is None else tables.skipped[line], sinks)) * block_size
+        tokens = int(np.clip(tables.lengths[line] - first, 0, block_size))
+        owners.setdefault(int(tables.tables[line, column]), []).append((int(line) % rows, tokens, first))
     found = []
-    for block in block_numbers(t).tolist():
+    for block in list_blocks(tables).tolist():
         held = owners.get(block, [])
         filled = max((tokens for _, tokens, _ in held), default=0)
         first = held[0][2] if held else 0
-        found.append(Square(block, tuple(row for row, *_ in held), filled, first, int(t.kept[block])))
+        found.append(Square(block, tuple(row for row, *_ in held), filled, first, int(tables.kept[block])))
     return found
 
 
 def group_title(config: CacheConfig, group: int) -> str:
     """Returns a title for the layers of a group; "" if there is one group."""
-    count, seen = len(config.groups[group]), config.layers[config.groups[group][0]].sight
+    count, seen = len(config.groups[group]), config.layers[config.groups[group][0]].retention
     return "" if len(config.groups) == 1 else f"{count} layer{'s' * (count > 1)} {seen}"
 
 
@@ -70,17 +70,18 @@ def block_map(title: str, tables: Sequence[BlockTables], config: CacheConfig) ->
     """Returns HTML with a square per block, filled by its share of tokens; shared blocks show a frame and row count."""
     groups = jax.device_get(tuple(tables))
     maps = [
-        f'<div style="margin:4px 0 2px">{group_title(config, group)}</div>{_group_map(t, config, group)}'
-        for group, t in enumerate(groups)
+        f'<div style="margin:4px 0 2px">{group_title(config, group)}</div>{_group_map(group_tables, config, group)}'
+        for group, group_tables in enumerate(groups)
     ]
-    t = seen_by_rows(groups[0], config)
-    rows = [r for r in range(len(t.lengths)) if t.lengths[r] or t.failed[r]]
+    group_tables = row_tables(groups[0], config)
+    rows = [r for r in range(len(group_tables.lengths)) if group_tables.lengths[r] or group_tables.failed[r]]
     legend = "".join(
-        f'<span style="margin-right:1em;white-space:nowrap">{_swatch(colour_of(r))} row {r}: {t.lengths[r]} tokens'
-        f"{', failed' if t.failed[r] else ''}</span>"
+        f'<span style="margin-right:1em;white-space:nowrap">{_swatch(choose_colour(r))} row {r}: '
+        f"{group_tables.lengths[r]} tokens"
+        f"{', failed' if group_tables.failed[r] else ''}</span>"
         for r in rows[:64]
     )
-    if any(t.kept.any() for t in groups):
+    if any(group_tables.kept.any() for group_tables in groups):
         legend += f'<span style="margin-right:1em;white-space:nowrap">{_swatch(KEPT)} kept for reuse</span>'
     return (
         f'<div style="font:12px sans-serif;max-width:{COLUMNS * (SIZE + 2)}px">'
@@ -89,12 +90,12 @@ def block_map(title: str, tables: Sequence[BlockTables], config: CacheConfig) ->
     )
 
 
-def colour_of(row: int) -> str:
+def choose_colour(row: int) -> str:
     return PALETTE[row % len(PALETTE)]
 
 
-def _group_map(t: BlockTables, config: CacheConfig, group: int) -> str:
-    found = squares_of(t, config, group)
+def _group_map(tables: BlockTables, config: CacheConfig, group: int) -> str:
+    found = list_squares(tables, config, group)
     drawn = "".join(_square(square, config.block_size) for square in found[:MOST_BLOCKS])
     hidden = len(found) - MOST_BLOCKS
     more = f"<div>… and {hidden} more blocks</div>" if hidden > 0 else ""
@@ -112,7 +113,7 @@ def _square(square: Square, block_size: int) -> str:
         return f'<div title="{title}" style="{style}background:{KEPT if square.kept else FREE}"></div>'
     # One colour band per owner, from the left; the unfilled share is grey, at the top.
     share = 100 / len(rows)
-    bands = ",".join(f"{colour_of(row)} {i * share:.0f}% {(i + 1) * share:.0f}%" for i, row in enumerate(rows))
+    bands = ",".join(f"{choose_colour(row)} {i * share:.0f}% {(i + 1) * share:.0f}%" for i, row in enumerate(rows))
     empty = 100 - round(100 * square.filled / block_size)
     background = f"linear-gradient({RESERVED} {empty}%,transparent {empty}%),linear-gradient(to right,{bands})"
     frame = f"border:2px solid #000;line-height:{SIZE - 4}px;" if len(rows) > 1 else ""

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._core.cache.inspection import Views, check_head
-from jaxkv._core.cache.key_bounds import renewed
+from jaxkv._core.cache.key_bounds import renew_bounds
 from jaxkv._core.cache.pool_access import put_part, put_token
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.kv_packing import stacked
-from jaxkv._core.config.validation import shown
-from jaxkv._core.state.sharding import POOL, WHOLE, heads_at, on_shards
+from jaxkv._core.config.kv_packing import stack_kv
+from jaxkv._core.config.validation import show
+from jaxkv._core.state.sharding import POOL, WHOLE, head_spec, run_on_shards
 from jaxkv._core.state.state import BlockTables, Layer, Pool
 from jaxkv._core.state.static_fields import register_export
 
@@ -22,7 +22,7 @@ def check_cache(cache: Any) -> None:
     """Raises ValueError unless `cache` is a whole cache."""
     if not isinstance(cache, Cache):
         part = getattr(type(cache), "NO_CACHE", None)  # the message of a class easily taken for one
-        raise ValueError(part or f"cache must be a Cache, as jaxkv.init makes one, not {shown(cache)}.")
+        raise ValueError(part or f"cache must be a Cache, as jaxkv.init makes one, not {show(cache)}.")
 
 
 @register_export
@@ -57,10 +57,10 @@ class Cache(Views):
 
     def replace_pool(self, layer: int, pool: Pool) -> "Cache":
         """Returns a copy in which a layer reads another pool."""
-        one, stack = self.layer(layer), self.config.stack(layer)
-        if one.place is not None:  # a slice of the stack's pool
+        found, stack = self.layer(layer), self.config.stack(layer)
+        if found.place is not None:  # a slice of the stack's pool
             start = stack.index(self.config.owner(layer)) * pool.kv.shape[0]
-            pool = on_shards(one.pool, put_part, (one.pool, pool), (POOL, POOL), POOL, start=start)
+            pool = run_on_shards(found.pool, put_part, (found.pool, pool), (POOL, POOL), POOL, start=start)
         return self._with_stack(stack[0], pool)
 
     def _with_stack(self, first: int, pool: Pool) -> "Cache":
@@ -85,7 +85,7 @@ class Cache(Views):
         if (owner := self.config.owner(number)) != number:
             raise ValueError(f"Layer {number} reads what layer {owner} keeps: it has nothing of its own to put back.")
         if not isinstance(layer, Layer) or layer.config != self.config or layer.number not in self.config.stack(number):
-            raise ValueError(f"layer must be what became of layers[{i}] of this cache, not {_described(layer)}.")
+            raise ValueError(f"layer must be what became of layers[{i}] of this cache, not {_describe(layer)}.")
         if (layer.place is None) != (place is None):  # a list of layers has split the stack
             if layer.number != number or isinstance(i, tuple | jax.Array):
                 raise ValueError(
@@ -115,26 +115,26 @@ class Cache(Views):
         check_head(self, layer, head)
         self.token(row, position, layer)  # the same errors
         block, offset = self.slots(row, position, layer=layer)
-        one = self.layer_config(layer)
-        wanted = (one.head_dim,)
-        if jnp.shape(k) != wanted or (v is not None if one.rank else v is None or jnp.shape(v) != wanted):
-            each = "each, one head of one token" if one.rank is None else "and None, one token of a latent layer"
+        found = self.layer_config(layer)
+        wanted = (found.head_dim,)
+        if jnp.shape(k) != wanted or (v is not None if found.rank else v is None or jnp.shape(v) != wanted):
+            each = "each, one head of one token" if found.rank is None else "and None, one token of a latent layer"
             got = None if v is None else jnp.shape(v)
-            raise ValueError(f"k and v must be [{one.head_dim}] {each}, not {jnp.shape(k)} and {got}.")
+            raise ValueError(f"k and v must be [{found.head_dim}] {each}, not {jnp.shape(k)} and {got}.")
         pool = self.pool(layer)
         if block.ndim:  # a layer that evicts by heads has one head per block
             block, offset, head = block[head], offset[head], 0
         column, length = position // self.config.block_size, self.layer(layer).held[row]
         form = self.config.form(layer)
-        numbers, scale = self.config.encode(layer, stacked(k, v, axis=0))
-        token = Pool(form.one_head(numbers), scale).like(pool)
-        row, start = form.place(head)
+        numbers, scale = self.config.encode(layer, stack_kv(k, v, axis=0))
+        token = Pool(form.pack_head(numbers), scale).like(pool)
+        row, start = form.locate_head(head)
         number = jnp.arange(pool.kv.shape[2], dtype=jnp.int32)
-        arguments, specs = (pool, block, offset, jnp.int32(row), token, number), (POOL, *[WHOLE] * 4, heads_at(0))
-        pool = on_shards(pool, put_token, arguments, specs, POOL, start=start)
+        arguments, specs = (pool, block, offset, jnp.int32(row), token, number), (POOL, *[WHOLE] * 4, head_spec(0))
+        pool = run_on_shards(pool, put_token, arguments, specs, POOL, start=start)
         if pool.bounds is not None:
             filled = jnp.clip(length - column * self.config.block_size, 0, self.config.block_size)
-            pool = renewed(pool, block[None], filled[None], config=self.config, layer=layer)
+            pool = renew_bounds(pool, block[None], filled[None], config=self.config, layer=layer)
         return self.replace_pool(self.config.owner(layer), pool)
 
 
@@ -155,11 +155,11 @@ class Layers(Sequence[Layer]):
 
     def __iter__(self) -> Iterator[Layer]:
         for i in range(len(self)):
-            one = self._cache.layer(i)
+            layer = self._cache.layer(i)
             if self._cache.config.owner(i) != i:
-                yield dataclasses.replace(one, pool=None, place=None)  # type: ignore[arg-type]
+                yield dataclasses.replace(layer, pool=None, place=None)  # type: ignore[arg-type]
             else:
-                yield one if one.place is None else dataclasses.replace(one, pool=self._cache.pool(i), place=None)
+                yield layer if layer.place is None else dataclasses.replace(layer, pool=self._cache.pool(i), place=None)
 
     def tree_flatten(self) -> tuple[tuple[Layer, ...], None]:
         return tuple(self), None
@@ -179,7 +179,7 @@ def _with_failures(tables: BlockTables, layer: BlockTables) -> BlockTables:
     return dataclasses.replace(tables, **changes)
 
 
-def _described(layer: Any) -> str:
+def _describe(layer: Any) -> str:
     if not isinstance(layer, Layer):
         return f"a {type(layer).__name__}"
     return f"layer {layer.number} of a cache of {layer.config.num_layers} layers"

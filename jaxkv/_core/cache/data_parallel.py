@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import shown
-from jaxkv._core.state.device_arrays import joined, part_of
+from jaxkv._core.config.validation import show
+from jaxkv._core.state.device_arrays import join_shards, take_shard
 from jaxkv._core.state.state import BlockTables, Pool
 from jaxkv._core.state.static_fields import register_export
 
@@ -79,9 +79,9 @@ class RowShards:
         mesh = self.mesh
         count = mesh.shape[self.axis]
         config = shard_config(self.config, count, self.axis)
-        part = functools.partial(part_of, mesh=mesh, axis=self.axis)
+        part = functools.partial(take_shard, mesh=mesh, axis=self.axis)
         return [
-            _as_cache(jax.tree.map(functools.partial(part, i=i), self), config, alone=len(mesh.axis_names) == 1)
+            _make_cache(jax.tree.map(functools.partial(part, i=i), self), config, alone=len(mesh.axis_names) == 1)
             for i in range(count)
         ]
 
@@ -100,25 +100,27 @@ class RowShards:
         [3, 0, 20, 1]
         """
         mesh = self.mesh
-        one = shard_config(self.config, mesh.shape[self.axis], self.axis)
-        if len(shards) != mesh.shape[self.axis] or any(not _is_cache(x) or x.config != one for x in shards):
+        shard = shard_config(self.config, mesh.shape[self.axis], self.axis)
+        if len(shards) != mesh.shape[self.axis] or any(not _is_cache(x) or x.config != shard for x in shards):
             raise ValueError(
                 f"with_shards takes {mesh.shape[self.axis]} caches of the config of cache.shards, as these are changed "
-                f"one by one, not {shown(list(shards))}."
+                f"one by one, not {show(list(shards))}."
             )
         places = [[x.sharding for x in jax.tree.leaves(old)] for old in self.shards]
         there = [
             jax.tree.unflatten(jax.tree.structure(new), jax.device_put(jax.tree.leaves(new), place))
             for new, place in zip(shards, places, strict=True)
         ]
-        return together(there, jax.tree.map(lambda x: x.sharding.spec, self), mesh)
+        return join_caches(there, jax.tree.map(lambda x: x.sharding.spec, self), mesh)
 
 
-def together(shards: Sequence[Cache], specs: RowShards, mesh: Mesh) -> RowShards:
+def join_caches(shards: Sequence[Cache], specs: RowShards, mesh: Mesh) -> RowShards:
     """Joins the caches of the devices of an axis into one with these specs."""
     leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     parts = zip(*(jax.tree.leaves(shard) for shard in shards), strict=True)
-    found = [joined(one, NamedSharding(mesh, spec)) for one, spec in zip(parts, leaves, strict=True)]
+    found = [
+        join_shards(parts_of_leaf, NamedSharding(mesh, spec)) for parts_of_leaf, spec in zip(parts, leaves, strict=True)
+    ]
     return jax.tree.unflatten(structure, found)
 
 
@@ -156,7 +158,7 @@ def by_rows(function: Callable[..., Any], *, whole: Collection[int] = ()) -> Cal
         if not caches:
             raise ValueError(
                 "by_rows needs a cache whose rows are divided, jaxkv.init(config, mesh=mesh, rows=axis), among its "
-                f"arguments, but there are {shown([type(x).__name__ for x in arguments])}."
+                f"arguments, but there are {show([type(x).__name__ for x in arguments])}."
             )
         axis, mesh = caches[0].axis, jax.typeof(caches[0].tables[0].lengths).sharding.mesh
         if any(cache.axis != axis for cache in caches) or axis not in mesh.axis_names:
@@ -173,10 +175,10 @@ def by_rows(function: Callable[..., Any], *, whole: Collection[int] = ()) -> Cal
 
         def on_one(*arguments: Any) -> Any:
             out = function(*_local(arguments, configs))
-            return _together(out, {local: config for config, local in configs.items()}, axis)
+            return _join_outputs(out, {local: config for config, local in configs.items()}, axis)
 
         specs = tuple(PartitionSpec() if i in whole else PartitionSpec(axis) for i in range(len(arguments)))
-        lie = functools.partial(_lying, mesh=mesh, axis=axis)
+        lie = functools.partial(_reshard, mesh=mesh, axis=axis)
         arguments = tuple(jax.tree.map(functools.partial(lie, is_whole=i in whole), x) for i, x in enumerate(arguments))
         return jax.shard_map(
             on_one, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(axis), axis_names={axis}, check_vma=False
@@ -188,13 +190,13 @@ def by_rows(function: Callable[..., Any], *, whole: Collection[int] = ()) -> Cal
 @functools.cache
 def shard_config(config: CacheConfig, count: int, axis: str) -> CacheConfig:
     """Returns the config of each of `count` equal shards of a cache's rows and blocks. Raises ValueError."""
-    max_seqs = even_part("max_seqs", config.max_seqs, count, axis)
-    parts = tuple(even_part("num_blocks", n, count, axis) for n in config.group_blocks)
+    max_seqs = divide_evenly("max_seqs", config.max_seqs, count, axis)
+    parts = tuple(divide_evenly("num_blocks", n, count, axis) for n in config.group_blocks)
     fields: dict[str, Any] = {} if config.contiguous else {"group_blocks": parts, "block_size": config.block_size}
     return config.replace(max_seqs=max_seqs, **fields)
 
 
-def even_part(name: str, number: int, count: int, axis: str) -> int:
+def divide_evenly(name: str, number: int, count: int, axis: str) -> int:
     """Returns `number // count`. Raises ValueError if the division is not even."""
     if number % count:
         raise ValueError(
@@ -204,7 +206,7 @@ def even_part(name: str, number: int, count: int, axis: str) -> int:
     return number // count
 
 
-def specs_of_rows(config: CacheConfig, local: Cache, axis: str) -> RowShards:
+def row_specs(config: CacheConfig, local: Cache, axis: str) -> RowShards:
     """Returns the specs of the caches of an axis, from those of one cache."""
     divided = jax.tree.map(lambda spec: PartitionSpec(axis, *spec[1:]), (local.tables, local.pools))
     return RowShards(tables=divided[0], pools=divided[1], config=config, axis=axis)
@@ -229,7 +231,7 @@ def _check_divides(number: int, argument: Any, count: int, axis: str) -> None:
             )
 
 
-def _lying(x: Any, *, mesh: AbstractMesh, axis: str, is_whole: bool) -> Any:
+def _reshard(x: Any, *, mesh: AbstractMesh, axis: str, is_whole: bool) -> Any:
     """Reshards an array over the axis, or as whole, if the axis is explicit: `shard_map` leaves that to its caller."""
     if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] != AxisType.Explicit:
         return x
@@ -239,15 +241,18 @@ def _lying(x: Any, *, mesh: AbstractMesh, axis: str, is_whole: bool) -> Any:
 
 def _local(arguments: Sequence[Any], configs: dict[CacheConfig, CacheConfig]) -> Any:
     def local(x: Any) -> Any:
-        return _as_cache(x, configs[x.config]) if _is_shards(x) else x
+        return _make_cache(x, configs[x.config]) if _is_shards(x) else x
 
     return jax.tree.map(local, tuple(arguments), is_leaf=_is_shards)
 
 
-def _as_cache(x: RowShards, config: CacheConfig, alone: bool | None = None) -> Cache:
+def _make_cache(x: RowShards, config: CacheConfig, alone: bool | None = None) -> Cache:
     """Returns a device's shard as a cache. Outside `jit`, `alone` tells whether the shard is on no mesh."""
-    one = _number if alone is not None else lambda x: x[0]
-    tables = tuple(dataclasses.replace(t, num_free=one(t.num_free), peak=one(t.peak)) for t in x.tables)
+    unwrap = _number if alone is not None else lambda x: x[0]
+    tables = tuple(
+        dataclasses.replace(group_tables, num_free=unwrap(group_tables.num_free), peak=unwrap(group_tables.peak))
+        for group_tables in x.tables
+    )
     pools = tuple(p.like(Pool(p.kv)) if alone and p is not None else p for p in x.pools)
     return Cache(tables=tables, pools=pools, config=config)
 
@@ -260,7 +265,7 @@ def _number(x: jax.Array) -> jax.Array:
     return jax.device_put(np.asarray(x)[0], place)
 
 
-def _together(out: Any, configs: dict[CacheConfig, CacheConfig], axis: str) -> Any:
+def _join_outputs(out: Any, configs: dict[CacheConfig, CacheConfig], axis: str) -> Any:
     def together(x: Any) -> Any:
         if not _is_cache(x):
             return jnp.atleast_1d(x)

@@ -9,7 +9,7 @@ from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.inspection import check_row
 from jaxkv._core.cache.pool_access import read_raw
 from jaxkv._core.config.validation import integer
-from jaxkv._core.state.sharding import POOL, WHOLE, heads_at, on_shards
+from jaxkv._core.state.sharding import POOL, WHOLE, head_spec, run_on_shards
 
 
 def gather(
@@ -58,9 +58,9 @@ def gather(
     if not kind.is_quantized:
         raise ValueError(f"raw=True is for quantised layers, and layer {layer} is stored in {kind.name}.")
     block, offset = cache.slots(row, position, layer=layer)
-    pool, out = cache.pool(layer), heads_at(block.ndim)
+    pool, out = cache.pool(layer), head_spec(block.ndim)
     values = None if cache.config.layer_config(layer).rank is not None else out
     specs = (out, values, out, values)
     arguments, read = (pool, block, offset), (POOL, WHOLE, WHOLE)
-    found = on_shards(pool, read_raw, arguments, read, specs, config=cache.config, layer=layer)
+    found = run_on_shards(pool, read_raw, arguments, read, specs, config=cache.config, layer=layer)
     return found if block.ndim == 1 else tuple(None if x is None else jnp.squeeze(x, 2) for x in found)

@@ -12,13 +12,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxkv._core.cache.cache import Cache
-from jaxkv._core.cache.data_parallel import shard_config, specs_of_rows
+from jaxkv._core.cache.data_parallel import row_specs, shard_config
 from jaxkv._core.config.cache_config import CacheConfig, check_config
-from jaxkv._core.config.validation import shown
+from jaxkv._core.config.validation import show
 from jaxkv._core.state.arguments import to_device
-from jaxkv._core.state.head_rows import numbers_in_parts, refuse_sinks
-from jaxkv._core.state.multihost import agree, processes_of, put
-from jaxkv._core.state.sharding import num_parts
+from jaxkv._core.state.head_rows import list_shard_blocks, refuse_sinks
+from jaxkv._core.state.multihost import check_agreement, list_processes, put_replicated
+from jaxkv._core.state.sharding import count_shards
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
 
 
@@ -56,15 +56,15 @@ def init(
         # One array after another: the same zeros used twice could not be donated.
         return Cache(tables=_init_tables(config), pools=_init_pools(config, None, None), config=config)
     specs = partition_specs(config, mesh, heads, context, rows)
-    if len(processes := processes_of(mesh)) > 1:
-        agree("init", f"{config} {heads} {context} {rows} {mesh} {mesh.devices.ravel()}", processes)
+    if len(processes := list_processes(mesh)) > 1:
+        check_agreement("init", f"{config} {heads} {context} {rows} {mesh} {mesh.devices.ravel()}", processes)
         if rows is not None:
             raise ValueError("rows= is for a mesh of one process: give each process a cache of its own rows instead.")
     divided = [math.prod(mesh.shape[axis] for axis in p.kv if axis is not None) for p in specs.pools if p is not None]
     config.check_memory(mesh.local_devices[0], min(divided))
     # With rows=, one cache for each device of the axis, concatenated.
     count = 1 if rows is None else mesh.shape[rows]
-    one = config if rows is None else shard_config(config, count, rows)
+    shard = config if rows is None else shard_config(config, count, rows)
     on_mesh = functools.partial(NamedSharding, mesh)
     axes = next((p.heads, p.context) for p in specs.pools if p is not None)
     parts = tuple(specs.pools[config.stack(layers[0])[0]].parts for layers in config.groups)
@@ -72,11 +72,11 @@ def init(
 
     def laid(x: jax.Array) -> jax.Array:
         if rows is None:
-            return put(x, on_mesh(PartitionSpec()))
-        return put(np.concatenate([np.atleast_1d(x)] * count), on_mesh(PartitionSpec(rows)))
+            return put_replicated(x, on_mesh(PartitionSpec()))
+        return put_replicated(np.concatenate([np.atleast_1d(x)] * count), on_mesh(PartitionSpec(rows)))
 
-    tables = jax.tree.map(laid, _init_tables(one, parts))
-    return dataclasses.replace(specs, tables=tables, pools=program(one, *axes, parts, count))
+    tables = jax.tree.map(laid, _init_tables(shard, parts))
+    return dataclasses.replace(specs, tables=tables, pools=program(shard, *axes, parts, count))
 
 
 def partition_specs(
@@ -122,7 +122,7 @@ def partition_specs(
     check_config(config)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if not isinstance(mesh, Mesh | AbstractMesh) or mesh.empty:
-        what = "there is none" if isinstance(mesh, Mesh | AbstractMesh) else f"not {shown(mesh)}"
+        what = "there is none" if isinstance(mesh, Mesh | AbstractMesh) else f"not {show(mesh)}"
         raise ValueError(
             f"A cache is laid out over the devices of a jax.sharding.Mesh, but {what}: give mesh=, or call this under "
             "jax.set_mesh(mesh)."
@@ -132,7 +132,7 @@ def partition_specs(
     for name, axis in {"heads": heads, "context": context, "rows": rows}.items():
         if axis is not None and axis not in mesh.axis_names:
             raise ValueError(
-                f"{name} must be an axis of the mesh, {' or '.join(map(repr, mesh.axis_names))}, not {shown(axis)}."
+                f"{name} must be an axis of the mesh, {' or '.join(map(repr, mesh.axis_names))}, not {show(axis)}."
             )
     named = [axis for axis in (heads, context, rows) if axis is not None]
     if len(set(named)) < len(named):
@@ -147,7 +147,7 @@ def partition_specs(
                 f"Blocks of layers that evict by heads are divided over the mesh axis {heads!r}, and cannot be over "
                 f'{rows!r} too: give these layers evict="layer", or heads=None.'
             )
-        return specs_of_rows(config, local, rows)
+        return row_specs(config, local, rows)
     if context is not None:
         _check_runs(config, mesh.shape[context], context)
 
@@ -156,7 +156,7 @@ def partition_specs(
     def pool(layer: int) -> Pool:
         num_heads = config.layer_config(layer).num_kv_heads
         count = 1 if heads is None else mesh.shape[heads]
-        is_divided = heads is not None and num_parts(num_heads, count, heads) == count
+        is_divided = heads is not None and count_shards(num_heads, count, heads) == count
         if is_divided and not config.pairs_divide(layer, count):
             raise ValueError(
                 f"Layer {layer} has its {num_heads} KV heads in pairs, {num_heads // 2} in all, which cannot be "
@@ -188,7 +188,7 @@ def _parts(config: CacheConfig, mesh: Mesh | AbstractMesh, heads: str | None) ->
     """
     if heads is None:
         return (1,) * len(config.groups)
-    counts = (num_parts(n, mesh.shape[heads], heads) if n > 1 else 1 for n in config.group_heads)
+    counts = (count_shards(n, mesh.shape[heads], heads) if n > 1 else 1 for n in config.group_heads)
     parts = tuple(counts)
     for layers, blocks, count in zip(config.groups, config.group_blocks, parts, strict=True):
         if blocks % count:
@@ -252,7 +252,7 @@ def _init_group(config: CacheConfig, group: int, parts: int) -> BlockTables:
     def zeros() -> jax.Array:
         return to_device(np.zeros(rows, np.int32))
 
-    blocks = numbers_in_parts(num_blocks, parts)
+    blocks = list_shard_blocks(num_blocks, parts)
     if config.contiguous:  # every row always has its own block
         tables, num_free = blocks[:, None], 0
     else:

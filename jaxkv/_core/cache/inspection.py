@@ -17,11 +17,11 @@ from jaxkv._core.cache.block_map_html import block_map
 from jaxkv._core.cache.pool_access import dense, dense_pair, read_tokens
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig
-from jaxkv._core.config.validation import integer, shown
-from jaxkv._core.state.arguments import as_int32, read_numbers
+from jaxkv._core.config.validation import integer, show
+from jaxkv._core.state.arguments import cast_int32, read_numbers
 from jaxkv._core.state.columns import columns_of, logical_entries
-from jaxkv._core.state.head_rows import seen_by_rows
-from jaxkv._core.state.sharding import KV, PARTS, POOL, WHOLE, heads_at, on_shards, whole
+from jaxkv._core.state.head_rows import row_tables
+from jaxkv._core.state.sharding import KV, PARTS, POOL, WHOLE, head_spec, replicate, run_on_shards
 from jaxkv._core.state.state import BlockTables, Layer, Pool
 
 
@@ -43,12 +43,12 @@ class Views:
 
     def pool(self, layer: int) -> Pool:
         """Returns the pool that a layer reads: its own, or that of the layer it shares with; its slice of a stack."""
-        one, stack = self.layer(layer), self.config.stack(layer)
-        if one.place is None:
-            return one.pool
-        size = one.pool.kv.shape[0] // len(stack)
+        found, stack = self.layer(layer), self.config.stack(layer)
+        if found.place is None:
+            return found.pool
+        size = found.pool.kv.shape[0] // len(stack)
         start = stack.index(self.config.owner(layer)) * size
-        return jax.tree.map(lambda x: x[start : start + size], one.pool)
+        return jax.tree.map(lambda x: x[start : start + size], found.pool)
 
     def _place(self, layer: Any) -> tuple[int, Any]:
         """Returns the index of an equal layer, and the layer's index in its stack; None: its pool has one layer."""
@@ -58,7 +58,7 @@ class Views:
             return int(layer), jnp.int32(config.stack(owner).index(owner)) if config.stacked else None
         if not config.stacked:
             raise ValueError(
-                f"layer must be an integer for this cache, not {shown(layer)}: each layer has a pool of its own. To "
+                f"layer must be an integer for this cache, not {show(layer)}: each layer has a pool of its own. To "
                 "scan over layers make it with CacheConfig(stacked=True)."
             )
         if not isinstance(layer, tuple):
@@ -93,21 +93,21 @@ class Views:
 
         Evicted tokens count; `layers[i].held` counts the tokens that a layer holds.
         """
-        return seen_by_rows(self.tables[0], self.config).lengths
+        return row_tables(self.tables[0], self.config).lengths
 
     @property
     def new(self) -> jax.Array:
         """`i32[S]`: this step's tokens among `lengths`; 0 after `evict` has dropped tokens of the row in any layer."""
-        first, *others = (t for g, t in enumerate(self.tables) if g == 0 or t.evicted is not None)
-        new = seen_by_rows(first, self.config).new
-        for t in others:
-            new = jnp.minimum(new, seen_by_rows(t, self.config).new)
+        first, *others = (tables for g, tables in enumerate(self.tables) if g == 0 or tables.evicted is not None)
+        new = row_tables(first, self.config).new
+        for tables in others:
+            new = jnp.minimum(new, row_tables(tables, self.config).new)
         return new
 
     @property
     def failed(self) -> jax.Array:
         """`bool[S]`: rows with a request that could not be met; `jaxkv.check` says why."""
-        return seen_by_rows(self.tables[0], self.config).failed
+        return row_tables(self.tables[0], self.config).failed
 
     @property
     def num_layers(self) -> int:
@@ -119,18 +119,20 @@ class Views:
     @property
     def num_blocks(self) -> int:
         """Blocks of all groups together, without null blocks."""
-        return sum(t.num_blocks for t in self.tables)
+        return sum(tables.num_blocks for tables in self.tables)
 
     @property
     def blocks_in_use(self) -> Any:
         """Blocks of all groups that a row or a `PrefixCache` holds, partly used and reserved ones included."""
-        return _number(sum(t.num_used for t in self.tables))
+        return _number(sum(tables.num_used for tables in self.tables))
 
     @property
     def capacity(self) -> int:
         """Slots of the group that has most. One row takes at most `max_seq_length`."""
         heads = self.config.group_heads
-        return max(t.num_blocks // n for t, n in zip(self.tables, heads, strict=True)) * self.config.block_size
+        return (
+            max(tables.num_blocks // n for tables, n in zip(self.tables, heads, strict=True)) * self.config.block_size
+        )
 
     @property
     def max_tokens(self) -> int:
@@ -187,16 +189,16 @@ class Views:
         In a layer that evicts, positions count the tokens held. If it evicts by heads, the result has one more axis at
         the end, with each head's own slot.
         """
-        one = self.layer(layer)
-        tables, evict = one.tables, self.config.group_evicts[one.group]
-        row, position = (as_int32(read_numbers(name, x)) for name, x in {"row": row, "position": position}.items())
+        found = self.layer(layer)
+        tables, evict = found.tables, self.config.group_evicts[found.group]
+        row, position = (cast_int32(read_numbers(name, x)) for name, x in {"row": row, "position": position}.items())
         if evict == "head":
             row, position = (
-                jnp.stack([x] * one.layer_config.num_kv_heads, -1) for x in jnp.broadcast_arrays(row, position)
+                jnp.stack([x] * found.layer_config.num_kv_heads, -1) for x in jnp.broadcast_arrays(row, position)
             )
             head = jax.lax.broadcasted_iota(jnp.int32, row.shape, row.ndim - 1)
-            row = jnp.where((row >= 0) & (row < one.rows), row + head * one.rows, -1)
-        sinks = self.config.group_sinks[one.group]
+            row = jnp.where((row >= 0) & (row < found.rows), row + head * found.rows, -1)
+        sinks = self.config.group_sinks[found.group]
         return _slots(tables, row, position, self.config.block_size, sinks)
 
     def read(self, layer: int, row: Any, position: Any) -> tuple[jax.Array, jax.Array]:
@@ -205,7 +207,7 @@ class Views:
         The result has only tokens that the row holds, never those of a block's earlier owner.
         """
         block, offset = self.slots(row, position, layer=layer)
-        out = heads_at(block.ndim)
+        out = head_spec(block.ndim)
         k, v = self._read(read_tokens, layer, (block, offset), (out, out))
         if self._by_heads(layer):  # blocks of one head
             k, v = k[..., 0, :], v[..., 0, :]
@@ -215,7 +217,7 @@ class Views:
         """Runs a function of `pool_access` on a layer's pool."""
         pool = self.pool(layer)
         specs = (POOL, *[WHOLE] * len(arrays))
-        return on_shards(pool, function, (pool, *arrays), specs, out_specs, config=self.config, layer=layer)
+        return run_on_shards(pool, function, (pool, *arrays), specs, out_specs, config=self.config, layer=layer)
 
     def token(self, row: int, position: int, layer: int = 0) -> tuple[jax.Array, jax.Array]:
         """Returns keys and values `[K, D]` of one token. A missing one raises IndexError; inside `jit` it is zeros."""
@@ -226,7 +228,7 @@ class Views:
             raise IndexError(f"Row {row} holds {int(length)} tokens, so it has no token at position {position}.")
         block, _ = self.slots(row, position, layer=layer)
         if not isinstance(block, jax.core.Tracer) and not block.any():
-            sight = self.layer_config(self.config.owner(layer)).sight
+            sight = self.layer_config(self.config.owner(layer)).retention
             raise IndexError(f"Layer {layer}, {sight}, has given back the token of row {row} at position {position}.")
         return self.read(layer, row, position)
 
@@ -234,7 +236,7 @@ class Views:
         """Returns the key and the value `[D]` of one head of one token."""
         check_head(self, layer, head)
         k, v = self.token(row, position, layer)
-        return whole(k)[head], whole(v)[head]
+        return replicate(k)[head], replicate(v)[head]
 
     def combined(self, layer: int) -> jax.Array:
         """Returns a layer as a dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window.
@@ -340,5 +342,5 @@ def _period(number: Any, count: int) -> jax.Array:
     if not isinstance(number, jax.core.Tracer):
         number = integer("layer's number of a period", number, most=None)
         if not 0 <= number < count:
-            raise IndexError(f"layer's number of a period must be from 0 to {count - 1}, not {shown(number)}.")
+            raise IndexError(f"layer's number of a period must be from 0 to {count - 1}, not {show(number)}.")
     return jnp.asarray(number, jnp.int32)

@@ -13,36 +13,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.cache.pool_access import numbers
+from jaxkv._core.cache.pool_access import decode_kv
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.state.sharding import POOL, WHOLE, on_shards
+from jaxkv._core.state.sharding import POOL, WHOLE, run_on_shards
 from jaxkv._core.state.state import NULL_BLOCK, Pool
 
 
-def renewed(pool: Pool, block: jax.Array, filled: jax.Array, *, config: CacheConfig, layer: int) -> Pool:
+def renew_bounds(pool: Pool, block: jax.Array, filled: jax.Array, *, config: CacheConfig, layer: int) -> Pool:
     """Recomputes the bounds of blocks `i32[n]` from the tokens in their first `filled` i32[n] slots. The null block is
     left out."""
     arguments, specs = (pool, block, filled), (POOL, WHOLE, WHOLE)
-    return on_shards(pool, _renew, arguments, specs, POOL, config=config, layer=layer)
+    return run_on_shards(pool, _renew, arguments, specs, POOL, config=config, layer=layer)
 
 
 def _renew(pool: Pool, block: jax.Array, filled: jax.Array, *, config: CacheConfig, layer: int) -> Pool:
     assert pool.bounds is not None
     keys = jax.tree.map(lambda x: x[block, 0][:, None], pool.tokens)
     place = jnp.where(block == NULL_BLOCK, pool.kv.shape[0] + jnp.arange(block.shape[0], dtype=jnp.int32), block)
-    new = _bounds_of(keys, filled, config, layer)
+    new = _compute_bounds(keys, filled, config, layer)
     return dataclasses.replace(
         pool, bounds=jnp.asarray(pool.bounds).at[place].set(new, mode="drop", unique_indices=True)
     )
 
 
-def bounds_at(pool: Pool, blocks: jax.Array, held: jax.Array) -> jax.Array:
+def read_bounds(pool: Pool, blocks: jax.Array, held: jax.Array) -> jax.Array:
     """Reads the bounds of blocks `i32[...]`, `f32[..., 2, K, D]`; 0 for those that are not `held`."""
     assert pool.bounds is not None
     return jnp.where(held[..., None, None, None], pool.bounds[blocks].astype(jnp.float32), jnp.float32(0))
 
 
-def touched(
+def find_touched_blocks(
     blocks: jax.Array, lengths: jax.Array, begin: jax.Array, end: jax.Array, size: int, most: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the blocks that contain positions `begin` to `end` of each row, and the tokens that each block holds.
@@ -66,17 +66,17 @@ def touched(
     return block, jnp.clip(lengths[own] - column * size, 0, size)
 
 
-def with_bounds(part: Pool, tables: np.ndarray, lengths: np.ndarray, config: CacheConfig, layer: int) -> Pool:
+def add_bounds(part: Pool, tables: np.ndarray, lengths: np.ndarray, config: CacheConfig, layer: int) -> Pool:
     """Adds bounds, if the layer stores them, to blocks that will be put into the layer. The first block is block 1 of
     tables `i32[n, M]`, whose rows hold `lengths` i32[n] tokens. NumPy stays NumPy."""
     if not config.keeps_bounds(layer):
         return part.tokens
-    filled = filled_of(tables, lengths, config.block_size, part.kv.shape[0])
+    filled = count_filled(tables, lengths, config.block_size, part.kv.shape[0])
     bounds: Any = _compiled(part.tokens, filled, config, layer)
     return dataclasses.replace(part, bounds=np.asarray(bounds) if isinstance(part.kv, np.ndarray) else bounds)
 
 
-def filled_of(tables: np.ndarray, lengths: np.ndarray, size: int, count: int) -> np.ndarray:
+def count_filled(tables: np.ndarray, lengths: np.ndarray, size: int, count: int) -> np.ndarray:
     """Returns `i32[count]`, tokens in blocks 1, 2 .. of tables `i32[n, M]` whose rows hold `lengths` i32[n] tokens."""
     held = np.clip(lengths[:, None] - size * np.arange(tables.shape[1]), 0, size)
     filled = np.zeros(max(count, int(tables.max(initial=0))) + 1, np.int32)
@@ -84,9 +84,9 @@ def filled_of(tables: np.ndarray, lengths: np.ndarray, size: int, count: int) ->
     return filled[1 : count + 1]
 
 
-def _bounds_of(part: Pool, filled: jax.Array, config: CacheConfig, layer: int) -> jax.Array:
+def _compute_bounds(part: Pool, filled: jax.Array, config: CacheConfig, layer: int) -> jax.Array:
     """Computes the minimum and maximum of keys in the filled slots of blocks, `[n, 2, K, D]`; 0 for empty blocks."""
-    keys = numbers(part, config, layer)[:, 0]  # [n, K, block_size, D]
+    keys = decode_kv(part, config, layer)[:, 0]  # [n, K, block_size, D]
     place = jnp.arange(keys.shape[2], dtype=jnp.int32)
     held = (place[None] < filled[:, None])[:, None, :, None]
     low, high = (
@@ -97,4 +97,4 @@ def _bounds_of(part: Pool, filled: jax.Array, config: CacheConfig, layer: int) -
     return both.astype(config.bounds_dtype(layer))
 
 
-_compiled = functools.partial(jax.jit, static_argnums=(2, 3))(_bounds_of)
+_compiled = functools.partial(jax.jit, static_argnums=(2, 3))(_compute_bounds)

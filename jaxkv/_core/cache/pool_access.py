@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.rotation import rotate
-from jaxkv._core.state.shard_local import at_places, own_places, part_of, runs_of
+from jaxkv._core.state.shard_local import find_block_runs, find_head_shard, localize_slots, read_slots
 from jaxkv._core.state.state import Pool
 
 
@@ -16,7 +16,7 @@ def read_tokens(
     pool: Pool, block: jax.Array, offset: jax.Array, *, config: CacheConfig, layer: int
 ) -> tuple[jax.Array, jax.Array]:
     """Reads keys and values `[..., K, D]` of slots `i32[...]`; 0 for the null block."""
-    kv = numbers(at_places(pool, block, offset), config, layer, axis=-3)  # [..., 2, K, D]
+    kv = decode_kv(read_slots(pool, block, offset), config, layer, axis=-3)  # [..., 2, K, D]
     kv = jnp.where((block != 0)[..., None, None, None], kv, jnp.zeros((), kv.dtype))
     return _keys_and_values(kv, config, layer, axis=-3)
 
@@ -26,10 +26,10 @@ def read_raw(
 ) -> tuple[jax.Array | None, ...]:
     """Reads `(k, v, k_scale, v_scale)` of slots `i32[...]` of a quantized pool as stored, without padding; 0 for the
     null block."""
-    found, held = jax.tree.leaves(at_places(pool, block, offset)), block != 0
+    found, held = jax.tree.leaves(read_slots(pool, block, offset)), block != 0
     kv, scale = (jnp.where(jnp.expand_dims(held, range(held.ndim, x.ndim)), x, jnp.zeros((), x.dtype)) for x in found)
     width = config.kind(layer).stored_dim(config.layer_config(layer).head_dim)
-    kv = config.form(layer).unlaid(kv, axis=block.ndim)[..., :width]
+    kv = config.form(layer).unpack(kv, axis=block.ndim)[..., :width]
     parts = [[jnp.take(x, i, axis=block.ndim) for x in (kv, scale)] for i in range(kv.shape[block.ndim])]
     keys, values = parts if len(parts) == 2 else (*parts, (None, None))
     return keys[0], values[0], keys[1], values[1]
@@ -38,12 +38,12 @@ def read_raw(
 def dense(pool: Pool, tables: jax.Array, lengths: jax.Array, *, config: CacheConfig, layer: int) -> jax.Array:
     """Reads the rows of a table, or the device's head rows, as one array `[S, 2, K, max_seq_len, D]`; 0 past each row's
     length and before its window."""
-    runs, part = runs_of(pool), part_of(pool)
+    runs, part = find_block_runs(pool), find_head_shard(pool)
     if part is not None:
         tables, lengths = part.own(part.lines(tables)), part.lines(lengths)
 
     def read(at: Any) -> jax.Array:
-        found = numbers(jax.tree.map(lambda x: x[at], pool.tokens), config, layer)
+        found = decode_kv(jax.tree.map(lambda x: x[at], pool.tokens), config, layer)
         return found if runs is None else runs.gathered(found, found.ndim - 2)
 
     if config.contiguous:  # row s owns block s + 1: a slice, which moves no data inside jit
@@ -71,7 +71,7 @@ def put_token(
       head: index among all the pool's heads; number: `i32[K]`, the indices of this device's heads.
       start: where the head's numbers begin in a row of the pool.
     """
-    block, offset = own_places(pool, block, offset)
+    block, offset = localize_slots(pool, block, offset)
     at = jnp.argmax(number == head)
     there = (block != 0) & (number[at] == head)
     place = jnp.where(there, block, pool.kv.shape[0])  # past the end: dropped, never the null block
@@ -94,12 +94,12 @@ def _keys_and_values(kv: jax.Array, config: CacheConfig, layer: int, axis: int) 
     return keys, (jnp.take(kv, 1, axis=axis) if rank is None else keys[..., :rank])
 
 
-def numbers(part: Pool, config: CacheConfig, layer: int, axis: int = -4) -> jax.Array:
+def decode_kv(part: Pool, config: CacheConfig, layer: int, axis: int = -4) -> jax.Array:
     """Decodes blocks or slots of a layer's pool to `[..., 2, ..., D]`: as stored, or float32 if quantized. Keys and
     values are at `axis`."""
-    one, kind = config.layer_config(layer), config.kind(layer)
-    kv = config.form(layer).unlaid(part.kv, axis)
+    found, kind = config.layer_config(layer), config.kind(layer)
+    kv = config.form(layer).unpack(part.kv, axis)
     if not kind.is_quantized:
-        return kv[..., : one.head_dim]
-    decoded = kind.decode(kv, part.scale, one.head_dim, one.rank)  # type: ignore[arg-type]
+        return kv[..., : found.head_dim]
+    decoded = kind.decode(kv, part.scale, found.head_dim, found.rank)  # type: ignore[arg-type]
     return rotate(decoded) if config.rotates(layer) else decoded

@@ -15,7 +15,7 @@ from jaxkv._core.config.rotation import rotate
 from pallas_kernels.common.quantization import StorageFormat
 
 
-class Memory(Groups):
+class ByteSizes(Groups):
     """Byte counts of a `CacheConfig`."""
 
     # Fields of `CacheConfig`, which inherits this class.
@@ -35,22 +35,22 @@ class Memory(Groups):
 
     def rotates(self, layer: int) -> bool:
         """Tells whether a layer's heads are rotated before they are stored."""
-        kind, one = self.kind(layer), self.layer_config(self.owner(layer))
-        if not kind.is_quantized or one.rank is not None:  # a latent row is no head: its entries must not be mixed
+        kind, found = self.kind(layer), self.layer_config(self.owner(layer))
+        if not kind.is_quantized or found.rank is not None:  # a latent row is no head: its entries must not be mixed
             return False
-        return kind.rotates if one.rotate is None else one.rotate
+        return kind.rotates if found.rotate is None else found.rotate
 
     def form(self, layer: int) -> Apart:
         """Returns how keys and values are packed into the rows of a layer's pool; see `join_kv`."""
-        one, kind = self.layer_config(layer), self.kind(layer)
-        is_padded = self._padded(2 * one.head_dim) < 2 * self._padded(one.head_dim)
+        found, kind = self.layer_config(layer), self.kind(layer)
+        is_padded = self._padded(2 * found.head_dim) < 2 * self._padded(found.head_dim)
         if (
-            not self.join_kv or not is_padded or one.rank is not None or kind.group_size is not None
+            not self.join_kv or not is_padded or found.rank is not None or kind.group_size is not None
         ):  # scales within heads
-            return Apart(one.head_dim)
+            return Apart(found.head_dim)
         heads = self.stored_heads(layer)[1]
         in_pairs = self.join_kv != "head" and not kind.is_quantized and heads % 2 == 0
-        return Pairs(one.head_dim) if in_pairs else OneRow(one.head_dim)
+        return Pairs(found.head_dim) if in_pairs else OneRow(found.head_dim)
 
     def pairs_divide(self, layer: int, count: int) -> bool:
         """Tells whether a layer's packed heads can be divided among `count` devices like unpacked ones."""
@@ -66,8 +66,8 @@ class Memory(Groups):
 
     def stored_heads(self, layer: int) -> tuple[int, int]:
         """Returns how many arrays store a token (2: key and value, 1: a latent row), and the heads of each."""
-        one = self.layer_config(layer)
-        return 2 if one.rank is None else 1, 1 if self._evicts_by_heads(layer) else one.num_kv_heads
+        found = self.layer_config(layer)
+        return 2 if found.rank is None else 1, 1 if self._evicts_by_heads(layer) else found.num_kv_heads
 
     def padded_head_dim(self, layer: int) -> int:
         """Returns a layer's head_dim, rounded up to a multiple of `head_dim_multiple`."""
@@ -85,8 +85,8 @@ class Memory(Groups):
 
     def bounds_shape(self, layer: int) -> tuple[int, ...] | None:
         """Returns the shape of a layer's bounds: `[num_blocks + 1, 2, K, head_dim]`."""
-        one = self.layer_config(layer)
-        return (self.pool_shape(layer)[0], 2, one.num_kv_heads, one.head_dim) if self.keeps_bounds(layer) else None
+        found = self.layer_config(layer)
+        return (self.pool_shape(layer)[0], 2, found.num_kv_heads, found.head_dim) if self.keeps_bounds(layer) else None
 
     def bounds_dtype(self, layer: int) -> np.dtype:
         """Returns the dtype of a layer's bounds: the dtype that its keys are read in."""
@@ -117,7 +117,7 @@ class Memory(Groups):
         return numbers + (0 if scales is None else math.prod(scales) * kind.scale_dtype.itemsize)
 
     def _block_shape(self, layer: int) -> tuple[int, int, int, int]:
-        parts, heads, width = self.form(layer).block(*self.stored_heads(layer))
+        parts, heads, width = self.form(layer).row_shape(*self.stored_heads(layer))
         return (parts, heads, self.block_size, self.kind(layer).stored_dim(self._padded(width)))
 
     def _evicts_by_heads(self, layer: int) -> bool:
@@ -134,8 +134,8 @@ class Memory(Groups):
 
     def scale_axes(self, layer: int) -> tuple[int, ...]:
         """Returns the axes after `[..., K, block_size]` in the shape of a quantized layer's scales."""
-        one = self.layer_config(layer)
-        return self.kind(layer).scale_axes(one.head_dim, one.rank)
+        found = self.layer_config(layer)
+        return self.kind(layer).scale_axes(found.head_dim, found.rank)
 
     def encode(self, layer: int, kv: Any) -> tuple[jax.Array, jax.Array | None]:
         """Encodes a layer's keys and values, or latent rows, `[.., D]` as numbers and scales, not packed yet."""
@@ -148,7 +148,7 @@ class Memory(Groups):
     def blocks_of(self, layer: int, kv: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Encodes keys and values `[n, 2, K, block_size, D]` as a layer's blocks: numbers and scales."""
         numbers, scale = self.encode(layer, kv)
-        return self.form(layer).laid(numbers, axis=1), scale
+        return self.form(layer).pack(numbers, axis=1), scale
 
     @property
     def bytes_per_block(self) -> int:

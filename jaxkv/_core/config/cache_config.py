@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size, kernel_platform
 from jaxkv._core.config.from_dense import MadeLike
 from jaxkv._core.config.layer_config import LayerConfig, kind_of
-from jaxkv._core.config.mesh_shape import HEADS, mesh_of
-from jaxkv._core.config.validation import MOST_INDEX, flag, integer, real, shown
+from jaxkv._core.config.mesh_shape import HEADS, find_mesh
+from jaxkv._core.config.validation import MOST_INDEX, flag, integer, real, show
 
 # Share of the full layers' bytes that sliding windows get for prompts in no row. The windows then serve as many prompts
 # as the full layers keep at usual lengths, and at most 1.25 times fewer tokens fit.
@@ -93,13 +93,13 @@ class CacheConfig(MadeLike):
     def __post_init__(self):
         put = functools.partial(object.__setattr__, self)
         if isinstance(self.layers, str) or not isinstance(self.layers, Iterable):
-            raise ValueError(f"CacheConfig.layers must be a list of LayerConfigs, not {shown(self.layers)}.")
+            raise ValueError(f"CacheConfig.layers must be a list of LayerConfigs, not {show(self.layers)}.")
         put("layers", tuple(self.layers))
         if not self.layers:
             raise ValueError("CacheConfig.layers must name at least one LayerConfig, but it is empty.")
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, LayerConfig):
-                raise ValueError(f"CacheConfig.layers[{i}] must be a LayerConfig, not {shown(layer)}.")
+                raise ValueError(f"CacheConfig.layers[{i}] must be a LayerConfig, not {show(layer)}.")
             self._check_shared(i, layer)
         flag("CacheConfig.stacked", self.stacked)
         put("dtype", kind_of(self.dtype, "CacheConfig.dtype").declared_dtype)
@@ -129,7 +129,7 @@ class CacheConfig(MadeLike):
         elif self.layout == "paged":
             self._settle_paged(put)
         else:
-            raise ValueError(f"CacheConfig.layout must be 'paged' or 'contiguous', not {shown(self.layout)}.")
+            raise ValueError(f"CacheConfig.layout must be 'paged' or 'contiguous', not {show(self.layout)}.")
         self._check_kinds()
         self._check_indices()
         self._check_evicting()
@@ -222,13 +222,13 @@ class CacheConfig(MadeLike):
             )
         if layer.chunk != owner.chunk and (owner.chunk is not None or owner.window is not None):
             raise ValueError(
-                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, {owner.sight}, and cannot be a layer "
-                f"{layer.sight}."
+                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, {owner.retention}, and cannot be a "
+                f"layer {layer.retention}."
             )
-        if owner.evict is not None and layer.reach is not None:
+        if owner.evict is not None and layer.visible_tokens is not None:
             raise ValueError(
                 f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, which has evict={owner.evict!r}: it "
-                f"cannot be a layer {layer.sight}, for places there are no positions."
+                f"cannot be a layer {layer.retention}, for places there are no positions."
             )
         if owner.window is not None and (layer.sink_tokens or 0) > (owner.sink_tokens or 0):
             raise ValueError(
@@ -265,7 +265,7 @@ class CacheConfig(MadeLike):
 
     def _settle_group_blocks(self, put) -> None:
         if isinstance(self.group_blocks, str | bytes) or not isinstance(self.group_blocks, Iterable):
-            raise ValueError(f"CacheConfig.group_blocks must be a list of integers, not {shown(self.group_blocks)}.")
+            raise ValueError(f"CacheConfig.group_blocks must be a list of integers, not {show(self.group_blocks)}.")
         blocks = tuple(integer("CacheConfig.group_blocks", n, least=1) for n in self.group_blocks)
         if len(blocks) != len(self.groups):
             raise ValueError(
@@ -317,7 +317,7 @@ class CacheConfig(MadeLike):
             if not hasattr(model, name):
                 raise ValueError(
                     "model must have layer_configs, a LayerConfig for each layer, and dtype, by which its cache is "
-                    f"made, but {shown(model)} has no {name}."
+                    f"made, but {show(model)} has no {name}."
                 )
         max_seqs = integer("max_seqs", max_seqs, least=1)
         max_seq_len = integer("max_seq_len", max_seq_len, least=1)
@@ -329,7 +329,7 @@ class CacheConfig(MadeLike):
         fields |= sizes or {"max_tokens": max_seqs * max_seq_len}
         config = cls(layers=model.layer_configs, max_seqs=max_seqs, max_seq_len=max_seq_len,
                      dtype=model.dtype if dtype is None else dtype, **fields)  # fmt: skip
-        mesh = mesh_of(model) if mesh is None else mesh
+        mesh = find_mesh(model) if mesh is None else mesh
         count = mesh.shape.get(HEADS, 1) if mesh is not None else 1
         if fields.get("join_kv") is None and not all(config.pairs_divide(i, count) for i in range(config.num_layers)):
             config = config.replace(join_kv="head")
@@ -380,7 +380,7 @@ class CacheConfig(MadeLike):
         blocks = [num_blocks * heads for heads in self.group_heads]
         windows = {
             g: min(num_blocks, self.window_blocks(reach, step_tokens, self.group_sinks[g]))
-            for g, reach in enumerate(self.group_reaches)
+            for g, reach in enumerate(self.group_visible_tokens)
             if g != self._widest and reach is not None
         }
         bytes_of = [self.bytes_per_group_block(g) for g in range(len(blocks))]
@@ -415,4 +415,4 @@ class CacheConfig(MadeLike):
 def check_config(config: Any) -> None:
     """Raises ValueError unless `config` is a `CacheConfig`."""
     if not isinstance(config, CacheConfig):
-        raise ValueError(f"config must be a CacheConfig, which says what a cache is made for, not {shown(config)}.")
+        raise ValueError(f"config must be a CacheConfig, which says what a cache is made for, not {show(config)}.")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkv._core.config.validation import shown
+from jaxkv._core.config.validation import show
 from pallas_kernels.common.quantization import FORMATS
 
 # Field names of a layer's keys and values, and whether heads come before tokens.
@@ -43,7 +43,7 @@ def dense_layers(cache: Any, heads_first: bool | None = None) -> list[Dense]:
     ]
     if not found:
         raise ValueError(
-            f"There are no keys and values in {shown(cache)}: give a Flax collection with cached_key or k in it (for "
+            f"There are no keys and values in {show(cache)}: give a Flax collection with cached_key or k in it (for "
             "NNX: nnx.state(model, nnx.Cache)), or (key, value) for each layer, as Hugging Face keeps them."
         )
     return found
@@ -108,5 +108,5 @@ def _read(where: str, key: Any, value: Any, heads_first: bool) -> list[Dense]:
     dtype = str(key.dtype).removeprefix("torch.")
     if dtype not in FORMATS:
         dtype = np.dtype(key.dtype).name if isinstance(key.dtype, np.dtype) else dtype
-    one = Dense(num_kv_heads, head_dim, places, rows, dtype)
-    return [one] * (shape[0] if len(shape) == 5 else 1)
+    dense = Dense(num_kv_heads, head_dim, places, rows, dtype)
+    return [dense] * (shape[0] if len(shape) == 5 else 1)

@@ -4,15 +4,15 @@ import types
 from collections.abc import Iterable
 from typing import Any, Self
 
-from jaxkv._core.config.byte_sizes import Memory
+from jaxkv._core.config.byte_sizes import ByteSizes
 from jaxkv._core.config.dense_caches import dense_layers
 from jaxkv._core.config.layer_config import LayerConfig
-from jaxkv._core.config.validation import integer, shown
+from jaxkv._core.config.validation import integer, show
 
 MOST_LAYERS = 2**16
 
 
-class MadeLike(Memory):
+class MadeLike(ByteSizes):
     """Constructors of `CacheConfig` from sizes or a dense cache."""
 
     @classmethod
@@ -103,6 +103,6 @@ def _for_each(windows: Any, num_layers: int) -> tuple[Any, ...]:
     if len(windows) != num_layers:
         raise ValueError(
             f"windows must be None, one number, or one entry for each of the {num_layers} layers, not "
-            f"{len(windows)}: {shown(windows)}."
+            f"{len(windows)}: {show(windows)}."
         )
     return windows

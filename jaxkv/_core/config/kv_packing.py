@@ -15,7 +15,7 @@ import numpy as np
 from pallas_kernels.common.xla_cpu import side_by_side
 
 
-def stacked(k: Any, v: Any, axis: int) -> jax.Array:
+def stack_kv(k: Any, v: Any, axis: int) -> jax.Array:
     """Stacks keys and values as `[.., 2, ..]`, 2 at `axis`; 1 for latent rows, whose v is None."""
     return jnp.stack([jnp.asarray(x) for x in (k, v) if x is not None], axis)
 
@@ -34,11 +34,11 @@ class Apart:
         return None
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """What one row packs, in words; "" without packing."""
         return ""
 
-    def block(self, parts: int, heads: int) -> tuple[int, int, int]:
+    def row_shape(self, parts: int, heads: int) -> tuple[int, int, int]:
         """Returns the rows of a token, the heads of each and the width, for `parts` arrays of `heads` heads."""
         return parts, heads, self.head_dim
 
@@ -46,32 +46,32 @@ class Apart:
         """Returns the number of heads of a pool whose rows have `num_heads` packed heads."""
         return num_heads
 
-    def laid(self, kv: Any, axis: int) -> Any:
+    def pack(self, kv: Any, axis: int) -> Any:
         """Packs keys and values `[.., 2, K, .., D]`, 2 at `axis`, as in a pool. NumPy stays NumPy."""
         return kv
 
-    def unlaid(self, kv: Any, axis: int) -> Any:
-        """Inverts `laid`, for rows that may be padded; without packing they stay padded."""
+    def unpack(self, kv: Any, axis: int) -> Any:
+        """Inverts `pack`, for rows that may be padded; without packing they stay padded."""
         return kv
 
-    def one_head(self, kv: Any) -> Any:
+    def pack_head(self, kv: Any) -> Any:
         """Packs the key and value of one head of one token, `[2, D]`, as in a row of a pool."""
         return kv
 
-    def place(self, head: int) -> tuple[int, int]:
+    def locate_head(self, head: int) -> tuple[int, int]:
         """Returns the packed head whose rows hold a head, and the offset of the head's entries in them."""
         return head, 0
 
-    def new(self, k: jax.Array, v: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    def pack_kv(self, k: jax.Array, v: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         """Packs a step's keys and values `[.., K, D]` as kernels take them."""
         return k, v
 
-    def queries(self, q: jax.Array, num_kv_heads: int) -> jax.Array:
+    def pack_queries(self, q: jax.Array, num_kv_heads: int) -> jax.Array:
         """Packs a step's queries `[.., H, D]` as kernels take them, for this device's `num_kv_heads` packed heads."""
         return q
 
-    def outputs(self, out: jax.Array, num_kv_heads: int) -> jax.Array:
-        """Unpacks the kernels' outputs for `queries` to `[.., H, D]`."""
+    def unpack_outputs(self, out: jax.Array, num_kv_heads: int) -> jax.Array:
+        """Unpacks the kernels' outputs for `pack_queries` to `[.., H, D]`."""
         return out
 
 
@@ -86,30 +86,30 @@ class OneRow(Apart):
         return self.head_dim
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         return f"Keys and values of {self.head_dim}"
 
-    def block(self, parts: int, heads: int) -> tuple[int, int, int]:
+    def row_shape(self, parts: int, heads: int) -> tuple[int, int, int]:
         return 1, heads, 2 * self.head_dim
 
-    def laid(self, kv: Any, axis: int) -> Any:
+    def pack(self, kv: Any, axis: int) -> Any:
         numpy = np if isinstance(kv, np.ndarray) else jnp
         k, v = numpy.split(kv, 2, axis=axis)
         return numpy.concatenate([v, k], axis=-1)
 
-    def unlaid(self, kv: Any, axis: int) -> Any:
+    def unpack(self, kv: Any, axis: int) -> Any:
         numpy = np if isinstance(kv, np.ndarray) else jnp
         v, k = kv[..., : self.head_dim], kv[..., self.head_dim : 2 * self.head_dim]
         return numpy.concatenate([k, v], axis=axis)
 
-    def one_head(self, kv: Any) -> Any:
-        return self.laid(kv, axis=0)
+    def pack_head(self, kv: Any) -> Any:
+        return self.pack(kv, axis=0)
 
-    def new(self, k: jax.Array, v: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    def pack_kv(self, k: jax.Array, v: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         assert v is not None
         return side_by_side(v, k), None
 
-    def queries(self, q: jax.Array, num_kv_heads: int) -> jax.Array:
+    def pack_queries(self, q: jax.Array, num_kv_heads: int) -> jax.Array:
         return jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(q.shape[-1], 0)])
 
 
@@ -119,43 +119,43 @@ class Pairs(Apart):
     joins = True
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         return f"Two heads of {self.head_dim}"
 
-    def block(self, parts: int, heads: int) -> tuple[int, int, int]:
+    def row_shape(self, parts: int, heads: int) -> tuple[int, int, int]:
         return parts, heads // 2, 2 * self.head_dim
 
     def heads(self, num_heads: int) -> int:
         return 2 * num_heads
 
-    def laid(self, kv: Any, axis: int) -> Any:
+    def pack(self, kv: Any, axis: int) -> Any:
         numpy = np if isinstance(kv, np.ndarray) else jnp
         heads = axis % kv.ndim + 1
         kv = kv.reshape(*kv.shape[:heads], kv.shape[heads] // 2, 2, *kv.shape[heads + 1 :])
         kv = numpy.moveaxis(kv, heads + 1, -2)
         return kv.reshape(*kv.shape[:-2], 2 * self.head_dim)
 
-    def unlaid(self, kv: Any, axis: int) -> Any:
+    def unpack(self, kv: Any, axis: int) -> Any:
         numpy = np if isinstance(kv, np.ndarray) else jnp
         heads = axis % kv.ndim + 1
         kv = kv[..., : 2 * self.head_dim].reshape(*kv.shape[:-1], 2, self.head_dim)
         kv = numpy.moveaxis(kv, -2, heads + 1)
         return kv.reshape(*kv.shape[:heads], 2 * kv.shape[heads], *kv.shape[heads + 2 :])
 
-    def place(self, head: int) -> tuple[int, int]:
+    def locate_head(self, head: int) -> tuple[int, int]:
         return head // 2, head % 2 * self.head_dim
 
-    def new(self, k: jax.Array, v: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    def pack_kv(self, k: jax.Array, v: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         assert v is not None
         k, v = (x.reshape(*x.shape[:-2], x.shape[-2] // 2, 2 * x.shape[-1]) for x in (k, v))
         return k, v
 
-    def queries(self, q: jax.Array, num_kv_heads: int) -> jax.Array:
+    def pack_queries(self, q: jax.Array, num_kv_heads: int) -> jax.Array:
         in_second = np.arange(2 * self.head_dim) >= self.head_dim
         own = in_second == self._is_second(q, num_kv_heads)
         return jnp.where(own, side_by_side(q, q), jnp.zeros((), q.dtype))
 
-    def outputs(self, out: jax.Array, num_kv_heads: int) -> jax.Array:
+    def unpack_outputs(self, out: jax.Array, num_kv_heads: int) -> jax.Array:
         first, second = out[..., : self.head_dim], out[..., self.head_dim :]
         return jnp.where(self._is_second(out, num_kv_heads), second, first)
 

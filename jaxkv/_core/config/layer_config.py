@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkv._core.config.validation import flag, integer, shown
+from jaxkv._core.config.validation import flag, integer, show
 from pallas_kernels.common.quantization import FORMATS, StorageFormat
 
 
@@ -16,7 +16,7 @@ def kind_of(dtype: Any, field: str) -> StorageFormat:
     except Exception:  # NumPy reads dicts and lists too, and raises errors of many types for them
         name = dtype
     if not isinstance(name, str) or name not in FORMATS:
-        raise ValueError(f"{field} must be one of {', '.join(FORMATS)}, not {shown(dtype)}.")
+        raise ValueError(f"{field} must be one of {', '.join(FORMATS)}, not {show(dtype)}.")
     return FORMATS[name]
 
 
@@ -69,7 +69,7 @@ class LayerConfig:
             if not (optional and value is None):
                 object.__setattr__(self, field, integer(f"LayerConfig.{field}", value, least=least))
         if not (self.rotate is None or isinstance(self.rotate, bool)):
-            raise ValueError(f"LayerConfig.rotate must be True, False or None, not {shown(self.rotate)}.")
+            raise ValueError(f"LayerConfig.rotate must be True, False or None, not {show(self.rotate)}.")
         if self.dtype is not None:
             object.__setattr__(self, "dtype", kind_of(self.dtype, "LayerConfig.dtype").declared_dtype)
 
@@ -84,10 +84,10 @@ class LayerConfig:
                 "or leave them out."
             )
         if self.evict not in (None, "layer", "head"):
-            raise ValueError(f'LayerConfig.evict must be "layer", "head" or None, not {shown(self.evict)}.')
-        if self.evict is not None and self.reach is not None:
+            raise ValueError(f'LayerConfig.evict must be "layer", "head" or None, not {show(self.evict)}.')
+        if self.evict is not None and self.visible_tokens is not None:
             raise ValueError(
-                f"A layer {self.sight} gives back what its tokens do not see, by position, and cannot have evict="
+                f"A layer {self.retention} gives back what its tokens do not see, by position, and cannot have evict="
                 f"{self.evict!r} too: leave one out."
             )
         object.__setattr__(self, "bounds", flag("LayerConfig.bounds", self.bounds))
@@ -126,12 +126,12 @@ class LayerConfig:
         return cls(num_kv_heads=1, head_dim=rank + rope_dim, rank=rank, **fields)
 
     @property
-    def reach(self) -> int | None:
+    def visible_tokens(self) -> int | None:
         """Maximum number of positions that a token attends to, by window or chunk; None: all."""
         return self.chunk if self.window is None else self.window
 
     @property
-    def sight(self) -> str:
+    def retention(self) -> str:
         """The positions that a token attends to, in words."""
         if self.chunk is not None:
             return f"with chunks of {self.chunk}"

@@ -12,7 +12,7 @@ import numpy as np
 from jaxkv._core.config.layer_config import LayerConfig
 
 
-def period_of(kinds: Sequence[Any]) -> int:
+def find_period(kinds: Sequence[Any]) -> int:
     """Returns the number of entries after which a sequence repeats; the last period may be incomplete.
 
     >>> period_of("aabaaba")
@@ -64,7 +64,7 @@ class Groups:
     @functools.cached_property
     def is_endless(self) -> bool:
         """Whether rows may grow beyond `max_seq_len`, since no layer keeps all of their tokens."""
-        pairs = zip(self.group_reaches, self.group_evicts, strict=True)
+        pairs = zip(self.group_visible_tokens, self.group_evicts, strict=True)
         return not self.contiguous and all(reach is not None or evict is not None for reach, evict in pairs)
 
     @functools.cached_property
@@ -80,7 +80,7 @@ class Groups:
         most, held = self.max_blocks_per_seq, max(FEW_COLUMNS, self.group_blocks[group])
         if self.group_evicts[group] is not None:
             return min(most, held)
-        if self.group_reaches[group] is None:
+        if self.group_visible_tokens[group] is None:
             return min(most, max(held, FEW_ENTRIES // self.max_seqs))
         apart = self.group_sinks[group] + self.group_units[group] - 1
         # The first token of an endless row may be anywhere in its block.
@@ -99,7 +99,7 @@ class Groups:
     @functools.cached_property
     def group_slides(self) -> tuple[bool, ...]:
         """Whether the rows of each group may outgrow their table, and then slide along it."""
-        pairs = zip(self.group_reaches, self.table_widths, strict=True)
+        pairs = zip(self.group_visible_tokens, self.table_widths, strict=True)
         return tuple(reach is not None and (self.is_endless or w < self.max_blocks_per_seq) for reach, w in pairs)
 
     @functools.cached_property
@@ -121,14 +121,14 @@ class Groups:
         return tuple(None if self.contiguous else self.layers[layers[0]].window for layers in self.groups)
 
     @functools.cached_property
-    def group_sights(self) -> tuple[str, ...]:
+    def group_retentions(self) -> tuple[str, ...]:
         """The tokens that each group's layers keep, in words."""
-        return tuple("whole" if self.contiguous else self.layers[layers[0]].sight for layers in self.groups)
+        return tuple("whole" if self.contiguous else self.layers[layers[0]].retention for layers in self.groups)
 
     @functools.cached_property
-    def group_reaches(self) -> tuple[int | None, ...]:
+    def group_visible_tokens(self) -> tuple[int | None, ...]:
         """Maximum number of positions that a token of each group attends to, by window or chunk; None: all."""
-        return tuple(None if self.contiguous else self.layers[layers[0]].reach for layers in self.groups)
+        return tuple(None if self.contiguous else self.layers[layers[0]].visible_tokens for layers in self.groups)
 
     @functools.cached_property
     def group_chunks(self) -> tuple[int | None, ...]:
@@ -155,7 +155,7 @@ class Groups:
     @property
     def has_windows(self) -> bool:
         """Whether some layers free blocks that no later token attends to."""
-        return any(reach is not None for reach in self.group_reaches)
+        return any(reach is not None for reach in self.group_visible_tokens)
 
     @functools.cached_property
     def stacks(self) -> tuple[tuple[int, ...], ...]:
@@ -178,7 +178,7 @@ class Groups:
     @functools.cached_property
     def period(self) -> int:
         """Number of layers after which their sequence repeats; the last period may be incomplete."""
-        return period_of(self.layers)
+        return find_period(self.layers)
 
     def owner(self, layer: int) -> int:
         """Returns the layer whose keys and values a layer reads: itself, or `shares_with`."""
@@ -196,7 +196,7 @@ class Groups:
             raise IndexError(f"layer must be an integer from 0 to {self.num_layers - 1}, not {layer!r}.")
         return self.layers[layer]
 
-    def first_seen(self, group: int, length: Any) -> Any:
+    def first_visible_block(self, group: int, length: Any) -> Any:
         """Returns the first block that the next token of a row of `length` tokens (int or array) attends to.
 
         The row's last block always counts as visible, since it determines the next block's column.
@@ -215,10 +215,10 @@ class Groups:
 
     def row_blocks(self, group: int, length: int) -> int:
         """Returns the maximum blocks of a group that a row holds while it grows to `length` tokens one by one."""
-        reach, blocks = self.group_reaches[group], -(-length // self.block_size) * self.group_heads[group]
+        reach, blocks = self.group_visible_tokens[group], -(-length // self.block_size) * self.group_heads[group]
         if reach is None:
             return blocks
-        return min(blocks, (self._places_of(reach) + 1) // self.block_size + self.group_sinks[group])
+        return min(blocks, (self._window_slots(reach) + 1) // self.block_size + self.group_sinks[group])
 
     def window_blocks(self, window: int, step_tokens: int | None = None, sinks: int = 0) -> int:
         """Returns an upper bound on the blocks held by all rows of a sliding-window group that also keeps `sinks`
@@ -226,10 +226,10 @@ class Groups:
         most = self.max_seqs * self.max_blocks_per_seq
         if step_tokens is None:
             return most
-        places = self.max_seqs * self._places_of(window) + step_tokens
+        places = self.max_seqs * self._window_slots(window) + step_tokens
         return min(most, places // self.block_size + self.max_seqs * sinks)
 
-    def _places_of(self, window: int) -> int:
+    def _window_slots(self, window: int) -> int:
         """Returns the maximum slots in the blocks of a window: `window - 1` visible tokens, `block_size - 1` more slots
         in the first block, and as many in the last."""
         return max(window, 2) + 2 * self.block_size - 3
@@ -237,4 +237,4 @@ class Groups:
     @property
     def _widest(self) -> int:
         """The group with the longest context."""
-        return max(range(len(self.groups)), key=lambda g: self.group_reaches[g] or float("inf"))
+        return max(range(len(self.groups)), key=lambda g: self.group_visible_tokens[g] or float("inf"))

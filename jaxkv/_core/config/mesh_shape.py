@@ -10,7 +10,7 @@ HEADS = "model"  # the default mesh axis for heads
 CONTEXT = "context"  # the mesh axis for the tokens of blocks
 
 
-def mesh_of(tree: Any, axis: str = HEADS) -> Mesh | None:
+def find_mesh(tree: Any, axis: str = HEADS) -> Mesh | None:
     """Returns the first mesh with that axis among those of a pytree's arrays."""
     for x in jax.tree.leaves(tree):
         sharding = getattr(x, "sharding", None)
@@ -21,7 +21,7 @@ def mesh_of(tree: Any, axis: str = HEADS) -> Mesh | None:
 
 def model_mesh(model: Any) -> Mesh | None:
     """Returns the mesh that a model is divided over by heads or contexts; None if there is none."""
-    return mesh_of(model) or mesh_of(model, CONTEXT)
+    return find_mesh(model) or find_mesh(model, CONTEXT)
 
 
 def context_axis(mesh: Mesh | None) -> str | None:
@@ -29,7 +29,7 @@ def context_axis(mesh: Mesh | None) -> str | None:
     return CONTEXT if mesh is not None and CONTEXT in mesh.axis_names else None
 
 
-def place_of(tree: Any) -> Sharding | None:
+def find_placement(tree: Any) -> Sharding | None:
     """Returns the sharding that replicates arrays over a pytree's devices; None for a mesh without the axes."""
     if (mesh := model_mesh(tree)) is not None:
         return NamedSharding(mesh, PartitionSpec())

@@ -21,9 +21,9 @@ def integer(name: str, value: Any, *, least: int | None = None, most: int | None
     >>> integer("max_seqs", np.int64(3), least=1)
     3
     """
-    number = as_scalar(value)
+    number = read_scalar(value)
     if isinstance(number, bool | np.bool) or not isinstance(number, int | np.integer):
-        raise ValueError(f"{name} must be an integer, not {shown(value)}.")
+        raise ValueError(f"{name} must be an integer, not {show(value)}.")
     return _bounded(name, int(number), least, most)
 
 
@@ -38,17 +38,17 @@ def real(
     >>> real("temperature", 1, least=0)
     1.0
     """
-    number = as_scalar(value)
+    number = read_scalar(value)
     if isinstance(number, bool | np.bool) or not isinstance(number, int | float | np.integer | np.floating):
-        raise ValueError(f"{name} must be a number, not {shown(value)}.")
+        raise ValueError(f"{name} must be a number, not {show(value)}.")
     try:
         number = float(number)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise ValueError(f"{name} must be a finite number, not {shown(value)}.")
+        raise ValueError(f"{name} must be a finite number, not {show(value)}.")
     if above is not None and number <= above:
-        raise ValueError(f"{name} must be above {above}, not {shown(value)}.")
+        raise ValueError(f"{name} must be above {above}, not {show(value)}.")
     return _bounded(name, number, least, most)
 
 
@@ -56,19 +56,19 @@ def flag(name: str, value: Any, or_else: str | None = None) -> bool:
     """Returns `value` if it is True or False. Raises ValueError, which names the alternative `or_else`."""
     if not isinstance(value, bool | np.bool):
         choices = "True or False" if or_else is None else f"True, False or {or_else!r}"
-        raise ValueError(f"{name} must be {choices}, not {shown(value)}.")
+        raise ValueError(f"{name} must be {choices}, not {show(value)}.")
     return bool(value)
 
 
-def listed(name: str, several: Any) -> list[Any]:
+def read_list(name: str, several: Any) -> list[Any]:
     """Returns an iterable argument as a list. Raises ValueError for text, mappings and anything not iterable."""
     is_one = isinstance(several, str | bytes | Mapping) or getattr(several, "shape", None) == ()
     if is_one or not isinstance(several, Iterable):
-        raise ValueError(f"{name} must be a list, not {shown(several)}.")
+        raise ValueError(f"{name} must be a list, not {show(several)}.")
     return list(several)
 
 
-def shown(value: Any) -> str:
+def show(value: Any) -> str:
     """Returns `repr` on one line, cut to fit into a sentence. Values that `repr` refuses, such as integers of thousands
     of digits, are named by type."""
     try:
@@ -78,7 +78,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
 
 
-def as_scalar(value: Any) -> Any:
+def read_scalar(value: Any) -> Any:
     """Returns the Python number that an array without axes holds; anything else as it is."""
     if isinstance(value, jax.core.Tracer):  # no number yet: errors report that the value is traced
         return value
@@ -88,7 +88,7 @@ def as_scalar(value: Any) -> Any:
 
 def _bounded[T: (int, float)](name: str, number: T, least: T | None, most: T | None) -> T:
     if least is not None and number < least:
-        raise ValueError(f"{name} must be at least {least}, not {shown(number)}.")
+        raise ValueError(f"{name} must be at least {least}, not {show(number)}.")
     if most is not None and number > most:
-        raise ValueError(f"{name} must be at most {most}, not {shown(number)}.")
+        raise ValueError(f"{name} must be at most {most}, not {show(number)}.")
     return number

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.config.validation import MOST_INDEX, shown
+from jaxkv._core.config.validation import MOST_INDEX, show
 
 
 def read_numbers(name: str, x: Any) -> np.ndarray | jax.Array:
@@ -19,7 +19,7 @@ def read_numbers(name: str, x: Any) -> np.ndarray | jax.Array:
     Raises:
       ValueError: lists of unequal lengths.
     """
-    x = _array_of(x)
+    x = _unwrap(x)
     if isinstance(x, jax.Array):
         return x
     if isinstance(x, list | tuple) and any(isinstance(leaf, jax.core.Tracer) for leaf in _leaves(x)):
@@ -27,7 +27,7 @@ def read_numbers(name: str, x: Any) -> np.ndarray | jax.Array:
     try:
         return np.asarray(x)
     except ValueError:
-        raise ValueError(f"{name} must be an array, or lists of equal lengths, not {shown(x)}.") from None
+        raise ValueError(f"{name} must be an array, or lists of equal lengths, not {show(x)}.") from None
 
 
 def is_known(x: Any) -> bool:
@@ -40,10 +40,10 @@ def _leaves(x: Any) -> Iterator[Any]:
         if isinstance(entry, list | tuple):
             yield from _leaves(entry)
         else:
-            yield _array_of(entry)
+            yield _unwrap(entry)
 
 
-def _array_of(x: Any) -> Any:
+def _unwrap(x: Any) -> Any:
     """Returns the array that a Flax variable holds; anything else as it is."""
     if not isinstance(x, jax.Array) and callable(convert := getattr(x, "__jax_array__", None)):
         return convert()
@@ -59,7 +59,7 @@ def _stack(name: str, entries: list[Any]) -> jax.Array:
         return jnp.stack([jnp.asarray(entry) for entry in entries])
     if any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return jnp.stack([jnp.asarray(entry, jnp.float32) for entry in entries])
-    return jnp.stack([as_int32(entry) for entry in entries])
+    return jnp.stack([cast_int32(entry) for entry in entries])
 
 
 def row_counts(name: str, x: Any, rows: int) -> jax.Array:
@@ -72,7 +72,7 @@ def row_counts(name: str, x: Any, rows: int) -> jax.Array:
     if is_known(x) and (x < 0).any():
         row = int(np.argmax(x < 0))
         raise ValueError(f"{name} must not be negative, but row {row} has {x[row]}.")
-    return as_int32(x)
+    return cast_int32(x)
 
 
 def row_indices(name: str, x: Any, rows: int) -> jax.Array:
@@ -82,18 +82,18 @@ def row_indices(name: str, x: Any, rows: int) -> jax.Array:
         raise ValueError(f"{name} must be a row index or a list of them, not {x.dtype}{list(x.shape)}.")
     if is_known(x) and x.size and not ((x >= 0) & (x < rows)).all():
         raise IndexError(f"{name} must be rows from 0 to {rows - 1}, not {x.tolist()}.")
-    return as_int32(x.reshape(-1))
+    return cast_int32(x.reshape(-1))
 
 
 def distinct_rows(name: str, x: Any, rows: int) -> np.ndarray:
     """Returns `x`, known on the host, as row indices without duplicates. Raises IndexError, ValueError."""
-    indices = np.asarray(row_indices(name, on_host(name, x), rows))
+    indices = np.asarray(row_indices(name, require_host(name, x), rows))
     if len(set(indices.tolist())) != len(indices):
         raise ValueError(f"{name} names a row twice: {indices.tolist()}.")
     return indices
 
 
-def on_host(name: str, x: Any) -> np.ndarray:
+def require_host(name: str, x: Any) -> np.ndarray:
     """Returns `x` as a NumPy array. Raises ValueError if `x` is traced."""
     x = read_numbers(name, x)
     if isinstance(x, jax.core.Tracer):
@@ -101,7 +101,7 @@ def on_host(name: str, x: Any) -> np.ndarray:
     return np.asarray(x)
 
 
-def as_int32(x: Any) -> jax.Array:
+def cast_int32(x: Any) -> jax.Array:
     """Returns `x` as int32. Numbers that would wrap are clipped, and still exceed what any row holds."""
     dtype = jnp.dtype(x.dtype)
     if jnp.issubdtype(dtype, jnp.integer) and (dtype.itemsize > 4 or dtype == jnp.uint32):

@@ -8,13 +8,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxkv._core.config.mesh_shape import mesh_of
-from jaxkv._core.state.multihost import processes_of
+from jaxkv._core.config.mesh_shape import find_mesh
+from jaxkv._core.state.multihost import list_processes
 
 AXIS = "data"  # the mesh axis for rows
 
 
-def part_of(x: jax.Array, i: int, *, mesh: Mesh, axis: str) -> jax.Array:
+def take_shard(x: jax.Array, i: int, *, mesh: Mesh, axis: str) -> jax.Array:
     """Returns the i-th shard of an array along a mesh axis, as an array on the rest of the mesh: a slice of the first
     axis if that is divided over the mesh axis, else the replica."""
     sharding = x.sharding
@@ -35,8 +35,8 @@ def part_of(x: jax.Array, i: int, *, mesh: Mesh, axis: str) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, place, [held[device] for device in devices.flat])
 
 
-def joined(parts: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
-    """Joins shards, as `part_of` returns them, along the first axis; numbers become an array of one per shard."""
+def join_shards(parts: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
+    """Joins shards, as `take_shard` returns them, along the first axis; numbers become an array of one per shard."""
     pieces = [shard.data for part in parts for shard in part.addressable_shards]
     if parts[0].ndim == 0:
         pieces = [jax.device_put(np.asarray(x)[None], x.sharding) for x in pieces]
@@ -46,15 +46,15 @@ def joined(parts: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 
-def parts_of_model(model: Any, axis: str = AXIS) -> list[Any]:
+def split_model(model: Any, axis: str = AXIS) -> list[Any]:
     """Returns a model's replica for each device of the mesh axis for rows, of this process; the model itself if there
     is no such axis, or it has one device.
 
     Raises:
       ValueError: a parameter is divided over the axis.
     """
-    model = in_this_process(model, axis)
-    mesh = mesh_of(model, axis)
+    model = take_local_model(model, axis)
+    mesh = find_mesh(model, axis)
     if mesh is None or mesh.shape[axis] == 1:
         return [model]
 
@@ -62,22 +62,22 @@ def parts_of_model(model: Any, axis: str = AXIS) -> list[Any]:
         if not (isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)):
             return x
         _check_whole(x, axis)
-        return part_of(x, i, mesh=mesh, axis=axis)
+        return take_shard(x, i, mesh=mesh, axis=axis)
 
     return [jax.tree.map(lambda x, i=i: part(x, i), model) for i in range(mesh.shape[axis])]
 
 
-def in_this_process(model: Any, axis: str = AXIS) -> Any:
+def take_local_model(model: Any, axis: str = AXIS) -> Any:
     """Returns a model of several processes as it is on this process's devices along the axis for rows; the model
     itself if all of it is here, or there is no such axis.
 
     Raises:
       ValueError: each shard of the axis has devices of other processes; a parameter is divided over the axis.
     """
-    mesh = mesh_of(model, axis)
-    if mesh is None or mesh.shape[axis] == 1 or processes_of(mesh) == [jax.process_index()]:
+    mesh = find_mesh(model, axis)
+    if mesh is None or mesh.shape[axis] == 1 or list_processes(mesh) == [jax.process_index()]:
         return model
-    own = _own_parts(mesh, axis)
+    own = _local_shards(mesh, axis)
     here = Mesh(
         np.take(mesh.devices, own, axis=mesh.axis_names.index(axis)), mesh.axis_names, axis_types=mesh.axis_types
     )
@@ -93,13 +93,13 @@ def in_this_process(model: Any, axis: str = AXIS) -> Any:
     return jax.tree.map(part, model)
 
 
-def count_parts(model: Any, axis: str = AXIS) -> int:
-    """Returns the number of models that `parts_of_model` makes. Raises ValueError if this process has none."""
-    mesh = mesh_of(model, axis)
-    return 1 if mesh is None or mesh.shape[axis] == 1 else len(_own_parts(mesh, axis))
+def count_model_shards(model: Any, axis: str = AXIS) -> int:
+    """Returns the number of models that `split_model` makes. Raises ValueError if this process has none."""
+    mesh = find_mesh(model, axis)
+    return 1 if mesh is None or mesh.shape[axis] == 1 else len(_local_shards(mesh, axis))
 
 
-def _own_parts(mesh: Mesh, axis: str) -> list[int]:
+def _local_shards(mesh: Mesh, axis: str) -> list[int]:
     """Returns the shards of the axis without devices of other processes."""
     parts = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(mesh.shape[axis], -1)
     own = [i for i, devices in enumerate(parts) if all(d.process_index == jax.process_index() for d in devices)]

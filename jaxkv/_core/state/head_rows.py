@@ -41,37 +41,37 @@ def refuse_gaps(config: CacheConfig, what: str, kinds: tuple[str, ...] = ("layer
     refuse_sinks(config, what)
 
 
-def to_lines(x: Any, tables: BlockTables) -> Any:
+def repeat_for_heads(x: Any, tables: BlockTables) -> Any:
     """Repeats `[S, ...]` of rows for the head rows of a table; a scalar stays."""
     if not jnp.ndim(x) or x.shape[0] == (lines := tables.lengths.shape[0]):
         return x
     return jnp.tile(x, (lines // x.shape[0], *(1,) * (x.ndim - 1)))
 
 
-def by_row(x: Any, config: CacheConfig) -> Any:
+def group_by_row(x: Any, config: CacheConfig) -> Any:
     """Reshapes `[S * n, ...]` of head rows to `[n, S, ...]`."""
     return x.reshape(-1, config.max_seqs, *x.shape[1:])
 
 
-def row_sums(x: Any, config: CacheConfig) -> Any:
+def sum_rows(x: Any, config: CacheConfig) -> Any:
     """Sums `i32[S * n]` over the head rows of each row, to `i32[S]`."""
-    return x if x.shape[0] == config.max_seqs else by_row(x, config).sum(axis=0, dtype=x.dtype)
+    return x if x.shape[0] == config.max_seqs else group_by_row(x, config).sum(axis=0, dtype=x.dtype)
 
 
-def part_sums(x: jax.Array, tables: BlockTables) -> jax.Array:
+def sum_shards(x: jax.Array, tables: BlockTables) -> jax.Array:
     """Sums values of head rows: to `i32[]`, or per shard `i32[P]` if a table's blocks are in shards."""
     x = x if tables.parts == 1 else x.reshape(tables.parts, -1)
     return x.sum(axis=-1, dtype=x.dtype)
 
 
-def row_needs(x: jax.Array, tables: BlockTables, config: CacheConfig) -> jax.Array:
+def sum_needs(x: jax.Array, tables: BlockTables, config: CacheConfig) -> jax.Array:
     """Sums the blocks that the head rows of each row need: to `i32[S]`, or per shard `i32[P, S]`."""
     if tables.parts == 1:
-        return row_sums(x, config)
+        return sum_rows(x, config)
     return x.reshape(tables.parts, -1, config.max_seqs).sum(axis=1, dtype=x.dtype)
 
 
-def of_parts(x: Any, tables: BlockTables) -> jax.Array:
+def repeat_for_shards(x: Any, tables: BlockTables) -> jax.Array:
     """Repeats values of shards, `[P]` or `[P, S]`, for each head row; with one shard they stay as they are."""
     if tables.parts == 1:
         return x
@@ -81,23 +81,23 @@ def of_parts(x: Any, tables: BlockTables) -> jax.Array:
     return jnp.broadcast_to(x[:, None], (x.shape[0], lines // x.shape[1], x.shape[1])).reshape(-1)
 
 
-def block_numbers(tables: BlockTables) -> np.ndarray:
+def list_blocks(tables: BlockTables) -> np.ndarray:
     """Returns `i32[N]`, a table's blocks without the null blocks."""
-    return numbers_in_parts(tables.num_blocks, tables.parts)
+    return list_shard_blocks(tables.num_blocks, tables.parts)
 
 
-def numbers_in_parts(num_blocks: int, parts: int) -> np.ndarray:
+def list_shard_blocks(num_blocks: int, parts: int) -> np.ndarray:
     """Returns `i32[N]`, the indices of `num_blocks` blocks in `parts` shards, each after a null block."""
     number = np.arange(num_blocks + parts, dtype=np.int32)
     return number[number % (len(number) // parts) != NULL_BLOCK]
 
 
-def any_of_row(x: Any, config: CacheConfig) -> Any:
+def any_head(x: Any, config: CacheConfig) -> Any:
     """Returns `bool[S]`: whether `x` is True for any head row of a row."""
-    return x if x.shape[0] == config.max_seqs else by_row(x, config).any(axis=0)
+    return x if x.shape[0] == config.max_seqs else group_by_row(x, config).any(axis=0)
 
 
-def seen_by_rows(tables: BlockTables, config: CacheConfig) -> BlockTables:
+def row_tables(tables: BlockTables, config: CacheConfig) -> BlockTables:
     """Returns tables with the values of rows that are equal in all groups: lengths are the tokens a row has seen."""
     if tables.evicted is None:
         return tables
@@ -107,22 +107,22 @@ def seen_by_rows(tables: BlockTables, config: CacheConfig) -> BlockTables:
     return dataclasses.replace(tables, lengths=tables.seen[..., : config.max_seqs], evicted=None, thinned=None, **rows)
 
 
-def source_lines(source: jax.Array, tables: BlockTables) -> jax.Array:
+def source_head_rows(source: jax.Array, tables: BlockTables) -> jax.Array:
     """Expands source rows `i32[S]` to head rows: each head's source is the same head of the source row."""
     rows = source.shape[0]
     head = jnp.arange(tables.lengths.shape[0], dtype=jnp.int32) // rows
-    return to_lines(source, tables) + head * rows
+    return repeat_for_heads(source, tables) + head * rows
 
 
-def _heads_of(one: Layer) -> int:
+def _count_heads(layer: Layer) -> int:
     """Returns the number of head rows per row on this device."""
-    return one.tables.lengths.shape[0] // one.config.max_seqs
+    return layer.tables.lengths.shape[0] // layer.config.max_seqs
 
 
-def split_heads(one: Layer, x: Any) -> Any:
+def split_heads(layer: Layer, x: Any) -> Any:
     """Splits queries, keys or values `[S, T, heads, D]` or `[N, heads, D]` into head rows, `[K * S, T, heads / K, D]`
     or `[K * N, heads / K, D]`, for a layer that evicts by heads."""
-    heads = _heads_of(one)
+    heads = _count_heads(layer)
     if heads == 1 or x is None:
         return x
     if x.shape[-2] % heads:
@@ -132,26 +132,26 @@ def split_heads(one: Layer, x: Any) -> Any:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def join_heads(one: Layer, out: Any, axis: int) -> Any:
+def join_heads(layer: Layer, out: Any, axis: int) -> Any:
     """Inverts `split_heads`, for a result with its heads at `axis`."""
-    heads = _heads_of(one)
+    heads = _count_heads(layer)
     if heads == 1:
         return out
     out = jnp.moveaxis(out.reshape(heads, out.shape[0] // heads, *out.shape[1:]), 0, axis)
     return out.reshape(*out.shape[:axis], heads * out.shape[axis + 1], *out.shape[axis + 2 :])
 
 
-def split_tokens(one: Layer, x: Any) -> Any:
+def split_tokens(layer: Layer, x: Any) -> Any:
     """Repeats values of tokens, `[S, T]` or `[N]`, for all head rows."""
-    heads = _heads_of(one)
+    heads = _count_heads(layer)
     return x if heads == 1 or x is None else jnp.tile(x, (heads, *(1,) * (x.ndim - 1)))
 
 
-def split_offsets(one: Layer, offsets: Any, count: int) -> Any:
+def split_offsets(layer: Layer, offsets: Any, count: int) -> Any:
     """Returns the start of each head row's packed tokens; each head has `count` consecutive tokens."""
-    heads = _heads_of(one)
+    heads = _count_heads(layer)
     if heads == 1 or offsets is None:
         return offsets
     # A row whose tokens do not fit has none: its head rows start where the next head's do.
-    start = jnp.minimum(offsets[: one.config.max_seqs], count)
+    start = jnp.minimum(offsets[: layer.config.max_seqs], count)
     return (start[None] + count * jnp.arange(heads, dtype=jnp.int32)[:, None]).reshape(-1)

@@ -25,12 +25,12 @@ def global_state() -> Any:
     return distributed.global_state
 
 
-def store() -> Any:
+def coordinator_store() -> Any:
     """Returns the coordinator's key-value store; None in a single process."""
     return distributed.global_state.client
 
 
-def processes_of(mesh: Mesh) -> list[int]:
+def list_processes(mesh: Mesh) -> list[int]:
     """Returns the processes that own a mesh's devices."""
     return sorted({device.process_index for device in mesh.devices.flat})
 
@@ -42,14 +42,14 @@ def exchange(what: str, said: str, processes: Iterable[int]) -> list[str]:
       RuntimeError: one process did not call this in time, or there is no coordinator.
       ValueError: this process is not among them.
     """
-    processes, client = list(processes), store()
+    processes, client = list(processes), coordinator_store()
     if client is None:
         raise RuntimeError(
             f"{what} is for processes that know each other: call jaxkv.distributed.initialize() first in each."
         )
     if jax.process_index() not in processes:
         raise ValueError(
-            f"{what} is for {_named(processes)}, on whose devices the mesh lies, but this is process "
+            f"{what} is for {_name_processes(processes)}, on whose devices the mesh lies, but this is process "
             f"{jax.process_index()}: give it a mesh with devices of its own, or leave it out."
         )
     group = f"{what} of {','.join(map(str, processes))}"
@@ -73,18 +73,18 @@ def exchange(what: str, said: str, processes: Iterable[int]) -> list[str]:
     return heard
 
 
-def agree(what: str, said: str, processes: Iterable[int]) -> None:
+def check_agreement(what: str, said: str, processes: Iterable[int]) -> None:
     """Raises ValueError in every process unless all pass the same text."""
     processes = list(processes)
     heard = exchange(what, hashlib.blake2b(said.encode(), digest_size=16).hexdigest(), processes)
     if others := [p for p, x in zip(processes, heard, strict=True) if x != heard[0]]:
         raise ValueError(
-            f"All processes must call {what} with the same arguments, but those of {_named(others)} are not those of "
-            f"process {processes[0]}: give each the same."
+            f"All processes must call {what} with the same arguments, but those of {_name_processes(others)} are not "
+            f"those of process {processes[0]}: give each the same."
         )
 
 
-def put(x: Any, sharding: Sharding) -> jax.Array:
+def put_replicated(x: Any, sharding: Sharding) -> jax.Array:
     """Puts an array, equal in all processes, on the devices of all, without communication."""
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
@@ -104,24 +104,24 @@ def place_like(x: Any, own: Any) -> Any:
         return x if is_there else jax.device_put(x, jax.memory.Space.Device)
     if own.committed:
         is_there = isinstance(x, jax.Array) and x.committed and x.sharding.device_set == own.sharding.device_set
-        return jax.device_put(x, jax.memory.Space.Device) if is_there else put(x, own.sharding)
+        return jax.device_put(x, jax.memory.Space.Device) if is_there else put_replicated(x, own.sharding)
     # A committed array stays committed wherever JAX puts it, unless it goes through the host.
     return jax.device_put(np.asarray(x)) if isinstance(x, np.ndarray) or x.committed else x
 
 
-def is_here(tree: Any) -> bool:
+def is_local(tree: Any) -> bool:
     """Tells whether all arrays of a pytree are on devices of this process."""
     return all(x.is_fully_addressable for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
 
 
-def check_here(tree: Any, function: str) -> None:
+def check_local(tree: Any, function: str) -> None:
     """Raises ValueError unless all arrays are in this process, as `function`, which moves blocks, requires."""
-    if not is_here(tree):
+    if not is_local(tree):
         raise ValueError(
             f"{function} takes caches on devices of one process, but this one lies on those of others too: save and "
             "load move its rows."
         )
 
 
-def _named(processes: list[int]) -> str:
+def _name_processes(processes: list[int]) -> str:
     return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv._core.state.sharding import inside
+from jaxkv._core.state.sharding import enclosing_mesh
 from jaxkv._core.state.state import NULL_BLOCK, Pool
 
 
-class Runs(NamedTuple):
+class BlockRuns(NamedTuple):
     """A device's run of the tokens of every block: one of `devices` runs."""
 
     number: jax.Array  # i32[]
@@ -41,15 +41,15 @@ class Runs(NamedTuple):
         return x
 
 
-def runs_of(pool: Pool) -> Runs | None:
+def find_block_runs(pool: Pool) -> BlockRuns | None:
     """Returns the device's run of every block, inside a `shard_map` over the axis that tokens are divided over; None if
     the device has all tokens."""
-    if pool.context is None or (mesh := inside(pool, pool.context)) is None:
+    if pool.context is None or (mesh := enclosing_mesh(pool, pool.context)) is None:
         return None
-    return Runs(jax.lax.axis_index(pool.context), mesh.shape[pool.context], pool.context)
+    return BlockRuns(jax.lax.axis_index(pool.context), mesh.shape[pool.context], pool.context)
 
 
-class Part(NamedTuple):
+class HeadShard(NamedTuple):
     """A device's shard of a pool's blocks: those of its heads."""
 
     number: jax.Array  # i32[]
@@ -76,32 +76,32 @@ class Part(NamedTuple):
         return _sum(x, self.axis)
 
 
-def part_of(pool: Pool) -> Part | None:
+def find_head_shard(pool: Pool) -> HeadShard | None:
     """Returns the device's shard of blocks, inside a `shard_map` over the axis that heads with their own blocks are
     divided over; None if the device has all blocks."""
-    if pool.parts == 1 or pool.heads is None or inside(pool, pool.heads) is None:
+    if pool.parts == 1 or pool.heads is None or enclosing_mesh(pool, pool.heads) is None:
         return None
-    return Part(jax.lax.axis_index(pool.heads), pool.parts, pool.kv.shape[0], pool.heads)
+    return HeadShard(jax.lax.axis_index(pool.heads), pool.parts, pool.kv.shape[0], pool.heads)
 
 
-def own_blocks(pool: Pool, block: jax.Array) -> jax.Array:
+def localize_blocks(pool: Pool, block: jax.Array) -> jax.Array:
     """Returns indices of blocks within this device's shard; the null block for those of other devices."""
-    part = part_of(pool)
+    part = find_head_shard(pool)
     return block if part is None else part.own(block)
 
 
-def own_places(pool: Pool, block: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
+def localize_slots(pool: Pool, block: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns slots within this device's shard of a pool; the null block for those of other devices."""
-    runs, block = runs_of(pool), own_blocks(pool, block)
+    runs, block = find_block_runs(pool), localize_blocks(pool, block)
     return (block, offset) if runs is None else runs.own(block, offset, pool.kv.shape[3])
 
 
-def at_places(pool: Pool, block: jax.Array, offset: jax.Array) -> Pool:
+def read_slots(pool: Pool, block: jax.Array, offset: jax.Array) -> Pool:
     """Reads slots `i32[...]` as `[..., 2, K, ...]`, whichever device has them."""
-    owner = runs_of(pool) or part_of(pool)
+    owner = find_block_runs(pool) or find_head_shard(pool)
     if owner is None:
         return jax.tree.map(lambda x: x[block, :, :, offset], pool.tokens)
-    block, offset = own_places(pool, block, offset)
+    block, offset = localize_slots(pool, block, offset)
 
     def read(x: jax.Array) -> jax.Array:
         found = x[block, :, :, offset]
@@ -111,7 +111,7 @@ def at_places(pool: Pool, block: jax.Array, offset: jax.Array) -> Pool:
     return jax.tree.map(read, pool.tokens)
 
 
-class OwnHeads(NamedTuple):
+class LocalHeads(NamedTuple):
     """The KV heads of a device's query heads, where each device holds all KV heads."""
 
     of: jax.Array  # i32[H]: the KV head of each of the device's query heads
@@ -137,16 +137,16 @@ class OwnHeads(NamedTuple):
         return jnp.arange(self.num_kv_heads, dtype=jnp.int32)[:, None] == self.of[None]  # [K, H]
 
 
-def own_heads(pool: Pool, num_kv_heads: int, num_heads: int) -> OwnHeads | None:
+def find_local_heads(pool: Pool, num_kv_heads: int, num_heads: int) -> LocalHeads | None:
     """Returns the KV heads of a device's `num_heads` query heads, inside a `shard_map` over more devices than there are
     KV heads; None anywhere else, where a device's KV heads are those of its query heads."""
-    if num_kv_heads == 1 or pool.heads is None or (mesh := inside(pool, pool.heads)) is None:
+    if num_kv_heads == 1 or pool.heads is None or (mesh := enclosing_mesh(pool, pool.heads)) is None:
         return None
     count = mesh.shape[pool.heads]
     if num_kv_heads >= count:
         return None
     head = jax.lax.axis_index(pool.heads) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
-    return OwnHeads(head * num_kv_heads // (num_heads * count), num_kv_heads)
+    return LocalHeads(head * num_kv_heads // (num_heads * count), num_kv_heads)
 
 
 def _sum(x: jax.Array, axis: str) -> jax.Array:

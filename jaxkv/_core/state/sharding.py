@@ -2,7 +2,7 @@
 on each device's shard.
 
 Without that, the compiler refuses kernels on a TPU, and elsewhere silently gathers the pools, which is slow. So every
-access to a pool goes through `on_shards`, which wraps the function in a `shard_map`. On one device, or inside a
+access to a pool goes through `run_on_shards`, which wraps the function in a `shard_map`. On one device, or inside a
 `shard_map` of the caller, the function runs as it is.
 """
 
@@ -17,12 +17,12 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxkv._core.state.state import Pool
 
-# Axis names in the specs for `on_shards`: a pool's KV heads, a step's new KV heads, query heads, a block's tokens; and
-# blocks, or head rows, which are divided instead where each head has its own.
+# Axis names in the specs for `run_on_shards`: a pool's KV heads, a step's new KV heads, query heads, a block's tokens;
+# and blocks, or head rows, which are divided instead where each head has its own.
 KV, NEW, Q, TOKENS, PARTS = "kv heads", "new kv heads", "query heads", "tokens of a block", "parts"
 
 
-def heads_at(axis: int, heads: str = KV) -> PartitionSpec:
+def head_spec(axis: int, heads: str = KV) -> PartitionSpec:
     """Returns the spec of an array whose heads are at `axis`."""
     return PartitionSpec(*[None] * axis, heads)
 
@@ -32,7 +32,7 @@ BLOCKS = PartitionSpec(None, None, KV, TOKENS)  # blocks copied out of a pool
 WHOLE = PartitionSpec()
 
 
-class Shards(NamedTuple):
+class PoolMesh(NamedTuple):
     """A mesh, and its axes that KV heads and the tokens of blocks are divided over, except those of a surrounding
     `shard_map`."""
 
@@ -45,20 +45,20 @@ class Shards(NamedTuple):
         return 1 if self.heads is None else self.mesh.shape[self.heads]
 
 
-def shards_of(pool: Pool) -> Shards | None:
+def find_pool_mesh(pool: Pool) -> PoolMesh | None:
     """Returns a pool's shards; None on one device, and inside a `shard_map` over all axes that divide the pool.
 
     Raises:
       ValueError: the pool is on a mesh without the axis.
     """
-    mesh = _mesh_of(pool)
+    mesh = _find_mesh(pool)
     if mesh is None:
         return None
     heads, context = (None if x is None or _is_manual(mesh, x) else x for x in (pool.heads, pool.context))
-    return None if heads is None and context is None else Shards(mesh, heads, context)
+    return None if heads is None and context is None else PoolMesh(mesh, heads, context)
 
 
-def num_parts(num_heads: int, count: int, axis: str) -> int:
+def count_shards(num_heads: int, count: int, axis: str) -> int:
     """Returns the number of shards of KV heads on an axis of `count` devices: 1 if there are fewer heads.
 
     Raises:
@@ -77,7 +77,7 @@ def num_parts(num_heads: int, count: int, axis: str) -> int:
     return count
 
 
-def on_shards(
+def run_on_shards(
     pool: Pool, function: Callable[..., Any], arguments: tuple, in_specs: tuple, out_specs: Any, *,
     query_heads: int | None = None, **static: Any,
 ) -> Any:  # fmt: skip
@@ -91,15 +91,15 @@ def on_shards(
       query_heads: number of query heads, if the function takes queries.
       static: hashable keyword arguments.
     """
-    shards = shards_of(pool)
+    shards = find_pool_mesh(pool)
     if shards is None:
         return function(*arguments, **static)
     devices = shards.head_devices
     in_parts = pool.parts > 1
-    by_kv = not in_parts and num_parts(pool.kv.shape[2], devices, str(shards.heads)) == devices
+    by_kv = not in_parts and count_shards(pool.kv.shape[2], devices, str(shards.heads)) == devices
     by_q = by_kv or in_parts if query_heads is None else query_heads % devices == 0
     if not by_q:  # every device computes all query heads
-        arguments = jax.tree.map(functools.partial(_on_axis, None), arguments, is_leaf=_is_pool)
+        arguments = jax.tree.map(functools.partial(_set_axis, None), arguments, is_leaf=_is_pool)
     divided = {KV: by_kv, NEW: by_kv or in_parts, Q: by_q, PARTS: in_parts}
     axes = {name: shards.heads if is_so else None for name, is_so in divided.items()} | {TOKENS: shards.context}
 
@@ -112,21 +112,21 @@ def on_shards(
         leaves, function=function, structure=structure, in_specs=tuple(map(named, specs)),
         out_specs=jax.tree.map(named, out_specs, is_leaf=_is_spec), shards=shards, static=tuple(static.items()),
     )  # fmt: skip
-    return jax.tree.map(functools.partial(_on_axis, pool.heads), out, is_leaf=_is_pool)
+    return jax.tree.map(functools.partial(_set_axis, pool.heads), out, is_leaf=_is_pool)
 
 
 @functools.partial(jax.jit, static_argnames=("function", "structure", "in_specs", "out_specs", "shards", "static"))
 def _run(leaves, *, function, structure, in_specs, out_specs, shards, static):
     mesh = shards.mesh
-    leaves = [_placed(x, spec, mesh) for x, spec in zip(leaves, in_specs, strict=True)]
+    leaves = [_reshard(x, spec, mesh) for x, spec in zip(leaves, in_specs, strict=True)]
 
     def on_one(*leaves):
         return function(*jax.tree.unflatten(structure, leaves), **dict(static))
 
-    return on_devices(on_one, mesh, in_specs, out_specs)(*leaves)
+    return map_devices(on_one, mesh, in_specs, out_specs)(*leaves)
 
 
-def on_devices(function: Callable, mesh: AbstractMesh, in_specs: Any, out_specs: Any) -> Callable:
+def map_devices(function: Callable, mesh: AbstractMesh, in_specs: Any, out_specs: Any) -> Callable:
     """Wraps a function in a `shard_map` over all mesh axes but those of a surrounding one."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     free = frozenset(name for name, kind in kinds if kind != AxisType.Manual)
@@ -137,7 +137,7 @@ def on_devices(function: Callable, mesh: AbstractMesh, in_specs: Any, out_specs:
     )  # fmt: skip
 
 
-def _placed(x: Any, spec: PartitionSpec, mesh: AbstractMesh) -> Any:
+def _reshard(x: Any, spec: PartitionSpec, mesh: AbstractMesh) -> Any:
     """Reshards an array to its spec if axes are explicit, which `shard_map` leaves to its caller."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if AxisType.Explicit not in kinds.values():
@@ -146,15 +146,15 @@ def _placed(x: Any, spec: PartitionSpec, mesh: AbstractMesh) -> Any:
     return jax.sharding.reshard(x, NamedSharding(mesh, named))
 
 
-def whole(x: jax.Array) -> jax.Array:
+def replicate(x: jax.Array) -> jax.Array:
     """Returns a replicated copy of an array: with explicit axes only such arrays can be indexed."""
     mesh = jax.typeof(x).sharding.mesh
-    return x if mesh.empty else _placed(x, WHOLE, mesh)
+    return x if mesh.empty else _reshard(x, WHOLE, mesh)
 
 
-def parts_of_blocks(pool: Pool) -> dict[str, Any]:
+def shard_shapes(pool: Pool) -> dict[str, Any]:
     """Returns the shapes of a pool that kernels get; each device's run if the tokens of blocks are divided."""
-    shards = shards_of(pool)
+    shards = find_pool_mesh(pool)
     if shards is None or shards.context is None:
         return {"kv": pool.kv}
     count = shards.mesh.shape[shards.context]
@@ -166,13 +166,13 @@ def parts_of_blocks(pool: Pool) -> dict[str, Any]:
     return {"kv": part(pool.kv), "stripe": jax.ShapeDtypeStruct((2,), jnp.int32)} | scale
 
 
-def inside(pool: Pool, axis: str) -> AbstractMesh | None:
+def enclosing_mesh(pool: Pool, axis: str) -> AbstractMesh | None:
     """Returns a pool's mesh inside a `shard_map` over the given axis; None anywhere else."""
-    mesh = _mesh_of(pool)
+    mesh = _find_mesh(pool)
     return mesh if mesh is not None and _is_manual(mesh, axis) else None
 
 
-def _mesh_of(pool: Pool) -> AbstractMesh | None:
+def _find_mesh(pool: Pool) -> AbstractMesh | None:
     axes = [("heads", pool.heads), ("context", pool.context)]
     if not any(axis for _, axis in axes):
         return None
@@ -201,6 +201,6 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _on_axis(axis: str | None, x: Any) -> Any:
+def _set_axis(axis: str | None, x: Any) -> Any:
     """Returns a pool with `axis` as its heads' axis; anything else as it is."""
     return dataclasses.replace(x, heads=axis) if _is_pool(x) else x

@@ -6,16 +6,16 @@ from typing import Any
 
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import flag, integer, real
-from jaxkv._core.state.device_arrays import AXIS, parts_of_model
+from jaxkv._core.state.device_arrays import AXIS, split_model
 from jaxkv._engine.frontend.fingerprint import make_prefix
 from jaxkv._engine.programs.draft_model import make_drafter
 from jaxkv._engine.programs.step import Hook, takes
 from jaxkv._engine.requests.eviction_policy import Eviction
 from jaxkv._engine.requests.hook_args import HookArgs
-from jaxkv._engine.runner.cache_manager import Residents, Swap
+from jaxkv._engine.runner.cache_manager import CacheManager, Swap
 from jaxkv._engine.runner.disaggregated_prefill import Prefill
-from jaxkv._engine.runner.engine_core import Loop
-from jaxkv._engine.runner.model_runner import Pipeline
+from jaxkv._engine.runner.engine_core import EngineCore
+from jaxkv._engine.runner.model_runner import ModelRunner
 
 # Other libraries' names of options, by the name here.
 MEANT = {
@@ -52,11 +52,11 @@ def read_deterministic(deterministic: Any, *models: Any) -> bool:
     return True
 
 
-def make_loops(
+def make_cores(
     models: list[Any], config: CacheConfig, *, prefix: tuple[Any, Any, Any, Any], swap: Swap, host_bandwidth: float,
     evict: Eviction | None, hook: Hook | None, hook_args: HookArgs, step_tokens: int, long_prefill_tokens: int | None,
     steps_per_dispatch: int, draft: Any, guesses: tuple[int, int], prefill: Any, deterministic: bool,
-) -> list[Loop]:  # fmt: skip
+) -> list[EngineCore]:  # fmt: skip
     """Makes a loop for each shard of a model; `config` is that of each shard's cache.
 
     Args:
@@ -69,21 +69,21 @@ def make_loops(
     for model, own_draft, own_prefill in zip(models, drafts, prefills, strict=True):
         own_prefix = make_prefix(model, config, is_wanted, spill_bytes, disk, disk_bytes)
         disk = None if own_prefix is None else own_prefix.files  # one folder, whose index all of them share
-        residents = Residents(
+        residents = CacheManager(
             config, model, prefix=own_prefix, swap=swap, host_bandwidth=host_bandwidth, eviction=evict
         )
-        pipeline = Pipeline(model, residents, hook, step_tokens, *guesses, hook_args, deterministic)
+        pipeline = ModelRunner(model, residents, hook, step_tokens, *guesses, hook_args, deterministic)
         drafter = make_drafter(own_draft, config, step_tokens, *guesses)
         sizes = (step_tokens, long_prefill_tokens)
         apart = None if own_prefill is None else Prefill(own_prefill, config, *sizes, residents, deterministic)
-        loops.append(Loop(residents, pipeline, *sizes, steps_per_dispatch, drafter, apart))
+        loops.append(EngineCore(residents, pipeline, *sizes, steps_per_dispatch, drafter, apart))
     return loops
 
 
 def _parts(name: str, model: Any, count: int) -> list[Any]:
     if model is None or isinstance(model, str):
         return [model] * count
-    parts = parts_of_model(model)
+    parts = split_model(model)
     if len(parts) != count:
         raise ValueError(
             f"The model's rows are divided over {count} device{'s' * (count > 1)} of the mesh axis {AXIS!r}, but those "

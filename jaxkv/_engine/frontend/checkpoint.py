@@ -18,21 +18,21 @@ import jax
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import MOST_INDEX, integer
 from jaxkv._core.state.errors import CacheFileError
-from jaxkv._engine.frontend.data_parallel import Shards
+from jaxkv._engine.frontend.data_parallel import DataParallelCores
 from jaxkv._engine.frontend.fingerprint import fingerprint
 from jaxkv._engine.requests.hook_args import HookArgs, from_json
 from jaxkv._engine.requests.request import (
     Request,
-    problem_of,
+    find_problem,
+    peek,
     read_eos,
     read_keep_prefix,
     read_salt,
     read_stop,
-    upcoming,
 )
-from jaxkv._engine.requests.sampling import Choice
+from jaxkv._engine.requests.sampling import SamplingParams
 from jaxkv._engine.requests.scheduler import Sequence
-from jaxkv._engine.runner.engine_core import Loop, sequence_of
+from jaxkv._engine.runner.engine_core import EngineCore, make_sequence
 from jaxkv._files.rows import save
 from jaxkv._tiers.saved_rows import SavedRows
 
@@ -44,12 +44,12 @@ class Resumable:
 
     config: CacheConfig
     vocab_size: int | None
-    _loop: Loop | Shards
-    _loops: list[Loop]
+    _loop: EngineCore | DataParallelCores
+    _loops: list[EngineCore]
     _numbers: "itertools.count[int]"
     _news: dict[Request, None]
     _hook_args: HookArgs
-    _at_work: Any
+    _exclusive: Any
     _read_adapter: Callable[[Any], int]
 
     def save(self, path: str | os.PathLike) -> None:
@@ -69,7 +69,7 @@ class Resumable:
         >>> other.number == request.number, other.prompt == request.prompt
         (True, True)
         """
-        with self._at_work():
+        with self._exclusive():
             if self._loops[0].residents.eviction is not None:
                 raise ValueError(
                     "Engine.save takes no engine with evict= yet, for the queries that scores ask for would have to be "
@@ -86,9 +86,9 @@ class Resumable:
                 open_ = dict(sorted(open_.items(), key=lambda item: item[0].number))  # in the order of submission
             leaders = {f.request: s.request.number for s in open_.values() for f in s.followers}
             told = [r for r in self._news if r not in open_ and r.has_news]
-            entries = [_written(r, None, None, self._hook_args) for r in told]
-            entries += [_written(r, places.get(s), leaders.get(r), self._hook_args) for r, s in open_.items()]
-            state = {"version": VERSION, "next": upcoming(self._numbers), "requests": entries}
+            entries = [_render(r, None, None, self._hook_args) for r in told]
+            entries += [_render(r, places.get(s), leaders.get(r), self._hook_args) for r, s in open_.items()]
+            state = {"version": VERSION, "next": peek(self._numbers), "requests": entries}
             save(path, self._loop.cache, list(rows.values()), model=self._model, metadata={KEY: state})
 
     def load(self, path: str | os.PathLike) -> list[Request]:
@@ -106,7 +106,7 @@ class Resumable:
           another model or no engine's, or its requests do not fit. All but the first are ValueErrors.
           ValueError: this engine has requests that are not done. The engine is unchanged then.
         """
-        with self._at_work():
+        with self._exclusive():
             if self._loop.is_busy:
                 raise ValueError("load is for an engine without requests: let its own end first, or make another one.")
             file = SavedRows(pathlib.Path(path))
@@ -131,7 +131,7 @@ class Resumable:
                     raise CacheFileError(f"Request {request.number} of {path} cannot go on here: {why}.")
             self._loop.adopt(sequences)
             self._news |= dict.fromkeys(requests)
-            self._numbers = itertools.count(max(first, upcoming(self._numbers)))
+            self._numbers = itertools.count(max(first, peek(self._numbers)))
             return requests
 
     def _read(self, file: SavedRows, state: dict[str, Any]) -> tuple[int, list[Request], list[Sequence]]:
@@ -148,7 +148,7 @@ class Resumable:
                 requests.append(request)
                 if request.done:
                     continue
-                sequence = sequence_of(request)
+                sequence = make_sequence(request)
                 by_number[request.number] = sequence
                 if (place := entry["row"]) is not None:
                     held = file.saved.lengths[integer("row", place, least=0)]
@@ -179,7 +179,7 @@ class Resumable:
         request = Request(
             number=integer("number", entry["number"], least=0), prompt=_tokens(entry["prompt"]),
             limit=integer("limit", entry["limit"], least=1), eos=read_eos(entry["eos"]),
-            choice=Choice.read(
+            choice=SamplingParams.read(
                 choice["temperature"], choice["top_k"], choice["top_p"], choice.get("min_p", 0.0), choice["seed"],
                 choice.get("draws"),
             ),
@@ -191,7 +191,7 @@ class Resumable:
             adapter=self._read_adapter(entry.get("adapter", 0)),
         )  # fmt: skip
         request.tokens = _tokens(entry["tokens"])
-        request.logprobs = [{int(t): float(p) for t, p in one} for one in entry["logprobs"]]
+        request.logprobs = [{int(tables): float(p) for tables, p in pairs} for pairs in entry["logprobs"]]
         request.given = integer("given", entry["given"], least=0, most=len(request.tokens))
         request.stopped, request.refusal = read_stop(entry["stopped"]), entry.get("refusal")
         if (token := entry.get("stop_token")) is not None:
@@ -209,7 +209,7 @@ class Resumable:
             return f"it is to reach {length} tokens, and max_seq_len = {most}: raise max_seq_len"
         tokens, left = [*request.prompt, *request.tokens], request.limit - len(request.tokens)
         residents = self._loops[0].residents
-        return problem_of(tokens, left, residents.config, self.vocab_size, residents.holdings)
+        return find_problem(tokens, left, residents.config, self.vocab_size, residents.holdings)
 
     @functools.cached_property  # the engine's parameters stay as they are
     def _model(self) -> str | None:
@@ -221,7 +221,7 @@ class _Wrong(Exception):
     """Raised when the file does not hold an engine's state."""
 
 
-def _written(request: Request, row: int | None, leader: int | None, hook_args: HookArgs) -> dict[str, Any]:
+def _render(request: Request, row: int | None, leader: int | None, hook_args: HookArgs) -> dict[str, Any]:
     salt = request.salt
     return {
         "number": request.number, "prompt": request.prompt, "tokens": request.tokens, "limit": request.limit,
@@ -232,7 +232,7 @@ def _written(request: Request, row: int | None, leader: int | None, hook_args: H
         "priority": request.priority, "hook_args": hook_args.to_json(request.hook_args),
         "keep_prefix": request.keep_prefix, "adapter": request.adapter,
         # As text, since JSON has neither keys that are numbers nor infinities.
-        "logprobs": [[[token, repr(p)] for token, p in one.items()] for one in request.logprobs],
+        "logprobs": [[[token, repr(p)] for token, p in pairs.items()] for pairs in request.logprobs],
         "row": row, "leader": leader,
     }  # fmt: skip
 

@@ -12,25 +12,25 @@ import heapq
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxkv._core.cache.data_parallel import RowShards, even_part, together
+from jaxkv._core.cache.data_parallel import RowShards, divide_evenly, join_caches
 from jaxkv._core.cache.init import partition_specs
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.mesh_shape import context_axis, mesh_of
+from jaxkv._core.config.mesh_shape import context_axis, find_mesh
 from jaxkv._core.config.validation import integer, real
 from jaxkv._core.state.device_arrays import AXIS
 from jaxkv._engine.requests.queue import LOOK_AHEAD, MOST_OVERTAKEN
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.sampling import Kind
 from jaxkv._engine.requests.scheduler import Sequence
-from jaxkv._engine.runner.engine_core import Loop, sequence_of
+from jaxkv._engine.runner.engine_core import EngineCore, make_sequence
 
 
-class Shards:
+class DataParallelCores:
     """Several loops with the interface of one, for an `Engine`."""
 
-    def __init__(self, loops: list[Loop], model: Any, config: CacheConfig):
+    def __init__(self, loops: list[EngineCore], model: Any, config: CacheConfig):
         self.loops, self.config = loops, config
-        self.mesh = mesh_of(model, AXIS)
+        self.mesh = find_mesh(model, AXIS)
         self.submitted: collections.deque[Request] = collections.deque()  # requests not placed yet
         self._sequences: dict[Request, Sequence] = {}  # the sequences of requests considered so far
         self.is_at_work = False
@@ -45,7 +45,7 @@ class Shards:
         """The caches of all devices as one."""
         assert self.mesh is not None
         specs = partition_specs(self.config, self.mesh, context=context_axis(self.mesh), rows=AXIS)
-        return together([loop.cache for loop in self.loops], specs, self.mesh)
+        return join_caches([loop.cache for loop in self.loops], specs, self.mesh)
 
     def advance(self) -> None:
         """Sends a step to each device that has work, then reads the steps before."""
@@ -145,10 +145,10 @@ class Shards:
                 passed.append(request)
         return was_one_placed
 
-    def _best(self, request: Request, must: bool) -> Loop | None:
+    def _best(self, request: Request, must: bool) -> EngineCore | None:
         """Returns the loop for a request: of those with room, the one that has most of it, else most room."""
         if request not in self._sequences:
-            self._sequences[request] = sequence_of(request)
+            self._sequences[request] = make_sequence(request)
         sequence = self._sequences[request]
         spare = {loop: loop.spare(sequence) for loop in self.loops}
         found = [loop for loop, (has_room, _) in spare.items() if has_room]
@@ -162,20 +162,20 @@ class Shards:
         self._sequences.pop(request, None)
 
 
-def share_of(count: int, max_seqs: int, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def split_fields(count: int, max_seqs: int, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """Returns the share of each of `count` devices in rows, blocks and bytes. Raises ValueError."""
     fields = dict(fields)
     for name in ("num_blocks", "max_tokens"):
         if fields.get(name) is not None:
-            fields[name] = even_part(name, integer(name, fields[name]), count, AXIS)
+            fields[name] = divide_evenly(name, integer(name, fields[name]), count, AXIS)
     if fields.get("group_blocks") is not None:
-        fields["group_blocks"] = tuple(even_part("group_blocks", n, count, AXIS) for n in fields["group_blocks"])
+        fields["group_blocks"] = tuple(divide_evenly("group_blocks", n, count, AXIS) for n in fields["group_blocks"])
     if fields.get("memory_bytes") is not None:
         fields["memory_bytes"] = real("memory_bytes", fields["memory_bytes"], least=0) / count
-    return even_part("max_seqs", max_seqs, count, AXIS), fields
+    return divide_evenly("max_seqs", max_seqs, count, AXIS), fields
 
 
-def config_of_all(config: CacheConfig, count: int) -> CacheConfig:
+def join_config(config: CacheConfig, count: int) -> CacheConfig:
     """Returns the config of `count` caches together."""
     if count == 1:
         return config

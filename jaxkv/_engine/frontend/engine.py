@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.mesh_shape import mesh_of
-from jaxkv._core.config.validation import MOST_INDEX, flag, integer, listed, real, shown
-from jaxkv._core.state.device_arrays import in_this_process, parts_of_model
+from jaxkv._core.config.mesh_shape import find_mesh
+from jaxkv._core.config.validation import MOST_INDEX, flag, integer, read_list, real, show
+from jaxkv._core.state.device_arrays import split_model, take_local_model
 from jaxkv._engine.frontend import metrics as figures
-from jaxkv._engine.frontend.build import check_fields, make_loops, read_deterministic, read_longest
+from jaxkv._engine.frontend.build import check_fields, make_cores, read_deterministic, read_longest
 from jaxkv._engine.frontend.checkpoint import Resumable
-from jaxkv._engine.frontend.data_parallel import Shards, config_of_all, share_of
-from jaxkv._engine.frontend.engine_lock import Turn
+from jaxkv._engine.frontend.data_parallel import DataParallelCores, join_config, split_fields
+from jaxkv._engine.frontend.engine_lock import EngineLock
 from jaxkv._engine.frontend.lifetime import Closable
 from jaxkv._engine.frontend.warmup import call_all
 from jaxkv._engine.programs.step import ADAPTERS, Hook, column_of, read_hook, recompute, takes
@@ -24,8 +24,8 @@ from jaxkv._engine.requests.hook_args import HookArgs
 from jaxkv._engine.requests.request import (
     KeepPrefix,
     Request,
-    handed_out,
-    problem_of,
+    collect_tokens,
+    find_problem,
     raise_refusal,
     read_eos,
     read_keep_prefix,
@@ -34,7 +34,7 @@ from jaxkv._engine.requests.request import (
     read_prompt,
     read_salt,
 )
-from jaxkv._engine.requests.sampling import KINDS, Choice, Kind, read_kinds, read_seed
+from jaxkv._engine.requests.sampling import KINDS, Kind, SamplingParams, read_kinds, read_seed
 from jaxkv._engine.runner.cache_manager import Swap
 from jaxkv._engine.runner.disaggregated_prefill import check_prefill
 from jaxkv._tiers.prefix_cache.data_parallel import as_one
@@ -125,32 +125,32 @@ class Engine(Closable, Resumable):
         self.vocab_size: int | None = getattr(model_config, "vocab_size", None)
         self.eos_ids = read_model_eos(model_config)
         guesses = read_draft(draft, draft_tokens, draft_branches, model, logits_hook, self.steps_per_dispatch)
-        models = parts_of_model(model := in_this_process(model))
-        max_seqs, fields = share_of(len(models), max_seqs, fields)
+        models = split_model(model := take_local_model(model))
+        max_seqs, fields = split_fields(len(models), max_seqs, fields)
         self.step_tokens = max(integer("step_tokens", step_tokens, least=1), max_seqs * (1 + guesses[0]))
         if long_prefill_tokens is not None:
             long_prefill_tokens = integer("long_prefill_tokens", long_prefill_tokens, least=1)
         evict = read_eviction(evict, prefix_cache=prefix_cache, draft=draft is not None)
         config = CacheConfig.from_model(
             evict.model_of(model) if evict else model, max_seqs=max_seqs, max_seq_len=max_seq_len,
-            step_tokens=self.step_tokens, prefix_cache=flag("prefix_cache", prefix_cache), mesh=mesh_of(model),
+            step_tokens=self.step_tokens, prefix_cache=flag("prefix_cache", prefix_cache), mesh=find_mesh(model),
             **fields,
         )  # fmt: skip
         deterministic = read_deterministic(deterministic, model, prefill)
         self._takes_adapters = logits_hook is not None or takes(model, ADAPTERS)
         check_prefill(prefill, model, prefix_cache=prefix_cache, evict=evict)
-        self.config = config_of_all(config, len(models))
-        self._loops = make_loops(
+        self.config = join_config(config, len(models))
+        self._loops = make_cores(
             models, config, prefix=(prefix_cache, spill_bytes, disk, disk_bytes), swap=swap, evict=evict,
             host_bandwidth=host_bandwidth, hook=logits_hook, hook_args=self._hook_args, step_tokens=self.step_tokens,
             long_prefill_tokens=long_prefill_tokens, steps_per_dispatch=self.steps_per_dispatch, draft=draft,
             guesses=guesses, prefill=prefill, deterministic=deterministic,
         )  # fmt: skip
         self.prefix = as_one([loop.residents.prefix for loop in self._loops])
-        self._loop = Shards(self._loops, model, self.config) if len(models) > 1 else self._loops[0]
+        self._loop = DataParallelCores(self._loops, model, self.config) if len(models) > 1 else self._loops[0]
         first = self._loops[0]  # all of them have the same options
         self._residents, self._pipeline, self._prefill = first.residents, first.pipeline, first.prefill
-        self._turn = Turn()
+        self._turn = EngineLock()
         self._numbers = itertools.count()
         self._news: dict[Request, None] = {}  # requests that may have tokens not handed out by `step` and `run`
 
@@ -159,7 +159,7 @@ class Engine(Closable, Resumable):
     @property
     def cache(self) -> Any:
         """The current cache, a `RowShards` if rows are divided; rows are empty when no request is running."""
-        with self._at_work(is_brief=True):
+        with self._exclusive(is_brief=True):
             return self._loop.cache
 
     @property
@@ -180,19 +180,19 @@ class Engine(Closable, Resumable):
     @property
     def blocks_peak(self) -> int:
         """The peak number of blocks in use; where rows are divided, of each device."""
-        with self._at_work(is_brief=True):
+        with self._exclusive(is_brief=True):
             return figures.blocks_peak(self._loops)
 
     def stats(self) -> dict[str, Any]:
         """Returns counters of the work so far as plain numbers; with a prefix cache, also its savings."""
-        with self._at_work(is_brief=True):
-            return figures.all_of_them(self._loops) | (self.prefix.stats() if self.prefix else {})
+        with self._exclusive(is_brief=True):
+            return figures.collect(self._loops) | (self.prefix.stats() if self.prefix else {})
 
     def problem(self, prompt: Sequence[int], max_new_tokens: int) -> str | None:
         """Returns why a prompt cannot be continued, or None."""
         self._turn.refuse_closed()
         own = self._residents
-        return problem_of(prompt, max_new_tokens, own.config, self.vocab_size, own.holdings)
+        return find_problem(prompt, max_new_tokens, own.config, self.vocab_size, own.holdings)
 
     @property
     def is_idle(self) -> bool:
@@ -236,7 +236,7 @@ class Engine(Closable, Resumable):
             raise ValueError(f"The prompt cannot be continued: {why}.")
         count = integer("n", n, least=1, most=2**16)
         own = self.seed if seed is None else seed
-        choice = functools.partial(Choice.read, temperature, top_k, top_p, min_p, own)
+        choice = functools.partial(SamplingParams.read, temperature, top_k, top_p, min_p, own)
         choices = [choice(None if seed is None else j) for j in range(count)]
         options = {
             "eos": read_eos(eos, self.eos_ids),
@@ -261,7 +261,7 @@ class Engine(Closable, Resumable):
         May be called from any thread; the thread that runs the engine frees the row at its next step.
         """
         if not isinstance(request, Request):
-            raise ValueError(f"request must be what submit returned, not {shown(request)}.")
+            raise ValueError(f"request must be what submit returned, not {show(request)}.")
         request.cancel()  # goes to the engine that it was submitted to
 
     def step(self) -> list[tuple[Request, int | None]]:
@@ -274,11 +274,11 @@ class Engine(Closable, Resumable):
             no room. It has ended with an `error` and is raised once; the others go on at the next call.
           RuntimeError: another thread is using the engine. CacheError: the cache was lost; see `reset`.
         """
-        with self._at_work():
+        with self._exclusive():
             if self._loop.is_busy:
                 self._loop.advance()
             raise_refusal(self._news)
-            return list(handed_out(self._news))
+            return list(collect_tokens(self._news))
 
     def run(self) -> Iterator[tuple[Request, int | None]]:
         """Yields `(request, token)` as tokens come, until no request is left, including those submitted meanwhile.
@@ -289,16 +289,16 @@ class Engine(Closable, Resumable):
         """
         with self._in_turn():
             self._turn.refuse_closed()
-            yield from handed_out(self._news)
+            yield from collect_tokens(self._news)
             while not self.is_idle:
                 if self._loop.is_busy:
                     with self._compute():
                         self._loop.advance()
-                yield from handed_out(self._news)
+                yield from collect_tokens(self._news)
 
     def reset(self) -> None:
         """Empties the cache and the prefix cache. Requests that are not done go on from their tokens."""
-        with self._at_work():
+        with self._exclusive():
             self._loop.reset()
 
     def warmup(self, *, kinds: Iterable[Kind] = KINDS, logprobs: Iterable[int] = (0,), progress: bool = True) -> None:
@@ -310,9 +310,11 @@ class Engine(Closable, Resumable):
           logprobs: their values of `logprobs`; one program serves up to the next power of 2.
           progress: show a progress bar, if tqdm is installed.
         """
-        counts = tuple(n and 1 << (n - 1).bit_length() for n in map(self._read_logprobs, listed("logprobs", logprobs)))
+        counts = tuple(
+            n and 1 << (n - 1).bit_length() for n in map(self._read_logprobs, read_list("logprobs", logprobs))
+        )
         wanted = read_kinds(kinds)
-        with self._at_work():
+        with self._exclusive():
             call_all(self._loop.warm(wanted, counts), progress)
 
     def stream(
@@ -331,8 +333,8 @@ class Engine(Closable, Resumable):
           OutOfBlocks: a prompt cannot begin, because pinned blocks of the prefix cache leave no room.
         """
         n = integer("n", n, least=1, most=2**16)
-        choice = Choice.read(temperature, top_k, top_p, min_p, self.seed if seed is None else seed)
-        prompts = listed("prompts", prompts)
+        choice = SamplingParams.read(temperature, top_k, top_p, min_p, self.seed if seed is None else seed)
+        prompts = read_list("prompts", prompts)
         limits = read_limits(max_new_tokens, len(prompts))
         options: dict[str, Any] = {"eos": read_eos(eos, self.eos_ids), "salt": read_salt(salt), "num_logprobs": 0}
         problems = [
@@ -365,9 +367,9 @@ class Engine(Closable, Resumable):
             raise ValueError(
                 f"recompute has no cache, and outputs here follow from {kept}: ask an Engine without evict."
             )
-        choice = Choice.read(temperature, top_k, top_p, min_p, self.seed if seed is None else seed)
+        choice = SamplingParams.read(temperature, top_k, top_p, min_p, self.seed if seed is None else seed)
         self._turn.refuse_closed()
-        parts, tokens = self._pipeline, read_prompt([*listed("prompt", prompt), *listed("output", output)])
+        parts, tokens = self._pipeline, read_prompt([*read_list("prompt", prompt), *read_list("output", output)])
         if isinstance(tokens, str) or not len(prompt):
             raise ValueError("The prompt and the output must be lists of token ids, and the prompt not empty.")
         own = self._read_adapter(adapter), self._read_hook_args(hook_args), self._hook_args
@@ -379,7 +381,9 @@ class Engine(Closable, Resumable):
 
     # The parts.
 
-    def _request(self, number: int, prompt: Any, max_new_tokens: int, choice: Choice, news: dict, **options) -> Request:
+    def _request(
+        self, number: int, prompt: Any, max_new_tokens: int, choice: SamplingParams, news: dict, **options
+    ) -> Request:
         tokens = read_prompt(prompt)
         assert isinstance(tokens, list)
         limit = min(int(max_new_tokens), self.config.max_seq_len - len(tokens))
@@ -414,7 +418,7 @@ class Engine(Closable, Resumable):
                     with self._compute():
                         self._loop.advance()
                     failed = [request for request in news if request.error]
-                    for request, token in handed_out(news):
+                    for request, token in collect_tokens(news):
                         if token is None:
                             left.discard(request)
                         else:

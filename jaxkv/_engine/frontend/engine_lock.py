@@ -10,24 +10,24 @@ from collections.abc import Iterator
 MANY_WAITS = 10_000
 
 
-class Held:
-    """A thread's hold on the lock. It ends when nothing refers to it any more, or at `Turn.give`."""
+class HeldLock:
+    """A thread's hold on the lock. It ends when nothing refers to it any more, or at `EngineLock.give`."""
 
     def __init__(self, thread: threading.Thread, is_brief: bool):
         self.thread, self.is_brief = thread, is_brief
         self.calls = 0  # calls that share it: a thread's generators may end in any order
 
 
-class Turn:
+class EngineLock:
     """The lock. An interrupted call drops its hold with its frame, so the lock is never left taken."""
 
     def __init__(self) -> None:
-        self._holder: dict[str, weakref.ref[Held]] = {}
+        self._holder: dict[str, weakref.ref[HeldLock]] = {}
         self._stale = threading.Lock()
         self.is_closed = False
-        self._computing: weakref.ref[Held] | None = None  # within a hold, the call that uses the engine's memory
+        self._computing: weakref.ref[HeldLock] | None = None  # within a hold, the call that uses the engine's memory
 
-    def take(self, *, is_brief: bool = False) -> Held:
+    def take(self, *, is_brief: bool = False) -> HeldLock:
         """Takes the lock until the returned hold ends. A thread that has the lock gets its own hold again.
 
         Args:
@@ -39,7 +39,7 @@ class Turn:
         """
         waits, has_looked = 0, False
         while True:
-            mine = Held(threading.current_thread(), is_brief)
+            mine = HeldLock(threading.current_thread(), is_brief)
             holder = self._holder.setdefault("turn", weakref.ref(mine))  # atomic: only one thread succeeds
             held = holder()
             if held is not None and held.thread is mine.thread:
@@ -88,7 +88,7 @@ class Turn:
         if outer is not None and outer.thread is threading.current_thread():
             yield
             return
-        mine = Held(threading.current_thread(), True)
+        mine = HeldLock(threading.current_thread(), True)
         self._computing = weakref.ref(mine)
         try:
             self.refuse_closed()  # checked after the line above: `close` does the two in the opposite order

@@ -46,13 +46,13 @@ def fingerprint(model: Any) -> str | None:
     numbers = [x for x in map(jnp.asarray, arrays) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
     if not numbers:
         return None
-    for x, mixed in zip(numbers, jax.device_get([_mixed(x) for x in numbers]), strict=True):
+    for x, mixed in zip(numbers, jax.device_get([_mix(x) for x in numbers]), strict=True):
         digest.update(f"{x.dtype}{x.shape}{mixed.tolist()}".encode())
     return digest.hexdigest()
 
 
 @jax.jit
-def _mixed(x: jax.Array) -> jax.Array:
+def _mix(x: jax.Array) -> jax.Array:
     """Returns `u32[2]`, a hash of all bits and their positions (the finaliser of MurmurHash3)."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])

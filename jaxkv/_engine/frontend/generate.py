@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxkv._core.config.block_size import BLOCK_SIZE
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import integer, listed
-from jaxkv._core.state.device_arrays import count_parts
+from jaxkv._core.config.validation import integer, read_list
+from jaxkv._core.state.device_arrays import count_model_shards
 from jaxkv._engine.frontend.build import read_longest
 from jaxkv._engine.frontend.engine import Engine
 from jaxkv._engine.requests.request import read_limits, read_prompt
@@ -61,11 +61,11 @@ def generate(
     >>> [len(tokens) for tokens in outputs]
     [8, 8]
     """
-    prompts = listed("prompts", prompts)
+    prompts = read_list("prompts", prompts)
     limits = read_limits(max_new_tokens, len(prompts))
     lengths = [len(read_prompt(p)) + limit for p, limit in zip(prompts, limits, strict=True)] or [1]
     n = integer("n", n, least=1, most=2**16)
-    devices = count_parts(model)
+    devices = count_model_shards(model)
     max_seqs = max(1, min(8, n * len(prompts)))
     sizes = {"max_seqs": -(-max_seqs // devices) * devices, "longest": max(lengths)}
     if not ROOM & engine.keys():

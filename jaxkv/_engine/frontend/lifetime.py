@@ -4,10 +4,10 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
-from jaxkv._engine.frontend.data_parallel import Shards
-from jaxkv._engine.frontend.engine_lock import Turn
+from jaxkv._engine.frontend.data_parallel import DataParallelCores
+from jaxkv._engine.frontend.engine_lock import EngineLock
 from jaxkv._engine.requests.request import Request
-from jaxkv._engine.runner.engine_core import Loop
+from jaxkv._engine.runner.engine_core import EngineCore
 
 
 class Closable:
@@ -17,9 +17,9 @@ class Closable:
     without the garbage collector.
     """
 
-    _loop: Loop | Shards
-    _loops: list[Loop]
-    _turn: Turn
+    _loop: EngineCore | DataParallelCores
+    _loops: list[EngineCore]
+    _turn: EngineLock
 
     def close(self) -> None:
         """Frees at once the memory of the cache, and all else that the engine holds on devices and the host.
@@ -65,13 +65,13 @@ class Closable:
         if self._loop.is_at_work:  # that call will release it
             return
         try:
-            with self._at_work(is_brief=True):
+            with self._exclusive(is_brief=True):
                 self._loop.tidy()
         except Exception:  # the next step raises it again; it must not replace an error that may be raised now
             return
 
     @contextlib.contextmanager
-    def _at_work(self, *, is_brief: bool = False) -> Iterator[None]:
+    def _exclusive(self, *, is_brief: bool = False) -> Iterator[None]:
         """Takes the lock and uses the engine's memory."""
         with self._in_turn(is_brief=is_brief), self._compute():
             yield

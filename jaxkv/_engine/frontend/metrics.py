@@ -3,27 +3,27 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkv._engine.runner.engine_core import Loop
+from jaxkv._engine.runner.engine_core import EngineCore
 
 
-def steps(loops: Sequence[Loop]) -> int:
+def steps(loops: Sequence[EngineCore]) -> int:
     return sum(loop.pipeline.steps for loop in loops)
 
 
-def tokens(loops: Sequence[Loop]) -> int:
+def tokens(loops: Sequence[EngineCore]) -> int:
     prefills = [loop.prefill.pipeline for loop in loops if loop.prefill]
     return sum(pipeline.tokens for pipeline in [*prefills, *(loop.pipeline for loop in loops)])
 
 
-def set_back(loops: Sequence[Loop]) -> int:
+def set_back(loops: Sequence[EngineCore]) -> int:
     return sum(loop.residents.counts["set_back"] for loop in loops)
 
 
-def blocks_peak(loops: Sequence[Loop]) -> int:
+def blocks_peak(loops: Sequence[EngineCore]) -> int:
     return sum(int(table.peak) for loop in loops for table in loop.cache.tables)
 
 
-def all_of_them(loops: Sequence[Loop]) -> dict[str, Any]:
+def collect(loops: Sequence[EngineCore]) -> dict[str, Any]:
     """Returns the counters as plain numbers."""
     accepted, proposed = (sum(getattr(loop.pipeline, name) for loop in loops) for name in ("accepted", "proposed"))
     return {

@@ -11,12 +11,21 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxkv._core.cache.block_map_html import FREE, KEPT, MOST_BLOCKS, PALETTE, RESERVED, Square, group_title, squares_of
+from jaxkv._core.cache.block_map_html import (
+    FREE,
+    KEPT,
+    MOST_BLOCKS,
+    PALETTE,
+    RESERVED,
+    Square,
+    group_title,
+    list_squares,
+)
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.state.head_rows import seen_by_rows
+from jaxkv._core.state.head_rows import row_tables
 from jaxkv._engine.frontend.engine import Engine
-from jaxkv._engine.runner.engine_core import Loop
+from jaxkv._engine.runner.engine_core import EngineCore
 from jaxkv._tiers.host_blocks import HostBlocks
 
 PLAYER = pathlib.Path(__file__).parent.parent / "data" / "player.html"
@@ -67,8 +76,10 @@ class Trace:
           on_host: that number -> tokens in host memory, for requests that are swapped out.
         """
         tables = jax.device_get(cache.tables)
-        groups = tuple(tuple(squares_of(t, self.config, group)) for group, t in enumerate(tables))
-        lengths = tuple(seen_by_rows(tables[0], self.config).lengths.tolist())
+        groups = tuple(
+            tuple(list_squares(group_tables, self.config, group)) for group, group_tables in enumerate(tables)
+        )
+        lengths = tuple(row_tables(tables[0], self.config).lengths.tolist())
         self.frames.append(Frame(groups, lengths, dict(requests or {}), dict(on_host or {}), note))
         return cache
 
@@ -160,7 +171,7 @@ def record(engine: Engine) -> Iterator[Trace]:
     (True, 2)
     """
     trace, loop = Trace(engine.config), engine._loop
-    if not isinstance(loop, Loop):
+    if not isinstance(loop, EngineCore):
         raise ValueError("record looks at one cache, but this engine's rows are divided: record one of one device.")
     advance = loop.advance
 

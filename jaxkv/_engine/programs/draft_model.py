@@ -13,7 +13,7 @@ from jaxkv._core.blocks.tables import extend
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.init import init
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.mesh_shape import mesh_of
+from jaxkv._core.config.mesh_shape import find_mesh
 from jaxkv._core.state.device_arrays import delete
 from jaxkv._engine.programs.cache_program import cache_program
 from jaxkv._engine.programs.step import logits_at
@@ -60,11 +60,11 @@ class ModelDrafter:
     def __init__(self, model: Any, *, max_seqs: int, max_seq_len: int, step_tokens: int, count: int):
         sizes: dict[str, Any] = {"max_seqs": max_seqs, "max_seq_len": max_seq_len + count}
         # Drafts are rolled back further than windows would allow: a contiguous cache keeps everything.
-        if any(layer.reach is not None for layer in model.layer_configs):
+        if any(layer.visible_tokens is not None for layer in model.layer_configs):
             sizes["layout"] = "contiguous"
         self.config = CacheConfig.from_model(model, **sizes)
         self.leaves, structure = jax.tree.flatten(model)
-        self.step_tokens, self.count, self.mesh = step_tokens, count, mesh_of(self.leaves)
+        self.step_tokens, self.count, self.mesh = step_tokens, count, find_mesh(self.leaves)
         empty = jax.eval_shape(lambda: init(self.config, mesh=self.mesh))
         self._program = draft_program(jax.tree.structure(empty), structure)
         self._is_sound = False  # no call was interrupted
@@ -104,7 +104,7 @@ class ModelDrafter:
             self._call(self._rows(), np.zeros(shape, np.int32), kind, count)
 
         shapes = [((self.config.max_seqs, FEW), kind, self.count) for kind in KINDS]
-        return [functools.partial(call, *one) for one in [((self.step_tokens,), KINDS[0], 0), *shapes]]
+        return [functools.partial(call, *layer) for layer in [((self.step_tokens,), KINDS[0], 0), *shapes]]
 
     def close(self) -> None:
         delete(self._cache)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.attention.plan import positions
-from jaxkv._core.attention.query_capture import Queries, queries_noted
-from jaxkv._core.blocks.evict import best_of, thin
+from jaxkv._core.attention.query_capture import Queries, capture_queries
+from jaxkv._core.blocks.evict import select_best, thin
 from jaxkv._core.cache.cache import Cache
-from jaxkv._core.cache.single_row import alone
+from jaxkv._core.cache.single_row import view_row
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._engine.programs.cache_program import cache_program
 from jaxkv._engine.programs.program_cache import share_programs
@@ -35,10 +35,10 @@ class Remembered(NamedTuple):
 
     def zeros(self) -> tuple[jax.Array, ...]:
         """Returns the memory of rows without queries."""
-        return tuple(jnp.zeros(*one) for one in self.shapes)
+        return tuple(jnp.zeros(*shape) for shape in self.shapes)
 
 
-def remembered(eviction: Eviction, cache: Cache, run: Callable[[Cache], Any]) -> Remembered:
+def make_memory(eviction: Eviction, cache: Cache, run: Callable[[Cache], Any]) -> Remembered:
     """Returns the queries that a score needs.
 
     Args:
@@ -50,7 +50,7 @@ def remembered(eviction: Eviction, cache: Cache, run: Callable[[Cache], Any]) ->
     found: dict[int, Queries] = {}
 
     def trace(cache: Cache) -> tuple[()]:
-        with queries_noted() as noted:
+        with capture_queries() as noted:
             run(cache)
         found.update(noted)
         return ()
@@ -62,16 +62,18 @@ def remembered(eviction: Eviction, cache: Cache, run: Callable[[Cache], Any]) ->
             f"layer {missing[0]}: choose a score of keys alone, such as keydiff."
         )
     asked = [found[i] for i in evicting_layers(config)]
-    shapes = (((config.max_seqs, size, *one.q.shape[-2:]), one.q.dtype) for one in asked)
-    if "rotate" in eviction.parameters and any(one.rotate is None for one in asked):
+    shapes = (((config.max_seqs, size, *query.q.shape[-2:]), query.q.dtype) for query in asked)
+    if "rotate" in eviction.parameters and any(query.rotate is None for query in asked):
         raise ValueError(
             f"{eviction.name} rotates queries ahead, but how is only known of models of jaxkv.nnx.Attention with a "
             "position_fn: choose another score."
         )
-    return Remembered(tuple(shapes), tuple(one._replace(q=None) for one in asked))  # type: ignore[arg-type]
+    return Remembered(tuple(shapes), tuple(query._replace(q=None) for query in asked))  # type: ignore[arg-type]
 
 
-def noting(memory: tuple[jax.Array, ...], cache: Cache, run: Callable[[], Any], rows: jax.Array, axes: Any) -> Any:
+def record_queries_of_step(
+    memory: tuple[jax.Array, ...], cache: Cache, run: Callable[[], Any], rows: jax.Array, axes: Any
+) -> Any:
     """Calls `run`, a step of a cache; returns its result and the queries remembered after it.
 
     Args:
@@ -79,7 +81,7 @@ def noting(memory: tuple[jax.Array, ...], cache: Cache, run: Callable[[], Any], 
     """
     if not memory:
         return run(), memory
-    with queries_noted() as found:
+    with capture_queries() as found:
         out = run()
     place, size = positions(cache, axes), memory[0].shape[1]
     length = jnp.append(cache.lengths, 0)[rows]
@@ -101,12 +103,12 @@ def thin_program(structure: Any, eviction: Eviction, asked: tuple[Queries, ...])
     that evict, and the remembered queries."""
 
     def program(cache: Cache, due: jax.Array, memory: tuple[jax.Array, ...]) -> tuple[None, Cache]:
-        return None, thinned(eviction, asked, cache, due, memory)
+        return None, thin_rows(eviction, asked, cache, due, memory)
 
     return cache_program(structure, program)
 
 
-def thinned(
+def thin_rows(
     eviction: Eviction, asked: tuple[Queries, ...], cache: Cache, due: jax.Array, memory: tuple[jax.Array, ...]
 ) -> Cache:
     """Returns a cache in which the rows under `due` have evicted tokens."""
@@ -120,14 +122,14 @@ def thinned(
     # Scores are computed row by row: only the keys and queries of one row at a time are in float32.
     def choose(n: jax.Array, keep: list[jax.Array]) -> list[jax.Array]:
         row = rows[n]
-        one = alone(cache, row)
-        one = one.replace(config=one.config.replace(max_seq_len=places))
+        row_cache = view_row(cache, row)
+        row_cache = row_cache.replace(config=row_cache.config.replace(max_seq_len=places))
         for j, i in enumerate(layers):
-            options = _queries(eviction, one, i, memory[j][row], asked[j]) if memory else {}
-            score, budget = scored(eviction, one, i, options), tables[j][one.lengths]
-            if eviction.budget == "ada" and one.config.layers[i].evict == "head":
+            options = _queries(eviction, row_cache, i, memory[j][row], asked[j]) if memory else {}
+            score, budget = score_tokens(eviction, row_cache, i, options), tables[j][row_cache.lengths]
+            if eviction.budget == "ada" and row_cache.config.layers[i].evict == "head":
                 budget = ada(score, budget)
-            best, _ = best_of(score, budget, one.tables[config.group(i)], one.config)
+            best, _ = select_best(score, budget, row_cache.tables[config.group(i)], row_cache.config)
             heads = jnp.arange(best.shape[0], dtype=jnp.int32)
             keep[j] = keep[j].at[row + heads * config.max_seqs].set(best)
         return keep
@@ -139,11 +141,11 @@ def thinned(
     return cache
 
 
-def scored(eviction: Eviction, one: Cache, layer: int, options: dict[str, Any]) -> jax.Array:
+def score_tokens(eviction: Eviction, row_cache: Cache, layer: int, options: dict[str, Any]) -> jax.Array:
     """Returns the scores of the tokens in a cache of one row, without NaN."""
     score: Any = eviction.score
-    found = score(one, layer=layer, **options)
-    heads, places = one.config.layers[layer].num_kv_heads, one.config.max_seq_len
+    found = score(row_cache, layer=layer, **options)
+    heads, places = row_cache.config.layers[layer].num_kv_heads, row_cache.config.max_seq_len
     shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", np.dtype(object))
     if shape not in ((1, heads, places), (1, places)) or not jnp.issubdtype(dtype, jnp.floating):
         given = type(found).__name__ if shape is None else f"{dtype}{list(shape)}"
@@ -152,16 +154,16 @@ def scored(eviction: Eviction, one: Cache, layer: int, options: dict[str, Any]) 
             f"{layer} holds of a row is worth, not {given}."
         )
     found = found.astype(jnp.float32)
-    if found.ndim == 2 and one.config.layers[layer].evict == "head":
+    if found.ndim == 2 and row_cache.config.layers[layer].evict == "head":
         found = jnp.broadcast_to(found[:, None], (1, heads, places))
     return jnp.where(jnp.isnan(found), -jnp.inf, found)
 
 
-def _queries(eviction: Eviction, one: Cache, layer: int, line: jax.Array, asked: Queries) -> dict[str, Any]:
+def _queries(eviction: Eviction, row_cache: Cache, layer: int, line: jax.Array, asked: Queries) -> dict[str, Any]:
     """Returns a score's options with a row's last queries since its last eviction, whose slots are known."""
-    t, size = one.layer(layer).tables, line.shape[0]
-    assert t.thinned is not None
-    length, count = one.lengths[0], jnp.minimum(jnp.min(t.lengths - t.thinned), size)
+    tables, size = row_cache.layer(layer).tables, line.shape[0]
+    assert tables.thinned is not None
+    length, count = row_cache.lengths[0], jnp.minimum(jnp.min(tables.lengths - tables.thinned), size)
     options: dict[str, Any]
     number = jnp.arange(size, dtype=jnp.int32)
     q, options = line[(length - count + number) % size], {}

@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._core.blocks.sharing import fork, share_first_blocks
-from jaxkv._core.blocks.tables import free, leave_windows
+from jaxkv._core.blocks.tables import free, release_windows
 from jaxkv._core.cache.cache import Cache
 from jaxkv._engine.programs.cache_program import cache_program
 from jaxkv._tiers.host_tier import swap_in_beside
 from jaxkv._tiers.prefix_cache.retained_blocks import count_unused
 
 
-def room_of(cache: Cache) -> jax.Array:
+def measure_room(cache: Cache) -> jax.Array:
     """Returns `i32[groups, 2]`: free blocks, and blocks that only an index keeps."""
-    free = (t.num_free if t.parts == 1 else t.parts * t.num_free.min() for t in cache.tables)
-    return jnp.stack([jnp.stack([n, count_unused(t)]) for n, t in zip(free, cache.tables, strict=True)])
+    free = (tables.num_free if tables.parts == 1 else tables.parts * tables.num_free.min() for tables in cache.tables)
+    return jnp.stack([jnp.stack([n, count_unused(tables)]) for n, tables in zip(free, cache.tables, strict=True)])
 
 
 @functools.lru_cache(maxsize=16)
@@ -29,8 +29,8 @@ def between_steps(structure: Any) -> tuple[Any, Any, Any, Any]:
     """
 
     def settle(cache: Cache, rows: jax.Array) -> tuple[jax.Array, Cache]:
-        cache = leave_windows(free(cache, rows))
-        return room_of(cache), cache
+        cache = release_windows(free(cache, rows))
+        return measure_room(cache), cache
 
     def swap_one_in(
         cache: Cache, row: jax.Array, host: Any, source: jax.Array, num_blocks: jax.Array

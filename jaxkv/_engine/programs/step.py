@@ -10,20 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.attention.plan import plan_step, positions
-from jaxkv._core.blocks.speculative import keep_guesses, take_back
-from jaxkv._core.blocks.tables import extend, leave_windows
-from jaxkv._core.config.validation import MOST_INDEX, shown
+from jaxkv._core.blocks.speculative import keep_guesses, revert_tokens
+from jaxkv._core.blocks.tables import extend, release_windows
+from jaxkv._core.config.validation import MOST_INDEX, show
 from jaxkv._core.state.arguments import to_device
 from jaxkv._engine.programs.cache_program import cache_program
-from jaxkv._engine.programs.eviction import noting
-from jaxkv._engine.programs.maintenance import room_of
+from jaxkv._engine.programs.eviction import record_queries_of_step
+from jaxkv._engine.programs.maintenance import measure_room
 from jaxkv._engine.programs.program_cache import share_programs
 from jaxkv._engine.requests.hook_args import Form, HookArgs
-from jaxkv._engine.requests.sampling import FIELDS, Choice, Kind, Sampling, choose, likeliest
+from jaxkv._engine.requests.sampling import FIELDS, Kind, Sampling, SamplingParams, choose, likeliest
 
 # The host's fields of each row, as one array: its tokens in this step, whether the token after them is wanted, its next
-# token (FROM_DEVICE: the one chosen last), `Choice.column`, its number of draft tokens, the length of its prompt, and
-# its adapter. Then come the numbers of a request for the hook, as its `Form` packs them.
+# token (FROM_DEVICE: the one chosen last), `SamplingParams.column`, its number of draft tokens, the length of its
+# prompt, and its adapter. Then come the numbers of a request for the hook, as its `Form` packs them.
 COUNT, DUE, TOKEN, COLUMN, GUESSED, PROMPT = 0, 1, 2, slice(3, 3 + FIELDS), 3 + FIELDS, 4 + FIELDS
 ADAPTER = PROMPT + 1
 NUM_FIELDS = ADAPTER + 1
@@ -63,7 +63,7 @@ class Asked(NamedTuple):
 Hook = Callable[[jax.Array, Rows], jax.Array]
 
 
-class Memory(NamedTuple):
+class StepMemory(NamedTuple):
     """State on the device from step to step, beside the cache."""
 
     last: jax.Array  # i32[S]: the token chosen last for each row
@@ -77,7 +77,7 @@ class Result(NamedTuple):
     # i32[n * S (+ S) + 2 * groups]: the tokens chosen, -1 where a row's tokens did not fit; of a step that verifies
     # also how many of them count; the room left.
     numbers: Any
-    memory: Memory
+    memory: StepMemory
     likeliest: tuple[jax.Array, jax.Array] | None  # f32 and i32 [n, S, 1 + count]: see `likeliest`
 
 
@@ -93,17 +93,17 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool, det
     """
 
     def program(cache, leaves, memory, rows, tokens, *, kind: Kind, count: int, steps: int, verify: int = 0, form=None):
-        one = functools.partial(_verify, verify, rows[GUESSED]) if verify else _step
+        inner = functools.partial(_verify, verify, rows[GUESSED]) if verify else _step
         if tokens is not None and tokens.ndim == 2:
             tokens, parents = tokens
-            one = functools.partial(_verify_trees, verify, rows[GUESSED], parents)
+            inner = functools.partial(_verify_trees, verify, rows[GUESSED], parents)
         asked = Asked.unpack(rows, form)
         answer = functools.partial(
             logits_at, jax.tree.unflatten(model, leaves), cascade=not (leave or deterministic), adapters=asked.adapters,
             deterministic=deterministic,
         )  # fmt: skip
         run = functools.partial(_run, answer)
-        step = functools.partial(one, run, hook, asked, kind, count, leave)
+        step = functools.partial(inner, run, hook, asked, kind, count, leave)
         counts, due, given = rows[COUNT], rows[DUE] != 0, rows[TOKEN]
         if tokens is None:
             memory = memory._replace(last=jnp.where(given == FROM_DEVICE, memory.last, given))
@@ -123,7 +123,7 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool, det
             tokens = jnp.where(tokens == FROM_DEVICE, memory.last[jnp.minimum(row, counts.shape[0] - 1)], tokens)
             out, cache, memory = step(cache, memory, tokens, counts, due)
         chosen, likely = out
-        numbers = jnp.concatenate([*(x.ravel() for x in jax.tree.leaves(chosen)), room_of(cache).ravel()])
+        numbers = jnp.concatenate([*(x.ravel() for x in jax.tree.leaves(chosen)), measure_room(cache).ravel()])
         return Result(numbers, memory, likely), cache
 
     return cache_program(structure, program, donate=(2,), static=("kind", "count", "steps", "verify", "form"))
@@ -154,7 +154,7 @@ def _verify(most, guessed, run, hook, asked, kind, count, leave, cache, memory, 
     is_right = (number < guessed[None]) & (chosen == guesses)
     accepted = jnp.sum(jnp.cumprod(is_right.astype(jnp.int32), axis=0), axis=0, dtype=jnp.int32)
     last = jnp.take_along_axis(chosen, accepted[None], axis=0)[0]
-    cache, memory = _ended(take_back(cache, guessed - accepted), memory, last, due, leave)
+    cache, memory = _ended(revert_tokens(cache, guessed - accepted), memory, last, due, leave)
     if likely is not None:
         likely = jax.tree.map(lambda x: x.reshape(*places.shape, -1), likely)
     return ((jnp.where(cache.failed[None], -1, chosen), accepted + 1), likely), cache, memory
@@ -206,7 +206,7 @@ def _run(answer, cache, memory, tokens, counts, places, tree=None):
     if memory.tokens is not None:
         noted = memory.tokens.at[rows, positions(cache, tokens.shape)].set(tokens, mode="drop")
         memory = memory._replace(tokens=noted)
-    (logits, cache), queries = noting(
+    (logits, cache), queries = record_queries_of_step(
         memory.queries, cache, lambda: answer(tokens, cache, places, tree=tree), rows, tokens.shape
     )
     return logits, cache, memory._replace(queries=queries)
@@ -214,7 +214,7 @@ def _run(answer, cache, memory, tokens, counts, places, tree=None):
 
 def _ended(cache, memory, last, due, leave):
     """Returns the state for the next step."""
-    cache = leave_windows(cache) if leave else cache
+    cache = release_windows(cache) if leave else cache
     return cache, memory._replace(last=jnp.where(due, last, memory.last))
 
 
@@ -263,7 +263,7 @@ def rows_of(tokens: jax.Array, counts: jax.Array) -> jax.Array:
 def read_hook(hook: Any) -> Any:
     """Returns a `Hook`, or None. Raises ValueError."""
     if hook is not None and not (callable(hook) and isinstance(hook, Hashable)):
-        raise ValueError(f"logits_hook must be a function, hashable as functions are, or None, not {shown(hook)}.")
+        raise ValueError(f"logits_hook must be a function, hashable as functions are, or None, not {show(hook)}.")
     return hook
 
 
@@ -285,16 +285,16 @@ def hooked(hook: Hook, logits: jax.Array, rows: Rows) -> jax.Array:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def note_tokens(memory: Memory, row: jax.Array, tokens: jax.Array) -> Memory:
+def note_tokens(memory: StepMemory, row: jax.Array, tokens: jax.Array) -> StepMemory:
     """Returns memory in which a row has these `i32[max_seq_len]` tokens."""
     assert memory.tokens is not None
     return memory._replace(tokens=memory.tokens.at[row].set(tokens))
 
 
-def new_memory(max_seqs: int, max_seq_len: int, hook: Hook | None, queries: tuple[jax.Array, ...] = ()) -> Memory:
+def new_memory(max_seqs: int, max_seq_len: int, hook: Hook | None, queries: tuple[jax.Array, ...] = ()) -> StepMemory:
     """Returns the memory of empty rows."""
     tokens = None if hook is None else to_device(np.zeros((max_seqs, max_seq_len), np.int32))
-    return Memory(to_device(np.zeros(max_seqs, np.int32)), tokens, queries)
+    return StepMemory(to_device(np.zeros(max_seqs, np.int32)), tokens, queries)
 
 
 @share_programs
@@ -318,7 +318,7 @@ def recompute_program(model: Any, hook: Hook | None, width: int) -> Any:
 
 
 def column_of(
-    choice: Choice, number: int, prompt: int, adapter: int, leaves: list[np.ndarray] | None, hook_args: HookArgs
+    choice: SamplingParams, number: int, prompt: int, adapter: int, leaves: list[np.ndarray] | None, hook_args: HookArgs
 ) -> tuple[np.ndarray, Form | None]:  # fmt: skip
     """Returns one column of a step's `rows`, for a request at its beginning, and the form of its last fields."""
     form = hook_args.form

@@ -41,7 +41,9 @@ class Holdings:
 
     def at_rest(self, group: int, length: int) -> int:
         """Returns the blocks of a row of `length` tokens between steps, without eviction."""
-        return -(-length // self.size) - max(0, self.config.first_seen(group, length) - self.config.group_sinks[group])
+        return -(-length // self.size) - max(
+            0, self.config.first_visible_block(group, length) - self.config.group_sinks[group]
+        )
 
 
 class ThinnedHoldings(Holdings):
@@ -55,7 +57,7 @@ class ThinnedHoldings(Holdings):
             table = None
             if config.group_evicts[group] is not None:
                 table = np.maximum.accumulate(eviction.kept(config, layers[0])).tolist()
-            sight = (config.group_reaches[group], config.group_chunks[group], config.group_sinks[group])
+            sight = (config.group_visible_tokens[group], config.group_chunks[group], config.group_sinks[group])
             kind = (
                 *sight,
                 config.group_heads[group],
@@ -104,7 +106,7 @@ class ThinnedHoldings(Holdings):
     def room(self, sequences: Iterable[Sequence]) -> list[int]:
         """Returns the blocks that these sequences cannot hold."""
         held = [self.held(s.prompt, s.cached) for s in sequences]
-        return [self.config.group_blocks[g] - sum(one[i] for one in held) for i, g in enumerate(self.groups)]
+        return [self.config.group_blocks[g] - sum(blocks[i] for blocks in held) for i, g in enumerate(self.groups)]
 
     def _blocks(self, group: int, table: list[int] | None, point: int, length: int) -> int:
         """Returns the blocks of a row of `length` tokens that last evicted after `point`."""

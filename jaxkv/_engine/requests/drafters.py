@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence as Several
 from typing import Any, NamedTuple, Protocol
 
-from jaxkv._core.config.validation import integer, shown
+from jaxkv._core.config.validation import integer, show
 from jaxkv._engine.requests.scheduler import Sequence
 
 NGRAMS = (4, 3, 2, 1)  # lengths of the n-grams looked up: the longest that occurred before decides
@@ -138,12 +138,12 @@ def read_draft(
         )
     if isinstance(draft, str):
         if draft != "ngram":
-            raise ValueError(f'draft must be a model, "ngram" or None, not {shown(draft)}.')
+            raise ValueError(f'draft must be a model, "ngram" or None, not {show(draft)}.')
         if branches > 1:
             _check_branches(model, hook)
         return count, branches
     if not callable(draft) or not hasattr(draft, "layer_configs"):
-        raise ValueError(f'draft must be a model, "ngram" or None, not {shown(draft)}.')
+        raise ValueError(f'draft must be a model, "ngram" or None, not {show(draft)}.')
     if branches > 1:
         raise ValueError(f'draft_branches={branches} is for draft="ngram": a model guesses one token after another.')
     theirs, vocab_size = (getattr(getattr(x, "config", None), "vocab_size", None) for x in (draft, model))

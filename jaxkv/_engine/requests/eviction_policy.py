@@ -12,7 +12,7 @@ import numpy as np
 from jaxkv import scores
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig
-from jaxkv._core.config.validation import integer, real, shown
+from jaxkv._core.config.validation import integer, real, show
 from jaxkv._engine.requests.scheduler import Sequence
 from jaxkv.scores._budgets import pyramid_kept, uniform_kept
 
@@ -73,7 +73,7 @@ class Eviction:
         if not callable(self.score) or not isinstance(self.score, Hashable):
             raise ValueError(
                 f"Eviction.score must be a function, hashable as functions are, or one of {', '.join(SCORES)}, not "
-                f"{shown(self.score)}."
+                f"{show(self.score)}."
             )
         is_share = isinstance(self.keep, float | np.floating)
         if is_share:
@@ -81,12 +81,12 @@ class Eviction:
         else:
             put("keep", integer("Eviction.keep, a number of tokens or a share below 1.0,", self.keep, least=1))
         if self.budget not in ("uniform", "pyramid", "ada"):
-            raise ValueError(f"Eviction.budget must be 'uniform', 'pyramid' or 'ada', not {shown(self.budget)}.")
+            raise ValueError(f"Eviction.budget must be 'uniform', 'pyramid' or 'ada', not {show(self.budget)}.")
         for field in ("every", "queries"):
             if getattr(self, field) is not None:
                 put(field, integer(f"Eviction.{field}", getattr(self, field), least=1))
         if self.by not in (None, "layer", "head"):
-            raise ValueError(f"Eviction.by must be 'layer', 'head' or None, not {shown(self.by)}.")
+            raise ValueError(f"Eviction.by must be 'layer', 'head' or None, not {show(self.by)}.")
         if self.budget == "ada" and (self.by == "layer" or self._function in ALIKE):
             what = (
                 "by='layer'" if self.by == "layer" else f"{self._function.__name__}, which says the same of all heads"
@@ -107,7 +107,7 @@ class Eviction:
     @functools.cached_property
     def parameters(self) -> dict[str, Any]:
         """Returns the parameters of the score and their defaults."""
-        return {name: one.default for name, one in inspect.signature(self.score).parameters.items()}  # type: ignore[arg-type]
+        return {name: layer.default for name, layer in inspect.signature(self.score).parameters.items()}  # type: ignore[arg-type]
 
     def num_queries(self, max_seq_len: int) -> int:
         """Returns the number of last queries to remember for each row."""
@@ -122,13 +122,15 @@ class Eviction:
     def layer_configs(self, layers: Iterable[LayerConfig]) -> tuple[LayerConfig, ...]:
         """Returns the layer configs, with eviction in layers of full attention."""
         layers = tuple(layers)
-        is_free = [one.reach is None and one.shares_with is None for one in layers]
-        readers = [one.shares_with for one in layers if one.shares_with is not None and one.reach is not None]
+        is_free = [layer.visible_tokens is None and layer.shares_with is None for layer in layers]
+        readers = [
+            layer.shares_with for layer in layers if layer.shares_with is not None and layer.visible_tokens is not None
+        ]
         if not any(is_free):
             raise ValueError("evict= is for layers that see everything, but all of this model's give tokens back.")
         return tuple(
-            dataclasses.replace(one, evict=self._kind(one)) if free and i not in readers else one
-            for i, (one, free) in enumerate(zip(layers, is_free, strict=True))
+            dataclasses.replace(layer, evict=self._kind(layer)) if free and i not in readers else layer
+            for i, (layer, free) in enumerate(zip(layers, is_free, strict=True))
         )
 
     def model_of(self, model: Any) -> Any:
@@ -173,7 +175,7 @@ def read_eviction(evict: Any, **others: Any) -> Eviction | None:
     if evict is None:
         return None
     if not isinstance(evict, Eviction):
-        raise ValueError(f"evict must be a jaxkv.Eviction, such as Eviction('snapkv', keep=0.25), not {shown(evict)}.")
+        raise ValueError(f"evict must be a jaxkv.Eviction, such as Eviction('snapkv', keep=0.25), not {show(evict)}.")
     reasons = {
         "prefix_cache": "what a thinned row holds is no prefix of another",
         "draft": "tokens that were guessed wrong cannot be taken back from behind what is given up",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.config.validation import shown
+from jaxkv._core.config.validation import show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class HookArgs:
         if (structure, shapes) != (known.structure, known.shapes):
             wanted = jax.tree.unflatten(known.structure, [list(shape) for shape in known.shapes])
             raise ValueError(
-                f"hook_args must have the structure and shapes of this engine's first, {wanted}, not {shown(value)}: "
+                f"hook_args must have the structure and shapes of this engine's first, {wanted}, not {show(value)}: "
                 "give every request the same fields, and arrays as long as the longest."
             )
         # A request with 0 may be followed by one with 0.5.
@@ -73,10 +73,10 @@ def _read_numbers(x: Any) -> np.ndarray:
         array = np.asarray(None)
     if array.dtype == bool or np.issubdtype(array.dtype, np.integer):
         if array.size and not -(2**31) <= int(array.min()) <= int(array.max()) < 2**31:
-            raise ValueError(f"hook_args must be numbers of 32 bits, not {shown(x)}.")
+            raise ValueError(f"hook_args must be numbers of 32 bits, not {show(x)}.")
         return array.astype(np.int32)
     if array.dtype == object or not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(f"hook_args must be a pytree of numbers and arrays of numbers, not of {shown(x)}.")
+        raise ValueError(f"hook_args must be a pytree of numbers and arrays of numbers, not of {show(x)}.")
     return array.astype(np.float32)
 
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import MOST_INDEX, flag, integer, shown
+from jaxkv._core.config.validation import MOST_INDEX, flag, integer, show
 from jaxkv._core.state.errors import OutOfBlocks
 from jaxkv._engine.requests.block_accounting import Holdings
-from jaxkv._engine.requests.sampling import KINDS, NO_TOKEN, Choice
+from jaxkv._engine.requests.sampling import KINDS, NO_TOKEN, SamplingParams
 
 Stop = Literal["eos", "cancelled", "error"]
 KeepPrefix = Literal[True, False, "prompt"]
@@ -30,7 +30,7 @@ class Request:
     """
 
     def __init__(
-        self, *, number: int, prompt: list[int], limit: int, choice: Choice, eos: frozenset[int],
+        self, *, number: int, prompt: list[int], limit: int, choice: SamplingParams, eos: frozenset[int],
         salt: str | bytes | None, num_logprobs: int, news: "dict[Request, None]",
         engine: Callable[[], Any] = lambda: None, priority: int = 0, hook_args: list[np.ndarray] | None = None,
         keep_prefix: KeepPrefix = True, adapter: int = 0,
@@ -124,7 +124,7 @@ class Request:
             raise ValueError("Samples are compared by their log-probabilities: submit the request with logprobs=1.")
 
         def score(sample: Request) -> float:
-            chosen = [one[token] for token, one in zip(sample.tokens, sample.logprobs, strict=False)]
+            chosen = [layer[token] for token, layer in zip(sample.tokens, sample.logprobs, strict=False)]
             return sum(chosen) / len(chosen) if chosen else -math.inf
 
         return max(self.samples, key=score)
@@ -181,13 +181,13 @@ class Request:
         return f"Request({self.number}: {len(self.prompt)} + {len(self.tokens)} tokens, {state})"
 
 
-def upcoming(numbers: "itertools.count[int]") -> int:
+def peek(numbers: "itertools.count[int]") -> int:
     """Returns the next number without taking it. (A counter of our own would need a lock, which an interrupt might
     leave closed.)"""
     return int(repr(numbers).removeprefix("count(").removesuffix(")"))
 
 
-def handed_out(news: dict[Request, None]) -> Iterator[tuple[Request, int | None]]:
+def collect_tokens(news: dict[Request, None]) -> Iterator[tuple[Request, int | None]]:
     """Yields the tokens of requests not handed out yet, and None after those of a request that has ended."""
     for request in list(news):
         while request.has_news:
@@ -219,15 +219,15 @@ def read_prompt(prompt: Any) -> list[int] | str:
     try:
         tokens = np.asarray(prompt)
     except (ValueError, OverflowError):  # of unequal lists, or numbers beyond any integer type
-        return f"it must be a list of token ids, integers, not {shown(prompt)}"
+        return f"it must be a list of token ids, integers, not {show(prompt)}"
     if tokens.shape == (0,):
         return "it is empty: give at least one token, for example the model's beginning-of-sequence token"
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        return f"it must be a list of token ids, integers, not {shown(prompt)}"
+        return f"it must be a list of token ids, integers, not {show(prompt)}"
     return tokens.tolist()
 
 
-def problem_of(
+def find_problem(
     prompt: Any, max_new_tokens: Any, config: CacheConfig, vocab_size: int | None, holdings: Holdings
 ) -> str | None:  # fmt: skip
     """Returns why a prompt cannot be continued in a cache of this config, or None."""
@@ -263,7 +263,7 @@ def read_eos(eos: Any, own: Collection[int] = ()) -> frozenset[int]:
     if eos is None:
         return frozenset(own)
     if isinstance(eos, str | bytes):
-        raise ValueError(f"eos must be a token id, several, or None, not {shown(eos)}.")
+        raise ValueError(f"eos must be a token id, several, or None, not {show(eos)}.")
     several = [eos] if getattr(eos, "shape", None) == () or not isinstance(eos, Collection) else eos
     return frozenset(integer("eos", token, least=0) for token in several)
 
@@ -277,7 +277,7 @@ def read_keep_prefix(keep_prefix: Any) -> KeepPrefix:
 def read_salt(salt: Any) -> str | bytes | None:
     """Returns a valid salt. Raises ValueError."""
     if not isinstance(salt, str | bytes | None):
-        raise ValueError(f"salt must be a str, bytes or None, not {shown(salt)}.")
+        raise ValueError(f"salt must be a str, bytes or None, not {show(salt)}.")
     return salt
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.config.validation import integer, listed, real, shown
+from jaxkv._core.config.validation import integer, read_list, real, show
 
 # What the rows of a step need at most: no random numbers, random numbers, or also a sort of all logits.
 Kind = Literal["greedy", "sampled", "filtered"]
@@ -17,7 +17,7 @@ KINDS: tuple[Kind, ...] = ("greedy", "sampled", "filtered")
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class SamplingParams:
     """How a request's tokens are chosen."""
 
     temperature: float = 0.0  # 0: always the likeliest token
@@ -30,12 +30,12 @@ class Choice:
     @classmethod
     def read(
         cls, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, draws: Any = None
-    ) -> "Choice":  # fmt: skip
+    ) -> "SamplingParams":  # fmt: skip
         """Makes the choice that a caller asks for. Raises ValueError."""
         temperature = real("temperature", temperature, least=0, most=float(np.finfo(np.float32).max))
         top_k, top_p = integer("top_k", top_k, least=0), real("top_p", top_p, most=1)
         if top_p <= 0:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {shown(top_p)}.")
+            raise ValueError(f"top_p must be above 0 and at most 1, not {show(top_p)}.")
         min_p = real("min_p", min_p, least=0, most=1)
         draws = None if draws is None else integer("draws", draws, least=0)
         return cls(temperature, top_k, top_p, min_p, read_seed(seed), draws)
@@ -62,10 +62,10 @@ def read_seed(seed: Any) -> int:
 
 def read_kinds(kinds: Any) -> tuple[Kind, ...]:
     """Returns each of the kinds once. Raises ValueError."""
-    kinds = listed("kinds", kinds)
+    kinds = read_list("kinds", kinds)
     for kind in kinds:
         if kind not in KINDS:
-            raise ValueError(f"kinds must be among 'greedy', 'sampled' and 'filtered', not {shown(kind)}.")
+            raise ValueError(f"kinds must be among 'greedy', 'sampled' and 'filtered', not {show(kind)}.")
     return tuple(kind for kind in KINDS if kind in kinds)
 
 
@@ -82,7 +82,7 @@ class Sampling(NamedTuple):
 
     @classmethod
     def unpack(cls, columns: jax.Array) -> "Sampling":
-        """Unpacks `i32[FIELDS, S]`, the rows' `Choice.column` side by side."""
+        """Unpacks `i32[FIELDS, S]`, the rows' `SamplingParams.column` side by side."""
         numbers, draws, seeds, temperature, top_k, top_p, min_p = columns
 
         def as_float(bits: jax.Array) -> jax.Array:

@@ -66,10 +66,10 @@ class Sequence:
         return self.priority, self.arrival or 0
 
 
-class Step:
+class ScheduledStep:
     """A planned step: the number of tokens of each sequence, from `cached` on."""
 
-    def __init__(self, rows: "Rows"):
+    def __init__(self, rows: "RowManager"):
         self.rows = rows
         self.counts: dict[Sequence, int] = {}
         self.num_tokens = 0
@@ -103,7 +103,7 @@ class Unsure(Exception):
     """Raised when blocks may have run out, which is only certain once the in-flight steps are read."""
 
 
-class Rows(Protocol):
+class RowManager(Protocol):
     """The interface of the cache manager that the scheduler uses."""
 
     def taken_by(self, sequence: Sequence, count: int) -> list[int]:
@@ -145,7 +145,7 @@ class Rows(Protocol):
 class Scheduler:
     """The waiting sequences and the running ones, and the plan of each step."""
 
-    def __init__(self, rows: Rows, *, step_tokens: int, long_prefill_tokens: int | None = None):
+    def __init__(self, rows: RowManager, *, step_tokens: int, long_prefill_tokens: int | None = None):
         self.rows, self.step_tokens, self.long_prefill_tokens = rows, step_tokens, long_prefill_tokens
         self.waiting = Queue()
         self.running: list[Sequence] = []  # in the order of admission
@@ -153,7 +153,7 @@ class Scheduler:
         self._spare: list[int] | None = None  # available blocks of each group; None: unknown
         self._may_admit = True  # right after a preemption there is no room for another sequence
 
-    def plan(self, *, certain: bool = True) -> Step:
+    def plan(self, *, certain: bool = True) -> ScheduledStep:
         """Plans the next step. Decoding rows come first; the rest of the step goes to prompts, waiting ones included.
 
         Args:
@@ -163,7 +163,7 @@ class Scheduler:
         Raises:
           Unsure: not certain, and blocks may have run out. Sequences admitted until then stay admitted.
         """
-        step = Step(self.rows)
+        step = ScheduledStep(self.rows)
         self._may_admit, self._spare = True, None
         for sequence in [s for s in self.running if s.followers]:
             self._split(sequence, certain)
@@ -175,7 +175,7 @@ class Scheduler:
         self._serve_prompts(step, lambda s: _order_by_size(s, share), self.step_tokens, certain)
         return step
 
-    def _serve_prompts(self, step: Step, key: Callable[[Sequence], Any], most: int, certain: bool) -> None:
+    def _serve_prompts(self, step: ScheduledStep, key: Callable[[Sequence], Any], most: int, certain: bool) -> None:
         """Adds prompt tokens to a step, in the order of a key, until it has `most` tokens."""
         if step.num_tokens >= most:
             return
@@ -185,7 +185,7 @@ class Scheduler:
                 break
             self._serve(sequence, step, most, certain)
 
-    def _serve(self, sequence: Sequence, step: Step, most: int, certain: bool) -> None:
+    def _serve(self, sequence: Sequence, step: ScheduledStep, most: int, certain: bool) -> None:
         """Adds tokens of a sequence until the step has `most`, if it has a row or can get one."""
         if sequence.row is not None or self._admit(sequence, certain):
             self._schedule(sequence, step, most, certain)
@@ -206,7 +206,7 @@ class Scheduler:
     def _is_coming(self, sequence: Sequence) -> bool:
         return self.rows.is_coming(self.running, sequence)
 
-    def stretch(self, step: Step, most: int) -> int:
+    def stretch(self, step: ScheduledStep, most: int) -> int:
         """Extends a decode step to up to `most` tokens of each sequence, if none of them ends or needs anything else
         before, and no row becomes free for a waiting one.
 
@@ -215,7 +215,7 @@ class Scheduler:
         """
         if most == 1 or not step.is_decode or any(s.pending > 1 or s.followers for s in step.counts):
             return 1
-        longer = Step(self.rows)
+        longer = ScheduledStep(self.rows)
         for sequence in step.counts:
             if self.rows.until(sequence) < most:
                 return 1
@@ -228,7 +228,7 @@ class Scheduler:
         step.counts, step.num_tokens, step.blocks = longer.counts, longer.num_tokens, longer.blocks
         return most
 
-    def commit(self, step: Step) -> list[Sequence]:
+    def commit(self, step: ScheduledStep) -> list[Sequence]:
         """Records that a step was computed; returns the sequences that get new tokens, still unread."""
         due = []
         for sequence, count in step.counts.items():
@@ -278,7 +278,7 @@ class Scheduler:
         self.rows.settle()
         return self.rows.has_room(self.running, sequence, source)
 
-    def _schedule(self, sequence: Sequence, step: Step, most: int, certain: bool) -> None:
+    def _schedule(self, sequence: Sequence, step: ScheduledStep, most: int, certain: bool) -> None:
         """Adds as many tokens of a sequence as there is room for, until the step has `most`."""
         step.remove(sequence)
         while step.num_tokens < most:
@@ -296,7 +296,7 @@ class Scheduler:
             if last is sequence:
                 return
 
-    def _affordable(self, sequence: Sequence, step: Step, most: int, certain: bool) -> tuple[int, list[int]]:
+    def _affordable(self, sequence: Sequence, step: ScheduledStep, most: int, certain: bool) -> tuple[int, list[int]]:
         """Returns how many of its tokens fit into the step and the blocks left, and the step's blocks then."""
         wanted = min(sequence.pending + len(sequence.guesses), most - step.num_tokens)
         if sequence.followers and sequence.pending > 1:

@@ -14,10 +14,10 @@ import numpy as np
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.init import init
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.mesh_shape import context_axis, model_mesh, place_of
+from jaxkv._core.config.mesh_shape import context_axis, find_placement, model_mesh
 from jaxkv._core.state.device_arrays import delete
 from jaxkv._core.state.errors import CacheError, OutOfBlocks
-from jaxkv._core.state.multihost import processes_of
+from jaxkv._core.state.multihost import list_processes
 from jaxkv._engine.programs.maintenance import between_steps
 from jaxkv._engine.requests.block_accounting import Holdings, ThinnedHoldings
 from jaxkv._engine.requests.common_beginning import count_common_blocks
@@ -32,7 +32,7 @@ Swap = Literal["auto", "always", "never"]
 Room = list[list[int]]  # `room_of` a cache
 
 
-class Residents:
+class CacheManager:
     """The cache of an engine, and the sequences in its rows.
 
     A preempted sequence is either swapped out to host memory or dropped and computed again, whichever is
@@ -49,8 +49,8 @@ class Residents:
         eviction: Eviction | None = None,
     ):  # fmt: skip
         self.config, self.prefix, self.swap, self.host_bandwidth = config, prefix, swap, host_bandwidth
-        self.mesh, self.place = model_mesh(model), place_of(model)  # the placement of the cache
-        if self.mesh is not None and len(processes_of(self.mesh)) > 1:
+        self.mesh, self.place = model_mesh(model), find_placement(model)  # the placement of the cache
+        if self.mesh is not None and len(list_processes(self.mesh)) > 1:
             raise ValueError(
                 "An Engine serves from one process, but its model lies on the devices of several: give it a mesh of "
                 'jax.local_devices(), or one that has an axis "data" for the processes.'
@@ -59,7 +59,7 @@ class Residents:
         self._landed: collections.deque[tuple[list[jax.Array], list[jax.Array]]] = collections.deque()
         self._cache: Cache | None = None  # made of `_leaves` on demand
         self.cache = self._new_cache()
-        parts = (t.parts for t in self.cache.tables)
+        parts = (tables.parts for tables in self.cache.tables)
         self.holdings = Holdings(config) if eviction is None else ThinnedHoldings(config, eviction, parts)
         self._structure = jax.tree.structure(self.cache)
         self._settle, self._swap_in, self._fork, self._begin = between_steps(self._structure)

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import shown
+from jaxkv._core.config.validation import show
 from jaxkv._engine.requests.queue import Queue
 from jaxkv._engine.requests.request import Request
-from jaxkv._engine.requests.sampling import Choice
+from jaxkv._engine.requests.sampling import SamplingParams
 from jaxkv._engine.requests.scheduler import Scheduler, Sequence, Unsure
-from jaxkv._engine.runner.cache_manager import Residents
-from jaxkv._engine.runner.model_runner import Pipeline
+from jaxkv._engine.runner.cache_manager import CacheManager
+from jaxkv._engine.runner.model_runner import ModelRunner
 from jaxkv._tiers.host_blocks import HostBlocks
 from jaxkv._tiers.send import lifted
 
@@ -24,7 +24,7 @@ MOST_FLIGHTS = 2  # in-flight steps: one that runs, and one that waits for it
 
 # No token is chosen here, so this is the cheapest choice.
 _NOBODY = Request(
-    number=0, prompt=[0], limit=1, choice=Choice(), eos=frozenset(), salt=None, num_logprobs=0, news={},
+    number=0, prompt=[0], limit=1, choice=SamplingParams(), eos=frozenset(), salt=None, num_logprobs=0, news={},
 )  # fmt: skip
 
 
@@ -47,12 +47,12 @@ class Prefill:
     """
 
     def __init__(
-        self, model: Any, config: CacheConfig, step_tokens: int, long_prefill_tokens: int | None, target: Residents,
+        self, model: Any, config: CacheConfig, step_tokens: int, long_prefill_tokens: int | None, target: CacheManager,
         deterministic: bool = False,
     ):  # fmt: skip  # fmt: skip
         self.step_tokens, self.long_prefill_tokens, self.target = step_tokens, long_prefill_tokens, target
-        self.residents = Residents(config, model, prefix=None, swap="never", host_bandwidth=target.host_bandwidth)
-        self.pipeline = Pipeline(model, self.residents, None, step_tokens, 0, deterministic=deterministic)
+        self.residents = CacheManager(config, model, prefix=None, swap="never", host_bandwidth=target.host_bandwidth)
+        self.pipeline = ModelRunner(model, self.residents, None, step_tokens, 0, deterministic=deterministic)
         self.sent = 0  # rows
         self.restart()
 
@@ -151,7 +151,7 @@ def check_prefill(prefill: Any, model: Any, **others: Any) -> None:
     if prefill is None:
         return
     if not callable(prefill) or not hasattr(prefill, "layer_configs"):
-        raise ValueError(f"prefill must be the model once more, on other devices, or None, not {shown(prefill)}.")
+        raise ValueError(f"prefill must be the model once more, on other devices, or None, not {show(prefill)}.")
     if prefill.layer_configs != model.layer_configs or _config(prefill) != _config(model):
         raise ValueError(
             "prefill must be the same model on other devices, but its layers or its config are others: load both from "

@@ -11,12 +11,12 @@ from jaxkv._engine.requests.drafters import Drafter
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.sampling import Kind
 from jaxkv._engine.requests.scheduler import Scheduler, Sequence, Unsure
-from jaxkv._engine.runner.cache_manager import Residents
+from jaxkv._engine.runner.cache_manager import CacheManager
 from jaxkv._engine.runner.disaggregated_prefill import Prefill
-from jaxkv._engine.runner.model_runner import Pipeline
+from jaxkv._engine.runner.model_runner import ModelRunner
 
 
-class Loop:
+class EngineCore:
     """The requests of an engine and their state.
 
     The durable state is the unfinished requests, their tokens and the cache. Rows, queues and in-flight steps follow
@@ -25,7 +25,7 @@ class Loop:
     """
 
     def __init__(
-        self, residents: Residents, pipeline: Pipeline, step_tokens: int, long_prefill_tokens: int | None,
+        self, residents: CacheManager, pipeline: ModelRunner, step_tokens: int, long_prefill_tokens: int | None,
         steps_per_dispatch: int, drafter: Drafter | None, prefill: Prefill | None,
     ):  # fmt: skip
         self.residents, self.pipeline, self.drafter, self.prefill = residents, pipeline, drafter, prefill
@@ -164,9 +164,9 @@ class Loop:
         submitted = [sample for request in self.submitted for sample in request.samples]
         for request in (*self.open, *submitted):
             request.withdraw()
-        for one in (self.residents, self.pipeline, self.drafter, self.prefill):
-            if one is not None:
-                one.close()
+        for component in (self.residents, self.pipeline, self.drafter, self.prefill):
+            if component is not None:
+                component.close()
         self.submitted.clear()
         self.cancelled.clear()
         self.open = {}
@@ -177,7 +177,7 @@ class Loop:
         """Returns functions that compile all programs when called in order."""
         self.make_sound()
         steps = tuple({1, self.steps_per_dispatch})
-        others = [one.warm() for one in (self.drafter, self.prefill) if one is not None]
+        others = [component.warm() for component in (self.drafter, self.prefill) if component is not None]
         return [*self.pipeline.warm(kinds, counts, steps), *self.residents.warm(), *itertools.chain(*others)]
 
     def _send(self) -> list[Sequence] | None:
@@ -245,7 +245,7 @@ class Loop:
         """Accepts the requests submitted and cancelled since the last step, maybe by another thread."""
         while self.submitted:
             request = self.submitted[0]
-            new = [sequence_of(s) for s in request.samples if not (s.done or s in self.open)]
+            new = [make_sequence(s) for s in request.samples if not (s.done or s in self.open)]
             self.open |= {sequence.request: sequence for sequence in new}
             self.submitted.popleft()
             # One token has no prefix to share, and rows that evict share nothing.
@@ -269,7 +269,7 @@ class Loop:
             if self.prefill is not None:
                 self.prefill.pipeline.flights.clear()
 
-    def _all_residents(self) -> list[Residents]:
+    def _all_residents(self) -> list[CacheManager]:
         return [self.residents] if self.prefill is None else [self.residents, self.prefill.residents]
 
     def make_sound(self) -> None:
@@ -285,7 +285,7 @@ class Loop:
         if self.prefill is not None:
             self.prefill.restart()
         self.scheduler = self._new_scheduler()
-        self.open = {request: sequence_of(request) for request in self.open if not request.done}
+        self.open = {request: make_sequence(request) for request in self.open if not request.done}
         for sequence in self.open.values():
             self.scheduler.waiting.add(sequence)
 
@@ -304,7 +304,7 @@ class Loop:
         del self.open[request]
 
 
-def sequence_of(request: Request) -> Sequence:
+def make_sequence(request: Request) -> Sequence:
     """Returns the sequence of a request, with no tokens in any cache."""
     limit = len(request.prompt) + request.limit
     tokens = [*request.prompt, *request.tokens]

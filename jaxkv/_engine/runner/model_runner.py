@@ -13,7 +13,7 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check
 from jaxkv._core.state.device_arrays import delete
 from jaxkv._engine.programs import step as on_device
-from jaxkv._engine.programs.eviction import Remembered, remembered, thin_program
+from jaxkv._engine.programs.eviction import Remembered, make_memory, thin_program
 from jaxkv._engine.programs.step import (
     ADAPTER,
     COLUMN,
@@ -29,13 +29,13 @@ from jaxkv._engine.programs.step import (
 )
 from jaxkv._engine.requests.hook_args import Form, HookArgs
 from jaxkv._engine.requests.sampling import KINDS, Kind
-from jaxkv._engine.requests.scheduler import Sequence, Step
-from jaxkv._engine.runner.cache_manager import Residents
+from jaxkv._engine.requests.scheduler import ScheduledStep, Sequence
+from jaxkv._engine.runner.cache_manager import CacheManager
 
 SMALLEST_STEP = 32  # tokens; smaller sizes would be more programs to compile, and hardly faster
 
 
-class Flight(NamedTuple):
+class InFlightStep(NamedTuple):
     """One call of the step's program."""
 
     result: Result
@@ -43,17 +43,17 @@ class Flight(NamedTuple):
     steps: int
     verify: bool
     num_tokens: int
-    taken: int  # `Residents.taken` when it was sent
+    taken: int  # `CacheManager.taken` when it was sent
     clock: int
     began: float
     is_first: bool  # first of its shape: it may have been compiled
 
 
-class Pipeline:
+class ModelRunner:
     """Sends the model's steps without waiting for the one before: tokens stay on the device, too."""
 
     def __init__(
-        self, model: Any, residents: Residents, hook: Hook | None, step_tokens: int, draft_tokens: int,
+        self, model: Any, residents: CacheManager, hook: Hook | None, step_tokens: int, draft_tokens: int,
         branches: int = 1, hook_args: HookArgs | None = None, deterministic: bool = False,
     ):  # fmt: skip
         self.residents, self.hook = residents, hook
@@ -71,7 +71,7 @@ class Pipeline:
         self._shapes: set[Any] = set()  # shapes called so far
         self._remembered = Remembered()
         if (eviction := residents.eviction) is not None:
-            self._remembered = remembered(eviction, residents.cache, self._one_token)
+            self._remembered = make_memory(eviction, residents.cache, self._one_token)
             self._thin = thin_program(jax.tree.structure(residents.cache), eviction, self._remembered.asked)
         self.draft_tokens = draft_tokens  # the limit of draft tokens of a row
         self.guesses_trees = branches > 1
@@ -81,7 +81,7 @@ class Pipeline:
     def clear(self) -> None:
         """Forgets in-flight steps."""
         config = self.residents.config
-        self.flights: collections.deque[Flight] = collections.deque()
+        self.flights: collections.deque[InFlightStep] = collections.deque()
         queries = self._remembered.zeros()
         memory = on_device.new_memory(config.max_seqs, config.max_seq_len, self.hook, queries)
         self._memory = jax.device_put(memory, self.residents.place)  # where steps return it, too
@@ -94,12 +94,12 @@ class Pipeline:
         self.flights.clear()
         self.leaves, self._noted = [], {}
 
-    def send(self, step: Step, steps: int) -> list[tuple[Sequence, int, int]]:
+    def send(self, step: ScheduledStep, steps: int) -> list[tuple[Sequence, int, int]]:
         """Sends a step. Returns each sequence in it with its row and its number of tokens."""
         residents = self.residents
         residents.make_room(step.blocks)
         work = [(s, s.row, n) for s, n in step.counts.items() if s.row is not None]
-        work.sort(key=lambda one: one[1])  # packed tokens come row by row
+        work.sort(key=lambda layer: layer[1])  # packed tokens come row by row
         form = self.hook_args.form
         rows = self._rows(form)
         is_decode = steps > 1 or step.is_decode
@@ -144,7 +144,7 @@ class Pipeline:
         own = rows[GUESSED] if verify else rows[COUNT] if is_decode else np.ones_like(rows[COUNT])
         due = [(s, row, int(own[row])) for s, row, _ in work if rows[DUE, row]]
         self.flights.append(
-            Flight(
+            InFlightStep(
                 result, due, max(steps, verify + 1), verify > 0, step.num_tokens, residents.taken, residents.clock,
                 began, shape not in self._shapes,
             )
@@ -170,7 +170,7 @@ class Pipeline:
         tokens, rest, due = numbers[:size], numbers[size:], flight.due
         if flight.verify:
             taken, rest = rest[:max_seqs], rest[max_seqs:]
-            due = [self._verified(*one, taken[one[1]]) for one in due]
+            due = [self._verified(*layer, taken[layer[1]]) for layer in due]
         room = [rest[i : i + 2] for i in range(0, len(rest), 2)]
         # An upper bound: it is unknown when the device finished, if it was done before this.
         seconds = (now - max(flight.began, self._idle_since)) / flight.num_tokens

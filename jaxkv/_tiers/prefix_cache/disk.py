@@ -8,9 +8,9 @@ import numpy as np
 
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import shown
+from jaxkv._core.config.validation import show
 from jaxkv._core.state.state import NULL_BLOCK
-from jaxkv._files.blocks import Block, BlockFiles
+from jaxkv._files.blocks import BlockFiles, SavedBlock
 from jaxkv._tiers.prefix_cache.ends import can_serve, needed
 from jaxkv._tiers.prefix_cache.index import PrefixIndex, digest_of
 from jaxkv._tiers.prefix_cache.node import Node
@@ -28,7 +28,7 @@ def open_disk(
     if isinstance(folder, BlockFiles):
         return folder
     if not isinstance(model, str | None):
-        raise ValueError(f"model must be a name or a fingerprint, a str, not {shown(model)}.")
+        raise ValueError(f"model must be a name or a fingerprint, a str, not {show(model)}.")
     if folder is None and disk_bytes is None:
         return None
     if folder is None or disk_bytes is None:
@@ -84,11 +84,11 @@ def _can_recall(
     index: PrefixIndex, there: Sequence[np.ndarray], on_disk: Sequence[np.ndarray], room: int
 ) -> np.ndarray:  # fmt: skip
     """Returns `bool[n + 1]`: after how many nodes a row can go on, with disk blocks that fit on the host."""
-    found = can_serve(index.config, [t | d for t, d in zip(there, on_disk, strict=True)])
+    found = can_serve(index.config, [tables | d for tables, d in zip(there, on_disk, strict=True)])
     counts, taken = np.arange(found.size), np.zeros(found.size, np.int64)
     for group, (d, size) in enumerate(zip(on_disk, index.block_bytes, strict=True)):
         total = np.concatenate([[0], np.cumsum(d)])
-        first = index.config.first_seen(group, counts * index.block_size)
+        first = index.config.first_visible_block(group, counts * index.block_size)
         sinks = np.minimum(index.config.group_sinks[group], first)
         taken += size * (total[counts] - total[first] + total[sinks])
     return found & ((taken <= room) | (taken == 0))
@@ -116,7 +116,9 @@ def _count_ahead(index: PrefixIndex, disk: BlockFiles, node: Node, tokens: Seque
     digest, depth = node.digest, node.depth
     for block in list(index.split(tokens))[node.depth + 1 :]:
         parent, digest = digest, digest_of(digest, block)
-        blocks = [Block(digest, parent, block, group, depth + 1, node.identity) for group in range(len(index.kept))]
+        blocks = [
+            SavedBlock(digest, parent, block, group, depth + 1, node.identity) for group in range(len(index.kept))
+        ]
         if not any([disk.has(block) for block in blocks]):
             break
         depth += 1

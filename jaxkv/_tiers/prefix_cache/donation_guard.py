@@ -49,7 +49,7 @@ class Landing:
         """
         if not any(map(_is_deleted, jax.tree.leaves(cache))):
             return cache
-        pools, overwritten = list(cache.pools), [np.zeros(t.kept.shape, bool) for t in cache.tables]
+        pools, overwritten = list(cache.pools), [np.zeros(tables.kept.shape, bool) for tables in cache.tables]
         for layer, pool in enumerate(cache.pools):
             structure: Any
             leaves, structure = jax.tree.flatten(pool)
@@ -64,7 +64,9 @@ class Landing:
                 "This cache was used up, donated to a call: go on with the one that the call returned. If that was cut "
                 "off, begin anew: cache = prefix.reset(jaxkv.init(prefix.config))."
             )
-        kept = (np.where(gone, 0, np.asarray(t.kept)) for t, gone in zip(cache.tables, overwritten, strict=True))
+        kept = (
+            np.where(gone, 0, np.asarray(tables.kept)) for tables, gone in zip(cache.tables, overwritten, strict=True)
+        )
         return cache.replace(tables=tuple(map(keep, cache.tables, kept)))
 
 

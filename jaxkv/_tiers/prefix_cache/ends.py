@@ -42,8 +42,8 @@ class Ends:
     def __init__(self, config: CacheConfig, is_on_disk: Callable[[Node, int], bool]):
         self.config, self._is_on_disk = config, is_on_disk
         self.groups = range(len(config.groups))
-        self.windows = [g for g in self.groups if config.group_reaches[g] is not None]
-        self.whole = [g for g in self.groups if config.group_reaches[g] is None]
+        self.windows = [g for g in self.groups if config.group_visible_tokens[g] is not None]
+        self.whole = [g for g in self.groups if config.group_visible_tokens[g] is None]
         self.order: collections.OrderedDict[int, End] = collections.OrderedDict()  # by the node's label
         self.clock = 0
         self._clear()
@@ -285,7 +285,7 @@ def can_serve(config: CacheConfig, present: Sequence[np.ndarray]) -> np.ndarray:
     found = np.ones(counts.size, bool)
     for group, there in enumerate(present):
         total = np.concatenate([[0], np.cumsum(there)])
-        first = config.first_seen(group, counts * config.block_size)
+        first = config.first_visible_block(group, counts * config.block_size)
         sinks = np.minimum(config.group_sinks[group], first)
         found &= (total[counts] - total[first] == counts - first) & (total[sinks] == sinks)
     return found
@@ -294,5 +294,5 @@ def can_serve(config: CacheConfig, present: Sequence[np.ndarray]) -> np.ndarray:
 def needed(config: CacheConfig, count: int) -> list[np.ndarray]:
     """Returns, for each group, which of `count` blocks the next token sees: leading ones that stay, and the last."""
     length = count * config.block_size
-    firsts = [(sinks, config.first_seen(g, length)) for g, sinks in enumerate(config.group_sinks)]
+    firsts = [(sinks, config.first_visible_block(g, length)) for g, sinks in enumerate(config.group_sinks)]
     return [np.r_[: min(sinks, first), first:count] for sinks, first in firsts]

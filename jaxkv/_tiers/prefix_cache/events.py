@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from jaxkv._core.state.state import NULL_BLOCK
-from jaxkv._files.blocks import Block
+from jaxkv._files.blocks import SavedBlock
 from jaxkv._tiers.prefix_cache.index import PrefixIndex
 
 Tier = Literal["device", "host", "disk"]
@@ -48,9 +48,9 @@ class PrefixEvent:
     adapter: str | None
 
 
-def holdings(index: PrefixIndex) -> dict[Place, Block]:
+def holdings(index: PrefixIndex) -> dict[Place, SavedBlock]:
     """Returns every block that an index holds, and on disk those that it has written or found."""
-    held: dict[Place, Block] = {}
+    held: dict[Place, SavedBlock] = {}
     for node in index.nodes.values():
         for group, (number, contents) in enumerate(zip(node.blocks, node.host, strict=True)):
             tiers: tuple[tuple[Tier, bool], ...] = (("device", number != NULL_BLOCK), ("host", contents is not None))
@@ -59,7 +59,7 @@ def holdings(index: PrefixIndex) -> dict[Place, Block]:
     return held | {(block.hash, block.group, "disk"): block for block in on_disk}
 
 
-def differences(before: dict[Place, Block], now: dict[Place, Block]) -> list[PrefixEvent]:
+def differences(before: dict[Place, SavedBlock], now: dict[Place, SavedBlock]) -> list[PrefixEvent]:
     """Returns the events: removals, ends of chains first, then stores, beginnings first."""
     removed = [(place, block, False) for place, block in before.items() if place not in now]
     stored = [(place, block, True) for place, block in now.items() if place not in before]
@@ -74,5 +74,5 @@ def differences(before: dict[Place, Block], now: dict[Place, Block]) -> list[Pre
     ]  # fmt: skip
 
 
-def _depth(change: tuple[Place, Block, bool]) -> int:
+def _depth(change: tuple[Place, SavedBlock, bool]) -> int:
     return change[1].depth

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from jaxkv._core.state.state import NULL_BLOCK
-from jaxkv._files.blocks import Block
+from jaxkv._files.blocks import SavedBlock
 
 # Unlike those of any other index of this process and, since they start anywhere, of the one that a cache was saved by.
 _numbers = itertools.count(secrets.randbits(31))
@@ -52,7 +52,7 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
-    def block(self, group: int) -> Block:
+    def block(self, group: int) -> SavedBlock:
         """Returns the description of its file."""
         assert self.parent is not None
-        return Block(self.digest, self.parent.digest, self.tokens, group, self.depth, self.identity)
+        return SavedBlock(self.digest, self.parent.digest, self.tokens, group, self.depth, self.identity)

@@ -11,10 +11,10 @@ from jaxkv._core.blocks.block_copy import put
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.inspection import check_row
 from jaxkv._core.config.cache_config import CacheConfig, check_config
-from jaxkv._core.config.validation import flag, integer, real, shown
+from jaxkv._core.config.validation import flag, integer, real, show
 from jaxkv._core.state.columns import row_entries
 from jaxkv._core.state.head_rows import refuse_evicting
-from jaxkv._files.blocks import Block, BlockFiles, fingerprint
+from jaxkv._files.blocks import BlockFiles, SavedBlock, fingerprint
 from jaxkv._tiers.prefix_cache.arguments import read_identity, read_tokens
 from jaxkv._tiers.prefix_cache.disk import flush, open_disk, recall
 from jaxkv._tiers.prefix_cache.donation_guard import Landing
@@ -83,13 +83,13 @@ class PrefixCache:
             raise ValueError('A PrefixCache needs layout="paged": in the contiguous layout rows share no blocks.')
         refuse_evicting(config, "A PrefixCache takes", ("head",))
         if not callable(hash_function):
-            raise ValueError(f"hash_function must be a function of a (hash, tokens) pair, not {shown(hash_function)}.")
+            raise ValueError(f"hash_function must be a function of a (hash, tokens) pair, not {show(hash_function)}.")
         self.config, self.max_pinned = config, real("max_pinned, a share of the blocks,", max_pinned, least=0, most=1)
         self.spill_bytes, self._hash_function = int(real("spill_bytes", spill_bytes, least=0)), hash_function
         self.files = open_disk(config, self.spill_bytes, disk, disk_bytes, model)
         self._owner = fingerprint(config, model)
         self._index = self._empty_index()
-        self._told: dict[Place, Block] = {}  # blocks that `events` has reported
+        self._told: dict[Place, SavedBlock] = {}  # blocks that `events` has reported
         self._landing = Landing()  # successors of the pools donated to `adopt`
         self._counts = dict.fromkeys(
             ("lookups", "hits", "tokens_asked", "tokens_saved", "blocks_evicted", "blocks_spilled", "blocks_restored"),
@@ -145,8 +145,8 @@ class PrefixCache:
         cache = self._whole(cache)
         check_row(cache, row)
         if not isinstance(match, Match):
-            raise ValueError(f"match must be what the method match returned, not {shown(match)}.")
-        length, held = jax.device_get((cache.lengths, [t.held for t in cache.tables]))
+            raise ValueError(f"match must be what the method match returned, not {show(match)}.")
+        length, held = jax.device_get((cache.lengths, [tables.held for tables in cache.tables]))
         if length[row] or any(h[row] for h in held):
             raise ValueError(
                 f"Row {row} holds {length[row]} tokens in {max(int(h[row]) for h in held)} blocks: adopt into an empty "
@@ -188,8 +188,11 @@ class PrefixCache:
         cache = self._whole(cache)
         check_row(cache, row)
         tokens, root = read_tokens(tokens), self._root(salt, adapter)
-        thinned = [t.evicted[row] for t in cache.tables if t.evicted is not None]
-        tables = [(t.tables[row], None if t.skipped is None else t.skipped[row]) for t in cache.tables]
+        thinned = [group_tables.evicted[row] for group_tables in cache.tables if group_tables.evicted is not None]
+        tables = [
+            (group_tables.tables[row], None if group_tables.skipped is None else group_tables.skipped[row])
+            for group_tables in cache.tables
+        ]
         tables, length, thinned = jax.device_get((tables, cache.lengths[row], thinned))
         length = 0 if any(thinned) else length
         change = Change(self._index, cache)
@@ -213,7 +216,7 @@ class PrefixCache:
         wanted = [integer("num_blocks", n, least=0) for n in given]
         if len(wanted) != len(cache.tables):
             raise ValueError(f"num_blocks must have one integer for each of {len(cache.tables)} groups, not {wanted}.")
-        if all(n <= int(t.num_free) for n, t in zip(wanted, cache.tables, strict=True)):
+        if all(n <= int(tables.num_free) for n, tables in zip(wanted, cache.tables, strict=True)):
             return cache
         change = Change(self._index, cache)
         change.evict(wanted)
@@ -297,7 +300,7 @@ class PrefixCache:
     def available(self, cache: Cache) -> list[int]:
         """Returns a lower bound, for each group of layers, on blocks free or that `make_room` could free."""
         cache = self._whole(cache)
-        counts = jax.device_get([(t.num_free, count_unused(t)) for t in cache.tables])
+        counts = jax.device_get([(tables.num_free, count_unused(tables)) for tables in cache.tables])
         return [int(free) + max(0, int(unused) - self.pinned(g)) for g, (free, unused) in enumerate(counts)]
 
     def pinned(self, group: int) -> int:

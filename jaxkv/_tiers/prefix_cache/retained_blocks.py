@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.blocks.allocator import replace_entries
-from jaxkv._core.blocks.block_copy import padded_size, read_group
+from jaxkv._core.blocks.block_copy import pad_size, read_group
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.state import BlockTables, Pool
 from jaxkv._tiers.prefix_cache.node import Node
@@ -53,10 +53,18 @@ def attach(
 
 def warm(cache: Cache) -> None:
     """Compiles the table operations of an index, without changing a row or the kept blocks."""
-    for t in cache.tables:
-        keep(t, np.asarray(t.kept))
-        attach(t, np.int32(t.tables.shape[0]), np.zeros(t.tables.shape[1], np.int32), np.int32(0), np.int32(0))
-        jax.device_get((t.tables[0], t.lengths[0], t.held, None if t.skipped is None else t.skipped[0]))
+    for tables in cache.tables:
+        keep(tables, np.asarray(tables.kept))
+        attach(
+            tables,
+            np.int32(tables.tables.shape[0]),
+            np.zeros(tables.tables.shape[1], np.int32),
+            np.int32(0),
+            np.int32(0),
+        )
+        jax.device_get(
+            (tables.tables[0], tables.lengths[0], tables.held, None if tables.skipped is None else tables.skipped[0])
+        )
 
 
 def count_unused(tables: BlockTables) -> jax.Array:
@@ -66,7 +74,7 @@ def count_unused(tables: BlockTables) -> jax.Array:
 
 def read_contents(cache: Cache, group: int, nodes: Sequence[Node]) -> list[list[Pool]]:
     """Returns the contents of nodes in a group, layer by layer, copied to host memory."""
-    blocks = np.zeros(padded_size(len(nodes)), np.int32)
+    blocks = np.zeros(pad_size(len(nodes)), np.int32)
     blocks[: len(nodes)] = [node.blocks[group] for node in nodes]
     found = read_group(cache, group, blocks)
     # As if it had lain on one device: so does what comes from a file.

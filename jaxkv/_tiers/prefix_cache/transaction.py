@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 import jax
 import numpy as np
 
-from jaxkv._core.blocks.block_copy import padded_size, put_group
+from jaxkv._core.blocks.block_copy import pad_size, put_group
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.columns import columns_for
 from jaxkv._core.state.errors import OutOfBlocks
@@ -30,7 +30,7 @@ class Change:
     def __init__(self, index: PrefixIndex, cache: Cache):
         self.index, self.config = index, cache.config
         # The new label of each group's blocks.
-        self.kept = index.follow(jax.device_get([t.kept for t in cache.tables]))
+        self.kept = index.follow(jax.device_get([tables.kept for tables in cache.tables]))
         self.spilled: list[tuple[Node, int, list[Pool]]] = []  # contents that go to the host, by node and group
         self.restored: dict[tuple[Node, int], int] = {}  # the block of each node and group that comes back
         self.counts: collections.Counter[str] = collections.Counter()
@@ -50,7 +50,7 @@ class Change:
     def evict(self, wanted: Sequence[int], spared: Collection[Node] = ()) -> None:
         """Evicts kept blocks, in each group the least needed first, until `wanted[g]` are free or no more can be
         freed."""
-        sizes = jax.device_get([(t.num_free, t.refcounts) for t in self.cache.tables])
+        sizes = jax.device_get([(tables.num_free, tables.refcounts) for tables in self.cache.tables])
         whole = [(g, sizes[g][1]) for g in self.index.ends.whole]
 
         def is_running(node: Node) -> bool:
@@ -91,7 +91,7 @@ class Change:
         for group, nodes in enumerate(missing):
             if not nodes:
                 continue
-            padding = padded_size(len(nodes)) - len(nodes)
+            padding = pad_size(len(nodes)) - len(nodes)
             labels = np.array([node.label for node in nodes] + [0] * padding, np.int32)
             groups[group], target = claim(groups[group], labels)
 
@@ -127,5 +127,8 @@ class Change:
     def _keep(self) -> None:
         """Updates the blocks that the cache keeps: blocks that rows hold, or that it kept before."""
         pairs = zip(self.cache.tables, self.kept, strict=True)
-        tables = tuple(t if np.array_equal(t.kept, kept) else keep(t, kept) for t, kept in pairs)
+        tables = tuple(
+            group_tables if np.array_equal(group_tables.kept, kept) else keep(group_tables, kept)
+            for group_tables, kept in pairs
+        )
         self.cache = self.cache.replace(tables=tables)
