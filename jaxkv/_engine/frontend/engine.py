@@ -197,7 +197,7 @@ class Engine(Closable, Resumable):
     @property
     def is_idle(self) -> bool:
         """Tells whether no work is left: `run` would end at once, and `step` return nothing."""
-        return not (self._loop.is_busy or self._news)
+        return self.is_closed or not (self._loop.is_busy or self._news)
 
     # Requests.
 

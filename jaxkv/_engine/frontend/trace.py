@@ -28,7 +28,7 @@ from jaxkv._engine.frontend.engine import Engine
 from jaxkv._engine.runner.engine_core import EngineCore
 from jaxkv._tiers.host_blocks import HostBlocks
 
-PLAYER = pathlib.Path(__file__).parent.parent / "data" / "player.html"
+PLAYER = pathlib.Path(__file__).parents[2] / "data" / "player.html"
 
 
 class Frame(NamedTuple):
