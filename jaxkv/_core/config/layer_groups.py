@@ -15,7 +15,7 @@ from jaxkv._core.config.layer_config import LayerConfig
 def find_period(kinds: Sequence[Any]) -> int:
     """Returns the number of entries after which a sequence repeats; the last period may be incomplete.
 
-    >>> period_of("aabaaba")
+    >>> find_period("aabaaba")
     3
     """
     return next((n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n]), len(kinds))

@@ -64,7 +64,7 @@ def count_shards(num_heads: int, count: int, axis: str) -> int:
     Raises:
       ValueError: there are at least `count` heads, but not equally many for each device.
 
-    >>> num_parts(8, 4, "model"), num_parts(2, 4, "model")
+    >>> count_shards(8, 4, "model"), count_shards(2, 4, "model")
     (4, 1)
     """
     if num_heads < count:
