@@ -24,12 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv._engine.programs.step import Rows
+from jaxkv._engine.programs.step import StepRows
 
 __all__ = ["frequency_penalty", "logit_bias", "min_tokens", "presence_penalty", "repetition_penalty"]
 
 
-def min_tokens(logits: jax.Array, rows: Rows, count: Any, stop_tokens: Any) -> jax.Array:
+def min_tokens(logits: jax.Array, rows: StepRows, count: Any, stop_tokens: Any) -> jax.Array:
     """Logits in which no stop token can be chosen while a row's output has fewer than `count` tokens.
 
     Args:
@@ -46,7 +46,7 @@ def min_tokens(logits: jax.Array, rows: Rows, count: Any, stop_tokens: Any) -> j
     return jnp.where(is_short[:, None] & is_stop, -jnp.inf, logits)
 
 
-def presence_penalty(logits: jax.Array, rows: Rows, penalty: Any) -> jax.Array:
+def presence_penalty(logits: jax.Array, rows: StepRows, penalty: Any) -> jax.Array:
     """Logits less `penalty`, a number or `f32[S]`, for each token that the row's output has; prompts do not count.
 
     >>> presence_penalty(jnp.zeros((2, 4)), _example(), 0.5).tolist()
@@ -55,7 +55,7 @@ def presence_penalty(logits: jax.Array, rows: Rows, penalty: Any) -> jax.Array:
     return logits - _each_row(penalty) * (count_output(rows, logits.shape[1]) > 0).astype(logits.dtype)
 
 
-def frequency_penalty(logits: jax.Array, rows: Rows, penalty: Any) -> jax.Array:
+def frequency_penalty(logits: jax.Array, rows: StepRows, penalty: Any) -> jax.Array:
     """Logits less `penalty`, a number or `f32[S]`, for each time that the row's output has a token.
 
     >>> frequency_penalty(jnp.zeros((2, 4)), _example(), 0.5).tolist()
@@ -64,7 +64,7 @@ def frequency_penalty(logits: jax.Array, rows: Rows, penalty: Any) -> jax.Array:
     return logits - _each_row(penalty) * count_output(rows, logits.shape[1]).astype(logits.dtype)
 
 
-def repetition_penalty(logits: jax.Array, rows: Rows, penalty: Any) -> jax.Array:
+def repetition_penalty(logits: jax.Array, rows: StepRows, penalty: Any) -> jax.Array:
     """Logits of tokens that the row's output has, divided by `penalty` where they are above 0, else multiplied by it.
 
     Args:
@@ -96,7 +96,7 @@ def logit_bias(logits: jax.Array, tokens: Any, biases: Any) -> jax.Array:
     return _at(logits, tokens, _by_row(biases, logits.dtype))
 
 
-def count_output(rows: Rows, vocab_size: int) -> jax.Array:
+def count_output(rows: StepRows, vocab_size: int) -> jax.Array:
     """`i32[S, V]`: how often each row's output has each token."""
     position = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)[None]
     is_output = (position >= rows.prompt_lengths[:, None]) & (position < rows.lengths[:, None])
@@ -125,6 +125,6 @@ def _each_row(penalty: Any) -> jax.Array:
     return penalty[:, None] if penalty.ndim else penalty[None, None]
 
 
-def _example() -> Rows:
+def _example() -> StepRows:
     tokens = jnp.array([[0, 1, 2, 1], [0, 3, 9, 9]])
-    return Rows(tokens, jnp.array([4, 2]), jnp.array([0, 1]), jnp.array([1, 1]), None)
+    return StepRows(tokens, jnp.array([4, 2]), jnp.array([0, 1]), jnp.array([1, 1]), None)

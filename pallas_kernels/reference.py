@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.batch import (
-    AttentionOptions,
     MaskSpec,
     PagedBatch,
+    SoftmaxOptions,
     StoredKV,
     bundle_call,
 )
@@ -68,7 +68,7 @@ def read_rows(stored: StoredKV, tables: jax.Array, head_dim: int | None) -> tupl
 
 
 @jax.jit
-def attend(q, stored: StoredKV, batch: PagedBatch, spec: MaskSpec, options: AttentionOptions) -> Any:
+def attend(q, stored: StoredKV, batch: PagedBatch, spec: MaskSpec, options: SoftmaxOptions) -> Any:
     """`paged_attention` of bundled arguments."""
     *token_axes, num_heads, head_dim = q.shape
     tables, lengths, new, offsets, _ = batch

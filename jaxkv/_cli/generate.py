@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from jaxkv._cli.text import ByteTokenizer, TextStream, Tokenizer
+from jaxkv._cli.text import ByteTokenizer, TextCodec, TextStream
 from jaxkv._cli.units import parse_bytes
 from jaxkv._core.cache.checks import stats
 from jaxkv._core.cache.inspection import format_bytes
@@ -82,7 +82,7 @@ def generate(arguments: argparse.Namespace) -> int:
     max_new_tokens = integer("max_new_tokens", arguments.max_new_tokens, least=1, most=MOST_INDEX // 2)
     options = {} if arguments.dtype is None else {"dtype": arguments.dtype}
     options |= {} if arguments.devices == 1 else {"mesh": _mesh(arguments.devices)}
-    tokenizer: Tokenizer
+    tokenizer: TextCodec
     if arguments.model is None:
         model, tokenizer = jaxkv.models.small(**options), ByteTokenizer()
     else:
@@ -106,7 +106,7 @@ def generate(arguments: argparse.Namespace) -> int:
 
 
 def _continue(
-    arguments: argparse.Namespace, engine: Any, tokenizer: Tokenizer, prompts: list[str], tokens: list[list[int]],
+    arguments: argparse.Namespace, engine: Any, tokenizer: TextCodec, prompts: list[str], tokens: list[list[int]],
     max_new_tokens: int, choice: dict[str, Any], model: Any,
 ) -> int:  # fmt: skip
     # A prompt that cannot be continued does not stop the others.

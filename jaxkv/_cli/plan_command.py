@@ -15,7 +15,7 @@ from jaxkv._cli import plan_report
 from jaxkv._cli.chips import CHIPS, Chip, chip_named
 from jaxkv._cli.memory_plan import BLOCK_SIZES, needed_bytes, plan
 from jaxkv._cli.plan_devices import Devices, shapes_of
-from jaxkv._cli.plan_report import Asked, DeviceMemory, Option, Report
+from jaxkv._cli.plan_report import AskedRows, DeviceMemory, Option, Report
 from jaxkv._cli.plan_step_report import shapes_as_text, step_as_json
 from jaxkv._cli.units import parse_bytes
 from jaxkv._core.cache.inspection import format_bytes
@@ -140,7 +140,7 @@ class _Planner:
 
     def _answer(
         self, devices: Devices, layers: Sequence[LayerConfig], max_seq_len: int, kinds: list[list[str]], multiple: int
-    ) -> list[Asked]:
+    ) -> list[AskedRows]:
         """Returns the memory that the requested rows need on each device, by dtype; empty without a request."""
         arguments = self.arguments
         if arguments.max_seqs is None:
@@ -150,7 +150,7 @@ class _Planner:
         rows, said = arguments.max_seqs // devices.data, (arguments.block_size or [None])[0]
         join_kv = self.chip is not None and self.chip.platform in JOINING
         return [
-            Asked(arguments.max_seqs, length, dtypes[0], needed_bytes(
+            AskedRows(arguments.max_seqs, length, dtypes[0], needed_bytes(
                 layers, rows, length, max_seq_len=max_seq_len, step_tokens=arguments.step_tokens,
                 block_size=said or self._default_size(dtypes[0], multiple, rows, max_seq_len), dtype=dtypes[0],
                 head_dim_multiple=multiple, join_kv=join_kv,

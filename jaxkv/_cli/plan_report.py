@@ -38,7 +38,7 @@ class Option(NamedTuple):
     plan: Plan | None
 
 
-class Asked(NamedTuple):
+class AskedRows(NamedTuple):
     """Bytes on each device of the requested rows and tokens in a dtype."""
 
     rows: int
@@ -59,7 +59,7 @@ class Report:
     options: list[Option]
     devices: Devices
     chip: Chip | None
-    asked: list[Asked] = dataclasses.field(default_factory=list)
+    asked: list[AskedRows] = dataclasses.field(default_factory=list)
 
     @functools.cached_property
     def best(self) -> Plan:

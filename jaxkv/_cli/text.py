@@ -6,7 +6,7 @@ from typing import Protocol
 from jaxkv.text.tokenizer import TextStream as TextStream
 
 
-class Tokenizer(Protocol):
+class TextCodec(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: Iterable[int]) -> str: ...
 

@@ -6,7 +6,7 @@ To add one: write the module, and name it in `backends.IMPLEMENTATIONS`.
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-from pallas_kernels.common.batch import AttentionOptions, Call, MaskSpec, PagedBatch, StoredKV
+from pallas_kernels.common.batch import Call, MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 
 
 class Backend(Protocol):
@@ -24,7 +24,7 @@ class Backend(Protocol):
     # 5. Why it cannot run an op on a call of these shapes, and the way out; None: it can. Asked last.
     unsupported: Callable[[str, Call], str | None]
     # 6. The output, or with `return_lse` that and the LSE.
-    paged_attention: Callable[[Any, StoredKV, PagedBatch, MaskSpec, AttentionOptions], Any]
+    paged_attention: Callable[[Any, StoredKV, PagedBatch, MaskSpec, SoftmaxOptions], Any]
     # 7. `(k, v, stored, batch)` to the pool with a step's tokens; None: XLA writes.
     write_kv: Callable[[Any, Any, StoredKV, PagedBatch], StoredKV] | None
     # 8. `(q, k, v, stored, batch, mask, options)` to what both return; None: the one after the other.

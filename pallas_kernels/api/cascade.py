@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.api.backends import IMPLEMENTATIONS, find_backend, unsupported
 from pallas_kernels.common import shared_prefix
-from pallas_kernels.common.batch import AttentionOptions, Call, MaskSpec, PagedBatch
+from pallas_kernels.common.batch import Call, MaskSpec, PagedBatch, SoftmaxOptions
 from pallas_kernels.common.merge import merge_attention
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.shared_prefix import TOGETHER, Shared
@@ -81,7 +81,7 @@ def read_once(run: Callable, attend: Callable, call: Call, *, branches: bool = T
 
     def attend_groups() -> tuple[jax.Array, jax.Array]:
         queries = q.reshape(-1, *q.shape[-2:])[order]
-        asked = AttentionOptions(scale=options.scale, soft_cap=options.soft_cap, return_lse=True)
+        asked = SoftmaxOptions(scale=options.scale, soft_cap=options.soft_cap, return_lse=True)
         first, first_lse = attend(queries, stored, groups, MaskSpec(causal=False), asked, **others)
         first_lse = jnp.where(shares[:, None], first_lse[slot], -jnp.inf)
         outs = jnp.stack([first[slot].reshape(out.shape), out])

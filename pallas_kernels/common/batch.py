@@ -91,7 +91,7 @@ class MaskSpec:
     meta_fields=("return_lse", "deterministic"),
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
-class AttentionOptions:
+class SoftmaxOptions:
     """What becomes of logits, and how the result is to be computed; see `pallas_kernels.paged_attention`."""
 
     scale: Any = None
@@ -113,7 +113,7 @@ class Call(NamedTuple):
     stored: StoredKV
     batch: PagedBatch
     mask: MaskSpec = MaskSpec()
-    options: AttentionOptions = AttentionOptions()
+    options: SoftmaxOptions = SoftmaxOptions()
     q: Any = None
     k: Any = None
     v: Any = None
@@ -138,5 +138,5 @@ def bundle_call(*, kv: Any = None, tables: Any = None, lengths: Any = None, new:
     stored = StoredKV.bundle(kv, given.pop("kv_scale", None), given.pop("kind", None), given.pop("rank", None))
     batch = PagedBatch(tables, lengths, new, given.pop("offsets", None), given.pop("stripe", None))
     mask = MaskSpec(**take(*(field.name for field in dataclasses.fields(MaskSpec))))
-    options = AttentionOptions(**take(*(field.name for field in dataclasses.fields(AttentionOptions))))
+    options = SoftmaxOptions(**take(*(field.name for field in dataclasses.fields(SoftmaxOptions))))
     return Call(stored, batch, mask, options, **given)

@@ -73,7 +73,7 @@ class Sight(NamedTuple):
     words: jax.Array | None  # i32[N, W]: of trees, 32 tokens a word
 
 
-class Tiles(NamedTuple):
+class MaskTiles(NamedTuple):
     """Sights of tiles of tokens, as kernels read them, and what the tokens of each see together, i32[tiles]."""
 
     tokens: jax.Array  # i32[tiles, 3 + W, tile]: first, last, before and words; of no token 0, -1, 0 and 0
@@ -121,13 +121,15 @@ def drop_empty_rows(batch: PagedBatch) -> PagedBatch:
     return batch._replace(query_lens=jnp.where(batch.kv_lens > 0, batch.query_lens, 0), query_starts=starts)
 
 
-def see_all(lengths: jax.Array, there: jax.Array) -> Tiles:
+def see_all(lengths: jax.Array, there: jax.Array) -> MaskTiles:
     """The sights of tiles of tokens that see all of a row, whatever it holds: of each tile the row's length, and
     `bool[tiles, tile]`, which tokens there are."""
     last = jnp.where(there, lengths[:, None] - 1, -1)
     stop = jnp.where(there.any(axis=1), lengths, 0)
     nothing = jnp.zeros_like(last)
-    return Tiles(jnp.stack([nothing, last, nothing], axis=1), jnp.zeros_like(stop), stop, jnp.zeros_like(stop), stop)
+    return MaskTiles(
+        jnp.stack([nothing, last, nothing], axis=1), jnp.zeros_like(stop), stop, jnp.zeros_like(stop), stop
+    )
 
 
 def _run_around(token: Tokens, spans: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -174,7 +176,7 @@ def pack(bits: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(bits, jnp.int32(1) << jnp.arange(WORD, dtype=jnp.int32), 0), axis=2, dtype=jnp.int32)
 
 
-def cut(sight: Sight, at: jax.Array, there: jax.Array) -> Tiles:
+def cut(sight: Sight, at: jax.Array, there: jax.Array) -> MaskTiles:
     """The sights of tiles: `i32[tiles, tile]`, each one's tokens, and which of them there are."""
     at = jnp.clip(at, 0, sight.own.shape[0] - 1)
     own, first, last, before = (x[at] for x in sight[:4])
@@ -189,7 +191,7 @@ def cut(sight: Sight, at: jax.Array, there: jax.Array) -> Tiles:
         jnp.min(jnp.where(there, last, FAR), axis=1) + 1,
     )
     start, stop, *sure = (jnp.where(some, x, 0) for x in ranges)
-    return Tiles(jnp.stack(lines, axis=1), start, jnp.where(some, jnp.maximum(stop, 1), 0), *sure)
+    return MaskTiles(jnp.stack(lines, axis=1), start, jnp.where(some, jnp.maximum(stop, 1), 0), *sure)
 
 
 def sees(

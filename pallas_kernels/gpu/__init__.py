@@ -5,7 +5,7 @@ for both over latent rows. They take their work from lists built on the device (
 `tuning`, and share `tiles`; `support` refuses what they cannot do. The write of the cache is XLA's in-place scatter.
 """
 
-from pallas_kernels.common.batch import AttentionOptions, MaskSpec, PagedBatch, StoredKV
+from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.gpu.dequantize import FORMATS as FORMATS
 from pallas_kernels.gpu.step import attend
 from pallas_kernels.gpu.support import unsupported as unsupported
@@ -20,7 +20,7 @@ write_and_attend = None
 
 
 def paged_attention(
-    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: AttentionOptions, *, interpret=None
+    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions, *, interpret=None
 ):  # fmt: skip
     """Computes what [`pallas_kernels.paged_attention`][] does; see `step.attend`."""
     return attend_spans(attend, q, stored, batch, mask, options, interpret=interpret)

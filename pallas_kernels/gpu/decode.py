@@ -61,7 +61,7 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
       num_items: W.
       new_tokens: tokens of each row, at most: `new_tokens * H // K <= columns`, a multiple of 8.
       sight: `i32[S, 3 + W, columns]`, what each of a row's queries sees where that does not go by `reach` alone; see
-        `masks.Tiles`.
+        `masks.MaskTiles`.
 
     Returns:
       `f32[W, K, E, columns]` and `f32[W, K, columns]`: of each item of a row that was cut the normalised output, and

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.batch import AttentionOptions, MaskSpec, PagedBatch, StoredKV
+from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.common.masks import Reach, Sight, cut, drop_empty_rows, find_sight
 from pallas_kernels.common.ragged_layout import Tokens, default_offsets, locate
 from pallas_kernels.gpu import decode, latent, prefill, tuning, work_items as work
@@ -17,7 +17,7 @@ from pallas_kernels.gpu.tiles import InterpretParams, Operands, logit_scalars
 MOST_COLUMNS = 32  # queries of one row and KV head that the decode kernels take
 
 
-class Rows(NamedTuple):
+class DecodeRows(NamedTuple):
     """The rows of a step, whose tokens are flat."""
 
     kv_lens: jax.Array  # i32[S]
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 
 
 def attend(
-    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: AttentionOptions, *,
+    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions, *,
     interpret: InterpretParams = None,
 ):  # fmt: skip
     """[`pallas_kernels.paged_attention`][] on a Hopper GPU, for what `unsupported` does not refuse.
@@ -78,7 +78,7 @@ def attend(
     elif width > 1 and not causal:
         last = kv_lens[token.row] - 1  # all of the row
         sight = Sight(last, jnp.zeros_like(last), last, jnp.zeros_like(last), None)
-    rows = Rows(kv_lens, query_lens, start, token, sight, deterministic)
+    rows = DecodeRows(kv_lens, query_lens, start, token, sight, deterministic)
 
     if len(token_axes) == 2 and width * group <= most_columns and (width == 1 or not deterministic):
         out, lse = _decode_rows(operands, rows._replace(kv_lens=held), width, None, width, None)
@@ -113,7 +113,7 @@ def tiles_of_a_row(capacity: int, reach: Reach, new_tokens: int, tile_tokens: in
     return most if seen is None else min(most, -(-seen // tile_tokens) + 1 + (reach.sink_tokens > 0))
 
 
-def _decode_rows(operands: Operands, rows: Rows, place, alone_of: int | None, new_tokens: int, into):
+def _decode_rows(operands: Operands, rows: DecodeRows, place, alone_of: int | None, new_tokens: int, into):
     """Attention of rows of at most `new_tokens` tokens each.
 
     Args:
@@ -186,7 +186,7 @@ def _decode_rows(operands: Operands, rows: Rows, place, alone_of: int | None, ne
     return out, lse[:, :, :used]
 
 
-def _prefill_items(operands: Operands, rows: Rows, least: int, *, item_tokens, tile_tokens, num_heads):
+def _prefill_items(operands: Operands, rows: DecodeRows, least: int, *, item_tokens, tile_tokens, num_heads):
     """The work of rows that have at least `least` new tokens, each item `item_tokens` of them, in thread blocks of one
     of `num_heads`.
 
@@ -208,7 +208,7 @@ def _prefill_items(operands: Operands, rows: Rows, least: int, *, item_tokens, t
     return items, sights, item, nth % item_tokens
 
 
-def _prefill_rows(operands: Operands, rows: Rows, least: int):
+def _prefill_rows(operands: Operands, rows: DecodeRows, least: int):
     """Attention of the rows that have at least `least` new tokens, if any.
 
     Returns:
@@ -257,7 +257,7 @@ def _prefill_rows(operands: Operands, rows: Rows, least: int):
     return _with_sinks(out, lse, sinks if chunks > 1 else None)
 
 
-def _prefill_latent(operands: Operands, rows: Rows, least: int):
+def _prefill_latent(operands: Operands, rows: DecodeRows, least: int):
     """What `_prefill_rows` does, over latent rows, and its output is `[N, H, rank]`. Queries are read, and the output
     is written, where they lie; but of items in chunks."""
     q, sinks = operands.q, operands.sinks

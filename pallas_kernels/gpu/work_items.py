@@ -245,7 +245,7 @@ def prefill_items(
         tile of the walk (`tiles.walk_from`), and tile to stop before, of the chunk; where the first token is among the
         step's, and how many there are. With `sight` `i32[W, C, 9]`; see `prefill.attend`.
       first_item, place: `i32[S]`, `i32[W]`: token i of row s is in item `place[first_item[s] + i // item_tokens]`.
-      sights: `i32[W, 3 + words, item_tokens]`, see `masks.Tiles`; or None.
+      sights: `i32[W, 3 + words, item_tokens]`, see `masks.MaskTiles`; or None.
     """
     first_item = _starts(-(-new // item_tokens))
     item = jnp.arange(num_items, dtype=jnp.int32)

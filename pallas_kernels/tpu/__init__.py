@@ -4,7 +4,7 @@ Rows with one new token go to the decode kernel, which can write it as well; row
 queries for the prefill kernel. A mixed step runs both, and neither pays for the other's rows.
 """
 
-from pallas_kernels.common.batch import AttentionOptions, MaskSpec, PagedBatch, StoredKV
+from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.tpu.quantize import FORMATS as FORMATS
 from pallas_kernels.tpu.step import attend, decode_step
 from pallas_kernels.tpu.support import unsupported as unsupported
@@ -18,7 +18,7 @@ READS_SHARED_ONCE = False
 
 
 def paged_attention(
-    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: AttentionOptions, *, interpret=False,
+    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions, *, interpret=False,
     step_tokens=None,
 ):  # fmt: skip
     """Computes what [`pallas_kernels.paged_attention`][] does. `interpret`: on the CPU, `pltpu.InterpretParams()`."""
@@ -26,7 +26,7 @@ def paged_attention(
 
 
 def write_and_attend(
-    q, k, v, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: AttentionOptions, *, interpret=False,
+    q, k, v, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions, *, interpret=False,
     step_tokens=None,
 ):  # fmt: skip
     """Writes and attends, in one kernel for a decode step `[S, 1, H, D]`, else in two."""

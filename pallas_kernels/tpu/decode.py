@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.common.batch import AttentionOptions, StoredKV
+from pallas_kernels.common.batch import SoftmaxOptions, StoredKV
 from pallas_kernels.common.masks import ALL
 from pallas_kernels.tpu.pages import (
     LANES,
@@ -54,7 +54,7 @@ _CONTRACT_INNER = (((1,), (0,)), ((), ()))
 
 
 def decode(
-    q, stored: StoredKV, tables, limits, options: AttentionOptions, *, reach=ALL, new_kv=None, targets=None,
+    q, stored: StoredKV, tables, limits, options: SoftmaxOptions, *, reach=ALL, new_kv=None, targets=None,
     interpret=False, step_tokens=None,
 ):  # fmt: skip
     """Attention of one token per row, the last of the row's `limits` tokens.

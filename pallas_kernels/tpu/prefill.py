@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.common.batch import AttentionOptions, StoredKV
+from pallas_kernels.common.batch import SoftmaxOptions, StoredKV
 from pallas_kernels.common.masks import ALL, Reach, sees
 from pallas_kernels.tpu.decode import Softmax, page_buffers
 from pallas_kernels.tpu.head_transpose import Words, to_heads, to_tokens
@@ -92,7 +92,7 @@ def max_tiles(rows: int, places: int, tile_tokens: int) -> int:
 
 
 def prefill(
-    q, stored: StoredKV, tables, tiles, options: AttentionOptions, *, tile_tokens, reach=ALL, sight=None,
+    q, stored: StoredKV, tables, tiles, options: SoftmaxOptions, *, tile_tokens, reach=ALL, sight=None,
     interpret=False, step_tokens=None,
 ):  # fmt: skip
     """Attention of tiles of queries.
@@ -105,7 +105,7 @@ def prefill(
       options: with a scale. If deterministic, all steps take as many keys at once, those of tables with no room for so
         many too.
       reach: how far back tokens see, where only a window says so.
-      sight: `masks.Tiles` of these tiles, where more does; then `reach` says only which first tokens are seen.
+      sight: `masks.MaskTiles` of these tiles, where more does; then `reach` says only which first tokens are seen.
       interpret: run on the CPU, `pltpu.InterpretParams()`.
 
     Returns:

@@ -6,8 +6,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.batch import AttentionOptions, MaskSpec, PagedBatch, StoredKV
-from pallas_kernels.common.masks import Reach, Sight, Tiles as SightTiles, cut, drop_empty_rows, find_sight, see_all
+from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
+from pallas_kernels.common.masks import MaskTiles as SightTiles, Reach, Sight, cut, drop_empty_rows, find_sight, see_all
 from pallas_kernels.common.ragged_layout import default_offsets, locate
 from pallas_kernels.tpu.decode import decode
 from pallas_kernels.tpu.pages import LANES, VMEM_BYTES, pad
@@ -21,7 +21,7 @@ TILE_PRODUCTS = ((128, 4096), (256, 2048))
 
 
 def attend(
-    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: AttentionOptions, *, interpret=False,
+    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions, *, interpret=False,
     step_tokens=None,
 ):  # fmt: skip
     """Attention of a step whose keys and values are in the pool."""
@@ -98,7 +98,7 @@ def by_token(lse, tiles, places: int):
 
 
 def decode_step(
-    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: AttentionOptions, *, new=None, interpret=False,
+    q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions, *, new=None, interpret=False,
     step_tokens=None,
 ):  # fmt: skip
     """Attention of one padded token per row, `q [S, 1, H, D]`, whose `new` keys and values are written first.

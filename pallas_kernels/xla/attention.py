@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.batch import AttentionOptions, MaskSpec, PagedBatch, StoredKV
+from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.common.quantization import widen_int8
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.shared_prefix import TOGETHER, WORTH_ROWS, Shared, queries_together
@@ -23,7 +23,7 @@ from pallas_kernels.xla import int8_product as digits, work_list as tiles
 
 
 @jax.jit
-def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: AttentionOptions):
+def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions):
     """Computes what [`pallas_kernels.paged_attention`][] means."""
     *token_axes, num_heads, head_dim = q.shape
     kv, tables, deterministic, sinks = stored.kv, batch.block_tables, options.deterministic, options.sinks
@@ -98,7 +98,7 @@ class _Inputs(NamedTuple):
     scale: jax.Array
     soft_cap: jax.Array | None
     alibi: jax.Array | None  # f32[K, G]
-    sight: tiles.Sight
+    sight: tiles.TileSight
 
 
 class _Softmax(NamedTuple):
@@ -110,7 +110,7 @@ class _Softmax(NamedTuple):
 
 
 def _attend_tiles(
-    inputs: _Inputs, rows: tiles.Rows, row, index, tiling: tiles.Tiling, lanes: int, deterministic: bool
+    inputs: _Inputs, rows: tiles.WorkRows, row, index, tiling: tiles.Tiling, lanes: int, deterministic: bool
 ) -> _Softmax:  # fmt: skip
     """The softmax of every token, `[tokens, H]`, of the rows whose `count` is not 0. Tokens say in which row they are,
     None: in one each; and which of its tokens they are, None: the only one."""
@@ -153,7 +153,7 @@ def _attend_tiles(
 
 
 def _attend_at_once(
-    inputs: _Inputs, rows: tiles.Rows, token: tiles.Tokens, tiling: tiles.Tiling, token_axes: tuple[int, ...]
+    inputs: _Inputs, rows: tiles.WorkRows, token: tiles.Tokens, tiling: tiles.Tiling, token_axes: tuple[int, ...]
 ) -> _Softmax:  # fmt: skip
     """The softmax of every token, `[tokens, H]`, if rows are read whole: the loop of one step, without what only a loop
     needs."""
@@ -293,8 +293,8 @@ def _of_tokens[T](softmax: T, queries: int, lane: jax.Array | None, place: jax.A
 
 
 def _attend_together(
-    inputs: _Inputs, rows: tiles.Rows, shared: Shared, token: tiles.Tokens
-) -> tuple[_Softmax, tiles.Rows]:
+    inputs: _Inputs, rows: tiles.WorkRows, shared: Shared, token: tiles.Tokens
+) -> tuple[_Softmax, tiles.WorkRows]:
     """The softmax of every token over what its row reads together with others, and the rows without that."""
     sight, position = inputs.sight, token.position
     if sight.tree is not None:
@@ -374,7 +374,7 @@ def write_kv(k, v, stored: StoredKV, batch: PagedBatch) -> StoredKV:
     return stored.replace(put(kv, numbers, slice(0, numbers.shape[-1])), put(stored.scale, scales))
 
 
-def write_and_attend(q, k, v, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: AttentionOptions):
+def write_and_attend(q, k, v, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions):
     """Writes, then attends."""
     stored = write_kv(k, v, stored, batch)
     return paged_attention(q, stored, batch, mask, options), stored

@@ -7,14 +7,14 @@ from typing import Any
 import jax
 from jax import lax
 
-from pallas_kernels.common.batch import AttentionOptions, MaskSpec, PagedBatch, StoredKV
+from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.common.masks import are_runs
 from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.xla.attention import paged_attention
 
 
 def attend_spans(
-    kernel: Callable, q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: AttentionOptions, **others: Any
+    kernel: Callable, q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions, **others: Any
 ) -> Any:  # fmt: skip
     """Returns what `kernel` does; where there are spans, if each one's tokens stand one after another, as images' and
     prompts' do, and else what XLA does. A token that is alone in its row is its whole span."""

@@ -93,7 +93,7 @@ def _item_bytes(q: jax.Array, kv: jax.Array, queries: int, context: int) -> int:
     return context * (parts * num_kv_heads * head_dim * kv.dtype.itemsize + 4 * num_heads * queries)
 
 
-class Rows(NamedTuple):
+class WorkRows(NamedTuple):
     """Where each row's tokens are. Tokens are flat: `count[s]` of row s attend, and they begin at `start[s]`."""
 
     tables: jax.Array  # i32[S, M]
@@ -115,7 +115,7 @@ class Rows(NamedTuple):
         return jnp.minimum(held, tiling.capacity)
 
 
-def find_rows(token_axes: tuple[int, ...], batch: PagedBatch) -> Rows:
+def find_rows(token_axes: tuple[int, ...], batch: PagedBatch) -> WorkRows:
     """Returns the rows of a step whose tokens have the axes `(S, T)` or `(N,)`."""
     tables, kv_lens, query_lens, query_starts, shard = batch
     if len(token_axes) == 2:
@@ -125,10 +125,10 @@ def find_rows(token_axes: tuple[int, ...], batch: PagedBatch) -> Rows:
         start = default_offsets(query_lens) if query_starts is None else query_starts
         room = token_axes[0] - start
     count = jnp.maximum(jnp.minimum(query_lens, room), 0)
-    return Rows(tables, kv_lens - query_lens, kv_lens, start, count, shard=shard)
+    return WorkRows(tables, kv_lens - query_lens, kv_lens, start, count, shard=shard)
 
 
-def find_groups(rows: Rows, shared: Shared, token: Tokens) -> tuple[Rows, jax.Array]:
+def find_groups(rows: WorkRows, shared: Shared, token: Tokens) -> tuple[WorkRows, jax.Array]:
     """Groups of rows that read their first tokens together as rows of their own, and each token's place in them,
     `i32[tokens]`; tokens are flat, and those of no group get the first place behind all."""
     num_tokens = token.row.shape[0]
@@ -138,13 +138,13 @@ def find_groups(rows: Rows, shared: Shared, token: Tokens) -> tuple[Rows, jax.Ar
     order = jnp.zeros_like(number).at[place].set(number, mode="drop")
     nearest = jnp.where(shared.tokens > 0, rows.before, jnp.iinfo(jnp.int32).max)
     before = jnp.full_like(rows.before, jnp.iinfo(jnp.int32).max).at[shared.leader].min(nearest)
-    groups = Rows(
+    groups = WorkRows(
         rows.tables, before, shared.tokens, shared.place, shared.queries, None, order, token.position, rows.shard
     )
     return groups, place
 
 
-class Sight(NamedTuple):
+class TileSight(NamedTuple):
     """What decides which places of its row a token sees. Tokens are flat."""
 
     window: int | None = None
@@ -156,7 +156,7 @@ class Sight(NamedTuple):
     blocks: jax.Array | None = None  # i32[S, n]: the logical blocks that rows see, and -1 where there is none
     sink_tokens: int = 0  # of a row's first tokens, which are seen beside the window
 
-    def sink_tiles(self, tiling: "Tiling", rows: Rows, first_tile: jax.Array) -> jax.Array | None:
+    def sink_tiles(self, tiling: "Tiling", rows: WorkRows, first_tile: jax.Array) -> jax.Array | None:
         """How many first tiles of the context are seen before the window's first one; None: there are no such."""
         if not self.sink_tokens or self.blocks is not None:
             return None
@@ -164,7 +164,7 @@ class Sight(NamedTuple):
         return jnp.minimum(cover(tiling.runs(tokens), tiling.pieces), first_tile)
 
 
-def find_sight(token_axes: tuple[int, ...], rows: Rows, batch: PagedBatch, spec: MaskSpec) -> Sight:
+def find_sight(token_axes: tuple[int, ...], rows: WorkRows, batch: PagedBatch, spec: MaskSpec) -> TileSight:
     """Returns what the tokens of a step see."""
     mask, blocks, tree = spec.mask, spec.blocks, None
     if mask is not None:  # there is always one place, if only one that is not seen
@@ -178,7 +178,7 @@ def find_sight(token_axes: tuple[int, ...], rows: Rows, batch: PagedBatch, spec:
         highest = jax.lax.cummax(jnp.pad(blocks, ((0, 0), (1, 0)), constant_values=-1)[:, :-1], axis=1)
         blocks = jnp.where((blocks > highest) & (blocks < rows.tables.shape[1]), blocks, -1)
     spans = None if spec.spans is None else spec.spans.reshape(-1)
-    return Sight(spec.window, spec.chunk, spec.causal, mask, spans, tree, blocks, spec.sink_tokens or 0)
+    return TileSight(spec.window, spec.chunk, spec.causal, mask, spans, tree, blocks, spec.sink_tokens or 0)
 
 
 class Lane(NamedTuple):
@@ -188,7 +188,7 @@ class Lane(NamedTuple):
     first: jax.Array  # the lane's first token, counted from the row's
     first_tile: jax.Array  # the first context tile that the lane sees
     begin: jax.Array  # the number of its first item
-    # Of its row, as in `Rows`:
+    # Of its row, as in `WorkRows`:
     before: jax.Array
     end: jax.Array
     start: jax.Array
@@ -213,7 +213,7 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
     return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-def plan(tiling: Tiling, lanes: int, rows: Rows, sight: Sight) -> WorkList:
+def plan(tiling: Tiling, lanes: int, rows: WorkRows, sight: TileSight) -> WorkList:
     """The work list of a step that needs no more than `lanes` lanes; of one-token tiles as many as there are rows."""
     columns = [rows.before, rows.end, rows.start, rows.count]
     if sight.blocks is not None:  # tiles are counted through them
@@ -257,7 +257,7 @@ def plan(tiling: Tiling, lanes: int, rows: Rows, sight: Sight) -> WorkList:
     return WorkList(jnp.stack(known, axis=1), ends, row_lane)
 
 
-def _oldest_seen(position: jax.Array, sight: Sight) -> jax.Array | None:
+def _oldest_seen(position: jax.Array, sight: TileSight) -> jax.Array | None:
     """The first position that a token at `position` sees by window or chunk; None: all before it."""
     if sight.chunk is not None:
         return position // sight.chunk * sight.chunk
@@ -275,7 +275,7 @@ class Items(NamedTuple):
     distance: jax.Array  # i32[items, queries, pieces * run]: between their positions
 
 
-def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, sight: Sight) -> Items:
+def find_items(tiling: Tiling, work: WorkList, rows: WorkRows, step, sight: TileSight) -> Items:
     """The items number `step * tiling.items` and on. Those beyond the end of the list see nothing."""
     item = step * tiling.items + jnp.arange(tiling.items, dtype=jnp.int32)
     number = jnp.searchsorted(work.ends, item, side="right", method="compare_all").astype(jnp.int32)
@@ -290,7 +290,7 @@ def find_items(tiling: Tiling, work: WorkList, rows: Rows, step, sight: Sight) -
     return items._replace(lane=number, seen=items.seen & (item < work.num_items)[:, None, None])
 
 
-def whole_rows(tiling: Tiling, rows: Rows, sight: Sight) -> Items:
+def whole_rows(tiling: Tiling, rows: WorkRows, sight: TileSight) -> Items:
     """An item for each row: all its queries, and all that its table could hold. It needs no work list."""
     number = jnp.arange(rows.tables.shape[0], dtype=jnp.int32)
     nothing = jnp.zeros_like(number)
@@ -299,7 +299,7 @@ def whole_rows(tiling: Tiling, rows: Rows, sight: Sight) -> Items:
     return _see(tiling, rows, sight, lane, jnp.zeros((1, 1), jnp.int32), whole=True)._replace(lane=number)
 
 
-def _see(tiling: Tiling, rows: Rows, sight: Sight, lane: Lane, tile: jax.Array, whole: bool = False) -> Items:
+def _see(tiling: Tiling, rows: WorkRows, sight: TileSight, lane: Lane, tile: jax.Array, whole: bool = False) -> Items:
     """The items of some lanes with a tile of the context each, `i32[items, 1]`; `whole`: these are all rows, one after
     another, with all of their tables, in which nothing needs looking up."""
     run = tile * tiling.pieces + jnp.arange(tiling.pieces, dtype=jnp.int32)[None]

@@ -13,7 +13,7 @@ from seen import seen_by
 import pallas_kernels
 from pallas_kernels import testing
 from pallas_kernels.common import masks as sight
-from pallas_kernels.common.batch import AttentionOptions, MaskSpec, PagedBatch, StoredKV
+from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.common.ragged_layout import default_offsets, locate
 from pallas_kernels.xla.spans import attend_spans
 
@@ -211,7 +211,7 @@ def test_spans_in_pieces_go_to_xla():
 
     attend = jax.jit(
         lambda spans, q, kv, *x: attend_spans(
-            kernel, q, StoredKV(kv), PagedBatch(*x), MaskSpec(spans=spans), AttentionOptions()
+            kernel, q, StoredKV(kv), PagedBatch(*x), MaskSpec(spans=spans), SoftmaxOptions()
         )
     )
     for runs in ([[3, 3, 0, 5], [3, 5, 5, 3]], [[0, 4, 0, 7], [4, 4, 7, 7]]):

@@ -31,7 +31,7 @@ FROM_DEVICE = -1
 ADAPTERS = "adapters"  # the argument by which a model is given those of its rows
 
 
-class Rows(NamedTuple):
+class StepRows(NamedTuple):
     """The input of a logits hook for each row.
 
     A row's tokens are padded with a number that is no token: JAX drops scatters to indices out of range.
@@ -60,7 +60,7 @@ class Asked(NamedTuple):
         return cls(Sampling.unpack(rows[COLUMN]), rows[PROMPT], hook_args, rows[ADAPTER])
 
 
-Hook = Callable[[jax.Array, Rows], jax.Array]
+Hook = Callable[[jax.Array, StepRows], jax.Array]
 
 
 class StepMemory(NamedTuple):
@@ -267,13 +267,13 @@ def read_hook(hook: Any) -> Any:
     return hook
 
 
-def rows_so_far(tokens: jax.Array, lengths: jax.Array, asked: Asked) -> Rows:
+def rows_so_far(tokens: jax.Array, lengths: jax.Array, asked: Asked) -> StepRows:
     """Returns the hook's input for rows whose `tokens` i32[S, L] may hold anything behind their lengths."""
     known = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
-    return Rows(jnp.where(known, tokens, MOST_INDEX), lengths, asked.sampling.numbers, *asked[1:])
+    return StepRows(jnp.where(known, tokens, MOST_INDEX), lengths, asked.sampling.numbers, *asked[1:])
 
 
-def hooked(hook: Hook, logits: jax.Array, rows: Rows) -> jax.Array:
+def hooked(hook: Hook, logits: jax.Array, rows: StepRows) -> jax.Array:
     """Applies a hook to logits. Raises ValueError if the result is no logits."""
     wanted = hook(logits, rows)
     if getattr(wanted, "shape", None) != logits.shape:
