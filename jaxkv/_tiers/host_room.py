@@ -13,7 +13,14 @@ from jaxkv._core.state.arguments import scatter_rows
 from jaxkv._core.state.columns import are_too_long, skipped_for
 from jaxkv._core.state.head_rows import sum_rows
 from jaxkv._core.state.state import NULL_BLOCK, TOO_LONG, Pool
-from jaxkv._tiers.shared_blocks import find_held, grant_rows, list_entries, part_of_blocks, put_entries, take_blocks
+from jaxkv._tiers.shared_blocks import (
+    find_block_shard,
+    grant_shared_rows,
+    list_entries,
+    match_group_blocks,
+    put_entries,
+    take_shared_blocks,
+)
 
 
 def may_share(cache: Cache) -> bool:
@@ -33,7 +40,7 @@ def find_held_blocks(cache: Cache, parts: list[Pool | None], lines: Any) -> list
     for group, sinks in enumerate(cache.config.group_sinks):
         entries = list_entries(firsts[group], counts[group], orders[group], sinks)
         tokens = jnp.tile(lengths, cache.config.group_heads[group]) if left[group] is None else left[group]
-        found.append(find_held(cache, group, entries, tokens, parts))
+        found.append(match_group_blocks(cache, group, entries, tokens, parts))
     return found
 
 
@@ -78,14 +85,14 @@ def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -
         granted &= (end - skips[-1] <= group_tables.tables.shape[1]).reshape(-1, number).all(axis=0)
     entries = [e.skip(skipped[e.line]) for e, skipped in zip(entries, skips, strict=True)]
     parts = [
-        part_of_blocks(e, count.shape[0], there.shape[0], group_tables.parts)
+        find_block_shard(e, count.shape[0], there.shape[0], group_tables.parts)
         for e, count, there, group_tables in zip(entries, counts, held, cache.tables, strict=True)
     ]
     if config.contiguous:
         taken = [jnp.zeros(there.shape, bool) for there in held]
         needs = [jnp.zeros((group_tables.parts, number), jnp.int32) for group_tables in cache.tables]
     else:
-        granted, taken, needs = grant_rows(cache.tables, entries, held, parts, granted)
+        granted, taken, needs = grant_shared_rows(cache.tables, entries, held, parts, granted)
     refused, wanted = ~granted, jnp.where(sensible | too_long, lengths, -1)
 
     def of_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -105,7 +112,7 @@ def make_room(cache: Cache, dst: jax.Array, lines: Any, held: list[jax.Array]) -
             own = group_tables.tables.at[line[e.line], e.column].get(mode="fill", fill_value=NULL_BLOCK)
             targets.append(jnp.where(e.is_there, own, NULL_BLOCK))
         else:
-            group_tables, block = take_blocks(group_tables, taken[group], parts[group])
+            group_tables, block = take_shared_blocks(group_tables, taken[group], parts[group])
             group_tables = put_entries(group_tables, e, line, jnp.where(taken[group], block, held[group]), taken[group])
             targets.append(block)
         needed = jnp.stack([of_rows(jnp.where(too_long, TOO_LONG, need), refused) for need in needs[group]])

@@ -43,7 +43,9 @@ def list_entries(first: jax.Array, count: jax.Array, order: jax.Array, sinks: in
     return Entries(line, number, column, number < ahead[line], order, found < count.shape[0])
 
 
-def find_held(cache: Cache, group: int, entries: Entries, held: jax.Array, parts: Sequence[Pool | None]) -> jax.Array:
+def match_group_blocks(
+    cache: Cache, group: int, entries: Entries, held: jax.Array, parts: Sequence[Pool | None]
+) -> jax.Array:
     """Returns `i32[B]`: for each block that was moved the equal one of the cache that can be shared, or the null block.
 
     Searches for a row in the cache whose leading blocks are equal to the bit. Only blocks that are full in both rows
@@ -129,7 +131,7 @@ def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
-def grant_rows(
+def grant_shared_rows(
     groups: Sequence[BlockTables], entries: Sequence[Entries], held: Sequence[jax.Array], parts: Sequence[jax.Array],
     sensible: jax.Array,
 ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:  # fmt: skip
@@ -138,7 +140,7 @@ def grant_rows(
     The first sharing row that gets all of its own blocks takes a shared block.
 
     Args:
-      held: for each group `i32[B]`, the block of the cache that stands for a moved block already, as `find_held` says.
+      held: for each group `i32[B]`, the block of the cache that stands for a moved block (`match_group_blocks`).
       parts: for each group `i32[B]`, the part that a block is of.
       sensible: `bool[n]`, rows that can be granted.
 
@@ -171,13 +173,13 @@ def grant_rows(
     return granted, taken, [need.T for need in needs]
 
 
-def part_of_blocks(entries: Entries, num_lines: int, num_blocks: int, parts: int) -> jax.Array:
+def find_block_shard(entries: Entries, num_lines: int, num_blocks: int, parts: int) -> jax.Array:
     """Returns `i32[B]`: the part of a table for each moved block; lines in P equal runs are in P parts."""
     place = jnp.where(entries.is_there, entries.block, num_blocks)
     return jnp.zeros(num_blocks, jnp.int32).at[place].set(entries.line * parts // num_lines, mode="drop")
 
 
-def take_blocks(tables: BlockTables, taken: jax.Array, part: jax.Array) -> tuple[BlockTables, jax.Array]:
+def take_shared_blocks(tables: BlockTables, taken: jax.Array, part: jax.Array) -> tuple[BlockTables, jax.Array]:
     """Returns tables with a free block allocated for each of `taken` bool[B], and `i32[B]`: these blocks."""
     of_part = taken[None] & (part[None] == jnp.arange(tables.parts, dtype=jnp.int32)[:, None])
     rank = jnp.cumsum(of_part, axis=1, dtype=jnp.int32)

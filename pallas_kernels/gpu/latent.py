@@ -70,7 +70,7 @@ def split(
       new_tokens: tokens of an item, at most: `new_tokens * h <= 64`.
       some_cut: whether items may be parts.
       by_item: each item has tokens of its own, of which only those there are are written.
-      sight: `i32[S, 3 + W, 64]`, what each query sees, where that does not go by `reach` alone; see `masks.MaskTiles`. If
+      sight: `i32[S, 3 + W, 64]`, what each query sees, where that does not go by `reach` alone; see `MaskTiles`. If
         `by_item` `i32[W // C, ..]`, of C items each, one after another.
 
     Returns:

@@ -82,7 +82,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
         consumer, in the step's order. If C is 1: their output is 0.
       plan: which ways of `tuning.PrefillPlan` to go. `in_turns` and `ahead` not for a quantized pool, whose tiles both
         consumers widen together.
-      sight: `i32[W, 3 + words, 128]`, what each query row sees, where more does; see `masks.MaskTiles`. Then `reach` says
+      sight: `i32[W, 3 + words, 128]`, what each query row sees, where more does; see `MaskTiles`. Then `reach` says
         only which first tokens are seen.
 
     Returns:

@@ -10,43 +10,47 @@ MUTANTS = {
     ),
     "a second thread is let in": (
         "test_one_thread_at_a_time",
-        Plant("Turn.take", "if has_looked: ...", "if has_looked:\n    return mine"),
+        Plant("EngineLock.take", "if has_looked: ...", "if has_looked:\n    return mine"),
     ),
     "whoever works is refused because of a cancel": (
         "test_whoever_works_waits_for_a_cancel_of_another_thread",
         Plant(
-            "Turn.take",
+            "EngineLock.take",
             "held is not None and held.is_brief and held.thread.is_alive()",
             "False and held.thread.is_alive()",
         ),
     ),
     "what was cut off is gone on with": (
         "test_every_line_of_one_step_and_of_leaving_a_stream",
-        Plant("Loop.make_sound", "not self._is_sound", "False"),
+        Plant("EngineCore.make_sound", "not self._is_sound", "False"),
     ),
     "requests are lost with a call": (
         "test_every_line_of_one_step_and_of_leaving_a_stream",
-        Plant("Loop._restart", "{request: make_sequence(request) for request in self.open if not request.done}", "{}"),
+        Plant(
+            "EngineCore._restart",
+            "{request: make_sequence(request) for request in self.open if not request.done}",
+            "{}",
+        ),
     ),
     "a request is taken in twice": (
         "test_a_request_that_is_taken_in_is_not_taken_in_again",
         Plant(
-            "Loop._take_in",
+            "EngineCore._take_in",
             "[make_sequence(s) for s in request.samples if not (s.done or s in self.open)]",
             "[make_sequence(s) for s in request.samples]",
         ),
     ),
     "a cancelled request keeps its row": (
         "test_a_cancelled_request_leaves_its_row_at_once",
-        Plant("Loop._take_in", "self.scheduler.finish(sequence)", ""),
+        Plant("EngineCore._take_in", "self.scheduler.finish(sequence)", ""),
     ),
     "a lost cache is gone on with": (
         "test_a_lost_cache_is_said_and_reset_loses_no_request",
-        Plant("Residents.recover", "if self.is_lost: ...", "if False: ..."),
+        Plant("CacheManager.recover", "if self.is_lost: ...", "if False: ..."),
     ),
     "what blocks came back into is lost": (
         "test_a_cache_used_up_while_blocks_come_back_from_the_host_is_not_lost",
-        Plant("Residents.recover", "self.cache = self.prefix.recover(self.cache)", ""),
+        Plant("CacheManager.recover", "self.cache = self.prefix.recover(self.cache)", ""),
     ),
     "sharing is counted across salts": (
         "test_sharing_is_not_counted_across_salts",
@@ -54,19 +58,19 @@ MUTANTS = {
     ),
     "a row is taken before it is free": (
         "test_requests_come_and_go_at_random",
-        Plant("Residents._take_row", "if must_be_empty and row in self._to_free:\n    self.flush()", ""),
+        Plant("CacheManager._take_row", "if must_be_empty and row in self._to_free:\n    self.flush()", ""),
     ),
     "an old room is taken for the new one": (
         "engine",
         Plant(
-            "Residents.settle",
+            "CacheManager.settle",
             "self._to_free or self._room is None or self._measured_at < self.clock",
             "self._room is None",
         ),
     ),
     "swapping is thought to cost nothing": (
         "test_the_cheaper_of_swapping_and_recomputing_is_chosen",
-        Plant("Residents._should_swap", "moved / self.host_bandwidth", "0 * moved"),
+        Plant("CacheManager._should_swap", "moved / self.host_bandwidth", "0 * moved"),
     ),
     "a stop token is part of the output": (
         "test_a_stop_token_ends_a_sequence_and_is_not_part_of_it",
@@ -115,7 +119,7 @@ MUTANTS = {
     ),
     "who cannot begin stays": (
         "test_a_request_that_cannot_begin_ends_a_stream_with_its_name",
-        Plant("Loop._refuse", "self.scheduler.finish(sequence)", ""),
+        Plant("EngineCore._refuse", "self.scheduler.finish(sequence)", ""),
     ),
     "log-probabilities are another row's": (
         "test_log_probabilities_are_the_models_own",
@@ -181,7 +185,7 @@ MUTANTS = {
     ),
     "a guess hangs from the token before its parent": (
         "test_a_tree_of_guesses_changes_no_token",
-        Plant("Pipeline.send", "len(given) + parent", "len(given) - 1 + parent"),
+        Plant("ModelRunner.send", "len(given) + parent", "len(given) - 1 + parent"),
     ),
     "a path longer than there is room for": (
         "test_a_tree_of_guesses_has_what_is_likeliest_to_come",
@@ -198,23 +202,27 @@ MUTANTS = {
     # Rows over devices.
     "requests go where least room is": (
         "test_requests_go_where_most_room_is",
-        Plant("Shards._best", "max", "min"),
+        Plant("DataParallelCores._best", "max", "min"),
     ),
     "who is known matters not": (
         "test_requests_go_where_their_prompt_is_known",
-        Plant("Shards._best", "loop.known(sequence)", "0"),
+        Plant("DataParallelCores._best", "loop.known(sequence)", "0"),
     ),
     "all are placed at once": (
         "test_requests_go_where_most_room_is",
-        Plant("Shards._best", "is_anywhere_alike or loop.may_have_room(sequence)", "True"),
+        Plant("DataParallelCores._best", "is_anywhere_alike or loop.may_have_room(sequence)", "True"),
     ),
     "a request may be placed twice": (
         "test_requests_go_where_most_room_is",
-        Plant("Shards._place_first", "request.done or any((loop.has(request) for loop in self.loops))", "request.done"),
+        Plant(
+            "DataParallelCores._place_first",
+            "request.done or any((loop.has(request) for loop in self.loops))",
+            "request.done",
+        ),
     ),
     "a request that fits on another device is refused": (
         "test_one_that_cannot_begin_on_one_device_waits_for_the_other",
-        Plant("Shards._best", "must or not any((loop.open for loop in self.loops))", "True"),
+        Plant("DataParallelCores._best", "must or not any((loop.open for loop in self.loops))", "True"),
     ),
     "blocks of the second cache are those of the first": (
         "test_each_device_computes_as_if_it_were_alone",
@@ -239,7 +247,7 @@ MUTANTS = {
     ),
     "a seed's draws go by the request's number": (
         "test_a_request_with_a_seed_of_its_own_draws_the_same_whatever_came_before",
-        Plant("Choice.column", "number if self.draws is None else self.draws", "number"),
+        Plant("SamplingParams.column", "number if self.draws is None else self.draws", "number"),
     ),
     "whose draws they are is not saved": (
         "test_a_request_with_a_seed_of_its_own_draws_the_same_whatever_came_before",

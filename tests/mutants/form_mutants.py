@@ -34,14 +34,14 @@ MUTANTS = {
     "fewer heads than devices are no pairs": (
         "test_a_config_for_a_model_follows_where_it_lies",
         Plant(
-            "Memory.pairs_divide",
+            "ByteSizes.pairs_divide",
             "not isinstance(self.form(layer), Pairs) or heads < count or heads // 2 % count == 0",
             "not isinstance(self.form(layer), Pairs) or heads // 2 % count == 0",
         ),
     ),
     "as many heads as devices are pairs": (
         "test_heads_that_are_one_to_a_device_are_no_pairs",
-        Plant("Memory.pairs_divide", "heads < count", "heads <= count"),
+        Plant("ByteSizes.pairs_divide", "heads < count", "heads <= count"),
     ),
     "the scale of the row's width": (
         "test_everything_is_the_same_as_apart",

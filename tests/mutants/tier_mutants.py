@@ -188,15 +188,15 @@ MUTANTS = {
     # What rows share on their way.
     "what a step is still to write is shared": (
         "test_what_can_still_be_written_is_not_shared",
-        Plant("find_held", "t.lengths - t.new", "t.lengths"),
+        Plant("match_group_blocks", "t.lengths - t.new", "t.lengths"),
     ),
     "blocks are shared that differ in another layer": (
         "test_others_with_the_same_beginning_in_the_deepest_layer_only",
-        Plant("find_held.verify", "jnp.where(equal, found, NULL_BLOCK)", "found"),
+        Plant("match_group_blocks.verify", "jnp.where(equal, found, NULL_BLOCK)", "found"),
     ),
     "a row that is refused keeps its share": (
         "test_a_row_that_is_refused_leaves_its_share_to_the_next",
-        Plant("grant_rows.serve", "already | new & granted", "already | new"),
+        Plant("grant_shared_rows.serve", "already | new & granted", "already | new"),
     ),
     "a block that was free counts an owner too many": (
         "test_siblings_travel_together",

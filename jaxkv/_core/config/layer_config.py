@@ -16,7 +16,8 @@ def kind_of(dtype: Any, field: str) -> StorageFormat:
     except Exception:  # NumPy reads dicts and lists too, and raises errors of many types for them
         name = dtype
     if not isinstance(name, str) or name not in FORMATS:
-        raise ValueError(f"{field} must be one of {', '.join(FORMATS)}, not {show(dtype)}.")
+        given = dtype if isinstance(dtype, str) else show(dtype)
+        raise ValueError(f"{field} must be one of {', '.join(FORMATS)}, not {given}.")
     return FORMATS[name]
 
 
