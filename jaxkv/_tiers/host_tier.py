@@ -72,7 +72,7 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
         order=tuple(order), held=tuple(left), thinned=tuple(thinned), parts=tuple(parts), groups=config.groups,
         sights=config.group_retentions, rotates=tuple(map(config.rotates, range(cache.num_layers))),
         kinds=config.kind_names,
-        committed=all(x.committed for x in jax.tree.leaves(cache.pools)),
+        committed=all(getattr(x, "committed", False) for x in jax.tree.leaves(cache.pools)),
     )  # fmt: skip
     return free(cache, moved), host
 

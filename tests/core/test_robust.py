@@ -104,7 +104,8 @@ def test_what_a_config_settled_gives_way_and_what_was_said_does_not():
 
 def test_a_cache_larger_than_the_memory_is_refused_with_both_figures():
     config = CONFIG.replace(block_size=64).with_memory(1e15 / 2**20 * 1e3)
-    with pytest.raises(ValueError, match=rf"would take {config.bytes + 8} bytes, but .* has \d+ bytes of memory"):
+    needed = config.bytes + 4 * config.max_seqs * sum(config.table_widths)
+    with pytest.raises(ValueError, match=rf"would take {needed} bytes, but .* has \d+ bytes of memory"):
         jaxkv.init(config)
     assert jax.eval_shape(lambda: jaxkv.init(config)).pools[0].kv.shape[0] == config.num_blocks + 1
 

@@ -102,7 +102,7 @@ def place_like(x: Any, own: Any) -> Any:
     if any(isinstance(y, jax.core.Tracer) for y in (x, own)):
         is_there = jax.typeof(x).memory_space == jax.memory.Space.Device
         return x if is_there else jax.device_put(x, jax.memory.Space.Device)
-    if own.committed:
+    if getattr(own, "committed", False):  # NumPy arrays are not
         is_there = isinstance(x, jax.Array) and x.committed and x.sharding.device_set == own.sharding.device_set
         return jax.device_put(x, jax.memory.Space.Device) if is_there else put_replicated(x, own.sharding)
     # A committed array stays committed wherever JAX puts it, unless it goes through the host.
