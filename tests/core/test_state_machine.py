@@ -25,7 +25,7 @@ from steps import model_step, on_device
 import jaxkv
 from jaxkv.testing import poison
 
-EXAMPLES, STEPS = (1400 if NIGHTLY else 6), 80  # of each config
+EXAMPLES, STEPS = (1400 if NIGHTLY else 3), 80  # of each config
 # What rows and the index hold is compared after each. What is out of order in the state otherwise stays out of order,
 # and is looked for after some by day.
 INVARIANTS_EVERY, SAVED_EVERY = (1, 16) if NIGHTLY else (4, 32)
