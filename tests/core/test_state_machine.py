@@ -25,7 +25,7 @@ from steps import model_step, on_device
 import jaxkv
 from jaxkv.testing import poison
 
-EXAMPLES, STEPS = (1400 if NIGHTLY else 3), 80  # of each config
+EXAMPLES, STEPS = (1400 if NIGHTLY else 72), 80  # of each config
 # What rows and the index hold is compared after each. What is out of order in the state otherwise stays out of order,
 # and is looked for after some by day.
 INVARIANTS_EVERY, SAVED_EVERY = (1, 16) if NIGHTLY else (4, 32)
@@ -391,7 +391,7 @@ def in_more_places(held, places, used):
     return wide
 
 
-@pytest.mark.timeout(7200 if NIGHTLY else 1200)
+@pytest.mark.timeout(7200 if NIGHTLY else 300)
 @pytest.mark.parametrize("name", CONFIGS if NIGHTLY else BY_DAY)
 def test_against_oracle(name):
     run_state_machine_as_test(

@@ -358,7 +358,7 @@ class Oracle:
             found = {}
             for column in full:
                 end = (column + 1) * size
-                own, other = (x.tokens[column * size : end] for x in (row, stored))
+                own, other = ([token.id for token in x.tokens[column * size : end]] for x in (row, stored))
                 if end > len(row.tokens) - row.new or row.blocks[g][column] is None or own != other:
                     break
                 found[stored.blocks[g][column]] = row.blocks[g][column]
