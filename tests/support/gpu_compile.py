@@ -164,13 +164,13 @@ def planted(*plants, job):
 
 def without_fence():
     """V's and P's writes are not published to the matrix unit."""
-    release = "if kind is not None:\n    plgpu.barrier_arrive(v_free.at[slot])"
+    release = "if quantized:\n    plgpu.barrier_arrive(v_free.at[slot])"
     return planted(Plant("decode:split", f"plgpu.commit_smem()\n{release}", release), job="llama3-8b")
 
 
 def too_many_registers():
     """Consumers that ask for more registers than there are: they would wait for ever."""
-    plant = Plant("prefill:attend", "232 if kind is None else 224", "240 if kind is None else 224")
+    plant = Plant("prefill:attend", "224 if quantized else 232", "224 if quantized else 240")
     return planted(plant, job="llama3-8b-prefill")
 
 
