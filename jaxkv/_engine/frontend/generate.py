@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxkv._core.config.block_size import BLOCK_SIZE
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import integer, read_list
+from jaxkv._core.config.validation import MOST_INDEX, integer, read_list
 from jaxkv._core.state.device_arrays import count_model_shards
 from jaxkv._engine.frontend.build import read_longest
 from jaxkv._engine.frontend.engine import Engine
@@ -73,10 +73,10 @@ def generate(
         max_seq_len = read_longest(max(lengths), getattr(model, "config", None))
         lengths = [min(length, max_seq_len) for length in lengths]
         stored = {name: engine[name] for name in ("head_dim_multiple", "join_kv") if name in engine}
+        countable = min(max_seqs, MOST_INDEX // max_seq_len)  # what an Engine of more rows says, it says itself
         block_size = CacheConfig.from_model(
-            model, max_seqs=min(max_seqs, sizes["max_seqs"]), max_seq_len=max_seq_len,
-            dtype=engine.get("cache_dtype"), **stored,
-        ).block_size  # fmt: skip
+            model, max_seqs=countable, max_seq_len=max_seq_len, dtype=engine.get("cache_dtype"), **stored
+        ).block_size
         sizes |= _room(lengths, n, max_seqs // devices, max_seq_len, devices, block_size)
     outputs: list[list[int]] = [[] for _ in range(n * len(prompts))]
     with Engine(model, **sizes | engine) as engine_:
