@@ -30,7 +30,7 @@ __all__ = ["frequency_penalty", "logit_bias", "min_tokens", "presence_penalty", 
 
 
 def min_tokens(logits: jax.Array, rows: StepRows, count: Any, stop_tokens: Any) -> jax.Array:
-    """Logits in which no stop token can be chosen while a row's output has fewer than `count` tokens.
+    """Returns logits in which no stop token can be chosen while a row's output has fewer than `count` tokens.
 
     Args:
       logits: `f32[S, V]`. rows: as the hook is given them.
@@ -47,7 +47,7 @@ def min_tokens(logits: jax.Array, rows: StepRows, count: Any, stop_tokens: Any) 
 
 
 def presence_penalty(logits: jax.Array, rows: StepRows, penalty: Any) -> jax.Array:
-    """Logits less `penalty`, a number or `f32[S]`, for each token that the row's output has; prompts do not count.
+    """Returns logits less `penalty`, a number or `f32[S]`, for each token of the row's output; prompts do not count.
 
     >>> presence_penalty(jnp.zeros((2, 4)), _example(), 0.5).tolist()
     [[0.0, -0.5, -0.5, 0.0], [0.0, 0.0, 0.0, -0.5]]
@@ -56,7 +56,7 @@ def presence_penalty(logits: jax.Array, rows: StepRows, penalty: Any) -> jax.Arr
 
 
 def frequency_penalty(logits: jax.Array, rows: StepRows, penalty: Any) -> jax.Array:
-    """Logits less `penalty`, a number or `f32[S]`, for each time that the row's output has a token.
+    """Returns logits less `penalty`, a number or `f32[S]`, for each time that the row's output has a token.
 
     >>> frequency_penalty(jnp.zeros((2, 4)), _example(), 0.5).tolist()
     [[0.0, -1.0, -0.5, 0.0], [0.0, 0.0, 0.0, -0.5]]
@@ -65,7 +65,7 @@ def frequency_penalty(logits: jax.Array, rows: StepRows, penalty: Any) -> jax.Ar
 
 
 def repetition_penalty(logits: jax.Array, rows: StepRows, penalty: Any) -> jax.Array:
-    """Logits of tokens that the row's output has, divided by `penalty` where they are above 0, else multiplied by it.
+    """Divides logits of tokens in the row's output by `penalty` where they are above 0, else multiplies them by it.
 
     Args:
       penalty: a number or `f32[S]`, above 1 to have less of them; 1 and 0 change nothing. From CTRL
@@ -81,7 +81,7 @@ def repetition_penalty(logits: jax.Array, rows: StepRows, penalty: Any) -> jax.A
 
 
 def logit_bias(logits: jax.Array, tokens: Any, biases: Any) -> jax.Array:
-    """Logits plus a bias for some tokens.
+    """Adds a bias to the logits of some tokens.
 
     Args:
       logits: `f32[S, V]`.
@@ -97,7 +97,7 @@ def logit_bias(logits: jax.Array, tokens: Any, biases: Any) -> jax.Array:
 
 
 def count_output(rows: StepRows, vocab_size: int) -> jax.Array:
-    """`i32[S, V]`: how often each row's output has each token."""
+    """Returns `i32[S, V]`: how often each row's output has each token."""
     position = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)[None]
     is_output = (position >= rows.prompt_lengths[:, None]) & (position < rows.lengths[:, None])
     zeros = jnp.zeros((rows.tokens.shape[0], vocab_size), jnp.int32)
@@ -105,7 +105,7 @@ def count_output(rows: StepRows, vocab_size: int) -> jax.Array:
 
 
 def _at(x: jax.Array, tokens: Any, value: Any) -> jax.Array:
-    """`x [S, V]` with something added at some tokens of each row; of booleans, or-ed."""
+    """Adds a value to `x [S, V]` at some tokens of each row; or-s booleans."""
     tokens = _by_row(tokens, jnp.int32)
     tokens = jnp.broadcast_to(tokens, (x.shape[0], tokens.shape[-1]))
     tokens = jnp.where(tokens < 0, x.shape[1], tokens)  # a negative index would count from the end
@@ -114,7 +114,7 @@ def _at(x: jax.Array, tokens: Any, value: Any) -> jax.Array:
 
 
 def _by_row(numbers: Any, dtype: Any) -> jax.Array:
-    """`[n]` or `[S, n]`, from a list of n numbers of each row too: so a list in `hook_args` arrives."""
+    """Returns `[n]` or `[S, n]`, from a list of n numbers of each row too: so a list in `hook_args` arrives."""
     if isinstance(numbers, list | tuple):
         return jnp.stack([jnp.asarray(x, dtype) for x in numbers], axis=-1)
     return jnp.asarray(numbers, dtype)

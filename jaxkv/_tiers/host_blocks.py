@@ -30,7 +30,7 @@ class HostBlocks:
     """
 
     lengths: np.ndarray  # i32[n]: tokens of each row, evicted ones included
-    # For each group; of one that evicts by heads n is K * n, line by line: see `lines`.
+    # For each group; of one that evicts by heads n is K * n, head row by head row: see `head_rows`.
     first: tuple[np.ndarray, ...]  # i32[n]: logical index of the row's first block after `group_sinks`
     count: tuple[np.ndarray, ...]  # i32[n]: blocks of the row
     order: tuple[np.ndarray, ...]  # i32[m]: indices into the B blocks, row by row, in the order of their tables

@@ -111,7 +111,7 @@ def open_layer(
 
 
 def layer_specs(layer: Layer) -> Any:
-    """Returns the specs of a layer for `on_shards`."""
+    """Returns the specs of a layer for `run_on_shards`."""
     place = None if layer.place is None else WHOLE
     return dataclasses.replace(layer, pool=POOL, tables=WHOLE, place=place)  # type: ignore[arg-type]
 

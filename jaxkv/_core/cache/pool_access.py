@@ -1,4 +1,4 @@
-"""Reads and writes of slots: functions of one pool, which `on_shards` runs on each device's shard."""
+"""Reads and writes of slots: functions of one pool, which `run_on_shards` runs on each device's shard."""
 
 import dataclasses
 from typing import Any

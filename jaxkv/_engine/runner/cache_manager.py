@@ -29,7 +29,7 @@ from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
 from jaxkv._tiers.prefix_cache.retained_blocks import warm
 
 Swap = Literal["auto", "always", "never"]
-Room = list[list[int]]  # `room_of` a cache
+Room = list[list[int]]  # what `measure_room` returns
 
 
 class CacheManager:
@@ -80,7 +80,7 @@ class CacheManager:
         self._free_rows = list(range(self.config.max_seqs - 1, -1, -1))  # the lowest on top
         self._living: set[Sequence] = set()  # sequences with a row
         self._to_free = to_free
-        self._room: Room | None = None  # the last measured `room_of` the cache; None: unknown
+        self._room: Room | None = None  # the last that was measured; None: unknown
         self.taken = self._taken_then = 0  # blocks taken so far, and when the room was measured
         self.clock = self._measured_at = self._given_back_at = 0  # counts changes of the room
 
@@ -117,7 +117,7 @@ class CacheManager:
             self._landed.clear()
 
     def flush(self) -> Any:
-        """Frees the retired rows on the device; returns `room_of` the cache, on the device."""
+        """Frees the retired rows on the device; returns its room, on the device."""
         mask = np.isin(np.arange(self.config.max_seqs), self._to_free)
         (room,) = self.call(self._settle, mask)
         self._to_free = []
