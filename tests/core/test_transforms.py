@@ -238,6 +238,16 @@ def test_eval_shape():
     assert shapes_of(after) == shapes_of(shapes)
 
 
+def test_shapes_are_computed_without_the_other_processes(monkeypatch):
+    """A cache over hosts that are not there can be compiled ahead."""
+    config, mesh = jaxkv.CacheConfig.uniform(1, 4, 8, max_seqs=2, max_seq_len=16), jax.make_mesh((2,), ("model",))
+    alone = jax.eval_shape(lambda: jaxkv.init(config, mesh=mesh))
+    monkeypatch.setattr("jaxkv._core.cache.init.list_processes", lambda mesh: [0, 1])
+    assert jax.eval_shape(lambda: jaxkv.init(config, mesh=mesh)) == alone
+    with pytest.raises(RuntimeError, match="processes that know each other"):
+        jaxkv.init(config, mesh=mesh)
+
+
 @pytest.mark.parametrize("layout", ["paged", "windows"] if NIGHTLY else ["windows"])
 def test_shard_map_over_kv_heads(layout):
     mesh = Mesh(np.array(jax.devices()[:2]), ("heads",))

@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxkv
-from jaxkv._core.cache.init import _init_pools, _init_tables
 
 ROWS, LAYERS, HEADS = 8, 2, 32
 
@@ -30,11 +29,8 @@ def program(chips, num_blocks, num_kv_heads=8, axes=AxisType.Auto, context=None,
         block_size=block_size, join_kv=True,
     )  # fmt: skip
     specs = jaxkv.partition_specs(config, mesh, context=context)
-    parts = tuple(specs.pools[layers[0]].parts for layers in config.groups)
-    made = jax.eval_shape(lambda: (_init_tables(config, parts), _init_pools(config, None, None, parts)))
-    shapes = jax.tree.leaves(made)  # what `init` puts onto devices that are there
-    pairs = zip(shapes, jax.tree.leaves(specs), strict=True)
-    cache = jax.tree.unflatten(jax.tree.structure(specs), [array(mesh, x.shape, x.dtype, spec) for x, spec in pairs])
+    shapes = jax.eval_shape(lambda: jaxkv.init(config, mesh=mesh, context=context))
+    cache = jax.tree.map(lambda x, spec: array(mesh, x.shape, x.dtype, spec), shapes, specs)
     heads = P(None, None, "model") if context is None else P()
     q = array(mesh, (ROWS, 1, HEADS, head_dim), jnp.bfloat16, heads)
     k = array(mesh, (ROWS, 1, num_kv_heads, head_dim), jnp.bfloat16, heads if num_kv_heads >= len(chips) else P())
@@ -82,5 +78,8 @@ if __name__ == "__main__":
         {"num_blocks": 8_192, "context": "context", "block_size": 64},
         {"num_blocks": 16_384, "context": "context", "block_size": 64, "axes": AxisType.Explicit},
     ]
+    two_hosts = devices("v6e:2x4", (2, 2, 1))  # neither of which is this one
+    if not sys.argv[1:]:
+        print(json.dumps(program(two_hosts, num_blocks=65_536)), flush=True)
     for options in programs[-2:] if sys.argv[1:] == ["context"] else programs:
         print(json.dumps(program(chips, **options)), flush=True)

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.data_parallel import row_specs, shard_config
 from jaxkv._core.config.cache_config import CacheConfig, check_config
-from jaxkv._core.config.validation import show
+from jaxkv._core.config.validation import is_tracing, show
 from jaxkv._core.state.arguments import to_device
 from jaxkv._core.state.head_rows import list_shard_blocks, refuse_sinks
 from jaxkv._core.state.multihost import check_agreement, list_processes, put_replicated
@@ -57,11 +57,12 @@ def init(
         return Cache(tables=_init_tables(config), pools=_init_pools(config, None, None), config=config)
     specs = partition_specs(config, mesh, heads, context, rows)
     if len(processes := list_processes(mesh)) > 1:
-        check_agreement("init", f"{config} {heads} {context} {rows} {mesh} {mesh.devices.ravel()}", processes)
+        if not is_tracing():  # shapes are computed without the other processes, of which there may be none
+            check_agreement("init", f"{config} {heads} {context} {rows} {mesh} {mesh.devices.ravel()}", processes)
         if rows is not None:
             raise ValueError("rows= is for a mesh of one process: give each process a cache of its own rows instead.")
     divided = [math.prod(mesh.shape[axis] for axis in p.kv if axis is not None) for p in specs.pools if p is not None]
-    config.check_memory(mesh.local_devices[0], min(divided))
+    config.check_memory(next(iter(mesh.local_devices), None), min(divided))
     # With rows=, one cache for each device of the axis, concatenated.
     count = 1 if rows is None else mesh.shape[rows]
     shard = config if rows is None else shard_config(config, count, rows)

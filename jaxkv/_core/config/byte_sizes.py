@@ -12,6 +12,7 @@ from jaxkv._core.config.kv_packing import Apart, OneRow, Pairs
 from jaxkv._core.config.layer_config import kind_of
 from jaxkv._core.config.layer_groups import Groups
 from jaxkv._core.config.rotation import rotate
+from jaxkv._core.config.validation import is_tracing
 from pallas_kernels.common.quantization import StorageFormat
 
 
@@ -170,10 +171,9 @@ class ByteSizes(Groups):
     def check_memory(self, device: Any = None, parts: int = 1) -> None:
         """Raises ValueError if a cache exceeds the memory of `device`, which holds one of `parts` equal shards of its
         pools. Default: the device that arrays are made on now."""
-        probe = jnp.zeros(())
-        if isinstance(probe, jax.core.Tracer):  # nothing is allocated here
+        if is_tracing():  # nothing is allocated here
             return
-        device = next(iter(probe.devices())) if device is None else device
+        device = next(iter(jnp.zeros(()).devices())) if device is None else device
         memory = (device.memory_stats() or {}).get("bytes_limit")
         if device.platform == "cpu" and hasattr(os, "sysconf"):
             memory, parts = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 1  # all devices share it

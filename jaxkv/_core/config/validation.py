@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 MOST_INDEX = 2**31 - 1  # what an int32 holds: lengths, counts and indices are int32 on the device
@@ -66,6 +67,11 @@ def read_list(name: str, several: Any) -> list[Any]:
     if is_one or not isinstance(several, Iterable):
         raise ValueError(f"{name} must be a list, not {show(several)}.")
     return list(several)
+
+
+def is_tracing() -> bool:
+    """Returns whether arrays made now are traced: shapes are computed, nothing is allocated and nobody is asked."""
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def show(value: Any) -> str:

@@ -15,6 +15,8 @@ import numpy as np
 from jax._src import distributed  # the store has no public API
 from jax.sharding import Mesh, Sharding
 
+from jaxkv._core.config.validation import is_tracing
+
 PATIENCE = 60  # seconds until the other processes must make the same call
 
 _counts: collections.defaultdict[str, Iterator[int]] = collections.defaultdict(itertools.count)
@@ -86,7 +88,7 @@ def check_agreement(what: str, said: str, processes: Iterable[int]) -> None:
 
 def put_replicated(x: Any, sharding: Sharding) -> jax.Array:
     """Puts an array, equal in all processes, on the devices of all, without communication."""
-    if sharding.is_fully_addressable:
+    if sharding.is_fully_addressable or is_tracing():
         return jax.device_put(x, sharding)
     x = np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
