@@ -12,7 +12,7 @@ from jaxkv._core.cache.checks import stats
 from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.validation import MOST_INDEX, integer
 from jaxkv._engine.requests.eviction_policy import SCORES, Eviction
-from jaxkv._files.hub import find_folder
+from jaxkv._files.hub import find_model
 from pallas_kernels.common.quantization import FORMATS
 
 # Long enough to show what a byte-level decoder has learned, and of very different lengths.
@@ -86,7 +86,7 @@ def generate(arguments: argparse.Namespace) -> int:
     if arguments.model is None:
         model, tokenizer = jaxkv.models.small(**options), ByteTokenizer()
     else:
-        arguments.model = find_folder(arguments.model)
+        arguments.model = find_model(arguments.model)
         model = jaxkv.models.load(arguments.model, **options)
         tokenizer = ByteTokenizer() if model.config.byte_tokens else jaxkv.text.Tokenizer(arguments.model)
     choice = {

@@ -23,7 +23,7 @@ from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size,
 from jaxkv._core.config.cache_config import JOINING
 from jaxkv._core.config.layer_config import LayerConfig, kind_of
 from jaxkv._core.config.validation import show
-from jaxkv._files.hub import find_folder
+from jaxkv._files.hub import find_model
 from pallas_kernels.common.quantization import FORMATS
 
 MOST_LENGTHS = 64 << 20  # bytes of a file of lengths
@@ -66,7 +66,7 @@ def add_plan(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    arguments.model = find_folder(arguments.model, weights=False)
+    arguments.model = find_model(arguments.model, weights=False)
     config, stated = _read_model(arguments.model)
     chip = None if arguments.chip is None else chip_named(arguments.chip)
     if arguments.memory is None and chip is None:
@@ -215,17 +215,19 @@ def _kinds(names: list[str] | None) -> list[list[str]]:
 def _read_model(folder: pathlib.Path) -> tuple[Any, str]:
     """Returns the model's config and the name of its quantization if `load` does not support it: a plan needs only
     shapes."""
-    from jaxkv.models.loader import read_config, stated_quantization
+    from jaxkv.models.checkpoints import open_checkpoint
 
-    stated = stated_quantization(folder)
-    return read_config(folder, ("quantization_config",) if stated else ()), stated
+    checkpoint = open_checkpoint(folder)
+    stated = checkpoint.stated_quantization()
+    return checkpoint.read_config(("quantization_config",) if stated else ()), stated
 
 
 def _weights(folder: pathlib.Path, config: Any, stated: str) -> tuple[int, str]:
     """Returns the bytes of a model's weights as `load` makes them, and the source of that figure."""
-    from jaxkv.models.loader import count_parameters, read_dtype
+    from jaxkv.models.checkpoints import open_checkpoint
+    from jaxkv.models.loader import count_parameters
 
-    dtype = read_dtype(folder)
+    dtype = open_checkpoint(folder).read_dtype()
     try:
         element = jnp.dtype(dtype).itemsize
     except TypeError:

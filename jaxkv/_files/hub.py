@@ -6,29 +6,34 @@ import re
 from typing import Any
 
 from jaxkv._core.config.validation import show
+from jaxkv._files.gguf import split_files
 
 WANTED = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
 TEXT = ("*.json", "*.jinja", "*.model", "*.txt")  # all files but the weights
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def find_folder(source: Any, *, weights: bool = True) -> pathlib.Path:
-    """Returns the folder of a model: the given one, or the snapshot of `owner/name` in the hub's cache.
+def find_model(source: Any, *, weights: bool = True) -> pathlib.Path:
+    """Returns the folder or GGUF file of a model: the given one, or the snapshot of `owner/name` in the hub's cache.
 
     Missing files are downloaded, with the library's own token, cache folder and offline mode.
 
     Args:
-      source: a folder, or the name of a repository.
+      source: a folder, a GGUF file, or the name of a repository.
       weights: download tensors too.
 
     Raises:
-      FileNotFoundError: there is no such folder, and no such repository can be downloaded.
+      FileNotFoundError: there is no such folder or file, and no such repository can be downloaded.
       ModuleNotFoundError: `source` is a repository, and huggingface_hub is not installed.
     """
     if not isinstance(source, str | os.PathLike):
         raise ValueError(f"A model must be a folder or the name of a repository, owner/name, not {show(source)}.")
     folder = pathlib.Path(source)
     if folder.is_dir():
+        return _gguf_in(folder) or folder
+    if folder.suffix == ".gguf":
+        if not folder.is_file():
+            raise FileNotFoundError(f"There is no file {folder}.")
         return folder
     name = str(source)
     if not NAME.fullmatch(name):
@@ -49,3 +54,9 @@ def find_folder(source: Any, *, weights: bool = True) -> pathlib.Path:
             f"There is no folder {source}, and the Hugging Face hub does not give a repository of this name "
             f"({type(error).__name__}: {why.rstrip('.')}): check the name, the network, or HF_TOKEN if it is private."
         ) from None
+
+
+def _gguf_in(folder: pathlib.Path) -> pathlib.Path | None:
+    """Returns the GGUF file of a folder that has no config.json and one model in GGUF; the first of a split one."""
+    files = [] if (folder / "config.json").exists() else sorted(folder.glob("*.gguf"))
+    return files[0] if files and len(split_files(files[0])) == len(files) else None

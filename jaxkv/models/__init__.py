@@ -1,6 +1,7 @@
 """A Flax NNX decoder that reads Hugging Face checkpoints. Import it by name: `import jaxkv.models`.
 
-- `load(folder)`: loads the model in a folder with config.json and *.safetensors; `save(model, folder)` writes it.
+- `load(folder)`: loads the model in a folder with config.json and *.safetensors, or in a GGUF file;
+  `save(model, folder)` writes it.
 - `small()`: a small model that ships with jaxkv, a byte-level decoder trained on Python's standard library.
 - `recaller()`: a tiny model that recalls pairs anywhere in 1,024 tokens, to test a cache that evicts or reads less.
 - `Decoder`: one module for all families, configured by `DecoderConfig`, `LatentConfig`, `ExpertsConfig` and `Rope`. A

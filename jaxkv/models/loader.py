@@ -6,7 +6,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -15,38 +15,37 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxkv._core.config.validation import show
 from jaxkv._core.state.arguments import to_device
 from jaxkv._files import safetensors
-from jaxkv._files.hub import find_folder
+from jaxkv._files.hub import find_model
 from jaxkv.models import config_reader
-from jaxkv.models.checkpoint_formats import LAYER, dequantize
+from jaxkv.models.checkpoint_formats import LAYER
 from jaxkv.models.checkpoint_names import EMBED, HEAD, Slot, slots_of
+from jaxkv.models.checkpoints import open_checkpoint
+from jaxkv.models.checkpoints.folder import FLOATS
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.decoder import Decoder, Scan
-from jaxkv.models.families import FAMILIES
-from jaxkv.models.families.family import read_token_ids
 from jaxkv.models.partition import AXIS, automatic, sharding_of
 
-FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 DATA = pathlib.Path(__file__).parent.parent / "data"
 MOST_WRONG = 12  # tensors named in an error
-MOST_JSON = 64 << 20  # bytes; the index of a model of 10,000 tensors has 1 MiB
 
 
 def load(
     folder: str | os.PathLike, *, dtype: Any = None, scan: Scan | None = None, mesh: Mesh | None = None,
     ignore: str | Iterable[str] = (),
 ) -> Decoder:  # fmt: skip
-    """Loads the model in a Hugging Face folder: config.json, and model.safetensors or several files with their index.
+    """Loads the model in a Hugging Face folder: config.json, and model.safetensors or several files with their index;
+    or in a GGUF file.
 
-    Weights in MXFP4 (GPT-OSS) and block-scaled float8 (DeepSeek V3) are dequantized as they are read.
+    Weights in MXFP4 (GPT-OSS), block-scaled float8 (DeepSeek V3) and GGUF's formats are dequantized as they are read.
 
     Args:
-      folder: a folder; or a name on the Hugging Face hub, "owner/name", which huggingface_hub (the extra `hf`) loads
-        from its cache, downloading what is missing.
-      dtype: float32, bfloat16 or float16, to convert to; default: the checkpoint's. Avoid float16 on a CPU, where XLA
-        widens all weights in every step; the others are ten times as fast.
+      folder: a folder; a GGUF file of llama, qwen2, qwen3, gemma2 or gemma3, read by the extra `gguf`, any part of a
+        split one; or a name on the Hugging Face hub, "owner/name", which huggingface_hub (the extra `hf`) loads from
+        its cache, downloading what is missing.
+      dtype: float32, bfloat16 or float16, to convert to; default: the checkpoint's, of a quantized GGUF float32. Avoid
+        float16 on a CPU, where XLA widens all weights in every step; the others are ten times as fast.
       scan: how layers are computed: see `Decoder`. Default: "apart" on a CPU, where it compiles faster and is as fast;
         elsewhere, and on a mesh, one by one.
       mesh: shard heads, hidden widths and the vocabulary over its axis "model"; each device reads only its shard.
@@ -65,12 +64,9 @@ def load(
     >>> load(folder, dtype="bfloat16").dtype
     dtype(bfloat16)
     """
-    folder = find_folder(folder)
     wanted = _float_dtype(dtype) if dtype is not None else None
-    config = read_config(folder, ignore)
-    path = folder / "config.json"
-    _refuse_quantised(folder)
-    tensors = read_published(_read_tensors(folder), _read_json(path), str(path))
+    checkpoint = open_checkpoint(find_model(folder))
+    config, tensors, folder = checkpoint.read_config(ignore), checkpoint.read_tensors(), checkpoint.path
     # A wrong number of layers is found below, by name; creating many missing layers would take long.
     layers = {int(found[1]) for name in tensors if (found := LAYER.match(name))}
     if config.num_layers > 2 * len(layers) + 1:
@@ -98,7 +94,10 @@ def load(
         front = next(i for i in range(len(shape) + 1) if math.prod(shape[:i]) == len(slots))
 
         def read(index: Any) -> Any:
-            parts = [_view(tensors, slot).reshape(shape[front:])[index[front:]].astype(own) for slot in slots]
+            views = (_view(tensors, slot, own).reshape(shape[front:])[index[front:]] for slot in slots)
+            parts = [view.astype(own, copy=False) for view in views]
+            if len(parts) == 1:  # no copy of what is alone
+                return parts[0].reshape(*shape[:front], *parts[0].shape)
             return np.stack(parts).reshape(*shape[:front], *parts[0].shape)
 
         if mesh is None:
@@ -165,38 +164,16 @@ def recaller(*, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Decoder:
     return load(DATA / "recall", dtype=dtype, mesh=mesh)
 
 
-def read_config(folder: pathlib.Path, ignore: str | Iterable[str] = ()) -> DecoderConfig:
-    """Reads a folder's config.json; the end tokens of generation_config.json, if present, take priority."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"There is no folder {folder}: give one with config.json and *.safetensors in it.")
-    if not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{folder} has no config.json: a Hugging Face model folder needs one.")
-    config = config_reader.parse(_read_json(folder / "config.json"), str(folder / "config.json"), ignore)
-    if (folder / "generation_config.json").exists():
-        eos = _read_json(folder / "generation_config.json").get("eos_token_id")
-        if eos is not None:
-            where = f"eos_token_id in {folder / 'generation_config.json'}"
-            config = dataclasses.replace(config, eos_ids=read_token_ids(eos, where))
-    return config
+def read_config(source: pathlib.Path, ignore: str | Iterable[str] = ()) -> DecoderConfig:
+    """Reads the configuration of a folder or a GGUF file; see `load`."""
+    return open_checkpoint(source).read_config(ignore)
 
 
-def read_published(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns a checkpoint's tensors under a decoder's checkpoint names, dequantized.
-
-    Skips buffers that the config determines, and the names that the family skips.
-
-    Args:
-      config: the checkpoint's config.json.
-      where: name of the config in errors.
-    """
-    family = FAMILIES.get(config.get("model_type", ""), FAMILIES["llama"])
-    named = {family.name_tensor(name, config): tensor for name, tensor in tensors.items()}
-    return dequantize({name: tensor for name, tensor in named.items() if name is not None}, config, where)
-
-
-def _view(tensors: dict[str, Any], slot: Slot) -> np.ndarray:
-    """Returns a parameter as a view of the checkpoint: nothing of a file is read before it is used."""
-    x = np.asarray(tensors[slot.name])
+def _view(tensors: dict[str, Any], slot: Slot, dtype: np.dtype) -> np.ndarray:
+    """Returns a parameter as a view of the checkpoint: nothing of a file is read before it is used. What is quantized
+    is dequantized to `dtype`."""
+    x = tensors[slot.name]
+    x = x if isinstance(x, np.ndarray) else np.asarray(x, dtype)
     x = x if slot.part is None else x.reshape(slot.part.axes)[slot.part.where]
     return x.T if slot.transposed else x
 
@@ -228,85 +205,6 @@ def count_parameters(config: DecoderConfig, devices: int = 1) -> int:
     kinds = [(layer.num_kv_heads, layer.head_dim, has) for layer, has in zip(config.layers, experts, strict=True)]
     of_layer = {kind: count(i, 2) - count(i, 1) for i, kind in ((kinds.index(kind), kind) for kind in set(kinds))}
     return count(0, 1) - of_layer[kinds[0]] + sum(of_layer[kind] for kind in kinds)
-
-
-def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files of a folder's tensors. Raises FileNotFoundError where one is missing."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        weights = _read_json(index).get("weight_map")
-        named = list(weights.values()) if isinstance(weights, dict) else []
-        files = sorted(set(named)) if all(isinstance(file, str) for file in named) else []
-        if not files or any(pathlib.Path(file).name != file or file in ("", "..") for file in files):
-            raise ValueError(f"{index} must have a weight_map from tensors to files in its own folder.")
-    elif (folder / "model.safetensors").exists():
-        files = ["model.safetensors"]
-    else:
-        raise FileNotFoundError(
-            f"{folder} has neither model.safetensors nor model.safetensors.index.json: no other format is read."
-        )
-    if missing := [file for file in files if not (folder / file).is_file()]:
-        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}, which its index names.")
-    return [folder / file for file in files]
-
-
-def _read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    return {name: tensor for file in weight_files(folder) for name, tensor in safetensors.read(file).items()}
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    if (size := path.stat().st_size) > MOST_JSON:
-        raise ValueError(f"{path} has {size} bytes, more than the {MOST_JSON} that such a file can need.")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply to be read.") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}.")
-    return content
-
-
-def _refuse_quantised(folder: pathlib.Path) -> None:
-    """Refuses a folder that states its quantization in hf_quant_config.json: no format stated there is supported."""
-    if (kind := _read_quant_config(folder)) is not None:
-        raise ValueError(
-            f"{folder} is quantised as {show(kind)} by hf_quant_config.json, which is not read: give a folder with "
-            "weights of 16 or 32 bits, in MXFP4, or in blocks of float8."
-        )
-
-
-def _read_quant_config(folder: pathlib.Path) -> Any:
-    """Returns the statement of hf_quant_config.json on weights; None: no statement, or no such file."""
-    path = folder / "hf_quant_config.json"
-    stated = _read_json(path).get("quantization") if path.exists() else None
-    return stated.get("quant_algo") if isinstance(stated, Mapping) else None
-
-
-def stated_quantization(folder: pathlib.Path) -> str:
-    """Returns the name of a quantization that a folder states and `load` does not support; "" if there is none."""
-    path = folder / "config.json"
-    stated = _read_json(path).get("quantization_config") if path.is_file() else None
-    if isinstance(stated, Mapping) and not config_reader.is_read(stated):
-        return str(stated.get("quant_method") or stated.get("quant_algo") or "quantised weights")[:40]
-    return str(_read_quant_config(folder) or "")[:40]
-
-
-def read_dtype(folder: pathlib.Path) -> str:
-    """Returns the default dtype of `load` for a folder: that of the embeddings, or of config.json where there are no
-    files."""
-    try:
-        for file in weight_files(folder):
-            for name, tensor in safetensors.read(file).items():
-                if name.endswith(EMBED.removeprefix("model.")) and tensor.dtype in FLOATS:
-                    return tensor.dtype.name
-    except FileNotFoundError:
-        pass
-    fields = _read_json(folder / "config.json")
-    inner = fields.get("text_config")
-    fields = dict(inner if isinstance(inner, Mapping) else {}) | fields
-    return str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16")
 
 
 def _check(folder: pathlib.Path, slots: list[Slot], tensors: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 CPU_SECONDS = 0.5  # of one rendering; templates take milliseconds
@@ -191,8 +191,9 @@ class ChatTemplate:
                     with contextlib.suppress(OSError):
                         pipe.close()
 
-    def __del__(self):
-        self.close()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing):
+        if not is_finalizing():  # else the process ends by itself, for its input does
+            self.close()
 
 
 def _read(process: subprocess.Popen, answers: "queue.Queue[str]") -> None:

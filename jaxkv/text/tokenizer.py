@@ -7,21 +7,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxkv._core.config.validation import integer, show
-from jaxkv._files.hub import find_folder
+from jaxkv._files.gguf import read_metadata
+from jaxkv._files.hub import find_model
 from jaxkv.text.chat_template import ChatTemplate
+from jaxkv.text.gguf_tokenizer import build_tokenizer, special_tokens
 
 MOST_JSON = 64 << 20  # bytes of a config; a tokenizer.json may be larger
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """The tokenizer of a model: a folder's tokenizer.json, and the chat template beside it.
+    """The tokenizer of a model: a folder's tokenizer.json, and the chat template beside it; or those of a GGUF file.
 
     Args:
-      source: the folder, or a name on the Hugging Face hub, `"owner/name"`.
+      source: the folder, the GGUF file, or a name on the Hugging Face hub, `"owner/name"`. `folder` is what it led to.
 
     Raises:
-      FileNotFoundError: there is no such folder, or it has no tokenizer.json.
+      FileNotFoundError: there is no such folder or file, or it has no tokenizer.json.
       ModuleNotFoundError: the extra `hf` is not installed.
       ValueError: a file that cannot be read.
 
@@ -33,23 +35,18 @@ class Tokenizer:
     """
 
     def __init__(self, source: str | os.PathLike):
-        self.folder = find_folder(source, weights=False)
-        file = self.folder / "tokenizer.json"
-        if not file.is_file():
-            raise FileNotFoundError(f"{self.folder} has no tokenizer.json: save the model's tokenizer there.")
+        self.folder = find_model(source, weights=False)
         try:
-            import tokenizers
+            import tokenizers  # noqa: F401
         except ImportError:
             raise ModuleNotFoundError(
                 "Reading a model's tokenizer needs the extra 'hf': pip install 'jaxkv[hf]'."
             ) from None
-        try:
-            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{file} is not a tokenizer that the tokenizers library can read: {error}") from None
+        files: _Files = _GGUFFile(self.folder) if self.folder.suffix == ".gguf" else _Folder(self.folder)
+        self._tokenizer: Any = files.read_tokenizer()
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._config = _read_json(self.folder / "tokenizer_config.json")
+        self._files = files
         self._template: ChatTemplate | None = None
 
     @property
@@ -119,7 +116,7 @@ class Tokenizer:
         if self._template is None:
             self._template = ChatTemplate(self._find_template(), str(self.folder))
         return self._template.render(
-            self._special_tokens()
+            self._files.special_tokens()
             | variables
             | {"messages": list(map(dict, messages)), "add_generation_prompt": bool(add_generation_prompt)}
         )
@@ -128,7 +125,60 @@ class Tokenizer:
         """Returns what makes text of tokens one by one, behind those of a prompt."""
         return TextStream(self, list(prompt))
 
+    @property
+    def has_template(self) -> bool:
+        """Tells whether there is a chat template."""
+        return self._files.find_template() is not None
+
     def _find_template(self) -> str:
+        if (found := self._files.find_template()) is not None:
+            return found
+        raise ValueError(
+            f"{self.folder} has no chat template, {self._files.template_places}: a model without one is not made for "
+            "chats, so give encode a text to continue."
+        )
+
+
+class _Files(Protocol):
+    """Where a tokenizer, its special tokens and a chat template come from."""
+
+    template_places: str
+
+    def read_tokenizer(self) -> Any: ...
+    def special_tokens(self) -> dict[str, str]: ...
+    def find_template(self) -> str | None: ...
+
+
+class _Folder:
+    template_places = "in chat_template.jinja or tokenizer_config.json"
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        self._config = _read_json(folder / "tokenizer_config.json")
+
+    def read_tokenizer(self) -> Any:
+        import tokenizers
+
+        file = self.folder / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"{self.folder} has no tokenizer.json: save the model's tokenizer there.")
+        try:
+            return tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{file} is not a tokenizer that the tokenizers library can read: {error}") from None
+
+    def special_tokens(self) -> dict[str, str]:
+        """The names under which templates know special tokens."""
+        found = {}
+        for config in (_read_json(self.folder / "special_tokens_map.json"), self._config):
+            for name in SPECIAL:
+                token = config.get(name)
+                token = token.get("content") if isinstance(token, Mapping) else token
+                if isinstance(token, str):
+                    found[name] = token
+        return found
+
+    def find_template(self) -> str | None:
         file = self.folder / "chat_template.jinja"
         if file.is_file():
             return file.read_text(encoding="utf-8", errors="replace")
@@ -139,21 +189,24 @@ class Tokenizer:
                 found = named.get("default", next(iter(named.values()), None))
             if isinstance(found, str):
                 return found
-        raise ValueError(
-            f"{self.folder} has no chat template, in chat_template.jinja or tokenizer_config.json: a model without "
-            "one is not made for chats, so give encode a text to continue."
-        )
+        return None
 
-    def _special_tokens(self) -> dict[str, str]:
-        """The names under which templates know special tokens."""
-        found = {}
-        for config in (_read_json(self.folder / "special_tokens_map.json"), self._config):
-            for name in SPECIAL:
-                token = config.get(name)
-                token = token.get("content") if isinstance(token, Mapping) else token
-                if isinstance(token, str):
-                    found[name] = token
-        return found
+
+class _GGUFFile:
+    template_places = "tokenizer.chat_template"
+
+    def __init__(self, path: pathlib.Path):
+        self.path, self.metadata = path, read_metadata(path)
+
+    def read_tokenizer(self) -> Any:
+        return build_tokenizer(self.metadata, str(self.path))
+
+    def special_tokens(self) -> dict[str, str]:
+        return special_tokens(self.metadata)
+
+    def find_template(self) -> str | None:
+        found = self.metadata.get("tokenizer.chat_template")
+        return found if isinstance(found, str) else None
 
 
 class Decodes(Protocol):

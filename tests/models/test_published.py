@@ -14,7 +14,7 @@ from support import fixtures
 from jaxkv import models
 from jaxkv._files import safetensors
 from jaxkv.models import config_reader
-from jaxkv.models.loader import read_published
+from jaxkv.models.checkpoints.folder import read_published
 
 
 def copy_of(name, tmp_path, change_tensors=None, change_config=None):

@@ -1,0 +1,121 @@
+"""A checkpoint as a Hugging Face folder: config.json, and model.safetensors or several files with their index."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._core.config.validation import show
+from jaxkv._files import safetensors
+from jaxkv.models import config_reader
+from jaxkv.models.checkpoint_formats import dequantize
+from jaxkv.models.checkpoint_names import EMBED
+from jaxkv.models.checkpoints.json_file import read_json
+from jaxkv.models.config import DecoderConfig
+from jaxkv.models.families import FAMILIES
+from jaxkv.models.families.family import read_token_ids
+
+FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+class FolderCheckpoint:
+    """A Hugging Face folder; see `Checkpoint`."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+
+    def read_config(self, ignore: str | Iterable[str] = ()) -> DecoderConfig:
+        """Reads config.json; the end tokens of generation_config.json, if present, take priority."""
+        folder = self.path
+        if not folder.is_dir():
+            raise FileNotFoundError(f"There is no folder {folder}: give one with config.json and *.safetensors in it.")
+        if not (folder / "config.json").exists():
+            raise FileNotFoundError(f"{folder} has no config.json: a Hugging Face model folder needs one.")
+        config = config_reader.parse(read_json(folder / "config.json"), str(folder / "config.json"), ignore)
+        eos = self.read_generation().get("eos_token_id")
+        if eos is not None:
+            where = f"eos_token_id in {folder / 'generation_config.json'}"
+            config = dataclasses.replace(config, eos_ids=read_token_ids(eos, where))
+        return config
+
+    def read_generation(self) -> dict[str, Any]:
+        """Returns generation_config.json; empty if there is none."""
+        path = self.path / "generation_config.json"
+        return read_json(path) if path.exists() else {}
+
+    def read_tensors(self) -> dict[str, Any]:
+        self._refuse_quantized()
+        stored = {name: x for file in weight_files(self.path) for name, x in safetensors.read(file).items()}
+        return read_published(stored, read_json(self.path / "config.json"), str(self.path / "config.json"))
+
+    def read_dtype(self) -> str:
+        """Returns the dtype of the embeddings, or of config.json where there are no files."""
+        try:
+            for file in weight_files(self.path):
+                for name, tensor in safetensors.read(file).items():
+                    if name.endswith(EMBED.removeprefix("model.")) and tensor.dtype in FLOATS:
+                        return tensor.dtype.name
+        except FileNotFoundError:
+            pass
+        fields = read_json(self.path / "config.json")
+        inner = fields.get("text_config")
+        fields = dict(inner if isinstance(inner, Mapping) else {}) | fields
+        return str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16")
+
+    def stated_quantization(self) -> str:
+        path = self.path / "config.json"
+        stated = read_json(path).get("quantization_config") if path.is_file() else None
+        if isinstance(stated, Mapping) and not config_reader.is_read(stated):
+            return str(stated.get("quant_method") or stated.get("quant_algo") or "quantised weights")[:40]
+        return str(self._read_quant_config() or "")[:40]
+
+    def _refuse_quantized(self) -> None:
+        """Refuses a folder that states a quantization in hf_quant_config.json: no format stated there is supported."""
+        if (kind := self._read_quant_config()) is not None:
+            raise ValueError(
+                f"{self.path} is quantised as {show(kind)} by hf_quant_config.json, which is not read: give a folder "
+                "with weights of 16 or 32 bits, in MXFP4, or in blocks of float8."
+            )
+
+    def _read_quant_config(self) -> Any:
+        """Returns the statement of hf_quant_config.json on weights; None: no statement, or no such file."""
+        path = self.path / "hf_quant_config.json"
+        stated = read_json(path).get("quantization") if path.exists() else None
+        return stated.get("quant_algo") if isinstance(stated, Mapping) else None
+
+
+def read_published(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns a checkpoint's tensors under a decoder's checkpoint names, dequantized.
+
+    Skips buffers that the config determines, and the names that the family skips.
+
+    Args:
+      config: the checkpoint's config.json.
+      where: name of the config in errors.
+    """
+    family = FAMILIES.get(config.get("model_type", ""), FAMILIES["llama"])
+    named = {family.name_tensor(name, config): tensor for name, tensor in tensors.items()}
+    return dequantize({name: tensor for name, tensor in named.items() if name is not None}, config, where)
+
+
+def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the files of a folder's tensors. Raises FileNotFoundError where one is missing."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weights = read_json(index).get("weight_map")
+        named = list(weights.values()) if isinstance(weights, dict) else []
+        files = sorted(set(named)) if all(isinstance(file, str) for file in named) else []
+        if not files or any(pathlib.Path(file).name != file or file in ("", "..") for file in files):
+            raise ValueError(f"{index} must have a weight_map from tensors to files in its own folder.")
+    elif (folder / "model.safetensors").exists():
+        files = ["model.safetensors"]
+    else:
+        raise FileNotFoundError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json: no other format is read."
+        )
+    if missing := [file for file in files if not (folder / file).is_file()]:
+        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}, which its index names.")
+    return [folder / file for file in files]

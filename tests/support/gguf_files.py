@@ -1,0 +1,112 @@
+"""Writes tiny GGUF files, by the gguf package's own writer, from the tiny Hugging Face checkpoints."""
+
+import json
+import re
+
+import gguf
+import numpy as np
+from support import fixtures
+
+from jaxkv._files import safetensors
+from jaxkv.models.checkpoints.folder import weight_files
+
+SHARED = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "input_layernorm": "attn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "post_feedforward_layernorm": "post_ffw_norm", "pre_feedforward_layernorm": "ffn_norm",
+}  # fmt: skip
+ARCHITECTURES = {"gemma3_text": "gemma3"}
+
+
+def write(path, name, *, metadata=None, tensors=None, split=0, quantize=None):
+    """Writes the fixture `name` as a GGUF file.
+
+    Args:
+      metadata: more entries, or others, by name: `(writer's method, value)`; a method of None leaves the entry out.
+      tensors: more tensors by their names in GGUF; None takes one away.
+      split: the most tensors of a file; 0: one file.
+      quantize: the format of matrices whose rows have whole groups.
+    """
+    config = json.loads((fixtures.DATA / name / "config.json").read_text())
+    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
+    entries = entries_of(config, architecture) | (metadata or {})
+    for key, (method, value) in entries.items():
+        if method is not None:
+            getattr(writer, f"add_{method}")(key, value)
+    for key, x in (named_tensors(name, config, architecture) | (tensors or {})).items():
+        if x is None:
+            continue
+        if quantize is not None and x.ndim == 2 and x.shape[1] % gguf.GGML_QUANT_SIZES[quantize][0] == 0:
+            writer.add_tensor(key, gguf.quants.quantize(x, quantize), raw_dtype=quantize)
+        else:
+            writer.add_tensor(key, x)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def entries_of(config, architecture):
+    a, rope = architecture, config["rope_parameters"]
+    full, local = rope.get("full_attention", rope), rope.get("sliding_attention")
+    entries = {
+        f"{a}.context_length": ("uint32", config["max_position_embeddings"]),
+        f"{a}.block_count": ("uint32", config["num_hidden_layers"]),
+        f"{a}.embedding_length": ("uint32", config["hidden_size"]),
+        f"{a}.feed_forward_length": ("uint32", config["intermediate_size"]),
+        f"{a}.attention.head_count": ("uint32", config["num_attention_heads"]),
+        f"{a}.attention.head_count_kv": ("array", [config["num_key_value_heads"]] * config["num_hidden_layers"]),
+        f"{a}.attention.layer_norm_rms_epsilon": ("float32", config["rms_norm_eps"]),
+        f"{a}.rope.freq_base": ("float32", full["rope_theta"]),
+        "tokenizer.ggml.bos_token_id": ("uint32", 1),
+    }
+    if "head_dim" in config:
+        entries[f"{a}.attention.key_length"] = entries[f"{a}.attention.value_length"] = ("uint32", config["head_dim"])
+    if full["rope_type"] == "linear":
+        entries[f"{a}.rope.scaling.type"] = ("string", "linear")
+        entries[f"{a}.rope.scaling.factor"] = ("float32", full["factor"])
+    if "gemma" in architecture:
+        entries[f"{a}.attention.sliding_window"] = ("uint32", config["sliding_window"])
+        entries[f"{a}.attention.scale"] = ("float32", config["query_pre_attn_scalar"] ** -0.5)
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if config[key] is not None:
+                entries[f"{a}.{key}"] = ("float32", config[key])
+    if local is not None:
+        kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
+        entries[f"{a}.attention.sliding_window_pattern"] = ("array", kinds)
+        entries[f"{a}.rope.freq_base_swa"] = ("float32", local["rope_theta"])
+    return entries
+
+
+def named_tensors(name, config, architecture):
+    """The tensors as llama.cpp's converter writes them."""
+    found = {}
+    names = SHARED | {"post_attention_layernorm": "post_attention_norm" if "gemma" in architecture else "ffn_norm"}
+    stored = {name: x for file in weight_files(fixtures.DATA / name) for name, x in safetensors.read(file).items()}
+    for old, x in stored.items():
+        layer, stem, suffix = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", old).groups()
+        new = f"{names[stem]}.{suffix}" if layer is None else f"blk.{layer}.{names[stem]}.{suffix}"
+        if architecture == "llama" and ("attn_q" in new or "attn_k" in new):
+            heads = config["num_attention_heads" if "attn_q" in new else "num_key_value_heads"]
+            x = x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+        found[new] = x + np.float32(1) if "gemma" in architecture and "norm" in new else x
+    if config["rope_parameters"].get("rope_type") == "llama3":
+        found["rope_freqs.weight"] = llama3_factors(config["rope_parameters"], config["head_dim"])
+    return found
+
+
+def llama3_factors(rope, width):
+    """By what the converter divides frequencies: Meta's own formula."""
+    original = rope["original_max_position_embeddings"]
+    low, high = original / rope["low_freq_factor"], original / rope["high_freq_factor"]
+    factors = []
+    for i in range(0, width, 2):
+        length = 2 * np.pi * rope["rope_theta"] ** (i / width)
+        smooth = (original / length - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+        between = 1 / ((1 - smooth) / rope["factor"] + smooth)
+        factors.append(1 if length < high else rope["factor"] if length > low else between)
+    return np.array(factors, np.float32)
