@@ -1,4 +1,6 @@
-"""Paged attention over a pool of blocks: kernels for TPU and NVIDIA GPU, XLA everywhere else.
+"""Paged attention over a pool of blocks, and mixers over a pool of states.
+
+Kernels for TPU and NVIDIA GPU compute attention; XLA computes everything everywhere.
 
 Usable without a cache: these functions know arrays only.
 """
@@ -11,12 +13,18 @@ from pallas_kernels.api.dispatch import (
     write_and_attend as write_and_attend,
     write_kv as write_kv,
 )
+from pallas_kernels.api.mixers import (
+    causal_conv as causal_conv,
+    gated_delta_rule as gated_delta_rule,
+    state_space as state_space,
+)
 from pallas_kernels.common.merge import merge_attention as merge_attention
 from pallas_kernels.common.ragged_layout import Tokens as Tokens, locate as locate
 from pallas_kernels.common.shapes import SHAPES as SHAPES, AttentionShape as AttentionShape
 from pallas_kernels.common.shared_prefix import Shared as Shared, find_shared as find_shared
 
 __all__ = [
-    "IMPLEMENTATIONS", "SHAPES", "AttentionShape", "Choice", "Shared", "Tokens", "explain", "find_shared", "locate",
-    "merge_attention", "paged_attention", "reference", "write_and_attend", "write_kv",
+    "IMPLEMENTATIONS", "SHAPES", "AttentionShape", "Choice", "Shared", "Tokens", "causal_conv", "explain",
+    "find_shared", "gated_delta_rule", "locate", "merge_attention", "paged_attention", "reference", "state_space",
+    "write_and_attend", "write_kv",
 ]  # fmt: skip

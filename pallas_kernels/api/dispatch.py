@@ -31,6 +31,7 @@ from pallas_kernels.api.backends import (
     read_platform,
     unsupported,
 )
+from pallas_kernels.api.mixers import OPS as MIXERS, explain_mixer
 from pallas_kernels.api.sizes import warn_of_sizes
 from pallas_kernels.common import context_parallel
 from pallas_kernels.common.batch import Call, StoredKV, bundle_call
@@ -208,7 +209,7 @@ def explain(
     """Which implementation `op` picks for these arguments, and why.
 
     Args:
-      op: "paged_attention", "write_kv" or "write_and_attend".
+      op: "paged_attention", "write_kv", "write_and_attend", "causal_conv", "gated_delta_rule" or "state_space".
       platform: "cpu", "cuda" or "tpu"; default: the one a program traced now would be lowered for.
       implementation: as for `paged_attention`.
       **arguments: the op's arguments, by name; of arrays only shapes and dtypes are read.
@@ -223,6 +224,8 @@ def explain(
     >>> explain(q=q, kv=kv, tables=jax.ShapeDtypeStruct((2, 4), jnp.int32), platform="cpu").implementation
     'xla'
     """
+    if op in MIXERS:
+        return explain_mixer(op, platform=platform, implementation=implementation, **arguments)
     check_names(op, arguments)
     if platform is not None:
         platform = read_platform(platform)

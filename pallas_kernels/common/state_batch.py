@@ -1,0 +1,63 @@
+"""The rows of a step over a pool of states: which slot each row reads and writes, and which tokens are its own."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.ragged_layout import default_offsets
+
+
+class StateBatch(NamedTuple):
+    """Rows, their slots and their tokens. Packed tokens begin at `query_starts`; padded ones at `row * T`."""
+
+    slots: jax.Array  # i32[S]: the slot that holds a row's state before the step
+    kv_lens: jax.Array  # i32[S]: tokens of each row, this step's included
+    query_lens: jax.Array  # i32[S]: this step's tokens among them
+    query_starts: jax.Array | None = None  # i32[S]
+    to_slots: jax.Array | None = None  # i32[S]: the slot that takes the state after the step; None: `slots`
+    snapshot_slots: jax.Array | None = None  # i32[S, n]: the slots that take states on the way; -1: none
+    every: int | None = None  # tokens between these states
+
+    @property
+    def begins(self) -> jax.Array:
+        """`bool[S]`: rows that had no token before this step, and whose state is 0 whatever their slot holds."""
+        return self.kv_lens == self.query_lens
+
+    @property
+    def starts(self) -> jax.Array:
+        """`i32[S]`: the position of each row's first token of this step."""
+        return self.kv_lens - self.query_lens
+
+    def targets(self, num_slots: int) -> jax.Array:
+        """Returns `i32[S]`, the slot that each row writes; past the end, so that nothing is, without tokens."""
+        slots = self.slots if self.to_slots is None else self.to_slots
+        return jnp.where((self.query_lens > 0) & (slots >= 0), slots, num_slots)
+
+    def snapshot_targets(self, number: jax.Array, taken: jax.Array, num_slots: int) -> jax.Array:
+        """Returns the slots `i32[S, ...]` of each row's snapshots of a `number`, where `taken`; else past the end."""
+        if self.snapshot_slots is None:
+            return jnp.full(number.shape, num_slots, jnp.int32)
+        flat = number.reshape(number.shape[0], -1)
+        width = self.snapshot_slots.shape[1]
+        slots = jnp.take_along_axis(self.snapshot_slots, jnp.clip(flat, 0, width - 1), axis=1).reshape(number.shape)
+        return jnp.where(taken & (number >= 0) & (number < width) & (slots >= 0), slots, num_slots)
+
+    def flatten(self, token_axes: tuple[int, ...]) -> "StateBatch":
+        """Returns the batch with the starts of the rows in the flattened tokens."""
+        rows = self.query_lens.shape[0]
+        if len(token_axes) == 2:
+            return self._replace(query_starts=jnp.arange(rows, dtype=jnp.int32) * token_axes[1])
+        return self if self.query_starts is not None else self._replace(query_starts=default_offsets(self.query_lens))
+
+
+def read_slots(states: jax.Array, batch: StateBatch) -> jax.Array:
+    """Returns the states of all rows before the step, `f32[S, ...]`: 0 for rows that begin, or have no token."""
+    idle = batch.begins | (batch.query_lens == 0)
+    found = states.at[jnp.where(idle, 0, batch.slots)].get(mode="clip").astype(jnp.float32)
+    return jnp.where(expand(idle, found.ndim), 0.0, found)
+
+
+def expand(x: Any, ndim: int) -> jax.Array:
+    """Returns an array with trailing axes of 1, `ndim` axes in all."""
+    return x.reshape(x.shape + (1,) * (ndim - x.ndim))
