@@ -186,7 +186,7 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
         if tables.shape != (len(held), width):
             raise ValueError(f"tables.{g} {tables.shape} does not hold the rows")
         column = np.arange(width)
-        first = config.first_visible_block(g, held) * config.block_size // saved.block_size
+        first = config.first_retained_block(g, held) * config.block_size // saved.block_size
         end = -(-held // saved.block_size)
         kept = (column >= first[:, None]) | (column < config.group_sinks[g])
         if ((tables != 0) != (kept & (column < end[:, None]))).any():

@@ -42,7 +42,7 @@ class Written:
             plans = [
                 reblock(
                     layer.tables, layer.lengths, size, self.block_size,
-                    first=config.first_visible_block(g, layer.lengths),
+                    first=config.first_retained_block(g, layer.lengths),
                     sinks=config.group_sinks[g],
                 )
                 for layer in held

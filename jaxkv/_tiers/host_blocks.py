@@ -38,7 +38,7 @@ class HostBlocks:
     thinned: tuple[np.ndarray | None, ...]  # i32[n]: as in `BlockTables`
     parts: tuple[Pool | None, ...]  # the B blocks of each layer; None for a layer that shares another's
     groups: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
-    sights: tuple[str, ...] = dataclasses.field(metadata={"static": True})  # of each group
+    retentions: tuple[str, ...] = dataclasses.field(metadata={"static": True})  # of each group, in words
     rotates: tuple[bool, ...] = dataclasses.field(metadata={"static": True})  # of each layer: are its heads rotated?
     kinds: tuple[str, ...] = dataclasses.field(metadata={"static": True})  # of each layer: bytes do not tell
     # Whether the cache was committed to its devices. What lies in pinned memory always is, and so would be whatever a

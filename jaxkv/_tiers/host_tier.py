@@ -1,6 +1,7 @@
 """Swaps rows to host memory and back: `swap_out` and `swap_in`."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -70,7 +71,7 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
     host = HostBlocks(
         lengths=np.asarray(row_tables(tables[0], config).lengths)[moved], first=tuple(first), count=tuple(count),
         order=tuple(order), held=tuple(left), thinned=tuple(thinned), parts=tuple(parts), groups=config.groups,
-        sights=config.group_retentions, rotates=tuple(map(config.rotates, range(cache.num_layers))),
+        retentions=tuple(map(str, config.retentions)), rotates=tuple(map(config.rotates, range(cache.num_layers))),
         kinds=config.kind_names,
         committed=all(getattr(x, "committed", False) for x in jax.tree.leaves(cache.pools)),
     )  # fmt: skip
@@ -155,16 +156,22 @@ def _row_list(cache: Cache, rows: Any) -> np.ndarray:
     return distinct_rows("rows", rows, count)
 
 
+def _describe_groups(groups: Sequence[Sequence[int]], retentions: Sequence[str]) -> str:
+    pairs = zip(groups, retentions, strict=True)
+    return "the groups " + ", ".join(f"{list(layers)} {retention}" for layers, retention in pairs)
+
+
 def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:
     if not isinstance(host, HostBlocks):
         raise ValueError(f"host must be what swap_out returned, not {type(host).__name__}.")
     if dst.shape[0] != len(host):
         raise ValueError(f"rows must name {len(host)} rows, one for each that was swapped out, not {dst.shape[0]}.")
-    groups, sights = cache.config.groups, cache.config.group_retentions
-    if (host.groups, host.sights) != (groups, sights):
+    groups, retentions = cache.config.groups, tuple(map(str, cache.config.retentions))
+    if (host.groups, host.retentions) != (groups, retentions):
         raise ValueError(
-            f"These blocks come from a cache whose layers form the groups {host.groups} {host.sights}, but "
-            f"here they form {groups} {sights}: swap them into a cache like the one they come from."
+            f"These blocks come from a cache whose layers form {_describe_groups(host.groups, host.retentions)}, but "
+            f"here they form {_describe_groups(groups, retentions)}: swap them into a cache like the one they come "
+            "from."
         )
     for layers in cache.config.groups:
         for layer in layers:

@@ -60,7 +60,8 @@ def _read(
         parts[layer] = add_bounds(Pool(*found), own.tables, own.lengths, config, layer)  # type: ignore[arg-type]
     used = [group.tables != NULL_BLOCK for group in held]
     return HostBlocks(
-        lengths=np.array([length], np.int32), parts=tuple(parts), groups=config.groups, sights=config.group_retentions,
+        lengths=np.array([length], np.int32), parts=tuple(parts), groups=config.groups,
+        retentions=tuple(map(str, config.retentions)),
         first=tuple(first_columns(x, sinks) for x, sinks in zip(used, config.group_sinks, strict=True)),
         count=(count := tuple(x.sum(axis=1, dtype=np.int32) for x in used)), order=in_order(count),
         held=tuple(None if group.thinned is None else group.lengths for group in held),

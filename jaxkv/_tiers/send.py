@@ -90,7 +90,7 @@ def lifted(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
     """
     config, length = cache.config, np.array([num_tokens], np.int32)
     groups, none = range(len(config.groups)), (None,) * len(config.groups)
-    first = [np.asarray(config.first_visible_block(g, length), np.int32) for g in groups]
+    first = [np.asarray(config.first_retained_block(g, length), np.int32) for g in groups]
     count = [np.asarray(-(-length // config.block_size) - f, np.int32) for f in first]
     sizes = tuple(pad_size(int(n[0])) for n in count)
     with _under(cache):
@@ -99,7 +99,7 @@ def lifted(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
     return HostBlocks(
         lengths=length, first=tuple(first), count=tuple(count), order=in_order(count), held=none,
         thinned=none, parts=parts,
-        groups=config.groups, sights=config.group_retentions,
+        groups=config.groups, retentions=tuple(map(str, config.retentions)),
         rotates=tuple(map(config.rotates, range(cache.num_layers))),
         kinds=config.kind_names,
     )  # fmt: skip

@@ -60,7 +60,7 @@ def from_dense(
     refuse_gaps(config, "from_dense takes", ("head",))
     plans = []
     for group, blocks in enumerate(config.group_blocks):
-        first = config.first_visible_block(group, lengths)
+        first = config.first_retained_block(group, lengths)
         plan = reblock(tables, lengths, places, config.block_size, first=first, share=False)
         if len(plan.slots) > blocks:
             raise ValueError(

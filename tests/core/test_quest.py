@@ -58,7 +58,7 @@ def test_what_a_window_has_given_back_has_no_bounds():
     cache = jaxkv.extend(cache, [1, 0, 0, 0])  # gives back what its token does not see
     k = np.concatenate([k, k[:, :1]], axis=1)
     cache = jaxkv.write(cache, k[:, 33:], k[:, 33:], layer=1)
-    first = cache.config.first_visible_block(0, 33) * 4
+    first = cache.config.first_retained_block(0, 33) * 4
     expected = expected_bounds(k, (34, *LENGTHS[1:]), 4)
     expected[:, 0, : first // 4] = 0
     assert first > 0 and not np.asarray(cache.tables[0].tables)[0, : first // 4].any()

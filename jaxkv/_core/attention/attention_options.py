@@ -65,27 +65,7 @@ def read_options(layer: Layer, options: dict[str, Any]) -> dict[str, Any]:
         options["return_lse"] = flag("return_lse", options["return_lse"])
     if "blocks" in options:
         options["blocks"] = _read_blocks(options["blocks"], (layer.rows, layer.config.max_blocks_per_seq))
-    own, asked = layer.layer_config.window, options.get("window")
-    if (chunk := layer.layer_config.chunk) is not None:
-        if asked is not None:
-            raise ValueError(
-                f"Layer {layer.number} sees chunks of {chunk} tokens, and cannot take window={asked}: leave it out."
-            )
-        return options | {"chunk": chunk}
-    if own is not None and asked is not None and asked > own:
-        raise ValueError(
-            f"window={asked} is wider than what layer {layer.number} keeps, a window of {own} tokens: give its "
-            "LayerConfig the wider one."
-        )
-    first = layer.layer_config.sink_tokens
-    if own is not None and options.get("sink_tokens", 0) > (first or 0):
-        kept = "the first ones too" if first is None else f"but for {first} first ones"
-        raise ValueError(
-            f"Layer {layer.number} gives back what falls out of its window of {own} tokens, {kept}, and cannot take "
-            f"sink_tokens={options['sink_tokens']}: give its LayerConfig as many, or make it without a window, and "
-            "give window= with them."
-        )
-    return {"window": own} | ({} if first is None else {"sink_tokens": first}) | options
+    return layer.layer_config.retention.mask_options(layer.number, options)
 
 
 def to_array(name: str, x: Any) -> jax.Array:
@@ -98,18 +78,13 @@ def to_array(name: str, x: Any) -> jax.Array:
     return jnp.asarray(x)
 
 
-# Options by positions, which differ from slots in a layer that evicts; and options by head or row.
-BY_POSITION, BY_HEAD = ("window", "sink_tokens", "alibi", "mask"), ("sinks", "blocks")
-
-
 def _check_evicting(layer: Layer, options: dict[str, Any]) -> None:
-    evict = layer.config.group_evicts[layer.group]
-    refused = {None: (), "layer": BY_POSITION, "head": BY_POSITION + BY_HEAD}[evict]
-    for name in refused:
+    retention = layer.config.retentions[layer.group]
+    for name in retention.refused_options:
         if name in options:
             raise ValueError(
-                f'Layer {layer.number} has evict="{evict}", where a token\'s place is not its position, or each head '
-                f"has its own, so it cannot take {name}: leave it out, or make the layer without evict."
+                f'Layer {layer.number} has evict="{retention.evict}", where a token\'s slot is not its position, or '
+                f"each head has its own, so it cannot take {name}: leave it out, or make the layer without evict."
             )
 
 

@@ -23,7 +23,7 @@ def find_sharing(config: CacheConfig, tables: BlockTables, group: int, queries: 
     before = tables.lengths - tables.new
     if config.group_sinks[group]:  # rows are read one by one
         return jnp.zeros((4, before.shape[0]), jnp.int32)
-    first = config.first_visible_block(group, before)
+    first = config.first_retained_block(group, before)
     if tables.skipped is not None:  # what rows share stands in the same columns, or is read one by one
         before, first = before - tables.skipped * config.block_size, jnp.maximum(first - tables.skipped, 0)
     return find_shared(tables.tables, before, queries, block_size=config.block_size, first=first, worth=WORTH_TOKENS)
@@ -34,7 +34,7 @@ def count_blocks_read(
 ) -> jax.Array:  # fmt: skip
     """Returns `i32[]`: blocks that a layer of a group reads in a step, each row's once, and shared blocks once for
     every `together` queries."""
-    first = config.first_visible_block(group, tables.lengths - tables.new)
+    first = config.first_retained_block(group, tables.lengths - tables.new)
     at_once = jnp.int32(0)
     if shared is not None:
         of = Shared.unpack(shared)

@@ -47,7 +47,7 @@ def begin_with_table(layer: Layer) -> Layer:
 
 
 def columns_of_blocks(layer: Layer, blocks: Any) -> jax.Array:
-    """Returns the columns of blocks `i32[S, n]`. Those that have left are out of sight, and go behind the others."""
+    """Returns the columns of blocks `i32[S, n]`. Blocks that have left go behind the others."""
     tables, block = layer.tables, jnp.asarray(blocks)
     width = tables.tables.shape[1]
     if tables.skipped is not None:

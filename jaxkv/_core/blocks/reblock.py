@@ -138,7 +138,7 @@ def fit(
                 tables, lengths, _ = held[group]
                 try:
                     found[group] = reblock(
-                        tables, lengths, old_size, config.block_size, first=config.first_visible_block(g, lengths),
+                        tables, lengths, old_size, config.block_size, first=config.first_retained_block(g, lengths),
                         sinks=config.group_sinks[g], share=not config.contiguous, partial=partial,
                     )  # fmt: skip
                 except TokensGone as gone:

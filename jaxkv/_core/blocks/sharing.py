@@ -148,7 +148,7 @@ def _truncate(cache: Cache, target: jax.Array) -> Cache:
             gone |= shorter & (target > 0) & any_head(thinned, cache.config)
             continue
         sinks = cache.config.group_sinks[group]
-        first, end = cache.config.first_visible_block(group, target), count_blocks(target, cache.config.block_size)
+        first, end = cache.config.first_retained_block(group, target), count_blocks(target, cache.config.block_size)
         block = _columns(tables)
         if tables.skipped is not None:
             block = blocks_of(block, tables.skipped[:, None], sinks)

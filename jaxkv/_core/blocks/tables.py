@@ -232,7 +232,7 @@ def release_windows(cache: Cache) -> Cache:
 
     def leave(group: int, tables: BlockTables) -> BlockTables:
         if config.group_visible_tokens[group] is not None:
-            first, sinks = config.first_visible_block(group, tables.lengths), config.group_sinks[group]
+            first, sinks = config.first_retained_block(group, tables.lengths), config.group_sinks[group]
             tables = free_leading_blocks(tables, columns_of(first, tables.skipped, sinks), sinks)
         return dataclasses.replace(tables, new=jnp.zeros_like(tables.new))  # their context may be gone
 

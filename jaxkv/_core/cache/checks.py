@@ -68,11 +68,10 @@ def check(cache: Cache) -> None:
         )
     if gone:
         asked = _list(f"row {r} ({tables.lengths[r]} tokens) to {tables.wanted[r]} tokens" for r in gone)
-        reaches, evicts = cache.config.group_visible_tokens, cache.config.group_evicts
-        named = zip(_describe_retention(cache), reaches, evicts, strict=True)
-        sights = _list(dict.fromkeys(f"{s} tokens" if reach else s for s, reach, evict in named if reach or evict))
+        forgetful = [rule for rule in cache.config.retentions if rule.visible_tokens or rule.evict]
+        rules = _list(dict.fromkeys(f"{rule} tokens" if rule.visible_tokens else str(rule) for rule in forgetful))
         raise OutOfWindow(
-            f"Truncating {asked} goes back to what layers {sights} have given back. The row "
+            f"Truncating {asked} goes back to what layers {rules} have given back. The row "
             "is as it was before; free it and compute its tokens again, or fork it before it goes on."
         )
     # Reports the group that lacks most blocks.
@@ -84,7 +83,7 @@ def check(cache: Cache) -> None:
         for r in rows
     )
     free = f"{num_free} of {num_blocks} blocks {'is' if num_free == 1 else 'are'} free"
-    where = "" if len(groups) == 1 else f" in the layers {_describe_retention(cache)[group]}"
+    where = "" if len(groups) == 1 else f" in the layers {cache.config.retentions[group]}"
     where += "" if parts == 1 else f" on one of {parts} devices"
     kept = np.count_nonzero(tables.kept)
     index = f" (a PrefixCache keeps {kept}: its make_room gives some back)" if kept else ""
@@ -203,7 +202,7 @@ def _check_tables(tables: BlockTables, config: CacheConfig, group: int) -> None:
     column = np.arange(tables.tables.shape[1])
     end = np.max(np.where(used, column + 1, 0), axis=1)
     sinks = config.group_sinks[group]
-    first_seen = config.first_visible_block(group, tables.lengths - tables.new)
+    first_seen = config.first_retained_block(group, tables.lengths - tables.new)
     assert (tables.skipped is not None) == config.group_slides[group], "rows slide where they can outgrow their table"
     if tables.skipped is not None:
         assert (tables.skipped % config.group_units[group] == 0).all(), f"rows slide by whole chunks: {tables.skipped}"
@@ -331,11 +330,6 @@ def check_on_host(cache: Cache, function: str) -> None:
 def _list(parts: Any) -> str:
     parts = list(parts)
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-def _describe_retention(cache: Cache) -> list[str]:
-    """Returns what tokens attend to in the layers of each group, in words."""
-    return [cache.config.layers[layers[0]].retention for layers in cache.config.groups]
 
 
 def _more(blocks: int) -> str:

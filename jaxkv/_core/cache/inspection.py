@@ -228,8 +228,8 @@ class Views:
             raise IndexError(f"Row {row} holds {int(length)} tokens, so it has no token at position {position}.")
         block, _ = self.slots(row, position, layer=layer)
         if not isinstance(block, jax.core.Tracer) and not block.any():
-            sight = self.layer_config(self.config.owner(layer)).retention
-            raise IndexError(f"Layer {layer}, {sight}, has given back the token of row {row} at position {position}.")
+            kept = self.layer_config(self.config.owner(layer)).retention
+            raise IndexError(f"Layer {layer}, {kept}, has given back the token of row {row} at position {position}.")
         return self.read(layer, row, position)
 
     def load(self, layer: int, row: int, head: int, position: int) -> tuple[jax.Array, jax.Array]:

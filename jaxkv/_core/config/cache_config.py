@@ -220,26 +220,8 @@ class CacheConfig(MadeLike):
                 "and head_dim (if latent, the same rank and rope_dim), and no dtype or rotate of its own, nor evict "
                 "or bounds."
             )
-        if layer.chunk != owner.chunk and (owner.chunk is not None or owner.window is not None):
-            raise ValueError(
-                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, {owner.retention}, and cannot be a "
-                f"layer {layer.retention}."
-            )
-        if owner.evict is not None and layer.visible_tokens is not None:
-            raise ValueError(
-                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, which has evict={owner.evict!r}: it "
-                f"cannot be a layer {layer.retention}, for places there are no positions."
-            )
-        if owner.window is not None and (layer.sink_tokens or 0) > (owner.sink_tokens or 0):
-            raise ValueError(
-                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, which keeps "
-                f"{owner.sink_tokens or 'none'} of the first tokens: its own sink_tokens cannot be {layer.sink_tokens}."
-            )
-        if owner.window is not None and (layer.window is None or layer.window > owner.window):
-            raise ValueError(
-                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, which keeps a window of "
-                f"{owner.window} tokens: its own window cannot be {layer.window}."
-            )
+        if (reason := owner.retention.refuse_reader(layer.retention)) is not None:
+            raise ValueError(f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, {reason}.")
 
     def _settle_paged(self, put) -> None:
         if self.block_size is None:

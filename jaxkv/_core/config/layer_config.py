@@ -1,10 +1,12 @@
 """The config of one attention layer: its shape, its storage, and what it keeps of a row."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 
+from jaxkv._core.config.retention import Full, make_retention
 from jaxkv._core.config.validation import flag, integer, show
 from pallas_kernels.common.quantization import FORMATS, StorageFormat
 
@@ -62,6 +64,11 @@ class LayerConfig:
     sink_tokens: int | None = None
     bounds: bool = False
 
+    @functools.cached_property
+    def retention(self) -> Full:
+        """What the layer keeps of a row, and what its tokens attend to."""
+        return make_retention(self.window, self.sink_tokens, self.chunk, self.evict)
+
     def __post_init__(self):
         least_of = {"shares_with": 0} | dict.fromkeys(("window", "rank", "chunk", "sink_tokens"), 1)
         limits = {"num_kv_heads": 1, "head_dim": 1} | least_of
@@ -74,23 +81,9 @@ class LayerConfig:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", kind_of(self.dtype, "LayerConfig.dtype").declared_dtype)
 
-        if self.chunk is not None and self.window is not None:
-            raise ValueError(
-                f"LayerConfig.chunk={self.chunk} and window={self.window} cannot both limit what a token sees: leave "
-                "one out."
-            )
-        if self.sink_tokens is not None and self.window is None:
-            raise ValueError(
-                f"LayerConfig.sink_tokens={self.sink_tokens} are seen beside a window, and there is none: give window, "
-                "or leave them out."
-            )
         if self.evict not in (None, "layer", "head"):
             raise ValueError(f'LayerConfig.evict must be "layer", "head" or None, not {show(self.evict)}.')
-        if self.evict is not None and self.visible_tokens is not None:
-            raise ValueError(
-                f"A layer {self.retention} gives back what its tokens do not see, by position, and cannot have evict="
-                f"{self.evict!r} too: leave one out."
-            )
+        _ = self.retention  # raises if the options do not go together
         object.__setattr__(self, "bounds", flag("LayerConfig.bounds", self.bounds))
         if self.bounds and self.evict == "head":
             raise ValueError(
@@ -125,21 +118,6 @@ class LayerConfig:
         """
         rank, rope_dim = integer("rank", rank, least=1), integer("rope_dim", rope_dim, least=1)
         return cls(num_kv_heads=1, head_dim=rank + rope_dim, rank=rank, **fields)
-
-    @property
-    def visible_tokens(self) -> int | None:
-        """Maximum number of positions that a token attends to, by window or chunk; None: all."""
-        return self.chunk if self.window is None else self.window
-
-    @property
-    def retention(self) -> str:
-        """The positions that a token attends to, in words."""
-        if self.chunk is not None:
-            return f"with chunks of {self.chunk}"
-        if self.evict is not None:
-            return f'with evict="{self.evict}"'
-        first = "" if self.sink_tokens is None else f" behind {self.sink_tokens} first tokens"
-        return "without a window" if self.window is None else f"with a window of {self.window}{first}"
 
     @property
     def dim(self) -> int:

@@ -1,15 +1,13 @@
 """Groups of layers that share a block table, what they keep of a row, and how many blocks they need."""
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv._core.config.retention import Chunk, Full, OneBlock, Window
 
 
 def find_period(kinds: Sequence[Any]) -> int:
@@ -92,9 +90,8 @@ class Groups:
 
     @functools.cached_property
     def group_units(self) -> tuple[int, ...]:
-        """Number of blocks that a row of each group slides by: whole chunks, so that chunk boundaries stay in place."""
-        chunks = (1 if chunk is None else chunk for chunk in self.group_chunks)
-        return tuple(math.lcm(chunk, self.block_size) // self.block_size for chunk in chunks)
+        """Number of blocks that a row of each group slides by."""
+        return tuple(kept.slide_blocks(self.block_size) for kept in self.retentions)
 
     @functools.cached_property
     def group_slides(self) -> tuple[bool, ...]:
@@ -109,48 +106,47 @@ class Groups:
         if self.contiguous:  # no blocks are ever freed
             return (tuple(stored),)
 
-        def kept(i: int) -> tuple[int | None, ...]:  # a layer that evicts forms its own group
-            layer = self.layers[i]
-            return layer.window, layer.chunk, layer.sink_tokens, None if layer.evict is None else i
+        def kept(i: int) -> tuple[Full, int | None]:  # a layer that evicts forms its own group
+            retention = self.layers[i].retention
+            return retention, None if retention.evict is None else i
 
         return tuple(tuple(i for i in stored if kept(i) == kind) for kind in dict.fromkeys(map(kept, stored)))
 
     @functools.cached_property
-    def group_windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each group's layers; None: they keep all tokens."""
-        return tuple(None if self.contiguous else self.layers[layers[0]].window for layers in self.groups)
+    def retentions(self) -> tuple[Full, ...]:
+        """What each group's layers keep of a row."""
+        return tuple(OneBlock() if self.contiguous else self.layers[i].retention for i, *_ in self.groups)
 
     @functools.cached_property
-    def group_retentions(self) -> tuple[str, ...]:
-        """The tokens that each group's layers keep, in words."""
-        return tuple("whole" if self.contiguous else self.layers[layers[0]].retention for layers in self.groups)
+    def group_windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each group's layers; None: they have none."""
+        return tuple(kept.window if isinstance(kept, Window) else None for kept in self.retentions)
+
+    @functools.cached_property
+    def group_chunks(self) -> tuple[int | None, ...]:
+        """The chunk of each group's layers; None: they have none."""
+        return tuple(kept.chunk if isinstance(kept, Chunk) else None for kept in self.retentions)
 
     @functools.cached_property
     def group_visible_tokens(self) -> tuple[int | None, ...]:
         """Maximum number of positions that a token of each group attends to, by window or chunk; None: all."""
-        return tuple(None if self.contiguous else self.layers[layers[0]].visible_tokens for layers in self.groups)
-
-    @functools.cached_property
-    def group_chunks(self) -> tuple[int | None, ...]:
-        """The chunk of each group's layers; None: they have none, or the layout is contiguous."""
-        return tuple(None if self.contiguous else self.layers[layers[0]].chunk for layers in self.groups)
+        return tuple(kept.visible_tokens for kept in self.retentions)
 
     @functools.cached_property
     def group_sinks(self) -> tuple[int, ...]:
         """Number of leading blocks that each group keeps of a row, besides its sliding window."""
-        first = (0 if self.contiguous else self.layers[layers[0]].sink_tokens or 0 for layers in self.groups)
-        return tuple(-(-tokens // self.block_size) for tokens in first)
+        return tuple(kept.sink_blocks(self.block_size) for kept in self.retentions)
 
     @functools.cached_property
     def group_evicts(self) -> tuple[str | None, ...]:
         """How each group's layer evicts: "layer", "head", or None."""
-        return tuple(self.layers[layers[0]].evict for layers in self.groups)
+        return tuple(kept.evict for kept in self.retentions)
 
     @functools.cached_property
     def group_heads(self) -> tuple[int, ...]:
         """Number of tables of a row in each group: 1, or one for each KV head if the layer evicts by heads."""
-        heads = (self.layers[layers[0]].num_kv_heads for layers in self.groups)
-        return tuple(n if evict == "head" else 1 for n, evict in zip(heads, self.group_evicts, strict=True))
+        pairs = zip(self.retentions, self.groups, strict=True)
+        return tuple(kept.row_tables(self.layers[i].num_kv_heads) for kept, (i, *_) in pairs)
 
     @property
     def has_windows(self) -> bool:
@@ -196,29 +192,26 @@ class Groups:
             raise IndexError(f"layer must be an integer from 0 to {self.num_layers - 1}, not {layer!r}.")
         return self.layers[layer]
 
-    def first_visible_block(self, group: int, length: Any) -> Any:
-        """Returns the first block that the next token of a row of `length` tokens (int or array) attends to.
+    def first_retained_block(self, group: int, length: Any) -> Any:
+        """Returns the first block that a group keeps, behind its leading ones, for the next token of a row of `length`
+        tokens (int or array)."""
+        return self.retentions[group].first_retained_block(length, self.block_size)
 
-        The row's last block always counts as visible, since it determines the next block's column.
-        """
-        return self.first_position(group, length) // self.block_size
+    def retained_blocks(self, group: int, length: Any) -> tuple[Any, Any]:
+        """Returns the number of leading blocks that a group keeps for the next token of a row, and the first block
+        behind them that it keeps."""
+        first = self.first_retained_block(group, length)
+        return np.minimum(self.group_sinks[group], first), first
 
     def first_position(self, group: int, length: Any) -> Any:
         """Returns the first position that a row's next token attends to; at most the row's last position."""
-        window, chunk = self.group_windows[group], self.group_chunks[group]
-        maths = jnp if isinstance(length, jax.Array) else np  # host arrays stay on the host
-        if chunk is not None:
-            unseen = maths.minimum(length // chunk * chunk, length - 1)
-        else:
-            unseen = length * 0 if window is None else length - max(window, 2) + 1
-        return maths.maximum(unseen, 0)
+        return self.retentions[group].first_visible_position(length)
 
     def row_blocks(self, group: int, length: int) -> int:
         """Returns the maximum blocks of a group that a row holds while it grows to `length` tokens one by one."""
-        reach, blocks = self.group_visible_tokens[group], -(-length // self.block_size) * self.group_heads[group]
-        if reach is None:
-            return blocks
-        return min(blocks, (self._window_slots(reach) + 1) // self.block_size + self.group_sinks[group])
+        blocks = -(-length // self.block_size) * self.group_heads[group]
+        slots = self.retentions[group].row_slots(self.block_size)
+        return blocks if slots is None else min(blocks, (slots + 1) // self.block_size + self.group_sinks[group])
 
     def window_blocks(self, window: int, step_tokens: int | None = None, sinks: int = 0) -> int:
         """Returns an upper bound on the blocks held by all rows of a sliding-window group that also keeps `sinks`
@@ -226,13 +219,9 @@ class Groups:
         most = self.max_seqs * self.max_blocks_per_seq
         if step_tokens is None:
             return most
-        places = self.max_seqs * self._window_slots(window) + step_tokens
-        return min(most, places // self.block_size + self.max_seqs * sinks)
-
-    def _window_slots(self, window: int) -> int:
-        """Returns the maximum slots in the blocks of a window: `window - 1` visible tokens, `block_size - 1` more slots
-        in the first block, and as many in the last."""
-        return max(window, 2) + 2 * self.block_size - 3
+        slots = Window(window).row_slots(self.block_size)
+        assert slots is not None
+        return min(most, (self.max_seqs * slots + step_tokens) // self.block_size + self.max_seqs * sinks)
 
     @property
     def _widest(self) -> int:

@@ -60,7 +60,7 @@ class ModelDrafter:
     def __init__(self, model: Any, *, max_seqs: int, max_seq_len: int, step_tokens: int, count: int):
         sizes: dict[str, Any] = {"max_seqs": max_seqs, "max_seq_len": max_seq_len + count}
         # Drafts are rolled back further than windows would allow: a contiguous cache keeps everything.
-        if any(layer.visible_tokens is not None for layer in model.layer_configs):
+        if any(layer.retention.visible_tokens is not None for layer in model.layer_configs):
             sizes["layout"] = "contiguous"
         self.config = CacheConfig.from_model(model, **sizes)
         self.leaves, structure = jax.tree.flatten(model)

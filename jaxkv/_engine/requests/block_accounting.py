@@ -41,9 +41,8 @@ class Holdings:
 
     def at_rest(self, group: int, length: int) -> int:
         """Returns the blocks of a row of `length` tokens between steps, without eviction."""
-        return -(-length // self.size) - max(
-            0, self.config.first_visible_block(group, length) - self.config.group_sinks[group]
-        )
+        leading, first = self.config.retained_blocks(group, length)
+        return -(-length // self.size) - int(first - leading)
 
 
 class ThinnedHoldings(Holdings):
@@ -57,9 +56,8 @@ class ThinnedHoldings(Holdings):
             table = None
             if config.group_evicts[group] is not None:
                 table = np.maximum.accumulate(eviction.kept(config, layers[0])).tolist()
-            sight = (config.group_visible_tokens[group], config.group_chunks[group], config.group_sinks[group])
             kind = (
-                *sight,
+                config.retentions[group],
                 config.group_heads[group],
                 config.group_blocks[group],
                 table and tuple(table),

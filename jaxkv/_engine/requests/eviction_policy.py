@@ -122,10 +122,9 @@ class Eviction:
     def layer_configs(self, layers: Iterable[LayerConfig]) -> tuple[LayerConfig, ...]:
         """Returns the layer configs, with eviction in layers of full attention."""
         layers = tuple(layers)
-        is_free = [layer.visible_tokens is None and layer.shares_with is None for layer in layers]
-        readers = [
-            layer.shares_with for layer in layers if layer.shares_with is not None and layer.visible_tokens is not None
-        ]
+        sees_all = [layer.retention.visible_tokens is None for layer in layers]
+        is_free = [every and layer.shares_with is None for every, layer in zip(sees_all, layers, strict=True)]
+        readers = [layer.shares_with for every, layer in zip(sees_all, layers, strict=True) if not every]
         if not any(is_free):
             raise ValueError("evict= is for layers that see everything, but all of this model's give tokens back.")
         return tuple(

@@ -88,8 +88,7 @@ def _can_recall(
     counts, taken = np.arange(found.size), np.zeros(found.size, np.int64)
     for group, (d, size) in enumerate(zip(on_disk, index.block_bytes, strict=True)):
         total = np.concatenate([[0], np.cumsum(d)])
-        first = index.config.first_visible_block(group, counts * index.block_size)
-        sinks = np.minimum(index.config.group_sinks[group], first)
+        sinks, first = index.config.retained_blocks(group, counts * index.block_size)
         taken += size * (total[counts] - total[first] + total[sinks])
     return found & ((taken <= room) | (taken == 0))
 

@@ -285,8 +285,7 @@ def can_serve(config: CacheConfig, present: Sequence[np.ndarray]) -> np.ndarray:
     found = np.ones(counts.size, bool)
     for group, there in enumerate(present):
         total = np.concatenate([[0], np.cumsum(there)])
-        first = config.first_visible_block(group, counts * config.block_size)
-        sinks = np.minimum(config.group_sinks[group], first)
+        sinks, first = config.retained_blocks(group, counts * config.block_size)
         found &= (total[counts] - total[first] == counts - first) & (total[sinks] == sinks)
     return found
 
@@ -294,5 +293,5 @@ def can_serve(config: CacheConfig, present: Sequence[np.ndarray]) -> np.ndarray:
 def needed(config: CacheConfig, count: int) -> list[np.ndarray]:
     """Returns, for each group, which of `count` blocks the next token sees: leading ones that stay, and the last."""
     length = count * config.block_size
-    firsts = [(sinks, config.first_visible_block(g, length)) for g, sinks in enumerate(config.group_sinks)]
-    return [np.r_[: min(sinks, first), first:count] for sinks, first in firsts]
+    kept = (config.retained_blocks(group, length) for group in range(len(config.groups)))
+    return [np.r_[:sinks, first:count] for sinks, first in kept]

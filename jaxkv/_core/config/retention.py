@@ -1,0 +1,220 @@
+"""What a layer keeps of a row: which earlier tokens the next one attends to, and which blocks stay for it.
+
+A new rule is a class here, an option of `LayerConfig`, and a line of `make_retention`.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Options of attention by a token's position, and by its head or row.
+BY_POSITION, BY_HEAD = ("window", "sink_tokens", "alibi", "mask"), ("sinks", "blocks")
+
+
+@dataclasses.dataclass(frozen=True)
+class Full:
+    """Keeps all tokens."""
+
+    @property
+    def visible_tokens(self) -> int | None:
+        """Maximum number of positions that a token attends to, sink tokens not counted; None: all."""
+        return None
+
+    @property
+    def evict(self) -> str | None:
+        """Who chooses the tokens that go: "layer" or "head" by `jaxkv.evict`; None: their positions do."""
+        return None
+
+    @property
+    def refused_options(self) -> tuple[str, ...]:
+        """Names the options of attention that such a layer cannot take."""
+        return ()
+
+    def __str__(self) -> str:
+        return "without a window"
+
+    def first_visible_position(self, length: Any) -> Any:
+        """Returns the first position that the next token of a row of `length` tokens (int or array) attends to, behind
+        sink tokens; at most the row's last position, whose block determines the next block's column."""
+        return _at_least_0(length * 0)
+
+    def first_retained_block(self, length: Any, block_size: int) -> Any:
+        """Returns the first block that stays for the next token of a row of `length` tokens, behind sink blocks."""
+        return self.first_visible_position(length) // block_size
+
+    def sink_blocks(self, block_size: int) -> int:
+        """Returns the number of leading blocks of a row that stay, whatever its length."""
+        return 0
+
+    def slide_blocks(self, block_size: int) -> int:
+        """Returns the number of blocks that a row slides by in its table."""
+        return 1
+
+    def row_slots(self, block_size: int) -> int | None:
+        """Returns the maximum slots in the blocks that a row holds between steps, without sink blocks; None: all."""
+        if self.visible_tokens is None:
+            return None
+        # All visible tokens but the next one, `block_size - 1` more slots in the first block, and as many in the last.
+        return max(self.visible_tokens, 2) + 2 * block_size - 3
+
+    def row_tables(self, num_kv_heads: int) -> int:
+        """Returns the number of tables of a row."""
+        return 1
+
+    def refuse_reader(self, reader: "Full") -> str | None:
+        """Returns why no layer with the retention `reader` can read this layer's keys and values, as a clause; None: it
+        can."""
+        return None
+
+    def mask_options(self, layer: int, options: dict[str, Any]) -> dict[str, Any]:
+        """Returns the options of one call of attention with this layer's mask. Raises ValueError if they exceed it."""
+        return options
+
+
+@dataclasses.dataclass(frozen=True)
+class OneBlock(Full):
+    """Keeps all tokens of a row in one block of its own, whatever the layers see (`layout="contiguous"`)."""
+
+    def __str__(self) -> str:
+        return "whole"
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Full):
+    """Keeps the last `window` tokens, and the first `sink_tokens`."""
+
+    window: int
+    sink_tokens: int | None = None
+
+    @property
+    def visible_tokens(self) -> int:
+        return self.window
+
+    def __str__(self) -> str:
+        first = "" if self.sink_tokens is None else f" behind {self.sink_tokens} first tokens"
+        return f"with a window of {self.window}{first}"
+
+    def first_visible_position(self, length: Any) -> Any:
+        return _at_least_0(length - max(self.window, 2) + 1)
+
+    def sink_blocks(self, block_size: int) -> int:
+        return -(-(self.sink_tokens or 0) // block_size)
+
+    def refuse_reader(self, reader: Full) -> str | None:
+        if isinstance(reader, Chunk):
+            return f"{self}, and cannot be a layer {reader}"
+        window, sinks = (reader.window, reader.sink_tokens) if isinstance(reader, Window) else (None, None)
+        if window is None or window > self.window:
+            return f"which keeps a window of {self.window} tokens: its own window cannot be {window}"
+        if (sinks or 0) > (self.sink_tokens or 0):
+            return (
+                f"which keeps {self.sink_tokens or 'none'} of the first tokens: its own sink_tokens cannot be {sinks}"
+            )
+        return None
+
+    def mask_options(self, layer: int, options: dict[str, Any]) -> dict[str, Any]:
+        asked = options.get("window")
+        if asked is not None and asked > self.window:
+            raise ValueError(
+                f"window={asked} is wider than what layer {layer} keeps, a window of {self.window} tokens: give its "
+                "LayerConfig the wider one."
+            )
+        if options.get("sink_tokens", 0) > (self.sink_tokens or 0):
+            kept = "the first ones too" if self.sink_tokens is None else f"but for {self.sink_tokens} first ones"
+            raise ValueError(
+                f"Layer {layer} gives back what falls out of its window of {self.window} tokens, {kept}, and cannot "
+                f"take sink_tokens={options['sink_tokens']}: give its LayerConfig as many, or make it without a "
+                "window, and give window= with them."
+            )
+        own = {"window": self.window, "sink_tokens": self.sink_tokens}
+        return {name: value for name, value in own.items() if value is not None} | options
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk(Full):
+    """Keeps the tokens of the next token's chunk."""
+
+    chunk: int
+
+    @property
+    def visible_tokens(self) -> int:
+        return self.chunk
+
+    def __str__(self) -> str:
+        return f"with chunks of {self.chunk}"
+
+    def first_visible_position(self, length: Any) -> Any:
+        maths = _maths(length)
+        return _at_least_0(maths.minimum(length // self.chunk * self.chunk, length - 1))
+
+    def slide_blocks(self, block_size: int) -> int:  # whole chunks, so that chunk boundaries stay in place
+        return math.lcm(self.chunk, block_size) // block_size
+
+    def refuse_reader(self, reader: Full) -> str | None:
+        return None if reader == self else f"{self}, and cannot be a layer {reader}"
+
+    def mask_options(self, layer: int, options: dict[str, Any]) -> dict[str, Any]:
+        if (asked := options.get("window")) is not None:
+            raise ValueError(f"Layer {layer} sees chunks of {self.chunk} tokens, and cannot take window={asked}: leave "
+                             "it out.")  # fmt: skip
+        return options | {"chunk": self.chunk}
+
+
+@dataclasses.dataclass(frozen=True)
+class Evicted(Full):
+    """Keeps what `jaxkv.evict` leaves, for the whole layer or head by head."""
+
+    by: str
+
+    @property
+    def evict(self) -> str:
+        return self.by
+
+    @property
+    def refused_options(self) -> tuple[str, ...]:  # a token's slot is not its position; with "head", each head has own
+        return BY_POSITION + BY_HEAD if self.by == "head" else BY_POSITION
+
+    def __str__(self) -> str:
+        return f'with evict="{self.by}"'
+
+    def row_tables(self, num_kv_heads: int) -> int:
+        return num_kv_heads if self.by == "head" else 1
+
+    def refuse_reader(self, reader: Full) -> str | None:
+        if reader.visible_tokens is None:
+            return None
+        return f"which has evict={self.by!r}: it cannot be a layer {reader}, for slots there are not positions"
+
+
+def make_retention(window: int | None, sink_tokens: int | None, chunk: int | None, evict: str | None) -> Full:
+    """Makes what the options of a `LayerConfig` say. Raises ValueError if they do not go together."""
+    if chunk is not None and window is not None:
+        raise ValueError(
+            f"LayerConfig.chunk={chunk} and window={window} cannot both limit what a token sees: leave one out."
+        )
+    if sink_tokens is not None and window is None:
+        raise ValueError(
+            f"LayerConfig.sink_tokens={sink_tokens} are seen beside a window, and there is none: give window, or leave "
+            "them out."
+        )
+    sees = Window(window, sink_tokens) if window is not None else Full() if chunk is None else Chunk(chunk)
+    if evict is None:
+        return sees
+    if sees != Full():
+        raise ValueError(
+            f"A layer {sees} gives back what its tokens do not see, by position, and cannot have evict={evict!r} too: "
+            "leave one out."
+        )
+    return Evicted(evict)
+
+
+def _maths(x: Any) -> Any:
+    return jnp if isinstance(x, jax.Array) else np  # host arrays stay on the host
+
+
+def _at_least_0(position: Any) -> Any:
+    return _maths(position).maximum(position, 0)

@@ -1,0 +1,61 @@
+"""What layers keep, against a token that looks at each position by itself."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv._core.config.retention import Chunk, Evicted, Full, Window, make_retention
+
+SEES = {
+    Full(): lambda own, other: True,
+    Window(1): lambda own, other: own - other < 1,
+    Window(5): lambda own, other: own - other < 5,
+    Window(5, 3): lambda own, other: own - other < 5,
+    Chunk(4): lambda own, other: own // 4 == other // 4,
+    Evicted("head"): lambda own, other: True,
+}
+
+
+@pytest.mark.parametrize("retention", SEES, ids=str)
+def test_positions_and_blocks_that_stay(retention):
+    lengths = np.arange(40)
+    seen = [[other for other in range(n) if SEES[retention](n, other)] for n in lengths.tolist()]
+    # A row's last block stays even if its tokens do not: it determines the next block's column.
+    first = [min([*positions, max(n - 1, 0)]) for n, positions in zip(lengths.tolist(), seen, strict=True)]
+    assert retention.first_visible_position(lengths).tolist() == first
+    assert [int(retention.first_visible_position(n)) for n in lengths.tolist()] == first
+    assert retention.first_visible_position(jnp.asarray(lengths, jnp.int32)).tolist() == first
+    for size in (1, 3, 4, 7):
+        assert retention.first_retained_block(lengths, size).tolist() == [position // size for position in first]
+        slots = retention.row_slots(size)
+        held = [(-(-n // size) - position // size) * size for n, position in zip(lengths.tolist(), first, strict=True)]
+        assert slots is None if retention.visible_tokens is None else max(held) <= slots
+        assert retention.sink_blocks(size) == (-(-3 // size) if retention == Window(5, 3) else 0)
+        unit = retention.slide_blocks(size) * size
+        assert all(SEES[retention](own, own - 1) == SEES[retention](own + unit, own + unit - 1) for own in range(1, 9))
+
+
+def test_rows_have_a_table_for_each_head_only_if_heads_evict():
+    assert [kept.row_tables(6) for kept in (*SEES, Evicted("layer"))] == [1, 1, 1, 1, 1, 6, 1]
+
+
+@pytest.mark.parametrize(
+    "owner, reader, fits",
+    [
+        (Full(), Window(3), True), (Full(), Chunk(3), True), (Window(5), Window(5), True),
+        (Window(5), Window(6), False), (Window(5), Full(), False), (Window(5), Chunk(3), False),
+        (Window(5, 2), Window(4, 2), True),
+        (Window(5, 2), Window(4, 3), False), (Window(5), Window(5, 1), False), (Chunk(4), Chunk(4), True),
+        (Chunk(4), Chunk(2), False), (Chunk(4), Window(2), False), (Chunk(4), Full(), False),
+        (Evicted("layer"), Full(), True), (Evicted("layer"), Window(9), False), (Evicted("head"), Chunk(9), False),
+    ],
+)  # fmt: skip
+def test_who_may_read_anothers_tokens(owner, reader, fits):
+    assert (owner.refuse_reader(reader) is None) == fits
+
+
+def test_options_make_one_rule():
+    assert make_retention(None, None, None, None) == Full()
+    assert make_retention(3, 2, None, None) == Window(3, 2)
+    assert make_retention(None, None, 4, None) == Chunk(4)
+    assert make_retention(None, None, None, "head") == Evicted("head")
