@@ -217,8 +217,9 @@ def no_collector():
 
 
 BY_NIGHT = {
-    "beam search", "command line", "draft model", "evict", "no choice", "prefill", "prefix cache", "rows over devices",
-    "samples", "swap", "weights updated",
+    "beam search", "command line", "draft model", "evict", "hook with arrays", "method with arrays", "ngram",
+    "no choice", "plain", "prefill", "prefix cache", "rows over devices", "rows over devices, failed", "samples",
+    "swap", "weights updated",
 }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def permute_blocks(inputs):
     return inputs._replace(kv=jnp.asarray(kv), tables=jnp.asarray(tables))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES if NIGHTLY else CASES[::2], ids=str)
 def test_against_the_reference(case):
     """Tiles of it in a loop; and at once, if that is what is done, by day in half of the cases."""
     inputs, options = testing.make_inputs(case), testing.make_options(case)

@@ -184,7 +184,7 @@ ON_DISK = ("make_room", "match") + NIGHTLY * tuple(CALLS)
 # What is raised while a generator is closed, Python drops.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    ("window", "spill"), [(None, False), (6, True), (None, "disk")] + NIGHTLY * [(None, True), (6, False), (6, "disk")]
+    ("window", "spill"), [(6, True), (None, "disk")] + NIGHTLY * [(None, False), (None, True), (6, False), (6, "disk")]
 )
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_is_cut_off_at_every_line(name, window, spill):
