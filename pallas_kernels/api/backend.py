@@ -1,6 +1,7 @@
 """What a backend is: a module with these names, `pallas_kernels.xla`, `gpu`, `tpu` and `reference`.
 
-To add one: write the module, and name it in `backends.IMPLEMENTATIONS`.
+To add one of your own: `pallas_kernels.register_backend`. To add one to this package: write the module, and name it in
+`backends.IMPLEMENTATIONS`.
 """
 
 from collections.abc import Callable, Collection
@@ -10,7 +11,13 @@ from pallas_kernels.common.batch import Call, MaskSpec, PagedBatch, SoftmaxOptio
 
 
 class Backend(Protocol):
-    """What a backend provides, all of it."""
+    """What a backend provides, all of it: a module with these names, or any object. See `register_backend`.
+
+    >>> import pallas_kernels.xla
+    >>> backend: Backend = pallas_kernels.xla
+    >>> backend.READS_LATENT_ROWS
+    True
+    """
 
     # 1. The names of the storage formats that it reads, beside what is not quantized.
     FORMATS: Collection[str]

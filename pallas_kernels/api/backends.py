@@ -8,8 +8,10 @@ import jax
 from pallas_kernels.api.backend import Backend
 from pallas_kernels.common.batch import Call
 
-# Implementation -> the platform that it runs on; None: any.
-IMPLEMENTATIONS = {"xla": None, "reference": None, "gpu": "cuda", "tpu": "tpu"}
+# Implementation -> the platform that it runs on; None: any. `register_backend` adds to it.
+IMPLEMENTATIONS: dict[str, str | None] = {"xla": None, "reference": None, "gpu": "cuda", "tpu": "tpu"}
+BUILT_IN = tuple(IMPLEMENTATIONS)
+REGISTERED: dict[str, Backend] = {}  # those that are no modules of this package
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
@@ -34,18 +36,26 @@ def choose(op: str, implementation: str | None, platform: str | None, call: Call
             raise NotImplementedError(why_not)
         return Choice(implementation, "It was asked for by name.")
     platform = platform or current_platform()
-    for name, home in IMPLEMENTATIONS.items():
-        if home == platform:
-            if why_not := unsupported(name, op, call):
-                return Choice("xla", why_not)
+    reasons = []
+    for name in list_kernels(platform):
+        if not (why_not := unsupported(name, op, call)):
             return Choice(name, f"The {name} kernel supports these shapes and options.")
-    return Choice("xla", f"There are no kernels for the platform {platform!r}; XLA runs on all of them.")
+        reasons.append(why_not)
+    no_kernels = f"There are no kernels for the platform {platform!r}; XLA runs on all of them."
+    return Choice("xla", " ".join(reasons) or no_kernels)
+
+
+def list_kernels(platform: str) -> list[str]:
+    """Returns the implementations for a platform, in the order in which they are tried: what was registered first."""
+    return [name for name, home in reversed(IMPLEMENTATIONS.items()) if home == platform]
 
 
 def find_backend(implementation: str) -> Backend:
     """Returns the backend of this name. Raises ValueError for a name that there is not."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, not {implementation!r}.")
+    if implementation in REGISTERED:
+        return REGISTERED[implementation]
     # Imported when needed: a kernel's imports are not cheap.
     name = "api.reference_backend" if implementation == "reference" else implementation
     return cast(Backend, importlib.import_module(f"pallas_kernels.{name}"))

@@ -28,6 +28,7 @@ from pallas_kernels.api.backends import (
     choose,
     current_platform,
     find_backend,
+    list_kernels,
     read_platform,
     unsupported,
 )
@@ -195,8 +196,8 @@ def write_and_attend(
     check_new_scale(kv_scale, kind)
     check_new(k, v, call.stored, tables.shape[0])
     check_attention(call)
-    fused = implementation or {home: name for name, home in IMPLEMENTATIONS.items()}.get(current_platform())
-    if fused in IMPLEMENTATIONS and unsupported(fused, "write_and_attend", call) is None:
+    able = [implementation] if implementation else list_kernels(current_platform())
+    if any(unsupported(name, "write_and_attend", call) is None for name in able if name in IMPLEMENTATIONS):
         out, written = _differentiable("write_and_attend", implementation, call)
     else:
         out, written = _write_then_attend(implementation, call)
@@ -338,6 +339,11 @@ _with_gradient.defvjp(_forward, lambda op, implementation, static, pull, cotange
 
 # Layers of the same shapes are traced and lowered once in a program: a kernel takes seconds.
 _once = jax.jit(_with_gradient, static_argnums=(0, 1, 2))
+
+
+def forget_choices() -> None:
+    """Lets calls outside of compiled programs choose their backend anew."""
+    _once.clear_cache()
 
 
 def _run(op: str, implementation: str | None, static: _Static, arrays: list) -> Any:

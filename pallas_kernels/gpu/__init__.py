@@ -7,6 +7,7 @@ for both over latent rows. They take their work from lists built on the device (
 
 from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.gpu.dequantize import FORMATS as FORMATS
+from pallas_kernels.gpu.interpreter import check_interpreter_threads
 from pallas_kernels.gpu.step import attend
 from pallas_kernels.gpu.support import unsupported as unsupported
 from pallas_kernels.xla.spans import attend_spans
@@ -23,4 +24,6 @@ def paged_attention(
     q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, options: SoftmaxOptions, *, interpret=None
 ):  # fmt: skip
     """Computes what [`pallas_kernels.paged_attention`][] does; see `step.attend`."""
+    if interpret is not None:
+        check_interpreter_threads()
     return attend_spans(attend, q, stored, batch, mask, options, interpret=interpret)

@@ -1,0 +1,110 @@
+"""Kernels of one's own, and what of this package is reachable by name."""
+
+import functools
+import os
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+import pallas_kernels
+from pallas_kernels import reference, testing
+from pallas_kernels.api import backends
+from pallas_kernels.gpu import interpreter
+
+
+def make_backend(calls, **changes):
+    """The reference as a backend of one's own, which counts its calls."""
+
+    def paged_attention(*arguments):
+        calls.append("attend")
+        return reference.attend(*arguments)
+
+    names = dict(FORMATS=(), OPTIONS=(), READS_LATENT_ROWS=False, READS_SHARED_ONCE=False, write_kv=None,
+                 write_and_attend=None, unsupported=lambda op, call: None, paged_attention=paged_attention)  # fmt: skip
+    return types.SimpleNamespace(**names | changes)
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch):
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(backends, "IMPLEMENTATIONS", backends.IMPLEMENTATIONS)
+    before = dict(backends.IMPLEMENTATIONS)
+    yield
+    for name in set(backends.IMPLEMENTATIONS) - set(before):
+        del backends.IMPLEMENTATIONS[name], backends.REGISTERED[name]
+
+
+CASE = testing.Case(lengths=(5, 17), new=(1, 1), block_size=8, head_dim=16)
+
+
+def test_a_registered_backend_runs_where_it_is_named():
+    calls, inputs = [], testing.make_inputs(CASE)
+    pallas_kernels.register_backend("mine", make_backend(calls))
+    out = pallas_kernels.paged_attention(*inputs, implementation="mine")
+    testing.assert_close(out, testing.expected(CASE, inputs))
+    assert calls == ["attend"]
+    pallas_kernels.paged_attention(*inputs)
+    assert calls == ["attend"]
+    replaced = []
+    pallas_kernels.register_backend("mine", make_backend(replaced))
+    pallas_kernels.paged_attention(*inputs, implementation="mine")
+    assert (calls, replaced) == (["attend"], ["attend"])
+
+
+def test_it_is_tried_first_on_its_platform():
+    calls = []
+    cache = jaxkv.init(jaxkv.CacheConfig.uniform(num_layers=1, num_kv_heads=1, head_dim=8, max_seqs=2, max_seq_len=32))
+    cache, x = jaxkv.extend(cache, [1, 1]), jnp.ones((2, 1, 1, 8), jnp.bfloat16)
+    wanted, _ = jaxkv.attention(x, x, x, cache, layer=0)
+    refused = make_backend(calls, unsupported=lambda op, call: "It takes no head_dim of 8.")
+    pallas_kernels.register_backend("picky", refused, "cpu")
+    assert jaxkv.explain(x, cache, platform="cpu") == ("xla", "It takes no head_dim of 8.")
+    pallas_kernels.register_backend("mine", make_backend(calls), "cpu")
+    assert jaxkv.explain(x, cache, platform="cpu").implementation == "mine"
+    out, _ = jaxkv.attention(x, x, x, cache, layer=0)
+    assert calls and jnp.array_equal(out, wanted)
+    assert jaxkv.explain(x, cache, platform="tpu").implementation != "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("xla", make_backend([])), "none of xla, reference, gpu, tpu, not 'xla'"),
+        (("my kernel", make_backend([])), "not 'my kernel'"),
+        (("mine", functools), "'functools' has no FORMATS and no OPTIONS"),
+        (("mine", make_backend([]), "abacus"), "platform must be None or one of cpu, cuda"),
+    ],
+)
+def test_what_cannot_be_registered(arguments, says):
+    before = dict(backends.IMPLEMENTATIONS)
+    with pytest.raises(ValueError, match=says):
+        pallas_kernels.register_backend(*arguments)
+    assert before == backends.IMPLEMENTATIONS
+
+
+def test_modules_are_reachable_by_name():
+    assert {"gpu", "testing", "tpu", "xla", "register_backend"} <= set(dir(pallas_kernels))
+    program = "import pallas_kernels; print(pallas_kernels.testing.Case.__name__, pallas_kernels.xla.__name__)"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
+    )
+    assert result.stdout.split() == ["Case", "pallas_kernels.xla"]
+    with pytest.raises(AttributeError, match="has no attribute 'testin'"):
+        pallas_kernels.testin  # noqa: B018
+
+
+def test_the_gpu_interpreter_says_where_it_may_hang(monkeypatch):
+    monkeypatch.setattr(interpreter, "count_cores", lambda: 2)
+    devices = jax.devices("cpu")
+    monkeypatch.setattr(jax, "devices", lambda platform: devices[:1])
+    inputs = testing.make_inputs(CASE)
+    with pytest.raises(RuntimeError, match=r"XLA has 2 threads and it wants 4: call jax.config.update\('jax_num_cpu"):
+        testing.run(pallas_kernels.gpu.paged_attention, *inputs, interpret=True)
+    monkeypatch.setattr(jax, "devices", lambda platform: devices * 4)
+    interpreter.check_interpreter_threads()
