@@ -1,5 +1,8 @@
 """A paged KV cache for JAX: immutable, functional, with kernels for TPU and NVIDIA GPU."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from jaxkv._core.attention.attention import attend, attention, explain
 from jaxkv._core.attention.block_selection import BlockBounds, block_bounds
 from jaxkv._core.attention.plan import Step, plan_step, positions
@@ -21,6 +24,7 @@ from jaxkv._drop_in import dot_product_attention, jax_attention
 from jaxkv._engine.frontend.engine import Engine
 from jaxkv._engine.frontend.generate import generate
 from jaxkv._engine.programs.beam_search import Beams, beam_search
+from jaxkv._engine.programs.model import Model
 from jaxkv._engine.requests.eviction_policy import Eviction
 from jaxkv._files.rows import describe, load, save
 from jaxkv._tiers.host_blocks import HostBlocks as HostBlocks
@@ -31,22 +35,41 @@ from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
 from jaxkv._tiers.send import send
 from pallas_kernels import merge_attention
 
+if TYPE_CHECKING:
+    from jaxkv import (
+        convert as convert,
+        distributed as distributed,
+        hooks as hooks,
+        linen as linen,
+        models as models,
+        nnx as nnx,
+        scores as scores,
+        testing as testing,
+        text as text,
+    )  # fmt: skip
+
 __version__ = "0.1.0"
 
 __all__ = [
-    "Beams", "BlockBounds", "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine", "Eviction",
-    "HostBlocks", "LayerConfig", "Match", "OutOfBlocks", "OutOfWindow", "PrefixCache", "PrefixEvent", "RowShards",
-    "SequenceTooLong", "Step", "append", "attend", "attention", "beam_search", "block_bounds", "by_rows", "check",
-    "check_invariants", "counts", "describe", "dot_product_attention", "evict", "explain", "extend", "fork", "free",
-    "gather", "generate", "init", "jax_attention", "keep", "last", "left_align", "load", "merge_attention",
-    "partition_specs", "plan_step", "positions", "reorder", "reserve", "right_align", "save", "send", "stats",
-    "swap_in", "swap_out", "truncate", "write",
+    "Beams", "BlockBounds", "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine",
+    "Eviction", "HostBlocks", "LayerConfig", "Match", "Model", "OutOfBlocks", "OutOfWindow", "PrefixCache",
+    "PrefixEvent", "RowShards", "SequenceTooLong", "Step", "append", "attend", "attention", "beam_search",
+    "block_bounds", "by_rows", "check", "check_invariants", "counts", "describe", "dot_product_attention", "evict",
+    "explain", "extend", "fork", "free", "gather", "generate", "init", "jax_attention", "keep", "last", "left_align",
+    "load", "merge_attention", "partition_specs", "plan_step", "positions", "reorder", "reserve", "right_align",
+    "save", "send", "stats", "swap_in", "swap_out", "truncate", "write",
 ]  # fmt: skip
 
 
-def __getattr__(name: str):  # what needs Flax, or is for tests, is imported when it is asked for
-    if name in ("convert", "distributed", "hooks", "linen", "models", "nnx", "scores", "testing"):
-        import importlib
+# What needs Flax, or is for tests, is imported when it is asked for; type checkers and completion see it all the same.
+_LATE = ("convert", "distributed", "hooks", "linen", "models", "nnx", "scores", "testing", "text")
 
+
+def __getattr__(name: str):
+    if name in _LATE:
         return importlib.import_module(f"jaxkv.{name}")
     raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted({*globals(), *_LATE})

@@ -3,6 +3,7 @@
 - `Attention`: a layer for new models: projections around `jaxkv.attention`.
 - `MultiHeadDotProductAttention`: Flax's own layer, with its arguments and parameters, over a cache: for models that use
   it.
+- `model(module, variables, layer_configs=..., dtype=...)`: a module and its variables as a `jaxkv.Model`, for `Engine`.
 
 The cache is an argument and a result, not a variable: there is no `mutable=` collection, and a checkpoint of the model
 does not contain the cache. A model that computes queries, keys and values itself calls `jaxkv.attention`, or
@@ -17,8 +18,10 @@ take a layer of the cache and return it, and the step donates the whole cache:
     step = jax.jit(step, donate_argnames="cache")
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,10 +29,12 @@ import jax.numpy as jnp
 from flax import linen
 
 from jaxkv._core.attention.plan import Step
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._drop_in import dot_product_attention
 from jaxkv._layers import attend_or_dense, head_dim_of, num_kv_heads_of, own_inputs, token_positions
 
-__all__ = ["Attention", "MultiHeadDotProductAttention"]
+__all__ = ["Attention", "MultiHeadDotProductAttention", "model"]
 
 
 class Attention(linen.Module):
@@ -186,3 +191,69 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
             dot_general=self.out_dot_general, dot_general_cls=self.out_dot_general_cls, name="out",
         )  # fmt: skip
         return out(y), cache
+
+
+def model(
+    module: linen.Module, variables: Any, *, layer_configs: Sequence[LayerConfig], dtype: Any = "bfloat16", **call: Any
+) -> "LinenModel":
+    """Returns a Linen module and its variables as one `jaxkv.Model`, for `Engine`, `generate` and `beam_search`.
+
+    Args:
+      module: its call takes `tokens`, packed `i32[N]` or padded `i32[S, T]`, and `cache`; it returns
+        `(logits, cache)`. If it has an argument `positions`, it is given those of the tokens; if it has `logits_at`,
+        `step`, `deterministic` or `adapters`, an engine gives it these. See `jaxkv.Model`.
+      variables: what `module.init` returned, or a checkpoint of it.
+      layer_configs: one `LayerConfig` for each attention layer.
+      dtype: the dtype in which keys and values are stored.
+      **call: other arguments of every call, hashable: `train=False`, `attn_mask=None`.
+
+    Raises:
+      ValueError: the module's call has no argument `cache`.
+
+    >>> import jax, jax.numpy as jnp, jaxkv, jaxkv.linen
+    >>> from flax import linen
+    >>> class Tiny(linen.Module):
+    ...     @linen.compact
+    ...     def __call__(self, tokens, cache=None):
+    ...         x = linen.Embed(16, 32)(tokens)
+    ...         y, cache = jaxkv.linen.Attention(num_heads=2, position_fn=jaxkv.models.Rope())(x, cache, layer=0)
+    ...         return linen.Dense(16)(x + y), cache
+    >>> variables = Tiny().init(jax.random.key(0), jnp.zeros((1, 3), jnp.int32))
+    >>> layers = (jaxkv.LayerConfig(num_kv_heads=2, head_dim=16),)
+    >>> model = jaxkv.linen.model(Tiny(), variables, layer_configs=layers, dtype="float32")
+    >>> [len(tokens) for tokens in jaxkv.generate(model, [[1, 2, 3], [4]], max_new_tokens=5)]
+    [5, 5]
+    """
+    names = inspect.signature(type(module).__call__).parameters
+    if "cache" not in names:
+        raise ValueError(
+            f"{type(module).__name__}'s call must take cache, as one of {', '.join(list(names)[1:])}: give it that "
+            "argument, hand it to jaxkv.attention, and return (logits, cache). See docs/your_model.md."
+        )
+    return LinenModel(variables, module, tuple(layer_configs), dtype, tuple(sorted(call.items())))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class LinenModel:
+    """A Linen module and its variables, a pytree. Made by `model`."""
+
+    variables: Any
+    module: linen.Module = dataclasses.field(metadata={"static": True})
+    layer_configs: tuple[LayerConfig, ...] = dataclasses.field(metadata={"static": True})
+    dtype: Any = dataclasses.field(metadata={"static": True})
+    call: tuple[tuple[str, Any], ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def __call__(self) -> Callable[..., tuple[jax.Array, Cache]]:
+        """The module's call with these variables. It has the module's signature, which says what it takes."""
+        signature = inspect.signature(self.module.__call__)
+
+        def call(tokens: jax.Array, *, cache: Cache | None = None, **options: Any) -> tuple[jax.Array, Cache]:
+            if "positions" in signature.parameters and "positions" not in options:
+                options["positions"] = token_positions(tokens.shape, cache)
+            result: Any = self.module.apply(self.variables, tokens, cache=cache, **dict(self.call), **options)
+            return result
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call

@@ -3,6 +3,7 @@
 - `assert_no_copy(jitted, *args)`: fails if XLA copies a pool in your step instead of updating it in place.
 - `poison(cache)`: sets every slot without a token to NaN. Your step's results must stay the same, bit by bit.
 - `permute_blocks(cache)`: moves the rows to other blocks. Again, no result may change.
+- `check_model(model)`: runs a model of yours packed, padded, in chunks and beside other rows: all must agree.
 - `record(engine)`: records a `Trace` of the contents of the cache's blocks, step by step, with a player.
 
     step = jax.jit(step, donate_argnames="cache")
@@ -23,8 +24,9 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.columns import blocks_of
 from jaxkv._core.state.head_rows import list_blocks
 from jaxkv._engine.frontend.trace import Trace as Trace, record as record
+from jaxkv._engine.programs.model_check import check_model as check_model
 
-__all__ = ["Trace", "assert_no_copy", "permute_blocks", "poison", "record"]
+__all__ = ["Trace", "assert_no_copy", "check_model", "permute_blocks", "poison", "record"]
 
 
 def poison(cache: Cache, value: float = np.nan) -> Cache:

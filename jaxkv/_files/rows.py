@@ -5,7 +5,7 @@ import functools
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import numpy as np
@@ -113,6 +113,16 @@ def describe(path: str | os.PathLike) -> SavedCache:
     return open_saved(pathlib.Path(path))[0]
 
 
+@overload
+def load(
+    path: str | os.PathLike[str], config: CacheConfig | None = None, *, into: Cache | None = None,
+    rows: Sequence[int | None] | None = None, model: str | None = None, partial_windows: bool = False,
+) -> Cache: ...  # fmt: skip
+@overload
+def load(
+    path: str | os.PathLike[str], config: CacheConfig | None = None, *, into: RowShards,
+    rows: Sequence[int | None] | None = None, model: str | None = None, partial_windows: bool = False,
+) -> RowShards: ...  # fmt: skip
 def load(
     path: str | os.PathLike, config: CacheConfig | None = None, *, into: Cache | RowShards | None = None,
     rows: Sequence[int | None] | None = None, model: str | None = None, partial_windows: bool = False,

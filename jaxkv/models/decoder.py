@@ -1,7 +1,7 @@
 """One decoder for Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, GPT-OSS, DeepSeek V2 and V3: the config holds all
 differences."""
 
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,20 @@ class Decoder(nnx.Module):
         self.layers = nnx.List(blocks[self.num_stacked :])
         self.norm = norm_weight(config, config.embed_dim, dtype)
         self.head = None if config.tie_embeddings else nnx.Param(init(rngs.params(), table, dtype))
+
+    IS_CHECKED = True  # an engine need not trace it to see that it is a `jaxkv.Model`
+
+    @overload
+    def __call__(
+        self, tokens: jax.Array, cache: Cache, *, logits_at: jax.Array | None = None, step: Step | None = None,
+        deterministic: bool = False,
+    ) -> tuple[jax.Array, Cache]: ...  # fmt: skip
+
+    @overload
+    def __call__(
+        self, tokens: jax.Array, cache: None = None, *, logits_at: jax.Array | None = None, step: Step | None = None,
+        deterministic: bool = False,
+    ) -> tuple[jax.Array, None]: ...  # fmt: skip
 
     def __call__(
         self, tokens: jax.Array, cache: Cache | None = None, *, logits_at: jax.Array | None = None,

@@ -1,7 +1,7 @@
 """Attention over a cache: passes the state to the kernels."""
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jaxkv._core.attention.plan import Step
 from jaxkv._core.attention.query_capture import record_queries
 from jaxkv._core.attention.shared_prefix import describe_sharing, find_planned_sharing
 from jaxkv._core.attention.write import make_pool
+from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.validation import flag
 from jaxkv._core.state.arguments import is_known, read_numbers, row_counts
 from jaxkv._core.state.head_rows import repeat_for_heads, row_tables
@@ -37,9 +38,27 @@ from pallas_kernels.api.cascade import cascade_refusal
 from pallas_kernels.common.batch import bundle_call
 
 
+@overload
+def attention[C: (Cache, Layer)](
+    q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: C, *, layer: Any = None,
+    step: Step | None = None, implementation: str | None = None, return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> tuple[jax.Array, C]: ...  # fmt: skip
+@overload
+def attention[C: (Cache, Layer)](
+    q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: C, *, layer: Any = None,
+    step: Step | None = None, implementation: str | None = None, return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[tuple[jax.Array, jax.Array], C]: ...  # fmt: skip
+@overload
+def attention[C: (Cache, Layer)](
+    q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: C, *, layer: Any = None,
+    step: Step | None = None, implementation: str | None = None, return_lse: bool,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Any, C]: ...  # fmt: skip
 def attention(
     q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: Any, *, layer: Any = None,
-    step: Step | None = None, implementation: str | None = None, **options: Unpack[AttentionOptions],
+    step: Step | None = None, implementation: str | None = None, **options: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Stores this step's keys and values of one layer, and attends causally to the context of each token.
 
@@ -135,9 +154,27 @@ def _store_and_attend(
     return undo(out), make_pool(written, layer, call.tokens)
 
 
+@overload
+def attend(
+    q: jax.Array, cache: Cache | Layer, *, layer: Any = None, step: Step | None = None,
+    implementation: str | None = None, causal: bool = True, num_tokens: Any = None,
+    return_lse: Literal[False] = False, **options: Unpack[AttendOptions],
+) -> jax.Array: ...  # fmt: skip
+@overload
+def attend(
+    q: jax.Array, cache: Cache | Layer, *, layer: Any = None, step: Step | None = None,
+    implementation: str | None = None, causal: bool = True, num_tokens: Any = None, return_lse: Literal[True],
+    **options: Unpack[AttendOptions],
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def attend(
+    q: jax.Array, cache: Cache | Layer, *, layer: Any = None, step: Step | None = None,
+    implementation: str | None = None, causal: bool = True, num_tokens: Any = None, return_lse: bool,
+    **options: Unpack[AttendOptions],
+) -> Any: ...  # fmt: skip
 def attend(
     q: jax.Array, cache: Any, *, layer: Any = None, step: Step | None = None, implementation: str | None = None,
-    causal: bool = True, num_tokens: Any = None, **options: Unpack[AttendOptions],
+    causal: bool = True, num_tokens: Any = None, **options: Any,
 ) -> Any:  # fmt: skip
     """Attends to the keys and values stored by `write` or `append`. Arguments are those of `attention`.
 
@@ -217,8 +254,8 @@ def _open_memory(
 
 
 def explain(
-    q: Any, cache: Any, *, layer: Any = None, platform: str | None = None, implementation: str | None = None,
-    **options: Unpack[AttendOptions],
+    q: Any, cache: Cache | Layer, *, layer: Any = None, platform: str | None = None,
+    implementation: str | None = None, **options: Any,
 ) -> pallas_kernels.Choice:  # fmt: skip
     """Explains which implementation `attend` picks for such queries, and why.
 

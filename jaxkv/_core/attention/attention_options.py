@@ -27,7 +27,6 @@ class AttentionOptions(TypedDict, total=False):
     tree: Any  # i32[S, T] or i32[N]
     deterministic: bool
     cascade: bool
-    return_lse: bool
 
 
 class AttendOptions(AttentionOptions, total=False):
@@ -37,7 +36,7 @@ class AttendOptions(AttentionOptions, total=False):
 
 
 # Options that the kernels take, and others that `attention` and `attend` read themselves, for error messages.
-OPTIONS = AttendOptions.__optional_keys__ - {"cascade"} | {"causal"}
+OPTIONS = AttendOptions.__optional_keys__ - {"cascade"} | {"causal", "return_lse"}
 READ_BEFORE = {"cascade", "implementation", "layer", "step"}
 
 

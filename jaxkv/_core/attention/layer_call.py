@@ -5,13 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxkv._core.attention.plan import Step, check_plan, settle_cache, settle_tables
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.head_rows import HEAD_ROW_FIELDS
 from jaxkv._core.state.shard_local import find_head_shard
 from jaxkv._core.state.sharding import POOL, WHOLE
-from jaxkv._core.state.state import Layer, Pool
+from jaxkv._core.state.state import BlockTables, Layer, Pool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,7 @@ def open_layer(
     token_axes = check_tokens(found, arrays)
     if stores:
         check_stores(found)
+    _check_extended(found.tables, token_axes)
     check_plan(step, found.config, next(iter(arrays)), token_axes)
     if isinstance(cache, Layer):
         found = dataclasses.replace(found, tables=settle_tables(found.tables, found.group, token_axes, step))
@@ -108,6 +110,17 @@ def open_layer(
     cache = settle_cache(cache, token_axes, step)
     found = cache.layer(layer)
     return found, lambda pool: cache.with_layer(layer, dataclasses.replace(found, pool=pool))
+
+
+def _check_extended(tables: BlockTables, token_axes: tuple[int, ...]) -> None:
+    """Raises ValueError if it is known that a step has no tokens although it is given some. Rows that failed are no
+    mistake of the caller's."""
+    known = all(not isinstance(x, jax.core.Tracer) and x.is_fully_addressable for x in (tables.new, tables.failed))
+    if known and 0 not in token_axes and not (np.asarray(tables.new).any() or np.asarray(tables.failed).any()):
+        raise ValueError(
+            "No row has a token in this step, so nothing would be stored or seen: call cache = jaxkv.extend(cache, "
+            "num_tokens) once before the step's first layer. See docs/your_model.md."
+        )
 
 
 def layer_specs(layer: Layer) -> Any:

@@ -26,10 +26,10 @@ from jaxkv._core.state.sharding import NEW, POOL, WHOLE, head_spec, run_on_shard
 from jaxkv._core.state.state import Layer, Pool
 
 
-def write(
-    cache: Any, k: jax.Array, v: jax.Array | None, *, layer: Any = None, step: Step | None = None,
+def write[C: (Cache, Layer)](
+    cache: C, k: jax.Array, v: jax.Array | None, *, layer: Any = None, step: Step | None = None,
     implementation: str | None = None,
-) -> Any:  # fmt: skip
+) -> C:  # fmt: skip
     """Stores this step's keys and values of one layer. `extend` must have made room for them.
 
     Args:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -147,6 +147,12 @@ class Layers(Sequence[Layer]):
 
     def __len__(self) -> int:
         return self._cache.num_layers
+
+    @overload
+    def __getitem__(self, i: int | jax.Array | tuple) -> Layer: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> tuple[Layer, ...]: ...
 
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxkv._core.cache.cache import Cache
-from jaxkv._core.cache.data_parallel import row_specs, shard_config
+from jaxkv._core.cache.data_parallel import RowShards, row_specs, shard_config
 from jaxkv._core.config.cache_config import CacheConfig, check_config
 from jaxkv._core.config.validation import is_tracing, show
 from jaxkv._core.state.arguments import to_device
@@ -22,6 +22,16 @@ from jaxkv._core.state.sharding import count_shards
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
 
 
+@overload
+def init(
+    config: CacheConfig, *, mesh: Mesh | None = None, heads: str | None = "model", context: str | None = None,
+    rows: None = None,
+) -> Cache: ...  # fmt: skip
+@overload
+def init(
+    config: CacheConfig, *, mesh: Mesh | None = None, heads: str | None = "model", context: str | None = None,
+    rows: str,
+) -> RowShards: ...  # fmt: skip
 def init(
     config: CacheConfig, *, mesh: Mesh | None = None, heads: str | None = "model", context: str | None = None,
     rows: str | None = None,

@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 from jax.sharding import Mesh
 
 from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size, kernel_platform
+from jaxkv._core.config.fields import LayoutFields
 from jaxkv._core.config.from_dense import MadeLike
 from jaxkv._core.config.layer_config import LayerConfig, kind_of
 from jaxkv._core.config.mesh_shape import HEADS, find_mesh
@@ -279,7 +280,7 @@ class CacheConfig(MadeLike):
         cls, model: Any, *, max_seqs: int, max_seq_len: int, num_blocks: int | None = None,
         max_tokens: int | None = None, group_blocks: Sequence[int] | None = None, memory_bytes: float | None = None,
         step_tokens: int | None = None, prefix_cache: bool = False, dtype: Any = None, mesh: Mesh | None = None,
-        **fields: Any,
+        **fields: Unpack[LayoutFields],
     ) -> "CacheConfig":  # fmt: skip
         """Makes the config for a model with `layer_configs` (one `LayerConfig` per layer) and `dtype`. The layers are
         stacked if the model has a true `scan`, that is, scans over its layers.
@@ -303,17 +304,17 @@ class CacheConfig(MadeLike):
                 )
         max_seqs = integer("max_seqs", max_seqs, least=1)
         max_seq_len = integer("max_seq_len", max_seq_len, least=1)
-        fields.setdefault("stacked", getattr(model, "scan", False))
+        given: dict[str, Any] = {"stacked": getattr(model, "scan", False), **fields}
         sizes = {"num_blocks": num_blocks, "max_tokens": max_tokens, "group_blocks": group_blocks}
         sizes = {name: size for name, size in sizes.items() if size is not None}
         if memory_bytes is not None and sizes:
             raise ValueError(f"CacheConfig.from_model takes memory_bytes or {' and '.join(sizes)}, not both.")
-        fields |= sizes or {"max_tokens": max_seqs * max_seq_len}
+        given |= sizes or {"max_tokens": max_seqs * max_seq_len}
         config = cls(layers=model.layer_configs, max_seqs=max_seqs, max_seq_len=max_seq_len,
-                     dtype=model.dtype if dtype is None else dtype, **fields)  # fmt: skip
+                     dtype=model.dtype if dtype is None else dtype, **given)  # fmt: skip
         mesh = find_mesh(model) if mesh is None else mesh
         count = mesh.shape.get(HEADS, 1) if mesh is not None else 1
-        if fields.get("join_kv") is None and not all(config.pairs_divide(i, count) for i in range(config.num_layers)):
+        if given.get("join_kv") is None and not all(config.pairs_divide(i, count) for i in range(config.num_layers)):
             config = config.replace(join_kv="head")
         if memory_bytes is not None:
             return config.with_memory(memory_bytes, step_tokens=step_tokens, prefix_cache=prefix_cache)

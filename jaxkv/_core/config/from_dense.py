@@ -2,10 +2,11 @@
 
 import types
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from jaxkv._core.config.byte_sizes import ByteSizes
 from jaxkv._core.config.dense_caches import dense_layers
+from jaxkv._core.config.fields import UniformFields
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.validation import integer, show
 
@@ -18,7 +19,7 @@ class MadeLike(ByteSizes):
     @classmethod
     def uniform(
         cls, *, num_layers: int, num_kv_heads: int, head_dim: int, max_seqs: int, max_seq_len: int,
-        windows: Any = None, bounds: bool = False, dtype: Any = "bfloat16", **fields: Any,
+        windows: Any = None, bounds: bool = False, dtype: Any = "bfloat16", **fields: Unpack[UniformFields],
     ) -> Self:  # fmt: skip
         """Makes the config for layers equal but for their windows. All rows can reach `max_seq_len` at once.
 
@@ -50,7 +51,7 @@ class MadeLike(ByteSizes):
     @classmethod
     def like(
         cls, dense_cache: Any, *, max_seqs: int | None = None, max_seq_len: int | None = None, windows: Any = None,
-        bounds: bool = False, dtype: Any = None, heads_first: bool | None = None, **fields: Any,
+        bounds: bool = False, dtype: Any = None, heads_first: bool | None = None, **fields: Unpack[UniformFields],
     ) -> Self:  # fmt: skip
         """Makes the config for a paged cache that replaces a dense one, with its layers, rows, length and dtype.
 

@@ -4,9 +4,10 @@ import functools
 import itertools
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.fields import EngineFields
 from jaxkv._core.config.mesh_shape import find_mesh
 from jaxkv._core.config.validation import MOST_INDEX, flag, integer, read_list, real, show
 from jaxkv._core.state.device_arrays import split_model, take_local_model
@@ -17,7 +18,8 @@ from jaxkv._engine.frontend.data_parallel import DataParallelCores, join_config,
 from jaxkv._engine.frontend.engine_lock import EngineLock
 from jaxkv._engine.frontend.lifetime import Closable
 from jaxkv._engine.frontend.warmup import call_all
-from jaxkv._engine.programs.step import ADAPTERS, Hook, column_of, read_hook, recompute, takes
+from jaxkv._engine.programs.model import Model, check_form, check_shapes, takes
+from jaxkv._engine.programs.step import ADAPTERS, Hook, column_of, read_hook, recompute
 from jaxkv._engine.requests.drafters import read_draft
 from jaxkv._engine.requests.eviction_policy import Eviction, read_eviction
 from jaxkv._engine.requests.hook_args import HookArgs
@@ -102,23 +104,25 @@ class Engine(Closable, Resumable):
     """
 
     def __init__(
-        self, model: Any, *, max_seqs: int = 8, max_seq_len: int | None = None, longest: int = 1024,
+        self, model: Model, *, max_seqs: int = 8, max_seq_len: int | None = None, longest: int = 1024,
         step_tokens: int = 256, long_prefill_tokens: int | None = None, steps_per_dispatch: int = 1, seed: int = 0,
         logits_hook: Hook | None = None,
         prefix_cache: bool = False, spill_bytes: float = 0, disk: Any = None, disk_bytes: float | None = None,
         swap: Swap = "auto", host_bandwidth: float = 1e10, draft: Any = None, draft_tokens: int = 4,
         draft_branches: int = 1, cache_dtype: Any = None, evict: Eviction | None = None, prefill: Any = None,
-        deterministic: bool = False, **fields: Any,
+        deterministic: bool = False, **fields: Unpack[EngineFields],
     ):  # fmt: skip
-        check_fields(fields)
+        sizes: dict[str, Any] = dict(fields)
+        check_fields(sizes)
         if swap not in ("auto", "always", "never"):
             raise ValueError(f"swap must be 'auto', 'always' or 'never', not {swap!r}.")
+        check_form(model, needs_dtype=cache_dtype is None)
         model_config = getattr(model, "config", None)
         max_seqs = integer("max_seqs", max_seqs, least=1)
         sized = read_longest(longest, model_config)
         max_seq_len = sized if max_seq_len is None else max_seq_len
         if cache_dtype is not None:
-            fields["dtype"] = cache_dtype
+            sizes["dtype"] = cache_dtype
         host_bandwidth = real("host_bandwidth", host_bandwidth, least=1)
         self.steps_per_dispatch = integer("steps_per_dispatch", steps_per_dispatch, least=1)
         logits_hook, self.seed, self._hook_args = read_hook(logits_hook), read_seed(seed), HookArgs()
@@ -126,7 +130,7 @@ class Engine(Closable, Resumable):
         self.eos_ids = read_model_eos(model_config)
         guesses = read_draft(draft, draft_tokens, draft_branches, model, logits_hook, self.steps_per_dispatch)
         models = split_model(model := take_local_model(model))
-        max_seqs, fields = split_fields(len(models), max_seqs, fields)
+        max_seqs, sizes = split_fields(len(models), max_seqs, sizes)
         self.step_tokens = max(integer("step_tokens", step_tokens, least=1), max_seqs * (1 + guesses[0]))
         if long_prefill_tokens is not None:
             long_prefill_tokens = integer("long_prefill_tokens", long_prefill_tokens, least=1)
@@ -134,11 +138,12 @@ class Engine(Closable, Resumable):
         config = CacheConfig.from_model(
             evict.model_of(model) if evict else model, max_seqs=max_seqs, max_seq_len=max_seq_len,
             step_tokens=self.step_tokens, prefix_cache=flag("prefix_cache", prefix_cache), mesh=find_mesh(model),
-            **fields,
+            **sizes,
         )  # fmt: skip
         deterministic = read_deterministic(deterministic, model, prefill)
         self._takes_adapters = logits_hook is not None or takes(model, ADAPTERS)
         check_prefill(prefill, model, prefix_cache=prefix_cache, evict=evict)
+        check_shapes(models[0], config, is_divided=find_mesh(model) is not None)
         self.config = join_config(config, len(models))
         self._loops = make_cores(
             models, config, prefix=(prefix_cache, spill_bytes, disk, disk_bytes), swap=swap, evict=evict,

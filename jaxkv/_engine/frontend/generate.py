@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 from jaxkv._core.config.block_size import BLOCK_SIZE
 from jaxkv._core.config.cache_config import CacheConfig
@@ -10,6 +10,8 @@ from jaxkv._core.config.validation import MOST_INDEX, integer, read_list
 from jaxkv._core.state.device_arrays import count_model_shards
 from jaxkv._engine.frontend.build import read_longest
 from jaxkv._engine.frontend.engine import Engine
+from jaxkv._engine.frontend.options import EngineOptions
+from jaxkv._engine.programs.model import Model
 from jaxkv._engine.requests.request import read_limits, read_prompt
 
 # Options that set the size of the cache, or need more blocks than rows take.
@@ -19,8 +21,20 @@ ROOM = {
 }  # fmt: skip
 
 
+@overload
+def generate(  # type: ignore[overload-overlap]
+    model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
+    eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+    seed: int = 0, n: Literal[1] = 1, progress: bool = False, **engine: Unpack[EngineOptions],
+) -> list[list[int]]: ...  # fmt: skip
+@overload
 def generate(
-    model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
+    model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
+    eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+    seed: int = 0, n: int, progress: bool = False, **engine: Unpack[EngineOptions],
+) -> list[list[list[int]]]: ...  # fmt: skip
+def generate(
+    model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 64, temperature: float = 0.0,
     eos: int | Collection[int] | None = None, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
     seed: int = 0, n: int = 1, progress: bool = False, **engine: Any,
 ) -> list[Any]:  # fmt: skip

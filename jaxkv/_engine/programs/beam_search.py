@@ -11,6 +11,7 @@ from jaxkv._core.blocks.sharing import reorder
 from jaxkv._core.blocks.tables import extend
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.validation import integer
+from jaxkv._engine.programs.model import Model
 from jaxkv._engine.programs.step import logits_at
 from jaxkv._engine.requests.request import read_eos
 
@@ -30,7 +31,7 @@ class Beams(NamedTuple):
 
 
 def beam_search(
-    model: Any, cache: Cache, logits: jax.Array, *, beams: int, max_new_tokens: int, eos: Any = None
+    model: Model, cache: Cache, logits: jax.Array, *, beams: int, max_new_tokens: int, eos: Any = None
 ) -> tuple[Beams, Cache]:
     """Searches the likeliest continuations with beams. Pure, and one program: call it within `jit`.
 

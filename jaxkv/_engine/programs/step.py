@@ -1,7 +1,6 @@
 """The programs that an engine runs on the device: one step of every row, or several decode steps at once."""
 
 import functools
-import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from jaxkv._core.state.arguments import to_device
 from jaxkv._engine.programs.cache_program import cache_program
 from jaxkv._engine.programs.eviction import record_queries_of_step
 from jaxkv._engine.programs.maintenance import measure_room
+from jaxkv._engine.programs.model import takes
 from jaxkv._engine.programs.program_cache import share_programs
 from jaxkv._engine.requests.hook_args import Form, HookArgs
 from jaxkv._engine.requests.sampling import FIELDS, Kind, Sampling, SamplingParams, choose, likeliest
@@ -240,11 +240,6 @@ def logits_at(model, tokens, cache, places, cascade=False, tree=None, adapters=N
         return model(tokens, cache=cache, logits_at=places, **planned)
     logits, cache = model(tokens, cache=cache, **planned)
     return (logits[:, 0] if tokens.ndim == 2 else logits[places]), cache
-
-
-def takes(model: Any, name: str) -> bool:
-    """Tells whether a model's call has an argument of this name."""
-    return name in inspect.signature(model.__call__).parameters
 
 
 def row_of(counts: jax.Array, num_tokens: int) -> jax.Array:
