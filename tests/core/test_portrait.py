@@ -55,6 +55,18 @@ def test_shared_blocks_have_all_colours_and_a_count():
     assert all(colour in html for colour in PALETTE[:3]) and FREE in html
 
 
+def test_many_blocks_are_drawn_small():
+    html = jaxkv.extend(make(num_blocks=4000), [64, 9, 0])._repr_html_()
+    assert "repeat(64,10px)" in html and "grid-auto-rows:10px" in html and len(html) < 400_000
+    assert len(re.findall(r'<div title="block', html)) == 4000
+
+
+def test_it_has_the_colours_of_the_page():
+    """No text or frame in black, no white ground: on a dark page they would not be seen, or be all that is."""
+    html = jaxkv.fork(jaxkv.extend(make(), [19, 0, 8]), 0, 1)._repr_html_()
+    assert "rgba(128" in FREE and not re.search(r"[^-]color:|#000|#eceff1|#fff", html)
+
+
 def test_a_large_cache_is_not_drawn_in_full():
     html = make(num_blocks=MOST_BLOCKS + 10)._repr_html_()
     assert len(squares(make(num_blocks=MOST_BLOCKS + 10))) == MOST_BLOCKS and "and 10 more blocks" in html

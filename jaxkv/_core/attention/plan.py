@@ -23,13 +23,14 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import flag, integer
 from jaxkv._core.state.head_rows import repeat_for_heads, row_tables
 from jaxkv._core.state.state import SENSELESS, STALE, BlockTables, Layer
+from jaxkv._core.state.state_repr import describe_step
 from jaxkv._core.state.static_fields import register_export
 from pallas_kernels.common.shared_prefix import TOGETHER, queries_together
 
 
 @register_export
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Step:
     """The plan of a step: the tokens that `extend` has made room for. Made by `plan_step`.
 
@@ -49,6 +50,8 @@ class Step:
     token_axes: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # (S, T) or (N,)
     decode: bool = dataclasses.field(metadata={"static": True})  # no row has more than one token
     config: CacheConfig = dataclasses.field(metadata={"static": True})
+
+    __repr__ = describe_step
 
     @property
     def positions(self) -> jax.Array:

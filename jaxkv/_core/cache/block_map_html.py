@@ -12,10 +12,12 @@ from jaxkv._core.state.columns import blocks_of
 from jaxkv._core.state.head_rows import list_blocks, row_tables
 from jaxkv._core.state.state import BlockTables
 
-MOST_BLOCKS = 2048  # maximum number of squares drawn
+MOST_BLOCKS = 4096  # maximum number of squares drawn
 COLUMNS, SIZE = 32, 20  # squares per line of the map, and pixels of a square
+MANY_BLOCKS = 512  # from here on, twice as many squares to a line, half as wide, and without numbers
 PALETTE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#ff9da7", "#9c755f", "#86bcb6")
-FREE, RESERVED, KEPT = "#eceff1", "#b0bec5", "#cfb53b"
+# Seen on a light page and on a dark one, as is text, which has the page's own colour.
+FREE, RESERVED, KEPT = "rgba(128,128,128,.2)", "rgba(128,128,128,.6)", "#cfb53b"
 
 
 class Square(NamedTuple):
@@ -96,30 +98,31 @@ def choose_colour(row: int) -> str:
 
 def _group_map(tables: BlockTables, config: CacheConfig, group: int) -> str:
     found = list_squares(tables, config, group)
-    drawn = "".join(_square(square, config.block_size) for square in found[:MOST_BLOCKS])
+    shrunk = 1 if len(found) <= MANY_BLOCKS else 2
+    size, gap = SIZE // shrunk, 2 // shrunk
+    drawn = "".join(_square(square, config.block_size, size) for square in found[:MOST_BLOCKS])
     hidden = len(found) - MOST_BLOCKS
     more = f"<div>… and {hidden} more blocks</div>" if hidden > 0 else ""
-    columns = min(COLUMNS, len(found))
-    return f'<div style="display:grid;grid-template-columns:repeat({columns},{SIZE}px);gap:2px">{drawn}</div>{more}'
+    columns = min(COLUMNS * shrunk, len(found))
+    grid = f"display:grid;grid-template-columns:repeat({columns},{size}px);grid-auto-rows:{size}px;gap:{gap}px"
+    return f'<div style="{grid};font:bold 11px/{size}px sans-serif;text-align:center">{drawn}</div>{more}'
 
 
-def _square(square: Square, block_size: int) -> str:
-    style = (
-        f"width:{SIZE}px;height:{SIZE}px;box-sizing:border-box;font:bold 11px/{SIZE}px sans-serif;text-align:center;"
-        "color:#000;"
-    )
+def _square(square: Square, block_size: int, size: int) -> str:
     title, rows = square.text(block_size), square.rows
     if not rows:
-        return f'<div title="{title}" style="{style}background:{KEPT if square.kept else FREE}"></div>'
+        return f'<div title="{title}" style="background:{KEPT if square.kept else FREE}"></div>'
+    if len(rows) == 1 and square.filled == block_size:
+        return f'<div title="{title}" style="background:{choose_colour(rows[0])}"></div>'
     # One colour band per owner, from the left; the unfilled share is grey, at the top.
     share = 100 / len(rows)
     bands = ",".join(f"{choose_colour(row)} {i * share:.0f}% {(i + 1) * share:.0f}%" for i, row in enumerate(rows))
     empty = 100 - round(100 * square.filled / block_size)
     background = f"linear-gradient({RESERVED} {empty}%,transparent {empty}%),linear-gradient(to right,{bands})"
-    frame = f"border:2px solid #000;line-height:{SIZE - 4}px;" if len(rows) > 1 else ""
-    return (
-        f'<div title="{title}" style="{style}{frame}background:{background}">{len(rows) if len(rows) > 1 else ""}</div>'
-    )
+    line = size // 10
+    frame = f"box-sizing:border-box;border:{line}px solid;line-height:{size - 2 * line}px;" if len(rows) > 1 else ""
+    count = len(rows) if len(rows) > 1 and size == SIZE else ""
+    return f'<div title="{title}" style="{frame}background:{background}">{count}</div>'
 
 
 def _swatch(colour: str) -> str:

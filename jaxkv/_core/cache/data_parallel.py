@@ -19,6 +19,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import show
 from jaxkv._core.state.device_arrays import join_shards, take_shard
 from jaxkv._core.state.state import BlockTables, Pool
+from jaxkv._core.state.state_repr import DONATED, is_donated
 from jaxkv._core.state.static_fields import register_export
 
 WAY_OUT = "call what works on a cache inside jaxkv.by_rows, or on one of its shards, cache.shards[i]."
@@ -53,6 +54,8 @@ class RowShards:
     axis: str = dataclasses.field(metadata={"static": True})
 
     def __repr__(self) -> str:
+        if is_donated((self.tables, self.pools)):
+            return f"RowShards({DONATED})"
         return f"RowShards({self.config.max_seqs} rows over the mesh axis {self.axis!r})"
 
     def __getattr__(self, name: str) -> Any:

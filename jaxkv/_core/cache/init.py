@@ -68,7 +68,8 @@ def init(
     specs = partition_specs(config, mesh, heads, context, rows)
     if len(processes := list_processes(mesh)) > 1:
         if not is_tracing():  # shapes are computed without the other processes, of which there may be none
-            check_agreement("init", f"{config} {heads} {context} {rows} {mesh} {mesh.devices.ravel()}", processes)
+            fields = dataclasses.astuple(config)  # all of them: `repr` leaves some out
+            check_agreement("init", f"{fields} {heads} {context} {rows} {mesh} {mesh.devices.ravel()}", processes)
         if rows is not None:
             raise ValueError("rows= is for a mesh of one process: give each process a cache of its own rows instead.")
     divided = [math.prod(mesh.shape[axis] for axis in p.kv if axis is not None) for p in specs.pools if p is not None]

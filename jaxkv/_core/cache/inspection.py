@@ -23,6 +23,7 @@ from jaxkv._core.state.columns import columns_of, logical_entries
 from jaxkv._core.state.head_rows import row_tables
 from jaxkv._core.state.sharding import KV, PARTS, POOL, WHOLE, head_spec, replicate, run_on_shards
 from jaxkv._core.state.state import BlockTables, Layer, Pool
+from jaxkv._core.state.state_repr import DONATED, is_donated
 
 
 class Views:
@@ -271,6 +272,8 @@ class Views:
     @property
     def _without_numbers(self) -> str | None:
         """What the object is, in a word, if it is not one cache with known numbers."""
+        if is_donated((self.tables, self.pools)):
+            return DONATED
         numbers = (self.tables[0].num_free, self.lengths)
         if any(isinstance(x, jax.core.Tracer) or not hasattr(x, "__array__") for x in numbers):
             return "traced"
@@ -279,6 +282,8 @@ class Views:
         return None if self.lengths.ndim == 1 else f"a stack of {list(self.lengths.shape[:-1])} caches"
 
     def __repr__(self) -> str:
+        if is_donated((self.tables, self.pools)):
+            return f"Cache({DONATED})"
         size = f"{self.num_layers} layer{'s' * (self.num_layers != 1)}, {format_bytes(self.bytes)}"
         if (what := self._without_numbers) is not None:
             return f"Cache({what}, {size})"

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size, kernel_platform
+from jaxkv._core.config.config_repr import write_fields, write_layers
 from jaxkv._core.config.fields import LayoutFields
 from jaxkv._core.config.from_dense import MadeLike
 from jaxkv._core.config.layer_config import LayerConfig, kind_of
@@ -29,7 +30,7 @@ class _SettledBlocks(tuple[int, ...]):
     """A derived `group_blocks`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class CacheConfig(MadeLike):
     """The sizes of a cache.
 
@@ -223,6 +224,15 @@ class CacheConfig(MadeLike):
             )
         if (reason := owner.retention.refuse_reader(layer.retention)) is not None:
             raise ValueError(f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, {reason}.")
+
+    def __repr__(self) -> str:
+        # What follows from other fields is left out, and so is what is usual on most platforms.
+        usual = {"head_dim_multiple": 1, "join_kv": False, "max_tokens": self.num_blocks * self.block_size}
+        if self.contiguous:
+            usual |= {"num_blocks": self.max_seqs, "block_size": self.max_seq_len}
+        is_uniform = self.group_blocks == tuple(self.num_blocks * heads for heads in self.group_heads)
+        sizes = {"group_blocks": ""} if is_uniform else {"num_blocks": "", "group_blocks": repr((*self.group_blocks,))}
+        return write_fields(self, usual, layers=write_layers(self.layers), **sizes)
 
     def _settle_paged(self, put) -> None:
         if self.block_size is None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxkv._core.config.config_repr import write_fields
 from jaxkv._core.config.retention import Full, make_retention
 from jaxkv._core.config.validation import flag, integer, show
 from pallas_kernels.common.quantization import FORMATS, StorageFormat
@@ -23,7 +24,7 @@ def kind_of(dtype: Any, field: str) -> StorageFormat:
     return FORMATS[name]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class LayerConfig:
     """The config of one attention layer.
 
@@ -118,6 +119,9 @@ class LayerConfig:
         """
         rank, rope_dim = integer("rank", rank, least=1), integer("rope_dim", rope_dim, least=1)
         return cls(num_kv_heads=1, head_dim=rank + rope_dim, rank=rank, **fields)
+
+    def __repr__(self) -> str:
+        return write_fields(self)
 
     @property
     def dim(self) -> int:

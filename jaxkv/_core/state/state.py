@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv._core.state.state_repr import describe_layer, describe_pool, describe_tables
 from jaxkv._core.state.static_fields import register_export
 
 # Block 0 is never allocated and never written: unused table entries point at it, so that any fetch is in bounds.
@@ -26,7 +27,7 @@ GONE, TOO_LONG = -1, -2
 
 @register_export
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BlockTables:
     """The blocks that each row holds, and the free ones. Shared by the layers of a group.
 
@@ -62,6 +63,8 @@ class BlockTables:
     evicted: jax.Array | None = None  # i32[S]: tokens that were evicted; `lengths` counts the tokens held
     thinned: jax.Array | None = None  # i32[S]: number of leading held tokens among which some were evicted
 
+    __repr__ = describe_tables
+
     @property
     def held(self) -> jax.Array:
         """`i32[S]`: blocks in each row's table, reserved ones included."""
@@ -95,7 +98,7 @@ class BlockTables:
 
 @register_export
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Pool:
     """The blocks of one layer."""
 
@@ -114,6 +117,8 @@ class Pool:
     # Number of devices of the heads' axis that the blocks are divided among, each with its own null block and blocks
     # of its own heads: see `BlockTables`. 1: a block holds all heads, or each device has all blocks.
     parts: int = dataclasses.field(default=1, metadata={"static": True})
+
+    __repr__ = describe_pool
 
     @property
     def k(self) -> jax.Array:
@@ -137,7 +142,7 @@ class Pool:
 
 @register_export
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Layer:
     """One layer as attention takes it: its pool, and the tables of its group. Made by `cache.layers`.
 
@@ -154,6 +159,8 @@ class Layer:
     place: jax.Array | None = None  # i32[]: index of the layer in its stack's pool; None: the pool has one layer
     number: int = dataclasses.field(metadata={"static": True})  # its index; in a stack, that of an equal layer
     config: CacheConfig = dataclasses.field(metadata={"static": True})
+
+    __repr__ = describe_layer
 
     @property
     def layer_config(self) -> LayerConfig:

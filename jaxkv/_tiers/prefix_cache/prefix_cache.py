@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv._core.blocks.block_copy import put
 from jaxkv._core.cache.cache import Cache, check_cache
-from jaxkv._core.cache.inspection import check_row
+from jaxkv._core.cache.inspection import check_row, format_bytes
 from jaxkv._core.config.cache_config import CacheConfig, check_config
 from jaxkv._core.config.validation import flag, integer, real, show
 from jaxkv._core.state.columns import row_entries
@@ -94,6 +94,15 @@ class PrefixCache:
         self._counts = dict.fromkeys(
             ("lookups", "hits", "tokens_asked", "tokens_saved", "blocks_evicted", "blocks_spilled", "blocks_restored"),
             0,
+        )
+
+    def __repr__(self) -> str:
+        kept, counts = sum(int(np.count_nonzero(labels)) for labels in self._index.kept), self._counts
+        host = f", {format_bytes(self._index.host_bytes)} in host memory" if self.spill_bytes else ""
+        disk = "" if self.files is None else ", more on disk"
+        return (
+            f"PrefixCache({kept} of {sum(self.config.group_blocks)} blocks kept{host}{disk}, {counts['hits']} hits in "
+            f"{counts['lookups']} lookups, {counts['tokens_saved']} of {counts['tokens_asked']} tokens saved)"
         )
 
     # Using it.

@@ -1,0 +1,75 @@
+"""What the pytrees of a cache say of themselves. Arrays may be traced, donated, or stand for gradients."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+DONATED = "donated: go on with the one that the step returned"
+
+
+def is_donated(tree: Any) -> bool:
+    """Tells whether any array of a pytree was donated, so that nothing can be read from it."""
+    return any(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
+               for x in jax.tree.leaves(tree))  # fmt: skip
+
+
+def read_integers(x: Any) -> np.ndarray | None:
+    """Returns an array of integers on the host; None if its numbers are not known here."""
+    if isinstance(x, jax.core.Tracer) or not hasattr(x, "__array__") or not jnp.issubdtype(x.dtype, jnp.integer):
+        return None
+    return np.asarray(x) if getattr(x, "is_fully_addressable", True) else None
+
+
+def describe_array(x: Any) -> str:
+    """Returns an array's dtype and shape: `bfloat16[17, 2, 8, 16, 128]`."""
+    return f"{jnp.dtype(x.dtype).name}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+
+
+def describe_tables(tables: Any) -> str:
+    """Returns the `repr` of `BlockTables`."""
+    if is_donated(tables):
+        return f"BlockTables({DONATED})"
+    shape = getattr(tables.tables, "shape", None)
+    if shape is None or len(shape) != 2:
+        return f"BlockTables({describe_array(tables.tables)})"
+    size = f"{shape[0]} rows of up to {shape[1]} blocks"
+    free, lengths = read_integers(tables.num_free), read_integers(tables.lengths)
+    if free is None or lengths is None:
+        return f"BlockTables({size}, traced)"
+    shown = ", ".join(map(str, lengths[:16].tolist())) + ", …" * (len(lengths) > 16)
+    return f"BlockTables({size}, {int(free.sum())} of {tables.num_blocks} blocks free, lengths [{shown}])"
+
+
+def describe_pool(pool: Any) -> str:
+    """Returns the `repr` of a `Pool`."""
+    if is_donated(pool):
+        return f"Pool({DONATED})"
+    parts = {"scale": pool.scale, "bounds": pool.bounds}
+    others = "".join(f", {name} {describe_array(x)}" for name, x in parts.items() if x is not None)
+    axes = {"heads": pool.heads, "context": pool.context}
+    others += "".join(f", {name} over the mesh axis {axis!r}" for name, axis in axes.items() if axis is not None)
+    return f"Pool({describe_array(pool.kv)}{others})"
+
+
+def describe_layer(layer: Any) -> str:
+    """Returns the `repr` of a `Layer`."""
+    if is_donated((layer.pool, layer.tables)):
+        return f"Layer({DONATED})"
+    name = f"{layer.number} of {layer.config.num_layers}"
+    shared = "" if layer.pool is not None else f", reads layer {layer.config.owner(layer.number)}"
+    return f"Layer({name}, {layer.layer_config!r}{shared}, {describe_tables(layer.tables)})"
+
+
+def describe_step(step: Any) -> str:
+    """Returns the `repr` of a `Step`."""
+    if is_donated((step.tables, step.token)):
+        return f"Step({DONATED})"
+    kind = "decode step" if step.decode else "step"
+    layout = "packed" if len(step.token_axes) == 1 else "padded"
+    new = read_integers(step.tables[0].new)
+    rows = 0 if new is None else int((new > 0).sum())
+    tokens = "" if new is None or new.ndim != 1 else f", {int(new.sum())} tokens in {rows} row{'s' * (rows != 1)}"
+    notes = ", a tree" * (step.tree is not None) + ", shared prefixes read once" * (step.shared is not None)
+    return f"Step({kind}, {layout} i32{list(step.token_axes)}{tokens}{notes})"
