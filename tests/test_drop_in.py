@@ -108,7 +108,7 @@ def test_keys_and_values_of_other_inputs():
 
 
 def test_what_a_layer_cannot_do_with_a_cache():
-    x, layer = inputs(ROWS, 1, WIDTH), new_cache(HEADS).layers[0]
+    x, layer = inputs(ROWS, 1, WIDTH), jaxkv.extend(new_cache(HEADS), [1] * ROWS).layers[0]
     for pair in (nnx_pair, linen_pair):
         with pytest.raises(ValueError, match="takes no dropout_rate"):
             pair(dropout_rate=0.5)[1](x, cache=layer)

@@ -254,7 +254,7 @@ def test_attention_without_extend_raises():
     x = jnp.ones((2, 1, 1, WIDTH))
     for call in (
         lambda c: jaxkv.attention(x, x, x, c, layer=0), lambda c: jaxkv.attention(x, x, x, c.layers[0]),
-        lambda c: jaxkv.write(c, x, x, layer=0), lambda c: jaxkv.dot_product_attention(x, x, x, cache=c, layer=0),
+        lambda c: jaxkv.dot_product_attention(x, x, x, cache=c, layer=0),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"call cache = jaxkv.extend\(cache, num_tokens\) once before"):
             call(cache)

@@ -10,6 +10,7 @@ import numpy as np
 import pallas_kernels
 from jaxkv._core.attention.attention_options import AttendOptions, AttentionOptions, read_options, read_tree
 from jaxkv._core.attention.layer_call import (
+    check_extended,
     check_tokens,
     find_layer,
     layer_specs,
@@ -131,6 +132,7 @@ def attention(
     record_queries(opened.number, q, options.get("scale"))
     arrays, static = _split_static(_kernel_options(opened, step, q.shape[:-2], options))
     check_heads(opened, q=q, k=k, v=v, **arrays, **static)
+    check_extended(find_layer(cache, layer).tables, q.shape[:-2])
     with jax.named_scope("attention"):
         token, outs = head_spec(q.ndim - 2, NEW), _out_specs(q, static)
         arguments = (opened, step, dict(q=q, k=k, v=v), arrays)

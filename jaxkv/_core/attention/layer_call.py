@@ -102,7 +102,6 @@ def open_layer(
     token_axes = check_tokens(found, arrays)
     if stores:
         check_stores(found)
-    _check_extended(found.tables, token_axes)
     check_plan(step, found.config, next(iter(arrays)), token_axes)
     if isinstance(cache, Layer):
         found = dataclasses.replace(found, tables=settle_tables(found.tables, found.group, token_axes, step))
@@ -112,9 +111,9 @@ def open_layer(
     return found, lambda pool: cache.with_layer(layer, dataclasses.replace(found, pool=pool))
 
 
-def _check_extended(tables: BlockTables, token_axes: tuple[int, ...]) -> None:
+def check_extended(tables: BlockTables, token_axes: tuple[int, ...]) -> None:
     """Raises ValueError if it is known that a step has no tokens although it is given some. Rows that failed are no
-    mistake of the caller's."""
+    mistake of the caller's; inside `jit` nothing is known."""
     known = all(not isinstance(x, jax.core.Tracer) and x.is_fully_addressable for x in (tables.new, tables.failed))
     if known and 0 not in token_axes and not (np.asarray(tables.new).any() or np.asarray(tables.failed).any()):
         raise ValueError(

@@ -18,8 +18,8 @@ from jaxkv._engine.frontend.data_parallel import DataParallelCores, join_config,
 from jaxkv._engine.frontend.engine_lock import EngineLock
 from jaxkv._engine.frontend.lifetime import Closable
 from jaxkv._engine.frontend.warmup import call_all
-from jaxkv._engine.programs.model import Model, check_form, check_shapes, takes
-from jaxkv._engine.programs.step import ADAPTERS, Hook, column_of, read_hook, recompute
+from jaxkv._engine.programs.model import ADAPTERS, Model, check_form, check_shapes, takes
+from jaxkv._engine.programs.step import Hook, column_of, read_hook, recompute
 from jaxkv._engine.requests.drafters import read_draft
 from jaxkv._engine.requests.eviction_policy import Eviction, read_eviction
 from jaxkv._engine.requests.hook_args import HookArgs

@@ -16,6 +16,7 @@ from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.validation import show
 
 PAGE = "See docs/your_model.md."
+ADAPTERS = "adapters"  # the argument by which a model is given those of its rows
 
 
 class Model(Protocol):
@@ -83,6 +84,11 @@ def takes(model: Any, name: str) -> bool:
     return name in inspect.signature(model.__call__).parameters
 
 
+def no_adapters(model: Any, cache: Cache) -> dict[str, jax.Array]:
+    """Returns the argument `adapters` of rows without any, for a model that takes it."""
+    return {ADAPTERS: jnp.zeros_like(cache.lengths)} if takes(model, ADAPTERS) else {}
+
+
 def check_form(model: Any, *, needs_dtype: bool = True) -> None:
     """Raises ValueError unless a model has the members of `Model`, takes a cache, and is a pytree of arrays."""
     name = type(model).__name__
@@ -146,7 +152,7 @@ def _check_call(
     def call(leaves: Any, cache: Cache, ids: Any, at: Any) -> Any:
         model = jax.tree.unflatten(structure, leaves)
         wants_places = takes(model, "logits_at")
-        result = model(ids, cache=cache, **({"logits_at": at} if wants_places else {}))
+        result = model(ids, cache=cache, **({"logits_at": at} if wants_places else {}), **no_adapters(model, cache))
         wanted = places if wants_places else tokens
         asked = f"logits_at i32{list(at.shape)} of " if wants_places else ""
         problem.extend(_find_problems(result, cache, wanted, f"{asked}{layout} tokens i32{list(tokens)}"))

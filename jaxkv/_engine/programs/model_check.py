@@ -13,7 +13,7 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.init import init
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import integer
-from jaxkv._engine.programs.model import PAGE, Model, check_form, check_shapes, takes
+from jaxkv._engine.programs.model import PAGE, Model, check_form, check_shapes, no_adapters, takes
 
 ROWS, OWN = 3, 1  # rows of the cache, and the one that is compared
 BESIDE = (5, 11)  # tokens of the rows before and behind it
@@ -139,7 +139,9 @@ class _Run:
     def _packed_step(self, model: Any, tokens: Any, counts: Any, places: Any, cache: Cache) -> Any:
         """Computes the logits at some packed tokens."""
         cache = extend(cache, counts)
-        planned = {"step": plan_step(cache, tokens.shape)} if takes(model, "step") else {}
+        planned: dict[str, Any] = no_adapters(model, cache)
+        if takes(model, "step"):
+            planned["step"] = plan_step(cache, tokens.shape)
         if takes(model, "logits_at"):
             return model(tokens, cache=cache, logits_at=places, **planned)
         logits, cache = model(tokens, cache=cache, **planned)
@@ -149,8 +151,8 @@ class _Run:
         """Computes the logits of each row's last token."""
         last, cache = jnp.maximum(counts - 1, 0), extend(cache, counts)
         if takes(model, "logits_at"):
-            return model(tokens, cache=cache, logits_at=last)
-        logits, cache = model(tokens, cache=cache)
+            return model(tokens, cache=cache, logits_at=last, **no_adapters(model, cache))
+        logits, cache = model(tokens, cache=cache, **no_adapters(model, cache))
         return jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0], cache
 
 

@@ -16,7 +16,7 @@ from jaxkv._core.state.arguments import to_device
 from jaxkv._engine.programs.cache_program import cache_program
 from jaxkv._engine.programs.eviction import record_queries_of_step
 from jaxkv._engine.programs.maintenance import measure_room
-from jaxkv._engine.programs.model import takes
+from jaxkv._engine.programs.model import ADAPTERS, takes
 from jaxkv._engine.programs.program_cache import share_programs
 from jaxkv._engine.requests.hook_args import Form, HookArgs
 from jaxkv._engine.requests.sampling import FIELDS, Kind, Sampling, SamplingParams, choose, likeliest
@@ -28,7 +28,6 @@ COUNT, DUE, TOKEN, COLUMN, GUESSED, PROMPT = 0, 1, 2, slice(3, 3 + FIELDS), 3 + 
 ADAPTER = PROMPT + 1
 NUM_FIELDS = ADAPTER + 1
 FROM_DEVICE = -1
-ADAPTERS = "adapters"  # the argument by which a model is given those of its rows
 
 
 class StepRows(NamedTuple):
