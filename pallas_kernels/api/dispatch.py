@@ -343,7 +343,7 @@ _once = jax.jit(_with_gradient, static_argnums=(0, 1, 2))
 
 def forget_choices() -> None:
     """Lets calls outside of compiled programs choose their backend anew."""
-    _once.clear_cache()
+    _once.clear_cache()  # type: ignore[attr-defined]
 
 
 def _run(op: str, implementation: str | None, static: _Static, arrays: list) -> Any:
