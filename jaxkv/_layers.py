@@ -94,7 +94,7 @@ def dense_attention(
     logits = logits.reshape(*shape[:-1], num_tokens)  # [..., K, G, T, C]
     distance = jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens)[None]  # [T, C]
     seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    logits = jnp.where(jnp.expand_dims(seen, tuple(range(logits.ndim - 2))), logits, -jnp.inf)
+    logits = jnp.where(jnp.expand_dims(seen, tuple(range(logits.ndim - 2))), logits, jnp.finfo(jnp.float32).min)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape((1,) * len(leading) + (num_kv_heads, -1, 1, 1))
         logits = jnp.concatenate([logits, jnp.broadcast_to(sinks, (*shape[:-1], 1))], axis=-1)

@@ -117,7 +117,7 @@ class Experts(nnx.Module):
         return chosen, weights * config.scale
 
     def _within_groups(self, scores: jax.Array) -> jax.Array:
-        """Sets -inf for experts outside of a token's best groups, which stand for devices in DeepSeek's papers."""
+        """Gives experts outside of a token's best groups the least score; it is finite, for `jax_debug_infs`."""
         config = self.config
         if config.groups == config.groups_per_token:
             return scores
@@ -125,7 +125,7 @@ class Experts(nnx.Module):
         best = jax.lax.top_k(grouped, 2 if config.scores == "sigmoid" else 1)[0].sum(axis=-1)  # [N, groups]
         _, groups = jax.lax.top_k(best, config.groups_per_token)
         allowed = (groups[:, :, None] == jnp.arange(config.groups, dtype=jnp.int32)[None, None]).any(axis=1)
-        return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+        return jnp.where(allowed[:, :, None], grouped, jnp.finfo(grouped.dtype).min).reshape(scores.shape)
 
     def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         limit = self.config.limit

@@ -309,10 +309,13 @@ def _with_gradient(op: str, implementation: str | None, static: _Static, arrays:
 def _forward(op: str, implementation: str | None, static: _Static, arrays: list) -> tuple[Any, Any]:
     """Returns the result, and what pulls its cotangent back to the arrays'."""
     if op == "paged_attention":
+        from pallas_kernels.xla.gradients import NOTHING_SEEN
+
         call = static.call(arrays)
         asked = jax.tree.structure(call._replace(options=dataclasses.replace(call.options, return_lse=True)))
         out, lse = _run(op, implementation, static._replace(tree=asked), arrays)
-        pull = jax.tree_util.Partial(functools.partial(_pull_attention, static), arrays, out, lse)
+        kept = jnp.where(jnp.isneginf(lse), NOTHING_SEEN, lse)
+        pull = jax.tree_util.Partial(functools.partial(_pull_attention, static), arrays, out, kept)
         return ((out, lse) if call.options.return_lse else out), pull
     from pallas_kernels import xla
 

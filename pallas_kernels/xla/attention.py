@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.common.quantization import widen_int8
@@ -20,6 +21,9 @@ from pallas_kernels.common.ragged_layout import locate
 from pallas_kernels.common.shared_prefix import TOGETHER, WORTH_ROWS, Shared, queries_together
 from pallas_kernels.common.xla_cpu import paired
 from pallas_kernels.xla import int8_product as digits, work_list as tiles
+
+# A logit that is not seen. Finite, so that only an LSE is ever infinite, and exp(MASKED - any other) is 0.
+MASKED = float(np.finfo(np.float32).min)
 
 
 @jax.jit
@@ -80,7 +84,7 @@ def paged_attention(q, stored: StoredKV, batch: PagedBatch, mask: MaskSpec, opti
         sink = sinks.astype(jnp.float32)[None]
         higher = jnp.maximum(top, sink)
         shrink = jnp.exp(top - higher)
-        total = jnp.where(jnp.isneginf(top), 0.0, total * shrink + jnp.exp(sink - higher))
+        total = jnp.where(top <= MASKED, 0.0, total * shrink + jnp.exp(sink - higher))
         top, values = higher, values * shrink[..., None]
     out = jnp.where(nothing[..., None], 0.0, values / jnp.where(nothing, 1.0, total)[..., None])
     out = out.astype(q.dtype).reshape(*q.shape[:-1], width)
@@ -104,7 +108,7 @@ class _Inputs(NamedTuple):
 class _Softmax(NamedTuple):
     """A softmax in the making, in float32: its value is `values / total`."""
 
-    top: jax.Array  # [..., H]: the largest logit so far, -inf before the first
+    top: jax.Array  # [..., H]: the largest logit so far, MASKED before the first
     values: jax.Array  # [..., H, D]: the sum of exp(logit - top) * value
     total: jax.Array  # [..., H]: the sum of exp(logit - top)
 
@@ -140,7 +144,7 @@ def _attend_tiles(
     shape = (lanes, num_kv_heads, tiling.queries * (num_heads // num_kv_heads))
     zero = tiles.zero_for(inputs, rows)
     # Tops and totals in one array: each array that a loop begins with is copied once a layer.
-    both = jnp.broadcast_to(jnp.stack([zero - jnp.inf, zero])[:, None, None, None], (2, *shape))
+    both = jnp.broadcast_to(jnp.stack([zero + MASKED, zero])[:, None, None, None], (2, *shape))
     steps = tiles.cover(work.num_items, tiling.items)
     (top, total), values = jax.lax.fori_loop(0, steps, step, (both, jnp.broadcast_to(zero, (*shape, width))))
     softmax = _Softmax(top, values, total)
@@ -176,7 +180,7 @@ def _attend_at_once(
 class _Seen(NamedTuple):
     """What the items' queries, `K` times `queries * G` of them, see of their context."""
 
-    logits: jax.Array  # f32[items, K, queries * G, context], -inf where it is not seen
+    logits: jax.Array  # f32[items, K, queries * G, context], MASKED where it is not seen
     values: jax.Array  # [items, K, context, D], 0 where no query sees it
     value_scales: jax.Array | None  # f32[items, K, context], yet to be applied
     not_finite: jax.Array | None  # bool, as the logits: a value that is seen, and 0 in `values`
@@ -231,7 +235,7 @@ def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: ja
     logits *= scale
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
-    logits = jnp.where(seen, tiles.add_slopes(logits, alibi, items.distance), -jnp.inf)
+    logits = jnp.where(seen, tiles.add_slopes(logits, alibi, items.distance), MASKED)
     if tiling.queries == 1:
         return _Seen(logits, values, value_scales, None)
     # One query may see a NaN that another one must not.
@@ -246,7 +250,7 @@ def _read(inputs: _Inputs, items: tiles.Items, tiling: tiles.Tiling, queries: ja
 
 def _finite(top: jax.Array) -> jax.Array:
     """What to count logits from whose largest is `top`."""
-    return jnp.where(jnp.isneginf(top), 0.0, top)
+    return jnp.where(top <= MASKED, 0.0, top)
 
 
 def _weigh(seen: _Seen, reference: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
@@ -313,7 +317,7 @@ def _attend_together(
     leader = jnp.clip(tiles.take(shared.leader, token.row), 0, rows.tables.shape[0] - 1)
     softmax = _attend_tiles(inputs, groups, leader, place - tiles.take(groups.start, leader), tiling, lanes, False)
     is_in = place < place.shape[0]
-    nothing = _Softmax(jnp.float32(-jnp.inf), jnp.float32(0), jnp.float32(0))
+    nothing = _Softmax(jnp.float32(MASKED), jnp.float32(0), jnp.float32(0))
     softmax = jax.tree.map(
         lambda x, none: jnp.where(jnp.expand_dims(is_in, range(1, x.ndim)), x, none), softmax, nothing
     )

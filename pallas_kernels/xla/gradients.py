@@ -10,11 +10,15 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.common.batch import Call
 from pallas_kernels.xla import work_list as tiles
 
 _product = functools.partial(jnp.einsum, precision="highest")
+
+# The LSE kept of a token that sees nothing: all weights are 0, and `jax_debug_infs` does not stop at what is kept.
+NOTHING_SEEN = float(np.finfo(np.float32).max)
 
 
 def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
@@ -22,7 +26,7 @@ def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
 
     Args:
       out_bar, lse_bar: the cotangents of the output and of the LSE (None: zero).
-      out, lse: what `paged_attention` returned for the call.
+      out, lse: what `paged_attention` returned for the call; the LSE is `NOTHING_SEEN` where that is -inf.
 
     Returns:
       The call with cotangents for arrays, and None for all that has none.
@@ -151,7 +155,7 @@ def attention_gradients(out_bar, lse_bar, out, lse, call: Call) -> Call:
     if alibi is not None:
         bars["alibi"] = bars["alibi"].reshape(alibi.shape)
     if sinks is not None:
-        nothing = jnp.isneginf(lse)
+        nothing = lse == NOTHING_SEEN
         share = jnp.where(nothing, 0.0, jnp.exp(sinks.astype(jnp.float32)[None] - jnp.where(nothing, 0.0, lse)))
         bars["sinks"] = -jnp.where(nothing, 0.0, share * pull_down).sum(axis=0)
     return bundle(bars)

@@ -7,9 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from nightly import NIGHTLY
 
 import jaxkv
+from jaxkv._layers import dense_attention
+from jaxkv.models import DecoderConfig, Rope
+from jaxkv.models.config import ExpertsConfig
+from jaxkv.models.experts import Experts
 
 pytestmark = pytest.mark.usefixtures("rows_in_tiles")
 
@@ -161,3 +166,35 @@ def test_a_function_under_a_setting(name, setting):
     assert len(found) == len(right)
     for a, b in zip(found, right, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("setting", ["debug_nans", "debug_infs"])
+@pytest.mark.parametrize("kind", ["cached", "sinks", "dense"])
+def test_a_gradient_through_a_checkpoint(kind, setting):
+    """Nothing that is kept or computed on the way is infinite: only an LSE that is asked for may be."""
+    cache = jaxkv.extend(made(), [2, 0, 4])
+    k, v = (x[0] for x in step())
+    sinks = jnp.ones(2, jnp.float32) if kind == "sinks" else None
+
+    def loss(q, k, v):
+        if kind == "dense":
+            return jnp.sum(dense_attention(q, k, v, window=2))
+        return jnp.sum(jaxkv.attention(q, k, v, cache, layer=0, sinks=sinks)[0])
+
+    inputs = queries(0), k, v
+    right = jax.grad(loss, argnums=(0, 1, 2))(*inputs)
+    with SETTINGS[setting]():
+        found = jax.grad(jax.checkpoint(loss), argnums=(0, 1, 2))(*inputs)
+    for a, b in zip(found, right, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_experts_are_chosen_without_an_infinity():
+    own = ExpertsConfig(count=4, per_token=1, mlp_dim=2, scores="sigmoid", groups=2, groups_per_token=1)
+    config = DecoderConfig(
+        vocab_size=8, embed_dim=5, mlp_dim=6, num_heads=2, num_kv_heads=1, head_dim=4, max_seq_len=16, windows=(None,),
+        ropes=(Rope(),), attention_scale=0.5,
+    )  # fmt: skip
+    experts = Experts(config, own, "float32", nnx.Rngs(0))
+    with SETTINGS["debug_infs"]():
+        experts.route(jnp.ones((2, config.embed_dim), jnp.float32))
