@@ -1,19 +1,17 @@
 """`python -m jaxkv generate`: continues prompts, streams the text, and prints a report."""
 
 import argparse
-import pathlib
 import sys
 import time
 from typing import Any
 
-from jaxkv._cli.text import ByteTokenizer, TextCodec, TextStream
-from jaxkv._cli.units import parse_bytes
+import jaxkv
+from jaxkv._cli.text import TextModel, TextStream, open_model, prefix_options
 from jaxkv._core.cache.checks import stats
 from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.validation import MOST_INDEX, integer
-from jaxkv._engine.requests.eviction_policy import SCORES, Eviction
-from jaxkv._files.hub import find_model
-from pallas_kernels.common.quantization import FORMATS
+from jaxkv._engine.requests.eviction_policy import Eviction
+from jaxkv.text.tokenizer import Tokenizer
 
 # Long enough to show what a byte-level decoder has learned, and of very different lengths.
 DEMO_PROMPTS = (
@@ -25,89 +23,32 @@ DEMO_PROMPTS = (
 )
 
 
-def add_generate(commands: Any) -> None:
-    parser = commands.add_parser("generate", help="continue prompts", description="Continue prompts, all at once.")
-    parser.set_defaults(run=generate)
-    add = parser.add_argument
-    add(
-        "--model",
-        type=pathlib.Path,
-        help="a Hugging Face folder or owner/name; default: a small model of Python source, built in",
-    )
-    add("--prompt", action="append", default=[], help="a prompt; may be given several times")
-    add("--prompts", type=pathlib.Path, help="a text file with one prompt per line")
-    add("--max-new-tokens", type=int, default=96, help="default: %(default)s")
-    add("--temperature", type=float, default=0.7, help="0: always the likeliest token; default: %(default)s")
-    add("--top-k", type=int, default=0, help="sample among so many likeliest tokens; 0, the default: all")
-    add("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this probability; default: 1")
-    add("--min-p", type=float, default=0.0, help="sample among tokens of this share of the likeliest one; default: 0")
-    add("--seed", type=int, default=0, help="of the random draws; default: %(default)s")
-    add("--max-seqs", type=int, default=8, help="sequences computed at the same time; default: %(default)s")
-    add("--max-seq-len", type=int, help="the most tokens of a sequence; default: what the prompts need")
-    add(
-        "--memory",
-        type=parse_bytes,
-        help="what the cache may take, for example 512MiB or 2GB; default: what all rows need",
-    )
-    add("--block-size", type=int, help="tokens per block; default: what the kernels of the platform take, 16 on a CPU")
-    add(
-        "--dtype",
-        help="compute and cache in this dtype; default: float32 for the built-in model, else the checkpoint's",
-    )
-    add("--cache-dtype", choices=sorted(FORMATS), help="store keys and values in this; default: what is computed in")
-    add("--evict", choices=SCORES, help="after the prompt keep the tokens of each row that this score finds best")
-    add("--keep", type=_share, help="with --evict: a share, or a number of tokens; default: 0.5")
-    add(
-        "--budget",
-        choices=("uniform", "pyramid", "ada"),
-        help="with --evict: the same for all, more for first layers, or heads compete; default: uniform",
-    )
-    add("--every", type=int, help="with --evict: keep no more than that after every so many tokens, too")
-    add("--prefix-disk", type=pathlib.Path, help="a folder that keeps the blocks of prompts for the next call")
-    add(
-        "--prefix-disk-bytes",
-        type=parse_bytes,
-        help="what it may take, and host memory on the way, for example 2GB; default: 1GiB",
-    )
-    add("--devices", type=int, default=1, help="divide model and cache over so many devices; default: %(default)s")
-    add("--no-check", action="store_true", help="do not compare the output with a recomputation without any cache")
-
-
 def generate(arguments: argparse.Namespace) -> int:
     """Continues prompts, streams the text, and prints a report."""
-    import jaxkv
-    import jaxkv.text
-
     prompts = _prompts(arguments)
     max_new_tokens = integer("max_new_tokens", arguments.max_new_tokens, least=1, most=MOST_INDEX // 2)
-    options = {} if arguments.dtype is None else {"dtype": arguments.dtype}
-    options |= {} if arguments.devices == 1 else {"mesh": _mesh(arguments.devices)}
-    tokenizer: TextCodec
-    if arguments.model is None:
-        model, tokenizer = jaxkv.models.small(**options), ByteTokenizer()
-    else:
-        arguments.model = find_model(arguments.model)
-        model = jaxkv.models.load(arguments.model, **options)
-        tokenizer = ByteTokenizer() if model.config.byte_tokens else jaxkv.text.Tokenizer(arguments.model)
-    choice = {
-        "temperature": arguments.temperature,
-        "top_k": arguments.top_k,
-        "top_p": arguments.top_p,
-        "min_p": arguments.min_p,
-        "seed": arguments.seed,
-    }
-    tokens = [tokenizer.encode(prompt) for prompt in prompts]
+    if arguments.system is not None and not arguments.chat:
+        raise ValueError("--system is for --chat, where the model is told something before the question: give both.")
+    opened = open_model(arguments)
+    tokens = _encode(arguments, opened, prompts)
     with jaxkv.Engine(
-        model, max_seqs=arguments.max_seqs, max_seq_len=arguments.max_seq_len, memory_bytes=arguments.memory,
+        opened.model, max_seqs=arguments.max_seqs, max_seq_len=arguments.max_seq_len, memory_bytes=arguments.memory,
         block_size=arguments.block_size, longest=max(map(len, tokens)) + max_new_tokens,
-        cache_dtype=arguments.cache_dtype, evict=_eviction(arguments), **_prefix(arguments),
+        cache_dtype=arguments.cache_dtype, evict=_eviction(arguments), **prefix_options(arguments),
     ) as engine:  # fmt: skip
-        return _continue(arguments, engine, tokenizer, prompts, tokens, max_new_tokens, choice, model)
+        return _continue(arguments, engine, opened, prompts, tokens, max_new_tokens)
+
+
+def _encode(arguments: argparse.Namespace, opened: TextModel, prompts: list[str]) -> list[list[int]]:
+    if not arguments.chat:
+        return [opened.text.encode(prompt) for prompt in prompts]
+    system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+    return [opened.chat.chat([*system, {"role": "user", "content": prompt}]) for prompt in prompts]
 
 
 def _continue(
-    arguments: argparse.Namespace, engine: Any, tokenizer: TextCodec, prompts: list[str], tokens: list[list[int]],
-    max_new_tokens: int, choice: dict[str, Any], model: Any,
+    arguments: argparse.Namespace, engine: Any, opened: TextModel, prompts: list[str], tokens: list[list[int]],
+    max_new_tokens: int,
 ) -> int:  # fmt: skip
     # A prompt that cannot be continued does not stop the others.
     problems = {i: why for i, t in enumerate(tokens) if (why := engine.problem(t, max_new_tokens))}
@@ -119,26 +60,32 @@ def _continue(
     prompts, tokens = [prompts[i] for i in kept], [tokens[i] for i in kept]
 
     start = time.perf_counter()
-    stream = engine.stream(tokens, max_new_tokens, eos=model.config.eos_ids, **choice)
+    stream = engine.stream(tokens, max_new_tokens, eos=opened.eos, **opened.sampling)
     outputs: list[list[int]] = [[] for _ in tokens]
     times = []
-    printer = _Printer([i + 1 for i in kept], prompts, [TextStream(tokenizer, prompt) for prompt in tokens])
+    shown = [f"{prompt}\n" for prompt in prompts] if arguments.chat else prompts
+    printer = _Printer([i + 1 for i in kept], shown, [TextStream(opened.text, prompt) for prompt in tokens])
     for index, token in stream:
         times.append(time.perf_counter() - start)
         outputs[index].append(token)
-        printer.add(index, token)
+        room = min(max_new_tokens, engine.config.max_seq_len - len(tokens[index]))
+        printer.add(index, token, token in opened.eos or len(outputs[index]) == room)
     printer.finish()
     if engine.prefix is not None:
         engine.prefix.flush(engine.cache)
     # A cache that rounds more than the model, or evicts, leads to other tokens.
-    checked = not arguments.no_check and arguments.evict is None and engine.config.kind(0).declared_dtype == model.dtype
-    print(_report(engine, tokens, outputs, times, choice if checked else None))
+    own = engine.config.kind(0).declared_dtype == opened.model.dtype
+    checked = not arguments.no_check and arguments.evict is None and own
+    print(_report(engine, tokens, outputs, times, opened.sampling if checked else None))
+    if not arguments.chat and isinstance(opened.text, Tokenizer) and opened.text.has_template:
+        empty = sum(not opened.text.decode(output).strip() for output in outputs)
+        if empty:
+            print(
+                f"jaxkv: {empty} of {len(outputs)} prompts were answered with nothing: the model is made for chats, "
+                "so give --chat.",
+                file=sys.stderr,
+            )
     return 1 if problems else 0
-
-
-def _share(text: str) -> float:
-    """Parses a number of tokens, or a share of them."""
-    return int(text) if text.strip().isdigit() else float(text)
 
 
 def _eviction(arguments: argparse.Namespace) -> Eviction | None:
@@ -149,26 +96,6 @@ def _eviction(arguments: argparse.Namespace) -> Eviction | None:
     for name in given:
         raise ValueError(f"--{name} is for --evict, which says by what score tokens are kept: give both, or neither.")
     return None
-
-
-def _prefix(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options of an engine that keeps prompts' blocks for later prompts."""
-    if arguments.prefix_disk is None:
-        if arguments.prefix_disk_bytes is not None:
-            raise ValueError("--prefix-disk-bytes is for --prefix-disk, the folder: give both, or neither.")
-        return {}
-    most = parse_bytes("1GiB") if arguments.prefix_disk_bytes is None else arguments.prefix_disk_bytes
-    return {"prefix_cache": True, "spill_bytes": int(most), "disk": arguments.prefix_disk, "disk_bytes": most}
-
-
-def _mesh(count: int) -> Any:
-    import jax
-    import numpy as np
-
-    devices = jax.devices()
-    if not 1 <= count <= len(devices):
-        raise ValueError(f"--devices must be from 1 to {len(devices)}, the devices that there are, not {count}.")
-    return jax.sharding.Mesh(np.array(devices[:count]), ("model",))
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:
@@ -189,20 +116,24 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 
 
 class _Printer:
-    """Prints text as it is generated: a single prompt's unchanged, several prompts' line by line with their numbers."""
+    """Prints text as it is generated: a single prompt's unchanged, several prompts' in one block each, whose lines
+    begin with its number. The first block that is not finished grows as its tokens come; those behind it wait."""
 
     PROGRESS_FROM = 16  # prompts; the text of more would only scroll by
 
     def __init__(self, numbers: list[int], prompts: list[str], streams: list[TextStream]):
         self.numbers, self.streams = numbers, streams
         self.unprinted = list(prompts)
-        self.alone = len(prompts) == 1
+        self.is_done = [False] * len(prompts)
+        self.current, self.in_line = 0, False  # the block that grows, and whether its last line has begun
         self.bar: Any = _progress_bar() if len(prompts) >= self.PROGRESS_FROM else None
-        for index in range(len(prompts)):
-            self._show(index, "")
+        self._print()
 
-    def add(self, index: int, token: int) -> None:
-        self._show(index, self.streams[index].add(token))
+    def add(self, index: int, token: int, is_last: bool) -> None:
+        self.unprinted[index] += self.streams[index].add(token)
+        if is_last:
+            self._end(index)
+        self._print()
         if self.bar is not None:
             self.bar.update()
 
@@ -210,20 +141,30 @@ class _Printer:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-        for index, stream in enumerate(self.streams):
-            self._show(index, f"{stream.finish()}\n")
+        for index in range(len(self.streams)):
+            if not self.is_done[index]:
+                self._end(index)
+        self._print()
 
-    def _show(self, index: int, text: str) -> None:
-        self.unprinted[index] += text
-        if self.bar is not None:  # the text is printed at the end
-            return
-        if self.alone:
-            print(self.unprinted[index], end="", flush=True)
-            self.unprinted[index] = ""
-            return
-        *lines, self.unprinted[index] = self.unprinted[index].split("\n")
-        for line in lines:
-            print(f"{self.numbers[index]}> {line}", flush=True)
+    def _end(self, index: int) -> None:
+        self.is_done[index] = True
+        self.unprinted[index] += f"{self.streams[index].finish()}\n"
+
+    def _print(self) -> None:
+        while self.bar is None and self.current < len(self.streams):  # beside a bar the text is printed at the end
+            text, self.unprinted[self.current] = self.unprinted[self.current], ""
+            print(self._number_lines(text) if len(self.streams) > 1 else text, end="", flush=True)
+            if not self.is_done[self.current]:
+                return
+            self.current += 1
+
+    def _number_lines(self, text: str) -> str:
+        """Puts the current block's number before each line that begins in a text."""
+        if not text:
+            return ""
+        number = f"{self.numbers[self.current]}> "
+        first, self.in_line = "" if self.in_line else number, not text.endswith("\n")
+        return first + text[:-1].replace("\n", f"\n{number}") + text[-1]
 
 
 def _progress_bar() -> Any:

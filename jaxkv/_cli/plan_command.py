@@ -12,12 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkv._cli import plan_report
-from jaxkv._cli.chips import CHIPS, Chip, chip_named
+from jaxkv._cli.chips import Chip, chip_named
 from jaxkv._cli.memory_plan import BLOCK_SIZES, needed_bytes, plan
 from jaxkv._cli.plan_devices import Devices, shapes_of
 from jaxkv._cli.plan_report import AskedRows, DeviceMemory, Option, Report
 from jaxkv._cli.plan_step_report import shapes_as_text, step_as_json
-from jaxkv._cli.units import parse_bytes
 from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size, kernel_platform
 from jaxkv._core.config.cache_config import JOINING
@@ -28,41 +27,6 @@ from pallas_kernels.common.quantization import FORMATS
 
 MOST_LENGTHS = 64 << 20  # bytes of a file of lengths
 MOST_SHAPES = 12  # in a table; JSON lists all
-
-
-def add_plan(commands: Any) -> None:
-    parser = commands.add_parser(
-        "plan", help="what fits into memory", description="What a cache for a model holds in a given memory."
-    )
-    parser.set_defaults(run=run)
-    add = parser.add_argument
-    add("--model", type=pathlib.Path, required=True, help="a Hugging Face folder; its config.json is enough")
-    add("--memory", type=parse_bytes,
-        help="of the device, or the part you give: 80GB is 80e9 bytes, 80GiB or 80G is 80 * 2**30; default: what the "
-        "chip has")  # fmt: skip
-    add("--chip", help=f"{', '.join(CHIPS)}: say how long a decode step takes there at least")
-    add(
-        "--weights",
-        type=parse_bytes,
-        help="what the whole model takes; default: what models.load makes of them",
-    )
-    add("--devices", default="1",
-        help="each with so much memory: a number, which heads and weights are divided over; or tensor x data x context "
-        "such as 8x16 or 8x4x2: also parts of the rows, and runs of every block's tokens; default: one")  # fmt: skip
-    add("--shapes", action="store_true", help="with --chip: compare the ways to divide over that many, the best first")
-    add("--rest", type=parse_bytes, help="what a step may take to compute in; default: a tenth of what weights leave")
-    add("--max-seq-len", type=int, help="the most tokens of a sequence; default: the longest of --lengths, or the "
-        "model's")  # fmt: skip
-    add("--max-seqs", type=int, help="sequences at the same time; default: as many as fit, of the lengths to expect")
-    add("--mean-len", type=float, help="tokens of a sequence on the average, prompt and output; default: half of the "
-        "most, but no more than 2048")  # fmt: skip
-    add("--lengths", type=pathlib.Path, help="or a file of the lengths that were seen: numbers, or a list in JSON")
-    add("--step-tokens", type=int, default=256,
-        help="tokens of one step, which layers with a window hold too; default: %(default)s, as generate")  # fmt: skip
-    add("--block-size", type=int, action="append", help="only this; may be given several times")
-    add("--dtype", choices=sorted(FORMATS), action="append", help="only this; may be given several times")
-    add("--head-dim-multiple", type=int, help="pad head_dim to a multiple of this; default: what the chip wants, or 1")
-    add("--json", action="store_true", help="print all of it as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

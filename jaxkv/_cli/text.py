@@ -1,9 +1,24 @@
-"""Converts text to tokens and back, for the command line."""
+"""The model that a command is given: loaded, with its text, and with the sampling that its makers recommend."""
 
-from collections.abc import Iterable
-from typing import Protocol
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
-from jaxkv.text.tokenizer import TextStream as TextStream
+from jaxkv._cli.units import parse_bytes
+from jaxkv._core.config.validation import integer, real, show
+from jaxkv._files.hub import find_model
+from jaxkv.text.tokenizer import TextStream as TextStream, Tokenizer
+
+# Fields of a generation_config.json that choose tokens in ways that are not known here, with what switches them off.
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1,), "encoder_repetition_penalty": (1,), "presence_penalty": (0,), "frequency_penalty": (0,),
+    "no_repeat_ngram_size": (0,), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "penalty_alpha": (0,),
+    "num_beams": (1,), "min_length": (0,), "min_new_tokens": (0,), "bad_words_ids": (), "suppress_tokens": (),
+    "begin_suppress_tokens": (), "forced_bos_token_id": (), "forced_eos_token_id": (), "sequence_bias": (),
+    "guidance_scale": (1,), "dola_layers": (), "top_h": (), "watermarking_config": (), "stop_strings": (),
+}  # fmt: skip
 
 
 class TextCodec(Protocol):
@@ -19,3 +34,105 @@ class ByteTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+@dataclasses.dataclass(frozen=True)
+class TextModel:
+    """A model with its text.
+
+    Fields:
+      model: what `jaxkv.Engine` takes.
+      text: its tokenizer.
+      sampling: how tokens are chosen: temperature, top_k, top_p, min_p and seed.
+      eos: the tokens that end an answer.
+    """
+
+    model: Any
+    text: TextCodec
+    sampling: dict[str, Any]
+    eos: tuple[int, ...]
+
+    @property
+    def chat(self) -> Tokenizer:
+        """The tokenizer, if it has a chat template. Raises ValueError if not."""
+        if not isinstance(self.text, Tokenizer):
+            raise ValueError("The model reads bytes and has no chat template: give it a text to continue, by generate.")
+        return self.text
+
+
+def open_model(arguments: argparse.Namespace) -> TextModel:
+    """Loads the model that the options name, and says on stderr what its generation_config.json chooses."""
+    import jaxkv.models
+    from jaxkv.models.checkpoints import open_checkpoint
+
+    options = {} if arguments.dtype is None else {"dtype": arguments.dtype}
+    options |= {} if arguments.devices == 1 else {"mesh": _mesh(arguments.devices)}
+    if arguments.model is None:
+        model = jaxkv.models.small(**options)
+        return TextModel(model, ByteTokenizer(), read_sampling(arguments, {}, ""), model.config.eos_ids)
+    path = find_model(arguments.model)
+    model = jaxkv.models.load(path, **options)
+    where = f"{path / 'generation_config.json'}"
+    sampling = read_sampling(arguments, open_checkpoint(path).read_generation() if path.is_dir() else {}, where)
+    if model.config.byte_tokens:
+        return TextModel(model, ByteTokenizer(), sampling, model.config.eos_ids)
+    text = Tokenizer(path)
+    return TextModel(model, text, sampling, tuple(dict.fromkeys((*model.config.eos_ids, *text.eos_ids))))
+
+
+def read_sampling(arguments: argparse.Namespace, said: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns how tokens are chosen: by options, else by a generation_config.json, else by the command's defaults.
+
+    Args:
+      said: the file's fields.
+      where: its name in errors and on stderr, where it is said what is taken from it and what is not honoured.
+
+    Raises:
+      ValueError: the file has a value that no sampling can have.
+    """
+    chosen: dict[str, Any] = {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    recommended: dict[str, Any] = {}
+    if said.get("do_sample") is False:
+        recommended["temperature"] = 0.0
+    elif said.get("do_sample") or any(said.get(name) is not None for name in chosen):
+        recommended = {name: said[name] for name in chosen if said.get(name) is not None}
+        recommended.setdefault("temperature", 1.0)
+        _check_sampling(recommended, where)
+    given = {name: value for name in chosen if (value := getattr(arguments, name)) is not None}
+    taken = {name: value for name, value in recommended.items() if name not in given}
+    others = {name: value for name, value in said.items() if name in OTHERS and value and value not in OTHERS[name]}
+    if taken or others:
+        parts = [f"{name} = {show(value)}" for name, value in taken.items()]
+        line = f"sampling as {where} recommends: {', '.join(parts)}" if parts else f"of {where}"
+        more = ", ".join(f"{name} = {show(value)}" for name, value in others.items())
+        print(f"jaxkv: {line}{f'; not honoured: {more}' if more else ''}.", file=sys.stderr)
+    return chosen | recommended | given | {"seed": arguments.seed}
+
+
+def _check_sampling(fields: Mapping[str, Any], where: str) -> None:
+    for name, value in fields.items():
+        if name == "top_k":
+            integer(f"{name} in {where}", value, least=0)
+        else:
+            most = None if name == "temperature" else 1
+            real(f"{name} in {where}", value, least=0, most=most, above=0 if name == "top_p" else None)
+
+
+def prefix_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options of an engine that keeps prompts' blocks for later prompts."""
+    if arguments.prefix_disk is None:
+        if arguments.prefix_disk_bytes is not None:
+            raise ValueError("--prefix-disk-bytes is for --prefix-disk, the folder: give both, or neither.")
+        return {}
+    most = parse_bytes("1GiB") if arguments.prefix_disk_bytes is None else arguments.prefix_disk_bytes
+    return {"prefix_cache": True, "spill_bytes": int(most), "disk": arguments.prefix_disk, "disk_bytes": most}
+
+
+def _mesh(count: int) -> Any:
+    import jax
+    import numpy as np
+
+    devices = jax.devices()
+    if not 1 <= count <= len(devices):
+        raise ValueError(f"--devices must be from 1 to {len(devices)}, the devices that there are, not {count}.")
+    return jax.sharding.Mesh(np.array(devices[:count]), ("model",))

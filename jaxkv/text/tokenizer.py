@@ -54,6 +54,12 @@ class Tokenizer:
         """How many tokens there are, added ones included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The tokens that the tokenizer says end a text; a model may know more."""
+        token = self._tokenizer.token_to_id(self._files.special_tokens().get("eos_token", ""))
+        return () if token is None else (token,)
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Returns the tokens of a text.
 

@@ -93,7 +93,7 @@ BAD = {
     "{{ messages.append({}) }}": "SecurityError",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "takes too long",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "nested too deeply|RecursionError",
-    "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}": "too much memory",
+    "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}": "takes too",
     "{{ 'a' * 10**10 }}": "too much memory",
     "{{ 'a'.center(10**10) }}": "too much memory",
     "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}": "too much memory",

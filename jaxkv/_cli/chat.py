@@ -1,0 +1,135 @@
+"""`python -m jaxkv chat`: talks with a model. Each turn is the whole conversation, of which the prefix cache knows all
+but the last question."""
+
+import argparse
+import contextlib
+import io
+import signal
+import sys
+from typing import Any
+
+import jaxkv
+from jaxkv._cli.text import TextModel, open_model, prefix_options
+from jaxkv._core.config.validation import MOST_INDEX, integer
+
+MOST_LENGTH = 8192  # default tokens of a chat
+PROMPT = "> "
+
+
+def chat(arguments: argparse.Namespace) -> int:
+    """Answers what is typed, line by line, until the input ends."""
+    max_new_tokens = integer("max_new_tokens", arguments.max_new_tokens, least=1, most=MOST_INDEX // 2)
+    opened = open_model(arguments)
+    system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+    opened.chat.chat([*system, {"role": "user", "content": "?"}])  # what is wrong with the template is said at once
+    length = arguments.max_seq_len or min(opened.model.max_seq_len, MOST_LENGTH)
+    with jaxkv.Engine(
+        opened.model, max_seqs=1, max_seq_len=length, block_size=arguments.block_size,
+        cache_dtype=arguments.cache_dtype, **{"prefix_cache": True} | prefix_options(arguments),
+    ) as engine:  # fmt: skip
+        conversation = Conversation(engine, opened, system, max_new_tokens)
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")  # bytes that are no text do not end the chat
+        try:
+            while (line := _read_line()) is not None:
+                if line.strip():
+                    conversation.ask(line)
+        finally:
+            if arguments.prefix_disk is not None:
+                engine.prefix.flush(engine.cache)
+        print(conversation.describe(), file=sys.stderr)
+    return 0
+
+
+class Conversation:
+    """The messages so far, and the engine that goes on with them."""
+
+    def __init__(self, engine: Any, opened: TextModel, system: list[dict[str, str]], max_new_tokens: int):
+        self.engine, self.opened, self.messages = engine, opened, list(system)
+        self.max_new_tokens, self.turns, self.tokens = max_new_tokens, 0, 0
+
+    def ask(self, question: str) -> None:
+        """Prints the answer to a question as it comes. An interrupt ends it; what had come is kept."""
+        messages = [*self.messages, {"role": "user", "content": question}]
+        answer: list[str] = []
+        try:
+            with _Interrupt() as interrupt:
+                self._answer(messages, answer, interrupt)
+        except KeyboardInterrupt:
+            pass
+        except ValueError as error:
+            print(f"jaxkv: {error}", file=sys.stderr)
+            return
+        print(flush=True)
+        if answer:
+            self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
+
+    def _answer(self, messages: list[dict[str, str]], answer: list[str], interrupt: "_Interrupt") -> None:
+        tokens = self.opened.chat.chat(messages)
+        if why := self.engine.problem(tokens, self.max_new_tokens):
+            raise ValueError(f"The chat cannot go on: {why}. Begin another, or give more with --max-seq-len.")
+        self.turns, self.tokens = self.turns + 1, self.tokens + len(tokens)
+        pieces = self.opened.chat.stream(tokens)
+        stream = self.engine.stream([tokens], self.max_new_tokens, eos=self.opened.eos, **self.opened.sampling)
+        with contextlib.closing(stream):
+            for _, token in stream:
+                _say(pieces.add(token), answer)
+                if interrupt.came:
+                    print(" ...", end="")
+                    return
+        _say(pieces.finish(), answer)
+
+    def describe(self) -> str:
+        saved = self.engine.stats()["tokens_saved"]
+        turns = f"{self.turns} turn{'s' * (self.turns != 1)}"
+        return f"jaxkv: {turns}; {saved} of the prompts' {self.tokens} tokens were known from before."
+
+
+class _Interrupt:
+    """Notes the first Ctrl-C instead of raising it, for Python loses one that falls into a callback. A second one is
+    raised, should a step take too long.
+
+    Fields:
+      came: whether there was one.
+    """
+
+    def __init__(self):
+        self.came = False
+        self._before: Any = None
+
+    def __enter__(self) -> "_Interrupt":
+        with contextlib.suppress(ValueError):  # not in the main thread, where none comes
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.came:
+            raise KeyboardInterrupt
+        self.came = True
+
+    def __exit__(self, *error: Any) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+
+def _say(piece: str, answer: list[str]) -> None:
+    if piece:
+        print(piece, end="", flush=True)
+        answer.append(piece)
+
+
+def _read_line() -> str | None:
+    """Returns the next line of the input; None at its end. An interrupt there begins the line anew."""
+    while True:
+        try:
+            if sys.stdin.isatty():
+                with contextlib.suppress(ImportError):
+                    import readline  # noqa: F401
+                return input(PROMPT)
+            line = sys.stdin.readline()
+            return line.rstrip("\r\n") if line else None
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            print("\n(The end of the input, Ctrl-D, ends the chat.)", file=sys.stderr)

@@ -1,0 +1,123 @@
+"""The options of all commands. It imports nothing that takes time, so that help and typos are answered at once."""
+
+import pathlib
+from typing import Any
+
+from jaxkv._cli.units import parse_bytes
+
+# Names that registries know elsewhere; a test holds them against those.
+CHIPS = ("v5e", "v6e", "tpu7x", "h100", "h200")
+DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int4", "int8")
+SCORES = ("expected_attention", "keydiff", "knorm", "observed_attention", "snapkv", "streaming_llm", "tova")
+
+
+def add_model(add: Any, default: str | None) -> None:
+    """Adds the options of a model and of where it is computed."""
+    what = "a Hugging Face folder, a GGUF file or owner/name"
+    text = what if default is None else f"{what}; default: {default}"
+    add("--model", type=pathlib.Path, required=default is None, help=text)
+    add(
+        "--dtype",
+        help="compute and cache in this dtype; default: float32 for the built-in model, else the checkpoint's",
+    )
+    add("--cache-dtype", choices=DTYPES, help="store keys and values in this; default: what is computed in")
+    add("--devices", type=int, default=1, help="divide model and cache over so many devices; default: %(default)s")
+    add("--block-size", type=int, help="tokens per block; default: what the kernels of the platform take, 16 on a CPU")
+    add("--prefix-disk", type=pathlib.Path, help="a folder that keeps the blocks of prompts for the next call")
+    add(
+        "--prefix-disk-bytes",
+        type=parse_bytes,
+        help="what it may take, and host memory on the way, for example 2GB; default: 1GiB",
+    )
+
+
+def add_sampling(add: Any, max_new_tokens: int) -> None:
+    """Adds the options of how tokens are chosen; a model's generation_config.json speaks where they are not given."""
+    own = "default: generation_config.json's, or"
+    add("--max-new-tokens", type=int, default=max_new_tokens, help="of an answer; default: %(default)s")
+    add("--temperature", type=float, help=f"0: always the likeliest token; {own} 0.7")
+    add("--top-k", type=int, help=f"sample among so many likeliest tokens; 0: all; {own} 0")
+    add("--top-p", type=float, help=f"sample among the likeliest tokens of this probability; {own} 1")
+    add("--min-p", type=float, help=f"sample among tokens of this share of the likeliest one; {own} 0")
+    add("--seed", type=int, default=0, help="of the random draws; default: %(default)s")
+
+
+def add_generate(commands: Any) -> None:
+    parser = commands.add_parser("generate", help="continue prompts", description="Continue prompts, all at once.")
+    parser.set_defaults(run="jaxkv._cli.generate:generate")
+    add = parser.add_argument
+    add_model(add, "a small model of Python source, built in")
+    add("--prompt", action="append", default=[], help="a prompt; may be given several times")
+    add("--prompts", type=pathlib.Path, help="a text file with one prompt per line")
+    add("--chat", action="store_true", help="each prompt is a question, which the model's chat template puts to it")
+    add("--system", help="with --chat: what the model is told before")
+    add_sampling(add, 96)
+    add("--max-seqs", type=int, default=8, help="sequences computed at the same time; default: %(default)s")
+    add("--max-seq-len", type=int, help="the most tokens of a sequence; default: what the prompts need")
+    add(
+        "--memory",
+        type=parse_bytes,
+        help="what the cache may take, for example 512MiB or 2GB; default: what all rows need",
+    )
+    add("--evict", choices=SCORES, help="after the prompt keep the tokens of each row that this score finds best")
+    add("--keep", type=_share, help="with --evict: a share, or a number of tokens; default: 0.5")
+    add(
+        "--budget",
+        choices=("uniform", "pyramid", "ada"),
+        help="with --evict: the same for all, more for first layers, or heads compete; default: uniform",
+    )
+    add("--every", type=int, help="with --evict: keep no more than that after every so many tokens, too")
+    add("--no-check", action="store_true", help="do not compare the output with a recomputation without any cache")
+
+
+def add_chat(commands: Any) -> None:
+    parser = commands.add_parser(
+        "chat", help="talk with a model",
+        description="Talk with a model, line by line. Ctrl-C ends an answer, the end of the input the chat.",
+    )  # fmt: skip
+    parser.set_defaults(run="jaxkv._cli.chat:chat")
+    add = parser.add_argument
+    add_model(add, None)
+    add("--system", help="what the model is told before")
+    add_sampling(add, 1024)
+    add("--max-seq-len", type=int, help="the most tokens of the chat; default: the model's, but no more than 8192")
+
+
+def _share(text: str) -> float:
+    """Parses a number of tokens, or a share of them."""
+    return int(text) if text.strip().isdigit() else float(text)
+
+
+def add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan", help="what fits into memory", description="What a cache for a model holds in a given memory."
+    )
+    parser.set_defaults(run="jaxkv._cli.plan_command:run")
+    add = parser.add_argument
+    add("--model", type=pathlib.Path, required=True, help="a Hugging Face folder; its config.json is enough")
+    add("--memory", type=parse_bytes,
+        help="of the device, or the part you give: 80GB is 80e9 bytes, 80GiB or 80G is 80 * 2**30; default: what the "
+        "chip has")  # fmt: skip
+    add("--chip", help=f"{', '.join(CHIPS)}: say how long a decode step takes there at least")
+    add(
+        "--weights",
+        type=parse_bytes,
+        help="what the whole model takes; default: what models.load makes of them",
+    )
+    add("--devices", default="1",
+        help="each with so much memory: a number, which heads and weights are divided over; or tensor x data x context "
+        "such as 8x16 or 8x4x2: also parts of the rows, and runs of every block's tokens; default: one")  # fmt: skip
+    add("--shapes", action="store_true", help="with --chip: compare the ways to divide over that many, the best first")
+    add("--rest", type=parse_bytes, help="what a step may take to compute in; default: a tenth of what weights leave")
+    add("--max-seq-len", type=int, help="the most tokens of a sequence; default: the longest of --lengths, or the "
+        "model's")  # fmt: skip
+    add("--max-seqs", type=int, help="sequences at the same time; default: as many as fit, of the lengths to expect")
+    add("--mean-len", type=float, help="tokens of a sequence on the average, prompt and output; default: half of the "
+        "most, but no more than 2048")  # fmt: skip
+    add("--lengths", type=pathlib.Path, help="or a file of the lengths that were seen: numbers, or a list in JSON")
+    add("--step-tokens", type=int, default=256,
+        help="tokens of one step, which layers with a window hold too; default: %(default)s, as generate")  # fmt: skip
+    add("--block-size", type=int, action="append", help="only this; may be given several times")
+    add("--dtype", choices=DTYPES, action="append", help="only this; may be given several times")
+    add("--head-dim-multiple", type=int, help="pad head_dim to a multiple of this; default: what the chip wants, or 1")
+    add("--json", action="store_true", help="print all of it as JSON")
