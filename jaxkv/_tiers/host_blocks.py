@@ -74,6 +74,23 @@ class HostBlocks:
             order=tuple(orders), held=of_row(self.held), thinned=of_row(self.thinned), parts=tuple(parts),
         )  # fmt: skip
 
+    def drop_leading(self, num_blocks: int) -> "HostBlocks":
+        """Returns one row without the contents of its first `num_blocks` blocks, for a cache that holds them already.
+
+        `order` then names those blocks behind the ones in `parts`. The row must hold its blocks from the first one on.
+        """
+        if not num_blocks:
+            return self
+        parts, orders = list(self.parts), []
+        for layers, count, order in zip(self.groups, self.count, self.order, strict=True):
+            moved, own = np.unique(order[num_blocks : int(count.sum())], return_inverse=True)
+            blocks = pad(moved)
+            elsewhere = np.arange(len(blocks), len(blocks) + num_blocks)
+            orders.append(pad(np.concatenate([elsewhere, own])))
+            for layer in layers:
+                parts[layer] = jax.tree.map(functools.partial(_pick, blocks), parts[layer])
+        return dataclasses.replace(self, order=tuple(orders), parts=tuple(parts))
+
     @property
     def num_tokens(self) -> int:
         """The number of tokens of all rows."""

@@ -112,7 +112,10 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
 
 
 def swap_in_beside(cache: Cache, row: Any, host: HostBlocks, source: Any, num_blocks: Any) -> Cache:
-    """Copies one row back, sharing `num_blocks` leading blocks with row `source`, which has the same tokens."""
+    """Copies one row back, sharing `num_blocks` leading blocks with row `source`, which has the same tokens.
+
+    `host` may lack the contents of those (`HostBlocks.drop_leading`).
+    """
     dst = row_indices("row", row, cache.lengths.shape[0])
     _check_fits(cache, dst, host)
     return _bring_in(cache, dst, host, (source, num_blocks))
@@ -123,7 +126,9 @@ def _bring_in(cache: Cache, dst: jax.Array, host: HostBlocks, beside: tuple[Any,
     parts = [None if part is None else _to_device(part, cache, layer) for layer, part in enumerate(host.parts)]
     lines = (host.lengths, host.first, host.count, host.order, host.held, host.thinned)
     held = [jnp.zeros(parts[layers[0]].kv.shape[0], jnp.int32) for layers in host.groups]  # type: ignore[union-attr]
-    if beside is not None:
+    moved = [x.shape[0] for x in held]
+    if beside is not None:  # blocks that were not moved are counted behind those that were
+        held = [jnp.pad(x, (0, order.shape[0])) for x, order in zip(held, host.order, strict=True)]
         held = find_blocks_of(cache, lines, held, *beside)
     elif may_share(cache):
         held = find_held_blocks(cache, parts, lines)
@@ -131,6 +136,7 @@ def _bring_in(cache: Cache, dst: jax.Array, host: HostBlocks, beside: tuple[Any,
     result = cache.replace(tables=tables)
     for group, target in enumerate(targets):
         order = jnp.asarray(host.order[group]) if cache.config.contiguous else None
+        target = target if order is not None else target[: moved[group]]
         result = put_group(result, group, functools.partial(_pick_parts, parts, order), target, put)
     return result
 

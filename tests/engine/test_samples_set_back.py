@@ -45,6 +45,12 @@ def test_siblings_come_back_as_forks(swap):
     assert most >= 4 and engine.steps <= 1.7 * steps
 
 
+def note_blocks(swap_in, moved, leaves, row, host, *others):
+    """Swaps a row in, and notes how many blocks were given for it."""
+    moved.append(max(x.shape[0] for x in host.blocks))
+    return swap_in(leaves, row, host, *others)
+
+
 def test_a_loaded_engine_shares_again(tmp_path):
     """The rows of a file are read one by one, and what they share is in the cache once."""
     tokens, _ = expected()
@@ -56,7 +62,10 @@ def test_a_loaded_engine_shares_again(tmp_path):
     engine.save(tmp_path / "engine.safetensors")
     other = jaxkv.Engine(MODEL, num_blocks=TIGHT + 8, **SIZES)
     requests = other.load(tmp_path / "engine.safetensors")
+    moved, residents = [], other._loops[0].residents
+    residents._swap_in = functools.partial(note_blocks, residents._swap_in, moved)
     other.step()
+    assert sum(moved) <= blocks + 8 and len(moved) == 8, "what is shared travels once"
     assert other.cache.blocks_in_use <= blocks + 8 and (np.asarray(other.cache.lengths) > len(PROMPT)).all()
     list(other.run())
     assert [request.tokens for request in requests] == tokens

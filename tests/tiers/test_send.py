@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import jaxkv
 from jaxkv import LayerConfig, testing
+from jaxkv._tiers import send as sending
 
 LAYERS = (
     LayerConfig(num_kv_heads=2, head_dim=8),
@@ -174,3 +175,23 @@ def test_bad_calls_are_refused_and_nothing_is_lost():
     with pytest.raises(ValueError, match="rows must be known on the host"):
         jax.jit(lambda rows: jaxkv.send(old, rows, to=to).lengths)(0)
     assert_sent(old, jaxkv.send(old, 0, to=to), [(0, 0)])
+
+
+@pytest.mark.parametrize("target", [{}, {"block_size": 2, "num_blocks": 24}, {"head_dim_multiple": 16}])
+def test_a_shared_block_travels_once(target, monkeypatch):
+    """Five forks of one row are sent in the blocks, and the bytes, of one."""
+    sizes = {"layers": ALIKE, "max_seqs": 6}
+    one = fill(jaxkv.init(config(ALIKE)), (0, 0, 12))
+    old = jaxkv.send(one, 2, to=jaxkv.init(config(**sizes)), at=0)
+    old = jaxkv.fork(old, [0] * 5, range(1, 6))
+    moved, brought = [], sending._brought
+    monkeypatch.setattr(
+        sending, "_brought", lambda part, to, layer: moved.append(part.kv.nbytes) or brought(part, to, layer)
+    )
+    sent = jaxkv.send(old, range(6), to=jaxkv.init(config(**sizes | target)))
+    together = sum(moved)
+    moved.clear()
+    jaxkv.send(old, [3], to=jaxkv.init(config(**sizes | target)))
+    assert together == sum(moved) and sent.blocks_in_use == 12 // sent.config.block_size
+    assert jaxkv.stats(sent)["blocks_shared"] == sent.blocks_in_use
+    assert_sent(old, sent, [(row, row) for row in range(6)])

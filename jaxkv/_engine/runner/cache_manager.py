@@ -307,7 +307,8 @@ class CacheManager:
         if sequence.host is not None:
             blocks = sequence.host() if callable(sequence.host) else sequence.host
             self.make_room([int(count.sum()) - first for count in blocks.count])
-            self.call(self._swap_in, np.array([row], np.int32), blocks, beside, np.int32(first))
+            own = blocks.drop_leading(first)  # what is shared is there already, and does not travel again
+            self.call(self._swap_in, np.array([row], np.int32), own, beside, np.int32(first))
             sequence.cached, sequence.host = blocks.num_tokens, None
         elif source is not None:
             self.call(self._begin, beside, np.int32(row), np.int32(first))
