@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from jaxkv._core.attention.attention import attend, attention, explain
 from jaxkv._core.attention.block_selection import BlockBounds, block_bounds
+from jaxkv._core.attention.mixers import causal_conv, gated_delta_rule, read_states, state_space, write_states
 from jaxkv._core.attention.plan import Step, plan_step, positions
 from jaxkv._core.attention.ragged import counts, last, left_align, right_align
 from jaxkv._core.attention.write import append, write
@@ -51,13 +52,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Beams", "BlockBounds", "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine",
-    "Eviction", "HostBlocks", "LayerConfig", "Match", "Model", "OutOfBlocks", "OutOfWindow", "PrefixCache",
-    "PrefixEvent", "RowShards", "SequenceTooLong", "Step", "append", "attend", "attention", "beam_search",
-    "block_bounds", "by_rows", "check", "check_invariants", "counts", "describe", "dot_product_attention", "evict",
-    "explain", "extend", "fork", "free", "gather", "generate", "init", "jax_attention", "keep", "last", "left_align",
-    "load", "merge_attention", "partition_specs", "plan_step", "positions", "reorder", "reserve", "right_align",
-    "save", "send", "stats", "swap_in", "swap_out", "truncate", "write",
+    "Beams", "BlockBounds", "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine", "Eviction",
+    "HostBlocks", "LayerConfig", "Match", "Model", "OutOfBlocks", "OutOfWindow", "PrefixCache", "PrefixEvent",
+    "RowShards", "SequenceTooLong", "Step", "append", "attend", "attention", "beam_search", "block_bounds", "by_rows",
+    "causal_conv", "check", "check_invariants", "counts", "describe", "dot_product_attention", "evict", "explain",
+    "extend", "fork", "free", "gated_delta_rule", "gather", "generate", "init", "jax_attention", "keep", "last",
+    "left_align", "load", "merge_attention", "partition_specs", "plan_step", "positions", "read_states", "reorder",
+    "reserve", "right_align", "save", "send", "state_space", "stats", "swap_in", "swap_out", "truncate", "write",
+    "write_states",
 ]  # fmt: skip
 
 

@@ -174,7 +174,9 @@ def _larger(factor: int, x: Any) -> Any:
 
 def _pools(tree: Any) -> list[Any]:
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Pool | HostBlocks))
-    return [x.kv for x in leaves if isinstance(x, Pool)]  # not the pools on the host
+    pools = [x.kv for x in leaves if isinstance(x, Pool)]  # not the pools on the host
+    caches = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Cache))
+    return pools + [x for cache in caches if isinstance(cache, Cache) for x in jax.tree.leaves(cache.states)]
 
 
 def _bytes(x: Any) -> int:

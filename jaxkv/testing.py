@@ -23,6 +23,7 @@ from jaxkv._copies import assert_no_copy as assert_no_copy
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.columns import blocks_of
 from jaxkv._core.state.head_rows import list_blocks
+from jaxkv._core.state.state_slots import NULL_SLOT
 from jaxkv._engine.frontend.trace import Trace as Trace, record as record
 from jaxkv._engine.programs.model_check import check_model as check_model
 
@@ -33,8 +34,9 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
     """Returns the cache with every slot that holds no row's token set to `value`: free blocks, and slots past the
     last token of each row. Computations with the cache must give the same results, bit by bit.
 
-    In quantized layers the scales are set, and the values become arbitrary. The null block and the padding of heads
-    (`head_dim_multiple`), which kernels may read, stay 0. Blocks that a `PrefixCache` keeps stay unchanged.
+    Slots for states that no row holds are set too. In quantized layers the scales are set, and the values become
+    arbitrary. The null block and the padding of heads (`head_dim_multiple`), which kernels may read, stay 0. Blocks
+    that a `PrefixCache` keeps stay unchanged.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -62,7 +64,15 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
             scale = None if pool.scale is None else _spoil(kept, value, pool.scale)
             bounds = None if pool.bounds is None else _spoil(kept.any(axis=-1), value, pool.bounds)
             pools[stack[0]] = dataclasses.replace(pool, kv=kv, scale=scale, bounds=bounds)
-    return cache.replace(pools=tuple(pools))
+    return cache.replace(pools=tuple(pools), states=_spoil_states(cache, value))
+
+
+def _spoil_states(cache: Cache, value: float) -> tuple[dict[str, jax.Array] | None, ...]:
+    if cache.state_slots is None:
+        return ()
+    held = jnp.zeros(cache.config.num_state_slots + 1, bool).at[NULL_SLOT].set(True)
+    held = held.at[cache.state_slots.slots].set(True).at[cache.state_slots.source].set(True)
+    return jax.tree.map(lambda x: _spoil(held, value, x), cache.states)
 
 
 def permute_blocks(cache: Cache, seed: int = 0) -> Cache:

@@ -5,6 +5,7 @@
     held.g       i32[2, R]                     for a layer that evicts: the tokens that it holds, and `thinned`
     layer.i      [n, 2, K, block_size, D]      for each layer with a pool: block b at b - 1, keys at 0, values at 1;
                                                for a latent layer [n, 1, 1, block_size, D]
+    state.i.x    [R, ...]                      for each array x of a recurrent layer: the rows' states
     checksums    u32[...]                      of the header, then of every tensor before this one
 
 For a layer that evicts by heads, R is K * R in its group's tensors, all rows of the first head first.
@@ -23,19 +24,20 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.blocks.restore import describe_layer
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.layer_config import LayerConfig, kind_of
+from jaxkv._core.config.layer_config import LayerConfig, StateArray, kind_of
 from jaxkv._core.config.validation import MOST_TOKENS, integer, show
 from jaxkv._core.state.errors import CacheFileError, DamagedFile
 from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
 
 # Version 1 has no stacked and no quantized caches and no latent layers, version 2 no layers that rotate or have chunks,
-# version 3 no layers that evict. The versions are otherwise the same.
-FORMAT, VERSION, KNOWN = "jaxkv cache", "4", ("1", "2", "3", "4")
+# version 3 no layers that evict, version 4 no recurrent layers. The versions are otherwise the same.
+FORMAT, VERSION, KNOWN = "jaxkv cache", "5", ("1", "2", "3", "4", "5")
 CHECKSUMS = "checksums"
 MOST_EMPTY_ROWS = 1 << 16  # limit of rows for a cache with fewer blocks: tables of more rows only take memory
 CHUNK = 1 << 24  # bytes read at a time while a file is verified
@@ -199,6 +201,11 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
                 if tables.min(initial=0) < 0 or tables.max(initial=0) > len(blocks):
                     raise ValueError(f"tables.{g} names blocks that are not there")
                 expected.add(name)
+    for (i, name), array in stored_states(config).items():
+        tensor = tensors[f"state.{i}.{name}"]
+        if tensor.shape != (len(lengths), *array.shape):
+            raise ValueError(f"state.{i}.{name} {tensor.shape} is not what its config says")
+        expected.add(f"state.{i}.{name}")
     if unknown := sorted(tensors.keys() - expected):
         raise ValueError(f"it has tensors that no cache has: {show(unknown)}")
     for name, tensor in tensors.items():
@@ -218,6 +225,9 @@ def _held(both: np.ndarray, lengths: np.ndarray, name: str) -> np.ndarray:
 
 def _dtype(config: CacheConfig, name: str) -> np.dtype:
     what, _, index = name.partition(".")
+    if what == "state":
+        layer, _, array = index.partition(".")
+        return jnp.dtype(stored_states(config)[int(layer), array].dtype)
     if what == "layer":
         return config.kind(int(index)).storage_dtype
     return config.kind(int(index)).scale_dtype if what == "scale" else np.dtype(np.int32)
@@ -228,6 +238,11 @@ def stored_parts(config: CacheConfig, layer: int) -> dict[str, tuple[int, ...]]:
     kind, head_dim = config.kind(layer), config.layers[layer].head_dim
     parts: dict[str, tuple[int, ...]] = {f"layer.{layer}": (kind.stored_dim(head_dim),)}
     return parts if not kind.is_quantized else parts | {f"scale.{layer}": config.scale_axes(layer)}
+
+
+def stored_states(config: CacheConfig) -> dict[tuple[int, str], StateArray]:
+    """Returns the arrays of the recurrent layers' states, by layer and name."""
+    return {(i, array.name): array for i in config.recurrent_layers for array in config.layers[i].states or ()}
 
 
 def _render(config: CacheConfig) -> dict[str, Any]:

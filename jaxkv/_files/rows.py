@@ -21,6 +21,7 @@ from jaxkv._core.blocks.reblock import (
     gather_slots,
 )
 from jaxkv._core.blocks.restore import describe_layer, empty_rows, pool_layers, put_rows
+from jaxkv._core.blocks.state_slots import put_row_states
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.cache.data_parallel import RowShards
@@ -29,9 +30,9 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.arguments import require_host, row_indices
 from jaxkv._core.state.columns import are_too_long
 from jaxkv._core.state.errors import CacheFileError
-from jaxkv._core.state.multihost import is_local
+from jaxkv._core.state.multihost import is_local, place_like
 from jaxkv._core.state.state import Pool
-from jaxkv._files.format import SavedCache, stored_parts, write_saved
+from jaxkv._files.format import SavedCache, stored_parts, stored_states, write_saved
 from jaxkv._files.multihost_file import SavedShards, open_saved, write_parts
 from jaxkv._files.snapshot import Written
 
@@ -79,10 +80,17 @@ def save(
             for name, minor in stored_parts(config, i).items():
                 blocks = written.num_blocks(config.group(i))
                 shapes[name] = (blocks, *config.stored_heads(i), written.block_size, *minor)
+        for (i, name), array in stored_states(config).items():
+            shapes[f"state.{i}.{name}"] = (len(written.lengths), *array.shape)
         write_saved(path, dataclasses.replace(saved, config=config), shapes, written.tensors(here))
 
     saved = SavedCache(config=config, lengths=tuple(written.lengths.tolist()), model=model, metadata=metadata or {},
                        block_size=written.block_size, groups=config.groups)  # fmt: skip
+    if config.recurrent_layers and not is_local(cache.pools):
+        raise ValueError(
+            "A cache with recurrent layers can be saved where all of it is on one process: send its rows to one, and "
+            "save that."
+        )
     if is_local(cache.pools):
         write(pathlib.Path(path), config)
     else:
@@ -201,7 +209,22 @@ def _put(
         cache = init(config) if into is None else into
     except ValueError as error:
         raise CacheFileError(f"{path} cannot be loaded here: {error} Or load it with a smaller config=.") from error
-    return put_rows(cache, target, np.array(saved.lengths)[source], loaded, read, in_place=into is None)
+    cache = put_rows(cache, target, np.array(saved.lengths)[source], loaded, read, in_place=into is None)
+    return put_row_states(cache, target, jax.tree.map(place_like, saved_states(tensors, config, source), cache.states))
+
+
+def saved_states(
+    tensors: Mapping[str, np.ndarray], config: CacheConfig, rows: np.ndarray
+) -> tuple[dict[str, np.ndarray] | None, ...]:
+    """Returns the saved states `[n, ...]` of rows `i32[n]` of a file; nothing without recurrent layers."""
+    if not config.recurrent_layers:
+        return ()
+    found: list[dict[str, np.ndarray] | None] = [{} if layer.is_recurrent else None for layer in config.layers]
+    for i, name in stored_states(config):
+        own = found[i]
+        assert own is not None
+        own[name] = tensors[f"state.{i}.{name}"][rows]
+    return tuple(found)
 
 
 def laid_blocks(
@@ -300,7 +323,7 @@ def check_layers(path: pathlib.Path, saved: CacheConfig, config: CacheConfig) ->
         )
     for i in range(config.num_layers):
         theirs, ours = (describe_layer(c, i) for c in (saved, config))
-        wrong = [name for name in ours if theirs[name] != ours[name]]
+        wrong = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
         if set(wrong) <= {"dtype", "rotate"} and "dtype" in wrong:
             raise CacheFileError(
                 f"{path} has layer {i} in {theirs['dtype']}, but the cache has {ours['dtype']}: load it into a cache "
@@ -308,6 +331,6 @@ def check_layers(path: pathlib.Path, saved: CacheConfig, config: CacheConfig) ->
             )
         if wrong:
             raise CacheFileError(
-                f"{path} has layer {i} with {', '.join(f'{name} = {theirs[name]}' for name in wrong)}, but the cache "
-                f"has {', '.join(str(ours[name]) for name in wrong)}: it is of another model."
+                f"{path} has layer {i} with {', '.join(f'{name} = {theirs.get(name)}' for name in wrong)}, but the "
+                f"cache has {', '.join(str(ours.get(name)) for name in wrong)}: it is of another model."
             )

@@ -8,12 +8,13 @@ import numpy as np
 
 from jaxkv._core.blocks.reblock import BlockPlan, clear_unused, find_held, gather_slots, reblock
 from jaxkv._core.blocks.restore import pool_layers
+from jaxkv._core.blocks.state_slots import read_row_states
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.cache.data_parallel import RowShards
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.state import NULL_BLOCK
-from jaxkv._files.format import stored_parts
+from jaxkv._files.format import stored_parts, stored_states
 
 CONTIGUOUS_BLOCK = 16  # tokens per block of a file from a contiguous cache, whose own blocks are mostly empty
 
@@ -31,6 +32,7 @@ class Written:
         own = [rows[rows // config.max_seqs == i] - i * config.max_seqs for i in range(number)]
         # Maps the order of the caches back to the order of the rows.
         order = np.argsort(np.argsort(rows // config.max_seqs, kind="stable"), kind="stable")
+        self._own, self._order = own, order
         tables = jax.device_get([layer.tables for layer in self.caches])
         self.plans: list[list[BlockPlan]] = []  # by group, then by cache
         self.tables: list[np.ndarray] = []  # by group, for all rows
@@ -71,6 +73,13 @@ class Written:
                 both = zip(arrays, plans, strict=True)
                 pieces = [_blocks(config, layer, x, plan, minor, here) for x, plan in both]
                 yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        states = [
+            jax.device_get(read_row_states(cache, rows)) for cache, rows in zip(self.caches, self._own, strict=True)
+        ]
+        for i, name in stored_states(config):
+            found = np.concatenate([each[i][name] for each in states])[self._order]
+            empty = (self.lengths == 0).reshape(-1, *[1] * (found.ndim - 1))
+            yield np.where(empty, np.zeros((), found.dtype), found)
 
 
 def _blocks(

@@ -37,6 +37,8 @@ class HostBlocks:
     held: tuple[np.ndarray | None, ...]  # i32[n]: tokens left; None: all, in a group that does not evict
     thinned: tuple[np.ndarray | None, ...]  # i32[n]: as in `BlockTables`
     parts: tuple[Pool | None, ...]  # the B blocks of each layer; None for a layer that shares another's
+    # The rows' states [n, ...] of each layer, by name; None for an attention layer, nothing without recurrent layers.
+    states: tuple[dict[str, Any] | None, ...] = ()
     groups: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
     retentions: tuple[str, ...] = dataclasses.field(metadata={"static": True})  # of each group, in words
     rotates: tuple[bool, ...] = dataclasses.field(metadata={"static": True})  # of each layer: are its heads rotated?
@@ -72,6 +74,7 @@ class HostBlocks:
         return dataclasses.replace(
             self, lengths=self.lengths[i : i + 1], first=of_row(self.first), count=of_row(self.count),
             order=tuple(orders), held=of_row(self.held), thinned=of_row(self.thinned), parts=tuple(parts),
+            states=jax.tree.map(functools.partial(_pick, np.array([i])), self.states),
         )  # fmt: skip
 
     def drop_leading(self, num_blocks: int) -> "HostBlocks":
@@ -98,8 +101,8 @@ class HostBlocks:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all blocks, scales included."""
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.parts))
+        """The bytes of all blocks and states, scales included."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.parts, self.states)))
 
     def __repr__(self) -> str:
         return f"HostBlocks({self.num_tokens} tokens of {len(self)} rows, {self.bytes} bytes)"
@@ -115,7 +118,7 @@ def _flatten(host: HostBlocks) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
 
     data = {name: getattr(host, name) for name in _DATA}
     if not host.committed:
-        data["parts"] = jax.tree.map(free, host.parts)
+        data |= {"parts": jax.tree.map(free, host.parts), "states": jax.tree.map(free, host.states)}
     keyed = [(jax.tree_util.GetAttrKey(name), x) for name, x in data.items()]
     return keyed, tuple(getattr(host, name) for name in _STATIC)
 

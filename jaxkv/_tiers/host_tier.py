@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.blocks.block_copy import put, put_group, read_group
+from jaxkv._core.blocks.state_slots import put_row_states, read_row_states
 from jaxkv._core.blocks.tables import free
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.state.arguments import distinct_rows, read_numbers, row_indices, row_mask
@@ -68,9 +69,11 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
         order.append(pad(own))
         for layer, part in read_group(cache, group, pad(ids)).items():
             parts[layer] = jax.tree.map(_to_host, part)
+    states = jax.tree.map(_to_host, read_row_states(cache, moved))
+    lengths = np.asarray(row_tables(tables[0], config).lengths)[moved]
     host = HostBlocks(
-        lengths=np.asarray(row_tables(tables[0], config).lengths)[moved], first=tuple(first), count=tuple(count),
-        order=tuple(order), held=tuple(left), thinned=tuple(thinned), parts=tuple(parts), groups=config.groups,
+        lengths=lengths, first=tuple(first), count=tuple(count), order=tuple(order), held=tuple(left),
+        thinned=tuple(thinned), parts=tuple(parts), states=states, groups=config.groups,
         retentions=tuple(map(str, config.retentions)), rotates=tuple(map(config.rotates, range(cache.num_layers))),
         kinds=config.kind_names,
         committed=all(getattr(x, "committed", False) for x in jax.tree.leaves(cache.pools)),
@@ -138,7 +141,7 @@ def _bring_in(cache: Cache, dst: jax.Array, host: HostBlocks, beside: tuple[Any,
         order = jnp.asarray(host.order[group]) if cache.config.contiguous else None
         target = target if order is not None else target[: moved[group]]
         result = put_group(result, group, functools.partial(_pick_parts, parts, order), target, put)
-    return result
+    return put_row_states(result, dst, jax.tree.map(place_like, host.states, cache.states))
 
 
 def _pick_parts(parts: list[Pool | None], order: jax.Array | None, layer: int) -> Pool:
@@ -193,6 +196,12 @@ def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:
                     f"The blocks of layer {layer} have rotate={host.rotates[layer]}, but the cache's have "
                     f"{cache.config.rotates(layer)}: swap them into a cache like the one they come from."
                 )
+    theirs, ours = ([_describe_states(x) for x in each] for each in (host.states, cache.states))
+    if theirs != ours:
+        raise ValueError(
+            f"The states of these rows are {theirs}, but the cache's layers keep {ours}: swap them into a cache like "
+            "the one they come from."
+        )
     if isinstance(dst, jax.core.Tracer) or isinstance(cache.lengths, jax.core.Tracer):
         return
     indices = np.asarray(dst).tolist()
@@ -204,6 +213,11 @@ def _check_fits(cache: Cache, dst: jax.Array, host: HostBlocks) -> None:
         raise ValueError(
             f"Rows can only be swapped into empty rows, but {taken} hold tokens or blocks: free them first."
         )
+
+
+def _describe_states(states: Any) -> Any:
+    """Describes a layer's states: their dtypes and shapes, by name."""
+    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape[1:])}", states)
 
 
 def _described(pool: Pool | None, kind: str) -> str:

@@ -13,7 +13,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.state import NULL_BLOCK, Pool
 from jaxkv._files.format import SavedCache
 from jaxkv._files.multihost_file import open_saved
-from jaxkv._files.rows import check_layers, held_rows, laid_blocks
+from jaxkv._files.rows import check_layers, held_rows, laid_blocks, saved_states
 from jaxkv._tiers.host_blocks import HostBlocks, in_order
 from jaxkv._tiers.host_tier import first_columns
 
@@ -43,12 +43,13 @@ class SavedRows:
         except TokensGone:
             return None
         held = fill_blocks(held, self.saved.groups, plans, config)
-        return functools.partial(_read, self._tensors, config, self.saved.lengths[row], held, plans)
+        states = saved_states(self._tensors, config, own)
+        return functools.partial(_read, self._tensors, config, self.saved.lengths[row], held, plans, states)
 
 
 def _read(
     tensors: Mapping[str, np.ndarray], config: CacheConfig, length: int, held: list[HeldBlocks],
-    plans: dict[int, BlockPlan],
+    plans: dict[int, BlockPlan], states: tuple[dict[str, np.ndarray] | None, ...],
 ) -> HostBlocks:  # fmt: skip
     parts: list[Pool | None] = [None] * config.num_layers
     for layer in pool_layers(config):
@@ -66,7 +67,7 @@ def _read(
         count=(count := tuple(x.sum(axis=1, dtype=np.int32) for x in used)), order=in_order(count),
         held=tuple(None if group.thinned is None else group.lengths for group in held),
         thinned=tuple(group.thinned for group in held), rotates=tuple(map(config.rotates, range(config.num_layers))),
-        kinds=config.kind_names,
+        kinds=config.kind_names, states=states,
     )  # fmt: skip
 
 

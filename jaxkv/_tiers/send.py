@@ -12,6 +12,7 @@ import numpy as np
 from jaxkv._core.blocks.block_copy import pad_size, read_blocks, read_group
 from jaxkv._core.blocks.reblock import BlockPlan, HeldBlocks, TokensGone, describe_lack, fill_blocks, find_held, fit
 from jaxkv._core.blocks.restore import describe_layer, empty_rows, put_rows
+from jaxkv._core.blocks.state_slots import put_row_states, read_row_states
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.config.mesh_shape import find_mesh
@@ -78,9 +79,11 @@ def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
         return to
     with _under(cache):
         parts = {layer: _laid_as(to, layer, cache, _read(cache, layer, plan)) for layer, plan in plans.items()}
+        states = read_row_states(cache, source)
     sent = fill_blocks(held, groups, plans, to.config)
     with _under(to):
-        return put_rows(to, target, lengths, sent, lambda layer: _brought(parts[layer], to, layer), in_place=False)
+        result = put_rows(to, target, lengths, sent, lambda layer: _brought(parts[layer], to, layer), in_place=False)
+        return put_row_states(result, target, jax.tree.map(place_like, states, to.states))
 
 
 def lifted(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
@@ -135,8 +138,8 @@ def _check_layers(cache: Cache, to: Cache) -> None:
             f"Rows of {len(ours)} layers cannot be sent to a cache of {len(theirs)}: it is another model's."
         )
     for layer, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-        if wrong := [name for name in our if our[name] != their[name]]:
-            found, other = (", ".join(f"{name} = {x[name]}" for name in wrong) for x in (our, their))
+        if wrong := [name for name in our | their if our.get(name) != their.get(name)]:
+            found, other = (", ".join(f"{name} = {x.get(name)}" for name in wrong) for x in (our, their))
             raise ValueError(
                 f"Layer {layer} has {found}, but that of the cache sent to has {other}: make both with the same layers "
                 "and dtypes; keys and values are not converted."

@@ -60,8 +60,8 @@ class Step:
 
     @property
     def bytes_read(self) -> Any:
-        """Bytes of keys and values, scales included, that the first layer reads in this step: each row's blocks once,
-        blocks shared by many rows once per 64 queries. An int; within `jit` f32[].
+        """Bytes of keys and values, scales included, that the first attention layer reads in this step: each row's
+        blocks once, blocks shared by many rows once per 64 queries. An int; within `jit` f32[].
 
         This assumes a decode step of up to two query heads per KV head, since a plan does not know that number: for
         more use `bytes_read_by`. In layers with a sliding window or chunk, kernels for TPU and GPU read every row by
@@ -82,13 +82,16 @@ class Step:
         >>> jaxkv.plan_step(jaxkv.extend(cache, [1, 1]), (2, 1)).bytes_read_by(num_heads=16) // cache.config.block_size
         256
         """
-        num_heads, num_kv_heads = integer("num_heads", num_heads, least=1), self.config.layers[0].num_kv_heads
+        num_heads, num_kv_heads = (
+            integer("num_heads", num_heads, least=1),
+            self.config.layers[self.config.groups[0][0]].num_kv_heads,
+        )
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of the {num_kv_heads} KV heads, not {num_heads}.")
         return self._bytes_read(queries_together(num_heads, num_kv_heads))
 
     def _bytes_read(self, together: int) -> Any:
-        group, size = self.config.group(0), self.config.bytes_per_block_read(0)
+        group, size = 0, self.config.bytes_per_block_read(self.config.groups[0][0])
         shared = None if self.shared is None else self.shared[group]
         blocks = count_blocks_read(self.config, self.tables[group], group, shared, together)
         return blocks.astype(jnp.float32) * size if isinstance(blocks, jax.core.Tracer) else int(blocks) * size

@@ -109,7 +109,7 @@ def empty_rows(cache: Cache) -> np.ndarray:
 
 def pool_layers(config: CacheConfig) -> list[int]:
     """Returns the layers that store keys and values of their own."""
-    return [layer for layer in range(config.num_layers) if config.owner(layer) == layer]
+    return [i for i, layer in enumerate(config.layers) if layer.shares_with is None and not layer.is_recurrent]
 
 
 def describe_layer(config: CacheConfig, layer: int) -> dict[str, Any]:
@@ -119,4 +119,5 @@ def describe_layer(config: CacheConfig, layer: int) -> dict[str, Any]:
         "dtype": config.kind(layer).name,
         "rotate": config.rotates(layer),
     }
-    return {name: x for name, x in said.items() if name != "bounds"}
+    states = {} if said["states"] is None else {"states": [list(array) for array in config.layers[layer].states or ()]}
+    return {name: x for name, x in said.items() if name not in ("bounds", "states")} | states

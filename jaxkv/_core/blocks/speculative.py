@@ -19,7 +19,7 @@ from jaxkv._core.state.columns import relative
 from jaxkv._core.state.head_rows import any_head, repeat_for_heads
 from jaxkv._core.state.shard_local import localize_slots, read_slots
 from jaxkv._core.state.sharding import POOL, WHOLE, run_on_shards
-from jaxkv._core.state.state import NULL_BLOCK, SENSELESS, BlockTables, Pool
+from jaxkv._core.state.state import GONE, NULL_BLOCK, SENSELESS, BlockTables, Pool
 
 
 def keep(cache: Cache, path: Any) -> Cache:
@@ -35,7 +35,8 @@ def keep(cache: Cache, path: Any) -> Cache:
 
     Raises:
       ValueError: a path known on the host does not increase, or goes beyond the row's new tokens. On the device such a
-        row stays as it was and is marked in `cache.failed`, as is a row whose new blocks were shared since the step.
+        row stays as it was and is marked in `cache.failed`, as is a row whose new blocks were shared since the step,
+        or one with states of recurrent layers that have taken in the tokens to be dropped.
 
     Token trees follow SpecInfer (https://arxiv.org/abs/2305.09781).
 
@@ -58,11 +59,21 @@ def keep(cache: Cache, path: Any) -> Cache:
         axis=0
     )
     refused = (~is_right.all(axis=1) | (changes & shared)) & ~cache.failed
+    gone = changes & ~refused & ~cache.failed if cache.state_slots is not None else jnp.zeros_like(refused)
+    refused |= gone
     changes &= ~refused & ~cache.failed
     cache = _move(cache, path, number, moved & changes[:, None])
     cache = _shorten(cache, cache.new - count, changes)
     return cache.replace(
-        tables=tuple(mark_failed(tables, refused, jnp.full_like(count, SENSELESS), 0) for tables in cache.tables)
+        tables=tuple(
+            mark_failed(
+                tables,
+                refused,
+                jnp.where(gone, cache.lengths - cache.new + count, SENSELESS),
+                jnp.where(gone, GONE, 0),
+            )
+            for tables in cache.tables
+        )
     )
 
 

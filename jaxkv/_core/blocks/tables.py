@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.blocks.allocator import count_blocks, free_leading_blocks, grant_rows, replace_entries, take_blocks
+from jaxkv._core.blocks.state_slots import assign_slots, release_slots
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.config.validation import MOST_TOKENS
 from jaxkv._core.state.arguments import row_counts, row_mask
@@ -27,7 +28,7 @@ def jit_tables(function: Callable[..., Cache]) -> Callable[..., Cache]:
 
     @functools.wraps(function)
     def run(cache: Cache, *arrays: jax.Array) -> Cache:
-        return program(cache.replace(pools=()), *arrays).replace(pools=cache.pools)
+        return program(cache.replace(pools=(), states=()), *arrays).replace(pools=cache.pools, states=cache.states)
 
     return run
 
@@ -81,7 +82,8 @@ def _extend(cache: Cache, requested: jax.Array) -> Cache:
         offsets = repeat_for_heads(jnp.cumsum(counted) - counted, tables)
         return dataclasses.replace(tables, lengths=tables.lengths + new, new=new, offsets=offsets)
 
-    return cache.replace(tables=tuple(begin(group_tables, n) for group_tables, n in zip(tables, needs, strict=True)))
+    begun = tuple(begin(group_tables, n) for group_tables, n in zip(tables, needs, strict=True))
+    return cache.replace(tables=begun, state_slots=assign_slots(cache, granted))
 
 
 def reserve(cache: Cache, target_lengths: Any) -> Cache:
@@ -151,7 +153,8 @@ def _free(cache: Cache, rows: jax.Array) -> Cache:
             thinned=None if tables.thinned is None else jnp.where(mask, 0, tables.thinned),
         )
 
-    return cache.replace(tables=tuple(empty(group_tables) for group_tables in cache.tables))
+    tables = tuple(empty(group_tables) for group_tables in cache.tables)
+    return cache.replace(tables=tables, state_slots=release_slots(cache, rows))
 
 
 def room_left(cache: Cache) -> jax.Array:

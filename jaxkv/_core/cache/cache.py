@@ -15,6 +15,7 @@ from jaxkv._core.config.kv_packing import stack_kv
 from jaxkv._core.config.validation import show
 from jaxkv._core.state.sharding import POOL, WHOLE, head_spec, run_on_shards
 from jaxkv._core.state.state import BlockTables, Layer, Pool
+from jaxkv._core.state.state_slots import StateLayer, StateSlots
 from jaxkv._core.state.static_fields import register_export
 
 
@@ -34,6 +35,7 @@ class Cache(Views):
     Fields:
       tables: the block tables of each group of layers.
       pools: the blocks, one pool per layer.
+      state_slots, states: where the states of rows are, and the states, for recurrent layers.
       config: the sizes of the cache; static.
 
     An older cache stays valid unless it was donated:
@@ -49,6 +51,9 @@ class Cache(Views):
     tables: tuple[BlockTables, ...]  # one per group of layers
     # One per layer; None for a layer that shares another's, or that is stacked after another.
     pools: tuple[Pool | None, ...]
+    # For configs with recurrent layers: the rows' slots, and of each layer its arrays, None for an attention layer.
+    state_slots: StateSlots | None = None
+    states: tuple[dict[str, jax.Array] | None, ...] = ()
     config: CacheConfig = dataclasses.field(metadata={"static": True})
 
     def replace(self, **changes: Any) -> "Cache":
@@ -81,6 +86,8 @@ class Cache(Views):
 
     def with_layer(self, i: Any, layer: Layer) -> "Cache":
         """Returns a copy with layer `i` as `attention` or `write` returned it."""
+        if isinstance(layer, StateLayer):
+            return self._with_state_layer(i, layer)
         number, place = self._place(i)
         if (owner := self.config.owner(number)) != number:
             raise ValueError(f"Layer {number} reads what layer {owner} keeps: it has nothing of its own to put back.")
@@ -98,6 +105,12 @@ class Cache(Views):
         group = self.config.group(number)
         tables = _with_failures(self.tables[group], layer.tables)
         return cache.replace(tables=(*self.tables[:group], tables, *self.tables[group + 1 :]))
+
+    def _with_state_layer(self, i: Any, layer: StateLayer) -> "Cache":
+        if not self.config.layer_config(i).is_recurrent or layer.config != self.config or layer.number != i:
+            raise ValueError(f"layer must be what became of layers[{i}] of this cache, not {_describe(layer)}.")
+        tables = (_with_failures(self.tables[0], layer.tables), *self.tables[1:])
+        return self.replace(tables=tables, states=(*self.states[:i], layer.states, *self.states[i + 1 :]))
 
     def with_layers(self, layers: Sequence[Layer]) -> "Cache":
         """Returns a copy with the updated layers of `list(cache.layers)`."""
@@ -139,8 +152,8 @@ class Cache(Views):
 
 
 @jax.tree_util.register_pytree_node_class
-class Layers(Sequence[Layer]):
-    """The layers of a cache. `jit` and tree maps turn them into a tuple of `Layer`."""
+class Layers(Sequence[Layer | StateLayer]):
+    """The layers of a cache. `jit` and tree maps turn them into a tuple of `Layer` and `StateLayer`."""
 
     def __init__(self, cache: Cache):
         self._cache = cache
@@ -157,21 +170,26 @@ class Layers(Sequence[Layer]):
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
             return tuple(self)[i]
+        if isinstance(i, int) and self._cache.config.layer_config(i).is_recurrent:
+            return self._cache.state_layer(i)
         return self._cache.layer(i)
 
-    def __iter__(self) -> Iterator[Layer]:
+    def __iter__(self) -> Iterator[Layer | StateLayer]:
         for i in range(len(self)):
+            if self._cache.config.layers[i].is_recurrent:
+                yield self._cache.state_layer(i)
+                continue
             layer = self._cache.layer(i)
             if self._cache.config.owner(i) != i:
                 yield dataclasses.replace(layer, pool=None, place=None)  # type: ignore[arg-type]
             else:
                 yield layer if layer.place is None else dataclasses.replace(layer, pool=self._cache.pool(i), place=None)
 
-    def tree_flatten(self) -> tuple[tuple[Layer, ...], None]:
+    def tree_flatten(self) -> tuple[tuple[Layer | StateLayer, ...], None]:
         return tuple(self), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, layers: tuple[Layer, ...]) -> Any:
+    def tree_unflatten(cls, _: None, layers: tuple[Layer | StateLayer, ...]) -> Any:
         return tuple(layers)
 
 
@@ -186,6 +204,6 @@ def _with_failures(tables: BlockTables, layer: BlockTables) -> BlockTables:
 
 
 def _describe(layer: Any) -> str:
-    if not isinstance(layer, Layer):
+    if not isinstance(layer, Layer | StateLayer):
         return f"a {type(layer).__name__}"
     return f"layer {layer.number} of a cache of {layer.config.num_layers} layers"

@@ -20,6 +20,7 @@ from jaxkv._core.config.validation import show
 from jaxkv._core.state.device_arrays import join_shards, take_shard
 from jaxkv._core.state.state import BlockTables, Pool
 from jaxkv._core.state.state_repr import DONATED, is_donated
+from jaxkv._core.state.state_slots import StateSlots
 from jaxkv._core.state.static_fields import register_export
 
 WAY_OUT = "call what works on a cache inside jaxkv.by_rows, or on one of its shards, cache.shards[i]."
@@ -33,7 +34,8 @@ class RowShards:
     `jaxkv.init(config, mesh=mesh, rows=axis)`, used inside `jaxkv.by_rows`.
 
     Fields:
-      tables, pools: those of all caches, along the first axis; a single number becomes one number per cache.
+      tables, pools, state_slots, states: those of all caches, along the first axis; a single number becomes one number
+        per cache.
       config: the config of all caches together: `max_seqs`, `num_blocks` and so on are totals; static.
       axis: the mesh axis; static.
 
@@ -50,6 +52,8 @@ class RowShards:
 
     tables: tuple[BlockTables, ...]
     pools: tuple[Pool | None, ...]
+    state_slots: StateSlots | None = None
+    states: tuple[dict[str, jax.Array] | None, ...] = ()
     config: CacheConfig = dataclasses.field(metadata={"static": True})
     axis: str = dataclasses.field(metadata={"static": True})
 
@@ -211,8 +215,13 @@ def divide_evenly(name: str, number: int, count: int, axis: str) -> int:
 
 def row_specs(config: CacheConfig, local: Cache, axis: str) -> RowShards:
     """Returns the specs of the caches of an axis, from those of one cache."""
-    divided = jax.tree.map(lambda spec: PartitionSpec(axis, *spec[1:]), (local.tables, local.pools))
-    return RowShards(tables=divided[0], pools=divided[1], config=config, axis=axis)
+    divided = jax.tree.map(lambda spec: PartitionSpec(axis, *spec[1:]), _arrays(local))
+    return RowShards(**divided, config=config, axis=axis)
+
+
+def _arrays(cache: Any) -> dict[str, Any]:
+    """Returns the arrays of a cache, or of a `RowShards`, by field."""
+    return {name: getattr(cache, name) for name in ("tables", "pools", "state_slots", "states")}
 
 
 def _is_shards(x: Any) -> bool:
@@ -257,7 +266,7 @@ def _make_cache(x: RowShards, config: CacheConfig, alone: bool | None = None) ->
         for group_tables in x.tables
     )
     pools = tuple(p.like(Pool(p.kv)) if alone and p is not None else p for p in x.pools)
-    return Cache(tables=tables, pools=pools, config=config)
+    return Cache(**_arrays(x) | {"tables": tables, "pools": pools}, config=config)
 
 
 def _number(x: jax.Array) -> jax.Array:
@@ -275,6 +284,6 @@ def _join_outputs(out: Any, configs: dict[CacheConfig, CacheConfig], axis: str) 
         tables = jax.tree.map(jnp.atleast_1d, x.tables)
         if x.config not in configs:
             raise ValueError("A function by rows can only return caches that have come from those it was given.")
-        return RowShards(tables=tables, pools=x.pools, config=configs[x.config], axis=axis)
+        return RowShards(**_arrays(x) | {"tables": tables}, config=configs[x.config], axis=axis)
 
     return jax.tree.map(together, out, is_leaf=_is_cache)

@@ -14,12 +14,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.data_parallel import RowShards, row_specs, shard_config
 from jaxkv._core.config.cache_config import CacheConfig, check_config
+from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.validation import is_tracing, show
 from jaxkv._core.state.arguments import to_device
 from jaxkv._core.state.head_rows import list_shard_blocks, refuse_sinks
 from jaxkv._core.state.multihost import check_agreement, list_processes, put_replicated
 from jaxkv._core.state.sharding import count_shards
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
+from jaxkv._core.state.state_slots import NULL_SLOT, StateSlots
 
 
 @overload
@@ -64,7 +66,10 @@ def init(
     if mesh is None:
         config.check_memory()
         # One array after another: the same zeros used twice could not be donated.
-        return Cache(tables=_init_tables(config), pools=_init_pools(config, None, None), config=config)
+        return Cache(
+            tables=_init_tables(config), pools=_init_pools(config, None, None), state_slots=_init_slots(config),
+            states=_init_states(config), config=config,
+        )  # fmt: skip
     specs = partition_specs(config, mesh, heads, context, rows)
     if len(processes := list_processes(mesh)) > 1:
         if not is_tracing():  # shapes are computed without the other processes, of which there may be none
@@ -87,8 +92,11 @@ def init(
             return put_replicated(x, on_mesh(PartitionSpec()))
         return put_replicated(np.concatenate([np.atleast_1d(x)] * count), on_mesh(PartitionSpec(rows)))
 
-    tables = jax.tree.map(laid, _init_tables(shard, parts))
-    return dataclasses.replace(specs, tables=tables, pools=program(shard, *axes, parts, count))
+    tables, slots = jax.tree.map(laid, (_init_tables(shard, parts), _init_slots(shard)))
+    lie = jax.tree.map(on_mesh, specs.states)
+    states = jax.jit(_init_states, static_argnums=(0, 1), out_shardings=lie)(shard, count) if specs.states else ()
+    pools = program(shard, *axes, parts, count)
+    return dataclasses.replace(specs, tables=tables, pools=pools, state_slots=slots, states=states)
 
 
 def partition_specs(
@@ -97,7 +105,8 @@ def partition_specs(
 ) -> Any:  # fmt: skip
     """Returns how a cache is sharded: a `PartitionSpec` for each array of `init(config, mesh=mesh)`.
 
-    Pools and scales are divided over KV heads. Block tables are replicated, as are layers with fewer heads than there
+    Pools and scales are divided over KV heads, states of recurrent layers over their first axis, where that is even.
+    Block tables are replicated, as are layers with fewer heads than there
     are devices, latent ones among them. If a layer evicts by heads, a block holds one head, and each device has an
     equal share of the blocks for its own heads. A row fails if one device has too few, however many others have.
 
@@ -188,8 +197,41 @@ def partition_specs(
         BlockTables(**fields | ({} if evict else evicts) | ({} if slide else slides))
         for evict, slide in zip(config.group_evicts, config.group_slides, strict=True)
     )
-    pools = tuple(pool(i) if config.stack(i)[0] == i else None for i in range(config.num_layers))
-    return Cache(tables=tables, pools=pools, config=config)
+    pools = tuple(pool(i) if config.stack(i)[:1] == (i,) else None for i in range(config.num_layers))
+    states: tuple[Any, ...] = ()
+    if config.recurrent_layers:
+        states = tuple(_state_specs(layer, mesh, heads) for layer in config.layers)
+    slots: Any = StateSlots(slots=PartitionSpec(), source=PartitionSpec()) if states else None  # type: ignore[arg-type]
+    return Cache(tables=tables, pools=pools, state_slots=slots, states=states, config=config)
+
+
+def _state_specs(layer: LayerConfig, mesh: Mesh | AbstractMesh, heads: str | None) -> dict[str, PartitionSpec] | None:
+    """Returns the specs of a recurrent layer's arrays: each divided over its first axis, heads or channels, if even."""
+    if layer.states is None:
+        return None
+    count = 1 if heads is None else mesh.shape[heads]
+    whole = {array.name: heads is None or array.shape[0] % count > 0 for array in layer.states}
+    return {name: PartitionSpec() if is_whole else PartitionSpec(None, heads) for name, is_whole in whole.items()}
+
+
+def _init_slots(config: CacheConfig) -> StateSlots | None:
+    if not config.recurrent_layers:
+        return None
+    slots, source = (to_device(np.full(config.max_seqs, NULL_SLOT, np.int32)) for _ in range(2))
+    return StateSlots(slots=slots, source=source)
+
+
+def _init_states(config: CacheConfig, count: int = 1) -> tuple[dict[str, jax.Array] | None, ...]:
+    """Makes the zeroed states of `count` caches, concatenated: of each layer its arrays, with a null slot each."""
+    if not config.recurrent_layers:
+        return ()
+    slots = count * (config.num_state_slots + 1)
+
+    def zeros(layer: LayerConfig) -> dict[str, jax.Array] | None:
+        arrays = layer.states
+        return None if arrays is None else {a.name: jnp.zeros((slots, *a.shape), a.dtype) for a in arrays}
+
+    return tuple(map(zeros, config.layers))
 
 
 def _parts(config: CacheConfig, mesh: Mesh | AbstractMesh, heads: str | None) -> tuple[int, ...]:
@@ -248,7 +290,7 @@ def _init_pools(
         kv, scale, bounds = (None if shape is None else zeros(shape, dtype) for shape, dtype in pairs)
         return Pool(kv=kv, scale=scale, bounds=bounds, heads=heads, context=context, parts=own)  # type: ignore[arg-type]
 
-    return tuple(pool(i) if config.stack(i)[0] == i else None for i in range(config.num_layers))
+    return tuple(pool(i) if config.stack(i)[:1] == (i,) else None for i in range(config.num_layers))
 
 
 def _init_tables(config: CacheConfig, parts: Sequence[int] | None = None) -> tuple[BlockTables, ...]:

@@ -24,6 +24,7 @@ from jaxkv._core.state.head_rows import row_tables
 from jaxkv._core.state.sharding import KV, PARTS, POOL, WHOLE, head_spec, replicate, run_on_shards
 from jaxkv._core.state.state import BlockTables, Layer, Pool
 from jaxkv._core.state.state_repr import DONATED, is_donated
+from jaxkv._core.state.state_slots import StateLayer, StateSlots
 
 
 class Views:
@@ -32,6 +33,8 @@ class Views:
     # Fields of `Cache`, which inherits this class.
     tables: tuple[BlockTables, ...]
     pools: tuple[Pool | None, ...]
+    state_slots: StateSlots | None
+    states: tuple[dict[str, jax.Array] | None, ...]
     config: CacheConfig
 
     def layer(self, layer: Any) -> Layer:
@@ -41,6 +44,18 @@ class Views:
         pool = self.pools[self.config.stack(number)[0]]
         assert pool is not None
         return Layer(pool=pool, tables=tables, place=place, number=number, config=self.config)
+
+    def state_layer(self, layer: Any) -> StateLayer:
+        """Returns a recurrent layer's states and slots as a pytree of their own. Raises ValueError for other layers."""
+        found = self.config.layer_config(layer)
+        if not found.is_recurrent:
+            raise ValueError(
+                f"Layer {layer} is an attention layer, {found.retention}, and keeps no state: take it to attention, "
+                "write or attend."
+            )
+        states, slots = self.states[layer], self.state_slots
+        assert states is not None and slots is not None
+        return StateLayer(states=states, slots=slots, tables=self.tables[0], number=int(layer), config=self.config)
 
     def pool(self, layer: int) -> Pool:
         """Returns the pool that a layer reads: its own, or that of the layer it shares with; its slice of a stack."""
@@ -112,7 +127,7 @@ class Views:
 
     @property
     def num_layers(self) -> int:
-        """Attention layers."""
+        """Layers, recurrent ones included."""
         return self.config.num_layers
 
     # Sizes, by the names of the systems whose contracts the cache meets. Layers of a group count as one.
@@ -177,8 +192,12 @@ class Views:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all pools."""
-        leaves = (leaf for leaf in jax.tree.leaves(self.pools) if hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
+        """Bytes of all pools, those of states too."""
+        leaves = (
+            leaf
+            for leaf in jax.tree.leaves((self.pools, self.states))
+            if hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+        )
         return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
 
     # Contents.

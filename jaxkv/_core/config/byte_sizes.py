@@ -158,8 +158,14 @@ class ByteSizes(Groups):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all pools, the null blocks included; the tables' few integers are not counted."""
-        return sum((n + 1) * self.bytes_per_group_block(g) for g, n in enumerate(self.group_blocks))
+        """Bytes of all pools, null blocks and states included; the tables' few integers are not counted."""
+        blocks = sum((n + 1) * self.bytes_per_group_block(g) for g, n in enumerate(self.group_blocks))
+        return blocks + (self.num_state_slots + 1) * self.bytes_per_state
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of one row's states over all recurrent layers; 0 without."""
+        return sum(layer.state_bytes for layer in self.layers)
 
     @property
     def dense_bytes(self) -> int:

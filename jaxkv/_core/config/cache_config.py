@@ -35,7 +35,8 @@ class CacheConfig(MadeLike):
     """The sizes of a cache.
 
     Args:
-      layers: one `LayerConfig` per attention layer; they may differ.
+      layers: one `LayerConfig` per layer, attention layers and recurrent ones; they may differ. Recurrent layers have
+        a slot for each row's state, whatever its length, and at least one layer is an attention layer.
       max_seqs: number of rows, the sequences held at once; S in shapes.
       max_seq_len: maximum tokens of one row; default: `max_tokens`. If every layer has a window, chunks or `evict`, a
         row may grow to 2**30 tokens, and `max_seq_len` limits what a layer holds of a row at once: the tokens that the
@@ -103,6 +104,7 @@ class CacheConfig(MadeLike):
             if not isinstance(layer, LayerConfig):
                 raise ValueError(f"CacheConfig.layers[{i}] must be a LayerConfig, not {show(layer)}.")
             self._check_shared(i, layer)
+        self._check_recurrent()
         flag("CacheConfig.stacked", self.stacked)
         put("dtype", kind_of(self.dtype, "CacheConfig.dtype").declared_dtype)
         if self.head_dim_multiple is None:
@@ -161,6 +163,8 @@ class CacheConfig(MadeLike):
         """Raises ValueError if a layer cannot be stored in its format."""
         for i, layer in enumerate(self.layers):
             kind = self.kind(i)
+            if layer.is_recurrent:
+                continue
             if any(size % kind.numbers_per_entry for size in (self.padded_head_dim(i), layer.head_dim)):
                 raise ValueError(
                     f"{kind.name} stores two numbers to a byte, so head_dim and head_dim_multiple must be even, but "
@@ -173,6 +177,21 @@ class CacheConfig(MadeLike):
                     f"CacheConfig.layers[{i}].rotate is for heads in quantised kinds, but the layer is {what}: "
                     "leave it out, or choose int8, say."
                 )
+
+    def _check_recurrent(self) -> None:
+        """Raises ValueError if layers that keep a state cannot be stored so."""
+        recurrent = self.recurrent_layers
+        if recurrent and len(recurrent) == len(self.layers):
+            raise ValueError(
+                "CacheConfig.layers must name at least one attention layer, whose tables count the tokens of rows, but "
+                "all of them are recurrent."
+            )
+        if recurrent and (self.layout == "contiguous" or self.stacked):
+            what = "stacked=True" if self.stacked else 'layout="contiguous"'
+            raise ValueError(
+                f"CacheConfig.layers[{recurrent[0]}] is one {self.layers[recurrent[0]].retention}, which has a pool of "
+                f"its own, and cannot be stored with {what}: leave it out."
+            )
 
     def _check_evicting(self) -> None:
         """Raises ValueError if layers that evict lack their own tables, or rows with bounds have one block."""
@@ -214,6 +233,11 @@ class CacheConfig(MadeLike):
                 f"not {layer.shares_with}."
             )
         owner = self.layers[layer.shares_with]
+        if owner.is_recurrent:
+            raise ValueError(
+                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, {owner.retention}, which has no keys "
+                "and values to share."
+            )
         alike = all(getattr(layer, name) == getattr(owner, name) for name in ("num_kv_heads", "head_dim", "rank"))
         own = (layer.dtype, layer.rotate, layer.evict, layer.bounds)
         if not alike or own != (None, None, None, False):

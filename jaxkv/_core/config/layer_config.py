@@ -1,15 +1,56 @@
-"""The config of one attention layer: its shape, its storage, and what it keeps of a row."""
+"""The config of one layer: its shape, its storage, and what it keeps of a row."""
 
 import dataclasses
 import functools
-from typing import Any
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jaxkv._core.config.config_repr import write_fields
-from jaxkv._core.config.retention import Full, make_retention
+from jaxkv._core.config.retention import Full, State, make_retention
 from jaxkv._core.config.validation import flag, integer, show
 from pallas_kernels.common.quantization import FORMATS, StorageFormat
+
+STATE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class StateArray(NamedTuple):
+    """One array of a row's state."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+def read_arrays(arrays: Iterable[Any]) -> tuple[StateArray, ...]:
+    """Returns the arrays of a state, checked. Raises ValueError, which names the array."""
+    found = []
+    for name, shape, dtype in arrays:
+        if not isinstance(shape, Iterable) or isinstance(shape, str | bytes):
+            raise ValueError(f"LayerConfig.recurrent: the shape of {name} must be a list of sizes, not {show(shape)}.")
+        sizes = tuple(integer(f"a size of LayerConfig.recurrent's {name}", n, least=1) for n in shape)
+        if not sizes:
+            raise ValueError(f"LayerConfig.recurrent: {name} must have at least one axis, such as its heads.")
+        try:
+            kind = jnp.dtype(dtype).name
+        except Exception:  # NumPy raises errors of many types
+            kind = None
+        if kind not in STATE_DTYPES:
+            raise ValueError(
+                f"LayerConfig.recurrent: the dtype of {name} must be one of {', '.join(STATE_DTYPES)}, not "
+                f"{dtype if isinstance(dtype, str) else show(dtype)}."
+            )
+        found.append(StateArray(name, sizes, kind))
+    if not found:
+        raise ValueError("LayerConfig.recurrent needs at least one array: its name, with a shape and a dtype.")
+    return tuple(found)
 
 
 def kind_of(dtype: Any, field: str) -> StorageFormat:
@@ -48,6 +89,7 @@ class LayerConfig:
         or `chunk`.
       bounds: whether every block's minimum and maximum key entries are stored beside the block and updated by every
         write, so that `block_bounds` and `jaxkv.scores.quest` can select blocks. Not with `evict="head"`.
+      states: for a layer that keeps a state instead of keys and values, its arrays; see `recurrent`.
 
     >>> LayerConfig(num_kv_heads=2, head_dim=64).dim
     128
@@ -64,13 +106,19 @@ class LayerConfig:
     evict: str | None = None
     sink_tokens: int | None = None
     bounds: bool = False
+    states: tuple[StateArray, ...] | None = None
 
     @functools.cached_property
     def retention(self) -> Full:
         """What the layer keeps of a row, and what its tokens attend to."""
+        if self.states is not None:
+            return State(tuple(array.name for array in self.states))
         return make_retention(self.window, self.sink_tokens, self.chunk, self.evict)
 
     def __post_init__(self):
+        if self.states is not None:
+            object.__setattr__(self, "states", read_arrays(self.states))
+            self._check_recurrent()
         least_of = {"shares_with": 0} | dict.fromkeys(("window", "rank", "chunk", "sink_tokens"), 1)
         limits = {"num_kv_heads": 1, "head_dim": 1} | least_of
         for field, least in limits.items():
@@ -121,7 +169,56 @@ class LayerConfig:
         return cls(num_kv_heads=1, head_dim=rank + rope_dim, rank=rank, **fields)
 
     def __repr__(self) -> str:
+        if self.states is not None:
+            arrays = (f"{array.name}=({array.shape}, {array.dtype!r})" for array in self.states)
+            return f"LayerConfig.recurrent({', '.join(arrays)})"
         return write_fields(self)
+
+    @classmethod
+    def recurrent(cls, **arrays: Any) -> "LayerConfig":
+        """Makes a layer that keeps a state of fixed size of each row, instead of keys and values.
+
+        `read_states` and `write_states` read and write it; `causal_conv`, `gated_delta_rule` and `state_space` do both.
+
+        Args:
+          **arrays: by name, the shape of one row's array, and its dtype: float32, bfloat16 or float16.
+
+        Raises:
+          ValueError: no array, or one that is no shape and dtype; an option of attention layers, such as `window`.
+
+        >>> layer = LayerConfig.recurrent(conv=((64, 3), "bfloat16"), state=((4, 16, 16), "float32"))
+        >>> layer.is_recurrent, layer.state_bytes
+        (True, 4480)
+        """
+        fields = {field.name for field in dataclasses.fields(cls)}
+        for name, array in arrays.items():
+            if name in fields:
+                raise ValueError(
+                    f"LayerConfig.recurrent keeps one state of each row and takes no {name}, which is for attention "
+                    f"layers: leave {name}={show(array)} out."
+                )
+            if not isinstance(array, tuple | list) or len(array) != 2:
+                raise ValueError(f"LayerConfig.recurrent: {name} must be (shape, dtype), not {show(array)}.")
+        states = read_arrays((name, *array) for name, array in arrays.items())
+        return cls(num_kv_heads=1, head_dim=1, states=states)
+
+    def _check_recurrent(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.name not in ("num_kv_heads", "head_dim", "states") and getattr(self, field.name) != field.default:
+                raise ValueError(
+                    f"A layer that keeps a state takes no {field.name}, which is for attention layers: leave "
+                    f"{field.name}={show(getattr(self, field.name))} out."
+                )
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the layer keeps a state instead of keys and values."""
+        return self.states is not None
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one row's state; 0 for attention layers."""
+        return sum(array.bytes for array in self.states or ())
 
     @property
     def dim(self) -> int:

@@ -46,7 +46,7 @@ class Groups:
 
     @property
     def num_layers(self) -> int:
-        """Attention layers; L in shapes."""
+        """Layers, recurrent ones included; L in shapes."""
         return len(self.layers)
 
     @property
@@ -102,7 +102,7 @@ class Groups:
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The layers of each group: those that store keys and values and have the same window or chunk."""
-        stored = [i for i, layer in enumerate(self.layers) if layer.shares_with is None]
+        stored = [i for i, layer in enumerate(self.layers) if layer.shares_with is None and not layer.is_recurrent]
         if self.contiguous:  # no blocks are ever freed
             return (tuple(stored),)
 
@@ -156,16 +156,27 @@ class Groups:
     @functools.cached_property
     def stacks(self) -> tuple[tuple[int, ...], ...]:
         """The layers that each pool stores: all equal layers if `stacked`, else one."""
-        stored = [i for i, layer in enumerate(self.layers) if layer.shares_with is None]
+        stored = [i for i, layer in enumerate(self.layers) if layer.shares_with is None and not layer.is_recurrent]
         if not self.stacked:
             return tuple((i,) for i in stored)
         kinds = dict.fromkeys(self.layers[i] for i in stored)
         return tuple(tuple(i for i in stored if self.layers[i] == kind) for kind in kinds)
 
     def stack(self, layer: int) -> tuple[int, ...]:
-        """Returns the layers in the pool that a layer reads. The first of them owns the pool."""
+        """Returns the layers in the pool that a layer reads. The first of them owns the pool. A recurrent layer has
+        none."""
         owner = self.owner(layer)
-        return next(layers for layers in self.stacks if owner in layers)
+        return next((layers for layers in self.stacks if owner in layers), ())
+
+    @functools.cached_property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers that keep a state instead of keys and values."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.is_recurrent)
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots for states, without the null slot: one for each row."""
+        return self.max_seqs if self.recurrent_layers else 0
 
     def group_stacks(self, group: int) -> tuple[tuple[int, ...], ...]:
         """Returns the stacks of a group's layers."""
@@ -182,8 +193,13 @@ class Groups:
         return layer if shared is None else shared
 
     def group(self, layer: int) -> int:
-        """Returns the group of a layer."""
+        """Returns the group of a layer. Raises ValueError for a recurrent layer, which has no blocks."""
         owner = self.owner(layer)
+        if self.layers[owner].is_recurrent:
+            raise ValueError(
+                f"Layer {layer} is one {self.layers[owner].retention}, without keys and values: take it to "
+                "read_states, write_states, causal_conv, gated_delta_rule or state_space."
+            )
         return next(g for g, layers in enumerate(self.groups) if owner in layers)
 
     def layer_config(self, layer: int) -> LayerConfig:

@@ -190,6 +190,16 @@ class Evicted(Full):
         return f"which has evict={self.by!r}: it cannot be a layer {reader}, for slots there are not positions"
 
 
+@dataclasses.dataclass(frozen=True)
+class State(Full):
+    """Keeps arrays of a fixed size, which take in every token, and no tokens."""
+
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"with a state ({', '.join(self.names)})"
+
+
 def make_retention(window: int | None, sink_tokens: int | None, chunk: int | None, evict: str | None) -> Full:
     """Makes what the options of a `LayerConfig` say. Raises ValueError if they do not go together."""
     if chunk is not None and window is not None:

@@ -25,6 +25,13 @@ def refuse_evicting(config: CacheConfig, what: str, kinds: tuple[str, ...] = ("l
             raise ValueError(f"{what} no layers with evict={layer.evict!r} yet, but layer {i} has it: leave it out.")
 
 
+def refuse_states(config: CacheConfig, what: str) -> None:
+    """Raises ValueError if a layer keeps a state, for a function that does not support that."""
+    for i, layer in enumerate(config.layers):
+        if layer.is_recurrent:
+            raise ValueError(f"{what} no recurrent layers yet, but layer {i} is one {layer.retention}: leave it out.")
+
+
 def refuse_sinks(config: CacheConfig, what: str) -> None:
     """Raises ValueError if a layer keeps sink tokens before its window, for a function that does not support that."""
     for i, layer in enumerate(config.layers):
@@ -37,6 +44,7 @@ def refuse_sinks(config: CacheConfig, what: str) -> None:
 
 def refuse_gaps(config: CacheConfig, what: str, kinds: tuple[str, ...] = ("layer", "head")) -> None:
     """Calls `refuse_evicting` and `refuse_sinks`, for a function that assumes rows without gaps."""
+    refuse_states(config, what)
     refuse_evicting(config, what, kinds)
     refuse_sinks(config, what)
 

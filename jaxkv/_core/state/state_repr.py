@@ -62,6 +62,22 @@ def describe_layer(layer: Any) -> str:
     return f"Layer({name}, {layer.layer_config!r}{shared}, {describe_tables(layer.tables)})"
 
 
+def describe_slots(slots: Any) -> str:
+    """Returns the `repr` of `StateSlots`."""
+    if is_donated(slots):
+        return f"StateSlots({DONATED})"
+    held = read_integers(slots.slots)
+    if held is None or held.ndim != 1:
+        return f"StateSlots({describe_array(slots.slots)})"
+    return f"StateSlots({len(set(held[held > 0].tolist()))} of {len(held)} slots used)"
+
+
+def describe_state_layer(layer: Any) -> str:
+    """Returns the `repr` of a `StateLayer`."""
+    name = f"{layer.number} of {layer.config.num_layers}"
+    return f"StateLayer({name}, {layer.layer_config!r}, {describe_slots(layer.slots)})"
+
+
 def describe_step(step: Any) -> str:
     """Returns the `repr` of a `Step`."""
     if is_donated((step.tables, step.token)):

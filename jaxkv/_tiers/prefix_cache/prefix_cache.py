@@ -13,7 +13,7 @@ from jaxkv._core.cache.inspection import check_row, format_bytes
 from jaxkv._core.config.cache_config import CacheConfig, check_config
 from jaxkv._core.config.validation import flag, integer, real, show
 from jaxkv._core.state.columns import row_entries
-from jaxkv._core.state.head_rows import refuse_evicting
+from jaxkv._core.state.head_rows import refuse_evicting, refuse_states
 from jaxkv._files.blocks import BlockFiles, SavedBlock, fingerprint
 from jaxkv._tiers.prefix_cache.arguments import read_identity, read_tokens
 from jaxkv._tiers.prefix_cache.disk import flush, open_disk, recall
@@ -81,6 +81,7 @@ class PrefixCache:
         check_config(config)
         if config.contiguous:
             raise ValueError('A PrefixCache needs layout="paged": in the contiguous layout rows share no blocks.')
+        refuse_states(config, "A PrefixCache takes")
         refuse_evicting(config, "A PrefixCache takes", ("head",))
         if not callable(hash_function):
             raise ValueError(f"hash_function must be a function of a (hash, tokens) pair, not {show(hash_function)}.")

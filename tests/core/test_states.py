@@ -1,0 +1,384 @@
+"""Layers that keep a state: random operations against the rows' own tokens, and what is refused."""
+
+import dataclasses
+import functools
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nightly import NIGHTLY
+
+import jaxkv
+from jaxkv.testing import assert_no_copy, poison
+
+ROWS, PLACES, PACKED, VOCABULARY = 4, 5, 9, 17
+ATTENTION = jaxkv.LayerConfig(num_kv_heads=1, head_dim=4)
+DELTA = jaxkv.LayerConfig.recurrent(conv=((6, 2), "float32"), state=((2, 3, 4), "float32"))
+SPACE = jaxkv.LayerConfig.recurrent(state=((2, 4, 3), "float32"))
+
+
+def make_config(*layers, **fields):
+    sizes = dict(max_seqs=ROWS, max_seq_len=24, num_blocks=20, block_size=4, dtype="float32")
+    return jaxkv.CacheConfig(layers=layers or (DELTA, ATTENTION, SPACE), **sizes | fields)
+
+
+@functools.cache
+def tables():
+    """Returns what stands for each token of a vocabulary: inputs of the mixers."""
+    random = np.random.default_rng(0)
+
+    def draw(*shape):
+        return random.standard_normal((VOCABULARY, *shape)).astype(np.float32)
+
+    beta = 1 / (1 + np.exp(draw(2)))
+    keys = {"x": draw(6), "q": draw(1, 3), "k": draw(1, 3) / 2, "v": draw(2, 4), "g": -np.abs(draw(2)), "beta": beta}
+    return keys | {"y": draw(2, 4), "dt": np.abs(draw(2)), "B": draw(1, 3), "C": draw(1, 3), "kv": draw(1, 4)}
+
+
+WEIGHT = np.random.default_rng(1).standard_normal((6, 3)).astype(np.float32)
+A = np.array([-0.5, -1.0], np.float32)
+
+
+def mix(cache, tokens, step=None):
+    """Runs all layers of the default config on a step's tokens; returns their outputs and the cache."""
+    t = {name: jnp.asarray(x)[tokens] for name, x in tables().items()}
+    a, cache = jaxkv.causal_conv(t["x"], WEIGHT, cache, 0, activation="silu", step=step)
+    b, cache = jaxkv.gated_delta_rule(t["q"], t["k"], t["v"], t["g"], t["beta"], cache, 0, step=step)
+    c, cache = jaxkv.attention(t["kv"], t["kv"], t["kv"], cache, layer=1, step=step)
+    d, cache = jaxkv.state_space(t["y"], t["dt"], A, t["B"], t["C"], cache, 2, step=step)
+    axes = tokens.ndim
+    return jnp.concatenate([x.reshape(*x.shape[:axes], -1) for x in (a, b, c, d)], axis=-1), cache
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def padded_step(cache, tokens, counts):
+    return mix(jaxkv.extend(cache, counts), tokens)
+
+
+@functools.partial(jax.jit, donate_argnames="cache", static_argnames="longest")
+def packed_step(cache, tokens, counts, longest=None):
+    cache = jaxkv.extend(cache, counts)
+    return mix(cache, tokens, jaxkv.plan_step(cache, tokens.shape, longest=longest))
+
+
+@functools.cache
+def expected(tokens):
+    """Returns the outputs `[n, ...]` of a row that has these tokens, and its states behind them."""
+    config = make_config(max_seqs=1, max_seq_len=24, num_blocks=6)
+    cache = jaxkv.extend(jaxkv.init(config), [len(tokens)])
+    padded = jnp.zeros((1, 24), jnp.int32).at[0, : len(tokens)].set(jnp.array(tokens, jnp.int32))
+    y, cache = _whole(cache, padded)
+    return np.asarray(y)[0, : len(tokens)], states_of(cache)
+
+
+_whole = jax.jit(mix)
+
+
+def states_of(cache):
+    """Returns the present states of all rows, one vector a row; 0 of rows without tokens."""
+    idle = jaxkv.extend(cache, [0] * cache.config.max_seqs)
+    found = [jaxkv.read_states(idle, layer=i) for i in cache.config.recurrent_layers]
+    rows = [np.asarray(x).reshape(cache.config.max_seqs, -1) for x in jax.tree.leaves(found)]
+    return np.concatenate(rows, axis=1)
+
+
+class Trial:
+    """Random operations on a cache, beside the tokens of its rows."""
+
+    def __init__(self, seed):
+        self.random = np.random.default_rng(seed)
+        self.cache, self.rows, self.failed = jaxkv.init(make_config()), [()] * ROWS, [False] * ROWS
+        self.host = []
+
+    def run(self, steps):
+        names = ("padded", "packed", "decode", "fork", "reorder", "free", "truncate", "swap", "save", "send", "keep")
+        for _ in range(steps):
+            self.cache = poison(self.cache)
+            name = self.random.choice(names, p=(0.2, 0.2, 0.2, 0.1, 0.05, 0.05, 0.05, 0.05, 0.02, 0.03, 0.05))
+            getattr(self, name)()
+            jaxkv.check_invariants(self.cache)
+            assert self.cache.lengths.tolist() == list(map(len, self.rows))
+            assert self.cache.failed.tolist() == self.failed
+            wanted = [expected(row)[1][0] if row else 0 * expected((1,))[1][0] for row in self.rows]
+            np.testing.assert_allclose(states_of(self.cache), wanted, rtol=2e-4, atol=2e-4, err_msg=name)
+
+    def step(self, counts, run, axes):
+        """Draws tokens, runs a step, and compares its outputs."""
+        counts = [0 if failed else n for n, failed in zip(counts, self.failed, strict=True)]
+        told, tokens = np.zeros(axes, np.int32), [self.random.integers(VOCABULARY, size=n) for n in counts]
+        starts = np.cumsum(counts) - counts
+        at = [slice(start, start + n) for start, n in zip(starts, counts, strict=True)]
+        if len(axes) == 2:
+            at = [(row, slice(0, n)) for row, n in enumerate(counts)]
+        for place, own in zip(at, tokens, strict=True):
+            told[place] = own
+        y, self.cache = run(self.cache, jnp.asarray(told), jnp.asarray(counts, jnp.int32))
+        for row, (own, failed) in enumerate(zip(tokens, self.cache.failed.tolist(), strict=True)):
+            if failed:
+                self.failed[row] = True
+            elif len(own):
+                self.rows[row] += tuple(own.tolist())
+                wanted = expected(self.rows[row])[0][-len(own) :]
+                np.testing.assert_allclose(np.asarray(y)[at[row]], wanted, rtol=2e-4, atol=2e-4)
+
+    def padded(self):
+        self.step(self.random.integers(0, PLACES + 1, ROWS), padded_step, (ROWS, PLACES))
+
+    def packed(self):
+        counts = self.random.multinomial(PACKED - self.random.integers(3), [1 / ROWS] * ROWS)
+        self.step(counts, packed_step, (PACKED,))
+
+    def decode(self):
+        self.step(self.random.integers(0, 2, ROWS), functools.partial(packed_step, longest=1), (ROWS,))
+
+    def fork(self):
+        src, *dst = self.random.permutation(ROWS)[: self.random.integers(2, ROWS + 1)].tolist()
+        self.cache = jaxkv.fork(self.cache, src, dst)
+        for row in dst:
+            if self.rows[row] != self.rows[src] and self.cache.failed[row] and not self.failed[src]:
+                self.failed[row] = True  # no block for its copy
+            elif not self.failed[row] or not self.cache.failed[row] or self.failed[src]:
+                self.rows[row], self.failed[row] = self.rows[src], self.failed[src]
+
+    def reorder(self):
+        order = self.random.permutation(ROWS)
+        self.cache = jaxkv.reorder(self.cache, order)
+        self.rows, self.failed = [self.rows[i] for i in order], [self.failed[i] for i in order]
+
+    def free(self):
+        rows = self.random.random(ROWS) < 0.4
+        self.cache = jaxkv.free(self.cache, rows)
+        for row in np.flatnonzero(rows):
+            self.rows[row], self.failed[row] = (), False
+
+    def truncate(self):
+        """To 0 and to the present length; to another length the row fails."""
+        lengths = [len(row) for row in self.rows]
+        targets = [self.random.choice([0, n, n + 3, max(n - 1, 0)], p=(0.3, 0.3, 0.3, 0.1)) for n in lengths]
+        self.cache = jaxkv.truncate(self.cache, np.array(targets, np.int32))
+        for row, (n, target) in enumerate(zip(lengths, targets, strict=True)):
+            if target == 0:
+                self.rows[row] = ()
+            elif target < n:
+                self.failed[row] = True
+
+    def keep(self):
+        """Keeps all tokens of a step, which goes, and none, which fails."""
+        new = self.cache.new.tolist()
+        path = np.full((ROWS, max(new, default=0) or 1), -1, np.int32)
+        row = int(self.random.integers(ROWS))
+        for r, n in enumerate(new):
+            path[r, : n - (r == row and n > 0)] = np.arange(n - (r == row and n > 0))
+        self.cache = jaxkv.keep(self.cache, path)
+        self.failed[row] |= new[row] > 0
+
+    def swap(self):
+        held = [r for r in range(ROWS) if self.rows[r] and not self.failed[r]]
+        if held:
+            own = self.random.permutation(held)[: self.random.integers(1, len(held) + 1)]
+            self.cache, host = jaxkv.swap_out(self.cache, own)
+            jaxkv.check_invariants(self.cache)
+            self.cache = jaxkv.swap_in(poison(self.cache), own, host)
+
+    def save(self):
+        with tempfile.TemporaryDirectory() as folder:
+            rows = [r for r in range(ROWS) if not self.failed[r]]
+            jaxkv.save(f"{folder}/x.safetensors", self.cache, rows=rows)
+            config = make_config(max_seqs=ROWS + 1, block_size=8, num_blocks=20)
+            loaded = jaxkv.load(f"{folder}/x.safetensors", config, rows=[ROWS - i for i in range(len(rows))])
+        jaxkv.check_invariants(loaded)
+        np.testing.assert_array_equal(states_of(loaded)[::-1][: len(rows)], states_of(self.cache)[rows])
+
+    def send(self):
+        rows = [r for r in range(ROWS) if not self.failed[r]]
+        other = jaxkv.send(self.cache, rows, to=jaxkv.init(make_config(block_size=8)), at=rows)
+        jaxkv.check_invariants(other)
+        np.testing.assert_array_equal(states_of(other)[rows], states_of(self.cache)[rows])
+
+
+@pytest.mark.parametrize("seed", range(400 if NIGHTLY else 2))
+def test_random_operations_keep_each_row_s_states(seed):
+    trial = Trial(seed)
+    trial.run(60)
+
+
+def test_forks_go_on_apart_and_share_until_then():
+    cache = jaxkv.extend(jaxkv.init(make_config()), [3, 0, 0, 0])
+    _, cache = mix(cache, jnp.array([[1, 2, 3, 0, 0]] + [[0] * 5] * 3))
+    cache = jaxkv.fork(cache, 0, [1, 2, 3])
+    assert jaxkv.stats(cache)["states"] | {} == {
+        "layers": (0, 2), "num_slots": 4, "slots_used": 1, "slots_free": 3, "slots_shared": 1,
+        "bytes_per_state": 4 * (12 + 24 + 24), "bytes_used": 240,
+    }  # fmt: skip
+    _, cache = mix(jaxkv.extend(cache, [1, 1, 0, 1]), jnp.array([[4], [5], [0], [6]]))
+    jaxkv.check_invariants(cache)
+    wanted = [expected((1, 2, 3, *more))[1][0] for more in ((4,), (5,), (), (6,))]
+    np.testing.assert_allclose(states_of(cache), wanted, rtol=1e-5, atol=1e-5)
+    assert cache.bytes == cache.config.bytes
+
+
+def test_no_pool_is_copied_in_a_donated_step():
+    state = jaxkv.LayerConfig.recurrent(state=((4, 32, 32), "float32"))
+    cache = jax.eval_shape(lambda: jaxkv.init(make_config(state, ATTENTION, max_seqs=64, num_blocks=64)))
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+
+    @functools.partial(jax.jit, donate_argnames="cache")
+    def step(cache, k, g):
+        cache = jaxkv.extend(cache, jnp.ones(64, jnp.int32))
+        y, cache = jaxkv.gated_delta_rule(k, k, k, g, g, cache, 0)
+        z, cache = jaxkv.state_space(k, g, g[0, 0], k, k, cache, 0)
+        return y + z, cache
+
+    assert_no_copy(step, cache, shape((64, 1, 4, 32)), shape((64, 1, 4)))
+
+
+def test_a_layer_as_a_handle_is_as_the_cache():
+    cache = jaxkv.extend(jaxkv.init(make_config()), [2, 0, 1, 0])
+    tokens = jnp.array([[1, 2], [0, 0], [3, 0], [0, 0]])
+    wanted, after = mix(cache, tokens)
+    t, layers = {name: jnp.asarray(x)[tokens] for name, x in tables().items()}, list(cache.layers)
+    a, layers[0] = jaxkv.causal_conv(t["x"], WEIGHT, layers[0], activation="silu")
+    b, layers[0] = jaxkv.gated_delta_rule(t["q"], t["k"], t["v"], t["g"], t["beta"], layers[0])
+    c, layers[1] = jaxkv.attention(t["kv"], t["kv"], t["kv"], layers[1])
+    d, layers[2] = jaxkv.state_space(t["y"], t["dt"], A, t["B"], t["C"], layers[2])
+    found = jnp.concatenate([x.reshape(4, 2, -1) for x in (a, b, c, d)], axis=-1)
+    np.testing.assert_array_equal(found, wanted)
+    put = cache.with_layers(layers)
+    np.testing.assert_array_equal(states_of(put), states_of(after))
+    assert {name: x.shape for name, x in jaxkv.read_states(put.layers[2]).items()} == {"state": (4, 2, 4, 3)}
+    with pytest.raises(ValueError, match="what became of layers"):
+        cache.with_layer(2, layers[0])
+
+
+def test_states_of_other_rows_stay_as_they_are():
+    cache = jaxkv.extend(jaxkv.init(make_config()), [1, 0, 1, 0])
+    ones = {"state": jnp.ones((ROWS, 2, 4, 3))}
+    cache = jaxkv.write_states(cache, ones, layer=2)
+    cache = jaxkv.extend(cache, [1, 1, 0, 30])  # row 3 is too long
+    bad = {"state": jnp.full((ROWS, 2, 4, 3), jnp.nan)}
+    cache = jaxkv.extend(jaxkv.write_states(cache, bad, layer=2), [0] * ROWS)
+    found = jaxkv.read_states(cache, layer=2)["state"]
+    assert bool(jnp.isnan(found[:2]).all()) and bool((found[2] == 1).all()) and not found[3].any()
+    again = jaxkv.extend(jaxkv.free(cache, [0]), [1, 0, 0, 0])
+    assert not jaxkv.read_states(again, layer=2)["state"][0].any()
+
+
+def test_rows_over_devices_have_states_of_their_own():
+    mesh = jax.make_mesh((2,), ("data",))
+    cache = jaxkv.init(make_config(), mesh=mesh, rows="data")
+
+    def step(cache, tokens, counts):
+        y, cache = mix(jaxkv.extend(cache, counts), tokens)
+        return cache, y
+
+    tokens = jnp.array([[1, 2], [3, 0], [4, 5], [0, 0]])
+    cache, _ = jax.jit(jaxkv.by_rows(step))(cache, tokens, jnp.array([2, 1, 2, 0]))
+    states = np.concatenate([states_of(shard) for shard in cache.shards])
+    for row, own in enumerate(((1, 2), (3,), (4, 5))):
+        np.testing.assert_allclose(states[row], expected(own)[1][0], rtol=1e-5, atol=1e-5)
+    assert not states[3].any()
+
+
+def test_states_are_divided_over_heads():
+    mesh = jax.make_mesh((2,), ("model",))
+    specs = jaxkv.partition_specs(make_config(), mesh)
+    assert specs.states[0] == {name: jax.P(None, "model") for name in ("conv", "state")} and specs.states[1] is None
+    cache = jaxkv.init(make_config(), mesh=mesh)
+    assert cache.states[0]["state"].sharding.spec == jax.P(None, "model")
+    with jax.set_mesh(mesh):
+        y, cache = padded_step(cache, jnp.array([[1, 2]] * ROWS), jnp.array([2] * ROWS))
+    np.testing.assert_allclose(np.asarray(y)[0], expected((1, 2))[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(states_of(cache)[3], expected((1, 2))[1][0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_with_states_is_one_of_many():
+    caches = jax.vmap(lambda _: jaxkv.init(make_config()))(jnp.arange(2))
+    tokens = jnp.array([[[1, 2]] * ROWS, [[3, 4]] * ROWS])
+    step = jax.vmap(lambda cache, tokens: mix(jaxkv.extend(cache, jnp.array([2] * ROWS)), tokens)[0])
+    found = step(caches, tokens)
+    np.testing.assert_allclose(found[1, 0], expected((3, 4))[0], rtol=1e-5, atol=1e-5)
+
+
+REFUSED = {
+    "takes no window": lambda: jaxkv.LayerConfig.recurrent(window=4),
+    "takes no evict": lambda: dataclasses.replace(SPACE, evict="head"),
+    "must be \\(shape, dtype\\)": lambda: jaxkv.LayerConfig.recurrent(x=3),
+    "dtype of x must be one of": lambda: jaxkv.LayerConfig.recurrent(x=((3,), "int8")),
+    "at least one axis": lambda: jaxkv.LayerConfig.recurrent(x=((), "float32")),
+    "needs at least one array": lambda: jaxkv.LayerConfig.recurrent(),
+    "at least one attention layer": lambda: make_config(SPACE),
+    "cannot be stored with stacked": lambda: make_config(SPACE, ATTENTION, stacked=True),
+    "no keys and values to share": lambda: make_config(SPACE, ATTENTION, dataclasses.replace(ATTENTION, shares_with=0)),
+    "without keys and values": lambda: jaxkv.attend(jnp.ones((4, 1, 1, 4)), made(), layer=0),
+    "keeps no state: take it to attention": lambda: jaxkv.read_states(made(), layer=1),
+    "keeps no 'kv', only state": lambda: jaxkv.write_states(made(), {"kv": jnp.ones(4)}, layer=2),
+    "must be float32\\[4, 2, 4, 3\\]": lambda: jaxkv.write_states(made(), {"state": jnp.ones((4, 2))}, layer=2),
+    "not bfloat16": lambda: jaxkv.write_states(made(), {"state": jnp.ones((4, 2, 4, 3), jnp.bfloat16)}, layer=2),
+    "states must be a dict": lambda: jaxkv.write_states(made(), jnp.ones(4), layer=2),
+    "keeps no 'conv', only state": lambda: jaxkv.causal_conv(jnp.ones((4, 1, 6)), WEIGHT, made(), 2),
+    "with a place for every row": lambda: jaxkv.causal_conv(jnp.ones((3, 1, 6)), WEIGHT, made(), 0),
+    "for a cache, but this is one": lambda: jaxkv.read_states(made().layers[0], layer=0),
+    "layer must say which": lambda: jaxkv.read_states(made()),
+    "cache must be a jaxkv.Cache": lambda: jaxkv.read_states(3, layer=0),
+    "A PrefixCache takes no": lambda: jaxkv.PrefixCache(make_config()),
+    "Engine and generate take no": lambda: jaxkv.Engine(Hybrid(), max_seqs=2, max_seq_len=16, prefix_cache=False),
+}
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Hybrid:
+    """A model whose engine is refused before it is called."""
+
+    dtype: str = "float32"
+    vocab_size: int = VOCABULARY
+
+    @property
+    def layer_configs(self):
+        return make_config().layers
+
+    def __call__(self, tokens, *, cache, logits_at):
+        raise AssertionError("it is not called")
+
+
+def made():
+    return jaxkv.init(make_config())
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_makes_no_sense_is_named(message):
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message]()
+
+
+def test_check_says_where_a_row_can_go_back_to():
+    cache = jaxkv.truncate(jaxkv.extend(made(), [5, 4, 0, 0]), [2, 4, 0, 0])
+    assert cache.failed.tolist() == [True, False, False, False]
+    with pytest.raises(jaxkv.OutOfWindow, match=r"to 2 tokens goes back to where recurrent layers \(0 and 2\)"):
+        jaxkv.check(cache)
+
+
+def test_a_file_of_other_states_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    jaxkv.save(path, jaxkv.extend(made(), [5, 4, 0, 0]))
+    assert jaxkv.describe(path).config == make_config()
+    other = jaxkv.LayerConfig.recurrent(state=((2, 4, 5), "float32"))
+    with pytest.raises(jaxkv.CacheFileError, match="it is of another model"):
+        jaxkv.load(path, make_config(DELTA, ATTENTION, other))
+    with pytest.raises(jaxkv.CacheFileError, match="it is of another model"):
+        jaxkv.load(path, make_config(DELTA, ATTENTION, ATTENTION))
+    with pytest.raises(ValueError, match="but that of the cache sent to has states"):
+        jaxkv.send(made(), 0, to=jaxkv.init(make_config(DELTA, ATTENTION, other)))
+    _, host = jaxkv.swap_out(jaxkv.extend(made(), [5, 4, 0, 0]), 0)
+    with pytest.raises(ValueError, match="The states of these rows are"):
+        jaxkv.swap_in(jaxkv.init(make_config(DELTA, ATTENTION, other)), 0, host)
+
+
+def test_what_keeps_a_state_says_so_in_a_line():
+    cache = jaxkv.extend(made(), [5, 4, 0, 0])
+    assert repr(SPACE) == "LayerConfig.recurrent(state=((2, 4, 3), 'float32'))"
+    assert eval(repr(cache.config), vars(jaxkv)) == cache.config
+    assert repr(cache.state_slots) == "StateSlots(2 of 4 slots used)"
+    assert repr(cache.layers[2]).startswith("StateLayer(2 of 3, LayerConfig.recurrent(")
