@@ -36,7 +36,7 @@ endif
 .PHONY: demo test night lint constraints clean
 
 demo: $(VENV)/demo.installed
-	$(BIN)/python -m jaxkv generate
+	$(BIN)/python -m jaxkv demo
 
 test: $(VENV)/test.installed $(if $(EXTRAS)$(JAX),,$(VENV)/compile.installed)
 	JAXKV_COMPILE_SITE=$(abspath $(VENV)/compile) $(BIN)/python -m pytest $(PARALLEL) $(TESTS)
@@ -68,7 +68,7 @@ $(VENV):
 # setuptools first, so that what builds the package is held to its version too: pip does not hold a build of its own.
 $(VENV)/demo.installed: pyproject.toml $(PROVED) | $(VENV)
 	$(PIP) setuptools
-	$(PIP) $(jax) --no-build-isolation --editable '$(if $(EXTRAS),.[$(EXTRAS)],.)'
+	$(PIP) $(jax) --no-build-isolation --editable '$(call with,gguf)'
 	touch $@
 
 $(VENV)/test.installed: pyproject.toml $(PROVED) | $(VENV)

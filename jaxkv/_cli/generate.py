@@ -11,9 +11,18 @@ from jaxkv._core.cache.checks import stats
 from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.validation import MOST_INDEX, integer
 from jaxkv._engine.requests.eviction_policy import Eviction
+from jaxkv._files.packaged_model import smollm2
 from jaxkv.text.tokenizer import Tokenizer
 
-# Long enough to show what a byte-level decoder has learned, and of very different lengths.
+# Answered by a real model...
+QUESTIONS = (
+    "What is the capital of France?",
+    "Why is the sky blue? Answer in two sentences.",
+    "Write a Python function that adds two numbers.",
+    "Name three animals that can fly.",
+    "Translate to Spanish: Good morning, my friend.",
+)
+# ... or continued by the built-in one: long enough to show what a byte-level decoder has learned, of many lengths.
 DEMO_PROMPTS = (
     "import os\nimport sys\n\ndef main(",
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
@@ -37,6 +46,18 @@ def generate(arguments: argparse.Namespace) -> int:
         cache_dtype=arguments.cache_dtype, evict=_eviction(arguments), **prefix_options(arguments),
     ) as engine:  # fmt: skip
         return _continue(arguments, engine, opened, prompts, tokens, max_new_tokens)
+
+
+def demo(arguments: argparse.Namespace) -> int:
+    """Answers five questions at once with a small real model; where it cannot be had, continues five texts."""
+    try:
+        path = smollm2()
+    except (OSError, ValueError) as error:
+        reason = str(error).rstrip(".")
+        print(f"jaxkv: {reason}: the built-in model, which continues Python sources, takes its place.", file=sys.stderr)
+        return arguments.generate([])
+    options = ["--model", str(path), "--chat", "--temperature", "0", "--max-new-tokens", "64", "--no-check"]
+    return arguments.generate([*options, *(word for question in QUESTIONS for word in ("--prompt", question))])
 
 
 def _encode(arguments: argparse.Namespace, opened: TextModel, prompts: list[str]) -> list[list[int]]:

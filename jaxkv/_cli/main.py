@@ -1,4 +1,4 @@
-"""The command line: `python -m jaxkv generate`, `chat` and `plan`."""
+"""The command line: `python -m jaxkv generate`, `chat`, `plan` and `demo`."""
 
 import argparse
 import importlib
@@ -6,16 +6,17 @@ import os
 import sys
 
 from jaxkv import __version__
-from jaxkv._cli.options import add_chat, add_generate, add_plan
+from jaxkv._cli.options import add_chat, add_demo, add_generate, add_plan
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxkv", description=__doc__)
     parser.add_argument("--version", action="version", version=f"jaxkv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (add_generate, add_chat, add_plan):
+    for add in (add_generate, add_chat, add_plan, add_demo):
         add(commands)
     arguments = parser.parse_args(argv)
+    arguments.generate = lambda options: main(["generate", *options])
     module, name = arguments.run.split(":")
     try:
         return getattr(importlib.import_module(module), name)(arguments)

