@@ -5,6 +5,8 @@
 #   make test LATEST=1          with the newest of everything, not the versions in constraints/
 #   make test TESTS=tests/kernels
 #   make test JAXKV_NIGHTLY=1   more of what takes long: random operations, whole models compiled
+#   make lint                   ruff, and mypy
+#   make docs                   the site of docs/, strict; make constraints, make clean
 #   make night                  all of that, file by file; called again at the same commit it goes on where it was cut
 
 PYTHON ?= python3
@@ -33,10 +35,13 @@ export JAX_PLATFORMS := cpu
 PARALLEL := -n auto --dist worksteal
 endif
 
-.PHONY: demo test night lint constraints clean
+.PHONY: help demo test night lint docs constraints clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/python -m jaxkv demo
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//; p' Makefile
 
 test: $(VENV)/test.installed $(if $(EXTRAS)$(JAX),,$(VENV)/compile.installed)
 	JAXKV_COMPILE_SITE=$(abspath $(VENV)/compile) $(BIN)/python -m pytest $(PARALLEL) $(TESTS)
@@ -59,6 +64,11 @@ lint: $(VENV)/test.installed
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# Fails on a broken link, and on a public name without a docstring.
+docs: $(VENV)/docs.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir $(abspath $(VENV))/site
+	@echo "$(VENV)/site/index.html"
+
 $(VENV):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
 	  echo "jaxkv needs Python 3.12 or newer, but '$(PYTHON)' is $$($(PYTHON) -V 2>&1): install one, and name it with make PYTHON=/path/to/python3.12."; \
@@ -76,6 +86,11 @@ $(VENV)/test.installed: pyproject.toml $(PROVED) | $(VENV)
 	$(PIP) $(jax) --no-build-isolation --editable '$(call with,test)'
 	touch $@
 
+$(VENV)/docs.installed: pyproject.toml $(PROVED) | $(VENV)
+	$(PIP) setuptools
+	$(PIP) $(jax) --no-build-isolation --editable '$(call with,docs)'
+	touch $@
+
 # What compiles for a TPU or a GPU where there is none lives beside the environment, not in it: libtpu would break a
 # plain `import jax`. The plugin must have jaxlib's own version.
 $(VENV)/compile.installed: $(VENV)/test.installed
@@ -87,7 +102,7 @@ $(VENV)/compile.installed: $(VENV)/test.installed
 # Asks pip what it would take today, chips included (their JAX names the libtpu that it wants), and installs nothing.
 # Run `make test` with what it wrote before it is committed.
 constraints: | $(VENV)
-	$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --report $(VENV)/report.json $(jax) '.[test,cuda13,tpu]'
+	$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --report $(VENV)/report.json $(jax) '.[test,docs,cuda13,tpu]'
 	@mkdir -p constraints
 	@$(BIN)/python -c "import json, sys; \
 	  found = [p['metadata'] for p in json.load(sys.stdin)['install']]; \
