@@ -1,4 +1,4 @@
-"""The command line: `python -m jaxkv generate`, `chat`, `plan` and `demo`."""
+"""The command line: `python -m jaxkv generate`, `chat`, `plan`, `serve` and `demo`."""
 
 import argparse
 import importlib
@@ -6,14 +6,14 @@ import os
 import sys
 
 from jaxkv import __version__
-from jaxkv._cli.options import add_chat, add_demo, add_generate, add_plan
+from jaxkv._cli.options import add_chat, add_demo, add_generate, add_plan, add_serve
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxkv", description=__doc__)
     parser.add_argument("--version", action="version", version=f"jaxkv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (add_generate, add_chat, add_plan, add_demo):
+    for add in (add_generate, add_chat, add_plan, add_serve, add_demo):
         add(commands)
     arguments = parser.parse_args(argv)
     arguments.generate = lambda options: main(["generate", *options])

@@ -91,6 +91,23 @@ def add_demo(commands: Any) -> None:
     parser.set_defaults(run="jaxkv._cli.generate:demo")
 
 
+def add_serve(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve", help="serve a model over HTTP", description="Serve a model by OpenAI's chat completions until Ctrl-C."
+    )
+    parser.set_defaults(run="jaxkv._cli.http.serve:serve")
+    add = parser.add_argument
+    add_model(add, None)
+    add_sampling(add, 1024)
+    add("--host", default="127.0.0.1", help="default: %(default)s, this machine alone; 0.0.0.0: all who reach it")
+    add("--port", type=int, default=8000, help="default: %(default)s")
+    add("--max-seqs", type=int, default=16, help="sequences computed at the same time; default: %(default)s")
+    add("--max-seq-len", type=int, help="the most tokens of a sequence; default: the model's, but no more than 8192")
+    add("--memory", type=parse_bytes, help="what the cache may take, for example 2GB; default: what all rows need")
+    add("--max-waiting", type=int, default=256, help="answers that may wait; more are refused; default: %(default)s")
+    add("--grace", type=int, default=10, help="seconds that Ctrl-C leaves to what is running; default: %(default)s")
+
+
 def _share(text: str) -> float:
     """Parses a number of tokens, or a share of them."""
     return int(text) if text.strip().isdigit() else float(text)

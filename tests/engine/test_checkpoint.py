@@ -145,7 +145,7 @@ def test_how_tokens_are_chosen_is_kept(path):
     one = emptied(engine())
     several = one.submit(np.array([3, 4]), 3, temperature=0.1, top_k=np.int32(5), top_p=0.3, eos=[7], salt=b"\xff", n=2,
                          logprobs=2)  # fmt: skip
-    several.samples[0].tokens, several.samples[0].logprobs = [5], [{5: -0.1, 6: -np.inf}]
+    several.samples[0].output, several.samples[0].output_logprobs = [5], [{5: -0.1, 6: -np.inf}]
     one.save(path)
     emptied(one)
     loaded = one.load(path)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import MOST_INDEX, integer
+from jaxkv._core.config.validation import MOST_INDEX, flag, integer
 from jaxkv._core.state.errors import CacheFileError
 from jaxkv._engine.frontend.data_parallel import DataParallelCores
 from jaxkv._engine.frontend.fingerprint import fingerprint
@@ -32,6 +32,7 @@ from jaxkv._engine.requests.request import (
 )
 from jaxkv._engine.requests.sampling import SamplingParams
 from jaxkv._engine.requests.scheduler import Sequence
+from jaxkv._engine.requests.stops import IdStops, TextStops, read_stops
 from jaxkv._engine.runner.engine_core import EngineCore, make_sequence
 from jaxkv._files.rows import save
 from jaxkv._tiers.saved_rows import SavedRows
@@ -82,6 +83,12 @@ class Resumable:
             rows = {s: i * number + s.row for i, s in running if s.row is not None}
             places = {sequence: place for place, sequence in enumerate(rows)}
             open_ = {request: s for loop in self._loops for request, s in loop.open.items()}
+            for request in open_:
+                if any(isinstance(stops, TextStops) for stops in request.stops):
+                    raise ValueError(
+                        f"Request {request.number} was submitted with a tokenizer, which no file holds: let it end, or "
+                        "cancel it, before the engine is saved."
+                    )
             if len(self._loops) > 1:
                 open_ = dict(sorted(open_.items(), key=lambda item: item[0].number))  # in the order of submission
             leaders = {f.request: s.request.number for s in open_.values() for f in s.followers}
@@ -189,15 +196,20 @@ class Resumable:
             hook_args=self._hook_args.read(from_json(entry.get("hook_args"))),
             keep_prefix=read_keep_prefix(entry.get("keep_prefix", True)),
             adapter=self._read_adapter(entry.get("adapter", 0)),
+            stops=read_stops(entry.get("stop", []), None, ()),
+            include_stop=flag("include_stop", entry.get("include_stop", False)),
         )  # fmt: skip
-        request.tokens = _tokens(entry["tokens"])
-        request.logprobs = [{int(tables): float(p) for tables, p in pairs} for pairs in entry["logprobs"]]
-        request.given = integer("given", entry["given"], least=0, most=len(request.tokens))
+        request.output = _tokens(entry["tokens"])
+        request.times.tokens = [request.times.submitted] * len(request.output)
+        request.output_logprobs = [{int(tables): float(p) for tables, p in pairs} for pairs in entry["logprobs"]]
+        request.given = integer("given", entry["given"], least=0, most=len(request.output))
         request.stopped, request.refusal = read_stop(entry["stopped"]), entry.get("refusal")
         if (token := entry.get("stop_token")) is not None:
             logprob = entry["stop_logprob"]
             request.stop = _tokens([token])[0], None if logprob == "None" else float(logprob)
-        if not request.prompt or len(request.tokens) > request.limit:
+        if request.stops and not request.done:
+            request.look_for_stops()
+        if not request.prompt or len(request.output) > request.limit:
             raise ValueError("a request has no prompt, or more tokens than its limit")
         return request
 
@@ -207,7 +219,7 @@ class Resumable:
         length, most = len(request.prompt) + request.limit, self.config.max_seq_len
         if length > most:
             return f"it is to reach {length} tokens, and max_seq_len = {most}: raise max_seq_len"
-        tokens, left = [*request.prompt, *request.tokens], request.limit - len(request.tokens)
+        tokens, left = [*request.prompt, *request.output], request.limit - len(request.output)
         residents = self._loops[0].residents
         return find_problem(tokens, left, residents.config, self.vocab_size, residents.holdings)
 
@@ -224,15 +236,17 @@ class _Wrong(Exception):
 def _render(request: Request, row: int | None, leader: int | None, hook_args: HookArgs) -> dict[str, Any]:
     salt = request.salt
     return {
-        "number": request.number, "prompt": request.prompt, "tokens": request.tokens, "limit": request.limit,
+        "number": request.number, "prompt": request.prompt, "limit": request.limit,
+        "tokens": request.tokens if request.done else request.output,
         "choice": dataclasses.asdict(request.choice), "eos": sorted(request.eos),
         "salt": ["bytes", salt.hex()] if isinstance(salt, bytes) else ["str", salt],
         "num_logprobs": request.num_logprobs, "given": request.given, "stopped": request.stopped,
         "refusal": request.refusal, "stop_token": request.stop_token, "stop_logprob": repr(request.stop_logprob),
         "priority": request.priority, "hook_args": hook_args.to_json(request.hook_args),
-        "keep_prefix": request.keep_prefix, "adapter": request.adapter,
+        "keep_prefix": request.keep_prefix, "adapter": request.adapter, "include_stop": request.include_stop,
+        "stop": [list(stop) for stops in request.stops if isinstance(stops, IdStops) for stop in stops.stops],
         # As text, since JSON has neither keys that are numbers nor infinities.
-        "logprobs": [[[token, repr(p)] for token, p in pairs.items()] for pairs in request.logprobs],
+        "logprobs": [[[token, repr(p)] for token, p in pairs.items()] for pairs in request.output_logprobs],
         "row": row, "leader": leader,
     }  # fmt: skip
 

@@ -70,10 +70,10 @@ class DataParallelCores:
             failed = None  # or the error and this frame would refer to each other
             self.is_at_work = False
 
-    def cancel(self, requests: Iterable[Request]) -> None:
-        """Marks requests for removal by the next thread that runs the engine."""
+    def cancel(self, requests: Iterable[Request], error: Exception | None = None) -> None:
+        """Marks requests for removal by the next thread that runs the engine; with an error, as failed."""
         for request in requests:
-            if request.withdraw():
+            if request.withdraw(error):
                 for loop in self.loops:
                     loop.cancelled.append(request)
 

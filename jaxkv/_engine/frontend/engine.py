@@ -3,7 +3,7 @@
 import functools
 import itertools
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Unpack
 
 from jaxkv._core.config.cache_config import CacheConfig
@@ -11,13 +11,13 @@ from jaxkv._core.config.fields import EngineFields
 from jaxkv._core.config.mesh_shape import find_mesh
 from jaxkv._core.config.validation import MOST_INDEX, flag, integer, read_list, real, show
 from jaxkv._core.state.device_arrays import split_model, take_local_model
-from jaxkv._core.state.head_rows import refuse_states
 from jaxkv._engine.frontend import metrics as figures
 from jaxkv._engine.frontend.build import check_fields, make_cores, read_deterministic, read_longest
 from jaxkv._engine.frontend.checkpoint import Resumable
 from jaxkv._engine.frontend.data_parallel import DataParallelCores, join_config, split_fields
 from jaxkv._engine.frontend.engine_lock import EngineLock
 from jaxkv._engine.frontend.lifetime import Closable
+from jaxkv._engine.frontend.serving import Servable
 from jaxkv._engine.frontend.warmup import call_all
 from jaxkv._engine.programs.model import ADAPTERS, Model, check_form, check_shapes, takes
 from jaxkv._engine.programs.step import Hook, column_of, read_hook, recompute
@@ -30,6 +30,7 @@ from jaxkv._engine.requests.request import (
     collect_tokens,
     find_problem,
     raise_refusal,
+    read_callback,
     read_eos,
     read_keep_prefix,
     read_limits,
@@ -38,12 +39,13 @@ from jaxkv._engine.requests.request import (
     read_salt,
 )
 from jaxkv._engine.requests.sampling import KINDS, Kind, SamplingParams, read_kinds, read_seed
+from jaxkv._engine.requests.stops import Tokenizer, read_stops
 from jaxkv._engine.runner.cache_manager import Swap
 from jaxkv._engine.runner.disaggregated_prefill import check_prefill
 from jaxkv._tiers.prefix_cache.data_parallel import as_one
 
 
-class Engine(Closable, Resumable):
+class Engine(Closable, Servable, Resumable):
     """A model and its cache, ready to continue prompts. The cache persists between calls.
 
     `submit` adds a request at any time, from any thread; `step` or `run` computes. All other methods are for one thread
@@ -90,6 +92,8 @@ class Engine(Closable, Resumable):
       deterministic: call the model with `deterministic=True`, which the models of `jaxkv.models` give to
         `jaxkv.attention`: a row's attention is the same to the bit with any other rows, blocks and order, at
         the cost of some speed. XLA computes the model's other sums as usual.
+      max_waiting: the limit of samples that wait for a row; `submit` raises `EngineFull` where there would be more.
+        Default: any number.
       cache_dtype: the dtype of stored keys and values, or a quantised format; default: the model's dtype.
       **fields: `num_blocks`, `memory_bytes`, `block_size` and other fields of `CacheConfig.from_model`.
 
@@ -111,10 +115,11 @@ class Engine(Closable, Resumable):
         prefix_cache: bool = False, spill_bytes: float = 0, disk: Any = None, disk_bytes: float | None = None,
         swap: Swap = "auto", host_bandwidth: float = 1e10, draft: Any = None, draft_tokens: int = 4,
         draft_branches: int = 1, cache_dtype: Any = None, evict: Eviction | None = None, prefill: Any = None,
-        deterministic: bool = False, **fields: Unpack[EngineFields],
+        deterministic: bool = False, max_waiting: int | None = None, **fields: Unpack[EngineFields],
     ):  # fmt: skip
         sizes: dict[str, Any] = dict(fields)
         check_fields(sizes)
+        self._prepare_serving(max_waiting)
         if swap not in ("auto", "always", "never"):
             raise ValueError(f"swap must be 'auto', 'always' or 'never', not {swap!r}.")
         check_form(model, needs_dtype=cache_dtype is None)
@@ -141,7 +146,6 @@ class Engine(Closable, Resumable):
             step_tokens=self.step_tokens, prefix_cache=flag("prefix_cache", prefix_cache), mesh=find_mesh(model),
             **sizes,
         )  # fmt: skip
-        refuse_states(config, "Engine and generate take")
         deterministic = read_deterministic(deterministic, model, prefill)
         self._takes_adapters = logits_hook is not None or takes(model, ADAPTERS)
         check_prefill(prefill, model, prefix_cache=prefix_cache, evict=evict)
@@ -191,9 +195,33 @@ class Engine(Closable, Resumable):
             return figures.blocks_peak(self._loops)
 
     def stats(self) -> dict[str, Any]:
-        """Returns counters of the work so far as plain numbers; with a prefix cache, also its savings."""
+        """Returns what there is to do, and counters of the work so far, as plain numbers; from any thread.
+
+        `running` and `waiting` samples, `oldest_waiting_seconds`, `free_rows` and `free_blocks`; `steps`, `tokens`,
+        `preemptions`, `acceptance` of draft tokens; quantiles of `first_token_seconds` and `between_tokens_seconds`;
+        with a prefix cache also its `PrefixCache.stats`. docs/serving.md says each key's meaning.
+        """
         with self._exclusive(is_brief=True):
-            return figures.collect(self._loops) | (self.prefix.stats() if self.prefix else {})
+            found = figures.collect(self._loops) | {"waiting": self.num_waiting} | self._latencies.stats()
+            return found | (self.prefix.stats() if self.prefix else {})
+
+    def metrics_text(self) -> str:
+        """Returns `stats` in Prometheus' text format, for an endpoint `/metrics`. From any thread.
+
+        Raises ImportError without the package `prometheus_client`.
+        """
+        return figures.render_prometheus(self.stats())
+
+    def __repr__(self) -> str:
+        if self.is_closed:
+            return "Engine(closed)"
+        rows, running = self.config.max_seqs, sum(len(loop.scheduler.running) for loop in self._loops)
+        free = sum(min(loop.residents.available) for loop in self._loops)
+        served = ", served" if self.is_served else ""
+        return (
+            f"Engine({running} of {rows} rows running, {self.num_waiting} waiting, {free} of {self.config.num_blocks} "
+            f"blocks free{served})"
+        )
 
     def problem(self, prompt: Sequence[int], max_new_tokens: int) -> str | None:
         """Returns why a prompt cannot be continued, or None."""
@@ -213,6 +241,8 @@ class Engine(Closable, Resumable):
         top_p: float = 1.0, min_p: float = 0.0, eos: int | Collection[int] | None = None,
         salt: str | bytes | None = None, n: int = 1, logprobs: int = 0, seed: int | None = None, priority: int = 0,
         hook_args: Any = None, keep_prefix: KeepPrefix = True, adapter: int = 0,
+        stop: str | Collection[Collection[int] | str] | None = None, include_stop: bool = False,
+        tokenizer: Tokenizer | None = None, on_token: Callable[[Request, int | None], Any] | None = None,
     ) -> Request:  # fmt: skip
         """Adds a request to continue a prompt, for `step` and `run`. May be called from any thread, and meanwhile.
 
@@ -235,9 +265,15 @@ class Engine(Closable, Resumable):
             model whose call has an argument `adapters` gets those of all rows, i32[S], and a hook has them in
             `rows.adapters`. With a prefix cache only requests of the same adapter share blocks; `PrefixCache` names it
             `adapter=str(number)`, and None for 0.
+          stop: stop sequences, each a list of token ids, or text. The first that appears in the output ends the
+            request, and is not part of its `tokens`; no part of it is handed out before.
+          include_stop: keep the stop sequence in `tokens` and `text`, and hold nothing back.
+          tokenizer: the model's `jaxkv.text.Tokenizer`, for text in `stop` and for `Request.text`.
+          on_token: called as `on_token(request, token)` with each token, and at the end with None, in the thread that
+            takes the steps. If it raises, the request ends with that error.
 
         Raises:
-          ValueError: an invalid argument; nothing has changed then.
+          ValueError: an invalid argument; nothing has changed then. EngineFull: `max_waiting` samples wait.
         """
         if why := self.problem(prompt, max_new_tokens):
             raise ValueError(f"The prompt cannot be continued: {why}.")
@@ -254,11 +290,16 @@ class Engine(Closable, Resumable):
         options["keep_prefix"] = read_keep_prefix(keep_prefix)
         options["priority"] = integer("priority", priority, least=-MOST_INDEX, most=MOST_INDEX)
         options["hook_args"] = self._read_hook_args(hook_args)
+        options["include_stop"] = flag("include_stop", include_stop)
+        options["on_token"] = read_callback(on_token)
+        matchers = [read_stops(stop, tokenizer, prompt) for _ in choices]  # each sample has its own
+        self._refuse_full(count)
         request = Request.several([
-            self._request(next(self._numbers), prompt, max_new_tokens, choice, self._news, **options)
-            for choice in choices
+            self._request(next(self._numbers), prompt, max_new_tokens, choice, self._news, stops=stops, **options)
+            for choice, stops in zip(choices, matchers, strict=True)
         ])  # fmt: skip
         self._loop.submitted.append(request)
+        self._wake()
         self._turn.refuse_closed()  # another thread may have closed it meanwhile
         return request
 
@@ -281,9 +322,10 @@ class Engine(Closable, Resumable):
             no room. It has ended with an `error` and is raised once; the others go on at the next call.
           RuntimeError: another thread is using the engine. CacheError: the cache was lost; see `reset`.
         """
+        self._refuse_served("step")
         with self._exclusive():
             if self._loop.is_busy:
-                self._loop.advance()
+                self._advance()
             raise_refusal(self._news)
             return list(collect_tokens(self._news))
 
@@ -294,13 +336,14 @@ class Engine(Closable, Resumable):
         A request that cannot begin ends with an `error`, which is not raised here. Closing the iterator early keeps all
         requests: a later `run` or `step` goes on with them.
         """
+        self._refuse_served("run")
         with self._in_turn():
             self._turn.refuse_closed()
             yield from collect_tokens(self._news)
             while not self.is_idle:
                 if self._loop.is_busy:
                     with self._compute():
-                        self._loop.advance()
+                        self._advance()
                 yield from collect_tokens(self._news)
 
     def reset(self) -> None:
@@ -417,6 +460,7 @@ class Engine(Closable, Resumable):
 
     def _stream(self, news: dict[Request, None], prompts: list[list[Request]]) -> Iterator[tuple[int, int]]:
         requests = [request for samples in prompts for request in samples]
+        self._refuse_served("stream")
         with self._in_turn():
             try:
                 self._loop.submitted.extend(map(Request.several, prompts))

@@ -10,6 +10,10 @@ from collections.abc import Iterator
 MANY_WAITS = 10_000
 
 
+class EngineBusy(RuntimeError):
+    """Raised if another thread is using the engine."""
+
+
 class HeldLock:
     """A thread's hold on the lock. It ends when nothing refers to it any more, or at `EngineLock.give`."""
 
@@ -53,7 +57,7 @@ class EngineLock:
                 continue
             if held is not None and held.thread.is_alive():
                 if has_looked:
-                    raise RuntimeError(
+                    raise EngineBusy(
                         f"This engine is at work in the thread {held.thread.name!r}, and is one thread's at a time: "
                         "let its stream or run end or close it first. submit and cancel can be called from any thread."
                     )

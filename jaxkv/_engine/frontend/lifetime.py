@@ -1,7 +1,7 @@
 """The lifetime of an engine's device memory: until it is closed, or nothing refers to it any more."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 from jaxkv._engine.frontend.data_parallel import DataParallelCores
@@ -20,6 +20,9 @@ class Closable:
     _loop: EngineCore | DataParallelCores
     _loops: list[EngineCore]
     _turn: EngineLock
+    _wake: Callable[[], None]
+    _wake_all: Callable[[], None]
+    is_served: bool
 
     def close(self) -> None:
         """Frees at once the memory of the cache, and all else that the engine holds on devices and the host.
@@ -59,10 +62,13 @@ class Closable:
     def _release(self) -> None:
         """Frees everything; a second call completes an interrupted first one."""
         self._loop.close()
+        self._wake()
+        self._wake_all()
 
     def _withdraw(self, requests: Iterable[Request]) -> None:
         self._loop.cancel(requests)
-        if self._loop.is_at_work:  # that call will release it
+        self._wake()
+        if self._loop.is_at_work or self.is_served:  # that call, or the thread that serves, will release it
             return
         try:
             with self._exclusive(is_brief=True):

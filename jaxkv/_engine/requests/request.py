@@ -1,8 +1,10 @@
 """Requests and the tokens generated for them so far. Nothing here is lost when a step is interrupted."""
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -12,34 +14,70 @@ from jaxkv._core.config.validation import MOST_INDEX, flag, integer, show
 from jaxkv._core.state.errors import OutOfBlocks
 from jaxkv._engine.requests.block_accounting import Holdings
 from jaxkv._engine.requests.sampling import KINDS, NO_TOKEN, SamplingParams
+from jaxkv._engine.requests.stops import Stops, TextStops
+from jaxkv._engine.requests.waiting import call_all, iterate, iterate_async, wait_until
 
-Stop = Literal["eos", "cancelled", "error"]
+Stop = Literal["eos", "stop", "cancelled", "error"]
 KeepPrefix = Literal[True, False, "prompt"]
-STOPS: tuple[Stop, ...] = ("eos", "cancelled", "error")
+STOPS: tuple[Stop, ...] = ("eos", "stop", "cancelled", "error")
+
+
+@dataclasses.dataclass
+class Times:
+    """When things happened to a request, in seconds of `time.monotonic`."""
+
+    submitted: float = dataclasses.field(default_factory=time.monotonic)
+    tokens: list[float] = dataclasses.field(default_factory=list)  # when each token of the output was read
+    ended: float | None = None
+
+    @property
+    def first_token(self) -> float | None:
+        """When its first token was read; None: it has none yet."""
+        return self.tokens[0] if self.tokens else None
 
 
 class Request:
     """A prompt to be continued, made by `Engine.submit`. It is hashable by identity.
 
+    Iterating over it, `for` and `async for`, yields its tokens as they come, from any thread: those of the first sample
+    if there are several. Without `Engine.serve`, whoever waits takes the engine's steps.
+
     Attributes:
       prompt: its tokens. number: counts requests; draws depend only on the engine's seed, this and the position.
-      tokens: what has been generated so far, without the stop token.
-      logprobs: with `submit(logprobs=k)`, for each token a dict from token to log-probability, else empty.
       samples: the request of each sample; `(request,)` itself if only one was asked for. If there are several,
         `step` and `run` name these, and `tokens` and `logprobs` here are the first one's.
+      times: when it was submitted, had its tokens, and ended; see `Times`.
+
+    >>> import jaxkv
+    >>> engine = jaxkv.Engine(jaxkv.models.small(), max_seqs=2, max_seq_len=64)
+    >>> request = engine.submit(list(b"import "), max_new_tokens=4)
+    >>> list(request) == request.tokens == request.result(), request.ended
+    (True, 'length')
     """
 
     def __init__(
         self, *, number: int, prompt: list[int], limit: int, choice: SamplingParams, eos: frozenset[int],
         salt: str | bytes | None, num_logprobs: int, news: "dict[Request, None]",
         engine: Callable[[], Any] = lambda: None, priority: int = 0, hook_args: list[np.ndarray] | None = None,
-        keep_prefix: KeepPrefix = True, adapter: int = 0,
+        keep_prefix: KeepPrefix = True, adapter: int = 0, stops: Sequence[Stops] = (), include_stop: bool = False,
+        on_token: "Callable[[Request, int | None], Any] | None" = None,
     ):  # fmt: skip
         self.number, self.prompt, self.limit = number, prompt, limit
         self.choice, self.eos, self.salt, self.num_logprobs = choice, eos, salt, num_logprobs
         self.priority, self.hook_args, self.keep_prefix, self.adapter = priority, hook_args, keep_prefix, adapter
-        self.tokens: list[int] = []
-        self.logprobs: list[dict[int, float]] = []
+        self.stops, self.include_stop, self.on_token = tuple(stops), include_stop, on_token
+        self.output: list[int] = []  # all tokens, those of a stop sequence too
+        self.output_logprobs: list[dict[int, float]] = []
+        self.times = Times()
+        self.listeners: dict[Callable[[], Any], None] = {}  # called when there is news
+        self.text = ""
+        self.stop_match: tuple[int, ...] | str | None = None
+        self._safe = 0  # with stop sequences: tokens that are not the beginning of one
+        self._scanned = 0  # tokens in which they were looked for
+        self.observed = 0  # tokens whose latency was counted
+        self._called = 0  # tokens that on_token was called with
+        self._is_end_called = False
+        self.exception: Exception | None = None  # what a callback or hook raised
         self._samples: tuple[Request, ...] = ()  # where it stands for several; never itself
         self.column, self.kind = choice.column(number), KINDS.index(choice.kind)
         self.news = news  # the reader's set: the request adds itself there when it has news
@@ -49,7 +87,7 @@ class Request:
         self.stop: tuple[int, float | None] | None = None  # the stop token, and its log-probability if wanted
         self.refusal: str | None = None  # why there is no room for it
         self.is_refusal_raised = False
-        self._engine = engine  # a weak reference: keeping a result keeps no device memory
+        self.engine = engine  # a weak reference: keeping a result keeps no device memory
         self._first: Request | None = None  # the sample that began for it
         self._has_begun = False
         self.overtaken = 0  # how often a later one was placed before it, where rows are divided
@@ -62,12 +100,12 @@ class Request:
             return first
         both = cls(
             number=first.number, prompt=first.prompt, limit=first.limit, choice=first.choice, eos=first.eos,
-            salt=first.salt, num_logprobs=first.num_logprobs, news=first.news, engine=first._engine,
+            salt=first.salt, num_logprobs=first.num_logprobs, news=first.news, engine=first.engine,
             priority=first.priority, hook_args=first.hook_args, keep_prefix=first.keep_prefix, adapter=first.adapter,
         )  # fmt: skip
         for sample in samples[1:]:
             sample._first = first
-        both.tokens, both.logprobs, both._samples = first.tokens, first.logprobs, tuple(samples)
+        both._samples = tuple(samples)
         for sample in samples:
             sample.prompt = first.prompt  # one list: so samples of one request know each other
         return both
@@ -78,17 +116,36 @@ class Request:
         return self._samples or (self,)
 
     @property
+    def tokens(self) -> list[int]:
+        """What has been generated so far, without the stop token or stop sequence. What may be the beginning of a stop
+        sequence is held back until that is known."""
+        first = self.samples[0]
+        return first.output if (count := first.num_visible) == len(first.output) else first.output[:count]
+
+    @property
+    def logprobs(self) -> list[dict[int, float]]:
+        """With `submit(logprobs=k)`, for each token a dict from token to log-probability, else empty."""
+        first = self.samples[0]
+        return first.output_logprobs[: first.num_visible]
+
+    @property
+    def num_visible(self) -> int:
+        """Number of leading tokens of `output` that are not part of a stop sequence, as far as is known."""
+        is_whole = not self.stops or (self.stop_match is None and self.done)
+        return len(self.output) if is_whole else self._safe
+
+    @property
     def done(self) -> bool:
         """Tells whether no more tokens will come; `ended` says why."""
         return self.ended is not None
 
     @property
-    def ended(self) -> Literal["eos", "cancelled", "error", "length"] | None:
-        """Why it ended: a stop token, `cancel`, an `error`, or the limit of tokens asked for or that fit. None: it goes
-        on. With several samples: the first one's reason, once all have ended."""
+    def ended(self) -> Literal["eos", "stop", "cancelled", "error", "length"] | None:
+        """Why it ended: a stop token, a stop sequence, `cancel`, an `error`, or the limit of tokens asked for or that
+        fit. None: it goes on. With several samples: the first one's reason, once all have ended."""
         if self._samples:
             return self.samples[0].ended if all(sample.ended for sample in self.samples) else None
-        return self.stopped or ("length" if len(self.tokens) >= self.limit else None)
+        return self.stopped or ("length" if len(self.output) >= self.limit else None)
 
     @property
     def stop_token(self) -> int | None:
@@ -103,13 +160,21 @@ class Request:
         return None if stop is None else stop[1]
 
     @property
+    def stop_sequence(self) -> tuple[int, ...] | str | None:
+        """The stop sequence or string that ended it."""
+        return self.samples[0].stop_match
+
+    @property
     def error(self) -> str | None:
-        """Why it failed, else None: its logits were NaN or all -inf, as a hook may make them, or pinned blocks of the
-        prefix cache left no room. With several samples: the first one's."""
-        if self.samples[0].stopped != "error":
+        """Why it failed, else None: its logits were NaN or all -inf, as a hook may make them, pinned blocks of the
+        prefix cache left no room, or its callback or a hook raised. With several samples: the first one's."""
+        first = self.samples[0]
+        if first.stopped != "error":
             return None
-        return self.samples[0].refusal or (
-            f"after {len(self.prompt)} + {len(self.tokens)} tokens the logits, or what logits_hook made of them, are "
+        if first.exception is not None:
+            return f"{type(first.exception).__name__} was raised while it was served: {first.exception}"
+        return first.refusal or (
+            f"after {len(self.prompt)} + {len(self.output)} tokens the logits, or what logits_hook made of them, are "
             "NaN or all -inf, and no token can be chosen"
         )
 
@@ -131,8 +196,34 @@ class Request:
 
     def cancel(self) -> None:
         """Cancels the request: no more tokens come, and its row is freed. Does nothing if it is done."""
-        if (engine := self._engine()) is not None:
+        if (engine := self.engine()) is not None:
             engine._withdraw(self.samples)
+
+    def result(self, timeout: float | None = None) -> list[int]:
+        """Waits until it has ended, and returns its tokens; with several samples, until all have, and the first one's.
+
+        May be called from any thread. Raises TimeoutError after `timeout` seconds; the error that it ended with:
+        OutOfBlocks, FloatingPointError for logits that are NaN or all -inf, or what its callback raised.
+        """
+        lists = [sample.listeners for sample in self.samples]
+        wait_until(lambda: self.done, lists, self.engine, timeout, f"Request {self.number} has not ended")
+        self.raise_error()
+        return self.tokens
+
+    def __iter__(self) -> Iterator[int]:
+        return iterate(self)
+
+    def __aiter__(self) -> AsyncIterator[int]:
+        return iterate_async(self)
+
+    def raise_error(self) -> None:
+        """Raises the error that it ended with, if it did."""
+        first = self.samples[0]
+        if first.stopped == "error":
+            if first.exception is not None:
+                raise first.exception.with_traceback(None)
+            message = f"Request {first.number} cannot go on: {first.error}."
+            raise OutOfBlocks(first.refusal) if first.refusal is not None else FloatingPointError(message)
 
     @property
     def has_begun(self) -> bool:
@@ -147,38 +238,93 @@ class Request:
         """Records the next token. After an interrupt, a second call completes it."""
         self.news[self] = None
         if token == NO_TOKEN:
-            self.stopped = "error"
+            self._end("error")
             return
         if token in self.eos:
             self.stop = (token, None if logprobs is None else logprobs[token])
-            self.stopped = "eos"
+            self._end("eos")
             return
         if logprobs is not None:
-            self.logprobs[len(self.tokens) :] = [logprobs]
-        self.tokens.append(token)
+            self.output_logprobs[len(self.output) :] = [logprobs]
+        self.times.tokens[len(self.output) :] = [time.monotonic()]
+        self.output.append(token)
+        if self.stops:
+            self.look_for_stops()
+        if self.done:
+            self.times.ended = time.monotonic()
 
-    def withdraw(self) -> bool:
-        """Records the cancellation, unless it is done; tells whether it was not."""
+    def _end(self, stopped: Stop) -> None:
+        self.times.ended = time.monotonic()
+        self._settle_text(is_whole=True)
+        self.stopped = stopped
+
+    def look_for_stops(self) -> None:
+        """Looks for stop sequences in the tokens that have come, and ends with the first."""
+        found = [match for stops in self.stops if (match := stops.find(self.output, self._scanned)) is not None]
+        if found:
+            end, stop = min(found, key=lambda both: both[0])
+            self._safe = len(self.output) if self.include_stop else end
+            self.stop_match = stop
+            self._settle_text(is_whole=True)
+            self.stopped = "stop"
+            return
+        self._scanned = len(self.output)
+        is_free = self.include_stop
+        self._safe = self._scanned if is_free else min(stops.count_safe(self.output) for stops in self.stops)
+        self._settle_text(is_whole=is_free or len(self.output) >= self.limit)
+
+    def _settle_text(self, *, is_whole: bool) -> None:
+        for stops in self.stops:
+            if isinstance(stops, TextStops):
+                stop = None if self.include_stop else self.stop_match
+                output = self.output[: self._safe] if isinstance(stop, tuple) else self.output
+                self.text = stops.read_text(output, is_whole=is_whole, stop=stop)
+
+    def withdraw(self, error: Exception | None = None) -> bool:
+        """Records the cancellation, or the error that ends it, unless it is done; tells whether it was not."""
         if self.done:
             return False
+        if error is not None:
+            self.fail(error)
+            return True
+        self.times.ended = time.monotonic()
         self.stopped = "cancelled"
         self.news[self] = None
+        call_all(self.listeners)
         return True
+
+    def fail(self, error: Exception) -> None:
+        """Records that its callback, or a hook, raised an error. The traceback, which would keep the engine, goes."""
+        self.news[self] = None
+        self.on_token = None
+        self.exception = error.with_traceback(None)
+        self._end("error")
+
+    def deliver(self) -> None:
+        """Calls `on_token` with tokens that are new, and wakes who waits. Raises what the callback raises."""
+        if self.on_token is not None:
+            while self._called < self.num_visible:
+                self._called += 1
+                self.on_token(self, self.output[self._called - 1])
+            if self.done and not self._is_end_called:
+                self._is_end_called = True
+                self.on_token(self, None)
+        call_all(self.listeners)
 
     @property
     def has_news(self) -> bool:
         """Tells whether it has tokens, or an end, that were not handed out."""
-        return self.given < len(self.tokens) or (self.done and not self.is_end_told)
+        return self.given < self.num_visible or (self.done and not self.is_end_told)
 
     def refuse(self, why: str) -> None:
         """Records that there is no room for it. After an interrupt, a second call completes it."""
         self.news[self] = None
         self.refusal = why
-        self.stopped = "error"
+        self._end("error")
 
     def __repr__(self) -> str:
         state = self.ended or "not done"
-        return f"Request({self.number}: {len(self.prompt)} + {len(self.tokens)} tokens, {state})"
+        return f"Request({self.number}: {len(self.prompt)} + {len(self.output)} tokens, {state})"
 
 
 def peek(numbers: "itertools.count[int]") -> int:
@@ -191,9 +337,9 @@ def collect_tokens(news: dict[Request, None]) -> Iterator[tuple[Request, int | N
     """Yields the tokens of requests not handed out yet, and None after those of a request that has ended."""
     for request in list(news):
         while request.has_news:
-            while request.given < len(request.tokens):
+            while request.given < request.num_visible:
                 request.given += 1
-                yield request, request.tokens[request.given - 1]
+                yield request, request.output[request.given - 1]
             if request.done and not request.is_end_told:
                 request.is_end_told = True
                 yield request, None
@@ -286,6 +432,13 @@ def read_stop(stop: Any) -> Stop | None:
     if stop in STOPS or stop is None:
         return stop
     return "eos" if flag("stopped", stop) else None
+
+
+def read_callback(on_token: Any) -> Any:
+    """Returns a valid `on_token`. Raises ValueError."""
+    if on_token is not None and not callable(on_token):
+        raise ValueError(f"on_token must be a function of a request and a token, or None, not {show(on_token)}.")
+    return on_token
 
 
 def read_limits(max_new_tokens: Any, count: int) -> list[int]:

@@ -113,10 +113,10 @@ class EngineCore:
         """Tells whether a request was placed here."""
         return request in self.submitted or any(sample in self.open for sample in request.samples)
 
-    def cancel(self, requests: Iterable[Request]) -> None:
-        """Marks requests for removal by the next thread that runs the engine."""
+    def cancel(self, requests: Iterable[Request], error: Exception | None = None) -> None:
+        """Marks requests for removal by the next thread that runs the engine; with an error, as failed."""
         for request in requests:
-            if request.withdraw():
+            if request.withdraw(error):
                 self.cancelled.append(request)
 
     def tidy(self) -> None:
@@ -307,7 +307,7 @@ class EngineCore:
 def make_sequence(request: Request) -> Sequence:
     """Returns the sequence of a request, with no tokens in any cache."""
     limit = len(request.prompt) + request.limit
-    tokens = [*request.prompt, *request.tokens]
+    tokens = [*request.prompt, *request.output]
     shareable = {True: math.inf, False: 0, "prompt": len(request.prompt)}[request.keep_prefix]
     return Sequence(
         tokens, limit, request.salt, request, len(request.prompt), priority=request.priority, shareable=shareable,

@@ -1,0 +1,186 @@
+"""`python -m jaxkv serve`: a model behind OpenAI's chat completions, over HTTP.
+
+It stands on public names alone: `Engine.serve` takes the steps in a thread, and each HTTP request iterates over one
+`Request`. docs/serving.md walks through it, for a server of your own.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import jaxkv
+from jaxkv._cli.http.openai_format import count_usage, finish_reason, list_logprobs, read_options
+from jaxkv._cli.text import open_model, prefix_options
+
+logger = logging.getLogger("jaxkv.serve")
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Serves a model until Ctrl-C."""
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise ModuleNotFoundError('serve needs a web server: pip install "jaxkv[serve]".') from error
+    opened = open_model(arguments)
+    engine = jaxkv.Engine(
+        opened.model, max_seqs=arguments.max_seqs, max_seq_len=arguments.max_seq_len, memory_bytes=arguments.memory,
+        block_size=arguments.block_size, longest=min(opened.model.max_seq_len, 8192), max_waiting=arguments.max_waiting,
+        cache_dtype=arguments.cache_dtype, **{"prefix_cache": True} | prefix_options(arguments),
+    )  # fmt: skip
+    app = make_app(engine, opened.chat, arguments.model.name or str(arguments.model), opened.eos, opened.sampling)
+    with engine, engine.serve():
+        uvicorn.run(app, host=arguments.host, port=arguments.port, timeout_graceful_shutdown=arguments.grace,
+                    log_level="info", access_log=False)  # fmt: skip
+        if arguments.prefix_disk is not None and engine.drain(arguments.grace):
+            engine.prefix.flush(engine.cache)
+    return 0
+
+
+def make_app(engine: Any, text: Any, name: str, eos: Any = None, sampling: dict[str, Any] | None = None) -> Any:
+    """Makes the ASGI app of an engine that is served, its `jaxkv.text.Tokenizer` and the model's name."""
+    from starlette.applications import Starlette
+    from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+    from starlette.routing import Route
+
+    defaults = {key: value for key, value in (sampling or {}).items() if key != "seed"}
+    template = asyncio.Lock()  # one conversation at a time is rendered
+
+    async def complete(http: Any) -> Any:
+        try:
+            body = json.loads(await http.body())
+            if not isinstance(body, dict):
+                raise ValueError("The body must be a JSON object.")
+            options, count = read_options(body, defaults, engine.config.max_seq_len)
+            async with template:
+                prompt = await asyncio.to_thread(text.chat, body.get("messages"))
+            request = engine.submit(prompt, tokenizer=text, eos=eos, **options)
+        except (ValueError, UnicodeDecodeError, RecursionError) as error:
+            return _refusal(JSONResponse, 400, "invalid_request_error", str(error))
+        except jaxkv.EngineFull as error:
+            return _refusal(JSONResponse, 429, "rate_limit_error", str(error))
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
+        if body.get("stream"):
+            with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            parts = stream_answer(request, text, head, count, with_usage)
+            return StreamingResponse(parts, media_type="text/event-stream")
+        if not await finish(request, http):
+            return PlainTextResponse("The client has gone.", 499)
+        if any(sample.error for sample in request.samples):
+            return _refusal(JSONResponse, 500, "server_error", next(s.error for s in request.samples if s.error))
+        choices = [
+            {"index": i, "message": {"role": "assistant", "content": sample.text},
+             "finish_reason": finish_reason(sample), "logprobs": list_logprobs(sample, text, count, 0, None)}
+            for i, sample in enumerate(request.samples)
+        ]  # fmt: skip
+        return JSONResponse(head | {"object": "chat.completion", "choices": choices, "usage": count_usage(request)})
+
+    async def fail(http: Any, error: Exception) -> Any:
+        logger.error("a request has failed", exc_info=error)
+        return _refusal(JSONResponse, 500, "server_error", "The server has failed; its log says why.")
+
+    def respond(make: Any) -> Any:
+        async def endpoint(http: Any) -> Any:
+            return make()
+
+        return endpoint
+
+    models = {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "jaxkv"}]}
+    routes = [
+        Route("/v1/chat/completions", complete, methods=["POST"]),
+        Route("/v1/models", respond(lambda: JSONResponse(models))),
+        Route("/metrics", respond(lambda: PlainTextResponse(engine.metrics_text()))),
+        Route(
+            "/health",
+            respond(lambda: PlainTextResponse("ok" if engine.is_served else "", 200 if engine.is_served else 503)),
+        ),
+    ]
+    return Starlette(routes=routes, exception_handlers={Exception: fail})
+
+
+async def finish(request: Any, http: Any) -> bool:
+    """Waits for all samples; returns False, and cancels them, if the client goes away before."""
+    waits: asyncio.Future[Any] = asyncio.ensure_future(asyncio.gather(*map(_exhaust, request.samples)))
+    gone: asyncio.Future[Any] = asyncio.ensure_future(_until_gone(http))
+    try:
+        await asyncio.wait({waits, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return waits.done()
+    finally:
+        for task in (waits, gone):
+            task.cancel()
+        request.cancel()  # does nothing to one that has ended
+
+
+async def stream_answer(
+    request: Any, text: Any, head: dict[str, Any], count: int | None, with_usage: bool
+) -> AsyncIterator[str]:
+    """Yields server-sent events: the text of each sample as it becomes certain, then why it ended."""
+    head = head | {"object": "chat.completion.chunk"}
+    events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+
+    async def follow(index: int, sample: Any) -> None:
+        shown = told = 0
+        events.put_nowait({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+        with contextlib.suppress(Exception):  # said below
+            async for _ in sample:
+                if len(sample.text) > shown:
+                    piece, shown = sample.text[shown:], len(sample.text)
+                    logprobs = list_logprobs(sample, text, count, told, told := len(sample.tokens))
+                    events.put_nowait(
+                        {"index": index, "delta": {"content": piece}, "logprobs": logprobs, "finish_reason": None}
+                    )
+        delta = {"content": sample.text[shown:]} if len(sample.text) > shown else {}
+        rest = list_logprobs(sample, text, count, told, None)
+        events.put_nowait(
+            {
+                "index": index,
+                "delta": delta,
+                "logprobs": rest,
+                "finish_reason": finish_reason(sample),
+                "error": sample.error,
+            }
+        )
+        events.put_nowait(None)
+
+    tasks = [asyncio.ensure_future(follow(i, sample)) for i, sample in enumerate(request.samples)]
+    try:
+        left = len(tasks)
+        while left:
+            choice = await events.get()
+            if choice is None:
+                left -= 1
+            elif error := choice.pop("error", None):
+                yield _event({"error": {"message": error, "type": "server_error"}})
+            else:
+                yield _event(head | {"choices": [choice]})
+        if with_usage:
+            yield _event(head | {"choices": [], "usage": count_usage(request)})
+        yield "data: [DONE]\n\n"
+    finally:  # also when the client goes away
+        for task in tasks:
+            task.cancel()
+        request.cancel()
+
+
+async def _exhaust(sample: Any) -> None:
+    with contextlib.suppress(Exception):  # its error is told with the others
+        async for _ in sample:
+            pass
+
+
+async def _until_gone(http: Any) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"
+
+
+def _refusal(response: Any, status: int, kind: str, message: str) -> Any:
+    return response({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)

@@ -1,0 +1,249 @@
+"""Serving: one thread takes an engine's steps, any thread submits, waits and cancels."""
+
+import atexit
+import contextlib
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jaxkv._core.config.validation import integer
+from jaxkv._core.state.errors import CacheError
+from jaxkv._engine.frontend.data_parallel import DataParallelCores
+from jaxkv._engine.frontend.engine_lock import EngineBusy, EngineLock
+from jaxkv._engine.frontend.metrics import Latencies
+from jaxkv._engine.requests.request import Request, collect_tokens
+from jaxkv._engine.requests.waiting import call_all, wait_until
+from jaxkv._engine.runner.engine_core import EngineCore
+
+logger = logging.getLogger("jaxkv.engine")
+
+
+class EngineFull(RuntimeError):
+    """Raised by `Engine.submit` if `max_waiting` requests wait, or the engine is drained: try again later."""
+
+
+class Servable:
+    """What an engine has for threads that wait: `serve`, `wait` and `drain`."""
+
+    _loop: EngineCore | DataParallelCores
+    _loops: list[EngineCore]
+    _turn: EngineLock
+    _news: dict[Request, None]
+    _exclusive: Callable[..., Any]
+
+    @property
+    def is_idle(self) -> bool: ...  # type: ignore[empty-body]
+    @property
+    def is_closed(self) -> bool: ...  # type: ignore[empty-body]
+
+    def _prepare_serving(self, max_waiting: int | None) -> None:
+        self.max_waiting = None if max_waiting is None else integer("max_waiting", max_waiting, least=1)
+        self._latencies = Latencies()
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # something to do, for the thread that serves
+        self._idle_listeners: dict[Callable[[], Any], None] = {}
+        self._server: threading.Thread | None = None
+        self._is_draining = False
+
+    # Who takes the steps.
+
+    @property
+    def is_served(self) -> bool:
+        """Tells whether a thread of `serve` takes the steps."""
+        return self._server is not None and self._server.is_alive()
+
+    @contextlib.contextmanager
+    def serve(self) -> Iterator[None]:
+        """Takes steps in a thread of its own until the context ends: a context manager.
+
+        The thread sleeps while there is nothing to do. Meanwhile any thread may submit, cancel, wait for requests and
+        iterate over them; `step`, `run` and `stream` are refused. At the end of the context the step that is under way
+        ends, and requests that have not ended stay: wait for them before with `wait` or `drain`. If a step raises, say
+        because of a hook, the requests that were computed end with that error, and the others go on.
+
+        >>> import jaxkv
+        >>> engine = jaxkv.Engine(jaxkv.models.small(), max_seqs=2, max_seq_len=64)
+        >>> with engine.serve():
+        ...     requests = [engine.submit(list(b"import "), max_new_tokens=n) for n in (3, 4, 5)]
+        ...     [len(list(request)) for request in requests]
+        [3, 4, 5]
+
+        Raises:
+          RuntimeError: the engine is closed, or served already.
+        """
+        self._turn.refuse_closed()
+        if self.is_served:
+            raise RuntimeError("This engine is served already: one thread takes its steps, any number of them submits.")
+        stop = threading.Event()
+        end = _Ending(stop, self._wakes)
+        self._server = threading.Thread(
+            target=_serve, args=(weakref.ref(self), self._wakes, stop), name="jaxkv-engine", daemon=True
+        )
+        end.thread = self._server
+        atexit.register(end)  # a daemon's thread would be cut off within JAX
+        self._server.start()
+        try:
+            yield
+        finally:
+            end()
+            atexit.unregister(end)
+            self._server = None
+            self._wake_all()
+
+    def lend_step(self) -> bool:
+        """Takes a step for a thread that waits, unless another thread has the engine. Tells whether it did."""
+        if self.is_served:
+            return False
+        try:
+            with self._exclusive(is_brief=True):
+                if not self._loop.is_busy:
+                    return False
+                self._advance()
+        except EngineBusy:
+            return False
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until no request is left. Raises TimeoutError after `timeout` seconds."""
+
+        def is_idle() -> bool:
+            return self.is_idle if self.is_served else self.is_closed or not self._loop.is_busy
+
+        wait_until(is_idle, [self._idle_listeners], weakref.ref(self), timeout, "Some requests have not ended")
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Refuses new requests until those that there are have ended. Returns False if some have not after `timeout`
+        seconds: they go on, `close` would cancel them."""
+        self._is_draining = True
+        try:
+            self.wait(timeout)
+        except TimeoutError:
+            return False
+        finally:
+            self._is_draining = False
+        return True
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that have no row yet, or none any more."""
+        submitted = sum(len(request.samples) for request in list(self._loop.submitted))
+        return submitted + sum(len(loop.scheduler.waiting) for loop in self._loops)
+
+    def _refuse_served(self, method: str) -> None:
+        """Raises RuntimeError if a thread of `serve` takes the steps."""
+        if self.is_served and threading.current_thread() is not self._server:
+            raise RuntimeError(
+                f"This engine is served by a thread of its own, which takes its steps, so {method} is refused: wait for"
+                " requests by iterating over them or result(), or leave serve() first."
+            )
+
+    def _refuse_full(self, count: int) -> None:
+        """Raises EngineFull if there is no place for `count` more samples to wait."""
+        if self._is_draining:
+            raise EngineFull("This engine takes no more requests, for it is drained: submit it elsewhere, or later.")
+        if self.max_waiting is not None and (waiting := self.num_waiting) and waiting + count > self.max_waiting:
+            raise EngineFull(
+                f"{waiting} requests wait, and max_waiting is {self.max_waiting}: submit it again later, or raise "
+                "max_waiting."
+            )
+
+    # Within a step.
+
+    def _advance(self) -> None:
+        """Takes a step, and tells those who wait."""
+        try:
+            with jax.profiler.StepTraceAnnotation(
+                "jaxkv.step", step_num=sum(core.pipeline.steps for core in self._loops)
+            ):
+                self._loop.advance()
+        finally:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        for request in list(self._news):
+            self._latencies.observe(request)
+            try:
+                request.deliver()
+            except Exception as error:
+                logger.exception("on_token of request %d", request.number)
+                self._loop.cancel([request], error)
+                request.fail(error)  # also if that was its last token
+                call_all(request.listeners)
+
+    def _wake(self) -> None:
+        """Tells the thread that serves that there is something to do."""
+        self._wakes.put(None)
+
+    def _wake_all(self) -> None:
+        """Has all who wait look again: who takes the steps has changed, or what they wait for."""
+        for request in [request for loop in self._loops for request in list(loop.open)]:
+            call_all(request.listeners)
+        call_all(self._idle_listeners)
+
+    def _end_failed(self, error: Exception) -> None:
+        """Ends the requests in whose step an error was raised; the others go on, in an empty cache if it was lost."""
+        logger.error("a step has failed", exc_info=error)
+        is_lost = isinstance(error, CacheError)
+        running = [sequence.request for loop in self._loops for sequence in loop.scheduler.running]
+        # If it is nobody's, it is everybody's: no step may fail for ever.
+        for request in [] if is_lost else running or [request for loop in self._loops for request in loop.open]:
+            request.fail(error)
+        with self._exclusive(is_brief=True):
+            try:
+                self._loop.tidy()
+            except Exception:
+                self._loop.reset()
+            self._deliver()
+
+
+class _Ending:
+    """Ends a thread that serves, once."""
+
+    thread: threading.Thread
+
+    def __init__(self, stop: threading.Event, wakes: "queue.SimpleQueue[None]"):
+        self.stop, self.wakes = stop, wakes
+
+    def __call__(self) -> None:
+        self.stop.set()
+        self.wakes.put(None)
+        if self.thread is not threading.current_thread():
+            self.thread.join()
+
+
+def _serve(reference: "weakref.ref[Any]", wakes: "queue.SimpleQueue[None]", stop: threading.Event) -> None:
+    """Takes steps until it is told to stop, or the engine is closed or gone. While it sleeps it does not keep it."""
+    while not stop.is_set():
+        engine = reference()
+        if engine is None or engine.is_closed:
+            return
+        try:
+            is_busy = _serve_step(engine)
+        except Exception as error:
+            if engine.is_closed:
+                return
+            engine._end_failed(error)
+            error, is_busy = None, True  # type: ignore[assignment]
+        if not is_busy:
+            call_all(engine._idle_listeners)
+            del engine
+            wakes.get()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    wakes.get_nowait()
+
+
+def _serve_step(engine: Any) -> bool:
+    """Takes a step if there is something to do, and tells whether there was."""
+    if not (engine._loop.is_busy or engine._news):
+        return False
+    with engine._exclusive(is_brief=True):
+        if engine._loop.is_busy:
+            engine._advance()
+        for _ in collect_tokens(engine._news):  # nobody calls `step`: they are told by their requests
+            pass
+    return True

@@ -1,0 +1,151 @@
+"""Stop sequences of a request, as token ids or as text: where its output ends, and what of it may be shown already."""
+
+import bisect
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from jaxkv._core.config.validation import integer, show
+
+
+class TextStream(Protocol):
+    """The text of tokens that come one by one: `jaxkv.text.Tokenizer.stream`."""
+
+    text: str
+
+    def add(self, token: int) -> str: ...
+
+
+class Tokenizer(Protocol):
+    """What turns tokens into text: a `jaxkv.text.Tokenizer`, say."""
+
+    def stream(self, prompt: Sequence[int]) -> TextStream: ...
+
+
+class IdStops:
+    """Stop sequences of token ids."""
+
+    def __init__(self, stops: Collection[tuple[int, ...]]):
+        self.stops = tuple(stops)
+
+    def find(self, output: list[int], scanned: int) -> tuple[int, tuple[int, ...]] | None:
+        """Returns how many tokens come before the first stop sequence that ends behind `scanned` tokens, and the stop
+        sequence; None: there is none."""
+        for end in range(scanned + 1, len(output) + 1):
+            for stop in self.stops:
+                if len(stop) <= end and tuple(output[end - len(stop) : end]) == stop:
+                    return end - len(stop), stop
+        return None
+
+    def count_safe(self, output: list[int]) -> int:
+        """Returns how many tokens can be shown: the others may be the beginning of a stop sequence."""
+        held = 0
+        for stop in self.stops:
+            for count in range(min(len(stop) - 1, len(output)), held, -1):
+                if tuple(output[-count:]) == stop[:count]:
+                    held = count
+                    break
+        return len(output) - held
+
+
+class TextStops:
+    """Stop strings, and the text of a request."""
+
+    def __init__(self, stops: Collection[str], tokenizer: Tokenizer, prompt: Sequence[int]):
+        self.stops, self._tokenizer, self._prompt = tuple(stops), tokenizer, prompt
+        self._is_sound = False
+        self._ends: list[int] = []  # after each token, the length of the text
+        self._follow([])
+
+    def _follow(self, output: Sequence[int]) -> None:
+        """Decodes tokens that have come. After an interrupt all are decoded again."""
+        if not self._is_sound:
+            self._stream, self._ends = self._tokenizer.stream(self._prompt), []
+            self._start = len(self._stream.text)
+        self._is_sound = False
+        for token in output[len(self._ends) :]:
+            self._stream.add(token)
+            self._ends.append(len(self._stream.text) - self._start)
+        self._is_sound = True
+
+    def _text(self, output: list[int]) -> str:
+        self._follow(output)
+        return self._stream.text[self._start :]
+
+    def _count_tokens(self, length: int) -> int:
+        """Returns how many tokens lie in the first `length` characters, without one that only begins a character."""
+        count = bisect.bisect_right(self._ends, length)
+        while count and self._ends[count - 1] == (self._ends[count - 2] if count > 1 else 0):
+            count -= 1
+        return count
+
+    def find(self, output: list[int], scanned: int) -> tuple[int, str] | None:
+        """Returns how many tokens come before the first stop string, and the string; None: there is none."""
+        text = self._text(output)
+        begin = (self._ends[scanned - 1] if scanned else 0) - max(map(len, self.stops), default=0)
+        found = [(at, stop) for stop in self.stops if (at := text.find(stop, max(begin, 0))) >= 0]
+        if not found:
+            return None
+        at, stop = min(found)
+        return self._count_tokens(at), stop
+
+    def count_safe(self, output: list[int]) -> int:
+        """Returns how many tokens can be shown: the text of the others may be the beginning of a stop string."""
+        text = self._text(output)
+        safe = len(self.show(text))
+        return len(output) if safe == len(text) else self._count_tokens(safe)
+
+    def show(self, text: str) -> str:
+        """Returns what of a text can be shown: the rest may be the beginning of a stop string."""
+        held = 0
+        for stop in self.stops:
+            for count in range(min(len(stop) - 1, len(text)), held, -1):
+                if text.endswith(stop[:count]):
+                    held = count
+                    break
+        return text[: len(text) - held]
+
+    def read_text(self, output: list[int], *, is_whole: bool, stop: Any = None) -> str:
+        """Returns the text of the output as far as it can be shown, without the stop string that ended it."""
+        text = self._text(output)
+        if isinstance(stop, str) and stop in text:
+            return text[: text.index(stop)]
+        return text if is_whole else self.show(text)
+
+
+Stops = IdStops | TextStops
+
+
+def read_stops(stop: Any, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> list[Stops]:
+    """Returns the matchers of `submit(stop=, tokenizer=)`. Raises ValueError."""
+    if tokenizer is not None and not callable(getattr(tokenizer, "stream", None)):
+        raise ValueError(f"tokenizer must be a jaxkv.text.Tokenizer, or have its stream(), not {show(tokenizer)}.")
+    stop = [stop] if isinstance(stop, str) else stop
+    if stop is None:
+        stop = []
+    if isinstance(stop, bytes | dict) or not isinstance(stop, Collection):
+        raise ValueError(
+            f"stop must be a list of stop sequences, each a list of token ids or a string, not {show(stop)}; single "
+            "tokens are given as eos="
+        )
+    strings = [x for x in stop if isinstance(x, str)]
+    ids = [_read_ids(x) for x in stop if not isinstance(x, str)]
+    if "" in strings:
+        raise ValueError("stop has an empty string, which would end every text at once: leave it out.")
+    if strings and tokenizer is None:
+        raise ValueError(
+            f"stop={strings[0]!r} is text, and the engine computes tokens: give tokenizer= too, a jaxkv.text.Tokenizer "
+            "of the model, or stop sequences of token ids."
+        )
+    found: list[Stops] = [IdStops(ids)] if ids else []
+    return found if tokenizer is None else [*found, TextStops(strings, tokenizer, prompt)]
+
+
+def _read_ids(sequence: Any) -> tuple[int, ...]:
+    if isinstance(sequence, bytes | dict) or not hasattr(sequence, "__len__") or getattr(sequence, "shape", (1,)) == ():
+        raise ValueError(
+            f"stop must be a list of stop sequences, each a list of token ids, but one is {show(sequence)}: write "
+            f"stop=[[{show(sequence)}]], or give single tokens as eos=."
+        )
+    if not len(sequence):
+        raise ValueError("stop has an empty sequence, which would end every request at once: leave it out.")
+    return tuple(integer("a token of stop", token, least=0) for token in sequence)

@@ -1,0 +1,118 @@
+"""Waiting for a request's tokens, in any thread or event loop.
+
+A waiter registers a listener with the request, and looks again whenever it is called: so nothing is lost between a look
+and the wait. While nobody runs the engine, whoever waits takes its steps.
+"""
+
+import asyncio
+import contextlib
+import functools
+import queue
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+# Without `serve` another thread may stop to take steps at any time: this often, in seconds, a waiter tries to.
+PATIENCE = 0.05
+
+
+class Requested(Protocol):
+    """What is waited for: a request."""
+
+    samples: "tuple[Any, ...]"
+    done: bool
+
+    def engine(self) -> Any: ...
+    def raise_error(self) -> None: ...
+
+
+@contextlib.contextmanager
+def listening(listeners: Iterable[dict[Callable[[], Any], None]], listener: Callable[[], Any]) -> Iterator[None]:
+    """Registers a listener for a while."""
+    listeners = list(listeners)
+    for each in listeners:
+        each[listener] = None
+    try:
+        yield
+    finally:
+        for each in listeners:
+            each.pop(listener, None)
+
+
+def call_all(listeners: dict[Callable[[], Any], None]) -> None:
+    """Calls all listeners. One whose event loop has ended is forgotten."""
+    for listener in list(listeners):
+        try:
+            listener()
+        except RuntimeError:
+            listeners.pop(listener, None)
+
+
+def wait_until(
+    is_true: Callable[[], bool], listeners: Iterable[dict[Callable[[], Any], None]], engine: Callable[[], Any],
+    timeout: float | None, what: str,
+) -> None:  # fmt: skip
+    """Waits until something holds, and takes the engine's steps while nobody else does.
+
+    Raises:
+      TimeoutError: it does not hold after `timeout` seconds.
+      RuntimeError: the engine is gone.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    news: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put() takes no lock that an interrupt could leave closed
+    with listening(listeners, functools.partial(news.put, None)):
+        while not is_true():
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError(f"{what} after {timeout:g} s.")
+            if (owner := engine()) is None:
+                raise RuntimeError(f"{what}, and its engine is gone: keep a reference to the Engine while it works.")
+            if owner.is_served:
+                wait = left
+            elif owner.lend_step():
+                continue
+            else:
+                wait = PATIENCE if left is None else min(left, PATIENCE)
+            del owner
+            with contextlib.suppress(queue.Empty):
+                news.get(timeout=wait)
+
+
+def iterate(request: Any) -> Iterator[int]:
+    """Yields a request's tokens as they come. Raises the error that it ends with."""
+    first, given = request.samples[0], 0
+    while True:
+        while given < first.num_visible:
+            given += 1
+            yield first.output[given - 1]
+        if first.done and given >= first.num_visible:
+            break
+        wait_until(
+            lambda given=given: first.done or given < first.num_visible,  # type: ignore[misc]
+            [first.listeners], first.engine, None, f"Request {request.number} has not ended",
+        )  # fmt: skip
+    first.raise_error()
+
+
+async def iterate_async(request: Any) -> AsyncIterator[int]:
+    """Yields a request's tokens as they come, in an event loop, which goes on meanwhile."""
+    loop, changed = asyncio.get_running_loop(), asyncio.Event()
+    first, given = request.samples[0], 0
+    with listening([first.listeners], functools.partial(loop.call_soon_threadsafe, changed.set)):
+        while True:
+            changed.clear()
+            while given < first.num_visible:
+                given += 1
+                yield first.output[given - 1]
+            if first.done and given >= first.num_visible:
+                break
+            if (owner := first.engine()) is None:
+                raise RuntimeError(f"Request {request.number} has not ended, and its engine is gone.")
+            if owner.is_served:
+                del owner
+                await changed.wait()
+            elif not await asyncio.to_thread(owner.lend_step):
+                del owner
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), PATIENCE)
+    first.raise_error()

@@ -1,0 +1,269 @@
+"""`python -m jaxkv serve`: OpenAI's client over HTTP, against what the library answers."""
+
+import asyncio
+import concurrent.futures
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from cli.test_chat import folder  # noqa: F401
+from nightly import NIGHTLY
+
+import jaxkv
+import jaxkv.text
+from jaxkv import models
+from jaxkv._cli.http.openai_format import read_options
+from jaxkv._cli.http.serve import make_app
+
+openai = pytest.importorskip("openai", reason="the extra 'test' is not installed")
+uvicorn = pytest.importorskip("uvicorn", reason="the extra 'serve' is not installed")
+httpx = pytest.importorskip("httpx2", reason="OpenAI's client is not installed")
+
+QUESTIONS = ["What is the capital of France?", "And of 東京?", "Why?", "Tell me a story."]
+# Sockets that a client leaves are closed by its garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Server(uvicorn.Server):
+    def install_signal_handlers(self):
+        """It is not in the main thread."""
+
+
+@pytest.fixture(scope="module")
+def served(folder):  # noqa: F811
+    """An engine, its tokenizer, and the address of a server in a thread."""
+    model, text, port = models.load(folder), jaxkv.text.Tokenizer(folder), free_port()
+    engine = jaxkv.Engine(model, max_seqs=4, max_seq_len=256, max_waiting=40, prefix_cache=True)
+    app = make_app(engine, text, "tiny", (257,), {"temperature": 0.0})
+    server = Server(uvicorn.Config(app, port=port, log_level="critical"))
+    with engine, engine.serve():
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield engine, text, f"http://127.0.0.1:{port}"
+        server.should_exit = True
+        thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=served[2] + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client, question, **options):
+    return client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": question}], **options)
+
+
+@pytest.fixture(scope="module")
+def expected(served):
+    """The text of an answer of so many tokens."""
+    engine, text, _ = served
+    known = {}
+
+    def answer(question, count):
+        if question not in known:
+            prompt = text.chat([{"role": "user", "content": question}])
+            known[question] = len(prompt), engine.submit(prompt, 40, eos=(257,)).result(60)
+        stream = text.stream(text.chat([{"role": "user", "content": question}]))
+        return "".join(map(stream.add, known[question][1][:count]))
+
+    return answer
+
+
+def test_answers(served, client, expected):
+    for question in QUESTIONS:
+        found = ask(client, question, max_tokens=20)
+        (choice,) = found.choices
+        assert choice.message.content == expected(question, 20) and choice.finish_reason == "length"
+        assert found.usage.completion_tokens == 20 and found.usage.total_tokens == 20 + found.usage.prompt_tokens
+        events = list(
+            ask(client, question, max_completion_tokens=20, stream=True, stream_options={"include_usage": True})
+        )
+        pieces = [event.choices[0].delta.content or "" for event in events if event.choices]
+        assert "".join(pieces) == expected(question, 20) and sum(map(bool, pieces)) > 3, "it comes piece by piece"
+        assert events[-1].usage == found.usage and events[-2].choices[0].finish_reason == "length"
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_stops_samples_and_log_probabilities(client, expected):
+    whole = expected(QUESTIONS[0], 20)
+    stop = whole[8:10]
+    found = ask(client, QUESTIONS[0], max_tokens=20, stop=stop).choices[0]
+    assert found.message.content == whole[: whole.index(stop)] and found.finish_reason == "stop"
+    streamed = ask(client, QUESTIONS[0], max_tokens=20, stop=[stop, "?!"], stream=True)
+    assert "".join(e.choices[0].delta.content or "" for e in streamed) == whole[: whole.index(stop)]
+    options = dict(max_tokens=6, n=2, temperature=1.0, seed=5, logprobs=True, top_logprobs=2)
+    found = ask(client, QUESTIONS[0], **options)
+    again = ask(client, QUESTIONS[0], **options)
+    assert [c.message.content for c in found.choices] == [c.message.content for c in again.choices]
+    assert [choice.index for choice in found.choices] == [0, 1]
+    for choice in found.choices:
+        assert len(choice.logprobs.content) == 6
+        for token in choice.logprobs.content:
+            assert len(token.top_logprobs) == 2 and token.logprob <= 0 and bytes(token.bytes).decode() == token.token
+    streamed = [e.choices[0] for e in ask(client, QUESTIONS[0], stream=True, **options) if e.choices]
+    for choice in found.choices:
+        own = [e for e in streamed if e.index == choice.index]
+        assert "".join(e.delta.content or "" for e in own) == choice.message.content
+        told = [t.token for e in own if e.logprobs for t in e.logprobs.content]
+        assert told == [t.token for t in choice.logprobs.content]
+
+
+WRONG = {
+    "no JSON": "{", "no object": "[]", "no messages": {}, "messages of another form": {"messages": [5]},
+    "a negative temperature": {"temperature": -1}, "top_p of text": {"top_p": "x"}, "no tokens": {"max_tokens": 0},
+    "stops of numbers": {"stop": [1]}, "an empty stop": {"stop": ""}, "tools": {"tools": [{"type": "function"}]},
+    "json_object": {"response_format": {"type": "json_object"}}, "logprobs of text": {"logprobs": "yes"},
+    "half a sample": {"n": 1.5}, "a seed of text": {"seed": "x"}, "penalties": {"presence_penalty": 1.0},
+    "deep": "[" * 100_000,
+    "a prompt that is too long": {"messages": [{"role": "user", "content": "x" * 2000}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_request_is_answered_by_a_sentence(served, name):
+    body = WRONG[name]
+    if isinstance(body, dict):
+        message = [{"role": "user", "content": "?"}]
+        body = json.dumps({"messages": message, "max_tokens": 3} | body if body else body)
+    found = httpx.post(served[2] + "/v1/chat/completions", content=body)
+    error = found.json()["error"]
+    assert found.status_code == 400 and error["type"] == "invalid_request_error" and len(error["message"]) < 400
+    assert served[0].is_served
+
+
+def test_what_is_off_is_taken():
+    given = {"tools": None, "presence_penalty": 0, "response_format": {"type": "text"}, "user": "me", "stop": None}
+    assert read_options(given | {"max_tokens": 5}, {"top_k": 3}, 9) == ({"top_k": 3, "max_new_tokens": 5}, None)
+    assert read_options({}, {}, 9)[0]["max_new_tokens"] == 9
+
+
+def test_an_error_of_ours_is_no_traceback(served, monkeypatch, caplog):
+    def broken(*_, **__):
+        raise KeyError("within")
+
+    monkeypatch.setattr(served[0], "submit", broken)
+    body = {"messages": [{"role": "user", "content": "?"}]}
+    found = httpx.post(served[2] + "/v1/chat/completions", json=body)
+    assert found.status_code == 500 and "within" not in found.text and "its log says why" in found.text
+    assert "KeyError" in caplog.text
+
+
+def test_too_many_are_told_to_wait(served, client):
+    engine = served[0]
+    engine.max_waiting = 1
+    try:
+        with concurrent.futures.ThreadPoolExecutor(12) as threads:
+            found = [threads.submit(ask, client, QUESTIONS[0], max_tokens=60) for _ in range(12)]
+            errors = [future.exception() for future in found]
+    finally:
+        engine.max_waiting = 40
+    assert all(isinstance(error, openai.RateLimitError) for error in errors if error)
+    assert any(errors) and not all(errors)
+
+
+def test_health_and_metrics(served):
+    assert httpx.get(served[2] + "/health").text == "ok"
+    text = httpx.get(served[2] + "/metrics").text
+    assert "jaxkv_tokens_total" in text and 'jaxkv_first_token_seconds{quantile="0.5"}' in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_goes_away_is_cancelled(served, client, monkeypatch, stream):
+    engine, submitted = served[0], []
+    submit = engine.submit
+    monkeypatch.setattr(
+        engine, "submit", lambda *args, **options: submitted.append(submit(*args, **options)) or submitted[-1]
+    )
+    if stream:
+        with ask(client, QUESTIONS[0], stream=True) as events:
+            next(iter(events))
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            body = {"messages": [{"role": "user", "content": QUESTIONS[0]}]}
+            httpx.post(served[2] + "/v1/chat/completions", json=body, timeout=0.05)
+    engine.wait(60)
+    (request,) = submitted
+    assert request.ended == "cancelled" and len(request.tokens) < request.limit
+
+
+def test_clients_come_and_go(served, client, expected):
+    """Some break off in the middle, some send rubbish; the others get what they would alone."""
+    engine, _, url = served
+    wanted = {(q, n): expected(q, n) for q in QUESTIONS for n in (5, 12, 30)}
+    wrong = []
+
+    def visit(number):
+        draw = random.Random(number)
+        for _ in range(20 if NIGHTLY else 3):
+            (question, count), how = draw.choice(list(wanted)), draw.random()
+            try:
+                if how < 0.15:
+                    httpx.post(url + "/v1/chat/completions", content=draw.randbytes(30))
+                elif how < 0.35:
+                    with ask(client, question, max_tokens=200, stream=True) as stream:
+                        next(iter(stream))
+                elif how < 0.45:
+                    with pytest.raises(httpx.ReadTimeout):
+                        body = {"messages": [{"role": "user", "content": question}], "max_tokens": 200}
+                        httpx.post(url + "/v1/chat/completions", json=body, timeout=0.01)
+                elif how < 0.7:
+                    events = ask(client, question, max_tokens=count, stream=True)
+                    if (found := "".join(e.choices[0].delta.content or "" for e in events)) != wanted[question, count]:
+                        wrong.append((question, count, found))
+                elif (found := ask(client, question, max_tokens=count).choices[0].message.content) != wanted[
+                    question, count
+                ]:
+                    wrong.append((question, count, found))
+            except openai.RateLimitError:
+                time.sleep(0.05)
+
+    with concurrent.futures.ThreadPoolExecutor(100 if NIGHTLY else 12) as threads:
+        list(threads.map(visit, range(100 if NIGHTLY else 12)))
+    assert not wrong
+    engine.wait(60)
+    stats = engine.stats()
+    assert stats["running"] == stats["waiting"] == 0
+    jaxkv.check_invariants(engine.cache)
+    assert httpx.get(url + "/health").text == "ok" and ask(client, "?", max_tokens=2).usage.completion_tokens == 2
+
+
+def test_the_command(folder):  # noqa: F811
+    port = free_port()
+    command = [sys.executable, "-m", "jaxkv", "serve", "--model", str(folder), "--port", str(port), "--grace", "5"]
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        try:
+            for _ in range(600):
+                if process.poll() is not None:
+                    break
+                try:
+                    if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                        break
+                except httpx.TransportError:
+                    time.sleep(0.2)
+            body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 3, "temperature": 0}
+            found = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=120)
+            assert found.status_code == 200 and found.json()["usage"]["completion_tokens"] <= 3
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode in (0, 130) and "Traceback" not in out, out
