@@ -60,6 +60,14 @@ CHIPS = {
 }  # fmt: skip
 
 
+# The quantized formats that each platform's kernels read. To ask the kernels would import their compilers, which takes
+# longer than all the rest; a test asks them.
+KERNEL_FORMATS = {
+    "gpu": ("int8", "float8_e4m3fn", "float8_e5m2"),
+    "tpu": ("int8", "float8_e4m3fn", "float8_e5m2"),
+}
+
+
 def chip_named(name: str) -> Chip:
     """Returns a chip by name. Raises ValueError for an unknown chip.
 

@@ -4,14 +4,13 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-from jaxkv._cli.chips import Chip
+from jaxkv._cli.chips import KERNEL_FORMATS, Chip
 from jaxkv._cli.columns import columns
 from jaxkv._cli.memory_plan import Plan
 from jaxkv._cli.plan_devices import Devices
 from jaxkv._cli.plan_step import DecodeStep, decode_step
 from jaxkv._cli.plan_step_report import step_as_json, step_as_text
 from jaxkv._core.cache.inspection import format_bytes
-from pallas_kernels.api.backends import find_backend
 from pallas_kernels.common.quantization import FORMATS
 
 BAR = 60  # characters
@@ -183,7 +182,7 @@ def has_kernel(dtype: str, chip: Chip | None) -> bool:
     """Tells whether a kernel of the chip reads this dtype; True without a chip."""
     if chip is None or not FORMATS[dtype].is_quantized:
         return True
-    return dtype in find_backend(chip.platform).FORMATS
+    return dtype in KERNEL_FORMATS[chip.platform]
 
 
 def _answer(report: Report) -> str:

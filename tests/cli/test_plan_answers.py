@@ -4,6 +4,8 @@ import importlib
 import json
 import re
 import shutil
+import subprocess
+import sys
 import time
 import types
 
@@ -14,8 +16,10 @@ from support.fixtures import DATA
 
 import jaxkv
 from jaxkv import models
+from jaxkv._cli.chips import KERNEL_FORMATS
 from jaxkv._cli.main import main
 from jaxkv._cli.memory_plan import plan
+from pallas_kernels.api.backends import find_backend
 
 GLOBAL = jaxkv.LayerConfig(num_kv_heads=2, head_dim=24)
 LOCAL = jaxkv.LayerConfig(num_kv_heads=2, head_dim=24, window=9)
@@ -124,3 +128,21 @@ def test_the_same_blocks_as_with_memory(layers, fields):
         found = plan(layers, memory, max_seq_len=100, step_tokens=8, max_seqs=5, **fields)
         sizes = jaxkv.CacheConfig(layers=layers, max_seqs=5, max_seq_len=100, num_blocks=1, **fields)
         assert found.config.group_blocks == sizes.with_memory(memory, step_tokens=8).group_blocks
+
+
+def test_the_formats_that_kernels_read_are_the_kernels_own():
+    for platform, formats in KERNEL_FORMATS.items():
+        assert set(formats) == set(find_backend(platform).FORMATS)
+
+
+def test_a_plan_imports_no_kernel_compiler(tmp_path):
+    """They take longer than all the rest of a plan."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    script = (
+        "import sys\nfrom jaxkv._cli.main import main\n"
+        f"assert main(['plan', '--model', {str(tmp_path)!r}, '--chip', 'h100']) == 0\n"
+        "heavy = 'jax.experimental.mosaic', 'pallas_kernels.gpu', 'pallas_kernels.tpu'\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
