@@ -366,7 +366,7 @@ CALLS = {
     ),
     "other groups": (
         lambda: jaxkv.swap_in(make_cache(layers=LAYERS[:1]), 1, swapped()[1]), ValueError,
-        r"the groups \(\(0,\), \(1,\)\) \(.without a window., .with a window of 3.\), but here they form \(\(0,\),\)",
+        r"the groups \[0\] without a window, \[1\] with a window of 3, but here they form the groups \[0\] without a",
     ),
     "a wider window, of which too little is there": (
         lambda: jaxkv.swap_in(make_cache(layers=(LAYERS[0], WIDER, LAYERS[2])), 1, swapped()[1]), ValueError,

@@ -7,7 +7,6 @@ from typing import Any
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import flag, integer, real
 from jaxkv._core.state.device_arrays import AXIS, split_model
-from jaxkv._core.state.head_rows import refuse_states
 from jaxkv._engine.frontend.fingerprint import make_prefix
 from jaxkv._engine.programs.draft_model import make_drafter
 from jaxkv._engine.programs.model import takes
@@ -64,7 +63,6 @@ def make_cores(
     Args:
       prefix: for `make_prefix`: whether there is one, total bytes of host memory, folder and bytes there.
     """
-    refuse_states(config, "Engine and generate take")
     count, (is_wanted, spill_bytes, disk, disk_bytes) = len(models), prefix
     spill_bytes = real("spill_bytes", spill_bytes, least=0) // count
     drafts, prefills = _parts("draft", draft, count), _parts("prefill", prefill, count)
