@@ -59,6 +59,9 @@ def fingerprint(config: CacheConfig, model: str | None) -> bytes:
     """Returns 16 bytes that are equal for caches whose blocks are interchangeable: of the same layers, block size and
     model."""
     layers = [describe_layer(config, i) | {"shares_with": config.owner(i)} for i in range(config.num_layers)]
+    for layer in layers:
+        if layer["v_head_dim"] is None:  # so that blocks of before the field was there are found
+            del layer["v_head_dim"]
     parts = [_parts(config, i).values() for layers in config.groups for i in layers]
     stored = [[(dtype.name, shape) for dtype, shape in part] for part in parts]
     said = [FORMAT, VERSION, config.block_size, config.groups, layers, stored, model]

@@ -235,8 +235,8 @@ def _dtype(config: CacheConfig, name: str) -> np.dtype:
 
 def stored_parts(config: CacheConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Returns a layer's tensors, values and scales, by name, with the axes that follow `[.., K, block_size]`."""
-    kind, head_dim = config.kind(layer), config.layers[layer].head_dim
-    parts: dict[str, tuple[int, ...]] = {f"layer.{layer}": (kind.stored_dim(head_dim),)}
+    kind, row_dim = config.kind(layer), config.layers[layer].row_dim
+    parts: dict[str, tuple[int, ...]] = {f"layer.{layer}": (kind.stored_dim(row_dim),)}
     return parts if not kind.is_quantized else parts | {f"scale.{layer}": config.scale_axes(layer)}
 
 
@@ -251,6 +251,8 @@ def _render(config: CacheConfig) -> dict[str, Any]:
     for layer, found in zip(layers, config.layers, strict=True):
         if found.bounds:  # the file does not hold the bounds: loading computes them
             layer["bounds"] = True
+        if found.v_head_dim is None:  # so that older readers, which do not know the field, read the file too
+            del layer["v_head_dim"]
     if not config.join_kv:  # so that older readers, which do not know the field, read the file too
         del fields["join_kv"]
     return fields | {"layers": layers, "dtype": np.dtype(config.dtype).name}
@@ -269,7 +271,7 @@ def parse_config(fields: dict[str, Any]) -> CacheConfig:
         shares = layer["shares_with"] is not None
         own = layer["dtype"] != fields["dtype"] and not shares
         rotate = layer.get("rotate", False)
-        rotate = None if shares or layer.get("rank") is not None or rotate == kind.rotates else rotate
+        rotate = None if shares or layer.get("rank") or layer.get("v_head_dim") or rotate == kind.rotates else rotate
         layers.append(LayerConfig(**layer | {"dtype": layer["dtype"] if own else None, "rotate": rotate}))
     return CacheConfig(**{"join_kv": False} | fields | {"layers": layers})
 

@@ -18,7 +18,7 @@ from jaxkv._core.state.arguments import require_host
 from jaxkv._core.state.columns import columns_for
 from jaxkv._core.state.head_rows import refuse_gaps
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
-from jaxkv.convert.dense import check_latent
+from jaxkv.convert.dense import check_latent, check_widths, infer_layer
 
 
 def from_blocks(
@@ -52,7 +52,7 @@ def from_blocks(
     if len(k) != len(v) or not len(k):
         raise ValueError(f"k and v must have one array per layer each, but have {len(k)} and {len(v)}.")
     for layer, (one_k, one_v) in enumerate(zip(k, v, strict=True)):
-        if np.ndim(one_k) != 4 or (one_v is not None and np.shape(one_k) != np.shape(one_v)):
+        if np.ndim(one_k) != 4 or (one_v is not None and np.shape(one_k)[:-1] != np.shape(one_v)[:-1]):
             raise ValueError(
                 f"k and v of layer {layer} must be alike and have four axes, but are {np.shape(one_k)} and "
                 f"{np.shape(one_v)}."
@@ -69,7 +69,7 @@ def from_blocks(
     entries, lengths, max_seq_len = _check_tables(tables, lengths, num_blocks, block_size, max_seq_len)
 
     if layers is None:
-        layers = tuple(LayerConfig(num_kv_heads=x.shape[1], head_dim=x.shape[3], dtype=x.dtype) for x in k)
+        layers = tuple(infer_layer(x, y, heads=x.shape[1], dtype=x.dtype) for x, y in zip(k, v, strict=True))
     named = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
     given = [(x.shape[1], x.shape[3]) for x in k]
     if any(layer.shares_with is not None for layer in layers):
@@ -77,6 +77,7 @@ def from_blocks(
     if named != given:
         raise ValueError(f"layers say (num_kv_heads, head_dim) {named}, but the arrays have {given}.")
     check_latent(layers, v)
+    check_widths(layers, v)
     fields = {"dtype": k[0].dtype} | fields
     config = CacheConfig(layers=layers, max_seqs=len(lengths), max_seq_len=max_seq_len, num_blocks=num_blocks,
                          block_size=block_size, **fields)  # fmt: skip

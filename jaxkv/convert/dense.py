@@ -12,6 +12,7 @@ from jaxkv._core.blocks.restore import pool_layers, put_rows
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.init import init
 from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.kv_packing import stack_kv
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.state.arguments import require_host, row_indices
 from jaxkv._core.state.head_rows import refuse_gaps
@@ -43,15 +44,14 @@ def from_dense(
         raise ValueError(f"k and v must have one array per layer each, but have {len(k)} and {len(v)}.")
     k, v = [as_array(x) for x in k], [None if x is None else as_array(x) for x in v]
     for i, (one_k, one_v) in enumerate(zip(k, v, strict=True)):
-        alike = one_v is None or one_k.shape == one_v.shape
+        alike = one_v is None or one_k.shape[:-1] == one_v.shape[:-1]  # values may have a width of their own
         if one_k.ndim != 4 or not alike or one_k.shape[:2] != k[0].shape[:2]:
             raise ValueError(
                 f"k and v must be [S, C, K, D] in every layer, S and C the same, but layer {i} has {one_k.shape} and "
                 f"{np.shape(one_v)}, and layer 0 {k[0].shape}."
             )
     rows, places = k[0].shape[:2]
-    config = _config(k, layers, {"max_seqs": rows, "max_seq_len": places, "dtype": k[0].dtype} | fields)
-    check_latent([config.layers[i] for i in pool_layers(config)], v)
+    config = _config(k, v, layers, {"max_seqs": rows, "max_seq_len": places, "dtype": k[0].dtype} | fields)
     if rows > config.max_seqs:
         raise ValueError(f"k and v have {rows} rows, but max_seqs = {config.max_seqs}.")
     lengths = row_lengths(lengths, rows, min(places, config.max_seq_len))
@@ -72,7 +72,8 @@ def from_dense(
         slots, own = plans[config.group(layer)].padded, pool_layers(config).index(layer)
         kind = config.kind(layer)
         exact = jnp.float32 if kind.is_quantized else kind.storage_dtype  # keys and values may come in different dtypes
-        kv = jnp.stack([jnp.asarray(x[own]).astype(exact) for x in (k, v) if x[own] is not None], axis=1)
+        keys, values = (None if x[own] is None else jnp.asarray(x[own]).astype(exact) for x in (k, v))
+        kv = stack_kv(keys, values, axis=1)
         blocks = gather_slots(kv.transpose(0, 1, 3, 2, 4), slots, first=1)
         blocks = jnp.where((slots >= 0)[:, None, None, :, None], blocks, jnp.zeros((), kv.dtype))
         return Pool(*config.blocks_of(layer, blocks))
@@ -114,10 +115,25 @@ def as_array(x: Any) -> Any:
     return x if isinstance(x, jax.Array) else np.asarray(x)
 
 
-def _config(k: list[Any], layers: Sequence[LayerConfig] | None, fields: dict[str, Any]) -> CacheConfig:
+def infer_layer(k: Any, v: Any, *, heads: int, dtype: Any = None) -> LayerConfig:
+    """Returns the config of a layer with such keys and values, whose last axis is the width."""
+    v_head_dim = None if v is None else v.shape[-1]
+    return LayerConfig(num_kv_heads=heads, head_dim=k.shape[-1], v_head_dim=v_head_dim, dtype=dtype)
+
+
+def check_widths(layers: Sequence[LayerConfig], v: Sequence[Any]) -> None:
+    """Raises ValueError unless values are as wide as the layers say."""
+    for i, (layer, one_v) in enumerate(zip(layers, v, strict=True)):
+        if one_v is not None and one_v.shape[-1] != layer.value_dim:
+            raise ValueError(f"v of layer {i} has heads of {one_v.shape[-1]}, but the layer of {layer.value_dim}.")
+
+
+def _config(
+    k: list[Any], v: list[Any], layers: Sequence[LayerConfig] | None, fields: dict[str, Any]
+) -> CacheConfig:  # fmt: skip
     given = [x.shape[2:] for x in k]
     if layers is None:
-        layers = tuple(LayerConfig(num_kv_heads=heads, head_dim=head_dim) for heads, head_dim in given)
+        layers = tuple(infer_layer(k, v, heads=k.shape[2]) for k, v in zip(k, v, strict=True))
     if fields.get("layout") != "contiguous" and not {"num_blocks", "max_tokens"} & fields.keys():
         # A row's last block may be partly used: whole blocks for every row.
         size = CacheConfig(layers=layers, **fields | {"max_tokens": fields["max_seqs"]}).block_size
@@ -126,6 +142,9 @@ def _config(k: list[Any], layers: Sequence[LayerConfig] | None, fields: dict[str
     named = [(config.layers[i].num_kv_heads, config.layers[i].head_dim) for i in pool_layers(config)]
     if named != given:
         raise ValueError(f"layers say (num_kv_heads, head_dim) {named}, but the arrays have {given}.")
+    stored = [config.layers[i] for i in pool_layers(config)]
+    check_latent(stored, v)
+    check_widths(stored, v)
     return config
 
 

@@ -82,7 +82,8 @@ def to_flax(
     for layer, (path, module) in zip(layers, modules.items(), strict=True):
         shape, config = np.shape(module["cached_key"]), cache.layer_config(layer)
         wanted = (len(chosen), shape[1], config.num_kv_heads, config.head_dim)
-        if shape != wanted or length > shape[1]:
+        values = (*wanted[:-1], config.value_dim)
+        if shape != wanted or np.shape(module["cached_value"]) != values or length > shape[1]:
             raise ValueError(
                 f"{path} is made for [B, T, K, D] = {list(shape)}, but the rows are "
                 f"{[len(chosen), length, *wanted[2:]]}."

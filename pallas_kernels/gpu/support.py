@@ -62,7 +62,7 @@ def _latent_refusal(q, num_kv_heads: int, kind: str | None, rank: int) -> str | 
     if num_kv_heads > 1:
         return (
             f"The gpu kernels read latent rows of one head, not of {num_kv_heads}; give the cache join_kv=False if its "
-            f"keys and values are joined, or {FALLBACK}."
+            f"keys and values are joined, and not for having different widths, or {FALLBACK}."
         )
     if kind is not None:
         return (

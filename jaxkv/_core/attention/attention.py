@@ -68,9 +68,9 @@ def attention(
     Args:
       q: `[S, T, H, D]` padded (row s uses its first `num_tokens[s]` slots) or `[N, H, D]` packed (rows one after
         another, each with its `num_tokens` slots).
-      k, v: the same with K heads. H must be a multiple of K. None for a layer that shares another's (`shares_with`).
-        For a latent layer (`LayerConfig.latent`) q is absorbed, k `[.., 1, rank + rope_dim]`, v None, and out
-        `[.., H, rank]`.
+      k, v: the same with K heads, v as wide as the layer's `v_head_dim`. H must be a multiple of K. None for a layer
+        that shares another's (`shares_with`). For a latent layer (`LayerConfig.latent`) q is absorbed, k
+        `[.., 1, rank + rope_dim]`, v None, and out `[.., H, rank]`.
       cache: a cache, or one of its `layers`.
       layer: the layer's index, for a cache. In a stacked cache it may be traced.
       step: the plan of this step from `plan_step`; without it the same is computed here.
@@ -97,8 +97,8 @@ def attention(
       return_lse: also return the natural logarithm of the softmax's denominator, `f32[S, T, H]` or `f32[N, H]`.
 
     Returns:
-      `(out, cache)`; out has q's shape and dtype, and is 0 for padding and for rows that failed. With `return_lse`,
-      out is `(out, lse)`. For a layer, `(out, layer)`.
+      `(out, cache)`; out has q's shape and dtype, but the width of values, and is 0 for padding and for rows that
+      failed. With `return_lse`, out is `(out, lse)`. For a layer, `(out, layer)`.
 
     Raises:
       ValueError, IndexError: invalid shapes, dtypes, options or layer. TypeError: no such option.
@@ -295,6 +295,8 @@ def _describe_padding(layer: Layer) -> str:
     if words := layer.config.form(layer.number).description:
         return f" {words} stand in one row of {stored}."
     padded = layer.config.padded_head_dim(layer.number)
+    if (v_head_dim := layer.layer_config.v_head_dim) is not None:
+        return f" Values of {v_head_dim} and keys of {head_dim} stand in one row of {stored}."
     return "" if padded == head_dim else f" A head_dim of {head_dim} is stored as {padded}."
 
 
@@ -308,7 +310,8 @@ def _kernel_options(
             f"Layer {layer.number} is latent, so scale= must be given: it goes by the width that heads had before "
             "queries were absorbed, which the cache does not know."
         )
-    if layer.config.form(layer.number).joins and options.get("scale") is None:
+    is_joined = layer.config.form(layer.number).joins or layer.layer_config.v_head_dim is not None
+    if is_joined and options.get("scale") is None:
         options["scale"] = layer.layer_config.head_dim**-0.5  # the kernels see the width of the row
     shared = find_planned_sharing(layer, step) if flag("cascade", options.pop("cascade", True)) else None
     tree = read_tree(options.pop("tree", None), token_axes, row_tables(layer.tables, layer.config))

@@ -143,9 +143,9 @@ def name_values(cache: Any, layer: Any, v: Any) -> dict[str, Any]:
 
 def check_tokens(layer: Layer, arrays: dict[str, Any]) -> tuple[int, ...]:
     """Returns the token axes of a step's arrays; each must be `[S, T, heads, head_dim]` or `[N, heads, head_dim]`."""
-    head_dim, rows = layer.layer_config.head_dim, layer.rows
-    token_axes = None
+    found, rows, token_axes = layer.layer_config, layer.rows, None
     for name, x in arrays.items():
+        head_dim = found.value_dim if name == "v" else found.head_dim
         if not hasattr(x, "ndim"):
             raise ValueError(f"{name} must be an array, not {type(x).__name__}: convert it with jnp.asarray.")
         if x.ndim not in (3, 4):
@@ -157,14 +157,15 @@ def check_tokens(layer: Layer, arrays: dict[str, Any]) -> tuple[int, ...]:
             raise ValueError(
                 f"{name} has {x.shape[0]} rows, but the cache has {rows}: give every row a place, used or not."
             )
-        if x.shape[-1] != head_dim and (rank := layer.layer_config.rank) is not None:
+        if x.shape[-1] != head_dim and (rank := found.rank) is not None:
             raise ValueError(
                 f"{name} has {x.shape[-1]} numbers a head, but layer {layer.number} is latent, with {rank} + "
                 f"{head_dim - rank}: queries come absorbed, and behind them and the keys their rotated part."
             )
         if x.shape[-1] != head_dim:
             raise ValueError(
-                f"{name} has head_dim {x.shape[-1]}, but layer {layer.number} of the cache has {head_dim}."
+                f"{name} has head_dim {x.shape[-1]}, but layer {layer.number} of the cache has {head_dim}"
+                f"{' for values' if name == 'v' and found.v_head_dim is not None else ''}."
             )
         token_axes = token_axes or (name, x.shape[:-2])
         if x.shape[:-2] != token_axes[1]:

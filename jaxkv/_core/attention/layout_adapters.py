@@ -24,6 +24,7 @@ from jaxkv._core.state.state import Layer
 from pallas_kernels.api.arguments import check_attention, check_new, check_query_heads
 from pallas_kernels.common.batch import StoredKV, bundle_call
 from pallas_kernels.common.ragged_layout import locate
+from pallas_kernels.common.xla_cpu import side_by_side
 
 BY_HEAD = ("sinks", "alibi")  # options with an entry for each query head
 BY_TOKEN = ("mask", "spans", "tree")  # and for each token
@@ -229,8 +230,35 @@ class KVPacking(NamedTuple):
         return output.map(lambda x: self.form.unpack_outputs(x, num_heads), lambda lse: lse)
 
 
+class JoinedWidths(NamedTuple):
+    """Values of another width than keys stand before them in a row: queries are 0 there."""
+
+    v_head_dim: int
+
+    @classmethod
+    def match(cls, call: LayerCall) -> "JoinedWidths | None":
+        v_head_dim = call.layer.layer_config.v_head_dim
+        return None if v_head_dim is None else cls(v_head_dim)
+
+    def inputs(self, call: LayerCall) -> LayerCall:
+        k, v = call.k, call.v
+        if k is not None and v is not None:
+            if k.shape[:-1] != v.shape[:-1] or k.dtype != v.dtype:
+                raise ValueError(
+                    f"k and v must be alike but for their width, but k is {k.dtype}{list(k.shape)} and v is "
+                    f"{v.dtype}{list(v.shape)}."
+                )
+            call = call.replace(k=side_by_side(v, k), v=None)
+        if call.q is not None:
+            call = call.replace(q=jnp.pad(call.q, [(0, 0)] * (call.q.ndim - 1) + [(self.v_head_dim, 0)]))
+        return call
+
+    def outputs(self, output: Output) -> Output:
+        return output
+
+
 ADAPTERS: tuple[type[Adapter], ...] = (
-    TableColumns, DecodePacking, HeadRotation, ReplicatedHeads, HeadRows, ContextShards, KVPacking,
+    TableColumns, DecodePacking, HeadRotation, ReplicatedHeads, HeadRows, ContextShards, KVPacking, JoinedWidths,
 )  # fmt: skip
 
 
@@ -256,7 +284,7 @@ def kernel_layout(layer: Layer, *, q: Any = None, k: Any = None, v: Any = None) 
 
     def shapes(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         call = LayerCall(layer=layer, q=q, k=k, v=v, query_lens=layer.tables.new)
-        call, _ = adapt(call, (HeadRows, KVPacking))
+        call, _ = adapt(call, (HeadRows, KVPacking, JoinedWidths))
         return call.q, call.k, call.v
 
     return jax.eval_shape(shapes, q, k, v)
@@ -265,7 +293,7 @@ def kernel_layout(layer: Layer, *, q: Any = None, k: Any = None, v: Any = None) 
 def storage_arguments(layer: Layer) -> dict[str, Any]:
     """Returns what the kernels have to know of how a pool stores its tokens."""
     kind = layer.config.kind(layer.number).kind
-    rank = layer.layer_config.rank or layer.config.form(layer.number).rank
+    rank = layer.layer_config.row_rank or layer.config.form(layer.number).rank
     known = {} if kind is None else {"kv_scale": layer.pool.scale, "kind": kind}
     return known if rank is None else known | {"rank": rank}
 

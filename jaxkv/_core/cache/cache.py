@@ -129,11 +129,12 @@ class Cache(Views):
         self.token(row, position, layer)  # the same errors
         block, offset = self.slots(row, position, layer=layer)
         found = self.layer_config(layer)
-        wanted = (found.head_dim,)
-        if jnp.shape(k) != wanted or (v is not None if found.rank else v is None or jnp.shape(v) != wanted):
+        is_wrong = v is not None if found.rank else v is None or jnp.shape(v) != (found.value_dim,)
+        if jnp.shape(k) != (found.head_dim,) or is_wrong:
             each = "each, one head of one token" if found.rank is None else "and None, one token of a latent layer"
             got = None if v is None else jnp.shape(v)
-            raise ValueError(f"k and v must be [{found.head_dim}] {each}, not {jnp.shape(k)} and {got}.")
+            wanted = f"[{found.head_dim}]" + ("" if found.v_head_dim is None else f" and [{found.v_head_dim}]")
+            raise ValueError(f"k and v must be {wanted} {each}, not {jnp.shape(k)} and {got}.")
         pool = self.pool(layer)
         if block.ndim:  # a layer that evicts by heads has one head per block
             block, offset, head = block[head], offset[head], 0

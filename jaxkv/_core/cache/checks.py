@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.key_bounds import count_filled
-from jaxkv._core.cache.pool_access import decode_kv
+from jaxkv._core.cache.pool_access import decode_keys
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import MOST_TOKENS
 from jaxkv._core.state.columns import relative
@@ -192,7 +192,7 @@ def _check_bounds(cache: Cache, layer: int) -> None:
     tables = relative(tables, config.block_size)
     for member in config.stack(layer):
         pool = cache.pool(member)
-        keys, bounds = (np.asarray(x, np.float32)[1:] for x in (decode_kv(pool, config, member)[:, 0], pool.bounds))
+        keys, bounds = (np.asarray(x, np.float32)[1:] for x in (decode_keys(pool, config, member), pool.bounds))
         filled = count_filled(np.asarray(tables.tables), np.asarray(tables.lengths), config.block_size, len(keys))
         is_free = np.arange(config.block_size) >= filled[:, None]
         low, high = bounds[:, 0, :, None], bounds[:, 1, :, None]

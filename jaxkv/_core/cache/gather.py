@@ -57,6 +57,8 @@ def gather(
     kind = cache.config.kind(layer)
     if not kind.is_quantized:
         raise ValueError(f"raw=True is for quantised layers, and layer {layer} is stored in {kind.name}.")
+    if cache.config.layer_config(layer).v_head_dim is not None:
+        raise ValueError(f"raw=True is for keys and values apart, and layer {layer} has a row for both: leave it out.")
     block, offset = cache.slots(row, position, layer=layer)
     pool, out = cache.pool(layer), head_spec(block.ndim)
     values = None if cache.config.layer_config(layer).rank is not None else out

@@ -260,7 +260,8 @@ class Views:
 
     def combined(self, layer: int) -> jax.Array:
         """Returns a layer as a dense array `[S, 2, K, max_seq_len, D]`; 0 past each row's length and before its window.
-        For a latent layer `[S, 1, 1, max_seq_len, D]`. A row longer than `max_seq_len` is cut to its first tokens."""
+        For a latent layer `[S, 1, 1, max_seq_len, D]`; with `v_head_dim` `[S, 1, K, max_seq_len,
+        v_head_dim + D]`, values first. A row longer than `max_seq_len` is cut to its first tokens."""
         found = self._read(dense, layer, self._logical(layer), PartitionSpec(PARTS, None, KV))
         return self._join(layer, found[:, :, 0], 2) if self._by_heads(layer) else found
 

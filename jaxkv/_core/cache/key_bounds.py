@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.cache.pool_access import decode_kv
+from jaxkv._core.cache.pool_access import decode_keys
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.sharding import POOL, WHOLE, run_on_shards
 from jaxkv._core.state.state import NULL_BLOCK, Pool
@@ -86,7 +86,7 @@ def count_filled(tables: np.ndarray, lengths: np.ndarray, size: int, count: int)
 
 def _compute_bounds(part: Pool, filled: jax.Array, config: CacheConfig, layer: int) -> jax.Array:
     """Computes the minimum and maximum of keys in the filled slots of blocks, `[n, 2, K, D]`; 0 for empty blocks."""
-    keys = decode_kv(part, config, layer)[:, 0]  # [n, K, block_size, D]
+    keys = decode_keys(part, config, layer)  # [n, K, block_size, D]
     place = jnp.arange(keys.shape[2], dtype=jnp.int32)
     held = (place[None] < filled[:, None])[:, None, :, None]
     low, high = (

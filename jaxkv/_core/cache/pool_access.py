@@ -89,17 +89,23 @@ def put_part(pool: Pool, part: Pool, *, start: int) -> Pool:
 
 
 def _keys_and_values(kv: jax.Array, config: CacheConfig, layer: int, axis: int) -> tuple[jax.Array, jax.Array]:
-    rank = config.layer_config(layer).rank
-    keys = jnp.take(kv, 0, axis=axis)
-    return keys, (jnp.take(kv, 1, axis=axis) if rank is None else keys[..., :rank])
+    found, keys = config.layer_config(layer), jnp.take(kv, 0, axis=axis)
+    if (rank := found.row_rank) is None:
+        return keys, jnp.take(kv, 1, axis=axis)
+    return keys[..., found.v_head_dim or 0 :], keys[..., :rank]
+
+
+def decode_keys(part: Pool, config: CacheConfig, layer: int) -> jax.Array:
+    """Decodes the keys of blocks of a layer's pool, `[n, K, block_size, D]`."""
+    return _keys_and_values(decode_kv(part, config, layer), config, layer, axis=-4)[0]
 
 
 def decode_kv(part: Pool, config: CacheConfig, layer: int, axis: int = -4) -> jax.Array:
     """Decodes blocks or slots of a layer's pool to `[..., 2, ..., D]`: as stored, or float32 if quantized. Keys and
-    values are at `axis`."""
+    values are at `axis`, one row for both if they have different widths."""
     found, kind = config.layer_config(layer), config.kind(layer)
     kv = config.form(layer).unpack(part.kv, axis)
     if not kind.is_quantized:
-        return kv[..., : found.head_dim]
-    decoded = kind.decode(kv, part.scale, found.head_dim, found.rank)  # type: ignore[arg-type]
+        return kv[..., : found.row_dim]
+    decoded = kind.decode(kv, part.scale, found.row_dim, found.row_rank)  # type: ignore[arg-type]
     return rotate(decoded) if config.rotates(layer) else decoded

@@ -27,8 +27,9 @@ class ByteSizes(Groups):
 
     @property
     def kind_names(self) -> tuple[str, ...]:
-        """Name of each layer's storage format; a pool of several formats is one of bytes."""
-        return tuple(self.kind(layer).name for layer in range(self.num_layers))
+        """What the shapes of a layer's pool do not tell: its storage format, and which part of a row are values."""
+        widths = ((self.kind(i).name, layer.v_head_dim) for i, layer in enumerate(self.layers))
+        return tuple(name if width is None else f"{name} with values of {width} in " for name, width in widths)
 
     def kind(self, layer: int) -> StorageFormat:
         """Returns the storage format of a layer."""
@@ -37,7 +38,7 @@ class ByteSizes(Groups):
     def rotates(self, layer: int) -> bool:
         """Tells whether a layer's heads are rotated before they are stored."""
         kind, found = self.kind(layer), self.layer_config(self.owner(layer))
-        if not kind.is_quantized or found.rank is not None:  # a latent row is no head: its entries must not be mixed
+        if not kind.is_quantized or found.row_rank is not None:  # a row is no head: its entries must not be mixed
             return False
         return kind.rotates if found.rotate is None else found.rotate
 
@@ -46,9 +47,9 @@ class ByteSizes(Groups):
         found, kind = self.layer_config(layer), self.kind(layer)
         is_padded = self._padded(2 * found.head_dim) < 2 * self._padded(found.head_dim)
         if (
-            not self.join_kv or not is_padded or found.rank is not None or kind.group_size is not None
+            not self.join_kv or not is_padded or found.row_rank is not None or kind.group_size is not None
         ):  # scales within heads
-            return Apart(found.head_dim)
+            return Apart(found.row_dim)
         heads = self.stored_heads(layer)[1]
         in_pairs = self.join_kv != "head" and not kind.is_quantized and heads % 2 == 0
         return Pairs(found.head_dim) if in_pairs else OneRow(found.head_dim)
@@ -62,17 +63,18 @@ class ByteSizes(Groups):
         """Returns `[num_blocks + 1, 2, K, block_size, D]`, D rounded up to a multiple of `head_dim_multiple`; half in
         int4. With pairs of heads `[num_blocks + 1, 2, K / 2, block_size, 2 D]`; with a head's keys and values in one
         row `[num_blocks + 1, 1, K, block_size, 2 D]`, 2 D rounded up; for a latent layer
-        `[num_blocks + 1, 1, 1, block_size, D]`. K is 1 in a layer that evicts by heads."""
+        `[num_blocks + 1, 1, 1, block_size, D]`; with values of another width `[num_blocks + 1, 1, K, block_size, D]`,
+        D being both widths together, rounded up. K is 1 in a layer that evicts by heads."""
         return (self.group_blocks[self.group(layer)] + 1, *self._block_shape(layer))
 
     def stored_heads(self, layer: int) -> tuple[int, int]:
-        """Returns how many arrays store a token (2: key and value, 1: a latent row), and the heads of each."""
+        """Returns how many arrays store a token (2: key and value, 1: both in one row), and the heads of each."""
         found = self.layer_config(layer)
-        return 2 if found.rank is None else 1, 1 if self._evicts_by_heads(layer) else found.num_kv_heads
+        return 2 if found.row_rank is None else 1, 1 if self._evicts_by_heads(layer) else found.num_kv_heads
 
     def padded_head_dim(self, layer: int) -> int:
-        """Returns a layer's head_dim, rounded up to a multiple of `head_dim_multiple`."""
-        return self._padded(self.layer_config(layer).head_dim)
+        """Returns the width of a layer's rows, rounded up to a multiple of `head_dim_multiple`."""
+        return self._padded(self.layer_config(layer).row_dim)
 
     def scale_shape(self, layer: int) -> tuple[int, ...] | None:
         """Returns the shape of a quantized layer's scales: `[num_blocks + 1, 2, K, block_size]`; one more axis in int4;
@@ -136,15 +138,15 @@ class ByteSizes(Groups):
     def scale_axes(self, layer: int) -> tuple[int, ...]:
         """Returns the axes after `[..., K, block_size]` in the shape of a quantized layer's scales."""
         found = self.layer_config(layer)
-        return self.kind(layer).scale_axes(found.head_dim, found.rank)
+        return self.kind(layer).scale_axes(found.row_dim, found.row_rank)
 
     def encode(self, layer: int, kv: Any) -> tuple[jax.Array, jax.Array | None]:
-        """Encodes a layer's keys and values, or latent rows, `[.., D]` as numbers and scales, not packed yet."""
+        """Encodes a layer's keys and values, or rows of both, `[.., D]` as numbers and scales, not packed yet."""
         kv = rotate(kv) if self.rotates(layer) else kv
         kind, kv = self.kind(layer), jnp.asarray(kv)
         if not kind.is_quantized:
             return kv.astype(kind.storage_dtype), None
-        return kind.encode(kv, rank=self.layer_config(layer).rank)
+        return kind.encode(kv, rank=self.layer_config(layer).row_rank)
 
     def blocks_of(self, layer: int, kv: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Encodes keys and values `[n, 2, K, block_size, D]` as a layer's blocks: numbers and scales."""

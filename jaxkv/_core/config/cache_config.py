@@ -165,14 +165,15 @@ class CacheConfig(MadeLike):
             kind = self.kind(i)
             if layer.is_recurrent:
                 continue
-            if any(size % kind.numbers_per_entry for size in (self.padded_head_dim(i), layer.head_dim)):
+            if any(size % kind.numbers_per_entry for size in (self.padded_head_dim(i), layer.row_dim, layer.value_dim)):
                 raise ValueError(
                     f"{kind.name} stores two numbers to a byte, so head_dim and head_dim_multiple must be even, but "
-                    f"layer {i} has {layer.head_dim} and {self.head_dim_multiple}: choose another dtype for it."
+                    f"layer {i} has {layer.row_dim} and {self.head_dim_multiple}: choose another dtype for it."
                 )
 
-            if layer.rotate and (not kind.is_quantized or layer.rank is not None):
-                what = f"stored in {self.kind(i).name}" if layer.rank is None else "latent"
+            if layer.rotate and (not kind.is_quantized or layer.row_rank is not None):
+                rows = "latent" if layer.v_head_dim is None else "one with v_head_dim, of rows"
+                what = f"stored in {self.kind(i).name}" if layer.row_rank is None else rows
                 raise ValueError(
                     f"CacheConfig.layers[{i}].rotate is for heads in quantised kinds, but the layer is {what}: "
                     "leave it out, or choose int8, say."
@@ -238,13 +239,14 @@ class CacheConfig(MadeLike):
                 f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, {owner.retention}, which has no keys "
                 "and values to share."
             )
-        alike = all(getattr(layer, name) == getattr(owner, name) for name in ("num_kv_heads", "head_dim", "rank"))
+        shape = ("num_kv_heads", "head_dim", "v_head_dim", "rank")
+        alike = all(getattr(layer, name) == getattr(owner, name) for name in shape)
         own = (layer.dtype, layer.rotate, layer.evict, layer.bounds)
         if not alike or own != (None, None, None, False):
             raise ValueError(
-                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, so it must have the same num_kv_heads "
-                "and head_dim (if latent, the same rank and rope_dim), and no dtype or rotate of its own, nor evict "
-                "or bounds."
+                f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, so it must have the same "
+                "num_kv_heads, head_dim and v_head_dim (if latent, the same rank and rope_dim), and no dtype or rotate "
+                "of its own, nor evict or bounds."
             )
         if (reason := owner.retention.refuse_reader(layer.retention)) is not None:
             raise ValueError(f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, {reason}.")

@@ -16,7 +16,10 @@ from pallas_kernels.common.xla_cpu import side_by_side
 
 
 def stack_kv(k: Any, v: Any, axis: int) -> jax.Array:
-    """Stacks keys and values as `[.., 2, ..]`, 2 at `axis`; 1 for latent rows, whose v is None."""
+    """Stacks keys and values as `[.., 2, ..]`, 2 at `axis`; 1 for rows: latent ones, whose v is None, or with values of
+    another width than the keys before these."""
+    if v is not None and k.shape[-1] != v.shape[-1]:
+        return jnp.expand_dims(jnp.concatenate([jnp.asarray(v), jnp.asarray(k)], axis=-1), axis)
     return jnp.stack([jnp.asarray(x) for x in (k, v) if x is not None], axis)
 
 

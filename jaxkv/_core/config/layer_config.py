@@ -71,7 +71,9 @@ class LayerConfig:
 
     Args:
       num_kv_heads: KV heads, K in shapes.
-      head_dim: elements per head, D in shapes.
+      head_dim: elements per head, D in shapes; of keys alone with `v_head_dim`.
+      v_head_dim: elements per head of values, where they are others: 128 beside keys of 192 in DeepSeek's heads. A
+        token's values and keys then stand in one row of the pool, and outputs are as wide as values.
       window: sliding window: a token attends to the last `window` positions, its own included; None: to all. Blocks
         that no later token can attend to are freed.
       sink_tokens: with `window`, the number of leading tokens of a row that stay and that every token attends to too
@@ -107,6 +109,7 @@ class LayerConfig:
     sink_tokens: int | None = None
     bounds: bool = False
     states: tuple[StateArray, ...] | None = None
+    v_head_dim: int | None = None
 
     @functools.cached_property
     def retention(self) -> Full:
@@ -119,7 +122,7 @@ class LayerConfig:
         if self.states is not None:
             object.__setattr__(self, "states", read_arrays(self.states))
             self._check_recurrent()
-        least_of = {"shares_with": 0} | dict.fromkeys(("window", "rank", "chunk", "sink_tokens"), 1)
+        least_of = {"shares_with": 0} | dict.fromkeys(("window", "rank", "chunk", "sink_tokens", "v_head_dim"), 1)
         limits = {"num_kv_heads": 1, "head_dim": 1} | least_of
         for field, least in limits.items():
             value, optional = getattr(self, field), field not in ("num_kv_heads", "head_dim")
@@ -130,6 +133,12 @@ class LayerConfig:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", kind_of(self.dtype, "LayerConfig.dtype").declared_dtype)
 
+        if self.v_head_dim == self.head_dim:
+            object.__setattr__(self, "v_head_dim", None)
+        if self.v_head_dim is not None and self.rank is not None:
+            raise ValueError(
+                f"A latent layer's values are the first {self.rank} entries of its rows: leave v_head_dim out."
+            )
         if self.evict not in (None, "layer", "head"):
             raise ValueError(f'LayerConfig.evict must be "layer", "head" or None, not {show(self.evict)}.')
         _ = self.retention  # raises if the options do not go together
@@ -221,6 +230,22 @@ class LayerConfig:
         return sum(array.bytes for array in self.states or ())
 
     @property
+    def row_dim(self) -> int:
+        """Elements of one head in a row of the pool: a key, or a value and then a key, or a latent row."""
+        return self.head_dim + (self.v_head_dim or 0)
+
+    @property
+    def row_rank(self) -> int | None:
+        """The leading elements of a row that are values, where one row holds values and keys; else None."""
+        return self.rank or self.v_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of one head's values, and of its outputs."""
+        return self.row_rank or self.head_dim
+
+    @property
     def dim(self) -> int:
-        """Elements of one token's keys; its values have as many, except in a latent layer, which stores none."""
+        """Elements of one token's keys; its values have as many, except with `v_head_dim`, and in a latent layer,
+        which stores none."""
         return self.num_kv_heads * self.head_dim
