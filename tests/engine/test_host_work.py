@@ -1,6 +1,7 @@
 """What the host does for a step does not follow the lengths of prompts; and what begins alike is computed once."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,18 @@ from jaxkv._tiers.prefix_cache import prefix_cache as prefixes
 class Next:
     """Says token + 1, and attends to nothing: what is left is the engine's own work."""
 
+    windows: tuple[int | None, ...] = (None,)
     dtype = "float32"
-    layer_configs = (jaxkv.LayerConfig(num_kv_heads=1, head_dim=2),)
+
+    @property
+    def layer_configs(self):
+        return tuple(jaxkv.LayerConfig(num_kv_heads=1, head_dim=2, window=window) for window in self.windows)
 
     def __call__(self, tokens, cache, logits_at):
         kv = jnp.broadcast_to(tokens.astype(jnp.float32)[..., None, None], (*tokens.shape, 1, 2))
-        cache, logits = jaxkv.write(cache, kv, kv, layer=0), jax.nn.one_hot((tokens + 1) % 97, 97)
+        for layer in range(len(self.windows)):
+            cache = jaxkv.write(cache, kv, kv, layer=layer)
+        logits = jax.nn.one_hot((tokens + 1) % 97, 97)
         return (logits[:, 0] if tokens.ndim == 2 else logits[logits_at]), cache
 
 
@@ -105,6 +112,36 @@ def test_chunks_of_a_long_prompt_are_offered_once(monkeypatch):
         assert request.done
     for length, count in zip((500, 1000, 2000, 4000), looked_at, strict=True):
         assert count <= 6 * length
+
+
+def test_chunks_of_a_windowed_prompt_are_looked_at_once(monkeypatch):
+    """Each is offered as it is computed, before its blocks leave the window: what was offered is not walked again."""
+    engine = jaxkv.Engine(
+        Next((None, 40)), max_seqs=2, max_seq_len=2**13, block_size=8, prefix_cache=True, step_tokens=64
+    )
+    work = []
+    for length in (1000, 8000):
+        request, seen = engine.submit([length % 97] * length, 1), []
+        engine.step()
+        with monkeypatch.context() as patch:
+            watch(engine, patch)
+            index = engine.prefix._index
+            for owner, name in ((index, "_child"), (index.ends, "holds"), (index.ends, "_sort")):
+                patch.setattr(owner, name, functools.partial(note, getattr(owner, name), seen))
+            list(engine.run())
+            assert Watched.looked_at <= 8 * length
+        assert request.done
+        work.append(len(seen) / length)
+        engine.prefix.check_invariants(engine.cache)
+    assert work[1] <= 1.5 * work[0], "a token of a long prompt costs no more than one of a short one"
+    again = engine.submit([8000 % 97] * 8000 + [1], 1)
+    list(engine.run())
+    assert again.done and engine.stats()["tokens_saved"] >= 8000 - 8
+
+
+def note(function, seen, *arguments):
+    seen.append(0)
+    return function(*arguments)
 
 
 def test_a_draft_compares_only_what_is_new():

@@ -43,6 +43,7 @@ class Sequence:
     arrival: int | None = None  # its number within its priority, given by the queue
     overtaken: int = 0  # how often a later sequence has begun before it
     adapter: int = 0  # the adapter that its keys and values depend on; 0: none
+    offered: Any = None  # the node of a prefix cache up to which its blocks were offered
     shareable: float = math.inf  # leading tokens that may be shared, and kept in a prefix cache
     block_hashes: list[int] = dataclasses.field(default_factory=list)  # hashes of its full blocks, computed as needed
 

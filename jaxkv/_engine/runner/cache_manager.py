@@ -357,10 +357,12 @@ class CacheManager:
     def offer(self, sequence: Sequence, count: int | None = None) -> None:
         """Offers the prefix cache the shareable tokens of a sequence, or at most its first `count` tokens."""
         most = sequence.cached if count is None else count
-        tokens = sequence.tokens[: int(min(most, sequence.shareable))]
-        if self.prefix is not None and len(tokens) >= self.block_size:
+        most = int(min(most, sequence.shareable, len(sequence.tokens)))
+        if self.prefix is not None and most >= self.block_size:
             assert sequence.row is not None
-            self.cache = self.prefix.insert(self.cache, sequence.row, tokens, **sequence.identity)
+            self.cache, sequence.offered = self.prefix.insert_more(
+                self.cache, sequence.row, sequence.tokens, most, sequence.offered, **sequence.identity
+            )
 
     def retire(self, sequence: Sequence) -> None:
         """Frees a sequence's row for good."""

@@ -87,6 +87,39 @@ class Ends:
         needed_no_more = ((node, g) for end in ends for g, nodes in end.windows.items() for node in nodes)
         return [(node, g) for node, g in needed_no_more if not self.is_needed(node, g)]
 
+    def use_more(self, start: Node, more: Sequence[Node]) -> list[tuple[Node, int]] | None:
+        """Does `use` for the chain of `start` and nodes after it, in time that follows `more` alone. `start` must be an
+        end. None: it cannot, since there is another end or a fork among them; nothing has changed then."""
+        end = self.order.get(start.label)
+        if end is None or not self.windows or len(end.windows) < len(self.windows):
+            return None
+        if not more:
+            self.order.move_to_end(start.label)
+            end.used = self.clock
+            return []
+        if start.is_fork or any(node.is_fork or node.label in self.order for node in more):
+            return None
+        before = start.depth + 1
+        # What an end needs is there; no later node needs a block of a window before that.
+        present = [np.ones(before + len(more), bool) for _ in self.groups]
+        for group, there in enumerate(present):
+            there[before:] = [self.holds(node, group) for node in more]
+        count = int(np.flatnonzero(can_serve(self.config, present))[-1])
+        if count <= before:
+            return None
+        node = more[count - before - 1]
+        windows = self._needed_after(end, node)
+        if windows is None:
+            return None
+        node.is_proven |= start.is_proven
+        del self.order[start.label]
+        moved = self.order[node.label] = End(node, windows, self.clock)
+        self._note_users(moved)
+        self._forget_users(end)
+        self._count(node, start, 1)
+        gone = ((node, g) for g, nodes in end.windows.items() for node in nodes)
+        return [(node, g) for node, g in gone if not self.is_needed(node, g)]
+
     def settle(self, changed: Iterable[Node]) -> None:
         """Follows changes of nodes: an end that lacks a block moves back to where its chain can be served."""
         changed = list(dict.fromkeys(changed))
@@ -199,6 +232,18 @@ class Ends:
             return {}
         columns = needed(self.config, len(chain))
         return {g: [chain[i] for i in columns[g][::-1].tolist()] for g in self.windows}
+
+    def _needed_after(self, end: End, node: Node) -> dict[int, list[Node]] | None:
+        """Returns what an end at `node` needs, behind an end on the same chain; None: that one lacks first blocks."""
+        found, length = {}, (node.depth + 1) * self.config.block_size
+        for g in self.windows:
+            sinks, first = (int(x) for x in self.config.retained_blocks(g, length))
+            found[g] = list(itertools.islice(node.back(), node.depth + 1 - first))
+            if sinks > len(end.windows[g]):
+                return None
+            if sinks:
+                found[g] += end.windows[g][-sinks:]
+        return found
 
     def is_needed(self, node: Node, group: int) -> bool:
         """Tells whether an end needs a node's block of a group."""

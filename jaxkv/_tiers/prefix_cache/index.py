@@ -96,7 +96,8 @@ class PrefixIndex:
         return chain
 
     def extend(self, root: Node, tokens: Sequence[int]) -> list[Node]:
-        """Returns the chain of all full blocks of `tokens`; new nodes are hollow until `hold` fills them."""
+        """Returns the nodes of all full blocks of `tokens`, behind a root or another node; new nodes are hollow until
+        `hold` fills them."""
         self.settled = False
         chain, node = [], root
         for block in self.split(tokens):
@@ -130,6 +131,10 @@ class PrefixIndex:
         size = self.block_size
         return (tuple(tokens[i : i + size]) for i in range(0, len(tokens) - size + 1, size))
 
+    def can_go_on(self, node: Node | None) -> bool:
+        """Tells whether prompts may go on after a node, so that a longer chain may begin behind it."""
+        return node is not None and self.nodes.get(node.label) is node and node.label in self.ends.order
+
     # What they hold.
 
     def follow(self, kept: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -143,12 +148,12 @@ class PrefixIndex:
 
     def hold(
         self, kept: Sequence[np.ndarray], *, hosted: Iterable[tuple[Node, int, Any]] = (), chain: Sequence[Node] = (),
-        pruned: Sequence[Node] = (),
+        pruned: Sequence[Node] = (), after: Node | None = None,
     ) -> None:  # fmt: skip
         """Updates the nodes: blocks of `kept` on the device, and each `(node, group, contents)` on the host.
 
         Blocks on the device are dropped from the host. Nodes left empty are forgotten, those among `pruned` too.
-        `chain` was used just now.
+        `chain` was used just now; it begins behind `after`, if that is given.
         """
         self.settled = False
         changed = [
@@ -170,8 +175,8 @@ class PrefixIndex:
         self.kept = [labels.copy() for labels in kept]
         found = (self.nodes[label] for *_, label in changed if label)
         self.ends.settle((*left, *found, *(node for node, *_ in hosted)))
-        self._use(chain)
-        self._spare_host(chain)
+        self._use(chain, after)
+        self._spare_host(chain, after)
         for node in (*left, *reversed(chain), *reversed(pruned)):
             self._prune(node)
         self.settled = True
@@ -257,16 +262,20 @@ class PrefixIndex:
         self.num_hosted[group] += (contents is not None) - (node.host[group] is not None)
         node.host[group] = contents
 
-    def _use(self, chain: Sequence[Node]) -> None:
-        for node, group in self.ends.use(chain):
+    def _use(self, chain: Sequence[Node], after: Node | None = None) -> None:
+        gone = None if after is None else self.ends.use_more(after, chain)
+        if gone is None:
+            gone = self.ends.use(chain if after is None else [*after.chain, *chain])
+        for node, group in gone:
             if self.disk is not None:
                 self.disk.spare(node.block(group))
 
-    def _spare_host(self, chain: Sequence[Node] = ()) -> None:
+    def _spare_host(self, chain: Sequence[Node] = (), after: Node | None = None) -> None:
         """Limits host memory to `spill_bytes`: the least needed blocks go, to the disk if there is one. Blocks that a
         chain needs stay."""
         if (excess := self.host_bytes - self.spill_bytes) <= 0:
             return
+        chain = chain if after is None else [*after.chain, *chain]
         dropped, spared = [], [pinned.union(own) for pinned, own in zip(self.pinned, self.needed(chain), strict=True)]
         for node, group in self.ends.least_needed(range(len(self.kept))):
             if node.host[group] is not None and node not in spared[group]:

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import secrets
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 from jaxkv._core.state.state import NULL_BLOCK
@@ -43,14 +43,17 @@ class Node:
         """Tells whether its keys and values are on the device or the host."""
         return self.blocks[group] != NULL_BLOCK or self.host[group] is not None
 
+    def back(self) -> "Iterator[Node]":
+        """Yields the nodes of its chain, from itself to the first."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
     @property
     def chain(self) -> "list[Node]":
         """Returns all nodes up to it."""
-        nodes, node = [], self
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
+        return list(self.back())[::-1]
 
     def block(self, group: int) -> SavedBlock:
         """Returns the description of its file."""

@@ -195,9 +195,25 @@ class PrefixCache:
         Raises:
           IndexError: no such row. ValueError: tokens that are not integers, or a salt of the wrong type.
         """
+        tokens = read_tokens(tokens)
+        return self.insert_more(cache, row, tokens, len(tokens), None, salt=salt, adapter=adapter)[0]
+
+    def insert_more(
+        self, cache: Cache, row: int, tokens: list[int], count: int, after: Node | None, *,
+        salt: str | bytes | None = None, adapter: str | None = None,
+    ) -> tuple[Cache, Node | None]:  # fmt: skip
+        """Does `insert` of a row's first `count` tokens, for an engine whose rows grow: what was indexed is not looked
+        at again.
+
+        Args:
+          after: the node that this method returned for the same row and tokens before, if any.
+
+        Returns:
+          The cache, and the node of the last full block.
+        """
         cache = self._whole(cache)
         check_row(cache, row)
-        tokens, root = read_tokens(tokens), self._root(salt, adapter)
+        root = self._root(salt, adapter)
         thinned = [group_tables.evicted[row] for group_tables in cache.tables if group_tables.evicted is not None]
         tables = [
             (group_tables.tables[row], None if group_tables.skipped is None else group_tables.skipped[row])
@@ -206,10 +222,15 @@ class PrefixCache:
         tables, length, thinned = jax.device_get((tables, cache.lengths[row], thinned))
         length = 0 if any(thinned) else length
         change = Change(self._index, cache)
-        chain = self._index.extend(root, tokens[:length])
+        count, size = min(count, int(length)), self.config.block_size
+        if after is not None and (count < (after.depth + 1) * size or not self._index.can_go_on(after)):
+            after = None
+        first = 0 if after is None else after.depth + 1
+        more = read_tokens(tokens[first * size : count])
+        chain = self._index.extend(root if after is None else after, more)
         held = [row_entries(own, skipped, self.config, group) for group, (own, skipped) in enumerate(tables)]
-        change.offer(chain, held)
-        return self._commit(change, chain)
+        change.offer(chain, [blocks[first:] for blocks in held])
+        return self._commit(change, chain, after), chain[-1] if chain else after
 
     # Keeping it small.
 
@@ -386,9 +407,11 @@ class PrefixCache:
         self._index.mend()
         return self._index.root(identity)
 
-    def _commit(self, change: Change, chain: Sequence[Node] = (), **counts: int) -> Cache:
+    def _commit(
+        self, change: Change, chain: Sequence[Node] = (), after: Node | None = None, **counts: int
+    ) -> Cache:  # fmt: skip
         """Does the last step of every change."""
-        self._index.hold(change.kept, hosted=change.spilled, chain=chain)
+        self._index.hold(change.kept, hosted=change.spilled, chain=chain, after=after)
         for name, count in (change.counts | counts).items():
             self._counts[name] += count
         return change.cache
