@@ -1,7 +1,7 @@
 """Prefix caching: sequences reuse the keys and values of earlier sequences with the same prefix."""
 
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -175,7 +175,7 @@ class PrefixCache:
         change.restore(chain, columns, self._landing.put if donate else put)
         change.attach(row, chain, columns)
         saved = {} if match.is_repeat else {"hits": 1, "tokens_saved": match.num_tokens}
-        return self._commit(change, chain, **saved)
+        return self._commit(change, chain, counts=saved)
 
     def insert(
         self, cache: Cache, row: int, tokens: Sequence[int], *, salt: str | bytes | None = None,
@@ -230,7 +230,7 @@ class PrefixCache:
         chain = self._index.extend(root if after is None else after, more)
         held = [row_entries(own, skipped, self.config, group) for group, (own, skipped) in enumerate(tables)]
         change.offer(chain, [blocks[first:] for blocks in held])
-        return self._commit(change, chain, after), chain[-1] if chain else after
+        return self._commit(change, chain, after=after), chain[-1] if chain else after
 
     # Keeping it small.
 
@@ -408,10 +408,11 @@ class PrefixCache:
         return self._index.root(identity)
 
     def _commit(
-        self, change: Change, chain: Sequence[Node] = (), after: Node | None = None, **counts: int
+        self, change: Change, chain: Sequence[Node] = (), *, after: Node | None = None,
+        counts: Mapping[str, int] | None = None,
     ) -> Cache:  # fmt: skip
         """Does the last step of every change."""
         self._index.hold(change.kept, hosted=change.spilled, chain=chain, after=after)
-        for name, count in (change.counts | counts).items():
+        for name, count in (change.counts | dict(counts or {})).items():
             self._counts[name] += count
         return change.cache
