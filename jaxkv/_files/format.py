@@ -38,6 +38,7 @@ from jaxkv._files.atomic import replacing
 # Version 1 has no stacked and no quantized caches and no latent layers, version 2 no layers that rotate or have chunks,
 # version 3 no layers that evict, version 4 no recurrent layers. The versions are otherwise the same.
 FORMAT, VERSION, KNOWN = "jaxkv cache", "5", ("1", "2", "3", "4", "5")
+WITHOUT_STATES = "4"  # written where it will do, so that older readers read the file too
 CHECKSUMS = "checksums"
 MOST_EMPTY_ROWS = 1 << 16  # limit of rows for a cache with fewer blocks: tables of more rows only take memory
 CHUNK = 1 << 24  # bytes read at a time while a file is verified
@@ -94,7 +95,7 @@ def write_saved(
 
 def described(saved: SavedCache) -> dict[str, str]:
     """Returns the header's fields for a saved cache. Raises ValueError for metadata that JSON cannot hold."""
-    fields = {"format": FORMAT, "version": VERSION}
+    fields = {"format": FORMAT, "version": VERSION if saved.config.recurrent_layers else WITHOUT_STATES}
     fields["cache"] = json.dumps({"config": _render(saved.config), "groups": saved.groups, "size": saved.block_size})
     if saved.model is not None:
         fields["model"] = saved.model

@@ -11,6 +11,7 @@ import pytest
 from nightly import NIGHTLY
 
 import jaxkv
+from jaxkv._files.format import SavedCache, described
 from jaxkv.testing import assert_no_copy, poison
 
 ROWS, PLACES, PACKED, VOCABULARY = 4, 5, 9, 17
@@ -364,6 +365,12 @@ def test_a_file_of_other_states_is_refused(tmp_path):
     path = tmp_path / "x.safetensors"
     jaxkv.save(path, jaxkv.extend(made(), [5, 4, 0, 0]))
     assert jaxkv.describe(path).config == make_config()
+    plain = make_config(ATTENTION)
+    versions = [
+        described(SavedCache(config=c, lengths=(), model=None, metadata={}, block_size=4, groups=c.groups))["version"]
+        for c in (make_config(), plain)
+    ]
+    assert versions == ["5", "4"]  # older readers go on reading what they know
     other = jaxkv.LayerConfig.recurrent(state=((2, 4, 5), "float32"))
     with pytest.raises(jaxkv.CacheFileError, match="it is of another model"):
         jaxkv.load(path, make_config(DELTA, ATTENTION, other))

@@ -67,7 +67,7 @@ def kind_of(dtype: Any, field: str) -> StorageFormat:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class LayerConfig:
-    """The config of one attention layer.
+    """The config of one layer: an attention layer, or one that keeps a state, made by `recurrent`.
 
     Args:
       num_kv_heads: KV heads, K in shapes.
