@@ -189,7 +189,7 @@ def _read_model(folder: pathlib.Path) -> tuple[Any, str]:
 def _weights(folder: pathlib.Path, config: Any, stated: str) -> tuple[int, str]:
     """Returns the bytes of a model's weights as `load` makes them, and the source of that figure."""
     from jaxkv.models.checkpoints import open_checkpoint
-    from jaxkv.models.loader import count_parameters
+    from jaxkv.models.checkpoints.parameter_counts import count_parameters
 
     dtype = open_checkpoint(folder).read_dtype()
     try:

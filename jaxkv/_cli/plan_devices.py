@@ -81,7 +81,7 @@ class Devices:
 
     def weights(self, config: DecoderConfig, total: int) -> int:
         """Returns the bytes of the weights on each device, out of `total` bytes."""
-        from jaxkv.models.loader import count_parameters
+        from jaxkv.models.checkpoints.parameter_counts import count_parameters
 
         if self.tensor == 1:
             return total

@@ -123,7 +123,7 @@ def decode_step(config: DecoderConfig, devices: Devices, found: Plan, weights: i
       found: the plan for each device's heads, with whole blocks.
       weights: bytes of the weights on a device.
     """
-    from jaxkv.models.loader import count_parameters
+    from jaxkv.models.checkpoints.parameter_counts import count_parameters
 
     rows, cache = found.rows, found.config
     count = count_parameters(config, devices.tensor)

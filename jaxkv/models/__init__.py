@@ -15,13 +15,39 @@
 needs `layer_configs`, `dtype` and such a call.
 """
 
-from jaxkv.models.config import (
-    DecoderConfig as DecoderConfig,
-    ExpertsConfig as ExpertsConfig,
-    LatentConfig as LatentConfig,
-)
-from jaxkv.models.decoder import Decoder as Decoder
-from jaxkv.models.loader import load as load, recaller as recaller, save as save, small as small
-from jaxkv.models.rope import Rope as Rope
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxkv.models.config import (
+        DecoderConfig as DecoderConfig,
+        ExpertsConfig as ExpertsConfig,
+        LatentConfig as LatentConfig,
+    )
+    from jaxkv.models.decoder import Decoder as Decoder
+    from jaxkv.models.loader import load as load, recaller as recaller, save as save, small as small
+    from jaxkv.models.rope import Rope as Rope
 
 __all__ = ["Decoder", "DecoderConfig", "ExpertsConfig", "LatentConfig", "Rope", "load", "recaller", "save", "small"]
+
+# Where each name lives. Most need Flax, which takes a second to import: `plan` reads configurations without it.
+_HOMES = {
+    "config": ("DecoderConfig", "ExpertsConfig", "LatentConfig"),
+    "decoder": ("Decoder",),
+    "loader": ("load", "recaller", "save", "small"),
+    "rope": ("Rope",),
+}
+
+
+def __getattr__(name: str):
+    if name in _HOMES:
+        return importlib.import_module(f"jaxkv.models.{name}")
+    for home, names in _HOMES.items():
+        if name in names:
+            globals()[name] = found = getattr(importlib.import_module(f"jaxkv.models.{home}"), name)
+            return found
+    raise AttributeError(f"module 'jaxkv.models' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,5 @@
 """Loads a `Decoder` from a Hugging Face folder, and saves it as one."""
 
-import dataclasses
-import functools
 import json
 import math
 import os
@@ -13,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from jaxkv._core.state.arguments import to_device
 from jaxkv._files import safetensors
@@ -23,9 +21,10 @@ from jaxkv.models.checkpoint_formats import LAYER
 from jaxkv.models.checkpoint_names import EMBED, HEAD, Slot, slots_of
 from jaxkv.models.checkpoints import open_checkpoint
 from jaxkv.models.checkpoints.folder import FLOATS
+from jaxkv.models.checkpoints.parameter_counts import count_parameters as count_parameters
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.decoder import Decoder, Scan
-from jaxkv.models.partition import AXIS, automatic, sharding_of
+from jaxkv.models.partition import automatic, sharding_of
 
 DATA = pathlib.Path(__file__).parent.parent / "data"
 MOST_WRONG = 12  # tensors named in an error
@@ -182,29 +181,6 @@ def _float_dtype(dtype: Any) -> np.dtype:
     if str(dtype) in (names := [d.name for d in FLOATS]) or dtype in FLOATS:
         return jnp.dtype(dtype)
     raise ValueError(f"dtype must be one of {', '.join(names)}, not {dtype}.")
-
-
-@functools.cache
-def count_parameters(config: DecoderConfig, devices: int = 1) -> int:
-    """Counts a decoder's parameters on each of `devices` devices, without creating any."""
-    mesh = AbstractMesh((devices,), (AXIS,))
-
-    def count(i: int, num_layers: int) -> int:
-        """Counts the parameters of a decoder with `num_layers` layers like the i-th."""
-        has_experts = bool(config.experts) and config.expert_layers[i]
-        alike = dataclasses.replace(
-            config, layers=config.layers[i : i + 1] * num_layers, ropes=config.ropes[i : i + 1] * num_layers,
-            experts=config.experts if has_experts else None, expert_layers=(True,) * (num_layers * has_experts),
-        )  # fmt: skip
-        _, state = nnx.split(nnx.eval_shape(lambda: Decoder(alike, rngs=nnx.Rngs(0))))
-        params = nnx.to_flat_state(state)
-        return sum(math.prod(sharding_of(at, x.shape, mesh).shard_shape(x.shape)) for at, x in params)
-
-    # Layers also differ in window and rotation, which does not change the count.
-    experts = config.expert_layers or (False,) * config.num_layers
-    kinds = [(layer.num_kv_heads, layer.head_dim, has) for layer, has in zip(config.layers, experts, strict=True)]
-    of_layer = {kind: count(i, 2) - count(i, 1) for i, kind in ((kinds.index(kind), kind) for kind in set(kinds))}
-    return count(0, 1) - of_layer[kinds[0]] + sum(of_layer[kind] for kind in kinds)
 
 
 def _check(folder: pathlib.Path, slots: list[Slot], tensors: dict[str, Any]) -> None:

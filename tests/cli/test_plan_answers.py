@@ -141,7 +141,7 @@ def test_a_plan_imports_no_kernel_compiler(tmp_path):
     script = (
         "import sys\nfrom jaxkv._cli.main import main\n"
         f"assert main(['plan', '--model', {str(tmp_path)!r}, '--chip', 'h100']) == 0\n"
-        "heavy = 'jax.experimental.mosaic', 'pallas_kernels.gpu', 'pallas_kernels.tpu'\n"
+        "heavy = 'flax', 'optax', 'jax.experimental.mosaic', 'pallas_kernels.gpu', 'pallas_kernels.tpu'\n"
         "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

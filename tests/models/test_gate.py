@@ -1,16 +1,20 @@
 """Published and people's config.json files: read as transformers reads them, or refused by the field that matters."""
 
 import json
+import math
 import pathlib
 import warnings
 
 import numpy as np
 import pytest
+from flax import nnx
 from support import fixtures
 
 from jaxkv import models
 from jaxkv.models import config_reader
-from jaxkv.models.loader import count_parameters
+from jaxkv.models.checkpoints.parameter_counts import count_parameters, layer_shapes, outer_shapes
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.loader import read_config
 
 PUBLISHED = json.loads((fixtures.DATA / "published.json").read_text())
 READ = [name for name, entry in PUBLISHED.items() if entry["expected"] is not None]
@@ -205,3 +209,16 @@ def test_many_missing_tensors_are_a_capped_list(tmp_path):
     with pytest.raises(ValueError, match=r"is missing.*; and \d+ more\.$") as caught:
         models.load(copy_of_llama(tmp_path, num_hidden_layers=5))
     assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize("name", fixtures.NAMES)
+def test_parameters_are_counted_without_making_them(name):
+    config = read_config(fixtures.DATA / name)
+    _, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    made = {path: x.shape for path, x in nnx.to_flat_state(state)}
+    counted = {path: shape for path, shape in outer_shapes(config).items() if shape is not None}
+    for i in range(config.num_layers):
+        shapes = layer_shapes(config, i)
+        counted |= {("layers", i, *path): shape for path, shape in shapes.items() if shape is not None}
+    assert counted == made
+    assert count_parameters(config) == sum(map(math.prod, made.values()))

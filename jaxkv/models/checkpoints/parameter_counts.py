@@ -1,0 +1,119 @@
+"""Counts a decoder's parameters from its configuration alone: Flax, which makes them, takes a second to import."""
+
+import functools
+import math
+
+from jax.sharding import AbstractMesh
+
+from jaxkv.models.config import DecoderConfig
+from jaxkv.models.partition import AXIS, sharding_of
+
+Shapes = dict[tuple[str, ...], tuple[int, ...] | None]  # by path as in a `Decoder`; None: there is no such parameter
+
+
+@functools.cache
+def count_parameters(config: DecoderConfig, devices: int = 1) -> int:
+    """Counts a decoder's parameters on each of `devices` devices, without creating any."""
+    mesh = AbstractMesh((devices,), (AXIS,))
+    # Layers also differ in window and rotation, which does not change the count.
+    experts = config.expert_layers or (False,) * config.num_layers
+    kinds = [(layer.num_kv_heads, layer.head_dim, has) for layer, has in zip(config.layers, experts, strict=True)]
+    of_kind = {kind: _count(layer_shapes(config, kinds.index(kind)), mesh) for kind in set(kinds)}
+    return _count(outer_shapes(config), mesh) + sum(of_kind[kind] for kind in kinds)
+
+
+def _count(shapes: Shapes, mesh: AbstractMesh) -> int:
+    found = {path: shape for path, shape in shapes.items() if shape is not None}
+    return sum(math.prod(sharding_of(path, shape, mesh).shard_shape(shape)) for path, shape in found.items())
+
+
+def outer_shapes(config: DecoderConfig) -> Shapes:
+    """Returns the shapes of parameters outside the layers."""
+    table = config.vocab_size, config.embed_dim
+    return {("embed",): table, ("norm",): (config.embed_dim,), ("head",): None if config.tie_embeddings else table}
+
+
+def layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
+    """Returns the shapes of a layer's parameters."""
+    norm = (config.embed_dim,)
+    shapes: Shapes = {
+        ("attention_norm",): norm,
+        ("mlp_norm",): norm,
+        ("attention_post_norm",): norm if config.post_norms else None,
+        ("mlp_post_norm",): norm if config.post_norms else None,
+    }
+    attention = _attention_shapes(config, layer) if config.latent is None else _latent_shapes(config)
+    shapes |= {("attention", *path): shape for path, shape in attention.items()}
+    if config.experts is None or not config.expert_layers[layer]:
+        return shapes | {("mlp", *path): shape for path, shape in _mlp_shapes(config, config.mlp_dim).items()}
+    return shapes | {("experts", *path): shape for path, shape in _expert_shapes(config).items()}
+
+
+def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
+    width, heads = config.embed_dim, config.num_heads
+    kv_heads, head_dim = config.layers[layer].num_kv_heads, config.layers[layer].head_dim
+    norm = (head_dim,) if config.qk_norm else None
+    bias = config.qkv_bias
+    return {
+        ("query",): (heads, head_dim, width),
+        ("key",): (kv_heads, head_dim, width),
+        ("value",): (kv_heads, head_dim, width),
+        ("out",): (heads, head_dim, width),
+        ("query_bias",): (heads, head_dim) if bias else None,
+        ("key_bias",): (kv_heads, head_dim) if bias else None,
+        ("value_bias",): (kv_heads, head_dim) if bias else None,
+        ("out_bias",): (width,) if config.out_bias else None,
+        ("sinks",): (heads,) if config.sinks else None,
+        ("position_fn", "query_norm"): norm,
+        ("position_fn", "key_norm"): norm,
+    }
+
+
+def _latent_shapes(config: DecoderConfig) -> Shapes:
+    assert config.latent is not None
+    latent, width, heads, has_bias = config.latent, config.embed_dim, config.num_heads, config.out_bias
+    rank, key_dim = latent.query_rank, latent.nope_dim + latent.rope_dim
+    return {
+        ("query",): None if rank else (heads, key_dim, width),
+        ("query_down",): (rank, width) if rank else None,
+        ("query_down_bias",): (rank,) if rank and has_bias else None,
+        ("query_norm",): (rank,) if rank else None,
+        ("query_up",): (heads, key_dim, rank) if rank else None,
+        ("key_down",): (latent.width, width),
+        ("key_down_bias",): (latent.width,) if has_bias else None,
+        ("key_norm",): (latent.rank,),
+        ("key_up",): (heads, latent.nope_dim, latent.rank),
+        ("value_up",): (heads, latent.value_dim, latent.rank),
+        ("out",): (heads, latent.value_dim, width),
+        ("out_bias",): (width,) if has_bias else None,
+    }
+
+
+def _mlp_shapes(config: DecoderConfig, mlp_dim: int) -> Shapes:
+    width, bias = config.embed_dim, config.mlp_bias
+    return {
+        ("gate",): (mlp_dim, width),
+        ("up",): (mlp_dim, width),
+        ("down",): (width, mlp_dim),
+        ("gate_bias",): (mlp_dim,) if bias else None,
+        ("up_bias",): (mlp_dim,) if bias else None,
+        ("down_bias",): (width,) if bias else None,
+    }
+
+
+def _expert_shapes(config: DecoderConfig) -> Shapes:
+    assert config.experts is not None
+    experts, width = config.experts, config.embed_dim
+    count, mlp_dim, bias = experts.count, experts.mlp_dim, experts.bias
+    shared = _mlp_shapes(config, experts.shared_dim) if experts.shared_dim else {}
+    return {
+        ("router",): (width, count),
+        ("router_bias",): (count,) if bias else None,
+        ("choice_bias",): (count,) if experts.choice_bias else None,
+        ("gate",): (count, width, mlp_dim),
+        ("up",): (count, width, mlp_dim),
+        ("down",): (count, mlp_dim, width),
+        ("gate_bias",): (count, mlp_dim) if bias else None,
+        ("up_bias",): (count, mlp_dim) if bias else None,
+        ("down_bias",): (count, width) if bias else None,
+    } | {("shared", *path): shape for path, shape in shared.items()}
