@@ -51,6 +51,15 @@ def test_special_tokens_are_put_around_a_text_once(tmp_path):
     assert text.decode(text.encode("ab"), special=True) == "<bos>ab"
 
 
+def test_tokens_that_a_smaller_tokenizer_does_not_have_are_no_text(tmp_path):
+    """Models pad their vocabularies, and may choose a token of the padding."""
+    text = jaxkv.text.Tokenizer(write_tokenizer(tmp_path))
+    a, b = text.encode("ab", special=False)
+    assert text.decode([a, 300, 2**31, b]) == "ab"
+    stream = text.stream()
+    assert [*map(stream.add, (a, 300, b)), stream.finish()] == ["a", "", "b", ""]
+
+
 @pytest.mark.parametrize("place", ["config", "named", "jinja", "json"])
 def test_a_chat_is_written_by_the_folder_s_own_template(tmp_path, place):
     in_config = {"config": CHATML, "named": [{"name": "rag", "template": "x"}, {"name": "default", "template": CHATML}]}
