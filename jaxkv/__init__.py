@@ -1,4 +1,15 @@
-"""A paged KV cache for JAX: immutable, functional, with kernels for TPU and NVIDIA GPU."""
+"""A paged KV cache for JAX: immutable, functional, with kernels for TPU and NVIDIA GPU.
+
+Where to begin; `help(jaxkv.NAME)` says the rest, and docs/ has a page on each:
+
+- Run a checkpoint: `jaxkv.models.load(folder)`, then `generate(model, prompts)`; `jaxkv.text.Tokenizer(folder)`.
+- Serve: `Engine(model)`, `engine.submit(prompt)`, `for request, token in engine.run()`.
+- Your model: `Model` is what it must be; `jaxkv.nnx.Attention`, `jaxkv.linen.Attention`, `jaxkv.testing.check_model`.
+- Your own step: `CacheConfig`, `init`, `extend` once a step, `attention` in each layer, `check`.
+- Rows: `fork`, `truncate`, `reorder`, `free`, `PrefixCache`, `swap_out`, `save`, `load`.
+- Look inside: `stats`, `gather`, `explain`; a cache draws itself in a notebook.
+- On the command line: `python -m jaxkv generate`, `chat`, `plan`.
+"""
 
 import importlib
 from typing import TYPE_CHECKING

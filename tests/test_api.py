@@ -52,7 +52,7 @@ def test_help_of_a_module_stands_alone(module):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_init_is_a_table_of_contents(package):
-    assert len(inspect.getsource(package).splitlines()) < 80
+    assert len(inspect.getsource(package).splitlines()) < 90
 
 
 def test_lazy_modules():
