@@ -31,3 +31,4 @@ class EngineOptions(EngineFields, total=False):
     evict: Eviction | None
     prefill: Any
     deterministic: bool
+    max_waiting: int | None
