@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from checksum_model import LONGEST, VOCAB, Checksum, is_seen, weight
+from nightly import NIGHTLY
 
 import jaxkv
 
@@ -47,7 +48,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS if NIGHTLY else ["prefix cache", "prefill apart"])
 def test_each_request_has_its_own_adapter(way):
     engine = jaxkv.Engine(Adapted(WINDOWS), **ROOM | WAYS[way])
     requests = [engine.submit(PROMPT, 12, adapter=adapter, n=n) for adapter, n in ((0, 1), (1, 2), (2, 1), (1, 1))]

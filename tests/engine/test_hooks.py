@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from checksum_model import LONGEST, VOCAB, Checksum, Several, weight
 from compiled import compiled
+from nightly import NIGHTLY
 
 import jaxkv
 import jaxkv.hooks
@@ -74,7 +75,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS if NIGHTLY else ["several steps", "ngram"])
 def test_each_request_has_its_own_numbers(way):
     model = Several(WINDOWS) if way == "ngram" else Checksum(WINDOWS)
     engine = jaxkv.Engine(model, **ROOM | WAYS[way], logits_hook=hook)

@@ -12,7 +12,7 @@ from pallas_kernels.gpu import decode, prefill, step, work_items as work
 from pallas_kernels.testing import Case
 
 BY_DAY = (
-    "lengths", "first tokens, cut", "wild ids", "tree, chunk", "one item for each of many tiles",
+    "first tokens, cut", "wild ids", "tree, chunk",
 )  # fmt: skip
 
 

@@ -620,7 +620,7 @@ FIRST_TOKENS = {
     ),
 }
 CONTROLS |= FIRST_TOKENS
-BY_DAY = list(CONTROLS)[: -len(FIRST_TOKENS) : 9]
+BY_DAY = list(CONTROLS)[: -len(FIRST_TOKENS) : 18]
 
 
 def broken(tmp_path, monkeypatch, *plants):
