@@ -24,7 +24,17 @@ logger = logging.getLogger("jaxkv.engine")
 
 
 class EngineFull(RuntimeError):
-    """Raised by `Engine.submit` if `max_waiting` requests wait, or the engine is drained: try again later."""
+    """Raised by `Engine.submit` if `max_waiting` samples wait, or the engine is drained: try again later.
+
+    >>> import jaxkv
+    >>> engine = jaxkv.Engine(jaxkv.models.small(), max_seqs=1, max_seq_len=64, max_waiting=1)
+    >>> first = engine.submit(list(b"import "), max_new_tokens=2)
+    >>> try:
+    ...     engine.submit(list(b"import "), max_new_tokens=2)
+    ... except jaxkv.EngineFull as error:
+    ...     print(error)
+    1 requests wait, and max_waiting is 1: submit it again later, or raise max_waiting.
+    """
 
 
 class Servable:

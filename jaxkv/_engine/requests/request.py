@@ -174,7 +174,7 @@ class Request:
         if first.exception is not None:
             return f"{type(first.exception).__name__} was raised while it was served: {first.exception}"
         return first.refusal or (
-            f"after {len(self.prompt)} + {len(self.output)} tokens the logits, or what logits_hook made of them, are "
+            f"after {len(self.prompt)} + {len(first.output)} tokens the logits, or what logits_hook made of them, are "
             "NaN or all -inf, and no token can be chosen"
         )
 
@@ -324,7 +324,7 @@ class Request:
 
     def __repr__(self) -> str:
         state = self.ended or "not done"
-        return f"Request({self.number}: {len(self.prompt)} + {len(self.output)} tokens, {state})"
+        return f"Request({self.number}: {len(self.prompt)} + {len(self.samples[0].output)} tokens, {state})"
 
 
 def peek(numbers: "itertools.count[int]") -> int:
