@@ -54,7 +54,7 @@ MUTANTS = {
     ),
     "tokens are indexed that the row does not hold": (
         "test_only_what_the_row_holds_is_indexed",
-        Plant("PrefixCache.insert", "tokens[:length]", "tokens"),
+        Plant("PrefixCache.insert_more", "min(count, int(length))", "count"),
     ),
     "what made room is believed to be there": (
         "test_a_call_is_cut_off_at_every_line",
@@ -79,9 +79,10 @@ MUTANTS = {
     "the index changes before the cache": (
         "test_a_call_is_cut_off_at_every_line",
         Plant(
-            "PrefixCache.insert",
-            "change.offer(chain, columns)",
-            "change.offer(chain, columns)\nself._index.hold(change.kept)\nchange = Change(self._index, cache)",
+            "PrefixCache.insert_more",
+            "change.offer(chain, [blocks[first:] for blocks in held])",
+            "change.offer(chain, [blocks[first:] for blocks in held])\nself._index.hold(change.kept)\n"
+            "change = Change(self._index, cache)",
         ),
     ),
     "a block gets a second salt": (
