@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.families import FAMILIES
-from jaxkv.models.families.family import AsStored, Columns
+from jaxkv.models.families.family import AsStored, Columns, Rows
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Our name -> Llama's, for parameters of the model and of each layer. A name with {} exists once for each expert. A
@@ -47,6 +47,7 @@ PER_LAYER = {
     "experts.gate": "mlp.experts.{}.gate_proj.weight",
     "experts.up": "mlp.experts.{}.up_proj.weight",
     "experts.down": "mlp.experts.{}.down_proj.weight",
+    "experts.shared_gate": "mlp.shared_expert_gate.weight",
     "experts.shared.gate": "mlp.shared_experts.gate_proj.weight",
     "experts.shared.up": "mlp.shared_experts.up_proj.weight",
     "experts.shared.down": "mlp.shared_experts.down_proj.weight",
@@ -96,6 +97,8 @@ def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_sta
         shape = (*shape[:-1], name.step * shape[-1])
         part = TensorSlice(shape, np.s_[..., name.first :: name.step])
         return [Slot(f"model.layers.{i}.{name.name}", shape, False, part) for i in layers]
+    if isinstance(name, Rows):
+        return [_fused_slot(f"model.layers.{i}.{name.name}", key, name.parts, shape, config) for i in layers]
     if config.latent is not None and key in ("attention.key_up", "attention.value_up"):  # both in one tensor
         (heads, _, rank), nope_dim = shape, config.latent.nope_dim
         rows = nope_dim + config.latent.value_dim
@@ -107,8 +110,18 @@ def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_sta
     own = shape[1:] if "{}" in name else shape
     if inputs := INPUT_AXES.get(key, 0):
         theirs: tuple[int, ...] = math.prod(own[inputs:]), math.prod(own[:inputs])
-    elif len(own) == 1 or key.endswith("bias"):
+    elif len(own) == 1 or key.endswith(("bias", "_norm")):
         theirs = (math.prod(own),)
     else:
         theirs = math.prod(own[:-1]), own[-1]
     return [Slot(f"model.layers.{i}.{name}", theirs, bool(inputs)) for i in layers for name in names]
+
+
+def _fused_slot(name: str, key: str, parts: tuple[str, ...], shape: tuple[int, ...], config: DecoderConfig) -> Slot:
+    """Returns the slot of a parameter that is some rows of a tensor: `key`'s among those of `parts`."""
+    query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    sizes = {"attention.query": query, "attention.key": key_value, "attention.value": key_value}
+    rows = [sizes.get(part.removesuffix("_bias"), config.mlp_dim) for part in parts]
+    first, size = sum(rows[: parts.index(key)]), rows[parts.index(key)]
+    whole = (sum(rows),) if key.endswith("_bias") else (sum(rows), shape[-1])
+    return Slot(name, whole, False, TensorSlice(whole, np.s_[first : first + size]))

@@ -55,6 +55,7 @@ class ExpertsConfig:
         rated by its best expert, or with a sigmoid by the sum of its best two.
       bias: router and experts have biases. choice_bias: a further bias for each expert that affects the choice alone.
       shared_dim: hidden width of an MLP that also processes all tokens; 0: none.
+      shared_gate: multiply that MLP's output by the sigmoid of a projection of the token to one number.
       limit, alpha: with a limit, gates are clipped from above and `up` to `[-limit, limit]`, and the output is
         `down((up + 1) * gate * sigmoid(alpha * gate))`.
 
@@ -73,6 +74,7 @@ class ExpertsConfig:
     bias: bool = False
     choice_bias: bool = False
     shared_dim: int = 0
+    shared_gate: bool = False
     limit: float | None = None
     alpha: float = 1.702
 
@@ -115,8 +117,13 @@ class DecoderConfig:
       attention_soft_cap, logit_soft_cap: c in `c * tanh(x / c)`, on the attention's and on the final logits.
       norm_eps: epsilon of every RMS norm.
       norm_offset: added to a norm's weight before scaling (Gemma stores weights around 0, not 1).
-      qk_norm: RMS norms on each head's queries and keys, before the rotation.
+      qk_norm: RMS norms on queries and keys.
+      qk_norm_over: what each of them normalises: a "head" before its rotation, a "rotated_head", or "all_heads" of a
+        token together, before the rotation.
+      pre_norms: norms before attention and before the MLP.
       post_norms: also norms after attention and after the MLP, before they are added to the residual stream.
+      residual_scale: factor of attention's and the MLP's outputs, before they are added to the residual stream.
+      logit_divisor: divides the final logits.
       qkv_bias, out_bias, mlp_bias: whether these projections have biases.
       activation: of the gated MLP.
       embed_scale: factor of the embeddings.
@@ -152,7 +159,11 @@ class DecoderConfig:
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "rotated_head", "all_heads"] = "head"
+    pre_norms: bool = True
     post_norms: bool = False
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -184,17 +195,22 @@ class DecoderConfig:
     def _check(self) -> None:
         for name in ("vocab_size", "embed_dim", "mlp_dim", "num_heads", "max_seq_len"):
             object.__setattr__(self, name, integer(name, getattr(self, name), least=1))
-        for name in ("attention_scale", "norm_eps", "norm_offset", "embed_scale"):
+        for name in ("attention_scale", "norm_eps", "norm_offset", "embed_scale", "residual_scale"):
             real(name, getattr(self, name), least=0)
+        real("logit_divisor", self.logit_divisor, above=0)
         for name in ("attention_soft_cap", "logit_soft_cap"):
             if getattr(self, name) is not None:
                 real(name, getattr(self, name), above=0)
-        flags = ("qk_norm", "post_norms", "qkv_bias", "out_bias", "mlp_bias", "tie_embeddings", "byte_tokens", "sinks")
+        flags = ("qk_norm", "pre_norms", "post_norms", "qkv_bias", "out_bias", "mlp_bias", "tie_embeddings",
+                 "byte_tokens", "sinks")  # fmt: skip
         for name in flags:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {show(getattr(self, name))}.")
         if self.activation not in ("silu", "gelu_tanh"):
             raise ValueError(f"activation must be 'silu' or 'gelu_tanh', not {show(self.activation)}.")
+        if self.qk_norm_over not in ("head", "rotated_head", "all_heads"):
+            known = "'head', 'rotated_head' or 'all_heads'"
+            raise ValueError(f"qk_norm_over must be {known}, not {show(self.qk_norm_over)}.")
         for layer in self.layers if self.latent is None else ():
             if self.num_heads % layer.num_kv_heads:
                 raise ValueError(

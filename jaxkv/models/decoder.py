@@ -1,5 +1,4 @@
-"""One decoder for Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, GPT-OSS, DeepSeek V2 and V3: the config holds all
-differences."""
+"""One decoder for all families of `jaxkv.models.families`: the config holds all differences."""
 
 from typing import Any, Literal, overload
 
@@ -125,6 +124,8 @@ class Decoder(nnx.Module):
             x = rms_norm(x, self.norm, config)
             table = self.embed if self.head is None else self.head
             logits = product(x, table[...], dtype=jnp.float32)
+            if config.logit_divisor != 1:
+                logits = logits / config.logit_divisor
             if config.logit_soft_cap is not None:
                 logits = config.logit_soft_cap * jnp.tanh(logits / config.logit_soft_cap)
         return logits, cache
@@ -194,7 +195,7 @@ class Block(nnx.Module):
     def __init__(self, config: DecoderConfig, layer: int, dtype: Any, rngs: nnx.Rngs):
         rope, kept = config.ropes[layer], config.layers[layer]
         self.config = config
-        self.attention_norm = norm_weight(config, config.embed_dim, dtype)
+        self.attention_norm = norm_weight(config, config.embed_dim, dtype) if config.pre_norms else None
         if config.latent is not None:
             self.attention: Any = LatentAttention(config, config.latent, rope, dtype, rngs)
         else:
@@ -206,14 +207,14 @@ class Block(nnx.Module):
                 use_bias=config.qkv_bias,
                 use_out_bias=config.out_bias,
                 use_sinks=config.sinks,
-                position_fn=NormedRope(config, kept.head_dim, rope, dtype) if config.qk_norm else rope,
+                position_fn=NormedRope(config, kept, rope, dtype) if config.qk_norm else rope,
                 scale=config.attention_scale,
                 soft_cap=config.attention_soft_cap,
                 window=kept.window,
                 param_dtype=dtype,
                 rngs=rngs,
             )
-        self.mlp_norm = norm_weight(config, config.embed_dim, dtype)
+        self.mlp_norm = norm_weight(config, config.embed_dim, dtype) if config.pre_norms else None
         experts = config.experts if config.experts is not None and config.expert_layers[layer] else None
         self.experts = None if experts is None else Experts(config, experts, dtype, rngs)
         self.mlp = GatedMLP(config, config.mlp_dim, dtype, rngs) if experts is None else None
@@ -232,7 +233,7 @@ class Block(nnx.Module):
     def inputs(self, x: jax.Array, positions: jax.Array) -> tuple:
         """Computes the inputs of attention from the residual stream."""
         with jax.named_scope("attention"):
-            return self.attention.inputs(rms_norm(x, self.attention_norm, self.config), positions)
+            return self.attention.inputs(self._normed(x, self.attention_norm), positions)
 
     def attend(
         self, inputs: tuple, cache: Cache | None, layer: Any, step: Step | None, deterministic: bool = False
@@ -242,12 +243,19 @@ class Block(nnx.Module):
     def output(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Adds attention's output `y` to the residual stream, then the MLP's or the experts' output."""
         with jax.named_scope("attention"):
-            y = self.attention.output(y)
-            x = x + (y if self.attention_post_norm is None else rms_norm(y, self.attention_post_norm, self.config))
+            x = self._added(x, self._normed(self.attention.output(y), self.attention_post_norm))
         with jax.named_scope("mlp"):
-            y = rms_norm(x, self.mlp_norm, self.config)
+            y = self._normed(x, self.mlp_norm)
             y = self.experts(y) if self.mlp is None else self.mlp(y)  # type: ignore[misc]
-            return x + (y if self.mlp_post_norm is None else rms_norm(y, self.mlp_post_norm, self.config))
+            return self._added(x, self._normed(y, self.mlp_post_norm))
+
+    def _normed(self, x: jax.Array, weight: nnx.Param | None) -> jax.Array:
+        """Computes a norm that some families leave out: without a weight, returns x."""
+        return x if weight is None else rms_norm(x, weight, self.config)
+
+    def _added(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        scale = self.config.residual_scale
+        return x + (y if scale == 1 else y * jnp.asarray(scale, y.dtype))
 
 
 class OneOf:

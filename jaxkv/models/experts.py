@@ -16,6 +16,7 @@ from jaxkv._products import grouped_product
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.layers import ACTIVATIONS, GatedMLP
 from jaxkv.models.partition import AXIS, mesh_of_weights, sharding_of
+from jaxkv.nnx import project
 
 
 class Experts(nnx.Module):
@@ -41,17 +42,24 @@ class Experts(nnx.Module):
         self.up, self.up_bias = kernels(count, embed_dim, mlp_dim), zeros(experts.bias, count, mlp_dim)
         self.down, self.down_bias = kernels(count, mlp_dim, embed_dim), zeros(experts.bias, count, embed_dim)
         self.shared = GatedMLP(config, experts.shared_dim, dtype, rngs) if experts.shared_dim else None
+        self.shared_gate = nnx.Param(kernels(embed_dim, 1)[...].T) if experts.shared_gate else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., M]` to `[..., M]`."""
         tokens = x.reshape(-1, x.shape[-1])
         mesh = mesh_of_weights(self.gate[...])
         if mesh is None or self.config.mlp_dim % mesh.shape[AXIS]:
-            y, shared = self.mixed(tokens), self.shared
+            y, is_complete = self.mixed(tokens), self.shared is None
         else:
-            y, shared = self._on_devices(tokens, mesh), None if self._divides_shared(mesh) else self.shared
+            y, is_complete = self._on_devices(tokens, mesh), self.shared is None or self._divides_shared(mesh)
         y = y.astype(x.dtype).reshape(x.shape)
-        return y if shared is None else y + shared(x)
+        return y if is_complete else y + self._gated_shared(x)
+
+    def _gated_shared(self, x: jax.Array) -> jax.Array:
+        """Computes the MLP of all tokens, times its gate where it has one."""
+        assert self.shared is not None
+        y = self.shared(x)
+        return y if self.shared_gate is None else y * jax.nn.sigmoid(project("...e,fe->...f", x, self.shared_gate))
 
     def mixed(self, tokens: jax.Array, bias: Any = True) -> jax.Array:
         """Computes the weighted sum of the chosen experts, `[N, M]` to `f32[N, M]`. On a device with a shard of the
@@ -92,7 +100,7 @@ class Experts(nnx.Module):
             experts = nnx.merge(graph, nnx.from_flat_state(own))
             y = experts.mixed(tokens, bias=jax.lax.axis_index(AXIS) == 0)
             if experts.shared is not None and self._divides_shared(mesh):
-                y += experts.shared(tokens).astype(jnp.float32)
+                y += experts._gated_shared(tokens).astype(jnp.float32)
             return jax.lax.psum(y, AXIS)
 
         return map_devices(on_one, mesh, (PartitionSpec(), *specs), PartitionSpec())(tokens, *params)

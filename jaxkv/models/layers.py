@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.rope import Rope
 from jaxkv.nnx import project
@@ -40,29 +41,39 @@ class GatedMLP(nnx.Module):
 
 
 class NormedRope(nnx.Module):
-    """A rotation of queries and keys that are RMS-normed first, head by head."""
+    """A rotation of queries and keys that are RMS-normed too: what, and whether first, `qk_norm_over` tells.
 
-    def __init__(self, config: DecoderConfig, head_dim: int, rope: Rope, dtype: Any):
+    Weights are `[D]`, or `[H, D]` for queries and `[K, D]` for keys where all heads are normalised together.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, rope: Rope, dtype: Any):
+        def weight(heads: int) -> nnx.Param:
+            front = (heads,) if config.qk_norm_over == "all_heads" else ()
+            return norm_weight(config, (*front, layer.head_dim), dtype)
+
         self.config, self.rope = config, rope
-        self.query_norm = norm_weight(config, head_dim, dtype)
-        self.key_norm = norm_weight(config, head_dim, dtype)
+        self.query_norm, self.key_norm = weight(config.num_heads), weight(layer.num_kv_heads)
 
     def __call__(self, q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return self.rope(rms_norm(q, self.query_norm, self.config), rms_norm(k, self.key_norm, self.config), positions)
+        is_last = self.config.qk_norm_over == "rotated_head"
+        q, k = self.rope(q, k, positions) if is_last else (q, k)
+        q, k = rms_norm(q, self.query_norm, self.config), rms_norm(k, self.key_norm, self.config)
+        return (q, k) if is_last else self.rope(q, k, positions)
 
 
 def rms_norm(x: jax.Array, weight: nnx.Param, config: DecoderConfig, eps: float | None = None) -> jax.Array:
-    """Computes the RMS norm in float32 (Zhang and Sennrich, 2019: https://arxiv.org/abs/1910.07467)."""
+    """Computes the RMS norm over the weight's axes in float32 (Zhang and Sennrich, 2019:
+    https://arxiv.org/abs/1910.07467)."""
     return _normed(x, weight[...], config.norm_eps if eps is None else eps, config.norm_offset)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "offset"))  # traced once for all layers
 def _normed(x: jax.Array, weight: jax.Array, eps: float, offset: float) -> jax.Array:
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=tuple(range(-weight.ndim, 0)), keepdims=True) + eps)
     scale = weight.astype(jnp.float32) + offset
-    return (y * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))).astype(x.dtype)
+    return (y * jnp.expand_dims(scale, tuple(range(x.ndim - weight.ndim)))).astype(x.dtype)
 
 
-def norm_weight(config: DecoderConfig, size: int, dtype: Any) -> nnx.Param:
-    return nnx.Param(jnp.full((size,), 1.0 - config.norm_offset, dtype))
+def norm_weight(config: DecoderConfig, shape: int | tuple[int, ...], dtype: Any) -> nnx.Param:
+    return nnx.Param(jnp.full(shape, 1.0 - config.norm_offset, dtype))

@@ -27,8 +27,13 @@ class Rope:
         `original_max_position / low_freq_factor`, leaves those shorter than `original_max_position / high_freq_factor`
         unchanged, and blends in between; "yarn" (https://arxiv.org/abs/2309.00071) leaves those that turn more than
         `beta_fast` times within `original_max_position`, divides those that turn less than `beta_slow` times, and
-        blends in between, with bounds rounded to whole pairs if `truncate`.
-      attention_factor, mscale, mscale_all_dim: with "yarn", these determine `magnitude`.
+        blends in between, with bounds rounded to whole pairs if `truncate`; "longrope"
+        (https://arxiv.org/abs/2402.13753) divides each pair's by its own of `divisors`.
+      attention_factor, mscale, mscale_all_dim: with "yarn", these determine `magnitude`; with "longrope" the first.
+      partial_rotary_factor: share of a head's entries that are rotated, the first ones; 0: none, a layer without
+        positions (NoPE).
+      temperature_beta: b in `1 + b log(1 + floor(position / original_max_position))`, a factor of queries that keeps
+        attention sharp beyond the positions of the training; 0: none.
       interleaved: the pairs are (2 i, 2 i + 1). The output has them at (i, i + D/2), in queries and keys alike.
 
     >>> q = k = jnp.ones((3, 2, 8))
@@ -37,7 +42,7 @@ class Rope:
     """
 
     theta: float = 10_000.0
-    scaling: Literal["default", "linear", "llama3", "yarn"] = "default"
+    scaling: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -49,6 +54,9 @@ class Rope:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     interleaved: bool = False
+    divisors: tuple[float, ...] = ()
+    partial_rotary_factor: float = 1.0
+    temperature_beta: float = 0.0
 
     def __post_init__(self):
         above_0 = ("theta", "factor", "low_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
@@ -58,16 +66,22 @@ class Rope:
                 real(name, getattr(self, name), least=1 if name == "theta" else None, above=0)
         real("high_freq_factor", self.high_freq_factor, above=self.low_freq_factor)
         integer("original_max_position", self.original_max_position, least=1)
-        if self.scaling not in ("default", "linear", "llama3", "yarn"):
-            raise ValueError(f"scaling must be 'default', 'linear', 'llama3' or 'yarn', not {show(self.scaling)}.")
+        real("temperature_beta", self.temperature_beta, least=0)
+        real("partial_rotary_factor", self.partial_rotary_factor, least=0, most=1)
+        if self.scaling not in ("default", "linear", "llama3", "yarn", "longrope"):
+            known = "'default', 'linear', 'llama3', 'yarn' or 'longrope'"
+            raise ValueError(f"scaling must be {known}, not {show(self.scaling)}.")
 
     @property
     def magnitude(self) -> float:
         """Factor of rotated queries and keys: with more positions logits get sharper."""
-        if self.scaling != "yarn":
+        if self.scaling not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.scaling == "longrope":
+            extended = max(self.factor, 1.0)
+            return math.sqrt(1 + math.log(extended) / math.log(max(self.original_max_position, 2)))
         if self.mscale and self.mscale_all_dim:
             return self.sharpening(self.mscale) / self.sharpening(self.mscale_all_dim)
         return self.sharpening(1.0)
@@ -79,7 +93,8 @@ class Rope:
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Radians per position of each pair, `f32[head_dim // 2]`."""
+        """Radians per position of each rotated pair, `f32[rotated_dim(head_dim) // 2]`."""
+        head_dim = self.rotated_dim(head_dim)
         frequency = self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         if self.scaling == "linear":
             frequency = frequency / self.factor
@@ -92,7 +107,17 @@ class Rope:
             low, high = self._blended(head_dim)
             divided = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
             frequency = (1 - divided) * frequency + divided * frequency / self.factor
+        elif self.scaling == "longrope":
+            if len(self.divisors) != head_dim // 2:
+                raise ValueError(
+                    f"divisors must be {head_dim // 2}, one for each rotated pair, not {len(self.divisors)}."
+                )
+            frequency = frequency / np.asarray(self.divisors, np.float64)
         return frequency.astype(np.float32)
+
+    def rotated_dim(self, head_dim: int) -> int:
+        """Number of a head's entries that are rotated; even."""
+        return int(head_dim * self.partial_rotary_factor) // 2 * 2
 
     def _blended(self, head_dim: int) -> tuple[float, float]:
         """Returns the pairs between which YaRN blends."""
@@ -111,8 +136,17 @@ class Rope:
         """Rotates `q [..., H, D]` and `k [..., K, D]` of the tokens at `positions [...]`; computes in float32."""
         if q.shape[-1] % 2:
             raise ValueError(f"q and k must have an even head_dim, so that entries can be paired, not {q.shape[-1]}.")
+        q, k = self._rotate(q, k, positions) if self.rotated_dim(q.shape[-1]) else (q, k)
+        return q if self.temperature_beta == 0 else self._heat(q, positions), k
+
+    def _heat(self, q: jax.Array, positions: jax.Array) -> jax.Array:
+        """Multiplies queries by their temperature."""
+        steps = jnp.floor_divide(positions, self.original_max_position).astype(jnp.float32)
+        return (q * (1 + self.temperature_beta * jnp.log1p(steps))[..., None, None]).astype(q.dtype)
+
+    def _rotate(self, q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         # Rotates both halves of a head at once: one kernel, not one for each half and another to concatenate them.
-        frequencies = self.frequencies(q.shape[-1])
+        frequencies, size = self.frequencies(q.shape[-1]), self.rotated_dim(q.shape[-1])
         sign = np.repeat(np.array([-self.magnitude, self.magnitude], np.float32), frequencies.size)
         twice = jnp.expand_dims(np.tile(frequencies, 2), tuple(range(positions.ndim + 1)))
         angles = positions.astype(jnp.float32)[..., None, None] * twice  # [..., 1, D]
@@ -121,8 +155,9 @@ class Rope:
             cos = cos * self.magnitude
 
         def rotate(x: jax.Array) -> jax.Array:
-            halves, swapped = pairs(x, self.interleaved)
-            return (halves * cos + swapped * sin).astype(x.dtype)
+            halves, swapped = pairs(x if size == x.shape[-1] else x[..., :size], self.interleaved)
+            y = (halves * cos + swapped * sin).astype(x.dtype)
+            return y if size == x.shape[-1] else side_by_side(y, x[..., size:])
 
         return rotate(q), rotate(k)
 

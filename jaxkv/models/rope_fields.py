@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxkv._core.config.validation import integer
+from jaxkv._core.config.validation import integer, real
 from jaxkv.models.config_fields import FULL, SLIDING, Fields, first_given
 from jaxkv.models.rope import Rope
 
@@ -12,7 +12,8 @@ YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"
 
 def parse_ropes(
     fields: Fields, max_seq_len: int, *, theta: float, local_theta: float | None = None,
-    default: dict[str, Any] | None = None, interleaved: bool = False,
+    default: dict[str, Any] | None = None, interleaved: bool = False, partial: float | None = None,
+    scalings: tuple[str, ...] = SCALINGS,
 ) -> dict[str, Rope]:  # fmt: skip
     """Returns the rotary embedding of each kind of layer.
 
@@ -21,6 +22,8 @@ def parse_ropes(
       local_theta: the same for layers with a sliding window, where a family gives them a rotation of their own.
       default: the family's default parameters.
       interleaved: whether the family pairs adjacent entries.
+      partial: default of `partial_rotary_factor`, in a family that honours it.
+      scalings: the values of `rope_type` that the family honours.
     """
     new, old = fields.take("rope_parameters", None), fields.take("rope_scaling", None)
     if new is not None and old is not None:
@@ -28,10 +31,11 @@ def parse_ropes(
     theta = fields.number("rope_theta", theta, least=1)
     # Phi 3 introduced it beside the other fields; transformers gives it priority there.
     original = fields.size("original_max_position_embeddings", None)
+    partial = None if partial is None else fields.number("partial_rotary_factor", partial, least=0)
 
     def parse(parameters: Any, theta: float) -> Rope:
         given = fields.nest(first_given(parameters, {}), "The rotary embedding")
-        return _parse(given, theta, max_seq_len, original, interleaved)
+        return _parse(given, theta, max_seq_len, original, interleaved, partial, scalings)
 
     if local_theta is None:
         rope = parse(first_given(new, old, default, {}), theta)
@@ -44,14 +48,24 @@ def parse_ropes(
     return ropes
 
 
-def _parse(fields: Fields, theta: float, max_seq_len: int, original: int | None, interleaved: bool) -> Rope:
+def _parse(
+    fields: Fields, theta: float, max_seq_len: int, original: int | None, interleaved: bool, partial: float | None,
+    scalings: tuple[str, ...],
+) -> Rope:  # fmt: skip
     old_name = fields.take("type", "default")
     scaling = fields.take("rope_type", old_name)
-    if not isinstance(scaling, str) or scaling not in SCALINGS:
-        raise fields.refuse("rope_type", scaling, ", ".join(SCALINGS))
-    if (partial := fields.number("partial_rotary_factor", None)) not in (None, 1.0):
-        raise fields.refuse("partial_rotary_factor", partial, "1.0: all of a head's entries are rotated")
-    options: dict[str, Any] = {"scaling": scaling, "interleaved": interleaved}
+    scaling = "longrope" if scaling == "su" else scaling  # its first name
+    if not isinstance(scaling, str) or scaling not in scalings:
+        raise fields.refuse("rope_type", scaling, ", ".join(scalings))
+    share = fields.number("partial_rotary_factor", 1.0 if partial is None else partial, None)
+    if share is not None and (not 0 < share <= 1 or (partial is None and share != 1)):
+        honoured = "1.0: all of a head's entries are rotated" if partial is None else "a share above 0, up to 1"
+        raise fields.refuse("partial_rotary_factor", share, honoured)
+    options: dict[str, Any] = {
+        "scaling": scaling, "interleaved": interleaved, "partial_rotary_factor": first_given(share, partial, 1.0),
+    }  # fmt: skip
+    if scaling == "longrope":
+        return _parse_longrope(fields, options, theta, max_seq_len, original)
     if scaling != "default":
         options["factor"] = _read_factor(fields, scaling, max_seq_len)
     if scaling == "llama3":
@@ -67,6 +81,31 @@ def _parse(fields: Fields, theta: float, max_seq_len: int, original: int | None,
     rope = Rope(theta=fields.number("rope_theta", theta, least=1), **options)
     fields.finish()
     return rope
+
+
+def _parse_longrope(
+    fields: Fields, options: dict[str, Any], theta: float, max_seq_len: int, original: int | None
+) -> Rope:
+    """Reads LongRoPE. Of its two lists of divisors, the long one holds where the model reads more than it was first
+    trained for: keys in a cache cannot be rotated again when a text grows beyond that."""
+    trained = fields.size("original_max_position_embeddings", max_seq_len if original is None else original)
+    trained = trained if original is None else original
+    divisors = {name: _read_divisors(fields, name) for name in ("short_factor", "long_factor")}
+    rope = Rope(
+        theta=fields.number("rope_theta", theta, least=1), original_max_position=trained,
+        divisors=divisors["long_factor" if max_seq_len > trained else "short_factor"],
+        factor=fields.number("factor", max_seq_len / trained, above=0),
+        attention_factor=fields.number("attention_factor", None, above=0), **options,
+    )  # fmt: skip
+    fields.finish()
+    return rope
+
+
+def _read_divisors(fields: Fields, name: str) -> tuple[float, ...]:
+    values = fields.take(name)
+    if not isinstance(values, list) or not values:
+        raise fields.refuse(name, values, "a list of numbers, one for each rotated pair")
+    return tuple(real(f"{name} in {fields.where}", value, above=0) for value in values)
 
 
 def _read_factor(fields: Fields, scaling: str, max_seq_len: int) -> float:
@@ -89,6 +128,11 @@ def render_rope(rope: Rope) -> dict[str, Any]:
     if rope.scaling == "yarn":
         values = {name: getattr(rope, name) for name in (*YARN, "truncate")}
         fields |= {name: value for name, value in values.items() if value is not None}
-    if rope.scaling in ("llama3", "yarn"):
+    if rope.scaling == "longrope":
+        fields |= {"short_factor": list(rope.divisors), "long_factor": list(rope.divisors)}
+        fields |= {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
+    if rope.partial_rotary_factor != 1:
+        fields["partial_rotary_factor"] = rope.partial_rotary_factor
+    if rope.scaling in ("llama3", "yarn", "longrope"):
         fields["original_max_position_embeddings"] = rope.original_max_position
     return fields

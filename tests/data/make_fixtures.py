@@ -4,7 +4,7 @@
     VENV/bin/python tests/data/make_fixtures.py [NAME ...]
 
 Every parameter is random, norms and biases too, so that a term that is missing shows. (Those with experts, and
-gemma3_nested, were made with torch 2.15.0; mixtral and qwen2_yarn with 2.14.1.)
+gemma3_nested, were made with torch 2.15.0; mixtral, qwen2_yarn and those after it with 2.14.1.)
 """
 
 import json
@@ -88,9 +88,32 @@ FIXTURES |= {
         mm_tokens_per_image=4, image_token_index=0, boi_token_index=0, eoi_token_index=1,
     ),
 }  # fmt: skip
+# For families whose heads are as wide as hidden_size says.
+NARROW = {name: value for name, value in TINY.items() if name != "head_dim"}
+FIXTURES |= {
+    "smollm3": transformers.SmolLM3Config(
+        **NARROW | dict(num_hidden_layers=4), no_rope_layers=[1, 0, 1, 0], use_sliding_window=True,
+        sliding_window=6,
+    ),
+    "olmo2": transformers.Olmo2Config(**NARROW, rope_parameters=dict(rope_type="default", rope_theta=500.0)),
+    "olmo3": transformers.Olmo3Config(
+        **NARROW | dict(num_hidden_layers=4), sliding_window=6,
+        rope_parameters=dict(full_attention=YARN | dict(attention_factor=1.25),
+                             sliding_attention=dict(rope_type="default", rope_theta=500.0)),
+    ),
+    "granite": transformers.GraniteConfig(
+        **NARROW, attention_multiplier=0.3, embedding_multiplier=2.0, residual_multiplier=0.6, logits_scaling=3.0,
+    ),
+    "seed_oss": transformers.SeedOssConfig(**TINY, mlp_bias=True),
+    "qwen2_moe": transformers.Qwen2MoeConfig(
+        **NARROW, moe_intermediate_size=24, num_experts=6, num_experts_per_tok=3,
+        shared_expert_intermediate_size=20, mlp_only_layers=[1],
+    ),
+}  # fmt: skip
 # Their seeds are their places here.
 ORDER = ["gemma2", "gemma3", "llama", "llama3", "llama_linear", "mistral", "qwen2", "qwen3", "deepseek_v2",
-         "deepseek_v3", "gpt_oss", "qwen3_moe", "gemma3_nested", "mixtral", "qwen2_yarn"]  # fmt: skip
+         "deepseek_v3", "gpt_oss", "qwen3_moe", "gemma3_nested", "mixtral", "qwen2_yarn", "smollm3", "olmo2", "olmo3", "granite", "seed_oss",
+         "qwen2_moe"]  # fmt: skip
 OLD_YARN = {name: value for name, value in YARN.items() if name not in ("rope_type", "rope_theta")}
 FP8_BLOCK = 16  # DeepSeek publishes blocks of 128
 SHARDED = "qwen3"
@@ -140,6 +163,14 @@ OLD_FORMS = {
         dict(rope_theta=500.0, rope_scaling=OLD_YARN | dict(type="yarn", attention_factor=1.25)),
     ),
     "gemma3_nested": ([], {}),
+    "smollm3": (["rope_parameters"], dict(rope_theta=2_000_000.0, rope_scaling=None, max_window_layers=28)),
+    "olmo2": (["rope_parameters"], dict(rope_theta=500.0, rope_scaling=None)),
+    "olmo3": (
+        ["rope_parameters"], dict(rope_theta=500.0, rope_scaling=OLD_YARN | dict(type="yarn", attention_factor=1.25)),
+    ),
+    "granite": (["rope_parameters"], dict(rope_theta=10_000.0, rope_scaling=None)),
+    "seed_oss": (["rope_parameters"], dict(rope_theta=10_000.0, rope_scaling=dict(rope_type="default"))),
+    "qwen2_moe": (["rope_parameters", "layer_types"], dict(rope_theta=10_000.0, max_window_layers=21)),
 }  # fmt: skip
 
 

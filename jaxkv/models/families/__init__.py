@@ -4,7 +4,24 @@
 named options in `jaxkv.models.config`. Imported by the readers of `jaxkv.models`.
 """
 
-from jaxkv.models.families import deepseek, gemma2, gemma3, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from jaxkv.models.families import (
+    deepseek,
+    gemma2,
+    gemma3,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+    smollm3,
+)
 from jaxkv.models.families.family import Family as Family
 
 FAMILIES: dict[str, Family] = {
@@ -20,5 +37,11 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": gpt_oss.FAMILY,
     "mixtral": mixtral.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
+    "smollm3": smollm3.FAMILY,
+    "olmo2": olmo2.FAMILY,
+    "olmo3": olmo3.FAMILY,
+    "granite": granite.FAMILY,
+    "seed_oss": seed_oss.FAMILY,
+    "qwen2_moe": qwen2_moe.FAMILY,
     "gemma3": gemma3.NESTED_FAMILY,
 }

@@ -21,6 +21,13 @@ class Columns(NamedTuple):
     step: int
 
 
+class Rows(NamedTuple):
+    """A parameter that is some rows of a checkpoint's tensor, which holds those of all `parts` one after another."""
+
+    name: str
+    parts: tuple[str, ...]
+
+
 class AsStored(NamedTuple):
     """A parameter that the checkpoint stores as the decoder does, not transposed."""
 
@@ -44,7 +51,7 @@ class Family:
     parse: Callable[[Fields], DecoderConfig]
     render: Callable[[DecoderConfig], dict[str, Any]]
     architectures: tuple[str, ...]
-    tensors: Mapping[str, str | Columns | AsStored] = dataclasses.field(default_factory=dict)
+    tensors: Mapping[str, str | Columns | Rows | AsStored] = dataclasses.field(default_factory=dict)
     flatten: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = lambda config, where: config
     name_tensor: Callable[[str, Mapping[str, Any]], str | None] = lambda name, config: name
 

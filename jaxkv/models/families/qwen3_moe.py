@@ -24,7 +24,7 @@ def parse(fields: Fields) -> DecoderConfig:
         mlp_dim=fields.size("moe_intermediate_size", 768, most=MOST_DIM),
         normalise=fields.flag("norm_topk_prob", False),
     )  # fmt: skip
-    layers = _read_expert_layers(fields, num_layers)
+    layers = read_expert_layers(fields, num_layers)
     rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0)[FULL]
     return DecoderConfig(
         **common, windows=windows, ropes=(rope,) * num_layers, qk_norm=True, qkv_bias=has_bias, out_bias=has_bias,
@@ -32,7 +32,8 @@ def parse(fields: Fields) -> DecoderConfig:
     )  # fmt: skip
 
 
-def _read_expert_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+def read_expert_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Reads which layers have experts."""
     every, without = fields.size("decoder_sparse_step", 1), fields.take("mlp_only_layers", None)
     without = [] if without is None else without
     if not isinstance(without, list) or not all(type(i) is int for i in without):
@@ -40,13 +41,17 @@ def _read_expert_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     return tuple(i not in without and (i + 1) % every == 0 for i in range(num_layers))
 
 
-def render(config: DecoderConfig) -> dict[str, Any]:
+def render_expert_layers(config: DecoderConfig) -> dict[str, Any]:
+    """Writes the fields that `read_expert_layers` reads."""
     without = [i for i in range(config.num_layers) if not (config.experts and config.expert_layers[i])]
+    return {"mlp_only_layers": without, "decoder_sparse_step": 1}
+
+
+def render(config: DecoderConfig) -> dict[str, Any]:
     windows = render_switched_windows(config)
     del windows["layer_types"]  # all layers are alike
-    fields = render_common(config) | windows | {
+    fields = render_common(config) | windows | render_expert_layers(config) | {
         "rope_parameters": render_rope(config.ropes[0]), "attention_bias": config.out_bias,
-        "mlp_only_layers": without, "decoder_sparse_step": 1,
     }  # fmt: skip
     if config.experts is None:
         return fields
