@@ -110,10 +110,37 @@ FIXTURES |= {
         shared_expert_intermediate_size=20, mlp_only_layers=[1],
     ),
 }  # fmt: skip
-# Their seeds are their places here.
+FIXTURES |= {
+    "phi3": transformers.Phi3Config(  # every text is longer than the original, so the long factors hold
+        **NARROW, sliding_window=6, original_max_position_embeddings=1,
+        rope_parameters=dict(
+            rope_type="longrope", rope_theta=500.0, partial_rotary_factor=0.75, attention_factor=1.2,
+            long_factor=[1.5, 2.0, 3.0], short_factor=[1.0, 1.1, 1.2], original_max_position_embeddings=1,
+        ),
+    ),
+    "exaone4": transformers.Exaone4Config(
+        **NARROW | dict(num_hidden_layers=3), sliding_window=6, sliding_window_pattern=2,
+        rope_parameters=dict(rope_type="llama3", rope_theta=500.0, **LLAMA3_SCALING),
+    ),
+    "glm4": transformers.Glm4Config(**TINY),
+    "ernie4_5": transformers.Ernie4_5Config(**TINY, use_bias=True),
+    "hunyuan_v1_dense": transformers.HunYuanDenseV1Config(
+        **TINY, rope_parameters=dict(rope_type="dynamic", rope_theta=100.0, alpha=20.0, factor=1.0),
+    ),
+    "glm4_moe": transformers.Glm4MoeConfig(
+        **TINY, moe_intermediate_size=16, n_routed_experts=6, num_experts_per_tok=2, n_group=3, topk_group=2,
+        n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=1.5, use_qk_norm=True, attention_bias=True,
+    ),
+    "minimax_m2": transformers.MiniMaxM2Config(
+        **TINY, num_local_experts=4, num_experts_per_tok=2, rotary_dim=8,
+    ),
+}  # fmt: skip
+# Their seeds are their places here, but for those that would make two tokens as likely.
 ORDER = ["gemma2", "gemma3", "llama", "llama3", "llama_linear", "mistral", "qwen2", "qwen3", "deepseek_v2",
-         "deepseek_v3", "gpt_oss", "qwen3_moe", "gemma3_nested", "mixtral", "qwen2_yarn", "smollm3", "olmo2", "olmo3", "granite", "seed_oss",
-         "qwen2_moe"]  # fmt: skip
+         "deepseek_v3", "gpt_oss", "qwen3_moe", "gemma3_nested", "mixtral", "qwen2_yarn", "smollm3", "olmo2",
+         "olmo3", "granite", "seed_oss", "qwen2_moe", "phi3", "exaone4", "glm4", "ernie4_5",
+         "hunyuan_v1_dense", "glm4_moe", "minimax_m2"]  # fmt: skip
+SEEDS = {name: i for i, name in enumerate(ORDER)} | {"glm4": 101}
 OLD_YARN = {name: value for name, value in YARN.items() if name not in ("rope_type", "rope_theta")}
 FP8_BLOCK = 16  # DeepSeek publishes blocks of 128
 SHARDED = "qwen3"
@@ -170,6 +197,31 @@ OLD_FORMS = {
     ),
     "granite": (["rope_parameters"], dict(rope_theta=10_000.0, rope_scaling=None)),
     "seed_oss": (["rope_parameters"], dict(rope_theta=10_000.0, rope_scaling=dict(rope_type="default"))),
+    "phi3": (
+        ["rope_parameters"],
+        dict(rope_theta=500.0, partial_rotary_factor=0.75, resid_pdrop=0.0, embd_pdrop=0.0,
+             rope_scaling=dict(type="su", attention_factor=1.2, long_factor=[1.5, 2.0, 3.0],
+                               short_factor=[1.0, 1.1, 1.2])),
+    ),
+    "exaone4": (
+        ["rope_parameters", "layer_types"],
+        dict(rope_theta=500.0, rope_scaling=dict(rope_type="llama3", **LLAMA3_SCALING)),
+    ),
+    "glm4": (["rope_parameters"], dict(rope_theta=10_000.0, partial_rotary_factor=0.5)),
+    "ernie4_5": (["rope_parameters"], dict(rope_theta=500_000.0, rope_scaling=None)),
+    "hunyuan_v1_dense": (
+        ["rope_parameters"],
+        dict(rope_theta=100.0, use_qk_norm=True, use_cla=False, attention_head_dim=16, norm_type="rms",
+             rope_scaling=dict(type="dynamic", alpha=20.0, factor=1.0, beta_fast=32, beta_slow=1, mscale=1.0,
+                               mscale_all_dim=1.0)),
+    ),
+    "glm4_moe": (["rope_parameters"], dict(rope_theta=10_000.0, partial_rotary_factor=0.5)),
+    "minimax_m2": (
+        ["rope_parameters"],
+        dict(rope_theta=5_000_000.0, rotary_dim=8, attn_type_list=[1, 1], qk_norm_type="per_layer", use_qk_norm=True,
+             scoring_func="sigmoid", use_routing_bias=True, shared_intermediate_size=0, num_mtp_modules=3,
+             mtp_transformer_layers=1, use_mtp=True, layernorm_mlp_beta=1.0),
+    ),
     "qwen2_moe": (["rope_parameters", "layer_types"], dict(rope_theta=10_000.0, max_window_layers=21)),
 }  # fmt: skip
 
@@ -227,7 +279,7 @@ def publish(name: str, model: transformers.PreTrainedModel, folder: pathlib.Path
 
 
 def make(name: str, config: transformers.PreTrainedConfig) -> None:
-    seed = ORDER.index(name)
+    seed = SEEDS[name]
     torch.manual_seed(seed)
     config._attn_implementation = "eager"  # the others leave the soft cap out
     nested = name == "gemma3_nested"
