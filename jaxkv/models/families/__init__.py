@@ -1,35 +1,25 @@
 """Model families, one module each: the fields of config.json, and the parameter names in checkpoints.
 
-`FAMILIES` is the registry, by `model_type`. A new family is a module here and a line below; new decoder features become
-named options in `jaxkv.models.config`. Imported by the readers of `jaxkv.models`.
+`FAMILIES` is the registry, by `model_type`. A new family is a module in the folder of its kind of layers, and a
+line below; new decoder features become named options in `jaxkv.models.config`. Imported by the readers of
+`jaxkv.models`.
 """
 
-from jaxkv.models.families import (
-    deepseek,
+from jaxkv.models.families.experts import deepseek, glm4_moe, gpt_oss, minimax_m2, mixtral, qwen2_moe, qwen3_moe
+from jaxkv.models.families.family import Family as Family
+from jaxkv.models.families.postnorm import exaone4, gemma2, gemma3, glm4, olmo2, olmo3
+from jaxkv.models.families.prenorm import (
     ernie4_5,
-    exaone4,
-    gemma2,
-    gemma3,
-    glm4,
-    glm4_moe,
-    gpt_oss,
     granite,
     hunyuan_v1_dense,
     llama,
-    minimax_m2,
     mistral,
-    mixtral,
-    olmo2,
-    olmo3,
     phi3,
     qwen2,
-    qwen2_moe,
     qwen3,
-    qwen3_moe,
     seed_oss,
     smollm3,
 )
-from jaxkv.models.families.family import Family as Family
 
 FAMILIES: dict[str, Family] = {
     "llama": llama.FAMILY,

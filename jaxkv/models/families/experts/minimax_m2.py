@@ -9,8 +9,8 @@ from typing import Any
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, MOST_HEADS, Fields
+from jaxkv.models.families.experts.mixtral import TENSORS as MIXTRAL
 from jaxkv.models.families.family import Family, read_common, read_num_layers, render_common
-from jaxkv.models.families.mixtral import TENSORS as MIXTRAL
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 TENSORS = MIXTRAL | {"experts.choice_bias": "block_sparse_moe.e_score_correction_bias"}

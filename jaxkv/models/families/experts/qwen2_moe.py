@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, Fields
+from jaxkv.models.families.experts.qwen3_moe import read_expert_layers, render_expert_layers
 from jaxkv.models.families.family import (
     Family,
     read_common,
@@ -16,7 +17,6 @@ from jaxkv.models.families.family import (
     render_common,
     render_windows,
 )
-from jaxkv.models.families.qwen3_moe import read_expert_layers, render_expert_layers
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 TENSORS = {

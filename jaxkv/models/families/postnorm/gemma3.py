@@ -11,7 +11,7 @@ from typing import Any
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import FULL, SLIDING, Fields
 from jaxkv.models.families.family import Family, read_num_layers, read_windows
-from jaxkv.models.families.gemma2 import TENSORS, read_gemma, render_gemma
+from jaxkv.models.families.postnorm.gemma2 import TENSORS, read_gemma, render_gemma
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 NESTED, TEXT = "gemma3", "gemma3_text"

@@ -17,7 +17,7 @@ from jaxkv.models.families.family import (
     render_common,
     render_windows,
 )
-from jaxkv.models.families.olmo2 import TENSORS
+from jaxkv.models.families.postnorm.olmo2 import TENSORS
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import FULL, Fields
 from jaxkv.models.families.family import Family, read_common, read_num_layers, render_common
-from jaxkv.models.families.qwen2 import read_switched_windows, render_switched_windows
+from jaxkv.models.families.prenorm.qwen2 import read_switched_windows, render_switched_windows
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 

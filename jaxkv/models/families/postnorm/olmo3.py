@@ -8,7 +8,7 @@ from typing import Any
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import FULL, SLIDING, Fields
 from jaxkv.models.families.family import Family, read_num_layers, read_windows, render_common, render_windows
-from jaxkv.models.families.olmo2 import TENSORS, read_olmo
+from jaxkv.models.families.postnorm.olmo2 import TENSORS, read_olmo
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 

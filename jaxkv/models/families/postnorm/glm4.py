@@ -8,7 +8,7 @@ from typing import Any
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import FULL, Fields
 from jaxkv.models.families.family import Family, Rows, read_common, read_num_layers, render_common
-from jaxkv.models.families.phi3 import GATE_UP
+from jaxkv.models.families.prenorm.phi3 import GATE_UP
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 TENSORS: dict[str, Any] = {

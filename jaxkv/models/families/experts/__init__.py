@@ -1,0 +1,1 @@
+"""Families with experts in place of MLPs, in all layers or in some."""

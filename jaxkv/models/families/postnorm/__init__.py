@@ -1,0 +1,1 @@
+"""Families whose layers have norms behind attention and behind the MLP."""

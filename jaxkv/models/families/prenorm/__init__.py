@@ -1,0 +1,1 @@
+"""Families whose layers have norms before attention and before the MLP."""
