@@ -58,6 +58,8 @@ DECODE = [
         ),
         32,
     ),
+    # Values of 128 and keys of 192 in one row.
+    (Case((61, 33), (1, 1), 4, 2, 320, 16, rank=128, scale=0.1, **{**BF16, "stored_head_dim": 384}), None),
 ]
 # (new, length) pairs of PEERS' matrices and more; decode rows among them, alone, and none.
 MIXED = [
