@@ -8,45 +8,11 @@ Where to begin; `help(jaxkv.NAME)` says the rest, and docs/ has a page on each:
 - Your own step: `CacheConfig`, `init`, `extend` once a step, `attention` in each layer, `check`.
 - Rows: `fork`, `truncate`, `reorder`, `free`, `PrefixCache`, `swap_out`, `save`, `load`.
 - Look inside: `stats`, `gather`, `explain`; a cache draws itself in a notebook.
-- On the command line: `python -m jaxkv generate`, `chat`, `plan`.
+- On the command line: `python -m jaxkv generate`, `chat`, `plan`, `serve`.
 """
 
 import importlib
 from typing import TYPE_CHECKING
-
-from jaxkv._core.attention.attention import attend, attention, explain
-from jaxkv._core.attention.block_selection import BlockBounds, block_bounds
-from jaxkv._core.attention.mixers import causal_conv, gated_delta_rule, read_states, state_space, write_states
-from jaxkv._core.attention.plan import Step, plan_step, positions
-from jaxkv._core.attention.ragged import counts, last, left_align, right_align
-from jaxkv._core.attention.write import append, write
-from jaxkv._core.blocks.evict import evict
-from jaxkv._core.blocks.sharing import fork, reorder, truncate
-from jaxkv._core.blocks.speculative import keep
-from jaxkv._core.blocks.tables import extend, free, reserve
-from jaxkv._core.cache.cache import Cache
-from jaxkv._core.cache.checks import check, check_invariants, stats
-from jaxkv._core.cache.data_parallel import RowShards, by_rows
-from jaxkv._core.cache.gather import gather
-from jaxkv._core.cache.init import init, partition_specs
-from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.layer_config import LayerConfig
-from jaxkv._core.state.errors import CacheError, CacheFileError, DamagedFile, OutOfBlocks, OutOfWindow, SequenceTooLong
-from jaxkv._drop_in import dot_product_attention, jax_attention
-from jaxkv._engine.frontend.engine import Engine
-from jaxkv._engine.frontend.generate import generate
-from jaxkv._engine.frontend.serving import EngineFull
-from jaxkv._engine.programs.beam_search import Beams, beam_search
-from jaxkv._engine.programs.model import Model
-from jaxkv._engine.requests.eviction_policy import Eviction
-from jaxkv._files.rows import describe, load, save
-from jaxkv._tiers.host_blocks import HostBlocks as HostBlocks
-from jaxkv._tiers.host_tier import swap_in as swap_in, swap_out as swap_out
-from jaxkv._tiers.prefix_cache.events import PrefixEvent
-from jaxkv._tiers.prefix_cache.match import Match
-from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
-from jaxkv._tiers.send import send
-from pallas_kernels import merge_attention
 
 if TYPE_CHECKING:
     from jaxkv import (
@@ -60,6 +26,7 @@ if TYPE_CHECKING:
         testing as testing,
         text as text,
     )  # fmt: skip
+    from jaxkv._names import *  # noqa: F403
 
 __version__ = "0.1.0"
 
@@ -76,15 +43,22 @@ __all__ = [
 ]  # fmt: skip
 
 
-# What needs Flax, or is for tests, is imported when it is asked for; type checkers and completion see it all the same.
+# Nothing is imported before it is asked for, so that the command line answers at once; then all names are, but for what
+# needs Flax or is for tests. Type checkers and completion see it all the same.
 _LATE = ("convert", "distributed", "hooks", "linen", "models", "nnx", "scores", "testing", "text")
 
 
 def __getattr__(name: str):
     if name in _LATE:
         return importlib.import_module(f"jaxkv.{name}")
+    if not name.startswith("__"):
+        names = vars(importlib.import_module("jaxkv._names"))
+        for public in __all__:
+            globals().setdefault(public, names[public])
+        if name in globals():
+            return globals()[name]
     raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
 
 
 def __dir__():
-    return sorted({*globals(), *_LATE})
+    return sorted({*globals(), *__all__, *_LATE})

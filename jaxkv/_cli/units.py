@@ -3,8 +3,6 @@
 import argparse
 import re
 
-from jaxkv._core.config.validation import show
-
 PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -17,10 +15,10 @@ def parse_bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+) *([KMGT]?)(i?B)?", text.strip(), re.IGNORECASE)
     if not found or ((found[3] or "").lower() == "ib" and not found[2]):
         raise argparse.ArgumentTypeError(
-            f"{show(text)} is not a size: write a number and a unit, such as 512MiB, 80GB (80e9 bytes) or 80GiB"
+            f"{text[:80]!r} is not a size: write a number and a unit, such as 512MiB, 80GB (80e9 bytes) or 80GiB"
         )
     decimal = (found[3] or "").lower() == "b"
     size = float(found[1]) * (1000 if decimal else 1024) ** PREFIXES[found[2].upper()]
     if size >= 2**63:
-        raise argparse.ArgumentTypeError(f"{show(text)} is more memory than there can be")
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is more memory than there can be")
     return int(size)

@@ -5,6 +5,8 @@ import json
 import pathlib
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 from nightly import NIGHTLY
@@ -183,3 +185,17 @@ def test_sizes_have_units():
     for text in ("lots", "1.2.3G", "5iB", "-1G", "", "G"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a size: write a number and a unit"):
             parse_bytes(text)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["plan", "--hlep"], ["chat", "--model"], ["chta"]])
+def test_help_and_typos_are_answered_before_jax_is_imported(arguments):
+    script = (
+        "import sys, atexit\n"
+        "atexit.register(lambda: print('jax' in sys.modules, 'numpy' in sys.modules))\n"
+        f"sys.argv[1:] = {arguments}\n"
+        "import runpy\n"
+        "runpy.run_module('jaxkv', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == (0 if arguments[0] in ("--help", "--version") else 2), done.stderr
+    assert done.stdout.endswith("False False\n") and "Traceback" not in done.stderr
