@@ -171,7 +171,6 @@ OF_AN_ENGINE = [
     (make, "longest", NO_SIZES),
     (make, "draft_tokens", NO_SIZES),
     (lambda _, model: jaxkv.Engine(model), "model", [None, "small", {}, 1, object()]),
-    (generate, "max_tokens", [*without(NO_NUMBERS, None), 0, -1, 3]),
     (make, "step_tokens", NO_SIZES),
     (make, "steps_per_dispatch", NO_SIZES),
     (make, "seed", [*NO_NUMBERS, 1.5, 10**30]),
@@ -260,7 +259,10 @@ def test_positions_are_asked_of_a_cache_or_a_layer():
             jaxkv.positions(value, (2, 1))
 
 
-@pytest.mark.parametrize("name, meant", [("stop", "eos"), ("max_length", "max_seq_len"), ("do_sample", "temperature")])
+@pytest.mark.parametrize(
+    "name, meant",
+    [("stop", "eos"), ("max_tokens", "max_new_tokens"), ("max_length", "max_seq_len"), ("do_sample", "temperature")],
+)
 def test_what_others_call_an_option_is_named(name, meant):
     with pytest.raises(TypeError, match=f"Engine and generate take no {name}: did you mean {meant}"):
         generate(None, **{name: 1})

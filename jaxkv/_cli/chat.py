@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import jaxkv
+from jaxkv._cli.compiling import announce, keep_compiled
 from jaxkv._cli.text import TextModel, open_model, prefix_options
 from jaxkv._core.config.validation import MOST_INDEX, integer
 
@@ -16,6 +17,7 @@ MOST_LENGTH = 8192  # default tokens of a chat
 PROMPT = "> "
 
 
+@keep_compiled()
 def chat(arguments: argparse.Namespace) -> int:
     """Answers what is typed, line by line, until the input ends."""
     max_new_tokens = integer("max_new_tokens", arguments.max_new_tokens, least=1, most=MOST_INDEX // 2)
@@ -72,7 +74,7 @@ class Conversation:
         pieces = self.opened.chat.stream(tokens)
         stream = self.engine.stream([tokens], self.max_new_tokens, eos=self.opened.eos, **self.opened.sampling)
         with contextlib.closing(stream):
-            for _, token in stream:
+            for _, token in announce(stream) if self.turns == 1 else stream:
                 _say(pieces.add(token), answer)
                 if interrupt.came:
                     print(" ...", end="")

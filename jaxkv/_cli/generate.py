@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import jaxkv
+from jaxkv._cli.compiling import announce, keep_compiled
 from jaxkv._cli.text import TextModel, TextStream, open_model, prefix_options
 from jaxkv._core.cache.checks import stats
 from jaxkv._core.cache.inspection import format_bytes
@@ -32,6 +33,7 @@ DEMO_PROMPTS = (
 )
 
 
+@keep_compiled()
 def generate(arguments: argparse.Namespace) -> int:
     """Continues prompts, streams the text, and prints a report."""
     prompts = _prompts(arguments)
@@ -86,7 +88,7 @@ def _continue(
     times = []
     shown = [f"{prompt}\n" for prompt in prompts] if arguments.chat else prompts
     printer = _Printer([i + 1 for i in kept], shown, [TextStream(opened.text, prompt) for prompt in tokens])
-    for index, token in stream:
+    for index, token in announce(stream):
         times.append(time.perf_counter() - start)
         outputs[index].append(token)
         room = min(max_new_tokens, engine.config.max_seq_len - len(tokens[index]))

@@ -18,7 +18,6 @@ class SizeFields(LayoutFields, total=False):
     """Those, and how many blocks there are: fields that `CacheConfig.uniform` and `Engine` hand on."""
 
     num_blocks: int | None
-    max_tokens: int | None
     group_blocks: Sequence[int] | None
     memory_bytes: float | None
 
@@ -26,6 +25,7 @@ class SizeFields(LayoutFields, total=False):
 class UniformFields(SizeFields, total=False):
     """Those, and the step that a cache is made for."""
 
+    max_tokens: int | None
     step_tokens: int | None
     prefix_cache: bool
     mesh: Any  # jax.sharding.Mesh | None

@@ -16,7 +16,7 @@ from jaxkv._engine.requests.request import read_limits, read_prompt
 
 # Options that set the size of the cache, or need more blocks than rows take.
 ROOM = {
-    "longest", "max_seq_len", "num_blocks", "max_tokens", "group_blocks", "memory_bytes", "block_size", "layout",
+    "longest", "max_seq_len", "num_blocks", "group_blocks", "memory_bytes", "block_size", "layout",
     "prefix_cache", "draft", "evict", "prefill",
 }  # fmt: skip
 
@@ -75,6 +75,11 @@ def generate(
     >>> [len(tokens) for tokens in outputs]
     [8, 8]
     """
+    if "max_tokens" in engine:  # of a pool, which other libraries call the limit of an output
+        raise TypeError(
+            "Engine and generate take no max_tokens: did you mean max_new_tokens? The blocks of all rows are "
+            "num_blocks, or memory_bytes."
+        )
     prompts = read_list("prompts", prompts)
     limits = read_limits(max_new_tokens, len(prompts))
     lengths = [len(read_prompt(p)) + limit for p, limit in zip(prompts, limits, strict=True)] or [1]
