@@ -5,11 +5,11 @@ import functools
 from typing import Any, NamedTuple
 
 from jaxkv._cli.chips import KERNEL_FORMATS, Chip
-from jaxkv._cli.columns import columns
 from jaxkv._cli.memory_plan import Plan
 from jaxkv._cli.plan_devices import Devices
 from jaxkv._cli.plan_step import DecodeStep, decode_step
 from jaxkv._cli.plan_step_report import step_as_json, step_as_text
+from jaxkv._cli.units import columns
 from jaxkv._core.cache.inspection import format_bytes
 from pallas_kernels.common.quantization import FORMATS
 

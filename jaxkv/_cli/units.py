@@ -1,7 +1,8 @@
-"""Parses human-readable sizes."""
+"""Numbers of bytes as people write them, and text in columns."""
 
 import argparse
 import re
+from collections.abc import Collection, Sequence
 
 PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -22,3 +23,17 @@ def parse_bytes(text: str) -> int:
     if size >= 2**63:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is more memory than there can be")
     return int(size)
+
+
+def columns(lines: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
+    """Formats lines of cells, each column as wide as its widest cell; columns in `left` are left-aligned, others right.
+
+    >>> print(columns([("block_size", "rows"), ("16", "1,024")]))
+    block_size   rows
+            16  1,024
+    """
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(x.ljust(w) if i in left else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    )
