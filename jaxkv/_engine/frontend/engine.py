@@ -147,7 +147,6 @@ class Engine(Closable, Servable, Resumable):
             step_tokens=self.step_tokens, prefix_cache=flag("prefix_cache", prefix_cache), mesh=find_mesh(model),
             **sizes,
         )  # fmt: skip
-        refuse_states(config, "Engine and generate take")
         deterministic = read_deterministic(deterministic, model, prefill)
         self._takes_adapters = logits_hook is not None or takes(model, ADAPTERS)
         check_prefill(prefill, model, prefix_cache=prefix_cache, evict=evict)
