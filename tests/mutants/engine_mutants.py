@@ -74,7 +74,7 @@ MUTANTS = {
     ),
     "a stop token is part of the output": (
         "test_a_stop_token_ends_a_sequence_and_is_not_part_of_it",
-        Plant("Request.receive", "self.stopped = 'eos'\nreturn", "self.stopped = 'eos'"),
+        Plant("Request.receive", "self._end('eos')\nreturn", "self._end('eos')"),
     ),
     "words are taken for stop tokens": (
         "test_bad_calls.py",

@@ -142,16 +142,17 @@ class Engine(Closable, Servable, Resumable):
         if long_prefill_tokens is not None:
             long_prefill_tokens = integer("long_prefill_tokens", long_prefill_tokens, least=1)
         evict = read_eviction(evict, prefix_cache=prefix_cache, draft=draft is not None)
+        mesh = find_mesh(model)
         config = CacheConfig.from_model(
             evict.model_of(model) if evict else model, max_seqs=max_seqs, max_seq_len=max_seq_len,
-            step_tokens=self.step_tokens, prefix_cache=flag("prefix_cache", prefix_cache), mesh=find_mesh(model),
+            step_tokens=self.step_tokens, prefix_cache=flag("prefix_cache", prefix_cache), mesh=mesh,
             **sizes,
         )  # fmt: skip
         deterministic = read_deterministic(deterministic, model, prefill)
         self._takes_adapters = logits_hook is not None or takes(model, ADAPTERS)
         check_prefill(prefill, model, prefix_cache=prefix_cache, evict=evict)
         refuse_states(config, "Engine and generate take")  # before the model is called
-        check_shapes(models[0], config, is_divided=find_mesh(model) is not None)
+        check_shapes(models[0], config, is_divided=mesh is not None)
         self.config = join_config(config, len(models))
         self._loops = make_cores(
             models, config, prefix=(prefix_cache, spill_bytes, disk, disk_bytes), swap=swap, evict=evict,
