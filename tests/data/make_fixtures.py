@@ -135,11 +135,16 @@ FIXTURES |= {
         **TINY, num_local_experts=4, num_experts_per_tok=2, rotary_dim=8,
     ),
 }  # fmt: skip
+FIXTURES |= {
+    "ministral3": transformers.Ministral3Config(  # texts are longer than the original: their temperature rises
+        **TINY, rope_parameters=YARN | dict(original_max_position_embeddings=8, llama_4_scaling_beta=0.5),
+    ),
+}  # fmt: skip
 # Their seeds are their places here, but for those that would make two tokens as likely.
 ORDER = ["gemma2", "gemma3", "llama", "llama3", "llama_linear", "mistral", "qwen2", "qwen3", "deepseek_v2",
          "deepseek_v3", "gpt_oss", "qwen3_moe", "gemma3_nested", "mixtral", "qwen2_yarn", "smollm3", "olmo2",
          "olmo3", "granite", "seed_oss", "qwen2_moe", "phi3", "exaone4", "glm4", "ernie4_5",
-         "hunyuan_v1_dense", "glm4_moe", "minimax_m2"]  # fmt: skip
+         "hunyuan_v1_dense", "glm4_moe", "minimax_m2", "ministral3"]  # fmt: skip
 SEEDS = {name: i for i, name in enumerate(ORDER)} | {"glm4": 101}
 OLD_YARN = {name: value for name, value in YARN.items() if name not in ("rope_type", "rope_theta")}
 FP8_BLOCK = 16  # DeepSeek publishes blocks of 128
@@ -197,6 +202,12 @@ OLD_FORMS = {
     ),
     "granite": (["rope_parameters"], dict(rope_theta=10_000.0, rope_scaling=None)),
     "seed_oss": (["rope_parameters"], dict(rope_theta=10_000.0, rope_scaling=dict(rope_type="default"))),
+    "ministral3": (
+        ["rope_parameters"],
+        dict(rope_theta=500.0, rope_scaling=OLD_YARN | dict(
+            type="yarn", original_max_position_embeddings=8, llama_4_scaling_beta=0.5,
+        )),
+    ),
     "phi3": (
         ["rope_parameters"],
         dict(rope_theta=500.0, partial_rotary_factor=0.75, resid_pdrop=0.0, embd_pdrop=0.0,

@@ -31,6 +31,12 @@ OWN = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0, "swiglu_alpha": 1.7},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
                   "decoder_sparse_step": 1, "mlp_only_layers": [1]},
+    "granite": {"attention_multiplier": 0.5, "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
+                "logits_scaling": 3.0},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0], "use_sliding_window": True, "sliding_window": 16},
+    "glm4_moe": {"first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2,
+                 "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+                 "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5, "use_qk_norm": True},
 }  # fmt: skip
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64}  # fmt: skip
@@ -47,6 +53,8 @@ RIGHT = {
     "q_lora_rank": [None], "first_k_dense_replace": [0, 10**9], "n_shared_experts": [0, 10**9], "n_group": [None],
     "topk_group": [None], "norm_topk_prob": [True], "routed_scaling_factor": [1.5, 10**9], "rope_interleave": [True],
     "num_experts_per_tok": [None], "num_local_experts": [None], "num_experts": [None], "swiglu_limit": [1.5, 10**9],
+    "attention_multiplier": [1.5, 10**9], "embedding_multiplier": [1.5, 10**9], "residual_multiplier": [1.5, 10**9],
+    "logits_scaling": [1.5, 10**9], "no_rope_layers": [None], "use_qk_norm": [True],
     "swiglu_alpha": [1.5, 10**9], "mlp_only_layers": [None, [], [1]], "decoder_sparse_step": [10**9],
 }  # fmt: skip
 

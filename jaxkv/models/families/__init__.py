@@ -13,6 +13,7 @@ from jaxkv.models.families.prenorm import (
     granite,
     hunyuan_v1_dense,
     llama,
+    ministral3,
     mistral,
     phi3,
     qwen2,
@@ -46,6 +47,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": glm4_moe.FAMILY,
     "hunyuan_v1_dense": hunyuan_v1_dense.FAMILY,
     "minimax_m2": minimax_m2.FAMILY,
+    "ministral3": ministral3.FAMILY,
     "phi3": phi3.FAMILY,
     "gemma3": gemma3.NESTED_FAMILY,
 }

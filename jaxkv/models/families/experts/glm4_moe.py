@@ -26,7 +26,8 @@ def parse(fields: Fields) -> DecoderConfig:
 
 
 def _read_experts(fields: Fields) -> ExpertsConfig:
-    count = fields.either("n_routed_experts", "num_local_experts", 128, most=MOST_HEADS)
+    count = fields.size("num_local_experts", 128, most=MOST_HEADS)  # the newer name
+    count = fields.size("n_routed_experts", count, most=MOST_HEADS)
     mlp_dim = fields.size("moe_intermediate_size", 1408, most=MOST_DIM)
     fields.must_be("scoring_func", "sigmoid")
     fields.must_be("topk_method", "noaux_tc")
