@@ -102,6 +102,16 @@ def test_a_timeout_loses_nothing(engine, lone):
     assert left.result() == lone(PROMPT, 3), "without serve whoever waits takes the steps again"
 
 
+def test_others_may_use_the_engine_meanwhile(engine, lone, tmp_path):
+    with engine.serve():
+        requests = [engine.submit(PROMPT, 30) for _ in range(3)]
+        for _ in range(3):
+            engine.save(tmp_path / "engine")
+            assert engine.stats()["waiting"] >= 0 and engine.cache.num_layers
+        engine.reset()  # all rows are computed again
+        assert [request.result(60) for request in requests] == [lone(PROMPT, 30)] * 3
+
+
 def test_callbacks(engine, lone):
     pairs = []
     with engine.serve():
@@ -289,6 +299,9 @@ def test_stop_strings(model, lone):
             assert request.text == text[:end] and request.tokens == output[:end]
             assert all(text[:end].startswith(part) for part in shown), "never half of a stop"
             assert request.ended == ("stop" if end < COUNT else "length")
+        several = engine.submit(PROMPT, COUNT, n=2, stop=text[3:6], tokenizer=letters)
+        assert several.result() == several.samples[1].tokens and several.text == several.samples[1].text == text[:3]
+        assert several.times.first_token is not None
         kept = engine.submit(PROMPT, COUNT, stop=text[3:6], include_stop=True, tokenizer=letters)
         assert letters.decode(kept.result()) == kept.text == text[: text.index(text[3:6]) + 3]
 

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from jaxkv._engine.requests.waiting import call_all, wait_until
 from jaxkv._engine.runner.engine_core import EngineCore
 
 logger = logging.getLogger("jaxkv.engine")
+BUSY = 1e-3  # seconds until a step is tried again
 
 
 class EngineFull(RuntimeError):
@@ -233,6 +235,10 @@ def _serve(reference: "weakref.ref[Any]", wakes: "queue.SimpleQueue[None]", stop
             return
         try:
             is_busy = _serve_step(engine)
+        except EngineBusy:  # another thread saves it, say, and will be done
+            del engine
+            time.sleep(BUSY)
+            continue
         except Exception as error:
             if engine.is_closed:
                 return

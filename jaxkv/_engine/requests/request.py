@@ -70,7 +70,7 @@ class Request:
         self.output_logprobs: list[dict[int, float]] = []
         self.times = Times()
         self.listeners: dict[Callable[[], Any], None] = {}  # called when there is news
-        self.text = ""
+        self._text = ""
         self.stop_match: tuple[int, ...] | str | None = None
         self._safe = 0  # with stop sequences: tokens that are not the beginning of one
         self._scanned = 0  # tokens in which they were looked for
@@ -105,7 +105,7 @@ class Request:
         )  # fmt: skip
         for sample in samples[1:]:
             sample._first = first
-        both._samples = tuple(samples)
+        both._samples, both.times = tuple(samples), first.times
         for sample in samples:
             sample.prompt = first.prompt  # one list: so samples of one request know each other
         return both
@@ -121,6 +121,11 @@ class Request:
         sequence is held back until that is known."""
         first = self.samples[0]
         return first.output if (count := first.num_visible) == len(first.output) else first.output[:count]
+
+    @property
+    def text(self) -> str:
+        """The text generated so far, with `submit(tokenizer=)`: without the stop string, or what may begin one."""
+        return self.samples[0]._text
 
     @property
     def logprobs(self) -> list[dict[int, float]]:
@@ -278,7 +283,7 @@ class Request:
             if isinstance(stops, TextStops):
                 stop = None if self.include_stop else self.stop_match
                 output = self.output[: self._safe] if isinstance(stop, tuple) else self.output
-                self.text = stops.read_text(output, is_whole=is_whole, stop=stop)
+                self._text = stops.read_text(output, is_whole=is_whole, stop=stop)
 
     def withdraw(self, error: Exception | None = None) -> bool:
         """Records the cancellation, or the error that ends it, unless it is done; tells whether it was not."""
