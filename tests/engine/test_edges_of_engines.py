@@ -15,7 +15,7 @@ from nightly import NIGHTLY
 import jaxkv
 import jaxkv.models
 from jaxkv._engine.frontend.fingerprint import fingerprint
-from jaxkv._engine.requests.request import read_stop
+from jaxkv._engine.requests.submission import read_stop
 
 
 def test_the_cache_is_sound_between_steps_where_windows_are_left():

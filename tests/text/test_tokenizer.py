@@ -12,7 +12,7 @@ from support.fixtures import DATA
 import jaxkv
 import jaxkv.models
 import jaxkv.text
-from jaxkv._engine.requests.request import read_eos, read_model_eos
+from jaxkv._engine.requests.submission import read_eos, read_model_eos
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")

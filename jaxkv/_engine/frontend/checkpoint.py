@@ -21,18 +21,11 @@ from jaxkv._core.state.errors import CacheFileError
 from jaxkv._engine.frontend.data_parallel import DataParallelCores
 from jaxkv._engine.frontend.fingerprint import fingerprint
 from jaxkv._engine.requests.hook_args import HookArgs, from_json
-from jaxkv._engine.requests.request import (
-    Request,
-    find_problem,
-    peek,
-    read_eos,
-    read_keep_prefix,
-    read_salt,
-    read_stop,
-)
+from jaxkv._engine.requests.request import Request, peek
 from jaxkv._engine.requests.sampling import SamplingParams
 from jaxkv._engine.requests.scheduler import Sequence
 from jaxkv._engine.requests.stops import IdStops, TextStops, read_stops
+from jaxkv._engine.requests.submission import find_problem, read_eos, read_keep_prefix, read_salt, read_stop
 from jaxkv._engine.runner.engine_core import EngineCore, make_sequence
 from jaxkv._files.rows import save
 from jaxkv._tiers.saved_rows import SavedRows

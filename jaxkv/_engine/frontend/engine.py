@@ -25,12 +25,11 @@ from jaxkv._engine.programs.step import Hook, column_of, read_hook, recompute
 from jaxkv._engine.requests.drafters import read_draft
 from jaxkv._engine.requests.eviction_policy import Eviction, read_eviction
 from jaxkv._engine.requests.hook_args import HookArgs
-from jaxkv._engine.requests.request import (
-    KeepPrefix,
-    Request,
-    collect_tokens,
+from jaxkv._engine.requests.request import KeepPrefix, Request, collect_tokens, raise_refusal
+from jaxkv._engine.requests.sampling import KINDS, Kind, SamplingParams, read_kinds, read_seed
+from jaxkv._engine.requests.stops import Tokenizer, read_stops
+from jaxkv._engine.requests.submission import (
     find_problem,
-    raise_refusal,
     read_callback,
     read_eos,
     read_keep_prefix,
@@ -39,8 +38,6 @@ from jaxkv._engine.requests.request import (
     read_prompt,
     read_salt,
 )
-from jaxkv._engine.requests.sampling import KINDS, Kind, SamplingParams, read_kinds, read_seed
-from jaxkv._engine.requests.stops import Tokenizer, read_stops
 from jaxkv._engine.runner.cache_manager import Swap
 from jaxkv._engine.runner.disaggregated_prefill import check_prefill
 from jaxkv._tiers.prefix_cache.data_parallel import as_one

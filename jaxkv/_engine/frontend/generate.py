@@ -12,7 +12,7 @@ from jaxkv._engine.frontend.build import read_longest
 from jaxkv._engine.frontend.engine import Engine
 from jaxkv._engine.frontend.options import EngineOptions
 from jaxkv._engine.programs.model import Model
-from jaxkv._engine.requests.request import read_limits, read_prompt
+from jaxkv._engine.requests.submission import read_limits, read_prompt
 
 # Options that set the size of the cache, or need more blocks than rows take.
 ROOM = {

@@ -13,7 +13,7 @@ from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.validation import integer
 from jaxkv._engine.programs.model import Model
 from jaxkv._engine.programs.step import logits_at
-from jaxkv._engine.requests.request import read_eos
+from jaxkv._engine.requests.submission import read_eos
 
 
 @functools.partial(jax.export.register_namedtuple_serialization, serialized_name="jaxkv.Beams")
