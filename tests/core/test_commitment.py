@@ -86,11 +86,14 @@ NEW = {  # caches that are made of nothing that lies anywhere are like those tha
 }  # fmt: skip
 # Take or return no cache, or only look at one, or do both halves of what is tried above.
 OTHERS = {
-    "Beams", "BlockBounds", "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine", "Eviction",
+    "Beams", "BlockBounds", "Cache", "CacheConfig", "CacheError", "CacheFileError", "DamagedFile", "Engine",
+    "EngineFull", "Eviction",
     "HostBlocks", "LayerConfig", "Match", "OutOfBlocks", "OutOfWindow", "PrefixEvent", "RowShards", "SequenceTooLong",
     "Step", "attend", "beam_search", "block_bounds", "by_rows", "check", "check_invariants", "counts", "describe",
     "dot_product_attention", "explain", "gather", "generate", "jax_attention", "last", "left_align",
-    "merge_attention", "partition_specs", "plan_step", "positions", "right_align", "save", "stats",
+    "merge_attention", "Model", "partition_specs", "plan_step", "positions", "right_align", "save", "stats",
+    # Tried below, for they need layers that keep a state.
+    "causal_conv", "gated_delta_rule", "read_states", "state_space", "write_states",
 }  # fmt: skip
 
 MOVES = ["load", "send", "swap_in", "swap_in compiled", "swap_out", "PrefixCache, host"]
@@ -135,6 +138,26 @@ def test_new_caches_lie_where_init_puts_them(name, tmp_path):
 
 def test_every_public_name_is_tried():
     assert {name for name in jaxkv.__all__ if name not in OTHERS} <= set(CALLS) and set(jaxkv.__all__) >= OTHERS
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_states_stay_where_they_are(is_committed):
+    arrays = {"conv": ((6, 2), "float32"), "state": ((2, 3, 4), "float32"), "space": ((2, 4, 3), "float32")}
+    layer = jaxkv.LayerConfig.recurrent(**arrays)
+    config = jaxkv.CacheConfig(layers=(LAYERS[1], layer), max_seqs=3, max_seq_len=64, num_blocks=32, dtype="float32")
+    cache = jaxkv.init(config)
+    cache = jaxkv.extend(jax.device_put(cache, jax.devices()[0]) if is_committed else cache, [1, 1, 0])
+    ones = lambda *shape: np.ones((3, 1, *shape), np.float32)  # noqa: E731
+    _, conv = jaxkv.causal_conv(ones(6), np.ones((6, 3), np.float32), cache, layer=1, name="conv")
+    _, delta = jaxkv.gated_delta_rule(
+        ones(2, 3), ones(2, 3), ones(2, 4), -ones(2), ones(2), cache, layer=1, name="state"
+    )
+    _, space = jaxkv.state_space(
+        ones(2, 4), ones(2), -np.ones(2, np.float32), ones(2, 3), ones(2, 3), cache, layer=1, name="space"
+    )
+    written = jaxkv.write_states(cache, jaxkv.read_states(cache, layer=1), layer=1)
+    for found in (conv, delta, space, written):
+        assert {x.committed for x in jax.tree.leaves(found)} == {is_committed}
 
 
 def test_caches_on_other_devices_stay_where_they_are(tmp_path):

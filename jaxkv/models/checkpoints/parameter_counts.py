@@ -37,8 +37,8 @@ def layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
     """Returns the shapes of a layer's parameters."""
     norm = (config.embed_dim,)
     shapes: Shapes = {
-        ("attention_norm",): norm,
-        ("mlp_norm",): norm,
+        ("attention_norm",): norm if config.pre_norms else None,
+        ("mlp_norm",): norm if config.pre_norms else None,
         ("attention_post_norm",): norm if config.post_norms else None,
         ("mlp_post_norm",): norm if config.post_norms else None,
     }
@@ -52,7 +52,8 @@ def layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
 def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
     width, heads = config.embed_dim, config.num_heads
     kv_heads, head_dim = config.layers[layer].num_kv_heads, config.layers[layer].head_dim
-    norm = (head_dim,) if config.qk_norm else None
+    all_heads, has_norms = config.qk_norm_over == "all_heads", config.qk_norm
+    query_norm, key_norm = ((n, head_dim) if all_heads else (head_dim,) for n in (heads, kv_heads))
     bias = config.qkv_bias
     return {
         ("query",): (heads, head_dim, width),
@@ -64,8 +65,8 @@ def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
         ("value_bias",): (kv_heads, head_dim) if bias else None,
         ("out_bias",): (width,) if config.out_bias else None,
         ("sinks",): (heads,) if config.sinks else None,
-        ("position_fn", "query_norm"): norm,
-        ("position_fn", "key_norm"): norm,
+        ("position_fn", "query_norm"): query_norm if has_norms else None,
+        ("position_fn", "key_norm"): key_norm if has_norms else None,
     }
 
 
@@ -110,6 +111,7 @@ def _expert_shapes(config: DecoderConfig) -> Shapes:
         ("router",): (width, count),
         ("router_bias",): (count,) if bias else None,
         ("choice_bias",): (count,) if experts.choice_bias else None,
+        ("shared_gate",): (1, width) if experts.shared_gate else None,
         ("gate",): (count, width, mlp_dim),
         ("up",): (count, width, mlp_dim),
         ("down",): (count, mlp_dim, width),
