@@ -245,7 +245,7 @@ class CacheConfig(MadeLike):
         if not alike or own != (None, None, None, False):
             raise ValueError(
                 f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, so it must have the same "
-                "num_kv_heads, head_dim and v_head_dim (if latent, the same rank and rope_dim), and no dtype or rotate "
+                "num_kv_heads and head_dim (v_head_dim too; if latent, rank and rope_dim), and no dtype or rotate "
                 "of its own, nor evict or bounds."
             )
         if (reason := owner.retention.refuse_reader(layer.retention)) is not None:
