@@ -244,7 +244,7 @@ def test_a_draft_with_another_vocabulary_is_refused():
         def __init__(self, vocab_size):
             self.config = type("Config", (), {"vocab_size": vocab_size, "max_seq_len": 64})()
 
-        def __call__(self):
+        def __call__(self, tokens, *, cache, logits_at):
             raise AssertionError
 
     with pytest.raises(ValueError, match="draft has a vocabulary of 7 tokens, but the model one of 5"):
