@@ -81,7 +81,7 @@ def test_running_ahead_changes_nothing(way):
             list(engine.run())
             outputs += [request.tokens for request in requests]
         assert_empty(engine)
-        return outputs, engine.stats()
+        return outputs, {name: found for name, found in engine.stats().items() if not name.endswith("_seconds")}
 
     (tokens, stats), (same_tokens, same_stats) = outcome(1, False), outcome(0, False)
     assert tokens == same_tokens

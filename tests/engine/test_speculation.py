@@ -238,6 +238,7 @@ def test_what_does_not_fit_is_one_sentence(name):
 
 
 def test_a_draft_with_another_vocabulary_is_refused():
+    @jax.tree_util.register_static
     class Named:
         layer_configs, dtype = Biased((0.0,)).layer_configs, "float32"
 
