@@ -2,17 +2,6 @@
 
 from typing import Any
 
-DECODED = {
-    "max_tokens",
-    "max_completion_tokens",
-    "temperature",
-    "top_p",
-    "n",
-    "seed",
-    "stop",
-    "logprobs",
-    "top_logprobs",
-}
 # What would change an answer, and is not done here: refused unless it is off. Other unknown fields say nothing of it.
 REFUSED = ("tools", "functions", "logit_bias", "frequency_penalty", "presence_penalty", "audio", "prediction")
 
@@ -24,9 +13,9 @@ def read_options(body: dict[str, Any], defaults: dict[str, Any], most: int) -> t
             raise ValueError(f"{field} is not supported by this server: leave it out.")
     if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
         raise ValueError("response_format other than text is not supported by this server: leave it out.")
-    given = {field: value for field, value in body.items() if field in DECODED and value is not None}
+    given = {field: value for field, value in body.items() if value is not None}
     for field, kind in (("logprobs", bool), ("top_logprobs", int), ("stop", str | list)):
-        if not isinstance(given.get(field, kind() if isinstance(kind, type) else ""), kind):
+        if field in given and not isinstance(given[field], kind):
             raise ValueError(f"{field} has a value of the wrong type: {given[field]!r}.")
     stops = given.get("stop", [])
     if isinstance(stops, list) and not all(isinstance(stop, str) for stop in stops):

@@ -271,9 +271,9 @@ class Request:
             self.stopped = "stop"
             return
         self._scanned = len(self.output)
-        is_free = self.include_stop
-        self._safe = self._scanned if is_free else min(stops.count_safe(self.output) for stops in self.stops)
-        self._settle_text(is_whole=is_free or len(self.output) >= self.limit)
+        held_back = () if self.include_stop else self.stops
+        self._safe = min((stops.count_safe(self.output) for stops in held_back), default=self._scanned)
+        self._settle_text(is_whole=self.include_stop or len(self.output) >= self.limit)
 
     def _settle_text(self, *, is_whole: bool) -> None:
         for stops in self.stops:

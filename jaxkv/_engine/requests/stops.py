@@ -38,13 +38,7 @@ class IdStops:
 
     def count_safe(self, output: list[int]) -> int:
         """Returns how many tokens can be shown: the others may be the beginning of a stop sequence."""
-        held = 0
-        for stop in self.stops:
-            for count in range(min(len(stop) - 1, len(output)), held, -1):
-                if tuple(output[-count:]) == stop[:count]:
-                    held = count
-                    break
-        return len(output) - held
+        return len(output) - _count_held(tuple(output[-max(map(len, self.stops)) :]), self.stops)
 
 
 class TextStops:
@@ -96,13 +90,7 @@ class TextStops:
 
     def show(self, text: str) -> str:
         """Returns what of a text can be shown: the rest may be the beginning of a stop string."""
-        held = 0
-        for stop in self.stops:
-            for count in range(min(len(stop) - 1, len(text)), held, -1):
-                if text.endswith(stop[:count]):
-                    held = count
-                    break
-        return text[: len(text) - held]
+        return text[: len(text) - _count_held(text, self.stops)]
 
     def read_text(self, output: list[int], *, is_whole: bool, stop: Any = None) -> str:
         """Returns the text of the output as far as it can be shown, without the stop string that ended it."""
@@ -113,6 +101,17 @@ class TextStops:
 
 
 Stops = IdStops | TextStops
+
+
+def _count_held(tail: Any, stops: Collection[Any]) -> int:
+    """Returns how much of the end of a sequence may be the beginning of a stop sequence: the most of any."""
+    held = 0
+    for stop in stops:
+        for count in range(min(len(stop) - 1, len(tail)), held, -1):
+            if tail[-count:] == stop[:count]:
+                held = count
+                break
+    return held
 
 
 def read_stops(stop: Any, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> list[Stops]:

@@ -10,20 +10,10 @@ import functools
 import queue
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 # Without `serve` another thread may stop to take steps at any time: this often, in seconds, a waiter tries to.
 PATIENCE = 0.05
-
-
-class Requested(Protocol):
-    """What is waited for: a request."""
-
-    samples: "tuple[Any, ...]"
-    done: bool
-
-    def engine(self) -> Any: ...
-    def raise_error(self) -> None: ...
 
 
 @contextlib.contextmanager
