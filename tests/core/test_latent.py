@@ -273,7 +273,8 @@ BAD = {
         lambda _: make_config("int4", (jaxkv.LayerConfig.latent(8, 5),), head_dim_multiple=1), "must be even",
     ),
     "shares with another rank": (
-        lambda _: make_config(layers=(LATENT, jaxkv.LayerConfig.latent(13, 3, shares_with=0))), "if latent, rank and rope_dim",
+        lambda _: make_config(layers=(LATENT, jaxkv.LayerConfig.latent(13, 3, shares_with=0))),
+        "if latent, rank and rope_dim",
     ),
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import io
+import logging
 import threading
 
 import jax
@@ -118,6 +119,33 @@ def fail_in_a_hook():
     return request
 
 
+def fail_in_a_callback():
+    class Lost(Exception):
+        def __init__(self, client, why):
+            super().__init__(f"{client} {why}")
+            self.client = client
+
+    def call(request, token):
+        try:
+            raise KeyError("address")
+        except KeyError:
+            raise Lost(5, "is gone")  # noqa: B904
+
+    engine = jaxkv.Engine(MODEL, **ROOM)
+    request = engine.submit([1], 2, on_token=call)
+    logging.disable()  # pytest keeps what is logged, and its traceback
+    try:
+        request.result()
+    except Lost as error:  # which names this frame, so the engine; what the request keeps must not
+        assert error.client == 5 and str(error) == "5 is gone" and repr(error.__cause__) == "KeyError('address')"
+    finally:
+        logging.disable(logging.NOTSET)
+    with contextlib.suppress(Lost):
+        list(request)
+    assert request.ended == "error"
+    return request
+
+
 def run_a_hook_with_arrays():
     bias = jnp.zeros((1, 97))
     engine = jaxkv.Engine(MODEL, **ROOM, logits_hook=lambda logits, rows: logits + bias)
@@ -198,6 +226,7 @@ KINDS = {
     "stream left": leave_stream,
     "interrupted": interrupt,
     "hook fails": fail_in_a_hook,
+    "callback fails": fail_in_a_callback,
     "hook with arrays": run_a_hook_with_arrays,
     "method with arrays": run_a_method_with_arrays,
     "no choice": end_without_a_choice,

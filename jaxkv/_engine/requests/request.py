@@ -12,7 +12,7 @@ import numpy as np
 from jaxkv._core.state.errors import OutOfBlocks
 from jaxkv._engine.requests.sampling import KINDS, NO_TOKEN, SamplingParams
 from jaxkv._engine.requests.stops import Stops, TextStops
-from jaxkv._engine.requests.waiting import call_all, iterate, iterate_async, wait_until
+from jaxkv._engine.requests.waiting import call_all, copy_error, iterate, iterate_async, wait_until
 
 Stop = Literal["eos", "stop", "cancelled", "error"]
 KeepPrefix = Literal[True, False, "prompt"]
@@ -219,11 +219,11 @@ class Request:
         return iterate_async(self)
 
     def raise_error(self) -> None:
-        """Raises the error that it ended with, if it did."""
+        """Raises the error that it ended with, if it did: a copy, for a traceback names the caller's frames."""
         first = self.samples[0]
         if first.stopped == "error":
             if first.exception is not None:
-                raise first.exception.with_traceback(None)
+                raise copy_error(first.exception)
             message = f"Request {first.number} cannot go on: {first.error}."
             raise OutOfBlocks(first.refusal) if first.refusal is not None else FloatingPointError(message)
 
@@ -296,10 +296,10 @@ class Request:
         return True
 
     def fail(self, error: Exception) -> None:
-        """Records that its callback, or a hook, raised an error. The traceback, which would keep the engine, goes."""
+        """Records that its callback, or a hook, raised an error, without what would keep the engine: its traceback."""
         self.news[self] = None
         self.on_token = None
-        self.exception = error.with_traceback(None)
+        self.exception = copy_error(error)
         self._end("error")
 
     def deliver(self) -> None:

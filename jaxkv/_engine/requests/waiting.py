@@ -6,6 +6,7 @@ and the wait. While nobody runs the engine, whoever waits takes its steps.
 
 import asyncio
 import contextlib
+import copy
 import functools
 import queue
 import time
@@ -36,6 +37,19 @@ def call_all(listeners: dict[Callable[[], Any], None]) -> None:
             listener()
         except RuntimeError:
             listeners.pop(listener, None)
+
+
+def copy_error(error: Exception) -> Exception:
+    """Returns an error with the same words and cause, without frames: those would keep whatever they name."""
+    try:
+        copied = copy.copy(error)
+    except Exception:  # its class wants other arguments than it keeps
+        copied = type(error).__new__(type(error), *error.args)
+        copied.__dict__.update(error.__dict__)
+    copied.__traceback__ = None
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    copied.__cause__ = copy_error(cause) if isinstance(cause, Exception) else None
+    return copied
 
 
 def wait_until(
