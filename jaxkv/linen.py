@@ -47,6 +47,7 @@ class Attention(linen.Module):
       num_heads: H.
       num_kv_heads: K, of which H must be a multiple; default H.
       head_dim: D; default E // H.
+      v_head_dim: the width of values' heads, if it is another: give the layer of the cache the same.
       use_bias: biases on the query, key and value projections.
       use_out_bias: a bias on the output projection; default `use_bias`.
       use_sinks: one learned logit per head in the softmax's denominator.
@@ -84,6 +85,7 @@ class Attention(linen.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     kernel_init: Any = linen.initializers.lecun_normal()
+    v_head_dim: int | None = None
 
     @linen.compact
     def __call__(
@@ -93,6 +95,7 @@ class Attention(linen.Module):
         """Computes self-attention. Arguments and results are those of [`jaxkv.nnx.Attention`][]."""
         num_kv_heads = num_kv_heads_of(self.num_heads, self.num_kv_heads)
         head_dim = head_dim_of(x.shape[-1], self.num_heads, self.head_dim)
+        v_head_dim = head_dim if self.v_head_dim is None else self.v_head_dim
 
         def dense(name: str, features: Any, axis: Any, use_bias: bool) -> linen.DenseGeneral:
             return linen.DenseGeneral(
@@ -102,7 +105,7 @@ class Attention(linen.Module):
 
         q = dense("query", (self.num_heads, head_dim), -1, self.use_bias)(x)
         k = dense("key", (num_kv_heads, head_dim), -1, self.use_bias)(x)
-        v = dense("value", (num_kv_heads, head_dim), -1, self.use_bias)(x)
+        v = dense("value", (num_kv_heads, v_head_dim), -1, self.use_bias)(x)
         if self.position_fn is not None:
             q, k = self.position_fn(q, k, token_positions(x.shape[:-1], cache) if positions is None else positions)
         sinks = None

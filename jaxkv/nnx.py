@@ -53,6 +53,7 @@ class Attention(nnx.Module):
       num_heads: H.
       num_kv_heads: K, of which H must be a multiple; default H.
       head_dim: D; default E // H.
+      v_head_dim: the width of values' heads, if it is another: give the layer of the cache the same.
       use_bias: biases on the query, key and value projections.
       use_out_bias: a bias on the output projection; default `use_bias`.
       use_sinks: one learned logit per head in the softmax's denominator.
@@ -82,29 +83,31 @@ class Attention(nnx.Module):
 
     def __init__(
         self, in_features: int, num_heads: int, num_kv_heads: int | None = None, head_dim: int | None = None, *,
-        use_bias: bool = False, use_out_bias: bool | None = None, use_sinks: bool = False,
-        position_fn: PositionFn | None = None, scale: float | None = None, soft_cap: float | None = None,
-        window: int | None = None, dtype: Any = None, param_dtype: Any = jnp.float32,
+        v_head_dim: int | None = None, use_bias: bool = False, use_out_bias: bool | None = None,
+        use_sinks: bool = False, position_fn: PositionFn | None = None, scale: float | None = None,
+        soft_cap: float | None = None, window: int | None = None, dtype: Any = None, param_dtype: Any = jnp.float32,
         kernel_init: Any = nnx.initializers.lecun_normal(),  # noqa: B008 (it has no state)
         rngs: nnx.Rngs,
     ):  # fmt: skip
         num_kv_heads = num_kv_heads_of(num_heads, num_kv_heads)
         head_dim = head_dim_of(in_features, num_heads, head_dim)
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
 
         def kernel(num_inputs: int, num_outputs: int) -> jax.Array:
             return kernel_init(rngs.params(), (num_inputs, num_outputs), param_dtype)
 
-        def by_heads(heads: int) -> nnx.Param:
-            return nnx.Param(kernel(in_features, heads * head_dim).T.reshape(heads, head_dim, in_features))
+        def by_heads(heads: int, width: int) -> nnx.Param:
+            return nnx.Param(kernel(in_features, heads * width).T.reshape(heads, width, in_features))
 
         def zeros(wanted: bool, *shape: int) -> nnx.Param | None:
             return nnx.Param(jnp.zeros(shape, param_dtype)) if wanted else None
 
-        self.query, self.key, self.value = by_heads(num_heads), by_heads(num_kv_heads), by_heads(num_kv_heads)
-        self.out = nnx.Param(kernel(num_heads * head_dim, in_features).reshape(num_heads, head_dim, in_features))
+        self.query, self.key = by_heads(num_heads, head_dim), by_heads(num_kv_heads, head_dim)
+        self.value = by_heads(num_kv_heads, v_head_dim)
+        self.out = nnx.Param(kernel(num_heads * v_head_dim, in_features).reshape(num_heads, v_head_dim, in_features))
         self.query_bias = zeros(use_bias, num_heads, head_dim)
         self.key_bias = zeros(use_bias, num_kv_heads, head_dim)
-        self.value_bias = zeros(use_bias, num_kv_heads, head_dim)
+        self.value_bias = zeros(use_bias, num_kv_heads, v_head_dim)
         self.out_bias = zeros(use_bias if use_out_bias is None else use_out_bias, in_features)
         self.sinks = zeros(use_sinks, num_heads)
         self.position_fn = position_fn

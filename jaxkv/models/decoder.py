@@ -204,6 +204,7 @@ class Block(nnx.Module):
                 config.num_heads,
                 kept.num_kv_heads,
                 kept.head_dim,
+                v_head_dim=kept.v_head_dim,
                 use_bias=config.qkv_bias,
                 use_out_bias=config.out_bias,
                 use_sinks=config.sinks,

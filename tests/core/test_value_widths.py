@@ -7,10 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxkv
+import jaxkv.linen
+import jaxkv.nnx
 from jaxkv import LayerConfig
 from jaxkv._layers import dense_attention
+from jaxkv.models.checkpoints.parameter_counts import count_parameters
 
 ROWS, HEADS, K, DK, DV = 3, 4, 2, 6, 4
 LAYERS = (
@@ -194,3 +198,50 @@ def test_what_is_not_possible_is_said():
     assert on_gpu.implementation == "xla" and "not for having different widths" in on_gpu.reason
     assert on_tpu.implementation == "tpu"
     assert "Values of 4 and keys of 6 stand in one row of 10." in jaxkv.explain(q, cache, layer=0).reason
+
+
+def test_modules_and_configs_have_such_layers():
+    """The layers of NNX and Linen, a decoder, `uniform` and `like`: each with a cache gives what it gives without."""
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((2, 5, 16)), jnp.float32)
+    sizes = dict(num_heads=HEADS, num_kv_heads=K, head_dim=DK, v_head_dim=DV, use_bias=True)
+    cache = jaxkv.init(
+        jaxkv.CacheConfig.uniform(
+            num_layers=1, num_kv_heads=K, head_dim=DK, v_head_dim=DV, max_seqs=2, max_seq_len=8, dtype="float32"
+        )
+    )
+    module = jaxkv.linen.Attention(**sizes)
+    variables = module.init(jax.random.key(0), x)
+    layers = {
+        "nnx": jaxkv.nnx.Attention(16, **sizes, rngs=nnx.Rngs(0)),
+        "linen": functools.partial(module.apply, variables),
+    }
+    for name, layer in layers.items():
+        y, _ = layer(x, jaxkv.extend(cache, [5, 5]))
+        np.testing.assert_allclose(y, layer(x)[0], atol=1e-6, err_msg=name)
+    dense = {"k": np.zeros((2, 8, K, DK), np.float32), "v": np.zeros((2, 8, K, DV), np.float32)}
+    assert jaxkv.CacheConfig.like(dense).layers == cache.config.layers
+
+
+def test_a_decoder_has_such_layers():
+    layer = LayerConfig(num_kv_heads=K, head_dim=DK, v_head_dim=DV)
+    config = jaxkv.models.DecoderConfig(
+        family="llama",
+        layers=(layer, layer),
+        num_heads=HEADS,
+        embed_dim=16,
+        mlp_dim=24,
+        vocab_size=31,
+        max_seq_len=8,
+        ropes=(jaxkv.models.Rope(), jaxkv.models.Rope()),
+        attention_scale=DK**-0.5,
+    )
+    model = jaxkv.models.Decoder(config, rngs=nnx.Rngs(0))
+    assert count_parameters(config) == sum(x.size for x in jax.tree.leaves(nnx.state(model)))
+    cache = jaxkv.init(jaxkv.CacheConfig.from_model(model, max_seqs=1, max_seq_len=8))
+    tokens = jnp.arange(5)[None]
+    logits, _ = model(tokens, jaxkv.extend(cache, [5]))
+    by_one = []
+    for i in range(5):
+        one, cache = model(tokens[:, i : i + 1], jaxkv.extend(cache, [1]))
+        by_one.append(one)
+    np.testing.assert_allclose(jnp.concatenate(by_one, axis=1), logits, atol=1e-5)

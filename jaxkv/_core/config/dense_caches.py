@@ -25,6 +25,7 @@ class Dense(NamedTuple):
 
     num_kv_heads: int
     head_dim: int
+    v_head_dim: int
     places: int
     rows: int
     dtype: str
@@ -97,7 +98,7 @@ def _is_array(x: Any) -> bool:
 def _read(where: str, key: Any, value: Any, heads_first: bool) -> list[Dense]:
     """Returns the layer of a pair of arrays, or the layers stacked along one more axis."""
     shape, other = tuple(key.shape), tuple(value.shape)
-    if shape != other or len(shape) not in (4, 5) or 0 in (shape[-1], shape[-2], shape[-3]):
+    if shape[:-1] != other[:-1] or len(shape) not in (4, 5) or 0 in (*shape[-3:], *other[-1:]):
         axes = "[B, K, T, D]" if heads_first else "[B, T, K, D]"
         raise ValueError(
             f"The keys and values of a layer must be {axes}, or have an axis of layers before that, but {where} has "
@@ -108,5 +109,5 @@ def _read(where: str, key: Any, value: Any, heads_first: bool) -> list[Dense]:
     dtype = str(key.dtype).removeprefix("torch.")
     if dtype not in FORMATS:
         dtype = np.dtype(key.dtype).name if isinstance(key.dtype, np.dtype) else dtype
-    dense = Dense(num_kv_heads, head_dim, places, rows, dtype)
+    dense = Dense(num_kv_heads, head_dim, other[-1], places, rows, dtype)
     return [dense] * (shape[0] if len(shape) == 5 else 1)

@@ -1,5 +1,6 @@
 """Configs from sizes of equal layers, or from a dense cache."""
 
+import dataclasses
 import types
 from collections.abc import Iterable
 from typing import Any, Self, Unpack
@@ -19,13 +20,15 @@ class MadeLike(ByteSizes):
     @classmethod
     def uniform(
         cls, *, num_layers: int, num_kv_heads: int, head_dim: int, max_seqs: int, max_seq_len: int,
-        windows: Any = None, bounds: bool = False, dtype: Any = "bfloat16", **fields: Unpack[UniformFields],
+        v_head_dim: int | None = None, windows: Any = None, bounds: bool = False, dtype: Any = "bfloat16",
+        **fields: Unpack[UniformFields],
     ) -> Self:  # fmt: skip
         """Makes the config for layers equal but for their windows. All rows can reach `max_seq_len` at once.
 
         Args:
           num_layers: number of attention layers, L in shapes.
           num_kv_heads, head_dim: KV heads and head_dim of every layer, K and D in shapes.
+          v_head_dim: the width of values, where it is another; see `LayerConfig`.
           max_seqs: number of rows, the sequences held at once.
           max_seq_len: maximum tokens of one row.
           windows: sliding windows: None, one number for all layers, or one entry for each.
@@ -44,8 +47,8 @@ class MadeLike(ByteSizes):
         (28, (32, None))
         """
         num_layers = integer("num_layers", num_layers, least=1, most=MOST_LAYERS)
-        layer: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "bounds": bounds}
-        layers = tuple(LayerConfig(**layer, window=window) for window in _for_each(windows, num_layers))
+        layer = LayerConfig(num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, bounds=bounds)
+        layers = tuple(dataclasses.replace(layer, window=window) for window in _for_each(windows, num_layers))
         return _made(cls, layers, max_seqs, max_seq_len, dtype, fields)
 
     @classmethod
@@ -83,7 +86,13 @@ class MadeLike(ByteSizes):
         if max_seqs is None and len(rows) > 1:
             raise ValueError(f"The layers have {sorted(rows)} rows: say max_seqs.")
         layers = tuple(
-            LayerConfig(num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim, window=window, bounds=bounds)
+            LayerConfig(
+                num_kv_heads=layer.num_kv_heads,
+                head_dim=layer.head_dim,
+                v_head_dim=layer.v_head_dim,
+                window=window,
+                bounds=bounds,
+            )
             for layer, window in zip(found, _for_each(windows, len(found)), strict=True)
         )
         max_seqs = found[0].rows if max_seqs is None else max_seqs

@@ -17,7 +17,8 @@ def count_parameters(config: DecoderConfig, devices: int = 1) -> int:
     mesh = AbstractMesh((devices,), (AXIS,))
     # Layers also differ in window and rotation, which does not change the count.
     experts = config.expert_layers or (False,) * config.num_layers
-    kinds = [(layer.num_kv_heads, layer.head_dim, has) for layer, has in zip(config.layers, experts, strict=True)]
+    shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in config.layers]
+    kinds = list(zip(shapes, experts, strict=True))
     of_kind = {kind: _count(layer_shapes(config, kinds.index(kind)), mesh) for kind in set(kinds)}
     return _count(outer_shapes(config), mesh) + sum(of_kind[kind] for kind in kinds)
 
@@ -52,17 +53,18 @@ def layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
 def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
     width, heads = config.embed_dim, config.num_heads
     kv_heads, head_dim = config.layers[layer].num_kv_heads, config.layers[layer].head_dim
+    v_head_dim = config.layers[layer].v_head_dim or head_dim
     all_heads, has_norms = config.qk_norm_over == "all_heads", config.qk_norm
     query_norm, key_norm = ((n, head_dim) if all_heads else (head_dim,) for n in (heads, kv_heads))
     bias = config.qkv_bias
     return {
         ("query",): (heads, head_dim, width),
         ("key",): (kv_heads, head_dim, width),
-        ("value",): (kv_heads, head_dim, width),
-        ("out",): (heads, head_dim, width),
+        ("value",): (kv_heads, v_head_dim, width),
+        ("out",): (heads, v_head_dim, width),
         ("query_bias",): (heads, head_dim) if bias else None,
         ("key_bias",): (kv_heads, head_dim) if bias else None,
-        ("value_bias",): (kv_heads, head_dim) if bias else None,
+        ("value_bias",): (kv_heads, v_head_dim) if bias else None,
         ("out_bias",): (width,) if config.out_bias else None,
         ("sinks",): (heads,) if config.sinks else None,
         ("position_fn", "query_norm"): query_norm if has_norms else None,
