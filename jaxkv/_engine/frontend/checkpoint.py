@@ -38,6 +38,7 @@ class Resumable:
 
     config: CacheConfig
     vocab_size: int | None
+    _most_tokens: int
     _loop: EngineCore | DataParallelCores
     _loops: list[EngineCore]
     _numbers: "itertools.count[int]"
@@ -209,12 +210,11 @@ class Resumable:
     def _problem(self, request: Request) -> str | None:
         if request.done:
             return None
-        length, most = len(request.prompt) + request.limit, self.config.max_seq_len
+        length, most = len(request.prompt) + request.limit, self._most_tokens
         if length > most:
             return f"it is to reach {length} tokens, and max_seq_len = {most}: raise max_seq_len"
         tokens, left = [*request.prompt, *request.output], request.limit - len(request.output)
-        residents = self._loops[0].residents
-        return find_problem(tokens, left, residents.config, self.vocab_size, residents.holdings)
+        return find_problem(tokens, left, self._most_tokens, self.vocab_size, self._loops[0].residents.holdings)
 
     @functools.cached_property  # the engine's parameters stay as they are
     def _model(self) -> str | None:

@@ -29,6 +29,7 @@ from jaxkv._engine.requests.request import KeepPrefix, Request, collect_tokens, 
 from jaxkv._engine.requests.sampling import KINDS, Kind, SamplingParams, read_kinds, read_seed
 from jaxkv._engine.requests.stops import Tokenizer, read_stops
 from jaxkv._engine.requests.submission import (
+    count_most_tokens,
     find_problem,
     read_callback,
     read_eos,
@@ -59,6 +60,8 @@ class Engine(Closable, Servable, Resumable):
         each of several processes an engine has its own devices of that axis, and sizes are of these.
       max_seqs: rows of the cache: sequences computed at the same time.
       max_seq_len: the limit of tokens of a sequence, prompt and output; default: `longest`, rounded up to a power of 2.
+        If all layers have windows or chunks, a sequence goes on beyond it, without `logits_hook`, `prefill`, `evict` or
+        a draft model.
       longest: tokens of the longest expected sequence, if `max_seq_len` is not given.
       step_tokens: the limit of tokens of a step. Longer prompts are computed in chunks beside decoding rows.
       long_prefill_tokens: tokens of a step for prompts in their order while much shorter prompts wait, which get the
@@ -146,6 +149,8 @@ class Engine(Closable, Servable, Resumable):
             **sizes,
         )  # fmt: skip
         deterministic = read_deterministic(deterministic, model, prefill)
+        keepers = (logits_hook, prefill, evict, None if draft == "ngram" else draft)
+        self._most_tokens = count_most_tokens(config, keeps_tokens=any(x is not None for x in keepers))
         self._takes_adapters = logits_hook is not None or takes(model, ADAPTERS)
         check_prefill(prefill, model, prefix_cache=prefix_cache, evict=evict)
         refuse_states(config, "Engine and generate take")  # before the model is called
@@ -226,8 +231,7 @@ class Engine(Closable, Servable, Resumable):
     def problem(self, prompt: Sequence[int], max_new_tokens: int) -> str | None:
         """Returns why a prompt cannot be continued, or None."""
         self._turn.refuse_closed()
-        own = self._residents
-        return find_problem(prompt, max_new_tokens, own.config, self.vocab_size, own.holdings)
+        return find_problem(prompt, max_new_tokens, self._most_tokens, self.vocab_size, self._residents.holdings)
 
     @property
     def is_idle(self) -> bool:
@@ -436,7 +440,7 @@ class Engine(Closable, Servable, Resumable):
     ) -> Request:
         tokens = read_prompt(prompt)
         assert isinstance(tokens, list)
-        limit = min(int(max_new_tokens), self.config.max_seq_len - len(tokens))
+        limit = min(int(max_new_tokens), self._most_tokens - len(tokens))
         return Request(
             number=number, prompt=tokens, limit=limit, choice=choice, news=news, engine=weakref.ref(self), **options
         )

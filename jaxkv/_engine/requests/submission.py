@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import MOST_INDEX, flag, integer, show
+from jaxkv._core.config.validation import MOST_INDEX, MOST_TOKENS, flag, integer, show
 from jaxkv._engine.requests.block_accounting import Holdings
 from jaxkv._engine.requests.request import STOPS, KeepPrefix, Stop
 
@@ -24,19 +24,24 @@ def read_prompt(prompt: Any) -> list[int] | str:
     return tokens.tolist()
 
 
+def count_most_tokens(config: CacheConfig, *, keeps_tokens: bool) -> int:
+    """Returns the most tokens of a sequence: in a cache whose rows are endless they may outgrow `max_seq_len`, unless
+    something beside the cache keeps all of them."""
+    return MOST_TOKENS if config.is_endless and not keeps_tokens else config.max_seq_len
+
+
 def find_problem(
-    prompt: Any, max_new_tokens: Any, config: CacheConfig, vocab_size: int | None, holdings: Holdings
+    prompt: Any, max_new_tokens: Any, most_tokens: int, vocab_size: int | None, holdings: Holdings
 ) -> str | None:  # fmt: skip
-    """Returns why a prompt cannot be continued in a cache of this config, or None."""
+    """Returns why a prompt cannot be continued in a cache with rows of at most `most_tokens`, or None."""
     tokens = read_prompt(prompt)
     if isinstance(tokens, str):
         return tokens
-    if len(tokens) >= config.max_seq_len:
-        most = f"max_seq_len = {config.max_seq_len}"
-        return f"it has {len(tokens)} tokens, and {most} must hold one more: raise max_seq_len"
-    length = min(len(tokens) + integer("max_new_tokens", max_new_tokens, least=1), config.max_seq_len)
+    if len(tokens) >= most_tokens:
+        return f"it has {len(tokens)} tokens, and max_seq_len = {most_tokens} must hold one more: raise max_seq_len"
+    length = min(len(tokens) + integer("max_new_tokens", max_new_tokens, least=1), most_tokens)
     for group, blocks in zip(holdings.groups, holdings.most(len(tokens), 0, length), strict=True):
-        if blocks > (num_blocks := config.group_blocks[group]):
+        if blocks > (num_blocks := holdings.config.group_blocks[group]):
             return (
                 f"its {length} tokens take {blocks} blocks, but the cache has {num_blocks}: raise num_blocks, or "
                 "max_tokens, what the whole cache holds, or lower max_new_tokens"
