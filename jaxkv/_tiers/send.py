@@ -98,10 +98,11 @@ def lifted(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
     sizes = tuple(pad_size(int(n[0])) for n in count)
     with _under(cache):
         found = _row_blocks(cache, np.int32(row), np.concatenate(first), np.concatenate(count), sizes=sizes)
+        states = read_row_states(cache, np.array([row], np.int32))
     parts = tuple(None if part is None else _brought(part, to, layer) for layer, part in enumerate(found))
     return HostBlocks(
         lengths=length, first=tuple(first), count=tuple(count), order=in_order(count), held=none,
-        thinned=none, parts=parts,
+        thinned=none, parts=parts, states=jax.tree.map(place_like, states, to.states),
         groups=config.groups, retentions=tuple(map(str, config.retentions)),
         rotates=tuple(map(config.rotates, range(cache.num_layers))),
         kinds=config.kind_names,

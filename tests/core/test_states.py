@@ -324,24 +324,7 @@ REFUSED = {
     "layer must say which": lambda: jaxkv.read_states(made()),
     "cache must be a jaxkv.Cache": lambda: jaxkv.read_states(3, layer=0),
     "A PrefixCache takes no": lambda: jaxkv.PrefixCache(make_config()),
-    "Engine and generate take no": lambda: jaxkv.Engine(Hybrid(), max_seqs=2, max_seq_len=16, prefix_cache=False),
 }
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Hybrid:
-    """A model whose engine is refused before it is called."""
-
-    dtype: str = "float32"
-    vocab_size: int = VOCABULARY
-
-    @property
-    def layer_configs(self):
-        return make_config().layers
-
-    def __call__(self, tokens, *, cache, logits_at):
-        raise AssertionError("it is not called")
 
 
 def made():

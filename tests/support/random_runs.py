@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from checksum_model import LONGEST, VOCAB, Checksum, Placed, Several
+from hybrid_model import SEEN, Hybrid
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
@@ -46,12 +47,16 @@ SHAPES = [
     Shape(evict="streaming_llm", step_tokens=9),
     Shape(prefix_cache=True, devices=2, block_size=4, step_tokens=9),
     Shape(devices=2, steps_per_dispatch=2, block_size=4, step_tokens=11),
+    Shape(SEEN, steps_per_dispatch=3),
+    Shape(SEEN, draft="ngram", step_tokens=24, block_size=4),
+    Shape(SEEN, draft="hybrid", step_tokens=24, block_size=4),
+    Shape(SEEN, evict="streaming_llm", step_tokens=9),
 ]
 
 
 @functools.cache
 def model_of(shape: Shape) -> Any:
-    model = (Several if shape.draft else Checksum)(shape.windows)
+    model = Hybrid() if shape.windows == SEEN else (Several if shape.draft else Checksum)(shape.windows)
     if shape.devices == 1:
         return model
     place = Mesh(np.array(jax.devices()[: shape.devices]), ("data",))
@@ -74,14 +79,15 @@ def new_engine(shape: Shape, draw: random.Random) -> jaxkv.Engine:
     if shape.prefix_cache:
         options |= {"prefix_cache": True, "spill_bytes": draw.choice([0, 0, 10**4])}
     if shape.draft:
-        options |= {"draft": shape.draft, "draft_tokens": 4}
+        options |= {"draft": Hybrid(wrong=3) if shape.draft == "hybrid" else shape.draft, "draft_tokens": 4}
     return jaxkv.Engine(model_of(shape), **options)
 
 
 @functools.cache
 def lone_engine(shape: Shape) -> jaxkv.Engine:
     """Serves one request at a time, in a row of its own."""
-    return jaxkv.Engine(Checksum(shape.windows), max_seqs=1, step_tokens=LONGEST, **options_of(shape))
+    model = Hybrid() if shape.windows == SEEN else Checksum(shape.windows)
+    return jaxkv.Engine(model, max_seqs=1, step_tokens=LONGEST, **options_of(shape))
 
 
 @functools.lru_cache(maxsize=4096)

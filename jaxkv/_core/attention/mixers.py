@@ -250,8 +250,9 @@ def _open(
         tables = row_tables(found.tables, found.config)
         packed = _Packed(tables, token_axes) if step is not None and step.decode and len(token_axes) == 1 else None
         arrays = tokens if packed is None else {label: packed.pad(array) for label, array in tokens.items()}
+        target = jnp.where(found.slots.slots == NULL_SLOT, -1, found.slots.slots)  # -1: not written
         y, states = _on_mesh(door, found.states[name])(
-            **arrays, **options, states=found.states[name], slots=found.slots.source, to_slots=found.slots.slots,
+            **arrays, **options, states=found.states[name], slots=found.slots.source, to_slots=target,
             lengths=tables.lengths, new=tables.new,
             offsets=tables.offsets if packed is None and len(token_axes) == 1 else None,
         )  # fmt: skip

@@ -30,6 +30,23 @@ def assign_slots(cache: Cache, active: jax.Array) -> StateSlots | None:
     return StateSlots(slots=jnp.where(taken, fresh, held), source=held)
 
 
+def withhold_states(before: Cache, cache: Cache, rows: jax.Array) -> Cache:
+    """Returns the extended cache in which rows under a mask read their states in this step and do not write them.
+
+    Their slots stay as they were `before`, and no other row writes them. `return_slots` ends this.
+    """
+    slots = assign_slots(before, (cache.new > 0) & ~rows)
+    assert slots is not None
+    return cache.replace(state_slots=StateSlots(slots=jnp.where(rows, NULL_SLOT, slots.slots), source=slots.source))
+
+
+def return_slots(cache: Cache, rows: jax.Array) -> Cache:
+    """Returns a cache in which rows under a mask hold the states again that `withhold_states` kept."""
+    assert cache.state_slots is not None
+    slots, source = cache.state_slots.slots, cache.state_slots.source
+    return cache.replace(state_slots=StateSlots(slots=jnp.where(rows, source, slots), source=source))
+
+
 def release_slots(cache: Cache, rows: jax.Array) -> StateSlots | None:
     """Returns slots in which rows under a mask hold none."""
     if cache.state_slots is None:

@@ -11,7 +11,6 @@ from jaxkv._core.config.fields import EngineFields
 from jaxkv._core.config.mesh_shape import find_mesh
 from jaxkv._core.config.validation import MOST_INDEX, flag, integer, read_list, real, show
 from jaxkv._core.state.device_arrays import split_model, take_local_model
-from jaxkv._core.state.head_rows import refuse_states
 from jaxkv._engine.frontend import metrics as figures
 from jaxkv._engine.frontend.build import check_fields, make_cores, read_deterministic, read_longest
 from jaxkv._engine.frontend.checkpoint import Resumable
@@ -153,7 +152,6 @@ class Engine(Closable, Servable, Resumable):
         self._most_tokens = count_most_tokens(config, keeps_tokens=any(x is not None for x in keepers))
         self._takes_adapters = logits_hook is not None or takes(model, ADAPTERS)
         check_prefill(prefill, model, prefix_cache=prefix_cache, evict=evict)
-        refuse_states(config, "Engine and generate take")  # before the model is called
         check_shapes(models[0], config, is_divided=mesh is not None)
         self.config = join_config(config, len(models))
         self._loops = make_cores(

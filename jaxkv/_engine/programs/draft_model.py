@@ -23,13 +23,13 @@ from jaxkv._engine.requests.scheduler import Sequence
 
 # What programs are told of each row: how many tokens stay, how many are new, and its `Choice`.
 HELD, FED, COLUMN = 0, 1, slice(2, 2 + FIELDS)
-FEW = 2  # tokens that it lacks after a step in which all drafts were accepted
 
 
 class Held:
     """The contents of a row of the draft's cache: the first tokens of a sequence, then draft tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, can_roll_back: bool) -> None:
+        self._can_roll_back = can_roll_back
         self.tokens: list[int] = []  # the sequence's own list, which only grows
         self.count = 0  # how many of these are held
         self.guesses: list[int] = []
@@ -41,12 +41,14 @@ class Held:
         """Truncates to the common prefix with a sequence's tokens. The last token is always fed again: the drafts
         follow from its logits. Tokens that were compared before are not compared again."""
         most = len(tokens) - 1
+        held = len(self)
         if tokens is not self.tokens:  # another sequence has come into this row
             common = _common(self.tokens[: self.count], tokens)
             self.guesses = self.guesses if common == self.count else []
             self.tokens, self.count = tokens, common
         ahead = tokens[self.count : self.count + len(self.guesses)]
-        self.count, self.guesses = min(most, self.count + _common(self.guesses, ahead)), []
+        count = min(most, self.count + _common(self.guesses, ahead))
+        self.count, self.guesses = count if self._can_roll_back or count == held else 0, []
 
 
 class ModelDrafter:
@@ -54,7 +56,8 @@ class ModelDrafter:
 
     Its rows follow the engine's: before drafting, each is truncated to the common prefix with its sequence, and fed the
     missing tokens. So it needs no notice of rows that are freed, forked, swapped or preempted; wrong contents cost
-    time, never a token. It has room for all rows at their longest.
+    time, never a token. It has room for all rows at their longest. Rows with states of recurrent layers cannot be
+    truncated: they forget their drafts at once, and begin anew where a sequence is another.
     """
 
     def __init__(self, model: Any, *, max_seqs: int, max_seq_len: int, step_tokens: int, count: int):
@@ -63,6 +66,9 @@ class ModelDrafter:
         if any(layer.retention.visible_tokens is not None for layer in model.layer_configs):
             sizes["layout"] = "contiguous"
         self.config = CacheConfig.from_model(model, **sizes)
+        self._can_roll_back = not self.config.recurrent_layers
+        # The tokens that it lacks after a step in which all drafts were accepted.
+        self.few = 2 if self._can_roll_back else count + 1
         self.leaves, structure = jax.tree.flatten(model)
         self.step_tokens, self.count, self.mesh = step_tokens, count, find_mesh(self.leaves)
         empty = jax.eval_shape(lambda: init(self.config, mesh=self.mesh))
@@ -83,7 +89,7 @@ class ModelDrafter:
         while self._feed(sequences):
             pass
         rows = self._rows()
-        tokens = np.zeros((self.config.max_seqs, FEW), np.int32)
+        tokens = np.zeros((self.config.max_seqs, self.few), np.int32)
         for sequence in sequences:
             row, held = sequence.row, len(self._held[sequence.row])  # type: ignore[index]
             missing = sequence.tokens[held:]
@@ -94,7 +100,7 @@ class ModelDrafter:
         guesses = [chosen[:, sequence.row].tolist() for sequence in sequences]
         for sequence, guessed in zip(sequences, guesses, strict=True):
             of_row = self._held[sequence.row]  # type: ignore[index]
-            of_row.count, of_row.guesses = len(sequence.tokens), guessed[:-1]
+            of_row.count, of_row.guesses = len(sequence.tokens), guessed[:-1] if self._can_roll_back else []
         self._is_sound = True
         return [Guesses.chain(guessed[:count]) for guessed in guesses]
 
@@ -103,7 +109,7 @@ class ModelDrafter:
             self._make_sound()
             self._call(self._rows(), np.zeros(shape, np.int32), kind, count)
 
-        shapes = [((self.config.max_seqs, FEW), kind, self.count) for kind in KINDS]
+        shapes = [((self.config.max_seqs, self.few), kind, self.count) for kind in KINDS]
         return [functools.partial(call, *layer) for layer in [((self.step_tokens,), KINDS[0], 0), *shapes]]
 
     def close(self) -> None:
@@ -113,7 +119,7 @@ class ModelDrafter:
     def _make_sound(self) -> None:
         if not self._is_sound:
             self._cache = jax.tree.leaves(init(self.config, mesh=self.mesh))
-            self._held = [Held() for _ in range(self.config.max_seqs)]
+            self._held = [Held(self._can_roll_back) for _ in range(self.config.max_seqs)]
             self._is_sound = True
 
     def _feed(self, sequences: Several[Sequence]) -> bool:
@@ -124,7 +130,7 @@ class ModelDrafter:
             assert row is not None
             held = len(self._held[row])
             count = min(len(sequence.tokens) - 1 - held, self.step_tokens - len(packed))
-            if len(sequence.tokens) - held > FEW and count:
+            if len(sequence.tokens) - held > self.few and count:
                 packed += sequence.tokens[held : held + count]
                 rows[FED, row] = count
         if not packed:
@@ -166,7 +172,7 @@ def _common(held: list[int], tokens: list[int]) -> int:
 
 @functools.lru_cache(maxsize=16)
 def draft_program(structure: Any, model: Any) -> Any:
-    """Compiles a program that truncates rows, feeds tokens, packed or `[S, FEW]`, and drafts `count` tokens."""
+    """Compiles a program that truncates rows, feeds tokens, packed or `[S, few]`, and drafts `count` tokens."""
 
     def program(cache: Cache, leaves, rows, tokens, *, kind: Kind, count: int):
         draft, sampling = jax.tree.unflatten(model, leaves), Sampling.unpack(rows[COLUMN])
@@ -189,7 +195,9 @@ def draft_program(structure: Any, model: Any) -> Any:
             chosen = guess(logits, cache)
             return (cache, chosen), chosen
 
-        (cache, _), others = jax.lax.scan(go_on, (cache, first), length=count - 1)
+        (ahead, _), others = jax.lax.scan(go_on, (cache, first), length=count - 1)
+        # States have no way back: of the drafts nothing stays but what they wrote into blocks that are free again.
+        cache = ahead if cache.state_slots is None else cache.replace(pools=ahead.pools)
         return jnp.concatenate([first[None], others]), cache
 
     return cache_program(structure, program, static=("kind", "count"))

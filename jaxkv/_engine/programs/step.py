@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxkv._core.attention.plan import plan_step, positions
 from jaxkv._core.blocks.speculative import keep_guesses, revert_tokens
+from jaxkv._core.blocks.state_slots import return_slots, withhold_states
 from jaxkv._core.blocks.tables import extend, release_windows
 from jaxkv._core.config.validation import MOST_INDEX, show
 from jaxkv._core.state.arguments import to_device
@@ -144,7 +145,8 @@ def _verify(most, guessed, run, hook, asked, kind, count, leave, cache, memory, 
     number = jnp.arange(most + 1, dtype=jnp.int32)[:, None]
     behind = jnp.maximum(guessed[None] - number, 0)  # i32[most + 1, S]: guesses that follow each token
     places = jnp.maximum(jnp.cumsum(counts)[None] - 1 - behind, 0)
-    logits, cache, memory = run(cache, memory, tokens, counts, places.ravel())
+    withhold = None if cache.state_slots is None else functools.partial(withhold_states, cache, rows=guessed > 0)
+    logits, cache, memory = run(cache, memory, tokens, counts, places.ravel(), begin=withhold)
     lengths = (cache.lengths[None] - behind).ravel()
     wide, known = jax.tree.map(lambda x: jnp.concatenate([x] * (most + 1)), (asked, memory))
     chosen, likely = _chosen(logits, hook, wide, kind, count, known, lengths)
@@ -153,10 +155,25 @@ def _verify(most, guessed, run, hook, asked, kind, count, leave, cache, memory, 
     is_right = (number < guessed[None]) & (chosen == guesses)
     accepted = jnp.sum(jnp.cumprod(is_right.astype(jnp.int32), axis=0), axis=0, dtype=jnp.int32)
     last = jnp.take_along_axis(chosen, accepted[None], axis=0)[0]
-    cache, memory = _ended(revert_tokens(cache, guessed - accepted), memory, last, due, leave)
+    cache = _take_back(run, cache, memory, tokens, counts, guessed, accepted, most)
+    cache, memory = _ended(cache, memory, last, due, leave)
     if likely is not None:
         likely = jax.tree.map(lambda x: x.reshape(*places.shape, -1), likely)
     return ((jnp.where(cache.failed[None], -1, chosen), accepted + 1), likely), cache, memory
+
+
+def _take_back(run, cache, memory, tokens, counts, guessed, accepted, most):
+    """Drops the guesses of each row that were not accepted. A state has no way back: rows that guessed have not written
+    theirs, and compute what they keep once more."""
+    if cache.state_slots is None:
+        return revert_tokens(cache, guessed - accepted)
+    again = guessed > 0
+    kept = jnp.where(again, counts - guessed + accepted, 0)
+    row = row_of(kept, min(tokens.shape[0], kept.shape[0] * (most + 1)))  # a row has one token that is no guess
+    starts, begin = (jnp.cumsum(x, dtype=jnp.int32) - x for x in (kept, counts))
+    places = jnp.arange(row.shape[0], dtype=jnp.int32) + (begin - starts)[jnp.minimum(row, kept.shape[0] - 1)]
+    cache = return_slots(revert_tokens(cache, jnp.where(again, counts, 0)), again)
+    return run(cache, memory, tokens.at[places].get(mode="clip"), kept, jnp.zeros_like(kept))[1]
 
 
 def _verify_trees(most, guessed, parents, run, hook, asked, kind, count, leave, cache, memory, tokens, counts, due):
@@ -198,9 +215,10 @@ def _verify_trees(most, guessed, parents, run, hook, asked, kind, count, leave, 
     return ((jnp.where(cache.failed[None], -1, chosen), accepted + 1), likely), cache, memory
 
 
-def _run(answer, cache, memory, tokens, counts, places, tree=None):
-    """Computes and records a step of every row; returns the logits at some tokens."""
+def _run(answer, cache, memory, tokens, counts, places, tree=None, begin=None):
+    """Computes and records a step of every row, begun by `begin(extended cache)`; returns the logits at some tokens."""
     cache = extend(cache, counts)
+    cache = cache if begin is None else begin(cache)
     rows = rows_of(tokens, counts)
     if memory.tokens is not None:
         noted = memory.tokens.at[rows, positions(cache, tokens.shape)].set(tokens, mode="drop")

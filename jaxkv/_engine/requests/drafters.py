@@ -141,9 +141,15 @@ def read_draft(
             raise ValueError(f'draft must be a model, "ngram" or None, not {show(draft)}.')
         if branches > 1:
             _check_branches(model, hook)
+            _check_no_states(model)
         return count, branches
     if not callable(draft) or not hasattr(draft, "layer_configs"):
         raise ValueError(f'draft must be a model, "ngram" or None, not {show(draft)}.')
+    if any(layer.is_recurrent for layer in draft.layer_configs) and _has_windows(draft):
+        raise ValueError(
+            "draft has layers with a window and layers with a state, which no draft can have yet, for guesses are "
+            "rolled back in them in two ways: take a draft with one of the two."
+        )
     if branches > 1:
         raise ValueError(f'draft_branches={branches} is for draft="ngram": a model guesses one token after another.')
     theirs, vocab_size = (getattr(getattr(x, "config", None), "vocab_size", None) for x in (draft, model))
@@ -153,6 +159,19 @@ def read_draft(
             "to both."
         )
     return count, 1
+
+
+def _has_windows(model: Any) -> bool:
+    return any(layer.retention.visible_tokens is not None for layer in model.layer_configs)
+
+
+def _check_no_states(model: Any) -> None:
+    for i, layer in enumerate(model.layer_configs):
+        if layer.is_recurrent:
+            raise ValueError(
+                f"draft_branches make a tree, but layer {i} of the model is one {layer.retention}, which takes one "
+                "token after another: leave draft_branches out."
+            )
 
 
 def _check_branches(model: Any, hook: Any) -> None:

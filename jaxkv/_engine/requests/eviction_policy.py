@@ -122,7 +122,7 @@ class Eviction:
     def layer_configs(self, layers: Iterable[LayerConfig]) -> tuple[LayerConfig, ...]:
         """Returns the layer configs, with eviction in layers of full attention."""
         layers = tuple(layers)
-        sees_all = [layer.retention.visible_tokens is None for layer in layers]
+        sees_all = [layer.retention.visible_tokens is None and not layer.is_recurrent for layer in layers]
         is_free = [every and layer.shares_with is None for every, layer in zip(sees_all, layers, strict=True)]
         readers = [layer.shares_with for every, layer in zip(sees_all, layers, strict=True) if not every]
         if not any(is_free):

@@ -409,7 +409,7 @@ class CacheManager:
         if (self.prefix is not None and sequence.shareable) or self.seconds_per_token is None:
             return False
         held = self.holdings.held(sequence.prompt, sequence.cached)
-        moved = 2 * sum(map(operator.mul, held, self.holdings.block_bytes))
+        moved = 2 * (sum(map(operator.mul, held, self.holdings.block_bytes)) + self.config.bytes_per_state)
         return moved / self.host_bandwidth < sequence.cached * self.seconds_per_token
 
     def _shared(self, running: list[Sequence], sequence: Sequence) -> tuple[int, Sequence | None]:
@@ -428,13 +428,20 @@ class CacheManager:
         common = (blocks * self.block_size for _, blocks in self._common(others, sequence))
         return max(self.prefix.known(sequence.tokens, **sequence.identity), *common, 0)
 
+    @property
+    def _shares_blocks(self) -> bool:
+        """Tells whether a row can begin with another's first blocks: it has all of them, and no state behind them that
+        the other no longer has."""
+        config = self.config
+        return not (self.eviction or config.has_windows or config.contiguous or config.recurrent_layers)
+
     def _common(self, running: list[Sequence], sequence: Sequence) -> Iterator[tuple[Sequence, int]]:
         """Yields running sequences, and the number of leading blocks in common with each. Without a prefix cache, or
         for a sequence on the host: only other samples of the same request."""
         by_prefix = self.prefix is not None and sequence.host is None
         if not by_prefix:
-            if self.eviction is not None or self.config.has_windows or self.config.contiguous:
-                return  # a row lacks some of its first blocks, or shares none
+            if not self._shares_blocks:
+                return
             running = [s for s in running if are_siblings(s, sequence)]
         end = len(sequence.tokens) - 1
         if sequence.host is not None and sequence.num_hosted is not None:
