@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.families import FAMILIES
-from jaxkv.models.families.family import AsStored, Columns, Rows
+from jaxkv.models.families.family import AsStored, Columns, Rows, Section
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Our name -> Llama's, for parameters of the model and of each layer. A name with {} exists once for each expert. A
@@ -56,7 +56,14 @@ PER_LAYER = {
     "experts.shared.down_bias": "mlp.shared_experts.down_proj.bias",
 }
 # Checkpoints store [all outputs, all inputs], as we do but for these: their number of leading input axes.
-INPUT_AXES = {"attention.out": 2, "experts.router": 1, "experts.gate": 1, "experts.up": 1, "experts.down": 1}
+INPUT_AXES = {
+    "attention.out": 2,
+    "mixer.out": 1,
+    "experts.router": 1,
+    "experts.gate": 1,
+    "experts.up": 1,
+    "experts.down": 1,
+}
 
 
 class TensorSlice(NamedTuple):
@@ -87,10 +94,14 @@ def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_sta
         place, *rest = rest
         layers = range(num_stacked + place, num_stacked + place + 1)
     else:
-        return [Slot(WHOLE[first], shape, False)]
+        return [Slot(outer_name(config, first), shape, False)]
     key = ".".join(rest)
     tensors = FAMILIES[config.family].tensors
     name = tensors[key] if key in tensors else PER_LAYER[key]
+    if isinstance(name, Section):
+        whole, axes, where = name.find(config, shape)
+        part = TensorSlice(axes, where)
+        return [Slot(f"model.layers.{i}.{name.name}", whole, name.transposed, part) for i in layers]
     if isinstance(name, AsStored):
         return [Slot(f"model.layers.{i}.{name.name}", shape, False) for i in layers]
     if isinstance(name, Columns):
@@ -115,6 +126,13 @@ def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_sta
     else:
         theirs = math.prod(own[:-1]), own[-1]
     return [Slot(f"model.layers.{i}.{name}", theirs, bool(inputs)) for i in layers for name in names]
+
+
+def outer_name(config: DecoderConfig, key: str) -> str:
+    """Returns the name of the embeddings, the last norm or the head."""
+    name = FAMILIES[config.family].tensors.get(key, WHOLE[key])
+    assert isinstance(name, str)
+    return name
 
 
 def _fused_slot(name: str, key: str, parts: tuple[str, ...], shape: tuple[int, ...], config: DecoderConfig) -> Slot:

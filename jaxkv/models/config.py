@@ -7,6 +7,7 @@ from typing import Any, Literal
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.layer_groups import find_period
 from jaxkv._core.config.validation import integer, real, show
+from jaxkv.models.mixers.block_config import ATTENTION, BlockConfig, check_blocks
 from jaxkv.models.rope import Rope
 
 
@@ -108,6 +109,8 @@ class DecoderConfig:
       embed_dim, mlp_dim: widths of the residual stream and of the gated MLP.
       num_heads: query heads of every attention layer.
       layers: cache config of each layer: its KV heads, their width, its window.
+      blocks: what each block has, where that is not attention and an MLP in all; see `BlockConfig`. `layers` are then
+        those of all blocks, one after another. A block with a mixer has norms before and none after.
       latent: latent attention instead; `layers` are then `LayerConfig.latent`.
       experts: experts in place of the MLP, in the layers that `expert_layers` selects.
       sinks: one learned logit per head in the softmax's denominator.
@@ -125,6 +128,7 @@ class DecoderConfig:
       residual_scale: factor of attention's and the MLP's outputs, before they are added to the residual stream.
       logit_divisor: divides the final logits.
       qkv_bias, out_bias, mlp_bias: whether these projections have biases.
+      attention_gate: attention's outputs are multiplied by the sigmoid of a projection of the token.
       activation: of the gated MLP.
       embed_scale: factor of the embeddings.
       tie_embeddings: the output head is the embedding table.
@@ -177,6 +181,8 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
     expert_layers: tuple[bool, ...] = ()
     sinks: bool = False
+    attention_gate: bool = False
+    blocks: tuple[BlockConfig, ...] = ()
 
     def __init__(
         self, *, layers: Sequence[LayerConfig] = (), num_kv_heads: int | None = None, head_dim: int | None = None,
@@ -185,7 +191,14 @@ class DecoderConfig:
         values: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(self)} | fields
         if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(self)}):
             raise TypeError(f"DecoderConfig has no {', '.join(unknown)}.")
-        values["layers"] = _make_layers(tuple(layers), values["latent"], num_kv_heads, head_dim, windows)
+        blocks = values["blocks"] = tuple(values["blocks"])
+        if blocks and not layers and windows is None:  # one for each block, and the mixers' beside them
+            windows = (None,) * len(blocks)
+            each = _make_layers((), values["latent"], num_kv_heads, head_dim, windows)
+            layers = [layer for block, own in zip(blocks, each, strict=True) for layer in block.layers(own)]
+            values["layers"] = tuple(layers)
+        else:
+            values["layers"] = _make_layers(tuple(layers), values["latent"], num_kv_heads, head_dim, windows)
         if missing := [name for name, value in values.items() if value is dataclasses.MISSING]:
             raise TypeError(f"DecoderConfig lacks {', '.join(missing)}.")
         for name, value in values.items():
@@ -202,7 +215,7 @@ class DecoderConfig:
             if getattr(self, name) is not None:
                 real(name, getattr(self, name), above=0)
         flags = ("qk_norm", "pre_norms", "post_norms", "qkv_bias", "out_bias", "mlp_bias", "tie_embeddings",
-                 "byte_tokens", "sinks")  # fmt: skip
+                 "byte_tokens", "sinks", "attention_gate")  # fmt: skip
         for name in flags:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {show(getattr(self, name))}.")
@@ -211,7 +224,9 @@ class DecoderConfig:
         if self.qk_norm_over not in ("head", "rotated_head", "all_heads"):
             known = "'head', 'rotated_head' or 'all_heads'"
             raise ValueError(f"qk_norm_over must be {known}, not {show(self.qk_norm_over)}.")
-        for layer in self.layers if self.latent is None else ():
+        if self.blocks:
+            check_blocks(self.blocks, len(self.layers))
+        for layer in self.attention_layers if self.latent is None else ():
             if self.num_heads % layer.num_kv_heads:
                 raise ValueError(
                     f"{self.num_heads} query heads cannot be shared among {layer.num_kv_heads} KV heads: "
@@ -221,8 +236,8 @@ class DecoderConfig:
                 raise ValueError(
                     f"head_dim must be even, so that the rotary embedding can pair its entries, not {layer.head_dim}."
                 )
-        if len(self.layers) != len(self.ropes):
-            both = f"{len(self.layers)} and {len(self.ropes)}"
+        if self.num_layers != len(self.ropes):
+            both = f"{self.num_layers} and {len(self.ropes)}"
             raise ValueError(f"windows and ropes must have one entry per layer, but they have {both}.")
         if len(self.expert_layers) != (self.num_layers if self.experts else 0):
             raise ValueError(
@@ -234,28 +249,45 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
-        return len(self.layers)
+        """Number of blocks."""
+        return len(self.blocks or self.layers)
+
+    def block(self, i: int) -> BlockConfig:
+        """Returns what a block has."""
+        return self.blocks[i] if self.blocks else ATTENTION
+
+    def first_layer(self, i: int) -> int:
+        """Returns the index in `layers` of a block's first layer."""
+        return sum(block.num_layers for block in self.blocks[:i]) if self.blocks else i
+
+    @property
+    def attention_layers(self) -> tuple[LayerConfig, ...]:
+        """The layers that keep keys and values."""
+        return tuple(layer for layer in self.layers if not layer.is_recurrent)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Each layer's sliding window, or None."""
-        return tuple(layer.window for layer in self.layers)
+        """Each attention layer's sliding window, or None."""
+        return tuple(layer.window for layer in self.attention_layers)
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads of the first layer; with latent attention the number of query heads."""
-        return self.num_heads if self.latent is not None else self.layers[0].num_kv_heads
+        """KV heads of the first attention layer; with latent attention the number of query heads."""
+        return self.num_heads if self.latent is not None else self.attention_layers[0].num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Entries of a head's query in the first layer."""
-        return self.layers[0].head_dim if self.latent is None else self.latent.nope_dim + self.latent.rope_dim
+        """Entries of a head's query in the first attention layer."""
+        if self.latent is not None:
+            return self.latent.nope_dim + self.latent.rope_dim
+        return self.attention_layers[0].head_dim
 
     @property
     def layer_kinds(self) -> tuple[Any, ...]:
         """For each layer a hashable value of everything in which layers may differ."""
         experts = self.expert_layers or (False,) * self.num_layers
-        return tuple(zip(self.layers, self.ropes, experts, strict=True))
+        kinds = self.blocks or self.layers
+        return tuple(zip(kinds, self.ropes, experts, strict=True))
 
     @property
     def period(self) -> int:
@@ -266,6 +298,14 @@ class DecoderConfig:
     def layer_configs(self) -> tuple[LayerConfig, ...]:
         """Cache config of each layer, for `CacheConfig`."""
         return self.layers
+
+    def layers_in(self, dtype: Any) -> tuple[LayerConfig, ...]:
+        """Returns the layers of a cache for a decoder in `dtype`, in which mixers keep their convolutions' inputs."""
+        found = list(self.layers)
+        for i, block in enumerate(self.blocks):
+            if block.mixer is not None:
+                found[self.first_layer(i) + block.num_layers - 1] = block.mixer.layer(dtype)
+        return tuple(found)
 
 
 def _make_layers(

@@ -15,7 +15,8 @@ from jaxkv._products import product
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.experts import Experts
 from jaxkv.models.latent import LatentAttention
-from jaxkv.models.layers import GatedMLP, NormedRope, norm_weight, rms_norm
+from jaxkv.models.layers import GatedAttention, GatedMLP, NormedRope, norm_weight, rms_norm
+from jaxkv.models.mixers.modules import make_mixer
 from jaxkv.nnx import Attention
 
 Scan = bool | Literal["stacked", "apart"]
@@ -54,7 +55,8 @@ class Decoder(nnx.Module):
         if scan not in (False, True, "stacked", "apart"):
             raise ValueError(f'scan must be True, False, "stacked" or "apart", not {show(scan)}.')
         self.config = config
-        self.periods = config.num_layers // config.period if scan else 1
+        # Mixers' states are stored apart: their blocks are computed one by one.
+        self.periods = config.num_layers // config.period if scan and not config.blocks else 1
         self.scan = self.periods > 1  # a single period has nothing to scan over
         table = (config.vocab_size, config.embed_dim)
         init = nnx.initializers.normal(config.embed_dim**-0.5)
@@ -117,7 +119,7 @@ class Decoder(nnx.Module):
             x, cache = self._scan(x, positions, cache, step, deterministic)
         for i in range(scanned, config.num_layers):
             with jax.named_scope(f"layer_{i}"):
-                x, cache = self._block(i)(x, positions, cache, i, step, deterministic)
+                x, cache = self._block(i)(x, positions, cache, config.first_layer(i), step, deterministic)
         with jax.named_scope("logits"):
             if logits_at is not None:
                 x = x[jnp.arange(x.shape[0]), logits_at] if tokens.ndim == 2 else x[logits_at]
@@ -186,41 +188,34 @@ class Decoder(nnx.Module):
     @property
     def layer_configs(self) -> tuple[LayerConfig, ...]:
         """Cache config of each layer, for `CacheConfig`."""
-        return self.config.layer_configs
+        return self.config.layers_in(self.dtype)
 
 
 class Block(nnx.Module):
-    """Attention, then a gated MLP or experts, each added to the residual stream."""
+    """Attention, a mixer that keeps a state, or both side by side; then a gated MLP or experts. Each is added to the
+    residual stream."""
 
     def __init__(self, config: DecoderConfig, layer: int, dtype: Any, rngs: nnx.Rngs):
-        rope, kept = config.ropes[layer], config.layers[layer]
-        self.config = config
-        self.attention_norm = norm_weight(config, config.embed_dim, dtype) if config.pre_norms else None
-        if config.latent is not None:
-            self.attention: Any = LatentAttention(config, config.latent, rope, dtype, rngs)
-        else:
-            self.attention = Attention(
-                config.embed_dim,
-                config.num_heads,
-                kept.num_kv_heads,
-                kept.head_dim,
-                v_head_dim=kept.v_head_dim,
-                use_bias=config.qkv_bias,
-                use_out_bias=config.out_bias,
-                use_sinks=config.sinks,
-                position_fn=NormedRope(config, kept, rope, dtype) if config.qk_norm else rope,
-                scale=config.attention_scale,
-                soft_cap=config.attention_soft_cap,
-                window=kept.window,
-                param_dtype=dtype,
-                rngs=rngs,
-            )
-        self.mlp_norm = norm_weight(config, config.embed_dim, dtype) if config.pre_norms else None
+        own, self.config = config.block(layer), config
+
+        def norm(wanted: bool) -> nnx.Param | None:
+            return norm_weight(config, config.embed_dim, dtype) if wanted else None
+
+        has_mixer = own.mixer is not None
+        before, behind = config.pre_norms or has_mixer, config.post_norms and not has_mixer
+        self.attention_norm = norm(before and own.num_layers > 0)
+        self.attention = make_attention(config, layer, dtype, rngs) if own.attention else None
+        self.mixer = None if own.mixer is None else make_mixer(config, own.mixer, dtype, rngs)
+        self.mlp_norm = norm(before and own.mlp)
         experts = config.experts if config.experts is not None and config.expert_layers[layer] else None
         self.experts = None if experts is None else Experts(config, experts, dtype, rngs)
-        self.mlp = GatedMLP(config, config.mlp_dim, dtype, rngs) if experts is None else None
-        self.attention_post_norm = norm_weight(config, config.embed_dim, dtype) if config.post_norms else None
-        self.mlp_post_norm = norm_weight(config, config.embed_dim, dtype) if config.post_norms else None
+        self.mlp = GatedMLP(config, config.mlp_dim, dtype, rngs) if experts is None and own.mlp else None
+        self.attention_post_norm, self.mlp_post_norm = norm(behind and own.num_layers > 0), norm(behind and own.mlp)
+
+    @property
+    def parts(self) -> list[Any]:
+        """What the block has before its MLP, in the order of the cache's layers."""
+        return [part for part in (self.attention, self.mixer) if part is not None]
 
     def __call__(
         self, x: jax.Array, positions: jax.Array, cache: Cache | None, layer: Any, step: Step | None,
@@ -232,19 +227,27 @@ class Block(nnx.Module):
         return self.output(x, y), cache
 
     def inputs(self, x: jax.Array, positions: jax.Array) -> tuple:
-        """Computes the inputs of attention from the residual stream."""
+        """Computes the inputs of attention and of the mixer from the residual stream."""
         with jax.named_scope("attention"):
-            return self.attention.inputs(self._normed(x, self.attention_norm), positions)
+            x = self._normed(x, self.attention_norm)
+            return tuple(part.inputs(x, positions) for part in self.parts)
 
     def attend(
         self, inputs: tuple, cache: Cache | None, layer: Any, step: Step | None, deterministic: bool = False
     ) -> tuple:
-        return self.attention.attend(inputs, cache, layer, step, deterministic)
+        found = []
+        for i, (part, given) in enumerate(zip(self.parts, inputs, strict=True)):
+            y, cache = part.attend(given, cache, layer + i if i else layer, step, deterministic)
+            found.append(y)
+        return tuple(found), cache
 
-    def output(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Adds attention's output `y` to the residual stream, then the MLP's or the experts' output."""
+    def output(self, x: jax.Array, outputs: tuple) -> jax.Array:
+        """Adds the outputs of attention and of the mixer to the residual stream, then the MLP's or the experts'."""
         with jax.named_scope("attention"):
-            x = self._added(x, self._normed(self.attention.output(y), self.attention_post_norm))
+            for part, y in zip(self.parts, outputs, strict=True):
+                x = self._added(x, self._normed(part.output(y), self.attention_post_norm))
+        if self.mlp is None and self.experts is None:
+            return x
         with jax.named_scope("mlp"):
             y = self._normed(x, self.mlp_norm)
             y = self.experts(y) if self.mlp is None else self.mlp(y)  # type: ignore[misc]
@@ -257,6 +260,29 @@ class Block(nnx.Module):
     def _added(self, x: jax.Array, y: jax.Array) -> jax.Array:
         scale = self.config.residual_scale
         return x + (y if scale == 1 else y * jnp.asarray(scale, y.dtype))
+
+
+def make_attention(config: DecoderConfig, i: int, dtype: Any, rngs: nnx.Rngs) -> Attention | LatentAttention:
+    """Makes a block's attention."""
+    rope, kept = config.ropes[i], config.layers[config.first_layer(i)]
+    if config.latent is not None:
+        return LatentAttention(config, config.latent, rope, dtype, rngs)
+    return (GatedAttention if config.attention_gate else Attention)(
+        config.embed_dim,
+        config.num_heads,
+        kept.num_kv_heads,
+        kept.head_dim,
+        v_head_dim=kept.v_head_dim,
+        use_bias=config.qkv_bias,
+        use_out_bias=config.out_bias,
+        use_sinks=config.sinks,
+        position_fn=NormedRope(config, kept, rope, dtype) if config.qk_norm else rope,
+        scale=config.attention_scale,
+        soft_cap=config.attention_soft_cap,
+        window=kept.window,
+        param_dtype=dtype,
+        rngs=rngs,
+    )
 
 
 class OneOf:

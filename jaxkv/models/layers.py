@@ -10,7 +10,7 @@ from flax import nnx
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.rope import Rope
-from jaxkv.nnx import project
+from jaxkv.nnx import Attention, project
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
 
@@ -40,6 +40,27 @@ class GatedMLP(nnx.Module):
         return project("...f,ef->...e", ACTIVATIONS[self.activation](gate) * up, self.down, self.down_bias)
 
 
+class GatedAttention(Attention):
+    """Attention whose output is multiplied by the sigmoid of a projection of the token, `gate [H, D, E]`."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        rngs, init = options["rngs"], nnx.initializers.lecun_normal(in_axis=-1, out_axis=(-3, -2))
+        self.gate = nnx.Param(init(rngs.params(), self.out.shape, self.out.dtype))
+
+    def inputs(self, x: jax.Array, positions: Any) -> Any:
+        return super().inputs(x, positions), project("...e,hde->...hd", x, self.gate)
+
+    def attend(self, inputs: tuple, *args: Any) -> tuple[Any, Any]:
+        inputs, gate = inputs
+        y, cache = super().attend(inputs, *args)
+        return (y, gate), cache
+
+    def output(self, y: Any) -> jax.Array:
+        y, gate = y
+        return super().output(y * jax.nn.sigmoid(gate))
+
+
 class NormedRope(nnx.Module):
     """A rotation of queries and keys that are RMS-normed too: what, and whether first, `qk_norm_over` tells.
 
@@ -64,11 +85,11 @@ class NormedRope(nnx.Module):
 def rms_norm(x: jax.Array, weight: nnx.Param, config: DecoderConfig, eps: float | None = None) -> jax.Array:
     """Computes the RMS norm over the weight's axes in float32 (Zhang and Sennrich, 2019:
     https://arxiv.org/abs/1910.07467)."""
-    return _normed(x, weight[...], config.norm_eps if eps is None else eps, config.norm_offset)
+    return normalize(x, weight[...], config.norm_eps if eps is None else eps, config.norm_offset)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "offset"))  # traced once for all layers
-def _normed(x: jax.Array, weight: jax.Array, eps: float, offset: float) -> jax.Array:
+def normalize(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=tuple(range(-weight.ndim, 0)), keepdims=True) + eps)
     scale = weight.astype(jnp.float32) + offset

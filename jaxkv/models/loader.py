@@ -128,7 +128,9 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
         for slot, tensor in zip(slots, np.asarray(param[...]).reshape(len(slots), -1), strict=True):
             if slot.part is not None:
                 whole = tensors.setdefault(slot.name, np.empty(slot.shape, tensor.dtype)).reshape(slot.part.axes)
-                whole[slot.part.where] = tensor.reshape(whole[slot.part.where].shape)
+                part = whole[slot.part.where]
+                part = part.swapaxes(-1, -2) if slot.transposed else part
+                part[...] = tensor.reshape(part.shape)
             else:
                 shape = slot.shape[::-1] if slot.transposed else slot.shape
                 tensors[slot.name] = tensor.reshape(shape).T if slot.transposed else tensor.reshape(shape)
@@ -174,7 +176,7 @@ def _view(tensors: dict[str, Any], slot: Slot, dtype: np.dtype) -> np.ndarray:
     x = tensors[slot.name]
     x = x if isinstance(x, np.ndarray) else np.asarray(x, dtype)
     x = x if slot.part is None else x.reshape(slot.part.axes)[slot.part.where]
-    return x.T if slot.transposed else x
+    return x.swapaxes(-1, -2) if slot.transposed else x
 
 
 def _float_dtype(dtype: Any) -> np.dtype:

@@ -18,7 +18,7 @@ AXIS = HEADS
 # replicated.
 ATTENTION = {
     "query": -3, "query_bias": -2, "query_up": -3, "key": -3, "key_bias": -2, "value": -3, "value_bias": -2,
-    "key_up": -3, "value_up": -3, "out": -3, "sinks": -1,
+    "key_up": -3, "value_up": -3, "out": -3, "sinks": -1, "gate": -3,
 }  # fmt: skip
 MLP = {"gate": -2, "gate_bias": -1, "up": -2, "up_bias": -1, "down": -1}
 EXPERTS = {"gate": -1, "gate_bias": -1, "up": -1, "up_bias": -1, "down": -2}

@@ -140,11 +140,20 @@ FIXTURES |= {
         **TINY, rope_parameters=YARN | dict(original_max_position_embeddings=8, llama_4_scaling_beta=0.5),
     ),
 }  # fmt: skip
+DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=6,
+             linear_conv_kernel_dim=4)  # fmt: skip
+LINEAR_FIRST = ["linear_attention", "full_attention", "linear_attention"]
+FIXTURES |= {
+    "qwen3_next": transformers.Qwen3NextConfig(
+        **TINY | dict(num_hidden_layers=3), **DELTA, layer_types=LINEAR_FIRST, moe_intermediate_size=24, num_experts=6,
+        num_experts_per_tok=3, shared_expert_intermediate_size=20, mlp_only_layers=[2],
+    ),
+}  # fmt: skip
 # Their seeds are their places here, but for those that would make two tokens as likely.
 ORDER = ["gemma2", "gemma3", "llama", "llama3", "llama_linear", "mistral", "qwen2", "qwen3", "deepseek_v2",
          "deepseek_v3", "gpt_oss", "qwen3_moe", "gemma3_nested", "mixtral", "qwen2_yarn", "smollm3", "olmo2",
          "olmo3", "granite", "seed_oss", "qwen2_moe", "phi3", "exaone4", "glm4", "ernie4_5",
-         "hunyuan_v1_dense", "glm4_moe", "minimax_m2", "ministral3"]  # fmt: skip
+         "hunyuan_v1_dense", "glm4_moe", "minimax_m2", "ministral3", "qwen3_next"]  # fmt: skip
 SEEDS = {name: i for i, name in enumerate(ORDER)} | {"glm4": 101}
 OLD_YARN = {name: value for name, value in YARN.items() if name not in ("rope_type", "rope_theta")}
 FP8_BLOCK = 16  # DeepSeek publishes blocks of 128
@@ -233,6 +242,10 @@ OLD_FORMS = {
              scoring_func="sigmoid", use_routing_bias=True, shared_intermediate_size=0, num_mtp_modules=3,
              mtp_transformer_layers=1, use_mtp=True, layernorm_mlp_beta=1.0),
     ),
+    "qwen3_next": (
+        ["rope_parameters", "layer_types"], dict(rope_theta=10_000.0, partial_rotary_factor=0.25, rope_scaling=None,
+                                                 layer_types=None, full_attention_interval=2),
+    ),
     "qwen2_moe": (["rope_parameters", "layer_types"], dict(rope_theta=10_000.0, max_window_layers=21)),
 }  # fmt: skip
 
@@ -302,7 +315,10 @@ def make(name: str, config: transformers.PreTrainedConfig) -> None:
         inputs = parameter.shape[1 if parameter.ndim == 3 and name == "gpt_oss" else -1]
         small = is_norm or parameter.ndim == 1 or parameter_name.endswith("bias")
         spread = 0.4 if small else 1.3 * inputs**-0.5
-        center = 1.0 if is_norm and "gemma" not in config.model_type else 0.0
+        around_zero = "gemma" in config.model_type or (
+            config.model_type.startswith(("qwen3_next", "qwen3_5")) and "linear_attn" not in parameter_name
+        )
+        center = 1.0 if is_norm and not around_zero else 0.0
         torch.nn.init.normal_(parameter, mean=center, std=spread)
     folder = HERE / name
     model.save_pretrained(folder, max_shard_size="30KB" if name == SHARDED else "1GB")

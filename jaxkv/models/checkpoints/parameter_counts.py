@@ -18,7 +18,7 @@ def count_parameters(config: DecoderConfig, devices: int = 1) -> int:
     # Layers also differ in window and rotation, which does not change the count.
     experts = config.expert_layers or (False,) * config.num_layers
     shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in config.layers]
-    kinds = list(zip(shapes, experts, strict=True))
+    kinds = list(zip(config.blocks or shapes, experts, strict=True))
     of_kind = {kind: _count(layer_shapes(config, kinds.index(kind)), mesh) for kind in set(kinds)}
     return _count(outer_shapes(config), mesh) + sum(of_kind[kind] for kind in kinds)
 
@@ -36,15 +36,21 @@ def outer_shapes(config: DecoderConfig) -> Shapes:
 
 def layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
     """Returns the shapes of a layer's parameters."""
-    norm = (config.embed_dim,)
+    block, norm = config.block(layer), (config.embed_dim,)
+    before, behind = config.pre_norms or block.mixer is not None, config.post_norms and block.mixer is None
     shapes: Shapes = {
-        ("attention_norm",): norm if config.pre_norms else None,
-        ("mlp_norm",): norm if config.pre_norms else None,
-        ("attention_post_norm",): norm if config.post_norms else None,
-        ("mlp_post_norm",): norm if config.post_norms else None,
+        ("attention_norm",): norm if before and block.num_layers else None,
+        ("mlp_norm",): norm if before and block.mlp else None,
+        ("attention_post_norm",): norm if behind and block.num_layers else None,
+        ("mlp_post_norm",): norm if behind and block.mlp else None,
     }
-    attention = _attention_shapes(config, layer) if config.latent is None else _latent_shapes(config)
-    shapes |= {("attention", *path): shape for path, shape in attention.items()}
+    if block.attention:
+        attention = _attention_shapes(config, layer) if config.latent is None else _latent_shapes(config)
+        shapes |= {("attention", *path): shape for path, shape in attention.items()}
+    if block.mixer is not None:
+        shapes |= {("mixer", name): shape for name, shape in block.mixer.shapes(config.embed_dim).items()}
+    if not block.mlp:
+        return shapes
     if config.experts is None or not config.expert_layers[layer]:
         return shapes | {("mlp", *path): shape for path, shape in _mlp_shapes(config, config.mlp_dim).items()}
     return shapes | {("experts", *path): shape for path, shape in _expert_shapes(config).items()}
@@ -52,7 +58,8 @@ def layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
 
 def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
     width, heads = config.embed_dim, config.num_heads
-    kv_heads, head_dim = config.layers[layer].num_kv_heads, config.layers[layer].head_dim
+    kept = config.layers[config.first_layer(layer)]
+    kv_heads, head_dim = kept.num_kv_heads, kept.head_dim
     v_head_dim = config.layers[layer].v_head_dim or head_dim
     all_heads, has_norms = config.qk_norm_over == "all_heads", config.qk_norm
     query_norm, key_norm = ((n, head_dim) if all_heads else (head_dim,) for n in (heads, kv_heads))
@@ -62,6 +69,7 @@ def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
         ("key",): (kv_heads, head_dim, width),
         ("value",): (kv_heads, v_head_dim, width),
         ("out",): (heads, v_head_dim, width),
+        ("gate",): (heads, v_head_dim, width) if config.attention_gate else None,
         ("query_bias",): (heads, head_dim) if bias else None,
         ("key_bias",): (kv_heads, head_dim) if bias else None,
         ("value_bias",): (kv_heads, v_head_dim) if bias else None,

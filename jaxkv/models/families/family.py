@@ -34,6 +34,19 @@ class AsStored(NamedTuple):
     name: str
 
 
+class Section(NamedTuple):
+    """A parameter that is a part of a checkpoint's tensor, of a shape that the config says.
+
+    Fields:
+      find: returns the tensor's shape, and of the tensor in axes of another shape the index of the part.
+      transposed: whether the part's last two axes are exchanged.
+    """
+
+    name: str
+    find: Callable[[DecoderConfig, tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...], Any]]
+    transposed: bool = False
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """One model family: the fields of its config.json, and the parameter names in its checkpoints.
@@ -51,7 +64,7 @@ class Family:
     parse: Callable[[Fields], DecoderConfig]
     render: Callable[[DecoderConfig], dict[str, Any]]
     architectures: tuple[str, ...]
-    tensors: Mapping[str, str | Columns | Rows | AsStored] = dataclasses.field(default_factory=dict)
+    tensors: Mapping[str, str | Columns | Rows | AsStored | Section] = dataclasses.field(default_factory=dict)
     flatten: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = lambda config, where: config
     name_tensor: Callable[[str, Mapping[str, Any]], str | None] = lambda name, config: name
 
@@ -62,14 +75,14 @@ def read_num_layers(fields: Fields) -> int:
 
 def read_common(
     fields: Fields, *, num_kv_heads: tuple[int | None, ...] = (), head_dim: int | None = None, norm_eps: float = 1e-6,
-    activation: tuple[str, str] = ("hidden_act", "silu"), tied: bool = False,
+    activation: tuple[str, str] = ("hidden_act", "silu"), tied: bool = False, mlp_dim: tuple[int, ...] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Reads the fields common to all families, as arguments of `DecoderConfig`.
 
     Args:
       num_kv_heads: the family's default, if any; None: the number of query heads.
       head_dim: the family's default; None: `hidden_size / num_attention_heads`.
-      norm_eps, tied: the family's defaults.
+      norm_eps, tied, mlp_dim: the family's defaults.
       activation: the field that names the activation, and its default.
     """
     num_heads = fields.size("num_attention_heads", most=MOST_HEADS)
@@ -85,7 +98,7 @@ def read_common(
         family=fields.family,
         vocab_size=fields.size("vocab_size"),
         embed_dim=embed_dim,
-        mlp_dim=fields.size("intermediate_size", most=MOST_DIM),
+        mlp_dim=fields.size("intermediate_size", *mlp_dim, most=MOST_DIM),
         num_heads=num_heads,
         num_kv_heads=fields.size("num_key_value_heads", *num_kv_heads, most=MOST_HEADS) or num_heads,
         head_dim=head_dim,

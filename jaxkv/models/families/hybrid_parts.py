@@ -1,0 +1,113 @@
+"""What hybrid families share: their kinds of layers, and how checkpoints store mixers and gated attention."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxkv.models.config import DecoderConfig
+from jaxkv.models.config_fields import FULL, LINEAR, MOST_DIM, MOST_HEADS, Fields
+from jaxkv.models.families.family import Section
+from jaxkv.models.mixers.block_config import BlockConfig, DeltaConfig
+
+GATED_ATTENTION = {  # rows of a head: its queries, then its gate
+    "attention.query": Section("self_attn.q_proj.weight", lambda config, shape: _halves(shape, 0)),
+    "attention.gate": Section("self_attn.q_proj.weight", lambda config, shape: _halves(shape, 1)),
+}
+
+
+def read_kinds(fields: Fields, default: list[str], kinds: tuple[str, ...] = (LINEAR, FULL)) -> list[str]:
+    """Reads `layer_types`."""
+    types = fields.take("layer_types", None) or default
+    if not isinstance(types, list) or len(types) != len(default) or not all(x in kinds for x in types):
+        raise fields.refuse("layer_types", types, f"one of {', '.join(kinds)} for each of the {len(default)} layers")
+    if FULL not in types:
+        raise fields.refuse("layer_types", types, f"at least one {FULL}")
+    return types
+
+
+def kinds_of(config: DecoderConfig, linear: str = LINEAR) -> list[str]:
+    """Writes what `read_kinds` reads."""
+    return [FULL if block.mixer is None else linear for block in config.blocks]
+
+
+def every_fourth(num_layers: int, interval: int = 4) -> list[str]:
+    """Returns kinds of layers, each `interval`-th of full attention."""
+    return [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)]
+
+
+def read_delta(fields: Fields, eps: float) -> DeltaConfig:
+    """Reads the sizes of a gated delta net, with Qwen's defaults."""
+    return DeltaConfig(
+        key_heads=fields.size("linear_num_key_heads", 16, most=MOST_HEADS),
+        value_heads=fields.size("linear_num_value_heads", 32, most=MOST_HEADS),
+        key_dim=fields.size("linear_key_head_dim", 128, most=MOST_DIM),
+        value_dim=fields.size("linear_value_head_dim", 128, most=MOST_DIM),
+        width=fields.size("linear_conv_kernel_dim", 4, least=2, most=MOST_DIM), norm_eps=eps,
+    )  # fmt: skip
+
+
+def render_delta(delta: DeltaConfig) -> dict[str, Any]:
+    """Writes what `read_delta` reads."""
+    return {
+        "linear_num_key_heads": delta.key_heads, "linear_num_value_heads": delta.value_heads,
+        "linear_key_head_dim": delta.key_dim, "linear_value_head_dim": delta.value_dim,
+        "linear_conv_kernel_dim": delta.width,
+    }  # fmt: skip
+
+
+def mix(kinds: list[str], mixer: Any) -> tuple[BlockConfig, ...]:
+    """Returns blocks that have attention where their kind says so, and elsewhere a mixer."""
+    return tuple(BlockConfig(mixer=None if kind == FULL else mixer) for kind in kinds)
+
+
+def mixer_of(config: DecoderConfig) -> Any:
+    """Returns the config of the first mixer; all mixers of a family are alike."""
+    return next(block.mixer for block in config.blocks if block.mixer is not None)
+
+
+def rows(name: str, sizes: Callable[[Any], tuple[int, ...]], number: int, groups: Callable[[Any], int] | None = None,
+         inner: int | None = None) -> Section:  # fmt: skip
+    """Returns a parameter of a mixer that is the `number`-th of the parts of `sizes` rows, of all or of each group.
+
+    Args:
+      sizes: returns the rows of each part, given the mixer's config.
+      groups: returns the number of groups of rows.
+      inner: size of a further axis in the checkpoint, behind the rows.
+    """
+
+    def find(config: DecoderConfig, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
+        mixer = mixer_of(config)
+        count, parts = 1 if groups is None else groups(mixer), sizes(mixer)
+        start, rest = sum(parts[:number]), shape[1:]
+        whole = (count * sum(parts), *(() if inner is None else (inner,)), *rest)
+        return whole, (count, sum(parts), *rest), np.s_[:, start : start + parts[number]]
+
+    return Section(name, find)
+
+
+def conv_rows(name: str, sizes: Callable[[Any], tuple[int, ...]], number: int) -> Section:
+    """Returns the kernels of some channels, `[channels, 1, width]` in the checkpoint."""
+    return rows(name, sizes, number, inner=1)
+
+
+def _halves(shape: tuple[int, ...], number: int) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
+    heads, head_dim, width = shape
+    whole = 2 * heads * head_dim, width
+    return whole, (heads, 2 * head_dim, width), np.s_[:, number * head_dim : (number + 1) * head_dim]
+
+
+def qkv_sizes(delta: DeltaConfig) -> tuple[int, ...]:
+    """Channels of the queries, keys and values."""
+    return delta.key_channels, delta.key_channels, delta.value_channels
+
+
+def delta_names(prefix: str) -> dict[str, Any]:
+    """Returns the names of the parameters of a gated delta net that all of its families store alike."""
+    conv = f"{prefix}.conv1d.weight"
+    return {
+        "mixer.query_conv": conv_rows(conv, qkv_sizes, 0), "mixer.key_conv": conv_rows(conv, qkv_sizes, 1),
+        "mixer.value_conv": conv_rows(conv, qkv_sizes, 2), "mixer.log_decay": f"{prefix}.A_log",
+        "mixer.decay_bias": f"{prefix}.dt_bias", "mixer.norm": f"{prefix}.norm.weight",
+        "mixer.out": f"{prefix}.out_proj.weight",
+    }  # fmt: skip

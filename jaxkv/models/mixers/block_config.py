@@ -1,0 +1,127 @@
+"""What a decoder's blocks have: attention, a mixer that keeps a state, or both; the configs of mixers."""
+
+import dataclasses
+from typing import Any, Literal
+
+from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv._core.config.validation import integer, real, show
+
+Shapes = dict[str, tuple[int, ...] | None]  # of parameters, by name; None: there is no such parameter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaConfig:
+    """A gated delta net (https://arxiv.org/abs/2412.06464), or Kimi delta attention (https://arxiv.org/abs/2510.26692).
+
+    Fields:
+      key_heads, value_heads: heads of queries and keys, and of values and states; the former divide the latter.
+      key_dim, value_dim: entries of a head.
+      width: tokens that each convolution sees.
+      gate_rank: rank of the projections to a decay for each key channel and to the output gate, as in Kimi Linear;
+        None: a decay for each head, and a plain projection to the gate.
+      gate: the function of the output gate.
+      beta_scale: factor of the sigmoid that says how much of a value is learned; 2 allows negative eigenvalues.
+      norm_eps: epsilon of the output norm.
+
+    >>> DeltaConfig(key_heads=1, value_heads=2, key_dim=4, value_dim=8, width=4).layer("bfloat16")
+    LayerConfig.recurrent(conv=((24, 3), 'bfloat16'), state=((2, 4, 8), 'float32'))
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    gate_rank: int | None = None
+    gate: Literal["silu", "sigmoid"] = "silu"
+    beta_scale: float = 1.0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        check_sizes(self, "key_heads", "value_heads", "key_dim", "value_dim", width=2)
+        if self.gate_rank is not None:
+            check_sizes(self, "gate_rank")
+        real("beta_scale", self.beta_scale, above=0)
+        real("norm_eps", self.norm_eps, least=0)
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"{self.value_heads} heads of values cannot be shared among {self.key_heads} heads of keys: the number "
+                "must be a multiple."
+            )
+
+    @property
+    def key_channels(self) -> int:
+        """Channels of all queries, and of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_channels(self) -> int:
+        """Channels of all values."""
+        return self.value_heads * self.value_dim
+
+    def layer(self, dtype: Any = "float32") -> LayerConfig:
+        """Returns what a cache keeps of a row: the last inputs of the convolutions in `dtype`, and the state."""
+        conv = (2 * self.key_channels + self.value_channels, self.width - 1), dtype
+        return LayerConfig.recurrent(conv=conv, state=((self.value_heads, self.key_dim, self.value_dim), "float32"))
+
+    def shapes(self, width: int) -> Shapes:
+        """Returns the shapes of the mixer's parameters in a residual stream of a width."""
+        keys, values, rank = self.key_channels, self.value_channels, self.gate_rank
+        decays = self.value_heads * (self.key_dim if rank else 1)
+        return {
+            "query": (keys, width), "key": (keys, width), "value": (values, width),
+            "query_conv": (keys, self.width), "key_conv": (keys, self.width), "value_conv": (values, self.width),
+            "decay_down": (rank, width) if rank else None, "decay": (decays, rank or width), "decay_bias": (decays,),
+            "log_decay": (self.value_heads,), "beta": (self.value_heads, width),
+            "gate_down": (rank, width) if rank else None, "gate": (values, rank or width),
+            "norm": (self.value_dim,), "out": (values, width),
+        }  # fmt: skip
+
+
+Mixer = DeltaConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """What a block has. With both attention and a mixer, they stand side by side.
+
+    >>> BlockConfig(mixer=DeltaConfig(key_heads=1, value_heads=1, key_dim=2, value_dim=2, width=2)).attention
+    False
+    """
+
+    mixer: Mixer | None = None
+    attention: bool | None = None  # default: where there is no mixer
+    mlp: bool = True  # or experts
+
+    def __post_init__(self):
+        if self.attention is None:
+            object.__setattr__(self, "attention", self.mixer is None)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of a cache that the block has: attention's first, then the mixer's."""
+        return int(bool(self.attention)) + int(self.mixer is not None)
+
+    def layers(self, attention: LayerConfig, dtype: Any = "float32") -> tuple[LayerConfig, ...]:
+        """Returns the block's layers, of which `attention` is attention's."""
+        own = (attention,) if self.attention else ()
+        return own if self.mixer is None else (*own, self.mixer.layer(dtype))
+
+
+ATTENTION = BlockConfig()
+
+
+def check_blocks(blocks: tuple[BlockConfig, ...], num_layers: int) -> None:
+    """Raises ValueError unless each of `num_layers` layers of a cache belongs to a block, and one has attention."""
+    if wrong := [block for block in blocks if not isinstance(block, BlockConfig)]:
+        raise ValueError(f"blocks must be BlockConfigs, not {show(wrong[0])}.")
+    if sum(block.num_layers for block in blocks) != num_layers:
+        raise ValueError(f"blocks have {sum(block.num_layers for block in blocks)} layers, but layers {num_layers}.")
+    if not any(block.attention for block in blocks):
+        raise ValueError("At least one block must have attention: its block tables count the tokens of rows.")
+
+
+def check_sizes(config: Any, *names: str, **least: int) -> None:
+    """Makes fields integers. Raises ValueError for one below its least value, by default 1."""
+    for name in (*names, *least):
+        object.__setattr__(config, name, integer(name, getattr(config, name), least=least.get(name, 1)))
