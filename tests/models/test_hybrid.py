@@ -1,0 +1,54 @@
+"""Families with layers that keep a state: through the cache what transformers computes, whatever a step's tokens."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models.test_checkpoints import load, new_cache, step
+from nightly import NIGHTLY
+from support import fixtures
+
+import jaxkv
+
+HYBRID = [name for name in fixtures.NAMES if load(name).config.blocks]
+CHUNK = 8  # columns of a step; longest prompt 23
+
+
+def read(name, columns):
+    """Logits of every row's tokens, read in chunks of at most `columns`: by one row while others wait or decode."""
+    wanted, model = fixtures.expected(name), load(name)
+    cache, done = new_cache(model), [[] for _ in wanted]
+    while any(len(out) < len(e.read) for out, e in zip(done, wanted, strict=True)):
+        tokens, counts = np.full((len(wanted), columns), -1, np.int32), []
+        for row, out, e in zip(tokens, done, wanted, strict=True):
+            # A prompt in whole chunks; then one token at a time, so that rows at work on either are in one step.
+            left = len(e.prompt) - len(out)
+            counts.append(min(left, columns) if left > 0 else min(1, len(e.read) - len(out)))
+            row[: counts[-1]] = e.read[len(out) : len(out) + counts[-1]]
+        logits, cache = step(model, tokens, np.array(counts, np.int32), cache)
+        for out, count, new in zip(done, counts, np.asarray(logits), strict=True):
+            out.extend(new[:count])
+    jaxkv.check(cache)
+    jaxkv.check_invariants(cache)
+    return done
+
+
+# By day packed steps, as engines take them, are in test_checkpoints.
+@pytest.mark.parametrize("columns", [CHUNK, 1, 32] if NIGHTLY else [CHUNK])
+@pytest.mark.parametrize("name", HYBRID if NIGHTLY else ["qwen3_next"])
+def test_one_long_step_chunks_and_single_tokens(name, columns):
+    for logits, e in zip(read(name, columns), fixtures.expected(name), strict=True):
+        fixtures.assert_close(np.stack(logits), e.logits)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_what_a_row_keeps(name):
+    """The last inputs of convolutions in the model's dtype, and states in float32."""
+    config = load(name).config
+    layers = config.layers_in(jnp.bfloat16)
+    recurrent = [layer for layer in layers if layer.is_recurrent]
+    assert recurrent and len(layers) == len(config.layers)
+    kinds = {array.name: array.dtype for layer in recurrent for array in layer.states}
+    assert kinds.pop("conv") == "bfloat16" and set(kinds.values()) <= {"float32"}
+    mixers = [block.mixer for block in config.blocks if block.mixer is not None]
+    assert recurrent == [mixer.layer("bfloat16") for mixer in mixers]
+    assert config.layers_in("float32") == config.layers == load(name).layer_configs
