@@ -9,6 +9,7 @@ what is evicted is so after the first 1,024, and the loss is of the next 256. A 
 
 import argparse
 import dataclasses
+import datetime
 import functools
 import importlib.util
 import json
@@ -21,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _harness import RESULTS, save, table
+from _harness import RESULTS, commit, save, table
 
 import jaxkv
 from jaxkv import scores
@@ -207,11 +208,15 @@ def main() -> None:
     model, text = jaxkv.models.load(path), jaxkv.text.Tokenizer(path)
     documents = read_documents(text)[:, : arguments.length]
     file = RESULTS / "quality.json"
-    tables = json.loads(file.read_text())["rows"] if file.exists() else {}
+    before = json.loads(file.read_text()) if file.exists() else {"rows": {}, "runs": {}}
+    tables, runs = before["rows"], before["runs"]
     for name in arguments.parts:
+        began = time.process_time()
         tables[name] = compare(name, PARTS[name](model, documents))
         table(tables[name])
-        save("quality", tables, documents=len(documents), tokens=int(documents.size))
+        runs[name] = {"commit": commit(), "date": datetime.date.today().isoformat(), "jax": jax.__version__,
+                      "CPU s": round(time.process_time() - began)}  # fmt: skip
+        save("quality", tables, documents=len(documents), tokens=int(documents.size), runs=runs)
 
 
 if __name__ == "__main__":
