@@ -1,10 +1,11 @@
-"""What storing, keeping or reading less costs a real model on real text: SmolLM2-135M, English and Python source.
+"""What storing, keeping or reading less costs real models on real text: English and Python source.
 
-    python benchmarks/quality.py [kinds windows evict drafts]
+    python benchmarks/quality.py [kinds windows evict quest drafts needles]
 
 The text comes with Python: the language reference and modules of the standard library, eight documents of 2,048 tokens.
-Losses are mean negative log-likelihoods of each document's tokens, given those before it in a cache of the kind named;
-what is evicted is so after the first 1,024, and the loss is of the next 256. A part that was not run keeps its rows.
+Losses are SmolLM2-135M's mean negative log-likelihoods of each document's tokens, given those before it in a cache of
+the kind named; what is evicted is so after the first 1,024, and the loss is of the next 256. Needles are numbers that
+Gemma 3 270M finds again in English of 1k, 4k and 8k tokens. A part that was not run keeps its rows.
 """
 
 import argparse
@@ -16,23 +17,25 @@ import json
 import pathlib
 import pydoc_data.topics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import _needles
+import _thinning
 import jax
 import jax.numpy as jnp
 import numpy as np
 from _harness import RESULTS, commit, save, table
+from _models import Windowed, first_layers, load_gemma3, load_smollm2, read_chosen_blocks
 
 import jaxkv
-from jaxkv import scores
-from jaxkv._files.packaged_model import smollm2
 
 LENGTH, CHUNK = 2048, 256
 SOURCES = ("argparse", "dataclasses", "textwrap", "statistics")
 KINDS = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
 WINDOWS = ((1024, None), (1024, 4), (256, None), (256, 4))
 PROMPT, AFTER, SHARES = 1024, 256, (0.5, 0.25)
+DRAFTED, NEW = 256, 96
 
 
 def read_documents(text: Any) -> np.ndarray:
@@ -75,16 +78,17 @@ def measure_loss(model: Any, documents: np.ndarray, **fields: Any) -> dict[str, 
         losses.append(total / (len(tokens) - 1))
         cache = jaxkv.free(cache, [0])
     half = len(losses) // 2
+    bits = 8 * config.bytes_per_block / config.block_size / sum(2 * layer.dim for layer in config.layers)
     return {"English": float(np.mean(losses[:half])), "source": float(np.mean(losses[half:])),
-            "both": float(np.mean(losses)), "bits a number": 8 * config.bytes_per_block / config.block_size
-            / sum(2 * layer.dim for layer in config.layers)}  # fmt: skip
+            "both": float(np.mean(losses)), "bits a number": bits}  # fmt: skip
 
 
 def compare(name: str, rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows, each with what it costs beside the first, in percent of the loss."""
     found: list[dict[str, Any]] = []
     for row in rows:
-        row["cost, %"] = 100 * (row["both"] / found[0]["both"] - 1) if found else 0.0
+        if "both" in row:
+            row["cost, %"] = 100 * (row["both"] / found[0]["both"] - 1) if found else 0.0
         found.append(row)
         print(name, row, flush=True)
     return found
@@ -104,115 +108,125 @@ def windows(model: Any, documents: np.ndarray) -> Iterator[dict[str, Any]]:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Windowed:
-    """A model whose layers keep less than they were trained for."""
-
-    model: Any
-    layer_configs: tuple[jaxkv.LayerConfig, ...] = dataclasses.field(metadata={"static": True})
-
-    @property
-    def dtype(self) -> Any:
-        return self.model.dtype
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.model(*arguments, **options)
-
-
-def look(model: Any, cache: Any, tokens: jax.Array) -> tuple[Any, dict[str, list[jax.Array]]]:
-    """Runs the prompt's last chunk, and scores each layer's tokens by each method."""
-    asked: list[tuple[jax.Array, jax.Array]] = []
-
-    def note(rope: Callable[..., Any], q: jax.Array, k: jax.Array, positions: jax.Array) -> Any:
-        found = rope(q, k, positions)
-        asked.append((q, found[0]))
-        return found
-
-    ropes = [block.attention.position_fn for block in model.layers]
-    for block, rope in zip(model.layers, ropes, strict=True):
-        block.attention.position_fn = functools.partial(note, rope)
-    try:
-        cache = jaxkv.extend(cache, [tokens.shape[0]])
-        _, cache = model(tokens[None], cache=cache)
-    finally:
-        for block, rope in zip(model.layers, ropes, strict=True):
-            block.attention.position_fn = rope
-    worth: dict[str, list[jax.Array]] = {}
-    for i, (plain, q) in enumerate(asked):
-
-        def rotate(x: jax.Array, positions: jax.Array, rope: Any = ropes[i]) -> jax.Array:
-            return rope(x, x, positions)[0]
-
-        for name, score in {
-            "streaming_llm": scores.streaming_llm(cache, layer=i), "knorm": scores.knorm(cache, layer=i),
-            "keydiff": scores.keydiff(cache, layer=i), "snapkv": scores.snapkv(cache, layer=i, q=q),
-            "tova": scores.tova(cache, layer=i, q=q),
-            "expected_attention": scores.expected_attention(cache, layer=i, q=plain, rotate=rotate),
-        }.items():  # fmt: skip
-            worth.setdefault(name, []).append(score)
-    return cache, worth
-
-
-@jax.jit
-def thin(cache: Any, worth: list[jax.Array], budget: jax.Array) -> Any:
-    for i, score in enumerate(worth):
-        cache = jaxkv.evict(cache, scores=score, budget=budget, layer=i)
-    return cache
-
-
 def evictions(model: Any, documents: np.ndarray) -> Iterator[dict[str, Any]]:
-    layers = tuple(dataclasses.replace(layer, evict="head") for layer in model.layer_configs)
-    config = jaxkv.CacheConfig(layers=layers, max_seqs=1, max_seq_len=PROMPT + AFTER, dtype="float32",
-                               max_tokens=PROMPT + AFTER + 16)  # fmt: skip
     total: dict[tuple[str, float], float] = {}
-    looked = jax.jit(look)
-    for tokens in documents:
-        cache = jaxkv.init(config)
-        _, cache = feed(model, cache, tokens[: PROMPT - CHUNK], tokens[1 : PROMPT - CHUNK + 1])
-        cache, worth = looked(model, cache, tokens[PROMPT - CHUNK : PROMPT])
-        rest, following = tokens[PROMPT : PROMPT + AFTER], tokens[PROMPT + 1 : PROMPT + AFTER + 1]
-        for name, share in [("everything", 1.0), *((name, share) for name in worth for share in SHARES)]:
-            thinned = cache if share == 1 else thin(cache, worth[name], jnp.int32(PROMPT * share))
-            loss, _ = feed(model, thinned, rest, following)
-            total[name, share] = total.get((name, share), 0.0) + loss / AFTER / len(documents)
+    for how in ("head", "layer"):  # a mean over heads, TOVA's, is of layers alone
+        config = jaxkv.CacheConfig(layers=_thinning.evicting(model.layer_configs, how), max_seqs=1, dtype="float32",
+                                   max_seq_len=PROMPT + AFTER, max_tokens=PROMPT + AFTER + 16)  # fmt: skip
+        score_step = jax.jit(_thinning.score_step)
+        for tokens in documents:
+            _, cache = feed(model, jaxkv.init(config), tokens[: PROMPT - CHUNK], tokens[1 : PROMPT - CHUNK + 1])
+            _, cache, worth = score_step(model, cache, tokens[None, PROMPT - CHUNK : PROMPT], np.int32([CHUNK]))
+            rest, following = tokens[PROMPT : PROMPT + AFTER], tokens[PROMPT + 1 : PROMPT + AFTER + 1]
+            names = [name for name in worth if (name == "tova") == (how == "layer")]
+            ways = [(name, share) for name in names for share in SHARES]
+            for name, share in [("everything", 1.0), *ways] if how == "head" else ways:
+                thinned = cache if share == 1 else _thinning.thin(cache, worth[name], jnp.int32(PROMPT * share))
+                loss, after = feed(model, thinned, rest, following)
+                jaxkv.check(after)
+                total[name, share] = total.get((name, share), 0.0) + loss / AFTER / len(documents)
     for (name, share), loss in total.items():
         yield {"score": name, "kept": share, "both": loss}
 
 
+@functools.partial(jax.jit, donate_argnames="cache")
+def fill(model: Any, cache: jaxkv.Cache, tokens: jax.Array) -> jaxkv.Cache:
+    """Feeds all rows with tokens i32[S, T]."""
+    cache = jaxkv.extend(cache, jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32))
+    return model(tokens, cache=cache, logits_at=jnp.zeros(tokens.shape[0], jnp.int32))[1]
+
+
+@jax.jit
+def follow(model: Any, cache: jaxkv.Cache, tokens: jax.Array) -> tuple[jax.Array, jaxkv.Cache]:
+    """Returns the mean loss of tokens i32[S, T + 1], one a step after the first, and the cache."""
+
+    def step(cache: jaxkv.Cache, pair: jax.Array) -> tuple[jaxkv.Cache, jax.Array]:
+        logits, cache = model(pair[0][:, None], cache=jaxkv.extend(cache, jnp.ones(len(pair[0]), jnp.int32)))
+        losses = -jnp.take_along_axis(jax.nn.log_softmax(logits[:, 0]), pair[1][:, None], axis=-1)
+        return cache, jnp.mean(losses)
+
+    cache, losses = jax.lax.scan(step, cache, jnp.stack([tokens.T[:-1], tokens.T[1:]], axis=1))
+    return jnp.mean(losses), cache
+
+
+def quest(model: Any, documents: np.ndarray) -> Iterator[dict[str, Any]]:
+    """Losses of what follows the prompts, decoded token by token, with so many blocks of 16 tokens read."""
+    layers = tuple(dataclasses.replace(layer, bounds=True) for layer in model.layer_configs)
+    config = jaxkv.CacheConfig(layers=layers, max_seqs=len(documents), max_seq_len=PROMPT + AFTER, dtype="float32",
+                               max_tokens=len(documents) * (PROMPT + AFTER), block_size=16)  # fmt: skip
+    cache = jaxkv.init(config)
+    for begin in range(0, PROMPT, CHUNK):
+        cache = fill(model, cache, documents[:, begin : begin + CHUNK])
+    after = documents[:, PROMPT : PROMPT + AFTER + 1]
+    for share in (1.0, *SHARES, 0.125):
+        count = int(PROMPT * share) // 16
+        less = model if share == 1 else read_chosen_blocks(model, count)
+        loss, filled = follow(less, cache, after)
+        jaxkv.check(filled)
+        yield {"blocks read": "all" if share == 1 else count, "of the prompt": share, "both": float(loss)}
+
+
 def drafts(model: Any, documents: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Acceptance of guesses from the text itself, greedy, 96 tokens after 256 of each document."""
-    for branches, tokens in ((1, 4), (8, 32)):
-        options = dict(max_seqs=8, max_seq_len=512, draft="ngram", draft_tokens=tokens, draft_branches=branches)
-        with jaxkv.Engine(model, **options) as engine:
-            for document in documents:
-                engine.submit(document[:256].tolist(), 96, eos=())
-            began = time.perf_counter()
-            steps = engine.steps
-            for _ in engine.run():
-                pass
-            yield {"draft": f"ngram, {tokens} tokens, {branches} branches", "acceptance": engine.stats()["acceptance"],
-                   "tokens a step of a row": 96 / (engine.steps - steps), "seconds": time.perf_counter() - began,
-                   "both": 1.0}  # fmt: skip
+    """Acceptance of guesses, greedy, 96 tokens after 256 of each document: SmolLM2's, then Gemma 3's."""
+    prompts = [document[:DRAFTED].tolist() for document in documents]
+    for tokens, branches in ((4, 1), (32, 8)):
+        name = f"ngram, {tokens} tokens, {branches} branches"
+        yield {"model": "SmolLM2-135M", "draft": name} | draft(model, prompts, "ngram", tokens, branches)
+    model, text = load_gemma3(scan=False)
+    prompts = [[model.config.bos_id, *document[: DRAFTED - 1].tolist()] for document in read_documents(text)]
+    name = "ngram, 4 tokens, 1 branches"
+    yield {"model": "Gemma 3 270M", "draft": name} | draft(model, prompts, "ngram", 4, 1)
+    for count in (6, 12, 15):
+        name = f"its first {count} of {len(model.layers)} layers, 4 tokens"
+        yield {"model": "Gemma 3 270M", "draft": name} | draft(model, prompts, first_layers(model, count), 4, 1)
 
 
-PARTS = {"kinds": kinds, "windows": windows, "evict": evictions, "drafts": drafts}
+def draft(model: Any, prompts: list[list[int]], by: Any, tokens: int, branches: int) -> dict[str, Any]:
+    options = dict(max_seqs=8, max_seq_len=512, draft=by, draft_tokens=tokens, draft_branches=branches)
+    times = 0
+    with jaxkv.Engine(model, **options) as engine:
+        requests = [engine.submit(prompt, NEW, eos=()) for prompt in prompts]
+        while not all(request.done for request in requests):
+            times += len({request for request, token in engine.step() if token is not None})
+        return {"acceptance": engine.stats()["acceptance"], "tokens a step of a row": NEW * len(prompts) / times}
+
+
+def needles(model: Any, documents: np.ndarray) -> Iterator[dict[str, Any]]:
+    """Of 8 numbers hidden in English, how many Gemma 3 gives back, at each length. Lengths that were not run stay."""
+    model, text = load_gemma3(scan=False)
+    words = text.encode("\n".join(pydoc_data.topics.topics.values()), special=False)
+    found = {(row["way"], row.get("share")): row for row in read_results()[0].get("needles", [])}
+    for length in _needles.LENGTHS:
+        for way, count in _needles.measure(model, text, words, length):
+            found.setdefault((way["way"], way.get("share")), way)[f"found at {length}"] = count
+            print(length, way, count, flush=True)
+    yield from found.values()
+
+
+def read_results() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the tables so far, and when each was made."""
+    file = RESULTS / "quality.json"
+    before = json.loads(file.read_text()) if file.exists() else {"rows": {}, "runs": {}}
+    return before["rows"], before["runs"]
+
+
+PARTS = {"kinds": kinds, "windows": windows, "evict": evictions, "quest": quest, "drafts": drafts, "needles": needles}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a document that are read")
+    parser.add_argument("--needles", type=int, nargs="+", default=_needles.LENGTHS, help="tokens around needles")
     arguments = parser.parse_args()
-    path = smollm2()
-    model, text = jaxkv.models.load(path), jaxkv.text.Tokenizer(path)
+    _needles.LENGTHS = tuple(arguments.needles)
+    model, text = load_smollm2(scan=False)
     documents = read_documents(text)[:, : arguments.length]
-    file = RESULTS / "quality.json"
-    before = json.loads(file.read_text()) if file.exists() else {"rows": {}, "runs": {}}
-    tables, runs = before["rows"], before["runs"]
     for name in arguments.parts:
         began = time.process_time()
-        tables[name] = compare(name, PARTS[name](model, documents))
+        rows = compare(name, PARTS[name](model, documents))
+        tables, runs = read_results()  # now: another process may have run other parts meanwhile
+        tables[name] = rows
         table(tables[name])
         runs[name] = {"commit": commit(), "date": datetime.date.today().isoformat(), "jax": jax.__version__,
                       "CPU s": round(time.process_time() - began)}  # fmt: skip
