@@ -18,7 +18,7 @@ WITH_CODE = [page for page in PAGES[1:] if blocks(page.read_text(), "python")]
 
 
 # Pages with several engines: seconds of compiling for each.
-BY_NIGHT = ("chat", "recipes", "shared_prefixes", "store_less")
+BY_NIGHT = ("chat", "recipes", "rollouts", "shared_prefixes", "store_less")
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)

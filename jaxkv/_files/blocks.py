@@ -202,6 +202,11 @@ class BlockFiles:
         for name in {*_found(self.folder, self.owner.hex()), *(name for name in self.files if name.startswith(own))}:
             self._remove(name)
 
+    def rename(self, model: str | None) -> None:
+        """Goes on with the blocks of another model: those of the one before are not found."""
+        self.owner = fingerprint(self.config, model)
+        self.known, self.lost = {}, set()
+
     # The parts.
 
     def _name(self, block: SavedBlock) -> str:

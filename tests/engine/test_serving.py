@@ -364,6 +364,10 @@ def test_stop_strings(model, lone):
             assert request.text == text[:end] and request.tokens == output[:end]
             assert all(text[:end].startswith(part) for part in shown), "never half of a stop"
             assert request.ended == ("stop" if end < COUNT else "length")
+        both = engine.submit(PROMPT, COUNT, stop=[output[5:8], "?"], tokenizer=letters)
+        for _ in both:  # a sequence of ids is not shown as text either, nor half of it
+            assert text[:5].startswith(both.text)
+        assert both.text == text[:5] and both.tokens == output[:5]
         several = engine.submit(PROMPT, COUNT, n=2, stop=text[3:6], tokenizer=letters)
         assert several.result() == several.samples[1].tokens and several.text == several.samples[1].text == text[:3]
         assert several.times.first_token is not None

@@ -219,6 +219,7 @@ class Resumable:
     @functools.cached_property  # the engine's parameters stay as they are
     def _model(self) -> str | None:
         pipeline = self._loops[0].pipeline
+        pipeline.refuse_donated()
         return fingerprint(jax.tree.unflatten(pipeline.structure, pipeline.leaves))
 
 

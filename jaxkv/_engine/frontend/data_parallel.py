@@ -52,6 +52,7 @@ class DataParallelCores:
         self.is_at_work = True
         failed: Exception | None = None
         try:
+            self.refuse_step()
             self._place()
             begun = []
             for loop in [loop for loop in self.loops if loop.is_busy]:
@@ -98,6 +99,11 @@ class DataParallelCores:
                 least += [sequence, *sequence.followers]
         for loop, share in zip(self.loops, shares, strict=True):
             loop.adopt(share)
+
+    def refuse_step(self) -> None:
+        """Raises RuntimeError if no step can be taken now."""
+        for loop in self.loops:
+            loop.refuse_step()
 
     def reset(self) -> None:
         """Starts again with empty caches."""

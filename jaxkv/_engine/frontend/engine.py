@@ -17,6 +17,7 @@ from jaxkv._engine.frontend.checkpoint import Resumable
 from jaxkv._engine.frontend.data_parallel import DataParallelCores, join_config, split_fields
 from jaxkv._engine.frontend.engine_lock import EngineLock
 from jaxkv._engine.frontend.lifetime import Closable
+from jaxkv._engine.frontend.rollouts import Updatable
 from jaxkv._engine.frontend.serving import Servable
 from jaxkv._engine.frontend.warmup import call_all
 from jaxkv._engine.programs.model import ADAPTERS, Model, check_form, check_shapes, takes
@@ -43,7 +44,7 @@ from jaxkv._engine.runner.disaggregated_prefill import check_prefill
 from jaxkv._tiers.prefix_cache.data_parallel import as_one
 
 
-class Engine(Closable, Servable, Resumable):
+class Engine(Closable, Servable, Resumable, Updatable):
     """A model and its cache, ready to continue prompts. The cache persists between calls.
 
     `submit` adds a request at any time, from any thread; `step` or `run` computes. All other methods are for one thread
@@ -164,6 +165,7 @@ class Engine(Closable, Servable, Resumable):
         self._loop = DataParallelCores(self._loops, model, self.config) if len(models) > 1 else self._loops[0]
         first = self._loops[0]  # all of them have the same options
         self._residents, self._pipeline, self._prefill = first.residents, first.pipeline, first.prefill
+        self._remember_given(model)
         self._turn = EngineLock()
         self._numbers = itertools.count()
         self._news: dict[Request, None] = {}  # requests that may have tokens not handed out by `step` and `run`
@@ -300,6 +302,8 @@ class Engine(Closable, Servable, Resumable):
             self._request(next(self._numbers), prompt, max_new_tokens, choice, self._news, stops=stops, **options)
             for choice, stops in zip(choices, matchers, strict=True)
         ])  # fmt: skip
+        if not self._loop.is_busy:
+            self._warn_of_other_weights()
         self._loop.submitted.append(request)
         self._wake()
         self._turn.refuse_closed()  # another thread may have closed it meanwhile
@@ -421,6 +425,7 @@ class Engine(Closable, Servable, Resumable):
             )
         choice = SamplingParams.read(temperature, top_k, top_p, min_p, self.seed if seed is None else seed)
         self._turn.refuse_closed()
+        self._pipeline.refuse_donated()
         parts, tokens = self._pipeline, read_prompt([*read_list("prompt", prompt), *read_list("output", output)])
         if isinstance(tokens, str) or not len(prompt):
             raise ValueError("The prompt and the output must be lists of token ids, and the prompt not empty.")

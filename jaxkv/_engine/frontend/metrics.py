@@ -62,7 +62,7 @@ def set_back(loops: Sequence[EngineCore]) -> int:
 
 
 def blocks_peak(loops: Sequence[EngineCore]) -> int:
-    return sum(int(table.peak) for loop in loops for table in loop.cache.tables)
+    return sum(loop.residents.blocks_peak for loop in loops)
 
 
 def collect(loops: Sequence[EngineCore]) -> dict[str, Any]:

@@ -69,10 +69,10 @@ class ModelDrafter:
         self._can_roll_back = not self.config.recurrent_layers
         # The tokens that it lacks after a step in which all drafts were accepted.
         self.few = 2 if self._can_roll_back else count + 1
-        self.leaves, structure = jax.tree.flatten(model)
+        self.leaves, self.structure = jax.tree.flatten(model)
         self.step_tokens, self.count, self.mesh = step_tokens, count, find_mesh(self.leaves)
         empty = jax.eval_shape(lambda: init(self.config, mesh=self.mesh))
-        self._program = draft_program(jax.tree.structure(empty), structure)
+        self._program = draft_program(jax.tree.structure(empty), self.structure)
         self._is_sound = False  # no call was interrupted
         self._cache: list[jax.Array] = []
         self._held: list[Held] = []  # of each row
@@ -112,9 +112,13 @@ class ModelDrafter:
         shapes = [((self.config.max_seqs, self.few), kind, self.count) for kind in KINDS]
         return [functools.partial(call, *layer) for layer in [((self.step_tokens,), KINDS[0], 0), *shapes]]
 
-    def close(self) -> None:
+    def release(self) -> None:
         delete(self._cache)
-        self._cache, self._held, self.leaves, self._is_sound = [], [], [], False
+        self._cache, self._held, self._is_sound = [], [], False
+
+    def close(self) -> None:
+        self.release()
+        self.leaves = []
 
     def _make_sound(self) -> None:
         if not self._is_sound:

@@ -42,6 +42,9 @@ class Drafter(Protocol):
     def warm(self) -> list[Callable[[], Any]]:
         """Returns functions that compile all programs when called in order."""
 
+    def release(self) -> None:
+        """Frees the memory of its cache until it is used again."""
+
     def close(self) -> None:
         """Frees the device memory."""
 
@@ -60,6 +63,9 @@ class NGramDrafter:
 
     def warm(self) -> list[Callable[[], Any]]:
         return []
+
+    def release(self) -> None:
+        pass
 
     def close(self) -> None:
         self._known.clear()

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxkv._core.state.errors import OutOfBlocks
 from jaxkv._engine.requests.sampling import KINDS, NO_TOKEN, SamplingParams
-from jaxkv._engine.requests.stops import Stops, TextStops
+from jaxkv._engine.requests.stops import IdStops, Stops, TextStops
 from jaxkv._engine.requests.waiting import call_all, copy_error, iterate, iterate_async, wait_until
 
 Stop = Literal["eos", "stop", "cancelled", "error"]
@@ -75,6 +75,7 @@ class Request:
         self._called = 0  # tokens that on_token was called with
         self._is_end_called = False
         self.exception: Exception | None = None  # what a callback or hook raised
+        self.num_restarts = 0  # how often `Engine.update` began it anew
         self._samples: tuple[Request, ...] = ()  # where it stands for several; never itself
         self.column, self.kind = choice.column(number), KINDS.index(choice.kind)
         self.news = news  # the reader's set: the request adds itself there when it has news
@@ -276,11 +277,25 @@ class Request:
         self._settle_text(is_whole=self.include_stop or len(self.output) >= self.limit)
 
     def _settle_text(self, *, is_whole: bool) -> None:
+        stop, end = None if self.include_stop else self.stop_match, len(self.output)
+        if isinstance(stop, tuple):
+            end = self._safe
+        elif not is_whole:
+            end = min((s.count_safe(self.output) for s in self.stops if isinstance(s, IdStops)), default=end)
         for stops in self.stops:
             if isinstance(stops, TextStops):
-                stop = None if self.include_stop else self.stop_match
-                output = self.output[: self._safe] if isinstance(stop, tuple) else self.output
-                self._text = stops.read_text(output, is_whole=is_whole, stop=stop)
+                self._text = stops.read_text(self.output[:end], is_whole=is_whole, stop=stop)
+
+    def restart(self) -> None:
+        """Begins anew from the prompt, unless it is done. All its tokens come again, computed by other weights."""
+        self.num_restarts += 1
+        self._safe = self._scanned = self.observed = self._called = self.given = 0
+        for stops in self.stops:
+            stops.restart()
+        self.stop_match = self.stop = None
+        self.times = Times(submitted=self.times.submitted)
+        self.output, self.output_logprobs, self._text = [], [], ""
+        call_all(self.listeners)
 
     def withdraw(self, error: Exception | None = None) -> bool:
         """Records the cancellation, or the error that ends it, unless it is done; tells whether it was not."""

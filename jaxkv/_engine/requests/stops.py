@@ -27,6 +27,9 @@ class IdStops:
     def __init__(self, stops: Collection[tuple[int, ...]]):
         self.stops = tuple(stops)
 
+    def restart(self) -> None:
+        """Forgets the output so far."""
+
     def find(self, output: list[int], scanned: int) -> tuple[int, tuple[int, ...]] | None:
         """Returns how many tokens come before the first stop sequence that ends behind `scanned` tokens, and the stop
         sequence; None: there is none."""
@@ -50,6 +53,11 @@ class TextStops:
         self._ends: list[int] = []  # after each token, the length of the text
         self._follow([])
 
+    def restart(self) -> None:
+        """Forgets the output so far."""
+        self._is_sound = False
+        self._follow([])
+
     def _follow(self, output: Sequence[int]) -> None:
         """Decodes tokens that have come. After an interrupt all are decoded again."""
         if not self._is_sound:
@@ -62,8 +70,10 @@ class TextStops:
         self._is_sound = True
 
     def _text(self, output: list[int]) -> str:
+        """Returns the text of an output, or of its beginning if more tokens have been decoded already."""
         self._follow(output)
-        return self._stream.text[self._start :]
+        end = self._ends[len(output) - 1] if output else 0
+        return self._stream.text[self._start : self._start + end]
 
     def _count_tokens(self, length: int) -> int:
         """Returns how many tokens lie in the first `length` characters, without one that only begins a character."""

@@ -82,17 +82,30 @@ def wait_until(
                 news.get(timeout=wait)
 
 
+def refuse_restarted(request: Any, times: int) -> None:
+    """Raises RuntimeError if a request has been begun anew since it had been `times` times."""
+    if request.num_restarts > times:
+        raise RuntimeError(
+            f"Request {request.number} has begun anew with other weights (Engine.update), and its tokens come again: "
+            "iterate over it once more."
+        )
+
+
 def iterate(request: Any) -> Iterator[int]:
     """Yields a request's tokens as they come. Raises the error that it ends with."""
-    first, given = request.samples[0], 0
+    first, given, times = request.samples[0], 0, request.samples[0].num_restarts
     while True:
+        refuse_restarted(first, times)
         while given < first.num_visible:
             given += 1
             yield first.output[given - 1]
+            refuse_restarted(first, times)
         if first.done and given >= first.num_visible:
             break
         wait_until(
-            lambda given=given: first.done or given < first.num_visible,  # type: ignore[misc]
+            lambda given=given: (  # type: ignore[misc]
+                first.done or given < first.num_visible or times < first.num_restarts
+            ),
             [first.listeners], first.engine, None, f"Request {request.number} has not ended",
         )  # fmt: skip
     first.raise_error()
@@ -101,13 +114,15 @@ def iterate(request: Any) -> Iterator[int]:
 async def iterate_async(request: Any) -> AsyncIterator[int]:
     """Yields a request's tokens as they come, in an event loop, which goes on meanwhile."""
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
-    first, given = request.samples[0], 0
+    first, given, times = request.samples[0], 0, request.samples[0].num_restarts
     with listening([first.listeners], functools.partial(loop.call_soon_threadsafe, changed.set)):
         while True:
             changed.clear()
+            refuse_restarted(first, times)
             while given < first.num_visible:
                 given += 1
                 yield first.output[given - 1]
+                refuse_restarted(first, times)
             if first.done and given >= first.num_visible:
                 break
             if (owner := first.engine()) is None:

@@ -28,6 +28,7 @@ from jaxkv._tiers.prefix_cache.match import Match
 from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
 from jaxkv._tiers.prefix_cache.retained_blocks import warm
 
+RELEASED = "This engine has given its memory back: engine.restore() takes it again, and its requests go on."
 Swap = Literal["auto", "always", "never"]
 Room = list[list[int]]  # what `measure_room` returns
 
@@ -57,6 +58,8 @@ class CacheManager:
             )
         self.block_size, self.eviction = config.block_size, eviction
         self._landed: collections.deque[tuple[list[jax.Array], list[jax.Array]]] = collections.deque()
+        self.is_released = False
+        self._peak = 0  # of the caches before this one
         self._cache: Cache | None = None  # made of `_leaves` on demand
         self.cache = self._new_cache()
         parts = (tables.parts for tables in self.cache.tables)
@@ -65,15 +68,19 @@ class CacheManager:
         self._settle, self._swap_in, self._fork, self._begin = between_steps(self._structure)
         self.seconds_per_token: float | None = None  # of the fastest step so far
         self.counts: collections.Counter[str] = collections.Counter()
-        self._empty([])
-        free_blocks = [0 if config.contiguous else count for count in config.group_blocks]
-        self.measured([[count, 0] for count in free_blocks], taken=0, clock=0)
+        self._begin_empty()
 
     def _new_cache(self) -> Cache:
         # On a device by name, as blocks that come back from the host are: else every program would be compiled for
         # the cache before, and once more for the one after.
         cache = init(self.config, mesh=self.mesh, context=context_axis(self.mesh))
         return cache if self.mesh is not None else jax.device_put(cache, self.place)
+
+    def _begin_empty(self) -> None:
+        """Resets to no sequences in a new cache."""
+        self._empty([])
+        free_blocks = [0 if self.config.contiguous else count for count in self.config.group_blocks]
+        self.measured([[count, 0] for count in free_blocks], taken=0, clock=0)
 
     def _empty(self, to_free: list[int]) -> None:
         """Resets to no sequences; `to_free` are rows that the device still has to free."""
@@ -88,7 +95,9 @@ class CacheManager:
 
     @property
     def cache(self) -> Cache:
-        """The current cache."""
+        """The current cache. Raises RuntimeError if its memory is released."""
+        if self.is_released:
+            raise RuntimeError(RELEASED)
         self._take_landed()
         if self._cache is None:
             self._cache = jax.tree.unflatten(self._structure, self._leaves)
@@ -186,6 +195,52 @@ class CacheManager:
         if self.prefix is not None:
             self.prefix.forget()
         self._empty([])
+
+    def release(self, *, keep: bool) -> None:
+        """Frees the memory of the cache until `restore`. No sequence has a row. With `keep` the prefix cache takes as
+        many blocks to host memory as it may."""
+        self.flush()
+        if self.prefix is not None and keep:
+            self.cache = self.prefix.make_room(self.cache, list(self.config.group_blocks))
+        elif self.prefix is not None:
+            self.prefix.forget()
+        self._peak = self.blocks_peak
+        self.is_released = True  # from here on it is not looked at: an interrupt finds no half of it
+        delete(self._leaves)
+        self._cache, self._leaves = None, []
+        self._begin_empty()
+
+    def restore(self) -> None:
+        """Allocates an empty cache again."""
+        if self.is_released:
+            self.cache = self._new_cache()
+            self._begin_empty()
+            self.is_released = False
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Moves the row of a sequence to host memory, if it can come back as it is; tells whether it did. All its
+        tokens must have been read."""
+        if not sequence.cached or self._needs_queries(sequence):
+            return False
+        sequence.num_hosted = sequence.cached
+        self.cache, sequence.host = swap_out(self.cache, sequence.row)
+        return True
+
+    def drop_prefixes(self, model: str | None) -> None:
+        """Drops all prefixes on the device, in host memory and on disk: what follows is computed by other weights."""
+        if self.prefix is not None:
+            if self.is_released:
+                self.prefix.forget()
+            else:
+                self.cache = self.prefix.reset(self.cache)
+                self.clock += 1
+            self.prefix.rename(model)
+
+    @property
+    def blocks_peak(self) -> int:
+        """The peak number of blocks in use."""
+        now = 0 if self.is_released else sum(int(tables.peak) for tables in self.cache.tables)
+        return max(self._peak, now)
 
     def _give_up_failed(self) -> None:
         """Deletes a cache whose program failed on the device: only waiting for the cache shows that."""
@@ -375,8 +430,7 @@ class CacheManager:
         self.offer(sequence)
         if self._should_swap(sequence):
             self.counts["swapped_out"] += 1
-            sequence.num_hosted = sequence.cached
-            self.cache, sequence.host = swap_out(self.cache, sequence.row)
+            self.swap_out(sequence)
         self._release(sequence)
 
     def _take_row(self, *, must_be_empty: bool) -> int:
@@ -399,11 +453,15 @@ class CacheManager:
         """Tells whether there are rows that the device still has to free."""
         return bool(self._to_free)
 
+    def _needs_queries(self, sequence: Sequence) -> bool:
+        """Tells whether a sequence has remembered queries, which would be lost."""
+        if self.eviction is None or not self.eviction.num_queries(self.config.max_seq_len):
+            return False
+        return math.isfinite(self.eviction.point_after(sequence.prompt, sequence.cached))
+
     def _should_swap(self, sequence: Sequence) -> bool:
-        if self.eviction is not None and self.eviction.num_queries(self.config.max_seq_len) and math.isfinite(
-            self.eviction.point_after(sequence.prompt, sequence.cached)
-        ):  # fmt: skip
-            return False  # its remembered queries would be lost
+        if self._needs_queries(sequence):
+            return False
         if self.swap != "auto" or not sequence.cached:
             return self.swap == "always" and sequence.cached > 0
         if (self.prefix is not None and sequence.shareable) or self.seconds_per_token is None:

@@ -64,6 +64,22 @@ class Prefill:
         )
         self._own: dict[Sequence, Sequence] = {}  # the local stand-in of each sequence
 
+    def has(self, sequence: Sequence) -> bool:
+        """Tells whether a sequence is being computed here, or waits here for its hand-over."""
+        return sequence in self._own
+
+    def release(self) -> None:
+        """Frees the memory of its cache until `restore`; what was computed is dropped."""
+        self.restart()
+        self.pipeline.release()
+        self.residents.recover()
+        self.residents.release(keep=False)
+
+    def restore(self) -> None:
+        """Allocates an empty cache again."""
+        self.residents.restore()
+        self.restart()
+
     def close(self) -> None:
         """Frees the memory on its devices."""
         self.pipeline.close()

@@ -11,7 +11,7 @@ from jaxkv._engine.requests.drafters import Drafter
 from jaxkv._engine.requests.request import Request
 from jaxkv._engine.requests.sampling import Kind
 from jaxkv._engine.requests.scheduler import Scheduler, Sequence, Unsure
-from jaxkv._engine.runner.cache_manager import CacheManager
+from jaxkv._engine.runner.cache_manager import RELEASED, CacheManager
 from jaxkv._engine.runner.disaggregated_prefill import Prefill
 from jaxkv._engine.runner.model_runner import ModelRunner
 
@@ -63,6 +63,7 @@ class EngineCore:
     def begin(self) -> list[Sequence] | None:
         """Does the first half of `advance`: sends a step without waiting. Returns the sequences that get tokens by it;
         None: there was no step to send."""
+        self.refuse_step()
         self.make_sound()
         self._is_sound = False
         self._take_in()
@@ -140,6 +141,77 @@ class EngineCore:
         finally:
             self.is_at_work = False
 
+    def refuse_step(self) -> None:
+        """Raises RuntimeError if no step can be taken now: the memory is released, or parameters are gone."""
+        if self.residents.is_released:
+            raise RuntimeError(RELEASED)
+        for pipeline in self._all_pipelines():
+            pipeline.refuse_donated()
+
+    @property
+    def can_step(self) -> bool:
+        """Tells whether `refuse_step` raises nothing."""
+        return not self.residents.is_released and all(p.has_parameters for p in self._all_pipelines())
+
+    def list_running(self) -> list[Request]:
+        """Returns the requests of which something was computed already."""
+        if not self.residents.is_released:
+            self.settle()
+        return [request for request, sequence in self.open.items() if self._is_running(sequence)]
+
+    def _is_running(self, sequence: Sequence) -> bool:
+        is_apart = self.prefill is not None and self.prefill.has(sequence)
+        return is_apart or sequence.row is not None or sequence.host is not None or bool(sequence.request.output)
+
+    def update(self, leaves: list[Any], prefill: list[Any] | None, model: str | None) -> None:
+        """Goes on with other weights: drops what the older ones computed, and begins all requests anew.
+
+        Args:
+          leaves: those of the model. prefill: of the model for prompts. model: a fingerprint, for files of prefixes.
+        """
+        self._is_sound = False
+        for request in self.open:
+            request.restart()
+        for residents in self._all_residents():
+            if not residents.is_released:
+                residents.recover()
+            residents.drop_prefixes(model)
+        self.pipeline.leaves = leaves
+        if self.prefill is not None and prefill is not None:
+            self.prefill.pipeline.leaves = prefill
+        if self.residents.is_released:
+            self._queue_open({})
+        else:
+            self._restart()
+            self._rest()
+        self._is_sound = True
+
+    def release(self, *, keep: bool) -> None:
+        """Frees the device memory until `restore`, but for the model's. With `keep` rows and prefixes go to the host,
+        else they are dropped, and requests computed again from their tokens."""
+        if self.residents.is_released:
+            return
+        self.settle()
+        self._is_sound = False
+        for sequence in list(self.scheduler.running) if keep else []:
+            self.residents.offer(sequence)
+            self.residents.swap_out(sequence)
+        hosted = {r: (s.host, s.num_hosted) for r, s in self.open.items() if s.host and not callable(s.host)}
+        self.residents.recover()
+        self.residents.release(keep=keep)
+        for component in (self.pipeline, self.drafter, self.prefill):
+            if component is not None:
+                component.release()
+        self._queue_open(hosted)
+        self._is_sound = True
+
+    def restore(self) -> None:
+        """Takes the memory again that `release` gave back."""
+        self.residents.restore()
+        if self.prefill is not None:
+            self.prefill.restore()
+        self.pipeline.clear()
+
     def adopt(self, sequences: list[Sequence]) -> None:
         """Adopts sequences of another process."""
         self._is_sound = False
@@ -175,6 +247,7 @@ class EngineCore:
 
     def warm(self, kinds: tuple[Kind, ...], counts: tuple[int, ...]) -> list[Callable[[], Any]]:
         """Returns functions that compile all programs when called in order."""
+        self.refuse_step()
         self.make_sound()
         steps = tuple({1, self.steps_per_dispatch})
         others = [component.warm() for component in (self.drafter, self.prefill) if component is not None]
@@ -272,6 +345,9 @@ class EngineCore:
     def _all_residents(self) -> list[CacheManager]:
         return [self.residents] if self.prefill is None else [self.residents, self.prefill.residents]
 
+    def _all_pipelines(self) -> list[ModelRunner]:
+        return [self.pipeline] if self.prefill is None else [self.pipeline, self.prefill.pipeline]
+
     def make_sound(self) -> None:
         """Rebuilds everything from the durable state after an interrupted call."""
         if not self._is_sound:
@@ -284,9 +360,14 @@ class EngineCore:
         self.pipeline.clear()
         if self.prefill is not None:
             self.prefill.restart()
+        self._queue_open({})
+
+    def _queue_open(self, hosted: dict[Request, tuple[Any, int | None]]) -> None:
+        """Has all open requests wait, in order; those of which blocks are on the host have them."""
         self.scheduler = self._new_scheduler()
         self.open = {request: make_sequence(request) for request in self.open if not request.done}
-        for sequence in self.open.values():
+        for request, sequence in self.open.items():
+            sequence.host, sequence.num_hosted = hosted.get(request, (None, None))
             self.scheduler.waiting.add(sequence)
 
     def _new_scheduler(self) -> Scheduler:

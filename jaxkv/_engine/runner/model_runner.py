@@ -90,9 +90,27 @@ class ModelRunner:
 
     def close(self) -> None:
         """Frees the device memory and the reference to the model."""
+        self.release()
+        self.leaves = []
+
+    def release(self) -> None:
+        """Frees the device memory until `clear`."""
         delete([[flight.result for flight in self.flights], self._memory])
         self.flights.clear()
-        self.leaves, self._noted = [], {}
+        self._noted = {}
+
+    @property
+    def has_parameters(self) -> bool:
+        """Tells whether the model's parameters are still there: a trainer may have donated them."""
+        return not any(x.is_deleted() for x in self.leaves if isinstance(x, jax.Array))
+
+    def refuse_donated(self) -> None:
+        """Raises RuntimeError if the parameters are gone, before anything is lost."""
+        if not self.has_parameters:
+            raise RuntimeError(
+                "The parameters that this engine was given were donated to another program, so it cannot go on with "
+                "them; its requests and its cache are whole: engine.update(model) gives it the new ones."
+            )
 
     def send(self, step: ScheduledStep, steps: int) -> list[tuple[Sequence, int, int]]:
         """Sends a step. Returns each sequence in it with its row and its number of tokens."""

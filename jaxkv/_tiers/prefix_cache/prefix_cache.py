@@ -296,6 +296,15 @@ class PrefixCache:
         self._index = index
         return cache
 
+    def rename(self, model: str | None) -> None:
+        """Drops the files of the model so far, and goes on with another one's: `model` is its name or fingerprint. For
+        weights that change; `reset` or `forget` before drops the other blocks."""
+        if self.files is not None:
+            self.files.clear()
+            self.files.rename(model)
+        self._owner = fingerprint(self.config, model)
+        self._index = self._empty_index()
+
     def forget(self) -> None:
         """Frees the host memory, and forgets the blocks of any cache. Files stay: see `flush`."""
         self._index, self._landing, self._told = self._empty_index(), Landing(), {}

@@ -1,0 +1,208 @@
+"""Weights that change under an engine, and memory that it lends to a trainer: rollouts within a training program."""
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxkv._core.config.validation import flag, show
+from jaxkv._core.state.device_arrays import split_model, take_local_model
+from jaxkv._engine.frontend.data_parallel import DataParallelCores
+from jaxkv._engine.frontend.fingerprint import fingerprint
+from jaxkv._engine.runner.engine_core import EngineCore
+from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
+
+
+class Updatable:
+    """What an engine has for a trainer in the same process: `update`, `release` and `restore`."""
+
+    _loop: EngineCore | DataParallelCores
+    _loops: list[EngineCore]
+    _exclusive: Callable[..., Any]
+    _wake: Callable[[], None]
+    _given: Callable[[], Any]
+
+    def update(self, model: Any, *, draft: Any = None, prefill: Any = None, restart: bool = False) -> None:
+        """Goes on with other weights of the same model: nothing is compiled, copied or allocated.
+
+        The prefix cache forgets what older weights computed, on the device, in host memory and on disk. `step` and the
+        like raise RuntimeError if a trainer has donated the older weights; after `update` they go on.
+
+        Args:
+          model: of the same structure, shapes, dtypes and shardings as the engine's.
+          draft, prefill: the same for the engine's draft model, which else keeps its weights, and for the one that
+            computes prompts, which must be given if there is one.
+          restart: whether requests of which something was computed begin anew from their prompts. `run` and `step`
+            hand out their tokens once more, and iterators that were under way raise RuntimeError.
+
+        Raises:
+          ValueError: another model; the first leaf that differs is named. Nothing has changed then.
+          RuntimeError: requests are running, and `restart` is False.
+
+        >>> import jax, jaxkv
+        >>> model = jaxkv.models.small()
+        >>> engine = jaxkv.Engine(model, max_seqs=2, max_seq_len=64)
+        >>> engine.update(jax.tree.map(lambda x: -x, model))
+        >>> prompt = list(b"import ")
+        >>> engine.submit(prompt, max_new_tokens=2).result() == jaxkv.generate(model, [prompt], 2)[0]
+        False
+        """
+        restart = flag("restart", restart)
+        with self._exclusive(is_brief=True):
+            parts = self._read_weights("model", model, [loop.pipeline for loop in self._loops])
+            drafters = [loop.drafter for loop in self._loops]
+            drafts = None if draft is None else self._read_weights("draft", draft, drafters)
+            apart = [loop.prefill and loop.prefill.pipeline for loop in self._loops]
+            if prefill is None and apart[0] is not None:
+                raise ValueError(
+                    "This engine computes prompts with a model of its own, which must have the same weights: give "
+                    "update(model, prefill=) both."
+                )
+            prefills = [None] * len(parts) if prefill is None else self._read_weights("prefill", prefill, apart)
+            running = [request for loop in self._loops for request in loop.list_running()]
+            if running and not restart:
+                raise RuntimeError(
+                    f"{len(running)} requests are running, and would mix tokens of older and newer weights: wait until "
+                    "they have ended, or begin them anew by update(model, restart=True)."
+                )
+            has_disk = any(loop.residents.prefix and loop.residents.prefix.files for loop in self._loops)
+            for i, (loop, leaves) in enumerate(zip(self._loops, parts, strict=True)):
+                name = fingerprint(jax.tree.unflatten(loop.pipeline.structure, leaves)) if has_disk else None
+                loop.update(leaves, prefills[i], name)
+                if drafts is not None:
+                    loop.drafter.leaves = drafts[i]  # type: ignore[union-attr]
+            self.__dict__.pop("_model", None)  # the fingerprint of the older weights
+            self._remember_given(model)
+        self._wake()
+
+    def release(self, *, keep: bool = False) -> None:
+        """Gives the memory of the cache back until `restore`: requests wait, and can still be submitted and cancelled.
+
+        Args:
+          keep: move rows, and prefixes up to `spill_bytes`, to host memory. Else prefixes on the device and the host
+            are dropped, and rows computed again from their tokens.
+
+        Raises:
+          ValueError: `keep` with a prefix cache that has no `spill_bytes`, or has pinned blocks.
+
+        >>> import jaxkv
+        >>> engine = jaxkv.Engine(jaxkv.models.small(), max_seqs=2, max_seq_len=64)
+        >>> request = engine.submit(list(b"import "), max_new_tokens=4)
+        >>> pairs = engine.step()
+        >>> engine.release()
+        >>> engine.is_released  # a trainer has the memory now
+        True
+        >>> engine.restore()
+        >>> len(request.result())
+        4
+        """
+        keep = flag("keep", keep)
+        with self._exclusive(is_brief=True):
+            for prefix in [loop.residents.prefix for loop in self._loops] if keep else []:
+                if prefix is not None:
+                    _refuse_kept(prefix)
+            for loop in self._loops:
+                loop.release(keep=keep)
+
+    def restore(self) -> None:
+        """Takes the memory again that `release` gave back; requests go on. Does nothing if it was not released."""
+        with self._exclusive(is_brief=True):
+            for loop in self._loops:
+                if loop.residents.is_released:
+                    loop.restore()
+        self._wake()
+
+    @property
+    def is_released(self) -> bool:
+        """Tells whether the memory of the cache is given back, by `release`."""
+        return any(loop.residents.is_released for loop in self._loops)
+
+    @property
+    def _can_step(self) -> bool:
+        return all(loop.can_step for loop in self._loops)
+
+    # Which parameters there are.
+
+    def _read_weights(self, name: str, model: Any, users: list[Any]) -> list[list[Any]]:
+        """Returns the leaves of a model for each shard of the rows. Raises ValueError if it is another model."""
+        if any(user is None or not hasattr(user, "leaves") for user in users):
+            raise ValueError(f"This engine has no model for {name}=: leave it out, or make another Engine with it.")
+        parts = split_model(take_local_model(model))
+        if len(parts) != len(users):
+            raise ValueError(
+                f"{name} is divided over {len(parts)} devices by rows, and the engine's over {len(users)}: load it on "
+                "the same mesh."
+            )
+        return [_read_leaves(name, part, user) for part, user in zip(parts, users, strict=True)]
+
+    def _remember_given(self, model: Any) -> None:
+        """Remembers the model, weakly, if its parameters can be compared with the engine's."""
+        self._given = lambda: None
+        leaves = jax.tree.leaves(model)
+        if len(self._loops) == 1 and _are_same(leaves, self._loops[0].pipeline.leaves):
+            try:
+                self._given = weakref.ref(model)
+            except TypeError:  # of a class that cannot be referred to so
+                return
+
+    def _warn_of_other_weights(self) -> None:
+        """Warns if the model that was given has other parameters now, as `nnx.update` gives it."""
+        model = self._given()
+        if model is not None and not _are_same(jax.tree.leaves(model), self._loops[0].pipeline.leaves):
+            self._given = lambda: None  # once
+            warnings.warn(
+                "The model that this Engine was made with has other parameters now, and the engine goes on with those "
+                "that it was given: engine.update(model) takes the new ones.",
+                stacklevel=3,
+            )
+
+
+def _are_same(leaves: list[Any], others: list[Any]) -> bool:
+    return len(leaves) == len(others) and all(a is b for a, b in zip(leaves, others, strict=True))
+
+
+def _refuse_kept(prefix: PrefixCache) -> None:
+    """Raises ValueError if a prefix cache cannot move all of its blocks to the host."""
+    if not prefix.spill_bytes:
+        raise ValueError(
+            "release(keep=True) moves prefixes to host memory, but this engine may use none: make it with "
+            "spill_bytes=, or leave keep out."
+        )
+    if any(prefix.pinned(group) for group in range(len(prefix.config.groups))):
+        raise ValueError("Pinned blocks stay on the device, so keep=True cannot move them: unpin them before.")
+
+
+def _read_leaves(name: str, model: Any, user: Any) -> list[Any]:
+    """Returns the leaves of a model if they can stand for a user's. Raises ValueError naming the first that cannot."""
+    pairs, structure = jax.tree_util.tree_flatten_with_path(model)
+    leaves = [leaf for _, leaf in pairs]
+    for (path, leaf), older in zip(pairs, user.leaves, strict=False):
+        wanted, given = _describe(older), _describe(leaf)
+        if given != wanted:
+            where = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"update takes the same model with other numbers, but {name}{where} is {given}, and was {wanted}: make "
+                "another Engine for another model."
+            )
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ValueError(f"{name}{jax.tree_util.keystr(path)} was donated to another program: give a living one.")
+    if structure != user.structure:
+        raise ValueError(
+            f"update takes the same model with other numbers, but {show(name)} has {len(leaves)} leaves in another "
+            f"structure or config than the engine's {len(user.leaves)}: make another Engine for another model."
+        )
+    return leaves
+
+
+def _describe(leaf: Any) -> str:
+    """Returns what programs are compiled for, in words."""
+    if not hasattr(leaf, "shape"):
+        return repr(leaf)
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        place = f" by {sharding.spec} over {dict(sharding.mesh.shape)}"
+    else:
+        place = "" if sharding is None else f" on {sorted(sharding.device_set, key=lambda d: d.id)}"
+    return f"{leaf.dtype}{list(leaf.shape)}{place}"
