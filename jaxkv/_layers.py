@@ -14,12 +14,13 @@ from pallas_kernels.api.arguments import check_numbers
 
 def attend_or_dense(
     q: jax.Array, k: jax.Array, v: Any, cache: Any, layer: Any, step: Step | None, position_fn: Any = None,
-    deterministic: bool = False, **options: Any,
+    deterministic: bool = False, chunk: int | None = None, **options: Any,
 ):  # fmt: skip
     """Returns `(out, cache)` of `jaxkv.attention`, or without a cache of `dense_attention`. A window of None is the
-    cache's own. `position_fn` has rotated queries and keys. `deterministic` applies to attention with a cache."""
+    cache's own, and a cache has its own chunks. `position_fn` has rotated queries and keys. `deterministic` applies to
+    attention with a cache."""
     if cache is None:
-        return dense_attention(q, k, v, **options), None
+        return dense_attention(q, k, v, chunk=chunk, **options), None
     options = {name: x for name, x in options.items() if x is not None}
     if deterministic:
         options["deterministic"] = True
@@ -62,14 +63,14 @@ def head_dim_of(in_features: int, num_heads: int, head_dim: int | None) -> int:
 
 def dense_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | None = None, soft_cap: float | None = None,
-    window: int | None = None, sinks: jax.Array | None = None,
+    window: int | None = None, chunk: int | None = None, sinks: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Computes causal attention of whole sequences from dense keys and values: for training, and as a reference.
 
     Args:
       q: `[S, T, H, D]`, or `[T, H, D]` for one sequence.
       k, v: `[S, T, K, D]` or `[T, K, D]`; H must be a multiple of K. Values may be narrower than keys.
-      scale, soft_cap, window, sinks: as for `pallas_kernels.paged_attention`.
+      scale, soft_cap, window, chunk, sinks: as for `pallas_kernels.paged_attention`.
 
     Returns:
       The output in q's shape, of the values' width, and dtype. Softmax and accumulation are in float32.
@@ -92,8 +93,9 @@ def dense_attention(
         logits = soft_cap * jnp.tanh(logits / soft_cap)
 
     logits = logits.reshape(*shape[:-1], num_tokens)  # [..., K, G, T, C]
-    distance = jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens)[None]  # [T, C]
-    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    query, key = jnp.arange(num_tokens)[:, None], jnp.arange(num_tokens)[None]  # positions [T, 1], [1, C]
+    seen = query >= key if window is None else (query >= key) & (query - key < window)
+    seen = seen if chunk is None else seen & (query // chunk == key // chunk)
     logits = jnp.where(jnp.expand_dims(seen, tuple(range(logits.ndim - 2))), logits, jnp.finfo(jnp.float32).min)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape((1,) * len(leading) + (num_kv_heads, -1, 1, 1))

@@ -60,6 +60,7 @@ class Attention(nnx.Module):
       position_fn: called as `f(q, k, positions) -> (q, k)` before attention, for RoPE or any other encoding, with an
         `i32` position for each token. May be a module. For example `jaxkv.models.Rope()`.
       scale, soft_cap, window: as for `jaxkv.attention`.
+      chunk: without a cache, a token attends to its own chunk of positions only. A cache has the layer's own.
       dtype: dtype of the computation; default `param_dtype`.
       param_dtype: dtype of the parameters.
       kernel_init: the projections' initialiser.
@@ -85,7 +86,8 @@ class Attention(nnx.Module):
         self, in_features: int, num_heads: int, num_kv_heads: int | None = None, head_dim: int | None = None, *,
         v_head_dim: int | None = None, use_bias: bool = False, use_out_bias: bool | None = None,
         use_sinks: bool = False, position_fn: PositionFn | None = None, scale: float | None = None,
-        soft_cap: float | None = None, window: int | None = None, dtype: Any = None, param_dtype: Any = jnp.float32,
+        soft_cap: float | None = None, window: int | None = None, chunk: int | None = None, dtype: Any = None,
+        param_dtype: Any = jnp.float32,
         kernel_init: Any = nnx.initializers.lecun_normal(),  # noqa: B008 (it has no state)
         rngs: nnx.Rngs,
     ):  # fmt: skip
@@ -111,7 +113,7 @@ class Attention(nnx.Module):
         self.out_bias = zeros(use_bias if use_out_bias is None else use_out_bias, in_features)
         self.sinks = zeros(use_sinks, num_heads)
         self.position_fn = position_fn
-        self.scale, self.soft_cap, self.window = scale, soft_cap, window
+        self.scale, self.soft_cap, self.window, self.chunk = scale, soft_cap, window, chunk
         self.dtype = None if dtype is None else jnp.dtype(dtype)
 
     def __call__(
@@ -154,7 +156,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """Writes keys and values, and attends. Uses no parameters."""
         q, k, v, sinks = inputs
-        options = dict(scale=self.scale, soft_cap=self.soft_cap, window=self.window, sinks=sinks)
+        options = dict(scale=self.scale, soft_cap=self.soft_cap, window=self.window, chunk=self.chunk, sinks=sinks)
         return attend_or_dense(q, k, v, cache, layer, step, self.position_fn, deterministic, **options)
 
     def output(self, y: jax.Array) -> jax.Array:

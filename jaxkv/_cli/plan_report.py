@@ -1,5 +1,6 @@
 """Formats the results of `plan` as text and as JSON."""
 
+import collections
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -219,12 +220,15 @@ def _capitalize(text: str) -> str:
 
 def _head(report: Report) -> str:
     config, memory = report.model, report.memory
-    windows = {w: config.windows.count(w) for w in dict.fromkeys(config.windows)}
-    kinds = ", ".join(f"{n} without a window" if w is None else f"{n} of window {w}" for w, n in windows.items())
+    kinds = ", ".join(f"{n} {kind}" for kind, n in collections.Counter(str(x.retention) for x in config.layers).items())
     beyond = ""
     if report.max_seq_len > config.max_seq_len:
         beyond = f" The model knows {config.max_seq_len} positions only."
-    kept = f"{config.num_kv_heads} KV heads of {config.head_dim}"
+    kept = " or ".join(
+        f"{k} KV heads of {d}" for k, d in {(x.num_kv_heads, x.head_dim): 0 for x in config.attention_layers}
+    )
+    readers = sum(layer.shares_with is not None for layer in config.layers)
+    kept += f", {readers} layers reading those of others" if readers else ""
     if config.latent is not None:
         kept = f"latent rows of {config.latent.rank} + {config.latent.rope_dim}"
     devices = report.devices
@@ -279,7 +283,10 @@ def _table(options: list[Option], devices: Devices, chip: Chip | None) -> str:
 
 def _tail(report: Report) -> str:
     found = report.best
-    groups = " + ".join("all tokens" if w is None else f"a window of {w}" for w in found.config.group_windows)
+    groups = " + ".join(
+        "all tokens" if kept.visible_tokens is None else str(kept).removeprefix("with ")
+        for kept in found.config.retentions
+    )  # fmt: skip
     several = len(found.config.groups) > 1
     windowed = found.marginal_bytes != found.bytes_per_token
     call = ", ".join(f"{name}={value!r}" for name, value in report.suggestion.items())

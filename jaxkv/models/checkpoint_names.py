@@ -74,8 +74,8 @@ class TensorSlice(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A parameter in a checkpoint: tensor name, shape, whether it is transposed, and the part of the tensor that the
-    parameter is; None: all."""
+    """A parameter in a checkpoint: tensor name, shape, whether its last two axes are exchanged, and the part of the
+    tensor that the parameter is; None: all."""
 
     name: str
     shape: tuple[int, ...]

@@ -56,6 +56,7 @@ class ExpertsConfig:
         rated by its best expert, or with a sigmoid by the sum of its best two.
       bias: router and experts have biases. choice_bias: a further bias for each expert that affects the choice alone.
       shared_dim: hidden width of an MLP that also processes all tokens; 0: none.
+      weigh_inputs: multiply an expert's input by the token's weight, not its output.
       shared_gate: multiply that MLP's output by the sigmoid of a projection of the token to one number.
       limit, alpha: with a limit, gates are clipped from above and `up` to `[-limit, limit]`, and the output is
         `down((up + 1) * gate * sigmoid(alpha * gate))`.
@@ -74,6 +75,7 @@ class ExpertsConfig:
     groups_per_token: int = 1
     bias: bool = False
     choice_bias: bool = False
+    weigh_inputs: bool = False
     shared_dim: int = 0
     shared_gate: bool = False
     limit: float | None = None

@@ -10,6 +10,7 @@ from jaxkv.models.config_gate import check_left
 # Far above any model: a larger value is a mistake, or meant to exhaust memory.
 MOST_LAYERS, MOST_HEADS, MOST_DIM = 512, 2**16, 2**24
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+CHUNKED = "chunked_attention"
 
 
 class Fields:

@@ -21,7 +21,7 @@ HARMLESS = {
     "cache_implementation", "chunk_size_feed_forward", "dtype", "embd_pdrop",
     "id2label", "initializer_range", "is_decoder", "label2id", "num_logits_to_keep", "output_attentions",
     "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
-    "resid_pdrop", "residual_dropout", "router_aux_loss_coef", "seq_aux", "torch_dtype",
+    "resid_pdrop", "residual_dropout", "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "torch_dtype",
     "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
 }  # fmt: skip
 # Fields that must have one of these values where they occur, off or not.

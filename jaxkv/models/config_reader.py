@@ -26,6 +26,7 @@ def parse(config: Mapping[str, Any], where: str = "config.json", ignore: str | I
     family = find_family(config, where)
     check_architectures(config, family.architectures, where)
     fields = Fields(family.flatten(config, where), where)
+    family = find_family(fields.left, where)  # of the text model, where one is nested
     fields.family = fields.take("model_type")
     _take_quantization(fields)
     decoder = family.parse(fields)

@@ -280,6 +280,7 @@ def make_attention(config: DecoderConfig, i: int, dtype: Any, rngs: nnx.Rngs) ->
         scale=config.attention_scale,
         soft_cap=config.attention_soft_cap,
         window=kept.window,
+        chunk=kept.chunk,
         param_dtype=dtype,
         rngs=rngs,
     )

@@ -77,6 +77,8 @@ class Experts(nnx.Module):
             return y + (own if is_added is True else jnp.where(is_added, own, 0))
 
         rows = tokens[by_expert // self.config.per_token]
+        if self.config.weigh_inputs:
+            rows, weights = (rows * weights.reshape(-1)[by_expert][:, None]).astype(rows.dtype), jnp.ones_like(weights)
         hidden = self._gated(product(rows, self.gate, self.gate_bias), product(rows, self.up, self.up_bias))
         out = product(hidden, self.down, self.down_bias, bias)
         out = out[jnp.argsort(by_expert)].reshape(*chosen.shape, tokens.shape[-1]).astype(jnp.float32)

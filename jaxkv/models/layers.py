@@ -1,6 +1,5 @@
 """Layers of a decoder's blocks besides attention and experts: the gated MLP and norms."""
 
-import functools
 from typing import Any
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv.models.blocks.norms import normalize
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.rope import Rope
 from jaxkv.nnx import Attention, project
@@ -83,17 +83,8 @@ class NormedRope(nnx.Module):
 
 
 def rms_norm(x: jax.Array, weight: nnx.Param, config: DecoderConfig, eps: float | None = None) -> jax.Array:
-    """Computes the RMS norm over the weight's axes in float32 (Zhang and Sennrich, 2019:
-    https://arxiv.org/abs/1910.07467)."""
-    return normalize(x, weight[...], config.norm_eps if eps is None else eps, config.norm_offset)
-
-
-@functools.partial(jax.jit, static_argnames=("eps", "offset"))  # traced once for all layers
-def normalize(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=tuple(range(-weight.ndim, 0)), keepdims=True) + eps)
-    scale = weight.astype(jnp.float32) + offset
-    return (y * jnp.expand_dims(scale, tuple(range(x.ndim - weight.ndim)))).astype(x.dtype)
+    """Computes the RMS norm over the weight's axes, with a config's epsilon and offset."""
+    return normalize(x, weight[...], eps=config.norm_eps if eps is None else eps, offset=config.norm_offset)
 
 
 def norm_weight(config: DecoderConfig, shape: int | tuple[int, ...], dtype: Any) -> nnx.Param:

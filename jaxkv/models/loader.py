@@ -126,14 +126,10 @@ def save(model: Decoder, folder: str | os.PathLike) -> None:
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         slots = slots_of(path, param.shape, config, model.num_stacked)
         for slot, tensor in zip(slots, np.asarray(param[...]).reshape(len(slots), -1), strict=True):
-            if slot.part is not None:
-                whole = tensors.setdefault(slot.name, np.empty(slot.shape, tensor.dtype)).reshape(slot.part.axes)
-                part = whole[slot.part.where]
-                part = part.swapaxes(-1, -2) if slot.transposed else part
-                part[...] = tensor.reshape(part.shape)
-            else:
-                shape = slot.shape[::-1] if slot.transposed else slot.shape
-                tensors[slot.name] = tensor.reshape(shape).T if slot.transposed else tensor.reshape(shape)
+            whole = tensors.setdefault(slot.name, np.empty(slot.shape, tensor.dtype))
+            part = whole if slot.part is None else whole.reshape(slot.part.axes)[slot.part.where]
+            part = np.swapaxes(part, -1, -2) if slot.transposed else part  # a view: it writes to the tensor
+            part[...] = tensor.reshape(part.shape)
     safetensors.write(folder / "model.safetensors", tensors)
     fields = config_reader.render(config) | {"dtype": str(model.dtype)}
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxkv._core.config.validation import integer, real, show
 from jaxkv._products import moves_heads
+from jaxkv.models.blocks.norms import normalize
 from pallas_kernels.common.xla_cpu import side_by_side
 
 
@@ -32,8 +33,10 @@ class Rope:
       attention_factor, mscale, mscale_all_dim: with "yarn", these determine `magnitude`; with "longrope" the first.
       partial_rotary_factor: share of a head's entries that are rotated, the first ones; 0: none, a layer without
         positions (NoPE).
-      temperature_beta: b in `1 + b log(1 + floor(position / original_max_position))`, a factor of queries that keeps
-        attention sharp beyond the positions of the training; 0: none.
+      temperature_beta: b in `1 + b log(1 + floor((position + temperature_shift) / temperature_length))`, a factor of
+        queries that keeps attention sharp beyond the positions of the training; 0: none. The length is by default
+        `original_max_position`.
+      norm_eps: epsilon of RMS norms, without weights, of rotated queries and keys; None: no such norms.
       interleaved: the pairs are (2 i, 2 i + 1). The output has them at (i, i + D/2), in queries and keys alike.
 
     >>> q = k = jnp.ones((3, 2, 8))
@@ -57,6 +60,9 @@ class Rope:
     divisors: tuple[float, ...] = ()
     partial_rotary_factor: float = 1.0
     temperature_beta: float = 0.0
+    temperature_length: int | None = None
+    temperature_shift: int = 0
+    norm_eps: float | None = None
 
     def __post_init__(self):
         above_0 = ("theta", "factor", "low_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
@@ -67,6 +73,11 @@ class Rope:
         real("high_freq_factor", self.high_freq_factor, above=self.low_freq_factor)
         integer("original_max_position", self.original_max_position, least=1)
         real("temperature_beta", self.temperature_beta, least=0)
+        integer("temperature_shift", self.temperature_shift, least=0)
+        if self.temperature_length is not None:
+            integer("temperature_length", self.temperature_length, least=1)
+        if self.norm_eps is not None:
+            real("norm_eps", self.norm_eps, least=0)
         real("partial_rotary_factor", self.partial_rotary_factor, least=0, most=1)
         if self.scaling not in ("default", "linear", "llama3", "yarn", "longrope"):
             known = "'default', 'linear', 'llama3', 'yarn' or 'longrope'"
@@ -137,11 +148,16 @@ class Rope:
         if q.shape[-1] % 2:
             raise ValueError(f"q and k must have an even head_dim, so that entries can be paired, not {q.shape[-1]}.")
         q, k = self._rotate(q, k, positions) if self.rotated_dim(q.shape[-1]) else (q, k)
-        return q if self.temperature_beta == 0 else self._heat(q, positions), k
+        if self.norm_eps is not None:
+            q, k = normalize(q, eps=self.norm_eps), normalize(k, eps=self.norm_eps)
+        return self.heat(q, positions), k
 
-    def _heat(self, q: jax.Array, positions: jax.Array) -> jax.Array:
+    def heat(self, q: jax.Array, positions: jax.Array) -> jax.Array:
         """Multiplies queries by their temperature."""
-        steps = jnp.floor_divide(positions, self.original_max_position).astype(jnp.float32)
+        if self.temperature_beta == 0:
+            return q
+        length = self.temperature_length or self.original_max_position
+        steps = jnp.floor_divide(positions + self.temperature_shift, length).astype(jnp.float32)
         return (q * (1 + self.temperature_beta * jnp.log1p(steps))[..., None, None]).astype(q.dtype)
 
     def _rotate(self, q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -349,7 +349,7 @@ def test_windows_padding_and_what_does_not_fit(folder, capsys):
         == 0
     )
     out = capsys.readouterr().out
-    assert "3 layers (3 of window 10)" in out and "3.0 KiB" in out
+    assert "3 layers (3 with a window of 10)" in out and "3.0 KiB" in out
     assert re.search(r"^ +64  bfloat16  does not fit *$", out, re.MULTILINE)
     assert "head_dim_multiple=128" in out
 

@@ -149,11 +149,29 @@ FIXTURES |= {
         num_experts_per_tok=3, shared_expert_intermediate_size=20, mlp_only_layers=[2],
     ),
 }  # fmt: skip
+NO_TOWER = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+FIXTURES |= {
+    "llama4": transformers.Llama4Config(
+        text_config=TINY | dict(
+            num_hidden_layers=4, intermediate_size=20, intermediate_size_mlp=40, num_local_experts=4,
+            num_experts_per_tok=2, interleave_moe_layer_step=2, attention_chunk_size=6, floor_scale=7, attn_scale=0.5,
+            rope_parameters=dict(rope_type="llama3", rope_theta=500.0, **LLAMA3_SCALING),
+        ),
+        vision_config=NO_TOWER | dict(image_size=8, patch_size=4, vision_output_dim=8, projector_input_dim=8,
+                                      projector_output_dim=8),
+        boi_token_index=0, eoi_token_index=0, image_token_index=0,
+    ),
+}  # fmt: skip
+# Models for text and images, and their classes.
+NESTED = {
+    "gemma3_nested": transformers.Gemma3ForConditionalGeneration,
+    "llama4": transformers.Llama4ForConditionalGeneration,
+}
 # Their seeds are their places here, but for those that would make two tokens as likely.
 ORDER = ["gemma2", "gemma3", "llama", "llama3", "llama_linear", "mistral", "qwen2", "qwen3", "deepseek_v2",
          "deepseek_v3", "gpt_oss", "qwen3_moe", "gemma3_nested", "mixtral", "qwen2_yarn", "smollm3", "olmo2",
          "olmo3", "granite", "seed_oss", "qwen2_moe", "phi3", "exaone4", "glm4", "ernie4_5",
-         "hunyuan_v1_dense", "glm4_moe", "minimax_m2", "ministral3", "qwen3_next"]  # fmt: skip
+         "hunyuan_v1_dense", "glm4_moe", "minimax_m2", "ministral3", "qwen3_next", "llama4"]  # fmt: skip
 SEEDS = {name: i for i, name in enumerate(ORDER)} | {"glm4": 101}
 OLD_YARN = {name: value for name, value in YARN.items() if name not in ("rope_type", "rope_theta")}
 FP8_BLOCK = 16  # DeepSeek publishes blocks of 128
@@ -204,6 +222,11 @@ OLD_FORMS = {
         dict(rope_theta=500.0, rope_scaling=OLD_YARN | dict(type="yarn", attention_factor=1.25)),
     ),
     "gemma3_nested": ([], {}),
+    "llama4": (
+        ["rope_parameters", "layer_types", "moe_layers"],
+        dict(rope_theta=500.0, rope_scaling=dict(rope_type="llama3", **LLAMA3_SCALING), no_rope_layers=[],
+             attn_temperature_tuning=4, for_llm_compressor=False),
+    ),
     "smollm3": (["rope_parameters"], dict(rope_theta=2_000_000.0, rope_scaling=None, max_window_layers=28)),
     "olmo2": (["rope_parameters"], dict(rope_theta=500.0, rope_scaling=None)),
     "olmo3": (
@@ -306,13 +329,11 @@ def make(name: str, config: transformers.PreTrainedConfig) -> None:
     seed = SEEDS[name]
     torch.manual_seed(seed)
     config._attn_implementation = "eager"  # the others leave the soft cap out
-    nested = name == "gemma3_nested"
-    kind = transformers.Gemma3ForConditionalGeneration if nested else transformers.AutoModelForCausalLM
-    model = (kind(config) if nested else kind.from_config(config)).eval()
+    model = (NESTED.get(name) or transformers.AutoModelForCausalLM.from_config)(config).eval()
     biases = [(name, x) for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")]
     for parameter_name, parameter in [*model.named_parameters(), *biases]:
         is_norm = "norm" in parameter_name
-        inputs = parameter.shape[1 if parameter.ndim == 3 and name == "gpt_oss" else -1]
+        inputs = parameter.shape[1 if parameter.ndim == 3 and name in ("gpt_oss", "llama4") else -1]
         small = is_norm or parameter.ndim == 1 or parameter_name.endswith("bias")
         spread = 0.4 if small else 1.3 * inputs**-0.5
         around_zero = "gemma" in config.model_type or (
@@ -329,6 +350,7 @@ def make(name: str, config: transformers.PreTrainedConfig) -> None:
     random = np.random.default_rng(seed)
     prompts = [random.integers(2, VOCAB, length).tolist() for length in PROMPT_LENGTHS]
     expected = {}
+    model = model.language_model if name == "llama4" else model  # without an image, its outer class fails
     with torch.no_grad():
         for i, prompt in enumerate(prompts):
             tokens = list(prompt)
@@ -344,7 +366,9 @@ def make(name: str, config: transformers.PreTrainedConfig) -> None:
 
     left_out, put_in = OLD_FORMS[name]
     fields = json.loads((folder / "config.json").read_text())
-    old = {key: value for key, value in fields.items() if key not in left_out} | put_in
+    inner = fields.get("text_config", fields)
+    old = {key: value for key, value in inner.items() if key not in left_out} | put_in
+    old = fields | {"text_config": old} if "text_config" in fields else old
     (folder / "config_old.json").write_text(json.dumps(old, indent=2) + "\n")
 
 

@@ -1,6 +1,6 @@
 """Records what transformers makes of published config.json files, in published.json.
 
-    VENV/bin/python tests/data/make_published.py FOLDER    # of config.json files, each under a name of its own
+    VENV/bin/python tests/data/make_published.py FOLDER    # of config.json files, each under a name of its own, to add
 
 For each: the config, and if transformers computes it, the number of parameters, what attention logits are multiplied
 by, the windows of the layers, and for each rotary embedding its frequencies (every eighth) and its magnitude. Made with
@@ -46,11 +46,12 @@ def describe(fields):
     }  # fmt: skip
 
 
-lines = []
+published = json.loads((HERE / "published.json").read_text())
 for path in sorted(pathlib.Path(sys.argv[1]).glob("*.json")):
     fields = json.loads(path.read_text())
     drafts = path.stem.startswith("draft")
-    entry = {"config": fields, "expected": None if drafts else describe(fields)}
-    lines.append(f"{json.dumps(path.stem)}: {json.dumps(entry, separators=(',', ':'))}")
-    print(path.stem, (entry["expected"] or {}).get("parameters"), flush=True)
+    published[path.stem] = {"config": fields, "expected": None if drafts else describe(fields)}
+    print(path.stem, (published[path.stem]["expected"] or {}).get("parameters"), flush=True)
+entries = sorted(published.items())
+lines = [f"{json.dumps(name)}: {json.dumps(entry, separators=(',', ':'))}" for name, entry in entries]
 (HERE / "published.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -46,7 +46,9 @@ def test_dense(name):
 
 
 # By day a few that together have every kind of layer; dense, all have been seen.
-@pytest.mark.parametrize("name", fixtures.NAMES if NIGHTLY else ["gemma2", "deepseek_v2", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", fixtures.NAMES if NIGHTLY else ["gemma2", "deepseek_v2", "gpt_oss", "qwen3_next", "llama4"]
+)
 def test_packed_and_paged(name):
     """Five prompts together, in chunks: some rows decode while others still read their prompts."""
     model, wanted = load(name), fixtures.expected(name)

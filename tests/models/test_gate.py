@@ -38,19 +38,21 @@ def test_published_configs_mean_what_transformers_reads(name):
     config, _ = parse(fields, ignore=("quantization_config",) if name == QUANTISED else ())
     np.testing.assert_allclose(config.attention_scale, expected["scale"], rtol=1e-6)
     assert config.windows == tuple(expected["windows"] or [None] * config.num_layers)
-    ropes = list(dict.fromkeys(config.ropes))
+    widths = [config.latent.rope_dim if config.latent else layer.head_dim for layer in config.layers]
+    pairs = zip(config.ropes, widths, strict=True)
+    ropes = [(rope, width) for rope, width in dict.fromkeys(pairs) if rope.partial_rotary_factor]
     assert len(ropes) == len(expected["ropes"])
     for frequencies, magnitude in expected["ropes"]:
-        width = config.latent.rope_dim if config.latent else config.head_dim
-        near = [np.allclose(rope.frequencies(width)[::8], frequencies, rtol=2e-6, atol=1e-12) for rope in ropes]
-        assert any(ok and np.isclose(rope.magnitude, magnitude) for ok, rope in zip(near, ropes, strict=True))
+        near = [np.allclose(rope.frequencies(n)[::8], frequencies, rtol=2e-6, atol=1e-12) for rope, n in ropes]
+        assert any(ok and np.isclose(rope.magnitude, magnitude) for ok, (rope, _) in zip(near, ropes, strict=True))
 
 
 # One of each family: counting makes a decoder of two layers, without its numbers.
 @pytest.mark.parametrize(
     "name",
     ["llama-3.2-3b", "mistral-nemo-instruct-2407", "qwen2.5-3b", "qwen3-0.6b", "gemma-3-27b-it-tf4.56", "gpt-oss-20b",
-     "deepseek-v2-lite", "kimi-k2-instruct", "mixtral-8x7b-v0.1", "qwen3-30b-a3b"],
+     "deepseek-v2-lite", "kimi-k2-instruct", "mixtral-8x7b-v0.1", "qwen3-30b-a3b", "llama-4-scout-17b-16e",
+     "llama-4-maverick-17b-128e"],
 )  # fmt: skip
 def test_as_many_parameters_as_transformers_has(name):
     config, _ = parse(PUBLISHED[name]["config"])

@@ -105,7 +105,10 @@ class ByteSizes(Groups):
 
     def bytes_per_group_block(self, group: int) -> int:
         """Returns the bytes of one block over the layers of a group, scales and bounds included."""
-        return sum(map(self.bytes_per_layer_block, self.groups[group]))
+        kinds: dict[Any, list[int]] = {}
+        for layer in self.groups[group]:
+            kinds.setdefault(self.layers[layer], []).append(layer)
+        return sum(len(alike) * self.bytes_per_layer_block(alike[0]) for alike in kinds.values())
 
     def bytes_per_layer_block(self, layer: int) -> int:
         """Returns the bytes of one block of one layer, scales and bounds included."""

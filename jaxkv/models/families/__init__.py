@@ -5,7 +5,7 @@ line below; new decoder features become named options in `jaxkv.models.config`. 
 `jaxkv.models`.
 """
 
-from jaxkv.models.families.experts import deepseek, glm4_moe, gpt_oss, minimax_m2, mixtral, qwen2_moe, qwen3_moe
+from jaxkv.models.families.experts import deepseek, glm4_moe, gpt_oss, llama4, minimax_m2, mixtral, qwen2_moe, qwen3_moe
 from jaxkv.models.families.family import Family as Family
 from jaxkv.models.families.hybrid import qwen3_next
 from jaxkv.models.families.postnorm import exaone4, gemma2, gemma3, glm4, olmo2, olmo3
@@ -52,4 +52,6 @@ FAMILIES: dict[str, Family] = {
     "phi3": phi3.FAMILY,
     "gemma3": gemma3.NESTED_FAMILY,
     "qwen3_next": qwen3_next.FAMILY,
+    "llama4_text": llama4.FAMILY,
+    "llama4": llama4.NESTED_FAMILY,
 }

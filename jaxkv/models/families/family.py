@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from jaxkv._core.config.validation import integer
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, MOST_LAYERS, SLIDING, Fields
@@ -45,6 +47,17 @@ class Section(NamedTuple):
     name: str
     find: Callable[[DecoderConfig, tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...], Any]]
     transposed: bool = False
+
+
+def half(name: str, number: int) -> Section:
+    """Returns the first or the second half of the outputs in a tensor of experts `[experts, inputs, outputs]`."""
+
+    def find(config: DecoderConfig, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
+        *front, size = shape
+        whole = (*front, 2 * size)
+        return whole, whole, np.s_[..., number * size : (number + 1) * size]
+
+    return Section(name, find)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

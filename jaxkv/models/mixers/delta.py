@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pallas_kernels
 from jaxkv._core.attention import mixers
 from jaxkv._core.attention.plan import Step
-from jaxkv.models.layers import normalize
+from jaxkv.models.blocks.norms import normalize
 from jaxkv.models.mixers.block_config import DeltaConfig
 from jaxkv.models.mixers.mixer import MixerModule, convolve, whole_rows
 from jaxkv.nnx import project
@@ -57,7 +57,7 @@ class DeltaMixer(MixerModule):
 
     def output(self, outputs: tuple) -> jax.Array:
         y, gate = outputs
-        y = normalize(y, self.norm[...], self.mixer.norm_eps).astype(jnp.float32)
+        y = normalize(y, self.norm[...], eps=self.mixer.norm_eps).astype(jnp.float32)
         y = (y * GATES[self.mixer.gate](gate.astype(jnp.float32)).reshape(y.shape)).astype(gate.dtype)
         return project("...c,ce->...e", y.reshape(gate.shape), self.out)
 

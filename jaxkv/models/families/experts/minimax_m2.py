@@ -21,7 +21,7 @@ MUST_BE: tuple[tuple[str, Any], ...] = (
 # Of linear attention, of training, and of multi-token prediction.
 UNUSED = (
     "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta", "mlp_intermediate_size",
-    "mtp_transformer_layers", "num_mtp_modules", "use_mtp", "router_jitter_noise", "shared_moe_mode",
+    "mtp_transformer_layers", "num_mtp_modules", "use_mtp", "shared_moe_mode",
     "swa_rope_theta",
 )  # fmt: skip
 

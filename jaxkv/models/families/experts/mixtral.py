@@ -18,7 +18,6 @@ TENSORS = {
 def parse(fields: Fields) -> DecoderConfig:
     num_layers, common = read_num_layers(fields), read_common(fields, num_kv_heads=(8,), norm_eps=1e-5)
     window = fields.size("sliding_window", None)
-    fields.take("router_jitter_noise", None)  # used in training alone
     count = fields.either("num_local_experts", "num_experts", 8, most=MOST_HEADS)
     experts = ExpertsConfig(
         count=count, per_token=fields.size("num_experts_per_tok", 2, most=count), mlp_dim=common["mlp_dim"],
