@@ -19,6 +19,7 @@ from jaxkv import models
 from jaxkv._cli.chips import KERNEL_FORMATS
 from jaxkv._cli.main import main
 from jaxkv._cli.memory_plan import plan
+from jaxkv._core.config.byte_sizes import ByteSizes
 from pallas_kernels.api.backends import find_backend
 
 GLOBAL = jaxkv.LayerConfig(num_kv_heads=2, head_dim=24)
@@ -117,6 +118,14 @@ def test_planning_takes_no_time(tmp_path, capsys):
     start = time.process_time()
     assert run(published("deepseek-v3", tmp_path), "--memory", "2TB") == 0
     assert time.process_time() - start < 2 and capsys.readouterr().out
+
+
+def test_equal_layers_are_measured_once(tmp_path, capsys, monkeypatch):
+    """Of 126 equal layers each was asked 99 times how large its blocks are, a second of CPU."""
+    asked, measure = [], ByteSizes.bytes_per_layer_block
+    monkeypatch.setattr(ByteSizes, "bytes_per_layer_block", lambda self, i: asked.append(i) or measure(self, i))
+    assert run(published("llama-3.1-405b", tmp_path), "--memory", "2TB") == 0
+    assert len(asked) < 500 and capsys.readouterr().out
 
 
 @pytest.mark.parametrize("layers", [(LOCAL, GLOBAL, LOCAL), (GLOBAL,) * 3, (LOCAL,) * 2, (SINKS, GLOBAL)])
