@@ -148,6 +148,10 @@ FIXTURES |= {
         **TINY | dict(num_hidden_layers=3), **DELTA, layer_types=LINEAR_FIRST, moe_intermediate_size=24, num_experts=6,
         num_experts_per_tok=3, shared_expert_intermediate_size=20, mlp_only_layers=[2],
     ),
+    "lfm2": transformers.Lfm2Config(
+        **NARROW | dict(num_hidden_layers=3), layer_types=["conv", "full_attention", "conv"], conv_bias=True,
+        block_multiple_of=16,
+    ),
 }  # fmt: skip
 NO_TOWER = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
 FIXTURES |= {
@@ -173,6 +177,8 @@ ORDER = ["gemma2", "gemma3", "llama", "llama3", "llama_linear", "mistral", "qwen
          "olmo3", "granite", "seed_oss", "qwen2_moe", "phi3", "exaone4", "glm4", "ernie4_5",
          "hunyuan_v1_dense", "glm4_moe", "minimax_m2", "ministral3", "qwen3_next", "llama4"]  # fmt: skip
 SEEDS = {name: i for i, name in enumerate(ORDER)} | {"glm4": 101}
+HYBRID = ["lfm2", "granitemoehybrid", "granitemoehybrid_dense"]
+SEEDS |= {name: 200 + i for i, name in enumerate(HYBRID)}
 OLD_YARN = {name: value for name, value in YARN.items() if name not in ("rope_type", "rope_theta")}
 FP8_BLOCK = 16  # DeepSeek publishes blocks of 128
 SHARDED = "qwen3"
@@ -268,6 +274,11 @@ OLD_FORMS = {
     "qwen3_next": (
         ["rope_parameters", "layer_types"], dict(rope_theta=10_000.0, partial_rotary_factor=0.25, rope_scaling=None,
                                                  layer_types=None, full_attention_interval=2),
+    ),
+    "lfm2": (
+        ["rope_parameters", "layer_types", "intermediate_size", "tie_word_embeddings"],
+        dict(rope_theta=1_000_000.0, full_attn_idxs=[1], block_ff_dim=40, block_dim=32, conv_dim=32, num_heads=4,
+             block_norm_eps=1e-5, block_use_swiglu=True, use_pos_enc=True, block_ffn_dim_multiplier=1.0),
     ),
     "qwen2_moe": (["rope_parameters", "layer_types"], dict(rope_theta=10_000.0, max_window_layers=21)),
 }  # fmt: skip

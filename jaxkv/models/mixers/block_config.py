@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from jaxkv._core.config.layer_config import LayerConfig
-from jaxkv._core.config.validation import integer, real, show
+from jaxkv._core.config.validation import flag, integer, real, show
 
 Shapes = dict[str, tuple[int, ...] | None]  # of parameters, by name; None: there is no such parameter
 
@@ -78,7 +78,41 @@ class DeltaConfig:
         }  # fmt: skip
 
 
-Mixer = DeltaConfig
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShortConvConfig:
+    """A gated short convolution, as in LFM2 (https://arxiv.org/abs/2511.23404), on as many channels as the stream has.
+
+    Fields:
+      channels: channels of the convolution.
+      width: tokens that it sees.
+      bias: whether the projections and the convolution have biases.
+
+    >>> ShortConvConfig(channels=8, width=3).layer()
+    LayerConfig.recurrent(conv=((8, 2), 'float32'))
+    """
+
+    channels: int
+    width: int
+    bias: bool = False
+
+    def __post_init__(self):
+        check_sizes(self, "channels", width=2)
+        object.__setattr__(self, "bias", flag("ShortConvConfig.bias", self.bias))
+
+    def layer(self, dtype: Any = "float32") -> LayerConfig:
+        """Returns what a cache keeps of a row: the last inputs of the convolution."""
+        return LayerConfig.recurrent(conv=((self.channels, self.width - 1), dtype))
+
+    def shapes(self, width: int) -> Shapes:
+        """Returns the shapes of the mixer's parameters in a residual stream of a width."""
+        n = self.channels
+        biases: Shapes = {"project_bias": (3 * n,), "conv_bias": (n,), "out_bias": (width,)}
+        return {"project": (3 * n, width), "conv": (n, self.width), "out": (n, width)} | (
+            biases if self.bias else dict.fromkeys(biases)
+        )
+
+
+Mixer = DeltaConfig | ShortConvConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
