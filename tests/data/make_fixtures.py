@@ -143,6 +143,10 @@ FIXTURES |= {
 DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=6,
              linear_conv_kernel_dim=4)  # fmt: skip
 LINEAR_FIRST = ["linear_attention", "full_attention", "linear_attention"]
+GRANITE = dict(
+    attention_multiplier=0.3, embedding_multiplier=2.0, residual_multiplier=0.6, logits_scaling=3.0,
+    shared_intermediate_size=24, mamba_n_heads=4, mamba_d_state=8, mamba_expand=2, mamba_chunk_size=16,
+)  # fmt: skip
 FIXTURES |= {
     "qwen3_next": transformers.Qwen3NextConfig(
         **TINY | dict(num_hidden_layers=3), **DELTA, layer_types=LINEAR_FIRST, moe_intermediate_size=24, num_experts=6,
@@ -151,6 +155,14 @@ FIXTURES |= {
     "lfm2": transformers.Lfm2Config(
         **NARROW | dict(num_hidden_layers=3), layer_types=["conv", "full_attention", "conv"], conv_bias=True,
         block_multiple_of=16,
+    ),
+    "granitemoehybrid": transformers.GraniteMoeHybridConfig(
+        **NARROW | dict(num_hidden_layers=3), **GRANITE, layer_types=LINEAR_FIRST, num_local_experts=4,
+        num_experts_per_tok=2, mamba_n_groups=2,
+    ),
+    "granitemoehybrid_dense": transformers.GraniteMoeHybridConfig(
+        **NARROW, **GRANITE, layer_types=LINEAR_FIRST[:2], num_local_experts=0, num_experts_per_tok=0,
+        position_embedding_type="rope", tie_word_embeddings=True,
     ),
 }  # fmt: skip
 NO_TOWER = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
@@ -279,6 +291,14 @@ OLD_FORMS = {
         ["rope_parameters", "layer_types", "intermediate_size", "tie_word_embeddings"],
         dict(rope_theta=1_000_000.0, full_attn_idxs=[1], block_ff_dim=40, block_dim=32, conv_dim=32, num_heads=4,
              block_norm_eps=1e-5, block_use_swiglu=True, use_pos_enc=True, block_ffn_dim_multiplier=1.0),
+    ),
+    "granitemoehybrid": (
+        ["rope_parameters", "layer_types", "mamba_d_head", "position_embedding_type", "time_step_limit"],
+        dict(rope_theta=10_000.0, rope_scaling=None, layer_types=["mamba", "attention", "mamba"],
+             position_embedding_type="nope", normalization_function="rmsnorm", init_method="mup"),
+    ),
+    "granitemoehybrid_dense": (
+        ["rope_parameters", "layer_types"], dict(rope_theta=10_000.0, layer_types=["mamba", "attention"]),
     ),
     "qwen2_moe": (["rope_parameters", "layer_types"], dict(rope_theta=10_000.0, max_window_layers=21)),
 }  # fmt: skip

@@ -7,7 +7,7 @@ line below; new decoder features become named options in `jaxkv.models.config`. 
 
 from jaxkv.models.families.experts import deepseek, glm4_moe, gpt_oss, llama4, minimax_m2, mixtral, qwen2_moe, qwen3_moe
 from jaxkv.models.families.family import Family as Family
-from jaxkv.models.families.hybrid import lfm2, qwen3_next
+from jaxkv.models.families.hybrid import granitemoehybrid, lfm2, qwen3_next
 from jaxkv.models.families.postnorm import exaone4, gemma2, gemma3, glm4, olmo2, olmo3
 from jaxkv.models.families.prenorm import (
     ernie4_5,
@@ -55,4 +55,5 @@ FAMILIES: dict[str, Family] = {
     "llama4_text": llama4.FAMILY,
     "llama4": llama4.NESTED_FAMILY,
     "lfm2": lfm2.FAMILY,
+    "granitemoehybrid": granitemoehybrid.FAMILY,
 }

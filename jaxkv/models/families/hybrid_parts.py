@@ -1,5 +1,6 @@
 """What hybrid families share: their kinds of layers, and how checkpoints store mixers and gated attention."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import FULL, LINEAR, MOST_DIM, MOST_HEADS, Fields
 from jaxkv.models.families.family import Section
-from jaxkv.models.mixers.block_config import BlockConfig, DeltaConfig
+from jaxkv.models.mixers.block_config import BlockConfig, DeltaConfig, SpaceConfig
 
 GATED_ATTENTION = {  # rows of a head: its queries, then its gate
     "attention.query": Section("self_attn.q_proj.weight", lambda config, shape: _halves(shape, 0)),
@@ -28,7 +29,7 @@ def read_kinds(fields: Fields, default: list[str], kinds: tuple[str, ...] = (LIN
 
 def kinds_of(config: DecoderConfig, linear: str = LINEAR) -> list[str]:
     """Writes what `read_kinds` reads."""
-    return [FULL if block.mixer is None else linear for block in config.blocks]
+    return [FULL if config.block(i).mixer is None else linear for i in range(config.num_layers)]
 
 
 def every_fourth(num_layers: int, interval: int = 4) -> list[str]:
@@ -100,6 +101,81 @@ def _halves(shape: tuple[int, ...], number: int) -> tuple[tuple[int, ...], tuple
 def qkv_sizes(delta: DeltaConfig) -> tuple[int, ...]:
     """Channels of the queries, keys and values."""
     return delta.key_channels, delta.key_channels, delta.value_channels
+
+
+def read_step_limits(fields: Fields) -> tuple[float, float | None]:
+    """Reads `time_step_limit`, the least and largest time step of a Mamba 2 mixer. JSON has several infinities."""
+    written = fields.take("time_step_limit", None)
+    limits = [0.0, math.inf] if written is None else written
+    if isinstance(limits, list) and len(limits) == 2:
+        least, most = (math.inf if x in ({"__float__": "Infinity"}, "Infinity", "inf") else x for x in limits)
+        if all(isinstance(x, int | float) and not isinstance(x, bool) for x in (least, most)) and 0 <= least < most:
+            return float(least), None if most == math.inf else float(most)
+    raise fields.refuse("time_step_limit", written, "two numbers, the first from 0 on and less than the second")
+
+
+def render_step_limits(limits: tuple[float, float | None]) -> list[Any]:
+    """Writes what `read_step_limits` reads, as transformers does."""
+    return [limits[0], {"__float__": "Infinity"} if limits[1] is None else limits[1]]
+
+
+def read_mamba(fields: Fields, width: int, **values: Any) -> SpaceConfig:
+    """Reads a Mamba 2 mixer, of `width` channels unless the config gives a width for each head."""
+    heads, given = fields.size("mamba_n_heads", 128, most=MOST_HEADS), fields.take("mamba_d_head", "auto")
+    if given != "auto":
+        fields.left["mamba_d_head"] = given
+        given = fields.size("mamba_d_head", most=MOST_DIM)
+    if width % heads or given not in ("auto", width // heads):
+        raise fields.refuse("mamba_d_head", given, f"{width} channels, in {heads} heads of one width")
+    fields.take("mamba_chunk_size", None)  # of kernels
+    return SpaceConfig(
+        heads=heads, head_dim=width // heads, state_dim=fields.size("mamba_d_state", 256, most=MOST_DIM),
+        groups=fields.size("mamba_n_groups", 1, most=MOST_HEADS),
+        width=fields.size("mamba_d_conv", 4, least=2, most=MOST_DIM), conv_bias=fields.flag("mamba_conv_bias", True),
+        bias=fields.flag("mamba_proj_bias", False), step_limits=read_step_limits(fields), **values,
+    )  # fmt: skip
+
+
+def render_mamba(space: SpaceConfig) -> dict[str, Any]:
+    """Writes what `read_mamba` reads."""
+    return {
+        "mamba_n_heads": space.heads, "mamba_d_head": space.head_dim, "mamba_d_state": space.state_dim,
+        "mamba_n_groups": space.groups, "mamba_d_conv": space.width, "mamba_conv_bias": space.conv_bias,
+        "mamba_proj_bias": space.bias, "time_step_limit": render_step_limits(space.step_limits),
+    }  # fmt: skip
+
+
+def mamba_names(prefix: str) -> dict[str, Any]:
+    """Returns the names of the parameters of a Mamba 2 mixer."""
+    return {
+        "mixer.project": f"{prefix}.in_proj.weight", "mixer.project_bias": f"{prefix}.in_proj.bias",
+        "mixer.conv": whole_conv(f"{prefix}.conv1d.weight"), "mixer.conv_bias": f"{prefix}.conv1d.bias",
+        "mixer.log_decay": f"{prefix}.A_log", "mixer.step_bias": f"{prefix}.dt_bias", "mixer.skip": f"{prefix}.D",
+        "mixer.norm": f"{prefix}.norm.weight", "mixer.out": f"{prefix}.out_proj.weight",
+        "mixer.out_bias": f"{prefix}.out_proj.bias",
+    }  # fmt: skip
+
+
+def whole_conv(name: str) -> Section:
+    """Returns the kernels of all channels."""
+    return Section(name, lambda config, shape: ((shape[0], 1, shape[1]), shape, ...))
+
+
+def half_rows(name: str, number: int) -> Section:
+    """Returns the first or the second half of a tensor's rows."""
+    return Section(name, lambda config, shape: (
+        (2 * shape[0], shape[1]), (2, *shape), np.s_[number],
+    ))  # fmt: skip
+
+
+def expert_half(name: str, number: int) -> Section:
+    """Returns the first or the second half of the outputs of experts in a tensor `[experts, outputs, inputs]`."""
+
+    def find(config: DecoderConfig, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
+        experts, inputs, outputs = shape
+        return (experts, 2 * outputs, inputs), (experts, 2, outputs, inputs), np.s_[:, number]
+
+    return Section(name, find, transposed=True)
 
 
 def delta_names(prefix: str) -> dict[str, Any]:

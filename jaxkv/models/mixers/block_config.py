@@ -112,7 +112,78 @@ class ShortConvConfig:
         )
 
 
-Mixer = DeltaConfig | ShortConvConfig
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpaceConfig:
+    """A selective state space, Mamba 2 (https://arxiv.org/abs/2405.21060).
+
+    Fields:
+      heads, head_dim: heads of inputs and states, and entries of an input.
+      state_dim, groups: entries of a state for each entry of an input; heads of a group share what they are read by.
+      width: tokens that the convolution sees.
+      bias, conv_bias: whether the projections, and the convolution, have biases.
+      norm: whether an RMS norm over each group comes after the output gate, or before it, or not at all.
+      norm_eps: epsilon of that norm.
+      step_limits: the least and the largest time step; None: no largest.
+      input_scale, output_scale: factors of the mixer's input and output.
+      part_scales: factors of the projections to the gate, the inputs, what writes and reads states, and time steps.
+
+    >>> SpaceConfig(heads=2, head_dim=4, state_dim=8, groups=1, width=4).layer("bfloat16")
+    LayerConfig.recurrent(conv=((24, 3), 'bfloat16'), state=((2, 4, 8), 'float32'))
+    """
+
+    heads: int
+    head_dim: int
+    state_dim: int
+    groups: int
+    width: int
+    bias: bool = False
+    conv_bias: bool = True
+    norm: Literal["after_gate", "before_gate"] | None = "after_gate"
+    norm_eps: float = 1e-5
+    step_limits: tuple[float, float | None] = (0.0, None)
+    input_scale: float = 1.0
+    output_scale: float = 1.0
+    part_scales: tuple[float, ...] = (1.0,) * 5
+
+    def __post_init__(self):
+        check_sizes(self, "heads", "head_dim", "state_dim", "groups", width=2)
+        for name in ("bias", "conv_bias"):
+            object.__setattr__(self, name, flag(f"SpaceConfig.{name}", getattr(self, name)))
+        real("norm_eps", self.norm_eps, least=0)
+        if self.heads % self.groups:
+            raise ValueError(f"{self.heads} heads cannot be divided into {self.groups} groups.")
+        if self.norm not in ("after_gate", "before_gate", None):
+            raise ValueError(f"norm must be 'after_gate', 'before_gate' or None, not {show(self.norm)}.")
+
+    @property
+    def channels(self) -> int:
+        """Channels of the inputs, and of the outputs."""
+        return self.heads * self.head_dim
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Channels of the projections to the gate, the inputs, what writes and reads states, and time steps."""
+        states = self.groups * self.state_dim
+        return self.channels, self.channels, states, states, self.heads
+
+    def layer(self, dtype: Any = "float32") -> LayerConfig:
+        """Returns what a cache keeps of a row: the last inputs of the convolution in `dtype`, and the state."""
+        conv = (sum(self.parts[1:4]), self.width - 1), dtype
+        return LayerConfig.recurrent(conv=conv, state=((self.heads, self.head_dim, self.state_dim), "float32"))
+
+    def shapes(self, width: int) -> Shapes:
+        """Returns the shapes of the mixer's parameters in a residual stream of a width."""
+        convolved, every = sum(self.parts[1:4]), sum(self.parts)
+        return {
+            "project": (every, width), "project_bias": (every,) if self.bias else None,
+            "conv": (convolved, self.width), "conv_bias": (convolved,) if self.conv_bias else None,
+            "log_decay": (self.heads,), "step_bias": (self.heads,), "skip": (self.heads,),
+            "norm": None if self.norm is None else (self.channels,),
+            "out": (self.channels, width), "out_bias": (width,) if self.bias else None,
+        }  # fmt: skip
+
+
+Mixer = DeltaConfig | ShortConvConfig | SpaceConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import FULL, MOST_DIM, Fields
-from jaxkv.models.families.family import Family, Section, read_common, read_num_layers, render_common
-from jaxkv.models.families.hybrid_parts import kinds_of, mix, mixer_of, read_kinds
+from jaxkv.models.families.family import Family, read_common, read_num_layers, render_common
+from jaxkv.models.families.hybrid_parts import kinds_of, mix, mixer_of, read_kinds, whole_conv
 from jaxkv.models.mixers.block_config import ShortConvConfig
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
@@ -26,7 +26,7 @@ TENSORS: dict[str, Any] = {
     "mlp.down": "feed_forward.w2.weight",
     "mixer.project": "conv.in_proj.weight",
     "mixer.project_bias": "conv.in_proj.bias",
-    "mixer.conv": Section("conv.conv.weight", lambda config, shape: ((shape[0], 1, shape[1]), shape, ...)),
+    "mixer.conv": whole_conv("conv.conv.weight"),
     "mixer.conv_bias": "conv.conv.bias",
     "mixer.out": "conv.out_proj.weight",
     "mixer.out_bias": "conv.out_proj.bias",
