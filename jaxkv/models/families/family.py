@@ -49,15 +49,27 @@ class Section(NamedTuple):
     transposed: bool = False
 
 
-def half(name: str, number: int) -> Section:
-    """Returns the first or the second half of the outputs in a tensor of experts `[experts, inputs, outputs]`."""
+def half(name: str, number: int, *, transposed: bool = False) -> Section:
+    """Returns the first or the second half of the outputs in a tensor of experts `[experts, inputs, outputs]`, or
+    `transposed`, `[experts, outputs, inputs]`."""
 
     def find(config: DecoderConfig, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
-        *front, size = shape
-        whole = (*front, 2 * size)
-        return whole, whole, np.s_[..., number * size : (number + 1) * size]
+        *front, inputs, outputs = shape
+        own = slice(number * outputs, (number + 1) * outputs)
+        whole = (*front, 2 * outputs, inputs) if transposed else (*front, inputs, 2 * outputs)
+        return whole, whole, np.s_[..., own, :] if transposed else np.s_[..., own]
 
-    return Section(name, find)
+    return Section(name, find, transposed)
+
+
+def transpose(name: str) -> Section:
+    """Returns all of a tensor of experts `[experts, outputs, inputs]`."""
+
+    def find(config: DecoderConfig, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
+        *front, inputs, outputs = shape
+        return (*front, outputs, inputs), (*front, outputs, inputs), np.s_[...]
+
+    return Section(name, find, transposed=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -168,16 +168,6 @@ def half_rows(name: str, number: int) -> Section:
     ))  # fmt: skip
 
 
-def expert_half(name: str, number: int) -> Section:
-    """Returns the first or the second half of the outputs of experts in a tensor `[experts, outputs, inputs]`."""
-
-    def find(config: DecoderConfig, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
-        experts, inputs, outputs = shape
-        return (experts, 2 * outputs, inputs), (experts, 2, outputs, inputs), np.s_[:, number]
-
-    return Section(name, find, transposed=True)
-
-
 def delta_names(prefix: str) -> dict[str, Any]:
     """Returns the names of the parameters of a gated delta net that all of its families store alike."""
     conv = f"{prefix}.conv1d.weight"

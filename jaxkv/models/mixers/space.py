@@ -9,7 +9,7 @@ import numpy as np
 import pallas_kernels
 from jaxkv._core.attention import mixers
 from jaxkv._core.attention.plan import Step
-from jaxkv.models.layers import normalize
+from jaxkv.models.blocks.norms import normalize
 from jaxkv.models.mixers.block_config import SpaceConfig
 from jaxkv.models.mixers.mixer import MixerModule, convolve, whole_rows
 from jaxkv.nnx import project
@@ -59,9 +59,6 @@ class SpaceMixer(MixerModule):
         """Returns the norm over each group, or without one y."""
         if self.norm is None:
             return y
+        groups = normalize(y.reshape(*y.shape[:-1], self.mixer.groups, -1), eps=self.mixer.norm_eps)
         weight = self.norm[...].astype(jnp.float32)
-        groups = y.reshape(*y.shape[:-1], self.mixer.groups, -1)
-        ones = jnp.ones(groups.shape[-1], jnp.float32)
-        return normalize(groups, ones, self.mixer.norm_eps).reshape(y.shape) * jnp.expand_dims(
-            weight, tuple(range(y.ndim - 1))
-        )
+        return groups.reshape(y.shape) * jnp.expand_dims(weight, tuple(range(y.ndim - 1)))

@@ -9,9 +9,8 @@ from typing import Any
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, LINEAR, MOST_DIM, MOST_HEADS, Fields
-from jaxkv.models.families.family import Family, Section, read_num_layers, render_common
+from jaxkv.models.families.family import Family, half, read_num_layers, render_common, transpose
 from jaxkv.models.families.hybrid_parts import (
-    expert_half,
     half_rows,
     kinds_of,
     mamba_names,
@@ -30,12 +29,9 @@ TENSORS: dict[str, Any] = mamba_names("mamba") | {
     "mlp.gate": half_rows(SHARED, 0), "mlp.up": half_rows(SHARED, 1), "mlp.down": "shared_mlp.output_linear.weight",
     "experts.shared.gate": half_rows(SHARED, 0), "experts.shared.up": half_rows(SHARED, 1),
     "experts.shared.down": "shared_mlp.output_linear.weight",
-    "experts.gate": expert_half("block_sparse_moe.input_linear.weight", 0),
-    "experts.up": expert_half("block_sparse_moe.input_linear.weight", 1),
-    "experts.down": Section(
-        "block_sparse_moe.output_linear.weight", lambda config, shape: ((shape[0], shape[2], shape[1]),) * 2 + (...,),
-        transposed=True,
-    ),
+    "experts.gate": half("block_sparse_moe.input_linear.weight", 0, transposed=True),
+    "experts.up": half("block_sparse_moe.input_linear.weight", 1, transposed=True),
+    "experts.down": transpose("block_sparse_moe.output_linear.weight"),
     "experts.router": "block_sparse_moe.router.layer.weight",
 }  # fmt: skip
 
