@@ -26,6 +26,7 @@ from jaxkv._core.cache.checks import check as check, check_invariants as check_i
 from jaxkv._core.cache.data_parallel import RowShards as RowShards, by_rows as by_rows
 from jaxkv._core.cache.gather import gather as gather
 from jaxkv._core.cache.init import init as init, partition_specs as partition_specs
+from jaxkv._core.cache.state_checks import snapshots as snapshots
 from jaxkv._core.config.cache_config import CacheConfig as CacheConfig
 from jaxkv._core.config.layer_config import LayerConfig as LayerConfig
 from jaxkv._core.state.errors import (

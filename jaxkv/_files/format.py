@@ -256,6 +256,8 @@ def _render(config: CacheConfig) -> dict[str, Any]:
             del layer["v_head_dim"]
     if not config.join_kv:  # so that older readers, which do not know the field, read the file too
         del fields["join_kv"]
+    if config.snapshot_every is None:
+        del fields["snapshot_every"]
     return fields | {"layers": layers, "dtype": np.dtype(config.dtype).name}
 
 

@@ -263,13 +263,15 @@ def _read(states: jax.Array, slot: jax.Array, begins: jax.Array) -> jax.Array:
 
 def _put(states: jax.Array, state: jax.Array, slot: jax.Array, targets: list[jax.Array]) -> jax.Array:
     """Writes a state to the slots of `targets` that there are. Where there is none, writes what the row's slot holds:
-    a scatter, which can skip, copies the pool on a CPU."""
-    new = state.astype(states.dtype)
+    a scatter, which can skip, copies the pool on a CPU, and so does a read between two writes."""
+    new, at = state.astype(states.dtype), slot
+    value = jax.lax.dynamic_index_in_dim(states, slot, 0, keepdims=False)
+    if len(targets) > 1:  # else XLA may compute both once more for the second write
+        new, value = jax.lax.optimization_barrier((new, value))
     for target in targets:
         there = target < states.shape[0]
-        held = jax.lax.dynamic_index_in_dim(states, slot, 0, keepdims=False)
-        at = jnp.where(there, target, slot)
-        states = jax.lax.dynamic_update_index_in_dim(states, jnp.where(there, new, held), at, 0)
+        at, value = jnp.where(there, target, at), jnp.where(there, new, value)
+        states = jax.lax.dynamic_update_index_in_dim(states, value, at, 0)
     return states
 
 

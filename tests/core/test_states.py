@@ -90,8 +90,13 @@ class Trial:
 
     def __init__(self, seed):
         self.random = np.random.default_rng(seed)
-        self.cache, self.rows, self.failed = jaxkv.init(make_config()), [()] * ROWS, [False] * ROWS
-        self.host = []
+        # The same steps with snapshots compile other programs: every second seed has them.
+        self.every = 4 if seed % 2 else None
+        self.cache, self.rows, self.failed = jaxkv.init(self.config()), [()] * ROWS, [False] * ROWS
+        self.marks = [set() for _ in range(ROWS)]  # the lengths of each row's snapshots
+
+    def config(self, **fields):
+        return make_config(snapshot_every=self.every, **fields)
 
     def run(self, steps):
         names = ("padded", "packed", "decode", "fork", "reorder", "free", "truncate", "swap", "save", "send", "keep")
@@ -102,6 +107,7 @@ class Trial:
             jaxkv.check_invariants(self.cache)
             assert self.cache.lengths.tolist() == list(map(len, self.rows))
             assert self.cache.failed.tolist() == self.failed
+            assert jaxkv.snapshots(self.cache) == list(map(sorted, self.marks))
             wanted = [expected(row)[1][0] if row else 0 * expected((1,))[1][0] for row in self.rows]
             np.testing.assert_allclose(states_of(self.cache), wanted, rtol=2e-4, atol=2e-4, err_msg=name)
 
@@ -120,7 +126,10 @@ class Trial:
             if failed:
                 self.failed[row] = True
             elif len(own):
+                before = len(self.rows[row])
                 self.rows[row] += tuple(own.tolist())
+                if self.every:
+                    self.marks[row] |= {n for n in range(before + 1, len(self.rows[row]) + 1) if n % self.every == 0}
                 wanted = expected(self.rows[row])[0][-len(own) :]
                 np.testing.assert_allclose(np.asarray(y)[at[row]], wanted, rtol=2e-4, atol=2e-4)
 
@@ -142,38 +151,47 @@ class Trial:
                 self.failed[row] = True  # no block for its copy
             elif not self.failed[row] or not self.cache.failed[row] or self.failed[src]:
                 self.rows[row], self.failed[row] = self.rows[src], self.failed[src]
+                self.marks[row] = set(self.marks[src])
 
     def reorder(self):
         order = self.random.permutation(ROWS)
         self.cache = jaxkv.reorder(self.cache, order)
         self.rows, self.failed = [self.rows[i] for i in order], [self.failed[i] for i in order]
+        self.marks = [set(self.marks[i]) for i in order]
 
     def free(self):
         rows = self.random.random(ROWS) < 0.4
         self.cache = jaxkv.free(self.cache, rows)
         for row in np.flatnonzero(rows):
-            self.rows[row], self.failed[row] = (), False
+            self.rows[row], self.failed[row], self.marks[row] = (), False, set()
 
     def truncate(self):
-        """To 0 and to the present length; to another length the row fails."""
+        """To 0, to a snapshot and to the present length; to another length the row fails."""
         lengths = [len(row) for row in self.rows]
-        targets = [self.random.choice([0, n, n + 3, max(n - 1, 0)], p=(0.3, 0.3, 0.3, 0.1)) for n in lengths]
+        marks = [self.random.choice([0, *own]) for own in map(sorted, self.marks)]
+        pairs = zip(lengths, marks, strict=True)
+        targets = [self.random.choice([m, n, n + 3, max(n - 1, 0)], p=(0.4, 0.25, 0.25, 0.1)) for n, m in pairs]
         self.cache = jaxkv.truncate(self.cache, np.array(targets, np.int32))
         for row, (n, target) in enumerate(zip(lengths, targets, strict=True)):
-            if target == 0:
-                self.rows[row] = ()
-            elif target < n:
+            if target < n and target not in {0} | self.marks[row]:
                 self.failed[row] = True
+            elif target < n:
+                self.rows[row] = self.rows[row][:target]
+                self.marks[row] = {mark for mark in self.marks[row] if mark <= target}
 
     def keep(self):
-        """Keeps all tokens of a step, which goes, and none, which fails."""
+        """Keeps all tokens of a step, which goes, and one less, which fails but at a snapshot."""
         new = self.cache.new.tolist()
         path = np.full((ROWS, max(new, default=0) or 1), -1, np.int32)
         row = int(self.random.integers(ROWS))
         for r, n in enumerate(new):
             path[r, : n - (r == row and n > 0)] = np.arange(n - (r == row and n > 0))
         self.cache = jaxkv.keep(self.cache, path)
-        self.failed[row] |= new[row] > 0
+        end = len(self.rows[row]) - 1
+        if new[row] and end in self.marks[row] and not self.failed[row]:
+            self.rows[row], self.marks[row] = self.rows[row][:end], {n for n in self.marks[row] if n <= end}
+        else:
+            self.failed[row] |= new[row] > 0
 
     def swap(self):
         held = [r for r in range(ROWS) if self.rows[r] and not self.failed[r]]
@@ -182,12 +200,14 @@ class Trial:
             self.cache, host = jaxkv.swap_out(self.cache, own)
             jaxkv.check_invariants(self.cache)
             self.cache = jaxkv.swap_in(poison(self.cache), own, host)
+            for row in own:
+                self.marks[row] = set()
 
     def save(self):
         with tempfile.TemporaryDirectory() as folder:
             rows = [r for r in range(ROWS) if not self.failed[r]]
             jaxkv.save(f"{folder}/x.safetensors", self.cache, rows=rows)
-            config = make_config(max_seqs=ROWS + 1, block_size=8, num_blocks=20)
+            config = make_config(max_seqs=ROWS + 1, block_size=8, num_blocks=20, snapshot_every=self.every and 16)
             loaded = jaxkv.load(f"{folder}/x.safetensors", config, rows=[ROWS - i for i in range(len(rows))])
         jaxkv.check_invariants(loaded)
         np.testing.assert_array_equal(states_of(loaded)[::-1][: len(rows)], states_of(self.cache)[rows])
@@ -222,7 +242,8 @@ def test_forks_go_on_apart_and_share_until_then():
 
 def test_no_pool_is_copied_in_a_donated_step():
     state = jaxkv.LayerConfig.recurrent(state=((4, 32, 32), "float32"))
-    cache = jax.eval_shape(lambda: jaxkv.init(make_config(state, ATTENTION, max_seqs=64, num_blocks=64)))
+    fields = dict(max_seqs=64, num_blocks=64, snapshot_every=8)
+    cache = jax.eval_shape(lambda: jaxkv.init(make_config(state, ATTENTION, **fields)))
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 
     @functools.partial(jax.jit, donate_argnames="cache")
@@ -323,6 +344,12 @@ REFUSED = {
     "for a cache, but this is one": lambda: jaxkv.read_states(made().layers[0], layer=0),
     "layer must say which": lambda: jaxkv.read_states(made()),
     "cache must be a jaxkv.Cache": lambda: jaxkv.read_states(3, layer=0),
+    "must be a multiple of block_size = 4, not 6": lambda: make_config(snapshot_every=6),
+    "must be an integer": lambda: make_config(snapshot_every="all"),
+    "is for recurrent layers": lambda: make_config(ATTENTION, snapshot_every=4),
+    "counts tokens up to max_seq_len": lambda: make_config(
+        dataclasses.replace(ATTENTION, window=4), SPACE, snapshot_every=4
+    ),
     "A PrefixCache takes no": lambda: jaxkv.PrefixCache(make_config()),
 }
 
@@ -372,3 +399,32 @@ def test_what_keeps_a_state_says_so_in_a_line():
     assert eval(repr(cache.config), vars(jaxkv)) == cache.config
     assert repr(cache.state_slots) == "StateSlots(2 of 4 slots used)"
     assert repr(cache.layers[2]).startswith("StateLayer(2 of 3, LayerConfig.recurrent(")
+
+
+def test_rows_go_back_to_snapshots_and_on_apart():
+    cache = jaxkv.extend(jaxkv.init(make_config(snapshot_every=4, max_seq_len=16)), [5, 0, 0, 0])
+    _, cache = mix(cache, jnp.array([[1, 2, 3, 4, 5]] + [[0] * 5] * 3))
+    cache = jaxkv.fork(cache, 0, [1, 2])
+    cache = jaxkv.truncate(cache, jnp.array([5, 4, 4, 0]))
+    assert jaxkv.snapshots(cache) == [[4], [4], [4], []] and jaxkv.stats(cache)["states"]["slots_used"] == 2
+    _, cache = mix(jaxkv.extend(cache, [3, 1, 4, 0]), jnp.array([[6, 7, 8, 0], [9] * 4, [1, 2, 3, 4], [0] * 4]))
+    jaxkv.check_invariants(cache)
+    rows = (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 9), (1, 2, 3, 4, 1, 2, 3, 4)
+    np.testing.assert_allclose(states_of(cache)[:3], [expected(row)[1][0] for row in rows], rtol=1e-5, atol=1e-5)
+    assert jaxkv.snapshots(cache) == [[4, 8], [4], [4, 8], []] and jaxkv.stats(cache)["states"]["snapshots"] == 3
+    cache = jaxkv.truncate(jaxkv.free(cache, [2]), jnp.array([4, 3, 0, 0]))
+    np.testing.assert_allclose(states_of(cache)[0], expected(rows[1][:4])[1][0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(jaxkv.OutOfWindow, match="row 1 has snapshots of 4 tokens"):
+        jaxkv.check(cache)
+
+
+def test_states_written_by_hand_stay_where_steps_end():
+    layers = ATTENTION, jaxkv.LayerConfig.recurrent(state=((1,), "float32"))
+    cache = jaxkv.init(make_config(*layers, snapshot_every=4))
+    for number, counts in enumerate(([4, 5, 0, 0], [4, 8, 0, 0], [4, 0, 0, 0])):
+        cache = jaxkv.extend(cache, counts)
+        cache = jaxkv.write_states(cache, {"state": jnp.full((ROWS, 1), number + 1.0)}, layer=1)
+    jaxkv.check_invariants(cache)
+    assert jaxkv.snapshots(cache) == [[4, 8, 12], [], [], []]
+    cache = jaxkv.truncate(cache, jnp.array([8, 13, 0, 0]))
+    assert states_of(cache)[:2].tolist() == [[2.0], [2.0]]

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import pallas_kernels
 from jaxkv._core.attention.plan import Step, check_plan, settle_cache, settle_tables
+from jaxkv._core.blocks.state_slots import end_snapshots, snapshot_arguments
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.validation import show
 from jaxkv._core.state.head_rows import row_tables
@@ -87,12 +88,16 @@ def write_states(cache: Any, states: Mapping[str, Any], *, layer: Any = None) ->
             )
     tables = row_tables(found.tables, found.config)
 
+    slots, ends = end_snapshots(found.slots, tables, found.config)
+
     def write(x: jax.Array, new: Any) -> jax.Array:
-        at = jnp.where((tables.new > 0) & (found.slots.slots != NULL_SLOT), found.slots.slots, x.shape[0])
-        return x.at[at].set(jnp.asarray(new), mode="drop")
+        for target in (found.slots.slots, *ends):
+            at = jnp.where((tables.new > 0) & (target != NULL_SLOT), target, x.shape[0])
+            x = x.at[at].set(jnp.asarray(new), mode="drop")
+        return x
 
     written = {name: write(x, states[name]) if name in states else x for name, x in found.states.items()}
-    return put_state_layer(cache, dataclasses.replace(found, states=written))
+    return put_state_layer(cache, dataclasses.replace(found, states=written, slots=slots))
 
 
 def causal_conv(
@@ -251,8 +256,10 @@ def _open(
         packed = _Packed(tables, token_axes) if step is not None and step.decode and len(token_axes) == 1 else None
         arrays = tokens if packed is None else {label: packed.pad(array) for label, array in tokens.items()}
         target = jnp.where(found.slots.slots == NULL_SLOT, -1, found.slots.slots)  # -1: not written
+        longest = 1 if packed is not None else token_axes[-1]
         y, states = _on_mesh(door, found.states[name])(
             **arrays, **options, states=found.states[name], slots=found.slots.source, to_slots=target,
+            **snapshot_arguments(found.slots, tables, found.config, longest),
             lengths=tables.lengths, new=tables.new,
             offsets=tables.offsets if packed is None and len(token_axes) == 1 else None,
         )  # fmt: skip

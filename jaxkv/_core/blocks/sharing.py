@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxkv._core.blocks.allocator import count_blocks, grant_rows, replace_entries, take_blocks
 from jaxkv._core.blocks.block_copy import copy_blocks, stack_blocks
-from jaxkv._core.blocks.state_slots import adopt_slots, release_slots
+from jaxkv._core.blocks.state_slots import adopt_slots, has_snapshot, roll_slots_back
 from jaxkv._core.blocks.tables import mark_failed
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.state.arguments import is_known, read_numbers, row_counts, row_indices, scatter_rows
@@ -124,8 +124,8 @@ def truncate(cache: Cache, lengths: Any) -> Cache:
     A row that is not longer stays as it is. If a row's new last block is partial and shared, the row gets a copy of the
     block. A row stays as it was and is marked in `cache.failed` if there is no free block for that copy, if layers with
     a sliding window have freed tokens that the next token would attend to, or if `evict` has dropped some of the tokens
-    that would stay. So is a row with states that would keep some of its tokens: recurrent layers go back to 0 tokens
-    only. Otherwise rolling back to where the last `extend` started succeeds, unless tokens were evicted since.
+    that would stay. So is a row with states, unless it goes back to 0 tokens or to one of its `snapshots`. Otherwise
+    rolling back to where the last `extend` started succeeds, unless tokens were evicted since.
 
     Args:
       lengths: `i32[S]`, evicted tokens counted too.
@@ -143,7 +143,7 @@ def truncate(cache: Cache, lengths: Any) -> Cache:
 @jax.jit
 def _truncate(cache: Cache, target: jax.Array) -> Cache:
     shorter = (target >= 0) & (target < cache.lengths)
-    gone = shorter & (target > 0) if cache.state_slots is not None else jnp.zeros_like(shorter)
+    gone = shorter & (target > 0) & ~has_snapshot(cache, target)
     for group, tables in enumerate(cache.tables):
         if tables.evicted is not None and tables.thinned is not None:
             thinned = repeat_for_heads(target, tables) < tables.evicted + tables.thinned
@@ -174,7 +174,7 @@ def _truncate(cache: Cache, target: jax.Array) -> Cache:
         )
 
     changed = _carry_out(cache, lambda tables: _truncation(cache, tables, target, granted), shorten)
-    return changed.replace(state_slots=release_slots(cache, granted))
+    return changed.replace(state_slots=roll_slots_back(cache, target, granted))
 
 
 def _held(tables: BlockTables, target: jax.Array) -> jax.Array:

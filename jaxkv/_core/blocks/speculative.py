@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxkv._core.blocks.allocator import count_blocks, replace_entries
 from jaxkv._core.blocks.block_copy import stack_blocks
+from jaxkv._core.blocks.state_slots import has_snapshot, roll_slots_back
 from jaxkv._core.blocks.tables import mark_failed
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.key_bounds import find_touched_blocks, renew_bounds
@@ -36,7 +37,7 @@ def keep(cache: Cache, path: Any) -> Cache:
     Raises:
       ValueError: a path known on the host does not increase, or goes beyond the row's new tokens. On the device such a
         row stays as it was and is marked in `cache.failed`, as is a row whose new blocks were shared since the step,
-        or one with states of recurrent layers that have taken in the tokens to be dropped.
+        or one with states of recurrent layers that have taken in the tokens to be dropped, and no snapshot there.
 
     Token trees follow SpecInfer (https://arxiv.org/abs/2305.09781).
 
@@ -59,17 +60,19 @@ def keep(cache: Cache, path: Any) -> Cache:
         axis=0
     )
     refused = (~is_right.all(axis=1) | (changes & shared)) & ~cache.failed
-    gone = changes & ~refused & ~cache.failed if cache.state_slots is not None else jnp.zeros_like(refused)
+    kept = cache.lengths - cache.new + count
+    gone = changes & ~refused & ~cache.failed & ~has_snapshot(cache, kept)
     refused |= gone
     changes &= ~refused & ~cache.failed
     cache = _move(cache, path, number, moved & changes[:, None])
-    cache = _shorten(cache, cache.new - count, changes)
+    slots = roll_slots_back(cache, kept, changes)
+    cache = _shorten(cache, cache.new - count, changes).replace(state_slots=slots)
     return cache.replace(
         tables=tuple(
             mark_failed(
                 tables,
                 refused,
-                jnp.where(gone, cache.lengths - cache.new + count, SENSELESS),
+                jnp.where(gone, kept, SENSELESS),
                 jnp.where(gone, GONE, 0),
             )
             for tables in cache.tables

@@ -1,16 +1,20 @@
 """Slots for rows' states: who holds which, copied on write. Index arithmetic only; states are not touched."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv._core.cache.cache import Cache
+from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.state.state import BlockTables
 from jaxkv._core.state.state_slots import NULL_SLOT, StateSlots
 
 
-def assign_slots(cache: Cache, active: jax.Array) -> StateSlots | None:
-    """Returns slots in which rows under `active` may write: their own, or a free one in the place of a shared one.
+def assign_slots(cache: Cache, new: jax.Array) -> StateSlots | None:
+    """Returns slots in which rows may write the states of a step with `new` i32[S] tokens of each: their own, or free
+    ones in the place of shared ones; and free ones for the snapshots that the step reaches, while there are any.
 
     As many slots as rows suffice: of the rows that share a slot one stays, the last of them, if all go on. It is the
     last so that the others have read the slot before it is written.
@@ -18,16 +22,109 @@ def assign_slots(cache: Cache, active: jax.Array) -> StateSlots | None:
     if cache.state_slots is None:
         return None
     held, count = cache.state_slots.slots, cache.config.num_state_slots + 1
-    rows = jnp.arange(held.shape[0], dtype=jnp.int32)
+    rows, active = jnp.arange(held.shape[0], dtype=jnp.int32), new > 0
     zeros = jnp.zeros(count, jnp.int32)
     holders, going = zeros.at[held].add(1), zeros.at[held].add(active.astype(jnp.int32))
+    snapshots = held_snapshots(cache)
+    if snapshots is not None:
+        holders = holders.at[snapshots].add(1)
     last = (zeros - 1).at[held].max(jnp.where(active, rows, -1))
     stays = (held != NULL_SLOT) & (holders == going)[held] & (last[held] == rows)
     taken = active & ~stays
     # Free slots first, in order: of these a row takes as many as there are rows before it that take one.
     free = jnp.argsort((holders > 0).at[NULL_SLOT].set(True), stable=True).astype(jnp.int32)
     fresh = free[jnp.maximum(jnp.cumsum(taken, dtype=jnp.int32) - 1, 0)]
-    return StateSlots(slots=jnp.where(taken, fresh, held), source=held)
+    slots = jnp.where(taken, fresh, held)
+    if snapshots is not None:
+        behind = free[jnp.sum(taken, dtype=jnp.int32) + jnp.arange(cache.config.num_snapshots, dtype=jnp.int32)]
+        snapshots = _assign_snapshots(cache, new, snapshots, behind)
+    return StateSlots(slots=slots, source=held, snapshots=snapshots)
+
+
+def _assign_snapshots(cache: Cache, new: jax.Array, held: jax.Array, free: jax.Array) -> jax.Array:
+    """Returns the snapshots `held` i32[S, W] and those that a step reaches, in slots of `free`, while there are any."""
+    column, (before, after) = _columns(cache), (_reached(cache, x) for x in (cache.lengths, cache.lengths + new))
+    wanted = ((column >= before) & (column < after)).reshape(-1)
+    used = jnp.zeros(cache.config.num_state_slots + 1, bool).at[held].set(True).at[NULL_SLOT].set(False)
+    number = jnp.cumsum(wanted, dtype=jnp.int32) - 1
+    granted = wanted & (number < free.shape[0] - jnp.sum(used, dtype=jnp.int32))
+    taken = jnp.where(granted, free[jnp.clip(number, 0, free.shape[0] - 1)], held.reshape(-1))
+    return taken.reshape(held.shape)
+
+
+def held_snapshots(cache: Cache) -> jax.Array | None:
+    """Returns `i32[S, W]`: the snapshots of rows, without what stands behind their lengths; None without snapshots."""
+    if cache.state_slots is None or cache.state_slots.snapshots is None:
+        return None
+    return jnp.where(_columns(cache) < _reached(cache, cache.lengths), cache.state_slots.snapshots, NULL_SLOT)
+
+
+def has_snapshot(cache: Cache, lengths: jax.Array) -> jax.Array:
+    """Tells of each row whether it can go back to a length i32[S] above 0: to all without recurrent layers."""
+    if cache.state_slots is None:
+        return jnp.ones(lengths.shape, bool)
+    return _find_snapshots(cache, lengths) != NULL_SLOT
+
+
+def roll_slots_back(cache: Cache, lengths: jax.Array, rows: jax.Array) -> StateSlots | None:
+    """Returns slots in which rows under a mask go back to 0 tokens, or to the snapshot of a length i32[S]."""
+    if cache.state_slots is None:
+        return None
+    slots = jnp.where(rows, _find_snapshots(cache, lengths), cache.state_slots.slots)
+    source, snapshots = cache.state_slots.source, held_snapshots(cache)
+    if snapshots is not None:
+        behind = rows[:, None] & (_columns(cache) >= _reached(cache, lengths))
+        snapshots = jnp.where(behind, NULL_SLOT, snapshots)
+    return StateSlots(slots=slots, source=jnp.where(rows, slots, source), snapshots=snapshots)
+
+
+def _find_snapshots(cache: Cache, lengths: jax.Array) -> jax.Array:
+    """Returns `i32[S]`: the slot of each row's snapshot of a length; the null slot if there is none."""
+    held, every = held_snapshots(cache), cache.config.snapshot_every
+    if held is None or every is None:
+        return jnp.full_like(lengths, NULL_SLOT)
+    column = jnp.clip(lengths // every - 1, 0, held.shape[1] - 1)
+    found = jnp.take_along_axis(held, column[:, None], axis=1)[:, 0]
+    return jnp.where((lengths >= every) & (lengths % every == 0), found, NULL_SLOT)
+
+
+def _columns(cache: Cache) -> jax.Array:
+    return jnp.arange(cache.config.row_snapshots, dtype=jnp.int32)[None]
+
+
+def _reached(cache: Cache, lengths: jax.Array) -> jax.Array:
+    """Returns `i32[S, 1]`: how many snapshots stand within rows of these lengths."""
+    assert cache.config.snapshot_every is not None
+    return (lengths // cache.config.snapshot_every)[:, None]
+
+
+def snapshot_arguments(
+    slots: StateSlots, tables: BlockTables, config: CacheConfig, longest: int
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the arguments by which a mixer stores the snapshots of a step with at most `longest` tokens of a row."""
+    every, held = config.snapshot_every, slots.snapshots
+    if held is None or every is None:
+        return {}
+    number = jnp.arange(min(-(-longest // every), held.shape[1]), dtype=jnp.int32)[None]
+    column = ((tables.lengths - tables.new) // every)[:, None] + number
+    found = jnp.take_along_axis(held, jnp.minimum(column, held.shape[1] - 1), axis=1)
+    there = (column < (tables.lengths // every)[:, None]) & (found != NULL_SLOT)
+    return {"every": every, "snapshot_slots": jnp.where(there, found, -1)}
+
+
+def end_snapshots(
+    slots: StateSlots, tables: BlockTables, config: CacheConfig
+) -> tuple[StateSlots, tuple[jax.Array, ...]]:  # fmt: skip
+    """Returns the slots without the snapshots within a step, for states known at its end alone, and the slots i32[S] of
+    the snapshots that rows end at; the null slot for others. No such slots without snapshots."""
+    every, held = config.snapshot_every, slots.snapshots
+    if held is None or every is None:
+        return slots, ()
+    position = (jnp.arange(held.shape[1], dtype=jnp.int32)[None] + 1) * every
+    length = tables.lengths[:, None]
+    is_within = (position > length - tables.new[:, None]) & (position < length)
+    at_end = jnp.max(jnp.where(position == length, held, NULL_SLOT), axis=1)
+    return dataclasses.replace(slots, snapshots=jnp.where(is_within, NULL_SLOT, held)), (at_end,)
 
 
 def withhold_states(before: Cache, cache: Cache, rows: jax.Array) -> Cache:
@@ -35,23 +132,21 @@ def withhold_states(before: Cache, cache: Cache, rows: jax.Array) -> Cache:
 
     Their slots stay as they were `before`, and no other row writes them. `return_slots` ends this.
     """
-    slots = assign_slots(before, (cache.new > 0) & ~rows)
+    slots = assign_slots(before, jnp.where(rows, 0, cache.new))
     assert slots is not None
-    return cache.replace(state_slots=StateSlots(slots=jnp.where(rows, NULL_SLOT, slots.slots), source=slots.source))
+    return cache.replace(state_slots=dataclasses.replace(slots, slots=jnp.where(rows, NULL_SLOT, slots.slots)))
 
 
 def return_slots(cache: Cache, rows: jax.Array) -> Cache:
     """Returns a cache in which rows under a mask hold the states again that `withhold_states` kept."""
-    assert cache.state_slots is not None
-    slots, source = cache.state_slots.slots, cache.state_slots.source
-    return cache.replace(state_slots=StateSlots(slots=jnp.where(rows, source, slots), source=source))
+    slots = cache.state_slots
+    assert slots is not None
+    return cache.replace(state_slots=dataclasses.replace(slots, slots=jnp.where(rows, slots.source, slots.slots)))
 
 
 def release_slots(cache: Cache, rows: jax.Array) -> StateSlots | None:
     """Returns slots in which rows under a mask hold none."""
-    if cache.state_slots is None:
-        return None
-    return jax.tree.map(lambda held: jnp.where(rows, NULL_SLOT, held), cache.state_slots)
+    return roll_slots_back(cache, jnp.zeros_like(cache.lengths), rows)
 
 
 def adopt_slots(cache: Cache, source: jax.Array, rows: jax.Array) -> StateSlots | None:
@@ -59,7 +154,10 @@ def adopt_slots(cache: Cache, source: jax.Array, rows: jax.Array) -> StateSlots 
     if cache.state_slots is None:
         return None
     slots = jnp.where(rows, cache.state_slots.slots[source], cache.state_slots.slots)
-    return StateSlots(slots=slots, source=jnp.where(rows, slots, cache.state_slots.source))
+    snapshots = held_snapshots(cache)
+    if snapshots is not None:
+        snapshots = jnp.where(rows[:, None], snapshots[source], snapshots)
+    return StateSlots(slots=slots, source=jnp.where(rows, slots, cache.state_slots.source), snapshots=snapshots)
 
 
 def read_row_states(cache: Cache, rows: Any) -> tuple[dict[str, jax.Array] | None, ...]:
@@ -77,9 +175,10 @@ def put_row_states(cache: Cache, rows: Any, states: Any) -> Cache:
     if cache.state_slots is None:
         return cache
     named = jnp.zeros(cache.lengths.shape, bool).at[rows].set(True, mode="drop") & (cache.lengths > 0)
-    slots = assign_slots(cache, named)
+    cache = cache.replace(state_slots=release_slots(cache, named))
+    slots = assign_slots(cache, jnp.where(named, 1, 0))
     assert slots is not None
-    slots = StateSlots(slots=slots.slots, source=slots.slots)
+    slots = dataclasses.replace(slots, source=slots.slots)
     taken = named.at[rows].get(mode="fill", fill_value=False)
     place = jnp.where(taken, slots.slots.at[rows].get(mode="clip"), cache.config.num_state_slots + 1)
 

@@ -83,7 +83,7 @@ def _extend(cache: Cache, requested: jax.Array) -> Cache:
         return dataclasses.replace(tables, lengths=tables.lengths + new, new=new, offsets=offsets)
 
     begun = tuple(begin(group_tables, n) for group_tables, n in zip(tables, needs, strict=True))
-    return cache.replace(tables=begun, state_slots=assign_slots(cache, granted))
+    return cache.replace(tables=begun, state_slots=assign_slots(cache, jnp.where(granted, requested, 0)))
 
 
 def reserve(cache: Cache, target_lengths: Any) -> Cache:

@@ -15,7 +15,7 @@ from jaxkv._core.config.kv_packing import stack_kv
 from jaxkv._core.config.validation import show
 from jaxkv._core.state.sharding import POOL, WHOLE, head_spec, run_on_shards
 from jaxkv._core.state.state import BlockTables, Layer, Pool
-from jaxkv._core.state.state_slots import StateLayer, StateSlots
+from jaxkv._core.state.state_slots import NULL_SLOT, StateLayer, StateSlots
 from jaxkv._core.state.static_fields import register_export
 
 
@@ -110,7 +110,8 @@ class Cache(Views):
         if not self.config.layer_config(i).is_recurrent or layer.config != self.config or layer.number != i:
             raise ValueError(f"layer must be what became of layers[{i}] of this cache, not {_describe(layer)}.")
         tables = (_with_failures(self.tables[0], layer.tables), *self.tables[1:])
-        return self.replace(tables=tables, states=(*self.states[:i], layer.states, *self.states[i + 1 :]))
+        states = (*self.states[:i], layer.states, *self.states[i + 1 :])
+        return self.replace(tables=tables, states=states, state_slots=_with_snapshots(self.state_slots, layer.slots))
 
     def with_layers(self, layers: Sequence[Layer]) -> "Cache":
         """Returns a copy with the updated layers of `list(cache.layers)`."""
@@ -202,6 +203,15 @@ def _with_failures(tables: BlockTables, layer: BlockTables) -> BlockTables:
     fields = ("lengths", "new", "failed", "wanted", "needed")
     changes = {name: jnp.where(newly, getattr(layer, name), getattr(tables, name)) for name in fields}
     return dataclasses.replace(tables, **changes)
+
+
+def _with_snapshots(slots: StateSlots | None, layer: StateSlots) -> StateSlots | None:
+    """Returns the slots without the snapshots that a layer could not make."""
+    if slots is None or slots.snapshots is None or layer.snapshots is slots.snapshots:
+        return slots
+    assert layer.snapshots is not None
+    made = jnp.where(layer.snapshots == NULL_SLOT, NULL_SLOT, slots.snapshots)
+    return dataclasses.replace(slots, snapshots=made)
 
 
 def _describe(layer: Any) -> str:

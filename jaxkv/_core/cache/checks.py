@@ -8,13 +8,13 @@ import numpy as np
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.key_bounds import count_filled
 from jaxkv._core.cache.pool_access import decode_keys
+from jaxkv._core.cache.state_checks import check_states, count_states, describe_snapshots
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import MOST_TOKENS
 from jaxkv._core.state.columns import relative
 from jaxkv._core.state.errors import CacheError, OutOfBlocks, OutOfWindow, SequenceTooLong
 from jaxkv._core.state.head_rows import group_by_row, list_blocks, row_tables, sum_rows
 from jaxkv._core.state.state import GONE, NULL_BLOCK, STALE, TOO_LONG, BlockTables
-from jaxkv._core.state.state_slots import NULL_SLOT
 
 
 def check(cache: Cache) -> None:
@@ -72,8 +72,8 @@ def check(cache: Cache) -> None:
         layers = _list(map(str, cache.config.recurrent_layers))
         raise OutOfWindow(
             f"Truncating {asked} goes back to where recurrent layers ({layers}) hold no state: there is the one of the "
-            "present length, and that of 0 tokens. The row is as it was before; free it and compute its tokens again, "
-            "or fork it before it goes on."
+            f"present length, and that of 0 tokens{describe_snapshots(cache, map(int, gone))}. The row is as it was "
+            "before; free it and compute its tokens again, or fork it before it goes on."
         )
     if gone:
         asked = _list(f"row {r} ({tables.lengths[r]} tokens) to {tables.wanted[r]} tokens" for r in gone)
@@ -154,7 +154,7 @@ def check_invariants(cache: Cache) -> None:
         assert not any(np.asarray(x).any() for x in here), f"layer {layer}: the null block was written"
         if pool.bounds is not None:
             _check_bounds(cache, layer)
-    _check_states(cache)
+    check_states(cache)
     groups = jax.device_get(cache.tables)
     for group, tables in enumerate(groups):
         _check_tables(tables, config, group)
@@ -163,27 +163,6 @@ def check_invariants(cache: Cache) -> None:
             # Eviction ends the row's step in its layer.
             alike = (said == first) | ((said == 0) | (first == 0) if field == "new" else False)
             assert alike.all(), f"every group says the same of rows: {field}"
-
-
-def _check_states(cache: Cache) -> None:
-    """Asserts that rows with tokens hold states, and that the null slots are 0."""
-    config = cache.config
-    assert (cache.state_slots is not None) == bool(config.recurrent_layers), "slots where layers keep states"
-    if cache.state_slots is None:
-        return
-    assert len(cache.states) == config.num_layers, "states, or None, for each layer"
-    for i, (layer, states) in enumerate(zip(config.layers, cache.states, strict=True)):
-        assert (states is not None) == layer.is_recurrent, f"layer {i} keeps a state, or keys and values"
-        for array in layer.states or ():
-            assert states is not None
-            found = states[array.name]
-            assert found.shape == (config.num_state_slots + 1, *array.shape), f"layer {i}: the shape of {array.name}"
-            assert str(found.dtype) == array.dtype, f"layer {i}: the dtype of {array.name}"
-            assert not np.asarray(found[NULL_SLOT]).any(), f"layer {i}: the null slot of {array.name} was written"
-    slots, lengths, failed = jax.device_get((cache.state_slots, cache.lengths, cache.failed))
-    for named in (slots.slots, slots.source):
-        assert ((named >= 0) & (named <= config.num_state_slots)).all(), f"slots within the pool: {named}"
-    assert ((slots.slots != NULL_SLOT) == (lengths > 0))[~failed].all(), f"rows with tokens hold states: {slots.slots}"
 
 
 def _check_bounds(cache: Cache, layer: int) -> None:
@@ -313,20 +292,9 @@ def stats(cache: Cache) -> dict[str, Any]:
         "bytes_used": sum(group["bytes_used"] for group in groups),
         "bytes_peak": sum(group["bytes_peak"] for group in groups),
         "dense_bytes": config.dense_bytes,
-        **_state_stats(cache),
+        **count_states(cache),
         "groups": groups,
     }
-
-
-def _state_stats(cache: Cache) -> dict[str, Any]:
-    """Returns the usage of the slots for states; nothing without recurrent layers."""
-    if cache.state_slots is None:
-        return {}
-    holders = np.bincount(np.asarray(cache.state_slots.slots), minlength=cache.config.num_state_slots + 1)[1:]
-    used, size = int((holders > 0).sum()), cache.config.bytes_per_state
-    slots = {"num_slots": len(holders), "slots_used": used, "slots_free": len(holders) - used}
-    slots |= {"slots_shared": int((holders > 1).sum()), "bytes_per_state": size, "bytes_used": used * size}
-    return {"states": {"layers": cache.config.recurrent_layers} | slots}
 
 
 def _group_stats(tables: BlockTables, config: CacheConfig, group: int) -> dict[str, Any]:

@@ -201,7 +201,10 @@ def partition_specs(
     states: tuple[Any, ...] = ()
     if config.recurrent_layers:
         states = tuple(_state_specs(layer, mesh, heads) for layer in config.layers)
-    slots: Any = StateSlots(slots=PartitionSpec(), source=PartitionSpec()) if states else None  # type: ignore[arg-type]
+    slots: Any = None
+    if states:
+        whole: Any = PartitionSpec()
+        slots = StateSlots(slots=whole, source=whole, snapshots=whole if config.num_snapshots else None)
     return Cache(tables=tables, pools=pools, state_slots=slots, states=states, config=config)
 
 
@@ -218,7 +221,10 @@ def _init_slots(config: CacheConfig) -> StateSlots | None:
     if not config.recurrent_layers:
         return None
     slots, source = (to_device(np.full(config.max_seqs, NULL_SLOT, np.int32)) for _ in range(2))
-    return StateSlots(slots=slots, source=source)
+    if not config.num_snapshots:
+        return StateSlots(slots=slots, source=source)
+    columns = np.full((config.max_seqs, config.row_snapshots), NULL_SLOT, np.int32)
+    return StateSlots(slots=slots, source=source, snapshots=to_device(columns))
 
 
 def _init_states(config: CacheConfig, count: int = 1) -> tuple[dict[str, jax.Array] | None, ...]:

@@ -62,6 +62,8 @@ class CacheConfig(MadeLike):
       stacked: whether equal layers are stored in one array, so that a `jax.lax.scan` over layers carries the array in
         place; `layer` may then be traced. Without a scan separate pools are better: XLA on a CPU copies a stacked
         pool.
+      snapshot_every: with recurrent layers, the states of a row after every so many tokens stay in slots of their own,
+        so that `truncate` can go back there: see `snapshots`. A multiple of `block_size`. Default: none stay.
 
     Raises:
       ValueError: a field has a value that is not allowed. The message names the field, the value and what is allowed.
@@ -92,6 +94,7 @@ class CacheConfig(MadeLike):
     head_dim_multiple: int = None  # type: ignore[assignment]
     join_kv: bool | Literal["head"] = None  # type: ignore[assignment]
     stacked: bool = False
+    snapshot_every: int | None = None
 
     def __post_init__(self):
         put = functools.partial(object.__setattr__, self)
@@ -135,6 +138,7 @@ class CacheConfig(MadeLike):
         else:
             raise ValueError(f"CacheConfig.layout must be 'paged' or 'contiguous', not {show(self.layout)}.")
         self._check_kinds()
+        self._check_snapshots(put)
         self._check_indices()
         self._check_evicting()
 
@@ -192,6 +196,27 @@ class CacheConfig(MadeLike):
             raise ValueError(
                 f"CacheConfig.layers[{recurrent[0]}] is one {self.layers[recurrent[0]].retention}, which has a pool of "
                 f"its own, and cannot be stored with {what}: leave it out."
+            )
+
+    def _check_snapshots(self, put) -> None:
+        """Raises ValueError if states cannot stay every `snapshot_every` tokens."""
+        if self.snapshot_every is None:
+            return
+        every = integer("CacheConfig.snapshot_every", self.snapshot_every, least=1)
+        put("snapshot_every", every)
+        if not self.recurrent_layers:
+            raise ValueError(
+                f"CacheConfig.snapshot_every={every} is for recurrent layers, and all layers are attention layers, "
+                "which can go back to any token: leave it out."
+            )
+        if every % self.block_size:
+            raise ValueError(
+                f"CacheConfig.snapshot_every must be a multiple of block_size = {self.block_size}, not {every}."
+            )
+        if self.is_endless:
+            raise ValueError(
+                f"CacheConfig.snapshot_every={every} counts tokens up to max_seq_len, but rows of these layers may "
+                "grow beyond, as no attention layer keeps all tokens: leave it out."
             )
 
     def _check_evicting(self) -> None:

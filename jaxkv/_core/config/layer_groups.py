@@ -38,6 +38,7 @@ class Groups:
     group_blocks: Sequence[int]
     layout: Literal["paged", "contiguous"]
     stacked: bool
+    snapshot_every: int | None
 
     @property
     def contiguous(self) -> bool:
@@ -175,8 +176,23 @@ class Groups:
 
     @property
     def num_state_slots(self) -> int:
-        """Slots for states, without the null slot: one for each row."""
-        return self.max_seqs if self.recurrent_layers else 0
+        """Slots for states, without the null slot: one for each row, and those of snapshots."""
+        return self.max_seqs + self.num_snapshots if self.recurrent_layers else 0
+
+    @property
+    def num_snapshots(self) -> int:
+        """Slots for snapshots: enough for all that rows have, as those that share blocks share these too."""
+        return 0 if self.snapshot_every is None else min(self.max_seqs * self.row_snapshots, self._most_snapshots)
+
+    @property
+    def row_snapshots(self) -> int:
+        """Maximum snapshots of a row."""
+        return 0 if self.snapshot_every is None else self.max_seq_len // self.snapshot_every
+
+    @property
+    def _most_snapshots(self) -> int:
+        assert self.snapshot_every is not None
+        return max(self.group_blocks) * self.block_size // self.snapshot_every
 
     def group_stacks(self, group: int) -> tuple[tuple[int, ...], ...]:
         """Returns the stacks of a group's layers."""

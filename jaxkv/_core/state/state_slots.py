@@ -24,6 +24,10 @@ class StateSlots:
 
     slots: jax.Array  # i32[S]: where the state is, or after this step will be; the null slot: there is none
     source: jax.Array  # i32[S]: where the state was before this step: not in `slots` if the row shared it
+    # With snapshots, i32[S, W]: in column c the slot with the row's state after (c + 1) * snapshot_every tokens; the
+    # null slot: there is none. Columns behind a row's length mean nothing. Snapshots may share slots with each other
+    # and with rows.
+    snapshots: jax.Array | None = None
 
     __repr__ = describe_slots
 
