@@ -62,10 +62,16 @@ def fetch_gemma3() -> pathlib.Path:
 def first_layers(model: jaxkv.models.Decoder, count: int) -> jaxkv.models.Decoder:
     """Returns the first layers of a model, with its embedding and norm: an untrained draft, but one of its family."""
     config = dataclasses.replace(model.config, layers=model.config.layers[:count], ropes=model.config.ropes[:count])
-    draft = nnx.clone(model)
+    draft = unroll(model)
     draft.config, draft.layers = config, nnx.List(list(draft.layers)[:count])
-    draft.periods, draft.scan = 1, False
     return draft
+
+
+def unroll(model: jaxkv.models.Decoder) -> jaxkv.models.Decoder:
+    """Returns a model that computes its layers one by one, and shares their parameters."""
+    model = nnx.merge(*nnx.split(model))
+    model.periods, model.scan = 1, False
+    return model
 
 
 @jax.tree_util.register_dataclass

@@ -9,7 +9,7 @@ import _thinning
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _models import Windowed, read_chosen_blocks
+from _models import Windowed, read_chosen_blocks, unroll
 
 import jaxkv
 
@@ -92,37 +92,49 @@ def count_found(model: Any, text: Any, cache: jaxkv.Cache, hay: Haystack) -> int
     return sum(x.strip().startswith(number) for x, number in zip(said, hay.numbers, strict=True))
 
 
-def make_config(layers: Any, length: int, dtype: str = "float32") -> jaxkv.CacheConfig:
-    """Returns the config of a cache for rows that share all but their ends, or of which each keeps a share."""
-    room, apart = length + ANSWER + BLOCK, ASKED + ANSWER + 2 * BLOCK
+def make_config(layers: Any, dtype: str = "float32") -> jaxkv.CacheConfig:
+    """Returns the config of a cache for the longest rows that share all but their ends, or of which each keeps half."""
+    room, apart = max(LENGTHS) + ANSWER + BLOCK, ASKED + ANSWER + 2 * BLOCK
     if any(layer.evict for layer in layers):
-        apart = room
+        apart += room // 2
     return jaxkv.CacheConfig(layers=tuple(layers), max_seqs=ROWS, max_seq_len=room, block_size=BLOCK, dtype=dtype,
                              max_tokens=room + ROWS * apart)  # fmt: skip
 
 
-def measure(model: Any, text: Any, words: list[int], length: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yields what was kept or read, and how many needles were found, for each way."""
-    plain, hay = model.layer_configs, hide(text, model.config.bos_id, words, length, length)
-    for kind in KINDS:
-        cache = prepare(model, make_config(plain, length, kind), hay)
-        cache = read_ends(model, cache, hay.ends[:, :-1])
-        yield {"way": f"stored as {kind}"}, count_found(model, text, cache, hay)
-    bounded = [dataclasses.replace(layer, bounds=layer.window is None) for layer in plain]
-    cache = read_ends(model, prepare(model, make_config(bounded, length), hay), hay.ends[:, :-1])
-    for share in SHARES:
-        less = read_chosen_blocks(model, int(length * share) // BLOCK)
-        yield {"way": "quest", "share": share}, count_found(less, text, cache, hay)
+def measure(model: Any, text: Any, words: list[int]) -> Iterator[dict[str, Any]]:
+    """Yields a row for each way: what was kept or read, and how many needles were found at each length."""
+    plain, bos = model.layer_configs, model.config.bos_id
+    hays = {length: hide(text, bos, words, length, length) for length in LENGTHS}
     narrow = Windowed(model, tuple(
         layer if layer.window else dataclasses.replace(layer, window=WINDOW, sink_tokens=SINKS) for layer in plain
     ))  # fmt: skip
-    cache = read_ends(narrow, prepare(narrow, make_config(narrow.layer_configs, length), hay), hay.ends[:, :-1])
-    yield {"way": f"window of {WINDOW}, {SINKS} sink tokens"}, count_found(narrow, text, cache, hay)
-    cache = prepare(model, make_config(_thinning.evicting(plain, "layer"), length), hay)
-    counts = np.full(ROWS, ASKED - 1, np.int32)
-    _, cache, worth = jax.jit(_thinning.score_step, donate_argnames="cache")(model, cache, hay.ends[:, :-1], counts)
-    for name, score in worth.items():
+    plainly: list[tuple[str, Any, jaxkv.CacheConfig]] = [
+        *((f"stored as {kind}", model, make_config(plain, kind)) for kind in KINDS),
+        (f"window of {WINDOW}, {SINKS} sink tokens", narrow, make_config(narrow.layer_configs)),
+    ]
+    for name, decoder, config in plainly:
+        row: dict[str, Any] = {"way": name}
+        for length, hay in hays.items():
+            cache = read_ends(decoder, prepare(decoder, config, hay), hay.ends[:, :-1])
+            row[f"found at {length}"] = count_found(decoder, text, cache, hay)
+        yield row
+    rows: dict[tuple[str, float], dict[str, Any]] = {}
+    config = make_config([dataclasses.replace(layer, bounds=layer.window is None) for layer in plain])
+    for length, hay in hays.items():
+        cache = read_ends(model, prepare(model, config, hay), hay.ends[:, :-1])
         for share in SHARES:
-            thinned = _thinning.thin(cache, score, jnp.int32(length * share))
-            jaxkv.check(thinned)
-            yield {"way": name, "share": share}, count_found(model, text, thinned, hay)
+            less = read_chosen_blocks(model, int(length * share) // BLOCK)
+            row = rows.setdefault(("quest", share), {"way": "quest", "share": share})
+            row[f"found at {length}"] = count_found(less, text, cache, hay)
+    score_step, unrolled = jax.jit(_thinning.score_step, donate_argnames="cache"), unroll(model)
+    config = make_config(_thinning.evicting(plain, "layer"))
+    for length, hay in hays.items():
+        cache = prepare(model, config, hay)
+        _, cache, worth = score_step(unrolled, cache, hay.ends[:, :-1], np.full(ROWS, ASKED - 1, np.int32))
+        for name, score in worth.items():
+            for share in SHARES:
+                thinned = _thinning.thin(cache, score, jnp.int32(length * share))
+                jaxkv.check(thinned)
+                row = rows.setdefault((name, share), {"way": name, "share": share})
+                row[f"found at {length}"] = count_found(model, text, thinned, hay)
+    yield from rows.values()

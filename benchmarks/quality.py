@@ -17,7 +17,7 @@ import json
 import pathlib
 import pydoc_data.topics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import _needles
@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _harness import RESULTS, commit, save, table
-from _models import Windowed, first_layers, load_gemma3, load_smollm2, read_chosen_blocks
+from _models import Windowed, first_layers, load_gemma3, load_smollm2, read_chosen_blocks, unroll
 
 import jaxkv
 
@@ -83,15 +83,16 @@ def measure_loss(model: Any, documents: np.ndarray, **fields: Any) -> dict[str, 
             "both": float(np.mean(losses)), "bits a number": bits}  # fmt: skip
 
 
-def compare(name: str, rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, each with what it costs beside the first, in percent of the loss."""
+def compare(name: str, rows: Iterator[dict[str, Any]], keep: Callable[[list[dict[str, Any]]], Any]) -> None:
+    """Keeps the rows so far, whenever one comes, each with what it costs beside the first, in percent of the loss."""
     found: list[dict[str, Any]] = []
     for row in rows:
         if "both" in row:
             row["cost, %"] = 100 * (row["both"] / found[0]["both"] - 1) if found else 0.0
         found.append(row)
         print(name, row, flush=True)
-    return found
+        keep(found)
+    table(found)
 
 
 def kinds(model: Any, documents: np.ndarray) -> Iterator[dict[str, Any]]:
@@ -113,10 +114,10 @@ def evictions(model: Any, documents: np.ndarray) -> Iterator[dict[str, Any]]:
     for how in ("head", "layer"):  # a mean over heads, TOVA's, is of layers alone
         config = jaxkv.CacheConfig(layers=_thinning.evicting(model.layer_configs, how), max_seqs=1, dtype="float32",
                                    max_seq_len=PROMPT + AFTER, max_tokens=PROMPT + AFTER + 16)  # fmt: skip
-        score_step = jax.jit(_thinning.score_step)
+        score_step, unrolled = jax.jit(_thinning.score_step), unroll(model)
         for tokens in documents:
             _, cache = feed(model, jaxkv.init(config), tokens[: PROMPT - CHUNK], tokens[1 : PROMPT - CHUNK + 1])
-            _, cache, worth = score_step(model, cache, tokens[None, PROMPT - CHUNK : PROMPT], np.int32([CHUNK]))
+            _, cache, worth = score_step(unrolled, cache, tokens[None, PROMPT - CHUNK : PROMPT], np.int32([CHUNK]))
             rest, following = tokens[PROMPT : PROMPT + AFTER], tokens[PROMPT + 1 : PROMPT + AFTER + 1]
             names = [name for name in worth if (name == "tova") == (how == "layer")]
             ways = [(name, share) for name in names for share in SHARES]
@@ -172,7 +173,7 @@ def drafts(model: Any, documents: np.ndarray) -> Iterator[dict[str, Any]]:
     for tokens, branches in ((4, 1), (32, 8)):
         name = f"ngram, {tokens} tokens, {branches} branches"
         yield {"model": "SmolLM2-135M", "draft": name} | draft(model, prompts, "ngram", tokens, branches)
-    model, text = load_gemma3(scan=False)
+    model, text = load_gemma3()
     prompts = [[model.config.bos_id, *document[: DRAFTED - 1].tolist()] for document in read_documents(text)]
     name = "ngram, 4 tokens, 1 branches"
     yield {"model": "Gemma 3 270M", "draft": name} | draft(model, prompts, "ngram", 4, 1)
@@ -192,22 +193,20 @@ def draft(model: Any, prompts: list[list[int]], by: Any, tokens: int, branches: 
 
 
 def needles(model: Any, documents: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Of 8 numbers hidden in English, how many Gemma 3 gives back, at each length. Lengths that were not run stay."""
-    model, text = load_gemma3(scan=False)
+    """Of 8 numbers hidden in English, how many Gemma 3 gives back, at each length."""
+    model, text = load_gemma3()
     words = text.encode("\n".join(pydoc_data.topics.topics.values()), special=False)
-    found = {(row["way"], row.get("share")): row for row in read_results()[0].get("needles", [])}
-    for length in _needles.LENGTHS:
-        for way, count in _needles.measure(model, text, words, length):
-            found.setdefault((way["way"], way.get("share")), way)[f"found at {length}"] = count
-            print(length, way, count, flush=True)
-    yield from found.values()
+    yield from _needles.measure(model, text, words)
 
 
-def read_results() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the tables so far, and when each was made."""
+def save_part(name: str, documents: np.ndarray, began: float, rows: list[dict[str, Any]]) -> None:
+    """Writes the rows of a part beside those of others, which another process may have run meanwhile."""
     file = RESULTS / "quality.json"
     before = json.loads(file.read_text()) if file.exists() else {"rows": {}, "runs": {}}
-    return before["rows"], before["runs"]
+    run = {"commit": commit(), "date": datetime.date.today().isoformat(), "jax": jax.__version__,
+           "CPU s": round(time.process_time() - began)}  # fmt: skip
+    save("quality", before["rows"] | {name: rows}, documents=len(documents), tokens=int(documents.size),
+         runs=before["runs"] | {name: run})  # fmt: skip
 
 
 PARTS = {"kinds": kinds, "windows": windows, "evict": evictions, "quest": quest, "drafts": drafts, "needles": needles}
@@ -217,20 +216,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a document that are read")
-    parser.add_argument("--needles", type=int, nargs="+", default=_needles.LENGTHS, help="tokens around needles")
     arguments = parser.parse_args()
-    _needles.LENGTHS = tuple(arguments.needles)
-    model, text = load_smollm2(scan=False)
+    model, text = load_smollm2()
     documents = read_documents(text)[:, : arguments.length]
     for name in arguments.parts:
-        began = time.process_time()
-        rows = compare(name, PARTS[name](model, documents))
-        tables, runs = read_results()  # now: another process may have run other parts meanwhile
-        tables[name] = rows
-        table(tables[name])
-        runs[name] = {"commit": commit(), "date": datetime.date.today().isoformat(), "jax": jax.__version__,
-                      "CPU s": round(time.process_time() - began)}  # fmt: skip
-        save("quality", tables, documents=len(documents), tokens=int(documents.size), runs=runs)
+        keep = functools.partial(save_part, name, documents, time.process_time())
+        compare(name, PARTS[name](model, documents), keep)
 
 
 if __name__ == "__main__":
