@@ -152,6 +152,15 @@ FIXTURES |= {
         **TINY | dict(num_hidden_layers=3), **DELTA, layer_types=LINEAR_FIRST, moe_intermediate_size=24, num_experts=6,
         num_experts_per_tok=3, shared_expert_intermediate_size=20, mlp_only_layers=[2],
     ),
+    "qwen3_5": transformers.Qwen3_5Config(
+        text_config=TINY | DELTA | dict(layer_types=LINEAR_FIRST[:2]),
+        vision_config=dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, patch_size=4, out_hidden_size=32,
+                           num_position_embeddings=4),
+    ),
+    "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig(
+        **{k: v for k, v in TINY.items() if k != "intermediate_size"}, **DELTA, layer_types=LINEAR_FIRST[:2],
+        moe_intermediate_size=24, num_experts=6, num_experts_per_tok=3, shared_expert_intermediate_size=20,
+    ),
     "lfm2": transformers.Lfm2Config(
         **NARROW | dict(num_hidden_layers=3), layer_types=["conv", "full_attention", "conv"], conv_bias=True,
         block_multiple_of=16,
@@ -182,6 +191,7 @@ FIXTURES |= {
 NESTED = {
     "gemma3_nested": transformers.Gemma3ForConditionalGeneration,
     "llama4": transformers.Llama4ForConditionalGeneration,
+    "qwen3_5": transformers.Qwen3_5ForConditionalGeneration,
 }
 # Their seeds are their places here, but for those that would make two tokens as likely.
 ORDER = ["gemma2", "gemma3", "llama", "llama3", "llama_linear", "mistral", "qwen2", "qwen3", "deepseek_v2",
@@ -189,7 +199,7 @@ ORDER = ["gemma2", "gemma3", "llama", "llama3", "llama_linear", "mistral", "qwen
          "olmo3", "granite", "seed_oss", "qwen2_moe", "phi3", "exaone4", "glm4", "ernie4_5",
          "hunyuan_v1_dense", "glm4_moe", "minimax_m2", "ministral3", "qwen3_next", "llama4"]  # fmt: skip
 SEEDS = {name: i for i, name in enumerate(ORDER)} | {"glm4": 101}
-HYBRID = ["lfm2", "granitemoehybrid", "granitemoehybrid_dense"]
+HYBRID = ["lfm2", "granitemoehybrid", "granitemoehybrid_dense", "qwen3_5", "qwen3_5_moe"]
 SEEDS |= {name: 200 + i for i, name in enumerate(HYBRID)}
 OLD_YARN = {name: value for name, value in YARN.items() if name not in ("rope_type", "rope_theta")}
 FP8_BLOCK = 16  # DeepSeek publishes blocks of 128
@@ -299,6 +309,13 @@ OLD_FORMS = {
     ),
     "granitemoehybrid_dense": (
         ["rope_parameters", "layer_types"], dict(rope_theta=10_000.0, layer_types=["mamba", "attention"]),
+    ),
+    "qwen3_5": ([], {}),
+    "qwen3_5_moe": (
+        ["layer_types"],
+        dict(full_attention_interval=2, attn_output_gate=True, mamba_ssm_dtype="float32", mtp_num_hidden_layers=1,
+             rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.25,
+                                  mrope_section=[1, 1, 0], mrope_interleaved=True)),
     ),
     "qwen2_moe": (["rope_parameters", "layer_types"], dict(rope_theta=10_000.0, max_window_layers=21)),
 }  # fmt: skip

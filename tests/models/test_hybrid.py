@@ -1,5 +1,8 @@
 """Families with layers that keep a state: through the cache what transformers computes, whatever a step's tokens."""
 
+import shutil
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,8 +11,11 @@ from nightly import NIGHTLY
 from support import fixtures
 
 import jaxkv
+from jaxkv import models
+from jaxkv._files import safetensors
 
 HYBRID = [name for name in fixtures.NAMES if load(name).config.blocks]
+KINDS = ("gate", "up", "down")
 CHUNK = 8  # columns of a step; longest prompt 23
 
 
@@ -52,3 +58,17 @@ def test_what_a_row_keeps(name):
     mixers = [block.mixer for block in config.blocks if block.mixer is not None]
     assert recurrent == [mixer.layer("bfloat16") for mixer in mixers]
     assert config.layers_in("float32") == config.layers == load(name).layer_configs
+
+
+def test_experts_of_qwen_3_5_in_one_tensor(tmp_path):
+    """As they are published: the outputs of all gates and of all `up`s, `[experts, outputs, inputs]`."""
+    shutil.copytree(fixtures.DATA / "qwen3_5_moe", tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = {name: np.array(x) for name, x in safetensors.read(path).items()}
+    for i in range(2):
+        prefix = f"model.layers.{i}.mlp.experts."
+        gate, up, down = ([tensors.pop(f"{prefix}{n}.{kind}_proj.weight") for n in range(6)] for kind in KINDS)
+        tensors[f"{prefix}gate_up_proj"] = np.concatenate([np.stack(gate), np.stack(up)], axis=1)
+        tensors[f"{prefix}down_proj"] = np.stack(down)
+    safetensors.write(path, tensors | {"mtp.norm.weight": np.ones(3, np.float32)})
+    jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path / "model"), load("qwen3_5_moe"))

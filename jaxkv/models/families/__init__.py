@@ -7,7 +7,7 @@ line below; new decoder features become named options in `jaxkv.models.config`. 
 
 from jaxkv.models.families.experts import deepseek, glm4_moe, gpt_oss, llama4, minimax_m2, mixtral, qwen2_moe, qwen3_moe
 from jaxkv.models.families.family import Family as Family
-from jaxkv.models.families.hybrid import granitemoehybrid, lfm2, qwen3_next
+from jaxkv.models.families.hybrid import granitemoehybrid, lfm2, qwen3_5, qwen3_next
 from jaxkv.models.families.postnorm import exaone4, gemma2, gemma3, glm4, olmo2, olmo3
 from jaxkv.models.families.prenorm import (
     ernie4_5,
@@ -54,6 +54,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": qwen3_next.FAMILY,
     "llama4_text": llama4.FAMILY,
     "llama4": llama4.NESTED_FAMILY,
+    "qwen3_5_text": qwen3_5.FAMILY,
+    "qwen3_5": qwen3_5.NESTED_FAMILY,
+    "qwen3_5_moe_text": qwen3_5.MOE_FAMILY,
+    "qwen3_5_moe": qwen3_5.NESTED_MOE_FAMILY,
     "lfm2": lfm2.FAMILY,
     "granitemoehybrid": granitemoehybrid.FAMILY,
 }

@@ -15,7 +15,10 @@ FIELDS = {
     "vision": r"(vision|image|video|projector|multimodal|spatial|mm)_.*|(bo|eo)[iv]_token_(id|index)",
     "audio": r"audio_.*|(bo|eo)a_token_(id|index)",
 }
-TENSORS = {"vision": "vision_tower|vision_model|multi_modal_projector|embed_vision", "audio": "audio_tower|embed_audio"}
+TENSORS = {
+    "vision": "vision_tower|vision_model|visual|multi_modal_projector|embed_vision",
+    "audio": "audio_tower|embed_audio",
+}
 # Prefixes of older and newer versions of transformers; the output head is beside the text model.
 PREFIX = re.compile(r"language_model\.(?=(model|lm_head)\.)|model\.language_model\.")
 # Fields of the text model in the outer config hold for both.
@@ -54,9 +57,11 @@ def make_nested(
         """Returns the name of a tensor in the text model; None for a tensor of a tower."""
         if skipped.match(name):
             return None
-        return PREFIX.sub(lambda found: "model." if found[0].startswith("model.") else "", name, count=1)
+        name = PREFIX.sub(lambda found: "model." if found[0].startswith("model.") else "", name, count=1)
+        return texts[first].name_tensor(name, config)
 
     return Family(
         parse=texts[first].parse, render=texts[first].render, flatten=flatten, name_tensor=name_tensor,
+        split=texts[first].split,
         architectures=(architecture, *(name for family in texts.values() for name in family.architectures)),
     )  # fmt: skip

@@ -55,9 +55,10 @@ def parse(fields: Fields) -> DecoderConfig:
     )
 
 
-def read_qwen_next(fields: Fields, mlp_dim: tuple[int, ...] = (5632,)) -> dict[str, Any]:
-    """Reads the fields common to Qwen 3 Next and 3.5, as arguments of `DecoderConfig`."""
-    num_layers, common = read_num_layers(fields), read_common(fields, num_kv_heads=(2,), head_dim=256, mlp_dim=mlp_dim)
+def read_qwen_next(fields: Fields, *, num_kv_heads: int = 2, mlp_dim: int = 5632) -> dict[str, Any]:
+    """Reads the fields common to Qwen 3 Next and 3.5, with a family's defaults, as arguments of `DecoderConfig`."""
+    num_layers = read_num_layers(fields)
+    common = read_common(fields, num_kv_heads=(num_kv_heads,), head_dim=256, mlp_dim=(mlp_dim,))
     fields.must_be("attention_bias", False)
     kinds = read_kinds(fields, every_fourth(num_layers, fields.size("full_attention_interval", 4)))
     rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0, partial=0.25)[FULL]
