@@ -206,11 +206,11 @@ class EngineCore:
         self._is_sound = True
 
     def restore(self) -> None:
-        """Takes the memory again that `release` gave back."""
-        self.residents.restore()
+        """Takes the memory again that `release` gave back. A second call completes an interrupted first one."""
+        self.pipeline.clear()
         if self.prefill is not None:
             self.prefill.restore()
-        self.pipeline.clear()
+        self.residents.restore()
 
     def adopt(self, sequences: list[Sequence]) -> None:
         """Adopts sequences of another process."""
