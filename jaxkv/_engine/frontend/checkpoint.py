@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import MOST_INDEX, flag, integer
@@ -179,20 +180,22 @@ class Resumable:
         choice = entry["choice"]
         request = Request(
             number=integer("number", entry["number"], least=0), prompt=_tokens(entry["prompt"]),
-            limit=integer("limit", entry["limit"], least=1), eos=read_eos(entry["eos"]),
+            limit=integer("limit", entry["limit"], least=0), eos=read_eos(entry["eos"]),
             choice=SamplingParams.read(
                 choice["temperature"], choice["top_k"], choice["top_p"], choice.get("min_p", 0.0), choice["seed"],
                 choice.get("draws"),
             ),
             salt=read_salt(bytes.fromhex(salt) if kind == "bytes" else salt),
-            num_logprobs=integer("logprobs", entry["num_logprobs"], least=0), news=self._news,
+            num_logprobs=_read_num_logprobs(entry["num_logprobs"]), news=self._news,
             engine=weakref.ref(self), priority=integer("priority", entry.get("priority", 0), least=None, most=None),
             hook_args=self._hook_args.read(from_json(entry.get("hook_args"))),
             keep_prefix=read_keep_prefix(entry.get("keep_prefix", True)),
             adapter=self._read_adapter(entry.get("adapter", 0)),
             stops=read_stops(entry.get("stop", []), None, ()),
-            include_stop=flag("include_stop", entry.get("include_stop", False)),
+            include_stop=flag("include_stop", entry.get("include_stop", False)), is_scored="scores" in entry,
         )  # fmt: skip
+        if request.scores is not None:
+            request.scores.note(0, np.array(list(map(float, entry["scores"])), np.float32))
         request.output = _tokens(entry["tokens"])
         request.times.tokens = [request.times.submitted] * len(request.output)
         request.output_logprobs = [{int(tables): float(p) for tables, p in pairs} for pairs in entry["logprobs"]]
@@ -213,7 +216,7 @@ class Resumable:
         length, most = len(request.prompt) + request.limit, self._most_tokens
         if length > most:
             return f"it is to reach {length} tokens, and max_seq_len = {most}: raise max_seq_len"
-        tokens, left = [*request.prompt, *request.output], request.limit - len(request.output)
+        tokens, left = [*request.prompt, *request.output], max(request.limit - len(request.output), 1)
         return find_problem(tokens, left, self._most_tokens, self.vocab_size, self._loops[0].residents.holdings)
 
     @functools.cached_property  # the engine's parameters stay as they are
@@ -228,21 +231,30 @@ class _Wrong(Exception):
 
 
 def _render(request: Request, row: int | None, leader: int | None, hook_args: HookArgs) -> dict[str, Any]:
-    salt = request.salt
+    salt, scores = request.salt, request.prompt_logprobs
     return {
         "number": request.number, "prompt": request.prompt, "limit": request.limit,
         "tokens": request.tokens if request.done else request.output,
         "choice": dataclasses.asdict(request.choice), "eos": sorted(request.eos),
         "salt": ["bytes", salt.hex()] if isinstance(salt, bytes) else ["str", salt],
-        "num_logprobs": request.num_logprobs, "given": request.given, "stopped": request.stopped,
-        "refusal": request.refusal, "stop_token": request.stop_token, "stop_logprob": repr(request.stop_logprob),
+        "num_logprobs": CHOSEN.get(request.num_logprobs, request.num_logprobs), "given": request.given,
+        "stopped": request.stopped, "refusal": request.refusal, "stop_token": request.stop_token,
+        "stop_logprob": repr(request.stop_logprob),
         "priority": request.priority, "hook_args": hook_args.to_json(request.hook_args),
         "keep_prefix": request.keep_prefix, "adapter": request.adapter, "include_stop": request.include_stop,
         "stop": [list(stop) for stops in request.stops if isinstance(stops, IdStops) for stop in stops.stops],
         # As text, since JSON has neither keys that are numbers nor infinities.
         "logprobs": [[[token, repr(p)] for token, p in pairs.items()] for pairs in request.output_logprobs],
-        "row": row, "leader": leader,
+        "row": row, "leader": leader, **({} if scores is None else {"scores": list(map(repr, scores.tolist()))}),
     }  # fmt: skip
+
+
+CHOSEN = {None: 0, 0: -1}  # what files say where no number of likeliest tokens is kept: nothing is, or the chosen ones
+
+
+def _read_num_logprobs(said: Any) -> int | None:
+    number = integer("logprobs", said, least=-1)
+    return next((wanted for wanted, name in CHOSEN.items() if name == number), number)
 
 
 def _tokens(several: Collection[Any]) -> list[int]:

@@ -41,6 +41,7 @@ from jaxkv._engine.requests.submission import (
 )
 from jaxkv._engine.runner.cache_manager import Swap
 from jaxkv._engine.runner.disaggregated_prefill import check_prefill
+from jaxkv._engine.runner.model_runner import count_likeliest
 from jaxkv._tiers.prefix_cache.data_parallel import as_one
 
 
@@ -243,10 +244,11 @@ class Engine(Closable, Servable, Resumable, Updatable):
     def submit(
         self, prompt: Sequence[int], max_new_tokens: int = 64, temperature: float = 0.0, *, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, eos: int | Collection[int] | None = None,
-        salt: str | bytes | None = None, n: int = 1, logprobs: int = 0, seed: int | None = None, priority: int = 0,
-        hook_args: Any = None, keep_prefix: KeepPrefix = True, adapter: int = 0,
+        salt: str | bytes | None = None, n: int = 1, logprobs: int | None = None, seed: int | None = None,
+        priority: int = 0, hook_args: Any = None, keep_prefix: KeepPrefix = True, adapter: int = 0,
         stop: str | Collection[Collection[int] | str] | None = None, include_stop: bool = False,
         tokenizer: Tokenizer | None = None, on_token: Callable[[Request, int | None], Any] | None = None,
+        prompt_logprobs: bool = False,
     ) -> Request:  # fmt: skip
         """Adds a request to continue a prompt, for `step` and `run`. May be called from any thread, and meanwhile.
 
@@ -255,7 +257,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
           salt: with a prefix cache, share blocks only with requests of the same salt, for example a tenant's name.
           n: the number of samples, which share the prompt's blocks; see `Request.samples`.
           logprobs: keep the log-probabilities of this number of likeliest tokens and of the chosen one, from the
-            model's own logits, before temperature and hook.
+            model's own logits, before temperature and hook. 0: of the chosen one alone. None: none.
           seed: the seed of its random draws, which makes its tokens independent of earlier requests: those that
             `generate` gives one prompt with this seed. Default: the engine's seed and the request's number.
           priority: a lower number is served earlier, as in vLLM; equal ones in order of arrival. When blocks run out,
@@ -275,11 +277,17 @@ class Engine(Closable, Servable, Resumable, Updatable):
           tokenizer: the model's `jaxkv.text.Tokenizer`, for text in `stop` and for `Request.text`.
           on_token: called as `on_token(request, token)` with each token, and at the end with None, in the thread that
             takes the steps. If it raises, the request ends with that error.
+          prompt_logprobs: keep the log-probabilities of the prompt's tokens, in `Request.prompt_logprobs`. The whole
+            prompt is computed then, also where a prefix cache has some of it. `max_new_tokens` may be 0.
 
         Raises:
           ValueError: an invalid argument; nothing has changed then. EngineFull: `max_waiting` samples wait.
         """
-        if why := self.problem(prompt, max_new_tokens):
+        is_scored = flag("prompt_logprobs", prompt_logprobs)
+        if is_scored and self._prefill is not None:
+            raise ValueError("prompt_logprobs is not for an Engine whose prompts are computed elsewhere (prefill=).")
+        limit = integer("max_new_tokens", max_new_tokens, least=0 if is_scored else 1)
+        if why := self.problem(prompt, max(limit, 1)):
             raise ValueError(f"The prompt cannot be continued: {why}.")
         count = integer("n", n, least=1, most=2**16)
         own = self.seed if seed is None else seed
@@ -299,8 +307,11 @@ class Engine(Closable, Servable, Resumable, Updatable):
         matchers = [read_stops(stop, tokenizer, prompt) for _ in choices]  # each sample has its own
         self._refuse_full(count)
         request = Request.several([
-            self._request(next(self._numbers), prompt, max_new_tokens, choice, self._news, stops=stops, **options)
-            for choice, stops in zip(choices, matchers, strict=True)
+            self._request(
+                next(self._numbers), prompt, limit, choice, self._news, stops=stops, is_scored=is_scored and not j,
+                **options,
+            )
+            for j, (choice, stops) in enumerate(zip(choices, matchers, strict=True))
         ])  # fmt: skip
         if not self._loop.is_busy:
             self._warn_of_other_weights()
@@ -357,7 +368,9 @@ class Engine(Closable, Servable, Resumable, Updatable):
         with self._exclusive():
             self._loop.reset()
 
-    def warmup(self, *, kinds: Iterable[Kind] = KINDS, logprobs: Iterable[int] = (0,), progress: bool = True) -> None:
+    def warmup(
+        self, *, kinds: Iterable[Kind] = KINDS, logprobs: Iterable[int | None] = (None,), progress: bool = True
+    ) -> None:
         """Compiles programs of steps and the prefix cache in advance; only those of swaps and spills come later.
 
         Args:
@@ -366,9 +379,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
           logprobs: their values of `logprobs`; one program serves up to the next power of 2.
           progress: show a progress bar, if tqdm is installed.
         """
-        counts = tuple(
-            n and 1 << (n - 1).bit_length() for n in map(self._read_logprobs, read_list("logprobs", logprobs))
-        )
+        counts = tuple(count_likeliest(self._read_logprobs(n)) for n in read_list("logprobs", logprobs))
         wanted = read_kinds(kinds)
         with self._exclusive():
             call_all(self._loop.warm(wanted, counts), progress)
@@ -392,7 +403,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
         choice = SamplingParams.read(temperature, top_k, top_p, min_p, self.seed if seed is None else seed)
         prompts = read_list("prompts", prompts)
         limits = read_limits(max_new_tokens, len(prompts))
-        options: dict[str, Any] = {"eos": read_eos(eos, self.eos_ids), "salt": read_salt(salt), "num_logprobs": 0}
+        options: dict[str, Any] = {"eos": read_eos(eos, self.eos_ids), "salt": read_salt(salt), "num_logprobs": None}
         problems = [
             f"Prompt {i} cannot be continued: {why}."
             for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
@@ -462,8 +473,8 @@ class Engine(Closable, Servable, Resumable, Updatable):
             )
         return number
 
-    def _read_logprobs(self, logprobs: Any) -> int:
-        return integer("logprobs", logprobs, least=0, most=self.vocab_size or 2**16)
+    def _read_logprobs(self, logprobs: Any) -> int | None:
+        return None if logprobs is None else integer("logprobs", logprobs, least=0, most=self.vocab_size or 2**16)
 
     def _stream(self, news: dict[Request, None], prompts: list[list[Request]]) -> Iterator[tuple[int, int]]:
         requests = [request for samples in prompts for request in samples]

@@ -69,6 +69,7 @@ class StepMemory(NamedTuple):
     last: jax.Array  # i32[S]: the token chosen last for each row
     tokens: jax.Array | None  # i32[S, max_seq_len]: those of each row, where a hook wants them
     queries: tuple[jax.Array, ...] = ()  # [S, W, H, D] of each layer that evicts, if its score needs them
+    scores: jax.Array | None = None  # within a step: see `Result`
 
 
 class Result(NamedTuple):
@@ -79,6 +80,7 @@ class Result(NamedTuple):
     numbers: Any
     memory: StepMemory
     likeliest: tuple[jax.Array, jax.Array] | None  # f32 and i32 [n, S, 1 + count]: see `likeliest`
+    scores: Any = None  # f32[N]: the log-probability of each packed token's target, if there are targets
 
 
 @share_programs
@@ -89,10 +91,14 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool, det
     `rows` i32[NUM_FIELDS + n, S] with the hook's n numbers by their `form`, packed `tokens` i32[N], or None for one or
     several steps of one token per row; `count` likeliest tokens are returned. The memory is donated too, and the result
     is a `Result`. With `verify`, up to `verify` last tokens of a row may be drafts; the result is that of `verify + 1`
-    steps. For trees, `tokens` is i32[2, N], with each token's parent, counted from its row's first, below it.
+    steps. For trees, `tokens` is i32[2, N], with each token's parent, counted from its row's first, below it. With
+    `targets` i32[N], negative for none, packed tokens are scored: the logits of all of them are computed then.
     """
 
-    def program(cache, leaves, memory, rows, tokens, *, kind: Kind, count: int, steps: int, verify: int = 0, form=None):
+    def program(
+        cache, leaves, memory, rows, tokens, targets=None, *, kind: Kind, count: int, steps: int, verify: int = 0,
+        form=None,
+    ):  # fmt: skip
         inner = functools.partial(_verify, verify, rows[GUESSED]) if verify else _step
         if tokens is not None and tokens.ndim == 2:
             tokens, parents = tokens
@@ -102,7 +108,7 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool, det
             logits_at, jax.tree.unflatten(model, leaves), cascade=not (leave or deterministic), adapters=asked.adapters,
             deterministic=deterministic,
         )  # fmt: skip
-        run = functools.partial(_run, answer)
+        run = functools.partial(_run, answer, targets)
         step = functools.partial(inner, run, hook, asked, kind, count, leave)
         counts, due, given = rows[COUNT], rows[DUE] != 0, rows[TOKEN]
         if tokens is None:
@@ -124,7 +130,7 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool, det
             out, cache, memory = step(cache, memory, tokens, counts, due)
         chosen, likely = out
         numbers = jnp.concatenate([*(x.ravel() for x in jax.tree.leaves(chosen)), measure_room(cache).ravel()])
-        return Result(numbers, memory, likely), cache
+        return Result(numbers, memory._replace(scores=None), likely, memory.scores), cache
 
     return cache_program(structure, program, donate=(2,), static=("kind", "count", "steps", "verify", "form"))
 
@@ -215,8 +221,9 @@ def _verify_trees(most, guessed, parents, run, hook, asked, kind, count, leave, 
     return ((jnp.where(cache.failed[None], -1, chosen), accepted + 1), likely), cache, memory
 
 
-def _run(answer, cache, memory, tokens, counts, places, tree=None, begin=None):
+def _run(answer, targets, cache, memory, tokens, counts, places, tree=None, begin=None):
     """Computes and records a step of every row, begun by `begin(extended cache)`; returns the logits at some tokens."""
+    asked = places if targets is None else jnp.arange(tokens.shape[0], dtype=jnp.int32)
     cache = extend(cache, counts)
     cache = cache if begin is None else begin(cache)
     rows = rows_of(tokens, counts)
@@ -224,9 +231,18 @@ def _run(answer, cache, memory, tokens, counts, places, tree=None, begin=None):
         noted = memory.tokens.at[rows, positions(cache, tokens.shape)].set(tokens, mode="drop")
         memory = memory._replace(tokens=noted)
     (logits, cache), queries = record_queries_of_step(
-        memory.queries, cache, lambda: answer(tokens, cache, places, tree=tree), rows, tokens.shape
+        memory.queries, cache, lambda: answer(tokens, cache, asked, tree=tree), rows, tokens.shape
     )
+    if targets is not None:
+        memory, logits = memory._replace(scores=_score(logits, targets)), logits[places]
     return logits, cache, memory._replace(queries=queries)
+
+
+def _score(logits, targets):
+    """Returns `f32[N]`: the log-probabilities of `targets` i32[N]; of those that are negative any number."""
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=1)
 
 
 def _ended(cache, memory, last, due, leave):

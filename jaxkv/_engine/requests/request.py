@@ -10,13 +10,14 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxkv._core.state.errors import OutOfBlocks
+from jaxkv._engine.requests.prompt_scores import PromptScores
 from jaxkv._engine.requests.sampling import KINDS, NO_TOKEN, SamplingParams
 from jaxkv._engine.requests.stops import IdStops, Stops, TextStops
 from jaxkv._engine.requests.waiting import call_all, copy_error, iterate, iterate_async, wait_until
 
-Stop = Literal["eos", "stop", "cancelled", "error"]
+Stop = Literal["eos", "stop", "cancelled", "error", "length"]
 KeepPrefix = Literal[True, False, "prompt"]
-STOPS: tuple[Stop, ...] = ("eos", "stop", "cancelled", "error")
+STOPS: tuple[Stop, ...] = ("eos", "stop", "cancelled", "error", "length")
 
 
 @dataclasses.dataclass
@@ -54,10 +55,10 @@ class Request:
 
     def __init__(
         self, *, number: int, prompt: list[int], limit: int, choice: SamplingParams, eos: frozenset[int],
-        salt: str | bytes | None, num_logprobs: int, news: "dict[Request, None]",
+        salt: str | bytes | None, num_logprobs: int | None, news: "dict[Request, None]",
         engine: Callable[[], Any] = lambda: None, priority: int = 0, hook_args: list[np.ndarray] | None = None,
         keep_prefix: KeepPrefix = True, adapter: int = 0, stops: Sequence[Stops] = (), include_stop: bool = False,
-        on_token: "Callable[[Request, int | None], Any] | None" = None,
+        on_token: "Callable[[Request, int | None], Any] | None" = None, is_scored: bool = False,
     ):  # fmt: skip
         self.number, self.prompt, self.limit = number, prompt, limit
         self.choice, self.eos, self.salt, self.num_logprobs = choice, eos, salt, num_logprobs
@@ -65,6 +66,7 @@ class Request:
         self.stops, self.include_stop, self.on_token = tuple(stops), include_stop, on_token
         self.output: list[int] = []  # all tokens, those of a stop sequence too
         self.output_logprobs: list[dict[int, float]] = []
+        self.scores = PromptScores(len(prompt)) if is_scored else None
         self.times = Times()
         self.listeners: dict[Callable[[], Any], None] = {}  # called when there is news
         self._text = ""
@@ -132,6 +134,19 @@ class Request:
         return first.output_logprobs[: first.num_visible]
 
     @property
+    def token_logprobs(self) -> np.ndarray:
+        """With `submit(logprobs=k)`, f32[n]: the log-probability of each of `tokens`, else empty."""
+        pairs = zip(self.tokens, self.logprobs, strict=False)
+        return np.array([found[token] for token, found in pairs], np.float32)
+
+    @property
+    def prompt_logprobs(self) -> np.ndarray | None:
+        """With `submit(prompt_logprobs=True)`, f32[P - 1]: the log-probability of each of the prompt's tokens but the
+        first, given those before it; fewer while they are computed. Else None."""
+        scores = self.samples[0].scores
+        return None if scores is None else scores.values[: scores.count].copy()
+
+    @property
     def num_visible(self) -> int:
         """Number of leading tokens of `output` that are not part of a stop sequence, as far as is known."""
         is_whole = not self.stops or (self.stop_match is None and self.done)
@@ -148,7 +163,7 @@ class Request:
         fit. None: it goes on. With several samples: the first one's reason, once all have ended."""
         if self._samples:
             return self.samples[0].ended if all(sample.ended for sample in self.samples) else None
-        return self.stopped or ("length" if len(self.output) >= self.limit else None)
+        return self.stopped or ("length" if 0 < self.limit <= len(self.output) else None)
 
     @property
     def stop_token(self) -> int | None:
@@ -186,13 +201,13 @@ class Request:
         """The sample with the highest mean log-probability under the model's own logits (best of n).
 
         Raises:
-          ValueError: it was submitted without `logprobs`, at least 1.
+          ValueError: it was submitted without `logprobs`.
         """
-        if not self.num_logprobs:
-            raise ValueError("Samples are compared by their log-probabilities: submit the request with logprobs=1.")
+        if self.num_logprobs is None:
+            raise ValueError("Samples are compared by their log-probabilities: submit the request with logprobs=0.")
 
         def score(sample: Request) -> float:
-            chosen = [layer[token] for token, layer in zip(sample.tokens, sample.logprobs, strict=False)]
+            chosen = sample.token_logprobs.tolist()
             return sum(chosen) / len(chosen) if chosen else -math.inf
 
         return max(self.samples, key=score)
@@ -242,6 +257,9 @@ class Request:
         self.news[self] = None
         if token == NO_TOKEN:
             self._end("error")
+            return
+        if not self.limit:  # only the prompt was of interest
+            self._end("length")
             return
         if token in self.eos:
             self.stop = (token, None if logprobs is None else logprobs[token])
@@ -294,6 +312,7 @@ class Request:
             stops.restart()
         self.stop_match = self.stop = None
         self.times = Times(submitted=self.times.submitted)
+        self.scores = self.scores and PromptScores(len(self.prompt))
         self.output, self.output_logprobs, self._text = [], [], ""
         call_all(self.listeners)
 

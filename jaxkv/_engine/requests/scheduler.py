@@ -62,6 +62,12 @@ class Sequence:
         return self.length - self.cached
 
     @property
+    def needs_scores(self) -> bool:
+        """Tells whether log-probabilities of its prompt are wanted and missing: then it shares no computed tokens."""
+        scores = getattr(self.request, "scores", None)
+        return scores is not None and not scores.is_complete
+
+    @property
     def order(self) -> tuple[int, int]:
         """Its key in the order of service: the lower is served first."""
         return self.priority, self.arrival or 0

@@ -348,7 +348,7 @@ class CacheManager:
     def admit(self, running: list[Sequence], sequence: Sequence) -> None:
         """Gives a sequence a row, filled with its tokens that are cached already."""
         match, source, shared = None, None, 0
-        if sequence.host is None and self.prefix is not None:
+        if sequence.host is None and self.prefix is not None and not sequence.needs_scores:
             self._offer_shared(running, sequence)
             match = self._match(sequence)
         else:
@@ -481,7 +481,7 @@ class CacheManager:
 
     def known(self, others: list[Sequence], sequence: Sequence) -> int:
         """Returns the leading tokens of a sequence that the prefix cache has, or will have after `others`."""
-        if self.prefix is None:
+        if self.prefix is None or sequence.needs_scores:
             return 0
         common = (blocks * self.block_size for _, blocks in self._common(others, sequence))
         return max(self.prefix.known(sequence.tokens, **sequence.identity), *common, 0)
@@ -496,6 +496,8 @@ class CacheManager:
     def _common(self, running: list[Sequence], sequence: Sequence) -> Iterator[tuple[Sequence, int]]:
         """Yields running sequences, and the number of leading blocks in common with each. Without a prefix cache, or
         for a sequence on the host: only other samples of the same request."""
+        if sequence.needs_scores:
+            return
         by_prefix = self.prefix is not None and sequence.host is None
         if not by_prefix:
             if not self._shares_blocks:

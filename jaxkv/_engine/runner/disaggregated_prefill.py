@@ -24,7 +24,7 @@ MOST_FLIGHTS = 2  # in-flight steps: one that runs, and one that waits for it
 
 # No token is chosen here, so this is the cheapest choice.
 _NOBODY = Request(
-    number=0, prompt=[0], limit=1, choice=SamplingParams(), eos=frozenset(), salt=None, num_logprobs=0, news={},
+    number=0, prompt=[0], limit=1, choice=SamplingParams(), eos=frozenset(), salt=None, num_logprobs=None, news={},
 )  # fmt: skip
 
 

@@ -387,7 +387,7 @@ class EngineCore:
 
 def make_sequence(request: Request) -> Sequence:
     """Returns the sequence of a request, with no tokens in any cache."""
-    limit = len(request.prompt) + request.limit
+    limit = len(request.prompt) + max(request.limit, 1)  # the last of a prompt's tokens gives one in any case
     tokens = [*request.prompt, *request.output]
     shareable = {True: math.inf, False: 0, "prompt": len(request.prompt)}[request.keep_prefix]
     return Sequence(

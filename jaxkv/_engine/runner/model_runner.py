@@ -47,6 +47,8 @@ class InFlightStep(NamedTuple):
     clock: int
     began: float
     is_first: bool  # first of its shape: it may have been compiled
+    # Of prompts that are scored: their requests, first positions, numbers of tokens, and where these are packed.
+    scored: list[tuple[Any, int, int, int]]
 
 
 class ModelRunner:
@@ -120,7 +122,9 @@ class ModelRunner:
         work.sort(key=lambda layer: layer[1])  # packed tokens come row by row
         form = self.hook_args.form
         rows = self._rows(form)
-        is_decode = steps > 1 or step.is_decode
+        is_scored = any(s.needs_scores for s, _, _ in work)
+        is_decode = (steps > 1 or step.is_decode) and not is_scored
+        scored: list[tuple[Any, int, int, int]] = []
         tokens: list[int] = []
         parents: list[int] = []  # parent of each token, counted from its row's first
         for sequence, row, count in work:
@@ -137,6 +141,8 @@ class ModelRunner:
             rows[PROMPT, row], rows[ADAPTER, row] = sequence.prompt, sequence.adapter
             if form is not None:
                 rows[NUM_FIELDS:, row] = form.pack(sequence.request.hook_args)
+            if sequence.needs_scores:
+                scored.append((sequence.request, sequence.cached, len(given), len(tokens)))
             if is_decode:
                 rows[TOKEN, row] = given[0]
             else:
@@ -145,26 +151,31 @@ class ModelRunner:
             if self.hook is not None and self._noted.get(row) is not sequence:
                 self._note(sequence, row)
         has_guesses = self.draft_tokens > 0 and bool(rows[GUESSED].any())
-        packed = None
+        packed = targets = None
         if not is_decode:
             packed = np.zeros(next(size for size in self.sizes if size >= len(tokens)), np.int32)
             packed[: len(tokens)] = tokens
             if self.guesses_trees and has_guesses:
                 packed = np.stack([packed, np.full_like(packed, -1)])
                 packed[1, : len(tokens)] = parents
+        if scored:
+            assert packed is not None
+            targets = np.full(packed.shape[-1], -1, np.int32)
+            for request, first, count, begin in scored:
+                following = request.prompt[first + 1 : first + 1 + count]
+                targets[begin : begin + len(following)] = following
         kind = KINDS[max(sequence.request.kind for sequence, _, _ in work)]
-        count = max(sequence.request.num_logprobs for sequence, _, _ in work)
-        count = count and 1 << (count - 1).bit_length()  # a power of 2: few programs
+        count = count_likeliest(*(sequence.request.num_logprobs for sequence, _, _ in work))
         began = time.perf_counter()
         verify = self.draft_tokens if has_guesses else 0
-        shape = (packed is not None and packed.shape[-1], kind, count, steps, verify, form)
-        result = self._call(rows, packed, kind, count, steps, verify, form)
+        shape = (packed is not None and packed.shape[-1], kind, count, steps, verify, form, targets is None)
+        result = self._call(rows, packed, kind, count, steps, verify, form, targets)
         own = rows[GUESSED] if verify else rows[COUNT] if is_decode else np.ones_like(rows[COUNT])
         due = [(s, row, int(own[row])) for s, row, _ in work if rows[DUE, row]]
         self.flights.append(
             InFlightStep(
                 result, due, max(steps, verify + 1), verify > 0, step.num_tokens, residents.taken, residents.clock,
-                began, shape not in self._shapes,
+                began, shape not in self._shapes, scored,
             )
         )  # fmt: skip
         self._shapes.add(shape)
@@ -199,7 +210,10 @@ class ModelRunner:
         likely: Any = flight.result.likeliest and [
             np.asarray(x).reshape(flight.steps, max_seqs, -1) for x in flight.result.likeliest
         ]
+        scores = np.asarray(flight.result.scores) if flight.scored else None
         self.flights.popleft()
+        for request, first, count, begin in flight.scored:
+            request.scores.note(first, scores[begin : begin + count])  # type: ignore[index]
         return [
             (
                 sequence,
@@ -236,7 +250,7 @@ class ModelRunner:
 
     def _call(
         self, rows: np.ndarray, tokens: np.ndarray | None, kind: Kind, count: int, steps: int, verify: int,
-        form: Form | None,
+        form: Form | None, targets: np.ndarray | None = None,
     ) -> Result:  # fmt: skip
         numbers, *out = self.residents.call(
             self._program,
@@ -244,6 +258,7 @@ class ModelRunner:
             self._memory,
             rows,
             tokens,
+            targets,
             kind=kind,
             count=count,
             steps=steps,
@@ -251,11 +266,12 @@ class ModelRunner:
             form=form,
         )
         structure: Any = jax.tree.structure(self._memory)
-        memory, likely = out[: structure.num_leaves], out[structure.num_leaves :]
+        memory, more = out[: structure.num_leaves], out[structure.num_leaves :]
         self._memory = jax.tree.unflatten(structure, memory)
-        for x in (numbers, *likely):
+        for x in (numbers, *more):
             x.copy_to_host_async()
-        return Result(numbers, self._memory, (likely[0], likely[1]) if likely else None)
+        scores = None if targets is None else more.pop()
+        return Result(numbers, self._memory, (more[0], more[1]) if more else None, scores)
 
     def _one_token(self, cache: Cache) -> Any:
         """Runs the model on one token of each row."""
@@ -278,8 +294,15 @@ class ModelRunner:
         self._noted[row] = sequence
 
 
-def _logprobs(likely: Any, step: int, row: int, count: int) -> dict[int, float] | None:
-    if not count:
+def count_likeliest(*wanted: int | None) -> int:
+    """Returns the number of likeliest tokens that a step computes: a power of 2, so that there are few programs; 0 if
+    nobody wants log-probabilities, not even of the chosen tokens."""
+    most = max((max(n, 1) for n in wanted if n is not None), default=0)
+    return most and 1 << (most - 1).bit_length()
+
+
+def _logprobs(likely: Any, step: int, row: int, count: int | None) -> dict[int, float] | None:
+    if count is None:
         return None
     values, tokens = (x[step, row, : 1 + count].tolist() for x in likely)
     return dict(zip(tokens[1:], values[1:], strict=True)) | {tokens[0]: values[0]}

@@ -1,0 +1,109 @@
+"""Log-probabilities of prompts and of chosen tokens: those of a dense pass, in whatever way they are computed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from nightly import NIGHTLY
+
+import jaxkv
+from jaxkv.models import Decoder, DecoderConfig, Rope
+
+SIZES = dict(max_seqs=3, max_seq_len=64, block_size=4, step_tokens=12)
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3], [2, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 11], [42]]
+WAYS = {
+    "plain": {}, "prefix cache": {"prefix_cache": True}, "guesses": {"draft": "ngram"},
+    "several steps": {"steps_per_dispatch": 3}, "few blocks, swapped": {"num_blocks": 20, "swap": "always"},
+    "a tree of guesses": {"draft": "ngram", "draft_branches": 2},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = DecoderConfig(
+        family="llama", num_kv_heads=1, head_dim=8, windows=(None, 9), num_heads=2, embed_dim=16, mlp_dim=24,
+        vocab_size=61, max_seq_len=64, ropes=(Rope(),) * 2, attention_scale=0.4,
+    )  # fmt: skip
+    return Decoder(config, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def dense(model):
+    """The log-probability of each token but the first, of a forward pass without a cache."""
+    run = jax.jit(lambda tokens: jax.nn.log_softmax(model(tokens[None], cache=None)[0][0]))
+
+    def score(tokens):
+        padded = np.zeros(64, np.int32)
+        padded[: len(tokens)] = tokens
+        found = np.asarray(run(jnp.asarray(padded)))
+        return found[np.arange(len(tokens) - 1), tokens[1:]]
+
+    return score
+
+
+@pytest.mark.parametrize("way", WAYS if NIGHTLY else ["prefix cache"])
+def test_scores_are_those_of_a_dense_pass(model, dense, way):
+    with jaxkv.Engine(model, **SIZES, **WAYS[way]) as engine:
+        for _ in range(2):  # the second time a prefix cache has all of it
+            options = dict(logprobs=0, prompt_logprobs=True)
+            requests = [engine.submit(prompt, 9, n=1 + i % 2, **options) for i, prompt in enumerate(PROMPTS)]
+            requests += [engine.submit(prompt, 9, 1.0, top_k=20, **options) for prompt in PROMPTS]
+            others = [engine.submit(PROMPTS[0], 6), engine.submit(PROMPTS[2], 6, logprobs=3)]
+            assert requests[0].prompt_logprobs.shape == (0,), "nothing is known yet"
+            list(engine.run())
+            for request in requests:
+                for sample in request.samples:
+                    wanted = dense([*sample.prompt, *sample.tokens])
+                    at = len(sample.prompt) - 1
+                    assert sample.token_logprobs.dtype == request.prompt_logprobs.dtype == np.float32
+                    assert all(found.keys() == {t} for found, t in zip(sample.logprobs, sample.tokens, strict=True))
+                    np.testing.assert_allclose(sample.token_logprobs, wanted[at:], atol=1e-5)
+                    np.testing.assert_allclose(request.prompt_logprobs, wanted[:at], atol=1e-5)
+            assert others[0].logprobs == [] and others[0].prompt_logprobs is None
+            assert others[0].token_logprobs.shape == (0,) and all(len(found) >= 3 for found in others[1].logprobs)
+
+
+def test_scoring_alone_gives_no_tokens(model, dense, tmp_path):
+    with jaxkv.Engine(model, **SIZES, prefix_cache=True) as engine:
+        requests = [engine.submit(prompt, 0, prompt_logprobs=True) for prompt in PROMPTS]
+        assert not any(r.done for r in requests)
+        pairs = list(engine.run())
+        assert pairs.count((requests[0], None)) == 1 and len(pairs) == len(requests)
+        for request in requests:
+            assert request.tokens == [] and request.ended == "length"
+            np.testing.assert_allclose(request.prompt_logprobs, dense(request.prompt), atol=1e-5)
+        assert engine.submit(PROMPTS[0], 3).result() and engine.stats()["tokens_saved"] > 0, "what was scored is found"
+        assert list(engine.submit(PROMPTS[0], 0, prompt_logprobs=True)) == []
+        for bad, says in (
+            (dict(max_new_tokens=0), "max_new_tokens must be at least 1, not 0"),
+            (dict(max_new_tokens=-1, prompt_logprobs=True), "max_new_tokens must be at least 0"),
+            (dict(prompt_logprobs=1), "prompt_logprobs must be True or False"),
+            (dict(logprobs=-1), "logprobs must be at least 0"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                engine.submit(PROMPTS[0], **bad)
+        # Saved in the middle of a prompt.
+        request = engine.submit([*PROMPTS[0], *PROMPTS[0]], 2, logprobs=0, prompt_logprobs=True)
+        engine.step()
+        engine.step()
+        assert 0 < len(request.prompt_logprobs) < 35
+        engine.save(tmp_path / "engine.safetensors")
+        wanted = dense([*request.prompt, *request.result()])
+        np.testing.assert_allclose(request.prompt_logprobs, wanted[:35], atol=1e-5)
+    with jaxkv.Engine(model, **SIZES) as engine:
+        (again,) = engine.load(tmp_path / "engine.safetensors")
+        again.result()
+        np.testing.assert_allclose(again.prompt_logprobs, wanted[:35], atol=1e-5)
+        np.testing.assert_allclose(again.token_logprobs, wanted[35:], atol=1e-5)
+
+
+def test_scores_begin_anew_with_other_weights(model, dense):
+    with jaxkv.Engine(model, **SIZES) as engine:
+        request = engine.submit([*PROMPTS[0], *PROMPTS[0]], 2, prompt_logprobs=True)
+        engine.step()
+        engine.step()
+        engine.update(jax.tree.map(lambda x: x, model), restart=True)
+        assert not len(request.prompt_logprobs)
+        request.result()
+        np.testing.assert_allclose(request.prompt_logprobs, dense(request.prompt), atol=1e-5)
