@@ -94,7 +94,7 @@ def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_sta
         place, *rest = rest
         layers = range(num_stacked + place, num_stacked + place + 1)
     else:
-        return [Slot(outer_name(config, first), shape, False)]
+        return [Slot(outer_name(config, ".".join(path)), shape, False)]
     key = ".".join(rest)
     tensors = FAMILIES[config.family].tensors
     name = tensors[key] if key in tensors else PER_LAYER[key]
@@ -129,8 +129,8 @@ def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_sta
 
 
 def outer_name(config: DecoderConfig, key: str) -> str:
-    """Returns the name of the embeddings, the last norm or the head."""
-    name = FAMILIES[config.family].tensors.get(key, WHOLE[key])
+    """Returns the name of the embeddings, the last norm, the head, or another parameter outside the layers."""
+    name = FAMILIES[config.family].tensors.get(key) or WHOLE[key]
     assert isinstance(name, str)
     return name
 

@@ -7,99 +7,13 @@ from typing import Any, Literal
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.layer_groups import find_period
 from jaxkv._core.config.validation import integer, real, show
+from jaxkv.models.blocks.part_configs import (
+    ExpertsConfig as ExpertsConfig,
+    LatentConfig as LatentConfig,
+    PerLayerConfig as PerLayerConfig,
+)
 from jaxkv.models.mixers.block_config import ATTENTION, BlockConfig, check_blocks
 from jaxkv.models.rope import Rope
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LatentConfig:
-    """Latent attention (MLA), as in DeepSeek.
-
-    Fields:
-      rank, rope_dim: sizes of a latent row's two fields: the compressed keys and values, and a rotated key.
-      nope_dim, value_dim: sizes of the unrotated entries of a head's key, and of its value.
-      query_rank: rank of the compressed queries; None: queries are projected from the token itself.
-
-    >>> LatentConfig(rank=512, rope_dim=64, nope_dim=128, value_dim=128).width
-    576
-    """
-
-    rank: int
-    rope_dim: int
-    nope_dim: int
-    value_dim: int
-    query_rank: int | None = None
-
-    def __post_init__(self):
-        for name in ("rank", "rope_dim", "nope_dim", "value_dim", "query_rank"):
-            if name != "query_rank" or self.query_rank is not None:
-                object.__setattr__(self, name, integer(name, getattr(self, name), least=1))
-        if self.rope_dim % 2:
-            raise ValueError(f"rope_dim must be even, so that its entries can be paired, not {self.rope_dim}.")
-
-    @property
-    def width(self) -> int:
-        """Entries of a latent row."""
-        return self.rank + self.rope_dim
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertsConfig:
-    """The experts of a layer, and how tokens are routed to them.
-
-    Fields:
-      count, per_token: number of experts, and of experts chosen for each token.
-      mlp_dim: hidden width of one expert.
-      scores: from the logits: a softmax over all experts, or over the chosen ones, or a sigmoid of each.
-      normalise: divide the chosen experts' scores by their sum; then `scale` multiplies them.
-      groups, groups_per_token: number of expert groups, and of the groups among which a token is routed. A group is
-        rated by its best expert, or with a sigmoid by the sum of its best two.
-      bias: router and experts have biases. choice_bias: a further bias for each expert that affects the choice alone.
-      shared_dim: hidden width of an MLP that also processes all tokens; 0: none.
-      weigh_inputs: multiply an expert's input by the token's weight, not its output.
-      shared_gate: multiply that MLP's output by the sigmoid of a projection of the token to one number.
-      limit, alpha: with a limit, gates are clipped from above and `up` to `[-limit, limit]`, and the output is
-        `down((up + 1) * gate * sigmoid(alpha * gate))`.
-
-    >>> ExpertsConfig(count=32, per_token=4, mlp_dim=2880).scores
-    'softmax'
-    """
-
-    count: int
-    per_token: int
-    mlp_dim: int
-    scores: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
-    normalise: bool = False
-    scale: float = 1.0
-    groups: int = 1
-    groups_per_token: int = 1
-    bias: bool = False
-    choice_bias: bool = False
-    weigh_inputs: bool = False
-    shared_dim: int = 0
-    shared_gate: bool = False
-    limit: float | None = None
-    alpha: float = 1.702
-
-    def __post_init__(self):
-        for name in ("count", "per_token", "mlp_dim", "groups", "groups_per_token"):
-            object.__setattr__(self, name, integer(name, getattr(self, name), least=1))
-        integer("shared_dim", self.shared_dim, least=0)
-        real("scale", self.scale, above=0)
-        real("alpha", self.alpha, above=0)
-        if self.limit is not None:
-            real("limit", self.limit, above=0)
-        size, least = self.count // self.groups, 2 if self.scores == "sigmoid" and self.groups > 1 else 1
-        if self.count % self.groups or size < least or self.groups_per_token > self.groups:
-            raise ValueError(
-                f"{self.count} experts cannot lie in {self.groups} groups of {least} or more, of which a token goes to "
-                f"{self.groups_per_token}."
-            )
-        if self.per_token > size * self.groups_per_token:
-            raise ValueError(
-                f"A token cannot go to {self.per_token} experts where {size * self.groups_per_token} are within its "
-                "reach."
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, init=False)
@@ -116,6 +30,9 @@ class DecoderConfig:
       latent: latent attention instead; `layers` are then `LayerConfig.latent`.
       experts: experts in place of the MLP, in the layers that `expert_layers` selects.
       sinks: one learned logit per head in the softmax's denominator.
+      value_norm: an RMS norm, without weights, of each head's values.
+      per_layer: embeddings of their own for each layer, which gates at its end add to the residual stream.
+      layer_scale: multiply the residual stream behind each layer by a learned number.
       max_seq_len: number of positions that the model was trained for.
       ropes: each layer's rotary embedding.
       attention_scale: factor of the attention logits.
@@ -184,6 +101,9 @@ class DecoderConfig:
     expert_layers: tuple[bool, ...] = ()
     sinks: bool = False
     attention_gate: bool = False
+    value_norm: bool = False
+    per_layer: PerLayerConfig | None = None
+    layer_scale: bool = False
     blocks: tuple[BlockConfig, ...] = ()
 
     def __init__(
@@ -217,7 +137,7 @@ class DecoderConfig:
             if getattr(self, name) is not None:
                 real(name, getattr(self, name), above=0)
         flags = ("qk_norm", "pre_norms", "post_norms", "qkv_bias", "out_bias", "mlp_bias", "tie_embeddings",
-                 "byte_tokens", "sinks", "attention_gate")  # fmt: skip
+                 "byte_tokens", "sinks", "attention_gate", "value_norm", "layer_scale")  # fmt: skip
         for name in flags:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {show(getattr(self, name))}.")
@@ -288,8 +208,12 @@ class DecoderConfig:
     def layer_kinds(self) -> tuple[Any, ...]:
         """For each layer a hashable value of everything in which layers may differ."""
         experts = self.expert_layers or (False,) * self.num_layers
-        kinds = self.blocks or self.layers
-        return tuple(zip(kinds, self.ropes, experts, strict=True))
+        blocks = [self.block(i) for i in range(self.num_layers)]
+        firsts = (self.first_layer(i) for i in range(self.num_layers))
+        layers = (self.layers[i : i + block.num_layers] for i, block in zip(firsts, blocks, strict=True))
+        # Embeddings of one layer are no other's.
+        numbers = range(self.num_layers) if self.per_layer else (0,) * self.num_layers
+        return tuple(zip(blocks, layers, self.ropes, experts, numbers, strict=True))
 
     @property
     def period(self) -> int:

@@ -1,5 +1,6 @@
 """One decoder for all families of `jaxkv.models.families`: the config holds all differences."""
 
+import functools
 from typing import Any, Literal, overload
 
 import jax
@@ -12,6 +13,8 @@ from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.config.validation import show
 from jaxkv._layers import token_positions
 from jaxkv._products import product
+from jaxkv.models.blocks.per_layer import PerLayerEmbed, PerLayerGate
+from jaxkv.models.blocks.shared_attention import KeptKeys, SharedAttention
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.experts import Experts
 from jaxkv.models.latent import LatentAttention
@@ -56,7 +59,8 @@ class Decoder(nnx.Module):
             raise ValueError(f'scan must be True, False, "stacked" or "apart", not {show(scan)}.')
         self.config = config
         # Mixers' states are stored apart: their blocks are computed one by one.
-        self.periods = config.num_layers // config.period if scan and not config.blocks else 1
+        has_mixers = any(block.mixer is not None for block in config.blocks)
+        self.periods = config.num_layers // config.period if scan and not has_mixers else 1
         self.scan = self.periods > 1  # a single period has nothing to scan over
         table = (config.vocab_size, config.embed_dim)
         init = nnx.initializers.normal(config.embed_dim**-0.5)
@@ -70,6 +74,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List(blocks[self.num_stacked :])
         self.norm = norm_weight(config, config.embed_dim, dtype)
         self.head = None if config.tie_embeddings else nnx.Param(init(rngs.params(), table, dtype))
+        self.layer_embed = PerLayerEmbed(config, config.per_layer, dtype, rngs) if config.per_layer else None
 
     IS_CHECKED = True  # an engine need not trace it to see that it is a `jaxkv.Model`
 
@@ -114,12 +119,15 @@ class Decoder(nnx.Module):
         with jax.named_scope("embed"):
             x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
             x = x * jnp.asarray(config.embed_scale, x.dtype)
+            own = None if self.layer_embed is None else self.layer_embed(tokens, x)
+        kept: Any = KeptKeys() if cache is None and any(x.shares_with is not None for x in config.layers) else cache
         scanned = self.num_scanned if cache is None or cache.config.stacked else 0  # else layers run one by one
         if scanned:
-            x, cache = self._scan(x, positions, cache, step, deterministic)
+            x, kept = self._scan(x, positions, cache, step, deterministic)
         for i in range(scanned, config.num_layers):
             with jax.named_scope(f"layer_{i}"):
-                x, cache = self._block(i)(x, positions, cache, config.first_layer(i), step, deterministic)
+                given = None if own is None else own[..., i, :]
+                x, kept = self._block(i)(x, positions, kept, config.first_layer(i), step, deterministic, given)
         with jax.named_scope("logits"):
             if logits_at is not None:
                 x = x[jnp.arange(x.shape[0]), logits_at] if tokens.ndim == 2 else x[logits_at]
@@ -130,7 +138,7 @@ class Decoder(nnx.Module):
                 logits = logits / config.logit_divisor
             if config.logit_soft_cap is not None:
                 logits = config.logit_soft_cap * jnp.tanh(logits / config.logit_soft_cap)
-        return logits, cache
+        return logits, None if cache is None else kept
 
     @property
     def num_scanned(self) -> int:
@@ -209,8 +217,13 @@ class Block(nnx.Module):
         self.mlp_norm = norm(before and own.mlp)
         experts = config.experts if config.experts is not None and config.expert_layers[layer] else None
         self.experts = None if experts is None else Experts(config, experts, dtype, rngs)
-        self.mlp = GatedMLP(config, config.mlp_dim, dtype, rngs) if experts is None and own.mlp else None
+        beside = experts is not None and experts.beside_mlp
+        has_mlp, width = (experts is None or beside) and own.mlp, own.mlp_dim or config.mlp_dim
+        self.mlp = GatedMLP(config, width, dtype, rngs) if has_mlp else None
         self.attention_post_norm, self.mlp_post_norm = norm(behind and own.num_layers > 0), norm(behind and own.mlp)
+        self.mlp_own_norm, self.experts_own_norm = norm(beside), norm(beside)
+        self.per_layer = PerLayerGate(config, config.per_layer, dtype, rngs) if config.per_layer else None
+        self.scale = nnx.Param(jnp.ones((1,), dtype)) if config.layer_scale else None
 
     @property
     def parts(self) -> list[Any]:
@@ -219,12 +232,13 @@ class Block(nnx.Module):
 
     def __call__(
         self, x: jax.Array, positions: jax.Array, cache: Cache | None, layer: Any, step: Step | None,
-        deterministic: bool = False,
+        deterministic: bool = False, own: jax.Array | None = None,
     ):  # fmt: skip
+        """Computes the block, of which `own` are the layer's own embeddings, in models that have them."""
         inputs = self.inputs(x, positions)
         with jax.named_scope("attention"):
             y, cache = self.attend(inputs, cache, layer, step, deterministic)
-        return self.output(x, y), cache
+        return self.output(x, y, own), cache
 
     def inputs(self, x: jax.Array, positions: jax.Array) -> tuple:
         """Computes the inputs of attention and of the mixer from the residual stream."""
@@ -241,8 +255,15 @@ class Block(nnx.Module):
             found.append(y)
         return tuple(found), cache
 
-    def output(self, x: jax.Array, outputs: tuple) -> jax.Array:
+    def output(self, x: jax.Array, outputs: tuple, own: jax.Array | None = None) -> jax.Array:
         """Adds the outputs of attention and of the mixer to the residual stream, then the MLP's or the experts'."""
+        x = self._output(x, outputs)
+        if self.per_layer is not None and own is not None:
+            with jax.named_scope("per_layer"):
+                x = x + self.per_layer(x, own)
+        return x if self.scale is None else x * self.scale[...][0]
+
+    def _output(self, x: jax.Array, outputs: tuple) -> jax.Array:
         with jax.named_scope("attention"):
             for part, y in zip(self.parts, outputs, strict=True):
                 x = self._added(x, self._normed(part.output(y), self.attention_post_norm))
@@ -250,7 +271,11 @@ class Block(nnx.Module):
             return x
         with jax.named_scope("mlp"):
             y = self._normed(x, self.mlp_norm)
-            y = self.experts(y) if self.mlp is None else self.mlp(y)  # type: ignore[misc]
+            if self.mlp is not None and self.experts is not None:
+                y = self._normed(self.mlp(y), self.mlp_own_norm)
+                y = y + self._normed(self.experts(x), self.experts_own_norm)
+            else:
+                y = self.experts(y) if self.mlp is None else self.mlp(y)  # type: ignore[misc]
             return self._added(x, self._normed(y, self.mlp_post_norm))
 
     def _normed(self, x: jax.Array, weight: nnx.Param | None) -> jax.Array:
@@ -267,7 +292,12 @@ def make_attention(config: DecoderConfig, i: int, dtype: Any, rngs: nnx.Rngs) ->
     rope, kept = config.ropes[i], config.layers[config.first_layer(i)]
     if config.latent is not None:
         return LatentAttention(config, config.latent, rope, dtype, rngs)
-    return (GatedAttention if config.attention_gate else Attention)(
+    kind: Any = GatedAttention if config.attention_gate else Attention
+    if config.value_norm or kept.shares_with is not None or config.block(i).values_are_keys:
+        eps = config.norm_eps if config.value_norm else None
+        own: dict[str, Any] = dict(owner=kept.shares_with, values_are_keys=config.block(i).values_are_keys)
+        kind = functools.partial(SharedAttention, value_eps=eps, **own)
+    return kind(
         config.embed_dim,
         config.num_heads,
         kept.num_kv_heads,

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxkv._core.state.sharding import map_devices
 from jaxkv._products import grouped_product
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
-from jaxkv.models.layers import ACTIVATIONS, GatedMLP
+from jaxkv.models.layers import ACTIVATIONS, GatedMLP, norm_weight, rms_norm
 from jaxkv.models.partition import AXIS, mesh_of_weights, sharding_of
 from jaxkv.nnx import project
 
@@ -43,6 +43,9 @@ class Experts(nnx.Module):
         self.down, self.down_bias = kernels(count, mlp_dim, embed_dim), zeros(experts.bias, count, embed_dim)
         self.shared = GatedMLP(config, experts.shared_dim, dtype, rngs) if experts.shared_dim else None
         self.shared_gate = nnx.Param(kernels(embed_dim, 1)[...].T) if experts.shared_gate else None
+        beside, self.decoder = experts.beside_mlp, config
+        self.norm, self.router_norm = (norm_weight(config, embed_dim, dtype) if beside else None for _ in range(2))
+        self.weight_scale = nnx.Param(jnp.ones((count,), dtype)) if beside else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., M]` to `[..., M]`."""
@@ -65,6 +68,7 @@ class Experts(nnx.Module):
         """Computes the weighted sum of the chosen experts, `[N, M]` to `f32[N, M]`. On a device with a shard of the
         experts' widths, the device's term of the sum; `bias` tells whether this device adds the output biases."""
         chosen, weights = self.route(tokens)  # [N, k]
+        tokens = tokens if self.norm is None else rms_norm(tokens, self.norm, self.decoder)
         by_expert = jnp.argsort(chosen.reshape(-1), stable=True)
         expert = chosen.reshape(-1)[by_expert]
         sizes = jnp.bincount(expert, length=self.config.count).astype(jnp.int32)
@@ -110,6 +114,8 @@ class Experts(nnx.Module):
     def route(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the chosen experts `i32[N, k]` of tokens `[N, M]`, and their weights `f32[N, k]`."""
         config = self.config
+        if self.router_norm is not None:
+            tokens = rms_norm(tokens.astype(jnp.float32), self.router_norm, self.decoder) * tokens.shape[-1] ** -0.5
         logits = jnp.einsum("nm,me->ne", tokens.astype(jnp.float32), self.router[...].astype(jnp.float32))
         if self.router_bias is not None:
             logits += self.router_bias[...].astype(jnp.float32)[None]
@@ -124,6 +130,8 @@ class Experts(nnx.Module):
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if config.normalise:
             weights /= weights.sum(axis=-1, keepdims=True) + 1e-20
+        if self.weight_scale is not None:
+            weights *= self.weight_scale[...].astype(jnp.float32)[chosen]
         return chosen, weights * config.scale
 
     def _within_groups(self, scores: jax.Array) -> jax.Array:

@@ -73,12 +73,14 @@ class NormedRope(nnx.Module):
             return norm_weight(config, (*front, layer.head_dim), dtype)
 
         self.config, self.rope = config, rope
-        self.query_norm, self.key_norm = weight(config.num_heads), weight(layer.num_kv_heads)
+        self.query_norm = weight(config.num_heads)
+        self.key_norm = weight(layer.num_kv_heads) if layer.shares_with is None else None  # it reads another's keys
 
     def __call__(self, q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         is_last = self.config.qk_norm_over == "rotated_head"
         q, k = self.rope(q, k, positions) if is_last else (q, k)
-        q, k = rms_norm(q, self.query_norm, self.config), rms_norm(k, self.key_norm, self.config)
+        q = rms_norm(q, self.query_norm, self.config)
+        k = k if self.key_norm is None else rms_norm(k, self.key_norm, self.config)
         return (q, k) if is_last else self.rope(q, k, positions)
 
 

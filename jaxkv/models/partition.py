@@ -23,7 +23,7 @@ ATTENTION = {
 MLP = {"gate": -2, "gate_bias": -1, "up": -2, "up_bias": -1, "down": -1}
 EXPERTS = {"gate": -1, "gate_bias": -1, "up": -1, "up_bias": -1, "down": -2}
 TABLES = {"embed": -2, "head": -2}
-DIVIDED = {"attention": ATTENTION, "mlp": MLP, "shared": MLP, "experts": EXPERTS}
+DIVIDED = {"layer_embed": {"embed": -2}, "attention": ATTENTION, "mlp": MLP, "shared": MLP, "experts": EXPERTS}
 
 
 def automatic(mesh: Any) -> Mesh:

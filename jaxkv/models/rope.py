@@ -29,7 +29,8 @@ class Rope:
         unchanged, and blends in between; "yarn" (https://arxiv.org/abs/2309.00071) leaves those that turn more than
         `beta_fast` times within `original_max_position`, divides those that turn less than `beta_slow` times, and
         blends in between, with bounds rounded to whole pairs if `truncate`; "longrope"
-        (https://arxiv.org/abs/2402.13753) divides each pair's by its own of `divisors`.
+        (https://arxiv.org/abs/2402.13753) divides each pair's by its own of `divisors`; "proportional" rotates the
+        first pairs, a share of them, by what they would be in a head that rotates as a whole (Gemma 4).
       attention_factor, mscale, mscale_all_dim: with "yarn", these determine `magnitude`; with "longrope" the first.
       partial_rotary_factor: share of a head's entries that are rotated, the first ones; 0: none, a layer without
         positions (NoPE).
@@ -45,7 +46,7 @@ class Rope:
     """
 
     theta: float = 10_000.0
-    scaling: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
+    scaling: Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -79,8 +80,8 @@ class Rope:
         if self.norm_eps is not None:
             real("norm_eps", self.norm_eps, least=0)
         real("partial_rotary_factor", self.partial_rotary_factor, least=0, most=1)
-        if self.scaling not in ("default", "linear", "llama3", "yarn", "longrope"):
-            known = "'default', 'linear', 'llama3', 'yarn' or 'longrope'"
+        if self.scaling not in ("default", "linear", "llama3", "yarn", "longrope", "proportional"):
+            known = "'default', 'linear', 'llama3', 'yarn', 'longrope' or 'proportional'"
             raise ValueError(f"scaling must be {known}, not {show(self.scaling)}.")
 
     @property
@@ -107,9 +108,11 @@ class Rope:
         """Radians per position of each rotated pair, `f32[rotated_dim(head_dim) // 2]`."""
         head_dim = self.rotated_dim(head_dim)
         frequency = self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-        if self.scaling == "linear":
+        if self.scaling in ("linear", "proportional"):
             frequency = frequency / self.factor
-        elif self.scaling == "llama3":
+        if self.scaling == "proportional":
+            frequency[int(self.partial_rotary_factor * head_dim // 2) :] = 0
+        if self.scaling == "llama3":
             turns = self.original_max_position * frequency / (2 * math.pi)  # within the original context
             kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
             kept = np.clip(kept, 0.0, 1.0)
@@ -127,8 +130,8 @@ class Rope:
         return frequency.astype(np.float32)
 
     def rotated_dim(self, head_dim: int) -> int:
-        """Number of a head's entries that are rotated; even."""
-        return int(head_dim * self.partial_rotary_factor) // 2 * 2
+        """Number of a head's entries that are rotated, even; with "proportional" the others turn by 0."""
+        return head_dim if self.scaling == "proportional" else int(head_dim * self.partial_rotary_factor) // 2 * 2
 
     def _blended(self, head_dim: int) -> tuple[float, float]:
         """Returns the pairs between which YaRN blends."""

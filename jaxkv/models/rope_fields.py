@@ -26,6 +26,7 @@ def parse_ropes(
       scalings: the values of `rope_type` that the family honours.
     """
     new, old = fields.take("rope_parameters", None), fields.take("rope_scaling", None)
+    new = default if new is None and old is None and local_theta is not None else new
     if new is not None and old is not None:
         raise fields.refuse("rope_scaling", old, "it only where there are no rope_parameters, its new name")
     theta = fields.number("rope_theta", theta, least=1)
@@ -57,6 +58,7 @@ def _parse(
     scaling = "longrope" if scaling == "su" else scaling  # its first name
     if not isinstance(scaling, str) or scaling not in scalings:
         raise fields.refuse("rope_type", scaling, ", ".join(scalings))
+    partial = 1.0 if scaling == "proportional" else partial
     share = fields.number("partial_rotary_factor", 1.0 if partial is None else partial, None)
     if share is not None and (not 0 < share <= 1 or (partial is None and share != 1)):
         honoured = "1.0: all of a head's entries are rotated" if partial is None else "a share above 0, up to 1"
@@ -66,7 +68,9 @@ def _parse(
     }  # fmt: skip
     if scaling == "longrope":
         return _parse_longrope(fields, options, theta, max_seq_len, original)
-    if scaling != "default":
+    if scaling == "proportional":
+        options["factor"] = fields.number("factor", 1.0, above=0)
+    elif scaling != "default":
         options["factor"] = _read_factor(fields, scaling, max_seq_len)
     if scaling == "llama3":
         options["low_freq_factor"] = fields.number("low_freq_factor", above=0)

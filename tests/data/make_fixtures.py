@@ -187,17 +187,39 @@ FIXTURES |= {
         boi_token_index=0, eoi_token_index=0, image_token_index=0,
     ),
 }  # fmt: skip
+WIDE = dict(head_dim=16, global_head_dim=24, sliding_window=6, layer_types=SLIDING_FIRST, num_hidden_layers=4,
+            rope_parameters=dict(
+                sliding_attention=dict(rope_type="default", rope_theta=100.0),
+                full_attention=dict(rope_type="proportional", rope_theta=500.0, partial_rotary_factor=0.5),
+            ))  # fmt: skip
+FIXTURES |= {
+    "gemma4": transformers.Gemma4Config(
+        text_config=TINY | WIDE | dict(
+            num_hidden_layers=5, layer_types=SLIDING_FIRST[:1] + SLIDING_FIRST, hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=2, use_double_wide_mlp=True,
+            final_logit_softcapping=8.0, pad_token_id=0,
+        ),
+        vision_config=NO_TOWER | dict(num_key_value_heads=2, head_dim=4, patch_size=4, position_embedding_size=4),
+        audio_config=None,
+    ),
+    "gemma4_experts": transformers.Gemma4TextConfig(
+        **TINY | WIDE, num_global_key_value_heads=1, attention_k_eq_v=True, hidden_size_per_layer_input=0,
+        enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=20,
+    ),
+}  # fmt: skip
 # Models for text and images, and their classes.
 NESTED = {
     "gemma3_nested": transformers.Gemma3ForConditionalGeneration,
     "llama4": transformers.Llama4ForConditionalGeneration,
     "qwen3_5": transformers.Qwen3_5ForConditionalGeneration,
+    "gemma4": transformers.Gemma4ForConditionalGeneration,
 }
 # Their seeds are their places here, but for those that would make two tokens as likely.
 ORDER = ["gemma2", "gemma3", "llama", "llama3", "llama_linear", "mistral", "qwen2", "qwen3", "deepseek_v2",
          "deepseek_v3", "gpt_oss", "qwen3_moe", "gemma3_nested", "mixtral", "qwen2_yarn", "smollm3", "olmo2",
          "olmo3", "granite", "seed_oss", "qwen2_moe", "phi3", "exaone4", "glm4", "ernie4_5",
-         "hunyuan_v1_dense", "glm4_moe", "minimax_m2", "ministral3", "qwen3_next", "llama4"]  # fmt: skip
+         "hunyuan_v1_dense", "glm4_moe", "minimax_m2", "ministral3", "qwen3_next", "llama4", "gemma4",
+         "gemma4_experts"]  # fmt: skip
 SEEDS = {name: i for i, name in enumerate(ORDER)} | {"glm4": 101}
 HYBRID = ["lfm2", "granitemoehybrid", "granitemoehybrid_dense", "qwen3_5", "qwen3_5_moe"]
 SEEDS |= {name: 200 + i for i, name in enumerate(HYBRID)}
@@ -250,6 +272,8 @@ OLD_FORMS = {
         dict(rope_theta=500.0, rope_scaling=OLD_YARN | dict(type="yarn", attention_factor=1.25)),
     ),
     "gemma3_nested": ([], {}),
+    "gemma4": (["per_layer_config"], dict(global_head_dim=24, num_global_key_value_heads=None)),
+    "gemma4_experts": (["per_layer_config"], dict(global_head_dim=24, num_global_key_value_heads=1)),
     "llama4": (
         ["rope_parameters", "layer_types", "moe_layers"],
         dict(rope_theta=500.0, rope_scaling=dict(rope_type="llama3", **LLAMA3_SCALING), no_rope_layers=[],
@@ -378,13 +402,15 @@ def make(name: str, config: transformers.PreTrainedConfig) -> None:
     torch.manual_seed(seed)
     config._attn_implementation = "eager"  # the others leave the soft cap out
     model = (NESTED.get(name) or transformers.AutoModelForCausalLM.from_config)(config).eval()
-    biases = [(name, x) for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    biases = [
+        (name, x) for name, x in model.named_buffers() if name.endswith(("e_score_correction_bias", "layer_scalar"))
+    ]
     for parameter_name, parameter in [*model.named_parameters(), *biases]:
-        is_norm = "norm" in parameter_name
+        is_norm = "norm" in parameter_name or parameter_name.endswith(("scale", "layer_scalar"))
         inputs = parameter.shape[1 if parameter.ndim == 3 and name in ("gpt_oss", "llama4") else -1]
         small = is_norm or parameter.ndim == 1 or parameter_name.endswith("bias")
         spread = 0.4 if small else 1.3 * inputs**-0.5
-        around_zero = "gemma" in config.model_type or (
+        around_zero = config.model_type in ("gemma2", "gemma3", "gemma3_text") or (
             config.model_type.startswith(("qwen3_next", "qwen3_5")) and "linear_attn" not in parameter_name
         )
         center = 1.0 if is_norm and not around_zero else 0.0

@@ -2,13 +2,18 @@
 
 import copy
 import json
+import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from support import fixtures
 
+import jaxkv
+from jaxkv import LayerConfig, models
+from jaxkv._files import safetensors
 from jaxkv.models import config_reader
 from jaxkv.nnx import Attention
 
@@ -51,6 +56,55 @@ def test_llama_4():
         name, "layer_types = .*attention_chunk_size", layer_types=["chunked_attention"] * 48, attention_chunk_size=None
     )
     refuses(name, "no_rope_layers", no_rope_layers=[1])
+
+
+def test_gemma_4():
+    big, mixed, small = (parse(f"gemma-4-{name}-it") for name in ("31b", "26b-a4b", "e2b"))
+    local, full = LayerConfig(num_kv_heads=16, head_dim=256, window=1024), LayerConfig(num_kv_heads=4, head_dim=512)
+    assert big.layers == (*[local] * 5, full) * 10 and big.period == 6 and big.per_layer is None
+    assert [block.values_are_keys for block in big.blocks] == [False, False, False, False, False, True] * 10
+    assert (big.ropes[5].scaling, big.ropes[5].partial_rotary_factor, big.ropes[0].theta) == ("proportional", 0.25, 1e4)
+    assert (mixed.experts.count, mixed.experts.beside_mlp, mixed.mlp_dim, mixed.layers[5].num_kv_heads) == (
+        128, True, 2112, 2,
+    )  # fmt: skip
+    assert [layer.shares_with for layer in small.layers[13:20]] == [None, None, 13, 13, 13, 13, 14]
+    assert (small.blocks[14].mlp_dim, small.blocks[15].mlp_dim, small.per_layer.dim, small.period) == (
+        None, 12288, 256, 35,
+    )  # fmt: skip
+    again = {str(i): {"head_dim": 512, "num_key_value_heads": 4} for i in range(5, 60, 6)}  # as transformers 5.24 says
+    changed = dict(per_layer_config=again, global_head_dim=None, num_global_key_value_heads=None)
+    assert parse("gemma-4-31b-it", **changed) == big
+    assert parse("gemma-4-31b-it", layer_types=None) == big
+    name = "gemma-4-31b-it"
+    refuses(name, "use_bidirectional_attention = 'all'", use_bidirectional_attention="all")
+    refuses(name, "num_kv_shared_layers = 60.*window", num_kv_shared_layers=60)
+    refuses(name, "num_kv_shared_layers = 55.*window None", num_kv_shared_layers=55)
+    refuses(name, "lacks the field num_experts, which enable_moe_block", enable_moe_block=True)
+    refuses(name, "layer_types", layer_types=["chunked_attention"] * 60)
+    refuses(name, "layer 3 in per_layer_config .*rank = 3", per_layer_config={"3": {"rank": 3}})
+    refuses(name, "per_layer_config .* 60 = ", per_layer_config={"60": {"head_dim": 8}})
+    refuses(name, "attn_logit_softcapping = 50.0", attn_logit_softcapping=50.0)
+
+
+def test_gemma_4_in_the_published_spelling(tmp_path):
+    """Layers that read another's keys and values are published with projections for them too."""
+    folder = tmp_path / "model"
+    shutil.copytree(fixtures.DATA / "gemma4", folder)
+    tensors = {name: np.array(x) for name, x in safetensors.read(folder / "model.safetensors").items()}
+    spare = {
+        name.replace("layers.1.", "layers.4."): x for name, x in tensors.items() if "layers.1.self_attn.k_" in name
+    }
+    assert len(spare) == 2 and any("vision_tower" in name for name in tensors)
+    safetensors.write(folder / "model.safetensors", spare | tensors)
+    model, plain = models.load(folder), models.load(fixtures.DATA / "gemma4")
+    jax.tree.map(np.testing.assert_array_equal, model, plain)
+    assert model.layers[3].attention.key is None and model.layers[2].attention.key is not None
+
+
+def test_layers_that_read_another_s_keys_keep_none():
+    model = models.load(fixtures.DATA / "gemma4")
+    config = jaxkv.CacheConfig.from_model(model, max_seqs=2, max_seq_len=32, num_blocks=8)
+    assert [pool is None for pool in jaxkv.init(config).pools] == [False, False, False, True, True]
 
 
 def test_chunks_without_a_cache():

@@ -17,8 +17,9 @@ def count_parameters(config: DecoderConfig, devices: int = 1) -> int:
     mesh = AbstractMesh((devices,), (AXIS,))
     # Layers also differ in window and rotation, which does not change the count.
     experts = config.expert_layers or (False,) * config.num_layers
-    shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in config.layers]
-    kinds = list(zip(config.blocks or shapes, experts, strict=True))
+    firsts = [config.layers[config.first_layer(i)] for i in range(config.num_layers)]
+    layers = [(x.num_kv_heads, x.head_dim, x.v_head_dim, x.shares_with is None) for x in firsts]
+    kinds = list(zip(map(config.block, range(config.num_layers)), layers, experts, strict=True))
     of_kind = {kind: _count(layer_shapes(config, kinds.index(kind)), mesh) for kind in set(kinds)}
     return _count(outer_shapes(config), mesh) + sum(of_kind[kind] for kind in kinds)
 
@@ -30,8 +31,13 @@ def _count(shapes: Shapes, mesh: AbstractMesh) -> int:
 
 def outer_shapes(config: DecoderConfig) -> Shapes:
     """Returns the shapes of parameters outside the layers."""
-    table = config.vocab_size, config.embed_dim
-    return {("embed",): table, ("norm",): (config.embed_dim,), ("head",): None if config.tie_embeddings else table}
+    table, own = (config.vocab_size, config.embed_dim), config.per_layer
+    shapes: Shapes = {("embed",): table, ("norm",): (config.embed_dim,)}
+    if own is not None:
+        width = config.num_layers * own.dim
+        shapes |= {("layer_embed", "embed"): (own.vocab_size, width), ("layer_embed", "norm"): (own.dim,)}
+        shapes |= {("layer_embed", "project"): (width, config.embed_dim)}
+    return shapes | {("head",): None if config.tie_embeddings else table}
 
 
 def layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
@@ -44,6 +50,10 @@ def layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
         ("attention_post_norm",): norm if behind and block.num_layers else None,
         ("mlp_post_norm",): norm if behind and block.mlp else None,
     }
+    if own := config.per_layer:
+        gate, out = (own.dim, config.embed_dim), (config.embed_dim, own.dim)
+        shapes |= {("per_layer", "gate"): gate, ("per_layer", "out"): out, ("per_layer", "norm"): norm}
+    shapes |= {("scale",): (1,) if config.layer_scale else None}
     if block.attention:
         attention = _attention_shapes(config, layer) if config.latent is None else _latent_shapes(config)
         shapes |= {("attention", *path): shape for path, shape in attention.items()}
@@ -51,8 +61,13 @@ def layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
         shapes |= {("mixer", name): shape for name, shape in block.mixer.shapes(config.embed_dim).items()}
     if not block.mlp:
         return shapes
-    if config.experts is None or not config.expert_layers[layer]:
-        return shapes | {("mlp", *path): shape for path, shape in _mlp_shapes(config, config.mlp_dim).items()}
+    has_experts, beside = config.experts and config.expert_layers[layer], config.experts and config.experts.beside_mlp
+    if not has_experts or beside:
+        width = block.mlp_dim or config.mlp_dim
+        shapes |= {("mlp", *path): shape for path, shape in _mlp_shapes(config, width).items()}
+    if not has_experts:
+        return shapes
+    shapes |= {("mlp_own_norm",): norm, ("experts_own_norm",): norm} if beside else {}
     return shapes | {("experts", *path): shape for path, shape in _expert_shapes(config).items()}
 
 
@@ -60,23 +75,24 @@ def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
     width, heads = config.embed_dim, config.num_heads
     kept = config.layers[config.first_layer(layer)]
     kv_heads, head_dim = kept.num_kv_heads, kept.head_dim
-    v_head_dim = config.layers[layer].v_head_dim or head_dim
+    v_head_dim, stores = kept.v_head_dim or head_dim, kept.shares_with is None
+    has_values = stores and not config.block(layer).values_are_keys
     all_heads, has_norms = config.qk_norm_over == "all_heads", config.qk_norm
     query_norm, key_norm = ((n, head_dim) if all_heads else (head_dim,) for n in (heads, kv_heads))
     bias = config.qkv_bias
     return {
         ("query",): (heads, head_dim, width),
-        ("key",): (kv_heads, head_dim, width),
-        ("value",): (kv_heads, v_head_dim, width),
+        ("key",): (kv_heads, head_dim, width) if stores else None,
+        ("value",): (kv_heads, v_head_dim, width) if has_values else None,
         ("out",): (heads, v_head_dim, width),
         ("gate",): (heads, v_head_dim, width) if config.attention_gate else None,
         ("query_bias",): (heads, head_dim) if bias else None,
-        ("key_bias",): (kv_heads, head_dim) if bias else None,
-        ("value_bias",): (kv_heads, v_head_dim) if bias else None,
+        ("key_bias",): (kv_heads, head_dim) if bias and stores else None,
+        ("value_bias",): (kv_heads, v_head_dim) if bias and has_values else None,
         ("out_bias",): (width,) if config.out_bias else None,
         ("sinks",): (heads,) if config.sinks else None,
         ("position_fn", "query_norm"): query_norm if has_norms else None,
-        ("position_fn", "key_norm"): key_norm if has_norms else None,
+        ("position_fn", "key_norm"): key_norm if has_norms and stores else None,
     }
 
 
@@ -122,6 +138,9 @@ def _expert_shapes(config: DecoderConfig) -> Shapes:
         ("router_bias",): (count,) if bias else None,
         ("choice_bias",): (count,) if experts.choice_bias else None,
         ("shared_gate",): (1, width) if experts.shared_gate else None,
+        ("norm",): (width,) if experts.beside_mlp else None,
+        ("router_norm",): (width,) if experts.beside_mlp else None,
+        ("weight_scale",): (count,) if experts.beside_mlp else None,
         ("gate",): (count, width, mlp_dim),
         ("up",): (count, width, mlp_dim),
         ("down",): (count, mlp_dim, width),

@@ -8,7 +8,7 @@ line below; new decoder features become named options in `jaxkv.models.config`. 
 from jaxkv.models.families.experts import deepseek, glm4_moe, gpt_oss, llama4, minimax_m2, mixtral, qwen2_moe, qwen3_moe
 from jaxkv.models.families.family import Family as Family
 from jaxkv.models.families.hybrid import granitemoehybrid, lfm2, qwen3_5, qwen3_next
-from jaxkv.models.families.postnorm import exaone4, gemma2, gemma3, glm4, olmo2, olmo3
+from jaxkv.models.families.postnorm import exaone4, gemma2, gemma3, gemma4, glm4, olmo2, olmo3
 from jaxkv.models.families.prenorm import (
     ernie4_5,
     granite,
@@ -52,6 +52,8 @@ FAMILIES: dict[str, Family] = {
     "phi3": phi3.FAMILY,
     "gemma3": gemma3.NESTED_FAMILY,
     "qwen3_next": qwen3_next.FAMILY,
+    "gemma4_text": gemma4.FAMILY,
+    "gemma4": gemma4.NESTED_FAMILY,
     "llama4_text": llama4.FAMILY,
     "llama4": llama4.NESTED_FAMILY,
     "qwen3_5_text": qwen3_5.FAMILY,

@@ -58,7 +58,9 @@ def make_nested(
         if skipped.match(name):
             return None
         name = PREFIX.sub(lambda found: "model." if found[0].startswith("model.") else "", name, count=1)
-        return texts[first].name_tensor(name, config)
+        text = config.get("text_config")
+        text = text if isinstance(text, Mapping) else {}
+        return texts.get(str(text.get("model_type")), texts[first]).name_tensor(name, text)
 
     return Family(
         parse=texts[first].parse, render=texts[first].render, flatten=flatten, name_tensor=name_tensor,

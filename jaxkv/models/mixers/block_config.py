@@ -197,6 +197,8 @@ class BlockConfig:
     mixer: Mixer | None = None
     attention: bool | None = None  # default: where there is no mixer
     mlp: bool = True  # or experts
+    mlp_dim: int | None = None  # default: the config's
+    values_are_keys: bool = False  # before their norm and rotation; there is no projection of values
 
     def __post_init__(self):
         if self.attention is None:

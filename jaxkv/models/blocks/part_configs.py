@@ -1,0 +1,117 @@
+"""The configs of a decoder's parts that not all families have."""
+
+import dataclasses
+from typing import Literal
+
+from jaxkv._core.config.validation import integer, real
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Latent attention (MLA), as in DeepSeek.
+
+    Fields:
+      rank, rope_dim: sizes of a latent row's two fields: the compressed keys and values, and a rotated key.
+      nope_dim, value_dim: sizes of the unrotated entries of a head's key, and of its value.
+      query_rank: rank of the compressed queries; None: queries are projected from the token itself.
+
+    >>> LatentConfig(rank=512, rope_dim=64, nope_dim=128, value_dim=128).width
+    576
+    """
+
+    rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    query_rank: int | None = None
+
+    def __post_init__(self):
+        for name in ("rank", "rope_dim", "nope_dim", "value_dim", "query_rank"):
+            if name != "query_rank" or self.query_rank is not None:
+                object.__setattr__(self, name, integer(name, getattr(self, name), least=1))
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim must be even, so that its entries can be paired, not {self.rope_dim}.")
+
+    @property
+    def width(self) -> int:
+        """Entries of a latent row."""
+        return self.rank + self.rope_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a layer, and how tokens are routed to them.
+
+    Fields:
+      count, per_token: number of experts, and of experts chosen for each token.
+      mlp_dim: hidden width of one expert.
+      scores: from the logits: a softmax over all experts, or over the chosen ones, or a sigmoid of each.
+      normalise: divide the chosen experts' scores by their sum; then `scale` multiplies them.
+      groups, groups_per_token: number of expert groups, and of the groups among which a token is routed. A group is
+        rated by its best expert, or with a sigmoid by the sum of its best two.
+      bias: router and experts have biases. choice_bias: a further bias for each expert that affects the choice alone.
+      shared_dim: hidden width of an MLP that also processes all tokens; 0: none.
+      weigh_inputs: multiply an expert's input by the token's weight, not its output.
+      shared_gate: multiply that MLP's output by the sigmoid of a projection of the token to one number.
+      beside_mlp: the experts stand beside the block's MLP, not in its place. Both have a norm behind, before they are
+        added up; the experts and the router have norms of their own before; and a learned factor of each expert
+        multiplies its weight (Gemma 4).
+      limit, alpha: with a limit, gates are clipped from above and `up` to `[-limit, limit]`, and the output is
+        `down((up + 1) * gate * sigmoid(alpha * gate))`.
+
+    >>> ExpertsConfig(count=32, per_token=4, mlp_dim=2880).scores
+    'softmax'
+    """
+
+    count: int
+    per_token: int
+    mlp_dim: int
+    scores: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
+    normalise: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    bias: bool = False
+    choice_bias: bool = False
+    weigh_inputs: bool = False
+    shared_dim: int = 0
+    shared_gate: bool = False
+    beside_mlp: bool = False
+    limit: float | None = None
+    alpha: float = 1.702
+
+    def __post_init__(self):
+        for name in ("count", "per_token", "mlp_dim", "groups", "groups_per_token"):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least=1))
+        integer("shared_dim", self.shared_dim, least=0)
+        real("scale", self.scale, above=0)
+        real("alpha", self.alpha, above=0)
+        if self.limit is not None:
+            real("limit", self.limit, above=0)
+        size, least = self.count // self.groups, 2 if self.scores == "sigmoid" and self.groups > 1 else 1
+        if self.count % self.groups or size < least or self.groups_per_token > self.groups:
+            raise ValueError(
+                f"{self.count} experts cannot lie in {self.groups} groups of {least} or more, of which a token goes to "
+                f"{self.groups_per_token}."
+            )
+        if self.per_token > size * self.groups_per_token:
+            raise ValueError(
+                f"A token cannot go to {self.per_token} experts where {size * self.groups_per_token} are within its "
+                "reach."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerLayerConfig:
+    """Embeddings of their own for each layer (Gemma 3n and 4): of `dim` entries, from a table of `vocab_size` tokens.
+
+    >>> PerLayerConfig(dim=256, vocab_size=262_144).dim
+    256
+    """
+
+    dim: int
+    vocab_size: int
+
+    def __post_init__(self):
+        for name in ("dim", "vocab_size"):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least=1))
