@@ -1,1 +1,1 @@
-"""Parts of blocks that a few families have, one module each. Imported by the decoder and its layers."""
+"""The blocks of a decoder, and parts that a few families have, one module each. Imported by the decoder."""
