@@ -161,6 +161,15 @@ FIXTURES |= {
         **{k: v for k, v in TINY.items() if k != "intermediate_size"}, **DELTA, layer_types=LINEAR_FIRST[:2],
         moe_intermediate_size=24, num_experts=6, num_experts_per_tok=3, shared_expert_intermediate_size=20,
     ),
+    "olmo_hybrid": transformers.OlmoHybridConfig(
+        **NARROW | dict(num_hidden_layers=3), **DELTA, layer_types=LINEAR_FIRST,
+        rope_parameters=dict(rope_type="default", rope_theta=None),
+    ),
+    "kimi_linear": transformers.KimiLinearConfig(
+        **{k: v for k, v in LATENT.items() if k not in ("first_k_dense_replace", "n_routed_experts")},
+        layer_types=LINEAR_FIRST, mlp_layer_types=["dense", "sparse", "sparse"], num_local_experts=6, q_lora_rank=None,
+        n_shared_experts=1, routed_scaling_factor=2.5, linear_head_dim=8, linear_num_heads=3, pad_token_id=None,
+    ),
     "lfm2": transformers.Lfm2Config(
         **NARROW | dict(num_hidden_layers=3), layer_types=["conv", "full_attention", "conv"], conv_bias=True,
         block_multiple_of=16,
@@ -221,7 +230,7 @@ ORDER = ["gemma2", "gemma3", "llama", "llama3", "llama_linear", "mistral", "qwen
          "hunyuan_v1_dense", "glm4_moe", "minimax_m2", "ministral3", "qwen3_next", "llama4", "gemma4",
          "gemma4_experts"]  # fmt: skip
 SEEDS = {name: i for i, name in enumerate(ORDER)} | {"glm4": 101}
-HYBRID = ["lfm2", "granitemoehybrid", "granitemoehybrid_dense", "qwen3_5", "qwen3_5_moe"]
+HYBRID = ["lfm2", "granitemoehybrid", "granitemoehybrid_dense", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear"]
 SEEDS |= {name: 200 + i for i, name in enumerate(HYBRID)}
 OLD_YARN = {name: value for name, value in YARN.items() if name not in ("rope_type", "rope_theta")}
 FP8_BLOCK = 16  # DeepSeek publishes blocks of 128
@@ -335,6 +344,8 @@ OLD_FORMS = {
         ["rope_parameters", "layer_types"], dict(rope_theta=10_000.0, layer_types=["mamba", "attention"]),
     ),
     "qwen3_5": ([], {}),
+    "kimi_linear": ([], {}),
+    "olmo_hybrid": (["rope_parameters"], dict(rope_theta=None, rope_scaling=None)),
     "qwen3_5_moe": (
         ["layer_types"],
         dict(full_attention_interval=2, attn_output_gate=True, mamba_ssm_dtype="float32", mtp_num_hidden_layers=1,

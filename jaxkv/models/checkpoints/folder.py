@@ -98,8 +98,8 @@ def read_published(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any],
     """
     family = FAMILIES.get(config.get("model_type", ""), FAMILIES["llama"])
     named = {family.name_tensor(name, config): tensor for name, tensor in tensors.items()}
-    parts = [family.split(name, tensor) for name, tensor in named.items() if name is not None]
-    return dequantize({name: tensor for part in parts for name, tensor in part.items()}, config, where)
+    kept = {name: tensor for name, tensor in named.items() if name is not None}
+    return dequantize(family.repack(kept), config, where)
 
 
 def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -84,7 +84,7 @@ class Family:
         the number of an expert.
       flatten: moves the fields of a nested text model to the top.
       name_tensor: returns a checkpoint tensor's name in the text model, given its config.json; None: skipped.
-      split: returns the tensors that a tensor of some checkpoints holds, by name; mostly itself.
+      repack: returns a checkpoint's tensors with those that it holds together, or apart, as `tensors` has them.
     """
 
     parse: Callable[[Fields], DecoderConfig]
@@ -93,7 +93,7 @@ class Family:
     tensors: Mapping[str, str | Columns | Rows | AsStored | Section] = dataclasses.field(default_factory=dict)
     flatten: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = lambda config, where: config
     name_tensor: Callable[[str, Mapping[str, Any]], str | None] = lambda name, config: name
-    split: Callable[[str, Any], Mapping[str, Any]] = lambda name, tensor: {name: tensor}
+    repack: Callable[[dict[str, Any]], dict[str, Any]] = lambda tensors: tensors
 
 
 def read_num_layers(fields: Fields) -> int:

@@ -37,14 +37,22 @@ def every_fourth(num_layers: int, interval: int = 4) -> list[str]:
     return [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)]
 
 
-def read_delta(fields: Fields, eps: float) -> DeltaConfig:
-    """Reads the sizes of a gated delta net, with Qwen's defaults."""
+def read_delta(
+    fields: Fields, *, heads: tuple[int, int] = (16, 32), key_dim: int = 128, value_dim: int | None = 128, **values: Any
+) -> DeltaConfig:
+    """Reads the sizes of a gated delta net. The defaults are Qwen's; a width of values of None is twice that of keys.
+
+    Args:
+      heads: of keys, and of values.
+      values: other fields of the config.
+    """
+    key_dim = fields.size("linear_key_head_dim", key_dim, None, most=MOST_DIM) or key_dim
+    value_dim = 2 * key_dim if value_dim is None else value_dim
     return DeltaConfig(
-        key_heads=fields.size("linear_num_key_heads", 16, most=MOST_HEADS),
-        value_heads=fields.size("linear_num_value_heads", 32, most=MOST_HEADS),
-        key_dim=fields.size("linear_key_head_dim", 128, most=MOST_DIM),
-        value_dim=fields.size("linear_value_head_dim", 128, most=MOST_DIM),
-        width=fields.size("linear_conv_kernel_dim", 4, least=2, most=MOST_DIM), norm_eps=eps,
+        key_heads=fields.size("linear_num_key_heads", heads[0], None, most=MOST_HEADS) or heads[0],
+        value_heads=fields.size("linear_num_value_heads", heads[1], None, most=MOST_HEADS) or heads[1],
+        key_dim=key_dim, value_dim=fields.size("linear_value_head_dim", value_dim, None, most=MOST_DIM) or value_dim,
+        width=fields.size("linear_conv_kernel_dim", 4, least=2, most=MOST_DIM), **values,
     )  # fmt: skip
 
 
@@ -177,3 +185,14 @@ def delta_names(prefix: str) -> dict[str, Any]:
         "mixer.decay_bias": f"{prefix}.dt_bias", "mixer.norm": f"{prefix}.norm.weight",
         "mixer.out": f"{prefix}.out_proj.weight",
     }  # fmt: skip
+
+
+def join_convs(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Returns the kernels of queries, keys and values as one tensor, where a checkpoint has three."""
+    tensors = dict(tensors)
+    for first in [name for name in tensors if name.endswith(".q_conv1d.weight")]:
+        prefix = first.removesuffix("q_conv1d.weight")
+        names = [f"{prefix}{kind}_conv1d.weight" for kind in "qkv"]
+        if all(name in tensors for name in names):
+            tensors[f"{prefix}conv1d.weight"] = np.concatenate([np.asarray(tensors.pop(name)) for name in names])
+    return tensors

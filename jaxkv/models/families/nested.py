@@ -64,6 +64,6 @@ def make_nested(
 
     return Family(
         parse=texts[first].parse, render=texts[first].render, flatten=flatten, name_tensor=name_tensor,
-        split=texts[first].split,
+        repack=texts[first].repack,
         architectures=(architecture, *(name for family in texts.values() for name in family.architectures)),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.models.config import DecoderConfig
-from jaxkv.models.config_fields import MOST_DIM, Fields
+from jaxkv.models.config_fields import MOST_HEADS, Fields
 from jaxkv.models.families.experts.qwen2_moe import TENSORS as EXPERTS
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.hybrid.qwen3_next import name_tensor, read_experts, read_qwen_next, render_qwen_next
@@ -54,9 +54,13 @@ def _read(fields: Fields, **defaults: int) -> dict[str, Any]:
     return read_qwen_next(fields, **defaults)
 
 
-def split(name: str, tensor: Any) -> Mapping[str, Any]:
-    """Returns the tensors of all experts that a tensor `[experts, outputs, inputs]` of published checkpoints holds."""
-    if (found := FUSED.fullmatch(name)) is None or tensor.ndim != 3 or len(tensor) > MOST_DIM:
+def repack(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Returns the tensors of each expert for those that hold all of a layer, `[experts, outputs, inputs]`."""
+    return {part: x for name, tensor in tensors.items() for part, x in _split(name, tensor).items()}
+
+
+def _split(name: str, tensor: Any) -> dict[str, Any]:
+    if (found := FUSED.fullmatch(name)) is None or tensor.ndim != 3 or len(tensor) > MOST_HEADS:
         return {name: tensor}
     kinds = ("down",) if found[2] == "down" else ("gate", "up")
     size = tensor.shape[1] // len(kinds)
@@ -72,7 +76,7 @@ FAMILY = Family(
 )  # fmt: skip
 MOE_FAMILY = Family(
     parse=parse_moe, render=render_qwen_next, architectures=("Qwen3_5MoeForCausalLM",), tensors=TENSORS,
-    name_tensor=name_tensor, split=split,
+    name_tensor=name_tensor, repack=repack,
 )  # fmt: skip
 NESTED_FAMILY = make_nested({"qwen3_5_text": FAMILY}, "Qwen3_5ForConditionalGeneration")
 NESTED_MOE_FAMILY = make_nested({"qwen3_5_moe_text": MOE_FAMILY}, "Qwen3_5MoeForConditionalGeneration")

@@ -63,7 +63,7 @@ def read_qwen_next(fields: Fields, *, num_kv_heads: int = 2, mlp_dim: int = 5632
     kinds = read_kinds(fields, every_fourth(num_layers, fields.size("full_attention_interval", 4)))
     rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0, partial=0.25)[FULL]
     return common | dict(
-        blocks=mix(kinds, read_delta(fields, common["norm_eps"])), ropes=(rope,) * num_layers, qk_norm=True,
+        blocks=mix(kinds, read_delta(fields, norm_eps=common["norm_eps"])), ropes=(rope,) * num_layers, qk_norm=True,
         norm_offset=1.0, attention_gate=True,
     )  # fmt: skip
 

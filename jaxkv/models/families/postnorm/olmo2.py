@@ -22,9 +22,10 @@ def parse(fields: Fields) -> DecoderConfig:
     return DecoderConfig(**common, windows=(None,) * num_layers, ropes=(rope,) * num_layers)
 
 
-def read_olmo(fields: Fields) -> dict[str, Any]:
-    """Reads the fields common to OLMo 2 and 3, as arguments of `DecoderConfig`."""
-    common, has_bias = read_common(fields, num_kv_heads=(None,), norm_eps=1e-5), fields.flag("attention_bias", False)
+def read_olmo(fields: Fields, *, norm_eps: float = 1e-5) -> dict[str, Any]:
+    """Reads the fields common to OLMo 2, 3 and hybrid, as arguments of `DecoderConfig`."""
+    common = read_common(fields, num_kv_heads=(None,), norm_eps=norm_eps)
+    has_bias = fields.flag("attention_bias", False)
     return common | dict(
         qk_norm=True, qk_norm_over="all_heads", pre_norms=False, post_norms=True, qkv_bias=has_bias,
         out_bias=has_bias,
