@@ -344,7 +344,14 @@ OLD_FORMS = {
         ["rope_parameters", "layer_types"], dict(rope_theta=10_000.0, layer_types=["mamba", "attention"]),
     ),
     "qwen3_5": ([], {}),
-    "kimi_linear": ([], {}),
+    "kimi_linear": (
+        ["layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim",
+         "qk_head_dim"],
+        dict(linear_attn_config=dict(full_attn_layers=[2], kda_layers=[1, 3], head_dim=8, num_heads=3,
+                                     short_conv_kernel_size=4),
+             first_k_dense_replace=1, mla_use_nope=True, moe_router_activation_func="sigmoid", moe_layer_freq=1,
+             rope_theta=10_000.0, rope_scaling=None, use_grouped_topk=True, head_dim=72, num_nextn_predict_layers=0),
+    ),
     "olmo_hybrid": (["rope_parameters"], dict(rope_theta=None, rope_scaling=None)),
     "qwen3_5_moe": (
         ["layer_types"],

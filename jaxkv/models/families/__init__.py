@@ -7,7 +7,7 @@ line below; new decoder features become named options in `jaxkv.models.config`. 
 
 from jaxkv.models.families.experts import deepseek, glm4_moe, gpt_oss, llama4, minimax_m2, mixtral, qwen2_moe, qwen3_moe
 from jaxkv.models.families.family import Family as Family
-from jaxkv.models.families.hybrid import granitemoehybrid, lfm2, olmo_hybrid, qwen3_5, qwen3_next
+from jaxkv.models.families.hybrid import granitemoehybrid, kimi_linear, lfm2, olmo_hybrid, qwen3_5, qwen3_next
 from jaxkv.models.families.postnorm import exaone4, gemma2, gemma3, gemma4, glm4, olmo2, olmo3
 from jaxkv.models.families.prenorm import (
     ernie4_5,
@@ -62,5 +62,6 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe": qwen3_5.NESTED_MOE_FAMILY,
     "lfm2": lfm2.FAMILY,
     "olmo_hybrid": olmo_hybrid.FAMILY,
+    "kimi_linear": kimi_linear.FAMILY,
     "granitemoehybrid": granitemoehybrid.FAMILY,
 }

@@ -21,16 +21,8 @@ GREEDY, IN_GROUPS, BALANCED = "greedy", "group_limited_greedy", "noaux_tc"
 def parse(fields: Fields) -> DecoderConfig:
     num_layers, common, v3 = read_num_layers(fields), read_common(fields, num_kv_heads=(None,)), fields.family != V2
     has_bias = fields.flag("attention_bias", False)
-    latent = LatentConfig(
-        rank=fields.size("kv_lora_rank", 512, most=MOST_DIM),
-        rope_dim=fields.size("qk_rope_head_dim", 64, most=MOST_DIM),
-        nope_dim=fields.size("qk_nope_head_dim", 128, most=MOST_DIM),
-        value_dim=fields.size("v_head_dim", 128, most=MOST_DIM),
-        query_rank=fields.size("q_lora_rank", 1536, None, most=MOST_DIM),
-    )
+    latent = read_latent(fields, query_rank=1536)
     head_dim = latent.nope_dim + latent.rope_dim
-    if (written := fields.size("qk_head_dim", head_dim)) != head_dim:
-        raise fields.refuse("qk_head_dim", written, f"the sum of qk_nope_head_dim and qk_rope_head_dim, {head_dim}")
     interleaved = fields.flag("rope_interleave", True) if v3 else True
     rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0, interleaved=interleaved)[FULL]
     dense = fields.size("first_k_dense_replace", 3 if v3 else 0, least=0)
@@ -46,6 +38,29 @@ def parse(fields: Fields) -> DecoderConfig:
         qkv_bias=has_bias, out_bias=has_bias, mlp_bias=False if v3 else fields.flag("mlp_bias", False),
         experts=experts if any(expert_layers) else None, expert_layers=expert_layers if any(expert_layers) else (),
     ))  # fmt: skip
+
+
+def read_latent(fields: Fields, *, query_rank: int | None) -> LatentConfig:
+    """Reads the sizes of latent attention, with a family's default rank of queries."""
+    latent = LatentConfig(
+        rank=fields.size("kv_lora_rank", 512, most=MOST_DIM),
+        rope_dim=fields.size("qk_rope_head_dim", 64, most=MOST_DIM),
+        nope_dim=fields.size("qk_nope_head_dim", 128, most=MOST_DIM),
+        value_dim=fields.size("v_head_dim", 128, most=MOST_DIM),
+        query_rank=fields.size("q_lora_rank", query_rank, None, most=MOST_DIM),
+    )
+    head_dim = latent.nope_dim + latent.rope_dim
+    if (written := fields.size("qk_head_dim", head_dim)) != head_dim:
+        raise fields.refuse("qk_head_dim", written, f"the sum of qk_nope_head_dim and qk_rope_head_dim, {head_dim}")
+    return latent
+
+
+def render_latent(latent: LatentConfig) -> dict[str, Any]:
+    """Writes what `read_latent` reads. Configs call the rotated entries of a head its width."""
+    return {
+        "kv_lora_rank": latent.rank, "qk_rope_head_dim": latent.rope_dim, "qk_nope_head_dim": latent.nope_dim,
+        "v_head_dim": latent.value_dim, "q_lora_rank": latent.query_rank, "head_dim": latent.rope_dim,
+    }  # fmt: skip
 
 
 def _read_experts(fields: Fields, v3: bool) -> ExpertsConfig:
@@ -78,10 +93,8 @@ def _read_experts(fields: Fields, v3: bool) -> ExpertsConfig:
 def render(config: DecoderConfig) -> dict[str, Any]:
     latent, experts, v3 = config.latent, config.experts, config.family == V3
     assert latent is not None
-    fields = render_common(config) | {
+    fields = render_common(config) | render_latent(latent) | {
         "rope_parameters": render_rope(config.ropes[0]), "attention_bias": config.out_bias,
-        "kv_lora_rank": latent.rank, "qk_rope_head_dim": latent.rope_dim, "qk_nope_head_dim": latent.nope_dim,
-        "v_head_dim": latent.value_dim, "q_lora_rank": latent.query_rank, "head_dim": latent.rope_dim,
         "first_k_dense_replace": config.expert_layers.count(False) if experts else config.num_layers,
     }  # fmt: skip
     if v3:
