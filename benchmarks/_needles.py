@@ -101,40 +101,54 @@ def make_config(layers: Any, dtype: str = "float32") -> jaxkv.CacheConfig:
                              max_tokens=room + ROWS * apart)  # fmt: skip
 
 
-def measure(model: Any, text: Any, words: list[int]) -> Iterator[dict[str, Any]]:
-    """Yields a row for each way: what was kept or read, and how many needles were found at each length."""
-    plain, bos = model.layer_configs, model.config.bos_id
-    hays = {length: hide(text, bos, words, length, length) for length in LENGTHS}
-    narrow = Windowed(model, tuple(
-        layer if layer.window else dataclasses.replace(layer, window=WINDOW, sink_tokens=SINKS) for layer in plain
-    ))  # fmt: skip
-    plainly: list[tuple[str, Any, jaxkv.CacheConfig]] = [
-        *((f"stored as {kind}", model, make_config(plain, kind)) for kind in KINDS),
-        (f"window of {WINDOW}, {SINKS} sink tokens", narrow, make_config(narrow.layer_configs)),
-    ]
-    for name, decoder, config in plainly:
-        row: dict[str, Any] = {"way": name}
-        for length, hay in hays.items():
-            cache = read_ends(decoder, prepare(decoder, config, hay), hay.ends[:, :-1])
-            row[f"found at {length}"] = count_found(decoder, text, cache, hay)
-        yield row
-    rows: dict[tuple[str, float], dict[str, Any]] = {}
-    config = make_config([dataclasses.replace(layer, bounds=layer.window is None) for layer in plain])
-    for length, hay in hays.items():
-        cache = read_ends(model, prepare(model, config, hay), hay.ends[:, :-1])
-        for share in SHARES:
-            less = read_chosen_blocks(model, int(length * share) // BLOCK)
-            row = rows.setdefault(("quest", share), {"way": "quest", "share": share})
-            row[f"found at {length}"] = count_found(less, text, cache, hay)
-    score_step, unrolled = jax.jit(_thinning.score_step, donate_argnames="cache"), unroll(model)
-    config = make_config(_thinning.evicting(plain, "layer"))
-    for length, hay in hays.items():
-        cache = prepare(model, config, hay)
-        _, cache, worth = score_step(unrolled, cache, hay.ends[:, :-1], np.full(ROWS, ASKED - 1, np.int32))
-        for name, score in worth.items():
-            for share in SHARES:
-                thinned = _thinning.thin(cache, score, jnp.int32(length * share))
-                jaxkv.check(thinned)
-                row = rows.setdefault((name, share), {"way": name, "share": share})
-                row[f"found at {length}"] = count_found(model, text, thinned, hay)
-    yield from rows.values()
+class Search:
+    """What the searches share: Gemma 3, and a haystack of each length."""
+
+    def __init__(self, model: Any, text: Any, words: list[int]):
+        self.model, self.text, self.plain = model, text, model.layer_configs
+        self.hays = {length: hide(text, model.config.bos_id, words, length, length) for length in LENGTHS}
+
+    def find_stored(self) -> Iterator[dict[str, Any]]:
+        """Yields how many needles are found at each length, for each kind of storage and for windows with sinks."""
+        narrow = Windowed(self.model, tuple(
+            layer if layer.window else dataclasses.replace(layer, window=WINDOW, sink_tokens=SINKS)
+            for layer in self.plain
+        ))  # fmt: skip
+        ways: list[tuple[str, Any, jaxkv.CacheConfig]] = [
+            *((f"stored as {kind}", self.model, make_config(self.plain, kind)) for kind in KINDS),
+            (f"window of {WINDOW}, {SINKS} sink tokens", narrow, make_config(narrow.layer_configs)),
+        ]
+        for name, model, config in ways:
+            row: dict[str, Any] = {"way": name}
+            for length, hay in self.hays.items():
+                cache = read_ends(model, prepare(model, config, hay), hay.ends[:, :-1])
+                row[f"found at {length}"] = count_found(model, self.text, cache, hay)
+            yield row
+
+    def find_chosen(self) -> Iterator[dict[str, Any]]:
+        """Yields how many are found while Quest chooses the blocks that each token of an answer reads."""
+        layers = [dataclasses.replace(layer, bounds=layer.window is None) for layer in self.plain]
+        rows = {share: {"way": "quest", "share": share} for share in SHARES}
+        for length, hay in self.hays.items():
+            cache = read_ends(self.model, prepare(self.model, make_config(layers), hay), hay.ends[:, :-1])
+            for share, row in rows.items():
+                model = read_chosen_blocks(self.model, int(length * share) // BLOCK)
+                row[f"found at {length}"] = count_found(model, self.text, cache, hay)
+        yield from rows.values()
+
+    def find_kept(self) -> Iterator[dict[str, Any]]:
+        """Yields how many are found after an eviction by each score, which saw the question but for its last token."""
+        score_step, unrolled = jax.jit(_thinning.score_step, donate_argnames="cache"), unroll(self.model)
+        config = make_config(_thinning.evicting(self.plain, "layer"))
+        counts = np.full(ROWS, ASKED - 1, np.int32)
+        rows: dict[tuple[str, float], dict[str, Any]] = {}
+        for length, hay in self.hays.items():
+            cache = prepare(self.model, config, hay)
+            _, cache, worth = score_step(unrolled, cache, hay.ends[:, :-1], counts)
+            for name, score in worth.items():
+                for share in SHARES:
+                    thinned = _thinning.thin(cache, score, jnp.int32(length * share))
+                    jaxkv.check(thinned)
+                    row = rows.setdefault((name, share), {"way": name, "share": share})
+                    row[f"found at {length}"] = count_found(self.model, self.text, thinned, hay)
+        yield from rows.values()

@@ -196,7 +196,9 @@ def needles(model: Any, documents: np.ndarray) -> Iterator[dict[str, Any]]:
     """Of 8 numbers hidden in English, how many Gemma 3 gives back, at each length."""
     model, text = load_gemma3()
     words = text.encode("\n".join(pydoc_data.topics.topics.values()), special=False)
-    yield from _needles.measure(model, text, words)
+    search = _needles.Search(model, text, words)
+    for rows in (search.find_stored(), search.find_chosen(), search.find_kept()):
+        yield from rows
 
 
 def save_part(name: str, documents: np.ndarray, began: float, rows: list[dict[str, Any]]) -> None:
