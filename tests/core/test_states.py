@@ -350,7 +350,7 @@ REFUSED = {
     "counts tokens up to max_seq_len": lambda: make_config(
         dataclasses.replace(ATTENTION, window=4), SPACE, snapshot_every=4
     ),
-    "A PrefixCache takes no": lambda: jaxkv.PrefixCache(make_config()),
+    "A PrefixCache with disk= takes no": lambda: jaxkv.PrefixCache(make_config(), disk=".", disk_bytes=1),
 }
 
 

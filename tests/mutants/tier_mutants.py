@@ -62,7 +62,7 @@ MUTANTS = {
     ),
     "an old match is believed": (
         "test_an_older_cache_gets_what_it_has_and_nothing_else",
-        Plant("PrefixCache.adopt", "not is_known or self._index.usable(chain) < len(chain)", "False"),
+        Plant("PrefixCache.adopt_blocks", "not is_known or self._index.usable(chain) < len(chain)", "False"),
     ),
     "one block too many can be pinned": (
         "test_bad_input_is_refused_and_nothing_is_lost",

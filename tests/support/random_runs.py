@@ -51,6 +51,9 @@ SHAPES = [
     Shape(SEEN, draft="ngram", step_tokens=24, block_size=4),
     Shape(SEEN, draft="hybrid", step_tokens=24, block_size=4),
     Shape(SEEN, evict="streaming_llm", step_tokens=9),
+    Shape(SEEN, prefix_cache=True),
+    Shape(SEEN, prefix_cache=True, draft="hybrid", step_tokens=24, block_size=4),
+    Shape(SEEN, prefix_cache=True, steps_per_dispatch=4, step_tokens=16, block_size=4),
 ]
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._core.blocks.sharing import fork, share_first_blocks
+from jaxkv._core.blocks.state_slots import put_row_states
 from jaxkv._core.blocks.tables import free, release_windows
 from jaxkv._core.cache.cache import Cache
 from jaxkv._engine.programs.cache_program import cache_program
@@ -21,9 +22,9 @@ def measure_room(cache: Cache) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=16)
-def between_steps(structure: Any) -> tuple[Any, Any, Any, Any]:
-    """Compiles the programs between steps: free rows and blocks that left windows, restore a row, `fork`, and begin a
-    row with another's first blocks.
+def between_steps(structure: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """Compiles the programs between steps: free rows and blocks that left windows, restore a row, `fork`, begin a row
+    with another's first blocks, and give a row its states.
 
     A restored row shares its first `num_blocks` blocks with row `source`.
     """
@@ -43,5 +44,10 @@ def between_steps(structure: Any) -> tuple[Any, Any, Any, Any]:
     def begin_one(cache: Cache, src: jax.Array, dst: jax.Array, num_blocks: jax.Array) -> tuple[None, Cache]:
         return None, share_first_blocks(cache, src, dst, num_blocks)
 
-    settle_, swap_, fork_, begin_ = (cache_program(structure, f) for f in (settle, swap_one_in, fork_one, begin_one))
-    return settle_, swap_, fork_, begin_
+    def put_one(cache: Cache, row: jax.Array, states: Any) -> tuple[None, Cache]:
+        return None, put_row_states(cache, row, states)
+
+    settle_, swap_, fork_, begin_, put_ = (
+        cache_program(structure, f) for f in (settle, swap_one_in, fork_one, begin_one, put_one)
+    )
+    return settle_, swap_, fork_, begin_, put_

@@ -44,6 +44,10 @@ class Sequence:
     overtaken: int = 0  # how often a later sequence has begun before it
     adapter: int = 0  # the adapter that its keys and values depend on; 0: none
     offered: Any = None  # the node of a prefix cache up to which its blocks were offered
+    # With recurrent layers and a prefix cache: lengths at which its states are worth keeping, and states by the length
+    # they belong to; None: the prefix cache has had them.
+    points: set[int] = dataclasses.field(default_factory=set)
+    states: dict[int, Any] = dataclasses.field(default_factory=dict)
     shareable: float = math.inf  # leading tokens that may be shared, and kept in a prefix cache
     block_hashes: list[int] = dataclasses.field(default_factory=list)  # hashes of its full blocks, computed as needed
 

@@ -23,6 +23,7 @@ from jaxkv._engine.requests.block_accounting import Holdings, ThinnedHoldings
 from jaxkv._engine.requests.common_beginning import count_common_blocks
 from jaxkv._engine.requests.eviction_policy import Eviction
 from jaxkv._engine.requests.scheduler import Sequence
+from jaxkv._engine.runner.state_keeper import StateKeeper
 from jaxkv._tiers.host_tier import swap_out
 from jaxkv._tiers.prefix_cache.match import Match
 from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
@@ -65,7 +66,8 @@ class CacheManager:
         parts = (tables.parts for tables in self.cache.tables)
         self.holdings = Holdings(config) if eviction is None else ThinnedHoldings(config, eviction, parts)
         self._structure = jax.tree.structure(self.cache)
-        self._settle, self._swap_in, self._fork, self._begin = between_steps(self._structure)
+        self._settle, self._swap_in, self._fork, self._begin, self._put_states = between_steps(self._structure)
+        self.states = StateKeeper(config, prefix)
         self.seconds_per_token: float | None = None  # of the fastest step so far
         self.counts: collections.Counter[str] = collections.Counter()
         self._begin_empty()
@@ -149,7 +151,12 @@ class CacheManager:
         """Returns functions that compile the programs between steps when called in order."""
         rows = np.array([[0], [self.config.max_seqs]], np.int32)  # no such row: ignored
         calls = [self.flush, lambda: self.call(self._fork, *rows)]
+        if self.states.is_needed:
+            calls += self.states.warm(lambda: self.cache, self._warm_states)
         return calls if self.prefix is None else [*calls, lambda: warm(self.cache)]
+
+    def _warm_states(self, states: Any) -> None:
+        self.call(self._put_states, np.array([self.config.max_seqs], np.int32), states)  # no such row: ignored
 
     def measured(self, room: Room, taken: int, clock: int) -> None:
         """Records the room as of earlier values of `taken` and `clock`."""
@@ -341,7 +348,8 @@ class CacheManager:
 
     def until(self, sequence: Sequence) -> float:
         """Returns the tokens that can be computed before its row must evict."""
-        return self.holdings.next_point(sequence.prompt, sequence.cached) - sequence.cached
+        point = min(self.holdings.next_point(sequence.prompt, sequence.cached), self.states.next_point(sequence))
+        return point - sequence.cached
 
     # Sequences.
 
@@ -357,6 +365,7 @@ class CacheManager:
         row = self._take_row(must_be_empty=is_there)
         sequence.row = row
         self._note_begun(sequence)
+        self.states.begin(sequence, 0 if match is None else match.num_known)
         first = shared // self.block_size
         beside = np.int32(0 if source is None or source.row is None else source.row)
         if sequence.host is not None:
@@ -371,15 +380,18 @@ class CacheManager:
         elif self.prefix is not None and match is not None and match.num_tokens:
             try:
                 try:
-                    self.cache = self.prefix.adopt(self.cache, row, match, donate=True)
+                    self.cache, states = self.prefix.adopt_blocks(self.cache, row, match, donate=True)
                 except ValueError:  # an interrupted call left the index ahead of the cache; now they agree
                     match = self._match(sequence)
-                    self.cache = self.prefix.adopt(self.cache, row, match, donate=True)
+                    self.cache, states = self.prefix.adopt_blocks(self.cache, row, match, donate=True)
             except OutOfBlocks:  # no room for blocks from the host
                 return
             sequence.cached = match.num_tokens
             self.taken += match.num_tokens // self.block_size
             self.clock += 1
+            if states:
+                sequence.states[sequence.cached] = None
+                self.call(self._put_states, np.array([row], np.int32), states)
 
     def _match(self, sequence: Sequence) -> Match:
         """Looks a sequence up in the prefix cache. Only its first lookup counts: later ones find its own blocks."""
@@ -415,18 +427,26 @@ class CacheManager:
         most = int(min(most, sequence.shareable, len(sequence.tokens)))
         if self.prefix is not None and most >= self.block_size:
             assert sequence.row is not None
+            states = self.states.hand_over(sequence, most)
             self.cache, sequence.offered = self.prefix.insert_more(
-                self.cache, sequence.row, sequence.tokens, most, sequence.offered, **sequence.identity
+                self.cache, sequence.row, sequence.tokens, most, sequence.offered, states=states, **sequence.identity
             )
+
+    def keep_states(self, sequence: Sequence) -> None:
+        """Keeps the states of a sequence's row for the prefix cache, if they are worth it."""
+        if self.states.is_due(sequence):
+            self.states.keep(sequence, self.cache)
 
     def retire(self, sequence: Sequence) -> None:
         """Frees a sequence's row for good."""
+        self.keep_states(sequence)
         self.offer(sequence)
         self._release(sequence)
 
     def set_back(self, sequence: Sequence) -> None:
         """Preempts a sequence. All its tokens must have been read."""
         self.counts["set_back"] += 1
+        self.keep_states(sequence)
         self.offer(sequence)
         if self._should_swap(sequence):
             self.counts["swapped_out"] += 1
@@ -475,7 +495,8 @@ class CacheManager:
         blocks; and that one."""
         most, source = 0, None
         for other, common in self._common(running, sequence):
-            if (shared := min(common, other.cached // self.block_size)) > most:
+            shared = min(common, other.cached // self.block_size)
+            if (shared := self.states.limit(other, shared)) > most:
                 most, source = shared, other
         return most * self.block_size, source
 

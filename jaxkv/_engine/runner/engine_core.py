@@ -256,6 +256,9 @@ class EngineCore:
     def _send(self) -> list[Sequence] | None:
         """Sends a step. Returns the sequences that get tokens by it; None: there was no step to send."""
         scheduler, residents = self.scheduler, self.residents
+        for sequence in scheduler.running:
+            residents.keep_states(sequence)
+        residents.states.note_partings(scheduler.running, scheduler.waiting.first())
         self._guess()
         try:
             step = scheduler.plan(certain=not self.pipeline.flights)
@@ -295,7 +298,7 @@ class EngineCore:
                 ready.append(sequence)
         guessed = self.drafter.guess(ready, self.pipeline.draft_tokens)
         for sequence, guesses in zip(ready, guessed, strict=True):
-            most = sequence.limit - sequence.length - 1
+            most = self.residents.states.limit_guesses(sequence, sequence.limit - sequence.length - 1)
             sequence.guesses, sequence.parents = guesses.tokens[:most], guesses.parents[:most]
 
     def _read(self, left: int) -> None:

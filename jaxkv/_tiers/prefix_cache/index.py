@@ -23,6 +23,7 @@ from jaxkv._core.state.state import NULL_BLOCK
 from jaxkv._files.blocks import BlockFiles
 from jaxkv._tiers.prefix_cache.ends import Ends, can_serve, needed, no_disk
 from jaxkv._tiers.prefix_cache.node import Node
+from jaxkv._tiers.prefix_cache.snapshots import Snapshots
 
 
 def is_on_disk(disk: BlockFiles, node: Node, group: int) -> bool:
@@ -44,11 +45,12 @@ class PrefixIndex:
 
     def __init__(
         self, config: CacheConfig, spill_bytes: int, hash_function: Callable[[Any], Hashable],
-        disk: BlockFiles | None = None, owner: bytes = b"",
+        disk: BlockFiles | None = None, owner: bytes = b"", snapshots: Snapshots | None = None,
     ):  # fmt: skip
         self.config, self.block_size = config, config.block_size
         self.spill_bytes, self.hash_function = spill_bytes, hash_function
         self.disk, self.owner = disk, owner  # the tier below the host; the model's name, for digests
+        self.snapshots = snapshots  # of recurrent layers; None: there are none
         self.block_bytes = [config.bytes_per_group_block(g) for g in range(len(config.groups))]
         self.nodes: dict[int, Node] = {}  # by label
         self.ends = Ends(
@@ -116,9 +118,13 @@ class PrefixIndex:
         return chain
 
     def usable(self, chain: Sequence[Node]) -> int:
-        """Returns how many nodes of a chain a row can adopt, so that every group has what the next token sees."""
+        """Returns how many nodes of a chain a row can adopt, so that every group has what the next token sees, and
+        recurrent layers have their states."""
         present = [np.array([node.has(g) for node in chain], bool) for g in range(len(self.kept))]
-        return int(np.flatnonzero(can_serve(self.config, present))[-1])
+        found = can_serve(self.config, present)
+        if self.snapshots is not None:
+            found[1:] &= np.array([self.snapshots.has(node) for node in chain], bool)
+        return int(np.flatnonzero(found)[-1])
 
     def use(self, chain: Sequence[Node]) -> None:
         """Records the use of a chain."""

@@ -24,3 +24,5 @@ class Match:
     num_tokens: int
     nodes: tuple[Node, ...] = dataclasses.field(repr=False)
     is_repeat: bool = dataclasses.field(default=False, repr=False)  # it counts in no statistics
+    # The tokens whose blocks are known, of which a row with states can adopt those up to a snapshot.
+    num_known: int = dataclasses.field(default=0, repr=False)

@@ -24,6 +24,7 @@ from jaxkv._tiers.prefix_cache.index import PrefixIndex, digest_of
 from jaxkv._tiers.prefix_cache.match import Match
 from jaxkv._tiers.prefix_cache.node import Node
 from jaxkv._tiers.prefix_cache.retained_blocks import count_unused, keep
+from jaxkv._tiers.prefix_cache.snapshots import Snapshots, find_snapshots, put_states
 from jaxkv._tiers.prefix_cache.transaction import Change
 
 
@@ -35,7 +36,9 @@ class PrefixCache:
     recently used first: call it before a step that may need more blocks than are free. (`jaxkv.Engine` does.)
 
     Each group of layers keeps the blocks that a next prompt needs of it. Layers with a sliding window or chunk need
-    only the last ones before a point where a prompt may go on: where one ended, or where prompts part.
+    only the last ones before a point where a prompt may go on: where one ended, or where prompts part. With recurrent
+    layers a prompt is found up to a snapshot of their states: `insert` keeps those of `CacheConfig.snapshot_every`, and
+    of the row's end where a block ends there. (`jaxkv.Engine` makes them where they pay.)
 
     Go on with the cache that each method returns. The cache itself records the contents of its kept blocks, so an older
     cache gets only blocks that it really has. An index whose call was interrupted, say by Ctrl-C, recovers with the
@@ -51,6 +54,9 @@ class PrefixCache:
         and those of another config, model or salt are never used.
       disk_bytes: the limit of bytes of all blocks in the folder; the least recently used are deleted.
       model: the name of the model, or a fingerprint. With `disk`, blocks of another model are not found.
+      snapshot_bytes: device memory beside the cache for states of recurrent layers, one snapshot for each end of a
+        prompt; those that save the fewest tokens go first. Default: a tenth of the cache's bytes; in a small cache
+        four snapshots a row, as far as they take no more than 64 MiB.
 
     Attributes:
       files: its files in the folder, or None. Pass them as `disk` to another index of the process, so that both count
@@ -76,12 +82,16 @@ class PrefixCache:
     def __init__(
         self, config: CacheConfig, *, spill_bytes: float = 0, max_pinned: float = 0.5,
         hash_function: Callable[[Any], Hashable] = hash, disk: str | os.PathLike | BlockFiles | None = None,
-        disk_bytes: float | None = None, model: str | None = None,
+        disk_bytes: float | None = None, model: str | None = None, snapshot_bytes: float | None = None,
     ):  # fmt: skip
         check_config(config)
         if config.contiguous:
             raise ValueError('A PrefixCache needs layout="paged": in the contiguous layout rows share no blocks.')
-        refuse_states(config, "A PrefixCache takes")
+        if disk is not None or disk_bytes is not None:
+            refuse_states(config, "A PrefixCache with disk= takes")
+        if snapshot_bytes is not None:
+            snapshot_bytes = real("snapshot_bytes", snapshot_bytes, least=0)
+        self.snapshot_bytes = snapshot_bytes
         refuse_evicting(config, "A PrefixCache takes", ("head",))
         if not callable(hash_function):
             raise ValueError(f"hash_function must be a function of a (hash, tokens) pair, not {show(hash_function)}.")
@@ -126,14 +136,16 @@ class PrefixCache:
         wanted = tokens[: max(len(tokens) - 1, 0)]
         if self.files is None:
             chain = self._index.look(root, wanted)
-            chain = chain[: self._index.usable(chain)]
+            known, chain = len(chain), chain[: self._index.usable(chain)]
         else:
             chain = recall(self._index, root, wanted)
+            known = len(chain)
         self._index.use(chain)
         if not is_repeat:
             self._counts["lookups"] += 1
             self._counts["tokens_asked"] += len(tokens)
-        return Match(len(chain) * self.config.block_size, tuple(chain), is_repeat)
+        size = self.config.block_size
+        return Match(len(chain) * size, tuple(chain), is_repeat, known * size)
 
     def known(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> int:
         """Returns how many tokens `match` would find without the disk; does not count as a lookup."""
@@ -141,7 +153,8 @@ class PrefixCache:
         return self._index.usable(chain) * self.config.block_size
 
     def adopt(self, cache: Cache, row: int, match: Match, *, donate: bool = False) -> Cache:
-        """Returns the cache with the matched prefix in an empty row. Blocks on the device are shared, not copied.
+        """Returns the cache with the matched prefix in an empty row. Blocks on the device are shared, not copied;
+        states of recurrent layers are copied.
 
         Args:
           donate: update the pools in place where blocks come back from the host; the given cache is donated. If the
@@ -152,6 +165,12 @@ class PrefixCache:
             has been evicted since, or this is an older cache.
           OutOfBlocks: no room for the blocks that come back from the host.
         """
+        cache, states = self.adopt_blocks(cache, row, match, donate=donate)
+        return put_states(cache, row, states) if states else cache
+
+    def adopt_blocks(self, cache: Cache, row: int, match: Match, *, donate: bool = False) -> tuple[Cache, Any]:
+        """Does `adopt` without the states of recurrent layers. Returns the cache, and the states `[1, ...]` that the
+        row is to have; none if there are no such layers, or no tokens."""
         cache = self._whole(cache)
         check_row(cache, row)
         if not isinstance(match, Match):
@@ -163,7 +182,7 @@ class PrefixCache:
                 "row, or free it first."
             )
         if not match.num_tokens:
-            return cache
+            return cache, ()
         change, chain = Change(self._index, cache), match.nodes
         is_known = all(node.label in self._index.nodes for node in chain)
         if not is_known or self._index.usable(chain) < len(chain):
@@ -175,7 +194,9 @@ class PrefixCache:
         change.restore(chain, columns, self._landing.put if donate else put)
         change.attach(row, chain, columns)
         saved = {} if match.is_repeat else {"hits": 1, "tokens_saved": match.num_tokens}
-        return self._commit(change, chain, counts=saved)
+        snapshots = self._index.snapshots
+        states = () if snapshots is None else snapshots.use(chain[-1])
+        return self._commit(change, chain, counts=saved), states
 
     def insert(
         self, cache: Cache, row: int, tokens: Sequence[int], *, salt: str | bytes | None = None,
@@ -196,17 +217,21 @@ class PrefixCache:
           IndexError: no such row. ValueError: tokens that are not integers, or a salt of the wrong type.
         """
         tokens = read_tokens(tokens)
-        return self.insert_more(cache, row, tokens, len(tokens), None, salt=salt, adapter=adapter)[0]
+        cache = self._whole(cache)
+        check_row(cache, row)
+        states = {n: read() for n, read in find_snapshots(cache, row, len(tokens)).items()}
+        return self.insert_more(cache, row, tokens, len(tokens), None, salt=salt, adapter=adapter, states=states)[0]
 
     def insert_more(
         self, cache: Cache, row: int, tokens: list[int], count: int, after: Node | None, *,
-        salt: str | bytes | None = None, adapter: str | None = None,
+        salt: str | bytes | None = None, adapter: str | None = None, states: Mapping[int, Any] | None = None,
     ) -> tuple[Cache, Node | None]:  # fmt: skip
         """Does `insert` of a row's first `count` tokens, for an engine whose rows grow: what was indexed is not looked
         at again.
 
         Args:
           after: the node that this method returned for the same row and tokens before, if any.
+          states: of recurrent layers, by the number of tokens that they have taken in, full blocks.
 
         Returns:
           The cache, and the node of the last full block.
@@ -230,7 +255,19 @@ class PrefixCache:
         chain = self._index.extend(root if after is None else after, more)
         held = [row_entries(own, skipped, self.config, group) for group, (own, skipped) in enumerate(tables)]
         change.offer(chain, [blocks[first:] for blocks in held])
-        return self._commit(change, chain, after=after), chain[-1] if chain else after
+        last = chain[-1] if chain else after
+        cache = self._commit(change, chain, after=after)
+        self._keep_states(last, states or {})
+        return cache, last
+
+    def _keep_states(self, last: Node | None, states: Mapping[int, Any]) -> None:
+        """Keeps states after tokens of the chain that ends at a node."""
+        index, size = self._index, self.config.block_size
+        if index.snapshots is None or last is None or not states:
+            return
+        nodes = {(node.depth + 1) * size: node for node in last.back() if node.label in index.nodes}
+        found = {nodes[n]: x for n, x in sorted(states.items()) if n in nodes and not index.snapshots.has(nodes[n])}
+        index.snapshots.add(found, index.nodes, [node for pinned in index.pinned for node in pinned])
 
     # Keeping it small.
 
@@ -361,6 +398,8 @@ class PrefixCache:
             "blocks_pinned": [self.pinned(g) for g in range(len(self.config.groups))],
             "host_bytes": self._index.host_bytes,
         }
+        if (snapshots := self._index.snapshots) is not None:
+            held |= {"snapshots": len(snapshots.held), "snapshot_bytes": snapshots.bytes}
         return self._counts | held | ({} if self.files is None else self.files.stats())
 
     def events(self) -> list[PrefixEvent]:
@@ -409,7 +448,8 @@ class PrefixCache:
         return whole
 
     def _empty_index(self) -> PrefixIndex:
-        return PrefixIndex(self.config, self.spill_bytes, self._hash_function, self.files, self._owner)
+        snapshots = Snapshots(self.config, self.snapshot_bytes) if self.config.recurrent_layers else None
+        return PrefixIndex(self.config, self.spill_bytes, self._hash_function, self.files, self._owner, snapshots)
 
     def _root(self, salt: Any, adapter: Any) -> Node:
         identity = read_identity(salt, adapter)
