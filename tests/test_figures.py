@@ -84,6 +84,13 @@ def said_of(line: str) -> list[str]:
         ],
         "`generate`, a random decoder": all_of("first, x", "{:.1f}x", loaded)
         + all_of("faster, second", "{:.1f}x", loaded),
+        "SmolLM2-135M on one core": [
+            form.format(row[key])
+            for key, form in (
+                ("8 rows x 96, tokens/s", "{:.0f}"), ("a token after 32, ms", "{:.0f}"),
+                ("a token after 2048, ms", "{:.0f}"), ("prompt of 2048, s", "{:.1f}"),
+            ) for row in measured("llama_cpp")
+        ],
         "`generate`, 200 prompts": [],  # of several runs: see below
     }  # fmt: skip
     (found,) = (figures for start, figures in by_line.items() if line.startswith(f"| {start}"))
