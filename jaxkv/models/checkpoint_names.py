@@ -94,7 +94,10 @@ def slots_of(path: tuple, shape: tuple[int, ...], config: DecoderConfig, num_sta
         place, *rest = rest
         layers = range(num_stacked + place, num_stacked + place + 1)
     else:
-        return [Slot(outer_name(config, ".".join(path)), shape, False)]
+        outer = outer_name(config, ".".join(path))
+        if "{}" in outer:
+            return [Slot(outer.format(i), shape[1:], False) for i in range(shape[0])]
+        return [Slot(outer, shape, False)]
     key = ".".join(rest)
     tensors = FAMILIES[config.family].tensors
     name = tensors[key] if key in tensors else PER_LAYER[key]

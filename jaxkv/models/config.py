@@ -11,6 +11,7 @@ from jaxkv.models.blocks.part_configs import (
     ExpertsConfig as ExpertsConfig,
     LatentConfig as LatentConfig,
     PerLayerConfig as PerLayerConfig,
+    StreamsConfig as StreamsConfig,
 )
 from jaxkv.models.mixers.block_config import ATTENTION, BlockConfig, check_blocks
 from jaxkv.models.rope import Rope
@@ -32,6 +33,8 @@ class DecoderConfig:
       sinks: one learned logit per head in the softmax's denominator.
       value_norm: an RMS norm, without weights, of each head's values.
       per_layer: embeddings of their own for each layer, which gates at its end add to the residual stream.
+      streams: several residual streams, of which each layer computes one and predicts the others; `per_layer` then adds
+        to the others.
       layer_scale: multiply the residual stream behind each layer by a learned number.
       max_seq_len: number of positions that the model was trained for.
       ropes: each layer's rotary embedding.
@@ -103,6 +106,7 @@ class DecoderConfig:
     attention_gate: bool = False
     value_norm: bool = False
     per_layer: PerLayerConfig | None = None
+    streams: StreamsConfig | None = None
     layer_scale: bool = False
     blocks: tuple[BlockConfig, ...] = ()
 

@@ -15,6 +15,7 @@ from jaxkv._products import product
 from jaxkv.models.blocks.block import Block, OneOf, stack_blocks
 from jaxkv.models.blocks.per_layer import PerLayerEmbed
 from jaxkv.models.blocks.shared_attention import KeptKeys
+from jaxkv.models.blocks.streams import Streams, StreamsBlock
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.layers import norm_weight, rms_norm
 
@@ -61,7 +62,8 @@ class Decoder(nnx.Module):
         table = (config.vocab_size, config.embed_dim)
         init = nnx.initializers.normal(config.embed_dim**-0.5)
         self.embed = nnx.Param(init(rngs.params(), table, dtype))
-        blocks = [Block(config, i, dtype, rngs) for i in range(config.num_layers)]
+        kind = StreamsBlock if config.streams else Block
+        blocks = [kind(config, i, dtype, rngs) for i in range(config.num_layers)]
         # For each index in the period the layers of all periods, stacked; and the layers that are not stacked.
         stacked = scan == "stacked" or (scan != "apart" and jax.default_backend() != "cpu")
         self.num_stacked = self.num_scanned if stacked else 0
@@ -70,6 +72,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List(blocks[self.num_stacked :])
         self.norm = norm_weight(config, config.embed_dim, dtype)
         self.head = None if config.tie_embeddings else nnx.Param(init(rngs.params(), table, dtype))
+        self.streams = Streams(config, config.streams, dtype, rngs) if config.streams else None
         self.layer_embed = PerLayerEmbed(config, config.per_layer, dtype, rngs) if config.per_layer else None
 
     IS_CHECKED = True  # an engine need not trace it to see that it is a `jaxkv.Model`
@@ -116,6 +119,7 @@ class Decoder(nnx.Module):
             x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
             x = x * jnp.asarray(config.embed_scale, x.dtype)
             own = None if self.layer_embed is None else self.layer_embed(tokens, x)
+            x = x if self.streams is None else self.streams.split(x)
         kept: Any = KeptKeys() if cache is None and any(x.shares_with is not None for x in config.layers) else cache
         scanned = self.num_scanned if cache is None or cache.config.stacked else 0  # else layers run one by one
         if scanned:
@@ -125,6 +129,7 @@ class Decoder(nnx.Module):
                 given = None if own is None else own[..., i, :]
                 x, kept = self._block(i)(x, positions, kept, config.first_layer(i), step, deterministic, given)
         with jax.named_scope("logits"):
+            x = x if self.streams is None else self.streams.join(x)
             if logits_at is not None:
                 x = x[jnp.arange(x.shape[0]), logits_at] if tokens.ndim == 2 else x[logits_at]
             x = rms_norm(x, self.norm, config)

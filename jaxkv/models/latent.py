@@ -67,7 +67,8 @@ class LatentAttention(nnx.Module):
         row = project("...e,re->...r", x, self.key_down, self.key_down_bias)
         rotated_q, rotated_k = self.rope(q[..., latent.nope_dim :], row[..., None, latent.rank :], positions)
         key = rms_norm(row[..., : latent.rank], self.key_norm, self.config, NORM_EPS)[..., None, :]
-        absorbed = product_by_heads(q[..., : latent.nope_dim], self.key_up[...].astype(x.dtype), outputs_first=False)
+        rest = self.rope.heat(q[..., : latent.nope_dim], positions)
+        absorbed = product_by_heads(rest, self.key_up[...].astype(x.dtype), outputs_first=False)
         return side_by_side(absorbed, rotated_q), side_by_side(key, rotated_k), key
 
     def attend(

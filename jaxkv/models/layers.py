@@ -1,5 +1,6 @@
 """Layers of a decoder's blocks besides attention and experts: the gated MLP and norms."""
 
+import statistics
 from typing import Any
 
 import jax
@@ -18,10 +19,14 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approx
 class GatedMLP(nnx.Module):
     """`down(activation(gate(x)) * up(x))` (Shazeer, 2020: https://arxiv.org/abs/2002.05202), `mlp_dim` wide.
 
-    Weights are `[outputs, inputs]`, as in checkpoints.
+    Weights are `[outputs, inputs]`, as in checkpoints. With a `sparsity`, of a token's gates those are 0 that lie below
+    that quantile of a normal distribution of their mean and deviation, and the others count from there (Spark
+    Transformer: https://arxiv.org/abs/2506.06644).
     """
 
-    def __init__(self, config: DecoderConfig, mlp_dim: int, dtype: Any, rngs: nnx.Rngs):
+    def __init__(
+        self, config: DecoderConfig, mlp_dim: int, dtype: Any, rngs: nnx.Rngs, sparsity: float = 0.0
+    ):  # fmt: skip
         def weight(num_outputs: int, num_inputs: int) -> nnx.Param:
             init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
             return nnx.Param(init(rngs.params(), (num_outputs, num_inputs), dtype))
@@ -33,9 +38,13 @@ class GatedMLP(nnx.Module):
         self.up, self.up_bias = weight(mlp_dim, config.embed_dim), bias(mlp_dim)
         self.down, self.down_bias = weight(config.embed_dim, mlp_dim), bias(config.embed_dim)
         self.activation = config.activation
+        self.deviations = statistics.NormalDist().inv_cdf(sparsity) if sparsity else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate = project("...e,fe->...f", x, self.gate, self.gate_bias)
+        if self.deviations is not None:
+            mean, deviation = gate.mean(axis=-1, keepdims=True), gate.std(axis=-1, keepdims=True)
+            gate = jax.nn.relu(gate - (mean + deviation * jnp.asarray(self.deviations, gate.dtype)))
         up = project("...e,fe->...f", x, self.up, self.up_bias)
         return project("...f,ef->...e", ACTIVATIONS[self.activation](gate) * up, self.down, self.down_bias)
 

@@ -211,9 +211,28 @@ FIXTURES |= {
         vision_config=NO_TOWER | dict(num_key_value_heads=2, head_dim=4, patch_size=4, position_embedding_size=4),
         audio_config=None,
     ),
+    "gemma3n": transformers.Gemma3nTextConfig(
+        **TINY | dict(num_hidden_layers=5, intermediate_size=[40, 24, 40, 40, 40], pad_token_id=0), sliding_window=6,
+        layer_types=SLIDING_FIRST[:1] + SLIDING_FIRST, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB,
+        num_kv_shared_layers=2, altup_num_inputs=3, altup_active_idx=1, laurel_rank=4, final_logit_softcapping=8.0,
+        activation_sparsity_pattern=[0.7, 0.5, 0.0, 0.0, 0.0],
+        rope_parameters=dict(full_attention=dict(rope_type="linear", rope_theta=5000.0, factor=4.0),
+                             sliding_attention=dict(rope_type="default", rope_theta=100.0)),
+    ),
     "gemma4_experts": transformers.Gemma4TextConfig(
         **TINY | WIDE, num_global_key_value_heads=1, attention_k_eq_v=True, hidden_size_per_layer_input=0,
         enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=20,
+    ),
+}  # fmt: skip
+MISTRAL4 = transformers.Mistral4Config(  # texts are longer than the original: their temperature rises
+    **LATENT | dict(n_group=1, topk_group=1), q_lora_rank=12, n_shared_experts=1, pad_token_id=None,
+    rope_parameters=YARN | dict(original_max_position_embeddings=8, mscale=1.5, mscale_all_dim=0.8,
+                                llama_4_scaling_beta=0.5),
+)  # fmt: skip
+FIXTURES |= {
+    "mistral4": transformers.Mistral3Config(
+        text_config=MISTRAL4, image_token_index=0, tie_word_embeddings=False,
+        vision_config=NO_TOWER | dict(model_type="pixtral", head_dim=4, image_size=8, patch_size=4),
     ),
 }  # fmt: skip
 # Models for text and images, and their classes.
@@ -222,13 +241,14 @@ NESTED = {
     "llama4": transformers.Llama4ForConditionalGeneration,
     "qwen3_5": transformers.Qwen3_5ForConditionalGeneration,
     "gemma4": transformers.Gemma4ForConditionalGeneration,
+    "mistral4": transformers.Mistral3ForConditionalGeneration,
 }
 # Their seeds are their places here, but for those that would make two tokens as likely.
 ORDER = ["gemma2", "gemma3", "llama", "llama3", "llama_linear", "mistral", "qwen2", "qwen3", "deepseek_v2",
          "deepseek_v3", "gpt_oss", "qwen3_moe", "gemma3_nested", "mixtral", "qwen2_yarn", "smollm3", "olmo2",
          "olmo3", "granite", "seed_oss", "qwen2_moe", "phi3", "exaone4", "glm4", "ernie4_5",
          "hunyuan_v1_dense", "glm4_moe", "minimax_m2", "ministral3", "qwen3_next", "llama4", "gemma4",
-         "gemma4_experts"]  # fmt: skip
+         "gemma4_experts", "gemma3n", "mistral4"]  # fmt: skip
 SEEDS = {name: i for i, name in enumerate(ORDER)} | {"glm4": 101}
 HYBRID = ["lfm2", "granitemoehybrid", "granitemoehybrid_dense", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear"]
 SEEDS |= {name: 200 + i for i, name in enumerate(HYBRID)}
@@ -281,6 +301,16 @@ OLD_FORMS = {
         dict(rope_theta=500.0, rope_scaling=OLD_YARN | dict(type="yarn", attention_factor=1.25)),
     ),
     "gemma3_nested": ([], {}),
+    "gemma3n": (
+        ["rope_parameters"],
+        dict(rope_theta=5000.0, rope_local_base_freq=100.0, rope_scaling=dict(rope_type="linear", factor=4.0)),
+    ),
+    "mistral4": (
+        ["rope_parameters", "head_dim", "qk_head_dim"],
+        dict(rope_theta=500.0, rope_scaling=OLD_YARN | dict(
+            type="yarn", mscale=1.5, mscale_all_dim=0.8, original_max_position_embeddings=8, llama_4_scaling_beta=0.5,
+        )),
+    ),
     "gemma4": (["per_layer_config"], dict(global_head_dim=24, num_global_key_value_heads=None)),
     "gemma4_experts": (["per_layer_config"], dict(global_head_dim=24, num_global_key_value_heads=1)),
     "llama4": (

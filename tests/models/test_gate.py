@@ -53,7 +53,8 @@ def test_published_configs_mean_what_transformers_reads(name):
     "name",
     ["llama-3.2-3b", "mistral-nemo-instruct-2407", "qwen2.5-3b", "qwen3-0.6b", "gemma-3-27b-it-tf4.56", "gpt-oss-20b",
      "deepseek-v2-lite", "kimi-k2-instruct", "mixtral-8x7b-v0.1", "qwen3-30b-a3b", "llama-4-scout-17b-16e",
-     "llama-4-maverick-17b-128e", "gemma-4-31b-it", "gemma-4-26b-a4b-it", "gemma-4-e2b-it"],
+     "llama-4-maverick-17b-128e", "gemma-4-31b-it", "gemma-4-26b-a4b-it", "gemma-4-e2b-it",
+     "gemma-3n-e4b-it"],
 )  # fmt: skip
 def test_as_many_parameters_as_transformers_has(name):
     config, _ = parse(PUBLISHED[name]["config"])

@@ -86,6 +86,60 @@ def test_gemma_4():
     refuses(name, "attn_logit_softcapping = 50.0", attn_logit_softcapping=50.0)
 
 
+def test_gemma_3n():
+    config = parse("gemma-3n-e4b-it")
+    assert (config.streams.count, config.streams.active, config.streams.rank, config.per_layer.dim) == (4, 0, 64, 256)
+    assert [block.gate_sparsity for block in config.blocks] == [0.95] * 10 + [0.0] * 25
+    assert [layer.shares_with for layer in config.layers[18:25]] == [None, None, 18, 18, 18, 18, 19]
+    assert config.windows[:5] == (512, 512, 512, 512, None) and config.logit_soft_cap == 30.0
+    left_out = dict(activation_sparsity_pattern=None, layer_types=None, intermediate_size=16384)
+    assert parse("gemma-3n-e4b-it", **left_out) == config
+    name = "gemma-3n-e4b-it"
+    refuses(name, "activation_sparsity_pattern", activation_sparsity_pattern=[0.5])
+    refuses(name, "activation_sparsity_pattern = .*below 1", activation_sparsity_pattern=[1.0] * 35)
+    refuses(name, "intermediate_size = .*35 layers", intermediate_size=[8])
+    refuses(name, "altup_active_idx", altup_active_idx=4)
+    refuses(name, "hidden_size_per_layer_input = 0", hidden_size_per_layer_input=0)
+    refuses(name, "num_kv_shared_layers = 35", num_kv_shared_layers=35)
+
+
+SMALL_31 = {"head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 32768,
+            "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 4,
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1e9, "sliding_window": None,
+            "vocab_size": 131072}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["mistral", "ministral3"])
+def test_mistral_3_is_what_it_nests(family):
+    text = SMALL_31 | {"model_type": family}
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "image_token_index": 10,
+             "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2,
+             "vision_feature_layer": -1, "vision_config": {"model_type": "pixtral"}}  # fmt: skip
+    config = config_reader.parse(outer | {"text_config": text})
+    assert config == config_reader.parse(text) and config.family == family
+    with pytest.raises(ValueError, match=r"model_type = 'llama'.*mistral and ministral3 and mistral4"):
+        config_reader.parse(outer | {"text_config": text | {"model_type": "llama"}})
+
+
+def test_mistral_4():
+    fields = json.loads((fixtures.DATA / "mistral4" / "config.json").read_text())["text_config"]
+    config = config_reader.parse(fields)
+    rope, experts = config.ropes[0], config.experts
+    assert (rope.temperature_beta, rope.original_max_position, rope.interleaved) == (0.5, 8, True)
+    assert (experts.scores, experts.normalise, config.expert_layers) == ("softmax", True, (False, True, True))
+    size = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64,
+            "num_attention_heads": 4, "max_position_embeddings": 1 << 20, "model_type": "mistral4"}  # fmt: skip
+    left_out = config_reader.parse(size)
+    assert (left_out.latent.rank, left_out.latent.query_rank, left_out.experts.count) == (256, 1024, 128)
+    assert (left_out.ropes[0].factor, left_out.ropes[0].temperature_beta, left_out.norm_eps) == (128.0, 0.1, 1e-6)
+    with pytest.raises(ValueError, match=r"topk_group = 1.*n_group, 2"):
+        config_reader.parse(fields | {"n_group": 2})
+    with pytest.raises(ValueError, match=r"partial_rotary_factor = 0.7"):
+        config_reader.parse(fields | {"rope_parameters": fields["rope_parameters"] | {"partial_rotary_factor": 0.7}})
+    with pytest.raises(ValueError, match=r"llama_4_scaling_beta = 0.5"):
+        config_reader.parse(fields | {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.5}})
+
+
 def test_gemma_4_in_the_published_spelling(tmp_path):
     """Layers that read another's keys and values are published with projections for them too."""
     folder = tmp_path / "model"

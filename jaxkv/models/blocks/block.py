@@ -39,7 +39,7 @@ class Block(nnx.Module):
         self.experts = None if experts is None else Experts(config, experts, dtype, rngs)
         beside = experts is not None and experts.beside_mlp
         has_mlp, width = (experts is None or beside) and own.mlp, own.mlp_dim or config.mlp_dim
-        self.mlp = GatedMLP(config, width, dtype, rngs) if has_mlp else None
+        self.mlp = GatedMLP(config, width, dtype, rngs, own.gate_sparsity) if has_mlp else None
         self.attention_post_norm, self.mlp_post_norm = norm(behind and own.num_layers > 0), norm(behind and own.mlp)
         self.mlp_own_norm, self.experts_own_norm = norm(beside), norm(beside)
         self.per_layer = PerLayerGate(config, config.per_layer, dtype, rngs) if config.per_layer else None
@@ -77,16 +77,21 @@ class Block(nnx.Module):
 
     def output(self, x: jax.Array, outputs: tuple, own: jax.Array | None = None) -> jax.Array:
         """Adds the outputs of attention and of the mixer to the residual stream, then the MLP's or the experts'."""
-        x = self._output(x, outputs)
+        x = self.add_mlp(self.add_parts(x, outputs))
         if self.per_layer is not None and own is not None:
             with jax.named_scope("per_layer"):
                 x = x + self.per_layer(x, own)
         return x if self.scale is None else x * self.scale[...][0]
 
-    def _output(self, x: jax.Array, outputs: tuple) -> jax.Array:
+    def add_parts(self, x: jax.Array, outputs: tuple) -> jax.Array:
+        """Adds the outputs of attention and of the mixer to x."""
         with jax.named_scope("attention"):
             for part, y in zip(self.parts, outputs, strict=True):
                 x = self._added(x, self._normed(part.output(y), self.attention_post_norm))
+        return x
+
+    def add_mlp(self, x: jax.Array) -> jax.Array:
+        """Adds the output of the MLP or of the experts to x."""
         if self.mlp is None and self.experts is None:
             return x
         with jax.named_scope("mlp"):

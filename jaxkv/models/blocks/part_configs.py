@@ -115,3 +115,28 @@ class PerLayerConfig:
     def __post_init__(self):
         for name in ("dim", "vocab_size"):
             object.__setattr__(self, name, integer(name, getattr(self, name), least=1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamsConfig:
+    """Alternating updates (AltUp, https://arxiv.org/abs/2301.13310) with LAuReL residuals, as in Gemma 3n.
+
+    Fields:
+      count, active: number of residual streams, and the one that layers compute.
+      rank: of the low-rank map that is added beside attention.
+      scales: whether a learned weight multiplies the active stream, before `per_layer` reads it.
+
+    >>> StreamsConfig(count=4, active=0, rank=64).scales
+    True
+    """
+
+    count: int
+    active: int
+    rank: int
+    scales: bool = True
+
+    def __post_init__(self):
+        for name, least in (("count", 2), ("active", 0), ("rank", 1)):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least=least))
+        if self.active >= self.count:
+            raise ValueError(f"active must be one of the {self.count} streams, from 0, not {self.active}.")

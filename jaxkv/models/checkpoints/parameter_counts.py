@@ -33,6 +33,9 @@ def outer_shapes(config: DecoderConfig) -> Shapes:
     """Returns the shapes of parameters outside the layers."""
     table, own = (config.vocab_size, config.embed_dim), config.per_layer
     shapes: Shapes = {("embed",): table, ("norm",): (config.embed_dim,)}
+    if streams := config.streams:
+        matrices = (streams.count - 1, config.embed_dim, config.embed_dim)
+        shapes |= {("streams", "project"): matrices, ("streams", "merge"): matrices}
     if own is not None:
         width = config.num_layers * own.dim
         shapes |= {("layer_embed", "embed"): (own.vocab_size, width), ("layer_embed", "norm"): (own.dim,)}
@@ -53,6 +56,16 @@ def layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
     if own := config.per_layer:
         gate, out = (own.dim, config.embed_dim), (config.embed_dim, own.dim)
         shapes |= {("per_layer", "gate"): gate, ("per_layer", "out"): out, ("per_layer", "norm"): norm}
+    if streams := config.streams:
+        count, (width,), rank = streams.count, norm, streams.rank
+        shapes |= {("router",): (count, width), ("predict",): (count**2, count), ("correct",): (count, count)}
+        shapes |= {
+            ("left",): (rank, width),
+            ("right",): (width, rank),
+            ("router_norm",): norm,
+            ("low_rank_norm",): norm,
+        }
+        shapes |= {("active_scale",): norm if streams.scales else None}
     shapes |= {("scale",): (1,) if config.layer_scale else None}
     if block.attention:
         attention = _attention_shapes(config, layer) if config.latent is None else _latent_shapes(config)

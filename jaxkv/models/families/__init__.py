@@ -5,10 +5,20 @@ line below; new decoder features become named options in `jaxkv.models.config`. 
 `jaxkv.models`.
 """
 
-from jaxkv.models.families.experts import deepseek, glm4_moe, gpt_oss, llama4, minimax_m2, mixtral, qwen2_moe, qwen3_moe
+from jaxkv.models.families.experts import (
+    deepseek,
+    glm4_moe,
+    gpt_oss,
+    llama4,
+    minimax_m2,
+    mistral4,
+    mixtral,
+    qwen2_moe,
+    qwen3_moe,
+)
 from jaxkv.models.families.family import Family as Family
 from jaxkv.models.families.hybrid import granitemoehybrid, kimi_linear, lfm2, olmo_hybrid, qwen3_5, qwen3_next
-from jaxkv.models.families.postnorm import exaone4, gemma2, gemma3, gemma4, glm4, olmo2, olmo3
+from jaxkv.models.families.postnorm import exaone4, gemma2, gemma3, gemma3n, gemma4, glm4, olmo2, olmo3
 from jaxkv.models.families.prenorm import (
     ernie4_5,
     granite,
@@ -52,6 +62,10 @@ FAMILIES: dict[str, Family] = {
     "phi3": phi3.FAMILY,
     "gemma3": gemma3.NESTED_FAMILY,
     "qwen3_next": qwen3_next.FAMILY,
+    "gemma3n_text": gemma3n.FAMILY,
+    "gemma3n": gemma3n.NESTED_FAMILY,
+    "mistral4": mistral4.FAMILY,
+    "mistral3": mistral4.NESTED_FAMILY,
     "gemma4_text": gemma4.FAMILY,
     "gemma4": gemma4.NESTED_FAMILY,
     "llama4_text": llama4.FAMILY,

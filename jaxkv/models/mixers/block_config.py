@@ -198,6 +198,7 @@ class BlockConfig:
     attention: bool | None = None  # default: where there is no mixer
     mlp: bool = True  # or experts
     mlp_dim: int | None = None  # default: the config's
+    gate_sparsity: float = 0.0  # share of the MLP's gates that are 0, were they distributed normally
     values_are_keys: bool = False  # before their norm and rotation; there is no projection of values
 
     def __post_init__(self):

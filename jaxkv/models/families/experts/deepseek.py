@@ -40,12 +40,12 @@ def parse(fields: Fields) -> DecoderConfig:
     ))  # fmt: skip
 
 
-def read_latent(fields: Fields, *, query_rank: int | None) -> LatentConfig:
-    """Reads the sizes of latent attention, with a family's default rank of queries."""
+def read_latent(fields: Fields, *, query_rank: int | None, rank: int = 512, nope_dim: int = 128) -> LatentConfig:
+    """Reads the sizes of latent attention, with a family's defaults."""
     latent = LatentConfig(
-        rank=fields.size("kv_lora_rank", 512, most=MOST_DIM),
+        rank=fields.size("kv_lora_rank", rank, most=MOST_DIM),
         rope_dim=fields.size("qk_rope_head_dim", 64, most=MOST_DIM),
-        nope_dim=fields.size("qk_nope_head_dim", 128, most=MOST_DIM),
+        nope_dim=fields.size("qk_nope_head_dim", nope_dim, most=MOST_DIM),
         value_dim=fields.size("v_head_dim", 128, most=MOST_DIM),
         query_rank=fields.size("q_lora_rank", query_rank, None, most=MOST_DIM),
     )

@@ -11,6 +11,7 @@ from typing import Any
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import FULL, Fields
 from jaxkv.models.families.family import Family, read_common, read_num_layers, render_common
+from jaxkv.models.rope import Rope
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384,
@@ -21,12 +22,17 @@ BETA = "llama_4_scaling_beta"
 def parse(fields: Fields) -> DecoderConfig:
     num_layers, common = read_num_layers(fields), read_common(fields, num_kv_heads=(8,), head_dim=128, norm_eps=1e-5)
     window = fields.size("sliding_window", None)
-    beta = _take_beta(fields, common["max_seq_len"])
-    rope = parse_ropes(fields, common["max_seq_len"], theta=1e6, default=ROPE)[FULL]
+    rope = read_heated_rope(fields, common["max_seq_len"], ROPE)
+    return DecoderConfig(**common, windows=(window,) * num_layers, ropes=(rope,) * num_layers)
+
+
+def read_heated_rope(fields: Fields, max_seq_len: int, default: dict[str, Any], **options: Any) -> Rope:
+    """Reads a rotary embedding, and how queries grow with their position."""
+    beta = _take_beta(fields, max_seq_len)
+    rope = parse_ropes(fields, max_seq_len, theta=default["rope_theta"], default=default, **options)[FULL]
     if beta and rope.scaling != "yarn":
         raise fields.refuse(BETA, beta, "it only with the rope_type yarn")
-    rope = dataclasses.replace(rope, temperature_beta=beta)
-    return DecoderConfig(**common, windows=(window,) * num_layers, ropes=(rope,) * num_layers)
+    return dataclasses.replace(rope, temperature_beta=beta)
 
 
 def _take_beta(fields: Fields, max_seq_len: int) -> float:
