@@ -84,6 +84,26 @@ def test_a_chat_goes_on_behind_its_last_answer(engine):
     assert 0 < stats["snapshot_bytes"] == 12 * stats["snapshots"] <= 0.1 * engine.cache.bytes
 
 
+def test_what_is_known_survives_without_device_memory():
+    engine, prompt = make_engine(num_blocks=18, spill_bytes=2000), draw_tokens(random.Random(4), 21)
+    engine.reset()
+    request = engine.submit(prompt, 9)
+    for _ in range(4):
+        engine.step()
+    engine.release()
+    engine.restore()
+    finish(engine, [(request, prompt, 9)], SEEN)
+    assert serve(engine, prompt, count=1)[0] == 1
+    assert f"jaxkv_snapshots {engine.prefix.stats()['snapshots']}" in engine.metrics_text().replace(".0", "")
+
+
+def test_an_engine_says_how_much_snapshots_may_take():
+    engine = jaxkv.Engine(Hybrid(), num_blocks=18, snapshot_bytes=36, **ROOM)
+    assert engine.prefix.snapshot_bytes == 36
+    with pytest.raises(ValueError, match="snapshot_bytes= is for a prefix cache"):
+        jaxkv.Engine(Hybrid(), num_blocks=18, snapshot_bytes=36, **ROOM | {"prefix_cache": False})
+
+
 @pytest.mark.parametrize("fields", [{}, {"draft": Hybrid(wrong=3), "draft_tokens": 3}][: 1 + NIGHTLY])
 def test_rows_come_and_go_in_little_room(fields):
     engine, draw = make_engine(num_blocks=18, spill_bytes=2000, **fields), random.Random(3)

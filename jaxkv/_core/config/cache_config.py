@@ -341,7 +341,7 @@ class CacheConfig(MadeLike):
         cls, model: Any, *, max_seqs: int, max_seq_len: int, num_blocks: int | None = None,
         max_tokens: int | None = None, group_blocks: Sequence[int] | None = None, memory_bytes: float | None = None,
         step_tokens: int | None = None, prefix_cache: bool = False, dtype: Any = None, mesh: Mesh | None = None,
-        **fields: Unpack[LayoutFields],
+        snapshot_every: int | None = None, **fields: Unpack[LayoutFields],
     ) -> "CacheConfig":  # fmt: skip
         """Makes the config for a model with `layer_configs` (one `LayerConfig` per layer) and `dtype`. The layers are
         stacked if the model has a true `scan`, that is, scans over its layers.
@@ -356,6 +356,7 @@ class CacheConfig(MadeLike):
             then get up to a quarter of the bytes of the other layers more, in proportion to what their rows take.
           mesh: the mesh of the cache, as in `init(config, mesh=mesh)`; default: the model's. Heads are not stored in
             pairs if pairs cannot be divided among its devices; see `join_kv`.
+          snapshot_every: see `CacheConfig`.
         """
         for name in ("layer_configs", "dtype") if dtype is None else ("layer_configs",):
             if not hasattr(model, name):
@@ -365,7 +366,7 @@ class CacheConfig(MadeLike):
                 )
         max_seqs = integer("max_seqs", max_seqs, least=1)
         max_seq_len = integer("max_seq_len", max_seq_len, least=1)
-        given: dict[str, Any] = {"stacked": getattr(model, "scan", False), **fields}
+        given: dict[str, Any] = {"stacked": getattr(model, "scan", False), "snapshot_every": snapshot_every, **fields}
         sizes = {"num_blocks": num_blocks, "max_tokens": max_tokens, "group_blocks": group_blocks}
         sizes = {name: size for name, size in sizes.items() if size is not None}
         if memory_bytes is not None and sizes:

@@ -12,12 +12,12 @@ class LayoutFields(TypedDict, total=False):
     head_dim_multiple: int | None
     join_kv: bool | Literal["head"] | None
     stacked: bool
-    snapshot_every: int | None
 
 
 class SizeFields(LayoutFields, total=False):
     """Those, and how many blocks there are: fields that `CacheConfig.uniform` and `Engine` hand on."""
 
+    snapshot_every: int | None
     num_blocks: int | None
     group_blocks: Sequence[int] | None
     memory_bytes: float | None

@@ -54,21 +54,24 @@ def read_deterministic(deterministic: Any, *models: Any) -> bool:
 
 
 def make_cores(
-    models: list[Any], config: CacheConfig, *, prefix: tuple[Any, Any, Any, Any], swap: Swap, host_bandwidth: float,
+    models: list[Any], config: CacheConfig, *, prefix: tuple[Any, ...], swap: Swap, host_bandwidth: float,
     evict: Eviction | None, hook: Hook | None, hook_args: HookArgs, step_tokens: int, long_prefill_tokens: int | None,
     steps_per_dispatch: int, draft: Any, guesses: tuple[int, int], prefill: Any, deterministic: bool,
 ) -> list[EngineCore]:  # fmt: skip
     """Makes a loop for each shard of a model; `config` is that of each shard's cache.
 
     Args:
-      prefix: for `make_prefix`: whether there is one, total bytes of host memory, folder and bytes there.
+      prefix: for `make_prefix`: whether there is one, total bytes of host memory, folder and bytes there, and total
+        bytes of snapshots.
     """
-    count, (is_wanted, spill_bytes, disk, disk_bytes) = len(models), prefix
+    count, (is_wanted, spill_bytes, disk, disk_bytes, snapshot_bytes) = len(models), prefix
+    if snapshot_bytes is not None:
+        snapshot_bytes = real("snapshot_bytes", snapshot_bytes, least=0) / count
     spill_bytes = real("spill_bytes", spill_bytes, least=0) // count
     drafts, prefills = _parts("draft", draft, count), _parts("prefill", prefill, count)
     loops = []
     for model, own_draft, own_prefill in zip(models, drafts, prefills, strict=True):
-        own_prefix = make_prefix(model, config, is_wanted, spill_bytes, disk, disk_bytes)
+        own_prefix = make_prefix(model, config, is_wanted, spill_bytes, disk, disk_bytes, snapshot_bytes)
         disk = None if own_prefix is None else own_prefix.files  # one folder, whose index all of them share
         residents = CacheManager(
             config, model, prefix=own_prefix, swap=swap, host_bandwidth=host_bandwidth, eviction=evict

@@ -79,6 +79,7 @@ class Engine(Closable, Servable, Resumable, Updatable):
         pays. `stats` reports the savings. See `PrefixCache`. Blocks evicted from the device go to `spill_bytes` of host
         memory, and from there to `disk_bytes` in the folder `disk`, for the next process too:
         `engine.prefix.flush(engine.cache)` writes the rest. Files are keyed by a checksum of the model's parameters.
+        With recurrent layers `snapshot_bytes` of device memory hold their states; default: a tenth of the cache.
       swap: how to preempt a sequence when blocks run out: swap it to host memory ("always"), compute it again
         ("never"), or whichever is estimated to be faster ("auto").
       host_bandwidth: bytes/s to and from host memory, for that estimate.
@@ -115,9 +116,10 @@ class Engine(Closable, Servable, Resumable, Updatable):
         step_tokens: int = 256, long_prefill_tokens: int | None = None, steps_per_dispatch: int = 1, seed: int = 0,
         logits_hook: Hook | None = None,
         prefix_cache: bool = False, spill_bytes: float = 0, disk: Any = None, disk_bytes: float | None = None,
-        swap: Swap = "auto", host_bandwidth: float = 1e10, draft: Any = None, draft_tokens: int = 4,
-        draft_branches: int = 1, cache_dtype: Any = None, evict: Eviction | None = None, prefill: Any = None,
-        deterministic: bool = False, max_waiting: int | None = None, **fields: Unpack[EngineFields],
+        snapshot_bytes: float | None = None, swap: Swap = "auto", host_bandwidth: float = 1e10, draft: Any = None,
+        draft_tokens: int = 4, draft_branches: int = 1, cache_dtype: Any = None, evict: Eviction | None = None,
+        prefill: Any = None, deterministic: bool = False, max_waiting: int | None = None,
+        **fields: Unpack[EngineFields],
     ):  # fmt: skip
         sizes: dict[str, Any] = dict(fields)
         check_fields(sizes)
@@ -157,10 +159,11 @@ class Engine(Closable, Servable, Resumable, Updatable):
         check_shapes(models[0], config, is_divided=mesh is not None)
         self.config = join_config(config, len(models))
         self._loops = make_cores(
-            models, config, prefix=(prefix_cache, spill_bytes, disk, disk_bytes), swap=swap, evict=evict,
-            host_bandwidth=host_bandwidth, hook=logits_hook, hook_args=self._hook_args, step_tokens=self.step_tokens,
-            long_prefill_tokens=long_prefill_tokens, steps_per_dispatch=self.steps_per_dispatch, draft=draft,
-            guesses=guesses, prefill=prefill, deterministic=deterministic,
+            models, config, prefix=(prefix_cache, spill_bytes, disk, disk_bytes, snapshot_bytes), swap=swap,
+            evict=evict, host_bandwidth=host_bandwidth, hook=logits_hook, hook_args=self._hook_args,
+            step_tokens=self.step_tokens, long_prefill_tokens=long_prefill_tokens,
+            steps_per_dispatch=self.steps_per_dispatch, draft=draft, guesses=guesses, prefill=prefill,
+            deterministic=deterministic,
         )  # fmt: skip
         self.prefix = as_one([loop.residents.prefix for loop in self._loops])
         self._loop = DataParallelCores(self._loops, model, self.config) if len(models) > 1 else self._loops[0]

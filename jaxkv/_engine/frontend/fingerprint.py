@@ -14,13 +14,16 @@ from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
 
 
 def make_prefix(
-    model: Any, config: CacheConfig, prefix_cache: Any, spill_bytes: Any, disk: Any, disk_bytes: Any
+    model: Any, config: CacheConfig, prefix_cache: Any, spill_bytes: Any, disk: Any, disk_bytes: Any,
+    snapshot_bytes: Any = None,
 ) -> PrefixCache | None:  # fmt: skip
     """Makes the `PrefixCache` that an engine's options ask for. Raises ValueError for invalid options."""
     spill_bytes = int(real("spill_bytes", spill_bytes, least=0))
     if not flag("prefix_cache", prefix_cache):
         if disk is not None or disk_bytes is not None:
             raise ValueError("disk= and disk_bytes= are for a prefix cache: give prefix_cache=True, too, or neither.")
+        if snapshot_bytes is not None:
+            raise ValueError("snapshot_bytes= is for a prefix cache: give prefix_cache=True, too, or leave it out.")
         return None
     name = None if disk is None else fingerprint(model)
     if disk is not None and name is None:
@@ -28,7 +31,8 @@ def make_prefix(
             "disk= needs a model that is a pytree of its parameters, by which files tell its keys and values from "
             "another model's: this one has none that can be seen."
         )
-    return PrefixCache(config, spill_bytes=spill_bytes, disk=disk, disk_bytes=disk_bytes, model=name)
+    options = {"spill_bytes": spill_bytes, "disk": disk, "disk_bytes": disk_bytes, "snapshot_bytes": snapshot_bytes}
+    return PrefixCache(config, model=name, **options)
 
 
 def fingerprint(model: Any) -> str | None:

@@ -38,6 +38,8 @@ MEANINGS = {
     "blocks_spilled": ("counter", "blocks moved to host memory"),
     "blocks_restored": ("counter", "blocks brought back from host memory or disk"),
     "host_bytes": ("gauge", "bytes of prefixes in host memory"),
+    "snapshots": ("gauge", "states of recurrent layers that the prefix cache keeps"),
+    "snapshot_bytes": ("gauge", "bytes of these states on the device"),
     # With disk=:
     "disk_bytes": ("gauge", "bytes of prefixes on disk"),
     "disk_blocks_written": ("counter", "blocks written to disk"),

@@ -22,6 +22,7 @@ class EngineOptions(EngineFields, total=False):
     spill_bytes: float
     disk: Any
     disk_bytes: float | None
+    snapshot_bytes: float | None
     swap: Swap
     host_bandwidth: float
     draft: Any

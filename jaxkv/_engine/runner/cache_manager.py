@@ -209,6 +209,7 @@ class CacheManager:
         self.flush()
         if self.prefix is not None and keep:
             self.cache = self.prefix.make_room(self.cache, list(self.config.group_blocks))
+            self.prefix.release_states()
         elif self.prefix is not None:
             self.prefix.forget()
         self._peak = self.blocks_peak

@@ -290,6 +290,11 @@ class PrefixCache:
         change.evict(wanted)
         return self._commit(change)
 
+    def release_states(self) -> None:
+        """Frees the device memory of snapshots, whose states go to host memory."""
+        if self._index.snapshots is not None:
+            self._index.snapshots.move_to_host(self._index.nodes)
+
     def pin(self, tokens: Sequence[int], *, salt: str | bytes | None = None, adapter: str | None = None) -> int:
         """Pins the cached prefix of `tokens` against eviction, until `unpin`. Returns its number of tokens.
 
@@ -398,8 +403,9 @@ class PrefixCache:
             "blocks_pinned": [self.pinned(g) for g in range(len(self.config.groups))],
             "host_bytes": self._index.host_bytes,
         }
-        if (snapshots := self._index.snapshots) is not None:
-            held |= {"snapshots": len(snapshots.held), "snapshot_bytes": snapshots.bytes}
+        snapshots = self._index.snapshots
+        held["snapshots"] = 0 if snapshots is None else len(snapshots.held)
+        held["snapshot_bytes"] = 0 if snapshots is None else snapshots.bytes
         return self._counts | held | ({} if self.files is None else self.files.stats())
 
     def events(self) -> list[PrefixEvent]:

@@ -79,6 +79,12 @@ class Snapshots:
             self.floor = self._drop(held, nodes, {node.label for node in pinned})
         self.held = held
 
+    def move_to_host(self, nodes: Mapping[int, Node]) -> None:
+        """Moves the states to host memory, of nodes that have blocks; drops the others."""
+        whole = {label: x for label, x in self.held.items() if nodes.get(label) is x.node and not x.node.is_hollow}
+        states = jax.device_get({label: x.states for label, x in whole.items()})
+        self.held = {label: dataclasses.replace(x, states=states[label]) for label, x in whole.items()}
+
     def _drop(self, held: dict[int, Snapshot], nodes: Mapping[int, Node], stay: set[int]) -> float:
         """Drops snapshots until they fit. Returns the new `floor`."""
         latest = sorted(held, key=lambda label: held[label].used)[-int(RECENT * self.most) or len(held) :]
