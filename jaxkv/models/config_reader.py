@@ -1,5 +1,6 @@
 """Converts a Hugging Face config.json to a `DecoderConfig` and back: a field is honoured, harmless, or refused."""
 
+import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import Fields
 from jaxkv.models.config_gate import check_architectures, drop_ignored, warn_passed
 from jaxkv.models.families import FAMILIES, Family
+
+MOST_FAMILIES = 8  # in an error
 
 
 def parse(config: Mapping[str, Any], where: str = "config.json", ignore: str | Iterable[str] = ()) -> DecoderConfig:
@@ -39,9 +42,11 @@ def find_family(config: Mapping[str, Any], where: str = "config.json") -> Family
     """Returns the family that a config.json names by `model_type`."""
     name = Fields(config, where).take("model_type", None)
     if not isinstance(name, str) or name not in FAMILIES:
-        *names, last = FAMILIES
+        near = difflib.get_close_matches(name, FAMILIES) if isinstance(name, str) else []
         raise ValueError(
-            f"{where} is of the family (model_type) {show(name)}, but the decoder knows {', '.join(names)} and {last}."
+            f"{where} is of the family (model_type) {show(name)}, but the decoder knows "
+            f"{', '.join([*FAMILIES][:MOST_FAMILIES])} and {len(FAMILIES) - MOST_FAMILIES} more, listed in "
+            f"docs/checkpoints.md{', the nearest ' + ' and '.join(near) if near else ''}."
         )
     return FAMILIES[name]
 

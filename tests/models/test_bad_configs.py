@@ -15,6 +15,7 @@ COMMON = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": [2], "rope_theta": 1e4,
 }  # fmt: skip
+LOCAL = ["sliding_attention", "full_attention"]
 OWN = {
     "llama": {"attention_bias": False, "mlp_bias": False},
     "mistral": {"sliding_window": 16},
@@ -37,6 +38,23 @@ OWN = {
     "glm4_moe": {"first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2,
                  "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
                  "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5, "use_qk_norm": True},
+    "llama4_text": {"intermediate_size_mlp": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "use_qk_norm": True,
+                    "interleave_moe_layer_step": 2, "moe_layers": [1, 3], "no_rope_layers": [1, 1, 1, 0],
+                    "attention_chunk_size": 16, "attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8,
+                    "layer_types": ["chunked_attention"] * 3 + ["full_attention"]},
+    "gemma4_text": {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+                    "sliding_window": 16, "num_kv_shared_layers": 0, "use_double_wide_mlp": True,
+                    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 256, "enable_moe_block": True,
+                    "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16, "attention_bias": False,
+                    "final_logit_softcapping": 30.0, "layer_types": LOCAL * 2},
+    "gemma3n_text": {"sliding_window": 16, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+                     "laurel_rank": 4, "vocab_size_per_layer_input": 256, "altup_num_inputs": 3, "altup_active_idx": 1,
+                     "altup_correct_scale": True, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+                     "final_logit_softcapping": 30.0, "rope_local_base_freq": 1e4, "layer_types": LOCAL * 2},
+    "mistral4": {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+                 "v_head_dim": 16, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2,
+                 "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+                 "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_interleave": True},
 }  # fmt: skip
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64}  # fmt: skip
@@ -54,7 +72,14 @@ RIGHT = {
     "topk_group": [None], "norm_topk_prob": [True], "routed_scaling_factor": [1.5, 10**9], "rope_interleave": [True],
     "num_experts_per_tok": [None], "num_local_experts": [None], "num_experts": [None], "swiglu_limit": [1.5, 10**9],
     "attention_multiplier": [1.5, 10**9], "embedding_multiplier": [1.5, 10**9], "residual_multiplier": [1.5, 10**9],
-    "logits_scaling": [1.5, 10**9], "no_rope_layers": [None], "use_qk_norm": [True],
+    "logits_scaling": [1.5, 10**9], "no_rope_layers": [None, []], "use_qk_norm": [True],
+    "attn_scale": [0, 1.5, 10**9], "floor_scale": [10**9], "attention_chunk_size": [10**9],
+    "moe_layers": [None, [], [1]], "altup_active_idx": [0],
+    "attn_temperature_tuning": [True], "layer_types": [None], "intermediate_size_mlp": [10**9],
+    "interleave_moe_layer_step": [10**9], "attention_k_eq_v": [True], "use_double_wide_mlp": [True],
+    "enable_moe_block": [True], "global_head_dim": [None], "num_global_key_value_heads": [None],
+    "num_kv_shared_layers": [0], "hidden_size_per_layer_input": [None, 0], "vocab_size_per_layer_input": [10**9],
+    "altup_correct_scale": [True], "activation_sparsity_pattern": [None],
     "swiglu_alpha": [1.5, 10**9], "mlp_only_layers": [None, [], [1]], "decoder_sparse_step": [10**9],
 }  # fmt: skip
 

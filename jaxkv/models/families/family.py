@@ -154,7 +154,8 @@ def read_token_ids(value: Any, name: str) -> tuple[int, ...]:
 
 def read_windows(fields: Fields, default: list[str], window: int | None) -> tuple[int | None, ...]:
     """Reads `layer_types`, or `default`, as each layer's sliding window; None: full attention."""
-    types, num_layers = fields.take("layer_types", None) or default, len(default)
+    types, num_layers = fields.take("layer_types", None), len(default)
+    types = default if types is None else types
     if not isinstance(types, list) or len(types) != num_layers or not all(x in (FULL, SLIDING) for x in types):
         raise fields.refuse("layer_types", types, f"one of {FULL} and {SLIDING} for each of the {num_layers} layers")
     if SLIDING in types and window is None:

@@ -51,7 +51,7 @@ def share_layers(fields: Fields, layers: list[LayerConfig], default: int = 0) ->
 def read_per_layer(fields: Fields) -> PerLayerConfig | None:
     """Reads the embeddings of each layer's own."""
     dim = fields.size("hidden_size_per_layer_input", 256, None, least=0, most=MOST_DIM)
-    vocab_size = fields.size("vocab_size_per_layer_input", 262_144, None)
+    vocab_size = fields.size("vocab_size_per_layer_input", 262_144)
     return PerLayerConfig(dim=dim, vocab_size=vocab_size) if dim else None
 
 

@@ -56,7 +56,7 @@ def parse(fields: Fields) -> DecoderConfig:
 def _read_chunks(fields: Fields, rotates: list[bool]) -> list[int | None]:
     """Reads the chunk of each layer; None: full attention."""
     chunk, types = fields.size("attention_chunk_size", 8192, None), fields.take("layer_types", None)
-    types = types or [CHUNKED if x and chunk is not None else FULL for x in rotates]
+    types = [CHUNKED if x and chunk is not None else FULL for x in rotates] if types is None else types
     if not isinstance(types, list) or len(types) != len(rotates) or not all(x in (FULL, CHUNKED) for x in types):
         raise fields.refuse("layer_types", types, f"{FULL} or {CHUNKED} for each of the {len(rotates)} layers")
     if CHUNKED in types and chunk is None:
@@ -84,7 +84,7 @@ def _read_ropes(fields: Fields, common: dict[str, Any]) -> tuple[Rope, Rope]:
     """Returns the rotation of layers that rotate, and what the others do to their queries."""
     is_normed = fields.flag("use_qk_norm", True)
     is_heated = fields.take("attn_temperature_tuning", True)
-    if is_heated not in (True, False, 4):  # 4 in the first published files
+    if not isinstance(is_heated, bool) and is_heated != 4:  # 4 in the first published files
         raise fields.refuse("attn_temperature_tuning", is_heated, "true and false")
     beta, length = fields.number("attn_scale", 0.1, least=0), fields.number("floor_scale", 8192, least=1)
     if length != int(length):

@@ -30,7 +30,7 @@ def parse(fields: Fields) -> DecoderConfig:
     _take_share(fields, latent)
     interleaved = fields.flag("rope_interleave", True)
     rope = ministral3.read_heated_rope(fields, common["max_seq_len"], ROPE, interleaved=interleaved)
-    dense = fields.size("first_k_dense_replace", 0, None, least=0) or 0
+    dense = fields.size("first_k_dense_replace", 0, least=0)
     experts, layers = _read_experts(fields), tuple(i >= dense for i in range(num_layers))
     return DecoderConfig(**common | dict(
         latent=latent, windows=(None,) * num_layers, ropes=(rope,) * num_layers, qkv_bias=has_bias, out_bias=has_bias,
@@ -48,7 +48,8 @@ def _take_share(fields: Fields, latent: LatentConfig) -> None:
 
 
 def _read_experts(fields: Fields) -> ExpertsConfig:
-    count = fields.either("n_routed_experts", "num_local_experts", 128, most=MOST_HEADS)
+    count = fields.size("num_local_experts", 128, most=MOST_HEADS)  # the newer name
+    count = fields.size("n_routed_experts", count, most=MOST_HEADS)
     mlp_dim = fields.size("moe_intermediate_size", 2048, most=MOST_DIM)
     groups, within = (fields.size(name, 1, None, most=count) or 1 for name in ("n_group", "topk_group"))
     if groups != within:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
-from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, SLIDING, Fields
+from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, SLIDING, Fields, first_given
 from jaxkv.models.families import gemma_shared
 from jaxkv.models.families.family import Family, half, read_num_layers, read_windows, transpose
 from jaxkv.models.families.nested import make_nested
@@ -63,7 +63,8 @@ def parse(fields: Fields) -> DecoderConfig:
 
 def _read_layers(fields: Fields, num_layers: int, common: dict[str, Any]) -> list[LayerConfig]:
     """Reads each layer's window and heads, which the base `common` loses."""
-    types = fields.take("layer_types", None) or [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(num_layers)]
+    pattern = [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(num_layers)]
+    types = first_given(fields.take("layer_types", None), pattern)
     if isinstance(types, list) and types:
         types = [*types[:-1], FULL]  # as transformers has it
     fields.left["layer_types"] = types
@@ -90,12 +91,15 @@ def _read_layers(fields: Fields, num_layers: int, common: dict[str, Any]) -> lis
 
 def _read_experts(fields: Fields) -> ExpertsConfig | None:
     fields.take("expert_intermediate_size", None)  # an earlier name, unused
-    sizes = {name: fields.size(name, None) for name in ("num_experts", "top_k_experts", "moe_intermediate_size")}
+    limits = {"num_experts": MOST_HEADS, "top_k_experts": MOST_HEADS, "moe_intermediate_size": MOST_DIM}
+    sizes = {name: fields.size(name, None, most=most) for name, most in limits.items()}
     if not fields.flag("enable_moe_block", False):
         return None
     if missing := [name for name, size in sizes.items() if size is None]:
         raise ValueError(f"{fields.where} lacks the field {missing[0]}, which enable_moe_block needs.")
     count, per_token, mlp_dim = sizes.values()
+    if per_token > count:
+        raise fields.refuse("top_k_experts", per_token, f"at most the num_experts, {count}")
     return ExpertsConfig(count=count, per_token=per_token, mlp_dim=mlp_dim, normalise=True, beside_mlp=True)
 
 
