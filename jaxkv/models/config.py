@@ -51,7 +51,10 @@ class DecoderConfig:
       logit_divisor: divides the final logits.
       qkv_bias, out_bias, mlp_bias: whether these projections have biases.
       attention_gate: attention's outputs are multiplied by the sigmoid of a projection of the token.
-      activation: of the gated MLP.
+      activation: of the MLP, and of experts.
+      gated_mlp: MLPs and experts are `down(activation(gate(x)) * up(x))`; else `down(activation(up(x)))`.
+      mlp_scales: factors of the MLP's gate, before the activation, and of its output.
+      attention_scales: factors of attention's input, of its keys, and of its output.
       embed_scale: factor of the embeddings.
       tie_embeddings: the output head is the embedding table.
       bos_id, eos_ids: the tokens that begin and that end a text.
@@ -93,7 +96,10 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    gated_mlp: bool = True
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
+    attention_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
     embed_scale: float = 1.0
     tie_embeddings: bool = False
     bos_id: int | None = None
@@ -141,12 +147,12 @@ class DecoderConfig:
             if getattr(self, name) is not None:
                 real(name, getattr(self, name), above=0)
         flags = ("qk_norm", "pre_norms", "post_norms", "qkv_bias", "out_bias", "mlp_bias", "tie_embeddings",
-                 "byte_tokens", "sinks", "attention_gate", "value_norm", "layer_scale")  # fmt: skip
+                 "byte_tokens", "sinks", "attention_gate", "value_norm", "layer_scale", "gated_mlp")  # fmt: skip
         for name in flags:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {show(getattr(self, name))}.")
-        if self.activation not in ("silu", "gelu_tanh"):
-            raise ValueError(f"activation must be 'silu' or 'gelu_tanh', not {show(self.activation)}.")
+        if self.activation not in ("silu", "gelu_tanh", "relu2"):
+            raise ValueError(f"activation must be 'silu', 'gelu_tanh' or 'relu2', not {show(self.activation)}.")
         if self.qk_norm_over not in ("head", "rotated_head", "all_heads"):
             known = "'head', 'rotated_head' or 'all_heads'"
             raise ValueError(f"qk_norm_over must be {known}, not {show(self.qk_norm_over)}.")

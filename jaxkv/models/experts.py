@@ -23,6 +23,7 @@ class Experts(nnx.Module):
     """The experts of `ExpertsConfig`, in place of a block's MLP.
 
     Weights of all E experts are stacked in one array: `gate` and `up [E, M, F]`, `down [E, F, M]`; `router [M, E]`.
+    With `latent_down [L, M]` and `latent_up [M, L]`, experts read and write L entries.
     """
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig, dtype: Any, rngs: nnx.Rngs):
@@ -38,9 +39,13 @@ class Experts(nnx.Module):
         self.router = kernels(embed_dim, count)
         self.router_bias = zeros(experts.bias, count)
         self.choice_bias = zeros(experts.choice_bias, count)
-        self.gate, self.gate_bias = kernels(count, embed_dim, mlp_dim), zeros(experts.bias, count, mlp_dim)
-        self.up, self.up_bias = kernels(count, embed_dim, mlp_dim), zeros(experts.bias, count, mlp_dim)
-        self.down, self.down_bias = kernels(count, mlp_dim, embed_dim), zeros(experts.bias, count, embed_dim)
+        width, latent_dim, gated = experts.latent_dim or embed_dim, experts.latent_dim, config.gated_mlp
+        self.latent_down = nnx.Param(kernels(embed_dim, latent_dim)[...].T) if latent_dim else None
+        self.latent_up = nnx.Param(kernels(latent_dim, embed_dim)[...].T) if latent_dim else None
+        self.gate = kernels(count, width, mlp_dim) if gated else None
+        self.gate_bias = zeros(experts.bias and gated, count, mlp_dim)
+        self.up, self.up_bias = kernels(count, width, mlp_dim), zeros(experts.bias, count, mlp_dim)
+        self.down, self.down_bias = kernels(count, mlp_dim, width), zeros(experts.bias, count, width)
         self.shared = GatedMLP(config, experts.shared_dim, dtype, rngs) if experts.shared_dim else None
         self.shared_gate = nnx.Param(kernels(embed_dim, 1)[...].T) if experts.shared_gate else None
         beside, self.decoder = experts.beside_mlp, config
@@ -50,7 +55,7 @@ class Experts(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., M]` to `[..., M]`."""
         tokens = x.reshape(-1, x.shape[-1])
-        mesh = mesh_of_weights(self.gate[...])
+        mesh = mesh_of_weights(self.up[...])
         if mesh is None or self.config.mlp_dim % mesh.shape[AXIS]:
             y, is_complete = self.mixed(tokens), self.shared is None
         else:
@@ -69,6 +74,7 @@ class Experts(nnx.Module):
         experts' widths, the device's term of the sum; `bias` tells whether this device adds the output biases."""
         chosen, weights = self.route(tokens)  # [N, k]
         tokens = tokens if self.norm is None else rms_norm(tokens, self.norm, self.decoder)
+        tokens = tokens if self.latent_down is None else project("...e,le->...l", tokens, self.latent_down)
         by_expert = jnp.argsort(chosen.reshape(-1), stable=True)
         expert = chosen.reshape(-1)[by_expert]
         sizes = jnp.bincount(expert, length=self.config.count).astype(jnp.int32)
@@ -83,10 +89,17 @@ class Experts(nnx.Module):
         rows = tokens[by_expert // self.config.per_token]
         if self.config.weigh_inputs:
             rows, weights = (rows * weights.reshape(-1)[by_expert][:, None]).astype(rows.dtype), jnp.ones_like(weights)
-        hidden = self._gated(product(rows, self.gate, self.gate_bias), product(rows, self.up, self.up_bias))
+        up = product(rows, self.up, self.up_bias)
+        if self.gate is None:
+            hidden = ACTIVATIONS[self.activation](up)
+        else:
+            hidden = self._gated(product(rows, self.gate, self.gate_bias), up)
         out = product(hidden, self.down, self.down_bias, bias)
         out = out[jnp.argsort(by_expert)].reshape(*chosen.shape, tokens.shape[-1]).astype(jnp.float32)
-        return (out * weights[..., None]).sum(axis=1)
+        y = (out * weights[..., None]).sum(axis=1)
+        if self.latent_up is None:
+            return y
+        return project("...l,el->...e", y.astype(tokens.dtype), self.latent_up).astype(jnp.float32)
 
     def _divides_shared(self, mesh: AbstractMesh) -> bool:
         """Tells whether the shared MLP is sharded too, and summed together with the experts."""

@@ -13,11 +13,16 @@ from jaxkv.models.config import DecoderConfig
 from jaxkv.models.rope import Rope
 from jaxkv.nnx import Attention, project
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
 
 
 class GatedMLP(nnx.Module):
-    """`down(activation(gate(x)) * up(x))` (Shazeer, 2020: https://arxiv.org/abs/2002.05202), `mlp_dim` wide.
+    """`down(activation(gate(x)) * up(x))` (Shazeer, 2020: https://arxiv.org/abs/2002.05202), `mlp_dim` wide; in models
+    without gates `down(activation(up(x)))`.
 
     Weights are `[outputs, inputs]`, as in checkpoints. With a `sparsity`, of a token's gates those are 0 that lie below
     that quantile of a normal distribution of their mean and deviation, and the others count from there (Spark
@@ -34,19 +39,29 @@ class GatedMLP(nnx.Module):
         def bias(size: int) -> nnx.Param | None:
             return nnx.Param(jnp.zeros((size,), dtype)) if config.mlp_bias else None
 
-        self.gate, self.gate_bias = weight(mlp_dim, config.embed_dim), bias(mlp_dim)
+        gated = config.gated_mlp
+        self.gate = weight(mlp_dim, config.embed_dim) if gated else None
+        self.gate_bias = bias(mlp_dim) if gated else None
         self.up, self.up_bias = weight(mlp_dim, config.embed_dim), bias(mlp_dim)
         self.down, self.down_bias = weight(config.embed_dim, mlp_dim), bias(config.embed_dim)
-        self.activation = config.activation
+        self.activation, self.scales = config.activation, config.mlp_scales
         self.deviations = statistics.NormalDist().inv_cdf(sparsity) if sparsity else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate = project("...e,fe->...f", x, self.gate, self.gate_bias)
+        up = project("...e,fe->...f", x, self.up, self.up_bias)
+        if self.gate is None:
+            return project("...f,ef->...e", ACTIVATIONS[self.activation](up), self.down, self.down_bias)
+        gate = scale(project("...e,fe->...f", x, self.gate, self.gate_bias), self.scales[0])
         if self.deviations is not None:
             mean, deviation = gate.mean(axis=-1, keepdims=True), gate.std(axis=-1, keepdims=True)
             gate = jax.nn.relu(gate - (mean + deviation * jnp.asarray(self.deviations, gate.dtype)))
-        up = project("...e,fe->...f", x, self.up, self.up_bias)
-        return project("...f,ef->...e", ACTIVATIONS[self.activation](gate) * up, self.down, self.down_bias)
+        y = project("...f,ef->...e", ACTIVATIONS[self.activation](gate) * up, self.down, self.down_bias)
+        return scale(y, self.scales[1])
+
+
+def scale(x: jax.Array, factor: float) -> jax.Array:
+    """Returns x times a number, in x's dtype."""
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
 class GatedAttention(Attention):

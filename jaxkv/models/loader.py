@@ -18,7 +18,7 @@ from jaxkv._files import safetensors
 from jaxkv._files.hub import find_model
 from jaxkv.models import config_reader
 from jaxkv.models.checkpoint_formats import LAYER
-from jaxkv.models.checkpoint_names import EMBED, HEAD, Slot, slots_of
+from jaxkv.models.checkpoint_names import Slot, outer_name, slots_of
 from jaxkv.models.checkpoints import open_checkpoint
 from jaxkv.models.checkpoints.folder import FLOATS
 from jaxkv.models.checkpoints.parameter_counts import count_parameters as count_parameters
@@ -79,12 +79,13 @@ def load(
         path: (slots_of(path, param.shape, config, model.num_stacked), param)
         for path, param in nnx.to_flat_state(state)
     }
-    if config.tie_embeddings and HEAD in tensors and EMBED in tensors:
-        if not np.array_equal(np.asarray(tensors[HEAD]), np.asarray(tensors[EMBED])):
-            raise ValueError(f"{folder} ties its embeddings, but {HEAD} differs from {EMBED}.")
-        del tensors[HEAD]
+    embed, head = outer_name(config, "embed"), outer_name(config, "head")
+    if config.tie_embeddings and head in tensors and embed in tensors:
+        if not np.array_equal(np.asarray(tensors[head]), np.asarray(tensors[embed])):
+            raise ValueError(f"{folder} ties its embeddings, but {head} differs from {embed}.")
+        del tensors[head]
     _check(folder, [slot for slots, _ in params.values() for slot in slots], tensors)
-    own = wanted or tensors[EMBED].dtype
+    own = wanted or tensors[embed].dtype
 
     mesh = None if mesh is None else automatic(mesh)
 

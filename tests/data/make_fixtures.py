@@ -170,6 +170,19 @@ FIXTURES |= {
         layer_types=LINEAR_FIRST, mlp_layer_types=["dense", "sparse", "sparse"], num_local_experts=6, q_lora_rank=None,
         n_shared_experts=1, routed_scaling_factor=2.5, linear_head_dim=8, linear_num_heads=3, pad_token_id=None,
     ),
+    "nemotron_h": transformers.NemotronHConfig(
+        **{k: v for k, v in TINY.items() if k != "num_hidden_layers"}, mamba_num_heads=4, mamba_head_dim=6, n_groups=2,
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"], ssm_state_size=8,
+        chunk_size=16, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, n_group=3, topk_group=2,
+        moe_shared_expert_intermediate_size=20, moe_latent_size=12, routed_scaling_factor=2.5, time_step_min=0.5,
+    ),
+    "falcon_h1": transformers.FalconH1Config(
+        **NARROW, mamba_d_ssm=24, mamba_n_heads=4, mamba_d_state=8, mamba_n_groups=2, mamba_chunk_size=16,
+        mamba_rms_norm=True, mamba_norm_before_gate=False, mlp_multipliers=[0.8, 1.5], key_multiplier=0.4,
+        attention_in_multiplier=1.2, attention_out_multiplier=0.9, ssm_multipliers=[0.35, 0.5, 0.7, 1.5, 0.6],
+        ssm_in_multiplier=1.25, ssm_out_multiplier=0.6, embedding_multiplier=2.5, lm_head_multiplier=0.4,
+        projectors_bias=True, rope_parameters=dict(rope_type="default", rope_theta=500.0),
+    ),
     "lfm2": transformers.Lfm2Config(
         **NARROW | dict(num_hidden_layers=3), layer_types=["conv", "full_attention", "conv"], conv_bias=True,
         block_multiple_of=16,
@@ -250,7 +263,17 @@ ORDER = ["gemma2", "gemma3", "llama", "llama3", "llama_linear", "mistral", "qwen
          "hunyuan_v1_dense", "glm4_moe", "minimax_m2", "ministral3", "qwen3_next", "llama4", "gemma4",
          "gemma4_experts", "gemma3n", "mistral4"]  # fmt: skip
 SEEDS = {name: i for i, name in enumerate(ORDER)} | {"glm4": 101}
-HYBRID = ["lfm2", "granitemoehybrid", "granitemoehybrid_dense", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear"]
+HYBRID = [
+    "lfm2",
+    "granitemoehybrid",
+    "granitemoehybrid_dense",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "olmo_hybrid",
+    "kimi_linear",
+    "nemotron_h",
+    "falcon_h1",
+]
 SEEDS |= {name: 200 + i for i, name in enumerate(HYBRID)}
 OLD_YARN = {name: value for name, value in YARN.items() if name not in ("rope_type", "rope_theta")}
 FP8_BLOCK = 16  # DeepSeek publishes blocks of 128
@@ -374,6 +397,15 @@ OLD_FORMS = {
         ["rope_parameters", "layer_types"], dict(rope_theta=10_000.0, layer_types=["mamba", "attention"]),
     ),
     "qwen3_5": ([], {}),
+    "nemotron_h": (
+        ["layers_block_type", "n_groups", "conv_kernel", "use_conv_bias", "time_step_limit"],
+        dict(hybrid_override_pattern="ME*-M", num_hidden_layers=5, mamba_n_groups=2, mamba_d_conv=4,
+             mamba_conv_bias=True, rope_theta=10_000.0, partial_rotary_factor=1.0, mtp_hybrid_override_pattern="*E"),
+    ),
+    "falcon_h1": (
+        ["rope_parameters", "mamba_d_head", "time_step_limit"],
+        dict(rope_theta=500.0, rope_scaling=None, mamba_d_head="auto", attn_layer_indices=None, mamba_use_mlp=True),
+    ),
     "kimi_linear": (
         ["layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim",
          "qk_head_dim"],

@@ -14,7 +14,7 @@ from jaxkv.models.blocks.shared_attention import SharedAttention
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.experts import Experts
 from jaxkv.models.latent import LatentAttention
-from jaxkv.models.layers import GatedAttention, GatedMLP, NormedRope, norm_weight, rms_norm
+from jaxkv.models.layers import GatedAttention, GatedMLP, NormedRope, norm_weight, rms_norm, scale
 from jaxkv.models.mixers.modules import make_mixer
 from jaxkv.nnx import Attention
 
@@ -64,7 +64,8 @@ class Block(nnx.Module):
         """Computes the inputs of attention and of the mixer from the residual stream."""
         with jax.named_scope("attention"):
             x = self._normed(x, self.attention_norm)
-            return tuple(part.inputs(x, positions) for part in self.parts)
+            scaled = scale(x, self.config.attention_scales[0])
+            return tuple(part.inputs(scaled if part is self.attention else x, positions) for part in self.parts)
 
     def attend(
         self, inputs: tuple, cache: Cache | None, layer: Any, step: Step | None, deterministic: bool = False
@@ -87,7 +88,9 @@ class Block(nnx.Module):
         """Adds the outputs of attention and of the mixer to x."""
         with jax.named_scope("attention"):
             for part, y in zip(self.parts, outputs, strict=True):
-                x = self._added(x, self._normed(part.output(y), self.attention_post_norm))
+                y = part.output(y)
+                y = scale(y, self.config.attention_scales[2]) if part is self.attention else y
+                x = self._added(x, self._normed(y, self.attention_post_norm))
         return x
 
     def add_mlp(self, x: jax.Array) -> jax.Array:
@@ -108,8 +111,7 @@ class Block(nnx.Module):
         return x if weight is None else rms_norm(x, weight, self.config)
 
     def _added(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        scale = self.config.residual_scale
-        return x + (y if scale == 1 else y * jnp.asarray(scale, y.dtype))
+        return x + scale(y, self.config.residual_scale)
 
 
 def make_attention(config: DecoderConfig, i: int, dtype: Any, rngs: nnx.Rngs) -> Attention | LatentAttention:
@@ -132,7 +134,7 @@ def make_attention(config: DecoderConfig, i: int, dtype: Any, rngs: nnx.Rngs) ->
         use_out_bias=config.out_bias,
         use_sinks=config.sinks,
         position_fn=NormedRope(config, kept, rope, dtype) if config.qk_norm else rope,
-        scale=config.attention_scale,
+        scale=config.attention_scale * config.attention_scales[1],
         soft_cap=config.attention_soft_cap,
         window=kept.window,
         chunk=kept.chunk,

@@ -56,6 +56,8 @@ class ExpertsConfig:
       beside_mlp: the experts stand beside the block's MLP, not in its place. Both have a norm behind, before they are
         added up; the experts and the router have norms of their own before; and a learned factor of each expert
         multiplies its weight (Gemma 4).
+      latent_dim: width of what the experts read and write, between a projection before and one behind all of them; 0:
+        the residual stream's.
       limit, alpha: with a limit, gates are clipped from above and `up` to `[-limit, limit]`, and the output is
         `down((up + 1) * gate * sigmoid(alpha * gate))`.
 
@@ -77,6 +79,7 @@ class ExpertsConfig:
     shared_dim: int = 0
     shared_gate: bool = False
     beside_mlp: bool = False
+    latent_dim: int = 0
     limit: float | None = None
     alpha: float = 1.702
 
@@ -84,6 +87,7 @@ class ExpertsConfig:
         for name in ("count", "per_token", "mlp_dim", "groups", "groups_per_token"):
             object.__setattr__(self, name, integer(name, getattr(self, name), least=1))
         integer("shared_dim", self.shared_dim, least=0)
+        integer("latent_dim", self.latent_dim, least=0)
         real("scale", self.scale, above=0)
         real("alpha", self.alpha, above=0)
         if self.limit is not None:

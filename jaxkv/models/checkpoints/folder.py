@@ -12,12 +12,12 @@ from jaxkv._core.config.validation import show
 from jaxkv._files import safetensors
 from jaxkv.models import config_reader
 from jaxkv.models.checkpoint_formats import dequantize
-from jaxkv.models.checkpoint_names import EMBED
 from jaxkv.models.checkpoints.json_file import read_json
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.families.family import read_token_ids
 
+EMBEDDINGS = ("embed_tokens.weight", ".embeddings.weight")
 FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
@@ -56,7 +56,7 @@ class FolderCheckpoint:
         try:
             for file in weight_files(self.path):
                 for name, tensor in safetensors.read(file).items():
-                    if name.endswith(EMBED.removeprefix("model.")) and tensor.dtype in FLOATS:
+                    if name.endswith(EMBEDDINGS) and tensor.dtype in FLOATS:
                         return tensor.dtype.name
         except FileNotFoundError:
             pass

@@ -130,12 +130,12 @@ def _latent_shapes(config: DecoderConfig) -> Shapes:
 
 
 def _mlp_shapes(config: DecoderConfig, mlp_dim: int) -> Shapes:
-    width, bias = config.embed_dim, config.mlp_bias
+    width, bias, gated = config.embed_dim, config.mlp_bias, config.gated_mlp
     return {
-        ("gate",): (mlp_dim, width),
+        ("gate",): (mlp_dim, width) if gated else None,
         ("up",): (mlp_dim, width),
         ("down",): (width, mlp_dim),
-        ("gate_bias",): (mlp_dim,) if bias else None,
+        ("gate_bias",): (mlp_dim,) if bias and gated else None,
         ("up_bias",): (mlp_dim,) if bias else None,
         ("down_bias",): (width,) if bias else None,
     }
@@ -144,7 +144,8 @@ def _mlp_shapes(config: DecoderConfig, mlp_dim: int) -> Shapes:
 def _expert_shapes(config: DecoderConfig) -> Shapes:
     assert config.experts is not None
     experts, width = config.experts, config.embed_dim
-    count, mlp_dim, bias = experts.count, experts.mlp_dim, experts.bias
+    count, mlp_dim, bias, gated = experts.count, experts.mlp_dim, experts.bias, config.gated_mlp
+    inner, latent_dim = experts.latent_dim or width, experts.latent_dim
     shared = _mlp_shapes(config, experts.shared_dim) if experts.shared_dim else {}
     return {
         ("router",): (width, count),
@@ -154,10 +155,12 @@ def _expert_shapes(config: DecoderConfig) -> Shapes:
         ("norm",): (width,) if experts.beside_mlp else None,
         ("router_norm",): (width,) if experts.beside_mlp else None,
         ("weight_scale",): (count,) if experts.beside_mlp else None,
-        ("gate",): (count, width, mlp_dim),
-        ("up",): (count, width, mlp_dim),
-        ("down",): (count, mlp_dim, width),
-        ("gate_bias",): (count, mlp_dim) if bias else None,
+        ("latent_down",): (latent_dim, width) if latent_dim else None,
+        ("latent_up",): (width, latent_dim) if latent_dim else None,
+        ("gate",): (count, inner, mlp_dim) if gated else None,
+        ("up",): (count, inner, mlp_dim),
+        ("down",): (count, mlp_dim, inner),
+        ("gate_bias",): (count, mlp_dim) if bias and gated else None,
         ("up_bias",): (count, mlp_dim) if bias else None,
-        ("down_bias",): (count, width) if bias else None,
+        ("down_bias",): (count, inner) if bias else None,
     } | {("shared", *path): shape for path, shape in shared.items()}

@@ -17,7 +17,16 @@ from jaxkv.models.families.experts import (
     qwen3_moe,
 )
 from jaxkv.models.families.family import Family as Family
-from jaxkv.models.families.hybrid import granitemoehybrid, kimi_linear, lfm2, olmo_hybrid, qwen3_5, qwen3_next
+from jaxkv.models.families.hybrid import (
+    falcon_h1,
+    granitemoehybrid,
+    kimi_linear,
+    lfm2,
+    nemotron_h,
+    olmo_hybrid,
+    qwen3_5,
+    qwen3_next,
+)
 from jaxkv.models.families.postnorm import exaone4, gemma2, gemma3, gemma3n, gemma4, glm4, olmo2, olmo3
 from jaxkv.models.families.prenorm import (
     ernie4_5,
@@ -78,4 +87,6 @@ FAMILIES: dict[str, Family] = {
     "olmo_hybrid": olmo_hybrid.FAMILY,
     "kimi_linear": kimi_linear.FAMILY,
     "granitemoehybrid": granitemoehybrid.FAMILY,
+    "nemotron_h": nemotron_h.FAMILY,
+    "falcon_h1": falcon_h1.FAMILY,
 }

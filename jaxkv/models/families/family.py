@@ -7,11 +7,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxkv._core.config.validation import integer
-from jaxkv.models.config import DecoderConfig
+from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, MOST_LAYERS, SLIDING, Fields
 
-ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "relu2"]] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
 }  # fmt: skip
 
 
@@ -150,6 +151,14 @@ def read_token_ids(value: Any, name: str) -> tuple[int, ...]:
     """Reads one token or a list of tokens; None is no token."""
     tokens = value if isinstance(value, list) else [] if value is None else [value]
     return tuple(integer(name, token, least=0) for token in tokens)
+
+
+def make_experts(fields: Fields, **values: Any) -> ExpertsConfig:
+    """Makes the config of experts. Raises ValueError, which names the file, for values that do not go together."""
+    try:
+        return ExpertsConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"The experts of {fields.where}: {error}") from error
 
 
 def read_windows(fields: Fields, default: list[str], window: int | None) -> tuple[int | None, ...]:

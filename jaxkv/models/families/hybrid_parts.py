@@ -136,11 +136,12 @@ def read_mamba(fields: Fields, width: int, **values: Any) -> SpaceConfig:
     if width % heads or given not in ("auto", width // heads):
         raise fields.refuse("mamba_d_head", given, f"{width} channels, in {heads} heads of one width")
     fields.take("mamba_chunk_size", None)  # of kernels
+    bias = fields.flag("mamba_proj_bias", False)
     return SpaceConfig(
         heads=heads, head_dim=width // heads, state_dim=fields.size("mamba_d_state", 256, most=MOST_DIM),
         groups=fields.size("mamba_n_groups", 1, most=MOST_HEADS),
         width=fields.size("mamba_d_conv", 4, least=2, most=MOST_DIM), conv_bias=fields.flag("mamba_conv_bias", True),
-        bias=fields.flag("mamba_proj_bias", False), step_limits=read_step_limits(fields), **values,
+        step_limits=read_step_limits(fields), **dict(bias=bias, out_bias=bias) | values,
     )  # fmt: skip
 
 

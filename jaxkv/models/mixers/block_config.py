@@ -120,7 +120,8 @@ class SpaceConfig:
       heads, head_dim: heads of inputs and states, and entries of an input.
       state_dim, groups: entries of a state for each entry of an input; heads of a group share what they are read by.
       width: tokens that the convolution sees.
-      bias, conv_bias: whether the projections, and the convolution, have biases.
+      bias, conv_bias, out_bias: whether the projection of the input, the convolution, and the projection of the output
+        have biases.
       norm: whether an RMS norm over each group comes after the output gate, or before it, or not at all.
       norm_eps: epsilon of that norm.
       step_limits: the least and the largest time step; None: no largest.
@@ -138,6 +139,7 @@ class SpaceConfig:
     width: int
     bias: bool = False
     conv_bias: bool = True
+    out_bias: bool = False
     norm: Literal["after_gate", "before_gate"] | None = "after_gate"
     norm_eps: float = 1e-5
     step_limits: tuple[float, float | None] = (0.0, None)
@@ -147,7 +149,7 @@ class SpaceConfig:
 
     def __post_init__(self):
         check_sizes(self, "heads", "head_dim", "state_dim", "groups", width=2)
-        for name in ("bias", "conv_bias"):
+        for name in ("bias", "conv_bias", "out_bias"):
             object.__setattr__(self, name, flag(f"SpaceConfig.{name}", getattr(self, name)))
         real("norm_eps", self.norm_eps, least=0)
         if self.heads % self.groups:
@@ -179,7 +181,7 @@ class SpaceConfig:
             "conv": (convolved, self.width), "conv_bias": (convolved,) if self.conv_bias else None,
             "log_decay": (self.heads,), "step_bias": (self.heads,), "skip": (self.heads,),
             "norm": None if self.norm is None else (self.channels,),
-            "out": (self.channels, width), "out_bias": (width,) if self.bias else None,
+            "out": (self.channels, width), "out_bias": (width,) if self.out_bias else None,
         }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import pallas_kernels
 from jaxkv._core.attention import mixers
 from jaxkv._core.attention.plan import Step
 from jaxkv.models.blocks.norms import normalize
+from jaxkv.models.layers import scale
 from jaxkv.models.mixers.block_config import SpaceConfig
 from jaxkv.models.mixers.mixer import MixerModule, convolve, whole_rows
 from jaxkv.nnx import project
@@ -22,8 +23,7 @@ class SpaceMixer(MixerModule):
 
     def inputs(self, x: jax.Array, positions: Any) -> tuple:
         mixer = self.mixer
-        x = x if mixer.input_scale == 1 else x * jnp.asarray(mixer.input_scale, x.dtype)
-        every = project("...e,ce->...c", x, self.project, self.project_bias)
+        every = project("...e,ce->...c", scale(x, mixer.input_scale), self.project, self.project_bias)
         if any(scale != 1 for scale in mixer.part_scales):
             scales = np.repeat(np.asarray(mixer.part_scales, np.float32), mixer.parts)
             every = (every * jnp.expand_dims(scales, tuple(range(every.ndim - 1)))).astype(every.dtype)
@@ -53,7 +53,7 @@ class SpaceMixer(MixerModule):
         y = y.astype(jnp.float32)
         y = self._normed(y) * gate if self.mixer.norm == "before_gate" else self._normed(y * gate)
         y = project("...c,ce->...e", y.astype(dtype), self.out, self.out_bias)
-        return y if self.mixer.output_scale == 1 else y * jnp.asarray(self.mixer.output_scale, y.dtype)
+        return scale(y, self.mixer.output_scale)
 
     def _normed(self, y: jax.Array) -> jax.Array:
         """Returns the norm over each group, or without one y."""

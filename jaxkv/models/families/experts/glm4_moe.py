@@ -8,7 +8,7 @@ from typing import Any
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, Fields
 from jaxkv.models.families.experts.deepseek import name_tensor
-from jaxkv.models.families.family import Family, read_common, read_num_layers, render_common
+from jaxkv.models.families.family import Family, make_experts, read_common, read_num_layers, render_common
 from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 
@@ -31,16 +31,13 @@ def _read_experts(fields: Fields) -> ExpertsConfig:
     mlp_dim = fields.size("moe_intermediate_size", 1408, most=MOST_DIM)
     fields.must_be("scoring_func", "sigmoid")
     fields.must_be("topk_method", "noaux_tc")
-    values: dict[str, Any] = dict(
-        count=count, per_token=fields.size("num_experts_per_tok", 8, most=count), mlp_dim=mlp_dim, scores="sigmoid",
-        normalise=fields.flag("norm_topk_prob", True), scale=fields.number("routed_scaling_factor", 1.0, above=0),
-        groups=fields.size("n_group", 1, most=count), groups_per_token=fields.size("topk_group", 1, most=count),
-        choice_bias=True, shared_dim=fields.size("n_shared_experts", 1, least=0) * mlp_dim,
+    return make_experts(
+        fields, count=count, per_token=fields.size("num_experts_per_tok", 8, most=count), mlp_dim=mlp_dim,
+        scores="sigmoid", normalise=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0, above=0), groups=fields.size("n_group", 1, most=count),
+        groups_per_token=fields.size("topk_group", 1, most=count), choice_bias=True,
+        shared_dim=fields.size("n_shared_experts", 1, least=0) * mlp_dim,
     )  # fmt: skip
-    try:
-        return ExpertsConfig(**values)
-    except ValueError as error:
-        raise ValueError(f"The experts of {fields.where}: {error}") from error
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:

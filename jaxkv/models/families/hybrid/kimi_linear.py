@@ -13,7 +13,7 @@ import numpy as np
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, LINEAR, MOST_DIM, MOST_HEADS, Fields
 from jaxkv.models.families.experts.deepseek import read_latent, render_latent
-from jaxkv.models.families.family import Family, Section, read_common, read_num_layers, render_common
+from jaxkv.models.families.family import Family, Section, make_experts, read_common, read_num_layers, render_common
 from jaxkv.models.families.hybrid_parts import delta_names, join_convs, kinds_of, mix, mixer_of, read_kinds
 from jaxkv.models.mixers.block_config import DeltaConfig
 from jaxkv.models.rope import Rope
@@ -80,18 +80,14 @@ def _read_experts(fields: Fields) -> ExpertsConfig:
     for published, name in (("num_shared_experts", "n_shared_experts"), ("moe_renormalize", "norm_topk_prob")):
         if name in fields.left:
             fields.left.setdefault(published, fields.take(name))
-    values: dict[str, Any] = dict(
-        count=count, per_token=fields.either("num_experts_per_token", "num_experts_per_tok", 8, most=count),
+    return make_experts(
+        fields, count=count, per_token=fields.either("num_experts_per_token", "num_experts_per_tok", 8, most=count),
         mlp_dim=mlp_dim, scores="sigmoid", normalise=fields.flag("moe_renormalize", True),
         scale=fields.number("routed_scaling_factor", 2.446, above=0),
         groups=fields.either("num_expert_group", "n_group", 1, most=count),
         groups_per_token=fields.size("topk_group", 1, most=count), choice_bias=True,
         shared_dim=fields.size("num_shared_experts", 1, least=0) * mlp_dim,
     )  # fmt: skip
-    try:
-        return ExpertsConfig(**values)
-    except ValueError as error:
-        raise ValueError(f"The experts of {fields.where}: {error}") from error
 
 
 def _read_expert_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:

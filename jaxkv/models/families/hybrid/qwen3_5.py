@@ -27,7 +27,11 @@ TENSORS: dict[str, Any] = EXPERTS | GATED_ATTENTION | delta_names("linear_attn")
 }  # fmt: skip
 FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 MUST_BE = (("attn_output_gate", True), ("mamba_ssm_dtype", "float32"), ("output_gate_type", "swish"))
-MOE_MUST_BE = (("norm_topk_prob", True), ("decoder_sparse_step", 1), ("mlp_only_layers", []))
+MOE_MUST_BE: tuple[tuple[str, Any], ...] = (
+    ("norm_topk_prob", True),
+    ("decoder_sparse_step", 1),
+    ("mlp_only_layers", []),
+)
 PREDICTION = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 
 
@@ -36,7 +40,7 @@ def parse(fields: Fields) -> DecoderConfig:
 
 
 def parse_moe(fields: Fields) -> DecoderConfig:
-    for name, allowed in MOE_MUST_BE:
+    for name, allowed in MOE_MUST_BE.items():
         fields.must_be(name, allowed)
     experts = read_experts(fields, count=256, per_token=8, normalise=True)
     common = _read(fields, num_kv_heads=2, mlp_dim=experts.mlp_dim)
