@@ -27,11 +27,7 @@ TENSORS: dict[str, Any] = EXPERTS | GATED_ATTENTION | delta_names("linear_attn")
 }  # fmt: skip
 FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 MUST_BE = (("attn_output_gate", True), ("mamba_ssm_dtype", "float32"), ("output_gate_type", "swish"))
-MOE_MUST_BE: tuple[tuple[str, Any], ...] = (
-    ("norm_topk_prob", True),
-    ("decoder_sparse_step", 1),
-    ("mlp_only_layers", []),
-)
+MOE_MUST_BE: dict[str, Any] = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 PREDICTION = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 
 
