@@ -66,31 +66,39 @@ def _mxfp4(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fp8(tensors: dict[str, Any], config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Dequantizes DeepSeek V3: a matrix of 8-bit floats with a scale for each of its blocks."""
-    names = [name.removesuffix("_scale_inv") for name in tensors if name.endswith(".weight_scale_inv")]
+    """Dequantizes 8-bit floats: of matrices with a scale for each of their blocks (DeepSeek V3), or, where the size of
+    a block is null, with a scale for a tensor, or for each of its experts and of their halves (Ministral 3)."""
     quantization = config.get("quantization_config")
-    sizes = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
-    sizes = [128, 128] if sizes is None else sizes
-    if names and (not isinstance(sizes, list) or len(sizes) != 2):
+    quantization = quantization if isinstance(quantization, Mapping) else {}
+    sizes = quantization.get("weight_block_size", [128, 128])
+    names = [name.removesuffix("_scale_inv") for name in tensors if name.endswith("_scale_inv")]
+    if names and sizes is not None and (not isinstance(sizes, list) or len(sizes) != 2):
         raise ValueError(f"weight_block_size in {where} must be two sizes, not {sizes!r}.")
+    if quantization.get("activation_scheme") == "static":  # activations stay as they are
+        tensors = {name: x for name, x in tensors.items() if not name.endswith("activation_scale")}
     for name in names:
-        rows, columns = (integer(f"weight_block_size in {where}", size, least=1) for size in sizes)
         weight, scales = tensors.get(name), tensors[f"{name}_scale_inv"]
-        if weight is None or weight.ndim != 2:
+        if weight is None or weight.ndim < 2 or (sizes is not None and weight.ndim != 2):
             continue
-        wanted = (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
+        block = [integer(f"weight_block_size in {where}", size, least=1) for size in sizes or ()]
+        wanted = scales.shape
+        if block:
+            wanted = (-(-weight.shape[0] // block[0]), -(-weight.shape[1] // block[1]))
         if scales.shape != wanted:
             raise ValueError(
                 f"{name}_scale_inv has shape {list(scales.shape)}, not {list(wanted)}: one scale for each block of "
-                f"{rows} x {columns} of {list(weight.shape)}."
+                f"{block[0]} x {block[1]} of {list(weight.shape)}."
             )
+        if not block and scales.ndim not in (0, weight.ndim):
+            raise ValueError(f"{name}_scale_inv has shape {list(scales.shape)}, not one scale of {list(weight.shape)}.")
         del tensors[f"{name}_scale_inv"]
 
-        def read(
-            weight: np.ndarray = weight, scales: np.ndarray = scales, rows: int = rows, columns: int = columns
-        ) -> np.ndarray:
-            scale = np.repeat(np.repeat(scales.astype(np.float32), rows, axis=0), columns, axis=1)
-            return weight.astype(np.float32) * scale[: weight.shape[0], : weight.shape[1]]
+        def read(weight: np.ndarray = weight, scales: np.ndarray = scales, block: list[int] = block) -> np.ndarray:
+            scale = scales.astype(np.float32)
+            for axis in range(-scale.ndim, 0):
+                size = block[axis] if block else -(-weight.shape[axis] // scale.shape[axis])
+                scale = np.repeat(scale, size, axis).take(np.arange(weight.shape[axis]), axis)
+            return weight.astype(np.float32) * scale
 
         tensors[name] = Quantised(weight.shape, read)
     return tensors

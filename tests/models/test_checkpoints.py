@@ -46,7 +46,7 @@ def test_dense(name):
 
 
 # A few that together have every kind of layer; dense, all have been seen.
-DAY = ["gemma2", "deepseek_v2", "gpt_oss", "llama4", "qwen3_next", "lfm2", "nemotron_h", "falcon_h1"]
+DAY = ["gemma2", "deepseek_v2", "gpt_oss", "llama4", "gemma4", "qwen3_next", "lfm2", "nemotron_h", "falcon_h1"]
 
 
 @pytest.mark.parametrize("name", fixtures.NAMES if NIGHTLY else DAY)

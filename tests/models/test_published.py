@@ -61,6 +61,23 @@ def test_blocks_of_fp8_by_hand():
             read_published(tensors, {"quantization_config": {"weight_block_size": sizes}}, "config.json")
 
 
+def test_fp8_with_a_scale_for_a_tensor():
+    """As Ministral 3 is published, whose activations have scales too; and experts, with one for each of two halves."""
+    weight, experts = (
+        np.ones((2, 3)).astype(ml_dtypes.float8_e4m3fn),
+        np.ones((2, 4, 3)).astype(ml_dtypes.float8_e4m3fn),
+    )
+    config = {"quantization_config": {"weight_block_size": None, "activation_scheme": "static", "quant_method": "fp8"}}
+    tensors = {"a.weight": weight, "a.weight_scale_inv": np.float32(3), "a.activation_scale": np.float32(7),
+               "up": experts, "up_scale_inv": np.arange(4, dtype=np.float32).reshape(2, 2, 1)}  # fmt: skip
+    read = read_published(tensors, config, "config.json")
+    assert sorted(read) == ["a.weight", "up"]
+    np.testing.assert_array_equal(np.asarray(read["a.weight"]), np.full((2, 3), 3))
+    np.testing.assert_array_equal(np.asarray(read["up"])[:, :, 0], [[0, 0, 1, 1], [2, 2, 3, 3]])
+    with pytest.raises(ValueError, match=r"a.weight_scale_inv has shape \[2\], not one scale of \[2, 3\]"):
+        read_published(tensors | {"a.weight_scale_inv": np.ones(2, np.float32)}, config, "config.json")
+
+
 def test_quantised_weights_that_do_not_belong_together(tmp_path):
     def spoil(tensors):
         del tensors["model.layers.0.mlp.experts.down_proj_scales"]
