@@ -27,7 +27,7 @@ MUTANTS = {
     "requests are lost with a call": (
         "test_every_line_of_one_step_and_of_leaving_a_stream",
         Plant(
-            "EngineCore._restart",
+            "EngineCore._queue_open",
             "{request: make_sequence(request) for request in self.open if not request.done}",
             "{}",
         ),
