@@ -12,6 +12,7 @@ from typing import Literal
 from jaxkv._cli.chips import Chip, Link
 from jaxkv._cli.memory_plan import Plan
 from jaxkv._cli.plan_devices import Devices
+from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv.models.config import DecoderConfig
 
 ITEMSIZE = 2  # of computation: bfloat16
@@ -116,6 +117,19 @@ class DecodeStep:
         return self.rows * self.devices.data / self.seconds(chip)["step"]
 
 
+def attention_work(cache: CacheConfig, length: float) -> tuple[float, float]:
+    """Returns for a row of `length` tokens the bytes that all layers read of the cache, those that read another's keys
+    included, and the products that a head computes with them."""
+    read = computed = 0.0
+    for i, layer in enumerate(cache.layers):
+        if not layer.is_recurrent:
+            reach = layer.retention.visible_tokens
+            tokens = length if reach is None else min(length, reach)
+            read += cache.bytes_per_block_read(i) / cache.block_size * tokens
+            computed += (layer.head_dim + layer.value_dim) * tokens
+    return read, computed
+
+
 def decode_step(config: DecoderConfig, devices: Devices, found: Plan, weights: int) -> DecodeStep:
     """Returns the decode step of all rows that a data-parallel group's plan holds, each with `mean_len` tokens.
 
@@ -129,6 +143,10 @@ def decode_step(config: DecoderConfig, devices: Devices, found: Plan, weights: i
     count = count_parameters(config, devices.tensor)
     table = 0 if config.tie_embeddings else config.vocab_size * config.embed_dim
     table //= devices.tensor if config.vocab_size % devices.tensor == 0 else 1
+    if own := config.per_layer:  # of which a step reads a row of each token
+        table += (
+            own.vocab_size * own.dim * config.num_layers // (1 if own.vocab_size % devices.tensor else devices.tensor)
+        )
     idle = unread = 0.0  # of experts: those that one token skips, and those that all tokens skip
     if config.experts is not None:
         experts = config.experts
@@ -136,16 +154,13 @@ def decode_step(config: DecoderConfig, devices: Devices, found: Plan, weights: i
         every = 3 * config.embed_dim * width * experts.count * sum(config.expert_layers)
         share = experts.per_token / experts.count
         idle, unread = every * (1 - share), every * (1 - share) ** max(rows, 1)
-    seen = [found.mean_len if reach is None else min(found.mean_len, reach) for reach in cache.group_visible_tokens]
-    of_token = [cache.bytes_per_group_block(group) / cache.block_size for group in range(len(cache.groups))]
-    widths = 2 * config.head_dim if config.latent is None else config.latent.width + config.latent.rank
     heads = config.num_heads // (devices.tensor if config.num_heads % devices.tensor == 0 else 1)
-    attended = sum(len(layers) * tokens for layers, tokens in zip(cache.groups, seen, strict=True)) / devices.context
+    read_cache, attended = attention_work(cache, found.mean_len)
     return DecodeStep(
         rows=rows,
         read_weights=weights * (count - table - unread) / count,
-        read_cache=rows * sum(n * tokens for n, tokens in zip(of_token, seen, strict=True)) / devices.context,
-        flops=2 * rows * (count - table - idle + heads * widths * attended),
+        read_cache=rows * read_cache / devices.context,
+        flops=2 * rows * (count - table - idle + heads * attended / devices.context),
         collectives=collectives(config, devices, rows),
         devices=devices,
     )

@@ -148,6 +148,19 @@ def test_experts_that_no_token_goes_to_are_not_read():
     assert read[1000] == pytest.approx(2 * (count - table))
 
 
+def test_layers_that_read_another_s_keys_read_the_cache_too():
+    """Gemma 4's layers differ in the width of their heads, too; its table for each layer is read a row a token."""
+    config = jaxkv.models.loader.read_config(DATA / "gemma4")
+    count = jaxkv.models.loader.count_parameters(config)
+    found = plan(config.layer_configs, 10**8, max_seq_len=64, mean_len=10, max_seqs=2)
+    step = decode_step(config, Devices(), found, 2 * count)
+    local, full = 3 * 2 * 16 * 6, 2 * 2 * 24 * 10  # layers, KV heads, entries, tokens
+    assert step.read_cache == pytest.approx(2 * 2 * (local + full) * found.config.dtype.itemsize)
+    table = 96 * 5 * 8
+    assert step.read_weights == pytest.approx(2 * (count - table))
+    assert step.flops == pytest.approx(2 * 2 * (count - table + 4 * (local + full)))
+
+
 def test_the_bound_of_a_step():
     config, v5e = SMALL, CHIPS["v5e"]
     devices, weights = Devices(2, 3, 4), 10**6
