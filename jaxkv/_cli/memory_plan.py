@@ -76,6 +76,11 @@ class Plan:
         return self.config.bytes_per_block // self.config.block_size
 
     @property
+    def bytes_per_row(self) -> int:
+        """Bytes of a row's states in all recurrent layers, whatever its length."""
+        return self.config.bytes_per_state
+
+    @property
     def marginal_bytes(self) -> int:
         """Bytes of one more token in a row of `mean_len`: layers whose window is full release as much."""
         groups = enumerate(self.config.group_visible_tokens)
@@ -90,7 +95,8 @@ class Plan:
 
 def plan(
     layers: Sequence[LayerConfig], memory_bytes: int, *, max_seq_len: int, max_seqs: int | None = None,
-    mean_len: float | None = None, lengths: Sequence[int] | None = None, step_tokens: int = 256, **fields: Any,
+    mean_len: float | None = None, lengths: Sequence[int] | None = None, step_tokens: int = 256, state_copies: int = 1,
+    **fields: Any,
 ) -> Plan:  # fmt: skip
     """Returns the plan of the cache that fits into `memory_bytes`.
 
@@ -101,6 +107,7 @@ def plan(
       mean_len: mean number of tokens of a row; default: half of `max_seq_len`, at most 2048.
       lengths: instead of `mean_len`, observed lengths of many rows.
       step_tokens: maximum number of tokens of a step, which bounds the blocks of layers with a sliding window.
+      state_copies: how often the memory holds the states of recurrent layers: once on each device that it is of.
       **fields: other fields of `CacheConfig`, such as block_size and dtype.
 
     Raises:
@@ -116,10 +123,12 @@ def plan(
     expected = Lengths.read(mean_len, lengths, max_seq_len)
     if max_seqs is not None:
         max_seqs = integer("max_seqs", max_seqs, least=1)
-    sizes = _Sizes(layers, max_seq_len, fields)
+    sizes = _Sizes(layers, max_seq_len, fields, state_copies)
     probe = sizes.make_config(1)
-    if memory_bytes < sum(2 * size for size in sizes.group_bytes):  # a block and the null block; the call raises
-        sizes.make_whole(probe).with_memory(memory_bytes, step_tokens=step_tokens)
+    least = sizes.make_config(max_seqs or 1)
+    # A block and the null block of each group, and the states of all rows; the call raises.
+    if memory_bytes < sizes.count_bytes([1] * len(sizes.group_bytes), least):
+        sizes.make_whole(least).with_memory(memory_bytes // state_copies, step_tokens=step_tokens)
 
     def choose_config(rows: int) -> CacheConfig:
         return sizes.fill(sizes.make_config(rows), memory_bytes, max(step_tokens, rows))
@@ -135,7 +144,8 @@ def plan(
         return bisect.bisect_left(range(1, most + 1), True, key=is_too_many)
 
     fixed = choose_config(1 if max_seqs is None else max_seqs)
-    rows_matter = max_seqs is None and any(reach is not None for reach in probe.group_visible_tokens)
+    by_rows = sizes.state_bytes > 0 or any(reach is not None for reach in probe.group_visible_tokens)
+    rows_matter = max_seqs is None and by_rows
     rows = count_rows(blocks, choose_config if rows_matter else lambda _: fixed)
     chosen = choose_config(max(rows, 1) if max_seqs is None else max_seqs)
     full_rows = min(rows, count_rows(columns, lambda _: chosen))
@@ -144,28 +154,30 @@ def plan(
 
 
 def needed_bytes(
-    layers: Sequence[LayerConfig], rows: int, length: int, *, max_seq_len: int, step_tokens: int, **fields: Any
-) -> int:
+    layers: Sequence[LayerConfig], rows: int, length: int, *, max_seq_len: int, step_tokens: int,
+    state_copies: int = 1, **fields: Any,
+) -> int:  # fmt: skip
     """Returns the pool bytes of a cache in which `rows` rows of `length` tokens fit at once.
 
     >>> layers = [LayerConfig(num_kv_heads=8, head_dim=128)] * 32
     >>> round(needed_bytes(layers, 100, 8192, max_seq_len=8192, step_tokens=256, dtype="bfloat16") / 2**30, 1)
     100.0
     """
-    sizes = _Sizes(layers, max_seq_len, fields)
+    sizes = _Sizes(layers, max_seq_len, fields, state_copies)
     probe = sizes.make_config(rows)
-    return sizes.count_bytes(sizes.limit(probe, rows * -(-length // probe.block_size), max(step_tokens, rows)))
+    return sizes.count_bytes(sizes.limit(probe, rows * -(-length // probe.block_size), max(step_tokens, rows)), probe)
 
 
 class _Sizes:
     """The arithmetic of `CacheConfig`, once for each kind of layer: a model of 100 layers has two or three kinds."""
 
-    def __init__(self, layers: Sequence[LayerConfig], max_seq_len: int, fields: dict[str, Any]):
+    def __init__(self, layers: Sequence[LayerConfig], max_seq_len: int, fields: dict[str, Any], state_copies: int):
         self.layers, self.max_seq_len, self.fields = tuple(layers), max_seq_len, fields
         # Layers that share KV with another layer, or evict, are counted one by one.
         apart = any(layer.shares_with is not None or layer.evict is not None for layer in self.layers)
         counts = collections.Counter(self.layers)
         self.kinds = self.layers if apart else tuple(counts)
+        self.state_bytes = state_copies * sum(layer.state_bytes for layer in self.layers)
         probe = self.make_config(1)
         self.group_bytes = [
             sum(probe.bytes_per_layer_block(i) * (1 if apart else counts[self.kinds[i]]) for i in group)
@@ -182,8 +194,10 @@ class _Sizes:
         """Returns the config of all layers with the same number of blocks."""
         return config.replace(layers=self.layers, group_blocks=config.group_blocks)
 
-    def count_bytes(self, blocks: Sequence[int]) -> int:
-        return sum((n + 1) * size for n, size in zip(blocks, self.group_bytes, strict=True))
+    def count_bytes(self, blocks: Sequence[int], config: CacheConfig) -> int:
+        """Returns the bytes of a config's states, and of so many blocks of each group."""
+        pools = sum((n + 1) * size for n, size in zip(blocks, self.group_bytes, strict=True))
+        return pools + (config.num_state_slots + 1) * self.state_bytes
 
     def limit(self, config: CacheConfig, num_blocks: int, step_tokens: int) -> list[int]:
         """Returns the blocks of each group: `num_blocks`, but no more than its sliding window can use."""
@@ -202,7 +216,7 @@ class _Sizes:
             self.make_whole(config).with_memory(memory_bytes, step_tokens=step_tokens)  # may raise for too many blocks
 
         def is_too_much(num_blocks: int) -> bool:
-            return self.count_bytes(self.limit(config, num_blocks, step_tokens)) > memory_bytes
+            return self.count_bytes(self.limit(config, num_blocks, step_tokens), config) > memory_bytes
 
         num_blocks = max(1, bisect.bisect_left(range(1, min(most, MOST_INDEX // 2) + 2), True, key=is_too_much))
         return config.replace(group_blocks=tuple(self.limit(config, num_blocks, step_tokens)))

@@ -20,7 +20,7 @@ from jaxkv._cli.plan_step_report import shapes_as_text, step_as_json
 from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._core.config.block_size import HEAD_DIM_MULTIPLES, choose_block_size, kernel_platform
 from jaxkv._core.config.cache_config import JOINING
-from jaxkv._core.config.layer_config import LayerConfig, kind_of
+from jaxkv._core.config.layer_config import STATE_DTYPES, LayerConfig, kind_of
 from jaxkv._core.config.validation import show
 from jaxkv._files.hub import find_model
 from pallas_kernels.common.quantization import FORMATS
@@ -89,7 +89,7 @@ class _Planner:
                     found = plan(layers, (left - rest) * devices.context, max_seq_len=max_seq_len, max_seqs=max_seqs,
                                  mean_len=arguments.mean_len, lengths=lengths, step_tokens=arguments.step_tokens,
                                  block_size=block_size, dtype=dtypes[0], head_dim_multiple=multiple,
-                                 join_kv=join_kv)  # fmt: skip
+                                 join_kv=join_kv, state_copies=devices.context)  # fmt: skip
                 except ValueError as error:
                     found, why = None, why or str(error)  # the first of several reasons
                 options.append(Option(block_size, dtypes, found))
@@ -117,7 +117,7 @@ class _Planner:
             AskedRows(arguments.max_seqs, length, dtypes[0], needed_bytes(
                 layers, rows, length, max_seq_len=max_seq_len, step_tokens=arguments.step_tokens,
                 block_size=said or self._default_size(dtypes[0], multiple, rows, max_seq_len), dtype=dtypes[0],
-                head_dim_multiple=multiple, join_kv=join_kv,
+                head_dim_multiple=multiple, join_kv=join_kv, state_copies=devices.context,
             ) // devices.context)
             for dtypes in kinds
             if arguments.dtype is not None or FORMATS[dtypes[0]].bytes_per_element <= 2
@@ -183,7 +183,9 @@ def _read_model(folder: pathlib.Path) -> tuple[Any, str]:
 
     checkpoint = open_checkpoint(folder)
     stated = checkpoint.stated_quantization()
-    return checkpoint.read_config(("quantization_config",) if stated else ()), stated
+    config, dtype = checkpoint.read_config(("quantization_config",) if stated else ()), checkpoint.read_dtype()
+    # Mixers keep the inputs of their convolutions in the model's dtype.
+    return dataclasses.replace(config, layers=config.layers_in(dtype if dtype in STATE_DTYPES else "bfloat16")), stated
 
 
 def _weights(folder: pathlib.Path, config: Any, stated: str) -> tuple[int, str]:

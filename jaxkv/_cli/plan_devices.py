@@ -76,8 +76,18 @@ class Devices:
 
     def layer(self, layer: LayerConfig) -> LayerConfig:
         """Returns the layer that each device keeps. Raises ValueError for heads that cannot be sharded."""
+        if layer.states is not None:  # divided where its first axis can be
+            return LayerConfig.recurrent(**{
+                name: ((n // (1 if n % self.tensor else self.tensor), *rest), dtype)
+                for name, (n, *rest), dtype in layer.states
+            })  # fmt: skip
         parts = count_shards(layer.num_kv_heads, self.tensor, AXIS)
         return dataclasses.replace(layer, num_kv_heads=layer.num_kv_heads // parts)
+
+    def bytes(self, config: CacheConfig) -> int:
+        """Returns a device's bytes of a cache of `context` devices: its shard of the blocks, and all states."""
+        states = (config.num_state_slots + 1) * config.bytes_per_state
+        return (config.bytes - states) // self.context + states
 
     def weights(self, config: DecoderConfig, total: int) -> int:
         """Returns the bytes of the weights on each device, out of `total` bytes."""

@@ -119,7 +119,7 @@ class Report:
 def as_json(report: Report) -> dict[str, Any]:
     """Returns the report as JSON: lengths in tokens; blocks, tokens and rows of all devices, bytes of each device."""
     model, memory, devices = report.model, report.memory, report.devices
-    kept = model.layer_configs[0]
+    kept = next(layer for layer in model.layer_configs if not layer.is_recurrent)
     options = [
         {
             "block_size": option.block_size,
@@ -152,7 +152,7 @@ def held(report: Report) -> dict[str, int]:
     found, context = report.best, report.devices.context
     return {
         "weights": report.memory.weights,
-        "cache": found.config.bytes // context,
+        "cache": report.devices.bytes(found.config),
         "rows": found.rows,
         "tokens": found.tokens // context,
     }
@@ -161,13 +161,14 @@ def held(report: Report) -> dict[str, int]:
 def _facts(found: Plan, devices: Devices) -> dict[str, Any]:
     return {
         "bytes_per_token": found.bytes_per_token,
+        "bytes_per_row": found.bytes_per_row,
         "marginal_bytes_per_token": found.marginal_bytes,
         "group_blocks": [blocks * devices.data for blocks in found.config.group_blocks],
         "tokens": found.tokens * devices.data,
         "rows": found.rows * devices.data,
         "full_rows": found.full_rows * devices.data,
         "waste": found.waste,
-        "bytes": found.config.bytes // devices.context,
+        "bytes": devices.bytes(found.config),
     }
 
 
@@ -221,6 +222,9 @@ def _capitalize(text: str) -> str:
 def _head(report: Report) -> str:
     config, memory = report.model, report.memory
     kinds = ", ".join(f"{n} {kind}" for kind, n in collections.Counter(str(x.retention) for x in config.layers).items())
+    if states := report.best.bytes_per_row:
+        number = sum(layer.is_recurrent for layer in config.layer_configs)
+        kinds += f", {number} with a state: {format_bytes(states)} a row in all"
     beyond = ""
     if report.max_seq_len > config.max_seq_len:
         beyond = f" The model knows {config.max_seq_len} positions only."

@@ -62,9 +62,14 @@ def collectives(config: DecoderConfig, devices: Devices, rows: int, itemsize: in
     by_heads, by_vocab = config.num_heads % devices.tensor == 0, config.vocab_size % devices.tensor == 0
     experts = config.expert_layers or (False,) * config.num_layers
     own, shared = (config.experts.mlp_dim, config.experts.shared_dim) if config.experts else (0, 0)
-    divided = [(own, shared) if is_expert else (config.mlp_dim,) for is_expert in experts]
+    blocks = [config.block(i) for i in range(config.num_layers)]
+    divided = [
+        (own, shared) if is_expert else (config.mlp_dim,)
+        for block, is_expert in zip(blocks, experts, strict=True) if block.mlp
+    ]  # fmt: skip
+    attending = sum(bool(block.attention) for block in blocks)  # mixers are replicated
     behind = sum(any(n > 0 and n % devices.tensor == 0 for n in widths) for widths in divided)
-    sums = config.num_layers * by_heads + behind + by_vocab
+    sums = attending * by_heads + behind + by_vocab
     heads = config.num_heads // (devices.tensor if by_heads else 1)
     output = config.head_dim if config.latent is None else config.latent.rank
     logits = rows * 4 * config.vocab_size // devices.tensor
@@ -72,7 +77,7 @@ def collectives(config: DecoderConfig, devices: Devices, rows: int, itemsize: in
     all_kinds = (
         Collective(kind="all-reduce", count=sums, size=rows * config.embed_dim * itemsize, **over_tensor),
         Collective(kind="all-gather", count=int(by_vocab), size=logits, **over_tensor),
-        Collective(kind="all-gather", count=config.num_layers, size=rows * heads * (output + 1) * 4, **over_context),
+        Collective(kind="all-gather", count=attending, size=rows * heads * (output + 1) * 4, **over_context),
     )
     return [x for x in all_kinds if x.devices > 1 and x.count and x.size]
 
@@ -151,7 +156,8 @@ def decode_step(config: DecoderConfig, devices: Devices, found: Plan, weights: i
     if config.experts is not None:
         experts = config.experts
         width = experts.mlp_dim // (devices.tensor if experts.mlp_dim % devices.tensor == 0 else 1)
-        every = 3 * config.embed_dim * width * experts.count * sum(config.expert_layers)
+        matrices, read = 3 if config.gated_mlp else 2, experts.latent_dim or config.embed_dim
+        every = matrices * read * width * experts.count * sum(config.expert_layers)
         share = experts.per_token / experts.count
         idle, unread = every * (1 - share), every * (1 - share) ** max(rows, 1)
     heads = config.num_heads // (devices.tensor if config.num_heads % devices.tensor == 0 else 1)
@@ -159,7 +165,7 @@ def decode_step(config: DecoderConfig, devices: Devices, found: Plan, weights: i
     return DecodeStep(
         rows=rows,
         read_weights=weights * (count - table - unread) / count,
-        read_cache=rows * read_cache / devices.context,
+        read_cache=rows * (read_cache / devices.context + cache.bytes_per_state),
         flops=2 * rows * (count - table - idle + heads * attended / devices.context),
         collectives=collectives(config, devices, rows),
         devices=devices,

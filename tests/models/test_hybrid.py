@@ -1,6 +1,10 @@
 """Families with layers that keep a state: through the cache what transformers computes, whatever a step's tokens."""
 
+import json
+import math
 import shutil
+import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +16,16 @@ from support import fixtures
 
 import jaxkv
 from jaxkv import models
+from jaxkv._cli.main import main
+from jaxkv._cli.memory_plan import plan
 from jaxkv._files import safetensors
+from jaxkv.models import config_reader
+from jaxkv.models.checkpoints.parameter_counts import count_parameters
 from jaxkv.models.loader import read_config
 
 CONFIGS = {name: read_config(fixtures.DATA / name) for name in fixtures.NAMES}
 HYBRID = [name for name, config in CONFIGS.items() if any(block.mixer is not None for block in config.blocks)]
+PUBLISHED = json.loads((fixtures.DATA / "hybrid.json").read_text())
 KINDS = ("gate", "up", "down")
 CHUNK = 8  # columns of a step; longest prompt 23
 
@@ -74,3 +83,50 @@ def test_experts_of_qwen_3_5_in_one_tensor(tmp_path):
         tensors[f"{prefix}down_proj"] = np.stack(down)
     safetensors.write(path, tensors | {"mtp.norm.weight": np.ones(3, np.float32)})
     jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path / "model"), load("qwen3_5_moe"))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_have_transformers_parameters_and_states(name):
+    """As many parameters, and as many bytes a row, as the modules of transformers have."""
+    fields, expected = PUBLISHED[name]["config"], PUBLISHED[name]["expected"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = config_reader.parse(fields)
+    chosen = config.experts is not None and config.experts.choice_bias  # a buffer there, a parameter here
+    buffers = config.experts.count * sum(config.expert_layers) if chosen else 0
+    assert count_parameters(config) - buffers == expected["parameters"]
+    states = [layer.state_bytes for layer in config.layers_in("bfloat16") if layer.is_recurrent]
+    assert (len(states), sum(states)) == (expected["layers"], expected["row_bytes"])
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-9b", "nemotron-3-nano-30b-a3b"])
+def test_a_plan_counts_states_to_the_byte(name, tmp_path, capsys):
+    """What is planned is what the cache of that config takes, and one row more would not fit."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]["config"]))
+    row = PUBLISHED[name]["expected"]["row_bytes"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        arguments = ["plan", "--model", str(tmp_path), "--memory", "80GB", "--dtype", "bfloat16", "--json"]
+        assert main([*arguments, "--block-size", "16", "--mean-len", "4096", "--rest", "0"]) == 0
+        config = read_config(tmp_path)
+    found = json.loads(capsys.readouterr().out)
+    (option,) = found["options"]
+    assert option["bytes_per_row"] == row
+    model = types.SimpleNamespace(layer_configs=config.layers_in("bfloat16"), dtype="bfloat16")
+    sizes = {key: x for key, x in found["suggestion"].items() if key != "dtype"}
+    made = jaxkv.CacheConfig.from_model(model, **sizes)
+    blocks = sum((n + 1) * made.bytes_per_group_block(g) for g, n in enumerate(made.group_blocks))
+    assert made.bytes == option["bytes"] == blocks + (made.max_seqs + 1) * row <= found["memory"]["cache"]
+    rows, each = option["rows"], math.ceil((4096 + 15 / 2) / 16)
+    assert made.max_seqs == rows and made.group_blocks[0] >= rows * (each - 1)
+    more = found["memory"]["cache"] - (rows + 2) * row
+    assert more < (rows + 1) * each * made.bytes_per_group_block(0)
+
+
+def test_too_little_memory_for_states_is_refused():
+    layers = (jaxkv.LayerConfig(num_kv_heads=1, head_dim=8), jaxkv.LayerConfig.recurrent(state=((4, 8), "float32")))
+    found = plan(layers, 4_000, max_seq_len=64, max_seqs=3, block_size=4, dtype="float32")
+    cache = jaxkv.init(found.config)
+    assert sum(x.nbytes for x in jax.tree.leaves((cache.pools, cache.states))) == found.config.bytes <= 4_000
+    with pytest.raises(ValueError, match="is too little"):
+        plan(layers, 4_000, max_seq_len=64, max_seqs=40, block_size=4, dtype="float32")

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 from jax.sharding import AbstractMesh
 
@@ -17,11 +18,17 @@ def count_parameters(config: DecoderConfig, devices: int = 1) -> int:
     mesh = AbstractMesh((devices,), (AXIS,))
     # Layers also differ in window and rotation, which does not change the count.
     experts = config.expert_layers or (False,) * config.num_layers
-    firsts = [config.layers[config.first_layer(i)] for i in range(config.num_layers)]
-    layers = [(x.num_kv_heads, x.head_dim, x.v_head_dim, x.shares_with is None) for x in firsts]
-    kinds = list(zip(map(config.block, range(config.num_layers)), layers, experts, strict=True))
+    blocks = [config.block(i) for i in range(config.num_layers)]
+    layers = [_attention_kind(config, i) if block.attention else () for i, block in enumerate(blocks)]
+    kinds = list(zip(blocks, layers, experts, strict=True))
     of_kind = {kind: _count(layer_shapes(config, kinds.index(kind)), mesh) for kind in set(kinds)}
     return _count(outer_shapes(config), mesh) + sum(of_kind[kind] for kind in kinds)
+
+
+def _attention_kind(config: DecoderConfig, layer: int) -> tuple[Any, ...]:
+    """Returns what the parameters of attention depend on."""
+    kept = config.layers[config.first_layer(layer)]
+    return kept.num_kv_heads, kept.head_dim, kept.v_head_dim, kept.shares_with is None
 
 
 def _count(shapes: Shapes, mesh: AbstractMesh) -> int:
