@@ -223,8 +223,7 @@ def _head(report: Report) -> str:
     config, memory = report.model, report.memory
     kinds = ", ".join(f"{n} {kind}" for kind, n in collections.Counter(str(x.retention) for x in config.layers).items())
     if states := report.best.bytes_per_row:
-        number = sum(layer.is_recurrent for layer in config.layer_configs)
-        kinds += f", {number} with a state: {format_bytes(states)} a row in all"
+        kinds += f"; {format_bytes(states)} of states a row"
     beyond = ""
     if report.max_seq_len > config.max_seq_len:
         beyond = f" The model knows {config.max_seq_len} positions only."

@@ -18,6 +18,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv._cli.main import main
 from jaxkv._cli.memory_plan import plan
+from jaxkv._core.cache.inspection import format_bytes
 from jaxkv._files import safetensors
 from jaxkv.models import config_reader
 from jaxkv.models.checkpoints.parameter_counts import count_parameters
@@ -119,6 +120,8 @@ def test_a_plan_counts_states_to_the_byte(name, tmp_path, capsys):
     assert made.bytes == option["bytes"] == blocks + (made.max_seqs + 1) * row <= found["memory"]["cache"]
     rows, each = option["rows"], math.ceil((4096 + 15 / 2) / 16)
     assert made.max_seqs == rows and made.group_blocks[0] >= rows * (each - 1)
+    assert main(arguments[:-1]) == 0
+    assert f"; {format_bytes(row)} of states a row)" in capsys.readouterr().out
     more = found["memory"]["cache"] - (rows + 2) * row
     assert more < (rows + 1) * each * made.bytes_per_group_block(0)
 
