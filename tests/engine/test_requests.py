@@ -3,6 +3,8 @@
 import itertools
 import math
 import random
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from compiled import compiled
 from nightly import NIGHTLY
 
 import jaxkv
+from jaxkv._engine.frontend.warmup import call_all
 from jaxkv._engine.requests.sampling import KINDS
 
 WINDOWS = (None, 7)
@@ -421,3 +424,12 @@ def test_after_warmup_nothing_compiles(logprobs, kinds, prefix_cache):
     assert_empty(engine)
     with pytest.raises(ValueError, match="kinds must be among 'greedy', 'sampled' and 'filtered', not 'best'"):
         engine.warmup(kinds=["best"])
+
+
+def test_warmup_shows_a_bar_only_if_asked(monkeypatch):
+    """In a notebook without widgets tqdm warns as soon as it is imported."""
+    shown, called = [], []
+    monkeypatch.setitem(sys.modules, "tqdm.auto", types.SimpleNamespace(tqdm=lambda x, **_: shown.append(1) or x))
+    for progress in (False, True):
+        call_all([lambda: called.append(1)], progress)
+    assert len(called) == 2 and len(shown) == 1
