@@ -5,6 +5,7 @@ They lie beside the cache, as arrays of their own: an evicted or interrupted one
 
 import dataclasses
 import functools
+import heapq
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from jaxkv._tiers.prefix_cache.node import Node
 
 SHARE = 0.1  # of the cache's bytes, by default
 LEAST, LEAST_BYTES = 4, 2**26  # snapshots for each row of a small cache, as far as they take no more
-RECENT = 0.25  # of the snapshots, which stay whatever they save
+RECENT = 0.1  # of the snapshots, which stay whatever they save: those that a running request is likely to come back to
 
 
 @dataclasses.dataclass(eq=False, frozen=True)
@@ -87,13 +88,13 @@ class Snapshots:
 
     def _drop(self, held: dict[int, Snapshot], nodes: Mapping[int, Node], stay: set[int]) -> float:
         """Drops snapshots until they fit. Returns the new `floor`."""
-        latest = sorted(held, key=lambda label: held[label].used)[-int(RECENT * self.most) or len(held) :]
-        stay = stay.union(latest)
+        recent = max(1, min(4, self.most // 4), int(RECENT * self.most))
+        stay = stay.union(heapq.nlargest(recent, held, key=lambda label: held[label].used))
         floor = self.floor
         while len(held) > self.most:
-            passed = {before for label in held for before in self._before(held, label)}
+            passed = {self._before(held, label) for label in held}
 
-            def rank(label: int, passed: set[int] = passed) -> tuple[bool, bool, bool, float]:
+            def rank(label: int, passed: set[int | None] = passed) -> tuple[bool, bool, bool, float]:
                 node = held[label].node
                 is_whole = nodes.get(label) is node and not node.is_hollow
                 return label in stay, is_whole, node.is_fork or label not in passed, self._worth(held, label)
@@ -104,12 +105,13 @@ class Snapshots:
             del held[least]
         return floor
 
-    def _before(self, held: Mapping[int, Snapshot], label: int) -> list[int]:
+    def _before(self, held: Mapping[int, Snapshot], label: int) -> int | None:
         """Returns the nearest earlier snapshot of a chain, if there is one."""
-        return [before for before in held[label].before if before in held][:1]
+        return next((before for before in held[label].before if before in held), None)
 
     def _worth(self, held: Mapping[int, Snapshot], label: int) -> float:
-        depth = max((held[before].node.depth for before in self._before(held, label)), default=-1)
+        before = self._before(held, label)
+        depth = -1 if before is None else held[before].node.depth
         return held[label].floor + (held[label].node.depth - depth) * self.block_size
 
 
