@@ -9,6 +9,7 @@ import numpy as np
 from jaxkv._core.config.validation import integer
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, MOST_LAYERS, SLIDING, Fields
+from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "relu2"]] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
@@ -141,6 +142,20 @@ def read_common(
     )
 
 
+def read_uniform(
+    fields: Fields, *, theta: float = 10_000.0, rope: Mapping[str, Any] | None = None, **defaults: Any
+) -> dict[str, Any]:  # fmt: skip
+    """Reads the fields common to families whose layers all rotate alike, as arguments of `DecoderConfig`: no windows.
+
+    Args:
+      theta, rope: options of `parse_ropes`.
+      **defaults: those of `read_common`.
+    """
+    num_layers, common = read_num_layers(fields), read_common(fields, **defaults)
+    found = parse_ropes(fields, common["max_seq_len"], theta=theta, **rope or {})[FULL]
+    return common | {"windows": (None,) * num_layers, "ropes": (found,) * num_layers}
+
+
 def _read_max_seq_len(fields: Fields) -> int:
     """Reads `max_position_embeddings`, or if missing its name in the first conversions of LLaMA."""
     name, first_name = "max_position_embeddings", "max_sequence_length"
@@ -190,6 +205,17 @@ def render_common(config: DecoderConfig, *, activation: str = "hidden_act") -> d
         "bos_token_id": config.bos_id,
         "eos_token_id": list(config.eos_ids) or None,
     } | ({"jaxkv_tokenizer": "bytes"} if config.byte_tokens else {})
+
+
+def render_uniform(config: DecoderConfig, **options: Any) -> dict[str, Any]:
+    """Writes the fields that `read_uniform` reads."""
+    return render_common(config, **options) | {"rope_parameters": render_rope(config.ropes[0])}
+
+
+def render_ropes(config: DecoderConfig) -> dict[str, Any]:
+    """Writes the rotary embeddings of layers with a window and of those without."""
+    kinds = [FULL if window is None else SLIDING for window in config.windows]
+    return {"rope_parameters": {kind: render_rope(rope) for kind, rope in zip(kinds, config.ropes, strict=True)}}
 
 
 def render_windows(config: DecoderConfig) -> dict[str, Any]:

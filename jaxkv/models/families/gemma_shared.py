@@ -7,11 +7,10 @@ from typing import Any
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv.models.checkpoint_formats import LAYER
 from jaxkv.models.config import DecoderConfig, PerLayerConfig
-from jaxkv.models.config_fields import FULL, MOST_DIM, SLIDING, Fields
+from jaxkv.models.config_fields import MOST_DIM, Fields
 from jaxkv.models.families import family
 from jaxkv.models.families.postnorm import gemma2
 from jaxkv.models.families.postnorm.gemma2 import ACTIVATION
-from jaxkv.models.rope_fields import render_rope
 
 TENSORS = gemma2.TENSORS | {
     "layer_embed.embed": "model.embed_tokens_per_layer.weight",
@@ -57,10 +56,10 @@ def read_per_layer(fields: Fields) -> PerLayerConfig | None:
 
 def render_common(config: DecoderConfig) -> dict[str, Any]:
     """Writes the fields that the readers above read, and the rotary embeddings."""
-    kinds, own = [FULL if layer.window is None else SLIDING for layer in config.layers], config.per_layer
-    ropes = {kind: render_rope(rope) for kind, rope in zip(kinds, config.ropes, strict=True)}
-    return family.render_common(config, activation=ACTIVATION) | family.render_windows(config) | {
-        "rope_parameters": ropes, "attention_bias": config.out_bias, "final_logit_softcapping": config.logit_soft_cap,
+    own = config.per_layer
+    common = family.render_common(config, activation=ACTIVATION) | family.render_windows(config)
+    return common | family.render_ropes(config) | {
+        "attention_bias": config.out_bias, "final_logit_softcapping": config.logit_soft_cap,
         "num_kv_shared_layers": sum(layer.shares_with is not None for layer in config.layers),
         "hidden_size_per_layer_input": own.dim if own else 0,
         "vocab_size_per_layer_input": own.vocab_size if own else config.vocab_size,

@@ -12,13 +12,11 @@ from jaxkv.models.families.family import (
     AsStored,
     Columns,
     Family,
-    read_common,
-    read_num_layers,
+    read_uniform,
     read_windows,
-    render_common,
+    render_uniform,
     render_windows,
 )
-from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
         "original_max_position_embeddings": 4096}  # fmt: skip
@@ -35,8 +33,10 @@ TENSORS: dict[str, str | Columns | AsStored] = {
 
 
 def parse(fields: Fields) -> DecoderConfig:
-    num_layers = read_num_layers(fields)
-    common = read_common(fields, num_kv_heads=(8,), head_dim=64, norm_eps=1e-5)
+    common = read_uniform(
+        fields, num_kv_heads=(8,), head_dim=64, norm_eps=1e-5, theta=150_000.0, rope={"default": ROPE}
+    )
+    num_layers = len(common["windows"])
     has_bias = fields.flag("attention_bias", True)
     types = [FULL if i % 2 else SLIDING for i in range(num_layers)]
     windows = read_windows(fields, types, fields.size("sliding_window", 128, None))
@@ -47,17 +47,16 @@ def parse(fields: Fields) -> DecoderConfig:
         count=count, per_token=per_token, mlp_dim=common["mlp_dim"], scores="softmax_of_chosen", bias=True,
         limit=fields.number("swiglu_limit", 7.0, above=0), alpha=fields.number("swiglu_alpha", 1.702, above=0),
     )  # fmt: skip
-    rope = parse_ropes(fields, common["max_seq_len"], theta=150_000.0, default=ROPE)[FULL]
-    return DecoderConfig(
-        **common, windows=windows, ropes=(rope,) * num_layers, qkv_bias=has_bias, out_bias=has_bias, sinks=True,
-        experts=experts, expert_layers=(True,) * num_layers,
-    )  # fmt: skip
+    return DecoderConfig(**common | dict(
+        windows=windows, qkv_bias=has_bias, out_bias=has_bias, sinks=True, experts=experts,
+        expert_layers=(True,) * num_layers,
+    ))  # fmt: skip
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:
     assert config.experts is not None
-    return render_common(config) | render_windows(config) | {
-        "rope_parameters": render_rope(config.ropes[0]), "attention_bias": config.out_bias,
+    return render_uniform(config) | render_windows(config) | {
+        "attention_bias": config.out_bias,
         "num_local_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token,
         "swiglu_limit": config.experts.limit, "swiglu_alpha": config.experts.alpha,
     }  # fmt: skip

@@ -3,9 +3,8 @@
 from typing import Any
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
-from jaxkv.models.config_fields import FULL, MOST_HEADS, Fields
-from jaxkv.models.families.family import Family, read_common, read_num_layers, render_common
-from jaxkv.models.rope_fields import parse_ropes, render_rope
+from jaxkv.models.config_fields import MOST_HEADS, Fields
+from jaxkv.models.families.family import Family, read_uniform, render_uniform
 
 TENSORS = {
     "experts.router": "block_sparse_moe.gate.weight",
@@ -16,25 +15,22 @@ TENSORS = {
 
 
 def parse(fields: Fields) -> DecoderConfig:
-    num_layers, common = read_num_layers(fields), read_common(fields, num_kv_heads=(8,), norm_eps=1e-5)
-    window = fields.size("sliding_window", None)
+    common = read_uniform(fields, num_kv_heads=(8,), norm_eps=1e-5, theta=1_000_000.0)
+    window, num_layers = fields.size("sliding_window", None), len(common["windows"])
     count = fields.either("num_local_experts", "num_experts", 8, most=MOST_HEADS)
     experts = ExpertsConfig(
         count=count, per_token=fields.size("num_experts_per_tok", 2, most=count), mlp_dim=common["mlp_dim"],
         scores="softmax_of_chosen",
     )  # fmt: skip
-    rope = parse_ropes(fields, common["max_seq_len"], theta=1_000_000.0)[FULL]
-    return DecoderConfig(
-        **common, windows=(window,) * num_layers, ropes=(rope,) * num_layers, experts=experts,
-        expert_layers=(True,) * num_layers,
-    )  # fmt: skip
+    own = dict(windows=(window,) * num_layers, experts=experts, expert_layers=(True,) * num_layers)
+    return DecoderConfig(**common | own)
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:
     assert config.experts is not None
-    return render_common(config) | {
-        "rope_parameters": render_rope(config.ropes[0]), "sliding_window": config.windows[0],
-        "num_local_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token,
+    return render_uniform(config) | {
+        "sliding_window": config.windows[0], "num_local_experts": config.experts.count,
+        "num_experts_per_tok": config.experts.per_token,
     }  # fmt: skip
 
 

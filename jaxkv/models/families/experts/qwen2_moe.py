@@ -11,13 +11,11 @@ from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, Fields
 from jaxkv.models.families.experts.qwen3_moe import read_expert_layers, render_expert_layers
 from jaxkv.models.families.family import (
     Family,
-    read_common,
-    read_num_layers,
+    read_uniform,
     read_windows,
-    render_common,
+    render_uniform,
     render_windows,
 )
-from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 TENSORS = {
     f"experts.shared.{name}": f"mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")
@@ -25,7 +23,8 @@ TENSORS = {
 
 
 def parse(fields: Fields) -> DecoderConfig:
-    num_layers, common = read_num_layers(fields), read_common(fields, num_kv_heads=(16,))
+    common = read_uniform(fields, num_kv_heads=(16,))
+    num_layers = len(common["windows"])
     count = fields.either("num_experts", "num_local_experts", 60, most=MOST_HEADS)
     experts = ExpertsConfig(
         count=count, per_token=fields.size("num_experts_per_tok", 4, most=count),
@@ -34,12 +33,10 @@ def parse(fields: Fields) -> DecoderConfig:
         shared_dim=fields.size("shared_expert_intermediate_size", 5632, most=MOST_DIM), shared_gate=True,
     )  # fmt: skip
     layers = read_expert_layers(fields, num_layers)
-    rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0)[FULL]
-    return DecoderConfig(
-        **common, windows=_read_windows(fields, num_layers), ropes=(rope,) * num_layers,
-        qkv_bias=fields.flag("qkv_bias", True), experts=experts if any(layers) else None,
-        expert_layers=layers if any(layers) else (),
-    )  # fmt: skip
+    return DecoderConfig(**common | dict(
+        windows=_read_windows(fields, num_layers), qkv_bias=fields.flag("qkv_bias", True),
+        experts=experts if any(layers) else None, expert_layers=layers if any(layers) else (),
+    ))  # fmt: skip
 
 
 def _read_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
@@ -52,9 +49,8 @@ def _read_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 def render(config: DecoderConfig) -> dict[str, Any]:
     windows = render_windows(config)
-    fields = render_common(config) | windows | render_expert_layers(config) | {
+    fields = render_uniform(config) | windows | render_expert_layers(config) | {
         "use_sliding_window": windows["sliding_window"] is not None, "qkv_bias": config.qkv_bias,
-        "rope_parameters": render_rope(config.ropes[0]),
     }  # fmt: skip
     if config.experts is None:
         return fields

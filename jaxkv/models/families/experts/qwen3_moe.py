@@ -6,15 +6,14 @@ A softmax over all experts chooses; the chosen weights are divided by their sum 
 from typing import Any
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
-from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, Fields
-from jaxkv.models.families.family import Family, read_common, read_num_layers, render_common
+from jaxkv.models.config_fields import MOST_DIM, MOST_HEADS, Fields
+from jaxkv.models.families.family import Family, read_uniform, render_uniform
 from jaxkv.models.families.prenorm.qwen2 import read_switched_windows, render_switched_windows
-from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 
 def parse(fields: Fields) -> DecoderConfig:
-    num_layers, common = read_num_layers(fields), read_common(fields)
-    has_bias = fields.flag("attention_bias", False)
+    common, has_bias = read_uniform(fields), fields.flag("attention_bias", False)
+    num_layers = len(common["windows"])
     windows = read_switched_windows(
         fields, num_layers, every_layer=True
     )  # transformers reads max_window_layers, and ignores it
@@ -25,11 +24,10 @@ def parse(fields: Fields) -> DecoderConfig:
         normalise=fields.flag("norm_topk_prob", False),
     )  # fmt: skip
     layers = read_expert_layers(fields, num_layers)
-    rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0)[FULL]
-    return DecoderConfig(
-        **common, windows=windows, ropes=(rope,) * num_layers, qk_norm=True, qkv_bias=has_bias, out_bias=has_bias,
+    return DecoderConfig(**common | dict(
+        windows=windows, qk_norm=True, qkv_bias=has_bias, out_bias=has_bias,
         experts=experts if any(layers) else None, expert_layers=layers if any(layers) else (),
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def read_expert_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
@@ -50,9 +48,7 @@ def render_expert_layers(config: DecoderConfig) -> dict[str, Any]:
 def render(config: DecoderConfig) -> dict[str, Any]:
     windows = render_switched_windows(config)
     del windows["layer_types"]  # all layers are alike
-    fields = render_common(config) | windows | render_expert_layers(config) | {
-        "rope_parameters": render_rope(config.ropes[0]), "attention_bias": config.out_bias,
-    }  # fmt: skip
+    fields = render_uniform(config) | windows | render_expert_layers(config) | {"attention_bias": config.out_bias}
     if config.experts is None:
         return fields
     return fields | {

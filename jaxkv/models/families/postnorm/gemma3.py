@@ -7,10 +7,10 @@ from typing import Any
 
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import FULL, SLIDING, Fields
-from jaxkv.models.families.family import Family, read_num_layers, read_windows
+from jaxkv.models.families.family import Family, read_num_layers, read_windows, render_ropes
 from jaxkv.models.families.nested import make_nested
 from jaxkv.models.families.postnorm.gemma2 import TENSORS, read_gemma, render_gemma
-from jaxkv.models.rope_fields import parse_ropes, render_rope
+from jaxkv.models.rope_fields import parse_ropes
 
 # Defaults of fields that a text_config may omit.
 DEFAULTS = {
@@ -35,9 +35,7 @@ def parse(fields: Fields) -> DecoderConfig:
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:
-    kinds = [FULL if window is None else SLIDING for window in config.windows]
-    ropes = {kind: render_rope(rope) for kind, rope in zip(kinds, config.ropes, strict=True)}
-    return render_gemma(config) | {"rope_parameters": ropes}
+    return render_gemma(config) | render_ropes(config)
 
 
 FAMILY = Family(parse=parse, render=render, architectures=("Gemma3ForCausalLM",), tensors=TENSORS)

@@ -6,10 +6,10 @@ Biases are on queries, keys and values alone.
 from typing import Any
 
 from jaxkv.models.config import DecoderConfig
-from jaxkv.models.config_fields import FULL, Fields
-from jaxkv.models.families.family import Family, Rows, read_common, read_num_layers, render_common
+from jaxkv.models.config_fields import Fields
+from jaxkv.models.families.family import Family, Rows, read_uniform, render_common
 from jaxkv.models.families.prenorm.phi3 import GATE_UP
-from jaxkv.models.rope_fields import parse_ropes, render_rope
+from jaxkv.models.rope_fields import render_rope
 
 TENSORS: dict[str, Any] = {
     "attention_post_norm": "post_self_attn_layernorm.weight",
@@ -18,13 +18,9 @@ TENSORS: dict[str, Any] = {
 
 
 def parse(fields: Fields) -> DecoderConfig:
-    num_layers = read_num_layers(fields)
-    common = read_common(fields, num_kv_heads=(2,), head_dim=128, norm_eps=1.5625e-7)
-    rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0, partial=0.5, interleaved=True)[FULL]
-    return DecoderConfig(
-        **common, windows=(None,) * num_layers, ropes=(rope,) * num_layers, post_norms=True,
-        qkv_bias=fields.flag("attention_bias", True),
-    )  # fmt: skip
+    rope = {"partial": 0.5, "interleaved": True}
+    common = read_uniform(fields, num_kv_heads=(2,), head_dim=128, norm_eps=1.5625e-7, rope=rope)
+    return DecoderConfig(**common, post_norms=True, qkv_bias=fields.flag("attention_bias", True))
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:

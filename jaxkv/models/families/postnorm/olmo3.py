@@ -7,9 +7,16 @@ from typing import Any
 
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import FULL, SLIDING, Fields
-from jaxkv.models.families.family import Family, read_num_layers, read_windows, render_common, render_windows
+from jaxkv.models.families.family import (
+    Family,
+    read_num_layers,
+    read_windows,
+    render_common,
+    render_ropes,
+    render_windows,
+)
 from jaxkv.models.families.postnorm.olmo2 import TENSORS, read_olmo
-from jaxkv.models.rope_fields import parse_ropes, render_rope
+from jaxkv.models.rope_fields import parse_ropes
 
 
 def parse(fields: Fields) -> DecoderConfig:
@@ -24,10 +31,8 @@ def parse(fields: Fields) -> DecoderConfig:
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:
-    kinds = [FULL if window is None else SLIDING for window in config.windows]
-    ropes = {kind: render_rope(rope) for kind, rope in zip(kinds, config.ropes, strict=True)}
-    own = {"rope_parameters": ropes, "attention_bias": config.out_bias}
-    return render_common(config) | render_windows(config) | own
+    own = {"attention_bias": config.out_bias}
+    return render_common(config) | render_windows(config) | render_ropes(config) | own
 
 
 FAMILY = Family(parse=parse, render=render, architectures=("Olmo3ForCausalLM",), tensors=TENSORS)

@@ -8,9 +8,8 @@ transformers uses the short one until a text is longer. Refuses other scalings, 
 from typing import Any
 
 from jaxkv.models.config import DecoderConfig
-from jaxkv.models.config_fields import FULL, Fields
-from jaxkv.models.families.family import Family, Rows, read_common, read_num_layers, render_common
-from jaxkv.models.rope_fields import parse_ropes, render_rope
+from jaxkv.models.config_fields import Fields
+from jaxkv.models.families.family import Family, Rows, read_uniform, render_uniform
 
 QKV, GATE_UP = ("attention.query", "attention.key", "attention.value"), ("mlp.gate", "mlp.up")
 TENSORS = {name: Rows("self_attn.qkv_proj.weight", QKV) for name in QKV}
@@ -18,20 +17,17 @@ TENSORS |= {name: Rows("mlp.gate_up_proj.weight", GATE_UP) for name in GATE_UP}
 
 
 def parse(fields: Fields) -> DecoderConfig:
-    num_layers, common = read_num_layers(fields), read_common(fields, num_kv_heads=(None,), norm_eps=1e-5)
-    window = fields.size("sliding_window", None)
-    rope = parse_ropes(
-        fields, common["max_seq_len"], theta=10_000.0, partial=1.0, scalings=("default", "longrope")
-    )[FULL]  # fmt: skip
+    options = {"partial": 1.0, "scalings": ("default", "longrope")}
+    common = read_uniform(fields, num_kv_heads=(None,), norm_eps=1e-5, rope=options)
+    window, rope = fields.size("sliding_window", None), common["ropes"][0]
     pairs = rope.rotated_dim(common["head_dim"]) // 2
     if rope.scaling == "longrope" and len(rope.divisors) != pairs:
         raise fields.refuse("long_factor or short_factor", list(rope.divisors), f"{pairs} numbers")
-    return DecoderConfig(**common, windows=(window,) * num_layers, ropes=(rope,) * num_layers)
+    return DecoderConfig(**common | {"windows": (window,) * len(common["windows"])})
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:
-    own = {"rope_parameters": render_rope(config.ropes[0]), "sliding_window": config.windows[0]}
-    return render_common(config) | own
+    return render_uniform(config) | {"sliding_window": config.windows[0]}
 
 
 FAMILY = Family(parse=parse, render=render, architectures=("Phi3ForCausalLM",), tensors=TENSORS)

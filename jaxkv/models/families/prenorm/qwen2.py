@@ -9,21 +9,16 @@ from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import FULL, SLIDING, Fields
 from jaxkv.models.families.family import (
     Family,
-    read_common,
-    read_num_layers,
+    read_uniform,
     read_windows,
-    render_common,
+    render_uniform,
     render_windows,
 )
-from jaxkv.models.rope_fields import parse_ropes, render_rope
 
 
 def parse(fields: Fields) -> DecoderConfig:
-    num_layers, common = read_num_layers(fields), read_common(fields)
-    rope = parse_ropes(fields, common["max_seq_len"], theta=10_000.0)[FULL]
-    return DecoderConfig(
-        **common, windows=read_switched_windows(fields, num_layers), ropes=(rope,) * num_layers, qkv_bias=True
-    )
+    common = read_uniform(fields)
+    return DecoderConfig(**common | dict(windows=read_switched_windows(fields, len(common["windows"])), qkv_bias=True))
 
 
 def read_switched_windows(fields: Fields, num_layers: int, every_layer: bool = False) -> tuple[int | None, ...]:
@@ -40,8 +35,7 @@ def render_switched_windows(config: DecoderConfig) -> dict[str, Any]:
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:
-    rope = {"rope_parameters": render_rope(config.ropes[0])}
-    return render_common(config) | rope | render_switched_windows(config)
+    return render_uniform(config) | render_switched_windows(config)
 
 
 FAMILY = Family(parse=parse, render=render, architectures=("Qwen2ForCausalLM",))
