@@ -42,6 +42,7 @@ def dense(model):
     return score
 
 
+@pytest.mark.timeout(1500 if NIGHTLY else 300)
 @pytest.mark.parametrize("way", WAYS if NIGHTLY else ["prefix cache"])
 def test_scores_are_those_of_a_dense_pass(model, dense, way):
     with jaxkv.Engine(model, **SIZES, **WAYS[way]) as engine:

@@ -122,8 +122,7 @@ class ModelRunner:
         work.sort(key=lambda layer: layer[1])  # packed tokens come row by row
         form = self.hook_args.form
         rows = self._rows(form)
-        is_scored = any(s.needs_scores for s, _, _ in work)
-        is_decode = (steps > 1 or step.is_decode) and not is_scored
+        is_decode = (steps > 1 or step.is_decode) and not any(_is_scored(s) for s, _, _ in work)
         scored: list[tuple[Any, int, int, int]] = []
         tokens: list[int] = []
         parents: list[int] = []  # parent of each token, counted from its row's first
@@ -141,7 +140,7 @@ class ModelRunner:
             rows[PROMPT, row], rows[ADAPTER, row] = sequence.prompt, sequence.adapter
             if form is not None:
                 rows[NUM_FIELDS:, row] = form.pack(sequence.request.hook_args)
-            if sequence.needs_scores:
+            if _is_scored(sequence):
                 scored.append((sequence.request, sequence.cached, len(given), len(tokens)))
             if is_decode:
                 rows[TOKEN, row] = given[0]
@@ -292,6 +291,11 @@ class ModelRunner:
         tokens[: len(sequence.tokens)] = sequence.tokens
         self._memory = on_device.note_tokens(self._memory, np.int32(row), tokens)
         self._noted[row] = sequence
+
+
+def _is_scored(sequence: Sequence) -> bool:
+    """Tells whether log-probabilities of a prompt come from the next step of a sequence; not of a step in flight."""
+    return sequence.needs_scores and sequence.cached < sequence.prompt - 1
 
 
 def count_likeliest(*wanted: int | None) -> int:
