@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
     beta: jax.Array | None = None  # [..., H]; None: no delta rule
 
     @property
-    def by_channel(self) -> bool:
+    def has_channel_gates(self) -> bool:
         """Whether each key channel has a gate of its own."""
         return self.gate.ndim == self.k.ndim
 
@@ -54,7 +54,7 @@ def recur(
     if len(token_axes) == 2 and token_axes[1] == 1:
         y, states = _decode(inputs, states, batch, one)
     else:
-        size = CHUNK_BY_CHANNEL if inputs.by_channel else CHUNK
+        size = CHUNK_BY_CHANNEL if inputs.has_channel_gates else CHUNK
         longest = token_axes[1] if len(token_axes) == 2 and batch.snapshot_slots is None else None
         y, states = _prefill(inputs, states, batch, longest, math.gcd(size, batch.every or size), one, chunk)
     return y.reshape(*token_axes, *y.shape[1:]), states
@@ -63,7 +63,7 @@ def recur(
 def run_token(x: Inputs, state: jax.Array, *, transposed: bool) -> tuple[jax.Array, jax.Array]:
     """Returns the output of one token of each row `[L, H, V]` and the states after it, each read once."""
     at = "lhvk" if transposed else "lhkv"
-    gate = jnp.exp(x.gate) if x.by_channel else jnp.exp(x.gate)[..., None]  # [L, H, K or 1]
+    gate = jnp.exp(x.gate) if x.has_channel_gates else jnp.exp(x.gate)[..., None]  # [L, H, K or 1]
     read = x.q[..., None, :] if x.beta is None else jnp.stack([x.q, x.k], axis=-2)
     found = _product(f"lhak,{at}->lhav", read * gate[..., None, :], state)
     u = x.v if x.beta is None else (x.v - found[..., 1, :]) * x.beta[..., None]
@@ -75,11 +75,11 @@ def run_token(x: Inputs, state: jax.Array, *, transposed: bool) -> tuple[jax.Arr
 
 def run_chunk(x: Inputs, state: jax.Array, *, transposed: bool) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs of a chunk of each row `[L, C, H, V]` and the states after it."""
-    by_channel, size = x.by_channel, x.k.shape[1]
+    has_channel_gates, size = x.has_channel_gates, x.k.shape[1]
     x = jax.tree.map(lambda array: jnp.moveaxis(array, 1, 2), x)  # heads first: products over them are batches
     state = jnp.swapaxes(state, -1, -2) if transposed else state
     later, seen = (jnp.tri(size, k=k, dtype=bool) for k in (-1, 0))
-    till, gate = seen.astype(jnp.float32), x.gate if by_channel else x.gate[..., None]
+    till, gate = seen.astype(jnp.float32), x.gate if has_channel_gates else x.gate[..., None]
     since_start = jnp.exp(_product("ts,lhsk->lhtk", till, gate))
     # between[t, s]: the sum of the gates of tokens s + 1 to t, summed by itself: differences of sums lose digits.
     masked = jnp.where(later[None, None, ..., None], gate[..., None, :], 0.0)
@@ -89,7 +89,7 @@ def run_chunk(x: Inputs, state: jax.Array, *, transposed: bool) -> tuple[jax.Arr
 
     def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
         """Returns the products of tokens t and s, of what lies between them."""
-        if by_channel:
+        if has_channel_gates:
             return (a[..., :, None, :] * b[..., None, :, :] * between).sum(-1)
         return _product("lhtk,lhsk->lhts", a, b) * between[..., 0]
 

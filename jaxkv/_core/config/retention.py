@@ -40,7 +40,7 @@ class Full:
     def first_visible_position(self, length: Any) -> Any:
         """Returns the first position that the next token of a row of `length` tokens (int or array) attends to, behind
         sink tokens; at most the row's last position, whose block determines the next block's column."""
-        return _at_least_0(length * 0)
+        return _clip_below(length * 0)
 
     def first_retained_block(self, length: Any, block_size: int) -> Any:
         """Returns the first block that stays for the next token of a row of `length` tokens, behind sink blocks."""
@@ -99,7 +99,7 @@ class Window(Full):
         return f"with a window of {self.window}{first}"
 
     def first_visible_position(self, length: Any) -> Any:
-        return _at_least_0(length - max(self.window, 2) + 1)
+        return _clip_below(length - max(self.window, 2) + 1)
 
     def sink_blocks(self, block_size: int) -> int:
         return -(-(self.sink_tokens or 0) // block_size)
@@ -149,7 +149,7 @@ class Chunk(Full):
 
     def first_visible_position(self, length: Any) -> Any:
         maths = _maths(length)
-        return _at_least_0(maths.minimum(length // self.chunk * self.chunk, length - 1))
+        return _clip_below(maths.minimum(length // self.chunk * self.chunk, length - 1))
 
     def slide_blocks(self, block_size: int) -> int:  # whole chunks, so that chunk boundaries stay in place
         return math.lcm(self.chunk, block_size) // block_size
@@ -226,5 +226,5 @@ def _maths(x: Any) -> Any:
     return jnp if isinstance(x, jax.Array) else np  # host arrays stay on the host
 
 
-def _at_least_0(position: Any) -> Any:
+def _clip_below(position: Any) -> Any:
     return _maths(position).maximum(position, 0)

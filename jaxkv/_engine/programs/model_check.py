@@ -52,7 +52,7 @@ def check_model(model: Model, *, length: int = 37, seed: int = 0) -> None:
     rows = [rng.integers(0, run.vocab_size, size) for size in (BESIDE[0], length, BESIDE[1])]
     wanted = run.alone(rows[OWN])
     for name, ways in (
-        ("in chunks", run.in_chunks),
+        ("in chunks", run.run_in_chunks),
         ("one by one", run.one_by_one),
         ("packed beside other rows", run.beside_others),
         ("padded", run.padded),
@@ -88,7 +88,7 @@ class _Run:
             _compare(turned[::-1][: len(tokens)], logits[: len(tokens)], 0, "in another order of logits_at", hint)
         return logits[: len(tokens)]
 
-    def in_chunks(self, rows: list[np.ndarray]) -> Iterator[tuple[int, bool, np.ndarray]]:
+    def run_in_chunks(self, rows: list[np.ndarray]) -> Iterator[tuple[int, bool, np.ndarray]]:
         cache, done = init(self.config), 0
         while done < len(rows[OWN]):
             part = rows[OWN][done : done + (1 if done == CHUNK else CHUNK)]
