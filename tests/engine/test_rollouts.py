@@ -244,8 +244,12 @@ def test_memory_is_given_back_and_taken_again(keep, way, wanted, tmp_path):
         if keep:
             assert engine.tokens - computed < 8 * 4 + len(PROMPTS[1]), "what was kept is not computed again"
         jaxkv.check_invariants(engine.cache)
-        engine.release(keep=keep)
-        engine.update(weights(2, 5))  # while it has no memory
+        engine.release(keep=keep, parameters=True)
+        engine.restore()
+        with pytest.raises(RuntimeError, match="or released, so it cannot go on"):
+            finish(engine)
+        engine.release()
+        engine.update(weights(2, 5), restart=True)  # while it has no memory
         engine.restore()
         assert finish(engine) == wanted[1]
     with jaxkv.Engine(model, **SIZES, prefix_cache=True) as engine:

@@ -1,5 +1,6 @@
 """Weights that change under an engine, and memory that it lends to a trainer: rollouts within a training program."""
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxkv._core.config.validation import flag, show
+from jaxkv._core.config.validation import flag
 from jaxkv._core.state.device_arrays import split_model, take_local_model
 from jaxkv._engine.frontend.data_parallel import DataParallelCores
 from jaxkv._engine.frontend.fingerprint import fingerprint
@@ -23,6 +24,7 @@ class Updatable:
     _exclusive: Callable[..., Any]
     _wake: Callable[[], None]
     _given: Callable[[], Any]
+    _given_leaves: "list[weakref.ref[jax.Array]]"
 
     def update(self, model: Any, *, draft: Any = None, prefill: Any = None, restart: bool = False) -> None:
         """Goes on with other weights of the same model: nothing is compiled, copied or allocated.
@@ -51,7 +53,8 @@ class Updatable:
         """
         restart = flag("restart", restart)
         with self._exclusive(is_brief=True):
-            parts = self._read_weights("model", model, [loop.pipeline for loop in self._loops])
+            flat = jax.tree.flatten(model)  # takes longer than all else here
+            parts = self._read_weights("model", model, [loop.pipeline for loop in self._loops], flat)
             drafters = [loop.drafter for loop in self._loops]
             drafts = None if draft is None else self._read_weights("draft", draft, drafters)
             apart = [loop.prefill and loop.prefill.pipeline for loop in self._loops]
@@ -74,15 +77,17 @@ class Updatable:
                 if drafts is not None:
                     loop.drafter.leaves = drafts[i]  # type: ignore[union-attr]
             self.__dict__.pop("_model", None)  # the fingerprint of the older weights
-            self._remember_given(model)
+            self._remember_given(model, flat[0])
         self._wake()
 
-    def release(self, *, keep: bool = False) -> None:
+    def release(self, *, keep: bool = False, parameters: bool = False) -> None:
         """Gives the memory of the cache back until `restore`: requests wait, and can still be submitted and cancelled.
 
         Args:
           keep: move rows, and prefixes up to `spill_bytes`, to host memory. Else prefixes on the device and the host
             are dropped, and rows computed again from their tokens.
+          parameters: let go of the model's parameters, too: while a trainer makes new ones, nothing keeps the older
+            ones. `update` must bring them then.
 
         Raises:
           ValueError: `keep` with a prefix cache that has no `spill_bytes`, or has pinned blocks.
@@ -98,13 +103,13 @@ class Updatable:
         >>> len(request.result())
         4
         """
-        keep = flag("keep", keep)
+        keep, parameters = flag("keep", keep), flag("parameters", parameters)
         with self._exclusive(is_brief=True):
             for prefix in [loop.residents.prefix for loop in self._loops] if keep else []:
                 if prefix is not None:
                     _refuse_kept(prefix)
             for loop in self._loops:
-                loop.release(keep=keep)
+                loop.release(keep=keep, parameters=parameters)
 
     def restore(self) -> None:
         """Takes the memory again that `release` gave back; requests go on. Does nothing if it was not released."""
@@ -125,10 +130,15 @@ class Updatable:
 
     # Which parameters there are.
 
-    def _read_weights(self, name: str, model: Any, users: list[Any]) -> list[list[Any]]:
+    def _read_weights(self, name: str, model: Any, users: list[Any], flat: Any = None) -> list[list[Any]]:
         """Returns the leaves of a model for each shard of the rows. Raises ValueError if it is another model."""
         if any(user is None or not hasattr(user, "leaves") for user in users):
             raise ValueError(f"This engine has no model for {name}=: leave it out, or make another Engine with it.")
+        leaves, structure = jax.tree.flatten(model) if flat is None else flat
+        if len(users) == 1 and structure == users[0].structure:
+            older = users[0].leaves
+            if all(map(_can_replace, leaves, older)):
+                return [list(map(_place_alike, leaves, older))]
         parts = split_model(take_local_model(model))
         if len(parts) != len(users):
             raise ValueError(
@@ -137,30 +147,28 @@ class Updatable:
             )
         return [_read_leaves(name, part, user) for part, user in zip(parts, users, strict=True)]
 
-    def _remember_given(self, model: Any) -> None:
-        """Remembers the model, weakly, if its parameters can be compared with the engine's."""
+    def _remember_given(self, model: Any, leaves: list[Any] | None = None) -> None:
+        """Remembers the model and its leaves, weakly."""
         self._given = lambda: None
-        leaves = jax.tree.leaves(model)
-        if len(self._loops) == 1 and _are_same(leaves, self._loops[0].pipeline.leaves):
-            try:
-                self._given = weakref.ref(model)
-            except TypeError:  # of a class that cannot be referred to so
-                return
+        leaves = jax.tree.leaves(model) if leaves is None else leaves
+        self._given_leaves = [weakref.ref(x) for x in leaves if isinstance(x, jax.Array)]
+        with contextlib.suppress(TypeError):  # of a class that cannot be referred to so
+            self._given = weakref.ref(model)
 
     def _warn_of_other_weights(self) -> None:
         """Warns if the model that was given has other parameters now, as `nnx.update` gives it."""
         model = self._given()
-        if model is not None and not _are_same(jax.tree.leaves(model), self._loops[0].pipeline.leaves):
+        if model is None or not self._loops[0].pipeline.has_parameters:
+            return
+        leaves = [x for x in jax.tree.leaves(model) if isinstance(x, jax.Array)]
+        older = [ref() for ref in self._given_leaves]
+        if len(leaves) != len(older) or not all(a is b for a, b in zip(leaves, older, strict=True)):
             self._given = lambda: None  # once
             warnings.warn(
                 "The model that this Engine was made with has other parameters now, and the engine goes on with those "
                 "that it was given: engine.update(model) takes the new ones.",
                 stacklevel=3,
             )
-
-
-def _are_same(leaves: list[Any], others: list[Any]) -> bool:
-    return len(leaves) == len(others) and all(a is b for a, b in zip(leaves, others, strict=True))
 
 
 def _refuse_kept(prefix: PrefixCache) -> None:
@@ -176,24 +184,43 @@ def _refuse_kept(prefix: PrefixCache) -> None:
 
 def _read_leaves(name: str, model: Any, user: Any) -> list[Any]:
     """Returns the leaves of a model if they can stand for a user's. Raises ValueError naming the first that cannot."""
-    pairs, structure = jax.tree_util.tree_flatten_with_path(model)
-    leaves = [leaf for _, leaf in pairs]
-    for (path, leaf), older in zip(pairs, user.leaves, strict=False):
-        wanted, given = _describe(older), _describe(leaf)
-        if given != wanted:
-            where = jax.tree_util.keystr(path)
-            raise ValueError(
-                f"update takes the same model with other numbers, but {name}{where} is {given}, and was {wanted}: make "
-                "another Engine for another model."
-            )
+    leaves, structure = jax.tree.flatten(model)
+    pairs = list(zip(leaves, user.leaves, strict=False))
+    wrong = next((i for i, (leaf, older) in enumerate(pairs) if not _can_replace(leaf, older)), None)
+    if wrong is not None:
+        (path, leaf), older = jax.tree_util.tree_flatten_with_path(model)[0][wrong], user.leaves[wrong]
+        where = f"{name}{jax.tree_util.keystr(path)}"
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise ValueError(f"{name}{jax.tree_util.keystr(path)} was donated to another program: give a living one.")
+            raise ValueError(f"{where} was donated to another program: give a living one.")
+        raise ValueError(
+            f"update takes the same model with other numbers, but {where} is {_describe(leaf)}, and was "
+            f"{_describe(older)}: make another Engine for another model."
+        )
     if structure != user.structure:
         raise ValueError(
-            f"update takes the same model with other numbers, but {show(name)} has {len(leaves)} leaves in another "
+            f"update takes the same model with other numbers, but {name} has {len(leaves)} leaves in another "
             f"structure or config than the engine's {len(user.leaves)}: make another Engine for another model."
         )
-    return leaves
+    return [_place_alike(leaf, older) for leaf, older in pairs]
+
+
+def _can_replace(leaf: Any, older: Any) -> bool:
+    """Tells whether programs that were compiled for one leaf take another, which may say the same sharding in other
+    words."""
+    if not hasattr(older, "shape"):
+        return leaf is older or bool(leaf == older)
+    if not hasattr(leaf, "shape") or leaf.shape != older.shape or leaf.dtype != older.dtype:
+        return False
+    if not isinstance(leaf, jax.Array):
+        return not isinstance(older, jax.Array | jax.ShapeDtypeStruct)
+    is_there = hasattr(older, "sharding") and not leaf.is_deleted()
+    return is_there and (leaf.sharding == older.sharding or leaf.sharding.is_equivalent_to(older.sharding, leaf.ndim))
+
+
+def _place_alike(leaf: Any, older: Any) -> Any:
+    """Returns an array that lies as another one with its very sharding, for which programs are compiled."""
+    is_said_otherwise = isinstance(leaf, jax.Array) and leaf.sharding != older.sharding
+    return jax.device_put(leaf, older.sharding) if is_said_otherwise else leaf
 
 
 def _describe(leaf: Any) -> str:

@@ -186,9 +186,13 @@ class EngineCore:
             self._rest()
         self._is_sound = True
 
-    def release(self, *, keep: bool) -> None:
+    def release(self, *, keep: bool, parameters: bool) -> None:
         """Frees the device memory until `restore`, but for the model's. With `keep` rows and prefixes go to the host,
-        else they are dropped, and requests computed again from their tokens."""
+        else they are dropped, and requests computed again from their tokens. With `parameters` it lets go of these,
+        too, until `update`."""
+        if parameters:
+            for pipeline in self._all_pipelines():
+                pipeline.drop_parameters()
         if self.residents.is_released:
             return
         self.settle()

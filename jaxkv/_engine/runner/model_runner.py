@@ -103,15 +103,24 @@ class ModelRunner:
 
     @property
     def has_parameters(self) -> bool:
-        """Tells whether the model's parameters are still there: a trainer may have donated them."""
-        return not any(x.is_deleted() for x in self.leaves if isinstance(x, jax.Array))
+        """Tells whether the model's parameters are there: a trainer may have donated them, or has them back."""
+        return not any(
+            isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and x.is_deleted()) for x in self.leaves
+        )
+
+    def drop_parameters(self) -> None:
+        """Lets go of the parameters; what programs are compiled for is remembered."""
+        self.leaves = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if isinstance(x, jax.Array) else x
+            for x in self.leaves
+        ]
 
     def refuse_donated(self) -> None:
         """Raises RuntimeError if the parameters are gone, before anything is lost."""
         if not self.has_parameters:
             raise RuntimeError(
-                "The parameters that this engine was given were donated to another program, so it cannot go on with "
-                "them; its requests and its cache are whole: engine.update(model) gives it the new ones."
+                "The parameters that this engine was given were donated to another program, or released, so it cannot "
+                "go on with them; its requests and its cache are whole: engine.update(model) gives it the new ones."
             )
 
     def send(self, step: ScheduledStep, steps: int) -> list[tuple[Sequence, int, int]]:
