@@ -26,7 +26,7 @@ def submit(engine: jaxkv.Engine, **options: Any) -> list[Any]:
     return [engine.submit([i], TOKENS, **options) for i in range(ROWS)]
 
 
-def by_run(engine: jaxkv.Engine) -> float:
+def time_run(engine: jaxkv.Engine) -> float:
     """Returns seconds of CPU, which other processes change less than those of a clock."""
     submit(engine)
     began = time.process_time()
@@ -35,7 +35,7 @@ def by_run(engine: jaxkv.Engine) -> float:
     return time.process_time() - began
 
 
-def by_serve(engine: jaxkv.Engine) -> float:
+def time_serve(engine: jaxkv.Engine) -> float:
     submit(engine)
     began = time.process_time()
     with engine.serve():
@@ -45,8 +45,8 @@ def by_serve(engine: jaxkv.Engine) -> float:
 
 def measure_loop() -> dict[str, Any]:
     with make_engine() as engine:
-        by_run(engine)
-        times = [(by_run(engine), by_serve(engine)) for _ in range(ROUNDS)]
+        time_run(engine)
+        times = [(time_run(engine), time_serve(engine)) for _ in range(ROUNDS)]
         run, serve = (statistics.median(column) for column in zip(*times, strict=True))
         return {"what": "a step of 32 rows", "run ms": run / TOKENS * 1e3, "serve ms": serve / TOKENS * 1e3,
                 "serve / run": serve / run}  # fmt: skip
@@ -61,7 +61,7 @@ def measure_way() -> dict[str, Any]:
             ways.append(time.monotonic() - request.times.tokens[i])
 
     with make_engine() as engine:
-        by_run(engine)
+        time_run(engine)
         with engine.serve():
             for requests in (submit(engine)[:1] for _ in range(ROUNDS)):
                 threads = [threading.Thread(target=follow, args=(request,)) for request in requests]
