@@ -9,6 +9,12 @@ from test_adoption import changed_lines
 TEXT = (ROOT / "docs/figures.md").read_text()
 
 
+def read_table(start: str) -> list[list[str]]:
+    """The cells of the page's table whose first column is named so, without its head."""
+    (table,) = re.findall(rf"^\| {re.escape(start)} .*\n\|[-|]+\n((?:\|.*\n)+)", TEXT, re.MULTILINE)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
 def list_lines(text: str) -> list[str]:
     """The lines of a page's table of figures."""
     return [line for line in text.split("## Figures")[1].splitlines() if line.startswith("| ")][1:]
@@ -91,6 +97,11 @@ def said_of(line: str) -> list[str]:
                 ("a token after 2048, ms", "{:.0f}"), ("prompt of 2048, s", "{:.1f}"),
             ) for row in measured("llama_cpp")
         ],
+        "int8, float8 and int4 caches": [
+            f"{row['cost, %']:.2f} %"
+            for kind in ("int8", "float8_e4m3fn", "int4")
+            for row in measured("quality", {"stored as": kind})
+        ],
         "`generate`, 200 prompts": [],  # of several runs: see below
     }  # fmt: skip
     (found,) = (figures for start, figures in by_line.items() if line.startswith(f"| {start}"))
@@ -122,3 +133,34 @@ def test_the_readme_has_some_of_them():
         known |= set(figures)
     bullets = re.findall(r"^- \*\*([\d.]+x)\*\*", readme, re.MULTILINE)
     assert len(bullets) == 4 and set(bullets) <= known
+
+
+def test_quality_is_what_was_measured():
+    """Each row of the page's table: more loss in percent, and needles found, of what was stored, kept or read."""
+    tables = json.loads((ROOT / "benchmarks/results/quality.json").read_text())["rows"]
+    needles = {(row["way"], row.get("share")): row for row in tables["needles"]}
+    found: dict[str, list[str]] = {}
+
+    def add(name: str, row: dict, way: str, share: float | None = None) -> None:
+        there = needles.get((way, share), {})
+        counts = [str(there.get(f"found at {length}", "-")) for length in (1024, 4096, 8192)]
+        found[name] = [f"{row['cost, %']:.2f}", *counts]
+
+    for row in tables["kinds"]:
+        add(row["stored as"], row, f"stored as {row['stored as']}")
+    for row in tables.get("windows", [])[1:]:
+        way = f"window of {row['window']}, {row['sink tokens']} sink tokens"
+        add(way, row, way)
+    for row in tables.get("evict", [])[1:]:
+        add(f"{row['score']}, {row['kept']} kept", row, row["score"], row["kept"])
+    for row in tables.get("quest", [])[1:]:
+        add(f"quest, {row['of the prompt']} read", row, "quest", row["of the prompt"])
+    assert {name: cells for name, *cells in read_table("stored, kept or read")} == found
+
+
+def test_storing_less_costs_what_was_measured():
+    lines = (ROOT / "docs/store_less.md").read_text().splitlines()
+    for row in measured("quality"):
+        if (kind := row.get("stored as", "float32")) not in ("float32", "bfloat16"):
+            (line,) = (line for line in lines if line.startswith("|") and f'"{kind}"' in line)
+            assert f"{row['cost, %']:.2f} %" in line, kind
