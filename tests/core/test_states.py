@@ -344,6 +344,8 @@ REFUSED = {
     "for a cache, but this is one": lambda: jaxkv.read_states(made().layers[0], layer=0),
     "layer must say which": lambda: jaxkv.read_states(made()),
     "cache must be a jaxkv.Cache": lambda: jaxkv.read_states(3, layer=0),
+    "which takes one token after another": lambda: jaxkv.plan_step(made(), (4,), tree=jnp.array([-1, 0, 0, 1])),
+    "leave tree out": lambda: jaxkv.attention(*[jnp.ones((4, 1, 1, 4))] * 3, made(), layer=1, tree=-jnp.ones((4, 1))),
     "must be a multiple of block_size = 4, not 6": lambda: make_config(snapshot_every=6),
     "must be an integer": lambda: make_config(snapshot_every="all"),
     "is for recurrent layers": lambda: make_config(ATTENTION, snapshot_every=4),

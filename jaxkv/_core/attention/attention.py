@@ -314,7 +314,7 @@ def _kernel_options(
     if is_joined and options.get("scale") is None:
         options["scale"] = layer.layer_config.head_dim**-0.5  # the kernels see the width of the row
     shared = find_planned_sharing(layer, step) if flag("cascade", options.pop("cascade", True)) else None
-    tree = read_tree(options.pop("tree", None), token_axes, row_tables(layer.tables, layer.config))
+    tree = read_tree(options.pop("tree", None), token_axes, row_tables(layer.tables, layer.config), layer.config)
     if step is not None and step.tree is not None:
         if tree is not None:
             raise ValueError("This step was planned with a tree: leave tree out, or plan the step without one.")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.validation import flag, integer, show
 from jaxkv._core.state.arguments import cast_int32, is_known, read_numbers
 from jaxkv._core.state.state import BlockTables, Layer
@@ -120,14 +121,22 @@ def to_integers(name: str, x: Any) -> jax.Array:
     return cast_int32(x)
 
 
-def read_tree(tree: Any, token_axes: tuple[int, ...], tables: BlockTables) -> jax.Array | None:
+def read_tree(
+    tree: Any, token_axes: tuple[int, ...], tables: BlockTables, config: CacheConfig
+) -> jax.Array | None:  # fmt: skip
     """Returns the parents of a step's tokens, `i32` of its token axes.
 
     Raises:
-      ValueError: another shape, or a parent known on the host that is neither -1 nor an earlier token of its row.
+      ValueError: another shape, or a parent known on the host that is neither -1 nor an earlier token of its row; a
+        cache with recurrent layers.
     """
     if tree is None:
         return None
+    for i in config.recurrent_layers[:1]:
+        raise ValueError(
+            f"tree is for caches of attention layers, but layer {i} of this one is one {config.layers[i].retention}, "
+            "which takes one token after another: leave tree out."
+        )
     tree = read_numbers("tree", tree)
     parents = to_integers("tree", tree)
     if parents.shape != token_axes:

@@ -133,7 +133,7 @@ def plan_step(
     check_cache(cache)
     rows = row_tables(cache.tables[0], cache.config)
     token_axes = check_token_axes(rows, token_axes)
-    new, tree = rows.new, read_tree(tree, token_axes, rows)
+    new, tree = rows.new, read_tree(tree, token_axes, rows, cache.config)
     if longest is not None:
         longest = integer("longest", longest, least=0)
     elif len(token_axes) == 1 and not isinstance(new, jax.core.Tracer):
@@ -181,7 +181,8 @@ def positions(cache: Cache | Layer, shape: Sequence[int], *, tree: Any = None) -
     tables = row_tables(cache.tables if isinstance(cache, Layer) else cache.tables[0], cache.config)
     shape = check_token_axes(tables, shape)
     with jax.named_scope("plan"):
-        return _locate(_drop_unfit_rows(tables, shape, None), shape, read_tree(tree, shape, tables)).position
+        tree = read_tree(tree, shape, tables, cache.config)
+        return _locate(_drop_unfit_rows(tables, shape, None), shape, tree).position
 
 
 def _locate(tables: BlockTables, token_axes: tuple[int, ...], tree: jax.Array | None) -> pallas_kernels.Tokens:
