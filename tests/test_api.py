@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import subprocess
@@ -75,7 +76,8 @@ def modules():
     """All modules of both packages that this machine can import: kernels and the command line are run elsewhere."""
     for package in PACKAGES:
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not any(part in ("gpu", "tpu", "__main__") for part in info.name.split(".")):
+            is_extra = info.name == "jaxkv.tunix" and importlib.util.find_spec("tunix") is None
+            if not is_extra and not any(part in ("gpu", "tpu", "__main__") for part in info.name.split(".")):
                 yield info.name
 
 

@@ -92,6 +92,7 @@ OTHERS = {
     "Step", "attend", "beam_search", "block_bounds", "by_rows", "check", "check_invariants", "counts", "describe",
     "dot_product_attention", "explain", "gather", "generate", "jax_attention", "last", "left_align",
     "merge_attention", "Model", "partition_specs", "plan_step", "positions", "right_align", "save", "stats",
+    "snapshots",
     # Tried below, for they need layers that keep a state.
     "causal_conv", "gated_delta_rule", "read_states", "state_space", "write_states",
 }  # fmt: skip
