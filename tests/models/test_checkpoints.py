@@ -78,7 +78,7 @@ def test_packed_and_paged(name):
     assert cache.lengths.tolist() == [len(e.read) for e in wanted]
 
 
-@pytest.mark.parametrize("name", fixtures.NAMES if NIGHTLY else ["mistral"])
+@pytest.mark.parametrize("name", fixtures.NAMES if NIGHTLY else ["mistral", "lfm2"])
 def test_generate(name):
     """Prompts in chunks, with so few blocks that rows are set back and resumed, and one by one: the same tokens."""
     wanted = fixtures.expected(name)

@@ -28,6 +28,7 @@ CONFIGS = {name: read_config(fixtures.DATA / name) for name in fixtures.NAMES}
 HYBRID = [name for name, config in CONFIGS.items() if any(block.mixer is not None for block in config.blocks)]
 PUBLISHED = json.loads((fixtures.DATA / "hybrid.json").read_text())
 KINDS = ("gate", "up", "down")
+VALUES = [None, True, -1, 0, 1.5, "yes", [1], {}]
 CHUNK = 8  # columns of a step; longest prompt 23
 
 
@@ -133,3 +134,51 @@ def test_too_little_memory_for_states_is_refused():
     assert sum(x.nbytes for x in jax.tree.leaves((cache.pools, cache.states))) == found.config.bytes <= 4_000
     with pytest.raises(ValueError, match="is too little"):
         plan(layers, 4_000, max_seq_len=64, max_seqs=40, block_size=4, dtype="float32")
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_a_field_of_the_wrong_kind_is_refused_or_read_and_written_again(name):
+    """In one sentence that names the file; and what is read is what would be written."""
+    fields = json.loads((fixtures.DATA / name / "config.json").read_text())
+    inner = fields.get("text_config", {})
+    tried = [{key: value} for key in fields for value in VALUES if key != "model_type"]
+    tried += [{"text_config": inner | {key: value}} for key in inner for value in VALUES if key != "model_type"]
+    refused = 0
+    for change in tried:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                config = config_reader.parse(fields | change, "folder/config.json")
+            except ValueError as error:
+                refused += 1
+                assert "folder/config.json" in str(error) and len(str(error)) < 500, (change, error)
+            else:
+                assert config_reader.parse(config_reader.render(config)) == config, change
+    assert refused > len(tried) / 4
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("qwen3_next", {"linear_num_key_heads": 3}, "delta nets of .*: 4 heads of values cannot be shared among 3"),
+        ("qwen3_next", {"attention_bias": True}, "attention_bias = True"),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, "at least one full_attention"),
+        ("qwen3_5", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype = 'bfloat16'.* knows 'float32'"),
+        ("qwen3_5_moe", {"attn_output_gate": False}, "attn_output_gate = False"),
+        ("lfm2", {"use_pos_enc": False}, "use_pos_enc = False"),
+        ("olmo_hybrid", {"linear_use_gate": False}, "linear_use_gate = False"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope = False"),
+        ("kimi_linear", {"linear_attn_config": {"full_attn_layers": [0], "kda_layers": [1, 2]}}, "name the 3 layers"),
+        ("granitemoehybrid", {"mamba_n_groups": 3}, "Mamba layers of .*: 4 heads cannot be divided into 3 groups"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
+        ("nemotron_h", {"sliding_window": 8}, "sliding_window = 8"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "conv"]}, "layers_block_type = "),
+        ("falcon_h1", {"attn_layer_indices": [0]}, r"attn_layer_indices = \[0\]"),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, "a list of 5 numbers"),
+        ("falcon_h1", {"time_step_limit": [1.0, 0.5]}, "time_step_limit = .*two numbers"),
+    ],
+)
+def test_what_a_family_refuses(name, change, says):
+    fields = json.loads((fixtures.DATA / name / "config.json").read_text())
+    with pytest.raises(ValueError, match=says):
+        config_reader.parse(fields | change)

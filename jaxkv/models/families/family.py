@@ -117,6 +117,8 @@ def read_common(
     num_heads = fields.size("num_attention_heads", most=MOST_HEADS)
     embed_dim = fields.size("hidden_size", most=MOST_DIM)
     head_dim = fields.size("head_dim", head_dim, None, most=MOST_DIM) or head_dim or embed_dim // num_heads
+    if head_dim < 1:
+        raise fields.refuse("hidden_size", embed_dim, f"as many entries as num_attention_heads, {num_heads}, or more")
     kind = fields.take(*activation)
     if not isinstance(kind, str) or kind not in ACTIVATIONS:
         raise fields.refuse(activation[0], kind, ", ".join(ACTIVATIONS))
@@ -170,10 +172,16 @@ def read_token_ids(value: Any, name: str) -> tuple[int, ...]:
 
 def make_experts(fields: Fields, **values: Any) -> ExpertsConfig:
     """Makes the config of experts. Raises ValueError, which names the file, for values that do not go together."""
+    return make_part(ExpertsConfig, "experts", fields, **values)
+
+
+def make_part(kind: Any, what: str, fields: Fields, **values: Any) -> Any:
+    """Makes the config of a part of blocks. Raises ValueError, which names the file, for values that do not go
+    together."""
     try:
-        return ExpertsConfig(**values)
+        return kind(**values)
     except ValueError as error:
-        raise ValueError(f"The experts of {fields.where}: {error}") from error
+        raise ValueError(f"The {what} of {fields.where}: {error}") from error
 
 
 def read_windows(fields: Fields, default: list[str], window: int | None) -> tuple[int | None, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxkv.models.config import DecoderConfig
 from jaxkv.models.config_fields import FULL, LINEAR, MOST_DIM, MOST_HEADS, Fields
-from jaxkv.models.families.family import Section
+from jaxkv.models.families.family import Section, make_part
 from jaxkv.models.mixers.block_config import BlockConfig, DeltaConfig, SpaceConfig
 
 GATED_ATTENTION = {  # rows of a head: its queries, then its gate
@@ -48,7 +48,8 @@ def read_delta(
     """
     key_dim = fields.size("linear_key_head_dim", key_dim, None, most=MOST_DIM) or key_dim
     value_dim = 2 * key_dim if value_dim is None else value_dim
-    return DeltaConfig(
+    return make_part(
+        DeltaConfig, "delta nets", fields,
         key_heads=fields.size("linear_num_key_heads", heads[0], None, most=MOST_HEADS) or heads[0],
         value_heads=fields.size("linear_num_value_heads", heads[1], None, most=MOST_HEADS) or heads[1],
         key_dim=key_dim, value_dim=fields.size("linear_value_head_dim", value_dim, None, most=MOST_DIM) or value_dim,
@@ -56,9 +57,9 @@ def read_delta(
     )  # fmt: skip
 
 
-def render_delta(delta: DeltaConfig) -> dict[str, Any]:
+def render_delta(delta: DeltaConfig | None) -> dict[str, Any]:
     """Writes what `read_delta` reads."""
-    return {
+    return {} if delta is None else {
         "linear_num_key_heads": delta.key_heads, "linear_num_value_heads": delta.value_heads,
         "linear_key_head_dim": delta.key_dim, "linear_value_head_dim": delta.value_dim,
         "linear_conv_kernel_dim": delta.width,
@@ -71,8 +72,8 @@ def mix(kinds: list[str], mixer: Any) -> tuple[BlockConfig, ...]:
 
 
 def mixer_of(config: DecoderConfig) -> Any:
-    """Returns the config of the first mixer; all mixers of a family are alike."""
-    return next(block.mixer for block in config.blocks if block.mixer is not None)
+    """Returns the config of the first mixer, as all mixers of a model are alike; None: there are none."""
+    return next((block.mixer for block in config.blocks if block.mixer is not None), None)
 
 
 def rows(name: str, sizes: Callable[[Any], tuple[int, ...]], number: int, groups: Callable[[Any], int] | None = None,
@@ -134,20 +135,21 @@ def read_mamba(fields: Fields, width: int, **values: Any) -> SpaceConfig:
         fields.left["mamba_d_head"] = given
         given = fields.size("mamba_d_head", most=MOST_DIM)
     if width % heads or given not in ("auto", width // heads):
-        raise fields.refuse("mamba_d_head", given, f"{width} channels, in {heads} heads of one width")
+        raise fields.refuse("mamba_d_head", given, f"{width} channels, in mamba_n_heads = {heads} heads of one width")
     fields.take("mamba_chunk_size", None)  # of kernels
     bias = fields.flag("mamba_proj_bias", False)
-    return SpaceConfig(
-        heads=heads, head_dim=width // heads, state_dim=fields.size("mamba_d_state", 256, most=MOST_DIM),
+    return make_part(
+        SpaceConfig, "Mamba layers", fields, heads=heads, head_dim=width // heads,
+        state_dim=fields.size("mamba_d_state", 256, most=MOST_DIM),
         groups=fields.size("mamba_n_groups", 1, most=MOST_HEADS),
         width=fields.size("mamba_d_conv", 4, least=2, most=MOST_DIM), conv_bias=fields.flag("mamba_conv_bias", True),
         step_limits=read_step_limits(fields), **dict(bias=bias, out_bias=bias) | values,
     )  # fmt: skip
 
 
-def render_mamba(space: SpaceConfig) -> dict[str, Any]:
+def render_mamba(space: SpaceConfig | None) -> dict[str, Any]:
     """Writes what `read_mamba` reads."""
-    return {
+    return {} if space is None else {
         "mamba_n_heads": space.heads, "mamba_d_head": space.head_dim, "mamba_d_state": space.state_dim,
         "mamba_n_groups": space.groups, "mamba_d_conv": space.width, "mamba_conv_bias": space.conv_bias,
         "mamba_proj_bias": space.bias, "time_step_limit": render_step_limits(space.step_limits),

@@ -47,7 +47,7 @@ def make_nested(
         inner = outer.take("text_config", None)
         text = Fields({} if inner is None else inner, f"text_config in {where}")
         family = text.take("model_type", first)
-        if family not in texts:
+        if not isinstance(family, str) or family not in texts:
             raise text.refuse("model_type", family, " and ".join([first, *others]))
         said = {name: outer.take(name) for name in BOTH if outer.left.get(name) is not None}
         rest = {name: x for name, x in outer.left.items() if name not in text.left and not outside.fullmatch(name)}

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, LINEAR, MOST_DIM, MOST_HEADS, Fields
-from jaxkv.models.families.family import Family, half, read_num_layers, render_common, transpose
+from jaxkv.models.families.family import Family, half, make_experts, read_num_layers, render_common, transpose
 from jaxkv.models.families.hybrid_parts import (
     half_rows,
     kinds_of,
@@ -72,8 +72,8 @@ def _read_experts(fields: Fields, width: int) -> tuple[ExpertsConfig | None, int
     mlp_dim = fields.size("shared_intermediate_size", 1024, most=MOST_DIM)
     if not count:
         return None, mlp_dim
-    return ExpertsConfig(
-        count=count, per_token=per_token, mlp_dim=width, scores="softmax_of_chosen", shared_dim=mlp_dim
+    return make_experts(
+        fields, count=count, per_token=per_token, mlp_dim=width, scores="softmax_of_chosen", shared_dim=mlp_dim
     ), mlp_dim  # fmt: skip
 
 

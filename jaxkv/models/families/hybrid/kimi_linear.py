@@ -13,7 +13,15 @@ import numpy as np
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, LINEAR, MOST_DIM, MOST_HEADS, Fields
 from jaxkv.models.families.experts.deepseek import read_latent, render_latent
-from jaxkv.models.families.family import Family, Section, make_experts, read_common, read_num_layers, render_common
+from jaxkv.models.families.family import (
+    Family,
+    Section,
+    make_experts,
+    make_part,
+    read_common,
+    read_num_layers,
+    render_common,
+)
 from jaxkv.models.families.hybrid_parts import delta_names, join_convs, kinds_of, mix, mixer_of, read_kinds
 from jaxkv.models.mixers.block_config import DeltaConfig
 from jaxkv.models.rope import Rope
@@ -36,7 +44,7 @@ DENSE, SPARSE = "dense", "sparse"
 
 def parse(fields: Fields) -> DecoderConfig:
     num_layers = read_num_layers(fields)
-    fields.left.setdefault("max_position_embeddings", fields.take("model_max_length", 1_048_576))
+    fields.left.setdefault("max_position_embeddings", fields.size("model_max_length", 1_048_576))
     common = read_common(fields, num_kv_heads=(32,), norm_eps=1e-5)
     for name, allowed in MUST_BE:
         fields.must_be(name, allowed)
@@ -56,8 +64,8 @@ def _read_delta(fields: Fields, eps: float, num_layers: int) -> tuple[DeltaConfi
     """Reads the delta nets and the kinds of layers. Published configs nest both, and count layers from 1."""
     nested = fields.take("linear_attn_config", None)
     inner = fields.nest({} if nested is None else nested, "linear_attn_config")
-    heads, dim = fields.size("linear_num_heads", 32), fields.size("linear_head_dim", 128, most=MOST_DIM)
-    heads, dim = inner.size("num_heads", heads, most=MOST_HEADS), inner.size("head_dim", dim, most=MOST_DIM)
+    heads = inner.size("num_heads", fields.size("linear_num_heads", 32, most=MOST_HEADS), most=MOST_HEADS)
+    dim = inner.size("head_dim", fields.size("linear_head_dim", 128, most=MOST_DIM), most=MOST_DIM)
     width = inner.size("short_conv_kernel_size", fields.size("linear_conv_kernel_dim", 4, least=2), least=2)
     full, linear = inner.take("full_attn_layers", None), inner.take("kda_layers", None)
     inner.finish()
@@ -67,9 +75,9 @@ def _read_delta(fields: Fields, eps: float, num_layers: int) -> tuple[DeltaConfi
         if sorted(map(str, listed)) != sorted(map(str, range(1, num_layers + 1))):
             raise inner.refuse("full_attn_layers", full, f"it and kda_layers to name the {num_layers} layers from 1 on")
         default = [FULL if i + 1 in full else LINEAR for i in range(num_layers)]
-    delta = DeltaConfig(
-        key_heads=heads, value_heads=heads, key_dim=dim, value_dim=dim, width=width, gate_rank=dim, gate="sigmoid",
-        norm_eps=eps,
+    delta = make_part(
+        DeltaConfig, "delta nets", fields, key_heads=heads, value_heads=heads, key_dim=dim, value_dim=dim, width=width,
+        gate_rank=dim, gate="sigmoid", norm_eps=eps,
     )  # fmt: skip
     return delta, read_kinds(fields, default)
 
@@ -103,11 +111,13 @@ def render(config: DecoderConfig) -> dict[str, Any]:
     assert latent is not None
     layers = config.expert_layers or (False,) * config.num_layers
     fields = render_common(config) | render_latent(latent) | {
-        "layer_types": kinds_of(config), "linear_num_heads": delta.key_heads, "linear_head_dim": delta.key_dim,
-        "linear_conv_kernel_dim": delta.width, "attention_bias": config.out_bias,
+        "layer_types": kinds_of(config), "attention_bias": config.out_bias,
         "mlp_layer_types": [SPARSE if x else DENSE for x in layers], "model_max_length": config.max_seq_len,
     }  # fmt: skip
     del fields["max_position_embeddings"]
+    if delta is not None:
+        fields |= {"linear_num_heads": delta.key_heads, "linear_head_dim": delta.key_dim}
+        fields |= {"linear_conv_kernel_dim": delta.width}
     if experts is None:
         return fields
     return fields | {

@@ -70,15 +70,18 @@ def _read_mlp_dim(fields: Fields, common: dict[str, Any]) -> int:
     if not fields.flag("block_auto_adjust_ff_dim", True):
         return width
     width = int(2 * width / 3)
-    return width if factor is None else -(-int(factor * width) // multiple) * multiple
+    adjusted = width if factor is None else -(-int(factor * width) // multiple) * multiple
+    if not 0 < adjusted <= MOST_DIM:
+        raise fields.refuse("block_ffn_dim_multiplier", factor, f"an MLP of 1 to {MOST_DIM} entries, not {adjusted}")
+    return adjusted
 
 
 def render(config: DecoderConfig) -> dict[str, Any]:
-    conv = mixer_of(config)
-    fields = render_common(config)
-    return fields | {
-        "norm_eps": fields.pop("rms_norm_eps"), "layer_types": kinds_of(config, CONV), "conv_L_cache": conv.width,
-        "conv_bias": conv.bias, "block_auto_adjust_ff_dim": False, "rope_parameters": render_rope(config.ropes[0]),
+    conv, fields = mixer_of(config), render_common(config)
+    own = {} if conv is None else {"conv_L_cache": conv.width, "conv_bias": conv.bias}
+    return fields | own | {
+        "norm_eps": fields.pop("rms_norm_eps"), "layer_types": kinds_of(config, CONV),
+        "block_auto_adjust_ff_dim": False, "rope_parameters": render_rope(config.ropes[0]),
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, LINEAR, MOST_DIM, MOST_HEADS, MOST_LAYERS, Fields
-from jaxkv.models.families.family import Family, make_experts, read_common, render_common
+from jaxkv.models.families.family import Family, make_experts, make_part, read_common, render_common
 from jaxkv.models.families.hybrid_parts import mamba_names, mixer_of
 from jaxkv.models.mixers.block_config import BlockConfig, SpaceConfig
 from jaxkv.models.rope import Rope
@@ -90,7 +90,8 @@ def _read_kinds(fields: Fields) -> list[str]:
 
 def _read_mamba(fields: Fields, eps: float) -> SpaceConfig:
     has_bias = fields.flag("use_bias", False)
-    return SpaceConfig(
+    return make_part(
+        SpaceConfig, "Mamba layers", fields,
         heads=fields.size("mamba_num_heads", 128, most=MOST_HEADS),
         head_dim=fields.size("mamba_head_dim", 64, most=MOST_DIM),
         state_dim=fields.size("ssm_state_size", 128, most=MOST_DIM), groups=fields.size("n_groups", 8, most=MOST_HEADS),
@@ -121,10 +122,12 @@ def render(config: DecoderConfig) -> dict[str, Any]:
     fields = render_common(config, activation="mlp_hidden_act")
     fields |= {
         "layers_block_type": kinds, "layer_norm_epsilon": fields.pop("rms_norm_eps"), "mlp_bias": config.mlp_bias,
-        "attention_bias": config.out_bias, "mamba_num_heads": mamba.heads, "mamba_head_dim": mamba.head_dim,
-        "ssm_state_size": mamba.state_dim, "n_groups": mamba.groups, "conv_kernel": mamba.width, "use_bias": mamba.bias,
-        "use_conv_bias": mamba.conv_bias, "time_step_min": mamba.step_limits[0],
-    }  # fmt: skip
+        "attention_bias": config.out_bias,
+    } | ({} if mamba is None else {
+        "mamba_num_heads": mamba.heads, "mamba_head_dim": mamba.head_dim, "ssm_state_size": mamba.state_dim,
+        "n_groups": mamba.groups, "conv_kernel": mamba.width, "use_bias": mamba.bias, "use_conv_bias": mamba.conv_bias,
+        "time_step_min": mamba.step_limits[0],
+    })  # fmt: skip
     if experts is None:
         return fields
     return fields | {
