@@ -139,3 +139,42 @@ def test_what_states_cannot_do_is_refused(message):
     model, fields = REFUSED[message]
     with pytest.raises(ValueError, match=message):
         jaxkv.Engine(model, **TIGHT | fields)
+
+
+@by_night
+def test_prompts_are_scored_beside_guesses():
+    """The second run of a step that guessed has other tokens than those that are scored."""
+    engine = jaxkv.Engine(Hybrid(), **TIGHT, draft=Hybrid(wrong=3), draft_tokens=3)
+    other = engine.submit([5, 6, 7], 12)
+    for _ in range(3):
+        engine.step()
+    prompt = [draw % VOCAB for draw in range(3, 200, 11)]
+    request = engine.submit(prompt, 3, prompt_logprobs=True)
+    list(engine.run())
+    assert other.tokens == continuation(SEEN, [5, 6, 7], 12, None)
+    right = [continuation(SEEN, prompt[:i], 1, None)[0] == prompt[i] for i in range(1, len(prompt))]
+    wanted = np.where(right, 1.0, 0.0) - np.log(np.e + VOCAB - 1)
+    np.testing.assert_allclose(request.prompt_logprobs, wanted, atol=1e-5)
+    assert request.tokens == continuation(SEEN, prompt, 3, None)
+
+
+@by_night
+@pytest.mark.parametrize("keep", [False, True])
+def test_memory_is_given_back_and_taken_again(keep):
+    engine = jaxkv.Engine(Hybrid(), **TIGHT, prefix_cache=True, spill_bytes=10**6)
+    draw = random.Random(1)
+    requests = list(submit_some(engine, draw, 5))
+    for turn in range(3):
+        for _ in range(3):
+            engine.step()
+        engine.release(keep=keep)
+        engine.restore()
+        if turn == 1:
+            engine.update(Hybrid(), restart=True)
+            for request, _, _ in requests:
+                assert not request.tokens or request.done
+    list(engine.run())
+    for request, prompt, most in requests:
+        assert request.tokens == continuation(SEEN, prompt, most, None)
+    jaxkv.check_invariants(engine.cache)
+    engine.prefix.check_invariants(engine.cache)

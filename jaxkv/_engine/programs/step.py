@@ -108,7 +108,7 @@ def step_program(structure: Any, model: Any, hook: Hook | None, leave: bool, det
             logits_at, jax.tree.unflatten(model, leaves), cascade=not (leave or deterministic), adapters=asked.adapters,
             deterministic=deterministic,
         )  # fmt: skip
-        run = functools.partial(_run, answer, targets)
+        run = functools.partial(_run, answer, targets=targets)
         step = functools.partial(inner, run, hook, asked, kind, count, leave)
         counts, due, given = rows[COUNT], rows[DUE] != 0, rows[TOKEN]
         if tokens is None:
@@ -179,7 +179,7 @@ def _take_back(run, cache, memory, tokens, counts, guessed, accepted, most):
     starts, begin = (jnp.cumsum(x, dtype=jnp.int32) - x for x in (kept, counts))
     places = jnp.arange(row.shape[0], dtype=jnp.int32) + (begin - starts)[jnp.minimum(row, kept.shape[0] - 1)]
     cache = return_slots(revert_tokens(cache, jnp.where(again, counts, 0)), again)
-    return run(cache, memory, tokens.at[places].get(mode="clip"), kept, jnp.zeros_like(kept))[1]
+    return run(cache, memory, tokens.at[places].get(mode="clip"), kept, jnp.zeros_like(kept), targets=None)[1]
 
 
 def _verify_trees(most, guessed, parents, run, hook, asked, kind, count, leave, cache, memory, tokens, counts, due):
@@ -221,7 +221,7 @@ def _verify_trees(most, guessed, parents, run, hook, asked, kind, count, leave, 
     return ((jnp.where(cache.failed[None], -1, chosen), accepted + 1), likely), cache, memory
 
 
-def _run(answer, targets, cache, memory, tokens, counts, places, tree=None, begin=None):
+def _run(answer, cache, memory, tokens, counts, places, tree=None, begin=None, targets=None):
     """Computes and records a step of every row, begun by `begin(extended cache)`; returns the logits at some tokens."""
     asked = places if targets is None else jnp.arange(tokens.shape[0], dtype=jnp.int32)
     cache = extend(cache, counts)
