@@ -54,6 +54,7 @@ SHAPES = [
     Shape(SEEN, prefix_cache=True),
     Shape(SEEN, prefix_cache=True, draft="hybrid", step_tokens=24, block_size=4),
     Shape(SEEN, prefix_cache=True, steps_per_dispatch=4, step_tokens=16, block_size=4),
+    Shape(SEEN, prefix_cache=True, devices=2, block_size=4, step_tokens=9),
 ]
 
 

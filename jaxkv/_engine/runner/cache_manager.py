@@ -467,7 +467,7 @@ class CacheManager:
         self._living.discard(sequence)
         self.clock += 1
         self._given_back_at = self.clock
-        sequence.row, sequence.cached = None, 0
+        sequence.row, sequence.cached, sequence.states = None, 0, {}
 
     @property
     def to_free(self) -> bool:
