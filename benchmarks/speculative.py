@@ -7,25 +7,15 @@ way must give the same tokens.
 """
 
 import argparse
-import dataclasses
 import pathlib
 import sysconfig
 import time
 
 import numpy as np
 from _harness import save, table
-from flax import nnx
+from _models import first_layers
 
 import jaxkv
-
-
-def half_of(model):
-    """The first half of a model's layers, with its embedding and norm: an untrained draft, but one of its family."""
-    count = max(1, len(model.layers) // 2)
-    config = dataclasses.replace(model.config, windows=model.config.windows[:count], ropes=model.config.ropes[:count])
-    draft = nnx.clone(model)
-    draft.config, draft.layers = config, nnx.List(list(draft.layers)[:count])
-    return draft
 
 
 def prompts_of(files: int, places: int, length: int) -> list[list[int]]:
@@ -72,7 +62,8 @@ def main() -> None:
     arguments = parser.parse_args()
     model = jaxkv.models.small()
     prompts = prompts_of(arguments.files, arguments.places, arguments.prompt)
-    drafts = {"none": None, "n-grams": "ngram", "half the layers": half_of(model), "itself": model}
+    half = first_layers(model, len(model.layers) // 2)
+    drafts = {"none": None, "n-grams": "ngram", "half the layers": half, "itself": model}
     found = {name: measure(name, model, draft, prompts, arguments) for name, draft in drafts.items()}
     tree = {"draft_tokens": arguments.tree_tokens, "draft_branches": arguments.branches}
     found["n-grams, a tree"] = measure("n-grams, a tree", model, "ngram", prompts, arguments, **tree)
