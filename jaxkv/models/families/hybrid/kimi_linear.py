@@ -111,7 +111,7 @@ def render(config: DecoderConfig) -> dict[str, Any]:
     assert latent is not None
     layers = config.expert_layers or (False,) * config.num_layers
     fields = render_common(config) | render_latent(latent) | {
-        "layer_types": kinds_of(config), "attention_bias": config.out_bias,
+        "pad_token_id": None, "layer_types": kinds_of(config), "attention_bias": config.out_bias,
         "mlp_layer_types": [SPARSE if x else DENSE for x in layers], "model_max_length": config.max_seq_len,
     }  # fmt: skip
     del fields["max_position_embeddings"]

@@ -65,8 +65,8 @@ def render(config: DecoderConfig) -> dict[str, Any]:
     delta, rope = mixer_of(config), config.ropes[0]
     rotation = {"rope_type": "default", "rope_theta": None} if rope == STILL else render_rope(rope)
     return render_common(config) | render_delta(delta) | {
-        "rope_parameters": rotation, "attention_bias": config.out_bias, "layer_types": kinds_of(config),
-        "linear_allow_neg_eigval": delta is None or delta.beta_scale == 2.0,
+        "pad_token_id": None, "rope_parameters": rotation, "attention_bias": config.out_bias,
+        "layer_types": kinds_of(config), "linear_allow_neg_eigval": delta is None or delta.beta_scale == 2.0,
     }  # fmt: skip
 
 
