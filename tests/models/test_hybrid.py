@@ -182,3 +182,13 @@ def test_what_a_family_refuses(name, change, says):
     fields = json.loads((fixtures.DATA / name / "config.json").read_text())
     with pytest.raises(ValueError, match=says):
         config_reader.parse(fields | change)
+
+
+def test_other_names_of_kinds_of_layers():
+    for name, change in (
+        ("falcon_h1", {"layers_block_type": ["hybrid"] * 2}),
+        ("granitemoehybrid", {"layer_types": None, "layers_block_type": ["mamba", "attention", "mamba"]}),
+        ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"]}),
+    ):
+        fields = json.loads((fixtures.DATA / name / "config.json").read_text())
+        assert config_reader.parse(fields | change) == CONFIGS[name]

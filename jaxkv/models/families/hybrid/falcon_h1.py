@@ -29,6 +29,8 @@ def parse(fields: Fields) -> DecoderConfig:
     num_layers, common = read_num_layers(fields), read_common(fields, num_kv_heads=(8, None), norm_eps=1e-5)
     fields.must_be("attn_layer_indices", None)
     fields.must_be("mamba_use_mlp", True)
+    for name in ("layer_types", "layers_block_type"):
+        fields.must_be(name, ["hybrid"] * num_layers)
     fields.take("mlp_expansion_factor", None)  # intermediate_size says the width
     expanded = fields.size("mamba_expand", 2, most=MOST_DIM) * common["embed_dim"]
     width = fields.size("mamba_d_ssm", 1024, None, most=MOST_DIM) or expanded

@@ -38,7 +38,8 @@ TENSORS: dict[str, Any] = mamba_names("mamba") | {
 
 def parse(fields: Fields) -> DecoderConfig:
     num_layers, common = read_num_layers(fields), read_granite(fields)
-    types = fields.take("layer_types", None)
+    older = fields.take("layers_block_type", None)
+    types = fields.take("layer_types", None) or older
     if isinstance(types, list):
         types = [OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
     fields.left["layer_types"] = types
