@@ -382,7 +382,8 @@ class Engine(Closable, Servable, Resumable, Updatable):
           logprobs: their values of `logprobs`; one program serves up to the next power of 2.
           progress: show a progress bar, if tqdm is installed.
         """
-        counts = tuple(count_likeliest(self._read_logprobs(n)) for n in read_list("logprobs", logprobs))
+        wanted_logprobs = [None, *read_list("logprobs", logprobs)]  # requests that want none come beside the others
+        counts = tuple({count_likeliest(self._read_logprobs(n)): None for n in wanted_logprobs})
         wanted = read_kinds(kinds)
         with self._exclusive():
             call_all(self._loop.warm(wanted, counts), progress)
