@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checksum_model import LONGEST, VOCAB, finish
+from compiled import compiled
 from cutting import cut_anywhere
 from hybrid_model import SEEN, Hybrid
 from nightly import NIGHTLY
@@ -95,6 +96,20 @@ def test_what_is_known_survives_without_device_memory():
     finish(engine, [(request, prompt, 9)], SEEN)
     assert serve(engine, prompt, count=1)[0] == 1
     assert f"jaxkv_snapshots {engine.prefix.stats()['snapshots']}" in engine.metrics_text().replace(".0", "")
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="all programs of an engine are compiled")
+def test_after_warmup_nothing_compiles():
+    engine = make_engine(num_blocks=19)
+    engine.warmup(kinds=("greedy",), progress=False)
+    prompt = draw_tokens(random.Random(5), 21)
+
+    def submit():
+        for _ in range(2):
+            engine.submit(prompt, 5)
+            list(engine.run())
+
+    assert compiled(submit) == 0 and engine.prefix.stats()["hits"] == 1
 
 
 def test_an_engine_says_how_much_snapshots_may_take():

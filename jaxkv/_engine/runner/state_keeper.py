@@ -4,9 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import numpy as np
-
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._engine.requests.common_beginning import count_common_blocks
@@ -92,4 +89,4 @@ class StateKeeper:
 
     def warm(self, cache: Callable[[], Cache], put: Callable[[Any], None]) -> list[Callable[[], Any]]:
         """Returns functions that compile the programs."""
-        return [lambda: put(jax.tree.map(np.asarray, read_states(cache(), 0)))]
+        return [lambda: put(read_states(cache(), 0))]
