@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl import common
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
@@ -226,7 +227,9 @@ class Rollout(BaseRollout):
                 f"jaxkv.tunix.Rollout runs on one device, and the mesh for rollouts has {mesh.size}: give "
                 "role_to_mesh a mesh of one device for Role.ROLLOUT."
             )
-        self._tokenizer, self._model = tokenizer, PagedModel.make(rollout_actor)
+        is_adapter = isinstance(tokenizer, TokenizerAdapter)
+        self._tokenizer = tokenizer if is_adapter else TokenizerAdapter(tokenizer)
+        self._model = PagedModel.make(rollout_actor)
         self._actor: nnx.Module | None = rollout_actor  # None: parameters are brought by update_params
         if mesh is not None and mesh.devices.item() not in _find_devices(self._model.state):
             place = jax.sharding.NamedSharding(mesh, jax.P())

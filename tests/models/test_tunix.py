@@ -206,7 +206,7 @@ def test_a_trainers_model_is_followed_and_not_kept():
     mesh = jax.sharding.Mesh(np.array([[device]]), ("fsdp", "tp"))
     config = RolloutConfig(kv_cache_size=128, max_prompt_length=64)
     there = jaxkv.tunix.Rollout(
-        rollout_actor=model, tokenizer=TokenizerAdapter(Characters(ours.pad_id())), mesh=mesh, rollout_config=config
+        rollout_actor=model, tokenizer=Characters(ours.pad_id()), mesh=mesh, rollout_config=config
     )
     assert_alike(there.generate(PROMPTS, greedy()), after)
     there.update_params(jax.tree.map(lambda x: 0.5 * x, nnx.state(model, nnx.Param)), (nnx.Param,))
@@ -233,17 +233,20 @@ def test_what_is_refused():
     assert ours.generate(PROMPTS[:1], greedy()).tokens
     with pytest.raises(TypeError, match="take no no_argument"):
         functools.partial(jaxkv.tunix.Rollout, no_argument=1)(
-            rollout_actor=MODELS["qwen3"](), tokenizer=None, mesh=None, rollout_config=RolloutConfig()
+            rollout_actor=MODELS["qwen3"](), tokenizer=Characters(), mesh=None, rollout_config=RolloutConfig()
         )
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="two trainings of twenty steps")
 @pytest.mark.timeout(3000)
-def test_a_trainer_learns_with_either_sampler(tmp_path):
+def test_a_trainer_learns_with_either_sampler():
     """Twenty steps of GRPO on an arithmetic task: rewards rise alike."""
     from tunix_grpo import train
 
-    rewards = {name: train(name, tmp_path / name, steps=20) for name in ("vanilla", "jaxkv")}
+    rewards = {}
+    for name in ("vanilla", "jaxkv"):
+        rewards[name], compiles = train(name, steps=20)
+        assert name == "vanilla" or (len(compiles) >= 20 and not any(compiles[2:]))
     for found in rewards.values():
         assert np.mean(found[-5:]) > np.mean(found[:5])
     assert abs(np.mean(rewards["vanilla"][-5:]) - np.mean(rewards["jaxkv"][-5:])) < 0.25

@@ -1,11 +1,13 @@
 """A training of a tiny Qwen 3 by tunix's GRPO learner, with tunix's sampler or with ours: a sum is to be answered."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from compiled import compiled
 from flax import nnx
 from tunix.models.qwen3 import model as qwen3
 from tunix.rl import rl_cluster
@@ -44,9 +46,25 @@ def make_model() -> Any:
     return qwen3.Qwen3(config, rngs=nnx.Rngs(0))
 
 
-def train(sampler: str, folder: Any, steps: int = 20) -> list[float]:
-    """Trains, and returns the mean reward of each batch of rollouts."""
+class Counted(jaxkv.tunix.Rollout):
+    """Ours, which notes how many programs each `generate` compiles."""
+
+    def __init__(self, *, compiles: list[int], **options: Any):
+        super().__init__(**options)
+        self._compiles = compiles
+
+    def generate(self, prompts: list[str], rollout_config: RolloutConfig, **options: Any) -> Any:
+        found: list[Any] = []
+        self._compiles.append(
+            compiled(lambda: found.append(super(Counted, self).generate(prompts, rollout_config, **options)))
+        )
+        return found[0]
+
+
+def train(sampler: str, steps: int = 20) -> tuple[list[float], list[int]]:
+    """Trains, and returns the mean reward of each batch of rollouts, and how many programs each of ours compiled."""
     rewards: list[float] = []
+    compiles: list[int] = []
 
     def reward(prompts, completions, **_):
         """How many of the characters are the digit that the sum ends with."""
@@ -63,7 +81,7 @@ def train(sampler: str, folder: Any, steps: int = 20) -> list[float]:
             role_to_mesh=dict.fromkeys(
                 (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT), mesh
             ),
-            rollout_engine=jaxkv.tunix.Rollout if sampler == "jaxkv" else sampler,
+            rollout_engine=functools.partial(Counted, compiles=compiles) if sampler == "jaxkv" else sampler,
             training_config=rl_cluster.RLTrainingConfig(
                 actor_optimizer=optax.adam(1e-2), eval_every_n_steps=1000, max_steps=steps
             ),
@@ -77,4 +95,4 @@ def train(sampler: str, folder: Any, steps: int = 20) -> list[float]:
     prompts = [[f"{a}+{b}=" for a, b in draw.integers(0, 2, size=(4, 2))] for _ in range(steps)]
     learner.train([{"prompts": np.array(batch)} for batch in prompts])
     assert jnp.isfinite(jax.tree.leaves(nnx.state(cluster.actor_trainer.model))[0]).all()
-    return rewards
+    return rewards, compiles
