@@ -1,6 +1,7 @@
 """The pages of docs: their code runs, what they link to is there, and every public name is among them."""
 
 import argparse
+import ast
 import re
 import shlex
 
@@ -75,6 +76,8 @@ def test_every_public_name_is_on_the_page_of_the_api():
     text = (ROOT / "docs/api.md").read_text()
     names = {f"jaxkv.{name}" for name in jaxkv.__all__} | {f"pallas_kernels.{name}" for name in pallas_kernels.__all__}
     names |= {f"jaxkv.{module}.{name}" for module in MODULES for name in getattr(jaxkv, module).__all__}
+    of_tunix = re.search(r"^__all__ = (.+)$", (ROOT / "jaxkv/tunix.py").read_text(), re.MULTILINE)  # it may be missing
+    names |= {f"jaxkv.tunix.{name}" for name in ast.literal_eval(of_tunix[1])}
     listed = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
     assert names - listed == {"pallas_kernels.IMPLEMENTATIONS", "pallas_kernels.SHAPES", "pallas_kernels.reference"}
     assert listed - names == {"pallas_kernels.testing"}
