@@ -150,7 +150,7 @@ def test_samples_of_each_prompt_share_its_blocks():
     first, *others = outputs.values()
     several = jaxkv.generate(model, prompts, count, 0.5, n=3, **SMALL)
     assert several == [[first, *others[:2]], others[2:]]
-    with pytest.raises(ValueError, match="submit the request with logprobs=1"):
+    with pytest.raises(ValueError, match="submit the request with logprobs=0"):
         engine.submit([1], 1).best  # noqa: B018
     with pytest.raises(ValueError, match="n must be at least 1, not 0"):
         engine.stream(prompts, n=0)

@@ -28,7 +28,7 @@ HELD, FED, COLUMN = 0, 1, slice(2, 2 + FIELDS)
 class Held:
     """The contents of a row of the draft's cache: the first tokens of a sequence, then draft tokens."""
 
-    def __init__(self, can_roll_back: bool) -> None:
+    def __init__(self, can_roll_back: bool = True) -> None:
         self._can_roll_back = can_roll_back
         self.tokens: list[int] = []  # the sequence's own list, which only grows
         self.count = 0  # how many of these are held
