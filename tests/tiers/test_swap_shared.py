@@ -144,7 +144,8 @@ def test_a_row_that_is_refused_leaves_its_share_to_the_next():
     fields = dict(layers=(WIDE,))
     cache = forks(fields)  # 5 shared, 1 of each of three, and 3
     _, host = jaxkv.swap_out(cache, [0, 1, 2, 3])
-    for num_blocks, failed in ((11, []), (10, [3]), (8, [3]), (7, [2, 3]), (6, [1, 2, 3]), (5, [0, 1, 2])):
+    sizes = ((10, [3]), (6, [1, 2, 3]), *NIGHTLY * ((11, []), (8, [3]), (7, [2, 3]), (5, [0, 1, 2])))
+    for num_blocks, failed in sizes:
         back = swap_in(make_cache(fields, num_blocks=num_blocks), [0, 1, 2, 3], host)
         jaxkv.check_invariants(back)
         assert np.flatnonzero(back.failed).tolist() == failed
@@ -197,7 +198,7 @@ def test_pickled_and_sliced():
     assert_same([contents(cache, r) for r in range(3)], [contents(together, r) for r in range(3)])
 
 
-@pytest.mark.parametrize("by_heads", [False, True])
+@pytest.mark.parametrize("by_heads", [False, True] if NIGHTLY else [False])
 def test_over_devices(by_heads):
     mesh = jax.make_mesh((2,), ("heads",), devices=jax.devices()[:2])
     layer = LayerConfig(num_kv_heads=2, head_dim=8, evict="head" if by_heads else None)
