@@ -22,6 +22,7 @@ from jaxkv._core.attention.attention import attention
 from jaxkv._core.attention.plan import Step, plan_step, positions
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.layer_config import LayerConfig
+from jaxkv._core.state.device_arrays import describe_array
 from jaxkv._core.state.state import Layer
 from jaxkv._engine.frontend.engine import Engine
 
@@ -187,10 +188,6 @@ def _without_remat(config: Any) -> Any:
     return dataclasses.replace(config, remat_config=type(config.remat_config).NONE)
 
 
-def _describe(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
 def _find_devices(state: Any) -> set[Any]:
     return {device for x in jax.tree.leaves(state) for device in x.sharding.device_set}
 
@@ -239,10 +236,7 @@ class Rollout(BaseRollout):
         self._engine = Engine(self._model, max_seqs=max_seqs, **options)
         self._engine.release(parameters=True)
         if self._actor is not None:  # what the trainer replaces is kept by nobody
-            shapes = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._model.state
-            )
-            self._model = dataclasses.replace(self._model, state=shapes)
+            self._model = dataclasses.replace(self._model, state=jax.tree.map(describe_array, self._model.state))
         self._lock = threading.Lock()
 
     def generate(self, prompts: list[str], rollout_config: RolloutConfig, **_: Any) -> RolloutOutput:

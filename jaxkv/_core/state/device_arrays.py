@@ -35,6 +35,11 @@ def take_shard(x: jax.Array, i: int, *, mesh: Mesh, axis: str) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, place, [held[device] for device in devices.flat])
 
 
+def describe_array(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Returns what programs are compiled for of an array: its shape, dtype and sharding."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
 def join_shards(parts: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
     """Joins shards, as `take_shard` returns them, along the first axis; numbers become an array of one per shard."""
     pieces = [shard.data for part in parts for shard in part.addressable_shards]

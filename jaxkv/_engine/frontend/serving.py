@@ -255,13 +255,14 @@ def _serve(reference: "weakref.ref[Any]", wakes: "queue.SimpleQueue[None]", stop
 
 def _serve_step(engine: Any) -> bool:
     """Takes a step if there is something to do, and tells whether there was."""
-    if not ((engine._loop.is_busy and engine._can_step) or engine._news):
-        if engine._loop.is_busy and not engine.is_released:
-            logger.warning("the model's parameters were donated to another program: steps wait for engine.update")
+    if not (engine._loop.is_busy or engine._news):
         return False
     with engine._exclusive(is_brief=True):
-        if engine._loop.is_busy and engine._can_step:
+        can_step = engine._can_step
+        if engine._loop.is_busy and can_step:
             engine._advance()
         for _ in collect_tokens(engine._news):  # nobody calls `step`: they are told by their requests
             pass
-    return True
+    if engine._loop.is_busy and not can_step and not engine.is_released:
+        logger.warning("the model's parameters were donated to another program: steps wait for engine.update")
+    return can_step

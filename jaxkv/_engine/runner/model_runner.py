@@ -11,7 +11,7 @@ import numpy as np
 from jaxkv._core.blocks.tables import extend
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check
-from jaxkv._core.state.device_arrays import delete
+from jaxkv._core.state.device_arrays import delete, describe_array
 from jaxkv._engine.programs import step as on_device
 from jaxkv._engine.programs.eviction import Remembered, make_memory, thin_program
 from jaxkv._engine.programs.step import (
@@ -102,18 +102,25 @@ class ModelRunner:
         self._noted = {}
 
     @property
+    def leaves(self) -> list[Any]:
+        """The leaves of the model."""
+        return self._model_leaves
+
+    @leaves.setter
+    def leaves(self, leaves: list[Any]) -> None:
+        # Which of them are arrays is not asked in each step: that would take longer than looking at them.
+        self._model_leaves, self._arrays = leaves, [x for x in leaves if isinstance(x, jax.Array)]
+        self._are_dropped = False
+
+    @property
     def has_parameters(self) -> bool:
         """Tells whether the model's parameters are there: a trainer may have donated them, or has them back."""
-        return not any(
-            isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and x.is_deleted()) for x in self.leaves
-        )
+        return not self._are_dropped and not any(x.is_deleted() for x in self._arrays)
 
     def drop_parameters(self) -> None:
         """Lets go of the parameters; what programs are compiled for is remembered."""
-        self.leaves = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if isinstance(x, jax.Array) else x
-            for x in self.leaves
-        ]
+        self.leaves = [describe_array(x) if isinstance(x, jax.Array) else x for x in self.leaves]
+        self._are_dropped = True
 
     def refuse_donated(self) -> None:
         """Raises RuntimeError if the parameters are gone, before anything is lost."""
