@@ -52,12 +52,15 @@ def render(config: DecoderConfig) -> dict[str, Any]:
     fields = render_uniform(config) | windows | render_expert_layers(config) | {
         "use_sliding_window": windows["sliding_window"] is not None, "qkv_bias": config.qkv_bias,
     }  # fmt: skip
-    if config.experts is None:
-        return fields
-    return fields | {
-        "num_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token,
-        "moe_intermediate_size": config.experts.mlp_dim, "norm_topk_prob": config.experts.normalise,
-        "shared_expert_intermediate_size": config.experts.shared_dim,
+    return fields | render_experts(config.experts)
+
+
+def render_experts(experts: ExpertsConfig | None) -> dict[str, Any]:
+    """Writes the sizes of experts, of which one is shared."""
+    return {} if experts is None else {
+        "num_experts": experts.count, "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.mlp_dim, "norm_topk_prob": experts.normalise,
+        "shared_expert_intermediate_size": experts.shared_dim,
     }  # fmt: skip
 
 

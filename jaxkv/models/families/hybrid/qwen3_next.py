@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxkv.models.config import DecoderConfig, ExpertsConfig
 from jaxkv.models.config_fields import FULL, MOST_DIM, MOST_HEADS, Fields
-from jaxkv.models.families.experts.qwen2_moe import TENSORS as EXPERTS
+from jaxkv.models.families.experts.qwen2_moe import TENSORS as EXPERTS, render_experts
 from jaxkv.models.families.experts.qwen3_moe import read_expert_layers, render_expert_layers
 from jaxkv.models.families.family import Family, read_common, read_num_layers, render_common
 from jaxkv.models.families.hybrid_parts import (
@@ -85,15 +85,8 @@ def render(config: DecoderConfig) -> dict[str, Any]:
 
 def render_qwen_next(config: DecoderConfig) -> dict[str, Any]:
     rope = render_rope(config.ropes[0]) | {"partial_rotary_factor": config.ropes[0].partial_rotary_factor}
-    fields = render_common(config) | render_delta(mixer_of(config)) | {
+    return render_common(config) | render_delta(mixer_of(config)) | render_experts(config.experts) | {
         "rope_parameters": rope, "layer_types": kinds_of(config),
-    }  # fmt: skip
-    if config.experts is None:
-        return fields
-    return fields | {
-        "num_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token,
-        "moe_intermediate_size": config.experts.mlp_dim, "norm_topk_prob": config.experts.normalise,
-        "shared_expert_intermediate_size": config.experts.shared_dim,
     }  # fmt: skip
 
 
