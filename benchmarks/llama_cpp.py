@@ -151,10 +151,10 @@ def main() -> None:
     text = pathlib.Path(__file__).with_name("NOTES.md").read_text()
     tokens = jaxkv.text.Tokenizer(path).encode(text, special=False)
     prompts = [tokens[i * SHORT : (i + 1) * SHORT] for i in range(ROWS)]
-    one = {name: ([tokens[:length]], FURTHER) for name, length in (("short", SHORT), ("long", LONG))}
+    single_rows = {name: ([tokens[:length]], FURTHER) for name, length in (("short", SHORT), ("long", LONG))}
     jobs = [
         {"rows": ROWS, "longest": 2 * (SHORT + MANY), "requests": {"rows": (prompts, MANY)}},
-        {"rows": 1, "longest": LONG + 2 * FURTHER, "requests": one},
+        {"rows": 1, "longest": LONG + 2 * FURTHER, "requests": single_rows},
     ]
     with tempfile.TemporaryDirectory() as folder:
         whole = pathlib.Path(folder) / "float32.gguf"

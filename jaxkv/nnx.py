@@ -98,14 +98,14 @@ class Attention(nnx.Module):
         def kernel(num_inputs: int, num_outputs: int) -> jax.Array:
             return kernel_init(rngs.params(), (num_inputs, num_outputs), param_dtype)
 
-        def by_heads(heads: int, width: int) -> nnx.Param:
+        def init_heads(heads: int, width: int) -> nnx.Param:
             return nnx.Param(kernel(in_features, heads * width).T.reshape(heads, width, in_features))
 
         def zeros(wanted: bool, *shape: int) -> nnx.Param | None:
             return nnx.Param(jnp.zeros(shape, param_dtype)) if wanted else None
 
-        self.query, self.key = by_heads(num_heads, head_dim), by_heads(num_kv_heads, head_dim)
-        self.value = by_heads(num_kv_heads, v_head_dim)
+        self.query, self.key = init_heads(num_heads, head_dim), init_heads(num_kv_heads, head_dim)
+        self.value = init_heads(num_kv_heads, v_head_dim)
         self.out = nnx.Param(kernel(num_heads * v_head_dim, in_features).reshape(num_heads, v_head_dim, in_features))
         self.query_bias = zeros(use_bias, num_heads, head_dim)
         self.key_bias = zeros(use_bias, num_kv_heads, head_dim)
