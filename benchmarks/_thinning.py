@@ -48,6 +48,7 @@ def score_layer(cache: jaxkv.Cache, layer: int, asked: Queries) -> dict[str, jax
         "knorm": scores.knorm(**where),
         "keydiff": scores.keydiff(**where),
         "snapkv": scores.snapkv(**where, q=q, scale=scale),
+        "snapkv by 4 queries": scores.snapkv(**where, q=q, scale=scale, window_size=4),  # the question alone
         "expected_attention": scores.expected_attention(**where, q=plain, rotate=rotate),
     }
     return found if heads else found | {"tova": scores.tova(**where, q=q, scale=scale)}

@@ -5,8 +5,11 @@ shape, format and offset of each tensor, then the tensors. Every count is compar
 leave before anything is made of it, so that a crafted file costs nothing.
 """
 
+import concurrent.futures
+import contextvars
 import math
 import mmap
+import os
 import pathlib
 import re
 import struct
@@ -30,7 +33,8 @@ NUMBERS = {
     10: np.uint64, 11: np.int64, 12: np.float64,
 }  # fmt: skip
 FLOATS = {0: np.float32, 1: np.float16, 30: ml_dtypes.bfloat16}  # by GGML's number
-SLICE = 1 << 18  # numbers dequantized at a time
+SLICE = 1 << 18  # numbers dequantized at a time, by each of so many threads
+THREADS = 4
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -61,15 +65,24 @@ class StoredTensor(NamedTuple):
         gguf = import_gguf()
         format = gguf.GGMLQuantizationType(self.format)
         out = np.empty(math.prod(self.shape), dtype or np.float32)
-        # Slice by slice, for the package needs several times the memory of what it is given.
         group, size = gguf.GGML_QUANT_SIZES[format]
         step = max(1, SLICE // group)
-        for first in range(0, len(self.data) // size, step):
+
+        def read_slice(first: int) -> None:
             part = self.data[first * size : (first + step) * size]
-            try:
-                out[first * group : (first + step) * group] = gguf.dequantize(part, format)
-            except NotImplementedError:
-                raise ValueError(f"The gguf package cannot dequantize the format {format.name}.") from None
+            out[first * group : (first + step) * group] = gguf.dequantize(part, format)
+
+        # Slice by slice, for the package needs several times the memory of what it is given; NumPy lets threads pass.
+        try:
+            with concurrent.futures.ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
+                slices = [  # each in the caller's context, which has its np.errstate
+                    threads.submit(contextvars.copy_context().run, read_slice, first)
+                    for first in range(0, len(self.data) // size, step)
+                ]
+            for done in slices:
+                done.result()
+        except NotImplementedError:
+            raise ValueError(f"The gguf package cannot dequantize the format {format.name}.") from None
         return out.reshape(self.shape)
 
     @property
