@@ -71,7 +71,7 @@ def _spoil_states(cache: Cache, value: float) -> tuple[dict[str, jax.Array] | No
     if cache.state_slots is None:
         return ()
     held = jnp.zeros(cache.config.num_state_slots + 1, bool).at[NULL_SLOT].set(True)
-    for slots in jax.tree.leaves(cache.state_slots):
+    for slots in cache.state_slots.named:
         held = held.at[slots].set(True)
     return jax.tree.map(lambda x: _spoil(held, value, x), cache.states)
 

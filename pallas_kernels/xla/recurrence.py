@@ -55,6 +55,7 @@ def recur(
         y, states = _decode(inputs, states, batch, one)
     else:
         size = CHUNK_BY_CHANNEL if inputs.has_channel_gates else CHUNK
+        size = min(size, 1 << (token_axes[-1] - 1).bit_length())
         longest = token_axes[1] if len(token_axes) == 2 and batch.snapshot_slots is None else None
         y, states = _prefill(inputs, states, batch, longest, math.gcd(size, batch.every or size), one, chunk)
     return y.reshape(*token_axes, *y.shape[1:]), states

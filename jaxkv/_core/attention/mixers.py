@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
 
 import pallas_kernels
 from jaxkv._core.attention.plan import Step, check_plan, settle_cache, settle_tables
+from jaxkv._core.blocks.state_replay import run_on_mesh, select_fixed
 from jaxkv._core.blocks.state_slots import end_snapshots, snapshot_arguments
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.validation import show
 from jaxkv._core.state.head_rows import row_tables
 from jaxkv._core.state.state import BlockTables, Layer
-from jaxkv._core.state.state_slots import NULL_SLOT, StateLayer
+from jaxkv._core.state.state_slots import NULL_SLOT, StateLayer, StateSlots
 from pallas_kernels.common.state_batch import expand
 
 
@@ -89,10 +89,13 @@ def write_states(cache: Any, states: Mapping[str, Any], *, layer: Any = None) ->
     tables = row_tables(found.tables, found.config)
 
     slots, ends = end_snapshots(found.slots, tables, found.config)
+    writes = (tables.new > 0) & ~_guessing(slots)
+    for name in states:
+        slots = slots.record(found.number, name, "write_states", {})
 
     def write(x: jax.Array, new: Any) -> jax.Array:
         for target in (found.slots.slots, *ends):
-            at = jnp.where((tables.new > 0) & (target != NULL_SLOT), target, x.shape[0])
+            at = jnp.where(writes & (target != NULL_SLOT), target, x.shape[0])
             x = x.at[at].set(jnp.asarray(new), mode="drop")
         return x
 
@@ -215,6 +218,11 @@ def _layers_of(layer: Layer) -> Cache:
     return Cache(tables=(), pools=(), config=layer.config)
 
 
+def _guessing(slots: StateSlots) -> jax.Array:
+    """Returns `bool[S]`: the rows that do not write their states in this step."""
+    return jnp.zeros(slots.slots.shape, bool) if slots.guesses is None else slots.guesses.rows
+
+
 def put_state_layer(cache: Any, layer: StateLayer) -> Any:
     """Returns a cache with a recurrent layer put back, or the layer, if that was given."""
     return layer if isinstance(cache, StateLayer) else cache.with_layer(layer.number, layer)
@@ -255,37 +263,19 @@ def _open(
         tables = row_tables(found.tables, found.config)
         packed = _Packed(tables, token_axes) if step is not None and step.decode and len(token_axes) == 1 else None
         arrays = tokens if packed is None else {label: packed.pad(array) for label, array in tokens.items()}
-        target = jnp.where(found.slots.slots == NULL_SLOT, -1, found.slots.slots)  # -1: not written
+        slots = found.slots
+        target = jnp.where((slots.slots == NULL_SLOT) | _guessing(slots), -1, slots.slots)  # -1: not written
         longest = 1 if packed is not None else token_axes[-1]
-        y, states = _on_mesh(door, found.states[name])(
+        recorded = slots.record(found.number, name, door.__name__, tokens, **select_fixed(options))
+        y, states = run_on_mesh(door, found.states[name])(
             **arrays, **options, states=found.states[name], slots=found.slots.source, to_slots=target,
             **snapshot_arguments(found.slots, tables, found.config, longest),
             lengths=tables.lengths, new=tables.new,
             offsets=tables.offsets if packed is None and len(token_axes) == 1 else None,
         )  # fmt: skip
         y = y if packed is None else packed.unpad(y)
-        changed = dataclasses.replace(found, states=found.states | {name: states})
+        changed = dataclasses.replace(found, states=found.states | {name: states}, slots=recorded)
         return y, put_state_layer(cache, changed)
-
-    return run
-
-
-def _on_mesh(door: Callable[..., Any], states: jax.Array) -> Callable[..., Any]:
-    """Returns a mixer whose arrays the compiler shards as it likes, also on a mesh with explicit axes. States stay as
-    they are divided, and the output is whole."""
-    place = jax.typeof(states).sharding
-    kinds = dict(zip(place.mesh.axis_names, place.mesh.axis_types, strict=True))
-    explicit = tuple(name for name, kind in kinds.items() if kind == AxisType.Explicit)
-    if not explicit:
-        return door
-
-    def run(**arguments: Any) -> Any:
-        arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.Array | np.ndarray)}
-        rest = {name: x for name, x in arguments.items() if name not in arrays}
-        free = jax.sharding.auto_axes(
-            lambda arrays: door(**arrays, **rest), axes=explicit, out_sharding=(PartitionSpec(), place.spec)
-        )
-        return free(arrays)
 
     return run
 

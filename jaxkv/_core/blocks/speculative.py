@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxkv._core.blocks.allocator import count_blocks, replace_entries
 from jaxkv._core.blocks.block_copy import stack_blocks
+from jaxkv._core.blocks.state_replay import take_in
 from jaxkv._core.blocks.state_slots import has_snapshot, roll_slots_back
 from jaxkv._core.blocks.tables import mark_failed
 from jaxkv._core.cache.cache import Cache, check_cache
@@ -30,6 +31,9 @@ def keep(cache: Cache, path: Any) -> Cache:
     after the context, and blocks no longer needed are freed. Only the keys and values of kept tokens move. Call this
     before the next `extend`.
 
+    Recurrent layers take one token after another, so with such layers the path is a chain, 0, 1, 2, ...: their states
+    are those after its last token if the row was among the `guesses` of `extend`, or has a snapshot there.
+
     Args:
       path: `i32[S, n]`, the kept tokens of each row, counted from its first new one, in increasing order, padded with
         -1. A row that was not in the step has -1 only, and stays as it is.
@@ -37,7 +41,8 @@ def keep(cache: Cache, path: Any) -> Cache:
     Raises:
       ValueError: a path known on the host does not increase, or goes beyond the row's new tokens. On the device such a
         row stays as it was and is marked in `cache.failed`, as is a row whose new blocks were shared since the step,
-        or one with states of recurrent layers that have taken in the tokens to be dropped, and no snapshot there.
+        or one with states of recurrent layers that have taken in the tokens to be dropped: it was not among the
+        guesses of `extend`, and has no snapshot there.
 
     Token trees follow SpecInfer (https://arxiv.org/abs/2305.09781).
 
@@ -55,18 +60,24 @@ def keep(cache: Cache, path: Any) -> Cache:
     increases = path > jnp.pad(path, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     is_right = jnp.where(number < count[:, None], increases & (path < cache.new[:, None]), path == -1)
     moved = is_kept & (path != number)
+    slots, before = cache.state_slots, cache.lengths - cache.new
+    if slots is not None:
+        is_right &= ~moved  # a tree
     changes = moved.any(axis=1) | (count < cache.new)
     shared = jnp.stack([any_head(_shares_new_tokens(cache, tables), cache.config) for tables in cache.tables]).any(
         axis=0
     )
     refused = (~is_right.all(axis=1) | (changes & shared)) & ~cache.failed
     kept = cache.lengths - cache.new + count
-    gone = changes & ~refused & ~cache.failed & ~has_snapshot(cache, kept)
+    guessed = jnp.zeros_like(refused) if slots is None or slots.guesses is None else slots.guesses.rows
+    gone = changes & ~refused & ~cache.failed & ~guessed & ~has_snapshot(cache, kept)
     refused |= gone
     changes &= ~refused & ~cache.failed
     cache = _move(cache, path, number, moved & changes[:, None])
-    slots = roll_slots_back(cache, kept, changes)
+    slots = roll_slots_back(cache, kept, changes & ~guessed)
     cache = _shorten(cache, cache.new - count, changes).replace(state_slots=slots)
+    if slots is not None and slots.guesses is not None:
+        cache = take_in(cache, before, jnp.where(cache.failed | refused, 0, count), path.shape[1])
     return cache.replace(
         tables=tuple(
             mark_failed(
@@ -83,6 +94,13 @@ def keep(cache: Cache, path: Any) -> Cache:
 def revert_tokens(cache: Cache, count: jax.Array) -> Cache:
     """Drops the last `count[s]` tokens of each row's last step. Their blocks must not be shared."""
     return _shorten(cache, jnp.clip(count, 0, cache.new), count > 0)
+
+
+def revert_guesses(cache: Cache, count: jax.Array, longest: int) -> Cache:
+    """Does `revert_tokens` at the end of a step of guesses, whose rows then take in what they keep of their tokens, at
+    most `longest` of each."""
+    before, kept = cache.lengths - cache.new, cache.new - jnp.clip(count, 0, cache.new)
+    return take_in(revert_tokens(cache, count), before, kept, longest)
 
 
 def keep_guesses(cache: Cache, path: jax.Array, guessed: jax.Array) -> Cache:
@@ -112,6 +130,11 @@ def _read_path(cache: Cache, path: Any) -> jax.Array:
                 raise ValueError(f"path must have -1 only behind the kept tokens, but row {row} has {show(entries)}.")
             if any(b <= a for a, b in itertools.pairwise(kept)):
                 raise ValueError(f"path must increase, but row {row} has {show(kept)}.")
+            if cache.state_slots is not None and kept != list(range(len(kept))):
+                raise ValueError(
+                    f"path must be a chain, 0, 1, 2, ..., in a cache with recurrent layers, which take one token after "
+                    f"another and no tree, but row {row} has {show(kept)}."
+                )
             if kept and kept[-1] >= most:
                 raise ValueError(f"path goes to token {kept[-1]} of row {row}, which has {most} new tokens.")
     return cast_int32(path)

@@ -9,12 +9,31 @@ import jax.numpy as jnp
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.state import BlockTables
-from jaxkv._core.state.state_slots import NULL_SLOT, StateSlots
+from jaxkv._core.state.state_slots import NULL_SLOT, Guesses, StateSlots
 
 
-def assign_slots(cache: Cache, new: jax.Array) -> StateSlots | None:
-    """Returns slots in which rows may write the states of a step with `new` i32[S] tokens of each: their own, or free
-    ones in the place of shared ones; and free ones for the snapshots that the step reaches, while there are any.
+def begin_step(cache: Cache, new: jax.Array, guesses: jax.Array | None = None) -> StateSlots | None:
+    """Returns the slots for a step with `new` i32[S] tokens of each row. Rows under a mask of `guesses` hold what they
+    held, and get slots for their tokens when they keep them."""
+    refuse_guesses(cache, "the next step")
+    if guesses is None:
+        return assign_slots(cache, new, cache.lengths)
+    slots = assign_slots(cache, jnp.where(guesses, 0, new), cache.lengths)
+    return None if slots is None else dataclasses.replace(slots, guesses=Guesses(rows=guesses & (new > 0), inputs={}))
+
+
+def refuse_guesses(cache: Cache, what: str) -> None:
+    """Raises ValueError for a cache whose last step was one of guesses, which await `keep`."""
+    if cache.state_slots is not None and cache.state_slots.guesses is not None:
+        raise ValueError(
+            f"The last step was one of guesses, whose rows have not taken in their tokens yet: call keep before {what}."
+        )
+
+
+def assign_slots(cache: Cache, new: jax.Array, lengths: jax.Array) -> StateSlots | None:
+    """Returns slots in which rows of `lengths` i32[S] may write the states of a step with `new` i32[S] tokens of each:
+    their own, or free ones in the place of shared ones; and free ones for the snapshots that the step reaches, while
+    there are any.
 
     As many slots as rows suffice: of the rows that share a slot one stays, the last of them, if all go on. It is the
     last so that the others have read the slot before it is written.
@@ -25,7 +44,7 @@ def assign_slots(cache: Cache, new: jax.Array) -> StateSlots | None:
     rows, active = jnp.arange(held.shape[0], dtype=jnp.int32), new > 0
     zeros = jnp.zeros(count, jnp.int32)
     holders, going = zeros.at[held].add(1), zeros.at[held].add(active.astype(jnp.int32))
-    snapshots = held_snapshots(cache)
+    snapshots = held_snapshots(cache, lengths)
     if snapshots is not None:
         holders = holders.at[snapshots].add(1)
     last = (zeros - 1).at[held].max(jnp.where(active, rows, -1))
@@ -37,13 +56,15 @@ def assign_slots(cache: Cache, new: jax.Array) -> StateSlots | None:
     slots = jnp.where(taken, fresh, held)
     if snapshots is not None:
         behind = free[jnp.sum(taken, dtype=jnp.int32) + jnp.arange(cache.config.num_snapshots, dtype=jnp.int32)]
-        snapshots = _assign_snapshots(cache, new, snapshots, behind)
+        snapshots = _assign_snapshots(cache, lengths, new, snapshots, behind)
     return StateSlots(slots=slots, source=held, snapshots=snapshots)
 
 
-def _assign_snapshots(cache: Cache, new: jax.Array, held: jax.Array, free: jax.Array) -> jax.Array:
+def _assign_snapshots(
+    cache: Cache, lengths: jax.Array, new: jax.Array, held: jax.Array, free: jax.Array
+) -> jax.Array:  # fmt: skip
     """Returns the snapshots `held` i32[S, W] and those that a step reaches, in slots of `free`, while there are any."""
-    column, (before, after) = _columns(cache), (_reached(cache, x) for x in (cache.lengths, cache.lengths + new))
+    column, (before, after) = _columns(cache), (_reached(cache, x) for x in (lengths, lengths + new))
     wanted = ((column >= before) & (column < after)).reshape(-1)
     used = jnp.zeros(cache.config.num_state_slots + 1, bool).at[held].set(True).at[NULL_SLOT].set(False)
     number = jnp.cumsum(wanted, dtype=jnp.int32) - 1
@@ -52,11 +73,13 @@ def _assign_snapshots(cache: Cache, new: jax.Array, held: jax.Array, free: jax.A
     return taken.reshape(held.shape)
 
 
-def held_snapshots(cache: Cache) -> jax.Array | None:
-    """Returns `i32[S, W]`: the snapshots of rows, without what stands behind their lengths; None without snapshots."""
+def held_snapshots(cache: Cache, lengths: jax.Array | None = None) -> jax.Array | None:
+    """Returns `i32[S, W]`: the snapshots of rows, without what stands behind `lengths`, by default their own; None
+    without snapshots."""
     if cache.state_slots is None or cache.state_slots.snapshots is None:
         return None
-    return jnp.where(_columns(cache) < _reached(cache, cache.lengths), cache.state_slots.snapshots, NULL_SLOT)
+    lengths = cache.lengths if lengths is None else lengths
+    return jnp.where(_columns(cache) < _reached(cache, lengths), cache.state_slots.snapshots, NULL_SLOT)
 
 
 def has_snapshot(cache: Cache, lengths: jax.Array) -> jax.Array:
@@ -75,7 +98,8 @@ def roll_slots_back(cache: Cache, lengths: jax.Array, rows: jax.Array) -> StateS
     if snapshots is not None:
         behind = rows[:, None] & (_columns(cache) >= _reached(cache, lengths))
         snapshots = jnp.where(behind, NULL_SLOT, snapshots)
-    return StateSlots(slots=slots, source=jnp.where(rows, slots, source), snapshots=snapshots)
+    source = jnp.where(rows, slots, source)
+    return dataclasses.replace(cache.state_slots, slots=slots, source=source, snapshots=snapshots)
 
 
 def _find_snapshots(cache: Cache, lengths: jax.Array) -> jax.Array:
@@ -127,21 +151,10 @@ def end_snapshots(
     return dataclasses.replace(slots, snapshots=jnp.where(is_within, NULL_SLOT, held)), (at_end,)
 
 
-def withhold_states(before: Cache, cache: Cache, rows: jax.Array) -> Cache:
-    """Returns the extended cache in which rows under a mask read their states in this step and do not write them.
-
-    Their slots stay as they were `before`, and no other row writes them. `return_slots` ends this.
-    """
-    slots = assign_slots(before, jnp.where(rows, 0, cache.new))
-    assert slots is not None
-    return cache.replace(state_slots=dataclasses.replace(slots, slots=jnp.where(rows, NULL_SLOT, slots.slots)))
-
-
-def return_slots(cache: Cache, rows: jax.Array) -> Cache:
-    """Returns a cache in which rows under a mask hold the states again that `withhold_states` kept."""
-    slots = cache.state_slots
-    assert slots is not None
-    return cache.replace(state_slots=dataclasses.replace(slots, slots=jnp.where(rows, slots.source, slots.slots)))
+def drop_guesses(cache: Cache) -> Cache:
+    """Returns a cache whose rows hold the states of before a step of guesses, for a model that computes them again."""
+    assert cache.state_slots is not None
+    return cache.replace(state_slots=dataclasses.replace(cache.state_slots, guesses=None))
 
 
 def release_slots(cache: Cache, rows: jax.Array) -> StateSlots | None:
@@ -153,6 +166,7 @@ def adopt_slots(cache: Cache, source: jax.Array, rows: jax.Array) -> StateSlots 
     """Returns slots in which rows under a mask share those of rows `source`."""
     if cache.state_slots is None:
         return None
+    refuse_guesses(cache, "rows become others")
     slots = jnp.where(rows, cache.state_slots.slots[source], cache.state_slots.slots)
     snapshots = held_snapshots(cache)
     if snapshots is not None:
@@ -165,6 +179,7 @@ def read_row_states(cache: Cache, rows: Any) -> tuple[dict[str, jax.Array] | Non
     undefined. Nothing without recurrent layers."""
     if cache.state_slots is None:
         return ()
+    refuse_guesses(cache, "rows are copied")
     slots = cache.state_slots.slots[rows]
     return jax.tree.map(lambda x: x[slots], cache.states)
 
@@ -176,7 +191,7 @@ def put_row_states(cache: Cache, rows: Any, states: Any) -> Cache:
         return cache
     named = jnp.zeros(cache.lengths.shape, bool).at[rows].set(True, mode="drop") & (cache.lengths > 0)
     cache = cache.replace(state_slots=release_slots(cache, named))
-    slots = assign_slots(cache, jnp.where(named, 1, 0))
+    slots = begin_step(cache, jnp.where(named, 1, 0))
     assert slots is not None
     slots = dataclasses.replace(slots, source=slots.slots)
     taken = named.at[rows].get(mode="fill", fill_value=False)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.blocks.allocator import count_blocks, free_leading_blocks, grant_rows, replace_entries, take_blocks
-from jaxkv._core.blocks.state_slots import assign_slots, release_slots
+from jaxkv._core.blocks.state_slots import begin_step, release_slots
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.config.validation import MOST_TOKENS
 from jaxkv._core.state.arguments import row_counts, row_mask
@@ -33,7 +33,7 @@ def jit_tables(function: Callable[..., Cache]) -> Callable[..., Cache]:
     return run
 
 
-def extend(cache: Cache, num_tokens: Any) -> Cache:
+def extend(cache: Cache, num_tokens: Any, *, guesses: Any = None) -> Cache:
     """Allocates blocks for this step's tokens of every row.
 
     First, layers with a sliding window free the blocks that no later token of a row can attend to.
@@ -46,10 +46,12 @@ def extend(cache: Cache, num_tokens: Any) -> Cache:
 
     Args:
       num_tokens: `i32[S]`, tokens of each row in this step; 0: the row is not in this step.
+      guesses: for recurrent layers, the rows of whose tokens `keep` may drop some: `bool[S]`, row indices, or True for
+        all. Their states stay as they are until `keep`, which must follow the step. Attention layers need no such word.
 
     Raises:
-      ValueError: a wrong shape or dtype; a negative number known on the host. On the device a negative number marks
-        the row in `cache.failed`.
+      ValueError: a wrong shape or dtype; a negative number known on the host; a step of guesses without `keep` before.
+        On the device a negative number marks the row in `cache.failed`.
 
     >>> import jaxkv
     >>> layer = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8)
@@ -59,11 +61,15 @@ def extend(cache: Cache, num_tokens: Any) -> Cache:
     ([20, 0, 0], [False, False, True])
     """
     check_cache(cache)
-    return _extend(cache, row_counts("num_tokens", num_tokens, cache.lengths.shape[0]))
+    rows = cache.lengths.shape[0]
+    requested = row_counts("num_tokens", num_tokens, rows)
+    if guesses is None or guesses is False:
+        return _extend(cache, requested)
+    return _extend(cache, requested, row_mask("guesses", np.arange(rows) if guesses is True else guesses, rows))
 
 
 @jit_tables
-def _extend(cache: Cache, requested: jax.Array) -> Cache:
+def _extend(cache: Cache, requested: jax.Array, guesses: jax.Array | None = None) -> Cache:
     room = room_left(cache)
     fits = (requested > 0) & (requested <= room) & ~cache.failed
     cache = release_windows(cache)
@@ -83,7 +89,7 @@ def _extend(cache: Cache, requested: jax.Array) -> Cache:
         return dataclasses.replace(tables, lengths=tables.lengths + new, new=new, offsets=offsets)
 
     begun = tuple(begin(group_tables, n) for group_tables, n in zip(tables, needs, strict=True))
-    return cache.replace(tables=begun, state_slots=assign_slots(cache, jnp.where(granted, requested, 0)))
+    return cache.replace(tables=begun, state_slots=begin_step(cache, jnp.where(granted, requested, 0), guesses))
 
 
 def reserve(cache: Cache, target_lengths: Any) -> Cache:

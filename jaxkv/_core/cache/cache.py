@@ -111,7 +111,7 @@ class Cache(Views):
             raise ValueError(f"layer must be what became of layers[{i}] of this cache, not {_describe(layer)}.")
         tables = (_with_failures(self.tables[0], layer.tables), *self.tables[1:])
         states = (*self.states[:i], layer.states, *self.states[i + 1 :])
-        return self.replace(tables=tables, states=states, state_slots=_with_snapshots(self.state_slots, layer.slots))
+        return self.replace(tables=tables, states=states, state_slots=_merge_slots(self.state_slots, layer.slots))
 
     def with_layers(self, layers: Sequence[Layer]) -> "Cache":
         """Returns a copy with the updated layers of `list(cache.layers)`."""
@@ -205,9 +205,14 @@ def _with_failures(tables: BlockTables, layer: BlockTables) -> BlockTables:
     return dataclasses.replace(tables, **changes)
 
 
-def _with_snapshots(slots: StateSlots | None, layer: StateSlots) -> StateSlots | None:
-    """Returns the slots without the snapshots that a layer could not make."""
-    if slots is None or slots.snapshots is None or layer.snapshots is slots.snapshots:
+def _merge_slots(slots: StateSlots | None, layer: StateSlots) -> StateSlots | None:
+    """Returns the slots without the snapshots that a layer could not make, and with the inputs of its guesses."""
+    if slots is None:
+        return None
+    if slots.guesses is not None and layer.guesses is not None:
+        inputs = slots.guesses.inputs | layer.guesses.inputs
+        slots = dataclasses.replace(slots, guesses=dataclasses.replace(slots.guesses, inputs=inputs))
+    if slots.snapshots is None or layer.snapshots is slots.snapshots:
         return slots
     assert layer.snapshots is not None
     made = jnp.where(layer.snapshots == NULL_SLOT, NULL_SLOT, slots.snapshots)

@@ -73,7 +73,8 @@ def check(cache: Cache) -> None:
         raise OutOfWindow(
             f"Truncating {asked} goes back to where recurrent layers ({layers}) hold no state: there is the one of the "
             f"present length, and that of 0 tokens{describe_snapshots(cache, map(int, gone))}. The row is as it was "
-            "before; free it and compute its tokens again, or fork it before it goes on."
+            "before; free it and compute its tokens again, or fork it before it goes on. Of a step whose tokens keep "
+            "may drop, name the rows in extend's guesses."
         )
     if gone:
         asked = _list(f"row {r} ({tables.lengths[r]} tokens) to {tables.wanted[r]} tokens" for r in gone)

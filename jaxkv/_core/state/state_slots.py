@@ -1,7 +1,7 @@
 """The slots of rows' states, and a recurrent layer: fields and shapes, no algorithms. S rows."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 
@@ -18,6 +18,37 @@ NULL_SLOT = 0
 @register_export
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class MixerInputs:
+    """What a mixer took in a step of guesses: from it `keep` computes the state after the tokens that it keeps."""
+
+    tokens: dict[str, jax.Array]  # [S, T, ...] padded or [N, ...] packed
+    fixed: dict[str, jax.Array]  # arrays that are alike for all tokens
+    mixer: str = dataclasses.field(metadata={"static": True})  # "write_states": the model's own, which has no inputs
+
+
+@register_export
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Guesses:
+    """A step of guesses: `rows` have not written their states yet."""
+
+    rows: jax.Array  # bool[S]
+    inputs: dict[str, MixerInputs]  # by layer and array, as `name_inputs` says
+
+    @property
+    def written_by_hand(self) -> bool:
+        """Whether a model wrote states itself, so that only the model can compute others."""
+        return any(inputs.mixer == "write_states" for inputs in self.inputs.values())
+
+
+def name_inputs(layer: int, array: str) -> str:
+    """Returns the key of the inputs of a layer's mixer in `Guesses.inputs`."""
+    return f"{layer} {array}"
+
+
+@register_export
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StateSlots:
     """The slot that holds each row's states, in all recurrent layers alike. Rows that were forked share one, until
     `extend` gives each that goes on a slot of its own. A slot is free if no row points at it."""
@@ -28,8 +59,22 @@ class StateSlots:
     # null slot: there is none. Columns behind a row's length mean nothing. Snapshots may share slots with each other
     # and with rows.
     snapshots: jax.Array | None = None
+    guesses: Guesses | None = None  # of the present step, until `keep`
 
     __repr__ = describe_slots
+
+    @property
+    def named(self) -> tuple[jax.Array, ...]:
+        """The arrays of slots."""
+        return tuple(x for x in (self.slots, self.source, self.snapshots) if x is not None)
+
+    def record(self, layer: int, array: str, mixer: str, tokens: dict[str, Any], **fixed: Any) -> "StateSlots":
+        """Returns slots that know what a mixer took, in a step of guesses."""
+        if self.guesses is None:
+            return self
+        inputs = MixerInputs(tokens=tokens, fixed=fixed, mixer=mixer)
+        known = self.guesses.inputs | {name_inputs(layer, array): inputs}
+        return dataclasses.replace(self, guesses=dataclasses.replace(self.guesses, inputs=known))
 
 
 @register_export

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.attention.plan import plan_step, positions
-from jaxkv._core.blocks.speculative import keep_guesses, revert_tokens
-from jaxkv._core.blocks.state_slots import return_slots, withhold_states
+from jaxkv._core.blocks.speculative import keep_guesses, revert_guesses, revert_tokens
+from jaxkv._core.blocks.state_slots import drop_guesses
 from jaxkv._core.blocks.tables import extend, release_windows
 from jaxkv._core.config.validation import MOST_INDEX, show
 from jaxkv._core.state.arguments import to_device
@@ -151,8 +151,7 @@ def _verify(most, guessed, run, hook, asked, kind, count, leave, cache, memory, 
     number = jnp.arange(most + 1, dtype=jnp.int32)[:, None]
     behind = jnp.maximum(guessed[None] - number, 0)  # i32[most + 1, S]: guesses that follow each token
     places = jnp.maximum(jnp.cumsum(counts)[None] - 1 - behind, 0)
-    withhold = None if cache.state_slots is None else functools.partial(withhold_states, cache, rows=guessed > 0)
-    logits, cache, memory = run(cache, memory, tokens, counts, places.ravel(), begin=withhold)
+    logits, cache, memory = run(cache, memory, tokens, counts, places.ravel(), guesses=guessed > 0)
     lengths = (cache.lengths[None] - behind).ravel()
     wide, known = jax.tree.map(lambda x: jnp.concatenate([x] * (most + 1)), (asked, memory))
     chosen, likely = _chosen(logits, hook, wide, kind, count, known, lengths)
@@ -169,16 +168,18 @@ def _verify(most, guessed, run, hook, asked, kind, count, leave, cache, memory, 
 
 
 def _take_back(run, cache, memory, tokens, counts, guessed, accepted, most):
-    """Drops the guesses of each row that were not accepted. A state has no way back: rows that guessed have not written
-    theirs, and compute what they keep once more."""
+    """Drops the guesses of each row that were not accepted. A model that writes states itself computes what such rows
+    keep once more, from the states before the step."""
     if cache.state_slots is None:
         return revert_tokens(cache, guessed - accepted)
+    if not cache.state_slots.guesses.written_by_hand:
+        return revert_guesses(cache, guessed - accepted, most + 1)  # a row has one token that is no guess
     again = guessed > 0
     kept = jnp.where(again, counts - guessed + accepted, 0)
-    row = row_of(kept, min(tokens.shape[0], kept.shape[0] * (most + 1)))  # a row has one token that is no guess
+    row = row_of(kept, min(tokens.shape[0], kept.shape[0] * (most + 1)))
     starts, begin = (jnp.cumsum(x, dtype=jnp.int32) - x for x in (kept, counts))
     places = jnp.arange(row.shape[0], dtype=jnp.int32) + (begin - starts)[jnp.minimum(row, kept.shape[0] - 1)]
-    cache = return_slots(revert_tokens(cache, jnp.where(again, counts, 0)), again)
+    cache = drop_guesses(revert_tokens(cache, jnp.where(again, counts, 0)))
     return run(cache, memory, tokens.at[places].get(mode="clip"), kept, jnp.zeros_like(kept), targets=None)[1]
 
 
@@ -221,11 +222,10 @@ def _verify_trees(most, guessed, parents, run, hook, asked, kind, count, leave, 
     return ((jnp.where(cache.failed[None], -1, chosen), accepted + 1), likely), cache, memory
 
 
-def _run(answer, cache, memory, tokens, counts, places, tree=None, begin=None, targets=None):
-    """Computes and records a step of every row, begun by `begin(extended cache)`; returns the logits at some tokens."""
+def _run(answer, cache, memory, tokens, counts, places, tree=None, guesses=None, targets=None):
+    """Computes and records a step of every row, some of which guess; returns the logits at some tokens."""
     asked = places if targets is None else jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    cache = extend(cache, counts)
-    cache = cache if begin is None else begin(cache)
+    cache = extend(cache, counts, guesses=guesses)
     rows = rows_of(tokens, counts)
     if memory.tokens is not None:
         noted = memory.tokens.at[rows, positions(cache, tokens.shape)].set(tokens, mode="drop")

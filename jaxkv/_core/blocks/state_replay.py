@@ -1,0 +1,106 @@
+"""What `keep` does with states: computes those after the kept tokens of a step of guesses, from the mixers' inputs."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+
+import pallas_kernels
+from jaxkv._core.blocks.state_slots import assign_slots, snapshot_arguments
+from jaxkv._core.cache.cache import Cache
+from jaxkv._core.state.head_rows import row_tables
+from jaxkv._core.state.state import BlockTables
+from jaxkv._core.state.state_slots import NULL_SLOT, MixerInputs, StateSlots, name_inputs
+
+FIXED = ("A",)  # arguments of mixers without token axes that a state depends on
+
+
+def select_fixed(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns those of a mixer's options that its states depend on."""
+    return {name: x for name, x in options.items() if name in FIXED}
+
+
+def take_in(cache: Cache, before: jax.Array, kept: jax.Array, longest: int) -> Cache:
+    """Ends a step of guesses: its rows take the first `kept` i32[S] of their tokens into their states.
+
+    Args:
+      cache: with the lengths after the step.
+      before: `i32[S]`, the lengths before the step. longest: the most tokens of a row that are kept.
+    """
+    slots = cache.state_slots
+    assert slots is not None and slots.guesses is not None
+    guesses, tables = slots.guesses, row_tables(cache.tables[0], cache.config)
+    kept = jnp.where(guesses.rows, kept, 0)
+    lengths = jnp.where(guesses.rows, before, tables.lengths)
+    taken = assign_slots(cache, kept, lengths)
+    assert taken is not None
+    tables = dataclasses.replace(tables, lengths=lengths + kept, new=kept)
+    states = list(cache.states)
+    for layer in cache.config.recurrent_layers:
+        own = dict(states[layer] or {})
+        for name in own:
+            inputs = guesses.inputs.get(name_inputs(layer, name))
+            if inputs is not None:
+                own[name] = _replay(inputs, own[name], taken, tables, cache, longest)
+        states[layer] = own
+    return cache.replace(state_slots=taken, states=tuple(states))
+
+
+def _replay(
+    inputs: MixerInputs, states: jax.Array, slots: StateSlots, tables: BlockTables, cache: Cache, longest: int
+) -> jax.Array:  # fmt: skip
+    """Returns a layer's states after the tokens that rows keep."""
+    if inputs.mixer == "write_states":
+        raise ValueError(
+            "keep cannot take back a step of guesses of which write_states wrote the states: it knows those after all "
+            "tokens alone. Use the mixers, or compute the kept tokens again from a fork."
+        )
+    padded = {name: _pad(x, tables, inputs, longest) for name, x in inputs.tokens.items()}
+    arrays: dict[str, Any] = padded | inputs.fixed
+    if inputs.mixer == "causal_conv":
+        arrays["weight"] = jnp.zeros((states.shape[1], states.shape[2] + 1), padded["x"].dtype)
+    # Queries have no part in a state; the output is dropped.
+    arrays |= {"gated_delta_rule": {"q": arrays.get("k")}, "state_space": {"C": arrays.get("B")}}.get(inputs.mixer, {})
+    door = getattr(pallas_kernels, inputs.mixer)
+    _, changed = run_on_mesh(door, states)(
+        **arrays, states=states, slots=slots.source, to_slots=jnp.where(slots.slots == NULL_SLOT, -1, slots.slots),
+        **snapshot_arguments(slots, tables, cache.config, longest), lengths=tables.lengths, new=tables.new,
+    )  # fmt: skip
+    return changed
+
+
+def _pad(x: jax.Array, tables: BlockTables, inputs: MixerInputs, longest: int) -> jax.Array:
+    """Returns the first `longest` tokens of each row, `[S, n, ...]`; what stands behind a row's tokens is undefined."""
+    if _is_packed(inputs):
+        place = tables.offsets[:, None] + jnp.arange(longest, dtype=jnp.int32)[None]
+        return x.at[place].get(mode="clip")
+    return x[:, :longest]
+
+
+def _is_packed(inputs: MixerInputs) -> bool:
+    shown, inner = {"causal_conv": ("x", 1), "gated_delta_rule": ("v", 2), "state_space": ("x", 2)}[inputs.mixer]
+    return inputs.tokens[shown].ndim == inner + 1
+
+
+def run_on_mesh(door: Callable[..., Any], states: jax.Array) -> Callable[..., Any]:
+    """Returns a mixer whose arrays the compiler shards as it likes, also on a mesh with explicit axes. States stay as
+    they are divided, and the output is whole."""
+    place = jax.typeof(states).sharding
+    kinds = dict(zip(place.mesh.axis_names, place.mesh.axis_types, strict=True))
+    explicit = tuple(name for name, kind in kinds.items() if kind == AxisType.Explicit)
+    if not explicit:
+        return door
+
+    def run(**arguments: Any) -> Any:
+        arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.Array | np.ndarray)}
+        rest = {name: x for name, x in arguments.items() if name not in arrays}
+        free = jax.sharding.auto_axes(
+            lambda arrays: door(**arrays, **rest), axes=explicit, out_sharding=(PartitionSpec(), place.spec)
+        )
+        return free(arrays)
+
+    return run
