@@ -6,6 +6,9 @@
     layer.i      [n, 2, K, block_size, D]      for each layer with a pool: block b at b - 1, keys at 0, values at 1;
                                                for a latent layer [n, 1, 1, block_size, D]
     state.i.x    [R, ...]                      for each array x of a recurrent layer: the rows' states
+    snapshots    i32[R, W]                     in column c the number of the row's state after (c + 1) * snapshot_every
+                                               tokens, from 1; 0: none. Only if there are any
+    snapshot.i.x [m, ...]                      those states: number s at s - 1
     checksums    u32[...]                      of the header, then of every tensor before this one
 
 For a layer that evicts by heads, R is K * R in its group's tensors, all rows of the first head first.
@@ -36,10 +39,11 @@ from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
 
 # Version 1 has no stacked and no quantized caches and no latent layers, version 2 no layers that rotate or have chunks,
-# version 3 no layers that evict, version 4 no recurrent layers. The versions are otherwise the same.
-FORMAT, VERSION, KNOWN = "jaxkv cache", "5", ("1", "2", "3", "4", "5")
-WITHOUT_STATES = "4"  # written where it will do, so that older readers read the file too
-CHECKSUMS = "checksums"
+# version 3 no layers that evict, version 4 no recurrent layers, version 5 no snapshots. The versions are otherwise the
+# same.
+FORMAT, VERSION, KNOWN = "jaxkv cache", "6", ("1", "2", "3", "4", "5", "6")
+WITHOUT_STATES, WITHOUT_SNAPSHOTS = "4", "5"  # written where they will do, so that older readers read the file too
+CHECKSUMS, SNAPSHOTS = "checksums", "snapshots"
 MOST_EMPTY_ROWS = 1 << 16  # limit of rows for a cache with fewer blocks: tables of more rows only take memory
 CHUNK = 1 << 24  # bytes read at a time while a file is verified
 AGAIN = "Get a whole copy of it, or save the cache again."
@@ -74,7 +78,7 @@ def write_saved(
       shapes: shape of each tensor by name, in the order of the file.
       tensors: the tensors in that order; each is written before the next is asked for.
     """
-    fields = described(saved)
+    fields = described(saved, SNAPSHOTS in shapes)
     specs = {name: (_dtype(saved.config, name), shape) for name, shape in shapes.items()}
     specs[CHECKSUMS] = (np.dtype(np.uint32), (len(shapes) + 1,))
     header = safetensors.header(specs, fields)
@@ -93,9 +97,10 @@ def write_saved(
         file.write(np.array(checksums, "<u4").tobytes())
 
 
-def described(saved: SavedCache) -> dict[str, str]:
+def described(saved: SavedCache, has_snapshots: bool = False) -> dict[str, str]:
     """Returns the header's fields for a saved cache. Raises ValueError for metadata that JSON cannot hold."""
-    fields = {"format": FORMAT, "version": VERSION if saved.config.recurrent_layers else WITHOUT_STATES}
+    version = WITHOUT_SNAPSHOTS if saved.config.recurrent_layers else WITHOUT_STATES
+    fields = {"format": FORMAT, "version": VERSION if has_snapshots else version}
     fields["cache"] = json.dumps({"config": _render(saved.config), "groups": saved.groups, "size": saved.block_size})
     if saved.model is not None:
         fields["model"] = saved.model
@@ -207,11 +212,32 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
         if tensor.shape != (len(lengths), *array.shape):
             raise ValueError(f"state.{i}.{name} {tensor.shape} is not what its config says")
         expected.add(f"state.{i}.{name}")
+    if SNAPSHOTS in tensors:
+        expected |= _check_snapshots(saved, tensors)
     if unknown := sorted(tensors.keys() - expected):
         raise ValueError(f"it has tensors that no cache has: {show(unknown)}")
     for name, tensor in tensors.items():
         if tensor.dtype != _dtype(config, name):
             raise ValueError(f"{name} is in {tensor.dtype}")
+
+
+def _check_snapshots(saved: SavedCache, tensors: dict[str, np.ndarray]) -> set[str]:
+    """Returns the names of the tensors of snapshots. Raises ValueError unless they match the config."""
+    table, every = tensors[SNAPSHOTS], saved.config.snapshot_every
+    if every is None or table.ndim != 2 or table.dtype != np.int32 or table.shape != (
+        len(saved.lengths), saved.config.row_snapshots
+    ):  # fmt: skip
+        raise ValueError(f"{SNAPSHOTS} {table.shape} does not hold the rows")
+    names = {f"snapshot.{i}.{name}": array.shape for (i, name), array in stored_states(saved.config).items()}
+    for name, shape in names.items():
+        if tensors[name].shape[1:] != shape:
+            raise ValueError(f"{name} {tensors[name].shape} is not what its config says")
+        if table.min(initial=0) < 0 or table.max(initial=0) > len(tensors[name]):
+            raise ValueError(f"{SNAPSHOTS} names states that are not there")
+    behind = (np.arange(table.shape[1]) + 1) * every > np.array(saved.lengths, np.int64)[:, None]
+    if table[behind].any():
+        raise ValueError(f"{SNAPSHOTS} has states behind the rows")
+    return {SNAPSHOTS, *names}
 
 
 def _held(both: np.ndarray, lengths: np.ndarray, name: str) -> np.ndarray:
@@ -226,7 +252,7 @@ def _held(both: np.ndarray, lengths: np.ndarray, name: str) -> np.ndarray:
 
 def _dtype(config: CacheConfig, name: str) -> np.dtype:
     what, _, index = name.partition(".")
-    if what == "state":
+    if what in ("state", "snapshot"):
         layer, _, array = index.partition(".")
         return jnp.dtype(stored_states(config)[int(layer), array].dtype)
     if what == "layer":

@@ -21,6 +21,7 @@ from jaxkv._core.blocks.reblock import (
     gather_slots,
 )
 from jaxkv._core.blocks.restore import describe_layer, empty_rows, pool_layers, put_rows
+from jaxkv._core.blocks.row_snapshots import RowSnapshots, compact_snapshots, put_row_snapshots
 from jaxkv._core.blocks.state_slots import put_row_states
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.checks import check_on_host
@@ -32,7 +33,7 @@ from jaxkv._core.state.columns import are_too_long
 from jaxkv._core.state.errors import CacheFileError
 from jaxkv._core.state.multihost import is_local, place_like
 from jaxkv._core.state.state import Pool
-from jaxkv._files.format import SavedCache, stored_parts, stored_states, write_saved
+from jaxkv._files.format import SNAPSHOTS, SavedCache, stored_parts, stored_states, write_saved
 from jaxkv._files.multihost_file import SavedShards, open_saved, write_parts
 from jaxkv._files.snapshot import Written
 
@@ -82,6 +83,10 @@ def save(
                 shapes[name] = (blocks, *config.stored_heads(i), written.block_size, *minor)
         for (i, name), array in stored_states(config).items():
             shapes[f"state.{i}.{name}"] = (len(written.lengths), *array.shape)
+        if written.snapshots is not None:
+            shapes[SNAPSHOTS] = written.snapshots.table.shape
+            for (i, name), array in stored_states(config).items():
+                shapes[f"snapshot.{i}.{name}"] = (written.num_snapshots, *array.shape)
         write_saved(path, dataclasses.replace(saved, config=config), shapes, written.tensors(here))
 
     saved = SavedCache(config=config, lengths=tuple(written.lengths.tolist()), model=model, metadata=metadata or {},
@@ -210,11 +215,25 @@ def _put(
     except ValueError as error:
         raise CacheFileError(f"{path} cannot be loaded here: {error} Or load it with a smaller config=.") from error
     cache = put_rows(cache, target, np.array(saved.lengths)[source], loaded, read, in_place=into is None)
-    return put_row_states(cache, target, jax.tree.map(place_like, saved_states(tensors, config, source), cache.states))
+    states = jax.tree.map(place_like, saved_states(tensors, config, source), cache.states)
+    snapshots = saved_snapshots(saved, tensors, source)
+    if snapshots is not None:
+        placed = jax.tree.map(place_like, snapshots.states, cache.states)
+        snapshots = dataclasses.replace(snapshots, states=placed)
+    return put_row_snapshots(put_row_states(cache, target, states), target, snapshots)
+
+
+def saved_snapshots(saved: SavedCache, tensors: Mapping[str, np.ndarray], rows: np.ndarray) -> RowSnapshots | None:
+    """Returns the snapshots of rows `i32[n]` of a file; None if they have none."""
+    every = saved.config.snapshot_every
+    if SNAPSHOTS not in tensors or every is None:
+        return None
+    states = saved_states(tensors, saved.config, slice(None), kind="snapshot")
+    return compact_snapshots(tensors[SNAPSHOTS][rows], every, states, first=1)
 
 
 def saved_states(
-    tensors: Mapping[str, np.ndarray], config: CacheConfig, rows: np.ndarray
+    tensors: Mapping[str, np.ndarray], config: CacheConfig, rows: Any, kind: str = "state"
 ) -> tuple[dict[str, np.ndarray] | None, ...]:
     """Returns the saved states `[n, ...]` of rows `i32[n]` of a file; nothing without recurrent layers."""
     if not config.recurrent_layers:
@@ -223,7 +242,7 @@ def saved_states(
     for i, name in stored_states(config):
         own = found[i]
         assert own is not None
-        own[name] = tensors[f"state.{i}.{name}"][rows]
+        own[name] = tensors[f"{kind}.{i}.{name}"][rows]
     return tuple(found)
 
 

@@ -1,5 +1,6 @@
 """Collects the tensors to save of rows of a cache, or of a `RowShards`, whose caches are concatenated as one."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from jaxkv._core.blocks.reblock import BlockPlan, clear_unused, find_held, gather_slots, reblock
 from jaxkv._core.blocks.restore import pool_layers
+from jaxkv._core.blocks.row_snapshots import RowSnapshots, read_row_snapshots
 from jaxkv._core.blocks.state_slots import read_row_states
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
@@ -55,6 +57,12 @@ class Written:
             if held[0].thinned is not None:
                 both = [np.stack([layer.lengths, layer.thinned], axis=1) for layer in held]  # type: ignore[list-item]
                 self.held[g] = _side_by_side(both, heads, order).T
+        self.snapshots = self._read_snapshots()
+
+    @property
+    def num_snapshots(self) -> int:
+        """The number of states in the file that are snapshots of rows."""
+        return 0 if self.snapshots is None else int(self.snapshots.table.max())
 
     def num_blocks(self, group: int) -> int:
         """Returns the number of blocks of a group in the file."""
@@ -80,6 +88,29 @@ class Written:
             found = np.concatenate([each[i][name] for each in states])[self._order]
             empty = (self.lengths == 0).reshape(-1, *[1] * (found.ndim - 1))
             yield np.where(empty, np.zeros((), found.dtype), found)
+        if self.snapshots is not None:
+            yield self.snapshots.table
+            for i, name in stored_states(config):
+                yield np.asarray(self.snapshots.states[i][name])[: self.num_snapshots]
+
+    def _read_snapshots(self) -> RowSnapshots | None:
+        """Returns the snapshots of all rows; None if there are none."""
+        each = [read_row_snapshots(cache, rows) for cache, rows in zip(self.caches, self._own, strict=True)]
+        found = [snapshots for snapshots in each if snapshots is not None]
+        if not found:
+            return None
+        tables, first = [], 0
+        for snapshots, rows in zip(each, self._own, strict=True):
+            table = np.zeros((len(rows), found[0].table.shape[1]), np.int32)
+            if snapshots is not None:
+                table = np.where(snapshots.table > 0, snapshots.table + first, 0)
+                first += int(snapshots.table.max())
+            tables.append(table)
+        counts = [int(snapshots.table.max()) for snapshots in found]
+        states = [jax.device_get(snapshots.states) for snapshots in found]
+        cut = [jax.tree.map(lambda x, n=n: x[:n], x) for x, n in zip(states, counts, strict=True)]
+        joined = jax.tree.map(lambda *x: np.concatenate(x), *cut)
+        return dataclasses.replace(found[0], table=np.concatenate(tables)[self._order], states=joined)
 
 
 def _blocks(

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxkv._core.blocks.block_copy import pad_size
+from jaxkv._core.blocks.row_snapshots import RowSnapshots
 from jaxkv._core.state.state import Pool
 from jaxkv._core.state.static_fields import register_export
 
@@ -39,6 +40,7 @@ class HostBlocks:
     parts: tuple[Pool | None, ...]  # the B blocks of each layer; None for a layer that shares another's
     # The rows' states [n, ...] of each layer, by name; None for an attention layer, nothing without recurrent layers.
     states: tuple[dict[str, Any] | None, ...] = ()
+    snapshots: RowSnapshots | None = None  # None: the rows have none
     groups: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
     retentions: tuple[str, ...] = dataclasses.field(metadata={"static": True})  # of each group, in words
     rotates: tuple[bool, ...] = dataclasses.field(metadata={"static": True})  # of each layer: are its heads rotated?
@@ -75,6 +77,7 @@ class HostBlocks:
             self, lengths=self.lengths[i : i + 1], first=of_row(self.first), count=of_row(self.count),
             order=tuple(orders), held=of_row(self.held), thinned=of_row(self.thinned), parts=tuple(parts),
             states=jax.tree.map(functools.partial(_pick, np.array([i])), self.states),
+            snapshots=None if self.snapshots is None else self.snapshots.select(i),
         )  # fmt: skip
 
     def drop_leading(self, num_blocks: int) -> "HostBlocks":
@@ -101,8 +104,9 @@ class HostBlocks:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all blocks and states, scales included."""
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.parts, self.states)))
+        """The bytes of all blocks, states and snapshots, scales included."""
+        snapshots = () if self.snapshots is None else self.snapshots.states
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.parts, self.states, snapshots)))
 
     def __repr__(self) -> str:
         return f"HostBlocks({self.num_tokens} tokens of {len(self)} rows, {self.bytes} bytes)"
@@ -118,7 +122,7 @@ def _flatten(host: HostBlocks) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
 
     data = {name: getattr(host, name) for name in _DATA}
     if not host.committed:
-        data |= {"parts": jax.tree.map(free, host.parts), "states": jax.tree.map(free, host.states)}
+        data |= {name: jax.tree.map(free, data[name]) for name in ("parts", "states", "snapshots")}
     keyed = [(jax.tree_util.GetAttrKey(name), x) for name, x in data.items()]
     return keyed, tuple(getattr(host, name) for name in _STATIC)
 

@@ -1,5 +1,6 @@
 """Swaps rows to host memory and back: `swap_out` and `swap_in`."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.blocks.block_copy import put, put_group, read_group
+from jaxkv._core.blocks.row_snapshots import put_row_snapshots, read_row_snapshots
 from jaxkv._core.blocks.state_slots import put_row_states, read_row_states
 from jaxkv._core.blocks.tables import free
 from jaxkv._core.cache.cache import Cache, check_cache
@@ -46,6 +48,11 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
     >>> jaxkv.swap_in(cache, 0, host).lengths.tolist()
     [20, 5]
     """
+    return swap_out_rows(cache, rows, with_snapshots=True)
+
+
+def swap_out_rows(cache: Cache, rows: Any, *, with_snapshots: bool) -> tuple[Cache, HostBlocks]:
+    """Does `swap_out`, on demand without the snapshots of the rows."""
     check_cache(cache)
     rows = read_numbers("rows", rows)
     if isinstance(rows, jax.core.Tracer) or isinstance(cache.lengths, jax.core.Tracer):
@@ -70,10 +77,13 @@ def swap_out(cache: Cache, rows: Any) -> tuple[Cache, HostBlocks]:
         for layer, part in read_group(cache, group, pad(ids)).items():
             parts[layer] = jax.tree.map(_to_host, part)
     states = jax.tree.map(_to_host, read_row_states(cache, moved))
+    snapshots = read_row_snapshots(cache, moved) if with_snapshots else None
+    if snapshots is not None:
+        snapshots = dataclasses.replace(snapshots, states=jax.tree.map(_to_host, snapshots.states))
     lengths = np.asarray(row_tables(tables[0], config).lengths)[moved]
     host = HostBlocks(
         lengths=lengths, first=tuple(first), count=tuple(count), order=tuple(order), held=tuple(left),
-        thinned=tuple(thinned), parts=tuple(parts), states=states, groups=config.groups,
+        thinned=tuple(thinned), parts=tuple(parts), states=states, snapshots=snapshots, groups=config.groups,
         retentions=tuple(map(str, config.retentions)), rotates=tuple(map(config.rotates, range(cache.num_layers))),
         kinds=config.kind_names,
         committed=all(getattr(x, "committed", False) for x in jax.tree.leaves(cache.pools)),
@@ -141,7 +151,15 @@ def _bring_in(cache: Cache, dst: jax.Array, host: HostBlocks, beside: tuple[Any,
         order = jnp.asarray(host.order[group]) if cache.config.contiguous else None
         target = target if order is not None else target[: moved[group]]
         result = put_group(result, group, functools.partial(_pick_parts, parts, order), target, put)
-    return put_row_states(result, dst, jax.tree.map(place_like, host.states, cache.states))
+    result, snapshots = put_row_states(result, dst, place_states(host.states, cache)), host.snapshots
+    if snapshots is not None:
+        snapshots = dataclasses.replace(snapshots, states=place_states(snapshots.states, cache))
+    return put_row_snapshots(result, dst, snapshots)
+
+
+def place_states(states: Any, cache: Cache) -> Any:
+    """Returns states on the devices of a cache's own."""
+    return jax.tree.map(place_like, states, cache.states)
 
 
 def _pick_parts(parts: list[Pool | None], order: jax.Array | None, layer: int) -> Pool:

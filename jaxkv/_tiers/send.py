@@ -12,6 +12,7 @@ import numpy as np
 from jaxkv._core.blocks.block_copy import pad_size, read_blocks, read_group
 from jaxkv._core.blocks.reblock import BlockPlan, HeldBlocks, TokensGone, describe_lack, fill_blocks, find_held, fit
 from jaxkv._core.blocks.restore import describe_layer, empty_rows, put_rows
+from jaxkv._core.blocks.row_snapshots import put_row_snapshots, read_row_snapshots
 from jaxkv._core.blocks.state_slots import put_row_states, read_row_states
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
@@ -24,7 +25,7 @@ from jaxkv._core.state.shard_local import read_slots
 from jaxkv._core.state.sharding import POOL, WHOLE, head_spec, run_on_shards
 from jaxkv._core.state.state import NULL_BLOCK, Pool
 from jaxkv._tiers.host_blocks import HostBlocks, in_order
-from jaxkv._tiers.host_tier import pool_for
+from jaxkv._tiers.host_tier import place_states, pool_for
 
 
 def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
@@ -79,11 +80,13 @@ def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
         return to
     with _under(cache):
         parts = {layer: _laid_as(to, layer, cache, _read(cache, layer, plan)) for layer, plan in plans.items()}
-        states = read_row_states(cache, source)
+        states, snapshots = read_row_states(cache, source), read_row_snapshots(cache, source)
     sent = fill_blocks(held, groups, plans, to.config)
     with _under(to):
         result = put_rows(to, target, lengths, sent, lambda layer: _brought(parts[layer], to, layer), in_place=False)
-        return put_row_states(result, target, jax.tree.map(place_like, states, to.states))
+        if snapshots is not None:
+            snapshots = dataclasses.replace(snapshots, states=place_states(snapshots.states, to))
+        return put_row_snapshots(put_row_states(result, target, place_states(states, to)), target, snapshots)
 
 
 def lifted(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
@@ -102,7 +105,7 @@ def lifted(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
     parts = tuple(None if part is None else _brought(part, to, layer) for layer, part in enumerate(found))
     return HostBlocks(
         lengths=length, first=tuple(first), count=tuple(count), order=in_order(count), held=none,
-        thinned=none, parts=parts, states=jax.tree.map(place_like, states, to.states),
+        thinned=none, parts=parts, states=place_states(states, to),
         groups=config.groups, retentions=tuple(map(str, config.retentions)),
         rotates=tuple(map(config.rotates, range(cache.num_layers))),
         kinds=config.kind_names,

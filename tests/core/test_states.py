@@ -64,6 +64,15 @@ def packed_step(cache, tokens, counts, longest=None):
     return mix(cache, tokens, jaxkv.plan_step(cache, tokens.shape, longest=longest))
 
 
+@functools.partial(jax.jit, donate_argnames="cache")
+def guess_step(cache, tokens, counts, guesses):
+    cache = jaxkv.extend(cache, counts, guesses=guesses)
+    return mix(cache, tokens, None if tokens.ndim == 2 else jaxkv.plan_step(cache, tokens.shape))
+
+
+keep = jax.jit(jaxkv.keep)
+
+
 @functools.cache
 def expected(tokens):
     """Returns the outputs `[n, ...]` of a row that has these tokens, and its states behind them."""
@@ -99,10 +108,23 @@ class Trial:
         return make_config(snapshot_every=self.every, **fields)
 
     def run(self, steps):
-        names = ("padded", "packed", "decode", "fork", "reorder", "free", "truncate", "swap", "save", "send", "keep")
+        names = (
+            "padded",
+            "packed",
+            "decode",
+            "fork",
+            "reorder",
+            "free",
+            "truncate",
+            "swap",
+            "save",
+            "send",
+            "keep",
+            "guess",
+        )
         for _ in range(steps):
             self.cache = poison(self.cache)
-            name = self.random.choice(names, p=(0.2, 0.2, 0.2, 0.1, 0.05, 0.05, 0.05, 0.05, 0.02, 0.03, 0.05))
+            name = self.random.choice(names, p=(0.15, 0.15, 0.2, 0.1, 0.05, 0.05, 0.05, 0.05, 0.02, 0.03, 0.05, 0.1))
             getattr(self, name)()
             jaxkv.check_invariants(self.cache)
             assert self.cache.lengths.tolist() == list(map(len, self.rows))
@@ -193,6 +215,24 @@ class Trial:
         else:
             self.failed[row] |= new[row] > 0
 
+    def guess(self):
+        """Keeps some tokens of rows that guess, and all of the others."""
+        before = list(self.rows)
+        guesses = self.random.random(ROWS) < 0.7
+        run = functools.partial(guess_step, guesses=jnp.asarray(guesses))
+        if self.every:
+            self.step(self.random.multinomial(PACKED, [1 / ROWS] * ROWS).clip(max=PLACES), run, (PACKED,))
+        else:
+            self.step(self.random.integers(0, PLACES + 1, ROWS), run, (ROWS, PLACES))
+        path = np.full((ROWS, PLACES), -1, np.int32)
+        for row, n in enumerate(self.cache.new.tolist()):
+            kept = int(self.random.integers(n + 1)) if guesses[row] else n
+            path[row, :kept] = np.arange(kept)
+            if n and not self.failed[row]:
+                self.rows[row] = self.rows[row][: len(before[row]) + kept]
+                self.marks[row] = {mark for mark in self.marks[row] if mark <= len(self.rows[row])}
+        self.cache = keep(self.cache, path)
+
     def swap(self):
         held = [r for r in range(ROWS) if self.rows[r] and not self.failed[r]]
         if held:
@@ -200,8 +240,6 @@ class Trial:
             self.cache, host = jaxkv.swap_out(self.cache, own)
             jaxkv.check_invariants(self.cache)
             self.cache = jaxkv.swap_in(poison(self.cache), own, host)
-            for row in own:
-                self.marks[row] = set()
 
     def save(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -210,12 +248,17 @@ class Trial:
             config = make_config(max_seqs=ROWS + 1, block_size=8, num_blocks=20, snapshot_every=self.every and 16)
             loaded = jaxkv.load(f"{folder}/x.safetensors", config, rows=[ROWS - i for i in range(len(rows))])
         jaxkv.check_invariants(loaded)
+        marks = [sorted(mark for mark in self.marks[r] if mark % 16 == 0) for r in rows]
+        assert jaxkv.snapshots(loaded)[::-1][: len(rows)] == marks
         np.testing.assert_array_equal(states_of(loaded)[::-1][: len(rows)], states_of(self.cache)[rows])
 
     def send(self):
         rows = [r for r in range(ROWS) if not self.failed[r]]
-        other = jaxkv.send(self.cache, rows, to=jaxkv.init(make_config(block_size=8)), at=rows)
+        other = jaxkv.init(make_config(block_size=8, snapshot_every=self.every and 8))
+        other = jaxkv.send(self.cache, rows, to=other, at=rows)
         jaxkv.check_invariants(other)
+        marks = [sorted(mark for mark in self.marks[r] if mark % 8 == 0) for r in rows]
+        assert [jaxkv.snapshots(other)[r] for r in rows] == marks
         np.testing.assert_array_equal(states_of(other)[rows], states_of(self.cache)[rows])
 
 
@@ -323,7 +366,65 @@ def test_a_cache_with_states_is_one_of_many():
     np.testing.assert_allclose(found[1, 0], expected((3, 4))[0], rtol=1e-5, atol=1e-5)
 
 
+def test_a_step_of_guesses_and_keep_are_one_program():
+    @jax.jit
+    def guess(cache, entry):
+        cache = jaxkv.extend(cache, jnp.full(ROWS, 3), guesses=True)
+        y, cache = mix(cache, entry[0])
+        return jaxkv.keep(cache, entry[1]), y
+
+    random, cache = np.random.default_rng(0), jaxkv.init(make_config())
+    tokens = jnp.asarray(random.integers(VOCABULARY, size=(3, ROWS, 3)))
+    counts = random.integers(4, size=(3, ROWS, 1))
+    path = np.where(np.arange(3) < counts, np.arange(3), -1)
+    cache, _ = jax.lax.scan(guess, cache, (tokens, path))
+    jaxkv.check_invariants(cache)
+    for row in range(ROWS):
+        own = sum((tuple(t[row, : n[row, 0]].tolist()) for t, n in zip(tokens, counts, strict=True)), ())
+        np.testing.assert_allclose(states_of(cache)[row], expected(own)[1][0], rtol=2e-4, atol=2e-4)
+
+
+def test_layers_as_handles_guess_too():
+    cache, layers = jaxkv.extend(made(), [2, 0, 1, 0], guesses=[0]), None
+    t = {name: jnp.asarray(x)[jnp.array([[1, 2], [0, 0], [3, 0], [0, 0]])] for name, x in tables().items()}
+    layers = list(cache.layers)
+    _, layers[0] = jaxkv.causal_conv(t["x"], WEIGHT, layers[0], activation="silu")
+    _, layers[0] = jaxkv.gated_delta_rule(t["q"], t["k"], t["v"], t["g"], t["beta"], layers[0])
+    _, layers[2] = jaxkv.state_space(t["y"], t["dt"], A, t["B"], t["C"], layers[2])
+    jaxkv.check_invariants(cache.with_layers(layers))
+    cache = jaxkv.keep(cache.with_layers(layers), [[0], [-1], [0], [-1]])
+    assert cache.lengths.tolist() == [1, 0, 1, 0] and not cache.failed.any()
+    np.testing.assert_allclose(states_of(cache)[[0, 2]], [expected((n,))[1][0] for n in (1, 3)], rtol=1e-5, atol=1e-5)
+
+
+def test_no_pool_is_copied_in_a_donated_step_of_guesses():
+    state = jaxkv.LayerConfig.recurrent(state=((4, 32, 32), "float32"))
+    cache = jax.eval_shape(lambda: jaxkv.init(make_config(state, ATTENTION, max_seqs=64, num_blocks=64)))
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+
+    @functools.partial(jax.jit, donate_argnames="cache")
+    def step(cache, k, g, path):
+        cache = jaxkv.extend(cache, jnp.full(64, 3), guesses=True)
+        y, cache = jaxkv.gated_delta_rule(k, k, k, g, g, cache, 0)
+        return y, jaxkv.keep(cache, path)
+
+    path = jax.ShapeDtypeStruct((64, 3), jnp.int32)
+    assert_no_copy(step, cache, shape((64, 3, 4, 32)), shape((64, 3, 4)), path, temp_fraction=4)  # the rows' states
+
+
+def guessed(**fields):
+    cache = jaxkv.extend(jaxkv.init(make_config(**fields)), [3, 0, 0, 0], guesses=True)
+    return jaxkv.write_states(cache, {"state": jnp.ones((4, 2, 4, 3))}, layer=2)
+
+
 REFUSED = {
+    "call keep before the next step": lambda: jaxkv.extend(guessed(), [1, 0, 0, 0]),
+    "call keep before rows become others": lambda: jaxkv.fork(guessed(), 0, 1),
+    "call keep before rows are truncated": lambda: jaxkv.truncate(guessed(), [2, 0, 0, 0]),
+    "call keep before rows are copied": lambda: jaxkv.swap_out(guessed(), [0]),
+    "of which write_states wrote the states": lambda: jaxkv.keep(guessed(), [[0]] + [[-1]] * 3),
+    "path must be a chain, 0, 1, 2": lambda: jaxkv.keep(jaxkv.extend(made(), [3, 0, 0, 0]), [[0, 2]] + [[-1, -1]] * 3),
+    "guesses must be bool\\[4\\]": lambda: jaxkv.extend(made(), [3, 0, 0, 0], guesses=jnp.ones(3, bool)),
     "takes no window": lambda: jaxkv.LayerConfig.recurrent(window=4),
     "takes no evict": lambda: dataclasses.replace(SPACE, evict="head"),
     "must be \\(shape, dtype\\)": lambda: jaxkv.LayerConfig.recurrent(x=3),
@@ -352,7 +453,9 @@ REFUSED = {
     "counts tokens up to max_seq_len": lambda: make_config(
         dataclasses.replace(ATTENTION, window=4), SPACE, snapshot_every=4
     ),
-    "A PrefixCache with disk= takes no": lambda: jaxkv.PrefixCache(make_config(), disk=".", disk_bytes=1),
+    "so spill_bytes must be at least 480": lambda: jaxkv.PrefixCache(
+        make_config(), disk=".", disk_bytes=1e4, spill_bytes=479
+    ),
 }
 
 

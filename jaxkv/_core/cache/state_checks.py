@@ -15,7 +15,7 @@ def snapshots(cache: Cache) -> list[list[int]]:
     after so many tokens. See `CacheConfig.snapshot_every`.
 
     A model that writes states itself has the snapshots at which a step of the row ended. Rows that come from another
-    cache, a file or host memory bring none. Reads the device: not for use inside `jit`.
+    cache, a file or host memory bring theirs, as far as slots are free. Reads the device: not for use inside `jit`.
 
     >>> import jaxkv
     >>> layers = jaxkv.LayerConfig(num_kv_heads=2, head_dim=8), jaxkv.LayerConfig.recurrent(state=((2,), "float32"))
@@ -63,9 +63,10 @@ def check_states(cache: Cache) -> None:
             assert str(found.dtype) == array.dtype, f"layer {i}: the dtype of {array.name}"
             assert not np.asarray(found[NULL_SLOT]).any(), f"layer {i}: the null slot of {array.name} was written"
     slots, lengths, failed = jax.device_get((cache.state_slots, cache.lengths, cache.failed))
-    for named in jax.tree.leaves(slots):
+    for named in slots.named:
         assert ((named >= 0) & (named <= config.num_state_slots)).all(), f"slots within the pool: {named}"
-    assert ((slots.slots != NULL_SLOT) == (lengths > 0))[~failed].all(), f"rows with tokens hold states: {slots.slots}"
+    settled = ~failed if slots.guesses is None else ~failed & ~slots.guesses.rows
+    assert ((slots.slots != NULL_SLOT) == (lengths > 0))[settled].all(), f"rows with tokens hold states: {slots.slots}"
     assert (slots.snapshots is not None) == bool(config.num_snapshots), "snapshots where there are slots for them"
     if slots.snapshots is None:
         return

@@ -24,7 +24,7 @@ from jaxkv._engine.requests.common_beginning import count_common_blocks
 from jaxkv._engine.requests.eviction_policy import Eviction
 from jaxkv._engine.requests.scheduler import Sequence
 from jaxkv._engine.runner.state_keeper import StateKeeper
-from jaxkv._tiers.host_tier import swap_out
+from jaxkv._tiers.host_tier import swap_out_rows
 from jaxkv._tiers.prefix_cache.match import Match
 from jaxkv._tiers.prefix_cache.prefix_cache import PrefixCache
 from jaxkv._tiers.prefix_cache.retained_blocks import warm
@@ -231,7 +231,7 @@ class CacheManager:
         if not sequence.cached or self._needs_queries(sequence):
             return False
         sequence.num_hosted = sequence.cached
-        self.cache, sequence.host = swap_out(self.cache, sequence.row)
+        self.cache, sequence.host = swap_out_rows(self.cache, sequence.row, with_snapshots=False)
         return True
 
     def drop_prefixes(self, model: str | None) -> None:
