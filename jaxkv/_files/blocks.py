@@ -45,12 +45,12 @@ Part = tuple[np.dtype, tuple[int, ...]]  # dtype and shape
 
 
 class SavedBlock(NamedTuple):
-    """A block's identity: everything that the header of its file must state."""
+    """A block's identity, or that of the states after its tokens: everything that the header of its file must state."""
 
     hash: bytes  # of the chain of blocks that ends with this one
     parent: bytes  # of the chain that ends before this block
     tokens: tuple[int, ...]
-    group: int  # of layers that share a block table
+    group: int  # of layers that share a block table; the number of groups: of recurrent layers, their states
     depth: int = 0  # number of blocks before this one
     identity: Any = None  # of the owner; not in the file
 
@@ -69,7 +69,7 @@ def fingerprint(config: CacheConfig, model: str | None) -> bytes:
 
 
 class BlockFiles:
-    """Blocks of one config and model in a folder, within a limit of `most_bytes`.
+    """Blocks of one config and model in a folder, within a limit of `most_bytes`; with recurrent layers also states.
 
     The least recently used file is removed first, whoever owns it; file times carry the order to the next process.
     Several processes may use one folder at a time, and find each other's blocks. Each counts the bytes of the files
@@ -88,16 +88,19 @@ class BlockFiles:
         whole = shutil.disk_usage(self.folder).total
         self.most_bytes = int(real("disk_bytes", most_bytes, above=0, most=whole))
         self.config, self.owner = config, fingerprint(config, model)
-        # One entry a group, by layer.
+        # One entry a group, by layer; that of the states, if there are any, is the last.
         self._parts = [{layer: _parts(config, layer) for layer in layers} for layers in config.groups]
+        self.states_group = len(config.groups)
+        if config.recurrent_layers:
+            self._parts.append({layer: _state_parts(config, layer) for layer in config.recurrent_layers})
         # Bytes by name, the least recently used first. A file's size is recorded only once the file exists.
         self.files = _found(self.folder)
         self.known: dict[str, SavedBlock] = {}  # blocks that were asked for
         self.lost: set[str] = set()  # damaged files that cannot be removed
         self.counts: collections.Counter[str] = collections.Counter()
         tokens = (MOST_INDEX,) * config.block_size
-        headers = (self._header(SavedBlock(bytes(20), bytes(20), tokens, g)) for g in range(len(config.groups)))
-        largest = max(len(h) + CHECKSUM + config.bytes_per_group_block(g) for g, h in enumerate(headers))
+        headers = (self._header(SavedBlock(bytes(20), bytes(20), tokens, g)) for g in range(len(self._parts)))
+        largest = max(len(h) + CHECKSUM + self._count_bytes(g) for g, h in enumerate(headers))
         if self.most_bytes < largest:
             raise ValueError(f"disk_bytes must be at least a block's file, {largest} bytes, not {show(most_bytes)}.")
         self._make_room(self.most_bytes)  # an earlier process may have left more
@@ -134,7 +137,7 @@ class BlockFiles:
             with contextlib.suppress(OSError):  # for the next process
                 os.utime(self.folder / name, (0, 0))
 
-    def write(self, block: SavedBlock, contents: Sequence[Pool], *, is_spare: bool = False) -> bool:
+    def write(self, block: SavedBlock, contents: Sequence[Any], *, is_spare: bool = False) -> bool:
         """Writes a block's file from its contents, layer by layer, and tells whether this call wrote it.
 
         Args:
@@ -166,10 +169,11 @@ class BlockFiles:
             self.spare(block)
         return True
 
-    def read(self, block: SavedBlock) -> list[Pool] | None:
-        """Returns a block's contents, layer by layer; None if the file is missing or differs in any byte."""
+    def read(self, block: SavedBlock) -> Any:
+        """Returns a block's contents, layer by layer: pools, or states `[1, ...]` by name with None for each attention
+        layer. None if the file is missing or differs in any byte."""
         name, header = self._name(block), self._header(block)
-        size = len(header) + self.config.bytes_per_group_block(block.group) + CHECKSUM
+        size = len(header) + self._count_bytes(block.group) + CHECKSUM
         path = self.folder / name
         try:
             data = path.read_bytes() if path.stat().st_size == size else b""
@@ -180,16 +184,19 @@ class BlockFiles:
             self.counts["damaged"] += 1
             self._remove(name)
             return None
-        contents, at = [], len(header)
-        for parts in self._parts[block.group].values():
+        contents: dict[int, Any] = {}
+        at = len(header)
+        for layer, parts in self._parts[block.group].items():
             arrays: dict[str, Any] = {}
             for field, (dtype, shape) in parts.items():
                 arrays[field] = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape)
                 at += arrays[field].nbytes
-            contents.append(Pool(**arrays))
+            contents[layer] = arrays if block.group == self.states_group else Pool(**arrays)
         self._touch(name)
         self.counts["read"] += 1
-        return contents
+        if block.group == self.states_group:
+            return tuple(contents.get(layer) for layer in range(self.config.num_layers))
+        return list(contents.values())
 
     def stats(self) -> dict[str, int]:
         """Returns the folder's contents and the counts so far. `refused`: blocks that the disk could not take."""
@@ -209,6 +216,10 @@ class BlockFiles:
 
     # The parts.
 
+    def _count_bytes(self, group: int) -> int:
+        is_states = group == self.states_group
+        return self.config.bytes_per_state if is_states else self.config.bytes_per_group_block(group)
+
     def _name(self, block: SavedBlock) -> str:
         name = block.hash.hex()
         return f"{self.owner.hex()}/{name[:2]}/{name}.{block.group}"
@@ -218,7 +229,8 @@ class BlockFiles:
         fields = {"format": FORMAT, "version": str(VERSION), "config": self.owner.hex(), "block": json.dumps(said)}
         specs: dict[str, Part] = {}
         for layer, parts in self._parts[block.group].items():
-            specs |= {f"{'layer' if field == 'kv' else field}.{layer}": part for field, part in parts.items()}
+            kind = "state." if block.group == self.states_group else ""
+            specs |= {f"{kind}{'layer' if field == 'kv' else field}.{layer}": part for field, part in parts.items()}
         specs["checksum"] = (np.dtype(np.uint32), (1,))
         return safetensors.preamble(safetensors.header(specs, fields))
 
@@ -270,6 +282,12 @@ def _parts(config: CacheConfig, layer: int) -> dict[str, Part]:
     dtypes = (kind.storage_dtype, kind.scale_dtype, config.bounds_dtype(layer))
     fields = zip(("kv", "scale", "bounds"), dtypes, shapes, strict=True)
     return {field: (np.dtype(dtype), shape[1:]) for field, dtype, shape in fields if shape is not None}
+
+
+def _state_parts(config: CacheConfig, layer: int) -> dict[str, Part]:
+    """Returns dtype and shape of a row's states in a recurrent layer, by name, as `jax.tree.leaves` orders them."""
+    arrays = sorted(config.layers[layer].states or (), key=lambda array: array.name)
+    return {array.name: (np.dtype(array.dtype), (1, *array.shape)) for array in arrays}
 
 
 def _writable(folder: Any) -> pathlib.Path:

@@ -216,13 +216,13 @@ def test_snapshots_go_by_what_they_save():
         node = root
         for depth in range(count):
             if (name, depth) not in made:
-                made[name, depth] = Node(node, (depth,), 0, [1], [None], b"", None, depth)
+                made[name, depth] = Node(node, (depth,), 0, [1], [None], f"{name} {depth}".encode(), None, depth)
                 nodes[made[name, depth].label] = made[name, depth]
             node = made[name, depth]
         return node
 
     def add(name, count):
-        snapshots.add({chain(name, count): np.zeros(())}, nodes, [])
+        snapshots.add({chain(name, count): np.zeros(())}, nodes, [], 0)
 
     for name, count in (("short", 1), ("long", 9), ("fork", 3), ("fork", 5)):
         add(name, count)
@@ -236,3 +236,70 @@ def test_snapshots_go_by_what_they_save():
     del nodes[made["long", 9].label]  # its blocks are gone
     add("other", 3)
     assert not snapshots.has(made["long", 9]) and len(snapshots.held) == 4
+
+
+# Tiers.
+
+STATE, BLOCK = 4, 2 * 4 * SIZE * 4  # bytes
+
+
+def insert_chats(prefix, cache, chats):
+    """Inserts rows of 8 tokens, one after another, each from the row that is freed behind."""
+    for tokens in chats:
+        cache = prefix.insert(extend(cache, 0, 8), 0, tokens)
+        cache = jaxkv.free(cache, [0])
+        prefix.check_invariants(cache)
+    return cache
+
+
+def adopt(prefix, cache, tokens, **identity):
+    """Returns how many tokens are found; the state is then their number."""
+    match = prefix.match([*tokens, 0], **identity)
+    adopted = prefix.adopt(cache, 1, match)
+    assert states_of(adopted)[1] == match.num_tokens
+    prefix.check_invariants(adopted)
+    return match.num_tokens
+
+
+CHATS = [[chat] * 8 for chat in range(1, 6)]
+
+
+def test_snapshots_go_to_host_memory_and_come_back():
+    config = make_config(num_blocks=10)
+    prefix = jaxkv.PrefixCache(config, snapshot_bytes=2 * STATE, spill_bytes=6 * STATE + 5 * BLOCK)
+    cache = insert_chats(prefix, jaxkv.init(config), CHATS)
+    stats = prefix.stats()
+    assert stats["snapshots"] == 2 and stats["snapshots_on_host"] == 3 and stats["host_bytes"] == 3 * STATE
+    assert [adopt(prefix, cache, tokens) for tokens in CHATS] == [8] * 5
+    assert not adopt(prefix, cache, CHATS[0], salt="another")
+    cache = prefix.make_room(cache, 10)  # blocks too: room for 5 of 10 beside the states
+    prefix.check_invariants(cache)
+    assert sum(adopt(prefix, cache, tokens) for tokens in CHATS) == 16
+    small = jaxkv.PrefixCache(config, snapshot_bytes=2 * STATE)  # no host memory: they are gone
+    cache = insert_chats(small, jaxkv.init(config), CHATS)
+    assert small.stats()["snapshots_on_host"] == 0
+    assert [adopt(small, cache, tokens) for tokens in CHATS] == [0, 0, 0, 8, 8]
+
+
+def test_snapshots_go_to_the_disk_and_come_back(tmp_path):
+    config = make_config(num_blocks=10)
+    options = {"snapshot_bytes": STATE, "spill_bytes": 6 * STATE + 2 * BLOCK, "disk": tmp_path, "disk_bytes": 10**5}
+    prefix = jaxkv.PrefixCache(config, **options)
+    cache = insert_chats(prefix, jaxkv.init(config), CHATS)
+    cache = prefix.make_room(cache, 10)
+    assert prefix.stats()["host_bytes"] <= options["spill_bytes"] and prefix.stats()["disk_blocks_written"] >= 3
+    prefix.flush(cache)
+    assert [adopt(prefix, cache, tokens) for tokens in CHATS] == [8] * 5
+    other = jaxkv.PrefixCache(config, **options)  # another process
+    empty = jaxkv.init(config)
+    assert not adopt(other, empty, CHATS[0], salt="another")
+    assert [adopt(other, empty, tokens) for tokens in (*CHATS, *CHATS)] == [8] * 10
+    assert all(event.group == 0 for event in other.events())
+    assert not adopt(jaxkv.PrefixCache(config, **options, model="another"), empty, CHATS[0])
+    for path in tmp_path.glob("*/*/*.1"):  # states
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    damaged = jaxkv.PrefixCache(config, **options)
+    assert [adopt(damaged, empty, tokens) for tokens in CHATS] == [0] * 5
+    assert damaged.stats()["disk_blocks_damaged"] == 5
+    prefix.reset(cache)
+    assert not list(tmp_path.glob("*/*/*.?"))

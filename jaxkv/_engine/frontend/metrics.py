@@ -39,6 +39,7 @@ MEANINGS = {
     "blocks_restored": ("counter", "blocks brought back from host memory or disk"),
     "host_bytes": ("gauge", "bytes of prefixes in host memory"),
     "snapshots": ("gauge", "states of recurrent layers that the prefix cache keeps"),
+    "snapshots_on_host": ("gauge", "states of recurrent layers that have left the device for host memory"),
     "snapshot_bytes": ("gauge", "bytes of these states on the device"),
     # With disk=:
     "disk_bytes": ("gauge", "bytes of prefixes on disk"),

@@ -15,6 +15,7 @@ from jaxkv._tiers.prefix_cache.ends import can_serve, needed
 from jaxkv._tiers.prefix_cache.index import PrefixIndex, digest_of
 from jaxkv._tiers.prefix_cache.node import Node
 from jaxkv._tiers.prefix_cache.retained_blocks import read_contents
+from jaxkv._tiers.prefix_cache.snapshots import HOST_SHARE
 
 AT_ONCE = 64  # blocks that `flush` reads from the device in one transfer
 
@@ -40,11 +41,17 @@ def open_disk(
             f"Blocks go to the disk through host memory, so spill_bytes must hold at least one, {largest} bytes, and "
             f"not {spill_bytes}: a prompt's blocks come back in one go if all of them fit."
         )
+    if spill_bytes * HOST_SHARE < config.bytes_per_state:
+        raise ValueError(
+            f"States of recurrent layers go to the disk through host memory, so spill_bytes must be at least "
+            f"{int(config.bytes_per_state / HOST_SHARE)} bytes, of which they may take {HOST_SHARE}, not {spill_bytes}."
+        )
     return BlockFiles(folder, disk_bytes, config, model)
 
 
-def recall(index: PrefixIndex, root: Node, tokens: Sequence[int]) -> list[Node]:
-    """Returns the chain of a prefix of `tokens`, as far as a row can adopt it; reads blocks on disk alone to the host.
+def recall(index: PrefixIndex, root: Node, tokens: Sequence[int]) -> tuple[list[Node], int]:
+    """Returns the chain of a prefix of `tokens`, as far as a row can adopt it, and how many of its blocks are known;
+    reads blocks on disk alone, and the states after the last, to the host.
 
     The host memory left by pinned blocks and this chain's own bounds the chain. Damaged or missing files are detected
     here, and treated as if they had never existed.
@@ -61,23 +68,39 @@ def recall(index: PrefixIndex, root: Node, tokens: Sequence[int]) -> list[Node]:
         )
         for g in groups
     ]
-    room = index.spill_bytes - index.bytes_held(chain)
+    snapshots, room = index.snapshots, index.spill_bytes - index.bytes_held(chain)
+    if snapshots is not None:
+        room -= min(snapshots.host_bytes + snapshots.state_bytes, snapshots.most_hosted * snapshots.state_bytes)
+    known = int(np.flatnonzero(_can_recall(index, there, on_disk, room))[-1])
+    stateless: set[int] = set()  # counts of nodes whose states cannot be read
+
+    def is_end(count: int) -> bool:
+        """Tells whether recurrent layers can go on after so many nodes."""
+        if not count or snapshots is None:
+            return True
+        node = chain[count - 1]
+        return count not in stateless and (snapshots.has(node) or snapshots.is_on_disk(node))
+
     found: dict[tuple[int, int], Any] = {}  # by group and place in the chain
-    while count := int(np.flatnonzero(_can_recall(index, there, on_disk, room))[-1]):
+    while count := next(filter(is_end, np.flatnonzero(_can_recall(index, there, on_disk, room))[::-1].tolist())):
         columns = needed(index.config, count)
         wanted = [(g, i) for g, n in enumerate(columns) for i in n[on_disk[g][n]].tolist()]
         for g, i in wanted:
             if (g, i) not in found and (contents := disk.read(chain[i].block(g))) is not None:
                 found[g, i] = contents
             on_disk[g][i] = (g, i) in found
-        if all(on_disk[g][i] for g, i in wanted):
+        if not all(on_disk[g][i] for g, i in wanted):
+            continue
+        end = chain[count - 1]
+        if snapshots is None or snapshots.has(end) or index.recall_states(end, chain[:count]):
             break
+        stateless.add(count)
     hosted = [(chain[i], g, found[g, i]) for g, i in (wanted if count else ())]
     if count:
         chain[count - 1].is_proven = True
     if ahead or hosted:
         index.hold(index.kept, hosted=hosted, chain=chain[:count], pruned=chain)
-    return chain[:count]
+    return chain[:count], known
 
 
 def _can_recall(
@@ -97,6 +120,8 @@ def flush(index: PrefixIndex, cache: Cache) -> None:
     """Writes a file of every block that the index holds in a cache or in host memory."""
     disk = index.disk
     assert disk is not None
+    if index.snapshots is not None:
+        index.snapshots.flush()
     for group in range(len(index.kept)):
         missing = []
         for node, _ in index.ends.least_needed([group]):

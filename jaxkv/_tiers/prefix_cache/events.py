@@ -55,7 +55,8 @@ def holdings(index: PrefixIndex) -> dict[Place, SavedBlock]:
         for group, (number, contents) in enumerate(zip(node.blocks, node.host, strict=True)):
             tiers: tuple[tuple[Tier, bool], ...] = (("device", number != NULL_BLOCK), ("host", contents is not None))
             held |= {(node.digest, group, tier): node.block(group) for tier, is_there in tiers if is_there}
-    on_disk = [] if index.disk is None else list(index.disk.known.values())
+    known = [] if index.disk is None else list(index.disk.known.values())
+    on_disk = [block for block in known if block.group < len(index.kept)]  # others are states
     return held | {(block.hash, block.group, "disk"): block for block in on_disk}
 
 

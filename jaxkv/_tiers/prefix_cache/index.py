@@ -13,7 +13,7 @@ import collections
 import functools
 import hashlib
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -189,8 +189,34 @@ class PrefixIndex:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of the nodes in host memory."""
-        return sum(n * size for n, size in zip(self.num_hosted, self.block_bytes, strict=True))
+        """The bytes of the nodes and snapshots in host memory."""
+        states = 0 if self.snapshots is None else self.snapshots.host_bytes
+        return states + sum(n * size for n, size in zip(self.num_hosted, self.block_bytes, strict=True))
+
+    def keep_states(self, found: Mapping[Node, Any]) -> None:
+        """Keeps states after the tokens of nodes. In host memory blocks make room for those that leave the device."""
+        if self.snapshots is None or not found:
+            return
+        self.settled = False
+        self.snapshots.add(found, self.nodes, self.pinned_nodes, self.spill_bytes - self.bytes_held(()))
+        self._spare_host()
+        self.settled = True
+
+    def recall_states(self, node: Node, chain: Sequence[Node]) -> bool:
+        """Reads the states after a node's tokens from the disk to host memory, beside the blocks of a chain. Tells
+        whether they are there."""
+        assert self.snapshots is not None
+        was_settled, self.settled = self.settled, False
+        room = self.spill_bytes - self.bytes_held(chain)
+        found = self.snapshots.recall(node, self.nodes, self.pinned_nodes, room)
+        self._spare_host(chain)
+        self.settled = was_settled
+        return found
+
+    @property
+    def pinned_nodes(self) -> set[Node]:
+        """The nodes of which blocks are pinned, in whatever group."""
+        return set[Node]().union(*self.pinned)
 
     def bytes_held(self, chain: Iterable[Node]) -> int:
         """Returns the bytes in host memory of a chain and of pinned nodes."""

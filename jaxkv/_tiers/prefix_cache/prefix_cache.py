@@ -13,7 +13,7 @@ from jaxkv._core.cache.inspection import check_row, format_bytes
 from jaxkv._core.config.cache_config import CacheConfig, check_config
 from jaxkv._core.config.validation import flag, integer, real, show
 from jaxkv._core.state.columns import row_entries
-from jaxkv._core.state.head_rows import refuse_evicting, refuse_states
+from jaxkv._core.state.head_rows import refuse_evicting
 from jaxkv._files.blocks import BlockFiles, SavedBlock, fingerprint
 from jaxkv._tiers.prefix_cache.arguments import read_identity, read_tokens
 from jaxkv._tiers.prefix_cache.disk import flush, open_disk, recall
@@ -55,8 +55,8 @@ class PrefixCache:
       disk_bytes: the limit of bytes of all blocks in the folder; the least recently used are deleted.
       model: the name of the model, or a fingerprint. With `disk`, blocks of another model are not found.
       snapshot_bytes: device memory beside the cache for states of recurrent layers, one snapshot for each end of a
-        prompt; those that save the fewest tokens go first. Default: a tenth of the cache's bytes; in a small cache
-        four snapshots a row, as far as they take no more than 64 MiB.
+        prompt; those that save the fewest tokens go first, to up to half of `spill_bytes`, and to `disk`. Default: a
+        tenth of the cache's bytes; in a small cache four snapshots a row, as far as they take no more than 64 MiB.
 
     Attributes:
       files: its files in the folder, or None. Pass them as `disk` to another index of the process, so that both count
@@ -87,8 +87,6 @@ class PrefixCache:
         check_config(config)
         if config.contiguous:
             raise ValueError('A PrefixCache needs layout="paged": in the contiguous layout rows share no blocks.')
-        if disk is not None or disk_bytes is not None:
-            refuse_states(config, "A PrefixCache with disk= takes")
         if snapshot_bytes is not None:
             snapshot_bytes = real("snapshot_bytes", snapshot_bytes, least=0)
         self.snapshot_bytes = snapshot_bytes
@@ -138,8 +136,7 @@ class PrefixCache:
             chain = self._index.look(root, wanted)
             known, chain = len(chain), chain[: self._index.usable(chain)]
         else:
-            chain = recall(self._index, root, wanted)
-            known = len(chain)
+            chain, known = recall(self._index, root, wanted)
         self._index.use(chain)
         if not is_repeat:
             self._counts["lookups"] += 1
@@ -267,7 +264,7 @@ class PrefixCache:
             return
         nodes = {(node.depth + 1) * size: node for node in last.back() if node.label in index.nodes}
         found = {nodes[n]: x for n, x in sorted(states.items()) if n in nodes and not index.snapshots.has(nodes[n])}
-        index.snapshots.add(found, index.nodes, [node for pinned in index.pinned for node in pinned])
+        index.keep_states(found)
 
     # Keeping it small.
 
@@ -405,7 +402,8 @@ class PrefixCache:
         }
         snapshots = self._index.snapshots
         held["snapshots"] = 0 if snapshots is None else len(snapshots.held)
-        held["snapshot_bytes"] = 0 if snapshots is None else snapshots.bytes
+        held["snapshot_bytes"] = 0 if snapshots is None else snapshots.device_bytes
+        held["snapshots_on_host"] = 0 if snapshots is None else len(snapshots.hosted)
         return self._counts | held | ({} if self.files is None else self.files.stats())
 
     def events(self) -> list[PrefixEvent]:
@@ -454,7 +452,9 @@ class PrefixCache:
         return whole
 
     def _empty_index(self) -> PrefixIndex:
-        snapshots = Snapshots(self.config, self.snapshot_bytes) if self.config.recurrent_layers else None
+        snapshots = None
+        if self.config.recurrent_layers:
+            snapshots = Snapshots(self.config, self.snapshot_bytes, self.spill_bytes, self.files)
         return PrefixIndex(self.config, self.spill_bytes, self._hash_function, self.files, self._owner, snapshots)
 
     def _root(self, salt: Any, adapter: Any) -> Node:
