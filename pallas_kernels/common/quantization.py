@@ -130,6 +130,23 @@ class StorageFormat:
         stored = stored[..., : self.stored_dim(head_dim)]
         return self.from_bits(stored).astype(jnp.float32) * self.spread_scales(scale, head_dim, rank)
 
+    def split_row(self, stored: jax.Array, scale: jax.Array, rank: int, head_dim: int) -> list[tuple[jax.Array, ...]]:
+        """Returns the values and the keys of rows of `head_dim` numbers, whose first `rank` are the values, each as it
+        would be stored alone, and their scales.
+
+        Groups count from the row's start: where `rank` is no multiple of their size, the last scale of the values is
+        the first of the keys.
+        """
+        numbers = stored[..., : self.stored_dim(head_dim)]
+        if self.numbers_per_entry > 1:
+            numbers = self.from_bits(numbers).astype(jnp.float32)
+        values, keys = numbers[..., :rank], numbers[..., rank:]
+        if self.numbers_per_entry > 1:
+            values, keys = (self.to_bits(_pad_last(x, -x.shape[-1] % self.numbers_per_entry)) for x in (values, keys))
+        if (size := self.group_size) is None:
+            return [(values, scale[..., 0]), (keys, scale[..., 1])]
+        return [(values, scale[..., : math.ceil(rank / size)]), (keys, scale[..., rank // size :])]
+
     def spread_scales(self, scale: jax.Array, head_dim: int, rank: int | None = None) -> jax.Array:
         """Returns the factor of each entry of a head: `[..., D]`, or `[..., 1]` where they share one."""
         scale = scale.astype(jnp.float32)
@@ -159,14 +176,15 @@ class StorageFormat:
         if self.group_size is None and rank is None:
             return x
 
-        def padded(x: jax.Array, size: int) -> jax.Array:
-            return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
-
         if self.group_size is not None:
             count = math.ceil(x.shape[-1] / self.group_size)
-            return padded(x, count * self.group_size).reshape(*x.shape[:-1], count, self.group_size)
+            return _pad_last(x, count * self.group_size - x.shape[-1]).reshape(*x.shape[:-1], count, self.group_size)
         size = max(rank or 0, x.shape[-1] - (rank or 0))
-        return jnp.stack([padded(x[..., :rank], size), padded(x[..., rank:], size)], axis=-2)
+        return jnp.stack([_pad_last(part, size - part.shape[-1]) for part in (x[..., :rank], x[..., rank:])], axis=-2)
+
+
+def _pad_last(x: jax.Array, count: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count)])
 
 
 def widen_int8(stored: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ import jaxkv.nnx
 from jaxkv import LayerConfig
 from jaxkv._layers import dense_attention
 from jaxkv.models.checkpoints.parameter_counts import count_parameters
+from pallas_kernels.common.quantization import find_format
 
 ROWS, HEADS, K, DK, DV = 3, 4, 2, 6, 4
 LAYERS = (
@@ -245,3 +246,26 @@ def test_a_decoder_has_such_layers():
         one, cache = model(tokens[:, i : i + 1], jaxkv.extend(cache, [1]))
         by_one.append(one)
     np.testing.assert_allclose(jnp.concatenate(by_one, axis=1), logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "value_dim"), [("int8", 4), ("float8_e4m3fn", 4), ("int4", 32), ("int4", 6)])
+def test_stored_keys_and_values_can_be_read(dtype, value_dim):
+    """As they are stored, each with its scales: together they are the numbers that are read."""
+    layer = LayerConfig(num_kv_heads=2, head_dim=40, v_head_dim=value_dim)
+    cache = jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seqs=2, max_seq_len=16, num_blocks=8, dtype=dtype))
+    rng = np.random.default_rng(0)
+    given = (jnp.asarray(rng.standard_normal((2, 5, 2, width)), jnp.float32) for width in (40, value_dim))
+    cache = jaxkv.append(cache, *([x] for x in given), [3, 5])
+    k, v, k_scale, v_scale = jaxkv.gather(cache, 1, layer=0, raw=True)
+    kind, dense = find_format(dtype), jaxkv.gather(cache, 1, layer=0)
+    before = jnp.zeros((*k.shape[:-1], value_dim % (kind.group_size or 1)))  # which groups of keys begin with
+    numbers = kind.from_bits(k).astype(jnp.float32)
+    padded = jnp.concatenate([before, numbers], axis=-1)
+    keys = (padded * kind.spread_scales(k_scale, padded.shape[-1]))[..., before.shape[-1] :]
+    np.testing.assert_array_equal(keys, dense[0])
+    np.testing.assert_array_equal(kind.decode(v, v_scale, value_dim), dense[1])
+    assert k.dtype == v.dtype == cache.pools[0].kv.dtype
+    traced = jax.jit(lambda cache: jaxkv.gather(cache, 1, layer=0, raw=True, max_len=6))(cache)
+    for whole, part in zip(traced, (k, v, k_scale, v_scale), strict=True):
+        np.testing.assert_array_equal(whole[:5], part)
+        assert not np.asarray(whole[5:], np.float32).any()

@@ -22,7 +22,8 @@ def gather(
       layer: the layer's index.
       max_len: number of tokens of the result, 0 past the row's length; required inside `jit`.
       raw: whether to return a quantized layer's `(k, v, k_scale, v_scale)` as stored, rotated if the layer rotates.
-        For a latent layer v and v_scale are None.
+        For a latent layer v and v_scale are None. With `v_head_dim` groups of int4 count from the first value on, so
+        that the last scale of v may be the first of k.
 
     Returns:
       k, v: `[length, K, D]` each, or `[max_len, K, D]`; 0 for tokens that a layer with a window has freed. For a latent
@@ -57,8 +58,6 @@ def gather(
     kind = cache.config.kind(layer)
     if not kind.is_quantized:
         raise ValueError(f"raw=True is for quantised layers, and layer {layer} is stored in {kind.name}.")
-    if cache.config.layer_config(layer).v_head_dim is not None:
-        raise ValueError(f"raw=True is for keys and values apart, and layer {layer} has a row for both: leave it out.")
     block, offset = cache.slots(row, position, layer=layer)
     pool, out = cache.pool(layer), head_spec(block.ndim)
     values = None if cache.config.layer_config(layer).rank is not None else out

@@ -28,7 +28,12 @@ def read_raw(
     null block."""
     found, held = jax.tree.leaves(read_slots(pool, block, offset)), block != 0
     kv, scale = (jnp.where(jnp.expand_dims(held, range(held.ndim, x.ndim)), x, jnp.zeros((), x.dtype)) for x in found)
-    width = config.kind(layer).stored_dim(config.layer_config(layer).head_dim)
+    layer_config, kind = config.layer_config(layer), config.kind(layer)
+    if layer_config.v_head_dim is not None:
+        row, row_scale = (jnp.squeeze(x, block.ndim) for x in (kv, scale))
+        (v, v_scale), (k, k_scale) = kind.split_row(row, row_scale, layer_config.v_head_dim, layer_config.row_dim)
+        return k, v, k_scale, v_scale
+    width = kind.stored_dim(layer_config.head_dim)
     kv = config.form(layer).unpack(kv, axis=block.ndim)[..., :width]
     parts = [[jnp.take(x, i, axis=block.ndim) for x in (kv, scale)] for i in range(kv.shape[block.ndim])]
     keys, values = parts if len(parts) == 2 else (*parts, (None, None))
