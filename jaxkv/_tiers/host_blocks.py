@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -80,22 +80,37 @@ class HostBlocks:
             snapshots=None if self.snapshots is None else self.snapshots.select(i),
         )  # fmt: skip
 
-    def drop_leading(self, num_blocks: int) -> "HostBlocks":
-        """Returns one row without the contents of its first `num_blocks` blocks, for a cache that holds them already.
+    def drop_shared(
+        self, num_blocks: int, first_held: Sequence[int], sinks: Sequence[int]
+    ) -> tuple["HostBlocks", list[int]]:
+        """Returns one row without the contents of blocks that another row of a cache holds, and their number in each
+        group.
 
-        `order` then names those blocks behind the ones in `parts`. The row must hold its blocks from the first one on.
+        `order` then names those blocks behind the ones in `parts`.
+
+        Args:
+          num_blocks: the leading blocks that both rows have in common.
+          first_held: for each group the first block that the other row certainly holds, behind those of its `sinks`.
         """
-        if not num_blocks:
-            return self
-        parts, orders = list(self.parts), []
-        for layers, count, order in zip(self.groups, self.count, self.order, strict=True):
-            moved, own = np.unique(order[num_blocks : int(count.sum())], return_inverse=True)
+        parts, orders, dropped = list(self.parts), [], []
+        groups = zip(self.groups, self.count, self.order, self.first, first_held, sinks, strict=True)
+        for layers, count, order, first, held_from, num_sinks in groups:
+            number = np.arange(int(count.sum()))
+            ahead = min(len(number), num_sinks)
+            block = np.where(number < ahead, number, number - ahead + int(first[0]))
+            is_held = (block < num_blocks) & ((block < ahead) | (block >= held_from))
+            moved, own = np.unique(order[: len(number)][~is_held], return_inverse=True)
             blocks = pad(moved)
-            elsewhere = np.arange(len(blocks), len(blocks) + num_blocks)
-            orders.append(pad(np.concatenate([elsewhere, own])))
-            for layer in layers:
+            named = np.empty(len(number), np.int32)
+            named[~is_held], named[is_held] = own, len(blocks) + np.arange(np.count_nonzero(is_held))
+            orders.append(pad(named))
+            dropped.append(int(np.count_nonzero(is_held)))
+            for layer in layers if dropped[-1] else ():
                 parts[layer] = jax.tree.map(functools.partial(_pick, blocks), parts[layer])
-        return dataclasses.replace(self, order=tuple(orders), parts=tuple(parts))
+        if not any(dropped):
+            return self, dropped
+        orders = [new if n else old for new, n, old in zip(orders, dropped, self.order, strict=True)]
+        return dataclasses.replace(self, order=tuple(orders), parts=tuple(parts)), dropped
 
     @property
     def num_tokens(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxkv._core.blocks.tables import mark_failed
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.state.arguments import scatter_rows
-from jaxkv._core.state.columns import are_too_long, skipped_for
+from jaxkv._core.state.columns import are_too_long, columns_of, skipped_for
 from jaxkv._core.state.head_rows import sum_rows
 from jaxkv._core.state.state import NULL_BLOCK, TOO_LONG, Pool
 from jaxkv._tiers.shared_blocks import (
@@ -45,15 +45,18 @@ def find_held_blocks(cache: Cache, parts: list[Pool | None], lines: Any) -> list
 
 
 def find_blocks_of(cache: Cache, lines: Any, none: list[jax.Array], source: Any, num_blocks: Any) -> list[jax.Array]:
-    """Returns, for each group, `i32[B]`: the blocks of row `source` for the first `num_blocks` of a host's row."""
+    """Returns, for each group, `i32[B]`: what row `source` still holds of the first `num_blocks` of a host's row."""
     lengths, firsts, counts, orders, *_ = jax.tree.map(jnp.asarray, lines)
     found = []
     for group, (tables, sinks) in enumerate(zip(cache.tables, cache.config.group_sinks, strict=True)):
         entries = list_entries(firsts[group], counts[group], orders[group], sinks)
         end = (entries.column + 1) * cache.config.block_size
         shared = entries.is_there & (entries.column < num_blocks) & (end <= lengths[0])
-        place = jnp.where(shared, entries.block, none[group].shape[0])
-        own = tables.tables[source, jnp.clip(entries.column, 0, tables.tables.shape[1] - 1)]
+        skipped = None if tables.skipped is None else tables.skipped[source]
+        column, width = columns_of(entries.column, skipped, sinks), tables.tables.shape[1]
+        is_held = shared & (column >= 0) & (column < width)
+        place = jnp.where(is_held, entries.block, none[group].shape[0])
+        own = tables.tables[source, jnp.clip(column, 0, width - 1)]
         found.append(none[group].at[place].set(own, mode="drop"))
     return found
 

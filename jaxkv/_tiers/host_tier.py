@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.blocks.block_copy import put, put_group, read_group
+from jaxkv._core.blocks.reblock import HeldBlocks
 from jaxkv._core.blocks.row_snapshots import put_row_snapshots, read_row_snapshots
 from jaxkv._core.blocks.state_slots import put_row_states, read_row_states
 from jaxkv._core.blocks.tables import free
 from jaxkv._core.cache.cache import Cache, check_cache
+from jaxkv._core.cache.key_bounds import add_bounds
+from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.arguments import distinct_rows, read_numbers, row_indices, row_mask
 from jaxkv._core.state.columns import rows_entries
 from jaxkv._core.state.head_rows import row_tables
@@ -121,20 +124,20 @@ def swap_in(cache: Cache, rows: Any, host: HostBlocks) -> Cache:
     _check_fits(cache, dst, host)
     if not len(host):
         return cache
-    return _bring_in(cache, dst, host)
+    return bring_in(cache, dst, host)
 
 
 def swap_in_beside(cache: Cache, row: Any, host: HostBlocks, source: Any, num_blocks: Any) -> Cache:
-    """Copies one row back, sharing `num_blocks` leading blocks with row `source`, which has the same tokens.
+    """Copies one row back, sharing what row `source` still holds of `num_blocks` leading blocks that both have.
 
-    `host` may lack the contents of those (`HostBlocks.drop_leading`).
+    `host` may lack the contents of those (`HostBlocks.drop_shared`).
     """
     dst = row_indices("row", row, cache.lengths.shape[0])
     _check_fits(cache, dst, host)
-    return _bring_in(cache, dst, host, (source, num_blocks))
+    return bring_in(cache, dst, host, (source, num_blocks))
 
 
-def _bring_in(cache: Cache, dst: jax.Array, host: HostBlocks, beside: tuple[Any, Any] | None = None) -> Cache:
+def bring_in(cache: Cache, dst: jax.Array, host: HostBlocks, beside: tuple[Any, Any] | None = None) -> Cache:
     """Copies a host's rows to rows `dst`, sharing equal blocks, or those of a given row and number."""
     parts = [None if part is None else _to_device(part, cache, layer) for layer, part in enumerate(host.parts)]
     lines = (host.lengths, host.first, host.count, host.order, host.held, host.thinned)
@@ -167,6 +170,32 @@ def _pick_parts(parts: list[Pool | None], order: jax.Array | None, layer: int) -
     part = parts[layer]
     assert part is not None  # of a layer that has blocks
     return part if order is None else jax.tree.map(lambda x: x[order], part)
+
+
+def make_host(
+    config: CacheConfig, lengths: np.ndarray, held: Sequence[HeldBlocks], parts: Sequence[Pool | None], states: Any
+) -> HostBlocks:
+    """Returns rows of `lengths` tokens as `swap_in` takes them.
+
+    Args:
+      config: of the cache they are for.
+      held: what the rows hold in each group. Blocks count from 1, in the order of `parts`; 0: none.
+      parts: the blocks of each layer; bounds are added where the cache has them.
+    """
+    used, all_parts = [group.tables != NULL_BLOCK for group in held], list(parts)
+    for group, layers in enumerate(config.groups):
+        for layer in layers:
+            if (part := all_parts[layer]) is not None:
+                all_parts[layer] = add_bounds(part, held[group].tables, held[group].lengths, config, layer)
+    return HostBlocks(
+        lengths=np.asarray(lengths, np.int32), parts=tuple(all_parts), states=states, groups=config.groups,
+        first=tuple(first_columns(x, sinks) for x, sinks in zip(used, config.group_sinks, strict=True)),
+        count=tuple(x.sum(axis=1, dtype=np.int32) for x in used),
+        order=tuple(pad(group.tables[x] - 1) for group, x in zip(held, used, strict=True)),
+        held=tuple(None if group.thinned is None else group.lengths for group in held),
+        thinned=tuple(group.thinned for group in held), kinds=config.kind_names,
+        retentions=tuple(map(str, config.retentions)), rotates=tuple(map(config.rotates, range(config.num_layers))),
+    )  # fmt: skip
 
 
 def first_columns(used: np.ndarray, sinks: int) -> np.ndarray:

@@ -5,11 +5,12 @@ import functools
 import numpy as np
 import pytest
 from checksum_model import LONGEST, VOCAB, Checksum
+from hybrid_model import Hybrid
 from nightly import NIGHTLY
 
 import jaxkv
 
-MODEL = Checksum((None,))
+MODEL, WINDOWS, HYBRID = Checksum((None,)), Checksum((None, 7)), Hybrid()
 # Of eight samples 8 blocks are one prompt's, and each has up to 4 of its own: 40 in all.
 SIZES = {"max_seqs": 8, "max_seq_len": LONGEST, "block_size": 3, "step_tokens": 16}
 ROOM, TIGHT = 60, 26
@@ -22,11 +23,18 @@ def tokens_of(request):
 
 
 @functools.cache
-def expected():
-    engine = jaxkv.Engine(MODEL, num_blocks=ROOM, **SIZES)
+def expected(model=MODEL):
+    engine = jaxkv.Engine(model, num_blocks=ROOM, **SIZES)
     request = engine.submit(PROMPT, 11, **ASKED)
     list(engine.run())
     return tokens_of(request), engine.steps
+
+
+def note_swaps(engine):
+    """A list of the blocks that come back with each row from the host, in the layer that has most."""
+    moved, residents = [], engine._loops[0].residents
+    residents._swap_in = functools.partial(note_blocks, residents._swap_in, moved)
+    return moved
 
 
 @pytest.mark.parametrize("swap", ["never", "always"])
@@ -45,9 +53,27 @@ def test_siblings_come_back_as_forks(swap):
     assert most >= 4 and engine.steps <= 1.7 * steps
 
 
+@pytest.mark.parametrize(("model", "swap"), [(WINDOWS, "never"), (WINDOWS, "always"), *[(HYBRID, "always")] * NIGHTLY])
+def test_siblings_of_layers_that_keep_less(model, swap):
+    """Window layers and states have lost what the siblings had in common: rows from the host bring that and share the
+    rest, and rows that are computed again fork from the first of them that is."""
+    tokens, _ = expected(model)
+    engine = jaxkv.Engine(model, num_blocks=22, swap=swap, **SIZES)
+    request, moved = engine.submit(PROMPT, 11, **ASKED), note_swaps(engine)
+    while not request.done:
+        engine.step()
+        jaxkv.check_invariants(engine.cache)
+    assert tokens_of(request) == tokens and engine.cache.blocks_in_use == 0
+    assert engine.set_back >= 5
+    if swap == "always":  # of 12 blocks 8 are the prompt's
+        assert len(moved) >= 5 and max(moved) <= 4
+    else:  # the prompt and 10 of each; 326 tokens if each computes it again
+        assert engine.tokens <= 250
+
+
 def note_blocks(swap_in, moved, leaves, row, host, *others):
     """Swaps a row in, and notes how many blocks were given for it."""
-    moved.append(max(x.shape[0] for x in host.blocks))
+    moved.append(max(x.shape[0] for x in host.blocks if x is not None))
     return swap_in(leaves, row, host, *others)
 
 
@@ -62,8 +88,7 @@ def test_a_loaded_engine_shares_again(tmp_path):
     engine.save(tmp_path / "engine.safetensors")
     other = jaxkv.Engine(MODEL, num_blocks=TIGHT + 8, **SIZES)
     requests = other.load(tmp_path / "engine.safetensors")
-    moved, residents = [], other._loops[0].residents
-    residents._swap_in = functools.partial(note_blocks, residents._swap_in, moved)
+    moved = note_swaps(other)
     other.step()
     assert sum(moved) <= blocks + 8 and len(moved) == 8, "what is shared travels once"
     assert other.cache.blocks_in_use <= blocks + 8 and (np.asarray(other.cache.lengths) > len(PROMPT)).all()

@@ -33,6 +33,9 @@ class Counted:
     def is_coming(self, running, sequence):
         return False
 
+    def must_follow(self, leader, sequence):
+        return False
+
     def settle(self):
         pass
 

@@ -39,6 +39,18 @@ class Holdings:
         most, held = self.most(prompt, cached, length), self.held(prompt, cached)
         return [max(0, at_most - now) for at_most, now in zip(most, held, strict=True)]
 
+    def growth_beside(self, sequence: Sequence, source: Sequence, common: int) -> list[int]:
+        """Returns the blocks that a sequence on the host takes until its end, beside a row with which it has `common`
+        leading blocks in common."""
+        there = len(sequence.tokens) - 1 if sequence.num_hosted is None else sequence.num_hosted
+        most, all_ = self.most(sequence.prompt, 0, sequence.length), -(-sequence.length // self.size)
+        found = []
+        for group, at_most in zip(self.groups, most, strict=True):
+            first = max(int(self.config.first_retained_block(group, n)) for n in (there, source.cached))
+            shared = max(0, common - first) + min(common, self.config.group_sinks[group], first)
+            found.append(min(at_most, all_ - shared))
+        return found
+
     def at_rest(self, group: int, length: int) -> int:
         """Returns the blocks of a row of `length` tokens between steps, without eviction."""
         leading, first = self.config.retained_blocks(group, length)

@@ -37,7 +37,7 @@ class Sequence:
     parents: list[int] = dataclasses.field(default_factory=list)  # the draft token that each follows; -1: the sequence
     host: Any = None  # its blocks while it has no row: `HostBlocks`, or a function that fetches them
     num_hosted: int | None = None  # how many tokens `host` has; None: all but the last
-    # Sequences with the same prompt: they fork from this one once all but its last token is computed.
+    # Sequences with the same prompt: they fork from this one once all but the prompt's last token is computed.
     followers: "list[Sequence]" = dataclasses.field(default_factory=list)
     priority: int = 0  # the lower, the earlier it is served
     arrival: int | None = None  # its number within its priority, given by the queue
@@ -140,6 +140,9 @@ class RowManager(Protocol):
     def is_coming(self, running: list[Sequence], sequence: Sequence) -> bool:
         """Tells whether a running sequence is about to compute blocks that a waiting one can share."""
 
+    def must_follow(self, leader: Sequence, sequence: Sequence) -> bool:
+        """Tells whether a waiting sequence can share what `leader` is about to compute by a fork at its time alone."""
+
     def admit(self, running: list[Sequence], sequence: Sequence) -> None:
         """Gives it a row, and sets `cached` to the tokens found in the cache, running rows included."""
 
@@ -211,8 +214,17 @@ class Scheduler:
         self._spare = None
         self.waiting.take(sequence, self._is_coming)
         self.running.append(sequence)
+        self._gather(sequence)
         self._split(sequence, certain)  # all that they share may be cached already
         return True
+
+    def _gather(self, sequence: Sequence) -> None:
+        """Has waiting siblings follow a sequence that begins their prompt anew."""
+        if sequence.cached < sequence.prompt - 1:
+            for other in [s for s in self.waiting if self.rows.must_follow(sequence, s)]:
+                self.waiting.remove(other)
+                sequence.followers += [other, *other.followers]
+                other.followers = []
 
     def _is_coming(self, sequence: Sequence) -> bool:
         return self.rows.is_coming(self.running, sequence)
@@ -264,7 +276,7 @@ class Scheduler:
 
     def _split(self, sequence: Sequence, certain: bool) -> None:
         """Forks the followers of a sequence from its row, once all that they share is computed."""
-        if sequence.pending > 1 and sequence.length > 1:
+        if sequence.cached < sequence.prompt - 1:
             return
         while sequence.followers and sequence.cached and self._has_room(sequence.followers[0], certain, sequence):
             follower = sequence.followers[0]
@@ -310,8 +322,8 @@ class Scheduler:
     def _affordable(self, sequence: Sequence, step: ScheduledStep, most: int, certain: bool) -> tuple[int, list[int]]:
         """Returns how many of its tokens fit into the step and the blocks left, and the step's blocks then."""
         wanted = min(sequence.pending + len(sequence.guesses), most - step.num_tokens)
-        if sequence.followers and sequence.pending > 1:
-            wanted = min(wanted, sequence.pending - 1)
+        if sequence.followers and sequence.cached < sequence.prompt - 1:
+            wanted = min(wanted, sequence.prompt - 1 - sequence.cached)
         wanted = int(min(wanted, self.rows.until(sequence)))
         if self._is_there(blocks := step.with_tokens(sequence, wanted)):
             return wanted, blocks

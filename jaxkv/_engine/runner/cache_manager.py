@@ -322,11 +322,15 @@ class CacheManager:
     def spare(self, running: list[Sequence], sequence: Sequence, source: Sequence | None = None) -> int:
         """Returns the blocks left in the scarcest group once this sequence and all others have all their tokens; below
         0: the blocks that are missing."""
-        if source is None:
-            shared, _ = self._shared(running, sequence)
+        grown = [self._growth(s, s.cached) for s in running]
+        if source is not None:
+            grown.append(self._growth(sequence, source.cached // self.block_size * self.block_size))
         else:
-            shared = source.cached // self.block_size * self.block_size
-        grown = [self._growth(s, s.cached) for s in running] + [self._growth(sequence, shared)]
+            shared, source = self._shared(running, sequence)
+            if sequence.host is None or source is None:
+                grown.append(self._growth(sequence, shared))
+            else:
+                grown.append(self.holdings.growth_beside(sequence, source, shared // self.block_size))
         return min(map(operator.sub, self.available, map(sum, zip(*grown, strict=True))))
 
     def can_hold(self, sequence: Sequence) -> bool:
@@ -371,8 +375,13 @@ class CacheManager:
         beside = np.int32(0 if source is None or source.row is None else source.row)
         if sequence.host is not None:
             blocks = sequence.host() if callable(sequence.host) else sequence.host
-            self.make_room([int(count.sum()) - first for count in blocks.count])
-            own = blocks.drop_leading(first)  # what is shared is there already, and does not travel again
+            first_held = [
+                0 if source is None else self.config.first_retained_block(g, source.cached)
+                for g in range(len(self.config.groups))
+            ]
+            # What is shared is there already, and does not travel again.
+            own, shared_blocks = blocks.drop_shared(first, first_held, self.config.group_sinks)
+            self.make_room([int(count.sum()) - n for count, n in zip(blocks.count, shared_blocks, strict=True)])
             self.call(self._swap_in, np.array([row], np.int32), own, beside, np.int32(first))
             sequence.cached, sequence.host = blocks.num_tokens, None
         elif source is not None:
@@ -497,7 +506,10 @@ class CacheManager:
         most, source = 0, None
         for other, common in self._common(running, sequence):
             shared = min(common, other.cached // self.block_size)
-            if (shared := self.states.limit(other, shared)) > most:
+            if sequence.host is None:  # else its states come with it
+                shared = self.states.limit(other, shared)
+            # Of several the one that has computed least: it has most of the windows behind what they share.
+            if shared > most or (source is not None and shared == most and other.cached < source.cached):
                 most, source = shared, other
         return most * self.block_size, source
 
@@ -508,12 +520,25 @@ class CacheManager:
         common = (blocks * self.block_size for _, blocks in self._common(others, sequence))
         return max(self.prefix.known(sequence.tokens, **sequence.identity), *common, 0)
 
+    def must_follow(self, leader: Sequence, sequence: Sequence) -> bool:
+        """Tells whether a waiting sequence can share what `leader` is about to compute by a fork at its time alone."""
+        if self.prefix is not None or self.eviction is not None or self._keeps_beginnings:
+            return False
+        are_samples = are_siblings(leader, sequence) and leader.request is not sequence.request
+        return are_samples and sequence.host is None and not (leader.needs_scores or sequence.needs_scores)
+
     @property
-    def _shares_blocks(self) -> bool:
-        """Tells whether a row can begin with another's first blocks: it has all of them, and no state behind them that
-        the other no longer has."""
+    def _keeps_beginnings(self) -> bool:
+        """Tells whether a row can always begin with another's first blocks: that one has all of them, and no state
+        behind them is needed that it no longer has."""
         config = self.config
         return not (self.eviction or config.has_windows or config.contiguous or config.recurrent_layers)
+
+    def _may_share_blocks(self, sequence: Sequence) -> bool:
+        """Tells whether a sequence can share blocks of a running sibling. What comes from the host brings its states,
+        and the blocks of its windows that the sibling has no longer."""
+        is_whole = sequence.host is not None and not (self.eviction or self.config.contiguous)
+        return is_whole or self._keeps_beginnings
 
     def _common(self, running: list[Sequence], sequence: Sequence) -> Iterator[tuple[Sequence, int]]:
         """Yields running sequences, and the number of leading blocks in common with each. Without a prefix cache, or
@@ -522,7 +547,7 @@ class CacheManager:
             return
         by_prefix = self.prefix is not None and sequence.host is None
         if not by_prefix:
-            if not self._shares_blocks:
+            if not self._may_share_blocks(sequence):
                 return
             running = [s for s in running if are_siblings(s, sequence)]
         end = len(sequence.tokens) - 1
