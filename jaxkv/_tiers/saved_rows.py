@@ -8,14 +8,13 @@ import numpy as np
 
 from jaxkv._core.blocks.reblock import BlockPlan, HeldBlocks, TokensGone, fill_blocks, fit
 from jaxkv._core.blocks.restore import pool_layers
-from jaxkv._core.cache.key_bounds import add_bounds
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.state.state import NULL_BLOCK, Pool
+from jaxkv._core.state.state import Pool
 from jaxkv._files.format import SavedCache
 from jaxkv._files.multihost_file import open_saved
 from jaxkv._files.rows import check_layers, held_rows, laid_blocks, saved_states
-from jaxkv._tiers.host_blocks import HostBlocks, in_order
-from jaxkv._tiers.host_tier import first_columns
+from jaxkv._tiers.host_blocks import HostBlocks
+from jaxkv._tiers.host_tier import make_host
 
 
 class SavedRows:
@@ -57,18 +56,8 @@ def _read(
         found = laid_blocks(tensors, config, layer, plans[layer].padded)
         shapes = config.pool_shape(layer), config.scale_shape(layer)
         found = [_widened(x, shape[1:]) for x, shape in zip(found, shapes, strict=False) if shape is not None]
-        own = held[config.group(layer)]
-        parts[layer] = add_bounds(Pool(*found), own.tables, own.lengths, config, layer)  # type: ignore[arg-type]
-    used = [group.tables != NULL_BLOCK for group in held]
-    return HostBlocks(
-        lengths=np.array([length], np.int32), parts=tuple(parts), groups=config.groups,
-        retentions=tuple(map(str, config.retentions)),
-        first=tuple(first_columns(x, sinks) for x, sinks in zip(used, config.group_sinks, strict=True)),
-        count=(count := tuple(x.sum(axis=1, dtype=np.int32) for x in used)), order=in_order(count),
-        held=tuple(None if group.thinned is None else group.lengths for group in held),
-        thinned=tuple(group.thinned for group in held), rotates=tuple(map(config.rotates, range(config.num_layers))),
-        kinds=config.kind_names, states=states,
-    )  # fmt: skip
+        parts[layer] = Pool(*found)  # type: ignore[arg-type]
+    return make_host(config, np.array([length]), held, parts, states)
 
 
 def _widened(blocks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

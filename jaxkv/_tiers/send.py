@@ -25,7 +25,8 @@ from jaxkv._core.state.shard_local import read_slots
 from jaxkv._core.state.sharding import POOL, WHOLE, head_spec, run_on_shards
 from jaxkv._core.state.state import NULL_BLOCK, Pool
 from jaxkv._tiers.host_blocks import HostBlocks, in_order
-from jaxkv._tiers.host_tier import place_states, pool_for
+from jaxkv._tiers.host_room import may_share
+from jaxkv._tiers.host_tier import bring_in, make_host, place_states, pool_for
 
 
 def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
@@ -33,7 +34,8 @@ def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
 
     The blocks go from device to device, in one transfer per layer, where the runtime supports it. Both caches may lie
     on meshes, sharded in different ways. `block_size`, `num_blocks`, `max_seqs`, `max_seq_len`, `layout`,
-    `head_dim_multiple` and `join_kv` may differ; layers and dtypes may not. Full blocks that rows share stay shared.
+    `head_dim_multiple` and `join_kv` may differ; layers and dtypes may not. Full blocks that rows share stay shared,
+    and one that equals a block of a row of `to` to the bit is shared with that row: siblings may be sent one by one.
     Neither cache is donated or changed, so in-flight steps go on. Not for use inside `jit`: the amount to send depends
     on data.
 
@@ -83,10 +85,26 @@ def send(cache: Cache, rows: Any, *, to: Cache, at: Any = None) -> Cache:
         states, snapshots = read_row_states(cache, source), read_row_snapshots(cache, source)
     sent = fill_blocks(held, groups, plans, to.config)
     with _under(to):
+        if may_share(to):
+            brought = [_brought(parts[layer], to, layer) if layer in parts else None for layer in range(to.num_layers)]
+            host = make_host(to.config, lengths, sent, brought, states)
+            return _put_beside(to, target, dataclasses.replace(host, snapshots=snapshots))
         result = put_rows(to, target, lengths, sent, lambda layer: _brought(parts[layer], to, layer), in_place=False)
         if snapshots is not None:
             snapshots = dataclasses.replace(snapshots, states=place_states(snapshots.states, to))
         return put_row_snapshots(put_row_states(result, target, place_states(states, to)), target, snapshots)
+
+
+def _put_beside(to: Cache, target: np.ndarray, host: HostBlocks) -> Cache:
+    """Returns `to` with rows that share full blocks with the rows it has."""
+    result = bring_in(to, jnp.asarray(target, jnp.int32), host)
+    if np.asarray(result.failed)[target].any():
+        few = min(int(np.min(tables.num_free)) for tables in jax.device_get(to.tables))
+        raise OutOfBlocks(
+            f"These rows need more blocks, beside those that they share, than the {few} that are free in the cache "
+            "sent to: free rows of it, give it more num_blocks, or send fewer."
+        )
+    return result
 
 
 def lifted(cache: Cache, row: int, num_tokens: int, *, to: Cache) -> HostBlocks:
@@ -153,7 +171,8 @@ def _check_layers(cache: Cache, to: Cache) -> None:
 def _fit(
     cache: Cache, source: np.ndarray, held: list[HeldBlocks], to: Cache, target: np.ndarray
 ) -> dict[int, BlockPlan]:  # fmt: skip
-    """Returns the blocks that the rows need in each layer. Raises if they do not fit."""
+    """Returns the blocks that the rows need in each layer. Raises if they do not fit, as far as is known before their
+    blocks are compared with those of `to`."""
     config, tables = to.config, jax.device_get(to.tables)
     lengths, own = np.asarray(cache.lengths)[source], [None if x.thinned is None else x.lengths for x in held]
     for row, length, too_long in zip(source, lengths, are_too_long(lengths, own, config), strict=True):
@@ -175,7 +194,7 @@ def _fit(
             f"of its window, but in blocks of {config.block_size} they begin at {gone.needed}: send it to a cache with "
             f"a block_size that divides {cache.config.block_size}."
         ) from None
-    for layers, group_tables in zip(config.groups, tables, strict=True):
+    for layers, group_tables in () if may_share(to) else zip(config.groups, tables, strict=True):
         if (lack := describe_lack(plans[layers[0]], group_tables.num_free)) and not config.contiguous:
             need, few = lack
             raise OutOfBlocks(

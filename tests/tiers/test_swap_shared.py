@@ -112,6 +112,25 @@ def test_one_by_one(name):
     assert_same([contents(cache, row) for row in range(ROWS)], rows)
 
 
+@pytest.mark.parametrize("name", CONFIGS if NIGHTLY else ["two groups"])
+def test_sent_one_by_one(name):
+    """To where siblings are: no block more is taken than there were, and nothing that is not equal is shared."""
+    cache = forks(name)
+    rows, to = [contents(cache, row) for row in range(ROWS)], make_cache(name, num_blocks=cache.config.num_blocks)
+    for row in (2, 0, 3, 1):
+        to = jaxkv.send(cache, row, to=to)
+        jaxkv.check_invariants(to)
+    jaxkv.check(to)
+    assert to.blocks_in_use == cache.blocks_in_use
+    assert_same([contents(to, row) for row in range(ROWS)], rows)
+    held = max(len(np.unique(tables.tables)) - 1 for tables in cache.tables)
+    few = make_cache(name, num_blocks=held - 1)
+    with pytest.raises(jaxkv.OutOfBlocks, match="beside those that they share"):
+        for row in (0, 3, 1, 2):
+            few = jaxkv.send(cache, row, to=few)
+    jaxkv.check(few)
+
+
 def test_some_of_them_and_the_rest_later():
     """The first brings the blocks; who comes later, also from among them, shares those that are still there."""
     cache = forks("two groups")
