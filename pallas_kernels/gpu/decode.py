@@ -47,6 +47,7 @@ from pallas_kernels.gpu.tiles import (
 )
 from pallas_kernels.gpu.work_items import UNUSED, WHOLE
 
+LINES = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 VECTOR = LAYOUT.reduce(0)  # how one value for each column lies in registers
 
 
@@ -68,10 +69,10 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
       the base-2 logarithm of its softmax's denominator; then, if `into` is None, the output and its natural logarithm
       for the rows that were not.
     """
-    q, stored, tables, scalars, reach, soft_cap, interpret, sinks = operands
+    q, stored, tables, scalars, reach, soft_cap, interpret, sinks, _ = operands
     kv, kv_scale, format, quantized = stored.kv, stored.scale, stored.format, stored.format.is_quantized
     num_heads, head_dim = q.shape[1], kernel_head_dim(q.shape[2])
-    num_rows, num_kv_heads = tables.shape[0], kv.shape[2]
+    num_rows, num_kv_heads = tables.shape[0], operands.head_parts
     group = num_heads // num_kv_heads
     tokens, stages = tile.tokens, tile.stages
     pieces = tile.pieces(kv.shape[3])
@@ -197,7 +198,8 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
         @pl.when((warpgroup == 1) & (num_tiles > 0))
         def produce():
             fetch(
-                kv_ref, tables_ref, Walk(row, head, start, num_tiles, first_seen, length), tile, reach,
+                kv_ref, tables_ref, Walk(row, operands.kv_head(head), start, num_tiles, first_seen, length),
+                tile, reach,
                 ((k_s, v_s), (k_ready, v_ready), (k_free, v_free)), in_warps=not varies(kv),
                 scales=(scale_ref, wide[2]) if quantized else None,
             )  # fmt: skip
@@ -207,7 +209,8 @@ def split(operands: Operands, items, into=None, *, num_items, new_tokens, column
         buffers = (
             plgpu.SMEM((columns, head_dim), q.dtype, transforms=OPERAND), slots, slots,
             plgpu.SMEM((columns, tokens), q.dtype, transforms=OPERAND),
-            plgpu.SMEM((columns, head_dim), q.dtype),  # the queries as they come, and in the end the output
+            # The queries as they come, and in the end the output. A copy takes no more than 256 numbers of one line.
+            plgpu.SMEM((columns, head_dim), q.dtype, transforms=LINES if head_dim > 256 else ()),
             *wide,
         )  # fmt: skip
         k_ready, v_ready = (plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals(format, pieces))

@@ -90,12 +90,12 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
       `[W * C, K, 2, 64, E]`, not written without tiles. And the natural logarithm of the softmax's denominator,
       `f32[W * C, K, 128]`.
     """
-    q, stored, tables, scalars, reach, soft_cap, interpret, sinks = operands
+    q, stored, tables, scalars, reach, soft_cap, interpret, sinks, _ = operands
     kv, kv_scale, format, quantized = stored.kv, stored.scale, stored.format, stored.format.is_quantized
     tile, weights_in_registers, in_turns, ahead = (
         plan.tile, plan.weights_in_registers, plan.in_turns, plan.ahead
     )  # fmt: skip
-    (_, num_heads, stored_dim), (_, chunks, _), num_kv_heads = q.shape, items.shape, kv.shape[2]
+    (_, num_heads, stored_dim), (_, chunks, _), num_kv_heads = q.shape, items.shape, operands.head_parts
     items = items.reshape(-1, items.shape[2])
     head_dim, group, num_items = kernel_head_dim(stored_dim), num_heads // num_kv_heads, len(items)
     own = tokens_of(group)
@@ -419,7 +419,7 @@ def attend(operands: Operands, items, holes, plan: PrefillPlan, *, sight=None):
             plgpu.set_max_registers(56 if quantized else 40, action="decrease")  # it copies scales as well
             row, _, stop, first_seen, start, num_tiles = work()
             fetch(
-                kv_ref, tables_ref, Walk(row, head, start, num_tiles, first_seen, stop), tile, reach,
+                kv_ref, tables_ref, Walk(row, operands.kv_head(head), start, num_tiles, first_seen, stop), tile, reach,
                 ((k_s, v_s), (k_ready, v_ready), (k_free, v_free)), in_warps=not varies(kv),
                 scales=(scale_ref, wide[2]) if quantized else None,
             )  # fmt: skip

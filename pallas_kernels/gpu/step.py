@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.common.batch import MaskSpec, PagedBatch, SoftmaxOptions, StoredKV
 from pallas_kernels.common.masks import Reach, Sight, cut, drop_empty_rows, find_sight
@@ -13,8 +14,6 @@ from pallas_kernels.common.ragged_layout import Tokens, default_offsets, locate
 from pallas_kernels.gpu import decode, latent, prefill, tuning, work_items as work
 from pallas_kernels.gpu.support import kernel_head_dim
 from pallas_kernels.gpu.tiles import InterpretParams, Operands, logit_scalars
-
-MOST_COLUMNS = 32  # queries of one row and KV head that the decode kernels take
 
 
 class DecodeRows(NamedTuple):
@@ -48,12 +47,15 @@ def attend(
         return (q, jnp.zeros(q.shape[:-1], jnp.float32)) if return_lse else q
     token_axes, (num_heads, head_dim) = q.shape[:-2], q.shape[-2:]
     num_rows, width = batch.query_lens.shape[0], token_axes[-1]
-    group, most_columns, prefill_rows, missing = num_heads // kv.shape[2], MOST_COLUMNS, _prefill_rows, 0
-    if rank is not None:
-        missing = -num_heads % 8  # heads, so that bulk copies of any token's are of whole tiles
-        group, most_columns = latent.heads_at_once(num_heads + missing), latent.QUERY_ROWS
+    shared = num_heads // kv.shape[2]
+    if rank is None:
+        parts, group, most_columns = tuning.split_heads(shared, kernel_head_dim(head_dim), kv.dtype.itemsize)
+        padded, prefill_rows = parts * group, _prefill_rows
+    else:
+        parts, padded = 1, -(-num_heads // 8) * 8  # so that bulk copies of any token's are of whole tiles
+        group, most_columns = latent.heads_at_once(padded), latent.QUERY_ROWS
         prefill_rows = _prefill_latent
-        sinks = None if sinks is None else jnp.pad(sinks, (0, missing))
+    sinks = None if sinks is None else _pad_heads(sinks, 0, kv.shape[2], padded)
     capacity, held = batch.block_tables.shape[1] * kv.shape[3], batch.kv_lens
     batch = batch._replace(kv_lens=jnp.clip(held, 0, capacity))  # so that no length reads past its row's table
     if not causal:
@@ -61,15 +63,15 @@ def attend(
     tables, kv_lens, query_lens, query_starts, _ = batch
     token = locate(token_axes, kv_lens, query_lens, query_starts)
     token = Tokens(*(x.reshape(-1) for x in token))
-    q = q.reshape(-1, num_heads, head_dim)
-    q = jnp.pad(q, ((0, 0), (0, missing), (0, -head_dim % 8)))  # bulk copies want steps of 16 bytes
+    q = _pad_heads(q.reshape(-1, num_heads, head_dim), 1, kv.shape[2], padded)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, -head_dim % 8)))  # bulk copies want steps of 16 bytes
     if len(token_axes) == 2:
         start = jnp.arange(num_rows, dtype=jnp.int32) * width
     else:
         start = default_offsets(query_lens) if query_starts is None else query_starts
     operands = Operands(
         q, stored, tables, logit_scalars(options.logit_scale(head_dim), options.soft_cap),
-        Reach.of_mask(mask, capacity), options.soft_cap is not None, interpret, sinks,
+        Reach.of_mask(mask, capacity), options.soft_cap is not None, interpret, sinks, parts,
     )  # fmt: skip
     sight = None
     if width > 1 and mask.by_token:
@@ -103,8 +105,29 @@ def attend(
             lse = jnp.where(
                 (seen & (query_lens[token.row] == 1))[:, None], alone_lse.reshape(num_rows, -1)[token.row], lse
             )
-    out = out[:, :num_heads, : rank or head_dim].reshape(*token_axes, num_heads, -1)
-    return (out, lse.reshape(*token_axes, -1)[..., :num_heads]) if return_lse else out
+    out = _drop_padded_heads(out[..., : rank or head_dim], 1, kv.shape[2], shared).reshape(*token_axes, num_heads, -1)
+    lse = _drop_padded_heads(lse.reshape(q.shape[0], -1), 1, kv.shape[2], shared).reshape(*token_axes, num_heads)
+    return (out, lse) if return_lse else out
+
+
+def _pad_heads(x, axis: int, num_kv_heads: int, count: int):
+    """Pads the query heads of each KV head, along an axis, to so many."""
+    group = x.shape[axis] // num_kv_heads
+    if group == count:
+        return x
+    x = x.reshape(*x.shape[:axis], num_kv_heads, group, *x.shape[axis + 1 :])
+    x = jnp.pad(x, [(0, count - group if i == axis + 1 else 0) for i in range(x.ndim)])
+    return x.reshape(*x.shape[:axis], num_kv_heads * count, *x.shape[axis + 2 :])
+
+
+def _drop_padded_heads(x, axis: int, num_kv_heads: int, group: int):
+    """Inverts `_pad_heads`: leaves so many query heads of each KV head."""
+    count = x.shape[axis] // num_kv_heads
+    if group == count:
+        return x
+    x = x.reshape(*x.shape[:axis], num_kv_heads, count, *x.shape[axis + 1 :])
+    x = lax.slice_in_dim(x, 0, group, axis=axis + 1)
+    return x.reshape(*x.shape[:axis], num_kv_heads * group, *x.shape[axis + 2 :])
 
 
 def tiles_of_a_row(capacity: int, reach: Reach, new_tokens: int, tile_tokens: int) -> int:
@@ -126,9 +149,9 @@ def _decode_rows(operands: Operands, rows: DecodeRows, place, alone_of: int | No
       has it where it is None, and the LSE `f32[S, K, new_tokens * group]`, K of latent rows the tiles of heads; 0 and
       -inf for tokens that see nothing. Rows not taken have any LSE.
     """
-    q, stored, tables, _, reach, _, interpret, sinks = operands
+    q, stored, tables, _, reach, _, interpret, sinks, _ = operands
     kv, rank, (_, new, start, token, sight, deterministic) = stored.kv, stored.latent_rank, rows
-    num_rows, num_kv_heads, block_size = tables.shape[0], kv.shape[2], kv.shape[3]
+    num_rows, num_kv_heads, block_size = tables.shape[0], operands.head_parts, kv.shape[3]
     if rank is not None:  # tiles of heads, all of the one KV head
         num_kv_heads = q.shape[1] // latent.heads_at_once(q.shape[1])
     used = new_tokens * (q.shape[1] // num_kv_heads)
@@ -214,10 +237,10 @@ def _prefill_rows(operands: Operands, rows: DecodeRows, least: int):
     Returns:
       `[N, H, D]` and the LSE, `f32[N, H]`. Tokens of other rows have anything, and padding an output of 0.
     """
-    q, stored, _, _, _, _, interpret, sinks = operands
+    q, stored, _, _, _, _, interpret, sinks, _ = operands
     kv, quantized, token = stored.kv, stored.format.is_quantized, rows.token
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = kv.shape[2]
+    num_kv_heads = operands.head_parts
     group = num_heads // num_kv_heads
     plan = tuning.prefill_plan(kernel_head_dim(head_dim), kv.shape[3], kv.dtype.itemsize)
     own = prefill.tokens_of(group)

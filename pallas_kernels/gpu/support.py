@@ -5,11 +5,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.batch import Call
 from pallas_kernels.common.masks import sight_refusal
+from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.dequantize import SCALES_AT_ONCE
 from pallas_kernels.gpu.work_items import MOST_ROWS
 
 FALLBACK = "leave implementation=None to use XLA's"
 CAPABILITY = "9.0"  # Hopper: the kernels use its warpgroup matrix instructions, which newer chips do not have either
+MOST_HEAD_DIM, MOST_PREFILL_DIM = 512, 256  # of wider heads the output of prefill is more than registers hold
 # Of latent rows: half of the values' columns are whole tiles; and what shared memory and registers hold.
 RANKS, MOST_RANK, MOST_WIDTH, HEADS_AT_ONCE = 128, 512, 576, 64
 
@@ -21,7 +23,6 @@ def unsupported(op: str, call: Call) -> str | None:
     q, (kv, kv_scale, rank) = call.q, (call.stored.kv, call.stored.scale, call.stored.latent_rank)
     kind, tables = call.stored.format.kind, call.batch.block_tables
     head_dim, block_size, stored = q.shape[-1], kv.shape[3], kv.shape[4]
-    group = q.shape[-2] // kv.shape[2]
     if call.mask.mask is not None:
         return f"The gpu kernels take no mask besides causality and window; {FALLBACK}."
     if kv_scale is not None and kind is None:
@@ -40,21 +41,38 @@ def unsupported(op: str, call: Call) -> str | None:
             f"The gpu kernels need a block_size in multiples of {least} tokens{'' if kind is None else f' in {kind}'}, "
             f"not {block_size}; {FALLBACK}."
         )
-    widest = 256 if rank is None else MOST_WIDTH
+    widest = MOST_HEAD_DIM if rank is None else MOST_WIDTH
     if kernel_head_dim(head_dim) > min(stored, widest):
         wider = f"store {kernel_head_dim(head_dim)} with CacheConfig(head_dim_multiple=64), or "
         return (
             f"The gpu kernels read head_dim in multiples of 64 up to {widest}, but q has {head_dim} and the pool "
             f"stores {stored}; {wider if head_dim <= widest else ''}{FALLBACK}."
         )
+    if rank is None and head_dim > MOST_PREFILL_DIM and head_dim % 64:
+        return (
+            f"The gpu kernels read heads of more than {MOST_PREFILL_DIM} in multiples of 64, not {head_dim}; pad q, k "
+            f"and v, or {FALLBACK}."
+        )
+    if rank is None and head_dim > MOST_PREFILL_DIM and not _can_decode(call):
+        return (
+            f"The gpu kernels read heads of {head_dim} for few new tokens of each row, [S, T, H, D], and prefill heads "
+            f"of up to {MOST_PREFILL_DIM}; {FALLBACK}."
+        )
     if tables is not None and (rows := tables.shape[0]) > MOST_ROWS:
         return f"The gpu kernels plan steps of at most {MOST_ROWS} rows, not {rows}; take fewer, or {FALLBACK}."
-    if rank is None and group > 32:
-        return f"The gpu kernels share a KV head among at most 32 query heads, not {group}; {FALLBACK}."
     capability = _capability()
     if capability not in (None, CAPABILITY):
         return f"The gpu kernels need a Hopper GPU (compute capability {CAPABILITY}), not {capability}; {FALLBACK}."
     return sight_refusal(call)
+
+
+def _can_decode(call: Call) -> bool:
+    """Tells whether the decode kernels take all rows of a step."""
+    if call.q.ndim < 4:
+        return False
+    (_, width, num_heads, head_dim), kv = call.q.shape, call.stored.kv
+    split = tuning.split_heads(num_heads // kv.shape[2], kernel_head_dim(head_dim), kv.dtype.itemsize)
+    return width * split.group <= split.columns and (width == 1 or not call.options.deterministic)
 
 
 def _latent_refusal(q, num_kv_heads: int, kind: str | None, rank: int) -> str | None:

@@ -33,6 +33,16 @@ class Operands(NamedTuple):
     soft_cap: bool
     interpret: InterpretParams
     sinks: jax.Array | None = None  # one more logit in each softmax's denominator
+    parts: int = 1  # of the query heads of a KV head, each in thread blocks of its own
+
+    @property
+    def head_parts(self) -> int:
+        """Parts of all KV heads: for each of them the kernels run as if it were a KV head."""
+        return self.stored.kv.shape[2] * self.parts
+
+    def kv_head(self, head):
+        """The KV head that a part belongs to."""
+        return head if self.parts == 1 else lax.div(head, jnp.int32(self.parts))
 
     @property
     def is_uniform(self) -> bool:

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -14,6 +15,7 @@ from pallas_kernels.gpu.tiles import Tile
 EARLY_LAUNCH = hasattr(plgpu, "griddepcontrol_wait")
 SHARED_MEMORY = 232_448  # bytes that a thread block may have on Hopper
 RESERVED = 1024  # of a multiprocessor's, for each thread block on it
+MOST_COLUMNS = 32  # queries of one row and part of a KV head that decode takes, for the registers' sake
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,22 @@ def decode_plan(head_dim: int, columns: int, itemsize: int = 2) -> DecodePlan:
     blocks = 2 if columns < 32 and 2 * (4 // itemsize * stage + rest + RESERVED) <= SHARED_MEMORY + RESERVED else 1
     stages = min(((SHARED_MEMORY + RESERVED) // blocks - RESERVED - rest) // stage, 16 // itemsize // blocks)
     return DecodePlan(Tile(tokens=64, stages=stages), num_blocks=blocks * here[1])
+
+
+class Split(NamedTuple):
+    """How the query heads of a KV head are shared out to thread blocks."""
+
+    parts: int
+    group: int  # heads of a part; the last part may have fewer, and is padded
+    columns: int  # queries of one part that decode takes at most, of one token or of several
+
+
+def split_heads(group: int, head_dim: int, itemsize: int) -> Split:
+    """Returns the parts of a KV head's query heads: none has more than the registers and shared memory of decode have
+    room for."""
+    columns = next(n for n in (MOST_COLUMNS, 24, 16, 8) if decode_plan(head_dim, n, itemsize).tile.stages > 0)
+    parts = -(-group // columns)
+    return Split(parts, -(-group // parts), columns)
 
 
 def latent_plan(width: int) -> DecodePlan:

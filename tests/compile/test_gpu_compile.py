@@ -44,6 +44,11 @@ if NIGHTLY:  # what lies between
         "gemma2-2b-first-4-tokens": (152, 227_000),
         "llama3-8b-chunk": (96, 113_000),
         "llama3-8b-chunk-4-tokens": (128, 113_000),
+        "48-heads": (128, 113_000),
+        "64-heads": (152, 227_000),
+        "512-16": (168, 227_000),
+        "512-32": (255, 227_000),
+        "512-4-tokens": (255, 227_000),
     }
 OPTIONS = ("plain", "window", "soft-cap", "first", "all") if NIGHTLY else ("all",)
 # One thread block fills a multiprocessor: 384 threads start with 168 registers each, and the producer hands most of its
@@ -53,6 +58,7 @@ PREFILL = [
     *(("gemma2-2b-prefill", "llama3.2-1b-prefill", "qwen2.5-14b-prefill", "phi2-prefill") if NIGHTLY else ()),
     *(("llama3-8b-chunk-prefill", "llama3-8b-tree-prefill", "256-tree", "gemma2-2b-first-tree") if NIGHTLY else ()),
     *(["llama3-8b-deterministic-prefill"] if NIGHTLY else []),
+    *(("48-heads-prefill", "71-heads-prefill", "48-heads-tree") if NIGHTLY else ()),
     *(f"{head_dim}-{what}" for head_dim in ((64, 96, 128, 256) if NIGHTLY else (256,)) for what in OPTIONS),
 ]
 
@@ -77,7 +83,9 @@ if NIGHTLY:
         "gemma2-2b-first-int8": 168,
         "gemma2-2b-int8": 168,
         "gemma2-2b-float8_e5m2": 168,
+        "48-heads-int8": 168,
     }
+WIDE_QUANTISED = ["512-int8"] * NIGHTLY  # which prefill does not read
 
 
 # Over latent rows, and the kernels of each. A thread block fills a multiprocessor, 512 threads of 128 registers.
@@ -102,7 +110,7 @@ def report():
     """Everything that gpu_compile.py prints, by job."""
     controls = ("no-fence", "too-many-registers", *("not-donated", "not-unique") * NIGHTLY)
     controls = [f"control-{name}" for name in controls]
-    jobs = [*DECODE_BUDGETS, *PREFILL, *FORMS, *QUANTISED, *LATENT, "launches", *STEPS, *KEPT]
+    jobs = [*DECODE_BUDGETS, *PREFILL, *FORMS, *QUANTISED, *WIDE_QUANTISED, *LATENT, "launches", *STEPS, *KEPT]
     jobs += [*["scanned", "other-launches"] * NIGHTLY, *controls]
     found = {}
     for job in printed_by("gpu_compile.py", *jobs):
@@ -197,6 +205,13 @@ def test_quantised_within_budget(name, report):
     # One more than in 16 bits, for K widened.
     assert decode["proxy_fences"] == 4 and prefill["proxy_fences"] == (6 if name.startswith("gemma2") else 7)
     assert decode["bulk_copies"] >= 5 and prefill["bulk_copies"] >= 5  # q, K, V, and the scales of both
+
+
+@pytest.mark.parametrize("name", WIDE_QUANTISED)
+def test_wide_quantised_heads_within_budget(name, report):
+    kernel = report[name]["paged_decode_split"]
+    assert kernel["spills"] == 0 and kernel["registers"] <= 168 and kernel["shared_memory"] <= 227_000
+    assert kernel["proxy_fences"] == 4
 
 
 @pytest.mark.parametrize("name", LATENT)

@@ -332,6 +332,21 @@ JOBS = {
     "phi2": named("phi2", block_size=32),
     "gemma2-2b": named("gemma2-2b", block_size=128),
     "one-kv-head": lambda: attention(AttentionShape(32, 1, 128, num_layers=1)),
+    **{f"{n}-heads": lambda n=n: attention(AttentionShape(2 * n, 2, 128, num_layers=1)) for n in (48, 64)},
+    **{
+        f"{n}-heads-prefill": lambda n=n: attention(AttentionShape(2 * n, 2, 128, num_layers=1), tokens=64, sinks=True)
+        for n in (48, 71)
+    },
+    **{f"512-{n}": lambda n=n: attention(AttentionShape(2 * n, 2, 512, num_layers=1)) for n in (16, 32)},
+    "512-int8": lambda: attention(AttentionShape(16, 2, 512, num_layers=1), kind="int8", block_size=32),
+    "512-4-tokens": lambda: attention(AttentionShape(16, 2, 512, num_layers=1, window=100), tokens=4, sinks=True),
+    "48-heads-tree": lambda: attention(AttentionShape(96, 2, 128, num_layers=1), tokens=64, tree=True),
+    "48-heads-int8": lambda: attention(
+        AttentionShape(96, 2, 128, num_layers=1),
+        tokens=64,
+        kind="int8",
+        block_size=32,
+    ),
     "two-kv-heads": lambda: attention(AttentionShape(48, 2, 128, num_layers=1)),
     "llama3-8b-4-tokens": named("llama3-8b", tokens=4),
     "llama3-8b-8-tokens": named("llama3-8b", tokens=8),

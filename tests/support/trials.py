@@ -175,6 +175,17 @@ DECODE = {
              stored_head_dim=128, block_size=8, max_blocks=60, **F16),
         poison_before_window=True, loud=((0, 63), (0, 64)),
     ),
+    # Query heads of a KV head in two parts, and in three that 71 do not fill.
+    "48 heads of two": Trial(Case((150, 5), (1, 1), num_heads=96, num_kv_heads=2, sinks=True, **B16), **SMALL),
+    "71 heads, window": Trial(
+        Case((300, 70), (1, 1), num_heads=71, window=60, soft_cap=5.0, sinks=True, max_blocks=25, **ONE),
+        poison_before_window=True, **SMALL,
+    ),
+    "head_dim 512": Trial(
+        Case((150, 70), (1, 1), num_heads=10, head_dim=512, window=100, sinks=True, max_blocks=15, **ONE),
+        poison_before_window=True, **SMALL,
+    ),
+    "64 heads": Trial(Case((130, 0, 64), (1, 0, 1), num_heads=64, head_dim=128, **ONE)),
     "wild ids": Trial(
         Case((150, 30), (1, 1), **B16), poison=0.5, tables=((0, 1, 10**6), (0, 2, -7), (0, 3, 2**31 - 1)),
     ),
@@ -253,10 +264,16 @@ QUANTISED_DECODE = {
     "e4m3": Trial(
         Case((130, 63), (1, 1), head_dim=80, stored_head_dim=128, block_size=32, **B16), kind="float8_e4m3fn",
     ),
+    "int8, 48 heads of two": Trial(
+        Case((150, 40), (1, 1), num_heads=96, num_kv_heads=2, block_size=32, **B16), kind="int8", **SMALL,
+    ),
     "e5m2, few tokens": Trial(Case((200, 5), (3, 5), **BLOCKS_OF_32), kind="float8_e5m2", **SMALL),
 }  # fmt: skip
 QUANTISED_PREFILL = {
     "int8, mixed": Trial(Case((5, 0, 150, 64), (3, 0, 70, 1), block_size=32, **B16), kind="int8", **SMALL),
+    "int8, 48 heads of two": Trial(
+        Case((150, 40), (9, 3), num_heads=96, num_kv_heads=2, block_size=32, **B16), kind="int8", **SMALL,
+    ),
     "int8, ring": Trial(Case((440,), (9,), **BLOCKS_OF_32), kind="int8"),
     "int8, wide tiles": Trial(
         Case((390,), (40,), num_heads=2, head_dim=128, window=200, **BLOCKS_OF_32), prefill_tokens=128, kind="int8",
@@ -275,6 +292,15 @@ PREFILL = {
     "packed": Trial(
         Case((5, 0, 150, 64), (3, 0, 70, 1), packed=True, padding=3, num_heads=5, num_kv_heads=1, sinks=True, **B16),
         **SMALL,
+    ),
+    "71 heads of two": Trial(
+        Case((5, 0, 70, 64), (3, 0, 9, 1), packed=True, padding=3, num_heads=142, num_kv_heads=2, sinks=True, **B16),
+        **SMALL,
+    ),
+    "48 heads, chunks": Trial(Case((330, 60), (9, 3), num_heads=48, sinks=True, packed=True, **ONE), chunks=3),
+    "64 heads, tree": Trial(Case((100, 40), (6, 3), tree=True, num_heads=64, **ONE), **SMALL),
+    "48 heads, window": Trial(
+        Case((300,), (20,), num_heads=48, window=60, sink_tokens=20, max_blocks=25, **ONE), poison_before_window=True,
     ),
     # Seven tiles in a ring of two, of a long context and few queries.
     "ring": Trial(Case((440,), (9,), **ONE)),

@@ -12,7 +12,7 @@ from pallas_kernels.gpu import decode, prefill, step, work_items as work
 from pallas_kernels.testing import Case
 
 BY_DAY = (
-    "first tokens, cut", "wild ids", "tree, chunk",
+    "first tokens, cut", "wild ids", "tree, chunk", "71 heads, window",
 )  # fmt: skip
 
 

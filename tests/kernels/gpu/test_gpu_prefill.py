@@ -4,7 +4,14 @@ import pytest
 from nightly import NIGHTLY
 from trials import PREFILL
 
-BY_DAY = ("packed", "ring", "tails of wide tiles", "the window's first token", "first tokens, chunks")
+BY_DAY = (
+    "packed",
+    "71 heads of two",
+    "ring",
+    "tails of wide tiles",
+    "the window's first token",
+    "first tokens, chunks",
+)
 
 
 @pytest.mark.parametrize("name", PREFILL if NIGHTLY else BY_DAY)

@@ -11,12 +11,14 @@ import pallas_kernels
 from pallas_kernels.gpu import support
 
 
-def arguments(*, dtype=jnp.bfloat16, pool_dtype=None, head_dim=128, stored=None, block_size=16, heads=8, **others):
+def arguments(
+    *, dtype=jnp.bfloat16, pool_dtype=None, head_dim=128, stored=None, block_size=16, heads=8, tokens=1, **others
+):
     shape = jax.ShapeDtypeStruct
     pool = (9, 2, 2) if "rank" not in others else (9, 1, 1)
     kv = shape((*pool, block_size, stored or head_dim), pool_dtype or dtype)
     row = shape((2,), jnp.int32)
-    q = shape((2, 1, heads, head_dim), dtype)
+    q = shape((2, tokens, heads, head_dim), dtype)
     return dict(q=q, kv=kv, tables=shape((2, 4), jnp.int32), lengths=row, new=row, **others)
 
 
@@ -31,10 +33,12 @@ REFUSED = {
     "dtype": arguments(pool_dtype=jnp.float16),
     "block_size": arguments(block_size=12),
     r"store 128 with CacheConfig\(head_dim_multiple=64\)": arguments(head_dim=80),
-    "512": arguments(head_dim=512),
+    "up to 512, but q has 576": arguments(head_dim=576),
+    "more than 256 in multiples of 64, not 300": arguments(head_dim=300, stored=320),
+    "heads of 512 for few new tokens": arguments(head_dim=512, tokens=9),
+    "heads of 320 for few new tokens": arguments(head_dim=320, tokens=2, deterministic=True),
     "one head, not of 2; give the cache join_kv=False": latent()
     | {"kv": jax.ShapeDtypeStruct((9, 1, 2, 16, 576), jnp.bfloat16)},
-    "query heads": arguments(heads=80),
     "multiples of 128 up to 512, not 500": latent(rank=500),
     "multiples of 128 up to 512, not 640": latent(rank=640, head_dim=704),
     "64 query heads or a multiple of them, not 72; pad q to 128": latent(heads=72),
@@ -65,6 +69,26 @@ def test_refusals(word):
 def test_supported(head_dim, stored):
     choice = pallas_kernels.explain(platform="cuda", **arguments(head_dim=head_dim, stored=stored))
     assert choice.implementation == "gpu"
+
+
+@pytest.mark.parametrize("heads", [64, 66, 96, 142, 256])
+def test_any_number_of_query_heads(heads):
+    """Of 2 KV heads: those of one are taken in parts, where they are more than a thread block has room for."""
+    for tokens in (1, 9):
+        given = arguments(heads=heads, tokens=tokens)
+        assert pallas_kernels.explain(platform="cuda", **given).implementation == "gpu"
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(8, 1), (8, 8), (80, 1)])
+def test_wide_heads_of_a_decode_step(heads, tokens):
+    """Of 2 KV heads; in 8 bits fewer queries have room."""
+    for kind in (None, "int8"):
+        given = arguments(head_dim=512, heads=heads, tokens=tokens, block_size=32)
+        if kind is not None:
+            given |= {"kind": kind, "kv_scale": jax.ShapeDtypeStruct((9, 2, 2, 32), jnp.float32)}
+            given["kv"] = jax.ShapeDtypeStruct(given["kv"].shape, jnp.int8)
+        choice = pallas_kernels.explain(platform="cuda", **given)
+        assert choice.implementation == ("xla" if kind and tokens > 1 else "gpu"), choice
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "kimi-k2", "deepseek-v3"])
