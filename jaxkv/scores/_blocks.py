@@ -9,10 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._core.attention.block_selection import BlockBounds, block_bounds, blocks_of_bounds, check_bounds, find_tables
+from jaxkv._core.attention.block_selection import (
+    BlockBounds,
+    block_bounds,
+    blocks_of_bounds,
+    check_bounds,
+    find_tables,
+    number_blocks,
+    take_entries,
+)
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.config.validation import integer, real
-from jaxkv._core.state.columns import logical_entries
 from jaxkv._core.state.sharding import find_pool_mesh
 from jaxkv._core.state.state import Layer
 from pallas_kernels.common.ragged_layout import locate
@@ -62,16 +69,16 @@ def quest(
     tables, size = find_tables(cache, layer), cache.config.block_size
     if bounds is not None:
         check_bounds(cache, layer, bounds)
-    found, group = cache.layer(layer), cache.config.group(layer)
-    if tables.skipped is not None:  # a column for each block
-        width, sinks = blocks_of_bounds(cache, layer), cache.config.group_sinks[group]
-        entries = logical_entries(tables.tables, tables.skipped, width, sinks)
-        tables = dataclasses.replace(tables, tables=entries, skipped=None)
-        found = dataclasses.replace(found, tables=tables)
+    found = cache.layer(layer)
     looks_up = bounds is None and found.pool.bounds is not None and find_pool_mesh(found.pool) is None
     if bounds is None and not looks_up:
         bounds = block_bounds(cache, layer=layer)
-    of_layer, (rows, width) = found.layer_config, tables.tables.shape
+    of_layer, rows, width = found.layer_config, cache.config.max_seqs, blocks_of_bounds(cache, layer)
+    column = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
+    block = number_blocks(cache, layer, column)
+    if tables.skipped is not None:
+        tables = dataclasses.replace(tables, tables=take_entries(cache, layer, block), skipped=None)
+        found = dataclasses.replace(found, tables=tables)
     num_kv_heads, head_dim = of_layer.num_kv_heads, of_layer.head_dim
     shape = tuple(getattr(q, "shape", ()))
     padded = len(shape) == 4
@@ -97,8 +104,7 @@ def quest(
             assert bounds is not None
             logits = _largest(queries, *map(of_tokens, bounds))
         logits = jnp.nan_to_num(scale * logits, nan=LARGEST, posinf=LARGEST, neginf=-LARGEST)
-        column = jnp.arange(width, dtype=jnp.int32)[None]
-        filled = jnp.clip(tables.lengths[:, None] - column * size, 0, size)
+        filled = jnp.clip(tables.lengths[:, None] - block * size, 0, size)
         held = jnp.where(tables.tables != 0, filled, 0)  # i32[S, M]: tokens of each block
         logits = jnp.where((held > 0)[token.row][:, None, None], logits, -jnp.inf)
         largest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), -LARGEST)
@@ -107,11 +113,11 @@ def quest(
         shares = jnp.where(token.valid[:, None], jnp.sum(shares, axis=(1, 2)), jnp.float32(0))
         total = jnp.zeros((rows, width), jnp.float32).at[token.row].add(shares)
         first_new = (tables.lengths - tables.new) // size
-        total = jnp.where((column >= first_new[:, None]) & (tables.new > 0)[:, None], jnp.float32(jnp.inf), total)
+        total = jnp.where((block >= first_new[:, None]) & (tables.new > 0)[:, None], jnp.float32(jnp.inf), total)
         total = jnp.where(held > 0, total, -jnp.float32(1))
         best, chosen = jax.lax.top_k(total, min(num_blocks, width))
         chosen = jnp.sort(jnp.where(best < 0, width, chosen), axis=1)
-        chosen = jnp.where(chosen == width, -1, chosen).astype(jnp.int32)
+        chosen = jnp.where(chosen == width, -1, number_blocks(cache, layer, chosen)).astype(jnp.int32)
         return jnp.pad(chosen, ((0, 0), (0, max(num_blocks - width, 0))), constant_values=-1)
 
 
@@ -139,7 +145,7 @@ def _looked_up(queries: jax.Array, layer: Layer, of_tokens: Callable[[jax.Array]
         part = _largest(queries, of_tokens(both[:, :, 0]), of_tokens(both[:, :, 1]))
         return jax.lax.dynamic_update_slice_in_dim(logits, part, i * size, axis=3)
 
-    stop = -(-jnp.max(lengths, initial=0) // (size * layer.config.block_size))
+    stop = jnp.minimum(-(-jnp.max(lengths, initial=0) // (size * layer.config.block_size)), count)
     logits = jnp.zeros((*queries.shape[:-1], count * size), jnp.float32)
     return jax.lax.fori_loop(0, stop, some, logits)[..., :width]
 

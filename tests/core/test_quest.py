@@ -240,3 +240,33 @@ def test_bad_input_is_one_sentence():
     for call in (jaxkv.block_bounds, functools.partial(jaxkv.scores.quest, q=q, num_blocks=1)):
         with pytest.raises(ValueError, match='layer 0, with evict="head", each head has blocks of its own'):
             call(by_heads, layer=0)
+
+
+@pytest.mark.parametrize("bounds", [True, False])
+def test_rows_of_windows_that_go_on(bounds):
+    """Beyond max_seq_len, and in arrays that go by the window: what is chosen is read, and all of it is as without."""
+    layer = jaxkv.LayerConfig(num_kv_heads=1, head_dim=8, window=16, bounds=bounds)
+    sizes = dict(max_seqs=2, num_blocks=16, block_size=4, dtype="float32")
+    cache, longer = (jaxkv.init(jaxkv.CacheConfig(layers=(layer,), max_seq_len=n, **sizes)) for n in (64, 1 << 20))
+    assert jax.eval_shape(lambda c: jaxkv.block_bounds(c, layer=0), longer).low.shape[1] <= 64
+    rng = np.random.default_rng(0)
+
+    @jax.jit
+    def step(cache, kv):
+        return jaxkv.write(jaxkv.extend(cache, jnp.ones(2, jnp.int32)), kv, kv, layer=0)
+
+    for _ in range(90):
+        cache = step(cache, jnp.asarray(rng.standard_normal((2, 1, 1, 8)), jnp.float32))
+    q = jnp.asarray(rng.standard_normal((2, 1, 2, 8)), jnp.float32)
+    kept = jaxkv.block_bounds(cache, layer=0)
+    for given in (None, kept, jaxkv.block_bounds(cache, layer=0, bounds=kept, last=2)):
+        blocks = jaxkv.scores.quest(cache, layer=0, q=q, num_blocks=3, bounds=given)
+        assert (np.diff(blocks) > 0).all() and (blocks[:, -1] == 89 // 4).all() and (blocks[:, 0] >= 74 // 4).all()
+        np.testing.assert_allclose(
+            jaxkv.attend(q, cache, layer=0, blocks=blocks.tolist()), jaxkv.attend(q, cache, layer=0, blocks=blocks)
+        )
+    every = jaxkv.scores.quest(cache, layer=0, q=q, num_blocks=8)
+    assert (np.asarray(every)[:, 4:] <= 22).all()
+    whole = jaxkv.attend(q, cache, layer=0)
+    np.testing.assert_allclose(jaxkv.attend(q, cache, layer=0, blocks=every), whole, atol=1e-6)
+    assert np.abs(np.asarray(jaxkv.attend(q, cache, layer=0, blocks=blocks) - whole)).max() > 1e-3

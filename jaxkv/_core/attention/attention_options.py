@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._core.config.cache_config import CacheConfig
-from jaxkv._core.config.validation import flag, integer, show
+from jaxkv._core.config.validation import MOST_TOKENS, flag, integer, show
 from jaxkv._core.state.arguments import cast_int32, is_known, read_numbers
 from jaxkv._core.state.state import BlockTables, Layer
 from pallas_kernels.api.dispatch import check_names
@@ -64,7 +64,8 @@ def read_options(layer: Layer, options: dict[str, Any]) -> dict[str, Any]:
     if "return_lse" in options:
         options["return_lse"] = flag("return_lse", options["return_lse"])
     if "blocks" in options:
-        options["blocks"] = _read_blocks(options["blocks"], (layer.rows, layer.config.max_blocks_per_seq))
+        most = MOST_TOKENS if layer.config.is_endless else layer.config.max_blocks_per_seq
+        options["blocks"] = _read_blocks(options["blocks"], (layer.rows, most))
     return layer.layer_config.retention.mask_options(layer.number, options)
 
 

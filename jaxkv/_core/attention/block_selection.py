@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jaxkv._core.cache.cache import Cache, check_cache
 from jaxkv._core.cache.key_bounds import read_bounds
 from jaxkv._core.config.validation import integer, show
-from jaxkv._core.state.columns import logical_entries
+from jaxkv._core.state.columns import blocks_of, columns_of
 from jaxkv._core.state.sharding import POOL, WHOLE, head_spec, run_on_shards
-from jaxkv._core.state.state import BlockTables
+from jaxkv._core.state.state import NULL_BLOCK, BlockTables
 
 
 @functools.partial(jax.export.register_namedtuple_serialization, serialized_name="jaxkv.BlockBounds")
 class BlockBounds(NamedTuple):
-    """Key bounds of every logical block of every row, `f32[S, M, K, D]`; 0 without tokens. From `block_bounds`.
+    """Key bounds of every block in the table of every row, `f32[S, M, K, D]`; 0 without tokens. From `block_bounds`.
 
     >>> import jaxkv
     >>> sizes = dict(num_layers=1, num_kv_heads=2, head_dim=8, max_seqs=2, max_seq_len=64)
@@ -45,10 +45,11 @@ def block_bounds(
       bounds: those of the same rows before this step. After any other change of a row (`free`, `truncate`, `fork`,
         `swap_in`), compute all of them again.
       last: with `bounds`, the number of last blocks of each row to read: `-(-T // block_size) + 1` for T new tokens;
-        default: all. The others are copied from `bounds`.
+        default: all. The others are copied from `bounds`. Where a window slides all of its blocks are read.
 
     Returns:
-      `BlockBounds`, `f32[S, M, K, D]` each, over the tokens that rows hold, and 0 for blocks without any. A NaN among
+      `BlockBounds`, `f32[S, M, K, D]` each, over the tokens that rows hold, and 0 for blocks without any. M is
+      the number of blocks of the longest row, or of as many as a window holds, from the first one held on. A NaN among
       the keys shows in the bounds.
 
     Raises:
@@ -71,27 +72,29 @@ def block_bounds(
         raise ValueError("last= says which blocks of the given bounds= are out of date: give those, too, or neither.")
     if bounds is not None:
         check_bounds(cache, layer, bounds)
+        if tables.skipped is not None:  # the blocks that they are of may have moved up
+            bounds = last = None
     count = width if last is None else min(integer("last", last, least=1), width)
     column = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
     if count < width:
         end = -(-tables.lengths // size)
         column = jnp.maximum(end[:, None] - count, 0) + jnp.arange(count, dtype=jnp.int32)[None]
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    position = column[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]
+    block = number_blocks(cache, layer, column)
+    position = block[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]
     with jax.named_scope("block_bounds"):
-        group = cache.config.group(layer)
         pool = cache.layer(layer).pool
         if bounds is None and pool.bounds is not None:
-            entries = logical_entries(tables.tables, tables.skipped, width, cache.config.group_sinks[group])
-            held = (entries != 0) & (column * size < tables.lengths[:, None])
+            entries = take_entries(cache, layer, block)
+            held = (entries != 0) & (block * size < tables.lengths[:, None])
             found = cache.layer(layer)
             blocks = entries if found.place is None else entries + found.place * (tables.num_blocks + 1)
             arguments = (pool, blocks, held)
             both = run_on_shards(pool, read_bounds, arguments, (POOL, WHOLE, WHOLE), head_spec(3))
             return BlockBounds(both[:, :, 0], both[:, :, 1])
         keys = cache.read(layer, row[:, :, None], position)[0].astype(jnp.float32)
-        block, _ = cache.slots(row[:, :, None], position, layer=layer)
-        held = (block != 0)[..., None, None]
+        stored, _ = cache.slots(row[:, :, None], position, layer=layer)
+        held = (stored != 0)[..., None, None]
         low, high = (
             jnp.where(held.any(axis=2), reduce(jnp.where(held, keys, other), axis=2), jnp.float32(0))
             for reduce, other in ((jnp.min, jnp.float32(jnp.inf)), (jnp.max, jnp.float32(-jnp.inf)))
@@ -113,10 +116,29 @@ def find_tables(cache: Any, layer: int) -> BlockTables:
 
 
 def blocks_of_bounds(cache: Cache, layer: int) -> int:
-    """Returns the number of blocks of each row with bounds, an upper bound where rows slide."""
-    group = cache.config.group(layer)
-    slides = cache.config.group_slides[group]
-    return cache.config.max_blocks_per_seq if slides else cache.config.table_widths[group]
+    """Returns the number of blocks of each row with bounds: those of the longest row, or of a window."""
+    group, config = cache.config.group(layer), cache.config
+    width = config.table_widths[group]
+    return min(width, config.max_blocks_per_seq) if config.group_slides[group] else width
+
+
+def number_blocks(cache: Cache, layer: int, column: jax.Array) -> jax.Array:
+    """Returns the logical blocks `i32[S, n]` that have bounds in columns `i32[S, n]`."""
+    tables, config = cache.layer(layer).tables, cache.config
+    if tables.skipped is None:
+        return column
+    end = -(-tables.lengths // config.block_size)
+    first = jnp.maximum(tables.skipped, end - blocks_of_bounds(cache, layer))  # the last ones have bounds in any case
+    return blocks_of(column, first[:, None], config.group_sinks[config.group(layer)])
+
+
+def take_entries(cache: Cache, layer: int, block: jax.Array) -> jax.Array:
+    """Returns the entries of a layer's table for logical blocks `i32[S, n]`; the null block for those that left it."""
+    tables, sinks = cache.layer(layer).tables, cache.config.group_sinks[cache.config.group(layer)]
+    column = columns_of(block, None if tables.skipped is None else tables.skipped[:, None], sinks)
+    width = tables.tables.shape[1]
+    entries = jnp.take_along_axis(tables.tables, jnp.clip(column, 0, width - 1), axis=1)
+    return jnp.where((column >= 0) & (column < width), entries, NULL_BLOCK)
 
 
 def check_bounds(cache: Cache, layer: int, bounds: Any) -> None:
