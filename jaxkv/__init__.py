@@ -39,7 +39,7 @@ __all__ = [
     "extend", "fork", "free", "gated_delta_rule", "gather", "generate", "init", "jax_attention", "keep", "last",
     "left_align", "load", "merge_attention", "partition_specs", "plan_step", "positions", "read_states", "reorder",
     "reserve", "right_align", "save", "send", "snapshots", "state_space", "stats", "swap_in", "swap_out", "truncate",
-    "write", "write_states",
+    "write", "write_index", "write_states",
 ]  # fmt: skip
 
 

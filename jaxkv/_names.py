@@ -2,6 +2,7 @@
 
 from jaxkv._core.attention.attention import attend as attend, attention as attention, explain as explain
 from jaxkv._core.attention.block_selection import BlockBounds as BlockBounds, block_bounds as block_bounds
+from jaxkv._core.attention.index import write_index as write_index
 from jaxkv._core.attention.mixers import (
     causal_conv as causal_conv,
     gated_delta_rule as gated_delta_rule,

@@ -63,7 +63,8 @@ def poison(cache: Cache, value: float = np.nan) -> Cache:
             kv = _spoil(kept[..., None] | padding[None, None, None, None], value, pool.kv)
             scale = None if pool.scale is None else _spoil(kept, value, pool.scale)
             bounds = None if pool.bounds is None else _spoil(kept.any(axis=-1), value, pool.bounds)
-            pools[stack[0]] = dataclasses.replace(pool, kv=kv, scale=scale, bounds=bounds)
+            index = jax.tree.map(lambda x, kept=kept: _spoil(kept, value, x), pool.index)
+            pools[stack[0]] = dataclasses.replace(pool, kv=kv, scale=scale, bounds=bounds, index=index)
     return cache.replace(pools=tuple(pools), states=_spoil_states(cache, value))
 
 

@@ -60,8 +60,9 @@ def fingerprint(config: CacheConfig, model: str | None) -> bytes:
     model."""
     layers = [describe_layer(config, i) | {"shares_with": config.owner(i)} for i in range(config.num_layers)]
     for layer in layers:
-        if layer["v_head_dim"] is None:  # so that blocks of before the field was there are found
-            del layer["v_head_dim"]
+        for name in ("v_head_dim", "index_dim"):  # so that blocks of before the field was there are found
+            if layer[name] is None:
+                del layer[name]
     parts = [_parts(config, i).values() for layers in config.groups for i in layers]
     stored = [[(dtype.name, shape) for dtype, shape in part] for part in parts]
     said = [FORMAT, VERSION, config.block_size, config.groups, layers, stored, model]
@@ -191,7 +192,7 @@ class BlockFiles:
             for field, (dtype, shape) in parts.items():
                 arrays[field] = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape)
                 at += arrays[field].nbytes
-            contents[layer] = arrays if block.group == self.states_group else Pool(**arrays)
+            contents[layer] = arrays if block.group == self.states_group else Pool.bundle(**arrays)
         self._touch(name)
         self.counts["read"] += 1
         if block.group == self.states_group:
@@ -278,10 +279,9 @@ class BlockFiles:
 
 def _parts(config: CacheConfig, layer: int) -> dict[str, Part]:
     """Returns dtype and shape of a layer's data in a block, by the fields of a `Pool`."""
-    kind, shapes = config.kind(layer), (config.pool_shape(layer), config.scale_shape(layer), config.bounds_shape(layer))
-    dtypes = (kind.storage_dtype, kind.scale_dtype, config.bounds_dtype(layer))
-    fields = zip(("kv", "scale", "bounds"), dtypes, shapes, strict=True)
-    return {field: (np.dtype(dtype), shape[1:]) for field, dtype, shape in fields if shape is not None}
+    names = ("kv", "scale", "bounds", "index", "index_scale")
+    fields = zip(names, config.part_dtypes(layer), config.part_shapes(layer), strict=True)
+    return {field: (dtype, shape[1:]) for field, dtype, shape in fields if shape is not None}
 
 
 def _state_parts(config: CacheConfig, layer: int) -> dict[str, Part]:

@@ -5,6 +5,8 @@
     held.g       i32[2, R]                     for a layer that evicts: the tokens that it holds, and `thinned`
     layer.i      [n, 2, K, block_size, D]      for each layer with a pool: block b at b - 1, keys at 0, values at 1;
                                                for a latent layer [n, 1, 1, block_size, D]
+    scale.i      [n, 2, K, block_size, ...]    for each quantized layer: its scales
+    index.i      [n, 1, 1, block_size, E]      for each layer with index keys; index_scale.i if they are quantized
     state.i.x    [R, ...]                      for each array x of a recurrent layer: the rows' states
     snapshots    i32[R, W]                     in column c the number of the row's state after (c + 1) * snapshot_every
                                                tokens, from 1; 0: none. Only if there are any
@@ -39,10 +41,11 @@ from jaxkv._files import safetensors
 from jaxkv._files.atomic import replacing
 
 # Version 1 has no stacked and no quantized caches and no latent layers, version 2 no layers that rotate or have chunks,
-# version 3 no layers that evict, version 4 no recurrent layers, version 5 no snapshots. The versions are otherwise the
-# same.
-FORMAT, VERSION, KNOWN = "jaxkv cache", "6", ("1", "2", "3", "4", "5", "6")
-WITHOUT_STATES, WITHOUT_SNAPSHOTS = "4", "5"  # written where they will do, so that older readers read the file too
+# version 3 no layers that evict, version 4 no recurrent layers, version 5 no snapshots, version 6 no index keys. The
+# versions are otherwise the same.
+FORMAT, VERSION, KNOWN = "jaxkv cache", "7", ("1", "2", "3", "4", "5", "6", "7")
+# Written where they will do, so that older readers read the file too.
+WITHOUT_STATES, WITHOUT_SNAPSHOTS, WITHOUT_INDEX = "4", "5", "6"
 CHECKSUMS, SNAPSHOTS = "checksums", "snapshots"
 MOST_EMPTY_ROWS = 1 << 16  # limit of rows for a cache with fewer blocks: tables of more rows only take memory
 CHUNK = 1 << 24  # bytes read at a time while a file is verified
@@ -100,7 +103,9 @@ def write_saved(
 def described(saved: SavedCache, has_snapshots: bool = False) -> dict[str, str]:
     """Returns the header's fields for a saved cache. Raises ValueError for metadata that JSON cannot hold."""
     version = WITHOUT_SNAPSHOTS if saved.config.recurrent_layers else WITHOUT_STATES
-    fields = {"format": FORMAT, "version": VERSION if has_snapshots else version}
+    version = WITHOUT_INDEX if has_snapshots else version
+    has_index = any(layer.index_dim is not None for layer in saved.config.layers)
+    fields = {"format": FORMAT, "version": VERSION if has_index else version}
     fields["cache"] = json.dumps({"config": _render(saved.config), "groups": saved.groups, "size": saved.block_size})
     if saved.model is not None:
         fields["model"] = saved.model
@@ -200,9 +205,9 @@ def _check_tensors(saved: SavedCache, tensors: dict[str, np.ndarray]) -> None:
         if ((tables != 0) != (kept & (column < end[:, None]))).any():
             raise ValueError(f"tables.{g} does not hold the tokens of the rows")
         for i in layers:
-            for name, minor in stored_parts(config, i).items():
+            for name, (heads, minor) in stored_parts(config, i).items():
                 blocks = tensors[name]
-                if blocks.shape[1:] != (*config.stored_heads(i), saved.block_size, *minor):
+                if blocks.shape[1:] != (*heads, saved.block_size, *minor):
                     raise ValueError(f"{name} {blocks.shape} is not what its config says")
                 if tables.min(initial=0) < 0 or tables.max(initial=0) > len(blocks):
                     raise ValueError(f"tables.{g} names blocks that are not there")
@@ -255,16 +260,28 @@ def _dtype(config: CacheConfig, name: str) -> np.dtype:
     if what in ("state", "snapshot"):
         layer, _, array = index.partition(".")
         return jnp.dtype(stored_states(config)[int(layer), array].dtype)
-    if what == "layer":
-        return config.kind(int(index)).storage_dtype
-    return config.kind(int(index)).scale_dtype if what == "scale" else np.dtype(np.int32)
+    if what not in PARTS:
+        return np.dtype(np.int32)
+    kind = config.index_kind(int(index)) if what.startswith("index") else config.kind(int(index))
+    return kind.scale_dtype if what.endswith("scale") else kind.storage_dtype
 
 
-def stored_parts(config: CacheConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """Returns a layer's tensors, values and scales, by name, with the axes that follow `[.., K, block_size]`."""
-    kind, row_dim = config.kind(layer), config.layers[layer].row_dim
-    parts: dict[str, tuple[int, ...]] = {f"layer.{layer}": (kind.stored_dim(row_dim),)}
-    return parts if not kind.is_quantized else parts | {f"scale.{layer}": config.scale_axes(layer)}
+PARTS = ("layer", "scale", "index", "index_scale")
+Axes = tuple[tuple[int, int], tuple[int, ...]]
+
+
+def stored_parts(config: CacheConfig, layer: int) -> dict[str, Axes]:
+    """Returns a layer's tensors by name, in the order of a pool's `tokens`: the axes between their blocks and
+    block_size, and those that follow."""
+    kind, found, heads = config.kind(layer), config.layers[layer], config.stored_heads(layer)
+    parts: dict[str, Axes] = {f"layer.{layer}": (heads, (kind.stored_dim(found.row_dim),))}
+    if kind.is_quantized:
+        parts[f"scale.{layer}"] = heads, config.scale_axes(layer)
+    if found.index_dim is not None:
+        parts[f"index.{layer}"] = (1, 1), (found.index_dim,)
+        if config.index_kind(layer).is_quantized:
+            parts[f"index_scale.{layer}"] = (1, 1), ()
+    return parts
 
 
 def stored_states(config: CacheConfig) -> dict[tuple[int, str], StateArray]:
@@ -278,8 +295,9 @@ def _render(config: CacheConfig) -> dict[str, Any]:
     for layer, found in zip(layers, config.layers, strict=True):
         if found.bounds:  # the file does not hold the bounds: loading computes them
             layer["bounds"] = True
-        if found.v_head_dim is None:  # so that older readers, which do not know the field, read the file too
-            del layer["v_head_dim"]
+        for name in ("v_head_dim", "index_dim"):  # so that older readers, which do not know the fields, read the file
+            if layer[name] is None:
+                del layer[name]
     if not config.join_kv:  # so that older readers, which do not know the field, read the file too
         del fields["join_kv"]
     if config.snapshot_every is None:

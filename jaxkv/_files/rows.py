@@ -78,9 +78,8 @@ def save(
         shapes = {"lengths": written.lengths.shape} | {f"tables.{g}": x.shape for g, x in enumerate(written.tables)}
         shapes |= {f"held.{g}": x.shape for g, x in written.held.items()}
         for i in pool_layers(config):
-            for name, minor in stored_parts(config, i).items():
-                blocks = written.num_blocks(config.group(i))
-                shapes[name] = (blocks, *config.stored_heads(i), written.block_size, *minor)
+            for name, (heads, minor) in stored_parts(config, i).items():
+                shapes[name] = (written.num_blocks(config.group(i)), *heads, written.block_size, *minor)
         for (i, name), array in stored_states(config).items():
             shapes[f"state.{i}.{name}"] = (len(written.lengths), *array.shape)
         if written.snapshots is not None:
@@ -206,8 +205,7 @@ def _put(
     plans = _fit(path, saved, held, source, config, free, partial_windows)
 
     def read(layer: int) -> Pool:
-        found: list[Any] = laid_blocks(tensors, config, layer, plans[layer].padded)
-        return Pool(*found)
+        return lay_blocks(tensors, config, layer, plans[layer].padded)
 
     loaded = fill_blocks(held, saved.groups, plans, config)
     try:
@@ -246,14 +244,15 @@ def saved_states(
     return tuple(found)
 
 
-def laid_blocks(
-    tensors: Mapping[str, np.ndarray], config: CacheConfig, layer: int, slots: np.ndarray
-) -> list[np.ndarray]:  # fmt: skip
-    """Returns a layer's saved values, and scales if any, at `slots` of the file, in the pool's layout without its
+def lay_blocks(tensors: Mapping[str, np.ndarray], config: CacheConfig, layer: int, slots: np.ndarray) -> Pool:
+    """Returns a layer's saved numbers, scales and index keys at `slots` of the file, in the pool's layout without its
     padding."""
-    parts = [tensors[name] for name in stored_parts(config, layer)]
-    kv, *scale = (clear_unused(gather_slots(part, slots, first=1), slots) for part in parts)
-    return [config.form(layer).pack(kv, axis=1), *scale]
+
+    def read(name: str) -> np.ndarray:
+        return clear_unused(gather_slots(tensors[f"{name}.{layer}"], slots, first=1), slots)
+
+    found = {name.partition(".")[0]: read(name.partition(".")[0]) for name in stored_parts(config, layer)}
+    return Pool.bundle(config.form(layer).pack(found.pop("layer"), axis=1), **found)
 
 
 def held_rows(saved: SavedCache, tensors: Mapping[str, np.ndarray], group: int, rows: np.ndarray) -> HeldBlocks:

@@ -14,7 +14,7 @@ from jaxkv._core.blocks.state_slots import read_row_states
 from jaxkv._core.cache.cache import Cache
 from jaxkv._core.cache.checks import check_on_host
 from jaxkv._core.cache.data_parallel import RowShards
-from jaxkv._core.config.cache_config import CacheConfig
+from jaxkv._core.config.kv_packing import Apart
 from jaxkv._core.state.state import NULL_BLOCK
 from jaxkv._files.format import stored_parts, stored_states
 
@@ -77,9 +77,11 @@ class Written:
         for layer in pool_layers(config):
             plans = self.plans[config.group(layer)]
             each = [jax.tree.leaves(found.pool(layer).tokens) for found in self.caches]
-            for arrays, minor in zip(zip(*each, strict=True), stored_parts(config, layer).values(), strict=True):
-                both = zip(arrays, plans, strict=True)
-                pieces = [_blocks(config, layer, x, plan, minor, here) for x, plan in both]
+            for arrays, (name, (_, minor)) in zip(
+                zip(*each, strict=True), stored_parts(config, layer).items(), strict=True
+            ):
+                form = None if name.startswith("index") else config.form(layer)
+                pieces = [_blocks(form, x, plan, minor, here) for x, plan in zip(arrays, plans, strict=True)]
                 yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         states = [
             jax.device_get(read_row_states(cache, rows)) for cache, rows in zip(self.caches, self._own, strict=True)
@@ -113,12 +115,10 @@ class Written:
         return dataclasses.replace(found[0], table=np.concatenate(tables)[self._order], states=joined)
 
 
-def _blocks(
-    config: CacheConfig, layer: int, x: Any, plan: BlockPlan, minor: Sequence[int], here: Callable[..., Any]
-) -> np.ndarray:
+def _blocks(form: Apart | None, x: Any, plan: BlockPlan, minor: Sequence[int], here: Callable[..., Any]) -> np.ndarray:
     blocks = here(x, lambda x: gather_slots(x, plan.padded))
-    if minor:  # values, without the pool's padding; scales have no further axis
-        blocks = config.form(layer).unpack(blocks, axis=1)[..., : minor[0]]
+    if minor:  # without the pool's padding; scales have no further axis
+        blocks = (blocks if form is None else form.unpack(blocks, axis=1))[..., : minor[0]]
     return clear_unused(np.asarray(blocks)[: len(plan.slots)], plan.slots)
 
 

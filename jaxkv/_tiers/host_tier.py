@@ -269,10 +269,11 @@ def _describe_states(states: Any) -> Any:
 
 def _described(pool: Pool | None, kind: str) -> str:
     """Describes a pool's blocks: their kind, dtypes and shapes."""
-    fields = {"": "kv", " with scales ": "scale", " with bounds ": "bounds"}
-    arrays = {word: getattr(pool, field, None) for word, field in fields.items()}
-    named = {word: kind if field == "kv" else None for word, field in fields.items()}
-    return "".join(f"{word}{named[word] or x.dtype}{list(x.shape[1:])}" for word, x in arrays.items() if x is not None)
+    if pool is None:
+        return ""
+    words = ("", " with scales ", " with bounds ", " with index keys ", " with their scales ")
+    arrays = {word: x for word, x in zip(words, pool.arrays, strict=True) if x is not None}
+    return "".join(f"{word}{x.dtype if word else kind or x.dtype}{list(x.shape[1:])}" for word, x in arrays.items())
 
 
 def _to_device(part: Pool | None, cache: Cache, layer: int) -> Pool:

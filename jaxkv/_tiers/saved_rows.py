@@ -12,7 +12,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.state.state import Pool
 from jaxkv._files.format import SavedCache
 from jaxkv._files.multihost_file import open_saved
-from jaxkv._files.rows import check_layers, held_rows, laid_blocks, saved_states
+from jaxkv._files.rows import check_layers, held_rows, lay_blocks, saved_states
 from jaxkv._tiers.host_blocks import HostBlocks
 from jaxkv._tiers.host_tier import make_host
 
@@ -53,10 +53,10 @@ def _read(
     parts: list[Pool | None] = [None] * config.num_layers
     for layer in pool_layers(config):
         # One row's blocks come in the order of its table.
-        found = laid_blocks(tensors, config, layer, plans[layer].padded)
-        shapes = config.pool_shape(layer), config.scale_shape(layer)
-        found = [_widened(x, shape[1:]) for x, shape in zip(found, shapes, strict=False) if shape is not None]
-        parts[layer] = Pool(*found)  # type: ignore[arg-type]
+        found = lay_blocks(tensors, config, layer, plans[layer].padded)
+        pairs = zip(found.arrays, config.part_shapes(layer), strict=True)
+        widened = (x if x is None or shape is None else _widened(x, shape[1:]) for x, shape in pairs)
+        parts[layer] = Pool.bundle(*widened)
     return make_host(config, np.array([length]), held, parts, states)
 
 

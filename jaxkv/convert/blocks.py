@@ -16,7 +16,7 @@ from jaxkv._core.config.kv_packing import stack_kv
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.state.arguments import require_host
 from jaxkv._core.state.columns import columns_for
-from jaxkv._core.state.head_rows import refuse_gaps
+from jaxkv._core.state.head_rows import refuse_gaps, refuse_index
 from jaxkv._core.state.state import NULL_BLOCK, BlockTables, Pool
 from jaxkv.convert.dense import check_latent, check_widths, infer_layer
 
@@ -82,6 +82,7 @@ def from_blocks(
     config = CacheConfig(layers=layers, max_seqs=len(lengths), max_seq_len=max_seq_len, num_blocks=num_blocks,
                          block_size=block_size, **fields)  # fmt: skip
     refuse_gaps(config, "from_blocks takes", ("head",))
+    refuse_index(config, "from_blocks takes")
     cache = init(config)
     for i, (one_k, one_v) in enumerate(zip(k, v, strict=True)):
         blocks = Pool(*config.blocks_of(i, stack_kv(one_k, one_v, axis=1)))

@@ -15,7 +15,7 @@ from jaxkv._core.config.cache_config import CacheConfig
 from jaxkv._core.config.kv_packing import stack_kv
 from jaxkv._core.config.layer_config import LayerConfig
 from jaxkv._core.state.arguments import require_host, row_indices
-from jaxkv._core.state.head_rows import refuse_gaps
+from jaxkv._core.state.head_rows import refuse_gaps, refuse_index
 from jaxkv._core.state.state import Pool
 
 
@@ -58,6 +58,7 @@ def from_dense(
     # Dense rows are blocks of C tokens, one a row.
     tables = np.arange(1, rows + 1, dtype=np.int32)[:, None]
     refuse_gaps(config, "from_dense takes", ("head",))
+    refuse_index(config, "from_dense takes")
     plans = []
     for group, blocks in enumerate(config.group_blocks):
         first = config.first_retained_block(group, lengths)

@@ -10,7 +10,10 @@ from support.compiled import compiled
 import jaxkv
 import jaxkv.convert
 
-LAYERS = (jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, evict="layer"), jaxkv.LayerConfig(num_kv_heads=2, head_dim=8))
+LAYERS = (
+    jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, evict="layer"),
+    jaxkv.LayerConfig(num_kv_heads=2, head_dim=8, index_dim=4),
+)
 CONFIG = jaxkv.CacheConfig(layers=LAYERS, max_seqs=3, max_seq_len=64, num_blocks=32, block_size=4, dtype="float32")
 KV, Q = np.ones((2, 3, 9, 2, 8), np.float32), np.ones((3, 1, 4, 8), np.float32)
 
@@ -70,6 +73,9 @@ CALLS = {
     "swap_in compiled": there_and_back_compiled,
     "swap_out": lambda cache, _: jaxkv.swap_out(cache, [1])[0],
     "truncate": lambda cache, _: jaxkv.truncate(cache, [3, 3, 0]),
+    "write_index": lambda cache, _: jaxkv.write_index(
+        jaxkv.extend(cache, [1, 1, 1]), np.ones((3, 1, 4), np.float32), layer=1
+    ),
     "write": lambda cache, _: jaxkv.write(jaxkv.extend(cache, [1, 1, 1]), KV[1, :, :1], KV[1, :, :1], layer=1),
     "PrefixCache": through_prefix_cache,
     "PrefixCache, host": through_prefix_on_host,
@@ -80,7 +86,7 @@ CALLS = {
 NEW = {  # caches that are made of nothing that lies anywhere are like those that `init` makes
     "load": lambda cache, tmp_path: saved(cache, tmp_path),
     "from_dense": lambda cache, _: jaxkv.convert.from_dense(
-        KV, KV, [9, 5, 3], layers=LAYERS, max_seq_len=64, num_blocks=32, block_size=4
+        KV, KV, [9, 5, 3], max_seq_len=64, num_blocks=32, block_size=4
     ),
     "init": lambda cache, _: jaxkv.init(CONFIG),
 }  # fmt: skip

@@ -103,6 +103,13 @@ def open_layer(
     if stores:
         check_stores(found)
     check_plan(step, found.config, next(iter(arrays)), token_axes)
+    return settle_layer(cache, layer, found, token_axes, step)
+
+
+def settle_layer(
+    cache: Any, layer: Any, found: Layer, token_axes: tuple[int, ...], step: Step | None
+) -> tuple[Layer, Callable[[Pool], Any]]:  # fmt: skip
+    """Returns the layer that was found, its tables settled for a step, and a function that puts a new pool back."""
     if isinstance(cache, Layer):
         found = dataclasses.replace(found, tables=settle_tables(found.tables, found.group, token_axes, step))
         return found, lambda pool: dataclasses.replace(found, pool=pool)

@@ -143,7 +143,7 @@ def check_invariants(cache: Cache) -> None:
             stands_alone = config.owner(layer) == layer and config.stack(layer)[:1] == (layer,)
             assert not stands_alone, f"layer {layer} has a pool, shares another's, or is stacked behind another"
             continue
-        shapes = tuple(None if x is None else x.shape for x in (pool.kv, pool.scale, pool.bounds))
+        shapes = tuple(None if x is None else x.shape for x in pool.arrays)
         assert shapes == config.stack_shapes(layer, pool.parts), f"layer {layer}: the pool's shape"
         assert pool.parts == cache.tables[config.group(layer)].parts, f"layer {layer}: parts of tables and pool"
         blocks = pool.kv.shape[0] // len(config.stack(layer)) // pool.parts

@@ -187,9 +187,10 @@ def partition_specs(
         places = (heads, None, None, context) if by_heads else (None, None, heads, context)
         axes = tuple(None if axis == heads and not is_divided else axis for axis in places)
         spec = PartitionSpec(*axes[: max((i + 1 for i, axis in enumerate(axes) if axis is not None), default=0)])
-        scale, bounds = (None if shape is None else spec for shape in config.stack_shapes(layer)[1:])
-        own = dict(heads=heads, context=context, parts=parts[config.group(layer)])
-        return Pool(kv=spec, scale=scale, bounds=bounds, **own)  # type: ignore[arg-type]
+        replicated = PartitionSpec() if context is None else PartitionSpec(None, None, None, context)
+        specs = (spec, spec, spec, replicated, replicated)  # index keys belong to no head
+        found = (None if shape is None else own for shape, own in zip(config.stack_shapes(layer), specs, strict=True))
+        return Pool.bundle(*found, heads=heads, context=context, parts=parts[config.group(layer)])
 
     fields: dict[str, Any] = {field.name: PartitionSpec() for field in dataclasses.fields(BlockTables)}
     evicts, slides = ({"evicted": None, "thinned": None}, {"skipped": None})
@@ -289,12 +290,10 @@ def _init_pools(
         return jnp.zeros((count * shape[0], *shape[1:]), dtype)
 
     def pool(layer: int) -> Pool:
-        kind = config.kind(layer)
-        dtypes = (kind.storage_dtype, kind.scale_dtype, config.bounds_dtype(layer))
         own = 1 if parts is None else parts[config.group(layer)]
-        pairs = zip(config.stack_shapes(layer, own), dtypes, strict=True)
-        kv, scale, bounds = (None if shape is None else zeros(shape, dtype) for shape, dtype in pairs)
-        return Pool(kv=kv, scale=scale, bounds=bounds, heads=heads, context=context, parts=own)  # type: ignore[arg-type]
+        pairs = zip(config.stack_shapes(layer, own), config.part_dtypes(layer), strict=True)
+        arrays = (None if shape is None else zeros(shape, dtype) for shape, dtype in pairs)
+        return Pool.bundle(*arrays, heads=heads, context=context, parts=own)
 
     return tuple(pool(i) if config.stack(i)[:1] == (i,) else None for i in range(config.num_layers))
 

@@ -26,7 +26,7 @@ def read_raw(
 ) -> tuple[jax.Array | None, ...]:
     """Reads `(k, v, k_scale, v_scale)` of slots `i32[...]` of a quantized pool as stored, without padding; 0 for the
     null block."""
-    found, held = jax.tree.leaves(read_slots(pool, block, offset)), block != 0
+    found, held = jax.tree.leaves(read_slots(pool.heads_alone, block, offset)), block != 0
     kv, scale = (jnp.where(jnp.expand_dims(held, range(held.ndim, x.ndim)), x, jnp.zeros((), x.dtype)) for x in found)
     layer_config, kind = config.layer_config(layer), config.kind(layer)
     if layer_config.v_head_dim is not None:
@@ -85,7 +85,7 @@ def put_token(
         minor = tuple(slice(start, start + size) for size in new.shape[1:])  # may be less than a pool's row
         return jnp.asarray(x).at[place, :, at, offset, *minor].set(new, mode="drop")
 
-    return dataclasses.replace(jax.tree.map(put, pool.tokens, new), bounds=pool.bounds)
+    return dataclasses.replace(jax.tree.map(put, pool.heads_alone, new), bounds=pool.bounds, index=pool.index)
 
 
 def put_part(pool: Pool, part: Pool, *, start: int) -> Pool:

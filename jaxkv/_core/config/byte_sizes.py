@@ -13,7 +13,7 @@ from jaxkv._core.config.layer_config import kind_of
 from jaxkv._core.config.layer_groups import Groups
 from jaxkv._core.config.rotation import rotate
 from jaxkv._core.config.validation import is_tracing
-from pallas_kernels.common.quantization import StorageFormat
+from pallas_kernels.common.quantization import FORMATS, StorageFormat
 
 
 class ByteSizes(Groups):
@@ -96,31 +96,65 @@ class ByteSizes(Groups):
         kind = self.kind(layer)
         return jnp.dtype("float32") if kind.is_quantized else kind.storage_dtype
 
-    def stack_shapes(self, layer: int, parts: int = 1) -> tuple[tuple[int, ...] | None, ...]:
-        """Returns the shapes of the pool that stores a layer, its scales and its bounds, over all layers of its stack.
-        Each of the `parts` shards has a null block."""
+    def index_dim(self, layer: int) -> int | None:
+        """Returns the entries of the index keys that a layer reads; None: there are none."""
+        return self.layer_config(self.owner(layer)).index_dim
+
+    def index_kind(self, layer: int) -> StorageFormat:
+        """Returns the storage format of a layer's index keys: the layer's, or int8 where that has scales of groups of
+        entries."""
+        kind = self.kind(layer)
+        return kind if kind.group_size is None else FORMATS["int8"]
+
+    def index_shapes(self, layer: int) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Returns the shapes of a layer's index keys, `[num_blocks + 1, 1, 1, block_size, E]`, E rounded up as
+        `head_dim` is, and of their scales."""
+        if (index_dim := self.index_dim(layer)) is None:
+            return None, None
+        slots = (self.pool_shape(layer)[0], 1, 1, self.block_size)
+        return (*slots, self._padded(index_dim)), slots if self.index_kind(layer).is_quantized else None
+
+    def part_shapes(self, layer: int) -> tuple[tuple[int, ...] | None, ...]:
+        """Returns the shapes of a layer's arrays, in the order of `Pool.arrays`; None: there is no such array."""
         shapes = (self.pool_shape(layer), self.scale_shape(layer), self.bounds_shape(layer))
+        return (*shapes, *self.index_shapes(layer))
+
+    def part_dtypes(self, layer: int) -> tuple[np.dtype, ...]:
+        """Returns the dtypes of a layer's arrays, in the order of `Pool.arrays`."""
+        kind, index = self.kind(layer), self.index_kind(layer)
+        own = (kind.storage_dtype, kind.scale_dtype, self.bounds_dtype(layer), index.storage_dtype, index.scale_dtype)
+        return tuple(map(np.dtype, own))
+
+    def stack_shapes(self, layer: int, parts: int = 1) -> tuple[tuple[int, ...] | None, ...]:
+        """Returns the shapes of the arrays that store a layer (`part_shapes`), over all layers of its stack. Each of
+        the `parts` shards has a null block."""
         count = len(self.stack(layer))
-        return tuple(None if shape is None else (count * (shape[0] + parts - 1), *shape[1:]) for shape in shapes)
+        return tuple(
+            None if shape is None else (count * (shape[0] + parts - 1), *shape[1:]) for shape in self.part_shapes(layer)
+        )
 
     def bytes_per_group_block(self, group: int) -> int:
-        """Returns the bytes of one block over the layers of a group, scales and bounds included."""
+        """Returns the bytes of one block over the layers of a group, scales, bounds and index keys included."""
         kinds: dict[Any, list[int]] = {}
         for layer in self.groups[group]:
             kinds.setdefault(self.layers[layer], []).append(layer)
         return sum(len(alike) * self.bytes_per_layer_block(alike[0]) for alike in kinds.values())
 
     def bytes_per_layer_block(self, layer: int) -> int:
-        """Returns the bytes of one block of one layer, scales and bounds included."""
-        bounds = self.bounds_shape(layer)
-        about = 0 if bounds is None else math.prod(bounds[1:]) * self.bounds_dtype(layer).itemsize
-        return self.bytes_per_block_read(layer) + about
+        """Returns the bytes of one block of one layer, scales, bounds and index keys included."""
+        parts = zip(self.part_shapes(layer), self.part_dtypes(layer), strict=True)
+        return sum(math.prod(shape[1:]) * dtype.itemsize for shape, dtype in parts if shape is not None)
 
     def bytes_per_block_read(self, layer: int) -> int:
         """Returns the bytes that attention reads of one block of one layer: keys, values and scales."""
         kind, scales = self.kind(layer), self._block_scales(layer)
         numbers = math.prod(self._block_shape(layer)) * kind.storage_dtype.itemsize
         return numbers + (0 if scales is None else math.prod(scales) * kind.scale_dtype.itemsize)
+
+    def index_bytes_per_block(self, layer: int) -> int:
+        """Returns the bytes that choosing tokens reads of one block of one layer: index keys and their scales."""
+        parts = zip(self.index_shapes(layer), self.part_dtypes(layer)[-2:], strict=True)
+        return sum(math.prod(shape[1:]) * dtype.itemsize for shape, dtype in parts if shape is not None)
 
     def _block_shape(self, layer: int) -> tuple[int, int, int, int]:
         parts, heads, width = self.form(layer).row_shape(*self.stored_heads(layer))
@@ -176,7 +210,11 @@ class ByteSizes(Groups):
     def dense_bytes(self) -> int:
         """Bytes of a dense cache of the same rows: `max_seqs * max_seq_len` slots in every layer."""
         groups = zip(self.groups, self.group_heads, strict=True)
-        block = sum(self.bytes_per_block_read(i) * heads for layers, heads in groups for i in layers)
+        block = sum(
+            (self.bytes_per_block_read(i) + self.index_bytes_per_block(i)) * heads
+            for layers, heads in groups
+            for i in layers
+        )
         return self.max_seqs * self.max_seq_len * block // self.block_size
 
     def check_memory(self, device: Any = None, parts: int = 1) -> None:

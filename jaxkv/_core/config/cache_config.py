@@ -266,12 +266,12 @@ class CacheConfig(MadeLike):
             )
         shape = ("num_kv_heads", "head_dim", "v_head_dim", "rank")
         alike = all(getattr(layer, name) == getattr(owner, name) for name in shape)
-        own = (layer.dtype, layer.rotate, layer.evict, layer.bounds)
-        if not alike or own != (None, None, None, False):
+        own = (layer.dtype, layer.rotate, layer.evict, layer.index_dim, layer.bounds)
+        if not alike or own != (None, None, None, None, False):
             raise ValueError(
                 f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, so it must have the same "
                 "num_kv_heads and head_dim (v_head_dim too; if latent, rank and rope_dim), and no dtype or rotate "
-                "of its own, nor evict or bounds."
+                "of its own, nor evict, index_dim or bounds."
             )
         if (reason := owner.retention.refuse_reader(layer.retention)) is not None:
             raise ValueError(f"CacheConfig.layers[{i}] shares with layer {layer.shares_with}, {reason}.")

@@ -14,6 +14,7 @@ from jaxkv._core.config.validation import flag, integer, show
 from pallas_kernels.common.quantization import FORMATS, StorageFormat
 
 STATE_DTYPES = ("float32", "bfloat16", "float16")
+OPTIONAL_SIZES = ("window", "rank", "chunk", "sink_tokens", "v_head_dim", "index_dim")
 
 
 class StateArray(NamedTuple):
@@ -91,6 +92,10 @@ class LayerConfig:
         or `chunk`.
       bounds: whether every block's minimum and maximum key entries are stored beside the block and updated by every
         write, so that `block_bounds` and `jaxkv.scores.quest` can select blocks. Not with `evict="head"`.
+      index_dim: entries of one more key of each token, of no head, by which queries choose the tokens that they attend
+        to (DeepSeek sparse attention, https://arxiv.org/abs/2512.02556): see `write_index` and `jaxkv.scores.indexer`.
+        Index keys are stored in the layer's format, in int8 if that is int4, with one scale a token. Not with
+        `evict="head"`.
       states: for a layer that keeps a state instead of keys and values, its arrays; see `recurrent`.
 
     >>> LayerConfig(num_kv_heads=2, head_dim=64).dim
@@ -110,6 +115,7 @@ class LayerConfig:
     bounds: bool = False
     states: tuple[StateArray, ...] | None = None
     v_head_dim: int | None = None
+    index_dim: int | None = None
 
     @functools.cached_property
     def retention(self) -> Full:
@@ -122,7 +128,7 @@ class LayerConfig:
         if self.states is not None:
             object.__setattr__(self, "states", read_arrays(self.states))
             self._check_recurrent()
-        least_of = {"shares_with": 0} | dict.fromkeys(("window", "rank", "chunk", "sink_tokens", "v_head_dim"), 1)
+        least_of = {"shares_with": 0} | dict.fromkeys(OPTIONAL_SIZES, 1)
         limits = {"num_kv_heads": 1, "head_dim": 1} | least_of
         for field, least in limits.items():
             value, optional = getattr(self, field), field not in ("num_kv_heads", "head_dim")
@@ -148,6 +154,11 @@ class LayerConfig:
                 'LayerConfig.bounds are of blocks that hold all heads, and with evict="head" each head has blocks of '
                 'its own: choose evict="layer", or leave bounds out.'
             )
+        if self.index_dim is not None and self.evict == "head":
+            raise ValueError(
+                'LayerConfig.index_dim is of keys that belong to no head, and with evict="head" a block holds one: '
+                'choose evict="layer", or leave index_dim out.'
+            )
         if self.rank is not None and self.evict == "head":
             raise ValueError('A latent layer has no heads to evict by: give it evict="layer".')
         if self.rank is not None and (self.num_kv_heads != 1 or self.rank >= self.head_dim):
@@ -167,7 +178,7 @@ class LayerConfig:
         Args:
           rank: entries of a token that all heads' keys and values are made from.
           rope_dim: entries of the key that carry positions, shared by all heads.
-          **fields: `window`, `dtype`, `bounds` and `shares_with`.
+          **fields: `window`, `dtype`, `bounds`, `index_dim` and `shares_with`.
 
         From DeepSeek-V2 (https://arxiv.org/abs/2405.04434).
 

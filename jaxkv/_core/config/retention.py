@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 # Options of attention by a token's position, and by its head or row.
-BY_POSITION, BY_HEAD = ("window", "sink_tokens", "alibi", "mask"), ("sinks", "blocks")
+BY_POSITION, BY_HEAD = ("window", "sink_tokens", "alibi", "mask", "tokens"), ("sinks", "blocks")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,6 +42,16 @@ def refuse_sinks(config: CacheConfig, what: str) -> None:
             )
 
 
+def refuse_index(config: CacheConfig, what: str) -> None:
+    """Raises ValueError if a layer keeps index keys, for a function that is given none."""
+    for i, layer in enumerate(config.layers):
+        if layer.index_dim is not None:
+            raise ValueError(
+                f"{what} no layers with index_dim, but layer {i} has it, and its index keys would be missing: append "
+                "the tokens to an empty cache, and give it their index keys by write_index."
+            )
+
+
 def refuse_gaps(config: CacheConfig, what: str, kinds: tuple[str, ...] = ("layer", "head")) -> None:
     """Calls `refuse_evicting` and `refuse_sinks`, for a function that assumes rows without gaps."""
     refuse_states(config, what)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxkv._core.state.state import Pool
+from jaxkv._core.state.state import IndexKeys, Pool
 
 # Axis names in the specs for `run_on_shards`: a pool's KV heads, a step's new KV heads, query heads, a block's tokens;
 # and blocks, or head rows, which are divided instead where each head has its own.
@@ -107,7 +107,8 @@ def run_on_shards(
         return PartitionSpec(*(axes.get(name) for name in spec))
 
     leaves, structure = jax.tree.flatten(arguments)
-    specs = jax.tree.leaves(jax.tree.broadcast(in_specs, arguments, is_leaf=_is_spec), is_leaf=_is_spec)
+    named_specs = jax.tree.broadcast(in_specs, arguments, is_leaf=_is_spec)
+    specs = jax.tree.leaves(jax.tree.map(_keep_whole, named_specs, is_leaf=_is_index_or_spec), is_leaf=_is_spec)
     out = _run(
         leaves, function=function, structure=structure, in_specs=tuple(map(named, specs)),
         out_specs=jax.tree.map(named, out_specs, is_leaf=_is_spec), shards=shards, static=tuple(static.items()),
@@ -120,10 +121,39 @@ def _run(leaves, *, function, structure, in_specs, out_specs, shards, static):
     mesh = shards.mesh
     leaves = [_reshard(x, spec, mesh) for x, spec in zip(leaves, in_specs, strict=True)]
 
-    def on_one(*leaves):
-        return function(*jax.tree.unflatten(structure, leaves), **dict(static))
+    apart = _IndexApart(out_specs, shards.context)
 
-    return map_devices(on_one, mesh, in_specs, out_specs)(*leaves)
+    def on_one(*leaves):
+        return apart.split(function(*jax.tree.unflatten(structure, leaves), **dict(static)))
+
+    return apart.join(*map_devices(on_one, mesh, in_specs, apart.specs)(*leaves))
+
+
+class _IndexApart:
+    """Takes index keys, which lie otherwise than what a pool's specs say, out of a function's result, and puts them
+    back."""
+
+    def __init__(self, specs: Any, context: str | None):
+        self._given, self._context = specs, context
+
+    @property
+    def specs(self) -> Any:
+        """The specs of what `split` returns."""
+        return self._given, WHOLE, PartitionSpec(None, None, None, self._context)
+
+    def split(self, out: Any) -> tuple[Any, list[Any], list[Any]]:
+        """Returns a result without index keys, then those that each device has whole, and those that it has runs of."""
+        parts, self._structure = jax.tree.flatten(out, is_leaf=_is_index)
+        specs = jax.tree.leaves(jax.tree.broadcast(self._given, out, is_leaf=_is_spec), is_leaf=_is_index_or_spec)
+        in_runs = [_is_index(spec) and self._context is not None and self._context in spec.keys for spec in specs]
+        keys = [[x if _is_index(x) and run is kind else None for x, run in zip(parts, in_runs, strict=True)]
+                for kind in (False, True)]  # fmt: skip
+        return self._structure.unflatten([None if _is_index(x) else x for x in parts]), *keys
+
+    def join(self, out: Any, whole: list[Any], in_runs: list[Any]) -> Any:
+        """Returns the result that was split."""
+        found = zip(self._structure.flatten_up_to(out), whole, in_runs, strict=True)
+        return self._structure.unflatten([next((x for x in kinds if x is not None), None) for kinds in found])
 
 
 def map_devices(function: Callable, mesh: AbstractMesh, in_specs: Any, out_specs: Any) -> Callable:
@@ -199,6 +229,26 @@ def _is_pool(x: Any) -> bool:
 
 def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
+
+
+def _is_index(x: Any) -> bool:
+    return isinstance(x, IndexKeys)
+
+
+def _is_index_or_spec(x: Any) -> bool:
+    return _is_index(x) or _is_spec(x)
+
+
+def _keep_whole(x: Any) -> Any:
+    """Returns the specs of index keys, which belong to no head, as those of arrays that each device has all heads of;
+    any other spec as it is."""
+    if not _is_index(x):
+        return x
+
+    def keep(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*(None if name in (KV, PARTS) else name for name in spec))
+
+    return jax.tree.map(keep, x, is_leaf=_is_spec)
 
 
 def _set_axis(axis: str | None, x: Any) -> Any:

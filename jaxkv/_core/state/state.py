@@ -4,7 +4,7 @@ S rows, M columns of a block table, K KV heads, D head_dim, N = num_blocks.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,16 @@ class BlockTables:
 
 @register_export
 @jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class IndexKeys:
+    """The index keys of one layer, by which queries choose tokens: one for each slot of its blocks, of no head."""
+
+    keys: jax.Array  # [N + 1, 1, 1, block_size, E]: axes as in `Pool.kv`
+    scale: jax.Array | None = None  # if quantized, f32[N + 1, 1, 1, block_size]
+
+
+@register_export
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Pool:
     """The blocks of one layer."""
@@ -110,6 +120,8 @@ class Pool:
     # For a layer with bounds, [N + 1, 2, K, D]: minimum and maximum entries of each block's keys; wider where tokens
     # were dropped. See `key_bounds`.
     bounds: jax.Array | None = None
+    # For a layer with `index_dim`: whole on every device of the heads' axis.
+    index: IndexKeys | None = None
     # The mesh axis that heads are divided over; the mesh itself is part of the arrays' types. None: one device.
     heads: str | None = dataclasses.field(default=None, metadata={"static": True})
     # The mesh axis that the tokens of every block are divided over, in equal runs. None: one device.
@@ -130,10 +142,28 @@ class Pool:
         """Values as stored; whole pool rows where packed, or latent, whose first entries are the values."""
         return self.kv[:, -1]
 
+    @classmethod
+    def bundle(
+        cls, kv: Any, scale: Any = None, bounds: Any = None, index: Any = None, index_scale: Any = None, **axes: Any
+    ) -> "Pool":
+        """Makes a pool of its arrays, those that it has, in the order of `arrays`."""
+        return cls(kv, scale, bounds, None if index is None else IndexKeys(index, index_scale), **axes)
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The arrays that a pool may have: numbers, scales, bounds, index keys and their scales. None: it has none."""
+        index = (None, None) if self.index is None else (self.index.keys, self.index.scale)
+        return (self.kv, self.scale, self.bounds, *index)
+
     @property
     def tokens(self) -> "Pool":
         """The per-token arrays of the pool: all but the bounds of blocks."""
         return dataclasses.replace(self, bounds=None)
+
+    @property
+    def heads_alone(self) -> "Pool":
+        """The arrays of keys and values alone, without bounds and index keys."""
+        return dataclasses.replace(self, bounds=None, index=None)
 
     def like(self, other: "Pool") -> "Pool":
         """Returns these blocks with the mesh axes of another pool."""

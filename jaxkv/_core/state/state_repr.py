@@ -46,7 +46,7 @@ def describe_pool(pool: Any) -> str:
     """Returns the `repr` of a `Pool`."""
     if is_donated(pool):
         return f"Pool({DONATED})"
-    parts = {"scale": pool.scale, "bounds": pool.bounds}
+    parts = dict(zip(("scale", "bounds", "index", "index scale"), pool.arrays[1:], strict=True))
     others = "".join(f", {name} {describe_array(x)}" for name, x in parts.items() if x is not None)
     axes = {"heads": pool.heads, "context": pool.context}
     others += "".join(f", {name} over the mesh axis {axis!r}" for name, axis in axes.items() if axis is not None)

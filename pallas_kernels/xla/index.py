@@ -1,0 +1,202 @@
+"""Scores of tokens by index keys in plain XLA, and the best of each query: streamed over the context.
+
+A query's score of a token is the sum over heads of `weight * relu(q . key)`, in float32. Tiles of queries of one row
+read the row's keys piece by piece, and keep the best so far: nothing is as large as tokens times context.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.common.batch import MaskSpec, PagedBatch
+from pallas_kernels.common.context_parallel import count_local_tokens, position_of
+from pallas_kernels.common.masks import Reach
+from pallas_kernels.common.quantization import StorageFormat
+from pallas_kernels.common.ragged_layout import locate
+from pallas_kernels.xla import work_list as tiles
+
+QUERIES = 16  # of a tile, of rows with more than one token
+LEAST_PIECE, MOST_PIECE = 512, 2048  # tokens of the context that are scored at a time
+AT_ONCE = 1 << 23  # bytes of the products of heads and keys in memory at a time
+NOTHING = -float("inf")
+
+
+class StoredIndex(NamedTuple):
+    """The index keys of a layer."""
+
+    keys: jax.Array  # [num_blocks + 1, 1, 1, block_size, E'], E' may be padded beyond E
+    scale: jax.Array | None  # f32[num_blocks + 1, 1, 1, block_size]
+    format: StorageFormat
+
+
+class Best(NamedTuple):
+    """The best tokens of queries, best first; equal ones in order of their positions."""
+
+    score: jax.Array  # f32[.., k], -inf where there is none
+    position: jax.Array  # i32[.., k], -1 where there is none
+
+
+class _Lanes(NamedTuple):
+    """Tiles of queries, each of one row."""
+
+    row: jax.Array  # i32[lanes]
+    index: jax.Array  # i32[lanes, queries]: among all tokens, flat
+    position: jax.Array  # i32[lanes, queries]; -1 of none
+
+
+def select_tokens(q, weights, stored: StoredIndex, batch: PagedBatch, mask: MaskSpec, top_k: int) -> Best:
+    """Returns the best `top_k` tokens of each query, of those that it sees.
+
+    Args:
+      q: `[S, T, heads, E]` padded or `[N, heads, E]` packed; weights: the same without the last axis.
+      batch: as for attention; with a context shard the best of the tokens at hand, by their positions in whole rows.
+      mask: of which window, chunk and sink tokens are read.
+    """
+    *token_axes, num_heads, width = q.shape
+    num_tokens, most = math.prod(token_axes), batch.block_tables.shape[1] * stored.keys.shape[3]
+    kept = max(1, min(top_k, most))
+    if num_tokens == 0:
+        empty = jnp.zeros((*token_axes, top_k))
+        return Best(empty.astype(jnp.float32), empty.astype(jnp.int32))
+    inputs = _Inputs(
+        q.reshape(num_tokens, num_heads, width).astype(jnp.float32),
+        weights.reshape(num_tokens, -1),
+        stored,
+        batch,
+        mask,
+    )
+    token = jax.tree.map(jnp.ravel, locate(tuple(token_axes), *batch[1:4]))
+    rows = tiles.find_rows(tuple(token_axes), batch)
+    if token_axes[-1] == 1:
+        best = jax.tree.map(lambda x: x[token.row], _select(inputs, _lone_lanes(rows, rows.count), kept))
+    else:
+        lone = rows.count == 1
+        one = _select(inputs, _lone_lanes(rows, jnp.where(lone, rows.count, 0)), kept)
+        lanes, lane, place = _tile_lanes(rows, jnp.where(lone, 0, rows.count), num_tokens, token)
+        many, is_lone = _select(inputs, lanes, kept), lone[token.row][:, None]
+        queries = lanes.position.shape[1]
+        best = jax.tree.map(lambda a, b: jnp.where(is_lone, a[token.row], b[lane * queries + place]), one, many)
+    best = Best(best.score, jnp.where(token.valid[:, None] & (best.score > NOTHING), best.position, -1))
+    pad = ((0, 0), (0, top_k - kept))
+    score, position = jnp.pad(best.score, pad, constant_values=NOTHING), jnp.pad(best.position, pad, constant_values=-1)
+    score = jnp.where(position < 0, NOTHING, score)
+    return Best(*(x.reshape(*token_axes, top_k) for x in (score, position)))
+
+
+class _Inputs(NamedTuple):
+    q: jax.Array  # f32[tokens, heads, E]
+    weights: jax.Array  # f32[tokens, heads]
+    stored: StoredIndex
+    batch: PagedBatch
+    mask: MaskSpec
+
+
+def _lone_lanes(rows: tiles.WorkRows, count: jax.Array) -> _Lanes:
+    """A lane for each row, of its only token."""
+    position = jnp.where(count > 0, rows.before, -1)
+    return _Lanes(jnp.arange(count.shape[0], dtype=jnp.int32), rows.start[:, None], position[:, None])
+
+
+def _tile_lanes(rows: tiles.WorkRows, count: jax.Array, num_tokens: int, token) -> tuple[_Lanes, jax.Array, jax.Array]:
+    """Lanes for the tokens of all rows, and each token's lane and place in it."""
+    queries = min(QUERIES, num_tokens)
+    most = min(count.shape[0], num_tokens // 2) + num_tokens // queries
+    each = tiles.cover(count, queries)
+    ends = jnp.cumsum(each)
+    lane = jnp.arange(most, dtype=jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(ends, lane, side="right", method="compare_all"), count.shape[0] - 1)
+    row = row.astype(jnp.int32)
+    nth = ((lane - (ends - each)[row]) * queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)[None]
+    is_there = (nth < count[row][:, None]) & (lane < ends[-1])[:, None]
+    position = jnp.where(is_there, rows.before[row][:, None] + nth, -1)
+    index = jnp.clip(rows.start[row][:, None] + nth, 0, num_tokens - 1)
+    tile, place = tiles.parts(jnp.maximum(token.position - rows.before[token.row], 0), queries)
+    own = jnp.clip((ends - each)[token.row] + tile, 0, most - 1)
+    return _Lanes(row, index, position), own, place
+
+
+def _select(inputs: _Inputs, lanes: _Lanes, kept: int) -> Best:
+    """The best of the queries of lanes, `[lanes * queries, kept]`."""
+    num_lanes, queries = lanes.position.shape
+    num_heads, capacity = inputs.q.shape[1], inputs.batch.block_tables.shape[1] * inputs.stored.keys.shape[3]
+    piece = min(max(LEAST_PIECE, min(kept, MOST_PIECE)), capacity)
+    piece = -(-piece // 16) * 16  # so that all keys are multiplied alike, whatever their place
+    count = min(num_lanes, max(1, AT_ONCE // (4 * queries * num_heads * piece)))
+    groups = -(-num_lanes // count)
+    more = groups * count - num_lanes
+    padded = _Lanes(
+        jnp.pad(lanes.row, (0, more)), jnp.pad(lanes.index, ((0, more), (0, 0))),
+        jnp.pad(lanes.position, ((0, more), (0, 0)), constant_values=-1),
+    )  # fmt: skip
+    padded = jax.tree.map(lambda x: x.reshape(groups, count, *x.shape[1:]), padded)
+    found = jax.lax.map(lambda some: _stream(inputs, some, kept, piece), padded)
+    return jax.tree.map(lambda x: x.reshape(groups * count * queries, kept)[: num_lanes * queries], found)
+
+
+def _stream(inputs: _Inputs, lanes: _Lanes, kept: int, piece: int) -> Best:
+    """The best of the queries of a few lanes: reads the context of their rows piece by piece."""
+    size, shard = inputs.stored.keys.shape[3], inputs.batch.context_shard
+    reach = Reach.of_mask(inputs.mask, np.iinfo(np.int32).max)
+    begin, end = jnp.zeros((), jnp.int32), jnp.max(lanes.position) + 1
+    if reach.ends and not reach.sink_tokens:
+        there = jnp.where(lanes.position < 0, jnp.iinfo(jnp.int32).max, jnp.maximum(reach.first(lanes.position), 0))
+        begin = jnp.min(there)
+    if shard is not None:
+        begin, end = (count_local_tokens(jnp.maximum(x, 0), shard, size) for x in (jnp.minimum(begin, end), end))
+    zero = tiles.zero_for(inputs, lanes)
+    shape = (*lanes.position.shape, kept)
+    nothing = Best(
+        jnp.full(shape, NOTHING, jnp.float32) + zero, jnp.full(shape, -1, jnp.int32) + zero.astype(jnp.int32)
+    )
+
+    def step(i: jax.Array, best: Best) -> Best:
+        new = _score(inputs, lanes, i * piece + jnp.arange(piece, dtype=jnp.int32), reach)
+        score, position = (jnp.concatenate(pair, axis=-1) for pair in zip(best, new, strict=True))
+        score, place = jax.lax.top_k(score, kept)  # of equal ones the first, whose position is the earlier
+        return Best(score, jnp.take_along_axis(position, place, axis=-1))
+
+    return jax.lax.fori_loop(jnp.minimum(begin, end) // piece, -(-end // piece), step, nothing)
+
+
+def _score(inputs: _Inputs, lanes: _Lanes, place: jax.Array, reach: Reach) -> Best:
+    """The scores of the tokens at some places of each lane's row, `[lanes, queries, places]`."""
+    keys, scale, format = inputs.stored
+    tables, shard, size = inputs.batch.block_tables, inputs.batch.context_shard, keys.shape[3]
+    column, offset = tiles.parts(place, size)
+    key = place if shard is None else position_of(column, offset, shard, size)
+    block = tables[lanes.row[:, None], jnp.minimum(column, tables.shape[1] - 1)[None]]
+    its_keys = format.from_bits(keys[block, 0, 0, offset[None], : inputs.q.shape[-1]]).astype(jnp.float32)
+    queries, weights = inputs.q[lanes.index], inputs.weights[lanes.index].astype(jnp.float32)
+    products = jnp.einsum("lqhe,lce->lqhc", queries, its_keys, precision="highest")
+    score = jnp.sum(weights[..., None] * jnp.maximum(products, 0.0), axis=2)
+    if scale is not None:
+        score *= scale[block, 0, 0, offset[None]].astype(jnp.float32)[:, None]
+    key = key[None, None]
+    seen = (key <= lanes.position[..., None]) & (column < tables.shape[1])[None, None]
+    if reach.ends:
+        seen &= reach.covers(key, reach.first(lanes.position)[..., None])
+    return Best(jnp.where(seen, score, NOTHING), jnp.broadcast_to(key, score.shape))
+
+
+def write_index(x: jax.Array, stored: StoredIndex, batch: PagedBatch) -> tuple[jax.Array, jax.Array | None]:
+    """Returns index keys and scales with those of a step's tokens, `[S, T, E]` or `[N, E]`, by an in-place scatter."""
+    keys, scale, format = stored
+    token = locate(x.shape[:-1], *batch[1:4])
+    column, offset = tiles.parts(token.position, keys.shape[3])
+    block = batch.block_tables[token.row, column].reshape(-1)
+    # Padding goes to places of its own past the end, where mode="drop" drops it. Not to -1, which would wrap.
+    dropped = keys.shape[0] + jnp.arange(block.shape[0], dtype=jnp.int32)
+    block, offset = jnp.where(token.valid.reshape(-1), block, dropped), offset.reshape(-1)
+    new = x.reshape(-1, x.shape[-1])
+
+    def put(pool: jax.Array, values: jax.Array, *minor: slice) -> jax.Array:
+        place = pool.at[block, 0, 0, offset, *minor]
+        return place.set(values.astype(pool.dtype), mode="drop", unique_indices=True)
+
+    if scale is None:
+        return put(keys, new, slice(0, x.shape[-1])), None
+    numbers, scales = format.encode(new, scale.dtype)
+    return put(keys, numbers, slice(0, x.shape[-1])), put(scale, scales)
